@@ -38,7 +38,7 @@ from typing import Any
 import numpy as np
 
 from trainkit.data.indexed.dataset import IndexedDataset, IndexedWriter, bin_path, idx_path
-from trainkit.data.order.loader import Loader, Plan
+from trainkit.data.order.loader import Loader, ReadSchedule
 from trainkit.data.order.native import NativeOrder
 from trainkit.data.order.samples import MegatronSamples, NativeSamples, Samples
 
@@ -230,7 +230,7 @@ def measure_loader(prefix: Path) -> None:
         order,
         [samples],
         SEQ_LENGTH,
-        Plan(lambda consumed, n: [range(consumed, consumed + n)], lambda at: BATCH),
+        ReadSchedule(lambda consumed, n: [range(consumed, consumed + n)], lambda at: BATCH),
     )
     wall, cpu = time.perf_counter(), time.process_time()
     for consumed in range(0, 4 * COUNT, BATCH):

@@ -19,7 +19,7 @@ from trainkit.launch.slurm.arrays import slurm_place_of
 from trainkit.launch.slurm.job_graph import Graph, Part, stages_of, submit_graph
 from trainkit.runs.folder import RunFolder
 from trainkit.stages.contract import Need, Unit
-from trainkit.stages.in_flight import Making
+from trainkit.stages.in_flight import ArraysInFlight
 
 ARGV = (sys.executable, "-I", "-m", "trainkit.data.tokenize.shard_worker")
 JOBS = """
@@ -130,7 +130,7 @@ def need(name: str, shards: int) -> Need:
     return Need("prep-data", name, name, 1, {}, (), (), (*tokens, merge))
 
 
-def part(slurm: Slurm, need: Need, shared: Making | None = None) -> Part:
+def part(slurm: Slurm, need: Need, shared: ArraysInFlight | None = None) -> Part:
     place = slurm_place_of(slurm.job, need.stage, lambda text: None)
     assert place is not None
     return Part(place, need, () if shared else need.units, [], shared)

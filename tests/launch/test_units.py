@@ -25,7 +25,7 @@ from trainkit.launch.hosts.hostfile import Host
 from trainkit.launch.hosts.quarantine import quarantine_host
 from trainkit.launch.remote_units import Place, execute_on_hosts, place_of
 from trainkit.stages.contract import Need, Unit
-from trainkit.stages.stamps import Verdict, unit_folder
+from trainkit.stages.stamps import Freshness, unit_folder
 
 # all are this machine, which needs no ssh to itself
 HOSTS = ("127.0.0.1", socket.gethostname(), "::1")
@@ -74,7 +74,7 @@ class Reporter:
         self.ended: list[str] = []
         self.counts: dict[str, int] = {}
 
-    def verdict(self, verdict: Verdict) -> None: ...
+    def verdict(self, verdict: Freshness) -> None: ...
     def waiting(self, need: Need, holder: str) -> None: ...
     def started(self, need: Need, units: Sequence[Unit]) -> None: ...
     def finished(self, need: Need) -> None: ...

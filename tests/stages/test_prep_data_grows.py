@@ -22,10 +22,10 @@ from trainkit.data.tokenize import merge_worker as merge
 from trainkit.data.tokenizer import train_bpe
 from trainkit.jobs.load import load
 from trainkit.stages.contract import Need, Unit
-from trainkit.stages.execute import make_fresh, missing_units, stamps_folder
-from trainkit.stages.local import execute_here
+from trainkit.stages.execute import missing_units, stamps_folder, update_stage
+from trainkit.stages.local import execute_locally
 from trainkit.stages.prep_data import needs_of_dataset
-from trainkit.stages.stamps import Verdict, judge
+from trainkit.stages.stamps import Freshness, check_freshness
 
 JOBS = """
 [tokenizers.words]
@@ -43,7 +43,7 @@ MORE
 class Silent:
     """A reporter that says nothing."""
 
-    def verdict(self, verdict: Verdict) -> None: ...
+    def verdict(self, verdict: Freshness) -> None: ...
     def waiting(self, need: Need, holder: str) -> None: ...
     def started(self, need: Need, units: Any) -> None: ...
     def progress(self, unit: Unit, fraction: float) -> None: ...
@@ -79,7 +79,7 @@ class Corpus:
         return stamps_folder(self.folder, "prep-data")
 
     def because(self) -> str:
-        verdict = judge(self.need(), self.stamps)
+        verdict = check_freshness(self.need(), self.stamps)
         return "fresh" if verdict.fresh else verdict.because
 
     def missing(self) -> list[str]:
@@ -116,7 +116,7 @@ def make(folder: Path, force: bool) -> None:
     """What a corpus in `folder` needs."""
     corpus = Corpus.__new__(Corpus)
     corpus.folder = folder
-    make_fresh(corpus.need(anew=force), folder, execute_here, Silent(), force=force)
+    update_stage(corpus.need(anew=force), folder, execute_locally, Silent(), force=force)
 
 
 @pytest.fixture
@@ -213,7 +213,7 @@ def test_planned_before_another_process_wrote_the_pair(corpus: Corpus) -> None:
     corpus.make()
     corpus.path("a").unlink()
     with pytest.raises(TrainkitError, match="is not what it was when this was planned"):
-        make_fresh(planned, corpus.folder, execute_here, Silent())
+        update_stage(planned, corpus.folder, execute_locally, Silent())
     corpus.make()
     assert corpus.content() == corpus.at_once()
 
@@ -239,7 +239,7 @@ def test_growing_that_is_cut_off_goes_on(
 
     def until(need: Need, units: Any, stamps: Path, reporter: Any) -> None:
         kept = [unit for unit in units if dies_after == "merge" or unit.name != "merge"]
-        execute_here(need, kept, stamps, reporter)
+        execute_locally(need, kept, stamps, reporter)
         if dies_after == "pair":
             with monkeypatch.context() as patch:
                 patch.setattr(merge, "write_manifest", killed)
@@ -249,7 +249,7 @@ def test_growing_that_is_cut_off_goes_on(
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        make_fresh(corpus.need(), corpus.folder, until, Silent())
+        update_stage(corpus.need(), corpus.folder, until, Silent())
     assert "was interrupted" in corpus.because()
     assert not [name for name in corpus.missing() if name != "merge"]
     corpus.make()

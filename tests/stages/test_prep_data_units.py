@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 from trainkit.base.errors import ConfigError, TrainkitError
 from trainkit.cli.run import stages as prepare
 from trainkit.cli.wrapper import TaskContext
-from trainkit.data.sources import Announcement
+from trainkit.data.sources import DownloadNotice
 from trainkit.stages.contract import Need, Unit
-from trainkit.stages.execute import make_fresh, stamps_folder
-from trainkit.stages.local import execute_here
+from trainkit.stages.execute import stamps_folder, update_stage
+from trainkit.stages.local import execute_locally
 from trainkit.stages.queue import SMALL, UnitQueue
-from trainkit.stages.stamps import Verdict, unit_folder
+from trainkit.stages.stamps import Freshness, unit_folder
 
 
 class Silent:
@@ -32,7 +32,7 @@ class Silent:
     def __init__(self) -> None:
         self.ended: list[str] = []
 
-    def verdict(self, verdict: Verdict) -> None: ...
+    def verdict(self, verdict: Freshness) -> None: ...
     def waiting(self, need: Need, holder: str) -> None: ...
     def started(self, need: Need, units: Sequence[Unit]) -> None: ...
     def finished(self, need: Need) -> None: ...
@@ -73,7 +73,9 @@ def unit(
 
 
 def need(
-    units: Sequence[Unit], scratch: tuple[Path, ...] = (), announcement: Announcement | None = None
+    units: Sequence[Unit],
+    scratch: tuple[Path, ...] = (),
+    announcement: DownloadNotice | None = None,
 ) -> Need:
     return Need("stage", "thing", "thing", 1, {}, (), (), tuple(units), scratch, announcement)
 
@@ -81,7 +83,7 @@ def need(
 def run(folder: Path, units: Sequence[Unit], workers: int, **words: Any) -> list[str]:
     """Lines of the log: who began and ended, in order."""
     unit_folder(folder, "thing").mkdir(parents=True)
-    execute_here(need(units), units, folder, Silent(), workers=workers, **words)
+    execute_locally(need(units), units, folder, Silent(), workers=workers, **words)
     return [line.rpartition(" ")[0] for line in (folder / "log").read_text().splitlines()]
 
 
@@ -209,7 +211,7 @@ run_unit(lambda spec, progress: os.write(2, spec["name"].encode()) and {})
     ]
     folder = unit_folder(tmp_path, "thing")
     folder.mkdir(parents=True)
-    execute_here(need(units), units, tmp_path, Silent(), workers=1)
+    execute_locally(need(units), units, tmp_path, Silent(), workers=1)
     assert {p.name: p.read_text() for p in folder.glob("*.log")} == {
         f"u{i}.log": f"said by {i}" for i in range(20)
     }
@@ -217,7 +219,7 @@ run_unit(lambda spec, progress: os.write(2, spec["name"].encode()) and {})
 
 def test_units_that_wait_for_each_other_are_a_bug_and_not_success(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="wait for each other"):
-        execute_here(
+        execute_locally(
             need([]),
             [unit(tmp_path, "a", after=("b",)), unit(tmp_path, "b", after=("a",))],
             tmp_path,
@@ -269,10 +271,10 @@ def test_scratch_that_a_killed_task_left_is_swept(tmp_path: Path) -> None:
     """Killed after the stage's stamp was written and before the shards were deleted."""
     scratch = tmp_path / "shards" / "00000.bin"
     made = need([unit(tmp_path, "a")], (scratch,))
-    make_fresh(made, tmp_path, execute_here, Silent())
+    update_stage(made, tmp_path, execute_locally, Silent())
     scratch.parent.mkdir()
     scratch.write_bytes(b"left")
-    assert make_fresh(made, tmp_path, execute_here, Silent()).fresh
+    assert update_stage(made, tmp_path, execute_locally, Silent()).fresh
     assert not scratch.parent.exists()
 
 
@@ -289,14 +291,14 @@ def test_leftovers_of_killed_writers_are_found_in_one_look(tmp_path: Path) -> No
     ]
     for path in outputs:
         path.write_bytes(b"1")
-    make_fresh(need(units), tmp_path, execute_here, Silent())
+    update_stage(need(units), tmp_path, execute_locally, Silent())
     assert not any(path.exists() for path in left) and others.exists()
 
 
 def test_what_was_fresh_and_is_not_any_more(tmp_path: Path) -> None:
     """A need that was given without its units because it was fresh must not be stamped as made."""
     with pytest.raises(TrainkitError, match="was fresh a moment ago"):
-        make_fresh(need([]), tmp_path, execute_here, Silent())
+        update_stage(need([]), tmp_path, execute_locally, Silent())
     assert not (stamps_folder(tmp_path, "stage") / "thing.json").exists()
 
 
@@ -304,7 +306,7 @@ def test_what_was_fresh_and_is_not_any_more(tmp_path: Path) -> None:
 def test_a_large_download_needs_a_yes_and_room(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], accepted: bool, free: int
 ) -> None:
-    large = Announcement(
+    large = DownloadNotice(
         "pile", 30, 457_000_000_000, "mixed", "https://pile.eleuther.ai", accepted, free
     )
     task = TaskContext(json=False, dry_run=False, folder=tmp_path)
@@ -331,7 +333,7 @@ class Terminal(io.StringIO):
 def test_a_terminal_is_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str, starts: bool
 ) -> None:
-    large = Announcement("pile", 30, 457_000_000_000, "mixed", None, False, 10**15)
+    large = DownloadNotice("pile", 30, 457_000_000_000, "mixed", None, False, 10**15)
     screen = Terminal()
     monkeypatch.setattr(sys, "stdin", Terminal(answer))
     monkeypatch.setattr(sys, "stderr", screen)
@@ -346,7 +348,7 @@ def test_a_terminal_is_asked(
 
 
 def test_one_that_was_agreed_to_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    large = Announcement("pile", 30, 457_000_000_000, "mixed", None, True, 10**15)
+    large = DownloadNotice("pile", 30, 457_000_000_000, "mixed", None, True, 10**15)
     task = TaskContext(json=False, dry_run=False, folder=tmp_path)
     for _ in range(2):  # said once: the second time it is fresh
         prepare.bring_up_to_date(task, [need([unit(tmp_path, "a")], announcement=large)], tmp_path)

@@ -18,7 +18,7 @@ from trainkit.jobs.datasets import BlendPart
 from trainkit.jobs.schema import Dataset, Job, Tokenizer
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.metrics import read_rows
-from trainkit.stages.index import Index
+from trainkit.stages.index import IndexStage
 
 TOKENIZER = Tokenizer(name="t", type="file", path="tokenizer.json", vocab_size=MODEL.vocab_size)
 
@@ -54,7 +54,7 @@ def job_of(files: Path, root: Path, ranks: int, sample_order: str) -> Job:
     job = tiny_job(ranks, root, eval_interval=4, save_interval=5).model_copy(
         update={"dataset": mix, "sample_order": sample_order}
     )
-    for need in Index().needs(job, root / "stamps"):
+    for need in IndexStage().needs(job, root / "stamps"):
         for unit in need.units:
             work(dict(unit.spec), lambda done, total: None)
     return job

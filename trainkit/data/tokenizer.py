@@ -17,7 +17,7 @@ from trainkit.base.files import write_text
 from trainkit.base.worker import ProgressCallback, run_unit
 from trainkit.data.sums import file_sum, identity_of
 from trainkit.data.text.corpus import filter_of, reading_of
-from trainkit.data.text.formats import Bad, Record, open_documents
+from trainkit.data.text.formats import BadLine, TextDocument, open_documents
 from trainkit.data.text.rejects import raise_bad
 
 # bytes of a file whose sum is taken: of a larger one that a BPE is trained on only a start is read
@@ -151,9 +151,9 @@ def _texts(spec: dict[str, Any], progress: ProgressCallback) -> Iterator[str]:
         with open(shard, "rb") as file:
             documents = open_documents(shard.name, file, reading, str(shard))
             for found in documents:
-                if isinstance(found, Bad) and spec.get("on_error", "stop") == "stop":
+                if isinstance(found, BadLine) and spec.get("on_error", "stop") == "stop":
                     raise_bad(found, documents)
-                for data in (wanted(found) or []) if isinstance(found, Record) else []:
+                for data in (wanted(found) or []) if isinstance(found, TextDocument) else []:
                     if done >= limit:
                         return
                     text = data.decode()

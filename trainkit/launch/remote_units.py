@@ -28,9 +28,9 @@ from trainkit.launch.protocol.frames import Frame
 from trainkit.launch.supervise.agent_pool import AgentPool
 from trainkit.launch.supervise.orphan_sweep import open_agent_pool, wait_for_consistent_agents
 from trainkit.stages.contract import Need, Unit
-from trainkit.stages.execute import Reporter
-from trainkit.stages.local import GRACE_SECONDS, POLL_SECONDS, LocalBatch, most_here
-from trainkit.stages.unit_process import Batch, Counted, Ledger
+from trainkit.stages.execute import StageReporter
+from trainkit.stages.local import GRACE_SECONDS, POLL_SECONDS, LocalUnitProcess, process_limits
+from trainkit.stages.unit_process import OnCounts, UnitProcess, UnitTracker
 
 GONE_SECONDS = 5.0  # beyond the grace, until an agent has nothing left of what it stopped
 # for what a host has written to be seen here: network file systems remember for a while that a file
@@ -94,10 +94,10 @@ def execute_on_hosts(
     need: Need,
     units: Sequence[Unit],
     stamps: Path,
-    reporter: Reporter,
+    reporter: StageReporter,
     *,
     workers: int | None = None,
-    counted: Counted | None = None,
+    counted: OnCounts | None = None,
 ) -> None:
     """Run `units` over the hosts of `place`. The first failure, or Ctrl-C, stops the others and
     leaves finished ones stamped; of a host that is lost, what it had not finished is done by
@@ -110,7 +110,7 @@ def execute_on_hosts(
     Raises TrainkitError: a unit's own; 8 if agents did not come, 7 if they disagree, 13 if all
     hosts are lost.
     """
-    ledger = Ledger(need, units, stamps, reporter, counted)
+    ledger = UnitTracker(need, units, stamps, reporter, counted)
     former = signal.getsignal(signal.SIGTERM)
     try:
         asyncio.run(_execute(place, ledger, workers or place.tasks))
@@ -121,7 +121,7 @@ def execute_on_hosts(
             signal.signal(signal.SIGTERM, former)
 
 
-async def _execute(place: Place, ledger: Ledger, tasks: int) -> None:
+async def _execute(place: Place, ledger: UnitTracker, tasks: int) -> None:
     task = asyncio.current_task()
     assert task is not None
     with contextlib.suppress(ValueError, RuntimeError):  # not in the main thread
@@ -147,7 +147,7 @@ def remote_argv(argv: Sequence[str], python: str, code: Path) -> list[str]:
     return words
 
 
-class _RemoteBatch(Batch):
+class _RemoteBatch(UnitProcess):
     """A batch whose process is a host's."""
 
     def __init__(self, units: Sequence[Unit], folder: Path, node: int, host: str) -> None:
@@ -206,14 +206,14 @@ class _RemoteBatch(Batch):
 class _Spread:
     """Units on their way over the hosts of a pool."""
 
-    def __init__(self, place: Place, ledger: Ledger, pool: AgentPool, tasks: int) -> None:
+    def __init__(self, place: Place, ledger: UnitTracker, pool: AgentPool, tasks: int) -> None:
         self.place = place
         self.ledger = ledger
         self.pool = pool
         self.tasks = tasks
         self.remote: dict[str, _RemoteBatch] = {}
         self.ended: list[_RemoteBatch] = []  # whose outputs are not all seen here yet
-        self.local: list[LocalBatch] = []
+        self.local: list[LocalUnitProcess] = []
         # what lost hosts had not finished, and when they have surely stopped
         self.again: list[tuple[float, Unit]] = []
         self.lost_hosts: dict[str, list[str]] = {}  # by unit
@@ -250,12 +250,12 @@ class _Spread:
                 exit=Exit.CONTACT_LOST,
                 hint="what is finished is kept",
             )
-        most = {False: self.tasks * len(free), True: most_here(None)[True]}
+        most = {False: self.tasks * len(free), True: process_limits(None)[True]}
         for begun in list(
             queue.take({False: sum(free.values()), True: most[True] - len(self.local)}, most)
         ):
             if begun[0].network:
-                self.local.append(LocalBatch(begun, self.ledger.folder))
+                self.local.append(LocalUnitProcess(begun, self.ledger.folder))
                 continue
             node = max(free, key=lambda n: free[n])
             free[node] -= 1
@@ -286,7 +286,7 @@ class _Spread:
         if kind == "output":
             data = frame["text"].encode("utf-8", "surrogateescape")
             if frame["stream"] == "out":
-                batch.hear(data)
+                batch.feed(data)
             else:
                 batch.say(data)
         elif kind == "start_failed":

@@ -28,7 +28,7 @@ FORM = "level/1"
 TRIES = 3  # nodes that a unit may lose, as on hosts of a hostfile
 
 
-def share(level: Mapping[str, Any], environment: Mapping[str, str]) -> list[dict[str, Any]]:
+def unit_share(level: Mapping[str, Any], environment: Mapping[str, str]) -> list[dict[str, Any]]:
     """The units of this task; none where there are more tasks than shares."""
     number = int(environment["SLURM_ARRAY_TASK_ID"]) * int(level["tasks"]) + int(
         environment["SLURM_PROCID"]
@@ -38,7 +38,7 @@ def share(level: Mapping[str, Any], environment: Mapping[str, str]) -> list[dict
     return []
 
 
-def do(unit: Mapping[str, Any]) -> int:
+def run_once(unit: Mapping[str, Any]) -> int:
     """Run one unit: its lines of JSON go to NAME.out, at last {"ended": code, "host": name};
     what it says to people to NAME.log. Returns its exit code.
 
@@ -121,7 +121,7 @@ def main() -> None:
     restrict_umask()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     level = read_document(Path(sys.argv[1]), FORM)
-    codes = [do(unit) for unit in share(level, os.environ)]
+    codes = [run_once(unit) for unit in unit_share(level, os.environ)]
     sys.exit(next((1 for code in codes if code), 0))
 
 

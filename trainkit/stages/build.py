@@ -51,7 +51,7 @@ def _evidence() -> tuple[bool, str]:
     )
 
 
-class Build:
+class BuildStage:
     """The extension every job needs."""
 
     name = "build"

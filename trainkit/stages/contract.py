@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from trainkit.data.sources.announce import Announcement
+from trainkit.data.sources.announce import DownloadNotice
 from trainkit.jobs.schema import Job
 
 
@@ -69,7 +69,7 @@ class Need:
     outputs: tuple[Path, ...]
     units: tuple[Unit, ...] = field(repr=False)
     scratch: tuple[Path, ...] = ()
-    announcement: Announcement | None = None
+    announcement: DownloadNotice | None = None
     memory: Mapping[str, Any] = field(default_factory=dict, repr=False)
     evidence: Callable[[], tuple[bool, str]] | None = None
 

@@ -15,11 +15,16 @@ from trainkit.base.files import TEMPORARY, remove_leftovers
 from trainkit.base.locks import LockBusy, locked
 from trainkit.jobs.schema import Job
 from trainkit.stages.contract import Need, Stage, Unit
-from trainkit.stages.in_flight import Going, Making, cannot_tell, still_made
+from trainkit.stages.in_flight import (
+    ArraysInFlight,
+    StillRunning,
+    refuse_in_flight,
+    still_in_flight,
+)
 from trainkit.stages.stamps import (
-    Verdict,
+    Freshness,
+    check_freshness,
     input_identities,
-    judge,
     read_stamp,
     stamp_path,
     unit_folder,
@@ -36,10 +41,10 @@ LONGEST_WAIT = 30.0
 GROWTH = 1.4
 
 
-class Reporter(Protocol):
+class StageReporter(Protocol):
     """Who tells the person what happens."""
 
-    def verdict(self, verdict: Verdict) -> None:
+    def verdict(self, verdict: Freshness) -> None:
         """A stage was judged."""
 
     def waiting(self, need: Need, holder: str) -> None:
@@ -57,7 +62,7 @@ class Reporter(Protocol):
 
 # Runs units in the order their `after` asks for and stamps each that succeeds; raises TrainkitError
 # on the first failure.
-Executor = Callable[[Need, Sequence[Unit], Path, Reporter], None]
+Executor = Callable[[Need, Sequence[Unit], Path, StageReporter], None]
 
 
 def stamps_folder(root: Path, stage: str) -> Path:
@@ -94,15 +99,15 @@ def missing_units(need: Need, stamps: Path, *, force: bool) -> list[Unit]:
     return list(missing.values())
 
 
-def make_fresh(
+def update_stage(
     need: Need,
     root: Path,
     execute: Executor,
-    reporter: Reporter,
+    reporter: StageReporter,
     *,
     force: bool = False,
-    going: Going = cannot_tell,
-) -> Verdict:
+    going: StillRunning = refuse_in_flight,
+) -> Freshness:
     """Bring one stage up to date and return what was found before. Two callers at once: the
     second waits and finds it fresh.
 
@@ -114,7 +119,7 @@ def make_fresh(
         reporter.waiting(need, f"pid {holder.get('pid', '?')}")
 
     inputs = input_identities(need)
-    verdict = judge(need, stamps, force=force)
+    verdict = check_freshness(need, stamps, force=force)
     if verdict.fresh and not any(
         folder.is_dir() for folder in {path.parent for path in need.scratch}
     ):
@@ -133,23 +138,25 @@ def make_fresh(
         with locked(
             stamps / f"{need.lock}.lock", {"stage": need.stage, "name": need.name}, on_wait=waits
         ):
-            making = still_made(stamps, need.lock, going)
+            making = still_in_flight(stamps, need.lock, going)
             if making is None:
-                verdict = judge(need, stamps, force=force)
+                verdict = check_freshness(need, stamps, force=force)
                 reporter.verdict(verdict)
                 if verdict.fresh:
                     remove_leftovers(stamp_path(stamps, need))
-                    sweep(need)  # whoever made it was killed before that
+                    delete_scratch(need)  # whoever made it was killed before that
                 else:
                     _run(need, stamps, execute, reporter, verdict, force)
                 return verdict
         if not said:
             reporter.waiting(need, making.words())
         said = True
-        wait_while(making, going)  # without the lock: those jobs need it to say that they are done
+        wait_for_arrays(
+            making, going
+        )  # without the lock: those jobs need it to say that they are done
 
 
-def wait_while(making: Making, going: Going) -> None:
+def wait_for_arrays(making: ArraysInFlight, going: StillRunning) -> None:
     """Until arrays are over; slurmctld serves the whole cluster, and they take hours."""
     gap = WAIT_SECONDS
     while True:
@@ -160,9 +167,14 @@ def wait_while(making: Making, going: Going) -> None:
 
 
 def _run(
-    need: Need, stamps: Path, execute: Executor, reporter: Reporter, verdict: Verdict, force: bool
+    need: Need,
+    stamps: Path,
+    execute: Executor,
+    reporter: StageReporter,
+    verdict: Freshness,
+    force: bool,
 ) -> None:
-    units, inputs = begin(need, stamps, verdict, force=force)
+    units, inputs = begin_need(need, stamps, verdict, force=force)
     reporter.started(need, units)
     try:
         execute(need, units, stamps, reporter)
@@ -175,14 +187,14 @@ def _run(
         raise
     finally:
         reporter.finished(need)
-    complete(need, stamps, inputs)
+    complete_need(need, stamps, inputs)
 
 
-def begin(
-    need: Need, stamps: Path, verdict: Verdict, *, force: bool = False
+def begin_need(
+    need: Need, stamps: Path, verdict: Freshness, *, force: bool = False
 ) -> tuple[list[Unit], list[Any]]:
     """Get ready to make what is stale: (units to run, identities of the inputs as they are now).
-    Nothing of it counts as fresh until `complete`.
+    Nothing of it counts as fresh until `complete_need`.
 
     The caller holds the stage's lock.
     """
@@ -209,10 +221,10 @@ def begin(
     return units, inputs
 
 
-def complete(need: Need, stamps: Path, inputs: list[Any]) -> None:
-    """All units have succeeded: the stamp, for the inputs that `begin` saw."""
+def complete_need(need: Need, stamps: Path, inputs: list[Any]) -> None:
+    """All units have succeeded: the stamp, for the inputs that `begin_need` saw."""
     write_stamp(need, stamps, inputs)
-    sweep(need)
+    delete_scratch(need)
 
 
 def _remove_leftovers(paths: Iterable[Path]) -> None:
@@ -228,7 +240,7 @@ def _remove_leftovers(paths: Iterable[Path]) -> None:
                 remove_leftovers(folder / name)
 
 
-def sweep(need: Need) -> None:
+def delete_scratch(need: Need) -> None:
     """Delete what only the units needed."""
     for path in need.scratch:
         path.unlink(missing_ok=True)
@@ -240,7 +252,9 @@ def sweep(need: Need) -> None:
 def refuse_stale(needs: Sequence[Need], root: Path) -> None:
     """`--no-stages`: raise (exit 5) naming every stage that is stale and why."""
     stale = [
-        v for v in (judge(need, stamps_folder(root, need.stage)) for need in needs) if not v.fresh
+        v
+        for v in (check_freshness(need, stamps_folder(root, need.stage)) for need in needs)
+        if not v.fresh
     ]
     if stale:
         raise TrainkitError(

@@ -22,7 +22,7 @@ SUFFIX = ".making.json"
 
 
 @dataclass(frozen=True)
-class Making:
+class ArraysInFlight:
     """Arrays on their way.
 
     Args:
@@ -54,7 +54,7 @@ class Making:
 
 
 # Whether the jobs of a record may still write; raises TrainkitError where that cannot be learnt.
-Going = Callable[[Making], bool]
+StillRunning = Callable[[ArraysInFlight], bool]
 
 
 def need_digest(need: Need, inputs: list[Any]) -> str:
@@ -65,7 +65,7 @@ def need_digest(need: Need, inputs: list[Any]) -> str:
     ).hexdigest()
 
 
-def read_making(stamps: Path, name: str) -> Making | None:
+def read_in_flight(stamps: Path, name: str) -> ArraysInFlight | None:
     """The record of a need below `stamps`; None where no arrays are known to be on their way.
     Raises ConfigError for a file of another form."""
     path = stamps / f"{name}{SUFFIX}"
@@ -73,7 +73,7 @@ def read_making(stamps: Path, name: str) -> Making | None:
         return None
     value = read_document(path, FORM)
     jobs, levels, runs = (tuple(map(str, value[key])) for key in ("jobs", "levels", "runs"))
-    return Making(
+    return ArraysInFlight(
         str(value["lock"]),
         str(value["name"]),
         str(value["digest"]),
@@ -84,43 +84,43 @@ def read_making(stamps: Path, name: str) -> Making | None:
     )
 
 
-def makings(stamps: Path, lock: str) -> list[Making]:
+def all_in_flight(stamps: Path, lock: str) -> list[ArraysInFlight]:
     """The records of all needs with this lock."""
     found = (
-        read_making(stamps, path.name.removesuffix(SUFFIX))
+        read_in_flight(stamps, path.name.removesuffix(SUFFIX))
         for path in sorted(stamps.glob(f"*{SUFFIX}"))
     )
     return [making for making in found if making is not None and making.lock == lock]
 
 
-def write_making(stamps: Path, making: Making) -> None:
+def write_in_flight(stamps: Path, making: ArraysInFlight) -> None:
     """Write the record, whole or not at all."""
     write_json(stamps / f"{making.name}{SUFFIX}", document(FORM, **asdict(making)))
 
 
-def drop_making(stamps: Path, name: str) -> None:
+def clear_in_flight(stamps: Path, name: str) -> None:
     """The arrays are over, by Slurm's word."""
     (stamps / f"{name}{SUFFIX}").unlink(missing_ok=True)
 
 
-def drop_own_making(stamps: Path, name: str, levels: Sequence[str]) -> None:
+def clear_own_in_flight(stamps: Path, name: str, levels: Sequence[str]) -> None:
     """The arrays of these files are over; a record of others, which have begun since, stays."""
-    making = read_making(stamps, name)
+    making = read_in_flight(stamps, name)
     if making is not None and making.levels == tuple(levels):
-        drop_making(stamps, name)
+        clear_in_flight(stamps, name)
 
 
-def still_made(stamps: Path, lock: str, going: Going) -> Making | None:
+def still_in_flight(stamps: Path, lock: str, going: StillRunning) -> ArraysInFlight | None:
     """The first record with this lock whose jobs may still write; those of others are dropped."""
-    for making in makings(stamps, lock):
+    for making in all_in_flight(stamps, lock):
         if going(making):
             return making
-        drop_making(stamps, making.name)
+        clear_in_flight(stamps, making.name)
     return None
 
 
-def cannot_tell(making: Making) -> bool:
-    """The `Going` of callers that cannot ask Slurm: raises TrainkitError (exit 17)."""
+def refuse_in_flight(making: ArraysInFlight) -> bool:
+    """The `StillRunning` of callers that cannot ask Slurm: raises TrainkitError (exit 17)."""
     raise TrainkitError(
         f"{making.name} is being made by {making.words()}",
         exit=Exit.HOSTS_BUSY,

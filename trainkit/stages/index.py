@@ -10,7 +10,7 @@ from typing import Any
 
 from trainkit.base.errors import ConfigError
 from trainkit.data.indexed.paths import DataFolder
-from trainkit.data.order.megatron_worker import Asked, asked_of, open_asked
+from trainkit.data.order.megatron_worker import OrderRequest, open_requested_order, order_request
 from trainkit.data.order.native import SplitName
 from trainkit.data.order.resolve_pairs import pairs_of
 from trainkit.jobs.schema import Dataset, Job
@@ -19,7 +19,7 @@ from trainkit.stages.contract import Need, Unit
 VERSION = 1
 
 
-class Index:
+class IndexStage:
     """One need a dataset that the job reads, one unit a split."""
 
     name = "index"
@@ -50,7 +50,7 @@ def _need(job: Job, dataset: Dataset, splits: list[SplitName]) -> Need | None:
     root = Path(job.cluster.root or ".")
     try:
         asked = [
-            asked_of(job, dataset, split, pairs_of(root, dataset, split))
+            order_request(job, dataset, split, pairs_of(root, dataset, split))
             for split in dict.fromkeys(splits)
         ]
     except ConfigError:
@@ -60,7 +60,7 @@ def _need(job: Job, dataset: Dataset, splits: list[SplitName]) -> Need | None:
         return None
     name = f"{dataset.name}--{dataset.tokenizer.name}"
     return Need(
-        Index.name,
+        IndexStage.name,
         name,
         dataset.name,
         VERSION,
@@ -72,17 +72,17 @@ def _need(job: Job, dataset: Dataset, splits: list[SplitName]) -> Need | None:
     )
 
 
-def _evidence(asked: list[Asked]) -> tuple[bool, str]:
+def _evidence(asked: list[OrderRequest]) -> tuple[bool, str]:
     """The arrays say what they were built from: .idx as it was then, and every option."""
     try:
         for part in asked:
-            open_asked(part)
+            open_requested_order(part)
     except ConfigError as error:
         return False, str(error)
     return True, f"what is there was built from these files for {asked[0].samples:,} samples"
 
 
-def _unit(asked: Asked) -> Unit:
+def _unit(asked: OrderRequest) -> Unit:
     spec: dict[str, Any] = {"asked": asked.to_json(), "threads": len(os.sched_getaffinity(0))}
     return Unit(
         f"order-{asked.split}",

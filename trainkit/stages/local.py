@@ -12,15 +12,15 @@ from pathlib import Path
 from trainkit.base.process import is_running, reap_child, start_child, stop_children
 from trainkit.base.worker import PARENT_VARIABLE
 from trainkit.stages.contract import Need, Unit
-from trainkit.stages.execute import Reporter
-from trainkit.stages.unit_process import Batch, Counted, Ledger
+from trainkit.stages.execute import StageReporter
+from trainkit.stages.unit_process import OnCounts, UnitProcess, UnitTracker
 
 POLL_SECONDS = 0.05
 GRACE_SECONDS = 8.0  # pip takes its time to undo what it has done; other units end at once
 FETCHES = 4  # units at once, at least, that wait for the network
 
 
-class LocalBatch(Batch):
+class LocalUnitProcess(UnitProcess):
     """A batch whose process is a child of this one."""
 
     def __init__(self, units: Sequence[Unit], folder: Path) -> None:
@@ -43,7 +43,7 @@ class LocalBatch(Batch):
         data = self.pipe.read(2**16)
         if data is None:
             return True
-        self.hear(data)
+        self.feed(data)
         return bool(data)
 
     def collect(self) -> None:
@@ -55,20 +55,20 @@ class LocalBatch(Batch):
         self.end(code)
 
 
-def most_here(workers: int | None) -> dict[bool, int]:
+def process_limits(workers: int | None) -> dict[bool, int]:
     """Processes of this machine at once: {False: that compute, True: that wait for the network}."""
     computing = workers or len(os.sched_getaffinity(0))
     return {False: computing, True: max(FETCHES, computing)}
 
 
-def execute_here(
+def execute_locally(
     need: Need,
     units: Sequence[Unit],
     stamps: Path,
-    reporter: Reporter,
+    reporter: StageReporter,
     *,
     workers: int | None = None,
-    counted: Counted | None = None,
+    counted: OnCounts | None = None,
 ) -> None:
     """Run `units` in the order their `after` asks for. The first failure, or Ctrl-C, stops the
     others and leaves finished ones stamped.
@@ -77,9 +77,9 @@ def execute_here(
         workers: processes that compute at once; by default one a core. As many again, and at
         least 4, may fetch beside them. counted: told what units have written.
     """
-    ledger = Ledger(need, units, stamps, reporter, counted)
-    most = most_here(workers)
-    at_work: list[LocalBatch] = []
+    ledger = UnitTracker(need, units, stamps, reporter, counted)
+    most = process_limits(workers)
+    at_work: list[LocalUnitProcess] = []
     with selectors.DefaultSelector() as selector:
         try:
             while ledger.queue or at_work:
@@ -89,7 +89,7 @@ def execute_here(
                         {False: most[False] - len(at_work) + busy, True: most[True] - busy}, most
                     )
                 ):
-                    at_work.append(batch := LocalBatch(begun, ledger.folder))
+                    at_work.append(batch := LocalUnitProcess(begun, ledger.folder))
                     selector.register(batch.pipe, selectors.EVENT_READ, batch)
                 for key, _ in selector.select(POLL_SECONDS):
                     batch = key.data

@@ -12,23 +12,23 @@ from typing import Any
 
 from trainkit.base.errors import ConfigError
 from trainkit.base.files import read_json
-from trainkit.data.fetch.retry import PATIENT, Patience
+from trainkit.data.fetch.retry import DEFAULT_RETRY, FetchRetryPolicy
 from trainkit.data.indexed.dataset import bin_path, idx_path
 from trainkit.data.indexed.manifest import ranges_path, read_manifest
 from trainkit.data.indexed.paths import DataFolder
 from trainkit.data.order.resolve_pairs import prefixes_of
 from trainkit.data.sources import (
     SOURCES,
-    Fetch,
+    FetchUnit,
     Shard,
     Source,
-    announce,
-    fetches,
-    tokenizer_fetches,
+    download_notice,
+    fetch_units,
+    tokenizer_fetch_units,
 )
 from trainkit.jobs.schema import Dataset, Job, Tokenizer
 from trainkit.stages.contract import Need, Unit
-from trainkit.stages.stamps import file_identity, judge, read_stamp, unit_stamp_path
+from trainkit.stages.stamps import check_freshness, file_identity, read_stamp, unit_stamp_path
 
 VERSION = 1
 FIRST = "00000"  # the shard whose first documents are compared with tokenizers
@@ -107,7 +107,12 @@ def tokenizer_files(tokenizer: Tokenizer) -> list[Path]:
 
 
 def needs_of_dataset(
-    dataset: Dataset, root: Path, stamps: Path, *, anew: bool = False, patience: Patience = PATIENT
+    dataset: Dataset,
+    root: Path,
+    stamps: Path,
+    *,
+    anew: bool = False,
+    patience: FetchRetryPolicy = DEFAULT_RETRY,
 ) -> list[Need]:
     """What it takes to have the tokens of `dataset` below `root`, in order; nothing for mock data.
 
@@ -143,13 +148,13 @@ def needs_of_dataset(
     return [made or work.need(anew=anew)]
 
 
-class PrepData:
+class PrepDataStage:
     """Prepares the dataset of a job and its further validation sets. Mock data needs nothing.
     `patience`: as `needs_of_dataset`."""
 
     name = "prep-data"
 
-    def __init__(self, patience: Patience = PATIENT) -> None:
+    def __init__(self, patience: FetchRetryPolicy = DEFAULT_RETRY) -> None:
         self.patience = patience
 
     def needs(self, job: Job, stamps: Path, *, anew: bool = False) -> list[Need]:
@@ -168,7 +173,7 @@ class PrepData:
         return ()
 
 
-def _fetch_unit(fetch: Fetch) -> Unit:
+def _fetch_unit(fetch: FetchUnit) -> Unit:
     return Unit(
         fetch.name,
         _module(fetch.module),
@@ -185,7 +190,12 @@ class _Dataset:
     """What is common to text and ready-made pairs: the tokenizer, and files that are fetched."""
 
     def __init__(
-        self, dataset: Dataset, tokenizer: Tokenizer, root: Path, stamps: Path, patience: Patience
+        self,
+        dataset: Dataset,
+        tokenizer: Tokenizer,
+        root: Path,
+        stamps: Path,
+        patience: FetchRetryPolicy,
     ) -> None:
         self.dataset = dataset
         self.tokenizer = tokenizer
@@ -206,7 +216,7 @@ class _Dataset:
         )
         self.tokenizer_fetches = [
             _fetch_unit(fetch)
-            for fetch in tokenizer_fetches(tokenizer, dataset.token, dataset.endpoint)
+            for fetch in tokenizer_fetch_units(tokenizer, dataset.token, dataset.endpoint)
         ]
 
     def settings(self) -> dict[str, Any]:
@@ -223,7 +233,7 @@ class _Dataset:
             for key in ("inputs", "outputs")
         )
         need = self._need(inputs, outputs, ())
-        if judge(need, self.stamps).fresh:
+        if check_freshness(need, self.stamps).fresh:
             return need
         return None
 
@@ -238,7 +248,13 @@ class _Dataset:
         # the lock is the dataset's: two tokenizers share its corpus folder
         files = tuple(inputs), tuple(outputs), tuple(units), tuple(scratch)
         return Need(
-            PrepData.name, self.name, self.dataset.name, VERSION, self.settings(), *files, **more
+            PrepDataStage.name,
+            self.name,
+            self.dataset.name,
+            VERSION,
+            self.settings(),
+            *files,
+            **more,
         )
 
     def _given_files(self) -> list[Path]:
@@ -289,7 +305,7 @@ class _Pairs(_Dataset):
     def need(self, *, anew: bool) -> Need:
         corpus = self.folder.corpus
         shards = SOURCES["indexed"].shards(self.dataset, corpus, patience=self.patience)
-        fetched = [_fetch_unit(fetch) for fetch in fetches(self.dataset, corpus, shards)]
+        fetched = [_fetch_unit(fetch) for fetch in fetch_units(self.dataset, corpus, shards)]
         prefixes = [shard.path.with_suffix("") for shard in shards if shard.path.suffix == ".idx"]
         if self.dataset.source == "indexed" and not self.dataset.urls:
             prefixes = prefixes_of(self.dataset, self.folder.root)
@@ -321,7 +337,7 @@ class _Pairs(_Dataset):
         ]
         units = (*fetched, *self.tokenizer_fetches, make, check)
         return self._need(
-            inputs, outputs, units, announcement=announce(self.dataset, corpus, shards)
+            inputs, outputs, units, announcement=download_notice(self.dataset, corpus, shards)
         )
 
 
@@ -373,7 +389,7 @@ class _Text(_Dataset):
             outputs,
             units,
             scratch,
-            announcement=announce(self.dataset, self.folder.corpus, self.shards),
+            announcement=download_notice(self.dataset, self.folder.corpus, self.shards),
             memory=memory,
         )
 
@@ -381,7 +397,8 @@ class _Text(_Dataset):
         """The listing and every remote shard's file; nothing where all is here, the listing
         alone where shards are read as they come."""
         return [
-            _fetch_unit(fetch) for fetch in fetches(self.dataset, self.folder.corpus, self.shards)
+            _fetch_unit(fetch)
+            for fetch in fetch_units(self.dataset, self.folder.corpus, self.shards)
         ]
 
     def _text(self, shard: Shard) -> Unit:

@@ -17,7 +17,7 @@ from trainkit.stages.contract import Need, Unit
 
 SCHEMA = "stamp/1"
 # programs by the names that stamps know: a module that moved has not changed what it makes
-SINCE_EVER = {
+FORMER_MODULES = {
     "trainkit.data.fetch.worker": "trainkit.data.fetch",
     "trainkit.data.tokenize.check_worker": "trainkit.data.ready",
     "trainkit.data.tokenize.merge_worker": "trainkit.data.merge",
@@ -27,7 +27,7 @@ SINCE_EVER = {
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Freshness:
     """Fresh or stale, and why."""
 
     stage: str
@@ -140,7 +140,7 @@ def _changed_setting(old: object, new: Mapping[str, Any]) -> str | None:
     return None
 
 
-def judge(need: Need, stamps: Path, *, force: bool = False) -> Verdict:
+def check_freshness(need: Need, stamps: Path, *, force: bool = False) -> Freshness:
     """Whether the stage's outputs are those of the settings and inputs at hand."""
     if force:
         fresh = False
@@ -149,7 +149,7 @@ def judge(need: Need, stamps: Path, *, force: bool = False) -> Verdict:
         fresh, because = need.evidence()
     else:
         fresh, because = _judge_stamp(need, read_stamp(stamp_path(stamps, need)))
-    return Verdict(need.stage, need.name, fresh, because)
+    return Freshness(need.stage, need.name, fresh, because)
 
 
 def _judge_stamp(need: Need, stamp: dict[str, Any] | None) -> tuple[bool, str]:
@@ -249,7 +249,7 @@ def input_identities(need: Need) -> list[Any]:
 def spec_digest(need: Need, unit: Unit) -> str:
     """What a unit's freshness hangs on, besides its outputs: its words, and the trainkit version
     of the stage."""
-    words = [SINCE_EVER.get(word, word) for word in unit.argv[1:]]
+    words = [FORMER_MODULES.get(word, word) for word in unit.argv[1:]]
     return hashlib.sha256(
         canonical_json([need.version, words, dict(unit.spec)]).encode()
     ).hexdigest()

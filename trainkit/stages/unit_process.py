@@ -14,17 +14,17 @@ from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.files import write_json
 from trainkit.base.worker import error_from_report
 from trainkit.stages.contract import Need, Unit
-from trainkit.stages.execute import Reporter
+from trainkit.stages.execute import StageReporter
 from trainkit.stages.queue import UnitQueue
 from trainkit.stages.stamps import unit_folder, write_unit_stamp
 
 COUNTS = ("tokens", "text_bytes")
 
 # Told now and then what a unit has written so far: {"tokens": .., "text_bytes": ..}.
-Counted = Callable[[Unit, Mapping[str, int]], None]
+OnCounts = Callable[[Unit, Mapping[str, int]], None]
 
 
-class Batch:
+class UnitProcess:
     """A process that does one unit, or several small ones in turn: its lines of JSON are taken
     in as they come, the rest goes to each unit's log.
 
@@ -54,7 +54,7 @@ class Batch:
         it."""
         return self.folder / f"{unit.name}.log"
 
-    def hear(self, data: bytes) -> None:
+    def feed(self, data: bytes) -> None:
         """Take in what the process has printed."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
@@ -63,9 +63,9 @@ class Batch:
             except ValueError:
                 continue  # some library's print; the unit's own lines are all JSON
             if isinstance(said, dict):
-                self._hear(said)
+                self._feed_line(said)
 
-    def _hear(self, said: dict[str, Any]) -> None:
+    def _feed_line(self, said: dict[str, Any]) -> None:
         self.error = said.get("error", self.error)
         if "progress" in said:
             self.fraction = said["progress"] / max(1, said["total"])
@@ -90,7 +90,7 @@ class Batch:
     def _failure(self, code: int) -> TrainkitError:
         """The error to raise for a process that ended without a result."""
         unit = (self.waiting or self.units)[0]
-        return failure_of(
+        return unit_error(
             unit.name if self.waiting or self.error is None else "",
             self.host,
             code,
@@ -99,7 +99,7 @@ class Batch:
         )
 
 
-def failure_of(
+def unit_error(
     unit: str, host: str | None, code: int, error: dict[str, Any] | None, log: Path
 ) -> TrainkitError:
     """What to raise for a unit that failed.
@@ -134,7 +134,7 @@ def failure_of(
     )
 
 
-class Ledger:
+class UnitTracker:
     """What has been done of a need: stamps what succeeded, lets begin what waited for it, tells
     whoever watches.
 
@@ -151,8 +151,8 @@ class Ledger:
         need: Need,
         units: Sequence[Unit],
         stamps: Path,
-        reporter: Reporter,
-        counted: Counted | None,
+        reporter: StageReporter,
+        counted: OnCounts | None,
     ) -> None:
         self.need = need
         self.stamps = stamps
@@ -161,7 +161,7 @@ class Ledger:
         self.queue = UnitQueue(units)
         self.folder = unit_folder(stamps, need.name)
 
-    def take_results(self, batch: Batch) -> None:
+    def take_results(self, batch: UnitProcess) -> None:
         """Stamp what a batch has finished, and let begin what waited for it."""
         for unit, result in batch.results:
             write_unit_stamp(self.need, unit, self.stamps, result)
@@ -170,7 +170,7 @@ class Ledger:
             self._report(unit, {name: result[name] for name in COUNTS if name in result}, 1.0)
         batch.results.clear()
 
-    def report(self, batch: Batch) -> None:
+    def report(self, batch: UnitProcess) -> None:
         """Say how far the unit at hand is."""
         if batch.waiting:
             self._report(batch.waiting[0], batch.counts, batch.fraction)

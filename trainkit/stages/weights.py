@@ -51,7 +51,7 @@ KEPT = (*TOKENIZER, "generation_config.json")
 PROGRESS_SECONDS = 0.2
 
 
-class Weights:
+class WeightsStage:
     """What `init_from` names: a folder is looked at, a model of the hub is fetched once for
     every revision."""
 

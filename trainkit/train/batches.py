@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from trainkit.base.documents import read_document
 from trainkit.base.errors import ConfigError
 from trainkit.data.indexed.paths import DataFolder
-from trainkit.data.order.loader import Loader, MicroBatch, Plan, plain_memory
+from trainkit.data.order.loader import Loader, MicroBatch, ReadSchedule, plain_memory
 from trainkit.data.order.native import SampleOrder, SplitName
 from trainkit.data.order.open import open_mixture
 from trainkit.data.order.samples import NO_TOKEN, Numbers
@@ -120,21 +120,21 @@ def _pinned_memory(shape: tuple[int, int]) -> Numbers:
     return values
 
 
-def train_plan(job: Job, world: World) -> Plan:
+def train_plan(job: Job, world: World) -> ReadSchedule:
     """Global batches as training takes them, growing where it says so, to its last step."""
     micro = job.training.micro_batch_size
-    return Plan(
+    return ReadSchedule(
         lambda consumed, n: micro_batches(consumed, n, micro, world),
         lambda at: global_batch_size(job, at),
         consumed_after(job, job.training.train_iters),
     )
 
 
-def valid_plan(job: Job, world: World) -> Plan:
+def valid_plan(job: Job, world: World) -> ReadSchedule:
     """The global batches of one evaluation."""
     micro = job.training.micro_batch_size
     whole = job.global_batch_size
-    return Plan(
+    return ReadSchedule(
         lambda consumed, n: micro_batches(consumed, n, micro, world),
         lambda at: whole,
         job.training.eval_iters * whole,
@@ -171,7 +171,7 @@ class Feed:
             self.mixture.order, (train_plan if split == "train" else valid_plan)(job, world)
         )
 
-    def _loader(self, order: SampleOrder, plan: Plan) -> Loader:
+    def _loader(self, order: SampleOrder, plan: ReadSchedule) -> Loader:
         return Loader(
             order,
             self.mixture.samples,

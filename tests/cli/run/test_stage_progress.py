@@ -10,16 +10,18 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from trainkit.cli.run.progress import StageReporter, dataset_table
+from trainkit.cli.run.progress import TerminalStageReporter, dataset_table
 from trainkit.stages.contract import Need, Unit
 
 MB = 1_000_000
 
 
-def reporter(*, terminal: bool = False) -> tuple[StageReporter, io.StringIO]:
+def reporter(*, terminal: bool = False) -> tuple[TerminalStageReporter, io.StringIO]:
     out = io.StringIO()
     return (
-        StageReporter(Console(file=out, force_terminal=terminal, width=200, highlight=False)),
+        TerminalStageReporter(
+            Console(file=out, force_terminal=terminal, width=200, highlight=False)
+        ),
         out,
     )
 

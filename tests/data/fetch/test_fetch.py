@@ -25,7 +25,7 @@ from tests.conftest import wait_for
 from tests.data.fetch_server import DATE, QUICK, Site, serve
 from trainkit.base.errors import TrainkitError
 from trainkit.data.fetch.object_store import file_system
-from trainkit.data.fetch.retry import Gate, Seen
+from trainkit.data.fetch.retry import RemoteFileInfo, ServerGate
 from trainkit.data.fetch.worker import fetch, open_stream, recipe, work
 
 BODY = random.Random(5).randbytes(300_000)
@@ -46,12 +46,14 @@ def site() -> Iterator[Site]:
         yield site
 
 
-def of(site: Site, tmp_path: Path, known: Seen | None = None, **words: Any) -> dict[str, Any]:
+def of(
+    site: Site, tmp_path: Path, known: RemoteFileInfo | None = None, **words: Any
+) -> dict[str, Any]:
     return recipe(f"{site.url}{NAME}", tmp_path / "corpus/00.jsonl.zst", known, **words)
 
 
-def seen(site: Site) -> Seen:
-    return Seen(len(BODY), site.etags.get(NAME, f'"{hashlib.md5(BODY).hexdigest()}"'))
+def seen(site: Site) -> RemoteFileInfo:
+    return RemoteFileInfo(len(BODY), site.etags.get(NAME, f'"{hashlib.md5(BODY).hexdigest()}"'))
 
 
 def refused(asked: dict[str, Any], code: int = 6) -> TrainkitError:
@@ -148,7 +150,7 @@ class TestBreaks:
     def test_nobody_there(self, tmp_path: Path) -> None:
         with serve({}) as gone:
             pass
-        error = refused(of(gone, tmp_path, Seen(5)))
+        error = refused(of(gone, tmp_path, RemoteFileInfo(5)))
         assert gone.url in error.message and "Connect" in error.message
 
     def test_a_killed_fetch_goes_on(self, site: Site, tmp_path: Path) -> None:
@@ -180,7 +182,7 @@ class TestRefusals:
     ) -> None:
         site.answers[NAME] = [(code, {"Retry_After": "3"})]
         held: list[float] = []
-        monkeypatch.setattr(Gate, "hold", lambda gate, seconds: held.append(seconds))
+        monkeypatch.setattr(ServerGate, "hold", lambda gate, seconds: held.append(seconds))
         assert fetch(of(site, tmp_path, seen(site)), quiet, QUICK)["sha256"] == SUM
         assert held == [3.0] and len(site.gets(NAME)) == 2
 
@@ -189,7 +191,7 @@ class TestRefusals:
     ) -> None:
         """By an injected clock: what is waited for is what is left, until nothing is."""
         now, waited = 100.0, list[float]()
-        gate = Gate()
+        gate = ServerGate()
         monkeypatch.setattr("trainkit.data.fetch.retry.time.monotonic", lambda: now)
 
         def wait(seconds: float) -> bool:
@@ -228,7 +230,7 @@ class TestRefusals:
         site.files[NAME] = page
         if kind == "type":
             site.types[NAME] = "text/html; charset=utf-8"
-        error = refused(of(site, tmp_path, Seen(len(page))))
+        error = refused(of(site, tmp_path, RemoteFileInfo(len(page))))
         assert "a web page instead of the file" in error.message and "browser" in error.hint
 
     def test_a_page_where_it_was_redirected_to(self, site: Site, tmp_path: Path) -> None:
@@ -237,7 +239,7 @@ class TestRefusals:
         assert "a web page" in refused(of(site, tmp_path)).message
 
     def test_another_sum(self, site: Site, tmp_path: Path) -> None:
-        error = refused(of(site, tmp_path, Seen(len(BODY), sha256="0" * 64)))
+        error = refused(of(site, tmp_path, RemoteFileInfo(len(BODY), sha256="0" * 64)))
         assert SUM in error.message and "0" * 64 in error.message and left(tmp_path) == set()
 
     @pytest.mark.parametrize("claim", [-1000, 1000])
@@ -247,7 +249,7 @@ class TestRefusals:
         site.claims[NAME] = len(BODY) + claim
         site.no_ranges = True
         error = refused(
-            of(site, tmp_path, Seen(len(BODY) + claim))
+            of(site, tmp_path, RemoteFileInfo(len(BODY) + claim))
             if claim > 0
             else of(site, tmp_path, seen(site))
         )
@@ -263,10 +265,10 @@ class TestRefusals:
         self, same: bool, site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """HEAD names one length for ever and GET sends another: to list it anew would not help."""
-        listed = Seen(len(BODY) - 1000)
+        listed = RemoteFileInfo(len(BODY) - 1000)
         monkeypatch.setattr(
             "trainkit.data.fetch.http.HttpFile.look",
-            lambda self: listed if same else Seen(len(BODY)),
+            lambda self: listed if same else RemoteFileInfo(len(BODY)),
         )
         error = refused(of(site, tmp_path, listed))
         words = f"{len(BODY):,} bytes instead of {len(BODY) - 1000:,}"
@@ -307,7 +309,7 @@ class TestRefusals:
         site.cuts.clear()
         site.files[NAME] = other
         assert "no longer" in refused(of(site, tmp_path, seen(site))).message
-        now = Seen(len(other), f'"{hashlib.md5(other).hexdigest()}"')
+        now = RemoteFileInfo(len(other), f'"{hashlib.md5(other).hexdigest()}"')
         site.asked.clear()
         assert (
             fetch(of(site, tmp_path, now), quiet, QUICK)["sha256"]
@@ -322,7 +324,7 @@ class TestRefusals:
         site.asked.clear()
         site.files[NAME] = other = BODY[::-1]
         fetch(
-            of(site, tmp_path, Seen(len(other), f'"{hashlib.md5(other).hexdigest()}"')),
+            of(site, tmp_path, RemoteFileInfo(len(other), f'"{hashlib.md5(other).hexdigest()}"')),
             quiet,
             QUICK,
         )
@@ -335,14 +337,20 @@ class TestRefusals:
     ) -> None:
         site.dates[NAME], site.etags[NAME] = DATE, '"of-another-mirror"'
         assert (
-            fetch(of(site, tmp_path, Seen(len(BODY), '"mine"', DATE)), quiet, QUICK)["sha256"]
+            fetch(of(site, tmp_path, RemoteFileInfo(len(BODY), '"mine"', DATE)), quiet, QUICK)[
+                "sha256"
+            ]
             == SUM
         )
         shutil.rmtree(tmp_path / "corpus")
         assert (
             "last changed"
             in refused(
-                of(site, tmp_path, Seen(len(BODY), '"of-another-mirror"', DATE.replace("07", "08")))
+                of(
+                    site,
+                    tmp_path,
+                    RemoteFileInfo(len(BODY), '"of-another-mirror"', DATE.replace("07", "08")),
+                )
             ).message
         )
 
@@ -351,10 +359,10 @@ class TestRefusals:
     ) -> None:
         site.etags[NAME] = None
         site.cuts[NAME] = [100_000] + [0] * QUICK.attempts
-        refused(of(site, tmp_path, Seen(len(BODY))))
+        refused(of(site, tmp_path, RemoteFileInfo(len(BODY))))
         site.cuts.clear()
         site.asked.clear()
-        assert fetch(of(site, tmp_path, Seen(len(BODY))), quiet, QUICK)["sha256"] == SUM
+        assert fetch(of(site, tmp_path, RemoteFileInfo(len(BODY))), quiet, QUICK)["sha256"] == SUM
         assert [a.range for a in site.gets(NAME)] == [None]
 
 
@@ -376,7 +384,9 @@ class TestHere:
     def test_a_file_that_was_copied_there_is_taken_over(
         self, known: str, site: Site, tmp_path: Path
     ) -> None:
-        asked = of(site, tmp_path, Seen(len(BODY), '"x"', sha256=SUM if known == "sum" else None))
+        asked = of(
+            site, tmp_path, RemoteFileInfo(len(BODY), '"x"', sha256=SUM if known == "sum" else None)
+        )
         Path(asked["path"]).parent.mkdir()
         Path(asked["path"]).write_bytes(BODY)
         assert fetch(asked, quiet, QUICK)["sha256"] == SUM and site.asked == []
@@ -385,7 +395,7 @@ class TestHere:
     def test_one_that_is_not_the_file_is_replaced(
         self, damage: bytes, site: Site, tmp_path: Path
     ) -> None:
-        asked = of(site, tmp_path, Seen(len(BODY), seen(site).etag, sha256=SUM))
+        asked = of(site, tmp_path, RemoteFileInfo(len(BODY), seen(site).etag, sha256=SUM))
         fetch(asked, quiet, QUICK)
         Path(asked["path"]).write_bytes(damage)
         assert (
@@ -398,7 +408,7 @@ class TestHere:
         fetch(of(site, tmp_path, seen(site)), quiet, QUICK)
         site.files[NAME] = other = BODY[::-1]
         fetch(
-            of(site, tmp_path, Seen(len(other), f'"{hashlib.md5(other).hexdigest()}"')),
+            of(site, tmp_path, RemoteFileInfo(len(other), f'"{hashlib.md5(other).hexdigest()}"')),
             quiet,
             QUICK,
         )

@@ -14,7 +14,7 @@ import pytest
 
 from tests.data.fetch_server import QUICK, SECRET, Site, serve
 from trainkit.base.errors import ConfigError, TrainkitError
-from trainkit.data.fetch.retry import Seen
+from trainkit.data.fetch.retry import RemoteFileInfo
 from trainkit.data.fetch.worker import fetch, open_stream, recipe
 
 BODY = random.Random(5).randbytes(300_000)
@@ -35,12 +35,14 @@ def site() -> Iterator[Site]:
         yield site
 
 
-def of(site: Site, tmp_path: Path, known: Seen | None = None, **words: Any) -> dict[str, Any]:
+def of(
+    site: Site, tmp_path: Path, known: RemoteFileInfo | None = None, **words: Any
+) -> dict[str, Any]:
     return recipe(f"{site.url}{NAME}", tmp_path / "corpus/00.jsonl.zst", known, **words)
 
 
-def seen(site: Site) -> Seen:
-    return Seen(len(BODY), site.etags.get(NAME, f'"{hashlib.md5(BODY).hexdigest()}"'))
+def seen(site: Site) -> RemoteFileInfo:
+    return RemoteFileInfo(len(BODY), site.etags.get(NAME, f'"{hashlib.md5(BODY).hexdigest()}"'))
 
 
 def refused(asked: dict[str, Any], code: int = 6) -> TrainkitError:
@@ -94,7 +96,10 @@ class TestTokens:
             "readable on its way"
             in refused(
                 recipe(
-                    "http://files.example/x.jsonl", tmp_path / "x.jsonl", Seen(1), token="OUR_TOKEN"
+                    "http://files.example/x.jsonl",
+                    tmp_path / "x.jsonl",
+                    RemoteFileInfo(1),
+                    token="OUR_TOKEN",
                 )
             ).message
         )
@@ -120,7 +125,8 @@ class TestStreams:
         site.cuts[NAME] = [1000, 0, 70_000]
         pieces = []
         with open_stream(
-            of(site, tmp_path, Seen(len(BODY), seen(site).etag, sha256=SUM), keep=False), QUICK
+            of(site, tmp_path, RemoteFileInfo(len(BODY), seen(site).etag, sha256=SUM), keep=False),
+            QUICK,
         ) as file:
             while piece := file.read(7919):
                 pieces.append(piece)
@@ -133,12 +139,12 @@ class TestStreams:
     @pytest.mark.parametrize(
         ("known", "words"),
         [
-            (Seen(len(BODY), sha256="0" * 64), "SHA-256 is"),
-            (Seen(len(BODY) - 5), "no longer the file"),
+            (RemoteFileInfo(len(BODY), sha256="0" * 64), "SHA-256 is"),
+            (RemoteFileInfo(len(BODY) - 5), "no longer the file"),
         ],
     )
     def test_a_stream_is_verified(
-        self, known: Seen, words: str, site: Site, tmp_path: Path
+        self, known: RemoteFileInfo, words: str, site: Site, tmp_path: Path
     ) -> None:
         with (
             pytest.raises(TrainkitError, match=words),
@@ -148,7 +154,7 @@ class TestStreams:
 
     def test_a_stream_may_be_left_early(self, site: Site, tmp_path: Path) -> None:
         with open_stream(
-            of(site, tmp_path, Seen(len(BODY), sha256="0" * 64), keep=False), QUICK
+            of(site, tmp_path, RemoteFileInfo(len(BODY), sha256="0" * 64), keep=False), QUICK
         ) as file:
             assert file.read(10) == BODY[:10]
 

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from trainkit.base.errors import ConfigError
 from trainkit.data.indexed import statistics as module
 from trainkit.data.indexed.dataset import IndexedDataset, IndexedWriter
-from trainkit.data.indexed.statistics import count, document_lengths, draw, statistics
+from trainkit.data.indexed.statistics import count, document_lengths, draw_statistics, statistics
 from trainkit.data.tokenizer import train_bpe
 
 WORDS = ["alpha beta gamma", "delta", "epsilon zeta eta theta iota", "kappa lambda"]
@@ -136,11 +136,11 @@ def test_nothing(tmp_path: Path, tokenizer: Tokenizer) -> None:
 def test_pictures(tmp_path: Path, tokenizer: Tokenizer) -> None:
     pytest.importorskip("matplotlib")
     found = statistics([write(tmp_path / "p", [[[1, 2, 3]], [[1]]])], tokenizer)
-    draw("words", found, tmp_path / "p.svg")
+    draw_statistics("words", found, tmp_path / "p.svg")
     svg = (tmp_path / "p.svg").read_text()
     assert "words: 2 documents" in svg and "4 tokens, 3 of" in svg
-    draw("words", found, tmp_path / "p.png")
+    draw_statistics("words", found, tmp_path / "p.png")
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
-    draw("none", statistics([write(tmp_path / "e", [])], tokenizer), tmp_path / "e.svg")
+    draw_statistics("none", statistics([write(tmp_path / "e", [])], tokenizer), tmp_path / "e.svg")
     with pytest.raises(ConfigError, match=r"p\.jpg does not end in"):
-        draw("words", found, tmp_path / "p.jpg")
+        draw_statistics("words", found, tmp_path / "p.jpg")

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from tests.conftest import wait_for
 from trainkit.base.errors import ConfigError
-from trainkit.data.order.loader import Loader, MicroBatch, Plan
-from trainkit.data.order.samples import Ids, MockSamples, Numbers
+from trainkit.data.order.loader import Loader, MicroBatch, ReadSchedule
+from trainkit.data.order.samples import IdRange, MockSamples, Numbers
 
 LENGTH = 4
 
@@ -45,14 +45,14 @@ class Counting:
         self.gate = threading.Event()
         self.gate.set()
 
-    def read(self, numbers: Numbers, rows: Numbers, out: Numbers) -> Ids:
+    def read(self, numbers: Numbers, rows: Numbers, out: Numbers) -> IdRange:
         assert self.gate.wait(20)
         self.threads.add(threading.get_ident())
         self.read_numbers += numbers.tolist()
         if self.broken & set(numbers.tolist()):
             raise ConfigError("broken")
         out[rows] = numbers[:, None] + np.arange(LENGTH + 1)
-        return Ids(int(numbers.min()), int(numbers.max()) + LENGTH, 0)
+        return IdRange(int(numbers.min()), int(numbers.max()) + LENGTH, 0)
 
     def ahead(self, numbers: Numbers) -> None:
         self.hinted += numbers.tolist()
@@ -83,7 +83,7 @@ def _numbers(batches: Iterator[MicroBatch]) -> list[list[int]]:
             np.array_equal(batch.tokens, batch.tokens[:, :1] + np.arange(LENGTH + 1))
             and batch.tokens.dtype == np.int64
         )
-        assert batch.ids == Ids(int(batch.tokens.min()), int(batch.tokens.max()), 0)
+        assert batch.ids == IdRange(int(batch.tokens.min()), int(batch.tokens.max()), 0)
         assert batch.tokens[:, 0].tolist() == list(batch.positions)
         found.append(batch.tokens[:, 0].tolist())
     return found
@@ -118,7 +118,7 @@ def test_what_comes_out_depends_on_positions_only(
     planned."""
     for rank in range(ranks):
         parts = parts_of(rank, ranks, micro)
-        plan = Plan(parts, lambda at: sizes[at % len(sizes)] * micro * ranks, end=100)
+        plan = ReadSchedule(parts, lambda at: sizes[at % len(sizes)] * micro * ranks, end=100)
         loader = Loader(
             Turns(datasets),
             [Counting() for _ in range(datasets)],
@@ -143,7 +143,12 @@ def test_what_comes_out_depends_on_positions_only(
 
 def test_reads_ahead_as_far_as_told_and_no_further(samples: Counting) -> None:
     loader = Loader(
-        Turns(), [samples], LENGTH, Plan(parts_of(1, 2, 2), lambda at: 8), ahead=3, threads=1
+        Turns(),
+        [samples],
+        LENGTH,
+        ReadSchedule(parts_of(1, 2, 2), lambda at: 8),
+        ahead=3,
+        threads=1,
     )
     assert _numbers(loader.read(0, 8)) == [[2, 3], [6, 7]]
     ahead = [2, 3, 6, 7, 10, 11, 14, 15, 18, 19]
@@ -158,7 +163,7 @@ def test_reads_ahead_as_far_as_told_and_no_further(samples: Counting) -> None:
 
 def test_nothing_is_read_ahead_beyond_the_end(samples: Counting) -> None:
     loader = Loader(
-        Turns(), [samples], LENGTH, Plan(parts_of(0, 1, 2), lambda at: 4, end=8), ahead=10
+        Turns(), [samples], LENGTH, ReadSchedule(parts_of(0, 1, 2), lambda at: 4, end=8), ahead=10
     )
     for consumed in (0, 4):
         _numbers(loader.read(consumed, 4))
@@ -172,7 +177,7 @@ def test_a_growing_global_batch_is_read_ahead_in_its_sizes(samples: Counting) ->
     def size(at: int) -> int:
         return 2 if at < 4 else 6
 
-    loader = Loader(Turns(), [samples], LENGTH, Plan(parts_of(0, 1, 2), size), ahead=2)
+    loader = Loader(Turns(), [samples], LENGTH, ReadSchedule(parts_of(0, 1, 2), size), ahead=2)
     consumed, seen = 0, []
     while consumed < 22:
         seen += _numbers(loader.read(consumed, size(consumed)))
@@ -185,7 +190,9 @@ def test_a_growing_global_batch_is_read_ahead_in_its_sizes(samples: Counting) ->
 
 
 def test_going_back_drops_what_was_read_ahead(samples: Counting) -> None:
-    loader = Loader(Turns(), [samples], LENGTH, Plan(parts_of(0, 1, 1), lambda at: 2), ahead=2)
+    loader = Loader(
+        Turns(), [samples], LENGTH, ReadSchedule(parts_of(0, 1, 1), lambda at: 2), ahead=2
+    )
     _numbers(loader.read(100, 2))
     loader.seek(50)
     assert _numbers(loader.read(50, 2)) == [[50], [51]]
@@ -195,7 +202,9 @@ def test_going_back_drops_what_was_read_ahead(samples: Counting) -> None:
 
 def test_an_error_is_raised_where_its_batch_is_asked_for(samples: Counting) -> None:
     samples.broken = {5}
-    loader = Loader(Turns(), [samples], LENGTH, Plan(parts_of(0, 1, 2), lambda at: 2), ahead=4)
+    loader = Loader(
+        Turns(), [samples], LENGTH, ReadSchedule(parts_of(0, 1, 2), lambda at: 2), ahead=4
+    )
     assert _numbers(loader.read(0, 2)) == [[0, 1]]
     wait_for(lambda: 5 in samples.read_numbers, "number 5 to be read")
     assert _numbers(loader.read(2, 2)) == [[2, 3]]
@@ -228,7 +237,7 @@ def test_memory_is_bounded_and_buffers_are_the_callers(samples: Counting) -> Non
         Turns(),
         [samples],
         LENGTH,
-        Plan(parts_of(0, 1, 2), lambda at: 40),
+        ReadSchedule(parts_of(0, 1, 2), lambda at: 40),
         ahead=3,
         threads=2,
         allocate=allocate,
@@ -250,7 +259,12 @@ def test_memory_is_bounded_and_buffers_are_the_callers(samples: Counting) -> Non
 def test_close_ends_the_threads(samples: Counting) -> None:
     before = threading.active_count()
     loader = Loader(
-        Turns(), [samples], LENGTH, Plan(parts_of(0, 1, 2), lambda at: 4), ahead=4, threads=3
+        Turns(),
+        [samples],
+        LENGTH,
+        ReadSchedule(parts_of(0, 1, 2), lambda at: 4),
+        ahead=4,
+        threads=3,
     )
     assert threading.active_count() == before, "none is started before it is needed"
     batches = loader.read(0, 4)
@@ -290,7 +304,7 @@ def test_an_abandoned_loader_does_not_keep_the_process(samples: Counting) -> Non
 
 def test_datasets_of_a_blend_fill_their_rows() -> None:
     kinds = [MockSamples(2**40, LENGTH, seed, 10**6) for seed in range(3)]
-    loader = Loader(Turns(3), kinds, LENGTH, Plan(parts_of(0, 1, 7), lambda at: 7))
+    loader = Loader(Turns(3), kinds, LENGTH, ReadSchedule(parts_of(0, 1, 7), lambda at: 7))
     (batch,) = loader.read(70, 7)
     for row, position in enumerate(batch.positions):
         alone = np.empty((1, LENGTH + 1), np.int64)

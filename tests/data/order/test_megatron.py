@@ -31,13 +31,13 @@ from trainkit import _index
 from trainkit.base.errors import ConfigError, Exit
 from trainkit.data.order.megatron_cache import split_ranges
 from trainkit.data.order.megatron_index import (
-    Counts,
     IndexRequest,
+    IndexSizes,
     MegatronIndex,
     build_index,
     cache_names,
     count,
-    count_of,
+    read_index_sizes,
 )
 
 GOLDEN = golden()
@@ -299,7 +299,7 @@ def test_rows_that_megatron_fails_on_are_refused(tmp_path: Path) -> None:
             build_index(request, tmp_path, 1)
         assert caught.value.exit == Exit.STAGE_FAILED
         assert not cache_names(request).path(tmp_path, "description.txt").exists()
-        assert count_of(replace(request, drop_last=True)).samples == 1
+        assert read_index_sizes(replace(request, drop_last=True)).samples == 1
 
 
 lengths_list = st.lists(st.integers(0, 40) | st.sampled_from([0, 8, 16]), min_size=1, max_size=60)
@@ -402,7 +402,7 @@ def test_files_are_those_numpy_would_save(tmp_path: Path) -> None:
     request = request_of(write_pair(tmp_path / "pair", lengths), lengths, num_samples=20)
     counts = build_index(request, tmp_path / "out", threads=2)
     index = MegatronIndex(tmp_path / "out", request)
-    assert counts == Counts(72, 3, True, 17, 26)
+    assert counts == IndexSizes(72, 3, True, 17, 26)
     for name, array in (
         ("document", index.documents),
         ("sample", index.samples),

@@ -30,7 +30,7 @@ from trainkit.data.order.megatron_blend import (
     plan_blend,
 )
 from trainkit.data.order.megatron_cache import split_ranges
-from trainkit.data.order.megatron_index import IndexRequest, build_index, count_of
+from trainkit.data.order.megatron_index import IndexRequest, build_index, read_index_sizes
 
 GOLDEN = golden()
 needs_golden = pytest.mark.skipif(GOLDEN is None, reason=MISSING)
@@ -206,7 +206,7 @@ def test_requested_sizes() -> None:
 @pytest.mark.parametrize("size", [None, 70, 10**6])
 def test_without_weights(three: list[IndexRequest], size: int | None, tmp_path: Path) -> None:
     blend = plan_blend(three, None, size)
-    sizes = [count_of(request).samples for request in blend.requests]
+    sizes = [read_index_sizes(request).samples for request in blend.requests]
     assert sizes == [99, 12, 49]
     made = _built(blend, tmp_path / "out")
     assert made.num_samples == (70 if size == 70 else 160)

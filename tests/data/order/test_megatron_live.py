@@ -31,7 +31,7 @@ from trainkit.data.order.megatron_index import (
     build_index,
     cache_names,
     count,
-    count_of,
+    read_index_sizes,
 )
 
 # of megatron-core: filled when a test runs, for importing it (and torch) takes seconds that
@@ -386,7 +386,7 @@ def test_overdraws_are_refused_where_megatron_does(pairs: list[Path], tmp_path: 
     """A blend that asks for more than its indices hold: IndexError there, a ConfigError here."""
     requests = [request_of(pair, range(len(CORE.IndexedDataset(str(pair))))) for pair in pairs]
     blend = Blend(tuple(requests), (0.1, 0.8, 0.1), 2000)
-    assert count_of(requests[1]).samples < 1600
+    assert read_index_sizes(requests[1]).samples < 1600
     with pytest.raises(ConfigError, match="draws"):
         build_blend(blend, tmp_path)
     with pytest.raises(IndexError, match="oversamples"):

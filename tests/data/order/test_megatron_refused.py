@@ -20,7 +20,7 @@ from trainkit.data.order.megatron_index import (
     MegatronIndex,
     build_index,
     cache_names,
-    count_of,
+    read_index_sizes,
 )
 
 
@@ -71,7 +71,7 @@ def test_wrong_requests_are_refused(values: dict[str, Any], words: str, exit: Ex
 def test_data_that_does_not_suffice_is_refused(tmp_path: Path) -> None:
     lengths = [3, 0, 5]
     prefix = write_pair(tmp_path / "pair", lengths)
-    assert count_of(request_of(prefix, lengths, seq_length=7)).samples == 1
+    assert read_index_sizes(request_of(prefix, lengths, seq_length=7)).samples == 1
     for request, words in (
         (request_of(prefix, lengths), "has 8 tokens, fewer than one sample of 9"),
         (request_of(prefix, lengths, first=1, last=2), "has 0 tokens, fewer than one sample of 9"),

@@ -18,7 +18,7 @@ from trainkit.data.order.open import open_mixture
 from trainkit.data.order.resolve_pairs import pairs_of
 from trainkit.jobs.load import load
 from trainkit.jobs.schema import Job
-from trainkit.stages.index import Index
+from trainkit.stages.index import IndexStage
 
 SEQ = 16
 TABLES = """
@@ -125,7 +125,7 @@ def test_a_glob_and_a_missing_file(root: Path) -> None:
 
 def order_is_built(job: Job, tmp_path: Path) -> None:
     """The stage index, in this process."""
-    for need in Index().needs(job, tmp_path):
+    for need in IndexStage().needs(job, tmp_path):
         assert need.evidence is not None and not need.evidence()[0]
         for unit in need.units:
             work(dict(unit.spec), lambda done, total: None)
@@ -201,7 +201,7 @@ def test_megatrons_blend_by_size_ends(root: Path, tmp_path: Path) -> None:
         "training.train_iters=5000",
         f"cluster.root={tmp_path}",
     )
-    (need,) = Index().needs(job, tmp_path)
+    (need,) = IndexStage().needs(job, tmp_path)
     with pytest.raises(ConfigError, match=r"one epoch of each; 10,000 will be read"):
         work(dict(need.units[0].spec), lambda done, total: None)
 
@@ -219,7 +219,7 @@ def test_megatrons_order_is_refused_when_the_data_changed(root: Path, tmp_path: 
         writer.add_documents(np.arange(480, dtype=np.int64) % 480, np.full(10, 48))
     with pytest.raises(ConfigError, match="was built with"):
         open_mixture(job, job.dataset, "train", 512)
-    (need,) = Index().needs(job, tmp_path)
+    (need,) = IndexStage().needs(job, tmp_path)
     assert need.evidence is not None and "was built with" in need.evidence()[1]
     work(dict(need.units[0].spec), lambda done, total: None)
     assert read(job, "train", 0, 4)[1].max() < 480
@@ -282,6 +282,6 @@ def test_a_blend_that_is_there_is_left_alone(root: Path, tmp_path: Path) -> None
     )
     order_is_built(job, tmp_path)
     before = {path: path.stat().st_ino for path in tmp_path.glob("data/mix/t/megatron/*")}
-    (need,) = Index().needs(job, tmp_path)
+    (need,) = IndexStage().needs(job, tmp_path)
     work(dict(need.units[0].spec), lambda done, total: None)
     assert before == {path: path.stat().st_ino for path in tmp_path.glob("data/mix/t/megatron/*")}

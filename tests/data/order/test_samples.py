@@ -19,7 +19,7 @@ from trainkit.data.indexed.format import DTYPES, HEADER, MAGIC
 from trainkit.data.order import samples as module
 from trainkit.data.order.native import SplitName
 from trainkit.data.order.samples import (
-    Ids,
+    IdRange,
     MegatronSamples,
     MockSamples,
     NativeSamples,
@@ -47,7 +47,7 @@ def _dataset(folder: Path, tokens: int | NDArray[Any], dtype: str = "int32") -> 
     return IndexedDataset(folder / "data")
 
 
-def _read(samples: Samples, numbers: list[int], seq_length: int) -> tuple[Numbers, Ids]:
+def _read(samples: Samples, numbers: list[int], seq_length: int) -> tuple[Numbers, IdRange]:
     out = np.full((len(numbers), seq_length + 1), 99, np.int64)
     return out, samples.read(np.array(numbers, np.int64), np.arange(len(numbers)), out)
 
@@ -65,7 +65,7 @@ def test_native_samples_are_windows_that_share_one_token(
         samples.ahead(np.array(numbers, np.int64))
         out, ids = _read(samples, numbers, seq_length)
         assert np.array_equal(out, out[:, :1] + np.arange(seq_length + 1))
-        assert ids == Ids(int(out[0, 0]), int(out[-1, -1]), 0)
+        assert ids == IdRange(int(out[0, 0]), int(out[-1, -1]), 0)
         seen += out[:, 0].tolist()
         for wrong in ([samples.num_samples], [-1], [0, samples.num_samples]):
             with pytest.raises(IndexError, match=f"of {samples.num_samples}"):
@@ -89,8 +89,8 @@ def test_every_dtype_is_widened_exactly(dtype: str, mmap: bool, tmp_path: Path) 
     assert np.array_equal(out[0], tokens[2 * length :]) and np.array_equal(
         out[1], tokens[: length + 1]
     )
-    assert ids == Ids(limits.min, limits.max, 0)
-    assert _read(samples, [1], length)[1] == Ids(
+    assert ids == IdRange(limits.min, limits.max, 0)
+    assert _read(samples, [1], length)[1] == IdRange(
         int(tokens[length : 2 * length + 1].min()), int(tokens[length : 2 * length + 1].max()), 0
     )
 
@@ -101,10 +101,10 @@ def test_rows_say_where_a_sample_goes(mmap: bool, tmp_path: Path) -> None:
         NativeSamples(_dataset(tmp_path, 50), "1", "train", 4, mmap),
         np.full((5, 5), 99, np.int64),
     )
-    assert samples.read(np.array([3, 0]), np.array([4, 1]), out) == Ids(0, 16, 0)
+    assert samples.read(np.array([3, 0]), np.array([4, 1]), out) == IdRange(0, 16, 0)
     assert out.tolist() == [[99] * 5, [0, 1, 2, 3, 4], [99] * 5, [99] * 5, [12, 13, 14, 15, 16]]
     nothing = np.empty(0, np.int64)
-    assert samples.read(nothing, nothing, out) == Ids(0, -1, 0)
+    assert samples.read(nothing, nothing, out) == IdRange(0, -1, 0)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from trainkit.base.errors import ConfigError, Exit
 from trainkit.data.indexed.dataset import IndexedDataset, IndexedWriter
 from trainkit.data.order.samples import (
     NO_TOKEN,
-    Ids,
+    IdRange,
     MegatronSamples,
     Samples,
 )
@@ -37,7 +37,7 @@ both = pytest.mark.parametrize("mmap", [True, False])
 Numbers = NDArray[np.int64]
 
 
-def _read(samples: Samples, numbers: list[int], seq_length: int) -> tuple[Numbers, Ids]:
+def _read(samples: Samples, numbers: list[int], seq_length: int) -> tuple[Numbers, IdRange]:
     out = np.full((len(numbers), seq_length + 1), 99, np.int64)
     return out, samples.read(np.array(numbers, np.int64), np.arange(len(numbers)), out)
 
@@ -138,7 +138,7 @@ def test_megatron_samples_cross_documents(
     assert samples.num_samples == len(truth)
     assert out.tolist() == [truth[n] for n in numbers]
     real = [t for n in numbers for t in truth[n] if t != NO_TOKEN]
-    assert ids == Ids(
+    assert ids == IdRange(
         min(real, default=0), max(real, default=-1), sum(truth[n].count(NO_TOKEN) for n in numbers)
     )
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainkit.base.errors import ConfigError
-from trainkit.data.sources.files import Files
-from trainkit.data.sources.stdlib import Stdlib, source_files
+from trainkit.data.sources.files import FilesSource
+from trainkit.data.sources.stdlib import StdlibSource, source_files
 from trainkit.data.text.corpus import read_documents, write_documents
 from trainkit.data.text.formats import READABLE
 from trainkit.jobs.schema import Dataset, Tokenizer
@@ -20,7 +20,7 @@ DATASET = Dataset(name="d", source="stdlib", tokenizer=Tokenizer(name="t", vocab
 
 
 def test_every_source_file_is_in_one_shard_in_order(tmp_path: Path) -> None:
-    shards = Stdlib().shards(DATASET, tmp_path)
+    shards = StdlibSource().shards(DATASET, tmp_path)
     files = [name for shard in shards for name in shard.recipe["files"]]
     assert files == source_files(Path(sysconfig.get_path("stdlib")))
     assert len(files) > 300 and files == sorted(files)
@@ -33,7 +33,7 @@ def test_what_is_not_text_is_left_out_and_counted(tmp_path: Path) -> None:
     (tmp_path / "b.py").write_bytes(b"")
     (tmp_path / "c.py").write_bytes(b"\xff\xfe")
     path = tmp_path / "shard.jsonl.zst"
-    result = Stdlib().write(
+    result = StdlibSource().write(
         {"folder": str(tmp_path), "files": ["a.py", "b.py", "c.py"]}, path, "text"
     )
     assert result == {"documents": 1, "text_bytes": 9, "left_out": {"not_utf8": 1, "empty": 1}}
@@ -74,7 +74,7 @@ class TestFiles:
         return tmp_path
 
     def test_patterns_ranges_and_order(self, folder: Path) -> None:
-        shards = Files().shards(
+        shards = FilesSource().shards(
             self.dataset(
                 folder, "part-{10..11}.jsonl", "part-0[12].jsonl", "part-*.jsonl", files=12
             ),
@@ -86,16 +86,16 @@ class TestFiles:
     @pytest.mark.parametrize("ending", READABLE)
     def test_every_format(self, ending: str, folder: Path) -> None:
         (folder / f"a{ending}").touch()
-        assert len(Files().shards(self.dataset(folder, f"a{ending}"), folder)) == 1
+        assert len(FilesSource().shards(self.dataset(folder, f"a{ending}"), folder)) == 1
 
     def test_missing_ones_are_named_and_counted(self, folder: Path) -> None:
         with pytest.raises(
             ConfigError, match=r"part-12\.jsonl' matches no file \(2 more match none\)"
         ):
-            Files().shards(self.dataset(folder, "part-{00..14}.jsonl"), folder)
+            FilesSource().shards(self.dataset(folder, "part-{00..14}.jsonl"), folder)
         assert (
             len(
-                Files().shards(
+                FilesSource().shards(
                     self.dataset(folder, "part-{00..14}.jsonl", missing_files="allow", files=12),
                     folder,
                 )
@@ -103,13 +103,13 @@ class TestFiles:
             == 12
         )
         with pytest.raises(ConfigError, match="12 files are there, files = 13"):
-            Files().shards(
+            FilesSource().shards(
                 self.dataset(folder, "part-{00..14}.jsonl", missing_files="allow", files=13), folder
             )
         with pytest.raises(ConfigError, match="download_bytes = 79 was published, 78 are there"):
-            Files().shards(self.dataset(folder, "*.jsonl", download_bytes=79), folder)
+            FilesSource().shards(self.dataset(folder, "*.jsonl", download_bytes=79), folder)
 
     def test_what_is_no_text(self, folder: Path) -> None:
         (folder / "x.csv").touch()
         with pytest.raises(ConfigError, match=r"x\.csv is no file that ends in"):
-            Files().shards(self.dataset(folder, "x.csv"), folder)
+            FilesSource().shards(self.dataset(folder, "x.csv"), folder)

@@ -15,7 +15,7 @@ from tests.data.fetch_server import QUICK, SECRET, HubSite, Site, serve, serve_h
 from trainkit.base.errors import ConfigError, TrainkitError
 from trainkit.data.fetch.worker import work
 from trainkit.data.indexed.published import check_published, tolerance
-from trainkit.data.sources import SOURCES, Shard, fetched_prefixes, fetches
+from trainkit.data.sources import SOURCES, Shard, fetch_units, fetched_prefixes
 from trainkit.data.sources.listing import LISTING, list_files
 from trainkit.jobs.schema import Dataset, Tokenizer
 
@@ -47,7 +47,7 @@ def refused(dataset: Dataset, corpus: Path) -> TrainkitError:
 def run(dataset: Dataset, corpus: Path) -> list[Shard]:
     """The units, as the stage runs them; in this process."""
     shards = SOURCES[dataset.source].shards(dataset, corpus)
-    for unit in fetches(dataset, corpus, shards):
+    for unit in fetch_units(dataset, corpus, shards):
         work(json.loads(json.dumps(unit.spec)), lambda done, total: None)
         assert all(path.is_file() for path in unit.outputs)
     return shards

@@ -14,7 +14,7 @@ from trainkit.base.errors import ConfigError, TrainkitError
 from trainkit.data.fetch import object_store as fetch_fsspec
 from trainkit.data.fetch.object_store import StoredFile
 from trainkit.data.fetch.worker import fetch, open_stream, work
-from trainkit.data.sources import SOURCES, Shard, fetched_prefixes, fetches
+from trainkit.data.sources import SOURCES, Shard, fetch_units, fetched_prefixes
 from trainkit.data.sources.listing import list_files
 from trainkit.jobs.schema import Dataset, Tokenizer
 
@@ -72,7 +72,7 @@ def stored(endpoint: str | None, *urls: str, **words: Any) -> Dataset:
 
 def run(dataset: Dataset, corpus: Path) -> list[Shard]:
     shards = SOURCES[dataset.source].shards(dataset, corpus)
-    for unit in fetches(dataset, corpus, shards):
+    for unit in fetch_units(dataset, corpus, shards):
         work(dict(unit.spec), lambda done, total: None)
     return shards
 

@@ -12,7 +12,7 @@ from tests.data.fetch_server import SECRET, serve, serve_hub
 from tests.shared import MISSING, golden
 from trainkit.base.errors import ConfigError, TrainkitError
 from trainkit.data.fetch.worker import work
-from trainkit.data.sources import tokenizer_fetches
+from trainkit.data.sources import tokenizer_fetch_units
 from trainkit.data.tokenizer import gpt2_bpe, plain
 from trainkit.jobs.schema import Tokenizer
 
@@ -59,7 +59,7 @@ def run(units: Any) -> None:
 class TestFetches:
     def test_each_file_that_says_where_it_is_published(self, tmp_path: Path) -> None:
         with serve({"/vocab.json": b"{}", "/merges.txt": b"#"}) as site:
-            units = tokenizer_fetches(
+            units = tokenizer_fetch_units(
                 gpt2(
                     tmp_path, vocab_url=f"{site.url}/vocab.json", merge_url=f"{site.url}/merges.txt"
                 )
@@ -73,8 +73,8 @@ class TestFetches:
             run(units)
             assert len(site.asked) == asked
         assert (
-            tokenizer_fetches(gpt2(tmp_path)) == []
-            and tokenizer_fetches(Tokenizer(name="t", vocab_size=300)) == []
+            tokenizer_fetch_units(gpt2(tmp_path)) == []
+            and tokenizer_fetch_units(Tokenizer(name="t", vocab_size=300)) == []
         )
 
     def test_a_file_that_is_there_stays(self, tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ class TestFetches:
         path.write_text("mine")
         with serve({"/t.json": b"theirs"}) as site:
             run(
-                tokenizer_fetches(
+                tokenizer_fetch_units(
                     Tokenizer(name="t", type="file", path=str(path), url=f"{site.url}/t.json")
                 )
             )
@@ -94,7 +94,7 @@ class TestFetches:
             for name, words in (("nothing", "no such file"), ("page", "a web page instead")):
                 with pytest.raises(TrainkitError, match=words):
                     run(
-                        tokenizer_fetches(
+                        tokenizer_fetch_units(
                             Tokenizer(
                                 name="t",
                                 type="file",
@@ -121,14 +121,14 @@ class TestFetches:
             gated=True,
         ) as hub:
             with pytest.raises(TrainkitError, match="401") as error:
-                run(tokenizer_fetches(tokenizer, endpoint=hub.url))
+                run(tokenizer_fetch_units(tokenizer, endpoint=hub.url))
             assert "terms" in error.value.hint
-            run(tokenizer_fetches(tokenizer, token="HF_TOKEN", endpoint=hub.url))
+            run(tokenizer_fetch_units(tokenizer, token="HF_TOKEN", endpoint=hub.url))
         assert (tmp_path / "t.json").read_bytes() == b"{}"
 
     def test_a_path_is_no_url(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"tokenizers\.t\.url = 'some/file' is no address"):
-            tokenizer_fetches(
+            tokenizer_fetch_units(
                 Tokenizer(name="t", type="file", path=str(tmp_path / "t.json"), url="some/file")
             )
 
@@ -146,7 +146,7 @@ def test_gpt2_from_its_two_published_files(tmp_path: Path) -> None:
         }
     ) as site:
         run(
-            tokenizer_fetches(
+            tokenizer_fetch_units(
                 gpt2(
                     tmp_path, vocab_url=f"{site.url}/vocab.json", merge_url=f"{site.url}/merges.txt"
                 )

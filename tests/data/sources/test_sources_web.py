@@ -16,13 +16,13 @@ import pytest
 from tests.data.fetch_server import QUICK, Site, serve
 from trainkit.base.errors import ConfigError, TrainkitError
 from trainkit.data.fetch.hub import HubPath
-from trainkit.data.fetch.hub import parse as parse_hub
+from trainkit.data.fetch.hub import parse_hub_address as parse_hub
 from trainkit.data.fetch.retry import look
 from trainkit.data.fetch.worker import fetch, work
-from trainkit.data.sources import SOURCES, Shard, announce, fetches
+from trainkit.data.sources import SOURCES, Shard, download_notice, fetch_units
 from trainkit.data.sources import listing as listing_module
 from trainkit.data.sources.address import addresses_of, local_names
-from trainkit.data.sources.announce import Announcement
+from trainkit.data.sources.announce import DownloadNotice
 from trainkit.data.sources.listing import LISTING, list_files
 from trainkit.jobs.schema import Dataset, Tokenizer
 
@@ -54,7 +54,7 @@ def refused(dataset: Dataset, corpus: Path) -> TrainkitError:
 def run(dataset: Dataset, corpus: Path) -> list[Shard]:
     """The units, as the stage runs them; in this process."""
     shards = SOURCES[dataset.source].shards(dataset, corpus)
-    for unit in fetches(dataset, corpus, shards):
+    for unit in fetch_units(dataset, corpus, shards):
         work(json.loads(json.dumps(unit.spec)), lambda done, total: None)
         assert all(path.is_file() for path in unit.outputs)
     return shards
@@ -83,7 +83,7 @@ class TestWeb:
         shards = run(dataset, tmp_path)
         site.asked.clear()
         assert WEB.shards(dataset, tmp_path) == shards and site.asked == []
-        assert [u.name for u in fetches(dataset, tmp_path, shards)] == [
+        assert [u.name for u in fetch_units(dataset, tmp_path, shards)] == [
             "listing",
             "fetch-00000",
             "fetch-00001",
@@ -222,7 +222,7 @@ class TestWeb:
         dataset = web(f"{site.url}/train/{{00..02}}.jsonl.zst", keep_download=False)
         shards = run(dataset, tmp_path)
         assert (
-            [u.name for u in fetches(dataset, tmp_path, shards)] == ["listing"]
+            [u.name for u in fetch_units(dataset, tmp_path, shards)] == ["listing"]
             and not shards[0].path.exists()
             and not shards[0].recipe["keep"]
         )
@@ -238,7 +238,7 @@ class TestWeb:
             shards[0] == Shard("00000", tmp_path / "a.jsonl", 2)
             and shards[1].path == tmp_path / "corpus/00.jsonl.zst"
         )
-        units = fetches(web(f"file://{tmp_path}/*.jsonl"), tmp_path / "corpus", shards)
+        units = fetch_units(web(f"file://{tmp_path}/*.jsonl"), tmp_path / "corpus", shards)
         assert [f["text"] for f in units[0].spec["listing"]["files"]] == [
             f"file://{tmp_path}/a.jsonl",
             f"{site.url}/train/00.jsonl.zst",
@@ -341,23 +341,27 @@ class TestAnnouncement:
 
     def test_small_downloads_start_without_a_word(self, tmp_path: Path) -> None:
         dataset = web("https://h/x.jsonl", licence="CC0")
-        assert announce(dataset, tmp_path, self.shards(tmp_path, 1_000_000_000)) is None
+        assert download_notice(dataset, tmp_path, self.shards(tmp_path, 1_000_000_000)) is None
         shards = self.shards(tmp_path, 1_000_000_001)
-        assert announce(dataset, tmp_path, shards) is not None
+        assert download_notice(dataset, tmp_path, shards) is not None
         (tmp_path / "corpus").mkdir()
         shards[1].path.write_bytes(b"it is here")
-        assert announce(dataset, tmp_path, shards) is None
-        assert announce(dataset, tmp_path, [Shard("0", tmp_path / "a.jsonl", 10**12)]) is None
+        assert download_notice(dataset, tmp_path, shards) is None
+        assert (
+            download_notice(dataset, tmp_path, [Shard("0", tmp_path / "a.jsonl", 10**12)]) is None
+        )
         unknown = [Shard("0", tmp_path / "c.zst", 0, {"url": "https://h/c.zst"})]
-        assert announce(dataset, tmp_path, unknown) is None
-        told = announce(
+        assert download_notice(dataset, tmp_path, unknown) is None
+        told = download_notice(
             dataset.model_copy(update={"download_bytes": 15_000_000_000}), tmp_path, unknown
         )
         assert told is not None and told.bytes == 15_000_000_000
 
     def test_large_ones_say_size_and_licence(self, tmp_path: Path) -> None:
         dataset = web("https://h/x.jsonl", licence="CC0", homepage="https://about.example")
-        found = announce(dataset, tmp_path / "not/there/yet", self.shards(tmp_path, 81_000_000_000))
+        found = download_notice(
+            dataset, tmp_path / "not/there/yet", self.shards(tmp_path, 81_000_000_000)
+        )
         assert found is not None and not found.accepted
         assert (
             "d: 2 files, 90 GB" in str(found)
@@ -370,7 +374,7 @@ class TestAnnouncement:
             and "accept_download = true in [datasets.d]" in str(refusal)
             and "licence: CC0" in str(refusal)
         )
-        yes = announce(
+        yes = download_notice(
             dataset.model_copy(update={"accept_download": True, "licence": None}),
             tmp_path,
             self.shards(tmp_path, 81_000_000_000),
@@ -386,15 +390,15 @@ class TestAnnouncement:
             "homepage": None,
             "accepted": True,
         }
-        Announcement(**words, free=100).check_space()
-        Announcement(**words, free=None).check_space()
+        DownloadNotice(**words, free=100).check_space()
+        DownloadNotice(**words, free=None).check_space()
         with pytest.raises(ConfigError, match="does not fit there"):
-            Announcement(**words, free=99).check_space()
-        found = announce(
+            DownloadNotice(**words, free=99).check_space()
+        found = download_notice(
             web("https://h/x.jsonl", keep_download=False), tmp_path, self.shards(tmp_path, 10**15)
         )
         assert found is not None and found.free is None
-        kept = announce(web("https://h/x.jsonl"), tmp_path, self.shards(tmp_path, 10**15))
+        kept = download_notice(web("https://h/x.jsonl"), tmp_path, self.shards(tmp_path, 10**15))
         assert (
             kept is not None and abs((kept.free or 0) - shutil.disk_usage(tmp_path).free) < 10**10
         )
@@ -405,7 +409,7 @@ def test_what_changed_on_the_server_is_listed_anew_by_the_next_call(
 ) -> None:
     dataset = web(f"{site.url}/train/{{00..02}}.jsonl.zst")
     shards = WEB.shards(dataset, tmp_path)
-    listing, *units = fetches(dataset, tmp_path, shards)
+    listing, *units = fetch_units(dataset, tmp_path, shards)
     work(listing.spec, lambda done, total: None)
     site.files["/train/01.jsonl.zst"] = b"another text"
     work(units[0].spec, lambda done, total: None)

@@ -9,21 +9,21 @@ from pathlib import Path
 import pytest
 
 from trainkit.base.errors import ConfigError, Exit
-from trainkit.data.text.filters import Filter
-from trainkit.data.text.formats import Bad, Record
+from trainkit.data.text.filters import DocumentFilter
+from trainkit.data.text.formats import BadLine, TextDocument
 from trainkit.data.text.rejects import Rejects
 
 
-def record(text: str | list[str] = "text", **fields: object) -> Record:
-    return Record(1, text, "x.jsonl", fields)
+def record(text: str | list[str] = "text", **fields: object) -> TextDocument:
+    return TextDocument(1, text, "x.jsonl", fields)
 
 
-def bad(line: int, kind: str = "not JSON") -> Bad:
-    return Bad(line, "x.jsonl", kind, "is not JSON: at byte 3", "{ab")
+def bad(line: int, kind: str = "not JSON") -> BadLine:
+    return BadLine(line, "x.jsonl", kind, "is not JSON: at byte 3", "{ab")
 
 
 def test_drop_by_field_as_slimpajama_drops_its_books() -> None:
-    keep = Filter(
+    keep = DocumentFilter(
         {"meta.redpajama_set_name": ["RedPajamaBook", "RedPajamaArXiv"], "flag": ["true", "3"]}
     )
     assert keep(record(meta={"redpajama_set_name": "RedPajamaC4"})) == [b"text"]
@@ -53,7 +53,7 @@ def test_drop_by_field_as_slimpajama_drops_its_books() -> None:
 
 
 def test_length_counts_bytes() -> None:
-    keep = Filter(min_document_bytes=4)
+    keep = DocumentFilter(min_document_bytes=4)
     assert (
         keep(record("ääx")) == ["ääx".encode()]
         and keep(record("äx")) is None
@@ -61,20 +61,20 @@ def test_length_counts_bytes() -> None:
     )
     assert keep(record(["ab", "cd"])) == [b"ab", b"cd"]
     assert keep.dropped == {"below 4 bytes": 2}
-    assert Filter()(record("")) == [b""] and Filter()(record([])) == []
+    assert DocumentFilter()(record("")) == [b""] and DocumentFilter()(record([])) == []
 
 
 def test_mojibake_is_repaired_before_its_length_counts() -> None:
     pytest.importorskip("ftfy")
-    assert Filter(fix_text=True)(record("schÃ¶n")) == ["schön".encode()]
-    assert Filter(fix_text=True, min_document_bytes=7)(record("schÃ¶n")) is None
-    assert Filter()(record("schÃ¶n")) == ["schÃ¶n".encode()]
+    assert DocumentFilter(fix_text=True)(record("schÃ¶n")) == ["schön".encode()]
+    assert DocumentFilter(fix_text=True, min_document_bytes=7)(record("schÃ¶n")) is None
+    assert DocumentFilter()(record("schÃ¶n")) == ["schÃ¶n".encode()]
 
 
 def test_without_ftfy_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ftfy", None)
     with pytest.raises(ConfigError, match="needs ftfy") as caught:
-        Filter(fix_text=True)
+        DocumentFilter(fix_text=True)
     assert caught.value.exit == Exit.STAGE_FAILED
 
 

@@ -30,7 +30,13 @@ from tests.data.text.text_files import (
 )
 from trainkit.base.errors import ConfigError
 from trainkit.data.text import decompress, formats
-from trainkit.data.text.formats import Bad, Passed, Reading, Record, open_documents
+from trainkit.data.text.formats import (
+    BadLine,
+    ReadOptions,
+    SkippedMember,
+    TextDocument,
+    open_documents,
+)
 
 
 @pytest.mark.parametrize("name", ["x.jsonl.gz", "x.jsonl.zst", "x.jsonl.bz2", "x.jsonl.xz"])
@@ -48,7 +54,7 @@ def test_several_streams_one_after_another() -> None:
 def test_a_json_array_is_called_one() -> None:
     for data in (b'[{"text": "a"}, {"text": "b"}]', b'[\n  {"text": "a"}\n]'):
         bad, *_ = found("x.json", data)
-        assert isinstance(bad, Bad) and "jq -c" in bad.hint
+        assert isinstance(bad, BadLine) and "jq -c" in bad.hint
 
 
 def test_a_key_with_a_dot_of_its_own() -> None:
@@ -63,7 +69,7 @@ def test_json_lines(kind: str, packing: str) -> None:
     assert texts(name, packed(name, LINES)) == TEXTS
     assert texts(name.upper(), packed(name, LINES)) == TEXTS
     records = found(name, packed(name, LINES[:-1]))
-    assert [(r.line, r.fields["meta"]["n"]) for r in records if isinstance(r, Record)] == [
+    assert [(r.line, r.fields["meta"]["n"]) for r in records if isinstance(r, TextDocument)] == [
         (1, 0),
         (2, 1),
         (3, 2),
@@ -108,7 +114,7 @@ def test_nested_keys_and_lists_of_sequences() -> None:
     assert texts("x.jsonl", line, text_key="parts") == [["x", "", "y"]]
     (bad,) = found("x.jsonl", line, text_key="a.c.text")
     assert (
-        isinstance(bad, Bad)
+        isinstance(bad, BadLine)
         and "under the key 'a.c.text' (found keys 'a', 'a.b', 'parts')" in bad.reason
     )
 
@@ -183,14 +189,14 @@ def test_an_endless_line_is_not_held() -> None:
         yield b'\n{"text": "after"}'
 
     tracemalloc.start()
-    first, second = formats._json_lines(data(), Reading(max_document_bytes=2**20), "x.jsonl")
+    first, second = formats._json_lines(data(), ReadOptions(max_document_bytes=2**20), "x.jsonl")
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 6 * 2**20, "3 MiB and a bit of a line, and a block"
     assert (
-        isinstance(first, Bad)
+        isinstance(first, BadLine)
         and "has 104,857,600 bytes" in first.reason
-        and isinstance(second, Record)
+        and isinstance(second, TextDocument)
         and second.text == "after"
     )
 
@@ -210,7 +216,7 @@ def test_plain_text(packing: str) -> None:
     assert [
         r.line
         for r in found(name, packed(name, PLAIN), text_separator="<sep>")
-        if isinstance(r, Record)
+        if isinstance(r, TextDocument)
     ] == [1, 2, 4]
 
 
@@ -232,17 +238,17 @@ def test_separators_across_blocks(pieces: list[str], block: int, separator: str)
 def test_bad_plain_text() -> None:
     one, two, three = found("x.txt", b"a|\xff|c", text_separator="|")
     assert (
-        isinstance(two, Bad)
+        isinstance(two, BadLine)
         and two.line == 2
         and two.kind == "invalid UTF-8"
-        and isinstance(one, Record)
-        and isinstance(three, Record)
+        and isinstance(one, TextDocument)
+        and isinstance(three, TextDocument)
     )
     long, rest = found("x.txt", b"x" * 1000 + b"|c", text_separator="|", max_document_bytes=100)
     assert (
-        isinstance(long, Bad)
+        isinstance(long, BadLine)
         and "has 1,000 bytes" in long.reason
-        and isinstance(rest, Record)
+        and isinstance(rest, TextDocument)
         and rest.text == "c"
     )
 
@@ -265,8 +271,14 @@ def test_tar(name: str) -> None:
         else data
     )
     items = found(name, data)
-    assert [item.text for item in items if isinstance(item, Record)] == [*TEXTS, "bee", *TEXTS]
-    assert [item.where for item in items if isinstance(item, Passed)] == [f"{name}!d/readme.md"]
+    assert [item.text for item in items if isinstance(item, TextDocument)] == [
+        *TEXTS,
+        "bee",
+        *TEXTS,
+    ]
+    assert [item.where for item in items if isinstance(item, SkippedMember)] == [
+        f"{name}!d/readme.md"
+    ]
     assert items[0].where == f"{name}!d/a.jsonl.zst"
 
 
@@ -287,15 +299,19 @@ def test_zip() -> None:
     items = found(
         "x.zip", zipped({"a.jsonl": LINES, "enwik8": b"<xml>", "d/b.txt": b"bee", "x.csv": b""})
     )
-    assert [item.text for item in items if isinstance(item, Record)] == [*TEXTS, "<xml>", "bee"]
-    assert [item.where for item in items if isinstance(item, Passed)] == ["x.zip!x.csv"]
+    assert [item.text for item in items if isinstance(item, TextDocument)] == [
+        *TEXTS,
+        "<xml>",
+        "bee",
+    ]
+    assert [item.where for item in items if isinstance(item, SkippedMember)] == ["x.zip!x.csv"]
 
     class Download(io.BytesIO):
         def seekable(self) -> bool:
             return False
 
     with pytest.raises(ConfigError, match="read from its end"):
-        list(open_documents("x.zip", Download(b""), Reading()))
+        list(open_documents("x.zip", Download(b""), ReadOptions()))
 
 
 def test_parquet() -> None:
@@ -308,9 +324,9 @@ def test_parquet() -> None:
     out = io.BytesIO()
     parquet.write_table(arrow.Table.from_pylist(rows), out, row_group_size=2)
     items = found("x.parquet", out.getvalue(), fields=("meta.set",))
-    assert [item.text for item in items if isinstance(item, Record)] == TEXTS
-    assert isinstance(items[0], Record) and formats.field(items[0].fields, "meta.set") == "B"
-    assert isinstance(items[4], Bad) and items[4].line == 5 and items[4].kind == "no text"
+    assert [item.text for item in items if isinstance(item, TextDocument)] == TEXTS
+    assert isinstance(items[0], TextDocument) and formats.field(items[0].fields, "meta.set") == "B"
+    assert isinstance(items[4], BadLine) and items[4].line == 5 and items[4].kind == "no text"
     assert texts("x.parquet", out.getvalue(), text_key="meta.text") == ["deep"] * 5
     error_of("x.parquet", out.getvalue(), "has no column 'txt'.*meta.set", text_key="txt")
     error_of("x.parquet", out.getvalue()[:-20], "no parquet file, or a damaged one")

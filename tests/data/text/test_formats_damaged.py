@@ -25,7 +25,13 @@ from tests.data.text.text_files import (
 )
 from trainkit.base.errors import ConfigError
 from trainkit.data.text import decompress
-from trainkit.data.text.formats import Bad, Passed, Reading, Record, open_documents
+from trainkit.data.text.formats import (
+    BadLine,
+    ReadOptions,
+    SkippedMember,
+    TextDocument,
+    open_documents,
+)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +99,9 @@ def test_what_a_block_can_become_is_bounded() -> None:
     """No piece of output is above a few MiB, though all of it is 64 MiB from some kilobytes."""
     for name in (".gz", ".zst"):
         data = packed(name, b'{"text": "' + b"x" * 2**26 + b'"}')
-        sizes = [len(block) for block in decompress.blocks(name, io.BytesIO(data), "x")]
+        sizes = [
+            len(block) for block in decompress.decompressed_blocks(name, io.BytesIO(data), "x")
+        ]
         assert (
             sum(sizes) == 2**26 + 12
             and max(sizes) <= 2**27
@@ -115,8 +123,8 @@ def test_another_ending_is_refused(name: str) -> None:
 @settings(deadline=None)
 def test_fuzz_only_config_errors(data: bytes, name: str) -> None:
     try:
-        for item in open_documents(name, io.BytesIO(data), Reading(text_separator="\0")):
-            assert isinstance(item, Record | Bad | Passed)
+        for item in open_documents(name, io.BytesIO(data), ReadOptions(text_separator="\0")):
+            assert isinstance(item, TextDocument | BadLine | SkippedMember)
     except ConfigError:
         pass
 
@@ -127,7 +135,7 @@ def test_fuzz_lines(noise: bytes, at: int) -> None:
     """Bytes put into good lines: each line is a document or a bad line, and numbers stay right."""
     data = LINES[:at] + noise + LINES[at:]
     items = found("x.jsonl", data)
-    assert sorted(item.line for item in items if not isinstance(item, Passed)) == [
+    assert sorted(item.line for item in items if not isinstance(item, SkippedMember)) == [
         n for n, line in enumerate(data.split(b"\n"), 1) if line.strip()
     ]
 
@@ -159,13 +167,13 @@ def test_a_tar_that_tarfile_ends_too_early_is_damaged(damage: str) -> None:
     """tarfile takes a header it cannot read for the end: no document behind it may be lost in
     silence."""
     whole = bytearray(_tar_of(["a.jsonl", "b.jsonl", "c.jsonl"]))
-    assert len(list(open_documents("x.tar", io.BytesIO(bytes(whole)), Reading()))) == 300
+    assert len(list(open_documents("x.tar", io.BytesIO(bytes(whole)), ReadOptions()))) == 300
     if damage == "header":
         whole[whole.index(b"b.jsonl") + 100] ^= 0xFF
     else:
         whole += _tar_of(["d.jsonl"])
     with pytest.raises(ConfigError, match="neither a header nor its end"):
-        list(open_documents("x.tar", io.BytesIO(bytes(whole)), Reading()))
+        list(open_documents("x.tar", io.BytesIO(bytes(whole)), ReadOptions()))
 
 
 @pytest.mark.parametrize("method", [zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
@@ -178,4 +186,4 @@ def test_a_damaged_member_of_a_zip_is_named(method: int) -> None:
     data = bytearray(buffer.getvalue())
     data[200:230] = bytes(range(30))
     with pytest.raises(ConfigError, match=r"x\.zip: is no zip file, or a damaged one"):
-        list(open_documents("x.zip", io.BytesIO(bytes(data)), Reading(), "x.zip"))
+        list(open_documents("x.zip", io.BytesIO(bytes(data)), ReadOptions(), "x.zip"))

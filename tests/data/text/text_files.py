@@ -16,7 +16,13 @@ import pytest
 import zstandard
 
 from trainkit.base.errors import ConfigError, Exit
-from trainkit.data.text.formats import Bad, Found, Reading, Record, open_documents
+from trainkit.data.text.formats import (
+    BadLine,
+    ParsedItem,
+    ReadOptions,
+    TextDocument,
+    open_documents,
+)
 
 TEXTS = ["one", "zwei: äöü \U0001f600\n", "", "three " * 50]
 
@@ -30,23 +36,27 @@ LINES = "".join(
 PLAIN = b"one<sep>two\r\n<sep>\n<sep>three"
 
 
-def found(name: str, data: bytes, **reading: Any) -> list[Found]:
-    return list(open_documents(name, io.BytesIO(data), Reading(**reading)))
+def found(name: str, data: bytes, **reading: Any) -> list[ParsedItem]:
+    return list(open_documents(name, io.BytesIO(data), ReadOptions(**reading)))
 
 
 def texts(name: str, data: bytes, **reading: Any) -> list[str | list[str]]:
     """The texts, where all of it is documents."""
     all_found = found(name, data, **reading)
-    assert all(isinstance(item, Record) for item in all_found), all_found
-    return [item.text for item in all_found if isinstance(item, Record)]
+    assert all(isinstance(item, TextDocument) for item in all_found), all_found
+    return [item.text for item in all_found if isinstance(item, TextDocument)]
 
 
-def the_bad(line: bytes, **reading: Any) -> Bad:
+def the_bad(line: bytes, **reading: Any) -> BadLine:
     """What is said of a bad second line of three; the others must come through."""
     first, second, third = found(
         "x.jsonl", b'{"text": "a"}\n' + line + b'\n{"text": "b"}', **reading
     )
-    assert isinstance(first, Record) and isinstance(second, Bad) and isinstance(third, Record)
+    assert (
+        isinstance(first, TextDocument)
+        and isinstance(second, BadLine)
+        and isinstance(third, TextDocument)
+    )
     assert (first.line, second.line, third.line) == (1, 2, 3)
     assert second.where == "x.jsonl"
     return second

@@ -20,15 +20,15 @@ from trainkit import _index
 from trainkit.base.errors import ConfigError, Exit
 from trainkit.data.tokenize import encoders as encode
 from trainkit.data.tokenize.encoders import (
-    Checked,
-    Difference,
+    CheckedEncoder,
     Encoder,
-    Encoders,
-    Gigatoken,
+    EncoderCache,
+    EncoderMismatch,
+    GigatokenEncoder,
+    HuggingFaceEncoder,
     Ids,
     Lengths,
     SpecialTokens,
-    Tokenizers,
     with_eod,
 )
 from trainkit.data.tokenizer import gpt2_bpe, load_tokenizer, train_bpe
@@ -71,7 +71,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def both(path: Path, special: SpecialTokens) -> tuple[Encoder, Encoder]:
     pytest.importorskip("gigatoken")
-    return Tokenizers(load_tokenizer(path), special), Gigatoken(path, special)
+    return HuggingFaceEncoder(load_tokenizer(path), special), GigatokenEncoder(path, special)
 
 
 def ids_of(encoder: Encoder, texts: Sequence[str]) -> list[list[int]]:
@@ -149,7 +149,7 @@ def test_a_tokenizer_that_cuts_texts_does_not_cut_them_here(
     tokenizer.enable_truncation(4)
     tokenizer.enable_padding(length=4)
     tokenizer.save(str(tmp_path / "cutting.json"))
-    whole = Tokenizers(load_tokenizer(paths["trained"]), "text")
+    whole = HuggingFaceEncoder(load_tokenizer(paths["trained"]), "text")
     for encoder in both(tmp_path / "cutting.json", "text"):
         assert ids_of(encoder, ["a", "hello world " * 9]) == ids_of(
             whole, ["a", "hello world " * 9]
@@ -183,12 +183,12 @@ def test_the_first_and_one_in_many_are_compared(
 ) -> None:
     monkeypatch.setattr(encode, "CHECKED_EVERY", 10)
     texts = [b"text %03d" % number for number in range(30)]
-    checked = Checked(Plain(wrong), Plain(), first=5, offset=2)
-    difference: Difference | None = None
+    checked = CheckedEncoder(Plain(wrong), Plain(), first=5, offset=2)
+    difference: EncoderMismatch | None = None
     try:
         for start in range(0, 30, 7):
             checked.encode(texts[start : start + 7])
-    except Difference as error:
+    except EncoderMismatch as error:
         difference = error
     assert (difference is not None) == caught
     if difference is not None:
@@ -201,7 +201,7 @@ def test_of_long_first_documents_the_start_is_compared(monkeypatch: pytest.Monke
     monkeypatch.setattr(encode, "CHECKED_BYTES", 100)
     monkeypatch.setattr(encode, "CHECKED_START", 9)
     exact = Plain()
-    Checked(Plain(), exact, first=4, offset=9000).encode(
+    CheckedEncoder(Plain(), exact, first=4, offset=9000).encode(
         [b"a" * 60, b"b" * 60, ("ä" * 50).encode(), b"c" * 40, b"d" * 60]
     )
     assert exact.calls == [b"a" * 60, b"b" * 9, ("ä" * 4).encode(), b"c" * 40]
@@ -213,8 +213,8 @@ def test_a_longer_or_shorter_answer_differs() -> None:
             return super().encode([text[:-1] for text in texts])
 
     for fast, exact in ((Short(), Plain()), (Plain(), Short())):
-        with pytest.raises(Difference, match=r"id 2 is .* ids and "):
-            Checked(fast, exact, first=1, offset=0).encode([b"abc"])
+        with pytest.raises(EncoderMismatch, match=r"id 2 is .* ids and "):
+            CheckedEncoder(fast, exact, first=1, offset=0).encode([b"abc"])
 
 
 def test_without_gigatoken_it_is_said(
@@ -223,11 +223,11 @@ def test_without_gigatoken_it_is_said(
     monkeypatch.setitem(sys.modules, "gigatoken", None)
     monkeypatch.setattr(encode, "not_proved", lambda value, special: "gigatoken is not installed")
     for key in ("tokenizers", "auto"):
-        _, encoder, choice = Encoders().get(paths["trained"], key, "text", first=0, offset=0)
-        assert isinstance(encoder, Tokenizers) and choice.name == "tokenizers"
+        _, encoder, choice = EncoderCache().get(paths["trained"], key, "text", first=0, offset=0)
+        assert isinstance(encoder, HuggingFaceEncoder) and choice.name == "tokenizers"
     assert choice.because == "gigatoken is not installed"
     with pytest.raises(ConfigError, match="gigatoken, which is not installed") as caught:
-        Encoders().get(paths["trained"], "gigatoken", "text", first=0, offset=0)
+        EncoderCache().get(paths["trained"], "gigatoken", "text", first=0, offset=0)
     assert caught.value.exit == Exit.STAGE_FAILED
 
 
@@ -239,7 +239,7 @@ def test_a_model_that_gigatoken_has_not_is_refused(tmp_path: Path) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.save(str(tmp_path / "words.json"))
     with pytest.raises(ConfigError, match="gigatoken cannot use"):
-        Gigatoken(tmp_path / "words.json", "text")
+        GigatokenEncoder(tmp_path / "words.json", "text")
 
 
 def reference(documents: list[list[list[int]]], eod: int | None) -> tuple[list[int], list[int]]:

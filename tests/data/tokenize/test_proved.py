@@ -21,14 +21,14 @@ from trainkit import _index
 from trainkit.base.errors import ConfigError, Exit
 from trainkit.data.tokenize import proved, proved_table
 from trainkit.data.tokenize.encoders import (
-    Checked,
-    Difference,
-    Encoders,
-    Gigatoken,
+    CheckedEncoder,
+    EncoderCache,
+    EncoderMismatch,
+    GigatokenEncoder,
+    HuggingFaceEncoder,
+    HybridEncoder,
     SpecialTokens,
-    Together,
-    Tokenizers,
-    choose,
+    choose_encoder,
 )
 from trainkit.data.tokenizer import gpt2_bpe, load_tokenizer, train_bpe
 
@@ -156,15 +156,17 @@ def test_documents_with_listed_code_points_have_the_ids_of_tokenizers(
     ]
     alone = 0
     for name, path in paths.items():
-        exact = Tokenizers(load_tokenizer(path), special)
+        exact = HuggingFaceEncoder(load_tokenizer(path), special)
         value = json.loads(path.read_text())
-        assert proved.not_proved(value, special, VERSIONS) is None, name
-        together = Together(Gigatoken(path, special), exact, proved.listed(value))
+        assert proved.unproved_reason(value, special, VERSIONS) is None, name
+        together = HybridEncoder(
+            GigatokenEncoder(path, special), exact, proved.differing_code_points(value)
+        )
         ids, lengths = together.encode(texts)
         expected, sizes = exact.encode(texts)
         assert np.array_equal(ids, expected) and np.array_equal(lengths, sizes), name
         assert 100 < together.passed_on < len(texts)
-        alone += not np.array_equal(Gigatoken(path, special).encode(texts)[0], expected)
+        alone += not np.array_equal(GigatokenEncoder(path, special).encode(texts)[0], expected)
     assert alone == len(paths), "without tokenizers they would have been others"
 
 
@@ -206,7 +208,7 @@ def test_the_merges_are_alike_whatever_the_model(
     value = json.loads(content)
     if any(token["content"] in value["model"]["vocab"] for token in added):
         return
-    if reason := proved.not_proved(value, "parse", VERSIONS):
+    if reason := proved.unproved_reason(value, "parse", VERSIONS):
         assert "overlap and differ" in reason
         return
     path = tmp_path_factory.mktemp("model") / "tokenizer.json"
@@ -219,7 +221,10 @@ def test_the_merges_are_alike_whatever_the_model(
         for _ in range(20)
     ]
     for special in ("text", "parse"):
-        slow, fast = Tokenizers(load_tokenizer(path), special), Gigatoken(path, special)
+        slow, fast = (
+            HuggingFaceEncoder(load_tokenizer(path), special),
+            GigatokenEncoder(path, special),
+        )
         a, b = (
             [array.tolist() for array in encoder.encode([text.encode() for text in texts])]
             for encoder in (slow, fast)
@@ -298,22 +303,22 @@ DIGITS = {
 def test_what_was_not_compared_is_not_believed(
     value: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
-    reason = proved.not_proved(value, "parse", VERSIONS)
+    reason = proved.unproved_reason(value, "parse", VERSIONS)
     assert reason is not None and words in reason
     path = tmp_path / "tokenizer.json"
     path.write_text(json.dumps(value))
     assert (
-        choose(path, "auto", "parse").name == "tokenizers"
-        and words in choose(path, "auto", "parse").because
+        choose_encoder(path, "auto", "parse").name == "tokenizers"
+        and words in choose_encoder(path, "auto", "parse").because
     )
     with pytest.raises(ConfigError, match="gigatoken is not proved to give the ids") as refused:
-        choose(path, "gigatoken", "parse")
+        choose_encoder(path, "gigatoken", "parse")
     assert refused.value.exit == Exit.STAGE_FAILED
 
 
 def test_special_tokens_that_are_text_need_no_proof() -> None:
     assert (
-        proved.not_proved(
+        proved.unproved_reason(
             changed(lambda v: v["added_tokens"][0].update(lstrip=True)), "text", VERSIONS
         )
         is None
@@ -323,34 +328,34 @@ def test_special_tokens_that_are_text_need_no_proof() -> None:
 def test_a_version_that_was_not_compared_is_not_believed() -> None:
     value = changed(lambda v: None)
     assert (
-        proved.not_proved(value, "text", {**VERSIONS, "gigatoken": "99.1"})
+        proved.unproved_reason(value, "text", {**VERSIONS, "gigatoken": "99.1"})
         == "gigatoken 99.1 was not compared, only 0.10.0"
     )
     assert (
-        proved.not_proved(value, "text", {**VERSIONS, "gigatoken": None})
+        proved.unproved_reason(value, "text", {**VERSIONS, "gigatoken": None})
         == "gigatoken is not installed"
     )
-    assert proved.not_proved(value, "text", VERSIONS) is None
+    assert proved.unproved_reason(value, "text", VERSIONS) is None
 
 
 def test_the_first_documents_are_compared_all_the_same(
     paths: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, encoder, choice = Encoders().get(paths["gpt2"], "auto", "text", first=3, offset=5000)
+    _, encoder, choice = EncoderCache().get(paths["gpt2"], "auto", "text", first=3, offset=5000)
     assert (
         choice.name == "gigatoken"
         and "gigatoken" in choice.because
-        and isinstance(encoder, Checked)
+        and isinstance(encoder, CheckedEncoder)
     )
     encoder.encode([b"one", "\u088f".encode(), b"three", b"four"])
     assert encoder.compared == 3
     monkeypatch.setattr(
-        Together,
+        HybridEncoder,
         "encode",
         lambda self, texts: (np.zeros(len(texts), np.uint32), np.ones(len(texts), np.int64)),
     )
-    _, encoder, _ = Encoders().get(paths["gpt2"], "auto", "text", first=3, offset=5000)
-    with pytest.raises(Difference):
+    _, encoder, _ = EncoderCache().get(paths["gpt2"], "auto", "text", first=3, offset=5000)
+    with pytest.raises(EncoderMismatch):
         encoder.encode([b"one"])
 
 
@@ -407,7 +412,7 @@ def test_added_tokens_of_two_passes_must_not_overlap() -> None:
             {**plain, "id": 257 + number, "content": content, "special": special}
             for number, (content, special) in enumerate(tokens)
         ]
-        return proved.not_proved(
+        return proved.unproved_reason(
             json.loads(tokenizer_json(KINDS["gpt2"], {}, added=listed)), "parse", VERSIONS
         )
 

@@ -26,7 +26,7 @@ from trainkit.base.errors import ConfigError, Exit
 from trainkit.data.indexed.dataset import IndexedDataset, IndexedWriter, bin_path, idx_path
 from trainkit.data.tokenize import encoders as encode
 from trainkit.data.tokenize import shard_worker as shard
-from trainkit.data.tokenize.background import ahead, behind
+from trainkit.data.tokenize.background import read_ahead, write_behind
 from trainkit.data.tokenizer import gpt2_bpe, load_tokenizer, train_bpe
 
 EOD = "<|endoftext|>"
@@ -72,7 +72,7 @@ def spec_of(
 
 
 def run(spec: Spec) -> dict[str, Any]:
-    return shard.Work()(spec, lambda *done, **counts: None)
+    return shard.ShardWorker()(spec, lambda *done, **counts: None)
 
 
 def documents_of(spec: Spec) -> list[list[list[int]]]:
@@ -108,7 +108,7 @@ def test_documents_sequences_and_counts(encoder: str, tokenizer: Path, tmp_path:
     ]
     spec = spec_of(tmp_path, tokenizer, lines, encoder=encoder)
     seen: list[tuple[int, int]] = []
-    result = shard.Work()(spec, lambda done, total, **counts: seen.append((done, total)))
+    result = shard.ShardWorker()(spec, lambda done, total, **counts: seen.append((done, total)))
     eod = load_tokenizer(tokenizer).token_to_id(EOD)
     one, two, three, last = (ids(tokenizer, text) for text in ("one", "two", "drei ä", f"x{EOD}"))
     assert documents_of(spec) == [[[*one, eod]], [], [two, [*three, eod]], [], [], [[*last, eod]]]
@@ -270,9 +270,9 @@ def test_a_difference_between_the_encoders_stops_and_names_the_document(
 ) -> None:
     pytest.importorskip("gigatoken")
     lines = [{"text": "fine"}, b"", {"text": ["fine", "this is WRONG here"]}, {"text": "fine"}]
-    right = encode.Gigatoken.encode
+    right = encode.GigatokenEncoder.encode
 
-    def wrong(self: encode.Gigatoken, texts: Any) -> Any:
+    def wrong(self: encode.GigatokenEncoder, texts: Any) -> Any:
         found, lengths = right(self, texts)
         return (
             np.concatenate(
@@ -287,7 +287,7 @@ def test_a_difference_between_the_encoders_stops_and_names_the_document(
         )
 
     monkeypatch.setattr(shard, "BATCH_BYTES", 5)
-    monkeypatch.setattr(encode.Gigatoken, "encode", wrong)
+    monkeypatch.setattr(encode.GigatokenEncoder, "encode", wrong)
     with pytest.raises(
         ConfigError, match=r"x\.jsonl:3: gigatoken does not give the ids of tokenizers: id 0 is"
     ) as caught:
@@ -432,12 +432,12 @@ def test_ahead_is_bounded_ordered_and_closed() -> None:
         finally:
             closed.set()
 
-    with ahead(source(), 2) as items:
+    with read_ahead(source(), 2) as items:
         assert [next(items), next(items)] == [0, 1]
         time.sleep(0.1)
         assert len(made) <= 5
     assert closed.is_set() and len(made) <= 6
-    with ahead(iter(range(50))) as items:
+    with read_ahead(iter(range(50))) as items:
         assert list(items) == list(range(50))
 
 
@@ -446,7 +446,7 @@ def test_errors_of_other_threads_are_raised_here() -> None:
         yield 1
         raise RuntimeError("source")
 
-    with pytest.raises(RuntimeError, match="source"), ahead(broken()) as items:
+    with pytest.raises(RuntimeError, match="source"), read_ahead(broken()) as items:
         assert next(items) == 1
         next(items)
 
@@ -459,10 +459,10 @@ def test_errors_of_other_threads_are_raised_here() -> None:
             write(item)
 
     for count in (4, 100):
-        with pytest.raises(OSError, match="no space"), behind(sink) as write:
+        with pytest.raises(OSError, match="no space"), write_behind(sink) as write:
             write_all(write, count)
     taken: list[int] = []
-    with behind(taken.append) as write:
+    with write_behind(taken.append) as write:
         write_all(write, 50)
     assert taken == list(range(50))
 

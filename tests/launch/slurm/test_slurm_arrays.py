@@ -22,7 +22,7 @@ from trainkit.launch.slurm.arrays import (
     split,
     submit_words,
 )
-from trainkit.stages.array_task import do, share
+from trainkit.stages.array_task import run_once, unit_share
 from trainkit.stages.contract import Need, Unit
 
 ARGV = (sys.executable, "-I", "-m", "trainkit.data.tokenize.shard_worker")
@@ -201,7 +201,7 @@ def test_options_of_a_stage_that_cannot_be_set(option: str, said: str) -> None:
 )
 def test_each_task_has_its_share(element: int, task: int, expected: str | None) -> None:
     level = {"tasks": 2, "shares": [[{"name": name}] for name in "abc"]}
-    got = share(level, {"SLURM_ARRAY_TASK_ID": str(element), "SLURM_PROCID": str(task)})
+    got = unit_share(level, {"SLURM_ARRAY_TASK_ID": str(element), "SLURM_PROCID": str(task)})
     assert [unit["name"] for unit in got] == ([expected] if expected else [])
 
 
@@ -219,9 +219,9 @@ def test_a_task_that_slurm_starts_anew_goes_on(tmp_path: Path) -> None:
         "outputs": [f"{tmp_path}/made"],
         **files,
     }
-    assert [do(unit), do(unit)] == [0, 0] and (tmp_path / "made").read_text() == "x"
+    assert [run_once(unit), run_once(unit)] == [0, 0] and (tmp_path / "made").read_text() == "x"
     (tmp_path / "made").write_text("half")  # not as it was stamped
-    assert do(unit) == 0 and (tmp_path / "made").read_text() == "halfx"
+    assert run_once(unit) == 0 and (tmp_path / "made").read_text() == "halfx"
 
 
 def test_what_a_restarted_task_says_is_read_from_its_beginning(tmp_path: Path) -> None:
@@ -250,7 +250,7 @@ def test_a_task_stamps_what_succeeded_and_says_how_it_ended(
         "outputs": [],
         **files,
     }
-    assert do(unit) == code and (tmp_path / "u.log").read_text() == "why\n"
+    assert run_once(unit) == code and (tmp_path / "u.log").read_text() == "why\n"
     assert json.loads((tmp_path / "u.out").read_text().splitlines()[-1]) == {
         "ended": code,
         "host": os.uname().nodename,

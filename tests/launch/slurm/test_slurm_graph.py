@@ -42,13 +42,19 @@ from trainkit.plan.planner import make_plan
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import read_run_record
 from trainkit.runs.slurm import change_slurm_job
-from trainkit.stages.array_task import do
+from trainkit.stages.array_task import run_once
 from trainkit.stages.contract import Need, Unit
-from trainkit.stages.execute import begin, make_fresh, needs_of, refuse_stale, stamps_folder
-from trainkit.stages.in_flight import Making, makings, read_making
-from trainkit.stages.index import Index
-from trainkit.stages.prep_data import PrepData
-from trainkit.stages.stamps import judge, stamp_unit, unit_folder
+from trainkit.stages.execute import (
+    begin_need,
+    needs_of,
+    refuse_stale,
+    stamps_folder,
+    update_stage,
+)
+from trainkit.stages.in_flight import ArraysInFlight, all_in_flight, read_in_flight
+from trainkit.stages.index import IndexStage
+from trainkit.stages.prep_data import PrepDataStage
+from trainkit.stages.stamps import check_freshness, stamp_unit, unit_folder
 
 
 def test_everything_is_submitted_in_one_go(slurm: Slurm) -> None:
@@ -111,8 +117,8 @@ def test_a_dependency_of_the_jobs_own_is_kept() -> None:
 def test_a_second_run_waits_for_the_same_arrays(slurm: Slurm) -> None:
     first, _ = submit(slurm, "one", part(slurm, need("a", 3)))
     stamps = slurm.folder / "stamps" / "prep-data"
-    (making,) = makings(stamps, "a")
-    assert making.jobs == ("101", "102") and makings(stamps, "b") == []
+    (making,) = all_in_flight(stamps, "a")
+    assert making.jobs == ("101", "102") and all_in_flight(stamps, "b") == []
     slurm.says("101|RUNNING", "102|PENDING")
     assert progress_of(making) == "going"
     second, said = submit(
@@ -127,11 +133,11 @@ def test_a_second_run_waits_for_the_same_arrays(slurm: Slurm) -> None:
     slurm.says("101|RUNNING", "102|PENDING", *(f"{id}|PENDING" for id in range(103, 109)))
     write_json(second.job, {})
     assert take_out(first) == ["103"] and slurm.lines()[-1] == "scancel --quiet 103"
-    joined = read_making(stamps, "a")
+    joined = read_in_flight(stamps, "a")
     assert joined is not None and joined.runs == (str(second.path),)
     assert take_out(first) == ["103"], "asked again it spares them too"
     assert take_out(second) == ["105", "106", "107", "101", "102"]
-    (left,) = makings(stamps, "a")
+    (left,) = all_in_flight(stamps, "a")
     assert left.runs == () and "being taken out" in left.words(), (
         "until Slurm says that they are over their tasks may write"
     )
@@ -148,7 +154,7 @@ def test_a_second_run_waits_for_the_same_arrays(slurm: Slurm) -> None:
 )
 def test_how_far_arrays_are(slurm: Slurm, states: list[str], expected: str) -> None:
     slurm.says(*states)
-    assert progress_of(Making("a", "a", "0", ("1", "2"), (), ())) == expected
+    assert progress_of(ArraysInFlight("a", "a", "0", ("1", "2"), (), ())) == expected
 
 
 def test_a_unit_that_failed_is_named_by_the_record(slurm: Slurm) -> None:
@@ -241,7 +247,7 @@ def test_nothing_is_left_where_sbatch_refuses(slurm: Slurm) -> None:
     assert slurm.lines()[-1] == "scancel --quiet 101 102" and not list(
         (slurm.folder / "runs").glob("*/*/job.json")
     )
-    (left,) = makings(slurm.folder / "stamps" / "prep-data", "a")
+    (left,) = all_in_flight(slurm.folder / "stamps" / "prep-data", "a")
     assert left.runs == ()
 
 
@@ -258,7 +264,7 @@ def test_what_the_small_job_completes_and_refuses(slurm: Slurm) -> None:
     job, stamps = resolved.job, stamps_folder(slurm.folder, "prep-data")
 
     def submitted(name: str) -> tuple[RunFolder, list[Need]]:
-        needs = PrepData().needs(job, stamps, anew=True)
+        needs = PrepDataStage().needs(job, stamps, anew=True)
         run, place = slurm.run(name), slurm_place_of(job, "prep-data", lambda text: None)
         assert place is not None
         run.code.rmdir()
@@ -266,7 +272,9 @@ def test_what_the_small_job_completes_and_refuses(slurm: Slurm) -> None:
         write_job(run.job, resolved)
         parts = []
         for each in needs:
-            todo, inputs = begin(each, stamps, judge(each, stamps, force=True), force=True)
+            todo, inputs = begin_need(
+                each, stamps, check_freshness(each, stamps, force=True), force=True
+            )
             parts.append(Part(place, each, tuple(todo), inputs))
         submit_graph(run, job, Graph(tuple(parts), ("index",)), lambda text: None)
         return run, needs
@@ -275,30 +283,30 @@ def test_what_the_small_job_completes_and_refuses(slurm: Slurm) -> None:
     assert ready(run) == 6 and "units are not made" in (stage_failure(run) or {})["message"]
     (stages_of(run) / "ended.json").unlink()
     for number in range(3):
-        assert [do(unit) for unit in units(run, number)] == [0]
+        assert [run_once(unit) for unit in units(run, number)] == [0]
     assert ready(run) == 0 and stage_failure(run) is None and not still_to_be_made(run)
     assert (
-        all(judge(need, stamps).fresh for need in needs)
-        and makings(stamps, "lines") == []
+        all(check_freshness(need, stamps).fresh for need in needs)
+        and all_in_flight(stamps, "lines") == []
         and not list(stamps.glob("*/*.out"))
     )
     assert json.loads(run.plan.read_text())["vocab_size"] == 384 and all(
-        judge(need, stamps).fresh for need in Index().needs(job, stamps)
+        check_freshness(need, stamps).fresh for need in IndexStage().needs(job, stamps)
     )
     refuse_other_inputs(run)
 
     run, _ = submitted("two")
     for number in range(3):
-        assert [do(unit) for unit in units(run, number)] == [0]
+        assert [run_once(unit) for unit in units(run, number)] == [0]
     corpus.write_text(corpus.read_text() * 2)
     assert (
         ready(run) == 5
         and f"input {corpus} changed" in (stage_failure(run) or {})["message"]
         and not run.plan.exists()
     )
-    assert not any(judge(need, stamps).fresh for need in PrepData().needs(job, stamps)), (
-        "the next train makes it anew"
-    )
+    assert not any(
+        check_freshness(need, stamps).fresh for need in PrepDataStage().needs(job, stamps)
+    ), "the next train makes it anew"
 
 
 def test_without_a_place_all_is_made_here_in_turn(slurm: Slurm) -> None:
@@ -353,18 +361,18 @@ def test_whoever_makes_it_here_waits_for_arrays_of_a_run(
     monkeypatch.setattr("trainkit.stages.execute.WAIT_SECONDS", 0.01)
     reporter, asked, begun = Silent(), list[str](), list[list[str]]()
 
-    def going(making: Making) -> bool:
+    def going(making: ArraysInFlight) -> bool:
         asked.append(making.name)
         return len(asked) < 3
 
     def execute(need: Need, units: Any, stamps: Path, reporter: Any) -> None:
         begun.append([unit.name for unit in units])
 
-    make_fresh(made, slurm.folder, execute, reporter, going=going)
+    update_stage(made, slurm.folder, execute, reporter, going=going)
     assert (
         asked == ["a"] * 4
         and begun == [["only"]]
         and reporter.waited == ["Slurm's jobs 101 of run one"]
     )
     assert (unit_folder(slurm.folder / "stamps" / "prep-data", "a")).is_dir()
-    assert makings(slurm.folder / "stamps" / "prep-data", "a") == []
+    assert all_in_flight(slurm.folder / "stamps" / "prep-data", "a") == []

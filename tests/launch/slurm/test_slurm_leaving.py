@@ -46,10 +46,10 @@ from trainkit.plan.planner import make_plan
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import read_run_record, write_maker
 from trainkit.runs.slurm import add_slurm_job, change_slurm_job
-from trainkit.stages.array_task import do
+from trainkit.stages.array_task import run_once
 from trainkit.stages.contract import Need, Unit
-from trainkit.stages.execute import wait_while
-from trainkit.stages.in_flight import Making, makings, read_making, write_making
+from trainkit.stages.execute import wait_for_arrays
+from trainkit.stages.in_flight import ArraysInFlight, all_in_flight, read_in_flight, write_in_flight
 
 SECRETS = {"schema": "secrets/1", "values": {"TOKEN": "abcdef"}}
 
@@ -116,9 +116,9 @@ def test_a_small_job_leaves_the_record_of_arrays_that_began_since(slurm: Slurm) 
     run.code.symlink_to(Path(arrays.__file__).parents[3])
     write_job(run.job, load(slurm.folder).resolve("small"))
     stamps = slurm.folder / "stamps" / "prep-data"
-    theirs = Making("a", "a", "other", ("205",), ("/other/level.json",), ("/other",))
-    write_making(stamps, theirs)
-    assert ready(run) == Exit.STAGE_FAILED and makings(stamps, "a") == [theirs]
+    theirs = ArraysInFlight("a", "a", "other", ("205",), ("/other/level.json",), ("/other",))
+    write_in_flight(stamps, theirs)
+    assert ready(run) == Exit.STAGE_FAILED and all_in_flight(stamps, "a") == [theirs]
 
 
 def test_who_leaves_holds_the_lock_and_leaves_the_record_until_the_arrays_are_over(
@@ -128,7 +128,7 @@ def test_who_leaves_holds_the_lock_and_leaves_the_record_until_the_arrays_are_ov
     run, _ = submit(slurm, "one", part(slurm, need("a", 3)))
     stamps = slurm.folder / "stamps" / "prep-data"
     slurm.says("101|RUNNING", "102|PENDING", "103|PENDING")
-    before = read_making(stamps, "a")
+    before = read_in_flight(stamps, "a")
     with (
         locked(stamps / "a.lock", {}),
         pytest.raises(TrainkitError, match=f"pid {os.getpid()} is at work on prep-data a"),
@@ -136,7 +136,7 @@ def test_who_leaves_holds_the_lock_and_leaves_the_record_until_the_arrays_are_ov
         take_out(run)
     assert (
         before is not None
-        and makings(stamps, "a") == [before]
+        and all_in_flight(stamps, "a") == [before]
         and not any(line.startswith("scancel") for line in slurm.lines())
     )
     (slurm.folder / "bin" / "scancel").write_text(
@@ -144,16 +144,16 @@ def test_who_leaves_holds_the_lock_and_leaves_the_record_until_the_arrays_are_ov
     )
     with pytest.raises(TrainkitError, match="slurmctld is away"):
         take_out(run)
-    assert makings(stamps, "a") == [replace(before, runs=())], "they may still write"
+    assert all_in_flight(stamps, "a") == [replace(before, runs=())], "they may still write"
 
 
 def test_a_run_that_waits_no_more_keeps_no_arrays_alive(
     slurm: Slurm, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first, _ = submit(slurm, "one", part(slurm, need("a", 3)))
-    (making,) = makings(slurm.folder / "stamps" / "prep-data", "a")
+    (making,) = all_in_flight(slurm.folder / "stamps" / "prep-data", "a")
     second, _ = submit(slurm, "two", part(slurm, need("a", 3), making))
-    (making,) = makings(slurm.folder / "stamps" / "prep-data", "a")
+    (making,) = all_in_flight(slurm.folder / "stamps" / "prep-data", "a")
     assert len(making.runs) == 2
     for run in (first, second):
         write_json(run.job, {})
@@ -170,10 +170,10 @@ def test_a_run_that_waits_no_more_keeps_no_arrays_alive(
         capsys.readouterr().out.strip()
         == "job 106 is out of the queue (CANCELLED), with jobs 105 that were to make its stages"
     )
-    left = read_making(slurm.folder / "stamps" / "prep-data", "a")
+    left = read_in_flight(slurm.folder / "stamps" / "prep-data", "a")
     assert left is not None and left.runs == (str(first.path),)
     # as where a person has typed scancel
-    write_making(slurm.folder / "stamps" / "prep-data", making)
+    write_in_flight(slurm.folder / "stamps" / "prep-data", making)
     assert take_out(first) == ["101", "102", "103"]
 
 
@@ -290,10 +290,10 @@ def test_arrays_that_are_waited_for_have_a_record_too(
     place = replace(part(slurm, one).place, root=slurm.folder, notice=said.append)
     (stamps / "a").mkdir(parents=True)
     slurm.says("101|RUNNING", "102|PENDING")
-    seen: list[Making] = []
+    seen: list[ArraysInFlight] = []
 
     def hangs_up(*words: object) -> None:
-        seen.extend(makings(stamps, "a"))
+        seen.extend(all_in_flight(stamps, "a"))
         os.kill(os.getpid(), signal.SIGHUP)
         threading.Event().wait()  # for ever, but for the signal
 
@@ -301,14 +301,14 @@ def test_arrays_that_are_waited_for_have_a_record_too(
     with term_interrupts(), pytest.raises(KeyboardInterrupt):
         execute_in_slurm(place, one, one.units, stamps, Silent())
     assert seen[0].jobs == ("101", "102") and f"of pid {os.getpid()}" in seen[0].words()
-    assert slurm.lines()[-1] == "scancel --quiet 101 102" and makings(stamps, "a") == seen, (
+    assert slurm.lines()[-1] == "scancel --quiet 101 102" and all_in_flight(stamps, "a") == seen, (
         "Slurm says that they still run"
     )
     (slurm.folder / "lines").unlink()
     cancelled_by_scancel(slurm)
     with term_interrupts(), pytest.raises(KeyboardInterrupt):
         execute_in_slurm(place, one, one.units, stamps, Silent())
-    assert makings(stamps, "a") == []
+    assert all_in_flight(stamps, "a") == []
 
 
 def test_a_unit_under_which_node_after_node_fails_is_not_begun_for_ever(
@@ -351,7 +351,9 @@ def test_a_unit_under_which_node_after_node_fails_is_not_begun_for_ever(
     monkeypatch.setenv("SLURM_RESTART_COUNT", "4")
     monkeypatch.setenv("SLURM_JOB_ID", "8")
     well = {**crash, "argv": [sys.executable, "-c", 'print("{\\"result\\": {}}")']}
-    assert do(well) == 0 and not list(tmp_path.glob("*.begun")), "another job begins to count anew"
+    assert run_once(well) == 0 and not list(tmp_path.glob("*.begun")), (
+        "another job begins to count anew"
+    )
 
 
 def test_a_task_that_slurm_takes_back_has_lost_no_node(tmp_path: Path) -> None:
@@ -387,7 +389,7 @@ def test_a_slurmctld_that_is_away_is_waited_out_and_told_once(
 ) -> None:
     monkeypatch.setattr("trainkit.stages.execute.WAIT_SECONDS", 0.01)
     making, said, squeue = (
-        Making("a", "a", "0", ("1",), (), ("/runs/small/one",)),
+        ArraysInFlight("a", "a", "0", ("1",), (), ("/runs/small/one",)),
         list[str](),
         slurm.folder / "bin" / "squeue",
     )
@@ -396,7 +398,7 @@ def test_a_slurmctld_that_is_away_is_waited_out_and_told_once(
         f"#!/bin/bash\necho asked >> {slurm.folder}/asked; [ $(wc -l < {slurm.folder}/asked) -gt 3"
         " ] && echo '1|COMPLETED' && exit\necho Unable to contact slurm controller >&2; exit 1\n"
     )
-    wait_while(making, Asking(said.append))
+    wait_for_arrays(making, Asking(said.append))
     assert len((slurm.folder / "asked").read_text().splitlines()) == 4
     (told,) = said
     assert "Unable to contact slurm controller" in told and "jobs 1 of run one" in told
@@ -432,7 +434,7 @@ def test_a_unit_lost_with_its_nodes_is_named_by_the_record(
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "3")
     write_json(Path(f"{unit['out']}.begun"), {"job": "7", "nodes": ["n1", "n2", "n3"]})
-    assert do(unit) == 1
+    assert run_once(unit) == 1
     failure = stage_failure(run)
     assert (
         failure is not None

@@ -14,7 +14,7 @@ from trainkit.jobs.schema import Cluster, Dataset, Job, Model, Training
 from trainkit.stages import weights as stage
 from trainkit.stages.contract import Need
 from trainkit.stages.execute import stamps_folder
-from trainkit.stages.weights import Weights
+from trainkit.stages.weights import WeightsStage
 
 MODEL = Model(
     name="tiny", num_layers=2, hidden_size=24, num_attention_heads=3, seq_length=16, vocab_size=53
@@ -173,7 +173,7 @@ def job(
 
 
 def need_of(asked: Job) -> Need:
-    (need,) = Weights().needs(asked, stamps_folder(Path(str(asked.cluster.root)), "weights"))
+    (need,) = WeightsStage().needs(asked, stamps_folder(Path(str(asked.cluster.root)), "weights"))
     return need
 
 

@@ -24,10 +24,10 @@ from tests.train.huggingface.hub_server import (
 from trainkit.base.errors import ConfigError, TrainkitError
 from trainkit.runs.checkpoints import checkpoint_folder, open_checkpoint
 from trainkit.stages import weights as stage
-from trainkit.stages.execute import make_fresh, stamps_folder
-from trainkit.stages.local import execute_here
-from trainkit.stages.stamps import judge
-from trainkit.stages.weights import Weights
+from trainkit.stages.execute import stamps_folder, update_stage
+from trainkit.stages.local import execute_locally
+from trainkit.stages.stamps import check_freshness
+from trainkit.stages.weights import WeightsStage
 from trainkit.train.checkpoint.save_load import load as load_checkpoint
 from trainkit.train.huggingface import check_weights, weights_folder
 from trainkit.train.huggingface.hub import HubModel, parse
@@ -45,7 +45,7 @@ def test_the_stage_fetches_once_and_keeps_the_commit(
     with pytest.raises(ConfigError, match="was not fetched") as error:
         weights_folder(asked)
     assert "prep-data --job tiny" in error.value.list[0].hint
-    verdict = make_fresh(need_of(asked), tmp_path, execute_here, reporter)
+    verdict = update_stage(need_of(asked), tmp_path, execute_locally, reporter)
     assert not verdict.fresh and verdict.because == "it was never fetched"
     folder = weights_folder(asked)
     assert folder == tmp_path / "hub/org--tiny" / FIRST
@@ -55,16 +55,16 @@ def test_the_stage_fetches_once_and_keeps_the_commit(
     assert check_weights(folder, MODEL, 53) == [] and reporter.fractions[-1] == 1.0
     hub.put("org/tiny", model_files | {"tokenizer.json": b"newer"}, SECOND)
     asked_before = len(hub.asked)
-    verdict = make_fresh(need_of(asked), tmp_path, execute_here, reporter)
+    verdict = update_stage(need_of(asked), tmp_path, execute_locally, reporter)
     assert (
         verdict.fresh
         and "main was 111111111111" in verdict.because
         and len(hub.asked) == asked_before
     )
     assert weights_folder(asked) == folder
-    make_fresh(need_of(asked), tmp_path, execute_here, reporter, force=True)
+    update_stage(need_of(asked), tmp_path, execute_locally, reporter, force=True)
     assert weights_folder(asked).name == SECOND and folder.is_dir()
-    assert judge(need_of(asked), stamps).fresh
+    assert check_freshness(need_of(asked), stamps).fresh
 
 
 def test_what_is_lost_is_fetched_again_and_only_that(
@@ -72,22 +72,22 @@ def test_what_is_lost_is_fetched_again_and_only_that(
 ) -> None:
     hub.put("tiny", model_files)
     asked = job(tmp_path, "hf:tiny", hub)
-    make_fresh(need_of(asked), tmp_path, execute_here, Silent())
+    update_stage(need_of(asked), tmp_path, execute_locally, Silent())
     folder = weights_folder(asked)
     for damage in ("gone", "cut"):
         lost = folder / "model-00002-of-00002.safetensors"
         lost.unlink() if damage == "gone" else lost.write_bytes(b"half")
         hub.asked.clear()
-        verdict = make_fresh(need_of(asked), tmp_path, execute_here, Silent())
+        verdict = update_stage(need_of(asked), tmp_path, execute_locally, Silent())
         assert not verdict.fresh and f"{lost} is missing or cut off" in verdict.because
         assert hub.downloads() == [lost.name] and lost.read_bytes() == model_files[lost.name]
     moved = asked.model_copy(
         update={"cluster": asked.cluster.model_copy(update={"hub_endpoint": hub.url + "/"})}
     )
-    verdict = judge(need_of(moved), stamps_folder(tmp_path, "weights"))
+    verdict = check_freshness(need_of(moved), stamps_folder(tmp_path, "weights"))
     assert not verdict.fresh and "hub_endpoint changed from" in verdict.because
     shutil.rmtree(folder)
-    assert "missing" in make_fresh(need_of(asked), tmp_path, execute_here, Silent()).because
+    assert "missing" in update_stage(need_of(asked), tmp_path, execute_locally, Silent()).because
     assert {p.name for p in weights_folder(asked).iterdir()} == WANTED
 
 
@@ -185,16 +185,17 @@ def test_a_folder_is_looked_at_and_needs_nothing(
     fetch(job(tmp_path, "hf:tiny", hub))
     folder = weights_folder(job(tmp_path, "hf:tiny", hub))
     asked = job(tmp_path / "elsewhere", str(folder))
-    assert Weights().needs(asked, tmp_path) == [] and weights_folder(asked) == folder
+    assert WeightsStage().needs(asked, tmp_path) == [] and weights_folder(asked) == folder
     with pytest.raises(ConfigError, match="n_layer is 2 there, 4 for this job") as error:
-        Weights().needs(
+        WeightsStage().needs(
             job(tmp_path, str(folder), model=MODEL.model_copy(update={"num_layers": 4})), tmp_path
         )
     assert error.value.exit == 3
     with pytest.raises(ConfigError, match="no such folder"):
-        Weights().needs(job(tmp_path, str(tmp_path / "nowhere")), tmp_path)
+        WeightsStage().needs(job(tmp_path, str(tmp_path / "nowhere")), tmp_path)
     assert (
-        Weights().needs(job(tmp_path, "x").model_copy(update={"init_from": None}), tmp_path) == []
+        WeightsStage().needs(job(tmp_path, "x").model_copy(update={"init_from": None}), tmp_path)
+        == []
     )
 
 

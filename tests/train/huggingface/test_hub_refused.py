@@ -23,9 +23,9 @@ from tests.train.huggingface.hub_server import (
 )
 from trainkit.base.errors import ConfigError, TrainkitError
 from trainkit.jobs.schema import Job
-from trainkit.stages.execute import make_fresh, stamps_folder
-from trainkit.stages.local import execute_here
-from trainkit.stages.stamps import judge
+from trainkit.stages.execute import stamps_folder, update_stage
+from trainkit.stages.local import execute_locally
+from trainkit.stages.stamps import check_freshness
 from trainkit.train.huggingface import weights_folder
 from trainkit.train.huggingface.hub import HubModel
 
@@ -86,7 +86,7 @@ class TestRefused:
         )
         assert {authorization for *_, authorization in hub.asked} == {None}
         asked = job(tmp_path, "hf:org/tiny", hub, secrets=("HF_TOKEN?",))
-        make_fresh(need_of(asked), tmp_path, execute_here, Silent())
+        update_stage(need_of(asked), tmp_path, execute_locally, Silent())
         assert weights_folder(asked).is_dir()
         assert all(
             SECRET.encode() not in path.read_bytes()
@@ -189,4 +189,4 @@ class TestRefused:
             path.write_text(json.dumps(record))
             with pytest.raises(ConfigError):
                 weights_folder(asked)
-            assert not judge(need_of(asked), stamps_folder(tmp_path, "weights")).fresh
+            assert not check_freshness(need_of(asked), stamps_folder(tmp_path, "weights")).fresh

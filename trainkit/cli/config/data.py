@@ -15,8 +15,14 @@ from trainkit.cli.tables import Listing
 from trainkit.cli.wrapper import TaskContext, TaskResult
 from trainkit.data.indexed.manifest import read_manifest
 from trainkit.data.indexed.paths import DataFolder
-from trainkit.data.indexed.statistics import Counts, Statistics, count, draw, statistics
-from trainkit.data.indexed.verify import Found, verify_dataset
+from trainkit.data.indexed.statistics import (
+    DatasetCounts,
+    Statistics,
+    count,
+    draw_statistics,
+    statistics,
+)
+from trainkit.data.indexed.verify import VerifyReport, verify_dataset
 from trainkit.data.order.resolve_pairs import prefixes_of
 from trainkit.data.tokenizer import load_tokenizer
 from trainkit.jobs.schema import Dataset
@@ -65,14 +71,14 @@ def stats(task: TaskContext, name: str, options: StatsOptions) -> TaskResult:
     tokenizer = load_tokenizer(folders[0][1].tokenizer)  # a blend's parts have the same
     found = statistics(prefixes, tokenizer, samples=options.samples, seed=options.seed)
     if options.picture:
-        draw(name, found, Path(options.picture))
+        draw_statistics(name, found, Path(options.picture))
         task.say(f"wrote {options.picture}")
     if not task.json:
         _print(task, found)
     return TaskResult(document("data-stats/1", dataset=name, **found.to_json()))
 
 
-def _counts(counts: Counts) -> str:
+def _counts(counts: DatasetCounts) -> str:
     return (
         f"{counts.documents:,} documents, {counts.sequences:,} sequences, {counts.tokens:,} tokens"
     )
@@ -126,7 +132,7 @@ def _print(task: TaskContext, found: Statistics) -> None:
 
 def verify(task: TaskContext, name: str, job: str) -> TaskResult:
     """The task `data-verify`. Raises ConfigError (exit 6) with everything that is wrong."""
-    total = Found()
+    total = VerifyReport()
     rows = []
     for dataset, folder in _folders(task, name, job):
         manifest = read_manifest(folder.manifest)
@@ -150,7 +156,7 @@ def verify(task: TaskContext, name: str, job: str) -> TaskResult:
     return TaskResult(document("data-verify/1", dataset=name, datasets=rows))
 
 
-def _row(dataset: Dataset, found: Found) -> dict[str, Any]:
+def _row(dataset: Dataset, found: VerifyReport) -> dict[str, Any]:
     return {
         "name": dataset.name,
         "documents": found.documents,

@@ -24,9 +24,9 @@ from trainkit.jobs.schema import Dataset, Job
 from trainkit.launch.local_ranks import run_together
 from trainkit.runs.checkpoints import Checkpoint
 from trainkit.runs.record import find_run
-from trainkit.stages.build import Build
+from trainkit.stages.build import BuildStage
 from trainkit.stages.execute import stamps_folder
-from trainkit.stages.prep_data import PrepData, needs_of_dataset
+from trainkit.stages.prep_data import PrepDataStage, needs_of_dataset
 
 if TYPE_CHECKING:
     import torch
@@ -185,8 +185,10 @@ def _prepare(task: TaskContext, job: Job, dataset: Dataset, tokenizer: Tokenizer
             f" {dataset.tokenizer.name!r} would be trained on its own text",
             hint=f'give it a tokenizer of type = "file" with path = "{own.tokenizer}"',
         )
-    needs = needs_of_dataset(dataset, root, stamps_folder(root, PrepData.name))
-    bring_up_to_date(task, [*Build().needs(None, stamps_folder(root, Build.name)), *needs], root)
+    needs = needs_of_dataset(dataset, root, stamps_folder(root, PrepDataStage.name))
+    bring_up_to_date(
+        task, [*BuildStage().needs(None, stamps_folder(root, BuildStage.name)), *needs], root
+    )
     if not task.dry_run:
         refuse_other_tokenizer(job, tokenizer, dataset, folder.tokenizer)
 

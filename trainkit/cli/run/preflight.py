@@ -26,7 +26,7 @@ from trainkit.base.files import write_json
 from trainkit.base.locks import locked
 from trainkit.base.process import raise_open_file_limit
 from trainkit.cli.config.plan import plan_of
-from trainkit.cli.run.progress import StageReporter
+from trainkit.cli.run.progress import TerminalStageReporter
 from trainkit.cli.run.stages import STAGES
 from trainkit.data.order.open import open_mixture
 from trainkit.jobs.resolved import read_job
@@ -40,17 +40,17 @@ from trainkit.plan.planner import Plan
 from trainkit.runs.folder import RunFolder
 from trainkit.stages.contract import Need, Unit
 from trainkit.stages.execute import (
-    Reporter,
-    complete,
-    make_fresh,
+    StageReporter,
+    complete_need,
     needs_in_turn,
     needs_of,
     refuse_stale,
     stamps_folder,
+    update_stage,
 )
-from trainkit.stages.in_flight import drop_own_making
-from trainkit.stages.local import execute_here
-from trainkit.stages.stamps import judge
+from trainkit.stages.in_flight import clear_own_in_flight
+from trainkit.stages.local import execute_locally
+from trainkit.stages.stamps import check_freshness
 
 
 def refuse_infeasible(plan: Plan) -> Plan:
@@ -91,12 +91,12 @@ def make_ready(run: RunFolder, graph: Mapping[str, Any]) -> None:
     refuse_stale(
         needs_of(job, [stage for stage in stages if stage.name not in graph["deferred"]]), run.root
     )
-    reporter = StageReporter(Console())
+    reporter = TerminalStageReporter(Console())
     asking = Asking(lambda text: print(text, flush=True))
 
-    def execute(need: Need, units: Sequence[Unit], stamps: Path, reporter: Reporter) -> None:
+    def execute(need: Need, units: Sequence[Unit], stamps: Path, reporter: StageReporter) -> None:
         code = run.code.resolve()
-        execute_here(
+        execute_locally(
             need,
             [
                 replace(unit, argv=tuple(remote_argv(unit.argv, sys.executable, code)))
@@ -107,7 +107,7 @@ def make_ready(run: RunFolder, graph: Mapping[str, Any]) -> None:
         )
 
     for need in needs_in_turn(job, [stage for stage in stages if stage.name in graph["deferred"]]):
-        make_fresh(need, run.root, execute, reporter, going=asking)
+        update_stage(need, run.root, execute, reporter, going=asking)
     plan = refuse_infeasible(plan_of(job))
     refuse_without_samples(job)
     write_json(run.plan, plan.to_json())
@@ -121,8 +121,8 @@ def _stamp(run: RunFolder, written: Mapping[str, Any]) -> None:
     stamps = stamps_folder(run.root, written["stage"])
     # the submitter's, until all is submitted
     with locked(stamps / f"{need.lock}.lock", {"stage": need.stage, "name": need.name}):
-        drop_own_making(stamps, need.name, written["levels"])
-        if judge(need, stamps).fresh:
+        clear_own_in_flight(stamps, need.name, written["levels"])
+        if check_freshness(need, stamps).fresh:
             return
         if left := [unit["name"] for unit in units_of(written) if not is_made(unit)]:
             message = (
@@ -134,7 +134,7 @@ def _stamp(run: RunFolder, written: Mapping[str, Any]) -> None:
                 exit=Exit.STAGE_FAILED,
                 hint=f"was it made anew meanwhile? invoke train {run.job_name} looks again",
             )
-        complete(need, stamps, written["seen"])
+        complete_need(need, stamps, written["seen"])
         for unit in units_of(written):
             Path(unit["out"]).unlink(missing_ok=True)
 

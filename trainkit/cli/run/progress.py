@@ -22,12 +22,12 @@ from trainkit.cli.tables import Listing
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.metrics import MetricsTail
 from trainkit.stages.contract import Need, Unit
-from trainkit.stages.stamps import Verdict
+from trainkit.stages.stamps import Freshness
 
 LINE_SECONDS = 10.0  # between lines where there is no terminal for a bar
 
 
-class StageReporter:
+class TerminalStageReporter:
     """Prints verdicts; draws one bar over the units of a stage, or writes a line now and then
     where there is no terminal.
 
@@ -56,7 +56,7 @@ class StageReporter:
         self.began = self.last_line = time.monotonic()
         self.first_tokens: float | None = None
 
-    def verdict(self, verdict: Verdict) -> None:
+    def verdict(self, verdict: Freshness) -> None:
         if verdict.fresh:
             mark = "[green]fresh[/]"
         else:

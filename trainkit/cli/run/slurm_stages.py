@@ -13,7 +13,7 @@ from rich.markup import escape
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.locks import locked
 from trainkit.cli.run.attach import follow_run
-from trainkit.cli.run.progress import StageReporter
+from trainkit.cli.run.progress import TerminalStageReporter
 from trainkit.cli.run.stages import STAGES, agree, bring_up_to_date, term_interrupts
 from trainkit.cli.wrapper import TaskContext, TaskResult
 from trainkit.jobs.schema import Job
@@ -32,10 +32,17 @@ from trainkit.runs.event_tail import EventTail
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import read_run_record
 from trainkit.stages.contract import Need
-from trainkit.stages.execute import begin, complete, missing_units, stamps_folder, sweep, wait_while
-from trainkit.stages.in_flight import Making, drop_making, makings, need_digest
-from trainkit.stages.local import execute_here
-from trainkit.stages.stamps import input_identities, judge
+from trainkit.stages.execute import (
+    begin_need,
+    complete_need,
+    delete_scratch,
+    missing_units,
+    stamps_folder,
+    wait_for_arrays,
+)
+from trainkit.stages.in_flight import ArraysInFlight, all_in_flight, clear_in_flight, need_digest
+from trainkit.stages.local import execute_locally
+from trainkit.stages.stamps import check_freshness, input_identities
 
 
 @dataclass(frozen=True)
@@ -51,7 +58,7 @@ class Queued:
     deferred: list[str]
 
 
-def _queued(task: TaskContext, job: Job, reporter: StageReporter) -> Queued:
+def _queued(task: TaskContext, job: Job, reporter: TerminalStageReporter) -> Queued:
     """Ask each stage in turn what the job needs of it; what is not Slurm's is brought up to date
     at once, under a dry run said."""
     found = Queued([], [])
@@ -62,7 +69,7 @@ def _queued(task: TaskContext, job: Job, reporter: StageReporter) -> Queued:
         place = slurm_place_of(job, stage.name, task.say)
         stamps = stamps_folder(_root(job), stage.name)
         for need in stage.needs(job, stamps):
-            if place is None or judge(need, stamps).fresh:
+            if place is None or check_freshness(need, stamps).fresh:
                 bring_up_to_date(task, [need], _root(job), job=job, reporter=reporter)
             else:
                 found.needs.append((place, need))
@@ -74,9 +81,9 @@ def graph_of(task: TaskContext, job: Job) -> Iterator[Graph]:
     """What Slurm has to make before `job` can run; all other stages are up to date then. In the
     block the stages' locks are held: submit it there.
 
-    Raises TrainkitError as `make_fresh`.
+    Raises TrainkitError as `update_stage`.
     """
-    reporter = StageReporter(task.console)
+    reporter = TerminalStageReporter(task.console)
     asking = Asking(task.say)
     while True:
         queued = _queued(task, job, reporter)
@@ -101,7 +108,7 @@ def graph_of(task: TaskContext, job: Job) -> Iterator[Graph]:
         need, making = other
         reporter.waiting(need, making.words())
         # without the locks: those jobs need them to say that they are done
-        wait_while(making, asking)
+        wait_for_arrays(making, asking)
 
 
 def _root(job: Job) -> Path:
@@ -109,7 +116,7 @@ def _root(job: Job) -> Path:
 
 
 @contextlib.contextmanager
-def _held(job: Job, queued: Queued, reporter: StageReporter) -> Iterator[None]:
+def _held(job: Job, queued: Queued, reporter: TerminalStageReporter) -> Iterator[None]:
     """Hold the locks of all queued needs, in an order that is the same for everybody."""
     locks = {(need.stage, need.lock): need for _, need in queued.needs}
     with contextlib.ExitStack() as stack:
@@ -128,7 +135,7 @@ def _held(job: Job, queued: Queued, reporter: StageReporter) -> Iterator[None]:
         yield
 
 
-def _in_the_way(job: Job, queued: Queued, asking: Asking) -> tuple[Need, Making] | None:
+def _in_the_way(job: Job, queued: Queued, asking: Asking) -> tuple[Need, ArraysInFlight] | None:
     """A need that cannot begin yet, and another run's arrays that still write into the same
     folders; None where all can begin, or wait for those very arrays.
 
@@ -137,9 +144,9 @@ def _in_the_way(job: Job, queued: Queued, asking: Asking) -> tuple[Need, Making]
     for _, need in queued.needs:
         stamps = stamps_folder(_root(job), need.stage)
         going = []
-        for making in makings(stamps, need.lock):
+        for making in all_in_flight(stamps, need.lock):
             if (progress := asking.progress(making)) == "over":
-                drop_making(stamps, making.name)
+                clear_in_flight(stamps, making.name)
             else:
                 going.append((making, progress))
         shared = any(_is_same(making, need) and progress == "going" for making, progress in going)
@@ -148,7 +155,7 @@ def _in_the_way(job: Job, queued: Queued, asking: Asking) -> tuple[Need, Making]
     return None
 
 
-def _is_same(making: Making, need: Need) -> bool:
+def _is_same(making: ArraysInFlight, need: Need) -> bool:
     """Whether a run can wait for these arrays: they make the very same, and nobody is taking
     them out."""
     return (
@@ -158,28 +165,30 @@ def _is_same(making: Making, need: Need) -> bool:
     )
 
 
-def _part(job: Job, place: SlurmPlace, need: Need, reporter: StageReporter) -> Part | None:
+def _part(job: Job, place: SlurmPlace, need: Need, reporter: TerminalStageReporter) -> Part | None:
     """A need as part of the graph, after what only this machine can do of it; None where nothing
     is left for Slurm."""
     stamps = stamps_folder(_root(job), need.stage)
-    verdict = judge(need, stamps)
+    verdict = check_freshness(need, stamps)
     reporter.verdict(verdict)
     if verdict.fresh:
-        sweep(need)
+        delete_scratch(need)
         return None
-    shared = next((making for making in makings(stamps, need.lock) if _is_same(making, need)), None)
+    shared = next(
+        (making for making in all_in_flight(stamps, need.lock) if _is_same(making, need)), None
+    )
     if shared is not None:
         return Part(place, need, (), input_identities(need), shared)
-    units, inputs = begin(need, stamps, verdict)
+    units, inputs = begin_need(need, stamps, verdict)
     here, there = split(units)
     if here:
         reporter.started(need, here)
         try:
-            execute_here(need, here, stamps, reporter, counted=reporter.counted)
+            execute_locally(need, here, stamps, reporter, counted=reporter.counted)
         finally:
             reporter.finished(need)
     if not there:
-        complete(need, stamps, inputs)
+        complete_need(need, stamps, inputs)
         return None
     return Part(place, need, tuple(there), inputs)
 
@@ -187,14 +196,14 @@ def _part(job: Job, place: SlurmPlace, need: Need, reporter: StageReporter) -> P
 def dry_graph(task: TaskContext, job: Job) -> Graph:
     """Say what would be made where, and print the scripts of the graph but for the run's own.
     Nothing is written."""
-    reporter = StageReporter(task.console)
+    reporter = TerminalStageReporter(task.console)
     parts = list[Part]()
     before = None
     queued = _queued(task, job, reporter)
     run = RunFolder(_root(job).absolute() / "runs" / job.name / "RUN")
     for place, need in queued.needs:
         stamps = stamps_folder(_root(job), need.stage)
-        reporter.verdict(judge(need, stamps))
+        reporter.verdict(check_freshness(need, stamps))
         units = missing_units(need, stamps, force=False)
         lines, before = dry_lines(place, need, units, stages_of(run), before)
         for line in lines:
@@ -212,7 +221,7 @@ def dry_graph(task: TaskContext, job: Job) -> Graph:
 def follow_graph(task: TaskContext, run: RunFolder, followed: list[Followed]) -> TaskResult:
     """Show how the stages of a run that was just submitted are made, then the run; Ctrl-C only
     ends the following."""
-    reporter = StageReporter(task.console)
+    reporter = TerminalStageReporter(task.console)
     told = [""]
 
     def tell() -> None:

@@ -17,36 +17,36 @@ from trainkit.base.documents import document
 from trainkit.base.errors import ConfigError, Exit
 from trainkit.base.extras import MissingExtra
 from trainkit.cli.config.jobs import load_jobs
-from trainkit.cli.run.progress import StageReporter, dataset_table
+from trainkit.cli.run.progress import TerminalStageReporter, dataset_table
 from trainkit.cli.wrapper import TaskContext, TaskResult
-from trainkit.data.fetch.retry import PATIENT, Patience, Unreachable
+from trainkit.data.fetch.retry import DEFAULT_RETRY, FetchRetryPolicy, Unreachable
 from trainkit.data.indexed.manifest import COUNTS, REASONS, read_manifest
 from trainkit.data.indexed.paths import MANIFEST
-from trainkit.data.sources import Announcement
-from trainkit.data.sources.announce import LARGE
+from trainkit.data.sources import DownloadNotice
+from trainkit.data.sources.announce import LARGE_DOWNLOAD
 from trainkit.jobs.load import Jobs, find_root
 from trainkit.jobs.schema import Job
 from trainkit.launch.remote_units import execute_on_hosts, place_of
 from trainkit.launch.slurm.arrays import dry_lines, execute_in_slurm, slurm_place_of
 from trainkit.launch.slurm.shared_arrays import Asking
-from trainkit.stages.build import Build
+from trainkit.stages.build import BuildStage
 from trainkit.stages.contract import Need, Stage
 from trainkit.stages.execute import (
-    make_fresh,
     missing_units,
     needs_in_turn,
     needs_of,
     stamps_folder,
+    update_stage,
 )
-from trainkit.stages.index import Index
-from trainkit.stages.local import execute_here
-from trainkit.stages.prep_data import PrepData, needs_of_dataset
-from trainkit.stages.stamps import Verdict, judge, unit_folder
-from trainkit.stages.weights import Weights
+from trainkit.stages.index import IndexStage
+from trainkit.stages.local import execute_locally
+from trainkit.stages.prep_data import PrepDataStage, needs_of_dataset
+from trainkit.stages.stamps import Freshness, check_freshness, unit_folder
+from trainkit.stages.weights import WeightsStage
 
-LATER: tuple[Stage, ...] = (Index(), Weights())  # than the data
-HASTY = Patience(attempts=1, timeout=10.0)  # with servers, under a dry run
-STAGES: tuple[Stage, ...] = (Build(), PrepData(), *LATER)
+LATER: tuple[Stage, ...] = (IndexStage(), WeightsStage())  # than the data
+HASTY = FetchRetryPolicy(attempts=1, timeout=10.0)  # with servers, under a dry run
+STAGES: tuple[Stage, ...] = (BuildStage(), PrepDataStage(), *LATER)
 
 
 def say_unused_places(task: TaskContext, job: Job) -> None:
@@ -78,7 +78,7 @@ def term_interrupts() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def agree(task: TaskContext, large: Announcement) -> None:
+def agree(task: TaskContext, large: DownloadNotice) -> None:
     """Say what is to be fetched and have somebody agree. Raises ConfigError (exit 6) where
     nobody does, or there is no room."""
     task.say(str(large))
@@ -103,7 +103,7 @@ def _executor(job: Job | None, stage: str, notice: Callable[[str], None]) -> Cal
     else:
         place = None
     if place is None:
-        return execute_here
+        return execute_locally
     return functools.partial(execute_on_hosts, place)
 
 
@@ -124,8 +124,8 @@ def bring_up_to_date(
     job: Job | None = None,
     force: bool = False,
     workers: int | None = None,
-    reporter: StageReporter | None = None,
-) -> list[Verdict]:
+    reporter: TerminalStageReporter | None = None,
+) -> list[Freshness]:
     """Make every need fresh, or under a dry run print what would be run.
 
     Args:
@@ -133,7 +133,7 @@ def bring_up_to_date(
         units at once; by default one a core here, and clusters.X.stages.STAGE.tasks_per_node on
         other hosts.
     """
-    reporter = reporter or StageReporter(task.console)
+    reporter = reporter or TerminalStageReporter(task.console)
     if not task.dry_run:
         verdicts = []
         asking = Asking(task.say)
@@ -141,14 +141,18 @@ def bring_up_to_date(
             for need in needs:
                 if (
                     need.announcement is not None
-                    and not judge(need, stamps_folder(root, need.stage), force=force).fresh
+                    and not check_freshness(
+                        need, stamps_folder(root, need.stage), force=force
+                    ).fresh
                 ):
                     agree(task, need.announcement)
                 executor = _executor(job, need.stage, task.say)
                 if (
-                    executor is execute_here
+                    executor is execute_locally
                     and _lacks_ftfy(need)
-                    and not judge(need, stamps_folder(root, need.stage), force=force).fresh
+                    and not check_freshness(
+                        need, stamps_folder(root, need.stage), force=force
+                    ).fresh
                 ):
                     raise MissingExtra(
                         "fix_text = true needs ftfy, which is not installed",
@@ -157,13 +161,13 @@ def bring_up_to_date(
                     )
                 execute = functools.partial(executor, workers=workers, counted=reporter.counted)
                 verdicts.append(
-                    make_fresh(need, root, execute, reporter, force=force, going=asking)
+                    update_stage(need, root, execute, reporter, force=force, going=asking)
                 )
         return verdicts
     verdicts = []
     for need in needs:
         stamps = stamps_folder(root, need.stage)
-        verdicts.append(judge(need, stamps, force=force))
+        verdicts.append(check_freshness(need, stamps, force=force))
         reporter.verdict(verdicts[-1])
         if (
             job
@@ -195,7 +199,7 @@ def bring_up_to_date(
 
 
 def _answer(
-    task: TaskContext, verdicts: Sequence[Verdict], datasets: Sequence[dict[str, Any]] = ()
+    task: TaskContext, verdicts: Sequence[Freshness], datasets: Sequence[dict[str, Any]] = ()
 ) -> TaskResult:
     return TaskResult(
         document(
@@ -210,7 +214,7 @@ def _answer(
 def build(task: TaskContext, *, force: bool) -> TaskResult:
     """The task `build`."""
     root = find_root(task.folder)
-    needs = Build().needs(None, stamps_folder(root, "build"))
+    needs = BuildStage().needs(None, stamps_folder(root, "build"))
     if not needs:
         task.say(
             "trainkit is installed, not a checkout: its extension is there and works, nothing is to"
@@ -241,7 +245,7 @@ def _root_of(task: TaskContext, jobs: Jobs, dataset: str, cluster: str) -> Path:
         ]
         size = sum(max(part.download_bytes or 0, part.text_bytes or 0) for part in parts)
         words = f"clusters of jobs.toml have other roots: {', '.join(others)}"
-        if size > LARGE:
+        if size > LARGE_DOWNLOAD:
             hint = "name whose root is meant: --cluster NAME, or --job NAME"
             raise ConfigError(
                 f"datasets.{dataset}, about {size / 1e9:,.0f} GB, would be prepared below"
@@ -279,12 +283,12 @@ def prep_data(
         root = Path(resolved.cluster.root or ".")
     else:
         root = _root_of(task, jobs, dataset, cluster)
-    stamps = stamps_folder(root, PrepData.name)
+    stamps = stamps_folder(root, PrepDataStage.name)
     needs: Iterable[Need]
     if task.dry_run:
         patience = HASTY
     else:
-        patience = PATIENT
+        patience = DEFAULT_RETRY
     try:
         if dataset:
             needs = needs_of_dataset(
@@ -292,7 +296,7 @@ def prep_data(
             )
         else:
             assert resolved is not None
-            needs = PrepData(patience).needs(resolved, stamps, anew=force)
+            needs = PrepDataStage(patience).needs(resolved, stamps, anew=force)
             # before the first begins: what is hopeless is said at once
             later = needs_of(resolved, LATER)
     except Unreachable as error:
@@ -304,8 +308,10 @@ def prep_data(
     datasets = needs
     if resolved is not None and not dataset:
         needs = itertools.chain(datasets, later if task.dry_run else needs_in_turn(resolved, LATER))
-    verdicts = bring_up_to_date(task, Build().needs(None, stamps_folder(root, Build.name)), root)
-    reporter = StageReporter(task.console)
+    verdicts = bring_up_to_date(
+        task, BuildStage().needs(None, stamps_folder(root, BuildStage.name)), root
+    )
+    reporter = TerminalStageReporter(task.console)
     verdicts += bring_up_to_date(
         task, needs, root, job=resolved, force=force, workers=workers or None, reporter=reporter
     )
@@ -324,18 +330,18 @@ def prep_data(
 def _not_listed(task: TaskContext, name: str, error: Unreachable) -> TaskResult:
     """What a dry run says of a dataset whose files no server names now: that this would come
     first."""
-    verdict = Verdict(
-        PrepData.name,
+    verdict = Freshness(
+        PrepDataStage.name,
         name,
         False,
         "its files were not listed yet, which its servers would be asked first; now they cannot"
         f" be: {error.message}",
     )
-    StageReporter(task.console).verdict(verdict)
+    TerminalStageReporter(task.console).verdict(verdict)
     return _answer(task, [verdict])
 
 
-def _row(need: Need, reporter: StageReporter) -> dict[str, Any]:
+def _row(need: Need, reporter: TerminalStageReporter) -> dict[str, Any]:
     """What a dataset holds by its dataset.json and, if it was made just now, in what time."""
     manifest = read_manifest(next(path for path in need.outputs if path.name == MANIFEST))
     row = {key: manifest[key] for key in ("name", *COUNTS, *REASONS) if key in manifest}

@@ -57,7 +57,7 @@ from trainkit.runs.event_tail import EventTail
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import RunRecord, find_run, read_run_record
 from trainkit.stages.execute import needs_in_turn, needs_of, refuse_stale, stamps_folder
-from trainkit.stages.index import Index
+from trainkit.stages.index import IndexStage
 
 
 def _refuse_without_wandb(job: Job) -> None:
@@ -292,7 +292,9 @@ def resume(
         )
         _say_start(task, run, job, record.attempt + 1, hosts, background=background)
         return TaskResult(record.to_json())
-    bring_up_to_date(task, Index().needs(job, stamps_folder(root, Index.name)), root, job=job)
+    bring_up_to_date(
+        task, IndexStage().needs(job, stamps_folder(root, IndexStage.name)), root, job=job
+    )
     refuse_without_samples(job)
     task.say(
         f"run {run.id} ({record.state}) is at step {record.step}; going on as attempt"

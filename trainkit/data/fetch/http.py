@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from trainkit.base.errors import Exit, TrainkitError
-from trainkit.data.fetch.retry import Changed, Patience, Seen, Transient, Unreachable
+from trainkit.data.fetch.retry import (
+    FetchRetryPolicy,
+    RemoteFileChanged,
+    RemoteFileInfo,
+    TransientError,
+    Unreachable,
+)
 
 if TYPE_CHECKING:
     import httpx2
@@ -24,7 +30,7 @@ _TOTAL = re.compile(r"bytes (?P<first>\d+)-\d+/(?P<total>\d+|\*)")
 _HOPELESS = ("[Errno -2]", "[Errno -5]", "CERTIFICATE_VERIFY_FAILED", "WRONG_VERSION_NUMBER")
 
 
-def client(patience: Patience, connections: int = 1) -> httpx2.Client:
+def http_client(patience: FetchRetryPolicy, connections: int = 1) -> httpx2.Client:
     """A pool of connections. Proxies are taken from the usual variables of the environment."""
     import httpx2
 
@@ -40,9 +46,11 @@ class HttpFile:
     """One address.
 
     Args:
-        url: http:// or https://, without a user or a password. pool: what `client` gave. token:
-        the access token itself, or None. It goes to the address's own host alone, and never over
-        plain HTTP to another machine. token_name: the variable it came from, for messages.
+        url: http:// or https://, without a user or a password.
+        pool: what `http_client` gave.
+        token: the access token itself, or None. It is sent to the address's own host only, and
+            never over plain HTTP to another machine.
+        token_name: the variable it came from, for messages.
     """
 
     def __init__(
@@ -64,7 +72,7 @@ class HttpFile:
         else:
             self.headers = {}
 
-    def look(self) -> Seen | None:
+    def look(self) -> RemoteFileInfo | None:
         with self._errors():
             response = self.pool.head(self.url, headers=self.headers, follow_redirects=False)
             if response.is_redirect and "x-linked-size" not in response.headers:
@@ -78,7 +86,7 @@ class HttpFile:
             self._refuse(response)
         return _seen(response)
 
-    def _look_by_get(self) -> Seen | None:
+    def _look_by_get(self) -> RemoteFileInfo | None:
         with (
             self._errors(),
             self.pool.stream(
@@ -88,11 +96,11 @@ class HttpFile:
             if response.status_code in GONE:
                 return None
             if response.status_code == 416:  # an empty file has no first byte
-                return Seen(0)
+                return RemoteFileInfo(0)
             self._refuse(response)
             return _seen(response)
 
-    def blocks(self, start: int, known: Seen) -> Iterator[bytes]:
+    def blocks(self, start: int, known: RemoteFileInfo) -> Iterator[bytes]:
         headers = dict(self.headers)
         if start:
             headers["Range"] = f"bytes={start}-"
@@ -100,12 +108,12 @@ class HttpFile:
                 headers["If-Range"] = etag
         with self._errors(), self.pool.stream("GET", self.url, headers=headers) as response:
             if response.status_code in GONE:
-                raise Changed("no file any more")
+                raise RemoteFileChanged("no file any more")
             if response.status_code == 416:
-                raise Changed(f"fewer than {start:,} bytes")
+                raise RemoteFileChanged(f"fewer than {start:,} bytes")
             self._refuse(response)
             if change := known.difference(_seen(response)):
-                raise Changed(change)
+                raise RemoteFileChanged(change)
             skip = self._skip(response, start)
             first = start == 0
             # of any size: a larger block would be lost half when the connection breaks
@@ -148,7 +156,7 @@ class HttpFile:
         """Raise for every answer that is not the file."""
         code = response.status_code
         if code in PASSING:
-            raise Transient(
+            raise TransientError(
                 f"the server answered {code} {response.reason_phrase}",
                 _retry_after(response.headers.get("retry-after")),
             )
@@ -210,7 +218,7 @@ class HttpFile:
                 raise Unreachable(
                     f"{self.shown}: {why}", "look at the address, and at the network"
                 ) from None
-            raise Transient(why) from None
+            raise TransientError(why) from None
 
 
 def _first_line(error: Exception) -> str:
@@ -221,13 +229,13 @@ def _is_page(url: str) -> bool:
     return urlsplit(url).path.endswith((".html", ".htm"))
 
 
-def _seen(response: httpx2.Response) -> Seen:
+def _seen(response: httpx2.Response) -> RemoteFileInfo:
     """What the headers say of the whole file. Hubs name size and SHA-256 themselves (X-Linked-*)
     before they send one on to another host."""
     headers = response.headers
     etag = headers.get("x-linked-etag", "").strip('"')
     if "x-linked-size" in headers:
-        return Seen(
+        return RemoteFileInfo(
             int(headers["x-linked-size"]),
             sha256=etag if re.fullmatch("[0-9a-f]{64}", etag) else None,
         )
@@ -238,7 +246,7 @@ def _seen(response: httpx2.Response) -> Seen:
             size = span["total"]
         else:
             size = None
-    return Seen(
+    return RemoteFileInfo(
         int(size) if size and size.isdigit() else None,
         headers.get("etag"),
         headers.get("last-modified"),

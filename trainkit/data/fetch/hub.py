@@ -17,7 +17,13 @@ from urllib.parse import quote
 
 from trainkit.base.errors import ConfigError, Exit, TrainkitError
 from trainkit.base.redact import Redactor
-from trainkit.data.fetch.retry import Gate, Patience, Seen, Transient, Tries
+from trainkit.data.fetch.retry import (
+    FetchRetryPolicy,
+    RemoteFileInfo,
+    RetryCounter,
+    ServerGate,
+    TransientError,
+)
 
 SCHEME = "hf://"
 PUBLIC = "https://huggingface.co"
@@ -46,7 +52,7 @@ class HubPath:
         return self.path.rpartition("/")[0]
 
 
-def parse(address: str) -> HubPath:
+def parse_hub_address(address: str) -> HubPath:
     """Take an address apart. Raises ConfigError where it names no file of a hub."""
     found = _ADDRESS.fullmatch(address)
     if found is None:
@@ -66,7 +72,11 @@ class Hub:
     """One hub. Every failure is a TrainkitError (exit 6) that says what to do."""
 
     def __init__(
-        self, endpoint: str | None, token: str | None, token_name: str | None, patience: Patience
+        self,
+        endpoint: str | None,
+        token: str | None,
+        token_name: str | None,
+        patience: FetchRetryPolicy,
     ) -> None:
         from huggingface_hub import HfApi
 
@@ -77,14 +87,14 @@ class Hub:
         self.patience = patience
         self.redactor = Redactor([token] if token else [])
 
-    def files(self, paths: list[HubPath]) -> dict[HubPath, list[tuple[str, str, Seen]]]:
+    def files(self, paths: list[HubPath]) -> dict[HubPath, list[tuple[str, str, RemoteFileInfo]]]:
         """What the hub has of each path: (its path there, its https:// address at the commit,
         what is known of it); a pattern may match several.
 
         Asks once for the commit of each repository, and a page for every thousand files of each
         folder.
         """
-        found: dict[HubPath, list[tuple[str, str, Seen]]] = {}
+        found: dict[HubPath, list[tuple[str, str, RemoteFileInfo]]] = {}
         for repository in dict.fromkeys(path.repository for path in paths):
             wanted = [path for path in paths if path.repository == repository]
             commit = self._commit(*repository)
@@ -118,7 +128,7 @@ class Hub:
 
     def _folder(
         self, repository: tuple[str, str, str], commit: str, folder: str
-    ) -> Mapping[str, Seen]:
+    ) -> Mapping[str, RemoteFileInfo]:
         from huggingface_hub import errors
         from huggingface_hub.hf_api import RepoFile
 
@@ -134,7 +144,7 @@ class Hub:
 
         listed = self._ask(kind, name, revision, entries)
         return {
-            f.path: Seen(f.size, sha256=f.lfs.sha256 if f.lfs else None)
+            f.path: RemoteFileInfo(f.size, sha256=f.lfs.sha256 if f.lfs else None)
             for f in listed
             if isinstance(f, RepoFile)
         }
@@ -146,12 +156,12 @@ class Hub:
 
     def _ask(self, kind: str, name: str, revision: str, question: Any) -> Any:
         shown = f"{SCHEME}{'datasets/' if kind == 'dataset' else ''}{name}@{revision}"
-        tries = Tries(f"{shown} at {self.endpoint}", self.patience, Gate())
+        tries = RetryCounter(f"{shown} at {self.endpoint}", self.patience, ServerGate())
         while True:
             try:
                 with self._errors(f"{shown} at {self.endpoint}", kind):
                     return question()
-            except Transient as error:
+            except TransientError as error:
                 tries.failed(error)
 
     @contextlib.contextmanager
@@ -189,7 +199,7 @@ class Hub:
             why = self.redactor.text(str(error).strip().partition("\n")[0])
             if error.response is not None and error.response.status_code in PASSING:
                 after = error.response.headers.get("retry-after", "")
-                raise Transient(why, float(after) if after.isdigit() else None) from None
+                raise TransientError(why, float(after) if after.isdigit() else None) from None
             raise TrainkitError(f"{at}: {why}", exit=Exit.STAGE_FAILED) from None
         except (httpx2.TransportError, errors.OfflineModeIsEnabled) as error:
             why = (
@@ -198,4 +208,4 @@ class Hub:
             )
             if isinstance(error, errors.OfflineModeIsEnabled):
                 raise TrainkitError(f"{at}: {why}", exit=Exit.STAGE_FAILED) from None
-            raise Transient(why) from None
+            raise TransientError(why) from None

@@ -10,7 +10,12 @@ from typing import Any
 
 from trainkit.base.errors import ConfigError, Exit, TrainkitError
 from trainkit.base.extras import MissingExtra
-from trainkit.data.fetch.retry import Changed, Patience, Seen, Transient
+from trainkit.data.fetch.retry import (
+    FetchRetryPolicy,
+    RemoteFileChanged,
+    RemoteFileInfo,
+    TransientError,
+)
 
 BLOCK = 2**23  # bytes of one request
 ANONYMOUS: dict[str, dict[str, Any]] = {
@@ -32,7 +37,9 @@ _FINAL = (
 )
 
 
-def file_system(scheme: str, endpoint: str | None, anonymous: bool, patience: Patience) -> Any:
+def file_system(
+    scheme: str, endpoint: str | None, anonymous: bool, patience: FetchRetryPolicy
+) -> Any:
     """The fsspec file system of a scheme. Credentials are found where its library looks for them.
 
     Raises ConfigError (exit 6): its package is not installed, or it knows no endpoint or no
@@ -75,11 +82,11 @@ def file_system(scheme: str, endpoint: str | None, anonymous: bool, patience: Pa
         raise ConfigError(message, exit=Exit.STAGE_FAILED, hint=hint) from None
 
 
-def matches(files: Any, url: str, shown: str) -> list[str]:
+def glob_store(files: Any, url: str, shown: str) -> list[str]:
     """Addresses of the files that a pattern with `*` stands for, sorted. One attempt; raises
     Transient."""
     scheme = url.partition("://")[0]
-    with errors(shown):
+    with store_errors(shown):
         found = files.glob(url)
     return [f"{scheme}://{path}" for path in sorted(found)]
 
@@ -90,8 +97,8 @@ class StoredFile:
     def __init__(self, files: Any, url: str) -> None:
         self.files, self.url, self.shown = files, url, url
 
-    def look(self) -> Seen | None:
-        with errors(self.shown):
+    def look(self) -> RemoteFileInfo | None:
+        with store_errors(self.shown):
             try:
                 about = self.files.info(self.url)
             except (FileNotFoundError, IsADirectoryError):
@@ -101,7 +108,7 @@ class StoredFile:
         etag = about.get("ETag") or about.get("etag")
         if etag is not None:
             # it decides alone: dates here are whole seconds
-            return Seen(about.get("size"), str(etag))
+            return RemoteFileInfo(about.get("size"), str(etag))
         modified = next(
             (
                 about[key]
@@ -110,19 +117,21 @@ class StoredFile:
             ),
             None,
         )
-        return Seen(about.get("size"), modified=None if modified is None else str(modified))
+        return RemoteFileInfo(
+            about.get("size"), modified=None if modified is None else str(modified)
+        )
 
-    def blocks(self, start: int, known: Seen) -> Iterator[bytes]:
+    def blocks(self, start: int, known: RemoteFileInfo) -> Iterator[bytes]:
         self._compare(known)
         at = start
         while known.size is not None and at < known.size:
             try:
-                with errors(self.shown):
+                with store_errors(self.shown):
                     block = self.files.cat_file(self.url, start=at, end=min(at + BLOCK, known.size))
             except FileNotFoundError:
-                raise Changed("no file any more") from None
+                raise RemoteFileChanged("no file any more") from None
             if not block:
-                raise Changed(f"fewer than {known.size:,} bytes")
+                raise RemoteFileChanged(f"fewer than {known.size:,} bytes")
             yield block
             at += len(block)
             if at >= known.size:
@@ -130,23 +139,23 @@ class StoredFile:
                 # still that
                 self._compare(known)
 
-    def _compare(self, known: Seen) -> None:
+    def _compare(self, known: RemoteFileInfo) -> None:
         now = self.look()
         if known.size is None:
             raise TrainkitError(
                 f"{self.shown}: the store does not say how long the file is", exit=Exit.STAGE_FAILED
             )
         if change := "no file any more" if now is None else known.difference(now):
-            raise Changed(change)
+            raise RemoteFileChanged(change)
 
 
 @contextlib.contextmanager
-def errors(shown: str) -> Iterator[None]:
+def store_errors(shown: str) -> Iterator[None]:
     """The libraries' errors are of many types, some of them no OSError: what can be helped by
     waiting is Transient."""
     try:
         yield
-    except (FileNotFoundError, IsADirectoryError, Transient, Changed, TrainkitError):
+    except (FileNotFoundError, IsADirectoryError, TransientError, RemoteFileChanged, TrainkitError):
         raise
     except PermissionError as error:
         hint = (
@@ -164,7 +173,7 @@ def errors(shown: str) -> Iterator[None]:
                 " library reads, such as AWS_PROFILE"
             )
             raise TrainkitError(f"{shown}: {why}", exit=Exit.STAGE_FAILED, hint=hint) from None
-        raise Transient(why) from None
+        raise TransientError(why) from None
 
 
 def _words(error: Exception) -> str:

@@ -14,7 +14,7 @@ from trainkit.base.errors import Exit, TrainkitError
 
 
 @dataclass(frozen=True)
-class Patience:
+class FetchRetryPolicy:
     """When to give a server up.
 
     Args:
@@ -32,7 +32,7 @@ class Patience:
     timeout: float = 60.0
 
 
-PATIENT = Patience()
+DEFAULT_RETRY = FetchRetryPolicy()
 
 
 class Unreachable(TrainkitError):
@@ -42,7 +42,7 @@ class Unreachable(TrainkitError):
         super().__init__(message, exit=Exit.STAGE_FAILED, hint=hint)
 
 
-class Transient(Exception):
+class TransientError(Exception):
     """A failure that may pass. `after`: seconds the server asked for (Retry-After)."""
 
     def __init__(self, why: str, after: float | None = None) -> None:
@@ -51,11 +51,11 @@ class Transient(Exception):
         self.after = after
 
 
-class Changed(Exception):
+class RemoteFileChanged(Exception):
     """What is served is not the file that was listed; the message says in what it differs."""
 
 
-class Gate:
+class ServerGate:
     """Holds all who ask one server back while it wants to be left alone; `close` sends them
     home."""
 
@@ -82,20 +82,22 @@ class Gate:
         self._closed.set()
 
 
-class Tries:
+class RetryCounter:
     """Counts the failures of one file in a row, and waits between them, longer each time."""
 
-    def __init__(self, shown: str, patience: Patience, gate: Gate | None = None) -> None:
+    def __init__(
+        self, shown: str, patience: FetchRetryPolicy, gate: ServerGate | None = None
+    ) -> None:
         self.shown = shown
         self.patience = patience
-        self.gate = gate or Gate()
+        self.gate = gate or ServerGate()
         self.failures = 0
 
     def progressed(self) -> None:
         """A byte came: the server is alive."""
         self.failures = 0
 
-    def failed(self, error: Transient) -> None:
+    def failed(self, error: TransientError) -> None:
         """Wait before the next attempt. Raises TrainkitError (exit 6) where there is to be none."""
         self.failures += 1
         asked = error.after or 0.0
@@ -124,7 +126,7 @@ class Tries:
 
 
 @dataclass(frozen=True)
-class Seen:
+class RemoteFileInfo:
     """What a server says of a file without sending it; None: it does not say.
 
     Args:
@@ -143,11 +145,11 @@ class Seen:
         return dict(vars(self))
 
     @property
-    def told_apart(self) -> bool:
+    def identifiable(self) -> bool:
         """Whether another version of the file would look different, whatever its size."""
         return bool(self.etag or self.modified or self.sha256)
 
-    def difference(self, other: Seen) -> str | None:
+    def difference(self, other: RemoteFileInfo) -> str | None:
         """In what `other` is surely another file, or None. Mirrors behind one name give other
         ETags: an equal date outweighs them."""
         if None not in (self.size, other.size) and self.size != other.size:
@@ -161,32 +163,34 @@ class Seen:
         return None
 
 
-class Remote(Protocol):
+class RemoteFile(Protocol):
     """One file elsewhere. Both methods are one attempt: they raise Transient for what may pass,
     and TrainkitError (exit 6) for what will not."""
 
     shown: str
 
-    def look(self) -> Seen | None:
+    def look(self) -> RemoteFileInfo | None:
         """What is known of it; None where the server says there is no such file."""
 
-    def blocks(self, start: int, known: Seen) -> Iterator[bytes]:
+    def blocks(self, start: int, known: RemoteFileInfo) -> Iterator[bytes]:
         """Its bytes from `start` on. Raises Changed where they are not those of `known`."""
 
 
-def look(remote: Remote, patience: Patience, gate: Gate | None = None) -> Seen | None:
+def look(
+    remote: RemoteFile, patience: FetchRetryPolicy, gate: ServerGate | None = None
+) -> RemoteFileInfo | None:
     """`remote.look`, as often as it takes."""
-    tries = Tries(remote.shown, patience, gate)
+    tries = RetryCounter(remote.shown, patience, gate)
     while True:
         tries.gate.wait()
         try:
             return remote.look()
-        except Transient as error:
+        except TransientError as error:
             tries.failed(error)
 
 
-def read_on(
-    remote: Remote, start: int, known: Seen, patience: Patience
+def read_with_retries(
+    remote: RemoteFile, start: int, known: RemoteFileInfo, patience: FetchRetryPolicy
 ) -> Generator[bytes, None, None]:
     """All bytes of a file from `start`, connecting anew where it breaks.
 
@@ -194,18 +198,18 @@ def read_on(
         TrainkitError: exit 6, the server was given up, or sends more than it said.
         Changed: it became another file meanwhile.
     """
-    tries = Tries(remote.shown, patience)
+    tries = RetryCounter(remote.shown, patience)
     at = start
     while known.size is None or at < known.size:
         try:
             for block in remote.blocks(at, known):
                 at += len(block)
                 if known.size is not None and at > known.size:
-                    raise Changed(f"more than {known.size:,} bytes")
+                    raise RemoteFileChanged(f"more than {known.size:,} bytes")
                 tries.progressed()
                 yield block
             if known.size is None or at >= known.size:
                 return
-            raise Transient(f"the connection ended after {at:,} of {known.size:,} bytes")
-        except Transient as error:
+            raise TransientError(f"the connection ended after {at:,} of {known.size:,} bytes")
+        except TransientError as error:
             tries.failed(error)

@@ -26,9 +26,17 @@ from trainkit.base.errors import ConfigError, Exit, TrainkitError
 from trainkit.base.files import fsync_folder, read_json, write_json
 from trainkit.base.locks import locked
 from trainkit.base.worker import DISK_HINTS, ProgressCallback, run_unit
-from trainkit.data.fetch.http import HttpFile, client
+from trainkit.data.fetch.http import HttpFile, http_client
 from trainkit.data.fetch.object_store import StoredFile, file_system
-from trainkit.data.fetch.retry import PATIENT, Changed, Patience, Remote, Seen, look, read_on
+from trainkit.data.fetch.retry import (
+    DEFAULT_RETRY,
+    FetchRetryPolicy,
+    RemoteFile,
+    RemoteFileChanged,
+    RemoteFileInfo,
+    look,
+    read_with_retries,
+)
 
 SCHEMA = "fetched/1"
 STATE = ".fetch"
@@ -40,7 +48,7 @@ RANDOM_ACCESS = (".zip", ".parquet")
 def recipe(
     url: str,
     path: Path,
-    known: Seen | None = None,
+    known: RemoteFileInfo | None = None,
     *,
     shown: str | None = None,
     token: str | None = None,
@@ -80,7 +88,7 @@ def recipe(
     }
 
 
-def secret(name: str | None) -> str | None:
+def read_token(name: str | None) -> str | None:
     """The value of the variable that a dataset's `token` names. Raises ConfigError (exit 6)
     where it is not set."""
     if name is None:
@@ -96,12 +104,12 @@ def secret(name: str | None) -> str | None:
 
 
 @contextlib.contextmanager
-def remote_of(recipe: Mapping[str, Any], patience: Patience) -> Iterator[Remote]:
+def open_remote_file(recipe: Mapping[str, Any], patience: FetchRetryPolicy) -> Iterator[RemoteFile]:
     """The file a recipe speaks of, with a connection for the block."""
     url = str(recipe["url"])
     if url.startswith(("http://", "https://")):
-        with client(patience) as pool:
-            yield HttpFile(url, pool, secret(recipe["token"]), recipe["token"])
+        with http_client(patience) as pool:
+            yield HttpFile(url, pool, read_token(recipe["token"]), recipe["token"])
     else:
         yield StoredFile(
             file_system(url.partition("://")[0], recipe["endpoint"], recipe["anonymous"], patience),
@@ -143,7 +151,9 @@ def _identity(path: Path) -> list[int]:
     return [status.st_size, status.st_mtime_ns]
 
 
-def _stamped(place: _Place, recipe: Mapping[str, Any], known: Seen | None) -> dict[str, Any] | None:
+def _stamped(
+    place: _Place, recipe: Mapping[str, Any], known: RemoteFileInfo | None
+) -> dict[str, Any] | None:
     """The result of an earlier fetch of the same version, if nobody has touched the file since."""
     stamp = _read(place.stamp)
     if (
@@ -152,7 +162,7 @@ def _stamped(place: _Place, recipe: Mapping[str, Any], known: Seen | None) -> di
         or stamp.get("file") != _identity(place.path)
     ):
         return None
-    was = Seen(**stamp["known"])
+    was = RemoteFileInfo(**stamp["known"])
     # what has the same sum is the same, whatever its address is now
     if known is not None and known.sha256:
         same = known.sha256 == was.sha256
@@ -164,7 +174,7 @@ def _stamped(place: _Place, recipe: Mapping[str, Any], known: Seen | None) -> di
 
 
 def _taken_over(
-    place: _Place, recipe: Mapping[str, Any], known: Seen | None
+    place: _Place, recipe: Mapping[str, Any], known: RemoteFileInfo | None
 ) -> dict[str, Any] | None:
     """The result for a file that somebody else put there, if size and published sum say it is
     the one; unlisted, it is."""
@@ -179,17 +189,19 @@ def _taken_over(
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if known is not None and known.sha256 not in (None, found):
         return None
-    return _stamp(place, recipe, known or Seen(), identity, {"bytes": identity[0], "sha256": found})
+    return _stamp(
+        place, recipe, known or RemoteFileInfo(), identity, {"bytes": identity[0], "sha256": found}
+    )
 
 
 def _stamp(
     place: _Place,
     recipe: Mapping[str, Any],
-    known: Seen,
+    known: RemoteFileInfo,
     identity: list[int],
     result: dict[str, Any],
 ) -> dict[str, Any]:
-    known = Seen(result["bytes"], known.etag, known.modified, result["sha256"])
+    known = RemoteFileInfo(result["bytes"], known.etag, known.modified, result["sha256"])
     write_json(
         place.stamp,
         document(
@@ -205,7 +217,9 @@ def _stamp(
 
 
 def fetch(
-    recipe: Mapping[str, Any], progress: ProgressCallback, patience: Patience = PATIENT
+    recipe: Mapping[str, Any],
+    progress: ProgressCallback,
+    patience: FetchRetryPolicy = DEFAULT_RETRY,
 ) -> dict[str, Any]:
     """Bring one file here; nothing is asked of the server where it is here already. Two at once:
     the second waits and finds it.
@@ -219,7 +233,7 @@ def fetch(
     was listed or published, or cannot be written.
     """
     place = _Place(Path(recipe["path"]))
-    known = None if recipe["known"] is None else Seen(**recipe["known"])
+    known = None if recipe["known"] is None else RemoteFileInfo(**recipe["known"])
     result = _stamped(place, recipe, known)
     if result is None:
         with _disk_errors(place.path), locked(place.lock, {"fetch": recipe["shown"]}, remove=True):
@@ -235,25 +249,29 @@ def fetch(
 def _fetched(
     place: _Place,
     recipe: Mapping[str, Any],
-    known: Seen | None,
+    known: RemoteFileInfo | None,
     progress: ProgressCallback,
-    patience: Patience,
+    patience: FetchRetryPolicy,
 ) -> dict[str, Any]:
-    with remote_of(recipe, patience) as remote:
+    with open_remote_file(recipe, patience) as remote:
         if known is None:
             known = look(remote, patience)
         if known is None:
             raise _missing(remote)
         try:
             result = _download(remote, known, place, progress, patience)
-        except Changed as change:
+        except RemoteFileChanged as change:
             _refuse_contradiction(remote, known, change, place, patience)
             raise _not_as_listed(remote.shown, change, recipe, place) from None
     return _stamp(place, recipe, known, _identity(place.path), result)
 
 
 def _refuse_contradiction(
-    remote: Remote, known: Seen, change: Changed, place: _Place, patience: Patience
+    remote: RemoteFile,
+    known: RemoteFileInfo,
+    change: RemoteFileChanged,
+    place: _Place,
+    patience: FetchRetryPolicy,
 ) -> None:
     """Raise TrainkitError (exit 6) where the server, asked anew, still names the file that was
     listed, and sends another: listing it again would not help."""
@@ -272,7 +290,7 @@ def _refuse_contradiction(
     raise TrainkitError(message, exit=Exit.STAGE_FAILED, hint=hint)
 
 
-def _missing(remote: Remote) -> TrainkitError:
+def _missing(remote: RemoteFile) -> TrainkitError:
     return TrainkitError(
         f"{remote.shown}: the server says there is no such file (404)",
         exit=Exit.STAGE_FAILED,
@@ -281,12 +299,16 @@ def _missing(remote: Remote) -> TrainkitError:
 
 
 def _download(
-    remote: Remote, known: Seen, place: _Place, progress: ProgressCallback, patience: Patience
+    remote: RemoteFile,
+    known: RemoteFileInfo,
+    place: _Place,
+    progress: ProgressCallback,
+    patience: FetchRetryPolicy,
 ) -> dict[str, Any]:
     """Add to NAME.part until it is whole, check it, and give it its name."""
     goes_on = (
         place.part.is_file()
-        and known.told_apart
+        and known.identifiable
         and _read(place.about) == {"url": remote.shown, **known.to_json()}
     )
     if not goes_on:
@@ -304,7 +326,7 @@ def _download(
             digest = hashlib.sha256()
             size = 0
         _check_space(place.part, (known.size or 0) - size)
-        for block in read_on(remote, size, known, patience):
+        for block in read_with_retries(remote, size, known, patience):
             file.write(block)
             digest.update(block)
             size += len(block)
@@ -318,7 +340,7 @@ def _download(
     return {"bytes": size, "sha256": digest.hexdigest()}
 
 
-def _check_sum(shown: str, found: str, known: Seen, place: _Place | None) -> None:
+def _check_sum(shown: str, found: str, known: RemoteFileInfo, place: _Place | None) -> None:
     if known.sha256 in (None, found):
         return
     if place is not None:
@@ -343,7 +365,7 @@ def _check_space(path: Path, missing: int) -> None:
 
 
 def _not_as_listed(
-    shown: str, change: Changed, recipe: Mapping[str, Any], place: _Place | None
+    shown: str, change: RemoteFileChanged, recipe: Mapping[str, Any], place: _Place | None
 ) -> TrainkitError:
     if place is not None:
         place.forget_part()
@@ -380,12 +402,16 @@ class _Stream(io.RawIOBase):
     """A remote file as a stream of bytes, verified at its end."""
 
     def __init__(
-        self, remote: Remote, recipe: Mapping[str, Any], known: Seen, patience: Patience
+        self,
+        remote: RemoteFile,
+        recipe: Mapping[str, Any],
+        known: RemoteFileInfo,
+        patience: FetchRetryPolicy,
     ) -> None:
         self.remote = remote
         self.recipe = recipe
         self.known = known
-        self.blocks = read_on(remote, 0, known, patience)
+        self.blocks = read_with_retries(remote, 0, known, patience)
         self.rest = memoryview(b"")
         self.digest = hashlib.sha256()
 
@@ -400,7 +426,7 @@ class _Stream(io.RawIOBase):
         if not self.rest:
             try:
                 block = next(self.blocks, b"")
-            except Changed as change:
+            except RemoteFileChanged as change:
                 raise _not_as_listed(self.remote.shown, change, self.recipe, None) from None
             self.digest.update(block)
             if not block:
@@ -414,7 +440,7 @@ class _Stream(io.RawIOBase):
 
 @contextlib.contextmanager
 def open_stream(
-    what: Path | Mapping[str, Any], patience: Patience = PATIENT
+    what: Path | Mapping[str, Any], patience: FetchRetryPolicy = DEFAULT_RETRY
 ) -> Iterator[IO[bytes]]:
     """The bytes of a file, as they lie there: of a local one, or of a recipe's.
 
@@ -438,8 +464,10 @@ def open_stream(
             path.unlink(missing_ok=True)
             _Place(path).stamp.unlink(missing_ok=True)
         return
-    with remote_of(what, patience) as remote:
-        known = Seen(**what["known"]) if what["known"] is not None else look(remote, patience)
+    with open_remote_file(what, patience) as remote:
+        known = (
+            RemoteFileInfo(**what["known"]) if what["known"] is not None else look(remote, patience)
+        )
         if known is None:
             raise _missing(remote)
         with io.BufferedReader(_Stream(remote, what, known, patience), BLOCK) as stream:

@@ -26,7 +26,7 @@ Int64 = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Counts:
+class DatasetCounts:
     """How much there is."""
 
     documents: int
@@ -35,7 +35,7 @@ class Counts:
 
 
 @dataclass(frozen=True)
-class Bin:
+class LengthBin:
     """Documents of low to high tokens, both included."""
 
     low: int
@@ -45,7 +45,7 @@ class Bin:
 
 
 @dataclass(frozen=True)
-class Frequent:
+class FrequentToken:
     """A token and how often it occurs."""
 
     id: int
@@ -54,7 +54,7 @@ class Frequent:
 
 
 @dataclass(frozen=True)
-class Sample:
+class DocumentSample:
     """The beginning of a document."""
 
     pair: str
@@ -78,16 +78,16 @@ class Statistics:
     samples: random documents.
     """
 
-    counts: Counts
+    counts: DatasetCounts
     empty_documents: int
     longest: int
     percentiles: dict[int, int]
-    lengths: list[Bin]
+    lengths: list[LengthBin]
     ids_used: int
     vocab_size: int
     occurrences: Int64
-    frequent: list[Frequent]
-    samples: list[Sample]
+    frequent: list[FrequentToken]
+    samples: list[DocumentSample]
 
     def to_json(self) -> dict[str, Any]:
         """Everything but the occurrences of all ids."""
@@ -108,7 +108,7 @@ class Statistics:
         }
 
 
-def count(prefixes: Sequence[Path]) -> Counts:
+def count(prefixes: Sequence[Path]) -> DatasetCounts:
     """Documents, sequences and tokens of pairs, from their indices alone. Raises ConfigError
     (exit 6): one is damaged or not there."""
     documents = sequences = tokens = 0
@@ -117,7 +117,7 @@ def count(prefixes: Sequence[Path]) -> Counts:
         documents = documents + len(pair.document_indices) - 1
         sequences = sequences + len(pair)
         tokens = tokens + pair.num_tokens
-    return Counts(documents, sequences, tokens)
+    return DatasetCounts(documents, sequences, tokens)
 
 
 def document_lengths(pair: IndexedDataset) -> Iterator[Int64]:
@@ -156,14 +156,16 @@ class _Lengths:
             }
         return {}
 
-    def bins(self) -> list[Bin]:
+    def bins(self) -> list[LengthBin]:
         used = np.flatnonzero(self.documents)
         if len(used):
             rows = range(int(used[0]), int(used[-1]) + 1)
         else:
             rows = range(0)
         return [
-            Bin(2 ** (b - 1) if b else 0, 2**b - 1, int(self.documents[b]), int(self.tokens[b]))
+            LengthBin(
+                2 ** (b - 1) if b else 0, 2**b - 1, int(self.documents[b]), int(self.tokens[b])
+            )
             for b in rows
         ]
 
@@ -213,7 +215,7 @@ def statistics(
         vocab_size=vocab_size,
         occurrences=occurrences,
         frequent=[
-            Frequent(int(i), _decode(tokenizer, [int(i)]), int(occurrences[i]))
+            FrequentToken(int(i), _decode(tokenizer, [int(i)]), int(occurrences[i]))
             for i in top
             if occurrences[i]
         ],
@@ -239,7 +241,7 @@ def _samples(
     wanted: int,
     most: int,
     seed: int,
-) -> list[Sample]:
+) -> list[DocumentSample]:
     """Documents number n of those that have a token, counted over all pairs, for random n
     without repetition."""
     if documents:
@@ -248,7 +250,7 @@ def _samples(
         )
     else:
         drawn = np.empty(0, np.int64)
-    found: list[Sample] = []
+    found: list[DocumentSample] = []
     before = 0  # documents with a token in what was passed
     for prefix in prefixes:
         if len(found) == len(drawn):
@@ -263,7 +265,7 @@ def _samples(
                 at = filled[number - before]
                 ids = pair.tokens[starts[at] : starts[at] + min(int(lengths[at]), most)]
                 found.append(
-                    Sample(
+                    DocumentSample(
                         prefix.name,
                         first + int(at),
                         int(lengths[at]),
@@ -276,7 +278,7 @@ def _samples(
     return found
 
 
-def draw(name: str, found: Statistics, path: Path) -> None:
+def draw_statistics(name: str, found: Statistics, path: Path) -> None:
     """Draw the lengths of documents and how often tokens occur, by rank, into `path` (.svg, .png
     or .pdf).
 

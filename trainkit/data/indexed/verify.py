@@ -23,7 +23,7 @@ COUNTS = ("documents", "sequences", "tokens")
 
 
 @dataclass
-class Found:
+class VerifyReport:
     """What a check saw: counts of what could be read, and what is wrong."""
 
     documents: int = 0
@@ -35,21 +35,21 @@ class Found:
     def say(self, path: Path, message: str, hint: str = "") -> None:
         self.problems.append(Problem(message, SourceLocation(str(path)), hint))
 
-    def __iadd__(self, other: Found) -> Found:
+    def __iadd__(self, other: VerifyReport) -> VerifyReport:
         for name in (*COUNTS, "checked_bytes"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.problems += other.problems
         return self
 
 
-def verify_pair(prefix: Path, vocab_size: int, eod_id: int | None) -> Found:
+def verify_pair(prefix: Path, vocab_size: int, eod_id: int | None) -> VerifyReport:
     """Check a pair: .idx against .bin and itself, every id against the vocabulary, the last id
     of every document.
 
     Args:
         eod_id: what ends a document; None: nothing does.
     """
-    found = Found()
+    found = VerifyReport()
     try:
         pair = IndexedDataset(prefix)
         pair.verify()
@@ -65,7 +65,7 @@ def verify_pair(prefix: Path, vocab_size: int, eod_id: int | None) -> Found:
     return found
 
 
-def _check_ids(pair: IndexedDataset, vocab_size: int, found: Found) -> None:
+def _check_ids(pair: IndexedDataset, vocab_size: int, found: VerifyReport) -> None:
     wrong = 0
     first = 0
     example = 0
@@ -86,7 +86,7 @@ def _check_ids(pair: IndexedDataset, vocab_size: int, found: Found) -> None:
         )
 
 
-def _check_ends(pair: IndexedDataset, eod_id: int, found: Found) -> None:
+def _check_ends(pair: IndexedDataset, eod_id: int, found: VerifyReport) -> None:
     wrong = 0
     example = (0, 0)
     document = 0
@@ -114,7 +114,7 @@ def _check_ends(pair: IndexedDataset, eod_id: int, found: Found) -> None:
 
 def verify_dataset(
     folder: Path, manifest: dict[str, Any], prefixes: Sequence[Path], *, eod: bool
-) -> Found:
+) -> VerifyReport:
     """Check a dataset against its dataset.json: checksums, then every pair, then the counts.
 
     Args:
@@ -135,10 +135,10 @@ def verify_dataset(
     return found
 
 
-def _check_sums(folder: Path, manifest: dict[str, Any]) -> Found:
+def _check_sums(folder: Path, manifest: dict[str, Any]) -> VerifyReport:
     """XXH128 of every range that the manifest lists, as many at once as there are cores, and
     SHA-256 of tokenizer.json."""
-    found = Found()
+    found = VerifyReport()
     sums = manifest.get("checksums", [])
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         for entry, problem in zip(

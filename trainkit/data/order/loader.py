@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainkit.data.order.native import SampleOrder
-from trainkit.data.order.samples import Ids, Numbers, Samples
+from trainkit.data.order.samples import IdRange, Numbers, Samples
 
 Allocate = Callable[[tuple[int, int]], Numbers]
 
@@ -30,11 +30,11 @@ class MicroBatch:
 
     positions: range
     tokens: Numbers
-    ids: Ids
+    ids: IdRange
 
 
 @dataclass(frozen=True)
-class Plan:
+class ReadSchedule:
     """What is read after what.
 
     Args:
@@ -72,7 +72,7 @@ class Loader:
         order: SampleOrder,
         samples: Sequence[Samples],
         seq_length: int,
-        plan: Plan,
+        plan: ReadSchedule,
         *,
         ahead: int = 4,
         threads: int = 2,
@@ -200,7 +200,7 @@ class Loader:
             samples.ahead(numbers)  # all of them are on their way before the first is waited for
         tokens = self._allocate((len(positions), self.seq_length + 1))
         found = [samples.read(numbers, rows, tokens) for samples, rows, numbers in parts]
-        ids = Ids(
+        ids = IdRange(
             min(i.lowest for i in found),
             max(i.highest for i in found),
             sum(i.missing for i in found),

@@ -23,21 +23,21 @@ from trainkit.base.errors import ConfigError, Exit
 from trainkit.base.worker import ProgressCallback
 from trainkit.data.order.megatron_cache import (
     CacheNames,
-    Tokenizer,
-    describe,
+    TokenizerIdentifiers,
+    check_index_mark,
+    describe_index,
     map_array,
-    normalize,
+    normalize_weights,
     npy_file,
-    published,
-    read_mark,
+    write_index_files,
 )
 from trainkit.data.order.megatron_index import (
     IndexRequest,
     MegatronIndex,
-    count_of,
-    facts_of,
+    index_facts,
     no_progress,
-    ticker,
+    progress_counter,
+    read_index_sizes,
 )
 
 SCHEMA = "megatron-blend/1"
@@ -141,7 +141,7 @@ def plan_blend(
     if weights is None:
         return Blend(tuple(replace(request, num_samples=None) for request in requests), None, size)
     assert size is not None  # _check
-    shares = normalize(weights)
+    shares = normalize_weights(weights)
     targets = [math.ceil(size * share) for share in shares]
     asked = [math.ceil(target * (1 + SURPLUS)) for target in targets]
     return Blend(
@@ -152,26 +152,26 @@ def plan_blend(
 
 
 def _sizes(blend: Blend) -> list[int]:
-    return [count_of(request).samples for request in blend.requests]
+    return [read_index_sizes(request).samples for request in blend.requests]
 
 
 def _shares(blend: Blend, sizes: list[int]) -> tuple[list[float] | list[int], int | None]:
     """Weights and size as BlendedDataset describes itself: normalized (again), or, for all
     samples once, the sizes."""
     if blend.weights is not None:
-        return normalize(blend.weights), blend.size
+        return normalize_weights(blend.weights), blend.size
     if blend.size is None:
         return sizes, None
-    return normalize(sizes), min(blend.size, sum(sizes))
+    return normalize_weights(sizes), min(blend.size, sum(sizes))
 
 
-def blend_names(blend: Blend, tokenizer: Tokenizer = None) -> CacheNames:
+def blend_names(blend: Blend, tokenizer: TokenizerIdentifiers = None) -> CacheNames:
     """Names of the blend's files in a data_cache_path of Megatron. Raises ConfigError (exit 6):
-    see `count_of`."""
+    see `read_index_sizes`."""
     return _names(blend, _sizes(blend), tokenizer)
 
 
-def _names(blend: Blend, sizes: list[int], tokenizer: Tokenizer) -> CacheNames:
+def _names(blend: Blend, sizes: list[int], tokenizer: TokenizerIdentifiers) -> CacheNames:
     weights, size = _shares(blend, sizes)
     split = blend.requests[0].split_name
     identifiers = {
@@ -181,12 +181,12 @@ def _names(blend: Blend, sizes: list[int], tokenizer: Tokenizer) -> CacheNames:
         "weights": weights,
         "size": size,
     }
-    return CacheNames(describe(identifiers), "BlendedDataset", split)
+    return CacheNames(describe_index(identifiers), "BlendedDataset", split)
 
 
 def _blend_facts(blend: Blend, sizes: list[int], total: int) -> dict[str, Any]:
     return {
-        "datasets": [facts_of(request) for request in blend.requests],
+        "datasets": [index_facts(request) for request in blend.requests],
         "sizes": sizes,
         "total": total,
     }
@@ -195,7 +195,7 @@ def _blend_facts(blend: Blend, sizes: list[int], total: int) -> dict[str, Any]:
 def build_blend(
     blend: Blend,
     folder: Path,
-    tokenizer: Tokenizer = None,
+    tokenizer: TokenizerIdentifiers = None,
     progress: ProgressCallback = no_progress,
 ) -> list[int]:
     """Write which dataset and which of its samples stands at each position; the indices need not
@@ -204,7 +204,7 @@ def build_blend(
     Returns the samples each dataset gives.
 
     Raises:
-        ConfigError (exit 6): a dataset is drawn beyond its end; see `count_of`.
+        ConfigError (exit 6): a dataset is drawn beyond its end; see `read_index_sizes`.
         OSError: as writing does.
     """
     sizes = _sizes(blend)
@@ -216,7 +216,7 @@ def build_blend(
     facts = _blend_facts(blend, sizes, total)
     shares = [n / float(total) for n in sizes] if size is None else weights
     names = _names(blend, sizes, tokenizer)
-    with published(folder, names, (DATASETS, NUMBERS), SCHEMA, facts):
+    with write_index_files(folder, names, (DATASETS, NUMBERS), SCHEMA, facts):
         dataset_file, number_file = (names.path(folder, part) for part in (DATASETS, NUMBERS))
         with (
             npy_file(dataset_file, (total,), np.int16) as (datasets, at),
@@ -227,7 +227,14 @@ def build_blend(
             else:
                 limits = [UNLIMITED] * len(sizes)
             drawn = _index.write_blend(
-                shares, limits, total, datasets, at, numbers, number_at, ticker(progress, total)
+                shares,
+                limits,
+                total,
+                datasets,
+                at,
+                numbers,
+                number_at,
+                progress_counter(progress, total),
             )
             _check_drawn(blend, sizes, drawn)
     return drawn
@@ -259,7 +266,7 @@ class MegatronBlend:
     else, or is damaged.
     """
 
-    def __init__(self, folder: Path, blend: Blend, tokenizer: Tokenizer = None) -> None:
+    def __init__(self, folder: Path, blend: Blend, tokenizer: TokenizerIdentifiers = None) -> None:
         self.indexes = [MegatronIndex(folder, request, tokenizer) for request in blend.requests]
         sizes = [index.num_samples for index in self.indexes]
         _, size = _shares(blend, sizes)
@@ -269,7 +276,9 @@ class MegatronBlend:
             self.num_samples = size
         names = _names(blend, sizes, tokenizer)
         facts = _blend_facts(blend, sizes, self.num_samples)
-        read_mark(folder, names, SCHEMA, facts, f"a blend of {len(sizes)} datasets ({names.split})")
+        check_index_mark(
+            folder, names, SCHEMA, facts, f"a blend of {len(sizes)} datasets ({names.split})"
+        )
         self.datasets: NDArray[np.int16] = map_array(
             names.path(folder, DATASETS), (self.num_samples,), np.int16
         )

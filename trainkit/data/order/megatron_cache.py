@@ -4,8 +4,8 @@ serves as its data_cache_path.
 Megatron-core 0.16 (core/datasets/megatron_dataset.py, gpt_dataset.py, blended_dataset.py)
 describes an index by a JSON text whose MD5 begins the names of its files. The text does not hold
 everything the index depends on (the .idx itself, the extra token, drop-last), so beside
-Megatron's files stands one of ours, MARK, which does: `read_mark` refuses what was built from
-something else.
+Megatron's files stands one of ours, MARK, which does: `check_index_mark` refuses what was built
+from something else.
 """
 
 from __future__ import annotations
@@ -31,11 +31,13 @@ from trainkit.data.order.native import parse_split
 
 DESCRIPTION = "description.txt"
 MARK = "trainkit.json"
-Tokenizer = Mapping[str, Any] | None  # `unique_identifiers` of Megatron's tokenizer, as JSON values
+TokenizerIdentifiers = (
+    Mapping[str, Any] | None
+)  # `unique_identifiers` of Megatron's tokenizer, as JSON values
 Bounds = tuple[float, float]
 
 
-def normalize(weights: Sequence[float]) -> list[float]:
+def normalize_weights(weights: Sequence[float]) -> list[float]:
     """weights / sum in float64, in numpy's order of summation (core/datasets/utils.py). Not
     idempotent: Megatron does it twice, so must we."""
     values = np.array(weights, dtype=np.float64)
@@ -51,7 +53,7 @@ def split_matrix(split: str) -> list[Bounds | None]:
     """
     parse_split(split)
     weights = [float(part) for part in re.findall(r"[.0-9]+", split)]
-    ends = list(accumulate(normalize(weights + [0.0] * (3 - len(weights))), initial=0))
+    ends = list(accumulate(normalize_weights(weights + [0.0] * (3 - len(weights))), initial=0))
     return [(low, high) if high > low else None for low, high in pairwise(ends)]
 
 
@@ -90,7 +92,7 @@ class CacheNames:
         return Path(folder) / f"{self.base}-{part}"
 
 
-def describe(identifiers: Mapping[str, Any]) -> str:
+def describe_index(identifiers: Mapping[str, Any]) -> str:
     """The text of an index's identifiers, spelled and ordered as Megatron does."""
     return json.dumps(identifiers, indent=4)
 
@@ -112,7 +114,7 @@ def npy_file(path: Path, shape: tuple[int, ...], dtype: DTypeLike) -> Iterator[t
 
 
 @contextlib.contextmanager
-def published(
+def write_index_files(
     folder: Path, names: CacheNames, arrays: Sequence[str], schema: str, facts: Mapping[str, Any]
 ) -> Iterator[None]:
     """Inside the block the arrays are written; the description and the mark vanish before it and
@@ -126,7 +128,7 @@ def published(
     write_json(names.path(folder, MARK), document(schema, **facts))
 
 
-def read_mark(
+def check_index_mark(
     folder: Path, names: CacheNames, schema: str, facts: Mapping[str, Any], what: str
 ) -> None:
     """Check that what lies there was built from `facts`.

@@ -30,13 +30,13 @@ from trainkit.data.indexed.dataset import IndexedDataset
 from trainkit.data.indexed.format import HEADER, data_error, idx_path
 from trainkit.data.order.megatron_cache import (
     CacheNames,
-    Tokenizer,
-    describe,
+    TokenizerIdentifiers,
+    check_index_mark,
+    describe_index,
     map_array,
     npy_file,
-    published,
-    read_mark,
     split_matrix,
+    write_index_files,
 )
 from trainkit.data.order.native import SplitName
 
@@ -117,7 +117,7 @@ class IndexRequest:
                 hint="give it more weight in datasets.NAME.split, or add data",
             )
 
-    def identifiers(self, tokenizer: Tokenizer) -> dict[str, Any]:
+    def identifiers(self, tokenizer: TokenizerIdentifiers) -> dict[str, Any]:
         """What Megatron describes the index by, in its order."""
         return {
             "class": "GPTDataset",
@@ -133,7 +133,7 @@ class IndexRequest:
 
 
 @dataclass(frozen=True)
-class Counts:
+class IndexSizes:
     """The sizes of an index.
 
     Args:
@@ -151,14 +151,16 @@ class Counts:
     samples: int
 
 
-def cache_names(request: IndexRequest, tokenizer: Tokenizer = None) -> CacheNames:
+def cache_names(request: IndexRequest, tokenizer: TokenizerIdentifiers = None) -> CacheNames:
     """Names of the index's files in a data_cache_path of Megatron.
 
     Args:
         request: what it is built from. tokenizer: what Megatron's tokenizer gives as its
         `unique_identifiers`; it decides nothing but the names.
     """
-    return CacheNames(describe(request.identifiers(tokenizer)), "GPTDataset", request.split_name)
+    return CacheNames(
+        describe_index(request.identifiers(tokenizer)), "GPTDataset", request.split_name
+    )
 
 
 def _samples_of(tokens: int, request: IndexRequest) -> int:
@@ -170,7 +172,7 @@ def _samples_of(tokens: int, request: IndexRequest) -> int:
     return int(np.ceil(np.int64(usable).astype(np.float32) / np.float32(request.seq_length)))
 
 
-def count(request: IndexRequest, tokens: int) -> Counts:
+def count(request: IndexRequest, tokens: int) -> IndexSizes:
     """The sizes of the index of a split of `tokens` tokens
     (GPTDataset._build_document_sample_shuffle_indices).
 
@@ -193,10 +195,12 @@ def count(request: IndexRequest, tokens: int) -> Counts:
             hint="add data, or lower model.seq_length",
         )
     if epochs == 1 or asked is None:
-        return Counts(tokens, epochs, False, samples, samples)
+        return IndexSizes(tokens, epochs, False, samples, samples)
     before_last = ((epochs - 1) * tokens - extra) // length
     separate_last = asked - before_last < int(LAST_EPOCH * ((tokens - extra) // length))
-    return Counts(tokens, epochs, separate_last, before_last if separate_last else samples, samples)
+    return IndexSizes(
+        tokens, epochs, separate_last, before_last if separate_last else samples, samples
+    )
 
 
 def _position(dataset: IndexedDataset, sequence: int) -> int:
@@ -208,7 +212,7 @@ def _position(dataset: IndexedDataset, sequence: int) -> int:
 
 def _tokens(request: IndexRequest) -> int:
     """The tokens of the split, without reading all of .idx. Raises ConfigError (exit 6): see
-    `IndexedDataset`, and `count_of`."""
+    `IndexedDataset`, and `read_index_sizes`."""
     dataset = IndexedDataset(request.prefix)
     if len(dataset) > INT32:
         message = (
@@ -231,7 +235,7 @@ def _tokens(request: IndexRequest) -> int:
     return _position(dataset, request.last) - _position(dataset, request.first)
 
 
-def count_of(request: IndexRequest) -> Counts:
+def read_index_sizes(request: IndexRequest) -> IndexSizes:
     """The sizes of an index that need not be built yet.
 
     Raises ConfigError (exit 6): the data cannot be read, is shorter than the split or than one
@@ -245,7 +249,7 @@ def request_form(request: IndexRequest) -> dict[str, Any]:
     return {**asdict(request), "prefix": str(request.prefix)}
 
 
-def facts_of(request: IndexRequest) -> dict[str, Any]:
+def index_facts(request: IndexRequest) -> dict[str, Any]:
     """What the index depends on, as JSON values: the request and the .idx as it is now. Raises
     ConfigError (exit 6): there is none."""
     path = idx_path(request.prefix)
@@ -263,7 +267,7 @@ def facts_of(request: IndexRequest) -> dict[str, Any]:
     }
 
 
-def ticker(progress: ProgressCallback, total: int) -> Callable[[int], None]:
+def progress_counter(progress: ProgressCallback, total: int) -> Callable[[int], None]:
     """Counts elements up to `total`."""
     done = 0
 
@@ -283,9 +287,9 @@ def build_index(
     request: IndexRequest,
     folder: Path,
     threads: int,
-    tokenizer: Tokenizer = None,
+    tokenizer: TokenizerIdentifiers = None,
     progress: ProgressCallback = no_progress,
-) -> Counts:
+) -> IndexSizes:
     """Write the three arrays, their description and our mark into `folder`; what was there under
     these names is replaced.
 
@@ -300,18 +304,19 @@ def build_index(
         progress: called now and then.
 
     Raises:
-        ConfigError (exit 6): see `count_of`; .idx is damaged; the last sample would end before
-        the last document. OSError: as reading and writing does.
+        ConfigError (exit 6): see `read_index_sizes`; .idx is damaged; the last sample would end
+            before the last document.
+        OSError: as reading and writing does.
     """
-    facts = facts_of(request)
+    facts = index_facts(request)
     tokens = _tokens(request)
     counts = count(request, tokens)
     names = cache_names(request, tokenizer)
     documents = request.last - request.first
     entries = documents * counts.epochs
-    tick = ticker(progress, 2 * entries + 2 * counts.samples)
+    tick = progress_counter(progress, 2 * entries + 2 * counts.samples)
     generator = _index.MersenneTwister(request.seed)
-    with published(
+    with write_index_files(
         folder, names, (DOCUMENTS, SAMPLES, SHUFFLE), SCHEMA, {**facts, **asdict(counts)}
     ):
         index = _documents(request, counts, tick)
@@ -350,7 +355,7 @@ def build_index(
 
 
 def _documents(
-    request: IndexRequest, counts: Counts, tick: Callable[[int], None]
+    request: IndexRequest, counts: IndexSizes, tick: Callable[[int], None]
 ) -> _index.MegatronDocuments:
     path = idx_path(request.prefix)
     with open(path, "rb") as file:
@@ -380,7 +385,7 @@ def _documents(
     return index
 
 
-def _check_last(request: IndexRequest, counts: Counts, index: _index.MegatronDocuments) -> None:
+def _check_last(request: IndexRequest, counts: IndexSizes, index: _index.MegatronDocuments) -> None:
     """Refuse the row Megatron fails on: a last sample that is not full, behind a last document
     without a token, would begin at offset -1."""
     ends = counts.samples * request.seq_length + request.extra_token
@@ -415,14 +420,16 @@ class MegatronIndex:
         damaged.
     """
 
-    def __init__(self, folder: Path, request: IndexRequest, tokenizer: Tokenizer = None) -> None:
+    def __init__(
+        self, folder: Path, request: IndexRequest, tokenizer: TokenizerIdentifiers = None
+    ) -> None:
         names = cache_names(request, tokenizer)
-        counts = count_of(request)
-        read_mark(
+        counts = read_index_sizes(request)
+        check_index_mark(
             folder,
             names,
             SCHEMA,
-            {**facts_of(request), **asdict(counts)},
+            {**index_facts(request), **asdict(counts)},
             f"{request.prefix} ({request.split_name})",
         )
         self.request = request

@@ -16,16 +16,21 @@ from trainkit.data.indexed.paths import DataFolder
 from trainkit.data.order.megatron import MegatronOrder
 from trainkit.data.order.megatron_blend import Blend, MegatronBlend, build_blend, plan_blend
 from trainkit.data.order.megatron_cache import split_ranges
-from trainkit.data.order.megatron_index import IndexRequest, MegatronIndex, build_index, count_of
+from trainkit.data.order.megatron_index import (
+    IndexRequest,
+    MegatronIndex,
+    build_index,
+    read_index_sizes,
+)
 from trainkit.data.order.native import SPLITS, SplitName
-from trainkit.data.order.resolve_pairs import WHOLE, Pair, weights_of
+from trainkit.data.order.resolve_pairs import WHOLE_SPLIT, SplitPair, weights_of
 from trainkit.data.order.samples import MegatronSamples
 from trainkit.jobs.schema import Dataset, Job
 from trainkit.plan.batch import consumed_after
 
 
 @dataclass(frozen=True)
-class Asked:
+class OrderRequest:
     """One split as Megatron would be asked for it.
 
     Args:
@@ -39,7 +44,7 @@ class Asked:
         tokenizer: `unique_identifiers` of Megatron's tokenizer object, or None.
     """
 
-    pairs: tuple[Pair, ...]
+    pairs: tuple[SplitPair, ...]
     split: SplitName
     samples: int
     least: int
@@ -54,13 +59,17 @@ class Asked:
         return {**asdict(self), "pairs": pairs, "folder": str(self.folder)}
 
     @classmethod
-    def from_json(cls, form: dict[str, Any]) -> Asked:
+    def from_json(cls, form: dict[str, Any]) -> OrderRequest:
         """The same again."""
-        pairs = tuple(Pair(**{**pair, "prefix": Path(pair["prefix"])}) for pair in form["pairs"])
+        pairs = tuple(
+            SplitPair(**{**pair, "prefix": Path(pair["prefix"])}) for pair in form["pairs"]
+        )
         return cls(**{**form, "pairs": pairs, "folder": Path(form["folder"])})
 
 
-def asked_of(job: Job, dataset: Dataset, split: SplitName, pairs: Sequence[Pair]) -> Asked:
+def order_request(
+    job: Job, dataset: Dataset, split: SplitName, pairs: Sequence[SplitPair]
+) -> OrderRequest:
     """What training with `job` reads of a split. Megatron-LM asks for eval_iters global batches
     of validation samples at every evaluation and one time more (training/training.py,
     get_train_valid_test_num_samples); trainkit reads the first eval_iters of them each time."""
@@ -82,7 +91,7 @@ def asked_of(job: Job, dataset: Dataset, split: SplitName, pairs: Sequence[Pair]
         described = dataset.tokenizer.megatron
     else:
         described = None
-    return Asked(
+    return OrderRequest(
         tuple(pairs),
         split,
         samples,
@@ -94,7 +103,7 @@ def asked_of(job: Job, dataset: Dataset, split: SplitName, pairs: Sequence[Pair]
     )
 
 
-def _requests(asked: Asked) -> list[IndexRequest]:
+def _requests(asked: OrderRequest) -> list[IndexRequest]:
     """One a pair, not saying yet how many samples. Raises ConfigError where the split has no
     width there."""
     requests = []
@@ -108,7 +117,7 @@ def _requests(asked: Asked) -> list[IndexRequest]:
                 message,
                 hint="give it a weight, or set training.eval_iters = 0 if it is only evaluated",
             )
-        if pair.split == WHOLE[asked.split]:
+        if pair.split == WHOLE_SPLIT[asked.split]:
             shared = None
         else:
             shared = pair.split
@@ -120,7 +129,7 @@ def _requests(asked: Asked) -> list[IndexRequest]:
     return requests
 
 
-def _plan(asked: Asked) -> IndexRequest | Blend:
+def _plan(asked: OrderRequest) -> IndexRequest | Blend:
     """What Megatron builds: one index, or a blend of several."""
     requests = _requests(asked)
     weights = weights_of(asked.pairs, [pair_tokens(pair) for pair in asked.pairs])
@@ -130,21 +139,21 @@ def _plan(asked: Asked) -> IndexRequest | Blend:
     return plan_blend(requests, weights, asked.samples)
 
 
-def pair_tokens(pair: Pair) -> int:
+def pair_tokens(pair: SplitPair) -> int:
     """Tokens of a pair, by which several pairs of one dataset share its weight."""
     return IndexedDataset(pair.prefix).num_tokens
 
 
 def open_order(
-    job: Job, dataset: Dataset, split: SplitName, pairs: Sequence[Pair]
+    job: Job, dataset: Dataset, split: SplitName, pairs: Sequence[SplitPair]
 ) -> tuple[MegatronOrder, list[MegatronSamples]]:
     """The order, and the samples of each pair. Every rank maps the arrays; none waits for another.
 
     Raises ConfigError: it was not built or was built from something else (exit 6), or has fewer
     samples than will be read (exit 3).
     """
-    asked = asked_of(job, dataset, split, pairs)
-    order, indexes = open_asked(asked)
+    asked = order_request(job, dataset, split, pairs)
+    order, indexes = open_requested_order(asked)
     samples = [
         MegatronSamples(
             IndexedDataset(pair.prefix),
@@ -158,7 +167,7 @@ def open_order(
     return order, samples
 
 
-def open_asked(asked: Asked) -> tuple[MegatronOrder, list[MegatronIndex]]:
+def open_requested_order(asked: OrderRequest) -> tuple[MegatronOrder, list[MegatronIndex]]:
     """The order and the index of each pair; raises as `open_order`."""
     plan = _plan(asked)
     if isinstance(plan, Blend):
@@ -172,7 +181,7 @@ def open_asked(asked: Asked) -> tuple[MegatronOrder, list[MegatronIndex]]:
     return order, indexes
 
 
-def _refuse_too_few(asked: Asked, there: int) -> None:
+def _refuse_too_few(asked: OrderRequest, there: int) -> None:
     if there < asked.least:
         names = ", ".join(pair.name for pair in asked.pairs[:4]) + (
             ", ..." if len(asked.pairs) > 4 else ""
@@ -192,7 +201,7 @@ def _refuse_too_few(asked: Asked, there: int) -> None:
 
 def work(spec: dict[str, Any], progress: ProgressCallback) -> dict[str, Any]:
     """Build all that a split needs; what is there and fits is kept. Returns {"samples"}."""
-    asked = Asked.from_json(spec["asked"])
+    asked = OrderRequest.from_json(spec["asked"])
     plan = _plan(asked)
     if isinstance(plan, Blend):
         requests = plan.requests
@@ -200,7 +209,7 @@ def work(spec: dict[str, Any], progress: ProgressCallback) -> dict[str, Any]:
         requests = (plan,)
     # else as many epochs are built as it takes
     if isinstance(plan, Blend) and plan.weights is None:
-        _refuse_too_few(asked, sum(count_of(request).samples for request in requests))
+        _refuse_too_few(asked, sum(read_index_sizes(request).samples for request in requests))
     sizes = [request.last - request.first for request in requests]
     total = sum(sizes)
     done = 0
@@ -220,11 +229,11 @@ def work(spec: dict[str, Any], progress: ProgressCallback) -> dict[str, Any]:
         progress(done, total)
     if isinstance(plan, Blend) and not _there(asked, plan):
         build_blend(plan, asked.folder, asked.tokenizer)
-    order, _ = open_asked(asked)
+    order, _ = open_requested_order(asked)
     return {"samples": order.num_samples}
 
 
-def _there(asked: Asked, part: IndexRequest | Blend) -> bool:
+def _there(asked: OrderRequest, part: IndexRequest | Blend) -> bool:
     """Whether it need not be built; whoever else opens it meanwhile finds it untouched then."""
     kind = MegatronBlend if isinstance(part, Blend) else MegatronIndex
     try:

@@ -16,11 +16,11 @@ from trainkit.data.order.native import SplitName
 from trainkit.jobs.schema import Dataset
 
 # a split of which one part is everything
-WHOLE = {"train": "1,0,0", "valid": "0,1,0", "test": "0,0,1"}
+WHOLE_SPLIT = {"train": "1,0,0", "valid": "0,1,0", "test": "0,0,1"}
 
 
 @dataclass(frozen=True)
-class Pair:
+class SplitPair:
     """One .bin/.idx pair as a split reads it.
 
     Args:
@@ -68,7 +68,7 @@ def prefixes_of(dataset: Dataset, root: Path) -> list[Path]:
     return list(dict.fromkeys(found))
 
 
-def pairs_of(root: Path, dataset: Dataset, split: SplitName) -> list[Pair]:
+def pairs_of(root: Path, dataset: Dataset, split: SplitName) -> list[SplitPair]:
     """What the samples of a split come from.
 
     Args:
@@ -82,13 +82,13 @@ def pairs_of(root: Path, dataset: Dataset, split: SplitName) -> list[Pair]:
         return _pairs_of_one(root, dataset, split, None)
     apart = bool(dataset.valid_blend or dataset.test_blend)
     blends = {"train": dataset.blend, "valid": dataset.valid_blend, "test": dataset.test_blend}
-    pairs: list[Pair] = []
+    pairs: list[SplitPair] = []
     for part in (blends[split] if apart else dataset.blend).values():
         if part.weight == 0:
             continue  # never drawn
         if apart:
             cut = part.dataset.model_copy(
-                update={"split": WHOLE[split], "valid_files": 0, "test_files": 0}
+                update={"split": WHOLE_SPLIT[split], "valid_files": 0, "test_files": 0}
             )
         else:
             cut = part.dataset
@@ -98,7 +98,7 @@ def pairs_of(root: Path, dataset: Dataset, split: SplitName) -> list[Pair]:
 
 def _pairs_of_one(
     root: Path, dataset: Dataset, split: SplitName, weight: float | None
-) -> list[Pair]:
+) -> list[SplitPair]:
     if dataset.source == "indexed":
         prefixes = prefixes_of(dataset, root)
     else:
@@ -106,7 +106,7 @@ def _pairs_of_one(
     cut = dataset.split
     if dataset.valid_files or dataset.test_files:
         prefixes = _held_out(dataset, prefixes)[split]
-        cut = WHOLE[split]
+        cut = WHOLE_SPLIT[split]
     if len(prefixes) == 1:
         names = [dataset.name]
     else:
@@ -114,7 +114,7 @@ def _pairs_of_one(
             f"{dataset.name}.{name}" for name in _distinct([prefix.name for prefix in prefixes])
         ]
     return [
-        Pair(name, prefix, cut, dataset.mmap, dataset.name, weight)
+        SplitPair(name, prefix, cut, dataset.mmap, dataset.name, weight)
         for name, prefix in zip(names, prefixes, strict=True)
     ]
 
@@ -142,7 +142,7 @@ def _held_out(dataset: Dataset, prefixes: list[Path]) -> dict[str, list[Path]]:
     return {"train": prefixes[:train], "test": prefixes[train:test], "valid": prefixes[test:]}
 
 
-def weights_of(pairs: Sequence[Pair], sizes: Sequence[int]) -> list[float] | None:
+def weights_of(pairs: Sequence[SplitPair], sizes: Sequence[int]) -> list[float] | None:
     """The weight of each pair: that of its dataset, shared among the dataset's pairs by size.
     None where all go by size."""
     if any(pair.weight is None for pair in pairs):

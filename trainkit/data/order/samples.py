@@ -28,7 +28,7 @@ NO_TOKEN = -1  # in a row: the sample has no token there
 DROP_EVERY = 2**16
 
 
-class Ids(NamedTuple):
+class IdRange(NamedTuple):
     """What was read: the lowest and the highest id (0 and -1: nothing), and how many places of
     the rows hold NO_TOKEN."""
 
@@ -44,7 +44,7 @@ class Samples(Protocol):
     def num_samples(self) -> int:
         """Samples of one epoch; of an index, all it has."""
 
-    def read(self, numbers: Numbers, rows: Numbers, out: Numbers) -> Ids:
+    def read(self, numbers: Numbers, rows: Numbers, out: Numbers) -> IdRange:
         """out[rows[i]] = the tokens of sample numbers[i]; int64 [n], [n] and [B, S + 1].
 
         Raises:
@@ -142,7 +142,7 @@ class NativeSamples:
         self.num_samples = high - low
         self._reader = _open(dataset, mmap)
 
-    def read(self, numbers: Numbers, rows: Numbers, out: Numbers) -> Ids:
+    def read(self, numbers: Numbers, rows: Numbers, out: Numbers) -> IdRange:
         if self.num_samples == 0 and len(numbers):
             message = (
                 f"{self.dataset.prefix} has no {self.name} sample: split {self.split!r} leaves it"
@@ -157,7 +157,7 @@ class NativeSamples:
             )
         _check_width(out, self.seq_length)
         try:
-            return Ids(
+            return IdRange(
                 *self._reader.windows(self.first_window, self.num_samples, numbers, rows, out)
             )
         except OSError as error:
@@ -207,12 +207,12 @@ class MegatronSamples:
         self._reader = _open(dataset, mmap)
         self._since_drop = 0
 
-    def read(self, numbers: Numbers, rows: Numbers, out: Numbers) -> Ids:
+    def read(self, numbers: Numbers, rows: Numbers, out: Numbers) -> IdRange:
         _check_width(out, self.seq_length)
         with _named(self.dataset):
             ids = self._reader.documents(*self._arrays, numbers, rows, out, self.extra)
         self._drop(len(numbers))
-        return Ids(*ids)
+        return IdRange(*ids)
 
     def ahead(self, numbers: Numbers) -> None:
         with _named(self.dataset):
@@ -252,7 +252,7 @@ class MockSamples:
         self.seed = seed
         self.num_samples = num_samples
 
-    def read(self, numbers: Numbers, rows: Numbers, out: Numbers) -> Ids:
+    def read(self, numbers: Numbers, rows: Numbers, out: Numbers) -> IdRange:
         _check_width(out, self.seq_length)
         self.ahead(numbers)
         # numpy's Philox has one key: a sample at a time
@@ -262,8 +262,8 @@ class MockSamples:
             )
             out[row] = raw % np.uint64(self.vocab_size)
         if len(numbers):
-            return Ids(0, self.vocab_size - 1, 0)
-        return Ids(0, -1, 0)
+            return IdRange(0, self.vocab_size - 1, 0)
+        return IdRange(0, -1, 0)
 
     def ahead(self, numbers: Numbers) -> None:
         if len(numbers) and not 0 <= numbers.min() <= numbers.max() < self.num_samples:

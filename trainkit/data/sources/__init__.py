@@ -1,28 +1,28 @@
 """Where text comes from: one small contract, one file a source."""
 
-from trainkit.data.sources.announce import Announcement, announce
-from trainkit.data.sources.contract import Fetch, Shard, Source
-from trainkit.data.sources.files import Files
-from trainkit.data.sources.indexed import Indexed, fetched_prefixes
-from trainkit.data.sources.stdlib import Stdlib
-from trainkit.data.sources.tokenizers import tokenizer_fetches
-from trainkit.data.sources.web import Web, fetches
+from trainkit.data.sources.announce import DownloadNotice, download_notice
+from trainkit.data.sources.contract import FetchUnit, Shard, Source
+from trainkit.data.sources.files import FilesSource
+from trainkit.data.sources.indexed import IndexedSource, fetched_prefixes
+from trainkit.data.sources.stdlib import StdlibSource
+from trainkit.data.sources.tokenizers import tokenizer_fetch_units
+from trainkit.data.sources.web import WebSource, fetch_units
 
 SOURCES: dict[str, Source] = {
-    "stdlib": Stdlib(),
-    "files": Files(),
-    "web": Web(),
-    "indexed": Indexed(),
+    "stdlib": StdlibSource(),
+    "files": FilesSource(),
+    "web": WebSource(),
+    "indexed": IndexedSource(),
 }
 
 __all__ = [
     "SOURCES",
-    "Announcement",
-    "Fetch",
+    "DownloadNotice",
+    "FetchUnit",
     "Shard",
     "Source",
-    "announce",
+    "download_notice",
+    "fetch_units",
     "fetched_prefixes",
-    "fetches",
-    "tokenizer_fetches",
+    "tokenizer_fetch_units",
 ]

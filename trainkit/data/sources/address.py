@@ -9,7 +9,7 @@ from typing import Literal
 from urllib.parse import unquote, urlsplit
 
 from trainkit.base.errors import ConfigError, Exit
-from trainkit.data.fetch.hub import parse as parse_hub
+from trainkit.data.fetch.hub import parse_hub_address as parse_hub
 from trainkit.data.fetch.ranges import expand
 from trainkit.data.fetch.worker import STATE
 from trainkit.jobs.schema import Dataset

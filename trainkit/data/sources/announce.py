@@ -11,11 +11,11 @@ from trainkit.base.errors import ConfigError, Exit
 from trainkit.data.sources.contract import Shard
 from trainkit.jobs.schema import Dataset
 
-LARGE = 10_000_000_000  # bytes that start without a word
+LARGE_DOWNLOAD = 10_000_000_000  # bytes that start without a word
 
 
 @dataclass(frozen=True)
-class Announcement:
+class DownloadNotice:
     """A large download that is about to start.
 
     Args:
@@ -54,7 +54,8 @@ class Announcement:
             " say yes on a terminal"
         )
         return ConfigError(
-            f"{self}\n  nobody has agreed to a download of more than {LARGE / 1e9:,.0f} GB",
+            f"{self}\n  nobody has agreed to a download of more than"
+            f" {LARGE_DOWNLOAD / 1e9:,.0f} GB",
             exit=Exit.STAGE_FAILED,
             hint=hint,
         )
@@ -66,21 +67,23 @@ class Announcement:
             raise ConfigError(f"{self}\n  it does not fit there", exit=Exit.STAGE_FAILED, hint=hint)
 
 
-def announce(dataset: Dataset, corpus: Path, shards: Sequence[Shard]) -> Announcement | None:
+def download_notice(
+    dataset: Dataset, corpus: Path, shards: Sequence[Shard]
+) -> DownloadNotice | None:
     """What is to be said before `shards` are fetched below `corpus`, or None where that is no
     large download."""
     coming = [shard for shard in shards if shard.remote and not shard.path.is_file()]
     size = sum(shard.size for shard in coming)
     if not all(shard.size for shard in coming):  # a server does not say
         size = max(size, dataset.download_bytes or 0)
-    if size <= LARGE:
+    if size <= LARGE_DOWNLOAD:
         return None
     there = next(folder for folder in (corpus, *corpus.absolute().parents) if folder.is_dir())
     if dataset.keep_download:
         free = shutil.disk_usage(there).free
     else:
         free = None
-    return Announcement(
+    return DownloadNotice(
         dataset.name,
         len(coming),
         size,

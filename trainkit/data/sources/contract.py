@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from trainkit.data.fetch.retry import PATIENT, Patience
+from trainkit.data.fetch.retry import DEFAULT_RETRY, FetchRetryPolicy
 from trainkit.jobs.schema import Dataset
 
 
@@ -34,7 +34,7 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class Fetch:
+class FetchUnit:
     """A unit of work that brings a file here, in the words of `stages.contract.Unit`.
 
     Args:
@@ -61,7 +61,12 @@ class Source(Protocol):
         """What freshness depends on beyond the dataset's own keys."""
 
     def shards(
-        self, dataset: Dataset, corpus: Path, *, anew: bool = False, patience: Patience = PATIENT
+        self,
+        dataset: Dataset,
+        corpus: Path,
+        *,
+        anew: bool = False,
+        patience: FetchRetryPolicy = DEFAULT_RETRY,
     ) -> list[Shard]:
         """All shards, in order. Of what is fetched, servers are asked only if no listing below
         `corpus` says it, or `anew`. Writes nothing.

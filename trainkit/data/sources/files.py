@@ -9,14 +9,14 @@ from typing import Any
 
 from trainkit.base.errors import ConfigError, Exit
 from trainkit.data.fetch.ranges import expand
-from trainkit.data.fetch.retry import PATIENT, Patience
+from trainkit.data.fetch.retry import DEFAULT_RETRY, FetchRetryPolicy
 from trainkit.data.indexed.published import check_published
 from trainkit.data.sources.contract import Shard
 from trainkit.data.text.formats import READABLE
 from trainkit.jobs.schema import Dataset
 
 
-class Files:
+class FilesSource:
     """Every matching file is a shard, in the order of `paths` and sorted within a pattern.
     Nothing is copied."""
 
@@ -24,7 +24,12 @@ class Files:
         return {}
 
     def shards(
-        self, dataset: Dataset, corpus: Path, *, anew: bool = False, patience: Patience = PATIENT
+        self,
+        dataset: Dataset,
+        corpus: Path,
+        *,
+        anew: bool = False,
+        patience: FetchRetryPolicy = DEFAULT_RETRY,
     ) -> list[Shard]:
         found: dict[Path, None] = {}
         missing = []

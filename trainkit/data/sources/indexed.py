@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.base.errors import ConfigError, Exit
-from trainkit.data.fetch.retry import PATIENT, Patience
+from trainkit.data.fetch.retry import DEFAULT_RETRY, FetchRetryPolicy
 from trainkit.data.sources.contract import Shard
 from trainkit.data.sources.listing import list_files, read_listing
 from trainkit.data.sources.web import as_shards
 from trainkit.jobs.schema import Dataset
 
 
-class Indexed:
+class IndexedSource:
     """Every .bin and every .idx is a file of its own; none may lack the other. Without urls
     there is nothing to fetch."""
 
@@ -21,7 +21,12 @@ class Indexed:
         return {}
 
     def shards(
-        self, dataset: Dataset, corpus: Path, *, anew: bool = False, patience: Patience = PATIENT
+        self,
+        dataset: Dataset,
+        corpus: Path,
+        *,
+        anew: bool = False,
+        patience: FetchRetryPolicy = DEFAULT_RETRY,
     ) -> list[Shard]:
         if not dataset.urls:
             return []

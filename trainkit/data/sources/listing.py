@@ -3,7 +3,7 @@ published, and kept as corpus/.fetch/listing.json (listing/1)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,12 +12,21 @@ from typing import Any
 from trainkit.base.documents import document
 from trainkit.base.errors import ConfigError, Exit
 from trainkit.base.files import read_json
-from trainkit.data.fetch.http import HttpFile, client
+from trainkit.data.fetch.http import HttpFile, http_client
 from trainkit.data.fetch.hub import Hub
-from trainkit.data.fetch.hub import parse as parse_hub
-from trainkit.data.fetch.object_store import StoredFile, file_system, matches
-from trainkit.data.fetch.retry import PATIENT, Gate, Patience, Remote, Seen, Transient, Tries, look
-from trainkit.data.fetch.worker import STATE, secret
+from trainkit.data.fetch.hub import parse_hub_address as parse_hub
+from trainkit.data.fetch.object_store import StoredFile, file_system, glob_store
+from trainkit.data.fetch.retry import (
+    DEFAULT_RETRY,
+    FetchRetryPolicy,
+    RemoteFile,
+    RemoteFileInfo,
+    RetryCounter,
+    ServerGate,
+    TransientError,
+    look,
+)
+from trainkit.data.fetch.worker import STATE, read_token
 from trainkit.data.indexed.published import check_published
 from trainkit.data.sources.address import Address, addresses_of
 from trainkit.jobs.schema import Dataset
@@ -33,7 +42,7 @@ NAMED = 5  # missing files in a message
 
 
 @dataclass(frozen=True)
-class Found:
+class ListedFile:
     """One file that is there.
 
     Args:
@@ -44,12 +53,16 @@ class Found:
 
     text: str
     url: str
-    known: Seen
+    known: RemoteFileInfo
 
 
 def list_files(
-    dataset: Dataset, corpus: Path, patience: Patience = PATIENT, *, anew: bool = False
-) -> list[Found]:
+    dataset: Dataset,
+    corpus: Path,
+    patience: FetchRetryPolicy = DEFAULT_RETRY,
+    *,
+    anew: bool = False,
+) -> list[ListedFile]:
     """All files of `urls`, in order, from corpus/.fetch/listing.json if that is of these very
     keys, else, or `anew`, from the servers. Writes nothing.
 
@@ -75,7 +88,7 @@ def list_files(
     return found
 
 
-def listing_document(dataset: Dataset, found: Sequence[Found]) -> dict[str, Any]:
+def listing_document(dataset: Dataset, found: Sequence[ListedFile]) -> dict[str, Any]:
     """What listing.json holds."""
     return document(
         SCHEMA,
@@ -88,22 +101,24 @@ def _asked(dataset: Dataset) -> dict[str, Any]:
     return dataset.model_dump(mode="json", include=ASKED)
 
 
-def read_listing(dataset: Dataset, corpus: Path) -> list[Found] | None:
+def read_listing(dataset: Dataset, corpus: Path) -> list[ListedFile] | None:
     """What was listed before with these very keys, or None."""
     try:
         value = read_json(corpus / LISTING)
         if value["schema"] != SCHEMA or value["of"] != _asked(dataset):
             return None
-        return [Found(f["text"], f["url"], Seen(**f["known"])) for f in value["files"]]
+        return [
+            ListedFile(f["text"], f["url"], RemoteFileInfo(**f["known"])) for f in value["files"]
+        ]
     except (OSError, ValueError, KeyError, TypeError):
         return None  # there is none, or none that can be used: the servers are asked
 
 
 def _ask(
-    dataset: Dataset, addresses: Sequence[Address], patience: Patience
-) -> dict[str, list[Found]]:
+    dataset: Dataset, addresses: Sequence[Address], patience: FetchRetryPolicy
+) -> dict[str, list[ListedFile]]:
     """The files of each address, none where the server says there is no such file."""
-    answers: dict[str, list[Found]] = {}
+    answers: dict[str, list[ListedFile]] = {}
     kinds = {
         kind: [a for a in addresses if a.kind == kind] for kind in ("http", "hub", "file", "store")
     }
@@ -117,12 +132,12 @@ def _ask(
                 " AWS_PROFILE"
             ),
         )
-    token = secret(dataset.token)
+    token = read_token(dataset.token)
     if kinds["http"]:
-        with client(patience, AT_ONCE) as pool:
+        with http_client(patience, AT_ONCE) as pool:
             remotes = {a.text: HttpFile(a.text, pool, token, dataset.token) for a in kinds["http"]}
             answers |= {
-                text: [Found(text, text, seen)] if seen else []
+                text: [ListedFile(text, text, seen)] if seen else []
                 for text, seen in _look_at_all(remotes, patience).items()
             }
     if kinds["hub"]:
@@ -131,7 +146,7 @@ def _ask(
         for text, path in paths.items():
             front = text.removesuffix(path.path)
             answers[text] = [
-                Found(f"{front}{name}", url, known) for name, url, known in there[path]
+                ListedFile(f"{front}{name}", url, known) for name, url, known in there[path]
             ]
     for address in kinds["file"]:
         answers[address.text] = _local(address)
@@ -140,20 +155,22 @@ def _ask(
     return answers
 
 
-def _local(address: Address) -> list[Found]:
+def _local(address: Address) -> list[ListedFile]:
     path = Path(address.text.removeprefix("file://"))
     if address.is_pattern:
         names = sorted(path.parent.glob(path.name))
     else:
         names = [path]
     return [
-        Found(f"file://{p}", f"file://{p}", Seen(p.stat().st_size)) for p in names if p.is_file()
+        ListedFile(f"file://{p}", f"file://{p}", RemoteFileInfo(p.stat().st_size))
+        for p in names
+        if p.is_file()
     ]
 
 
 def _stored(
-    dataset: Dataset, addresses: Sequence[Address], patience: Patience
-) -> dict[str, list[Found]]:
+    dataset: Dataset, addresses: Sequence[Address], patience: FetchRetryPolicy
+) -> dict[str, list[ListedFile]]:
     files = file_system(addresses[0].scheme, dataset.endpoint, dataset.anonymous, patience)
     urls: dict[str, list[str]] = {}
     for address in addresses:
@@ -165,24 +182,29 @@ def _stored(
         {url: StoredFile(files, url) for found in urls.values() for url in found}, patience
     )
     return {
-        text: [Found(url, url, known) for url in found if (known := seen[url]) is not None]
+        text: [ListedFile(url, url, known) for url in found if (known := seen[url]) is not None]
         for text, found in urls.items()
     }
 
 
-def _matches(files: Any, url: str, patience: Patience) -> list[str]:
-    tries = Tries(url, patience)
+def _matches(files: Any, url: str, patience: FetchRetryPolicy) -> list[str]:
+    tries = RetryCounter(url, patience)
     while True:
         try:
-            return matches(files, url, url)
-        except Transient as error:
+            return glob_store(files, url, url)
+        except TransientError as error:
             tries.failed(error)
 
 
-def _look_at_all(remotes: dict[str, Any], patience: Patience) -> dict[str, Seen | None]:
+def _look_at_all(
+    remotes: dict[str, Any], patience: FetchRetryPolicy
+) -> dict[str, RemoteFileInfo | None]:
     """Ask for many files, AT_ONCE at a time. The first failure ends it."""
-    gate = Gate()
-    task: Callable[[Remote], Seen | None] = lambda remote: look(remote, patience, gate)  # noqa: E731
+    gate = ServerGate()
+
+    def task(remote: RemoteFile) -> RemoteFileInfo | None:
+        return look(remote, patience, gate)
+
     with ThreadPoolExecutor(min(AT_ONCE, max(1, len(remotes)))) as pool:
         questions = {text: pool.submit(task, remote) for text, remote in remotes.items()}
         try:
@@ -197,7 +219,7 @@ def _look_at_all(remotes: dict[str, Any], patience: Patience) -> dict[str, Seen 
         return {text: question.result() for text, question in questions.items()}
 
 
-def _with_sum(dataset: Dataset, address: Address, file: Found) -> Found:
+def _with_sum(dataset: Dataset, address: Address, file: ListedFile) -> ListedFile:
     """The file with the sum that jobs.toml gives for it."""
     if address.wanted is None or address.wanted == file.known.sha256:
         return file
@@ -211,14 +233,14 @@ def _with_sum(dataset: Dataset, address: Address, file: Found) -> Found:
             exit=Exit.STAGE_FAILED,
             hint="it is another file than the one that was meant: look at urls and sha256",
         )
-    return Found(
+    return ListedFile(
         file.text,
         file.url,
-        Seen(file.known.size, file.known.etag, file.known.modified, address.wanted),
+        RemoteFileInfo(file.known.size, file.known.etag, file.known.modified, address.wanted),
     )
 
 
-def _check(dataset: Dataset, found: Sequence[Found], missing: Sequence[str]) -> None:
+def _check(dataset: Dataset, found: Sequence[ListedFile], missing: Sequence[str]) -> None:
     """Refuse what is not complete. Raises ConfigError (exit 6) that names what is missing."""
     named = ", ".join(missing[:NAMED]) + (
         f" and {len(missing) - NAMED:,} more" if len(missing) > NAMED else ""

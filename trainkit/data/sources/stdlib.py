@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.base.errors import ConfigError, Exit
-from trainkit.data.fetch.retry import PATIENT, Patience
+from trainkit.data.fetch.retry import DEFAULT_RETRY, FetchRetryPolicy
 from trainkit.data.sources.contract import Shard
 from trainkit.data.text.corpus import write_documents
 from trainkit.jobs.schema import Dataset
@@ -35,7 +35,7 @@ def source_files(stdlib: Path) -> list[str]:
     return sorted(names)
 
 
-class Stdlib:
+class StdlibSource:
     """Cuts the sorted files into shards of about `shard_bytes` and writes each like a downloaded
     corpus."""
 
@@ -43,7 +43,12 @@ class Stdlib:
         return {"python_version": platform.python_version()}
 
     def shards(
-        self, dataset: Dataset, corpus: Path, *, anew: bool = False, patience: Patience = PATIENT
+        self,
+        dataset: Dataset,
+        corpus: Path,
+        *,
+        anew: bool = False,
+        patience: FetchRetryPolicy = DEFAULT_RETRY,
     ) -> list[Shard]:
         stdlib = Path(sysconfig.get_path("stdlib"))
         groups: list[tuple[list[str], int]] = []

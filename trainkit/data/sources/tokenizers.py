@@ -7,17 +7,17 @@ from urllib.parse import quote
 
 from trainkit.base.errors import ConfigError, Exit
 from trainkit.data.fetch.hub import PUBLIC, SCHEME
-from trainkit.data.fetch.hub import parse as parse_hub
+from trainkit.data.fetch.hub import parse_hub_address as parse_hub
 from trainkit.data.fetch.worker import recipe
-from trainkit.data.sources.contract import Fetch
+from trainkit.data.sources.contract import FetchUnit
 from trainkit.jobs.datasets import Tokenizer
 
 FILES = (("path", "url"), ("vocab_file", "vocab_url"), ("merge_file", "merge_url"))
 
 
-def tokenizer_fetches(
+def tokenizer_fetch_units(
     tokenizer: Tokenizer, token: str | None = None, endpoint: str | None = None
-) -> list[Fetch]:
+) -> list[FetchUnit]:
     """The units that bring a tokenizer's files here, one for each that says where it is
     published. A file that somebody put there is never replaced.
 
@@ -51,7 +51,7 @@ def tokenizer_fetches(
             address, Path(path), shown=url, token=token if address.startswith("http") else None
         )
         units.append(
-            Fetch(
+            FetchUnit(
                 f"fetch-{key.replace('_', '-')}",
                 "trainkit.data.fetch.worker",
                 {"do": "fetch", "recipe": about},

@@ -7,23 +7,28 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.base.errors import ConfigError, Exit
-from trainkit.data.fetch.retry import PATIENT, Patience, Seen
+from trainkit.data.fetch.retry import DEFAULT_RETRY, FetchRetryPolicy, RemoteFileInfo
 from trainkit.data.fetch.worker import recipe
 from trainkit.data.sources.address import local_names
-from trainkit.data.sources.contract import Fetch, Shard
-from trainkit.data.sources.listing import LISTING, Found, list_files, listing_document
+from trainkit.data.sources.contract import FetchUnit, Shard
+from trainkit.data.sources.listing import LISTING, ListedFile, list_files, listing_document
 from trainkit.data.text.formats import READABLE
 from trainkit.jobs.schema import Dataset
 
 
-class Web:
+class WebSource:
     """Every file is a shard, in the order of `urls`. Files of file:// are read where they are."""
 
     def identity(self, dataset: Dataset) -> dict[str, str]:
         return {}
 
     def shards(
-        self, dataset: Dataset, corpus: Path, *, anew: bool = False, patience: Patience = PATIENT
+        self,
+        dataset: Dataset,
+        corpus: Path,
+        *,
+        anew: bool = False,
+        patience: FetchRetryPolicy = DEFAULT_RETRY,
     ) -> list[Shard]:
         found = as_shards(dataset, corpus, list_files(dataset, corpus, patience, anew=anew))
         for shard in found:
@@ -39,7 +44,7 @@ class Web:
         raise AssertionError("what is fetched is not written")
 
 
-def as_shards(dataset: Dataset, corpus: Path, found: list[Found]) -> list[Shard]:
+def as_shards(dataset: Dataset, corpus: Path, found: list[ListedFile]) -> list[Shard]:
     """A shard for every file of a listing, of whatever format."""
     names = iter(local_names([f.text for f in found if not f.text.startswith("file://")]))
     shards = []
@@ -65,7 +70,7 @@ def as_shards(dataset: Dataset, corpus: Path, found: list[Found]) -> list[Shard]
     return shards
 
 
-def fetches(dataset: Dataset, corpus: Path, shards: list[Shard]) -> list[Fetch]:
+def fetch_units(dataset: Dataset, corpus: Path, shards: list[Shard]) -> list[FetchUnit]:
     """The units that bring remote shards here: one writes down the listing, and each file that
     is kept has one.
 
@@ -85,10 +90,10 @@ def fetches(dataset: Dataset, corpus: Path, shards: list[Shard]) -> list[Fetch]:
         "path": str(corpus / LISTING),
         "listing": listing_document(dataset, [_found(shard) for shard in shards]),
     }
-    listing = Fetch("listing", "trainkit.data.fetch.worker", spec, (corpus / LISTING,))
+    listing = FetchUnit("listing", "trainkit.data.fetch.worker", spec, (corpus / LISTING,))
     kept = [shard for shard in remote if shard.recipe["keep"]]
     units = [
-        Fetch(
+        FetchUnit(
             f"fetch-{s.name}",
             "trainkit.data.fetch.worker",
             {"do": "fetch", "recipe": s.recipe},
@@ -100,8 +105,12 @@ def fetches(dataset: Dataset, corpus: Path, shards: list[Shard]) -> list[Fetch]:
     return [listing, *units]
 
 
-def _found(shard: Shard) -> Found:
+def _found(shard: Shard) -> ListedFile:
     """What `as_shards` made the shard of."""
     if not shard.remote:
-        return Found(f"file://{shard.path}", f"file://{shard.path}", Seen(shard.size))
-    return Found(shard.recipe["shown"], shard.recipe["url"], Seen(**shard.recipe["known"]))
+        return ListedFile(
+            f"file://{shard.path}", f"file://{shard.path}", RemoteFileInfo(shard.size)
+        )
+    return ListedFile(
+        shard.recipe["shown"], shard.recipe["url"], RemoteFileInfo(**shard.recipe["known"])
+    )

@@ -14,9 +14,9 @@ import xxhash
 import zstandard
 
 from trainkit.base.files import atomic_open
-from trainkit.data.text.decompress import Stream
-from trainkit.data.text.filters import Filter
-from trainkit.data.text.formats import Bad, Reading, Record, open_documents
+from trainkit.data.text.decompress import ByteStream
+from trainkit.data.text.filters import DocumentFilter
+from trainkit.data.text.formats import BadLine, ReadOptions, TextDocument, open_documents
 from trainkit.data.text.rejects import raise_bad
 
 
@@ -51,10 +51,10 @@ class _Counted:
         return getattr(self._stream, name)
 
 
-def reading_of(spec: Mapping[str, Any]) -> Reading:
+def reading_of(spec: Mapping[str, Any]) -> ReadOptions:
     """How documents are found, from the keys of a unit's spec."""
-    plain = Reading()
-    return Reading(
+    plain = ReadOptions()
+    return ReadOptions(
         text_key=spec["text_key"],
         text_separator=spec.get("text_separator"),
         max_document_bytes=spec.get("max_document_bytes", plain.max_document_bytes),
@@ -62,9 +62,9 @@ def reading_of(spec: Mapping[str, Any]) -> Reading:
     )
 
 
-def filter_of(spec: Mapping[str, Any]) -> Filter:
+def filter_of(spec: Mapping[str, Any]) -> DocumentFilter:
     """What is left out, from the keys of a unit's spec."""
-    return Filter(
+    return DocumentFilter(
         spec.get("drop", {}), spec.get("min_document_bytes", 0), spec.get("fix_text", False)
     )
 
@@ -79,12 +79,12 @@ def open_shard(path: Path, recipe: Mapping[str, Any] | None = None) -> AbstractC
     return open_stream(recipe)
 
 
-def counted(stream: Stream) -> _Counted:
+def count_bytes(stream: ByteStream) -> _Counted:
     """`stream`, with a `position`."""
     return _Counted(stream)
 
 
-def size_of(path: Path) -> int | None:
+def file_size(path: Path) -> int | None:
     """Bytes of a file; None where it is not there (yet)."""
     try:
         return os.stat(path).st_size
@@ -92,17 +92,17 @@ def size_of(path: Path) -> int | None:
         return None
 
 
-def read_documents(path: Path, text_key: str) -> Iterator[Record]:
+def read_documents(path: Path, text_key: str) -> Iterator[TextDocument]:
     """Documents of any file that `open_documents` reads, by its name.
 
     Raises ConfigError (exit 6) with file and line for what is no document.
     """
     with open(path, "rb") as file:
-        documents = open_documents(path.name, file, Reading(text_key), str(path))
+        documents = open_documents(path.name, file, ReadOptions(text_key), str(path))
         for found in documents:
-            if isinstance(found, Bad):
+            if isinstance(found, BadLine):
                 raise_bad(found, documents)
-            if isinstance(found, Record):
+            if isinstance(found, TextDocument):
                 yield found
 
 

@@ -28,20 +28,20 @@ XZ_MEMORY = 2**28  # bytes that xz may take: above what its highest level, -9, n
 AGAIN = "fetch or write it again"
 
 
-class Stream(Protocol):
+class ByteStream(Protocol):
     """What is read from: a file, a download, a member of an archive."""
 
     def read(self, size: int, /) -> bytes: ...
 
 
-def damaged(where: str, message: str, hint: str = AGAIN, line: int = 0) -> ConfigError:
+def damaged_file(where: str, message: str, hint: str = AGAIN, line: int = 0) -> ConfigError:
     """The error (exit 6) for a file that cannot be read."""
     return ConfigError(
         [Problem(message, SourceLocation(where, line), hint)], exit=Exit.STAGE_FAILED
     )
 
 
-def blocks(name: str, stream: Stream, where: str) -> Iterator[bytes]:
+def decompressed_blocks(name: str, stream: ByteStream, where: str) -> Iterator[bytes]:
     """The bytes of `stream`, decompressed as the ending of `name` says (.gz, .zst, .bz2, .xz,
     anything else: as they are), a few MiB at once.
 
@@ -63,7 +63,7 @@ def blocks(name: str, stream: Stream, where: str) -> Iterator[bytes]:
     return _plain(stream)
 
 
-def _plain(stream: Stream) -> Iterator[bytes]:
+def _plain(stream: ByteStream) -> Iterator[bytes]:
     while block := stream.read(BLOCK):
         yield block
 
@@ -74,12 +74,12 @@ def _bomb(where: str, produced: int, consumed: int) -> None:
             f"{consumed:,} compressed bytes became {produced:,} so far, over {BOMB_RATIO} times as"
             " many: it is taken for a decompression bomb"
         )
-        raise damaged(
+        raise damaged_file(
             where, message, "if it is text all the same, decompress it and name the result"
         )
 
 
-def _zstandard(stream: Stream, where: str) -> Iterator[bytes]:
+def _zstandard(stream: ByteStream, where: str) -> Iterator[bytes]:
     """Frames by decompressobj: the library's stream_reader takes a frame that is cut off for the
     end."""
     frame = None
@@ -104,24 +104,24 @@ def _zstandard(stream: Stream, where: str) -> Iterator[bytes]:
                         yield data
     except zstandard.ZstdError as error:
         if "too much memory" in str(error):
-            raise damaged(
+            raise damaged_file(
                 where,
                 f"needs a window above 128 MiB (zstd --long): {error}",
                 "compress it again without --long",
             ) from None
-        raise damaged(
+        raise damaged_file(
             where, f"is no zstandard file, or a damaged one, after {consumed:,} bytes: {error}"
         ) from None
     if not consumed:
-        raise damaged(where, "is empty, which no zstandard file is")
+        raise damaged_file(where, "is empty, which no zstandard file is")
     if frame is not None:
-        raise damaged(
+        raise damaged_file(
             where,
             f"is a truncated zstandard file: its last frame has no end after {consumed:,} bytes",
         )
 
 
-def _gzip(stream: Stream, where: str) -> Iterator[bytes]:
+def _gzip(stream: ByteStream, where: str) -> Iterator[bytes]:
     member = None
     consumed = 0
     produced = 0
@@ -147,19 +147,19 @@ def _gzip(stream: Stream, where: str) -> Iterator[bytes]:
                 if data:
                     yield data
     except zlib.error as error:
-        raise damaged(
+        raise damaged_file(
             where, f"is no gzip file, or a damaged one, after {consumed:,} bytes: {error}"
         ) from None
     if not consumed:
-        raise damaged(where, "is empty, which no gzip file is")
+        raise damaged_file(where, "is empty, which no gzip file is")
     if member is not None:
-        raise damaged(
+        raise damaged_file(
             where, f"is a truncated gzip file: its last member has no end after {consumed:,} bytes"
         )
 
 
 def _streams(
-    stream: Stream,
+    stream: ByteStream,
     where: str,
     kind: str,
     make: Callable[[], bz2.BZ2Decompressor | lzma.LZMADecompressor],
@@ -186,14 +186,16 @@ def _streams(
     except (OSError, lzma.LZMAError, EOFError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise  # the disk's
-        raise damaged(
+        raise damaged_file(
             where, f"is no {kind} file, or a damaged one, after {consumed:,} bytes: {error}"
         ) from None
     if not inner.eof:
-        raise damaged(where, f"is a truncated {kind} file: it has no end after {consumed:,} bytes")
+        raise damaged_file(
+            where, f"is a truncated {kind} file: it has no end after {consumed:,} bytes"
+        )
 
 
-class Joined:
+class BlockStream:
     """Blocks read as one stream. `zeros` says whether the last 512 bytes were zeros, as at the
     end of a tar; `content`: where the last byte that is no zero ends."""
 
@@ -230,7 +232,7 @@ class Joined:
         return len(self._tail) == 512 and not self._tail.strip(b"\0")
 
 
-def bounded(stream: Stream, where: str, compressed: int) -> Iterator[bytes]:
+def bounded_blocks(stream: ByteStream, where: str, compressed: int) -> Iterator[bytes]:
     """The bytes of an archive's member, under the same guard. `compressed`: its bytes in the
     archive."""
     produced = 0

@@ -9,12 +9,12 @@ from typing import Any
 
 from trainkit.base.errors import Exit
 from trainkit.base.extras import MissingExtra
-from trainkit.data.text.formats import Record
+from trainkit.data.text.formats import TextDocument
 from trainkit.data.text.formats import field as field_of
 
 
 @dataclass
-class Filter:
+class DocumentFilter:
     """The filters of a dataset, in this order: drop, ftfy, length.
 
     Args:
@@ -46,7 +46,7 @@ class Filter:
             self._fix = None
         self._drop = [(path, frozenset(values)) for path, values in self.drop.items()]
 
-    def __call__(self, record: Record) -> list[bytes] | None:
+    def __call__(self, record: TextDocument) -> list[bytes] | None:
         """The document's sequences in UTF-8, or None: it is left out."""
         for path, values in self._drop:
             value = field_of(record.fields, path)

@@ -8,7 +8,7 @@ compressed or not. Nothing is extracted to disk.
     row; .zip and .parquet are read from their end, so not while they are fetched
 
 A text may be a list of strings: several sequences of one document, as in Megatron's
-preprocess_data.py. What is no document is not raised but yielded as `Bad`, so that the caller
+preprocess_data.py. What is no document is not raised but yielded as `BadLine`, so that the caller
 decides (on_error); a file that cannot be read at all is raised.
 """
 
@@ -29,7 +29,14 @@ from typing import IO, Any, NamedTuple, cast
 import orjson
 
 from trainkit.base.extras import install_command
-from trainkit.data.text.decompress import COMPRESSED, Joined, Stream, blocks, bounded, damaged
+from trainkit.data.text.decompress import (
+    COMPRESSED,
+    BlockStream,
+    ByteStream,
+    bounded_blocks,
+    damaged_file,
+    decompressed_blocks,
+)
 
 LINES = (".jsonl", ".json")
 TEXT = (".txt",)
@@ -41,7 +48,7 @@ ARRAY_HINT = "write one object a line instead of one array: jq -c '.[]' FILE > F
 SKIP_HINT = "see datasets.X.on_error to go on without such lines"
 
 
-class Record(NamedTuple):
+class TextDocument(NamedTuple):
     """One document.
 
     line: from 1, in its file or archive member; a row of a table, a piece of a .txt.
@@ -56,7 +63,7 @@ class Record(NamedTuple):
     fields: Mapping[str, Any]
 
 
-class Bad(NamedTuple):
+class BadLine(NamedTuple):
     """A line that is no document. `kind` is one of few words to count by; `around`: what stands
     there, cut."""
 
@@ -68,7 +75,7 @@ class Bad(NamedTuple):
     hint: str = SKIP_HINT
 
 
-class Passed(NamedTuple):
+class SkippedMember(NamedTuple):
     """A member of an archive that is no text, by its ending."""
 
     where: str
@@ -76,7 +83,7 @@ class Passed(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Reading:
+class ReadOptions:
     """How documents are found in a file.
 
     Args:
@@ -92,7 +99,7 @@ class Reading:
     fields: tuple[str, ...] = ()
 
 
-Found = Record | Bad | Passed
+ParsedItem = TextDocument | BadLine | SkippedMember
 _MISSING = object()
 
 
@@ -111,8 +118,8 @@ def field(value: Any, path: str) -> Any:
 
 
 def open_documents(
-    name: str, stream: Stream, reading: Reading, where: str | None = None
-) -> Iterator[Found]:
+    name: str, stream: ByteStream, reading: ReadOptions, where: str | None = None
+) -> Iterator[ParsedItem]:
     """The documents of a file, in order, with bounded memory.
 
     Args:
@@ -129,7 +136,7 @@ def open_documents(
         return _tar(_unpacked_name(lower), stream, reading, where)
     if lower.endswith((".zip", ".parquet")):
         if not (hasattr(stream, "seek") and getattr(stream, "seekable", lambda: True)()):
-            raise damaged(
+            raise damaged_file(
                 where,
                 "is read from its end, which cannot be done while it is fetched",
                 "set datasets.X.keep_download = true",
@@ -138,8 +145,8 @@ def open_documents(
             return _zip(stream, reading, where)
         return _parquet(stream, reading, where)
     if lower.endswith(SINGLE):
-        return _single(lower, blocks(lower, stream, where), reading, where)
-    raise damaged(
+        return _single(lower, decompressed_blocks(lower, stream, where), reading, where)
+    raise damaged_file(
         where,
         f"cannot be read as text: its name ends in none of {', '.join(READABLE)}",
         "rename it, or leave it out",
@@ -152,7 +159,9 @@ def _unpacked_name(name: str) -> str:
     return name
 
 
-def _single(name: str, data: Iterator[bytes], reading: Reading, where: str) -> Iterator[Found]:
+def _single(
+    name: str, data: Iterator[bytes], reading: ReadOptions, where: str
+) -> Iterator[ParsedItem]:
     kind = name.removesuffix(next((packed for packed in COMPRESSED if name.endswith(packed)), ""))
     if kind.endswith(LINES):
         return _json_lines(data, reading, where)
@@ -190,7 +199,7 @@ def _lines(data: Iterator[bytes], limit: int) -> Iterator[bytes | memoryview | i
     yield held if held > limit else b"".join(rest)
 
 
-def _json_lines(data: Iterator[bytes], reading: Reading, where: str) -> Iterator[Found]:
+def _json_lines(data: Iterator[bytes], reading: ReadOptions, where: str) -> Iterator[ParsedItem]:
     key = reading.text_key
     nested = "." in reading.text_key
     most = reading.max_document_bytes
@@ -206,7 +215,7 @@ def _json_lines(data: Iterator[bytes], reading: Reading, where: str) -> Iterator
             if not bytes(line).strip():
                 continue
             value = _second_try(bytes(line), number, where, key)
-            if isinstance(value, Bad):
+            if isinstance(value, BadLine):
                 yield value
                 continue
         if isinstance(value, dict):
@@ -220,8 +229,8 @@ def _json_lines(data: Iterator[bytes], reading: Reading, where: str) -> Iterator
 
 
 def _record(
-    number: int, text: Any, where: str, value: Any, line: bytes | memoryview, reading: Reading
-) -> Record | Bad:
+    number: int, text: Any, where: str, value: Any, line: bytes | memoryview, reading: ReadOptions
+) -> TextDocument | BadLine:
     """The document, or why it is none. Sizes: `len` of a str is at most its bytes, so that few
     texts have to be encoded for it."""
     if isinstance(text, str):
@@ -242,7 +251,7 @@ def _record(
             and any(isinstance(item, dict) for item in value)
         ):
             hint = ARRAY_HINT
-        return Bad(
+        return BadLine(
             number,
             where,
             "no text",
@@ -256,12 +265,12 @@ def _record(
         and (size := sum(len(part.encode()) for part in parts)) > most
     ):
         return _too_long(number, where, size, _shown(line, 0), most)
-    return Record(number, text, where, value if isinstance(value, dict) else {})
+    return TextDocument(number, text, where, value if isinstance(value, dict) else {})
 
 
-def _too_long(number: int, where: str, size: int, around: str, most: int) -> Bad:
+def _too_long(number: int, where: str, size: int, around: str, most: int) -> BadLine:
     hint = "set datasets.X.max_document_bytes to more, or see datasets.X.on_error"
-    return Bad(
+    return BadLine(
         number,
         where,
         "too long",
@@ -279,7 +288,7 @@ def _second_try(line: bytes, number: int, where: str, key: str) -> Any:
     try:
         text = line.decode()
     except UnicodeDecodeError as error:
-        return Bad(
+        return BadLine(
             number,
             where,
             "invalid UTF-8",
@@ -291,7 +300,7 @@ def _second_try(line: bytes, number: int, where: str, key: str) -> Any:
     except json.JSONDecodeError as error:
         at = len(text[: error.pos].encode())
         if number == 1 and text.lstrip().startswith("["):
-            return Bad(
+            return BadLine(
                 number,
                 where,
                 "not JSON",
@@ -299,11 +308,11 @@ def _second_try(line: bytes, number: int, where: str, key: str) -> Any:
                 _shown(line, at),
                 ARRAY_HINT,
             )
-        return Bad(
+        return BadLine(
             number, where, "not JSON", f"is not JSON: {error.msg} at byte {at}", _shown(line, at)
         )
     except (ValueError, RecursionError) as error:  # a number of 5,000 digits, brackets 5,000 deep
-        return Bad(
+        return BadLine(
             number, where, "not JSON", f"is not JSON that can be read: {error}", _shown(line, 0)
         )
     wanted = field(value, key)
@@ -319,7 +328,7 @@ def _second_try(line: bytes, number: int, where: str, key: str) -> Any:
             at = len(text[: escape.start()].encode())
         else:
             at = 0
-        return Bad(
+        return BadLine(
             number,
             where,
             "lone surrogate",
@@ -348,7 +357,7 @@ def _shown(line: bytes | bytearray | memoryview, at: int) -> str:
 # ---- plain text
 
 
-def _pieces(data: Iterator[bytes], reading: Reading, where: str) -> Iterator[Found]:
+def _pieces(data: Iterator[bytes], reading: ReadOptions, where: str) -> Iterator[ParsedItem]:
     """Documents of a .txt, numbered from 1. Nothing between two separators is no document."""
     separator = (reading.text_separator or "").encode()
     most = reading.max_document_bytes
@@ -375,8 +384,8 @@ def _pieces(data: Iterator[bytes], reading: Reading, where: str) -> Iterator[Fou
 
 
 def _piece(
-    piece: bytearray, number: int, where: str, dropped: int, reading: Reading
-) -> Found | None:
+    piece: bytearray, number: int, where: str, dropped: int, reading: ReadOptions
+) -> ParsedItem | None:
     if dropped or len(piece) > reading.max_document_bytes:
         return _too_long(
             number,
@@ -388,9 +397,9 @@ def _piece(
     if not piece.strip():
         return None
     try:
-        return Record(number, piece.decode(), where, {})
+        return TextDocument(number, piece.decode(), where, {})
     except UnicodeDecodeError as error:
-        return Bad(
+        return BadLine(
             number,
             where,
             "invalid UTF-8",
@@ -405,7 +414,7 @@ def _piece(
 def _member_name(name: str, where: str) -> str:
     parts = PurePosixPath(name.replace("\\", "/"))
     if parts.is_absolute() or ".." in parts.parts or re.match(r"[A-Za-z]:", name):
-        raise damaged(
+        raise damaged_file(
             where,
             f"has a member named {name!r}, which leads out of the archive",
             "such archives are made to do harm: fetch it elsewhere",
@@ -413,8 +422,8 @@ def _member_name(name: str, where: str) -> str:
     return f"{where}!{name}"
 
 
-def _tar(name: str, stream: Stream, reading: Reading, where: str) -> Iterator[Found]:
-    joined = Joined(blocks(name, stream, where))
+def _tar(name: str, stream: ByteStream, reading: ReadOptions, where: str) -> Iterator[ParsedItem]:
+    joined = BlockStream(decompressed_blocks(name, stream, where))
     readable = 0
     try:
         with tarfile.open(fileobj=cast(IO[bytes], joined), mode="r|") as archive:
@@ -423,7 +432,7 @@ def _tar(name: str, stream: Stream, reading: Reading, where: str) -> Iterator[Fo
                 if member.isdir():
                     continue
                 if not member.isfile() or not member.name.lower().endswith(SINGLE):
-                    yield Passed(
+                    yield SkippedMember(
                         at, "a link or device" if not member.isfile() else "no text by its ending"
                     )
                     continue
@@ -431,27 +440,31 @@ def _tar(name: str, stream: Stream, reading: Reading, where: str) -> Iterator[Fo
                 assert file is not None
                 readable += 1
                 lower = member.name.lower()
-                yield from _single(lower, blocks(lower, file, at), reading, at)
+                yield from _single(lower, decompressed_blocks(lower, file, at), reading, at)
             # where tarfile saw no header: it takes a damaged one for the end, too
             end = archive.offset
         while joined.read(2**20):
             pass  # what follows the end: it belongs to the file, whose own end must be there
     except (tarfile.TarError, EOFError) as error:
-        raise damaged(where, f"is no tar file, or a truncated one: {error}") from None
+        raise damaged_file(where, f"is no tar file, or a truncated one: {error}") from None
     if joined.content > end:
         hint = "fetch or write it again; of several tar files joined into one, give each by itself"
-        raise damaged(
+        raise damaged_file(
             where,
             f"is a damaged tar file: at byte {end:,} of it stands neither a header nor its end",
             hint,
         )
     if not joined.zeros:
-        raise damaged(where, "is a truncated tar file: the block of zeros at its end is not there")
+        raise damaged_file(
+            where, "is a truncated tar file: the block of zeros at its end is not there"
+        )
     if not readable:
-        raise damaged(where, f"holds no member that can be read: none ends in {', '.join(SINGLE)}")
+        raise damaged_file(
+            where, f"holds no member that can be read: none ends in {', '.join(SINGLE)}"
+        )
 
 
-def _zip(stream: Any, reading: Reading, where: str) -> Iterator[Found]:
+def _zip(stream: Any, reading: ReadOptions, where: str) -> Iterator[ParsedItem]:
     readable = 0
     try:
         with zipfile.ZipFile(stream) as archive:
@@ -462,13 +475,16 @@ def _zip(stream: Any, reading: Reading, where: str) -> Iterator[Found]:
                 lower = info.filename.lower()
                 bare = "." not in PurePosixPath(lower).name
                 if not bare and not lower.endswith(SINGLE):
-                    yield Passed(at, "no text by its ending")
+                    yield SkippedMember(at, "no text by its ending")
                     continue
                 readable += 1
                 with archive.open(info) as file:
-                    plain = Joined(bounded(file, at, info.compress_size))
+                    plain = BlockStream(bounded_blocks(file, at, info.compress_size))
                     yield from _single(
-                        ".txt" if bare else lower, blocks(lower, plain, at), reading, at
+                        ".txt" if bare else lower,
+                        decompressed_blocks(lower, plain, at),
+                        reading,
+                        at,
                     )
     except (
         zipfile.BadZipFile,
@@ -483,20 +499,22 @@ def _zip(stream: Any, reading: Reading, where: str) -> Iterator[Found]:
         # number: bzip2's word for damage
         if isinstance(error, OSError) and error.errno is not None:
             raise
-        raise damaged(where, f"is no zip file, or a damaged one: {error}") from None
+        raise damaged_file(where, f"is no zip file, or a damaged one: {error}") from None
     if not readable:
-        raise damaged(where, f"holds no member that can be read: none ends in {', '.join(SINGLE)}")
+        raise damaged_file(
+            where, f"holds no member that can be read: none ends in {', '.join(SINGLE)}"
+        )
 
 
 # ---- tables
 
 
-def _parquet(stream: Any, reading: Reading, where: str) -> Iterator[Found]:
+def _parquet(stream: Any, reading: ReadOptions, where: str) -> Iterator[ParsedItem]:
     try:
         import pyarrow as arrow
         from pyarrow import parquet
     except ImportError:
-        raise damaged(
+        raise damaged_file(
             where, ".parquet is read by pyarrow, which is not installed", install_command()
         ) from None
     try:
@@ -507,7 +525,7 @@ def _parquet(stream: Any, reading: Reading, where: str) -> Iterator[Found]:
             path == reading.text_key or path.startswith(f"{reading.text_key}.") for path in known
         ):
             hint = "set datasets.X.text_key to the column that holds the text"
-            raise damaged(
+            raise damaged_file(
                 where,
                 f"has no column {reading.text_key!r} (it has {', '.join(sorted(known)[:20])})",
                 hint,
@@ -520,16 +538,18 @@ def _parquet(stream: Any, reading: Reading, where: str) -> Iterator[Found]:
     except (arrow.ArrowException, OSError, UnicodeDecodeError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise  # the disk's
-        raise damaged(where, f"is no parquet file, or a damaged one: {error}") from None
+        raise damaged_file(where, f"is no parquet file, or a damaged one: {error}") from None
 
 
-def _checked_row(number: int, row: dict[str, Any], where: str, reading: Reading) -> Record | Bad:
+def _checked_row(
+    number: int, row: dict[str, Any], where: str, reading: ReadOptions
+) -> TextDocument | BadLine:
     text = field(row, reading.text_key)
     if isinstance(text, bytes):
         try:
             text = text.decode()
         except UnicodeDecodeError as error:
-            return Bad(
+            return BadLine(
                 number,
                 where,
                 "invalid UTF-8",

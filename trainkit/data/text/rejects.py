@@ -13,13 +13,13 @@ from typing import IO, Any, NoReturn, Self
 from trainkit.base.errors import ConfigError, Exit, Problem, SourceLocation
 from trainkit.base.files import atomic_open
 from trainkit.data.text.decompress import COMPRESSED
-from trainkit.data.text.formats import Bad
+from trainkit.data.text.formats import BadLine
 
 # lines after which the fraction is looked at, besides the end: a shard that is all bad ends early
-EVERY = 10_000
+CHECK_EVERY = 10_000
 
 
-def to_the_end(where: str, rest: Iterable[object]) -> None:
+def read_to_end(where: str, rest: Iterable[object]) -> None:
     """Read what is left of a file that carries sums of its bytes: they lie behind what they are
     of, and a damaged byte is a bad line before it is told as damage. Raises ConfigError (exit 6)
     where the file or archive is damaged."""
@@ -28,10 +28,10 @@ def to_the_end(where: str, rest: Iterable[object]) -> None:
             pass
 
 
-def raise_bad(bad: Bad, rest: Iterable[object] = ()) -> NoReturn:
+def raise_bad(bad: BadLine, rest: Iterable[object] = ()) -> NoReturn:
     """Raise ConfigError (exit 6) with file, line, reason and the bytes around; where `rest` of
     the file, what is still to be read of it, shows that it is damaged, that is raised instead."""
-    to_the_end(bad.where, rest)
+    read_to_end(bad.where, rest)
     if bad.around:
         around = f": {bad.around}"
     else:
@@ -62,7 +62,7 @@ class Rejects:
         self.counts: dict[str, int] = {}
         self._stack = contextlib.ExitStack()
         self._file: IO[bytes] | None = None
-        self._last: Bad | None = None
+        self._last: BadLine | None = None
 
     def __enter__(self) -> Self:
         if self.path is not None:
@@ -82,7 +82,7 @@ class Rejects:
         """Bad lines so far."""
         return sum(self.counts.values())
 
-    def add(self, bad: Bad, rest: Iterable[object] = ()) -> None:
+    def add(self, bad: BadLine, rest: Iterable[object] = ()) -> None:
         """Take in one bad line. Raises ConfigError (exit 6) as `raise_bad`, unless they are
         skipped."""
         if not self.skip:
@@ -103,10 +103,10 @@ class Rejects:
 
     def check(self, lines: int, rest: Iterable[object] = ()) -> None:
         """Raise ConfigError (exit 6) if more than `max_fraction` of `lines`, those so far, were
-        bad; or as `to_the_end`."""
+        bad; or as `read_to_end`."""
         if self._last is None or self.total <= self.max_fraction * lines:
             return
-        to_the_end(self._last.where, rest)
+        read_to_end(self._last.where, rest)
         kinds = ", ".join(f"{count:,} {kind}" for kind, count in sorted(self.counts.items()))
         message = (
             f"{self.total:,} of {lines:,} lines are bad ({kinds}), more than max_reject_fraction ="

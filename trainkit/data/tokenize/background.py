@@ -42,7 +42,7 @@ class _Channel(Generic[T]):
 
 
 @contextmanager
-def ahead(source: Iterator[T], depth: int = 1) -> Iterator[Iterator[T]]:
+def read_ahead(source: Iterator[T], depth: int = 1) -> Iterator[Iterator[T]]:
     """Run `source` in a thread, at most `depth` items ahead of who iterates over what is given.
     Its exceptions are raised there.
 
@@ -79,7 +79,7 @@ def ahead(source: Iterator[T], depth: int = 1) -> Iterator[Iterator[T]]:
 
 
 @contextmanager
-def behind(sink: Callable[[T], None], depth: int = 1) -> Iterator[Callable[[T], None]]:
+def write_behind(sink: Callable[[T], None], depth: int = 1) -> Iterator[Callable[[T], None]]:
     """Run `sink` in a thread, at most `depth` items behind who calls what is given. Its
     exception is raised by a later call or at the block's end.
 

@@ -26,7 +26,7 @@ from tokenizers import Tokenizer
 from trainkit import _index
 from trainkit.base.errors import ConfigError, Exit
 from trainkit.base.extras import install_command
-from trainkit.data.tokenize.proved import installed, listed, not_proved
+from trainkit.data.tokenize.proved import differing_code_points, installed, unproved_reason
 from trainkit.data.tokenizer import load_tokenizer, plain
 
 Ids = NDArray[np.unsignedinteger[Any]]
@@ -53,7 +53,7 @@ class Encoder(Protocol):
         [len(texts)]."""
 
 
-class Tokenizers:
+class HuggingFaceEncoder:
     """Hugging Face's tokenizers: whatever a tokenizer.json can say, on one core at 2 to 3 MB/s."""
 
     def __init__(self, tokenizer: Tokenizer, special_tokens: SpecialTokens) -> None:
@@ -76,9 +76,9 @@ class Tokenizers:
         )
 
 
-class Gigatoken:
+class GigatokenEncoder:
     """gigatoken on the calling thread, the interpreter's lock released: byte-level BPE at 20 to
-    100 times the speed of `Tokenizers`.
+    100 times the speed of `HuggingFaceEncoder`.
 
     It always parses special tokens that it knows of; to have them as text it is given a
     tokenizer.json without them. Its own readers of files, which drop bad lines without a word,
@@ -123,7 +123,7 @@ class Gigatoken:
         return ids[offsets[0] : offsets[-1]], np.diff(offsets)
 
 
-class Together:
+class HybridEncoder:
     """Ids of `fast`, but for texts with a code point of `ranges`: those are encoded by `exact`.
 
     Attributes:
@@ -161,7 +161,7 @@ class Together:
         return np.concatenate([*parts, ids[done:]]), lengths
 
 
-class Difference(Exception):
+class EncoderMismatch(Exception):
     """Two encoders disagree about text number `index` of a batch."""
 
     def __init__(self, index: int, words: str) -> None:
@@ -170,7 +170,7 @@ class Difference(Exception):
         self.words = words
 
 
-class Checked:
+class CheckedEncoder:
     """An encoder whose ids are compared with another's: for the first texts, and for one in
     CHECKED_EVERY after that.
 
@@ -236,11 +236,11 @@ class Checked:
             f"id {at} is {given[at : at + 4].tolist()}, not {expected[at : at + 4].tolist()}"
             f" ({len(given):,} ids and {len(expected):,})"
         )
-        raise Difference(index, words)
+        raise EncoderMismatch(index, words)
 
 
 @dataclass(frozen=True)
-class Choice:
+class EncoderChoice:
     """What encodes, and why: `name` is "gigatoken" or "tokenizers"."""
 
     name: str
@@ -250,18 +250,20 @@ class Choice:
         return f"{self.name}, because {self.because}"
 
 
-def choose(path: Path, key: EncoderKey, special_tokens: SpecialTokens) -> Choice:
+def choose_encoder(path: Path, key: EncoderKey, special_tokens: SpecialTokens) -> EncoderChoice:
     """What encodes for the tokenizer.json at `path`, by the key `encoder` of its table.
 
     Raises ConfigError (exit 6): gigatoken is asked for, and is not proved to give the ids of
     tokenizers for this file.
     """
     if key == "tokenizers":
-        return Choice("tokenizers", "tokenizers.X.encoder asks for it")
-    why_not = not_proved(orjson.loads(path.read_bytes()), special_tokens)
+        return EncoderChoice("tokenizers", "tokenizers.X.encoder asks for it")
+    why_not = unproved_reason(orjson.loads(path.read_bytes()), special_tokens)
     if why_not is None:
         versions = " and ".join(f"{name} {version}" for name, version in installed().items())
-        return Choice("gigatoken", f"it is proved to give the same ids: {versions} were compared")
+        return EncoderChoice(
+            "gigatoken", f"it is proved to give the same ids: {versions} were compared"
+        )
     if key == "gigatoken" and not why_not.endswith("is not installed"):
         hint = (
             'set tokenizers.X.encoder = "auto" (gigatoken where it is proved, else tokenizers) or'
@@ -272,46 +274,55 @@ def choose(path: Path, key: EncoderKey, special_tokens: SpecialTokens) -> Choice
             exit=Exit.STAGE_FAILED,
             hint=hint,
         )
-    return Choice("gigatoken" if key == "gigatoken" else "tokenizers", why_not)
+    return EncoderChoice("gigatoken" if key == "gigatoken" else "tokenizers", why_not)
 
 
-class Encoders:
+class EncoderCache:
     """Encoders by tokenizer.json, each loaded once: a process may write thousands of small
     shards."""
 
     def __init__(self) -> None:
         self._loaded: dict[
             tuple[Path, str, str],
-            tuple[Choice, Tokenizers, Gigatoken | None, Sequence[tuple[int, int]]],
+            tuple[
+                EncoderChoice,
+                HuggingFaceEncoder,
+                GigatokenEncoder | None,
+                Sequence[tuple[int, int]],
+            ],
         ] = {}
 
     def get(
         self, path: Path, key: EncoderKey, special_tokens: SpecialTokens, *, first: int, offset: int
-    ) -> tuple[Tokenizer, Encoder, Choice]:
+    ) -> tuple[Tokenizer, Encoder, EncoderChoice]:
         """(the tokenizer.json at `path`, its encoder, which one that is); gigatoken's ids are
-        checked besides (see `Checked`).
+        checked besides (see `CheckedEncoder`).
 
-        Raises ConfigError (exit 6): see `load_tokenizer` and `choose`; gigatoken is asked for
-        and not installed, or cannot use the file.
+        Raises ConfigError (exit 6): see `load_tokenizer` and `choose_encoder`; gigatoken is
+        required and not installed, or cannot use the file.
         """
         wanted = (path, key, special_tokens)
         if wanted not in self._loaded:
-            exact = Tokenizers(load_tokenizer(path), special_tokens)
-            choice = choose(path, key, special_tokens)
+            exact = HuggingFaceEncoder(load_tokenizer(path), special_tokens)
+            choice = choose_encoder(path, key, special_tokens)
             if choice.name == "tokenizers":
                 fast = None
             else:
-                fast = Gigatoken(path, special_tokens)
+                fast = GigatokenEncoder(path, special_tokens)
             self._loaded[wanted] = (
                 choice,
                 exact,
                 fast,
-                () if fast is None else listed(orjson.loads(path.read_bytes())),
+                () if fast is None else differing_code_points(orjson.loads(path.read_bytes())),
             )
         choice, exact, fast, ranges = self._loaded[wanted]
         if fast is None:
             return exact.tokenizer, exact, choice
-        return exact.tokenizer, Checked(Together(fast, exact, ranges), exact, first, offset), choice
+        return (
+            exact.tokenizer,
+            CheckedEncoder(HybridEncoder(fast, exact, ranges), exact, first, offset),
+            choice,
+        )
 
 
 def with_eod(

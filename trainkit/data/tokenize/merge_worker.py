@@ -44,7 +44,7 @@ SHUFFLE_MEMORY = 2**30
 
 
 @dataclass(frozen=True)
-class Part:
+class PairSlice:
     """A pair, or so many sequences and documents of one from the given ones on: a shard that was
     merged before."""
 
@@ -56,7 +56,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _Placement:
     """Where a part goes: what stands before it in the merged pair; and where it lies in its own."""
 
     prefix: Path
@@ -75,14 +75,14 @@ class _Layout:
     """The merged pair before it is written. Opens every pair once, which checks it; holds one of
     them open."""
 
-    def __init__(self, parts: Sequence[Part], out_prefix: Path) -> None:
+    def __init__(self, parts: Sequence[PairSlice], out_prefix: Path) -> None:
         if not parts:
             raise ConfigError(
                 f"{out_prefix}: there is nothing to merge",
                 exit=Exit.STAGE_FAILED,
                 hint="the dataset has no shard",
             )
-        self.places: list[_Place] = []
+        self.places: list[_Placement] = []
         self.sequences = self.documents = self.size = 0
         dtype: np.dtype[Any] | None = None
         pair: IndexedDataset | None = None
@@ -117,7 +117,7 @@ class _Layout:
         self.offsets_at = HEADER.size + 4 * self.sequences
         self.documents_at = HEADER.size + 12 * self.sequences
 
-    def _place(self, part: Part, pair: IndexedDataset) -> _Place:
+    def _place(self, part: PairSlice, pair: IndexedDataset) -> _Placement:
         if part.sequences is None:
             sequences = len(pair)
         else:
@@ -144,7 +144,7 @@ class _Layout:
         else:
             from_byte = 0
         counts = sequences, documents, size
-        return _Place(
+        return _Placement(
             part.prefix,
             *counts,
             self.sequences,
@@ -160,7 +160,7 @@ class _Layout:
 
 
 def merge_pairs(
-    pairs: Sequence[Part | Path],
+    pairs: Sequence[PairSlice | Path],
     out_prefix: Path,
     *,
     threads: int = 1,
@@ -179,7 +179,9 @@ def merge_pairs(
     Raises ConfigError (exit 6): no prefix is given, a pair is damaged, dtypes differ or one is
     multimodal. OSError as writing does.
     """
-    layout = _Layout([pair if isinstance(pair, Part) else Part(pair) for pair in pairs], out_prefix)
+    layout = _Layout(
+        [pair if isinstance(pair, PairSlice) else PairSlice(pair) for pair in pairs], out_prefix
+    )
     out_prefix.parent.mkdir(parents=True, exist_ok=True)
     names = temporary_name(bin_path(out_prefix)), temporary_name(idx_path(out_prefix))
     try:
@@ -227,7 +229,7 @@ def _copy_all(
         pool.shutdown(cancel_futures=True)
 
 
-def _copy(place: _Place, start: int, target: int) -> int:
+def _copy(place: _Placement, start: int, target: int) -> int:
     """Copy a piece of a shard's .bin; returns its bytes."""
     path = bin_path(place.prefix)
     size = min(PIECE, place.size - start)
@@ -279,7 +281,7 @@ def _write_array(handle: int, values: NDArray[Any], dtype: DTypeLike, at: int) -
         _write(handle, np.ascontiguousarray(values, dtype).data, at)
 
 
-def _write_index(layout: _Layout, place: _Place, index: int) -> int:
+def _write_index(layout: _Layout, place: _Placement, index: int) -> int:
     """Write a shard's lengths, offsets and documents to their places in the merged index;
     returns 0 bytes of .bin."""
     pair = IndexedDataset(place.prefix)
@@ -383,7 +385,7 @@ def _merge(
     merge_pairs(_parts(spec), target, threads=threads, progress=progress, before=note)
 
 
-def _parts(spec: Mapping[str, Any]) -> list[Part]:
+def _parts(spec: Mapping[str, Any]) -> list[PairSlice]:
     """Where each shard lies: in its own pair, or, where that is not there, in what was merged
     before, which must be what it was when that was planned.
 
@@ -395,7 +397,9 @@ def _parts(spec: Mapping[str, Any]) -> list[Part]:
         prefix = Path(shard["prefix"])
         kept = shard.get("kept")
         parts.append(
-            Part(prefix) if kept is None or idx_path(prefix).is_file() else Part(target, *kept)
+            PairSlice(prefix)
+            if kept is None or idx_path(prefix).is_file()
+            else PairSlice(target, *kept)
         )
     if (
         any(part.prefix == target for part in parts)

@@ -54,7 +54,7 @@ def installed() -> dict[str, str | None]:
     return found
 
 
-def not_proved(
+def unproved_reason(
     value: Mapping[str, Any], special_tokens: str, versions: Mapping[str, str | None] | None = None
 ) -> str | None:
     """Why gigatoken is not known to give the ids of tokenizers, or None: it is.
@@ -77,7 +77,7 @@ def not_proved(
     )
 
 
-def listed(value: Mapping[str, Any]) -> Sequence[tuple[int, int]]:
+def differing_code_points(value: Mapping[str, Any]) -> Sequence[tuple[int, int]]:
     """The code points, as inclusive ranges, whose documents tokenizers has to encode, for a
     tokenizer.json that is proved."""
     if value.get("normalizer") is None:

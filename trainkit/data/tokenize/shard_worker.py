@@ -41,18 +41,18 @@ from trainkit.base.locks import locked
 from trainkit.base.worker import ProgressCallback, run_unit
 from trainkit.data.indexed.dataset import IndexedWriter, best_dtype, idx_path
 from trainkit.data.sums import file_sum, identity_of
-from trainkit.data.text.corpus import counted, filter_of, open_shard, reading_of, size_of
-from trainkit.data.text.formats import Bad, Passed, open_documents
-from trainkit.data.text.rejects import EVERY, Rejects
-from trainkit.data.tokenize.background import ahead, behind
+from trainkit.data.text.corpus import count_bytes, file_size, filter_of, open_shard, reading_of
+from trainkit.data.text.formats import BadLine, SkippedMember, open_documents
+from trainkit.data.text.rejects import CHECK_EVERY, Rejects
+from trainkit.data.tokenize.background import read_ahead, write_behind
 from trainkit.data.tokenize.encoders import (
-    Checked,
-    Difference,
+    CheckedEncoder,
     Encoder,
-    Encoders,
+    EncoderCache,
+    EncoderMismatch,
+    HybridEncoder,
     Ids,
     Lengths,
-    Together,
     with_eod,
 )
 from trainkit.data.tokenizer import end_of_document
@@ -64,7 +64,7 @@ M_ARENA_MAX = -8  # of mallopt(3)
 
 
 @dataclass
-class Batch:
+class TextBatch:
     """Documents to be encoded at once.
 
     Attributes:
@@ -105,24 +105,24 @@ class ShardReader:
         self.passed: dict[str, int] = {}
         self.read: list[list[Any]] = []  # of a file that is here: what was read of it
 
-    def batches(self) -> Iterator[Batch]:
+    def batches(self) -> Iterator[TextBatch]:
         """All of them. Raises ConfigError (exit 6) as `open_documents` and `Rejects` do."""
-        batch = Batch()
+        batch = TextBatch()
         if self.recipe:
             identity = []
         else:
             identity = identity_of(self.path)
         with open_shard(self.path, self.recipe) as raw:
-            stream = counted(raw)
+            stream = count_bytes(raw)
             with closing(
                 open_documents(self.path.name, stream, self.reading, str(self.path))
             ) as found:  # type: ignore[type-var]
                 for item in found:
-                    if isinstance(item, Passed):
+                    if isinstance(item, SkippedMember):
                         self.passed[item.reason] = self.passed.get(item.reason, 0) + 1
                         continue
                     self.lines += 1
-                    if isinstance(item, Bad):
+                    if isinstance(item, BadLine):
                         self.rejects.add(item, found)
                     elif (parts := self.filter(item)) is not None:
                         batch.texts += parts
@@ -132,8 +132,8 @@ class ShardReader:
                         if batch.size >= BATCH_BYTES or len(batch.places) >= BATCH_DOCUMENTS:
                             batch.position = stream.position
                             yield batch
-                            batch = Batch()
-                    if self.lines % EVERY == 0:
+                            batch = TextBatch()
+                    if self.lines % CHECK_EVERY == 0:
                         self.rejects.check(self.lines, found)
             self.rejects.check(self.lines)
             if identity:
@@ -161,7 +161,7 @@ class ShardWriter:
         self.documents = self.empty = self.sequences = self.tokens = self.text_bytes = 0
         self.hash = xxhash.xxh3_128()
 
-    def __call__(self, item: tuple[Batch, Ids, Lengths]) -> None:
+    def __call__(self, item: tuple[TextBatch, Ids, Lengths]) -> None:
         """Write one batch."""
         batch, ids, lengths = item
         several = len(batch.sequences) != len(batch.texts) or any(
@@ -196,14 +196,14 @@ def write_text(spec: dict[str, Any], progress: ProgressCallback) -> dict[str, An
 
 
 def write_tokens(
-    spec: dict[str, Any], progress: ProgressCallback, encoders: Encoders
+    spec: dict[str, Any], progress: ProgressCallback, encoders: EncoderCache
 ) -> dict[str, Any]:
     """Encode one shard of text to .bin/.idx: the end-of-document id after every document that
     has a token.
 
     An empty document becomes an entry of the document index without a sequence, as in Megatron's
-    preprocess_data.py. Raises ConfigError (exit 6): see `open_documents`, `Rejects`, `Encoders`;
-    gigatoken's ids are not those of tokenizers.
+    preprocess_data.py. Raises ConfigError (exit 6): see `open_documents`, `Rejects` and
+    `EncoderCache`; gigatoken's ids are not those of tokenizers.
     """
     prefix = Path(spec["prefix"])
     path = Path(spec["tokenizer"])
@@ -257,10 +257,10 @@ def write_tokens(
         "rejected": rejects.counts,
         "encoder": choice.name,
         "encoder_because": choice.because,
-        "compared": encoder.compared if isinstance(encoder, Checked) else 0,
+        "compared": encoder.compared if isinstance(encoder, CheckedEncoder) else 0,
         "passed_on": (
             encoder.fast.passed_on
-            if isinstance(encoder, Checked) and isinstance(encoder.fast, Together)
+            if isinstance(encoder, CheckedEncoder) and isinstance(encoder.fast, HybridEncoder)
             else 0
         ),
         "bin_xxh128": writer.hash.hexdigest(),
@@ -277,12 +277,12 @@ def _run(
     progress: ProgressCallback,
 ) -> None:
     """Batch after batch through the three threads."""
-    total = size_of(reader.path) or size
-    with ahead(reader.batches()) as batches, behind(writer) as write:
+    total = file_size(reader.path) or size
+    with read_ahead(reader.batches()) as batches, write_behind(writer) as write:
         for batch in batches:
             try:
                 ids, lengths = encoder.encode(batch.texts)
-            except Difference as found:
+            except EncoderMismatch as found:
                 place = batch.place(found.index)
                 message = f"gigatoken does not give the ids of tokenizers: {found.words}"
                 raise ConfigError(
@@ -309,11 +309,11 @@ def _one_arena() -> None:
         mallopt(M_ARENA_MAX, 1)
 
 
-class Work:
+class ShardWorker:
     """Does what `spec["do"]` names, "text" or "tokens", for one spec after another."""
 
     def __init__(self) -> None:
-        self._encoders = Encoders()
+        self._encoders = EncoderCache()
 
     def __call__(self, spec: dict[str, Any], progress: ProgressCallback) -> dict[str, Any]:
         if spec["do"] == "text":
@@ -325,4 +325,4 @@ if __name__ == "__main__":
     _one_arena()
     # one process a shard: the processes are the parallelism
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    run_unit(Work())
+    run_unit(ShardWorker())

@@ -32,11 +32,11 @@ from trainkit.launch.supervise.code_snapshot import take_snapshot
 from trainkit.launch.supervise.orphan_sweep import PACKAGE
 from trainkit.stages.array_task import FORM
 from trainkit.stages.contract import Need, Unit
-from trainkit.stages.execute import Reporter
-from trainkit.stages.in_flight import Making, drop_making, write_making
-from trainkit.stages.local import execute_here
+from trainkit.stages.execute import StageReporter
+from trainkit.stages.in_flight import ArraysInFlight, clear_in_flight, write_in_flight
+from trainkit.stages.local import execute_locally
 from trainkit.stages.stamps import spec_digest, unit_folder, unit_is_fresh, unit_stamp_path
-from trainkit.stages.unit_process import COUNTS, Batch, Counted
+from trainkit.stages.unit_process import COUNTS, OnCounts, UnitProcess
 
 LOOK_SECONDS = 0.5  # between two looks at what units have written
 END_SECONDS = 120.0  # for Slurm to end arrays: KillWait, and epilogs
@@ -226,10 +226,10 @@ def execute_in_slurm(
     need: Need,
     units: Sequence[Unit],
     stamps: Path,
-    reporter: Reporter,
+    reporter: StageReporter,
     *,
     workers: int | None = None,
-    counted: Counted | None = None,
+    counted: OnCounts | None = None,
 ) -> None:
     """Run `units`: those for the network here, then the others as arrays. Ctrl-C takes them out
     of Slurm.
@@ -241,7 +241,7 @@ def execute_in_slurm(
     """
     here, there = split(units)
     if here:
-        execute_here(need, here, stamps, reporter, workers=workers, counted=counted)
+        execute_locally(need, here, stamps, reporter, workers=workers, counted=counted)
     if not there:
         return
     code = take_snapshot(PACKAGE, place.root / "code").folder
@@ -254,7 +254,9 @@ def execute_in_slurm(
     try:
         for level in graph:
             ids.append(submit_level(level, folder, ids[-1:]))
-            write_making(stamps, Making(need.lock, need.name, "", tuple(ids), files, (), owner))
+            write_in_flight(
+                stamps, ArraysInFlight(need.lock, need.name, "", tuple(ids), files, (), owner)
+            )
             place.notice(
                 f"job {ids[-1]}: {describe(level, f'job {ids[-2]}' if len(ids) > 1 else None)}"
             )
@@ -263,7 +265,7 @@ def execute_in_slurm(
         if ids:
             _end_arrays(place, ids, stamps, need)
         raise
-    drop_making(stamps, need.name)
+    clear_in_flight(stamps, need.name)
     _judge(ids, need, batches, stamps)
 
 
@@ -278,7 +280,7 @@ def _end_arrays(place: SlurmPlace, ids: Sequence[str], stamps: Path, need: Need)
             if time.monotonic() > deadline:
                 return
             time.sleep(LOOK_SECONDS)
-        drop_making(stamps, need.name)
+        clear_in_flight(stamps, need.name)
 
 
 def submit_level(level: Level, folder: Path, after: Sequence[str]) -> str:
@@ -288,7 +290,7 @@ def submit_level(level: Level, folder: Path, after: Sequence[str]) -> str:
     return sbatch(submit_words(path, ":".join(after) or None), folder, hint=f"its script: {path}")
 
 
-class ArrayUnit(Batch):
+class ArrayUnit(UnitProcess):
     """A unit that a task does; what it says is in a file."""
 
     def __init__(self, unit: Unit, folder: Path) -> None:
@@ -309,7 +311,7 @@ class ArrayUnit(Batch):
             file.seek(self._read)
             data = file.read()
             self._read += len(data)
-            self.hear(data)
+            self.feed(data)
 
     def _hear(self, said: dict[str, object]) -> None:
         if isinstance(said.get("ended"), int):
@@ -356,8 +358,8 @@ def write_levels(
 def follow(
     ids: Sequence[str],
     batches: Sequence[ArrayUnit],
-    reporter: Reporter,
-    counted: Counted | None,
+    reporter: StageReporter,
+    counted: OnCounts | None,
     say: Callable[[str], None],
     asked: Callable[[], None] = lambda: None,
 ) -> None:

@@ -46,9 +46,9 @@ from trainkit.runs.folder import RunFolder
 from trainkit.stages.array_task import FORM as LEVEL
 from trainkit.stages.contract import Need, Unit
 from trainkit.stages.execute import stamps_folder
-from trainkit.stages.in_flight import Making, need_digest, write_making
+from trainkit.stages.in_flight import ArraysInFlight, need_digest, write_in_flight
 from trainkit.stages.stamps import read_stamp
-from trainkit.stages.unit_process import failure_of
+from trainkit.stages.unit_process import unit_error
 
 GRAPH = "graph/1"
 JOBS = "stage-jobs/1"
@@ -71,7 +71,7 @@ class Part:
     need: Need
     units: tuple[Unit, ...]
     inputs: list[Any]
-    shared: Making | None = None
+    shared: ArraysInFlight | None = None
 
     @property
     def levels(self) -> list[Level]:
@@ -189,7 +189,7 @@ def submit_graph(
             ids.append(submit_level(level, folder, before))
             _note(run, jobs, StageJob(ids[-1], level.name, own=True))
             files = tuple(str(level_file(folder, each)) for each in part.levels)
-            made = Making(
+            made = ArraysInFlight(
                 part.need.lock,
                 part.need.name,
                 need_digest(part.need, part.inputs),
@@ -197,7 +197,7 @@ def submit_graph(
                 files,
                 (str(run.path),),
             )
-            write_making(_stamps(run, part), made)
+            write_in_flight(_stamps(run, part), made)
             notice(f"job {ids[-1]}: {describe(level, _named(before))}")
             before = ids[-1:]
         followed.append(Followed(part, tuple(ids), tuple(batches)))
@@ -210,10 +210,13 @@ def submit_graph(
     return submit(run, first_attempt=1, further=further), followed
 
 
-def _join(run: RunFolder, part: Part, making: Making, notice: Callable[[str], None]) -> list[str]:
+def _join(
+    run: RunFolder, part: Part, making: ArraysInFlight, notice: Callable[[str], None]
+) -> list[str]:
     """Wait for another run's arrays: the job that has to go well, if it has not already."""
-    write_making(
-        _stamps(run, part), Making(**{**asdict(making), "runs": (*making.runs, str(run.path))})
+    write_in_flight(
+        _stamps(run, part),
+        ArraysInFlight(**{**asdict(making), "runs": (*making.runs, str(run.path))}),
     )
     notice(f"{part.need.stage} {part.need.name}: {making.words()} make it")
     if over_in_slurm(making.jobs[-1:]):
@@ -355,7 +358,7 @@ def stage_failure(run: RunFolder) -> dict[str, Any] | None:
     failed = [(unit, end) for unit in units if (end := _end(unit)) is not None and end["ended"]]
     if failed:
         unit, end = failed[0]
-        error = failure_of(
+        error = unit_error(
             unit["name"], end["host"], end["ended"], end.get("error"), Path(unit["log"])
         )
         if len(failed) > 1:

@@ -13,10 +13,10 @@ from trainkit.launch.slurm.reconcile import settled
 from trainkit.launch.slurm.squeue import BEFORE, RUNNING
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import read_run_record
-from trainkit.stages.in_flight import Making
+from trainkit.stages.in_flight import ArraysInFlight
 
 
-def progress_of(making: Making) -> Literal["going", "failing", "over"]:
+def progress_of(making: ArraysInFlight) -> Literal["going", "failing", "over"]:
     """How far arrays are; failing: a unit has failed, and others go on. Raises TrainkitError
     (exit 8) where Slurm cannot be asked.
 
@@ -38,15 +38,15 @@ class Asking:
     """Asks about others' arrays for whoever waits for them. That Slurm cannot be asked is said
     once, by `say`, and waited out: nobody knows that they are over.
 
-    It is the `Going` of `make_fresh`. Raises TrainkitError (exit 8) only where Slurm's programs
-    are not there at all.
+    It is the `StillRunning` of `update_stage`. Raises TrainkitError (exit 8) only where Slurm's
+    programs are not there at all.
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
         self._told = False
 
-    def progress(self, making: Making) -> Literal["going", "failing", "over"]:
+    def progress(self, making: ArraysInFlight) -> Literal["going", "failing", "over"]:
         """As `progress_of`; failing where Slurm cannot be asked: nothing to join."""
         try:
             found = progress_of(making)
@@ -62,5 +62,5 @@ class Asking:
         self._told = False
         return found
 
-    def __call__(self, making: Making) -> bool:
+    def __call__(self, making: ArraysInFlight) -> bool:
         return self.progress(making) != "over"

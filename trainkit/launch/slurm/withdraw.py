@@ -20,7 +20,7 @@ from trainkit.launch.slurm.squeue import BEFORE, RUNNING
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import read_run_record
 from trainkit.stages.execute import stamps_folder
-from trainkit.stages.in_flight import read_making, write_making
+from trainkit.stages.in_flight import read_in_flight, write_in_flight
 
 LOCK_SECONDS = 60.0  # for whoever just joins the arrays
 POLL_SECONDS = 0.2
@@ -48,13 +48,13 @@ def take_out(run: RunFolder, *, held: bool = False) -> list[str]:
             if held
             else _soon_locked(stamps / f"{need['lock']}.lock", need)
         ):
-            making = read_making(stamps, need["name"])
+            making = read_in_flight(stamps, need["name"])
             if making is None or making.levels != tuple(need["levels"]):  # over, or others' since
                 continue
             others = tuple(
                 each for each in making.runs if each != str(run.path) and _waits(Path(each))
             )
-            write_making(stamps, replace(making, runs=others))
+            write_in_flight(stamps, replace(making, runs=others))
         if others:
             kept |= set(making.jobs)
         else:

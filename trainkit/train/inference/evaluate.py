@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from trainkit.base.errors import ConfigError, Exit, TrainkitError
-from trainkit.data.order.loader import Plan
+from trainkit.data.order.loader import ReadSchedule
 from trainkit.data.order.native import SPLITS, SplitName
 from trainkit.data.order.samples import Numbers
 from trainkit.data.tokenizer import load_tokenizer
@@ -122,7 +122,7 @@ class EvaluationFeed(Feed):
         self.close()
         self.loader = self._loader(
             SequentialOrder([samples.num_samples for samples in self.mixture.samples]),
-            Plan(parts, lambda at: count - at, count),
+            ReadSchedule(parts, lambda at: count - at, count),
         )
         try:
             yield from self.read(0, count)
