@@ -282,11 +282,11 @@ def test_close_ends_the_threads(samples: Counting) -> None:
 
 ABANDONED = """
 import numpy as np
-from trainkit.data.order.loader import Loader, Plan
+from trainkit.data.order.loader import Loader, ReadSchedule
 from trainkit.data.order.native import NativeOrder
 from trainkit.data.order.samples import MockSamples
 
-plan = Plan(lambda consumed, n: [range(consumed, consumed + n)], lambda at: 2)
+plan = ReadSchedule(lambda consumed, n: [range(consumed, consumed + n)], lambda at: 2)
 order = NativeOrder([100], None, "train", 0, ["mock"])
 loader = Loader(order, [MockSamples(50, 8, 0, 100)], 8, plan)
 next(loader.read(0, 2))

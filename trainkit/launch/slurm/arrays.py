@@ -313,11 +313,11 @@ class ArrayUnit(UnitProcess):
             self._read += len(data)
             self.feed(data)
 
-    def _hear(self, said: dict[str, object]) -> None:
+    def _feed_line(self, said: dict[str, object]) -> None:
         if isinstance(said.get("ended"), int):
             self.code = int(str(said["ended"]))
             self.host = str(said.get("host"))
-        super()._hear(said)
+        super()._feed_line(said)
 
 
 def level_file(folder: Path, level: Level) -> Path:
