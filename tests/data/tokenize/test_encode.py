@@ -221,7 +221,9 @@ def test_without_gigatoken_it_is_said(
     paths: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "gigatoken", None)
-    monkeypatch.setattr(encode, "unproved_reason", lambda value, special: "gigatoken is not installed")
+    monkeypatch.setattr(
+        encode, "unproved_reason", lambda value, special: "gigatoken is not installed"
+    )
     for key in ("tokenizers", "auto"):
         _, encoder, choice = EncoderCache().get(paths["trained"], key, "text", first=0, offset=0)
         assert isinstance(encoder, HuggingFaceEncoder) and choice.name == "tokenizers"
