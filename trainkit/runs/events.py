@@ -22,8 +22,8 @@ FailureClass = Literal["success", "user", "infra", "hang", "preempted", "no-prog
 RetryBudget = Literal["infra", "hang", "user", "preempted", "preemption", "time-limit"]
 
 
-class LeftProcess(TypedDict):
-    """A process that outlived its attempt, as its agent names it. `host`: in AttemptEnded only."""
+class SurvivingProcess(TypedDict):
+    """A process that outlived its attempt. `host`: in AttemptEnded only; `mark`: in HostSwept only."""
 
     pid: int
     argv0: str
@@ -235,7 +235,7 @@ class AttemptEnded(Event):
     exit: int
     root_cause: RootCause | None
     step: int | None = field(default=None, metadata={"omit": True})
-    survivors: Sequence[LeftProcess] = ()
+    survivors: Sequence[SurvivingProcess] = ()
     unanswered: Sequence[str] = ()
     failure_class: FailureClass = field(default="infra", metadata={"key": "class"})
     budget: str | None = None
@@ -254,8 +254,8 @@ class HostSwept(Event):
     name = "swept"
     host: str
     error: str | None
-    left: Sequence[LeftProcess]
-    killed: Sequence[LeftProcess]
+    left: Sequence[SurvivingProcess]
+    killed: Sequence[SurvivingProcess]
     proof: str | None
 
 

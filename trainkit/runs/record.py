@@ -21,8 +21,8 @@ from trainkit.runs.events import (
     AttemptEnded,
     AttemptStarted,
     FailureClass,
-    LeftProcess,
     RootCause,
+    SurvivingProcess,
     first_event,
     last_event,
     read_events,
@@ -150,7 +150,7 @@ class RunRecord:
     exit: int | None
     failure_class: FailureClass | None
     root_cause: RootCause | None
-    survivors: list[LeftProcess]
+    survivors: list[SurvivingProcess]
     lost: bool = False
 
     def row(self) -> dict[str, Any]:

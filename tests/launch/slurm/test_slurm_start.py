@@ -266,7 +266,7 @@ def test_a_person_s_word_comes_before_slurm_s(control: Control) -> None:
     """`cancel --save`, and nodes that are wanted for another job at the same time."""
     control.says(RUNNING + " PreemptTime=2026-11-22T05:17:15")
     made = supervisor(control)
-    made.asks.save(StopRequest.SAVE)
+    made.stop_requests.request_save(StopRequest.SAVE)
     *_, end = ended(
         made,
         AttemptResult(
@@ -308,7 +308,7 @@ def test_what_slurm_wanted_before_anybody_listened(control: Control) -> None:
         )
         control.says(said)
         made.look_around()
-        assert made.asks.first == asked, said
+        assert made.stop_requests.first == asked, said
 
 
 def limited(seconds: float, *, since: float = 0.0) -> str:
@@ -327,22 +327,23 @@ def test_a_signal_that_would_leave_no_time_to_train_does_not_count(control: Cont
     listen already or not."""
     control.says(limited(240))
     made = supervisor(control)
-    made.told._heard(signal.SIGUSR1, None)
+    made.batch_requests._on_signal(signal.SIGUSR1, None)
     made.look_around()
-    assert made.asks.first is None and made.told.signalled is None
+    assert made.stop_requests.first is None and made.batch_requests.signalled is None
     made = BatchSupervisor(made.run, {}, BatchStopRequests(), silent_observer(), made.granted)
     made.look_around()
-    made.told._heard(signal.SIGUSR1, None)
-    assert made.asks.first is None
+    made.batch_requests._on_signal(signal.SIGUSR1, None)
+    assert made.stop_requests.first is None
     left = made._until_saving()
     assert left is not None and left <= 240 - 60, "a quarter of the limit is for saving"
     control.says(limited(3600))
     made = BatchSupervisor(made.run, {}, BatchStopRequests(), silent_observer(), made.granted)
     made.look_around()
-    made.told._heard(signal.SIGUSR1, None)
-    assert made.asks.first == StopRequest.SAVE and made.told.signalled == signal.SIGUSR1, (
-        "an hour has room for it"
-    )
+    made.batch_requests._on_signal(signal.SIGUSR1, None)
+    assert (
+        made.stop_requests.first == StopRequest.SAVE
+        and made.batch_requests.signalled == signal.SIGUSR1
+    ), "an hour has room for it"
 
 
 def test_our_own_clock_tells_too(control: Control) -> None:
@@ -351,11 +352,14 @@ def test_our_own_clock_tells_too(control: Control) -> None:
     control.says(limited(3600, since=3301))
     made = supervisor(control)
     asyncio.run(made._watch_time())
-    assert made.told.signalled == signal.SIGUSR1 and made.asks.first == StopRequest.SAVE
+    assert (
+        made.batch_requests.signalled == signal.SIGUSR1
+        and made.stop_requests.first == StopRequest.SAVE
+    )
     control.says(RUNNING)
     made = BatchSupervisor(made.run, {}, BatchStopRequests(), silent_observer(), made.granted)
     asyncio.run(made._watch_time())
-    assert made.asks.first is None, "no limit"
+    assert made.stop_requests.first is None, "no limit"
     control.fails("show job")
     assert made._until_saving() == batch.ASK_AGAIN_SECONDS
 
@@ -388,7 +392,7 @@ def test_a_signal_between_two_attempts_is_judged_like_any_other(control: Control
     """Slurm's TERM in a pause, or before the first attempt, ends no run for good: there is an
     attempt that ends at once, and its end asks Slurm why."""
     made = supervisor(control)
-    made.asks.save(StopRequest.SAVE)
+    made.stop_requests.request_save(StopRequest.SAVE)
     assert made._asked_between(no_start()) is None and made._asked_between(None) is None
 
 

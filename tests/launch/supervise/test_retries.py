@@ -52,34 +52,34 @@ def test_one_kind_of_failure_does_not_eat_the_budget_of_another() -> None:
         failed(kind, step)  # type: ignore[arg-type]
         for step, kind in enumerate(["infra", "hang", "infra", "preempted", "infra"])
     ]
-    assert [budgets.after(end) for end in ends] == ["again", "again", "again", "again", "enough"]
+    assert [budgets.decide(end) for end in ends] == ["again", "again", "again", "again", "enough"]
     assert (
-        budgets.after(failed("user", 9, Exit.RANK_USER))
-        == budgets.after(failed("hang", 10))
+        budgets.decide(failed("user", 9, Exit.RANK_USER))
+        == budgets.decide(failed("hang", 10))
         == "enough"
     )
 
 
 def test_the_same_failure_at_the_same_step_ends_it() -> None:
     budgets = RetryBudgets(RetrySettings(infra=10, same_step=3))
-    assert [budgets.after(failed("infra", 7)) for _ in range(3)] == [
+    assert [budgets.decide(failed("infra", 7)) for _ in range(3)] == [
         "again",
         "again",
         "no-progress",
     ]
     budgets = RetryBudgets(RetrySettings(infra=10, same_step=3))
-    assert [budgets.after(failed("infra", step)) for step in (7, 7, 8, 8, 9)] == ["again"] * 5
+    assert [budgets.decide(failed("infra", step)) for step in (7, 7, 8, 8, 9)] == ["again"] * 5
 
 
 def test_what_the_next_attempt_would_be_told_again_is_not_tried() -> None:
     end = failed("user", exit=Exit.NO_CHECKPOINT)
-    assert RetryBudgets(RetrySettings(user=5)).after(end) == "enough" and not end.budget
+    assert RetryBudgets(RetrySettings(user=5)).decide(end) == "enough" and not end.budget
 
 
 def test_an_end_says_what_it_has_used_up() -> None:
     end = failed("preempted")
     assert (
-        RetryBudgets(RetrySettings(infra=1)).after(end, "infra") == "again"
+        RetryBudgets(RetrySettings(infra=1)).decide(end, "infra") == "again"
         and end.budget == "infra"
     ), "of another kind than its class"
 
@@ -90,13 +90,13 @@ def test_hosts_of_the_next_attempt() -> None:
     def names(found: Sequence[Host]) -> list[str]:
         return [host.name for host in found]
 
-    assert names(choice.take(2, lambda n: False)) == ["h0", "h1"]
-    choice.left_out["h0"] = "x"
-    assert names(choice.take(2, lambda n: False)) == ["h1", "h2"]
-    choice.left_out["h1"] = "x"
-    choice.left_out["h2"] = "x"
-    assert names(choice.take(2, lambda n: True)) == ["h3"]
-    assert names(choice.take(2, lambda n: False)) == ["h0", "h1"] and not choice.left_out
+    assert names(choice.choose(2, lambda n: False)) == ["h0", "h1"]
+    choice.excluded["h0"] = "x"
+    assert names(choice.choose(2, lambda n: False)) == ["h1", "h2"]
+    choice.excluded["h1"] = "x"
+    choice.excluded["h2"] = "x"
+    assert names(choice.choose(2, lambda n: True)) == ["h3"]
+    assert names(choice.choose(2, lambda n: False)) == ["h0", "h1"] and not choice.excluded
 
 
 FAILS_ONCE = f"""

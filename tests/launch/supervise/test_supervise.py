@@ -214,11 +214,11 @@ def test_a_launcher_that_cannot_even_try(tmp_path: Path) -> None:
 def test_nohups_wish_is_heeded() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with StopRequests().listening() as asks:
+        with StopRequests().handling_signals() as stop_requests:
             heard = []
             for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGINT):
                 os.kill(os.getpid(), number)
-                heard.append((asks.first, asks.at_once))
+                heard.append((stop_requests.first, stop_requests.immediate))
             assert heard == [(None, False), (StopRequest.SAVE, False), (StopRequest.SAVE, True)]
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     finally:

@@ -87,10 +87,10 @@ class BatchStopRequests(StopRequests):
         # tell
         self.too_early = False
 
-    def heeded(self) -> list[int]:
+    def handled_signals(self) -> list[int]:
         return list(self.signals)  # ignored so far, by the script's trap
 
-    def _heard(self, number: int, frame: object) -> None:
+    def _on_signal(self, number: int, frame: object) -> None:
         if number == signal.SIGUSR1 and self.too_early:
             self.too_early = False  # Slurm's own comes once; whoever sends another means it
             return
@@ -114,7 +114,7 @@ class BatchStopRequests(StopRequests):
     def _asked(self, number: int) -> None:
         if self.first is None:
             self.signalled = number
-        self.save(StopRequest.SAVE)
+        self.request_save(StopRequest.SAVE)
 
 
 class NoProlog(Slurm):
@@ -148,14 +148,14 @@ class BatchSupervisor(Supervisor):
         self,
         run: RunFolder,
         secrets: Mapping[str, str],
-        asks: BatchStopRequests,
-        watch: RunObserver,
+        stop_requests: BatchStopRequests,
+        observer: RunObserver,
         granted: Granted,
         launcher: Launcher | None = None,
     ) -> None:
         # who may be on a node is Slurm's affair
-        super().__init__(run, secrets, asks, watch, share=True, launcher=launcher)
-        self.told = asks
+        super().__init__(run, secrets, stop_requests, observer, share=True, launcher=launcher)
+        self.batch_requests = stop_requests
         self.granted = granted
         self.later: Kind = ""
         self.noted = False
@@ -204,7 +204,7 @@ class BatchSupervisor(Supervisor):
                 outcome = Outcome(Exit(ended.exit), ended.failure_class, ended.root_cause)
                 end = AttemptResult(outcome, began, ended.step or 0)
                 kind = budget or "preemption"
-            if (verdict := self.budgets.after(end, kind)) != "again":
+            if (verdict := self.budgets.decide(end, kind)) != "again":
                 self._give_up(attempt.number, kind, verdict, end)
 
     def _give_up(self, number: int, kind: str, verdict: str, end: AttemptResult) -> None:
@@ -268,7 +268,7 @@ class BatchSupervisor(Supervisor):
         before it counts."""
         while (wait := await asyncio.to_thread(self._until_saving)) is not None:
             if wait <= 0:
-                self.told.time_is_near()
+                self.batch_requests.time_is_near()
                 return
             await asyncio.sleep(wait)
 
@@ -302,9 +302,9 @@ class BatchSupervisor(Supervisor):
         with contextlib.suppress(TrainkitError):
             now = standing(self.granted.job)
             if now.limit is not None and self._ahead(now.limit) < signal_seconds(self.run):
-                self.told.expect_too_early()
+                self.batch_requests.expect_too_early()
             if now.preempted or now.restarts > self.granted.restarts or not now.ours:
-                self.told.ends()
+                self.batch_requests.ends()
 
     def _judged(self, end: AttemptResult) -> AttemptResult:
         """The end with its verdict: again in this allocation, later in another, or not at all.
@@ -315,7 +315,7 @@ class BatchSupervisor(Supervisor):
         ):
             return self._judged_by_slurm(end, kind)
         end = super()._judged(end)
-        if self.hosts.left_out and self.job.resume != "never":
+        if self.hosts.excluded and self.job.resume != "never":
             self._judge_bad_nodes(end)
         return end
 
@@ -330,14 +330,14 @@ class BatchSupervisor(Supervisor):
         ):
             cause: RootCause = {
                 **(end.outcome.root_cause or {}),
-                "host": ", ".join(sorted(self.hosts.left_out)),
+                "host": ", ".join(sorted(self.hosts.excluded)),
             }
             end.outcome = Outcome(end.outcome.exit, "infra", cause, end.outcome.suspects)
-            end.again = self.budgets.after(end) == "again"
+            end.again = self.budgets.decide(end) == "again"
         if end.again:
             end.again = False
             self.later = "infra"
-            self.bad = dict(self.hosts.left_out)
+            self.bad = dict(self.hosts.excluded)
 
     def _judged_by_slurm(self, end: AttemptResult, kind: Kind) -> AttemptResult:
         cause: RootCause = {**(end.outcome.root_cause or {})}
@@ -355,7 +355,7 @@ class BatchSupervisor(Supervisor):
             )
         if not kind or self.job.resume == "never":
             return end
-        verdict = self.budgets.after(end, kind)
+        verdict = self.budgets.decide(end, kind)
         if verdict == "again":
             self.later = kind
         elif verdict == "no-progress":
@@ -369,24 +369,28 @@ class BatchSupervisor(Supervisor):
     def _why_taken(self) -> Kind | None:
         """Why Slurm ends the job, or takes its nodes; "" where the job shall not go on; None: it
         does neither."""
-        if self.told.signalled == signal.SIGUSR1:
+        if self.batch_requests.signalled == signal.SIGUSR1:
             return "time-limit"
-        if self.asks.first and self.told.signalled is None:
+        if self.stop_requests.first and self.batch_requests.signalled is None:
             return None  # a person's word
         try:
             now = standing(self.granted.job)
             self.by_slurm = now.restarts > self.granted.restarts
             self.failed = failed_nodes(self.granted.hosts)
         except TrainkitError as error:
-            self.watch.notice(f"cannot ask Slurm why it ends the job: {error}")
-            if self.told.signalled is None:
+            self.observer.notice(f"cannot ask Slurm why it ends the job: {error}")
+            if self.batch_requests.signalled is None:
                 return None
             return ""
         if self.failed:
             return "infra"
-        if self.by_slurm or now.preempted or (now.ours and self.told.signalled is not None):
+        if (
+            self.by_slurm
+            or now.preempted
+            or (now.ours and self.batch_requests.signalled is not None)
+        ):
             return "preemption"
-        if self.told.signalled is not None or not now.ours:
+        if self.batch_requests.signalled is not None or not now.ours:
             return ""
         return None
 
@@ -405,7 +409,7 @@ class BatchSupervisor(Supervisor):
                 requeue(id, self.granted.restarts)
         except TrainkitError as error:
             events.write(RequeueFailed(id, error.message))
-            self.watch.notice(
+            self.observer.notice(
                 f'{error.message}; `resume = "chain"` does without requeue, invoke resume'
                 f" {self.run.id} goes on by hand"
             )
@@ -439,13 +443,13 @@ class BatchSupervisor(Supervisor):
                 "nodelist" in self.job.sbatch_options
                 or len(set(usable_nodes(now.partition)) - set(names)) < self.job.nodes
             ):
-                self.watch.notice(
+                self.observer.notice(
                     f"Slurm may give the run {', '.join(bad)} again: there are no others for it"
                 )
                 return
             ask(["scontrol", "update", f"JobId={next_job}", f"ExcNodeList={','.join(names)}"])
         except TrainkitError as error:
-            self.watch.notice(f"Slurm may give the run {', '.join(bad)} again: {error.message}")
+            self.observer.notice(f"Slurm may give the run {', '.join(bad)} again: {error.message}")
             return
         for host, why in bad.items():
             self.attempt.events.write(HostExcluded(host, why))
@@ -469,8 +473,8 @@ def supervise_batch(run: RunFolder, environment: Mapping[str, str], *, prolog: i
         is judged by what the nodes make of it: all are asked to
             run it. Where they do not (pyxis), the batch host alone is to blame.
     """
-    asks = BatchStopRequests()
-    with asks.listening():
+    stop_requests = BatchStopRequests()
+    with stop_requests.handling_signals():
         where = granted(environment)
         job = read_job(run.job)
         if still_to_be_made(run):
@@ -489,7 +493,7 @@ def supervise_batch(run: RunFolder, environment: Mapping[str, str], *, prolog: i
             drop_slurm_job(run, entry.id)
             return ended
         _refuse_other_inputs(run, entry)
-        watch = RunObserver(
+        observer = RunObserver(
             lambda run: print(f"run {run.id} on {', '.join(where.hosts)}", flush=True),
             lambda: None,
             lambda text: print(text, flush=True),
@@ -497,7 +501,7 @@ def supervise_batch(run: RunFolder, environment: Mapping[str, str], *, prolog: i
         launcher = None
         if prolog:
             host = environment.get("SLURMD_NODENAME") or where.hosts[0]
-            watch.notice(
+            observer.on_notice(
                 f"the prolog of clusters.{job.cluster.name} failed in the batch script on {host}"
                 f" (exit code {prolog})"
             )
@@ -505,7 +509,9 @@ def supervise_batch(run: RunFolder, environment: Mapping[str, str], *, prolog: i
                 launcher = NoProlog(host, prolog)
             else:
                 launcher = None
-        supervisor = BatchSupervisor(run, read_secrets(run), asks, watch, where, launcher)
+        supervisor = BatchSupervisor(
+            run, read_secrets(run), stop_requests, observer, where, launcher
+        )
         supervisor.replay(entry.first_attempt)
         with _successor(run, supervisor, entry):
             supervisor.look_around()

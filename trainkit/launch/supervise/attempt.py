@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import time
 import traceback
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -27,6 +27,7 @@ from trainkit.launch.supervise.agent_pool import AgentPool, JoinedAgent
 from trainkit.launch.supervise.failure_rules import FailureRules
 from trainkit.launch.supervise.hang_report import StackDumps
 from trainkit.launch.supervise.heartbeats import Heartbeats
+from trainkit.launch.supervise.observer import GuardedObserver
 from trainkit.launch.supervise.outcome import (
     LostContact,
     Outcome,
@@ -50,11 +51,11 @@ from trainkit.runs.events import (
     Event,
     EventLog,
     HangDetected,
-    LeftProcess,
     RankEnded,
     RanksStopped,
     RankStarted,
     SaveRequested,
+    SurvivingProcess,
 )
 from trainkit.runs.folder import RunFolder
 
@@ -77,10 +78,8 @@ class AttemptContext:
         secrets: names and values that only the ranks' environment holds.
         rules: what failures mean.
         share: run beside other runs on the same slots.
-        asks: what has been asked of the supervisor.
-        show: calls a person's view, never fails.
-        tick: called some twenty times a second, through `show`.
-        notice: called with one line a person should know, through `show`.
+        stop_requests: what asks the supervisor to end the run.
+        observer: how a person follows.
     """
 
     launcher: Launcher
@@ -88,10 +87,8 @@ class AttemptContext:
     secrets: Mapping[str, str]
     rules: FailureRules
     share: bool
-    asks: StopRequests
-    show: Callable[[Callable[[], None]], None]
-    tick: Callable[[], None]
-    notice: Callable[[str], None]
+    stop_requests: StopRequests
+    observer: GuardedObserver
 
 
 @dataclass
@@ -112,7 +109,7 @@ class AttemptResult:
     outcome: Outcome
     began: bool = False
     step: int = 0
-    survivors: list[LeftProcess] = field(default_factory=list)
+    survivors: list[SurvivingProcess] = field(default_factory=list)
     unanswered: list[str] = field(default_factory=list)
     doubtful: list[str] = field(default_factory=list)
     lost: int = 0
@@ -121,7 +118,7 @@ class AttemptResult:
     budget: str = ""
 
 
-class _Asked(Exception):
+class _StopRequested(Exception):
     """Somebody asked to stop before the ranks ran."""
 
 
@@ -134,7 +131,7 @@ class Attempt:
         job: as the attempt runs it; `job.nodes` is the number of hosts.
         hosts: nodes in order of ranks.
         command: what the ranks run.
-        setting: of the supervisor.
+        context: of the supervisor.
     """
 
     def __init__(
@@ -144,12 +141,12 @@ class Attempt:
         job: Job,
         hosts: Sequence[Host],
         command: Command,
-        setting: AttemptContext,
+        context: AttemptContext,
     ) -> None:
         self.run = run
         self.job = job
         self.command = command
-        self.setting = setting
+        self.context = context
         self.folder = run.attempt(number)
         code = run.root / "code" / run.code.resolve().name
         logs = self.folder.path / "launch"
@@ -166,9 +163,9 @@ class Attempt:
             node_container(job, folder, run.id, number, reusable_since(run)),
         )
         self.events = EventLog(self.folder)
-        self.pulse = Heartbeats(self.folder, job.cluster.watch)
+        self.heartbeats = Heartbeats(self.folder, job.cluster.watch)
         self.stacks = StackDumps(self.folder)
-        self.redactor = Redactor(setting.secrets.values())
+        self.redactor = Redactor(context.secrets.values())
         self.world: dict[str, Any] = {}
         self.node_of: dict[int, int] = {}
         self.running: set[int] = set()
@@ -176,10 +173,10 @@ class Attempt:
         self.ends: list[RankExit] = []
         self.losses: list[LostContact] = []
         # what is left, by the nodes that have said so
-        self.stopped: dict[int, list[LeftProcess]] = {}
+        self.stopped: dict[int, list[SurvivingProcess]] = {}
         self.not_started: list[tuple[str, str]] = []
         self.lost_at: float | None = None
-        self.heeded = self.told_to_save = self.began = False
+        self.save_announced = self.save_requested = self.began = False
 
     def record_start(self) -> None:
         """Write the first event: from now on the run's state hangs on this process's life."""
@@ -189,15 +186,15 @@ class Attempt:
             )
         )
 
-    async def go(self) -> AttemptResult:
+    async def execute(self) -> AttemptResult:
         """Start the ranks, follow them to their end, judge it. Leaves nothing running on any
         host that can be reached. Writes no "ended"."""
-        survivors: list[LeftProcess] = []
+        survivors: list[SurvivingProcess] = []
         outcome: Outcome | None = None
         try:
-            server = self.setting.server
-            self.session.write(self.run.root, server.address, server.port, self.setting.secrets)
-            async with AgentPool(self.session, self.setting.launcher, server) as pool:
+            server = self.context.server
+            self.session.write(self.run.root, server.address, server.port, self.context.secrets)
+            async with AgentPool(self.session, self.context.launcher, server) as pool:
                 try:
                     outcome = await self._guarded(pool)
                 finally:
@@ -226,7 +223,11 @@ class Attempt:
         finally:
             self.session.forget_secrets()
         outcome = outcome or judge_outcome(
-            self.ends, len(self.node_of), self.setting.asks.first, self.losses, self.setting.rules
+            self.ends,
+            len(self.node_of),
+            self.context.stop_requests.first,
+            self.losses,
+            self.context.rules,
         )
         if self.node_of:
             unanswered = [
@@ -246,7 +247,7 @@ class Attempt:
         return AttemptResult(
             self._clean(outcome),
             began=self.began,
-            step=self.pulse.step(),
+            step=self.heartbeats.step(),
             survivors=survivors,
             unanswered=unanswered,
             doubtful=sorted(doubtful),
@@ -263,8 +264,8 @@ class Attempt:
             return await self._watch(pool)
         except StartError as error:
             return error.outcome
-        except _Asked:
-            return judge_outcome([], 1, self.setting.asks.first)
+        except _StopRequested:
+            return judge_outcome([], 1, self.context.stop_requests.first)
 
     def _clean(self, outcome: Outcome) -> Outcome:
         return Outcome(
@@ -280,9 +281,9 @@ class Attempt:
         try:
             while not task.done():
                 await asyncio.wait({task}, timeout=POLL_SECONDS)
-                self.setting.show(self.setting.tick)
-                if self.setting.asks.first and not task.done():
-                    raise _Asked
+                self.context.observer.tick()
+                if self.context.stop_requests.first and not task.done():
+                    raise _StopRequested
             task.result()
         finally:
             task.cancel()
@@ -294,7 +295,7 @@ class Attempt:
         else:
             gpus = 0
         await gather(pool, gpus=gpus, joined=self._joined)
-        await reserve(pool, self.job, share=self.setting.share)
+        await reserve(pool, self.job, share=self.context.share)
         address, port = await rendezvous(pool, self.job)
         allocation = allocate(pool, self.job, self.command, address, port)
         self.world = world_document(
@@ -342,7 +343,7 @@ class Attempt:
             ]
             pool.send(
                 node,
-                {"type": "go", "processes": processes, "secret_names": list(self.setting.secrets)},
+                {"type": "go", "processes": processes, "secret_names": list(self.context.secrets)},
             )
         deadline = time.monotonic() + self.session.connect
         while self.waiting and not self.losses:
@@ -360,7 +361,7 @@ class Attempt:
         self.session.forget_secrets()  # every agent has read them
         self.events.write(AllRanksStarted())
         self.began = True
-        self.pulse.begin()
+        self.heartbeats.begin()
 
     def _process(self, node: int, local_rank: int, rank: int) -> dict[str, Any]:
         paths = {"log": str(self.folder.log(rank)), "error": str(self.folder.error(rank))}
@@ -385,12 +386,12 @@ class Attempt:
                 well = (
                     end.done
                     or end.code == Exit.PREEMPTED
-                    or (end.code == Exit.DONE and self.setting.asks.first is not None)
+                    or (end.code == Exit.DONE and self.context.stop_requests.first is not None)
                 )
-                if end.code == Exit.PREEMPTED and not self.pulse.stepping:
+                if end.code == Exit.PREEMPTED and not self.heartbeats.stepping:
                     # whoever told that one did not tell its peers; ranks that make steps agree on
                     # it by themselves
-                    self._tell_to_save(pool)
+                    self._request_save(pool)
                 deadline = min(
                     deadline, time.monotonic() + (TEARDOWN_SECONDS if well else ECHO_SECONDS)
                 )
@@ -407,45 +408,41 @@ class Attempt:
                     ),
                 )
                 return None
-            if await self._heed(pool):
+            if await self._obey_stop_requests(pool):
                 return None
-            if deadline == float("inf") and (seconds := self.pulse.stalled()):
+            if deadline == float("inf") and (seconds := self.heartbeats.stalled()):
                 return await self._hang(pool, seconds)
         return None
 
-    async def _heed(self, pool: AgentPool) -> bool:
+    async def _obey_stop_requests(self, pool: AgentPool) -> bool:
         """Do what was asked since last time; whether everything was stopped."""
-        asks = self.setting.asks
-        if asks.at_once:
+        requests = self.context.stop_requests
+        if requests.immediate:
             await self._stop_all(pool, "it was asked to stop at once")
             return True
-        if asks.first and not self.heeded:
-            self.heeded = True
-            if asks.first == StopRequest.INTERRUPT:
+        if requests.first and not self.save_announced:
+            self.save_announced = True
+            if requests.first == StopRequest.INTERRUPT:
                 how = "Ctrl-C again stops at once"
             else:
                 how = "a second signal stops at once"
-            self.setting.show(
-                lambda: self.setting.notice(f"saving at the end of this step, then stopping; {how}")
-            )
-            self._tell_to_save(pool)
+            self.context.observer.notice(f"saving at the end of this step, then stopping; {how}")
+            self._request_save(pool)
         return False
 
-    def _tell_to_save(self, pool: AgentPool) -> None:
+    def _request_save(self, pool: AgentPool) -> None:
         """Have all ranks save at the end of their step and leave; once."""
-        if self.told_to_save:
+        if self.save_requested:
             return
-        self.told_to_save = True
+        self.save_requested = True
         self.events.write(SaveRequested(sorted(self.running)))
         for node in pool.present:
             pool.send(node, {"type": "signal", "signal": "USR1", "keys": None})
 
     async def _hang(self, pool: AgentPool, seconds: float) -> Outcome:
         """Nobody moves: have all stacks written, name who is missing, stop."""
-        self.setting.show(
-            lambda: self.setting.notice(
-                f"no rank has moved for {seconds:.0f} s: looking at their stacks, then stopping"
-            )
+        self.context.observer.notice(
+            f"no rank has moved for {seconds:.0f} s: looking at their stacks, then stopping"
         )
         nodes = pool.present
         for node in nodes:
@@ -455,7 +452,7 @@ class Attempt:
             await self._take_next(pool)
         self.stacks.write()
         hang = self.stacks.judge(
-            self.pulse, self.running, lambda rank: pool.host(self.node_of[rank]), seconds
+            self.heartbeats, self.running, lambda rank: pool.host(self.node_of[rank]), seconds
         )
         cause = hang.root_cause
         assert cause is not None
@@ -472,13 +469,13 @@ class Attempt:
                 self._take(pool, *await pool.received.get())
         while not pool.received.empty():
             self._take(pool, *pool.received.get_nowait())
-        self.setting.show(self.setting.tick)
+        self.context.observer.tick()
 
     def _take(self, pool: AgentPool, node: int, frame: Frame) -> None:
         kind = frame["type"]
         if kind == "heartbeat":
             for key, beat in frame["beats"].items():
-                self.pulse.take(int(key), beat)
+                self.heartbeats.take(int(key), beat)
         elif kind == "started":
             self._started(int(frame["key"]), pool.host(node), frame["pid"])
         elif kind == "start_failed":
@@ -489,7 +486,7 @@ class Attempt:
         elif kind == "stopped":
             host = pool.host(node)
             self.stopped[node] = [
-                cast(LeftProcess, {"host": host, **each}) for each in frame["left"]
+                cast(SurvivingProcess, {"host": host, **each}) for each in frame["left"]
             ]
         elif kind == "stacks":
             self.stacks.take(node, frame)
@@ -561,7 +558,7 @@ class Attempt:
         self.running -= gone
         self.waiting -= gone
 
-    async def _stop_all(self, pool: AgentPool, reason: str) -> list[LeftProcess]:
+    async def _stop_all(self, pool: AgentPool, reason: str) -> list[SurvivingProcess]:
         """TERM, KILL after the grace, on every host; returns what outlived that, from those that
         answered."""
         grace = self.job.cluster.watch.grace

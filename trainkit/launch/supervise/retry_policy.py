@@ -31,7 +31,7 @@ class RetryBudgets:
         self._former: tuple[object, ...] | None = None
         self._times = 0
 
-    def after(self, end: AttemptResult, kind: str = "") -> RetryDecision:
+    def decide(self, end: AttemptResult, kind: str = "") -> RetryDecision:
         """What follows from one more failure; `end.budget` says what it has used up. One that
         was asked for, or success, is no failure: do not come with it.
 
@@ -67,18 +67,18 @@ class HostChoice:
 
     def __init__(self, hosts: Sequence[Host]) -> None:
         self.hosts = tuple(hosts)
-        self.left_out: dict[str, str] = {}  # why, by name: not taken while others will do
+        self.excluded: dict[str, str] = {}  # why, by name: not taken while others will do
 
-    def usable(self) -> list[Host]:
+    def available(self) -> list[Host]:
         """Those not left out, in order."""
-        return [host for host in self.hosts if host.name not in self.left_out]
+        return [host for host in self.hosts if host.name not in self.excluded]
 
-    def take(self, nodes: int, fits: Callable[[int], bool]) -> tuple[Host, ...]:
+    def choose(self, nodes: int, fits: Callable[[int], bool]) -> tuple[Host, ...]:
         """Hosts of the next attempt: `nodes` of the usable ones; fewer if `fits` says that the
         job can run on so many; else all again, in the hope that those left out are back."""
-        usable = self.usable()
+        usable = self.available()
         most = next((n for n in range(min(nodes, len(usable)), 0, -1) if n == nodes or fits(n)), 0)
         if most:
             return tuple(usable[:most])
-        self.left_out.clear()
+        self.excluded.clear()
         return self.hosts[:nodes]

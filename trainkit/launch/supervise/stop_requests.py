@@ -18,29 +18,31 @@ class StopRequests:
 
     def __init__(self) -> None:
         self.first: StopRequest | None = None
-        self.at_once = False
+        self.immediate = False
 
-    def save(self, who: StopRequest) -> None:
+    def request_save(self, source: StopRequest) -> None:
         """Save at the end of the step, then stop."""
-        self.first = self.first or who
+        self.first = self.first or source
 
-    def stop(self) -> None:
+    def request_stop(self) -> None:
         """Stop at once; `invoke cancel` is a last word whatever was asked before."""
         self.first = StopRequest.CANCEL
-        self.at_once = True
+        self.immediate = True
 
-    def heeded(self) -> list[int]:
+    def handled_signals(self) -> list[int]:
         """Those to take: not what was ignored before, which is nohup's wish."""
         return [number for number in self.signals if signal.getsignal(number) != signal.SIG_IGN]
 
-    def _heard(self, number: int, frame: object) -> None:
-        self.at_once = self.first is not None
-        self.save(StopRequest.INTERRUPT if number == signal.SIGINT else StopRequest.SAVE)
+    def _on_signal(self, number: int, frame: object) -> None:
+        self.immediate = self.first is not None
+        self.request_save(StopRequest.INTERRUPT if number == signal.SIGINT else StopRequest.SAVE)
 
     @contextlib.contextmanager
-    def listening(self) -> Iterator[StopRequests]:
+    def handling_signals(self) -> Iterator[StopRequests]:
         """Take the signals for the block; afterwards they are as before."""
-        before = {number: signal.signal(number, self._heard) for number in self.heeded()}
+        before = {
+            number: signal.signal(number, self._on_signal) for number in self.handled_signals()
+        }
         try:
             yield self
         finally:

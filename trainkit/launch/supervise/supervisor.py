@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 
 from trainkit.base.documents import document
@@ -29,7 +29,7 @@ from trainkit.launch.protocol.server import Connection, Server
 from trainkit.launch.session import SECRETS
 from trainkit.launch.supervise.attempt import Attempt, AttemptContext, AttemptResult
 from trainkit.launch.supervise.failure_rules import load_failure_rules
-from trainkit.launch.supervise.observer import RunObserver
+from trainkit.launch.supervise.observer import GuardedObserver, RunObserver
 from trainkit.launch.supervise.orphan_sweep import SweepReport, sweep_orphans_on
 from trainkit.launch.supervise.outcome import Outcome, StopRequest, judge_outcome
 from trainkit.launch.supervise.retry_policy import HostChoice, RetryBudgets
@@ -65,8 +65,8 @@ class Supervisor:
     Args:
         run: its folder, complete: job.json, launch/hosts.json, code.
         secrets: names and values that only the ranks' environment holds.
-        asks: what is asked of us.
-        watch: how a person follows.
+        stop_requests: what asks us to end the run.
+        observer: how a person follows.
         share: run beside other runs on the same slots.
         launcher: another than the job's.
         engine: another than the job's.
@@ -76,8 +76,8 @@ class Supervisor:
         self,
         run: RunFolder,
         secrets: Mapping[str, str],
-        asks: StopRequests,
-        watch: RunObserver,
+        stop_requests: StopRequests,
+        observer: RunObserver,
         *,
         share: bool,
         launcher: Launcher | None = None,
@@ -85,8 +85,8 @@ class Supervisor:
     ) -> None:
         self.run = run
         self.secrets = secrets
-        self.asks = asks
-        self.watch = watch
+        self.stop_requests = stop_requests
+        self.observer = GuardedObserver(observer, self._note_lost_view)
         self.share = share
         self.job = read_job(run.job)
         self.hosts = HostChoice(read_hosts(run).hosts)
@@ -96,7 +96,6 @@ class Supervisor:
         self.server = Server(self._on_rejected)
         self.pen = threading.Lock()  # of our sign: the last word must be written last
         self.attempt: Attempt | None = None
-        self.viewing = True
         self.false_starts = 0  # attempts in a row whose ranks did not begin
         self.began = self.ended = self.goes_on = False
 
@@ -171,19 +170,19 @@ class Supervisor:
         watch = self.job.cluster.watch
         until = min(seen, time.time()) + SIGN_SECONDS + watch.lease + watch.grace + OWN_STOP_SECONDS
         if until > time.time():
-            told = (
+            line = (
                 "not every host of the attempt before can be asked: waiting"
                 f" {until - time.time():.0f} s, until what it left has stopped by itself"
             )
-            self.show(lambda: self.watch.notice(told))
+            self.observer.notice(line)
         await self._wait(until - time.time())
 
     def _asked_between(self, end: AttemptResult | None) -> Outcome | None:
         """The outcome where somebody asks to stop while no attempt is under way; `end`: of the
         one before, whose last word that becomes."""
-        if not self.asks.first:
+        if not self.stop_requests.first:
             return None
-        outcome = judge_outcome([], 1, self.asks.first)
+        outcome = judge_outcome([], 1, self.stop_requests.first)
         if end is not None:
             end.outcome = outcome
             end.budget = ""
@@ -203,8 +202,8 @@ class Supervisor:
     async def _wait(self, seconds: float) -> None:
         """Wait, unless somebody asks to stop."""
         until = time.monotonic() + seconds
-        while time.monotonic() < until and not self.asks.first:
-            self.show(self.watch.tick)
+        while time.monotonic() < until and not self.stop_requests.first:
+            self.observer.tick()
             await asyncio.sleep(0.1)
 
     async def _one_attempt(self) -> AttemptResult:
@@ -215,30 +214,24 @@ class Supervisor:
         first = self.attempt is None
         hosts = self._choose()
         command = self.engine.command(self.job, self.run, number)
-        rules = load_failure_rules(self.job.cluster)
-        asks = self.asks
-        tick = self.watch.tick
-        notice = self.watch.notice
-        setting = AttemptContext(
+        context = AttemptContext(
             self.launcher,
             self.server,
             self.secrets,
-            rules,
+            load_failure_rules(self.job.cluster),
             self.share,
-            asks,
-            self.show,
-            tick,
-            notice,
+            self.stop_requests,
+            self.observer,
         )
         if self.attempt is not None:
             self.attempt.events.close()
-        self.attempt = attempt = Attempt(self.run, number, self.job, hosts, command, setting)
+        self.attempt = attempt = Attempt(self.run, number, self.job, hosts, command, context)
         attempt.record_start()
         self._sign()
         if first:
-            self.show(lambda: self.watch.begin(self.run))
+            self.observer.begin(self.run)
         try:
-            end = await attempt.go()
+            end = await attempt.execute()
         except BaseException as error:
             end = AttemptResult(
                 Outcome(
@@ -283,7 +276,7 @@ class Supervisor:
     def _judged(self, end: AttemptResult) -> AttemptResult:
         """The end with its verdict: whether there will be another attempt."""
         outcome = end.outcome
-        if self.asks.first or outcome.failure_class in ("success", "cancelled"):
+        if self.stop_requests.first or outcome.failure_class in ("success", "cancelled"):
             return end
         self.began = self.began or end.began
         cause = outcome.root_cause or {}
@@ -297,12 +290,12 @@ class Supervisor:
         # this machine, its network or the shared root is to blame, not all of them
         if 2 * max(len(suspects), end.lost) > max(2, self.job.nodes):
             suspects = {}
-        self.hosts.left_out |= suspects
-        if not self.began and not (suspects and len(self.hosts.usable()) >= self.job.nodes):
+        self.hosts.excluded |= suspects
+        if not self.began and not (suspects and len(self.hosts.available()) >= self.job.nodes):
             return end  # a person waits for this start, and no spare can mend it
         # nobody asked us, and nothing came of it
         unsaved = outcome.failure_class == "preempted" and not cause.get("saved", True)
-        verdict = self.budgets.after(end, "infra" if unsaved else "")
+        verdict = self.budgets.decide(end, "infra" if unsaved else "")
         end.again = verdict == "again"
         self.goes_on = end.again
         self._leave_out(suspects)
@@ -321,7 +314,7 @@ class Supervisor:
         assert self.attempt is not None
         for host, why in suspects.items():
             # else the `resume` that is advised could not begin
-            if self.began and (self.goes_on or len(self.hosts.usable()) >= self.job.nodes):
+            if self.began and (self.goes_on or len(self.hosts.available()) >= self.job.nodes):
                 quarantine_host(
                     self.run.root, host, why, self.run.id, self.job.cluster.quarantine_seconds
                 )
@@ -354,17 +347,15 @@ class Supervisor:
             f"attempt {number} failed ({end.outcome.failure_class}):"
             f" {(end.outcome.root_cause or {}).get('message')}"
         )
-        if self.hosts.left_out:
-            left_out = f"; without {', '.join(self.hosts.left_out)}"
+        if self.hosts.excluded:
+            left_out = f"; without {', '.join(self.hosts.excluded)}"
         else:
             left_out = ""
-        self.show(
-            lambda: self.watch.notice(f"{failed}; going on as attempt {number + 1}{left_out}")
-        )
+        self.observer.notice(f"{failed}; going on as attempt {number + 1}{left_out}")
         self.attempt.events.write(
             RetryPlanned(
                 number + 1,
-                left_out=sorted(self.hosts.left_out),
+                left_out=sorted(self.hosts.excluded),
                 failure_class=end.outcome.failure_class,
             )
         )
@@ -373,16 +364,16 @@ class Supervisor:
     def _choose(self) -> tuple[Host, ...]:
         """Hosts of the next attempt; the job is changed where there are fewer of them than it
         had."""
-        hosts = self.hosts.take(
+        hosts = self.hosts.choose(
             self.job.nodes,
             lambda nodes: self.job.retries.shrink and self._shrunk(nodes) is not None,
         )
         if len(hosts) < self.job.nodes and (job := self._shrunk(len(hosts))) is not None:
-            told = (
+            line = (
                 f"{len(hosts)} of {self.job.nodes} hosts are left: going on with {job.world_size}"
                 " ranks"
             )
-            self.show(lambda: self.watch.notice(told))
+            self.observer.notice(line)
             written, self.job = changed_job(self.run.job, [f"nodes={len(hosts)}"])
             write_changed_job(self.run.job, written)
             write_json(self.run.plan, make_plan(self.job, rules=RULES[self.job.engine]).to_json())
@@ -408,17 +399,9 @@ class Supervisor:
             end.lost_at + watch.lease + watch.grace + OWN_STOP_SECONDS - time.monotonic()
         )
 
-    def show(self, view: Callable[[], None]) -> None:
-        """Call a view. One that fails (a closed terminal, a reader that has gone) is called no
-        more; the run goes on."""
-        if not self.viewing:
-            return
-        try:
-            view()
-        except (Exception, SystemExit) as error:  # rich raises SystemExit where the pipe is closed
-            self.viewing = False
-            if self.attempt is not None:
-                self.attempt.events.write(ViewLost(f"{type(error).__name__}: {error}"))
+    def _note_lost_view(self, reason: str) -> None:
+        if self.attempt is not None:
+            self.attempt.events.write(ViewLost(reason))
 
     async def _keep_signing(self) -> None:
         while True:
@@ -459,9 +442,9 @@ class Supervisor:
             frame = await connection.receive()
         if frame is not None and frame["type"] == "cancel":
             if frame.get("save"):
-                self.asks.save(StopRequest.SAVE)
+                self.stop_requests.request_save(StopRequest.SAVE)
             else:
-                self.asks.stop()
+                self.stop_requests.request_stop()
             connection.send({"type": "ok"})
             await connection.finish()
 
@@ -484,7 +467,7 @@ def locked_run(run: RunFolder) -> Iterator[None]:
 def supervise(
     run: RunFolder,
     secrets: Mapping[str, str],
-    watch: RunObserver,
+    observer: RunObserver,
     *,
     share: bool,
     launcher: Launcher | None = None,
@@ -492,9 +475,9 @@ def supervise(
 ) -> Outcome:
     """Supervise a run to its end in this process's main thread; arguments as of Supervisor. The
     caller holds the run's lock."""
-    with StopRequests().listening() as asks:
+    with StopRequests().handling_signals() as stop_requests:
         return asyncio.run(
             Supervisor(
-                run, secrets, asks, watch, share=share, launcher=launcher, engine=engine
+                run, secrets, stop_requests, observer, share=share, launcher=launcher, engine=engine
             ).supervise()
         )
