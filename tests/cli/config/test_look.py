@@ -13,14 +13,10 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from trainkit.base.errors import ConfigError
-from trainkit.cli.config.render_job import (
-    explain,
-    explain_text,
-    jobs_document,
-    print_jobs,
-    show_document,
-    show_toml,
-)
+from trainkit.cli.config.jobs import jobs as list_jobs
+from trainkit.cli.config.jobs import show
+from trainkit.cli.config.render_job import explain_value, find_value, job_as_toml, print_jobs
+from trainkit.cli.wrapper import TaskContext
 from trainkit.jobs.load import Jobs, load
 from trainkit.jobs.resolved import ResolvedJob
 
@@ -60,7 +56,7 @@ def test_the_listing(jobs: Jobs) -> None:
         "nodes": 1,
         "description": "a [small] one",
     }
-    assert jobs_document(jobs) == {
+    assert list_jobs(task(jobs)).document == {
         "schema": "jobs/1",
         "root": str(jobs.root),
         "default": "demo",
@@ -69,6 +65,10 @@ def test_the_listing(jobs: Jobs) -> None:
     screen = io.StringIO()
     print_jobs(jobs, Console(file=screen, width=120))
     assert "demo *" in screen.getvalue() and "a [small] one" in screen.getvalue()
+
+
+def task(jobs: Jobs) -> TaskContext:
+    return TaskContext(json=True, dry_run=False, folder=jobs.root)
 
 
 def without_none(value: object) -> object:
@@ -80,7 +80,7 @@ def without_none(value: object) -> object:
 
 
 def test_toml_carries_origins(jobs: Jobs) -> None:
-    lines = show_toml(jobs.resolve("demo", ["training.seed=7"])).splitlines()
+    lines = job_as_toml(jobs.resolve("demo", ["training.seed=7"])).splitlines()
     found = {line.split("  ")[0]: line.rpartition("# ")[2] for line in lines}
     assert found["lr = 0.001"] == "jobs.toml:16"
     assert found["seed = 7"] == "--set"
@@ -98,19 +98,24 @@ def test_toml_can_be_read_again(lr: float, prompt: str, jobs: Jobs) -> None:
     job = resolved.job.model_copy(
         update={"generate": resolved.job.generate.model_copy(update={"prompt": prompt})}
     )
-    assert tomli.loads(show_toml(ResolvedJob(job, resolved.origins))) == without_none(
+    assert tomli.loads(job_as_toml(ResolvedJob(job, resolved.origins))) == without_none(
         job.model_dump(mode="json")
     )
 
 
 def test_json_is_the_job_document(jobs: Jobs) -> None:
-    document = json.loads(json.dumps(show_document(jobs.resolve("demo"))))
+    document = json.loads(json.dumps(show(task(jobs), "demo", "", "toml", []).document))
     assert (document["schema"], document["job"]["training"]["lr"]) == ("job/1", 0.001)
 
 
+def explained(resolved: ResolvedJob, key: str) -> str:
+    return explain_value(key, find_value(resolved, key))
+
+
 def test_explain(jobs: Jobs) -> None:
-    resolved = jobs.resolve("demo", ["training.seed=7", "cluster=here"])
-    assert explain(resolved, "training.seed") == {
+    sets = ["training.seed=7", "cluster=here"]
+    resolved = jobs.resolve("demo", sets)
+    assert show(task(jobs), "demo", "training.seed", "toml", sets).document == {
         "schema": "explain/1",
         "job": "demo",
         "key": "training.seed",
@@ -119,18 +124,18 @@ def test_explain(jobs: Jobs) -> None:
         "overrode": [{"value": 1234, "place": "built-in default"}],
     }
     assert (
-        explain_text(resolved, "training.seed")
+        explained(resolved, "training.seed")
         == "training.seed = 7     --set\ntraining.seed = 1234  built-in default  overridden"
     )
     assert (
-        explain_text(resolved, "cluster")
+        explained(resolved, "cluster")
         == 'cluster = "here"  --set\ncluster = "here"  jobs.toml:13  overridden'
     )
     assert (
-        explain_text(resolved, "model.ffn_hidden_size")
+        explained(resolved, "model.ffn_hidden_size")
         == "model.ffn_hidden_size is not set  built-in default"
     )
-    assert explain_text(resolved, "cluster.env.A") == 'cluster.env.A = "1"  jobs.toml:4'
+    assert explained(resolved, "cluster.env.A") == 'cluster.env.A = "1"  jobs.toml:4'
 
 
 @pytest.mark.parametrize(
@@ -144,5 +149,5 @@ def test_explain(jobs: Jobs) -> None:
 )
 def test_explain_of_no_key(key: str, hint: str, jobs: Jobs) -> None:
     with pytest.raises(ConfigError) as caught:
-        explain(jobs.resolve("demo"), key)
+        find_value(jobs.resolve("demo"), key)
     assert caught.value.list[0].hint.startswith(hint)

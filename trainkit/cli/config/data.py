@@ -1,14 +1,14 @@
-"""The tasks that look at prepared data: data-stats, data-verify."""
+"""The tasks about prepared data: data-stats, data-verify."""
 
 from __future__ import annotations
 
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.markup import escape
 
 from trainkit.base.documents import document
-from trainkit.base.errors import ConfigError, Exit
+from trainkit.base.errors import ConfigError, Exit, Problem
 from trainkit.cli.config.jobs import load_jobs
 from trainkit.cli.options import StatsOptions
 from trainkit.cli.tables import Listing
@@ -22,7 +22,7 @@ from trainkit.data.indexed.statistics import (
     draw_statistics,
     statistics,
 )
-from trainkit.data.indexed.verify import VerifyReport, verify_dataset
+from trainkit.data.indexed.verify import verify_dataset
 from trainkit.data.order.resolve_pairs import prefixes_of
 from trainkit.data.tokenizer import load_tokenizer
 from trainkit.jobs.schema import Dataset
@@ -31,12 +31,12 @@ BAR = 40  # columns of the longest bar
 
 
 def _folders(task: TaskContext, name: str, job: str) -> list[tuple[Dataset, DataFolder]]:
-    """The dataset and its folder; of a blend, those of its parts. Raises ConfigError (exit 3)
+    """The dataset and its folder; for a blend, those of its parts. Raises ConfigError (exit 3)
     for random tokens."""
     jobs = load_jobs(task)
     dataset = jobs.dataset(name)
     if dataset.source == "mock":
-        raise ConfigError(f"dataset '{name}' is random tokens: there are no files to look at")
+        raise ConfigError(f"dataset '{name}' is random tokens: it has no files")
     if job:
         root = Path(jobs.resolve(job).job.cluster.root or ".")
     else:
@@ -53,7 +53,7 @@ def _folders(task: TaskContext, name: str, job: str) -> list[tuple[Dataset, Data
 
 
 def _prefixes(dataset: Dataset, folder: DataFolder) -> list[Path]:
-    read_manifest(folder.manifest)  # or it is not prepared
+    read_manifest(folder.manifest)  # raises ConfigError if it is not prepared
     if dataset.source == "indexed":
         return prefixes_of(dataset, folder.root)
     return folder.prefixes()
@@ -84,83 +84,89 @@ def _counts(counts: DatasetCounts) -> str:
     )
 
 
-def _table(*headings: str) -> Listing:
-    return Listing(*headings, right=headings[:-1])
-
-
 def _print(task: TaskContext, found: Statistics) -> None:
     """Counts, lengths as bars, the most frequent tokens, the samples."""
     task.say(_counts(found.counts))
-    told = ", ".join(
+    percentiles = ", ".join(
         f"{percent} % have at most {tokens:,}" for percent, tokens in found.percentiles.items()
     )
     task.say(
-        f"of the documents, {told or 'none has a length'} tokens; the longest has"
+        f"of the documents, {percentiles or 'none has a length'} tokens; the longest has"
         f" {found.longest:,}, {found.empty_documents:,} are empty"
     )
-    lengths, most = (
-        _table("tokens", "documents", "of all tokens", ""),
-        max((b.documents for b in found.lengths), default=1),
-    )
-    for b in found.lengths:
-        share = b.tokens / max(1, found.counts.tokens)
-        lengths.add_row(
-            f"{b.low:,} to {b.high:,}" if b.high > b.low else f"{b.low:,}",
-            f"{b.documents:,}",
-            f"{share:.1%}",
-            "#" * round(BAR * b.documents / most),
-        )
-    task.console.print(lengths)
+    task.console.print(_lengths_table(found))
     task.say(f"{found.ids_used:,} of {found.vocab_size:,} ids occur; the most frequent:")
-    tokens = _table("id", "times", "share", "token")
-    for entry in found.frequent:
-        tokens.add_row(
-            str(entry.id),
-            f"{entry.count:,}",
-            f"{entry.count / found.counts.tokens:.2%}",
-            escape(repr(entry.text)),
-        )
-    task.console.print(tokens)
+    task.console.print(_tokens_table(found))
     for sample in found.samples:
-        if sample.tokens > len(sample.text):
-            cut = " ..."
-        else:
-            cut = ""
         task.say(f"--- document {sample.document:,} of {sample.pair}, {sample.tokens:,} tokens:")
-        task.say(f"{sample.text}{cut}")
+        if sample.tokens > len(sample.text):
+            task.say(f"{sample.text} ...")
+        else:
+            task.say(sample.text)
+
+
+def _table(*headings: str) -> Listing:
+    """All columns but the last are numbers."""
+    return Listing(*headings, right=headings[:-1])
+
+
+def _lengths_table(found: Statistics) -> Listing:
+    table = _table("tokens", "documents", "of all tokens", "")
+    largest = max((bin.documents for bin in found.lengths), default=1)
+    for bin in found.lengths:
+        lengths = f"{bin.low:,}"
+        if bin.high > bin.low:
+            lengths = f"{bin.low:,} to {bin.high:,}"
+        share = bin.tokens / max(1, found.counts.tokens)
+        bar = "#" * round(BAR * bin.documents / largest)
+        table.add_row(lengths, f"{bin.documents:,}", f"{share:.1%}", bar)
+    return table
+
+
+def _tokens_table(found: Statistics) -> Listing:
+    table = _table("id", "times", "share", "token")
+    for entry in found.frequent:
+        share = entry.count / found.counts.tokens
+        table.add_row(str(entry.id), f"{entry.count:,}", f"{share:.2%}", escape(repr(entry.text)))
+    return table
+
+
+@dataclass(frozen=True)
+class VerifiedDataset:
+    """An entry of the document data-verify/1: what was checked, in a dataset without problems."""
+
+    name: str
+    documents: int
+    sequences: int
+    tokens: int
+    checked_bytes: int
 
 
 def verify(task: TaskContext, name: str, job: str) -> TaskResult:
     """The task `data-verify`. Raises ConfigError (exit 6) with everything that is wrong."""
-    total = VerifyReport()
-    rows = []
+    problems: list[Problem] = []
+    verified = []
     for dataset, folder in _folders(task, name, job):
         manifest = read_manifest(folder.manifest)
         assert dataset.tokenizer is not None
         found = verify_dataset(
             folder.path, manifest, _prefixes(dataset, folder), eod=dataset.tokenizer.append_eod
         )
-        rows.append(_row(dataset, found))
-        total += found
-    if total.problems:
-        raise ConfigError(total.problems, exit=Exit.STAGE_FAILED)
-    for row in rows:
-        if row["checked_bytes"]:
-            sums = f", checksums of {row['checked_bytes'] / 1e6:,.1f} MB"
-        else:
-            sums = "; there are no checksums of ready-made pairs"
-        task.say(
-            f"{row['name']} is sound: {row['documents']:,} documents, {row['sequences']:,}"
-            f" sequences, {row['tokens']:,} tokens{sums}"
+        problems += found.problems
+        verified.append(
+            VerifiedDataset(
+                dataset.name, found.documents, found.sequences, found.tokens, found.checked_bytes
+            )
         )
+    if problems:
+        raise ConfigError(problems, exit=Exit.STAGE_FAILED)
+    for each in verified:
+        checksums = "; ready-made pairs have no checksums"
+        if each.checked_bytes:
+            checksums = f", checksums of {each.checked_bytes / 1e6:,.1f} MB"
+        task.say(
+            f"{each.name} is sound: {each.documents:,} documents, {each.sequences:,} sequences,"
+            f" {each.tokens:,} tokens{checksums}"
+        )
+    rows = [asdict(each) for each in verified]
     return TaskResult(document("data-verify/1", dataset=name, datasets=rows))
-
-
-def _row(dataset: Dataset, found: VerifyReport) -> dict[str, Any]:
-    return {
-        "name": dataset.name,
-        "documents": found.documents,
-        "sequences": found.sequences,
-        "tokens": found.tokens,
-        "checked_bytes": found.checked_bytes,
-    }

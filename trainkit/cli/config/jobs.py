@@ -1,13 +1,14 @@
-"""The tasks that look at jobs.toml: jobs, show, check."""
+"""The tasks about jobs.toml: jobs, show, check."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 
 from trainkit.base.documents import document
 from trainkit.base.errors import ConfigError
-from trainkit.cli.config import render_job as look
+from trainkit.cli.config.render_job import explain_value, find_value, job_as_toml, print_jobs
 from trainkit.cli.wrapper import TaskContext, TaskResult
 from trainkit.jobs.load import Jobs, find_root, load
 
@@ -21,30 +22,48 @@ def jobs(task: TaskContext) -> TaskResult:
     """The task `jobs`."""
     loaded = load_jobs(task)
     if not task.json:
-        look.print_jobs(loaded, task.console)
-    return TaskResult(look.jobs_document(loaded))
+        print_jobs(loaded, task.console)
+    return TaskResult(
+        document(
+            "jobs/1",
+            root=str(loaded.root),
+            default=loaded.default_job,
+            jobs=[asdict(job) for job in loaded.describe()],
+        )
+    )
 
 
 def show(task: TaskContext, job: str, explain: str, format: str, sets: Sequence[str]) -> TaskResult:
-    """The task `show`."""
+    """The task `show`.
+
+    Args:
+        task: how it was called.
+        job: its name.
+        explain: only this key; "": all.
+        format: toml or json.
+        sets: overrides, KEY=VALUE.
+
+    Raises:
+        ConfigError: another format; as Jobs.resolve; no key `explain`.
+    """
     if format not in ("toml", "json"):
         raise ConfigError(f"--format {format!r} is neither toml nor json")
     resolved = load_jobs(task).resolve(job, sets)
-    if format == "json" and not task.json:
-        task.say(
-            json.dumps(
-                look.explain(resolved, explain) if explain else look.show_document(resolved),
-                indent=2,
-            )
-        )
-        return TaskResult({})
     if explain:
-        if not task.json:
-            task.say(look.explain_text(resolved, explain))
-        return TaskResult(look.explain(resolved, explain))
-    if not task.json:
-        task.say(look.show_toml(resolved).rstrip("\n"))
-    return TaskResult(look.show_document(resolved))
+        found = find_value(resolved, explain)
+        result = TaskResult(
+            document("explain/1", job=resolved.job.name, key=explain, **found.to_json())
+        )
+        text = explain_value(explain, found)
+    else:
+        result = TaskResult(resolved.to_json())
+        text = job_as_toml(resolved).rstrip("\n")
+    if task.json:
+        return result
+    if format == "json":
+        text = json.dumps(result.document, indent=2)
+    task.say(text)
+    return result
 
 
 def check(task: TaskContext) -> TaskResult:

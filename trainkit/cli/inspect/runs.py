@@ -16,12 +16,7 @@ from rich.markup import escape
 from trainkit.base.documents import document
 from trainkit.base.errors import ConfigError
 from trainkit.cli.config.jobs import load_jobs
-from trainkit.cli.inspect.results_table import (
-    by_convention,
-    refuse_unknown_convention,
-    result_rows,
-    results_table,
-)
+from trainkit.cli.inspect.results_table import results_table
 from trainkit.cli.run.summary import facts_table, print_next
 from trainkit.cli.tables import Listing
 from trainkit.cli.wrapper import TaskContext, TaskResult
@@ -31,6 +26,7 @@ from trainkit.runs.devices import DeviceUsage, Gpu, observe_devices
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.loss_plot import draw_losses
 from trainkit.runs.record import RunRecord, all_runs, find_run, read_run_record
+from trainkit.runs.results import convention_tflops, refuse_unknown_convention, results_of_runs
 from trainkit.runs.summary import summarize_run
 
 COLOURS = {
@@ -58,13 +54,14 @@ def runs(task: TaskContext, job: str, *, table: bool = False, flops: str = "") -
         )
     )
     if table:
-        rows = result_rows(records, flops, task.say)
+        results = results_of_runs(records, flops, task.say)
         if not task.json:
             task.console.print(
-                results_table(rows, flops)
-                if rows
+                results_table(results, flops)
+                if results
                 else f"no runs yet; start one: {task.command} train JOB"
             )
+        rows = [result.to_json(flops) for result in results]
         return TaskResult(document("results/1", flops_convention=flops or None, runs=rows))
     listed = Listing(
         "run", "job", "state", "step", "attempt", right=("step", "attempt"), drop=("attempt", "job")
@@ -256,7 +253,10 @@ def report(task: TaskContext, words: str, picture: str, flops: str) -> TaskResul
         task.say(f"drew {picture}")
     summary = summarize_run(run)
     if flops:
-        counted = {"flops_convention": flops, "convention_tflops": by_convention(summary, flops)}
+        counted = {
+            "flops_convention": flops,
+            "convention_tflops": convention_tflops(summary, flops),
+        }
     else:
         counted = {}
     if not task.json:
