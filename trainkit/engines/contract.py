@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 from trainkit.base.errors import Problem
 from trainkit.jobs.schema import Job
@@ -32,7 +32,7 @@ class Command:
     ranks_per_node: int = 1
     spawn: Literal["per_rank", "per_node"] = "per_rank"
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """As kept in world.json."""
         return {
             "argv": list(self.argv),
@@ -52,4 +52,10 @@ class Engine(Protocol):
         can."""
 
     def command(self, job: Job, run: RunFolder, attempt: int) -> Command:
-        """The command of one attempt."""
+        """The command of one attempt.
+
+        Args:
+            job: the job.
+            run: its folder, with the code snapshot.
+            attempt: counted from 1.
+        """

@@ -8,7 +8,7 @@ validate_args (divisibility); [ds] DeepSpeed: Rajbhandari et al. 2020, arXiv:191
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
 
 from trainkit.jobs.devices import Precision
 from trainkit.plan.rules import Rules, StateBytes
@@ -18,16 +18,16 @@ _FP32 = StateBytes(weights=4, gradients=4, master=0, moment=4)
 # 2.244 TiB as published.
 _WRITTEN: dict[Precision, int] = {"fp32": 4, "bf16": 6, "fp16": 6}
 # What the native trainer has and no published engine does.
-_PUBLISHED: dict[str, Any] = {
-    "zero_bubble": False,
-    "uneven_shares": False,
-    "repeats_groups": False,
-    "replicates": False,
-}
+_PUBLISHED = Rules(
+    zero_bubble=False,
+    uneven_shares=False,
+    repeats_groups=False,
+    replicates=False,
+)
 
-_MEGATRON = Rules(
+_MEGATRON = replace(
+    _PUBLISHED,
     engine="megatron-lm",
-    **_PUBLISHED,
     # "Number of layers should be divisible by the pipeline-model-parallel size"
     uneven_stages=False,
     whole_rounds=True,
@@ -45,10 +45,10 @@ _MEGATRON = Rules(
     memory_band=(1.07, 1.42),
 )
 
-_NEMO = Rules(
+_NEMO = replace(
+    _PUBLISHED,
     engine="nemo",
     families=("gpt",),  # 22.09 has neither Llama nor GPT-NeoX
-    **_PUBLISHED,
     uneven_stages=False,
     whole_rounds=True,
     zero_stages=(0, 1),
@@ -65,9 +65,9 @@ _NEMO = Rules(
 
 RULES: dict[str, Rules] = {
     "native": Rules(),
-    "gpt-neox": Rules(
+    "gpt-neox": replace(
+        _PUBLISHED,
         engine="gpt-neox",
-        **_PUBLISHED,
         virtual_stages=False,  # DeepSpeed's pipeline has none
         zero_in_pipeline=(0, 1),
         pads_weights=True,
@@ -83,9 +83,9 @@ RULES: dict[str, Rules] = {
     ),
     "megatron-lm": _MEGATRON,
     "nemo": _NEMO,
-    "neuronx-nemo": Rules(
+    "neuronx-nemo": replace(
+        _PUBLISHED,
         engine="neuronx-nemo",
-        **_PUBLISHED,
         uneven_stages=False,
         whole_rounds=True,
         zero_stages=(0, 1),  # wrap_with_zero

@@ -113,7 +113,7 @@ def _refuse(problems: list[Problem]) -> None:
 
 
 def _commit_folder(source: HubModel, root: Path) -> Path:
-    return source.folder(root) / str(read_record(source.record(root))["commit"])
+    return source.folder(root) / read_record(source.record(root)).commit
 
 
 def _outputs(source: HubModel, root: Path) -> tuple[Path, ...]:
@@ -121,7 +121,7 @@ def _outputs(source: HubModel, root: Path) -> tuple[Path, ...]:
     run again."""
     record = source.record(root)
     try:
-        files = read_record(record)["files"]
+        files = read_record(record).files
     except ConfigError:
         return (record,)
     return (record, *(_commit_folder(source, root) / name for name in files))
@@ -137,18 +137,18 @@ def _judge(source: HubModel, root: Path, endpoint: str | None) -> tuple[bool, st
         record = read_record(path)
     except ConfigError as error:
         return False, error.message
-    if record["endpoint"] != endpoint:
+    if record.endpoint != endpoint:
         return (
             False,
-            f"hub_endpoint changed from {json.dumps(record['endpoint'])} to {json.dumps(endpoint)}",
+            f"hub_endpoint changed from {json.dumps(record.endpoint)} to {json.dumps(endpoint)}",
         )
     folder = _commit_folder(source, root)
-    for name, size in record["files"].items():
+    for name, size in record.files.items():
         if not (folder / name).is_file() or (folder / name).stat().st_size != size:
             return False, f"{folder / name} is missing or cut off"
     return (
         True,
-        f"{source.revision} was {record['commit'][:12]} when it was fetched, {record['fetched']}",
+        f"{source.revision} was {record.commit[:12]} when it was fetched, {record.fetched}",
     )
 
 

@@ -248,7 +248,7 @@ def test_a_model_is_read_in_the_precision_it_was_trained_in(
 
 
 def test_what_cannot_generate_says_why(run: RunFolder, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no Unicode"):
+    with pytest.raises(ConfigError, match="not Unicode"):
         texts(run, ["a", "\udcff"])
     broken = random_model(MODEL, vocab=301)
     with torch.no_grad():

@@ -129,17 +129,14 @@ class _Measurement:
                 samples=options.samples,
                 progress=on_progress,
             )
-        spec = ranks.spec_of(
-            "evaluate",
-            job,
-            self.checkpoint.folder,
-            self.device.type,
-            dataset=self.dataset.model_dump(mode="json"),
-            split=options.split,
-            samples=options.samples,
-        )
+        request = ranks.EvaluateRequest(self.dataset, options.split, options.samples)
+        spec = ranks.WorkerSpec(job, self.checkpoint.folder, self.device.type, request)
         found = run_together(
-            ranks.ARGV, spec, options.tensor_parallel, self.device.type, on_progress
+            ranks.WORKER_ARGV,
+            spec.to_json(),
+            options.tensor_parallel,
+            self.device.type,
+            on_progress,
         )
         return Evaluation(**found)
 

@@ -24,7 +24,7 @@ from trainkit.runs.retention import prune
 from trainkit.train.checkpoint import save_load as checkpoint
 from trainkit.train.checkpoint.host_copies import StagingBuffers
 from trainkit.train.checkpoint.newest import newest_valid_together
-from trainkit.train.checkpoint.save_load import CheckpointMetadata, NotSaved
+from trainkit.train.checkpoint.save_load import CheckpointMetadata, NotSaved, SaveOptions
 
 BEAT = 0.5  # seconds between two signs of life of one who waits
 MAX_FAILURES = 2  # so many saves in a row that the disk does not take, and training stops
@@ -248,16 +248,14 @@ class CheckpointManager:
         wait_for_deletion = None
         if self._stopping.is_set():
             wait_for_deletion = self.wait_for_purge
-        saved = checkpoint.save(
-            self.folder,
-            tensors,
-            metadata,
+        options = SaveOptions(
             group=self._group,
             before_write=before_write,
             on_progress=self._on_part_written,
             wait_for_deletion=wait_for_deletion,
             passed_over=self._passed_over,
         )
+        saved = checkpoint.save(self.folder, tensors, metadata, options)
         self._report_saved(saved, time.perf_counter() - began)
         self._known_steps.add(saved.manifest.step)
         checkpoint.on_rank_0(self._group, self.observer.after_publish, "after a save")

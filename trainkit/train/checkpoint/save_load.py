@@ -233,16 +233,31 @@ def _publish(
     publish_folder(temporary, target)
 
 
+@dataclass(frozen=True)
+class SaveOptions:
+    """How a checkpoint is saved, and what is called meanwhile.
+
+    Args:
+        group: over all ranks, on the CPU; None: the default one.
+        before_write: called by rank 0 first; its OSError counts as the disk's.
+        on_progress: called after every part that this rank has written.
+        wait_for_deletion: waits for a deletion under way. With it, what is unfinished in the
+            folder is deleted only where there is no room, for time is short.
+        passed_over: steps whose checkpoint may be replaced: it could not be loaded.
+    """
+
+    group: dist.ProcessGroup | None = None
+    before_write: Callable[[], None] = lambda: None
+    on_progress: Callable[[], None] = lambda: None
+    wait_for_deletion: Callable[[], object] | None = None
+    passed_over: Collection[int] = ()
+
+
 def save(
     checkpoints: Path,
     tensors: Mapping[str, Tensor],
     metadata: CheckpointMetadata,
-    *,
-    group: dist.ProcessGroup | None = None,
-    before_write: Callable[[], None] = lambda: None,
-    on_progress: Callable[[], None] = lambda: None,
-    wait_for_deletion: Callable[[], object] | None = None,
-    passed_over: Collection[int] = (),
+    options: SaveOptions | None = None,
 ) -> Checkpoint:
     """Write and publish a checkpoint; called by all ranks together. Every rank writes, hashes
     and fsyncs its file in step-N.TOKEN.tmp, a name that only this save has; rank 0 writes the
@@ -252,12 +267,7 @@ def save(
         checkpoints: the run's folder of them.
         tensors: by name; each rank gives what it holds.
         metadata: what the manifest says besides.
-        group: over all ranks, on the CPU; by default the default one.
-        before_write: called by rank 0 first; its OSError counts as the disk's.
-        on_progress: called after every part that this rank has written.
-        wait_for_deletion: waits for a deletion under way. With it what is unfinished there is
-            deleted only where there is no room, for time is short.
-        passed_over: steps whose checkpoint may be replaced: it could not be loaded.
+        options: how; by default as `SaveOptions` says.
 
     Returns the checkpoint (its manifest's tables of files and tensors are empty on other ranks
     than 0).
@@ -268,37 +278,39 @@ def save(
         TrainkitError: exit 17, another process writes this run's checkpoints; exit 3, the file
             system has no locks.
     """
+    options = options or SaveOptions()
+    group = options.group
     target = checkpoint_folder(checkpoints, metadata.step)
     with contextlib.ExitStack() as until_published:  # on rank 0
 
         def begin() -> str:
-            before_write()
+            options.before_write()
             temporary = unfinished_folder(target)
             until_published.enter_context(writer_lock(checkpoints))
             # once published it has another name
             until_published.callback(shutil.rmtree, temporary, ignore_errors=True)
             _prepare(checkpoints, temporary)
-            if wait_for_deletion is None:
+            if options.wait_for_deletion is None:
                 _clean(checkpoints, temporary)
             return temporary.name
 
         def make_room() -> None:
-            if wait_for_deletion is not None:
-                wait_for_deletion()
+            if options.wait_for_deletion is not None:
+                options.wait_for_deletion()
                 _clean(checkpoints, temporary)
 
         temporary = target.with_name(on_rank_0(group, begin, f"cannot begin checkpoint {target}"))
         writer = DcpWriter(
             temporary,
             dist.get_rank(),
-            on_progress,
+            options.on_progress,
             reserve=partial(_refuse_without_room, checkpoints, make_room),
         )
         _write(writer, tensors, group, target)
         manifest = metadata.manifest(writer.files, writer.tensors)
         on_rank_0(
             group,
-            lambda: _publish(temporary, target, manifest, passed_over),
+            lambda: _publish(temporary, target, manifest, options.passed_over),
             f"cannot publish checkpoint {target}",
         )
     return Checkpoint(target, manifest)

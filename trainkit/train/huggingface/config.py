@@ -55,7 +55,7 @@ _NEUTRAL = """
 NEUTRAL = frozenset(_NEUTRAL.split())
 
 
-def to_hf_config(model: Model, vocab_size: int, dtype: str, eod: int | None) -> dict[str, Any]:
+def to_hf_config(model: Model, vocab_size: int, dtype: str, eod: int | None) -> dict[str, object]:
     """The config.json of a model.
 
     Args:

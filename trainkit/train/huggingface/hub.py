@@ -12,9 +12,9 @@ that all begin with the same weights.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
 from trainkit.base.documents import read_document
@@ -61,17 +61,34 @@ def root_of(job: Job) -> Path:
     return Path(job.cluster.root or ".")
 
 
-def read_record(path: Path) -> dict[str, Any]:
+@dataclass(frozen=True)
+class FetchedRevision:
+    """What a record says: which commit a revision was when it was fetched.
+
+    Args:
+        commit: its hash.
+        files: sizes in bytes by name.
+        endpoint: the hub it was fetched from; None: the usual one.
+        fetched: when, in UTC.
+    """
+
+    commit: str
+    files: Mapping[str, int]
+    endpoint: str | None
+    fetched: str
+
+
+def read_record(path: Path) -> FetchedRevision:
     """A record, checked. Raises ConfigError where there is none that can be used."""
     record = read_document(path, SCHEMA)
-    if not re.fullmatch(r"[0-9a-f]{40,64}", str(record.get("commit"))) or not isinstance(
-        record.get("files"), dict
-    ):
+    commit = record.get("commit")
+    files = record.get("files")
+    if not re.fullmatch(r"[0-9a-f]{40,64}", str(commit)) or not isinstance(files, dict):
         raise ConfigError(
             f"{path} names no commit or no files",
             hint="delete it, and run `invoke prep-data --job JOB`",
         )
-    return record
+    return FetchedRevision(str(commit), files, record.get("endpoint"), str(record.get("fetched")))
 
 
 def weights_folder(job: Job) -> Path:
@@ -91,7 +108,7 @@ def weights_folder(job: Job) -> Path:
             f"init_from = {job.init_from!r} was not fetched: there is no {record}",
             hint=f"invoke prep-data --job {job.name}",
         )
-    folder = source.folder(root_of(job)) / str(read_record(record)["commit"])
+    folder = source.folder(root_of(job)) / read_record(record).commit
     if not folder.is_dir():
         raise ConfigError(
             f"init_from = {job.init_from!r}: {folder} is gone",

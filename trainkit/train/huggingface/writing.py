@@ -12,7 +12,6 @@ import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -243,7 +242,7 @@ def _write_file(
     header as JSON that begins with "{", padded with spaces, then the tensors, row-major and
     without gaps. "format": "pt" is what transformers looks for.
     """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt", **about}}
+    header: dict[str, object] = {"__metadata__": {"format": "pt", **about}}
     start = 0
     for name, tensor in tensors.items():
         end = start + math.prod(tensor.shape) * source.dtype.itemsize

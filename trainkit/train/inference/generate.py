@@ -29,7 +29,13 @@ from trainkit.train.inference.load import (
     load_own_tokenizer,
     refuse_unsplittable,
 )
-from trainkit.train.inference.ranks import ARGV, Together, refuse_together, spec_of
+from trainkit.train.inference.ranks import (
+    WORKER_ARGV,
+    GenerateRequest,
+    StartRanks,
+    WorkerSpec,
+    start_no_ranks,
+)
 from trainkit.train.inference.sampling import Sampling, choose
 from trainkit.train.model.attention import KeyValueCache
 from trainkit.train.model.transformer import Block, Transformer
@@ -62,28 +68,30 @@ def generate(
     step: int | None = None,
     device: str = "",
     ranks: int = 1,
-    together: Together = refuse_together,
+    together: StartRanks = start_no_ranks,
 ) -> tuple[int, list[Generation]]:
     """(step of the checkpoint, what the model writes after each prompt).
 
     Args:
-        run: the run, with at least one checkpoint. prompts: the texts to go on from; an empty
-        one: the beginning of a document. A prompt's text depends on no other prompt. sampling:
-        how tokens are drawn. max_new_tokens: how many tokens at most, of each. step: of the
-        checkpoint; None: the newest valid one. device: "cpu" or "cuda"; empty: what the job
-        computes on. ranks: tensor-parallel ranks that the model is split over; 1: this process
-        holds it. together: how they are started.
+        run: the run, with at least one checkpoint.
+        prompts: the texts to go on from; an empty one: the beginning of a document. A prompt's
+            text depends on no other prompt.
+        sampling: how tokens are drawn.
+        max_new_tokens: how many tokens at most, of each.
+        step: of the checkpoint; None: the newest valid one.
+        device: "cpu" or "cuda"; empty: what the job computes on.
+        ranks: tensor-parallel ranks that the model is split over; 1: this process holds it.
+        together: starts them.
 
     Raises:
-        ConfigError: exit 3, a prompt is no Unicode, the run has mock data, its tokenizer is
-        gone, or this machine lacks the device; so many ranks
-            cannot share the model.
+        ConfigError: exit 3, a prompt is not Unicode, the run has mock data, its tokenizer is
+            gone, this machine lacks the device, or so many ranks cannot share the model.
         TrainkitError: exit 16, no such checkpoint; exit 9, the logits are not finite.
     """
     for prompt in prompts:
         if any("\ud800" <= character <= "\udfff" for character in prompt):
             raise ConfigError(
-                f"prompt {prompt!r} is no Unicode text: it holds half of a surrogate pair, or bytes"
+                f"prompt {prompt!r} is not Unicode text: it holds half of a surrogate pair, or bytes"
                 " that are not UTF-8"
             )
     job = read_job(run.job)
@@ -95,18 +103,10 @@ def generate(
         return saved.manifest.step, generations(
             job, saved, on, prompts, sampling, max_new_tokens=max_new_tokens
         )
-    spec = spec_of(
-        "generate",
-        job,
-        saved.folder,
-        on.type,
-        prompts=list(prompts),
-        sampling=asdict(sampling),
-        max_new_tokens=max_new_tokens,
-    )
-    return saved.manifest.step, [
-        Generation(**found) for found in together(ARGV, spec, ranks, on.type)["generations"]
-    ]
+    request = GenerateRequest(tuple(prompts), asdict(sampling), max_new_tokens)
+    spec = WorkerSpec(job, saved.folder, on.type, request)
+    result = together(WORKER_ARGV, spec.to_json(), ranks, on.type)
+    return saved.manifest.step, [Generation(**found) for found in result["generations"]]
 
 
 def generations(
@@ -122,8 +122,13 @@ def generations(
     """What the model of a checkpoint writes after each prompt; it ends early at the end of a
     document.
 
-    `group`: the ranks that the model is split over; each finds the same, for they see the same
-    logits and draw the same numbers.
+    Args:
+        job: the run's.
+        saved: the checkpoint.
+        device: where the model computes.
+        prompts, sampling, max_new_tokens: as of `generate`.
+        group: the ranks that the model is split over; each finds the same, for they see the same
+            logits and draw the same numbers.
     """
     tokenizer, end = load_own_tokenizer(job)
     # The head is not padded: for one row at a time that would copy its weight for every token, and
@@ -152,8 +157,8 @@ def generations(
 
 class DecodingState:
     """What a model has read of one text. It sees the last `model.positions` tokens: once the
-    text is longer, each further token moves that window, every position in it changes, and it is
-    read anew.
+    text is longer, each further token moves that window, every position in it changes, and all
+    of it is read again.
 
     Args:
         model: in the state of evaluation.
@@ -179,7 +184,7 @@ class DecodingState:
             if isinstance(block, Block)
         ]
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Begin another text."""
         self.ids = []
         for cache in self.caches:
@@ -192,7 +197,7 @@ class DecodingState:
         self.ids += ids
         if len(self.ids) > self.window:
             ids = self.ids[-self.window :]
-            self.forget()
+            self.reset()
             self.ids += ids
         device = self.caches[0].k_BGTD.device
         for start in range(0, len(ids), piece):
@@ -211,22 +216,27 @@ def continuation(
     end: int,
     apart: bool = False,
 ) -> list[int]:
-    """Ids that follow `prompt`, which has at least one: at most `max_new_tokens`, up to `end`,
-    which is not among them.
+    """Ids that follow `prompt`, up to `end`, which is not among them.
 
-    `apart`: the model was trained on documents that do not see each other, so that one begins
-    without the `end` of the one before.
+    Args:
+        model: in the state of evaluation.
+        prompt: at least one id.
+        sampling: how tokens are drawn.
+        max_new_tokens: how many at most.
+        end: the id that ends a document.
+        apart: the model was trained on documents that do not see each other, so that one begins
+            without the `end` of the one before.
     """
     generator = torch.Generator().manual_seed(sampling.seed)
-    reading = DecodingState(model, len(prompt) + max_new_tokens)
+    state = DecodingState(model, len(prompt) + max_new_tokens)
     new: list[int] = []
     following: Sequence[int] = prompt
     while len(new) < max_new_tokens:
-        token = choose(reading.read(following), sampling, generator)
+        token = choose(state.read(following), sampling, generator)
         if token == end:
             break
-        if apart and reading.ids[-1] == end:
-            reading.forget()
+        if apart and state.ids[-1] == end:
+            state.reset()
         new.append(token)
         following = [token]
     return new

@@ -1,43 +1,106 @@
-"""How a task on a trained model is handed to several ranks: the program, what it is told, and
-who starts it."""
+"""How a task on a trained model is handed to several ranks: the program, what it gets, and who
+starts it."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from trainkit.jobs.schema import Job
+from trainkit.jobs.schema import Dataset, Job
 
-ARGV = (sys.executable, "-I", "-m", "trainkit.train.inference.worker")
+WORKER_ARGV = (sys.executable, "-I", "-m", "trainkit.train.inference.worker")
 # Starts so many ranks of a program with a spec on devices of a type, and has rank 0's result:
-# launch.together, passed in by whoever may import it.
-Together = Callable[[Sequence[str], Mapping[str, Any], int, str], dict[str, Any]]
+# launch.local_ranks.run_together, passed in by those that may import it.
+StartRanks = Callable[[Sequence[str], Mapping[str, object], int, str], Mapping[str, Any]]
 
 
-def refuse_together(
-    argv: Sequence[str], spec: Mapping[str, Any], ranks: int, device_type: str
-) -> dict[str, Any]:
-    """For callers that start no ranks."""
+def start_no_ranks(
+    argv: Sequence[str], spec: Mapping[str, object], ranks: int, device_type: str
+) -> Mapping[str, Any]:
+    """For callers that start no ranks; arguments as of `run_together`. Raises ValueError."""
     raise ValueError(f"{ranks} ranks, and nothing to start them with")
 
 
-def spec_of(
-    task: str, job: Job, checkpoint: Path, device_type: str, **words: Any
-) -> dict[str, Any]:
-    """What the ranks are told; the rest is the task's own.
+@dataclass(frozen=True)
+class GenerateRequest:
+    """To go on with prompts.
 
     Args:
-        task: "generate" or "evaluate".
+        prompts: the texts.
+        sampling: the fields of a Sampling.
+        max_new_tokens: of each text.
+    """
+
+    prompts: tuple[str, ...]
+    sampling: Mapping[str, float]
+    max_new_tokens: int
+
+
+@dataclass(frozen=True)
+class EvaluateRequest:
+    """To measure the loss on a split.
+
+    Args:
+        dataset: whose split.
+        split: train, valid or test.
+        samples: windows at most; 0: all.
+    """
+
+    dataset: Dataset
+    split: str
+    samples: int
+
+
+@dataclass(frozen=True)
+class WorkerSpec:
+    """What every rank gets.
+
+    Args:
         job: the run's.
         checkpoint: the folder of one that was found to be whole.
         device_type: "cpu" or "cuda".
+        request: what is to be done.
     """
-    return {
-        "task": task,
-        "job": job.model_dump(mode="json"),
-        "checkpoint": str(checkpoint),
-        "device_type": device_type,
-        **words,
-    }
+
+    job: Job
+    checkpoint: Path
+    device_type: str
+    request: GenerateRequest | EvaluateRequest
+
+    def to_json(self) -> dict[str, object]:
+        """The spec file."""
+        spec: dict[str, object] = {
+            "job": self.job.model_dump(mode="json"),
+            "checkpoint": str(self.checkpoint),
+            "device_type": self.device_type,
+        }
+        if isinstance(self.request, GenerateRequest):
+            return {**spec, "generate": asdict(self.request)}
+        dataset = self.request.dataset.model_dump(mode="json")
+        return {
+            **spec,
+            "evaluate": {
+                "dataset": dataset,
+                "split": self.request.split,
+                "samples": self.request.samples,
+            },
+        }
+
+    @classmethod
+    def from_json(cls, spec: Mapping[str, Any]) -> WorkerSpec:
+        """Read what `to_json` wrote."""
+        request: GenerateRequest | EvaluateRequest
+        if generate := spec.get("generate"):
+            request = GenerateRequest(
+                tuple(generate["prompts"]), generate["sampling"], generate["max_new_tokens"]
+            )
+        else:
+            evaluate = spec["evaluate"]
+            request = EvaluateRequest(
+                Dataset.model_validate(evaluate["dataset"]), evaluate["split"], evaluate["samples"]
+            )
+        job = Job.model_validate(spec["job"])
+        return cls(job, Path(spec["checkpoint"]), spec["device_type"], request)

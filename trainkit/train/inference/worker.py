@@ -1,7 +1,7 @@
 """The program of one of several ranks that a trained model is split over, to write or to be
 measured: python -m trainkit.train.inference.worker SPEC.json.
 
-Each rank is a unit (see base.unit) with torch's variables; all of them find the same, rank 0's
+Each rank is a unit (see base.worker) with torch's variables; all of them find the same, rank 0's
 result is taken.
 """
 
@@ -10,48 +10,48 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 from trainkit.base.worker import ProgressCallback, run_unit
-from trainkit.jobs.schema import Dataset, Job
+from trainkit.train.inference.ranks import GenerateRequest, WorkerSpec
 
 
-def work(spec: dict[str, Any], progress: ProgressCallback) -> dict[str, Any]:
+def work(spec: Mapping[str, Any], on_progress: ProgressCallback) -> dict[str, Any]:
     """Do the task as this rank; {"generations": [...]} or the fields of an Evaluation."""
     from trainkit.jobs.ranks import ParallelDegrees
     from trainkit.runs.checkpoints import open_checkpoint
     from trainkit.train.parallel.data_parallel import World, join
     from trainkit.train.parallel.mesh import Mesh
 
+    task = WorkerSpec.from_json(spec)
     world = World.from_environment()
-    device = join(world, spec["device_type"])
+    device = join(world, task.device_type)
     group = Mesh.of(ParallelDegrees(tensor=world.size), world, device).tensor
-    job = Job.model_validate(spec["job"])
-    saved = open_checkpoint(Path(spec["checkpoint"]))
-    if spec["task"] == "generate":
+    saved = open_checkpoint(task.checkpoint)
+    if isinstance(task.request, GenerateRequest):
         from trainkit.train.inference.generate import generations
         from trainkit.train.inference.sampling import Sampling
 
         found = generations(
-            job,
+            task.job,
             saved,
             device,
-            spec["prompts"],
-            Sampling(**spec["sampling"]),
-            max_new_tokens=spec["max_new_tokens"],
+            task.request.prompts,
+            Sampling(**task.request.sampling),  # type: ignore[arg-type]  # JSON keeps int and float
+            max_new_tokens=task.request.max_new_tokens,
             group=group,
         )
         return {"generations": [dataclasses.asdict(generation) for generation in found]}
     from trainkit.train.inference.evaluate import EvaluationFeed, evaluate
     from trainkit.train.inference.load import PRECISIONS, load_model, load_own_tokenizer, vocabulary
 
-    windows = EvaluationFeed(
-        job, Dataset.model_validate(spec["dataset"]), spec["split"], vocabulary(saved), device
-    )
-    model = load_model(job, saved, device, PRECISIONS[job.training.precision], group)
+    request = task.request
+    windows = EvaluationFeed(task.job, request.dataset, request.split, vocabulary(saved), device)
+    model = load_model(task.job, saved, device, PRECISIONS[task.job.training.precision], group)
+    tokenizer, end = load_own_tokenizer(task.job)
     measured = evaluate(
-        model, windows, *load_own_tokenizer(job), samples=spec["samples"], progress=progress
+        model, windows, tokenizer, end, samples=request.samples, progress=on_progress
     )
     return dataclasses.asdict(measured)
 

@@ -68,14 +68,28 @@ def padded_linear(x_NH: Tensor, weight_VH: Tensor, multiple: int) -> Tensor:
     return F.linear(x_NH, padded(weight_VH, multiple))[..., : weight_VH.shape[0]]
 
 
+@dataclass(frozen=True)
+class _HeadOptions:
+    """How the loss of a head is computed.
+
+    Args:
+        multiple: the product has a multiple of so many columns.
+        softmax: `softmax_loss`, or what stands for it.
+        learning: whether there will be a backward; inside of forward nothing tells.
+        widest: W is a part of a larger weight, whose widest part has so many rows; chunks are made
+            for that, the same for every part, and softmax is given them whole. 0: W is all there
+            is.
+    """
+
+    multiple: int
+    softmax: SoftmaxLoss
+    learning: bool
+    widest: int
+
+
 class _HeadLoss(torch.autograd.Function):
     """Cross-entropy of softmax(x W^T), with the gradients of x and W computed in forward, chunk
-    by chunk; W's of several chunks summed in fp32 or wider.
-
-    `learning`: whether there will be a backward; inside of forward nothing tells. `widest`: W is
-    a part of a larger weight, whose widest part has so many rows; chunks are made for that, the
-    same for every part, and softmax is given them whole. 0: W is all there is.
-    """
+    by chunk; W's of several chunks summed in fp32 or wider."""
 
     @staticmethod
     def forward(
@@ -84,20 +98,18 @@ class _HeadLoss(torch.autograd.Function):
         weight_VH: Tensor,
         labels_N: Tensor,
         labels: Labels,
-        multiple: int,
-        learning: bool,
-        softmax: SoftmaxLoss,
-        widest: int,
+        options: _HeadOptions,
     ) -> tuple[Tensor, Tensor]:
         vocab = weight_VH.shape[0]
+        learning = options.learning
         wide = torch.promote_types(x_NH.dtype, torch.float32)
         # On the CPU only the product's memory is padded: there it is the distance of its rows that
         # counts, and F.pad copies the weight.
-        columns = vocab + -vocab % multiple
+        columns = vocab + -vocab % options.multiple
         if x_NH.device.type == "cpu":
             weight = weight_VH
         else:
-            weight = padded(weight_VH, multiple)
+            weight = padded(weight_VH, options.multiple)
         if learning:
             dx_NH = torch.empty_like(x_NH)
         else:
@@ -105,11 +117,19 @@ class _HeadLoss(torch.autograd.Function):
         dweight_PH: Tensor | None = None
         entropy = torch.zeros((), dtype=torch.float64, device=x_NH.device)
         scale = torch.as_tensor(labels.scale, dtype=wide, device=x_NH.device)
-        how = (vocab, labels.z_loss, scale, learning)
-        chunks = _chunks(len(x_NH), widest or columns)
+
+        def softmax(logits_CP: Tensor, labels_C: Tensor) -> tuple[Tensor, Tensor]:
+            return options.softmax(logits_CP, labels_C, vocab, labels.z_loss, scale, learning)
+
+        chunks = _chunks(len(x_NH), options.widest or columns)
         for inside in chunks:
             dlogits_CP, part = _dlogits(
-                softmax, x_NH[inside], weight, columns, labels_N[inside], how, whole=widest > 0
+                softmax,
+                x_NH[inside],
+                weight,
+                columns,
+                labels_N[inside],
+                whole=options.widest > 0,
             )
             entropy += part
             if dx_NH is not None:
@@ -144,7 +164,7 @@ class _HeadLoss(torch.autograd.Function):
             # in place: W is large
             dx_NH = dx_NH * factor.to(dx_NH.dtype)
             dweight_VH = dweight_VH.mul_(factor.to(dweight_VH.dtype))
-        return dx_NH, dweight_VH, None, None, None, None, None, None
+        return dx_NH, dweight_VH, None, None, None
 
 
 def _chunks(tokens: int, padded_vocab: int) -> list[slice]:
@@ -164,33 +184,28 @@ def _logits(x_CH: Tensor, weight: Tensor, columns: int) -> Tensor:
 
 
 def _dlogits(
-    softmax: SoftmaxLoss,
+    softmax: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
     x_CH: Tensor,
     weight: Tensor,
     columns: int,
     labels_C: Tensor,
-    how: tuple[int, float, Tensor, bool],
     *,
     whole: bool,
 ) -> tuple[Tensor, Tensor]:
-    """`softmax` of a chunk's logits: on the CPU block by block, so that its passes find them in
-    the cache, the gradient in the logits' place.
+    """`softmax` of a chunk's logits and labels: on the CPU block by block, so that its passes
+    find them in the cache, the gradient in the logits' place.
 
-    `how`: what it is told besides the logits and the labels. `whole`: give it the chunk at once,
-    where it asks elsewhere.
+    `whole`: give it the chunk at once, where it asks elsewhere.
     """
-    vocab, z_loss, scale, learning = how
     size = max(1, BLOCK_BYTES // (4 * columns))
     if whole or x_CH.device.type != "cpu" or len(x_CH) <= size:
         # a name for the logits would keep them alive
-        return softmax(_logits(x_CH, weight, columns), labels_C, vocab, z_loss, scale, learning)
+        return softmax(_logits(x_CH, weight, columns), labels_C)
     logits_CP = _logits(x_CH, weight, columns)
     entropy = torch.zeros((), dtype=torch.float64)
     for start in range(0, len(x_CH), size):
         logits_RP = logits_CP[start : start + size]
-        dlogits_RP, part = softmax(
-            logits_RP, labels_C[start : start + size], vocab, z_loss, scale, learning
-        )
+        dlogits_RP, part = softmax(logits_RP, labels_C[start : start + size])
         entropy += part
         if dlogits_RP.data_ptr() != logits_RP.data_ptr():  # in 16 bits
             logits_RP.copy_(dlogits_RP)
@@ -201,12 +216,20 @@ def softmax_loss(
     logits_CP: Tensor, labels_C: Tensor, vocab: int, z_loss: float, scale: Tensor, learning: bool
 ) -> tuple[Tensor, Tensor]:
     """(scaled gradient of the chunk's logits in their dtype, padding included and 0; the chunk's
-    summed cross-entropy). The logits are used up.
+    summed cross-entropy).
 
     All of the loss but its matrix products: memory traffic alone, which a compiler makes one
     kernel of.
+
+    Args:
+        logits_CP: they are used up.
+        labels_C: of the chunk.
+        vocab: columns that are no padding.
+        z_loss, scale: as of `Labels`.
+        learning: False: the gradient is not wanted, and is not there.
     """
-    dtype, wide = logits_CP.dtype, torch.promote_types(logits_CP.dtype, torch.float32)
+    dtype = logits_CP.dtype
+    wide = torch.promote_types(dtype, torch.float32)
     logits_CP = logits_CP.to(wide)
     logits_CP[:, vocab:] = -torch.inf
     counted_C = labels_C != NO_LABEL
@@ -235,16 +258,25 @@ def head_loss(
     *,
     widest: int = 0,
 ) -> Losses:
-    """The loss of a whole micro-batch. Softmax and sums run in fp32 or wider; see `Labels` and
-    `Losses`.
+    """The loss of a whole micro-batch. Softmax and sums run in fp32 or wider.
 
-    `softmax` is `softmax_loss`, or what a compiler made of it, or one that asks for what the
-    other parts of a larger weight make; then `widest` is the most rows of a part.
+    Args:
+        x_BSH: what the last norm made.
+        weight_VH: of the head.
+        labels: what the loss is taken of.
+        multiple: the product has a multiple of so many columns.
+        softmax: `softmax_loss`, or what a compiler made of it, or one that asks for what the
+            other parts of a larger weight make.
+        widest: the most rows of such a part; 0: `weight_VH` is all there is.
     """
     labels_N = labels.labels_BS.flatten()
     learning = torch.is_grad_enabled() and (x_BSH.requires_grad or weight_VH.requires_grad)
     objective, entropy = _HeadLoss.apply(
-        x_BSH.flatten(0, 1), weight_VH, labels_N, labels, multiple, learning, softmax, widest
+        x_BSH.flatten(0, 1),
+        weight_VH,
+        labels_N,
+        labels,
+        _HeadOptions(multiple, softmax, learning, widest),
     )  # type: ignore[no-untyped-call]
     return Losses(objective, entropy, (labels_N != NO_LABEL).sum())
 
@@ -256,7 +288,12 @@ def read_out(
     multiple: int,
     softmax: SoftmaxLoss = softmax_loss,
 ) -> Tensor | Losses:
-    """What a model ends with: logits, (B, S, V), or, given labels, their summed losses."""
+    """What a model ends with: logits, (B, S, V), or, given labels, their summed losses.
+
+    Args:
+        x_BSH, weight_VH, multiple, softmax: as of `head_loss`.
+        labels: None: logits are wanted.
+    """
     if labels is None:
         return padded_linear(x_BSH, weight_VH, multiple)
     return head_loss(x_BSH, weight_VH, labels, multiple, softmax)

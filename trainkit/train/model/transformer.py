@@ -22,7 +22,7 @@ from trainkit.train.model.rotary import rotate, tables
 
 @dataclass(frozen=True)
 class Context:
-    """What every block is told besides the residual stream."""
+    """What every block gets besides the residual stream."""
 
     rotary: tuple[Tensor, Tensor] | None = None
     documents: DocumentBounds | None = None

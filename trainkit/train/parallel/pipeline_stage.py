@@ -192,16 +192,17 @@ def make_schedule(
     count = parallelism.pipeline_model_parallel_size * len(chunks)
     stages: list[Any] = [TimedStage(chunk, count, mesh, timers, *activations) for chunk in chunks]
     # scale_grads would divide after adding up, too late for fp16; the objective is divided already
-    words: dict[str, Any] = {
-        "loss_fn": (lambda objective, _: objective.sum()) if learning else None,
-        "scale_grads": False,
-    }
+    loss = _summed if learning else None
     if parallelism.pipeline_schedule == "zbv":
-        return ScheduleZBVZeroBubble(stages, micro_batches, **words)
+        return ScheduleZBVZeroBubble(stages, micro_batches, loss_fn=loss, scale_grads=False)
     if len(stages) > 1:
-        return ScheduleInterleaved1F1B(stages, micro_batches, **words)
+        return ScheduleInterleaved1F1B(stages, micro_batches, loss_fn=loss, scale_grads=False)
+    if micro_batches >= count:
+        return Schedule1F1B(stages[0], micro_batches, loss_fn=loss, scale_grads=False)
     # With fewer micro-batches than stages all forwards of 1F1B are its warm-up: GPipe's order,
     # which torch's 1F1B leaves to it.
-    return (Schedule1F1B if micro_batches >= count else ScheduleGPipe)(
-        stages[0], micro_batches, **words
-    )
+    return ScheduleGPipe(stages[0], micro_batches, loss_fn=loss, scale_grads=False)
+
+
+def _summed(objective: Any, _: Any) -> Any:
+    return objective.sum()

@@ -59,28 +59,42 @@ def run_block(block: Block, mode: Mode, random: bool, x_BSH: Tensor, context: Co
 
     Args:
         block: the block.
-        mode: what of its activations is computed anew in backward.
+        mode: what of its activations is computed again in backward.
         random: it drops out, so the second computation must draw the same numbers.
         x_BSH: the residual stream.
-        context: what every block is told.
+        context: what every block gets.
     """
     forward = type(block).forward
     if mode == "none" or not torch.is_grad_enabled():
         return forward(block, x_BSH, context)
-    words: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": random}
-    if mode == "selective":
-        words["context_fn"] = partial(
-            create_selective_checkpoint_contexts, partial(_policy, frozenset(kept_operations()))
+    y_BSH: Tensor
+    if mode == "full":
+        y_BSH = checkpoint(
+            forward, block, x_BSH, context, use_reentrant=False, preserve_rng_state=random
         )
-    y_BSH: Tensor = checkpoint(forward, block, x_BSH, context, **words)
+        return y_BSH
+    y_BSH = checkpoint(
+        forward,
+        block,
+        x_BSH,
+        context,
+        use_reentrant=False,
+        preserve_rng_state=random,
+        context_fn=partial(
+            create_selective_checkpoint_contexts, partial(_policy, frozenset(kept_operations()))
+        ),
+    )
     return y_BSH
 
 
 def wrap_blocks(module: Transformer, model: Model, training: Training) -> None:
     """Make every block recompute and compile as `training` asks, and the loss compile with them.
-    Call it before fully_shard.
+    Call it before fully_shard. Names of parameters stay as they are.
 
-    Names of parameters stay as they are.
+    Args:
+        module: the model, or a chunk of it.
+        model: its shape.
+        training: the job's.
     """
     if training.recompute_granularity == "none" and not training.compile:
         return
