@@ -91,8 +91,8 @@ def generate(
     for prompt in prompts:
         if any("\ud800" <= character <= "\udfff" for character in prompt):
             raise ConfigError(
-                f"prompt {prompt!r} is not Unicode text: it holds half of a surrogate pair, or bytes"
-                " that are not UTF-8"
+                f"prompt {prompt!r} is not Unicode text: it holds half of a surrogate pair, or"
+                " bytes that are not UTF-8"
             )
     job = read_job(run.job)
     load_own_tokenizer(job)
