@@ -23,7 +23,7 @@ ORDER = {  # of a folder's rooms and its files of their own: each imports only w
     "trainkit.data": "fetch sums text tokenizer indexed sources order tokenize",
     "trainkit.train": (
         "metrics torch_compat model parallel checkpoint rank_agreement rank_statistics update"
-        " batches huggingface preflight validation trainer main inference"
+        " batches huggingface preflight step_log validation trainer main inference"
     ),
     "trainkit.launch": (
         "programs protocol hosts agent containers session launchers run_inputs supervise"

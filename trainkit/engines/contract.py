@@ -17,11 +17,15 @@ class Command:
     """What is to be executed. It travels in launch/world.json, never through a shell.
 
     Args:
-        argv: the program and its words, the same on every rank. env: environment variables the
-        engine adds. secret_names: variables whose values come from the caller's environment and
-        are written nowhere. cwd: the working folder. files: small files to write below the run
-        folder before the start, by relative name. ranks_per_node: processes a node. spawn: who
-        starts the ranks of a node: the agent ("per_rank") or the program itself ("per_node").
+        argv: the program and its words, the same on every rank.
+        env: environment variables the engine adds.
+        secret_names: variables whose values come from the caller's environment and are written
+            nowhere.
+        cwd: the working folder.
+        files: small files to write below the run folder before the start, by relative name.
+        ranks_per_node: processes a node.
+        spawn: who starts the ranks of a node: the agent ("per_rank") or the program itself
+            ("per_node").
     """
 
     argv: tuple[str, ...]

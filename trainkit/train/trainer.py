@@ -7,7 +7,6 @@ import math
 import sys
 import threading
 import time
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -26,7 +25,7 @@ from trainkit.train.checkpoint.save_load import CheckpointMetadata
 from trainkit.train.metrics.heartbeat import Heartbeat
 from trainkit.train.metrics.profiler import StepProfiler
 from trainkit.train.metrics.readback import Readback
-from trainkit.train.metrics.records import EvaluationRecord, TrainingRecord
+from trainkit.train.metrics.records import EvaluationRecord
 from trainkit.train.metrics.reporter import Reporter
 from trainkit.train.metrics.timers import Timers
 from trainkit.train.metrics.utilization import Utilization
@@ -37,7 +36,7 @@ from trainkit.train.parallel.mesh import Mesh
 from trainkit.train.parallel.pipeline import tied_at
 from trainkit.train.preflight import begin_weights, refuse_what_cannot_run
 from trainkit.train.rank_agreement import refuse_disagreement
-from trainkit.train.rank_statistics import compare_ranks
+from trainkit.train.step_log import StepLog
 from trainkit.train.torch_compat import be_deterministic, compile_cache_counts
 from trainkit.train.update.build import build_model_parts
 from trainkit.train.update.loss_policy import RollbackRequest, StepInfo, apply_loss_policy
@@ -45,17 +44,6 @@ from trainkit.train.update.recheck import explain, recompute_step
 from trainkit.train.update.schedule import global_batch_size
 from trainkit.train.update.step import Step, StepValues
 from trainkit.train.validation import Validator
-
-
-@dataclass
-class LogInterval:
-    """What adds up between two log lines."""
-
-    steps: int = 0
-    samples: int = 0
-    skipped: int = 0
-    nan: int = 0
-    began: float = 0.0
 
 
 class Trainer:
@@ -106,8 +94,16 @@ class Trainer:
         self.rollbacks = 0
         self.evaluation_due = True  # the next thing to do at this step
         self.validation: dict[str, float] = {}  # losses measured at this step (rank 0)
-        self.since = LogInterval()
         self._compilation_reported = False
+        states = self.step_runner.optimizer.state_tensors().values()
+        memory = MemoryStats(
+            self.model_parts.held,
+            states,
+            self.device,
+            accumulates=data_parallel.accumulates_whole(job),
+        )
+        utilization = Utilization(job, vocab, self.device)
+        self.step_log = StepLog(job, mesh, self.timers, memory, utilization)
         self.checkpoints = CheckpointManager(
             job.checkpoint, run.checkpoints, _TrainerObserver(self)
         )
@@ -115,14 +111,6 @@ class Trainer:
         if self.begins:
             begin_weights(job, self.model_parts)
         self.readback: Readback[StepInfo] = Readback(self.device)
-        self.utilization = Utilization(job, vocab, self.device)
-        states = self.step_runner.optimizer.state_tensors().values()
-        self.memory = MemoryStats(
-            self.model_parts.held,
-            states,
-            self.device,
-            accumulates=data_parallel.accumulates_whole(job),
-        )
         self.profiler = StepProfiler(job.profile, world.rank, run.path / "profile")
         self.reporter = (
             Reporter(run, job, self.step or -1, evaluated=not self.evaluation_due)
@@ -142,10 +130,7 @@ class Trainer:
         self.consumed_samples = saved.manifest.consumed_samples
         self.evaluation_due = bool(saved.manifest.state.get("evaluation_due", False))
         self.rollbacks = int(saved.manifest.state.get("rollbacks", 0))
-        self.since = LogInterval(
-            skipped=int(saved.manifest.state.get("unlogged_skipped", 0)),
-            nan=int(saved.manifest.state.get("unlogged_nan", 0)),
-        )
+        self.step_log.load_state(saved.manifest.state)
         return True
 
     def train(self) -> Exit:
@@ -153,7 +138,7 @@ class Trainer:
         checkpoint of the step reached exists."""
         failed = True
         try:
-            self.since.began = time.perf_counter()
+            self.step_log.start_clock()
             self._train()
             failed = False
         finally:
@@ -247,7 +232,7 @@ class Trainer:
         if self.job.training.compile and self.reporter and not self._compilation_reported:
             print(f"compiled: {compile_cache_counts()}", flush=True)
             self._compilation_reported = True
-        self.since.began += self.profiler.after(self.step + 1)
+        self.step_log.exclude(self.profiler.after(self.step + 1))
         self.step += 1
         self.consumed_samples += samples
         self.readback.push(StepInfo(self.step, self.consumed_samples, samples), values)
@@ -268,7 +253,10 @@ class Trainer:
         stopping = False
         for info, numbers in self.readback.take(all=all):
             values = StepValues(*numbers)
-            self._log(info, values)
+            reports = self.reporter is not None
+            record = self.step_log.add(info, values, self.rollbacks, reports=reports)
+            if self.reporter and record:
+                self.reporter.step(record)
             self._apply_policy(info, values)
             stopping = stopping or values.stops > 0
         return stopping
@@ -335,53 +323,8 @@ class Trainer:
                 flush=True,
             )
             self.reporter = Reporter(self.run, self.job, self.step)
-        self.since.began = time.perf_counter()
-        # the next row tells of it: its own is taken back
-        self.since.skipped = self.since.skipped + 1
-        self.since.nan = self.since.nan + why.nan
-
-    def _log(self, info: StepInfo, values: StepValues) -> None:
-        """Add a step up, and report it where the interval says so."""
-        since = self.since
-        t = self.job.training
-        since.steps = since.steps + 1
-        since.samples = since.samples + info.samples
-        since.skipped += bool(values.overflow or values.nan or values.spike)
-        since.nan += bool(values.nan)
-        if info.step % t.log_interval and info.step != t.train_iters:
-            return
-        times = self.timers.take(since.steps)
-        now = time.perf_counter()
-        seconds = now - since.began
-        self.since = LogInterval(began=now)
-        memory = self.memory.now()
-        compared = compare_ranks(self.job, self.mesh, times, memory, info.samples)
-        if not self.reporter:
-            return
-        tokens_per_second = since.samples * self.job.model.seq_length / seconds
-        self.reporter.step(
-            TrainingRecord(
-                step=info.step,
-                consumed_samples=info.consumed_samples,
-                global_batch_size=info.samples,
-                lm_loss=values.loss,
-                grad_norm=values.norm,
-                learning_rate=values.rate,
-                loss_scale=values.scale,
-                skipped_iterations=since.skipped,
-                nan_iterations=since.nan,
-                rollbacks=self.rollbacks,
-                elapsed_ms=1000 * seconds / since.steps,
-                tokens_per_second=tokens_per_second,
-                samples_per_second=since.samples / seconds,
-                throughput=self.utilization.throughput(tokens_per_second),
-                batch_checksum=int(values.checksum),
-                times_ms=times,
-                memory_bytes=memory,
-                ranks=compared.ranks,
-                pipeline=compared.pipeline,
-            )
-        )
+        self.step_log.start_clock()
+        self.step_log.count_rolled_back(why.nan)
 
     @torch.no_grad()
     def evaluate(self) -> bool:
@@ -409,7 +352,7 @@ class Trainer:
                 self.reporter.evaluation(record)
                 if math.isfinite(record.lm_loss):
                     self.validation[record.name] = record.lm_loss
-        self.since.began += time.perf_counter() - began
+        self.step_log.exclude(time.perf_counter() - began)
         return not self.evaluation_due
 
     def _note_evaluation(self) -> None:
@@ -439,9 +382,7 @@ class Trainer:
             job=self.job.model_dump(mode="json"),
             state={
                 **self.step_runner.state(),
-                # the next row counts them, whichever attempt writes it
-                "unlogged_skipped": self.since.skipped,
-                "unlogged_nan": self.since.nan,
+                **self.step_log.state(),
                 "rollbacks": self.rollbacks,
                 "evaluation_due": self.evaluation_due,
             },
@@ -449,7 +390,7 @@ class Trainer:
         )
         with self.timers("checkpoint"):
             self.checkpoints.save(self.step_runner.tensors(), metadata, last=last)
-        self.since.began += time.perf_counter() - began
+        self.step_log.exclude(time.perf_counter() - began)
 
     def _layout(self) -> dict[str, int | str]:
         """What a manifest says of the ranks that wrote it."""

@@ -65,11 +65,14 @@ def export(
     not at all.
 
     Args:
-        saved: the checkpoint. model: its shape. target: where; nothing may be there. dtype: of
-        the weights, "fp32", "bf16" or "fp16". shard_bytes: tensors of one file at most (but
-        always one); more are split over several with an index. tokenizer: what goes with it;
-        None: the model was trained on random tokens. about: words of where it comes from, kept
-        in the files' headers.
+        saved: the checkpoint.
+        model: its shape.
+        target: where; nothing may be there.
+        dtype: of the weights, "fp32", "bf16" or "fp16".
+        shard_bytes: tensors of one file at most (but always one); more are split over several with
+            an index.
+        tokenizer: what goes with it; None: the model was trained on random tokens.
+        about: words of where it comes from, kept in the files' headers.
 
     Raises:
         ConfigError: exit 3, `target` is there already, the checkpoint is of another model,

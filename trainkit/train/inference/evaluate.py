@@ -37,12 +37,15 @@ class Evaluation:
     """What one pass over a split found.
 
     Args:
-        loss: mean cross-entropy over all tokens that have a label, in nats. perplexity:
-        exp(loss); None beyond what a float holds. bits_per_byte: summed cross-entropy in bits
-        over `bytes`: comparable between tokenizers. None where there is no text. tokens: labels
-        that the loss is taken of. bytes: UTF-8 bytes of their text. The end-of-document token
-        has none, though its loss counts. samples: windows of seq_length tokens. seconds: wall
-        clock, reading and decoding included.
+        loss: mean cross-entropy over all tokens that have a label, in nats.
+        perplexity: exp(loss); None beyond what a float holds.
+        bits_per_byte: summed cross-entropy in bits over `bytes`: comparable between tokenizers.
+            None where there is no text.
+        tokens: labels that the loss is taken of.
+        bytes: UTF-8 bytes of their text. The end-of-document token has none, though its loss
+            counts.
+        samples: windows of seq_length tokens.
+        seconds: wall clock, reading and decoding included.
     """
 
     loss: float

@@ -77,8 +77,7 @@ def attend(
 
     Args:
         documents: keep it within documents; then T must be S. By the variable-length kernel for
-        16-bit numbers on CUDA, which has no
-            dropout; else document by document.
+            16-bit numbers on CUDA, which has no dropout; else document by document.
         dropout: probability with which an attention weight is dropped.
     """
     if documents is not None:

@@ -26,11 +26,12 @@ class Labels:
     """What a loss is taken of.
 
     Args:
-        labels_BS: the token after each, or NO_LABEL. z_loss: weight of logsumexp(logits)**2 in
-        the loss that is minimized (PaLM, arXiv:2204.02311, section 5). scale: factor of the
-        gradient alone, a scalar on the device or a number: 1 / tokens of the global batch, times
-        the loss scale of
-            fp16. It enters before the gradient is rounded to 16 bits, where it must be.
+        labels_BS: the token after each, or NO_LABEL.
+        z_loss: weight of logsumexp(logits)**2 in the loss that is minimized (PaLM,
+            arXiv:2204.02311, section 5).
+        scale: factor of the gradient alone, a scalar on the device or a number: 1 / tokens of the
+            global batch, times the loss scale of fp16. It enters before the gradient is rounded to
+            16 bits, where it must be.
     """
 
     labels_BS: Tensor

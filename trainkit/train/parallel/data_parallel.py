@@ -61,11 +61,10 @@ class OneRank:
     other.
 
     Args:
-        keep: use the same memory at every step, 4 bytes a parameter held between them: malloc
-        gives a block of this size back to the system,
-            which clears each page of the next one (0.2 of 5.9 s of a step of GPT-2 124M in
-            bf16). Gradients must be dropped before the next reduction, as Step does. torch's
-            CUDA allocator holds blocks by itself.
+        keep: use the same memory at every step, 4 bytes a parameter held between them: malloc gives
+            a block of this size back to the system, which clears each page of the next one (0.2 of
+            5.9 s of a step of GPT-2 124M in bf16). Gradients must be dropped before the next
+            reduction, as Step does. torch's CUDA allocator holds blocks by itself.
     """
 
     def __init__(self, *, keep: bool) -> None:
@@ -132,12 +131,12 @@ def shard(
     80 steps of `demo`. On a GPU they are summed in fp32.
 
     Args:
-        mesh: the data-parallel ranks; with two dimensions the first holds copies (HSDP, and ZeRO
-        0, whose copies are sharded over one rank each). stage: of ZeRO; with 3 parameters are
-        gathered for forward and for backward, else once a step. sums: whether a step adds
-        gradients up at all, of several ranks or micro-batches. Without, fp64 on the CPU would be
-        a detour of 40 bytes a
-            parameter to the same numbers.
+        mesh: the data-parallel ranks; with two dimensions the first holds copies (HSDP, and ZeRO 0,
+            whose copies are sharded over one rank each).
+        stage: of ZeRO; with 3 parameters are gathered for forward and for backward, else once a
+            step.
+        sums: whether a step adds gradients up at all, of several ranks or micro-batches. Without,
+            fp64 on the CPU would be a detour of 40 bytes a parameter to the same numbers.
     """
     if sums:
         reduce_dtype = reduced_type(mesh.device_type)

@@ -19,11 +19,14 @@ class Mesh:
     """This rank among all.
 
     Args:
-        degrees: sizes of the axes. place: where this rank stands. device: this rank's device.
-        data: the data-parallel axis, one-dimensional, or two (replicate, shard). tensor: the
-        tensor-parallel group. pipeline_group: the stages of one model; None where there is one
-        stage. tied_group: first and last stage of one model, on these two only; None elsewhere
-        and where they are one rank.
+        degrees: sizes of the axes.
+        place: where this rank stands.
+        device: this rank's device.
+        data: the data-parallel axis, one-dimensional, or two (replicate, shard).
+        tensor: the tensor-parallel group.
+        pipeline_group: the stages of one model; None where there is one stage.
+        tied_group: first and last stage of one model, on these two only; None elsewhere and where
+            they are one rank.
     """
 
     degrees: ParallelDegrees

@@ -29,9 +29,11 @@ class LeanStage(PipelineStage):
     alone, too, under the schedules where torch's cannot (ZBV).
 
     Args:
-        module: the stage's. number: which stage, of `count`. shape, dtype: of what goes from one
-        stage to the next. Told these, torch does not try a micro-batch to find them out. group:
-        the stages.
+        module: the stage's.
+        number: which stage, of `count`.
+        shape, dtype: of what goes from one stage to the next. Told these, torch does not try a
+            micro-batch to find them out.
+        group: the stages.
     """
 
     def __init__(

@@ -82,9 +82,11 @@ class ShardedParameter:
     """A parameter that this rank holds a part of.
 
     Args:
-        name: in the whole model. parameter: as fully_shard left it. layout: how tensor
-        parallelism cuts it. counts: whether its elements count in the gradient's norm; the
-        second copy of tied weights does not.
+        name: in the whole model.
+        parameter: as fully_shard left it.
+        layout: how tensor parallelism cuts it.
+        counts: whether its elements count in the gradient's norm; the second copy of tied weights
+            does not.
     """
 
     name: str

@@ -16,10 +16,11 @@ class StepVerdict(NamedTuple):
 
     Args:
         skip: 1.0 where the weights must stay as they are, fp32 (what fused optimizers call
-        found_inf). overflow: fp16: gradients overflow though the loss is finite: the loss scale
-        was too large; nothing is wrong with the run. nan: loss or gradient norm is not finite,
-        and no loss scale is to blame. spike: the loss is above spike_factor times its running
-        mean.
+            found_inf).
+        overflow: fp16: gradients overflow though the loss is finite: the loss scale was too large;
+            nothing is wrong with the run.
+        nan: loss or gradient norm is not finite, and no loss scale is to blame.
+        spike: the loss is above spike_factor times its running mean.
     """
 
     skip: Tensor

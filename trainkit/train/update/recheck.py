@@ -36,11 +36,15 @@ class NonFinite:
 
     Args:
         stage: WEIGHTS before the step; ALONE in one micro-batch; SUMMED: only the sum over
-        micro-batches and ranks is not finite. micro_batch: which one of the rank's, from 0.
-        pass_: FORWARD or BACKWARD. depth: place of the chunk of the model, in the order of the
-        pass. number: how many looks at this chunk, micro-batch and pass came before. rank: whose
-        finding. what: in words. samples: positions of the micro-batch's samples in the order of
-        samples, or of those among them that are concerned.
+            micro-batches and ranks is not finite.
+        micro_batch: which one of the rank's, from 0.
+        pass_: FORWARD or BACKWARD.
+        depth: place of the chunk of the model, in the order of the pass.
+        number: how many looks at this chunk, micro-batch and pass came before.
+        rank: whose finding.
+        what: in words.
+        samples: positions of the micro-batch's samples in the order of samples, or of those among
+            them that are concerned.
     """
 
     stage: int

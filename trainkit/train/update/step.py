@@ -117,9 +117,11 @@ class Step:
         """Take one step.
 
         Args:
-            batches: this rank's micro-batches of the global batch. samples: samples of the
-            global batch. stop: this rank was told to stop. before_update: called when all
-            gradients are there and weights and moments are still as they were.
+            batches: this rank's micro-batches of the global batch.
+            samples: samples of the global batch.
+            stop: this rank was told to stop.
+            before_update: called when all gradients are there and weights and moments are still as
+                they were.
 
         Returns StepValues as an fp64 vector on the device, the same on all ranks.
         """

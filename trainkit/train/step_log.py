@@ -1,0 +1,123 @@
+"""What adds up over steps until a row of metrics is made of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from trainkit.jobs.schema import Job
+from trainkit.train.metrics.records import TrainingRecord
+from trainkit.train.metrics.timers import Timers
+from trainkit.train.metrics.utilization import Utilization
+from trainkit.train.parallel.memory import MemoryStats
+from trainkit.train.parallel.mesh import Mesh
+from trainkit.train.rank_statistics import compare_ranks
+from trainkit.train.update.loss_policy import StepInfo
+from trainkit.train.update.step import StepValues
+
+
+@dataclass
+class _Interval:
+    """What adds up between two rows."""
+
+    steps: int = 0
+    samples: int = 0
+    skipped: int = 0
+    nan: int = 0
+    began: float = 0.0
+
+
+class StepLog:
+    """Adds steps up, and makes a record of them where log_interval says so.
+
+    Args:
+        job: the job.
+        mesh: this rank among the others.
+        timers: what time went into.
+        memory: this rank's.
+        utilization: of the job on this rank's device.
+    """
+
+    def __init__(
+        self, job: Job, mesh: Mesh, timers: Timers, memory: MemoryStats, utilization: Utilization
+    ) -> None:
+        self.job = job
+        self.mesh = mesh
+        self.timers = timers
+        self.memory = memory
+        self.utilization = utilization
+        self._since = _Interval()
+
+    def state(self) -> dict[str, int]:
+        """For the checkpoint: the next row counts these, whichever attempt writes it."""
+        return {"unlogged_skipped": self._since.skipped, "unlogged_nan": self._since.nan}
+
+    def load_state(self, state: Mapping[str, int | float | bool]) -> None:
+        """Go on from `state()`; older checkpoints have none."""
+        self._since = _Interval(
+            skipped=int(state.get("unlogged_skipped", 0)), nan=int(state.get("unlogged_nan", 0))
+        )
+
+    def start_clock(self) -> None:
+        """The time of steps counts from now on."""
+        self._since.began = time.perf_counter()
+
+    def exclude(self, seconds: float) -> None:
+        """So much of the time was not spent on steps."""
+        self._since.began += seconds
+
+    def count_rolled_back(self, nan: bool) -> None:
+        """A step led to a rollback: the next row counts it, its own is taken back."""
+        self._since.skipped += 1
+        self._since.nan += nan
+
+    def add(
+        self, info: StepInfo, values: StepValues, rollbacks: int, *, reports: bool
+    ) -> TrainingRecord | None:
+        """One more step. Called by all ranks together.
+
+        Args:
+            info: the step.
+            values: its numbers.
+            rollbacks: of the run so far.
+            reports: this rank wants the record.
+        """
+        since = self._since
+        t = self.job.training
+        since.steps += 1
+        since.samples += info.samples
+        since.skipped += bool(values.overflow or values.nan or values.spike)
+        since.nan += bool(values.nan)
+        if info.step % t.log_interval and info.step != t.train_iters:
+            return None
+        times = self.timers.take(since.steps)
+        now = time.perf_counter()
+        seconds = now - since.began
+        self._since = _Interval(began=now)
+        memory = self.memory.now()
+        compared = compare_ranks(self.job, self.mesh, times, memory, info.samples)
+        if not reports:
+            return None
+        tokens_per_second = since.samples * self.job.model.seq_length / seconds
+        return TrainingRecord(
+            step=info.step,
+            consumed_samples=info.consumed_samples,
+            global_batch_size=info.samples,
+            lm_loss=values.loss,
+            grad_norm=values.norm,
+            learning_rate=values.rate,
+            loss_scale=values.scale,
+            skipped_iterations=since.skipped,
+            nan_iterations=since.nan,
+            rollbacks=rollbacks,
+            elapsed_ms=1000 * seconds / since.steps,
+            tokens_per_second=tokens_per_second,
+            samples_per_second=since.samples / seconds,
+            throughput=self.utilization.throughput(tokens_per_second),
+            batch_checksum=int(values.checksum),
+            times_ms=times,
+            memory_bytes=memory,
+            ranks=compared.ranks,
+            pipeline=compared.pipeline,
+        )
