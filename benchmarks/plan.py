@@ -262,7 +262,7 @@ def saved_bytes(job_json: str, rank: int) -> int:
     )
     parts = build_model_parts(job, mesh, job.model.vocab_size or 0)
     parts.train()
-    for held in parts.held.values():
+    for held in parts.parameters.values():
         torch.nn.init.zeros_(held.parameter)
     step = Step(job, parts, mesh, Timers(device))
     tokens = torch.zeros(job.training.micro_batch_size, job.model.seq_length, dtype=torch.int64)

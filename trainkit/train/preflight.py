@@ -144,10 +144,12 @@ def begin_weights(job: Job, parts: ModelParts) -> None:
         for module in parts.modules:
             initialize(module, job.model, job.training.seed)
         return
-    load_weights(weights_folder(job), parts.held, job.model, parts.shapes["embed_tokens.weight"][0])
+    load_weights(
+        weights_folder(job), parts.parameters, job.model, parts.shapes["embed_tokens.weight"][0]
+    )
     bad = dict.fromkeys(parts.shapes, 0)
-    for held in parts.held.values():
-        bad[held.name] += int((~torch.isfinite(local_part(held.parameter))).sum())
+    for sharded in parts.parameters.values():
+        bad[sharded.name] += int((~torch.isfinite(local_part(sharded.parameter))).sum())
     counts = torch.tensor(list(bad.values()))
     dist.all_reduce(counts)
     if wrong := [

@@ -97,7 +97,7 @@ class Trainer:
         self._compilation_reported = False
         states = self.step_runner.optimizer.state_tensors().values()
         memory = MemoryStats(
-            self.model_parts.held,
+            self.model_parts.parameters,
             states,
             self.device,
             accumulates=data_parallel.accumulates_whole(job),

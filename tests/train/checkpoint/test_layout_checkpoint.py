@@ -142,7 +142,7 @@ def written_and_read(root: Path, hub: Path | None) -> dict[str, Any]:
                     step
                 )
             if hub is not None:
-                load_weights(hub / model, step.parts.held, shape, ROWS)
+                load_weights(hub / model, step.model_parts.parameters, shape, ROWS)
                 weights = {key: t for key, t in step.tensors().items() if key.startswith("model.")}
                 found[f"{model}: hub -> {name}"] = differing(weights) + [
                     key for key in second_copies(step) if "optimizer" not in key
@@ -159,13 +159,15 @@ def second_copies(step: Step) -> list[str]:
     """Tied weights on one rank twice, where the copies differ."""
     return [
         key
-        for key, held in step.parts.held.items()
+        for key, held in step.model_parts.parameters.items()
         if key != held.name and not torch.equal(*(p.to_local() for p in two(step, key)))
     ]
 
 
 def two(step: Step, key: str) -> tuple[Any, Any]:
-    return step.parameters[key].detach(), step.parameters[step.parts.held[key].name].detach()
+    return step.parameters[key].detach(), step.parameters[
+        step.model_parts.parameters[key].name
+    ].detach()
 
 
 def test_every_layout_reads_what_every_other_wrote(tmp_path: Path) -> None:

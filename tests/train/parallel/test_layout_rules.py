@@ -161,11 +161,11 @@ def begin_as_every_rank(root: Path) -> list[tuple[int, int, int, int]]:
             parts = build_model_parts(job, mesh, VOCAB)
         with Held() as beginning:
             begin_weights(job, parts)
-        mine = sum(4 * local_part(held.parameter).numel() for held in parts.held.values())
+        mine = sum(4 * local_part(held.parameter).numel() for held in parts.parameters.values())
         found.append(
             (
                 mine,
-                max(4 * math.prod(held.layout.shape) for held in parts.held.values()),
+                max(4 * math.prod(held.layout.shape) for held in parts.parameters.values()),
                 building.most,
                 beginning.most,
             )
@@ -215,7 +215,7 @@ def build_as_every_rank(root: Path) -> dict[str, list[tuple[int, ...]]]:
                 if step.pipeline is not None:
                     step.pipeline._schedule(job.gradient_accumulation_steps, learning)
             memory = MemoryStats(
-                parts.held,
+                parts.parameters,
                 step.optimizer.state_tensors().values(),
                 device,
                 accumulates=accumulates_whole(job),

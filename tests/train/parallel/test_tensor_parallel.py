@@ -57,7 +57,7 @@ def test_parts_make_up_the_whole(name: str, size: int) -> None:
         for key, h in held.items():
             assert h.layout.shape == shapes[key]
             assert tuple(h.parameter.shape) == h.layout.local_shape
-            for cut in h.cuts:
+            for cut in h.boxes:
                 view = cut.of(h.parameter)
                 times[key][slices(cut.offsets, view)] += 1
                 expected[key][slices(cut.offsets, view)] = cut.replicas

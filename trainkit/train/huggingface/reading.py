@@ -48,10 +48,10 @@ def load_weights(
         raise ConfigError(problems)
     entries = table(model, rows)
     with torch.no_grad(), _Files() as files:
-        for held in parameters.values():
-            for offsets, target in held.parts(held.parameter).items():
+        for sharded in parameters.values():
+            for offsets, target in sharded.views(sharded.parameter).items():
                 box = slices(offsets, target)
-                for piece in entries[held.name].pieces:
+                for piece in entries[sharded.name].pieces:
                     start, stop = (
                         max(piece.start, box[0].start),
                         min(piece.start + piece.rows, box[0].stop),

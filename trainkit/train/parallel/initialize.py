@@ -57,7 +57,7 @@ def initial_value(name: str, shape: tuple[int, ...], model: Model, seed: int) ->
 def initialize(module: nn.Module, model: Model, seed: int) -> None:
     """Fill a module that has storage with its initial weights, one parameter at a time; of a
     split or sharded one only what is here."""
-    for held in sharded_parameters(module, 1).values():
-        whole = initial_value(held.name, held.layout.shape, model, seed)
-        for offsets, view in held.parts(held.parameter).items():
+    for parameter in sharded_parameters(module, 1).values():
+        whole = initial_value(parameter.name, parameter.layout.shape, model, seed)
+        for offsets, view in parameter.views(parameter.parameter).items():
             view.copy_(whole[slices(offsets, view)])

@@ -32,7 +32,7 @@ class MemoryStats:
     """Bytes of this rank by kind.
 
     Args:
-        held: the model's parameters, as fully_shard left them. optimizer_tensors: what the
+        parameters: the model's parameters, as fully_shard left them. optimizer_tensors: what the
         optimizer keeps, sharded as they are. device: this rank's device. accumulates: whole
         gradients add up over the micro-batches of a step before they are reduced to shards
         (`data_parallel.accumulates_whole`).
@@ -43,19 +43,19 @@ class MemoryStats:
 
     def __init__(
         self,
-        held: Mapping[str, ShardedParameter],
+        parameters: Mapping[str, ShardedParameter],
         optimizer_tensors: Iterable[Tensor],
         device: torch.device,
         *,
         accumulates: bool = False,
     ) -> None:
         self.device = device
-        gradients = shards = _bytes(h.parameter for h in held.values())
+        gradients = shards = _bytes(h.parameter for h in parameters.values())
         if accumulates:
             gradients = max(
                 shards,
                 reduced_type(device.type).itemsize
-                * sum(math.prod(h.layout.local_shape) for h in held.values()),
+                * sum(math.prod(h.layout.local_shape) for h in parameters.values()),
             )
         self._states = {
             "parameters": shards,

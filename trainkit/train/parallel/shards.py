@@ -95,7 +95,7 @@ class ShardedParameter:
     counts: bool = True
 
     @cached_property
-    def cuts(self) -> tuple[ShardBox, ...]:
+    def boxes(self) -> tuple[ShardBox, ...]:
         """The boxes that this rank's shard consists of, none where it is empty."""
         inside = local_slices(self.parameter)
         dim = self.layout.dim
@@ -119,11 +119,11 @@ class ShardedParameter:
                 )
         return tuple(found)
 
-    def parts(self, tensor: Tensor) -> dict[Offsets, Tensor]:
+    def views(self, tensor: Tensor) -> dict[Offsets, Tensor]:
         """Views of the boxes of a tensor that is shaped and sharded like the parameter (itself,
         its gradient, a moment), by where they lie in the whole."""
         local = local_part(tensor)
-        return {cut.offsets: cut.of(local) for cut in self.cuts}
+        return {box.offsets: box.of(local) for box in self.boxes}
 
 
 def slices(offsets: Offsets, view: Tensor) -> tuple[slice, ...]:
@@ -204,11 +204,11 @@ class Shards(torch.Tensor):
         return self.parts[tuple(index.offset)]
 
 
-def shards_of(held: ShardedParameter, tensor: Tensor) -> Shards:
+def shards_of(parameter: ShardedParameter, tensor: Tensor) -> Shards:
     """A tensor like the parameter, for a checkpoint."""
-    return Shards(held.parts(tensor), held.layout.shape, tensor.dtype)
+    return Shards(parameter.views(tensor), parameter.layout.shape, tensor.dtype)
 
 
-def model_tensors(held: Mapping[str, ShardedParameter]) -> dict[str, Shards]:
+def model_tensors(parameters: Mapping[str, ShardedParameter]) -> dict[str, Shards]:
     """model.NAME of all parameters; of two copies the first."""
-    return {f"model.{h.name}": shards_of(h, h.parameter) for h in reversed([*held.values()])}
+    return {f"model.{h.name}": shards_of(h, h.parameter) for h in reversed([*parameters.values()])}

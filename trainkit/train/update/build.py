@@ -29,12 +29,12 @@ class ModelParts:
 
     Args:
         modules: the model itself, or the chunks of this pipeline stage in the model's order.
-        held: every parameter by its name; a second copy of tied weights on the same rank is
+        parameters: every parameter by its name; a second copy of tied weights on the same rank is
         called NAME + LAST. shapes: of all the model's parameters, wherever they are.
     """
 
     modules: list[Transformer]
-    held: dict[str, ShardedParameter]
+    parameters: dict[str, ShardedParameter]
     shapes: dict[str, tuple[int, ...]]
 
     @property
@@ -78,7 +78,7 @@ def build_model_parts(
                 for number in chunks_on(mesh.place.pipeline, p)
             ]
     sums = mesh.degrees.data > 1 or max(batch_sizes(job)) > t.micro_batch_size
-    held: dict[str, ShardedParameter] = {}
+    parameters: dict[str, ShardedParameter] = {}
     for module in modules:
         module.to(dtype)
         tensor_parallel.apply(module, vocab, mesh.tensor)
@@ -91,10 +91,10 @@ def build_model_parts(
         second = isinstance(module, ModelChunk) and not module.first
         for name, parameter in module.named_parameters():
             tied = second and name == "embed_tokens.weight"
-            held[name + LAST if name in held else name] = ShardedParameter(
+            parameters[name + LAST if name in parameters else name] = ShardedParameter(
                 name, parameter, layouts[name], counts=not tied
             )
-    return ModelParts(modules, held, shapes)
+    return ModelParts(modules, parameters, shapes)
 
 
 def expected(parts: ModelParts, kinds: tuple[str, ...]) -> dict[str, tuple[int, ...]]:

@@ -237,10 +237,10 @@ def recompute_step(
         scale: the loss scale it was taken with.
         rank: this rank.
     """
-    watch = NonFiniteDetector(step.parts.modules, rank)
-    held = step.parts.held
+    watch = NonFiniteDetector(step.model_parts.modules, rank)
+    parameters = step.model_parts.parameters
     watch.look(
-        WEIGHTS, ((name, local_part(h.parameter)) for name, h in held.items()), "the weights"
+        WEIGHTS, ((name, local_part(h.parameter)) for name, h in parameters.items()), "the weights"
     )
     before = step.scale.scale
     step.scale.scale = torch.full_like(step.scale.scale, scale)
@@ -251,7 +251,7 @@ def recompute_step(
             step.backward(watch.reads(batches), samples)
         gradients = (
             (name, local_part(h.parameter.grad))
-            for name, h in held.items()
+            for name, h in parameters.items()
             if h.parameter.grad is not None
         )
         watch.look(SUMMED, gradients, "the sum over micro-batches and ranks of the gradient")

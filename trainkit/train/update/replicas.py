@@ -18,19 +18,19 @@ TIED = "embed_tokens.weight"
 
 
 @torch.no_grad()
-def add_up(held: Mapping[str, ShardedParameter], mesh: Mesh) -> None:
+def add_up(parameters: Mapping[str, ShardedParameter], mesh: Mesh) -> None:
     """Add gradients up that lie on several ranks in parts: over a tensor-parallel group those of
     weights that some or all of its ranks hold alike, and those of tied weights over first and
     last stage."""
     if mesh.tensor_group is not None:
-        _over_tensor_ranks(held, mesh)
-    _over_tied(held, mesh)
+        _over_tensor_ranks(parameters, mesh)
+    _over_tied(parameters, mesh)
 
 
-def _over_tied(held: Mapping[str, ShardedParameter], mesh: Mesh) -> None:
+def _over_tied(parameters: Mapping[str, ShardedParameter], mesh: Mesh) -> None:
     copies = [
         local_part(h.parameter.grad)
-        for h in held.values()
+        for h in parameters.values()
         if h.name == TIED and h.parameter.grad is not None
     ]
     if mesh.tied_group is not None:
@@ -41,18 +41,18 @@ def _over_tied(held: Mapping[str, ShardedParameter], mesh: Mesh) -> None:
         copies[1].copy_(copies[0])
 
 
-def _over_tensor_ranks(held: Mapping[str, ShardedParameter], mesh: Mesh) -> None:
+def _over_tensor_ranks(parameters: Mapping[str, ShardedParameter], mesh: Mesh) -> None:
     """Add up what `count` neighbouring ranks hold alike. Every rank adds up its part of that in
     the order of ranks, rounds it once and gives it to the others: two exchanges, each of (count
     - 1) / count of the elements, the least there can be; and no group is needed but the
     tensor-parallel one."""
     views: dict[int, list[Tensor]] = {}
-    for h in held.values():
+    for h in parameters.values():
         if h.parameter.grad is not None:
             local = local_part(h.parameter.grad)
-            for cut in h.cuts:
-                if cut.replicas > 1:
-                    views.setdefault(cut.replicas, []).append(cut.of(local))
+            for box in h.boxes:
+                if box.replicas > 1:
+                    views.setdefault(box.replicas, []).append(box.of(local))
     if not views:
         return
     if mesh.device.type == "cpu":
@@ -121,20 +121,20 @@ def _exchanged(parts: Mapping[int, list[Tensor]], mesh: Mesh) -> dict[int, list[
     return found
 
 
-def squared_norm(held: Mapping[str, ShardedParameter], mesh: Mesh) -> Tensor:
+def squared_norm(parameters: Mapping[str, ShardedParameter], mesh: Mesh) -> Tensor:
     """This rank's part of the squared gradient norm, shape (), in fp64: what n ranks hold alike
     counts 1 / n on each, the second copy of tied weights 0 times, which is NaN all the same
     where it is not finite."""
     by_weight: dict[float, list[Tensor]] = {}
-    for h in held.values():
+    for h in parameters.values():
         if h.parameter.grad is None:
             continue
         local = local_part(h.parameter.grad)
         if mesh.degrees.tensor == 1:
             by_weight.setdefault(float(h.counts), []).append(local)
             continue
-        for cut in h.cuts:
-            by_weight.setdefault(h.counts / cut.replicas, []).append(cut.of(local))
+        for box in h.boxes:
+            by_weight.setdefault(h.counts / box.replicas, []).append(box.of(local))
     parts = [
         optimizer.squared_norm(gradients) * (weight / mesh.degrees.replicate)
         for weight, gradients in by_weight.items()

@@ -80,19 +80,15 @@ class Step:
     """
 
     def __init__(self, job: Job, parts: ModelParts, mesh: Mesh, timers: Timers) -> None:
-        self.job, self.parts, self.mesh, self.device, self.timers = (
-            job,
-            parts,
-            mesh,
-            mesh.device,
-            timers,
-        )
-        self.parameters = {key: held.parameter for key, held in parts.held.items()}
+        self.job = job
+        self.model_parts = parts
+        self.mesh = mesh
+        self.device = mesh.device
+        self.timers = timers
+        self.parameters = {key: sharded.parameter for key, sharded in parts.parameters.items()}
         self.optimizer = Optimizer(self.parameters, job.training)
-        self.scale, self.guard = (
-            LossScale(job.training, self.device),
-            LossGuard(job.training, self.device),
-        )
+        self.scale = LossScale(job.training, self.device)
+        self.guard = LossGuard(job.training, self.device)
         self.rates = learning_rates(job.training, self.device)
         self.random = job.model.hidden_dropout > 0 or job.model.attention_dropout > 0
         # one rank has nobody to share with
@@ -127,10 +123,10 @@ class Step:
         """
         entropy, tokens, checksum = self.backward(batches, samples)
         with self.timers("communication"):
-            square = replicas.squared_norm(self.parts.held, self.mesh)
+            square = replicas.squared_norm(self.model_parts.parameters, self.mesh)
             # In fp64 the checksums' sum is exact up to 2**21 samples a step.
-            told = to_device(torch.tensor([checksum, stop], dtype=torch.float64), self.device)
-            agreed = torch.cat([torch.stack([entropy, tokens.double(), square]), told])
+            local = to_device(torch.tensor([checksum, stop], dtype=torch.float64), self.device)
+            agreed = torch.cat([torch.stack([entropy, tokens.double(), square]), local])
             dist.all_reduce(agreed)
         before_update()
         with self.timers("optimizer"):
@@ -153,10 +149,10 @@ class Step:
         else:
             entropy, tokens, checksum = self._accumulate(iter(batches), count, scale)
         with self.timers("communication"):
-            replicas.add_up(self.parts.held, self.mesh)
+            replicas.add_up(self.model_parts.parameters, self.mesh)
         place = self.mesh.place
-        speaks = place.tensor == 0
-        return entropy * speaks, tokens * speaks, checksum * (speaks and place.pipeline == 0)
+        reports = place.tensor == 0
+        return entropy * reports, tokens * reports, checksum * (reports and place.pipeline == 0)
 
     def _accumulate(
         self, batches: Iterable[Batch], count: int, scale: Tensor
@@ -166,8 +162,8 @@ class Step:
         tokens = torch.zeros((), dtype=torch.int64, device=self.device)
         checksum = 0
         rest = iter(batches)
-        (module,) = self.parts.modules
-        (unit,) = self.parts.units
+        (module,) = self.model_parts.modules
+        (unit,) = self.model_parts.units
         for m in range(count):
             with self.timers("data"):
                 batch = next(rest)
@@ -207,12 +203,12 @@ class Step:
     def evaluate(self, batches: Iterable[Batch]) -> Tensor:
         """(cross-entropy, labelled tokens) of these micro-batches, fp64 (2,), to be summed over
         all ranks. The modules must be in the state of evaluation."""
-        speaks = self.mesh.place.tensor == 0
+        reports = self.mesh.place.tensor == 0
         if self.pipeline is not None:
             entropy, tokens = self.pipeline.run(list(batches), learning=False)
-            return torch.stack([entropy, tokens.double()]) * speaks
+            return torch.stack([entropy, tokens.double()]) * reports
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
-        (module,) = self.parts.modules
+        (module,) = self.model_parts.modules
         for batch in batches:
             losses: Losses = module(
                 batch.tokens_BS,
@@ -221,7 +217,7 @@ class Step:
                 documents=batch.documents,
             )
             sums += torch.stack([losses.cross_entropy, losses.tokens.double()])
-        return sums * speaks
+        return sums * reports
 
     def _update(self, agreed: Tensor, samples: int) -> Tensor:
         """Judge the gradients and apply them."""
@@ -254,23 +250,24 @@ class Step:
     def tensors(self) -> dict[str, Shards]:
         """What a checkpoint holds, by name, as far as it is here; reading into it is loading. Of
         two copies on this rank it is the first; see `after_loading`."""
-        held, found = self.parts.held, model_tensors(self.parts.held)
+        parameters = self.model_parts.parameters
+        found = model_tensors(parameters)
         for key, tensor in self.optimizer.state_tensors().items():
             moment, _, name = key.partition(".")
-            if name in held and held[name].name == name:
-                found[f"optimizer.{moment}.{name}"] = shards_of(held[name], tensor)
+            if name in parameters and parameters[name].name == name:
+                found[f"optimizer.{moment}.{name}"] = shards_of(parameters[name], tensor)
         return found
 
     def expected(self) -> dict[str, tuple[int, ...]]:
         """Shapes of all that a checkpoint holds, of all ranks."""
-        return expected(self.parts, self.optimizer.moments)
+        return expected(self.model_parts, self.optimizer.moments)
 
     def gradients(self) -> dict[str, Shards]:
         """This rank's part of all gradients after `backward`, by name; scaled as they are."""
-        held = {h.name: h for h in reversed([*self.parts.held.values()])}
+        parameters = {h.name: h for h in reversed([*self.model_parts.parameters.values()])}
         return {
             name: shards_of(h, h.parameter.grad)
-            for name, h in held.items()
+            for name, h in parameters.items()
             if h.parameter.grad is not None
         }
 
