@@ -28,26 +28,33 @@ class Rules:
     """One engine. Without further words, trainkit's own.
 
     Args:
-        engine: its name in jobs.toml. families: of models that it has; None: all. uneven_stages:
-        pipeline stages may hold different numbers of layers. virtual_stages: it has an
-        interleaved schedule. whole_rounds: under that schedule the micro-batches of a step must
-        be a multiple of the stages; False: torch.distributed.pipelining's own demand, a
-            multiple of the rounds that the stages make.
-        zero_bubble: it has ZB-V, `zero_in_bubble` with these values of zero_stage: where
-        parameters are resharded, backward would gather them twice. uneven_shares: the MLP's
-        width need not divide by tensor-parallel size. repeats_groups: heads of keys and values
-        may be fewer than tensor-parallel ranks, which then hold the same ones. replicates: it
-        has HSDP. zero_stages: values of zero_stage it has; `zero_in_pipeline`: with more than
-        one stage. pads_weights: embedding and head have the padded vocabulary in memory and in
-        checkpoints too. states: bytes a parameter by precision; None: the native trainer's, fp32
-        masters and gathered copies. saves_scores: attention scores are kept for backward unless
-        they are recomputed; False: attention is fused. logit_bytes: a logit of the last stage,
-        all copies and gradients of it; 0: the native trainer's chunks. bucket_elements: elements
-        of the buffer that gradients are reduced through. checkpoint_weights: bytes a parameter
-        of a checkpoint without moments, by precision. deletes_old: it keeps only the newest
-        checkpoints. memory_band: what published runs took over what this plan says of them: a
-        tenth of them less than the first, a tenth more than the second.
-            None: nothing was published, or measured.
+        engine: its name in jobs.toml.
+        families: of models that it has; None: all.
+        uneven_stages: pipeline stages may hold different numbers of layers.
+        virtual_stages: it has an interleaved schedule.
+        whole_rounds: under that schedule the micro-batches of a step must be a multiple of the
+            stages; False: torch.distributed.pipelining's own demand, a multiple of the rounds that
+            the stages make.
+        zero_bubble: it has ZB-V, `zero_in_bubble` with these values of zero_stage: where parameters
+            are resharded, backward would gather them twice.
+        uneven_shares: the MLP's width need not divide by tensor-parallel size.
+        repeats_groups: heads of keys and values may be fewer than tensor-parallel ranks, which then
+            hold the same ones.
+        replicates: it has HSDP.
+        zero_stages: values of zero_stage it has; `zero_in_pipeline`: with more than one stage.
+        pads_weights: embedding and head have the padded vocabulary in memory and in checkpoints
+            too.
+        states: bytes a parameter by precision; None: the native trainer's, fp32 masters and
+            gathered copies.
+        saves_scores: attention scores are kept for backward unless they are recomputed; False:
+            attention is fused.
+        logit_bytes: a logit of the last stage, all copies and gradients of it; 0: the native
+            trainer's chunks.
+        bucket_elements: elements of the buffer that gradients are reduced through.
+        checkpoint_weights: bytes a parameter of a checkpoint without moments, by precision.
+        deletes_old: it keeps only the newest checkpoints.
+        memory_band: what published runs took over what this plan says of them: a tenth of them less
+            than the first, a tenth more than the second. None: nothing was published, or measured.
     """
 
     engine: str = "native"

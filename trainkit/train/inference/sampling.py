@@ -19,10 +19,11 @@ class Sampling:
     """How tokens are drawn.
 
     Args:
-        temperature: logits are divided by it; 0: always the likeliest token. top_k: draw among
-        the k likeliest only, and those that tie with the k-th; 0: among all. top_p: draw among
-        the fewest likeliest that have this probability together (Holtzman 2020,
-        arXiv:1904.09751); 1: among all. seed: of the draws; every prompt begins with it anew.
+        temperature: logits are divided by it; 0: always the likeliest token.
+        top_k: draw among the k likeliest only, and those that tie with the k-th; 0: among all.
+        top_p: draw among the fewest likeliest that have this probability together (Holtzman 2020,
+            arXiv:1904.09751); 1: among all.
+        seed: of the draws; every prompt begins with it anew.
 
     Raises:
         ConfigError: a value is out of its range (exit 1).

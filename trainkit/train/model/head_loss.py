@@ -44,9 +44,10 @@ class Losses(NamedTuple):
     module find the tensors in it.)
 
     Args:
-        objective: what to call backward on: its gradient is that of scale * (cross-entropy +
-        z_loss term), its value has no meaning. cross_entropy: in nats. tokens: how many have a
-        label, int64.
+        objective: what to call backward on: its gradient is that of scale * (cross-entropy + z_loss
+            term), its value has no meaning.
+        cross_entropy: in nats.
+        tokens: how many have a label, int64.
     """
 
     objective: Tensor

@@ -32,10 +32,11 @@ class MemoryStats:
     """Bytes of this rank by kind.
 
     Args:
-        parameters: the model's parameters, as fully_shard left them. optimizer_tensors: what the
-        optimizer keeps, sharded as they are. device: this rank's device. accumulates: whole
-        gradients add up over the micro-batches of a step before they are reduced to shards
-        (`data_parallel.accumulates_whole`).
+        parameters: the model's parameters, as fully_shard left them.
+        optimizer_tensors: what the optimizer keeps, sharded as they are.
+        device: this rank's device.
+        accumulates: whole gradients add up over the micro-batches of a step before they are reduced
+            to shards (`data_parallel.accumulates_whole`).
 
     Sizes of tensors never change, so they are added up once: to look at each shard takes
     milliseconds.

@@ -24,9 +24,10 @@ class TensorGroup:
     into a compiled graph.
 
     Args:
-        size, rank: of the group. sequence: activations between the split layers are split along
-        the sequence (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2). name: the
-        group's.
+        size, rank: of the group.
+        sequence: activations between the split layers are split along the sequence (Korthikanti et
+            al. 2022, arXiv:2205.05198, section 4.2.2).
+        name: the group's.
     """
 
     size: int = 1

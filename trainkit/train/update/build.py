@@ -30,7 +30,8 @@ class ModelParts:
     Args:
         modules: the model itself, or the chunks of this pipeline stage in the model's order.
         parameters: every parameter by its name; a second copy of tied weights on the same rank is
-        called NAME + LAST. shapes: of all the model's parameters, wherever they are.
+            called NAME + LAST.
+        shapes: of all the model's parameters, wherever they are.
     """
 
     modules: list[Transformer]

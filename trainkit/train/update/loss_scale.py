@@ -25,8 +25,9 @@ class LossScale:
     changed in place: what was taken from here for a step stays that step's.
 
     Args:
-        training: precision other than fp16: the scale is 1 and stays; fp16 with loss_scale: it
-        is that and stays; else dynamic. device: where gradients are.
+        training: precision other than fp16: the scale is 1 and stays; fp16 with loss_scale: it is
+            that and stays; else dynamic.
+        device: where gradients are.
     """
 
     def __init__(self, training: Training, device: torch.device | str) -> None:
