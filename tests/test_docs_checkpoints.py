@@ -14,7 +14,7 @@ from trainkit.runs.checkpoints import SAMPLED, UNFINISHED_SUFFIX
 from trainkit.runs.sample_windows import SLOTS
 from trainkit.train.checkpoint.manager import MAX_FAILURES
 from trainkit.train.checkpoint.save_load import LOCK
-from trainkit.train.main import PATIENCE
+from trainkit.train.main import LEAVE_SECONDS
 
 TEXT = (Path(__file__).resolve().parent.parent / "docs/checkpoints.md").read_text()
 BASE = (
@@ -52,7 +52,7 @@ def test_its_numbers() -> None:
     assert (
         MAX_FAILURES == 2
         and "The second failure in a row" in TEXT
-        and PATIENCE == 2.0
+        and LEAVE_SECONDS == 2.0
         and "two seconds later" in TEXT
     )
     assert (Exit.RANK_INFRA, Exit.PREEMPTED, Exit.NO_CHECKPOINT, Exit.HOSTS_BUSY) == (

@@ -17,7 +17,7 @@ class Command:
     """What is to be executed. It travels in launch/world.json, never through a shell.
 
     Args:
-        argv: the program and its words, the same on every rank.
+        argv: the program and its arguments, the same on every rank.
         env: environment variables the engine adds.
         secret_names: variables whose values come from the caller's environment and are written
             nowhere.

@@ -17,7 +17,7 @@ def cpu_sharing(ranks: int, environment: Mapping[str, str]) -> dict[str, str]:
     other and with everybody else.
 
     Threads of OpenMP that wait for the next operation sleep (OMP_WAIT_POLICY, OpenMP 5.2, 21.7).
-    By default they spin, also while the rank waits for a peer, and take the cores from whoever
+    By default they spin, also while the rank waits for a peer, and take the cores from what
     could make them go on: on a busy machine a step of 0.2 s took 45 s.
 
     Args:

@@ -51,7 +51,7 @@ def vocab_size(job: Job) -> int:
     rows = job.model.vocab_size or known
     if rows is None:
         raise ConfigError(
-            f"nobody says how large the vocabulary of model {job.model.name!r} is",
+            f"the vocabulary size of model {job.model.name!r} is not known",
             hint=f"set models.{job.model.name}.vocab_size",
         )
     if known is not None and known > rows:
@@ -193,7 +193,7 @@ class Feed:
             yield self._batch(batch)
 
     def where(self, position: int) -> str:
-        """Which sample stands at a position, in words."""
+        """Names the sample at a position."""
         dataset, number = self.loader.at(position)
         return (
             f"sample {number} of the {self.split} split of dataset {self.mixture.names[dataset]!r}"
@@ -212,7 +212,7 @@ class Feed:
         where = self.where(batch.positions[row])
         return ConfigError(
             f"token id {wrong} in {where}, but the model's vocabulary has {self.vocab}",
-            hint="it was prepared with another tokenizer: run prep-data anew",
+            hint="it was prepared with another tokenizer: run prep-data again",
         )
 
     def _batch(self, batch: MicroBatch) -> Batch:

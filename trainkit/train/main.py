@@ -1,7 +1,7 @@
 """The program of one rank: python -I <snapshot>/trainkit/train/main.py RUN_FOLDER --attempt N.
 
 Who it is comes in torch's standard variables; TORCHELASTIC_ERROR_FILE and
-TRAINKIT_HEARTBEAT_FILE say where to report. Exit codes: 0; 12 told to stop, and saved; a
+TRAINKIT_HEARTBEAT_FILE say where to report. Exit codes: 0; 12 asked to stop, and saved; a
 TrainkitError's own; 10 for a full or failing disk and the like; 9 for any other exception.
 """
 
@@ -29,12 +29,12 @@ MACHINE_FAULTS = {
     errno.EADDRINUSE,
     errno.ENOMEM,
 }
-TOLD = {signal.SIGTERM, signal.SIGUSR1}
+STOP_SIGNALS = {signal.SIGTERM, signal.SIGUSR1}
 
 
 # seconds that a rank without anything to save waits before it leaves: the others must have been
-# told as well
-PATIENCE = 2.0
+# asked as well
+LEAVE_SECONDS = 2.0
 
 
 def listen(stop: threading.Event, leaves: Callable[[], bool] = lambda: False) -> None:
@@ -47,13 +47,13 @@ def listen(stop: threading.Event, leaves: Callable[[], bool] = lambda: False) ->
     grace) the process leaves. USR2 prints all threads' stacks on stderr, from C: where Python
     hangs in a library it still answers.
     """
-    signal.pthread_sigmask(signal.SIG_BLOCK, TOLD)
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     faulthandler.register(signal.SIGUSR2, all_threads=True)
 
     def wait() -> None:
         leaving = False
         while True:
-            info = signal.sigtimedwait(TOLD, PATIENCE if stop.is_set() else 3600.0)
+            info = signal.sigtimedwait(STOP_SIGNALS, LEAVE_SECONDS if stop.is_set() else 3600.0)
             if info is None:
                 if leaving and leaves():
                     os._exit(12)
@@ -72,7 +72,7 @@ def record_error(error: BaseException, code: int, step: int) -> None:
     from trainkit.base.documents import document, utc_now
     from trainkit.base.files import write_json
 
-    words = {
+    description = {
         "type": type(error).__name__,
         "message": str(error),
         "traceback": "".join(traceback.format_exception(error)),
@@ -90,7 +90,7 @@ def record_error(error: BaseException, code: int, step: int) -> None:
                 time=utc_now(),
                 timestamp=int(time.time()),
                 exit=code,
-                **words,
+                **description,
             ),
         )
 
@@ -124,9 +124,11 @@ def run_rank(run_folder: Path) -> int:
         print(f"ERROR: {error}", file=sys.stderr)
         record_error(error, int(error.exit), heartbeat.step)
         return int(error.exit)
-    except BaseException as error:  # torch's CheckpointException is no Exception
+    except BaseException as error:  # torch's CheckpointException is not an Exception
         traceback.print_exc()
-        if stop.is_set() and heartbeat.nothing_new:  # a peer that was told as well has left already
+        if (
+            stop.is_set() and heartbeat.nothing_new
+        ):  # a peer that was asked as well has left already
             return int(Exit.PREEMPTED)
         if isinstance(error, OSError) and error.errno in MACHINE_FAULTS:
             code = Exit.RANK_INFRA

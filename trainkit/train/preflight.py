@@ -98,8 +98,8 @@ def _tensor_problems(job: Job, tensor: int) -> Iterator[Problem]:
         )
     elif model.query_groups % tensor and tensor % model.query_groups:
         yield Problem(
-            f"num_query_groups {model.query_groups} is no multiple of tensor-parallel size"
-            f" {tensor}, nor it of them"
+            f"num_query_groups {model.query_groups} is neither a multiple nor a"
+            f" divisor of tensor-parallel size {tensor}"
         )
     for key, size in (
         ("ffn_hidden_size", model.ffn_width),

@@ -22,7 +22,7 @@ ROOM = 1024  # bytes that a rank has to say how it differs
 
 
 def fingerprint(job: Job) -> dict[str, str]:
-    """What must be the same on all ranks, by the words it is named with: every value of the job,
+    """What must be the same on all ranks, by the name it has in messages: every value of the job,
     the layout that follows from it, and versions."""
     versions = {
         "torch": torch.__version__,
@@ -57,21 +57,21 @@ def refuse_disagreement(job: Job, world: World) -> None:
     mine = fingerprint(job)
     size = torch.tensor([len(text := json.dumps(mine).encode())])
     dist.broadcast(size, 0)
-    told = torch.zeros(int(size), dtype=torch.uint8)
+    received = torch.zeros(int(size), dtype=torch.uint8)
     if world.rank == 0:
-        told = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    dist.broadcast(told, 0)
-    found = differences(json.loads(bytes(told.tolist())), mine)
-    words = "; ".join(found[:MANY]) + (
+        received = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    dist.broadcast(received, 0)
+    found = differences(json.loads(bytes(received.tolist())), mine)
+    message = "; ".join(found[:MANY]) + (
         f"; and {len(found) - MANY} more" if len(found) > MANY else ""
     )
     own = torch.zeros(ROOM, dtype=torch.uint8)
-    said = words.encode()[:ROOM]
-    if said:
-        own[: len(said)] = torch.frombuffer(bytearray(said), dtype=torch.uint8)
+    sent = message.encode()[:ROOM]
+    if sent:
+        own[: len(sent)] = torch.frombuffer(bytearray(sent), dtype=torch.uint8)
     everyone = [torch.zeros_like(own) for _ in range(world.size)]
     dist.all_gather(everyone, own)
-    texts = [bytes(said.tolist()).rstrip(b"\0").decode(errors="replace") for said in everyone]
+    texts = [bytes(sent.tolist()).rstrip(b"\0").decode(errors="replace") for sent in everyone]
     if wrong := [
         Problem(f"rank {rank} was started with something else: {text}")
         for rank, text in enumerate(texts)

@@ -127,25 +127,25 @@ def causal_varlen_attention(
     q_NAD: Tensor, k_NGD: Tensor, v_NGD: Tensor, bounds_D: Tensor, longest: int
 ) -> Tensor:
     """Causal attention within the documents between `bounds_D` (int32, CUDA): torch's
-    variable-length kernel, whose words for "causal" and for grouped queries changed between
+    variable-length kernel, whose keywords for "causal" and for grouped queries changed between
     versions."""
     from torch.nn.attention.varlen import varlen_attn
 
     known = inspect.signature(varlen_attn).parameters
-    words: dict[str, object]
+    keywords: dict[str, object]
     if "window_size" in known:
-        words = {"window_size": (-1, 0)}
+        keywords = {"window_size": (-1, 0)}
     else:
-        words = {"is_causal": True}
+        keywords = {"is_causal": True}
     if k_NGD.shape[1] != q_NAD.shape[1]:
         if "enable_gqa" in known:
-            words["enable_gqa"] = True
+            keywords["enable_gqa"] = True
         else:
             k_NGD, v_NGD = (
                 t.repeat_interleave(q_NAD.shape[1] // t.shape[1], dim=1) for t in (k_NGD, v_NGD)
             )
     bounds = (bounds_D, bounds_D, longest, longest)
-    return cast(Tensor, varlen_attn(q_NAD, k_NGD, v_NGD, *bounds, **words))  # type: ignore[arg-type]
+    return cast(Tensor, varlen_attn(q_NAD, k_NGD, v_NGD, *bounds, **keywords))  # type: ignore[arg-type]
 
 
 def varlen_operations() -> list[object]:

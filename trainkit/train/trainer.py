@@ -1,4 +1,4 @@
-"""The training loop of one rank: from a job to a trained model, or to the step where it was told
+"""The training loop of one rank: from a job to a trained model, or to the step where it was asked
 to stop."""
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class Trainer:
         return True
 
     def train(self) -> Exit:
-        """Train to the last step. Returns DONE, or PREEMPTED when told to stop: then the
+        """Train to the last step. Returns DONE, or PREEMPTED when asked to stop: then the
         checkpoint of the step reached exists."""
         failed = True
         try:
@@ -174,7 +174,7 @@ class Trainer:
                 self.checkpoints.prepare_to_stop()
             if saving or stopping:
                 self.save(last=last or stopping)
-                # a save takes long: nobody waits for another step to hear of a stop
+                # a save takes long: do not wait for another step to hear of a stop
                 stopping = stopping or self.any_rank_stopping()
         if stopping:
             self.checkpoints.prepare_to_stop()
@@ -200,7 +200,7 @@ class Trainer:
 
     def _save_first(self) -> bool:
         """Where the job wants it, the checkpoint that a run begins with: before the first
-        evaluation, for that may be the first to compile. Returns whether any rank was told to
+        evaluation, for that may be the first to compile. Returns whether any rank was asked to
         stop meanwhile. Raises NotSaved: on such a disk it would be in vain to train."""
         if not (self.begins and self.job.checkpoint.save_first):
             return False
@@ -208,7 +208,7 @@ class Trainer:
         return self.any_rank_stopping()
 
     def any_rank_stopping(self) -> bool:
-        """Whether any rank was told to stop, asked by all together where the next step is far.
+        """Whether any rank was asked to stop, asked by all together where the next step is far.
         Nothing waits for the device."""
         ranks = torch.tensor(int(self.stop_requested.is_set()))
         dist.all_reduce(ranks)
@@ -246,7 +246,7 @@ class Trainer:
 
     def process_results(self, *, all: bool = False) -> bool:
         """Log and judge the steps whose numbers are due; with `all` every one. Returns whether
-        any rank was told to stop.
+        any rank was asked to stop.
 
         Raises TrainkitError (exit 9) or RollBack where on_nan or on_spike says so.
         """
@@ -285,7 +285,7 @@ class Trainer:
                 self.step_runner, batches, info.samples, values.scale, self.world.rank
             )
         except (RuntimeError, TrainkitError) as error:
-            # the step's own error must be told whatever comes of this
+            # the step's own error must be reported whatever happens here
             return f"where it begins is not known, for it could not be computed again: {error}"
         return explain(found, self.world.size, self.train_feed.where)
 
@@ -329,7 +329,7 @@ class Trainer:
     @torch.no_grad()
     def evaluate(self) -> bool:
         """Mean loss over the same eval_iters global batches of every validation set, every time.
-        Returns False where a rank was told to stop before the end: then nothing is reported, and
+        Returns False where a rank was asked to stop before the end: then nothing is reported, and
         it is still due."""
         began = time.perf_counter()
         records: list[EvaluationRecord] = []
@@ -356,8 +356,8 @@ class Trainer:
         return not self.evaluation_due
 
     def _note_evaluation(self) -> None:
-        """The checkpoint that training went on from said that this evaluation is due: whoever
-        goes on from it again finds it made."""
+        """The checkpoint that training went on from said that this evaluation is due: the next
+        attempt that goes on from it finds it made."""
         if self.reporter and self.step:
             try:
                 self.reporter.sync()

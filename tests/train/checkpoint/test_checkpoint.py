@@ -358,7 +358,7 @@ def test_prune_never_takes_what_was_just_saved(saved_folder: Path, keep_last: in
 def test_only_tensors_are_planned(tmp_path: Path) -> None:
     planner = TensorSavePlanner()
     planner.set_up_planner({"x": {"not": "a tensor"}}, is_coordinator=True)
-    with pytest.raises(TypeError, match="x is no tensor"):
+    with pytest.raises(TypeError, match="x is not a tensor"):
         planner.create_local_plan()
 
 

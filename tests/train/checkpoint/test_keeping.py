@@ -430,9 +430,9 @@ def test_a_hostile_checkpoint_executes_nothing(tmp_path: Path) -> None:
         nothing,
         nothing,
     )
-    with pytest.raises(TypeError, match="evil is no tensor"):
+    with pytest.raises(TypeError, match="evil is not a tensor"):
         DcpReader(folder, found.manifest.tensors).read_data(LoadPlan([item]), TensorLoadPlanner())
-    with pytest.raises(TypeError, match="evil is no tensor"):
+    with pytest.raises(TypeError, match="evil is not a tensor"):
         TensorLoadPlanner().load_bytes(item, io.BytesIO(evil))
     document["tensors"]["model.w"]["dtype"] = evil.decode("latin-1")
     (folder / MANIFEST).write_text(json.dumps(document))

@@ -89,12 +89,14 @@ class TensorLoadPlanner(DefaultLoadPlanner):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
     def load_bytes(self, read_item: ReadItem, value: object) -> None:
-        raise TypeError(f"{read_item.dest_index.fqn} is no tensor; a checkpoint holds only tensors")
+        raise TypeError(
+            f"{read_item.dest_index.fqn} is not a tensor; a checkpoint holds only tensors"
+        )
 
 
 def _box(item: WriteItem) -> ChunkStorageMetadata:
     if item.type == WriteItemType.BYTE_IO or item.tensor_data is None:
-        raise TypeError(f"{item.index.fqn} is no tensor; a checkpoint holds only tensors")
+        raise TypeError(f"{item.index.fqn} is not a tensor; a checkpoint holds only tensors")
     return item.tensor_data.chunk
 
 
@@ -121,7 +123,7 @@ class HashingWriter:
         self.file = file
         self.beside = beside
         self.on_progress = on_progress
-        self.end = self._begun = 0  # bytes written, bytes that the disk was told to take
+        self.end = self._begun = 0  # bytes written, bytes that the disk has begun to take
         self._digest = xxhash.xxh3_128()
 
     def write(self, data: memoryview) -> None:
@@ -291,7 +293,7 @@ class DcpReader(StorageReader):
             for item in plan.items:
                 if item.type != LoadItemType.TENSOR:
                     raise TypeError(
-                        f"{item.dest_index.fqn} is no tensor; a checkpoint holds only tensors"
+                        f"{item.dest_index.fqn} is not a tensor; a checkpoint holds only tensors"
                     )
                 chunk = self.chunks[item.storage_index]
                 dtype = DTYPES[self.tensors[item.storage_index.fqn].dtype]

@@ -87,7 +87,7 @@ class CheckpointManager:
             self._group = dist.new_group(backend="gloo")
             self._save_thread = ThreadPoolExecutor(1, thread_name_prefix="save")
         self._save_future: Future[None] | None = None
-        # deleting takes as long as a third of a save, and nobody need wait for it
+        # deleting takes as long as a third of a save, and need not be waited for
         self._purge_thread = ThreadPoolExecutor(1, thread_name_prefix="prune")
         self._purge_future: Future[None] | None = None
         self._stale_renamed = threading.Event()  # what goes has other names: the lock is free
@@ -139,7 +139,7 @@ class CheckpointManager:
         copies = self._staging.stage(tensors)
         self._longest_staging = max(self._longest_staging, time.perf_counter() - began)
         self._save_future = self._save_thread.submit(self._save, copies, metadata, raise_error)
-        if last or self._failures:  # after a failure nobody need wait for the next save to know
+        if last or self._failures:  # after a failure all ranks learn at once how this one ends
             self.wait_for_save(last=last)
 
     def prepare_to_stop(self) -> None:

@@ -76,7 +76,7 @@ def newest_valid_together(
 
 
 def _identity(folder: Path) -> tuple[int, int]:
-    """What tells a folder from another one of its name."""
+    """What distinguishes a folder from another one of its name."""
     try:
         seen = folder.stat()
     except OSError:

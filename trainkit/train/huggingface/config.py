@@ -22,7 +22,7 @@ from trainkit.train.huggingface.positions import (
 
 TORCH_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 # Names of one function: transformers, activations.py. gelu_new, gelu_fast and the like are the tanh
-# form in other words.
+# form under other names.
 SAME_ACTIVATION = dict.fromkeys(
     ("gelu_fast", "gelu_pytorch_tanh", "gelu_accurate", "gelu_python_tanh"), "gelu_new"
 ) | {

@@ -63,10 +63,10 @@ def read_config(path: Path) -> tuple[dict[str, Any] | None, list[Problem]]:
             )
         ]
     except (ValueError, RecursionError) as error:
-        return None, [Problem(f"is no JSON: {error}", SourceLocation(str(path)))]
+        return None, [Problem(f"is not JSON: {error}", SourceLocation(str(path)))]
     if isinstance(value, dict):
         return (value, [])
-    return (None, [Problem("is no JSON object", SourceLocation(str(path)))])
+    return (None, [Problem("is not a JSON object", SourceLocation(str(path)))])
 
 
 def config_problems(path: Path, model: Model, vocab_size: int | None) -> list[Problem]:
@@ -83,7 +83,7 @@ def safetensors_files(names: set[str], index: object) -> list[str]:
     """The files of weights among `names`, as transformers chooses them. `index` is the content
     of model.safetensors.index.json, where there is one.
 
-    Raises ValueError where the index names no files, or files that are no plain names of this
+    Raises ValueError where the index names no files, or files that are not plain names in this
     folder.
     """
     if WHOLE in names:
@@ -175,7 +175,7 @@ def _read_header(
     problems = []
     try:
         with safe_open(path, framework="np") as file:
-            for name in file.keys():  # noqa: SIM118  # it is no dict
+            for name in file.keys():  # noqa: SIM118  # it is not a dict
                 known = canonical(name, hugging_face)
                 part = file.get_slice(name)
                 if hugging_face.buffers.fullmatch(known):

@@ -72,7 +72,7 @@ def export(
         shard_bytes: tensors of one file at most (but always one); more are split over several with
             an index.
         tokenizer: what goes with it; None: the model was trained on random tokens.
-        about: words of where it comes from, kept in the files' headers.
+        about: where it comes from, kept in the files' headers.
 
     Raises:
         ConfigError: exit 3, `target` is there already, the checkpoint is of another model,

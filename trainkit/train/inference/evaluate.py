@@ -134,7 +134,7 @@ class EvaluationFeed(Feed):
 
 
 def refuse_unreadable(dataset: Dataset, split: str) -> None:
-    """Raise ConfigError for random tokens, and for a word that is no split."""
+    """Raise ConfigError for random tokens, and for an unknown split."""
     if dataset.source == "mock":
         raise ConfigError(
             f"dataset {dataset.name or 'mock'!r} is random tokens: a loss on them says nothing",
@@ -229,7 +229,7 @@ def evaluate(
         tokenizer: what wrote them.
         end: the id that ends a document.
         samples: how many windows at most.
-        progress: told (windows done, windows in all) after every micro-batch.
+        progress: called with (windows done, windows in all) after every micro-batch.
 
     Raises:
         ConfigError: an id beyond the vocabulary.
@@ -262,7 +262,7 @@ def evaluate(
 def _summary(nats: float, tokens: int, size: int, samples: int, seconds: float) -> Evaluation:
     if tokens == 0:
         raise ConfigError(
-            "no token of these windows has a label: there is no loss to take",
+            "no token of these windows has a label: no loss can be computed",
             hint="evaluate more samples",
         )
     loss = nats / tokens

@@ -59,7 +59,8 @@ def choose_checkpoint(run: RunFolder, step: int | None = None) -> Checkpoint:
         )
     if step is None:
         newest = newest_valid(
-            run.checkpoints, lambda words: print(f"WARNING: passed over: {words}", file=sys.stderr)
+            run.checkpoints,
+            lambda message: print(f"WARNING: passed over: {message}", file=sys.stderr),
         )
         assert newest is not None, "there are checkpoints: the newest valid one or an error"
         return newest
@@ -69,18 +70,17 @@ def choose_checkpoint(run: RunFolder, step: int | None = None) -> Checkpoint:
     return open_checkpoint(folder)
 
 
-def choose_device(job: Job, words: str = "") -> torch.device:
-    """The device `words` name, "cpu" or "cuda"; without words, the kind that the job's cluster
-    computes on.
+def choose_device(job: Job, device: str = "") -> torch.device:
+    """The device of that name, "cpu" or "cuda"; "": the kind that the job's cluster computes on.
 
-    Raises ConfigError for other words, and where this machine has no such device: nothing falls
-    back to the CPU by itself.
+    Raises ConfigError for other names, and where this machine has no such device: nothing falls
+    back to the CPU.
     """
-    kind = words or job.cluster.device_type
+    kind = device or job.cluster.device_type
     if kind not in ("cpu", "cuda"):
         raise ConfigError(f"device {kind!r} is neither cpu nor cuda")
     if kind == "cuda" and not torch.cuda.is_available():
-        if words:
+        if device:
             why = ""
         else:
             why = f", which job {job.name!r} computes on (clusters.{job.cluster.name}.device)"

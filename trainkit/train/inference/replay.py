@@ -51,7 +51,7 @@ class ReplayedBatch:
 
 
 def replay(run: RunFolder, job: Job, step: int) -> ReplayedBatch:
-    """Rebuild the batch of a step. Raises ConfigError where nobody knows what it took, and as
+    """Rebuild the batch of a step. Raises ConfigError where its samples were not recorded, and as
     reading the data does."""
     window = find_sample_window(run, step)
     if window is None:
@@ -60,7 +60,9 @@ def replay(run: RunFolder, job: Job, step: int) -> ReplayedBatch:
             hint = f"logged steps: {known[0]} to {known[-1]}"
         else:
             hint = "no step was logged yet"
-        raise ConfigError(f"nobody knows what step {step} of run {run.id} took", hint=hint)
+        raise ConfigError(
+            f"the samples of step {step} of run {run.id} were not recorded", hint=hint
+        )
     mixture = open_mixture(job, job.dataset, "train", vocab_size(job))
     datasets, numbers = mixture.order.window(window.first, window.samples)
     rows = np.empty((window.samples, job.model.seq_length + 1), dtype=np.int64)
@@ -68,7 +70,7 @@ def replay(run: RunFolder, job: Job, step: int) -> ReplayedBatch:
         at = np.flatnonzero(datasets == index)
         mixture.samples[index].read(numbers[at], at, rows)
     checksum = sum(int(xxhash.xxh32_intdigest(row.data)) for row in rows)
-    told = [
+    logged = [
         row["batch_checksum"]
         for row in read_rows(run.metrics)
         if row["step"] == step and "batch_checksum" in row
@@ -97,4 +99,4 @@ def replay(run: RunFolder, job: Job, step: int) -> ReplayedBatch:
         )
         for i, row in enumerate(rows)
     ]
-    return ReplayedBatch(window, samples, checksum, told[-1] == checksum if told else None)
+    return ReplayedBatch(window, samples, checksum, logged[-1] == checksum if logged else None)

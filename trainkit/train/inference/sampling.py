@@ -23,7 +23,7 @@ class Sampling:
         top_k: draw among the k likeliest only, and those that tie with the k-th; 0: among all.
         top_p: draw among the fewest likeliest that have this probability together (Holtzman 2020,
             arXiv:1904.09751); 1: among all.
-        seed: of the draws; every prompt begins with it anew.
+        seed: of the draws; every prompt begins with it.
 
     Raises:
         ConfigError: a value is out of its range (exit 1).

@@ -1,1 +1,1 @@
-"""What a run tells of itself while it trains."""
+"""What a run reports while it trains."""

@@ -101,7 +101,7 @@ class Heartbeat:
 
     def _say_done(self, path: Path, text: str) -> None:
         """Durable. A full disk has room for it where the last beat stands. Raises TrainkitError
-        (exit 10): nobody would know that this rank has succeeded."""
+        (exit 10): this rank would look as if it had failed."""
         try:
             try:
                 write_text(path, text)

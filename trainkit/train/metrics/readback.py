@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:
     """A tensor of the host on `device`. To CUDA it goes from page-locked memory: a copy from any
-    other waits until the device has done all it was told."""
+    other waits until the device has done all it has to do."""
     if device.type == "cuda":
         return values.pin_memory().to(device, non_blocking=True)
     return values.to(device)

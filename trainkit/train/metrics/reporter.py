@@ -231,7 +231,7 @@ class Reporter:
         self.missed_window = False
 
     def on_step_begin(self, window: SampleWindow) -> None:
-        """A step is about to take these samples. Without a disk nobody will know of them, and
+        """A step is about to take these samples. Where the disk fails they are not noted, and
         training goes on."""
         try:
             self.windows.note(window)
@@ -247,7 +247,7 @@ class Reporter:
         """One training row (docs/run-folder.md): to the metrics, to TensorBoard under Megatron's
         names, to W&B, and as log lines to stdout.
 
-        The line of times has rank 0's own, where Megatron's has the least and the most of all
+        The line of times has rank 0's own, where Megatron's has the minimum and the maximum of all
         ranks.
         """
         row = record.to_json()

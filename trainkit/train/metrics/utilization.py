@@ -14,7 +14,7 @@ def device_row(wanted: Device, reported: str | None) -> Device | None:
     """The row of the device table that peaks are taken from; None where it is not known for sure.
 
     Args:
-        wanted: cluster.device; one without peaks (cpu, cuda) is no row to believe.
+        wanted: cluster.device; one without peaks (cpu, cuda) is not believed.
         reported: what torch calls the GPU; None without one.
 
     A row that the job names holds for a GPU whose name the table does not know. Where torch's

@@ -77,7 +77,7 @@ class _HeadOptions:
     Args:
         multiple: the product has a multiple of so many columns.
         softmax: `softmax_loss`, or what stands for it.
-        learning: whether there will be a backward; inside of forward nothing tells.
+        learning: whether there will be a backward; inside of forward torch does not say.
         widest: W is a part of a larger weight, whose widest part has so many rows; chunks are made
             for that, the same for every part, and softmax is given them whole. 0: W is all there
             is.
@@ -119,20 +119,12 @@ class _HeadLoss(torch.autograd.Function):
         dweight_PH: Tensor | None = None
         entropy = torch.zeros((), dtype=torch.float64, device=x_NH.device)
         scale = torch.as_tensor(labels.scale, dtype=wide, device=x_NH.device)
-
-        def softmax(logits_CP: Tensor, labels_C: Tensor) -> tuple[Tensor, Tensor]:
-            return options.softmax(logits_CP, labels_C, vocab, labels.z_loss, scale, learning)
-
+        how = _ChunkOptions(
+            columns, vocab, labels.z_loss, scale, learning, options.softmax, options.widest > 0
+        )
         chunks = _chunks(len(x_NH), options.widest or columns)
         for inside in chunks:
-            dlogits_CP, part = _dlogits(
-                softmax,
-                x_NH[inside],
-                weight,
-                columns,
-                labels_N[inside],
-                whole=options.widest > 0,
-            )
+            dlogits_CP, part = _dlogits(x_NH[inside], weight, labels_N[inside], how)
             entropy += part
             if dx_NH is not None:
                 torch.mm(dlogits_CP[:, : len(weight)], weight, out=dx_NH[inside])
@@ -162,7 +154,7 @@ class _HeadLoss(torch.autograd.Function):
             )
         dx_NH, dweight_VH = ctx.saved_tensors
         factor = upstream[0]
-        if factor.device.type != "cpu" or factor != 1:  # nobody waits for another device to know
+        if factor.device.type != "cpu" or factor != 1:  # another device is not waited for
             # in place: W is large
             dx_NH = dx_NH * factor.to(dx_NH.dtype)
             dweight_VH = dweight_VH.mul_(factor.to(dweight_VH.dtype))
@@ -185,29 +177,52 @@ def _logits(x_CH: Tensor, weight: Tensor, columns: int) -> Tensor:
     return logits_CP
 
 
-def _dlogits(
-    softmax: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
-    x_CH: Tensor,
-    weight: Tensor,
-    columns: int,
-    labels_C: Tensor,
-    *,
-    whole: bool,
-) -> tuple[Tensor, Tensor]:
-    """`softmax` of a chunk's logits and labels: on the CPU block by block, so that its passes
-    find them in the cache, the gradient in the logits' place.
+@dataclass(frozen=True)
+class _ChunkOptions:
+    """What is the same for all chunks.
 
-    `whole`: give it the chunk at once, where it asks elsewhere.
+    Args:
+        columns: of the memory of logits.
+        vocab, z_loss, scale, learning: as of `softmax_loss`.
+        softmax: `softmax_loss`, or what stands for it.
+        whole: it gets a chunk at once, for it asks elsewhere.
     """
+
+    columns: int
+    vocab: int
+    z_loss: float
+    scale: Tensor
+    learning: bool
+    softmax: SoftmaxLoss
+    whole: bool
+
+
+def _dlogits(
+    x_CH: Tensor, weight: Tensor, labels_C: Tensor, how: _ChunkOptions
+) -> tuple[Tensor, Tensor]:
+    """Softmax of a chunk's logits: on the CPU block by block, so that its passes find them in the
+    cache, the gradient in the logits' place."""
+    columns = how.columns
+    softmax = how.softmax
     size = max(1, BLOCK_BYTES // (4 * columns))
-    if whole or x_CH.device.type != "cpu" or len(x_CH) <= size:
-        # a name for the logits would keep them alive
-        return softmax(_logits(x_CH, weight, columns), labels_C)
+    if how.whole or x_CH.device.type != "cpu" or len(x_CH) <= size:
+        # a name for the logits, or a tuple of arguments, would keep them alive
+        return softmax(
+            _logits(x_CH, weight, columns),
+            labels_C,
+            how.vocab,
+            how.z_loss,
+            how.scale,
+            how.learning,
+        )
     logits_CP = _logits(x_CH, weight, columns)
     entropy = torch.zeros((), dtype=torch.float64)
     for start in range(0, len(x_CH), size):
         logits_RP = logits_CP[start : start + size]
-        dlogits_RP, part = softmax(logits_RP, labels_C[start : start + size])
+        labels_R = labels_C[start : start + size]
+        dlogits_RP, part = softmax(
+            logits_RP, labels_R, how.vocab, how.z_loss, how.scale, how.learning
+        )
         entropy += part
         if dlogits_RP.data_ptr() != logits_RP.data_ptr():  # in 16 bits
             logits_RP.copy_(dlogits_RP)
@@ -226,7 +241,7 @@ def softmax_loss(
     Args:
         logits_CP: they are used up.
         labels_C: of the chunk.
-        vocab: columns that are no padding.
+        vocab: columns without the padding.
         z_loss, scale: as of `Labels`.
         learning: False: the gradient is not wanted, and is not there.
     """

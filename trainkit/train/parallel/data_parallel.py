@@ -64,7 +64,7 @@ class OneRank:
         keep: use the same memory at every step, 4 bytes a parameter held between them: malloc gives
             a block of this size back to the system, which clears each page of the next one (0.2 of
             5.9 s of a step of GPT-2 124M in bf16). Gradients must be dropped before the next
-            reduction, as Step does. torch's CUDA allocator holds blocks by itself.
+            reduction, as Step does. torch's CUDA allocator keeps blocks anyway.
     """
 
     def __init__(self, *, keep: bool) -> None:

@@ -70,7 +70,7 @@ class PipelineState:
         batches: the micro-batches of this step or evaluation.
         z_loss, scale: of their Labels.
         cross_entropy, tokens: summed by the last chunk.
-        seed: told the micro-batch and the chunk before each forward.
+        seed: called with the micro-batch and the chunk before each forward.
     """
 
     batches: Sequence[Batch] = ()

@@ -62,21 +62,21 @@ class LeanStage(PipelineStage):
             module, number, count, device, input_args=given, output_args=made, group=group
         )
 
-    def _without_memory(self, prepare: Any, *args: Any, **words: Any) -> Any:
+    def _without_memory(self, prepare: Any, *args: Any, **kwargs: Any) -> Any:
         real = self.device
         self.device = torch.device("meta")
         try:
-            return prepare(*args, **words)
+            return prepare(*args, **kwargs)
         finally:
             self.device = real
 
-    def _prepare_forward_infra(self, *args: Any, **words: Any) -> Any:
-        found = self._without_memory(super()._prepare_forward_infra, *args, **words)
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        found = self._without_memory(super()._prepare_forward_infra, *args, **kwargs)
         self._drop(*self.args_recv_info.values())
         return found
 
-    def _prepare_backward_infra(self, *args: Any, **words: Any) -> Any:
-        found = self._without_memory(super()._prepare_backward_infra, *args, **words)
+    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        found = self._without_memory(super()._prepare_backward_infra, *args, **kwargs)
         self._drop(*self.grad_recv_info.values())
         return found
 
@@ -105,21 +105,21 @@ class LeanStage(PipelineStage):
             self._room(self.grad_recv_info[bwd_chunk_id], learning=False)
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
-    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **words: Any) -> Any:
-        output = super().forward_one_chunk(fwd_chunk_id, *args, **words)
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         self._drop(self.args_recv_info[fwd_chunk_id])  # what backward needs of it, it holds itself
         return output
 
-    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **words: Any) -> None:
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         if not self.has_backward:
             self.fwd_cache.pop(bwd_chunk_id, None)
             return
-        super().backward_one_chunk(bwd_chunk_id, *args, **words)
+        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         if not self.is_last:
             self._drop(self.grad_recv_info[bwd_chunk_id])
 
-    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **words: Any) -> None:
-        super().backward_weight_one_chunk(bwd_chunk_id, *args, **words)
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
         if self.has_backward:
             widen_gradients(self.submod)  # else weight halves in a row would add up in 16 bits
 
@@ -136,7 +136,7 @@ class LeanStage(PipelineStage):
 
 
 class TimedStage(LeanStage):
-    """torch's stage of one chunk, which tells the timers what it does; what goes on in between
+    """torch's stage of one chunk, which is timed; what goes on in between
     counts as `pipeline`."""
 
     def __init__(
@@ -151,25 +151,25 @@ class TimedStage(LeanStage):
         self.timers = timers
         super().__init__(chunk, chunk.number, count, mesh.device, shape, dtype, mesh.pipeline_group)
 
-    def _timed(self, phase: Phase, call: Callable[..., Any], *args: Any, **words: Any) -> Any:
-        if not self.has_backward:  # an evaluation is a phase by itself
-            return call(*args, **words)
+    def _timed(self, phase: Phase, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not self.has_backward:  # an evaluation is a phase of its own
+            return call(*args, **kwargs)
         self.timers.end()
         try:
             with self.timers(phase):
-                return call(*args, **words)
+                return call(*args, **kwargs)
         finally:
             self.timers.begin("pipeline")
 
-    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **words: Any) -> Any:
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self.submod.micro_batch = fwd_chunk_id  # type: ignore[assignment]  # a Chunk
-        return self._timed("forward", super().forward_one_chunk, fwd_chunk_id, *args, **words)
+        return self._timed("forward", super().forward_one_chunk, fwd_chunk_id, *args, **kwargs)
 
-    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **words: Any) -> None:
-        self._timed("backward", super().backward_one_chunk, bwd_chunk_id, *args, **words)
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        self._timed("backward", super().backward_one_chunk, bwd_chunk_id, *args, **kwargs)
 
-    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **words: Any) -> None:
-        self._timed("backward", super().backward_weight_one_chunk, bwd_chunk_id, *args, **words)
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        self._timed("backward", super().backward_weight_one_chunk, bwd_chunk_id, *args, **kwargs)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         self._timed("communication", super().perform_reduce_grad, grad_scale_factor)

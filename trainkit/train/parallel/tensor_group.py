@@ -1,4 +1,4 @@
-"""The ranks that one layer is split over, and what they tell each other.
+"""The ranks that one layer is split over, and how they communicate.
 
 Shapes: B samples of a micro-batch, S tokens of a sample (between split layers, with sequence
 parallelism, this rank's part of them), H hidden size.
@@ -20,7 +20,7 @@ TENSOR = "trainkit-tensor"
 
 @dataclass(frozen=True)
 class TensorGroup:
-    """The ranks that one layer is split over. Plain words and numbers: no object of torch's gets
+    """The ranks that one layer is split over. Strings and numbers: no object of torch's gets
     into a compiled graph.
 
     Args:

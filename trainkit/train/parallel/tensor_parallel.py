@@ -35,7 +35,7 @@ Piece = tuple[int, int, int]
 
 class _Split(nn.Module):
     """A weight, and a bias if there is one, of which this rank holds `pieces` along a dimension.
-    `layouts` says so to whoever looks at parameters."""
+    `layouts` says so."""
 
     def __init__(
         self, whole: nn.Linear | nn.Embedding, pieces: Sequence[Piece], dim: int, group: TensorGroup

@@ -38,7 +38,7 @@ class LossGuard:
 
     def __init__(self, training: Training, device: torch.device) -> None:
         self.training = training
-        self.heed_spikes = training.on_spike != "ignore"
+        self.withhold_spikes = training.on_spike != "ignore"
         self.mean = torch.zeros((), dtype=torch.float64, device=device)
         self.seen = torch.zeros((), dtype=torch.int64, device=device)
         self.skipped_in_a_row = torch.zeros((), dtype=torch.int64, device=device)
@@ -56,7 +56,7 @@ class LossGuard:
         bad = ~(torch.isfinite(loss) & torch.isfinite(norm))
         overflow = torch.isfinite(loss) & bad & may_overflow  # the loss itself carries no scale
         nan = bad & ~overflow
-        spike = ~bad & (self.seen >= window) & (loss > factor * self.mean) & self.heed_spikes
+        spike = ~bad & (self.seen >= window) & (loss > factor * self.mean) & self.withhold_spikes
         skip = bad | spike
         weight = (self.seen + 1).clamp(max=window).double().reciprocal()
         self.mean = torch.where(skip, self.mean, self.mean + weight * (loss - self.mean))

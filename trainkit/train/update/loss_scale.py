@@ -50,8 +50,8 @@ class LossScale:
         """Go on after a step. `overflow`, shape (), is true (or not 0) where a scaled gradient
         was not finite, the same on every rank.
 
-        Overflow: the count of good steps begins anew and one chance is gone; with none left the
-        scale halves, to min_loss_scale at the least. Chances do not come back with a good step,
+        Overflow: the count of good steps restarts and one chance is gone; with none left the
+        scale halves, but not below min_loss_scale. Chances do not come back with a good step,
         only with the next growth: after loss_scale_window good steps in a row the scale doubles.
         """
         if not self.dynamic:
@@ -68,7 +68,7 @@ class LossScale:
 
     @property
     def at_minimum(self) -> Tensor:
-        """Whether the scale cannot fall (bool, shape ()): an overflow now is no matter of the
+        """Whether the scale cannot fall (bool, shape ()): an overflow now is not a matter of the
         scale. A fixed scale never can."""
         return self._fixed | (self.scale <= self._minimum)
 

@@ -2,8 +2,8 @@
 everything on the way.
 
 A healthy step pays nothing for it: the hooks are there for the second computation alone. All
-ranks do it together, for forward and backward talk to each other; the first finding of any of
-them is what all tell.
+ranks do it together, for forward and backward talk to each other; all report the first finding
+of any of them.
 
 Shapes: B samples of a micro-batch.
 """
@@ -87,7 +87,7 @@ class NonFiniteDetector:
         self.first: NonFinite | None = None
         self.batches: list[Batch] = []
         self._looks: dict[tuple[int, int, int], int] = {}
-        # chunks whose forward runs; outside of it a block is computed anew for its backward
+        # chunks whose forward runs; outside of it a block is computed again for its backward
         self._running: set[int] = set()
         self._behind: dict[int, int] = {}  # by chunk: the micro-batch whose backward runs
         self._hooked: set[int] = set()
@@ -136,7 +136,7 @@ class NonFiniteDetector:
             self.first = min(self.first, finding)
 
     def _micro_batch(self, chunk: int) -> int:
-        """Of the forward that runs: a pipeline's chunk is told, else they are read one by one."""
+        """Of the forward that runs: a pipeline sets it, else they are read one by one."""
         return int(getattr(self.modules[chunk], "micro_batch", len(self.batches) - 1))
 
     def _enters(
@@ -246,7 +246,7 @@ def recompute_step(
     step.scale.scale = torch.full_like(step.scale.scale, scale)
     step.optimizer.zero_grad()
     try:
-        # compiled code would be compiled anew with the hooks in it
+        # compiled code would be compiled again with the hooks in it
         with torch.compiler.set_stance("force_eager"), watch.hooks():
             step.backward(watch.reads(batches), samples)
         gradients = (

@@ -44,7 +44,7 @@ def _over_tied(parameters: Mapping[str, ShardedParameter], mesh: Mesh) -> None:
 def _over_tensor_ranks(parameters: Mapping[str, ShardedParameter], mesh: Mesh) -> None:
     """Add up what `count` neighbouring ranks hold alike. Every rank adds up its part of that in
     the order of ranks, rounds it once and gives it to the others: two exchanges, each of (count
-    - 1) / count of the elements, the least there can be; and no group is needed but the
+    - 1) / count of the elements, the minimum; and no group is needed but the
     tensor-parallel one."""
     views: dict[int, list[Tensor]] = {}
     for h in parameters.values():

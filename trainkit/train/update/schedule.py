@@ -20,7 +20,7 @@ def learning_rate(training: Training, completed: int) -> float:
     skipped step takes the schedule no further.
 
     Linear from lr_warmup_init to lr over lr_warmup_iters steps, then by lr_decay_style to min_lr
-    at lr_decay_iters, then min_lr; `constant` stays at lr for ever. Rules and formulas are those
+    at lr_decay_iters, then min_lr; `constant` always stays at lr. Rules and formulas are those
     of Megatron-LM, core/optimizer_param_scheduler.py `get_lr`: step k is taken with get_lr(k -
     1), so the first step of a warmup has rate lr_warmup_init. (Megatron logs the rate after
     advancing the schedule; trainkit logs the rate the step used. Megatron counts samples where

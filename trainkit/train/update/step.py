@@ -44,7 +44,7 @@ class StepValues(NamedTuple):
         rate: learning rate.
         scale: loss scale the step was taken with.
         checksum: sum over all samples' tokens.
-        stops: ranks that were told to stop.
+        stops: ranks that were asked to stop.
         overflow, nan, spike: 1.0 where the guard found that; each leaves the weights as they were.
         skipped_in_a_row: steps that nan or spike have skipped one after another.
     """
@@ -76,7 +76,7 @@ class Step:
         job: the job.
         parts: what this rank holds of the model.
         mesh: this rank among the others.
-        timers: told what time goes into.
+        timers: measure what time goes into.
     """
 
     def __init__(self, job: Job, parts: ModelParts, mesh: Mesh, timers: Timers) -> None:
@@ -91,7 +91,7 @@ class Step:
         self.guard = LossGuard(job.training, self.device)
         self.rates = learning_rates(job.training, self.device)
         self.random = job.model.hidden_dropout > 0 or job.model.attention_dropout > 0
-        # one rank has nobody to share with
+        # one rank has no other to share with
         if mesh.degrees.data > 1:
             self.zero_stage = job.parallelism.zero_stage
         else:
@@ -115,7 +115,7 @@ class Step:
         Args:
             batches: this rank's micro-batches of the global batch.
             samples: samples of the global batch.
-            stop: this rank was told to stop.
+            stop: this rank was asked to stop.
             before_update: called when all gradients are there and weights and moments are still as
                 they were.
 
@@ -136,7 +136,7 @@ class Step:
         """Gradients of scale * (sum of losses) / (samples * S), summed over all ranks.
 
         Returns (cross-entropy, labelled tokens, checksum), which all ranks' sums are to be made
-        of: of what several ranks know alike, one tells.
+        of: what several ranks know alike, one of them adds.
         """
         t = self.job.training
         count = samples // (t.micro_batch_size * self.mesh.degrees.data)
@@ -243,7 +243,7 @@ class Step:
             self.guard.skipped_in_a_row,
         ]
         values = [value.double() for value in values]  # copies: what follows changes some in place
-        # at the lowest scale this only begins the count of good steps anew
+        # at the lowest scale this only restarts the count of good steps
         self.scale.update(verdict.overflow | verdict.nan)
         return torch.stack(values)
 
