@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ def fingerprint(job: Job) -> dict[str, str]:
     }
     return {
         **versions,
-        "layout": str(degrees_of(job)),
+        "layout": ", ".join(f"{axis} {size}" for axis, size in asdict(degrees_of(job)).items()),
         **dict(_leaves("job", job.model_dump(mode="json"))),
     }
 

@@ -4,6 +4,7 @@ reasons."""
 from __future__ import annotations
 
 import json
+import re
 import math
 import pickle
 import shutil
@@ -280,7 +281,7 @@ class TestRefused:
             assert "cannot be read as safetensors" in said(check_weights(torn, model, VOCAB))
         for text in ("{", "[]", "[" * 100_000):
             (torn / "config.json").write_text(text)
-            assert "is not JSON" in said(check_weights(torn, model, VOCAB))
+            assert re.search("is not (a )?JSON", said(check_weights(torn, model, VOCAB)))
         theirs("llama").save_pretrained(sharded, max_shard_size="20KB")
         index = json.loads((sharded / "model.safetensors.index.json").read_text())
         first = sorted(sharded.glob("model-*.safetensors"))[0]
