@@ -47,11 +47,12 @@ def job_of(
     device: Device | None = None,
     parallelism: dict[str, Any] | None = None,
     cluster: dict[str, Any] | None = None,
-    checkpoint: dict[str, Any] | None = None,
     engine_args: dict[str, Any] | None = None,
     **training: Any,
 ) -> Job:
-    """A job on mock data; on the CPU unless a device is given."""
+    """A job on mock data; on the CPU unless a device is given. `training` are keys of that table,
+    and `checkpoint`, which is a table of its own."""
+    checkpoint = training.pop("checkpoint", {})
     given: dict[str, Any] = (
         {"device": device, "gpus_per_node": ranks} if device else {"ranks_per_node": ranks}
     )
@@ -66,7 +67,7 @@ def job_of(
             "nodes": nodes,
             "parallelism": Parallelism.model_validate(parallelism or {}),
             "training": Training.model_validate({"train_iters": 10, "lr": 1e-3, **training}),
-            "checkpoint": checkpoint or {},
+            "checkpoint": checkpoint,
             "engine_args": engine_args or {},
         }
     )

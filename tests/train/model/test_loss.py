@@ -82,10 +82,7 @@ def close(actual: Tensor, expected: Tensor, tolerance: float) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(
-    batch=st.integers(1, 3),
-    length=st.integers(1, 7),
-    hidden=st.integers(1, 5),
-    vocab=st.integers(2, 40),
+    sizes=st.tuples(st.integers(1, 3), st.integers(1, 7), st.integers(1, 5), st.integers(2, 40)),
     multiple=st.sampled_from([1, 8, 128]),
     chunk=st.integers(1, 25),
     z_loss=st.sampled_from([0.0, 1e-4, 0.3]),
@@ -93,10 +90,7 @@ def close(actual: Tensor, expected: Tensor, tolerance: float) -> None:
     seed=st.integers(0, 99),
 )
 def test_equals_cross_entropy(
-    batch: int,
-    length: int,
-    hidden: int,
-    vocab: int,
+    sizes: tuple[int, int, int, int],
     multiple: int,
     chunk: int,
     z_loss: float,
@@ -105,6 +99,7 @@ def test_equals_cross_entropy(
 ) -> None:
     """Value and gradients in fp64, whole or in chunks of any size, padded to any multiple, some
     tokens without a label."""
+    batch, length, hidden, vocab = sizes
     x_BSH, weight_VH, labels_BS = inputs(batch, length, hidden, vocab, seed=seed)
     with chunks_of(chunk, rounded_up(vocab, multiple)):
         losses, dx_BSH, dweight_VH = ours(
