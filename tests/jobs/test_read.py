@@ -26,7 +26,7 @@ READERS = {
     ("Cluster", "python"): ("launch/slurm/batch_script.py", "job.cluster.python"),
     ("Container", "python"): ("engines/native.py", "job.container.python"),
     ("Cluster", "prolog"): ("launch/slurm/batch_script.py", "job.cluster.prolog"),
-    ("Container", "prolog"): ("launch/containers", "container.prolog"),
+    ("Container", "prolog"): ("launch/containers", "container.settings.prolog"),
     ("Cluster", "slurm"): ("jobs/schema.py", "self.cluster.slurm"),
     ("StagePlace", "slurm"): ("launch/slurm/arrays.py", "asked.slurm"),
     ("Job", "slurm"): ("jobs/schema.py", "self.slurm"),
