@@ -25,8 +25,10 @@ from trainkit.runs.events import (
     ViewLost,
     read_events,
 )
+from trainkit.runs.find import all_runs, find_run
 from trainkit.runs.folder import RunFolder
-from trainkit.runs.record import all_runs, find_run, read_run_record, write_maker
+from trainkit.runs.record import read_run_record
+from trainkit.runs.supervisor_status import write_starter
 
 
 def make_run(root: Path, job: str, name: str) -> RunFolder:
@@ -38,7 +40,7 @@ def make_run(root: Path, job: str, name: str) -> RunFolder:
 
 def begin(run: RunFolder, attempt: int = 1, **supervisor: Any) -> EventLog:
     events = EventLog(run.attempt(attempt))
-    events.write(AttemptStarted(run.id, attempt, identity().as_dict() | supervisor, 1))
+    events.write(AttemptStarted(run.id, attempt, identity().to_json() | supervisor, 1))
     return events
 
 
@@ -89,7 +91,7 @@ def test_without_a_last_word_the_supervisors_life_decides(tmp_path: Path) -> Non
 
 def test_whoever_began_it_lives_and_no_supervisor_is_there_yet(tmp_path: Path) -> None:
     run = make_run(tmp_path, "j", "a")
-    write_maker(run)
+    write_starter(run)
     assert (read_run_record(run).state, read_run_record(run).exit) == ("starting", None)
     value = read_json(run.maker)
     write_json(run.maker, value | {"identity": value["identity"] | {"start_time": 1}})
@@ -103,7 +105,7 @@ def test_whoever_began_it_lives_and_no_supervisor_is_there_yet(tmp_path: Path) -
     assert read_run_record(run).state == "failed"
     end(begin(run), 9, "user")
     sign(run, ago=10, ended=True)
-    write_maker(run)  # resumed
+    write_starter(run)  # resumed
     assert read_run_record(run).state == "starting"
     sign(run, ago=5, ended=True)  # there, and gone again; by the clock of a host that is behind
     assert read_run_record(run).state == "failed"
@@ -198,7 +200,7 @@ def test_runs_are_found_by_id_prefix_job_and_last(tmp_path: Path) -> None:
 
 
 def sign(run: RunFolder, *, ago: float = 0, ended: bool = False, **who: Any) -> None:
-    me = identity().as_dict() | who
+    me = identity().to_json() | who
     value = {
         "identity": me,
         "host": me["host"],

@@ -10,8 +10,8 @@ from typing import Any
 from trainkit.base.errors import ConfigError
 
 
-def document(schema: str, **values: Any) -> dict[str, Any]:
-    """A versioned document."""
+def document(schema: str, **values: object) -> dict[str, object]:
+    """A versioned document, to be written or printed."""
     return {"schema": schema, **values}
 
 

@@ -9,9 +9,8 @@ import fcntl
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from trainkit.base.errors import Exit, TrainkitError
 
@@ -24,7 +23,7 @@ class LockBusy(Exception):
     """The lock is held; `holder` is what its holder wrote about itself (empty if it wrote
     nothing yet)."""
 
-    def __init__(self, path: Path, holder: dict[str, Any]) -> None:
+    def __init__(self, path: Path, holder: Mapping[str, object]) -> None:
         super().__init__(f"{path} is locked by {holder or 'another process'}")
         self.path = path
         self.holder = holder
@@ -55,7 +54,7 @@ def _flock(handle: int, path: Path, how: int) -> None:
         raise
 
 
-def _read_holder(handle: int) -> dict[str, Any]:
+def _read_holder(handle: int) -> dict[str, object]:
     try:
         value = json.loads(os.pread(handle, 65536, 0) or b"{}")
     except ValueError:
@@ -65,7 +64,7 @@ def _read_holder(handle: int) -> dict[str, Any]:
     return {}
 
 
-def _held(path: Path, *, wait: bool, on_wait: Callable[[dict[str, Any]], None] | None) -> int:
+def _held(path: Path, *, wait: bool, on_wait: Callable[[Mapping[str, object]], None] | None) -> int:
     """A locked handle of the file that has the name now: its holder may have removed the one
     that was waited for."""
     while True:
@@ -93,10 +92,10 @@ def _held(path: Path, *, wait: bool, on_wait: Callable[[dict[str, Any]], None] |
 @contextlib.contextmanager
 def locked(
     path: Path,
-    holder: dict[str, Any],
+    holder: Mapping[str, object],
     *,
     wait: bool = True,
-    on_wait: Callable[[dict[str, Any]], None] | None = None,
+    on_wait: Callable[[Mapping[str, object]], None] | None = None,
     remove: bool = False,
 ) -> Iterator[None]:
     """Hold an exclusive lock for the block.

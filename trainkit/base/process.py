@@ -28,7 +28,8 @@ class ProcessIdentity:
     start_time: int
     boot_id: str
 
-    def as_dict(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
+        """As it is kept in launch/supervisor.json and in events."""
         return asdict(self)
 
 

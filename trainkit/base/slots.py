@@ -14,9 +14,8 @@ import json
 import os
 import stat
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from trainkit.base.locks import NO_LOCKS, LockBusy
 
@@ -37,7 +36,7 @@ class SlotReservation:
         cleared: what dead runs had written there, a holder each.
     """
 
-    def __init__(self, handles: list[int], cleared: list[dict[str, Any]]) -> None:
+    def __init__(self, handles: list[int], cleared: list[dict[str, object]]) -> None:
         self.handles = handles
         self.cleared = cleared
 
@@ -51,7 +50,7 @@ class SlotReservation:
 
 
 def reserve_slots(
-    folder: Path, names: Sequence[str], holder: dict[str, Any], *, share: bool = False
+    folder: Path, names: Sequence[str], holder: Mapping[str, object], *, share: bool = False
 ) -> SlotReservation:
     """Take all the slots or none; to share, those that are free.
 
@@ -86,7 +85,7 @@ def reserve_slots(
     return SlotReservation(handles, cleared)
 
 
-def slot_holders(folder: Path) -> dict[str, dict[str, Any]]:
+def slot_holders(folder: Path) -> dict[str, dict[str, object]]:
     """The slots that are held now, each with what its holder says; of the first MOST."""
     taken = {}
     for path in sorted(folder.glob(f"{PREFIX}*{SUFFIX}"))[:MOST]:
@@ -175,7 +174,7 @@ def _locked(handle: int, path: Path, deadline: float) -> bool:
         time.sleep(0.02)
 
 
-def _holder(handle: int) -> dict[str, Any]:
+def _holder(handle: int) -> dict[str, object]:
     try:
         value = json.loads(os.pread(handle, MOST, 0) or b"{}")
     except ValueError:

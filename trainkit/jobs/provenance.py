@@ -33,12 +33,12 @@ class SourcedValue:
             self, overrode=(*self.overrode, replace(older, overrode=()), *older.overrode)
         )
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """As kept in job.json, newest first."""
         return {**_as_json(self), "overrode": [_as_json(older) for older in self.overrode]}
 
 
-def _as_json(origin: SourcedValue) -> dict[str, Any]:
+def _as_json(origin: SourcedValue) -> dict[str, object]:
     return {"value": origin.value, "place": str(origin.place)}
 
 

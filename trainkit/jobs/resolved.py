@@ -31,7 +31,7 @@ class ResolvedJob:
     job: Job
     origins: dict[str, SourcedValue]
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """The document job/1."""
         origins = {path: origin.to_json() for path, origin in self.origins.items()}
         return document(SCHEMA, job=self.job.model_dump(mode="json"), origins=origins)

@@ -29,7 +29,7 @@ from trainkit.plan.planner import Plan
 from trainkit.runs.events import AllRanksStarted, first_event, read_events
 from trainkit.runs.folder import RunFolder, new_run_folder
 from trainkit.runs.origin import write_origin
-from trainkit.runs.record import read_supervisor_status, write_maker
+from trainkit.runs.supervisor_status import read_supervisor_status, write_starter
 from trainkit.stages.contract import Need
 
 __all__ = ["RunObserver", "resume_run", "spawn_supervisor", "start_run"]
@@ -106,7 +106,7 @@ def resume_run(
             )
         write_changed_job(run.job, document)
         write_hosts(run, hosts)
-        write_maker(run)
+        write_starter(run)
         if not background:
             before = len(run.attempts())
             outcome = supervise(run, secrets, watch, share=share)
@@ -207,5 +207,5 @@ def fill_run(
     write_origin(run, project, snapshot.sha256, secrets, [vars(each) for each in snapshot.left_out])
     if needs is not None:
         write_inputs(run, needs)
-    write_maker(run)
+    write_starter(run)
     write_job(run.job, resolved)

@@ -57,7 +57,7 @@ class Speed:
     mfu: float | None
     source: str
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """plan/1's `speed`."""
         return asdict(self)
 
@@ -163,7 +163,7 @@ class Duration:
     lost_as_asked: float | None
     requeues: int | None
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """plan/1's `duration`."""
         return asdict(self)
 
@@ -301,7 +301,7 @@ class Epochs:
     epochs: float
     estimated: bool
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """plan/1's `epochs`."""
         return asdict(self)
 

@@ -43,7 +43,7 @@ class HostMemory:
             return None
         return self.needed_bytes <= self.available_bytes
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """plan/1's `host_memory`."""
         return {**asdict(self), "fits": self.fits}
 

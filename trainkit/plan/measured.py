@@ -22,7 +22,7 @@ TRAINING_KEYS = (
 )
 
 
-def layout_key(job: Job) -> dict[str, Any]:
+def layout_key(job: Job) -> dict[str, object]:
     """What two jobs must have in common for the figures of one to hold for the other."""
     training = job.training.model_dump(include=set(TRAINING_KEYS))
     return {
@@ -70,7 +70,7 @@ class Measured:
             for name, (planned, seen) in pairs.items()
         }
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """plan/1's `measured`."""
         return {**vars(self), "errors": self.errors}
 

@@ -117,7 +117,7 @@ class Memory:
             round(self.band[1] * self.fullest.total_bytes),
         )
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """plan/1's `memory`."""
         stages = [rank.to_json() for rank in self.stages]
         if self.band_bytes:

@@ -30,7 +30,7 @@ class Objection:
     message: str
     changes: tuple[Change, ...] = ()
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """An entry of plan/1's `objections` and `notes`."""
         return {
             "code": self.code,

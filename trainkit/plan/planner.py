@@ -116,7 +116,7 @@ class Plan:
             return self.duration.days
         return None
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """The form plan/1."""
         sizes = (
             "vocab_size",

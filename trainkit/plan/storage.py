@@ -112,7 +112,7 @@ class Storage:
     write_seconds: float | None
     read_seconds: float | None
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """plan/1's `storage`."""
         return asdict(self)
 

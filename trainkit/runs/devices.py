@@ -81,7 +81,7 @@ class DeviceUsage:
     ranks: list[RankUsage]
     note: str | None = None
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """The keys that `status --json` has of it."""
         return {"devices": [asdict(rank) for rank in self.ranks], "devices_note": self.note}
 

@@ -103,7 +103,7 @@ def _key(each: dataclasses.Field[Any]) -> str:
 
 @dataclass(frozen=True)
 class AttemptStarted(Event):
-    """A supervisor begins an attempt. `supervisor`: its process, as its identity's as_dict()."""
+    """A supervisor begins an attempt. `supervisor`: its process, as its identity's to_json()."""
 
     name = "started"
     run: str = ""

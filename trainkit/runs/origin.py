@@ -81,7 +81,7 @@ def write_origin(
         write_text(run.diff, redactor.text(diff))
     commit = _git(project, "rev-parse", "HEAD")
     untracked = _git(project, "ls-files", "--others", "--exclude-standard")
-    value: dict[str, Any] = document(
+    value = document(
         "origin/1",
         started=utc_now(),
         project=str(project),

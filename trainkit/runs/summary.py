@@ -96,7 +96,7 @@ class RunSummary:
         """Of the skipped ones, those with a loss or gradient norm that is not finite."""
         return sum(r.get("nan_iterations", 0) for r in self.training)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """The form report/1."""
         first_and_last = ("first", "last")
         training = self.training_loss()

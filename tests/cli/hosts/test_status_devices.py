@@ -48,7 +48,7 @@ def started(
     """A run whose supervisor is this process, with ranks (number, host, pid)."""
     run = RunFolder(root / "runs" / "text" / "20260101-000000-aaaa")
     events = EventLog(run.attempt(1))
-    own = identity().as_dict() | ({"pid": supervisor} if supervisor else {})
+    own = identity().to_json() | ({"pid": supervisor} if supervisor else {})
     events.write(AttemptStarted(run.id, 1, own, len(ranks)))
     for rank, host, pid in ranks:
         events.write(RankStarted(rank, host, pid))

@@ -37,7 +37,7 @@ def announce(
 ) -> None:
     me = identity() if start_time is None else replace(identity(), start_time=start_time)
     value = {
-        "identity": me.as_dict(),
+        "identity": me.to_json(),
         "host": me.host,
         "time": time.time(),
         "attempt": 2,

@@ -44,8 +44,9 @@ from trainkit.launch.slurm.submit_run import submit_again, submit_with_stages
 from trainkit.launch.slurm.withdraw import take_out
 from trainkit.plan.planner import make_plan
 from trainkit.runs.folder import RunFolder
-from trainkit.runs.record import read_run_record, write_maker
+from trainkit.runs.record import read_run_record
 from trainkit.runs.slurm import add_slurm_job, change_slurm_job
+from trainkit.runs.supervisor_status import write_starter
 from trainkit.stages.array_task import run_once
 from trainkit.stages.contract import Need, Unit
 from trainkit.stages.execute import wait_for_arrays
@@ -87,7 +88,7 @@ def test_a_run_that_is_just_submitted_is_cancelled_once_it_is(
     cancelled_by_scancel(slurm)
     slurm.says("104|PENDING")
     run = a_run(slurm, "one")
-    write_maker(run)
+    write_starter(run)
     later = threading.Timer(0.5, lambda: add_slurm_job(run, "104", first_attempt=1))
     later.start()
     answer = cancel(task(slurm), "one", save=False)
@@ -104,7 +105,7 @@ def test_cancel_does_not_wait_for_ever_for_whoever_begins_a_run(
     slurm: Slurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trainkit.cli.run.cancel.BEGIN_SECONDS", 0.1)
-    write_maker(a_run(slurm, "one"))
+    write_starter(a_run(slurm, "one"))
     with pytest.raises(TrainkitError, match=f"still being begun by pid {os.getpid()}") as caught:
         cancel(task(slurm), "one", save=False)
     assert caught.value.exit == Exit.CONTACT_LOST

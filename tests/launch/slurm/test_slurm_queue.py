@@ -113,7 +113,7 @@ def silent_run(root: Path) -> RunFolder:
     rest = {"host": "node1", "time": 0, "attempt": 1, "address": "", "port": 0, "ended": False}
     write_json(
         run.supervisor,
-        document("supervisor/1", identity=identity().as_dict() | {"host": "node1"}, **rest),
+        document("supervisor/1", identity=identity().to_json() | {"host": "node1"}, **rest),
     )
     return run
 

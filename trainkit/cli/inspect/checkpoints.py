@@ -22,8 +22,8 @@ from trainkit.runs.checkpoints import (
     step_of,
     verify,
 )
+from trainkit.runs.find import find_run
 from trainkit.runs.folder import RunFolder
-from trainkit.runs.record import find_run
 from trainkit.runs.retention import pin, retention_reasons, valid_by_size
 
 

@@ -16,9 +16,10 @@ from trainkit.cli.config.jobs import load_jobs
 from trainkit.cli.tables import Listing
 from trainkit.cli.wrapper import TaskContext, TaskResult
 from trainkit.launch.slurm.reconcile import settled_all
+from trainkit.runs.find import all_runs, find_run
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.leftovers import Leftover, delete_leftovers, leftovers
-from trainkit.runs.record import all_runs, find_run, read_run_record
+from trainkit.runs.record import read_run_record
 
 GIB = 2**30
 ENDED = ("succeeded", "failed", "cancelled", "preempted")

@@ -19,9 +19,10 @@ from trainkit.cli.run.summary import last_lines
 from trainkit.cli.wrapper import TaskContext, TaskResult
 from trainkit.launch.slurm.reconcile import output_of
 from trainkit.runs.events import RankEnded, RankStarted, events_of, read_events
+from trainkit.runs.find import find_run
 from trainkit.runs.folder import AttemptFolder, RunFolder
 from trainkit.runs.log_tail import LogTail
-from trainkit.runs.record import find_run, read_run_record
+from trainkit.runs.record import read_run_record
 
 FAILED = "failed"
 MAX_RANK = 10**6

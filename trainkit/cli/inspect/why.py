@@ -27,8 +27,9 @@ from trainkit.runs.events import (
     last_event,
     read_events,
 )
+from trainkit.runs.find import find_run
 from trainkit.runs.folder import AttemptFolder, RunFolder
-from trainkit.runs.record import RunRecord, find_run, read_run_record
+from trainkit.runs.record import RunRecord, read_run_record
 from trainkit.runs.slurm import read_slurm_jobs
 
 LINES = 30

@@ -23,7 +23,7 @@ from trainkit.jobs.resolved import read_job
 from trainkit.jobs.schema import Dataset, Job
 from trainkit.launch.local_ranks import run_together
 from trainkit.runs.checkpoints import Checkpoint
-from trainkit.runs.record import find_run
+from trainkit.runs.find import find_run
 from trainkit.stages.build import BuildStage
 from trainkit.stages.execute import stamps_folder
 from trainkit.stages.prep_data import PrepDataStage, needs_of_dataset

@@ -15,7 +15,7 @@ from trainkit.cli.wrapper import TaskContext, TaskResult
 from trainkit.data.indexed.paths import DataFolder
 from trainkit.jobs.resolved import read_job
 from trainkit.jobs.schema import Job
-from trainkit.runs.record import find_run
+from trainkit.runs.find import find_run
 
 if TYPE_CHECKING:
     from trainkit.train.huggingface.writing import TokenizerFile

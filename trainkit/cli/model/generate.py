@@ -12,7 +12,7 @@ from trainkit.cli.model.tokenizer_warning import warn_of_changed_tokenizer
 from trainkit.cli.options import GenerateOptions
 from trainkit.cli.wrapper import TaskContext, TaskResult
 from trainkit.launch.local_ranks import run_together
-from trainkit.runs.record import find_run
+from trainkit.runs.find import find_run
 
 
 def generate(task: TaskContext, run_name: str, options: GenerateOptions) -> TaskResult:

@@ -29,8 +29,9 @@ from trainkit.runs.events import (
     SaveRequested,
     StrangerRefused,
 )
+from trainkit.runs.find import find_run
 from trainkit.runs.folder import RunFolder
-from trainkit.runs.record import RunRecord, find_run, read_run_record
+from trainkit.runs.record import RunRecord, read_run_record
 from trainkit.runs.slurm import read_slurm_jobs
 
 POLL_SECONDS = 0.05

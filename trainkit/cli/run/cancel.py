@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from rich.markup import escape
 
-from trainkit.base.documents import document, read_document
+from trainkit.base.documents import document
 from trainkit.base.errors import Exit, TrainkitError
-from trainkit.base.files import write_json
 from trainkit.cli.config.jobs import load_jobs
 from trainkit.cli.run import slurm
 from trainkit.cli.tables import Listing
@@ -32,13 +32,13 @@ from trainkit.runs.events import (
     last_event,
     read_events,
 )
+from trainkit.runs.find import find_run
 from trainkit.runs.folder import AttemptFolder, RunFolder
-from trainkit.runs.record import (
-    RunRecord,
-    find_run,
-    read_maker,
-    read_run_record,
+from trainkit.runs.record import RunRecord, read_run_record
+from trainkit.runs.supervisor_status import (
+    read_starter,
     read_supervisor_status,
+    write_supervisor_status,
 )
 
 POLL_SECONDS = 0.3
@@ -105,9 +105,9 @@ def _begun(task: TaskContext, run: RunFolder) -> RunRecord:
     deadline = time.monotonic() + BEGIN_SECONDS
     said = False
     while (record := settled(read_run_record(run))).state == "starting":
-        maker = read_maker(run)
-        if maker:
-            who = f"pid {maker.pid} on {maker.host}"
+        starter = read_starter(run)
+        if starter:
+            who = f"pid {starter.identity.pid} on {starter.identity.host}"
         else:
             who = "somebody"
         if time.monotonic() > deadline:
@@ -165,8 +165,9 @@ def _close(run: RunFolder, record: RunRecord) -> None:
             )
         )
         events.close()
-    if run.supervisor.is_file():
-        write_json(run.supervisor, read_document(run.supervisor, "supervisor/1") | {"ended": True})
+    status = read_supervisor_status(run)
+    if status is not None:
+        write_supervisor_status(run, replace(status, ended=True))
 
 
 def _last_end(run: RunFolder) -> AttemptEnded | None:

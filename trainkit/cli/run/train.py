@@ -54,8 +54,9 @@ from trainkit.launch.supervise.rank_environment import secret_values
 from trainkit.plan.planner import Plan, make_plan
 from trainkit.runs.checkpoints import newest_valid, open_checkpoint
 from trainkit.runs.event_tail import EventTail
+from trainkit.runs.find import find_run
 from trainkit.runs.folder import RunFolder
-from trainkit.runs.record import RunRecord, find_run, read_run_record
+from trainkit.runs.record import RunRecord, read_run_record
 from trainkit.stages.execute import needs_in_turn, needs_of, refuse_stale, stamps_folder
 from trainkit.stages.index import IndexStage
 

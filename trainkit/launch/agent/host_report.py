@@ -54,7 +54,7 @@ def hello(
     facts = {
         "host": os.uname().nodename,
         "pid": os.getpid(),
-        "identity": identity().as_dict(),
+        "identity": identity().to_json(),
         "address": address or local_address,
         "address_error": errors.get("address"),
         "interface": fact(

@@ -47,7 +47,7 @@ class StubAgent:
             "node": self.node,
             "host": socket.gethostname(),
             "pid": os.getpid(),
-            "identity": identity().as_dict(),
+            "identity": identity().to_json(),
             "address": "127.0.0.1",
             "address_error": None,
             "interface": "lo",

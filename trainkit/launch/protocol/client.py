@@ -18,7 +18,7 @@ from trainkit.launch.protocol.frames import (
     proved,
 )
 from trainkit.runs.folder import RunFolder
-from trainkit.runs.record import read_supervisor_status
+from trainkit.runs.supervisor_status import read_supervisor_status
 
 AGAIN_SECONDS = 0.2
 NODE = 0  # of no meaning for this role; the proof binds it all the same

@@ -182,7 +182,7 @@ class Attempt:
         """Write the first event: from now on the run's state hangs on this process's life."""
         self.events.write(
             AttemptStarted(
-                self.run.id, self.folder.number, identity().as_dict(), self.job.world_size
+                self.run.id, self.folder.number, identity().to_json(), self.job.world_size
             )
         )
 

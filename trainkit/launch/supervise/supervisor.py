@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 
-from trainkit.base.documents import document
 from trainkit.base.errors import ConfigError, Exit, TrainkitError
 from trainkit.base.files import write_json
 from trainkit.base.locks import LockBusy, locked
@@ -48,7 +47,11 @@ from trainkit.runs.events import (
     read_events,
 )
 from trainkit.runs.folder import RunFolder
-from trainkit.runs.record import read_supervisor_status
+from trainkit.runs.supervisor_status import (
+    SupervisorStatus,
+    read_supervisor_status,
+    write_supervisor_status,
+)
 
 SIGN_SECONDS = 5.0  # between signs of life
 CONTROL_SECONDS = 10.0  # that somebody who has proved itself has to say what it wants
@@ -418,18 +421,16 @@ class Supervisor:
                 number = self.attempt.folder.number
             else:
                 number = max((a.number for a in self.run.attempts()), default=0)
-            rest = {
-                "attempt": number,
-                "address": self.server.address,
-                "port": self.server.port,
-                "ended": self.ended,
-            }
-            write_json(
-                self.run.supervisor,
-                document(
-                    "supervisor/1", identity=who.as_dict(), host=who.host, time=time.time(), **rest
-                ),
+            status = SupervisorStatus(
+                identity=who,
+                host=who.host,
+                time=time.time(),
+                attempt=number,
+                address=self.server.address,
+                port=self.server.port,
+                ended=self.ended,
             )
+            write_supervisor_status(self.run, status)
 
     def _on_rejected(self, peer: str, why: str) -> None:
         if self.attempt is not None:

@@ -1,0 +1,160 @@
+"""Who runs a run: its supervisor's sign of life (launch/supervisor.json, schema supervisor/1), and
+until that is there, the process that started it (launch/maker.json, schema maker/1)."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from trainkit.base.documents import document, read_document
+from trainkit.base.errors import ConfigError
+from trainkit.base.files import write_json
+from trainkit.base.process import ProcessIdentity, identity, is_alive
+from trainkit.runs.folder import RunFolder
+
+SUPERVISOR_SCHEMA = "supervisor/1"
+STARTER_SCHEMA = "maker/1"
+# a supervisor writes its sign of life every 5 s; one of another host that was silent for longer
+# may be alive or not
+SILENCE_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class SupervisorStatus:
+    """launch/supervisor.json.
+
+    Args:
+        identity: which process it is.
+        host: where it runs.
+        time: when it last wrote this, seconds since 1970.
+        attempt: the newest attempt it began.
+        address: where it listens.
+        port: where it listens; 0 where it listens nowhere.
+        ended: it has finished its work.
+    """
+
+    identity: ProcessIdentity
+    host: str
+    time: float
+    attempt: int
+    address: str
+    port: int
+    ended: bool
+
+    @staticmethod
+    def from_json(value: dict[str, Any]) -> SupervisorStatus:
+        """Raises KeyError, TypeError or ValueError where a key is missing or of another type."""
+        return SupervisorStatus(
+            identity=ProcessIdentity(**value["identity"]),
+            host=str(value["host"]),
+            time=float(value["time"]),
+            attempt=int(value["attempt"]),
+            address=str(value["address"]),
+            port=int(value["port"] or 0),
+            ended=bool(value["ended"]),
+        )
+
+    def to_json(self) -> dict[str, object]:
+        return document(
+            SUPERVISOR_SCHEMA,
+            identity=self.identity.to_json(),
+            host=self.host,
+            time=self.time,
+            attempt=self.attempt,
+            address=self.address,
+            port=self.port,
+            ended=self.ended,
+        )
+
+    def alive(self, now: float) -> bool | None:
+        """Whether it lives; None: it is another host's, and has been silent for too long."""
+        if self.ended:
+            return False
+        seen_here = is_alive(self.identity)
+        if seen_here is not None:
+            return seen_here
+        if now - self.time <= SILENCE_SECONDS:
+            return True
+        return None
+
+
+def read_supervisor_status(run: RunFolder) -> SupervisorStatus | None:
+    """The supervisor's sign of life; None where there is none (yet). Raises ConfigError for a
+    file of another schema."""
+    if not run.supervisor.is_file():
+        return None
+    value = read_document(run.supervisor, SUPERVISOR_SCHEMA)
+    try:
+        return SupervisorStatus.from_json(value)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"{run.supervisor} is not as a supervisor writes it: {error}") from None
+
+
+def write_supervisor_status(run: RunFolder, status: SupervisorStatus) -> None:
+    """Write launch/supervisor.json, whole or not at all. Raises OSError as the disk does."""
+    write_json(run.supervisor, status.to_json())
+
+
+@dataclass(frozen=True)
+class RunStarter:
+    """launch/maker.json: the process that started the run, or started it again, last.
+
+    Args:
+        identity: which process it is.
+        time: when, seconds since 1970 by its own clock.
+        former: the supervisor's status that it found there, as `_signature` has it. While that is
+            the newest, no supervisor has signed since.
+    """
+
+    identity: ProcessIdentity
+    time: float
+    former: list[Any] | None
+
+
+def write_starter(run: RunFolder) -> None:
+    """Write launch/maker.json: this process is about to supervise the run, or to have it
+    supervised."""
+    write_json(
+        run.maker,
+        document(
+            STARTER_SCHEMA,
+            identity=identity().to_json(),
+            time=time.time(),
+            former=_signature(read_supervisor_status(run)),
+        ),
+    )
+
+
+def read_starter(run: RunFolder) -> RunStarter | None:
+    """Who started the run last; None where no process has said so. Raises ConfigError for a file
+    of another schema."""
+    if not run.maker.is_file():
+        return None
+    value = read_document(run.maker, STARTER_SCHEMA)
+    return RunStarter(ProcessIdentity(**value["identity"]), float(value["time"]), value["former"])
+
+
+def _signature(status: SupervisorStatus | None) -> list[Any] | None:
+    """Tells one sign of life from another without comparing clocks, which are those of two
+    hosts."""
+    if status is not None:
+        return [status.identity.to_json(), status.time]
+    return None
+
+
+def is_starting(run: RunFolder, status: SupervisorStatus | None) -> bool:
+    """Whether a process is just starting the run, or starting it again, and no supervisor has
+    signed since.
+
+    Args:
+        run: the run.
+        status: its supervisor's newest sign of life.
+    """
+    starter = read_starter(run)
+    if starter is None or _signature(status) != starter.former:
+        return False
+    alive = is_alive(starter.identity)
+    if alive is not None:
+        return alive
+    return time.time() - starter.time <= SILENCE_SECONDS
