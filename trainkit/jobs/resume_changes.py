@@ -15,7 +15,7 @@ from trainkit.base.files import write_json
 from trainkit.jobs.clusters import WatchLimits
 from trainkit.jobs.layers import parse_overrides
 from trainkit.jobs.messages import suggest
-from trainkit.jobs.provenance import SET
+from trainkit.jobs.provenance import SET, SourcedValue
 from trainkit.jobs.resolved import SCHEMA, ResolvedJob, read_job
 from trainkit.jobs.schema import Job, Parallelism, RetrySettings
 
@@ -90,35 +90,12 @@ def changed_job(
     if any(origin.path == ("training", "train_iters") for origin in given):
         values["training"]["lr_decay_iters"] = job.training.decay_iters
     problems = []
-    for origin in given:
-        key = ".".join(origin.path)
-        if key not in CHANGEABLE:
-            problems.append(
-                Problem(f"{key} cannot change once a run has begun", SET, suggest(key, CHANGEABLE))
-            )
-            continue
-        if job.sample_order == "megatron" and key in FIXED_BY_MEGATRON:
-            why = (
-                "Megatron's order of samples depends on how many are asked for, so other samples"
-                " would follow"
-            )
-            problems.append(
-                Problem(
-                    f"{key} cannot change in a run with sample_order = 'megatron': {why}",
-                    SET,
-                    "a run with sample_order = 'native' can",
-                )
-            )
-            continue
-        _put(values, origin.path, origin.value)
-        former = origins.get(key)  # none of retry.infra, where the job had no table `retry`
-        if former:
-            overrode = [{"value": former["value"], "place": former["place"]}, *former["overrode"]]
+    for override in given:
+        problem = _objection(job, override)
+        if problem is not None:
+            problems.append(problem)
         else:
-            overrode = []
-        origins[key] = {"value": origin.value, "place": str(SET), "overrode": overrode}
-        if origin.path[0] != key:
-            origins.pop(origin.path[0], None)  # "retry is not set" is no longer true
+            _override(values, origins, override)
     if problems:
         raise ConfigError(problems)
     try:
@@ -130,6 +107,38 @@ def changed_job(
                 for e in error.errors(include_url=False)
             ]
         ) from None
+
+
+def _objection(job: Job, override: SourcedValue) -> Problem | None:
+    """Why a value may not change in a run of this job."""
+    key = ".".join(override.path)
+    if key not in CHANGEABLE:
+        return Problem(f"{key} cannot change once a run has begun", SET, suggest(key, CHANGEABLE))
+    if job.sample_order == "megatron" and key in FIXED_BY_MEGATRON:
+        why = (
+            "Megatron's order of samples depends on how many are asked for, so other samples"
+            " would follow"
+        )
+        return Problem(
+            f"{key} cannot change in a run with sample_order = 'megatron': {why}",
+            SET,
+            "a run with sample_order = 'native' can",
+        )
+    return None
+
+
+def _override(values: dict[str, Any], origins: dict[str, Any], override: SourcedValue) -> None:
+    """Put a value, and where it comes from, into `job` and `origins` of a job/1 document."""
+    key = ".".join(override.path)
+    _put(values, override.path, override.value)
+    former = origins.get(key)  # none of retry.infra, where the job had no table `retry`
+    if former:
+        overrode = [{"value": former["value"], "place": former["place"]}, *former["overrode"]]
+    else:
+        overrode = []
+    origins[key] = {"value": override.value, "place": str(SET), "overrode": overrode}
+    if override.path[0] != key:
+        origins.pop(override.path[0], None)  # "retry is not set" is no longer true
 
 
 def _put(values: dict[str, Any], path: tuple[str, ...], value: Any) -> None:

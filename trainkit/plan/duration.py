@@ -208,11 +208,66 @@ def _saves(job: Job, stall: float | None, costs: Costs) -> float | None:
     return (written - 1) * stall + costs.write * (1 + job.checkpoint.save_first)
 
 
+def _failures_per_second(job: Job) -> float | None:
+    """Interruptions to expect of all the job's devices together; None: not of this kind."""
+    if job.cluster.device_type == "cpu":
+        return None
+    return FAILURES_PER_GPU_HOUR * job.world_size / 3600
+
+
+@dataclass(frozen=True)
+class _CheckpointIntervals:
+    """The interval of checkpoints that loses least time, and the part of the time lost at it and
+    at the job's own. None where failures or the cost of a checkpoint are unknown."""
+
+    best_seconds: float | None = None
+    best_steps: int | None = None
+    lost_at_best: float | None = None
+    lost_as_asked: float | None = None
+
+
+def _checkpoint_intervals(
+    job: Job, failure_rate: float | None, step: float, stall: float | None, costs: Costs
+) -> _CheckpointIntervals:
+    """The best interval by Young's formula.
+
+    Args:
+        job: the job.
+        failure_rate: failures per second.
+        step: seconds of a step.
+        stall: seconds that a checkpoint stops training.
+        costs: of writing and copying one.
+    """
+    if not failure_rate or not stall or not costs.write:
+        return _CheckpointIntervals()
+    between_failures = 1 / failure_rate
+    if job.checkpoint.save_async:
+        cost = costs.copy
+        least = costs.write  # the next one waits until this one is written
+    else:
+        cost = costs.write
+        least = 0.0
+    best = max(young_interval(between_failures, cost), least)
+    asked = (job.training.save_interval or job.training.train_iters) * step
+    return _CheckpointIntervals(
+        best_seconds=best,
+        best_steps=max(1, round(best / step)) if best else None,
+        lost_at_best=lost_fraction(best, between_failures, cost),
+        lost_as_asked=lost_fraction(asked, between_failures, stall),
+    )
+
+
 def duration_of(job: Job, speed: Speed, tokens: int, costs: Costs) -> Duration:
     """How long `tokens` take, and what is done besides.
 
     A time limit ends a run that has used it but for `spare_seconds`; every end costs a save, a
     start and the reading of the checkpoint.
+
+    Args:
+        job: the job.
+        speed: tokens per second of its steps.
+        tokens: of the whole run.
+        costs: what is done besides steps.
     """
     training = job.training
     steps = tokens / speed.tokens_per_second
@@ -226,39 +281,19 @@ def duration_of(job: Job, speed: Speed, tokens: int, costs: Costs) -> Duration:
     again = start + (costs.read or 0.0)
     busy = steps + evaluations + (saves or 0.0)
 
-    if job.cluster.device_type != "cpu":
-        rate = FAILURES_PER_GPU_HOUR * job.world_size / 3600
-    else:
-        rate = None
-    if rate:
-        failures = rate * busy
-    else:
-        failures = None
+    rate = _failures_per_second(job)
+    failures = rate * busy if rate else None
     interval = min((training.save_interval or training.train_iters) * step, steps)
     repeated = (failures or 0.0) * interval / 2
 
     requeues = _requeues(busy + repeated, time_limit(job), again, costs.write or 0.0)
     if saves is not None:
-        saves = saves + (requeues or 0) * (costs.write or 0.0)
-    else:
-        saves = None
+        saves += (requeues or 0) * (costs.write or 0.0)
     parts = DurationParts(
         steps, evaluations, saves, start + ((requeues or 0) + (failures or 0.0)) * again, repeated
     )
 
-    best = lost = asked = None
-    if rate and stall and costs.write:
-        if job.checkpoint.save_async:
-            cost = costs.copy
-        else:
-            cost = costs.write
-        best = max(
-            young_interval(1 / rate, cost), costs.write if job.checkpoint.save_async else 0.0
-        )
-        lost = lost_fraction(best, 1 / rate, cost)
-        asked = lost_fraction(
-            (training.save_interval or training.train_iters) * step, 1 / rate, stall
-        )
+    checkpoints = _checkpoint_intervals(job, rate, step, stall, costs)
     return Duration(
         speed=speed,
         step_seconds=step,
@@ -268,10 +303,10 @@ def duration_of(job: Job, speed: Speed, tokens: int, costs: Costs) -> Duration:
         days=parts.total / DAY,
         device_hours=parts.total / 3600 * job.world_size,
         failures=failures,
-        checkpoint_seconds=best,
-        checkpoint_steps=max(1, round(best / step)) if best else None,
-        lost_fraction=lost,
-        lost_as_asked=asked,
+        checkpoint_seconds=checkpoints.best_seconds,
+        checkpoint_steps=checkpoints.best_steps,
+        lost_fraction=checkpoints.lost_at_best,
+        lost_as_asked=checkpoints.lost_as_asked,
         requeues=requeues,
     )
 

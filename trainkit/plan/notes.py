@@ -24,7 +24,30 @@ def notes(
     duration: Duration | None,
     epochs: Epochs | None,
 ) -> Iterator[Objection]:
-    """Notes of a plan, in the form of objections."""
+    """Notes of a plan, as objections that do not make it infeasible.
+
+    Args:
+        job: the job.
+        memory: of its ranks; None while the vocabulary is unknown.
+        storage: of its checkpoints; None likewise.
+        duration: of the run; None where no speed is known.
+        epochs: of its dataset; None where its size is unknown.
+    """
+    yield from _settings(job)
+    yield from _memory(job, memory)
+    if storage is not None:
+        yield from _storage(job, storage)
+    if epochs is not None and epochs.epochs > MANY_EPOCHS:
+        yield Objection(
+            "many-epochs",
+            "training.train_iters",
+            f"dataset {job.dataset.name} is read {epochs.epochs:,.1f} times",
+        )
+    yield from _interval(job, duration)
+
+
+def _settings(job: Job) -> Iterator[Objection]:
+    """Settings without the effect that one might expect."""
     parallelism = job.parallelism
     device = job.cluster.device
     if parallelism.sequence_parallel and parallelism.tensor_model_parallel_size == 1:
@@ -46,6 +69,11 @@ def notes(
             "training.precision",
             f"the device table knows no {job.training.precision} of {device.label or device.name}",
         )
+
+
+def _memory(job: Job, memory: Memory | None) -> Iterator[Objection]:
+    """Memory that is unknown, or nearly used up."""
+    device = job.cluster.device
     if memory is None:
         yield Objection(
             "vocabulary-unknown",
@@ -82,26 +110,23 @@ def notes(
             f" plan says {memory.fullest.total_bytes / 2**30:.0f}"
         )
         yield Objection("memory-band", "cluster.device", f"{message}: it may not fit")
-    if storage is not None and storage.filesystem is None and len(job.cluster.filesystems) > 1:
+
+
+def _storage(job: Job, storage: Storage) -> Iterator[Objection]:
+    """File systems that are unknown, or are not where the run folder is."""
+    if storage.filesystem is None and len(job.cluster.filesystems) > 1:
         names = ", ".join(job.cluster.filesystems)
         yield Objection(
             "filesystem-not-named",
             "checkpoint.filesystem",
             f"checkpoint.filesystem names none of {names}: time to write and room are not known",
         )
-    if storage is not None and (path := elsewhere(job)) is not None:
+    if (path := elsewhere(job)) is not None:
         message = (
             f"file system {storage.filesystem} is mounted at {path}, and the cluster's root"
             f" {job.cluster.root}, where checkpoints go, is not below it"
         )
         yield Objection("root-elsewhere", "checkpoint.filesystem", message)
-    if epochs is not None and epochs.epochs > MANY_EPOCHS:
-        yield Objection(
-            "many-epochs",
-            "training.train_iters",
-            f"dataset {job.dataset.name} is read {epochs.epochs:,.1f} times",
-        )
-    yield from _interval(job, duration)
 
 
 def _interval(job: Job, duration: Duration | None) -> Iterator[Objection]:

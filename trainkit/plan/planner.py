@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from trainkit.base.documents import document
 from trainkit.jobs.schema import Job
@@ -150,10 +149,10 @@ class Plan:
         )
 
 
-def _settled(
+def _with_remedies(
     job: Job, rules: Rules, tokenizer_size: int | None, sizes: Sizes | None
 ) -> Iterator[Objection]:
-    """Objections of `checks`, each with the changes that settle it and raise no other, nor one
+    """Objections of `checks`, each with the changes that remove it and raise no other, nor one
     of memory."""
     found = list(checks(job, rules, tokenizer_size))
     codes = {objection.code for objection in found}
@@ -188,6 +187,7 @@ def make_plan(
     """Plan `job`.
 
     Args:
+        job: the job, complete.
         vocab_size: that of its prepared tokenizer, as `prepared` may say too.
         rules: those of the job's engine.
         prepared: what else is there already.
@@ -199,33 +199,21 @@ def make_plan(
         raise ValueError(
             f"job {job.name} is for engine {job.engine}, these are the rules of {rules.engine}"
         )
-    there = prepared or PreparedData()
-    trained = vocab_size or there.vocab_size
-    tokenizer = job.dataset.tokenizer
-    vocab = job.model.vocab_size or trained or (tokenizer.vocab_size if tokenizer else None)
+    known = prepared or PreparedData()
+    trained = vocab_size or known.vocab_size
+    vocab = _vocab_size(job, trained)
     tokens = consumed_after(job, job.training.train_iters) * job.model.seq_length
-    if vocab:
-        sizes = Sizes(rules, vocab, trained, there.host_bytes)
-    else:
-        sizes = None
-    epochs = epochs_of(job.dataset, tokens, there.dataset_tokens)
+    epochs = epochs_of(job.dataset, tokens, known.dataset_tokens)
+    sizes = Sizes(rules, vocab, trained, known.host_bytes) if vocab else None
+    objections = list(_with_remedies(job, rules, trained, sizes))
+    memory = host = storage = None
     if sizes:
         memory = sizes.memory(job)
-    else:
-        memory = None
-    objections = list(_settled(job, rules, trained, sizes))
-    if sizes and memory:
         host = sizes.host(job, memory)
-    else:
-        host = None
-    if sizes and memory and host:
         objections += memory_objections(job, sizes, memory, host)
     counts = _counts(job, rules, vocab)
-    if counts["engine_parameters"]:
-        storage = storage_of(job, rules, counts["engine_parameters"], there.free_bytes)
-    else:
-        storage = None
-    if storage:
+    if counts.engine_parameters:
+        storage = storage_of(job, rules, counts.engine_parameters, known.free_bytes)
         objections += storage_objections(job, storage)
     duration = _duration(job, counts, tokens, _costs(job, rules, counts, storage, memory), measured)
     if duration:
@@ -238,7 +226,11 @@ def make_plan(
         global_batch_size=job.global_batch_size,
         tokens=tokens,
         vocab_size=vocab,
-        **counts,
+        padded_vocab_size=counts.padded_vocab_size,
+        parameters=counts.parameters,
+        engine_parameters=counts.engine_parameters,
+        model_flops_per_token=counts.model_flops_per_token,
+        hardware_flops_per_token=counts.hardware_flops_per_token,
         memory=memory,
         host_memory=host,
         storage=storage,
@@ -253,44 +245,52 @@ def make_plan(
     )
 
 
-def _counts(job: Job, rules: Rules, vocab_size: int | None) -> dict[str, int | None]:
-    """Parameters and FLOPs, each None while the vocabulary is unknown."""
+@dataclass(frozen=True)
+class _ModelCounts:
+    """Parameters and FLOPs; None while the vocabulary is unknown. Fields as in Plan."""
+
+    padded_vocab_size: int | None = None
+    parameters: int | None = None
+    engine_parameters: int | None = None
+    model_flops_per_token: int | None = None
+    hardware_flops_per_token: int | None = None
+
+
+def _vocab_size(job: Job, trained: int | None) -> int | None:
+    """As the model table says, else of the trained tokenizer, else of the tokenizer's table."""
+    tokenizer = job.dataset.tokenizer
+    return job.model.vocab_size or trained or (tokenizer.vocab_size if tokenizer else None)
+
+
+def _counts(job: Job, rules: Rules, vocab_size: int | None) -> _ModelCounts:
     if not vocab_size:
-        return dict.fromkeys(
-            (
-                "padded_vocab_size",
-                "parameters",
-                "engine_parameters",
-                "model_flops_per_token",
-                "hardware_flops_per_token",
-            )
-        )
+        return _ModelCounts()
     padded = padded_vocab_size(
         vocab_size,
         job.model.make_vocab_size_divisible_by,
         job.parallelism.tensor_model_parallel_size,
     )
-    return {
-        "padded_vocab_size": padded,
-        "parameters": parameters_of(job.model, vocab_size),
-        "engine_parameters": parameters_of(job.model, padded if rules.pads_weights else vocab_size),
-        "model_flops_per_token": model_flops_per_token_of(job.model, vocab_size),
-        "hardware_flops_per_token": hardware_flops_per_token_of(
+    return _ModelCounts(
+        padded_vocab_size=padded,
+        parameters=parameters_of(job.model, vocab_size),
+        engine_parameters=parameters_of(job.model, padded if rules.pads_weights else vocab_size),
+        model_flops_per_token=model_flops_per_token_of(job.model, vocab_size),
+        hardware_flops_per_token=hardware_flops_per_token_of(
             job.model, vocab_size, job.training, native=rules.states is None
         ),
-    }
+    )
 
 
 def _costs(
     job: Job,
     rules: Rules,
-    counts: dict[str, int | None],
+    counts: _ModelCounts,
     storage: Storage | None,
     memory: Memory | None,
 ) -> Costs:
     """What is done besides steps."""
-    model_flops = counts["model_flops_per_token"]
-    hardware = counts["hardware_flops_per_token"]
+    model_flops = counts.model_flops_per_token
+    hardware = counts.hardware_flops_per_token
     if memory:
         held = max(
             (rank.parameter_bytes + rank.optimizer_bytes for rank in memory.stages), default=0
@@ -307,11 +307,11 @@ def _costs(
 
 
 def _duration(
-    job: Job, counts: dict[str, int | None], tokens: int, costs: Costs, measured: Measured | None
+    job: Job, counts: _ModelCounts, tokens: int, costs: Costs, measured: Measured | None
 ) -> Duration | None:
     """At the speed of a run of the same layout, else at the assumed one."""
-    model_flops = counts["model_flops_per_token"]
-    hardware = counts["hardware_flops_per_token"]
+    model_flops = counts.model_flops_per_token
+    hardware = counts.hardware_flops_per_token
     if not model_flops or not hardware:
         return None
     if measured:
