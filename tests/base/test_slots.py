@@ -29,7 +29,9 @@ def test_all_or_none_and_by_name(tmp_path: Path) -> None:
         2,
         os.getpid(),
     )
-    assert abs(holder["since"] - time.time()) < 60 and set(slot_holders(tmp_path)) == {
+    since = holder["since"]
+    assert isinstance(since, float)
+    assert abs(since - time.time()) < 60 and set(slot_holders(tmp_path)) == {
         "gpu0",
         "gpu1",
     }

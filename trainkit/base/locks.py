@@ -64,7 +64,7 @@ def _read_holder(handle: int) -> dict[str, object]:
     return {}
 
 
-def _held(path: Path, *, wait: bool, on_wait: Callable[[Mapping[str, object]], None] | None) -> int:
+def _held(path: Path, *, wait: bool, on_wait: Callable[[dict[str, object]], None] | None) -> int:
     """A locked handle of the file that has the name now: its holder may have removed the one
     that was waited for."""
     while True:
@@ -95,7 +95,7 @@ def locked(
     holder: Mapping[str, object],
     *,
     wait: bool = True,
-    on_wait: Callable[[Mapping[str, object]], None] | None = None,
+    on_wait: Callable[[dict[str, object]], None] | None = None,
     remove: bool = False,
 ) -> Iterator[None]:
     """Hold an exclusive lock for the block.

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from trainkit.jobs import sbatch
 from trainkit.jobs.schema import Dataset, Job

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from trainkit.jobs import sbatch
 from trainkit.jobs.schema import Job

@@ -4,7 +4,6 @@ takes the place of the assumed one, by name."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from trainkit.jobs.schema import Job
 from trainkit.plan.duration import Speed

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
 
 from trainkit.jobs.schema import Job
 from trainkit.plan.activations import live_bytes, logit_bytes, saved_bytes, width

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from trainkit.base.documents import document
 from trainkit.jobs.schema import Job
@@ -115,8 +116,8 @@ class Plan:
             return self.duration.days
         return None
 
-    def to_json(self) -> dict[str, object]:
-        """The form plan/1."""
+    def to_json(self) -> dict[str, Any]:
+        """The document plan/1."""
         sizes = (
             "vocab_size",
             "padded_vocab_size",

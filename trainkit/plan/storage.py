@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass
 from pathlib import PurePosixPath
-from typing import Any
 
 from trainkit.jobs.clusters import Filesystem
 from trainkit.jobs.schema import Job, Training

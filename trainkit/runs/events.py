@@ -23,7 +23,8 @@ RetryBudget = Literal["infra", "hang", "user", "preempted", "preemption", "time-
 
 
 class SurvivingProcess(TypedDict):
-    """A process that outlived its attempt. `host`: in AttemptEnded only; `mark`: in HostSwept only."""
+    """A process that outlived its attempt. `host` is in AttemptEnded only, `mark` in HostSwept
+    only."""
 
     pid: int
     argv0: str
