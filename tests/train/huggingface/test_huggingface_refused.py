@@ -4,9 +4,9 @@ reasons."""
 from __future__ import annotations
 
 import json
-import re
 import math
 import pickle
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path

@@ -26,8 +26,8 @@ from trainkit.runs.devices import DeviceUsage, Gpu, observe_devices
 from trainkit.runs.find import all_runs, find_run
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.loss_plot import draw_losses
-from trainkit.runs.results import convention_tflops, refuse_unknown_convention, results_of_runs
 from trainkit.runs.record import RunRecord, read_run_record
+from trainkit.runs.results import convention_tflops, refuse_unknown_convention, results_of_runs
 from trainkit.runs.summary import summarize_run
 
 COLOURS = {
