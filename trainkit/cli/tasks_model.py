@@ -91,6 +91,6 @@ def replay(task: TaskContext, run: str, step: int = 1, samples: int = 4) -> Task
 
     Exit 6 if the data has changed since.
     """
-    from trainkit.cli.inspect.checkpoints import replay as show
+    from trainkit.cli.inspect.replay import replay as show
 
     return show(task, run, step, samples)

@@ -54,7 +54,7 @@ def checkpoints_are_listed_and_verified(project: Project, run: Path) -> None:
     )
 
     flip(run / "checkpoints/step-00000020/rank-00001.bin")
-    assert "sizes are right" in project.invoke("checkpoints", "last", "--unpin=10").stdout
+    assert "sizes match" in project.invoke("checkpoints", "last", "--unpin=10").stdout
     told = project.invoke("checkpoints", "last", "--verify").stdout
     assert "rank-00001.bin does not have the hash" in told and "pinned" not in told
     missing = project.invoke("checkpoints", "last", "--pin=11", exit=16).stderr
@@ -86,7 +86,7 @@ def steps_are_replayed(project: Project, run: Path) -> None:
     assert any("the quick brown" in s["text"] for s in replayed["samples"])
     said = project.invoke("replay", "last", "--step=7", "--samples=1").stdout
     assert (
-        "they are those that the step was made with" in said
+        "the step was computed from these samples" in said
         and "7 more" in said
         and replayed["samples"][0]["text"] in said
     )
@@ -97,7 +97,7 @@ def steps_are_replayed(project: Project, run: Path) -> None:
         .replace(f'"batch_checksum": {replayed["batch_checksum"]}', '"batch_checksum": 1')
     )
     (run / "metrics.jsonl").write_text(lines)
-    assert "they are NOT" in project.invoke("replay", "last", "--step=7", exit=6).stdout
+    assert "was NOT computed from these" in project.invoke("replay", "last", "--step=7", exit=6).stdout
 
 
 def test_the_ring_keeps_the_last_steps(tmp_path: Path) -> None:
