@@ -62,7 +62,14 @@ from trainkit.launch.launchers.contract import Launcher, Transports  # noqa: E40
 from trainkit.launch.launchers.debug import Debug, StubAgent  # noqa: E402
 from trainkit.launch.launchers.local import local_argv  # noqa: E402
 from trainkit.launch.launchers.transports import TransportPerHost, start_transport  # noqa: E402
-from trainkit.launch.protocol.frames import Frame  # noqa: E402
+from trainkit.launch.protocol.frames import (  # noqa: E402
+    Frame,
+    ProcessesStopped,
+    ProcessSpec,
+    ProcessStarted,
+    StartProcesses,
+    StopProcesses,
+)
 from trainkit.launch.session import Session, transport_log  # noqa: E402
 from trainkit.launch.supervise.orphan_sweep import open_agent_pool, wait_for_consistent_agents  # noqa: E402
 
@@ -379,9 +386,9 @@ class Many:
 class Idle(StubAgent):
     """A stub that says it starts what it is told to."""
 
-    async def on_go(self, frame: Frame) -> None:
-        for process in frame["processes"]:
-            self.connection.send({"type": "started", "key": process["key"], "pid": os.getpid()})
+    async def on_go(self, frame: StartProcesses) -> None:
+        for process in frame.processes:
+            self.connection.send(ProcessStarted(process.key, os.getpid()))
 
 
 async def session_of(agents: int, launcher: Launcher, root: Path) -> Mapping[str, float]:
@@ -391,30 +398,23 @@ async def session_of(agents: int, launcher: Launcher, root: Path) -> Mapping[str
     )
     hosts = [Host(f"host{i}", slots=(0,)) for i in range(agents)]
     began, marks = time.monotonic(), dict[str, float]()
-    process: Frame = {
-        "argv": ["/bin/sleep", "1000"],
-        "env": {},
-        "cwd": "/",
-        "log": None,
-        "error": None,
-        "heartbeat": False,
-        "whole": False,
-        "output": False,
-    }
-    go: Frame = {"type": "go", "processes": [{"key": "0", **process}], "secret_names": []}
-    stop: Frame = {"type": "stop", "grace": 5.0, "keys": None}
+    process = ProcessSpec("0", ("/bin/sleep", "1000"), cwd="/", output=False)
+    steps: list[tuple[str, Frame | None, type[Frame]]] = [
+        ("agreed", None, Frame),
+        ("started", StartProcesses((process,)), ProcessStarted),
+        ("stopped", StopProcesses(5.0), ProcessesStopped),
+    ]
     async with open_agent_pool(description, hosts, root, "bench", launcher=launcher) as pool:
-        for name, frame, answer in (
-            ("agreed", None, ""),
-            ("started", go, "started"),
-            ("stopped", stop, "stopped"),
-        ):
+        for name, frame, answer in steps:
             if frame is None:
                 await wait_for_consistent_agents(pool)
             else:
-                got, silent = await pool.ask(dict.fromkeys(range(agents), frame), {answer}, 300)
+                got, silent = await pool.ask(dict.fromkeys(range(agents), frame), (answer,), 300)
                 assert not silent and (
-                    name != "stopped" or not any(found["left"] for found in got.values())
+                    name != "stopped"
+                    or not any(
+                        isinstance(found, ProcessesStopped) and found.left for found in got.values()
+                    )
                 ), f"{name}: {silent}"
             marks[name] = time.monotonic() - began
     return marks | {"gone": time.monotonic() - began}

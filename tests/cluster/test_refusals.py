@@ -129,8 +129,9 @@ def test_a_root_that_is_not_shared(head: ClusterProject) -> None:
 
 
 def knock(address: str, port: int, token: bytes) -> str:
-    """Knock as an agent does, run on the head: what the door says after our answer."""
-    from trainkit.launch.protocol.frames import Decoder, encode, new_nonce, proof
+    """Connect as an agent does, run on the head: what the server says after our answer."""
+    from trainkit.launch.protocol.framing import Decoder, encode
+    from trainkit.launch.protocol.handshake import make_proof, new_nonce
 
     decoder, nonce = Decoder(), new_nonce()
     with socket.create_connection((address, port), timeout=600) as link:
@@ -140,7 +141,7 @@ def knock(address: str, port: int, token: bytes) -> str:
             encode(
                 {
                     "type": "answer",
-                    "proof": proof(token, "agent", nonce, str(challenge["nonce"]), "agent:0"),
+                    "proof": make_proof(token, "agent", nonce, str(challenge["nonce"]), "agent:0"),
                 }
             )
         )

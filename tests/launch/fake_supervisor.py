@@ -16,12 +16,14 @@ from typing import Any
 
 import trainkit
 from trainkit.base import cgroup, process_marks
-from trainkit.launch.protocol import frames
-from trainkit.launch.protocol.frames import Decoder, Frame
+from trainkit.launch.protocol import framing, handshake
+from trainkit.launch.protocol.framing import Decoder
 
 AGENT = Path(trainkit.__file__).parent / "launch" / "agent" / "main.py"
 SECRET = "a-secret-value"
 LONG = 300.0  # seconds until a wait counts as a hang: no machine is so slow
+
+Frame = dict[str, Any]  # as it is on the wire
 
 
 class Session:
@@ -90,17 +92,17 @@ class Session:
     def accept(self) -> Peer:
         """The agent's connection, proved on both sides."""
         peer = Peer(self.server.accept()[0])
-        knock, own = peer.hear("knock"), frames.new_nonce()
+        knock, own = peer.hear("knock"), handshake.new_nonce()
         peer.say(
             type="challenge",
             nonce=own,
-            proof=frames.proof(self.token, "supervisor", own, knock["nonce"]),
+            proof=handshake.make_proof(self.token, "supervisor", own, knock["nonce"]),
         )
         answer = peer.hear("answer")
-        assert frames.proved(
+        assert handshake.proof_is_valid(
             answer["proof"], self.token, "agent", knock["nonce"], own, f"agent:{knock['node']}"
         )
-        peer.decoder.limit = frames.MAX_FRAME_BYTES
+        peer.decoder.limit = framing.MAX_FRAME_BYTES
         return peer
 
     def begin(self, *, slots: tuple[str, ...] = ("cpu",), **how: Any) -> Peer:
@@ -142,7 +144,7 @@ class Peer:
 
     def say(self, **frame: Any) -> None:
         """Send a frame."""
-        self.sock.sendall(frames.encode(frame))
+        self.sock.sendall(framing.encode(frame))
 
     def go(self, *processes: Frame, secret_names: tuple[str, ...] = ()) -> None:
         """Start processes."""
@@ -160,7 +162,7 @@ class Peer:
                     return frame
             if time.monotonic() > deadline:
                 raise TimeoutError(f"no {kind} of {key} within {seconds} s; last {self.heard[-3:]}")
-            if self.decoder.limit == frames.MAX_FRAME_BYTES and time.monotonic() - pinged > 0.5:
+            if self.decoder.limit == framing.MAX_FRAME_BYTES and time.monotonic() - pinged > 0.5:
                 pinged = time.monotonic()
                 self.say(type="ping")
             self.sock.settimeout(0.25)

@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from trainkit.base.errors import ConfigError, Exit, TrainkitError
 from trainkit.base.process import stop_children
@@ -24,8 +23,18 @@ from trainkit.jobs.schema import Job
 from trainkit.launch.hosts.hostfile import Host, find_hostfile
 from trainkit.launch.hosts.quarantine import read_quarantine
 from trainkit.launch.hosts.selection import load_hosts
-from trainkit.launch.protocol.frames import Frame
-from trainkit.launch.supervise.agent_pool import AgentPool
+from trainkit.launch.protocol.frames import (
+    Frame,
+    ProcessEnded,
+    ProcessesStopped,
+    ProcessOutput,
+    ProcessReport,
+    ProcessSpec,
+    StartFailed,
+    StartProcesses,
+    StopProcesses,
+)
+from trainkit.launch.supervise.agent_pool import AgentLost, AgentPool
 from trainkit.launch.supervise.orphan_sweep import open_agent_pool, wait_for_consistent_agents
 from trainkit.stages.contract import Need, Unit
 from trainkit.stages.execute import StageReporter
@@ -157,22 +166,17 @@ class _RemoteBatch(UnitProcess):
         for unit in units:
             self.log(unit).unlink(missing_ok=True)
 
-    def process(self, key: str, pool: AgentPool) -> dict[str, Any]:
-        """What the agent is told to start."""
-        argv = remote_argv(self.units[0].argv, pool.session.python, pool.session.code)
-        env = dict(pool.session.cluster.env)
-        words = [*argv, *map(str, self.specs)]
-        return {
-            "key": key,
-            "argv": words,
-            "env": env,
-            "cwd": str(self.folder),
-            "log": None,
-            "error": None,
-            "heartbeat": False,
-            "whole": True,
-            "output": True,
-        }
+    def process(self, key: str, pool: AgentPool) -> ProcessSpec:
+        """What the agent is sent."""
+        session = pool.session
+        argv = remote_argv(self.units[0].argv, session.python, session.code)
+        return ProcessSpec(
+            key,
+            (*argv, *map(str, self.specs)),
+            env=dict(session.cluster.env),
+            cwd=str(self.folder),
+            whole=True,
+        )
 
     def unseen(self) -> Path | None:
         """An output of a unit that has succeeded and cannot be seen from here yet. Raises
@@ -264,44 +268,42 @@ class _Spread:
             self.remote[key] = batch = _RemoteBatch(
                 begun, self.ledger.folder, node, self.pool.host(node)
             )
-            self.pool.send(
-                node,
-                {"type": "go", "processes": [batch.process(key, self.pool)], "secret_names": []},
-            )
+            self.pool.send(node, StartProcesses((batch.process(key, self.pool),)))
 
     def _losses(self) -> str:
         return "; ".join(
-            f"{self.pool.host(node)}: {frame['why']}"
-            for node, frame in sorted(self.pool.lost.items())
+            f"{self.pool.host(node)}: {lost.why}" for node, lost in sorted(self.pool.lost.items())
         )
 
     def _take(self, node: int, frame: Frame) -> None:
-        """What an agent says."""
-        kind = frame["type"]
-        if kind == "lost":
-            return self._lose(node, frame)
-        batch = self.remote.get(str(frame.get("key")))
+        """Take in what an agent says."""
+        if isinstance(frame, AgentLost):
+            self._lose(node, frame.why)
+            return
+        if not isinstance(frame, ProcessReport):
+            return
+        batch = self.remote.get(frame.key)
         if batch is None or batch.node != node:
-            return None
-        if kind == "output":
-            data = frame["text"].encode("utf-8", "surrogateescape")
-            if frame["stream"] == "out":
-                batch.feed(data)
-            else:
-                batch.say(data)
-        elif kind == "start_failed":
-            raise TrainkitError(
-                f"{batch.units[0].name} could not be started on {batch.host}: {frame['error']}",
-                exit=Exit.STAGE_FAILED,
-            )
-        elif kind == "ended":
-            self.ended.append(self.remote.pop(frame["key"]))
-            if batch.unseen() is None:
-                self.ledger.take_results(batch)  # before what it failed at ends all of it
-            batch.end(frame["code"])
-        return None
+            return
+        match frame:
+            case ProcessOutput():
+                data = frame.text.encode("utf-8", "surrogateescape")
+                if frame.stream == "out":
+                    batch.feed(data)
+                else:
+                    batch.say(data)
+            case StartFailed():
+                raise TrainkitError(
+                    f"{batch.units[0].name} could not be started on {batch.host}: {frame.error}",
+                    exit=Exit.STAGE_FAILED,
+                )
+            case ProcessEnded():
+                self.ended.append(self.remote.pop(frame.key))
+                if batch.unseen() is None:
+                    self.ledger.take_results(batch)  # before what it failed at ends all of it
+                batch.end(frame.code)
 
-    def _lose(self, node: int, frame: Frame) -> None:
+    def _lose(self, node: int, why: str) -> None:
         """Let others do what a lost host had not finished; not before it has stopped itself, so
         that nobody writes the same files meanwhile."""
         watch = self.place.job.cluster.watch
@@ -312,7 +314,7 @@ class _Spread:
         self.ended += batches  # what they have finished counts
         units = [unit for batch in batches for unit in batch.waiting]
         self.place.notice(
-            f"{host} is lost ({frame['why']}): its {len(units)} unfinished units go to the other"
+            f"{host} is lost ({why}): its {len(units)} unfinished units go to the other"
             f" {len(self.pool.present)} hosts"
         )
         for unit in units:
@@ -344,11 +346,9 @@ class _Spread:
     async def stop(self) -> None:
         """End what still runs, here and on every host; bounded."""
         nodes = {batch.node for batch in self.remote.values()}
-        frames: dict[int, Frame] = {
-            node: {"type": "stop", "grace": GRACE_SECONDS, "keys": None} for node in nodes
-        }
+        frames = {node: StopProcesses(GRACE_SECONDS) for node in nodes}
         children = [batch.child for batch in self.local]
         await asyncio.gather(
-            self.pool.ask(frames, {"stopped"}, GRACE_SECONDS + GONE_SECONDS),
+            self.pool.ask(frames, (ProcessesStopped,), GRACE_SECONDS + GONE_SECONDS),
             asyncio.to_thread(stop_children, children, GRACE_SECONDS),
         )

@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainkit.base.address import local_addresses
-from trainkit.base.documents import document
 from trainkit.base.errors import ConfigError
 from trainkit.base.files import write_json, write_text
 from trainkit.base.process_marks import MARK_VARIABLE
@@ -31,6 +30,7 @@ from trainkit.launch.containers import NodeContainer
 from trainkit.launch.containers.scripts import extra_files, inside_script, start_lines
 from trainkit.launch.hosts.hostfile import Host
 from trainkit.launch.programs import program_path
+from trainkit.launch.protocol.session_document import FILE_NAME, SessionDocument, SessionNode
 
 LOCAL_LEASE = 1e6
 SECRETS = "secrets.json"  # in a session's folder, 0600, until every rank runs
@@ -102,7 +102,7 @@ class Session:
 
     def write(self, root: Path, address: str, port: int, secret_values: Mapping[str, str]) -> None:
         """Make the folder. Only now can an agent come: it has to know where to."""
-        cluster, watch = self.cluster, self.cluster.watch
+        cluster = self.cluster
         if not self.local and not SAFE_PATH.fullmatch(str(self.folder)):
             hint = "ssh lines carry this path unquoted: letters, digits and _ . / + = : @ , - only"
             raise ConfigError(
@@ -114,27 +114,26 @@ class Session:
         write_text(self.folder / "token", self.token.hex() + "\n", 0o600)
         if secret_values:
             write_json(self.folder / SECRETS, dict(secret_values), 0o600)
-        value = document(
-            "session/1",
+        traits = cluster.launcher_traits
+        session = SessionDocument(
             run=self.run,
             attempt=self.attempt,
             address=address,
             port=port,
-            nodes=[{"host": host.name} for host in self.hosts],
+            nodes=tuple(SessionNode(host.name) for host in self.hosts),
             interface=cluster.interface,
             root=str(root),
             snapshot=self.code.name,
             lease=self.lease,
-            grace=watch.grace,
+            grace=cluster.watch.grace,
             node_folder=cluster.node_folder,
             nonce=self.nonce,
             folder=str(self.folder.parent.parent),
-            python_paths=[],
-            term="save" if cluster.launcher_traits.batch else "stop",
+            term="save" if traits.batch else "stop",
             # with --input=none a task's is a pipe that slurmstepd soon closes
-            stdin="none" if cluster.launcher_traits.batch else "held",
+            stdin="none" if traits.batch else "held",
         )
-        write_json(self.folder / "session.json", value)
+        write_json(self.folder / FILE_NAME, session.to_json())
         for name, text in self.scripts().items():
             write_text(self.folder / name, text, 0o755)
 

@@ -27,6 +27,7 @@ from trainkit.launch.cluster_care.pairwise_bandwidth import (
 )
 from trainkit.launch.cluster_care.remote_commands import CommandResult
 from trainkit.launch.hosts.hostfile import Host
+from trainkit.launch.protocol.frames import HostFacts
 from trainkit.launch.session import Session, new_session
 from trainkit.launch.supervise.agent_pool import JoinedAgent, MissingAgent
 
@@ -53,6 +54,10 @@ def session(tmp_path: Path, count: int, **more: Any) -> Session:
     )
 
 
+def facts_of(values: Mapping[str, object]) -> HostFacts:
+    return HostFacts.from_json({"type": "hello", "node": 0, **values})
+
+
 def found(session: Session, *changes: dict[str, Any] | str) -> list[tuple[str, str, bool, str]]:
     """(host, what, wrong, message) for hosts that differ from FINE in this, or did not come for
     this reason."""
@@ -66,7 +71,7 @@ def found(session: Session, *changes: dict[str, Any] | str) -> list[tuple[str, s
             JoinedAgent(
                 node,
                 f"n{node}",
-                {k: v for k, v in facts.items() if k != "ahead"},
+                facts_of({k: v for k, v in facts.items() if k != "ahead"}),
                 float(change.get("ahead", 0.0)),
             )
         )
@@ -249,7 +254,7 @@ def test_which_proof_of_ends_a_host_gives(tmp_path: Path, proof: str, notes: int
     assert [row[:3] for row in seen] == [("n1", "proof", False)] * notes and all(
         "only marks are left to look for" in row[3] for row in seen
     )
-    assert _cells(JoinedAgent(0, "n0", {**FINE, "proof": proof}, 0.0))["proof"] == proof
+    assert _cells(JoinedAgent(0, "n0", facts_of({**FINE, "proof": proof}), 0.0))["proof"] == proof
 
 
 SMI = """<?xml version="1.0" ?>

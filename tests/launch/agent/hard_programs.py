@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.launch.fake_supervisor import (
+    AGENT,
     Session,
     alive,
     ignoring,
@@ -50,8 +51,9 @@ class Hard:
         stdin: int = subprocess.DEVNULL,
         around: Sequence[str] = (),
         limited: bool = False,
+        agent: Path = AGENT,
     ) -> None:
-        self.peer = session.begin(stdin=stdin, around=around)
+        self.peer = session.begin(stdin=stdin, around=around, agent=agent)
         paths = [folder / name for name in ("ignores", "nameless", "stopped")]
         stopped = (
             f"import os, signal; open({str(paths[2])!r}, 'w').write(str(os.getpid()));"

@@ -21,7 +21,7 @@ from trainkit.base.slots import slot_holders
 from trainkit.base.snapshot_files import snapshot_hash
 from trainkit.launch.agent.connection import SupervisorLost, dial
 from trainkit.launch.agent.host_report import driver_version, gpus
-from trainkit.launch.protocol import frames
+from trainkit.launch.protocol import framing, handshake
 from trainkit.launch.supervise.code_snapshot import take_snapshot
 
 
@@ -156,14 +156,14 @@ def test_an_address_that_is_not_here_is_said_not_guessed(tmp_path: Path) -> None
         session.close()
 
 
-def challenge(session: Session, frame: frames.Frame | bytes) -> int | None:
+def challenge(session: Session, frame: dict[str, Any] | bytes) -> int | None:
     """What becomes of an agent whose supervisor says `frame` to its knock."""
     agent = session.start()
     peer = Peer(session.server.accept()[0])
     peer.hear("knock")
-    peer.sock.sendall(frame if isinstance(frame, bytes) else frames.encode(frame))
+    peer.sock.sendall(frame if isinstance(frame, bytes) else framing.encode(frame))
     peer.sock.sendall(
-        frames.encode(
+        framing.encode(
             {
                 "type": "go",
                 "processes": [process("0", f"open({str(session.folder / 'executed')!r}, 'w')")],
@@ -175,15 +175,15 @@ def challenge(session: Session, frame: frames.Frame | bytes) -> int | None:
 
 
 def test_a_supervisor_that_cannot_prove_itself_executes_nothing(session: Session) -> None:
-    own = frames.new_nonce()
+    own = handshake.new_nonce()
     # to another knock
-    replayed = frames.proof(session.token, "supervisor", own, frames.new_nonce())
+    replayed = handshake.make_proof(session.token, "supervisor", own, handshake.new_nonce())
     mirrored = {
         "type": "challenge",
         "nonce": own,
-        "proof": frames.proof(b"another token", "supervisor", own, own),
+        "proof": handshake.make_proof(b"another token", "supervisor", own, own),
     }
-    said: list[frames.Frame | bytes] = [
+    said: list[dict[str, Any] | bytes] = [
         {"type": "challenge", "nonce": own, "proof": replayed},
         mirrored,
         {"type": "challenge", "nonce": own},

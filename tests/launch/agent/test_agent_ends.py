@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+import trainkit
 from tests.launch.agent.hard_programs import Hard, cmdline
 from tests.launch.fake_supervisor import (
     Session,
@@ -26,6 +27,7 @@ from tests.launch.fake_supervisor import (
     wait_until,
 )
 from trainkit.base import slots
+from trainkit.launch.supervise.code_snapshot import take_snapshot
 
 
 @pytest.fixture
@@ -217,9 +219,16 @@ def _name(pid: int) -> str:
 
 
 def test_a_bug_of_its_own_leaves_nothing(tmp_path: Path) -> None:
-    session = Session(tmp_path / "session", lease=60, grace="no number")
+    _, code, _ = take_snapshot(Path(trainkit.__file__).parent, tmp_path / "code")
+    agent = code / "trainkit" / "launch" / "agent"
+    loop = (agent / "loop.py").read_text()
+    losing = "    def lose(self, why: str) -> None:\n"
+    assert losing in loop
+    (agent / "loop.py").chmod(0o644)
+    (agent / "loop.py").write_text(loop.replace(losing, losing + "        why += 1\n"))
+    session = Session(tmp_path / "session", lease=60)
     try:
-        hard = Hard(session, tmp_path)
+        hard = Hard(session, tmp_path, agent=agent / "main.py")
         hard.peer.sock.close()
         assert session.agent and session.agent.wait() == 2
         assert (

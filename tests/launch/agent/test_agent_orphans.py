@@ -169,14 +169,14 @@ sys.exit(watchdog.run_under_watchdog(work, "k"))
 def test_an_agent_that_sees_nothing_waits_for_the_kernels_word(tmp_path: Path) -> None:
     path = str(tmp_path / "ended")
     program = f"""
-from trainkit.launch.agent import loop as agent_loop
-agent_loop.KILL_SECONDS = 10_000
-agent = agent_loop.Agent(Path("/"), 0, None, {{}})
-agent.memory = object()
+from trainkit.launch.agent import termination
+termination.KILL_SECONDS = 10_000
+processes = termination.HostProcesses("r/1/0", None)
+processes.any_started = True
 later({path!r})
-for _ in agent.end(None, 0.0):
+for _ in processes.terminate(None, 0.0):
     time.sleep(0.001)
-assert agent.proved()
+assert processes.proved_empty()
 """
     done = blind(program)
     assert done.returncode == 0 and (tmp_path / "ended").exists(), done.stderr

@@ -9,11 +9,11 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.launch.fake_supervisor import SECRET, Session, process, wait_until
-from trainkit.launch.protocol import frames
 
 
 @pytest.fixture
@@ -197,7 +197,7 @@ time.sleep(600)
         process("0", program, heartbeat=True),
         process("1", "import time; time.sleep(600)", heartbeat=True),
     )
-    beats: list[frames.Frame] = []
+    beats: list[dict[str, Any]] = []
     while not beats or beats[-1].get("0", {}).get("step") != 2:
         frame = peer.hear("heartbeat")
         assert abs(frame["clock"] - time.time()) < 20

@@ -19,6 +19,7 @@ from tests.launch.containers.container_jobs import IMAGES, session
 from tests.launch.supervised import DONE, Program, make_run, supervised
 from trainkit.launch.agent.host_report import extension_error
 from trainkit.launch.containers.scripts import HOME_LINE
+from trainkit.launch.protocol.frames import HostFacts
 from trainkit.launch.supervise.agent_pool import JoinedAgent
 from trainkit.launch.supervise.host_consistency import host_inconsistencies
 from trainkit.runs.folder import RunFolder
@@ -194,12 +195,13 @@ def test_code_compiled_for_another_python(tmp_path: Path) -> None:
     (tmp_path / f"_index{EXTENSION_SUFFIXES[0]}").write_bytes(b"no library")
     assert "_index" in str(extension_error(tmp_path)), "the linker's own words"
     given = session(tmp_path, "docker")
-    facts = {
-        "nonce": given.nonce,
-        "snapshot": given.code.name,
-        "extension": said,
-        "executable": "/usr/bin/python3",
-    }
+    facts = HostFacts(
+        node=0,
+        nonce=given.nonce,
+        snapshot=given.code.name,
+        extension=said,
+        executable="/usr/bin/python3",
+    )
     ((host, problem),) = host_inconsistencies([JoinedAgent(0, "h", facts, 0.0)], given, 0)
     assert host == "h" and problem.startswith(
         "its Python of reg/app:1 (/usr/bin/python3) cannot load the code's compiled part:"

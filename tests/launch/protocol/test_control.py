@@ -19,13 +19,14 @@ from tests.runs.test_record import make_run
 from trainkit.base.errors import TrainkitError
 from trainkit.base.files import write_json
 from trainkit.base.process import identity
-from trainkit.launch.protocol.client import ask
-from trainkit.launch.protocol.frames import Frame
+from trainkit.launch.protocol.client import ask_supervisor
+from trainkit.launch.protocol.frames import Accepted, CancelRun, Ping
 from trainkit.launch.protocol.server import Connection, Server
 from trainkit.runs.folder import RunFolder
 
 TOKEN = b"t" * 32
-CANCEL = {"type": "cancel", "save": True}
+CANCEL = CancelRun(save=True)
+Heard = list[dict[str, object] | None]
 
 
 def announce(
@@ -51,16 +52,16 @@ def announce(
 
 
 @contextlib.contextmanager
-def listening(heard: list[Frame | None], most: int | None = None) -> Iterator[int]:
+def listening(heard: Heard, most: int | None = None) -> Iterator[int]:
     """A supervisor's real server in a thread; gives its port."""
     ready, ports = threading.Event(), []
     loop = asyncio.new_event_loop()
 
     async def serve(stop: asyncio.Event) -> None:
         async def handler(connection: Connection, node: int) -> None:
-            connection.send({"type": "ping"})
+            connection.send(Ping())
             heard.append(await connection.receive())
-            connection.send({"type": "ok"})
+            connection.send(Accepted())
             await connection.finish()
 
         server = Server()
@@ -83,24 +84,24 @@ def listening(heard: list[Frame | None], most: int | None = None) -> Iterator[in
 
 
 def test_asked_and_answered(tmp_path: Path) -> None:
-    run, heard = make_run(tmp_path, "j", "a"), list[Frame | None]()
-    assert ask(run, CANCEL) is None  # no supervisor ever
+    run, heard = make_run(tmp_path, "j", "a"), Heard()
+    assert not ask_supervisor(run, CANCEL)  # no supervisor ever
     with listening(heard) as port:
         announce(run, port)
-        assert ask(run, CANCEL) == {"type": "ok"} and heard == [CANCEL]
+        assert ask_supervisor(run, CANCEL) and heard == [CANCEL.to_json()]
         announce(run, port, token=b"x" * 32)
         with pytest.raises(
-            TrainkitError, match=r"in the place of the supervisor of run a .* is somebody else"
+            TrainkitError, match=r"another program listens in the place of the supervisor of run a "
         ) as error:
-            ask(run, CANCEL)
-        assert error.value.exit == 13 and heard == [CANCEL]
+            ask_supervisor(run, CANCEL)
+        assert error.value.exit == 13 and heard == [CANCEL.to_json()]
         announce(run, port, ended=True)
-        assert ask(run, CANCEL) is None
+        assert not ask_supervisor(run, CANCEL)
     announce(run, port, start_time=1)
-    assert ask(run, CANCEL) is None  # another process has its pid
+    assert not ask_supervisor(run, CANCEL)  # another process has its pid
     announce(run, port)
     with pytest.raises(TrainkitError, match=r"cannot be reached: .*refused"):
-        ask(run, CANCEL, timeout=0.3)
+        ask_supervisor(run, CANCEL, timeout=0.3)
 
 
 def test_unproved_connections_leave_room_for_agents(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,7 +119,7 @@ def test_unproved_connections_leave_room_for_agents(monkeypatch: pytest.MonkeyPa
 def test_who_only_connects_keeps_nobody_out(tmp_path: Path) -> None:
     """More idle connections than a quarter of the files that a supervisor may open: the oldest
     of them goes, who has the token is heard."""
-    run, heard = make_run(tmp_path, "j", "a"), list[Frame | None]()
+    run, heard = make_run(tmp_path, "j", "a"), Heard()
     program = """
 import socket, sys
 held = [socket.create_connection(("127.0.0.1", int(sys.argv[1]))) for _ in range(500)]
@@ -133,7 +134,7 @@ sys.stdin.read()
             stdout=subprocess.PIPE,
         ) as idle:
             assert idle.stdout and idle.stdout.readline() == b"held\n"
-            assert ask(run, CANCEL) == {"type": "ok"}
+            assert ask_supervisor(run, CANCEL)
             open_here = len([p for p in Path("/proc/self/fd").iterdir() if p.is_socket()])
             assert open_here < 64 + 50, "idle connections are held"
             assert idle.stdin
@@ -145,16 +146,16 @@ def test_one_that_accepts_and_says_nothing(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as mute:
         announce(run, mute.getsockname()[1])
         with pytest.raises(TrainkitError, match="cannot be reached: timed out"):
-            ask(run, CANCEL, timeout=0.3)
+            ask_supervisor(run, CANCEL, timeout=0.3)
 
 
 def test_asked_again_until_the_attempt_has_its_token(tmp_path: Path) -> None:
-    run, heard = make_run(tmp_path, "j", "a"), list[Frame | None]()
+    run, heard = make_run(tmp_path, "j", "a"), Heard()
     with listening(heard) as port:
         announce(run, port)
         token = run.session(2) / "token"
         token.rename(token.with_name("later"))
         timer = threading.Timer(0.5, lambda: token.with_name("later").rename(token))
         timer.start()
-        assert ask(run, CANCEL) == {"type": "ok"}
+        assert ask_supervisor(run, CANCEL)
         timer.join()

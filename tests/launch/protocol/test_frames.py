@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainkit.launch.agent.connection import SupervisorLost, dial
-from trainkit.launch.protocol import frames
-from trainkit.launch.protocol.frames import BadFrame, Decoder, encode, proof, proved
+from trainkit.launch.protocol import framing
+from trainkit.launch.protocol.framing import BadFrame, Decoder, encode
+from trainkit.launch.protocol.handshake import make_proof, proof_is_valid
 
 SCALARS = (
     st.none()
@@ -37,7 +38,7 @@ FRAMES = st.builds(
 
 @given(st.lists(FRAMES, max_size=4), st.lists(st.integers(0, 400)))
 def test_frames_arrive_however_they_are_cut(sent: list[dict[str, Any]], cuts: list[int]) -> None:
-    data, decoder = b"".join(map(encode, sent)), Decoder(frames.MAX_FRAME_BYTES)
+    data, decoder = b"".join(map(encode, sent)), Decoder(framing.MAX_FRAME_BYTES)
     places = sorted({min(cut, len(data)) for cut in cuts})
     got = [
         frame
@@ -67,32 +68,32 @@ def test_what_is_no_frame(body: bytes) -> None:
 def test_a_stranger_makes_us_hold_little() -> None:
     decoder = Decoder()
     with pytest.raises(BadFrame, match="limit"):
-        list(decoder.feed((frames.MAX_UNPROVED_BYTES + 1).to_bytes(4, "big")))
+        list(decoder.feed((framing.MAX_UNPROVED_BYTES + 1).to_bytes(4, "big")))
     decoder = Decoder()
-    decoder.limit = frames.MAX_FRAME_BYTES
-    assert not list(decoder.feed((frames.MAX_UNPROVED_BYTES + 1).to_bytes(4, "big")))
+    decoder.limit = framing.MAX_FRAME_BYTES
+    assert not list(decoder.feed((framing.MAX_UNPROVED_BYTES + 1).to_bytes(4, "big")))
     with pytest.raises(BadFrame, match="limit"):
-        encode({"type": "x", "words": "x" * frames.MAX_FRAME_BYTES})
+        encode({"type": "x", "words": "x" * framing.MAX_FRAME_BYTES})
 
 
 @given(st.binary(min_size=1), st.text(), st.text(), st.text())
 def test_a_proof_fits_one_token_one_speaker_and_one_conversation(
     token: bytes, own: str, other: str, words: str
 ) -> None:
-    said = proof(token, "agent", own, other, words)
-    assert proved(said, token, "agent", own, other, words)
-    assert not proved(said, token + b"x", "agent", own, other, words) and not proved(
-        said, token, "supervisor", own, other, words
-    )
-    assert own == other or not proved(said, token, "agent", other, own, words)
-    assert not proved(said, token, "agent", own + "x", other, words) and not proved(
+    said = make_proof(token, "agent", own, other, words)
+    assert proof_is_valid(said, token, "agent", own, other, words)
+    assert not proof_is_valid(
+        said, token + b"x", "agent", own, other, words
+    ) and not proof_is_valid(said, token, "supervisor", own, other, words)
+    assert own == other or not proof_is_valid(said, token, "agent", other, own, words)
+    assert not proof_is_valid(said, token, "agent", own + "x", other, words) and not proof_is_valid(
         said, token, "agent", own, other, words + "x"
     )
 
 
 @pytest.mark.parametrize("said", [None, 5, "", "é", [], {}])
 def test_what_is_no_proof(said: object) -> None:
-    assert not proved(said, b"token", "agent", "a", "b")
+    assert not proof_is_valid(said, b"token", "agent", "a", "b")
 
 
 @settings(max_examples=60, deadline=None)

@@ -11,6 +11,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -24,21 +25,30 @@ from trainkit.launch.hosts.hostfile import Host
 from trainkit.launch.launchers.contract import TransportExit, Transports
 from trainkit.launch.launchers.debug import Debug, StubAgent
 from trainkit.launch.protocol.frames import (
+    ConnectToPort,
+    HostFacts,
+    Ping,
+    PortChecked,
+    ReserveSlots,
+    SlotsBusy,
+    SlotsReserved,
+)
+from trainkit.launch.protocol.framing import (
     LONGEST_GAP_MS,
     TCP_RTO_MAX_MS,
     TCP_THIN_LINEAR_TIMEOUTS,
     Decoder,
-    Frame,
     encode,
     heartbeat_interval,
-    new_nonce,
-    proof,
 )
+from trainkit.launch.protocol.handshake import make_proof, new_nonce
 from trainkit.launch.protocol.server import Connection, Server
 from trainkit.launch.session import Session, is_this_machine, new_session
-from trainkit.launch.supervise.agent_pool import AgentPool, JoinedAgent, MissingAgent
+from trainkit.launch.supervise.agent_pool import AgentLost, AgentPool, JoinedAgent, MissingAgent
 
 Act = Callable[[AgentPool, Server], Any]
+
+RESERVE = ReserveSlots("run", 1, ())
 
 
 def with_crew(
@@ -68,8 +78,8 @@ def with_crew(
 def test_a_hundred_agents_come_and_answer(tmp_path: Path) -> None:
     async def act(pool: AgentPool, server: Server) -> tuple[int, int]:
         answers = await pool.gather(20)
-        frames: dict[int, Frame] = {node: {"type": "reserve", "slots": []} for node in pool.present}
-        got, silent = await pool.ask(frames, {"reserved"}, 20)
+        frames = dict.fromkeys(pool.present, RESERVE)
+        got, silent = await pool.ask(frames, (SlotsReserved,), 20)
         assert not silent
         return sum(isinstance(answer, JoinedAgent) for answer in answers), len(got)
 
@@ -84,12 +94,12 @@ class Odd(StubAgent):
             raise OSError("no way to the supervisor")
         await super().run()
 
-    async def _knock(self) -> None:
-        await super()._knock()
+    async def _prove(self) -> None:
+        await super()._prove()
         if self.node == 2:
             await asyncio.sleep(10_000)
 
-    async def on_reserve(self, frame: Frame) -> None:
+    async def on_reserve(self, frame: ReserveSlots) -> None:
         if self.node == 3:
             await asyncio.sleep(10_000)
         await super().on_reserve(frame)
@@ -119,9 +129,7 @@ def test_who_does_not_come_is_named_with_the_reason(tmp_path: Path) -> None:
 def test_who_hangs_while_asked_is_named_and_not_waited_for(tmp_path: Path) -> None:
     async def act(pool: AgentPool, server: Server) -> Any:
         await there(pool, {0, 3})
-        got, silent = await pool.ask(
-            {node: {"type": "reserve"} for node in (0, 3)}, {"reserved"}, 0.5
-        )
+        got, silent = await pool.ask(dict.fromkeys((0, 3), RESERVE), (SlotsReserved,), 0.5)
         return sorted(got), silent
 
     (got, silent), _ = with_crew(tmp_path, 4, Odd, act)
@@ -137,20 +145,16 @@ class Mute(StubAgent):
 
 
 def test_silence_is_a_lost_contact_and_an_end_is_one_at_once(tmp_path: Path) -> None:
-    async def act(pool: AgentPool, server: Server) -> list[tuple[int, Frame]]:
+    async def act(pool: AgentPool, server: Server) -> list[tuple[int, AgentLost]]:
         await pool.gather(300)
-        lost: list[tuple[int, Frame]] = []
+        lost: list[tuple[int, AgentLost]] = []
         while not lost:
-            lost = [pair for pair in [await pool.received.get()] if pair[1]["type"] == "lost"]
+            who, frame = await pool.received.get()
+            lost += [(who, frame)] if isinstance(frame, AgentLost) else []
         return lost
 
     ((node, frame),), _ = with_crew(tmp_path, 2, Mute, act, lease=1.5)
-    assert (
-        node == 1
-        and frame["silent"] is True
-        and frame["ago"] >= 1.5
-        and "silent for" in frame["why"]
-    )
+    assert node == 1 and frame.silent is True and frame.ago >= 1.5 and "silent for" in frame.why
 
 
 class Beaten(StubAgent):
@@ -158,7 +162,7 @@ class Beaten(StubAgent):
 
     pings: ClassVar[dict[int, list[float]]] = {}
 
-    async def on_ping(self, frame: Frame) -> None:
+    async def on_ping(self, frame: Ping) -> None:
         self.pings.setdefault(self.node, []).append(time.monotonic())
 
 
@@ -220,7 +224,7 @@ def test_who_is_not_heard_is_soon_not_pinged(tmp_path: Path) -> None:
         Beaten.pings[0] = []
         while not pool.lost:
             await asyncio.sleep(0.05)
-        assert pool.lost[0]["silent"]
+        assert pool.lost[0].silent
         return Beaten.pings[0][-1] - pool._connections[0].heard
 
     after, _ = with_crew(tmp_path, 1, Fading, act, lease=5.0)
@@ -249,8 +253,12 @@ def test_strangers_are_told_nothing_and_reported(tmp_path: Path) -> None:
                 encode(
                     {
                         "type": "answer",
-                        "proof": proof(
-                            b"guess", "agent", str(knock["nonce"]), challenge["nonce"], "agent:1"
+                        "proof": make_proof(
+                            b"guess",
+                            "agent",
+                            str(knock["nonce"]),
+                            str(challenge["nonce"]),
+                            "agent:1",
                         ),
                     }
                 )
@@ -277,7 +285,7 @@ def test_strangers_are_told_nothing_and_reported(tmp_path: Path) -> None:
             ),
             await loop.run_in_executor(None, wrong_token, *place),
         ]
-        got, _ = await pool.ask({0: {"type": "reserve"}}, {"reserved"}, 5)
+        got, _ = await pool.ask({0: RESERVE}, (SlotsReserved,), 5)
         return said, len(got)
 
     unhandled: list[dict[str, Any]] = []
@@ -293,18 +301,18 @@ class Differs(StubAgent):
 
     other: ClassVar[dict[str, Any]] = {}
 
-    def facts(self) -> dict[str, Any]:
-        return super().facts() | (self.other if self.node == 1 else {})
+    def facts(self) -> HostFacts:
+        return replace(super().facts(), **(self.other if self.node == 1 else {}))
 
 
 def test_a_hello_that_was_long_on_its_way_misleads_no_clock(tmp_path: Path) -> None:
     class Late(StubAgent):
-        def facts(self) -> dict[str, Any]:
-            return super().facts() | {"clock": time.time() - 20}
+        def facts(self) -> HostFacts:
+            return replace(super().facts(), clock=time.time() - 20)
 
     async def act(pool: AgentPool, server: Server) -> float:
         (hello,) = await pool.gather(300)
-        assert isinstance(hello, JoinedAgent) and hello.facts["clock"] < time.time() - 19
+        assert isinstance(hello, JoinedAgent) and (hello.facts.clock or 0) < time.time() - 19
         async with asyncio.timeout(600):
             while pool.hellos[0].clock_offset < -19:
                 await asyncio.sleep(0.05)
@@ -387,14 +395,8 @@ def test_unreachable_hosts_are_told_in_one_table(tmp_path: Path) -> None:
 
 def test_a_busy_host_is_named_with_its_run(tmp_path: Path) -> None:
     class Taken(StubAgent):
-        async def on_reserve(self, frame: Frame) -> None:
-            self.connection.send(
-                {
-                    "type": "busy",
-                    "slot": "cpu",
-                    "holder": {"run": "other", "pid": 7, "folder": "/f"},
-                }
-            )
+        async def on_reserve(self, frame: ReserveSlots) -> None:
+            self.connection.send(SlotsBusy("cpu", {"run": "other", "pid": 7, "folder": "/f"}))
 
     outcome, _ = supervised(make_run(tmp_path), Program(DONE), launcher=Debug(Taken))
     assert (
@@ -405,10 +407,8 @@ def test_a_busy_host_is_named_with_its_run(tmp_path: Path) -> None:
 
 def test_rank_0_out_of_reach(tmp_path: Path) -> None:
     class Walled(StubAgent):
-        async def on_connect(self, frame: Frame) -> None:
-            self.connection.send(
-                {"type": "connected", "error": "No route to host" if self.node else None}
-            )
+        async def on_connect(self, frame: ConnectToPort) -> None:
+            self.connection.send(PortChecked("No route to host" if self.node else None))
 
     outcome, _ = supervised(make_run(tmp_path, nodes=2), Program(DONE), launcher=Debug(Walled))
     message = (outcome.root_cause or {})["message"]

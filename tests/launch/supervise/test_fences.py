@@ -33,7 +33,7 @@ from trainkit.launch.hosts.hostfile import Host
 from trainkit.launch.hosts.quarantine import read_quarantine
 from trainkit.launch.hosts.selection import local_hosts
 from trainkit.launch.launchers.debug import Debug, StubAgent
-from trainkit.launch.protocol.frames import Frame
+from trainkit.launch.protocol.frames import StartProcesses
 from trainkit.launch.supervise import supervisor
 from trainkit.launch.supervise.code_snapshot import link_code, take_snapshot
 from trainkit.launch.supervise.observer import silent_observer
@@ -213,7 +213,7 @@ def test_a_head_that_loses_most_hosts_blames_none(tmp_path: Path) -> None:
     class Gone(StubAgent):
         """Three of four go at once, as they do where the head's own network fails."""
 
-        async def on_go(self, frame: Frame) -> None:
+        async def on_go(self, frame: StartProcesses) -> None:
             await super().on_go(frame)
             if self.session.attempt == 1 and self.node:
                 await asyncio.sleep(0.3)

@@ -7,19 +7,15 @@ from pathlib import Path
 import pytest
 
 from trainkit.jobs.clusters import WatchLimits
-from trainkit.launch.protocol.frames import Frame
+from trainkit.launch.protocol.frames import StackReport
 from trainkit.launch.supervise.hang_report import StackDumps
 from trainkit.launch.supervise.heartbeats import Heartbeats
 from trainkit.runs.folder import AttemptFolder
 
 
-def frame(states: dict[str, str], silent: tuple[str, ...] = ()) -> Frame:
-    return {
-        "type": "stacks",
-        "stacks": {rank: "File x.py" for rank in states if rank not in silent},
-        "silent": list(silent),
-        "states": states,
-    }
+def frame(states: dict[str, str], silent: tuple[str, ...] = ()) -> StackReport:
+    stacks = {rank: "File x.py" for rank in states if rank not in silent}
+    return StackReport(stacks, silent, states)
 
 
 @pytest.mark.parametrize(
@@ -34,7 +30,7 @@ def frame(states: dict[str, str], silent: tuple[str, ...] = ()) -> Frame:
     ],
 )
 def test_a_host_is_suspected_only_where_its_ranks_cannot_answer(
-    tmp_path: Path, said: Frame, suspects: tuple[str, ...]
+    tmp_path: Path, said: StackReport, suspects: tuple[str, ...]
 ) -> None:
     attempt = AttemptFolder(tmp_path / "attempts" / "1")
     pulse, stacks = Heartbeats(attempt, WatchLimits()), StackDumps(attempt)

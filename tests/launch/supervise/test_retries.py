@@ -21,8 +21,8 @@ from trainkit.jobs.schema import RetrySettings
 from trainkit.launch.hosts.hostfile import Host
 from trainkit.launch.hosts.quarantine import read_quarantine
 from trainkit.launch.launchers.debug import Debug, StubAgent
-from trainkit.launch.protocol.client import ask
-from trainkit.launch.protocol.frames import Frame
+from trainkit.launch.protocol.client import ask_supervisor
+from trainkit.launch.protocol.frames import CancelRun, ReserveSlots, StartProcesses
 from trainkit.launch.supervise import supervisor
 from trainkit.launch.supervise.attempt import AttemptResult
 from trainkit.launch.supervise.observer import RunObserver
@@ -227,7 +227,7 @@ class Dies(StubAgent):
             raise OSError("no route to host")
         await super().run()
 
-    async def on_go(self, frame: Frame) -> None:
+    async def on_go(self, frame: StartProcesses) -> None:
         await super().on_go(frame)
         if self.session.hosts[self.node].name == "h1":
             await asyncio.sleep(0.3)
@@ -323,7 +323,7 @@ def test_what_a_killed_agent_and_its_killed_keeper_leave_is_swept(tmp_path: Path
 class Silent(StubAgent):
     """The contact with host h1 is cut when its ranks run; neither side is told."""
 
-    async def on_go(self, frame: Frame) -> None:
+    async def on_go(self, frame: StartProcesses) -> None:
         await super().on_go(frame)
         if self.session.hosts[self.node].name == "h1":
             await asyncio.sleep(0.3)
@@ -427,7 +427,7 @@ def test_cancelled_over_the_control_connection(
 
     def cancel() -> None:
         pids.extend(ready(folder))
-        answers.append(ask(run, {"type": "cancel", "save": save}))
+        answers.append(ask_supervisor(run, CancelRun(save)))
 
     pids: list[int] = []
     outcome = in_thread(run, folder, threading.Thread(target=cancel))
@@ -436,12 +436,12 @@ def test_cancelled_over_the_control_connection(
     ]
     assert len(run.attempts()) == 1, "it went on although it was asked to stop"
     assert not any(alive(pid) for pid in pids)
-    assert ask(run, {"type": "cancel", "save": save}) is None
+    assert not ask_supervisor(run, CancelRun(save))
 
 
 def test_asked_to_stop_before_the_ranks_run(tmp_path: Path) -> None:
     class Slow(StubAgent):
-        async def on_reserve(self, frame: Frame) -> None:
+        async def on_reserve(self, frame: ReserveSlots) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
             await asyncio.sleep(10_000)
 

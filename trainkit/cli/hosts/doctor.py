@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.markup import escape
 
@@ -77,7 +76,11 @@ def doctor(task: TaskContext, cluster: str, hostfile: str, *, all_reduce: bool) 
     if all_reduce and len(hosts) < 2:
         task.say("an all-reduce needs two hosts: none was measured")
     rows = [
-        {"host": answer.host, "clock_offset": round(answer.clock_offset, 3), **answer.facts}
+        {
+            "host": answer.host,
+            "clock_offset": round(answer.clock_offset, 3),
+            **answer.facts.to_json(),
+        }
         for answer in seen.answers
         if isinstance(answer, JoinedAgent)
     ]
@@ -160,25 +163,25 @@ def _marked(text: str, wrong: bool | None) -> str:
 
 def _cells(hello: JoinedAgent) -> dict[str, str]:
     facts = hello.facts
-    versions: dict[str, Any] = facts.get("versions") or {}
-    gpus = facts.get("gpus") or []
-    if facts.get("interface"):
-        interface = f" ({facts['interface']})"
+    versions = facts.versions
+    gpus = facts.gpus
+    if facts.interface:
+        interface = f" ({facts.interface})"
     else:
         interface = ""
-    files = facts.get("open_files")
+    files = facts.open_files
     return {
         **{
             name: str(versions.get(name) or "-") for name in ("python", "torch", "driver", "kernel")
         },
         "clock": f"{hello.clock_offset:+.2f} s",
-        "root": "seen" if facts.get("nonce") else "-",
-        "disk": _gib(facts.get("disk_free")),
+        "root": "seen" if facts.nonce else "-",
+        "disk": _gib(facts.disk_free),
         "gpus": str(len(gpus)) if gpus else "-",
-        "address": f"{facts.get('address')}{interface}",
+        "address": f"{facts.address}{interface}",
         "files": "-" if files is None else "unlimited" if files < 0 else f"{files:,}",
-        "shm": _gib(facts.get("shared_memory")),
-        "proof": str(facts.get("proof") or "-"),
+        "shm": _gib(facts.shared_memory),
+        "proof": str(facts.proof or "-"),
     }
 
 

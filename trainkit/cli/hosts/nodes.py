@@ -19,6 +19,7 @@ from trainkit.launch.cluster_care.remote_commands import run_on_hosts
 from trainkit.launch.hosts.hostfile import OVER_SSH, Host, find_hostfile
 from trainkit.launch.hosts.quarantine import QuarantineEntry, end_quarantine, read_quarantine
 from trainkit.launch.hosts.selection import load_hosts, this_host
+from trainkit.launch.protocol.frames import HostFacts
 from trainkit.launch.supervise.orphan_sweep import HostReport, survey_hosts
 
 GIB = 2**30
@@ -124,18 +125,18 @@ def usual_cluster(task: TaskContext, jobs: Jobs) -> str:
 
 
 def _row(host: Host, report: HostReport, out: QuarantineEntry | None) -> dict[str, Any]:
-    facts = report.hello or {}
-    busy = [{"slot": slot, **holder} for slot, holder in sorted((facts.get("slots") or {}).items())]
+    facts = report.facts or HostFacts(node=0)
+    busy = [{"slot": slot, **holder} for slot, holder in sorted(facts.slots.items())]
     return {
         "host": host.name,
         "reachable": report.error is None,
         "error": report.error,
-        "name": facts.get("host"),
-        "address": facts.get("address"),
-        "cpus": facts.get("cpus"),
-        "gpus": facts.get("gpus") or [],
-        "disk_free": facts.get("disk_free"),
-        "versions": facts.get("versions") or {},
+        "name": facts.host or None,
+        "address": facts.address,
+        "cpus": facts.cpus,
+        "gpus": list(facts.gpus),
+        "disk_free": facts.disk_free,
+        "versions": dict(facts.versions),
         "busy": busy,
         "quarantine": vars(out) if out else None,
     }

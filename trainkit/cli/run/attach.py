@@ -14,7 +14,8 @@ from trainkit.cli.run.progress import TrainingView
 from trainkit.cli.run.summary import print_ending
 from trainkit.cli.wrapper import TaskContext, TaskResult
 from trainkit.jobs.resolved import read_job
-from trainkit.launch.protocol.client import ask
+from trainkit.launch.protocol.client import ask_supervisor
+from trainkit.launch.protocol.frames import CancelRun
 from trainkit.launch.slurm.reconcile import Queue, settled
 from trainkit.runs.event_tail import EventTail
 from trainkit.runs.events import (
@@ -163,7 +164,7 @@ class _Follower:
             )
             return
         try:
-            answer = ask(self.run, {"type": "cancel", "save": times == 2})
+            answered = ask_supervisor(self.run, CancelRun(save=times == 2))
         except TrainkitError as error:
             self.view.notice(str(error))
             return
@@ -172,7 +173,7 @@ class _Follower:
         )
         self.view.notice(
             "its supervisor is gone"
-            if answer is None
+            if not answered
             else saving
             if times == 2
             else "stopping the run"

@@ -19,7 +19,8 @@ from trainkit.jobs.resolved import read_job
 from trainkit.jobs.schema import Job
 from trainkit.launch.hosts.hostfile import Host
 from trainkit.launch.hosts.selection import hosts_path, local_hosts, read_hosts
-from trainkit.launch.protocol.client import ask
+from trainkit.launch.protocol.client import ask_supervisor
+from trainkit.launch.protocol.frames import CancelRun
 from trainkit.launch.slurm.job_graph import still_to_be_made
 from trainkit.launch.slurm.reconcile import newest_job, settled
 from trainkit.launch.start import SPAWN_SECONDS
@@ -126,7 +127,7 @@ def _told(task: TaskContext, record: RunRecord, *, save: bool) -> bool:
     """Tell the supervisor; whether there was one. Raises TrainkitError (exit 13) where it lives
     and cannot be reached, and nobody else could end the run."""
     try:
-        return ask(record.run, {"type": "cancel", "save": save}) is not None
+        return ask_supervisor(record.run, CancelRun(save))
     except TrainkitError as error:
         if record.state == "unknown":  # long silent, and not to be reached either
             task.say(error.message)
@@ -252,7 +253,7 @@ def _sweep(run: RunFolder, job: Job) -> list[NodeRow]:
             "host": each.host,
             "answered": each.error is None,
             "error": each.error,
-            "left": each.left,
+            "left": [vars(process) for process in each.left],
             "killed": len(each.killed),
             "proof": each.proof,
         }

@@ -1,58 +1,62 @@
-"""What the agent does on each frame of its supervisor. An order that takes time is a generator,
-which the agent's loop goes on with at each turn."""
+"""What the agent does on each frame of its supervisor. A command that takes time is a generator,
+which the agent's loop resumes at each turn."""
 
 from __future__ import annotations
 
 import contextlib
-import errno
-import os
 import selectors
 import signal
 import socket
 import tempfile
 import time
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from trainkit.base import process_marks, slots
 from trainkit.base.cgroup import find_cgroups, kill_cgroups
 from trainkit.base.files import read_json
 from trainkit.base.locks import LockBusy
+from trainkit.base.process_marks import MarkedProcess
 from trainkit.base.redact import Redactor
-from trainkit.launch.agent.loop import Agent, Order, Task
-from trainkit.launch.agent.process import CannotStart, ChildProcess, OomDetector, child_mark
+from trainkit.launch.agent.loop import Agent, Command, Task
+from trainkit.launch.agent.oom import OomDetector
+from trainkit.launch.agent.port_check import greeting, reach
+from trainkit.launch.agent.process import CannotStart, ChildProcess, StartContext, child_mark
 from trainkit.launch.agent.stack_dump import collect_stacks
 from trainkit.launch.protocol import frames
-from trainkit.launch.protocol.frames import Frame
+from trainkit.launch.protocol.frames import Frame, LeftProcess, ProcessSpec, ReportedProcess
 
-CONNECT_SECONDS = 5.0
 SWEEP_SECONDS = 5.0
+# reported where the kernel says that there is something, and no look finds it
+UNSEEN = LeftProcess(0, "something that ends and begins faster than it can be looked at")
+F = TypeVar("F", bound=Frame)
 
 
-def ping(agent: Agent, frame: Frame) -> None:
+def ping(agent: Agent, frame: frames.Ping) -> None:
     """Only its coming matters."""
 
 
-def reserve(agent: Agent, frame: Frame) -> Task:
-    """Take the host's slots; end first what a dead run left on them. Who shares takes those that
-    are free, so that the next one finds a holder."""
-    folder = Path(agent.session["node_folder"])
-    _free(agent)
-    words = {
-        "run": frame["run"],
-        "attempt": frame["attempt"],
+def reserve(agent: Agent, frame: frames.ReserveSlots) -> Task:
+    """Take the host's slots, after ending what a dead run left on them. With `share`, take those
+    that are free, so that the next one finds a holder."""
+    folder = Path(agent.session.node_folder)
+    _release_slots(agent)
+    holder = {
+        "run": frame.run,
+        "attempt": frame.attempt,
         "mark": agent.mark,
-        "folder": agent.session.get("folder", str(agent.folder)),
+        "folder": agent.session.folder or str(agent.folder),
     }
     try:
-        held = slots.reserve_slots(folder, frame["slots"], words, share=bool(frame.get("share")))
+        reserved = slots.reserve_slots(folder, frame.slots, holder, share=frame.share)
     except LockBusy as busy:
-        agent.send({"type": "busy", "slot": slots.slot_name(busy.path), "holder": busy.holder})
+        agent.send(frames.SlotsBusy(slots.slot_name(busy.path), busy.holder))
         return
-    agent.held = held
-    agent.link.hold(held.handles, lease=agent.session["lease"])
-    stale = _stale_marks(held.cleared, slots.slot_holders(folder))
+    agent.slots = reserved
+    agent.watchdog.hold(reserved.handles, lease=agent.session.lease)
+    stale = _stale_marks(reserved.cleared, slots.slot_holders(folder))
     deadline = time.monotonic() + SWEEP_SECONDS
     while (left := [p for mark in stale for p in _left_of(mark)]) and time.monotonic() < deadline:
         for mark in stale:
@@ -61,58 +65,49 @@ def reserve(agent: Agent, frame: Frame) -> Task:
         process_marks.kill_processes(left)
         yield
     if left:
-        _free(agent)
-        holder = held.cleared[0] | {"left": [{"pid": p.pid, "argv0": p.argv0} for p in left]}
-        agent.send({"type": "busy", "slot": ",".join(frame["slots"]), "holder": holder})
+        _release_slots(agent)
+        orphans = [{"pid": p.pid, "argv0": p.argv0} for p in left]
+        busy_slots = ",".join(frame.slots)
+        agent.send(frames.SlotsBusy(busy_slots, {**reserved.cleared[0], "left": orphans}))
     else:
-        agent.send({"type": "reserved", "cleared": held.cleared})
+        agent.send(frames.SlotsReserved(tuple(reserved.cleared)))
 
 
-def _stale_marks(cleared: list[dict[str, Any]], living: dict[str, dict[str, Any]]) -> list[str]:
-    """Marks of what may be ended. Anybody can write into a slot that is free: a word against a
-    run that holds one now is not believed."""
-    said = [
+def _stale_marks(
+    cleared: Sequence[Mapping[str, object]], living: Mapping[str, Mapping[str, object]]
+) -> list[str]:
+    """Marks of what may be ended. Anybody can write into a slot that is free: what is said there
+    against a run that holds one now is not believed."""
+    stale = [
         mark
         for holder in cleared
         if isinstance(mark := holder.get("mark"), str) and mark.count("/") >= 2
     ]
     held = [mark for holder in living.values() if isinstance(mark := holder.get("mark"), str)]
-    return [
-        mark
-        for mark in said
-        if not any(
-            f"{mark}/".startswith(f"{other}/") or f"{other}/".startswith(f"{mark}/")
-            for other in held
-        )
-    ]
+    return [mark for mark in stale if not any(_overlap(mark, other) for other in held)]
 
 
-def _free(agent: Agent) -> None:
-    if agent.held:
-        agent.held.release()
-        agent.held = None
-        agent.link.let_go()
+def _overlap(mark: str, other: str) -> bool:
+    """Whether one of two marks is the other, or below it."""
+    return f"{mark}/".startswith(f"{other}/") or f"{other}/".startswith(f"{mark}/")
 
 
-def _private_folder(folder: Path, mark: str) -> Path:
-    """A folder of ours on this node; where the node's folder cannot be used, in the temporary
-    one."""
-    name = f"trainkit-{mark.replace('/', '-')}-"
-    try:
-        return Path(tempfile.mkdtemp(prefix=name, dir=folder))
-    except OSError:
-        return Path(tempfile.mkdtemp(prefix=name))
+def _release_slots(agent: Agent) -> None:
+    if agent.slots:
+        agent.slots.release()
+        agent.slots = None
+        agent.watchdog.let_go()
 
 
-def listen(agent: Agent, frame: Frame) -> None:
-    """Listen on the first port that is free; who connects is told that it is us."""
-    if agent.connection and ":" in agent.connection.sock.getsockname()[0]:
+def listen(agent: Agent, frame: frames.Listen) -> None:
+    """Listen on the first port that is free; what connects is shown that it is us."""
+    if agent.connection and ":" in agent.local_address:
         family = socket.AF_INET6
     else:
         family = socket.AF_INET
     _close_listener(agent)
     why = "no port was named"
-    for port in frame["ports"]:
+    for port in frame.ports:
         listener = socket.socket(family, socket.SOCK_STREAM)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -127,9 +122,9 @@ def listen(agent: Agent, frame: Frame) -> None:
         agent.selector.register(
             listener, selectors.EVENT_READ, partial(_greet, listener, agent.token)
         )
-        agent.send({"type": "listening", "port": listener.getsockname()[1]})
+        agent.send(frames.Listening(listener.getsockname()[1]))
         return
-    agent.send({"type": "listening", "port": None, "error": why})
+    agent.send(frames.Listening(None, why))
 
 
 def _greet(listener: socket.socket, token: bytes) -> None:
@@ -137,11 +132,7 @@ def _greet(listener: socket.socket, token: bytes) -> None:
         caller, _ = listener.accept()
         with caller:
             caller.setblocking(False)
-            caller.send(_greeting(token, listener.getsockname()[1]))
-
-
-def _greeting(token: bytes, port: int) -> bytes:
-    return frames.proof(token, "listener", str(port), "").encode()
+            caller.send(greeting(token, listener.getsockname()[1]))
 
 
 def _close_listener(agent: Agent) -> None:
@@ -151,224 +142,181 @@ def _close_listener(agent: Agent) -> None:
         agent.listener = None
 
 
-def unlisten(agent: Agent, frame: Frame) -> None:
+def stop_listening(agent: Agent, frame: frames.StopListening) -> None:
     """Free the port for rank 0."""
     _close_listener(agent)
-    agent.send({"type": "unlistened"})
+    agent.send(frames.ListeningStopped())
 
 
-def connect(agent: Agent, frame: Frame) -> Task:
-    """Try to reach rank 0's port, and see that it is the run's own agent who answers there."""
-    address = frame["address"]
-    port = int(frame["port"])
+def connect(agent: Agent, frame: frames.ConnectToPort) -> Task:
+    """Try to reach rank 0's port, and see that it is the run's own agent that answers there."""
     error: str | None = None
     try:
-        family, _, _, _, place = socket.getaddrinfo(
-            address, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
-        )[0]
-        with socket.socket(family, socket.SOCK_STREAM) as sock:
-            sock.setblocking(False)
-            yield from _reach(sock, place, _greeting(agent.token, port))
+        yield from reach(frame.address, frame.port, greeting(agent.token, frame.port))
     except OSError as failed:
         error = failed.strerror or str(failed)
-    agent.send({"type": "connected", "error": error})
+    agent.send(frames.PortChecked(error))
 
 
-def _reach(sock: socket.socket, place: tuple[Any, ...], expected: bytes) -> Task:
-    deadline = time.monotonic() + CONNECT_SECONDS
-    code = sock.connect_ex(place)
-    said = b""
-    while len(said) < len(expected):
-        if code not in (0, errno.EINPROGRESS, errno.EALREADY, errno.EISCONN):
-            raise OSError(code, os.strerror(code))
-        code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-        if code == 0:
-            with contextlib.suppress(BlockingIOError):
-                data = _received(sock, len(expected) - len(said))
-                if data == b"":
-                    raise OSError(errno.EPROTO, "something else than this run answers there")
-                said += data or b""
-        if time.monotonic() > deadline:
-            raise OSError(
-                errno.ETIMEDOUT,
-                (
-                    "connected, but nothing of this run answers there"
-                    if _is_connected(sock)
-                    else os.strerror(errno.ETIMEDOUT)
-                ),
-            )
-        if len(said) < len(expected):
-            yield
-    if said != expected:
-        raise OSError(errno.EPROTO, "something else than this run answers there")
-
-
-def _received(sock: socket.socket, size: int) -> bytes | None:
-    """What has come; None while there is no connection yet."""
-    try:
-        return sock.recv(size)
-    except OSError as error:
-        if error.errno in (errno.ENOTCONN, errno.EAGAIN):
-            return None
-        raise
-
-
-def _is_connected(sock: socket.socket) -> bool:
-    with contextlib.suppress(OSError):
-        sock.getpeername()
-        return True
-    return False
-
-
-def go(agent: Agent, frame: Frame) -> None:
+def start(agent: Agent, frame: frames.StartProcesses) -> None:
     """Start programs. The secrets they may have are read now, from the session's folder, and
     never again."""
     try:
-        secrets = _secrets(agent, frame.get("secret_names") or [])
+        secrets = _secrets(agent, frame.secret_names)
         agent.heartbeats = agent.heartbeats or _private_folder(
-            Path(agent.session["node_folder"]), agent.mark
+            Path(agent.session.node_folder), agent.mark
         )
     except (OSError, ValueError) as error:
-        for spec in frame["processes"]:
-            agent.send({"type": "start_failed", "key": str(spec["key"]), "error": str(error)})
+        for spec in frame.processes:
+            agent.send(frames.StartFailed(spec.key, str(error)))
         return
-    redactor = Redactor(secrets.values())
-    agent.memory = agent.memory or OomDetector()
-    agent.link.guard(
-        agent.mark, lease=agent.session["lease"], folders=[agent.heartbeats], group=agent.group
+    agent.oom = agent.oom or OomDetector()
+    agent.processes.any_started = True
+    group = agent.processes.group
+    agent.watchdog.guard(
+        agent.mark, lease=agent.session.lease, folders=[agent.heartbeats], group=group
     )
-    for spec in frame["processes"]:
-        key = str(spec["key"])
+    redactor = Redactor(secrets.values())
+    context = StartContext(secrets, redactor, agent.writer, agent.heartbeats, group)
+    for spec in frame.processes:
         try:
-            if agent.leaving is not None:
-                raise CannotStart("this agent is about to leave")
-            if key in agent.children:
-                raise CannotStart(f"process {key} runs already")
-            child = ChildProcess(
-                spec,
-                child_mark(agent.mark, key),
-                secrets,
-                redactor,
-                agent.writer,
-                agent.heartbeats,
-                agent.group,
-            )
+            child = _start_one(agent, spec, context)
         except CannotStart as error:
-            agent.send({"type": "start_failed", "key": key, "error": redactor.text(str(error))})
+            agent.send(frames.StartFailed(spec.key, redactor.text(str(error))))
             continue
-        agent.children[key] = child
         agent.watch(child)
-        agent.send({"type": "started", "key": key, "pid": child.pid})
+        agent.send(frames.ProcessStarted(spec.key, child.pid))
 
 
-def _secrets(agent: Agent, names: list[str]) -> dict[str, str]:
+def _start_one(agent: Agent, spec: ProcessSpec, context: StartContext) -> ChildProcess:
+    if agent.leaving is not None:
+        raise CannotStart("this agent is about to leave")
+    if spec.key in agent.children:
+        raise CannotStart(f"process {spec.key} runs already")
+    child = ChildProcess(spec, child_mark(agent.mark, spec.key), context)
+    agent.children[spec.key] = child
+    return child
+
+
+def _private_folder(folder: Path, mark: str) -> Path:
+    """A folder of ours on this node; where the node's folder cannot be used, in the temporary
+    one."""
+    name = f"trainkit-{mark.replace('/', '-')}-"
+    try:
+        return Path(tempfile.mkdtemp(prefix=name, dir=folder))
+    except OSError:
+        return Path(tempfile.mkdtemp(prefix=name))
+
+
+def _secrets(agent: Agent, names: Sequence[str]) -> dict[str, str]:
     """The values of those that are there. Raises OSError or ValueError."""
-    stored: dict[str, Any]
-    if names:
-        stored = read_json(agent.folder / "secrets.json")
-    else:
-        stored = {}
+    if not names:
+        return {}
+    stored = read_json(agent.folder / "secrets.json")
     return {name: str(stored[name]) for name in names if name in stored}
 
 
-def send_signal(agent: Agent, frame: Frame) -> None:
+def send_signal(agent: Agent, frame: frames.SignalProcesses) -> None:
     """A signal to the programs themselves, not to what they started."""
-    number = signal.Signals["SIG" + frame["signal"].removeprefix("SIG")]
-    for child in agent.children.values():
-        if frame.get("keys") is None or child.key in frame["keys"]:
-            child.signal(number)
+    number = signal.Signals["SIG" + frame.signal.removeprefix("SIG")]
+    for child in agent.processes.by_keys(frame.keys):
+        child.signal(number)
 
 
-def stop(agent: Agent, frame: Frame) -> Task:
+def stop(agent: Agent, frame: frames.StopProcesses) -> Task:
     """End programs, or everything; what is left is looked for, not assumed."""
-    keys = frame.get("keys")
-    if keys is None:
-        wanted = None
+    yield from agent.stop(frame.keys, frame.grace)
+    if frame.keys is None:
+        found = agent.processes.strays()
     else:
-        wanted = [str(key) for key in keys]
-    yield from agent.end(wanted, float(frame["grace"]))
-    if wanted is None:
-        left = agent.strays()
-    else:
-        left = [p for key in wanted for p in process_marks.find_marked(child_mark(agent.mark, key))]
-    told = [{"pid": p.pid, "argv0": p.argv0} for p in left]
-    if wanted is None and not told and not agent.proved():
-        told = [
-            {"pid": 0, "argv0": "something that ends and begins faster than it can be looked at"}
+        found = [
+            process
+            for key in frame.keys
+            for process in process_marks.find_marked(child_mark(agent.mark, key))
         ]
-    agent.send({"type": "stopped", "left": told, "proof": agent.proof if not told else None})
+    left = tuple(LeftProcess(process.pid, process.argv0) for process in found)
+    if frame.keys is None and not left and not agent.processes.proved_empty():
+        left = (UNSEEN,)
+    agent.send(frames.ProcessesStopped(left, None if left else agent.processes.proof))
 
 
-def stacks(agent: Agent, frame: Frame) -> Task:
+def dump_stacks(agent: Agent, frame: frames.DumpStacks) -> Task:
     """Where every program stands."""
-    for answer in collect_stacks(
-        [c for c in agent.children.values() if c.running], py_spy=bool(frame.get("py_spy"))
-    ):
-        if answer is None:
+    running = [child for child in agent.children.values() if child.running]
+    for dump in collect_stacks(running, py_spy=frame.py_spy):
+        if dump is None:
             yield
         else:
-            agent.send(answer)
+            agent.send(dump)
 
 
-def sweep(agent: Agent, frame: Frame) -> Task:
+def sweep(agent: Agent, frame: frames.SweepRun) -> Task:
     """What is on this host of a run that this agent did not start; end it where asked to."""
-    run = str(frame["run"])
-    killed: dict[int, process_marks.MarkedProcess] = {}
+    killed: dict[int, MarkedProcess] = {}
     deadline = time.monotonic() + SWEEP_SECONDS
-    left = _left_of(run)
-    while frame.get("kill") and time.monotonic() < deadline:
+    left = _left_of(frame.run)
+    while frame.kill and time.monotonic() < deadline:
         killed |= {p.pid: p for p in left}
-        kill_cgroups(run, 0.0)
+        kill_cgroups(frame.run, 0.0)
         process_marks.kill_processes(left)
         if not left:
             break
         yield
-        left = _left_of(run)
-    told = [
-        [{"pid": p.pid, "mark": p.mark, "argv0": p.argv0} for p in found]
-        for found in (left, [p for p in killed.values() if p not in left])
-    ]
+        left = _left_of(frame.run)
     agent.send(
-        {
-            "type": "swept",
-            "left": told[0],
-            "killed": told[1],
-            "proof": "cgroup" if agent.group and not left else None,
-        }
+        frames.SweepDone(
+            left=_reported(left),
+            killed=_reported([p for p in killed.values() if p not in left]),
+            proof="cgroup" if agent.processes.group and not left else None,
+        )
     )
 
 
-def _left_of(run: str) -> list[process_marks.MarkedProcess]:
+def _reported(processes: Sequence[MarkedProcess]) -> tuple[ReportedProcess, ...]:
+    return tuple(ReportedProcess(p.pid, p.mark, p.argv0) for p in processes)
+
+
+def _left_of(run: str) -> list[MarkedProcess]:
     """What lives on this host with the mark of a run (its agents and keepers too) or of a part
-    of it, in one of its groups, or with its limit."""
-    held = [
+    of it, in one of its find_cgroups, or with its limit."""
+    in_groups = [
         process
         for group in find_cgroups(run)
         for pid in group.pids()
         if (process := process_marks.describe_process(pid))
     ]
     if "/" in run:
-        nameless = []
+        unmarked = []
     else:
-        nameless = process_marks.find_by_limit(run)
-    return list({p.pid: p for p in (*process_marks.find_marked(run), *held, *nameless)}.values())
+        unmarked = process_marks.find_by_limit(run)
+    found = (*process_marks.find_marked(run), *in_groups, *unmarked)
+    return list({process.pid: process for process in found}.values())
 
 
-def bye(agent: Agent, frame: Frame) -> None:
-    """All is said."""
-    agent.leave(0, "the supervisor said goodbye", agent.session["grace"])
+def say_goodbye(agent: Agent, frame: frames.Goodbye) -> None:
+    """Stop what is left and end."""
+    agent.leave(0, "the supervisor said goodbye", agent.session.grace)
 
 
-ORDERS: dict[str, Order] = {
-    "ping": ping,
-    "reserve": reserve,
-    "listen": listen,
-    "unlisten": unlisten,
-    "connect": connect,
-    "go": go,
-    "signal": send_signal,
-    "stop": stop,
-    "stacks": stacks,
-    "sweep": sweep,
-    "bye": bye,
-}
+def _command(kind: type[F], do: Callable[[Agent, F], Task | None]) -> tuple[str, Command]:
+    def carry_out(agent: Agent, value: Mapping[str, object]) -> Task | None:
+        return do(agent, kind.from_json(value))
+
+    return kind.TYPE, carry_out
+
+
+COMMANDS: Mapping[str, Command] = dict(
+    [
+        _command(frames.Ping, ping),
+        _command(frames.ReserveSlots, reserve),
+        _command(frames.Listen, listen),
+        _command(frames.StopListening, stop_listening),
+        _command(frames.ConnectToPort, connect),
+        _command(frames.StartProcesses, start),
+        _command(frames.SignalProcesses, send_signal),
+        _command(frames.StopProcesses, stop),
+        _command(frames.DumpStacks, dump_stacks),
+        _command(frames.SweepRun, sweep),
+        _command(frames.Goodbye, say_goodbye),
+    ]
+)

@@ -7,15 +7,16 @@ import selectors
 import socket
 import time
 from collections.abc import Iterator
-from typing import Any
 
-from trainkit.launch.protocol import frames
-from trainkit.launch.protocol.frames import BadFrame, Decoder, Frame
+from trainkit.launch.protocol import framing
+from trainkit.launch.protocol.frames import Frame
+from trainkit.launch.protocol.framing import BadFrame, Decoder
+from trainkit.launch.protocol.handshake import ClientHandshake
 
 # bytes under way to the supervisor up to which more output is taken from the ranks' buffers
 ROOM = 2**18
-MOST = 2 * frames.MAX_FRAME_BYTES  # bytes under way that mean nobody reads any more
-PROOF_SECONDS = 30.0  # a thousand agents may knock at once
+MOST = 2 * framing.MAX_FRAME_BYTES  # bytes under way that mean nobody reads any more
+PROOF_SECONDS = 30.0  # a thousand agents may connect at once
 
 
 class SupervisorLost(Exception):
@@ -48,7 +49,7 @@ class SupervisorConnection:
 
     def send(self, frame: Frame) -> None:
         """Send it, or keep it until `flush` can. Raises SupervisorLost."""
-        self._out += frames.encode(frame)
+        self._out += framing.encode(frame.to_json())
         if len(self._out) > MOST:
             raise SupervisorLost(
                 f"the supervisor reads nothing: {len(self._out):,} bytes wait for it"
@@ -65,7 +66,7 @@ class SupervisorConnection:
         except OSError as error:
             raise SupervisorLost(f"the connection broke: {error.strerror or error}") from None
 
-    def receive(self) -> Iterator[Frame]:
+    def receive(self) -> Iterator[dict[str, object]]:
         """Frames that are there now. Raises SupervisorLost at the end of the connection, BadFrame
         for what is none."""
         try:
@@ -93,38 +94,34 @@ def dial(
 ) -> SupervisorConnection:
     """Connect to the supervisor, have it prove that it knows the token, and prove it ourselves.
 
-    Raises SupervisorLost where nobody is there or it cannot prove itself within `seconds`;
-    nothing has been done for it then.
+    Args:
+        address: where the supervisor listens.
+        port: likewise.
+        token: the session's secret.
+        node: this host's number in the session.
+        seconds: for all of it.
+
+    Raises:
+        SupervisorLost: nobody is there, or it cannot prove itself in time; nothing has been done
+            for it then.
     """
     deadline = time.monotonic() + seconds
     sock = _connect(address, port, deadline)
     try:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        frames.retransmit_soon(sock)
+        framing.retransmit_soon(sock)
         decoder = Decoder()
-        own = frames.new_nonce()
-        _say(sock, {"type": "knock", "role": "agent", "node": node, "nonce": own}, deadline)
-        challenge = _hear(sock, decoder, deadline)
-        theirs = challenge.get("nonce")
-        if (
-            challenge["type"] != "challenge"
-            or not isinstance(theirs, str)
-            or not frames.proved(challenge.get("proof"), token, "supervisor", theirs, own)
-        ):
-            raise SupervisorLost(
-                f"{address} port {port} cannot prove that it is the supervisor of this session"
-            )
-        _say(
-            sock,
-            {"type": "answer", "proof": frames.proof(token, "agent", own, theirs, f"agent:{node}")},
-            deadline,
-        )
-        decoder.limit = frames.MAX_FRAME_BYTES
+        handshake = ClientHandshake(token, "agent", node)
+        _send(sock, handshake.request, deadline)
+        challenge = _receive_one(sock, decoder, deadline)
+        _send(sock, handshake.answer(challenge), deadline)
+        decoder.limit = framing.MAX_FRAME_BYTES
         return SupervisorConnection(sock, decoder)
     except (OSError, BadFrame) as error:
         sock.close()
         raise SupervisorLost(
-            f"{address} port {port} did not prove that it is the supervisor: {error}"
+            f"{address} port {port} did not prove that it is the supervisor of this session:"
+            f" {error}"
         ) from None
     except BaseException:
         sock.close()
@@ -146,13 +143,13 @@ def _connect(address: str, port: int, deadline: float) -> socket.socket:
         time.sleep(0.2)
 
 
-def _say(sock: socket.socket, frame: Frame, deadline: float) -> None:
+def _send(sock: socket.socket, frame: Frame, deadline: float) -> None:
     sock.settimeout(max(0.1, deadline - time.monotonic()))
-    sock.sendall(frames.encode(frame))
+    sock.sendall(framing.encode(frame.to_json()))
 
 
-def _hear(sock: socket.socket, decoder: Decoder, deadline: float) -> dict[str, Any]:
-    """The next frame. Nothing may follow the challenge before our answer: what does is no
+def _receive_one(sock: socket.socket, decoder: Decoder, deadline: float) -> dict[str, object]:
+    """The next frame. Nothing may follow the challenge before our answer: what does is not a
     supervisor."""
     while True:
         sock.settimeout(max(0.1, deadline - time.monotonic()))
@@ -161,7 +158,7 @@ def _hear(sock: socket.socket, decoder: Decoder, deadline: float) -> dict[str, A
             raise BadFrame("it closed the connection")
         if time.monotonic() > deadline:
             raise BadFrame("it took too long")
-        if heard := list(decoder.feed(data)):
-            if len(heard) > 1:
-                raise BadFrame("it spoke out of turn")
-            return heard[0]
+        if received := list(decoder.feed(data)):
+            if len(received) > 1:
+                raise BadFrame("it sent a frame out of turn")
+            return received[0]

@@ -12,80 +12,97 @@ import resource
 import secrets
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from trainkit.base import slots
 from trainkit.base.address import local_address_in, local_addresses
 from trainkit.base.errors import TrainkitError
 from trainkit.base.process import identity
 from trainkit.base.snapshot_files import snapshot_hash
-from trainkit.launch.protocol.frames import Frame
+from trainkit.launch.protocol.frames import HostFacts
+from trainkit.launch.protocol.session_document import SessionDocument
 
 NVIDIA = Path("/proc/driver/nvidia")
+T = TypeVar("T")
 
 
-def hello(
-    session: Mapping[str, Any], folder: Path, node: int, local_address: str, code: Path
-) -> Frame:
-    """The "hello" frame.
+class _FactFinder:
+    """Finds out facts each for itself.
 
-    Args:
-        session: the form session/1. folder: where it was read from. local_address: this host's
-        end of the connection to the supervisor, for where no interface is asked for. code: the
-        root of the code that runs here.
+    `errors`: why a fact could not be found out, by its name.
     """
-    errors: dict[str, str] = {}
 
-    def fact(name: str, find: Callable[[], Any]) -> Any:
+    def __init__(self) -> None:
+        self.errors: dict[str, str] = {}
+
+    def find(self, name: str, look: Callable[[], T]) -> T | None:
         try:
-            return find()
+            return look()
         except (OSError, ValueError, KeyError, TypeError, TrainkitError) as error:
-            errors[name] = str(error)
+            self.errors[name] = str(error)
             return None
 
-    wanted = session.get("interface")
-    if wanted:
-        address = fact("address", lambda: local_address_in(wanted))
-    else:
-        address = local_address
-    facts = {
-        "host": os.uname().nodename,
-        "pid": os.getpid(),
-        "identity": identity().to_json(),
-        "address": address or local_address,
-        "address_error": errors.get("address"),
-        "interface": fact(
-            "interface",
-            lambda: {a: name for name, a in local_addresses()}.get(address or local_address),
+
+def host_facts(
+    session: SessionDocument, folder: Path, node: int, local_address: str, proof: str
+) -> HostFacts:
+    """What this host says of itself.
+
+    Args:
+        session: the session's document.
+        folder: where it was read from.
+        node: this host's number in the session.
+        local_address: this host's end of the connection to the supervisor, for where no network
+            is asked for.
+        proof: how this host can prove that nothing is left of a run.
+    """
+    finder = _FactFinder()
+    find = finder.find
+    network = session.interface
+    found = find("address", lambda: local_address_in(network)) if network else None
+    address = found or local_address
+    # the root of the code that runs here
+    code = Path(__file__).resolve().parents[3]
+    return HostFacts(
+        node=node,
+        host=os.uname().nodename,
+        pid=os.getpid(),
+        identity=identity().to_json(),
+        address=address,
+        address_error=finder.errors.get("address"),
+        interface=find(
+            "interface", lambda: {a: name for name, a in local_addresses()}.get(address)
         ),
-        "versions": {
+        versions={
             "python": platform.python_version(),
-            "torch": fact("torch", lambda: version_of("torch", session.get("python_paths") or ())),
+            "torch": find("torch", lambda: version_of("torch", session.python_paths)),
             "kernel": os.uname().release,
-            "driver": fact("driver", driver_version),
+            "driver": find("driver", driver_version),
         },
-        "executable": sys.executable,
-        "snapshot": fact("snapshot", lambda: snapshot_hash(code)),
-        "extension": fact("extension", lambda: extension_error(code / "trainkit")),
-        "nonce": session.get("nonce"),
-        "writable": _write_error(folder, node),
-        "gpus": fact("gpus", gpus) or [],
-        "cpus": fact("cpus", lambda: len(os.sched_getaffinity(0))),
-        "disk_free": fact("disk_free", lambda: free_bytes(session["root"])),
+        executable=sys.executable,
+        snapshot=find("snapshot", lambda: snapshot_hash(code)),
+        extension=find("extension", lambda: extension_error(code / "trainkit")),
+        nonce=session.nonce,
+        writable=_write_error(folder, node),
+        gpus=tuple(find("gpus", gpus) or ()),
+        cpus=find("cpus", lambda: len(os.sched_getaffinity(0))),
+        disk_free=find("disk_free", lambda: free_bytes(session.root)),
         # NCCL's and the data loader's
-        "shared_memory": fact("shared_memory", lambda: free_bytes("/dev/shm")),
+        shared_memory=find("shared_memory", lambda: free_bytes("/dev/shm")),
         # the hard limits: ranks raise their own; -1: none
-        "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[1],
-        "locked_memory": resource.getrlimit(resource.RLIMIT_MEMLOCK)[1],
-        "slots": fact("slots", lambda: slots.slot_holders(Path(session["node_folder"]))) or {},
-    }
-    return {"type": "hello", "node": node, **facts, "errors": errors, "clock": time.time()}
+        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[1],
+        locked_memory=resource.getrlimit(resource.RLIMIT_MEMLOCK)[1],
+        slots=find("slots", lambda: slots.slot_holders(Path(session.node_folder))) or {},
+        errors=finder.errors,
+        clock=time.time(),
+        proof=proof,
+    )
 
 
-def version_of(package: str, further: tuple[str, ...] | list[str] = ()) -> str | None:
+def version_of(package: str, further: Sequence[str] = ()) -> str | None:
     """The version of a package that `python -I` would import here, from its version.py or its
     metadata; None where it is not installed.
 

@@ -12,104 +12,130 @@ import socket
 import stat
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from trainkit.base import process_marks
-from trainkit.base.cgroup import Cgroup, create_cgroup
-from trainkit.base.documents import read_document
+from trainkit.base.cgroup import create_cgroup
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.slots import SlotReservation
 from trainkit.base.watchdog import START_LEASE, WatchdogLink
 from trainkit.launch.agent.connection import SupervisorConnection, SupervisorLost, dial
-from trainkit.launch.agent.host_report import hello
+from trainkit.launch.agent.host_report import host_facts
+from trainkit.launch.agent.oom import OomDetector
 from trainkit.launch.agent.output import LogWriter
-from trainkit.launch.agent.process import ChildProcess, OomDetector
-from trainkit.launch.protocol.frames import HEARTBEAT_SECONDS, BadFrame, Frame, heartbeat_interval
+from trainkit.launch.agent.process import ChildProcess
+from trainkit.launch.agent.termination import HostProcesses
+from trainkit.launch.protocol.frames import CommandRefused, Frame, HeartbeatReport
+from trainkit.launch.protocol.framing import BadFrame, heartbeat_interval
+from trainkit.launch.protocol.session_document import SessionDocument, read_session
 
 BATCH_SECONDS = 0.25  # between two batches of output
 TICK = 0.05  # seconds between two looks at what has begun and is not done
-KILL_SECONDS = 5.0  # how long what got KILL may take to vanish
-LEAVE_SECONDS = 2.0  # how long the last words may take
+LEAVE_SECONDS = 2.0  # how long the last frames may take
 
-Task = Iterator[None]
-Order = Callable[["Agent", Frame], Task | None]
+Task = Iterator[None]  # it is resumed at each turn of the loop
+Command = Callable[["Agent", Mapping[str, object]], Task | None]
+
+
+def run_agent(
+    folder: Path, node: int, watchdog: WatchdogLink, commands: Mapping[str, Command]
+) -> int:
+    """Do one host's part of a session; returns the exit code. Nothing that was started is left.
+
+    Args:
+        folder: the session's folder, which this host must see as the supervisor does.
+        node: this host's number in the session.
+        watchdog: the keeper of this process, which is the agent's own: it takes the signals and
+            answers for all descendants.
+        commands: what is done on a frame, by its type.
+    """
+    host = os.uname().nodename
+    try:
+        session = read_session(folder)
+        token = bytes.fromhex((folder / "token").read_text().strip())
+    except (OSError, ValueError, TrainkitError) as error:
+        say(f"{host} cannot read the session: {error} (is the root a folder that all nodes share?)")
+        return int(Exit.HEALTH)
+    mark = f"{session.run}/{session.attempt}/{node}"
+    group = create_cgroup(mark)
+    watchdog.guard(mark, lease=START_LEASE, group=group)
+    try:
+        connection = dial(session.address, session.port, token, node)
+    except SupervisorLost as error:
+        say(f"{host}: {error}")
+        return int(Exit.START)
+    agent = Agent(
+        folder, session, token, HostProcesses(mark, group), watchdog, connection, commands
+    )
+    return agent.run(node)
 
 
 class Agent:
-    """One host's part of a session.
+    """One host's part of a session, connected to its supervisor.
 
     Args:
-        folder: the session's folder, which this host must see as the supervisor does. node: this
-        host's number in the session. link: to the keeper of this process, which is the agent's
-        own: it takes the signals and answers for all descendants. orders: what is done on a
-        frame, by its type.
+        folder: the session's.
+        session: its document.
+        token: its secret.
+        processes: all that is started on this host.
+        watchdog: the keeper of this process.
+        connection: to the supervisor.
+        commands: what is done on a frame, by its type.
     """
 
     def __init__(
-        self, folder: Path, node: int, link: WatchdogLink, orders: Mapping[str, Order]
+        self,
+        folder: Path,
+        session: SessionDocument,
+        token: bytes,
+        processes: HostProcesses,
+        watchdog: WatchdogLink,
+        connection: SupervisorConnection,
+        commands: Mapping[str, Command],
     ) -> None:
         self.folder = folder
-        self.node = node
-        self.link = link
-        self.orders = orders
-        self.session: dict[str, Any] = {}
-        self.token = b""
-        self.mark = ""
-        self.connection: SupervisorConnection | None = None
+        self.session = session
+        self.token = token
+        self.processes = processes
+        self.watchdog = watchdog
+        self.connection: SupervisorConnection | None = connection
+        self.commands = commands
+        self.local_address: str = connection.sock.getsockname()[0]
         self.selector = selectors.DefaultSelector()
-        self.children: dict[str, ChildProcess] = {}
-        self.telling: list[ChildProcess] = []  # ended, not yet told
+        self.ended: list[ChildProcess] = []  # not yet reported
         self.tasks: list[Task] = []
         self.writer = LogWriter()
-        self.memory: OomDetector | None = None
-        self.held: SlotReservation | None = None
-        self.group: Cgroup | None = None  # that everything is started in
+        self.oom: OomDetector | None = None
+        self.slots: SlotReservation | None = None
         self.heartbeats: Path | None = None
         self.listener: socket.socket | None = None
-        self.heard = self.beaten = self.batched = 0.0
-        self.beat = HEARTBEAT_SECONDS  # seconds between two heartbeats
+        self.heard_at = time.monotonic()
+        self.beaten_at = 0.0
+        self.batched_at = 0.0
+        self.heartbeat_seconds = heartbeat_interval(session.lease)
         self.leaving: int | None = None  # the exit code of why we leave
         self.code: int | None = None
 
-    def run(self) -> int:
-        """Do the session; returns the exit code. Nothing that was started is left."""
+    @property
+    def mark(self) -> str:
+        """TRAINKIT_RUN of all that this agent starts, without the keys of processes."""
+        return self.processes.mark
+
+    @property
+    def children(self) -> dict[str, ChildProcess]:
+        """Programs that were started and not yet reported as ended, by key."""
+        return self.processes.children
+
+    def run(self, node: int) -> int:
+        """Report this host's facts, then do what the supervisor says; returns the exit code."""
         try:
-            self.session = read_document(self.folder / "session.json", "session/1")
-            self.token = bytes.fromhex((self.folder / "token").read_text().strip())
-        except (OSError, ValueError, TrainkitError) as error:
-            say(
-                f"{os.uname().nodename} cannot read the session: {error} (is the root a folder that"
-                " all nodes share?)"
-            )
-            return int(Exit.HEALTH)
-        self.mark = f"{self.session['run']}/{self.session['attempt']}/{self.node}"
-        self.group = create_cgroup(self.mark)
-        self.link.guard(self.mark, lease=START_LEASE, group=self.group)
-        try:
-            self.connection = dial(
-                self.session["address"], self.session["port"], self.token, self.node
-            )
-        except SupervisorLost as error:
-            say(f"{os.uname().nodename}: {error}")
-            return int(Exit.START)
-        self.heard, self.beat = time.monotonic(), heartbeat_interval(self.session["lease"])
-        try:
-            self._listen_to_all()
-            code = Path(__file__).resolve().parents[3]
+            self._register_events()
             self.send(
-                {
-                    **hello(
-                        self.session,
-                        self.folder,
-                        self.node,
-                        self.connection.sock.getsockname()[0],
-                        code,
-                    ),
-                    "proof": self.proof,
-                }
+                host_facts(
+                    self.session, self.folder, node, self.local_address, self.processes.proof
+                )
             )
             while self.code is None:
                 self._turn()
@@ -117,13 +143,15 @@ class Agent:
         finally:
             self._close()
 
-    # what may happen
+    # events
 
-    def _listen_to_all(self) -> None:
+    def _register_events(self) -> None:
         assert self.connection
         self.selector.register(self.connection.sock, selectors.EVENT_READ, self._hear)
         self.selector.register(
-            self.link, selectors.EVENT_READ, lambda: self.lose("the keeper of this agent is gone")
+            self.watchdog,
+            selectors.EVENT_READ,
+            lambda: self.lose("the keeper of this agent is gone"),
         )
         woken, wake = socket.socketpair()
         woken.setblocking(False)
@@ -136,19 +164,19 @@ class Agent:
         self.selector.register(
             woken, selectors.EVENT_READ, lambda: self._signalled(woken.recv(4096))
         )
-        if self.session.get("stdin") != "none" and _open_pipe(0):
+        if self.session.stdin != "none" and _open_pipe(0):
             self.selector.register(0, selectors.EVENT_READ, self._stdin)
 
     def _signalled(self, numbers: bytes) -> None:
-        if self.session.get("term") == "save":
-            # Slurm tells every process of the job: the ranks save, and the supervisor says what is
-            # next
+        if self.session.term == "save":
+            # Slurm signals every process of the job: the ranks save, and the supervisor says what
+            # is next
             return
         if {signal.SIGTERM, signal.SIGINT, signal.SIGHUP} & set(numbers):
             self.leave(
                 int(Exit.CANCELLED),
-                "it was told to stop by a signal",
-                self.session["grace"] if self.leaving is None else 0.0,
+                "it was stopped by a signal",
+                self.session.grace if self.leaving is None else 0.0,
             )
 
     def _stdin(self) -> None:
@@ -162,26 +190,24 @@ class Agent:
     def _hear(self) -> None:
         try:
             for frame in self.connection.receive() if self.connection else ():
-                self.heard = time.monotonic()
-                self._do(frame)
+                self.heard_at = time.monotonic()
+                self._accept(frame)
         except (SupervisorLost, BadFrame) as error:
             self.lose(str(error))
 
-    def _do(self, frame: Frame) -> None:
-        if order := self.orders.get(frame["type"]):
-            self.tasks.append(self._done(order, frame))
+    def _accept(self, frame: Mapping[str, object]) -> None:
+        kind = str(frame["type"])
+        if command := self.commands.get(kind):
+            self.tasks.append(self._carry_out(command, frame))
         else:
-            self._refuse(frame, "this agent does not know it")
+            self.send(CommandRefused(kind, "this agent does not know it"))
 
-    def _done(self, order: Order, frame: Frame) -> Task:
-        """Carry an order out; a bad one must not end what runs."""
+    def _carry_out(self, command: Command, frame: Mapping[str, object]) -> Task:
+        """A bad command must not end what runs."""
         try:
-            yield from order(self, frame) or ()
+            yield from command(self, frame) or ()
         except Exception as error:
-            self._refuse(frame, f"{type(error).__name__}: {error}")
-
-    def _refuse(self, frame: Frame, why: str) -> None:
-        self.send({"type": "refused", "frame": frame["type"], "error": why})
+            self.send(CommandRefused(str(frame["type"]), f"{type(error).__name__}: {error}"))
 
     # one turn
 
@@ -192,31 +218,34 @@ class Agent:
             )
             if self.selector.get_key(self.connection.sock).events != wanted:
                 self.selector.modify(self.connection.sock, wanted, self._hear)
-        for key, events in self.selector.select(self._patience(time.monotonic())):
+        for key, events in self.selector.select(self._timeout(time.monotonic())):
             if events & selectors.EVENT_WRITE and self.connection:
                 self._flush()
             # an earlier event may have taken it out
-            if events & selectors.EVENT_READ and self._watched(key.fd):
+            if events & selectors.EVENT_READ and self._is_registered(key.fd):
                 key.data()
         now = time.monotonic()
         self._collect()
-        self._tell(now)
+        self._report(now)
         for task in list(self.tasks):  # in the order they came; a task may add another
             if next(task, StopIteration) is StopIteration:
                 self.tasks.remove(task)
-        if self.connection and self.leaving is None and now - self.heard > self.session["lease"]:
-            self.lose(f"the supervisor has been silent for {now - self.heard:.0f} s")
+        if self.connection and self.leaving is None and now - self.heard_at > self.session.lease:
+            self.lose(f"the supervisor has been silent for {now - self.heard_at:.0f} s")
 
-    def _watched(self, handle: int) -> bool:
+    def _is_registered(self, handle: int) -> bool:
         return handle in self.selector.get_map()
 
-    def _patience(self, now: float) -> float:
+    def _timeout(self, now: float) -> float:
         """Seconds until something must be done that no event tells of."""
-        if self.tasks or self.telling:
+        if self.tasks or self.ended:
             return TICK
         if any(child.output.waiting for child in self.children.values()):
-            return max(0.0, min(self.batched + BATCH_SECONDS, self.beaten + self.beat) - now)
-        return max(0.0, self.beaten + self.beat - now)
+            return max(
+                0.0,
+                min(self.batched_at + BATCH_SECONDS, self.beaten_at + self.heartbeat_seconds) - now,
+            )
+        return max(0.0, self.beaten_at + self.heartbeat_seconds - now)
 
     def _flush(self) -> None:
         try:
@@ -230,20 +259,20 @@ class Agent:
         ended = [
             child for child in self.children.values() if child.running and self._collect_one(child)
         ]
-        self.telling += ended
+        self.ended += ended
         if not self.tasks:
-            _reap_orphans({child.pid for child in self.children.values() if child.running})
+            self.processes.reap_orphans()
         if ended and not any(child.running for child in self.children.values()):
             # what overwrote its environment; the last of the run here has ended
-            process_marks.kill_processes(self.strays())
-        for child in [c for c in self.telling if c.logged()]:
-            self.telling.remove(child)
+            process_marks.kill_processes(self.processes.strays())
+        for child in [c for c in self.ended if c.logged()]:
+            self.ended.remove(child)
             self._note_troubles()
             self._send_output(child)
             if last := child.beat():
-                self.send({"type": "heartbeat", "beats": {child.key: last}, "clock": time.time()})
-            assert self.memory
-            self.send(child.ended(oom=self.memory.killed(child)))
+                self.send(HeartbeatReport({child.key: last}, time.time()))
+            assert self.oom
+            self.send(child.end_report(oom=self.oom.killed(child)))
             del self.children[child.key]
 
     def _collect_one(self, child: ChildProcess) -> bool:
@@ -251,28 +280,28 @@ class Agent:
         if not child.collect():
             return False
         for handle in handles:
-            if self._watched(handle):
+            if self._is_registered(handle):
                 self.selector.unregister(handle)
         return True
 
-    def _tell(self, now: float) -> None:
-        """Heartbeats and output, as far as the supervisor keeps up."""
-        if now - self.batched >= BATCH_SECONDS:
-            self.batched = now
+    def _report(self, now: float) -> None:
+        """HeartbeatReport and output, as far as the supervisor keeps up."""
+        if now - self.batched_at >= BATCH_SECONDS:
+            self.batched_at = now
             self._note_troubles()
             for child in self.children.values():
                 child.output.tick(now)
                 if self.connection is None or self.connection.room:
                     self._send_output(child)
                 self.watch(child)
-        if now - self.beaten >= self.beat:
-            self.beaten = now
-            self.link.beat()
+        if now - self.beaten_at >= self.heartbeat_seconds:
+            self.beaten_at = now
+            self.watchdog.beat()
             if self.connection and self.connection.room:  # else: the next one says it all
                 beats = {
-                    child.key: said for child in self.children.values() if (said := child.beat())
+                    child.key: beat for child in self.children.values() if (beat := child.beat())
                 }
-                self.send({"type": "heartbeat", "beats": beats, "clock": time.time()})
+                self.send(HeartbeatReport(beats, time.time()))
 
     def _note_troubles(self) -> None:
         """Say once of a log that it cannot be written."""
@@ -293,7 +322,7 @@ class Agent:
         """Read the child's pipes, or let it wait while its output must be whole and nobody takes
         it."""
         for handle in child.pipes.open:
-            watched = self._watched(handle)
+            watched = self._is_registered(handle)
             if watched and child.output.full:
                 self.selector.unregister(handle)
             elif not watched and not child.output.full:
@@ -306,7 +335,7 @@ class Agent:
         if handle not in child.pipes.open or child.output.full:
             self.selector.unregister(handle)
 
-    # for the orders
+    # for the commands
 
     def send(self, frame: Frame) -> None:
         """Send a frame, as long as there is somebody to send it to."""
@@ -323,8 +352,8 @@ class Agent:
             self.connection.sock.close()
             self.connection = None
         with contextlib.suppress(KeyError, ValueError):
-            self.selector.unregister(self.link)  # readable for ever once the keeper is gone
-        self.leave(int(Exit.CONTACT_LOST), why, self.session["grace"])
+            self.selector.unregister(self.watchdog)  # it stays readable once the keeper is gone
+        self.leave(int(Exit.CONTACT_LOST), why, self.session.grace)
 
     def leave(self, code: int, why: str, grace: float) -> None:
         """Stop everything, then end. Asked again, the shorter grace counts."""
@@ -338,103 +367,35 @@ class Agent:
             self.tasks.append(self._leave(grace))
 
     def _leave(self, grace: float) -> Task:
-        yield from self.end(None, grace)
-        while self.telling:
+        yield from self.stop(None, grace)
+        while self.ended:
             yield
         if self.connection:
             with contextlib.suppress(SupervisorLost):
                 self.connection.drain(LEAVE_SECONDS)
         self.code = self.leaving
 
-    def end(self, keys: list[str] | None, grace: float) -> Task:
-        """TERM, KILL after the grace, until nothing is left or does not die: of these processes,
-        or with None of everything."""
-        if self.memory is None:
-            return  # nothing was ever started
-        children = [child for child in self.children.values() if keys is None or child.key in keys]
-        deadline = time.monotonic() + grace
-        for child in children:
-            child.stop()
-        for process in self.strays() if keys is None else ():
-            for number in (signal.SIGTERM, signal.SIGCONT):
-                process_marks.send_signal(process, number)
-        while time.monotonic() < deadline and (
-            any(c.running for c in children) or (keys is None and self.strays())
-        ):
-            yield
-        until = time.monotonic() + KILL_SECONDS
-        clean = 0
-        # one look may miss a child in the middle of its exec
-        while clean < 2 and time.monotonic() < until:
-            if keys is None:
-                left = self.strays()
-            else:
-                left = [p for child in children for p in process_marks.find_marked(child.mark)]
-            for child in children:
-                child.kill()
-            if keys is None and self.group:
-                with contextlib.suppress(OSError):
-                    self.group.kill()
-            if keys is None:
-                process_marks.kill_children()
-            process_marks.kill_processes(left)
-            if (
-                left
-                or any(child.running for child in children)
-                or (keys is None and not self.proved())
-            ):
-                clean = 0
-            else:
-                clean = clean + 1
-            yield
-        while any(child in self.telling for child in children):
-            yield
+    def stop(self, keys: Collection[str] | None, grace: float) -> Task:
+        """End these programs, or with None everything; returns once their ends are reported.
 
-    def strays(self) -> list[process_marks.MarkedProcess]:
-        """Everything of the run on this host, as this agent knows it."""
-        held = [
-            p
-            for pid in (self.group.pids() if self.group else ())
-            if (p := process_marks.describe_process(pid))
-        ]
-        return list(
-            {
-                p.pid: p
-                for p in (
-                    *process_marks.find_marked(self.mark),
-                    *process_marks.find_descendants(os.getpid()),
-                    *held,
-                )
-            }.values()
-        )
-
-    @property
-    def proof(self) -> str:
-        """What this host can prove with that nothing is left: a cgroup, which whoever comes
-        later finds too, or that this process has no child."""
-        if self.group:
-            return "cgroup"
-        return "children"
-
-    def proved(self) -> bool:
-        """Whether the kernel says that nothing is left: no child, and so no descendant, for
-        orphans become our children; and nobody in the group."""
-        _reap_orphans({child.pid for child in self.children.values() if child.running})
-        try:
-            os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        except ChildProcessError:
-            return self.group is None or self.group.empty()
-        return False
+        Args:
+            keys: of programs.
+            grace: seconds from TERM to KILL.
+        """
+        children = self.processes.by_keys(keys)
+        yield from self.processes.terminate(keys, grace)
+        while any(child in self.ended for child in children):
+            yield
 
     def _close(self) -> None:
         for child in self.children.values():
             child.kill()
         if self.heartbeats:
             shutil.rmtree(self.heartbeats, ignore_errors=True)
-        if self.group:
-            self.group.remove()
-        if self.held and not self.children:
-            self.held.release()
+        if self.processes.group:
+            self.processes.group.remove()
+        if self.slots and not self.children:
+            self.slots.release()
         if self.listener:
             self.listener.close()
         if self.connection:
@@ -442,10 +403,10 @@ class Agent:
         self.selector.close()
 
 
-def say(words: str) -> None:
-    """A line for who reads the transport's output; that may be nobody any more."""
+def say(text: str) -> None:
+    """A line for people who read the transport's output; there may be none any more."""
     with contextlib.suppress(OSError, ValueError):
-        sys.stderr.write(f"trainkit agent: {words}\n")
+        sys.stderr.write(f"trainkit agent: {text}\n")
         sys.stderr.flush()
 
 
@@ -460,13 +421,3 @@ def _open_pipe(handle: int) -> bool:
             selector.register(handle, selectors.EVENT_READ)
             return not selector.select(0)
     return False
-
-
-def _reap_orphans(own: set[int]) -> None:
-    """Take the exit codes of descendants that became our children. One of ours at the head of
-    the line waits for its turn."""
-    with contextlib.suppress(ChildProcessError):
-        while (
-            ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        ) and ended.si_pid not in own:
-            os.waitpid(ended.si_pid, 0)

@@ -1,11 +1,11 @@
 """The program of one host: python -I -S <snapshot>/trainkit/launch/agent/main.py SESSION_FOLDER
 NODE.
 
-It dials the run's supervisor, starts what that tells it to and answers for its end. Standard
+It connects to the run's supervisor, starts what that asks for and answers for its end. Standard
 library, trainkit.base and the frames only.
 
 Exit codes: 0 the supervisor said goodbye; 7 the session's folder cannot be read here; 8 the
-supervisor cannot be reached or cannot prove itself; 13 contact lost; 15 told to stop by TERM.
+supervisor cannot be reached or cannot prove itself; 13 contact lost; 15 stopped by TERM.
 Nothing of the run is left on this host by then.
 """
 
@@ -28,8 +28,8 @@ def main() -> None:
     # the snapshot this file is part of
     sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
     from trainkit.base.watchdog import run_under_watchdog
-    from trainkit.launch.agent.commands import ORDERS
-    from trainkit.launch.agent.loop import Agent
+    from trainkit.launch.agent.commands import COMMANDS
+    from trainkit.launch.agent.loop import run_agent
 
     if len(sys.argv) != 3 or not sys.argv[2].isdigit():
         sys.exit("usage: agent/main.py SESSION_FOLDER NODE")
@@ -37,7 +37,9 @@ def main() -> None:
     node = int(sys.argv[2])
     # `pkill -9 -f trainkit` and `killall -9 python` spare it: it ends what they leave
     title = f"run-keeper {'/'.join(folder.parts[-3:])} {node}"
-    sys.exit(run_under_watchdog(lambda link: Agent(folder, node, link, ORDERS).run(), title))
+    sys.exit(
+        run_under_watchdog(lambda watchdog: run_agent(folder, node, watchdog, COMMANDS), title)
+    )
 
 
 if __name__ == "__main__":

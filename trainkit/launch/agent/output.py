@@ -18,15 +18,15 @@ from pathlib import Path
 
 from trainkit.base.files import rotated_log
 from trainkit.base.redact import RedactedStream, Redactor
-from trainkit.launch.protocol.frames import Frame
+from trainkit.launch.protocol.frames import ProcessOutput
 
 READ = 2**16  # bytes a read
 BATCH = 2**16  # bytes of a process's output that wait for the supervisor, the oldest dropped
 WHOLE = 2**20  # of a process whose output must be whole: then it waits itself
 LONGEST = 2**24  # of a line that must be whole; a longer one is cut
 DRAIN = 2**24  # bytes read after a process's end
-# bytes of a log, which then begins anew; the part before it is kept, so that a rank has twice as
-# many at most
+# bytes of a log, after which a new one begins; the part before it is kept, so that a rank has twice
+# as many at most
 FULL = 2**26
 QUEUE = 2**23  # bytes that wait for one log, the newest dropped
 PARTIAL_SECONDS = 0.25  # how long the beginning of a line waits for its end
@@ -41,7 +41,7 @@ class LogWriter:
 
     Args:
         full: bytes of a file, which is then put aside (`rotated_log`, in place of an earlier
-        one) and begins anew.
+        one) before a new one begins.
     """
 
     def __init__(self, full: int = FULL) -> None:
@@ -51,7 +51,7 @@ class LogWriter:
         self._waiting: dict[Path, int] = {}
         self._lost: dict[Path, int] = {}
         self._files: dict[Path, FileIO] = {}
-        self._said: set[Path] = set()
+        self._reported_troubles: set[Path] = set()
         self.troubles: deque[tuple[Path, str]] = deque()  # (log, what is wrong with it), once a log
         self._thread: threading.Thread | None = None
 
@@ -109,31 +109,31 @@ class LogWriter:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 self._files[path] = FileIO(path, "a")
             if self._files[path].tell() + len(data) > self._full:
-                note = self._begin_anew(path) + note
+                note = self._rotate(path) + note
             rest = memoryview(note + data)
             while rest:
                 rest = rest[self._files[path].write(rest) :]
         except OSError as error:
             with self._change:
                 self._lost[path] = self._lost.get(path, 0) + len(data or b"")
-            if path not in self._said:
-                self._said.add(path)
+            if path not in self._reported_troubles:
+                self._reported_troubles.add(path)
                 self.troubles.append((path, error.strerror or str(error)))
 
-    def _begin_anew(self, path: Path) -> bytes:
+    def _rotate(self, path: Path) -> bytes:
         """Put the file aside; returns what the new one begins with. One that cannot be put aside
-        goes on."""
+        grows further."""
         try:
             os.replace(path, rotated_log(path))
         except OSError:
             return b""
         self._files[path].close()
         self._files[path] = FileIO(path, "a")
-        words = (
+        note = (
             f"this log was full ({self._full:,} bytes): what came before is in"
             f" {rotated_log(path).name}, and what was there before that is gone"
         )
-        return f"[trainkit: {words}]\n".encode()
+        return f"[trainkit: {note}]\n".encode()
 
 
 @dataclass
@@ -151,7 +151,7 @@ class Output:
     Args:
         log: where all of it goes, None for nowhere.
         whole: the supervisor gets every line, in whole lines; else at most BATCH bytes at a time.
-        told: the supervisor gets it at all; else only what we have to say about it.
+        reported: the supervisor gets it at all; else only what we have to say about it.
     """
 
     def __init__(
@@ -162,12 +162,12 @@ class Output:
         writer: LogWriter,
         *,
         whole: bool,
-        told: bool = True,
+        reported: bool = True,
     ) -> None:
         self.key = key
         self.log = log
         self.whole = whole
-        self._told = told
+        self._reported = reported
         self._writer = writer
         decoder = codecs.getincrementaldecoder("utf-8")
         self._streams = {
@@ -175,7 +175,8 @@ class Output:
             for name in ("out", "err")
         }
         self._batch: deque[tuple[str, bytearray]] = deque()
-        self._held = self.dropped = 0
+        self._waiting_bytes = 0
+        self.dropped = 0
         self._last: deque[bytes] = deque(maxlen=LAST_LINES)
         self.captured: bytearray | None = None  # while set, a copy of what comes on stderr
         if log is not None:
@@ -184,7 +185,7 @@ class Output:
     @property
     def full(self) -> bool:
         """Whether the process has to wait: only where its output must be whole."""
-        return self.whole and self._held > WHOLE
+        return self.whole and self._waiting_bytes > WHOLE
 
     def take(self, name: str, data: bytes) -> None:
         """Bytes of a stream as they were read; b"" at its end."""
@@ -215,28 +216,20 @@ class Output:
         """Whether `tick` or `frames` have something to do."""
         return bool(self._batch) or any(stream.partial for stream in self._streams.values())
 
-    def frames(self) -> list[Frame]:
-        """What came since the last call, in order, as "output" frames."""
-        made: list[Frame] = []
+    def frames(self) -> list[ProcessOutput]:
+        """What came since the last call, in order."""
+        made = []
         while self._batch:
             name, data = self._batch.popleft()
             text = self._streams[name].decoder.decode(bytes(data))
-            made.append(
-                {
-                    "type": "output",
-                    "key": self.key,
-                    "stream": name,
-                    "text": text,
-                    "dropped": self.dropped,
-                }
-            )
+            made.append(ProcessOutput(self.key, name, text, self.dropped))
             self.dropped = 0
-        self._held = 0
+        self._waiting_bytes = 0
         return made
 
-    def note(self, words: str) -> None:
+    def note(self, text: str) -> None:
         """A line of our own among the process's, to the supervisor only."""
-        self._append("err", f"trainkit: {words}\n".encode("utf-8", "surrogateescape"))
+        self._append("err", f"trainkit: {text}\n".encode("utf-8", "surrogateescape"))
 
     def last(self) -> list[str]:
         """The last lines of both streams, in the order they came."""
@@ -250,7 +243,7 @@ class Output:
                 self._last.append(line[:LAST_BYTES])
         if self.captured is not None and stream.name == "err":
             self.captured += data
-        if self._told:
+        if self._reported:
             self._append(stream.name, data)
 
     def _append(self, name: str, data: bytes) -> None:
@@ -258,12 +251,12 @@ class Output:
             self._batch[-1][1].extend(data)
         else:
             self._batch.append((name, bytearray(data)))
-        self._held += len(data)
-        while not self.whole and self._held > BATCH:
+        self._waiting_bytes += len(data)
+        while not self.whole and self._waiting_bytes > BATCH:
             head = self._batch[0]
-            over = min(self._held - BATCH, len(head[1]))
+            over = min(self._waiting_bytes - BATCH, len(head[1]))
             del head[1][:over]
-            self._held = self._held - over
+            self._waiting_bytes = self._waiting_bytes - over
             self.dropped = self.dropped + over
             if not head[1]:
                 self._batch.popleft()
@@ -298,8 +291,8 @@ class Pipes:
         return bool(data)
 
     def close(self) -> None:
-        """Read what is there now, then close both: the process has ended. Who still writes,
-        endlessly even, is none of it."""
+        """Read what is there now, then close both: the process has ended. What still writes,
+        even endlessly, is not read."""
         for handle, name in list(self.open.items()):
             for _ in range(DRAIN // READ):
                 if not self.read(handle):

@@ -12,8 +12,8 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from trainkit.base import process_marks
 from trainkit.base.cgroup import Cgroup
@@ -23,111 +23,98 @@ from trainkit.base.process_marks import MARK_VARIABLE
 from trainkit.base.redact import Redactor
 from trainkit.base.worker import PARENT_VARIABLE
 from trainkit.launch.agent.output import LogWriter, Output, Pipes
-from trainkit.launch.protocol.frames import Frame
+from trainkit.launch.protocol.frames import ProcessEnded, ProcessSpec
 
 HEARTBEAT_VARIABLE = "TRAINKIT_HEARTBEAT_FILE"
 NODE_VALUE = re.compile(r"\$\{node:([A-Za-z_][A-Za-z0-9_]*)\}")
 LARGEST = 2**20  # bytes of a heartbeat or an error file that are read
 GONE_SECONDS = 1.0  # that a killed group may take to be empty
-LOG_SECONDS = 2.0  # how long the word of a process's end waits for its log
+LOG_SECONDS = 2.0  # how long the report of a process's end waits for its log
 
 
 class CannotStart(Exception):
-    """The program could not be started; the words say why."""
+    """The program could not be started; the message says why."""
+
+
+@dataclass(frozen=True)
+class StartContext:
+    """What the programs of one StartProcesses frame have in common.
+
+    Args:
+        secrets: the values of its `secret_names`.
+        redactor: takes them out of all that is said.
+        writer: writes logs.
+        heartbeats: the folder on this node where heartbeat files go.
+        group: the cgroup of the agent, in which each program gets one of its own; None: this
+            machine has none.
+    """
+
+    secrets: Mapping[str, str]
+    redactor: Redactor
+    writer: LogWriter
+    heartbeats: Path
+    group: Cgroup | None
 
 
 class ChildProcess:
     """A running or ended program.
 
     Args:
-        spec: an entry of a "go" frame's "processes".
+        spec: what to start.
         mark: of this process, exported as TRAINKIT_RUN.
-        secrets: what "go" names of the session's secrets.
-        heartbeats: the folder on this node where heartbeat files go.
-        group: that it is put in, in one of its own; None: this machine has none.
+        context: what it has in common with others.
 
-    Raises CannotStart.
+    Raises:
+        CannotStart: with the reason.
     """
 
-    def __init__(
-        self,
-        spec: Mapping[str, Any],
-        mark: str,
-        secrets: Mapping[str, str],
-        redactor: Redactor,
-        writer: LogWriter,
-        heartbeats: Path,
-        group: Cgroup | None,
-    ) -> None:
-        self.key = str(spec["key"])
+    def __init__(self, spec: ProcessSpec, mark: str, context: StartContext) -> None:
+        self.key = spec.key
         self.mark = mark
-        self.log = _path(spec.get("log"))
-        self.error = _path(spec.get("error"))
-        self.heartbeat = (
-            heartbeats / f"{_file_name(self.key)}.json" if spec.get("heartbeat") else None
-        )
-        self.redactor = redactor
-        self.writer = writer
+        self.log = _path(spec.log)
+        self.error = _path(spec.error)
+        self.heartbeat: Path | None = None
+        if spec.heartbeat:
+            self.heartbeat = context.heartbeats / f"{_file_name(spec.key)}.json"
+        self.redactor = context.redactor
+        self.writer = context.writer
         self.output = Output(
             self.key,
             self.log,
-            redactor,
-            writer,
-            whole=bool(spec.get("whole")),
-            told=bool(spec.get("output", True)),
+            context.redactor,
+            context.writer,
+            whole=spec.whole,
+            reported=spec.output,
         )
         self.code: int | None = None
         self.began = time.monotonic()
         self.ended_at = 0.0
         self._log_until = 0.0
-        self.stopped = False  # we told it to end
-        self._beat_seen = (0, 0)
-        own = {MARK_VARIABLE: mark, PARENT_VARIABLE: str(os.getpid())}
-        if self.heartbeat:
-            own[HEARTBEAT_VARIABLE] = str(self.heartbeat)
-        environment = {**os.environ, **_expanded(spec.get("env") or {}), **secrets, **own}
+        self.stopped = False  # we ended it
+        self._last_beat = (0, 0)  # (modification time, inode) of the heartbeat file
+        environment = self._environment(spec, context.secrets)
         if self.error:
             with contextlib.suppress(OSError):
                 self.error.parent.mkdir(parents=True, exist_ok=True)
-        entrance = -1
         try:
-            self.group = group.inside(_file_name(self.key)) if group else None
-            if self.group:
-                entrance = self.group.entrance()
-            else:
-                entrance = -1
-            limit = process_marks.limit_mark(mark.partition("/")[0])
-            contained = _contained(entrance, limit, die_with_parent_hook(os.getpid()))
-            self.process = subprocess.Popen(
-                [str(word) for word in spec["argv"]],
-                env=environment,
-                cwd=spec.get("cwd"),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                start_new_session=True,
-                # two calls of the system; the only other thread writes logs
-                preexec_fn=contained,  # noqa: PLW1509
-            )
+            self.group = context.group.inside(_file_name(self.key)) if context.group else None
+            self.process = _spawn(spec, mark, environment, self.group)
         except (OSError, ValueError, subprocess.SubprocessError) as error:
             if self.log:
-                writer.close(self.log)
-            if isinstance(error, OSError) and error.filename:
-                where = f" {error.filename}"
-            else:
-                where = ""
-            raise CannotStart(
-                f"{getattr(error, 'strerror', None) or error}:{where or ' ' + str(spec['argv'][0])}"
-            ) from None
-        finally:
-            if entrance >= 0:
-                os.close(entrance)
+                context.writer.close(self.log)
+            raise CannotStart(_start_error(error, spec)) from None
         assert self.process.stdout and self.process.stderr
         self.pipes = Pipes(
             self.output, os.dup(self.process.stdout.fileno()), os.dup(self.process.stderr.fileno())
         )
         self.process.stdout.close()
         self.process.stderr.close()
+
+    def _environment(self, spec: ProcessSpec, secrets: Mapping[str, str]) -> dict[str, str]:
+        own = {MARK_VARIABLE: self.mark, PARENT_VARIABLE: str(os.getpid())}
+        if self.heartbeat:
+            own[HEARTBEAT_VARIABLE] = str(self.heartbeat)
+        return {**os.environ, **_expanded(spec.env), **secrets, **own}
 
     @property
     def pid(self) -> int:
@@ -189,7 +176,7 @@ class ChildProcess:
         """Whether its log is written as far as it can be, or has taken too long."""
         return self.log is None or self.writer.idle(self.log) or time.monotonic() > self._log_until
 
-    def beat(self) -> dict[str, Any] | None:
+    def beat(self) -> dict[str, object] | None:
         """What its heartbeat file says, if that changed since the last call."""
         if self.heartbeat is None:
             return None
@@ -198,37 +185,78 @@ class ChildProcess:
         except OSError:
             return None
         seen = (status.st_mtime_ns, status.st_ino)
-        if seen == self._beat_seen:
+        if seen == self._last_beat:
             return None
-        self._beat_seen = seen
-        return _document(self.heartbeat)
+        self._last_beat = seen
+        return _read_object(self.heartbeat)
 
     def done(self) -> bool:
-        """Whether it said that it has done all its work."""
-        if self.heartbeat:
-            said = _document(self.heartbeat)
-        else:
-            said = None
-        return bool(said and said.get("phase") == "done")
+        """Whether it recorded that it has done all its work."""
+        if self.heartbeat is None:
+            return False
+        beat = _read_object(self.heartbeat)
+        return beat is not None and beat.get("phase") == "done"
 
-    def ended(self, *, oom: bool) -> Frame:
-        """The "ended" frame."""
-        if self.error:
-            error = _document(self.error)
-        else:
-            error = None
-        shown = self.redactor.value(error)
-        if self.error and shown != error:
+    def end_report(self, *, oom: bool) -> ProcessEnded:
+        """How it ended; its error file is without secrets from now on.
+
+        Args:
+            oom: the kernel killed it because memory ran out.
+        """
+        assert self.code is not None
+        return ProcessEnded(
+            key=self.key,
+            code=self.code,
+            time=self.ended_at,
+            done=self.done(),
+            stopped=self.stopped,
+            error=self._redacted_error(),
+            last=tuple(self.output.last()),
+            oom=oom,
+        )
+
+    def _redacted_error(self) -> dict[str, object] | None:
+        if self.error is None:
+            return None
+        error = _read_object(self.error)
+        shown: dict[str, object] | None = self.redactor.value(error)
+        if shown != error:
             with contextlib.suppress(OSError):
                 write_json(self.error, shown)
-        words = {
-            "key": self.key,
-            "code": self.code,
-            "time": self.ended_at,
-            "done": self.done(),
-            "stopped": self.stopped,
-        }
-        return {"type": "ended", **words, "error": shown, "last": self.output.last(), "oom": oom}
+        return shown
+
+
+def _spawn(
+    spec: ProcessSpec, mark: str, environment: Mapping[str, str], group: Cgroup | None
+) -> subprocess.Popen[bytes]:
+    """Start the program, in its cgroup from its first instruction on. Raises as Popen does."""
+    entrance = -1
+    try:
+        if group:
+            entrance = group.entrance()
+        limit = process_marks.limit_mark(mark.partition("/")[0])
+        return subprocess.Popen(
+            list(spec.argv),
+            env=dict(environment),
+            cwd=spec.cwd,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            # two calls of the system; the only other thread writes logs
+            preexec_fn=_contained(  # noqa: PLW1509
+                entrance, limit, die_with_parent_hook(os.getpid())
+            ),
+        )
+    finally:
+        if entrance >= 0:
+            os.close(entrance)
+
+
+def _start_error(error: Exception, spec: ProcessSpec) -> str:
+    """Why a program could not be started, with the file that is to blame."""
+    file = getattr(error, "filename", None) or next(iter(spec.argv), "")
+    return f"{getattr(error, 'strerror', None) or error}: {file}"
 
 
 def _contained(
@@ -282,7 +310,8 @@ def _expanded(environment: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def _document(path: Path) -> dict[str, Any] | None:
+def _read_object(path: Path) -> dict[str, object] | None:
+    """The JSON object in a file that any program may have written; None where there is none."""
     try:
         with open(path, "rb") as file:
             value = json.loads(file.read(LARGEST))
@@ -291,63 +320,3 @@ def _document(path: Path) -> dict[str, Any] | None:
     if isinstance(value, dict):
         return value
     return None
-
-
-class OomDetector:
-    """Evidence that the kernel killed for want of memory: the memory cgroup's own count, or its
-    line about the pid. Best effort."""
-
-    def __init__(self) -> None:
-        self._seen = _oom_kills()
-
-    def killed(self, child: ChildProcess) -> bool:
-        """Whether `child`, ended by SIGKILL that we did not send, was killed for that."""
-        if child.code != -signal.SIGKILL or child.stopped:
-            return False
-        if _oom_kills() > self._seen:
-            self._seen += 1  # one count a process
-            return True
-        return child.pid in _killed_pids(child.began)
-
-
-def _oom_kills() -> int:
-    total = 0
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
-            _, kinds, path = line.split(":", 2)
-            if not kinds:
-                total += _count(Path(f"/sys/fs/cgroup{path}/memory.events"))
-            elif "memory" in kinds.split(","):
-                total += _count(Path(f"/sys/fs/cgroup/memory{path}/memory.oom_control"))
-    return total
-
-
-def _count(path: Path) -> int:
-    with contextlib.suppress(OSError, ValueError):
-        for line in path.read_text().splitlines():
-            if line.startswith("oom_kill "):
-                return int(line.split()[1])
-    return 0
-
-
-def _killed_pids(since: float) -> set[int]:
-    """Pids of the kernel log's "Killed process N" lines after a moment of the monotonic clock
-    (this pid namespace's pids on a plain host).
-
-    A record is "priority,number,microseconds,flags;text" (Documentation/ABI/testing/dev-kmsg).
-    """
-    found = set()
-    with contextlib.suppress(OSError):
-        log = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
-        try:
-            for _ in range(20_000):
-                try:
-                    record = os.read(log, 8192)
-                except BrokenPipeError:  # the kernel wrote over it meanwhile
-                    continue
-                match = re.match(rb"\d+,\d+,(\d+),[^;]*;.*Killed process (\d+)", record)
-                if match and int(match[1]) / 1e6 >= since - 1:
-                    found.add(int(match[2]))
-        finally:
-            os.close(log)
-    return found

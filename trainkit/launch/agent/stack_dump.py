@@ -13,16 +13,18 @@ from pathlib import Path
 from typing import IO
 
 from trainkit.launch.agent.process import ChildProcess
-from trainkit.launch.protocol.frames import Frame
+from trainkit.launch.protocol.frames import StackReport
 
 ANSWER_SECONDS = 3.0  # how long a process has for its own stacks
 QUIET_SECONDS = 0.3  # no more output for so long: the dump is complete
 PY_SPY_SECONDS = 10.0
-FIRST_WORDS = b"most recent call first"  # in what faulthandler writes
+DUMP_SIGN = b"most recent call first"  # in what faulthandler writes
 
 
-def collect_stacks(children: Sequence[ChildProcess], *, py_spy: bool) -> Iterator[Frame | None]:
-    """Asks every process for its stacks; yields None while it waits, at the end the "stacks" frame.
+def collect_stacks(
+    children: Sequence[ChildProcess], *, py_spy: bool
+) -> Iterator[StackReport | None]:
+    """Asks every process for its stacks; yields None while it waits, at the end the dump.
 
     A process that does not catch USR2 is not sent it: the signal would end it.
     """
@@ -40,7 +42,7 @@ def collect_stacks(children: Sequence[ChildProcess], *, py_spy: bool) -> Iterato
     for child in children:
         text = bytes(child.output.captured or b"").decode("utf-8", "replace")
         child.output.captured = None
-        if FIRST_WORDS.decode() in text:
+        if DUMP_SIGN.decode() in text:
             stacks[child.key] = text
         else:
             stacks[child.key] = ""
@@ -51,8 +53,8 @@ def collect_stacks(children: Sequence[ChildProcess], *, py_spy: bool) -> Iterato
             while spy.poll() is None and time.monotonic() < deadline:
                 yield None
             stacks[child.key] += _report(child, spy, report)
-    silent = [child.key for child in children if not stacks[child.key]]
-    yield {"type": "stacks", "stacks": stacks, "silent": silent, "states": states}
+    silent = tuple(child.key for child in children if not stacks[child.key])
+    yield StackReport(stacks, silent, states)
 
 
 def _until_answered(asked: Sequence[ChildProcess]) -> Iterator[None]:
@@ -66,7 +68,7 @@ def _until_answered(asked: Sequence[ChildProcess]) -> Iterator[None]:
                 sizes[child.key] = len(captured)
                 since[child.key] = now
         if all(
-            FIRST_WORDS in (child.output.captured or b"") and now - since[child.key] > QUIET_SECONDS
+            DUMP_SIGN in (child.output.captured or b"") and now - since[child.key] > QUIET_SECONDS
             for child in asked
         ):
             return

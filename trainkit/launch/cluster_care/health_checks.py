@@ -215,7 +215,7 @@ def _most(hellos: Sequence[JoinedAgent], name: str) -> tuple[str | None, int]:
 
 
 def _version(hello: JoinedAgent, name: str) -> str | None:
-    value = (hello.facts.get("versions") or {}).get(name)
+    value = hello.facts.versions.get(name)
     if value is None:
         return None
     return str(value)
@@ -253,7 +253,7 @@ def _versions(
             Finding(
                 hello.host,
                 "torch",
-                f"{hello.facts.get('executable')} has no torch",
+                f"{hello.facts.executable} has no torch",
                 "install it there; `prep-data` alone does not need it",
             )
         )
@@ -288,7 +288,7 @@ def _place(hello: JoinedAgent, session: Session) -> list[Finding]:
         f"mount the same folder on every host: `setup-hosts --share {cluster.root or 'FOLDER'}`"
         " prints how"
     )
-    if facts.get("nonce") != session.nonce:
+    if facts.nonce != session.nonce:
         found.append(
             Finding(
                 host,
@@ -298,7 +298,7 @@ def _place(hello: JoinedAgent, session: Session) -> list[Finding]:
                 remount,
             )
         )
-    elif facts.get("snapshot") != session.code.name:
+    elif facts.snapshot != session.code.name:
         found.append(
             Finding(
                 host,
@@ -307,29 +307,29 @@ def _place(hello: JoinedAgent, session: Session) -> list[Finding]:
                 "a stale cache of the file system: mount it again (NFS: actimeo)",
             )
         )
-    if facts.get("writable"):
+    if facts.writable:
         found.append(
             Finding(
                 host,
                 "root",
-                f"cannot write into {session.folder}: {facts['writable']}",
+                f"cannot write into {session.folder}: {facts.writable}",
                 "export it rw, and let the user have it (NFS: no root)",
             )
         )
-    free = facts.get("disk_free")
+    free = facts.disk_free
     if free is not None and free < LEAST_DISK:
         advice = (
             "remove old runs, keep fewer checkpoints (checkpoint.keep_last), or move"
             " clusters.X.root"
         )
         found.append(Finding(host, "disk", f"{free / GIB:.1f} GiB are free below the root", advice))
-    address = facts.get("address")
-    if facts.get("address_error"):
+    address = facts.address
+    if facts.address_error:
         found.append(
             Finding(
                 host,
                 "address",
-                str(facts["address_error"]),
+                facts.address_error,
                 f"`ip -br address` there; clusters.{cluster.name}.interface is a name or a CIDR",
             )
         )
@@ -350,9 +350,9 @@ def _limits(hello: JoinedAgent) -> list[Finding]:
     facts = hello.facts
     host = hello.host
     found = []
-    files = facts.get("open_files")
-    shared = facts.get("shared_memory")
-    locked = facts.get("locked_memory")
+    files = facts.open_files
+    shared = facts.shared_memory
+    locked = facts.locked_memory
     if files is not None and 0 <= files < LEAST_FILES:
         advice = (
             "`* hard nofile 1048576` in /etc/security/limits.conf (sshd and slurmd have to start"
@@ -381,7 +381,7 @@ def _limits(hello: JoinedAgent) -> list[Finding]:
                 advice,
             )
         )
-    if facts.get("gpus") and locked is not None and 0 <= locked < LEAST_LOCKED:
+    if facts.gpus and locked is not None and 0 <= locked < LEAST_LOCKED:
         advice = (
             "`* hard memlock unlimited` in /etc/security/limits.conf: RDMA (InfiniBand, EFA) pins"
             " its buffers"
@@ -395,7 +395,7 @@ def _limits(hello: JoinedAgent) -> list[Finding]:
                 wrong=False,
             )
         )
-    if "proof" in facts and facts["proof"] != "cgroup":
+    if facts.proof not in (None, "cgroup"):
         message = (
             "no cgroup v2 to write to: agents prove that nothing is left of a run; if agent and"
             " keeper are killed at once, only marks are left to look for"
@@ -413,7 +413,7 @@ def _devices(
 ) -> list[Finding]:
     if cluster.device_type != "cuda":
         return []
-    gpus = list(hello.facts.get("gpus") or ())
+    gpus = list(hello.facts.gpus)
     wanted = max(host.slots, default=cluster.gpus_per_node - 1) + 1
     found = []
     if len(gpus) < wanted:
@@ -424,7 +424,7 @@ def _devices(
         found.append(
             Finding(hello.host, "gpus", f"{len(gpus)} GPUs; its slots need {wanted}", advice)
         )
-    kinds = Counter(tuple(h.facts.get("gpus") or ())[:1] for h in hellos)
+    kinds = Counter(h.facts.gpus[:1] for h in hellos)
     usual = kinds.most_common(1)[0][0]
     if gpus and usual and gpus[0] != usual[0]:
         found.append(

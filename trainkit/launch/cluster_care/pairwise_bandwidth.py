@@ -14,7 +14,7 @@ from typing import Any
 
 from trainkit.launch.cluster_care.remote_commands import CommandResult, RemoteCommand, run_on_agents
 from trainkit.launch.programs import program_path
-from trainkit.launch.protocol.frames import Frame
+from trainkit.launch.protocol.frames import Listen, Listening, ListeningStopped, StopListening
 from trainkit.launch.supervise.agent_pool import AgentPool
 from trainkit.launch.supervise.rank_environment import port_candidates
 
@@ -138,14 +138,18 @@ async def measure_pair_bandwidths(pool: AgentPool, *, most: int = ROUNDS) -> lis
 
 async def _ports(pool: AgentPool, nodes: Sequence[int], number: int) -> dict[int, int]:
     """A free port on each of these nodes."""
-    frames: dict[int, Frame] = {
-        node: {"type": "listen", "ports": port_candidates(f"{pool.session.run}/{number}/{node}")}
+    frames = {
+        node: Listen(tuple(port_candidates(f"{pool.session.run}/{number}/{node}")))
         for node in nodes
     }
-    got, _ = await pool.ask(frames, {"listening"}, pool.session.connect)
-    ports = {node: int(frame["port"]) for node, frame in got.items() if frame.get("port")}
+    got, _ = await pool.ask(frames, (Listening,), pool.session.connect)
+    ports = {
+        node: frame.port
+        for node, frame in got.items()
+        if isinstance(frame, Listening) and frame.port
+    }
     await pool.ask(
-        {node: {"type": "unlisten"} for node in ports}, {"unlistened"}, pool.session.connect
+        {node: StopListening() for node in ports}, (ListeningStopped,), pool.session.connect
     )
     return ports
 
@@ -171,12 +175,12 @@ def _programs(pool: AgentPool, pair: tuple[int, int], port: int) -> dict[int, li
         backend = "gloo"
     common = {
         "backend": backend,
-        "address": str(pool.hellos[pair[0]].facts["address"]),
+        "address": str(pool.hellos[pair[0]].facts.address),
         "port": port,
         "world": world,
     }
     for node in pair:
-        interface = pool.hellos[node].facts.get("interface")
+        interface = pool.hellos[node].facts.interface
         if interface:
             network = {"GLOO_SOCKET_IFNAME": str(interface)}
         else:

@@ -7,12 +7,22 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from trainkit.jobs.clusters import Cluster
 from trainkit.launch.hosts.hostfile import Host
 from trainkit.launch.launchers.contract import Launcher
-from trainkit.launch.protocol.frames import Frame
+from trainkit.launch.protocol.frames import (
+    ProcessEnded,
+    ProcessesStopped,
+    ProcessOutput,
+    ProcessReport,
+    ProcessSpec,
+    ReserveSlots,
+    SlotsReserved,
+    StartFailed,
+    StartProcesses,
+    StopProcesses,
+)
 from trainkit.launch.supervise.agent_pool import AgentPool, JoinedAgent, MissingAgent
 from trainkit.launch.supervise.orphan_sweep import open_agent_pool
 
@@ -56,19 +66,20 @@ class RemoteCommand:
     env: Mapping[str, str] = field(default_factory=dict)
     key: str = "0"
 
-    def process(self, key: str) -> dict[str, Any]:
-        """Its entry of a "go" frame."""
-        rest = {"log": None, "error": None, "heartbeat": False, "whole": True, "output": True}
-        return {"key": key, "argv": list(self.argv), "env": dict(self.env), "cwd": "/", **rest}
+    def process(self, key: str) -> ProcessSpec:
+        """What an agent is sent."""
+        return ProcessSpec(key, tuple(self.argv), self.env, cwd="/", whole=True)
 
 
 async def bind_to_agents(pool: AgentPool) -> None:
     """What will be started on the pool's agents is to die with them; they hold no slot."""
     session = pool.session
-    rest: Frame = {"type": "reserve", "run": session.run, "attempt": 0, "slots": [], "share": True}
     await pool.ask(
-        {node: {**rest, "mark": session.mark(node)} for node in pool.present},
-        {"reserved"},
+        {
+            node: ReserveSlots(session.run, 0, (), share=True, mark=session.mark(node))
+            for node in pool.present
+        },
+        (SlotsReserved,),
         session.connect,
     )
 
@@ -94,19 +105,13 @@ async def run_on_agents(
     }
     ended = set[tuple[int, str]]()
     for node, each in programs.items():
-        pool.send(
-            node,
-            {
-                "type": "go",
-                "processes": [program.process(turn + program.key) for program in each],
-                "secret_names": [],
-            },
-        )
+        processes = tuple(program.process(turn + program.key) for program in each)
+        pool.send(node, StartProcesses(processes))
     deadline = time.monotonic() + seconds
     while len(ended) < len(said):
-        for node, frame in pool.lost.items():
+        for node, lost in pool.lost.items():
             for who in [who for who in said if who[0] == node and who not in ended]:
-                said[who].error = str(frame["why"])
+                said[who].error = lost.why
                 ended.add(who)
         try:
             async with asyncio.timeout(min(deadline - time.monotonic(), 1.0)):
@@ -115,34 +120,36 @@ async def run_on_agents(
             if time.monotonic() < deadline:
                 continue
             break
-        who = node, str(frame.get("key", "")).removeprefix(turn)
-        if who in said and str(frame["key"]).startswith(turn):
+        if not isinstance(frame, ProcessReport):
+            continue
+        who = node, frame.key.removeprefix(turn)
+        if who in said and frame.key.startswith(turn):
             _take(said[who], frame, ended, who)
     if slow := [who for who in said if who not in ended]:
         for who in slow:
             said[who].error = f"no end within {seconds:g} s"
-        frames: dict[int, Frame] = {
-            node: {"type": "stop", "grace": 1.0, "keys": [turn + k for n, k in slow if n == node]}
+        frames = {
+            node: StopProcesses(1.0, tuple(turn + k for n, k in slow if n == node))
             for node in {n for n, _ in slow}
         }
-        await pool.ask(frames, {"stopped"}, 1.0 + STOP_SECONDS)
+        await pool.ask(frames, (ProcessesStopped,), 1.0 + STOP_SECONDS)
     return said
 
 
 def _take(
-    said: CommandResult, frame: Frame, ended: set[tuple[int, str]], who: tuple[int, str]
+    said: CommandResult, frame: ProcessReport, ended: set[tuple[int, str]], who: tuple[int, str]
 ) -> None:
-    kind = frame["type"]
-    if kind == "output":
-        text = str(frame["text"])
-        said.out += text if frame["stream"] == "out" else ""
-        said.err += text if frame["stream"] != "out" else ""
-    elif kind == "start_failed":
-        said.error = str(frame["error"])
-        ended.add(who)
-    elif kind == "ended":
-        said.code = int(frame["code"])
-        ended.add(who)
+    match frame:
+        case ProcessOutput(stream="out"):
+            said.out += frame.text
+        case ProcessOutput():
+            said.err += frame.text
+        case StartFailed():
+            said.error = frame.error
+            ended.add(who)
+        case ProcessEnded():
+            said.code = frame.code
+            ended.add(who)
 
 
 def run_on_hosts(

@@ -15,15 +15,17 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from trainkit.base.files import read_json
 from trainkit.base.process import identity
 from trainkit.base.worker import PARENT_VARIABLE
 from trainkit.launch.hosts.hostfile import Host
 from trainkit.launch.launchers.contract import TransportExit, Transports
-from trainkit.launch.protocol.frames import Frame, new_nonce, proof, proved
+from trainkit.launch.protocol import frames
+from trainkit.launch.protocol.frames import HostFacts, ProcessSpec, read_command
+from trainkit.launch.protocol.handshake import ClientHandshake
 from trainkit.launch.protocol.server import Connection
+from trainkit.launch.protocol.session_document import read_session
 from trainkit.launch.session import Session
 
 BEAT_SECONDS = 0.2
@@ -39,153 +41,138 @@ class StubAgent:
         self.stopped: set[str] = set()
         self.waiters: list[asyncio.Task[None]] = []
         self.listener: socket.socket | None = None
-        self.said = read_json(session.folder / "session.json")
+        self.document = read_session(session.folder)
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> HostFacts:
         """What it says of itself."""
-        return {
-            "node": self.node,
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-            "identity": identity().to_json(),
-            "address": "127.0.0.1",
-            "address_error": None,
-            "interface": "lo",
-            "versions": {"python": "3", "torch": "2"},
-            "snapshot": self.said["snapshot"],
-            "nonce": self.said["nonce"],
-            "writable": None,
-            "clock": time.time(),
-            "gpus": [],
-            "cpus": os.cpu_count(),
-            "disk_free": 2**40,
-            "slots": {},
-        }
+        return HostFacts(
+            node=self.node,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            identity=identity().to_json(),
+            address="127.0.0.1",
+            interface="lo",
+            versions={"python": "3", "torch": "2"},
+            snapshot=self.document.snapshot,
+            nonce=self.document.nonce,
+            clock=time.time(),
+            cpus=os.cpu_count(),
+            disk_free=2**40,
+        )
 
     async def run(self) -> None:
-        """Knock, say hello, obey until the connection ends or bye is said."""
+        """Connect, say hello, obey until the connection ends or bye is said."""
         self.connection = Connection(
-            *await asyncio.open_connection(self.said["address"], self.said["port"])
+            *await asyncio.open_connection(self.document.address, self.document.port)
         )
         beating = asyncio.create_task(self._beat())
         try:
-            await self._knock()
-            self.connection.send({"type": "hello", **self.facts()})
-            while (frame := await self.connection.receive()) is not None and frame["type"] != "bye":
-                if work := getattr(self, f"on_{frame['type']}", None):
-                    await work(frame)
+            await self._prove()
+            self.connection.send(self.facts())
+            while (received := await self.connection.receive()) is not None:
+                command = read_command(received)
+                if isinstance(command, frames.Goodbye):
+                    break
+                if command and (work := getattr(self, f"on_{command.TYPE}", None)):
+                    await work(command)
         finally:
             beating.cancel()
             await self.stop(0)
             self.connection.close()
 
-    async def _knock(self) -> None:
-        token = self.session.token
-        ours = new_nonce()
-        self.connection.send({"type": "knock", "role": "agent", "node": self.node, "nonce": ours})
+    async def _prove(self) -> None:
+        handshake = ClientHandshake(self.session.token, "agent", self.node)
+        self.connection.send(handshake.request)
         challenge = await self.connection.receive()
-        assert challenge is not None and proved(
-            challenge["proof"], token, "supervisor", challenge["nonce"], ours
-        )
-        self.connection.send(
-            {
-                "type": "answer",
-                "proof": proof(token, "agent", ours, challenge["nonce"], f"agent:{self.node}"),
-            }
-        )
+        assert challenge is not None
+        self.connection.send(handshake.answer(challenge))
         self.connection.trust()
 
-    async def on_reserve(self, frame: Frame) -> None:
-        self.connection.send({"type": "reserved", "cleared": []})
+    async def on_reserve(self, frame: frames.ReserveSlots) -> None:
+        self.connection.send(frames.SlotsReserved())
 
-    async def on_listen(self, frame: Frame) -> None:
-        for port in frame["ports"]:
+    async def on_listen(self, frame: frames.Listen) -> None:
+        for port in frame.ports:
             self.listener = socket.socket()
             self.listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             with contextlib.suppress(OSError):
                 self.listener.bind(("127.0.0.1", port))
                 self.listener.listen()
-                return self.connection.send({"type": "listening", "port": port})
-        return self.connection.send({"type": "listening", "port": None, "error": "all taken"})
+                return self.connection.send(frames.Listening(port))
+        return self.connection.send(frames.Listening(None, "all taken"))
 
-    async def on_connect(self, frame: Frame) -> None:
-        self.connection.send({"type": "connected", "error": None})
+    async def on_connect(self, frame: frames.ConnectToPort) -> None:
+        self.connection.send(frames.PortChecked())
 
-    async def on_unlisten(self, frame: Frame) -> None:
+    async def on_unlisten(self, frame: frames.StopListening) -> None:
         if self.listener is not None:
             self.listener.close()
-        self.connection.send({"type": "unlistened"})
+        self.connection.send(frames.ListeningStopped())
 
-    async def on_go(self, frame: Frame) -> None:
+    async def on_go(self, frame: frames.StartProcesses) -> None:
         path = self.session.folder / "secrets.json"
-        if path.exists():
-            hidden = read_json(path)
-        else:
-            hidden = {}
-        for process in frame["processes"]:
+        secrets: dict[str, str] = read_json(path) if path.exists() else {}
+        for process in frame.processes:
             own = {PARENT_VARIABLE: str(os.getpid()), "TRAINKIT_RUN": self.session.mark(self.node)}
-            if process["heartbeat"]:
-                beats = {"TRAINKIT_HEARTBEAT_FILE": str(self._beats(process["key"]))}
-            else:
-                beats = {}
-            environment = {**self.session.environment, **process["env"], **hidden, **own, **beats}
-            await self._start(process, environment)
+            if process.heartbeat:
+                own["TRAINKIT_HEARTBEAT_FILE"] = str(self._beats(process.key))
+            await self._start(
+                process, {**self.session.environment, **process.env, **secrets, **own}
+            )
 
-    async def _start(self, process: Mapping[str, Any], environment: Mapping[str, str]) -> None:
-        key = process["key"]
+    async def _start(self, process: ProcessSpec, environment: Mapping[str, str]) -> None:
+        key = process.key
         try:
-            with open(process["log"] or os.devnull, "ab") as log:
+            with open(process.log or os.devnull, "ab") as log:
                 child = await asyncio.create_subprocess_exec(
-                    *process["argv"],
+                    *process.argv,
                     env=dict(environment),
-                    cwd=process["cwd"],
+                    cwd=process.cwd,
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
                     start_new_session=True,
                 )
         except OSError as error:
-            return self.connection.send({"type": "start_failed", "key": key, "error": str(error)})
+            return self.connection.send(frames.StartFailed(key, str(error)))
         self.children[key] = child
-        self.waiters.append(asyncio.create_task(self._wait(key, child, process)))
-        return self.connection.send({"type": "started", "key": key, "pid": child.pid})
+        self.waiters.append(asyncio.create_task(self._wait(child, process)))
+        return self.connection.send(frames.ProcessStarted(key, child.pid))
 
-    async def _wait(
-        self, key: str, child: asyncio.subprocess.Process, process: Mapping[str, Any]
-    ) -> None:
+    async def _wait(self, child: asyncio.subprocess.Process, process: ProcessSpec) -> None:
+        key = process.key
         code = await child.wait()
         beat = self._beat_of(key)
         error = None
-        with contextlib.suppress(OSError, ValueError, TypeError):
-            error = read_json(Path(process["error"]))
-        if process["log"]:
-            last = Path(process["log"]).read_text(errors="replace").splitlines()[-30:]
-        else:
-            last = []
-        said = {
-            "type": "ended",
-            "key": key,
-            "code": code,
-            "time": time.time(),
-            "done": beat.get("phase") == "done",
-            "stopped": key in self.stopped,
-        }
-        self.connection.send(
-            {"type": "heartbeat", "beats": {key: beat} if beat else {}, "clock": time.time()}
+        if process.error:
+            with contextlib.suppress(OSError, ValueError):
+                error = read_json(Path(process.error))
+        last: list[str] = []
+        if process.log:
+            last = Path(process.log).read_text(errors="replace").splitlines()[-30:]
+        report = frames.ProcessEnded(
+            key,
+            code,
+            time.time(),
+            done=beat.get("phase") == "done",
+            stopped=key in self.stopped,
+            error=error,
+            last=tuple(last),
         )
-        self.connection.send({**said, "error": error, "last": last, "oom": False})
+        self.connection.send(frames.HeartbeatReport({key: beat} if beat else {}, time.time()))
+        self.connection.send(report)
 
     def _beats(self, key: str) -> Path:
         return self.session.folder / f"heartbeat-{key}.json"
 
-    def _beat_of(self, key: str) -> dict[str, Any]:
+    def _beat_of(self, key: str) -> dict[str, object]:
         try:
             return dict(read_json(self._beats(key)))
         except (OSError, ValueError):
             return {}
 
     async def _beat(self) -> None:
-        known: dict[str, Any] = {}
+        known: dict[str, object] = {}
         while True:
             await asyncio.sleep(BEAT_SECONDS)
             fresh = {
@@ -194,24 +181,22 @@ class StubAgent:
                 if (beat := self._beat_of(key)) and beat != known.get(key)
             }
             known |= fresh
-            self.connection.send({"type": "heartbeat", "beats": fresh, "clock": time.time()})
+            self.connection.send(frames.HeartbeatReport(fresh, time.time()))
 
-    async def on_signal(self, frame: Frame) -> None:
+    async def on_signal(self, frame: frames.SignalProcesses) -> None:
         for key, child in self.children.items():
-            if child.returncode is None and (frame["keys"] is None or key in frame["keys"]):
-                child.send_signal(signal.Signals[f"SIG{frame['signal']}"])
+            if child.returncode is None and (frame.keys is None or key in frame.keys):
+                child.send_signal(signal.Signals[f"SIG{frame.signal}"])
 
-    async def on_stacks(self, frame: Frame) -> None:
-        self.connection.send(
-            {"type": "stacks", "stacks": {}, "silent": sorted(self.children), "states": {}}
-        )
+    async def on_stacks(self, frame: frames.DumpStacks) -> None:
+        self.connection.send(frames.StackReport(silent=tuple(sorted(self.children))))
 
-    async def on_sweep(self, frame: Frame) -> None:
-        self.connection.send({"type": "swept", "left": [], "killed": []})
+    async def on_sweep(self, frame: frames.SweepRun) -> None:
+        self.connection.send(frames.SweepDone())
 
-    async def on_stop(self, frame: Frame) -> None:
-        await self.stop(frame["grace"])
-        self.connection.send({"type": "stopped", "left": []})
+    async def on_stop(self, frame: frames.StopProcesses) -> None:
+        await self.stop(frame.grace)
+        self.connection.send(frames.ProcessesStopped())
 
     async def stop(self, grace: float) -> None:
         """TERM, KILL after `grace` seconds, whole sessions."""
@@ -253,7 +238,7 @@ class _Tasks:
 
     def poll(self) -> Mapping[int, TransportExit]:
         return {
-            node: TransportExit(_code(task), _words(task))
+            node: TransportExit(_code(task), _error_text(task))
             for node, task in enumerate(self.tasks)
             if task.done()
         }
@@ -269,7 +254,7 @@ def _code(task: asyncio.Task[None]) -> int:
     return int(task.exception() is not None)
 
 
-def _words(task: asyncio.Task[None]) -> str:
+def _error_text(task: asyncio.Task[None]) -> str:
     if task.cancelled():
         error = None
     else:

@@ -1,47 +1,41 @@
-"""Speaking to the supervisor of a running run: as its agents do, with the proof of its session's
-token."""
+"""A request to the supervisor of a running run, with the proof of its session's token."""
 
 from __future__ import annotations
 
 import socket
 import time
-from typing import Any
 
 from trainkit.base.errors import Exit, TrainkitError
-from trainkit.launch.protocol.frames import (
-    BadFrame,
-    Decoder,
-    Frame,
-    encode,
-    new_nonce,
-    proof,
-    proved,
-)
+from trainkit.launch.protocol.frames import Frame, Ping
+from trainkit.launch.protocol.framing import BadFrame, Decoder, encode
+from trainkit.launch.protocol.handshake import ClientHandshake
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.supervisor_status import read_supervisor_status
 
-AGAIN_SECONDS = 0.2
-NODE = 0  # of no meaning for this role; the proof binds it all the same
+RETRY_SECONDS = 0.2
+NODE = 0  # of no meaning for this role
 
 
-def ask(run: RunFolder, frame: Frame, timeout: float = 10.0) -> Frame | None:
-    """Send one frame to the run's supervisor and return its answer; None where no supervisor
+def ask_supervisor(run: RunFolder, request: Frame, timeout: float = 10.0) -> bool:
+    """Send one frame to the run's supervisor; whether it answered. False where no supervisor
     lives (any more).
 
     Args:
         run: the run; launch/supervisor.json says where its supervisor listens,
-        launch/attempt-N/token is read as proof. frame: {"type": "cancel", "save": bool}.
-        timeout: seconds for all of it. Between two attempts a supervisor has no ear for a
-        moment, so it is asked again.
+            launch/attempt-N/token is read as proof.
+        request: what is asked, such as `CancelRun`.
+        timeout: seconds for all of it. Between two attempts a supervisor does not listen for a
+            moment, so it is tried again.
 
-    Raises TrainkitError (exit 13) where a supervisor lives and cannot be reached or falls
-    silent, or who listens in its place is somebody else.
+    Raises:
+        TrainkitError: exit 13, a supervisor lives and cannot be reached or does not answer, or
+            another program listens in its place.
     """
     deadline = time.monotonic() + timeout
     while True:
         supervisor = read_supervisor_status(run)
         if supervisor is None or supervisor.alive(time.time()) is False:
-            return None
+            return False
         where = (
             f"the supervisor of run {run.id} ({supervisor.address}:{supervisor.port} on"
             f" {supervisor.host})"
@@ -54,45 +48,40 @@ def ask(run: RunFolder, frame: Frame, timeout: float = 10.0) -> Frame | None:
             with socket.create_connection(
                 (supervisor.address, supervisor.port), timeout
             ) as connection:
-                if (answer := _asked(connection, token, frame)) is not None:
-                    return answer
+                if _is_answered(connection, token, request):
+                    return True
         except BadFrame as error:
             raise TrainkitError(
-                f"who listens in the place of {where} is somebody else: {error}",
+                f"another program listens in the place of {where}: {error}",
                 exit=Exit.CONTACT_LOST,
             ) from None
         except (OSError, ValueError) as error:
             why = str(error)
         if time.monotonic() > deadline:
             raise TrainkitError(f"{where} cannot be reached: {why}", exit=Exit.CONTACT_LOST)
-        time.sleep(AGAIN_SECONDS)
+        time.sleep(RETRY_SECONDS)
 
 
-def _asked(connection: socket.socket, token: bytes, frame: Frame) -> Frame | None:
+def _is_answered(connection: socket.socket, token: bytes, request: Frame) -> bool:
     decoder = Decoder()
-    nonce = new_nonce()
-    connection.sendall(encode({"type": "knock", "role": "control", "node": NODE, "nonce": nonce}))
-    challenge = _received(connection, decoder)
+    handshake = ClientHandshake(token, "control", NODE)
+    _send(connection, handshake.request)
+    challenge = _receive(connection, decoder)
     if challenge is None:
-        return None  # it ends just now, or waits for nobody between two attempts
-    theirs: Any = challenge.get("nonce")
-    if (
-        challenge["type"] != "challenge"
-        or not isinstance(theirs, str)
-        or not proved(challenge.get("proof"), token, "supervisor", theirs, nonce)
-    ):
-        raise BadFrame("it does not know the token")
-    connection.sendall(
-        encode({"type": "answer", "proof": proof(token, "agent", nonce, theirs, f"control:{NODE}")})
-    )
-    connection.sendall(encode(frame))
-    return _received(connection, decoder)
+        return False  # it ends just now, or no session is open between two attempts
+    _send(connection, handshake.answer(challenge))
+    _send(connection, request)
+    return _receive(connection, decoder) is not None
 
 
-def _received(connection: socket.socket, decoder: Decoder) -> Frame | None:
-    """The next frame that is no ping; None at the end of the connection."""
+def _send(connection: socket.socket, frame: Frame) -> None:
+    connection.sendall(encode(frame.to_json()))
+
+
+def _receive(connection: socket.socket, decoder: Decoder) -> dict[str, object] | None:
+    """The next frame that is not a ping; None at the end of the connection."""
     while data := connection.recv(2**16):
         for frame in decoder.feed(data):
-            if frame["type"] != "ping":
+            if frame["type"] != Ping.TYPE:
                 return frame
     return None

@@ -1,126 +1,501 @@
-"""What supervisor and agents say to each other: frames of JSON over TCP, after each has proved
-to the other that it can read the session's token.
+"""What supervisor and agents say to each other: a class for each type of frame.
 
-A frame is its length (4 bytes, big-endian), then that many bytes of UTF-8 JSON: an object whose
-"type" says what it is. docs/dispatch.md lists them. The proof is HMAC-SHA256 (RFC 2104) over
-both sides' nonces and who is speaking, so that neither side's words can be played back to it.
+Each class has one reader (`from_json`) and one writer (`to_json`), which follow from its fields:
+names here are names on the wire. docs/dispatch.md says when each is sent. Agents of an older
+run's snapshot talk with newer supervisors: a field that is added needs a default, and no field is
+ever renamed.
 
 Standard library only: the agent imports this on nodes that may have nothing else.
 """
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import hmac
-import json
-import secrets
-import socket
-import struct
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar, Self
 
-Frame = dict[str, Any]
-
-MAX_FRAME_BYTES = (
-    2**26
-)  # bytes of a frame: the largest is "go" with a large environment for many ranks
-MAX_UNPROVED_BYTES = 2**12  # of those before the proof: nobody we do not know makes us hold more
-HEARTBEAT_SECONDS = 1.0  # seconds between two signs of life
-_LENGTH = struct.Struct(">I")
+from trainkit.launch.protocol.framing import BadFrame
+from trainkit.launch.protocol.json_fields import OMIT_NONE, FieldError, read_fields, write_fields
 
 
-# linux/tcp.h, as far as Python's socket has no names for them
-# Linux 2.6.34: what is lost of few packets is sent again every RTO, six times, before the gaps
-# double
-TCP_THIN_LINEAR_TIMEOUTS = 16
-TCP_RTO_MAX_MS = 44  # Linux 6.15: the gaps never grow beyond this
-LONGEST_GAP_MS = 1000  # the least that it takes
+@dataclass(frozen=True)
+class Frame:
+    """One frame; TYPE is its "type" on the wire."""
+
+    TYPE: ClassVar[str] = ""
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, object]) -> Self:
+        """Read a frame of this type.
+
+        Raises:
+            BadFrame: it is of another type, or a field is missing or wrong.
+        """
+        if value.get("type") != cls.TYPE:
+            raise BadFrame(f"expected a frame {cls.TYPE!r}, got {str(value.get('type'))[:20]!r}")
+        try:
+            return read_fields(cls, value, f"frame {cls.TYPE!r}")
+        except FieldError as error:
+            raise BadFrame(str(error)) from None
+
+    def to_json(self) -> dict[str, object]:
+        """The object that is sent."""
+        return {"type": self.TYPE, **write_fields(self)}
 
 
-def retransmit_soon(sock: socket.socket) -> None:
-    """Have lost packets sent again soon after a cut of the network: the gaps between tries
-    double, so that a side hears nothing for up to twice the cut. As far as this kernel can."""
-    for option, value in ((TCP_THIN_LINEAR_TIMEOUTS, 1), (TCP_RTO_MAX_MS, LONGEST_GAP_MS)):
-        with contextlib.suppress(OSError):
-            sock.setsockopt(socket.IPPROTO_TCP, option, value)
+# The handshake; `protocol.handshake` makes and checks these.
 
 
-def heartbeat_interval(lease: float) -> float:
-    """How often each side says that it lives: a small part of a short lease, so that a cut may
-    take most of it."""
-    return min(HEARTBEAT_SECONDS, lease / 10)
+@dataclass(frozen=True)
+class ConnectRequest(Frame):
+    """The first frame of a connection. `role`: what it is for; `node`: whose."""
+
+    TYPE = "knock"
+    role: str
+    node: int
+    nonce: str
 
 
-class BadFrame(Exception):
-    """The other side does not speak this protocol, or not well."""
+@dataclass(frozen=True)
+class Challenge(Frame):
+    """The supervisor's nonce, and its proof that it knows the token."""
+
+    TYPE = "challenge"
+    nonce: str
+    proof: str
 
 
-def encode(frame: Frame) -> bytes:
-    """The bytes of one frame. Raises BadFrame where it is longer than MAX_FRAME_BYTES. Text
-    that is no Unicode (lone surrogates, as argv may hold) survives."""
-    body = json.dumps(frame, separators=(",", ":")).encode("ascii")
-    if len(body) > MAX_FRAME_BYTES:
-        raise BadFrame(
-            f"a frame {frame.get('type')!r} of {len(body):,} bytes; {MAX_FRAME_BYTES:,} are the"
-            " limit"
-        )
-    return _LENGTH.pack(len(body)) + body
+@dataclass(frozen=True)
+class ChallengeAnswer(Frame):
+    """The other side's proof that it knows the token."""
+
+    TYPE = "answer"
+    proof: str
 
 
-class Decoder:
-    """Takes bytes as they come and gives whole frames.
+# Role "control": a command line to a supervisor.
+
+
+@dataclass(frozen=True)
+class CancelRun(Frame):
+    """End the run. `save`: at the end of the step, with a checkpoint."""
+
+    TYPE = "cancel"
+    save: bool = False
+
+
+@dataclass(frozen=True)
+class Accepted(Frame):
+    """The supervisor's answer to a control frame."""
+
+    TYPE = "ok"
+
+
+# Commands: supervisor to agent.
+
+
+@dataclass(frozen=True)
+class Ping(Frame):
+    """The supervisor lives."""
+
+    TYPE = "ping"
+
+
+@dataclass(frozen=True)
+class ReserveSlots(Frame):
+    """Hold slots of the host.
 
     Args:
-        limit: bytes of a frame; raise it once the other side has proved who it is.
+        run: the run's id; attempt: its number.
+        slots: names; none where a session needs no slot but its processes have to die with it.
+        share: leave those that are held to their holders, instead of failing.
+        mark: of the node's processes.
     """
 
-    def __init__(self, limit: int = MAX_UNPROVED_BYTES) -> None:
-        self.limit = limit
-        self._held = bytearray()
-
-    def feed(self, data: bytes) -> Iterator[Frame]:
-        """Frames that `data` completes. Raises BadFrame for one that is too long, no JSON or no
-        object with a type; the connection is useless then."""
-        self._held += data
-        while len(self._held) >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(self._held)
-            if length > self.limit:
-                raise BadFrame(f"a frame of {length:,} bytes; {self.limit:,} are the limit")
-            if len(self._held) < _LENGTH.size + length:
-                return
-            body = bytes(self._held[_LENGTH.size : _LENGTH.size + length])
-            del self._held[: _LENGTH.size + length]
-            yield _parsed(body)
+    TYPE = "reserve"
+    run: str
+    attempt: int
+    slots: tuple[str, ...]
+    share: bool = False
+    mark: str = ""
 
 
-def _parsed(body: bytes) -> Frame:
-    try:
-        frame = json.loads(body)
-    except (ValueError, RecursionError):
-        raise BadFrame("a frame that is no JSON") from None
-    if not isinstance(frame, dict) or not isinstance(frame.get("type"), str):
-        raise BadFrame("a frame without a type")
-    return frame
+@dataclass(frozen=True)
+class Listen(Frame):
+    """Listen on the first of these ports that is free."""
+
+    TYPE = "listen"
+    ports: tuple[int, ...]
 
 
-def new_nonce() -> str:
-    """128 random bits in hex."""
-    return secrets.token_hex(16)
+@dataclass(frozen=True)
+class StopListening(Frame):
+    """Free that port for rank 0."""
+
+    TYPE = "unlisten"
 
 
-def proof(token: bytes, speaker: str, own_nonce: str, other_nonce: str, words: str = "") -> str:
-    """What `speaker` ("supervisor" or "agent") says to prove that it knows the token; `words`
-    are bound to it."""
-    text = "\0".join((speaker, own_nonce, other_nonce, words))
-    return hmac.new(token, text.encode(), hashlib.sha256).hexdigest()
+@dataclass(frozen=True)
+class ConnectToPort(Frame):
+    """Try to reach rank 0's port."""
+
+    TYPE = "connect"
+    address: str
+    port: int
 
 
-def proved(
-    said: object, token: bytes, speaker: str, own_nonce: str, other_nonce: str, words: str = ""
-) -> bool:
-    """Whether `said` is that proof, compared in constant time. Nonces are the speaker's own and
-    the listener's."""
-    return isinstance(said, str) and hmac.compare_digest(
-        said.encode(), proof(token, speaker, own_nonce, other_nonce, words).encode()
+@dataclass(frozen=True)
+class ProcessSpec:
+    """One program to start on a node.
+
+    Args:
+        key: its name among the node's processes.
+        argv: the command line.
+        env: added to the agent's own environment; ${node:VAR} is filled in on the node.
+        cwd: its working directory.
+        log: where its output goes, None for nowhere.
+        error: where it writes its failure; an agent reads it at the end.
+        heartbeat: it writes a heartbeat file, whose path is in its environment.
+        whole: no line of its output may be dropped.
+        output: the supervisor gets its output.
+    """
+
+    key: str
+    argv: tuple[str, ...]
+    env: Mapping[str, str] = field(default_factory=dict)
+    cwd: str | None = None
+    log: str | None = None
+    error: str | None = None
+    heartbeat: bool = False
+    whole: bool = False
+    output: bool = True
+
+
+@dataclass(frozen=True)
+class StartProcesses(Frame):
+    """Start programs. `secret_names`: variables whose values are in the session's folder."""
+
+    TYPE = "go"
+    processes: tuple[ProcessSpec, ...]
+    secret_names: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class SignalProcesses(Frame):
+    """Send a signal ("USR1") to programs by key; None: to all."""
+
+    TYPE = "signal"
+    signal: str
+    keys: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True)
+class StopProcesses(Frame):
+    """End programs by key, None: everything. `grace`: seconds from TERM to KILL."""
+
+    TYPE = "stop"
+    grace: float
+    keys: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True)
+class DumpStacks(Frame):
+    """Say where every program stands. `py_spy`: ask py-spy too, where it is installed."""
+
+    TYPE = "stacks"
+    py_spy: bool = False
+
+
+@dataclass(frozen=True)
+class SweepRun(Frame):
+    """Say what is left on the host of a run that this agent did not start; `kill`: end it."""
+
+    TYPE = "sweep"
+    run: str
+    kill: bool = False
+
+
+@dataclass(frozen=True)
+class Goodbye(Frame):
+    """Stop what is left and end."""
+
+    TYPE = "bye"
+
+
+# Reports: agent to supervisor.
+
+
+@dataclass(frozen=True)
+class HostFacts(Frame):
+    """What an agent finds out about its host before anything is started. Facts that could not be
+    found out are None, with the reason in `errors`.
+
+    Args:
+        node: the host's number in the session. host: what it calls itself. pid: the agent's.
+        identity: of the agent's process: boot, start time. address: on the wanted network.
+        address_error: why `address` is not on it. interface: of that address. versions: of
+        python, torch, kernel, driver. executable: the interpreter. snapshot: SHA-256 of the code
+        that runs. extension: why the compiled part of the code cannot be loaded. nonce: the
+        session's, as this host sees it. writable: why it cannot write into the session's folder.
+        gpus: names by number. cpus: how many this process may use. disk_free: bytes on the root.
+        shared_memory: bytes free in /dev/shm. open_files, locked_memory: hard limits, -1 for
+        none. slots: those that are held, with what their holders say. errors: by fact. clock:
+        seconds since the epoch. proof: how the host can prove that nothing is left of a run.
+    """
+
+    TYPE = "hello"
+    node: int
+    host: str = ""
+    pid: int = 0
+    identity: Mapping[str, object] = field(default_factory=dict)
+    address: str | None = None
+    address_error: str | None = None
+    interface: str | None = None
+    versions: Mapping[str, str | None] = field(default_factory=dict)
+    executable: str | None = None
+    snapshot: str | None = None
+    extension: str | None = None
+    nonce: str | None = None
+    writable: str | None = None
+    gpus: tuple[str, ...] = ()
+    cpus: int | None = None
+    disk_free: int | None = None
+    shared_memory: int | None = None
+    open_files: int | None = None
+    locked_memory: int | None = None
+    slots: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
+    errors: Mapping[str, str] = field(default_factory=dict)
+    clock: float | None = None
+    proof: str | None = field(default=None, metadata=OMIT_NONE)
+
+
+@dataclass(frozen=True)
+class SlotsReserved(Frame):
+    """The slots are held. `cleared`: what dead runs had written there."""
+
+    TYPE = "reserved"
+    cleared: tuple[Mapping[str, object], ...] = ()
+
+
+@dataclass(frozen=True)
+class SlotsBusy(Frame):
+    """A slot is held by another run. `holder`: what that says of itself; anybody can write it."""
+
+    TYPE = "busy"
+    slot: str
+    holder: Mapping[str, object] | None = None
+
+
+@dataclass(frozen=True)
+class Listening(Frame):
+    """The port that is listened on; None: none of them, and why."""
+
+    TYPE = "listening"
+    port: int | None
+    error: str | None = field(default=None, metadata=OMIT_NONE)
+
+
+@dataclass(frozen=True)
+class ListeningStopped(Frame):
+    """The port is free again."""
+
+    TYPE = "unlistened"
+
+
+@dataclass(frozen=True)
+class PortChecked(Frame):
+    """Whether rank 0's port was reached. `error`: why not."""
+
+    TYPE = "connected"
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class ProcessReport(Frame):
+    """What is said of one program, named by its key."""
+
+    key: str
+
+
+@dataclass(frozen=True)
+class ProcessStarted(ProcessReport):
+    """A program runs."""
+
+    TYPE = "started"
+    pid: int
+
+
+@dataclass(frozen=True)
+class StartFailed(ProcessReport):
+    """A program could not be started."""
+
+    TYPE = "start_failed"
+    error: str
+
+
+@dataclass(frozen=True)
+class HeartbeatReport(Frame):
+    """The agent lives; what heartbeat files of programs say, by key, where they have changed."""
+
+    TYPE = "heartbeat"
+    beats: Mapping[str, object] = field(default_factory=dict)
+    clock: float | None = None
+
+
+@dataclass(frozen=True)
+class ProcessOutput(ProcessReport):
+    """Output of a program. `stream`: "out" or "err"; `dropped`: bytes left out before it."""
+
+    TYPE = "output"
+    stream: str
+    text: str
+    dropped: int = 0
+
+
+@dataclass(frozen=True)
+class ProcessEnded(ProcessReport):
+    """How a program ended.
+
+    Args:
+        key: which.
+        code: its exit code, negative for a signal.
+        time: when, seconds since the epoch by the host's clock.
+        done: it recorded success before its teardown.
+        stopped: the agent ended it.
+        error: what it wrote down about its failure, the form rank-error/1.
+        last: its last lines.
+        oom: the kernel killed it because memory ran out.
+    """
+
+    TYPE = "ended"
+    code: int
+    time: float
+    done: bool = False
+    stopped: bool = False
+    error: Mapping[str, object] | None = None
+    last: tuple[str, ...] = ()
+    oom: bool = False
+
+
+@dataclass(frozen=True)
+class LeftProcess:
+    """A process that did not die."""
+
+    pid: int
+    argv0: str
+
+
+@dataclass(frozen=True)
+class ReportedProcess:
+    """A process of a run by its mark."""
+
+    pid: int
+    mark: str
+    argv0: str
+
+
+@dataclass(frozen=True)
+class ProcessesStopped(Frame):
+    """What is left after StopProcesses. `proof`: how it is known that nothing is."""
+
+    TYPE = "stopped"
+    left: tuple[LeftProcess, ...] = ()
+    proof: str | None = None
+
+
+@dataclass(frozen=True)
+class StackReport(Frame):
+    """Where programs stand, by key.
+
+    Args:
+        stacks: what faulthandler and py-spy said, "" for nothing.
+        silent: keys of those that did not answer.
+        states: as ps shows them (R, S, D, T, Z), with what they wait for in the kernel.
+    """
+
+    TYPE = "stacks"
+    stacks: Mapping[str, str] = field(default_factory=dict)
+    silent: tuple[str, ...] = ()
+    states: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class SweepDone(Frame):
+    """What was found of a run. `proof` that nothing is left: "cgroup"; None: nothing can be
+    seen, which is not the same."""
+
+    TYPE = "swept"
+    left: tuple[ReportedProcess, ...] = ()
+    killed: tuple[ReportedProcess, ...] = ()
+    proof: str | None = None
+
+
+@dataclass(frozen=True)
+class CommandRefused(Frame):
+    """A command could not be carried out. `frame`: its type."""
+
+    TYPE = "refused"
+    frame: str
+    error: str
+
+
+_REPORTS: Mapping[str, type[Frame]] = {
+    kind.TYPE: kind
+    for kind in (
+        HostFacts,
+        SlotsReserved,
+        SlotsBusy,
+        Listening,
+        ListeningStopped,
+        PortChecked,
+        ProcessStarted,
+        StartFailed,
+        HeartbeatReport,
+        ProcessOutput,
+        ProcessEnded,
+        ProcessesStopped,
+        StackReport,
+        SweepDone,
+        CommandRefused,
     )
+}
+_COMMANDS: Mapping[str, type[Frame]] = {
+    kind.TYPE: kind
+    for kind in (
+        Ping,
+        ReserveSlots,
+        Listen,
+        StopListening,
+        ConnectToPort,
+        StartProcesses,
+        SignalProcesses,
+        StopProcesses,
+        DumpStacks,
+        SweepRun,
+        Goodbye,
+    )
+}
+
+
+def read_report(value: Mapping[str, object]) -> Frame | None:
+    """What an agent says; None for a type that this version does not know.
+
+    Raises:
+        BadFrame: a field is missing or wrong.
+    """
+    kind = _REPORTS.get(str(value.get("type")))
+    if kind is None:
+        return None
+    return kind.from_json(value)
+
+
+def read_command(value: Mapping[str, object]) -> Frame | None:
+    """What a supervisor says; None for a type that this version does not know.
+
+    Raises:
+        BadFrame: a field is missing or wrong.
+    """
+    kind = _COMMANDS.get(str(value.get("type")))
+    if kind is None:
+        return None
+    return kind.from_json(value)

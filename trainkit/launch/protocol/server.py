@@ -1,5 +1,5 @@
-"""Where a supervisor listens: whoever knocks has to prove that it can read the session's token,
-before a word of it is believed."""
+"""Where a supervisor listens: what connects has to prove that it can read the session's token,
+before anything it says is believed."""
 
 from __future__ import annotations
 
@@ -10,22 +10,21 @@ import time
 from collections.abc import Awaitable, Callable
 
 from trainkit.base.process import raise_open_file_limit
-from trainkit.launch.protocol.frames import (
+from trainkit.launch.protocol.frames import ConnectRequest, Frame
+from trainkit.launch.protocol.framing import (
     MAX_FRAME_BYTES,
     BadFrame,
     Decoder,
-    Frame,
     encode,
-    new_nonce,
-    proof,
-    proved,
     retransmit_soon,
 )
+from trainkit.launch.protocol.handshake import ServerHandshake
 
-# that a stranger has: as long as an agent waits, of which a thousand may knock at once
+# for the proof: as long as an agent waits, of which a thousand may connect at once
 PROOF_SECONDS = 30.0
-# of them are reported; the rest only counted, so that a port scan fills no disk
-TOLD_STRANGERS = 20
+# rejected connections that are reported; the rest is only counted, so that a port scan fills no
+# disk
+MOST_REPORTED = 20
 WAITING_CONNECTIONS = 4096
 # connections at a time, of a quarter of the files we may open: the oldest goes where one more comes
 MOST_UNPROVED = 1024
@@ -50,8 +49,8 @@ class Connection:
         """The other side has proved itself: it may send long frames."""
         self._decoder.limit = MAX_FRAME_BYTES
 
-    async def receive(self) -> Frame | None:
-        """The next frame; None at the end. Raises BadFrame."""
+    async def receive(self) -> dict[str, object] | None:
+        """The next frame as it came; None at the end. Raises BadFrame."""
         data = b""
         # one at a time: the limit may rise in between
         while (frame := next(self._decoder.feed(data), None)) is None:
@@ -68,7 +67,7 @@ class Connection:
         """Send without waiting; what a dead peer does not read is small and goes with the
         connection."""
         if not self._writer.is_closing():
-            self._writer.write(encode(frame))
+            self._writer.write(encode(frame.to_json()))
 
     def close(self) -> None:
         """End the connection at once."""
@@ -90,15 +89,18 @@ Handler = Callable[[Connection, int], Awaitable[None]]
 class Server:
     """One listening socket for all sessions of a supervisor, one after another.
 
+    `handlers`: by role ("agent", "control"), what a proved connection is given to. `token`: the
+    session's; None between two sessions. `rejected`: how many connections proved nothing.
+
     Args:
-        stranger: told of a peer that proved nothing: (its address, why).
+        on_rejected: called with (the peer's address, why) for one that proved nothing.
     """
 
-    def __init__(self, stranger: Callable[[str, str], None] = lambda peer, why: None) -> None:
-        self.handlers: dict[str, Handler] = {}  # by role: "agent", "control"
+    def __init__(self, on_rejected: Callable[[str, str], None] = lambda peer, why: None) -> None:
+        self.handlers: dict[str, Handler] = {}
         self.token: bytes | None = None
-        self.strangers = 0
-        self._stranger = stranger
+        self.rejected = 0
+        self._on_rejected = on_rejected
         self._server: asyncio.Server | None = None
         self._open: set[asyncio.Task[None]] = set()
         self._unproved: dict[Connection, None] = {}  # oldest first
@@ -132,57 +134,40 @@ class Server:
         self._open.add(task)
         connection = Connection(reader, writer)
         if len(self._unproved) >= self._most_unproved:
-            # who has the token proves it at once; who only connects must not keep others out
+            # what has the token proves it at once; what only connects must not keep others out
             next(iter(self._unproved)).close()
             del self._unproved[next(iter(self._unproved))]
         self._unproved[connection] = None
         try:
             async with asyncio.timeout(PROOF_SECONDS):
-                role, node = await self._proved(connection)
+                request = await self._proved(connection)
             self._unproved.pop(connection, None)
-            if handler := self.handlers.get(role):  # else whom it came for has just gone
-                await handler(connection, node)
+            # else what it came for has just gone
+            if handler := self.handlers.get(request.role):
+                await handler(connection, request.node)
         except (BadFrame, TimeoutError, UnicodeError) as error:
-            self.strangers += 1
-            if self.strangers <= TOLD_STRANGERS:
-                self._stranger(
+            self.rejected += 1
+            if self.rejected <= MOST_REPORTED:
+                self._on_rejected(
                     connection.peer, str(error) or f"proved nothing within {PROOF_SECONDS:g} s"
                 )
         except asyncio.CancelledError:
-            # the door closes; a task of asyncio's server that ends as cancelled is reported as an
-            # error
+            # the server closes; a task of asyncio's server that ends as cancelled is reported as
+            # an error
             pass
         finally:
             connection.close()
             self._unproved.pop(connection, None)
             self._open.discard(task)
 
-    async def _proved(self, connection: Connection) -> tuple[str, int]:
-        knock = await connection.receive()
-        if knock is None or knock["type"] != "knock":
-            raise BadFrame("it did not knock")
-        role = knock.get("role")
-        node = knock.get("node")
-        theirs = knock.get("nonce")
-        if (
-            not isinstance(role, str)
-            or role not in self.handlers
-            or not isinstance(node, int)
-            or not isinstance(theirs, str)
-            or self.token is None
-        ):
-            raise BadFrame(f"nobody waits for a {str(role)[:20]!r} now")
-        ours = new_nonce()
-        token = self.token
-        connection.send(
-            {"type": "challenge", "nonce": ours, "proof": proof(token, "supervisor", ours, theirs)}
-        )
-        answer = await connection.receive()
-        if (
-            answer is None
-            or answer["type"] != "answer"
-            or not proved(answer.get("proof"), token, "agent", theirs, ours, f"{role}:{node}")
-        ):
-            raise BadFrame("a wrong token")
+    async def _proved(self, connection: Connection) -> ConnectRequest:
+        """What the other side wants, once it has proved itself. Raises BadFrame."""
+        received = await connection.receive()
+        request = ConnectRequest.from_json(received or {})
+        if request.role not in self.handlers or self.token is None:
+            raise BadFrame(f"nothing waits for a {request.role[:20]!r} now")
+        handshake = ServerHandshake(self.token, request)
+        connection.send(handshake.challenge)
+        handshake.check(await connection.receive())
         connection.trust()
-        return role, node
+        return request

@@ -10,11 +10,20 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any
+from typing import TypeVar, cast
 
 from trainkit.launch.containers.scripts import CODES, describe_exit
 from trainkit.launch.launchers.contract import Launcher, TransportExit, Transports
-from trainkit.launch.protocol.frames import BadFrame, Frame, heartbeat_interval
+from trainkit.launch.protocol.frames import (
+    CommandRefused,
+    Frame,
+    Goodbye,
+    HeartbeatReport,
+    HostFacts,
+    Ping,
+    read_report,
+)
+from trainkit.launch.protocol.framing import BadFrame, heartbeat_interval
 from trainkit.launch.protocol.server import Connection, Server
 from trainkit.launch.session import Session
 
@@ -26,6 +35,7 @@ HEARD_SECONDS = 3.0
 BYE_SECONDS = 3.0
 # of all agents together that nobody has looked at; more have to wait in their connections
 HELD_FRAMES = 10_000
+Answer = TypeVar("Answer", bound=Frame)
 
 
 @dataclass(frozen=True)
@@ -35,7 +45,7 @@ class JoinedAgent:
 
     node: int
     host: str
-    facts: Mapping[str, Any]
+    facts: HostFacts
     clock_offset: float
 
 
@@ -50,6 +60,21 @@ class MissingAgent:
     host: str
     why: str
     not_shared: bool = False
+
+
+@dataclass(frozen=True)
+class AgentLost(Frame):
+    """No agent says this: its connection is over.
+
+    Args:
+        why: for people.
+        silent: nothing was closed, so what it started may still run for a while.
+        ago: seconds since it was heard.
+    """
+
+    why: str
+    silent: bool
+    ago: float
 
 
 class AgentPool:
@@ -67,7 +92,7 @@ class AgentPool:
         self.server = server
         self.received: asyncio.Queue[tuple[int, Frame]] = asyncio.Queue()
         self.hellos: dict[int, JoinedAgent] = {}
-        self.lost: dict[int, Frame] = {}
+        self.lost: dict[int, AgentLost] = {}
         self._connections: dict[int, Connection] = {}
         self._phase = "gather"
         self._leaving: set[int] = set()
@@ -120,7 +145,7 @@ class AgentPool:
     def dismiss(self, nodes: list[int]) -> None:
         """Say bye: these agents stop what is left and end, and their end is no loss."""
         for node in nodes:
-            self.send(node, {"type": "bye"})
+            self.send(node, Goodbye())
             self._leaving.add(node)
 
     async def gather(self, timeout: float) -> list[JoinedAgent | MissingAgent]:
@@ -142,9 +167,14 @@ class AgentPool:
         ]
 
     async def ask(
-        self, frames: Mapping[int, Frame], answers: set[str], timeout: float
-    ) -> tuple[dict[int, Frame], dict[int, str]]:
-        """Send each node its frame and wait for one answer of each, of these types or "refused".
+        self, frames: Mapping[int, Frame], answers: tuple[type[Answer], ...], timeout: float
+    ) -> tuple[dict[int, Answer | CommandRefused], dict[int, str]]:
+        """Send each node its frame and wait for one answer of each.
+
+        Args:
+            frames: by node.
+            answers: types of frames that are answers; `CommandRefused` always is one.
+            timeout: seconds for all of them.
 
         Returns:
             ({node: answer}, {node: why there is none}); frames of other types that come
@@ -152,7 +182,7 @@ class AgentPool:
         """
         for node, frame in frames.items():
             self.send(node, frame)
-        got: dict[int, Frame] = {}
+        got: dict[int, Answer | CommandRefused] = {}
         deadline = time.monotonic() + timeout
         while waiting := [node for node in frames if node not in got and node not in self.lost]:
             try:
@@ -162,15 +192,13 @@ class AgentPool:
                 return got, self._silent(got, frames) | dict.fromkeys(
                     waiting, f"no answer within {timeout:g} s"
                 )
-            if node in frames and frame["type"] in (*answers, "refused"):
-                got.setdefault(node, frame)
+            if node in frames and isinstance(frame, (*answers, CommandRefused)):
+                got.setdefault(node, cast(Answer, frame))
         return got, self._silent(got, frames)
 
     def _silent(self, got: Mapping[int, Frame], asked: Mapping[int, Frame]) -> dict[int, str]:
         return {
-            node: str(self.lost[node]["why"])
-            for node in asked
-            if node not in got and node in self.lost
+            node: self.lost[node].why for node in asked if node not in got and node in self.lost
         }
 
     async def _ended(self) -> Mapping[int, TransportExit]:
@@ -199,7 +227,7 @@ class AgentPool:
             )
             return MissingAgent(node, host, words, unseen is not None)
         if node in self.lost:
-            return MissingAgent(node, host, f"its agent came and went: {self.lost[node]['why']}")
+            return MissingAgent(node, host, f"its agent came and went: {self.lost[node].why}")
         if node in self._connections:
             return MissingAgent(
                 node, host, f"its agent connected and then hung: no hello within {timeout:g} s"
@@ -215,42 +243,38 @@ class AgentPool:
         self._connections[node] = connection
         why = "its agent's connection ended"
         try:
-            while (frame := await connection.receive()) is not None:
-                if frame["type"] == "hello" and node not in self.hellos:
+            while (received := await connection.receive()) is not None:
+                frame = read_report(received)
+                if isinstance(frame, HostFacts) and node not in self.hellos:
                     self.hellos[node] = self._hello(node, frame)
-                elif frame["type"] != "lost":  # which only we say
+                elif frame is not None:
                     self._compare_clocks(node, frame)
                     while self.received.qsize() >= HELD_FRAMES:
                         await asyncio.sleep(POLL_SECONDS)
                     self.received.put_nowait((node, frame))
-        except (BadFrame, ValueError, TypeError) as error:
+        except BadFrame as error:
             why = f"its agent speaks another protocol: {error}"
         self._lose(node, why, silent=False)
 
     def _compare_clocks(self, node: int, frame: Frame) -> None:
         """A frame is late by its way and by what we do meanwhile: of all that tell their time,
         the one that was least late is nearest."""
-        if (
-            "clock" in frame
-            and (hello := self.hellos.get(node))
-            and (offset := float(frame["clock"]) - time.time()) > hello.clock_offset
-        ):
+        if not isinstance(frame, HeartbeatReport | HostFacts) or frame.clock is None:
+            return
+        hello = self.hellos.get(node)
+        offset = frame.clock - time.time()
+        if hello is not None and offset > hello.clock_offset:
             self.hellos[node] = replace(hello, clock_offset=offset)
 
-    def _hello(self, node: int, facts: Frame) -> JoinedAgent:
-        offset = float(facts.get("clock") or time.time()) - time.time()
+    def _hello(self, node: int, facts: HostFacts) -> JoinedAgent:
+        offset = (facts.clock or time.time()) - time.time()
         return JoinedAgent(node, self.host(node), facts, offset)
 
     def _lose(self, node: int, why: str, *, silent: bool) -> None:
         if node in self.lost or node in self._leaving:
             return
-        frame = {
-            "type": "lost",
-            "node": node,
-            "why": why,
-            "silent": silent,
-            "ago": time.monotonic() - self._connections[node].heard if silent else 0.0,
-        }
+        ago = time.monotonic() - self._connections[node].heard if silent else 0.0
+        frame = AgentLost(why, silent, ago)
         self.lost[node] = frame
         self._connections[node].close()
         self.received.put_nowait((node, frame))
@@ -271,7 +295,7 @@ class AgentPool:
             }
             for connection in connections.values():
                 if now - connection.heard < HEARD_SECONDS:
-                    connection.send({"type": "ping"})
+                    connection.send(Ping())
             ended = await self._ended()
             for node, connection in connections.items():
                 # after a pause of our own their frames are still to be read

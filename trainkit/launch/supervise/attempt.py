@@ -9,7 +9,7 @@ import time
 import traceback
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.files import read_json, write_json, write_text
@@ -20,10 +20,24 @@ from trainkit.jobs.schema import Job
 from trainkit.launch.containers import node_container, reusable_since
 from trainkit.launch.hosts.hostfile import Host
 from trainkit.launch.launchers.contract import Launcher
-from trainkit.launch.protocol.frames import Frame
+from trainkit.launch.protocol.frames import (
+    DumpStacks,
+    Frame,
+    HeartbeatReport,
+    ProcessEnded,
+    ProcessesStopped,
+    ProcessOutput,
+    ProcessSpec,
+    ProcessStarted,
+    SignalProcesses,
+    StackReport,
+    StartFailed,
+    StartProcesses,
+    StopProcesses,
+)
 from trainkit.launch.protocol.server import Server
 from trainkit.launch.session import Session, new_session
-from trainkit.launch.supervise.agent_pool import AgentPool, JoinedAgent
+from trainkit.launch.supervise.agent_pool import AgentLost, AgentPool, JoinedAgent
 from trainkit.launch.supervise.failure_rules import FailureRules
 from trainkit.launch.supervise.hang_report import StackDumps
 from trainkit.launch.supervise.heartbeats import Heartbeats
@@ -314,9 +328,9 @@ class Attempt:
             AgentJoined(
                 hello.node,
                 hello.host,
-                hello.facts.get("address"),
+                hello.facts.address,
                 round(hello.clock_offset, 3),
-                hello.facts.get("proof"),
+                hello.facts.proof,
             )
         )
 
@@ -343,7 +357,7 @@ class Attempt:
             ]
             pool.send(
                 node,
-                {"type": "go", "processes": processes, "secret_names": list(self.context.secrets)},
+                StartProcesses(tuple(processes), tuple(self.context.secrets)),
             )
         deadline = time.monotonic() + self.session.connect
         while self.waiting and not self.losses:
@@ -363,18 +377,17 @@ class Attempt:
         self.began = True
         self.heartbeats.begin()
 
-    def _process(self, node: int, local_rank: int, rank: int) -> dict[str, Any]:
-        paths = {"log": str(self.folder.log(rank)), "error": str(self.folder.error(rank))}
-        environment = rank_environment(self.world, node, local_rank, self.folder)
-        flags = {"heartbeat": True, "whole": False, "output": False}
-        return {
-            "key": str(rank),
-            "argv": list(self.command.argv),
-            "env": environment,
-            "cwd": str(self.command.cwd),
-            **paths,
-            **flags,
-        }
+    def _process(self, node: int, local_rank: int, rank: int) -> ProcessSpec:
+        return ProcessSpec(
+            key=str(rank),
+            argv=tuple(self.command.argv),
+            env=rank_environment(self.world, node, local_rank, self.folder),
+            cwd=str(self.command.cwd),
+            log=str(self.folder.log(rank)),
+            error=str(self.folder.error(rank)),
+            heartbeat=True,
+            output=False,
+        )
 
     async def _watch(self, pool: AgentPool) -> Outcome | None:
         """Follow the ranks until none runs or all must be stopped; an outcome only for a hang."""
@@ -437,7 +450,7 @@ class Attempt:
         self.save_requested = True
         self.events.write(SaveRequested(sorted(self.running)))
         for node in pool.present:
-            pool.send(node, {"type": "signal", "signal": "USR1", "keys": None})
+            pool.send(node, SignalProcesses("USR1"))
 
     async def _hang(self, pool: AgentPool, seconds: float) -> Outcome:
         """Nobody moves: have all stacks written, name who is missing, stop."""
@@ -446,7 +459,7 @@ class Attempt:
         )
         nodes = pool.present
         for node in nodes:
-            pool.send(node, {"type": "stacks", "py_spy": True})
+            pool.send(node, DumpStacks(py_spy=True))
         deadline = time.monotonic() + self.stacks.seconds
         while time.monotonic() < deadline and not self.losses and not self.stacks.complete(nodes):
             await self._take_next(pool)
@@ -472,53 +485,54 @@ class Attempt:
         self.context.observer.tick()
 
     def _take(self, pool: AgentPool, node: int, frame: Frame) -> None:
-        kind = frame["type"]
-        if kind == "heartbeat":
-            for key, beat in frame["beats"].items():
-                self.heartbeats.take(int(key), beat)
-        elif kind == "started":
-            self._started(int(frame["key"]), pool.host(node), frame["pid"])
-        elif kind == "start_failed":
-            self.waiting.discard(int(frame["key"]))
-            self.not_started.append((pool.host(node), f"rank {frame['key']}: {frame['error']}"))
-        elif kind == "ended":
-            self._ended(pool, node, frame)
-        elif kind == "stopped":
-            host = pool.host(node)
-            self.stopped[node] = [
-                cast(SurvivingProcess, {"host": host, **each}) for each in frame["left"]
-            ]
-        elif kind == "stacks":
-            self.stacks.take(node, frame)
-        elif kind == "output":
-            self._note(AgentOutput(node, pool.host(node), frame.get("text")))
-        elif kind == "lost":
-            self._lost(pool, node, frame)
+        host = pool.host(node)
+        match frame:
+            case HeartbeatReport():
+                for key, beat in frame.beats.items():
+                    self.heartbeats.take(int(key), beat)
+            case ProcessStarted():
+                self._started(int(frame.key), host, frame.pid)
+            case StartFailed():
+                self.waiting.discard(int(frame.key))
+                self.not_started.append((host, f"rank {frame.key}: {frame.error}"))
+            case ProcessEnded():
+                self._ended(pool, node, frame)
+            case ProcessesStopped():
+                self.stopped[node] = [
+                    SurvivingProcess(host=host, pid=left.pid, argv0=left.argv0)
+                    for left in frame.left
+                ]
+            case StackReport():
+                self.stacks.take(node, frame)
+            case ProcessOutput():
+                self._note(AgentOutput(node, host, frame.text))
+            case AgentLost():
+                self._lost(pool, node, frame)
 
     def _started(self, rank: int, host: str, pid: int) -> None:
         self.waiting.discard(rank)
         self.running.add(rank)
         self._note(RankStarted(rank, host, pid))
 
-    def _ended(self, pool: AgentPool, node: int, frame: Frame) -> None:
-        rank = int(frame["key"])
+    def _ended(self, pool: AgentPool, node: int, frame: ProcessEnded) -> None:
+        rank = int(frame.key)
         self.waiting.discard(rank)
         self.running.discard(rank)
-        time_here = float(frame["time"]) - pool.hellos[node].clock_offset
-        if frame.get("error"):
+        time_here = frame.time - pool.hellos[node].clock_offset
+        if frame.error:
             error = self._redacted_error(rank)
         else:
             error = None
         end = RankExit(
             rank=rank,
             host=pool.host(node),
-            code=int(frame["code"]),
+            code=frame.code,
             time=time_here,
-            stopped=bool(frame["stopped"]),
-            done=bool(frame["done"]),
+            stopped=frame.stopped,
+            done=frame.done,
             error=error,
-            last=[self.redactor.text(line) for line in frame.get("last", ())],
-            oom=bool(frame.get("oom")),
+            last=[self.redactor.text(line) for line in frame.last],
+            oom=frame.oom,
             log=str(self.folder.log(rank)),
         )
         self.ends.append(end)
@@ -544,17 +558,16 @@ class Attempt:
             return clean
         return None
 
-    def _lost(self, pool: AgentPool, node: int, frame: Frame) -> None:
+    def _lost(self, pool: AgentPool, node: int, frame: AgentLost) -> None:
         gone = {rank for rank, where in self.node_of.items() if where == node}
         if node not in self.stopped or gone & self.running:
-            ago = float(frame["ago"])
             self.losses.append(
-                LostContact(pool.host(node), frame["why"], time.time() - ago, frame["silent"])
+                LostContact(pool.host(node), frame.why, time.time() - frame.ago, frame.silent)
             )
-            self.lost_at = max(self.lost_at or 0.0, time.monotonic() - ago)
+            self.lost_at = max(self.lost_at or 0.0, time.monotonic() - frame.ago)
             # a full disk must not keep us from stopping the others
             with contextlib.suppress(OSError):
-                self.events.write(ContactLost(node, pool.host(node), frame["why"]))
+                self.events.write(ContactLost(node, pool.host(node), frame.why))
         self.running -= gone
         self.waiting -= gone
 
@@ -568,7 +581,7 @@ class Attempt:
             nodes = []
         if nodes:
             for node in nodes:
-                pool.send(node, {"type": "stop", "grace": grace, "keys": None})
+                pool.send(node, StopProcesses(grace))
             if self.running:
                 with contextlib.suppress(OSError):
                     self.events.write(RanksStopped(reason, sorted(self.running)))

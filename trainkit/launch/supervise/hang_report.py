@@ -7,7 +7,7 @@ from typing import Any
 
 from trainkit.base.errors import Exit
 from trainkit.base.files import write_text
-from trainkit.launch.protocol.frames import Frame
+from trainkit.launch.protocol.frames import StackReport
 from trainkit.launch.supervise.heartbeats import Heartbeats
 from trainkit.launch.supervise.outcome import Outcome
 from trainkit.runs.events import RootCause
@@ -34,12 +34,12 @@ class StackDumps:
         self.silent: set[int] = set()
         self.states: dict[int, str] = {}
 
-    def take(self, node: int, frame: Frame) -> None:
+    def take(self, node: int, frame: StackReport) -> None:
         """One agent's answer."""
         self._nodes.add(node)
-        self.texts |= {int(key): text for key, text in frame.get("stacks", {}).items()}
-        self.silent |= {int(key) for key in frame.get("silent", ())}
-        self.states |= {int(key): state for key, state in frame.get("states", {}).items()}
+        self.texts |= {int(key): text for key, text in frame.stacks.items()}
+        self.silent |= {int(key) for key in frame.silent}
+        self.states |= {int(key): state for key, state in frame.states.items()}
 
     def complete(self, nodes: Collection[int]) -> bool:
         """Whether all of them have answered."""

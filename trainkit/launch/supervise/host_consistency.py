@@ -21,7 +21,7 @@ def host_inconsistencies(
     not fail. `gpus`: how many each host must have."""
     found = []
     for name in COMPARED:
-        values = {hello.node: (hello.facts.get("versions") or {}).get(name) for hello in hellos}
+        values = {hello.node: hello.facts.versions.get(name) for hello in hellos}
         if len(set(values.values())) > 1:
             usual, times = Counter(values.values()).most_common(1)[0]
             for hello in hellos:
@@ -45,27 +45,27 @@ def _problems(hello: JoinedAgent, session: Session, gpus: int) -> list[str]:
     facts = hello.facts
     cluster = session.cluster
     problems = []
-    if facts.get("nonce") != session.nonce:
+    if facts.nonce != session.nonce:
         problems.append(
             f"sees another {session.folder} than this machine: clusters.{cluster.name}.root is not"
             " shared"
         )
-    elif facts.get("snapshot") != session.code.name:
+    elif facts.snapshot != session.code.name:
         problems.append(
-            f"sees other code in {session.code} (sha256 {str(facts.get('snapshot'))[:12]}, not"
+            f"sees other code in {session.code} (sha256 {str(facts.snapshot)[:12]}, not"
             f" {session.code.name[:12]}): a stale copy, or an edited one"
         )
-    if facts.get("extension"):
+    if facts.extension:
         if session.container:
             where = f"of {session.container.settings.image} "
         else:
             where = ""
         problems.append(
-            f"its Python {where}({facts.get('executable')}) cannot load the code's compiled part:"
-            f" {facts['extension']}"
+            f"its Python {where}({facts.executable}) cannot load the code's compiled part:"
+            f" {facts.extension}"
         )
-    if facts.get("writable"):
-        problems.append(f"cannot write into {session.folder}: {facts['writable']}")
+    if facts.writable:
+        problems.append(f"cannot write into {session.folder}: {facts.writable}")
     if abs(hello.clock_offset) > cluster.watch.clock:
         if hello.clock_offset > 0:
             ahead = "ahead"
@@ -75,12 +75,10 @@ def _problems(hello: JoinedAgent, session: Session, gpus: int) -> list[str]:
             f"its clock is {abs(hello.clock_offset):.0f} s {ahead}; {cluster.watch.clock:g} s are"
             f" allowed (clusters.{cluster.name}.watch.clock)"
         )
-    if facts.get("address_error"):
-        problems.append(str(facts["address_error"]))
-    if len(facts.get("gpus") or ()) < gpus:
-        problems.append(
-            f"has {len(facts.get('gpus') or ())} GPUs; {gpus} ranks a node need one each"
-        )
+    if facts.address_error:
+        problems.append(facts.address_error)
+    if len(facts.gpus) < gpus:
+        problems.append(f"has {len(facts.gpus)} GPUs; {gpus} ranks a node need one each")
     return problems
 
 

@@ -7,9 +7,8 @@ import asyncio
 import contextlib
 import secrets
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import trainkit
 from trainkit.base.errors import Exit, TrainkitError
@@ -18,7 +17,15 @@ from trainkit.jobs.schema import Job
 from trainkit.launch.hosts.hostfile import Host
 from trainkit.launch.launchers import LAUNCHERS, supervisor_address
 from trainkit.launch.launchers.contract import Launcher
-from trainkit.launch.protocol.frames import Frame
+from trainkit.launch.protocol.frames import (
+    CommandRefused,
+    HostFacts,
+    ReportedProcess,
+    ReserveSlots,
+    SlotsReserved,
+    SweepDone,
+    SweepRun,
+)
 from trainkit.launch.protocol.server import Server
 from trainkit.launch.session import new_session
 from trainkit.launch.supervise.agent_pool import AgentPool, JoinedAgent
@@ -82,10 +89,12 @@ async def wait_for_consistent_agents(pool: AgentPool) -> list[JoinedAgent]:
         ) from None
     session = pool.session
     # no slot, but what is marked dies with its agent
-    rest: Frame = {"type": "reserve", "run": session.run, "attempt": 0, "slots": [], "share": True}
     _, silent = await pool.ask(
-        {node: {**rest, "mark": session.mark(node)} for node in pool.present},
-        {"reserved"},
+        {
+            node: ReserveSlots(session.run, 0, (), share=True, mark=session.mark(node))
+            for node in pool.present
+        },
+        (SlotsReserved,),
         session.connect,
     )
     if silent:
@@ -99,12 +108,11 @@ async def wait_for_consistent_agents(pool: AgentPool) -> list[JoinedAgent]:
 
 @dataclass(frozen=True)
 class HostReport:
-    """A host as `nodes` shows it: why it cannot be used, or what its agent says of it (the frame
-    hello)."""
+    """A host as `nodes` shows it: why it cannot be used, or what its agent says of it."""
 
     host: str
     error: str | None
-    hello: dict[str, Any] | None
+    facts: HostFacts | None
 
 
 @dataclass(frozen=True)
@@ -115,8 +123,8 @@ class SweepReport:
 
     host: str
     error: str | None
-    left: list[dict[str, Any]] = field(default_factory=list)
-    killed: list[dict[str, Any]] = field(default_factory=list)
+    left: tuple[ReportedProcess, ...] = ()
+    killed: tuple[ReportedProcess, ...] = ()
     proof: str | None = None
 
 
@@ -130,7 +138,7 @@ def survey_hosts(
             answers = await pool.gather(pool.session.connect)
         return [
             (
-                HostReport(a.host, None, dict(a.facts))
+                HostReport(a.host, None, a.facts)
                 if isinstance(a, JoinedAgent)
                 else HostReport(a.host, a.why, None)
             )
@@ -166,21 +174,17 @@ async def sweep_orphans_on(
         cluster, hosts, run.root, "sweep", code=code, launcher=launcher
     ) as pool:
         answers = await pool.gather(seconds)
-        frames: dict[int, Frame] = {
-            node: {"type": "sweep", "run": run.id, "kill": kill} for node in pool.present
-        }
-        got, silent = await pool.ask(frames, {"swept"}, SWEEP_SECONDS)
+        frames = {node: SweepRun(run.id, kill) for node in pool.present}
+        got, silent = await pool.ask(frames, (SweepDone,), SWEEP_SECONDS)
     reports = []
     for node, answer in enumerate(answers):
         frame = got.get(node)
         if not isinstance(answer, JoinedAgent):
             reports.append(SweepReport(answer.host, answer.why))
-        elif frame is None or frame["type"] == "refused":
-            reports.append(
-                SweepReport(answer.host, silent.get(node) or str((frame or {}).get("error")))
-            )
+        elif frame is None:
+            reports.append(SweepReport(answer.host, silent[node]))
+        elif isinstance(frame, CommandRefused):
+            reports.append(SweepReport(answer.host, frame.error))
         else:
-            reports.append(
-                SweepReport(answer.host, None, frame["left"], frame["killed"], frame.get("proof"))
-            )
+            reports.append(SweepReport(answer.host, None, frame.left, frame.killed, frame.proof))
     return reports

@@ -10,9 +10,21 @@ from collections.abc import Callable, Mapping, Sequence
 from trainkit.base.errors import Exit
 from trainkit.engines.contract import Command
 from trainkit.jobs.schema import Job
-from trainkit.launch.protocol.frames import Frame
+from trainkit.launch.protocol.frames import (
+    CommandRefused,
+    ConnectToPort,
+    Frame,
+    Listen,
+    Listening,
+    ListeningStopped,
+    PortChecked,
+    ReserveSlots,
+    SlotsBusy,
+    SlotsReserved,
+    StopListening,
+)
 from trainkit.launch.session import Session, is_this_machine
-from trainkit.launch.supervise.agent_pool import AgentPool, JoinedAgent, MissingAgent
+from trainkit.launch.supervise.agent_pool import AgentPool, Answer, JoinedAgent, MissingAgent
 from trainkit.launch.supervise.host_consistency import host_inconsistencies, table
 from trainkit.launch.supervise.outcome import Outcome
 from trainkit.launch.supervise.rank_environment import (
@@ -72,7 +84,7 @@ async def gather(
     if wrong := host_inconsistencies(hellos, pool.session, gpus):
         hosts = list(dict.fromkeys(host for host, _ in wrong))
         hint = "make them alike, or leave them out with --exclude"
-        if any(hello.facts.get("extension") for hello in hellos):
+        if any(hello.facts.extension for hello in hellos):
             hint = (
                 "compile it there too, into the checkout: `PYTHON setup.py build_ext --inplace`"
                 " puts a file for that Python beside the other"
@@ -147,17 +159,22 @@ def _count(some: int, all: int) -> str:
 
 
 async def _asked(
-    pool: AgentPool, phase: str, frames: Mapping[int, Frame], answers: set[str], timeout: float
-) -> dict[int, Frame]:
+    pool: AgentPool,
+    phase: str,
+    frames: Mapping[int, Frame],
+    answers: tuple[type[Answer], ...],
+    timeout: float,
+) -> dict[int, Answer]:
     """All nodes' answers. Raises StartError (8) naming those that hung, and in which phase; and
     what a node said it cannot do."""
     got, silent = await pool.ask(frames, answers, timeout)
     rows = [(pool.host(node), f"hung while {phase}: {why}") for node, why in sorted(silent.items())]
-    rows += [
-        (pool.host(node), f"could not do its part of {phase}: {frame.get('error')}")
-        for node, frame in sorted(got.items())
-        if frame["type"] == "refused"
-    ]
+    done = dict[int, Answer]()
+    for node, frame in sorted(got.items()):
+        if isinstance(frame, CommandRefused):
+            rows.append((pool.host(node), f"could not do its part of {phase}: {frame.error}"))
+        else:
+            done[node] = frame
     if rows:
         raise StartError(
             Exit.START,
@@ -165,7 +182,7 @@ async def _asked(
             rows,
             suspects=[host for host, _ in rows],
         )
-    return got
+    return done
 
 
 async def reserve(pool: AgentPool, job: Job, *, share: bool) -> None:
@@ -176,21 +193,23 @@ async def reserve(pool: AgentPool, job: Job, *, share: bool) -> None:
     """
     session = pool.session
     watch = job.cluster.watch
-    frames = {}
-    for node, host in enumerate(session.hosts):
-        rest = {"slots": slot_names(job, host), "share": share, "mark": session.mark(node)}
-        frames[node] = {"type": "reserve", "run": session.run, "attempt": session.attempt, **rest}
+    frames = {
+        node: ReserveSlots(
+            session.run,
+            session.attempt,
+            tuple(slot_names(job, host)),
+            share=share,
+            mark=session.mark(node),
+        )
+        for node, host in enumerate(session.hosts)
+    }
     hosts = len(frames)
     deadline = time.monotonic() + watch.lease + watch.grace + OWN_SECONDS
     while True:
-        got = await _asked(
-            pool, "reserving its slots", frames, {"reserved", "busy"}, session.connect
-        )
-        busy = {
-            node: frame.get("holder") or {}
-            for node, frame in sorted(got.items())
-            if frame["type"] == "busy"
-        }
+        kinds = (SlotsReserved, SlotsBusy)
+        got = await _asked(pool, "reserving its slots", frames, kinds, session.connect)
+        answers = {node: frame for node, frame in got.items() if isinstance(frame, SlotsBusy)}
+        busy = {node: frame.holder or {} for node, frame in answers.items()}
         frames = {node: frames[node] for node in busy}
         if not busy:
             return
@@ -207,7 +226,7 @@ async def reserve(pool: AgentPool, job: Job, *, share: bool) -> None:
             f"run {holder.get('run', 'unknown')} (pid {holder.get('pid', '?')},"
             f" {holder.get('folder', '?')})"
         )
-        rows.append((pool.host(node), f"{got[node].get('slot')} is taken by {who}"))
+        rows.append((pool.host(node), f"{answers[node].slot} is taken by {who}"))
     raise StartError(
         Exit.HOSTS_BUSY,
         f"{_count(len(rows), hosts)} busy",
@@ -216,7 +235,7 @@ async def reserve(pool: AgentPool, job: Job, *, share: bool) -> None:
     )
 
 
-def _refuse_twins(pool: AgentPool, busy: Mapping[int, Frame]) -> None:
+def _refuse_twins(pool: AgentPool, busy: Mapping[int, Mapping[str, object]]) -> None:
     """Raise StartError (7) where a host's slots are held by another agent of this very attempt: two
     names of one machine, or one folder of several."""
     session = pool.session
@@ -254,7 +273,7 @@ def _refuse_twins(pool: AgentPool, busy: Mapping[int, Frame]) -> None:
 
 def _machine(hello: JoinedAgent) -> tuple[object, object]:
     """What a machine calls itself, and its boot."""
-    return hello.facts.get("host"), (hello.facts.get("identity") or {}).get("boot_id")
+    return hello.facts.host, hello.facts.identity.get("boot_id")
 
 
 async def rendezvous(pool: AgentPool, job: Job) -> tuple[str, int]:
@@ -265,28 +284,24 @@ async def rendezvous(pool: AgentPool, job: Job) -> tuple[str, int]:
         await _asked(
             pool,
             "listening for the others",
-            {0: {"type": "listen", "ports": ports}},
-            {"listening"},
+            {0: Listen(tuple(ports))},
+            (Listening,),
             timeout,
         )
     )[0]
-    address = str(pool.hellos[0].facts["address"])
-    port = listening.get("port")
+    address = str(pool.hellos[0].facts.address)
+    port = listening.port
     if port is None:
         raise StartError(
             Exit.START,
-            f"none of {len(ports)} ports tried on {pool.host(0)} is free: {listening.get('error')}",
+            f"none of {len(ports)} ports tried on {pool.host(0)} is free: {listening.error}",
         )
     if len(session.hosts) > 1:
-        frames = {
-            node: {"type": "connect", "address": address, "port": port}
-            for node in range(len(session.hosts))
-        }
-        got = await _asked(pool, f"connecting to {address}:{port}", frames, {"connected"}, timeout)
+        frames = {node: ConnectToPort(address, port) for node in range(len(session.hosts))}
+        phase = f"connecting to {address}:{port}"
+        got = await _asked(pool, phase, frames, (PortChecked,), timeout)
         if rows := [
-            (pool.host(node), str(frame["error"]))
-            for node, frame in sorted(got.items())
-            if frame.get("error")
+            (pool.host(node), frame.error) for node, frame in sorted(got.items()) if frame.error
         ]:
             hint = (
                 "a firewall, or an address of another network: clusters.X.interface names the"
@@ -299,7 +314,7 @@ async def rendezvous(pool: AgentPool, job: Job) -> tuple[str, int]:
                 rows,
                 hint=hint,
             )
-    await _asked(pool, "freeing the port again", {0: {"type": "unlisten"}}, {"unlistened"}, timeout)
+    await _asked(pool, "freeing the port again", {0: StopListening()}, (ListeningStopped,), timeout)
     return address, int(port)
 
 
@@ -315,8 +330,6 @@ def allocate(pool: AgentPool, job: Job, command: Command, address: str, port: in
         else:
             visible = None
         nodes.append(
-            Node(
-                pool.host(node), str(facts["address"]), node, ranks, facts.get("interface"), visible
-            )
+            Node(pool.host(node), str(facts.address), node, ranks, facts.interface, visible)
         )
     return Allocation(tuple(nodes), address, port)

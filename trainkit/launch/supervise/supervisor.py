@@ -24,6 +24,7 @@ from trainkit.launch.hosts.quarantine import quarantine_host
 from trainkit.launch.hosts.selection import read_hosts
 from trainkit.launch.launchers import LAUNCHERS, supervisor_address
 from trainkit.launch.launchers.contract import Launcher
+from trainkit.launch.protocol.frames import Accepted, CancelRun
 from trainkit.launch.protocol.server import Connection, Server
 from trainkit.launch.session import SECRETS
 from trainkit.launch.supervise.attempt import Attempt, AttemptContext, AttemptResult
@@ -441,12 +442,12 @@ class Supervisor:
         """Somebody who can read the session's token wants something."""
         async with asyncio.timeout(CONTROL_SECONDS):
             frame = await connection.receive()
-        if frame is not None and frame["type"] == "cancel":
-            if frame.get("save"):
+        if frame is not None and frame["type"] == CancelRun.TYPE:
+            if CancelRun.from_json(frame).save:
                 self.stop_requests.request_save(StopRequest.SAVE)
             else:
                 self.stop_requests.request_stop()
-            connection.send({"type": "ok"})
+            connection.send(Accepted())
             await connection.finish()
 
 

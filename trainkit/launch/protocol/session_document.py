@@ -1,0 +1,70 @@
+"""session.json, the form session/1: what an agent has to know of its session.
+
+Standard library only: the agent imports this on nodes that may have nothing else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainkit.base.documents import document, read_document
+from trainkit.launch.protocol.json_fields import read_fields, write_fields
+
+SCHEMA = "session/1"
+FILE_NAME = "session.json"
+
+
+@dataclass(frozen=True)
+class SessionNode:
+    """A host by its name in the hostfile."""
+
+    host: str
+
+
+@dataclass(frozen=True)
+class SessionDocument:
+    """One session as its agents see it.
+
+    Args:
+        run: the run's id, or a name of its own where there is no run. attempt: its number.
+        address, port: where the supervisor listens. lease: seconds of silence that are a lost
+        contact. grace: seconds from TERM to KILL. node_folder: each node's own, for locks and
+        heartbeats. nodes: in order. interface: the network of the ranks. root: the folder that
+        all hosts share. snapshot: SHA-256 of the code. nonce: what only who sees this folder can
+        know. folder: the run's, for messages of other runs. python_paths: further folders of
+        packages. term: "save" where TERM is sent to every process of a job and the supervisor
+        says what is next. stdin: "none" where its end means nothing.
+    """
+
+    run: str
+    attempt: int
+    address: str
+    port: int
+    nodes: tuple[SessionNode, ...]
+    interface: str | None
+    root: str
+    lease: float
+    grace: float
+    node_folder: str
+    nonce: str
+    snapshot: str = ""
+    folder: str | None = None
+    python_paths: tuple[str, ...] = ()
+    term: str = "stop"
+    stdin: str = "held"
+
+    def to_json(self) -> dict[str, object]:
+        """The form session/1."""
+        return document(SCHEMA, **write_fields(self))
+
+
+def read_session(folder: Path) -> SessionDocument:
+    """Read session.json of a session's folder.
+
+    Raises:
+        ConfigError: it is missing or of another form.
+        ValueError: a field is missing or wrong.
+    """
+    path = folder / FILE_NAME
+    return read_fields(SessionDocument, read_document(path, SCHEMA), str(path))
