@@ -53,7 +53,7 @@ def draw_plan(path: Path) -> None:
         for line in Text.from_ansi(printed).split():
             line.rstrip()
             console.print(line, soft_wrap=False)
-        picture = console.export_svg(title=f"./inv plan {PLANNED}", unique_id="plan")
+        picture = console.export_svg(title=f"trainkit plan {PLANNED}", unique_id="plan")
     # fonts of another server are not asked for
     path.write_text(re.sub(r"@font-face \{.*?\}\s*", "", picture, flags=re.DOTALL))
 
