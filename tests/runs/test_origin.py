@@ -1,0 +1,85 @@
+"""Where a run comes from: what is kept of the project and the environment, and what never is."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from trainkit.base.files import read_json
+from trainkit.runs import origin
+from trainkit.runs.folder import RunFolder
+from trainkit.runs.origin import package_versions, printable_environment, write_origin
+
+
+def git(folder: Path, *words: str) -> None:
+    identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    subprocess.run(["git", "-C", str(folder), *identity, *words], check=True, capture_output=True)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    return RunFolder(tmp_path / "root" / "runs" / "job" / "id")
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    folder = tmp_path / "project"
+    folder.mkdir()
+    git(folder, "init", "-q")
+    (folder / "jobs.toml").write_text("a = 1\n")
+    git(folder, "add", ".")
+    git(folder, "commit", "-qm", "first")
+    return folder
+
+
+def test_secrets_of_the_environment_have_names_only() -> None:
+    given = {"B": "1", "A": "2", "HF_TOKEN": "x", "my_api_key": "y", "NAMED": "z"}
+    found = printable_environment(given, ["NAMED"])
+    assert found == {"A": "2", "B": "1", "HF_TOKEN": None, "NAMED": None, "my_api_key": None}
+    assert list(found) == sorted(given)
+
+
+def test_versions() -> None:
+    found = package_versions()
+    assert "pytest" in found and list(found) == sorted(found)
+
+
+def test_a_clean_checkout(run: RunFolder, checkout: Path) -> None:
+    (checkout / "new.txt").write_text("")
+    write_origin(run, checkout, "abc", {})
+    found = read_json(run.origin)
+    assert found["schema"] == "origin/1" and len(found["git_commit"]) == 40
+    assert found["git_diff"] is None and found["git_diff_bytes"] == 0
+    assert found["git_untracked"] == ["new.txt"] and found["code_sha256"] == "abc"
+    assert not run.diff.exists() and run.origin.stat().st_mode & 0o077 == 0
+
+
+def test_changes_are_kept_without_secrets(
+    run: RunFolder, checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (checkout / "jobs.toml").write_text("a = 'hunter22'\n")
+    monkeypatch.setenv("PLAIN", "has hunter22 in it")
+    write_origin(run, checkout, "abc", {"NAMED": "hunter22"}, [{"path": "big.bin"}])
+    found = read_json(run.origin)
+    assert found["git_diff"] == "origin.diff" and "+a = '***'" in run.diff.read_text()
+    assert found["environment"]["PLAIN"] == "has *** in it"
+    assert found["code_left_out"] == [{"path": "big.bin"}]
+    assert "hunter22" not in run.origin.read_text() + run.diff.read_text()
+
+
+def test_a_diff_that_is_data_is_counted_only(
+    run: RunFolder, checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(origin, "DIFF_LIMIT", 100)
+    (checkout / "jobs.toml").write_text("b = 1\n" * 100)
+    write_origin(run, checkout, "abc", {})
+    found = read_json(run.origin)
+    assert found["git_diff"] is None and found["git_diff_bytes"] > 100 and not run.diff.exists()
+
+
+def test_no_repository(run: RunFolder, tmp_path: Path) -> None:
+    write_origin(run, tmp_path, "abc", {})
+    found = read_json(run.origin)
+    assert (found["git_commit"], found["git_diff_bytes"], found["git_untracked"]) == (None,) * 3

@@ -1,0 +1,206 @@
+"""Tables inside a job: its parallelism, checkpoints, sample, profile, W&B and retries; and where an
+engine comes from."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from trainkit.jobs.table import NAME, Table, wrong
+
+
+class Parallelism(Table):
+    """How the ranks share the work. Data-parallel size is what remains of the world."""
+
+    tensor_model_parallel_size: int = Field(1, ge=1, description="tensor-parallel size")
+    pipeline_model_parallel_size: int = Field(1, ge=1, description="pipeline stages")
+    virtual_pipeline_model_parallel_size: int | None = Field(
+        None, ge=2, description="model chunks of each stage under an interleaved schedule"
+    )
+    pipeline_schedule: Literal["1f1b", "zbv"] = Field(
+        "1f1b",
+        description=(
+            "1f1b: one forward, one backward, interleaved where"
+            " virtual_pipeline_model_parallel_size is given; zbv: zero bubble, without compile"
+        ),
+    )
+    sequence_parallel: bool = Field(
+        False, description="activations between blocks split over the tensor-parallel ranks"
+    )
+    zero_stage: int = Field(
+        1,
+        ge=0,
+        le=3,
+        description=(
+            "0: replicated; 1: optimizer state sharded; 2: gradients too; 3: parameters too"
+        ),
+    )
+    data_parallel_replicate_size: int = Field(
+        1,
+        ge=1,
+        description=(
+            "HSDP: whole copies of the model; each is sharded over data-parallel size / this many"
+            " ranks, and gradients are summed over copies"
+        ),
+    )
+
+    @model_validator(mode="after")
+    def _fits(self) -> Parallelism:
+        if self.data_parallel_replicate_size > 1 and self.zero_stage == 0:
+            raise wrong(
+                "data_parallel_replicate_size",
+                "data_parallel_replicate_size is for zero_stage 1 to 3: with 0 every rank holds a"
+                " whole copy",
+            )
+        if self.pipeline_schedule == "zbv" and (
+            self.pipeline_model_parallel_size == 1 or self.virtual_pipeline_model_parallel_size
+        ):
+            needs_what = (
+                "pipeline_model_parallel_size above 1 and no virtual_pipeline_model_parallel_size:"
+                " it has two chunks on each stage by itself"
+            )
+            raise wrong("pipeline_schedule", f"pipeline_schedule = 'zbv' needs {needs_what}")
+        if self.virtual_pipeline_model_parallel_size and self.pipeline_model_parallel_size == 1:
+            raise wrong(
+                "virtual_pipeline_model_parallel_size",
+                "virtual_pipeline_model_parallel_size needs pipeline_model_parallel_size above 1",
+            )
+        return self
+
+
+class EngineSource(Table):
+    """Where an engine that is not trainkit's own comes from."""
+
+    NAMES: ClassVar[tuple[str, ...]] = ("gpt-neox", "megatron-lm", "nemo", "neuronx-nemo")
+
+    name: str = Field(
+        "",
+        pattern=NAME,
+        description="the table's name, filled in: gpt-neox, megatron-lm, nemo or neuronx-nemo",
+    )
+    source: str = Field(min_length=1, description="a git URL, or a folder")
+    revision: str | None = Field(None, description="commit, tag or branch")
+    container: str | None = Field(None, description="the [containers.X] table it runs in")
+
+    @model_validator(mode="after")
+    def _is_an_engine(self) -> EngineSource:
+        if self.name and self.name not in self.NAMES:
+            raise wrong(
+                "name", f"there is no engine {self.name!r}; engines: {', '.join(self.NAMES)}"
+            )
+        return self
+
+
+class CheckpointSettings(Table):
+    """What is kept on disk."""
+
+    keep_last: int = Field(
+        2,
+        ge=1,
+        description=(
+            "newest checkpoints kept; older ones are deleted after a save, but for those that the"
+            " next two keys keep"
+        ),
+    )
+    keep_every: int | None = Field(
+        None, ge=1, description="checkpoints of steps that are a multiple of this are kept for ever"
+    )
+    keep_best: int = Field(
+        0,
+        ge=0,
+        description=(
+            "so many with the lowest validation loss are kept; only those of steps with an"
+            " evaluation have one"
+        ),
+    )
+    verify: Literal["size", "sample", "full"] = Field(
+        "full",
+        description=(
+            "what is looked at before one is read: sizes always; sample: the hash of one file in 8;"
+            " full: of every file, each by one rank"
+        ),
+    )
+    save_async: bool = Field(
+        False,
+        description=(
+            "write while training goes on, from a copy in host memory: 12 bytes for every parameter"
+            " that a rank holds"
+        ),
+    )
+    save_first: bool = Field(
+        False,
+        description=(
+            "write one of step 0 before a new run's first step: a disk that does not take it ends"
+            " the run then (exit 10)"
+        ),
+    )
+    filesystem: str | None = Field(
+        None, description="which of the cluster's filesystems they go to; by default its only one"
+    )
+
+
+class GenerateSettings(Table):
+    """The sample printed when training ends."""
+
+    prompt: str = Field(
+        "", description="text the sample goes on from; empty: from the end-of-document token"
+    )
+    max_new_tokens: int = Field(64, ge=1, description="tokens of the sample")
+
+
+class ProfileSettings(Table):
+    """Which steps torch's profiler looks at; traces go to profile/ in the run folder."""
+
+    start: int = Field(ge=1, description="first step that is profiled")
+    stop: int = Field(ge=1, description="last step that is profiled")
+    ranks: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False)] = Field(
+        (0,), description="ranks that are profiled"
+    )
+
+    @model_validator(mode="after")
+    def _ordered(self) -> ProfileSettings:
+        if self.stop < self.start:
+            raise wrong("stop", f"stop {self.stop} is before start {self.start}")
+        return self
+
+
+class WandbSettings(Table):
+    """Metrics to Weights & Biases as well (needs the extra `wandb`); the run's id there is its
+    id here, so a resumed run goes on."""
+
+    project: str = Field(min_length=1, description="the W&B project")
+    entity: str | None = Field(None, description="the W&B team or user; by default that of the key")
+    group: str | None = Field(None, description="the W&B group")
+    mode: Literal["online", "offline"] = Field(
+        "online", description="offline: only files, for `wandb sync` later"
+    )
+
+
+class RetrySettings(Table):
+    """How often a run goes on by itself after a failure, by the failure's class: one kind does
+    not eat the budget of another."""
+
+    infra: int = Field(3, ge=0, description="after a rank or host failed without fault of the job")
+    hang: int = Field(2, ge=0, description="after a hang")
+    user: int = Field(0, ge=0, description="after an error of the job's own code or data")
+    preempted: int = Field(0, ge=0, description="after it was told to save and stop")
+    preemption: int = Field(
+        100,
+        ge=0,
+        description=(
+            "slurm: after Slurm took its nodes away: a job of higher priority, scontrol requeue"
+        ),
+    )
+    time_limit: int = Field(1000, ge=0, description="slurm: after its time limit")
+    same_step: int = Field(
+        3,
+        ge=1,
+        description=(
+            "identical failures at one step, with no progress between them, that end the run for"
+            " good (exit 14)"
+        ),
+    )
+    shrink: bool = Field(
+        True, description="go on with fewer nodes where too few are left and the plan allows it"
+    )
