@@ -129,6 +129,13 @@ def test_the_guide_to_clusters(tmp_path: Path) -> None:
         }, (task, words)
 
 
+def test_the_guide_to_dispatch_names_every_frame() -> None:
+    source = (DOCS.parent / "trainkit/launch/protocol/frames.py").read_text()
+    frames = set(re.findall(r'^    TYPE = "(\w+)"$', source, re.MULTILINE))
+    named = set(re.findall(r"`(\w+)`", (DOCS / "dispatch.md").read_text()))
+    assert len(frames) > 20 and frames <= named, frames - named
+
+
 def test_every_key_in_backquotes_exists() -> None:
     """A renamed key must not live on in the guide."""
     known = {*Model.model_fields, *Training.model_fields, *Job.model_fields}

@@ -97,7 +97,8 @@ def steps_are_replayed(project: Project, run: Path) -> None:
         .replace(f'"batch_checksum": {replayed["batch_checksum"]}', '"batch_checksum": 1')
     )
     (run / "metrics.jsonl").write_text(lines)
-    assert "was NOT computed from these" in project.invoke("replay", "last", "--step=7", exit=6).stdout
+    said = project.invoke("replay", "last", "--step=7", exit=6).stdout
+    assert "was NOT computed from these" in said
 
 
 def test_the_ring_keeps_the_last_steps(tmp_path: Path) -> None:
