@@ -11,9 +11,9 @@ import pytest
 import xxhash
 
 from trainkit.base.errors import TrainkitError
-from trainkit.base.files import write_json
+from trainkit.base.files import remove, write_json
 from trainkit.jobs.schema import CheckpointSettings
-from trainkit.runs import sample_windows as windows
+from trainkit.runs import retention, sample_windows
 from trainkit.runs.checkpoint_errors import DamagedCheckpoint, MissingCheckpoint, NewerCheckpoint
 from trainkit.runs.checkpoints import (
     checkpoint_folder,
@@ -263,7 +263,7 @@ def test_the_ring_of_windows_knows_the_last_steps_and_the_metrics_the_others(
     for step in (1, 2, SLOTS + 1):
         ring.note(SampleWindow(step, 8 * step - 8, 8))
     ring.close()
-    assert windows.windows_path(run).stat().st_size == 3 * windows.RECORD.size
+    assert sample_windows.windows_path(run).stat().st_size == 3 * sample_windows.RECORD.size
     assert find_sample_window(run, 2) == (2, 8, 8) and find_sample_window(run, SLOTS + 1) == (
         SLOTS + 1,
         8 * SLOTS,
@@ -275,3 +275,42 @@ def test_the_ring_of_windows_knows_the_last_steps_and_the_metrics_the_others(
         '{"step": 1, "consumed_samples": 8, "global_batch_size": 8}\n{"step": 1, "eval": "valid"}\n'
     )
     assert find_sample_window(run, 1) == (1, 0, 8)
+
+
+def test_what_cannot_be_deleted_is_an_error_and_the_others_are_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in range(1, 6):
+        write(tmp_path, step)
+    tried: list[str] = []
+
+    def remove_some(folder: Path) -> None:
+        tried.append(folder.name[:13])
+        if step_of(folder) in (2, 4):
+            raise OSError(5, "Input/output error", str(folder))
+        remove(folder)
+
+    monkeypatch.setattr(retention, "remove", remove_some)
+    with pytest.raises(OSError, match="step-00000002"):
+        prune(tmp_path, CheckpointSettings(keep_last=1), 5)
+    assert tried == [f"step-0000000{step}" for step in (1, 2, 3, 4)]
+    left = sorted(path.name[:13] for path in tmp_path.iterdir())
+    assert left == ["step-00000002", "step-00000004", "step-00000005"]
+    assert [c.manifest.step for c in valid_by_size(tmp_path)] == [5]
+
+
+def test_one_that_is_pinned_at_the_last_moment_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (1, 2):
+        write(tmp_path, step)
+    reasons = retention_reasons(valid_by_size(tmp_path), CheckpointSettings(keep_last=1), 2)
+    assert reasons == {1: [], 2: ["newest 1"]}
+
+    def decide_and_pin(*_: object) -> dict[int, list[str]]:
+        pin(tmp_path, 1, pinned=True)
+        return reasons
+
+    monkeypatch.setattr(retention, "retention_reasons", decide_and_pin)
+    assert prune(tmp_path, CheckpointSettings(keep_last=1), 2) == []
+    assert [c.manifest.step for c in valid_by_size(tmp_path)] == [1, 2]

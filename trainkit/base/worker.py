@@ -14,7 +14,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,7 @@ class _Throttle:
             _say(progress=done, total=total, **counts)
 
 
-def run_unit(work: Callable[[dict[str, Any], ProgressCallback], dict[str, Any]]) -> None:
+def run_unit(work: Callable[[Any, ProgressCallback], Mapping[str, object]]) -> None:
     """Read the specs named on the command line and do the work of each in turn; report, exit.
     The first failure ends it.
 
@@ -95,18 +95,18 @@ def run_unit(work: Callable[[dict[str, Any], ProgressCallback], dict[str, Any]])
         sys.exit(int(Exit.STAGE_FAILED))
 
 
-def error_from_report(said: dict[str, Any], who: str = "") -> TrainkitError:
-    """The error that a unit's line {"error": said} tells of, to be raised by whoever started it;
-    `who` begins every message."""
+def error_from_report(report: Mapping[str, Any], prefix: str = "") -> TrainkitError:
+    """The error of a unit's line {"error": report}, to be raised by the process that started the
+    unit; every message begins with `prefix`."""
     problems = [
         Problem(
-            who + p["message"],
+            prefix + p["message"],
             SourceLocation(p["file"], p["line"]) if p.get("file") else None,
             p.get("hint", ""),
         )
-        for p in said["problems"]
+        for p in report["problems"]
     ]
-    return ConfigError(problems, exit=Exit(said["exit"]))
+    return ConfigError(problems, exit=Exit(report["exit"]))
 
 
 def _log_to(path: Path) -> None:

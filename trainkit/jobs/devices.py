@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field
 
@@ -40,7 +40,7 @@ GB = 10**9
 
 def _gpu(
     label: str, reported: str, memory: int, half: float, single: float, *, bf16: bool = True
-) -> dict[str, Any]:
+) -> dict[str, object]:
     peaks = {"fp16": half, "fp32": single} | ({"bf16": half} if bf16 else {})
     return {
         "label": label,
@@ -52,7 +52,7 @@ def _gpu(
 
 # The rows that come with trainkit, as a jobs.toml would write them. cuda is any GPU: of it nothing
 # is known before torch has named it.
-BUILT_IN_DEVICES: dict[str, dict[str, Any]] = {
+BUILT_IN_DEVICES: dict[str, dict[str, object]] = {
     "cpu": {"kind": "cpu", "label": "CPU"},
     "cuda": {"label": "a CUDA GPU"},
     "v100-sxm-16gb": _gpu("V100 SXM2 16 GB", "V100-SXM2-16GB", 16 * GIB, 125.0, 15.7, bf16=False),
@@ -75,7 +75,7 @@ BUILT_IN_DEVICES: dict[str, dict[str, Any]] = {
 
 def built_in_device(name: str) -> Device:
     """A row that comes with trainkit. Raises KeyError for another."""
-    return Device(name=name, **BUILT_IN_DEVICES[name])
+    return Device.model_validate({"name": name, **BUILT_IN_DEVICES[name]})
 
 
 def reported_device(name: str) -> Device | None:

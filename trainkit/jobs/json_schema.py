@@ -66,7 +66,7 @@ def json_schema() -> dict[str, Any]:
                 "anyOf": [weights, _STRING_LIST],
             }
         properties["extends"] = _EXTENDS
-    groups: dict[str, Any] = {
+    groups: dict[str, object] = {
         kind: {
             "type": "object",
             "propertyNames": {"pattern": NAME},

@@ -167,6 +167,6 @@ def _move(document: dict[str, Any], job: Job, moved: ResolvedJob) -> None:
     }
 
 
-def write_changed_job(path: Path, document: dict[str, Any]) -> None:
+def write_changed_job(path: Path, document: dict[str, object]) -> None:
     """Write the changed job.json, whole or not at all."""
     write_json(path, document)

@@ -7,7 +7,7 @@ line of help: it becomes the JSON schema that editors use. Keys that are still t
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -335,7 +335,7 @@ REFERENCES = {
 BLENDS = ("blend", "valid_blend", "test_blend")
 # keys that hold tables whose values are such names
 TABLES_OF_REFERENCES = {"jobs": {"validation": "datasets"}}
-BUILT_IN_TABLES: dict[str, dict[str, dict[str, Any]]] = {
+BUILT_IN_TABLES: dict[str, dict[str, dict[str, object]]] = {
     "datasets": {"mock": {"source": "mock", "split": "90,10,0"}},
     "devices": BUILT_IN_DEVICES,
 }

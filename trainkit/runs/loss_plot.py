@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from pathlib import Path
 
 from trainkit.base.errors import ConfigError
 from trainkit.base.extras import MissingExtra
 from trainkit.base.files import atomic_open
 from trainkit.runs.folder import RunFolder
+from trainkit.runs.metrics import MetricsRow
 from trainkit.runs.summary import summarize_run
 
 FORMATS = (".svg", ".png", ".pdf")
+
+
+def _losses(rows: Iterable[MetricsRow]) -> list[float]:
+    """A loss that is not finite is a gap."""
+    return [math.nan if row["lm_loss"] is None else row["lm_loss"] for row in rows]
 
 
 def draw_losses(run: RunFolder, path: Path) -> None:
@@ -34,7 +42,7 @@ def draw_losses(run: RunFolder, path: Path) -> None:
         axes = figure.subplots()
         axes.plot(
             [r["step"] for r in summary.training],
-            [r["lm_loss"] for r in summary.training],
+            _losses(summary.training),
             linewidth=1.2,
             label="training",
         )
@@ -42,7 +50,7 @@ def draw_losses(run: RunFolder, path: Path) -> None:
         if evaluations:
             axes.plot(
                 [r["step"] for r in evaluations],
-                [r["lm_loss"] for r in evaluations],
+                _losses(evaluations),
                 "o",
                 label="validation",
             )

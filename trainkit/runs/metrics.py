@@ -7,20 +7,49 @@ import json
 import os
 from array import array
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Required, TypedDict, cast
 
 from trainkit.base.files import atomic_open
 
-Row = dict[str, Any]
+
+class MetricsRow(TypedDict, total=False):
+    """A row as it is read: those of training steps have all keys but `eval` (losses and norms
+    that are not finite are null), those of evaluations `eval`, the validation set, and the first
+    three. Rows of older versions may lack some. `train/metrics/records.py` writes them."""
+
+    step: Required[int]
+    consumed_samples: Required[int]
+    lm_loss: Required[float | None]
+    eval: str
+    global_batch_size: int
+    grad_norm: float | None
+    learning_rate: float
+    loss_scale: float
+    skipped_iterations: int
+    nan_iterations: int
+    rollbacks: int
+    elapsed_ms: float
+    tokens_per_second: float
+    samples_per_second: float
+    model_tflops: float
+    hardware_tflops: float
+    mfu: float | None
+    hfu: float | None
+    peak: str | None
+    batch_checksum: int
+    times_ms: dict[str, float]
+    memory_bytes: dict[str, int]
+    ranks: dict[str, float]
+    pipeline: dict[str, float]
 
 
-def _parse(line: bytes) -> Row | None:
+def _parse(line: bytes) -> MetricsRow | None:
     try:
         row = json.loads(line)
     except ValueError:
         return None
     if isinstance(row, dict) and isinstance(row.get("step"), int):
-        return row
+        return cast(MetricsRow, row)
     return None
 
 
@@ -31,7 +60,7 @@ def _whole_lines(path: Path) -> list[bytes]:
         return []
 
 
-def read_rows(path: Path) -> list[Row]:
+def read_rows(path: Path) -> list[MetricsRow]:
     """All rows, in order; training rows, and rows of evaluations with the key `eval`. Empty
     where there is no file."""
     return [row for line in _whole_lines(path) if (row := _parse(line)) is not None]
@@ -64,7 +93,7 @@ class MetricsTail:
         self._file = (0, 0)  # device and inode
         self._told = array("q")  # a hash of every line that was read
 
-    def new_rows(self) -> list[Row]:
+    def new_rows(self) -> list[MetricsRow]:
         """The rows that have been completed since the last call; never waits."""
         try:
             with open(self.path, "rb") as file:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import statistics
 from dataclasses import dataclass
-from typing import Any
 
 from trainkit.base.documents import document
 from trainkit.runs.folder import RunFolder
-from trainkit.runs.metrics import read_rows
+from trainkit.runs.metrics import MetricsRow, read_rows
 from trainkit.runs.record import read_run_record
 
 
@@ -17,14 +16,14 @@ class RunSummary:
     """Losses before and after, speed, and what lies where. None where nothing was logged yet."""
 
     run: RunFolder
-    rows: list[dict[str, Any]]
+    rows: list[MetricsRow]
 
     @property
-    def training(self) -> list[dict[str, Any]]:
+    def training(self) -> list[MetricsRow]:
         """Rows of training steps."""
         return [r for r in self.rows if "eval" not in r]
 
-    def evaluations(self, split: str = "valid") -> list[dict[str, Any]]:
+    def evaluations(self, split: str = "valid") -> list[MetricsRow]:
         """Rows of evaluations on one split."""
         return [r for r in self.rows if r.get("eval") == split]
 
@@ -35,7 +34,8 @@ class RunSummary:
 
     def median(self, key: str) -> float | None:
         """Median over the logged steps that have a number there."""
-        values = [float(r[key]) for r in self.training if r.get(key) is not None]
+        found = [r.get(key) for r in self.training]
+        values = [float(value) for value in found if isinstance(value, int | float)]
         if values:
             return statistics.median(values)
         return None
