@@ -253,11 +253,14 @@ class SaveOptions:
     passed_over: Collection[int] = ()
 
 
+DEFAULT_OPTIONS = SaveOptions()
+
+
 def save(
     checkpoints: Path,
     tensors: Mapping[str, Tensor],
     metadata: CheckpointMetadata,
-    options: SaveOptions | None = None,
+    options: SaveOptions = DEFAULT_OPTIONS,
 ) -> Checkpoint:
     """Write and publish a checkpoint; called by all ranks together. Every rank writes, hashes
     and fsyncs its file in step-N.TOKEN.tmp, a name that only this save has; rank 0 writes the
@@ -278,7 +281,6 @@ def save(
         TrainkitError: exit 17, another process writes this run's checkpoints; exit 3, the file
             system has no locks.
     """
-    options = options or SaveOptions()
     group = options.group
     target = checkpoint_folder(checkpoints, metadata.step)
     with contextlib.ExitStack() as until_published:  # on rank 0

@@ -247,33 +247,33 @@ def _tensor_problems(
     modules = model.architecture.hugging_face.outside
     head = f"{modules['head']}.weight"
     embedding = f"{modules['embed_tokens']}.weight"
-    surplus = [
-        name
-        for name in tensors
-        if name not in wanted and not (name == head and embedding in tensors)
-    ]
     missing = [name for name in wanted if name not in tensors]
-    for words, names in (("lacks", missing), ("has, and the job's model has not,", surplus)):
-        if names:
-            yield Problem(f"{words} {_some(names)}")
+    if missing:
+        yield Problem(f"lacks {_some(missing)}")
+    surplus = [name for name in tensors if name not in wanted]
+    if embedding in tensors and head in surplus:
+        surplus.remove(head)
+    if surplus:
+        yield Problem(f"has, and the job's model has not, {_some(surplus)}")
+    fitting = {}
+    odd = []
     for name, stored in tensors.items():
-        if name in wanted and stored.shape != wanted[name].shape:
+        shape = stored.shape
+        if name in wanted:
+            shape = wanted[name].shape
+        if stored.shape != shape:
             yield Problem(
-                f"{stored.name} is {list(stored.shape)} there, {list(wanted[name].shape)} in the"
-                " job's model"
+                f"{stored.name} is {list(stored.shape)} there, {list(shape)} in the job's model"
             )
-    if odd := [
-        f"{stored.name} ({stored.dtype})"
-        for stored in tensors.values()
-        if stored.dtype not in DTYPES
-    ]:
+        if stored.dtype not in DTYPES:
+            odd.append(f"{stored.name} ({stored.dtype})")
+        elif stored.shape == shape:
+            fitting[name] = stored
+    if odd:
         yield Problem(f"only {', '.join(DTYPES)} are taken, not {_some(odd)}")
-    fitting = {
-        n: s
-        for n, s in tensors.items()
-        if s.dtype in DTYPES and (n not in wanted or s.shape == wanted[n].shape)
-    }
-    yield from _copy_problems(fitting, entries, head if head not in wanted else "", embedding)
+    if head in wanted:
+        head = ""
+    yield from _copy_problems(fitting, entries, head, embedding)
 
 
 def _some(names: list[str]) -> str:

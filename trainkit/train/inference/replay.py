@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import xxhash
+from tokenizers import Tokenizer
 
 from trainkit.base.errors import ConfigError
 from trainkit.data.order.open import open_mixture
@@ -51,18 +52,19 @@ class ReplayedBatch:
 
 
 def replay(run: RunFolder, job: Job, step: int) -> ReplayedBatch:
-    """Rebuild the batch of a step. Raises ConfigError where its samples were not recorded, and as
-    reading the data does."""
+    """Rebuild the batch of a step.
+
+    Args:
+        run: the run.
+        job: its job.
+        step: which step.
+
+    Raises:
+        ConfigError: its samples were not recorded; and as reading the data does.
+    """
     window = find_sample_window(run, step)
     if window is None:
-        known = [row["step"] for row in read_rows(run.metrics) if "eval" not in row]
-        if known:
-            hint = f"logged steps: {known[0]} to {known[-1]}"
-        else:
-            hint = "no step was logged yet"
-        raise ConfigError(
-            f"the samples of step {step} of run {run.id} were not recorded", hint=hint
-        )
+        raise _not_recorded(run, step)
     mixture = open_mixture(job, job.dataset, "train", vocab_size(job))
     datasets, numbers = mixture.order.window(window.first, window.samples)
     rows = np.empty((window.samples, job.model.seq_length + 1), dtype=np.int64)
@@ -70,15 +72,9 @@ def replay(run: RunFolder, job: Job, step: int) -> ReplayedBatch:
         at = np.flatnonzero(datasets == index)
         mixture.samples[index].read(numbers[at], at, rows)
     checksum = sum(int(xxhash.xxh32_intdigest(row.data)) for row in rows)
-    logged = [
-        row["batch_checksum"]
-        for row in read_rows(run.metrics)
-        if row["step"] == step and "batch_checksum" in row
-    ]
+    tokenizer = None
     if job.dataset.tokenizer:
         tokenizer = load_tokenizer(data_folder(job).tokenizer)
-    else:
-        tokenizer = None
     micro = job.training.micro_batch_size
     ranks = job.data_parallel_size
     samples = [
@@ -89,14 +85,41 @@ def replay(run: RunFolder, job: Job, step: int) -> ReplayedBatch:
             dataset=mixture.names[int(datasets[i])],
             number=int(numbers[i]),
             tokens=row.tolist(),
-            text=(
-                tokenizer.decode(
-                    [t for t in row.tolist() if t != NO_TOKEN], skip_special_tokens=False
-                )
-                if tokenizer
-                else None
-            ),
+            text=_decode(tokenizer, row.tolist()),
         )
         for i, row in enumerate(rows)
     ]
-    return ReplayedBatch(window, samples, checksum, logged[-1] == checksum if logged else None)
+    logged = _logged_checksum(run, step)
+    same = None
+    if logged is not None:
+        same = logged == checksum
+    return ReplayedBatch(window, samples, checksum, same)
+
+
+def _not_recorded(run: RunFolder, step: int) -> ConfigError:
+    hint = "no step was logged yet"
+    known = [row["step"] for row in read_rows(run.metrics) if "eval" not in row]
+    if known:
+        hint = f"logged steps: {known[0]} to {known[-1]}"
+    return ConfigError(f"the samples of step {step} of run {run.id} were not recorded", hint=hint)
+
+
+def _logged_checksum(run: RunFolder, step: int) -> int | None:
+    """What the metrics say of the step's samples, the last attempt's word."""
+    logged = [
+        int(row["batch_checksum"])
+        for row in read_rows(run.metrics)
+        if row["step"] == step and "batch_checksum" in row
+    ]
+    if logged:
+        return logged[-1]
+    return None
+
+
+def _decode(tokenizer: Tokenizer | None, tokens: list[int]) -> str | None:
+    if tokenizer is None:
+        return None
+    text: str = tokenizer.decode(
+        [token for token in tokens if token != NO_TOKEN], skip_special_tokens=False
+    )
+    return text

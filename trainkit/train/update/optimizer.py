@@ -40,13 +40,7 @@ class Optimizer:
         self._parameters = parameters
         self._decay = training.weight_decay
         self._adam = training.optimizer == "adam"
-        self.moments: tuple[str, ...]
-        if self._adam:
-            self.moments = ("exp_avg", "exp_avg_sq")
-        elif training.sgd_momentum:
-            self.moments = ("momentum_buffer",)
-        else:
-            self.moments = ()
+        self.moments = _moments_of(training)
         device = next(iter(parameters.values())).device
         # applied updates; the place in the table of learning rates
         self.steps = torch.zeros((), dtype=torch.int64, device=device)
@@ -55,20 +49,7 @@ class Optimizer:
         held = [(parameters[name], p) for name, p in self._locals.items() if p.numel()]
         self._decayed = [p for whole, p in held if whole.dim() > 1]
         others = [p for whole, p in held if whole.dim() <= 1]
-        groups = [
-            {"params": self._decayed, "weight_decay": self._decay if self._adam else 0.0},
-            {"params": others, "weight_decay": 0.0},
-        ]
-        self._fused: torch.optim.Optimizer
-        if self._adam:
-            betas = (training.adam_beta1, training.adam_beta2)
-            self._fused = torch.optim.AdamW(
-                groups, lr=training.lr, betas=betas, eps=training.adam_eps, fused=True
-            )
-        else:
-            self._fused = torch.optim.SGD(
-                groups, lr=training.lr, momentum=training.sgd_momentum, fused=True
-            )
+        self._fused = _fused_optimizer(training, self._decayed, others)
         self._state = {
             name: {moment: torch.zeros_like(p, requires_grad=False) for moment in self.moments}
             for name, p in self._locals.items()
@@ -139,6 +120,32 @@ class Optimizer:
         for state in self._fused.state.values():
             if self._adam:
                 cast(Tensor, state["step"]).fill_(steps)
+
+
+def _moments_of(training: Training) -> tuple[str, ...]:
+    """torch's names of what is kept of every parameter."""
+    if training.optimizer == "adam":
+        return ("exp_avg", "exp_avg_sq")
+    if training.sgd_momentum:
+        return ("momentum_buffer",)
+    return ()
+
+
+def _fused_optimizer(
+    training: Training, decayed: list[nn.Parameter], others: list[nn.Parameter]
+) -> torch.optim.Optimizer:
+    """torch's; SGD leaves decay to us."""
+    if training.optimizer == "adam":
+        groups = [
+            {"params": decayed, "weight_decay": training.weight_decay},
+            {"params": others, "weight_decay": 0.0},
+        ]
+        betas = (training.adam_beta1, training.adam_beta2)
+        return torch.optim.AdamW(
+            groups, lr=training.lr, betas=betas, eps=training.adam_eps, fused=True
+        )
+    groups = [{"params": decayed}, {"params": others}]
+    return torch.optim.SGD(groups, lr=training.lr, momentum=training.sgd_momentum, fused=True)
 
 
 def squared_norm(gradients: list[Tensor]) -> Tensor:
