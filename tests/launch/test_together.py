@@ -12,7 +12,7 @@ import pytest
 
 from tests.conftest import alive, wait_for
 from trainkit.base.errors import ConfigError, Exit, TrainkitError
-from trainkit.launch.local_ranks import run_together
+from trainkit.launch.local_ranks import run_local_ranks
 
 PROGRAM = """
 import json, os, signal, sys, time
@@ -49,7 +49,7 @@ def together(
     folder: Path, progress: list[tuple[int, int]] | None = None, **spec: Any
 ) -> dict[str, Any]:
     seen = progress if progress is not None else []
-    return run_together(
+    return run_local_ranks(
         [sys.executable, "-c", PROGRAM],
         {"pids": str(folder), "given": "ö", **spec},
         2,
@@ -100,7 +100,7 @@ def test_an_interrupt_leaves_none_behind(tmp_path: Path) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run_together(
+        run_local_ranks(
             [sys.executable, "-c", PROGRAM],
             {"pids": str(tmp_path), "given": ""},
             2,

@@ -23,7 +23,7 @@ from trainkit.jobs.schema import Job
 from trainkit.launch import remote_units as units
 from trainkit.launch.hosts.hostfile import Host
 from trainkit.launch.hosts.quarantine import quarantine_host
-from trainkit.launch.remote_units import Place, execute_on_hosts, place_of
+from trainkit.launch.remote_units import StageHosts, execute_on_hosts, stage_hosts
 from trainkit.stages.contract import Need, Unit
 from trainkit.stages.stamps import Freshness, unit_folder
 
@@ -91,7 +91,7 @@ class Work:
         (folder / "jobs.toml").write_text(JOBS)
         (folder / "hostfile").write_text("localhost slots=1\nnode[1-2] slots=1\n")
         self.folder, self.reporter, self.notices = folder, Reporter(), list[str]()
-        self.place = Place(
+        self.place = StageHosts(
             self.job(),
             tuple(Host(name, slots=(0,)) for name in HOSTS[:hosts]),
             tasks,
@@ -133,7 +133,9 @@ class Work:
             units,
             self.folder,
             self.reporter,
-            counted=lambda unit, counts: self.reporter.counts.update({unit.name: counts["tokens"]}),
+            on_counts=lambda unit, counts: self.reporter.counts.update(
+                {unit.name: counts["tokens"]}
+            ),
         )
 
     def log(self) -> list[list[str]]:
@@ -364,15 +366,15 @@ def test_where_a_stage_runs(work: Work) -> None:
     """Where the cluster says so, and it has hosts; too few are an error, never fewer without a
     word."""
     job = work.job()
-    place = place_of(job, "weights", print)
+    place = stage_hosts(job, "weights", print)
     assert (
         place is not None
         and [host.name for host in place.hosts] == [socket.gethostname(), "node1"]
         and place.tasks == 2
     )
-    assert place_of(job, "index", print) is None
+    assert stage_hosts(job, "index", print) is None
     quarantine_host(work.folder, "node1", "it fell", "a-run", 100)
-    assert [host.name for host in place_of(job, "weights", print).hosts] == [  # type: ignore[union-attr]
+    assert [host.name for host in stage_hosts(job, "weights", print).hosts] == [  # type: ignore[union-attr]
         socket.gethostname(),
         "node2",
     ]
@@ -384,9 +386,9 @@ def test_where_a_stage_runs(work: Work) -> None:
             r" out as suspected"
         ),
     ):
-        place_of(job, "weights", print)
+        stage_hosts(job, "weights", print)
     local = job.model_copy(update={"cluster": job.cluster.model_copy(update={"launcher": "local"})})
-    assert place_of(local, "weights", print) is None
+    assert stage_hosts(local, "weights", print) is None
 
 
 def test_a_host_that_does_not_answer_is_named(tmp_path: Path) -> None:
@@ -397,7 +399,7 @@ def test_a_host_that_does_not_answer_is_named(tmp_path: Path) -> None:
             Host("127.0.0.1", slots=(0,)),
             Host("127.0.0.2", port=nobody.getsockname()[1], slots=(0,)),
         )
-        work.place = Place(work.job(), hosts, 1, tmp_path, print)
+        work.place = StageHosts(work.job(), hosts, 1, tmp_path, print)
         with pytest.raises(TrainkitError, match=r"127\.0\.0\.2 .*refused") as caught:
             work.run(work.unit("u"))
     assert caught.value.exit == 8 and work.nothing_left() and not find_marked("stage-thing")

@@ -1,5 +1,5 @@
-"""A few ranks on this machine that do one task together and go: a model that one device does not
-hold is sharded over them. No run, no record."""
+"""A few ranks on this machine that do one task and end: a model that does not fit on one device is
+sharded over them. They are not a run and leave no record."""
 
 from __future__ import annotations
 
@@ -26,42 +26,43 @@ POLL_SECONDS = 0.05
 # how long peers of a failed rank have to say what they saw: theirs may be the true reason
 ECHO_SECONDS = 0.5
 GRACE_SECONDS = 3.0
-Progress = Callable[[int, int], None]
+OnProgress = Callable[[int, int], None]
+_Line = dict[str, Any]  # trainkit.base.worker says what a rank writes
 
 
-def run_together(
+def run_local_ranks(
     argv: Sequence[str],
-    spec: Mapping[str, Any],
+    spec: Mapping[str, object],
     ranks: int,
     device_type: str,
-    progress: Progress = lambda done, total: None,
+    on_progress: OnProgress = lambda done, total: None,
 ) -> dict[str, Any]:
-    """The result of rank 0 of so many processes, each of them a unit (see base.unit) with
-    torch's variables.
+    """Run a program as so many ranks of this machine and return rank 0's result. Each is a
+    worker (see base.worker) with torch's variables.
 
     Args:
         argv: the program; the path of the spec's JSON file is appended.
-        spec: what all ranks are told.
+        spec: written for all ranks.
         ranks: how many.
         device_type: "cpu": they share this machine's cores.
-        progress: told what rank 0 tells.
+        on_progress: called with rank 0's progress: (done, total).
 
     Raises:
         TrainkitError: what a rank raised; exit 10, one ended by a signal. No process is left
-        behind, on Ctrl-C neither.
+            behind, not on Ctrl-C either.
     """
     with tempfile.TemporaryDirectory(prefix="trainkit-") as name:
         folder = Path(name)
         write_json(folder / "spec.json", dict(spec))
-        team = _Team(folder, argv, ranks, _environment(ranks, device_type, folder))
+        processes = _LocalRanks(folder, argv, ranks, _environment(ranks, device_type, folder))
         try:
-            while team.wait():
-                for line in team.hear(0):
+            while processes.wait():
+                for line in processes.read_new(0):
                     if "progress" in line:
-                        progress(line["progress"], line["total"])
-            return team.result()
+                        on_progress(line["progress"], line["total"])
+            return processes.result()
         finally:
-            stop_children(team.children, GRACE_SECONDS)
+            stop_children(processes.children, GRACE_SECONDS)
 
 
 def _free_port(seed: str, address: str) -> int:
@@ -96,15 +97,15 @@ def _environment(ranks: int, device_type: str, folder: Path) -> dict[str, str]:
     return {**os.environ, **sharing, **meeting, **sizes, PARENT_VARIABLE: str(os.getpid())}
 
 
-class _Team:
-    """The processes, and what they have said."""
+class _LocalRanks:
+    """The processes, and what they have written."""
 
     def __init__(
         self, folder: Path, argv: Sequence[str], ranks: int, environment: Mapping[str, str]
     ) -> None:
         self.folder = folder
         self.children = list[subprocess.Popen[bytes]]()
-        self.heard: list[list[dict[str, Any]]] = [[] for _ in range(ranks)]
+        self.lines: list[list[_Line]] = [[] for _ in range(ranks)]
         self.read = [0] * ranks  # bytes of each rank's output that were heard
         self.failed_at: float | None = None
         for rank in range(ranks):
@@ -126,8 +127,8 @@ class _Team:
     def _log(self, rank: int) -> Path:
         return self.folder / f"{rank}.log"
 
-    def hear(self, rank: int) -> Sequence[dict[str, Any]]:
-        """What a rank has said since this was asked last."""
+    def read_new(self, rank: int) -> Sequence[_Line]:
+        """Lines that a rank has written since the last call."""
         with open(self._output(rank), "rb") as file:
             file.seek(self.read[rank])
             whole, end, _ = file.read().rpartition(b"\n")
@@ -136,9 +137,9 @@ class _Team:
         for line in whole.split(b"\n"):
             # some library's print; the rank's own lines are all JSON
             with contextlib.suppress(ValueError):
-                said = json.loads(line)
-                new += [said] if isinstance(said, dict) else []
-        self.heard[rank] += new
+                value = json.loads(line)
+                new += [value] if isinstance(value, dict) else []
+        self.lines[rank] += new
         return new
 
     def wait(self) -> bool:
@@ -154,14 +155,17 @@ class _Team:
         )
 
     def result(self) -> dict[str, Any]:
-        """Rank 0's. Raises the error of the first rank that told of one, else tells how one
-        ended."""
+        """Rank 0's result.
+
+        Raises:
+            TrainkitError: the error of the first rank that wrote one, else how one ended.
+        """
         ended = [0 if is_running(child) else reap_child(child) for child in self.children]
         for rank in range(len(ended)):
-            self.hear(rank)
+            self.read_new(rank)
         if not any(ended):
-            return dict(next(line["result"] for line in self.heard[0] if "result" in line))
-        for lines in self.heard:
+            return dict(next(line["result"] for line in self.lines[0] if "result" in line))
+        for lines in self.lines:
             for line in lines:
                 if "error" in line:
                     raise error_from_report(line["error"])
@@ -178,7 +182,7 @@ class _Team:
         else:
             how = f"exited with {code}"
         if code == -signal.SIGKILL:
-            how += ", as the kernel does when memory runs out (dmesg tells)"
+            how += ", as the kernel does when memory runs out (see dmesg)"
         last = self._log(rank).read_text(errors="replace").splitlines()[-8:]
         return TrainkitError(
             f"rank {rank} of {len(self.children)} {how}",

@@ -46,7 +46,7 @@ GONE_SECONDS = 5.0  # beyond the grace, until an agent has nothing left of what 
 # is not there
 SEEN_SECONDS = 60.0
 TRIES = 3  # hosts that a unit may lose: then it is suspected of being the reason
-ALWAYS_HERE = ("build",)  # it compiles for the interpreter that asks
+ALWAYS_LOCAL = ("build",)  # it compiles for the interpreter that asks
 # Like `python -m MODULE`, but from the code snapshot whatever else is installed on the node.
 RUN_MODULE = (
     "import runpy, sys; sys.path.insert(0, sys.argv.pop(1)); runpy.run_module(sys.argv.pop(1),"
@@ -55,31 +55,39 @@ RUN_MODULE = (
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where the units of a stage run.
+class StageHosts:
+    """The hosts that run the units of a stage.
 
     Args:
-        job: on whose behalf; its cluster says how hosts are reached, and how long is waited for
-        what. hosts: those of the hostfile that the stage may use. tasks: units side by side on a
-        host. root: the folder that all hosts share. notice: told what a person should know.
+        job: whose stage it is; its cluster says how hosts are reached, and the limits of waiting.
+        hosts: those of the hostfile that the stage may use.
+        tasks: units side by side on a host.
+        root: the folder that all hosts share.
+        on_notice: called with a line for people.
     """
 
     job: Job
     hosts: tuple[Host, ...]
     tasks: int
     root: Path
-    notice: Callable[[str], None] = lambda text: None
+    on_notice: Callable[[str], None] = lambda text: None
 
 
-def place_of(job: Job, stage: str, notice: Callable[[str], None]) -> Place | None:
-    """Where the units of a stage of `job` run; None: here, as always without
-    clusters.X.stages.STAGE, or without ssh or pdsh to go elsewhere.
+def stage_hosts(job: Job, stage: str, on_notice: Callable[[str], None]) -> StageHosts | None:
+    """The hosts that run the units of a stage of `job`; None: this machine, as always without
+    clusters.X.stages.STAGE, or where the launcher is not ssh or pdsh.
 
-    Raises ConfigError where the hostfile has fewer hosts than the stage asks for.
+    Args:
+        job: whose stage it is.
+        stage: its name.
+        on_notice: see StageHosts.
+
+    Raises:
+        ConfigError: the hostfile has fewer hosts than the stage asks for.
     """
     cluster = job.cluster
     asked = cluster.stages.get(stage)
-    if asked is None or not cluster.launcher_traits.hostfile or stage in ALWAYS_HERE:
+    if asked is None or not cluster.launcher_traits.hostfile or stage in ALWAYS_LOCAL:
         return None
     path = find_hostfile(cluster)
     root = Path(cluster.root or ".")
@@ -95,34 +103,34 @@ def place_of(job: Job, stage: str, notice: Callable[[str], None]) -> Place | Non
             f" {len(hosts)} hosts{left_out}"
         )
         raise ConfigError(message, hint=f"--set cluster.stages.{stage}.nodes={max(1, len(hosts))}")
-    return Place(job, hosts[: asked.nodes], asked.tasks_per_node, root, notice)
+    return StageHosts(job, hosts[: asked.nodes], asked.tasks_per_node, root, on_notice)
 
 
 def execute_on_hosts(
-    place: Place,
+    where: StageHosts,
     need: Need,
     units: Sequence[Unit],
     stamps: Path,
     reporter: StageReporter,
     *,
     workers: int | None = None,
-    counted: OnCounts | None = None,
+    on_counts: OnCounts | None = None,
 ) -> None:
-    """Run `units` over the hosts of `place`. The first failure, or Ctrl-C, stops the others and
+    """Run `units` over the hosts of `where`. The first failure, or Ctrl-C, stops the others and
     leaves finished ones stamped; of a host that is lost, what it had not finished is done by
     others, once the host has stopped itself.
 
     Args:
-        workers: units side by side on a host instead of `place.tasks`.
-        counted: told what units have written.
+        workers: units side by side on a host instead of `where.tasks`.
+        on_counts: called with what units have written.
 
     Raises TrainkitError: a unit's own; 8 if agents did not come, 7 if they disagree, 13 if all
     hosts are lost.
     """
-    ledger = UnitTracker(need, units, stamps, reporter, counted)
+    ledger = UnitTracker(need, units, stamps, reporter, on_counts)
     former = signal.getsignal(signal.SIGTERM)
     try:
-        asyncio.run(_execute(place, ledger, workers or place.tasks))
+        asyncio.run(_execute(where, ledger, workers or where.tasks))
     except asyncio.CancelledError:
         raise KeyboardInterrupt from None
     finally:
@@ -130,20 +138,20 @@ def execute_on_hosts(
             signal.signal(signal.SIGTERM, former)
 
 
-async def _execute(place: Place, ledger: UnitTracker, tasks: int) -> None:
+async def _execute(where: StageHosts, ledger: UnitTracker, tasks: int) -> None:
     task = asyncio.current_task()
     assert task is not None
     with contextlib.suppress(ValueError, RuntimeError):  # not in the main thread
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     async with open_agent_pool(
-        place.job.cluster, place.hosts, place.root, f"{ledger.need.stage}-{ledger.need.name}"
+        where.job.cluster, where.hosts, where.root, f"{ledger.need.stage}-{ledger.need.name}"
     ) as pool:
         await wait_for_consistent_agents(pool)
-        spread = _Spread(place, ledger, pool, tasks)
+        execution = _RemoteExecution(where, ledger, pool, tasks)
         try:
-            await spread.run()
+            await execution.run()
         finally:
-            await spread.stop()
+            await execution.stop()
 
 
 def remote_argv(argv: Sequence[str], python: str, code: Path) -> list[str]:
@@ -156,7 +164,7 @@ def remote_argv(argv: Sequence[str], python: str, code: Path) -> list[str]:
     return words
 
 
-class _RemoteBatch(UnitProcess):
+class _RemoteUnitProcess(UnitProcess):
     """A batch whose process is a host's."""
 
     def __init__(self, units: Sequence[Unit], folder: Path, node: int, host: str) -> None:
@@ -207,16 +215,16 @@ class _RemoteBatch(UnitProcess):
             log.write(data)
 
 
-class _Spread:
+class _RemoteExecution:
     """Units on their way over the hosts of a pool."""
 
-    def __init__(self, place: Place, ledger: UnitTracker, pool: AgentPool, tasks: int) -> None:
-        self.place = place
+    def __init__(self, where: StageHosts, ledger: UnitTracker, pool: AgentPool, tasks: int) -> None:
+        self.where = where
         self.ledger = ledger
         self.pool = pool
         self.tasks = tasks
-        self.remote: dict[str, _RemoteBatch] = {}
-        self.ended: list[_RemoteBatch] = []  # whose outputs are not all seen here yet
+        self.remote: dict[str, _RemoteUnitProcess] = {}
+        self.ended: list[_RemoteUnitProcess] = []  # whose outputs are not all seen here yet
         self.local: list[LocalUnitProcess] = []
         # what lost hosts had not finished, and when they have surely stopped
         self.again: list[tuple[float, Unit]] = []
@@ -233,8 +241,8 @@ class _Spread:
                     self._take(*await self.pool.received.get())
             while not self.pool.received.empty():
                 self._take(*self.pool.received.get_nowait())
-            self._settle()
-            self._look_here()
+            self._stamp_finished()
+            self._read_local()
             for batch in (*self.remote.values(), *self.local):
                 self.ledger.report(batch)
         self.ledger.close()
@@ -250,7 +258,7 @@ class _Spread:
             free[batch.node] -= 1
         if not free and (queue or self.again):
             raise TrainkitError(
-                f"all {len(self.place.hosts)} hosts are lost: {self._losses()}",
+                f"all {len(self.where.hosts)} hosts are lost: {self._losses()}",
                 exit=Exit.CONTACT_LOST,
                 hint="what is finished is kept",
             )
@@ -265,7 +273,7 @@ class _Spread:
             free[node] -= 1
             self.begun += 1
             key = str(self.begun)
-            self.remote[key] = batch = _RemoteBatch(
+            self.remote[key] = batch = _RemoteUnitProcess(
                 begun, self.ledger.folder, node, self.pool.host(node)
             )
             self.pool.send(node, StartProcesses((batch.process(key, self.pool),)))
@@ -306,14 +314,14 @@ class _Spread:
     def _lose(self, node: int, why: str) -> None:
         """Let others do what a lost host had not finished; not before it has stopped itself, so
         that nobody writes the same files meanwhile."""
-        watch = self.place.job.cluster.watch
+        watch = self.where.job.cluster.watch
         host = self.pool.host(node)
         when = time.monotonic() + watch.lease + watch.grace + GONE_SECONDS
         left = [key for key, batch in self.remote.items() if batch.node == node]
         batches = [self.remote.pop(key) for key in left]
         self.ended += batches  # what they have finished counts
         units = [unit for batch in batches for unit in batch.waiting]
-        self.place.notice(
+        self.where.on_notice(
             f"{host} is lost ({why}): its {len(units)} unfinished units go to the other"
             f" {len(self.pool.present)} hosts"
         )
@@ -327,14 +335,14 @@ class _Spread:
                 )
             self.again.append((when, unit))
 
-    def _settle(self) -> None:
+    def _stamp_finished(self) -> None:
         """Stamp what hosts have finished, once it is seen here."""
         for batch in (*self.remote.values(), *self.ended):
             if batch.results and batch.unseen() is None:
                 self.ledger.take_results(batch)
         self.ended = [batch for batch in self.ended if batch.results]
 
-    def _look_here(self) -> None:
+    def _read_local(self) -> None:
         """Take in what this machine's own processes say."""
         for batch in list(self.local):
             goes_on = batch.read()

@@ -18,7 +18,7 @@ import shutil
 import socket
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from trainkit.base.address import local_addresses
@@ -39,31 +39,43 @@ SAFE_PATH = re.compile(r"[A-Za-z0-9_./+=:@,-]+")
 
 @dataclass(frozen=True)
 class Session:
-    """One session as its supervisor knows it.
+    """One session as its supervisor knows it; nobody else knows it before `write`.
 
     Args:
-        folder: on the shared root. run: the run's id, or a name of its own where there is no
-        run. attempt: its number, 0 where there is no run. hosts: nodes in order. cluster:
-        limits, prolog, interpreter, ssh's arguments. code: the folder of the code snapshot,
-        <root>/code/<sha256>. logs: where the transports' output goes, a file a host. token: what
-        both sides prove to know. nonce: what only who sees this folder can know. local: the
-        agents run on this machine with nothing but `environment` and what the prolog adds to it.
-        environment: what local agents get to see of the caller's environment. container: the
-        container that agents, and so all that they start, run in.
+        folder: on the shared root.
+        run: the run's id, or a name of its own where there is no run.
+        attempt: its number, 0 where there is no run.
+        hosts: nodes in order.
+        cluster: limits, prolog, interpreter, ssh's arguments.
+        code: the folder of the code snapshot, <root>/code/<sha256>, or a link to it.
+        logs: where the transports' output goes, a file a host.
+        environment: what local agents get to see of the caller's environment.
+        container: that agents, and so all that they start, run in.
+        token: what both sides prove to know.
+        nonce: what can be known only by what sees this folder.
     """
 
     folder: Path
     run: str
     attempt: int
-    hosts: tuple[Host, ...]
+    hosts: Sequence[Host]
     cluster: Cluster
     code: Path
     logs: Path
-    token: bytes
-    nonce: str
-    local: bool
     environment: Mapping[str, str]
     container: NodeContainer | None = None
+    token: bytes = field(default_factory=lambda: secrets.token_bytes(32))
+    nonce: str = field(default_factory=lambda: secrets.token_hex(16))
+
+    def __post_init__(self) -> None:
+        # the snapshot's own folder, whose name is its hash, and not a link to it
+        object.__setattr__(self, "code", self.code.resolve())
+
+    @property
+    def local(self) -> bool:
+        """Whether the agents run on this machine, with nothing but `environment` and what the
+        prolog adds to it."""
+        return self.cluster.launcher == "local"
 
     @property
     def python(self) -> str:
@@ -87,7 +99,7 @@ class Session:
 
     @property
     def agent_mark(self) -> str:
-        """TRAINKIT_RUN of this session's agents and their keepers: found with the run, and not
+        """TRAINKIT_RUN of this session's agents and their keepers: found with the run, but not
         with what they started. A line of bash adds the node."""
         return f"{self.run}/{self.attempt}/agents/"
 
@@ -101,7 +113,17 @@ class Session:
         return f"{self.run}/{self.attempt}/{node}"
 
     def write(self, root: Path, address: str, port: int, secret_values: Mapping[str, str]) -> None:
-        """Make the folder. Only now can an agent come: it has to know where to."""
+        """Make the folder. Only now can an agent connect: it has to know where to.
+
+        Args:
+            root: the folder that all hosts share.
+            address: where the supervisor listens.
+            port: likewise.
+            secret_values: of variables that ranks get.
+
+        Raises:
+            ConfigError: the folder's name does not fit on an ssh line.
+        """
         cluster = self.cluster
         if not self.local and not SAFE_PATH.fullmatch(str(self.folder)):
             hint = "ssh lines carry this path unquoted: letters, digits and _ . / + = : @ , - only"
@@ -163,44 +185,13 @@ class Session:
         return {self.script.name: "\n".join([*head, *start_lines(self.container)]) + "\n", **inside}
 
     def forget_secrets(self) -> None:
-        """Take the values of secrets off the disk."""
+        """Delete the values of secrets."""
         (self.folder / SECRETS).unlink(missing_ok=True)
 
     def remove(self) -> None:
-        """Take the whole folder away; for sessions that belong to no run."""
+        """Delete the whole folder; for sessions that do not belong to a run."""
         with contextlib.suppress(OSError):
             shutil.rmtree(self.folder)
-
-
-def new_session(
-    folder: Path,
-    run: str,
-    attempt: int,
-    hosts: Sequence[Host],
-    cluster: Cluster,
-    code: Path,
-    logs: Path,
-    environment: Mapping[str, str],
-    container: NodeContainer | None = None,
-) -> Session:
-    """A session that nobody knows of yet; `write` makes its folder."""
-    token = secrets.token_bytes(32)
-    nonce = secrets.token_hex(16)
-    local = cluster.launcher_traits.one_machine
-    return Session(
-        folder,
-        run,
-        attempt,
-        tuple(hosts),
-        cluster,
-        code.resolve(),
-        logs,
-        token,
-        nonce,
-        local,
-        environment,
-        container,
-    )
 
 
 def transport_log(session: Session, node: int) -> Path:

@@ -28,7 +28,7 @@ from trainkit.launch.cluster_care.pairwise_bandwidth import (
 from trainkit.launch.cluster_care.remote_commands import CommandResult
 from trainkit.launch.hosts.hostfile import Host
 from trainkit.launch.protocol.frames import HostFacts
-from trainkit.launch.session import Session, new_session
+from trainkit.launch.session import Session
 from trainkit.launch.supervise.agent_pool import JoinedAgent, MissingAgent
 
 GIB = 2**30
@@ -49,7 +49,7 @@ def session(tmp_path: Path, count: int, **more: Any) -> Session:
         {"name": "c", "launcher": "ssh", "device": built_in_device("h100-sxm-80gb"), **more}
     )
     hosts = [Host(f"n{i}", slots=tuple(range(8))) for i in range(count)]
-    return new_session(
+    return Session(
         tmp_path / "s", "doctor", 0, hosts, cluster, tmp_path / "code" / "abc", tmp_path, {}
     )
 

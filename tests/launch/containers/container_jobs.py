@@ -9,7 +9,7 @@ from trainkit.jobs.load import load
 from trainkit.jobs.schema import Job
 from trainkit.launch.containers import NodeContainer, node_container
 from trainkit.launch.hosts.hostfile import Host
-from trainkit.launch.session import Session, new_session
+from trainkit.launch.session import Session
 
 JOBS = """
 [clusters.c]
@@ -89,7 +89,7 @@ def box(tmp_path: Path, runtime: str, **values: Any) -> NodeContainer:
 def session(tmp_path: Path, runtime: str, **values: Any) -> Session:
     chosen = job(tmp_path, runtime, **values)
     folder = tmp_path / "s"
-    return new_session(
+    return Session(
         folder,
         "R",
         2,

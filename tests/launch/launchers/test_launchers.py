@@ -21,7 +21,7 @@ from trainkit.launch.launchers.local import Local
 from trainkit.launch.launchers.pdsh import Pdsh, PdshTransport, labels, ssh_variables
 from trainkit.launch.launchers.ssh import Ssh, ssh_host_name, ssh_options
 from trainkit.launch.launchers.transports import TransportPerHost, start_transport
-from trainkit.launch.session import Session, new_session
+from trainkit.launch.session import Session
 
 AWAY = [Host("node1"), Host("node2", user="ann"), Host("node3", port=2222)]
 ALONE = ("-oControlMaster=no", "-oControlPath=none", "-oClearAllForwardings=yes")
@@ -37,7 +37,7 @@ OPTIONS = (
 
 def session(folder: Path, hosts: list[Host], **cluster: Any) -> Session:
     made = Cluster(name="c", **{"launcher": "ssh", **cluster})
-    return new_session(
+    return Session(
         folder / "s",
         "run",
         1,

@@ -10,7 +10,7 @@ from trainkit.jobs.schema import Job
 from trainkit.launch.containers import node_container
 from trainkit.launch.hosts.hostfile import Host
 from trainkit.launch.launchers.slurm import srun_argv
-from trainkit.launch.session import Session, new_session
+from trainkit.launch.session import Session
 from trainkit.launch.slurm.batch_script import (
     all_options,
     allocation_variables,
@@ -29,7 +29,7 @@ def job(name: str, *sets: str) -> Job:
 
 def session(chosen: Job, hosts: Sequence[Host]) -> Session:
     folder, code = RUN.session(1), Path("/shared/code/SHA")
-    return new_session(
+    return Session(
         folder,
         RUN.id,
         1,

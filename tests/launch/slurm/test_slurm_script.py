@@ -19,7 +19,7 @@ from trainkit.jobs import sbatch
 from trainkit.jobs.schema import Job
 from trainkit.launch.hosts.hostfile import Host
 from trainkit.launch.launchers.slurm import cpu_options, node_text
-from trainkit.launch.session import new_session
+from trainkit.launch.session import Session
 from trainkit.launch.slurm.allocation import granted, hosts_of
 from trainkit.launch.slurm.batch_script import (
     all_options,
@@ -343,9 +343,7 @@ def test_a_node_finds_its_number_by_its_name(tmp_path: Path) -> None:
     """SLURM_NODEID says it; where that is another node's (--distribution, a node left out), the
     name decides."""
     hosts = [Host(name, slots=(0,)) for name in ("a-1", "a-2", "b-1")]
-    made = new_session(
-        tmp_path, "run", 1, hosts, job("jean-zay-7-5b").cluster, tmp_path, tmp_path, {}
-    )
+    made = Session(tmp_path, "run", 1, hosts, job("jean-zay-7-5b").cluster, tmp_path, tmp_path, {})
     made.script.write_text('echo "node $1"\n')
     (tmp_path / "srun.sh").write_text(node_text(made, hosts))
 

@@ -43,7 +43,7 @@ from trainkit.launch.protocol.framing import (
 )
 from trainkit.launch.protocol.handshake import make_proof, new_nonce
 from trainkit.launch.protocol.server import Connection, Server
-from trainkit.launch.session import Session, is_this_machine, new_session
+from trainkit.launch.session import Session, is_this_machine
 from trainkit.launch.supervise.agent_pool import AgentLost, AgentPool, JoinedAgent, MissingAgent
 
 Act = Callable[[AgentPool, Server], Any]
@@ -62,7 +62,7 @@ def with_crew(
         await server.listen("127.0.0.1")
         cluster = Cluster(name="c", launcher="ssh", watch=WatchLimits(**limits))
         names = [Host(f"h{i}") for i in range(hosts)]
-        session = new_session(
+        session = Session(
             folder / "s", "run", 1, names, cluster, folder / "code", folder / "logs", {}
         )
         session.write(folder, server.address, server.port, {})

@@ -21,7 +21,7 @@ from trainkit.cli.wrapper import TaskContext, TaskResult
 from trainkit.data.indexed.paths import DataFolder
 from trainkit.jobs.resolved import read_job
 from trainkit.jobs.schema import Dataset, Job
-from trainkit.launch.local_ranks import run_together
+from trainkit.launch.local_ranks import run_local_ranks
 from trainkit.runs.checkpoints import Checkpoint
 from trainkit.runs.find import find_run
 from trainkit.stages.build import BuildStage
@@ -131,7 +131,7 @@ class _Measurement:
             )
         request = ranks.EvaluateRequest(self.dataset, options.split, options.samples)
         spec = ranks.WorkerSpec(job, self.checkpoint.folder, self.device.type, request)
-        found = run_together(
+        found = run_local_ranks(
             ranks.WORKER_ARGV,
             spec.to_json(),
             options.tensor_parallel,

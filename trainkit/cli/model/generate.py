@@ -11,7 +11,7 @@ from trainkit.cli.model.prompts import read_prompts
 from trainkit.cli.model.tokenizer_warning import warn_of_changed_tokenizer
 from trainkit.cli.options import GenerateOptions
 from trainkit.cli.wrapper import TaskContext, TaskResult
-from trainkit.launch.local_ranks import run_together
+from trainkit.launch.local_ranks import run_local_ranks
 from trainkit.runs.find import find_run
 
 
@@ -34,7 +34,7 @@ def generate(task: TaskContext, run_name: str, options: GenerateOptions) -> Task
         step=options.step,
         device=options.device,
         ranks=options.tensor_parallel,
-        together=run_together,
+        together=run_local_ranks,
     )
     if not task.json:
         for number, generation in enumerate(generations, start=1):

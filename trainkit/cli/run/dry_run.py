@@ -8,7 +8,7 @@ from trainkit.cli.wrapper import TaskContext
 from trainkit.jobs.schema import Job
 from trainkit.launch.containers import node_container, reusable_since
 from trainkit.launch.hosts.hostfile import Host
-from trainkit.launch.session import Session, new_session
+from trainkit.launch.session import Session
 from trainkit.runs.folder import RunFolder
 
 
@@ -17,7 +17,7 @@ def session_to_show(job: Job, run: RunFolder, attempt: int, hosts: Sequence[Host
     folder = run.session(attempt)
     code = run.root / "code" / "SHA256"
     box = node_container(job, folder, run.id, attempt, reusable_since(run))
-    return new_session(
+    return Session(
         folder, run.id, attempt, hosts, job.cluster, code, run.attempt(attempt).transports, {}, box
     )
 

@@ -26,7 +26,7 @@ from trainkit.data.sources import DownloadNotice
 from trainkit.data.sources.announce import LARGE_DOWNLOAD
 from trainkit.jobs.load import Jobs, find_root
 from trainkit.jobs.schema import Job
-from trainkit.launch.remote_units import execute_on_hosts, place_of
+from trainkit.launch.remote_units import execute_on_hosts, stage_hosts
 from trainkit.launch.slurm.arrays import dry_lines, execute_in_slurm, slurm_place_of
 from trainkit.launch.slurm.shared_arrays import Asking
 from trainkit.stages.build import BuildStage
@@ -99,7 +99,7 @@ def _executor(job: Job | None, stage: str, notice: Callable[[str], None]) -> Cal
     if job is not None and (arrays := slurm_place_of(job, stage, notice)) is not None:
         return functools.partial(execute_in_slurm, arrays)
     if job is not None:
-        place = place_of(job, stage, notice)
+        place = stage_hosts(job, stage, notice)
     else:
         place = None
     if place is None:
@@ -183,7 +183,7 @@ def bring_up_to_date(
                 task.say(f"  {line}")
             continue
         if job:
-            place = place_of(job, need.stage, task.say)
+            place = stage_hosts(job, need.stage, task.say)
         else:
             place = None
         if place is None:

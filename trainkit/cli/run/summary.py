@@ -17,7 +17,7 @@ from trainkit.base.printable import printable
 from trainkit.cli.tables import Listing
 from trainkit.cli.wrapper import TaskContext
 from trainkit.jobs.schema import Job
-from trainkit.launch.local_ranks import run_together
+from trainkit.launch.local_ranks import run_local_ranks
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import RunRecord
 from trainkit.runs.summary import summarize_run
@@ -95,7 +95,7 @@ def _print_sample(task: TaskContext, run: RunFolder, job: Job) -> None:
             how,
             max_new_tokens=job.generate.max_new_tokens,
             ranks=ranks,
-            together=run_together,
+            together=run_local_ranks,
         )
     except TrainkitError as error:
         # a host without the ranks' devices, say: training succeeded all the same

@@ -35,7 +35,8 @@ from trainkit.launch.session import Session, transport_log
 # Variables that sbatch sets of options for ranks; they would be options of an srun whose tasks are
 # agents
 NOT_FOR_AGENTS = re.compile(
-    r"SLURM_(NTASKS|NPROCS|NTASKS_PER_.*|TASKS_PER_NODE|CPUS_PER_TASK|GPUS_PER_TASK|TRES_PER_TASK|DISTRIBUTION|NNODES|JOB_NUM_NODES)"
+    r"SLURM_(NTASKS|NPROCS|NTASKS_PER_.*|TASKS_PER_NODE|CPUS_PER_TASK|GPUS_PER_TASK"
+    r"|TRES_PER_TASK|DISTRIBUTION|NNODES|JOB_NUM_NODES)"
 )
 # a step beside others of the job, which neither reads nor is an MPI program
 CARRIES = ("--overlap", "--input=none", "--mpi=none")

@@ -23,7 +23,7 @@ from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.files import write_json, write_text
 from trainkit.jobs.clusters import Cluster, SlurmOptions, StagePlace
 from trainkit.jobs.schema import Job
-from trainkit.launch.remote_units import ALWAYS_HERE, remote_argv
+from trainkit.launch.remote_units import ALWAYS_LOCAL, remote_argv
 from trainkit.launch.slurm.allocation import ask
 from trainkit.launch.slurm.batch_script import EXPORTED, option_lines
 from trainkit.launch.slurm.sbatch import sbatch
@@ -90,7 +90,7 @@ def slurm_place_of(job: Job, stage: str, notice: Callable[[str], None]) -> Slurm
     """Where Slurm runs the units of a stage of `job`; None: not Slurm's."""
     cluster = job.cluster
     asked = cluster.stages.get(stage)
-    if asked is None or cluster.launcher != "slurm" or stage in ALWAYS_HERE:
+    if asked is None or cluster.launcher != "slurm" or stage in ALWAYS_LOCAL:
         return None
     return SlurmPlace(cluster, asked, Path(cluster.root or ".").absolute(), notice)
 

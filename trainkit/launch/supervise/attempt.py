@@ -36,7 +36,7 @@ from trainkit.launch.protocol.frames import (
     StopProcesses,
 )
 from trainkit.launch.protocol.server import Server
-from trainkit.launch.session import Session, new_session
+from trainkit.launch.session import Session
 from trainkit.launch.supervise.agent_pool import AgentLost, AgentPool, JoinedAgent
 from trainkit.launch.supervise.failure_rules import FailureRules
 from trainkit.launch.supervise.hang_report import StackDumps
@@ -165,7 +165,7 @@ class Attempt:
         code = run.root / "code" / run.code.resolve().name
         logs = self.folder.path / "launch"
         folder = run.session(number)
-        self.session: Session = new_session(
+        self.session: Session = Session(
             folder,
             run.id,
             number,

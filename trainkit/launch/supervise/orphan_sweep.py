@@ -27,7 +27,7 @@ from trainkit.launch.protocol.frames import (
     SweepRun,
 )
 from trainkit.launch.protocol.server import Server
-from trainkit.launch.session import new_session
+from trainkit.launch.session import Session
 from trainkit.launch.supervise.agent_pool import AgentPool, JoinedAgent
 from trainkit.launch.supervise.code_snapshot import take_snapshot
 from trainkit.launch.supervise.host_consistency import table
@@ -63,7 +63,7 @@ async def open_agent_pool(
     name = f"{name}-{secrets.token_hex(4)}"
     folder = root / "sessions" / name
     snapshot = code or take_snapshot(PACKAGE, root / "code").folder
-    session = new_session(
+    session = Session(
         folder, name, 0, hosts, cluster, snapshot, folder / "transports", passed_environment()
     )
     server = Server()

@@ -13,14 +13,14 @@ from trainkit.jobs.schema import Dataset, Job
 
 WORKER_ARGV = (sys.executable, "-I", "-m", "trainkit.train.inference.worker")
 # Starts so many ranks of a program with a spec on devices of a type, and has rank 0's result:
-# launch.local_ranks.run_together, passed in by those that may import it.
+# launch.local_ranks.run_local_ranks, passed in by those that may import it.
 StartRanks = Callable[[Sequence[str], Mapping[str, object], int, str], Mapping[str, Any]]
 
 
 def start_no_ranks(
     argv: Sequence[str], spec: Mapping[str, object], ranks: int, device_type: str
 ) -> Mapping[str, Any]:
-    """For callers that start no ranks; arguments as of `run_together`. Raises ValueError."""
+    """For callers that start no ranks; arguments as of `run_local_ranks`. Raises ValueError."""
     raise ValueError(f"{ranks} ranks, and nothing to start them with")
 
 
