@@ -269,7 +269,7 @@ def test_filters(include: str, exclude: str, left: str) -> None:
         ("n1:", "", ["--include: '' are no slots (column 4)"]),
         ("n1:a", "", ["--include: 'a' are no slots (column 4)"]),
         ("n0@n1:3-1", "", ["--include: '3-1' are no slots (column 7)"]),
-        ("n0@@n1", "", ["--include: '' is no HOST or HOST:SLOTS (column 4)"]),
+        ("n0@@n1", "", ["--include: expected HOST or HOST:SLOTS, got '' (column 4)"]),
         ("n0@n0", "", ["--include: host 'n0' is named twice (column 4)"]),
         (
             "x@y",

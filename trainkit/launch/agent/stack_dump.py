@@ -38,14 +38,7 @@ def collect_stacks(
     else:
         spies = {}
     yield from _until_answered([child for child in children if catches(child.pid, signal.SIGUSR2)])
-    stacks = {}
-    for child in children:
-        text = bytes(child.output.captured or b"").decode("utf-8", "replace")
-        child.output.captured = None
-        if DUMP_SIGN.decode() in text:
-            stacks[child.key] = text
-        else:
-            stacks[child.key] = ""
+    stacks = {child.key: _captured(child) for child in children}
     deadline = time.monotonic() + PY_SPY_SECONDS
     for child in children:
         if child.key in spies:
@@ -55,6 +48,16 @@ def collect_stacks(
             stacks[child.key] += _report(child, spy, report)
     silent = tuple(child.key for child in children if not stacks[child.key])
     yield StackReport(stacks, silent, states)
+
+
+def _captured(child: ChildProcess) -> str:
+    """What faulthandler has written to the child's stderr; "" where it has not. Nothing more is
+    captured."""
+    text = bytes(child.output.captured or b"").decode("utf-8", "replace")
+    child.output.captured = None
+    if DUMP_SIGN.decode() in text:
+        return text
+    return ""
 
 
 def _until_answered(asked: Sequence[ChildProcess]) -> Iterator[None]:

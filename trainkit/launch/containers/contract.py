@@ -173,22 +173,11 @@ def mounts_of(job: Job) -> tuple[Mount, ...]:
         Mount(source, target, bool(ro))
         for source, target, *ro in (text.split(":") for text in job.container.mounts)
     ]
-    seen = [
-        Mount(path, path)
-        for path in dict.fromkeys(
-            [root, os.path.realpath(root), job.cluster.node_folder, *outside_paths(job)]
-        )
-    ]
+    needed = [root, os.path.realpath(root), job.cluster.node_folder, *outside_paths(job)]
     mounts: list[Mount] = []
-    for mount in seen:
-        covered = [
-            m
-            for m in (*given, *mounts)
-            if m.source == m.target and not m.read_only and _below(mount.target, m.target)
-        ]
-        replaced = any(m.target == mount.target for m in given)
-        if not covered and not replaced and not _below(mount.target, SHARED_MEMORY):
-            mounts.append(mount)
+    for path in dict.fromkeys(needed):
+        if not _is_mounted(path, [*given, *mounts]):
+            mounts.append(Mount(path, path))
     if bad := [repr(m.source) for m in mounts if not re.fullmatch(MOUNTABLE, m.source)]:
         hint = (
             "no runtime takes a path with a blank, a comma, a colon or a quote: give the folder"
@@ -204,6 +193,18 @@ def mounts_of(job: Job) -> tuple[Mount, ...]:
             dict.fromkeys([*mounts, *given]),
             key=lambda mount: len(Path(os.path.normpath(mount.target)).parts),
         )
+    )
+
+
+def _is_mounted(path: str, mounts: Sequence[Mount]) -> bool:
+    """Whether the container has a folder already: by a mount of its own path, by a writable one
+    above it, or as shared memory, which is the host's."""
+    if _below(path, SHARED_MEMORY):
+        return True
+    return any(
+        mount.target == path
+        or (mount.source == mount.target and not mount.read_only and _below(path, mount.target))
+        for mount in mounts
     )
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import ipaddress
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -26,6 +26,7 @@ DEFAULT = Path("/job/hostfile")  # DeepSpeed's own default
 OVER_SSH = ("ssh", "pdsh")
 MOST_HOSTS = 10_000  # of one range; a slip such as node[1-10000000] must not fill the memory
 MOST_SLOTS = 4096
+MOST_SUGGESTED = 64  # hosts of a file up to which messages suggest names
 _USER = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*\$?")
 # never a leading "-": ssh would take it for an option
 _NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]*[A-Za-z0-9_])?")
@@ -54,7 +55,7 @@ class Host:
     line: int = 0
 
 
-class _Wrong(Exception):
+class _SyntaxError(Exception):
     """What is wrong, and where in its line or filter (characters from 0)."""
 
     def __init__(self, message: str, offset: int, hint: str = "") -> None:
@@ -136,13 +137,13 @@ def parse_hostfile(text: str, path: str) -> tuple[Host, ...]:
             for host in _hosts_of(words) if words else ():
                 if (earlier := first.setdefault(host_key(host.name), len(hosts))) < len(hosts):
                     message = f"host '{host.name}' stands in line {hosts[earlier].line} already"
-                    raise _Wrong(
+                    raise _SyntaxError(
                         message,
                         words[0][0],
                         "a host has one line; its slots say how often it is used",
                     )
                 hosts.append(replace(host, line=line))
-        except _Wrong as wrong:
+        except _SyntaxError as wrong:
             problems.append(
                 Problem(
                     f"{wrong.message} (column {wrong.offset + 1})",
@@ -176,11 +177,13 @@ def _hosts_of(words: Sequence[tuple[int, str]]) -> list[Host]:
                 hint = "write slots=N, without spaces"
             else:
                 hint = "one host or range a line: HOST slots=N; '#' begins a comment"
-            raise _Wrong(f"unknown word '{word}'", offset, hint)
+            raise _SyntaxError(f"unknown word '{word}'", offset, hint)
         if slots:
-            raise _Wrong(f"'{word}': slots are given twice", offset)
+            raise _SyntaxError(f"'{word}': slots are given twice", offset)
         if not re.fullmatch(r"[0-9]{1,9}", value) or not 1 <= int(value) <= MOST_SLOTS:
-            raise _Wrong(f"'{word}': slots must be a whole number from 1 to {MOST_SLOTS}", offset)
+            raise _SyntaxError(
+                f"'{word}': slots must be a whole number from 1 to {MOST_SLOTS}", offset
+            )
         slots = tuple(range(int(value)))
     offset, word = words[0]
     return [replace(host, slots=slots) for host in _expanded(word, offset)]
@@ -190,7 +193,7 @@ def _expanded(word: str, offset: int) -> Iterator[Host]:
     """The hosts that one word of a hostfile names."""
     user, at, rest = word.rpartition("@")
     if at and not _USER.fullmatch(user):
-        raise _Wrong(f"'{user}' is no user's name", offset)
+        raise _SyntaxError(f"'{user}' is no user's name", offset)
     names, port = _address(rest, offset + len(user) + len(at))
     # its agent is started without ssh
     if (at or port) and any(host_key(name) == "localhost" for name in names):
@@ -198,7 +201,9 @@ def _expanded(word: str, offset: int) -> Iterator[Host]:
             "write `localhost`; or, for a host behind a tunnel, a name that ~/.ssh/config has with"
             " HostName, Port and User"
         )
-        raise _Wrong(f"'{word}' is this machine, which takes no user and no port", offset, hint)
+        raise _SyntaxError(
+            f"'{word}' is this machine, which takes no user and no port", offset, hint
+        )
     return (Host(name, user if at else None, port) for name in names)
 
 
@@ -212,11 +217,11 @@ def _address(word: str, offset: int) -> tuple[list[str], int | None]:
         try:
             ipaddress.IPv6Address(address)
         except ValueError as error:
-            raise _Wrong(f"'[{address}]' is no IPv6 address: {error}", offset) from None
+            raise _SyntaxError(f"'[{address}]' is no IPv6 address: {error}", offset) from None
         return [address], _port(port, offset + len(address) + 3) if port is not None else None
     host, colon, port = word.partition(":")
     if ":" in port:
-        raise _Wrong(
+        raise _SyntaxError(
             f"'{word}' has more than one colon",
             offset,
             "an IPv6 address stands in brackets: [fd00::1] or [fd00::1]:22",
@@ -226,14 +231,14 @@ def _address(word: str, offset: int) -> tuple[list[str], int | None]:
 
 def _port(text: str, offset: int) -> int:
     if not re.fullmatch(r"[0-9]{1,5}", text) or not 1 <= int(text) <= 65535:
-        raise _Wrong(f"'{text}' is no port: 1 to 65535", offset)
+        raise _SyntaxError(f"'{text}' is no port: 1 to 65535", offset)
     return int(text)
 
 
 def _names(word: str, offset: int) -> list[str]:
     """A name, or the names of a range, in the order written."""
     if re.search(r"[,&!^]", re.sub(r"\[[^\]]*\]", "", word)):
-        raise _Wrong(
+        raise _SyntaxError(
             f"'{word}': one host or range a line",
             offset,
             "inside brackets commas are fine: node[1-3,7]",
@@ -247,11 +252,11 @@ def _names(word: str, offset: int) -> list[str]:
     for each in choices_of:
         count *= len(each)
     if count > MOST_HOSTS:
-        raise _Wrong(f"'{word}' names {count:,} hosts; {MOST_HOSTS:,} are the limit", offset)
+        raise _SyntaxError(f"'{word}' names {count:,} hosts; {MOST_HOSTS:,} are the limit", offset)
     names = ["".join(parts) for parts in itertools.product(*choices_of)]
     for name in names[:1]:  # they differ in digits only
         if not _NAME.fullmatch(name) or len(name) > 253:
-            raise _Wrong(
+            raise _SyntaxError(
                 f"'{word}' is no host's name or address",
                 offset,
                 "letters, digits, '.', '_' and '-'; ranges as in node[01-16]",
@@ -271,18 +276,18 @@ def _numbers(content: str, word: str, offset: int) -> Iterator[str]:
             high = None
             step = None
         if low is None or (high is not None and high < low) or step == 0:
-            raise _Wrong(
+            raise _SyntaxError(
                 f"'[{content}]' in '{word}' is no range",
                 offset,
                 "for example node[1-16], node[01-16], node[1-3,7]",
             )
         if high is not None and (high - low) // (step or 1) >= MOST_HOSTS:
-            raise _Wrong(f"'{word}' names more than {MOST_HOSTS:,} hosts", offset)
+            raise _SyntaxError(f"'{word}' names more than {MOST_HOSTS:,} hosts", offset)
         try:
             yield from RangeSet(part).striter()
         except ValueError as error:
             # the library's own errors are ValueErrors: padding that does not fit, say
-            raise _Wrong(f"'[{content}]' in '{word}' is no range: {error}", offset) from None
+            raise _SyntaxError(f"'[{content}]' in '{word}' is no range: {error}", offset) from None
 
 
 def filter_hosts(hosts: Sequence[Host], include: str = "", exclude: str = "") -> tuple[Host, ...]:
@@ -292,76 +297,61 @@ def filter_hosts(hosts: Sequence[Host], include: str = "", exclude: str = "") ->
     With both, what is excluded is taken from what is included; naming the same host or slot in
     both is a contradiction.
 
-    Raises ConfigError with every unknown host and slot, by column, and where no host is left.
+    Args:
+        hosts: of the hostfile, each with its slots.
+        include: a filter; "": all.
+        exclude: a filter; "": none.
+
+    Raises:
+        ConfigError: every unknown host and slot, by column; or no host is left.
     """
     problems: list[Problem] = []
-    wanted = _filtered(hosts, include, "--include", problems)
-    unwanted = _filtered(hosts, exclude, "--exclude", problems)
+    wanted = _read_filter(hosts, include, "--include", problems)
+    unwanted = _read_filter(hosts, exclude, "--exclude", problems)
     for name in wanted.keys() & unwanted.keys():
-        both = wanted[name][0] & unwanted[name][0]
-        if wanted[name][1] == unwanted[name][1] and both:
-            if wanted[name][1]:
-                said = f"{name}:{','.join(map(str, sorted(both)))}"
-            else:
-                said = name
-            problems.append(Problem(f"'{said}' is both in --include and in --exclude"))
+        both = wanted[name].slots & unwanted[name].slots
+        if wanted[name].by_slots == unwanted[name].by_slots and both:
+            shown = f"{name}:{','.join(map(str, sorted(both)))}" if wanted[name].by_slots else name
+            problems.append(Problem(f"'{shown}' is both in --include and in --exclude"))
     if problems:
         raise ConfigError(problems)
+    everything = {} if include else {host.name: frozenset(host.slots) for host in hosts}
+    included = everything | {name: each.slots for name, each in wanted.items()}
+    excluded = {name: each.slots for name, each in unwanted.items()}
+    none = frozenset[int]()
     left = []
     for host in hosts:
-        if host.name in wanted:
-            slots = wanted[host.name][0]
-        elif include:
-            slots = set()
-        else:
-            slots = set(host.slots)
-        slots = slots - (unwanted[host.name][0] if host.name in unwanted else set())
+        slots = included.get(host.name, none) - excluded.get(host.name, none)
         if slots:
             left.append(replace(host, slots=tuple(sorted(slots))))
     if not left:
-        raise ConfigError(
-            f"no host is left of {len(hosts)} after "
-            + " and ".join(f for f in (include and "--include", exclude and "--exclude") if f)
-        )
+        filters = [flag for flag, text in (("--include", include), ("--exclude", exclude)) if text]
+        raise ConfigError(f"no host is left of {len(hosts)} after {' and '.join(filters)}")
     return tuple(left)
 
 
-def _filtered(
+@dataclass(frozen=True)
+class _Filtered:
+    """What a filter says of one host. `by_slots`: slots were written."""
+
+    slots: frozenset[int]
+    by_slots: bool
+
+
+def _read_filter(
     hosts: Sequence[Host], text: str, flag: str, problems: list[Problem]
-) -> dict[str, tuple[set[int], bool]]:
-    """{host: (slots, whether slots were written)} of one filter; what is wrong is added to
-    `problems`."""
+) -> dict[str, _Filtered]:
+    """By host, what one filter says; what is wrong is added to `problems`."""
     known = {host_key(host.name): host for host in hosts}
-    found: dict[str, tuple[set[int], bool]] = {}
+    found: dict[str, _Filtered] = {}
     offset = 0
     for part in text.split("@") if text else []:
         try:
-            words = _PART.fullmatch(part)
-            if not words or not words.group(1):
-                raise _Wrong(f"'{part}' is no HOST or HOST:SLOTS", offset)
-            names, _ = _address(words.group(1), offset)
-            if words.group(2) is None:
-                slots = None
-            else:
-                slots = _slot_numbers(words.group(2), offset + len(words.group(1)) + 1)
-            for name in names:
-                host = known.get(host_key(name))
-                if host is None:
-                    raise _Wrong(
-                        f"the hostfile has no host '{name}'",
-                        offset,
-                        suggest(name, [h.name for h in hosts]) if len(hosts) <= 64 else "",
-                    )
-                if host.name in found:
-                    raise _Wrong(f"host '{name}' is named twice", offset)
-                if slots is not None and (missing := sorted(slots - set(host.slots))):
-                    raise _Wrong(
-                        f"host '{name}' has no slot {missing[0]}",
-                        offset,
-                        f"its slots: {_shown(host.slots)}",
-                    )
-                found[host.name] = (set(host.slots) if slots is None else slots, slots is not None)
-        except _Wrong as wrong:
+            for name, filtered in _read_filter_part(part, offset, known):
+                if name in found:
+                    raise _SyntaxError(f"host '{name}' is named twice", offset)
+                found[name] = filtered
+        except _SyntaxError as wrong:
             problems.append(
                 Problem(
                     f"{wrong.message} (column {wrong.offset + 1})", SourceLocation(flag), wrong.hint
@@ -369,6 +359,38 @@ def _filtered(
             )
         offset += len(part) + 1
     return found
+
+
+def _read_filter_part(
+    part: str, offset: int, known: Mapping[str, Host]
+) -> Iterator[tuple[str, _Filtered]]:
+    """(host, what is said of it) of one part of a filter, which begins at `offset`."""
+    match = _PART.fullmatch(part)
+    if not match or not match.group(1):
+        raise _SyntaxError(f"expected HOST or HOST:SLOTS, got '{part}'", offset)
+    address, slots_text = match.groups()
+    slots = None
+    if slots_text is not None:
+        slots = frozenset(_slot_numbers(slots_text, offset + len(address) + 1))
+    for name in _address(address, offset)[0]:
+        host = known.get(host_key(name))
+        if host is None:
+            names = [each.name for each in known.values()]
+            raise _SyntaxError(
+                f"the hostfile has no host '{name}'",
+                offset,
+                suggest(name, names) if len(names) <= MOST_SUGGESTED else "",
+            )
+        if slots is None:
+            yield host.name, _Filtered(frozenset(host.slots), by_slots=False)
+            continue
+        if missing := sorted(slots.difference(host.slots)):
+            raise _SyntaxError(
+                f"host '{name}' has no slot {missing[0]}",
+                offset,
+                f"its slots: {_shown(host.slots)}",
+            )
+        yield host.name, _Filtered(slots, by_slots=True)
 
 
 def _slot_numbers(text: str, offset: int) -> set[int]:
@@ -381,7 +403,7 @@ def _slot_numbers(text: str, offset: int) -> set[int]:
         else:
             ends = [low]
         if not all(re.fullmatch(r"[0-9]{1,4}", end) for end in ends) or int(ends[-1]) < int(low):
-            raise _Wrong(f"'{text}' are no slots", offset, "for example 0,2-3")
+            raise _SyntaxError(f"'{text}' are no slots", offset, "for example 0,2-3")
         found |= set(range(int(low), int(ends[-1]) + 1))
     return found
 
