@@ -423,7 +423,7 @@ def test_cancelled_over_the_control_connection(
 ) -> None:
     run, folder = make_run(tmp_path, ["retry.preempted=5", "retry.infra=5"]), tmp_path / "ready"
     folder.mkdir()
-    answers: list[object] = []
+    answers: list[bool] = []
 
     def cancel() -> None:
         pids.extend(ready(folder))
@@ -431,9 +431,7 @@ def test_cancelled_over_the_control_connection(
 
     pids: list[int] = []
     outcome = in_thread(run, folder, threading.Thread(target=cancel))
-    assert (outcome.exit, outcome.failure_class) == (code, failure_class) and answers == [
-        {"type": "ok"}
-    ]
+    assert (outcome.exit, outcome.failure_class) == (code, failure_class) and answers == [True]
     assert len(run.attempts()) == 1, "it went on although it was asked to stop"
     assert not any(alive(pid) for pid in pids)
     assert not ask_supervisor(run, CancelRun(save))
