@@ -279,7 +279,7 @@ def test_the_last_run_is_shown_with_the_errors_of_its_plan(
     assert measured is not None and (measured.run, measured.same_layout) == ("1", True)
     other = last_measured(load(project.path).resolve("random", ["training.micro_batch_size=4"]).job)
     assert other is not None and (other.run, other.same_layout) == ("2", False)
-    assert "laid out otherwise" in page(project.path, "random", "training.micro_batch_size=4")
+    assert "another layout" in page(project.path, "random", "training.micro_batch_size=4")
 
 
 def test_runs_that_cannot_be_compared_are_passed_over(project: Project) -> None:

@@ -50,25 +50,20 @@ def print_page(
     """Print a plan for people.
 
     Args:
-        command: how tasks are run here.
-        launchable: this version does not only plan for the job.
-        engine: where an engine that is not trainkit's own comes from, if jobs.toml says it.
+        console: where to.
+        job: the job.
+        plan: its plan.
+        command: the command that runs tasks here, such as "invoke".
+        launchable: whether this version can launch the job, too.
+        engine: where an engine comes from that is not trainkit's own.
     """
     page = Table.grid(padding=(0, 2))
     page.add_column(no_wrap=True, style="bold")
     page.add_column(overflow="fold")
     if engine is not None:
-        if engine.revision:
-            revision = f" at {engine.revision}"
-        else:
-            revision = ""
-        if engine.container:
-            image = f", container {engine.container}"
-        else:
-            image = ""
-        page.add_row("engine", escape(f"{engine.name}: {engine.source}{revision}{image}"))
-    for what, said in _rows(console, job, plan):
-        page.add_row(what, said)
+        page.add_row("engine", _engine(engine))
+    for heading, content in _rows(console, job, plan):
+        page.add_row(heading, content)
     console.print(f"[bold]{plan.job}[/]  {escape(job.description)}".rstrip())
     console.print(page)
     _print_list(console, "note", plan.notes, "yellow")
@@ -78,14 +73,25 @@ def print_page(
         console.print(f"[red]not feasible[/]: {count} objection{'s' if count > 1 else ''}")
     elif launchable:
         console.print(f"[green]feasible[/]: {command} train {plan.job}")
-    else:
-        words = (
-            f"this version plans the job, but does not launch it: {command} train {plan.job}"
-            " says why"
+    elif job.engine != "native":
+        console.print(
+            f"[green]feasible[/]; engine {job.engine} can be planned but not launched; use --set"
+            " engine=native"
         )
-        if job.engine != "native":
-            words = f"engine {job.engine} can be planned but not launched; use --set engine=native"
-        console.print(f"[green]feasible[/]; {words}")
+    else:
+        console.print(
+            f"[green]feasible[/]; this version can plan the job but not launch it: {command} train"
+            f" {plan.job} says why"
+        )
+
+
+def _engine(engine: EngineSource) -> str:
+    text = f"{engine.name}: {engine.source}"
+    if engine.revision:
+        text += f" at {engine.revision}"
+    if engine.container:
+        text += f", container {engine.container}"
+    return escape(text)
 
 
 def _rows(console: Console, job: Job, plan: Plan) -> Iterator[tuple[str, RenderableType]]:
@@ -100,17 +106,10 @@ def _rows(console: Console, job: Job, plan: Plan) -> Iterator[tuple[str, Rendera
     if plan.storage:
         yield "disk", _disk(plan.storage, plan.duration)
     if plan.epochs:
+        tokens = f"{_count(plan.epochs.dataset_tokens)} tokens"
         if plan.epochs.estimated:
-            about = "about "
-        else:
-            about = ""
-        yield (
-            "data",
-            (
-                f"{plan.epochs.epochs:,.2f} epochs of {escape(job.dataset.name)},"
-                f" {about}{_count(plan.epochs.dataset_tokens)} tokens"
-            ),
-        )
+            tokens = f"about {tokens}"
+        yield "data", f"{plan.epochs.epochs:,.2f} epochs of {escape(job.dataset.name)}, {tokens}"
     if plan.measured:
         yield "measured", _measured(plan)
 
@@ -149,11 +148,10 @@ def _size(job: Job, plan: Plan) -> str:
     )
     if plan.parameters is None or plan.vocab_size is None:
         return f"known once the tokenizer is prepared ({shape})"
+    text = f"{_count(plan.parameters)} parameters: {shape}, vocabulary {plan.vocab_size:,}"
     if plan.padded_vocab_size != plan.vocab_size:
-        padded = f" (padded to {plan.padded_vocab_size:,})"
-    else:
-        padded = ""
-    return f"{_count(plan.parameters)} parameters: {shape}, vocabulary {plan.vocab_size:,}{padded}"
+        text += f" (padded to {plan.padded_vocab_size:,})"
+    return text
 
 
 def _ranks(job: Job, plan: Plan) -> str:
@@ -168,20 +166,15 @@ def _ranks(job: Job, plan: Plan) -> str:
         f" {job.parallelism.zero_stage}"
     )
     if layout.virtual > 1:
-        virtual = f", {layout.virtual} chunks a stage"
-    else:
-        virtual = ""
+        split += f", {layout.virtual} chunks per stage"
     if layout.pipeline > 1:
-        stages = f"; layers by stage: {_runs(layout.layers_by_stage)}"
-    else:
-        stages = ""
+        split += f"; layers by stage: {_run_lengths(layout.layers_by_stage)}"
     return (
-        f"{plan.world_size} = {nodes} of {escape(job.cluster.name)}, engine {plan.engine}:"
-        f" {split}{virtual}{stages}"
+        f"{plan.world_size} = {nodes} of {escape(job.cluster.name)}, engine {plan.engine}: {split}"
     )
 
 
-def _runs(numbers: Sequence[int]) -> str:
+def _run_lengths(numbers: Sequence[int]) -> str:
     """8 x2, 7 x4."""
     groups: list[tuple[int, int]] = []
     for number in numbers:
@@ -210,6 +203,7 @@ def _batch(job: Job, plan: Plan) -> str:
 
 
 def _memory(console: Console, memory: Memory) -> RenderableType:
+    """The fullest rank, a bar per stage, what the parts are."""
     fullest = memory.fullest
     device = memory.device_bytes
     verdict = {
@@ -217,27 +211,49 @@ def _memory(console: Console, memory: Memory) -> RenderableType:
         False: "[red]does not fit[/]",
         None: "the device's memory is not known",
     }[memory.fits]
+    size = _gib(fullest.total_bytes)
     if device:
-        of = f" of {_gib(device)}"
-    else:
-        of = ""
+        size += f" of {_gib(device)}"
+    parts: list[RenderableType] = [
+        Text.from_markup(f"{size} on the fullest rank: {verdict}"),
+        _memory_bars(console, memory),
+        _memory_legend(console, fullest),
+    ]
+    if memory.band_bytes is not None:
+        low, high = memory.band_bytes
+        parts.append(
+            Text(
+                f"published runs of this engine took {_gib(low)} to {_gib(high)} for a plan of this"
+                " size"
+            )
+        )
+    return Group(*parts)
+
+
+def _memory_bars(console: Console, memory: Memory) -> Table:
+    """A bar per stage, or per group of stages that look alike."""
     bars = Table.grid(padding=(0, 1))
     bars.add_column(no_wrap=True)
     bars.add_column(no_wrap=True, justify="right")
     bars.add_column(no_wrap=True)
-    scale = max(device or 0, fullest.total_bytes)
+    device = memory.device_bytes
+    scale = max(device or 0, memory.fullest.total_bytes)
     width = min(BAR, max(8, console.width - BESIDE))
     for first, last, rank in _bars(memory):
+        name = f"stages {first} to {last}"
         if len(memory.stages) == 1:
             name = "every rank"
         elif first == last:
             name = f"stage {first}"
-        else:
-            name = f"stages {first} to {last}"
         bars.add_row(name, _gib(rank.total_bytes), _bar(console, rank, scale, device, width))
+    return bars
+
+
+def _memory_legend(console: Console, rank: RankMemory) -> Table:
+    """The parts of a rank's memory with their sizes, as many side by side as fit."""
     shown = [
         Text(f"{_mark(console, part)} {PARTS[part][0]} {_gib(size)}", style=PARTS[part][2])
-        for part, size in fullest.parts.items()
+        for part, size in rank.parts.items()
         if size
     ]
     widest = max(entry.cell_len for entry in shown) + GAP
@@ -248,19 +264,7 @@ def _memory(console: Console, memory: Memory) -> RenderableType:
         legend.add_column(no_wrap=True)
     for first in range(0, len(shown), beside):
         legend.add_row(*shown[first : first + beside])
-    heading = Text.from_markup(f"{_gib(fullest.total_bytes)}{of} on the fullest rank: {verdict}")
-    if memory.band_bytes is None:
-        return Group(heading, bars, legend)
-    low, high = memory.band_bytes
-    return Group(
-        heading,
-        bars,
-        legend,
-        Text(
-            f"published runs of this engine took {_gib(low)} to {_gib(high)} where this plan says"
-            " as much"
-        ),
-    )
+    return legend
 
 
 def _node(host: HostMemory) -> str:
@@ -268,11 +272,9 @@ def _node(host: HostMemory) -> str:
     text = f"{_gib(host.needed_bytes)} of main memory for its ranks"
     if host.available_bytes is None:
         return f"{text}; what a node has is unknown (clusters.X.memory_bytes)"
-    if host.fits:
-        verdict = "[green]fits[/]"
-    else:
-        verdict = "[red]does not fit[/]"
-    return f"{text}, {_gib(host.available_bytes)} there by {escape(host.source or '')}: {verdict}"
+    verdict = "[green]fits[/]" if host.fits else "[red]does not fit[/]"
+    available = f"{_gib(host.available_bytes)} available ({escape(host.source or '')})"
+    return f"{text}, {available}: {verdict}"
 
 
 def _bars(memory: Memory) -> list[tuple[int, int, RankMemory]]:
@@ -330,13 +332,11 @@ def _time(job: Job, plan: Plan) -> str:
     if duration is None:
         return f"{text}. Speed unknown for this device; the first run will measure it"
     speed = duration.speed
+    step = _span(duration.step_seconds)
     if speed.mfu:
-        mfu = f" at {speed.mfu:.1%} MFU"
-    else:
-        mfu = ""
-    rate = f"{speed.tokens_per_second:,.0f} tokens/s"
+        step += f" at {speed.mfu:.1%} MFU"
     lines = [
-        f"{text} of {_span(duration.step_seconds)}{mfu}, {rate}",
+        f"{text} of {step}, {speed.tokens_per_second:,.0f} tokens/s",
         f"[bright_black]{escape(speed.source)}[/]",
         _whole(job, duration),
     ]
@@ -381,11 +381,11 @@ def _disk(storage: Storage, duration: Duration | None) -> str:
         f" {_gib(storage.on_disk_bytes)}"
     )
     if storage.capacity_bytes is not None:
-        text += (
-            f" of {_gib(storage.capacity_bytes)} ({escape(storage.filesystem)})"
-            if storage.filesystem
-            else f" of {_gib(storage.capacity_bytes)} free here"
-        )
+        text += f" of {_gib(storage.capacity_bytes)}"
+        if storage.filesystem:
+            text += f" ({escape(storage.filesystem)})"
+        else:
+            text += " free here"
     if (
         duration
         and duration.checkpoint_seconds
@@ -403,26 +403,21 @@ def _measured(plan: Plan) -> str:
     """What the last run took, and by how much its plan was wrong."""
     measured = plan.measured
     assert measured is not None
-    values = {
-        "tokens_per_second": (
-            f"{measured.tokens_per_second:,.0f} tokens/s" if measured.tokens_per_second else ""
-        ),
-        "peak_bytes": f"{_gib(measured.peak_bytes)} at most" if measured.peak_bytes else "",
-        "checkpoint_bytes": (
-            f"checkpoint {_gib(measured.checkpoint_bytes)}" if measured.checkpoint_bytes else ""
-        ),
-    }
-    errors = measured.errors
-    told = [
-        said + (f" (plan {errors[name]:+.1%})" if errors[name] is not None else "")
-        for name, said in values.items()
-        if said
-    ]
-    if measured.same_layout:
-        other = ""
-    else:
-        other = ", laid out otherwise"
-    return f"run {measured.run}{other}: {', '.join(told)}"
+    values: dict[str, str] = {}
+    if measured.tokens_per_second:
+        values["tokens_per_second"] = f"{measured.tokens_per_second:,.0f} tokens/s"
+    if measured.peak_bytes:
+        values["peak_bytes"] = f"{_gib(measured.peak_bytes)} at most"
+    if measured.checkpoint_bytes:
+        values["checkpoint_bytes"] = f"checkpoint {_gib(measured.checkpoint_bytes)}"
+    shown = []
+    for name, value in values.items():
+        error = measured.errors[name]
+        shown.append(value if error is None else f"{value} (plan {error:+.1%})")
+    run = f"run {measured.run}"
+    if not measured.same_layout:
+        run += ", another layout"
+    return f"{run}: {', '.join(shown)}"
 
 
 def _print_list(console: Console, word: str, entries: Sequence[Objection], style: str) -> None:
