@@ -122,14 +122,6 @@ def make_task(
 
     def decorate(body: Body) -> Task[Any]:
         signature = signature_of(body, options, help=help or {}, minimum=minimum or {})
-        common = {
-            name: text
-            for name, text, taken in (
-                ("json", JSON_HELP, takes_json),
-                ("dry_run", DRY_RUN_HELP, takes_dry_run),
-            )
-            if taken
-        }
 
         @functools.wraps(body)
         def run(context: Context, **values: object) -> None:
@@ -144,23 +136,41 @@ def make_task(
             _run_task(task, lambda: body(task, **arguments))
 
         run.__doc__ = _unwrapped(inspect.getdoc(body) or "")
-        keyword = inspect.Parameter.POSITIONAL_OR_KEYWORD
-        parameters = [
-            inspect.Parameter("context", keyword),
-            *(each.for_invoke() for each in signature.all),
-            *(inspect.Parameter(name, keyword, default=False) for name in common),
-        ]
-        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # what Invoke reads
-        texts = {each.name: each.help for each in signature.all if each.help} | common
-        return Task(
-            run,
-            positional=[each.name for each in signature.all if each.required],
-            iterable=[each.name for each in signature.all if each.repeated],
-            help={name.replace("_", "-"): text for name, text in texts.items()},
-            auto_shortflags=False,
-        )
+        common = {}
+        if takes_json:
+            common["json"] = JSON_HELP
+        if takes_dry_run:
+            common["dry_run"] = DRY_RUN_HELP
+        return _invoke_task(run, signature, common)
 
     return decorate
+
+
+def _invoke_task(
+    run: Callable[..., None], signature: Signature, common: Mapping[str, str]
+) -> Task[Any]:
+    """A task as Invoke sees it.
+
+    Args:
+        run: takes Invoke's context and all parameters by name.
+        signature: what the task takes.
+        common: {name: help} of further flags.
+    """
+    keyword = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    parameters = [
+        inspect.Parameter("context", keyword),
+        *(each.for_invoke() for each in signature.all),
+        *(inspect.Parameter(name, keyword, default=False) for name in common),
+    ]
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # Invoke reads it
+    texts = {each.name: each.help for each in signature.all if each.help} | dict(common)
+    return Task(
+        run,
+        positional=[each.name for each in signature.all if each.required],
+        iterable=[each.name for each in signature.all if each.repeated],
+        help={name.replace("_", "-"): text for name, text in texts.items()},
+        auto_shortflags=False,
+    )
 
 
 def _unwrapped(text: str) -> str:

@@ -66,23 +66,16 @@ def test(
             f"no such test in {root}: {', '.join(absent)}",
             hint="give files or folders below it: ./inv test tests/data",
         )
-    checks = [["ruff", "check", "."], ["ruff", "format", "--check", "."], ["mypy"]]
-    part = bool(paths or k or last_failed)
-    # two more than processors: tests on several hosts mostly wait
-    workers = len(os.sched_getaffinity(0)) + 2
-    pytest = ["pytest", "-n", str(workers), "--dist", "worksteal"]
-    pytest += ["--hypothesis-profile=slow"] if slow else ["-m", "not slow"]
-    pytest += ["-k", k] if k else []
-    pytest += ["--last-failed"] if last_failed else []
+    commands = [_pytest(paths, slow=slow, k=k, last_failed=last_failed)]
+    if lint and not (paths or k or last_failed):
+        commands = [["ruff", "check", "."], ["ruff", "format", "--check", "."], ["mypy"], *commands]
     # Without bytecode on disk each worker and each of a thousand programs compiles the package and
     # the tests again.
     environment = {
         name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"
     }
     run = partial(subprocess.Popen, cwd=root, env=environment)
-    if not lint or part:
-        checks = []
-    for command in [*checks, [*pytest, *paths]]:
+    for command in commands:
         print(f"$ {' '.join(command)}", flush=True)
         beside = []
         if command == ["mypy"]:
@@ -95,3 +88,18 @@ def test(
             process.wait()  # errors in the tests' files are reported by the run that follows
         if code:
             raise InvokeExit(code=code)
+
+
+def _pytest(paths: Sequence[str], *, slow: bool, k: str, last_failed: bool) -> list[str]:
+    # two more than processors: tests on several hosts mostly wait
+    workers = len(os.sched_getaffinity(0)) + 2
+    command = ["pytest", "-n", str(workers), "--dist", "worksteal"]
+    if slow:
+        command.append("--hypothesis-profile=slow")
+    else:
+        command += ["-m", "not slow"]
+    if k:
+        command += ["-k", k]
+    if last_failed:
+        command.append("--last-failed")
+    return [*command, *paths]
