@@ -1,8 +1,8 @@
-"""The task `doctor`: one table of all hosts, what differs marked, and what to do about it."""
+"""The task `doctor`: a table of all hosts with what differs marked, and advice."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from rich.markup import escape
@@ -24,6 +24,7 @@ from trainkit.launch.hosts.quarantine import read_quarantine
 from trainkit.launch.supervise.agent_pool import JoinedAgent, MissingAgent
 
 GIB = 2**30
+VERSIONS = ("python", "torch", "driver", "kernel")
 HEADINGS = {
     "disk": "disk free",
     "gpus": "GPUs",
@@ -63,7 +64,7 @@ def doctor(task: TaskContext, cluster: str, hostfile: str, *, all_reduce: bool) 
         Finding(
             host,
             "reach",
-            f"left out of runs until {entry.until}: {entry.why}",
+            f"in quarantine until {entry.until}: {entry.why}",
             f"{task.command} nodes --release {host} lets it in again",
             wrong=False,
         )
@@ -74,7 +75,7 @@ def doctor(task: TaskContext, cluster: str, hostfile: str, *, all_reduce: bool) 
         _print(task, seen, findings, others)
     wrong = sum(finding.wrong for finding in findings)
     if all_reduce and len(hosts) < 2:
-        task.say("an all-reduce needs two hosts: none was measured")
+        task.say("an all-reduce needs two hosts: nothing was measured")
     rows = [
         {
             "host": answer.host,
@@ -102,87 +103,93 @@ def doctor(task: TaskContext, cluster: str, hostfile: str, *, all_reduce: bool) 
 def _print(
     task: TaskContext, seen: ClusterExamination, findings: Sequence[Finding], others: dict[str, str]
 ) -> None:
-    marks = {(finding.host, finding.what): finding.wrong for finding in findings}
-    headings = {name: HEADINGS.get(name, name) for name in COLUMNS}
-    # those of findings are left out last
-    quiet = [name for name in reversed(COLUMNS) if all(what != name for _, what in marks)]
-    table = Listing(
-        "host",
-        *headings.values(),
-        drop=[
-            headings[name]
-            for name in [*quiet, *(name for name in reversed(COLUMNS) if name not in quiet)]
-        ],
-    )
-    for answer in seen.answers:
-        if isinstance(answer, MissingAgent):
-            cells = dict.fromkeys(COLUMNS, "")
-        else:
-            cells = _cells(answer)
-        shown = [_marked(cells[name], marks.get((answer.host, name))) for name in COLUMNS]
-        table.add_row(_marked(answer.host, marks.get((answer.host, "reach"))), *shown)
-    for name in others:
-        table.add_row(_marked(name, marks.get((name, "reach"))), *[""] * len(COLUMNS))
-    task.console.print(table)
+    task.console.print(_table(seen, findings, others))
     for one, other, pair in seen.pairs:
-        task.say(
-            f"all-reduce {one} - {other}: "
-            + (
-                f"{pair.gb_per_second:.3g} GB/s"
-                if pair.gb_per_second is not None
-                else f"failed: {pair.error}"
-            )
-        )
+        result = f"failed: {pair.error}"
+        if pair.gb_per_second is not None:
+            result = f"{pair.gb_per_second:.3g} GB/s"
+        task.say(f"all-reduce {one} - {other}: {result}")
     for finding in findings:
-        if finding.wrong:
-            colour = "red"
-            word = "wrong"
-        else:
-            colour = "yellow"
-            word = "note"
+        label = "[red]wrong[/]" if finding.wrong else "[yellow]note[/]"
         task.console.print(
-            f"[{colour}]{word}[/] {escape(finding.host)} ({finding.what}):"
-            f" {escape(finding.message)}"
+            f"{label} {escape(finding.host)} ({finding.what}): {escape(finding.message)}"
         )
         task.say(f"  {finding.advice}")
     wrong = sum(finding.wrong for finding in findings)
-    task.say(
-        f"{wrong} finding{'s' if wrong != 1 else ''} that would spoil a run"
-        if wrong
-        else "nothing is wrong"
-    )
+    if wrong:
+        task.say(f"{wrong} finding{'s' if wrong != 1 else ''} that would break or slow down a run")
+    else:
+        task.say("nothing is wrong")
+
+
+def _table(seen: ClusterExamination, findings: Sequence[Finding], others: Iterable[str]) -> Listing:
+    """A row per host.
+
+    Args:
+        seen: hosts that were asked.
+        findings: what is marked.
+        others: names of hosts that could not be asked.
+    """
+    marks = {(finding.host, finding.what): finding.wrong for finding in findings}
+    found = {finding.what for finding in findings}
+    headings = {name: HEADINGS.get(name, name) for name in COLUMNS}
+    # on a narrow terminal, columns with findings are left out last
+    last_first = list(reversed(COLUMNS))
+    drop = [name for name in last_first if name not in found]
+    drop += [name for name in last_first if name in found]
+    table = Listing("host", *headings.values(), drop=[headings[name] for name in drop])
+    for answer in seen.answers:
+        cells = dict.fromkeys(COLUMNS, "")
+        if not isinstance(answer, MissingAgent):
+            cells = _cells(answer)
+        table.add_row(
+            _marked(answer.host, marks.get((answer.host, "reach"))),
+            *(_marked(cells[name], marks.get((answer.host, name))) for name in COLUMNS),
+        )
+    for name in others:
+        table.add_row(_marked(name, marks.get((name, "reach"))), *[""] * len(COLUMNS))
+    return table
 
 
 def _marked(text: str, wrong: bool | None) -> str:
-    """A cell; `wrong` is None where nothing is to be said of it. Without colours a mark is all
-    there is."""
+    """A cell with its mark, which is also seen without colours.
+
+    Args:
+        text: the cell.
+        wrong: whether the finding about it is wrong, or only a note; None without a finding.
+    """
     if wrong is None:
         return escape(text)
-    return f"[{'red' if wrong else 'yellow'}]{escape(text)} {'!!' if wrong else '!'}[/]"
+    if wrong:
+        return f"[red]{escape(text)} !![/]"
+    return f"[yellow]{escape(text)} ![/]"
 
 
-def _cells(hello: JoinedAgent) -> dict[str, str]:
-    facts = hello.facts
-    versions = facts.versions
-    gpus = facts.gpus
+def _cells(agent: JoinedAgent) -> dict[str, str]:
+    """The cells of a host, by column."""
+    facts = agent.facts
+    address = str(facts.address)
     if facts.interface:
-        interface = f" ({facts.interface})"
-    else:
-        interface = ""
-    files = facts.open_files
-    return {
-        **{
-            name: str(versions.get(name) or "-") for name in ("python", "torch", "driver", "kernel")
-        },
-        "clock": f"{hello.clock_offset:+.2f} s",
+        address += f" ({facts.interface})"
+    cells = {name: facts.versions.get(name) or "-" for name in VERSIONS}
+    return cells | {
+        "clock": f"{agent.clock_offset:+.2f} s",
         "root": "seen" if facts.nonce else "-",
         "disk": _gib(facts.disk_free),
-        "gpus": str(len(gpus)) if gpus else "-",
-        "address": f"{facts.address}{interface}",
-        "files": "-" if files is None else "unlimited" if files < 0 else f"{files:,}",
+        "gpus": str(len(facts.gpus) or "-"),
+        "address": address,
+        "files": _limit(facts.open_files),
         "shm": _gib(facts.shared_memory),
-        "proof": str(facts.proof or "-"),
+        "proof": facts.proof or "-",
     }
+
+
+def _limit(number: int | None) -> str:
+    if number is None:
+        return "-"
+    if number < 0:
+        return "unlimited"
+    return f"{number:,}"
 
 
 def _gib(size: int | None) -> str:

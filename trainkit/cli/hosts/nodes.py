@@ -1,9 +1,10 @@
-"""The task `nodes`: which hosts of a cluster can be reached, what runs there, who is left out."""
+"""The task `nodes`: which hosts of a cluster are reachable, busy or in quarantine."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.markup import escape
 
@@ -24,13 +25,53 @@ from trainkit.launch.supervise.orphan_sweep import HostReport, survey_hosts
 
 GIB = 2**30
 TOP_SECONDS = 30.0
-# by kind of device: what shows the devices and the processes on them once, and how many lines of
-# it. neuron-top itself needs a terminal.
+# by type of device: a command that shows devices and processes once, and how many lines of its
+# output are shown. neuron-top itself needs a terminal.
 TOPS: dict[str, tuple[list[str], int | None]] = {
     "cuda": (["nvidia-smi"], None),
     "neuron": (["neuron-ls", "--wide"], None),
     "cpu": (["top", "-b", "-n", "1", "-w", "160"], 15),
 }
+
+
+@dataclass(frozen=True)
+class HostRow:
+    """One host: an entry of the document nodes/1.
+
+    Args:
+        host: its name in the hostfile.
+        reachable: whether it can be used.
+        error: why not.
+        name: what it calls itself.
+        address: on the cluster's network.
+        cpus: how many cores a process may use.
+        gpus: their names.
+        disk_free: bytes on the cluster's root.
+        versions: of python, torch, kernel, driver.
+        busy: a row per slot that is held, with what its holder says.
+        quarantine: why it is left out of runs.
+    """
+
+    host: str
+    reachable: bool
+    error: str | None
+    name: str | None
+    address: str | None
+    cpus: int | None
+    gpus: list[str]
+    disk_free: int | None
+    versions: Mapping[str, str | None]
+    busy: list[Mapping[str, object]]
+    quarantine: QuarantineEntry | None
+
+
+@dataclass(frozen=True)
+class TopRow:
+    """What one host's own tool shows: an entry of the document top/1."""
+
+    host: str
+    error: str | None
+    text: str
 
 
 def nodes(task: TaskContext, cluster: str, hostfile: str, release_host: str) -> TaskResult:
@@ -68,46 +109,40 @@ def nodes(task: TaskContext, cluster: str, hostfile: str, release_host: str) -> 
     ]
     if not task.json:
         task.console.print(_table(rows))
-    unreachable = sum(not row["reachable"] for row in rows)
+    unreachable = sum(not row.reachable for row in rows)
     if unreachable:
         task.say(f"{unreachable} of {len(rows)} hosts cannot be used")
     return TaskResult(
-        document("nodes/1", cluster=chosen.name, hosts=rows),
+        document("nodes/1", cluster=chosen.name, hosts=[asdict(row) for row in rows]),
         Exit.HEALTH if unreachable else Exit.DONE,
     )
 
 
 def nodes_top(task: TaskContext, cluster: str, hostfile: str) -> TaskResult:
-    """The task `nodes` with --top: what each host's own tool says, once."""
+    """The task `nodes` with --top: what each host's own tool shows, once."""
     jobs = load_jobs(task)
     chosen = jobs.cluster(cluster or usual_cluster(task, jobs))
     hosts, others, launcher = hosts_to_ask(chosen, hostfile, devices=False)
     argv, lines = TOPS[chosen.device_type]
-    rows: list[dict[str, Any]] = [
-        {"host": host, "error": why, "text": ""} for host, why in others.items()
-    ]
+    rows = [TopRow(host, why, "") for host, why in others.items()]
     if hosts:
         for host, said in run_on_hosts(
             chosen, hosts, Path(chosen.root or "."), argv, TOP_SECONDS, launcher=launcher
         ).items():
-            if said.error or said.code:
-                failed = said.last
-            else:
-                failed = None
-            rows.append(
-                {"host": host, "error": failed, "text": "\n".join(said.out.splitlines()[:lines])}
-            )
+            failed = said.last if said.error or said.code else None
+            rows.append(TopRow(host, failed, "\n".join(said.out.splitlines()[:lines])))
     for row in rows:
-        task.say(
-            f"== {row['host']}"
-            + (f": {row['error']}" if row["error"] else "")
-            + (f"\n{row['text']}" if row["text"] else "")
-        )
+        heading = f"== {row.host}"
+        if row.error:
+            heading += f": {row.error}"
+        task.say(heading)
+        if row.text:
+            task.say(row.text)
     if chosen.device_type == "neuron":
-        task.say("the moving picture: ssh -t HOST neuron-top")
-    failures = sum(row["error"] is not None for row in rows)
+        task.say("to follow it: ssh -t HOST neuron-top")
+    failures = sum(row.error is not None for row in rows)
     return TaskResult(
-        document("top/1", cluster=chosen.name, command=argv, hosts=rows),
+        document("top/1", cluster=chosen.name, command=argv, hosts=[asdict(row) for row in rows]),
         Exit.HEALTH if failures else Exit.DONE,
     )
 
@@ -116,33 +151,30 @@ def usual_cluster(task: TaskContext, jobs: Jobs) -> str:
     """The cluster of the job in [defaults]."""
     job = jobs.default_job
     if job is None:
-        raise ConfigError(
-            "which cluster?", hint="nodes --cluster NAME, or name a job in [defaults]"
-        )
+        raise ConfigError("which cluster?", hint="give --cluster NAME, or name a job in [defaults]")
     name = jobs.resolve(job).job.cluster.name
-    task.say(f"cluster {name}, that of job {job}, named in [defaults]")
+    task.say(f"cluster {name}, of job {job}, named in [defaults]")
     return name
 
 
-def _row(host: Host, report: HostReport, out: QuarantineEntry | None) -> dict[str, Any]:
+def _row(host: Host, report: HostReport, quarantine: QuarantineEntry | None) -> HostRow:
     facts = report.facts or HostFacts(node=0)
-    busy = [{"slot": slot, **holder} for slot, holder in sorted(facts.slots.items())]
-    return {
-        "host": host.name,
-        "reachable": report.error is None,
-        "error": report.error,
-        "name": facts.host or None,
-        "address": facts.address,
-        "cpus": facts.cpus,
-        "gpus": list(facts.gpus),
-        "disk_free": facts.disk_free,
-        "versions": dict(facts.versions),
-        "busy": busy,
-        "quarantine": vars(out) if out else None,
-    }
+    return HostRow(
+        host=host.name,
+        reachable=report.error is None,
+        error=report.error,
+        name=facts.host or None,
+        address=facts.address,
+        cpus=facts.cpus,
+        gpus=list(facts.gpus),
+        disk_free=facts.disk_free,
+        versions=dict(facts.versions),
+        busy=[{"slot": slot, **holder} for slot, holder in sorted(facts.slots.items())],
+        quarantine=quarantine,
+    )
 
 
-def _table(rows: list[dict[str, Any]]) -> Listing:
+def _table(rows: Sequence[HostRow]) -> Listing:
     table = Listing(
         "host",
         "address",
@@ -154,31 +186,30 @@ def _table(rows: list[dict[str, Any]]) -> Listing:
         drop=("address", "cores", "disk free", "GPUs"),
     )
     for row in rows:
-        runs = list(dict.fromkeys(str(each.get("run", "?")) for each in row["busy"]))
-        if row["disk_free"] is None:
-            free = ""
-        else:
-            free = f"{row['disk_free'] / GIB:,.0f} GiB"
-        if row["reachable"]:
-            state = "[green]reachable[/]"
-        else:
-            state = f"[red]{escape(str(row['error']))}[/]"
-        if row["quarantine"]:
-            state += (
-                f", [yellow]left out until {row['quarantine']['until']}:"
-                f" {escape(row['quarantine']['why'])}[/]"
-            )
-        if row["gpus"]:
-            gpus = f"{len(row['gpus'])}"
-        else:
-            gpus = "none"
+        runs = dict.fromkeys(str(holder.get("run", "?")) for holder in row.busy)
+        gpus = ""
+        if row.reachable:
+            gpus = str(len(row.gpus) or "none")
+        free = ""
+        if row.disk_free is not None:
+            free = f"{row.disk_free / GIB:,.0f} GiB"
         table.add_row(
-            escape(row["host"]),
-            str(row["address"] or ""),
-            str(row["cpus"] or ""),
-            gpus if row["reachable"] else "",
+            escape(row.host),
+            row.address or "",
+            str(row.cpus or ""),
+            gpus,
             free,
-            ", ".join(runs) or "",
-            state,
+            ", ".join(runs),
+            _state_cell(row),
         )
     return table
+
+
+def _state_cell(row: HostRow) -> str:
+    state = "[green]reachable[/]"
+    if not row.reachable:
+        state = f"[red]{escape(str(row.error))}[/]"
+    if row.quarantine is None:
+        return state
+    entry = row.quarantine
+    return f"{state}, [yellow]in quarantine until {entry.until}: {escape(entry.why)}[/]"
