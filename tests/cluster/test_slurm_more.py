@@ -213,8 +213,8 @@ def test_secrets_travel_in_no_environment_of_the_job(slurm: SlurmProject) -> Non
     )
     slurm.ranks_do("""
         import os, time
-        known = open(f"{os.environ['HERE']}/knows-{attempt}-{rank}", "w")
-        known.write(str(len(os.environ["THE_KEY"])))
+        with open(f"{os.environ['HERE']}/knows-{attempt}-{rank}", "w") as known:
+            known.write(str(len(os.environ["THE_KEY"])))
         beat(1)
         while attempt == 1: time.sleep(0.1)
         done()
