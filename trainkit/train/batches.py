@@ -68,7 +68,13 @@ def micro_batches(consumed: int, global_batch: int, micro_batch: int, world: Wor
 
     Micro-batch m of data-parallel rank r holds consumed + m * (micro_batch * dp) + r *
     micro_batch + [0, micro_batch), as in Megatron-LM, legacy/data/data_samplers.py
-    MegatronPretrainingSampler. `global_batch` is a multiple of micro_batch * dp.
+    MegatronPretrainingSampler.
+
+    Args:
+        consumed: samples before the global batch.
+        global_batch: its samples, a multiple of micro_batch * dp.
+        micro_batch: samples of a micro-batch.
+        world: the data-parallel ranks.
     """
     starts = range(
         consumed + world.rank * micro_batch, consumed + global_batch, micro_batch * world.size

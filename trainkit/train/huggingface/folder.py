@@ -220,7 +220,13 @@ def check_weights(folder: Path, model: Model, vocab_size: int | None) -> list[Pr
 def problems_of(
     folder: Path, weights: WeightFiles, model: Model, vocab_size: int | None
 ) -> list[Problem]:
-    """As `check_weights`, of an opened folder."""
+    """As `check_weights`, of an opened folder.
+
+    Args:
+        folder: to name it in messages.
+        weights: what was found in it.
+        model, vocab_size: as of `check_weights`.
+    """
     problems = list(weights.problems)
     config = weights.config
     if config is not None:

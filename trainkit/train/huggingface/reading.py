@@ -84,7 +84,14 @@ class _Files:
         stop: int,
         columns: tuple[slice, ...],
     ) -> Tensor:
-        """Rows [start, stop) of our tensor, which lie in `piece`; of their columns, those given."""
+        """Some rows of one of our tensors.
+
+        Args:
+            stored: the tensor of the folder that has them.
+            piece: which rows of ours it has.
+            start, stop: rows of ours, which lie in `piece`.
+            columns: of these rows.
+        """
         if stored.file not in self._open:
             self._open[stored.file] = self._stack.enter_context(
                 safe_open(stored.file, framework="pt")

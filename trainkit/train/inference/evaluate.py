@@ -184,8 +184,15 @@ class ByteCounter:
 
 
 def refuse_other_tokenizer(job: Job, ours: Tokenizer, dataset: Dataset, path: Path) -> None:
-    """Raise ConfigError unless the tokenizer.json at `path` and the end-of-document token of
-    `dataset` are the job's own, whatever they are called."""
+    """Raise ConfigError unless a dataset has the job's own tokenizer and end-of-document token,
+    whatever they are called.
+
+    Args:
+        job: the run's.
+        ours: its tokenizer.
+        dataset: that is to be measured on.
+        path: its tokenizer.json.
+    """
     assert job.dataset.tokenizer is not None and dataset.tokenizer is not None
     own_path = data_folder(job).tokenizer
     theirs = load_tokenizer(path)

@@ -127,10 +127,16 @@ def load_model(
     """The model of a checkpoint, whatever layout wrote it: for reading only, without dropout,
     weights cast to `dtype` as training casts them.
 
-    `group`: the ranks that it is split over, each of which calls this; by default this one holds
-    all of it.
+    Args:
+        job: the run's.
+        saved: the checkpoint.
+        device: where the model computes.
+        dtype: of its weights.
+        group: the ranks that it is split over, each of which calls this; by default this one holds
+            all of it.
 
-    Raises TrainkitError (exit 3) where the checkpoint is of another model.
+    Raises:
+        TrainkitError: exit 3, the checkpoint is of another model.
     """
     model = build_on_meta(job.model, vocabulary(saved))
     tensor_parallel.apply(model, vocabulary(saved), group)
