@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 import trainkit
-from trainkit.launch.programs import PROGRAM_PATHS, Name, program_path
+from trainkit.launch.programs import PROGRAM_PATHS, ProgramName, program_path
 
 
 @pytest.mark.parametrize("name", PROGRAM_PATHS)
-def test_programs_are_found_in_code_of_any_version(name: Name, tmp_path: Path) -> None:
+def test_programs_are_found_in_code_of_any_version(name: ProgramName, tmp_path: Path) -> None:
     today, before = PROGRAM_PATHS[name]
     assert (
         program_path(Path(trainkit.__file__).parents[1], name)

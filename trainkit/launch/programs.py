@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-Name = Literal["supervisor", "agent", "preflight", "bandwidth_rank"]
+ProgramName = Literal["supervisor", "agent", "preflight", "bandwidth_rank"]
 # Below the package: today's place, and that of versions before 2026-11-22, whose runs go on with
 # their own code.
-PROGRAM_PATHS: dict[Name, tuple[str, str]] = {
+PROGRAM_PATHS: dict[ProgramName, tuple[str, str]] = {
     "supervisor": ("launch/main.py", "launch/supervisor.py"),
     "agent": ("launch/agent/main.py", "launch/agent.py"),
     "preflight": ("cli/run/preflight.py", "cli/ready.py"),
@@ -16,7 +16,7 @@ PROGRAM_PATHS: dict[Name, tuple[str, str]] = {
 }
 
 
-def program_path(code: Path, name: Name) -> Path:
+def program_path(code: Path, name: ProgramName) -> Path:
     """The file of a program in a run's code. Of code that is not there yet, as in a dry run:
     where it will be."""
     today, before = (code / "trainkit" / place for place in PROGRAM_PATHS[name])

@@ -87,7 +87,7 @@ class Session:
     @property
     def lease(self) -> float:
         """Seconds of silence that are a lost contact. On one machine an end is always heard, and
-        a stopped terminal (Ctrl-Z) is no loss."""
+        a stopped terminal (Ctrl-Z) is not a loss."""
         if self.local:
             return LOCAL_LEASE
         return self.cluster.watch.lease

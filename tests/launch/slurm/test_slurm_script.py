@@ -364,7 +364,8 @@ def test_a_node_finds_its_number_by_its_name(tmp_path: Path) -> None:
     ]
     assert said("b-1", 0).stdout == "node 2\n"
     assert (
-        said("c-1", 0).returncode == 8 and "c-1 is no node of this session" in said("c-1", 0).stderr
+        said("c-1", 0).returncode == 8
+        and "c-1 is not a node of this session" in said("c-1", 0).stderr
     )
 
 

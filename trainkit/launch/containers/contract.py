@@ -234,7 +234,7 @@ def outside_paths(job: Job) -> list[str]:
 
 
 def _before_pattern(path: str) -> str:
-    """The folder of a path as far as it is no glob pattern."""
+    """The folder of a path as far as it is not a glob pattern."""
     parts = Path(path).parent.parts
     plain = next(
         (at for at, part in enumerate(parts) if any(sign in part for sign in "*?[")), len(parts)

@@ -22,7 +22,7 @@ STEP = "step.sh"
 # up
 LOOK_SHARE = 0.9
 REMOVAL_MINUTES = 1  # for a root file system of some 20 GB
-EVERYTHING = ("ALL", "NONE", "NIL")  # values of --export that are no list of names
+EVERYTHING = ("ALL", "NONE", "NIL")  # values of --export that are not a list of names
 
 
 def container_name(container: NodeContainer) -> str:

@@ -193,7 +193,7 @@ def _expanded(word: str, offset: int) -> Iterator[Host]:
     """The hosts that one word of a hostfile names."""
     user, at, rest = word.rpartition("@")
     if at and not _USER.fullmatch(user):
-        raise _SyntaxError(f"'{user}' is no user's name", offset)
+        raise _SyntaxError(f"'{user}' is not a valid user name", offset)
     names, port = _address(rest, offset + len(user) + len(at))
     # its agent is started without ssh
     if (at or port) and any(host_key(name) == "localhost" for name in names):
@@ -217,7 +217,7 @@ def _address(word: str, offset: int) -> tuple[list[str], int | None]:
         try:
             ipaddress.IPv6Address(address)
         except ValueError as error:
-            raise _SyntaxError(f"'[{address}]' is no IPv6 address: {error}", offset) from None
+            raise _SyntaxError(f"'[{address}]' is not an IPv6 address: {error}", offset) from None
         return [address], _port(port, offset + len(address) + 3) if port is not None else None
     host, colon, port = word.partition(":")
     if ":" in port:
@@ -231,7 +231,7 @@ def _address(word: str, offset: int) -> tuple[list[str], int | None]:
 
 def _port(text: str, offset: int) -> int:
     if not re.fullmatch(r"[0-9]{1,5}", text) or not 1 <= int(text) <= 65535:
-        raise _SyntaxError(f"'{text}' is no port: 1 to 65535", offset)
+        raise _SyntaxError(f"'{text}' is not a port: 1 to 65535", offset)
     return int(text)
 
 
@@ -257,7 +257,7 @@ def _names(word: str, offset: int) -> list[str]:
     for name in names[:1]:  # they differ in digits only
         if not _NAME.fullmatch(name) or len(name) > 253:
             raise _SyntaxError(
-                f"'{word}' is no host's name or address",
+                f"'{word}' is not a host name or address",
                 offset,
                 "letters, digits, '.', '_' and '-'; ranges as in node[01-16]",
             )
@@ -277,7 +277,7 @@ def _numbers(content: str, word: str, offset: int) -> Iterator[str]:
             step = None
         if low is None or (high is not None and high < low) or step == 0:
             raise _SyntaxError(
-                f"'[{content}]' in '{word}' is no range",
+                f"'[{content}]' in '{word}' is not a range",
                 offset,
                 "for example node[1-16], node[01-16], node[1-3,7]",
             )
@@ -287,7 +287,9 @@ def _numbers(content: str, word: str, offset: int) -> Iterator[str]:
             yield from RangeSet(part).striter()
         except ValueError as error:
             # the library's own errors are ValueErrors: padding that does not fit, say
-            raise _SyntaxError(f"'[{content}]' in '{word}' is no range: {error}", offset) from None
+            raise _SyntaxError(
+                f"'[{content}]' in '{word}' is not a range: {error}", offset
+            ) from None
 
 
 def filter_hosts(hosts: Sequence[Host], include: str = "", exclude: str = "") -> tuple[Host, ...]:
@@ -403,7 +405,7 @@ def _slot_numbers(text: str, offset: int) -> set[int]:
         else:
             ends = [low]
         if not all(re.fullmatch(r"[0-9]{1,4}", end) for end in ends) or int(ends[-1]) < int(low):
-            raise _SyntaxError(f"'{text}' are no slots", offset, "for example 0,2-3")
+            raise _SyntaxError(f"'{text}' is not a list of slots", offset, "for example 0,2-3")
         found |= set(range(int(low), int(ends[-1]) + 1))
     return found
 

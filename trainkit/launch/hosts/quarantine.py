@@ -66,7 +66,7 @@ def read_quarantine(root: Path, now: datetime.datetime | None = None) -> dict[st
             over = datetime.datetime.fromisoformat(entry.until) <= now
         except (KeyError, ValueError, TypeError) as error:
             raise ConfigError(
-                f"{path} is no quarantine of a host: {error}", hint="delete it"
+                f"{path} is not a valid quarantine entry: {error}", hint="delete it"
             ) from None
         if not over:
             found[entry.host] = entry

@@ -53,7 +53,7 @@ class Pdsh:
     def start(self, session: Session, hosts: Sequence[Host]) -> Transports:
         if shutil.which("pdsh") is None:
             raise TrainkitError(
-                "there is no pdsh on this machine",
+                "pdsh is not installed on this machine",
                 exit=Exit.START,
                 hint="install it, or set launcher = 'ssh'",
             )
@@ -148,8 +148,11 @@ def _is_address(name: str) -> bool:
 
 
 def ssh_variables(session: Session) -> dict[str, str]:
-    """How pdsh's ssh is told its options. Raises ConfigError for one with a space in it: pdsh
-    splits there."""
+    """The variables that give pdsh's ssh its options.
+
+    Raises:
+        ConfigError: an option has a space in it, where pdsh would split it.
+    """
     options = ssh_options(session)
     if odd := [word for word in options if not word or any(c.isspace() for c in word)]:
         raise ConfigError(

@@ -1,7 +1,7 @@
 """launcher = "slurm": one srun for all nodes of the allocation that the supervisor runs in, one
 agent a node.
 
-srun ends a step without grace when it is told to end, and its exit code is that of its
+srun ends a step without grace when it is asked to, and its exit code is that of its
 unluckiest task, so it only carries agents: they stop ranks, and say how those ended. With pyxis
 the agents' step is in the container from its start; a step without one looks at the mounts
 before it.
@@ -70,7 +70,7 @@ class Slurm:
     def start(self, session: Session, hosts: Sequence[Host]) -> Transports:
         if shutil.which("srun") is None:
             raise TrainkitError(
-                "there is no srun on this machine",
+                "srun is not installed on this machine",
                 exit=Exit.START,
                 hint="the supervisor of a Slurm run has to run inside its allocation",
             )
@@ -211,7 +211,7 @@ def node_text(session: Session, hosts: Sequence[Host]) -> str:
         'for node in "$SLURM_NODEID" "${!nodes[@]}"; do',
         f'    [ "${{nodes[node]}}" != "$SLURMD_NODENAME" ] || exec {runs} "$node"',
         "done",
-        'echo "$SLURMD_NODENAME is no node of this session: ${nodes[*]}" >&2',
+        'echo "$SLURMD_NODENAME is not a node of this session: ${nodes[*]}" >&2',
         "exit 8",
     ]
     return "\n".join(lines) + "\n"

@@ -48,7 +48,9 @@ class Ssh:
     def start(self, session: Session, hosts: Sequence[Host]) -> Transports:
         if not all(map(is_this_machine, hosts)) and shutil.which("ssh") is None:
             raise TrainkitError(
-                "there is no ssh on this machine", exit=Exit.START, hint="install OpenSSH's client"
+                "ssh is not installed on this machine",
+                exit=Exit.START,
+                hint="install OpenSSH's client",
             )
         with kill_on_error() as children:
             for node, words in enumerate(self.commands(session, hosts)):

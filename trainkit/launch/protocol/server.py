@@ -121,7 +121,7 @@ class Server:
         self.address, self.port = address, self._server.sockets[0].getsockname()[1]
 
     async def close(self) -> None:
-        """Listen no more, and end what is left of connections."""
+        """Stop listening, and end what is left of connections."""
         if self._server is not None:
             self._server.close()
         for task in self._open:
