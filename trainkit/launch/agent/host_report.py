@@ -176,9 +176,9 @@ def gpus(devices: Path = Path("/dev"), driver: Path = NVIDIA) -> list[str]:
     }
     names = {}
     for about in driver.glob("gpus/*/information"):
-        said = dict(re.findall(r"^([^:\n]+):[ \t]*(.*?)[ \t]*$", about.read_text(), re.MULTILINE))
-        if said.get("Device Minor", "").isdigit():
-            names[int(said["Device Minor"])] = said.get("Model", "")
+        values = dict(re.findall(r"^([^:\n]+):[ \t]*(.*?)[ \t]*$", about.read_text(), re.MULTILINE))
+        if values.get("Device Minor", "").isdigit():
+            names[int(values["Device Minor"])] = values.get("Model", "")
     return [names.get(number) or f"nvidia{number}" for number in sorted(present)]
 
 

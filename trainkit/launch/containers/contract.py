@@ -1,4 +1,4 @@
-"""What a runtime is asked: the words that start one container on a node, with the agent as its
+"""What a runtime provides: the command that starts one container on a node, with the agent as its
 only command."""
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class NodeContainer:
 
     @property
     def command(self) -> tuple[str, ...]:
-        """The words after the image."""
+        """What is run in the container: the arguments after the image."""
         return ("/bin/bash", str(self.script), ShellText(NODE))
 
     @property

@@ -56,7 +56,7 @@ def removal_argv(container: NodeContainer, nodes: int) -> tuple[str, ...]:
 
 
 def pyxis_options(container: NodeContainer) -> tuple[str, ...]:
-    """srun's words. Variables of the image come before those of the host unless --container-env
+    """Options of srun. Variables of the image come before those of the host unless --container-env
     names them."""
     settings = container.settings
     mounts = ",".join(mount.text for mount in container.mounts)

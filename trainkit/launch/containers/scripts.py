@@ -12,7 +12,7 @@ from trainkit.launch.containers.contract import NODE, SHARED_MEMORY, NodeContain
 from trainkit.launch.containers.docker import DOCKER, PODMAN
 from trainkit.launch.containers.enroot import ENROOT
 
-# pyxis is a part of srun's own words
+# pyxis is a part of srun's own options
 RUNTIMES: dict[str, Runtime] = {
     "docker": DOCKER,
     "podman": PODMAN,
@@ -73,7 +73,7 @@ def start_lines(container: NodeContainer) -> list[str]:
 
 
 def inside_script(container: NodeContainer, agent: Sequence[str], marked: str) -> str:
-    """inside.sh. `agent`: the words after the interpreter; `marked`: the line that says whose it
+    """inside.sh. `agent`: the arguments of the interpreter; `marked`: the line that says whose it
     is."""
     python = shlex.quote(container.settings.python)
     lines = [

@@ -73,11 +73,11 @@ def find_hostfile(cluster: Cluster, option: str = "", default: Path = DEFAULT) -
     missing.
     """
     if option:
-        said = f"--hostfile {option}"
+        given = f"--hostfile {option}"
     elif cluster.hostfile:
-        said = f"clusters.{cluster.name}.hostfile = '{cluster.hostfile}'"
+        given = f"clusters.{cluster.name}.hostfile = '{cluster.hostfile}'"
     else:
-        said = ""
+        given = ""
     if option:
         path = Path(option).expanduser()
     elif cluster.hostfile:
@@ -86,8 +86,8 @@ def find_hostfile(cluster: Cluster, option: str = "", default: Path = DEFAULT) -
         path = default
     if path.is_file():
         return path
-    if said:
-        raise ConfigError(f"{said}: there is no such file", hint="one line a host: HOST slots=N")
+    if given:
+        raise ConfigError(f"{given}: there is no such file", hint="one line a host: HOST slots=N")
     message = (
         f"cluster '{cluster.name}' (launcher {cluster.launcher}) has no hostfile: neither"
         f" --hostfile nor clusters.{cluster.name}.hostfile is given"

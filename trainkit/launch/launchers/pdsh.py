@@ -1,6 +1,6 @@
 """launcher = "pdsh": one pdsh for all hosts, ssh underneath.
 
-pdsh forwards no stdin and no signal, rewrites %h %n %u in its words and waits for the slowest
+pdsh forwards no stdin and no signal, rewrites %h %n %u in its arguments and waits for the slowest
 host, so it carries a single safe line and is never asked how things went: agents say that
 themselves.
 """
@@ -36,11 +36,11 @@ from trainkit.launch.session import Session, is_this_machine, transport_log
 
 FITTING = re.compile(r"[A-Za-z0-9_.-]+")  # a host name that pdsh takes as one word
 LEAST_FANOUT = 32  # pdsh's own
-END_SECONDS = 1.0  # that closing waits for the last words
+END_SECONDS = 1.0  # that closing waits for the last output
 
 
 class Pdsh:
-    """Agents over pdsh; what is said to a host goes to its own log."""
+    """Agents over pdsh; the output of each host goes to its own log."""
 
     name = "pdsh"
 
@@ -48,7 +48,7 @@ class Pdsh:
         here = [
             local_argv(session, node) for node, host in enumerate(hosts) if is_this_machine(host)
         ]
-        return [*([self._words(session, _away(hosts))] if _away(hosts) else []), *here]
+        return [*([self._argv(session, _away(hosts))] if _away(hosts) else []), *here]
 
     def start(self, session: Session, hosts: Sequence[Host]) -> Transports:
         if shutil.which("pdsh") is None:
@@ -60,10 +60,10 @@ class Pdsh:
         away = _away(hosts)
         output = session.logs / "pdsh.log"
         if away:
-            words = self._words(session, away)
+            argv = self._argv(session, away)
             variables = ssh_variables(session)
         else:
-            words = ()
+            argv = ()
             variables = {}
         if away:
             write_text(
@@ -78,7 +78,7 @@ class Pdsh:
             if not away:
                 return TransportPerHost(children)
             child = start_transport(
-                words, output, environment={**os.environ, **variables}, keep_stdin=True
+                argv, output, environment={**os.environ, **variables}, keep_stdin=True
             )
         return PdshTransport(
             child,
@@ -88,7 +88,7 @@ class Pdsh:
             TransportPerHost(children),
         )
 
-    def _words(self, session: Session, away: Sequence[int]) -> tuple[str, ...]:
+    def _argv(self, session: Session, away: Sequence[int]) -> tuple[str, ...]:
         hosts = [session.hosts[node] for node in away]
         odd = [host.name for host in hosts if not FITTING.fullmatch(host.name)]
         if odd:

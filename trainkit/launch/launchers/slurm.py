@@ -49,7 +49,7 @@ class Slurm:
     """Agents as the tasks of one step.
 
     Args:
-        further: more words of srun; outside an allocation srun makes one of its own, as they say.
+        further: more options of srun; outside an allocation srun makes one of its own by them.
     """
 
     name = "slurm"
@@ -63,8 +63,8 @@ class Slurm:
         else:
             looks = []
         return [
-            (words[0], *self.further, *words[1:])
-            for words in (*looks, srun_argv(session, hosts, os.environ))
+            (argv[0], *self.further, *argv[1:])
+            for argv in (*looks, srun_argv(session, hosts, os.environ))
         ]
 
     def start(self, session: Session, hosts: Sequence[Host]) -> Transports:
@@ -75,7 +75,7 @@ class Slurm:
                 hint="the supervisor of a Slurm run has to run inside its allocation",
             )
         lines = self.commands(session, hosts)
-        words = lines[-1]
+        argv = lines[-1]
         environment = {
             name: value for name, value in os.environ.items() if not NOT_FOR_AGENTS.fullmatch(name)
         }
@@ -83,10 +83,10 @@ class Slurm:
         if container := pyxis_container(session):
             for name, text in step_scripts(container, lines, session.connect).items():
                 write_text(session.folder / name, text, 0o755)
-            words = ("/bin/bash", str(session.folder / STEP))
+            argv = ("/bin/bash", str(session.folder / STEP))
             environment = {**environment, **container.env}
         output = session.logs / "srun.log"
-        child = start_transport(words, output, environment=environment, keep_stdin=False)
+        child = start_transport(argv, output, environment=environment, keep_stdin=False)
         return _Step(
             child,
             output,
@@ -119,19 +119,19 @@ def srun_argv(
         task = (*pyxis_options(container), "/bin/bash")
     else:
         task = ("/bin/bash", "-l")
-    export = _export_words(environment, container.env if container else {})
+    export = _export_options(environment, container.env if container else {})
     further = session.cluster.srun_args
-    words = (
+    argv = (
         "srun",
-        *_spread_words(hosts),
+        *_placement_options(hosts),
         *ends,
         *CARRIES,
         *cpu_options(environment),
         *export,
-        *_output_words(session),
+        *_output_options(session),
         *further,
     )
-    return (*words, *task, str(node_script(session)))
+    return (*argv, *task, str(node_script(session)))
 
 
 def mount_check_argv(
@@ -143,16 +143,16 @@ def mount_check_argv(
     task = ("/bin/bash", str(session.folder / LOOK))
     return (
         "srun",
-        *_spread_words(hosts),
+        *_placement_options(hosts),
         *ends,
         *CARRIES,
-        *_export_words(environment, {}),
-        *_output_words(session),
+        *_export_options(environment, {}),
+        *_output_options(session),
         *task,
     )
 
 
-def _spread_words(hosts: Sequence[Host]) -> tuple[str, ...]:
+def _placement_options(hosts: Sequence[Host]) -> tuple[str, ...]:
     count = len(hosts)
     return (
         f"--nodes={count}",
@@ -162,11 +162,11 @@ def _spread_words(hosts: Sequence[Host]) -> tuple[str, ...]:
     )
 
 
-def _output_words(session: Session) -> tuple[str, ...]:
+def _output_options(session: Session) -> tuple[str, ...]:
     return (f"--output={session.logs}/%N.log", "--open-mode=append")
 
 
-def _export_words(environment: Mapping[str, str], further: Mapping[str, str]) -> tuple[str, ...]:
+def _export_options(environment: Mapping[str, str], further: Mapping[str, str]) -> tuple[str, ...]:
     names = environment.get("SLURM_EXPORT_ENV")
     if names:
         return (f"--export={exported(names, further)}",)
@@ -252,11 +252,11 @@ class _Step:
             data = file.read()
         whole = data[: data.rfind(b"\n") + 1]
         self._read += len(whole)
-        for host, code, words in TASK_ENDED.findall(whole):
+        for host, code, text in TASK_ENDED.findall(whole):
             node = self.nodes.get(host.decode(errors="replace"))
             if node is not None:
                 self._ended[node] = TransportExit(
-                    int(code or -9), last_line(self.logs[node]) or words.decode(errors="replace")
+                    int(code or -9), last_line(self.logs[node]) or text.decode(errors="replace")
                 )
 
     def close(self) -> None:

@@ -43,7 +43,7 @@ class Ssh:
     name = "ssh"
 
     def commands(self, session: Session, hosts: Sequence[Host]) -> list[tuple[str, ...]]:
-        return [self._words(session, node, host) for node, host in enumerate(hosts)]
+        return [self._argv(session, node, host) for node, host in enumerate(hosts)]
 
     def start(self, session: Session, hosts: Sequence[Host]) -> Transports:
         if not all(map(is_this_machine, hosts)) and shutil.which("ssh") is None:
@@ -53,15 +53,15 @@ class Ssh:
                 hint="install OpenSSH's client",
             )
         with kill_on_error() as children:
-            for node, words in enumerate(self.commands(session, hosts)):
+            for node, argv in enumerate(self.commands(session, hosts)):
                 output = transport_log(session, node)
                 if is_this_machine(hosts[node]):
                     children[node] = start_local_agent(session, node)
                 else:
-                    children[node] = (start_transport(words, output, keep_stdin=True), output)
+                    children[node] = (start_transport(argv, output, keep_stdin=True), output)
             return TransportPerHost(children)
 
-    def _words(self, session: Session, node: int, host: Host) -> tuple[str, ...]:
+    def _argv(self, session: Session, node: int, host: Host) -> tuple[str, ...]:
         if is_this_machine(host):
             return local_argv(session, node)
         port = ("-p", str(host.port)) if host.port else ()

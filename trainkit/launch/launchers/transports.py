@@ -54,7 +54,8 @@ def start_transport(
             stderr=subprocess.STDOUT,
             env=None if environment is None else dict(environment),
             start_new_session=True,
-            preexec_fn=die_with_us,  # noqa: PLW1509 (one system call, nothing that could hold a lock)
+            # one system call, nothing that could hold a lock
+            preexec_fn=die_with_us,  # noqa: PLW1509
         )
 
 

@@ -439,63 +439,49 @@ class CommandRefused(Frame):
     error: str
 
 
-_REPORTS: Mapping[str, type[Frame]] = {
-    kind.TYPE: kind
-    for kind in (
-        HostFacts,
-        SlotsReserved,
-        SlotsBusy,
-        Listening,
-        ListeningStopped,
-        PortChecked,
-        ProcessStarted,
-        StartFailed,
-        HeartbeatReport,
-        ProcessOutput,
-        ProcessEnded,
-        ProcessesStopped,
-        StackReport,
-        SweepDone,
-        CommandRefused,
-    )
-}
-_COMMANDS: Mapping[str, type[Frame]] = {
-    kind.TYPE: kind
-    for kind in (
-        Ping,
-        ReserveSlots,
-        Listen,
-        StopListening,
-        ConnectToPort,
-        StartProcesses,
-        SignalProcesses,
-        StopProcesses,
-        DumpStacks,
-        SweepRun,
-        Goodbye,
-    )
-}
+def _by_type(*kinds: type[Frame]) -> Mapping[str, type[Frame]]:
+    return {kind.TYPE: kind for kind in kinds}
+
+
+_REPORTS = _by_type(
+    HostFacts,
+    SlotsReserved,
+    SlotsBusy,
+    Listening,
+    ListeningStopped,
+    PortChecked,
+    ProcessStarted,
+    StartFailed,
+    HeartbeatReport,
+    ProcessOutput,
+    ProcessEnded,
+    ProcessesStopped,
+    StackReport,
+    SweepDone,
+    CommandRefused,
+)
+_COMMANDS = _by_type(
+    Ping,
+    ReserveSlots,
+    Listen,
+    StopListening,
+    ConnectToPort,
+    StartProcesses,
+    SignalProcesses,
+    StopProcesses,
+    DumpStacks,
+    SweepRun,
+    Goodbye,
+)
 
 
 def read_report(value: Mapping[str, object]) -> Frame | None:
-    """What an agent says; None for a type that this version does not know.
-
-    Raises:
-        BadFrame: a field is missing or wrong.
-    """
+    """What an agent says; None for a type that this version does not know. Raises BadFrame."""
     kind = _REPORTS.get(str(value.get("type")))
-    if kind is None:
-        return None
-    return kind.from_json(value)
+    return kind.from_json(value) if kind else None
 
 
 def read_command(value: Mapping[str, object]) -> Frame | None:
-    """What a supervisor says; None for a type that this version does not know.
-
-    Raises:
-        BadFrame: a field is missing or wrong.
-    """
+    """What a supervisor says; None for a type that this version does not know. Raises BadFrame."""
     kind = _COMMANDS.get(str(value.get("type")))
-    if kind is None:
-        return None
-    return kind.from_json(value)
+    return kind.from_json(value) if kind else None
