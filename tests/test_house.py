@@ -154,9 +154,9 @@ def test_the_code_is_easy_to_read() -> None:
     assert not [function for function in found.functions if function.value > MOST_FUNCTION_LINES]
 
 
-MOST_UNTYPED = 240
+MOST_UNTYPED = 150
 MOST_FILE_LINES = 640
-MOST_FUNCTION_LINES = 90
+MOST_FUNCTION_LINES = 85
 
 
 # What makes a job a loop over steps in any layout: all of these rooms of trainkit/train, and these
