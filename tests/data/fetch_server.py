@@ -13,9 +13,19 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
+from trainkit.data.fetch.recipe import FetchRecipe
 from trainkit.data.fetch.retry import FetchRetryPolicy
+from trainkit.data.sources import Shard
 
 QUICK = FetchRetryPolicy(attempts=4, first=0.01, longest=0.05, longest_asked=5.0, timeout=5.0)
+
+
+def fetched(shard: Shard) -> FetchRecipe:
+    """How a shard is fetched."""
+    assert isinstance(shard.recipe, FetchRecipe)
+    return shard.recipe
+
+
 SECRET = "hf_0123456789abcdef"
 DATE = "Wed, 21 Oct 2026 07:28:00 GMT"
 

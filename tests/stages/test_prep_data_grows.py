@@ -70,7 +70,7 @@ class Corpus:
 
     def need(self, *, anew: bool = False) -> Need:
         (need,) = needs_of_dataset(
-            load(self.folder).dataset("lines"), self.folder, self.stamps, anew=anew
+            load(self.folder).dataset("lines"), self.folder, self.stamps, force=anew
         )
         return need
 

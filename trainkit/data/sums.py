@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import xxhash
 
@@ -25,7 +24,7 @@ def file_sum(path: Path, start: int = 0, size: int | None = None) -> str:
     return digest.hexdigest()
 
 
-def identity_of(path: Path) -> list[Any]:
-    """[path, size, mtime in ns]. OSError where there is no file."""
+def identity_of(path: Path) -> tuple[str, int, int]:
+    """(path, size, mtime in ns). OSError where there is no file."""
     status = path.stat()
-    return [str(path), status.st_size, status.st_mtime_ns]
+    return str(path), status.st_size, status.st_mtime_ns

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,9 @@ from trainkit.base.errors import ConfigError, Exit
 from trainkit.base.files import write_text
 from trainkit.base.worker import ProgressCallback, run_unit
 from trainkit.data.sums import file_sum, identity_of
-from trainkit.data.text.corpus import filter_of, reading_of
 from trainkit.data.text.formats import BadLine, TextDocument, open_documents
 from trainkit.data.text.rejects import raise_bad
+from trainkit.data.unit_specs import TokenizerResult, TokenizerSpec
 
 # bytes of a file whose sum is taken: of a larger one that a BPE is trained on only a start is read
 MOST_SUMMED = 2**32
@@ -139,19 +139,19 @@ def gpt2_bpe(vocab_file: Path, merge_file: Path, eod_token: str) -> Tokenizer:
     return tokenizer
 
 
-def _texts(spec: dict[str, Any], progress: ProgressCallback) -> Iterator[str]:
+def _texts(spec: TokenizerSpec, progress: ProgressCallback) -> Iterator[str]:
     """Texts of all shards in order until `training_bytes` are read: those that will be
     tokenized."""
     done = 0
-    limit = int(spec["training_bytes"])
-    total = min(limit, int(spec["total_bytes"]))
-    reading = reading_of(spec)
-    wanted = filter_of(spec)
-    for shard in map(Path, spec["shards"]):
+    limit = spec.settings.training_bytes
+    total = min(limit, spec.total_bytes)
+    options = spec.reading.options
+    wanted = spec.reading.filter()
+    for shard in spec.shards:
         with open(shard, "rb") as file:
-            documents = open_documents(shard.name, file, reading, str(shard))
+            documents = open_documents(shard.name, file, options, str(shard))
             for found in documents:
-                if isinstance(found, BadLine) and spec.get("on_error", "stop") == "stop":
+                if isinstance(found, BadLine) and spec.reading.on_error == "stop":
                     raise_bad(found, documents)
                 for data in (wanted(found) or []) if isinstance(found, TextDocument) else []:
                     if done >= limit:
@@ -162,28 +162,33 @@ def _texts(spec: dict[str, Any], progress: ProgressCallback) -> Iterator[str]:
                     progress(min(done, total - 1), total)
 
 
-def work(spec: dict[str, Any], progress: ProgressCallback) -> dict[str, Any]:
-    """Make tokenizer.json. Returns {"vocab_size", "read": [[path, size, mtime in ns, xxh128 or
-    None], ..] of the files it is made from}."""
-    given = [identity_of(Path(path)) for path in spec["given"] if Path(path).is_file()]
-    target = Path(spec["tokenizer"])
-    eod = spec["eod_token"]
-    if spec["type"] == "bpe":
-        tokenizer = train_bpe(_texts(spec, progress), spec["vocab_size"], eod)
-        made_of = target
-    elif spec["type"] == "gpt2":
-        tokenizer = gpt2_bpe(Path(spec["vocab_file"]), Path(spec["merge_file"]), eod)
-        made_of = Path(spec["vocab_file"])
-    else:
-        tokenizer = load_tokenizer(Path(spec["path"]))
-        made_of = Path(spec["path"])
-    end_of_document(tokenizer, eod, made_of)
-    write_text(target, tokenizer.to_str(pretty=True))
-    read = [
-        [*identity, file_sum(Path(identity[0])) if identity[1] <= MOST_SUMMED else None]
-        for identity in given
-    ]
-    return {"vocab_size": tokenizer.get_vocab_size(), "read": read}
+def _make(spec: TokenizerSpec, progress: ProgressCallback) -> tuple[Tokenizer, Path]:
+    """The tokenizer, and the file to name where something is wrong with it."""
+    settings = spec.settings
+    if settings.type == "bpe":
+        assert settings.vocab_size is not None
+        texts = _texts(spec, progress)
+        return train_bpe(texts, settings.vocab_size, settings.eod_token), spec.tokenizer
+    if settings.type == "gpt2":
+        assert settings.vocab_file is not None and settings.merge_file is not None
+        vocab_file = Path(settings.vocab_file)
+        return gpt2_bpe(vocab_file, Path(settings.merge_file), settings.eod_token), vocab_file
+    assert settings.path is not None
+    return load_tokenizer(Path(settings.path)), Path(settings.path)
+
+
+def work(value: Mapping[str, Any], progress: ProgressCallback) -> dict[str, object]:
+    """Make tokenizer.json as a `TokenizerSpec` says. Returns a `TokenizerResult`, as JSON."""
+    spec = TokenizerSpec.from_json(value)
+    given = [identity_of(path) for path in spec.given if path.is_file()]
+    tokenizer, made_of = _make(spec, progress)
+    end_of_document(tokenizer, spec.settings.eod_token, made_of)
+    write_text(spec.tokenizer, tokenizer.to_str(pretty=True))
+    read = []
+    for name, size, mtime_ns in given:
+        digest = file_sum(Path(name)) if size <= MOST_SUMMED else None
+        read.append((name, size, mtime_ns, digest))
+    return TokenizerResult(tokenizer.get_vocab_size(), tuple(read)).to_json()
 
 
 if __name__ == "__main__":

@@ -25,8 +25,9 @@ from tests.conftest import wait_for
 from tests.data.fetch_server import DATE, QUICK, Site, serve
 from trainkit.base.errors import TrainkitError
 from trainkit.data.fetch.object_store import file_system
+from trainkit.data.fetch.recipe import FetchRecipe
 from trainkit.data.fetch.retry import RemoteFileInfo, ServerGate
-from trainkit.data.fetch.worker import fetch, open_stream, recipe, work
+from trainkit.data.fetch.worker import fetch, open_stream, work
 
 BODY = random.Random(5).randbytes(300_000)
 
@@ -48,18 +49,18 @@ def site() -> Iterator[Site]:
 
 def of(
     site: Site, tmp_path: Path, known: RemoteFileInfo | None = None, **words: Any
-) -> dict[str, Any]:
-    return recipe(f"{site.url}{NAME}", tmp_path / "corpus/00.jsonl.zst", known, **words)
+) -> FetchRecipe:
+    return FetchRecipe(f"{site.url}{NAME}", tmp_path / "corpus/00.jsonl.zst", known, **words)
 
 
 def seen(site: Site) -> RemoteFileInfo:
     return RemoteFileInfo(len(BODY), site.etags.get(NAME, f'"{hashlib.md5(BODY).hexdigest()}"'))
 
 
-def refused(asked: dict[str, Any], code: int = 6) -> TrainkitError:
+def refused(asked: FetchRecipe, code: int = 6) -> TrainkitError:
     with pytest.raises(TrainkitError) as error:
         fetch(asked, quiet, QUICK)
-    assert error.value.exit == code and not Path(asked["path"]).exists()
+    assert error.value.exit == code and not asked.path.exists()
     return error.value
 
 
@@ -76,7 +77,7 @@ def test_a_file_comes_whole_and_only_once(site: Site, tmp_path: Path) -> None:
     asked = of(site, tmp_path, seen(site))
     result = fetch(asked, lambda done, total: told.append((done, total)), QUICK)
     assert (
-        result == {"bytes": len(BODY), "sha256": SUM} and Path(asked["path"]).read_bytes() == BODY
+        result.to_json() == {"bytes": len(BODY), "sha256": SUM} and asked.path.read_bytes() == BODY
     )
     assert told[-1] == (len(BODY), len(BODY)) and told == sorted(told)
     assert left(tmp_path) == {"00.jsonl.zst", ".fetch/00.jsonl.zst.json"}
@@ -85,9 +86,9 @@ def test_a_file_comes_whole_and_only_once(site: Site, tmp_path: Path) -> None:
 
 
 def test_without_a_listing_the_server_is_asked_first(site: Site, tmp_path: Path) -> None:
-    assert fetch(of(site, tmp_path), quiet, QUICK)["sha256"] == SUM
+    assert fetch(of(site, tmp_path), quiet, QUICK).sha256 == SUM
     assert [a.method for a in site.asked] == ["HEAD", "GET"]
-    missing = recipe(f"{site.url}/nothing.json", tmp_path / "nothing.json")
+    missing = FetchRecipe(f"{site.url}/nothing.json", tmp_path / "nothing.json")
     assert "no such file (404)" in refused(missing).message
 
 
@@ -96,7 +97,7 @@ class TestBreaks:
         self, site: Site, tmp_path: Path
     ) -> None:
         site.cuts[NAME] = [1000, 50_000]
-        assert fetch(of(site, tmp_path, seen(site)), quiet, QUICK)["sha256"] == SUM
+        assert fetch(of(site, tmp_path, seen(site)), quiet, QUICK).sha256 == SUM
         etag = seen(site).etag
         assert [(a.range, a.if_range) for a in site.gets(NAME)] == [
             (None, None),
@@ -108,7 +109,7 @@ class TestBreaks:
         self, site: Site, tmp_path: Path
     ) -> None:
         site.no_ranges, site.cuts[NAME] = True, [1000, 150_000]
-        assert fetch(of(site, tmp_path, seen(site)), quiet, QUICK)["sha256"] == SUM
+        assert fetch(of(site, tmp_path, seen(site)), quiet, QUICK).sha256 == SUM
         assert len(site.gets(NAME)) == 3
 
     def test_another_part_than_was_asked_for(self, site: Site, tmp_path: Path) -> None:
@@ -123,13 +124,13 @@ class TestBreaks:
         with open(tmp_path / "corpus/.fetch/00.jsonl.zst.part", "ab") as part:
             part.write(BODY)
         assert (
-            fetch(of(site, tmp_path, seen(site)), quiet, QUICK)["sha256"] == SUM
+            fetch(of(site, tmp_path, seen(site)), quiet, QUICK).sha256 == SUM
             and (tmp_path / "corpus/00.jsonl.zst").read_bytes() == BODY
         )
 
     def test_progress_is_worth_new_patience(self, site: Site, tmp_path: Path) -> None:
         site.cuts[NAME] = [10_000] * (3 * QUICK.attempts)
-        assert fetch(of(site, tmp_path, seen(site)), quiet, QUICK)["sha256"] == SUM
+        assert fetch(of(site, tmp_path, seen(site)), quiet, QUICK).sha256 == SUM
 
     def test_a_dead_server_is_given_up_and_what_came_is_kept(
         self, site: Site, tmp_path: Path
@@ -144,7 +145,7 @@ class TestBreaks:
         assert (tmp_path / "corpus/.fetch/00.jsonl.zst.part").read_bytes() == BODY[:70_000]
         site.asked.clear()
         site.cuts.clear()
-        assert fetch(of(site, tmp_path, seen(site)), quiet, QUICK)["sha256"] == SUM
+        assert fetch(of(site, tmp_path, seen(site)), quiet, QUICK).sha256 == SUM
         assert [a.range for a in site.gets(NAME)] == ["bytes=70000-"]
 
     def test_nobody_there(self, tmp_path: Path) -> None:
@@ -158,7 +159,7 @@ class TestBreaks:
         site.cuts[NAME] = [200_000]
         asked = of(site, tmp_path, seen(site))
         spec = tmp_path / "spec.json"
-        spec.write_text(json.dumps({"do": "fetch", "recipe": asked}))
+        spec.write_text(json.dumps({"do": "fetch", "recipe": asked.to_json()}))
         process = forkserver.Popen(
             [sys.executable, "-m", "trainkit.data.fetch.worker", str(spec)], stdout=subprocess.PIPE
         )
@@ -167,11 +168,11 @@ class TestBreaks:
         wait_for(lambda: part.exists() and part.stat().st_size, "some of it to be there")
         process.send_signal(signal.SIGKILL)
         process.communicate()
-        assert not Path(asked["path"]).exists()
+        assert not asked.path.exists()
         came = part.stat().st_size
         assert 0 < came <= 200_000
         site.asked.clear()
-        assert work({"do": "fetch", "recipe": asked}, quiet)["sha256"] == SUM
+        assert work({"do": "fetch", "recipe": asked.to_json()}, quiet)["sha256"] == SUM
         assert [a.range for a in site.gets(NAME)] == [f"bytes={came}-"]
 
 
@@ -183,7 +184,7 @@ class TestRefusals:
         site.answers[NAME] = [(code, {"Retry_After": "3"})]
         held: list[float] = []
         monkeypatch.setattr(ServerGate, "hold", lambda gate, seconds: held.append(seconds))
-        assert fetch(of(site, tmp_path, seen(site)), quiet, QUICK)["sha256"] == SUM
+        assert fetch(of(site, tmp_path, seen(site)), quiet, QUICK).sha256 == SUM
         assert held == [3.0] and len(site.gets(NAME)) == 2
 
     def test_a_gate_lets_nobody_through_before_its_time(
@@ -312,8 +313,7 @@ class TestRefusals:
         now = RemoteFileInfo(len(other), f'"{hashlib.md5(other).hexdigest()}"')
         site.asked.clear()
         assert (
-            fetch(of(site, tmp_path, now), quiet, QUICK)["sha256"]
-            == hashlib.sha256(other).hexdigest()
+            fetch(of(site, tmp_path, now), quiet, QUICK).sha256 == hashlib.sha256(other).hexdigest()
         )
         assert [a.range for a in site.gets(NAME)] == [None]
 
@@ -362,7 +362,7 @@ class TestRefusals:
         refused(of(site, tmp_path, RemoteFileInfo(len(BODY))))
         site.cuts.clear()
         site.asked.clear()
-        assert fetch(of(site, tmp_path, RemoteFileInfo(len(BODY))), quiet, QUICK)["sha256"] == SUM
+        assert fetch(of(site, tmp_path, RemoteFileInfo(len(BODY))), quiet, QUICK).sha256 == SUM
         assert [a.range for a in site.gets(NAME)] == [None]
 
 
@@ -387,9 +387,9 @@ class TestHere:
         asked = of(
             site, tmp_path, RemoteFileInfo(len(BODY), '"x"', sha256=SUM if known == "sum" else None)
         )
-        Path(asked["path"]).parent.mkdir()
-        Path(asked["path"]).write_bytes(BODY)
-        assert fetch(asked, quiet, QUICK)["sha256"] == SUM and site.asked == []
+        asked.path.parent.mkdir()
+        asked.path.write_bytes(BODY)
+        assert fetch(asked, quiet, QUICK).sha256 == SUM and site.asked == []
 
     @pytest.mark.parametrize("damage", [BODY[:-1], BODY[::-1]])
     def test_one_that_is_not_the_file_is_replaced(
@@ -397,10 +397,10 @@ class TestHere:
     ) -> None:
         asked = of(site, tmp_path, RemoteFileInfo(len(BODY), seen(site).etag, sha256=SUM))
         fetch(asked, quiet, QUICK)
-        Path(asked["path"]).write_bytes(damage)
+        asked.path.write_bytes(damage)
         assert (
-            fetch(asked, quiet, QUICK)["sha256"] == SUM
-            and Path(asked["path"]).read_bytes() == BODY
+            fetch(asked, quiet, QUICK).sha256 == SUM
+            and asked.path.read_bytes() == BODY
             and len(site.gets(NAME)) == 2
         )
 
@@ -419,19 +419,19 @@ class TestHere:
     ) -> None:
         """A tokenizer's file that was put there; one that we fetched from another address is."""
         asked = of(site, tmp_path)
-        Path(asked["path"]).parent.mkdir()
-        Path(asked["path"]).write_bytes(b"mine")
-        assert fetch(asked, quiet, QUICK)["bytes"] == 4 and site.asked == []
-        Path(asked["path"]).unlink()
+        asked.path.parent.mkdir()
+        asked.path.write_bytes(b"mine")
+        assert fetch(asked, quiet, QUICK).bytes == 4 and site.asked == []
+        asked.path.unlink()
         fetch(asked, quiet, QUICK)
         site.files["/other"] = b"other"
-        fetch(recipe(f"{site.url}/other", Path(asked["path"])), quiet, QUICK)
-        assert Path(asked["path"]).read_bytes() == b"other"
+        fetch(FetchRecipe(f"{site.url}/other", asked.path), quiet, QUICK)
+        assert asked.path.read_bytes() == b"other"
 
     def test_an_empty_file(self, site: Site, tmp_path: Path) -> None:
         site.files[NAME] = b""
         assert (
-            fetch(of(site, tmp_path), quiet, QUICK)["bytes"] == 0
+            fetch(of(site, tmp_path), quiet, QUICK).bytes == 0
             and Path(of(site, tmp_path)["path"]).read_bytes() == b""
         )
 

@@ -14,8 +14,9 @@ import pytest
 
 from tests.data.fetch_server import QUICK, SECRET, Site, serve
 from trainkit.base.errors import ConfigError, TrainkitError
+from trainkit.data.fetch.recipe import FetchRecipe
 from trainkit.data.fetch.retry import RemoteFileInfo
-from trainkit.data.fetch.worker import fetch, open_stream, recipe
+from trainkit.data.fetch.worker import fetch, open_stream
 
 BODY = random.Random(5).randbytes(300_000)
 
@@ -37,18 +38,18 @@ def site() -> Iterator[Site]:
 
 def of(
     site: Site, tmp_path: Path, known: RemoteFileInfo | None = None, **words: Any
-) -> dict[str, Any]:
-    return recipe(f"{site.url}{NAME}", tmp_path / "corpus/00.jsonl.zst", known, **words)
+) -> FetchRecipe:
+    return FetchRecipe(f"{site.url}{NAME}", tmp_path / "corpus/00.jsonl.zst", known, **words)
 
 
 def seen(site: Site) -> RemoteFileInfo:
     return RemoteFileInfo(len(BODY), site.etags.get(NAME, f'"{hashlib.md5(BODY).hexdigest()}"'))
 
 
-def refused(asked: dict[str, Any], code: int = 6) -> TrainkitError:
+def refused(asked: FetchRecipe, code: int = 6) -> TrainkitError:
     with pytest.raises(TrainkitError) as error:
         fetch(asked, quiet, QUICK)
-    assert error.value.exit == code and not Path(asked["path"]).exists()
+    assert error.value.exit == code and not asked.path.exists()
     return error.value
 
 
@@ -72,7 +73,7 @@ class TestTokens:
             and "hf_another_one" not in str(error)
         )
         monkeypatch.setenv("OUR_TOKEN", SECRET)
-        assert fetch(asked, quiet, QUICK)["sha256"] == SUM
+        assert fetch(asked, quiet, QUICK).sha256 == SUM
         assert all(
             SECRET.encode() not in p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()
         ) and SECRET not in json.dumps(asked)
@@ -83,7 +84,7 @@ class TestTokens:
         monkeypatch.setenv("OUR_TOKEN", SECRET)
         with serve({"/store": BODY}) as store:
             site.redirects[NAME] = f"{store.url.replace('127.0.0.1', 'localhost')}/store"
-            assert fetch(of(site, tmp_path, token="OUR_TOKEN"), quiet, QUICK)["sha256"] == SUM
+            assert fetch(of(site, tmp_path, token="OUR_TOKEN"), quiet, QUICK).sha256 == SUM
             assert {a.authorization for a in store.asked} == {None} and {
                 a.authorization for a in site.asked
             } == {f"Bearer {SECRET}"}
@@ -95,7 +96,7 @@ class TestTokens:
         assert (
             "readable on its way"
             in refused(
-                recipe(
+                FetchRecipe(
                     "http://files.example/x.jsonl",
                     tmp_path / "x.jsonl",
                     RemoteFileInfo(1),
@@ -162,7 +163,7 @@ class TestStreams:
         self, site: Site, tmp_path: Path
     ) -> None:
         site.files["/enwik8.zip"] = BODY
-        asked = recipe(f"{site.url}/enwik8.zip", tmp_path / "enwik8.zip", keep=False)
+        asked = FetchRecipe(f"{site.url}/enwik8.zip", tmp_path / "enwik8.zip", keep=False)
         with open_stream(asked, QUICK) as file:
             file.seek(-3, os.SEEK_END)
             assert file.read() == BODY[-3:]

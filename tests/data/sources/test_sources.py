@@ -10,22 +10,29 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainkit.base.errors import ConfigError
+from trainkit.data.sources import Shard
 from trainkit.data.sources.files import FilesSource
 from trainkit.data.sources.stdlib import StdlibSource, source_files
 from trainkit.data.text.corpus import read_documents, write_documents
 from trainkit.data.text.formats import READABLE
+from trainkit.data.unit_specs import TextRecipe
 from trainkit.jobs.schema import Dataset, Tokenizer
 
 DATASET = Dataset(name="d", source="stdlib", tokenizer=Tokenizer(name="t", vocab_size=300))
 
 
+def made_of(shard: Shard) -> TextRecipe:
+    assert isinstance(shard.recipe, TextRecipe)
+    return shard.recipe
+
+
 def test_every_source_file_is_in_one_shard_in_order(tmp_path: Path) -> None:
     shards = StdlibSource().shards(DATASET, tmp_path)
-    files = [name for shard in shards for name in shard.recipe["files"]]
+    files = [name for shard in shards for name in made_of(shard).files]
     assert files == source_files(Path(sysconfig.get_path("stdlib")))
     assert len(files) > 300 and files == sorted(files)
     assert not any({"site-packages", "test", "__pycache__"} & set(Path(f).parts) for f in files)
-    assert all(s.size <= DATASET.shard_bytes or len(s.recipe["files"]) == 1 for s in shards)
+    assert all(s.size <= DATASET.shard_bytes or len(made_of(s).files) == 1 for s in shards)
 
 
 def test_what_is_not_text_is_left_out_and_counted(tmp_path: Path) -> None:
@@ -33,10 +40,12 @@ def test_what_is_not_text_is_left_out_and_counted(tmp_path: Path) -> None:
     (tmp_path / "b.py").write_bytes(b"")
     (tmp_path / "c.py").write_bytes(b"\xff\xfe")
     path = tmp_path / "shard.jsonl.zst"
-    result = StdlibSource().write(
-        {"folder": str(tmp_path), "files": ["a.py", "b.py", "c.py"]}, path, "text"
-    )
-    assert result == {"documents": 1, "text_bytes": 9, "left_out": {"not_utf8": 1, "empty": 1}}
+    result = StdlibSource().write(TextRecipe(tmp_path, ("a.py", "b.py", "c.py")), path, "text")
+    assert result.to_json() == {
+        "documents": 1,
+        "text_bytes": 9,
+        "left_out": {"not_utf8": 1, "empty": 1},
+    }
     assert [d.text for d in read_documents(path, "text")] == ["print(1)\n"]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.data.fetch_server import QUICK, SECRET, HubSite, Site, serve, serve_hub
+from tests.data.fetch_server import QUICK, SECRET, HubSite, Site, fetched, serve, serve_hub
 from trainkit.base.errors import ConfigError, TrainkitError
 from trainkit.data.fetch.worker import work
 from trainkit.data.indexed.published import check_published, tolerance
@@ -87,12 +87,13 @@ class TestHub:
             n.removeprefix("train/"): c for n, c in IN_HUB.items()
         }
         assert all(
-            s.recipe["known"]["sha256"] == hashlib.sha256(s.path.read_bytes()).hexdigest()
+            (known := fetched(s).known) is not None
+            and known.sha256 == hashlib.sha256(s.path.read_bytes()).hexdigest()
             for s in shards
         )
         # the commit, and three pages a folder
         assert sum(a.path.startswith("/api") for a in hub.asked) == 1 + 2 * 3
-        assert all(f"/resolve/{hub.commit}/" in s.recipe["url"] for s in shards)
+        assert all(f"/resolve/{hub.commit}/" in fetched(s).url for s in shards)
 
     def test_the_branch_moves_and_the_listing_stays(self, hub: HubSite, tmp_path: Path) -> None:
         shards = run(self.dataset(hub), tmp_path)
@@ -185,9 +186,10 @@ class TestHub:
         urls = f"{folder}/example_train_{{0..1}}.jsonl.zst"
         small, large = run(web(urls), tmp_path)
         assert (
-            small.recipe["known"]["sha256"] is None
-            and large.recipe["known"]["sha256"]
-            == hashlib.sha256(large.path.read_bytes()).hexdigest()
+            (known := fetched(small).known) is not None
+            and known.sha256 is None
+            and (known := fetched(large).known) is not None
+            and known.sha256 == hashlib.sha256(large.path.read_bytes()).hexdigest()
         )
 
     def test_two_sums_that_differ(self, hub: HubSite, tmp_path: Path) -> None:

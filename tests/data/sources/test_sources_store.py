@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.data.fetch_server import QUICK
+from tests.data.fetch_server import QUICK, fetched
 from trainkit.base.errors import ConfigError, TrainkitError
 from trainkit.data.fetch import object_store as fetch_fsspec
 from trainkit.data.fetch.object_store import StoredFile
@@ -138,7 +138,7 @@ def test_a_half_is_taken_up_and_a_changed_object_is_not(
     (shard,) = SOURCES["web"].shards(dataset, tmp_path)
     starts: list[int] = []
 
-    def breaks(files: Any, asked: dict[str, Any], after: int) -> Any:
+    def breaks(files: Any, asked: FetchRecipe, after: int) -> Any:
         original = files.cat_file
 
         def cat_file(url: str, start: int, end: int) -> bytes:
@@ -156,7 +156,7 @@ def test_a_half_is_taken_up_and_a_changed_object_is_not(
             "trainkit.data.fetch.worker.file_system", lambda *words: breaks(original(*words), {}, 2)
         )
         with pytest.raises(KeyboardInterrupt):
-            fetch(shard.recipe, lambda done, total: None, QUICK)
+            fetch(fetched(shard), lambda done, total: None, QUICK)
     assert (
         starts == [0, 100_000] and (tmp_path / ".fetch/00.jsonl.zst.part").stat().st_size == 200_000
     )
@@ -166,19 +166,19 @@ def test_a_half_is_taken_up_and_a_changed_object_is_not(
             "trainkit.data.fetch.worker.file_system",
             lambda *words: breaks(original(*words), {}, 99),
         )
-        fetch(shard.recipe, lambda done, total: None, QUICK)
+        fetch(fetched(shard), lambda done, total: None, QUICK)
     assert starts == [200_000] and shard.path.read_bytes() == BODY + b"\0"
     shard.path.unlink()
     bucket.put_object(Bucket=BUCKET, Key="data/00.jsonl.zst", Body=BODY + b"\7")
     with pytest.raises(TrainkitError, match="no longer the file that was listed"):
-        fetch(shard.recipe, lambda done, total: None, QUICK)
+        fetch(fetched(shard), lambda done, total: None, QUICK)
 
 
 def test_a_stream(bucket: Any, endpoint: str, tmp_path: Path) -> None:
     (shard,) = SOURCES["web"].shards(
         stored(endpoint, "s3://published/data/02.jsonl.zst", keep_download=False), tmp_path
     )
-    with open_stream(shard.recipe, QUICK) as file:
+    with open_stream(fetched(shard), QUICK) as file:
         assert file.read() == BODY + b"\2"
     assert list(tmp_path.iterdir()) == []
 
@@ -200,7 +200,7 @@ def test_an_object_that_changes_while_it_is_read(
 
     monkeypatch.setattr(StoredFile, "look", look)
     with pytest.raises(TrainkitError, match="no longer the file that was listed"):
-        fetch(shard.recipe, lambda done, total: None, QUICK)
+        fetch(fetched(shard), lambda done, total: None, QUICK)
     assert not shard.path.exists()
 
 

@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
-from tests.data.fetch_server import QUICK, Site, serve
+from tests.data.fetch_server import QUICK, Site, fetched, serve
 from trainkit.base.errors import ConfigError, TrainkitError
 from trainkit.data.fetch.hub import HubPath
 from trainkit.data.fetch.hub import parse_hub_address as parse_hub
+from trainkit.data.fetch.recipe import FetchRecipe
 from trainkit.data.fetch.retry import look
 from trainkit.data.fetch.worker import fetch, work
 from trainkit.data.sources import SOURCES, Shard, download_notice, fetch_units
@@ -224,7 +225,8 @@ class TestWeb:
         assert (
             [u.name for u in fetch_units(dataset, tmp_path, shards)] == ["listing"]
             and not shards[0].path.exists()
-            and not shards[0].recipe["keep"]
+            and isinstance(shards[0].recipe, FetchRecipe)
+            and not shards[0].recipe.keep
         )
 
     def test_files_of_this_machine_are_read_where_they_are(
@@ -350,7 +352,9 @@ class TestAnnouncement:
         assert (
             download_notice(dataset, tmp_path, [Shard("0", tmp_path / "a.jsonl", 10**12)]) is None
         )
-        unknown = [Shard("0", tmp_path / "c.zst", 0, {"url": "https://h/c.zst"})]
+        unknown = [
+            Shard("0", tmp_path / "c.zst", 0, FetchRecipe("https://h/c.zst", tmp_path / "c.zst"))
+        ]
         assert download_notice(dataset, tmp_path, unknown) is None
         told = download_notice(
             dataset.model_copy(update={"download_bytes": 15_000_000_000}), tmp_path, unknown
@@ -416,7 +420,7 @@ def test_what_changed_on_the_server_is_listed_anew_by_the_next_call(
     with pytest.raises(
         TrainkitError, match=r"01\.jsonl\.zst is no longer the file that was listed"
     ):
-        fetch(units[1].spec["recipe"], lambda done, total: None, QUICK)
+        fetch(fetched(shards[1]), lambda done, total: None, QUICK)
     again = run(dataset, tmp_path)
     assert (
         again[1].path.read_bytes() == b"another text"

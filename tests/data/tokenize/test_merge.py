@@ -17,11 +17,18 @@ from hypothesis import strategies as st
 from tests.shared import golden
 from trainkit.base.errors import ConfigError
 from trainkit.data.indexed.dataset import IndexedDataset, IndexedWriter, bin_path, idx_path
-from trainkit.data.indexed.manifest import check_declared, check_drop, read_manifest, totals
+from trainkit.data.indexed.manifest import (
+    ShardResult,
+    check_declared,
+    check_drop,
+    read_manifest,
+    totals,
+)
 from trainkit.data.sums import file_sum
 from trainkit.data.tokenize import merge_worker as module
 from trainkit.data.tokenize.merge_worker import merge_pairs, work
 from trainkit.data.tokenizer import train_bpe
+from trainkit.data.unit_specs import TextResult, TokensResult
 
 
 def silent(done: int, total: int, **counts: int) -> None: ...
@@ -262,10 +269,8 @@ def test_counts_are_compared_with_what_was_published(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"datasets\.d\.documents = 3 was published, 2 are there"):
         work(given, silent)
     assert not (tmp_path / "dataset.json").exists()
-    check_declared(
-        {**given, "declared": {"documents": 2, "text_bytes": 20}},
-        [result(tmp_path / "shards/00000")],
-    )
+    shard = ShardResult(TokensResult.from_json(result(tmp_path / "shards/00000")))
+    check_declared("d", {"documents": 2, "text_bytes": 20}, [shard])
 
 
 def test_reasons_are_summed_over_units_and_shards() -> None:
@@ -274,14 +279,17 @@ def test_reasons_are_summed_over_units_and_shards() -> None:
     )
     found = totals(
         [
-            {**plain, "left_out": {"a": 2}, "text": {"left_out": {"a": 1, "b": 0}}},
-            {**plain, "rejected": {"not JSON": 1}},
+            ShardResult(
+                TokensResult.from_json({**plain, "left_out": {"a": 2}}),
+                TextResult(1, 1, {"a": 1, "b": 0}),
+            ),
+            ShardResult(TokensResult.from_json({**plain, "rejected": {"not JSON": 1}})),
         ]
     )
     assert (
-        found["left_out"] == {"a": 3, "b": 0}
-        and found["rejected"] == {"not JSON": 1}
-        and found["documents"] == 2
+        found.left_out == {"a": 3, "b": 0}
+        and found.rejected == {"not JSON": 1}
+        and found.documents == 2
     )
 
 
@@ -292,18 +300,24 @@ def test_an_unprepared_dataset_is_named(tmp_path: Path) -> None:
         read_manifest(tmp_path / "dataset.json")
 
 
+def dropped(documents: int, present: dict[str, int]) -> ShardResult:
+    return ShardResult(
+        TokensResult(documents, 0, documents, 1, 1, documents, 0, drop_present=present)
+    )
+
+
 def test_a_field_of_drop_that_nobody_has_is_refused() -> None:
     check_drop(
         "d",
         [
-            {"documents": 3, "drop_present": {"meta.set": 0}},
-            {"documents": 1, "drop_present": {"meta.set": 2}},
+            dropped(3, {"meta.set": 0}),
+            dropped(1, {"meta.set": 2}),
         ],
     )
     with pytest.raises(
         ConfigError, match=r"datasets\.d\.drop: no document has the field 'metta\.set'"
     ):
-        check_drop("d", [{"documents": 3, "drop_present": {"metta.set": 0}}])
+        check_drop("d", [dropped(3, {"metta.set": 0})])
 
 
 def test_many_shards_are_shuffled_as_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

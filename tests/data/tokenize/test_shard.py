@@ -319,7 +319,7 @@ def kill():
     time.sleep(float(sys.argv[2]))
     os.kill(os.getpid(), signal.SIGKILL)
 threading.Thread(target=kill, daemon=True).start()
-shard.ShardWork()(spec, lambda *a, **k: None)
+shard.ShardWorker()(spec, lambda *a, **k: None)
 """
 
 
@@ -368,7 +368,7 @@ MEASURED = """
 import json, sys
 from pathlib import Path
 from trainkit.data.tokenize import shard_worker as shard
-shard.ShardWork()(json.loads(Path(sys.argv[1]).read_text()), lambda *a, **k: None)
+shard.ShardWorker()(json.loads(Path(sys.argv[1]).read_text()), lambda *a, **k: None)
 print(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")))
 """
 

@@ -264,7 +264,7 @@ def test_what_the_small_job_completes_and_refuses(slurm: Slurm) -> None:
     job, stamps = resolved.job, stamps_folder(slurm.folder, "prep-data")
 
     def submitted(name: str) -> tuple[RunFolder, list[Need]]:
-        needs = PrepDataStage().needs(job, stamps, anew=True)
+        needs = PrepDataStage().needs(job, stamps, force=True)
         run, place = slurm.run(name), slurm_place_of(job, "prep-data", lambda text: None)
         assert place is not None
         run.code.rmdir()

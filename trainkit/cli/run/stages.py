@@ -292,11 +292,11 @@ def prep_data(
     try:
         if dataset:
             needs = needs_of_dataset(
-                jobs.dataset(dataset), root, stamps, anew=force, patience=patience
+                jobs.dataset(dataset), root, stamps, force=force, patience=patience
             )
         else:
             assert resolved is not None
-            needs = PrepDataStage(patience).needs(resolved, stamps, anew=force)
+            needs = PrepDataStage(patience).needs(resolved, stamps, force=force)
             # before the first begins: what is hopeless is said at once
             later = needs_of(resolved, LATER)
     except Unreachable as error:

@@ -2,12 +2,10 @@
 SPEC.json` is the unit `fetch-NAME`.
 
 A file appears under its name only when all of it is there and is what it should be. What belongs
-to its making lies beside it in .fetch/: NAME.part and NAME.part.json while it comes, NAME.json
+to its download lies beside it in .fetch/: NAME.part and NAME.part.json while it comes, NAME.json
 afterwards (the form fetched/1), NAME.lock while somebody is at it.
 
-A recipe says where a file comes from and goes to; `sources.listing` makes them, `recipe` below
-spells one out. No secret is in it: the worker reads the token from the variable that the recipe
-names.
+Where a file comes from and goes to is a `FetchRecipe` (trainkit/data/fetch/recipe.py).
 """
 
 from __future__ import annotations
@@ -18,6 +16,7 @@ import io
 import os
 import shutil
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -28,6 +27,12 @@ from trainkit.base.locks import locked
 from trainkit.base.worker import DISK_HINTS, ProgressCallback, run_unit
 from trainkit.data.fetch.http import HttpFile, http_client
 from trainkit.data.fetch.object_store import StoredFile, file_system
+from trainkit.data.fetch.recipe import (
+    FetchRecipe,
+    FetchResult,
+    ListingSpec,
+    fetch_spec_from_json,
+)
 from trainkit.data.fetch.retry import (
     DEFAULT_RETRY,
     FetchRetryPolicy,
@@ -43,49 +48,6 @@ STATE = ".fetch"
 BLOCK = 2**20
 # formats whose table of contents is at the end: they cannot be read as a stream
 RANDOM_ACCESS = (".zip", ".parquet")
-
-
-def recipe(
-    url: str,
-    path: Path,
-    known: RemoteFileInfo | None = None,
-    *,
-    shown: str | None = None,
-    token: str | None = None,
-    endpoint: str | None = None,
-    anonymous: bool = False,
-    keep: bool = True,
-    listing: Path | None = None,
-) -> dict[str, Any]:
-    """How a file is fetched, as JSON.
-
-    Args:
-        url: http(s):// or a scheme of fsspec's. path: where it goes. known: what the listing
-        says of it; None: it is asked for when it is fetched, and a file that is there already is
-        taken as it is. shown: its address as the dataset has it. token: name of the environment
-        variable with the access token. endpoint: another address of an object store. anonymous:
-        of an object store, without credentials. keep: False: read as a stream, nothing is left
-        below `path`. listing: deleted when the file turns out not to be the one that was listed,
-        so that the next call lists anew.
-    """
-    if known is None:
-        about = None
-    else:
-        about = known.to_json()
-    words = {
-        "url": url,
-        "shown": shown or url,
-        "path": str(path),
-        "known": about,
-        "token": token,
-        "endpoint": endpoint,
-    }
-    return {
-        **words,
-        "anonymous": anonymous,
-        "keep": keep,
-        "listing": None if listing is None else str(listing),
-    }
 
 
 def read_token(name: str | None) -> str | None:
@@ -104,29 +66,27 @@ def read_token(name: str | None) -> str | None:
 
 
 @contextlib.contextmanager
-def open_remote_file(recipe: Mapping[str, Any], patience: FetchRetryPolicy) -> Iterator[RemoteFile]:
+def open_remote_file(recipe: FetchRecipe, patience: FetchRetryPolicy) -> Iterator[RemoteFile]:
     """The file a recipe speaks of, with a connection for the block."""
-    url = str(recipe["url"])
+    url = recipe.url
     if url.startswith(("http://", "https://")):
         with http_client(patience) as pool:
-            yield HttpFile(url, pool, read_token(recipe["token"]), recipe["token"])
+            yield HttpFile(url, pool, read_token(recipe.token), recipe.token)
     else:
         yield StoredFile(
-            file_system(url.partition("://")[0], recipe["endpoint"], recipe["anonymous"], patience),
+            file_system(url.partition("://")[0], recipe.endpoint, recipe.anonymous, patience),
             url,
         )
 
 
-class _Place:
+class _FetchPaths:
     """A file's path and what lies in .fetch/ beside it."""
 
     def __init__(self, path: Path) -> None:
         state = path.parent / STATE
-        self.path, self.part, self.about = (
-            path,
-            state / f"{path.name}.part",
-            state / f"{path.name}.part.json",
-        )
+        self.path = path
+        self.part = state / f"{path.name}.part"
+        self.about = state / f"{path.name}.part.json"
         self.stamp = state / f"{path.name}.json"
         self.lock = state / f"{path.name}.lock"
 
@@ -135,156 +95,175 @@ class _Place:
         self.about.unlink(missing_ok=True)
 
 
-def _read(path: Path) -> dict[str, Any]:
-    """A small JSON file, or {} where there is none that can be read."""
-    try:
-        value = read_json(path)
-    except (OSError, ValueError):
-        return {}
-    if isinstance(value, dict):
-        return value
-    return {}
+@dataclass(frozen=True)
+class _FetchStamp:
+    """NAME.json (fetched/1): what was fetched, and the file as it was then.
+
+    Args:
+        url: where it came from.
+        known: what the server said of it, with the size and sum that were found.
+        file: size and mtime in ns.
+        result: of the fetch.
+    """
+
+    url: str
+    known: RemoteFileInfo
+    file: tuple[int, int]
+    result: FetchResult
+
+    def write(self, path: Path) -> None:
+        values = {
+            "url": self.url,
+            "known": self.known.to_json(),
+            "file": list(self.file),
+            "result": self.result.to_json(),
+        }
+        write_json(path, document(SCHEMA, **values, made=utc_now()))
+
+    @classmethod
+    def read(cls, path: Path) -> _FetchStamp | None:
+        """None where there is none that can be read."""
+        try:
+            value = read_json(path)
+            if value["schema"] != SCHEMA:
+                return None
+            size, mtime_ns = value["file"]
+            known = RemoteFileInfo(**value["known"])
+            return cls(value["url"], known, (size, mtime_ns), FetchResult(**value["result"]))
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
 
 
-def _identity(path: Path) -> list[int]:
+def _size_and_time(path: Path) -> tuple[int, int]:
     status = path.stat()
-    return [status.st_size, status.st_mtime_ns]
+    return status.st_size, status.st_mtime_ns
 
 
-def _stamped(
-    place: _Place, recipe: Mapping[str, Any], known: RemoteFileInfo | None
-) -> dict[str, Any] | None:
+def _already_fetched(
+    paths: _FetchPaths, recipe: FetchRecipe, known: RemoteFileInfo | None
+) -> FetchResult | None:
     """The result of an earlier fetch of the same version, if nobody has touched the file since."""
-    stamp = _read(place.stamp)
-    if (
-        not place.path.is_file()
-        or stamp.get("schema") != SCHEMA
-        or stamp.get("file") != _identity(place.path)
-    ):
+    stamp = _FetchStamp.read(paths.stamp)
+    if not paths.path.is_file() or stamp is None or stamp.file != _size_and_time(paths.path):
         return None
-    was = RemoteFileInfo(**stamp["known"])
     # what has the same sum is the same, whatever its address is now
     if known is not None and known.sha256:
-        same = known.sha256 == was.sha256
+        same = known.sha256 == stamp.known.sha256
     else:
-        same = stamp["url"] == recipe["url"] and (known is None or known.difference(was) is None)
+        same = stamp.url == recipe.url and (known is None or known.difference(stamp.known) is None)
     if same:
-        return dict(stamp["result"])
+        return stamp.result
     return None
 
 
-def _taken_over(
-    place: _Place, recipe: Mapping[str, Any], known: RemoteFileInfo | None
-) -> dict[str, Any] | None:
+def _put_there_by_hand(
+    paths: _FetchPaths, recipe: FetchRecipe, known: RemoteFileInfo | None
+) -> FetchResult | None:
     """The result for a file that somebody else put there, if size and published sum say it is
-    the one; unlisted, it is."""
-    if not place.path.is_file():
+    the one; one that was not listed is taken as it is."""
+    if not paths.path.is_file():
         return None
-    identity = _identity(place.path)
-    if _read(place.stamp).get("file") == identity or (
-        known is not None and known.size not in (None, identity[0])
-    ):
+    now = _size_and_time(paths.path)
+    stamp = _FetchStamp.read(paths.stamp)
+    ours = stamp is not None and stamp.file == now
+    if ours or (known is not None and known.size not in (None, now[0])):
         return None  # ours, of another version; or another file
-    with open(place.path, "rb") as file:
+    with open(paths.path, "rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if known is not None and known.sha256 not in (None, found):
         return None
-    return _stamp(
-        place, recipe, known or RemoteFileInfo(), identity, {"bytes": identity[0], "sha256": found}
-    )
+    return _stamp(paths, recipe, known or RemoteFileInfo(), now, FetchResult(now[0], found))
 
 
 def _stamp(
-    place: _Place,
-    recipe: Mapping[str, Any],
+    paths: _FetchPaths,
+    recipe: FetchRecipe,
     known: RemoteFileInfo,
-    identity: list[int],
-    result: dict[str, Any],
-) -> dict[str, Any]:
-    known = RemoteFileInfo(result["bytes"], known.etag, known.modified, result["sha256"])
-    write_json(
-        place.stamp,
-        document(
-            SCHEMA,
-            url=recipe["url"],
-            known=known.to_json(),
-            file=identity,
-            result=result,
-            made=utc_now(),
-        ),
-    )
+    file: tuple[int, int],
+    result: FetchResult,
+) -> FetchResult:
+    known = RemoteFileInfo(result.bytes, known.etag, known.modified, result.sha256)
+    _FetchStamp(recipe.url, known, file, result).write(paths.stamp)
     return result
 
 
+def _read_part_info(path: Path) -> object:
+    """What a partial download is of; None where nothing says it."""
+    try:
+        return read_json(path)
+    except (OSError, ValueError):
+        return None
+
+
 def fetch(
-    recipe: Mapping[str, Any],
+    recipe: FetchRecipe,
     progress: ProgressCallback,
     patience: FetchRetryPolicy = DEFAULT_RETRY,
-) -> dict[str, Any]:
+) -> FetchResult:
     """Bring one file here; nothing is asked of the server where it is here already. Two at once:
     the second waits and finds it.
 
     Args:
-        recipe: as `recipe` makes it.
-        progress: told bytes done and to do.
+        recipe: where it comes from and goes to.
+        progress: called with the bytes done and to do.
         patience: with the server.
 
-    Returns {"bytes", "sha256"}. Raises TrainkitError (exit 6): it is not to be had, is not what
+    Raises TrainkitError (exit 6): it is not to be had, is not what
     was listed or published, or cannot be written.
     """
-    place = _Place(Path(recipe["path"]))
-    known = None if recipe["known"] is None else RemoteFileInfo(**recipe["known"])
-    result = _stamped(place, recipe, known)
+    paths = _FetchPaths(recipe.path)
+    known = recipe.known
+    result = _already_fetched(paths, recipe, known)
     if result is None:
-        with _disk_errors(place.path), locked(place.lock, {"fetch": recipe["shown"]}, remove=True):
+        with _disk_errors(paths.path), locked(paths.lock, {"fetch": recipe.shown}, remove=True):
             result = (
-                _stamped(place, recipe, known)
-                or _taken_over(place, recipe, known)
-                or _fetched(place, recipe, known, progress, patience)
+                _already_fetched(paths, recipe, known)
+                or _put_there_by_hand(paths, recipe, known)
+                or _fetched(paths, recipe, known, progress, patience)
             )
-    progress(result["bytes"], result["bytes"])
+    progress(result.bytes, result.bytes)
     return result
 
 
 def _fetched(
-    place: _Place,
-    recipe: Mapping[str, Any],
+    paths: _FetchPaths,
+    recipe: FetchRecipe,
     known: RemoteFileInfo | None,
     progress: ProgressCallback,
     patience: FetchRetryPolicy,
-) -> dict[str, Any]:
+) -> FetchResult:
     with open_remote_file(recipe, patience) as remote:
         if known is None:
             known = look(remote, patience)
         if known is None:
             raise _missing(remote)
         try:
-            result = _download(remote, known, place, progress, patience)
+            result = _download(remote, known, paths, progress, patience)
         except RemoteFileChanged as change:
-            _refuse_contradiction(remote, known, change, place, patience)
-            raise _not_as_listed(remote.shown, change, recipe, place) from None
-    return _stamp(place, recipe, known, _identity(place.path), result)
+            _refuse_contradiction(remote, known, change, paths, patience)
+            raise _not_as_listed(remote.shown, change, recipe, paths) from None
+    return _stamp(paths, recipe, known, _size_and_time(paths.path), result)
 
 
 def _refuse_contradiction(
     remote: RemoteFile,
     known: RemoteFileInfo,
     change: RemoteFileChanged,
-    place: _Place,
+    paths: _FetchPaths,
     patience: FetchRetryPolicy,
 ) -> None:
-    """Raise TrainkitError (exit 6) where the server, asked anew, still names the file that was
+    """Raise TrainkitError (exit 6) where the server, asked again, still names the file that was
     listed, and sends another: listing it again would not help."""
     again = look(remote, patience)
     if again is None or known.difference(again) is not None:
         return
-    place.forget_part()
+    paths.forget_part()
     message = (
         f"{remote.shown}: the server contradicts itself: asked about the file (HEAD) it still names"
         f" the listed one, and what it sends has {change}"
     )
     hint = (
-        f"it is the server's fault: take the file from another, or fetch it by hand to {place.path}"
+        f"it is the server's fault: take the file from another, or fetch it by hand to {paths.path}"
         " and give its path instead of the address"
     )
     raise TrainkitError(message, exit=Exit.STAGE_FAILED, hint=hint)
@@ -301,22 +280,22 @@ def _missing(remote: RemoteFile) -> TrainkitError:
 def _download(
     remote: RemoteFile,
     known: RemoteFileInfo,
-    place: _Place,
+    paths: _FetchPaths,
     progress: ProgressCallback,
     patience: FetchRetryPolicy,
-) -> dict[str, Any]:
+) -> FetchResult:
     """Add to NAME.part until it is whole, check it, and give it its name."""
     goes_on = (
-        place.part.is_file()
+        paths.part.is_file()
         and known.identifiable
-        and _read(place.about) == {"url": remote.shown, **known.to_json()}
+        and _read_part_info(paths.about) == {"url": remote.shown, **known.to_json()}
     )
     if not goes_on:
-        place.forget_part()
-        write_json(place.about, {"url": remote.shown, **known.to_json()})
+        paths.forget_part()
+        write_json(paths.about, {"url": remote.shown, **known.to_json()})
     digest = hashlib.sha256()
     size = 0
-    with open(place.part, "a+b") as file:
+    with open(paths.part, "a+b") as file:
         file.seek(0)
         while block := file.read(BLOCK):  # a sum cannot be taken up in the middle
             digest.update(block)
@@ -325,7 +304,7 @@ def _download(
             file.truncate(0)
             digest = hashlib.sha256()
             size = 0
-        _check_space(place.part, (known.size or 0) - size)
+        _check_space(paths.part, (known.size or 0) - size)
         for block in read_with_retries(remote, size, known, patience):
             file.write(block)
             digest.update(block)
@@ -333,18 +312,18 @@ def _download(
             progress(min(size, (known.size or size + 1) - 1), known.size or size + 1)
         file.flush()
         os.fsync(file.fileno())
-    _check_sum(remote.shown, digest.hexdigest(), known, place)
-    os.replace(place.part, place.path)
-    fsync_folder(place.path.parent)
-    place.forget_part()
-    return {"bytes": size, "sha256": digest.hexdigest()}
+    _check_sum(remote.shown, digest.hexdigest(), known, paths)
+    os.replace(paths.part, paths.path)
+    fsync_folder(paths.path.parent)
+    paths.forget_part()
+    return FetchResult(size, digest.hexdigest())
 
 
-def _check_sum(shown: str, found: str, known: RemoteFileInfo, place: _Place | None) -> None:
+def _check_sum(shown: str, found: str, known: RemoteFileInfo, paths: _FetchPaths | None) -> None:
     if known.sha256 in (None, found):
         return
-    if place is not None:
-        place.forget_part()
+    if paths is not None:
+        paths.forget_part()
     hint = "what came was thrown away; run it again, or look at the sum in jobs.toml"
     raise TrainkitError(
         f"{shown}: SHA-256 is {found}, published is {known.sha256}",
@@ -365,14 +344,14 @@ def _check_space(path: Path, missing: int) -> None:
 
 
 def _not_as_listed(
-    shown: str, change: RemoteFileChanged, recipe: Mapping[str, Any], place: _Place | None
+    shown: str, change: RemoteFileChanged, recipe: FetchRecipe, paths: _FetchPaths | None
 ) -> TrainkitError:
-    if place is not None:
-        place.forget_part()
-    if recipe["listing"] is not None:
-        Path(recipe["listing"]).unlink(missing_ok=True)
+    if paths is not None:
+        paths.forget_part()
+    if recipe.listing is not None:
+        recipe.listing.unlink(missing_ok=True)
     hint = (
-        "the file changed on the server: the next call lists the dataset anew and makes again what"
+        "the file changed on the server: the next call lists the dataset again and makes again what"
         " depends on it"
     )
     return TrainkitError(
@@ -404,7 +383,7 @@ class _Stream(io.RawIOBase):
     def __init__(
         self,
         remote: RemoteFile,
-        recipe: Mapping[str, Any],
+        recipe: FetchRecipe,
         known: RemoteFileInfo,
         patience: FetchRetryPolicy,
     ) -> None:
@@ -440,7 +419,7 @@ class _Stream(io.RawIOBase):
 
 @contextlib.contextmanager
 def open_stream(
-    what: Path | Mapping[str, Any], patience: FetchRetryPolicy = DEFAULT_RETRY
+    what: Path | FetchRecipe, patience: FetchRetryPolicy = DEFAULT_RETRY
 ) -> Iterator[IO[bytes]]:
     """The bytes of a file, as they lie there: of a local one, or of a recipe's.
 
@@ -451,23 +430,21 @@ def open_stream(
     Raises TrainkitError (exit 6) as `fetch` does, when opened and from `read`; ConfigError (exit
     6) where a local file is not there.
     """
-    if isinstance(what, Path) or what.get("url") is None:
-        with _opened(what if isinstance(what, Path) else Path(what["path"])) as file:
+    if isinstance(what, Path):
+        with _opened(what) as file:
             yield file
         return
-    path = Path(what["path"])
-    if what["keep"] or path.name.endswith(RANDOM_ACCESS):
+    path = what.path
+    if what.keep or path.name.endswith(RANDOM_ACCESS):
         fetch(what, lambda done, total: None, patience)
         with _opened(path) as file:
             yield file
-        if not what["keep"]:
+        if not what.keep:
             path.unlink(missing_ok=True)
-            _Place(path).stamp.unlink(missing_ok=True)
+            _FetchPaths(path).stamp.unlink(missing_ok=True)
         return
     with open_remote_file(what, patience) as remote:
-        known = (
-            RemoteFileInfo(**what["known"]) if what["known"] is not None else look(remote, patience)
-        )
+        known = what.known or look(remote, patience)
         if known is None:
             raise _missing(remote)
         with io.BufferedReader(_Stream(remote, what, known, patience), BLOCK) as stream:
@@ -481,12 +458,13 @@ def _opened(path: Path) -> IO[bytes]:
         raise ConfigError(f"{path}: {error.strerror}", exit=Exit.STAGE_FAILED) from None
 
 
-def work(spec: dict[str, Any], progress: ProgressCallback) -> dict[str, Any]:
-    """Fetch one file, or write down a listing (`spec["do"]`)."""
-    if spec["do"] == "listing":
-        write_json(Path(spec["path"]), spec["listing"])
-        return {"files": len(spec["listing"]["files"])}
-    return fetch(spec["recipe"], progress)
+def work(value: Mapping[str, Any], progress: ProgressCallback) -> dict[str, object]:
+    """Fetch one file, or write down a listing, as the unit's spec says."""
+    spec = fetch_spec_from_json(value)
+    if isinstance(spec, ListingSpec):
+        write_json(spec.path, dict(spec.listing))
+        return {"files": len(spec.listing["files"])}
+    return fetch(spec.recipe, progress).to_json()
 
 
 if __name__ == "__main__":

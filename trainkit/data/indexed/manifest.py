@@ -4,6 +4,7 @@ came from, and the sums of its files."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from trainkit.data.indexed.dataset import best_dtype, bin_path, idx_path
 from trainkit.data.indexed.published import check_published
 from trainkit.data.sums import file_sum
 from trainkit.data.tokenizer import end_of_document, load_tokenizer
+from trainkit.data.unit_specs import MergeShard, MergeSpec, TextResult, TokensResult
 from trainkit.jobs.schema import Dataset
 
 SCHEMA = "dataset/1"
@@ -32,13 +34,29 @@ def read_manifest(path: Path) -> dict[str, Any]:
     return read_document(path, SCHEMA)
 
 
-def read_results(spec: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """What the units of each shard reported, in the shards' order: the tokens unit's words, and
-    below "text" and "fetch" those of the units before it."""
+@dataclass(frozen=True)
+class ShardResult:
+    """What the units of one shard reported.
+
+    Args:
+        tokens: of the unit that encoded it.
+        text: of the one that wrote its text, if one did.
+        fetched: of the one that fetched it, as it stands in the stamp.
+    """
+
+    tokens: TokensResult
+    text: TextResult | None = None
+    fetched: Mapping[str, object] = field(default_factory=dict)
+
+
+def read_results(spec: MergeSpec) -> list[ShardResult]:
+    """What the units of each shard reported, in the shards' order."""
     found = []
-    for shard in spec["shards"]:
-        results = {kind: read_json(Path(path))["result"] for kind, path in shard["stamps"].items()}
-        found.append({**results.pop("tokens"), **results})
+    for shard in spec.shards:
+        results = {kind: read_json(path)["result"] for kind, path in shard.stamps.items()}
+        text = TextResult(**results["text"]) if "text" in results else None
+        tokens = TokensResult.from_json(results["tokens"])
+        found.append(ShardResult(tokens, text, results.get("fetch", {})))
     return found
 
 
@@ -50,36 +68,65 @@ def _sum(counters: Iterable[Mapping[str, int]]) -> dict[str, int]:
     return dict(sorted(total.items()))
 
 
-def totals(shards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Counts over all shards; "left_out": {reason: documents}, "rejected": {kind: lines},
-    "passed_over": {reason: members of archives}."""
-    reasons = {
-        name: _sum(
-            result.get(name, {}) for shard in shards for result in (shard, shard.get("text", {}))
-        )
-        for name in REASONS
-    }
-    return {**{name: sum(shard[name] for shard in shards) for name in COUNTS}, **reasons}
+@dataclass(frozen=True)
+class DatasetTotals:
+    """Counts over all shards; `left_out`: {reason: documents}, `rejected`: {kind: lines},
+    `passed_over`: {reason: members of archives}."""
+
+    documents: int
+    empty_documents: int
+    sequences: int
+    tokens: int
+    text_bytes: int
+    lines: int
+    rejects: int
+    left_out: Mapping[str, int]
+    rejected: Mapping[str, int]
+    passed_over: Mapping[str, int]
+
+    def to_json(self) -> dict[str, object]:
+        return asdict(self)
 
 
-def encoders(shards: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """What encoded the shards, and why: {"encoder", "because", "shards", "compared",
-    "passed_on"} each (see trainkit.data.tokenize.shard_worker)."""
-    found: dict[tuple[str, str], dict[str, Any]] = {}
-    for shard in shards:
-        if "encoder" not in shard:
-            continue
-        entry = {
-            "encoder": shard["encoder"],
-            "because": shard["encoder_because"],
-            "shards": 0,
-            "compared": 0,
-            "passed_on": 0,
-        }
-        entry = found.setdefault((shard["encoder"], shard["encoder_because"]), entry)
-        entry["shards"] += 1
-        entry["compared"] += shard["compared"]
-        entry["passed_on"] += shard["passed_on"]
+def totals(shards: Sequence[ShardResult]) -> DatasetTotals:
+    """The counts of all shards together."""
+    tokens = [shard.tokens for shard in shards]
+    texts = [shard.text for shard in shards if shard.text is not None]
+    return DatasetTotals(
+        documents=sum(shard.documents for shard in tokens),
+        empty_documents=sum(shard.empty_documents for shard in tokens),
+        sequences=sum(shard.sequences for shard in tokens),
+        tokens=sum(shard.tokens for shard in tokens),
+        text_bytes=sum(shard.text_bytes for shard in tokens),
+        lines=sum(shard.lines for shard in tokens),
+        rejects=sum(shard.rejects for shard in tokens),
+        left_out=_sum([each.left_out for each in tokens] + [each.left_out for each in texts]),
+        rejected=_sum(shard.rejected for shard in tokens),
+        passed_over=_sum(shard.passed_over for shard in tokens),
+    )
+
+
+@dataclass
+class EncoderUse:
+    """What encoded some of the shards, and why; `compared` and `passed_on`: texts, see
+    `TokensResult`."""
+
+    encoder: str
+    because: str
+    shards: int = 0
+    compared: int = 0
+    passed_on: int = 0
+
+
+def encoders(shards: Sequence[ShardResult]) -> list[EncoderUse]:
+    """What encoded the shards; units of before this was recorded do not say it."""
+    found: dict[tuple[str, str], EncoderUse] = {}
+    for tokens in (shard.tokens for shard in shards if shard.tokens.encoder):
+        key = (tokens.encoder, tokens.encoder_because)
+        use = found.setdefault(key, EncoderUse(*key))
+        use.shards += 1
+        use.compared += tokens.compared
+        use.passed_on += tokens.passed_on
     return list(found.values())
 
 
@@ -91,26 +138,35 @@ def ranges_path(prefix: Path) -> Path:
     return prefix.with_name(f"{prefix.name}.ranges.json")
 
 
-def check_declared(spec: Mapping[str, Any], shards: Sequence[Mapping[str, Any]]) -> None:
-    """Compare with what jobs.toml says was published. Raises ConfigError (exit 6) naming every
-    count that is wrong; the shards are kept."""
+def check_declared(name: str, declared: Mapping[str, int], shards: Sequence[ShardResult]) -> None:
+    """Compare with what jobs.toml says was published. The shards are kept.
+
+    Args:
+        name: of the dataset.
+        declared: counts that were published.
+        shards: what was found.
+
+    Raises ConfigError (exit 6) that names every count that is wrong.
+    """
     seen = {
-        "documents": sum(shard["lines"] for shard in shards),
-        "text_bytes": totals(shards)["text_bytes"],
+        "documents": sum(shard.tokens.lines for shard in shards),
+        "text_bytes": totals(shards).text_bytes,
     }
-    declared = Dataset.model_construct(name=spec["name"], **spec["declared"])
-    check_published(declared, {key: seen[key] for key in spec["declared"]})
+    dataset = Dataset.model_construct(
+        source="files",
+        name=name,
+        documents=declared.get("documents"),
+        text_bytes=declared.get("text_bytes"),
+    )
+    check_published(dataset, {key: seen[key] for key in declared})
 
 
-def check_drop(name: str, shards: Sequence[Mapping[str, Any]]) -> None:
+def check_drop(name: str, shards: Sequence[ShardResult]) -> None:
     """Raise ConfigError (exit 6) for a field of `drop` that no document has: what was to be left
     out would be there unnoticed."""
-    present = _sum(shard.get("drop_present", {}) for shard in shards)
-    if missing := [
-        path
-        for path, count in present.items()
-        if not count and any(shard["documents"] for shard in shards)
-    ]:
+    present = _sum(shard.tokens.drop_present for shard in shards)
+    missing = [path for path, count in present.items() if not count]
+    if missing and any(shard.tokens.documents for shard in shards):
         message = (
             f"datasets.{name}.drop: no document has the field {', '.join(map(repr, missing))}, so"
             " nothing was left out by it"
@@ -122,77 +178,90 @@ def check_drop(name: str, shards: Sequence[Mapping[str, Any]]) -> None:
         )
 
 
+@dataclass(frozen=True)
+class FileChecksum:
+    """XXH128 of a range of a file; `file` is relative to the folder of dataset.json."""
+
+    file: str
+    start: int
+    bytes: int
+    xxh128: str
+
+
+def _whole_file(path: Path, folder: Path, digest: str = "") -> FileChecksum:
+    size = path.stat().st_size
+    return FileChecksum(str(path.relative_to(folder)), 0, size, digest or file_sum(path))
+
+
 def _checksums(
-    spec: Mapping[str, Any], shards: Sequence[Mapping[str, Any]], folder: Path, itemsize: int
-) -> list[dict[str, Any]]:
+    spec: MergeSpec, shards: Sequence[ShardResult], folder: Path, itemsize: int
+) -> list[FileChecksum]:
     """Sums of every byte of the pairs. A merged .bin has those of its parts: nothing is read
     again, and damage is narrowed down."""
-    sums: list[dict[str, Any]] = []
-
-    def add(path: Path, start: int, size: int, digest: str) -> None:
-        sums.append(
-            {"file": str(path.relative_to(folder)), "start": start, "bytes": size, "xxh128": digest}
-        )
-
-    def add_whole(path: Path, digest: str | None = None) -> None:
-        add(path, 0, path.stat().st_size, digest or file_sum(path))
-
-    if spec["prefix"] is None:
-        for given, shard in zip(spec["shards"], shards, strict=True):
-            add_whole(bin_path(Path(given["prefix"])), shard["bin_xxh128"])
-            add_whole(idx_path(Path(given["prefix"])), shard["idx_xxh128"])
+    sums: list[FileChecksum] = []
+    if spec.prefix is None:
+        for given, shard in zip(spec.shards, shards, strict=True):
+            sums.append(_whole_file(bin_path(given.prefix), folder, shard.tokens.bin_xxh128))
+            sums.append(_whole_file(idx_path(given.prefix), folder, shard.tokens.idx_xxh128))
         return sums
-    merged = Path(spec["prefix"])
-    start = 0
-    if spec["shuffle"]:
-        add_whole(bin_path(merged))
+    merged = bin_path(spec.prefix)
+    if spec.shuffle:
+        sums.append(_whole_file(merged, folder))
     else:
+        name = str(merged.relative_to(folder))
+        start = 0
         for shard in shards:
-            size = shard["tokens"] * itemsize
-            add(bin_path(merged), start, size, shard["bin_xxh128"])
+            size = shard.tokens.tokens * itemsize
+            sums.append(FileChecksum(name, start, size, shard.tokens.bin_xxh128))
             start += size
-    add_whole(idx_path(merged))
+    sums.append(_whole_file(idx_path(spec.prefix), folder))
     return sums
 
 
-def write_manifest(spec: Mapping[str, Any], shards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _shard_entry(given: MergeShard, shard: ShardResult) -> dict[str, object]:
+    """A shard in dataset.json: where it is from, and its counts but for zeros."""
+    tokens = shard.tokens
+    counts = {
+        "documents": tokens.documents,
+        "sequences": tokens.sequences,
+        "tokens": tokens.tokens,
+        "text_bytes": tokens.text_bytes,
+        "rejects": tokens.rejects,
+        "left_out": tokens.left_out,
+    }
+    return {
+        "name": given.name,
+        "source": {**given.source, **shard.fetched},
+        **{key: count for key, count in counts.items() if count},
+    }
+
+
+def write_manifest(spec: MergeSpec, shards: Sequence[ShardResult]) -> DatasetTotals:
     """Write dataset.json beside the tokenizer; paths in it are relative to its folder. Returns
-    the counts, what it was made from left out."""
-    path = Path(spec["manifest"])
-    tokenizer_path = Path(spec["tokenizer"])
-    tokenizer = load_tokenizer(tokenizer_path)
+    the counts."""
+    folder = spec.manifest.parent
+    tokenizer = load_tokenizer(spec.tokenizer)
     vocab_size = tokenizer.get_vocab_size()
+    dtype = best_dtype(vocab_size)
     counts = totals(shards)
-    parts = [
-        Path(given["prefix"])
-        for given, shard in zip(spec["shards"], shards, strict=True)
-        if shard["tokens"]
-    ]
-    if spec["prefix"] is None:
-        pairs = parts
+    entries = list(zip(spec.shards, shards, strict=True))
+    if spec.prefix is None:
+        pairs = [given.prefix for given, shard in entries if shard.tokens.tokens]
     else:
-        pairs = [Path(spec["prefix"])]
-    own = ("documents", "sequences", "tokens", "text_bytes", "rejects", "left_out")
+        pairs = [spec.prefix]
     manifest = document(
         SCHEMA,
-        name=spec["name"],
+        name=spec.name,
         vocab_size=vocab_size,
-        eod_id=end_of_document(tokenizer, spec["eod_token"], tokenizer_path),
-        tokenizer_sha256=sha256_file(tokenizer_path),
-        dtype=str(best_dtype(vocab_size)),
-        encoders=encoders(shards),
-        **counts,
-        pairs=[str(pair.relative_to(path.parent)) for pair in pairs],
-        shards=[
-            {
-                "name": given["name"],
-                "source": {**given["source"], **shard.get("fetch", {})},
-                **{key: shard[key] for key in own if shard.get(key)},
-            }
-            for given, shard in zip(spec["shards"], shards, strict=True)
-        ],
-        **({"shuffled": True} if spec["shuffle"] else {}),
-        checksums=_checksums(spec, shards, path.parent, best_dtype(vocab_size).itemsize),
+        eod_id=end_of_document(tokenizer, spec.eod_token, spec.tokenizer),
+        tokenizer_sha256=sha256_file(spec.tokenizer),
+        dtype=str(dtype),
+        encoders=[asdict(use) for use in encoders(shards)],
+        **counts.to_json(),
+        pairs=[str(pair.relative_to(folder)) for pair in pairs],
+        shards=[_shard_entry(given, shard) for given, shard in entries],
+        **({"shuffled": True} if spec.shuffle else {}),
+        checksums=[asdict(each) for each in _checksums(spec, shards, folder, dtype.itemsize)],
     )
-    write_json(path, manifest)
+    write_json(spec.manifest, manifest)
     return counts

@@ -3,11 +3,14 @@ unit of its own."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
+from trainkit.data.fetch.recipe import FetchRecipe
 from trainkit.data.fetch.retry import DEFAULT_RETRY, FetchRetryPolicy
+from trainkit.data.unit_specs import TextRecipe, TextResult
 from trainkit.jobs.schema import Dataset
 
 
@@ -18,19 +21,19 @@ class Shard:
     Args:
         name: "00000", "00001", ... in the order of the corpus. path: the file; its name says its
         format. size: bytes of text, or of the file where that is unknown; only for progress and
-        balance. recipe: what `Source.write` needs to make the file, or `fetch.open_stream` to
-        fetch or read it; empty: the file is there already.
+        balance. recipe: how the file is written by `Source.write`, or fetched; None: the file is
+        there already.
     """
 
     name: str
     path: Path
     size: int
-    recipe: dict[str, Any] = field(default_factory=dict)
+    recipe: FetchRecipe | TextRecipe | None = None
 
     @property
     def remote(self) -> bool:
-        """Whether `recipe` is one of `fetch.recipe`."""
-        return "url" in self.recipe
+        """Whether it has to be fetched."""
+        return isinstance(self.recipe, FetchRecipe)
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ class FetchUnit:
 
     name: str
     module: str
-    spec: dict[str, Any]
+    spec: Mapping[str, object]
     outputs: tuple[Path, ...]
     after: tuple[str, ...] = ()
     size: int = 1
@@ -75,6 +78,11 @@ class Source(Protocol):
         or TrainkitError (exit 6): there are none, or not those that were published.
         """
 
-    def write(self, recipe: dict[str, Any], path: Path, text_key: str) -> dict[str, Any]:
-        """Make one shard from its recipe. Returns {"documents", "text_bytes", "left_out":
-        {reason: documents}}."""
+    def write(self, recipe: TextRecipe, path: Path, text_key: str) -> TextResult:
+        """Write one shard of text.
+
+        Args:
+            recipe: what it is made of.
+            path: the file to write.
+            text_key: the key that holds a document's text.
+        """

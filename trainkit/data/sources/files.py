@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import glob
 from pathlib import Path
-from typing import Any
 
 from trainkit.base.errors import ConfigError, Exit
 from trainkit.data.fetch.ranges import expand
@@ -13,6 +12,7 @@ from trainkit.data.fetch.retry import DEFAULT_RETRY, FetchRetryPolicy
 from trainkit.data.indexed.published import check_published
 from trainkit.data.sources.contract import Shard
 from trainkit.data.text.formats import READABLE
+from trainkit.data.unit_specs import TextRecipe, TextResult
 from trainkit.jobs.schema import Dataset
 
 
@@ -69,5 +69,5 @@ class FilesSource:
             for i, (path, size) in enumerate(zip(found, sizes, strict=True))
         ]
 
-    def write(self, recipe: dict[str, Any], path: Path, text_key: str) -> dict[str, Any]:
+    def write(self, recipe: TextRecipe, path: Path, text_key: str) -> TextResult:
         raise AssertionError("files are never written")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from trainkit.base.errors import ConfigError, Exit
 from trainkit.data.fetch.retry import DEFAULT_RETRY, FetchRetryPolicy
 from trainkit.data.sources.contract import Shard
 from trainkit.data.sources.listing import list_files, read_listing
 from trainkit.data.sources.web import as_shards
+from trainkit.data.unit_specs import TextRecipe, TextResult
 from trainkit.jobs.schema import Dataset
 
 
@@ -41,7 +41,7 @@ class IndexedSource:
         _prefixes(dataset, found)
         return found
 
-    def write(self, recipe: dict[str, Any], path: Path, text_key: str) -> dict[str, Any]:
+    def write(self, recipe: TextRecipe, path: Path, text_key: str) -> TextResult:
         raise AssertionError("pairs are never written")
 
 

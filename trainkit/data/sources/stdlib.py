@@ -8,12 +8,12 @@ import platform
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from trainkit.base.errors import ConfigError, Exit
 from trainkit.data.fetch.retry import DEFAULT_RETRY, FetchRetryPolicy
 from trainkit.data.sources.contract import Shard
 from trainkit.data.text.corpus import write_documents
+from trainkit.data.unit_specs import TextRecipe, TextResult
 from trainkit.jobs.schema import Dataset
 
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
@@ -68,18 +68,18 @@ class StdlibSource:
                 f"{i:05d}",
                 corpus / f"shard-{i:05d}.jsonl.zst",
                 size,
-                {"folder": str(stdlib), "files": names},
+                TextRecipe(stdlib, tuple(names)),
             )
             for i, (names, size) in enumerate(groups)
         ]
 
-    def write(self, recipe: dict[str, Any], path: Path, text_key: str) -> dict[str, Any]:
+    def write(self, recipe: TextRecipe, path: Path, text_key: str) -> TextResult:
         left_out = {"not_utf8": 0, "empty": 0}
 
         def texts() -> Iterator[str]:
-            for name in recipe["files"]:
+            for name in recipe.files:
                 try:
-                    text = (Path(recipe["folder"]) / name).read_bytes().decode("utf-8")
+                    text = (recipe.folder / name).read_bytes().decode("utf-8")
                 except UnicodeDecodeError:
                     left_out["not_utf8"] += 1
                     continue
@@ -89,4 +89,4 @@ class StdlibSource:
                     left_out["empty"] += 1
 
         documents, size = write_documents(path, texts(), text_key)
-        return {"documents": documents, "text_bytes": size, "left_out": left_out}
+        return TextResult(documents, size, left_out)

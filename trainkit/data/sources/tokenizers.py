@@ -8,7 +8,7 @@ from urllib.parse import quote
 from trainkit.base.errors import ConfigError, Exit
 from trainkit.data.fetch.hub import PUBLIC, SCHEME
 from trainkit.data.fetch.hub import parse_hub_address as parse_hub
-from trainkit.data.fetch.worker import recipe
+from trainkit.data.fetch.recipe import FetchRecipe, FetchSpec
 from trainkit.data.sources.contract import FetchUnit
 from trainkit.jobs.datasets import Tokenizer
 
@@ -47,14 +47,14 @@ def tokenizer_fetch_units(
                     f"https://, hf://OWNER/NAME/FILE or s3://; a file that is here goes into {key}"
                 ),
             )
-        about = recipe(
+        recipe = FetchRecipe(
             address, Path(path), shown=url, token=token if address.startswith("http") else None
         )
         units.append(
             FetchUnit(
                 f"fetch-{key.replace('_', '-')}",
                 "trainkit.data.fetch.worker",
-                {"do": "fetch", "recipe": about},
+                FetchSpec(recipe).to_json(),
                 (Path(path),),
             )
         )

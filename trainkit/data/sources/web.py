@@ -4,16 +4,18 @@ file://."""
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from trainkit.base.errors import ConfigError, Exit
+from trainkit.data.fetch.recipe import FetchRecipe, FetchSpec, ListingSpec
 from trainkit.data.fetch.retry import DEFAULT_RETRY, FetchRetryPolicy, RemoteFileInfo
-from trainkit.data.fetch.worker import recipe
 from trainkit.data.sources.address import local_names
 from trainkit.data.sources.contract import FetchUnit, Shard
 from trainkit.data.sources.listing import LISTING, ListedFile, list_files, listing_document
 from trainkit.data.text.formats import READABLE
+from trainkit.data.unit_specs import TextRecipe, TextResult
 from trainkit.jobs.schema import Dataset
+
+WORKER = "trainkit.data.fetch.worker"
 
 
 class WebSource:
@@ -40,7 +42,7 @@ class WebSource:
                 )
         return found
 
-    def write(self, recipe: dict[str, Any], path: Path, text_key: str) -> dict[str, Any]:
+    def write(self, recipe: TextRecipe, path: Path, text_key: str) -> TextResult:
         raise AssertionError("what is fetched is not written")
 
 
@@ -55,7 +57,7 @@ def as_shards(dataset: Dataset, corpus: Path, found: list[ListedFile]) -> list[S
             shards.append(Shard(f"{i:05d}", Path(file.text.removeprefix("file://")), size))
             continue
         path = corpus / next(names)
-        about = recipe(
+        recipe = FetchRecipe(
             file.url,
             path,
             file.known,
@@ -66,7 +68,7 @@ def as_shards(dataset: Dataset, corpus: Path, found: list[ListedFile]) -> list[S
             keep=dataset.keep_download,
             listing=listing,
         )
-        shards.append(Shard(f"{i:05d}", path, size, about))
+        shards.append(Shard(f"{i:05d}", path, size, recipe))
     return shards
 
 
@@ -82,35 +84,26 @@ def fetch_units(dataset: Dataset, corpus: Path, shards: list[Shard]) -> list[Fet
         corpus: its folder of text.
         shards: what its source has just given; files that are there already need no unit.
     """
-    remote = [shard for shard in shards if shard.remote]
-    if not remote:
+    if not any(shard.remote for shard in shards):
         return []
-    spec = {
-        "do": "listing",
-        "path": str(corpus / LISTING),
-        "listing": listing_document(dataset, [_found(shard) for shard in shards]),
-    }
-    listing = FetchUnit("listing", "trainkit.data.fetch.worker", spec, (corpus / LISTING,))
-    kept = [shard for shard in remote if shard.recipe["keep"]]
-    units = [
-        FetchUnit(
-            f"fetch-{s.name}",
-            "trainkit.data.fetch.worker",
-            {"do": "fetch", "recipe": s.recipe},
-            (s.path,),
-            size=s.size,
-        )
-        for s in kept
-    ]
-    return [listing, *units]
+    path = corpus / LISTING
+    listing = ListingSpec(path, listing_document(dataset, [_found(shard) for shard in shards]))
+    units = [FetchUnit("listing", WORKER, listing.to_json(), (path,))]
+    for shard in shards:
+        if isinstance(shard.recipe, FetchRecipe) and shard.recipe.keep:
+            spec = FetchSpec(shard.recipe).to_json()
+            units.append(
+                FetchUnit(f"fetch-{shard.name}", WORKER, spec, (shard.path,), size=shard.size)
+            )
+    return units
 
 
 def _found(shard: Shard) -> ListedFile:
     """What `as_shards` made the shard of."""
-    if not shard.remote:
+    recipe = shard.recipe
+    if not isinstance(recipe, FetchRecipe):
         return ListedFile(
             f"file://{shard.path}", f"file://{shard.path}", RemoteFileInfo(shard.size)
         )
-    return ListedFile(
-        shard.recipe["shown"], shard.recipe["url"], RemoteFileInfo(**shard.recipe["known"])
-    )
+    assert recipe.known is not None  # from a listing
+    return ListedFile(recipe.shown, recipe.url, recipe.known)

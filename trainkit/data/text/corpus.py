@@ -5,17 +5,17 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import xxhash
 import zstandard
 
 from trainkit.base.files import atomic_open
+from trainkit.data.fetch.recipe import FetchRecipe
 from trainkit.data.text.decompress import ByteStream
-from trainkit.data.text.filters import DocumentFilter
 from trainkit.data.text.formats import BadLine, ReadOptions, TextDocument, open_documents
 from trainkit.data.text.rejects import raise_bad
 
@@ -51,28 +51,10 @@ class _Counted:
         return getattr(self._stream, name)
 
 
-def reading_of(spec: Mapping[str, Any]) -> ReadOptions:
-    """How documents are found, from the keys of a unit's spec."""
-    plain = ReadOptions()
-    return ReadOptions(
-        text_key=spec["text_key"],
-        text_separator=spec.get("text_separator"),
-        max_document_bytes=spec.get("max_document_bytes", plain.max_document_bytes),
-        fields=tuple(spec.get("drop", {})),
-    )
-
-
-def filter_of(spec: Mapping[str, Any]) -> DocumentFilter:
-    """What is left out, from the keys of a unit's spec."""
-    return DocumentFilter(
-        spec.get("drop", {}), spec.get("min_document_bytes", 0), spec.get("fix_text", False)
-    )
-
-
-def open_shard(path: Path, recipe: Mapping[str, Any] | None = None) -> AbstractContextManager[Any]:
-    """The bytes of a shard as stored: the file at `path`, or by `recipe` what is being fetched
-    (see trainkit.data.fetch.worker)."""
-    if not recipe:
+def open_shard(path: Path, recipe: FetchRecipe | None = None) -> AbstractContextManager[IO[bytes]]:
+    """The bytes of a shard as stored: of the file at `path`, or of what `recipe` fetches, while
+    it comes."""
+    if recipe is None:
         return open(path, "rb")
     from trainkit.data.fetch.worker import open_stream
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import orjson
@@ -28,11 +28,10 @@ from trainkit.base.errors import ConfigError, Exit
 from trainkit.base.extras import install_command
 from trainkit.data.tokenize.proved import differing_code_points, installed, unproved_reason
 from trainkit.data.tokenizer import load_tokenizer, plain
+from trainkit.data.unit_specs import EncoderKey, SpecialTokens
 
 Ids = NDArray[np.unsignedinteger[Any]]
 Lengths = NDArray[np.int64]
-SpecialTokens = Literal["text", "parse"]
-EncoderKey = Literal["auto", "gigatoken", "tokenizers"]
 # of the first documents that are compared whole; of the rest of them the first CHECKED_START
 CHECKED_BYTES = 2**20
 CHECKED_START = 2**12

@@ -26,6 +26,7 @@ from trainkit.base.worker import ProgressCallback, run_unit
 from trainkit.data.indexed.dataset import CODES, IndexedDataset, bin_path, idx_path
 from trainkit.data.indexed.format import CHUNK, HEADER, MAGIC, VERSION
 from trainkit.data.indexed.manifest import (
+    ShardResult,
     check_declared,
     check_drop,
     ranges_path,
@@ -33,6 +34,7 @@ from trainkit.data.indexed.manifest import (
     write_manifest,
 )
 from trainkit.data.sums import identity_of
+from trainkit.data.unit_specs import MergeSpec
 
 PIECE = 2**28  # bytes of .bin that one thread copies before it takes the next
 BUFFER = 2**23  # where the kernel cannot copy
@@ -319,98 +321,92 @@ def _publish(names: tuple[Path, Path], prefix: Path) -> None:
     fsync_folder(prefix.parent)
 
 
-def work(spec: dict[str, Any], progress: ProgressCallback) -> dict[str, Any]:
-    """Merge, or shuffle, or leave the shards alone as `spec["prefix"]` and `spec["shuffle"]`
-    say; then write dataset.json.
+def work(value: Mapping[str, Any], progress: ProgressCallback) -> dict[str, object]:
+    """Merge, or shuffle, or leave the shards alone as a `MergeSpec` says; then write
+    dataset.json.
 
     Returns the dataset's counts. Raises ConfigError (exit 6) as `merge_pairs` and `check_declared`.
     """
+    spec = MergeSpec.from_json(value)
     shards = read_results(spec)
-    if not any(shard["tokens"] for shard in shards):
-        left_out = sum(sum(shard.get("left_out", {}).values()) for shard in shards)
-        message = (
-            f"datasets.{spec['name']}: {len(shards):,} files hold no token ({left_out:,} documents"
-            " were left out)"
-        )
-        raise ConfigError(
-            message,
-            exit=Exit.STAGE_FAILED,
-            hint=(
-                "look at the files, at text_key, and at what is left out (drop, min_document_bytes)"
-            ),
-        )
-    check_declared(spec, shards)
-    check_drop(spec["name"], shards)
-    prefixes = [Path(shard["prefix"]) for shard in spec["shards"]]
-    if spec["prefix"] is not None:
-        if spec["shuffle"]:
-            _shuffle(prefixes, Path(spec["prefix"]), progress)
+    _refuse_no_token(spec, shards)
+    check_declared(spec.name, spec.declared, shards)
+    check_drop(spec.name, shards)
+    prefixes = [shard.prefix for shard in spec.shards]
+    if spec.prefix is not None:
+        if spec.shuffle:
+            _shuffle(prefixes, spec.prefix, progress)
         else:
-            _merge(spec, shards, progress)
+            _merge(spec, spec.prefix, shards, progress)
     counts = write_manifest(spec, shards)
-    if spec["prefix"] is not None:
-        ranges_path(Path(spec["prefix"])).unlink(missing_ok=True)
+    if spec.prefix is not None:
+        ranges_path(spec.prefix).unlink(missing_ok=True)
     _tidy(
         prefixes[0].parent,
         {f"{prefix.name}{ending}" for prefix in prefixes for ending in (".bin", ".idx", ".lock")},
     )
-    _tidy(
-        Path(spec["rejects"]),
-        {
-            f"{given['name']}.jsonl"
-            for given, shard in zip(spec["shards"], shards, strict=True)
-            if shard["rejects"]
-        },
-    )
+    with_rejects = {
+        f"{given.name}.jsonl"
+        for given, shard in zip(spec.shards, shards, strict=True)
+        if shard.tokens.rejects
+    }
+    _tidy(spec.rejects, with_rejects)
     progress(1, 1)
-    return counts
+    return counts.to_json()
+
+
+def _refuse_no_token(spec: MergeSpec, shards: Sequence[ShardResult]) -> None:
+    if any(shard.tokens.tokens for shard in shards):
+        return
+    left_out = sum(sum(shard.tokens.left_out.values()) for shard in shards)
+    message = (
+        f"datasets.{spec.name}: {len(shards):,} files hold no token ({left_out:,} documents"
+        " were left out)"
+    )
+    hint = "look at the files, at text_key, and at what is left out (drop, min_document_bytes)"
+    raise ConfigError(message, exit=Exit.STAGE_FAILED, hint=hint)
 
 
 def _merge(
-    spec: Mapping[str, Any], shards: Sequence[Mapping[str, Any]], progress: ProgressCallback
+    spec: MergeSpec, target: Path, shards: Sequence[ShardResult], progress: ProgressCallback
 ) -> None:
-    target = Path(spec["prefix"])
-    threads = min(MOST_THREADS, len(os.sched_getaffinity(0)))
-
     def note(names: tuple[Path, Path]) -> None:
         made_of = [
-            [given["name"], shard["sequences"], shard["documents"]]
-            for given, shard in zip(spec["shards"], shards, strict=True)
+            [given.name, shard.tokens.sequences, shard.tokens.documents]
+            for given, shard in zip(spec.shards, shards, strict=True)
         ]
-        write_json(
-            ranges_path(target),
-            {"pair": [identity_of(name)[1:] for name in names], "shards": made_of},
-        )
+        pair = [list(identity_of(name)[1:]) for name in names]
+        write_json(ranges_path(target), {"pair": pair, "shards": made_of})
 
-    merge_pairs(_parts(spec), target, threads=threads, progress=progress, before=note)
+    threads = min(MOST_THREADS, len(os.sched_getaffinity(0)))
+    slices = _slices(spec, target)
+    merge_pairs(slices, target, threads=threads, progress=progress, before=note)
 
 
-def _parts(spec: Mapping[str, Any]) -> list[PairSlice]:
+def _slices(spec: MergeSpec, target: Path) -> list[PairSlice]:
     """Where each shard lies: in its own pair, or, where that is not there, in what was merged
     before, which must be what it was when that was planned.
 
     Raises ConfigError (exit 6): it is another one now.
     """
-    target = Path(spec["prefix"])
-    parts = []
-    for shard in spec["shards"]:
-        prefix = Path(shard["prefix"])
-        kept = shard.get("kept")
-        parts.append(
-            PairSlice(prefix)
-            if kept is None or idx_path(prefix).is_file()
-            else PairSlice(target, *kept)
-        )
-    if (
-        any(part.prefix == target for part in parts)
-        and [identity_of(path) for path in (bin_path(target), idx_path(target))] != spec["former"]
-    ):
+    slices = []
+    for shard in spec.shards:
+        if shard.kept is None or idx_path(shard.prefix).is_file():
+            slices.append(PairSlice(shard.prefix))
+        else:
+            slices.append(PairSlice(target, *shard.kept))
+    reused = any(each.prefix == target for each in slices)
+    if reused and _identities(target) != list(spec.former):
         message = (
             f"{bin_path(target)} is not what it was when this was planned: another process wrote it"
             " meanwhile"
         )
         raise ConfigError(message, exit=Exit.STAGE_FAILED, hint="run it again")
-    return parts
+    return slices
+
+
+def _identities(prefix: Path) -> list[object]:
+    return [list(identity_of(path)) for path in (bin_path(prefix), idx_path(prefix))]
 
 
 def _shuffle(prefixes: Sequence[Path], target: Path, progress: ProgressCallback) -> None:

@@ -2,23 +2,7 @@
 SPEC.json` writes its text or its tokens.
 
 Tokens are made as a stream: one thread reads, decompresses, parses and filters, this one
-encodes, a third writes. The spec's keys of do = "tokens":
-
-    shard, recipe          the file; or, where it is fetched while it is read, what
-    trainkit.data.fetch.worker.open_stream takes (then `shard` only names it) size
-    bytes, for progress tokenizer, eod_token   tokenizer.json and the token that ends a document
-    prefix, rejects        of the .bin/.idx to write; where bad lines go (on_error = "skip"), if
-    there are any append_eod, encoder, special_tokens
-    of the tokenizer's table, by default as there ("auto") text_key, text_separator, drop,
-    min_document_bytes, max_document_bytes, fix_text, on_error, max_reject_fraction      of the
-    dataset's table, likewise first                  the dataset's first shard (the default):
-    where gigatoken encodes, its first 200 documents are compared with tokenizers
-
-The result: documents, empty_documents, sequences, tokens, text_bytes, lines (documents, left out
-and rejected ones), left_out {reason: documents}, rejects and rejected {kind: lines}, passed_over
-{reason: members of archives}, encoder and encoder_because, compared (texts, with tokenizers),
-passed_on (texts that gigatoken left to tokenizers), bin_xxh128, idx_xxh128, read ([path, size,
-mtime in ns, xxh128] of a file that lies here, for freshness).
+encodes, a third writes. Specs and results: trainkit/data/unit_specs.py.
 """
 
 from __future__ import annotations
@@ -35,20 +19,22 @@ from typing import Any
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
+from tokenizers import Tokenizer
 
 from trainkit.base.errors import ConfigError, Exit, Problem, SourceLocation
 from trainkit.base.locks import locked
 from trainkit.base.worker import ProgressCallback, run_unit
 from trainkit.data.indexed.dataset import IndexedWriter, best_dtype, idx_path
 from trainkit.data.sums import file_sum, identity_of
-from trainkit.data.text.corpus import count_bytes, file_size, filter_of, open_shard, reading_of
-from trainkit.data.text.formats import BadLine, SkippedMember, open_documents
+from trainkit.data.text.corpus import count_bytes, file_size, open_shard
+from trainkit.data.text.formats import BadLine, ParsedItem, SkippedMember, open_documents
 from trainkit.data.text.rejects import CHECK_EVERY, Rejects
 from trainkit.data.tokenize.background import read_ahead, write_behind
 from trainkit.data.tokenize.encoders import (
     CheckedEncoder,
     Encoder,
     EncoderCache,
+    EncoderChoice,
     EncoderMismatch,
     HybridEncoder,
     Ids,
@@ -56,6 +42,7 @@ from trainkit.data.tokenize.encoders import (
     with_eod,
 )
 from trainkit.data.tokenizer import end_of_document
+from trainkit.data.unit_specs import FileRead, TextResult, TextSpec, TokensResult, TokensSpec
 
 BATCH_BYTES = 2**20  # of text encoded at once: bounds memory whatever the corpus's size
 BATCH_DOCUMENTS = 2**13
@@ -91,60 +78,58 @@ class ShardReader:
     """Batches of a shard's documents, and what was counted on the way.
 
     Args:
-        spec: see above.
+        spec: of the unit.
         rejects: takes the bad lines.
     """
 
-    def __init__(self, spec: Mapping[str, Any], rejects: Rejects) -> None:
-        self.path = Path(spec["shard"])
-        self.recipe = spec.get("recipe")
-        self.reading = reading_of(spec)
-        self.filter = filter_of(spec)
+    def __init__(self, spec: TokensSpec, rejects: Rejects) -> None:
+        self.path = spec.shard
+        self.recipe = spec.recipe
+        self.options = spec.reading.options
+        self.filter = spec.reading.filter()
         self.rejects = rejects
         self.lines = 0
         self.passed: dict[str, int] = {}
-        self.read: list[list[Any]] = []  # of a file that is here: what was read of it
+        self.read: list[FileRead] = []  # of a file that is here: what was read of it
 
     def batches(self) -> Iterator[TextBatch]:
         """All of them. Raises ConfigError (exit 6) as `open_documents` and `Rejects` do."""
-        batch = TextBatch()
-        if self.recipe:
-            identity = []
-        else:
-            identity = identity_of(self.path)
+        identity = None if self.recipe else identity_of(self.path)
         with open_shard(self.path, self.recipe) as raw:
             stream = count_bytes(raw)
-            with closing(
-                open_documents(self.path.name, stream, self.reading, str(self.path))
-            ) as found:  # type: ignore[type-var]
-                for item in found:
-                    if isinstance(item, SkippedMember):
-                        self.passed[item.reason] = self.passed.get(item.reason, 0) + 1
-                        continue
-                    self.lines += 1
-                    if isinstance(item, BadLine):
-                        self.rejects.add(item, found)
-                    elif (parts := self.filter(item)) is not None:
-                        batch.texts += parts
-                        batch.sequences.append(len(parts))
-                        batch.places.append((item.where, item.line))
-                        batch.size += sum(map(len, parts))
-                        if batch.size >= BATCH_BYTES or len(batch.places) >= BATCH_DOCUMENTS:
-                            batch.position = stream.position
-                            yield batch
-                            batch = TextBatch()
-                    if self.lines % CHECK_EVERY == 0:
-                        self.rejects.check(self.lines, found)
+            documents = open_documents(self.path.name, stream, self.options, str(self.path))
+            batch = TextBatch()
+            with closing(documents):  # type: ignore[type-var]
+                for item in documents:
+                    self._take(item, batch, documents)
+                    if batch.size >= BATCH_BYTES or len(batch.places) >= BATCH_DOCUMENTS:
+                        batch.position = stream.position
+                        yield batch
+                        batch = TextBatch()
             self.rejects.check(self.lines)
             if identity:
-                if stream.position == identity[1] and stream.in_order:
-                    digest = stream.digest.hexdigest()
-                else:
-                    digest = file_sum(self.path)
-                self.read.append([*identity, digest])
+                whole = stream.position == identity[1] and stream.in_order
+                digest = stream.digest.hexdigest() if whole else file_sum(self.path)
+                self.read.append((identity[0], identity[1], identity[2], digest))
             batch.position = stream.position
             if batch.places:
                 yield batch
+
+    def _take(self, item: ParsedItem, batch: TextBatch, rest: Iterator[ParsedItem]) -> None:
+        """Count one item of the file; a document that is not left out goes into the batch."""
+        if isinstance(item, SkippedMember):
+            self.passed[item.reason] = self.passed.get(item.reason, 0) + 1
+            return
+        self.lines += 1
+        if isinstance(item, BadLine):
+            self.rejects.add(item, rest)
+        elif (parts := self.filter(item)) is not None:
+            batch.texts += parts
+            batch.sequences.append(len(parts))
+            batch.places.append((item.where, item.line))
+            batch.size += sum(map(len, parts))
+        if self.lines % CHECK_EVERY == 0:
+            self.rejects.check(self.lines, rest)
 
 
 class ShardWriter:
@@ -188,38 +173,60 @@ class ShardWriter:
         self.text_bytes += batch.size
 
 
-def write_text(spec: dict[str, Any], progress: ProgressCallback) -> dict[str, Any]:
+def write_text(spec: TextSpec) -> TextResult:
     """Write one shard of text from its source's recipe."""
     from trainkit.data.sources import SOURCES
 
-    return SOURCES[spec["source"]].write(spec["recipe"], Path(spec["path"]), spec["text_key"])
+    return SOURCES[spec.source].write(spec.recipe, spec.path, spec.text_key)
 
 
 def write_tokens(
-    spec: dict[str, Any], progress: ProgressCallback, encoders: EncoderCache
-) -> dict[str, Any]:
+    spec: TokensSpec, progress: ProgressCallback, encoders: EncoderCache
+) -> TokensResult:
     """Encode one shard of text to .bin/.idx: the end-of-document id after every document that
     has a token.
 
     An empty document becomes an entry of the document index without a sequence, as in Megatron's
-    preprocess_data.py. Raises ConfigError (exit 6): see `open_documents`, `Rejects` and
-    `EncoderCache`; gigatoken's ids are not those of tokenizers.
+    preprocess_data.py.
+
+    Args:
+        spec: the shard, and how it becomes tokens.
+        progress: called with bytes done and to do, and with what was written so far.
+        encoders: loaded before, for other shards.
+
+    Raises ConfigError (exit 6): see `open_documents`, `Rejects` and `EncoderCache`; gigatoken's
+    ids are not those of tokenizers.
     """
-    prefix = Path(spec["prefix"])
-    path = Path(spec["tokenizer"])
-    if spec.get("first", True):
-        first = CHECK_DOCUMENTS
-    else:
-        first = 0
-    offset = zlib.crc32(prefix.name.encode())
-    special_tokens = spec.get("special_tokens", "text")
+    prefix = spec.prefix
     tokenizer, encoder, choice = encoders.get(
-        path, spec.get("encoder", "auto"), special_tokens, first=first, offset=offset
+        spec.tokenizer,
+        spec.encoding.encoder,
+        spec.encoding.special_tokens,
+        first=CHECK_DOCUMENTS if spec.first else 0,
+        offset=zlib.crc32(prefix.name.encode()),
     )
-    if spec.get("append_eod", True):
-        eod = end_of_document(tokenizer, spec["eod_token"], path)
-    else:
-        eod = None
+    eod = None
+    if spec.encoding.append_eod:
+        eod = end_of_document(tokenizer, spec.encoding.eod_token, spec.tokenizer)
+    dtype = _dtype_for(tokenizer, encoder, spec.tokenizer)
+    reading = spec.reading
+    with (
+        locked(prefix.with_name(prefix.name + ".lock"), {"shard": str(spec.shard)}),
+        Rejects(
+            spec.rejects,
+            skip=reading.on_error == "skip",
+            max_fraction=reading.max_reject_fraction,
+        ) as rejects,
+    ):
+        reader = ShardReader(spec, rejects)
+        with IndexedWriter(prefix, dtype) as pair:
+            writer = ShardWriter(pair, eod)
+            _run(reader, encoder, writer, spec.size, progress)
+    return _result(reader, writer, encoder, choice)
+
+
+def _dtype_for(tokenizer: Tokenizer, encoder: Encoder, path: Path) -> np.dtype[Any]:
+    """The dtype that Megatron chooses. Raises ConfigError (exit 6) where an id does not fit it."""
     dtype = best_dtype(tokenizer.get_vocab_size())
     if encoder.highest > np.iinfo(dtype).max:
         message = (
@@ -227,46 +234,39 @@ def write_tokens(
             f" {dtype.name}, but its highest is {encoder.highest:,}"
         )
         raise ConfigError(message, exit=Exit.STAGE_FAILED, hint="use a tokenizer without such gaps")
-    if spec.get("rejects"):
-        rejects_path = Path(spec["rejects"])
-    else:
-        rejects_path = None
-    with (
-        locked(prefix.with_name(prefix.name + ".lock"), {"shard": spec["shard"]}),
-        Rejects(
-            rejects_path,
-            skip=spec.get("on_error", "stop") == "skip",
-            max_fraction=spec.get("max_reject_fraction", 0.001),
-        ) as rejects,
-    ):
-        reader = ShardReader(spec, rejects)
-        with IndexedWriter(prefix, dtype) as pair:
-            writer = ShardWriter(pair, eod)
-            _run(reader, encoder, writer, spec["size"], progress)
-    return {
-        "documents": writer.documents,
-        "empty_documents": writer.empty,
-        "sequences": writer.sequences,
-        "tokens": writer.tokens,
-        "text_bytes": writer.text_bytes,
-        "lines": reader.lines,
-        "left_out": reader.filter.dropped,
-        "drop_present": reader.filter.present,
-        "passed_over": reader.passed,
-        "rejects": rejects.total,
-        "rejected": rejects.counts,
-        "encoder": choice.name,
-        "encoder_because": choice.because,
-        "compared": encoder.compared if isinstance(encoder, CheckedEncoder) else 0,
-        "passed_on": (
-            encoder.fast.passed_on
-            if isinstance(encoder, CheckedEncoder) and isinstance(encoder.fast, HybridEncoder)
-            else 0
-        ),
-        "bin_xxh128": writer.hash.hexdigest(),
-        "idx_xxh128": file_sum(idx_path(prefix)),
-        "read": reader.read,
-    }
+    return dtype
+
+
+def _result(
+    reader: ShardReader, writer: ShardWriter, encoder: Encoder, choice: EncoderChoice
+) -> TokensResult:
+    """What became of a shard, once all of it is written."""
+    compared = 0
+    passed_on = 0
+    if isinstance(encoder, CheckedEncoder):
+        compared = encoder.compared
+        if isinstance(encoder.fast, HybridEncoder):
+            passed_on = encoder.fast.passed_on
+    return TokensResult(
+        documents=writer.documents,
+        empty_documents=writer.empty,
+        sequences=writer.sequences,
+        tokens=writer.tokens,
+        text_bytes=writer.text_bytes,
+        lines=reader.lines,
+        left_out=reader.filter.dropped,
+        drop_present=reader.filter.present,
+        passed_over=reader.passed,
+        rejects=reader.rejects.total,
+        rejected=reader.rejects.counts,
+        encoder=choice.name,
+        encoder_because=choice.because,
+        compared=compared,
+        passed_on=passed_on,
+        bin_xxh128=writer.hash.hexdigest(),
+        idx_xxh128=file_sum(idx_path(writer.writer.prefix)),
+        read=tuple(reader.read),
+    )
 
 
 def _run(
@@ -315,10 +315,10 @@ class ShardWorker:
     def __init__(self) -> None:
         self._encoders = EncoderCache()
 
-    def __call__(self, spec: dict[str, Any], progress: ProgressCallback) -> dict[str, Any]:
-        if spec["do"] == "text":
-            return write_text(spec, progress)
-        return write_tokens(spec, progress, self._encoders)
+    def __call__(self, value: Mapping[str, Any], progress: ProgressCallback) -> dict[str, object]:
+        if value["do"] == "text":
+            return write_text(TextSpec.from_json(value)).to_json()
+        return write_tokens(TokensSpec.from_json(value), progress, self._encoders).to_json()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,234 @@
+"""Datasets of text: the units that turn it into one .bin/.idx pair, or into one of each shard."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from trainkit.base.errors import ConfigError
+from trainkit.data.fetch.recipe import FetchRecipe
+from trainkit.data.indexed.dataset import bin_path, idx_path
+from trainkit.data.sources import SOURCES, Shard, download_notice, fetch_units
+from trainkit.data.unit_specs import MergeShard, MergeSpec, TextRecipe, TextSpec, TokensSpec
+from trainkit.stages.contract import Need, Unit
+from trainkit.stages.dataset_units import DatasetUnits, fetch_unit, module_argv, text_settings
+from trainkit.stages.merged_before import MergedBefore, with_former_names
+from trainkit.stages.stamps import read_stamp, unit_stamp_path
+
+FIRST = "00000"  # the shard whose first documents are compared with tokenizers
+LISTING = "listing"  # the unit that writes down which files there are
+# bytes of files for each byte of text a BPE is trained on: they hold more than text
+TRAINING_FACTOR = 4
+SHARD_WORKER = "trainkit.data.tokenize.shard_worker"
+
+
+class TextUnits(DatasetUnits):
+    """From text to one pair, or to one of each shard: a shard's text or download, the tokenizer,
+    a shard's tokens, and what joins them."""
+
+    def settings(self) -> dict[str, object]:
+        return text_settings(self.dataset, self.tokenizer, SOURCES[self.dataset.source])
+
+    def need(self, *, force: bool) -> Need:
+        """With `force`, nothing of what was made before is used."""
+        stamp = {}
+        if not force:
+            stamp = read_stamp(self.stamps / f"{self.name}.json") or {}
+        shards = SOURCES[self.dataset.source].shards(
+            self.dataset, self.folder.corpus, patience=self.patience
+        )
+        self.shards = with_former_names(shards, stamp.get("memory", {}).get("names", {}))
+        self.former = MergedBefore(self.folder, stamp, self.stamps / f"{self.name}.units")
+        earlier = self._fetches() or self._texts()
+        before = {unit.name.partition("-")[2]: unit for unit in earlier if unit.name != LISTING}
+        trained_on = self._trained_on()
+        make = self._tokenizer_unit(
+            trained_on, [before[shard.name].name for shard in trained_on if shard.name in before]
+        )
+        tokens = [self._tokens(shard, before.get(shard.name)) for shard in self.shards]
+        last = self._last(before, tokens)
+        pairs = [path for unit in tokens for path in unit.outputs]
+        inputs = [*(shard.path for shard in self.shards if not shard.recipe), *self._given_files()]
+        outputs = [self.folder.tokenizer, *last.outputs, *self._fetched_files()]
+        scratch = []
+        if self.dataset.merge:
+            locks = [self._lock(shard) for shard in self.shards]
+            scratch = [*pairs, *locks]
+        else:
+            outputs += pairs
+        return self._need(
+            inputs,
+            outputs,
+            (*earlier, *self.tokenizer_fetches, make, *tokens, last),
+            scratch,
+            announcement=download_notice(self.dataset, self.folder.corpus, self.shards),
+            memory={"names": {str(shard.path): shard.name for shard in self.shards}},
+        )
+
+    def _fetches(self) -> list[Unit]:
+        """The listing and every remote shard's file; nothing where all is here, the listing
+        alone where shards are read as they come."""
+        found = fetch_units(self.dataset, self.folder.corpus, self.shards)
+        return [fetch_unit(fetch) for fetch in found]
+
+    def _texts(self) -> list[Unit]:
+        """What writes the shards' files from their source's recipes."""
+        return [
+            self._text(shard, shard.recipe)
+            for shard in self.shards
+            if isinstance(shard.recipe, TextRecipe)
+        ]
+
+    def _text(self, shard: Shard, recipe: TextRecipe) -> Unit:
+        identity = SOURCES[self.dataset.source].identity(self.dataset)
+        spec = TextSpec(self.dataset.source, identity, recipe, shard.path, self.dataset.text_key)
+        return Unit(
+            f"text-{shard.name}",
+            module_argv(SHARD_WORKER),
+            spec.to_json(),
+            (shard.path,),
+            size=shard.size,
+            several=True,
+        )
+
+    def _trained_on(self) -> list[Shard]:
+        """The first shards, as many as hold what a BPE is trained on: its unit need not wait for
+        the others."""
+        if self.tokenizer.type != "bpe":
+            return []
+        if any(isinstance(s.recipe, FetchRecipe) and not s.recipe.keep for s in self.shards):
+            what = (
+                f"tokenizers.{self.tokenizer.name} is trained on {self.dataset.name} (type = 'bpe')"
+            )
+            hint = (
+                f"set datasets.{self.dataset.name}.keep_download = true, or name a tokenizer.json"
+                " (type = 'file')"
+            )
+            raise ConfigError(
+                f"{what}, of which keep_download = false leaves nothing to read twice", hint=hint
+            )
+        found = []
+        size = 0
+        for shard in self.shards:
+            if size >= TRAINING_FACTOR * self.tokenizer.training_bytes:
+                break
+            found.append(shard)
+            size += shard.size
+        return found
+
+    def _prefix(self, shard: Shard) -> Path:
+        """Of the shard's .bin/.idx."""
+        if self.dataset.merge:
+            return self.shards_folder / shard.name
+        return self.shards_folder / f"{shard.name}_text_document"
+
+    def _lock(self, shard: Shard) -> Path:
+        prefix = self._prefix(shard)
+        return prefix.with_name(f"{prefix.name}.lock")
+
+    def _tokens(self, shard: Shard, before: Unit | None) -> Unit:
+        """What encodes a shard; `before` writes or fetches its file first."""
+        prefix = self._prefix(shard)
+        recipe = None
+        after: tuple[str, ...] = ("tokenizer",)
+        if before is not None:
+            after = (before.name, "tokenizer")
+        elif isinstance(shard.recipe, FetchRecipe):
+            recipe = shard.recipe
+        spec = TokensSpec(
+            shard.name,
+            shard.path,
+            recipe,
+            shard.size,
+            self.reading,
+            self.encoding,
+            self.tokenizer_json,
+            prefix,
+            self.rejects_folder / f"{shard.name}.jsonl",
+            first=shard.name == FIRST,
+        )
+        return Unit(
+            f"tokens-{shard.name}",
+            module_argv(SHARD_WORKER),
+            spec.to_json(),
+            (bin_path(prefix), idx_path(prefix)),
+            after,
+            shard.size,
+            several=True,
+            kept=shard.name in self.former.ranges,
+        )
+
+    def _last(self, before: Mapping[str, Unit], tokens: Sequence[Unit]) -> Unit:
+        """One pair of all shards, if they are joined, and dataset.json."""
+        name = "manifest"
+        prefix = None
+        outputs: tuple[Path, ...] = (self.folder.manifest,)
+        if self.dataset.merge:
+            name = "merge"
+            prefix = self.folder.prefix
+            outputs = (bin_path(prefix), idx_path(prefix), self.folder.manifest)
+        spec = MergeSpec(
+            self.dataset.name,
+            self.folder.tokenizer,
+            self.tokenizer.eod_token,
+            tuple(
+                self._merge_shard(shard, before.get(shard.name), unit)
+                for shard, unit in zip(self.shards, tokens, strict=True)
+            ),
+            self.dataset.shuffle_documents,
+            self._declared(),
+            prefix,
+            tuple(self.former.identity),
+            self.folder.manifest,
+            self.folder.rejects,
+        )
+        return Unit(
+            name,
+            module_argv("trainkit.data.tokenize.merge_worker"),
+            spec.to_json(),
+            outputs,
+            tuple(unit.name for unit in tokens),
+            sum(unit.size for unit in tokens) // 20,  # copying, beside tokenizing
+        )
+
+    def _merge_shard(self, shard: Shard, earlier: Unit | None, tokens: Unit) -> MergeShard:
+        stamps = {"tokens": unit_stamp_path(self.stamps, self.name, tokens.name)}
+        if earlier is not None:
+            kind = earlier.name.partition("-")[0]  # text or fetch
+            stamps[kind] = unit_stamp_path(self.stamps, self.name, earlier.name)
+        return MergeShard(
+            shard.name,
+            self._prefix(shard),
+            _origin(shard, self.folder.root),
+            stamps,
+            self.former.ranges.get(shard.name),
+        )
+
+    def _declared(self) -> dict[str, int]:
+        """Counts that were published, and can be compared: not of text that is left out."""
+        dataset = self.dataset
+        declared = {}
+        if dataset.documents is not None:
+            declared["documents"] = dataset.documents
+        filtered = dataset.drop or dataset.min_document_bytes or dataset.fix_text
+        if dataset.text_bytes is not None and not filtered:
+            declared["text_bytes"] = dataset.text_bytes
+        return declared
+
+
+def _origin(shard: Shard, root: Path) -> dict[str, object]:
+    """Where a shard's text is from, for dataset.json: a file (relative to `root` if it is below
+    it), an address, or the folder it is made of."""
+    recipe = shard.recipe
+    if isinstance(recipe, TextRecipe):
+        return {"folder": str(recipe.folder).partition("?")[0]}
+    if isinstance(recipe, FetchRecipe):
+        # a query may hold a signature, and dataset.json is passed on
+        origin: dict[str, object] = {"url": recipe.url.partition("?")[0]}
+        if recipe.endpoint:
+            origin["endpoint"] = recipe.endpoint.partition("?")[0]
+        return origin
+    path = shard.path
+    if path.is_relative_to(root):
+        path = path.relative_to(root)
+    return {"path": str(path), "bytes": shard.size}
