@@ -25,7 +25,7 @@ from tests.conftest import wait_for
 from tests.data.fetch_server import DATE, QUICK, Site, serve
 from trainkit.base.errors import TrainkitError
 from trainkit.data.fetch.object_store import file_system
-from trainkit.data.fetch.recipe import FetchRecipe
+from trainkit.data.fetch.recipe import FetchRecipe, FetchResult
 from trainkit.data.fetch.retry import RemoteFileInfo, ServerGate
 from trainkit.data.fetch.worker import fetch, open_stream, work
 
@@ -337,9 +337,9 @@ class TestRefusals:
     ) -> None:
         site.dates[NAME], site.etags[NAME] = DATE, '"of-another-mirror"'
         assert (
-            fetch(of(site, tmp_path, RemoteFileInfo(len(BODY), '"mine"', DATE)), quiet, QUICK)[
-                "sha256"
-            ]
+            fetch(
+                of(site, tmp_path, RemoteFileInfo(len(BODY), '"mine"', DATE)), quiet, QUICK
+            ).sha256
             == SUM
         )
         shutil.rmtree(tmp_path / "corpus")
@@ -369,7 +369,7 @@ class TestRefusals:
 class TestHere:
     def test_two_workers_fetch_it_once(self, site: Site, tmp_path: Path) -> None:
         asked = of(site, tmp_path, seen(site))
-        results: list[dict[str, Any]] = []
+        results: list[FetchResult] = []
         threads = [
             threading.Thread(target=lambda: results.append(fetch(asked, quiet, QUICK)))
             for _ in range(4)
@@ -378,7 +378,7 @@ class TestHere:
             thread.start()
         for thread in threads:
             thread.join()
-        assert results == [{"bytes": len(BODY), "sha256": SUM}] * 4 and len(site.gets(NAME)) == 1
+        assert results == [FetchResult(len(BODY), SUM)] * 4 and len(site.gets(NAME)) == 1
 
     @pytest.mark.parametrize("known", ["size", "sum"])
     def test_a_file_that_was_copied_there_is_taken_over(
@@ -432,7 +432,7 @@ class TestHere:
         site.files[NAME] = b""
         assert (
             fetch(of(site, tmp_path), quiet, QUICK).bytes == 0
-            and Path(of(site, tmp_path)["path"]).read_bytes() == b""
+            and of(site, tmp_path).path.read_bytes() == b""
         )
 
     def test_too_little_room_is_said_before_it_begins(

@@ -13,6 +13,7 @@ from tests.data.fetch_server import QUICK, fetched
 from trainkit.base.errors import ConfigError, TrainkitError
 from trainkit.data.fetch import object_store as fetch_fsspec
 from trainkit.data.fetch.object_store import StoredFile
+from trainkit.data.fetch.recipe import FetchRecipe
 from trainkit.data.fetch.worker import fetch, open_stream, work
 from trainkit.data.sources import SOURCES, Shard, fetch_units, fetched_prefixes
 from trainkit.data.sources.listing import list_files

@@ -7,7 +7,7 @@ import hashlib
 import json
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from tests.data.fetch_server import QUICK, Site, fetched, serve
 from trainkit.base.errors import ConfigError, TrainkitError
 from trainkit.data.fetch.hub import HubPath
 from trainkit.data.fetch.hub import parse_hub_address as parse_hub
-from trainkit.data.fetch.recipe import FetchRecipe
+from trainkit.data.fetch.recipe import FetchRecipe, ListingSpec, fetch_spec_from_json
 from trainkit.data.fetch.retry import look
 from trainkit.data.fetch.worker import fetch, work
 from trainkit.data.sources import SOURCES, Shard, download_notice, fetch_units
@@ -241,7 +241,7 @@ class TestWeb:
             and shards[1].path == tmp_path / "corpus/00.jsonl.zst"
         )
         units = fetch_units(web(f"file://{tmp_path}/*.jsonl"), tmp_path / "corpus", shards)
-        assert [f["text"] for f in units[0].spec["listing"]["files"]] == [
+        assert [f["text"] for f in listed_files(units[0].spec)] == [
             f"file://{tmp_path}/a.jsonl",
             f"{site.url}/train/00.jsonl.zst",
         ]
@@ -334,11 +334,24 @@ class TestAddresses:
         )
 
 
+def listed_files(spec: Mapping[str, object]) -> list[dict[str, str]]:
+    found = fetch_spec_from_json(spec)
+    assert isinstance(found, ListingSpec)
+    return list(found.listing["files"])
+
+
 class TestAnnouncement:
     def shards(self, tmp_path: Path, size: int) -> list[Shard]:
         return [
-            Shard("0", tmp_path / "corpus/a.zst", 9_000_000_000, {"url": "https://h/a.zst"}),
-            Shard("1", tmp_path / "corpus/b.zst", size, {"url": "https://h/b.zst"}),
+            Shard(
+                "0",
+                tmp_path / "corpus/a.zst",
+                9_000_000_000,
+                FetchRecipe("https://h/a.zst", tmp_path / "a"),
+            ),
+            Shard(
+                "1", tmp_path / "corpus/b.zst", size, FetchRecipe("https://h/b.zst", tmp_path / "b")
+            ),
         ]
 
     def test_small_downloads_start_without_a_word(self, tmp_path: Path) -> None:

@@ -28,10 +28,10 @@ from trainkit.data.tokenize.encoders import (
     HuggingFaceEncoder,
     Ids,
     Lengths,
-    SpecialTokens,
     with_eod,
 )
 from trainkit.data.tokenizer import gpt2_bpe, load_tokenizer, train_bpe
+from trainkit.data.unit_specs import SpecialTokens
 
 EOD = "<|endoftext|>"
 HARD = [

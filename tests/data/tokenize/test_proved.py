@@ -27,10 +27,10 @@ from trainkit.data.tokenize.encoders import (
     GigatokenEncoder,
     HuggingFaceEncoder,
     HybridEncoder,
-    SpecialTokens,
     choose_encoder,
 )
 from trainkit.data.tokenizer import gpt2_bpe, load_tokenizer, train_bpe
+from trainkit.data.unit_specs import SpecialTokens
 
 EOD = "<|endoftext|>"
 CLASS = [point for low, high in proved_table.CLASSES for point in (low, high)]
