@@ -13,7 +13,6 @@ from tests.data.fetch_server import QUICK, fetched
 from trainkit.base.errors import ConfigError, TrainkitError
 from trainkit.data.fetch import object_store as fetch_fsspec
 from trainkit.data.fetch.object_store import StoredFile
-from trainkit.data.fetch.recipe import FetchRecipe
 from trainkit.data.fetch.worker import fetch, open_stream, work
 from trainkit.data.sources import SOURCES, Shard, fetch_units, fetched_prefixes
 from trainkit.data.sources.listing import list_files
@@ -139,7 +138,7 @@ def test_a_half_is_taken_up_and_a_changed_object_is_not(
     (shard,) = SOURCES["web"].shards(dataset, tmp_path)
     starts: list[int] = []
 
-    def breaks(files: Any, asked: FetchRecipe, after: int) -> Any:
+    def breaks(files: Any, asked: dict[str, Any], after: int) -> Any:
         original = files.cat_file
 
         def cat_file(url: str, start: int, end: int) -> bytes:
