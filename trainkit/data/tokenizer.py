@@ -16,7 +16,8 @@ from trainkit.base.errors import ConfigError, Exit
 from trainkit.base.files import write_text
 from trainkit.base.worker import ProgressCallback, run_unit
 from trainkit.data.sums import file_sum, identity_of
-from trainkit.data.text.formats import BadLine, TextDocument, open_documents
+from trainkit.data.text.documents import BadLine, TextDocument
+from trainkit.data.text.formats import open_documents
 from trainkit.data.text.rejects import raise_bad
 from trainkit.data.unit_specs import TokenizerResult, TokenizerSpec
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trainkit.data.fetch.recipe import FetchRecipe
+from trainkit.data.text.documents import ReadOptions
 from trainkit.data.text.filters import DocumentFilter
-from trainkit.data.text.formats import ReadOptions
 
 SpecialTokens = Literal["text", "parse"]
 EncoderKey = Literal["auto", "gigatoken", "tokenizers"]

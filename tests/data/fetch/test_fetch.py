@@ -276,7 +276,7 @@ class TestRefusals:
         assert (
             words in error.message
             and ("contradicts itself" in error.message) == same
-            and ("lists the dataset anew" in error.hint) != same
+            and ("lists the dataset again" in error.hint) != same
         )
         assert left(tmp_path) == set()
 
@@ -300,7 +300,7 @@ class TestRefusals:
             "gone": "no file any more",
         }[change]
         assert "no longer the file that was listed" in error.message and words in error.message
-        assert not listing.exists() and "lists the dataset anew" in error.hint
+        assert not listing.exists() and "lists the dataset again" in error.hint
 
     def test_changed_between_two_halves(self, site: Site, tmp_path: Path) -> None:
         """Never half of one and half of the other: neither within a call nor across two."""

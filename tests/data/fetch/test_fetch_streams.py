@@ -76,7 +76,7 @@ class TestTokens:
         assert fetch(asked, quiet, QUICK).sha256 == SUM
         assert all(
             SECRET.encode() not in p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()
-        ) and SECRET not in json.dumps(asked)
+        ) and SECRET not in json.dumps(asked.to_json())
 
     def test_another_host_does_not_see_it(
         self, site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

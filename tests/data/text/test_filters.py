@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from trainkit.base.errors import ConfigError, Exit
+from trainkit.data.text.documents import BadLine, TextDocument
 from trainkit.data.text.filters import DocumentFilter
-from trainkit.data.text.formats import BadLine, TextDocument
 from trainkit.data.text.rejects import Rejects
 
 

@@ -29,14 +29,16 @@ from tests.data.text.text_files import (
     zipped,
 )
 from trainkit.base.errors import ConfigError
-from trainkit.data.text import decompress, formats
-from trainkit.data.text.formats import (
+from trainkit.data.text import decompress
+from trainkit.data.text.documents import (
     BadLine,
     ReadOptions,
     SkippedMember,
     TextDocument,
-    open_documents,
+    get_field,
 )
+from trainkit.data.text.formats import open_documents
+from trainkit.data.text.json_lines import json_lines
 
 
 @pytest.mark.parametrize("name", ["x.jsonl.gz", "x.jsonl.zst", "x.jsonl.bz2", "x.jsonl.xz"])
@@ -189,7 +191,7 @@ def test_an_endless_line_is_not_held() -> None:
         yield b'\n{"text": "after"}'
 
     tracemalloc.start()
-    first, second = formats._json_lines(data(), ReadOptions(max_document_bytes=2**20), "x.jsonl")
+    first, second = json_lines(data(), ReadOptions(max_document_bytes=2**20), "x.jsonl")
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 6 * 2**20, "3 MiB and a bit of a line, and a block"
@@ -325,7 +327,7 @@ def test_parquet() -> None:
     parquet.write_table(arrow.Table.from_pylist(rows), out, row_group_size=2)
     items = found("x.parquet", out.getvalue(), fields=("meta.set",))
     assert [item.text for item in items if isinstance(item, TextDocument)] == TEXTS
-    assert isinstance(items[0], TextDocument) and formats.field(items[0].fields, "meta.set") == "B"
+    assert isinstance(items[0], TextDocument) and get_field(items[0].fields, "meta.set") == "B"
     assert isinstance(items[4], BadLine) and items[4].line == 5 and items[4].kind == "no text"
     assert texts("x.parquet", out.getvalue(), text_key="meta.text") == ["deep"] * 5
     error_of("x.parquet", out.getvalue(), "has no column 'txt'.*meta.set", text_key="txt")

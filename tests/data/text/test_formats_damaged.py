@@ -25,13 +25,8 @@ from tests.data.text.text_files import (
 )
 from trainkit.base.errors import ConfigError
 from trainkit.data.text import decompress
-from trainkit.data.text.formats import (
-    BadLine,
-    ReadOptions,
-    SkippedMember,
-    TextDocument,
-    open_documents,
-)
+from trainkit.data.text.documents import BadLine, ReadOptions, SkippedMember, TextDocument
+from trainkit.data.text.formats import open_documents
 
 
 @pytest.mark.parametrize(

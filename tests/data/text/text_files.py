@@ -16,13 +16,8 @@ import pytest
 import zstandard
 
 from trainkit.base.errors import ConfigError, Exit
-from trainkit.data.text.formats import (
-    BadLine,
-    ParsedItem,
-    ReadOptions,
-    TextDocument,
-    open_documents,
-)
+from trainkit.data.text.documents import BadLine, ParsedItem, ReadOptions, TextDocument
+from trainkit.data.text.formats import open_documents
 
 TEXTS = ["one", "zwei: äöü \U0001f600\n", "", "three " * 50]
 

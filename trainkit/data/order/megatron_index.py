@@ -312,46 +312,56 @@ def build_index(
     tokens = _tokens(request)
     counts = count(request, tokens)
     names = cache_names(request, tokenizer)
-    documents = request.last - request.first
-    entries = documents * counts.epochs
+    entries = counts.epochs * (request.last - request.first)
     tick = progress_counter(progress, 2 * entries + 2 * counts.samples)
     generator = _index.MersenneTwister(request.seed)
     with write_index_files(
         folder, names, (DOCUMENTS, SAMPLES, SHUFFLE), SCHEMA, {**facts, **asdict(counts)}
     ):
-        index = _documents(request, counts, tick)
-        if counts.separate_last:
-            together = entries - documents
-        else:
-            together = entries
-        index.shuffle(generator, 0, together, tick)
-        index.shuffle(generator, together, entries, tick)
-        _check_last(request, counts, index)
-        with npy_file(names.path(folder, DOCUMENTS), (entries,), np.int32) as (file, at):
-            index.write_ids(file, at, threads)
-        wide = entries > INT32
-        with npy_file(
-            names.path(folder, SAMPLES), (counts.samples + 1, 2), np.int64 if wide else np.int32
-        ) as (file, at):
-            index.write_samples(
-                file,
-                at,
-                request.seq_length,
-                int(request.extra_token),
-                counts.samples,
-                wide,
-                threads,
-            )
-        del index  # before the shuffle index takes its memory
-        wide = counts.samples >= UINT32
-        with npy_file(
-            names.path(folder, SHUFFLE), (counts.samples,), np.int64 if wide else np.uint32
-        ) as (file, at):
-            _index.write_shuffle_index(
-                generator, counts.separate, counts.samples, wide, file, at, tick
-            )
+        _write_documents_and_samples(request, counts, generator, names, folder, threads, tick)
+        _write_shuffle(counts, generator, names.path(folder, SHUFFLE), tick)
     progress(1, 1)
     return counts
+
+
+def _write_documents_and_samples(
+    request: IndexRequest,
+    counts: IndexSizes,
+    generator: _index.MersenneTwister,
+    names: CacheNames,
+    folder: Path,
+    threads: int,
+    tick: Callable[[int], None],
+) -> None:
+    """The document index is in memory only here: the shuffle index takes as much after it."""
+    documents = request.last - request.first
+    entries = documents * counts.epochs
+    index = _documents(request, counts, tick)
+    together = entries
+    if counts.separate_last:
+        together -= documents
+    index.shuffle(generator, 0, together, tick)
+    index.shuffle(generator, together, entries, tick)
+    _check_last(request, counts, index)
+    with npy_file(names.path(folder, DOCUMENTS), (entries,), np.int32) as (file, at):
+        index.write_ids(file, at, threads)
+    wide = entries > INT32
+    dtype = np.int64 if wide else np.int32
+    extra = int(request.extra_token)
+    with npy_file(names.path(folder, SAMPLES), (counts.samples + 1, 2), dtype) as (file, at):
+        index.write_samples(file, at, request.seq_length, extra, counts.samples, wide, threads)
+
+
+def _write_shuffle(
+    counts: IndexSizes,
+    generator: _index.MersenneTwister,
+    path: Path,
+    tick: Callable[[int], None],
+) -> None:
+    wide = counts.samples >= UINT32
+    dtype = np.int64 if wide else np.uint32
+    with npy_file(path, (counts.samples,), dtype) as (file, at):
+        _index.write_shuffle_index(generator, counts.separate, counts.samples, wide, file, at, tick)
 
 
 def _documents(

@@ -16,7 +16,8 @@ import zstandard
 from trainkit.base.files import atomic_open
 from trainkit.data.fetch.recipe import FetchRecipe
 from trainkit.data.text.decompress import ByteStream
-from trainkit.data.text.formats import BadLine, ReadOptions, TextDocument, open_documents
+from trainkit.data.text.documents import BadLine, ReadOptions, TextDocument
+from trainkit.data.text.formats import open_documents
 from trainkit.data.text.rejects import raise_bad
 
 

@@ -9,8 +9,7 @@ from typing import Any
 
 from trainkit.base.errors import Exit
 from trainkit.base.extras import MissingExtra
-from trainkit.data.text.formats import TextDocument
-from trainkit.data.text.formats import field as field_of
+from trainkit.data.text.documents import TextDocument, get_field
 
 
 @dataclass
@@ -49,7 +48,7 @@ class DocumentFilter:
     def __call__(self, record: TextDocument) -> list[bytes] | None:
         """The document's sequences in UTF-8, or None: it is left out."""
         for path, values in self._drop:
-            value = field_of(record.fields, path)
+            value = get_field(record.fields, path)
             self.present[path] += value is not None
             if (
                 value is not None

@@ -13,7 +13,7 @@ from typing import IO, Any, NoReturn, Self
 from trainkit.base.errors import ConfigError, Exit, Problem, SourceLocation
 from trainkit.base.files import atomic_open
 from trainkit.data.text.decompress import COMPRESSED
-from trainkit.data.text.formats import BadLine
+from trainkit.data.text.documents import BadLine
 
 # lines after which the fraction is looked at, besides the end: a shard that is all bad ends early
 CHECK_EVERY = 10_000

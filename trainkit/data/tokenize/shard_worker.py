@@ -27,7 +27,8 @@ from trainkit.base.worker import ProgressCallback, run_unit
 from trainkit.data.indexed.dataset import IndexedWriter, best_dtype, idx_path
 from trainkit.data.sums import file_sum, identity_of
 from trainkit.data.text.corpus import count_bytes, file_size, open_shard
-from trainkit.data.text.formats import BadLine, ParsedItem, SkippedMember, open_documents
+from trainkit.data.text.documents import BadLine, ParsedItem, SkippedMember
+from trainkit.data.text.formats import open_documents
 from trainkit.data.text.rejects import CHECK_EVERY, Rejects
 from trainkit.data.tokenize.background import read_ahead, write_behind
 from trainkit.data.tokenize.encoders import (
