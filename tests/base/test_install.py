@@ -365,7 +365,7 @@ def test_ctrl_c_ends_with_130_and_one_line(checkout: Path) -> None:
     _, words = child.communicate(timeout=HANGS)
     assert child.returncode == 130
     assert words.splitlines()[1:] == [
-        "trainkit: interrupted; the next ./inv begins the installation anew"
+        "trainkit: interrupted; the next ./inv starts the installation again"
     ]
     assert _words(checkout) == ["started"]
     assert not (checkout / ".venv" / "trainkit-install.json").exists()

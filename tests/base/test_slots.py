@@ -107,7 +107,7 @@ def test_looking_at_slots_refuses_nobody(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["", "../x", "a/b", "a\0"])
 def test_what_is_no_slot(tmp_path: Path, name: str) -> None:
-    with pytest.raises(ValueError, match="no name of a slot"):
+    with pytest.raises(ValueError, match="not the name of a slot"):
         slot_path(tmp_path, name)
 
 
@@ -121,7 +121,7 @@ def test_no_file_of_another_kind_is_taken_for_one(tmp_path: Path) -> None:
     with pytest.raises(
         OSError,
         match=(
-            r"no lock of trainkit's that may be written .*: remove it, or set"
+            r"not a lock of trainkit's that may be written .*: remove it, or set"
             r" clusters\.NAME\.node_folder"
         ),
     ):

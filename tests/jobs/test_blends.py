@@ -89,7 +89,7 @@ def test_a_weight_can_be_set_and_remembers_where_it_was_written(checkout: Checko
         ("blend = ['web', 'web']", "names a dataset twice"),
         ("blend = { mix = 1.0 }", "a blend cannot be a part of a blend"),
         ("blend = { web = 1.0, foreign = 1.0 }", "has the tokenizer other, but the blend t"),
-        ("blend = { text = 1.0 }", "trained on each dataset anew"),
+        ("blend = { text = 1.0 }", "trained on each dataset separately"),
         ("blend = { mock = 1.0 }", "source = 'mock'"),
         ("blend = { web = 1.0 }\nvalid_files = 1", "valid_files and test_files hold out"),
     ],

@@ -68,7 +68,7 @@ def test_budgets_of_retries(checkout: Checkout) -> None:
     [
         (
             "failures.x = { match = '(', failure_class = 'infra' }",
-            "clusters.here.failures.x.match: match = '(' is no regular expression",
+            "clusters.here.failures.x.match: match = '(' is not a regular expression",
         ),
         (
             "failures.x = { match = 'a', failure_class = 'cosmic' }",

@@ -103,7 +103,7 @@ def test_ranks_read_a_job_without_tomli(checkout: Checkout, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("{", "is no JSON"),
+        ("{", "is not JSON"),
         ("[]", "holds None, not 'job/1'"),
         ('{"schema": "job/2"}', "holds 'job/2', not 'job/1'"),
         ('{"schema": "job/1"}', "job: "),

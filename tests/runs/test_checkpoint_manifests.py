@@ -106,7 +106,7 @@ def test_what_is_whole_is_read_as_it_was_written(tmp_path: Path) -> None:
         ),
         (
             {"files": [{"path": "../a.bin", "bytes": 80, "xxh128": ""}]},
-            "'../a.bin' is no plain file name",
+            "'../a.bin' is not a plain file name",
         ),
         ({"files": [{"path": "a.bin", "bytes": 81, "xxh128": ""}]}, "a.bin has 80 bytes, not 81"),
         ({"files": [{"path": "b.bin", "bytes": 80, "xxh128": ""}]}, "b.bin is missing"),

@@ -1,4 +1,4 @@
-"""Processes held together by a cgroup (v2): whoever is started in one stays in it with all
+"""Processes held together by a cgroup (v2): a process started in one stays in it with all
 descendants, whatever they do to their environment, and `cgroup.kill` ends all of them at once
 (Documentation/admin-guide/cgroup-v2.rst; Linux 5.14 and newer).
 
@@ -37,7 +37,8 @@ class Cgroup:
         return Cgroup(path)
 
     def entrance(self) -> int:
-        """An open file: who writes b"0" into it is in the group from then on. Raises OSError."""
+        """An open file: a process that writes b"0" into it is in the group from then on. Raises
+        OSError."""
         return os.open(self.path / "cgroup.procs", os.O_WRONLY | os.O_CLOEXEC)
 
     def pids(self) -> list[int]:

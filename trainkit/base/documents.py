@@ -38,7 +38,7 @@ def read_document(path: Path, schema: str) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
     except ValueError as error:
-        raise ConfigError(f"{path} is no JSON: {error}") from None
+        raise ConfigError(f"{path} is not JSON: {error}") from None
     return check_schema(value, schema, path)
 
 

@@ -96,7 +96,7 @@ class Problem:
 
 class ConfigError(TrainkitError):
     """Everything wrong with a jobs.toml, an override or a file of data, all at once (exit 3
-    unless told)."""
+    by default)."""
 
     def __init__(
         self, problems: list[Problem] | str, *, exit: Exit = Exit.CONFIG, hint: str = ""

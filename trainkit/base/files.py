@@ -99,8 +99,8 @@ def remove(path: Path) -> None:
 
 
 def remove_leftovers(path: Path) -> None:
-    """Delete what crashed writers of `path` left beside it (call it under the lock of whoever
-    writes there)."""
+    """Delete what crashed writers of `path` left beside it (call it under the lock of its
+    writers)."""
     for leftover in path.parent.glob(f"{glob.escape(path.name)}{TEMPORARY}*"):
         remove(leftover)
 

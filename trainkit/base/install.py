@@ -516,7 +516,7 @@ def main(argv: list[str]) -> int:
         _say(f"the installation failed: {error}")
         return EXIT_FAILED
     except KeyboardInterrupt:
-        _say("interrupted; the next ./inv begins the installation anew")
+        _say("interrupted; the next ./inv starts the installation again")
         return EXIT_INTERRUPTED
     return 0
 

@@ -101,7 +101,7 @@ def locked(
     """Hold an exclusive lock for the block.
 
     Args:
-        path: the lock file; it is left behind, empty. holder: what a waiter is told about us,
+        path: the lock file; it is left behind, empty. holder: what a waiter reads about us,
         pid added. wait: wait for the holder, or raise Busy. on_wait: called once with the
         holder's words before waiting. remove: delete the file at the end, however the block
         ends. Who waits for it then sees that it is gone, and locks the new one.

@@ -21,8 +21,8 @@ from trainkit.base.locks import NO_LOCKS, LockBusy
 
 PREFIX = "trainkit-"
 SUFFIX = ".lock"
-# slots of a host that are told, and bytes that each holder may say: anybody can write there, and
-# all of it goes into one frame
+# slots of a host that are reported, and bytes that are read of each holder: anybody can write
+# there, and all of it goes into one frame
 MOST = 4096
 # seconds for all slots: `slot_holders` tries a lock for a moment to see whether it is held
 PATIENCE = 0.5
@@ -32,7 +32,7 @@ class SlotReservation:
     """Slots held for a run.
 
     Args:
-        handles: open lock files; whoever else gets a copy of them holds the slots too.
+        handles: open lock files; another process with a copy of them holds the slots too.
         cleared: what dead runs had written there, a holder each.
     """
 
@@ -57,7 +57,7 @@ def reserve_slots(
     Args:
         folder: the host's folder for them, made where it is missing.
         names: of the slots; each a plain file name.
-        holder: what others are told about us; pid and since (Unix seconds) are added.
+        holder: what others read about us; pid and since (Unix seconds) are added.
         share: leave the others to who holds them, and never raise Busy.
 
     Raises LockBusy with the slot's file and its holder; OSError where the folder cannot be used.
@@ -104,7 +104,7 @@ def slot_holders(folder: Path) -> dict[str, dict[str, object]]:
 def slot_path(folder: Path, name: str) -> Path:
     """The file of a slot. Raises ValueError for a name that is none."""
     if not name or "/" in name or "\0" in name:
-        raise ValueError(f"{name!r} is no name of a slot")
+        raise ValueError(f"{name!r} is not the name of a slot")
     return folder / f"{PREFIX}{name}{SUFFIX}"
 
 
@@ -141,7 +141,7 @@ def _open(path: Path) -> int:
 
 def _in_the_way(path: Path, number: int, why: str) -> OSError:
     what = (
-        f"what lies there is no lock of trainkit's that may be written ({why}): remove it, or set"
+        f"what is there is not a lock of trainkit's that may be written ({why}): remove it, or set"
         " clusters.NAME.node_folder to another folder of each node"
     )
     return OSError(number, what, str(path))

@@ -24,8 +24,8 @@ def package_files(package: Path) -> list[str]:
 
 
 def snapshot_files(root: Path) -> list[str]:
-    """Relative names of a snapshot's files, as whoever took it listed them: what programs write
-    beside them later is none of it.
+    """Relative names of a snapshot's files, as they were listed when it was taken: what programs
+    write beside them later is none of it.
 
     Raises OSError or ValueError where the list cannot be read.
     """

@@ -7,7 +7,7 @@ the worker's cgroup and everything with its mark, until the kernel says that not
 ECHILD from wait(2), which means no descendant, and an empty cgroup. Only then it lets go of the
 slots. When the keeper dies, the worker sees its link end and stops by itself. SIGKILL of both at
 one moment leaves what the worker's own children had started (these die by PR_SET_PDEATHSIG);
-whoever looks for the run next finds that by its cgroup (`cgroup`) or, where there is none, by
+a later look for the run finds that by its cgroup (`cgroup`) or, where there is none, by
 its mark (`marks`).
 """
 

@@ -99,7 +99,7 @@ class TableBuilder:
         groups = TABLES_OF_REFERENCES.get(kind, {})
         if not re.fullmatch(NAME, name):
             findings.add(f"'{name}' cannot name a table of [{kind}]", tables[name].place, NAME_RULE)
-            findings.settled.add((*at, "name"))
+            findings.reported.add((*at, "name"))
         section = self._filled_in(kind, compose(tables, name, findings, at))
         for path, origin in sets:
             if len(path) == 1 or (
@@ -164,7 +164,7 @@ class TableBuilder:
                 node.place,
                 "name the datasets themselves",
             )
-            findings.settled.add(at)
+            findings.reported.add(at)
             findings.partial.add(at[:-1])
             return section.without(key)
         blend = SourcedTable(node.place, node.path)
@@ -266,7 +266,7 @@ class TableBuilder:
         else:
             name = {}
         known = self._referable(kind)
-        if at in findings.settled:
+        if at in findings.reported:
             return section
         if not isinstance(node, SourcedValue) or not isinstance(name, str):
             findings.add(
@@ -284,7 +284,7 @@ class TableBuilder:
         else:
             table = self.build(kind, name, sets, findings, at)
             return section.with_entry(key, table.with_entry("name", node))
-        findings.settled.add(at)
+        findings.reported.add(at)
         return section
 
     def _absolute(self, section: SourcedTable, key: str) -> SourcedTable:
@@ -388,10 +388,10 @@ def validate(model: type[T], section: SourcedTable, findings: ProblemList) -> T 
     except ValidationError as error:
         for loc, kind, problem in schema_problems(error, model, section):
             prefixes = {loc[:depth] for depth in range(len(loc) + 1)}
-            settled = prefixes & findings.settled or (
+            reported = prefixes & findings.reported or (
                 kind in ("missing", "needs") and prefixes & findings.partial
             )
-            if not settled:
+            if not reported:
                 findings.problems.append(problem)
         return None
 

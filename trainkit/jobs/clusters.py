@@ -141,7 +141,9 @@ class FailureRule(Table):
         try:
             re.compile(value)
         except re.error as error:
-            raise wrong("match", f"match = '{value}' is no regular expression: {error}") from None
+            raise wrong(
+                "match", f"match = '{value}' is not a regular expression: {error}"
+            ) from None
         return value
 
 

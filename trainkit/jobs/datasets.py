@@ -82,7 +82,7 @@ class Tokenizer(Table):
             )
         if self.vocab_file is not None and not self.vocab_file.endswith(".json"):
             raise wrong(
-                "vocab_file", f"vocab_file '{self.vocab_file}' is no vocabulary (vocab.json)"
+                "vocab_file", f"vocab_file '{self.vocab_file}' is not a vocabulary (vocab.json)"
             )
         return self
 
@@ -305,7 +305,7 @@ class Dataset(Table):
         if part.tokenizer and part.tokenizer.type == "bpe":
             raise wrong(
                 key,
-                f"{key}.{name}: its tokenizer is trained on each dataset anew (type = 'bpe');"
+                f"{key}.{name}: its tokenizer is trained on each dataset separately (type = 'bpe');"
                 " several datasets need type = 'file'",
             )
         if part.tokenizer != self.tokenizer:

@@ -25,13 +25,13 @@ class ProblemList:
     """Problems found while a table is put together, and what need not be complained about again.
 
     Args:
-        problems: what was found. settled: places in the table (key paths) below which the
+        problems: what was found. reported: places in the table (key paths) below which the
         schema's complaints only repeat a problem. partial: places below which missing keys are
         not complained about.
     """
 
     problems: list[Problem] = field(default_factory=list)
-    settled: set[KeyPath] = field(default_factory=set)
+    reported: set[KeyPath] = field(default_factory=set)
     partial: set[KeyPath] = field(default_factory=set)
 
     def add(self, message: str, place: SourceLocation, hint: str = "") -> None:
@@ -325,7 +325,7 @@ def interpolate(
             node, value=_filled(node.value, node, environ, findings, in_env=at[-1:] == ("env",))
         )
         if len(findings.problems) > known:
-            findings.settled.add((*at, key))
+            findings.reported.add((*at, key))
     return replace(section, entries=entries)
 
 

@@ -177,7 +177,7 @@ def load(root: Path, environ: Mapping[str, str] = os.environ) -> Jobs:
         root: the folder.
         environ: where ${host:VAR} is looked up.
 
-    Raises ConfigError where a file cannot be read or is no TOML.
+    Raises ConfigError where a file cannot be read or is not TOML.
     """
     root = root.absolute()
     return Jobs(root, TableBuilder(root, read(root), environ))

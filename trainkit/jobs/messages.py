@@ -157,7 +157,7 @@ def schema_problems(
     missing = {found["loc"] for found in errors if found["type"] == "missing"}
     # missing keys that a typo or a dotted name explains
     explained: set[tuple[str | int, ...]] = set()
-    told = []
+    found_problems = []
     for found in errors:
         spot = _Spot(model, section, found["loc"])
         if found["type"] == "extra_forbidden":
@@ -165,8 +165,8 @@ def schema_problems(
             explained |= {(*spot.above, close)} if close else set()
             if spot.is_dotted_name():
                 explained |= {loc for loc in missing if loc[:-1] == spot.above}
-        told.append((found["loc"], found["type"], _problem(found, spot)))
-    return (each for each in told if not (each[1] == "missing" and each[0] in explained))
+        found_problems.append((found["loc"], found["type"], _problem(found, spot)))
+    return (each for each in found_problems if not (each[1] == "missing" and each[0] in explained))
 
 
 class _Spot:

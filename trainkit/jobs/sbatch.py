@@ -58,7 +58,7 @@ def objection(name: str) -> str:
     if name in OPTIONS:
         return ""
     close = difflib.get_close_matches(name, OPTIONS, n=1, cutoff=0.6)
-    return f"slurm.{name} is no long option of sbatch" + (
+    return f"slurm.{name} is not a long option of sbatch" + (
         f"; did you mean '{close[0]}'?" if close else ""
     )
 

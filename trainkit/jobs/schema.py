@@ -153,8 +153,8 @@ class Job(Table):
             ):
                 raise wrong(
                     f"validation.{name}",
-                    f"validation.{name}: its tokenizer is trained on each dataset anew (type ="
-                    " 'bpe'); several datasets need type = 'file'",
+                    f"validation.{name}: its tokenizer is trained on each dataset separately"
+                    " (type = 'bpe'); several datasets need type = 'file'",
                 )
         return self
 
@@ -221,7 +221,7 @@ class Job(Table):
             )
             raise wrong(
                 "training.compile",
-                f"{message}; document by document, every batch would be compiled anew",
+                f"{message}; document by document, every batch would be compiled again",
             )
         return self
 

@@ -104,7 +104,7 @@ class CheckpointSettings(Table):
         ),
     )
     keep_every: int | None = Field(
-        None, ge=1, description="checkpoints of steps that are a multiple of this are kept for ever"
+        None, ge=1, description="checkpoints of steps that are a multiple of this are always kept"
     )
     keep_best: int = Field(
         0,

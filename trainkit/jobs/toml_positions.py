@@ -29,7 +29,7 @@ def parse(text: str, file: str) -> tuple[dict[str, Any], dict[KeyPath, TomlPosit
         text: the document.
         file: its name, for errors.
 
-    Raises ConfigError with the line where the document is no TOML.
+    Raises ConfigError with the line where the document is not TOML.
     """
     try:
         return tomli.loads(text), locate(text)

@@ -112,7 +112,7 @@ class Training(Table):
     recompute_granularity: Literal["none", "full", "selective"] = Field(
         "none",
         description=(
-            "activations computed anew in backward: of whole blocks, or all but matrix products and"
+            "activations recomputed in backward: of whole blocks, or all but matrix products and"
             " attention"
         ),
     )
@@ -128,7 +128,7 @@ class Training(Table):
     reset_attention_mask: bool = Field(
         False, description="tokens attend within their own document only"
     )
-    reset_position_ids: bool = Field(False, description="positions begin anew in every document")
+    reset_position_ids: bool = Field(False, description="positions restart in every document")
     eod_mask_loss: bool = Field(
         False, description="the end-of-document token as input gives no loss"
     )

@@ -139,7 +139,7 @@ def block_bytes(job: Job, rules: Rules, mode: str) -> PerToken:
     """One block under a mode of recomputation.
 
     none: inputs and results of norms, attention, MLP, dropout masks. selective: of the published
-    engines attention weights are computed anew; of the native trainer all but the results of
+    engines attention weights are recomputed; of the native trainer all but the results of
     matrix products, attention and sums over ranks: of split layers both the parts of a sum and
     the sum. full: the block's input alone.
     """

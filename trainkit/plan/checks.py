@@ -1,5 +1,5 @@
 """What is wrong with a job before anything runs, all at once. Each check yields objections with
-changes that may settle them; `make` keeps those that do."""
+changes that may remove them; `planner` keeps those that do."""
 
 from __future__ import annotations
 

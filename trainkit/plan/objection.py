@@ -1,4 +1,4 @@
-"""Why a job cannot run as it is asked for, and which changes would settle it."""
+"""Why a job cannot run as it is asked for, and which changes would remove the reason."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Objection:
         code: what kind of reason, for programs.
         key: the path of the resolved job that it is about.
         message: the value, the limit and the way out.
-        changes: each alone would settle it without raising another.
+        changes: each alone would remove it without raising another.
     """
 
     code: str

@@ -160,7 +160,7 @@ def _patiently(look: Callable[[], Seen]) -> Seen:
 
 def _hidden(path: Path) -> bool:
     """Whether its folder lists it, and it cannot be found nevertheless. A remote file system is
-    asked anew for a list."""
+    asked again for a list."""
     return not os.path.lexists(path) and path.name in os.listdir(path.parent)
 
 
@@ -169,8 +169,8 @@ def read_manifest(folder: Path) -> bytes:
     path = folder / MANIFEST
     try:
         if path.exists() and not path.is_file():
-            # of a pipe one would wait for ever
-            raise DamagedCheckpoint(folder, [f"{MANIFEST} is no file"])
+            # a pipe would be waited for without end
+            raise DamagedCheckpoint(folder, [f"{MANIFEST} is not a file"])
         return path.read_bytes()
     except (FileNotFoundError, NotADirectoryError) as error:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
@@ -224,7 +224,7 @@ def file_problems(folder: Path, manifest: Manifest) -> Iterator[str]:
     the disk does."""
     for file in manifest.files:
         if file.path != Path(file.path).name or file.path in ("", ".", ".."):
-            yield f"{file.path!r} is no plain file name"
+            yield f"{file.path!r} is not a plain file name"
             continue
         path = folder / file.path
         if path.is_symlink() or not path.is_file():
@@ -315,7 +315,7 @@ def newest_valid(
 
     Args:
         checkpoints: the run's folder of checkpoints; unfinished ones in it are not looked at.
-        on_damage: told of every newer checkpoint that had to be passed over.
+        on_damage: called with a message for every newer checkpoint that had to be passed over.
         opened: opens one, or raises Damaged; by default every file is hashed here.
         folders: which there are, oldest first; by default all that are finished.
 

@@ -11,13 +11,13 @@ class EventTail:
 
     Args:
         run: the run.
-        told: leave out what is there already.
+        skip_existing: leave out what is there already.
     """
 
-    def __init__(self, run: RunFolder, *, told: bool = False) -> None:
+    def __init__(self, run: RunFolder, *, skip_existing: bool = False) -> None:
         self.run = run
         self._offsets: dict[int, int] = {}
-        if told:
+        if skip_existing:
             self.new()
 
     def new(self) -> list[tuple[int, Event]]:

@@ -16,8 +16,8 @@ def _warn(text: str) -> None:
 
 
 def all_runs(roots: Iterable[Path], warn: Callable[[str], None] = _warn) -> list[RunFolder]:
-    """Every run below ROOT/runs of any root, oldest first. `warn` is told of what cannot be
-    read."""
+    """Every run below ROOT/runs of any root, oldest first. `warn` is called with what cannot
+    be read."""
     found = [run for root in roots for run in _runs_below(root, warn)]
     return sorted(found, key=lambda run: run.id)
 
@@ -45,8 +45,8 @@ def _folders(path: Path, warn: Callable[[str], None]) -> list[Path]:
         return []
 
 
-def find_run(roots: Sequence[Path], words: str) -> RunFolder:
-    """The run `words` means: an id, a unique prefix of one, a job's name (its newest run),
+def find_run(roots: Sequence[Path], query: str) -> RunFolder:
+    """The run `query` means: an id, a unique prefix of one, a job's name (its newest run),
     Slurm's number of its job, or "last".
 
     Raises ConfigError (exit 3) where there is none or more than one.
@@ -57,26 +57,26 @@ def find_run(roots: Sequence[Path], words: str) -> RunFolder:
             f"there are no runs in {' or '.join(str(root / 'runs') for root in roots)}",
             hint="start one: invoke train JOB",
         )
-    if words == "last":
+    if query == "last":
         return runs[-1]
     matches = (
-        [run for run in runs if run.id == words]
-        or [run for run in runs if run.job_name == words][-1:]
+        [run for run in runs if run.id == query]
+        or [run for run in runs if run.job_name == query][-1:]
         or [
             run
             for run in runs
-            if words.isdigit() and any(job.id == words for job in read_slurm_jobs(run))
+            if query.isdigit() and any(job.id == query for job in read_slurm_jobs(run))
         ][-1:]
-        or [run for run in runs if run.id.startswith(words)]
+        or [run for run in runs if run.id.startswith(query)]
     )
     if len(matches) > 1:
         raise ConfigError(
-            f"{words!r} is the beginning of {len(matches)} runs:"
+            f"{query!r} is the beginning of {len(matches)} runs:"
             f" {', '.join(run.id for run in matches[:8])}"
         )
     if not matches:
         raise ConfigError(
-            f"no run and no job with runs is called {words!r}",
+            f"no run and no job with runs is called {query!r}",
             hint="invoke runs lists them; `last` is the newest",
         )
     return matches[0]

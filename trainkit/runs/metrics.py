@@ -68,7 +68,7 @@ def read_rows(path: Path) -> list[MetricsRow]:
 
 def truncate_metrics(path: Path, step: int) -> None:
     """Take back the rows of steps after `step`, and what is torn, so that a resumed run writes
-    them anew. Whole or not at all.
+    them again. Whole or not at all.
 
     It is another file then, even where nothing is taken back: what an attempt that was taken for
     dead still writes goes to nobody.
@@ -85,13 +85,13 @@ def truncate_metrics(path: Path, step: int) -> None:
 
 class MetricsTail:
     """Follows the file while it grows, by polling. Where it was cut in between, steps that were
-    told and written anew are told again."""
+    returned and written again are returned again."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._offset = 0
         self._file = (0, 0)  # device and inode
-        self._told = array("q")  # a hash of every line that was read
+        self._returned = array("q")  # a hash of every line that was read
 
     def new_rows(self) -> list[MetricsRow]:
         """The rows that have been completed since the last call; never waits."""
@@ -103,22 +103,22 @@ class MetricsTail:
             return []
         whole = [line for line in lines if line.endswith(b"\n")]
         self._offset += sum(map(len, whole))
-        self._told.extend(map(hash, whole))
+        self._returned.extend(map(hash, whole))
         return [row for line in whole if (row := _parse(line)) is not None]
 
     def _find_place(self, file: IO[bytes]) -> None:
-        """Go behind the last row that was told and is still there. `truncate_metrics` puts another
-        file in place, which may have outgrown the old one since."""
+        """Go behind the last row that was returned and is still there. `truncate_metrics` puts
+        another file in place, which may have outgrown the old one since."""
         status = os.fstat(file.fileno())
         identity = (status.st_dev, status.st_ino)
         if identity != self._file or status.st_size < self._offset:
             self._file = identity
             self._offset = 0
             kept = 0
-            for told, line in zip(self._told, file, strict=False):
-                if hash(line) != told:
+            for returned, line in zip(self._returned, file, strict=False):
+                if hash(line) != returned:
                     break
                 self._offset = self._offset + len(line)
                 kept = kept + 1
-            del self._told[kept:]
+            del self._returned[kept:]
         file.seek(self._offset)

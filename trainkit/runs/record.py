@@ -47,8 +47,8 @@ _STATE_OF_CLASS: dict[str, RunState] = {
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A run as its folder tells it. `lost`: its supervisor left no word, or has long been
-    silent; who else may know how it ended can be asked."""
+    """A run as its folder tells it. `lost`: its supervisor did not say how it ended, or has long
+    been silent; who else may know how it ended can be asked."""
 
     run: RunFolder
     state: RunState
@@ -202,13 +202,15 @@ def _lost(
     """The record of a run whose supervisor is gone and wrote no end."""
     if status is not None:
         pid = status.identity.pid
-        message = f"the supervisor (pid {pid} on {status.host}) is gone and left no word"
+        message = (
+            f"the supervisor (pid {pid} on {status.host}) is gone and did not say how it ended"
+        )
     elif started is not None:
         pid = started.supervisor["pid"]
         host = started.supervisor["host"]
-        message = f"the supervisor (pid {pid} on {host}) is gone and left no word"
+        message = f"the supervisor (pid {pid} on {host}) is gone and did not say how it ended"
     else:
-        message = "it never started: whoever made it is gone"
+        message = "it never started: the process that was to start it is gone"
     return replace(
         record,
         state="failed",

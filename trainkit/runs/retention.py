@@ -56,7 +56,7 @@ def retention_reasons(
     reasons = {}
     for c in found:
         step = c.manifest.step
-        told = {
+        messages = {
             f"newest {keep.keep_last}": step in last,
             f"every {keep.keep_every}": bool(
                 keep.keep_every and step % keep.keep_every == 0 and step
@@ -65,7 +65,7 @@ def retention_reasons(
             "pinned": c.pinned,
             f"after step {newest}": step > newest,
         }
-        reasons[step] = [words for words, true in told.items() if true]
+        reasons[step] = [reason for reason, true in messages.items() if true]
     return reasons
 
 
@@ -117,8 +117,8 @@ def prune(
 
 
 def pin(checkpoints: Path, step: int, *, pinned: bool) -> None:
-    """Let the checkpoint of `step` stay for ever, or no longer. Raises TrainkitError (exit 16)
-    where there is none."""
+    """Let the checkpoint of `step` stay until it is unpinned, or unpin it. Raises TrainkitError
+    (exit 16) where there is none."""
     folder = checkpoint_folder(checkpoints, step)
     try:
         (folder / PINNED).touch() if pinned else (folder / PINNED).unlink(missing_ok=True)

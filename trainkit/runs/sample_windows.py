@@ -2,8 +2,8 @@
 the step begins, so that the step that ends a run is there.
 
 A ring of records of three int64 (step, first position, samples); that of step n lies at n modulo
-SLOTS. What is written survives the process, though not a loss of power; the metrics tell of
-logged steps for ever.
+SLOTS. What is written survives the process, though not a loss of power; the metrics keep
+logged steps.
 """
 
 from __future__ import annotations

@@ -141,7 +141,7 @@ def test_why_of_a_supervisor_without_a_last_word(
     document = why(task(project), "last", 0).document
     assert (
         document["attempt"] == 3
-        and "is gone and left no word" in document["root_cause"]["message"]
+        and "is gone and did not say how it ended" in document["root_cause"]["message"]
         and document["exit"] == 10
     )
     assert "attempt 3 of 3" in capsys.readouterr().out
@@ -303,7 +303,7 @@ def test_a_run_that_cannot_be_read_hides_no_other(
 
 
 def test_events_are_told_once(project: Project, run: RunFolder) -> None:
-    seen, all_of_it = EventTail(run, told=True), EventTail(run)
+    seen, all_of_it = EventTail(run, skip_existing=True), EventTail(run)
     assert seen.new() == [] and [
         told(number, event) for number, event in all_of_it.new() if told(number, event)
     ] == [

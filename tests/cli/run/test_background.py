@@ -123,9 +123,12 @@ def test_saved_by_cancel_and_cancelled_without_a_supervisor(
     out = project.invoke("cancel", "last", exit=15).stdout
     assert "has no supervisor that could be asked" in out and "nothing" in out
     assert not any(map(alive, ranks(running, 2)))
-    assert "is gone and left no word" in project.invoke("why", "last").stdout
+    assert "is gone and did not say how it ended" in project.invoke("why", "last").stdout
     status = project.document("status", "last")
-    assert status["state"] == "cancelled" and "left no word" in status["root_cause"]["message"]
+    assert (
+        status["state"] == "cancelled"
+        and "did not say how it ended" in status["root_cause"]["message"]
+    )
     assert "has ended already" in project.invoke("cancel", "last").stdout
 
 

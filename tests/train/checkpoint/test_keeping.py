@@ -361,7 +361,7 @@ def test_a_pipe_in_the_manifests_place_keeps_nobody_waiting(tmp_path: Path) -> N
         save(tmp_path, step)
     (checkpoint_folder(tmp_path, 2) / MANIFEST).unlink()
     os.mkfifo(checkpoint_folder(tmp_path, 2) / MANIFEST)
-    assert verify(checkpoint_folder(tmp_path, 2)) == [f"{MANIFEST} is no file"]
+    assert verify(checkpoint_folder(tmp_path, 2)) == [f"{MANIFEST} is not a file"]
     found = newest_valid_together(tmp_path, "full", print)
     assert found is not None and found.manifest.step == 1
 

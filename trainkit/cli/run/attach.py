@@ -45,7 +45,7 @@ CONFIRM_SECONDS = 5.0  # that a second Ctrl-C has to stop the run
 def attach(task: TaskContext, words: str) -> TaskResult:
     """The task `attach`."""
     run = find_run(load_jobs(task).roots(), words)
-    return follow_run(task, run, EventTail(run, told=True), attached=True)
+    return follow_run(task, run, EventTail(run, skip_existing=True), attached=True)
 
 
 def started(run: RunFolder, events: EventTail) -> bool:

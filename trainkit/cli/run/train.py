@@ -302,11 +302,11 @@ def resume(
         f" {record.attempt + 1}"
     )
     if job.cluster.launcher == "slurm" and not words.existing:
-        events = EventTail(run, told=True)
+        events = EventTail(run, skip_existing=True)
         id = submit_again(run, job, changed, code=code == "current", project=jobs.root)
         return _follow_submitted(task, run, id, events, following)
     view = TrainingView(task.console, job.training.train_iters)
-    events = EventTail(run, told=True)
+    events = EventTail(run, skip_existing=True)
     try:
         watch = RunObserver(view.begin, view.tick, view.notice)
         outcome = resume_run(
