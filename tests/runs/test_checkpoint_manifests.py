@@ -27,6 +27,7 @@ from trainkit.runs.checkpoints import (
 )
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.manifest import (
+    DTYPE_BYTES,
     MANIFEST,
     DataFile,
     Manifest,
@@ -314,3 +315,19 @@ def test_one_that_is_pinned_at_the_last_moment_stays(
     monkeypatch.setattr(retention, "retention_reasons", decide_and_pin)
     assert prune(tmp_path, CheckpointSettings(keep_last=1), 2) == []
     assert [c.manifest.step for c in valid_by_size(tmp_path)] == [1, 2]
+
+
+def test_which_steps_there_are_is_said_where_one_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(TrainkitError) as none:
+        pin(tmp_path, 3, pinned=True)
+    assert none.value.hint == "those of steps: none"
+    for step in (2, 10):
+        write(tmp_path, step)
+    with pytest.raises(TrainkitError) as some:
+        pin(tmp_path, 3, pinned=True)
+    assert some.value.hint == "those of steps: 2, 10"
+
+
+def test_bytes_of_each_dtype() -> None:
+    widths = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8}
+    assert widths == DTYPE_BYTES

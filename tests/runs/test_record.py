@@ -14,6 +14,7 @@ import pytest
 from trainkit.base.errors import ConfigError
 from trainkit.base.files import read_json, write_json
 from trainkit.base.process import identity
+from trainkit.runs.event_tail import EventTail
 from trainkit.runs.events import (
     AttemptEnded,
     AttemptStarted,
@@ -256,3 +257,32 @@ def test_a_root_that_cannot_be_read_is_named(
     (tmp_path / "bad/runs").symlink_to("runs")
     assert find_run([tmp_path / "bad", tmp_path / "good"], "last") == seen
     assert "bad/runs cannot be read" in capsys.readouterr().err
+
+
+def test_a_run_that_nobody_watched_is_lost_only_where_somebody_began_it(tmp_path: Path) -> None:
+    """`lost`: somebody else, such as Slurm, may know how it ended."""
+    run = make_run(tmp_path, "j", "a")
+    assert read_run_record(run).lost is False  # no process ever began
+    begin(run, start_time=1)
+    record = read_run_record(run)
+    assert (record.state, record.lost) == ("failed", True)  # events and no status
+    assert record.root_cause is not None and "did not say how" in record.root_cause["message"]
+    other = make_run(tmp_path, "j", "b")
+    sign(other, start_time=1)
+    assert read_run_record(other).lost is True  # a status and no events
+
+
+def test_new_events_of_each_attempt_come_once(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "j", "a")
+    tail = EventTail(run)
+    assert tail.new() == []
+    first = begin(run)
+    assert [(number, event.name) for number, event in tail.new()] == [(1, "started")]
+    first.write(ViewLost("closed"))  # of the newest attempt still
+    assert [(number, event.name) for number, event in tail.new()] == [(1, "view_lost")]
+    second = begin(run, 2)
+    assert [(number, event.name) for number, event in tail.new()] == [(2, "started")]
+    first.write(ViewLost("late"))  # its supervisor has gone on
+    second.write(ViewLost("closed"))
+    assert [(number, event.name) for number, event in tail.new()] == [(2, "view_lost")]
+    assert EventTail(run, skip_existing=True).new() == []
