@@ -22,7 +22,7 @@ from typing import Any
 
 import torch.utils.tensorboard  # once, in the process that forks the ranks  # noqa: F401
 
-import trainkit.runs.checkpoints
+import trainkit.runs.retention
 import trainkit.train.checkpoint.dcp_storage
 import trainkit.train.checkpoint.host_copies
 import trainkit.train.checkpoint.manager
@@ -150,7 +150,7 @@ def _die_deleting(fault: Fault) -> None:
             die(fault)
         shutil.rmtree(folder)
 
-    setattr(trainkit.runs.checkpoints, "remove", broken)  # noqa: B010  (mypy knows of no such name there)
+    setattr(trainkit.runs.retention, "remove", broken)  # noqa: B010  (mypy knows of no such name there)
 
 
 def _jump(seconds: float) -> None:
