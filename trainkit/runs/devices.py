@@ -14,7 +14,6 @@ from typing import Literal
 
 import psutil
 
-from trainkit.base.documents import read_document
 from trainkit.runs.events import (
     AttemptStarted,
     RankEnded,
@@ -24,6 +23,7 @@ from trainkit.runs.events import (
     read_events,
 )
 from trainkit.runs.folder import RunFolder
+from trainkit.runs.world import read_world
 
 SAMPLE_SECONDS = 0.2  # over which the processor's load is taken
 QUERY_SECONDS = 20.0  # nvidia-smi takes long where drivers are not kept loaded
@@ -216,25 +216,20 @@ def _with_gpus(run: RunFolder, ranks: list[RankUsage], program: str) -> list[Ran
         for pid, uuid, held in _query(program, "compute-apps", APP_FIELDS)
         if pid.isdigit()
     }
-    world = read_document(run.world, "world/1")
-    wanted = {**world["passed_on"], **world["command"]["env"]}.get("CUDA_VISIBLE_DEVICES")
-    visible = _visible(gpus, wanted)
+    world = read_world(run)
     found = []
     for rank in ranks:
         gpu, held = apps.get(rank.pid, (None, None))
         if gpu is not None:
             found.append(replace(rank, gpu=gpu, gpu_by="pid", process_gpu_bytes=held))
             continue
-        places = [
-            node["ranks"].index(rank.rank) for node in world["nodes"] if rank.rank in node["ranks"]
-        ]
-        if places:
-            place = places[0]
-        else:
-            place = len(visible)
-        found.append(
-            replace(rank, gpu=visible[place], gpu_by="local rank") if place < len(visible) else rank
-        )
+        node = world.node_of(rank.rank)
+        if node is not None:
+            visible = _visible(gpus, world.visible_devices(node))
+            local_rank = node.ranks.index(rank.rank)
+            if local_rank < len(visible):
+                rank = replace(rank, gpu=visible[local_rank], gpu_by="local rank")
+        found.append(rank)
     return found
 
 

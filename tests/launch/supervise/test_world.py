@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -12,31 +11,29 @@ from trainkit.base.errors import ConfigError, Exit
 from trainkit.base.redact import Redactor
 from trainkit.engines.contract import Command
 from trainkit.launch.supervise.rank_environment import (
-    Allocation,
-    Node,
     passed_environment,
     port_candidates,
     rank_environment,
     secret_values,
-    world_document,
 )
-from trainkit.runs.folder import AttemptFolder, RunFolder
+from trainkit.runs.folder import AttemptFolder
+from trainkit.runs.world import World, WorldNode
 
 HOSTILE = {"A": 'it\'s "quoted" `id` $HOME $(id) %h %n %%', "B": 'a\nb\t{"a": 1} ü 漢字', "C": ""}
 
 
 def world_of(
-    run: Path, nodes: tuple[Node, ...], address: str, *, network: bool = False
-) -> dict[str, Any]:
+    run: Path, nodes: tuple[WorldNode, ...], address: str, *, network: bool = False
+) -> World:
     command = Command(("python", "x"), HOSTILE, ("KEY",), run, ranks_per_node=3)
-    return world_document(
-        RunFolder(run), 2, command, Allocation(nodes, address, 20001), network=network
-    )
+    return World(run.name, 2, address, 20001, network, nodes, command.to_json())
 
 
 def test_environment_is_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SURPRISE", "must not travel")
-    world = world_of(tmp_path / "runs/j/id", (Node("h", "127.0.0.1", 0, (0, 1, 2)),), "127.0.0.1")
+    world = world_of(
+        tmp_path / "runs/j/id", (WorldNode("h", "127.0.0.1", 0, (0, 1, 2)),), "127.0.0.1"
+    )
     environment = rank_environment(world, 0, 2, AttemptFolder(tmp_path / "attempts/2"))
     assert environment == {
         **HOSTILE,
@@ -57,8 +54,8 @@ def test_environment_is_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_several_nodes_talk_over_the_interface_of_their_address(tmp_path: Path) -> None:
     nodes = (
-        Node("a", "10.0.0.1", 0, (0, 1, 2), "eth1", "4,5,6"),
-        Node("b", "10.0.0.2", 1, (3, 4, 5), "ens3"),
+        WorldNode("a", "10.0.0.1", 0, (0, 1, 2), "eth1", "4,5,6"),
+        WorldNode("b", "10.0.0.2", 1, (3, 4, 5), "ens3"),
     )
     first = rank_environment(
         world_of(tmp_path, nodes, "10.0.0.1"), 0, 0, AttemptFolder(tmp_path / "1")

@@ -52,9 +52,14 @@ from trainkit.launch.supervise.outcome import (
 from trainkit.launch.supervise.rank_environment import (
     passed_environment,
     rank_environment,
-    world_document,
 )
-from trainkit.launch.supervise.rendezvous import StartError, allocate, gather, rendezvous, reserve
+from trainkit.launch.supervise.rendezvous import (
+    StartError,
+    build_world,
+    gather,
+    rendezvous,
+    reserve,
+)
 from trainkit.launch.supervise.stop_requests import StopRequests
 from trainkit.runs.events import (
     AgentJoined,
@@ -72,6 +77,7 @@ from trainkit.runs.events import (
     SurvivingProcess,
 )
 from trainkit.runs.folder import RunFolder
+from trainkit.runs.world import World, write_world
 
 POLL_SECONDS = 0.05
 # how long peers of a failed rank have to write down their own view before they are stopped
@@ -180,7 +186,7 @@ class Attempt:
         self.heartbeats = Heartbeats(self.folder, job.cluster.watch)
         self.stacks = StackDumps(self.folder)
         self.redactor = Redactor(context.secrets.values())
-        self.world: dict[str, Any] = {}
+        self.world: World | None = None  # once the agents have come together
         self.node_of: dict[int, int] = {}
         self.running: set[int] = set()
         self.waiting: set[int] = set()  # ranks whose start is not confirmed
@@ -311,15 +317,8 @@ class Attempt:
         await gather(pool, gpus=gpus, joined=self._joined)
         await reserve(pool, self.job, share=self.context.share)
         address, port = await rendezvous(pool, self.job)
-        allocation = allocate(pool, self.job, self.command, address, port)
-        self.world = world_document(
-            self.run,
-            self.folder.number,
-            self.command,
-            allocation,
-            network=self.job.cluster.interface is not None,
-        )
-        write_json(self.run.world, self.world)
+        self.world = build_world(pool, self.job, self.command, address, port)
+        write_world(self.run, self.world)
         for name, text in self.command.files.items():
             write_text(self.run.path / name, text)
 
@@ -347,13 +346,14 @@ class Attempt:
             a_node = None
         else:
             a_node = 1
-        for node, entry in enumerate(self.world["nodes"]):
-            self.node_of |= dict.fromkeys(entry["ranks"][:a_node], node)
+        assert self.world is not None
+        for node, entry in enumerate(self.world.nodes):
+            self.node_of |= dict.fromkeys(entry.ranks[:a_node], node)
         self.waiting = set(self.node_of)
-        for node, entry in enumerate(self.world["nodes"]):
+        for node, entry in enumerate(self.world.nodes):
             processes = [
-                self._process(node, local_rank, rank)
-                for local_rank, rank in enumerate(entry["ranks"][:a_node])
+                self._process(self.world, node, local_rank, rank)
+                for local_rank, rank in enumerate(entry.ranks[:a_node])
             ]
             pool.send(
                 node,
@@ -377,11 +377,11 @@ class Attempt:
         self.began = True
         self.heartbeats.begin()
 
-    def _process(self, node: int, local_rank: int, rank: int) -> ProcessSpec:
+    def _process(self, world: World, node: int, local_rank: int, rank: int) -> ProcessSpec:
         return ProcessSpec(
             key=str(rank),
             argv=tuple(self.command.argv),
-            env=rank_environment(self.world, node, local_rank, self.folder),
+            env=rank_environment(world, node, local_rank, self.folder),
             cwd=str(self.command.cwd),
             log=str(self.folder.log(rank)),
             error=str(self.folder.error(rank)),

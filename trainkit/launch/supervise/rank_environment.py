@@ -1,21 +1,18 @@
-"""Who runs where, as one JSON file in the run folder: launch/world.json. The ranks' environment
-follows from it alone."""
+"""What ranks have in their environment: it follows from launch/world.json alone. And what the
+world is made of: ports, slots, devices, secrets."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
 
-from trainkit.base.documents import document
 from trainkit.base.errors import ConfigError
 from trainkit.base.redact import SHORTEST
-from trainkit.engines.contract import Command
 from trainkit.jobs.schema import Job
 from trainkit.launch.hosts.hostfile import Host
-from trainkit.runs.folder import AttemptFolder, RunFolder
+from trainkit.runs.folder import AttemptFolder
+from trainkit.runs.world import World, WorldNode
 
 # below Linux's ephemeral range, so that no outgoing connection takes one meanwhile
 PORTS = range(20000, 32000)
@@ -37,32 +34,6 @@ PASSED_VARIABLES = (
     "VIRTUAL_ENV",
     "CUDA_VISIBLE_DEVICES",
 )
-
-
-@dataclass(frozen=True)
-class Node:
-    """One host and the ranks on it, in order. `interface` holds the address; `visible` is its
-    CUDA_VISIBLE_DEVICES, None: as it is there."""
-
-    host: str
-    address: str
-    node_rank: int
-    ranks: tuple[int, ...]
-    interface: str | None = None
-    visible: str | None = None
-
-
-@dataclass(frozen=True)
-class Allocation:
-    """Hosts in rank order, and where rank 0 listens."""
-
-    nodes: tuple[Node, ...]
-    master_addr: str
-    master_port: int
-
-    @property
-    def world_size(self) -> int:
-        return sum(len(node.ranks) for node in self.nodes)
 
 
 def port_candidates(seed: str) -> list[int]:
@@ -118,25 +89,8 @@ def secret_values(names: tuple[str, ...], environment: Mapping[str, str]) -> dic
     return {n: environment[n] for n in plain if environment.get(n)}
 
 
-def world_document(
-    run: RunFolder, attempt: int, command: Command, allocation: Allocation, *, network: bool = False
-) -> dict[str, Any]:
-    """The form world/1. `network`: the cluster names the network its ranks talk over."""
-    return document(
-        "world/1",
-        run=run.id,
-        attempt=attempt,
-        world_size=allocation.world_size,
-        master_addr=allocation.master_addr,
-        master_port=allocation.master_port,
-        network=network,
-        nodes=[asdict(node) for node in allocation.nodes],
-        command=command.to_json(),
-    )
-
-
 def rank_environment(
-    world: Mapping[str, Any], node_rank: int, local_rank: int, attempt: AttemptFolder
+    world: World, node_rank: int, local_rank: int, attempt: AttemptFolder
 ) -> dict[str, str]:
     """What one rank has in its environment beyond what its host gives it: the command's, torch's
     variables, and where to report.
@@ -147,33 +101,33 @@ def rank_environment(
     TRAINKIT_PARENT_PID (whose end ends the rank) and TRAINKIT_RUN (by which a process is known
     as the run's).
     """
-    node = world["nodes"][node_rank]
-    rank = node["ranks"][local_rank]
+    node = world.nodes[node_rank]
+    rank = node.ranks[local_rank]
     own = {
         "RANK": str(rank),
-        "WORLD_SIZE": str(world["world_size"]),
+        "WORLD_SIZE": str(world.world_size),
         "LOCAL_RANK": str(local_rank),
-        "LOCAL_WORLD_SIZE": str(len(node["ranks"])),
+        "LOCAL_WORLD_SIZE": str(len(node.ranks)),
         "GROUP_RANK": str(node_rank),
-        "GROUP_WORLD_SIZE": str(len(world["nodes"])),
-        "MASTER_ADDR": world["master_addr"],
-        "MASTER_PORT": str(world["master_port"]),
+        "GROUP_WORLD_SIZE": str(len(world.nodes)),
+        "MASTER_ADDR": world.master_addr,
+        "MASTER_PORT": str(world.master_port),
         "TORCHELASTIC_ERROR_FILE": str(attempt.error(rank)),
     }
-    return {**_devices_and_network(world, node), **world["command"]["env"], **own}
+    return {**_devices_and_network(world, node), **world.environment, **own}
 
 
-def _devices_and_network(world: Mapping[str, Any], node: Mapping[str, Any]) -> dict[str, str]:
+def _devices_and_network(world: World, node: WorldNode) -> dict[str, str]:
     """Which GPUs, and which interface: gloo would take the one that the host's own name stands
     for, which on many machines is the loopback one."""
-    if node["visible"] is None:
+    if node.visible is None:
         found = {}
     else:
-        found = {"CUDA_VISIBLE_DEVICES": node["visible"]}
-    if world["master_addr"] == "127.0.0.1":
+        found = {"CUDA_VISIBLE_DEVICES": node.visible}
+    if world.master_addr == "127.0.0.1":
         return found | {"GLOO_SOCKET_IFNAME": "lo"}
-    if node["interface"]:
-        found["GLOO_SOCKET_IFNAME"] = node["interface"]
-        if world["network"]:
-            found["NCCL_SOCKET_IFNAME"] = f"={node['interface']}"
+    if node.interface:
+        found["GLOO_SOCKET_IFNAME"] = node.interface
+        if world.network:
+            found["NCCL_SOCKET_IFNAME"] = f"={node.interface}"
     return found

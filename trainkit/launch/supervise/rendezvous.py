@@ -28,13 +28,12 @@ from trainkit.launch.supervise.agent_pool import AgentPool, Answer, JoinedAgent,
 from trainkit.launch.supervise.host_consistency import host_inconsistencies, table
 from trainkit.launch.supervise.outcome import Outcome
 from trainkit.launch.supervise.rank_environment import (
-    Allocation,
-    Node,
     port_candidates,
     slot_names,
     visible_devices,
 )
 from trainkit.runs.events import FailureClass, RootCause
+from trainkit.runs.world import World, WorldNode
 
 # beyond lease and grace, for agents of an earlier attempt of this run to be gone
 OWN_SECONDS = 10.0
@@ -318,18 +317,41 @@ async def rendezvous(pool: AgentPool, job: Job) -> tuple[str, int]:
     return address, int(port)
 
 
-def allocate(pool: AgentPool, job: Job, command: Command, address: str, port: int) -> Allocation:
-    """Ranks over the session's hosts, in order."""
+def build_world(pool: AgentPool, job: Job, command: Command, address: str, port: int) -> World:
+    """Ranks over the session's hosts, in order.
+
+    Args:
+        pool: all of whose agents are there.
+        job: as the attempt runs it.
+        command: what the ranks run.
+        address: where rank 0 listens.
+        port: where rank 0 listens.
+    """
+    session = pool.session
+    devices_by_hostfile = job.cluster.device_type == "cuda" and job.cluster.launcher_traits.hostfile
     nodes = []
-    for node, host in enumerate(pool.session.hosts):
-        facts = pool.hellos[node].facts
-        ranks = tuple(range(node * command.ranks_per_node, (node + 1) * command.ranks_per_node))
-        of_hostfile = job.cluster.device_type == "cuda" and job.cluster.launcher_traits.hostfile
-        if of_hostfile:
+    for number, host in enumerate(session.hosts):
+        facts = pool.hellos[number].facts
+        visible = None
+        if devices_by_hostfile:
             visible = ",".join(visible_devices(job, host))
-        else:
-            visible = None
+        first = number * command.ranks_per_node
         nodes.append(
-            Node(pool.host(node), str(facts.address), node, ranks, facts.interface, visible)
+            WorldNode(
+                pool.host(number),
+                str(facts.address),
+                number,
+                tuple(range(first, first + command.ranks_per_node)),
+                facts.interface,
+                visible,
+            )
         )
-    return Allocation(tuple(nodes), address, port)
+    return World(
+        session.run,
+        session.attempt,
+        address,
+        port,
+        network=job.cluster.interface is not None,
+        nodes=tuple(nodes),
+        command=command.to_json(),
+    )
