@@ -8,11 +8,10 @@ import contextlib
 import time
 import traceback
 from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 from trainkit.base.errors import Exit, TrainkitError
-from trainkit.base.files import read_json, write_json, write_text
+from trainkit.base.files import write_text
 from trainkit.base.process import identity
 from trainkit.base.redact import Redactor
 from trainkit.engines.contract import Command
@@ -22,28 +21,17 @@ from trainkit.launch.hosts.hostfile import Host
 from trainkit.launch.launchers.contract import Launcher
 from trainkit.launch.protocol.frames import (
     DumpStacks,
-    Frame,
-    HeartbeatReport,
-    ProcessEnded,
-    ProcessesStopped,
-    ProcessOutput,
     ProcessSpec,
-    ProcessStarted,
     SignalProcesses,
-    StackReport,
-    StartFailed,
     StartProcesses,
     StopProcesses,
 )
 from trainkit.launch.protocol.server import Server
 from trainkit.launch.session import Session
-from trainkit.launch.supervise.agent_pool import AgentLost, AgentPool, JoinedAgent
+from trainkit.launch.supervise.agent_pool import AgentPool, JoinedAgent
 from trainkit.launch.supervise.failure_rules import FailureRules
-from trainkit.launch.supervise.hang_report import StackDumps
-from trainkit.launch.supervise.heartbeats import Heartbeats
 from trainkit.launch.supervise.observer import GuardedObserver
 from trainkit.launch.supervise.outcome import (
-    LostContact,
     Outcome,
     RankExit,
     StopRequest,
@@ -53,6 +41,7 @@ from trainkit.launch.supervise.rank_environment import (
     passed_environment,
     rank_environment,
 )
+from trainkit.launch.supervise.rank_tracker import RankTracker
 from trainkit.launch.supervise.rendezvous import (
     StartError,
     build_world,
@@ -63,16 +52,12 @@ from trainkit.launch.supervise.rendezvous import (
 from trainkit.launch.supervise.stop_requests import StopRequests
 from trainkit.runs.events import (
     AgentJoined,
-    AgentOutput,
     AllRanksStarted,
     AttemptStarted,
-    ContactLost,
-    Event,
     EventLog,
+    FailureClass,
     HangDetected,
-    RankEnded,
     RanksStopped,
-    RankStarted,
     SaveRequested,
     SurvivingProcess,
 )
@@ -116,14 +101,18 @@ class AttemptResult:
     """How an attempt ended, and what the next one must know.
 
     Args:
-        outcome: exit class and root cause. began: all ranks were started. step: the furthest
-        step of any rank. survivors: processes that outlived everything, by host. unanswered:
-        hosts that did not say what is left on them. doubtful: hosts on which something may still
-        run: contact was lost, or they did not say that nothing is left. lost: how many contacts
-        were lost. lost_at: since when the last of the doubtful ones hears nothing of us, by
-        time.monotonic(); None: there are none, or nothing is left there. again: another attempt
-        follows; the supervisor decides. budget: what another attempt, here or later, has used
-        up; "": there is to be none.
+        outcome: exit class and root cause.
+        began: all ranks were started.
+        step: the furthest step of any rank.
+        survivors: processes that outlived everything.
+        unanswered: hosts that did not say what is left on them.
+        uncertain: hosts on which something may still run: contact was lost, or they did not say
+            that nothing is left.
+        lost: how many contacts were lost.
+        lost_at: since when the last of the uncertain hosts hears nothing of us, by
+            time.monotonic(); None: there are none, or nothing is left there.
+        again: another attempt follows; the supervisor decides.
+        budget: what another attempt, here or later, has used up; "": there is to be none.
     """
 
     outcome: Outcome
@@ -131,7 +120,7 @@ class AttemptResult:
     step: int = 0
     survivors: list[SurvivingProcess] = field(default_factory=list)
     unanswered: list[str] = field(default_factory=list)
-    doubtful: list[str] = field(default_factory=list)
+    uncertain: list[str] = field(default_factory=list)
     lost: int = 0
     lost_at: float | None = None
     again: bool = False
@@ -183,20 +172,12 @@ class Attempt:
             node_container(job, folder, run.id, number, reusable_since(run)),
         )
         self.events = EventLog(self.folder)
-        self.heartbeats = Heartbeats(self.folder, job.cluster.watch)
-        self.stacks = StackDumps(self.folder)
         self.redactor = Redactor(context.secrets.values())
+        self.ranks = RankTracker(self.folder, self.events, self.redactor, job.cluster.watch)
         self.world: World | None = None  # once the agents have come together
-        self.node_of: dict[int, int] = {}
-        self.running: set[int] = set()
-        self.waiting: set[int] = set()  # ranks whose start is not confirmed
-        self.ends: list[RankExit] = []
-        self.losses: list[LostContact] = []
-        # what is left, by the nodes that have said so
-        self.stopped: dict[int, list[SurvivingProcess]] = {}
-        self.not_started: list[tuple[str, str]] = []
-        self.lost_at: float | None = None
-        self.save_announced = self.save_requested = self.began = False
+        self.save_announced = False
+        self.save_requested = False
+        self.began = False
 
     def record_start(self) -> None:
         """Write the first event: from now on the run's state hangs on this process's life."""
@@ -208,78 +189,63 @@ class Attempt:
 
     async def execute(self) -> AttemptResult:
         """Start the ranks, follow them to their end, judge it. Leaves nothing running on any
-        host that can be reached. Writes no "ended"."""
-        survivors: list[SurvivingProcess] = []
+        host that can be reached. Writes no AttemptEnded."""
         outcome: Outcome | None = None
         try:
             server = self.context.server
             self.session.write(self.run.root, server.address, server.port, self.context.secrets)
             async with AgentPool(self.session, self.context.launcher, server) as pool:
                 try:
-                    outcome = await self._guarded(pool)
+                    outcome = await self._run_ranks(pool)
                 finally:
-                    survivors = await self._stop_all(pool, "the supervisor ends")
-        except StartError as error:
-            outcome = error.outcome
-        except TrainkitError as error:
-            outcome = Outcome(
-                error.exit,
-                "user" if error.exit == Exit.CONFIG else "infra",
-                {"message": error.message, "advice": error.hint},
-            )
-        except OSError as error:
-            outcome = Outcome(
-                Exit.RANK_INFRA, "infra", {"message": f"the supervisor cannot go on: {error}"}
-            )
+                    await self._stop_all(pool, "the supervisor ends")
         except Exception as error:
-            # ours, or what a host said that nobody foresaw: what is left on the hosts is still to
-            # be told
-            traceback.print_exc()
-            outcome = Outcome(
-                Exit.BUG,
-                "infra",
-                {"message": f"the supervisor failed: {type(error).__name__}: {error}"},
-            )
+            outcome = _outcome_of_error(error)
         finally:
             self.session.forget_secrets()
-        outcome = outcome or judge_outcome(
-            self.ends,
-            len(self.node_of),
-            self.context.stop_requests.first,
-            self.losses,
-            self.context.rules,
-        )
-        if self.node_of:
+        if outcome is None:
+            outcome = judge_outcome(
+                self.ranks.ends,
+                len(self.ranks.node_of),
+                self.context.stop_requests.first,
+                self.ranks.losses,
+                self.context.rules,
+            )
+        return self._result(outcome)
+
+    def _result(self, outcome: Outcome) -> AttemptResult:
+        ranks = self.ranks
+        unanswered = []
+        if ranks.node_of:
             unanswered = [
                 host.name
                 for node, host in enumerate(self.session.hosts)
-                if node not in self.stopped
+                if node not in ranks.stopped
             ]
-        else:
-            unanswered = []
-        doubtful = {
+        uncertain = {
             *unanswered,
-            *(lost.host for lost in self.losses),
-            *(each["host"] for each in survivors),
+            *(lost.host for lost in ranks.losses),
+            *(each["host"] for each in ranks.survivors),
         }
-        if doubtful and self.lost_at is None:
-            self.lost_at = time.monotonic()
+        if uncertain and ranks.lost_at is None:
+            ranks.lost_at = time.monotonic()
+        clean = replace(outcome, root_cause=self.redactor.value(outcome.root_cause))
         return AttemptResult(
-            self._clean(outcome),
+            clean,
             began=self.began,
-            step=self.heartbeats.step(),
-            survivors=survivors,
+            step=ranks.heartbeats.step(),
+            survivors=ranks.survivors,
             unanswered=unanswered,
-            doubtful=sorted(doubtful),
-            lost=len(self.losses),
-            lost_at=self.lost_at,
+            uncertain=sorted(uncertain),
+            lost=len(ranks.losses),
+            lost_at=ranks.lost_at,
         )
 
-    async def _guarded(self, pool: AgentPool) -> Outcome | None:
+    async def _run_ranks(self, pool: AgentPool) -> Outcome | None:
         """The attempt up to the point where everything has ended or has to be stopped; the
         outcome where it is known without judging ends."""
         try:
-            await self._interruptible(self._come_together(pool))
+            await self._interruptible(self._prepare_hosts(pool))
             await self._start(pool)
             return await self._watch(pool)
         except StartError as error:
@@ -287,15 +253,7 @@ class Attempt:
         except _StopRequested:
             return judge_outcome([], 1, self.context.stop_requests.first)
 
-    def _clean(self, outcome: Outcome) -> Outcome:
-        return Outcome(
-            outcome.exit,
-            outcome.failure_class,
-            self.redactor.value(outcome.root_cause),
-            outcome.suspects,
-        )
-
-    async def _interruptible(self, work: Coroutine[Any, Any, None]) -> None:
+    async def _interruptible(self, work: Coroutine[object, object, None]) -> None:
         """Do the work unless somebody asks to stop meanwhile."""
         task = asyncio.ensure_future(work)
         try:
@@ -309,12 +267,12 @@ class Attempt:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
-    async def _come_together(self, pool: AgentPool) -> None:
+    async def _prepare_hosts(self, pool: AgentPool) -> None:
+        """Agents there and alike, slots held, rank 0's port proved, world.json written."""
+        gpus = 0
         if self.job.cluster.device_type == "cuda":
             gpus = self.job.ranks_per_node
-        else:
-            gpus = 0
-        await gather(pool, gpus=gpus, joined=self._joined)
+        await gather(pool, gpus=gpus, on_joined=self._note_agent)
         await reserve(pool, self.job, share=self.context.share)
         address, port = await rendezvous(pool, self.job)
         self.world = build_world(pool, self.job, self.command, address, port)
@@ -322,14 +280,14 @@ class Attempt:
         for name, text in self.command.files.items():
             write_text(self.run.path / name, text)
 
-    def _joined(self, hello: JoinedAgent) -> None:
+    def _note_agent(self, agent: JoinedAgent) -> None:
         self.events.write_soon(
             AgentJoined(
-                hello.node,
-                hello.host,
-                hello.facts.address,
-                round(hello.clock_offset, 3),
-                hello.facts.proof,
+                agent.node,
+                agent.host,
+                agent.facts.address,
+                round(agent.clock_offset, 3),
+                agent.facts.proof,
             )
         )
 
@@ -341,41 +299,42 @@ class Attempt:
             self.folder.heartbeat(0).parent,
         ):
             folder.mkdir(parents=True, exist_ok=True)
-        # a program that starts the node's ranks itself goes by the first of them
-        if self.command.spawn == "per_rank":
-            a_node = None
-        else:
-            a_node = 1
-        assert self.world is not None
-        for node, entry in enumerate(self.world.nodes):
-            self.node_of |= dict.fromkeys(entry.ranks[:a_node], node)
-        self.waiting = set(self.node_of)
-        for node, entry in enumerate(self.world.nodes):
-            processes = [
-                self._process(self.world, node, local_rank, rank)
-                for local_rank, rank in enumerate(entry.ranks[:a_node])
-            ]
-            pool.send(
-                node,
-                StartProcesses(tuple(processes), tuple(self.context.secrets)),
-            )
+        self._send_processes(pool)
         deadline = time.monotonic() + self.session.connect
-        while self.waiting and not self.losses:
+        while self.ranks.starting and not self.ranks.losses:
             if time.monotonic() > deadline:
-                hosts = sorted({pool.host(self.node_of[rank]) for rank in self.waiting})
+                hosts = sorted({self._host_of(pool, rank) for rank in self.ranks.starting})
                 raise StartError(
                     Exit.START,
                     "could not start all ranks",
                     [(host, "hung while starting its ranks") for host in hosts],
                     suspects=hosts,
                 )
-            await self._take_next(pool)
-        if self.not_started:
-            raise StartError(Exit.START, "could not start all ranks", self.not_started)
+            await self._handle_frames(pool)
+        if self.ranks.start_failures:
+            raise StartError(Exit.START, "could not start all ranks", self.ranks.start_failures)
         self.session.forget_secrets()  # every agent has read them
         self.events.write(AllRanksStarted())
         self.began = True
-        self.heartbeats.begin()
+        self.ranks.heartbeats.begin()
+
+    def _send_processes(self, pool: AgentPool) -> None:
+        """Have each agent start its ranks. A program that starts the node's ranks itself goes by
+        the first of them."""
+        assert self.world is not None
+        per_node = None
+        if self.command.spawn != "per_rank":
+            per_node = 1
+        node_of: dict[int, int] = {}
+        for number, node in enumerate(self.world.nodes):
+            node_of |= dict.fromkeys(node.ranks[:per_node], number)
+        self.ranks.expect(node_of)
+        for number, node in enumerate(self.world.nodes):
+            processes = tuple(
+                self._process(self.world, number, local_rank, rank)
+                for local_rank, rank in enumerate(node.ranks[:per_node])
+            )
+            pool.send(number, StartProcesses(processes, tuple(self.context.secrets)))
 
     def _process(self, world: World, node: int, local_rank: int, rank: int) -> ProcessSpec:
         return ProcessSpec(
@@ -389,43 +348,42 @@ class Attempt:
             output=False,
         )
 
+    def _host_of(self, pool: AgentPool, rank: int) -> str:
+        return pool.host(self.ranks.node_of[rank])
+
     async def _watch(self, pool: AgentPool) -> Outcome | None:
         """Follow the ranks until none runs or all must be stopped; an outcome only for a hang."""
         deadline = float("inf")  # when ranks that still run are stopped
         seen = 0
-        while self.running:
-            await self._take_next(pool)
-            for end in self.ends[seen:]:
-                well = (
-                    end.done
-                    or end.code == Exit.PREEMPTED
-                    or (end.code == Exit.DONE and self.context.stop_requests.first is not None)
-                )
-                if end.code == Exit.PREEMPTED and not self.heartbeats.stepping:
-                    # whoever told that one did not tell its peers; ranks that make steps agree on
-                    # it by themselves
-                    self._request_save(pool)
-                deadline = min(
-                    deadline, time.monotonic() + (TEARDOWN_SECONDS if well else ECHO_SECONDS)
-                )
-            seen = len(self.ends)
-            if self.losses:
+        while self.ranks.running:
+            await self._handle_frames(pool)
+            for end in self.ranks.ends[seen:]:
+                deadline = min(deadline, time.monotonic() + self._peers_have(pool, end))
+            seen = len(self.ranks.ends)
+            if self.ranks.losses:
                 deadline = min(deadline, time.monotonic() + ECHO_SECONDS)
             if time.monotonic() > deadline:
-                await self._stop_all(
-                    pool,
-                    (
-                        "a rank has ended and its peers go on"
-                        if not self.losses
-                        else "contact with a host was lost"
-                    ),
-                )
+                reason = "a rank has ended and its peers go on"
+                if self.ranks.losses:
+                    reason = "contact with a host was lost"
+                await self._stop_all(pool, reason)
                 return None
             if await self._obey_stop_requests(pool):
                 return None
-            if deadline == float("inf") and (seconds := self.heartbeats.stalled()):
-                return await self._hang(pool, seconds)
+            if deadline == float("inf") and (seconds := self.ranks.heartbeats.stalled()):
+                return await self._handle_hang(pool, seconds)
         return None
+
+    def _peers_have(self, pool: AgentPool, end: RankExit) -> float:
+        """Seconds that the peers of a rank that ended have until they are stopped."""
+        if end.code == Exit.PREEMPTED and not self.ranks.heartbeats.stepping:
+            # somebody asked that one rank to save, and not its peers; ranks that make steps agree
+            # on it by themselves
+            self._request_save(pool)
+        as_asked = end.code == Exit.DONE and self.context.stop_requests.first is not None
+        if end.done or end.code == Exit.PREEMPTED or as_asked:
+            return TEARDOWN_SECONDS
+        return ECHO_SECONDS
 
     async def _obey_stop_requests(self, pool: AgentPool) -> bool:
         """Do what was asked since last time; whether everything was stopped."""
@@ -435,10 +393,9 @@ class Attempt:
             return True
         if requests.first and not self.save_announced:
             self.save_announced = True
+            how = "a second signal stops at once"
             if requests.first == StopRequest.INTERRUPT:
                 how = "Ctrl-C again stops at once"
-            else:
-                how = "a second signal stops at once"
             self.context.observer.notice(f"saving at the end of this step, then stopping; {how}")
             self._request_save(pool)
         return False
@@ -448,24 +405,25 @@ class Attempt:
         if self.save_requested:
             return
         self.save_requested = True
-        self.events.write(SaveRequested(sorted(self.running)))
+        self.events.write(SaveRequested(sorted(self.ranks.running)))
         for node in pool.present:
             pool.send(node, SignalProcesses("USR1"))
 
-    async def _hang(self, pool: AgentPool, seconds: float) -> Outcome:
+    async def _handle_hang(self, pool: AgentPool, seconds: float) -> Outcome:
         """Nobody moves: have all stacks written, name who is missing, stop."""
         self.context.observer.notice(
             f"no rank has moved for {seconds:.0f} s: looking at their stacks, then stopping"
         )
+        ranks = self.ranks
         nodes = pool.present
         for node in nodes:
             pool.send(node, DumpStacks(py_spy=True))
-        deadline = time.monotonic() + self.stacks.seconds
-        while time.monotonic() < deadline and not self.losses and not self.stacks.complete(nodes):
-            await self._take_next(pool)
-        self.stacks.write()
-        hang = self.stacks.judge(
-            self.heartbeats, self.running, lambda rank: pool.host(self.node_of[rank]), seconds
+        deadline = time.monotonic() + ranks.stacks.seconds
+        while time.monotonic() < deadline and not ranks.losses and not ranks.stacks.complete(nodes):
+            await self._handle_frames(pool)
+        ranks.stacks.write()
+        hang = ranks.stacks.judge(
+            ranks.heartbeats, ranks.running, lambda rank: self._host_of(pool, rank), seconds
         )
         cause = hang.root_cause
         assert cause is not None
@@ -475,119 +433,49 @@ class Attempt:
         await self._stop_all(pool, "it hangs")
         return hang
 
-    async def _take_next(self, pool: AgentPool) -> None:
+    async def _handle_frames(self, pool: AgentPool) -> None:
         """Take in what has come, waiting a little for it; then let the view look."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(POLL_SECONDS):
-                self._take(pool, *await pool.received.get())
+                self.ranks.handle(pool, *await pool.received.get())
         while not pool.received.empty():
-            self._take(pool, *pool.received.get_nowait())
+            self.ranks.handle(pool, *pool.received.get_nowait())
         self.context.observer.tick()
 
-    def _take(self, pool: AgentPool, node: int, frame: Frame) -> None:
-        host = pool.host(node)
-        match frame:
-            case HeartbeatReport():
-                for key, beat in frame.beats.items():
-                    self.heartbeats.take(int(key), beat)
-            case ProcessStarted():
-                self._started(int(frame.key), host, frame.pid)
-            case StartFailed():
-                self.waiting.discard(int(frame.key))
-                self.not_started.append((host, f"rank {frame.key}: {frame.error}"))
-            case ProcessEnded():
-                self._ended(pool, node, frame)
-            case ProcessesStopped():
-                self.stopped[node] = [
-                    SurvivingProcess(host=host, pid=left.pid, argv0=left.argv0)
-                    for left in frame.left
-                ]
-            case StackReport():
-                self.stacks.take(node, frame)
-            case ProcessOutput():
-                self._note(AgentOutput(node, host, frame.text))
-            case AgentLost():
-                self._lost(pool, node, frame)
-
-    def _started(self, rank: int, host: str, pid: int) -> None:
-        self.waiting.discard(rank)
-        self.running.add(rank)
-        self._note(RankStarted(rank, host, pid))
-
-    def _ended(self, pool: AgentPool, node: int, frame: ProcessEnded) -> None:
-        rank = int(frame.key)
-        self.waiting.discard(rank)
-        self.running.discard(rank)
-        time_here = frame.time - pool.hellos[node].clock_offset
-        if frame.error:
-            error = self._redacted_error(rank)
-        else:
-            error = None
-        end = RankExit(
-            rank=rank,
-            host=pool.host(node),
-            code=frame.code,
-            time=time_here,
-            stopped=frame.stopped,
-            done=frame.done,
-            error=error,
-            last=[self.redactor.text(line) for line in frame.last],
-            oom=frame.oom,
-            log=str(self.folder.log(rank)),
-        )
-        self.ends.append(end)
-        self._note(RankEnded(rank, end.code, end.stopped, end.done))
-
-    def _note(self, event: Event) -> None:
-        """Tell of one rank. What is decided is decided by what we hold in memory: a full disk
-        loses the line, not the run."""
-        with contextlib.suppress(OSError):
-            self.events.write_soon(event)
-
-    def _redacted_error(self, rank: int) -> dict[str, Any] | None:
-        """What the rank wrote down about its failure, with secrets taken out, of the file too."""
-        path = self.folder.error(rank)
-        try:
-            value = read_json(path)
-            clean = self.redactor.value(value)
-            if clean != value:
-                write_json(path, clean)
-        except (OSError, ValueError):
-            return None
-        if isinstance(clean, dict):
-            return clean
-        return None
-
-    def _lost(self, pool: AgentPool, node: int, frame: AgentLost) -> None:
-        gone = {rank for rank, where in self.node_of.items() if where == node}
-        if node not in self.stopped or gone & self.running:
-            self.losses.append(
-                LostContact(pool.host(node), frame.why, time.time() - frame.ago, frame.silent)
-            )
-            self.lost_at = max(self.lost_at or 0.0, time.monotonic() - frame.ago)
-            # a full disk must not keep us from stopping the others
-            with contextlib.suppress(OSError):
-                self.events.write(ContactLost(node, pool.host(node), frame.why))
-        self.running -= gone
-        self.waiting -= gone
-
-    async def _stop_all(self, pool: AgentPool, reason: str) -> list[SurvivingProcess]:
-        """TERM, KILL after the grace, on every host; returns what outlived that, from those that
-        answered."""
+    async def _stop_all(self, pool: AgentPool, reason: str) -> None:
+        """TERM, KILL after the grace, on every host that has not said yet what is left on it."""
+        if not self.ranks.node_of:
+            return
+        stopped = self.ranks.stopped
+        nodes = [node for node in pool.present if node not in stopped]
+        if not nodes:
+            return
         grace = self.job.cluster.watch.grace
-        if self.node_of:
-            nodes = [node for node in pool.present if node not in self.stopped]
-        else:
-            nodes = []
-        if nodes:
-            for node in nodes:
-                pool.send(node, StopProcesses(grace))
-            if self.running:
-                with contextlib.suppress(OSError):
-                    self.events.write(RanksStopped(reason, sorted(self.running)))
-            deadline = time.monotonic() + grace + STOP_SECONDS
-            while time.monotonic() < deadline and any(
-                node not in self.stopped and node not in pool.lost for node in nodes
-            ):
-                await self._take_next(pool)
-        return [left for found in self.stopped.values() for left in found]
+        for node in nodes:
+            pool.send(node, StopProcesses(grace))
+        if self.ranks.running:
+            with contextlib.suppress(OSError):
+                self.events.write(RanksStopped(reason, sorted(self.ranks.running)))
+        deadline = time.monotonic() + grace + STOP_SECONDS
+        while time.monotonic() < deadline and any(
+            node not in stopped and node not in pool.lost for node in nodes
+        ):
+            await self._handle_frames(pool)
+
+
+def _outcome_of_error(error: Exception) -> Outcome:
+    """How an attempt ends that an error of our own process ended."""
+    if isinstance(error, StartError):
+        return error.outcome
+    if isinstance(error, TrainkitError):
+        failure_class: FailureClass = "user" if error.exit == Exit.CONFIG else "infra"
+        return Outcome(error.exit, failure_class, {"message": error.message, "advice": error.hint})
+    if isinstance(error, OSError):
+        return Outcome(
+            Exit.RANK_INFRA, "infra", {"message": f"the supervisor cannot go on: {error}"}
+        )
+    # a mistake of ours, or a report of a host that nobody foresaw: the result still has to say
+    # what is left on the hosts
+    traceback.print_exception(error)
+    message = f"the supervisor failed: {type(error).__name__}: {error}"
+    return Outcome(Exit.BUG, "infra", {"message": message})

@@ -64,7 +64,7 @@ class StartError(Exception):
 
 
 async def gather(
-    pool: AgentPool, *, gpus: int = 0, joined: Callable[[JoinedAgent], None] = lambda hello: None
+    pool: AgentPool, *, gpus: int = 0, on_joined: Callable[[JoinedAgent], None] = lambda hello: None
 ) -> list[JoinedAgent]:
     """Every agent's hello, once they all agree. Raises StartError: 8 with all hosts that did not
     come, 7 with all that differ.
@@ -72,12 +72,12 @@ async def gather(
     Args:
         pool: entered, and not yet spoken to.
         gpus: how many each host must have.
-        joined: told of each that came.
+        on_joined: called with each that came.
     """
     answers = await pool.gather(pool.session.connect)
     hellos = [answer for answer in answers if isinstance(answer, JoinedAgent)]
     for hello in hellos:
-        joined(hello)
+        on_joined(hello)
     if missing := [answer for answer in answers if isinstance(answer, MissingAgent)]:
         _refuse_missing(missing, len(answers), pool.session)
     if wrong := host_inconsistencies(hellos, pool.session, gpus):

@@ -249,9 +249,9 @@ class Supervisor:
             raise
         end = self._judged(end)
         self._record(end)
-        if end.doubtful and await self._sweep(
-            [host for host in hosts if host.name in end.doubtful]
-        ) == len(end.doubtful):
+        if end.uncertain and await self._sweep(
+            [host for host in hosts if host.name in end.uncertain]
+        ) == len(end.uncertain):
             end.lost_at = None
         return end
 
