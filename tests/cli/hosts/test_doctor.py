@@ -14,12 +14,8 @@ from trainkit.cli.hosts.doctor import _cells
 from trainkit.jobs.clusters import Cluster
 from trainkit.jobs.devices import built_in_device
 from trainkit.launch.cluster_care.gpu_health import gpu_symptoms
-from trainkit.launch.cluster_care.health_checks import (
-    COLUMNS,
-    examine_hosts,
-    find_host_problems,
-    find_pair_problems,
-)
+from trainkit.launch.cluster_care.health_checks import examine_hosts, find_pair_problems
+from trainkit.launch.cluster_care.host_checks import COLUMNS, find_host_problems
 from trainkit.launch.cluster_care.pairwise_bandwidth import (
     PairBandwidth,
     find_slow_nodes,

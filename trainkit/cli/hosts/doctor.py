@@ -14,12 +14,8 @@ from trainkit.cli.host_options import hosts_to_ask
 from trainkit.cli.hosts.nodes import usual_cluster
 from trainkit.cli.tables import Listing
 from trainkit.cli.wrapper import TaskContext, TaskResult
-from trainkit.launch.cluster_care.health_checks import (
-    COLUMNS,
-    ClusterExamination,
-    Finding,
-    examine_hosts,
-)
+from trainkit.launch.cluster_care.health_checks import ClusterExamination, examine_hosts
+from trainkit.launch.cluster_care.host_checks import COLUMNS, Finding
 from trainkit.launch.hosts.quarantine import read_quarantine
 from trainkit.launch.supervise.agent_pool import JoinedAgent, MissingAgent
 

@@ -131,7 +131,7 @@ async def measure_pair_bandwidths(pool: AgentPool, *, most: int = ROUNDS) -> lis
         for pair in pairs:
             if pair[0] in ports:
                 programs |= _programs(pool, pair, ports[pair[0]])
-        said = await run_on_agents(pool, programs, ROUND_SECONDS, turn=f"round{number}-")
+        said = await run_on_agents(pool, programs, ROUND_SECONDS, key_prefix=f"round{number}-")
         found += [_pair(pair, said) for pair in pairs]
     return found
 

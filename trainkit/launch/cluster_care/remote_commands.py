@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from trainkit.jobs.clusters import Cluster
 from trainkit.launch.hosts.hostfile import Host
 from trainkit.launch.launchers.contract import Launcher
 from trainkit.launch.protocol.frames import (
+    Frame,
     ProcessEnded,
     ProcessesStopped,
     ProcessOutput,
@@ -84,72 +86,89 @@ async def bind_to_agents(pool: AgentPool) -> None:
     )
 
 
+Program = tuple[int, str]  # (node, the command's key)
+
+
 async def run_on_agents(
     pool: AgentPool,
-    programs: Mapping[int, Sequence[RemoteCommand]],
+    commands: Mapping[int, Sequence[RemoteCommand]],
     seconds: float,
     *,
-    turn: str = "",
-) -> dict[tuple[int, str], CommandResult]:
-    """Start programs by node, all at once, and wait until all have ended; what has not after so
-    many `seconds` is stopped.
+    key_prefix: str = "",
+) -> dict[Program, CommandResult]:
+    """Start programs by node, all at once, and wait until all have ended.
 
     Args:
-        turn: tells the programs of several calls on one pool apart.
+        pool: whose agents start them.
+        commands: by node.
+        seconds: what has not ended after so many is stopped.
+        key_prefix: tells the programs of several calls on one pool apart.
 
     Returns:
-        What each said, by (node, its key).
+        What each printed, by (node, its key).
     """
-    said = {
-        (node, program.key): CommandResult() for node, each in programs.items() for program in each
-    }
-    ended = set[tuple[int, str]]()
-    for node, each in programs.items():
-        processes = tuple(program.process(turn + program.key) for program in each)
+    running = _RunningCommands(commands, key_prefix)
+    for node, each in commands.items():
+        processes = tuple(command.process(key_prefix + command.key) for command in each)
         pool.send(node, StartProcesses(processes))
     deadline = time.monotonic() + seconds
-    while len(ended) < len(said):
+    while running.left and time.monotonic() < deadline:
         for node, lost in pool.lost.items():
-            for who in [who for who in said if who[0] == node and who not in ended]:
-                said[who].error = lost.why
-                ended.add(who)
-        try:
+            running.lose(node, lost.why)
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(min(deadline - time.monotonic(), 1.0)):
-                node, frame = await pool.received.get()
-        except TimeoutError:
-            if time.monotonic() < deadline:
-                continue
-            break
-        if not isinstance(frame, ProcessReport):
-            continue
-        who = node, frame.key.removeprefix(turn)
-        if who in said and frame.key.startswith(turn):
-            _take(said[who], frame, ended, who)
-    if slow := [who for who in said if who not in ended]:
-        for who in slow:
-            said[who].error = f"no end within {seconds:g} s"
-        frames = {
-            node: StopProcesses(1.0, tuple(turn + k for n, k in slow if n == node))
-            for node in {n for n, _ in slow}
-        }
+                running.handle(*await pool.received.get())
+    await _stop_slow(pool, running, seconds)
+    return running.results
+
+
+class _RunningCommands:
+    """Programs that have been started, and what they have printed so far."""
+
+    def __init__(self, commands: Mapping[int, Sequence[RemoteCommand]], key_prefix: str) -> None:
+        self.key_prefix = key_prefix
+        self.results: dict[Program, CommandResult] = {}
+        for node, each in commands.items():
+            for command in each:
+                self.results[node, command.key] = CommandResult()
+        self.left = set(self.results)  # those that have not ended
+
+    def lose(self, node: int, why: str) -> None:
+        """A node's agent is lost, and with it what has not ended there."""
+        for program in [each for each in self.left if each[0] == node]:
+            self.results[program].error = why
+            self.left.discard(program)
+
+    def handle(self, node: int, frame: Frame) -> None:
+        """Take in a frame; one about programs of another call is passed over."""
+        if not isinstance(frame, ProcessReport) or not frame.key.startswith(self.key_prefix):
+            return
+        program = node, frame.key.removeprefix(self.key_prefix)
+        result = self.results.get(program)
+        if result is None:
+            return
+        match frame:
+            case ProcessOutput(stream="out"):
+                result.out += frame.text
+            case ProcessOutput():
+                result.err += frame.text
+            case StartFailed():
+                result.error = frame.error
+                self.left.discard(program)
+            case ProcessEnded():
+                result.code = frame.code
+                self.left.discard(program)
+
+
+async def _stop_slow(pool: AgentPool, running: _RunningCommands, seconds: float) -> None:
+    """Stop what has not ended in time."""
+    slow: dict[int, list[str]] = {}
+    for node, key in sorted(running.left):
+        running.results[node, key].error = f"no end within {seconds:g} s"
+        slow.setdefault(node, []).append(running.key_prefix + key)
+    if slow:
+        frames = {node: StopProcesses(1.0, tuple(keys)) for node, keys in slow.items()}
         await pool.ask(frames, (ProcessesStopped,), 1.0 + STOP_SECONDS)
-    return said
-
-
-def _take(
-    said: CommandResult, frame: ProcessReport, ended: set[tuple[int, str]], who: tuple[int, str]
-) -> None:
-    match frame:
-        case ProcessOutput(stream="out"):
-            said.out += frame.text
-        case ProcessOutput():
-            said.err += frame.text
-        case StartFailed():
-            said.error = frame.error
-            ended.add(who)
-        case ProcessEnded():
-            said.code = frame.code
-            ended.add(who)
 
 
 def run_on_hosts(
