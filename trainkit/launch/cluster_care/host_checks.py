@@ -21,20 +21,6 @@ LEAST_DISK = 2 * GIB  # less is as good as full: a checkpoint's first file would
 LEAST_SHARED = 128 * 2**20  # a container has 64 MiB where nobody asks for more
 LEAST_FILES = 16_384  # a rank holds a file a shard of the data, and a socket a peer
 LEAST_LOCKED = 64 * 2**20
-COLUMNS = (
-    "python",
-    "torch",
-    "driver",
-    "kernel",
-    "clock",
-    "root",
-    "disk",
-    "gpus",
-    "address",
-    "files",
-    "shm",
-    "proof",
-)
 Check = Literal[
     "reach",
     "python",
@@ -51,6 +37,20 @@ Check = Literal[
     "proof",
     "all-reduce",
 ]
+COLUMNS: tuple[Check, ...] = (
+    "python",
+    "torch",
+    "driver",
+    "kernel",
+    "clock",
+    "root",
+    "disk",
+    "gpus",
+    "address",
+    "files",
+    "shm",
+    "proof",
+)
 # versions that hosts are compared by
 COMPARED: tuple[Check, ...] = ("python", "torch", "driver", "kernel")
 # what the end of a transport says, and what to do about it
