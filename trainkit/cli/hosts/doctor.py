@@ -135,7 +135,7 @@ def _table(seen: ClusterExamination, findings: Sequence[Finding], others: Iterab
     drop += [name for name in last_first if name in found]
     table = Listing("host", *headings.values(), drop=[headings[name] for name in drop])
     for answer in seen.answers:
-        cells = dict.fromkeys(COLUMNS, "")
+        cells: dict[str, str] = dict.fromkeys(COLUMNS, "")
         if not isinstance(answer, MissingAgent):
             cells = _cells(answer)
         table.add_row(
