@@ -35,7 +35,7 @@ class WorldNode:
 
 
 @dataclass(frozen=True)
-class World:
+class RunWorld:
     """All ranks of an attempt.
 
     Args:
@@ -94,7 +94,7 @@ class World:
         )
 
     @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> World:
+    def from_json(cls, value: Mapping[str, Any]) -> RunWorld:
         """Read the document; older versions wrote less of it."""
         nodes = tuple(
             WorldNode(
@@ -119,11 +119,11 @@ class World:
         )
 
 
-def write_world(run: RunFolder, world: World) -> None:
+def write_world(run: RunFolder, world: RunWorld) -> None:
     """Write launch/world.json."""
     write_json(run.world, world.to_json())
 
 
-def read_world(run: RunFolder) -> World:
+def read_world(run: RunFolder) -> RunWorld:
     """Read launch/world.json. Raises ConfigError for a file of another form."""
-    return World.from_json(read_document(run.world, "world/1"))
+    return RunWorld.from_json(read_document(run.world, "world/1"))

@@ -17,16 +17,16 @@ from trainkit.launch.supervise.rank_environment import (
     secret_values,
 )
 from trainkit.runs.folder import AttemptFolder
-from trainkit.runs.world import World, WorldNode
+from trainkit.runs.world import RunWorld, WorldNode
 
 HOSTILE = {"A": 'it\'s "quoted" `id` $HOME $(id) %h %n %%', "B": 'a\nb\t{"a": 1} ü 漢字', "C": ""}
 
 
 def world_of(
     run: Path, nodes: tuple[WorldNode, ...], address: str, *, network: bool = False
-) -> World:
+) -> RunWorld:
     command = Command(("python", "x"), HOSTILE, ("KEY",), run, ranks_per_node=3)
-    return World(run.name, 2, address, 20001, network, nodes, command.to_json())
+    return RunWorld(run.name, 2, address, 20001, network, nodes, command.to_json())
 
 
 def test_environment_is_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,7 +62,7 @@ from trainkit.runs.events import (
     SurvivingProcess,
 )
 from trainkit.runs.folder import RunFolder
-from trainkit.runs.world import World, write_world
+from trainkit.runs.world import RunWorld, write_world
 
 POLL_SECONDS = 0.05
 # how long peers of a failed rank have to write down their own view before they are stopped
@@ -174,7 +174,7 @@ class Attempt:
         self.events = EventLog(self.folder)
         self.redactor = Redactor(context.secrets.values())
         self.ranks = RankTracker(self.folder, self.events, self.redactor, job.cluster.watch)
-        self.world: World | None = None  # once the agents have come together
+        self.world: RunWorld | None = None  # once the agents have come together
         self.save_announced = False
         self.save_requested = False
         self.began = False
@@ -336,7 +336,7 @@ class Attempt:
             )
             pool.send(number, StartProcesses(processes, tuple(self.context.secrets)))
 
-    def _process(self, world: World, node: int, local_rank: int, rank: int) -> ProcessSpec:
+    def _process(self, world: RunWorld, node: int, local_rank: int, rank: int) -> ProcessSpec:
         return ProcessSpec(
             key=str(rank),
             argv=tuple(self.command.argv),

@@ -12,7 +12,7 @@ from trainkit.base.redact import SHORTEST
 from trainkit.jobs.schema import Job
 from trainkit.launch.hosts.hostfile import Host
 from trainkit.runs.folder import AttemptFolder
-from trainkit.runs.world import World, WorldNode
+from trainkit.runs.world import RunWorld, WorldNode
 
 # below Linux's ephemeral range, so that no outgoing connection takes one meanwhile
 PORTS = range(20000, 32000)
@@ -90,7 +90,7 @@ def secret_values(names: tuple[str, ...], environment: Mapping[str, str]) -> dic
 
 
 def rank_environment(
-    world: World, node_rank: int, local_rank: int, attempt: AttemptFolder
+    world: RunWorld, node_rank: int, local_rank: int, attempt: AttemptFolder
 ) -> dict[str, str]:
     """What one rank has in its environment beyond what its host gives it: the command's, torch's
     variables, and where to report.
@@ -117,7 +117,7 @@ def rank_environment(
     return {**_devices_and_network(world, node), **world.environment, **own}
 
 
-def _devices_and_network(world: World, node: WorldNode) -> dict[str, str]:
+def _devices_and_network(world: RunWorld, node: WorldNode) -> dict[str, str]:
     """Which GPUs, and which interface: gloo would take the one that the host's own name stands
     for, which on many machines is the loopback one."""
     if node.visible is None:

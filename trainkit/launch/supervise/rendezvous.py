@@ -33,7 +33,7 @@ from trainkit.launch.supervise.rank_environment import (
     visible_devices,
 )
 from trainkit.runs.events import FailureClass, RootCause
-from trainkit.runs.world import World, WorldNode
+from trainkit.runs.world import RunWorld, WorldNode
 
 # beyond lease and grace, for agents of an earlier attempt of this run to be gone
 OWN_SECONDS = 10.0
@@ -317,7 +317,7 @@ async def rendezvous(pool: AgentPool, job: Job) -> tuple[str, int]:
     return address, int(port)
 
 
-def build_world(pool: AgentPool, job: Job, command: Command, address: str, port: int) -> World:
+def build_world(pool: AgentPool, job: Job, command: Command, address: str, port: int) -> RunWorld:
     """Ranks over the session's hosts, in order.
 
     Args:
@@ -346,7 +346,7 @@ def build_world(pool: AgentPool, job: Job, command: Command, address: str, port:
                 visible,
             )
         )
-    return World(
+    return RunWorld(
         session.run,
         session.attempt,
         address,
