@@ -196,29 +196,25 @@ def make_plan(
 
     Raises ValueError for the rules of another engine.
     """
-    if rules.engine != job.engine:
-        raise ValueError(
-            f"job {job.name} is for engine {job.engine}, these are the rules of {rules.engine}"
-        )
+    _refuse_other_rules(job, rules)
     known = prepared or PreparedData()
     trained = vocab_size or known.vocab_size
     vocab = _vocab_size(job, trained)
     tokens = consumed_after(job, job.training.train_iters) * job.model.seq_length
     epochs = epochs_of(job.dataset, tokens, known.dataset_tokens)
     sizes = Sizes(rules, vocab, trained, known.host_bytes) if vocab else None
-    objections = list(_with_remedies(job, rules, trained, sizes))
     memory = host = storage = None
     if sizes:
         memory = sizes.memory(job)
         host = sizes.host(job, memory)
-        objections += memory_objections(job, sizes, memory, host)
     counts = _counts(job, rules, vocab)
     if counts.engine_parameters:
         storage = storage_of(job, rules, counts.engine_parameters, known.free_bytes)
-        objections += storage_objections(job, storage)
     duration = _duration(job, counts, tokens, _costs(job, rules, counts, storage, memory), measured)
-    if duration:
-        objections += time_objections(job, duration, storage)
+    limits = _limit_objections(job, sizes, memory, host, storage, duration)
+    remarks = list(notes(job, memory, storage, duration, epochs))
+    if sizes:
+        remarks += bubble_notes(job, sizes, duration)
     return Plan(
         job=job.name,
         engine=job.engine,
@@ -238,12 +234,33 @@ def make_plan(
         duration=duration,
         epochs=epochs,
         measured=measured,
-        objections=tuple(objections),
-        notes=(
-            *notes(job, memory, storage, duration, epochs),
-            *(bubble_notes(job, sizes, duration) if sizes else ()),
-        ),
+        objections=(*_with_remedies(job, rules, trained, sizes), *limits),
+        notes=tuple(remarks),
     )
+
+
+def _limit_objections(
+    job: Job,
+    sizes: Sizes | None,
+    memory: Memory | None,
+    host: HostMemory | None,
+    storage: Storage | None,
+    duration: Duration | None,
+) -> Iterator[Objection]:
+    """What the job needs more of than there is: memory, room on disk, time."""
+    if sizes and memory and host:
+        yield from memory_objections(job, sizes, memory, host)
+    if storage:
+        yield from storage_objections(job, storage)
+    if duration:
+        yield from time_objections(job, duration, storage)
+
+
+def _refuse_other_rules(job: Job, rules: Rules) -> None:
+    if rules.engine != job.engine:
+        raise ValueError(
+            f"job {job.name} is for engine {job.engine}, these are the rules of {rules.engine}"
+        )
 
 
 @dataclass(frozen=True)
