@@ -7,13 +7,13 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from trainkit.base.documents import document, read_document
 from trainkit.base.errors import ConfigError, Exit, Problem, SourceLocation
 from trainkit.base.files import write_json
 from trainkit.jobs.schema import Job
 from trainkit.launch.hosts.hostfile import Host, filter_hosts, host_key, read_hostfile
+from trainkit.launch.protocol.json_fields import FieldError, read_fields
 from trainkit.runs.folder import RunFolder
 
 HERE = "localhost"  # what a hostfile may call this machine
@@ -47,7 +47,7 @@ class HostList:
         """The same on every host."""
         return len(self.hosts[0].slots)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """The form hosts/1."""
         return document(
             "hosts/1",
@@ -68,12 +68,13 @@ def write_hosts(run: RunFolder, hosts: HostList) -> None:
 
 def read_hosts(run: RunFolder) -> HostList:
     """Read launch/hosts.json. Raises ConfigError where it is missing or of another form."""
-    value = read_document(hosts_path(run), "hosts/1")
-    return HostList(
-        tuple(Host(**{**host, "slots": tuple(host["slots"])}) for host in value["hosts"]),
-        value["nodes"],
-        value["hostfile"],
-    )
+    path = hosts_path(run)
+    value = read_document(path, "hosts/1")
+    try:
+        hosts = tuple(read_fields(Host, host, "host") for host in value["hosts"])
+    except FieldError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    return HostList(hosts, value["nodes"], value["hostfile"])
 
 
 def this_host() -> Host:
