@@ -19,7 +19,7 @@ from tests.conftest import Project
 
 PACKAGE = Path(trainkit.__file__).parent
 ORDER = {  # of a folder's rooms and its files of their own: each imports only what stands before it
-    "trainkit": "base families jobs plan runs data train engines stages launch cli",
+    "trainkit": "base families jobs plan runs data train engines stages launch experiment cli",
     "trainkit.data": "fetch sums text unit_specs tokenizer indexed sources order tokenize",
     "trainkit.train": (
         "metrics torch_compat model parallel checkpoint rank_agreement rank_statistics update"
@@ -27,8 +27,10 @@ ORDER = {  # of a folder's rooms and its files of their own: each imports only w
     ),
     "trainkit.launch": (
         "programs protocol hosts agent containers session launchers run_inputs supervise"
-        " local_ranks remote_units cluster_care start slurm main"
+        " local_ranks remote_units cluster_care stage_lines preparation scheduler readiness"
+        " session_preview start direct slurm schedulers main"
     ),
+    "trainkit.experiment": "options hosts start prepare follow cancel api",
     "trainkit.cli": (
         "completion help_texts parameters options tables wrapper config host_options init run hosts"
         " model inspect checkout tasks_config tasks_run tasks_inspect tasks_hosts tasks_model"

@@ -116,7 +116,7 @@ def test_a_run_and_its_stages_are_one_graph(slurm: SlurmProject) -> None:
     dry = slurm.invoke("train", "text", "--dry-run").stdout
     assert (
         "sbatch --parsable --dependency=afterok:text-ready --kill-on-invalid-dep=yes" in dry
-        and "cli/run/preflight.py" in dry
+        and "launch/slurm/finish_stages.py" in dry
         and dry.count("#!/bin/bash -l") == 4
     )
     assert not slurm.runs() and not slurm.jobs()

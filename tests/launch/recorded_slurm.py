@@ -14,9 +14,13 @@ import pytest
 
 from tests import forkserver
 from trainkit.jobs.load import load
+from trainkit.jobs.resolved import ResolvedJob
 from trainkit.jobs.schema import Job
+from trainkit.launch.hosts.selection import local_hosts
+from trainkit.launch.scheduler import RunRequest
 from trainkit.launch.slurm.arrays import slurm_place_of
 from trainkit.launch.slurm.job_graph import Graph, Part, stages_of, submit_graph
+from trainkit.plan.planner import make_plan
 from trainkit.runs.folder import RunFolder
 from trainkit.stages.contract import Need, Unit
 from trainkit.stages.in_flight import ArraysInFlight
@@ -64,6 +68,12 @@ model = "text"
 dataset = "lines"
 sample_order = "megatron"
 """
+
+
+def new_request(resolved: ResolvedJob, project: Path) -> RunRequest:
+    """A run whose stages are still to be made."""
+    plan = make_plan(resolved.job)
+    return RunRequest(resolved, plan, None, project, local_hosts(resolved.job))
 
 
 @dataclass
@@ -146,7 +156,7 @@ def submit(
 
 def ready(run: RunFolder) -> int:
     """What Slurm would start last before the run: its exit code."""
-    program = run.code.resolve() / "trainkit" / "cli" / "run" / "preflight.py"
+    program = run.code.resolve() / "trainkit" / "launch" / "slurm" / "finish_stages.py"
     return forkserver.run(
         [sys.executable, "-I", str(program), str(run.path)], stdout=subprocess.DEVNULL, check=False
     ).returncode

@@ -12,13 +12,13 @@ from trainkit.launch.programs import PROGRAM_PATHS, ProgramName, program_path
 
 @pytest.mark.parametrize("name", PROGRAM_PATHS)
 def test_programs_are_found_in_code_of_any_version(name: ProgramName, tmp_path: Path) -> None:
-    today, before = PROGRAM_PATHS[name]
-    assert (
-        program_path(Path(trainkit.__file__).parents[1], name)
-        == Path(trainkit.__file__).parent / today
-    )
-    assert (Path(trainkit.__file__).parent / today).is_file()
+    package = Path(trainkit.__file__).parent
+    today, *before = PROGRAM_PATHS[name]
+    assert program_path(package.parent, name) == package / today
+    assert (package / today).is_file() and before
     assert program_path(tmp_path, name) == tmp_path / "trainkit" / today  # nothing is there yet
-    (tmp_path / "trainkit" / before).parent.mkdir(parents=True)
-    (tmp_path / "trainkit" / before).touch()
-    assert program_path(tmp_path, name) == tmp_path / "trainkit" / before
+    for number, place in enumerate(before):
+        code = tmp_path / str(number)
+        (code / "trainkit" / place).parent.mkdir(parents=True)
+        (code / "trainkit" / place).touch()
+        assert program_path(code, name) == code / "trainkit" / place

@@ -13,17 +13,6 @@ FORCE = {"force": "build again even if it is up to date"}
 STEP = "step of the checkpoint (default: the newest valid one)"
 CLUSTER = {"cluster": "a cluster of jobs.toml (default: that of [defaults].job)"}
 HOSTFILE = {"hostfile": "use this hostfile instead of the cluster's"}
-HOSTS = {
-    "cluster": "run on this cluster of jobs.toml",
-    "nodes": "number of nodes (0: as the job says)",
-    **HOSTFILE,
-    "include": "use only these hosts of the hostfile: HOST[:SLOTS]@HOST..., SLOTS as in 0,2-3",
-    "exclude": "do not use these hosts, or these slots of them",
-    "detach": "return as soon as the run is started; it needs no terminal",
-    "foreground": "end the run when this command ends",
-    "share": "allow slots that another run uses",
-    "existing": "slurm: use the nodes of the allocation that this is typed in (salloc)",
-}
 DEVICE = "cpu or cuda (default: that of the job's cluster)"
 TENSOR = "split the model over so many ranks of this machine, if one device is too small"
 FLOPS = "also count TFLOP/s by this convention: megatron-2021, palm-6n or gpt-neox-2022"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from trainkit.cli.help_texts import FORCE, HOSTS, JOB, RUN, SET
+from trainkit.cli.help_texts import FORCE, JOB, RUN
 from trainkit.cli.wrapper import TaskContext, TaskResult, make_task
+from trainkit.experiment.options import ResumeOptions, TrainOptions
 
 
 @make_task(help=FORCE, takes_json=True, takes_dry_run=True)
@@ -36,81 +37,32 @@ def prep_data(
 ) -> TaskResult:
     """Tokenize a dataset (default: that of [defaults].job)."""
     from trainkit.cli.run import stages as prepare
+    from trainkit.experiment.prepare import PrepareOptions
 
-    return prepare.prep_data(task, dataset, job, cluster, workers, force=force)
+    options = PrepareOptions(dataset, job, cluster, workers or None, force, task.dry_run)
+    return prepare.prep_data(task, options)
 
 
-@make_task(
-    help={**JOB, **SET, **HOSTS, "no-stages": "fail (exit 5) instead of preparing what is stale"},
-    takes_json=True,
-    takes_dry_run=True,
-    minimum={"nodes": 0},
-)
-def train(
-    task: TaskContext,
-    job: str,
-    set: tuple[str, ...] = (),
-    no_stages: bool = False,
-    cluster: str = "",
-    nodes: int = 0,
-    hostfile: str = "",
-    include: str = "",
-    exclude: str = "",
-    detach: bool = False,
-    foreground: bool = False,
-    share: bool = False,
-    existing: bool = False,
-) -> TaskResult:
+@make_task(options=TrainOptions, help=JOB, takes_json=True, takes_dry_run=True)
+def train(task: TaskContext, job: str, options: TrainOptions) -> TaskResult:
     """Prepare what is stale, then train a job and follow it.
 
     The exit code is the run's. Ctrl-C ends the following, not the run; twice saves and stops it.
     """
-    from trainkit.cli.host_options import HostOptions
-    from trainkit.cli.run import train as run
+    from trainkit.cli.run import train as runner
 
-    hosts = HostOptions(cluster, nodes, hostfile, include, exclude, existing)
-    following = run.Following(detach, foreground)
-    return run.train(
-        task, job, set, stages=not no_stages, share=share, words=hosts, following=following
-    )
+    return runner.train(task, job, options)
 
 
-@make_task(
-    help={
-        **RUN,
-        **HOSTS,
-        "set": "KEY=VALUE: change the number of ranks, intervals or length; may be repeated",
-        "code": "run: the code that the run began with; current: that of this checkout",
-    },
-    takes_json=True,
-    takes_dry_run=True,
-    minimum={"nodes": 0},
-)
-def resume(
-    task: TaskContext,
-    run: str,
-    set: tuple[str, ...] = (),
-    cluster: str = "",
-    nodes: int = 0,
-    hostfile: str = "",
-    include: str = "",
-    exclude: str = "",
-    detach: bool = False,
-    foreground: bool = False,
-    share: bool = False,
-    existing: bool = False,
-    code: str = "run",
-) -> TaskResult:
+@make_task(options=ResumeOptions, help=RUN, takes_json=True, takes_dry_run=True)
+def resume(task: TaskContext, run: str, options: ResumeOptions) -> TaskResult:
     """Continue a run from its newest valid checkpoint.
 
     The hosts, and within limits the layout, may be others than before.
     """
-    from trainkit.cli.host_options import HostOptions
     from trainkit.cli.run import train as runner
 
-    hosts = HostOptions(cluster, nodes, hostfile, include, exclude, existing)
-    following = runner.Following(detach, foreground)
-    return runner.resume(task, run, set, share=share, words=hosts, following=following, code=code)
+    return runner.resume(task, run, options)
 
 
 @make_task(help=RUN, takes_json=True)

@@ -18,10 +18,8 @@ if __name__ == "__main__":  # by path: the snapshot this file is part of comes f
 
 from trainkit.base.errors import TrainkitError
 from trainkit.jobs.resolved import read_job
-from trainkit.launch.slurm.batch_supervisor import supervise_batch
-from trainkit.launch.supervise.observer import silent_observer
-from trainkit.launch.supervise.rank_environment import secret_values
-from trainkit.launch.supervise.supervisor import locked_run, supervise
+from trainkit.launch.schedulers import scheduler_for
+from trainkit.launch.supervise.supervisor import locked_run
 from trainkit.runs.folder import RunFolder
 
 
@@ -43,11 +41,11 @@ def main() -> None:
     run = RunFolder(words.run_folder)
     try:
         with locked_run(run):
-            cluster = read_job(run.job).cluster
-            if cluster.launcher == "slurm":
-                sys.exit(int(supervise_batch(run, os.environ, prolog=words.prolog_failed).exit))
-            secrets = secret_values(cluster.secrets, os.environ)
-            sys.exit(int(supervise(run, secrets, silent_observer(), share=words.share).exit))
+            scheduler = scheduler_for(read_job(run.job).cluster)
+            outcome = scheduler.supervise(
+                run, os.environ, share=words.share, prolog_failed=words.prolog_failed
+            )
+            sys.exit(int(outcome.exit))
     except TrainkitError as error:
         print(f"ERROR: {error}", file=sys.stderr)
         sys.exit(int(error.exit))

@@ -75,7 +75,7 @@ class Session:
     def local(self) -> bool:
         """Whether the agents run on this machine, with nothing but `environment` and what the
         prolog adds to it."""
-        return self.cluster.launcher == "local"
+        return self.cluster.launcher_traits.one_machine
 
     @property
     def python(self) -> str:

@@ -7,117 +7,91 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import trainkit
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.files import write_json
-from trainkit.jobs.resolved import ResolvedJob, write_job
+from trainkit.jobs.resolved import write_job
 from trainkit.jobs.resume_changes import write_changed_job
-from trainkit.jobs.schema import Job
-from trainkit.launch.hosts.selection import HostList, write_hosts
+from trainkit.launch.hosts.selection import write_hosts
 from trainkit.launch.programs import program_path
 from trainkit.launch.run_inputs import write_inputs
+from trainkit.launch.scheduler import ResumeRequest, RunRequest
 from trainkit.launch.supervise.code_snapshot import link_code, take_snapshot
-from trainkit.launch.supervise.observer import RunObserver
 from trainkit.launch.supervise.outcome import Outcome, signal_name
 from trainkit.launch.supervise.rank_environment import secret_values
 from trainkit.launch.supervise.supervisor import locked_run, supervise
-from trainkit.plan.planner import Plan
 from trainkit.runs.events import AllRanksStarted, first_event, read_events
 from trainkit.runs.folder import RunFolder, new_run_folder
 from trainkit.runs.origin import write_origin
 from trainkit.runs.supervisor_status import read_supervisor_status, write_starter
-from trainkit.stages.contract import Need
-
-__all__ = ["RunObserver", "resume_run", "spawn_supervisor", "start_run"]
 
 # a shared file system under load may take that long to give Python its modules
 SPAWN_SECONDS = 60.0
 PACKAGE = Path(trainkit.__file__).parent
 
 
-def start_run(
-    resolved: ResolvedJob,
-    plan: Plan,
-    needs: Sequence[Need],
-    project: Path,
-    watch: RunObserver,
-    *,
-    hosts: HostList,
-    share: bool,
-    background: bool,
-) -> tuple[RunFolder, Outcome | None]:
-    """Make a run and supervise it to its end, or have a process of its own do that.
-
-    Args:
-        resolved: the job. plan: its plan. needs: what it reads, up to date. project: the folder
-        of jobs.toml. watch: how a person follows; not used in the background. hosts: where it
-        runs, and spares. share: run beside other runs on the same slots. background: return as
-        soon as a supervisor that outlives this process has taken over; then the outcome is None.
+def start_run(request: RunRequest) -> tuple[RunFolder, Outcome | None]:
+    """Make a run and supervise it to its end, or have a process of its own do that; the outcome
+    is None then.
 
     Raises TrainkitError: 17 if the slots are taken, 3 if a secret is missing; then nothing is
     left behind.
     """
-    job = resolved.job
+    job = request.job
     secrets = secret_values(job.cluster.secrets, os.environ)
     run = new_run_folder(Path(job.cluster.root or "."), job.name)
     with locked_run(run):
         try:
-            fill_run(run, resolved, plan, needs, project, secrets)
-            write_hosts(run, hosts)
+            fill_run(run, request, secrets)
+            write_hosts(run, request.hosts)
         except BaseException:
             shutil.rmtree(run.path, ignore_errors=True)
             raise
-        if not background:
-            outcome = supervise(run, secrets, watch, share=share)
+        if not request.background:
+            outcome = supervise(run, secrets, request.watch, share=request.share)
             if _never_began(run, 0, outcome):
                 shutil.rmtree(run.path)
                 raise _busy(outcome)
             return run, outcome
-    spawn_supervisor(run, share=share)
+    spawn_supervisor(run, share=request.share)
     return run, None
 
 
-def resume_run(
-    run: RunFolder,
-    job: Job,
-    document: dict[str, Any],
-    watch: RunObserver,
-    *,
-    hosts: HostList,
-    share: bool,
-    background: bool,
-    code: bool = False,
-    project: Path | None = None,
-) -> Outcome | None:
-    """Go on with a run, as `start_run`. `document` is the job.json it goes on with; `code`: with
-    a new snapshot of `project` instead of its own code.
+def resume_run(request: ResumeRequest) -> Outcome | None:
+    """Go on with a run, as `start_run`.
 
-    Raises TrainkitError (exit 17) if somebody else is just doing that, or if the slots are taken.
+    Raises TrainkitError (exit 17) if another process is just doing that, or if the slots are
+    taken.
     """
-    secrets = secret_values(job.cluster.secrets, os.environ)
+    run = request.run
+    secrets = secret_values(request.job.cluster.secrets, os.environ)
     with locked_run(run):
-        if code:
-            link_code(
-                take_snapshot(PACKAGE, run.root / "code", project or run.root).folder, run.code
-            )
-        write_changed_job(run.job, document)
-        write_hosts(run, hosts)
+        renew_run(request)
+        write_hosts(run, request.hosts)
         write_starter(run)
-        if not background:
+        if not request.background:
             before = len(run.attempts())
-            outcome = supervise(run, secrets, watch, share=share)
+            outcome = supervise(run, secrets, request.watch, share=request.share)
             if _never_began(run, before, outcome):
                 attempt = run.attempts()[-1]
                 shutil.rmtree(attempt.path)
                 shutil.rmtree(run.session(attempt.number), ignore_errors=True)
                 raise _busy(outcome)
             return outcome
-    spawn_supervisor(run, share=share)
+    spawn_supervisor(run, share=request.share)
     return None
+
+
+def renew_run(request: ResumeRequest) -> None:
+    """Write the job that a run goes on with and, where that is asked for, link it to new code.
+    The caller holds the run's lock."""
+    run = request.run
+    if request.new_code:
+        link_code(take_snapshot(PACKAGE, run.root / "code", request.project).folder, run.code)
+    write_changed_job(run.job, request.document)
 
 
 def _never_began(run: RunFolder, before: int, outcome: Outcome) -> bool:
@@ -144,7 +118,7 @@ def spawn_supervisor(run: RunFolder, *, share: bool) -> None:
     when this process and its terminal are gone.
 
     Returns when launch/supervisor.json says that it is there. Raises TrainkitError with its own
-    words where it ended before.
+    message where it ended before.
     """
     program = program_path(run.code.resolve(), "supervisor")
     argv = [
@@ -167,20 +141,7 @@ def spawn_supervisor(run: RunFolder, *, share: bool) -> None:
     deadline = time.monotonic() + SPAWN_SECONDS
     while (sign := read_supervisor_status(run)) is None or sign.identity.pid != child.pid:
         if (code := child.poll()) is not None:
-            said = log.read_text(errors="replace").strip().splitlines()[-1:]
-            if code < 0:  # as `status` says of the run that it leaves
-                words = f"the supervisor was ended by {signal_name(-code)} before it had begun"
-                hint = f"invoke resume {run.id}"
-                raise TrainkitError(words, exit=Exit.RANK_INFRA, hint=hint)
-            if code in {e.value for e in Exit}:
-                known = Exit(code)
-            else:
-                known = Exit.BUG
-            raise TrainkitError(
-                f"the supervisor ended at once: {said[0] if said else f'exit code {code}'}",
-                exit=known,
-                hint=f"see {log}",
-            )
+            raise _ended_at_once(run, code, log)
         if time.monotonic() > deadline:
             child.kill()
             raise TrainkitError(
@@ -191,21 +152,30 @@ def spawn_supervisor(run: RunFolder, *, share: bool) -> None:
         time.sleep(0.02)
 
 
-def fill_run(
-    run: RunFolder,
-    resolved: ResolvedJob,
-    plan: Plan,
-    needs: Sequence[Need] | None,
-    project: Path,
-    secrets: Mapping[str, str],
-) -> None:
-    """Snapshot, plan, origin, inputs, and last job.json, which makes the folder a run. `needs`
-    are None while they are still to be made: no inputs then."""
-    snapshot = take_snapshot(PACKAGE, run.root / "code", project)
+def _ended_at_once(run: RunFolder, code: int, log: Path) -> TrainkitError:
+    """The error for a supervisor that ended before it had signed."""
+    if code < 0:  # as `status` says of the run that it leaves
+        return TrainkitError(
+            f"the supervisor was ended by {signal_name(-code)} before it had begun",
+            exit=Exit.RANK_INFRA,
+            hint=f"invoke resume {run.id}",
+        )
+    known = Exit.BUG
+    if code in {each.value for each in Exit}:
+        known = Exit(code)
+    last = log.read_text(errors="replace").strip().splitlines()[-1:] or [f"exit code {code}"]
+    return TrainkitError(f"the supervisor ended at once: {last[0]}", exit=known, hint=f"see {log}")
+
+
+def fill_run(run: RunFolder, request: RunRequest, secrets: Mapping[str, str]) -> None:
+    """Snapshot, plan, origin, inputs, and last job.json, which makes the folder a run. There are
+    no inputs while the stages are still to be made."""
+    snapshot = take_snapshot(PACKAGE, run.root / "code", request.project)
     link_code(snapshot.folder, run.code)
-    write_json(run.plan, plan.to_json())
-    write_origin(run, project, snapshot.sha256, secrets, [vars(each) for each in snapshot.left_out])
-    if needs is not None:
-        write_inputs(run, needs)
+    write_json(run.plan, request.plan.to_json())
+    left_out = [vars(each) for each in snapshot.left_out]
+    write_origin(run, request.project, snapshot.sha256, secrets, left_out)
+    if request.needs is not None:
+        write_inputs(run, request.needs)
     write_starter(run)
-    write_job(run.job, resolved)
+    write_job(run.job, request.resolved)

@@ -19,6 +19,7 @@ from trainkit.stages.contract import Need
 
 FORM = "making/1"
 SUFFIX = ".making.json"
+SLURM = "slurm"  # the scheduler of records that name none
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,8 @@ class ArraysInFlight:
         arrays, in order. levels: for each array the file that its tasks read. runs: folders of
         the runs that wait for them, the first has submitted them; none where they are not a
         graph's, or are being taken out. owner: the process that has submitted them and waits for
-        them itself, for people; "" where a run has.
+        them itself, for people; "" where a run has. scheduler: the launcher's name, whose scheduler
+        knows the jobs.
     """
 
     lock: str
@@ -41,6 +43,7 @@ class ArraysInFlight:
     levels: tuple[str, ...]
     runs: tuple[str, ...]
     owner: str = ""
+    scheduler: str = SLURM
 
     def words(self) -> str:
         """Who makes it, for people."""
@@ -81,6 +84,7 @@ def read_in_flight(stamps: Path, name: str) -> ArraysInFlight | None:
         levels,
         runs,
         str(value["owner"]),
+        str(value.get("scheduler", SLURM)),
     )
 
 
@@ -95,7 +99,10 @@ def all_in_flight(stamps: Path, lock: str) -> list[ArraysInFlight]:
 
 def write_in_flight(stamps: Path, making: ArraysInFlight) -> None:
     """Write the record, whole or not at all."""
-    write_json(stamps / f"{making.name}{SUFFIX}", document(FORM, **asdict(making)))
+    values = asdict(making)
+    if making.scheduler == SLURM:
+        del values["scheduler"]
+    write_json(stamps / f"{making.name}{SUFFIX}", document(FORM, **values))
 
 
 def clear_in_flight(stamps: Path, name: str) -> None:

@@ -15,11 +15,12 @@ from rich.console import Console
 
 from tests.conftest import Project
 from trainkit.base.errors import ConfigError, Exit
-from trainkit.cli.config.plan import last_measured, plan, plan_of
+from trainkit.cli.config.plan import plan
 from trainkit.cli.config.render_plan import print_page
 from trainkit.cli.wrapper import TaskContext
 from trainkit.jobs.load import load
 from trainkit.jobs.resolved import ResolvedJob, write_job
+from trainkit.launch.readiness import last_measured, plan_of
 
 CHECKOUT = Path(__file__).resolve().parents[3]
 GPUS = """

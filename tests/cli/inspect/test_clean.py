@@ -15,6 +15,7 @@ from trainkit.base.locks import locked
 from trainkit.cli.inspect.clean import clean
 from trainkit.cli.run import train as runner
 from trainkit.cli.wrapper import TaskContext
+from trainkit.experiment.options import ResumeOptions
 from trainkit.runs.checkpoints import verify
 from trainkit.runs.folder import RunFolder
 
@@ -153,8 +154,7 @@ def test_resume_says_what_it_would_begin_with(
         runner.resume(
             TaskContext(json=False, dry_run=True, folder=project.path),
             "last",
-            ["training.train_iters=6"],
-            share=False,
+            ResumeOptions(set=["training.train_iters=6"]),
         )
         return capsys.readouterr().out
 

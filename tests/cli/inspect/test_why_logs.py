@@ -15,8 +15,8 @@ from trainkit.cli.inspect import logs
 from trainkit.cli.inspect import runs as follow
 from trainkit.cli.inspect.why import why
 from trainkit.cli.options import LogOptions
-from trainkit.cli.run.attach import told
 from trainkit.cli.wrapper import TaskContext
+from trainkit.experiment.follow import describe_event
 from trainkit.jobs.load import load
 from trainkit.jobs.resolved import write_job
 from trainkit.runs.event_tail import EventTail
@@ -305,7 +305,9 @@ def test_a_run_that_cannot_be_read_hides_no_other(
 def test_events_are_told_once(project: Project, run: RunFolder) -> None:
     seen, all_of_it = EventTail(run, skip_existing=True), EventTail(run)
     assert seen.new() == [] and [
-        told(number, event) for number, event in all_of_it.new() if told(number, event)
+        describe_event(number, event)
+        for number, event in all_of_it.new()
+        if describe_event(number, event)
     ] == [
         "attempt 1 failed (infra); going on as attempt 2",
         "attempt 2 begins",
@@ -315,11 +317,11 @@ def test_events_are_told_once(project: Project, run: RunFolder) -> None:
         file.flush()
         assert seen.new() == []
         file.write('st": "node2"}\nnonsense\n')
-    assert [told(*each) for each in seen.new()] == ["contact to node2 is lost"]
+    assert [describe_event(*each) for each in seen.new()] == ["contact to node2 is lost"]
 
 
 def test_a_hang_names_who_is_missing() -> None:
-    assert told(1, HangDetected([1, 3])).startswith(
+    assert describe_event(1, HangDetected([1, 3])).startswith(
         "no rank moves any more: a hang; missing ranks: 1, 3;"
     )
-    assert told(1, AllRanksStarted()) == ""
+    assert describe_event(1, AllRanksStarted()) == ""

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from trainkit.cli.run.cancel import _left
+from trainkit.cli.run.cancel import leftovers_line
+from trainkit.experiment.cancel import HostLeftovers
 
 ASKED: dict[str, Any] = {"host": "n1", "answered": True, "error": None, "left": [], "killed": 0}
 
@@ -28,4 +29,4 @@ ASKED: dict[str, Any] = {"host": "n1", "answered": True, "error": None, "left": 
     ],
 )
 def test_nothing_is_said_only_as_far_as_it_is_proved(row: dict[str, Any], said: str) -> None:
-    assert _left({**ASKED, **row}) == said
+    assert leftovers_line(HostLeftovers(**{**ASKED, **row})) == said

@@ -11,9 +11,10 @@ import trainkit
 from tests.conftest import Project
 from tests.runs.test_record import begin, sign
 from trainkit.base.errors import ConfigError
-from trainkit.cli.host_options import HostOptions, hosts_of_job, resolve_on_hosts, sets_of_hosts
 from trainkit.cli.hosts.nodes import nodes
 from trainkit.cli.wrapper import TaskContext
+from trainkit.experiment.hosts import hosts_of_job, rank_override, resolve_on_hosts
+from trainkit.experiment.options import HostOptions
 from trainkit.jobs.load import Jobs, load
 from trainkit.jobs.resolved import write_job
 from trainkit.launch.hosts.quarantine import quarantine_host, read_quarantine
@@ -113,9 +114,9 @@ def test_a_run_that_goes_on_takes_the_hosts_it_had(project: Project, jobs: Jobs)
     quarantine_host(project.path, "n3", "it broke too", "r", 1000)
     # too few of its own: the hostfile has others
     assert [h.name for h in hosts_of_job(job, HostOptions(), had).hosts] == ["n1", "n4"]
-    assert sets_of_hosts(job, had, []) == []
+    assert rank_override(job, had, []) == []
     (project.path / "hosts").write_text("n[1-4] slots=1\n")
-    assert sets_of_hosts(job, hosts_of_job(job, HostOptions(include="n1@n4"), had), []) == [
+    assert rank_override(job, hosts_of_job(job, HostOptions(include="n1@n4"), had), []) == [
         "cluster.ranks_per_node=1"
     ]
 

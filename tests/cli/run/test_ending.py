@@ -19,6 +19,8 @@ from trainkit.cli.run import stages as prepare
 from trainkit.cli.run import train as runner
 from trainkit.cli.run.summary import facts_table
 from trainkit.cli.wrapper import TaskContext
+from trainkit.experiment.options import ResumeOptions, TrainOptions
+from trainkit.experiment.prepare import PrepareOptions
 from trainkit.jobs.load import load
 from trainkit.jobs.resolved import write_job
 from trainkit.runs.folder import RunFolder
@@ -105,13 +107,13 @@ def test_a_longer_run_is_told_where_its_decay_ends(
     (run.path / "launch").mkdir()
     (run.path / "launch" / "inputs.json").write_text('{"schema": "inputs/1", "files": []}')
     task = TaskContext(json=False, dry_run=True, folder=project.path)
-    runner.resume(task, "last", ["training.train_iters=50"], share=False)
+    runner.resume(task, "last", ResumeOptions(set=["training.train_iters=50"]))
     assert (
         "after step 30 the learning rate is min_lr = 0; --set training.lr_decay_iters=50 would"
         in capsys.readouterr().out
     )
     runner.resume(
-        task, "last", ["training.train_iters=50", "training.lr_decay_iters=50"], share=False
+        task, "last", ResumeOptions(set=["training.train_iters=50", "training.lr_decay_iters=50"])
     )
     assert "min_lr" not in capsys.readouterr().out
 
@@ -127,11 +129,7 @@ def test_an_extra_of_the_data_is_missed_before_a_worker_starts(
     with pytest.raises(MissingExtra, match="needs ftfy") as caught:
         prepare.prep_data(
             TaskContext(json=False, dry_run=False, folder=project.path),
-            "lines",
-            "",
-            "",
-            0,
-            force=False,
+            PrepareOptions("lines"),
         )
     assert (
         caught.value.extra == "data"
@@ -140,7 +138,8 @@ def test_an_extra_of_the_data_is_missed_before_a_worker_starts(
     )
     # only says what would be run
     prepare.prep_data(
-        TaskContext(json=False, dry_run=True, folder=project.path), "lines", "", "", 0, force=False
+        TaskContext(json=False, dry_run=True, folder=project.path),
+        PrepareOptions("lines", dry_run=True),
     )
 
 
@@ -162,8 +161,6 @@ def test_weights_and_biases_is_missed_before_there_is_a_run(
         runner.train(
             TaskContext(json=False, dry_run=False, folder=project.path),
             "random",
-            [],
-            stages=True,
-            share=False,
+            TrainOptions(),
         )
     assert len(caught.value.list) == (1 if key else 2) and not Path(project.path / "runs").exists()

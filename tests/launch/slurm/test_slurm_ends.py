@@ -14,7 +14,6 @@ from tests.launch.recorded_slurm import Slurm
 from tests.runs.test_record import begin, end
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.cli.inspect.why import why
-from trainkit.cli.run import slurm as tasks
 from trainkit.cli.run import stages as prepare
 from trainkit.cli.run import summary as ending
 from trainkit.cli.run.attach import attach
@@ -25,6 +24,7 @@ from trainkit.jobs.resolved import write_job
 from trainkit.launch.cluster_care import health_checks as doctor
 from trainkit.launch.hosts.hostfile import Host
 from trainkit.launch.slurm import reconcile as settling
+from trainkit.launch.slurm.end_jobs import end_after_supervisor
 from trainkit.launch.slurm.reconcile import Queue, settle
 from trainkit.launch.slurm.sbatch import note_end
 from trainkit.launch.slurm.squeue import JobLook, Patience
@@ -110,7 +110,7 @@ def test_jobs_that_cannot_be_taken_out_are_named(slurm: Slurm) -> None:
     scancel.write_text("#!/bin/bash\necho slurmctld is away >&2; exit 1\n")
     slurm.says("7|COMPLETED", "8|PENDING")
     with pytest.raises(TrainkitError, match="Slurm still has them: 8 PENDING") as caught:
-        tasks.make_sure(run)
+        end_after_supervisor(run)
     assert caught.value.exit == Exit.CONTACT_LOST and "scancel 8" in str(caught.value.hint)
     assert [job.id for job in read_slurm_jobs(run)] == [
         "7",
@@ -120,7 +120,7 @@ def test_jobs_that_cannot_be_taken_out_are_named(slurm: Slurm) -> None:
         "#!/bin/bash\necho slurmctld is away >&2; exit 1\n"
     )
     with pytest.raises(TrainkitError, match="whether jobs 7, 8 are over is not known") as caught:
-        tasks.make_sure(run)
+        end_after_supervisor(run)
     assert caught.value.exit == Exit.CONTACT_LOST
 
 
@@ -131,7 +131,7 @@ def test_a_job_that_is_over_anyway_needs_no_scancel(slurm: Slurm) -> None:
         "#!/bin/bash\necho 'Kill job error on job id 7: already completing' >&2; exit 1\n"
     )
     slurm.says("7|COMPLETED", "8|CANCELLED")
-    tasks.make_sure(run)
+    end_after_supervisor(run)
     assert [job.id for job in read_slurm_jobs(run)] == ["7"]
 
 
@@ -170,11 +170,11 @@ def test_attach_to_a_run_that_has_ended_loads_no_model(
 def test_places_of_stages_that_there_are_not_are_named(
     slurm: Slurm, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    prepare.say_unused_places(task(slurm), slurm.job)
+    prepare.say_unused_stages(task(slurm), slurm.job)
     assert capsys.readouterr().out == ""
     places = {"prep-data": StagePlace(), "prepdata": StagePlace(), "precompile": StagePlace()}
     cluster = slurm.job.cluster.model_copy(update={"stages": places})
-    prepare.say_unused_places(task(slurm), slurm.job.model_copy(update={"cluster": cluster}))
+    prepare.say_unused_stages(task(slurm), slurm.job.model_copy(update={"cluster": cluster}))
     precompile, prepdata = capsys.readouterr().out.splitlines()
     assert (
         "stages.precompile is the place of no stage" in precompile

@@ -13,17 +13,17 @@ from typing import Any
 import pytest
 
 import trainkit
-from tests.launch.recorded_slurm import ARGV, Slurm, need, part, ready, submit, units
+from tests.launch.recorded_slurm import ARGV, Slurm, need, new_request, part, ready, submit, units
 from trainkit.base.documents import document
 from trainkit.base.errors import ConfigError, Exit, TrainkitError
 from trainkit.base.files import write_json
 from trainkit.base.locks import locked
-from trainkit.cli.run.slurm_stages import graph_of
-from trainkit.cli.run.stages import STAGES
+from trainkit.cli.run.stages import stage_ui
 from trainkit.cli.wrapper import TaskContext
 from trainkit.jobs.load import load
 from trainkit.jobs.resolved import write_job
 from trainkit.launch.run_inputs import refuse_other_inputs
+from trainkit.launch.schedulers import preparation_for
 from trainkit.launch.slurm.arrays import slurm_place_of
 from trainkit.launch.slurm.job_graph import (
     Graph,
@@ -36,24 +36,19 @@ from trainkit.launch.slurm.job_graph import (
 )
 from trainkit.launch.slurm.sbatch import words_after
 from trainkit.launch.slurm.shared_arrays import progress_of
+from trainkit.launch.slurm.stage_graph import graph_of
 from trainkit.launch.slurm.submit_run import submit_with_stages
 from trainkit.launch.slurm.withdraw import take_out
-from trainkit.plan.planner import make_plan
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import read_run_record
 from trainkit.runs.slurm import change_slurm_job
 from trainkit.stages.array_task import run_once
 from trainkit.stages.contract import Need, Unit
-from trainkit.stages.execute import (
-    begin_need,
-    needs_of,
-    refuse_stale,
-    stamps_folder,
-    update_stage,
-)
+from trainkit.stages.execute import begin_need, needs_of, refuse_stale, stamps_folder, update_stage
 from trainkit.stages.in_flight import ArraysInFlight, all_in_flight, read_in_flight
 from trainkit.stages.index import IndexStage
 from trainkit.stages.prep_data import PrepDataStage
+from trainkit.stages.registry import STAGES
 from trainkit.stages.stamps import check_freshness, stamp_unit, unit_folder
 
 
@@ -99,8 +94,8 @@ def test_the_small_job(slurm: Slurm) -> None:
         "#SBATCH --requeue",
         "set -e",
         (
-            "exec /opt/p/python -I /shared/runs/small/one/code/trainkit/cli/run/preflight.py"
-            " /shared/runs/small/one"
+            "exec /opt/p/python -I /shared/runs/small/one/code/trainkit/launch/slurm/"
+            "finish_stages.py /shared/runs/small/one"
         ),
     ]
 
@@ -241,9 +236,7 @@ def test_nothing_is_left_where_sbatch_refuses(slurm: Slurm) -> None:
         locked(slurm.folder / "stamps" / "prep-data" / "a.lock", {}),
         pytest.raises(TrainkitError, match="Invalid account"),
     ):
-        submit_with_stages(
-            resolved, make_plan(resolved.job), graph, slurm.folder, lambda text: None
-        )
+        submit_with_stages(new_request(resolved, slurm.folder), graph, lambda text: None)
     assert slurm.lines()[-1] == "scancel --quiet 101 102" and not list(
         (slurm.folder / "runs").glob("*/*/job.json")
     )
@@ -314,7 +307,8 @@ def test_without_a_place_all_is_made_here_in_turn(slurm: Slurm) -> None:
     (slurm.folder / "corpus").mkdir()
     (slurm.folder / "corpus" / "part.jsonl").write_text('{"text": "the quick brown fox"}\n' * 60)
     job = load(slurm.folder).resolve("text", ["cluster=bare"]).job
-    with graph_of(TaskContext(json=False, dry_run=False, folder=slurm.folder), job) as graph:
+    context = TaskContext(json=False, dry_run=False, folder=slurm.folder)
+    with graph_of(job, preparation_for(job, slurm.folder, stage_ui(context))) as graph:
         assert graph == Graph(())
     needs = needs_of(job, STAGES)
     assert {need.stage for need in needs} == {"build", "prep-data", "index"}

@@ -19,30 +19,33 @@ import pytest
 
 from tests import forkserver
 from tests.conftest import wait_for
-from tests.launch.recorded_slurm import Slurm, need, part, ready, submit, units
+from tests.launch.recorded_slurm import Slurm, need, new_request, part, ready, submit, units
 from tests.launch.supervised import make_run
 from trainkit.base.documents import document
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.files import write_json
 from trainkit.base.locks import locked
 from trainkit.cli.run.cancel import cancel
-from trainkit.cli.run.slurm import cancel_queued
-from trainkit.cli.run.slurm_stages import graph_of
-from trainkit.cli.run.stages import term_interrupts
+from trainkit.cli.run.stages import stage_ui
 from trainkit.cli.wrapper import TaskContext
 from trainkit.jobs.load import load
 from trainkit.jobs.resolved import write_job
+from trainkit.launch.hosts.selection import local_hosts
+from trainkit.launch.preparation import term_interrupts
 from trainkit.launch.run_inputs import write_inputs
+from trainkit.launch.scheduler import CancelledJob, ResumeRequest
+from trainkit.launch.schedulers import preparation_for
 from trainkit.launch.slurm import arrays
 from trainkit.launch.slurm.arrays import execute_in_slurm, follow, script
 from trainkit.launch.slurm.batch_supervisor import supervise_batch
+from trainkit.launch.slurm.end_jobs import cancel_newest
 from trainkit.launch.slurm.job_graph import stage_failure
 from trainkit.launch.slurm.reconcile import settled
 from trainkit.launch.slurm.sbatch import secrets_path
 from trainkit.launch.slurm.shared_arrays import Asking
+from trainkit.launch.slurm.stage_graph import graph_of
 from trainkit.launch.slurm.submit_run import submit_again, submit_with_stages
 from trainkit.launch.slurm.withdraw import take_out
-from trainkit.plan.planner import make_plan
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import read_run_record
 from trainkit.runs.slurm import add_slurm_job, change_slurm_job
@@ -104,7 +107,7 @@ def test_a_run_that_is_just_submitted_is_cancelled_once_it_is(
 def test_cancel_does_not_wait_for_ever_for_whoever_begins_a_run(
     slurm: Slurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainkit.cli.run.cancel.BEGIN_SECONDS", 0.1)
+    monkeypatch.setattr("trainkit.experiment.cancel.BEGIN_SECONDS", 0.1)
     write_starter(a_run(slurm, "one"))
     with pytest.raises(TrainkitError, match=f"still being begun by pid {os.getpid()}") as caught:
         cancel(task(slurm), "one", save=False)
@@ -148,9 +151,7 @@ def test_who_leaves_holds_the_lock_and_leaves_the_record_until_the_arrays_are_ov
     assert all_in_flight(stamps, "a") == [replace(before, runs=())], "they may still write"
 
 
-def test_a_run_that_waits_no_more_keeps_no_arrays_alive(
-    slurm: Slurm, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_waits_no_more_keeps_no_arrays_alive(slurm: Slurm) -> None:
     first, _ = submit(slurm, "one", part(slurm, need("a", 3)))
     (making,) = all_in_flight(slurm.folder / "stamps" / "prep-data", "a")
     second, _ = submit(slurm, "two", part(slurm, need("a", 3), making))
@@ -162,15 +163,12 @@ def test_a_run_that_waits_no_more_keeps_no_arrays_alive(
     slurm.says(
         "101|RUNNING", "102|PENDING", "103|PENDING", "104|PENDING", "105|PENDING", "106|PENDING"
     )
-    cancel_queued(task(slurm), second)
+    cancelled = cancel_newest(second, queued=True)
     assert [line for line in slurm.lines() if line.startswith("scancel")] == [
         "scancel 106",
         "scancel --quiet 105",
     ], "not the first's"
-    assert (
-        capsys.readouterr().out.strip()
-        == "job 106 is out of the queue (CANCELLED), with jobs 105 that were to make its stages"
-    )
+    assert cancelled == CancelledJob("106", "CANCELLED", ["105"])
     left = read_in_flight(slurm.folder / "stamps" / "prep-data", "a")
     assert left is not None and left.runs == (str(first.path),)
     # as where a person has typed scancel
@@ -191,7 +189,7 @@ def test_secrets_go_where_no_supervisor_ever_comes(slurm: Slurm) -> None:
     add_slurm_job(run, "7", first_attempt=1)
     write_json(secrets_path(run), SECRETS)
     slurm.says("7|PENDING")
-    cancel_queued(task(slurm), run)
+    cancel_newest(run, queued=True)
     assert not secrets_path(run).exists()
 
     run, _ = submit(slurm, "three", part(slurm, need("c", 1)))
@@ -214,9 +212,9 @@ def test_secrets_go_where_a_run_is_not_taken_back_either(
     write_job(run.job, resolved)
     (slurm.folder / "bin" / "sbatch").write_text("#!/bin/bash\necho no >&2; exit 1\n")
     with pytest.raises(TrainkitError, match="sbatch refuses"):
-        submit_again(
-            run, resolved.job, json.loads(run.job.read_text()), code=False, project=slurm.folder
-        )
+        document = json.loads(run.job.read_text())
+        hosts = local_hosts(resolved.job)
+        submit_again(ResumeRequest(run, resolved.job, document, slurm.folder, hosts))
     assert not secrets_path(run).exists()
 
 
@@ -265,10 +263,10 @@ def test_a_closed_terminal_while_the_graph_is_submitted_leaves_no_half_of_it(
         f" {slurm.folder}/lines)\necho $((100 + n))\n[ $n -ne 2 ] || kill -HUP $PPID\n"
     )
     slurm.says("101|PENDING", "102|PENDING")
-    with pytest.raises(KeyboardInterrupt), graph_of(task(slurm), resolved.job) as graph:
-        submit_with_stages(
-            resolved, make_plan(resolved.job), graph, slurm.folder, lambda text: None
-        )
+    job = resolved.job
+    preparation = preparation_for(job, slurm.folder, stage_ui(task(slurm)))
+    with pytest.raises(KeyboardInterrupt), graph_of(job, preparation) as graph:
+        submit_with_stages(new_request(resolved, slurm.folder), graph, lambda text: None)
     assert slurm.lines()[-1].startswith("scancel --quiet 101") and not list(
         (slurm.folder / "runs").glob("*/*/job.json")
     )

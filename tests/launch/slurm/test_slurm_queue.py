@@ -44,7 +44,7 @@ def test_the_newest_start_counts_and_all_can_be_had(slurm: Path) -> None:
     says(slurm, "sacct", f"cat <<'END'\n{REQUEUED}END")
     seen = look(["7"])["7"]
     assert (seen.state, seen.reason, seen.over) == ("OUT_OF_MEMORY", "exit code 0:125", True)
-    assert [(row.id, row.word) for row in accounts(["7"]) or ()][:3] == [
+    assert [(row.id, row.state_word) for row in accounts(["7"]) or ()][:3] == [
         ("7", "REQUEUED"),
         ("7.batch", "FAILED"),
         ("7", "OUT_OF_MEMORY"),

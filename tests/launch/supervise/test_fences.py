@@ -34,10 +34,11 @@ from trainkit.launch.hosts.quarantine import read_quarantine
 from trainkit.launch.hosts.selection import local_hosts
 from trainkit.launch.launchers.debug import Debug, StubAgent
 from trainkit.launch.protocol.frames import StartProcesses
+from trainkit.launch.scheduler import RunRequest
 from trainkit.launch.supervise import supervisor
 from trainkit.launch.supervise.code_snapshot import link_code, take_snapshot
-from trainkit.launch.supervise.observer import silent_observer
 from trainkit.launch.supervise.outcome import RankExit, judge_outcome
+from trainkit.plan.planner import make_plan
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import read_run_record
 
@@ -83,12 +84,9 @@ def test_slots_taken_between_two_attempts_delete_nothing(
     racer = threading.Thread(target=take)
     racer.start()
     try:
-        words: dict[str, Any] = {
-            "hosts": local_hosts(resolved.job),
-            "share": False,
-            "background": False,
-        }
-        run, outcome = start.start_run(resolved, None, [], tmp_path, silent_observer(), **words)  # type: ignore[arg-type]
+        plan = make_plan(resolved.job)
+        hosts = local_hosts(resolved.job)
+        run, outcome = start.start_run(RunRequest(resolved, plan, [], tmp_path, hosts))
     finally:
         over.set()
         racer.join()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from rich.markup import escape
@@ -35,17 +35,18 @@ def doctor(task: TaskContext, cluster: str, hostfile: str, *, all_reduce: bool) 
     jobs = load_jobs(task)
     chosen = jobs.cluster(cluster or usual_cluster(task, jobs))
     root = Path(chosen.root or ".")
-    hosts, others, launcher = hosts_to_ask(chosen, hostfile, devices=all_reduce)
-    if hosts:
-        seen = examine_hosts(chosen, hosts, root, all_reduce=all_reduce, launcher=launcher)
+    found = hosts_to_ask(chosen, hostfile, devices=all_reduce)
+    if found.hosts:
+        seen = examine_hosts(
+            chosen, found.hosts, root, all_reduce=all_reduce, launcher=found.launcher
+        )
     else:
         seen = ClusterExamination([], [])
-    busy = {name: why for name, why in others.items() if "allocated" in why}
-    advice = (
-        "`scontrol show node HOST` says since when; `scontrol update nodename=HOST state=resume`"
-        " lets it in again"
-    )
-    down = [Finding(name, "reach", why, advice) for name, why in others.items() if name not in busy]
+    down = [
+        Finding(name, "reach", why, found.advice)
+        for name, why in found.unavailable.items()
+        if name not in found.busy
+    ]
     waits = [
         Finding(
             name,
@@ -54,7 +55,8 @@ def doctor(task: TaskContext, cluster: str, hostfile: str, *, all_reduce: bool) 
             "it is working; look again later, or from inside its job (salloc)",
             wrong=False,
         )
-        for name, why in busy.items()
+        for name, why in found.unavailable.items()
+        if name in found.busy
     ]
     out = [
         Finding(
@@ -68,9 +70,9 @@ def doctor(task: TaskContext, cluster: str, hostfile: str, *, all_reduce: bool) 
     ]
     findings = [*seen.findings, *down, *waits, *out]
     if not task.json:
-        _print(task, seen, findings, others)
+        _print(task, seen, findings, found.unavailable)
     wrong = sum(finding.wrong for finding in findings)
-    if all_reduce and len(hosts) < 2:
+    if all_reduce and len(found.hosts) < 2:
         task.say("an all-reduce needs two hosts: nothing was measured")
     rows = [
         {
@@ -97,7 +99,10 @@ def doctor(task: TaskContext, cluster: str, hostfile: str, *, all_reduce: bool) 
 
 
 def _print(
-    task: TaskContext, seen: ClusterExamination, findings: Sequence[Finding], others: dict[str, str]
+    task: TaskContext,
+    seen: ClusterExamination,
+    findings: Sequence[Finding],
+    others: Mapping[str, str],
 ) -> None:
     task.console.print(_table(seen, findings, others))
     for one, other, pair in seen.pairs:

@@ -11,16 +11,19 @@ from rich.markup import escape
 from trainkit.base.documents import document
 from trainkit.base.errors import ConfigError, Exit
 from trainkit.cli.config.jobs import load_jobs
-from trainkit.cli.host_options import HostOptions, hosts_to_ask
-from trainkit.cli.run import slurm
+from trainkit.cli.host_options import hosts_to_ask
 from trainkit.cli.tables import Listing
 from trainkit.cli.wrapper import TaskContext, TaskResult
+from trainkit.experiment.hosts import refuse_unread_options
+from trainkit.experiment.options import HostOptions
 from trainkit.jobs.load import Jobs
+from trainkit.jobs.schema import Cluster
 from trainkit.launch.cluster_care.remote_commands import run_on_hosts
-from trainkit.launch.hosts.hostfile import OVER_SSH, Host, find_hostfile
+from trainkit.launch.hosts.hostfile import Host
 from trainkit.launch.hosts.quarantine import QuarantineEntry, end_quarantine, read_quarantine
-from trainkit.launch.hosts.selection import load_hosts, this_host
 from trainkit.launch.protocol.frames import HostFacts
+from trainkit.launch.scheduler import ClusterNode
+from trainkit.launch.schedulers import scheduler_for
 from trainkit.launch.supervise.orphan_sweep import HostReport, survey_hosts
 
 GIB = 2**30
@@ -94,13 +97,12 @@ def nodes(task: TaskContext, cluster: str, hostfile: str, release_host: str) -> 
             )
         task.say(f"{', '.join(released)} may run again")
         return TaskResult(document("nodes/1", cluster=chosen.name, released=release_host, hosts=[]))
-    HostOptions(hostfile=hostfile).refuse_where_unread(chosen)
-    if chosen.launcher == "slurm":
-        return slurm.nodes(task, chosen)
-    if chosen.launcher in OVER_SSH:
-        hosts = load_hosts(find_hostfile(chosen, hostfile))
-    else:
-        hosts = (this_host(),)
+    refuse_unread_options(HostOptions(hostfile=hostfile), chosen)
+    scheduler = scheduler_for(chosen)
+    known = scheduler.nodes(chosen)
+    if known is not None:
+        return _nodes_of_scheduler(task, chosen, known)
+    hosts = scheduler.hosts_to_ask(chosen, hostfile, devices=False).hosts
     out = read_quarantine(root)
     reports = survey_hosts(chosen, hosts, root)
     rows = [
@@ -118,16 +120,36 @@ def nodes(task: TaskContext, cluster: str, hostfile: str, release_host: str) -> 
     )
 
 
+def _nodes_of_scheduler(
+    task: TaskContext, cluster: Cluster, known: list[ClusterNode]
+) -> TaskResult:
+    """What the cluster's scheduler knows of its nodes, drained ones with the reason."""
+    rows = [asdict(node) for node in known]
+    table = Listing(
+        "host", "state", "partition", "CPUs", "GRES", "reason", drop=("GRES", "CPUs", "partition")
+    )
+    for row in rows:
+        table.add_row(*map(escape, row.values()))
+    if not task.json:
+        task.console.print(table)
+    return TaskResult(document("nodes/1", cluster=cluster.name, hosts=rows))
+
+
 def nodes_top(task: TaskContext, cluster: str, hostfile: str) -> TaskResult:
     """The task `nodes` with --top: what each host's own tool shows, once."""
     jobs = load_jobs(task)
     chosen = jobs.cluster(cluster or usual_cluster(task, jobs))
-    hosts, others, launcher = hosts_to_ask(chosen, hostfile, devices=False)
+    found = hosts_to_ask(chosen, hostfile, devices=False)
     argv, lines = TOPS[chosen.device_type]
-    rows = [TopRow(host, why, "") for host, why in others.items()]
-    if hosts:
+    rows = [TopRow(host, why, "") for host, why in found.unavailable.items()]
+    if found.hosts:
         for host, said in run_on_hosts(
-            chosen, hosts, Path(chosen.root or "."), argv, TOP_SECONDS, launcher=launcher
+            chosen,
+            found.hosts,
+            Path(chosen.root or "."),
+            argv,
+            TOP_SECONDS,
+            launcher=found.launcher,
         ).items():
             failed = said.last if said.error or said.code else None
             rows.append(TopRow(host, failed, "\n".join(said.out.splitlines()[:lines])))

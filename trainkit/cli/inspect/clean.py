@@ -15,7 +15,7 @@ from trainkit.base.locks import LockBusy
 from trainkit.cli.config.jobs import load_jobs
 from trainkit.cli.tables import Listing
 from trainkit.cli.wrapper import TaskContext, TaskResult
-from trainkit.launch.slurm.reconcile import settled_all
+from trainkit.launch.schedulers import current_all
 from trainkit.runs.find import all_runs, find_run
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.leftovers import Leftover, delete_leftovers, leftovers
@@ -45,7 +45,7 @@ def clean(
         runs = all_runs(roots)
     delete = perform and not task.dry_run
     found: list[Leftover] = []
-    for record in settled_all([read_run_record(run) for run in runs]):
+    for record in current_all([read_run_record(run) for run in runs]):
         if record.state not in ENDED:
             task.say(f"run {record.run.id} is {record.state}: nothing is deleted")
             continue

@@ -17,7 +17,7 @@ from trainkit.cli.config.jobs import load_jobs
 from trainkit.cli.options import LogOptions
 from trainkit.cli.run.summary import last_lines
 from trainkit.cli.wrapper import TaskContext, TaskResult
-from trainkit.launch.slurm.reconcile import output_of
+from trainkit.launch.schedulers import scheduler_of
 from trainkit.runs.events import RankEnded, RankStarted, events_of, read_events
 from trainkit.runs.find import find_run
 from trainkit.runs.folder import AttemptFolder, RunFolder
@@ -194,7 +194,7 @@ def _attempt(run: RunFolder, number: int) -> AttemptFolder:
     if chosen:
         return chosen[0]
     hint = f"attempts: {', '.join(str(attempt.number) for attempt in attempts) or 'none'}"
-    output = output_of(run)
+    output = scheduler_of(run).log(run)
     if output is not None and output.is_file():
         hint += f"; the output of its batch script is in {output}"
     raise ConfigError(f"run {run.id} has no attempt {number or ''}".rstrip(), hint=hint)

@@ -8,7 +8,6 @@ import socket
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict
 from pathlib import Path
 
 from rich.markup import escape
@@ -21,7 +20,7 @@ from trainkit.cli.run.summary import facts_table, print_next
 from trainkit.cli.tables import Listing
 from trainkit.cli.wrapper import TaskContext, TaskResult
 from trainkit.jobs.resolved import read_job
-from trainkit.launch.slurm.reconcile import seen_now, settled, settled_all
+from trainkit.launch.schedulers import current, current_all, scheduler_of
 from trainkit.runs.devices import DeviceUsage, Gpu, observe_devices
 from trainkit.runs.find import all_runs, find_run
 from trainkit.runs.folder import RunFolder
@@ -47,7 +46,7 @@ def runs(task: TaskContext, job: str, *, table: bool = False, flops: str = "") -
     if flops and not table:
         raise ConfigError("--flops is a column of --table", hint="runs --table --flops CONVENTION")
     refuse_unknown_convention(flops)
-    records = settled_all(
+    records = current_all(
         list(
             _records(
                 run for run in all_runs(load_jobs(task).roots()) if not job or run.job_name == job
@@ -98,23 +97,23 @@ def status(task: TaskContext, words: str, *, watch: bool = False) -> TaskResult:
     what is then."""
     run = find_run(load_jobs(task).roots(), words)
     while True:
-        record = settled(read_run_record(run))
+        record = current(read_run_record(run))
         if record.state == "running":
             view = observe_devices(
                 run, "cuda" if read_job(run.job).cluster.device_type == "cuda" else "cpu"
             )
         else:
             view = DeviceUsage([])
-        seen = seen_now(record)
+        seen = scheduler_of(run).report(record)
         if not task.json:
             if watch and task.console.is_terminal:
                 task.console.clear()
             _print_status(task, run, record, view)
             if seen is not None:
-                task.say(seen.words())
+                task.say(seen.text)
         if not watch or record.state not in ("queued", "starting", "running"):
             return TaskResult(
-                {**record.to_json(), **view.to_json(), **({"slurm": asdict(seen)} if seen else {})}
+                {**record.to_json(), **view.to_json(), **(seen.values if seen else {})}
             )
         time.sleep(WATCH_SECONDS)
 

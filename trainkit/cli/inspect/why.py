@@ -14,9 +14,8 @@ from trainkit.cli.config.jobs import load_jobs
 from trainkit.cli.run.summary import last_lines, print_next
 from trainkit.cli.tables import Listing
 from trainkit.cli.wrapper import TaskContext, TaskResult
-from trainkit.launch.slurm.job_graph import read_stage_jobs
-from trainkit.launch.slurm.reconcile import settled
-from trainkit.launch.slurm.squeue import BEFORE, RUNNING, Account, accounts
+from trainkit.launch.scheduler import JobAccount
+from trainkit.launch.schedulers import current, scheduler_of
 from trainkit.runs.attempt_report import (
     AttemptReport,
     RankFailure,
@@ -28,14 +27,11 @@ from trainkit.runs.events import RootCause
 from trainkit.runs.find import find_run
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import RunRecord, read_run_record
-from trainkit.runs.slurm import read_slurm_jobs
 
 MAX_LINES = 30  # of a failed rank's log
 MAX_LATER = 12  # later failures of other ranks that are shown
 MAX_CELL = 100  # characters of a cause in the table of attempts
 DETAILS = {"time": "at {}", "step": "in step {}", "log": "log: {}", "advice": "advice: {}"}
-# a step of Slurm's that says nothing: srun's are cancelled with their job
-WELL = BEFORE | RUNNING | {"COMPLETED", "CANCELLED"}
 
 
 @dataclass(frozen=True)
@@ -65,10 +61,15 @@ def why(task: TaskContext, run_name: str, attempt: int) -> TaskResult:
         ConfigError: there is no such run or attempt.
     """
     run = find_run(load_jobs(task).roots(), run_name)
-    record = settled(read_run_record(run))
+    record = current(read_run_record(run))
     reports = report_attempts(run, record)
     failure = _failure(run, find_failed_attempt(record, reports, attempt))
-    kept = _kept_by_slurm(task, run)
+    scheduler = scheduler_of(run)
+    try:
+        kept = scheduler.accounts(run)
+    except TrainkitError as error:
+        task.say(error.message)
+        kept = None
     failed = failure.report is not None and bool(failure.cause.get("message"))
     if not task.json:
         if failure.report is None or not failed:
@@ -78,8 +79,8 @@ def why(task: TaskContext, run_name: str, attempt: int) -> TaskResult:
         else:
             _print(task, record, failure.report, failure, reports)
         if kept:
-            task.say("what Slurm kept of it:")
-            task.console.print(_slurm_table(kept))
+            task.say(f"what {scheduler.title} kept of it:")
+            task.console.print(_accounts_table(kept))
         if failed:
             print_next(task, record, without="why")
     return TaskResult(
@@ -112,25 +113,7 @@ def _failure(run: RunFolder, report: AttemptReport | None) -> Failure:
     return Failure(report, cause, later)
 
 
-def _kept_by_slurm(task: TaskContext, run: RunFolder) -> list[Account] | None:
-    """Every start of the run's Slurm jobs, and what ended badly of their steps and of the jobs
-    that made its stages, as slurmdbd keeps them; None where there is no accounting, or no job."""
-    ids = [job.id for job in read_slurm_jobs(run)]
-    stages = [job.id for job in read_stage_jobs(run)]
-    try:
-        if ids or stages:
-            rows = accounts([*stages, *ids])
-        else:
-            rows = None
-    except TrainkitError as error:
-        task.say(error.message)
-        return None
-    if rows is None:
-        return None
-    return [row for row in rows if row.id in ids or row.word not in WELL]
-
-
-def _slurm_table(rows: list[Account]) -> Listing:
+def _accounts_table(rows: list[JobAccount]) -> Listing:
     table = Listing(
         "job",
         "state",

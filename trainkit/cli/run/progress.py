@@ -19,42 +19,21 @@ from rich.progress import (
 )
 
 from trainkit.cli.tables import Listing
+from trainkit.launch.stage_lines import LINE_SECONDS, StageLines
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.metrics import MetricsTail
 from trainkit.stages.contract import Need, Unit
 from trainkit.stages.stamps import Freshness
 
-LINE_SECONDS = 10.0  # between lines where there is no terminal for a bar
 
-
-class TerminalStageReporter:
+class TerminalStageReporter(StageLines):
     """Prints verdicts; draws one bar over the units of a stage, or writes a line now and then
-    where there is no terminal.
-
-    Sums are kept up to date change by change: a stage may have 100,000 units.
-    """
+    where there is no terminal."""
 
     def __init__(self, console: Console) -> None:
+        super().__init__(lambda text: console.print(escape(text)))
         self.console = console
         self.bar: Progress | None = None
-        self.took: dict[str, float] = {}  # seconds that what was made took, by name
-        # tokens and bytes of text that were read for it in that time
-        self.wrote: dict[str, dict[str, int]] = {}
-        self._begin(())
-
-    def _begin(self, units: Sequence[Unit]) -> None:
-        self.sizes = {unit.name: max(1, unit.size) for unit in units}
-        self.fractions = dict.fromkeys(self.sizes, 0.0)
-        self.total = sum(self.sizes.values())
-        self.completed = 0.0
-        self.undone = len(units)
-        self.shards: dict[str, Mapping[str, int]] = {
-            unit.name: {} for unit in units if unit.spec.get("do") == "tokens"
-        }
-        self.shards_done = 0
-        self.counts = {"tokens": 0, "text_bytes": 0}
-        self.began = self.last_line = time.monotonic()
-        self.first_tokens: float | None = None
 
     def verdict(self, verdict: Freshness) -> None:
         if verdict.fresh:
@@ -71,7 +50,7 @@ class TerminalStageReporter:
         )
 
     def started(self, need: Need, units: Sequence[Unit]) -> None:
-        self._begin(units)
+        super().started(need, units)
         columns = (
             TextColumn("  {task.description}"),
             BarColumn(),
@@ -84,64 +63,23 @@ class TerminalStageReporter:
         if self.console.is_terminal:
             self.bar.start()
 
-    def counted(self, unit: Unit, counts: Mapping[str, int]) -> None:
-        """A unit has written so many "tokens" of so many "text_bytes" by now."""
-        if unit.name not in self.shards:
-            return
-        self.first_tokens = self.first_tokens or time.monotonic()
-        for name in self.counts:
-            self.counts[name] += counts.get(name, 0) - self.shards[unit.name].get(name, 0)
-        self.shards[unit.name] = dict(counts)
-
     def progress(self, unit: Unit, fraction: float) -> None:
-        if self.bar is None:
-            return
-        before = self.fractions[unit.name]
-        self.fractions[unit.name] = fraction
-        self.completed += self.sizes[unit.name] * (fraction - before)
-        if fraction == 1 and before < 1:
-            self.undone -= 1
-            self.shards_done += unit.name in self.shards
-        now = time.monotonic()
-        if self.console.is_terminal:
-            self.bar.update(
-                self.bar.task_ids[0], completed=self.completed, description=self._words(unit, now)
-            )
-        elif now - self.last_line >= LINE_SECONDS:
-            self.last_line = now
-            if self.completed:
-                left = (now - self.began) * (self.total / self.completed - 1)
-            else:
-                left = None
-            if left is None:
-                about = ""
-            else:
-                about = f", about {left:,.0f} s left"
-            self.console.print(
-                f"  {self.completed / max(1, self.total):.0%} {self._words(unit, now)}{about}"
-            )
+        if self.bar is not None:
+            super().progress(unit, fraction)
 
-    def _words(self, unit: Unit, now: float) -> str:
-        """What is done at what speed; a unit's name before any shard has said what it wrote."""
-        if self.first_tokens is None:
-            return unit.name
-        seconds = max(0.1, now - self.first_tokens)
-        rates = (
-            f"{self.counts['text_bytes'] / 1e6 / seconds:,.1f} MB/s of text,"
-            f" {self.counts['tokens'] / 1e6 / seconds:,.2f} million tokens/s"
+    def show_progress(self, unit: Unit, now: float) -> None:
+        if self.bar is None or not self.console.is_terminal:
+            super().show_progress(unit, now)
+            return
+        self.bar.update(
+            self.bar.task_ids[0], completed=self.completed, description=self.speed(unit, now)
         )
-        return f"{self.shards_done:,}/{len(self.shards):,} shards, {rates}"
 
     def finished(self, need: Need) -> None:
         if self.bar is not None and self.bar.live.is_started:
             self.bar.stop()
         self.bar = None
-        self.took[need.name] = time.monotonic() - self.began
-        self.wrote[need.name] = self.counts
-        if not self.undone:
-            self.console.print(
-                f"  {need.stage}: {len(self.sizes)} units done in {self.took[need.name]:.1f} s"
-            )
+        super().finished(need)
 
 
 def dataset_table(rows: Sequence[Mapping[str, Any]]) -> Listing:

@@ -3,12 +3,13 @@ one before it has gone well, all submitted at once.
 
 Units that wait for the network are done on this machine first: it has the way out, which compute
 nodes often have not. `prep-data` waits here for its arrays; `train` puts those of all its stages
-and the run into one graph (graph.py).
+and the run into one graph (job_graph.py).
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shlex
 import sys
@@ -87,10 +88,10 @@ class Level:
 
 
 def slurm_place_of(job: Job, stage: str, notice: Callable[[str], None]) -> SlurmPlace | None:
-    """Where Slurm runs the units of a stage of `job`; None: not Slurm's."""
+    """Where Slurm runs the units of a stage of `job`; None: this machine does."""
     cluster = job.cluster
     asked = cluster.stages.get(stage)
-    if asked is None or cluster.launcher != "slurm" or stage in ALWAYS_LOCAL:
+    if asked is None or stage in ALWAYS_LOCAL:
         return None
     return SlurmPlace(cluster, asked, Path(cluster.root or ".").absolute(), notice)
 
@@ -229,7 +230,7 @@ def execute_in_slurm(
     reporter: StageReporter,
     *,
     workers: int | None = None,
-    counted: OnCounts | None = None,
+    on_counts: OnCounts | None = None,
 ) -> None:
     """Run `units`: those for the network here, then the others as arrays. Ctrl-C takes them out
     of Slurm.
@@ -241,7 +242,7 @@ def execute_in_slurm(
     """
     here, there = split(units)
     if here:
-        execute_locally(need, here, stamps, reporter, workers=workers, counted=counted)
+        execute_locally(need, here, stamps, reporter, workers=workers, counted=on_counts)
     if not there:
         return
     code = take_snapshot(PACKAGE, place.root / "code").folder
@@ -260,13 +261,26 @@ def execute_in_slurm(
             place.notice(
                 f"job {ids[-1]}: {describe(level, f'job {ids[-2]}' if len(ids) > 1 else None)}"
             )
-        follow(ids, batches, reporter, counted, place.notice)
+        follow(ids, batches, reporter, on_counts, place.notice)
     except BaseException:
         if ids:
             _end_arrays(place, ids, stamps, need)
         raise
     clear_in_flight(stamps, need.name)
     _judge(ids, need, batches, stamps)
+
+
+class SlurmUnits:
+    """Runs the units of a stage as arrays."""
+
+    on_this_machine = False
+
+    def __init__(self, place: SlurmPlace) -> None:
+        self.place = place
+        self.run = functools.partial(execute_in_slurm, place)
+
+    def describe(self, need: Need, units: Sequence[Unit], folder: Path) -> list[str]:
+        return dry_lines(self.place, need, units, folder)[0]
 
 
 def _end_arrays(place: SlurmPlace, ids: Sequence[str], stamps: Path, need: Need) -> None:
@@ -438,9 +452,9 @@ def ends(ids: Sequence[str]) -> list[tuple[str, str]]:
     except TrainkitError:
         rows = None
     kept = [
-        (row.id.partition("_")[0], row.word)
+        (row.id.partition("_")[0], row.state_word)
         for row in rows or ()
-        if "." not in row.id and row.word not in BEFORE | RUNNING | {"REQUEUED"}
+        if "." not in row.id and row.state_word not in BEFORE | RUNNING | {"REQUEUED"}
     ]
     return [*found, *dict.fromkeys(kept)]
 

@@ -141,7 +141,7 @@ def ready_script(run: RunFolder, job: Job, graph: Graph) -> str:
     words = [
         place.cluster.python or sys.executable,
         "-I",
-        str(program_path(run.code, "preflight")),
+        str(program_path(run.code, "finish_stages")),
         str(run.path),
     ]
     return text_of_script(place, shape, f"{stages_of(run)}/{ready_name(job)}-%j.out", words)

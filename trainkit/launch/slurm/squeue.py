@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trainkit.base.errors import TrainkitError
+from trainkit.launch.scheduler import JobAccount
 from trainkit.launch.slurm.allocation import ask
 
 # job, state, reason, (expected) start, time limit, nodes: squeue(1), --format
@@ -123,44 +124,15 @@ def _parsed(line: str) -> JobLook | None:
     return None
 
 
-@dataclass(frozen=True)
-class Account:
-    """What slurmdbd keeps of one start of a job, or of a step of it. Times are Slurm's, of its
-    own time zone; "Unknown" where there is none.
-
-    Args:
-        id: Slurm's number of the job; with .batch, .extern or .0 behind it that of a step.
-        state: how it is, or ended: COMPLETED, NODE_FAIL, TIMEOUT, OUT_OF_MEMORY, REQUEUED,
-        "CANCELLED by 1000" (a user's number), ... code: exit code and signal, "1:0". submit:
-        when it was put into the queue, again too. start: when it began. end: when it ended.
-        limit: its time limit. nodes: its node list, "None assigned" where it had none.
-    """
-
-    id: str
-    state: str
-    code: str
-    submit: str
-    start: str
-    end: str
-    limit: str
-    nodes: str
-
-    @property
-    def word(self) -> str:
-        """The state without who brought it about."""
-        if self.state:
-            return self.state.split()[0]
-        return "UNKNOWN"
-
-    def why(self) -> str:
-        """What is known besides the state."""
-        who = self.state.partition(" by ")[2]
-        if who:
-            return f"by {_user(who)}"
-        return f"exit code {self.code}"
+def _why(account: JobAccount) -> str:
+    """What is known besides the state."""
+    who = account.state.partition(" by ")[2]
+    if who:
+        return f"by {_user(who)}"
+    return f"exit code {account.code}"
 
 
-def accounts(ids: Sequence[str]) -> list[Account] | None:
+def accounts(ids: Sequence[str]) -> list[JobAccount] | None:
     """All that slurmdbd keeps of jobs, of each of their elements, starts and steps, oldest
     first; None where there is no accounting.
 
@@ -189,7 +161,7 @@ def accounts(ids: Sequence[str]) -> list[Account] | None:
         ) from None
     rows = [line.split("|") for line in text.splitlines()]
     return [
-        Account(*row)
+        JobAccount(*row)
         for row in rows
         if len(row) == ACCOUNT_FIELDS.count(",") + 1
         and row[0].partition(".")[0].partition("_")[0] in ids
@@ -211,7 +183,7 @@ def _forgotten(ids: Sequence[str]) -> dict[str, JobLook]:
         }
     # the newest start counts
     found = {
-        row.id: JobLook(row.id, row.word, row.why(), row.start, row.limit, row.nodes)
+        row.id: JobLook(row.id, row.state_word, _why(row), row.start, row.limit, row.nodes)
         for row in rows or ()
         if row.id in ids
     }

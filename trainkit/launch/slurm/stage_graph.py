@@ -1,5 +1,5 @@
-"""Stages of `train` that Slurm makes: which they are, what is done of them here before, and the
-graph that is submitted with the run."""
+"""Stages of `train` that Slurm makes: which they are, what this machine does of them before, and
+the graph that is submitted with the run."""
 
 from __future__ import annotations
 
@@ -8,15 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.markup import escape
-
-from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.locks import locked
-from trainkit.cli.run.attach import follow_run
-from trainkit.cli.run.progress import TerminalStageReporter
-from trainkit.cli.run.stages import STAGES, agree, bring_up_to_date, term_interrupts
-from trainkit.cli.wrapper import TaskContext, TaskResult
 from trainkit.jobs.schema import Job
+from trainkit.launch.preparation import Notice, Preparation, StageUi, term_interrupts
 from trainkit.launch.slurm.arrays import SlurmPlace, dry_lines, follow, slurm_place_of, split
 from trainkit.launch.slurm.job_graph import (
     Followed,
@@ -28,11 +22,10 @@ from trainkit.launch.slurm.job_graph import (
     words_of_stages,
 )
 from trainkit.launch.slurm.shared_arrays import Asking
-from trainkit.runs.event_tail import EventTail
 from trainkit.runs.folder import RunFolder
-from trainkit.runs.record import read_run_record
 from trainkit.stages.contract import Need
 from trainkit.stages.execute import (
+    StageReporter,
     begin_need,
     complete_need,
     delete_scratch,
@@ -42,6 +35,7 @@ from trainkit.stages.execute import (
 )
 from trainkit.stages.in_flight import ArraysInFlight, all_in_flight, clear_in_flight, need_digest
 from trainkit.stages.local import execute_locally
+from trainkit.stages.registry import STAGES
 from trainkit.stages.stamps import check_freshness, input_identities
 
 
@@ -58,55 +52,58 @@ class Queued:
     deferred: list[str]
 
 
-def _queued(task: TaskContext, job: Job, reporter: TerminalStageReporter) -> Queued:
-    """Ask each stage in turn what the job needs of it; what is not Slurm's is brought up to date
-    at once, under a dry run said."""
+def _queued(job: Job, preparation: Preparation, *, dry_run: bool) -> Queued:
+    """Ask each stage in turn what the job needs of it. What is not Slurm's is brought up to date
+    at once, or shown."""
     found = Queued([], [])
+    others = preparation.show if dry_run else preparation.make
     for stage in STAGES:
         if {need.stage for _, need in found.needs}.intersection(stage.waits_for(job)):
             found.deferred.append(stage.name)
             continue
-        place = slurm_place_of(job, stage.name, task.say)
-        stamps = stamps_folder(_root(job), stage.name)
+        place = slurm_place_of(job, stage.name, preparation.ui.say)
+        stamps = stamps_folder(preparation.root, stage.name)
         for need in stage.needs(job, stamps):
             if place is None or check_freshness(need, stamps).fresh:
-                bring_up_to_date(task, [need], _root(job), job=job, reporter=reporter)
+                others([need])
             else:
                 found.needs.append((place, need))
     return found
 
 
 @contextlib.contextmanager
-def graph_of(task: TaskContext, job: Job) -> Iterator[Graph]:
+def graph_of(job: Job, preparation: Preparation) -> Iterator[Graph]:
     """What Slurm has to make before `job` can run; all other stages are up to date then. In the
     block the stages' locks are held: submit it there.
 
     Raises TrainkitError as `update_stage`.
     """
-    reporter = TerminalStageReporter(task.console)
-    asking = Asking(task.say)
+    ui = preparation.ui
+    asking = Asking(ui.say)
     while True:
-        queued = _queued(task, job, reporter)
+        queued = _queued(job, preparation, dry_run=False)
         if not queued.needs:
             yield Graph(())
             return
         for _, need in queued.needs:
             if need.announcement is not None:
-                agree(task, need.announcement)
-        with _held(job, queued, reporter):
+                ui.agree(need.announcement)
+        with _held(job, queued, ui.reporter):
             if (other := _in_the_way(job, queued, asking)) is None:
-                # while it is submitted too: half a graph is taken out again
+                # while it is submitted too: half a graph is withdrawn again
                 with term_interrupts():
-                    if parts := [
+                    parts = tuple(
                         part
                         for place, need in queued.needs
-                        if (part := _part(job, place, need, reporter)) is not None
-                    ]:
-                        yield Graph(tuple(parts), tuple(queued.deferred))
+                        if (part := _part(job, place, need, ui)) is not None
+                    )
+                    if parts:
+                        yield Graph(parts, tuple(queued.deferred))
                         return
-                continue  # somebody has made them meanwhile: what comes after them may be known now
+                # another run has made them meanwhile: what comes after may be known now
+                continue
         need, making = other
-        reporter.waiting(need, making.words())
+        ui.reporter.waiting(need, making.words())
         # without the locks: those jobs need them to say that they are done
         wait_for_arrays(making, asking)
 
@@ -116,7 +113,7 @@ def _root(job: Job) -> Path:
 
 
 @contextlib.contextmanager
-def _held(job: Job, queued: Queued, reporter: TerminalStageReporter) -> Iterator[None]:
+def _held(job: Job, queued: Queued, reporter: StageReporter) -> Iterator[None]:
     """Hold the locks of all queued needs, in an order that is the same for everybody."""
     locks = {(need.stage, need.lock): need for _, need in queued.needs}
     with contextlib.ExitStack() as stack:
@@ -165,9 +162,10 @@ def _is_same(making: ArraysInFlight, need: Need) -> bool:
     )
 
 
-def _part(job: Job, place: SlurmPlace, need: Need, reporter: TerminalStageReporter) -> Part | None:
+def _part(job: Job, place: SlurmPlace, need: Need, ui: StageUi) -> Part | None:
     """A need as part of the graph, after what only this machine can do of it; None where nothing
     is left for Slurm."""
+    reporter = ui.reporter
     stamps = stamps_folder(_root(job), need.stage)
     verdict = check_freshness(need, stamps)
     reporter.verdict(verdict)
@@ -184,7 +182,7 @@ def _part(job: Job, place: SlurmPlace, need: Need, reporter: TerminalStageReport
     if here:
         reporter.started(need, here)
         try:
-            execute_locally(need, here, stamps, reporter, counted=reporter.counted)
+            execute_locally(need, here, stamps, reporter, counted=ui.on_counts)
         finally:
             reporter.finished(need)
     if not there:
@@ -193,55 +191,54 @@ def _part(job: Job, place: SlurmPlace, need: Need, reporter: TerminalStageReport
     return Part(place, need, tuple(there), inputs)
 
 
-def dry_graph(task: TaskContext, job: Job) -> Graph:
+def show_graph(job: Job, preparation: Preparation) -> Graph:
     """Say what would be made where, and print the scripts of the graph but for the run's own.
     Nothing is written."""
-    reporter = TerminalStageReporter(task.console)
+    ui = preparation.ui
     parts = list[Part]()
     before = None
-    queued = _queued(task, job, reporter)
+    queued = _queued(job, preparation, dry_run=True)
     run = RunFolder(_root(job).absolute() / "runs" / job.name / "RUN")
     for place, need in queued.needs:
         stamps = stamps_folder(_root(job), need.stage)
-        reporter.verdict(check_freshness(need, stamps))
+        ui.reporter.verdict(check_freshness(need, stamps))
         units = missing_units(need, stamps, force=False)
         lines, before = dry_lines(place, need, units, stages_of(run), before)
         for line in lines:
-            task.say(f"  {line}")
+            ui.say(f"  {line}")
         if there := split(units)[1]:
             parts.append(Part(place, need, tuple(there), []))
     graph = Graph(tuple(parts), tuple(queued.deferred))
     if parts:
-        task.say(f"  would submit {describe_ready(job, graph, before or '')}")
+        ui.say(f"  would submit {describe_ready(job, graph, before or '')}")
         for line in ready_script(run, job, graph).splitlines():
-            task.say(f"    {line}")
+            ui.say(f"    {line}")
     return graph
 
 
-def follow_graph(task: TaskContext, run: RunFolder, followed: list[Followed]) -> TaskResult:
-    """Show how the stages of a run that was just submitted are made, then the run; Ctrl-C only
-    ends the following."""
-    reporter = TerminalStageReporter(task.console)
-    told = [""]
+class GraphFollower:
+    """Follows the arrays of a run that was just submitted.
 
-    def tell() -> None:
-        if (words := words_of_stages(run)) not in ("", told[-1]):
-            told.append(words)
-            task.console.print(f"[yellow]{escape(words)}[/]")
+    Args:
+        run: the run.
+        followed: its arrays in order.
+    """
 
-    try:
-        for each in followed:
-            reporter.started(each.part.need, each.part.units)
+    def __init__(self, run: RunFolder, followed: list[Followed]) -> None:
+        self.run = run
+        self.followed = followed
+        self._last = ""
+
+    def follow(self, ui: StageUi, on_waiting: Notice) -> None:
+        def look() -> None:
+            at_work = words_of_stages(self.run)
+            if at_work not in ("", self._last):
+                self._last = at_work
+                on_waiting(at_work)
+
+        for each in self.followed:
+            ui.reporter.started(each.part.need, each.part.units)
             try:
-                follow(each.ids, each.units, reporter, reporter.counted, task.say, tell)
+                follow(each.ids, each.units, ui.reporter, ui.on_counts, ui.say, look)
             finally:
-                reporter.finished(each.part.need)
-    except KeyboardInterrupt:
-        task.say(
-            f"run {run.id} goes on; {task.command} attach {run.id} follows it again, {task.command}"
-            f" cancel {run.id} stops it"
-        )
-        return TaskResult(read_run_record(run).to_json(), Exit.INTERRUPTED)
-    except TrainkitError as error:  # Slurm could not be asked just now
-        task.say(str(error))
-    return follow_run(task, run, EventTail(run))
+                ui.reporter.finished(each.part.need)

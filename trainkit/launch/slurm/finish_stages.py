@@ -1,8 +1,8 @@
-"""The last step before ranks: what is refused once the stages are made. As a program, in a small
-job of Slurm's, the same for a run whose stages it made.
+"""The program of the small job that completes a run's stages on Slurm: it stamps what the arrays
+have made, makes the stages that waited for it, and plans.
 
-`python -I RUN/code/trainkit/cli/run/preflight.py RUN` on a node, after the last array of RUN's
-graph has gone well.
+`python -I RUN/code/trainkit/launch/slurm/finish_stages.py RUN` on a node, after the last array of
+RUN's graph has ended well.
 """
 
 from __future__ import annotations
@@ -19,24 +19,17 @@ if __name__ == "__main__":  # by path: the snapshot this file is part of comes f
     os.umask(os.umask(0o002) | 0o002)
     sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from rich.console import Console
-
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.files import write_json
 from trainkit.base.locks import locked
-from trainkit.base.process import raise_open_file_limit
-from trainkit.cli.config.plan import plan_of
-from trainkit.cli.run.progress import TerminalStageReporter
-from trainkit.cli.run.stages import STAGES
-from trainkit.data.order.open import open_mixture
 from trainkit.jobs.resolved import read_job
-from trainkit.jobs.schema import Job
+from trainkit.launch.readiness import plan_of, refuse_infeasible, refuse_without_samples
 from trainkit.launch.remote_units import remote_argv
 from trainkit.launch.run_inputs import write_inputs
 from trainkit.launch.slurm.job_graph import is_made, need_of, read_graph, units_of, write_ended
 from trainkit.launch.slurm.sbatch import forget_secrets
 from trainkit.launch.slurm.shared_arrays import Asking
-from trainkit.plan.planner import Plan
+from trainkit.launch.stage_lines import StageLines
 from trainkit.runs.folder import RunFolder
 from trainkit.stages.contract import Need, Unit
 from trainkit.stages.execute import (
@@ -50,31 +43,12 @@ from trainkit.stages.execute import (
 )
 from trainkit.stages.in_flight import clear_own_in_flight
 from trainkit.stages.local import execute_locally
+from trainkit.stages.registry import STAGES
 from trainkit.stages.stamps import check_freshness
 
 
-def refuse_infeasible(plan: Plan) -> Plan:
-    """The plan itself. Raises TrainkitError (exit 4) with every objection."""
-    if not plan.feasible:
-        raise TrainkitError(
-            "; ".join(f"{o.key}: {o.message}" for o in plan.objections),
-            exit=Exit.PLAN,
-            hint=f"invoke plan {plan.job}",
-        )
-    return plan
-
-
-def refuse_without_samples(job: Job) -> None:
-    """Open what every rank will read, before any of them starts. Raises ConfigError as
-    `open_mixture`."""
-    raise_open_file_limit()
-    if job.training.eval_iters:
-        evaluated = {"valid": job.dataset, **job.validation}
-    else:
-        evaluated = {}
-    open_mixture(job, job.dataset, "train", vocab=job.model.vocab_size or 1)
-    for dataset in evaluated.values():
-        open_mixture(job, dataset, "valid", vocab=job.model.vocab_size or 1)
+def _say(text: str) -> None:
+    print(text, flush=True)
 
 
 def make_ready(run: RunFolder, graph: Mapping[str, Any]) -> None:
@@ -91,8 +65,8 @@ def make_ready(run: RunFolder, graph: Mapping[str, Any]) -> None:
     refuse_stale(
         needs_of(job, [stage for stage in stages if stage.name not in graph["deferred"]]), run.root
     )
-    reporter = TerminalStageReporter(Console())
-    asking = Asking(lambda text: print(text, flush=True))
+    reporter = StageLines(_say)
+    asking = Asking(_say)
 
     def execute(need: Need, units: Sequence[Unit], stamps: Path, reporter: StageReporter) -> None:
         code = run.code.resolve()
@@ -115,8 +89,8 @@ def make_ready(run: RunFolder, graph: Mapping[str, Any]) -> None:
 
 
 def _stamp(run: RunFolder, written: Mapping[str, Any]) -> None:
-    """The stamp of a need, for the inputs that were seen when it was submitted; whoever else
-    waited for the same arrays may have done it."""
+    """The stamp of a need, for the inputs that were seen when it was submitted; another run that
+    waited for the same arrays may have written it."""
     need = need_of(written)
     stamps = stamps_folder(run.root, written["stage"])
     # the submitter's, until all is submitted
@@ -132,7 +106,7 @@ def _stamp(run: RunFolder, written: Mapping[str, Any]) -> None:
             raise TrainkitError(
                 message,
                 exit=Exit.STAGE_FAILED,
-                hint=f"was it made anew meanwhile? invoke train {run.job_name} looks again",
+                hint=f"was it made again meanwhile? invoke train {run.job_name} looks again",
             )
         complete_need(need, stamps, written["seen"])
         for unit in units_of(written):

@@ -1,0 +1,1 @@
+"""Experiments from Python: plan, prepare, run, follow. The command line parses and prints only."""

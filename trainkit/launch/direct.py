@@ -1,0 +1,142 @@
+"""The scheduler of launchers local, ssh and pdsh: a supervisor on this machine starts the ranks
+at once, on hosts that the caller chose, and nothing has a queue."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from trainkit.base.errors import ConfigError
+from trainkit.jobs.resolved import read_job
+from trainkit.jobs.schema import Cluster, Job
+from trainkit.launch.hosts.hostfile import find_hostfile
+from trainkit.launch.hosts.selection import HostList, load_hosts, this_host
+from trainkit.launch.preparation import Notice, Preparation, UnitRunner, direct_units
+from trainkit.launch.scheduler import (
+    CancelledJob,
+    ClusterNode,
+    DryRun,
+    HostsToAsk,
+    JobAccount,
+    QueueFollower,
+    QueueReport,
+    ResumeRequest,
+    RunRequest,
+    Submission,
+)
+from trainkit.launch.session_preview import preview_start
+from trainkit.launch.start import resume_run, start_run
+from trainkit.launch.supervise.observer import silent_observer
+from trainkit.launch.supervise.outcome import Outcome
+from trainkit.launch.supervise.rank_environment import secret_values
+from trainkit.launch.supervise.supervisor import supervise
+from trainkit.runs.folder import RunFolder
+from trainkit.runs.record import RunRecord
+from trainkit.stages.contract import Need
+from trainkit.stages.execute import needs_in_turn
+from trainkit.stages.in_flight import StillRunning, refuse_in_flight
+from trainkit.stages.registry import STAGES
+
+
+class Direct:
+    """Runs that a supervisor of this machine starts at once."""
+
+    title = "this machine"
+    queues = False
+
+    def allocated_hosts(self, job: Job) -> HostList:
+        raise ConfigError(
+            f"cluster '{job.cluster.name}' (launcher = '{job.cluster.launcher}') has no allocations"
+        )
+
+    def hosts_to_ask(self, cluster: Cluster, hostfile: str, *, devices: bool) -> HostsToAsk:
+        if cluster.launcher_traits.hostfile:
+            return HostsToAsk(list(load_hosts(find_hostfile(cluster, hostfile))))
+        return HostsToAsk([this_host()])
+
+    def nodes(self, cluster: Cluster) -> list[ClusterNode] | None:
+        return None
+
+    def unit_runner(self, job: Job, stage: str, notice: Notice) -> UnitRunner:
+        return direct_units(job, stage, notice)
+
+    def in_flight(self, notice: Notice) -> StillRunning:
+        return refuse_in_flight
+
+    def prepare(self, request: RunRequest, preparation: Preparation) -> Submission | None:
+        preparation.make(needs_in_turn(request.job, STAGES))
+        return None
+
+    def show_stages(self, job: Job, needs: Sequence[Need], preparation: Preparation) -> str:
+        preparation.show(needs)
+        return ""
+
+    def dry_run(self, request: RunRequest, after: str = "") -> DryRun:
+        job = request.job
+        hosts = request.hosts
+        run = RunFolder(Path(job.cluster.root or ".") / "runs" / job.name / "RUN")
+        preview = preview_start(run, job, 1, hosts, background=request.background)
+        ranks = job.ranks_per_node
+        listed = [
+            {
+                "host": host.name,
+                "ranks": list(range(node * ranks, (node + 1) * ranks)),
+                "slots": list(host.slots),
+            }
+            for node, host in enumerate(hosts.running)
+        ]
+        values = {
+            "command": preview.command.to_json(),
+            "hosts": listed,
+            "spares": [host.name for host in hosts.spares],
+            "launcher": preview.launcher_lines,
+        }
+        return DryRun(preview.lines, values)
+
+    def submit(self, request: RunRequest) -> Submission:
+        run, outcome = start_run(request)
+        return Submission(run, outcome=outcome)
+
+    def requeue(self, request: ResumeRequest) -> Submission:
+        return Submission(request.run, outcome=resume_run(request))
+
+    def supervise(
+        self, run: RunFolder, environment: Mapping[str, str], *, share: bool, prolog_failed: int
+    ) -> Outcome:
+        secrets = secret_values(read_job(run.job).cluster.secrets, environment)
+        return supervise(run, secrets, silent_observer(), share=share)
+
+    def owns(self, run: RunFolder) -> bool:
+        return True
+
+    def state(self, record: RunRecord) -> RunRecord:
+        return record
+
+    def states(self, records: Sequence[RunRecord]) -> list[RunRecord]:
+        return list(records)
+
+    def report(self, record: RunRecord) -> QueueReport | None:
+        return None
+
+    def follower(self, run: RunFolder) -> QueueFollower | None:
+        return None
+
+    def log(self, run: RunFolder) -> Path | None:
+        return None
+
+    def accounts(self, run: RunFolder) -> list[JobAccount] | None:
+        return None
+
+    def cancel(self, run: RunFolder, *, queued: bool) -> CancelledJob:
+        raise NotImplementedError(
+            "a run that waits for nothing is cancelled through its supervisor"
+        )
+
+    def end_job(self, run: RunFolder) -> None:
+        """There is no job beside the supervisor."""
+
+    def end_stages(self, run: RunFolder) -> list[str]:
+        return []
+
+
+DIRECT = Direct()

@@ -1,0 +1,230 @@
+"""Brings the stages of a job up to date, wherever their units run; or shows what that would run."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import shlex
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from trainkit.base.errors import Exit
+from trainkit.base.extras import MissingExtra
+from trainkit.data.sources.announce import DownloadNotice
+from trainkit.jobs.schema import Job
+from trainkit.launch.remote_units import StageHosts, execute_on_hosts, stage_hosts
+from trainkit.stages.contract import Need, Unit
+from trainkit.stages.execute import StageReporter, missing_units, stamps_folder, update_stage
+from trainkit.stages.in_flight import StillRunning
+from trainkit.stages.local import execute_locally
+from trainkit.stages.stamps import Freshness, check_freshness, unit_folder
+from trainkit.stages.unit_process import OnCounts
+
+Notice = Callable[[str], None]
+
+
+def refuse_download(announcement: DownloadNotice) -> None:
+    """Raise ConfigError (exit 6) for a large download that nobody has accepted in jobs.toml."""
+    announcement.check_space()
+    if not announcement.accepted:
+        raise announcement.refusal()
+
+
+@dataclass(frozen=True)
+class StageUi:
+    """How a person follows stages.
+
+    Args:
+        reporter: is called as stages are judged and as their units progress.
+        say: prints one line.
+        on_counts: is called with what a unit has written so far.
+        agree: is called before a large download begins; raises ConfigError where nobody agrees.
+    """
+
+    reporter: StageReporter
+    say: Notice
+    on_counts: OnCounts | None = None
+    agree: Callable[[DownloadNotice], None] = refuse_download
+
+
+class UnitRunner(Protocol):
+    """Runs the units of one stage somewhere."""
+
+    on_this_machine: bool
+
+    def run(
+        self,
+        need: Need,
+        units: Sequence[Unit],
+        stamps: Path,
+        reporter: StageReporter,
+        *,
+        workers: int | None = None,
+        on_counts: OnCounts | None = None,
+    ) -> None:
+        """Run `units` in the order their `after` asks for and stamp each that succeeds. Raises
+        TrainkitError on the first failure."""
+
+    def describe(self, need: Need, units: Sequence[Unit], folder: Path) -> list[str]:
+        """Lines that say what would run; nothing is written. `folder`: of specs and scripts."""
+
+
+class LocalUnits:
+    """The units run as processes of this machine."""
+
+    on_this_machine = True
+
+    def run(
+        self,
+        need: Need,
+        units: Sequence[Unit],
+        stamps: Path,
+        reporter: StageReporter,
+        *,
+        workers: int | None = None,
+        on_counts: OnCounts | None = None,
+    ) -> None:
+        execute_locally(need, units, stamps, reporter, workers=workers, counted=on_counts)
+
+    def describe(self, need: Need, units: Sequence[Unit], folder: Path) -> list[str]:
+        return [f"would run {shlex.join(unit.argv)} {unit.name}.spec.json" for unit in units]
+
+
+class HostUnits:
+    """The units run on hosts of a hostfile, but for those that wait for the network."""
+
+    on_this_machine = False
+
+    def __init__(self, place: StageHosts) -> None:
+        self.place = place
+        self.run = functools.partial(execute_on_hosts, place)
+
+    def describe(self, need: Need, units: Sequence[Unit], folder: Path) -> list[str]:
+        where = f" on one of {', '.join(host.name for host in self.place.hosts)}"
+        return [
+            f"would run {shlex.join(unit.argv)} {unit.name}.spec.json"
+            f"{'' if unit.network else where}"
+            for unit in units
+        ]
+
+
+def direct_units(job: Job | None, stage: str, notice: Notice) -> UnitRunner:
+    """What runs the units of a stage where no scheduler does: hosts of the cluster's hostfile
+    where clusters.X.stages.STAGE asks for them, else this machine.
+
+    Args:
+        job: on whose behalf; None: this machine.
+        stage: the stage's name.
+        notice: is called with what a person should know.
+
+    Raises ConfigError where the hostfile has fewer hosts than the stage asks for.
+    """
+    if job is None:
+        return LocalUnits()
+    place = stage_hosts(job, stage, notice)
+    if place is None:
+        return LocalUnits()
+    return HostUnits(place)
+
+
+@contextlib.contextmanager
+def term_interrupts() -> Iterator[None]:
+    """SIGTERM and SIGHUP (a terminal that is closed) end the block as Ctrl-C does: workers are
+    stopped, what is half done is undone, finished units stay. Only the main thread can take
+    signals; elsewhere nothing changes."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    # nohup ignores SIGHUP, and that stays so
+    handled = [
+        number
+        for number in (signal.SIGTERM, signal.SIGHUP)
+        if signal.getsignal(number) is not signal.SIG_IGN
+    ]
+    former = {number: signal.signal(number, signal.default_int_handler) for number in handled}
+    try:
+        yield
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
+
+
+def _lacks_ftfy(need: Need) -> bool:
+    """Whether a unit of this would fail for a package that `./inv` can install: asked before
+    there are workers."""
+    return (
+        any(key.endswith(".fix_text") and value for key, value in need.settings.items())
+        and importlib.util.find_spec("ftfy") is None
+    )
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """Brings stages up to date for a person who follows.
+
+    Args:
+        root: the folder that holds data/ and stamps/.
+        ui: how the person follows.
+        runner_of: what runs the units of a stage, by the stage's name.
+        in_flight: whether jobs that another run has submitted may still write.
+        workers: units at once; by default one a core here, and clusters.X.stages.STAGE.
+            tasks_per_node on other hosts.
+        force: make what is fresh, too.
+    """
+
+    root: Path
+    ui: StageUi
+    runner_of: Callable[[str], UnitRunner]
+    in_flight: StillRunning
+    workers: int | None = None
+    force: bool = False
+
+    def make(self, needs: Iterable[Need]) -> list[Freshness]:
+        """Make every need fresh, each asked for when those before it are done; what was found
+        before. Raises TrainkitError as `update_stage`, and what `ui.agree` raises."""
+        with term_interrupts():
+            return [self._make(need) for need in needs]
+
+    def _make(self, need: Need) -> Freshness:
+        runner = self.runner_of(need.stage)
+        stamps = stamps_folder(self.root, need.stage)
+        if (
+            need.announcement is not None
+            and not check_freshness(need, stamps, force=self.force).fresh
+        ):
+            self.ui.agree(need.announcement)
+        if (
+            runner.on_this_machine
+            and _lacks_ftfy(need)
+            and not check_freshness(need, stamps, force=self.force).fresh
+        ):
+            raise MissingExtra(
+                "fix_text = true needs ftfy, which is not installed",
+                "data",
+                exit=Exit.STAGE_FAILED,
+            )
+        execute = functools.partial(runner.run, workers=self.workers, on_counts=self.ui.on_counts)
+        return update_stage(
+            need, self.root, execute, self.ui.reporter, force=self.force, going=self.in_flight
+        )
+
+    def show(self, needs: Iterable[Need]) -> list[Freshness]:
+        """Say of every need whether it is fresh, and what would be run. Nothing is written."""
+        verdicts = []
+        for need in needs:
+            stamps = stamps_folder(self.root, need.stage)
+            verdict = check_freshness(need, stamps, force=self.force)
+            verdicts.append(verdict)
+            self.ui.reporter.verdict(verdict)
+            if verdict.fresh:
+                continue
+            units = missing_units(need, stamps, force=self.force)
+            folder = unit_folder(stamps, need.name)
+            for line in self.runner_of(need.stage).describe(need, units, folder):
+                self.ui.say(f"  {line}")
+        return verdicts

@@ -1,0 +1,156 @@
+"""Slurm as a scheduler: a run is a batch job, its supervisor runs in it, and stages are arrays."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from trainkit.jobs.schema import Cluster, Job
+from trainkit.launch.hosts.selection import HostList
+from trainkit.launch.launchers.slurm import Slurm as SrunLauncher
+from trainkit.launch.preparation import Notice, Preparation, UnitRunner, direct_units
+from trainkit.launch.scheduler import (
+    CancelledJob,
+    ClusterNode,
+    DryRun,
+    HostsToAsk,
+    JobAccount,
+    QueueFollower,
+    QueueReport,
+    ResumeRequest,
+    RunRequest,
+    Submission,
+)
+from trainkit.launch.slurm.allocation import ask, granted, hosts_of
+from trainkit.launch.slurm.arrays import SlurmUnits, slurm_place_of
+from trainkit.launch.slurm.batch_supervisor import supervise_batch
+from trainkit.launch.slurm.dry_run import show_batch_job
+from trainkit.launch.slurm.end_jobs import cancel_newest, end_after_supervisor, end_stages
+from trainkit.launch.slurm.job_graph import read_stage_jobs, ready_name, still_to_be_made
+from trainkit.launch.slurm.node_access import ready_nodes, words_at_once
+from trainkit.launch.slurm.reconcile import Queue, output_of, seen_now, settled, settled_all
+from trainkit.launch.slurm.shared_arrays import Asking
+from trainkit.launch.slurm.squeue import BEFORE, RUNNING, accounts
+from trainkit.launch.slurm.stage_graph import graph_of, show_graph
+from trainkit.launch.slurm.submit_run import submit_again, submit_new, submit_with_stages
+from trainkit.launch.supervise.outcome import Outcome
+from trainkit.runs.folder import RunFolder
+from trainkit.runs.record import RunRecord
+from trainkit.runs.slurm import read_slurm_jobs
+from trainkit.stages.contract import Need
+from trainkit.stages.in_flight import StillRunning
+
+# of a step of a job: it says nothing about why a run ended; srun's are cancelled with their job
+UNREMARKABLE = BEFORE | RUNNING | {"COMPLETED", "CANCELLED"}
+
+RESUME_ADVICE = (
+    "`scontrol show node HOST` says since when; `scontrol update nodename=HOST state=resume`"
+    " lets it in again"
+)
+
+
+class SlurmScheduler:
+    """Runs that are batch jobs of Slurm's. launch/slurm.json in the run folder names the jobs."""
+
+    title = "Slurm"
+    queues = True
+
+    def allocated_hosts(self, job: Job) -> HostList:
+        return hosts_of(job, granted(os.environ))
+
+    def hosts_to_ask(self, cluster: Cluster, hostfile: str, *, devices: bool) -> HostsToAsk:
+        hosts, others = ready_nodes(cluster, os.environ)
+        launcher = SrunLauncher(words_at_once(cluster, os.environ, devices=devices))
+        busy = frozenset(name for name, why in others.items() if "allocated" in why)
+        return HostsToAsk(hosts, others, busy, RESUME_ADVICE, launcher)
+
+    def nodes(self, cluster: Cluster) -> list[ClusterNode] | None:
+        argv = ["sinfo", "--Node", "--noheader", "--format=%N|%T|%P|%c|%G|%E"]
+        found = []
+        for line in ask(argv).splitlines():
+            if line:
+                host, state, partition, cpus, gres, reason = line.split("|")
+                if reason == "none":
+                    reason = ""
+                found.append(ClusterNode(host, state, partition, cpus, gres, reason))
+        return found
+
+    def unit_runner(self, job: Job, stage: str, notice: Notice) -> UnitRunner:
+        place = slurm_place_of(job, stage, notice)
+        if place is None:
+            return direct_units(job, stage, notice)
+        return SlurmUnits(place)
+
+    def in_flight(self, notice: Notice) -> StillRunning:
+        return Asking(notice)
+
+    def prepare(self, request: RunRequest, preparation: Preparation) -> Submission | None:
+        with graph_of(request.job, preparation) as graph:
+            if graph.parts:
+                return submit_with_stages(request, graph, preparation.ui.say)
+        return None
+
+    def show_stages(self, job: Job, needs: Sequence[Need], preparation: Preparation) -> str:
+        if show_graph(job, preparation).parts:
+            return ready_name(job)
+        return ""
+
+    def dry_run(self, request: RunRequest, after: str = "") -> DryRun:
+        return show_batch_job(request.job, after)
+
+    def submit(self, request: RunRequest) -> Submission:
+        return submit_new(request)
+
+    def requeue(self, request: ResumeRequest) -> Submission:
+        return submit_again(request)
+
+    def supervise(
+        self, run: RunFolder, environment: Mapping[str, str], *, share: bool, prolog_failed: int
+    ) -> Outcome:
+        return supervise_batch(run, environment, prolog=prolog_failed)
+
+    def owns(self, run: RunFolder) -> bool:
+        return bool(read_slurm_jobs(run))
+
+    def state(self, record: RunRecord) -> RunRecord:
+        return settled(record)
+
+    def states(self, records: Sequence[RunRecord]) -> list[RunRecord]:
+        return settled_all(list(records))
+
+    def report(self, record: RunRecord) -> QueueReport | None:
+        seen = seen_now(record)
+        if seen is None:
+            return None
+        return QueueReport(seen.words(), {"slurm": asdict(seen)})
+
+    def follower(self, run: RunFolder) -> QueueFollower | None:
+        return Queue(run)
+
+    def log(self, run: RunFolder) -> Path | None:
+        return output_of(run)
+
+    def accounts(self, run: RunFolder) -> list[JobAccount] | None:
+        """Every start of the run's jobs, and what ended badly of their steps and of the jobs that
+        made its stages."""
+        ids = [job.id for job in read_slurm_jobs(run)]
+        stages = [job.id for job in read_stage_jobs(run)]
+        if not ids and not stages:
+            return None
+        rows = accounts([*stages, *ids])
+        if rows is None:
+            return None
+        return [row for row in rows if row.id in ids or row.state_word not in UNREMARKABLE]
+
+    def cancel(self, run: RunFolder, *, queued: bool) -> CancelledJob:
+        return cancel_newest(run, queued=queued)
+
+    def end_job(self, run: RunFolder) -> None:
+        end_after_supervisor(run)
+
+    def end_stages(self, run: RunFolder) -> list[str]:
+        if still_to_be_made(run):
+            return end_stages(run)
+        return []
