@@ -13,7 +13,7 @@ from trainkit.engines.rules import RULES
 from trainkit.jobs.devices import built_in_device
 from trainkit.jobs.load import load
 from trainkit.jobs.schema import Cluster, Job
-from trainkit.launch.readiness import machine_bytes
+from trainkit.launch.job_plan import machine_bytes
 from trainkit.plan.host import RANK_BYTES, HostMemory, slurm_bytes
 from trainkit.plan.objection import with_change
 from trainkit.plan.planner import Plan, PreparedData, make_plan

@@ -19,8 +19,8 @@ from trainkit.jobs.load import Jobs, find_root
 from trainkit.jobs.load import load as load_jobs
 from trainkit.jobs.resolved import read_job
 from trainkit.jobs.schema import Job
+from trainkit.launch.job_plan import plan_of
 from trainkit.launch.preparation import StageUi
-from trainkit.launch.readiness import plan_of
 from trainkit.launch.schedulers import current
 from trainkit.launch.stage_lines import StageLines
 from trainkit.launch.supervise.observer import silent_observer

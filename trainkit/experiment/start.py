@@ -22,9 +22,9 @@ from trainkit.jobs.schema import Job
 from trainkit.launch.containers import check_mounts
 from trainkit.launch.direct import DIRECT
 from trainkit.launch.hosts.selection import HostList, hosts_path, read_hosts
+from trainkit.launch.job_plan import plan_of
 from trainkit.launch.preparation import StageUi
 from trainkit.launch.readiness import (
-    plan_of,
     refuse_infeasible,
     refuse_without_samples,
     refuse_without_wandb,

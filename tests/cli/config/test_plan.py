@@ -20,7 +20,7 @@ from trainkit.cli.config.render_plan import print_page
 from trainkit.cli.wrapper import TaskContext
 from trainkit.jobs.load import load
 from trainkit.jobs.resolved import ResolvedJob, write_job
-from trainkit.launch.readiness import last_measured, plan_of
+from trainkit.launch.job_plan import last_measured, plan_of
 
 CHECKOUT = Path(__file__).resolve().parents[3]
 GPUS = """

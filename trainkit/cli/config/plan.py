@@ -11,7 +11,7 @@ from trainkit.cli.config.jobs import load_jobs
 from trainkit.cli.wrapper import TaskContext, TaskResult
 from trainkit.engines import refuse_unlaunchable
 from trainkit.jobs.schema import Job
-from trainkit.launch.readiness import plan_of
+from trainkit.launch.job_plan import plan_of
 
 
 def plan(task: TaskContext, name: str, nodes: int, cluster: str, sets: Sequence[str]) -> TaskResult:

@@ -23,7 +23,8 @@ from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.files import write_json
 from trainkit.base.locks import locked
 from trainkit.jobs.resolved import read_job
-from trainkit.launch.readiness import plan_of, refuse_infeasible, refuse_without_samples
+from trainkit.launch.job_plan import plan_of
+from trainkit.launch.readiness import refuse_infeasible, refuse_without_samples
 from trainkit.launch.remote_units import remote_argv
 from trainkit.launch.run_inputs import write_inputs
 from trainkit.launch.slurm.job_graph import is_made, need_of, read_graph, units_of, write_ended

@@ -1,0 +1,157 @@
+"""The plan of a job with what is prepared, free and measured on this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from trainkit.base.documents import read_document
+from trainkit.base.errors import ConfigError
+from trainkit.data.indexed.paths import DataFolder
+from trainkit.engines.rules import RULES
+from trainkit.jobs.resolved import read_job
+from trainkit.jobs.schema import Job
+from trainkit.plan.measured import Measured, layout_key
+from trainkit.plan.planner import Plan, PreparedData, make_plan
+from trainkit.runs.folder import RunFolder
+from trainkit.runs.summary import summarize_run
+
+
+def plan_of(job: Job) -> Plan:
+    """The plan of a job by its engine's rules, with what is prepared, free and measured here."""
+    return make_plan(
+        job, rules=RULES[job.engine], prepared=prepared(job), measured=last_measured(job)
+    )
+
+
+def prepared(job: Job) -> PreparedData:
+    """What of a job is there already. Raises ConfigError for a prepared dataset of another version.
+
+    The disk counts where ranks run on this machine for sure: GPUs of a local cluster may be
+    those of another one that is planned for.
+    """
+    root = Path(job.cluster.root or ".")
+    if job.dataset.tokenizer is not None:
+        manifest = DataFolder(root, job.dataset).manifest
+    else:
+        manifest = None
+    if manifest is not None and manifest.is_file():
+        found = read_document(manifest, "dataset/1")
+    else:
+        found = {}
+    here = job.cluster.launcher_traits.one_machine and job.cluster.device_type == "cpu"
+    if here:
+        free = _free_bytes(root)
+        memory = machine_bytes()
+    else:
+        free = None
+        memory = None
+    return PreparedData(found.get("vocab_size"), found.get("tokens"), free, memory)
+
+
+def machine_bytes(root: Path = Path("/")) -> int | None:
+    """Memory of this machine, or of the cgroup that this process may use less of; None where the
+    system does not say.
+
+    Args:
+        root: of /proc and /sys.
+    """
+    try:
+        known = [
+            int(line.split()[1]) * 1024
+            for line in (root / "proc/meminfo").read_text().splitlines()
+            if line.startswith("MemTotal:")
+        ]
+        group = next(
+            (
+                line.split(":", 2)[2]
+                for line in (root / "proc/self/cgroup").read_text().splitlines()
+                if line.startswith("0::")
+            ),
+            "/",
+        )
+    except (OSError, ValueError, IndexError):
+        return None
+    for folder in (PurePosixPath(group), *PurePosixPath(group).parents):
+        with contextlib.suppress(OSError, ValueError):  # "max", or no such controller
+            known.append(
+                int((root / "sys/fs/cgroup" / folder.relative_to("/") / "memory.max").read_text())
+            )
+    return min(known, default=None)
+
+
+def _free_bytes(root: Path) -> int | None:
+    there = next(
+        (folder for folder in (root.absolute(), *root.absolute().parents) if folder.is_dir()), None
+    )
+    if there:
+        return shutil.disk_usage(there).free
+    return None
+
+
+def _runs_of(job: Job) -> Iterator[tuple[RunFolder, Job]]:
+    """Runs of this job on this cluster, newest first; those of another version of trainkit
+    cannot be compared."""
+    folder = Path(job.cluster.root or ".") / "runs" / job.name
+    try:
+        ids = sorted(
+            (path.name for path in folder.iterdir() if (path / "job.json").is_file()), reverse=True
+        )
+    except OSError:
+        return
+    for name in ids:
+        run = RunFolder(folder / name)
+        try:
+            ran = read_job(run.job)
+        except ConfigError:
+            continue
+        if ran.cluster.name == job.cluster.name:
+            yield run, ran
+
+
+def last_measured(job: Job) -> Measured | None:
+    """What the newest run of this job on this cluster took, and what its plan had said; one of
+    the same layout before others. None without any."""
+    candidates = [(run, ran) for run, ran in _runs_of(job) if run.metrics.is_file()]
+    same = [(run, ran) for run, ran in candidates if layout_key(ran) == layout_key(job)]
+    for run, ran in [*same, *candidates]:
+        summary = summarize_run(run)
+        if summary.tokens_per_second is None:
+            continue
+        planned = _planned(run)
+        memory = planned.get("memory") or {}
+        speed = (planned.get("duration") or {}).get("speed") or {}
+        return Measured(
+            run=run.id,
+            same_layout=(run, ran) in same,
+            tokens_per_second=summary.tokens_per_second,
+            peak_bytes=summary.peak_bytes,
+            checkpoint_bytes=_checkpoint_bytes(run.checkpoints),
+            planned_tokens_per_second=speed.get("tokens_per_second"),
+            planned_peak_bytes=memory.get("fullest_rank", {}).get("total_bytes"),
+            planned_checkpoint_bytes=planned.get("checkpoint_bytes"),
+        )
+    return None
+
+
+def _planned(run: RunFolder) -> dict[str, Any]:
+    """What the run's own plan.json says; nothing where it is not there or of another version."""
+    try:
+        return read_document(run.plan, "plan/1")
+    except ConfigError:
+        return {}
+
+
+def _checkpoint_bytes(checkpoints: Path) -> int | None:
+    """Tensor bytes of the newest checkpoint, from its manifest; None where there is none that
+    can be read."""
+    for manifest in sorted(checkpoints.glob("step-*/manifest.json"), reverse=True):
+        try:
+            tensors = read_document(manifest, "checkpoint/1")["tensors"]
+        except ConfigError:
+            continue
+        return sum(int(chunk["bytes"]) for tensor in tensors.values() for chunk in tensor["chunks"])
+    return None
