@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.experiment.cancel import Cancellation, cancel_run
@@ -29,7 +28,7 @@ from trainkit.runs.event_tail import EventTail
 from trainkit.runs.find import all_runs as all_run_folders
 from trainkit.runs.find import find_run as find_run_folder
 from trainkit.runs.folder import RunFolder
-from trainkit.runs.metrics import MetricsTail, read_rows
+from trainkit.runs.metrics import MetricsRow, MetricsTail, read_rows
 from trainkit.runs.record import RunRecord, read_run_record
 from trainkit.stages.stamps import Freshness
 
@@ -125,13 +124,13 @@ class Run:
         """How the run is doing, or how it ended: `state`, `step`, `exit`, `root_cause`, ..."""
         return current(read_run_record(self.folder))
 
-    def metrics(self) -> list[dict[str, Any]]:
+    def metrics(self) -> list[MetricsRow]:
         """The rows of metrics.jsonl so far: training steps, and evaluations (key "eval")."""
         return read_rows(self.folder.metrics)
 
     def follow(
         self,
-        on_metrics: Callable[[dict[str, Any]], None] | None = None,
+        on_metrics: Callable[[MetricsRow], None] | None = None,
         on_notice: Say = _nothing,
     ) -> RunRecord:
         """Wait until the run has ended; how it ended. Ctrl-C ends only the waiting.
