@@ -62,9 +62,9 @@ def logs(task: TaskContext, run: str, options: LogOptions) -> TaskResult:
 )
 def tensorboard(task: TaskContext, run: str = "", port: int = 6006) -> None:
     """Open TensorBoard for all runs."""
-    from trainkit.cli.inspect.runs import tensorboard as open
+    from trainkit.cli.inspect.tensorboard import tensorboard as open_tensorboard
 
-    open(task, run, port)
+    open_tensorboard(task, run, port)
 
 
 @make_task(
@@ -73,6 +73,6 @@ def tensorboard(task: TaskContext, run: str = "", port: int = 6006) -> None:
 )
 def report(task: TaskContext, run: str, picture: str = "", flops: str = "") -> TaskResult:
     """Summarize a run: losses, speed, attempts, where its files are."""
-    from trainkit.cli.inspect.runs import report as show
+    from trainkit.cli.inspect.report import report as show
 
     return show(task, run, picture, flops)

@@ -57,9 +57,11 @@ def refuse_unknown_convention(convention: str) -> None:
 def convention_tflops(summary: RunSummary, convention: str) -> float | None:
     """TFLOP/s per device by a convention of others; None where the run has no speed yet, or ""
     was asked for."""
+    if not convention:
+        return None
     job = read_job(summary.run.job)
     vocab = read_document(summary.run.plan, "plan/1").get("padded_vocab_size")
-    if not convention or summary.tokens_per_second is None or vocab is None:
+    if summary.tokens_per_second is None or vocab is None:
         return None
     samples_per_second = summary.tokens_per_second / job.model.seq_length
     return tflops_per_device(convention, job.model, vocab, samples_per_second, job.world_size)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Project
-from trainkit.cli.inspect.runs import tunnel_words
+from trainkit.cli.inspect.tensorboard import tunnel_command
 
 STEP = {
     "consumed_samples": 8,
@@ -103,7 +103,7 @@ def test_the_table_has_what_the_metrics_say(project: Project) -> None:
     ],
 )
 def test_the_tunnel(environment: dict[str, str], words: list[str]) -> None:
-    assert tunnel_words(environment, 6006) == ["ssh", "-N", "-L", "6006:localhost:6006", *words]
+    assert tunnel_command(environment, 6006) == ["ssh", "-N", "-L", "6006:localhost:6006", *words]
 
 
 def test_tensorboard_says_how_to_see_it_from_elsewhere(project: Project) -> None:

@@ -1,14 +1,10 @@
-"""The tasks that follow runs: runs, status, tensorboard, report."""
+"""The tasks `runs` and `status`."""
 
 from __future__ import annotations
 
-import os
-import shlex
-import socket
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterable, Iterator
 
 from rich.markup import escape
 
@@ -24,10 +20,8 @@ from trainkit.launch.schedulers import current, current_all, scheduler_of
 from trainkit.runs.devices import DeviceUsage, Gpu, observe_devices
 from trainkit.runs.find import all_runs, find_run
 from trainkit.runs.folder import RunFolder
-from trainkit.runs.loss_plot import draw_losses
 from trainkit.runs.record import RunRecord, read_run_record
-from trainkit.runs.results import convention_tflops, refuse_unknown_convention, results_of_runs
-from trainkit.runs.summary import summarize_run
+from trainkit.runs.results import refuse_unknown_convention, results_of_runs
 
 COLOURS = {
     "queued": "blue",
@@ -42,7 +36,17 @@ WATCH_SECONDS = 2.0
 
 
 def runs(task: TaskContext, job: str, *, table: bool = False, flops: str = "") -> TaskResult:
-    """The task `runs`. With `table` also what each achieved."""
+    """The task `runs`.
+
+    Args:
+        task: how it was called.
+        job: only runs of this job; "": all.
+        table: show what each achieved.
+        flops: with `table`: a convention to count TFLOP/s by as well; "": none.
+
+    Raises:
+        ConfigError: `flops` without `table`, or an unknown convention.
+    """
     if flops and not table:
         raise ConfigError("--flops is a column of --table", hint="runs --table --flops CONVENTION")
     refuse_unknown_convention(flops)
@@ -55,36 +59,41 @@ def runs(task: TaskContext, job: str, *, table: bool = False, flops: str = "") -
     )
     if table:
         results = results_of_runs(records, flops, task.say)
-        if not task.json:
-            task.console.print(
-                results_table(results, flops)
-                if results
-                else f"no runs yet; start one: {task.command} train JOB"
-            )
+        _print_list(task, results_table(results, flops), empty=not results)
         rows = [result.to_json(flops) for result in results]
         return TaskResult(document("results/1", flops_convention=flops or None, runs=rows))
-    listed = Listing(
+    _print_list(task, _runs_table(records), empty=not records)
+    return TaskResult(document("runs/1", runs=[record.row() for record in records]))
+
+
+def _print_list(task: TaskContext, table: Listing, *, empty: bool) -> None:
+    if task.json:
+        return
+    if empty:
+        task.say(f"no runs yet; start one: {task.command} train JOB")
+    else:
+        task.console.print(table)
+
+
+def _runs_table(records: Iterable[RunRecord]) -> Listing:
+    table = Listing(
         "run", "job", "state", "step", "attempt", right=("step", "attempt"), drop=("attempt", "job")
     )
     for record in records:
         colour = COLOURS.get(record.state, "white")
-        listed.add_row(
+        table.add_row(
             record.run.id,
             record.run.job_name,
             f"[{colour}]{record.state}[/]",
             str(record.step),
             str(record.attempt),
         )
-    if not task.json:
-        task.console.print(
-            listed if records else f"no runs yet; start one: {task.command} train JOB"
-        )
-    return TaskResult(document("runs/1", runs=[r.row() for r in records]))
+    return table
 
 
 def _records(found: Iterable[RunFolder]) -> Iterator[RunRecord]:
-    """The records of runs. One that cannot be read (another version's, a damaged file) is said,
-    and hides no other."""
+    """The records of runs. One that cannot be read (of another version, or damaged) gives a
+    warning, and the others are listed."""
     for run in found:
         try:
             yield read_run_record(run)
@@ -92,10 +101,15 @@ def _records(found: Iterable[RunFolder]) -> Iterator[RunRecord]:
             print(f"warning: run {run.id}: {error}", file=sys.stderr, flush=True)
 
 
-def status(task: TaskContext, words: str, *, watch: bool = False) -> TaskResult:
-    """The task `status`. With `watch` again and again until the run has ended; under --json only
-    what is then."""
-    run = find_run(load_jobs(task).roots(), words)
+def status(task: TaskContext, run_name: str, *, watch: bool = False) -> TaskResult:
+    """The task `status`.
+
+    Args:
+        task: how it was called.
+        run_name: which run.
+        watch: show it again and again until the run has ended; with --json only the end.
+    """
+    run = find_run(load_jobs(task).roots(), run_name)
     while True:
         record = current(read_run_record(run))
         if record.state == "running":
@@ -108,7 +122,7 @@ def status(task: TaskContext, words: str, *, watch: bool = False) -> TaskResult:
         if not task.json:
             if watch and task.console.is_terminal:
                 task.console.clear()
-            _print_status(task, run, record, view)
+            print_status(task, run, record, view)
             if seen is not None:
                 task.say(seen.text)
         if not watch or record.state not in ("queued", "starting", "running"):
@@ -146,16 +160,11 @@ def _gpu_cells(gpu: Gpu | None) -> list[str]:
 
 
 def devices_table(view: DeviceUsage) -> Listing:
-    """A row a rank; columns of GPUs where any was seen."""
+    """A row per rank; with columns about GPUs if a rank has one."""
     gpus = any(rank.gpu for rank in view.ranks)
-    headings = [
-        "rank",
-        "pid",
-        "CPU",
-        "threads",
-        "memory",
-        *(["GPU", "busy", "GPU memory", "power", "heat"] if gpus else []),
-    ]
+    headings = ["rank", "pid", "CPU", "threads", "memory"]
+    if gpus:
+        headings += ["GPU", "busy", "GPU memory", "power", "heat"]
     table = Listing(
         *headings,
         right=("rank", "pid", "CPU", "threads"),
@@ -169,11 +178,13 @@ def devices_table(view: DeviceUsage) -> Listing:
             str(rank.threads),
             _bytes(rank.resident_bytes),
         ]
-        table.add_row(*cells, *(_gpu_cells(rank.gpu) if gpus else []))
+        if gpus:
+            cells += _gpu_cells(rank.gpu)
+        table.add_row(*cells)
     return table
 
 
-def _print_status(task: TaskContext, run: RunFolder, record: RunRecord, view: DeviceUsage) -> None:
+def print_status(task: TaskContext, run: RunFolder, record: RunRecord, view: DeviceUsage) -> None:
     colour = COLOURS.get(record.state, "white")
     iters = read_job(run.job).training.train_iters
     task.console.print(
@@ -181,11 +192,10 @@ def _print_status(task: TaskContext, run: RunFolder, record: RunRecord, view: De
         f" {iters}, attempt {record.attempt}"
     )
     if record.root_cause:
+        ending = f"exit {record.exit}"
         if record.failure_class:
-            kind = f", class {record.failure_class}"
-        else:
-            kind = ""
-        task.say(f"exit {record.exit}{kind}: {record.root_cause.get('message')}")
+            ending += f", class {record.failure_class}"
+        task.say(f"{ending}: {record.root_cause.get('message')}")
     for survivor in record.survivors:
         task.say(
             f"left behind: pid {survivor['pid']} ({survivor.get('argv0', '?')}) on"
@@ -197,79 +207,3 @@ def _print_status(task: TaskContext, run: RunFolder, record: RunRecord, view: De
     if view.note:
         task.say(view.note)
     print_next(task, record)
-
-
-def tunnel_words(environment: Mapping[str, str], port: int) -> list[str]:
-    """The line of ssh that brings a port of this machine to the one that its person sits at.
-
-    This machine's address is the one it was logged in at (SSH_CONNECTION: the client's address
-    and port, then ours; ssh(1)), else its name.
-    """
-    logged_in = environment.get("SSH_CONNECTION", "").split()
-    if len(logged_in) == 4:
-        host = logged_in[2]
-    else:
-        host = socket.getfqdn()
-    if len(logged_in) == 4 and logged_in[3] != "22":
-        at = ["-p", logged_in[3]]
-    else:
-        at = []
-    user = environment.get("USER") or environment.get("LOGNAME")
-    return ["ssh", "-N", "-L", f"{port}:localhost:{port}", *at, f"{user}@{host}" if user else host]
-
-
-def tensorboard(task: TaskContext, words: str, port: int) -> None:
-    """The task `tensorboard`: becomes TensorBoard."""
-    roots = load_jobs(task).roots()
-    where = ["--logdir", str(find_run(roots, words).tensorboard if words else roots[0] / "runs")]
-    if not words and len(roots) > 1:
-        where = ["--logdir_spec", ",".join(f"{root.name}:{root / 'runs'}" for root in roots)]
-    argv = [
-        sys.executable,
-        "-m",
-        "tensorboard.main",
-        *where,
-        "--port",
-        str(port),
-        "--host",
-        "localhost",
-    ]
-    if task.dry_run:
-        task.say(" ".join(argv))
-    if task.dry_run or os.environ.get("SSH_CONNECTION"):
-        task.say(f"from your own machine: {shlex.join(tunnel_words(os.environ, port))}")
-        task.say(f"  and there in a browser: http://localhost:{port}")
-    if task.dry_run:
-        return
-    os.execv(sys.executable, argv)
-
-
-def report(task: TaskContext, words: str, picture: str, flops: str) -> TaskResult:
-    """The task `report`."""
-    refuse_unknown_convention(flops)
-    run = find_run(load_jobs(task).roots(), words)
-    if picture:
-        draw_losses(run, Path(picture))
-        task.say(f"drew {picture}")
-    summary = summarize_run(run)
-    if flops:
-        counted = {
-            "flops_convention": flops,
-            "convention_tflops": convention_tflops(summary, flops),
-        }
-    else:
-        counted = {}
-    if not task.json:
-        _print_status(task, run, read_run_record(run), DeviceUsage([]))
-        if (tflops := summary.median("model_tflops")) is not None:
-            mfu = summary.median("mfu")
-            if mfu is None:
-                used = "MFU n/a"
-            else:
-                used = f"MFU {100 * mfu:.1f}% of {summary.peak}"
-            task.say(f"{tflops:.3g} model TFLOP/s per device (median step), {used}")
-        if counted.get("convention_tflops") is not None:
-            task.say(
-                f"{counted['convention_tflops']:.3g} TFLOP/s per device as {flops} counts them"
-            )
-    return TaskResult({**summary.to_json(), **counted})
