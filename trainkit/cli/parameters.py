@@ -9,7 +9,6 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from invoke.exceptions import Exit as InvokeExit
 
@@ -17,17 +16,6 @@ from trainkit.base.errors import Exit
 
 OPTIONAL_INT = "int | None"  # annotations are text
 OPTIONS = "options"  # the parameter for a dataclass of options
-
-
-def option(default: object, help: str, *, minimum: float | None = None) -> Any:
-    """A field of a dataclass of options: what dataclasses.field returns.
-
-    Args:
-        default: its value where it is not given; () for one that may be repeated.
-        help: one line for `--help`.
-        minimum: the lowest value of a number.
-    """
-    return dataclasses.field(default=default, metadata={"help": help, "minimum": minimum})
 
 
 @dataclass(frozen=True)
@@ -153,7 +141,7 @@ def signature_of(
     Args:
         function: takes a TaskContext, arguments, and as its parameter `options` an instance of
             the dataclass, if there is one.
-        options: a dataclass whose fields are made by `option`.
+        options: a dataclass whose fields are made by `experiment.options.flag`.
         help: a line for each parameter of the function, by its flag without dashes.
         minimum: the lowest value of a parameter that is a number.
     """

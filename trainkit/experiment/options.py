@@ -11,7 +11,7 @@ from typing import Any
 
 
 def flag(default: object, help: str, *, minimum: float | None = None) -> Any:
-    """A field that is a flag of the command line too, as `trainkit.cli.parameters.option`.
+    """A field that is a flag of the command line too (`trainkit.cli.parameters`).
 
     Args:
         default: its value where it is not given; () for one that may be repeated.
