@@ -1,8 +1,7 @@
-"""Tables that pipes and narrow terminals can take: one record is one line, no word is ever
-broken or cut.
+"""Tables for pipes and narrow terminals: one line per record, and words are never broken or cut.
 
-Where the output is no terminal, every column is there, however long the line. A terminal that is
-too narrow gets fewer columns, and is told which are missing.
+If the output is not a terminal, every column is printed, however long the line. On a terminal that
+is too narrow some columns are left out, and a last line names them.
 """
 
 from __future__ import annotations
@@ -16,16 +15,16 @@ from rich.text import Text
 
 GAP = 2  # blanks between columns
 READABLE = 30  # columns in which a text may be broken between words
-NO_LIMIT = 10_000  # columns of what is no terminal
+NO_LIMIT = 10_000  # columns, if the output is not a terminal
 
 
 class Listing:
     """Headings and rows, to be given to a console's `print`. Cells are rich's markup.
 
     Args:
-        headings: one a column; without any of them visible ("" each) no line of headings is
-        printed. right: headings of columns of numbers. drop: headings of columns that a narrow
-        terminal does without; the first of them goes first.
+        headings: one per column; if all are "", no line of headings is printed.
+        right: headings of columns that are aligned to the right.
+        drop: headings of columns that may be left out on a narrow terminal, the first one first.
     """
 
     def __init__(
@@ -40,7 +39,7 @@ class Listing:
         self.rows: list[list[Text]] = []
 
     def add_row(self, *cells: str) -> None:
-        """One record, a cell for every heading."""
+        """Add a record: one cell per heading."""
         if len(cells) != len(self.headings):
             raise ValueError(f"{len(cells)} cells for {len(self.headings)} columns")
         self.rows.append([Text.from_markup(cell.replace("\n", " ")) for cell in cells])
@@ -114,8 +113,8 @@ class Listing:
 
 
 def _breaks(text: str, room: int) -> list[int]:
-    """Where words begin new lines of at most `room` columns; a longer word has a line of its
-    own."""
+    """Offsets of the words that start new lines of at most `room` columns; a longer word gets its
+    own line."""
     breaks = []
     start = 0
     for word in re.finditer(r"\S+", text):

@@ -24,7 +24,7 @@ ROWS = 8  # bars at most
 LEGEND = 3  # entries of the legend side by side
 GAP = 3  # blanks between them
 HEADINGS = 8  # columns that the page's headings take
-# part of RankMemory: (word, letter where there is no colour, colour)
+# part of RankMemory: (name, letter without colours, colour)
 PARTS = {
     "parameter_bytes": ("weights", "W", "blue"),
     "gathered_bytes": ("gathered copies", "C", "cyan"),

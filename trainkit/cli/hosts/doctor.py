@@ -87,7 +87,7 @@ def doctor(task: TaskContext, cluster: str, hostfile: str, *, all_reduce: bool) 
         {"hosts": [one, other], "gb_per_second": pair.gb_per_second, "error": pair.error or None}
         for one, other, pair in seen.pairs
     ]
-    told = document(
+    result = document(
         "doctor/1",
         cluster=chosen.name,
         hosts=rows,
@@ -95,7 +95,7 @@ def doctor(task: TaskContext, cluster: str, hostfile: str, *, all_reduce: bool) 
         pairs=pairs,
         wrong=wrong,
     )
-    return TaskResult(told, Exit.HEALTH if wrong else Exit.DONE)
+    return TaskResult(result, Exit.HEALTH if wrong else Exit.DONE)
 
 
 def _print(
