@@ -107,7 +107,7 @@ def test_vocabulary_comes_from_the_model_the_tokenizer_or_the_data(tmp_path: Pat
     ids = list(range(300)) * 2
     assert vocab_size(text_job(tmp_path / "a", ids, rows=512)) == 512
     assert vocab_size(text_job(tmp_path / "b", ids, rows=None, manifest_ids=300)) == 300
-    with pytest.raises(ConfigError, match="vocabulary size of model .* is not known"):
+    with pytest.raises(ConfigError, match=r"vocabulary size of model .* is not known"):
         vocab_size(text_job(tmp_path / "c", ids, rows=None))
     with pytest.raises(ConfigError, match=r"300 ids.*only 299"):
         vocab_size(text_job(tmp_path / "d", ids, rows=299, manifest_ids=300))
