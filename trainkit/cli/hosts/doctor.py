@@ -74,7 +74,20 @@ def doctor(task: TaskContext, cluster: str, hostfile: str, *, all_reduce: bool) 
     wrong = sum(finding.wrong for finding in findings)
     if all_reduce and len(found.hosts) < 2:
         task.say("an all-reduce needs two hosts: nothing was measured")
-    rows = [
+    result = document(
+        "doctor/1",
+        cluster=chosen.name,
+        hosts=_host_rows(seen),
+        findings=[vars(finding) for finding in findings],
+        pairs=_pair_rows(seen),
+        wrong=wrong,
+    )
+    return TaskResult(result, Exit.HEALTH if wrong else Exit.DONE)
+
+
+def _host_rows(seen: ClusterExamination) -> list[dict[str, object]]:
+    """What each host that answered says of itself."""
+    return [
         {
             "host": answer.host,
             "clock_offset": round(answer.clock_offset, 3),
@@ -83,19 +96,14 @@ def doctor(task: TaskContext, cluster: str, hostfile: str, *, all_reduce: bool) 
         for answer in seen.answers
         if isinstance(answer, JoinedAgent)
     ]
-    pairs = [
+
+
+def _pair_rows(seen: ClusterExamination) -> list[dict[str, object]]:
+    """The bandwidth of each pair of hosts that was measured."""
+    return [
         {"hosts": [one, other], "gb_per_second": pair.gb_per_second, "error": pair.error or None}
         for one, other, pair in seen.pairs
     ]
-    result = document(
-        "doctor/1",
-        cluster=chosen.name,
-        hosts=rows,
-        findings=[vars(finding) for finding in findings],
-        pairs=pairs,
-        wrong=wrong,
-    )
-    return TaskResult(result, Exit.HEALTH if wrong else Exit.DONE)
 
 
 def _print(
