@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +53,21 @@ def _evidence() -> tuple[bool, str]:
     )
 
 
+@dataclass(frozen=True)
+class BuildSpec:
+    """The spec of the unit that compiles: the checkout, and the hash of its csrc/."""
+
+    root: Path
+    csrc: str
+
+    def to_json(self) -> dict[str, object]:
+        return {"root": str(self.root), "csrc": self.csrc}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> BuildSpec:
+        return cls(Path(value["root"]), value["csrc"])
+
+
 class BuildStage:
     """The extension every job needs."""
 
@@ -68,10 +85,11 @@ class BuildStage:
                     ),
                 )
             return []
+        spec = BuildSpec(CHECKOUT, csrc_sha256(CHECKOUT))
         unit = Unit(
             "compile",
             (sys.executable, "-I", "-m", "trainkit.stages.build"),
-            {"root": str(CHECKOUT), "csrc": csrc_sha256(CHECKOUT)},
+            spec.to_json(),
         )
         return [
             Need(
@@ -79,7 +97,7 @@ class BuildStage:
                 "index",
                 "index",
                 1,
-                {"csrc": unit.spec["csrc"]},
+                {"csrc": spec.csrc},
                 (),
                 (),
                 (unit,),
@@ -91,13 +109,14 @@ class BuildStage:
         return ()
 
 
-def work(spec: dict[str, Any], progress: ProgressCallback) -> dict[str, Any]:
+def work(value: Mapping[str, Any], progress: ProgressCallback) -> dict[str, object]:
     """Compile the extension for the running Python. Nothing else of the installation is touched."""
+    spec = BuildSpec.from_json(value)
     try:
-        build_extension(Path(spec["root"]), Path(sys.executable))
+        build_extension(spec.root, Path(sys.executable))
     except InstallError as error:
         raise TrainkitError(str(error), exit=Exit.STAGE_FAILED) from None
-    if compiled_sha256() != csrc_sha256(Path(spec["root"])):
+    if compiled_sha256() != csrc_sha256(spec.root):
         raise TrainkitError(
             "the extension was built but does not load as built from csrc/", exit=Exit.STAGE_FAILED
         )

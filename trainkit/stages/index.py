@@ -6,11 +6,15 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 from trainkit.base.errors import ConfigError
 from trainkit.data.indexed.paths import DataFolder
-from trainkit.data.order.megatron_worker import OrderRequest, open_requested_order, order_request
+from trainkit.data.order.megatron_worker import (
+    OrderRequest,
+    OrderSpec,
+    open_requested_order,
+    order_request,
+)
 from trainkit.data.order.native import SplitName
 from trainkit.data.order.resolve_pairs import pairs_of
 from trainkit.jobs.schema import Dataset, Job
@@ -83,10 +87,10 @@ def _evidence(asked: list[OrderRequest]) -> tuple[bool, str]:
 
 
 def _unit(asked: OrderRequest) -> Unit:
-    spec: dict[str, Any] = {"asked": asked.to_json(), "threads": len(os.sched_getaffinity(0))}
+    spec = OrderSpec(asked, len(os.sched_getaffinity(0)))
     return Unit(
         f"order-{asked.split}",
         (sys.executable, "-I", "-m", "trainkit.data.order.megatron_worker"),
-        spec,
+        spec.to_json(),
         size=max(1, asked.samples),
     )

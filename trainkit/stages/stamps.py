@@ -103,23 +103,15 @@ def _changed_file(
     names = [str(path) for path in paths]
     gone = [name for name in before if name not in set(names)]
     more = [name for name in names if name not in before]
+    changes = []
     if more:
-        words = [f"{kind} {_some(more)} is new"]
-    else:
-        words = []
-    words += (
-        [
-            (
-                f"{kind} {_some(gone)} is gone"
-                if kind == "input"
-                else f"{kind} {_some(gone)} is not made any more"
-            )
-        ]
-        if gone
-        else []
-    )
-    if words:
-        return ", ".join(words)
+        changes.append(f"{kind} {_some(more)} is new")
+    if gone and kind == "input":
+        changes.append(f"{kind} {_some(gone)} is gone")
+    elif gone:
+        changes.append(f"{kind} {_some(gone)} is not made any more")
+    if changes:
+        return ", ".join(changes)
     for name in names:
         new = file_identity(Path(name))
         if new is None:
@@ -280,7 +272,7 @@ def stamp_holds(path: Path, digest: str, outputs: tuple[Path, ...], *, kept: boo
     return kept or _changed_file("output", outputs, stamp.get("outputs")) is None
 
 
-def write_unit_stamp(need: Need, unit: Unit, stamps: Path, result: dict[str, Any]) -> None:
+def write_unit_stamp(need: Need, unit: Unit, stamps: Path, result: Mapping[str, object]) -> None:
     """Record a unit's success and what it reported."""
     stamp_unit(
         unit_stamp_path(stamps, need.name, unit.name),
@@ -292,7 +284,7 @@ def write_unit_stamp(need: Need, unit: Unit, stamps: Path, result: dict[str, Any
 
 
 def stamp_unit(
-    path: Path, name: str, digest: str, outputs: Iterable[Path], result: dict[str, Any]
+    path: Path, name: str, digest: str, outputs: Iterable[Path], result: Mapping[str, object]
 ) -> None:
     """The same where only these are known: on the node where the unit ran. `digest`: spec_digest
     of need and unit."""

@@ -46,7 +46,7 @@ class UnitProcess:
         # of the unit at hand
         self.fraction = 0.0
         self.counts = dict[str, int]()
-        self.results: list[tuple[Unit, dict[str, Any]]] = []  # that nobody has taken yet
+        self.results: list[tuple[Unit, Mapping[str, Any]]] = []  # that nobody has taken yet
         self.error: dict[str, Any] | None = None
 
     def log(self, unit: Unit) -> Path:

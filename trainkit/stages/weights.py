@@ -51,6 +51,39 @@ KEPT = (*TOKENIZER, "generation_config.json")
 PROGRESS_SECONDS = 0.2
 
 
+@dataclass(frozen=True)
+class WeightsSpec:
+    """The spec of the unit that fetches a model.
+
+    Args:
+        name: OWNER/NAME on the hub.
+        revision: a branch, a tag or a commit.
+        endpoint: of another hub.
+        root: the folder of fetched models.
+        token: whether the variable HF_TOKEN holds an access token.
+        model: what the weights have to fit.
+    """
+
+    name: str
+    revision: str
+    endpoint: str | None
+    root: Path
+    token: bool
+    model: Model
+
+    def to_json(self) -> dict[str, object]:
+        return {
+            **vars(self),
+            "root": str(self.root),
+            "model": self.model.model_dump(mode="json"),
+        }
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> WeightsSpec:
+        model = Model.model_validate(value["model"])
+        return cls(**{**value, "root": Path(value["root"]), "model": model})
+
+
 class WeightsStage:
     """What `init_from` names: a folder is looked at, a model of the hub is fetched once for
     every revision."""
@@ -75,18 +108,12 @@ class WeightsStage:
         return ()
 
     def _need(self, job: Job, source: HubModel, root: Path, endpoint: str | None) -> Need:
-        spec = {
-            "name": source.name,
-            "revision": source.revision,
-            "endpoint": endpoint,
-            "root": str(root),
-            "token": TOKEN in {name.rstrip("?") for name in job.cluster.secrets},
-            "model": job.model.model_dump(mode="json"),
-        }
+        with_token = TOKEN in {name.rstrip("?") for name in job.cluster.secrets}
+        spec = WeightsSpec(source.name, source.revision, endpoint, root, with_token, job.model)
         unit = Unit(
             "fetch",
             (sys.executable, "-I", "-m", "trainkit.stages.weights"),
-            spec,
+            spec.to_json(),
             _outputs(source, root),
         )
         settings = {
@@ -165,15 +192,15 @@ class _Listing:
 class _Hub:
     """One model of the hub. Every failure is a TrainkitError (exit 6) that says what to do."""
 
-    def __init__(self, spec: Mapping[str, Any], token: str | None) -> None:
+    def __init__(self, spec: WeightsSpec, token: str | None) -> None:
         os.environ.pop("HF_ENDPOINT", None)  # where to fetch from is said by jobs.toml alone
         from huggingface_hub import HfApi
         from huggingface_hub.utils.tqdm import disable_progress_bars
 
         disable_progress_bars()
-        self.api = HfApi(endpoint=spec["endpoint"], token=token or False, library_name="trainkit")
-        self.name = str(spec["name"])
-        self.revision = str(spec["revision"])
+        self.api = HfApi(endpoint=spec.endpoint, token=token or False, library_name="trainkit")
+        self.name = spec.name
+        self.revision = spec.revision
         self.redactor = Redactor([token] if token else [])
 
     def listing(self) -> _Listing:
@@ -247,12 +274,12 @@ class _Fetch:
     """Fetches one commit into <commit>.part, to which a later try adds, and publishes it as
     <commit>; into that itself, where files of it were lost."""
 
-    def __init__(self, spec: Mapping[str, Any], hub: _Hub, progress: ProgressCallback) -> None:
+    def __init__(self, spec: WeightsSpec, hub: _Hub, progress: ProgressCallback) -> None:
         self.hub = hub
         self.progress = progress
-        self.model = Model.model_validate(spec["model"])
-        self.source = HubModel(spec["name"], spec["revision"])
-        self.root = Path(spec["root"])
+        self.model = spec.model
+        self.source = HubModel(spec.name, spec.revision)
+        self.root = spec.root
 
     def run(self) -> tuple[str, dict[str, int]]:
         """The commit, and its files with their sizes."""
@@ -371,16 +398,18 @@ def _bytes_below(folder: Path) -> int:
     return found
 
 
-def work(spec: dict[str, Any], progress: ProgressCallback) -> dict[str, Any]:
+def work(value: Mapping[str, Any], progress: ProgressCallback) -> dict[str, object]:
     """Fetch a model and record which commit its revision is. Returns {"commit"}."""
-    fetch = _Fetch(spec, _Hub(spec, os.environ.get(TOKEN) if spec["token"] else None), progress)
+    spec = WeightsSpec.from_json(value)
+    token = os.environ.get(TOKEN) if spec.token else None
+    fetch = _Fetch(spec, _Hub(spec, token), progress)
     commit, sizes = fetch.run()
     source = fetch.source
     record = document(
         SCHEMA,
         name=source.name,
         revision=source.revision,
-        endpoint=spec["endpoint"],
+        endpoint=spec.endpoint,
         commit=commit,
         files=sizes,
         fetched=utc_now(),

@@ -119,7 +119,7 @@ def test_an_interrupted_fetch_goes_on_shard_by_shard(
     }
     hub.put("tiny", model_files)
     asked = job(tmp_path, "hf:tiny", hub)
-    spec = dict(need_of(asked).units[0].spec)
+    spec = stage.WeightsSpec.from_json(need_of(asked).units[0].spec)
     fetching = stage._Fetch(spec, stage._Hub(spec, None), lambda done, total: None)
     original = fetching.hub.get
 
@@ -147,7 +147,7 @@ def test_a_file_that_is_not_what_the_hub_says(
 ) -> None:
     hub.put("tiny", model_files)
     asked = job(tmp_path, "hf:tiny", hub)
-    spec = dict(need_of(asked).units[0].spec)
+    spec = stage.WeightsSpec.from_json(need_of(asked).units[0].spec)
     api = stage._Hub(spec, None)
     original = api.get
 

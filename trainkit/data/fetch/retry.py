@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from trainkit.base.errors import Exit, TrainkitError
 
@@ -141,7 +141,7 @@ class RemoteFileInfo:
     modified: str | None = None
     sha256: str | None = None
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         return dict(vars(self))
 
     @property

@@ -13,7 +13,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -184,7 +183,7 @@ def _names(blend: Blend, sizes: list[int], tokenizer: TokenizerIdentifiers) -> C
     return CacheNames(describe_index(identifiers), "BlendedDataset", split)
 
 
-def _blend_facts(blend: Blend, sizes: list[int], total: int) -> dict[str, Any]:
+def _blend_facts(blend: Blend, sizes: list[int], total: int) -> dict[str, object]:
     return {
         "datasets": [index_facts(request) for request in blend.requests],
         "sizes": sizes,

@@ -117,7 +117,7 @@ class IndexRequest:
                 hint="give it more weight in datasets.NAME.split, or add data",
             )
 
-    def identifiers(self, tokenizer: TokenizerIdentifiers) -> dict[str, Any]:
+    def identifiers(self, tokenizer: TokenizerIdentifiers) -> dict[str, object]:
         """What Megatron describes the index by, in its order."""
         return {
             "class": "GPTDataset",
@@ -244,12 +244,12 @@ def read_index_sizes(request: IndexRequest) -> IndexSizes:
     return count(request, _tokens(request))
 
 
-def request_form(request: IndexRequest) -> dict[str, Any]:
+def request_form(request: IndexRequest) -> dict[str, object]:
     """The request as JSON values; IndexRequest(**form) reads it."""
     return {**asdict(request), "prefix": str(request.prefix)}
 
 
-def index_facts(request: IndexRequest) -> dict[str, Any]:
+def index_facts(request: IndexRequest) -> dict[str, object]:
     """What the index depends on, as JSON values: the request and the .idx as it is now. Raises
     ConfigError (exit 6): there is none."""
     path = idx_path(request.prefix)

@@ -4,7 +4,7 @@ a rank opens it. As a program, the unit that builds it."""
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -51,15 +51,15 @@ class OrderRequest:
     seq_length: int
     seed: int
     folder: Path
-    tokenizer: dict[str, Any] | None
+    tokenizer: Mapping[str, object] | None
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """For a unit's spec."""
         pairs = [{**asdict(pair), "prefix": str(pair.prefix)} for pair in self.pairs]
         return {**asdict(self), "pairs": pairs, "folder": str(self.folder)}
 
     @classmethod
-    def from_json(cls, form: dict[str, Any]) -> OrderRequest:
+    def from_json(cls, form: Mapping[str, Any]) -> OrderRequest:
         """The same again."""
         pairs = tuple(
             SplitPair(**{**pair, "prefix": Path(pair["prefix"])}) for pair in form["pairs"]
@@ -199,9 +199,25 @@ def _refuse_too_few(asked: OrderRequest, there: int) -> None:
         )
 
 
-def work(spec: dict[str, Any], progress: ProgressCallback) -> dict[str, Any]:
+@dataclass(frozen=True)
+class OrderSpec:
+    """The spec of the unit that builds the order of one split, with so many threads."""
+
+    asked: OrderRequest
+    threads: int
+
+    def to_json(self) -> dict[str, object]:
+        return {"asked": self.asked.to_json(), "threads": self.threads}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> OrderSpec:
+        return cls(OrderRequest.from_json(value["asked"]), value["threads"])
+
+
+def work(value: Mapping[str, Any], progress: ProgressCallback) -> dict[str, object]:
     """Build all that a split needs; what is there and fits is kept. Returns {"samples"}."""
-    asked = OrderRequest.from_json(spec["asked"])
+    spec = OrderSpec.from_json(value)
+    asked = spec.asked
     plan = _plan(asked)
     if isinstance(plan, Blend):
         requests = plan.requests
@@ -219,7 +235,7 @@ def work(spec: dict[str, Any], progress: ProgressCallback) -> dict[str, Any]:
             build_index(
                 request,
                 asked.folder,
-                spec["threads"],
+                spec.threads,
                 asked.tokenizer,
                 lambda part, whole, before=before, size=size: progress(
                     before + size * part // max(1, whole), total

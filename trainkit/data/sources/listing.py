@@ -3,7 +3,7 @@ published, and kept as corpus/.fetch/listing.json (listing/1)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,7 +88,7 @@ def list_files(
     return found
 
 
-def listing_document(dataset: Dataset, found: Sequence[ListedFile]) -> dict[str, Any]:
+def listing_document(dataset: Dataset, found: Sequence[ListedFile]) -> dict[str, object]:
     """What listing.json holds."""
     return document(
         SCHEMA,
@@ -97,7 +97,7 @@ def listing_document(dataset: Dataset, found: Sequence[ListedFile]) -> dict[str,
     )
 
 
-def _asked(dataset: Dataset) -> dict[str, Any]:
+def _asked(dataset: Dataset) -> dict[str, object]:
     return dataset.model_dump(mode="json", include=ASKED)
 
 
@@ -197,7 +197,7 @@ def _matches(files: Any, url: str, patience: FetchRetryPolicy) -> list[str]:
 
 
 def _look_at_all(
-    remotes: dict[str, Any], patience: FetchRetryPolicy
+    remotes: Mapping[str, RemoteFile], patience: FetchRetryPolicy
 ) -> dict[str, RemoteFileInfo | None]:
     """Ask for many files, AT_ONCE at a time. The first failure ends it."""
     gate = ServerGate()

@@ -288,7 +288,7 @@ def _parquet(stream: Any, reading: ReadOptions, where: str) -> Iterator[ParsedIt
 
 
 def _checked_row(
-    number: int, row: dict[str, Any], where: str, reading: ReadOptions
+    number: int, row: dict[str, object], where: str, reading: ReadOptions
 ) -> TextDocument | BadLine:
     text = get_field(row, reading.text_key)
     if isinstance(text, bytes):

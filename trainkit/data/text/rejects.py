@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, NoReturn, Self
+from typing import IO, NoReturn, Self
 
 from trainkit.base.errors import ConfigError, Exit, Problem, SourceLocation
 from trainkit.base.files import atomic_open
@@ -90,7 +90,7 @@ class Rejects:
         if self._file is None and self.path is not None:
             self._file = self._stack.enter_context(atomic_open(self.path))
         if self._file is not None:
-            value: dict[str, Any] = {
+            value: dict[str, object] = {
                 "file": bad.where,
                 "line": bad.line,
                 "kind": bad.kind,
