@@ -251,6 +251,6 @@ def test_a_sign_that_the_file_system_holds_up_holds_up_nothing_else(
         supervisor._sign()
 
     monkeypatch.setattr("trainkit.launch.supervise.supervisor.SIGN_SECONDS", 0.05)
-    monkeypatch.setattr("trainkit.launch.supervise.supervisor.write_json", stalled)
+    monkeypatch.setattr("trainkit.runs.supervisor_status.write_json", stalled)
     asyncio.run(main())
     assert read_json(run.supervisor)["ended"] is True
