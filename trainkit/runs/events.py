@@ -84,7 +84,7 @@ class Event:
     name: ClassVar[str]
     time: str = field(default="", kw_only=True)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """The line's keys besides "time" and "event". A field whose `omit` is set is left out
         while it is None."""
         return {
@@ -241,7 +241,7 @@ class AttemptEnded(Event):
     failure_class: FailureClass = field(default="infra", metadata={"key": "class"})
     budget: str | None = None
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         value = super().to_json()
         if self.step is None:
             del value["budget"]

@@ -38,7 +38,7 @@ class RunResult:
     peak_bytes: int | None
     convention_tflops: float | None
 
-    def to_json(self, convention: str) -> dict[str, Any]:
+    def to_json(self, convention: str) -> dict[str, object]:
         """The entry; TFLOP/s by convention only where one was asked for."""
         row = asdict(self)
         if not convention:

@@ -33,7 +33,7 @@ def cancel(task: TaskContext, text: str, *, save: bool, force: bool = False) -> 
     return TaskResult(document("cancel/1", **_head(cancelled.record), hosts=hosts), cancelled.exit)
 
 
-def _head(record: RunRecord) -> dict[str, Any]:
+def _head(record: RunRecord) -> dict[str, object]:
     return {
         "run": record.run.id,
         "job": record.run.job_name,

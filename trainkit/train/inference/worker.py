@@ -17,7 +17,7 @@ from trainkit.base.worker import ProgressCallback, run_unit
 from trainkit.train.inference.ranks import GenerateRequest, WorkerSpec
 
 
-def work(spec: Mapping[str, Any], on_progress: ProgressCallback) -> dict[str, Any]:
+def work(spec: Mapping[str, Any], on_progress: ProgressCallback) -> dict[str, object]:
     """Do the task as this rank; {"generations": [...]} or the fields of an Evaluation."""
     from trainkit.jobs.ranks import ParallelDegrees
     from trainkit.runs.checkpoints import open_checkpoint
