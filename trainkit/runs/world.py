@@ -98,7 +98,7 @@ class RunWorld:
         """Read the document; older versions wrote less of it."""
         nodes = tuple(
             WorldNode(
-                host=node["host"],
+                host=node.get("host", ""),
                 address=node.get("address", ""),
                 node_rank=node.get("node_rank", number),
                 ranks=tuple(node["ranks"]),
