@@ -169,27 +169,28 @@ def _second_try(line: bytes, number: int, where: str, key: str) -> Any:
             f"is not JSON that can be read: {error}",
             shown_around(line, 0),
         )
-    wanted = get_field(value, key)
-    try:
-        for part in wanted if isinstance(wanted, list) else [wanted]:
-            if isinstance(part, str):
-                _ = part.encode()
-            else:
-                _ = b""
-    except UnicodeEncodeError as error:
-        escape = _SURROGATE_ESCAPE.search(text)
-        if escape:
-            at = len(text[: escape.start()].encode())
-        else:
-            at = 0
-        return BadLine(
-            number,
-            where,
-            "lone surrogate",
-            f"holds a lone surrogate, half of a character, at character {error.start} of its text",
-            shown_around(line, at),
-        )
-    return value
+    at = _lone_surrogate(get_field(value, key))
+    if at is None:
+        return value
+    escape = _SURROGATE_ESCAPE.search(text)
+    byte = len(text[: escape.start()].encode()) if escape else 0
+    return BadLine(
+        number,
+        where,
+        "lone surrogate",
+        f"holds a lone surrogate, half of a character, at character {at} of its text",
+        shown_around(line, byte),
+    )
+
+
+def _lone_surrogate(field: object) -> int | None:
+    """Where the text of a field, or one of several, has a character that UTF-8 cannot hold."""
+    for part in field if isinstance(field, list) else [field]:
+        try:
+            _ = part.encode() if isinstance(part, str) else b""
+        except UnicodeEncodeError as error:
+            return error.start
+    return None
 
 
 _SURROGATE_ESCAPE = re.compile(
