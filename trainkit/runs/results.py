@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from trainkit.base.documents import read_document
 from trainkit.base.errors import ConfigError, TrainkitError

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from rich.markup import escape
 
 from trainkit.base.documents import document

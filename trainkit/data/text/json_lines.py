@@ -169,8 +169,8 @@ def _second_try(line: bytes, number: int, where: str, key: str) -> Any:
             f"is not JSON that can be read: {error}",
             shown_around(line, 0),
         )
-    at = _lone_surrogate(get_field(value, key))
-    if at is None:
+    character = _lone_surrogate(get_field(value, key))
+    if character is None:
         return value
     escape = _SURROGATE_ESCAPE.search(text)
     byte = len(text[: escape.start()].encode()) if escape else 0
@@ -178,7 +178,7 @@ def _second_try(line: bytes, number: int, where: str, key: str) -> Any:
         number,
         where,
         "lone surrogate",
-        f"holds a lone surrogate, half of a character, at character {at} of its text",
+        f"holds a lone surrogate, half of a character, at character {character} of its text",
         shown_around(line, byte),
     )
 
