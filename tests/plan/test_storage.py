@@ -127,6 +127,9 @@ def test_more_checkpoints_than_the_disk_holds() -> None:
     ).feasible
     (none,) = make_plan(job_of(**keys, cluster=tiers(fast=size // 2))).objections
     assert none.code == "disk-too-small" and not none.changes
+    every = {"keep_last": 3, "keep_every": 20}  # five of every 20 steps stay, and keep_last others
+    (kept,) = make_plan(job_of(**keys, cluster=tiers(fast=7 * size), checkpoint=every)).objections
+    assert kept.key == "checkpoint.keep_last" and kept.changes == ({"checkpoint.keep_last": 1},)
     megatron = job_of(**keys, engine="megatron-lm", cluster=tiers(fast=9 * 2 * size))
     (all_stay,) = make_plan(megatron, rules=RULES["megatron-lm"]).objections
     assert all_stay.key == "training.save_interval" and "deletes none" in all_stay.message

@@ -122,8 +122,14 @@ def _value(value: str | int | bool) -> str:
     return str(value)
 
 
-def storage_objections(job: Job, storage: Storage) -> Iterator[Objection]:
-    """More checkpoints than the disk holds."""
+def storage_objections(job: Job, storage: Storage, rules: Rules) -> Iterator[Objection]:
+    """More checkpoints than the disk holds.
+
+    Args:
+        job: the job.
+        storage: what it writes, and where.
+        rules: of its engine: whether it deletes old checkpoints.
+    """
     wanted = job.checkpoint.filesystem
     if wanted is not None and wanted not in job.cluster.filesystems:
         known = ", ".join(job.cluster.filesystems) or "none"
@@ -142,13 +148,14 @@ def storage_objections(job: Job, storage: Storage) -> Iterator[Objection]:
         many = "a checkpoint of"
     size = f"{storage.checkpoint_bytes / GIB:,.1f} GiB"
     message = f"{many} {size} on disk at once, {where} has {room / GIB:,.1f} GiB"
-    if storage.on_disk > job.checkpoint.keep_last + 1:
+    if not rules.deletes_old:
         out = "the engine deletes none: save less often, or delete old ones as it runs"
         yield Objection("disk-too-small", "training.save_interval", f"{message}; {out}")
         return
     key = "checkpoint.keep_last"
-    fewer = room // storage.checkpoint_bytes - 1
-    changes = ({key: fewer},) if fewer >= 1 else ()
+    # those that keep_every and keep_best keep stay, and one is being written
+    fewer = room // storage.checkpoint_bytes - (storage.on_disk - job.checkpoint.keep_last)
+    changes = ({key: fewer},) if 1 <= fewer < job.checkpoint.keep_last else ()
     if changes:
         nearest = f"; nearest: {fewer}"
     else:

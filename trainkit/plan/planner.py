@@ -211,7 +211,7 @@ def make_plan(
     if counts.engine_parameters:
         storage = storage_of(job, rules, counts.engine_parameters, known.free_bytes)
     duration = _duration(job, counts, tokens, _costs(job, rules, counts, storage, memory), measured)
-    limits = _limit_objections(job, sizes, memory, host, storage, duration)
+    limits = _limit_objections(job, sizes, memory, host, storage, duration, rules)
     remarks = list(notes(job, memory, storage, duration, epochs))
     if sizes:
         remarks += bubble_notes(job, sizes, duration)
@@ -246,12 +246,13 @@ def _limit_objections(
     host: HostMemory | None,
     storage: Storage | None,
     duration: Duration | None,
+    rules: Rules,
 ) -> Iterator[Objection]:
     """What the job needs more of than there is: memory, room on disk, time."""
     if sizes and memory and host:
         yield from memory_objections(job, sizes, memory, host)
     if storage:
-        yield from storage_objections(job, storage)
+        yield from storage_objections(job, storage, rules)
     if duration:
         yield from time_objections(job, duration, storage)
 
