@@ -16,11 +16,13 @@ from hypothesis import strategies as st
 
 from tests.shared import golden
 from trainkit.base.errors import ConfigError
+from trainkit.base.files import temporary_name
 from trainkit.data.indexed.dataset import IndexedDataset, IndexedWriter, bin_path, idx_path
 from trainkit.data.indexed.manifest import (
     ShardResult,
     check_declared,
     check_drop,
+    ranges_path,
     read_manifest,
     totals,
 )
@@ -258,6 +260,7 @@ def test_what_a_former_shape_of_the_dataset_left_is_deleted(tmp_path: Path) -> N
             "rejects/00001.jsonl.tmp-1-ab",
         )
     ]
+    gone.append(temporary_name(ranges_path(Path(given["prefix"]))))
     for path in (*kept[1:], *gone):
         path.write_bytes(b"x")
     work(given, silent)

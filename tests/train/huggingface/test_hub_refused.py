@@ -97,8 +97,9 @@ class TestRefused:
     def test_the_callers_own_hub_variable_is_not_asked(self) -> None:
         """It is read when the library is imported, so another process is asked."""
         code = (
-            "from trainkit.stages.weights import _Hub; print(_Hub({'endpoint': None, 'name': 'x',"
-            " 'revision': 'main'}, None).api.endpoint)"
+            "from types import SimpleNamespace; from trainkit.stages.weights import _Hub;"
+            " spec = SimpleNamespace(endpoint=None, name='x', revision='main');"
+            " print(_Hub(spec, None).api.endpoint)"
         )
         environment = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9"}
         done = subprocess.run(

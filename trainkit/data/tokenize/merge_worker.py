@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from trainkit.base.errors import ConfigError, Exit
-from trainkit.base.files import fsync_folder, temporary_name, write_json
+from trainkit.base.files import fsync_folder, remove_leftovers, temporary_name, write_json
 from trainkit.base.worker import ProgressCallback, run_unit
 from trainkit.data.indexed.dataset import CODES, IndexedDataset, bin_path, idx_path
 from trainkit.data.indexed.format import CHUNK, HEADER, MAGIC, VERSION
@@ -341,6 +341,7 @@ def work(value: Mapping[str, Any], progress: ProgressCallback) -> dict[str, obje
     counts = write_manifest(spec, shards)
     if spec.prefix is not None:
         ranges_path(spec.prefix).unlink(missing_ok=True)
+        remove_leftovers(ranges_path(spec.prefix))  # of a merge that was killed as it wrote them
     _tidy(
         prefixes[0].parent,
         {f"{prefix.name}{ending}" for prefix in prefixes for ending in (".bin", ".idx", ".lock")},
