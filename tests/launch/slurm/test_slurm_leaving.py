@@ -37,7 +37,7 @@ from trainkit.launch.scheduler import CancelledJob, ResumeRequest
 from trainkit.launch.schedulers import preparation_for
 from trainkit.launch.slurm import arrays
 from trainkit.launch.slurm.arrays import execute_in_slurm, follow, script
-from trainkit.launch.slurm.batch_supervisor import supervise_batch
+from trainkit.launch.slurm.batch_job import supervise_batch
 from trainkit.launch.slurm.end_jobs import cancel_newest
 from trainkit.launch.slurm.job_graph import stage_failure
 from trainkit.launch.slurm.reconcile import settled

@@ -19,12 +19,11 @@ from trainkit.jobs.clusters import Cluster
 from trainkit.launch.hosts.hostfile import Host
 from trainkit.launch.slurm import batch_supervisor as batch
 from trainkit.launch.slurm.allocation import Granted
+from trainkit.launch.slurm.batch_job import NoProlog, _successor, supervise_batch
 from trainkit.launch.slurm.batch_script import batch_script, script_path
 from trainkit.launch.slurm.batch_supervisor import (
     BatchStopRequests,
     BatchSupervisor,
-    NoProlog,
-    supervise_batch,
 )
 from trainkit.launch.supervise.attempt import AttemptResult
 from trainkit.launch.supervise.observer import silent_observer
@@ -403,7 +402,7 @@ def test_a_successor_that_cannot_be_taken_back_is_not_forgotten(
     made = supervisor(control, "resume=chain")
     control.fails("scancel")
     entry = read_slurm_jobs(made.run)[0]
-    with batch._successor(made.run, made, entry):
+    with _successor(made.run, made, entry):
         assert [job.id for job in read_slurm_jobs(made.run)] == ["7", "8"]
     assert [job.id for job in read_slurm_jobs(made.run)] == ["7", "8"]
     assert (

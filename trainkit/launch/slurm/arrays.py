@@ -26,9 +26,10 @@ from trainkit.jobs.clusters import Cluster, SlurmOptions, StagePlace
 from trainkit.jobs.schema import Job
 from trainkit.launch.remote_units import ALWAYS_LOCAL, remote_argv
 from trainkit.launch.slurm.allocation import ask
+from trainkit.launch.slurm.array_states import over_in_slurm, words_of_ends
 from trainkit.launch.slurm.batch_script import EXPORTED, option_lines
 from trainkit.launch.slurm.sbatch import sbatch
-from trainkit.launch.slurm.squeue import BEFORE, RUNNING, Patience, accounts
+from trainkit.launch.slurm.squeue import Patience
 from trainkit.launch.supervise.code_snapshot import take_snapshot
 from trainkit.launch.supervise.orphan_sweep import PACKAGE
 from trainkit.stages.array_task import FORM
@@ -415,63 +416,6 @@ def follow(
                     patience.changed()
         if not over:
             time.sleep(LOOK_SECONDS)
-
-
-def states(ids: Sequence[str]) -> list[tuple[str, str]]:
-    """(job, state) of all elements that Slurm still knows."""
-    try:
-        text = ask(
-            [
-                "squeue",
-                "--noheader",
-                "--array",
-                "--states=all",
-                f"--jobs={','.join(ids)}",
-                "--format=%F|%T",
-            ]
-        )
-    except TrainkitError as error:
-        if "Invalid job id" not in error.message:
-            raise
-        return []
-    return [
-        (words[0], words[1]) for line in text.splitlines() if len(words := line.split("|")) == 2
-    ]
-
-
-def ends(ids: Sequence[str]) -> list[tuple[str, str]]:
-    """As `states`, of jobs that are over: slurmdbd is asked for those that slurmctld has
-    forgotten, and where it does not answer they are left out."""
-    found = states(ids)
-    forgotten = [id for id in ids if id not in {id for id, _ in found}]
-    try:
-        if forgotten:
-            rows = accounts(forgotten)
-        else:
-            rows = None
-    except TrainkitError:
-        rows = None
-    kept = [
-        (row.id.partition("_")[0], row.state_word)
-        for row in rows or ()
-        if "." not in row.id and row.state_word not in BEFORE | RUNNING | {"REQUEUED"}
-    ]
-    return [*found, *dict.fromkeys(kept)]
-
-
-def words_of_ends(ids: Sequence[str]) -> str:
-    """How those of the jobs ended that did not end well, for people."""
-    bad = dict.fromkeys(
-        f"job {id} {state}"
-        for id, state in ends(ids)
-        if state not in BEFORE | RUNNING | {"COMPLETED"}
-    )
-    return ", ".join(bad) or "Slurm knows the jobs no more"
-
-
-def over_in_slurm(ids: Sequence[str]) -> bool:
-    """Whether no element of the arrays will run any more."""
-    return not any(state in BEFORE or state in RUNNING for _, state in states(ids))
 
 
 def _judge(ids: Sequence[str], need: Need, batches: Sequence[ArrayUnit], stamps: Path) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.launch.scheduler import CancelledJob
 from trainkit.launch.slurm.allocation import ask
-from trainkit.launch.slurm.arrays import over_in_slurm
+from trainkit.launch.slurm.array_states import over_in_slurm
 from trainkit.launch.slurm.job_graph import still_to_be_made
 from trainkit.launch.slurm.reconcile import newest_job
 from trainkit.launch.slurm.sbatch import note_end

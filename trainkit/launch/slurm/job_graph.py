@@ -24,17 +24,15 @@ from trainkit.jobs.schema import Job
 from trainkit.launch.launchers.transports import last_line
 from trainkit.launch.programs import program_path
 from trainkit.launch.run_inputs import inputs_path
+from trainkit.launch.slurm.array_states import ends, over_in_slurm, states
 from trainkit.launch.slurm.arrays import (
     ArrayUnit,
     Level,
     SlurmPlace,
     describe,
-    ends,
     level_file,
     levels,
-    over_in_slurm,
     slurm_place_of,
-    states,
     submit_level,
     submit_words,
     text_of_script,

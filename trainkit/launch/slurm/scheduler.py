@@ -25,7 +25,7 @@ from trainkit.launch.scheduler import (
 )
 from trainkit.launch.slurm.allocation import ask, granted, hosts_of
 from trainkit.launch.slurm.arrays import SlurmUnits, slurm_place_of
-from trainkit.launch.slurm.batch_supervisor import supervise_batch
+from trainkit.launch.slurm.batch_job import supervise_batch
 from trainkit.launch.slurm.dry_run import show_batch_job
 from trainkit.launch.slurm.end_jobs import cancel_newest, end_after_supervisor, end_stages
 from trainkit.launch.slurm.job_graph import read_stage_jobs, ready_name, still_to_be_made

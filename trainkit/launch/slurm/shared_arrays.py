@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from trainkit.base.errors import TrainkitError
-from trainkit.launch.slurm.arrays import states
+from trainkit.launch.slurm.array_states import states
 from trainkit.launch.slurm.reconcile import settled
 from trainkit.launch.slurm.squeue import BEFORE, RUNNING
 from trainkit.runs.folder import RunFolder

@@ -13,7 +13,7 @@ from typing import Any
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.locks import LockBusy, locked
 from trainkit.launch.slurm.allocation import ask
-from trainkit.launch.slurm.arrays import states
+from trainkit.launch.slurm.array_states import states
 from trainkit.launch.slurm.job_graph import read_graph, read_stage_jobs
 from trainkit.launch.slurm.reconcile import settled
 from trainkit.launch.slurm.squeue import BEFORE, RUNNING
