@@ -6,12 +6,11 @@ it, the build stage imports `build_extension`. So it imports the standard librar
 that little on the fast path.
 
 What counts as installed is said by one file, `.venv/trainkit-install.json`: the fingerprint of
-everything the installation depends on. csrc/ is no part of it: the compiled extension says
-itself which source it is of, and when that changed, only the extension is compiled again. It is
-gone while pip runs and written when pip has succeeded. Who installs holds a lock on `.venv.lock`
-with its words in it, the environment it is at; an environment that is still named there when the
-next one gets the lock was left half done: then it is made anew. The lock is one for all
-environments of a checkout: each installation compiles the extension in the same place.
+everything the installation depends on. It is gone while pip runs. csrc/ is no part of it: the
+compiled extension holds the hash of its source, and when that changed, only the extension is
+compiled again. Who installs holds a lock on `.venv.lock`, and writes into it which environment
+it is at. An environment that is still named there when the next one gets the lock was left half
+done, and is made again. All environments of a checkout share the lock: each compiles there.
 """
 
 from __future__ import annotations
@@ -50,12 +49,8 @@ def _hash_files(root: Path, names: Collection[str]) -> str:
 
 def csrc_sha256(root: Path) -> str:
     """Hex SHA-256 over the names and contents of all files below csrc/."""
-    names = [
-        os.path.relpath(os.path.join(folder, name), root)
-        for folder, _, files in os.walk(root / "csrc")
-        for name in files
-    ]
-    return _hash_files(root, names)
+    paths = [path for path in (root / "csrc").rglob("*") if path.is_file()]
+    return _hash_files(root, [str(path.relative_to(root)) for path in paths])
 
 
 def extension_path(root: Path) -> Path:
@@ -78,11 +73,10 @@ class Environment:
     """A folder of a checkout with a Python of its own.
 
     Args:
-        root: the checkout. folder: the folder's name there. pins: a file of the checkout with
-        further packages, every one of them with its version. They are put in as they are listed,
-        without what
-            they ask for themselves: so that packages whose bounds contradict each other may
-            stand side by side.
+        root: the checkout.
+        folder: the folder's name there.
+        pins: a file of the checkout with more packages, each with its version. They are put in
+            without what they ask for, so that packages that contradict each other may be there.
     """
 
     def __init__(self, root: Path, folder: str = ".venv", pins: str = "") -> None:
@@ -235,39 +229,18 @@ def _require_tools() -> None:
 
 def pip_command(extras: Collection[str], python: Path) -> list[str]:
     """What `install` runs in the checkout's folder."""
-    if extras:
-        target = f".[{','.join(sorted(set(extras)))}]"
-    else:
-        target = "."
-    return [
-        str(python),
-        "-P",
-        "-m",
-        "pip",
-        "install",
-        "--disable-pip-version-check",
-        "-e",
-        target,
-        "-c",
-        "constraints.txt",
-    ]
+    target = f".[{','.join(sorted(set(extras)))}]" if extras else "."
+    return _pip_install(python, ["-e", target])
 
 
 def pins_command(pins: str, python: Path) -> list[str]:
     """What puts the packages of an environment's `pins` into it, run in the checkout's folder."""
-    return [
-        str(python),
-        "-P",
-        "-m",
-        "pip",
-        "install",
-        "--disable-pip-version-check",
-        "--no-deps",
-        "-r",
-        pins,
-        "-c",
-        "constraints.txt",
-    ]
+    return _pip_install(python, ["--no-deps", "-r", pins])
+
+
+def _pip_install(python: Path, what: list[str]) -> list[str]:
+    pip = [str(python), "-P", "-m", "pip", "install", "--disable-pip-version-check"]
+    return [*pip, *what, "-c", "constraints.txt"]
 
 
 class _Progress:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.jobs.resolved import read_job
@@ -63,7 +62,7 @@ class HostLeftovers:
     killed: int | None = None
     proof: str | None = ""
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """One entry of the document cancel/1."""
         row = {
             "host": self.host,

@@ -8,7 +8,6 @@ import os
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from trainkit.base.errors import ConfigError, Exit, TrainkitError
 from trainkit.engines import refuse_unlaunchable
@@ -186,7 +185,7 @@ class ResumedRun:
     run: RunFolder
     record: RunRecord
     job: Job
-    document: dict[str, Any]
+    document: dict[str, object]
     hosts: HostList
     project: Path
     options: ResumeOptions
@@ -261,7 +260,7 @@ def plan_resumed_run(jobs: Jobs, text: str, options: ResumeOptions) -> ResumedRu
 
 def _changed(
     jobs: Jobs, run: RunFolder, options: ResumeOptions
-) -> tuple[dict[str, Any], Job, HostList]:
+) -> tuple[dict[str, object], Job, HostList]:
     """(document, job, hosts) that a run goes on with: where no others are asked for, those it
     had."""
     moved = None

@@ -50,7 +50,7 @@ class SourcedTable:
     path: tuple[str, ...] = ()
     entries: dict[str, SourcedTable | SourcedValue] = field(default_factory=dict)
 
-    def plain(self) -> dict[str, Any]:
+    def plain(self) -> dict[str, object]:
         """The values alone."""
         return {
             key: node.plain() if isinstance(node, SourcedTable) else node.value

@@ -85,7 +85,7 @@ class Direct:
             }
             for node, host in enumerate(hosts.running)
         ]
-        values = {
+        values: dict[str, object] = {
             "command": preview.command.to_json(),
             "hosts": listed,
             "spares": [host.name for host in hosts.spares],

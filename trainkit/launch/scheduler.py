@@ -69,7 +69,7 @@ class ResumeRequest:
 
     run: RunFolder
     job: Job
-    document: dict[str, Any]
+    document: dict[str, object]
     project: Path
     hosts: HostList
     new_code: bool = False
@@ -115,7 +115,7 @@ class DryRun:
     """
 
     lines: list[str]
-    values: dict[str, Any]
+    values: dict[str, object]
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ until that is there, the process that started it (launch/maker.json, schema make
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,7 +44,7 @@ class SupervisorStatus:
     ended: bool
 
     @staticmethod
-    def from_json(value: dict[str, Any]) -> SupervisorStatus:
+    def from_json(value: Mapping[str, Any]) -> SupervisorStatus:
         """Raises KeyError, TypeError or ValueError where a key is missing or of another type."""
         return SupervisorStatus(
             identity=ProcessIdentity(**value["identity"]),

@@ -47,7 +47,7 @@ class UnitProcess:
         self.fraction = 0.0
         self.counts = dict[str, int]()
         self.results: list[tuple[Unit, Mapping[str, Any]]] = []  # that nobody has taken yet
-        self.error: dict[str, Any] | None = None
+        self.error: dict[str, object] | None = None
 
     def log(self, unit: Unit) -> Path:
         """What a unit says to people; of the first one, whoever starts the process has to write
@@ -100,7 +100,7 @@ class UnitProcess:
 
 
 def unit_error(
-    unit: str, host: str | None, code: int, error: dict[str, Any] | None, log: Path
+    unit: str, host: str | None, code: int, error: dict[str, object] | None, log: Path
 ) -> TrainkitError:
     """What to raise for a unit that failed.
 

@@ -18,7 +18,7 @@ from trainkit.data.fetch.retry import (
 )
 
 BLOCK = 2**23  # bytes of one request
-ANONYMOUS: dict[str, dict[str, Any]] = {
+ANONYMOUS: dict[str, dict[str, object]] = {
     "s3": {"anon": True},
     "s3a": {"anon": True},
     "gs": {"token": "anon"},

@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from trainkit.base.documents import document
 from trainkit.base.errors import Exit, TrainkitError
@@ -348,7 +347,7 @@ def write_levels(
     python = place.cluster.python or sys.executable
     batches: list[ArrayUnit] = []
     for level in graph:
-        shares: list[list[dict[str, Any]]] = []
+        shares: list[list[dict[str, object]]] = []
         for units in level.shares:
             shares.append([])
             for unit in units:

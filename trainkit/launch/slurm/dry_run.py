@@ -47,7 +47,7 @@ def show_batch_job(job: Job, after: str) -> DryRun:
         f"would start on each of {job.nodes} nodes: {job.ranks_per_node} ranks, each"
         f" {shlex.join(command.argv)}",
     ]
-    values = {
+    values: dict[str, object] = {
         "command": command.to_json(),
         "sbatch": submit_line,
         "script": text,

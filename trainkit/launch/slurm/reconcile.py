@@ -7,7 +7,6 @@ import contextlib
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.launch.launchers.transports import last_line
@@ -89,7 +88,7 @@ def _over(record: RunRecord, job: SlurmJob, seen: JobLook | None) -> RunRecord:
     return record_of_end(record, job.id, end)
 
 
-def _ended(run: RunFolder, job: SlurmJob, seen: JobLook | None) -> dict[str, Any]:
+def _ended(run: RunFolder, job: SlurmJob, seen: JobLook | None) -> dict[str, object]:
     if (failure := stage_failure(run)) is not None:
         return failure
     if seen is None:

@@ -6,7 +6,6 @@ import os
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from trainkit.base.documents import read_document
 from trainkit.base.errors import ConfigError, Exit, TrainkitError
@@ -131,7 +130,7 @@ def read_secrets(run: RunFolder) -> dict[str, str]:
     return {}
 
 
-def note_end(run: RunFolder, id: str, ended: dict[str, Any]) -> None:
+def note_end(run: RunFolder, id: str, ended: dict[str, object]) -> None:
     """Note how a job ended of which no supervisor could tell, see `SlurmJob.ended`; nobody is
     left who needs the secrets."""
     change_slurm_job(run, id, ended=ended)

@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.locks import LockBusy, locked
@@ -78,7 +77,7 @@ def _waits(path: Path) -> bool:
 
 
 @contextlib.contextmanager
-def _soon_locked(path: Path, need: dict[str, Any]) -> Iterator[None]:
+def _soon_locked(path: Path, need: dict[str, object]) -> Iterator[None]:
     """Hold a stage's lock. Raises TrainkitError (exit 17) where another process does not let go
     of it."""
     deadline = time.monotonic() + LOCK_SECONDS
