@@ -1,0 +1,72 @@
+"""What a foreign engine says: its iterations, its evaluations, the checkpoints it leaves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """One line of training, as printed: what the line does not say, or says in a way that is no
+    number, is None. Losses and norms may be nan or inf.
+
+    Args:
+        step: the iteration, counted from 1.
+        train_iters: the iterations that the engine means to do.
+        elapsed_ms: milliseconds an iteration, mean since the line before.
+        learning_rate: of that iteration.
+        lm_loss: mean of the iterations since the line before that were not skipped.
+        grad_norm: before clipping.
+        loss_scale: fp16's; 1.0 in other precisions that print it.
+        global_batch_size: samples an iteration.
+        consumed_samples: since the beginning of training.
+        samples_per_second: of all ranks together.
+        skipped_iterations: since the line before.
+        nan_iterations: since the line before.
+    """
+
+    step: int
+    train_iters: int | None = None
+    elapsed_ms: float | None = None
+    learning_rate: float | None = None
+    lm_loss: float | None = None
+    grad_norm: float | None = None
+    loss_scale: float | None = None
+    global_batch_size: int | None = None
+    consumed_samples: int | None = None
+    samples_per_second: float | None = None
+    skipped_iterations: int | None = None
+    nan_iterations: int | None = None
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One line of an evaluation.
+
+    Args:
+        step: the iteration after which it was made; None where the line does not say.
+        name: of the data: "valid" or "test"; "valid-1" for the second of several validation sets.
+        lm_loss: mean over the evaluation; may be nan or inf.
+    """
+
+    step: int | None
+    name: str
+    lm_loss: float | None
+
+
+@dataclass(frozen=True)
+class FoundCheckpoint:
+    """A folder that an engine wrote as a checkpoint.
+
+    Args:
+        step: the iteration; 0 for Megatron-LM's `release`.
+        folder: where it is.
+        bytes: of all its files.
+        problems: why the engine could not load it; empty if it is whole.
+    """
+
+    step: int
+    folder: Path
+    bytes: int
+    problems: tuple[str, ...]
