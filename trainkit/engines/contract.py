@@ -9,6 +9,7 @@ from typing import Literal, Protocol
 
 from trainkit.base.errors import Problem
 from trainkit.jobs.schema import Job
+from trainkit.runs.checkpoint_list import ListedCheckpoint
 from trainkit.runs.folder import RunFolder
 
 
@@ -24,8 +25,8 @@ class Command:
         cwd: the working folder.
         files: small files to write below the run folder before the start, by relative name.
         ranks_per_node: processes a node.
-        spawn: who starts the ranks of a node: the agent ("per_rank") or the program itself
-            ("per_node").
+        spawn: who starts the ranks: the agent ("per_rank"), a program that starts its node's
+            ("per_node"), or one on the first node that starts all of them ("per_run").
     """
 
     argv: tuple[str, ...]
@@ -34,7 +35,7 @@ class Command:
     cwd: Path
     files: Mapping[str, str] = field(default_factory=dict)
     ranks_per_node: int = 1
-    spawn: Literal["per_rank", "per_node"] = "per_rank"
+    spawn: Literal["per_rank", "per_node", "per_run"] = "per_rank"
 
     def to_json(self) -> dict[str, object]:
         """As kept in world.json."""
@@ -62,4 +63,17 @@ class Engine(Protocol):
             job: the job.
             run: its folder, with the code snapshot.
             attempt: counted from 1.
+        """
+
+    def before_attempt(self, job: Job, run: RunFolder) -> None:
+        """Bring the run folder into the state in which an attempt may begin; called by the run's
+        supervisor when nothing of an earlier attempt runs any more. Raises TrainkitError where it
+        may not begin."""
+
+    def checkpoints(self, run: RunFolder, *, hashes: bool) -> list[ListedCheckpoint]:
+        """The run's checkpoints, oldest first, then those that are damaged.
+
+        Args:
+            run: the run.
+            hashes: read every byte, where the engine has checksums.
         """

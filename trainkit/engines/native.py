@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from trainkit.base.errors import Problem
 from trainkit.engines.contract import Command
 from trainkit.jobs.schema import Job
+from trainkit.runs.checkpoint_list import ListedCheckpoint, list_checkpoints
 from trainkit.runs.folder import RunFolder
 
 
@@ -101,3 +102,9 @@ class Native:
             cwd=run.path,
             ranks_per_node=job.ranks_per_node,
         )
+
+    def before_attempt(self, job: Job, run: RunFolder) -> None:
+        """The trainer takes back its own metrics when it has chosen its checkpoint."""
+
+    def checkpoints(self, run: RunFolder, *, hashes: bool) -> list[ListedCheckpoint]:
+        return list_checkpoints(run, hashes=hashes)

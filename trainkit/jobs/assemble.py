@@ -34,6 +34,7 @@ _PATHS = {  # keys that hold paths, relative to the folder of jobs.toml
     "datasets": ("paths", "prefixes"),
     "tokenizers": ("path", "vocab_file", "merge_file"),
     "jobs": ("init_from",),
+    "engines": ("source", "venv"),
 }
 
 T = TypeVar("T", bound=Table)
@@ -48,6 +49,12 @@ def _built_in(path: tuple[str, ...], values: Mapping[str, Any]) -> SourcedTable:
         else:
             entries[key] = SourcedValue(value, BUILT_IN, (*path, key))
     return SourcedTable(BUILT_IN, path, entries)
+
+
+def _is_remote(value: str) -> bool:
+    """Whether it names a model of the hub (jobs.X.init_from), or a git repository elsewhere
+    (git-clone(1), "GIT URLS": with a scheme, or HOST:PATH)."""
+    return value.startswith("hf:") or "://" in value or ":" in value.partition("/")[0]
 
 
 def _says_none(node: SourcedTable | SourcedValue | None) -> bool:
@@ -100,12 +107,13 @@ class TableBuilder:
         if not re.fullmatch(NAME, name):
             findings.add(f"'{name}' cannot name a table of [{kind}]", tables[name].place, NAME_RULE)
             findings.reported.add((*at, "name"))
-        section = self._filled_in(kind, compose(tables, name, findings, at))
+        section = compose(tables, name, findings, at)
         for path, origin in sets:
             if len(path) == 1 or (
                 path[0] not in references and (path[0] not in groups or len(path) == 2)
             ):
                 section = overlay(section, path, origin)
+        section = self._filled_in(kind, section)
         if "name" in section.entries:
             findings.add(
                 f"'{dotted_key(section.entries['name'])}' cannot be set: a table is named by its"
@@ -236,10 +244,13 @@ class TableBuilder:
 
     def _filled_in(self, kind: str, section: SourcedTable) -> SourcedTable:
         """`section` over the defaults that only this checkout knows."""
-        if kind != "clusters":
-            return section
-        defaults = {"root": str(self.root), "device": "cpu"}
-        return section.over(_built_in(section.path, defaults))
+        if kind == "clusters":
+            defaults = {"root": str(self.root), "device": "cpu"}
+            return section.over(_built_in(section.path, defaults))
+        engine = section.value("engine")
+        if kind == "jobs" and isinstance(engine, str) and engine in self.tables("engines"):
+            return section.over(_built_in(section.path, {"engine_source": engine}))
+        return section
 
     def _refer(
         self,
@@ -300,8 +311,7 @@ class TableBuilder:
         return section.with_entry(key, replace(node, value=self._path(node.value)))
 
     def _path(self, value: object) -> object:
-        # a model of the hub, in jobs.X.init_from
-        if not isinstance(value, str) or not value or value.startswith("hf:"):
+        if not isinstance(value, str) or not value or _is_remote(value):
             return value
         return os.path.abspath(self.root / os.path.expanduser(value))
 

@@ -26,7 +26,7 @@ from trainkit.jobs.settings import (
     RetrySettings,
     WandbSettings,
 )
-from trainkit.jobs.table import NAME, Environment, Table, needs, wrong
+from trainkit.jobs.table import NAME, EngineValue, Environment, Strings, Table, needs, wrong
 from trainkit.jobs.training import Training
 
 __all__ = [  # the tables that other packages name
@@ -61,14 +61,27 @@ class Job(Table):
     description: str = Field("", description="one line: what it is and where it comes from")
     engine: Literal["native", "gpt-neox", "megatron-lm", "nemo", "neuronx-nemo"] = Field(
         "native",
-        description="what is executed; this version plans for all of them and launches native",
+        description=(
+            "what is executed; this version plans for all of them and launches native, gpt-neox and"
+            " megatron-lm"
+        ),
     )
-    engine_args: dict[str, str | int | float | bool] = Field(
+    engine_source: EngineSource | None = Field(
+        None,
+        description=(
+            "name of an [engines.X] table: where an engine that is not native comes from; by"
+            " default the one named as the engine"
+        ),
+    )
+    engine_args: dict[str, EngineValue] = Field(
         default_factory=dict,
         description=(
             "further options of an engine that is not native, by its own names; native has none and"
             " reads none"
         ),
+    )
+    args: Strings = Field(
+        (), description="words added to the engine's command line as they are (megatron-lm)"
     )
     container: Container | None = Field(
         None, description="name of a [containers.X] table; none: without, where a base has one"
@@ -128,6 +141,19 @@ class Job(Table):
     @classmethod
     def _known_to_sbatch(cls, value: SlurmOptions) -> SlurmOptions:
         return refuse_unknown_options(value)
+
+    @model_validator(mode="after")
+    def _source_is_of_the_engine(self) -> Job:
+        source = self.engine_source
+        if source is not None and self.engine != "native" and source.kind != self.engine:
+            raise wrong(
+                "engine_source",
+                f"engine_source '{source.name}' is of engine {source.kind}, and engine ="
+                f" '{self.engine}'",
+            )
+        if self.args and self.engine != "megatron-lm":
+            raise wrong("args", f"args are megatron-lm's; engine = '{self.engine}' takes none")
+        return self
 
     @model_validator(mode="after")
     def _validation_sets_share_the_tokenizer(self) -> Job:
@@ -327,6 +353,7 @@ REFERENCES = {
         "model": "models",
         "dataset": "datasets",
         "container": "containers",
+        "engine_source": "engines",
     },
     "clusters": {"device": "devices"},
     "datasets": {"tokenizer": "tokenizers"},

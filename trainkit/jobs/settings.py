@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from trainkit.jobs.table import NAME, Table, wrong
+from trainkit.jobs.table import NAME, Strings, Table, wrong
 
 
 class Parallelism(Table):
@@ -70,26 +70,71 @@ class Parallelism(Table):
 
 
 class EngineSource(Table):
-    """Where an engine that is not trainkit's own comes from."""
+    """Where an engine that is not trainkit's own comes from, and what runs it."""
 
     NAMES: ClassVar[tuple[str, ...]] = ("gpt-neox", "megatron-lm", "nemo", "neuronx-nemo")
 
-    name: str = Field(
-        "",
-        pattern=NAME,
-        description="the table's name, filled in: gpt-neox, megatron-lm, nemo or neuronx-nemo",
+    name: str = Field("", pattern=NAME, description="the table's name, filled in")
+    engine: Literal["gpt-neox", "megatron-lm", "nemo", "neuronx-nemo"] | None = Field(
+        None, description="which engine it is; by default the one the table is named after"
     )
     source: str = Field(min_length=1, description="a git URL, or a folder")
-    revision: str | None = Field(None, description="commit, tag or branch")
+    revision: str | None = Field(
+        None, min_length=1, description="commit, tag or branch of the git URL"
+    )
+    version: str | None = Field(
+        None,
+        min_length=1,
+        description="whose options it has, such as core-0.12.0; by default what its tree says",
+    )
+    python: str | None = Field(
+        None,
+        min_length=1,
+        description=(
+            "the interpreter on the nodes that has what the engine needs; by default that of venv,"
+            " of the container or of the cluster"
+        ),
+    )
+    venv: str | None = Field(
+        None,
+        min_length=1,
+        description=(
+            "a folder for an environment of its own, which the stage engine-install makes and all"
+            " nodes see"
+        ),
+    )
+    requirements: Strings = Field(
+        (), description="lines for pip in that environment, over those known for the engine"
+    )
+    launch: Literal["ranks", "deepspeed"] = Field(
+        "ranks",
+        description=(
+            "ranks: trainkit's agents start every rank; deepspeed (gpt-neox): deepy.py starts them"
+            " over its own hostfile"
+        ),
+    )
     container: str | None = Field(None, description="the [containers.X] table it runs in")
 
     @model_validator(mode="after")
     def _is_an_engine(self) -> EngineSource:
-        if self.name and self.name not in self.NAMES:
+        if self.name and self.engine is None and self.name not in self.NAMES:
             raise wrong(
-                "name", f"there is no engine {self.name!r}; engines: {', '.join(self.NAMES)}"
+                "engine",
+                f"engines.{self.name} needs engine, one of {', '.join(self.NAMES)}: its own name is"
+                " none of them",
             )
+        if self.venv and self.python:
+            raise wrong("python", "python and venv exclude each other: venv has its own python")
+        if self.requirements and not self.venv:
+            raise wrong("requirements", "requirements are installed into venv, which is not given")
+        if self.launch == "deepspeed" and self.kind not in ("gpt-neox", ""):
+            raise wrong("launch", f"launch = 'deepspeed' is gpt-neox's; {self.kind} has none")
         return self
+
+    @property
+    def kind(self) -> str:
+        """Which engine it is."""
+        return self.engine or self.name
 
 
 class CheckpointSettings(Table):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, JsonValue
 from pydantic_core import PydanticCustomError
 
 NAME = r"^[a-z0-9][a-z0-9_-]*$"
@@ -17,6 +17,9 @@ Strings = Annotated[tuple[str, ...], Field(strict=False)]
 SecretNames = Annotated[
     tuple[Annotated[str, Field(pattern=VARIABLE + r"\??$")], ...], Field(strict=False)
 ]
+# an option of another engine: what TOML and JSON can hold
+EngineScalar = str | int | float | bool
+EngineValue = EngineScalar | list[EngineScalar | list[EngineScalar]] | dict[str, JsonValue]
 Environment = dict[Annotated[str, Field(pattern=VARIABLE + "$")], str]
 
 

@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from trainkit.jobs.schema import Job
+from trainkit.jobs.table import EngineValue
 from trainkit.plan.activations import live_bytes, logit_bytes, saved_bytes, width
 from trainkit.plan.layout import Layout
 from trainkit.plan.parameter_shapes import (
@@ -190,7 +191,7 @@ def _states(
     }
 
 
-def _buckets(rules: Rules, arguments: Mapping[str, str | int | float | bool]) -> int:
+def _buckets(rules: Rules, arguments: Mapping[str, EngineValue]) -> int:
     """Elements of the reduction's buffer: the engine's own, or what engine_args says."""
     given = arguments.get(
         "reduce_bucket_size", arguments.get("zero_optimization.reduce_bucket_size")

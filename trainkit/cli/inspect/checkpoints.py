@@ -12,7 +12,9 @@ from trainkit.base.errors import ConfigError, Exit
 from trainkit.cli.config.jobs import load_jobs
 from trainkit.cli.tables import Listing
 from trainkit.cli.wrapper import TaskContext, TaskResult
-from trainkit.runs.checkpoint_list import ListedCheckpoint, list_checkpoints
+from trainkit.engines import ENGINES
+from trainkit.jobs.resolved import read_job
+from trainkit.runs.checkpoint_list import ListedCheckpoint
 from trainkit.runs.find import find_run
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.retention import pin
@@ -45,7 +47,7 @@ def checkpoints(
     for step, stays in ((pinned, True), (unpinned, False)):
         if step is not None:
             pin(run.checkpoints, step, pinned=stays)
-    listed = list_checkpoints(run, hashes=hashes)
+    listed = ENGINES[read_job(run.job).engine].checkpoints(run, hashes=hashes)
     if not task.json:
         _print(task, run, listed)
     result = document(

@@ -322,19 +322,24 @@ class Attempt:
         """Have each agent start its ranks. A program that starts the node's ranks itself goes by
         the first of them."""
         assert self.world is not None
-        per_node = None
-        if self.command.spawn != "per_rank":
-            per_node = 1
-        node_of: dict[int, int] = {}
-        for number, node in enumerate(self.world.nodes):
-            node_of |= dict.fromkeys(node.ranks[:per_node], number)
-        self.ranks.expect(node_of)
-        for number, node in enumerate(self.world.nodes):
+        started = [self._started_ranks(node) for node in range(len(self.world.nodes))]
+        self.ranks.expect({rank: node for node, ranks in enumerate(started) for rank in ranks})
+        for number, ranks in enumerate(started):
             processes = tuple(
                 self._process(self.world, number, local_rank, rank)
-                for local_rank, rank in enumerate(node.ranks[:per_node])
+                for local_rank, rank in enumerate(ranks)
             )
             pool.send(number, StartProcesses(processes, tuple(self.context.secrets)))
+
+    def _started_ranks(self, node: int) -> Sequence[int]:
+        """The ranks of a node that its agent starts."""
+        assert self.world is not None
+        ranks = self.world.nodes[node].ranks
+        if self.command.spawn == "per_rank":
+            return ranks
+        if self.command.spawn == "per_run" and node > 0:
+            return ()
+        return ranks[:1]
 
     def _process(self, world: RunWorld, node: int, local_rank: int, rank: int) -> ProcessSpec:
         return ProcessSpec(

@@ -39,6 +39,8 @@ class Heartbeats:
         self._lock = threading.Lock()
         self._copier = ThreadPoolExecutor(1, "heartbeats")
         self.stepping = False  # whether any rank has made a step
+        # that a rank whose engine speaks seldom may be silent
+        self.quiet_seconds = 0.0
         self.last = time.monotonic()
 
     def begin(self) -> None:
@@ -58,6 +60,9 @@ class Heartbeats:
             return
         self.beats[rank] = beat
         self.last = time.monotonic()
+        quiet = beat.get("quiet_seconds")
+        if isinstance(quiet, float):
+            self.quiet_seconds = max(self.quiet_seconds, quiet)
         if phase == "train":
             self.stepping = self.stepping or step > self._first_step.setdefault(rank, step)
         before, copied = self._copied.get(rank, (0.0, ""))
@@ -87,8 +92,8 @@ class Heartbeats:
     def limit(self) -> float:
         """Seconds that nobody need move now."""
         if self.stepping:
-            return self.limits.heartbeat
-        return self.limits.start
+            return max(self.limits.heartbeat, self.quiet_seconds)
+        return max(self.limits.start, self.quiet_seconds)
 
     def stalled(self) -> float:
         """Seconds that nobody has moved beyond what is allowed; 0 while all is well."""

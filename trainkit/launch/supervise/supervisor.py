@@ -217,6 +217,7 @@ class Supervisor:
         number = max((a.number for a in former), default=0) + 1
         first = self.attempt is None
         hosts = self._choose()
+        self.engine.before_attempt(self.job, self.run)
         command = self.engine.command(self.job, self.run, number)
         context = AttemptContext(
             self.launcher,

@@ -1,0 +1,129 @@
+"""What engines that are not trainkit's own have in common: their program runs beside a small one of
+ours on every rank, which reads what it prints and judges how it ended."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from trainkit.engines.contract import Command
+from trainkit.engines.rank import gpt_neox, megatron_lm
+from trainkit.engines.rank.contract import EngineReader
+from trainkit.engines.rank.spec import RankSpec, RequiredModule
+from trainkit.jobs.schema import Job
+from trainkit.plan.arithmetic import hardware_flops_per_token_of, model_flops_per_token_of
+from trainkit.plan.layout import padded_vocab_size
+from trainkit.runs.checkpoint_list import ListedCheckpoint
+from trainkit.runs.folder import RunFolder
+from trainkit.runs.metrics import truncate_metrics
+
+READERS: dict[str, EngineReader] = {"megatron-lm": megatron_lm, "gpt-neox": gpt_neox}
+
+
+@dataclass(frozen=True)
+class EngineProgram:
+    """What an engine's rank runs.
+
+    Args:
+        engine: its name in jobs.toml.
+        python: the interpreter that has what the engine needs.
+        tree: the engine's source on the nodes.
+        argv: the script of the tree and its arguments; ${LOCAL_RANK} in one stands for the rank's
+            number on its node.
+        env: variables of the engine itself; the job's own lie over them.
+        files: small files to write below the run folder, by relative name.
+        saves_on_term: it saves a checkpoint and ends with 0 when it gets TERM.
+        modules: what its interpreter must be able to import.
+        reads: files that every node must see.
+    """
+
+    engine: str
+    python: str
+    tree: Path
+    argv: tuple[str, ...]
+    env: Mapping[str, str] = field(default_factory=dict)
+    files: Mapping[str, str] = field(default_factory=dict)
+    saves_on_term: bool = False
+    modules: tuple[RequiredModule, ...] = ()
+    reads: tuple[Path, ...] = ()
+
+
+def spec_name(attempt: int) -> str:
+    """The spec of an attempt's ranks, below the run folder."""
+    return f"launch/engine-rank-{attempt}.json"
+
+
+def rank_command(job: Job, run: RunFolder, attempt: int, program: EngineProgram) -> Command:
+    """The command of one attempt.
+
+    Args:
+        job: the job.
+        run: its folder, with the code snapshot.
+        attempt: counted from 1.
+        program: what each rank runs.
+    """
+    vocab = vocab_size_of(job)
+    spec = RankSpec(
+        engine=program.engine,
+        argv=(program.python, *program.argv),
+        cwd=str(program.tree),
+        checkpoints=str(run.checkpoints),
+        metrics=str(run.metrics),
+        train_iters=job.training.train_iters,
+        log_interval=job.training.log_interval,
+        global_batch_size=job.global_batch_size,
+        seq_length=job.model.seq_length,
+        world_size=job.world_size,
+        model_flops=model_flops_per_token_of(job.model, vocab),
+        hardware_flops=hardware_flops_per_token_of(job.model, vocab, job.training),
+        peak_tflops=job.cluster.device.peak_tflops.get(job.training.precision),
+        peak=_peak_words(job),
+        saves_on_term=program.saves_on_term,
+        modules=program.modules,
+        reads=tuple(str(path) for path in program.reads),
+    )
+    name = spec_name(attempt)
+    main = run.code / "trainkit" / "engines" / "rank" / "main.py"
+    return Command(
+        argv=(program.python, "-I", "-S", str(main), str(run.path / name)),
+        env={**program.env, **job.environment},
+        secret_names=job.cluster.secrets,
+        cwd=run.path,
+        files={**program.files, name: json.dumps(spec.to_json(), indent=1) + "\n"},
+        ranks_per_node=job.ranks_per_node,
+    )
+
+
+def vocab_size_of(job: Job) -> int:
+    """Rows of the embedding as these engines pad it: Megatron's make_vocab_size_divisible_by."""
+    tokenizer = job.dataset.tokenizer
+    known = job.model.vocab_size or (tokenizer.vocab_size if tokenizer else None) or 1
+    return padded_vocab_size(
+        known,
+        job.model.make_vocab_size_divisible_by,
+        job.parallelism.tensor_model_parallel_size,
+    )
+
+
+def _peak_words(job: Job) -> str | None:
+    device = job.cluster.device
+    peak = device.peak_tflops.get(job.training.precision)
+    if peak is None:
+        return None
+    return f"{peak:g} TFLOP/s ({device.label or device.name}, {job.training.precision})"
+
+
+def take_back_metrics(job: Job, run: RunFolder) -> None:
+    """Take back the rows after the checkpoint from which the engine will go on: it makes them
+    again."""
+    truncate_metrics(run.metrics, READERS[job.engine].tracked_step(run.checkpoints) or 0)
+
+
+def listed_checkpoints(engine: str, run: RunFolder) -> list[ListedCheckpoint]:
+    """The run's checkpoints as the engine's own rules judge them."""
+    return [
+        ListedCheckpoint(found.step, found.folder, found.bytes, problems=list(found.problems))
+        for found in READERS[engine].found_checkpoints(run.checkpoints)
+    ]

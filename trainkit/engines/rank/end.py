@@ -1,0 +1,151 @@
+"""How an engine ended: success is the last iteration and a whole checkpoint of it, never an exit
+code."""
+
+from __future__ import annotations
+
+import re
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainkit.engines.rank.contract import EngineReader
+from trainkit.engines.rank.readings import FoundCheckpoint
+from trainkit.engines.rank.spec import RankSpec
+
+USER = 9
+PREEMPTED = 12
+# until what rank 0 wrote last is seen here too: file systems over a network keep what they know of
+# a file for some seconds
+SEEN_SECONDS = 10.0
+POLL_SECONDS = 0.5
+ERROR_LINE = re.compile(
+    r"(?:^|[\s:\]])((?:[A-Za-z_][\w.]*\.)?[A-Z]\w*(?:Error|Exception|Interrupt)): ?(.*)$"
+)
+
+
+@dataclass(frozen=True)
+class EngineEnd:
+    """What is known of an engine's process that has ended.
+
+    Args:
+        code: its exit code, negative for a signal.
+        began_at: the iteration of the checkpoint that it began from; 0: none.
+        asked_to_save: it was asked to save and leave.
+        last_iteration: that it printed here; None: this rank prints none, or it made none.
+        last_lines: what it printed last.
+    """
+
+    code: int
+    began_at: int
+    asked_to_save: bool
+    last_iteration: int | None
+    last_lines: list[str]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Why a rank has not succeeded.
+
+    Args:
+        exit: the rank's exit code.
+        type: the kind of error; "" where it is none.
+        message: what happened, in words; "" where there is nothing to say.
+    """
+
+    exit: int
+    type: str
+    message: str
+
+
+def judge_end(spec: RankSpec, reader: EngineReader, end: EngineEnd) -> Verdict | None:
+    """None for success, else why it is none."""
+    script = Path(spec.argv[1]).name if len(spec.argv) > 1 else spec.argv[0]
+    if end.asked_to_save:
+        return _judge_stop(spec, reader, end)
+    if end.code != 0:
+        return _judge_failure(script, end)
+    return _judge_zero(spec, reader, end, script)
+
+
+def _judge_stop(spec: RankSpec, reader: EngineReader, end: EngineEnd) -> Verdict | None:
+    """It was asked to save and leave: 12 only where a checkpoint of now is there."""
+    tracked = _tracked(spec, reader, end.began_at + 1)
+    if tracked == spec.train_iters and not _problems(spec, reader, tracked):
+        return None
+    reached = max(end.last_iteration or 0, end.began_at)
+    new = end.code == 0 and tracked is not None and tracked >= max(reached, end.began_at + 1)
+    if new and tracked is not None and not _problems(spec, reader, tracked):
+        return Verdict(PREEMPTED, "", "")
+    return Verdict(0, "", "")
+
+
+def _judge_failure(script: str, end: EngineEnd) -> Verdict:
+    kind, message = last_error(end.last_lines)
+    if end.code < 0:
+        return Verdict(USER, kind, "")
+    if not message:
+        message = f"{script} ended with {end.code} and said no error"
+    return Verdict(USER, kind or "EngineError", message)
+
+
+def _judge_zero(
+    spec: RankSpec, reader: EngineReader, end: EngineEnd, script: str
+) -> Verdict | None:
+    """It ended with 0 by itself."""
+    if end.last_iteration is not None and end.last_iteration < spec.train_iters:
+        # a line is printed every log_interval iterations only
+        behind = spec.train_iters - end.last_iteration >= spec.log_interval
+    else:
+        behind = False
+    tracked = _tracked(spec, reader, spec.train_iters)
+    if tracked == spec.train_iters and not behind:
+        problems = _problems(spec, reader, tracked)
+        if not problems:
+            return None
+        return Verdict(
+            USER,
+            "DamagedCheckpoint",
+            f"{script} ended with 0, but its last checkpoint is not whole: {'; '.join(problems)}",
+        )
+    reached = f"after iteration {max(end.last_iteration or 0, end.began_at)} of {spec.train_iters}"
+    if tracked is None:
+        saved = f"no checkpoint in {spec.checkpoints}"
+    else:
+        saved = f"its last checkpoint is of iteration {tracked}"
+    return Verdict(
+        USER,
+        "EngineEndedEarly",
+        f"{script} ended with 0 {reached}, and {saved}: training is not done",
+    )
+
+
+def _tracked(spec: RankSpec, reader: EngineReader, wanted: int) -> int | None:
+    """The iteration of the newest checkpoint, waiting a little for one of `wanted` or later."""
+    deadline = time.monotonic() + SEEN_SECONDS
+    while True:
+        tracked = reader.tracked_step(Path(spec.checkpoints))
+        if tracked is not None and tracked >= wanted:
+            return tracked
+        if time.monotonic() > deadline:
+            return tracked
+        time.sleep(POLL_SECONDS)
+
+
+def _problems(spec: RankSpec, reader: EngineReader, step: int) -> list[str]:
+    """What is wrong with the checkpoint of an iteration."""
+    found: list[FoundCheckpoint] = reader.found_checkpoints(Path(spec.checkpoints))
+    for checkpoint in found:
+        if checkpoint.step == step:
+            return list(checkpoint.problems)
+    return [f"no checkpoint of iteration {step}"]
+
+
+def last_error(lines: list[str]) -> tuple[str, str]:
+    """(type, message) of the last exception in a program's output; ("", "") where there is none."""
+    for line in reversed(lines):
+        match = ERROR_LINE.search(line)
+        if match:
+            return match[1].rpartition(".")[2], match[2].strip() or match[1]
+        if line.startswith("AssertionError"):
+            return "AssertionError", line
+    return "", ""

@@ -1,0 +1,200 @@
+"""What a rank of a foreign engine says of itself: its heartbeat, metrics.jsonl, and why it failed.
+
+The forms are those of trainkit's own ranks: heartbeat/1, rank-error/1 and the rows of metrics.jsonl
+(docs/run-folder.md).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import sys
+import time
+from pathlib import Path
+
+from trainkit.base.documents import document, utc_now
+from trainkit.base.files import temporary_name, write_json, write_text
+from trainkit.engines.rank.end import Verdict
+from trainkit.engines.rank.readings import Evaluation, Iteration
+from trainkit.engines.rank.spec import RankSpec
+
+# between two lines of the engine, in units of the longest time between two so far: an evaluation or
+# a save may lie between the next two
+QUIET_LINES = 3.0
+
+
+class RankReport:
+    """Args: spec: of the rank."""
+
+    def __init__(self, spec: RankSpec) -> None:
+        self.spec = spec
+        self.rank = int(os.environ.get("RANK", "0"))
+        heartbeat = os.environ.get("TRAINKIT_HEARTBEAT_FILE")
+        error = os.environ.get("TORCHELASTIC_ERROR_FILE")
+        self.heartbeat = Path(heartbeat) if heartbeat else None
+        self.error = Path(error) if error else None
+        self.last_iteration: int | None = None
+        self.step = 0
+        self._line_at: float | None = None
+        self._longest = 0.0
+        self._silent = False  # a file could not be written, and that was said
+
+    def begin(self, step: int | None) -> None:
+        """The engine is about to go on from this iteration."""
+        self.step = step or 0
+        self.beat("load")
+
+    def take(self, reading: Iteration | Evaluation) -> None:
+        """The engine has said something."""
+        if isinstance(reading, Evaluation):
+            self._evaluated(reading)
+        elif self.last_iteration is None or reading.step > self.last_iteration:
+            self._stepped(reading)
+
+    def _stepped(self, reading: Iteration) -> None:
+        now = time.monotonic()
+        if self._line_at is not None:
+            self._longest = max(self._longest, now - self._line_at)
+        self._line_at = now
+        self.last_iteration = reading.step
+        self.step = reading.step
+        self._append(self._row(reading))
+        self.beat("train")
+
+    def _row(self, reading: Iteration) -> dict[str, object]:
+        spec = self.spec
+        batch = reading.global_batch_size or spec.global_batch_size
+        row: dict[str, object] = {
+            "step": reading.step,
+            "consumed_samples": reading.consumed_samples or reading.step * batch,
+            "global_batch_size": batch,
+            "lm_loss": finite(reading.lm_loss),
+            "grad_norm": finite(reading.grad_norm),
+            "learning_rate": reading.learning_rate,
+            "loss_scale": reading.loss_scale,
+            "skipped_iterations": reading.skipped_iterations,
+            "nan_iterations": reading.nan_iterations,
+            "elapsed_ms": reading.elapsed_ms,
+        }
+        samples = reading.samples_per_second
+        if samples is None and reading.elapsed_ms:
+            samples = batch * 1000.0 / reading.elapsed_ms
+        if samples is not None:
+            row.update(self._speed(samples))
+        return {key: value for key, value in row.items() if value is not None or key in KEPT}
+
+    def _speed(self, samples_per_second: float) -> dict[str, object]:
+        spec = self.spec
+        tokens = samples_per_second * spec.seq_length
+        model = tokens * spec.model_flops / spec.world_size / 1e12
+        hardware = tokens * spec.hardware_flops / spec.world_size / 1e12
+        row: dict[str, object] = {
+            "tokens_per_second": tokens,
+            "samples_per_second": samples_per_second,
+            "model_tflops": model,
+            "hardware_tflops": hardware,
+            "mfu": None,
+            "hfu": None,
+            "peak": spec.peak,
+        }
+        if spec.peak_tflops:
+            row["mfu"] = model / spec.peak_tflops
+            row["hfu"] = hardware / spec.peak_tflops
+        return row
+
+    def _evaluated(self, reading: Evaluation) -> None:
+        step = self.step if reading.step is None else reading.step
+        self._append(
+            {
+                "step": step,
+                "consumed_samples": step * self.spec.global_batch_size,
+                "eval": reading.name,
+                "lm_loss": finite(reading.lm_loss),
+            }
+        )
+        self.beat("eval")
+
+    def _append(self, row: dict[str, object]) -> None:
+        """One write a row, so that none is torn by another process."""
+        line = (json.dumps(row) + "\n").encode()
+        try:
+            handle = os.open(self.spec.metrics, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+            try:
+                os.write(handle, line)
+            finally:
+                os.close(handle)
+        except OSError as error:  # training matters more than being watched
+            self._say_once(f"no metrics: {error}")
+
+    def beat(self, phase: str) -> None:
+        """Say where this rank is."""
+        if self.heartbeat is None:
+            return
+        temporary = temporary_name(self.heartbeat)
+        try:
+            self.heartbeat.parent.mkdir(parents=True, exist_ok=True)
+            temporary.write_text(self._beat_text(phase))
+            temporary.replace(self.heartbeat)
+        except OSError as error:
+            self._say_once(f"no heartbeat: {error}")
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+
+    def _beat_text(self, phase: str) -> str:
+        return json.dumps(
+            document(
+                "heartbeat/1",
+                rank=self.rank,
+                pid=os.getpid(),
+                step=self.step,
+                phase=phase,
+                time=time.time(),
+                save_seconds=None,
+                quiet_seconds=QUIET_LINES * self._longest,
+            )
+        )
+
+    def done(self) -> None:
+        """Success, durable."""
+        self.step = self.spec.train_iters
+        if self.heartbeat is not None:
+            write_text(self.heartbeat, self._beat_text("done"))
+
+    def fail(self, verdict: Verdict) -> None:
+        """Why this rank has not succeeded. A full disk must not hide it: it is on stderr too."""
+        if self.error is None or not verdict.message:
+            return
+        with contextlib.suppress(OSError):
+            write_json(
+                self.error,
+                document(
+                    "rank-error/1",
+                    rank=self.rank,
+                    host=os.uname().nodename,
+                    step=self.step,
+                    time=utc_now(),
+                    timestamp=int(time.time()),
+                    exit=verdict.exit,
+                    type=verdict.type,
+                    message=verdict.message,
+                    traceback="",
+                ),
+            )
+
+    def _say_once(self, text: str) -> None:
+        if not self._silent:
+            self._silent = True
+            sys.stderr.write(f"trainkit: WARNING: {text}\n")
+
+
+# keys of a row that are there even where the engine does not say them
+KEPT = ("lm_loss", "mfu", "hfu", "peak")
+
+
+def finite(value: float | None) -> float | None:
+    """JSON has no NaN and no infinity."""
+    if value is None or not math.isfinite(value):
+        return None
+    return value

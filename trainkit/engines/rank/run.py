@@ -1,0 +1,224 @@
+"""One rank's engine from its start to its end."""
+
+from __future__ import annotations
+
+import errno
+import os
+import selectors
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from trainkit.base.process import die_with_parent_hook
+from trainkit.engines.rank import gpt_neox, megatron_lm
+from trainkit.engines.rank.contract import EngineReader
+from trainkit.engines.rank.end import EngineEnd, Verdict, judge_end
+from trainkit.engines.rank.preflight import missing_on_this_host
+from trainkit.engines.rank.report import RankReport
+from trainkit.engines.rank.spec import RankSpec
+
+READERS: dict[str, EngineReader] = {"megatron-lm": megatron_lm, "gpt-neox": gpt_neox}
+READ = 2**16  # bytes a read
+LONGEST = 2**16  # of a line that is looked at
+LAST_LINES = 60  # of what it printed, kept to say why it failed
+POLL_SECONDS = 0.2
+PY_SPY_SECONDS = 8
+HEALTH = 7
+START = 8
+
+
+class Signals:
+    """What this process was asked to do. Handlers only note it: they run between any two lines."""
+
+    def __init__(self) -> None:
+        self.save = False  # save and leave
+        self.end = False  # leave at once
+        self.stacks = False
+        signal.signal(signal.SIGUSR1, self._save)
+        signal.signal(signal.SIGTERM, self._end)
+        signal.signal(signal.SIGINT, self._end)
+        signal.signal(signal.SIGUSR2, self._stacks)
+
+    def _save(self, number: int, frame: object) -> None:
+        self.save = True
+
+    def _end(self, number: int, frame: object) -> None:
+        self.end = True
+
+    def _stacks(self, number: int, frame: object) -> None:
+        self.stacks = True
+
+
+class EngineProcess:
+    """The engine's process, and what it prints.
+
+    Args:
+        spec: what to start.
+        report: where to say how far it is.
+    """
+
+    def __init__(self, spec: RankSpec, report: RankReport) -> None:
+        self.spec = spec
+        self.report = report
+        self.reader = READERS[spec.engine]
+        self.last: list[str] = []
+        environment = engine_environment(spec)
+        argv = [word.replace("${LOCAL_RANK}", environment["LOCAL_RANK"]) for word in spec.argv]
+        self.process = subprocess.Popen(
+            argv,
+            env=environment,
+            cwd=spec.cwd,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            # one call of the system; there are no threads
+            preexec_fn=die_with_parent_hook(os.getpid()),  # noqa: PLW1509
+        )
+        assert self.process.stdout and self.process.stderr
+        self.selector = selectors.DefaultSelector()
+        self.partial: dict[int, bytes] = {}
+        for stream, target in ((self.process.stdout, 1), (self.process.stderr, 2)):
+            os.set_blocking(stream.fileno(), False)
+            self.partial[target] = b""
+            self.selector.register(stream, selectors.EVENT_READ, target)
+
+    def pass_on(self, seconds: float) -> bool:
+        """Pass on what is printed within so many seconds; whether either stream is still open."""
+        for key, _ in self.selector.select(seconds):
+            data = os.read(key.fd, READ)
+            if data:
+                self._take(key.data, data)
+            else:
+                self.selector.unregister(key.fileobj)
+                self._take(key.data, b"\n" if self.partial[key.data] else b"", shown=False)
+        return bool(self.selector.get_map())
+
+    def _take(self, target: int, data: bytes, *, shown: bool = True) -> None:
+        if shown:
+            write_all(target, data)
+        lines = (self.partial[target] + data).replace(b"\r", b"\n").split(b"\n")
+        self.partial[target] = lines.pop()[-LONGEST:]
+        for line in lines:
+            text = line[:LONGEST].decode("utf-8", "replace")
+            if text.strip():
+                self.last = [*self.last[1 - LAST_LINES :], text]
+                reading = self.reader.read_line(text)
+                if reading is not None:
+                    self.report.take(reading)
+
+    def ask_to_end(self) -> None:
+        """TERM: an engine that can saves first."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+
+    def show_stacks(self) -> None:
+        """Where the engine stands, by py-spy where it is installed; on stderr, in the form that
+        the agent looks for."""
+        tool = shutil.which("py-spy")
+        if tool is None:
+            return
+        argv = [tool, "dump", "--nonblocking", "--pid", str(self.process.pid)]
+        try:
+            done = subprocess.run(
+                argv,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                timeout=PY_SPY_SECONDS,
+                check=False,
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            return
+        write_all(2, b"Engine, by py-spy (most recent call first):\n" + done.stdout + b"\n")
+
+
+def write_all(target: int, data: bytes) -> None:
+    """Write to one of our own streams; what nobody reads any more is dropped."""
+    rest = memoryview(data)
+    while rest:
+        try:
+            rest = rest[os.write(target, rest) :]
+        except InterruptedError:
+            continue
+        except OSError as error:
+            if error.errno == errno.EAGAIN:
+                time.sleep(0.01)
+                continue
+            return
+
+
+def engine_environment(spec: RankSpec) -> dict[str, str]:
+    """What the engine's process has: ours, without what is only for us, and the folder of its
+    interpreter first in PATH (GPT-NeoX builds its helper with the `python3` found there)."""
+    ours = ("TORCHELASTIC_ERROR_FILE", "TRAINKIT_HEARTBEAT_FILE")
+    environment = {name: value for name, value in os.environ.items() if name not in ours}
+    folder = os.path.dirname(spec.argv[0])
+    if folder:
+        environment["PATH"] = folder + os.pathsep + environment.get("PATH", os.defpath)
+    return environment
+
+
+def run_engine(spec: RankSpec) -> int:
+    """Run the engine to its end; returns the exit code of this rank, negative for a signal."""
+    signals = Signals()
+    report = RankReport(spec)
+    report.beat("start")
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        missing = missing_on_this_host(spec, engine_environment(spec))
+        if missing:
+            report.fail(Verdict(HEALTH, "PreflightError", "; ".join(missing)))
+            return HEALTH
+    began_at = READERS[spec.engine].tracked_step(Path(spec.checkpoints))
+    report.begin(began_at)
+    try:
+        engine = EngineProcess(spec, report)
+    except (OSError, ValueError) as error:
+        what = f"{spec.argv[0]} cannot be started in {spec.cwd}: {error}"
+        report.fail(Verdict(START, "StartError", what))
+        return START
+    asked_to_save = _follow(engine, signals)
+    code = engine.process.wait()
+    end = EngineEnd(
+        code=code,
+        began_at=began_at or 0,
+        asked_to_save=asked_to_save,
+        last_iteration=report.last_iteration,
+        last_lines=engine.last,
+    )
+    return _conclude(spec, report, end, judge_end(spec, READERS[spec.engine], end))
+
+
+def _follow(engine: EngineProcess, signals: Signals) -> bool:
+    """Pass on the engine's output until it has ended; whether it was asked to save and leave."""
+    asked = False
+    while engine.process.poll() is None:
+        if not engine.pass_on(POLL_SECONDS):
+            time.sleep(POLL_SECONDS)
+        if signals.save and not asked:
+            asked = True
+            engine.ask_to_end()
+        if signals.stacks:
+            signals.stacks = False
+            engine.show_stacks()
+    # its children may hold the pipes open: only what is there now is read
+    deadline = time.monotonic() + 1.0
+    while time.monotonic() < deadline and engine.selector.get_map():
+        if not engine.selector.select(0):
+            break
+        engine.pass_on(0)
+    return asked
+
+
+def _conclude(spec: RankSpec, report: RankReport, end: EngineEnd, verdict: Verdict | None) -> int:
+    """Say how it ended; returns the exit code of this rank."""
+    if verdict is None:
+        report.done()
+        return 0
+    if verdict.message:
+        report.fail(verdict)
+        sys.stderr.write(f"trainkit: {verdict.message}\n")
+    if end.code < 0 and verdict.exit != 12:
+        return end.code
+    return verdict.exit

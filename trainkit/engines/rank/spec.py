@@ -1,0 +1,88 @@
+"""launch/engine-rank-N.json: what the program beside a foreign engine's rank must know, the
+document engine-rank/1. One writer (engines/foreign.py), one reader (engines/rank/main.py)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+SCHEMA = "engine-rank/1"
+
+
+@dataclass(frozen=True)
+class RequiredModule:
+    """A module that the engine imports and without which it fails late, or not at all.
+
+    Args:
+        name: as it is imported.
+        mend: what a person does where it is missing.
+    """
+
+    name: str
+    mend: str
+
+
+@dataclass(frozen=True)
+class RankSpec:
+    """The same for all ranks of an attempt.
+
+    Args:
+        engine: its name in jobs.toml: who reads its lines and checkpoints.
+        argv: the program; ${LOCAL_RANK} in a word stands for the rank's number on its node.
+        cwd: its working folder: the engine's tree.
+        checkpoints: the folder it saves to and loads from.
+        metrics: metrics.jsonl of the run.
+        train_iters: the last iteration.
+        log_interval: iterations between two lines of its log.
+        global_batch_size: samples of one iteration.
+        seq_length: tokens of a sample.
+        world_size: ranks.
+        model_flops: FLOPs a token, of the model.
+        hardware_flops: the same with what is computed again.
+        peak_tflops: of one device; None where it is not known.
+        peak: the same in words.
+        saves_on_term: the engine saves and ends with 0 when it gets TERM.
+        modules: what its interpreter must be able to import.
+        reads: files that every node must see.
+    """
+
+    engine: str
+    argv: tuple[str, ...]
+    cwd: str
+    checkpoints: str
+    metrics: str
+    train_iters: int
+    log_interval: int
+    global_batch_size: int
+    seq_length: int
+    world_size: int
+    model_flops: float
+    hardware_flops: float
+    peak_tflops: float | None
+    peak: str | None
+    saves_on_term: bool
+    modules: tuple[RequiredModule, ...]
+    reads: tuple[str, ...]
+
+    def to_json(self) -> dict[str, object]:
+        """The document."""
+        return {"schema": SCHEMA, **asdict(self)}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> RankSpec:
+        """From the document. Raises ValueError for another one."""
+        if value.get("schema") != SCHEMA:
+            raise ValueError(f"{value.get('schema')!r} is not {SCHEMA!r}")
+        values = {key: each for key, each in value.items() if key != "schema"}
+        values["argv"] = tuple(values["argv"])
+        values["reads"] = tuple(values["reads"])
+        values["modules"] = tuple(RequiredModule(**each) for each in values["modules"])
+        return cls(**values)
+
+
+def read_spec(path: Path) -> RankSpec:
+    """Read the document. Raises OSError, and ValueError where it is another one."""
+    return RankSpec.from_json(json.loads(path.read_text(encoding="utf-8")))
