@@ -28,7 +28,7 @@ SECRET = """s3cret '"$`\\ %h\n""" + "x" * 20
 TYPED = """
 import dataclasses, json, sys
 from invoke.main import program
-from trainkit.engines import ENGINES
+from trainkit.engines.registry import ENGINES
 from trainkit.launch.launchers import LAUNCHERS
 folder, words, debug = sys.argv[1], json.loads(sys.argv[2]), sys.argv[3] == "debug"
 native = ENGINES["native"]

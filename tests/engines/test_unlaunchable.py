@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from trainkit.base.errors import ConfigError
-from trainkit.engines import refuse_unlaunchable
+from trainkit.engines.registry import refuse_unlaunchable
 from trainkit.jobs.devices import built_in_device
 from trainkit.jobs.schema import Cluster, Dataset, Job, Model, Parallelism, Training
 

@@ -1,27 +1,3 @@
-"""What is executed: one file an engine."""
-
-from trainkit.base.errors import ConfigError
-from trainkit.engines.contract import Command, Engine
-from trainkit.engines.native import Native
-from trainkit.jobs.schema import Job
-
-ENGINES: dict[str, Engine] = {"native": Native()}
-
-
-def refuse_unlaunchable(job: Job) -> None:
-    """Raise ConfigError (exit 3) with everything in `job` that this version plans for but cannot
-    launch."""
-    if job.engine not in ENGINES:
-        hint = (
-            f"`invoke plan {job.name}` plans it; --set engine=native trains it with trainkit's own"
-            " trainer"
-        )
-        raise ConfigError(
-            f"engine = '{job.engine}' is planned for, but not launched by this version of trainkit",
-            hint=hint,
-        )
-    if problems := ENGINES[job.engine].problems(job):
-        raise ConfigError(problems)
-
-
-__all__ = ["ENGINES", "Command", "Engine", "refuse_unlaunchable"]
+"""What is executed: one file an engine, all of them in `registry`. Importing this package costs
+nothing: `rank`, a part of it, runs in images that have neither trainkit's packages nor its Python.
+"""

@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 
 from trainkit.base.errors import ConfigError, Exit, TrainkitError
-from trainkit.engines import refuse_unlaunchable
+from trainkit.engines.registry import refuse_unlaunchable
 from trainkit.engines.rules import RULES
 from trainkit.experiment.hosts import hosts_of_job, rank_override, resolve_on_hosts
 from trainkit.experiment.options import LaunchOptions, ResumeOptions, TrainOptions

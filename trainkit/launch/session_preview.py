@@ -6,8 +6,8 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from trainkit.engines import ENGINES
 from trainkit.engines.contract import Command
+from trainkit.engines.registry import ENGINES
 from trainkit.jobs.schema import Job
 from trainkit.launch.containers import node_container, reusable_since
 from trainkit.launch.hosts.hostfile import Host

@@ -15,7 +15,7 @@ import tomli
 from tests.conftest import Project
 from tests.launch.containers.container_jobs import FOLDER, IMAGES, box, job, session
 from trainkit.base.errors import ConfigError
-from trainkit.engines import refuse_unlaunchable
+from trainkit.engines.registry import refuse_unlaunchable
 from trainkit.jobs.containers import Container
 from trainkit.jobs.load import load
 from trainkit.launch.containers import check_mounts, node_container

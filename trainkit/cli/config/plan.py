@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from trainkit.base.errors import ConfigError, Exit
 from trainkit.cli.config.jobs import load_jobs
 from trainkit.cli.wrapper import TaskContext, TaskResult
-from trainkit.engines import refuse_unlaunchable
+from trainkit.engines.registry import refuse_unlaunchable
 from trainkit.jobs.schema import Job
 from trainkit.launch.job_plan import plan_of
 

@@ -14,7 +14,8 @@ from trainkit.base.errors import ConfigError, Exit, TrainkitError
 from trainkit.base.files import write_json
 from trainkit.base.locks import LockBusy, locked
 from trainkit.base.process import identity
-from trainkit.engines import ENGINES, Engine
+from trainkit.engines.contract import Engine
+from trainkit.engines.registry import ENGINES
 from trainkit.engines.rules import RULES
 from trainkit.jobs.resolved import read_job
 from trainkit.jobs.resume_changes import changed_job, write_changed_job
