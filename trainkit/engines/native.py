@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from trainkit.base.errors import Problem
 from trainkit.engines.contract import Command
+from trainkit.engines.launchable import launcher_problems
 from trainkit.jobs.schema import Job
 from trainkit.runs.checkpoint_list import ListedCheckpoint, list_checkpoints
 from trainkit.runs.folder import RunFolder
@@ -36,45 +37,7 @@ class Native:
     """One process a rank; the job travels as job.json in the run folder."""
 
     def problems(self, job: Job) -> list[Problem]:
-        """What is planned for, and not launched yet."""
-        sets = "--set "
-        container = job.container
-        asked = {
-            f"nodes = {job.nodes} with launcher = 'local'": (
-                job.nodes > 1 and job.cluster.launcher_traits.one_machine
-            ),
-            f"cluster.device = '{job.cluster.device.name}'": job.cluster.device_type == "neuron",
-        }
-        hint = (
-            f"`invoke plan {job.name}` plans it; to try it here: {sets}cluster=here and smaller"
-            " degrees"
-        )
-        found = [
-            Problem(
-                f"{what} is planned for, but not launched by this version of trainkit", hint=hint
-            )
-            for what, there in asked.items()
-            if there
-        ]
-        if (
-            container is not None
-            and container.runtime == "pyxis"
-            and not job.cluster.launcher_traits.pyxis
-        ):
-            message = (
-                f"containers.{container.name}.runtime = 'pyxis' is a part of srun, and launcher ="
-                f" '{job.cluster.launcher}' of cluster '{job.cluster.name}'"
-            )
-            found.append(
-                Problem(
-                    f"{message} runs none",
-                    hint=(
-                        f"docker, podman, apptainer and enroot run anywhere; {sets}container=none"
-                        " runs without"
-                    ),
-                )
-            )
-        return found
+        return launcher_problems(job)
 
     def command(self, job: Job, run: RunFolder, attempt: int) -> Command:
         cpu = job.cluster.device_type == "cpu"

@@ -119,9 +119,9 @@ class EngineSource(Table):
     def _is_an_engine(self) -> EngineSource:
         if self.name and self.engine is None and self.name not in self.NAMES:
             raise wrong(
-                "engine",
-                f"engines.{self.name} needs engine, one of {', '.join(self.NAMES)}: its own name is"
-                " none of them",
+                "name",
+                f"there is no engine {self.name!r}; engines: {', '.join(self.NAMES)}. A table of"
+                " another name says which one by its key engine",
             )
         if self.venv and self.python:
             raise wrong("python", "python and venv exclude each other: venv has its own python")

@@ -1,0 +1,45 @@
+"""What no engine can be launched with."""
+
+from __future__ import annotations
+
+from trainkit.base.errors import Problem
+from trainkit.jobs.schema import Job
+
+
+def launcher_problems(job: Job) -> list[Problem]:
+    """What of a job no launcher of this version starts, whatever its engine."""
+    sets = "--set "
+    container = job.container
+    asked = {
+        f"nodes = {job.nodes} with launcher = 'local'": (
+            job.nodes > 1 and job.cluster.launcher_traits.one_machine
+        ),
+        f"cluster.device = '{job.cluster.device.name}'": job.cluster.device_type == "neuron",
+    }
+    hint = (
+        f"`invoke plan {job.name}` plans it; to try it here: {sets}cluster=here and smaller degrees"
+    )
+    found = [
+        Problem(f"{what} is planned for, but not launched by this version of trainkit", hint=hint)
+        for what, there in asked.items()
+        if there
+    ]
+    if (
+        container is not None
+        and container.runtime == "pyxis"
+        and not job.cluster.launcher_traits.pyxis
+    ):
+        message = (
+            f"containers.{container.name}.runtime = 'pyxis' is a part of srun, and launcher ="
+            f" '{job.cluster.launcher}' of cluster '{job.cluster.name}'"
+        )
+        found.append(
+            Problem(
+                f"{message} runs none",
+                hint=(
+                    f"docker, podman, apptainer and enroot run anywhere; {sets}container=none"
+                    " runs without"
+                ),
+            )
+        )
+    return found
