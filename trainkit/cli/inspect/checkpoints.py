@@ -12,7 +12,7 @@ from trainkit.base.errors import ConfigError, Exit
 from trainkit.cli.config.jobs import load_jobs
 from trainkit.cli.tables import Listing
 from trainkit.cli.wrapper import TaskContext, TaskResult
-from trainkit.engines import ENGINES
+from trainkit.engines.registry import ENGINES
 from trainkit.jobs.resolved import read_job
 from trainkit.runs.checkpoint_list import ListedCheckpoint
 from trainkit.runs.find import find_run
