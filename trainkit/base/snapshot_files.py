@@ -10,7 +10,7 @@ from trainkit.base.files import read_json, sha256_tree
 COMPLETE_FILE = "complete"  # the file that makes a folder a snapshot; it holds the hash
 # lists the files, and says where they came from: no part of the content
 ORIGIN_FILE = "origin.json"
-COPIED = (".py", ".so", ".pyi", ".typed", ".toml")
+COPIED = (".py", ".so", ".pyi", ".typed", ".toml", ".json")
 
 
 def package_files(package: Path) -> list[str]:
