@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +28,8 @@ class Command:
         ranks_per_node: processes a node.
         spawn: who starts the ranks: the agent ("per_rank"), a program that starts its node's
             ("per_node"), or one on the first node that starts all of them ("per_run").
+        engine_argv: what that program runs in turn, and engine_cwd: where; empty where it is the
+            whole of it.
     """
 
     argv: tuple[str, ...]
@@ -36,9 +39,14 @@ class Command:
     files: Mapping[str, str] = field(default_factory=dict)
     ranks_per_node: int = 1
     spawn: Literal["per_rank", "per_node", "per_run"] = "per_rank"
+    engine_argv: tuple[str, ...] = ()
+    engine_cwd: str = ""
 
     def to_json(self) -> dict[str, object]:
         """As kept in world.json."""
+        engine: dict[str, object] = {}
+        if self.engine_argv:
+            engine = {"engine_argv": list(self.engine_argv), "engine_cwd": self.engine_cwd}
         return {
             "argv": list(self.argv),
             "env": dict(self.env),
@@ -46,7 +54,16 @@ class Command:
             "cwd": str(self.cwd),
             "ranks_per_node": self.ranks_per_node,
             "spawn": self.spawn,
+            **engine,
         }
+
+
+def engine_line(command: Command) -> list[str]:
+    """The line of a dry run that says what a rank's program runs in turn; none where it is the
+    whole of it."""
+    if not command.engine_argv:
+        return []
+    return [f"  which runs in {command.engine_cwd}: {shlex.join(command.engine_argv)}"]
 
 
 class Engine(Protocol):

@@ -83,6 +83,7 @@ def rank_command(job: Job, run: RunFolder, attempt: int, program: EngineProgram)
         saves_on_term=program.saves_on_term,
         modules=program.modules,
         reads=tuple(str(path) for path in program.reads),
+        seen_seconds=_seen_seconds(job),
     )
     name = spec_name(attempt)
     main = run.code / "trainkit" / "engines" / "rank" / "main.py"
@@ -93,6 +94,8 @@ def rank_command(job: Job, run: RunFolder, attempt: int, program: EngineProgram)
         cwd=run.path,
         files={**program.files, name: json.dumps(spec.to_json(), indent=1) + "\n"},
         ranks_per_node=job.ranks_per_node,
+        engine_argv=spec.argv,
+        engine_cwd=spec.cwd,
     )
 
 
@@ -105,6 +108,14 @@ def vocab_size_of(job: Job) -> int:
         job.model.make_vocab_size_divisible_by,
         job.parallelism.tensor_model_parallel_size,
     )
+
+
+def _seen_seconds(job: Job) -> float:
+    """Until a file that one rank has written is seen by all: file systems over a network keep
+    what they know of a file for some seconds (nfs(5), "acregmin")."""
+    if job.cluster.launcher_traits.one_machine:
+        return 1.0
+    return 10.0
 
 
 def _peak_words(job: Job) -> str | None:

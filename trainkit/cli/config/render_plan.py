@@ -9,6 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from trainkit.engines.registry import ENGINES
 from trainkit.jobs.schema import EngineSource, Job
 from trainkit.plan.duration import Duration
 from trainkit.plan.host import HostMemory
@@ -73,7 +74,7 @@ def print_page(
         console.print(f"[red]not feasible[/]: {count} objection{'s' if count > 1 else ''}")
     elif launchable:
         console.print(f"[green]feasible[/]: {command} train {plan.job}")
-    elif job.engine != "native":
+    elif job.engine not in ENGINES:
         console.print(
             f"[green]feasible[/]; engine {job.engine} can be planned but not launched; use --set"
             " engine=native"

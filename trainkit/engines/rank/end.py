@@ -14,10 +14,7 @@ from trainkit.engines.rank.spec import RankSpec
 
 USER = 9
 PREEMPTED = 12
-# until what rank 0 wrote last is seen here too: file systems over a network keep what they know of
-# a file for some seconds
-SEEN_SECONDS = 10.0
-POLL_SECONDS = 0.5
+POLL_SECONDS = 0.2
 ERROR_LINE = re.compile(
     r"(?:^|[\s:\]])((?:[A-Za-z_][\w.]*\.)?[A-Z]\w*(?:Error|Exception|Interrupt)): ?(.*)$"
 )
@@ -121,7 +118,7 @@ def _judge_zero(
 
 def _tracked(spec: RankSpec, reader: EngineReader, wanted: int) -> int | None:
     """The iteration of the newest checkpoint, waiting a little for one of `wanted` or later."""
-    deadline = time.monotonic() + SEEN_SECONDS
+    deadline = time.monotonic() + spec.seen_seconds
     while True:
         tracked = reader.tracked_step(Path(spec.checkpoints))
         if tracked is not None and tracked >= wanted:

@@ -47,6 +47,7 @@ class RankSpec:
         saves_on_term: the engine saves and ends with 0 when it gets TERM.
         modules: what its interpreter must be able to import.
         reads: files that every node must see.
+        seen_seconds: until a file that one rank has written is seen by all.
     """
 
     engine: str
@@ -66,6 +67,7 @@ class RankSpec:
     saves_on_term: bool
     modules: tuple[RequiredModule, ...]
     reads: tuple[str, ...]
+    seen_seconds: float
 
     def to_json(self) -> dict[str, object]:
         """The document."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
+from trainkit.engines.contract import engine_line
 from trainkit.engines.registry import ENGINES
 from trainkit.jobs.schema import Job
 from trainkit.launch.hosts.hostfile import Host
@@ -46,6 +47,7 @@ def show_batch_job(job: Job, after: str) -> DryRun:
         *script_lines(session),
         f"would start on each of {job.nodes} nodes: {job.ranks_per_node} ranks, each"
         f" {shlex.join(command.argv)}",
+        *engine_line(command),
     ]
     values: dict[str, object] = {
         "command": command.to_json(),

@@ -1,0 +1,315 @@
+"""The program beside a foreign engine's rank: what it passes on, what it records, how it judges.
+
+The engine here is a small script that prints Megatron-LM's lines and writes its folders; the real
+engines run in tests/engines/test_real_engines.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainkit.engines.rank import megatron_lm
+from trainkit.engines.rank.end import last_error
+from trainkit.engines.rank.spec import RankSpec, RequiredModule
+
+MAIN = Path(megatron_lm.__file__).parent / "main.py"
+ENGINE = """
+import os, pathlib, signal, sys, time, zipfile
+folder = pathlib.Path(sys.argv[1])
+def line(step, of=4):
+    print(f" [2026-11-22 03:40:46] iteration {step:8d}/{of:8d} | consumed samples: {step * 4} |",
+          "elapsed time per iteration (ms): 250.0 | learning rate: 1.000000E-04 |",
+          "global batch size:     4 | lm loss: 1.078138E+01 | loss scale: 1.0 | grad norm: 1.590 |",
+          "num zeros: 0.0 | number of skipped iterations:   0 | number of nan iterations:   0 |",
+          flush=True)
+def save(step):
+    rank = folder / f"iter_{step:07d}" / "mp_rank_00"
+    rank.mkdir(parents=True, exist_ok=True)
+    with zipfile.ZipFile(rank / "model_optim_rng.pt", "w") as file:
+        file.writestr("archive/data.pkl", b"x" * 64)
+        file.writestr("archive/version", b"3\\n")
+    (folder / "latest_checkpointed_iteration.txt").write_text(str(step))
+"""
+
+
+def spec_of(tmp_path: Path, body: str, **changes: Any) -> Path:
+    """A spec whose engine is ENGINE followed by `body`."""
+    tree = tmp_path / "tree"
+    tree.mkdir(exist_ok=True)
+    (tree / "pretrain_gpt.py").write_text(ENGINE + body)
+    values: dict[str, Any] = {
+        "engine": "megatron-lm",
+        "argv": (sys.executable, "pretrain_gpt.py", str(tmp_path / "checkpoints")),
+        "cwd": str(tree),
+        "checkpoints": str(tmp_path / "checkpoints"),
+        "metrics": str(tmp_path / "metrics.jsonl"),
+        "train_iters": 4,
+        "log_interval": 1,
+        "global_batch_size": 4,
+        "seq_length": 8,
+        "world_size": 1,
+        "model_flops": 6e6,
+        "hardware_flops": 8e6,
+        "peak_tflops": None,
+        "peak": None,
+        "saves_on_term": True,
+        "modules": (),
+        "reads": (),
+        "seen_seconds": 0.0,
+    }
+    path = tmp_path / "spec.json"
+    path.write_text(json.dumps(RankSpec(**{**values, **changes}).to_json()))
+    return path
+
+
+def environment(tmp_path: Path, **more: str) -> dict[str, str]:
+    return {
+        **os.environ,
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json"),
+        "TRAINKIT_HEARTBEAT_FILE": str(tmp_path / "beat.json"),
+        **more,
+    }
+
+
+def run(tmp_path: Path, body: str, **changes: Any) -> subprocess.CompletedProcess[str]:
+    argv = [sys.executable, "-I", "-S", str(MAIN), str(spec_of(tmp_path, body, **changes))]
+    return subprocess.run(
+        argv, env=environment(tmp_path), capture_output=True, text=True, check=False, timeout=300
+    )
+
+
+def error_of(tmp_path: Path) -> dict[str, Any]:
+    value: dict[str, Any] = json.loads((tmp_path / "error.json").read_text())
+    return value
+
+
+def rows_of(tmp_path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+
+
+def beat_of(tmp_path: Path) -> dict[str, Any]:
+    value: dict[str, Any] = json.loads((tmp_path / "beat.json").read_text())
+    return value
+
+
+def test_a_whole_run_succeeds_and_is_recorded(tmp_path: Path) -> None:
+    done = run(tmp_path, "for step in range(1, 5):\n    line(step)\nsave(4)\n", peak_tflops=1.0)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("iteration") >= 4  # passed on as it was
+    assert beat_of(tmp_path)["phase"] == "done"
+    assert not (tmp_path / "error.json").exists()
+    rows = rows_of(tmp_path)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    row = rows[-1]
+    assert row["lm_loss"] == pytest.approx(10.78138)
+    assert row["grad_norm"] == 1.59
+    assert row["consumed_samples"] == 16
+    assert row["samples_per_second"] == 16.0
+    assert row["tokens_per_second"] == 128.0
+    assert row["model_tflops"] == pytest.approx(128 * 6e6 / 1e12)
+    assert row["mfu"] == pytest.approx(128 * 6e6 / 1e12)
+
+
+@pytest.mark.parametrize(
+    ("body", "kind", "words"),
+    [
+        pytest.param("", "EngineEndedEarly", "no checkpoint in", id="nothing was trained"),
+        pytest.param(
+            "line(1)\nline(2)\nsave(2)\n",
+            "EngineEndedEarly",
+            "after iteration 2 of 4",
+            id="it ended early",
+        ),
+        pytest.param(
+            "for step in range(1, 5):\n    line(step)\nsave(2)\n",
+            "EngineEndedEarly",
+            "its last checkpoint is of iteration 2",
+            id="its last save is missing",
+        ),
+        pytest.param(
+            "for step in range(1, 5):\n    line(step)\nsave(4)\n"
+            "open(folder / 'iter_0000004' / 'mp_rank_00' / 'model_optim_rng.pt', 'w').close()\n",
+            "DamagedCheckpoint",
+            "is not whole",
+            id="its last save is damaged",
+        ),
+        pytest.param(
+            "line(1)\nsave(4)\n",
+            "EngineEndedEarly",
+            "after iteration 1 of 4",
+            id="an old checkpoint lies there",
+        ),
+    ],
+)
+def test_exit_code_0_without_training_is_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, kind: str, words: str
+) -> None:
+    done = run(tmp_path, body)
+    assert done.returncode == 9, done.stderr
+    error = error_of(tmp_path)
+    assert error["type"] == kind
+    assert words in error["message"]
+    assert error["exit"] == 9
+    assert beat_of(tmp_path)["phase"] != "done"
+
+
+def test_the_engines_own_error_is_the_ranks(tmp_path: Path) -> None:
+    done = run(tmp_path, "line(1)\nraise ValueError('vocab size 7 is too small')\n")
+    assert done.returncode == 9
+    error = error_of(tmp_path)
+    assert (error["type"], error["message"]) == ("ValueError", "vocab size 7 is too small")
+    assert "Traceback" in done.stderr
+    assert error["step"] == 1
+
+
+def test_an_engine_that_a_signal_ends_ends_its_rank_the_same_way(tmp_path: Path) -> None:
+    done = run(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)\n")
+    assert done.returncode == -signal.SIGKILL
+    done = run(tmp_path, "os.kill(os.getpid(), signal.SIGSEGV)\n")
+    assert done.returncode == -signal.SIGSEGV
+
+
+def test_an_exit_code_that_is_trainkits_own_is_not_mistaken(tmp_path: Path) -> None:
+    done = run(tmp_path, "sys.exit(12)\n")
+    assert done.returncode == 9
+    assert "ended with 12" in error_of(tmp_path)["message"]
+
+
+def started(tmp_path: Path, body: str, **changes: Any) -> subprocess.Popen[str]:
+    argv = [sys.executable, "-I", "-S", str(MAIN), str(spec_of(tmp_path, body, **changes))]
+    process = subprocess.Popen(
+        argv, env=environment(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert "iteration" in process.stdout.readline()
+    return process
+
+
+WAITS = "line(1)\nwhile True:\n    time.sleep(0.05)\n"
+SAVES = "def stop(*_):\n    save(1)\n    sys.exit(0)\nsignal.signal(signal.SIGTERM, stop)\n" + WAITS
+
+
+def test_asked_to_save_it_leaves_with_12_where_the_engine_has_saved(tmp_path: Path) -> None:
+    process = started(tmp_path, SAVES)
+    process.send_signal(signal.SIGUSR1)
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 12, (out, err)
+    assert not (tmp_path / "error.json").exists()
+
+
+def test_asked_to_save_it_does_not_claim_what_the_engine_did_not_do(tmp_path: Path) -> None:
+    process = started(tmp_path, WAITS, saves_on_term=False)
+    process.send_signal(signal.SIGUSR1)
+    process.communicate(timeout=300)
+    assert process.returncode not in (0, 12)  # TERM has ended the engine, nothing is saved
+
+
+def test_when_its_rank_is_killed_the_engine_dies_too(tmp_path: Path) -> None:
+    body = "print(os.getpid(), 'iteration', flush=True)\n" + WAITS
+    argv = [sys.executable, "-I", "-S", str(MAIN), str(spec_of(tmp_path, body))]
+    process = subprocess.Popen(
+        argv, env=environment(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    pid = int(process.stdout.readline().split()[0])
+    process.kill()
+    process.communicate(timeout=300)
+    for _ in range(6000):
+        if not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text():
+            break
+        time.sleep(0.05)
+    else:
+        pytest.fail("the engine outlived its rank")
+
+
+def test_what_is_missing_on_a_host_is_said_before_the_start(tmp_path: Path) -> None:
+    modules = (
+        RequiredModule("no_such_module", "pip install it"),
+        RequiredModule("json", "never"),
+    )
+    done = run(tmp_path, "line(1)\n", modules=modules, reads=(str(tmp_path / "vocab.json"),))
+    assert done.returncode == 7
+    message = error_of(tmp_path)["message"]
+    assert "no module no_such_module: pip install it" in message
+    assert f"{tmp_path / 'vocab.json'} is not there" in message
+    assert "never" not in message
+    assert "iteration" not in done.stdout
+
+
+def test_a_tree_or_an_interpreter_that_is_not_there_is_said(tmp_path: Path) -> None:
+    assert run(tmp_path, "", cwd=str(tmp_path / "nowhere")).returncode == 7
+    assert "is not there" in error_of(tmp_path)["message"]
+    assert run(tmp_path, "", argv=(str(tmp_path / "python"), "x.py")).returncode == 8
+    assert "cannot be started" in error_of(tmp_path)["message"]
+
+
+def test_output_is_passed_on_byte_for_byte(tmp_path: Path) -> None:
+    body = (
+        "sys.stdout.buffer.write(b'\\xff\\x00a\\rb' * 50000 + b'no end of line')\n"
+        "sys.stderr.buffer.write(b'e' * 300000)\n"
+    )
+    argv = [sys.executable, "-I", "-S", str(MAIN), str(spec_of(tmp_path, body))]
+    done = subprocess.run(
+        argv, env=environment(tmp_path), capture_output=True, check=False, timeout=300
+    )
+    assert done.stdout == b"\xff\x00a\rb" * 50000 + b"no end of line"
+    assert done.stderr.startswith(b"e" * 300000)
+
+
+def test_the_engine_sees_its_own_interpreter_first_and_not_our_files(tmp_path: Path) -> None:
+    body = "print(os.environ['PATH'].split(':')[0], sorted(os.environ))\n"
+    done = run(tmp_path, body)
+    assert done.stdout.startswith(str(Path(sys.executable).parent) + " ")
+    assert "TRAINKIT_HEARTBEAT_FILE" not in done.stdout
+    assert "TORCHELASTIC_ERROR_FILE" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        (["x", "torch.cuda.OutOfMemoryError: CUDA out of memory.", "y"], "OutOfMemoryError"),
+        (["[rank0]: RuntimeError: NCCL error"], "RuntimeError"),
+        (["AssertionError"], "AssertionError"),
+        (["AssertionError: OptimizerParamScheduler: class input value 20"], "AssertionError"),
+        (["no error here"], ""),
+    ],
+)
+def test_the_last_error_of_an_output_is_found(lines: list[str], expected: str) -> None:
+    assert last_error(lines)[0] == expected
+
+
+def test_rows_that_cannot_be_written_do_not_end_the_training(tmp_path: Path) -> None:
+    body = "for step in range(1, 5):\n    line(step)\nsave(4)\n"
+    done = run(tmp_path, body, metrics=str(tmp_path / "no" / "metrics.jsonl"))
+    assert done.returncode == 0
+    assert "no metrics" in done.stderr
+
+
+def test_a_spec_that_is_not_one_is_refused() -> None:
+    with pytest.raises(ValueError, match="engine-rank/1"):
+        RankSpec.from_json({"schema": "job/1"})
+
+
+def test_the_folder_of_a_damaged_archive_is_what_the_judge_reads(tmp_path: Path) -> None:
+    """The stand-in's checkpoint is one that the real judge takes as whole."""
+    rank = tmp_path / "iter_0000004" / "mp_rank_00"
+    rank.mkdir(parents=True)
+    with zipfile.ZipFile(rank / "model_optim_rng.pt", "w") as file:
+        file.writestr("archive/data.pkl", b"x" * 64)
+        file.writestr("archive/version", b"3\n")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("4")
+    (found,) = megatron_lm.found_checkpoints(tmp_path)
+    assert found.step == 4
+    assert not found.problems
