@@ -272,7 +272,7 @@ class Agent:
             if last := child.beat():
                 self.send(HeartbeatReport({child.key: last}, time.time()))
             assert self.oom
-            self.send(child.end_report(oom=self.oom.killed(child)))
+            self.send(child.end_report(oom=self.oom.killed(child, self.children.values())))
             del self.children[child.key]
 
     def _collect_one(self, child: ChildProcess) -> bool:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import signal
+from collections.abc import Collection
 from pathlib import Path
 
 from trainkit.launch.agent.process import ChildProcess
@@ -18,14 +19,22 @@ class OomDetector:
     def __init__(self) -> None:
         self._seen = _oom_kills()
 
-    def killed(self, child: ChildProcess) -> bool:
-        """Whether `child`, ended by a SIGKILL that we did not send, was killed for that."""
+    def killed(self, child: ChildProcess, others: Collection[ChildProcess]) -> bool:
+        """Whether `child`, ended by a SIGKILL that we did not send, was killed for that.
+
+        Args:
+            child: it has ended.
+            others: whose ends are not reported yet: a kill that the kernel's log gives to one of
+                them is not this one's.
+        """
         if child.code != -signal.SIGKILL or child.stopped:
             return False
-        if _oom_kills() > self._seen:
+        named = _killed_pids(child.began)
+        theirs = sum(other.pid in named for other in others if other is not child)
+        counted = _oom_kills() - self._seen > theirs
+        if counted:
             self._seen += 1  # one count a process
-            return True
-        return child.pid in _killed_pids(child.began)
+        return counted or child.pid in named
 
 
 def _oom_kills() -> int:
