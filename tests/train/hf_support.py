@@ -23,6 +23,7 @@ from trainkit.runs.checkpoints import Checkpoint, checkpoint_folder, open_checkp
 from trainkit.train.checkpoint import save_load as checkpoint
 from trainkit.train.checkpoint.save_load import CheckpointMetadata
 from trainkit.train.huggingface import load_weights
+from trainkit.train.huggingface.weights import CheckpointWeights
 from trainkit.train.huggingface.writing import export
 from trainkit.train.model.transformer import Transformer, build_on_meta
 from trainkit.train.parallel.shards import sharded_parameters
@@ -222,7 +223,7 @@ def save(module: Transformer, folder: Path, step: int = 7) -> Checkpoint:
 
 def write(saved: Checkpoint, model: Model, target: Path, **more: Any) -> Any:
     return export(
-        saved,
+        CheckpointWeights(saved),
         model,
         target,
         **{"dtype": "fp32", "shard_bytes": 10**9, "tokenizer": None, "about": {}, **more},

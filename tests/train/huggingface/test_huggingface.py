@@ -228,16 +228,16 @@ class TestFiles:
     def test_only_one_tensor_of_each_kind_is_in_memory(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        from trainkit.train.huggingface import writing
+        from trainkit.train.huggingface import weights
 
         read: list[str] = []
-        original = writing._read
+        original = weights._read
 
         def remembers(folder: Path, name: str, entry: Any) -> Tensor:
             read.append(name)
             return original(folder, name, entry)
 
-        monkeypatch.setattr(writing, "_read", remembers)
+        monkeypatch.setattr(weights, "_read", remembers)
         model = CASES["llama"][0]
         write(save(ours(model), tmp_path / "checkpoints"), model, tmp_path / "exported")
         # each once, though three are made of one

@@ -44,6 +44,7 @@ def export(task: TaskContext, run_name: str, options: ExportOptions) -> TaskResu
     _refuse_invalid(options)
     run = find_run(load_jobs(task).roots(), run_name)
     job = read_job(run.job)
+    from trainkit.train.huggingface.weights import CheckpointWeights
     from trainkit.train.huggingface.writing import export as write
     from trainkit.train.inference.load import choose_checkpoint
 
@@ -53,7 +54,7 @@ def export(task: TaskContext, run_name: str, options: ExportOptions) -> TaskResu
     folder = Path(options.to).absolute()
     tokenizer = _tokenizer(job)
     written = write(
-        checkpoint,
+        CheckpointWeights(checkpoint),
         job.model,
         folder,
         dtype=options.dtype,

@@ -1,5 +1,5 @@
-"""A checkpoint as a Hugging Face folder. One tensor at a time goes from the checkpoint's mapped
-files to the new ones; no model is built."""
+"""Weights as a Hugging Face folder. One tensor at a time goes from the mapped files to the new
+ones; no model is built."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ import math
 import os
 import shutil
 import struct
-import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict_loader import load as read_tensors
 
-from trainkit.base.errors import ConfigError, Problem
+from trainkit.base.errors import ConfigError
 from trainkit.base.files import publish_folder, temporary_name, write_json
 from trainkit.data.tokenizer import end_of_document, load_tokenizer
 from trainkit.jobs.schema import Model
-from trainkit.runs.checkpoints import Checkpoint
-from trainkit.runs.manifest import TensorEntry
-from trainkit.train.checkpoint.dcp_storage import DTYPES, DcpReader, TensorLoadPlanner
 from trainkit.train.huggingface.config import to_hf_config
 from trainkit.train.huggingface.folder import CONFIG, INDEX, WHOLE
 from trainkit.train.huggingface.names import PublishedTensor, published, table
+from trainkit.train.huggingface.weights import (
+    TARGETS,
+    NamedWeights,
+    in_dtype,
+    refuse_another_model,
+    vocabulary,
+)
 
-TARGETS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SAFETENSORS_NAMES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 HEADER_ALIGNMENT = 8  # bytes; safetensors' own writer pads its header to it
-NAMED = 20  # problems named in one message
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class ExportedWeights:
 
 
 def export(
-    saved: Checkpoint,
+    saved: NamedWeights,
     model: Model,
     target: Path,
     *,
@@ -61,11 +61,10 @@ def export(
     tokenizer: TokenizerFile | None,
     about: Mapping[str, str],
 ) -> ExportedWeights:
-    """Write a checkpoint's weights, config and tokenizer to the new folder `target`: whole, or
-    not at all.
+    """Write weights, config and tokenizer to the new folder `target`: whole, or not at all.
 
     Args:
-        saved: the checkpoint.
+        saved: the weights; `CheckpointWeights` of a checkpoint of ours.
         model: its shape.
         target: where; nothing may be there.
         dtype: of the weights, "fp32", "bf16" or "fp16".
@@ -75,16 +74,16 @@ def export(
         about: where it comes from, kept in the files' headers.
 
     Raises:
-        ConfigError: exit 3, `target` is there already, the checkpoint is of another model,
+        ConfigError: exit 3, `target` is there already, the weights are of another model,
         Hugging Face has no such model, or fp16 cannot hold a weight.
     """
     if os.path.lexists(target):
         raise ConfigError(
             f"{target} is there already", hint="export to a new folder, or remove it first"
         )
-    rows = _vocabulary(saved)
+    rows = vocabulary(saved)
     tensors = published(table(model, rows))
-    _check(saved, model, rows)
+    refuse_another_model(saved, model, rows)
     if tokenizer:
         eod = end_of_document(load_tokenizer(tokenizer.path), tokenizer.eod_token, tokenizer.path)
     else:
@@ -108,51 +107,18 @@ def export(
     return written
 
 
-def _vocabulary(saved: Checkpoint) -> int:
-    entry = saved.manifest.tensors.get("model.embed_tokens.weight")
-    # without it `_check` says what is wrong
-    if entry and entry.shape:
-        return entry.shape[0]
-    return 1
-
-
-def _check(saved: Checkpoint, model: Model, rows: int) -> None:
-    """Refuse a checkpoint that is not of `model`."""
-    there = {
-        name.removeprefix("model."): entry.shape
-        for name, entry in saved.manifest.tensors.items()
-        if name.startswith("model.")
-    }
-    wanted = {name: entry.shape for name, entry in table(model, rows).items()}
-    problems = [f"{name} is not in it" for name in wanted if name not in there]
-    problems += [
-        f"{name} is {list(there[name])} there, {list(shape)} in the job's model"
-        for name, shape in wanted.items()
-        if there.get(name, shape) != shape
-    ]
-    problems += [f"{name} is not in the job's model" for name in there if name not in wanted]
-    if problems:
-        raise ConfigError(
-            [
-                Problem(f"{saved.folder} is a checkpoint of another model: {problem}")
-                for problem in problems[:NAMED]
-            ]
-        )
-
-
 class _Source:
-    """Reads a checkpoint's weights as Hugging Face tensors. Keeps the last tensor of ours: those
-    made from one follow each other."""
+    """Reads weights as Hugging Face tensors. Keeps the last tensor of ours: those made from one
+    follow each other."""
 
-    def __init__(self, saved: Checkpoint, dtype: str) -> None:
-        self.folder = saved.folder
-        self.entries = saved.manifest.tensors
+    def __init__(self, saved: NamedWeights, dtype: str) -> None:
+        self.saved = saved
         self.dtype, self.dtype_name = TARGETS[dtype], SAFETENSORS_NAMES[dtype]
         self._last: tuple[str, Tensor] = ("", torch.empty(0))
 
     def read(self, name: str, wanted: PublishedTensor) -> Tensor:
         """One tensor, contiguous."""
-        ours = self._ours(f"model.{wanted.ours}")
+        ours = self._ours(wanted.ours)
         if wanted.pieces[0].transposed:
             found = ours.T.contiguous()
         elif len(wanted.pieces) == 1 and wanted.pieces[0].rows == len(ours):
@@ -163,33 +129,13 @@ class _Source:
                 found[piece.source_start : piece.source_start + piece.rows] = ours[
                     piece.start : piece.start + piece.rows
                 ]
-        converted = found.to(self.dtype)
-        if self.dtype == torch.float16 and not torch.equal(converted.isfinite(), found.isfinite()):
-            raise ConfigError(
-                f"{name} has weights up to {found.abs().max():g}, beyond fp16's 65504",
-                hint="export with --dtype bf16 or fp32",
-            )
-        return converted
+        return in_dtype(name, found, self.dtype)
 
     def _ours(self, name: str) -> Tensor:
         if self._last[0] != name:
             self._last = ("", torch.empty(0))  # not two of ours at once
-            self._last = (name, _read(self.folder, name, self.entries[name]))
+            self._last = (name, self.saved.read(name))
         return self._last[1]
-
-
-def _read(folder: Path, name: str, entry: TensorEntry) -> Tensor:
-    tensor = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
-    with warnings.catch_warnings():
-        # one process is meant
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        read_tensors(
-            {name: tensor},
-            storage_reader=DcpReader(folder, {name: entry}),
-            planner=TensorLoadPlanner(),
-            no_dist=True,
-        )
-    return tensor
 
 
 def _write_weights(
