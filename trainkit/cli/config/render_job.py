@@ -3,14 +3,13 @@ values comes from."""
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Iterator, Mapping
 
 from rich.console import Console
 from rich.markup import escape
 
 from trainkit.base.errors import ConfigError
+from trainkit.base.toml_text import toml_key, toml_value
 from trainkit.cli.tables import Listing
 from trainkit.jobs.load import Jobs
 from trainkit.jobs.messages import closest_name, suggest
@@ -66,21 +65,9 @@ def _lines(
         if value is None:
             yield f"# {key} is not set", place
         else:
-            yield f"{_key_as_toml(key)} = {_value_as_toml(value)}", place
+            yield f"{toml_key(key)} = {toml_value(value)}", place
     for key, value in inner.items():
         yield from _lines(value, (*path, key), origins)
-
-
-def _key_as_toml(key: str) -> str:
-    """In quotes if it is not a bare key, such as an option of another engine."""
-    if re.fullmatch(r"[A-Za-z0-9_-]+", key):
-        return key
-    return _value_as_toml(key)
-
-
-def _value_as_toml(value: object) -> str:
-    """JSON's spelling, but for U+007F, which TOML wants escaped."""
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def find_value(resolved: ResolvedJob, key: str) -> SourcedValue:
@@ -130,4 +117,4 @@ def explain_value(key: str, found: SourcedValue) -> str:
 def _assignment(key: str, value: object) -> str:
     if value is None:
         return f"{key} is not set"
-    return f"{key} = {_value_as_toml(value)}"
+    return f"{key} = {toml_value(value)}"

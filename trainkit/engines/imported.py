@@ -1,0 +1,61 @@
+"""What another engine's configuration becomes: tables of jobs.toml, and a list of what could not be
+taken."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from trainkit.base.toml_text import toml_table
+
+
+@dataclass(frozen=True)
+class ImportedJob:
+    """A job as it was read from an engine's own files.
+
+    Args:
+        name: of the job, its model and its dataset.
+        engine: its name in jobs.toml.
+        model: keys of [models.X].
+        job: keys of [jobs.X] itself.
+        parallelism: keys of [jobs.X.parallelism].
+        training: keys of [jobs.X.training].
+        engine_args: options of the engine that have no key of their own.
+        dataset: keys of [datasets.X].
+        tokenizer: keys of [tokenizers.X].
+        not_taken: what has no place in jobs.toml, a line each with the reason.
+    """
+
+    name: str
+    engine: str
+    model: Mapping[str, object]
+    job: Mapping[str, object] = field(default_factory=dict)
+    parallelism: Mapping[str, object] = field(default_factory=dict)
+    training: Mapping[str, object] = field(default_factory=dict)
+    engine_args: Mapping[str, object] = field(default_factory=dict)
+    dataset: Mapping[str, object] = field(default_factory=dict)
+    tokenizer: Mapping[str, object] = field(default_factory=dict)
+    not_taken: tuple[str, ...] = ()
+
+    def to_toml(self) -> str:
+        """The tables, for jobs.toml or a file that it includes."""
+        own: dict[str, object] = {"engine": self.engine, "model": self.name}
+        dataset = dict(self.dataset)
+        if self.tokenizer:
+            dataset["tokenizer"] = self.name
+        if dataset:
+            own["dataset"] = self.name
+        tables: list[tuple[tuple[str, ...], Mapping[str, object]]] = [
+            (("tokenizers", self.name), self.tokenizer),
+            (("datasets", self.name), dataset),
+            (("models", self.name), self.model),
+            (("jobs", self.name), {**own, **self.job}),
+            (("jobs", self.name, "parallelism"), self.parallelism),
+            (("jobs", self.name, "engine_args"), self.engine_args),
+            (("jobs", self.name, "training"), self.training),
+        ]
+        lines = [f"# not taken: {each}" for each in self.not_taken]
+        for path, values in tables:
+            if values:
+                lines += ["", *toml_table(path, values)]
+        return "\n".join(lines).lstrip("\n") + "\n"
