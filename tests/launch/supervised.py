@@ -22,6 +22,7 @@ from trainkit.launch.supervise.code_snapshot import link_code, take_snapshot
 from trainkit.launch.supervise.observer import RunObserver, silent_observer
 from trainkit.launch.supervise.outcome import Outcome
 from trainkit.launch.supervise.supervisor import supervise
+from trainkit.runs.checkpoint_list import ListedCheckpoint
 from trainkit.runs.folder import RunFolder, new_run_folder
 
 DONE = """
@@ -42,6 +43,12 @@ class Program:
         self.argv, self.env = argv or (sys.executable, "-c", program), env or {}
 
     def problems(self, job: Job) -> list[Problem]:
+        return []
+
+    def before_attempt(self, job: Job, run: RunFolder) -> None:
+        """Nothing."""
+
+    def checkpoints(self, run: RunFolder, *, hashes: bool) -> list[ListedCheckpoint]:
         return []
 
     def command(self, job: Job, run: RunFolder, attempt: int) -> Command:

@@ -14,7 +14,7 @@ import subprocess
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -258,16 +258,20 @@ def test_a_supervisor_that_is_killed_before_its_first_word(tmp_path: Path) -> No
     assert error.value.exit == read_run_record(run).exit == 10
 
 
-def test_a_program_that_starts_its_ranks_itself_is_started_once_a_node(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("spawn", "ranks"), [("per_node", [0, 2]), ("per_run", [0])])
+def test_a_program_that_starts_ranks_itself_is_started_once(
+    tmp_path: Path, spawn: Literal["per_node", "per_run"], ranks: list[int]
+) -> None:
     class Once(Program):
         def command(self, job: Job, run: RunFolder, attempt: int) -> Command:
-            return dataclasses.replace(super().command(job, run, attempt), spawn="per_node")
+            return dataclasses.replace(super().command(job, run, attempt), spawn=spawn)
 
     hosts = [Host(f"h{i}", slots=(0, 1)) for i in range(2)]
     outcome, told = supervised(
         make_run(tmp_path, hosts=hosts, nodes=2), Once(DONE), launcher=Debug(StubAgent)
     )
-    assert outcome.exit == 0 and [e["rank"] for e in told if e["event"] == "rank_started"] == [0, 2]
+    assert outcome.exit == 0
+    assert [e["rank"] for e in told if e["event"] == "rank_started"] == ranks
 
 
 def test_what_a_rank_writes_of_itself_cannot_end_the_supervisor() -> None:
