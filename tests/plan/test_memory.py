@@ -342,7 +342,7 @@ def test_the_published_20b() -> None:
         engine="gpt-neox",
         device=gpu(40 * GIB),
         parallelism=parallelism,
-        engine_args={"reduce_bucket_size": 1260000000},
+        engine_args={"zero_optimization": {"reduce_bucket_size": 1260000000}},
         **keys,
     )
     found = memory(job)

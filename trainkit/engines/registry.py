@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from trainkit.base.errors import ConfigError
 from trainkit.engines.contract import Engine
+from trainkit.engines.gpt_neox import GptNeox
 from trainkit.engines.native import Native
 from trainkit.jobs.schema import Job
 
-ENGINES: dict[str, Engine] = {"native": Native()}
+ENGINES: dict[str, Engine] = {"native": Native(), "gpt-neox": GptNeox()}
 
 
 def refuse_unlaunchable(job: Job) -> None:

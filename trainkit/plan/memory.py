@@ -193,9 +193,10 @@ def _states(
 
 def _buckets(rules: Rules, arguments: Mapping[str, EngineValue]) -> int:
     """Elements of the reduction's buffer: the engine's own, or what engine_args says."""
-    given = arguments.get(
-        "reduce_bucket_size", arguments.get("zero_optimization.reduce_bucket_size")
-    )
+    zero = arguments.get("zero_optimization")
+    given = None
+    if isinstance(zero, Mapping):
+        given = zero.get("reduce_bucket_size")
     if isinstance(given, int | float):
         return int(given)
     return rules.bucket_elements

@@ -1,0 +1,21 @@
+"""What a rank of GPT-NeoX is started with."""
+
+from __future__ import annotations
+
+import json
+
+from trainkit.engines.foreign import spec_name
+from trainkit.engines.gpt_neox import GptNeox
+from trainkit.engines.neox_arguments import Values, decode
+from trainkit.jobs.schema import Job
+from trainkit.runs.folder import RunFolder
+
+
+def rank_words(job: Job, run: RunFolder) -> tuple[Values, Values]:
+    """(DeepSpeed's configuration, GPT-NeoX's) as the rank's command line has them."""
+    command = GptNeox().command(job, run, 1)
+    argv = json.loads(command.files[spec_name(1)])["argv"]
+    assert argv[1:4] == ["-u", "train.py", "--local_rank=${LOCAL_RANK}"]
+    assert [argv[4], argv[6]] == ["--deepspeed_config", "--megatron_config"]
+    assert len(argv) == 8
+    return decode(argv[5]), decode(argv[7])

@@ -1,0 +1,275 @@
+"""engine = "gpt-neox": EleutherAI's GPT-NeoX, its tree as it is.
+
+launch = "ranks" (the default): trainkit's agents start train.py on every rank with the words that
+deepy.py would give it. launch = "deepspeed": deepy.py itself is started once, and its launcher
+logs in to the other nodes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from trainkit.base.errors import ConfigError, Problem
+from trainkit.engines.contract import Command
+from trainkit.engines.foreign import (
+    EngineProgram,
+    listed_checkpoints,
+    rank_command,
+    take_back_metrics,
+)
+from trainkit.engines.launchable import launcher_problems
+from trainkit.engines.native import cpu_sharing
+from trainkit.engines.neox_arguments import encoded_words
+from trainkit.engines.neox_config import (
+    SAID_BY_THE_JOB,
+    Config,
+    NeoxData,
+    neox_config,
+    neox_data,
+    yaml_text,
+)
+from trainkit.engines.neox_limits import deepspeed_problems, job_problems
+from trainkit.engines.options import (
+    OptionTable,
+    check_engine_args,
+    load_table,
+    tables_of,
+    version_at,
+)
+from trainkit.engines.rank.gpt_neox import tracked_step
+from trainkit.engines.rank.spec import RequiredModule
+from trainkit.engines.sources import engine_python, engine_version, source_of, source_tree
+from trainkit.jobs.schema import Job
+from trainkit.runs.checkpoint_list import ListedCheckpoint
+from trainkit.runs.folder import RunFolder
+
+NAME = "gpt-neox"
+INSTALL = "`pip install -r requirements/requirements.txt` of its tree, or engines.X.venv"
+MODULES = (
+    RequiredModule("torch", "install a build of torch for this machine"),
+    RequiredModule("deepspeed", INSTALL),
+    RequiredModule("transformers", f"{INSTALL} (4.38)"),
+    RequiredModule("pybind11", f"{INSTALL}: `make` builds its dataset helper with it"),
+)
+# of arguments.py at ea7aefd; setuptools no longer has it
+PKG_RESOURCES = RequiredModule("pkg_resources", "`pip install 'setuptools<81'`")
+# keys that its checkpoints hold too: AnnealingLR.load_state_dict ends the run where one differs
+SCHEDULE = ("min_lr", "warmup", "lr_decay_iters", "lr_decay_style")
+HOSTFILE = "launch/hostfile"
+DEEPSPEED_ENV = "launch/deepspeed_env"
+
+
+class GptNeox:
+    """GPT-NeoX over DeepSpeed."""
+
+    def problems(self, job: Job) -> list[Problem]:
+        return [*launcher_problems(job), *_problems(job)]
+
+    def command(self, job: Job, run: RunFolder, attempt: int) -> Command:
+        data = neox_data(job)
+        config = attempt_config(job, run, data)
+        over_deepspeed = source_of(job).launch == "deepspeed"
+        if over_deepspeed:
+            config["hostfile"] = str(run.path / HOSTFILE)
+        name = f"{job.name}.yml"
+        text = yaml_text(config)
+        program = EngineProgram(
+            NAME,
+            str(engine_python(job)),
+            source_tree(job),
+            (),
+            env=engine_environment(job),
+            files={f"launch/{name}": text},
+            modules=_modules(job),
+            reads=_reads(config),
+        )
+        if over_deepspeed:
+            return _over_deepspeed(job, run, attempt, program)
+        words = encoded_words(config, options_of(job), {name: text})
+        argv = ("-u", "train.py", "--local_rank=${LOCAL_RANK}", *words)
+        return rank_command(job, run, attempt, replace(program, argv=argv))
+
+    def before_attempt(self, job: Job, run: RunFolder) -> None:
+        if problems := resume_problems(job, run):
+            raise ConfigError(problems)
+        take_back_metrics(job, run)
+
+    def checkpoints(self, run: RunFolder, *, hashes: bool) -> list[ListedCheckpoint]:
+        return listed_checkpoints(NAME, run)
+
+
+def _problems(job: Job) -> Iterator[Problem]:
+    try:
+        table = options_of(job)
+    except ConfigError as error:
+        yield from error.list
+        return
+    yield from check_engine_args(job, table, SAID_BY_THE_JOB)
+    found = list(job_problems(job))
+    yield from found
+    if source_of(job).launch == "deepspeed":
+        yield from deepspeed_problems(job)
+    if found:
+        return  # the configuration cannot be made
+    nowhere = RunFolder(Path(job.cluster.root or ".") / "runs" / "job" / "run")
+    config = neox_config(job, nowhere, NeoxData("data", job.dataset.split, {}))
+    for name in config:
+        if name not in table and name in SAID_BY_THE_JOB:
+            yield Problem(
+                f"{SAID_BY_THE_JOB[name]}: gpt-neox {table.version} has no option '{name}', which"
+                " would say it",
+                hint="use a newer revision of gpt-neox",
+            )
+
+
+def options_of(job: Job) -> OptionTable:
+    """The options of the job's version of GPT-NeoX, with their defaults. Raises ConfigError where
+    the job does not say where it comes from, or its tree is not one."""
+    source = source_of(job)
+    version = source.version
+    tree = source_tree(job)
+    if version is None and tree.is_dir():
+        version = engine_version(tree, NAME)
+    if version is None:  # not cloned yet
+        version = version_at(NAME, source.revision or "") or list(tables_of(NAME))[-1]
+    return load_table(NAME, version)
+
+
+def attempt_config(job: Job, run: RunFolder, data: NeoxData) -> Config:
+    """The content of an attempt's YAML file: that of the job, and what going on needs.
+
+    `load` of engine_args is where a run begins; it goes on from its own checkpoints. Raises
+    ConfigError where there is no checkpoint in that folder: GPT-NeoX would begin with random
+    weights and say so in one line.
+    """
+    config = neox_config(job, run, data)
+    before = saved_config(run)
+    if before is None:
+        _refuse_empty(config, run)
+        return config
+    config["load"] = str(run.checkpoints)
+    config["finetune"] = False
+    changed = [name for name in SCHEDULE if before.get(name) != config.get(name)]
+    if changed and not config.get("use_checkpoint_lr_scheduler"):
+        config["override_lr_scheduler"] = True
+    return config
+
+
+def _refuse_empty(config: Config, run: RunFolder) -> None:
+    folder = Path(str(config["load"]))
+    if folder == run.checkpoints:
+        return
+    if not (folder / "latest").is_file():
+        raise ConfigError(
+            f"engine_args.load = '{folder}' holds no checkpoint of gpt-neox (no file `latest`): it"
+            " would begin with random weights",
+            hint="give the folder that holds `latest` and global_step<N>",
+        )
+
+
+def saved_config(run: RunFolder) -> dict[str, object] | None:
+    """The configuration that the run's newest checkpoint was made with; {} where it cannot be
+    read, None where there is no checkpoint."""
+    step = tracked_step(run.checkpoints)
+    if step is None:
+        return None
+    folder = run.checkpoints / f"global_step{step}" / "configs"
+    for path in sorted(folder.glob("*.yml")):
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+        if isinstance(found, dict):
+            return found
+    return {}
+
+
+def resume_problems(job: Job, run: RunFolder) -> list[Problem]:
+    """Why the run cannot go on as `job` says: its newest checkpoint is laid out otherwise."""
+    before = saved_config(run)
+    if not before:
+        return []
+    p = job.parallelism
+    now = {
+        "model_parallel_size": p.tensor_model_parallel_size,
+        "pipe_parallel_size": p.pipeline_model_parallel_size,
+    }
+    problems = [
+        Problem(
+            f"{SAID_BY_THE_JOB[name]} = {value}: the run's checkpoint was written with"
+            f" {before[name]}, and gpt-neox reads it with the same only",
+            hint=f"--set {SAID_BY_THE_JOB[name]}={before[name]}, or start a new run",
+        )
+        for name, value in now.items()
+        if before.get(name) not in (None, 0, value)
+    ]
+    if not problems and p.zero_stage and _data_ranks(before) != job.data_parallel_size:
+        problems.append(
+            Problem(
+                f"nodes = {job.nodes}: the run's checkpoint was written by {_data_ranks(before)}"
+                f" data-parallel ranks, and ZeRO's shards are read by as many only, not by"
+                f" {job.data_parallel_size}",
+                hint="go on with as many ranks as before, or start a new run",
+            )
+        )
+    return problems
+
+
+def _data_ranks(config: Mapping[str, object]) -> int:
+    ranks, tensor, pipe = (
+        int(str(config.get(name, 1)))
+        for name in ("global_num_gpus", "model_parallel_size", "pipe_parallel_size")
+    )
+    return ranks // (max(1, tensor) * max(1, pipe))
+
+
+def engine_environment(job: Job) -> dict[str, str]:
+    """Variables that GPT-NeoX needs beyond the job's own."""
+    found: dict[str, str] = {}
+    if job.cluster.device_type == "cpu":
+        found = {"DS_ACCELERATOR": "cpu", **cpu_sharing(job.ranks_per_node, os.environ)}
+    if job.wandb is not None and job.wandb.mode == "offline":
+        found["WANDB_MODE"] = "offline"
+    return found
+
+
+def _modules(job: Job) -> tuple[RequiredModule, ...]:
+    arguments = source_tree(job) / "megatron" / "neox_arguments" / "arguments.py"
+    try:
+        asks = "pkg_resources" in arguments.read_text(encoding="utf-8")
+    except OSError:
+        asks = False
+    if asks:
+        return (*MODULES, PKG_RESOURCES)
+    return MODULES
+
+
+def _reads(config: Config) -> tuple[Path, ...]:
+    """The files that every node must see."""
+    files = [Path(str(config[key])) for key in ("vocab_file", "merge_file") if config.get(key)]
+    prefixes: list[object] = [config["data_path"]] if "data_path" in config else []
+    for split in ("train", "valid", "test"):
+        paths = config.get(f"{split}_data_paths", [])
+        assert isinstance(paths, list)
+        prefixes += paths
+    return (*files, *(Path(f"{prefix}{end}") for prefix in prefixes for end in (".bin", ".idx")))
+
+
+def _over_deepspeed(job: Job, run: RunFolder, attempt: int, program: EngineProgram) -> Command:
+    """deepy.py, once: the hostfile is the world's, the variables that the other nodes need are a
+    file that DS_ENV_FILE names, and no key of W&B is looked for in ~/.netrc, since it would stand
+    on pdsh's command line."""
+    argv = ("deepy.py", "train.py", str(run.path / "launch" / f"{job.name}.yml"))
+    exported = {**program.env, **job.environment}
+    folder = os.path.dirname(program.python)
+    if folder:
+        exported["PATH"] = f"{folder}:{exported.get('PATH', '$PATH')}"
+    lines = [f"{name}={value}\n" for name, value in exported.items()]
+    env = {**program.env, "DS_ENV_FILE": str(run.path / DEEPSPEED_ENV), "NETRC": os.devnull}
+    files = {**program.files, DEEPSPEED_ENV: "".join(lines)}
+    whole = replace(program, argv=argv, env=env, files=files)
+    return replace(rank_command(job, run, attempt, whole), spawn="per_run")
