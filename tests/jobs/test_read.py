@@ -191,11 +191,15 @@ def test_each_key_is_read_by_its_type(tmp_path: Path) -> None:
         ),
         (
             '[clusters.c.stages.prepdata]\npartition = "p"\n',
-            "there is no stage 'prepdata'; stages: prep-data, index, weights",
+            "there is no stage 'prepdata'; stages: prep-data, index, weights, engine-prebuild",
         ),
         (
             '[clusters.c.stages.build]\npartition = "p"\n',
             "the stage 'build' always runs where you type",
+        ),
+        (
+            '[clusters.c.stages.engine-source]\npartition = "p"\n',
+            "the stage 'engine-source' always runs where you type",
         ),
         (
             '[engines.megatron]\nsource = "x"\n',

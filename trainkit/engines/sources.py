@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 from trainkit.base.errors import ConfigError
+from trainkit.base.git import holds_password, without_passwords
 from trainkit.jobs.schema import EngineSource, Job
 
 LAUNCHED = ("gpt-neox", "megatron-lm")  # engines whose trees these rules know
@@ -74,10 +75,8 @@ def source_tree(job: Job) -> Path:
 def refuse_credentials(source: EngineSource) -> None:
     """Raise ConfigError (exit 3) for a URL with a password or token in it: it would be written
     into job.json, stamps and logs."""
-    scheme, sep, rest = source.source.partition("://")
-    user, at, _ = rest.partition("/")[0].rpartition("@")
-    if sep and at and (":" in user or scheme.lower() in ("http", "https")):
-        shown = f"{scheme}://***@{rest.rpartition('@')[2]}"
+    if holds_password(source.source):
+        shown = without_passwords(source.source)
         raise ConfigError(
             f"engines.{source.name}.source = '{shown}' holds a user or password, which would be"
             " written into every run's records",

@@ -72,7 +72,13 @@ class StagePlace(Table):
         return refuse_unknown_options(value)
 
 
-STAGES = ("prep-data", "index", "weights")  # whose units can run on a cluster's nodes
+# whose units can run on a cluster's nodes
+STAGES = ("prep-data", "index", "weights", "engine-prebuild")
+LOCAL_STAGES = {  # why the others run where you type
+    "build": "it compiles for that interpreter",
+    "engine-source": "it fetches over the network",
+    "engine-install": "it fetches over the network",
+}
 PLANNED_STAGES = ("build-container", "precompile")
 
 
@@ -86,11 +92,11 @@ def refuse_unknown_stages(places: dict[str, StagePlace]) -> dict[str, StagePlace
                 f"stages.{name}: stage {name!r} is planned, but not in this version of trainkit;"
                 f" remove the table. Stages: {known}",
             )
-        if name == "build":
+        if name in LOCAL_STAGES:
             raise wrong(
-                "stages.build",
-                "stages.build: the stage 'build' always runs where you type, since it compiles for"
-                " that interpreter; remove the table",
+                f"stages.{name}",
+                f"stages.{name}: the stage '{name}' always runs where you type, since"
+                f" {LOCAL_STAGES[name]}; remove the table",
             )
         if name not in STAGES:
             raise wrong(
@@ -259,7 +265,8 @@ class Cluster(Table):
     )
     slurm: SlurmOptions = Field(default_factory=dict, description="long options of sbatch")
     stages: dict[Annotated[str, Field(pattern=NAME)], StagePlace] = Field(
-        default_factory=dict, description="where stages run: prep-data, index, weights"
+        default_factory=dict,
+        description="where stages run: prep-data, index, weights, engine-prebuild",
     )
     filesystems: dict[Annotated[str, Field(pattern=NAME)], Filesystem] = Field(
         default_factory=dict, description="shared file systems, by names of your own"

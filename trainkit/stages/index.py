@@ -1,5 +1,5 @@
 """The stage index: Megatron's sample order, built on a CPU before any node is held. The native
-order needs none."""
+order needs none, and an engine that is not native builds its own."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class IndexStage:
     name = "index"
 
     def needs(self, job: Job, stamps: Path) -> list[Need]:
-        if job.sample_order != "megatron":
+        if job.sample_order != "megatron" or job.engine != "native":
             return []
         splits: dict[str, list[SplitName]] = {job.dataset.name: ["train"]}
         datasets = {job.dataset.name: job.dataset}
@@ -43,7 +43,7 @@ class IndexStage:
         ]
 
     def waits_for(self, job: Job) -> tuple[str, ...]:
-        if job.sample_order == "megatron":
+        if job.sample_order == "megatron" and job.engine == "native":
             return ("prep-data",)
         return ()
 

@@ -91,7 +91,7 @@ class WeightsStage:
     name = "weights"
 
     def needs(self, job: Job, stamps: Path) -> list[Need]:
-        if job.init_from is None:
+        if job.init_from is None or job.engine != "native":
             return []
         source = parse(job.init_from)
         root = root_of(job)

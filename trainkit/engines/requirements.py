@@ -1,0 +1,90 @@
+"""What pip installs for a foreign engine: the lines known for its version, and jobs.toml's over
+them."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainkit.base.errors import ConfigError
+from trainkit.base.git import holds_password, without_passwords
+
+KNOWN = Path(__file__).with_name("requirements.toml")
+# the name that a requirement begins with (PEP 508)
+_NAME = re.compile(r"\s*([A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)\s*(?=[\[<>=!~;@\s]|$)")
+# options of a requirements file that name another file
+_FILE_OPTION = re.compile(r"\s*(-r|-c|--requirement|--constraint|-e|--editable)(?:\s+|\s*=\s*)(.+)")
+
+
+@dataclass(frozen=True)
+class KnownLines:
+    """Lines for one engine.
+
+    Args:
+        engine: its name.
+        version: the beginning of the versions that they fit.
+        source: where they come from.
+        pip: as in a requirements file.
+    """
+
+    engine: str
+    version: str
+    source: str
+    pip: tuple[str, ...]
+
+
+def known_lines(engine: str, version: str) -> tuple[str, ...]:
+    """Those of requirements.toml for a version of an engine; none where it has none."""
+    fitting = [
+        KnownLines(each["engine"], each["version"], each["source"], tuple(each["pip"]))
+        for each in tomllib.loads(KNOWN.read_text(encoding="utf-8"))["lines"]
+        if each["engine"] == engine and version.startswith(each["version"])
+    ]
+    if fitting:
+        return max(fitting, key=lambda each: len(each.version)).pip
+    return ()
+
+
+def package_of(line: str) -> str | None:
+    """The package that a line requires, in the spelling that names it once (PEP 503); None for
+    an option, a path or a URL alone."""
+    said = _NAME.match(line)
+    if said is None:
+        return None
+    return re.sub(r"[-_.]+", "-", said[1]).lower()
+
+
+def merged_lines(known: Sequence[str], given: Sequence[str]) -> tuple[str, ...]:
+    """`known` without the packages that `given` names, then `given`."""
+    named = {package_of(line) for line in given} - {None}
+    return (*(line for line in known if package_of(line) not in named), *given)
+
+
+def absolute_line(line: str, folder: Path) -> str:
+    """A line whose file (-r, -c, -e, ./PATH) is found from `folder`, wherever pip reads it."""
+    option = _FILE_OPTION.fullmatch(line)
+    if option and "://" not in option[2]:
+        return f"{option[1]} {folder / option[2]}"
+    if line.startswith(("./", "../")):
+        return str(folder / line)
+    return line
+
+
+def refuse_lines(name: str, lines: Sequence[str]) -> None:
+    """Raise ConfigError (exit 3) for lines of engines.NAME.requirements that are none, or that
+    hold a password."""
+    for line in lines:
+        if "\n" in line or "\r" in line or not line.strip():
+            raise ConfigError(
+                f"engines.{name}.requirements has a line that is none: {line!r}",
+                hint="one requirement, or one option of a requirements file, in each",
+            )
+        if holds_password(line):
+            raise ConfigError(
+                f"engines.{name}.requirements has a line with a user or password in its URL:"
+                f" {without_passwords(line)}",
+                hint="put it into pip's own configuration, or into ~/.netrc",
+            )
