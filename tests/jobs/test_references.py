@@ -238,10 +238,19 @@ def test_every_engine_has_a_source(all_jobs: Mapping[str, Job]) -> None:
     for path in (ROOT / "jobs").glob("*.toml"):
         engines |= tomli.loads(path.read_text()).get("engines", {})
     assert (
-        set(engines)
+        set(engines) - {"megatron-lm-2021"}
         == {"gpt-neox", NEMO, MEGATRON, NEURON}
         >= {job.engine for job in all_jobs.values()} - {"native"}
     )
+    revisions = {
+        name: job.engine_source.revision
+        for name, job in all_jobs.items()
+        if job.engine_source is not None and job.engine == MEGATRON
+    }
+    assert {name: revisions[name] for name in ("azure-gpt3-175b", "jean-zay-30b")} == {
+        "azure-gpt3-175b": "e958b2ca",
+        "jean-zay-30b": "825375cf38",
+    }
     # what a published engine alone has stands beside native jobs too, which do not read it
     with_arguments = {name for name, job in all_jobs.items() if job.engine == "native"} & {
         name for name, job in all_jobs.items() if job.engine_args

@@ -5,10 +5,15 @@ from __future__ import annotations
 from trainkit.base.errors import ConfigError
 from trainkit.engines.contract import Engine
 from trainkit.engines.gpt_neox import GptNeox
+from trainkit.engines.megatron_lm import MegatronLm
 from trainkit.engines.native import Native
 from trainkit.jobs.schema import Job
 
-ENGINES: dict[str, Engine] = {"native": Native(), "gpt-neox": GptNeox()}
+ENGINES: dict[str, Engine] = {
+    "native": Native(),
+    "gpt-neox": GptNeox(),
+    "megatron-lm": MegatronLm(),
+}
 
 
 def refuse_unlaunchable(job: Job) -> None:

@@ -185,7 +185,10 @@ def test_where_an_engine_comes_from(capsys: pytest.CaptureFixture[str]) -> None:
         "engine megatron-lm: https://github.com/NVIDIA/Megatron-LM at e958b2ca, container"
         " pytorch-25-03" in text
     )
-    assert "engine megatron-lm can be planned but not launched; use --set engine=native" in text
+    assert "feasible: " in text
+    plan(folder, "nemo-gpt3-126m", 0, "", [])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "engine nemo can be planned but not launched; use --set engine=native" in text
 
 
 @pytest.mark.parametrize("width", [76, 80, 100])

@@ -1,0 +1,431 @@
+"""The command line of Megatron-LM's pretrain_gpt.py, from a job: a pure function of it and of the
+options that a version has.
+
+Sources: megatron/training/arguments.py (core 0.12 to 0.19) and megatron/arguments.py (May 2021),
+validate_args of each; gpt_builders.py; bigscience at 8b25137, experiments/gpt2.md; Azure's
+04-gpt175B.sh. Options that trainkit sets itself: `SET_BY`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainkit.base.errors import ConfigError, Problem
+from trainkit.engines.megatron_data import MegatronData, put_data, put_tokenizer
+from trainkit.engines.megatron_words import SET_BY, MegatronWords, said
+from trainkit.engines.options import OptionTable, check_engine_args, release
+from trainkit.jobs.schema import Job, Model
+
+# words of `args` that would make a run end, begin or save elsewhere than its records say
+_NEVER_RAW = ("save", "load", "train-iters", "train-samples", "exit-interval")
+
+
+@dataclass(frozen=True)
+class RunPlaces:
+    """Where one attempt reads and writes.
+
+    Args:
+        run: the run's folder.
+        name: of the run, for reports.
+        load: there is a checkpoint to go on from. Without one `--load` is left out: the engine
+            would train from random weights and end with 0.
+    """
+
+    run: Path
+    name: str
+    load: bool = False
+
+
+def megatron_argv(
+    job: Job, table: OptionTable, data: MegatronData, places: RunPlaces
+) -> tuple[str, ...]:
+    """The words after `pretrain_gpt.py`.
+
+    Args:
+        job: the job.
+        table: the options of the engine's version.
+        data: what it reads.
+        places: where the attempt reads and writes.
+
+    Raises ConfigError: everything that the version cannot do, or the job says wrong.
+    """
+    words = _collected(job, table)
+    put_data(words, job, data)
+    _put_places(words, job, places)
+    if words.problems:
+        raise ConfigError(words.problems)
+    own = [
+        word
+        for name, value in job.engine_args.items()
+        if (option := table.find(name)) is not None
+        for word in option.words(value)
+    ]
+    return (*words.words, *own, *job.args)
+
+
+def argv_problems(job: Job, table: OptionTable) -> list[Problem]:
+    """What of a job a version cannot do, before anything of its data is there."""
+    return _collected(job, table).problems
+
+
+def _collected(job: Job, table: OptionTable) -> MegatronWords:
+    words = MegatronWords(table, job.engine_args)
+    words.problems += check_engine_args(job, table, SET_BY)
+    _refuse_raw(words, job)
+    _put_model(words, job.model)
+    _refuse_shapes(words, job.model)
+    _put_batches(words, job)
+    _put_optimizer(words, job)
+    _put_precision(words, job)
+    _put_recompute(words, job)
+    _put_parallelism(words, job)
+    _put_intervals(words, job)
+    _refuse_guards(words, job)
+    _put_device(words, job)
+    put_tokenizer(words, job)
+    return words
+
+
+def _refuse_raw(words: MegatronWords, job: Job) -> None:
+    for word in job.args:
+        name = word.partition("=")[0].removeprefix("--")
+        if word.startswith("--") and name in _NEVER_RAW:
+            words.refuse(f"args has {word}, which trainkit sets itself", f"use {SET_BY[name]}")
+
+
+def _put_model(words: MegatronWords, model: Model) -> None:
+    words.put("num-layers", model.num_layers, "model.num_layers")
+    words.put("hidden-size", model.hidden_size, "model.hidden_size")
+    words.put("num-attention-heads", model.num_attention_heads, "model.num_attention_heads")
+    words.put("seq-length", model.seq_length, "model.seq_length")
+    words.put("max-position-embeddings", model.positions, "model.max_position_embeddings")
+    gated = model.architecture.mlp.gated
+    if gated or model.ffn_width != 4 * model.hidden_size:
+        words.put("ffn-hidden-size", model.ffn_width, "model.ffn_hidden_size")
+    if model.head_size * model.num_attention_heads != model.hidden_size:
+        words.put("kv-channels", model.head_size, "model.kv_channels")
+    if model.query_groups != model.num_attention_heads:
+        words.put("group-query-attention", True, "model.num_query_groups")
+        words.put("num-query-groups", model.query_groups, "model.num_query_groups")
+    if not model.architecture.learned_positions:
+        _put_rotary(words, model)
+    family = f"model.family = '{model.family}': its"
+    if model.architecture.norm.kind == "rms-norm":
+        words.put("normalization", "RMSNorm", f"{family} normalization")
+    if gated:
+        words.put("swiglu", True, f"{family} SwiGLU")
+    if not model.architecture.bias:
+        words.put("disable-bias-linear", True, f"{family} lack of biases")
+    if model.untied:
+        words.put(
+            "untie-embeddings-and-output-weights",
+            True,
+            "model.untie_embeddings_and_output_weights",
+        )
+    if model.gelu_form == "exact":
+        # with the fusion, GELU is its tanh approximation (core/fusions/fused_bias_gelu.py)
+        words.put("no-bias-gelu-fusion", True, "model.gelu = 'exact'")
+    epsilon = "norm-epsilon" if words.has("norm-epsilon") else "layernorm-epsilon"
+    words.put_unless_default(epsilon, model.layernorm_epsilon, "model.layernorm_epsilon")
+    for key in ("attention_dropout", "hidden_dropout", "make_vocab_size_divisible_by"):
+        words.put_unless_default(key.replace("_", "-"), getattr(model, key), f"model.{key}")
+    words.put_unless_default("init-method-std", model.init_method_std, "model.init_method_std")
+
+
+def _put_rotary(words: MegatronWords, model: Model) -> None:
+    family = f"model.family = '{model.family}': its rotary positions"
+    words.put("position-embedding-type", "rope", family)
+    words.put_unless_default("rotary-percent", model.rotary_fraction, "model.rotary_percent")
+    base = model.rotary_base or 10000.0
+    if base != int(base):
+        words.refuse(f"model.rotary_base {base}: {words.version} takes whole numbers")
+    words.put_unless_default("rotary-base", int(base), "model.rotary_base")
+    scaling = model.rope_scaling
+    if scaling is None:
+        return
+    if scaling.type == "linear":
+        if scaling.factor != int(scaling.factor):
+            words.refuse(
+                f"model.rope_scaling.factor {scaling.factor}: {words.version} takes whole numbers"
+            )
+        key = "rotary-seq-len-interpolation-factor"
+        words.put(key, int(scaling.factor), "model.rope_scaling.factor")
+        return
+    fixed = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    fixed["original_max_position_embeddings"] = 8192
+    for key, value in fixed.items():
+        if getattr(scaling, key) != value:
+            words.refuse(
+                f"model.rope_scaling.{key} {getattr(scaling, key)}: in {words.version} it is"
+                f" {value:g} and cannot be set"
+            )
+    words.put("use-rope-scaling", True, "model.rope_scaling")
+    words.put_unless_default("rope-scaling-factor", scaling.factor, "model.rope_scaling.factor")
+
+
+def _refuse_shapes(words: MegatronWords, model: Model) -> None:
+    if model.parallel_residual:
+        words.refuse(
+            "model.gpt_j_residual: attention and MLP side by side is nothing that Megatron-LM has",
+            "engine = 'gpt-neox' and 'native' have it; gpt_j_residual = false is one after the"
+            " other",
+        )
+    usual = {"init_method": "normal", "output_layer_init_method": "scaled"}
+    for key, value in usual.items():
+        if getattr(model, key) != value:
+            words.refuse(
+                f"model.{key} = '{getattr(model, key)}': Megatron-LM has '{value}' only",
+                f"set model.{key} = '{value}' and init_method_std, or engine = 'gpt-neox'",
+            )
+
+
+def _put_batches(words: MegatronWords, job: Job) -> None:
+    training = job.training
+    words.put("micro-batch-size", training.micro_batch_size, "training.micro_batch_size")
+    words.put("global-batch-size", job.global_batch_size, "training.global_batch_size")
+    words.put("train-iters", training.train_iters, "training.train_iters")
+    if training.rampup_batch_size is not None:
+        words.refuse(
+            "training.rampup_batch_size: Megatron-LM refuses it where training is counted in"
+            " iterations",
+            "leave it out; engine = 'native' has it",
+        )
+    words.put_unless_default("seed", training.seed, "training.seed")
+    if training.seed >= 2**32:
+        words.refuse(f"training.seed {training.seed}: numpy's RandomState takes seeds below 2^32")
+    for key in ("reset_attention_mask", "reset_position_ids", "eod_mask_loss"):
+        if getattr(training, key):
+            words.put(key.replace("_", "-"), True, f"training.{key}")
+
+
+def _put_optimizer(words: MegatronWords, job: Job) -> None:
+    training = job.training
+    for key in ("lr", "min_lr", "lr_decay_style", "weight_decay", "clip_grad"):
+        words.put(key.replace("_", "-"), getattr(training, key), f"training.{key}")
+    if training.lr_decay_iters is not None:
+        words.put("lr-decay-iters", training.lr_decay_iters, "training.lr_decay_iters")
+    if training.lr_warmup_fraction is not None:
+        words.put("lr-warmup-fraction", training.lr_warmup_fraction, "training.lr_warmup_fraction")
+    elif training.lr_warmup_iters:
+        words.put("lr-warmup-iters", training.lr_warmup_iters, "training.lr_warmup_iters")
+    if training.lr_warmup_init:
+        words.put("lr-warmup-init", training.lr_warmup_init, "training.lr_warmup_init")
+    if training.lr_decay_style == "WSD":
+        for key in ("lr_wsd_decay_style", "lr_wsd_decay_iters"):
+            words.put(key.replace("_", "-"), getattr(training, key), f"training.{key}")
+    if training.optimizer == "sgd":
+        words.put("optimizer", "sgd", "training.optimizer")
+        words.put_unless_default("sgd-momentum", training.sgd_momentum, "training.sgd_momentum")
+        return
+    if (training.adam_beta1, training.adam_beta2) != (0.9, 0.999) or words.table.notice:
+        words.put("adam-beta1", training.adam_beta1, "training.adam_beta1")
+        words.put("adam-beta2", training.adam_beta2, "training.adam_beta2")
+    words.put_unless_default("adam-eps", training.adam_eps, "training.adam_eps")
+    if training.z_loss:
+        words.refuse(
+            f"training.z_loss {training.z_loss:g}: Megatron-LM has none on the logits of the model",
+            "set training.z_loss = 0.0, or engine = 'native'",
+        )
+
+
+def _put_precision(words: MegatronWords, job: Job) -> None:
+    training = job.training
+    if training.precision != "fp32":
+        words.put(training.precision, True, f"training.precision = '{training.precision}'")
+    if training.precision != "fp16":
+        return
+    if training.loss_scale is not None:
+        words.put("loss-scale", training.loss_scale, "training.loss_scale")
+        return
+    for key in ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"):
+        words.put_unless_default(key.replace("_", "-"), getattr(training, key), f"training.{key}")
+
+
+def _put_recompute(words: MegatronWords, job: Job) -> None:
+    training = job.training
+    what = training.recompute_granularity
+    key = "training.recompute_granularity"
+    if training.recompute_every > 1:
+        words.refuse(
+            f"training.recompute_every {training.recompute_every}: Megatron-LM recomputes every"
+            " block of a stage, or its first ones",
+            "engine_args recompute-method and recompute-num-layers say which",
+        )
+    if what == "none":
+        return
+    if words.has("recompute-granularity"):
+        words.put("recompute-granularity", what, key)
+        if what == "full":
+            # "please specify recompute-method": every block for itself, as native's
+            words.put("recompute-method", "uniform", key)
+            words.put("recompute-num-layers", 1, key)
+    elif what == "full":
+        words.put("checkpoint-activations", True, key)
+    else:
+        words.refuse(
+            f"{key} = 'selective': {words.version} recomputes whole blocks or nothing",
+            "use 'full', or a newer version",
+        )
+
+
+def _put_parallelism(words: MegatronWords, job: Job) -> None:
+    p = job.parallelism
+    tensor = p.tensor_model_parallel_size
+    stages = p.pipeline_model_parallel_size
+    words.put("tensor-model-parallel-size", tensor, "parallelism.tensor_model_parallel_size")
+    words.put("pipeline-model-parallel-size", stages, "parallelism.pipeline_model_parallel_size")
+    _put_stages(words, job)
+    if p.sequence_parallel and tensor > 1:
+        words.put("sequence-parallel", True, "parallelism.sequence_parallel")
+    if p.pipeline_schedule != "1f1b":
+        words.refuse(f"parallelism.pipeline_schedule = '{p.pipeline_schedule}' is engine native's")
+    if p.zero_stage > 1:
+        words.refuse(
+            f"parallelism.zero_stage {p.zero_stage}: Megatron-LM's distributed optimizer is stage"
+            " 1",
+            "set parallelism.zero_stage = 1",
+        )
+    elif p.zero_stage == 1:
+        _put_distributed_optimizer(words, job)
+    if p.data_parallel_replicate_size > 1:
+        words.put(
+            "num-distributed-optimizer-instances",
+            p.data_parallel_replicate_size,
+            "parallelism.data_parallel_replicate_size",
+        )
+
+
+def _put_distributed_optimizer(words: MegatronWords, job: Job) -> None:
+    """Left out where there is nothing to share and the version cannot, or not without Transformer
+    Engine: 0.12 ends its first step with "Invalid Transformer Engine version for FP8 distributed
+    optimizer" (core/fp8_utils.py)."""
+    there = words.has("use-distributed-optimizer")
+    on_cpu = job.cluster.device_type == "cpu"
+    needs_te = there and on_cpu and release(words.table.version) < (0, 13)
+    if needs_te and job.data_parallel_size > 1:
+        words.refuse(
+            f"parallelism.zero_stage 1: the distributed optimizer of {words.version} needs"
+            " Transformer Engine, which there is none of on CPUs",
+            "set parallelism.zero_stage = 0, or use a newer version",
+        )
+        return
+    if job.data_parallel_size == 1 and (needs_te or not there):
+        return
+    words.put("use-distributed-optimizer", True, "parallelism.zero_stage")
+
+
+def _put_stages(words: MegatronWords, job: Job) -> None:
+    stages = job.parallelism.pipeline_model_parallel_size
+    chunks = job.parallelism.virtual_pipeline_model_parallel_size
+    layers = job.model.num_layers
+    if layers % stages:
+        words.refuse(
+            f"model.num_layers {layers} on parallelism.pipeline_model_parallel_size {stages}:"
+            ' "Number of layers should be divisible by the pipeline-model-parallel size"'
+            " (Megatron-LM)",
+            f"stages that divide {layers}: {_divisors(layers)}",
+        )
+        return
+    if chunks is None:
+        return
+    key = "parallelism.virtual_pipeline_model_parallel_size"
+    if layers % (stages * chunks):
+        words.refuse(f"{key} {chunks}: {layers} layers on {stages} stages do not divide by it")
+        return
+    if words.table.version == "2021" and stages <= 2:
+        words.refuse(f"{key} {chunks}: {words.version} interleaves three stages or more")
+    words.put("num-layers-per-virtual-pipeline-stage", layers // (stages * chunks), key)
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(each) for each in range(1, number + 1) if number % each == 0)
+
+
+def _put_intervals(words: MegatronWords, job: Job) -> None:
+    """Where a job has none, evaluation and saving happen at the end only."""
+    training = job.training
+    words.put(
+        "log-interval", min(training.log_interval, training.train_iters), "training.log_interval"
+    )
+    evaluations = training.eval_interval or training.train_iters + 1
+    words.put("eval-interval", evaluations, "training.eval_interval")
+    words.put("eval-iters", training.eval_iters, "training.eval_iters")
+    saves = training.save_interval or training.train_iters
+    words.put("save-interval", saves, "training.save_interval")
+    if job.checkpoint.save_async:
+        words.put("async-save", True, "checkpoint.save_async")
+
+
+def _refuse_guards(words: MegatronWords, job: Job) -> None:
+    """What only the native trainer does."""
+    training = job.training
+    own = {
+        "training.on_nan": (training.on_nan, "stop"),
+        "training.on_spike": (training.on_spike, "ignore"),
+        "training.compile": (training.compile, False),
+        "checkpoint.save_first": (job.checkpoint.save_first, False),
+        "checkpoint.keep_best": (job.checkpoint.keep_best, 0),
+        "init_from": (job.init_from, None),
+        "profile": (job.profile, None),
+    }
+    for key, (value, usual) in own.items():
+        if value != usual:
+            words.refuse(
+                f"{key} = {said(value)} is what engine native does; Megatron-LM does not",
+                f"leave {key} out",
+            )
+    if job.validation:
+        words.refuse(
+            f"validation.{next(iter(job.validation))}: further validation sets are engine native's",
+            "leave [jobs.X.validation] out",
+        )
+
+
+def _put_device(words: MegatronWords, job: Job) -> None:
+    if job.training.deterministic and job.cluster.device_type == "cuda":
+        words.put("deterministic-mode", True, "training.deterministic")
+    if words.table.version == "2021":
+        # asked for by name in every published command of its time; there is no other on GPUs
+        words.put("distributed-backend", _backend(job), "cluster.device")
+    elif job.cluster.device_type == "cpu":
+        words.put("distributed-backend", "gloo", "cluster.device")
+    if job.cluster.device_type != "cpu":
+        return
+    # kernels of CUDA, apex and Transformer Engine, which a CPU has none of
+    words.put_where_known("transformer-impl", "local")
+    for kernel in (
+        "no-gradient-accumulation-fusion",
+        "no-masked-softmax-fusion",
+        "no-persist-layer-norm",
+        "no-bias-dropout-fusion",
+        "no-rope-fusion",
+        "no-bias-swiglu-fusion",
+    ):
+        words.put_where_known(kernel, True)
+    # readable by every version of torch; torch_dist of 0.12 fails on 2.13
+    words.put_where_known("ckpt-format", "torch")
+
+
+def _backend(job: Job) -> str:
+    if job.cluster.device_type == "cpu":
+        return "gloo"
+    return "nccl"
+
+
+def _put_places(words: MegatronWords, job: Job, places: RunPlaces) -> None:
+    checkpoints = str(places.run / "checkpoints")
+    words.put("save", checkpoints, "the run's folder")
+    if places.load:
+        words.put("load", checkpoints, "the run's folder")
+        # The job is the truth: what `resume` may change of the schedule is changed, where the
+        # engine would compare it with the checkpoint and stop.
+        words.put("override-opt_param-scheduler", True, "resume")
+    words.put("tensorboard-dir", str(places.run / "tensorboard"), "the run's folder")
+    words.put_where_known("exit-signal-handler", True)
+    if job.wandb is not None:
+        words.put("wandb-project", job.wandb.project, "wandb.project")
+        words.put("wandb-exp-name", places.name, "wandb.project")
+        words.put("wandb-save-dir", str(places.run / "wandb"), "wandb.project")
+        if job.wandb.entity is not None:
+            words.put("wandb-entity", job.wandb.entity, "wandb.entity")

@@ -1,0 +1,237 @@
+"""engine = "megatron-lm": an unmodified tree of NVIDIA/Megatron-LM, its pretrain_gpt.py beside our
+small program on every rank, with torch's variables from the agents instead of torchrun."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from trainkit.base.errors import ConfigError, Exit, Problem
+from trainkit.base.files import write_text
+from trainkit.engines.contract import Command
+from trainkit.engines.foreign import (
+    EngineProgram,
+    listed_checkpoints,
+    rank_command,
+    take_back_metrics,
+)
+from trainkit.engines.launchable import launcher_problems
+from trainkit.engines.megatron_argv import RunPlaces, argv_problems, megatron_argv
+from trainkit.engines.megatron_data import MegatronData, data_of
+from trainkit.engines.native import cpu_sharing
+from trainkit.engines.options import OptionTable, load_table, release, version_at
+from trainkit.engines.rank import megatron_lm as reader
+from trainkit.engines.rank.spec import RequiredModule
+from trainkit.engines.sources import (
+    engine_python,
+    engine_version,
+    is_url,
+    source_of,
+    source_tree,
+)
+from trainkit.jobs.schema import Job
+from trainkit.runs.checkpoint_list import ListedCheckpoint
+from trainkit.runs.folder import RunFolder
+
+ENGINE = "megatron-lm"
+# megatron/training/checkpointing.py get_checkpoint_tracker_filename
+TRACKER = "latest_checkpointed_iteration.txt"
+# what each version imports without which it cannot start, or hangs in its first save
+_MODULES = ("torch", "numpy")
+_UNTIL_0_16 = ("regex", "six")  # of its tokenizers
+_SINCE_0_16 = ("triton",)  # imported at the top, used or not
+_IN_2021 = ("apex",)
+_TORCH_DIST = ("psutil",)  # without it 0.16's writers die and the parent waits for ever
+
+
+def version_of(job: Job) -> str | None:
+    """Whose options a job's tree has: what [engines.X] says, what its commit or tag is, what the
+    tree says. None where the tree is still to be cloned and its revision says nothing.
+
+    Raises ConfigError: the job names no source, or the tree is none of the engine.
+    """
+    source = source_of(job)
+    if source.version is not None:
+        return source.version
+    if source.revision is not None and is_url(source.source):
+        known = version_at(ENGINE, source.revision)
+        tag = re.fullmatch(r"core_(?:r|v)(\d+\.\d+\.\d+(?:rc\d+)?)", source.revision)
+        if known or tag:
+            return known or f"core-{tag[1] if tag else ''}"
+    tree = source_tree(job)
+    if tree.exists() or not is_url(source.source):
+        return engine_version(tree, ENGINE)
+    return None
+
+
+def table_of(job: Job) -> OptionTable:
+    """The options of the job's version. Raises ConfigError where it is not known."""
+    version = version_of(job) or engine_version(source_tree(job), ENGINE)
+    return load_table(ENGINE, version)
+
+
+def engine_notes(job: Job) -> list[str]:
+    """What of a job is passed on otherwise than it stands there, in words."""
+    notes = []
+    table = table_of(job)
+    if table.notice:
+        notes.append(table.notice)
+    p = job.parallelism
+    if p.sequence_parallel and p.tensor_model_parallel_size == 1:
+        notes.append(
+            "parallelism.sequence_parallel is left out: with tensor_model_parallel_size 1"
+            " Megatron-LM turns it off"
+        )
+    if p.zero_stage == 1 and "use-distributed-optimizer" not in table:
+        notes.append(
+            f"parallelism.zero_stage 1 is left out: Megatron-LM {table.version} has no distributed"
+            " optimizer, and with data-parallel size 1 there is nothing to share"
+        )
+    if job.training.log_interval > job.training.train_iters:
+        notes.append(
+            f"training.log_interval {job.training.log_interval} becomes train_iters"
+            f" {job.training.train_iters}: else no line would say what was trained"
+        )
+    return notes
+
+
+def engine_environment(job: Job, table: OptionTable) -> dict[str, str]:
+    """Variables of the engine itself; those of jobs.toml lie over them."""
+    if job.cluster.device_type == "cpu":
+        found = cpu_sharing(job.ranks_per_node, os.environ)
+    else:
+        found = {"OMP_NUM_THREADS": "1"}  # as torchrun has it
+    if table.version != "2021":
+        # asserted for tensor parallelism: communication is queued before what hides it
+        found["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    if job.training.deterministic and job.cluster.device_type == "cuda":
+        # asserted by --deterministic-mode, and asked for by cuBLAS and Transformer Engine
+        found["NCCL_ALGO"] = "Ring"
+        found["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
+        found["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    if job.wandb is not None and job.wandb.mode == "offline":
+        found["WANDB_MODE"] = "offline"
+    return found
+
+
+class MegatronLm:
+    """One process a rank; the job travels as its command line."""
+
+    def problems(self, job: Job) -> list[Problem]:
+        """What this version of the engine cannot do. Nothing of its options while the tree is
+        still to be cloned: `command` says it then."""
+        found = launcher_problems(job)
+        try:
+            version = version_of(job)
+            if version is not None:
+                found += argv_problems(job, load_table(ENGINE, version))
+        except ConfigError as error:
+            found += error.list
+        return found
+
+    def command(self, job: Job, run: RunFolder, attempt: int) -> Command:
+        table = table_of(job)
+        data = data_of(job)
+        places = RunPlaces(run.path, f"{run.job_name}-{run.id}", load=_can_load(run))
+        words = megatron_argv(job, table, data, places)
+        tree = source_tree(job)
+        program = EngineProgram(
+            engine=ENGINE,
+            python=str(engine_python(job)),
+            tree=tree,
+            argv=("-u", str(tree / "pretrain_gpt.py"), *words),
+            env=engine_environment(job, table),
+            saves_on_term="--exit-signal-handler" in words,
+            modules=_modules(table, words),
+            reads=_reads(data, words),
+        )
+        return rank_command(job, run, attempt, program)
+
+    def before_attempt(self, job: Job, run: RunFolder) -> None:
+        """Let the tracker name the newest whole checkpoint: the engine loads what it names, and a
+        save that was cut short may be newer. Rows of metrics after it are taken back."""
+        _name_whole(run)
+        _refuse_other_layout(job, run)
+        take_back_metrics(job, run)
+
+    def checkpoints(self, run: RunFolder, *, hashes: bool) -> list[ListedCheckpoint]:
+        return listed_checkpoints(ENGINE, run)
+
+
+def _whole_steps(run: RunFolder) -> dict[int, Path]:
+    """The folders of whole checkpoints by their steps."""
+    return {
+        found.step: found.folder
+        for found in reader.found_checkpoints(run.checkpoints)
+        if not found.problems
+    }
+
+
+def _can_load(run: RunFolder) -> bool:
+    return reader.tracked_step(run.checkpoints) in _whole_steps(run)
+
+
+def _name_whole(run: RunFolder) -> None:
+    tracked = reader.tracked_step(run.checkpoints)
+    whole = _whole_steps(run)
+    if tracked in whole:
+        return
+    tracker = run.checkpoints / TRACKER
+    if whole:
+        write_text(tracker, str(max(whole)))
+    else:
+        tracker.unlink(missing_ok=True)
+
+
+def _refuse_other_layout(job: Job, run: RunFolder) -> None:
+    """Raise ConfigError (exit 3) where the checkpoint has a file of each tensor- and
+    pipeline-parallel rank (ckpt-format torch: mp_rank_TT, mp_rank_TT_PPP) and the job has other
+    degrees."""
+    tracked = reader.tracked_step(run.checkpoints)
+    folder = _whole_steps(run).get(-1 if tracked is None else tracked)
+    if folder is None:
+        return
+    ranks = [re.fullmatch(r"mp_rank_(\d+)(?:_(\d+))?", each.name) for each in folder.iterdir()]
+    degrees = [(int(found[1]), int(found[2] or 0)) for found in ranks if found]
+    if not degrees:
+        return
+    there = (max(tensor for tensor, _ in degrees) + 1, max(stage for _, stage in degrees) + 1)
+    p = job.parallelism
+    asked = (p.tensor_model_parallel_size, p.pipeline_model_parallel_size)
+    if there != asked:
+        raise ConfigError(
+            f"{folder} was saved with tensor_model_parallel_size {there[0]} and"
+            f" pipeline_model_parallel_size {there[1]}, and the job has {asked[0]} and {asked[1]}",
+            exit=Exit.CONFIG,
+            hint="resume with the same degrees; ckpt-format 'torch_dist' allows others",
+        )
+
+
+def _modules(table: OptionTable, words: tuple[str, ...]) -> tuple[RequiredModule, ...]:
+    names = list(_MODULES)
+    if table.version == "2021":
+        names += _IN_2021
+    elif release(table.version) < (0, 17):
+        names += _UNTIL_0_16
+    if release(table.version) >= (0, 16):
+        names += _SINCE_0_16
+    if "torch_dist" in words:
+        names += _TORCH_DIST
+    if "HuggingFaceTokenizer" in words:
+        names.append("transformers")
+    return tuple(
+        RequiredModule(
+            name, "install it there, or name an interpreter that has it (engines.X.python)"
+        )
+        for name in names
+    )
+
+
+def _reads(data: MegatronData, words: tuple[str, ...]) -> tuple[Path, ...]:
+    """Files that every node must see."""
+    found = [Path(f"{prefix}{end}") for prefix in data.prefixes() for end in (".idx", ".bin")]
+    for option in ("--vocab-file", "--merge-file"):
+        if option in words:
+            found.append(Path(words[words.index(option) + 1]))
+    return tuple(found)
