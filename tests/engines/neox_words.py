@@ -15,7 +15,7 @@ def rank_words(job: Job, run: RunFolder) -> tuple[Values, Values]:
     """(DeepSpeed's configuration, GPT-NeoX's) as the rank's command line has them."""
     command = GptNeox().command(job, run, 1)
     argv = json.loads(command.files[spec_name(1)])["argv"]
-    assert argv[1:4] == ["-u", "train.py", "--local_rank=${LOCAL_RANK}"]
-    assert [argv[4], argv[6]] == ["--deepspeed_config", "--megatron_config"]
-    assert len(argv) == 8
-    return decode(argv[5]), decode(argv[7])
+    assert argv[1:3] == ["train.py", "--local_rank=${LOCAL_RANK}"]
+    assert [argv[3], argv[5]] == ["--deepspeed_config", "--megatron_config"]
+    assert len(argv) == 7
+    return decode(argv[4]), decode(argv[6])

@@ -251,7 +251,11 @@ def test_the_files_of_a_run(jobs: Jobs) -> None:
     assert '"eps": 1.0e-08' in text  # YAML 1.1 takes 1e-08 for a text
     assert command.spawn == "per_rank"
     # trap: on-demand nodes have no InfiniBand; the cluster's own NCCL_* stay
-    assert command.env == {"NCCL_IB_DISABLE": "1", "NCCL_DEBUG": "INFO"}
+    assert command.env == {
+        "PYTHONUNBUFFERED": "1",
+        "NCCL_IB_DISABLE": "1",
+        "NCCL_DEBUG": "INFO",
+    }
     assert rank_words(job, RUN)[1]["config_files"] == {"gpt-neox-20b-lambda.yml": text}
 
 
@@ -297,6 +301,8 @@ REFUSED: Sequence[tuple[str, str]] = [
     ("engine_args.log_grad_norm=3", "engine_args.log_grad_norm: expected true or false"),
     ("engine_args.zero_optimization.stage=2", "use parallelism.zero_stage for it"),
     ("engine_args.fp16.hysteresis=1", "use training.hysteresis for it"),
+    ("engine_args.pipe_parallel_size=2", "parallelism.pipeline_model_parallel_size = 1"),
+    ("engine_args.pipe_parallel_size=0", ""),
 ]
 
 

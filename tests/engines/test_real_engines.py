@@ -95,7 +95,8 @@ WITHOUT_GPU: dict[str, dict[str, str]] = {
         "job": "",
         "precision": "fp32",
         "eval_iters": "1",
-        "engine_args": "",
+        # with stock DeepSpeed its pipeline engine cannot evaluate
+        "engine_args": "pipe_parallel_size = 0",
     },
 }
 ENGINES = [*parameters("megatron-lm"), *parameters("gpt-neox")]

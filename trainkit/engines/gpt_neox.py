@@ -90,7 +90,7 @@ class GptNeox:
         if over_deepspeed:
             return _over_deepspeed(job, run, attempt, program)
         words = encoded_words(config, options_of(job), {name: text})
-        argv = ("-u", "train.py", "--local_rank=${LOCAL_RANK}", *words)
+        argv = ("train.py", "--local_rank=${LOCAL_RANK}", *words)
         return rank_command(job, run, attempt, replace(program, argv=argv))
 
     def before_attempt(self, job: Job, run: RunFolder) -> None:
@@ -194,18 +194,18 @@ def resume_problems(job: Job, run: RunFolder) -> list[Problem]:
     if not before:
         return []
     p = job.parallelism
-    now = {
-        "model_parallel_size": p.tensor_model_parallel_size,
-        "pipe_parallel_size": p.pipeline_model_parallel_size,
+    keys = {
+        "model_parallel_size": "tensor_model_parallel_size",
+        "pipe_parallel_size": "pipeline_model_parallel_size",
     }
     problems = [
         Problem(
-            f"{SAID_BY_THE_JOB[name]} = {value}: the run's checkpoint was written with"
+            f"parallelism.{key} = {getattr(p, key)}: the run's checkpoint was written with"
             f" {before[name]}, and gpt-neox reads it with the same only",
-            hint=f"--set {SAID_BY_THE_JOB[name]}={before[name]}, or start a new run",
+            hint=f"--set parallelism.{key}={before[name]}, or start a new run",
         )
-        for name, value in now.items()
-        if before.get(name) not in (None, 0, value)
+        for name, key in keys.items()
+        if before.get(name) not in (None, 0, getattr(p, key))
     ]
     if not problems and p.zero_stage and _data_ranks(before) != job.data_parallel_size:
         problems.append(
@@ -229,9 +229,9 @@ def _data_ranks(config: Mapping[str, object]) -> int:
 
 def engine_environment(job: Job) -> dict[str, str]:
     """Variables that GPT-NeoX needs beyond the job's own."""
-    found: dict[str, str] = {}
+    found = {"PYTHONUNBUFFERED": "1"}  # as DeepSpeed's launcher has it by -u
     if job.cluster.device_type == "cpu":
-        found = {"DS_ACCELERATOR": "cpu", **cpu_sharing(job.ranks_per_node, os.environ)}
+        found |= {"DS_ACCELERATOR": "cpu", **cpu_sharing(job.ranks_per_node, os.environ)}
     if job.wandb is not None and job.wandb.mode == "offline":
         found["WANDB_MODE"] = "offline"
     return found

@@ -36,7 +36,6 @@ INIT_METHODS = {
 # GPT-NeoX's name of each value that the job itself says, and its key in jobs.toml: engine_args
 # may not say it otherwise, and an imported file's value goes there
 SAID_BY_THE_JOB: dict[str, str] = {
-    "pipe_parallel_size": "parallelism.pipeline_model_parallel_size",
     "model_parallel_size": "parallelism.tensor_model_parallel_size",
     "sequence_parallel": "parallelism.sequence_parallel",
     "global_num_gpus": "nodes",

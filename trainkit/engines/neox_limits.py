@@ -74,6 +74,7 @@ def job_problems(job: Job) -> Iterator[Problem]:
     yield from _dataset_problems(job.dataset)
     yield from _device_problems(job)
     yield from _table_problems(job)
+    yield from _pipe_problems(job)
 
 
 def value_and_default(job: Job, key: str) -> tuple[object, object]:
@@ -220,6 +221,19 @@ def _table_problems(job: Job) -> Iterator[Problem]:
             yield Problem(
                 f"engine_args.{dotted}: trainkit sets it itself", hint=f"use {key} for it"
             )
+
+
+def _pipe_problems(job: Job) -> Iterator[Problem]:
+    """One stage is with DeepSpeed's pipeline engine (1) or without it (0), as engine_args say;
+    with stock DeepSpeed instead of EleutherAI's fork only the latter evaluates."""
+    given = job.engine_args.get("pipe_parallel_size", job.engine_args.get("pipe-parallel-size"))
+    stages = job.parallelism.pipeline_model_parallel_size
+    if given is not None and given != stages and (given, stages) != (0, 1):
+        yield Problem(
+            f"engine_args.pipe_parallel_size = {given}, and"
+            f" parallelism.pipeline_model_parallel_size = {stages}",
+            hint="engine_args may say 0 where there is one stage: without the pipeline engine",
+        )
 
 
 def deepspeed_problems(job: Job) -> Iterator[Problem]:
