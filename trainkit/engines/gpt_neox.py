@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from trainkit.base.errors import ConfigError, Problem
+from trainkit.engines.compiled import extensions_folder
 from trainkit.engines.contract import Command
 from trainkit.engines.foreign import (
     EngineProgram,
@@ -46,6 +47,7 @@ from trainkit.engines.sources import engine_python, engine_version, source_of, s
 from trainkit.jobs.schema import Job
 from trainkit.runs.checkpoint_list import ListedCheckpoint
 from trainkit.runs.folder import RunFolder
+from trainkit.runs.world import HOSTFILE
 
 NAME = "gpt-neox"
 INSTALL = "`pip install -r requirements/requirements.txt` of its tree, or engines.X.venv"
@@ -59,7 +61,6 @@ MODULES = (
 PKG_RESOURCES = RequiredModule("pkg_resources", "`pip install 'setuptools<81'`")
 # keys that its checkpoints hold too: AnnealingLR.load_state_dict ends the run where one differs
 SCHEDULE = ("min_lr", "warmup", "lr_decay_iters", "lr_decay_style")
-HOSTFILE = "launch/hostfile"
 DEEPSPEED_ENV = "launch/deepspeed_env"
 
 
@@ -74,7 +75,7 @@ class GptNeox:
         config = attempt_config(job, run, data)
         over_deepspeed = source_of(job).launch == "deepspeed"
         if over_deepspeed:
-            config["hostfile"] = str(run.path / HOSTFILE)
+            config |= _hosts(job, run)
         name = f"{job.name}.yml"
         text = yaml_text(config)
         program = EngineProgram(
@@ -229,7 +230,10 @@ def _data_ranks(config: Mapping[str, object]) -> int:
 
 def engine_environment(job: Job) -> dict[str, str]:
     """Variables that GPT-NeoX needs beyond the job's own."""
-    found = {"PYTHONUNBUFFERED": "1"}  # as DeepSpeed's launcher has it by -u
+    found = {
+        "PYTHONUNBUFFERED": "1",  # as DeepSpeed's launcher has it by -u
+        "TORCH_EXTENSIONS_DIR": str(extensions_folder(job)),
+    }
     if job.cluster.device_type == "cpu":
         found |= {"DS_ACCELERATOR": "cpu", **cpu_sharing(job.ranks_per_node, os.environ)}
     if job.wandb is not None and job.wandb.mode == "offline":
@@ -257,6 +261,14 @@ def _reads(config: Config) -> tuple[Path, ...]:
         assert isinstance(paths, list)
         prefixes += paths
     return (*files, *(Path(f"{prefix}{end}") for prefix in prefixes for end in (".bin", ".idx")))
+
+
+def _hosts(job: Job, run: RunFolder) -> Config:
+    """Where DeepSpeed's launcher starts ranks: on the hosts of the run's own hostfile, or here,
+    without looking at /job/hostfile and without ssh."""
+    if job.cluster.launcher_traits.one_machine:
+        return {"hostfile": os.devnull, "num_gpus": job.ranks_per_node}
+    return {"hostfile": str(run.path / HOSTFILE)}
 
 
 def _over_deepspeed(job: Job, run: RunFolder, attempt: int, program: EngineProgram) -> Command:

@@ -46,7 +46,11 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "training.lr_decay_style": ("cosine", "linear", "constant"),
     "training.recompute_granularity": ("none", "full"),
 }
-FUSIONS = ("scaled_upper_triang_masked_softmax_fusion", "scaled_masked_softmax_fusion")
+FUSIONS = (
+    "scaled_upper_triang_masked_softmax_fusion",
+    "scaled_masked_softmax_fusion",
+    "rope_fusion",
+)
 EOD = "<|endoftext|>"  # the only token that HFTokenizer takes for the end of a document
 # What DeepSpeed's launcher would lose or execute: it writes export NAME="VALUE" on pdsh's line.
 UNSAFE = ('"', "$", "`", "\\", "\n")

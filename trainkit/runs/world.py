@@ -11,6 +11,8 @@ from trainkit.base.files import write_json
 from trainkit.runs.folder import RunFolder
 
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+# the hosts once more, for a program that starts the ranks of all of them itself
+HOSTFILE = "launch/hostfile"
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,11 @@ class RunWorld:
     def world_size(self) -> int:
         """Ranks of all nodes."""
         return sum(len(node.ranks) for node in self.nodes)
+
+    @property
+    def hostfile(self) -> str:
+        """Its hosts in DeepSpeed's form: `host slots=N`, no other lines."""
+        return "".join(f"{node.host} slots={len(node.ranks)}\n" for node in self.nodes)
 
     @property
     def environment(self) -> dict[str, str]:

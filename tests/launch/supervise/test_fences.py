@@ -267,11 +267,15 @@ def test_a_program_that_starts_ranks_itself_is_started_once(
             return dataclasses.replace(super().command(job, run, attempt), spawn=spawn)
 
     hosts = [Host(f"h{i}", slots=(0, 1)) for i in range(2)]
-    outcome, told = supervised(
-        make_run(tmp_path, hosts=hosts, nodes=2), Once(DONE), launcher=Debug(StubAgent)
-    )
+    run = make_run(tmp_path, hosts=hosts, nodes=2)
+    outcome, told = supervised(run, Once(DONE), launcher=Debug(StubAgent))
     assert outcome.exit == 0
     assert [e["rank"] for e in told if e["event"] == "rank_started"] == ranks
+    hostfile = next(tmp_path.rglob("launch/hostfile"), None)
+    if spawn == "per_run":  # DeepSpeed's launcher fails at any other line
+        assert hostfile and hostfile.read_text() == "h0 slots=2\nh1 slots=2\n"
+    else:
+        assert hostfile is None
 
 
 def test_what_a_rank_writes_of_itself_cannot_end_the_supervisor() -> None:

@@ -62,7 +62,7 @@ from trainkit.runs.events import (
     SurvivingProcess,
 )
 from trainkit.runs.folder import RunFolder
-from trainkit.runs.world import RunWorld, write_world
+from trainkit.runs.world import HOSTFILE, RunWorld, write_world
 
 POLL_SECONDS = 0.05
 # how long peers of a failed rank have to write down their own view before they are stopped
@@ -279,6 +279,8 @@ class Attempt:
         write_world(self.run, self.world)
         for name, text in self.command.files.items():
             write_text(self.run.path / name, text)
+        if self.command.spawn == "per_run":
+            write_text(self.run.path / HOSTFILE, self.world.hostfile)
 
     def _note_agent(self, agent: JoinedAgent) -> None:
         self.events.write_soon(
