@@ -1,19 +1,163 @@
-"""Lines and checkpoints of the engine (to be filled in)."""
+"""GPT-NeoX's lines and checkpoints.
+
+Sources: training_log of megatron/logging.py and evaluate_and_print_results of megatron/training.py,
+at 8dc25da9 (December 2022) and ea7aefd; the files are DeepSpeed's (runtime/engine.py and
+runtime/pipe/module.py, 0.19.8).
+"""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
+from trainkit.engines.rank.printed import fields, plain, to_float, to_whole
 from trainkit.engines.rank.readings import Evaluation, FoundCheckpoint, Iteration
+from trainkit.engines.rank.saved_files import (
+    archive_problem,
+    cut_short,
+    folder_bytes,
+    grid_problems,
+    pickled_numbers,
+    read_tracker,
+    subfolders,
+)
+
+TRACKER = "latest"
+# " samples/sec: 0.862 | iteration        1/       3 | elapsed time per iteration (ms): ..."
+_ITERATION = re.compile(r"\bsamples/sec: *([^|]*)\| *iteration +(\S+)/ *(\S+) \|")
+# " validation results at iteration 3 | lm_loss value: 1.057839E+01 | ..."
+_EVALUATION = re.compile(r"\b(validation|test) results at ([^|]*) \|")
+_AT = re.compile(r"\biteration (\S+)")
+_FOLDER = re.compile(r"global_step([0-9]{1,18})")
+_MODEL = re.compile(r"(?:zero_pp_rank_([0-9]+)_)?mp_rank_([0-9]+)_model_states\.pt")
+_OPTIMIZER = re.compile(r"(?:[a-z0-9]+_)?zero_pp_rank_([0-9]+)_mp_rank_([0-9]+)_optim_states\.pt")
+_LAYER = re.compile(r"layer_([0-9]+)-model_([0-9]+)-model_states\.pt")
 
 
 def read_line(text: str) -> Iteration | Evaluation | None:
+    """What a line of any rank's output says, or None. Rank 0 prints them."""
+    text = plain(text)
+    lines = list(_ITERATION.finditer(text))
+    if lines:
+        found = lines[-1]  # of two that run into each other, the later one
+        return _iteration(found.groups(), fields(text[found.end() :]))
+    evaluation = _EVALUATION.search(text)
+    if evaluation is not None:
+        which, where = evaluation.groups()
+        return _evaluation(which, where, fields(text[evaluation.end() :]))
     return None
+
+
+def _iteration(first: tuple[str, ...], said: dict[str, str]) -> Iteration | None:
+    """The fields of a line of training; `first` are samples a second, step and train_iters."""
+    speed, step, train_iters = first
+    number = to_whole(step)
+    if number is None:
+        return None
+    return Iteration(
+        step=number,
+        train_iters=to_whole(train_iters),
+        elapsed_ms=to_float(said.get("elapsed time per iteration (ms)")),
+        learning_rate=to_float(said.get("learning rate")),
+        lm_loss=to_float(said.get("lm_loss")),
+        loss_scale=to_float(said.get("loss scale")),
+        samples_per_second=to_float(speed),
+        skipped_iterations=to_whole(said.get("number of skipped iterations")),
+        nan_iterations=to_whole(said.get("number of nan iterations")),
+    )
+
+
+def _evaluation(chart: str, where: str, said: dict[str, str]) -> Evaluation | None:
+    """The fields of a line of an evaluation. Older versions call the test data `validation
+    results at the end of training for test data`."""
+    if "lm_loss value" not in said:
+        return None
+    name = "valid"
+    if chart == "test" or re.search(r"\btest data\b", where):
+        name = "test"
+    at = _AT.search(where)
+    step = None
+    if at is not None:
+        step = to_whole(at.group(1))
+    return Evaluation(step, name, to_float(said["lm_loss value"]))
 
 
 def tracked_step(folder: Path) -> int | None:
-    return None
+    """The step that the file `latest` names (`global_step3`); None without it, or if it names
+    something else."""
+    named = _FOLDER.fullmatch(read_tracker(folder / TRACKER) or "")
+    if named is None:
+        return None
+    return int(named.group(1))
 
 
 def found_checkpoints(folder: Path) -> list[FoundCheckpoint]:
-    return []
+    """Every checkpoint in `folder`, the oldest first; that which `latest` names also if it is not
+    there."""
+    tracked = tracked_step(folder)
+    steps = {}
+    for place in subfolders(folder):
+        named = _FOLDER.fullmatch(place.name)
+        if named is not None:
+            steps[int(named.group(1))] = place
+    if tracked is not None and tracked not in steps:
+        steps[tracked] = folder / f"global_step{tracked}"
+    found = []
+    for step in sorted(steps):
+        place = steps[step]
+        problems = (*cut_short(step, tracked, TRACKER), *_problems(place))
+        found.append(FoundCheckpoint(step, place, folder_bytes(place), problems))
+    return found
+
+
+def _problems(place: Path) -> list[str]:
+    """Why DeepSpeed could not load `place`."""
+    if not place.is_dir():
+        return [f"{TRACKER} names {place.name}, but there is no such folder"]
+    files = sorted(path for path in place.iterdir() if path.name.endswith(".pt"))
+    models = _numbered(files, _MODEL)
+    if not models:
+        return ["there is no mp_rank_00_model_states.pt in it: nothing that can be loaded"]
+    optimizers = _numbered(files, _OPTIMIZER)
+    layers = _numbered(files, _LAYER)
+    first = min(models.items())[1]
+    sizes = pickled_numbers(first, ("dp_world_size", "mp_world_size"))
+    world = sizes.get("mp_world_size", 1)
+    if optimizers:  # ZeRO: one file a rank
+        world = max(world, 1 + max(rank[1] for rank in optimizers))
+    problems = grid_problems(set(models), (*_zero_3(models, sizes), world), "model states of rank")
+    if optimizers:
+        grid = (sizes.get("dp_world_size", 1), world)
+        problems += grid_problems(set(optimizers), grid, "optimizer states of rank")
+    problems += _layer_problems(set(layers))
+    wrong = (archive_problem(path) for path in files)
+    return problems + [problem for problem in wrong if problem is not None]
+
+
+def _zero_3(models: dict[tuple[int, ...], Path], sizes: dict[str, int]) -> tuple[int, ...]:
+    """With ZeRO-3 the model's states are a file a rank too, and have one number more."""
+    if len(min(models)) == 1:
+        return ()
+    return (sizes.get("dp_world_size", 1),)
+
+
+def _numbered(files: list[Path], pattern: re.Pattern[str]) -> dict[tuple[int, ...], Path]:
+    """The files whose names fit `pattern`, by the numbers in them."""
+    found = {}
+    for path in files:
+        named = pattern.fullmatch(path.name)
+        if named is not None:
+            found[tuple(int(number) for number in named.groups() if number is not None)] = path
+    return found
+
+
+def _layer_problems(layers: set[tuple[int, ...]]) -> list[str]:
+    """With pipelines each layer is a file of its own for each tensor-parallel rank. Layers
+    without weights have none, so only the ranks can be counted."""
+    ranks = {rank for _, rank in layers}
+    problems = []
+    for number in sorted({layer for layer, _ in layers}):
+        missing = sorted(rank for rank in ranks if (number, rank) not in layers)
+        if missing:
+            problems.append(f"layer {number} of tensor-parallel rank {missing[0]} is missing")
+    return problems

@@ -7,8 +7,10 @@ import re
 # Colours and cursor movements: ECMA-48, 5.4 (control sequences) and the two-character escapes.
 ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|[@-Z\\-_])")
 # "1.098158E+01", "-3", "nan", "inf": what printf and Python's format give in the C locale.
-_FLOAT = re.compile(r"[+-]?(?:[0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?|nan|inf|infinity)", re.I)
-_WHOLE = re.compile(r"[0-9]{1,18}")
+_FLOAT = re.compile(
+    r"[+-]?(?:[0-9]+(?:\.[0-9]*)?(?:e[+-]?[0-9]+)?|nan|inf|infinity)", re.IGNORECASE
+)
+_WHOLE = re.compile(r"([0-9]{1,18})(?:\.0)?")
 
 
 def plain(text: str) -> str:
@@ -16,20 +18,30 @@ def plain(text: str) -> str:
     return ESCAPES.sub("", text).rstrip("\r\n").rsplit("\r", 1)[-1]
 
 
-def to_float(text: str) -> float | None:
+def to_float(text: str | None) -> float | None:
     """The number, or None if `text` is none: digits of other scripts, decimal commas and group
     separators are not guessed at."""
-    text = text.strip()
-    if not _FLOAT.fullmatch(text):
+    if text is None or not _FLOAT.fullmatch(text.strip()):
         return None
     return float(text)
 
 
-def to_whole(text: str) -> int | None:
-    """The whole number from 0, or None if `text` is none. A whole float ("3.0") counts."""
-    text = text.strip()
-    if text.endswith(".0"):
-        text = text[:-2]
-    if not _WHOLE.fullmatch(text):
+def to_whole(text: str | None) -> int | None:
+    """The whole number from 0, or None if `text` is none. "3.0" counts."""
+    if text is None:
         return None
-    return int(text)
+    found = _WHOLE.fullmatch(text.strip())
+    if found is None:
+        return None
+    return int(found.group(1))
+
+
+def fields(text: str) -> dict[str, str]:
+    """The `name: value |` of a line by name. What no `|` closes was cut off and may be half a
+    number: it is left out."""
+    found: dict[str, str] = {}
+    for part in text.split("|")[:-1]:
+        name, colon, value = part.partition(":")
+        if colon:
+            found.setdefault(name.strip(), value.strip())
+    return found
