@@ -56,7 +56,7 @@ class Verdict:
 
 def judge_end(spec: RankSpec, reader: EngineReader, end: EngineEnd) -> Verdict | None:
     """None for success, else why it is none."""
-    script = Path(spec.argv[1]).name if len(spec.argv) > 1 else spec.argv[0]
+    script = next((Path(word).name for word in spec.argv if word.endswith(".py")), spec.argv[0])
     if end.asked_to_save:
         return _judge_stop(spec, reader, end)
     if end.code != 0:

@@ -1,0 +1,175 @@
+"""Scripts that run Megatron-LM become jobs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainkit.base.errors import ConfigError
+from trainkit.engines.import_megatron import import_megatron
+from trainkit.engines.options import load_table
+from trainkit.engines.shell_words import find_command
+
+# the form of the published scripts: arrays, defaults, arithmetic, comments, a pipe at the end
+SCRIPT = """#!/bin/bash
+set -euxo pipefail
+GPUS_PER_NODE=8
+NUM_LAYERS=${NUM_LAYERS:-96}   # overridden by the caller
+WORLD_SIZE=$(($GPUS_PER_NODE*2))
+DISTRIBUTED_ARGS=(
+    --nproc_per_node $GPUS_PER_NODE
+    --nnodes 16 # two fields
+)
+GPT_MODEL_ARGS=(
+    --num-layers ${NUM_LAYERS}
+    --hidden-size 12288
+    --num-attention-heads 96
+    --seq-length 2048
+    --max-position-embeddings 2048
+)
+TRAINING="--micro-batch-size 1 --global-batch-size 512 --train-iters 1500 \\
+  --lr 6.0e-5 --min-lr 6.0e-6 --lr-decay-style cosine --lr-warmup-fraction .001 --fp16"
+torchrun ${DISTRIBUTED_ARGS[@]} Megatron-LM/pretrain_gpt.py \\
+    ${GPT_MODEL_ARGS[@]} $TRAINING \\
+    --tensor-model-parallel-size 8 --pipeline-model-parallel-size 16 \\
+    --sequence-parallel --use-distributed-optimizer \\
+    --data-path 'data/a b_text_document' --split 949,50,1 \\
+    --vocab-file vocab.json --merge-file "merges.txt" \\
+    --save $CHECKPOINTS/x --load $CHECKPOINTS/x \\
+    --ckpt-format torch_dist --overlap-grad-reduce --no-such-option 3 2>&1 | tee log.txt
+"""
+
+
+def imported(text: str, version: str = "core-0.12.0") -> tuple[dict[str, Any], tuple[str, ...]]:
+    """(tables, what was not taken)."""
+    job = import_megatron(text, "x", load_table("megatron-lm", version))
+    return tomli.loads(job.to_toml()), job.not_taken
+
+
+def test_a_script_becomes_a_job() -> None:
+    tables, not_taken = imported(SCRIPT)
+    job = tables["jobs"]["x"]
+    assert tables["models"]["x"] == {
+        "family": "gpt",
+        "num_layers": 96,
+        "hidden_size": 12288,
+        "num_attention_heads": 96,
+        "seq_length": 2048,
+        "max_position_embeddings": 2048,
+        "init_method_std": 0.02,
+        "attention_dropout": 0.1,
+        "hidden_dropout": 0.1,
+        "untie_embeddings_and_output_weights": False,
+        "gelu": "tanh",
+    } | {key: tables["models"]["x"][key] for key in ("layernorm_epsilon",) if key in
+         tables["models"]["x"]}  # fmt: skip
+    assert job["nodes"] == 16
+    assert job["parallelism"] == {
+        "tensor_model_parallel_size": 8,
+        "pipeline_model_parallel_size": 16,
+        "sequence_parallel": True,
+        "zero_stage": 1,
+    }
+    training = job["training"]
+    assert (training["precision"], training["lr"], training["adam_beta2"]) == ("fp16", 6e-5, 0.999)
+    assert training["recompute_granularity"] == "none"
+    assert job["engine_args"] == {"ckpt-format": "torch_dist", "overlap-grad-reduce": True}
+    assert job["args"] == ["--no-such-option", "3"]
+    assert tables["datasets"]["x"]["prefixes"] == ["data/a b_text_document"]
+    assert tables["tokenizers"]["x"]["merge_file"] == "merges.txt"
+    assert any("$CHECKPOINTS" in each for each in not_taken)
+    assert any("no-such-option" in each for each in not_taken)
+    assert any("nproc_per_node" in each for each in not_taken)
+
+
+def test_words_are_those_that_bash_passes(tmp_path: Path) -> None:
+    """bash itself runs the script, with programs that write down their arguments."""
+    (tmp_path / "bin").mkdir()
+    program = tmp_path / "bin" / "torchrun"
+    program.write_text('#!/bin/bash\nprintf "%s\\0" "$@" > "$OUT"\n')
+    program.chmod(0o755)
+    script = tmp_path / "run.sh"
+    script.write_text(SCRIPT)
+    out = tmp_path / "words"
+    environment = {
+        "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
+        "OUT": str(out),
+        "CHECKPOINTS": "$CHECKPOINTS",
+    }
+    subprocess.run(["bash", str(script)], env=environment, cwd=tmp_path, check=True,
+                   capture_output=True)  # fmt: skip
+    words = out.read_text().split("\0")[:-1]
+    command = find_command(SCRIPT, "pretrain_gpt.py")
+    assert command is not None
+    assert [*command.before[1:], "Megatron-LM/pretrain_gpt.py", *command.words] == words
+
+
+def test_a_command_in_a_variable_is_found() -> None:
+    """bigscience's way: CMD is exported, and bash -c runs it on every node."""
+    text = (
+        'CMD=" \\\n  pretrain_gpt.py \\\n --num-layers 36 --hidden-size 4096 \\\n'
+        " --num-attention-heads 32 --seq-length 512 --train-iters 1000 --lr 0.00015"
+        ' --checkpoint-activations --fp16\n"\n'
+        "srun --jobid $SLURM_JOBID bash -c '$LAUNCHER --node_rank $SLURM_PROCID $CMD'\n"
+    )
+    tables, _ = imported(text, "2021")
+    assert tables["models"]["x"]["num_layers"] == 36
+    assert tables["jobs"]["x"]["training"]["recompute_granularity"] == "full"
+
+
+def test_what_is_counted_in_samples_is_counted_in_steps() -> None:
+    tables, _ = imported(
+        "python pretrain_gpt.py --num-layers 2 --hidden-size 8 --num-attention-heads 2"
+        " --seq-length 8 --global-batch-size 4 --train-samples 40 --lr-warmup-samples 8 --lr 1"
+    )
+    training = tables["jobs"]["x"]["training"]
+    assert (training["train_iters"], training["lr_warmup_iters"]) == (10, 2)
+
+
+def test_a_llama_is_one_and_what_differs_is_said() -> None:
+    text = (
+        "python pretrain_gpt.py --num-layers 2 --hidden-size 8 --num-attention-heads 2"
+        " --seq-length 8 --train-iters 1 --lr 1 --swiglu --disable-bias-linear"
+        " --position-embedding-type rope --rotary-base 500000"
+    )
+    tables, not_taken = imported(text)
+    assert tables["models"]["x"]["family"] == "llama"
+    assert tables["models"]["x"]["rotary_base"] == 500000.0
+    assert [each for each in not_taken if "RMSNorm" in each]
+    tables, not_taken = imported(text + " --normalization RMSNorm")
+    assert not not_taken
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("echo hello\n", "nothing in it runs pretrain_gpt.py"),
+        ("python pretrain_gpt.py --lr 1\n", "no --num-layers"),
+        ("python pretrain_gpt.py 'open\n", "has no end"),
+        ("", "nothing in it runs"),
+    ],
+)
+def test_what_is_no_such_script_is_refused(text: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        imported(text)
+
+
+@given(st.text(max_size=200))
+def test_no_text_is_run_or_crashes(text: str) -> None:
+    with_command = f"{text}\npython pretrain_gpt.py --num-layers 1\n"
+    try:
+        find_command(with_command, "pretrain_gpt.py")
+    except ValueError as error:
+        assert "has no end" in str(error)
+
+
+def test_a_variable_that_holds_itself_ends() -> None:
+    text = 'A="$A --x $B"\nB="$A"\nA="$B $A"\npython pretrain_gpt.py $A $B\n'
+    assert find_command(text, "pretrain_gpt.py") is not None

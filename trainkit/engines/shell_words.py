@@ -1,0 +1,195 @@
+"""The words of a command in a shell script, read without running anything.
+
+What is understood: comments, quotes, lines that go on after a backslash, NAME=value and
+NAME=(array), $NAME, ${NAME}, ${NAME[@]}, ${NAME:-default} and $((integers)) (POSIX.1-2024, Shell
+Command Language, 2.5 to 2.9; arrays as bash has them). Conditions are not decided: all their
+assignments are made in turn.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+import re
+import shlex
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
+_VARIABLE = re.compile(
+    r"\$(?:([A-Za-z_]\w*|\d)|\{([A-Za-z_]\w*|\d)(?:\[[@*]\])?(?::?[-=]((?:[^{}]|\{[^{}]*\})*))?\})"
+)
+_ARITHMETIC = re.compile(r"\$\(\(([^()]*)\)\)")
+_COMMAND = re.compile(r"\$\([^()]*\)|`[^`]*`")
+_QUOTED = r"""'[^']*'|"(?:[^"\\]|\\.)*\""""
+_PIECE = re.compile(rf"{_QUOTED}|(?P<comment>(?<![^\s;])\#[^\n]*)|\\.|.", re.DOTALL)
+_NESTED = r"\$\(\([^()]*\)\)|\$\([^()]*\)|\$\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}|`[^`]*`"
+_TOKEN = re.compile(
+    r"(?P<join>\\\n)|(?P<redirect>(?<!\S)\d(?=[<>]))"
+    rf"|(?P<word>(?:{_QUOTED}|{_NESTED}|(?<==)\((?:{_QUOTED}|[^()'\"])*+\)|\\[^\n]|[^\s;|&<>()'\"`\\])+)"
+    r"|(?P<end>\n|[;|&<>()])",
+    re.DOTALL,
+)
+_OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+    ast.Div: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+DEEPEST = 20  # variables in variables
+LONGEST = 10**5  # characters of a value; variables that hold each other would grow without end
+
+
+@dataclass
+class ShellCommand:
+    """A command that was found.
+
+    Args:
+        before: its words up to the script, as of torchrun.
+        words: those after the script.
+        unknown: variables and commands in them whose value the script does not say.
+    """
+
+    before: list[str] = field(default_factory=list)
+    words: list[str] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
+
+
+def find_command(text: str, script: str) -> ShellCommand | None:
+    """The last command of a script that runs `script`; None where there is none.
+
+    Args:
+        text: of the shell script, or one command line.
+        script: the name of the program, such as pretrain_gpt.py.
+
+    Raises ValueError for text that no shell takes: a quote without its end.
+    """
+    variables: dict[str, str] = {}
+    found = None
+    for words in _commands(text):
+        found = _cut(_assigned(words, variables), variables, script) or found
+    if found is None:
+        # CMD="pretrain_gpt.py ..." that something else runs
+        for name in variables:
+            found = _cut([f"${name}"], variables, script) or found
+    return found
+
+
+def _cut(words: list[str], variables: Mapping[str, str], script: str) -> ShellCommand | None:
+    """A command whose words are still to be expanded, cut at the script; None where it runs
+    another."""
+    unknown: list[str] = []
+    expanded = [each for word in words for each in _expanded(word, variables, unknown)]
+    at = next((at for at, word in enumerate(expanded) if word.endswith(script)), None)
+    if at is None:
+        return None
+    # an array may hold several options in one pair of quotes
+    after = [each for word in expanded[at + 1 :] for each in _options(word)]
+    return ShellCommand(expanded[:at], after, list(dict.fromkeys(unknown)))
+
+
+def _options(word: str) -> list[str]:
+    if word.startswith("--") and " " in word:
+        return [each.strip("'\"") for each in word.split()]
+    return [word]
+
+
+def _commands(text: str) -> Iterator[list[str]]:
+    """Raw words of one command after another: quotes are still there. NAME=(words) is one word."""
+    words: list[str] = []
+    for match in _TOKEN.finditer(_without_comments(text)):
+        kind = match.lastgroup
+        if kind == "word":
+            words.append(match[0])
+        elif kind == "end":
+            yield words
+            words = []
+    yield words
+
+
+def _without_comments(text: str) -> str:
+    """The script without what follows a # that begins a word. Raises ValueError for a quote that
+    does not end."""
+    found = []
+    for match in _PIECE.finditer(text):
+        if match[0] in ("'", '"'):
+            raise ValueError(f"a quote {match[0]} has no end")
+        if match.lastgroup != "comment":
+            found.append(match[0])
+    return "".join(found)
+
+
+def _assigned(words: list[str], variables: dict[str, str]) -> list[str]:
+    """Make the assignments that a command begins with; returns its other words."""
+    rest = [word for word in words if word not in ("export", "local", "readonly", "declare")]
+    while rest and (match := _ASSIGNMENT.fullmatch(rest[0])):
+        name, adds, value = match.groups()
+        rest = rest[1:]
+        if value.startswith("("):
+            value = " ".join(_without_comments(value[1:-1]).split())
+        else:
+            value = _unquoted(value)
+        # as the shell does it, now: a variable may be its own beginning. What is not known yet may
+        # be another's business, and never its own.
+        known = {name: "", **variables}
+        value = _VARIABLE.sub(lambda m, known=known: _value(m, known), value)[:LONGEST]
+        variables[name] = f"{variables.get(name, '')} {value}".strip() if adds else value
+    return rest
+
+
+def _unquoted(word: str) -> str:
+    return re.sub(
+        r"""(["'])(.*?)\1""",
+        lambda match: match[2].replace("\\\n", " "),
+        word,
+        flags=re.DOTALL,
+    )
+
+
+def _expanded(word: str, variables: Mapping[str, str], unknown: list[str]) -> list[str]:
+    """One word of a command as the program gets it: none, one or several."""
+    if word.startswith("'") and word.endswith("'"):
+        return [word[1:-1]]
+    whole = _VARIABLE.fullmatch(word.strip('"'))
+    text = word
+    for _ in range(DEEPEST):
+        new = _VARIABLE.sub(lambda match: _value(match, variables), text)
+        if new == text or len(new) > LONGEST:
+            break
+        text = new
+    text = _ARITHMETIC.sub(_computed, text)
+    unknown += [match[0] for match in _VARIABLE.finditer(text)]
+    unknown += [match[0] for match in _COMMAND.finditer(text)]
+    if whole or "$" in word:
+        try:
+            return shlex.split(text)
+        except ValueError:
+            return [text]
+    return [_unquoted(text)]
+
+
+def _value(match: re.Match[str], variables: Mapping[str, str]) -> str:
+    name = match[1] or match[2]
+    if name in variables:
+        return variables[name]
+    if match[3] is not None:
+        return _unquoted(match[3])
+    return match[0]
+
+
+def _computed(match: re.Match[str]) -> str:
+    """$((...)) of whole numbers; itself where it is something else."""
+    try:
+        return str(_integer(ast.parse(match[1].strip(), mode="eval").body))
+    except (SyntaxError, ValueError, ZeroDivisionError):
+        return match[0]
+
+
+def _integer(node: ast.expr) -> int:
+    if isinstance(node, ast.Constant) and isinstance(node.value, int):
+        return node.value
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        return _OPERATORS[type(node.op)](_integer(node.left), _integer(node.right))
+    raise ValueError("not whole numbers")
