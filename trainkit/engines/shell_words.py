@@ -172,11 +172,9 @@ def _expanded(word: str, variables: Mapping[str, str], unknown: list[str]) -> li
 
 def _value(match: re.Match[str], variables: Mapping[str, str]) -> str:
     name = match[1] or match[2]
-    if name in variables:
-        return variables[name]
-    if match[3] is not None:
+    if match[3] is not None and not variables.get(name):
         return _unquoted(match[3])
-    return match[0]
+    return variables.get(name, match[0])
 
 
 def _computed(match: re.Match[str]) -> str:
