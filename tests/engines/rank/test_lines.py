@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainkit.engines.rank import gpt_neox, megatron_lm
-from trainkit.engines.rank.readings import Evaluation, Iteration
+from trainkit.engines.rank.readings import EvaluationLine, Iteration
 
-Reader = Callable[[str], Iteration | Evaluation | None]
+Reader = Callable[[str], Iteration | EvaluationLine | None]
 READERS: list[Reader] = [megatron_lm.read_line, gpt_neox.read_line]
 
 # Megatron-LM core 0.12.0, two ranks, torch 2.13
@@ -136,35 +136,35 @@ def test_neox_lines_of_other_versions() -> None:
         (
             " validation loss at iteration 3 | lm loss value: 1.069303E+01 | lm loss PPL:"
             " 4.404774E+04 | ",
-            Evaluation(3, "valid", 10.69303),
+            EvaluationLine(3, "valid", 10.69303),
         ),
         (
             " validation loss at iteration 6 on validation set | lm loss value: 1.058324E+01 | lm"
             " loss PPL: 3.946765E+04 | ",
-            Evaluation(6, "valid", 10.58324),
+            EvaluationLine(6, "valid", 10.58324),
         ),
         (
             " validation loss at iteration 6 on test set | lm loss value: 1.065056E+01 | lm loss"
             " PPL: 4.221633E+04 | ",
-            Evaluation(6, "test", 10.65056),
+            EvaluationLine(6, "test", 10.65056),
         ),
         (  # May 2021
             " validation loss at the end of training for test data | lm loss value: 7.0E+00 | ",
-            Evaluation(None, "test", 7.0),
+            EvaluationLine(None, "test", 7.0),
         ),
         (  # 0.15 and later, several validation sets
             " validation-0 loss at iteration 9 | lm loss value: 7.0E+00 | ",
-            Evaluation(9, "valid", 7.0),
+            EvaluationLine(9, "valid", 7.0),
         ),
         (
             " validation-1 loss at iteration 9 | lm loss value: nan | ",
-            Evaluation(9, "valid-1", math.nan),
+            EvaluationLine(9, "valid-1", math.nan),
         ),
     ],
 )
-def test_megatron_evaluations(line: str, expected: Evaluation) -> None:
+def test_megatron_evaluations(line: str, expected: EvaluationLine) -> None:
     reading = megatron_lm.read_line(line)
-    assert isinstance(reading, Evaluation)
+    assert isinstance(reading, EvaluationLine)
     assert (reading.step, reading.name) == (expected.step, expected.name)
     assert reading.lm_loss == pytest.approx(expected.lm_loss, nan_ok=True)
     assert gpt_neox.read_line(line) is None
@@ -176,20 +176,20 @@ def test_megatron_evaluations(line: str, expected: Evaluation) -> None:
         (
             " validation results at iteration 3 | lm_loss value: 1.067863E+01 | lm_loss_ppl value:"
             " 4.341806E+04 | ",
-            Evaluation(3, "valid", 10.67863),
+            EvaluationLine(3, "valid", 10.67863),
         ),
         (
             " validation results at the end of training for val data | lm_loss value: 1.057839E+01"
             " | lm_loss_ppl value: 3.927694E+04 | ",
-            Evaluation(None, "valid", 10.57839),
+            EvaluationLine(None, "valid", 10.57839),
         ),
         (
             " test results at the end of training for test data | lm_loss value: 1.06E+01 | ",
-            Evaluation(None, "test", 10.6),
+            EvaluationLine(None, "test", 10.6),
         ),
     ],
 )
-def test_neox_evaluations(line: str, expected: Evaluation) -> None:
+def test_neox_evaluations(line: str, expected: EvaluationLine) -> None:
     assert gpt_neox.read_line(line) == expected
     assert megatron_lm.read_line(line) is None
 

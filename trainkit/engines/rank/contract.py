@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Protocol
 
-from trainkit.engines.rank.readings import Evaluation, FoundCheckpoint, Iteration
+from trainkit.engines.rank.readings import EvaluationLine, FoundCheckpoint, Iteration
 
 
 class EngineReader(Protocol):
     """How an engine says how far it is, and where its checkpoints lie."""
 
-    def read_line(self, text: str) -> Iteration | Evaluation | None:
+    def read_line(self, text: str) -> Iteration | EvaluationLine | None:
         """What one line of the engine's output says."""
 
     def tracked_step(self, folder: Path) -> int | None:

@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 
 from trainkit.engines.rank.printed import fields, plain, to_float, to_whole
-from trainkit.engines.rank.readings import Evaluation, FoundCheckpoint, Iteration
+from trainkit.engines.rank.readings import EvaluationLine, FoundCheckpoint, Iteration
 from trainkit.engines.rank.saved_files import (
     archive_problem,
     cut_short,
@@ -34,7 +34,7 @@ _OPTIMIZER = re.compile(r"(?:[a-z0-9]+_)?zero_pp_rank_([0-9]+)_mp_rank_([0-9]+)_
 _LAYER = re.compile(r"layer_([0-9]+)-model_([0-9]+)-model_states\.pt")
 
 
-def read_line(text: str) -> Iteration | Evaluation | None:
+def read_line(text: str) -> Iteration | EvaluationLine | None:
     """What a line of any rank's output says, or None. Rank 0 prints them."""
     text = plain(text)
     lines = list(_ITERATION.finditer(text))
@@ -67,7 +67,7 @@ def _iteration(first: tuple[str, ...], said: dict[str, str]) -> Iteration | None
     )
 
 
-def _evaluation(chart: str, where: str, said: dict[str, str]) -> Evaluation | None:
+def _evaluation(chart: str, where: str, said: dict[str, str]) -> EvaluationLine | None:
     """The fields of a line of an evaluation. Older versions call the test data `validation
     results at the end of training for test data`."""
     if "lm_loss value" not in said:
@@ -79,7 +79,7 @@ def _evaluation(chart: str, where: str, said: dict[str, str]) -> Evaluation | No
     step = None
     if at is not None:
         step = to_whole(at.group(1))
-    return Evaluation(step, name, to_float(said["lm_loss value"]))
+    return EvaluationLine(step, name, to_float(said["lm_loss value"]))
 
 
 def tracked_step(folder: Path) -> int | None:

@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 
 from trainkit.engines.rank.printed import fields, plain, to_float, to_whole
-from trainkit.engines.rank.readings import Evaluation, FoundCheckpoint, Iteration
+from trainkit.engines.rank.readings import EvaluationLine, FoundCheckpoint, Iteration
 from trainkit.engines.rank.saved_files import (
     archive_problem,
     cut_short,
@@ -40,7 +40,7 @@ _MODEL_FILES = ("model_optim_rng.pt", "model_rng.pt")
 _OPTIMIZER_FILES = ("distrib_optim.pt", "optim.pt")
 
 
-def read_line(text: str) -> Iteration | Evaluation | None:
+def read_line(text: str) -> Iteration | EvaluationLine | None:
     """What a line of any rank's output says, or None. The last rank prints them."""
     text = plain(text)
     lines = list(_ITERATION.finditer(text))
@@ -74,7 +74,7 @@ def _iteration(step: str, train_iters: str, said: dict[str, str]) -> Iteration |
     )
 
 
-def _evaluation(which: str | None, where: str, said: dict[str, str]) -> Evaluation | None:
+def _evaluation(which: str | None, where: str, said: dict[str, str]) -> EvaluationLine | None:
     """The fields of a line of an evaluation."""
     if "lm loss value" not in said:
         return None
@@ -87,7 +87,7 @@ def _evaluation(which: str | None, where: str, said: dict[str, str]) -> Evaluati
     step = None
     if at is not None:
         step = to_whole(at.group(1))
-    return Evaluation(step, name, to_float(said["lm loss value"]))
+    return EvaluationLine(step, name, to_float(said["lm loss value"]))
 
 
 def tracked_step(folder: Path) -> int | None:

@@ -41,7 +41,7 @@ class Iteration:
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class EvaluationLine:
     """One line of an evaluation.
 
     Args:

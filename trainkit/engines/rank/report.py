@@ -17,7 +17,7 @@ from pathlib import Path
 from trainkit.base.documents import document, utc_now
 from trainkit.base.files import temporary_name, write_json, write_text
 from trainkit.engines.rank.end import Verdict
-from trainkit.engines.rank.readings import Evaluation, Iteration
+from trainkit.engines.rank.readings import EvaluationLine, Iteration
 from trainkit.engines.rank.spec import RankSpec
 
 # between two lines of the engine, in units of the longest time between two so far: an evaluation or
@@ -46,9 +46,9 @@ class RankReport:
         self.step = step or 0
         self.beat("load")
 
-    def take(self, reading: Iteration | Evaluation) -> None:
+    def take(self, reading: Iteration | EvaluationLine) -> None:
         """The engine has said something."""
-        if isinstance(reading, Evaluation):
+        if isinstance(reading, EvaluationLine):
             self._evaluated(reading)
         elif self.last_iteration is None or reading.step > self.last_iteration:
             self._stepped(reading)
@@ -104,7 +104,7 @@ class RankReport:
             row["hfu"] = hardware / spec.peak_tflops
         return row
 
-    def _evaluated(self, reading: Evaluation) -> None:
+    def _evaluated(self, reading: EvaluationLine) -> None:
         step = self.step if reading.step is None else reading.step
         self._append(
             {
