@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from trainkit.base.errors import ConfigError, Problem
+from trainkit.base.files import write_text
 from trainkit.engines.compiled import extensions_folder
 from trainkit.engines.contract import Command
 from trainkit.engines.foreign import (
@@ -41,7 +42,7 @@ from trainkit.engines.options import (
     tables_of,
     version_at,
 )
-from trainkit.engines.rank.gpt_neox import tracked_step
+from trainkit.engines.rank import gpt_neox as reader
 from trainkit.engines.rank.spec import RequiredModule
 from trainkit.engines.sources import engine_python, engine_version, source_of, source_tree
 from trainkit.jobs.schema import Job
@@ -62,6 +63,7 @@ PKG_RESOURCES = RequiredModule("pkg_resources", "`pip install 'setuptools<81'`")
 # keys that its checkpoints hold too: AnnealingLR.load_state_dict ends the run where one differs
 SCHEDULE = ("min_lr", "warmup", "lr_decay_iters", "lr_decay_style")
 DEEPSPEED_ENV = "launch/deepspeed_env"
+TRACKER = "latest"  # deepspeed/runtime/engine.py save_checkpoint
 
 
 class GptNeox:
@@ -95,12 +97,28 @@ class GptNeox:
         return rank_command(job, run, attempt, replace(program, argv=argv))
 
     def before_attempt(self, job: Job, run: RunFolder) -> None:
+        """Let `latest` name the newest whole checkpoint: the engine loads what it names. Rows of
+        metrics after it are taken back."""
+        _name_whole(run)
         if problems := resume_problems(job, run):
             raise ConfigError(problems)
         take_back_metrics(job, run)
 
     def checkpoints(self, run: RunFolder, *, hashes: bool) -> list[ListedCheckpoint]:
         return listed_checkpoints(NAME, run)
+
+
+def _name_whole(run: RunFolder) -> None:
+    found = reader.found_checkpoints(run.checkpoints)
+    whole = {each.step for each in found if not each.problems}
+    if reader.tracked_step(run.checkpoints) in whole:
+        return
+    tracker = run.checkpoints / TRACKER
+    if whole:
+        # without a newline, as DeepSpeed writes it
+        write_text(tracker, f"global_step{max(whole)}")
+    else:
+        tracker.unlink(missing_ok=True)
 
 
 def _problems(job: Job) -> Iterator[Problem]:
@@ -175,7 +193,7 @@ def _refuse_empty(config: Config, run: RunFolder) -> None:
 def saved_config(run: RunFolder) -> dict[str, object] | None:
     """The configuration that the run's newest checkpoint was made with; {} where it cannot be
     read, None where there is no checkpoint."""
-    step = tracked_step(run.checkpoints)
+    step = reader.tracked_step(run.checkpoints)
     if step is None:
         return None
     folder = run.checkpoints / f"global_step{step}" / "configs"
