@@ -291,6 +291,15 @@ def project(tmp_path: Path) -> Project:
     return Project(tmp_path)
 
 
+@pytest.fixture(scope="session")
+def old_python() -> str:
+    """An interpreter as old as those of foreign images, named by TRAINKIT_OLD_PYTHON."""
+    path = os.environ.get("TRAINKIT_OLD_PYTHON")
+    if not path:
+        pytest.skip("TRAINKIT_OLD_PYTHON names no older Python (3.8) to run agents with")
+    return path
+
+
 def wait_for(condition: Callable[[], Any], what: str, timeout: float = HANGS) -> Any:
     """Poll until `condition()` is true and return its value; fail after `timeout` seconds."""
     deadline = time.monotonic() + timeout

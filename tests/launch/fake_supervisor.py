@@ -27,7 +27,7 @@ Frame = dict[str, Any]  # as it is on the wire
 
 
 class Session:
-    """A session folder, the port its agents dial, and one real agent process.
+    """A session folder, the port its agents dial, and real agent processes, one a node.
 
     Args:
         folder: made.
@@ -63,7 +63,8 @@ class Session:
         (self.folder / "session.json").write_text(json.dumps(session | values))
         (self.folder / "token").write_text(self.token.hex())
         (self.folder / "secrets.json").write_text(json.dumps({"KEY": SECRET}))
-        self.agent: subprocess.Popen[bytes] | None = None
+        self.agent: subprocess.Popen[bytes] | None = None  # the last one that was started
+        self.agents: list[subprocess.Popen[bytes]] = []
 
     def start(
         self,
@@ -72,21 +73,24 @@ class Session:
         environment: Mapping[str, str] | None = None,
         agent: Path = AGENT,
         around: Sequence[str] = (),
+        python: str = sys.executable,
+        node: int = 0,
     ) -> subprocess.Popen[bytes]:
-        """Start the agent as a launcher does, by way of the program `around`; the process is its
-        keeper."""
-        argv = [*around, sys.executable, "-I", "-S", str(agent), str(self.folder), "0"]
+        """Start the agent of a node as a launcher does, by way of the program `around`; the
+        process is its keeper."""
+        argv = [*around, python, "-I", "-S", str(agent), str(self.folder), str(node)]
         own = {
             **(os.environ if environment is None else environment),
-            process_marks.MARK_VARIABLE: f"{self.run}/1/agents/0",
+            process_marks.MARK_VARIABLE: f"{self.run}/1/agents/{node}",
         }
         self.agent = subprocess.Popen(
             argv,
             stdin=stdin,
-            stderr=open(self.folder.parent / "agent.err", "wb"),  # noqa: SIM115
+            stderr=open(self.folder.parent / "agent.err", "ab"),  # noqa: SIM115
             env=own,
             start_new_session=True,
         )
+        self.agents.append(self.agent)
         return self.agent
 
     def accept(self) -> Peer:
@@ -110,7 +114,8 @@ class Session:
         self.start(**how)
         peer = self.accept()
         peer.hello = peer.hear("hello")
-        peer.say(type="reserve", run=self.run, attempt=1, slots=slots, share=False, mark=self.mark)
+        mark = f"{self.run}/1/{how.get('node', 0)}"
+        peer.say(type="reserve", run=self.run, attempt=1, slots=slots, share=False, mark=mark)
         peer.hear("reserved")
         return peer
 
@@ -125,9 +130,9 @@ class Session:
     def close(self) -> None:
         """End everything, whatever the test has done to it."""
         self.server.close()
-        if self.agent:
-            self.agent.kill()
-            self.agent.wait()
+        for agent in self.agents:
+            agent.kill()
+            agent.wait()
         wait_until(lambda: not process_marks.kill_marked(self.run))
         cgroup.kill_cgroups(self.run, LONG)
 

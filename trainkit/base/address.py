@@ -7,10 +7,11 @@ import ctypes
 import ipaddress
 import os
 import socket
+from typing import Union
 
 from trainkit.base.errors import ConfigError, Exit, TrainkitError
 
-Ip = ipaddress.IPv4Address | ipaddress.IPv6Address
+Ip = Union[ipaddress.IPv4Address, ipaddress.IPv6Address]
 
 
 class _Socket(ctypes.Structure):

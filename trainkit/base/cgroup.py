@@ -99,11 +99,10 @@ def find_cgroups(mark: str) -> list[Cgroup]:
     found: dict[Path, Cgroup] = {}
     for point, _ in _mounts():
         for folder, names, _ in os.walk(point):
-            found |= {
-                Path(folder, name): Cgroup(Path(folder, name))
-                for name in names
-                if name == wanted or name.startswith(wanted + ".")
-            }
+            for name in names:
+                if name == wanted or name.startswith(wanted + "."):
+                    path = Path(folder, name)
+                    found[path] = Cgroup(path)
     return list(found.values())
 
 

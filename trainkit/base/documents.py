@@ -50,7 +50,7 @@ def canonical_json(value: Any) -> str:
 def utc_now() -> str:
     """Now, as ISO 8601 in UTC with milliseconds."""
     return (
-        datetime.datetime.now(datetime.UTC)
+        datetime.datetime.now(datetime.timezone.utc)
         .isoformat(timespec="milliseconds")
         .replace("+00:00", "Z")
     )

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 TEMPORARY = ".tmp-"  # what every unfinished file or folder has in its name
+BLOCK = 2**20  # bytes of a file that are hashed at a time
 
 
 def temporary_name(path: Path) -> Path:
@@ -134,8 +135,11 @@ def blocking_owner(path: Path) -> tuple[Path, str]:
 
 def sha256_file(path: Path) -> str:
     """Hex SHA-256 of a file's bytes."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    digest = hashlib.sha256()
+    with open(path, "rb", buffering=0) as file:
+        while block := file.read(BLOCK):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def sha256_tree(root: Path, names: Iterable[str]) -> str:

@@ -475,7 +475,7 @@ def main(argv: list[str]) -> int:
         _say("usage: install.py ensure [--extension] [EXTRA ...]")
         return 1
     try:
-        if sys.version_info < (3, 11):  # noqa: UP036  .venv may be somebody's older one
+        if sys.version_info < (3, 11):  # .venv may be somebody's older one
             raise InstallError(
                 f"{sys.executable} is Python {sys.version.split()[0]}, 3.11 or newer is needed;"
                 " delete .venv if it is in there"

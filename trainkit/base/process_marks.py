@@ -10,6 +10,7 @@ all below it. What overwrites its own environment is found as a descendant inste
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import resource
 import signal
@@ -17,6 +18,7 @@ import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from trainkit.base.old_python import open_process, signal_process
 from trainkit.base.process import start_time
 
 MARK_VARIABLE = "TRAINKIT_RUN"
@@ -24,6 +26,9 @@ ROUNDS = 50
 # bytes of POSIX message queues, of which Linux allows 819,200: nobody comes near, so that the
 # number can be a mark
 LIMITS = range(400_000, 800_000)
+# what pidfd_open(2) answers before Linux 5.3, and where the filter of a container's runtime does
+# not know it
+NO_HANDLES = (errno.ENOSYS, errno.EPERM)
 
 
 @dataclass(frozen=True)
@@ -92,18 +97,30 @@ def send_signal(process: MarkedProcess, number: int) -> bool:
     """Send a signal to that very process, never to a later one of its pid. Returns whether it
     was still there."""
     try:
-        handle = os.pidfd_open(process.pid)
-    except OSError:
-        return False
+        handle = open_process(process.pid)
+    except OSError as error:
+        return error.errno in NO_HANDLES and _signal_by_pid(process, number)
     try:
         if start_time(process.pid) != process.start_time:
             return False
-        signal.pidfd_send_signal(handle, number)
+        signal_process(handle, number)
         return True
     except OSError:
         return False
     finally:
         os.close(handle)
+
+
+def _signal_by_pid(process: MarkedProcess, number: int) -> bool:
+    """`send_signal` where no open file can mean a process: only the moment between the look and
+    the signal is left in which the pid could become another's."""
+    if start_time(process.pid) != process.start_time:
+        return False
+    try:
+        os.kill(process.pid, number)
+    except OSError:
+        return False
+    return True
 
 
 def kill_processes(processes: Iterable[MarkedProcess]) -> None:

@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from trainkit.base.locks import NO_LOCKS, LockBusy
+from trainkit.base.old_python import without_prefix, without_suffix
 
 PREFIX = "trainkit-"
 SUFFIX = ".lock"
@@ -110,7 +111,7 @@ def slot_path(folder: Path, name: str) -> Path:
 
 def slot_name(path: Path) -> str:
     """The slot that a file is for."""
-    return path.name.removeprefix(PREFIX).removesuffix(SUFFIX)
+    return without_suffix(without_prefix(path.name, PREFIX), SUFFIX)
 
 
 def _open(path: Path) -> int:

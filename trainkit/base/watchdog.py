@@ -29,6 +29,7 @@ from pathlib import Path
 from trainkit.base import process_marks
 from trainkit.base.cgroup import Cgroup
 from trainkit.base.errors import Exit
+from trainkit.base.old_python import exit_code_of, receive_handles, send_handles
 from trainkit.base.process import adopt_orphans, set_process_title
 
 MANY = 250  # file descriptors in one message (the kernel's limit is 253)
@@ -68,11 +69,8 @@ class WatchdogLink:
 
     def hold(self, handles: Iterable[int], *, lease: float) -> None:
         """Keep these files open until nothing is left of us. `lease` as above."""
-        socket.send_fds(
-            self._line,
-            [json.dumps({"marks": [], "lease": lease, "folders": []}).encode()],
-            list(handles)[:MANY],
-        )
+        words = json.dumps({"marks": [], "lease": lease, "folders": []})
+        send_handles(self._line, words.encode(), list(handles)[:MANY])
 
     def let_go(self) -> None:
         """Close what `hold` handed over."""
@@ -156,7 +154,7 @@ class _Keeper:
         if not select.select([self.line], [], [], self.lease)[0]:
             _say(f"the agent has not moved for {self.lease:g} s; it and all it started are killed")
             return False
-        data, handles, _, _ = socket.recv_fds(self.line, 65536, MANY)
+        data, handles = receive_handles(self.line, 65536, MANY)
         self.held += handles
         if data == b"let go":
             for handle in self.held:
@@ -210,7 +208,7 @@ class _Keeper:
         try:
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 if ended[0] == self.worker:
-                    self.code = os.waitstatus_to_exitcode(ended[1])
+                    self.code = exit_code_of(ended[1])
         except ChildProcessError:
             return True
         return False

@@ -14,12 +14,12 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Callable, Mapping
 
 from trainkit.base.errors import ConfigError, Exit, Problem, SourceLocation, TrainkitError
 from trainkit.base.files import read_json
+from trainkit.base.old_python import without_suffix
 from trainkit.base.process import die_with_parent, raise_open_file_limit
 
 DISK_HINTS = {
@@ -68,7 +68,7 @@ def run_unit(work: Callable[[Any, ProgressCallback], Mapping[str, object]]) -> N
     try:
         for number, path in enumerate(map(Path, sys.argv[1:])):
             if number:
-                _log_to(path.with_name(path.name.removesuffix(".spec.json") + ".log"))
+                _log_to(path.with_name(without_suffix(path.name, ".spec.json") + ".log"))
             _say(result=work(read_json(path), _Throttle()))
     except KeyboardInterrupt:
         sys.exit(int(Exit.INTERRUPTED))

@@ -18,6 +18,7 @@ from trainkit.base import process_marks, slots
 from trainkit.base.cgroup import find_cgroups, kill_cgroups
 from trainkit.base.files import read_json
 from trainkit.base.locks import LockBusy
+from trainkit.base.old_python import without_prefix
 from trainkit.base.process_marks import MarkedProcess
 from trainkit.base.redact import Redactor
 from trainkit.launch.agent.loop import Agent, Command, Task
@@ -218,7 +219,7 @@ def _secrets(agent: Agent, names: Sequence[str]) -> dict[str, str]:
 
 def send_signal(agent: Agent, frame: frames.SignalProcesses) -> None:
     """A signal to the programs themselves, not to what they started."""
-    number = signal.Signals["SIG" + frame.signal.removeprefix("SIG")]
+    number = signal.Signals["SIG" + without_prefix(frame.signal, "SIG")]
     for child in agent.processes.by_keys(frame.keys):
         child.signal(number)
 
@@ -256,7 +257,7 @@ def sweep(agent: Agent, frame: frames.SweepRun) -> Task:
     deadline = time.monotonic() + SWEEP_SECONDS
     left = _left_of(frame.run)
     while frame.kill and time.monotonic() < deadline:
-        killed |= {p.pid: p for p in left}
+        killed.update({p.pid: p for p in left})
         kill_cgroups(frame.run, 0.0)
         process_marks.kill_processes(left)
         if not left:

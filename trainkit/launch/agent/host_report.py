@@ -20,6 +20,7 @@ from typing import TypeVar
 from trainkit.base import slots
 from trainkit.base.address import local_address_in, local_addresses
 from trainkit.base.errors import TrainkitError
+from trainkit.base.old_python import without_prefix, without_suffix
 from trainkit.base.process import identity
 from trainkit.base.snapshot_files import snapshot_hash
 from trainkit.launch.protocol.frames import HostFacts
@@ -117,7 +118,7 @@ def version_of(package: str, further: Sequence[str] = ()) -> str | None:
             ):
                 return match[1]
         for metadata in folder.glob(f"{package}-*.dist-info"):
-            return metadata.name.removesuffix(".dist-info").partition("-")[2]
+            return without_suffix(metadata.name, ".dist-info").partition("-")[2]
     return None
 
 
@@ -129,7 +130,7 @@ def extension_error(package: Path) -> str | None:
     version do not have, and numpy is not needed.
     """
     built = sorted(path.name for path in package.glob("_index.*.so"))
-    fitting = [name for name in built if name.removeprefix("_index") in EXTENSION_SUFFIXES]
+    fitting = [name for name in built if without_prefix(name, "_index") in EXTENSION_SUFFIXES]
     if built and not fitting:
         return (
             f"{', '.join(built)} is for another Python than {platform.python_version()}, which"
@@ -169,11 +170,8 @@ def _site_folders() -> Iterator[Path]:
 def gpus(devices: Path = Path("/dev"), driver: Path = NVIDIA) -> list[str]:
     """Names of the GPUs whose device files are here, by their numbers; NVIDIA's driver says them
     in /proc, without nvidia-smi's second."""
-    present = {
-        int(p.name.removeprefix("nvidia"))
-        for p in devices.glob("nvidia[0-9]*")
-        if p.name.removeprefix("nvidia").isdigit()
-    }
+    numbers = [without_prefix(path.name, "nvidia") for path in devices.glob("nvidia[0-9]*")]
+    present = {int(number) for number in numbers if number.isdigit()}
     names = {}
     for about in driver.glob("gpus/*/information"):
         values = dict(re.findall(r"^([^:\n]+):[ \t]*(.*?)[ \t]*$", about.read_text(), re.MULTILINE))

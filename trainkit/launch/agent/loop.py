@@ -12,9 +12,9 @@ import socket
 import stat
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Callable, Collection, Iterator, Mapping, Optional
 
 from trainkit.base import process_marks
 from trainkit.base.cgroup import create_cgroup
@@ -36,7 +36,7 @@ TICK = 0.05  # seconds between two looks at what has begun and is not done
 LEAVE_SECONDS = 2.0  # how long the last frames may take
 
 Task = Iterator[None]  # it is resumed at each turn of the loop
-Command = Callable[["Agent", Mapping[str, object]], Task | None]
+Command = Callable[["Agent", Mapping[str, object]], Optional[Task]]
 
 
 def run_agent(

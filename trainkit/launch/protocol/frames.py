@@ -12,10 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar
 
 from trainkit.launch.protocol.framing import BadFrame
 from trainkit.launch.protocol.json_fields import OMIT_NONE, FieldError, read_fields, write_fields
+
+if TYPE_CHECKING:
+    from typing import Self
 
 
 @dataclass(frozen=True)

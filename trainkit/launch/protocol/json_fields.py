@@ -10,10 +10,11 @@ Standard library only: the agent imports this on nodes that may have nothing els
 
 from __future__ import annotations
 
+import ast
 import dataclasses
-import types
-from collections.abc import Callable, Mapping
-from typing import TypeVar, cast, get_args, get_origin, get_type_hints
+import sys
+from collections.abc import Mapping
+from typing import Callable, TypeVar, cast
 
 T = TypeVar("T")
 _Reader = Callable[[object, str], object]
@@ -64,7 +65,7 @@ def write_fields(instance: object) -> dict[str, object]:
 def _written(value: object) -> object:
     if dataclasses.is_dataclass(value):
         return write_fields(value)
-    if isinstance(value, tuple | list):
+    if isinstance(value, (tuple, list)):
         return [_written(item) for item in value]
     if isinstance(value, Mapping):
         return {key: _written(item) for key, item in value.items()}
@@ -75,11 +76,13 @@ def _readers(kind: type[object]) -> tuple[tuple[str, _Reader, bool], ...]:
     """(name, reader, whether it has to be there) of each field."""
     if kind in _KNOWN:
         return _KNOWN[kind]
-    hints = get_type_hints(kind)
+    names: dict[str, object] = {}
+    for base in reversed(kind.__mro__):  # as its own module and those of its bases know them
+        names.update(vars(sys.modules[base.__module__]))
     _KNOWN[kind] = tuple(
         (
             field.name,
-            _reader(hints[field.name]),
+            _reader(_parsed(field.type), names),
             field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING,
         )
         for field in dataclasses.fields(kind)  # type: ignore[arg-type]
@@ -87,22 +90,50 @@ def _readers(kind: type[object]) -> tuple[tuple[str, _Reader, bool], ...]:
     return _KNOWN[kind]
 
 
-def _reader(hint: object) -> _Reader:
-    if hint is object:
+def _reader(annotation: ast.expr, names: Mapping[str, object]) -> _Reader:
+    """The reader of what is annotated so. It is read as it is written: Python 3.8 cannot evaluate
+    `X | None`."""
+    if isinstance(annotation, ast.Name):
+        return _named_reader(annotation.id, names)
+    if isinstance(annotation, ast.BinOp) and _is_constant(annotation.right, None):
+        return _optional(_reader(annotation.left, names))
+    if isinstance(annotation, ast.Subscript) and isinstance(annotation.value, ast.Name):
+        words = _words(annotation)
+        if annotation.value.id == "tuple" and len(words) == 2 and _is_constant(words[1], ...):
+            return _list(_reader(words[0], names))
+        if annotation.value.id == "Mapping" and len(words) == 2:
+            return _mapping(_reader(words[1], names))
+    raise TypeError(f"no reader for fields of type {ast.dump(annotation)}")
+
+
+def _parsed(annotation: object) -> ast.expr:
+    """An annotation of a module with `from __future__ import annotations`: its text."""
+    if not isinstance(annotation, str):
+        raise TypeError(f"no reader for fields of type {annotation}, which is no text")
+    return ast.parse(annotation, mode="eval").body
+
+
+def _words(subscript: ast.Subscript) -> list[ast.expr]:
+    """What stands between the brackets, with a comma in it."""
+    inside = getattr(subscript.slice, "value", subscript.slice)  # Python 3.8 wraps it once more
+    if isinstance(inside, ast.Tuple):
+        return inside.elts
+    return []
+
+
+def _is_constant(node: ast.expr, value: object) -> bool:
+    return isinstance(node, ast.Constant) and node.value is value
+
+
+def _named_reader(name: str, names: Mapping[str, object]) -> _Reader:
+    kind = names.get(name)
+    if kind is object:
         return lambda value, name: value
-    if hint in (str, int, float, bool):
-        return _scalar(cast(type[object], hint))
-    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
-        return lambda value, name: read_fields(hint, value, name)
-    origin = get_origin(hint)
-    arguments = get_args(hint)
-    if origin is types.UnionType:
-        return _optional(arguments)
-    if origin is tuple:
-        return _list(_reader(arguments[0]))
-    if origin is Mapping:
-        return _mapping(_reader(arguments[1]))
-    raise TypeError(f"no reader for fields of type {hint}")
+    if kind in (str, int, float, bool):
+        return _scalar(cast("type[object]", kind))
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+        return lambda value, name: read_fields(kind, value, name)
+    raise TypeError(f"no reader for fields of type {name}")
 
 
 def _scalar(kind: type[object]) -> _Reader:
@@ -118,14 +149,13 @@ def _scalar(kind: type[object]) -> _Reader:
     return read
 
 
-def _optional(arguments: tuple[object, ...]) -> _Reader:
-    (inner,) = (_reader(each) for each in arguments if each is not type(None))
+def _optional(inner: _Reader) -> _Reader:
     return lambda value, name: None if value is None else inner(value, name)
 
 
 def _list(inner: _Reader) -> _Reader:
     def read(value: object, name: str) -> object:
-        if not isinstance(value, list | tuple):
+        if not isinstance(value, (list, tuple)):
             raise FieldError(f"{name}: expected a list, got {_shown(value)}")
         return tuple(inner(item, f"{name}[{index}]") for index, item in enumerate(value))
 
