@@ -39,7 +39,10 @@ class Program:
         program: str = DONE,
         argv: tuple[str, ...] | None = None,
         env: dict[str, str] | None = None,
+        *,
+        own_code: bool = False,
     ) -> None:
+        self.own_code = own_code
         self.argv, self.env = argv or (sys.executable, "-c", program), env or {}
 
     def problems(self, job: Job) -> list[Problem]:
@@ -54,7 +57,12 @@ class Program:
     def command(self, job: Job, run: RunFolder, attempt: int) -> Command:
         env = {"ATTEMPT": str(attempt), **job.environment, **self.env}
         return Command(
-            self.argv, env, job.cluster.secrets, run.path, ranks_per_node=job.ranks_per_node
+            self.argv,
+            env,
+            job.cluster.secrets,
+            run.path,
+            ranks_per_node=job.ranks_per_node,
+            own_code=self.own_code,
         )
 
 

@@ -30,6 +30,7 @@ class Command:
             ("per_node"), or one on the first node that starts all of them ("per_run").
         engine_argv: what that program runs in turn, and engine_cwd: where; empty where it is the
             whole of it.
+        own_code: it is trainkit's own, and asks of each node the Python that trainkit needs.
     """
 
     argv: tuple[str, ...]
@@ -41,6 +42,7 @@ class Command:
     spawn: Literal["per_rank", "per_node", "per_run"] = "per_rank"
     engine_argv: tuple[str, ...] = ()
     engine_cwd: str = ""
+    own_code: bool = False
 
     def to_json(self) -> dict[str, object]:
         """As kept in world.json."""

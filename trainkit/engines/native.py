@@ -64,6 +64,7 @@ class Native:
             secret_names=job.cluster.secrets,
             cwd=run.path,
             ranks_per_node=job.ranks_per_node,
+            own_code=True,
         )
 
     def before_attempt(self, job: Job, run: RunFolder) -> None:

@@ -238,7 +238,8 @@ class Cluster(Table):
         None,
         pattern="^/",
         description=(
-            "ssh, pdsh: the Python interpreter on the nodes; by default the path of the one on the"
+            "ssh, pdsh: the Python interpreter on the nodes, 3.11 or newer (3.8 where they run only"
+            " engines other than 'native', and no stages); by default the path of the one on the"
             " head"
         ),
     )

@@ -66,7 +66,7 @@ class Container(Table):
         pattern=r"^[\w./+-]+$",
         description=(
             "the Python interpreter in the image: a path, or a name that is looked for after the"
-            " prolog"
+            " prolog; 3.8 or newer, and 3.11 or newer for engine 'native'"
         ),
     )
     prolog: Strings = Field(

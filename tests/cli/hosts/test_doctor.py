@@ -137,6 +137,15 @@ def test_each_finding_names_host_and_value(
     assert one[:3] == ("n1", what, wrong) and words in one[3], one
 
 
+def test_a_python_that_is_too_old_for_trainkit_itself(tmp_path: Path) -> None:
+    """Agents run with it, so that doctor can say what does not."""
+    old = {"versions": {**VERSIONS, "python": "3.8.10"}}
+    for host, what, wrong, message in found(session(tmp_path, 2), old, old):
+        assert host in ("n0", "n1") and what == "python" and wrong
+        assert "is Python 3.8.10; trainkit's own trainer and the stages need 3.11" in message
+    assert len(found(session(tmp_path, 2), old, old)) == 2
+
+
 def test_what_does_not_matter_is_not_told(tmp_path: Path) -> None:
     one = session(tmp_path, 1)
     assert found(one, {"address": "127.0.0.1"}) == []  # alone, nobody has to reach it

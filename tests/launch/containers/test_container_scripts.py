@@ -21,7 +21,7 @@ from trainkit.launch.agent.host_report import extension_error
 from trainkit.launch.containers.scripts import HOME_LINE
 from trainkit.launch.protocol.frames import HostFacts
 from trainkit.launch.supervise.agent_pool import JoinedAgent
-from trainkit.launch.supervise.host_consistency import host_inconsistencies
+from trainkit.launch.supervise.host_consistency import host_inconsistencies, python_is_old
 from trainkit.runs.folder import RunFolder
 
 # Runtimes that enter no container: they record their words and run what follows the image, with the
@@ -202,7 +202,9 @@ def test_code_compiled_for_another_python(tmp_path: Path) -> None:
         extension=said,
         executable="/usr/bin/python3",
     )
-    ((host, problem),) = host_inconsistencies([JoinedAgent(0, "h", facts, 0.0)], given, 0)
+    hellos = [JoinedAgent(0, "h", facts, 0.0)]
+    assert host_inconsistencies(hellos, given, 0, own_code=False) == [], "other engines have none"
+    ((host, problem),) = host_inconsistencies(hellos, given, 0, own_code=True)
     assert host == "h" and problem.startswith(
         "its Python of reg/app:1 (/usr/bin/python3) cannot load the code's compiled part:"
         " _index.cpython-38"
@@ -213,7 +215,7 @@ def test_a_python_that_is_too_old_says_so() -> None:
     """Told so by a newer one: the check must come before anything that an old one cannot read."""
     agent = Path(trainkit.__file__).parent / "launch" / "agent" / "main.py"
     code = (
-        f"import runpy, sys; sys.version_info = (3, 8, 10); runpy.run_path({str(agent)!r},"
+        f"import runpy, sys; sys.version_info = (3, 7, 16); runpy.run_path({str(agent)!r},"
         " run_name='__main__')"
     )
     done = subprocess.run(
@@ -221,7 +223,52 @@ def test_a_python_that_is_too_old_says_so() -> None:
     )
     assert (
         done.returncode != 0
-        and "3.11 is needed: clusters.X.python, containers.X.python" in done.stderr
+        and "3.8 or newer is needed: clusters.X.python, containers.X.python" in done.stderr
         and "Traceback" not in done.stderr
     )
-    ast.parse(agent.read_text(), feature_version=(3, 7))
+    ast.parse(agent.read_text(), feature_version=(3, 6))
+    assert "from __future__ import annotations" not in agent.read_text().split("\n"), (
+        "that is 3.7's"
+    )
+
+
+def test_a_python_that_is_too_old_for_our_own_ranks(tmp_path: Path) -> None:
+    """One message, and not that of the compiled part, which is for another Python too."""
+    given = session(tmp_path, "docker")
+    facts = HostFacts(
+        node=0,
+        nonce=given.nonce,
+        snapshot=given.code.name,
+        versions={"python": "3.8.10"},
+        extension="for another Python",
+        executable="/usr/bin/python3",
+    )
+    hellos = [JoinedAgent(0, "h", facts, 0.0)]
+    assert host_inconsistencies(hellos, given, 0, own_code=False) == []
+    ((_, problem),) = host_inconsistencies(hellos, given, 0, own_code=True)
+    assert problem == (
+        "its Python of reg/app:1 (/usr/bin/python3) is 3.8.10; trainkit's own code needs 3.11 or"
+        " newer: containers.box.python"
+    )
+    for version, old in (("3.10.13", True), ("3.11.0", False), ("3.14.0rc1", False), (None, False)):
+        assert python_is_old(HostFacts(node=0, versions={"python": version})) is old
+
+
+def test_another_engine_in_an_image_with_an_old_python(tmp_path: Path, old_python: str) -> None:
+    """Agent, keeper and rank run with it; the code's compiled part is for another."""
+    code = f"import sys; assert sys.version_info < (3, 11){DONE}"
+    program = Program(argv=(old_python, "-c", code))
+    outcome, told = supervised(run_in(tmp_path, "apptainer", python=old_python), program)
+    assert outcome.exit == 0, outcome.root_cause
+    assert any(event["event"] == "rank_started" for event in told)
+
+
+def test_our_own_ranks_in_an_image_with_an_old_python(tmp_path: Path, old_python: str) -> None:
+    """Refused before any rank starts."""
+    program = Program(argv=(old_python, "-c", DONE), own_code=True)
+    outcome, told = supervised(run_in(tmp_path, "apptainer", python=old_python), program)
+    cause = outcome.root_cause
+    assert outcome.exit == 7 and cause is not None, cause
+    assert "trainkit's own code needs 3.11 or newer: containers.box.python" in cause["message"]
+    assert "compiled part" not in cause["message"] and "interpreter" in cause["advice"]
+    assert not any(event["event"] == "rank_started" for event in told)

@@ -9,7 +9,7 @@ supervisor cannot be reached or cannot prove itself; 13 contact lost; 15 stopped
 Nothing of the run is left on this host by then.
 """
 
-from __future__ import annotations
+# without `from __future__ import annotations`: what is too old to know it is to be told so
 
 import os
 import sys
@@ -18,10 +18,10 @@ from pathlib import Path
 
 def main() -> None:
     # whatever Python is on a host or in an image may be asked to run this
-    if sys.version_info < (3, 11):  # noqa: UP036
+    if sys.version_info < (3, 8):  # noqa: UP036
         sys.exit(
-            f"trainkit agent: {sys.executable} is Python {sys.version.split()[0]}; 3.11 is needed:"
-            " clusters.X.python, containers.X.python"
+            f"trainkit agent: {sys.executable} is Python {sys.version.split()[0]}; 3.8 or newer is"
+            " needed: clusters.X.python, containers.X.python"
         )
     # before an import writes bytecode: files.keep_others_from_writing says why
     os.umask(os.umask(0o002) | 0o002)

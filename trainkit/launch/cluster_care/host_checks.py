@@ -14,6 +14,7 @@ from trainkit.jobs.clusters import Cluster
 from trainkit.launch.hosts.hostfile import Host
 from trainkit.launch.session import Session
 from trainkit.launch.supervise.agent_pool import JoinedAgent, MissingAgent
+from trainkit.launch.supervise.host_consistency import needed_python, python_is_old
 
 MIB = 2**20
 GIB = 2**30
@@ -331,7 +332,20 @@ def _proof_of_end(agent: JoinedAgent, session: Session) -> Iterator[Finding]:
 
 
 # in the order in which a host's findings are printed
+def _own_code(agent: JoinedAgent, session: Session) -> Iterator[Finding]:
+    if python_is_old(agent.facts):
+        yield Finding(
+            agent.host,
+            "python",
+            f"{agent.facts.executable} is Python {agent.facts.versions['python']}; trainkit's own"
+            f" trainer and the stages need {needed_python()} or newer",
+            f"clusters.{session.cluster.name}.python names an interpreter; engines other than"
+            " 'native' and ranks in containers run beside this one too",
+        )
+
+
 HOST_CHECKS: tuple[Callable[[JoinedAgent, Session], Iterator[Finding]], ...] = (
+    _own_code,
     _clock,
     _shared_root,
     _disk,

@@ -272,7 +272,7 @@ class Attempt:
         gpus = 0
         if self.job.cluster.device_type == "cuda":
             gpus = self.job.ranks_per_node
-        await gather(pool, gpus=gpus, on_joined=self._note_agent)
+        await gather(pool, gpus=gpus, own_code=self.command.own_code, on_joined=self._note_agent)
         await reserve(pool, self.job, share=self.context.share)
         address, port = await rendezvous(pool, self.job)
         self.world = build_world(pool, self.job, self.command, address, port)

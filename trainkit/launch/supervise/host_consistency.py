@@ -3,22 +3,32 @@ told to a person."""
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 
+from trainkit.launch.protocol.frames import HostFacts
 from trainkit.launch.session import Session
 from trainkit.launch.supervise.agent_pool import JoinedAgent
 
 # versions that make ranks of one run incompatible; kernels may differ
 COMPARED = ("python", "torch", "nccl", "cuda")
 SHOWN = 20  # hosts of a table
+NEEDED_PYTHON = (3, 11)  # by trainkit's own code, as pyproject.toml says; agents run on older ones
 
 
 def host_inconsistencies(
-    hellos: Sequence[JoinedAgent], session: Session, gpus: int
+    hellos: Sequence[JoinedAgent], session: Session, gpus: int, *, own_code: bool
 ) -> list[tuple[str, str]]:
     """(host, what is wrong) for everything that would make the processes fail later or, worse,
-    not fail. `gpus`: how many each host must have."""
+    not fail.
+
+    Args:
+        hellos: of all hosts.
+        session: theirs.
+        gpus: how many each host must have.
+        own_code: trainkit's own code is to run there, not only agents and an engine of others.
+    """
     found = []
     for name in COMPARED:
         values = {hello.node: hello.facts.versions.get(name) for hello in hellos}
@@ -37,7 +47,41 @@ def host_inconsistencies(
                     )
     for hello in hellos:
         found += [(hello.host, problem) for problem in _problems(hello, session, gpus)]
+        if own_code:
+            found += [(hello.host, problem) for problem in _own_code_problems(hello, session)]
     return found
+
+
+def python_is_old(facts: HostFacts) -> bool:
+    """Whether the host's Python is older than trainkit's own code needs."""
+    match = re.match(r"(\d+)\.(\d+)", facts.versions.get("python") or "")
+    return match is not None and (int(match[1]), int(match[2])) < NEEDED_PYTHON
+
+
+def needed_python() -> str:
+    """NEEDED_PYTHON for people."""
+    return ".".join(map(str, NEEDED_PYTHON))
+
+
+def _own_code_problems(hello: JoinedAgent, session: Session) -> list[str]:
+    """Why one host's Python cannot run trainkit's own code."""
+    facts = hello.facts
+    where = ""
+    setting = f"clusters.{session.cluster.name}.python"
+    if session.container:
+        where = f"of {session.container.settings.image} "
+        setting = f"{session.container.label}.python"
+    if python_is_old(facts):
+        return [
+            f"its Python {where}({facts.executable}) is {facts.versions['python']}; trainkit's own"
+            f" code needs {needed_python()} or newer: {setting}"
+        ]
+    if facts.extension:
+        return [
+            f"its Python {where}({facts.executable}) cannot load the code's compiled part:"
+            f" {facts.extension}"
+        ]
+    return []
 
 
 def _problems(hello: JoinedAgent, session: Session, gpus: int) -> list[str]:
@@ -54,15 +98,6 @@ def _problems(hello: JoinedAgent, session: Session, gpus: int) -> list[str]:
         problems.append(
             f"sees other code in {session.code} (sha256 {str(facts.snapshot)[:12]}, not"
             f" {session.code.name[:12]}): a stale copy, or an edited one"
-        )
-    if facts.extension:
-        if session.container:
-            where = f"of {session.container.settings.image} "
-        else:
-            where = ""
-        problems.append(
-            f"its Python {where}({facts.executable}) cannot load the code's compiled part:"
-            f" {facts.extension}"
         )
     if facts.writable:
         problems.append(f"cannot write into {session.folder}: {facts.writable}")

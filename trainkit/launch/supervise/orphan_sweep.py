@@ -81,7 +81,7 @@ async def wait_for_consistent_agents(pool: AgentPool) -> list[JoinedAgent]:
     """All agents, once they have come and agree, and guard what they will start. Raises
     TrainkitError: 8 or 7, with a table of hosts."""
     try:
-        hellos = await gather(pool)
+        hellos = await gather(pool, own_code=True)
     except StartError as error:
         cause = error.outcome.root_cause or {}
         raise TrainkitError(

@@ -25,7 +25,7 @@ from trainkit.launch.protocol.frames import (
 )
 from trainkit.launch.session import Session, is_this_machine
 from trainkit.launch.supervise.agent_pool import AgentPool, Answer, JoinedAgent, MissingAgent
-from trainkit.launch.supervise.host_consistency import host_inconsistencies, table
+from trainkit.launch.supervise.host_consistency import host_inconsistencies, python_is_old, table
 from trainkit.launch.supervise.outcome import Outcome
 from trainkit.launch.supervise.rank_environment import (
     port_candidates,
@@ -64,13 +64,18 @@ class StartError(Exception):
 
 
 async def gather(
-    pool: AgentPool, *, gpus: int = 0, on_joined: Callable[[JoinedAgent], None] = lambda hello: None
+    pool: AgentPool,
+    *,
+    own_code: bool,
+    gpus: int = 0,
+    on_joined: Callable[[JoinedAgent], None] = lambda hello: None,
 ) -> list[JoinedAgent]:
     """Every agent's hello, once they all agree. Raises StartError: 8 with all hosts that did not
     come, 7 with all that differ.
 
     Args:
         pool: entered, and not yet spoken to.
+        own_code: trainkit's own code is to run there.
         gpus: how many each host must have.
         on_joined: called with each that came.
     """
@@ -80,22 +85,31 @@ async def gather(
         on_joined(hello)
     if missing := [answer for answer in answers if isinstance(answer, MissingAgent)]:
         _refuse_missing(missing, len(answers), pool.session)
-    if wrong := host_inconsistencies(hellos, pool.session, gpus):
+    if wrong := host_inconsistencies(hellos, pool.session, gpus, own_code=own_code):
         hosts = list(dict.fromkeys(host for host, _ in wrong))
-        hint = "make them alike, or leave them out with --exclude"
-        if any(hello.facts.extension for hello in hellos):
-            hint = (
-                "compile it there too, into the checkout: `PYTHON setup.py build_ext --inplace`"
-                " puts a file for that Python beside the other"
-            )
         raise StartError(
             Exit.HEALTH,
             f"{_count(len(hosts), len(hellos))} not fit to run together",
             wrong,
-            hint=hint,
+            hint=_hint(hellos, own_code=own_code),
             suspects=hosts,
         )
     return hellos
+
+
+def _hint(hellos: Sequence[JoinedAgent], *, own_code: bool) -> str:
+    """What to do about hosts that differ."""
+    if own_code and any(python_is_old(hello.facts) for hello in hellos):
+        return (
+            "name an interpreter that every host has; only engines other than 'native' run beside"
+            " an older one"
+        )
+    if own_code and any(hello.facts.extension for hello in hellos):
+        return (
+            "compile it there too, into the checkout: `PYTHON setup.py build_ext --inplace`"
+            " puts a file for that Python beside the other"
+        )
+    return "make them alike, or leave them out with --exclude"
 
 
 def _refuse_missing(missing: Sequence[MissingAgent], hosts: int, session: Session) -> None:
