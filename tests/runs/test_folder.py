@@ -32,6 +32,7 @@ def test_where_everything_lies(tmp_path: Path) -> None:
         "plan.json": run.plan,
         "origin.json": run.origin,
         "origin.diff": run.diff,
+        "engine.diff": run.engine_diff,
         "launch/world.json": run.world,
         "launch/supervisor.json": run.supervisor,
         "launch/maker.json": run.maker,

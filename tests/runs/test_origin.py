@@ -10,7 +10,7 @@ import pytest
 from trainkit.base.files import read_json
 from trainkit.runs import origin
 from trainkit.runs.folder import RunFolder
-from trainkit.runs.origin import package_versions, printable_environment, write_origin
+from trainkit.runs.origin import EngineTree, package_versions, printable_environment, write_origin
 
 
 def git(folder: Path, *words: str) -> None:
@@ -83,3 +83,25 @@ def test_no_repository(run: RunFolder, tmp_path: Path) -> None:
     write_origin(run, tmp_path, "abc", {})
     found = read_json(run.origin)
     assert (found["git_commit"], found["git_diff_bytes"], found["git_untracked"]) == (None,) * 3
+
+
+def test_the_tree_of_another_engine(run: RunFolder, checkout: Path, tmp_path: Path) -> None:
+    engine = EngineTree("megatron-lm", "https://example.org/tree", "main", checkout)
+    write_origin(run, tmp_path, "abc", {}, engine=engine)
+    found = read_json(run.origin)["engine"]
+    assert len(found["commit"]) == 40 and found["changed"] == [] and found["diff"] is None
+    assert (found["source"], found["revision"]) == ("https://example.org/tree", "main")
+    assert found["tree"] == str(checkout) and not run.engine_diff.exists()
+    (checkout / "jobs.toml").write_text("a = 'hunter22'\n")
+    (checkout / "helpers.so").write_text("")
+    write_origin(run, tmp_path, "abc", {"NAMED": "hunter22"}, engine=engine)
+    found = read_json(run.origin)["engine"]
+    assert found["changed"] == ["jobs.toml"] and found["diff"] == "engine.diff"
+    assert "+a = '***'" in run.engine_diff.read_text()
+
+
+def test_an_engines_tree_that_git_does_not_know(run: RunFolder, tmp_path: Path) -> None:
+    for tree in (tmp_path, tmp_path / "in the image"):
+        write_origin(run, tmp_path, "abc", {}, engine=EngineTree("x", str(tree), None, tree))
+        found = read_json(run.origin)["engine"]
+        assert found["commit"] is None and found["tree"] == str(tree)

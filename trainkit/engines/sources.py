@@ -14,6 +14,7 @@ from pathlib import Path
 from trainkit.base.errors import ConfigError
 from trainkit.base.git import holds_password, without_passwords
 from trainkit.jobs.schema import EngineSource, Job
+from trainkit.runs.origin import EngineTree
 
 LAUNCHED = ("gpt-neox", "megatron-lm")  # engines whose trees these rules know
 # what every tree of an engine holds, whatever its version
@@ -70,6 +71,15 @@ def source_tree(job: Job) -> Path:
         name = f"{source.name}-{folder_part(source.revision or 'HEAD')}"
         return engines_root(job) / name
     return _below(job, source.source)
+
+
+def engine_tree(job: Job) -> EngineTree | None:
+    """The tree that the job's ranks run, for the run's origin.json; None for trainkit's own
+    engine."""
+    source = job.engine_source
+    if job.engine == "native" or source is None:
+        return None
+    return EngineTree(source.name, source.source, source.revision, source_tree(job))
 
 
 def refuse_credentials(source: EngineSource) -> None:

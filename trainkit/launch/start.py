@@ -13,6 +13,7 @@ from pathlib import Path
 import trainkit
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.files import write_json
+from trainkit.engines.sources import engine_tree
 from trainkit.jobs.resolved import write_job
 from trainkit.jobs.resume_changes import write_changed_job
 from trainkit.launch.hosts.selection import write_hosts
@@ -174,7 +175,8 @@ def fill_run(run: RunFolder, request: RunRequest, secrets: Mapping[str, str]) ->
     link_code(snapshot.folder, run.code)
     write_json(run.plan, request.plan.to_json())
     left_out = [vars(each) for each in snapshot.left_out]
-    write_origin(run, request.project, snapshot.sha256, secrets, left_out)
+    engine = engine_tree(request.resolved.job)
+    write_origin(run, request.project, snapshot.sha256, secrets, left_out, engine)
     if request.needs is not None:
         write_inputs(run, request.needs)
     write_starter(run)

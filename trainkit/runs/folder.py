@@ -81,6 +81,11 @@ class RunFolder:
         return self.path / "origin.diff"
 
     @property
+    def engine_diff(self) -> Path:
+        """Uncommitted changes of the tree of an engine that is not trainkit's own."""
+        return self.path / "engine.diff"
+
+    @property
     def world(self) -> Path:
         return self.path / "launch" / "world.json"
 

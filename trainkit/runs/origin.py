@@ -9,11 +9,14 @@ import platform
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from trainkit.base.documents import document, utc_now
+from trainkit.base.errors import TrainkitError
 from trainkit.base.files import write_json, write_text
+from trainkit.base.git import GitFailed, tree_diff, tree_state
 from trainkit.base.redact import Redactor
 from trainkit.runs.folder import RunFolder
 
@@ -61,18 +64,66 @@ def printable_environment(
     }
 
 
+@dataclass(frozen=True)
+class EngineTree:
+    """The tree of an engine that is not trainkit's own.
+
+    Args:
+        name: the [engines.X] table.
+        source: its git URL or folder, as jobs.toml has it.
+        revision: the same of its revision.
+        tree: the folder that the ranks run.
+    """
+
+    name: str
+    source: str
+    revision: str | None
+    tree: Path
+
+
+def _engine(run: RunFolder, engine: EngineTree, redactor: Redactor) -> dict[str, object]:
+    """What is known of the engine's tree; its changes go to engine.diff. A tree that is not here,
+    or that git knows nothing of, has no commit."""
+    words: dict[str, object] = {**vars(engine), "tree": str(engine.tree)}
+    nothing = {"commit": None, "changed": None, "diff": None, "diff_bytes": None}
+    try:
+        state = tree_state(engine.tree) if engine.tree.is_dir() else None
+        diff = tree_diff(engine.tree) if state is not None and state.changed else ""
+    except (GitFailed, TrainkitError) as error:
+        return {**words, **nothing, "error": redactor.text(str(error))}
+    if state is None:
+        return {**words, **nothing}
+    kept = 0 < len(diff) <= DIFF_LIMIT
+    if kept:
+        write_text(run.engine_diff, redactor.text(diff))
+    return {
+        **words,
+        "commit": state.commit,
+        "changed": list(state.changed[:1000]),
+        "diff": run.engine_diff.name if kept else None,
+        "diff_bytes": len(diff),
+    }
+
+
 def write_origin(
     run: RunFolder,
     project: Path,
     code_sha256: str,
     secrets: Mapping[str, str],
     left_out: Sequence[Mapping[str, Any]] = (),
+    engine: EngineTree | None = None,
 ) -> None:
-    """Write origin.json and, where the project is a git checkout with uncommitted changes,
-    origin.diff. `left_out`: its files that the snapshot lacks.
+    """Write origin.json and, where the project or the engine's tree is a git checkout with
+    uncommitted changes, origin.diff and engine.diff.
 
-    `secrets` are names and values; the values are written nowhere, not even where the diff holds
-    them.
+    Args:
+        run: the run.
+        project: the folder of jobs.toml.
+        code_sha256: of the code snapshot.
+        secrets: names and values; the values are written nowhere, not even where a diff holds
+            them.
+        left_out: files of the project that the snapshot lacks.
+        engine: the tree that the ranks run, where that is not trainkit.
     """
     redactor = Redactor(secrets.values())
     diff = _git(project, "diff", "HEAD", "--no-color", "--no-ext-diff")
@@ -91,6 +142,7 @@ def write_origin(
         git_untracked=untracked.splitlines()[:1000] if untracked is not None else None,
         code_sha256=code_sha256,
         code_left_out=list(left_out),
+        engine=_engine(run, engine, redactor) if engine is not None else None,
         host=platform.node(),
         platform=platform.platform(),
         python=sys.version.split()[0],
