@@ -67,8 +67,11 @@ def module_path(name: str) -> Path | None:
 
 
 def at_run_time(tree: ast.AST) -> Iterator[ast.AST]:
-    """All nodes but annotations, which `from __future__ import annotations` leaves alone, and what
-    only type checkers read."""
+    """All nodes but what only type checkers read, and annotations, which
+    `from __future__ import annotations` leaves alone."""
+    if isinstance(tree, ast.Module) and not _leaves_annotations(tree):
+        yield from ast.walk(tree)
+        return
     for name, value in ast.iter_fields(tree):
         if name in ("annotation", "returns"):
             continue
@@ -79,6 +82,12 @@ def at_run_time(tree: ast.AST) -> Iterator[ast.AST]:
                 continue
             yield node
             yield from at_run_time(node)
+
+
+def _leaves_annotations(tree: ast.Module) -> bool:
+    return any(
+        isinstance(node, ast.ImportFrom) and node.module == "__future__" for node in tree.body
+    )
 
 
 def imports_of(tree: ast.AST) -> set[str]:
@@ -171,6 +180,12 @@ TRIVIAL = {PACKAGE / "__init__.py"}  # imports nothing at run time
 def test_what_runs_in_images_is_python_38() -> None:
     for path in sorted(closure()[0]):
         assert not too_new(path.read_text()), path
+
+
+def test_annotations_count_where_they_are_evaluated() -> None:
+    source = "def f(a: int | None) -> None: pass\n"
+    assert too_new(source)
+    assert not too_new(f"from __future__ import annotations\n{source}")
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,8 @@ from trainkit.launch.protocol import framing, handshake
 from trainkit.launch.protocol.framing import Decoder
 
 AGENT = Path(trainkit.__file__).parent / "launch" / "agent" / "main.py"
+# what agents run with: as in the images of others, where such a Python is named
+PYTHON = os.environ.get("TRAINKIT_OLD_PYTHON") or sys.executable
 SECRET = "a-secret-value"
 LONG = 300.0  # seconds until a wait counts as a hang: no machine is so slow
 
@@ -73,7 +75,7 @@ class Session:
         environment: Mapping[str, str] | None = None,
         agent: Path = AGENT,
         around: Sequence[str] = (),
-        python: str = sys.executable,
+        python: str = PYTHON,
         node: int = 0,
     ) -> subprocess.Popen[bytes]:
         """Start the agent of a node as a launcher does, by way of the program `around`; the

@@ -6,6 +6,7 @@ engines run in tests/engines/test_real_engines.py.
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import signal
@@ -23,6 +24,8 @@ from trainkit.engines.rank.end import last_error
 from trainkit.engines.rank.spec import RankSpec, RequiredModule
 
 MAIN = Path(megatron_lm.__file__).parent / "main.py"
+# what it runs with: as in the images of others, where such a Python is named
+PYTHON = os.environ.get("TRAINKIT_OLD_PYTHON") or sys.executable
 ENGINE = """
 import os, pathlib, signal, sys, time, zipfile
 folder = pathlib.Path(sys.argv[1])
@@ -84,7 +87,7 @@ def environment(tmp_path: Path, **more: str) -> dict[str, str]:
 
 
 def run(tmp_path: Path, body: str, **changes: Any) -> subprocess.CompletedProcess[str]:
-    argv = [sys.executable, "-I", "-S", str(MAIN), str(spec_of(tmp_path, body, **changes))]
+    argv = [PYTHON, "-I", "-S", str(MAIN), str(spec_of(tmp_path, body, **changes))]
     return subprocess.run(
         argv, env=environment(tmp_path), capture_output=True, text=True, check=False, timeout=300
     )
@@ -188,7 +191,7 @@ def test_an_exit_code_that_is_trainkits_own_is_not_mistaken(tmp_path: Path) -> N
 
 
 def started(tmp_path: Path, body: str, **changes: Any) -> subprocess.Popen[str]:
-    argv = [sys.executable, "-I", "-S", str(MAIN), str(spec_of(tmp_path, body, **changes))]
+    argv = [PYTHON, "-I", "-S", str(MAIN), str(spec_of(tmp_path, body, **changes))]
     process = subprocess.Popen(
         argv, env=environment(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -218,7 +221,7 @@ def test_asked_to_save_it_does_not_claim_what_the_engine_did_not_do(tmp_path: Pa
 
 def test_when_its_rank_is_killed_the_engine_dies_too(tmp_path: Path) -> None:
     body = "print(os.getpid(), 'iteration', flush=True)\n" + WAITS
-    argv = [sys.executable, "-I", "-S", str(MAIN), str(spec_of(tmp_path, body))]
+    argv = [PYTHON, "-I", "-S", str(MAIN), str(spec_of(tmp_path, body))]
     process = subprocess.Popen(
         argv, env=environment(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -260,7 +263,7 @@ def test_output_is_passed_on_byte_for_byte(tmp_path: Path) -> None:
         "sys.stdout.buffer.write(b'\\xff\\x00a\\rb' * 50000 + b'no end of line')\n"
         "sys.stderr.buffer.write(b'e' * 300000)\n"
     )
-    argv = [sys.executable, "-I", "-S", str(MAIN), str(spec_of(tmp_path, body))]
+    argv = [PYTHON, "-I", "-S", str(MAIN), str(spec_of(tmp_path, body))]
     done = subprocess.run(
         argv, env=environment(tmp_path), capture_output=True, check=False, timeout=300
     )
@@ -295,6 +298,21 @@ def test_rows_that_cannot_be_written_do_not_end_the_training(tmp_path: Path) -> 
     done = run(tmp_path, body, metrics=str(tmp_path / "no" / "metrics.jsonl"))
     assert done.returncode == 0
     assert "no metrics" in done.stderr
+
+
+def test_a_python_that_is_too_old_says_so() -> None:
+    """Told so by a newer one: the check must come before anything that an old one cannot read."""
+    code = (
+        f"import runpy, sys; sys.version_info = (3, 7, 16); runpy.run_path({str(MAIN)!r},"
+        " run_name='__main__')"
+    )
+    argv = [sys.executable, "-I", "-c", code]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    assert done.returncode == 7, done.stderr
+    assert "3.8 or newer is needed: engines.X.python" in done.stderr
+    assert "Traceback" not in done.stderr
+    ast.parse(MAIN.read_text(), feature_version=(3, 6))
+    assert "from __future__ import annotations" not in MAIN.read_text().splitlines()
 
 
 def test_a_spec_that_is_not_one_is_refused() -> None:

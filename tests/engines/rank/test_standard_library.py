@@ -38,9 +38,10 @@ def test_it_imports_the_standard_library_alone(path: Path) -> None:
 def test_annotations_are_not_evaluated(path: Path) -> None:
     """`int | None` is an error in Python 3.8 wherever it is evaluated."""
     tree = ast.parse(path.read_text())
-    used = any(
-        isinstance(node, ast.AnnAssign | ast.arg | ast.FunctionDef) for node in ast.walk(tree)
-    )
+    annotations = [
+        getattr(node, name, None) for node in ast.walk(tree) for name in ("annotation", "returns")
+    ]
+    used = any(isinstance(each, ast.AST) and ast.unparse(each) != "None" for each in annotations)
     has = any(
         isinstance(node, ast.ImportFrom) and node.module == "__future__" for node in tree.body
     )

@@ -58,7 +58,7 @@ print(len(ours))
 def test_hello(session: Session) -> None:
     import torch
 
-    peer = session.begin()
+    peer = session.begin(python=sys.executable)
     hello = peer.hello
     assert session.agent and hello["pid"] != session.agent.pid == int(
         Path(f"/proc/{hello['pid']}/stat").read_text().rpartition(")")[2].split()[1]

@@ -10,7 +10,7 @@ something the engine needs is missing on this host; 9 for any other end. Where a
 engine it ends this program too.
 """
 
-from __future__ import annotations
+# without `from __future__ import annotations`: what is too old to know it is to be told so
 
 import os
 import resource
@@ -20,6 +20,12 @@ from pathlib import Path
 
 
 def main() -> None:
+    if sys.version_info < (3, 8):  # noqa: UP036  whatever Python an engine's image has
+        sys.stderr.write(
+            f"trainkit: {sys.executable} is Python {sys.version.split()[0]}; 3.8 or newer is"
+            " needed: engines.X.python\n"
+        )
+        sys.exit(7)
     os.umask(os.umask(0o002) | 0o002)
     # the snapshot this file is part of
     sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
