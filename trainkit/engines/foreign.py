@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from trainkit.engines.compiled import engine_path
 from trainkit.engines.contract import Command
 from trainkit.engines.rank import gpt_neox, megatron_lm
 from trainkit.engines.rank.contract import EngineReader
@@ -84,6 +85,7 @@ def rank_command(job: Job, run: RunFolder, attempt: int, program: EngineProgram)
         modules=program.modules,
         reads=tuple(str(path) for path in program.reads),
         seen_seconds=_seen_seconds(job),
+        path=tuple(str(folder) for folder in engine_path(job)),
     )
     name = spec_name(attempt)
     main = run.code / "trainkit" / "engines" / "rank" / "main.py"

@@ -277,6 +277,8 @@ def test_the_engine_sees_its_own_interpreter_first_and_not_our_files(tmp_path: P
     assert done.stdout.startswith(str(Path(sys.executable).parent) + " ")
     assert "TRAINKIT_HEARTBEAT_FILE" not in done.stdout
     assert "TORCHELASTIC_ERROR_FILE" not in done.stdout
+    done = run(tmp_path, body, path=("/its tools",))
+    assert done.stdout.startswith("/its tools ")
 
 
 @pytest.mark.parametrize(

@@ -155,8 +155,8 @@ def engine_environment(spec: RankSpec) -> dict[str, str]:
     ours = ("TORCHELASTIC_ERROR_FILE", "TRAINKIT_HEARTBEAT_FILE")
     environment = {name: value for name, value in os.environ.items() if name not in ours}
     folder = os.path.dirname(spec.argv[0])
-    if folder:
-        environment["PATH"] = folder + os.pathsep + environment.get("PATH", os.defpath)
+    first = [each for each in (*spec.path, folder) if each]
+    environment["PATH"] = os.pathsep.join([*first, environment.get("PATH", os.defpath)])
     return environment
 
 

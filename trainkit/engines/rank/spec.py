@@ -48,6 +48,8 @@ class RankSpec:
         modules: what its interpreter must be able to import.
         reads: files that every node must see.
         seen_seconds: until a file that one rank has written is seen by all.
+        path: folders that come first on PATH, so that the engine's Makefiles find the python3 and
+            python3-config of its interpreter.
     """
 
     engine: str
@@ -68,6 +70,7 @@ class RankSpec:
     modules: tuple[RequiredModule, ...]
     reads: tuple[str, ...]
     seen_seconds: float
+    path: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, object]:
         """The document."""
@@ -81,6 +84,7 @@ class RankSpec:
         values = {key: each for key, each in value.items() if key != "schema"}
         values["argv"] = tuple(values["argv"])
         values["reads"] = tuple(values["reads"])
+        values["path"] = tuple(values.get("path", ()))
         values["modules"] = tuple(RequiredModule(**each) for each in values["modules"])
         return cls(**values)
 

@@ -1,0 +1,92 @@
+"""The stages of a foreign engine as `train` shows them, makes them, and has them on Slurm."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Project
+from tests.engines.test_real_engines import JOBS, WITHOUT_GPU
+from tests.shared import golden
+from tests.stages.engine_trees import git, repository
+from tests.stages.test_engine_prebuild import TREE, made
+
+REVISION = "core_v0.12.0"
+
+
+@pytest.fixture
+def published(tmp_path: Path) -> Path:
+    """A repository whose engine prints a word and trains nothing."""
+    repo = repository(tmp_path / "published", TREE)
+    git(repo, "tag", REVISION)
+    return repo
+
+
+@pytest.fixture
+def project(tmp_path: Path, published: Path) -> Project:
+    data = golden()
+    if data is None or not (data.parent / "gpt2-vocab.json").is_file():
+        pytest.skip("no GPT-2 vocabulary: see tests/shared.py")
+    folder = tmp_path / "project"
+    (folder / "corpus").mkdir(parents=True)
+    (folder / "corpus" / "a.txt").write_text("hello world\n" * 2000)
+    for name in ("vocab.json", "merges.txt"):
+        shutil.copy(data.parent / f"gpt2-{name}", folder / name)
+    text = JOBS.format(
+        folder=folder,
+        environment="",
+        engine="megatron-lm",
+        tree=published.as_uri(),
+        python=sys.executable,
+        **WITHOUT_GPU["megatron-lm"],
+    )
+    source = f'source = "{published.as_uri()}"\n'
+    text = text.replace(source, f'{source}revision = "{REVISION}"\n')
+    text += "\n[jobs.tiny.parallelism]\nzero_stage = 0\n"
+    (folder / "jobs.toml").write_text(text)
+    (folder / "tasks.py").write_text("from trainkit.cli.tasks import namespace\n")
+    return Project(folder)
+
+
+def test_train_shows_and_makes_them_and_its_run_says_which_commit_it_was(
+    project: Project, published: Path
+) -> None:
+    shown = project.invoke("train", "tiny", "--dry-run").stdout
+    order = [
+        shown.index(f"{stage} ") for stage in ("engine-source", "engine-prebuild", "prep-data")
+    ]
+    assert order == sorted(order)
+    assert "would run" in shown and "trainkit.stages.engine_source clone.spec.json" in shown
+    assert not (project.path / "engines").exists()
+    # it prints a word and ends with 0, which is no training
+    project.invoke("train", "tiny", exit=9)
+    tree = project.path / "engines" / f"megatron-lm-{REVISION}"
+    assert made(tree).is_file()
+    (run,) = project.runs()
+    engine = json.loads((run / "origin.json").read_text())["engine"]
+    assert engine["commit"] == git(published, "rev-parse", "HEAD") and engine["changed"] == []
+    assert engine["tree"] == str(tree) and not (run / "engine.diff").exists()
+    (tree / "pretrain_gpt.py").write_text("print('mine')\n")
+    shown = project.invoke("train", "tiny", "--dry-run").stdout
+    assert f"engine-source {tree.name} is fresh because {REVISION} was" in shown
+    assert "changed since: pretrain_gpt.py" in shown
+    assert "engine-prebuild megatron-lm is fresh because" in shown
+    project.invoke("train", "tiny", exit=9)
+    run = project.runs()[-1]
+    engine = json.loads((run / "origin.json").read_text())["engine"]
+    assert engine["changed"] == ["pretrain_gpt.py"] and engine["diff"] == "engine.diff"
+    assert "+print('mine')" in (run / "engine.diff").read_text()
+
+
+def test_a_wrong_revision_ends_train_before_data_are_prepared(project: Project) -> None:
+    jobs = project.path / "jobs.toml"
+    jobs.write_text(jobs.read_text().replace(f'"{REVISION}"', '"core_v0.12.9"'))
+    error = project.invoke("train", "tiny", exit=6).stderr
+    assert "has no revision 'core_v0.12.9'" in error and f"did you mean '{REVISION}'?" in error
+    assert project.runs() == [] and not (project.path / "data").exists()
+    stale = project.invoke("train", "tiny", "--no-stages", exit=5).stderr
+    assert "its last making failed" in stale or "it was never cloned" in stale
