@@ -42,7 +42,7 @@ merge_file = "merges.txt"
 
 [datasets.lines]
 source = "files"
-paths = ["corpus/*.txt"]
+paths = ["corpus/*.jsonl"]
 tokenizer = "gpt2"
 split = "80,10,10"
 
@@ -75,6 +75,9 @@ eval_interval = 6
 save_interval = 4
 log_interval = 1
 precision = "{precision}"
+
+[jobs.tiny.parallelism]
+zero_stage = 0
 
 [jobs.tiny.engine_args]
 {engine_args}
@@ -111,7 +114,8 @@ def project_of(tmp_path: Path, real: RealEngine) -> Project:
     shutil.copy(data.parent / "gpt2-merges.txt", tmp_path / "merges.txt")
     (tmp_path / "corpus").mkdir()
     text = (data.parent / "tinyshakespeare.txt").read_text()[:200_000]
-    (tmp_path / "corpus" / "plays.txt").write_text(text)
+    speeches = [json.dumps({"text": speech}) for speech in text.split("\n\n")]
+    (tmp_path / "corpus" / "plays.jsonl").write_text("\n".join(speeches) + "\n")
     environment = "\n".join(
         f"{name} = {json.dumps(value)}" for name, value in real.environment.items()
     )
