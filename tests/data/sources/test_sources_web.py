@@ -91,7 +91,7 @@ class TestWeb:
             "fetch-00002",
             "fetch-00003",
         ]
-        assert WEB.shards(dataset, tmp_path, anew=True) == shards and len(site.asked) == 4
+        assert WEB.shards(dataset, tmp_path, refresh=True) == shards and len(site.asked) == 4
         changed = dataset.model_copy(update={"urls": dataset.urls[:1]})
         assert len(WEB.shards(changed, tmp_path)) == 3 and len(site.asked) == 7
         (tmp_path / LISTING).write_text('{"schema": "listing/1", "of": ')

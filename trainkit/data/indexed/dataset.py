@@ -71,7 +71,7 @@ def _map(path: Path, size: int) -> NDArray[np.uint8]:
         raise data_error(
             path,
             f"had {size:,} bytes when it was opened and has {len(content):,} now",
-            "it was written anew meanwhile: open it again",
+            "it was written again meanwhile: open it again",
         )
     return content
 

@@ -72,7 +72,7 @@ def _open(dataset: IndexedDataset, mmap: bool) -> _index.Reader:
         raise data_error(
             dataset.bin,
             f"has {reader.num_tokens:,} tokens now, and had {dataset.num_tokens:,}",
-            "it was written anew meanwhile: start again",
+            "it was written again meanwhile: start again",
         )
     return reader
 

@@ -68,13 +68,13 @@ class Source(Protocol):
         dataset: Dataset,
         corpus: Path,
         *,
-        anew: bool = False,
-        patience: FetchRetryPolicy = DEFAULT_RETRY,
+        refresh: bool = False,
+        retry: FetchRetryPolicy = DEFAULT_RETRY,
     ) -> list[Shard]:
         """All shards, in order. Of what is fetched, servers are asked only if no listing below
-        `corpus` says it, or `anew`. Writes nothing.
+        `corpus` says it, or `refresh`. Writes nothing.
 
-        Raises Unreachable (exit 6) where a server gave no answer within `patience`; ConfigError
+        Raises Unreachable (exit 6) where a server gave no answer within `retry`; ConfigError
         or TrainkitError (exit 6): there are none, or not those that were published.
         """
 

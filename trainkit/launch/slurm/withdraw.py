@@ -11,11 +11,11 @@ from pathlib import Path
 
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.locks import LockBusy, locked
-from trainkit.launch.slurm.allocation import ask
-from trainkit.launch.slurm.array_states import states
+from trainkit.launch.slurm.allocation import slurm_output
+from trainkit.launch.slurm.array_states import element_states
 from trainkit.launch.slurm.job_graph import read_graph, read_stage_jobs
-from trainkit.launch.slurm.reconcile import settled
-from trainkit.launch.slurm.squeue import BEFORE, RUNNING
+from trainkit.launch.slurm.reconcile import reconciled
+from trainkit.launch.slurm.squeue import RUNNING, WAITING
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import read_run_record
 from trainkit.stages.execute import stamps_folder
@@ -25,7 +25,7 @@ LOCK_SECONDS = 60.0  # for whoever just joins the arrays
 POLL_SECONDS = 0.2
 
 
-def take_out(run: RunFolder, *, held: bool = False) -> list[str]:
+def withdraw_stage_jobs(run: RunFolder, *, held: bool = False) -> list[str]:
     """scancel what is left of a run's graph: the jobs concerned. The record of its arrays stays
     until Slurm says that they are over: they may still write.
 
@@ -47,30 +47,30 @@ def take_out(run: RunFolder, *, held: bool = False) -> list[str]:
             if held
             else _soon_locked(stamps / f"{need['lock']}.lock", need)
         ):
-            making = read_in_flight(stamps, need["name"])
-            if making is None or making.levels != tuple(need["levels"]):  # over, or others' since
+            arrays = read_in_flight(stamps, need["name"])
+            if arrays is None or arrays.levels != tuple(need["levels"]):  # over, or others' since
                 continue
             others = tuple(
-                each for each in making.runs if each != str(run.path) and _waits(Path(each))
+                each for each in arrays.runs if each != str(run.path) and _waits(Path(each))
             )
-            write_in_flight(stamps, replace(making, runs=others))
+            write_in_flight(stamps, replace(arrays, runs=others))
         if others:
-            kept |= set(making.jobs)
+            kept |= set(arrays.jobs)
         else:
-            ids += making.jobs
+            ids += arrays.jobs
     ids = [id for id in dict.fromkeys(ids) if id not in kept]
     if ids:
-        left = {id for id, state in states(ids) if state in BEFORE | RUNNING}
+        left = {id for id, state in element_states(ids) if state in WAITING | RUNNING}
     else:
         left = set()
     if ids := [id for id in ids if id in left]:  # Slurm may have forgotten the others
-        ask(["scancel", "--quiet", *ids])
+        slurm_output(["scancel", "--quiet", *ids])
     return ids
 
 
 def _waits(path: Path) -> bool:
     """Whether a run still waits for its stages; one of which Slurm cannot be asked does."""
-    return (path / "job.json").is_file() and settled(read_run_record(RunFolder(path))).state in (
+    return (path / "job.json").is_file() and reconciled(read_run_record(RunFolder(path))).state in (
         "starting",
         "queued",
     )
