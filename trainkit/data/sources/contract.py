@@ -19,10 +19,11 @@ class Shard:
     """One file of text.
 
     Args:
-        name: "00000", "00001", ... in the order of the corpus. path: the file; its name says its
-        format. size: bytes of text, or of the file where that is unknown; only for progress and
-        balance. recipe: how the file is written by `Source.write`, or fetched; None: the file is
-        there already.
+        name: "00000", "00001", ... in the order of the corpus.
+        path: the file; its name says its format.
+        size: bytes of text, or of the file where that is unknown; only for progress and balance.
+        recipe: how the file is written by `Source.write`, or fetched; None: the file is there
+            already.
     """
 
     name: str

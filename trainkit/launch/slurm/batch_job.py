@@ -58,9 +58,9 @@ def supervise_batch(run: RunFolder, environment: Mapping[str, str], *, prolog: i
     lock.
 
     Args:
-        prolog: the exit code of the cluster's prolog in the batch script, where it failed. That
-        is judged by what the nodes make of it: all are asked to
-            run it. Where they do not (pyxis), the batch host alone is to blame.
+        prolog: the exit code of the cluster's prolog in the batch script, where it failed. That is
+            judged by what the nodes make of it: all are asked to run it. Where they do not (pyxis),
+            the batch host alone is to blame.
     """
     stop_requests = BatchStopRequests()
     with stop_requests.handling_signals():

@@ -84,8 +84,9 @@ class StageGraph:
 
     Args:
         parts: in order; each after those before it, since a stage is given so many nodes and no
-        more. deferred: stages of which nobody knows what is needed until the parts are made: the
-        small job makes them.
+            more.
+        deferred: stages of which nobody knows what is needed until the parts are made: the small
+            job makes them.
     """
 
     parts: tuple[GraphPart, ...]

@@ -214,11 +214,14 @@ class JobDetails:
     """What slurmctld says of a job to the supervisor that runs in it.
 
     Args:
-        state: Slurm's word. restarts: how often it was put back into the queue. preempted: its
-        nodes are wanted for another job; within a partition's GraceTime it runs on, and only its
-        steps are told (TERM). start: when it began, by time.time(); None where Slurm does not
-        say. end: when its time is over; None: never, or Slurm does not say. excluded: nodes that
-        it is not to have, as a node list; "" for none. partition: which one.
+        state: Slurm's word.
+        restarts: how often it was put back into the queue.
+        preempted: its nodes are wanted for another job; within a partition's GraceTime it runs on,
+            and only its steps are told (TERM).
+        start: when it began, by time.time(); None where Slurm does not say.
+        end: when its time is over; None: never, or Slurm does not say.
+        excluded: nodes that it is not to have, as a node list; "" for none.
+        partition: which one.
     """
 
     state: str
