@@ -344,7 +344,7 @@ def write_refusal(run: RunFolder, error: TrainkitError) -> None:
     )
 
 
-def stage_failure(run: RunFolder) -> dict[str, Any] | None:
+def stage_failure(run: RunFolder) -> dict[str, object] | None:
     """Why there are no ranks though the run's job is over: the stage's unit that failed, say.
     The form of SlurmJob.ended; None: not for its stages."""
     graph = read_graph(run)
@@ -354,33 +354,40 @@ def stage_failure(run: RunFolder) -> dict[str, Any] | None:
         return _failure(
             {key: value for key, value in read_document(path, ENDED).items() if key != "schema"}
         )
-    units = []
+    units: list[Mapping[str, Any]] = []
     with contextlib.suppress(ConfigError):  # the run that has submitted them may have been deleted
         units = [unit for need in graph["needs"] for unit in submitted_units(need)]
+    return _failed_unit(units) or _failed_jobs(run, units)
+
+
+def _failed_unit(units: Sequence[Mapping[str, Any]]) -> dict[str, object] | None:
+    """The first unit whose task says that it failed, and how many more."""
     failed = [(unit, end) for unit in units if (end := _end(unit)) is not None and end["ended"]]
-    if failed:
-        unit, end = failed[0]
-        error = unit_error(
-            unit["name"], end["host"], end["ended"], end.get("error"), Path(unit["log"])
-        )
-        if len(failed) > 1:
-            more = f" (and {len(failed) - 1} more units failed)"
-        else:
-            more = ""
-        cause = {**_words(error), "unit": unit["name"], "host": end["host"], "log": unit["log"]}
-        return _failure({**cause, "message": f"{cause['message']}{more}", "exit": int(error.exit)})
+    if not failed:
+        return None
+    unit, end = failed[0]
+    error = unit_error(unit["name"], end["host"], end["ended"], end.get("error"), Path(unit["log"]))
+    if len(failed) > 1:
+        more = f" (and {len(failed) - 1} more units failed)"
+    else:
+        more = ""
+    cause = {**_words(error), "unit": unit["name"], "host": end["host"], "log": unit["log"]}
+    return _failure({**cause, "message": f"{cause['message']}{more}", "exit": int(error.exit)})
+
+
+def _failed_jobs(run: RunFolder, units: Sequence[Mapping[str, Any]]) -> dict[str, object] | None:
+    """What Slurm says of the graph's jobs, where no unit said anything: None where some of them
+    still go on well, or Slurm cannot be asked."""
     jobs = read_stage_jobs(run)
+    seen: list[tuple[str, str]] = []
     try:
         if jobs:
-            seen = dict.fromkeys(element_ends([job.id for job in jobs]))
-        else:
-            seen = {}
+            seen = list(dict.fromkeys(element_ends([job.id for job in jobs])))
     except TrainkitError:
         return None
-    bad = [
-        f"job {id} {state}" for id, state in seen if state not in WAITING | RUNNING | {"COMPLETED"}
-    ]
-    if not bad and any(state in WAITING | RUNNING for _, state in seen):
+    going = WAITING | RUNNING
+    bad = [f"job {id} {state}" for id, state in seen if state not in going | {"COMPLETED"}]
+    if not bad and any(state in going for _, state in seen):
         return None
     said = ", ".join(bad) or "Slurm knows the jobs no more"
     left = [unit["name"] for unit in units if not is_made(unit)]
@@ -406,7 +413,7 @@ def stage_failure(run: RunFolder) -> dict[str, Any] | None:
     )
 
 
-def _failure(values: Mapping[str, Any]) -> dict[str, Any]:
+def _failure(values: Mapping[str, Any]) -> dict[str, object]:
     return {"state": "FAILED", "class": "user", **values}
 
 
