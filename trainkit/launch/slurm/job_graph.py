@@ -344,7 +344,7 @@ def write_refusal(run: RunFolder, error: TrainkitError) -> None:
     )
 
 
-def stage_failure(run: RunFolder) -> dict[str, object] | None:
+def stage_failure(run: RunFolder) -> dict[str, Any] | None:
     """Why there are no ranks though the run's job is over: the stage's unit that failed, say.
     The form of SlurmJob.ended; None: not for its stages."""
     graph = read_graph(run)
