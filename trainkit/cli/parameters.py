@@ -139,7 +139,7 @@ def signature_of(
     Args:
         function: takes a TaskContext, arguments, and as its parameter `options` an instance of
             the dataclass, if there is one.
-        options: a dataclass whose fields are made by `experiment.options.flag`.
+        options: a subclass of `experiment.options.Options`.
         help: a line for each parameter of the function, by its flag without dashes.
         minimum: the lowest value of a parameter that is a number.
     """
