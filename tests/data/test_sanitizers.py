@@ -23,15 +23,15 @@ FLAGS = (
     "-fno-sanitize-recover=all",
 )
 TESTS = (
-    "test_index.py",
+    "test_permutation.py",
     "test_samples.py",
     "test_loader.py",
-    "test_order.py",
+    "test_native_order.py",
     "test_native_blend.py",
     "test_shuffle.py",
     "test_megatron.py",
     "test_megatron_blend.py",
-    "test_encode.py",
+    "test_encoders.py",
     "test_proved.py",
 )
 

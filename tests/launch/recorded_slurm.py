@@ -18,8 +18,8 @@ from trainkit.jobs.resolved import ResolvedJob
 from trainkit.jobs.schema import Job
 from trainkit.launch.hosts.selection import local_hosts
 from trainkit.launch.scheduler import RunRequest
-from trainkit.launch.slurm.arrays import slurm_place_of
-from trainkit.launch.slurm.job_graph import Graph, Part, stages_of, submit_graph
+from trainkit.launch.slurm.arrays import array_place
+from trainkit.launch.slurm.job_graph import GraphPart, StageGraph, stages_folder, submit_graph
 from trainkit.plan.planner import make_plan
 from trainkit.runs.folder import RunFolder
 from trainkit.stages.contract import Need, Unit
@@ -140,17 +140,17 @@ def need(name: str, shards: int) -> Need:
     return Need("prep-data", name, name, 1, {}, (), (), (*tokens, merge))
 
 
-def part(slurm: Slurm, need: Need, shared: ArraysInFlight | None = None) -> Part:
-    place = slurm_place_of(slurm.job, need.stage, lambda text: None)
+def part(slurm: Slurm, need: Need, shared: ArraysInFlight | None = None) -> GraphPart:
+    place = array_place(slurm.job, need.stage, lambda text: None)
     assert place is not None
-    return Part(place, need, () if shared else need.units, [], shared)
+    return GraphPart(place, need, () if shared else need.units, [], shared)
 
 
 def submit(
-    slurm: Slurm, name: str, *parts: Part, deferred: tuple[str, ...] = ()
+    slurm: Slurm, name: str, *parts: GraphPart, deferred: tuple[str, ...] = ()
 ) -> tuple[RunFolder, list[str]]:
     run, said = slurm.run(name), list[str]()
-    submit_graph(run, slurm.job, Graph(parts, deferred), said.append)
+    submit_graph(run, slurm.job, StageGraph(parts, deferred), said.append)
     return run, said
 
 
@@ -164,5 +164,5 @@ def ready(run: RunFolder) -> int:
 
 def units(run: RunFolder, number: int) -> list[dict[str, Any]]:
     """What the tasks of the graph's array `number` read."""
-    level = json.loads(sorted(stages_of(run).glob("prep-data-*.json"))[number].read_text())
+    level = json.loads(sorted(stages_folder(run).glob("prep-data-*.json"))[number].read_text())
     return [unit for share in level["shares"] for unit in share]

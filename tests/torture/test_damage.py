@@ -106,7 +106,7 @@ def copy_of(run: RunFolder, folder: Path) -> RunFolder:
     return RunFolder(folder / "runs/tiny/one")
 
 
-# tests/train/checkpoint/test_checkpoint.py has every kind, without ranks
+# tests/train/checkpoint/test_save_load.py has every kind, without ranks
 FEW = ("byte flip", "missing file", "manifest: samples", "files of an older step")
 
 

@@ -2,102 +2,99 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from trainkit.cli.help_texts import DATASET, DEVICE, PICTURE, STEP, TENSOR
-from trainkit.experiment.options import flag
+from trainkit.experiment.options import Options, flag
 
 
-@dataclass(frozen=True)
-class StatsOptions:
+class StatsOptions(Options):
     """Those of `data-stats`."""
 
-    job: str = flag("", DATASET["job"])
+    job: str = flag(DATASET["job"], default="")
     count_only: bool = flag(
-        False, "only count documents, sequences and tokens; reads the index alone"
+        "only count documents, sequences and tokens; reads the index alone", default=False
     )
-    samples: int = flag(3, "number of documents to show the beginning of", minimum=0)
-    seed: int = flag(1234, "random seed for the choice of these documents", minimum=0)
-    picture: str = flag("", PICTURE.format("lengths and token frequencies"))
+    samples: int = flag("number of documents to show the beginning of", default=3, minimum=0)
+    seed: int = flag("random seed for the choice of these documents", default=1234, minimum=0)
+    picture: str = flag(PICTURE.format("lengths and token frequencies"), default="")
 
 
-@dataclass(frozen=True)
-class LogOptions:
+class LogOptions(Options):
     """Those of `logs`."""
 
-    rank: str = flag("", "ranks to show: 3, or 0,8-15, or failed")
-    node: str = flag("", "only ranks on this host")
-    attempt: int = flag(0, "attempt to show (0: the newest)", minimum=0)
-    follow: bool = flag(False, "continue to print until the run ends")
-    lines: int = flag(50, "number of last lines to print (0: all)", minimum=0)
+    rank: str = flag("ranks to show: 3, or 0,8-15, or failed", default="")
+    node: str = flag("only ranks on this host", default="")
+    attempt: int = flag("attempt to show (0: the newest)", default=0, minimum=0)
+    follow: bool = flag("continue to print until the run ends", default=False)
+    lines: int = flag("number of last lines to print (0: all)", default=50, minimum=0)
 
 
-@dataclass(frozen=True)
-class SetupOptions:
+class SetupOptions(Options):
     """Those of `setup-hosts`."""
 
     cluster: str = flag(
-        "", "a cluster of jobs.toml with launcher ssh or pdsh (default: that of [defaults].job)"
+        "a cluster of jobs.toml with launcher ssh or pdsh (default: that of [defaults].job)",
+        default="",
     )
-    hostfile: str = flag("", "use the hosts of this file; with --host: the file to write")
+    hostfile: str = flag("use the hosts of this file; with --host: the file to write", default="")
     host: tuple[str, ...] = flag(
-        (), "[user@]host[:port] of a node, if there is no hostfile yet; may be repeated"
+        "[user@]host[:port] of a node, if there is no hostfile yet; may be repeated", default=()
     )
-    slots: int = flag(0, "with --host: ranks per node (0: as the cluster says)", minimum=0)
-    share: str = flag("", "export this folder over NFS and mount it on the hosts at the same path")
-    address: str = flag("", "address of this machine as the hosts reach it")
-    perform: bool = flag(False, "run the steps instead of printing them")
+    slots: int = flag("with --host: ranks per node (0: as the cluster says)", default=0, minimum=0)
+    share: str = flag(
+        "export this folder over NFS and mount it on the hosts at the same path", default=""
+    )
+    address: str = flag("address of this machine as the hosts reach it", default="")
+    perform: bool = flag("run the steps instead of printing them", default=False)
 
 
-@dataclass(frozen=True)
-class ModelOptions:
+class ModelOptions(Options):
     """Which checkpoint is loaded, and onto what."""
 
-    step: int | None = flag(None, STEP, minimum=0)
-    device: str = flag("", DEVICE)
-    tensor_parallel: int = flag(1, TENSOR, minimum=1)
+    step: int | None = flag(STEP, default=None, minimum=0)
+    device: str = flag(DEVICE, default="")
+    tensor_parallel: int = flag(TENSOR, default=1, minimum=1)
 
 
-@dataclass(frozen=True)
 class GenerateOptions(ModelOptions):
     """Those of `generate`."""
 
     prompt: tuple[str, ...] = flag(
-        (), "text to continue; may be repeated (default: the model begins a document)"
+        "text to continue; may be repeated (default: the model begins a document)", default=()
     )
-    prompts_file: str = flag("", 'more prompts, one per line: a JSON string, or {"prompt": "..."}')
-    max_new_tokens: int = flag(64, "number of tokens to generate", minimum=1)
-    temperature: float = flag(0.8, "sampling temperature; 0: greedy decoding", minimum=0)
-    top_k: int = flag(50, "sample only among the K most likely tokens (0: all)", minimum=0)
+    prompts_file: str = flag(
+        'more prompts, one per line: a JSON string, or {"prompt": "..."}', default=""
+    )
+    max_new_tokens: int = flag("number of tokens to generate", default=64, minimum=1)
+    temperature: float = flag("sampling temperature; 0: greedy decoding", default=0.8, minimum=0)
+    top_k: int = flag("sample only among the K most likely tokens (0: all)", default=50, minimum=0)
     top_p: float = flag(
-        1.0,
         "sample only among the most likely tokens with total probability P (1: all)",
+        default=1.0,
         minimum=0,
     )
-    seed: int = flag(0, "random seed of the sampling; the same for every prompt", minimum=0)
+    seed: int = flag("random seed of the sampling; the same for every prompt", default=0, minimum=0)
 
 
-@dataclass(frozen=True)
 class EvaluateOptions(ModelOptions):
     """Those of `evaluate`."""
 
     dataset: str = flag(
-        "", "a dataset of jobs.toml with the run's tokenizer (default: the run's own)"
+        "a dataset of jobs.toml with the run's tokenizer (default: the run's own)", default=""
     )
-    split: str = flag("valid", "train, valid or test")
+    split: str = flag("train, valid or test", default="valid")
     samples: int = flag(
-        0, "number of samples of seq_length tokens, from the first (0: all)", minimum=0
+        "number of samples of seq_length tokens, from the first (0: all)", default=0, minimum=0
     )
 
 
-@dataclass(frozen=True)
-class ExportOptions:
+class ExportOptions(Options):
     """Those of `export`."""
 
     format: str = flag(
-        "hf", "hf: weights, config and tokenizer as transformers' from_pretrained loads them"
+        "hf: weights, config and tokenizer as transformers' from_pretrained loads them",
+        default="hf",
     )
-    to: str = flag("", "folder to write; it must not exist")
-    step: int | None = flag(None, STEP, minimum=0)
-    dtype: str = flag("fp32", "type of the weights: fp32, bf16 or fp16")
-    shard_gb: float = flag(5.0, "maximum size of a weight file, in GB", minimum=1e-6)
+    to: str = flag("folder to write; it must not exist", default="")
+    step: int | None = flag(STEP, default=None, minimum=0)
+    dtype: str = flag("type of the weights: fp32, bf16 or fp16", default="fp32")
+    shard_gb: float = flag("maximum size of a weight file, in GB", default=5.0, minimum=1e-6)

@@ -8,7 +8,7 @@ import dataclasses
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from invoke.exceptions import Exit as InvokeExit
 
@@ -18,8 +18,7 @@ OPTIONAL_INT = "int | None"  # annotations are text
 OPTIONS = "options"  # the parameter for a dataclass of options
 
 
-@dataclass(frozen=True)
-class Parameter:
+class Parameter(NamedTuple):
     """One argument or option of a task.
 
     Args:
@@ -101,8 +100,7 @@ def _usage_error(message: str) -> InvokeExit:
     return InvokeExit(f"error: {message}", code=Exit.USAGE)
 
 
-@dataclass(frozen=True)
-class Signature:
+class Signature(NamedTuple):
     """What a task takes.
 
     Args:
@@ -141,7 +139,7 @@ def signature_of(
     Args:
         function: takes a TaskContext, arguments, and as its parameter `options` an instance of
             the dataclass, if there is one.
-        options: a dataclass whose fields are made by `experiment.options.flag`.
+        options: a subclass of `experiment.options.Options`.
         help: a line for each parameter of the function, by its flag without dashes.
         minimum: the lowest value of a parameter that is a number.
     """

@@ -112,8 +112,8 @@ def make_task(
     without default are arguments of the command line, the others are options.
 
     Args:
-        options: a dataclass whose fields are made by `experiment.options.flag`; the function's
-            parameter `options` is an instance of it.
+        options: a subclass of `experiment.options.Options`; the function's parameter `options` is
+            an instance of it.
         help: a line for each of the function's other parameters, by its flag without dashes.
         takes_json: the task takes `--json`.
         takes_dry_run: the task takes `--dry-run`, and `invoke --dry` means the same.

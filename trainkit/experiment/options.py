@@ -6,34 +6,70 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import Field, FrozenInstanceError, dataclass, field, fields
+from typing import Any, ClassVar, dataclass_transform
 
 
-def flag(default: object, help: str, *, minimum: float | None = None) -> Any:
+def flag(help: str, *, default: object, minimum: float | None = None) -> Any:
     """A field that is a flag of the command line too (`trainkit.cli.parameters`).
 
     Args:
-        default: its value where it is not given; () for one that may be repeated.
         help: its line in `--help`.
+        default: its value where it is not given; () for one that may be repeated.
         minimum: the lowest value of a number.
     """
     return field(default=default, metadata={"help": help, "minimum": minimum})
 
 
-@dataclass(frozen=True)
-class HostOptions:
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(flag,))
+class Options:
+    """Makes each of its subclasses a frozen dataclass, with the methods that stand here.
+
+    The decorator would compile methods for each class, in 0.7 ms; every command line imports all
+    options.
+    """
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+
+    def __init_subclass__(cls) -> None:
+        dataclass(init=False, repr=False, eq=False)(cls)
+
+    def __init__(self, **given: object) -> None:
+        values = {each.name: each.default for each in fields(self)}
+        unknown = given.keys() - values
+        if unknown:
+            raise TypeError(f"{type(self).__name__} has no option {min(unknown)!r}")
+        vars(self).update(values | given)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise FrozenInstanceError(f"cannot assign to option {name!r}")
+
+    def __delattr__(self, name: str) -> None:
+        raise FrozenInstanceError(f"cannot delete option {name!r}")
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and vars(self) == vars(other)
+
+    def __hash__(self) -> int:
+        return hash((type(self), *vars(self).values()))
+
+    def __repr__(self) -> str:
+        given = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
+        return f"{type(self).__name__}({given})"
+
+
+class HostOptions(Options):
     """Which hosts a run gets; empty, 0 or false where not asked for."""
 
-    cluster: str = flag("", "run on this cluster of jobs.toml")
-    nodes: int = flag(0, "number of nodes (0: as the job says)", minimum=0)
-    hostfile: str = flag("", "use this hostfile instead of the cluster's")
+    cluster: str = flag("run on this cluster of jobs.toml", default="")
+    nodes: int = flag("number of nodes (0: as the job says)", default=0, minimum=0)
+    hostfile: str = flag("use this hostfile instead of the cluster's", default="")
     include: str = flag(
-        "", "use only these hosts of the hostfile: HOST[:SLOTS]@HOST..., SLOTS as in 0,2-3"
+        "use only these hosts of the hostfile: HOST[:SLOTS]@HOST..., SLOTS as in 0,2-3", default=""
     )
-    exclude: str = flag("", "do not use these hosts, or these slots of them")
+    exclude: str = flag("do not use these hosts, or these slots of them", default="")
     existing: bool = flag(
-        False, "slurm: use the nodes of the allocation that this is typed in (salloc)"
+        "slurm: use the nodes of the allocation that this is typed in (salloc)", default=False
     )
 
     def overrides(self) -> list[str]:
@@ -50,31 +86,30 @@ class HostOptions:
         return found
 
 
-@dataclass(frozen=True)
 class LaunchOptions(HostOptions):
     """What `train` and `resume` have in common."""
 
     set: Sequence[str] = flag(
-        (), "KEY=VALUE, such as training.lr=3e-4: override a value of the job; may be repeated"
+        "KEY=VALUE, such as training.lr=3e-4: override a value of the job; may be repeated",
+        default=(),
     )
-    detach: bool = flag(False, "return as soon as the run is started; it needs no terminal")
-    foreground: bool = flag(False, "end the run when this command ends")
-    share: bool = flag(False, "allow slots that another run uses")
+    detach: bool = flag("return as soon as the run is started; it needs no terminal", default=False)
+    foreground: bool = flag("end the run when this command ends", default=False)
+    share: bool = flag("allow slots that another run uses", default=False)
 
 
-@dataclass(frozen=True)
 class TrainOptions(LaunchOptions):
     """How a new run is started."""
 
-    no_stages: bool = flag(False, "fail (exit 5) instead of preparing what is stale")
+    no_stages: bool = flag("fail (exit 5) instead of preparing what is stale", default=False)
 
 
-@dataclass(frozen=True)
 class ResumeOptions(LaunchOptions):
     """How a run is started again."""
 
     set: Sequence[str] = flag(
-        (),
-        "KEY=VALUE: change the number of ranks, intervals or length; may be repeated",
+        "KEY=VALUE: change the number of ranks, intervals or length; may be repeated", default=()
     )
-    code: str = flag("run", "run: the code that the run began with; current: that of this checkout")
+    code: str = flag(
+        "run: the code that the run began with; current: that of this checkout", default="run"
+    )

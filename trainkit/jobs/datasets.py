@@ -240,6 +240,16 @@ class Dataset(Table):
 
     @model_validator(mode="after")
     def _complete(self) -> Dataset:
+        self._check_source()
+        self._check_blend()
+        self._check_pairs()
+        self._check_files()
+        if float(self.split.split(",")[0]) == 0:
+            raise wrong("split", f"split '{self.split}' leaves no tokens to train on")
+        return self
+
+    def _check_source(self) -> None:
+        """What each source cannot do without."""
         if self.source == "files" and not self.paths:
             raise needs("source", "source = 'files' needs paths")
         if self.source == "web" and not self.urls:
@@ -248,7 +258,9 @@ class Dataset(Table):
             raise needs("source", "source = 'indexed' needs prefixes or urls")
         if self.source not in ("mock", "blend") and self.tokenizer is None:
             raise needs("source", f"source = '{self.source}' needs tokenizer")
-        self._check_blend()
+
+    def _check_pairs(self) -> None:
+        """What needs one .bin/.idx pair, or many."""
         if (self.valid_files or self.test_files) and self.source != "indexed" and self.merge:
             raise wrong(
                 "valid_files",
@@ -259,6 +271,9 @@ class Dataset(Table):
             raise wrong(
                 "shuffle_documents", "shuffle_documents writes one pair; merge = false keeps many"
             )
+
+    def _check_files(self) -> None:
+        """Whether what is said of files fits their number."""
         if self.sha256 and len(self.sha256) != len(self.urls):
             raise wrong(
                 "sha256", f"sha256 has {len(self.sha256)} entries for {len(self.urls)} urls"
@@ -267,9 +282,6 @@ class Dataset(Table):
             raise needs(
                 "missing_files", "missing_files = 'allow' needs files, the number there must be"
             )
-        if float(self.split.split(",")[0]) == 0:
-            raise wrong("split", f"split '{self.split}' leaves no tokens to train on")
-        return self
 
     def _check_blend(self) -> None:
         blends = {

@@ -25,9 +25,10 @@ class ProblemList:
     """Problems found while a table is put together, and what need not be complained about again.
 
     Args:
-        problems: what was found. reported: places in the table (key paths) below which the
-        schema's complaints only repeat a problem. partial: places below which missing keys are
-        not complained about.
+        problems: what was found.
+        reported: places in the table (key paths) below which the schema's complaints only repeat a
+            problem.
+        partial: places below which missing keys are not complained about.
     """
 
     problems: list[Problem] = field(default_factory=list)

@@ -17,8 +17,10 @@ class SourcedValue:
     """One value (a scalar or a whole array) and where it comes from.
 
     Args:
-        value: the value. place: file and line of its key, or BUILT_IN, or SET. path: its key as
-        written there, ("jobs", "demo", "nodes"); for --set the path of the resolved job.
+        value: the value.
+        place: file and line of its key, or BUILT_IN, or SET.
+        path: its key as written there, ("jobs", "demo", "nodes"); for --set the path of the
+            resolved job.
         overrode: what it replaced, newest first.
     """
 

@@ -139,13 +139,18 @@ class Duration:
     """How long, at one speed. Time in a queue is not in it.
 
     Args:
-        step_seconds: a step of the whole global batch. parts: where the time goes. evaluations:
-        how many. start_seconds: one start, until its first step. days: all parts together.
-        device_hours: of all devices together. failures: interruptions to expect; None: not of
-        this kind of device. checkpoint_seconds: interval that loses least, `checkpoint_steps`
-        the same in steps; None: what a checkpoint costs is unknown. lost_fraction: part of the
-        time lost at that interval; `lost_as_asked`: at save_interval. requeues: how often a time
-        limit ends the job; None: there is none, or it leaves no time for a step.
+        step_seconds: a step of the whole global batch.
+        parts: where the time goes.
+        evaluations: how many.
+        start_seconds: one start, until its first step.
+        days: all parts together.
+        device_hours: of all devices together.
+        failures: interruptions to expect; None: not of this kind of device.
+        checkpoint_seconds: interval that loses least, `checkpoint_steps` the same in steps; None:
+            what a checkpoint costs is unknown.
+        lost_fraction: part of the time lost at that interval; `lost_as_asked`: at save_interval.
+        requeues: how often a time limit ends the job; None: there is none, or it leaves no time for
+            a step.
     """
 
     speed: Speed

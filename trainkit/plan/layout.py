@@ -26,13 +26,16 @@ class Layout:
     data-parallel rank or more; the plan objects then.
 
     Args:
-        tensor, pipeline, virtual, data: degrees; virtual: chunks of the model on each stage
-        under an interleaved schedule. replicate: whole copies of the model among the
-        data-parallel ranks; each is sharded over data / replicate of them. v_shaped: the
-        zero-bubble schedule ZB-V, which has two chunks on each stage, the first and the last of
-        the model on the first stage. chunks: layers of each chunk in the model's order.
-        sequence: activations between blocks are split over tensor-parallel ranks (off where
-        there is one, as Megatron-LM has it). micro_batches: of one step, on one rank.
+        tensor, pipeline, virtual, data: degrees.
+        virtual: chunks of the model on each stage under an interleaved schedule.
+        replicate: whole copies of the model among the data-parallel ranks; each is sharded over
+            data / replicate of them.
+        v_shaped: the zero-bubble schedule ZB-V, which has two chunks on each stage, the first and
+            the last of the model on the first stage.
+        chunks: layers of each chunk in the model's order.
+        sequence: activations between blocks are split over tensor-parallel ranks (off where there
+            is one, as Megatron-LM has it).
+        micro_batches: of one step, on one rank.
     """
 
     world: int

@@ -41,10 +41,12 @@ class Measured:
     planned.
 
     Args:
-        run: its id. same_layout: it ran as the job is laid out now. tokens_per_second: median
-        over its steps. peak_bytes: the most that any logged step saw on rank 0: reserved by the
-        allocator, on the CPU resident in the process. checkpoint_bytes: tensors of its newest
-        checkpoint.
+        run: its id.
+        same_layout: it ran as the job is laid out now.
+        tokens_per_second: median over its steps.
+        peak_bytes: the most that any logged step saw on rank 0: reserved by the allocator, on the
+            CPU resident in the process.
+        checkpoint_bytes: tensors of its newest checkpoint.
     """
 
     run: str

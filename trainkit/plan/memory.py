@@ -46,14 +46,17 @@ class RankMemory:
     """Bytes of a rank of one stage (of the tensor- and data-parallel rank that holds most).
 
     Args:
-        stage: the pipeline stage, from 0. parameter_bytes: weights at rest, this rank's shard of
-        them. gathered_bytes: whole weights to compute with, beside the shards. gradient_bytes:
-        gradients. optimizer_bytes: moments, and a published engine's master weights.
+        stage: the pipeline stage, from 0.
+        parameter_bytes: weights at rest, this rank's shard of them.
+        gathered_bytes: whole weights to compute with, beside the shards.
+        gradient_bytes: gradients.
+        optimizer_bytes: moments, and a published engine's master weights.
         activation_bytes: what forward leaves for backward, and the block that is computed again.
-        logit_bytes: logits of the last stage and their gradients. buffer_bytes: buffers of
-        communication. staging_bytes: the copy that a save behind training is written from; it
-        lies in the host's memory, so it is 0 on other devices than the CPU. reserve_bytes:
-        assumed, for all the rest.
+        logit_bytes: logits of the last stage and their gradients.
+        buffer_bytes: buffers of communication.
+        staging_bytes: the copy that a save behind training is written from; it lies in the host's
+            memory, so it is 0 on other devices than the CPU.
+        reserve_bytes: assumed, for all the rest.
     """
 
     stage: int

@@ -25,9 +25,11 @@ class Weight:
     """One parameter: rows x columns, and which of the two tensor parallelism splits.
 
     Args:
-        split: what is split. parts: where several matrices lie behind one another in the split
-        dimension, their sizes: each is split by itself. head: what is split are whole heads of
-        so many channels; no rank has less than one of any part.
+        split: what is split.
+        parts: where several matrices lie behind one another in the split dimension, their sizes:
+            each is split by itself.
+        head: what is split are whole heads of so many channels; no rank has less than one of any
+            part.
     """
 
     rows: int

@@ -45,10 +45,11 @@ class PreparedData:
     """What is known of this machine and of data that is there already.
 
     Args:
-        vocab_size: ids of the prepared tokenizer: a BPE trained on little text stays below what
-        its table asks for. dataset_tokens: tokens of the prepared dataset. free_bytes: what is
-        free where a cluster without file systems of its own keeps runs. host_bytes: memory of
-        this machine, where the ranks run on it.
+        vocab_size: ids of the prepared tokenizer: a BPE trained on little text stays below what its
+            table asks for.
+        dataset_tokens: tokens of the prepared dataset.
+        free_bytes: what is free where a cluster without file systems of its own keeps runs.
+        host_bytes: memory of this machine, where the ranks run on it.
     """
 
     vocab_size: int | None = None

@@ -106,33 +106,43 @@ def _counted(embedding: bool, loss: bool, layers: int, parts: int) -> tuple[int,
 
 def _ends(first: object, last: object, layers: int, pipeline: int, virtual: int) -> tuple[int, ...]:
     """So many layers on the first and last stage, the others equal."""
+    head = _layers_of_end(FIRST, first)
+    tail = _layers_of_end(LAST, last)
     if first is None:
         key = LAST
     else:
         key = FIRST
-    for name, value in ((FIRST, first), (LAST, last)):
-        if value is not None and (
-            isinstance(value, bool) or not isinstance(value, int) or value < 1
-        ):
-            raise _Impossible(name, f"{name} = {value!r} is not a number of layers")
-    left = layers - sum(value for value in (first, last) if isinstance(value, int))
-    inner = pipeline - (first is not None) - (last is not None)
-    if inner < 0 or left < 0 or (left % inner if inner else left):
+    left = layers - sum(head) - sum(tail)
+    inner = pipeline - len(head) - len(tail)
+    if not _divides(left, inner):
         message = (
             f"{left} layers are left for {inner} of {pipeline} stages, which they do not divide"
         )
         raise _Impossible(key, message)
-    if inner:
-        stages = [left // inner] * inner
-    else:
-        stages = []
-    stages = ([first] if isinstance(first, int) else []) + stages
-    stages += [last] if isinstance(last, int) else []
+    stages = [*head, *([left // inner] * inner if inner else []), *tail]
     if any(stage % virtual for stage in stages):
         raise _Impossible(
             key, f"stages of {stages} layers do not divide into {virtual} chunks each"
         )
     return tuple(stage // virtual for _ in range(virtual) for stage in stages)
+
+
+def _layers_of_end(key: str, value: object) -> list[int]:
+    """The layers of a stage at an end, empty where the job does not give them."""
+    if value is None:
+        return []
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise _Impossible(key, f"{key} = {value!r} is not a number of layers")
+    return [value]
+
+
+def _divides(layers: int, stages: int) -> bool:
+    """Whether each of the stages gets as many of the layers, and none is left over."""
+    if layers < 0 or stages < 0:
+        return False
+    if stages == 0:
+        return layers == 0
+    return layers % stages == 0
 
 
 def _spelled(text: str, layers: int, pipeline: int, virtual: int) -> tuple[int, ...]:

@@ -96,10 +96,13 @@ class Storage:
     """What a run writes.
 
     Args:
-        checkpoint_bytes: one checkpoint. checkpoints: written over the run; `on_disk`: at once,
-        at most. on_disk_bytes: of those. capacity_bytes: of the file system, or what is free on
-        this machine's; None: unknown. filesystem: its name; None: none is named. write_seconds:
-        one checkpoint at the file system's bandwidth, `read_seconds` the same; None: unknown.
+        checkpoint_bytes: one checkpoint.
+        checkpoints: written over the run; `on_disk`: at once, at most.
+        on_disk_bytes: of those.
+        capacity_bytes: of the file system, or what is free on this machine's; None: unknown.
+        filesystem: its name; None: none is named.
+        write_seconds: one checkpoint at the file system's bandwidth, `read_seconds` the same; None:
+            unknown.
     """
 
     checkpoint_bytes: int

@@ -62,11 +62,7 @@ def find_run(roots: Sequence[Path], query: str) -> RunFolder:
     matches = (
         [run for run in runs if run.id == query]
         or [run for run in runs if run.job_name == query][-1:]
-        or [
-            run
-            for run in runs
-            if query.isdigit() and any(job.id == query for job in read_slurm_jobs(run))
-        ][-1:]
+        or [run for run in runs if _has_slurm_job(run, query)][-1:]
         or [run for run in runs if run.id.startswith(query)]
     )
     if len(matches) > 1:
@@ -80,3 +76,7 @@ def find_run(roots: Sequence[Path], query: str) -> RunFolder:
             hint="invoke runs lists them; `last` is the newest",
         )
     return matches[0]
+
+
+def _has_slurm_job(run: RunFolder, query: str) -> bool:
+    return query.isdigit() and any(job.id == query for job in read_slurm_jobs(run))

@@ -19,11 +19,14 @@ class SlurmJob:
     """One submission.
 
     Args:
-        id: Slurm's number of the job. submitted: when, ISO 8601. first_attempt: the first
-        attempt that came from a person's word (`train`, `resume`); budgets of retries count from
-        there. began: the newest attempt that its supervisor began; None while the job waits in
-        the queue, again too. ended: how it ended where no supervisor could tell: {"state",
-        "message"}, and where it was for its stages {"exit", "class", "unit", "host", ...}.
+        id: Slurm's number of the job.
+        submitted: when, ISO 8601.
+        first_attempt: the first attempt that came from a person's word (`train`, `resume`); budgets
+            of retries count from there.
+        began: the newest attempt that its supervisor began; None while the job waits in the queue,
+            again too.
+        ended: how it ended where no supervisor could tell: {"state", "message"}, and where it was
+            for its stages {"exit", "class", "unit", "host", ...}.
         follows: the job whose successor this is (resume = "chain").
     """
 

@@ -30,7 +30,7 @@ class PairsUnits(DatasetUnits):
 
     def need(self, *, force: bool) -> Need:
         corpus = self.folder.corpus
-        shards = SOURCES["indexed"].shards(self.dataset, corpus, patience=self.patience)
+        shards = SOURCES["indexed"].shards(self.dataset, corpus, retry=self.patience)
         fetched = [fetch_unit(fetch) for fetch in fetch_units(self.dataset, corpus, shards)]
         prefixes = [shard.path.with_suffix("") for shard in shards if shard.path.suffix == ".idx"]
         if self.dataset.source == "indexed" and not self.dataset.urls:

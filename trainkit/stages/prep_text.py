@@ -35,7 +35,7 @@ class TextUnits(DatasetUnits):
         if not force:
             stamp = read_stamp(self.stamps / f"{self.name}.json") or {}
         shards = SOURCES[self.dataset.source].shards(
-            self.dataset, self.folder.corpus, patience=self.patience
+            self.dataset, self.folder.corpus, retry=self.patience
         )
         self.shards = with_former_names(shards, stamp.get("memory", {}).get("names", {}))
         self.former = MergedBefore(self.folder, stamp, self.stamps / f"{self.name}.units")

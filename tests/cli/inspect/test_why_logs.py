@@ -96,7 +96,7 @@ def said(
     lines: int = 1,
 ) -> list[str]:
     """Lines that `logs` prints."""
-    logs.logs(task(project), "last", LogOptions(rank, node, attempt, lines=lines))
+    logs.logs(task(project), "last", LogOptions(rank=rank, node=node, attempt=attempt, lines=lines))
     return capsys.readouterr().out.splitlines()
 
 
@@ -201,7 +201,7 @@ def test_logs_as_a_document(
     project: Project, run: RunFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = TaskContext(json=True, dry_run=False, folder=project.path)
-    answer = logs.logs(asked, "last", LogOptions("0-1", attempt=2, lines=1))
+    answer = logs.logs(asked, "last", LogOptions(rank="0-1", attempt=2, lines=1))
     document = answer.document
     assert (document["schema"], document["run"], document["attempt"]) == ("logs/1", run.id, 2)
     assert [(each["rank"], each["lines"]) for each in document["logs"]] == [
@@ -236,7 +236,7 @@ def test_following_several_logs_to_the_end(
             file.write(piece[1])
 
     monkeypatch.setattr(logs, "time", SimpleNamespace(sleep=write))
-    logs.logs(task(project), "last", LogOptions("0-1", follow=True, lines=0))
+    logs.logs(task(project), "last", LogOptions(rank="0-1", follow=True, lines=0))
     assert sorted(capsys.readouterr().out.splitlines()) == [
         "[0] half a line",
         "[1] last",
@@ -266,9 +266,9 @@ def test_following_a_log_that_begins_anew(
         path.write_text("ee\nfour\n")
 
     monkeypatch.setattr(logs, "time", SimpleNamespace(sleep=write))
-    logs.logs(task(project), "last", LogOptions("0-1", follow=True, lines=0))
+    logs.logs(task(project), "last", LogOptions(rank="0-1", follow=True, lines=0))
     assert capsys.readouterr().out.splitlines() == ["[0] one", "[0] two", "[0] three", "[0] four"]
-    logs.logs(task(project), "last", LogOptions("0", lines=3))
+    logs.logs(task(project), "last", LogOptions(rank="0", lines=3))
     assert capsys.readouterr().out.splitlines()[-2:] == ["ee", "four"]
 
 

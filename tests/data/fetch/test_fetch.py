@@ -7,13 +7,11 @@ import errno
 import hashlib
 import json
 import os
-import random
 import shutil
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,46 +20,13 @@ import pytest
 
 from tests import forkserver
 from tests.conftest import wait_for
+from tests.data.fetch.served_file import BODY, NAME, SUM, of, quiet, refused, seen
 from tests.data.fetch_server import DATE, QUICK, Site, serve
 from trainkit.base.errors import TrainkitError
 from trainkit.data.fetch.object_store import file_system
 from trainkit.data.fetch.recipe import FetchRecipe, FetchResult
 from trainkit.data.fetch.retry import RemoteFileInfo, ServerGate
 from trainkit.data.fetch.worker import fetch, open_stream, work
-
-BODY = random.Random(5).randbytes(300_000)
-
-
-SUM = hashlib.sha256(BODY).hexdigest()
-
-
-NAME = "/train/00.jsonl.zst"
-
-
-def quiet(done: int, total: int) -> None: ...
-
-
-@pytest.fixture
-def site() -> Iterator[Site]:
-    with serve({NAME: BODY}) as site:
-        yield site
-
-
-def of(
-    site: Site, tmp_path: Path, known: RemoteFileInfo | None = None, **words: Any
-) -> FetchRecipe:
-    return FetchRecipe(f"{site.url}{NAME}", tmp_path / "corpus/00.jsonl.zst", known, **words)
-
-
-def seen(site: Site) -> RemoteFileInfo:
-    return RemoteFileInfo(len(BODY), site.etags.get(NAME, f'"{hashlib.md5(BODY).hexdigest()}"'))
-
-
-def refused(asked: FetchRecipe, code: int = 6) -> TrainkitError:
-    with pytest.raises(TrainkitError) as error:
-        fetch(asked, quiet, QUICK)
-    assert error.value.exit == code and not asked.path.exists()
-    return error.value
 
 
 def left(tmp_path: Path) -> set[str]:

@@ -2,55 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-import random
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.data.fetch.served_file import BODY, NAME, SUM, of, quiet, refused, seen
 from tests.data.fetch_server import QUICK, SECRET, Site, serve
 from trainkit.base.errors import ConfigError, TrainkitError
 from trainkit.data.fetch.recipe import FetchRecipe
 from trainkit.data.fetch.retry import RemoteFileInfo
 from trainkit.data.fetch.worker import fetch, open_stream
-
-BODY = random.Random(5).randbytes(300_000)
-
-
-SUM = hashlib.sha256(BODY).hexdigest()
-
-
-NAME = "/train/00.jsonl.zst"
-
-
-def quiet(done: int, total: int) -> None: ...
-
-
-@pytest.fixture
-def site() -> Iterator[Site]:
-    with serve({NAME: BODY}) as site:
-        yield site
-
-
-def of(
-    site: Site, tmp_path: Path, known: RemoteFileInfo | None = None, **words: Any
-) -> FetchRecipe:
-    return FetchRecipe(f"{site.url}{NAME}", tmp_path / "corpus/00.jsonl.zst", known, **words)
-
-
-def seen(site: Site) -> RemoteFileInfo:
-    return RemoteFileInfo(len(BODY), site.etags.get(NAME, f'"{hashlib.md5(BODY).hexdigest()}"'))
-
-
-def refused(asked: FetchRecipe, code: int = 6) -> TrainkitError:
-    with pytest.raises(TrainkitError) as error:
-        fetch(asked, quiet, QUICK)
-    assert error.value.exit == code and not asked.path.exists()
-    return error.value
 
 
 class TestTokens:

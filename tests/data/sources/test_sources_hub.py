@@ -4,59 +4,21 @@ beside what came."""
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.data.fetch_server import QUICK, SECRET, HubSite, Site, fetched, serve, serve_hub
-from trainkit.base.errors import ConfigError, TrainkitError
-from trainkit.data.fetch.worker import work
+from tests.data.fetch_server import SECRET, HubSite, fetched, serve, serve_hub
+from tests.data.sources.web_datasets import WEB, refused, run, web
+from trainkit.base.errors import ConfigError
 from trainkit.data.indexed.published import check_published, tolerance
-from trainkit.data.sources import SOURCES, Shard, fetch_units, fetched_prefixes
-from trainkit.data.sources.listing import LISTING, list_files
-from trainkit.jobs.schema import Dataset, Tokenizer
+from trainkit.data.sources import fetched_prefixes
+from trainkit.data.sources.listing import LISTING
+from trainkit.jobs.schema import Dataset
 
-TOKENIZER = Tokenizer(name="t", vocab_size=300)
-
-
-WEB = SOURCES["web"]
-
-
-def web(*urls: str, **words: Any) -> Dataset:
-    return Dataset(**{"name": "d", "source": "web", "urls": urls, "tokenizer": TOKENIZER, **words})
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Servers of these tests answer at once, or never."""
-    original = list_files.__defaults__
-    monkeypatch.setattr(list_files, "__defaults__", (QUICK,))
-    assert original is not None
-
-
-def refused(dataset: Dataset, corpus: Path) -> TrainkitError:
-    with pytest.raises(TrainkitError) as error:
-        SOURCES[dataset.source].shards(dataset, corpus)
-    assert error.value.exit == 6 and not corpus.exists()
-    return error.value
-
-
-def run(dataset: Dataset, corpus: Path) -> list[Shard]:
-    """The units, as the stage runs them; in this process."""
-    shards = SOURCES[dataset.source].shards(dataset, corpus)
-    for unit in fetch_units(dataset, corpus, shards):
-        work(json.loads(json.dumps(unit.spec)), lambda done, total: None)
-        assert all(path.is_file() for path in unit.outputs)
-    return shards
-
-
-@pytest.fixture
-def site() -> Iterator[Site]:
-    with serve({f"/train/{i:02d}.jsonl.zst": bytes([i]) * (i + 1) for i in range(30)}) as site:
-        yield site
+pytestmark = pytest.mark.usefixtures("quick")
 
 
 IN_HUB = {

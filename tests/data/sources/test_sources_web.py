@@ -4,67 +4,29 @@ is missing."""
 from __future__ import annotations
 
 import hashlib
-import json
 import shutil
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.data.fetch_server import QUICK, Site, fetched, serve
+from tests.data.fetch_server import QUICK, Site, fetched
+from tests.data.sources.web_datasets import WEB, refused, run, web
 from trainkit.base.errors import ConfigError, TrainkitError
 from trainkit.data.fetch.hub import HubPath
 from trainkit.data.fetch.hub import parse_hub_address as parse_hub
 from trainkit.data.fetch.recipe import FetchRecipe, ListingSpec, fetch_spec_from_json
 from trainkit.data.fetch.retry import look
 from trainkit.data.fetch.worker import fetch, work
-from trainkit.data.sources import SOURCES, Shard, download_notice, fetch_units
+from trainkit.data.sources import Shard, download_notice, fetch_units
 from trainkit.data.sources import listing as listing_module
 from trainkit.data.sources.address import addresses_of, local_names
 from trainkit.data.sources.announce import DownloadNotice
-from trainkit.data.sources.listing import LISTING, list_files
-from trainkit.jobs.schema import Dataset, Tokenizer
+from trainkit.data.sources.listing import LISTING
 
-TOKENIZER = Tokenizer(name="t", vocab_size=300)
-
-
-WEB = SOURCES["web"]
-
-
-def web(*urls: str, **words: Any) -> Dataset:
-    return Dataset(**{"name": "d", "source": "web", "urls": urls, "tokenizer": TOKENIZER, **words})
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Servers of these tests answer at once, or never."""
-    original = list_files.__defaults__
-    monkeypatch.setattr(list_files, "__defaults__", (QUICK,))
-    assert original is not None
-
-
-def refused(dataset: Dataset, corpus: Path) -> TrainkitError:
-    with pytest.raises(TrainkitError) as error:
-        SOURCES[dataset.source].shards(dataset, corpus)
-    assert error.value.exit == 6 and not corpus.exists()
-    return error.value
-
-
-def run(dataset: Dataset, corpus: Path) -> list[Shard]:
-    """The units, as the stage runs them; in this process."""
-    shards = SOURCES[dataset.source].shards(dataset, corpus)
-    for unit in fetch_units(dataset, corpus, shards):
-        work(json.loads(json.dumps(unit.spec)), lambda done, total: None)
-        assert all(path.is_file() for path in unit.outputs)
-    return shards
-
-
-@pytest.fixture
-def site() -> Iterator[Site]:
-    with serve({f"/train/{i:02d}.jsonl.zst": bytes([i]) * (i + 1) for i in range(30)}) as site:
-        yield site
+pytestmark = pytest.mark.usefixtures("quick")
 
 
 class TestWeb:
@@ -91,7 +53,7 @@ class TestWeb:
             "fetch-00002",
             "fetch-00003",
         ]
-        assert WEB.shards(dataset, tmp_path, anew=True) == shards and len(site.asked) == 4
+        assert WEB.shards(dataset, tmp_path, refresh=True) == shards and len(site.asked) == 4
         changed = dataset.model_copy(update={"urls": dataset.urls[:1]})
         assert len(WEB.shards(changed, tmp_path)) == 3 and len(site.asked) == 7
         (tmp_path / LISTING).write_text('{"schema": "listing/1", "of": ')

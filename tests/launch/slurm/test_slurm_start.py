@@ -18,8 +18,8 @@ from trainkit.base.errors import ConfigError, Exit
 from trainkit.jobs.clusters import Cluster
 from trainkit.launch.hosts.hostfile import Host
 from trainkit.launch.slurm import batch_supervisor as batch
-from trainkit.launch.slurm.allocation import Granted
-from trainkit.launch.slurm.batch_job import NoProlog, _successor, supervise_batch
+from trainkit.launch.slurm.allocation import SlurmAllocation
+from trainkit.launch.slurm.batch_job import FailedProlog, _successor, supervise_batch
 from trainkit.launch.slurm.batch_script import batch_script, script_path
 from trainkit.launch.slurm.batch_supervisor import (
     BatchStopRequests,
@@ -102,7 +102,9 @@ def supervisor(control: Control, *sets: str) -> BatchSupervisor:
         control.folder / "project", ["cluster.launcher=slurm", *sets], hosts=hosts, nodes=4
     )
     add_slurm_job(run, "7", first_attempt=1)
-    made = BatchSupervisor(run, {}, BatchStopRequests(), silent_observer(), Granted("7", HOSTS, 0))
+    made = BatchSupervisor(
+        run, {}, BatchStopRequests(), silent_observer(), SlurmAllocation("7", HOSTS, 0)
+    )
     (run.path / "launch").mkdir(exist_ok=True)
     script_path(run).write_text(batch_script(made.job, run))
     made.attempt = Attempted(run, EventLog(run.attempt(1)))  # type: ignore[assignment]
@@ -128,9 +130,9 @@ def no_start(*suspects: str) -> AttemptResult:
 
 def ended(made: BatchSupervisor, end: AttemptResult) -> list[dict[str, Any]]:
     """Judge an end, as the supervisor does; the attempt's events."""
-    judged = made._judged(end)
-    made._record(judged)
-    assert not made._goes_on(judged), "never again in this allocation"
+    judged = made._judge(end)
+    made._record_end(judged)
+    assert not made._starts_again(judged), "never again in this allocation"
     return [json.loads(line) for line in made.run.attempt(1).events.read_text().splitlines()]
 
 
@@ -170,10 +172,10 @@ def test_a_requeue_between_our_question_and_ours(control: Control) -> None:
     made = supervisor(control)
     control.fails("scontrol requeue")
     control.says(RUNNING + " PreemptTime=2026-11-22T05:17:15")
-    judged = made._judged(no_start(*HOSTS))
+    judged = made._judge(no_start(*HOSTS))
     control.says(RUNNING.replace("Restarts=0", "Restarts=1").replace("RUNNING", "COMPLETING"))
-    made._goes_on(judged)
-    assert made.later == "preemption", "Slurm has put it back itself meanwhile"
+    made._starts_again(judged)
+    assert made.continue_kind == "preemption", "Slurm has put it back itself meanwhile"
 
 
 def test_scancel_while_the_agents_start(control: Control) -> None:
@@ -228,17 +230,19 @@ def test_a_prolog_that_failed_in_the_script_alone_is_its_hosts(control: Control)
     assert made.attempt is not None
     made.attempt.events.close()
     made = BatchSupervisor(
-        made.run, {}, BatchStopRequests(), silent_observer(), made.granted, NoProlog("n1", 5)
+        made.run, {}, BatchStopRequests(), silent_observer(), made.granted, FailedProlog("n1", 5)
     )
     made.address = lambda: "127.0.0.1"  # type: ignore[method-assign]
     outcome = asyncio.run(made.supervise())
-    assert (outcome.exit, outcome.failure_class, made.later, list(made.bad)) == (
+    assert (outcome.exit, outcome.failure_class, made.continue_kind, list(made.bad_nodes)) == (
         8,
         "infra",
         "infra",
         ["n1"],
     )
-    assert "prolog of clusters.here failed in the batch script (exit code 5)" in made.bad["n1"]
+    assert (
+        "prolog of clusters.here failed in the batch script (exit code 5)" in made.bad_nodes["n1"]
+    )
 
 
 def test_what_all_nodes_lack_is_not_theirs(control: Control) -> None:
@@ -303,10 +307,10 @@ def test_what_slurm_wanted_before_anybody_listened(control: Control) -> None:
             {},
             BatchStopRequests(),
             silent_observer(),
-            Granted("7", HOSTS, 0),
+            SlurmAllocation("7", HOSTS, 0),
         )
         control.says(said)
-        made.look_around()
+        made.check_before_start()
         assert made.stop_requests.first == asked, said
 
 
@@ -327,17 +331,17 @@ def test_a_signal_that_would_leave_no_time_to_train_does_not_count(control: Cont
     control.says(limited(240))
     made = supervisor(control)
     made.batch_requests._on_signal(signal.SIGUSR1, None)
-    made.look_around()
+    made.check_before_start()
     assert made.stop_requests.first is None and made.batch_requests.signalled is None
     made = BatchSupervisor(made.run, {}, BatchStopRequests(), silent_observer(), made.granted)
-    made.look_around()
+    made.check_before_start()
     made.batch_requests._on_signal(signal.SIGUSR1, None)
     assert made.stop_requests.first is None
     left = made._until_saving()
     assert left is not None and left <= 240 - 60, "a quarter of the limit is for saving"
     control.says(limited(3600))
     made = BatchSupervisor(made.run, {}, BatchStopRequests(), silent_observer(), made.granted)
-    made.look_around()
+    made.check_before_start()
     made.batch_requests._on_signal(signal.SIGUSR1, None)
     assert (
         made.stop_requests.first == StopRequest.SAVE
@@ -392,7 +396,10 @@ def test_a_signal_between_two_attempts_is_judged_like_any_other(control: Control
     attempt that ends at once, and its end asks Slurm why."""
     made = supervisor(control)
     made.stop_requests.request_save(StopRequest.SAVE)
-    assert made._asked_between(no_start()) is None and made._asked_between(None) is None
+    assert (
+        made._stop_between_attempts(no_start()) is None
+        and made._stop_between_attempts(None) is None
+    )
 
 
 def test_a_successor_that_cannot_be_taken_back_is_not_forgotten(

@@ -87,7 +87,7 @@ def dataset_table(rows: Sequence[Mapping[str, Any]]) -> Listing:
 
     Args:
         rows: the counts of dataset.json with "name" and, of those made just now, "seconds" and
-        "mb_per_second".
+            "mb_per_second".
     """
     numbers = ("documents", "tokens", "text MB", "rejects", "seconds", "MB/s")
     table = Listing(

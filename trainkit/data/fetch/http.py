@@ -30,7 +30,7 @@ _TOTAL = re.compile(r"bytes (?P<first>\d+)-\d+/(?P<total>\d+|\*)")
 _HOPELESS = ("[Errno -2]", "[Errno -5]", "CERTIFICATE_VERIFY_FAILED", "WRONG_VERSION_NUMBER")
 
 
-def http_client(patience: FetchRetryPolicy, connections: int = 1) -> httpx2.Client:
+def http_client(retry: FetchRetryPolicy, connections: int = 1) -> httpx2.Client:
     """A pool of connections. Proxies are taken from the usual variables of the environment."""
     import httpx2
 
@@ -38,7 +38,7 @@ def http_client(patience: FetchRetryPolicy, connections: int = 1) -> httpx2.Clie
     # lengths and sums are those of the file as it lies there
     headers = {"Accept-Encoding": "identity", "User-Agent": "trainkit"}
     return httpx2.Client(
-        headers=headers, timeout=patience.timeout, limits=limits, follow_redirects=True
+        headers=headers, timeout=retry.timeout, limits=limits, follow_redirects=True
     )
 
 

@@ -76,7 +76,7 @@ class Hub:
         endpoint: str | None,
         token: str | None,
         token_name: str | None,
-        patience: FetchRetryPolicy,
+        retry: FetchRetryPolicy,
     ) -> None:
         from huggingface_hub import HfApi
 
@@ -84,7 +84,7 @@ class Hub:
         # False: never a token that lies around
         self.api = HfApi(endpoint=self.endpoint, token=token or False, library_name="trainkit")
         self.token_name = token_name
-        self.patience = patience
+        self.retry = retry
         self.redactor = Redactor([token] if token else [])
 
     def files(self, paths: list[HubPath]) -> dict[HubPath, list[tuple[str, str, RemoteFileInfo]]]:
@@ -156,7 +156,7 @@ class Hub:
 
     def _ask(self, kind: str, name: str, revision: str, question: Any) -> Any:
         shown = f"{SCHEME}{'datasets/' if kind == 'dataset' else ''}{name}@{revision}"
-        tries = RetryCounter(f"{shown} at {self.endpoint}", self.patience, ServerGate())
+        tries = RetryCounter(f"{shown} at {self.endpoint}", self.retry, ServerGate())
         while True:
             try:
                 with self._errors(f"{shown} at {self.endpoint}", kind):

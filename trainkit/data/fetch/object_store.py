@@ -37,9 +37,7 @@ _FINAL = (
 )
 
 
-def file_system(
-    scheme: str, endpoint: str | None, anonymous: bool, patience: FetchRetryPolicy
-) -> Any:
+def file_system(scheme: str, endpoint: str | None, anonymous: bool, retry: FetchRetryPolicy) -> Any:
     """The fsspec file system of a scheme. Credentials are found where its library looks for them.
 
     Raises ConfigError (exit 6): its package is not installed, or it knows no endpoint or no
@@ -67,8 +65,8 @@ def file_system(
         options["endpoint_url"] = endpoint
     if scheme in ("s3", "s3a"):
         options["config_kwargs"] = {
-            "connect_timeout": patience.timeout,
-            "read_timeout": patience.timeout,
+            "connect_timeout": retry.timeout,
+            "read_timeout": retry.timeout,
         }
     try:
         return fsspec.filesystem(

@@ -85,11 +85,9 @@ class ServerGate:
 class RetryCounter:
     """Counts the failures of one file in a row, and waits between them, longer each time."""
 
-    def __init__(
-        self, shown: str, patience: FetchRetryPolicy, gate: ServerGate | None = None
-    ) -> None:
+    def __init__(self, shown: str, retry: FetchRetryPolicy, gate: ServerGate | None = None) -> None:
         self.shown = shown
-        self.patience = patience
+        self.retry = retry
         self.gate = gate or ServerGate()
         self.failures = 0
 
@@ -101,8 +99,8 @@ class RetryCounter:
         """Wait before the next attempt. Raises TrainkitError (exit 6) where there is to be none."""
         self.failures += 1
         asked = error.after or 0.0
-        if self.failures >= self.patience.attempts or asked > self.patience.longest_asked:
-            if asked > self.patience.longest_asked:
+        if self.failures >= self.retry.attempts or asked > self.retry.longest_asked:
+            if asked > self.retry.longest_asked:
                 wants = f", and wants to be asked again in {asked:,.0f} s"
             else:
                 wants = ""
@@ -113,10 +111,10 @@ class RetryCounter:
             )
             raise Unreachable(message, hint) from None
         pause = min(
-            self.patience.longest, self.patience.first * 2 ** (self.failures - 1)
+            self.retry.longest, self.retry.first * 2 ** (self.failures - 1)
         ) * random.uniform(0.75, 1.25)
         print(
-            f"{self.shown}: {error.why}; attempt {self.failures} of {self.patience.attempts}, again"
+            f"{self.shown}: {error.why}; attempt {self.failures} of {self.retry.attempts}, again"
             f" in {max(asked, pause):.0f} s",
             file=sys.stderr,
             flush=True,
@@ -177,10 +175,10 @@ class RemoteFile(Protocol):
 
 
 def look(
-    remote: RemoteFile, patience: FetchRetryPolicy, gate: ServerGate | None = None
+    remote: RemoteFile, retry: FetchRetryPolicy, gate: ServerGate | None = None
 ) -> RemoteFileInfo | None:
     """`remote.look`, as often as it takes."""
-    tries = RetryCounter(remote.shown, patience, gate)
+    tries = RetryCounter(remote.shown, retry, gate)
     while True:
         tries.gate.wait()
         try:
@@ -190,7 +188,7 @@ def look(
 
 
 def read_with_retries(
-    remote: RemoteFile, start: int, known: RemoteFileInfo, patience: FetchRetryPolicy
+    remote: RemoteFile, start: int, known: RemoteFileInfo, retry: FetchRetryPolicy
 ) -> Generator[bytes, None, None]:
     """All bytes of a file from `start`, connecting anew where it breaks.
 
@@ -198,7 +196,7 @@ def read_with_retries(
         TrainkitError: exit 6, the server was given up, or sends more than it said.
         Changed: it became another file meanwhile.
     """
-    tries = RetryCounter(remote.shown, patience)
+    tries = RetryCounter(remote.shown, retry)
     at = start
     while known.size is None or at < known.size:
         try:

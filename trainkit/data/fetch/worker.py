@@ -66,15 +66,15 @@ def read_token(name: str | None) -> str | None:
 
 
 @contextlib.contextmanager
-def open_remote_file(recipe: FetchRecipe, patience: FetchRetryPolicy) -> Iterator[RemoteFile]:
+def open_remote_file(recipe: FetchRecipe, retry: FetchRetryPolicy) -> Iterator[RemoteFile]:
     """The file a recipe speaks of, with a connection for the block."""
     url = recipe.url
     if url.startswith(("http://", "https://")):
-        with http_client(patience) as pool:
+        with http_client(retry) as pool:
             yield HttpFile(url, pool, read_token(recipe.token), recipe.token)
     else:
         yield StoredFile(
-            file_system(url.partition("://")[0], recipe.endpoint, recipe.anonymous, patience),
+            file_system(url.partition("://")[0], recipe.endpoint, recipe.anonymous, retry),
             url,
         )
 
@@ -198,7 +198,7 @@ def _read_part_info(path: Path) -> object:
 def fetch(
     recipe: FetchRecipe,
     progress: ProgressCallback,
-    patience: FetchRetryPolicy = DEFAULT_RETRY,
+    retry: FetchRetryPolicy = DEFAULT_RETRY,
 ) -> FetchResult:
     """Bring one file here; nothing is asked of the server where it is here already. Two at once:
     the second waits and finds it.
@@ -206,7 +206,7 @@ def fetch(
     Args:
         recipe: where it comes from and goes to.
         progress: called with the bytes done and to do.
-        patience: with the server.
+        retry: with the server.
 
     Raises TrainkitError (exit 6): it is not to be had, is not what
     was listed or published, or cannot be written.
@@ -219,7 +219,7 @@ def fetch(
             result = (
                 _already_fetched(paths, recipe, known)
                 or _put_there_by_hand(paths, recipe, known)
-                or _fetched(paths, recipe, known, progress, patience)
+                or _fetched(paths, recipe, known, progress, retry)
             )
     progress(result.bytes, result.bytes)
     return result
@@ -230,17 +230,17 @@ def _fetched(
     recipe: FetchRecipe,
     known: RemoteFileInfo | None,
     progress: ProgressCallback,
-    patience: FetchRetryPolicy,
+    retry: FetchRetryPolicy,
 ) -> FetchResult:
-    with open_remote_file(recipe, patience) as remote:
+    with open_remote_file(recipe, retry) as remote:
         if known is None:
-            known = look(remote, patience)
+            known = look(remote, retry)
         if known is None:
             raise _missing(remote)
         try:
-            result = _download(remote, known, paths, progress, patience)
+            result = _download(remote, known, paths, progress, retry)
         except RemoteFileChanged as change:
-            _refuse_contradiction(remote, known, change, paths, patience)
+            _refuse_contradiction(remote, known, change, paths, retry)
             raise _not_as_listed(remote.shown, change, recipe, paths) from None
     return _stamp(paths, recipe, known, _size_and_time(paths.path), result)
 
@@ -250,11 +250,11 @@ def _refuse_contradiction(
     known: RemoteFileInfo,
     change: RemoteFileChanged,
     paths: _FetchPaths,
-    patience: FetchRetryPolicy,
+    retry: FetchRetryPolicy,
 ) -> None:
     """Raise TrainkitError (exit 6) where the server, asked again, still names the file that was
     listed, and sends another: listing it again would not help."""
-    again = look(remote, patience)
+    again = look(remote, retry)
     if again is None or known.difference(again) is not None:
         return
     paths.forget_part()
@@ -282,7 +282,7 @@ def _download(
     known: RemoteFileInfo,
     paths: _FetchPaths,
     progress: ProgressCallback,
-    patience: FetchRetryPolicy,
+    retry: FetchRetryPolicy,
 ) -> FetchResult:
     """Add to NAME.part until it is whole, check it, and give it its name."""
     goes_on = (
@@ -305,7 +305,7 @@ def _download(
             digest = hashlib.sha256()
             size = 0
         _check_space(paths.part, (known.size or 0) - size)
-        for block in read_with_retries(remote, size, known, patience):
+        for block in read_with_retries(remote, size, known, retry):
             file.write(block)
             digest.update(block)
             size += len(block)
@@ -385,12 +385,12 @@ class _Stream(io.RawIOBase):
         remote: RemoteFile,
         recipe: FetchRecipe,
         known: RemoteFileInfo,
-        patience: FetchRetryPolicy,
+        retry: FetchRetryPolicy,
     ) -> None:
         self.remote = remote
         self.recipe = recipe
         self.known = known
-        self.blocks = read_with_retries(remote, 0, known, patience)
+        self.blocks = read_with_retries(remote, 0, known, retry)
         self.rest = memoryview(b"")
         self.digest = hashlib.sha256()
 
@@ -419,7 +419,7 @@ class _Stream(io.RawIOBase):
 
 @contextlib.contextmanager
 def open_stream(
-    what: Path | FetchRecipe, patience: FetchRetryPolicy = DEFAULT_RETRY
+    what: Path | FetchRecipe, retry: FetchRetryPolicy = DEFAULT_RETRY
 ) -> Iterator[IO[bytes]]:
     """The bytes of a file, as they lie there: of a local one, or of a recipe's.
 
@@ -436,18 +436,18 @@ def open_stream(
         return
     path = what.path
     if what.keep or path.name.endswith(RANDOM_ACCESS):
-        fetch(what, lambda done, total: None, patience)
+        fetch(what, lambda done, total: None, retry)
         with _opened(path) as file:
             yield file
         if not what.keep:
             path.unlink(missing_ok=True)
             _FetchPaths(path).stamp.unlink(missing_ok=True)
         return
-    with open_remote_file(what, patience) as remote:
-        known = what.known or look(remote, patience)
+    with open_remote_file(what, retry) as remote:
+        known = what.known or look(remote, retry)
         if known is None:
             raise _missing(remote)
-        with io.BufferedReader(_Stream(remote, what, known, patience), BLOCK) as stream:
+        with io.BufferedReader(_Stream(remote, what, known, retry), BLOCK) as stream:
             yield stream
 
 

@@ -71,7 +71,7 @@ def _map(path: Path, size: int) -> NDArray[np.uint8]:
         raise data_error(
             path,
             f"had {size:,} bytes when it was opened and has {len(content):,} now",
-            "it was written anew meanwhile: open it again",
+            "it was written again meanwhile: open it again",
         )
     return content
 
@@ -84,12 +84,11 @@ class IndexedDataset:
     for.
 
     Args:
-        prefix: path of the pair without .bin and .idx. mmap: hand out views of the mapped files,
-        nothing is copied. False: map nothing, for file systems that map badly; a sequence is
-        read
-            when it is asked for, an array of .idx is read once and stays in memory. (A file that
-            is cut short while it is mapped ends the process that looks at what is gone with
-            SIGBUS; without maps that is a ConfigError.)
+        prefix: path of the pair without .bin and .idx.
+        mmap: hand out views of the mapped files, nothing is copied. False: map nothing, for file
+            systems that map badly; a sequence is read when it is asked for, an array of .idx is
+            read once and stays in memory. (A file that is cut short while it is mapped ends the
+            process that looks at what is gone with SIGBUS; without maps that is a ConfigError.)
 
     Attributes:
         dtype: of the tokens.
@@ -370,9 +369,9 @@ class IndexedWriter:
         """Append one document.
 
         Args:
-            tokens: ids of the whole document, [n]. Empty: no sequence, but an entry in the
-            document index. lengths: tokens of each of its sequences, summing to n; by default it
-            is one sequence.
+            tokens: ids of the whole document, [n]. Empty: no sequence, but an entry in the document
+                index.
+            lengths: tokens of each of its sequences, summing to n; by default it is one sequence.
 
         Raises:
             ValueError: lengths do not sum to n. TypeError: tokens are no integers. ConfigError
@@ -393,9 +392,10 @@ class IndexedWriter:
         """Append many documents; errors as `add_document`.
 
         Args:
-            tokens: ids of all of them, [sum(lengths)]. lengths: tokens of each sequence; those
-            of none are left out. sequences: how many of `lengths` belong to each document,
-            summing to len(lengths); by default it is one each.
+            tokens: ids of all of them, [sum(lengths)].
+            lengths: tokens of each sequence; those of none are left out.
+            sequences: how many of `lengths` belong to each document, summing to len(lengths); by
+                default it is one each.
         """
         parts = np.asarray(lengths, np.int64)
         there = parts != 0

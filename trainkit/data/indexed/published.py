@@ -30,7 +30,8 @@ def check_published(dataset: Dataset, found: Mapping[str, int]) -> None:
 
     Args:
         dataset: whose `files`, `documents`, `download_bytes`, `text_bytes`, `tokens` were
-        published. found: the true numbers, before anything was left out on purpose.
+            published.
+        found: the true numbers, before anything was left out on purpose.
 
     Raises ConfigError (exit 6) naming every number that is wrong.
     """

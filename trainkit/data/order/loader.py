@@ -38,10 +38,11 @@ class ReadSchedule:
     """What is read after what.
 
     Args:
-        parts: (consumed samples, samples of the global batch) -> positions of each micro-batch
-        of this rank. size: consumed samples -> samples of the global batch that follows; it may
-        grow. end: consumed samples at which nothing more is read ahead, None: there is no end.
-        What is asked for is read beyond it, too.
+        parts: (consumed samples, samples of the global batch) -> positions of each micro-batch of
+            this rank.
+        size: consumed samples -> samples of the global batch that follows; it may grow.
+        end: consumed samples at which nothing more is read ahead, None: there is no end. What is
+            asked for is read beyond it, too.
     """
 
     parts: Callable[[int, int], list[range]]
@@ -61,10 +62,14 @@ class Loader:
     it. At most `ahead` of them wait here.
 
     Args:
-        order: which sample stands where. samples: what the order's datasets are, in its order.
-        seq_length: S. plan: what is read after what. ahead: micro-batches; 0: none, everything
-        is read when it is asked for. threads: that read. allocate: makes the int64 buffer of a
-        shape, for memory of another kind (page-locked); called by the threads.
+        order: which sample stands where.
+        samples: what the order's datasets are, in its order.
+        seq_length: S.
+        plan: what is read after what.
+        ahead: micro-batches; 0: none, everything is read when it is asked for.
+        threads: that read.
+        allocate: makes the int64 buffer of a shape, for memory of another kind (page-locked);
+            called by the threads.
     """
 
     def __init__(

@@ -56,14 +56,19 @@ class IndexRequest:
     """What an index is built from.
 
     Args:
-        prefix: path of the .bin/.idx pair, as Megatron is given it. first: first document of the
-        split. last: the one after its last. split_name: which split. seq_length: tokens of a
-        sample, without the extra one. seed: of numpy's RandomState. num_samples: how many are
-        asked for, over as many epochs as that takes; None: one epoch. extra_token: whether a
-        sample has one token more, its last label (Megatron's add_extra_token_to_sequence).
+        prefix: path of the .bin/.idx pair, as Megatron is given it.
+        first: first document of the split.
+        last: the one after its last.
+        split_name: which split.
+        seq_length: tokens of a sample, without the extra one.
+        seed: of numpy's RandomState.
+        num_samples: how many are asked for, over as many epochs as that takes; None: one epoch.
+        extra_token: whether a sample has one token more, its last label (Megatron's
+            add_extra_token_to_sequence).
         drop_last: whether a last sample that is not full is left out; Megatron keeps it in the
-        valid split only, where asked to. split: weights of the three splits where they share the
-        dataset, "949,50,1"; None where each split has datasets of its own.
+            valid split only, where asked to.
+        split: weights of the three splits where they share the dataset, "949,50,1"; None where each
+            split has datasets of its own.
 
     Raises:
         ConfigError: a value is outside its range (exit 3), or the split has no document (exit 6).
@@ -155,8 +160,9 @@ def cache_names(request: IndexRequest, tokenizer: TokenizerIdentifiers = None) -
     """Names of the index's files in a data_cache_path of Megatron.
 
     Args:
-        request: what it is built from. tokenizer: what Megatron's tokenizer gives as its
-        `unique_identifiers`; it decides nothing but the names.
+        request: what it is built from.
+        tokenizer: what Megatron's tokenizer gives as its `unique_identifiers`; it decides nothing
+            but the names.
     """
     return CacheNames(
         describe_index(request.identifiers(tokenizer)), "GPTDataset", request.split_name

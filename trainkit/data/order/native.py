@@ -79,9 +79,11 @@ class NativeOrder:
     beside it does not change its order.
 
     Args:
-        sizes: samples of an epoch of each dataset, in this split. weights: their shares; None:
-        their sizes, so that the first sum(sizes) positions hold every sample exactly once. One
-        dataset needs none. split: the name of the split; salts the keys. seed: the run's seed.
+        sizes: samples of an epoch of each dataset, in this split.
+        weights: their shares; None: their sizes, so that the first sum(sizes) positions hold every
+            sample exactly once. One dataset needs none.
+        split: the name of the split; salts the keys.
+        seed: the run's seed.
         names: what the datasets are called.
 
     Raises:

@@ -25,10 +25,12 @@ class SplitPair:
 
     Args:
         name: of the dataset it belongs to, with its file's where there are several: "pile",
-        "slimpajama.chunk3_text_document". Salts its order. prefix: without .bin and .idx. split:
-        which part of it, as `parse_split` takes it. mmap: map .bin, or read it by pread. group:
-        the dataset's name; `weight` is that of the whole group. weight: over the sum of all
-        groups' weights; None: all by size.
+            "slimpajama.chunk3_text_document". Salts its order.
+        prefix: without .bin and .idx.
+        split: which part of it, as `parse_split` takes it.
+        mmap: map .bin, or read it by pread.
+        group: the dataset's name; `weight` is that of the whole group.
+        weight: over the sum of all groups' weights; None: all by size.
     """
 
     name: str

@@ -72,7 +72,7 @@ def _open(dataset: IndexedDataset, mmap: bool) -> _index.Reader:
         raise data_error(
             dataset.bin,
             f"has {reader.num_tokens:,} tokens now, and had {dataset.num_tokens:,}",
-            "it was written anew meanwhile: start again",
+            "it was written again meanwhile: start again",
         )
     return reader
 
@@ -107,10 +107,12 @@ class NativeSamples:
     neighbours share one.
 
     Args:
-        dataset: the tokens; of its .idx nothing but the header is read. split: weights as
-        `parse_split` takes them. name: which split. seq_length: S. mmap: map .bin; False: read
-        it by pread. (Where a file is cut short during a read, a map ends the process with
-        SIGBUS.)
+        dataset: the tokens; of its .idx nothing but the header is read.
+        split: weights as `parse_split` takes them.
+        name: which split.
+        seq_length: S.
+        mmap: map .bin; False: read it by pread. (Where a file is cut short during a read, a map
+            ends the process with SIGBUS.)
 
     Raises:
         ConfigError: the split is malformed (exit 3), the data is shorter than one sample or

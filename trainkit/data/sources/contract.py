@@ -19,10 +19,11 @@ class Shard:
     """One file of text.
 
     Args:
-        name: "00000", "00001", ... in the order of the corpus. path: the file; its name says its
-        format. size: bytes of text, or of the file where that is unknown; only for progress and
-        balance. recipe: how the file is written by `Source.write`, or fetched; None: the file is
-        there already.
+        name: "00000", "00001", ... in the order of the corpus.
+        path: the file; its name says its format.
+        size: bytes of text, or of the file where that is unknown; only for progress and balance.
+        recipe: how the file is written by `Source.write`, or fetched; None: the file is there
+            already.
     """
 
     name: str
@@ -68,13 +69,13 @@ class Source(Protocol):
         dataset: Dataset,
         corpus: Path,
         *,
-        anew: bool = False,
-        patience: FetchRetryPolicy = DEFAULT_RETRY,
+        refresh: bool = False,
+        retry: FetchRetryPolicy = DEFAULT_RETRY,
     ) -> list[Shard]:
         """All shards, in order. Of what is fetched, servers are asked only if no listing below
-        `corpus` says it, or `anew`. Writes nothing.
+        `corpus` says it, or `refresh`. Writes nothing.
 
-        Raises Unreachable (exit 6) where a server gave no answer within `patience`; ConfigError
+        Raises Unreachable (exit 6) where a server gave no answer within `retry`; ConfigError
         or TrainkitError (exit 6): there are none, or not those that were published.
         """
 

@@ -28,8 +28,8 @@ class FilesSource:
         dataset: Dataset,
         corpus: Path,
         *,
-        anew: bool = False,
-        patience: FetchRetryPolicy = DEFAULT_RETRY,
+        refresh: bool = False,
+        retry: FetchRetryPolicy = DEFAULT_RETRY,
     ) -> list[Shard]:
         found: dict[Path, None] = {}
         missing = []

@@ -25,8 +25,8 @@ class IndexedSource:
         dataset: Dataset,
         corpus: Path,
         *,
-        anew: bool = False,
-        patience: FetchRetryPolicy = DEFAULT_RETRY,
+        refresh: bool = False,
+        retry: FetchRetryPolicy = DEFAULT_RETRY,
     ) -> list[Shard]:
         if not dataset.urls:
             return []
@@ -37,7 +37,7 @@ class IndexedSource:
                 exit=Exit.STAGE_FAILED,
                 hint=hint,
             )
-        found = as_shards(dataset, corpus, list_files(dataset, corpus, patience, anew=anew))
+        found = as_shards(dataset, corpus, list_files(dataset, corpus, retry, refresh=refresh))
         _prefixes(dataset, found)
         return found
 

@@ -59,24 +59,24 @@ class ListedFile:
 def list_files(
     dataset: Dataset,
     corpus: Path,
-    patience: FetchRetryPolicy = DEFAULT_RETRY,
+    retry: FetchRetryPolicy = DEFAULT_RETRY,
     *,
-    anew: bool = False,
+    refresh: bool = False,
 ) -> list[ListedFile]:
     """All files of `urls`, in order, from corpus/.fetch/listing.json if that is of these very
-    keys, else, or `anew`, from the servers. Writes nothing.
+    keys, else, or `refresh`, from the servers. Writes nothing.
 
     Raises ConfigError or TrainkitError (exit 6): a file is missing, their number or size is not
     what was published, a server refuses.
     """
-    if anew:
+    if refresh:
         kept = None
     else:
         kept = read_listing(dataset, corpus)
     if kept is not None:
         return kept
     addresses = addresses_of(dataset)
-    answers = _ask(dataset, addresses, patience)
+    answers = _ask(dataset, addresses, retry)
     found = []
     missing = []
     for address in addresses:
@@ -115,7 +115,7 @@ def read_listing(dataset: Dataset, corpus: Path) -> list[ListedFile] | None:
 
 
 def _ask(
-    dataset: Dataset, addresses: Sequence[Address], patience: FetchRetryPolicy
+    dataset: Dataset, addresses: Sequence[Address], retry: FetchRetryPolicy
 ) -> dict[str, list[ListedFile]]:
     """The files of each address, none where the server says there is no such file."""
     answers: dict[str, list[ListedFile]] = {}
@@ -134,15 +134,15 @@ def _ask(
         )
     token = read_token(dataset.token)
     if kinds["http"]:
-        with http_client(patience, AT_ONCE) as pool:
+        with http_client(retry, AT_ONCE) as pool:
             remotes = {a.text: HttpFile(a.text, pool, token, dataset.token) for a in kinds["http"]}
             answers |= {
                 text: [ListedFile(text, text, seen)] if seen else []
-                for text, seen in _look_at_all(remotes, patience).items()
+                for text, seen in _look_at_all(remotes, retry).items()
             }
     if kinds["hub"]:
         paths = {a.text: parse_hub(a.text) for a in kinds["hub"]}
-        there = Hub(dataset.endpoint, token, dataset.token, patience).files(list(paths.values()))
+        there = Hub(dataset.endpoint, token, dataset.token, retry).files(list(paths.values()))
         for text, path in paths.items():
             front = text.removesuffix(path.path)
             answers[text] = [
@@ -151,7 +151,7 @@ def _ask(
     for address in kinds["file"]:
         answers[address.text] = _local(address)
     for scheme in dict.fromkeys(a.scheme for a in kinds["store"]):
-        answers |= _stored(dataset, [a for a in kinds["store"] if a.scheme == scheme], patience)
+        answers |= _stored(dataset, [a for a in kinds["store"] if a.scheme == scheme], retry)
     return answers
 
 
@@ -169,17 +169,17 @@ def _local(address: Address) -> list[ListedFile]:
 
 
 def _stored(
-    dataset: Dataset, addresses: Sequence[Address], patience: FetchRetryPolicy
+    dataset: Dataset, addresses: Sequence[Address], retry: FetchRetryPolicy
 ) -> dict[str, list[ListedFile]]:
-    files = file_system(addresses[0].scheme, dataset.endpoint, dataset.anonymous, patience)
+    files = file_system(addresses[0].scheme, dataset.endpoint, dataset.anonymous, retry)
     urls: dict[str, list[str]] = {}
     for address in addresses:
         if address.is_pattern:
-            urls[address.text] = _matches(files, address.text, patience)
+            urls[address.text] = _matches(files, address.text, retry)
         else:
             urls[address.text] = [address.text]
     seen = _look_at_all(
-        {url: StoredFile(files, url) for found in urls.values() for url in found}, patience
+        {url: StoredFile(files, url) for found in urls.values() for url in found}, retry
     )
     return {
         text: [ListedFile(url, url, known) for url in found if (known := seen[url]) is not None]
@@ -187,8 +187,8 @@ def _stored(
     }
 
 
-def _matches(files: Any, url: str, patience: FetchRetryPolicy) -> list[str]:
-    tries = RetryCounter(url, patience)
+def _matches(files: Any, url: str, retry: FetchRetryPolicy) -> list[str]:
+    tries = RetryCounter(url, retry)
     while True:
         try:
             return glob_store(files, url, url)
@@ -197,13 +197,13 @@ def _matches(files: Any, url: str, patience: FetchRetryPolicy) -> list[str]:
 
 
 def _look_at_all(
-    remotes: Mapping[str, RemoteFile], patience: FetchRetryPolicy
+    remotes: Mapping[str, RemoteFile], retry: FetchRetryPolicy
 ) -> dict[str, RemoteFileInfo | None]:
     """Ask for many files, AT_ONCE at a time. The first failure ends it."""
     gate = ServerGate()
 
     def task(remote: RemoteFile) -> RemoteFileInfo | None:
-        return look(remote, patience, gate)
+        return look(remote, retry, gate)
 
     with ThreadPoolExecutor(min(AT_ONCE, max(1, len(remotes)))) as pool:
         questions = {text: pool.submit(task, remote) for text, remote in remotes.items()}

@@ -47,8 +47,8 @@ class StdlibSource:
         dataset: Dataset,
         corpus: Path,
         *,
-        anew: bool = False,
-        patience: FetchRetryPolicy = DEFAULT_RETRY,
+        refresh: bool = False,
+        retry: FetchRetryPolicy = DEFAULT_RETRY,
     ) -> list[Shard]:
         stdlib = Path(sysconfig.get_path("stdlib"))
         groups: list[tuple[list[str], int]] = []

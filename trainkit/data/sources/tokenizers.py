@@ -22,9 +22,10 @@ def tokenizer_fetch_units(
     published. A file that somebody put there is never replaced.
 
     Args:
-        tokenizer: of whatever type. token: name of the environment variable with an access
-        token, for those behind terms: the dataset's. endpoint: of the hub, for hf:// addresses:
-        the dataset's.
+        tokenizer: of whatever type.
+        token: name of the environment variable with an access token, for those behind terms: the
+            dataset's.
+        endpoint: of the hub, for hf:// addresses: the dataset's.
 
     Raises ConfigError (exit 6): a url of a kind that cannot be fetched.
     """

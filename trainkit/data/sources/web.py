@@ -29,10 +29,10 @@ class WebSource:
         dataset: Dataset,
         corpus: Path,
         *,
-        anew: bool = False,
-        patience: FetchRetryPolicy = DEFAULT_RETRY,
+        refresh: bool = False,
+        retry: FetchRetryPolicy = DEFAULT_RETRY,
     ) -> list[Shard]:
-        found = as_shards(dataset, corpus, list_files(dataset, corpus, patience, anew=anew))
+        found = as_shards(dataset, corpus, list_files(dataset, corpus, retry, refresh=refresh))
         for shard in found:
             if not shard.path.name.endswith(READABLE):
                 raise ConfigError(

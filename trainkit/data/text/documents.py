@@ -49,10 +49,11 @@ class ReadOptions:
     """How documents are found in a file.
 
     Args:
-        text_key: the key that holds the text; dots go into objects. text_separator: what stands
-        between the documents of a .txt; None: it is one document. max_document_bytes: of text,
-        in UTF-8; longer ones are bad. A JSON line may have three times that. fields: further
-        keys that are wanted, for columns.
+        text_key: the key that holds the text; dots go into objects.
+        text_separator: what stands between the documents of a .txt; None: it is one document.
+        max_document_bytes: of text, in UTF-8; longer ones are bad. A JSON line may have three times
+            that.
+        fields: further keys that are wanted, for columns.
     """
 
     text_key: str = "text"

@@ -48,8 +48,9 @@ class Rejects:
 
     Args:
         path: where skipped lines go, one {"file", "line", "kind", "reason", "around"} each; a
-        former one is removed. None: nowhere. skip: go on after bad lines. max_fraction: of lines
-        that may be bad.
+            former one is removed. None: nowhere.
+        skip: go on after bad lines.
+        max_fraction: of lines that may be bad.
 
     Attributes:
         counts: {kind: lines}.

@@ -174,8 +174,10 @@ class CheckedEncoder:
     CHECKED_EVERY after that.
 
     Args:
-        fast: gives the ids. exact: is asked as well. first: of how many texts from the start all
-        are compared: whole while they have CHECKED_BYTES together, then the start of each.
+        fast: gives the ids.
+        exact: is asked as well.
+        first: of how many texts from the start all are compared: whole while they have
+            CHECKED_BYTES together, then the start of each.
         offset: which of CHECKED_EVERY texts is compared; other shards should have others.
 
     Attributes:

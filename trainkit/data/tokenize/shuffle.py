@@ -53,10 +53,12 @@ def shuffle_documents(
 
     Args:
         prefixes: the pairs, without .bin and .idx; of one dtype. Documents may have several
-        sequences, or none. out_prefix: the pair to write: whole or absent, see `IndexedWriter`.
-        seed: salts the permutation's key. memory_bytes: of buffers. Beside them a document takes
-        16 bytes, and a sequence more than one a document 4. progress: is called with the steps
-        done, and of how many.
+            sequences, or none.
+        out_prefix: the pair to write: whole or absent, see `IndexedWriter`.
+        seed: salts the permutation's key.
+        memory_bytes: of buffers. Beside them a document takes 16 bytes, and a sequence more than
+            one a document 4.
+        progress: is called with the steps done, and of how many.
 
     Raises:
         ConfigError (exit 6): no prefix; a pair that cannot be read, is damaged, has another
@@ -172,9 +174,10 @@ class _Buckets:
     """Where the documents go, and the way into the buckets and out again.
 
     Args:
-        pairs: the documents. seed: of their order. limit: bytes that a bucket, and the documents
-        read at once, may cost. A document that costs more is a bucket of its own and copied from
-        its pair.
+        pairs: the documents.
+        seed: of their order.
+        limit: bytes that a bucket, and the documents read at once, may cost. A document that costs
+            more is a bucket of its own and copied from its pair.
     """
 
     def __init__(self, pairs: Sequence[IndexedDataset], seed: int, limit: int) -> None:

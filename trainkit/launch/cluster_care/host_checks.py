@@ -8,7 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from trainkit.jobs.clusters import Cluster
 from trainkit.launch.hosts.hostfile import Host
@@ -22,8 +22,7 @@ LEAST_DISK = 2 * GIB  # less is as good as full: a checkpoint's first file would
 LEAST_SHARED = 128 * 2**20  # a container has 64 MiB where nobody asks for more
 LEAST_FILES = 16_384  # a rank holds a file a shard of the data, and a socket a peer
 LEAST_LOCKED = 64 * 2**20
-Check = Literal[
-    "reach",
+HostCheck = Literal[
     "python",
     "torch",
     "driver",
@@ -36,22 +35,11 @@ Check = Literal[
     "files",
     "shm",
     "proof",
-    "all-reduce",
 ]
-COLUMNS: tuple[Check, ...] = (
-    "python",
-    "torch",
-    "driver",
-    "kernel",
-    "clock",
-    "root",
-    "disk",
-    "gpus",
-    "address",
-    "files",
-    "shm",
-    "proof",
-)
+# those that are no column of a table of hosts: a host that is not reached has none, and
+# `all-reduce` is of pairs
+Check = Literal[HostCheck, "reach", "all-reduce"]
+COLUMNS: tuple[HostCheck, ...] = get_args(HostCheck)
 # versions that hosts are compared by
 COMPARED: tuple[Check, ...] = ("python", "torch", "driver", "kernel")
 # what the end of a transport says, and what to do about it

@@ -57,9 +57,11 @@ class SetupStep:
     """One thing to set up.
 
     Args:
-        where: HERE, or a host's name. title: what it does, in words. script: shell that does it
-        and says "trainkit: already" or "trainkit: changed"; without PREAMBLE. asks: over ssh it
-        may be the first contact: a person may have to type a password.
+        where: HERE, or a host's name.
+        title: what it does, in words.
+        script: shell that does it and says "trainkit: already" or "trainkit: changed"; without
+            PREAMBLE.
+        asks: over ssh it may be the first contact: a person may have to type a password.
     """
 
     where: str

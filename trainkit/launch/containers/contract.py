@@ -55,11 +55,16 @@ class NodeContainer:
     """The container around a node's agent, the same on every node of a session.
 
     Args:
-        settings: its table of jobs.toml. mounts: all of them, outer ones first. env: what is
-        set around the runtime too, since its hooks read some of it (NVIDIA_VISIBLE_DEVICES).
-        ${node:VAR} is not in it: agents fill that in. gpus: the job computes on NVIDIA's GPUs.
-        root: clusters.X.root, where it begins. node_folder: clusters.X.node_folder, made where
-        it is missing. run: the run's id. attempt: its number. folder: the session's folder.
+        settings: its table of jobs.toml.
+        mounts: all of them, outer ones first.
+        env: what is set around the runtime too, since its hooks read some of it
+            (NVIDIA_VISIBLE_DEVICES). ${node:VAR} is not in it: agents fill that in.
+        gpus: the job computes on NVIDIA's GPUs.
+        root: clusters.X.root, where it begins.
+        node_folder: clusters.X.node_folder, made where it is missing.
+        run: the run's id.
+        attempt: its number.
+        folder: the session's folder.
         since: the attempt from whose start on a container that a node has kept is a good one.
     """
 

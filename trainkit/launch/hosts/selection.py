@@ -24,9 +24,11 @@ class HostList:
     """Hosts in rank order; each has its slots.
 
     Args:
-        hosts: those that run, then the spares. nodes: how many run. hostfile: where they come
-        from; None: no file. left_out: names of those that would have been taken, were they not
-        suspected of failures. Not kept in hosts.json.
+        hosts: those that run, then the spares.
+        nodes: how many run.
+        hostfile: where they come from; None: no file.
+        left_out: names of those that would have been taken, were they not suspected of failures.
+            Not kept in hosts.json.
     """
 
     hosts: tuple[Host, ...]

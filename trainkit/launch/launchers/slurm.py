@@ -109,7 +109,7 @@ def srun_argv(
 
     Args:
         environment: the allocation's: srun itself no longer takes --cpus-per-task from it (Slurm
-        22.05 and later).
+            22.05 and later).
     """
     # which agents stop, and how, is the supervisor's word: a step that srun ends saves nothing
     ends = ("--kill-on-bad-exit=0", "--wait=60")

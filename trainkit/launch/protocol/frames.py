@@ -109,7 +109,8 @@ class ReserveSlots(Frame):
     """Hold slots of the host.
 
     Args:
-        run: the run's id; attempt: its number.
+        run: the run's id.
+        attempt: its number.
         slots: names; none where a session needs no slot but its processes have to die with it.
         share: leave those that are held to their holders, instead of failing.
         mark: of the node's processes.
@@ -234,16 +235,28 @@ class HostFacts(Frame):
     found out are None, with the reason in `errors`.
 
     Args:
-        node: the host's number in the session. host: what it calls itself. pid: the agent's.
-        identity: of the agent's process: boot, start time. address: on the wanted network.
-        address_error: why `address` is not on it. interface: of that address. versions: of
-        python, torch, kernel, driver. executable: the interpreter. snapshot: SHA-256 of the code
-        that runs. extension: why the compiled part of the code cannot be loaded. nonce: the
-        session's, as this host sees it. writable: why it cannot write into the session's folder.
-        gpus: names by number. cpus: how many this process may use. disk_free: bytes on the root.
-        shared_memory: bytes free in /dev/shm. open_files, locked_memory: hard limits, -1 for
-        none. slots: those that are held, with what their holders say. errors: by fact. clock:
-        seconds since the epoch. proof: how the host can prove that nothing is left of a run.
+        node: the host's number in the session.
+        host: what it calls itself.
+        pid: the agent's.
+        identity: of the agent's process: boot, start time.
+        address: on the wanted network.
+        address_error: why `address` is not on it.
+        interface: of that address.
+        versions: of python, torch, kernel, driver.
+        executable: the interpreter.
+        snapshot: SHA-256 of the code that runs.
+        extension: why the compiled part of the code cannot be loaded.
+        nonce: the session's, as this host sees it.
+        writable: why it cannot write into the session's folder.
+        gpus: names by number.
+        cpus: how many this process may use.
+        disk_free: bytes on the root.
+        shared_memory: bytes free in /dev/shm.
+        open_files, locked_memory: hard limits, -1 for none.
+        slots: those that are held, with what their holders say.
+        errors: by fact.
+        clock: seconds since the epoch.
+        proof: how the host can prove that nothing is left of a run.
     """
 
     TYPE = "hello"

@@ -27,14 +27,22 @@ class SessionDocument:
     """One session as its agents see it.
 
     Args:
-        run: the run's id, or a name of its own where there is no run. attempt: its number.
-        address, port: where the supervisor listens. lease: seconds of silence that are a lost
-        contact. grace: seconds from TERM to KILL. node_folder: each node's own, for locks and
-        heartbeats. nodes: in order. interface: the network of the ranks. root: the folder that
-        all hosts share. snapshot: SHA-256 of the code. nonce: what only who sees this folder can
-        know. folder: the run's, for messages of other runs. python_paths: further folders of
-        packages. term: "save" where TERM is sent to every process of a job and the supervisor
-        says what is next. stdin: "none" where its end means nothing.
+        run: the run's id, or a name of its own where there is no run.
+        attempt: its number.
+        address, port: where the supervisor listens.
+        lease: seconds of silence that are a lost contact.
+        grace: seconds from TERM to KILL.
+        node_folder: each node's own, for locks and heartbeats.
+        nodes: in order.
+        interface: the network of the ranks.
+        root: the folder that all hosts share.
+        snapshot: SHA-256 of the code.
+        nonce: what only who sees this folder can know.
+        folder: the run's, for messages of other runs.
+        python_paths: further folders of packages.
+        term: "save" where TERM is sent to every process of a job and the supervisor says what is
+            next.
+        stdin: "none" where its end means nothing.
     """
 
     run: str

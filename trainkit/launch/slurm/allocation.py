@@ -15,7 +15,7 @@ ANSWER_SECONDS = 30.0  # for slurmctld under load
 
 
 @dataclass(frozen=True)
-class Granted:
+class SlurmAllocation:
     """What Slurm gave.
 
     Args:
@@ -29,7 +29,7 @@ class Granted:
     restarts: int
 
 
-def granted(environment: Mapping[str, str]) -> Granted:
+def current_allocation(environment: Mapping[str, str]) -> SlurmAllocation:
     """The allocation that the environment tells of. Raises ConfigError (exit 3) outside of one."""
     job = environment.get("SLURM_JOB_ID")
     nodes = environment.get("SLURM_JOB_NODELIST")
@@ -38,16 +38,16 @@ def granted(environment: Mapping[str, str]) -> Granted:
             "this is no allocation of Slurm: SLURM_JOB_ID and SLURM_JOB_NODELIST are not set",
             hint="salloc --nodes=N, then train --existing",
         )
-    return Granted(job, hostnames(nodes), int(environment.get("SLURM_RESTART_COUNT") or 0))
+    return SlurmAllocation(job, hostnames(nodes), int(environment.get("SLURM_RESTART_COUNT") or 0))
 
 
 def hostnames(nodelist: str) -> tuple[str, ...]:
     """The names in a node list of Slurm's, "a-[1-3,7]": scontrol alone knows its grammar. Raises
     TrainkitError (exit 8)."""
-    return tuple(ask(["scontrol", "show", "hostnames", nodelist]).split())
+    return tuple(slurm_output(["scontrol", "show", "hostnames", nodelist]).split())
 
 
-def hosts_of(job: Job, granted: Granted) -> HostList:
+def allocation_hosts(job: Job, granted: SlurmAllocation) -> HostList:
     """The first nodes of the allocation, as many as the job has. Raises ConfigError where there
     are fewer."""
     if len(granted.hosts) < job.nodes:
@@ -62,7 +62,7 @@ def hosts_of(job: Job, granted: Granted) -> HostList:
     )
 
 
-def ask(argv: Sequence[str], timeout: float = ANSWER_SECONDS) -> str:
+def slurm_output(argv: Sequence[str], timeout: float = ANSWER_SECONDS) -> str:
     """What one of Slurm's commands prints. Raises TrainkitError (exit 8) with its words where it
     fails or is not there."""
     try:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from trainkit.base.errors import TrainkitError
-from trainkit.launch.slurm.allocation import ask
-from trainkit.launch.slurm.squeue import BEFORE, RUNNING, accounts
+from trainkit.launch.slurm.allocation import slurm_output
+from trainkit.launch.slurm.squeue import RUNNING, WAITING, job_accounts
 
 
-def states(ids: Sequence[str]) -> list[tuple[str, str]]:
+def element_states(ids: Sequence[str]) -> list[tuple[str, str]]:
     """(job, state) of all elements that Slurm still knows."""
     try:
-        text = ask(
+        text = slurm_output(
             [
                 "squeue",
                 "--noheader",
@@ -31,14 +31,14 @@ def states(ids: Sequence[str]) -> list[tuple[str, str]]:
     ]
 
 
-def ends(ids: Sequence[str]) -> list[tuple[str, str]]:
-    """As `states`, of jobs that are over: slurmdbd is asked for those that slurmctld has
+def element_ends(ids: Sequence[str]) -> list[tuple[str, str]]:
+    """As `element_states`, of jobs that are over: slurmdbd is asked for those that slurmctld has
     forgotten, and where it does not answer they are left out."""
-    found = states(ids)
+    found = element_states(ids)
     forgotten = [id for id in ids if id not in {id for id, _ in found}]
     try:
         if forgotten:
-            rows = accounts(forgotten)
+            rows = job_accounts(forgotten)
         else:
             rows = None
     except TrainkitError:
@@ -46,21 +46,21 @@ def ends(ids: Sequence[str]) -> list[tuple[str, str]]:
     kept = [
         (row.id.partition("_")[0], row.state_word)
         for row in rows or ()
-        if "." not in row.id and row.state_word not in BEFORE | RUNNING | {"REQUEUED"}
+        if "." not in row.id and row.state_word not in WAITING | RUNNING | {"REQUEUED"}
     ]
     return [*found, *dict.fromkeys(kept)]
 
 
-def words_of_ends(ids: Sequence[str]) -> str:
+def describe_ends(ids: Sequence[str]) -> str:
     """How those of the jobs ended that did not end well, for people."""
     bad = dict.fromkeys(
         f"job {id} {state}"
-        for id, state in ends(ids)
-        if state not in BEFORE | RUNNING | {"COMPLETED"}
+        for id, state in element_ends(ids)
+        if state not in WAITING | RUNNING | {"COMPLETED"}
     )
     return ", ".join(bad) or "Slurm knows the jobs no more"
 
 
-def over_in_slurm(ids: Sequence[str]) -> bool:
+def jobs_are_over(ids: Sequence[str]) -> bool:
     """Whether no element of the arrays will run any more."""
-    return not any(state in BEFORE or state in RUNNING for _, state in states(ids))
+    return not any(state in WAITING or state in RUNNING for _, state in element_states(ids))

@@ -24,11 +24,11 @@ from trainkit.base.files import write_json, write_text
 from trainkit.jobs.clusters import Cluster, SlurmOptions, StagePlace
 from trainkit.jobs.schema import Job
 from trainkit.launch.remote_units import ALWAYS_LOCAL, remote_argv
-from trainkit.launch.slurm.allocation import ask
-from trainkit.launch.slurm.array_states import over_in_slurm, words_of_ends
+from trainkit.launch.slurm.allocation import slurm_output
+from trainkit.launch.slurm.array_states import describe_ends, jobs_are_over
 from trainkit.launch.slurm.batch_script import EXPORTED, option_lines
 from trainkit.launch.slurm.sbatch import sbatch
-from trainkit.launch.slurm.squeue import Patience
+from trainkit.launch.slurm.squeue import PollBackoff
 from trainkit.launch.supervise.code_snapshot import take_snapshot
 from trainkit.launch.supervise.orphan_sweep import PACKAGE
 from trainkit.stages.array_task import FORM
@@ -39,9 +39,9 @@ from trainkit.stages.local import execute_locally
 from trainkit.stages.stamps import spec_digest, unit_folder, unit_is_fresh, unit_stamp_path
 from trainkit.stages.unit_process import COUNTS, OnCounts, UnitProcess
 
-LOOK_SECONDS = 0.5  # between two looks at what units have written
+POLL_SECONDS = 0.5  # between two looks at what units have written
 END_SECONDS = 120.0  # for Slurm to end arrays: KillWait, and epilogs
-SETTLE_SECONDS = 30.0  # for a shared file system to show here what a job wrote before its end
+VISIBLE_SECONDS = 30.0  # for a shared file system to show here what a job wrote before its end
 # of the cluster's options
 INHERITED = (
     "partition",
@@ -58,7 +58,7 @@ INHERITED = (
 
 
 @dataclass(frozen=True)
-class SlurmPlace:
+class ArrayPlace:
     """Where the units of a stage run: clusters.X.stages.STAGE. `notice` is told what is
     submitted."""
 
@@ -69,7 +69,7 @@ class SlurmPlace:
 
 
 @dataclass(frozen=True)
-class Level:
+class ArrayLevel:
     """Units that may run at the same time, in shares of one task each.
 
     Args:
@@ -87,16 +87,16 @@ class Level:
         return -(-len(self.shares) // self.tasks)
 
 
-def slurm_place_of(job: Job, stage: str, notice: Callable[[str], None]) -> SlurmPlace | None:
+def array_place(job: Job, stage: str, notice: Callable[[str], None]) -> ArrayPlace | None:
     """Where Slurm runs the units of a stage of `job`; None: this machine does."""
     cluster = job.cluster
     asked = cluster.stages.get(stage)
     if asked is None or stage in ALWAYS_LOCAL:
         return None
-    return SlurmPlace(cluster, asked, Path(cluster.root or ".").absolute(), notice)
+    return ArrayPlace(cluster, asked, Path(cluster.root or ".").absolute(), notice)
 
 
-def split(units: Sequence[Unit]) -> tuple[list[Unit], list[Unit]]:
+def split_by_network(units: Sequence[Unit]) -> tuple[list[Unit], list[Unit]]:
     """(units for this machine, units for Slurm): here what waits for the network, as far as it
     waits for nothing that Slurm does."""
     here: dict[str, Unit] = {}
@@ -107,7 +107,7 @@ def split(units: Sequence[Unit]) -> tuple[list[Unit], list[Unit]]:
     return list(here.values()), [unit for unit in units if unit.name not in here]
 
 
-def levels(need: Need, units: Sequence[Unit], asked: StagePlace) -> list[Level]:
+def array_levels(need: Need, units: Sequence[Unit], asked: StagePlace) -> list[ArrayLevel]:
     """The graph: each unit one level behind the last that it waits for; the largest units shared
     out first, to the share that has least."""
     depth: dict[str, int] = {}
@@ -124,11 +124,13 @@ def levels(need: Need, units: Sequence[Unit], asked: StagePlace) -> list[Level]:
         for unit in sorted(of_level, key=lambda unit: -unit.size):
             min(shares, key=lambda each: sum(u.size for u in each) + len(each)).append(unit)
         tasks = min(asked.tasks_per_node, len(shares))
-        found.append(Level(f"{need.stage}-{need.name}-{number}", tuple(map(tuple, shares)), tasks))
+        found.append(
+            ArrayLevel(f"{need.stage}-{need.name}-{number}", tuple(map(tuple, shares)), tasks)
+        )
     return found
 
 
-def script(place: SlurmPlace, level: Level, folder: Path, code: Path) -> str:
+def array_script(place: ArrayPlace, level: ArrayLevel, folder: Path, code: Path) -> str:
     """The batch script of an array: a person can read it."""
     words = ["-I", "-m", "trainkit.stages.array_task", str(level_file(folder, level))]
     there = remote_argv([sys.executable, *words], place.cluster.python or sys.executable, code)
@@ -139,14 +141,12 @@ def script(place: SlurmPlace, level: Level, folder: Path, code: Path) -> str:
         "ntasks-per-node": level.tasks,
     }
     output = f"{folder}/{level.name}-%A_%a.out"
-    return text_of_script(
+    return stage_script(
         place, shape, output, ["srun", "--kill-on-bad-exit=0", "--wait=0", "--mpi=none", *there]
     )
 
 
-def text_of_script(
-    place: SlurmPlace, shape: SlurmOptions, output: str, words: Sequence[str]
-) -> str:
+def stage_script(place: ArrayPlace, shape: SlurmOptions, output: str, words: Sequence[str]) -> str:
     """A script that becomes `words` on the partition that a stage is given, with what it
     inherits of the cluster's options.
 
@@ -185,7 +185,7 @@ def text_of_script(
     return "\n".join(lines) + "\n"
 
 
-def submit_words(path: Path, after: str | None) -> list[str]:
+def array_argv(path: Path, after: str | None) -> list[str]:
     """The line of sbatch. `after`: jobs, with colons between them, that must have gone well;
     without it the array waits for nothing."""
     if after:
@@ -195,7 +195,7 @@ def submit_words(path: Path, after: str | None) -> list[str]:
     return ["sbatch", "--parsable", *dependency, str(path)]
 
 
-def describe(level: Level, after: str | None = None) -> str:
+def describe_level(level: ArrayLevel, after: str | None = None) -> str:
     """One line of the graph, for people."""
     count = sum(map(len, level.shares))
     shown = (
@@ -205,25 +205,27 @@ def describe(level: Level, after: str | None = None) -> str:
     return f"{level.name}: {shown}" + (f", after {after} has gone well" if after else "")
 
 
-def dry_lines(
-    place: SlurmPlace, need: Need, units: Sequence[Unit], folder: Path, before: str | None = None
+def describe_arrays(
+    place: ArrayPlace, need: Need, units: Sequence[Unit], folder: Path, before: str | None = None
 ) -> tuple[list[str], str | None]:
     """(what would be submitted, name of the last array). `folder`: of the scripts; `before`:
     what the first array waits for."""
-    here, there = split(units)
+    here, there = split_by_network(units)
     found = [f"would run here, for the network: {unit.name}" for unit in here]
-    for level in levels(need, there, place.asked):
-        found.append("would submit " + describe(level, before))
+    for level in array_levels(need, there, place.asked):
+        found.append("would submit " + describe_level(level, before))
         found += [
             f"  {line}"
-            for line in script(place, level, folder, place.root / "code" / "SHA256").splitlines()
+            for line in array_script(
+                place, level, folder, place.root / "code" / "SHA256"
+            ).splitlines()
         ]
         before = level.name
     return found, before
 
 
-def execute_in_slurm(
-    place: SlurmPlace,
+def run_arrays(
+    place: ArrayPlace,
     need: Need,
     units: Sequence[Unit],
     stamps: Path,
@@ -240,13 +242,13 @@ def execute_in_slurm(
 
     Raises TrainkitError: a unit's own, naming it; 8 if sbatch refuses.
     """
-    here, there = split(units)
+    here, there = split_by_network(units)
     if here:
         execute_locally(need, here, stamps, reporter, workers=workers, counted=on_counts)
     if not there:
         return
     code = take_snapshot(PACKAGE, place.root / "code").folder
-    graph = levels(need, there, place.asked)
+    graph = array_levels(need, there, place.asked)
     folder = unit_folder(stamps, need.name)
     batches = write_levels(place, need, graph, stamps, code, folder)
     ids: list[str] = []
@@ -258,10 +260,9 @@ def execute_in_slurm(
             write_in_flight(
                 stamps, ArraysInFlight(need.lock, need.name, "", tuple(ids), files, (), owner)
             )
-            place.notice(
-                f"job {ids[-1]}: {describe(level, f'job {ids[-2]}' if len(ids) > 1 else None)}"
-            )
-        follow(ids, batches, reporter, on_counts, place.notice)
+            before = f"job {ids[-2]}" if len(ids) > 1 else None
+            place.notice(f"job {ids[-1]}: {describe_level(level, before)}")
+        follow_arrays(ids, batches, reporter, on_counts, place.notice)
     except BaseException:
         if ids:
             _end_arrays(place, ids, stamps, need)
@@ -270,38 +271,38 @@ def execute_in_slurm(
     _judge(ids, need, batches, stamps)
 
 
-class SlurmUnits:
+class ArrayRunner:
     """Runs the units of a stage as arrays."""
 
     on_this_machine = False
 
-    def __init__(self, place: SlurmPlace) -> None:
+    def __init__(self, place: ArrayPlace) -> None:
         self.place = place
-        self.run = functools.partial(execute_in_slurm, place)
+        self.run = functools.partial(run_arrays, place)
 
     def describe(self, need: Need, units: Sequence[Unit], folder: Path) -> list[str]:
-        return dry_lines(self.place, need, units, folder)[0]
+        return describe_arrays(self.place, need, units, folder)[0]
 
 
-def _end_arrays(place: SlurmPlace, ids: Sequence[str], stamps: Path, need: Need) -> None:
+def _end_arrays(place: ArrayPlace, ids: Sequence[str], stamps: Path, need: Need) -> None:
     """scancel, and wait for the end: tasks write until then. Where that is not to be had, the
     record stays, and whoever comes next waits."""
     with contextlib.suppress(TrainkitError):
-        ask(["scancel", "--quiet", *ids])
+        slurm_output(["scancel", "--quiet", *ids])
         place.notice(f"jobs {', '.join(ids)} are taken out of Slurm; waiting for their end")
         deadline = time.monotonic() + END_SECONDS
-        while not over_in_slurm(ids):
+        while not jobs_are_over(ids):
             if time.monotonic() > deadline:
                 return
-            time.sleep(LOOK_SECONDS)
+            time.sleep(POLL_SECONDS)
         clear_in_flight(stamps, need.name)
 
 
-def submit_level(level: Level, folder: Path, after: Sequence[str]) -> str:
+def submit_level(level: ArrayLevel, folder: Path, after: Sequence[str]) -> str:
     """sbatch of an array whose script lies in `folder`, after jobs that must go well: Slurm's
     number. Raises TrainkitError (exit 8)."""
     path = folder / f"{level.name}.sh"
-    return sbatch(submit_words(path, ":".join(after) or None), folder, hint=f"its script: {path}")
+    return sbatch(array_argv(path, ":".join(after) or None), folder, hint=f"its script: {path}")
 
 
 class ArrayUnit(UnitProcess):
@@ -334,13 +335,18 @@ class ArrayUnit(UnitProcess):
         super()._feed_line(said)
 
 
-def level_file(folder: Path, level: Level) -> Path:
+def level_file(folder: Path, level: ArrayLevel) -> Path:
     """What the tasks of an array read."""
     return folder / f"{level.name}.json"
 
 
 def write_levels(
-    place: SlurmPlace, need: Need, graph: Sequence[Level], stamps: Path, code: Path, scripts: Path
+    place: ArrayPlace,
+    need: Need,
+    graph: Sequence[ArrayLevel],
+    stamps: Path,
+    code: Path,
+    scripts: Path,
 ) -> list[ArrayUnit]:
     """Write specs, and into the folder `scripts` the scripts and what their tasks read."""
     folder = unit_folder(stamps, need.name)
@@ -365,15 +371,15 @@ def write_levels(
                 }
                 shares[-1].append({"name": unit.name, "argv": argv, **files, **rest})
         write_json(level_file(scripts, level), document(FORM, tasks=level.tasks, shares=shares))
-        write_text(scripts / f"{level.name}.sh", script(place, level, scripts, code), 0o755)
+        write_text(scripts / f"{level.name}.sh", array_script(place, level, scripts, code), 0o755)
     return batches
 
 
-def follow(
+def follow_arrays(
     ids: Sequence[str],
     batches: Sequence[ArrayUnit],
     reporter: StageReporter,
-    counted: OnCounts | None,
+    on_counts: OnCounts | None,
     say: Callable[[str], None],
     asked: Callable[[], None] = lambda: None,
 ) -> None:
@@ -382,13 +388,13 @@ def follow(
 
     That Slurm cannot be asked is said once, and waited out: the jobs go on without it.
     """
-    patience = Patience()
+    backoff = PollBackoff()
     over = False
     told = False
     while not over and any(batch.waiting for batch in batches):
-        if patience.due():
+        if backoff.due():
             try:
-                over = over_in_slurm(ids)
+                over = jobs_are_over(ids)
                 told = False
                 asked()
             except TrainkitError as error:
@@ -406,27 +412,27 @@ def follow(
                     result = batch.results[0][1]
                 else:
                     result = batch.counts
-                if counted is not None and (
+                if on_counts is not None and (
                     counts := {name: result[name] for name in COUNTS if name in result}
                 ):
-                    counted(unit, counts)
+                    on_counts(unit, counts)
                 reporter.progress(unit, batch.fraction if batch.waiting else 1.0)
                 if not batch.waiting:
-                    patience.changed()
+                    backoff.changed()
         if not over:
-            time.sleep(LOOK_SECONDS)
+            time.sleep(POLL_SECONDS)
 
 
 def _judge(ids: Sequence[str], need: Need, batches: Sequence[ArrayUnit], stamps: Path) -> None:
     """Raise for the first unit that failed or never ended; the file system may be late to show
     an end."""
-    deadline = time.monotonic() + SETTLE_SECONDS
+    deadline = time.monotonic() + VISIBLE_SECONDS
     while True:
         failed = [batch for batch in batches if batch.code]
         left = [batch for batch in batches if not unit_is_fresh(need, batch.units[0], stamps)]
         if failed or not left or time.monotonic() > deadline:
             break
-        time.sleep(LOOK_SECONDS)
+        time.sleep(POLL_SECONDS)
         for batch in left:
             batch.look()
     for batch in batches:
@@ -439,7 +445,7 @@ def _judge(ids: Sequence[str], need: Need, batches: Sequence[ArrayUnit], stamps:
         )
         failed[0].end(failed[0].code or 1)
     if left:
-        said = words_of_ends(ids)
+        said = describe_ends(ids)
         names = ", ".join(batch.units[0].name for batch in left[:3]) + (
             f" and {len(left) - 3} more" if len(left) > 3 else ""
         )

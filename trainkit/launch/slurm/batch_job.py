@@ -20,14 +20,14 @@ from trainkit.launch.run_inputs import refuse_other_inputs
 from trainkit.launch.session import Session
 from trainkit.launch.slurm.allocation import (
     ANSWER_SECONDS,
-    Granted,
-    ask,
-    granted,
-    hosts_of,
+    SlurmAllocation,
+    allocation_hosts,
+    current_allocation,
+    slurm_output,
 )
 from trainkit.launch.slurm.batch_script import seconds_before_limit
 from trainkit.launch.slurm.batch_supervisor import BatchStopRequests, BatchSupervisor, used_budget
-from trainkit.launch.slurm.job_graph import stages_of, still_to_be_made
+from trainkit.launch.slurm.job_graph import stages_folder, stages_pending
 from trainkit.launch.slurm.sbatch import (
     forget_secrets,
     note_end,
@@ -58,25 +58,25 @@ def supervise_batch(run: RunFolder, environment: Mapping[str, str], *, prolog: i
     lock.
 
     Args:
-        prolog: the exit code of the cluster's prolog in the batch script, where it failed. That
-        is judged by what the nodes make of it: all are asked to
-            run it. Where they do not (pyxis), the batch host alone is to blame.
+        prolog: the exit code of the cluster's prolog in the batch script, where it failed. That is
+            judged by what the nodes make of it: all are asked to run it. Where they do not (pyxis),
+            the batch host alone is to blame.
     """
     stop_requests = BatchStopRequests()
     with stop_requests.handling_signals():
-        where = granted(environment)
+        where = current_allocation(environment)
         job = read_job(run.job)
-        if still_to_be_made(run):
+        if stages_pending(run):
             message = (
-                f"the stages of run {run.id} are not made: the jobs in {stages_of(run)} come before"
-                " this one"
+                f"the stages of run {run.id} are not made: the jobs in {stages_folder(run)} come"
+                " before this one"
             )
             raise TrainkitError(
                 message,
                 exit=Exit.STAGE_STALE,
                 hint=f"invoke why {run.id}; invoke train {job.name} makes what is missing",
             )
-        write_hosts(run, hosts_of(job, where))
+        write_hosts(run, allocation_hosts(job, where))
         entry = _noted(run, where)
         if entry.follows and (ended := _ended_for_good(run)) is not None:
             drop_slurm_job(run, entry.id)
@@ -95,7 +95,7 @@ def supervise_batch(run: RunFolder, environment: Mapping[str, str], *, prolog: i
                 f" (exit code {prolog})"
             )
             if job.container is not None and job.container.runtime == "pyxis":
-                launcher = NoProlog(host, prolog)
+                launcher = FailedProlog(host, prolog)
             else:
                 launcher = None
         supervisor = BatchSupervisor(
@@ -103,18 +103,18 @@ def supervise_batch(run: RunFolder, environment: Mapping[str, str], *, prolog: i
         )
         supervisor.replay(entry.first_attempt)
         with _successor(run, supervisor, entry):
-            supervisor.look_around()
+            supervisor.check_before_start()
             outcome = asyncio.run(supervisor.supervise())
-        if not supervisor.later:
+        if not supervisor.continue_kind:
             _remove_containers(run, job, where)
         # Slurm should say so too, not FAILED; who cancels looks again
         if outcome.failure_class == "cancelled":
             with contextlib.suppress(TrainkitError):
-                ask(["scancel", where.job])
+                slurm_output(["scancel", where.job])
         return outcome
 
 
-class NoProlog(Slurm):
+class FailedProlog(Slurm):
     """As Slurm, in a job whose prolog has failed in the batch script, and is run nowhere else.
 
     Args:
@@ -138,7 +138,7 @@ class NoProlog(Slurm):
         )
 
 
-def _remove_containers(run: RunFolder, job: Job, where: Granted) -> None:
+def _remove_containers(run: RunFolder, job: Job, where: SlurmAllocation) -> None:
     """A run that is over needs no more what its nodes have kept of pyxis. Where Slurm has taken
     the nodes already, that stays until a person removes it."""
     box = node_container(job, run.session(0), run.id, 0, reusable_since(run))
@@ -148,7 +148,7 @@ def _remove_containers(run: RunFolder, job: Job, where: Granted) -> None:
         and (words := removal_argv(box, len(where.hosts)))
     ):
         with contextlib.suppress(TrainkitError):
-            ask(words, timeout=60.0 * REMOVAL_MINUTES + ANSWER_SECONDS)
+            slurm_output(words, timeout=60.0 * REMOVAL_MINUTES + ANSWER_SECONDS)
 
 
 def _ended_for_good(run: RunFolder) -> Outcome | None:
@@ -181,7 +181,7 @@ def _refuse_other_inputs(run: RunFolder, entry: SlurmJob) -> None:
         raise
 
 
-def _noted(run: RunFolder, where: Granted) -> SlurmJob:
+def _noted(run: RunFolder, where: SlurmAllocation) -> SlurmJob:
     """This job's entry in launch/slurm.json."""
     if all(job.id != where.job for job in read_slurm_jobs(run)):  # submitted by hand
         add_slurm_job(
@@ -204,7 +204,7 @@ def _successor(run: RunFolder, supervisor: BatchSupervisor, entry: SlurmJob) -> 
     try:
         yield
     finally:
-        if not supervisor.later:
+        if not supervisor.continue_kind:
             forget_secrets(run)
             if waiting is not None:
                 _take_back(run, waiting)
@@ -214,7 +214,7 @@ def _take_back(run: RunFolder, successor: str) -> None:
     """Take a successor out of the queue. It is forgotten only once it is out; one that stays
     finds that the run has ended, and ends."""
     try:
-        ask(["scancel", successor])
+        slurm_output(["scancel", successor])
     except TrainkitError as error:
         print(
             f"job {successor}, which was to go on with the run, is still in the queue:"

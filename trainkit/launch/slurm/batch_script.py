@@ -45,9 +45,10 @@ def batch_script(job: Job, run: RunFolder, *, seconds: int | None = None) -> str
     """The text of the script.
 
     Args:
-        job: the job; its cluster is Slurm's. run: its folder, below a root that the nodes share.
-        seconds: before the time limit, when the supervisor is told to save; by default 5
-        minutes, or a quarter of a shorter limit.
+        job: the job; its cluster is Slurm's.
+        run: its folder, below a root that the nodes share.
+        seconds: before the time limit, when the supervisor is told to save; by default 5 minutes,
+            or a quarter of a shorter limit.
 
     Raises ConfigError for a root whose path does not fit into such a script.
     """

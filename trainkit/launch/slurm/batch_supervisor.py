@@ -16,15 +16,15 @@ from trainkit.launch.hosts.hostfile import Host
 from trainkit.launch.launchers import supervisor_address
 from trainkit.launch.launchers.contract import Launcher
 from trainkit.launch.slurm.allocation import (
-    Granted,
-    ask,
+    SlurmAllocation,
     hostnames,
+    slurm_output,
 )
 from trainkit.launch.slurm.batch_script import LIMIT_SHARE, signal_seconds
 from trainkit.launch.slurm.sbatch import (
     note_end,
 )
-from trainkit.launch.slurm.squeue import failed_nodes, requeue, standing, usable_nodes
+from trainkit.launch.slurm.squeue import failed_nodes, job_details, requeue, usable_nodes
 from trainkit.launch.supervise.attempt import AttemptResult
 from trainkit.launch.supervise.observer import RunObserver
 from trainkit.launch.supervise.outcome import Outcome, StopRequest
@@ -87,7 +87,7 @@ class BatchStopRequests(StopRequests):
         """The job's time is nearly over."""
         self._asked(signal.SIGUSR1)
 
-    def ends(self) -> None:
+    def nodes_are_taken(self) -> None:
         """Slurm takes the nodes back, and has said so before anybody listened."""
         self._asked(signal.SIGTERM)
 
@@ -98,7 +98,7 @@ class BatchStopRequests(StopRequests):
 
 
 class BatchSupervisor(Supervisor):
-    """As Supervisor, for the allocation `granted`."""
+    """As Supervisor, for the allocation `current_allocation`."""
 
     def __init__(
         self,
@@ -106,19 +106,19 @@ class BatchSupervisor(Supervisor):
         secrets: Mapping[str, str],
         stop_requests: BatchStopRequests,
         observer: RunObserver,
-        granted: Granted,
+        granted: SlurmAllocation,
         launcher: Launcher | None = None,
     ) -> None:
         # who may be on a node is Slurm's affair
         super().__init__(run, secrets, stop_requests, observer, share=True, launcher=launcher)
         self.batch_requests = stop_requests
         self.granted = granted
-        self.later: Kind = ""
-        self.noted = False
-        self.failed: list[str] = []  # nodes
+        self.continue_kind: Kind = ""
+        self.start_noted = False
+        self.failed_nodes: list[str] = []  # nodes
         # nodes that the run shall not be given again, with the reason
-        self.bad: dict[str, str] = {}
-        self.by_slurm = False  # Slurm has put the job back by itself
+        self.bad_nodes: dict[str, str] = {}
+        self.requeued_by_slurm = False  # Slurm has put the job back by itself
 
     def address(self) -> str:
         """Reached from the other nodes, and from where the job was submitted: `cancel` is typed
@@ -183,29 +183,31 @@ class BatchSupervisor(Supervisor):
             hint=f"invoke why {self.run.id}; invoke resume {self.run.id} begins with new budgets",
         )
 
-    def _sign(self) -> None:
-        super()._sign()
-        if not self.noted:  # from here on the sign of life says how the run is, no longer the queue
-            self.noted = True
+    def _write_sign_of_life(self) -> None:
+        super()._write_sign_of_life()
+        if (
+            not self.start_noted
+        ):  # from here on the sign of life says how the run is, no longer the queue
+            self.start_noted = True
             change_slurm_job(
                 self.run, self.granted.job, began=self.attempt.folder.number if self.attempt else 0
             )
 
-    def _choose(self) -> tuple[Host, ...]:
+    def _choose_hosts(self) -> tuple[Host, ...]:
         # all that the job was given; a job never shrinks here, Slurm gives it other nodes
         return self.hosts.hosts
 
-    def _leave_out(self, suspects: Mapping[str, str]) -> None:
+    def _exclude_hosts(self, suspects: Mapping[str, str]) -> None:
         """No quarantine: which nodes are good is for Slurm to say."""
 
     async def _sweep(self, hosts: Sequence[Host]) -> int:
         """Where another job goes on, Slurm has ended this one's processes before; a dead node
         could not be asked anyway."""
-        if self.later:
+        if self.continue_kind:
             return 0
         return await super()._sweep(hosts)
 
-    def _asked_between(self, end: AttemptResult | None) -> Outcome | None:
+    def _stop_between_attempts(self, end: AttemptResult | None) -> Outcome | None:
         """None: who ends the job, and whether it goes on, is judged at an attempt's end; one
         that begins now ends at once."""
         return None
@@ -232,7 +234,7 @@ class BatchSupervisor(Supervisor):
         """Seconds until the ranks must be told to save, or until it is worth asking again; None:
         never."""
         try:
-            now = standing(self.granted.job)
+            now = job_details(self.granted.job)
         except TrainkitError:
             return ASK_AGAIN_SECONDS
         if now.end is None or now.limit is None:
@@ -252,25 +254,25 @@ class BatchSupervisor(Supervisor):
             return told
         return limit / LIMIT_SHARE
 
-    def look_around(self) -> None:
+    def check_before_start(self) -> None:
         """Heed what Slurm wanted before we listened: its signals are ignored until then, and
         those of a GraceTime go to steps only."""
         with contextlib.suppress(TrainkitError):
-            now = standing(self.granted.job)
+            now = job_details(self.granted.job)
             if now.limit is not None and self._ahead(now.limit) < signal_seconds(self.run):
                 self.batch_requests.expect_too_early()
             if now.preempted or now.restarts > self.granted.restarts or not now.ours:
-                self.batch_requests.ends()
+                self.batch_requests.nodes_are_taken()
 
-    def _judged(self, end: AttemptResult) -> AttemptResult:
+    def _judge(self, end: AttemptResult) -> AttemptResult:
         """The end with its verdict: again in this allocation, later in another, or not at all.
         Slurm's word comes before what its TERM has brought about."""
         if (
             end.outcome.failure_class in ("preempted", "infra")
-            and (kind := self._why_taken()) is not None
+            and (kind := self._slurm_reason()) is not None
         ):
-            return self._judged_by_slurm(end, kind)
-        end = super()._judged(end)
+            return self._judge_for_slurm(end, kind)
+        end = super()._judge(end)
         if self.hosts.excluded and self.job.resume != "never":
             self._judge_bad_nodes(end)
         return end
@@ -292,10 +294,10 @@ class BatchSupervisor(Supervisor):
             end.again = self.budgets.decide(end) == "again"
         if end.again:
             end.again = False
-            self.later = "infra"
-            self.bad = dict(self.hosts.excluded)
+            self.continue_kind = "infra"
+            self.bad_nodes = dict(self.hosts.excluded)
 
-    def _judged_by_slurm(self, end: AttemptResult, kind: Kind) -> AttemptResult:
+    def _judge_for_slurm(self, end: AttemptResult, kind: Kind) -> AttemptResult:
         cause: RootCause = {**(end.outcome.root_cause or {})}
         if kind != "infra" or end.outcome.failure_class == "preempted":
             saved = cause.get("saved") is True
@@ -305,7 +307,7 @@ class BatchSupervisor(Supervisor):
                 done = "not all of its ranks had saved"
             else:
                 done = "its ranks had not begun"
-            cause |= {"message": f"{_why(kind, self.failed)}: {done}", "saved": saved}
+            cause |= {"message": f"{_why(kind, self.failed_nodes)}: {done}", "saved": saved}
             end.outcome = Outcome(
                 Exit.PREEMPTED, "preempted", {"message": cause["message"], "saved": saved}
             )
@@ -313,7 +315,7 @@ class BatchSupervisor(Supervisor):
             return end
         verdict = self.budgets.decide(end, kind)
         if verdict == "again":
-            self.later = kind
+            self.continue_kind = kind
         elif verdict == "no-progress":
             cause["message"] = (
                 f"ended {self.budgets.same_step} times ({kind}) at step {end.step}, without a step"
@@ -322,7 +324,7 @@ class BatchSupervisor(Supervisor):
             end.outcome = Outcome(Exit.NO_PROGRESS, "no-progress", cause)
         return end
 
-    def _why_taken(self) -> Kind | None:
+    def _slurm_reason(self) -> Kind | None:
         """Why Slurm ends the job, or takes its nodes; "" where the job shall not go on; None: it
         does neither."""
         if self.batch_requests.signalled == signal.SIGUSR1:
@@ -330,18 +332,18 @@ class BatchSupervisor(Supervisor):
         if self.stop_requests.first and self.batch_requests.signalled is None:
             return None  # a person's word
         try:
-            now = standing(self.granted.job)
-            self.by_slurm = now.restarts > self.granted.restarts
-            self.failed = failed_nodes(self.granted.hosts)
+            now = job_details(self.granted.job)
+            self.requeued_by_slurm = now.restarts > self.granted.restarts
+            self.failed_nodes = failed_nodes(self.granted.hosts)
         except TrainkitError as error:
             self.observer.notice(f"cannot ask Slurm why it ends the job: {error}")
             if self.batch_requests.signalled is None:
                 return None
             return ""
-        if self.failed:
+        if self.failed_nodes:
             return "infra"
         if (
-            self.by_slurm
+            self.requeued_by_slurm
             or now.preempted
             or (now.ours and self.batch_requests.signalled is not None)
         ):
@@ -350,18 +352,18 @@ class BatchSupervisor(Supervisor):
             return ""
         return None
 
-    def _goes_on(self, end: AttemptResult) -> bool:
-        if self.later:
-            self._hand_over()
-        return super()._goes_on(end)
+    def _starts_again(self, end: AttemptResult) -> bool:
+        if self.continue_kind:
+            self._continue_later()
+        return super()._starts_again(end)
 
-    def _hand_over(self) -> None:
+    def _continue_later(self) -> None:
         """Let Slurm go on with the run later, and say so in the record."""
         assert self.attempt is not None
         id = self.granted.job
         events = self.attempt.events
         try:
-            if self.job.resume == "requeue" and not self.by_slurm:
+            if self.job.resume == "requeue" and not self.requeued_by_slurm:
                 requeue(id, self.granted.restarts)
         except TrainkitError as error:
             events.write(RequeueFailed(id, error.message))
@@ -369,20 +371,20 @@ class BatchSupervisor(Supervisor):
                 f'{error.message}; `resume = "chain"` does without requeue, invoke resume'
                 f" {self.run.id} goes on by hand"
             )
-            self.later = ""
+            self.continue_kind = ""
             return
         events.write(
             RetryPlanned(
                 self.attempt.folder.number + 1,
-                left_out=sorted(self.bad),
+                left_out=sorted(self.bad_nodes),
                 by="slurm",
-                failure_class=self.later,
+                failure_class=self.continue_kind,
             )
         )
         if self.job.resume == "requeue":
             change_slurm_job(self.run, id, began=None)
-        if self.bad:  # last: Slurm's KILL comes soon
-            self._exclude(self.bad)
+        if self.bad_nodes:  # last: Slurm's KILL comes soon
+            self._exclude(self.bad_nodes)
 
     def _exclude(self, bad: Mapping[str, str]) -> None:
         """Have Slurm start the run on other nodes, unless it asks for nodes by name, or too few
@@ -393,7 +395,7 @@ class BatchSupervisor(Supervisor):
             self.granted.job,
         )
         try:
-            now = standing(next_job)
+            now = job_details(next_job)
             names = sorted({*hostnames(now.excluded), *bad} if now.excluded else bad)
             if (
                 "nodelist" in self.job.sbatch_options
@@ -403,7 +405,9 @@ class BatchSupervisor(Supervisor):
                     f"Slurm may give the run {', '.join(bad)} again: there are no others for it"
                 )
                 return
-            ask(["scontrol", "update", f"JobId={next_job}", f"ExcNodeList={','.join(names)}"])
+            slurm_output(
+                ["scontrol", "update", f"JobId={next_job}", f"ExcNodeList={','.join(names)}"]
+            )
         except TrainkitError as error:
             self.observer.notice(f"Slurm may give the run {', '.join(bad)} again: {error.message}")
             return

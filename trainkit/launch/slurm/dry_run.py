@@ -13,11 +13,11 @@ from trainkit.launch.launchers.slurm import mount_check_argv, pyxis_container, s
 from trainkit.launch.scheduler import DryRun
 from trainkit.launch.session_preview import preview_session, script_lines
 from trainkit.launch.slurm.batch_script import all_options, allocation_variables, batch_script
-from trainkit.launch.slurm.sbatch import submit_words, words_after
+from trainkit.launch.slurm.sbatch import dependency_options, run_sbatch_argv
 from trainkit.runs.folder import RunFolder
 
 
-def show_batch_job(job: Job, after: str) -> DryRun:
+def preview_batch_job(job: Job, after: str) -> DryRun:
     """The batch script, the line that submits it and the line of srun in it. Nothing is written.
 
     Args:
@@ -27,7 +27,9 @@ def show_batch_job(job: Job, after: str) -> DryRun:
     root = Path(job.cluster.root or ".")
     run = RunFolder(root.absolute() / "runs" / job.name / "RUN")
     text = batch_script(job, run)
-    submit_line = submit_words(run, words_after(after, job.sbatch_options) if after else [])
+    submit_line = run_sbatch_argv(
+        run, dependency_options(after, job.sbatch_options) if after else []
+    )
     slots = tuple(range(job.ranks_per_node))
     hosts = [Host(f"NODE{node}", slots=slots) for node in range(job.nodes)]
     session = preview_session(job, run, 1, hosts)

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.launch.scheduler import CancelledJob
-from trainkit.launch.slurm.allocation import ask
-from trainkit.launch.slurm.array_states import over_in_slurm
-from trainkit.launch.slurm.job_graph import still_to_be_made
-from trainkit.launch.slurm.reconcile import newest_job
+from trainkit.launch.slurm.allocation import slurm_output
+from trainkit.launch.slurm.array_states import jobs_are_over
+from trainkit.launch.slurm.job_graph import stages_pending
+from trainkit.launch.slurm.reconcile import newest_slurm_job
 from trainkit.launch.slurm.sbatch import note_end
-from trainkit.launch.slurm.squeue import look
-from trainkit.launch.slurm.withdraw import take_out
+from trainkit.launch.slurm.squeue import job_statuses
+from trainkit.launch.slurm.withdraw import withdraw_stage_jobs
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.slurm import SlurmJob, drop_slurm_job, read_slurm_jobs
 
@@ -27,11 +27,11 @@ def end_job(run: RunFolder, job: SlurmJob) -> CancelledJob:
     ids = [job.id, *(each.id for each in read_slurm_jobs(run) if each.follows == job.id)]
     refused = ""
     try:
-        ask(["scancel", *ids])
+        slurm_output(["scancel", *ids])
     except TrainkitError as error:  # as for a job that is over, by some versions
         refused = error.message
     deadline = time.monotonic() + CANCEL_SECONDS
-    if still_to_be_made(run):
+    if stages_pending(run):
         stages = end_stages(run, deadline)
     else:
         stages = []
@@ -50,7 +50,7 @@ def end_job(run: RunFolder, job: SlurmJob) -> CancelledJob:
         time.sleep(POLL_SECONDS)
     for each in ids[1:]:
         drop_slurm_job(run, each)
-    seen = look([job.id]).get(job.id)
+    seen = job_statuses([job.id]).get(job.id)
     return CancelledJob(job.id, seen.state if seen else "gone", stages)
 
 
@@ -58,7 +58,7 @@ def _still_going(ids: Sequence[str], refused: str) -> dict[str, str]:
     """State of those of the jobs that are not over. Raises TrainkitError (exit 13), naming them
     all, where Slurm cannot be asked."""
     try:
-        return {id: seen.state for id, seen in look(ids).items() if not seen.over}
+        return {id: seen.state for id, seen in job_statuses(ids).items() if not seen.over}
     except TrainkitError as error:
         message = f"whether jobs {', '.join(ids)} are over is not known: {refused or error.message}"
         raise TrainkitError(
@@ -75,8 +75,8 @@ def end_stages(run: RunFolder, deadline: float | None = None) -> list[str]:
     """
     if deadline is None:
         deadline = time.monotonic() + CANCEL_SECONDS
-    ids = take_out(run)
-    while ids and not over_in_slurm(ids):
+    ids = withdraw_stage_jobs(run)
+    while ids and not jobs_are_over(ids):
         if time.monotonic() > deadline:
             raise TrainkitError(
                 f"jobs {', '.join(ids)} were cancelled, and Slurm still runs them",
@@ -87,9 +87,9 @@ def end_stages(run: RunFolder, deadline: float | None = None) -> list[str]:
     return ids
 
 
-def cancel_newest(run: RunFolder, *, queued: bool) -> CancelledJob:
+def cancel_newest_job(run: RunFolder, *, queued: bool) -> CancelledJob:
     """End the run's newest job; `queued`: it had not begun, which is noted in the run folder."""
-    job = newest_job(run)
+    job = newest_slurm_job(run)
     assert job is not None
     ended = end_job(run, job)
     if queued:

@@ -27,9 +27,15 @@ from trainkit.launch.job_plan import plan_of
 from trainkit.launch.readiness import refuse_infeasible, refuse_without_samples
 from trainkit.launch.remote_units import remote_argv
 from trainkit.launch.run_inputs import write_inputs
-from trainkit.launch.slurm.job_graph import is_made, need_of, read_graph, units_of, write_ended
+from trainkit.launch.slurm.job_graph import (
+    is_made,
+    need_from_json,
+    read_graph,
+    submitted_units,
+    write_refusal,
+)
 from trainkit.launch.slurm.sbatch import forget_secrets
-from trainkit.launch.slurm.shared_arrays import Asking
+from trainkit.launch.slurm.shared_arrays import SharedArrayStatus
 from trainkit.launch.stage_lines import StageLines
 from trainkit.runs.folder import RunFolder
 from trainkit.stages.contract import Need, Unit
@@ -52,7 +58,7 @@ def _say(text: str) -> None:
     print(text, flush=True)
 
 
-def make_ready(run: RunFolder, graph: Mapping[str, Any]) -> None:
+def finish_stages(run: RunFolder, graph: Mapping[str, Any]) -> None:
     """Stamp what the arrays of a run have made, make the stages that waited for it, plan, and
     note what the samples come from.
 
@@ -67,7 +73,7 @@ def make_ready(run: RunFolder, graph: Mapping[str, Any]) -> None:
         needs_of(job, [stage for stage in stages if stage.name not in graph["deferred"]]), run.root
     )
     reporter = StageLines(_say)
-    asking = Asking(_say)
+    array_status = SharedArrayStatus(_say)
 
     def execute(need: Need, units: Sequence[Unit], stamps: Path, reporter: StageReporter) -> None:
         code = run.code.resolve()
@@ -82,7 +88,7 @@ def make_ready(run: RunFolder, graph: Mapping[str, Any]) -> None:
         )
 
     for need in needs_in_turn(job, [stage for stage in stages if stage.name in graph["deferred"]]):
-        update_stage(need, run.root, execute, reporter, going=asking)
+        update_stage(need, run.root, execute, reporter, going=array_status)
     plan = refuse_infeasible(plan_of(job))
     refuse_without_samples(job)
     write_json(run.plan, plan.to_json())
@@ -92,14 +98,14 @@ def make_ready(run: RunFolder, graph: Mapping[str, Any]) -> None:
 def _stamp(run: RunFolder, written: Mapping[str, Any]) -> None:
     """The stamp of a need, for the inputs that were seen when it was submitted; another run that
     waited for the same arrays may have written it."""
-    need = need_of(written)
+    need = need_from_json(written)
     stamps = stamps_folder(run.root, written["stage"])
     # the submitter's, until all is submitted
     with locked(stamps / f"{need.lock}.lock", {"stage": need.stage, "name": need.name}):
         clear_own_in_flight(stamps, need.name, written["levels"])
         if check_freshness(need, stamps).fresh:
             return
-        if left := [unit["name"] for unit in units_of(written) if not is_made(unit)]:
+        if left := [unit["name"] for unit in submitted_units(written) if not is_made(unit)]:
             message = (
                 f"{need.stage} {need.name}: {len(left)} units are not made as they were submitted,"
                 f" {left[0]} for one"
@@ -110,7 +116,7 @@ def _stamp(run: RunFolder, written: Mapping[str, Any]) -> None:
                 hint=f"was it made again meanwhile? invoke train {run.job_name} looks again",
             )
         complete_need(need, stamps, written["seen"])
-        for unit in units_of(written):
+        for unit in submitted_units(written):
             Path(unit["out"]).unlink(missing_ok=True)
 
 
@@ -121,9 +127,9 @@ def main() -> None:
     assert graph is not None, f"{run.path} has no graph"
     os.environ.update(read_job(run.job).cluster.env)  # as every unit has it
     try:
-        make_ready(run, graph)
+        finish_stages(run, graph)
     except TrainkitError as error:
-        write_ended(run, error)
+        write_refusal(run, error)
         forget_secrets(run)
         print(f"ERROR: {error}", file=sys.stderr)
         sys.exit(int(error.exit))

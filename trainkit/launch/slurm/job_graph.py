@@ -24,22 +24,22 @@ from trainkit.jobs.schema import Job
 from trainkit.launch.launchers.transports import last_line
 from trainkit.launch.programs import program_path
 from trainkit.launch.run_inputs import inputs_path
-from trainkit.launch.slurm.array_states import ends, over_in_slurm, states
+from trainkit.launch.slurm.array_states import element_ends, element_states, jobs_are_over
 from trainkit.launch.slurm.arrays import (
+    ArrayLevel,
+    ArrayPlace,
     ArrayUnit,
-    Level,
-    SlurmPlace,
-    describe,
+    array_argv,
+    array_levels,
+    array_place,
+    describe_level,
     level_file,
-    levels,
-    slurm_place_of,
+    stage_script,
     submit_level,
-    submit_words,
-    text_of_script,
     write_levels,
 )
-from trainkit.launch.slurm.sbatch import sbatch, submit, words_after
-from trainkit.launch.slurm.squeue import BEFORE, RUNNING
+from trainkit.launch.slurm.sbatch import dependency_options, sbatch, submit
+from trainkit.launch.slurm.squeue import RUNNING, WAITING
 from trainkit.runs.folder import RunFolder
 from trainkit.stages.array_task import FORM as LEVEL
 from trainkit.stages.contract import Need, Unit
@@ -54,7 +54,7 @@ ENDED = "stages-ended/1"
 
 
 @dataclass(frozen=True)
-class Part:
+class GraphPart:
     """One need in the graph.
 
     Args:
@@ -65,30 +65,31 @@ class Part:
         shared: the arrays of another run that are making the very same; then this run submits none.
     """
 
-    place: SlurmPlace
+    place: ArrayPlace
     need: Need
     units: tuple[Unit, ...]
     inputs: list[Any]
     shared: ArraysInFlight | None = None
 
     @property
-    def levels(self) -> list[Level]:
+    def levels(self) -> list[ArrayLevel]:
         if self.shared:
             return []
-        return levels(self.need, self.units, self.place.asked)
+        return array_levels(self.need, self.units, self.place.asked)
 
 
 @dataclass(frozen=True)
-class Graph:
+class StageGraph:
     """All that is made before a run.
 
     Args:
         parts: in order; each after those before it, since a stage is given so many nodes and no
-        more. deferred: stages of which nobody knows what is needed until the parts are made: the
-        small job makes them.
+            more.
+        deferred: stages of which nobody knows what is needed until the parts are made: the small
+            job makes them.
     """
 
-    parts: tuple[Part, ...]
+    parts: tuple[GraphPart, ...]
     deferred: tuple[str, ...] = ()
 
 
@@ -102,37 +103,37 @@ class StageJob:
 
 
 @dataclass(frozen=True)
-class Followed:
+class SubmittedArrays:
     """A part whose arrays this run has submitted, for a person who follows."""
 
-    part: Part
+    part: GraphPart
     ids: tuple[str, ...]
     units: tuple[ArrayUnit, ...]
 
 
-def stages_of(run: RunFolder) -> Path:
+def stages_folder(run: RunFolder) -> Path:
     """The folder of a run's graph."""
     return run.path / "launch" / "stages"
 
 
-def ready_name(job: Job) -> str:
+def finish_job_name(job: Job) -> str:
     """Name of the small job."""
     return f"{job.name}-ready"
 
 
-def ready_script(run: RunFolder, job: Job, graph: Graph) -> str:
+def finish_job_script(run: RunFolder, job: Job, graph: StageGraph) -> str:
     """The script of the small job: on the partition of the stage that it makes itself, else of
     the last one before it."""
     place = next(
         (
             found
             for stage in graph.deferred
-            if (found := slurm_place_of(job, stage, lambda text: None))
+            if (found := array_place(job, stage, lambda text: None))
         ),
         graph.parts[-1].place,
     )
     shape: SlurmOptions = {
-        "job-name": ready_name(job),
+        "job-name": finish_job_name(job),
         "nodes": 1,
         "ntasks-per-node": place.asked.tasks_per_node if graph.deferred else 1,
     }
@@ -142,31 +143,31 @@ def ready_script(run: RunFolder, job: Job, graph: Graph) -> str:
         str(program_path(run.code, "finish_stages")),
         str(run.path),
     ]
-    return text_of_script(place, shape, f"{stages_of(run)}/{ready_name(job)}-%j.out", words)
+    return stage_script(place, shape, f"{stages_folder(run)}/{finish_job_name(job)}-%j.out", words)
 
 
-def describe_ready(job: Job, graph: Graph, after: str) -> str:
+def describe_finish_job(job: Job, graph: StageGraph, after: str) -> str:
     """One line of the graph, for people."""
     if graph.deferred:
         made = f"makes {', '.join(graph.deferred)}, "
     else:
         made = ""
-    return f"{ready_name(job)}: {made}notes that the stages are made, plans" + (
+    return f"{finish_job_name(job)}: {made}notes that the stages are made, plans" + (
         f", after {after} has gone well" if after else ""
     )
 
 
 def submit_graph(
-    run: RunFolder, job: Job, graph: Graph, notice: Callable[[str], None]
-) -> tuple[str, list[Followed]]:
+    run: RunFolder, job: Job, graph: StageGraph, notice: Callable[[str], None]
+) -> tuple[str, list[SubmittedArrays]]:
     """Submit everything; the run's script is there: (Slurm's number of the run's job, what can
     be followed). The caller holds the stages' locks.
 
     Raises TrainkitError (exit 8) where sbatch refuses a job; those before it are the caller's to
-    take out, see `leave.take_out`.
+    take out, see `leave.withdraw_stage_jobs`.
     """
-    further = words_after("0", job.sbatch_options)
-    folder = stages_of(run)
+    further = dependency_options("0", job.sbatch_options)
+    folder = stages_folder(run)
     code = run.code.resolve()
     folder.mkdir(parents=True)
     units = [
@@ -196,51 +197,53 @@ def submit_graph(
                 (str(run.path),),
             )
             write_in_flight(_stamps(run, part), made)
-            notice(f"job {ids[-1]}: {describe(level, _named(before))}")
+            notice(f"job {ids[-1]}: {describe_level(level, _named(before))}")
             before = ids[-1:]
-        followed.append(Followed(part, tuple(ids), tuple(batches)))
-    path = folder / f"{ready_name(job)}.sh"
-    write_text(path, ready_script(run, job, graph), 0o755)
-    ready = sbatch(submit_words(path, ":".join(before) or None), folder, hint=f"its script: {path}")
-    _note(run, jobs, StageJob(ready, ready_name(job), own=True))
-    notice(f"job {ready}: {describe_ready(job, graph, _named(before) or '')}")
-    further = words_after(ready, job.sbatch_options)
+        followed.append(SubmittedArrays(part, tuple(ids), tuple(batches)))
+    path = folder / f"{finish_job_name(job)}.sh"
+    write_text(path, finish_job_script(run, job, graph), 0o755)
+    ready = sbatch(array_argv(path, ":".join(before) or None), folder, hint=f"its script: {path}")
+    _note(run, jobs, StageJob(ready, finish_job_name(job), own=True))
+    notice(f"job {ready}: {describe_finish_job(job, graph, _named(before) or '')}")
+    further = dependency_options(ready, job.sbatch_options)
     return submit(run, first_attempt=1, further=further), followed
 
 
 def _join(
-    run: RunFolder, part: Part, making: ArraysInFlight, notice: Callable[[str], None]
+    run: RunFolder, part: GraphPart, arrays: ArraysInFlight, notice: Callable[[str], None]
 ) -> list[str]:
     """Wait for another run's arrays: the job that has to go well, if it has not already."""
     write_in_flight(
         _stamps(run, part),
-        ArraysInFlight(**{**asdict(making), "runs": (*making.runs, str(run.path))}),
+        ArraysInFlight(**{**asdict(arrays), "runs": (*arrays.runs, str(run.path))}),
     )
-    notice(f"{part.need.stage} {part.need.name}: {making.words()} make it")
-    if over_in_slurm(making.jobs[-1:]):
+    notice(f"{part.need.stage} {part.need.name}: {arrays.words()} make it")
+    if jobs_are_over(arrays.jobs[-1:]):
         return []
-    return [making.jobs[-1]]
+    return [arrays.jobs[-1]]
 
 
 def _named(ids: Sequence[str]) -> str | None:
     return " and ".join(f"job {id}" for id in ids) or None
 
 
-def _stamps(run: RunFolder, part: Part) -> Path:
+def _stamps(run: RunFolder, part: GraphPart) -> Path:
     return stamps_folder(run.root, part.need.stage)
 
 
 def _note(run: RunFolder, jobs: list[StageJob], job: StageJob) -> None:
     """At once: whoever takes the run out must know of all that is submitted."""
     jobs.append(job)
-    write_json(stages_of(run) / "jobs.json", document(JOBS, jobs=[asdict(each) for each in jobs]))
+    write_json(
+        stages_folder(run) / "jobs.json", document(JOBS, jobs=[asdict(each) for each in jobs])
+    )
 
 
-def _write_graph(run: RunFolder, graph: Graph) -> None:
+def _write_graph(run: RunFolder, graph: StageGraph) -> None:
     needs = []
     for part in graph.parts:
         need = part.need
-        folder = stages_of(run)
+        folder = stages_folder(run)
         files = (
             part.shared.levels
             if part.shared
@@ -259,19 +262,20 @@ def _write_graph(run: RunFolder, graph: Graph) -> None:
         }
         needs.append({**what, **paths, "seen": part.inputs, "levels": list(files)})
     write_json(
-        stages_of(run) / "graph.json", document(GRAPH, needs=needs, deferred=list(graph.deferred))
+        stages_folder(run) / "graph.json",
+        document(GRAPH, needs=needs, deferred=list(graph.deferred)),
     )
 
 
 def read_graph(run: RunFolder) -> dict[str, Any] | None:
     """graph.json; None where the run's stages were made before it was submitted."""
-    path = stages_of(run) / "graph.json"
+    path = stages_folder(run) / "graph.json"
     if path.is_file():
         return read_document(path, GRAPH)
     return None
 
 
-def need_of(written: Mapping[str, Any]) -> Need:
+def need_from_json(written: Mapping[str, Any]) -> Need:
     """A need of graph.json, without its units."""
     inputs, outputs, scratch = (
         tuple(map(Path, written[key])) for key in ("inputs", "outputs", "scratch")
@@ -289,7 +293,7 @@ def need_of(written: Mapping[str, Any]) -> Need:
     )
 
 
-def units_of(written: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def submitted_units(written: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """What was submitted for a need of graph.json, as its tasks read it."""
     for path in written["levels"]:
         for share in read_document(Path(path), LEVEL)["shares"]:
@@ -305,27 +309,27 @@ def is_made(unit: Mapping[str, Any]) -> bool:
 
 def read_stage_jobs(run: RunFolder) -> list[StageJob]:
     """The jobs of the graph; none where there is no graph."""
-    path = stages_of(run) / "jobs.json"
+    path = stages_folder(run) / "jobs.json"
     if path.is_file():
         return [StageJob(**each) for each in read_document(path, JOBS)["jobs"]]
     return []
 
 
-def still_to_be_made(run: RunFolder) -> bool:
+def stages_pending(run: RunFolder) -> bool:
     """Whether the run waits for its stages, or would have to: they were never completed."""
     return read_graph(run) is not None and not inputs_path(run).is_file()
 
 
-def words_of_stages(run: RunFolder) -> str:
+def describe_active_job(run: RunFolder) -> str:
     """Which job of the graph is at work, or waits; "" where none does any more, or Slurm cannot
     be asked."""
     jobs = read_stage_jobs(run)
     with contextlib.suppress(TrainkitError):
         if jobs:
-            seen = states([job.id for job in jobs])
+            seen = element_states([job.id for job in jobs])
         else:
             seen = []
-        for wanted in (RUNNING, BEFORE):
+        for wanted in (RUNNING, WAITING):
             for job in jobs:
                 state = next((state for id, state in seen if id == job.id and state in wanted), "")
                 if state:
@@ -333,10 +337,10 @@ def words_of_stages(run: RunFolder) -> str:
     return ""
 
 
-def write_ended(run: RunFolder, error: TrainkitError) -> None:
+def write_refusal(run: RunFolder, error: TrainkitError) -> None:
     """The small job refuses the run: why."""
     write_json(
-        stages_of(run) / "ended.json", document(ENDED, exit=int(error.exit), **_words(error))
+        stages_folder(run) / "ended.json", document(ENDED, exit=int(error.exit), **_words(error))
     )
 
 
@@ -346,37 +350,44 @@ def stage_failure(run: RunFolder) -> dict[str, Any] | None:
     graph = read_graph(run)
     if graph is None or inputs_path(run).is_file():
         return None
-    if (path := stages_of(run) / "ended.json").is_file():
+    if (path := stages_folder(run) / "ended.json").is_file():
         return _failure(
             {key: value for key, value in read_document(path, ENDED).items() if key != "schema"}
         )
-    units = []
+    units: list[Mapping[str, Any]] = []
     with contextlib.suppress(ConfigError):  # the run that has submitted them may have been deleted
-        units = [unit for need in graph["needs"] for unit in units_of(need)]
+        units = [unit for need in graph["needs"] for unit in submitted_units(need)]
+    return _failed_unit(units) or _failed_jobs(run, units)
+
+
+def _failed_unit(units: Sequence[Mapping[str, Any]]) -> dict[str, object] | None:
+    """The first unit whose task says that it failed, and how many more."""
     failed = [(unit, end) for unit in units if (end := _end(unit)) is not None and end["ended"]]
-    if failed:
-        unit, end = failed[0]
-        error = unit_error(
-            unit["name"], end["host"], end["ended"], end.get("error"), Path(unit["log"])
-        )
-        if len(failed) > 1:
-            more = f" (and {len(failed) - 1} more units failed)"
-        else:
-            more = ""
-        cause = {**_words(error), "unit": unit["name"], "host": end["host"], "log": unit["log"]}
-        return _failure({**cause, "message": f"{cause['message']}{more}", "exit": int(error.exit)})
+    if not failed:
+        return None
+    unit, end = failed[0]
+    error = unit_error(unit["name"], end["host"], end["ended"], end.get("error"), Path(unit["log"]))
+    if len(failed) > 1:
+        more = f" (and {len(failed) - 1} more units failed)"
+    else:
+        more = ""
+    cause = {**_words(error), "unit": unit["name"], "host": end["host"], "log": unit["log"]}
+    return _failure({**cause, "message": f"{cause['message']}{more}", "exit": int(error.exit)})
+
+
+def _failed_jobs(run: RunFolder, units: Sequence[Mapping[str, Any]]) -> dict[str, object] | None:
+    """What Slurm says of the graph's jobs, where no unit said anything: None where some of them
+    still go on well, or Slurm cannot be asked."""
     jobs = read_stage_jobs(run)
+    seen: list[tuple[str, str]] = []
     try:
         if jobs:
-            seen = dict.fromkeys(ends([job.id for job in jobs]))
-        else:
-            seen = {}
+            seen = list(dict.fromkeys(element_ends([job.id for job in jobs])))
     except TrainkitError:
         return None
-    bad = [
-        f"job {id} {state}" for id, state in seen if state not in BEFORE | RUNNING | {"COMPLETED"}
-    ]
-    if not bad and any(state in BEFORE | RUNNING for _, state in seen):
+    going = WAITING | RUNNING
+    bad = [f"job {id} {state}" for id, state in seen if state not in going | {"COMPLETED"}]
+    if not bad and any(state in going for _, state in seen):
         return None
     said = ", ".join(bad) or "Slurm knows the jobs no more"
     left = [unit["name"] for unit in units if not is_made(unit)]
@@ -386,10 +397,10 @@ def stage_failure(run: RunFolder) -> dict[str, Any] | None:
             {
                 "message": f"{names} did not end: {said}",
                 "exit": int(Exit.STAGE_FAILED),
-                "advice": f"what the jobs printed is in {stages_of(run)}",
+                "advice": f"what the jobs printed is in {stages_folder(run)}",
             }
         )
-    output = next(iter(sorted(stages_of(run).glob("*-ready-*.out"))), None)
+    output = next(iter(sorted(stages_folder(run).glob("*-ready-*.out"))), None)
     if output:
         words = f"; {output} ends with: {last_line(output)}"
     else:
@@ -402,7 +413,7 @@ def stage_failure(run: RunFolder) -> dict[str, Any] | None:
     )
 
 
-def _failure(values: Mapping[str, Any]) -> dict[str, Any]:
+def _failure(values: Mapping[str, Any]) -> dict[str, object]:
     return {"state": "FAILED", "class": "user", **values}
 
 

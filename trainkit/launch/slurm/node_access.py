@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from trainkit.jobs.clusters import Cluster
 from trainkit.launch.hosts.hostfile import Host
-from trainkit.launch.slurm.allocation import ask, granted
+from trainkit.launch.slurm.allocation import current_allocation, slurm_output
 
 # states in which a node takes another small job; with a mark behind (idle~: powered down) it does
 # not answer at once
@@ -18,7 +18,7 @@ OWN = ("partition", "account", "qos", "reservation", "constraint")
 FORM = "%N|%T|%P|%E"
 
 
-def ready_nodes(
+def available_nodes(
     cluster: Cluster, environment: Mapping[str, str]
 ) -> tuple[list[Host], dict[str, str]]:
     """(nodes that can be asked, {other node: why not}). In an allocation (salloc) these are its
@@ -28,7 +28,7 @@ def ready_nodes(
     """
     slots = tuple(range(cluster.gpus_per_node))
     if environment.get("SLURM_JOB_NODELIST"):
-        return [Host(name, slots=slots) for name in granted(environment).hosts], {}
+        return [Host(name, slots=slots) for name in current_allocation(environment).hosts], {}
     partition = cluster.slurm.get("partition")
     words = [
         "sinfo",
@@ -39,7 +39,7 @@ def ready_nodes(
     ]
     ready = dict[str, Host]()
     others = dict[str, str]()
-    for line in ask(words).splitlines():
+    for line in slurm_output(words).splitlines():
         if line.count("|") >= FORM.count("|"):
             name, state, _, reason = line.split("|", FORM.count("|"))
             if state in READY:
@@ -51,7 +51,7 @@ def ready_nodes(
     return list(ready.values()), {name: why for name, why in others.items() if name not in ready}
 
 
-def words_at_once(
+def immediate_options(
     cluster: Cluster, environment: Mapping[str, str], *, devices: bool
 ) -> Sequence[str]:
     """More words of srun. Outside an allocation it makes a small one of its own, at once or not

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.launch.launchers.transports import last_line
-from trainkit.launch.slurm.job_graph import stage_failure, words_of_stages
+from trainkit.launch.slurm.job_graph import describe_active_job, stage_failure
 from trainkit.launch.slurm.sbatch import note_end
-from trainkit.launch.slurm.squeue import UNSURE, JobLook, Patience, look
+from trainkit.launch.slurm.squeue import UNSURE, JobStatus, PollBackoff, job_statuses
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import RunRecord, read_run_record, record_of_end
 from trainkit.runs.slurm import SlurmJob, read_slurm_jobs
@@ -20,12 +20,12 @@ from trainkit.runs.slurm import SlurmJob, read_slurm_jobs
 ENDING_SECONDS = 60.0  # for Slurm to end a job whose supervisor has ended: KillWait, and epilogs
 
 
-def newest_job(run: RunFolder) -> SlurmJob | None:
+def newest_slurm_job(run: RunFolder) -> SlurmJob | None:
     """The Slurm job that has the run, or had it last; None where Slurm never did."""
     return next(reversed(read_slurm_jobs(run)), None)
 
 
-def settle(record: RunRecord, seen: JobLook | None) -> RunRecord:
+def reconcile(record: RunRecord, seen: JobStatus | None) -> RunRecord:
     """The record as it is in the light of what Slurm says.
 
     Args:
@@ -35,7 +35,7 @@ def settle(record: RunRecord, seen: JobLook | None) -> RunRecord:
     A job that was over before its supervisor began, or whose supervisor left no word, is noted
     in the run folder: Slurm forgets it after some minutes.
     """
-    job = newest_job(record.run)
+    job = newest_slurm_job(record.run)
     if job is None:
         return record
     if (
@@ -59,7 +59,7 @@ def _by_slurm(record: RunRecord) -> bool:
     )
 
 
-def _over(record: RunRecord, job: SlurmJob, seen: JobLook | None) -> RunRecord:
+def _over(record: RunRecord, job: SlurmJob, seen: JobStatus | None) -> RunRecord:
     """A record that was read after its job was over; with Slurm's word where the supervisor left
     none."""
     if record.state == "queued":
@@ -88,7 +88,7 @@ def _over(record: RunRecord, job: SlurmJob, seen: JobLook | None) -> RunRecord:
     return record_of_end(record, job.id, end)
 
 
-def _ended(run: RunFolder, job: SlurmJob, seen: JobLook | None) -> dict[str, object]:
+def _ended(run: RunFolder, job: SlurmJob, seen: JobStatus | None) -> dict[str, object]:
     if (failure := stage_failure(run)) is not None:
         return failure
     if seen is None:
@@ -111,67 +111,67 @@ def _ended(run: RunFolder, job: SlurmJob, seen: JobLook | None) -> dict[str, obj
     return {"state": seen.state, "message": message, "exit": int(Exit.START)}
 
 
-def seen_now(record: RunRecord) -> JobLook | None:
+def newest_job_status(record: RunRecord) -> JobStatus | None:
     """What Slurm says of the job of a run that has not ended; None where it has, is none of
     Slurm's, or Slurm cannot be asked."""
     if record.state in ("queued", "running"):
-        job = newest_job(record.run)
+        job = newest_slurm_job(record.run)
     else:
         job = None
     if job is not None:
         with contextlib.suppress(TrainkitError):
-            return _with_stages(record.run, look([job.id]).get(job.id))
+            return _with_stages(record.run, job_statuses([job.id]).get(job.id))
     return None
 
 
-def _with_stages(run: RunFolder, seen: JobLook | None) -> JobLook | None:
+def _with_stages(run: RunFolder, seen: JobStatus | None) -> JobStatus | None:
     """The same; of a job that waits for its stages the reason says which of their jobs is at
     work."""
-    if seen is None or seen.reason != "Dependency" or not (words := words_of_stages(run)):
+    if seen is None or seen.reason != "Dependency" or not (words := describe_active_job(run)):
         return seen
     return replace(seen, reason=f"its stages are made first; {words}")
 
 
-def settled(record: RunRecord) -> RunRecord:
+def reconciled(record: RunRecord) -> RunRecord:
     """The record after one question to Slurm, where one is needed; as it was where Slurm cannot
     be asked."""
     if record.state in ("queued", "unknown", "failed", "preempted"):
-        job = newest_job(record.run)
+        job = newest_slurm_job(record.run)
     else:
         job = None
     if job is None:
         return record
     with contextlib.suppress(TrainkitError):
-        return settle(record, look([job.id]).get(job.id))
+        return reconcile(record, job_statuses([job.id]).get(job.id))
     return record
 
 
-def settled_all(records: list[RunRecord]) -> list[RunRecord]:
-    """As `settled`, with one question for all of them."""
+def reconciled_all(records: list[RunRecord]) -> list[RunRecord]:
+    """As `reconciled`, with one question for all of them."""
     jobs = {
         record.run: job
         for record in records
         if record.state in ("queued", "unknown")
-        and (job := newest_job(record.run))
+        and (job := newest_slurm_job(record.run))
         and job.ended is None
     }
     try:
-        seen = look([job.id for job in jobs.values()])
+        seen = job_statuses([job.id for job in jobs.values()])
     except TrainkitError:
         return records
     return [
-        settle(record, seen.get(jobs[record.run].id)) if record.run in jobs else record
+        reconcile(record, seen.get(jobs[record.run].id)) if record.run in jobs else record
         for record in records
     ]
 
 
-class Queue:
+class SlurmQueueFollower:
     """Follows a run's job through the queue: asks ever more rarely while nothing changes, and
     says what has changed."""
 
     def __init__(self, run: RunFolder) -> None:
         self.run = run
-        self._patience = Patience()
+        self._backoff = PollBackoff()
         self._said = ""
         self._unheard = 0
         # by time.monotonic(): for how long an end of Slurm's making may still turn out to be none
@@ -182,12 +182,12 @@ class Queue:
         if _by_slurm(record) and not record.lost:
             return self._last_word(record)
         self._until = 0.0
-        if record.state not in ("queued", "unknown") or not self._patience.due():
+        if record.state not in ("queued", "unknown") or not self._backoff.due():
             return replace(record, state="queued") if record.state == "unknown" else record, ""
-        job = newest_job(self.run)
+        job = newest_slurm_job(self.run)
         assert job is not None
         try:
-            seen = _with_stages(self.run, look([job.id]).get(job.id))
+            seen = _with_stages(self.run, job_statuses([job.id]).get(job.id))
         except TrainkitError as error:
             return replace(record, state="queued"), self._new(
                 f"cannot ask Slurm about job {job.id}: {error.message}"
@@ -199,24 +199,24 @@ class Queue:
             and record.state == "queued"
         ):
             self._unheard += 1
-            self._patience.changed()
+            self._backoff.changed()
             return record, ""
         self._unheard = 0
-        return settle(record, seen), self._new(seen.words()) if seen else ""
+        return reconcile(record, seen), self._new(seen.words()) if seen else ""
 
     def _last_word(self, record: RunRecord) -> tuple[RunRecord, str]:
         """An end that Slurm may have brought about counts when Slurm says that the job is over:
         it may have put it back, which the supervisor could not learn. A job that only ends
         slowly keeps nobody waiting."""
-        job = newest_job(self.run)
+        job = newest_slurm_job(self.run)
         now = time.monotonic()
         self._until = self._until or now + ENDING_SECONDS
         if job is None or job.ended is not None or now > self._until:
             return record, ""
-        if not self._patience.due():
+        if not self._backoff.due():
             return replace(record, state="running"), ""
         try:
-            seen = look([job.id]).get(job.id)
+            seen = job_statuses([job.id]).get(job.id)
         except TrainkitError:
             return record, ""
         if seen is None or seen.over:
@@ -224,19 +224,19 @@ class Queue:
         if not seen.waits:
             return replace(record, state="running"), ""
         self._until = 0.0
-        return settle(record, seen), self._new(f"Slurm has put job {job.id} back into the queue")
+        return reconcile(record, seen), self._new(f"Slurm has put job {job.id} back into the queue")
 
     def _new(self, words: str) -> str:
         if words == self._said:
             return ""
         self._said = words
-        self._patience.changed()
+        self._backoff.changed()
         return words
 
 
-def output_of(run: RunFolder) -> Path | None:
+def newest_job_output(run: RunFolder) -> Path | None:
     """What the newest job's batch script and supervisor printed."""
-    job = newest_job(run)
+    job = newest_slurm_job(run)
     if job:
         return run.path / "launch" / f"slurm-{job.id}.out"
     return None

@@ -21,12 +21,12 @@ SUBMIT_SECONDS = 60.0  # a busy slurmctld
 KEPT = ("SLURM_CONF", "SLURM_CLUSTERS")
 
 
-def submit_words(run: RunFolder, further: Sequence[str] = ()) -> list[str]:
+def run_sbatch_argv(run: RunFolder, further: Sequence[str] = ()) -> list[str]:
     """The line of sbatch."""
     return ["sbatch", "--parsable", *further, str(script_path(run))]
 
 
-def words_after(ready: str, options: SlurmOptions) -> list[str]:
+def dependency_options(ready: str, options: SlurmOptions) -> list[str]:
     """Words of sbatch for a run whose stages the job `ready` completes. A dependency of the
     job's own is kept: the command line outdoes the script.
 
@@ -50,11 +50,11 @@ def submit(
     Args:
         first_attempt: see SlurmJob.
         follows: a job after whose end, whatever it is, this one begins.
-        further: more words for sbatch, see `words_after`.
+        further: more words for sbatch, see `dependency_options`.
 
     Raises TrainkitError (exit 8) with sbatch's own words.
     """
-    words = submit_words(
+    words = run_sbatch_argv(
         run, [*further, *([f"--dependency=afterany:{follows}"] if follows else [])]
     )
     id = sbatch(

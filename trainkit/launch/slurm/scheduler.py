@@ -23,17 +23,23 @@ from trainkit.launch.scheduler import (
     RunRequest,
     Submission,
 )
-from trainkit.launch.slurm.allocation import ask, granted, hosts_of
-from trainkit.launch.slurm.arrays import SlurmUnits, slurm_place_of
+from trainkit.launch.slurm.allocation import allocation_hosts, current_allocation, slurm_output
+from trainkit.launch.slurm.arrays import ArrayRunner, array_place
 from trainkit.launch.slurm.batch_job import supervise_batch
-from trainkit.launch.slurm.dry_run import show_batch_job
-from trainkit.launch.slurm.end_jobs import cancel_newest, end_after_supervisor, end_stages
-from trainkit.launch.slurm.job_graph import read_stage_jobs, ready_name, still_to_be_made
-from trainkit.launch.slurm.node_access import ready_nodes, words_at_once
-from trainkit.launch.slurm.reconcile import Queue, output_of, seen_now, settled, settled_all
-from trainkit.launch.slurm.shared_arrays import Asking
-from trainkit.launch.slurm.squeue import BEFORE, RUNNING, accounts
-from trainkit.launch.slurm.stage_graph import graph_of, show_graph
+from trainkit.launch.slurm.dry_run import preview_batch_job
+from trainkit.launch.slurm.end_jobs import cancel_newest_job, end_after_supervisor, end_stages
+from trainkit.launch.slurm.job_graph import finish_job_name, read_stage_jobs, stages_pending
+from trainkit.launch.slurm.node_access import available_nodes, immediate_options
+from trainkit.launch.slurm.reconcile import (
+    SlurmQueueFollower,
+    newest_job_output,
+    newest_job_status,
+    reconciled,
+    reconciled_all,
+)
+from trainkit.launch.slurm.shared_arrays import SharedArrayStatus
+from trainkit.launch.slurm.squeue import RUNNING, WAITING, job_accounts
+from trainkit.launch.slurm.stage_graph import hold_stage_graph, show_stage_graph
 from trainkit.launch.slurm.submit_run import submit_again, submit_new, submit_with_stages
 from trainkit.launch.supervise.outcome import Outcome
 from trainkit.runs.folder import RunFolder
@@ -43,7 +49,7 @@ from trainkit.stages.contract import Need
 from trainkit.stages.in_flight import StillRunning
 
 # of a step of a job: it says nothing about why a run ended; srun's are cancelled with their job
-UNREMARKABLE = BEFORE | RUNNING | {"COMPLETED", "CANCELLED"}
+UNREMARKABLE = WAITING | RUNNING | {"COMPLETED", "CANCELLED"}
 
 RESUME_ADVICE = (
     "`scontrol show node HOST` says since when; `scontrol update nodename=HOST state=resume`"
@@ -58,18 +64,18 @@ class SlurmScheduler:
     queues = True
 
     def allocated_hosts(self, job: Job) -> HostList:
-        return hosts_of(job, granted(os.environ))
+        return allocation_hosts(job, current_allocation(os.environ))
 
     def hosts_to_ask(self, cluster: Cluster, hostfile: str, *, devices: bool) -> HostsToAsk:
-        hosts, others = ready_nodes(cluster, os.environ)
-        launcher = SrunLauncher(words_at_once(cluster, os.environ, devices=devices))
+        hosts, others = available_nodes(cluster, os.environ)
+        launcher = SrunLauncher(immediate_options(cluster, os.environ, devices=devices))
         busy = frozenset(name for name, why in others.items() if "allocated" in why)
         return HostsToAsk(hosts, others, busy, RESUME_ADVICE, launcher)
 
     def nodes(self, cluster: Cluster) -> list[ClusterNode] | None:
         argv = ["sinfo", "--Node", "--noheader", "--format=%N|%T|%P|%c|%G|%E"]
         found = []
-        for line in ask(argv).splitlines():
+        for line in slurm_output(argv).splitlines():
             if line:
                 host, state, partition, cpus, gres, reason = line.split("|")
                 if reason == "none":
@@ -78,27 +84,27 @@ class SlurmScheduler:
         return found
 
     def unit_runner(self, job: Job, stage: str, notice: Notice) -> UnitRunner:
-        place = slurm_place_of(job, stage, notice)
+        place = array_place(job, stage, notice)
         if place is None:
             return direct_units(job, stage, notice)
-        return SlurmUnits(place)
+        return ArrayRunner(place)
 
     def in_flight(self, notice: Notice) -> StillRunning:
-        return Asking(notice)
+        return SharedArrayStatus(notice)
 
     def prepare(self, request: RunRequest, preparation: Preparation) -> Submission | None:
-        with graph_of(request.job, preparation) as graph:
+        with hold_stage_graph(request.job, preparation) as graph:
             if graph.parts:
                 return submit_with_stages(request, graph, preparation.ui.say)
         return None
 
     def show_stages(self, job: Job, needs: Sequence[Need], preparation: Preparation) -> str:
-        if show_graph(job, preparation).parts:
-            return ready_name(job)
+        if show_stage_graph(job, preparation).parts:
+            return finish_job_name(job)
         return ""
 
     def dry_run(self, request: RunRequest, after: str = "") -> DryRun:
-        return show_batch_job(request.job, after)
+        return preview_batch_job(request.job, after)
 
     def submit(self, request: RunRequest) -> Submission:
         return submit_new(request)
@@ -115,22 +121,22 @@ class SlurmScheduler:
         return bool(read_slurm_jobs(run))
 
     def state(self, record: RunRecord) -> RunRecord:
-        return settled(record)
+        return reconciled(record)
 
     def states(self, records: Sequence[RunRecord]) -> list[RunRecord]:
-        return settled_all(list(records))
+        return reconciled_all(list(records))
 
     def report(self, record: RunRecord) -> QueueReport | None:
-        seen = seen_now(record)
+        seen = newest_job_status(record)
         if seen is None:
             return None
         return QueueReport(seen.words(), {"slurm": asdict(seen)})
 
     def follower(self, run: RunFolder) -> QueueFollower | None:
-        return Queue(run)
+        return SlurmQueueFollower(run)
 
     def log(self, run: RunFolder) -> Path | None:
-        return output_of(run)
+        return newest_job_output(run)
 
     def accounts(self, run: RunFolder) -> list[JobAccount] | None:
         """Every start of the run's jobs, and what ended badly of their steps and of the jobs that
@@ -139,18 +145,18 @@ class SlurmScheduler:
         stages = [job.id for job in read_stage_jobs(run)]
         if not ids and not stages:
             return None
-        rows = accounts([*stages, *ids])
+        rows = job_accounts([*stages, *ids])
         if rows is None:
             return None
         return [row for row in rows if row.id in ids or row.state_word not in UNREMARKABLE]
 
     def cancel(self, run: RunFolder, *, queued: bool) -> CancelledJob:
-        return cancel_newest(run, queued=queued)
+        return cancel_newest_job(run, queued=queued)
 
     def end_job(self, run: RunFolder) -> None:
         end_after_supervisor(run)
 
     def end_stages(self, run: RunFolder) -> list[str]:
-        if still_to_be_made(run):
+        if stages_pending(run):
             return end_stages(run)
         return []

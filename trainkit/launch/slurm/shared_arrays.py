@@ -8,33 +8,33 @@ from pathlib import Path
 from typing import Literal
 
 from trainkit.base.errors import TrainkitError
-from trainkit.launch.slurm.array_states import states
-from trainkit.launch.slurm.reconcile import settled
-from trainkit.launch.slurm.squeue import BEFORE, RUNNING
+from trainkit.launch.slurm.array_states import element_states
+from trainkit.launch.slurm.reconcile import reconciled
+from trainkit.launch.slurm.squeue import RUNNING, WAITING
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import read_run_record
 from trainkit.stages.in_flight import ArraysInFlight
 
 
-def progress_of(making: ArraysInFlight) -> Literal["going", "failing", "over"]:
+def array_progress(arrays: ArraysInFlight) -> Literal["going", "failing", "over"]:
     """How far arrays are; failing: a unit has failed, and others go on. Raises TrainkitError
     (exit 8) where Slurm cannot be asked.
 
     Of those that are over, the runs that waited for them have it noted how they ended: the next
     arrays write over what tells it.
     """
-    found = {state for _, state in states(making.jobs)}
-    if found & (BEFORE | RUNNING):
-        if found - BEFORE - RUNNING - {"COMPLETED"}:
+    found = {state for _, state in element_states(arrays.jobs)}
+    if found & (WAITING | RUNNING):
+        if found - WAITING - RUNNING - {"COMPLETED"}:
             return "failing"
         return "going"
-    for run in map(Path, making.runs):
+    for run in map(Path, arrays.runs):
         if (run / "job.json").is_file():
-            settled(read_run_record(RunFolder(run)))
+            reconciled(read_run_record(RunFolder(run)))
     return "over"
 
 
-class Asking:
+class SharedArrayStatus:
     """Asks about others' arrays for whoever waits for them. That Slurm cannot be asked is said
     once, by `say`, and waited out: nobody knows that they are over.
 
@@ -46,21 +46,21 @@ class Asking:
         self._say = say
         self._told = False
 
-    def progress(self, making: ArraysInFlight) -> Literal["going", "failing", "over"]:
-        """As `progress_of`; failing where Slurm cannot be asked: nothing to join."""
+    def progress(self, arrays: ArraysInFlight) -> Literal["going", "failing", "over"]:
+        """As `array_progress`; failing where Slurm cannot be asked: nothing to join."""
         try:
-            found = progress_of(making)
+            found = array_progress(arrays)
         except TrainkitError as error:
             if shutil.which("squeue") is None:
                 raise
             if not self._told:
                 self._say(
-                    f"Slurm cannot be asked about {making.words()} ({error.message}); asking again"
+                    f"Slurm cannot be asked about {arrays.words()} ({error.message}); asking again"
                 )
             self._told = True
             return "failing"
         self._told = False
         return found
 
-    def __call__(self, making: ArraysInFlight) -> bool:
-        return self.progress(making) != "over"
+    def __call__(self, arrays: ArraysInFlight) -> bool:
+        return self.progress(arrays) != "over"

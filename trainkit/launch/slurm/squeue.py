@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 from trainkit.base.errors import TrainkitError
 from trainkit.launch.scheduler import JobAccount
-from trainkit.launch.slurm.allocation import ask
+from trainkit.launch.slurm.allocation import slurm_output
 
 # job, state, reason, (expected) start, time limit, nodes: squeue(1), --format
 FIELDS = "%i|%T|%r|%S|%l|%N"
-BEFORE = frozenset(
+WAITING = frozenset(
     {
         "PENDING",
         "CONFIGURING",
@@ -41,7 +41,7 @@ GROWTH = 1.4
 
 
 @dataclass(frozen=True)
-class JobLook:
+class JobStatus:
     """A job as Slurm sees it now.
 
     Args:
@@ -63,11 +63,11 @@ class JobLook:
     @property
     def over(self) -> bool:
         """Whether it will not run any more."""
-        return self.state not in BEFORE and self.state not in RUNNING
+        return self.state not in WAITING and self.state not in RUNNING
 
     @property
     def waits(self) -> bool:
-        return self.state in BEFORE
+        return self.state in WAITING
 
     def words(self) -> str:
         """One line for a person who waits."""
@@ -94,13 +94,13 @@ class JobLook:
         return f"{self.state} ({self.reason})"
 
 
-def look(ids: Sequence[str]) -> dict[str, JobLook]:
+def job_statuses(ids: Sequence[str]) -> dict[str, JobStatus]:
     """Those of the jobs that Slurm knows, by id. Raises TrainkitError (exit 8) where slurmctld
     cannot be asked."""
     if not ids:
         return {}
     try:
-        text = ask(
+        text = slurm_output(
             [
                 "squeue",
                 "--noheader",
@@ -117,10 +117,10 @@ def look(ids: Sequence[str]) -> dict[str, JobLook]:
     return found | _forgotten([id for id in ids if id not in found])
 
 
-def _parsed(line: str) -> JobLook | None:
+def _parsed(line: str) -> JobStatus | None:
     parts = [part.strip() for part in line.split("|")]
     if len(parts) == FIELDS.count("|") + 1:
-        return JobLook(*parts)
+        return JobStatus(*parts)
     return None
 
 
@@ -132,7 +132,7 @@ def _why(account: JobAccount) -> str:
     return f"exit code {account.code}"
 
 
-def accounts(ids: Sequence[str]) -> list[JobAccount] | None:
+def job_accounts(ids: Sequence[str]) -> list[JobAccount] | None:
     """All that slurmdbd keeps of jobs, of each of their elements, starts and steps, oldest
     first; None where there is no accounting.
 
@@ -147,7 +147,7 @@ def accounts(ids: Sequence[str]) -> list[JobAccount] | None:
         f"--format={ACCOUNT_FIELDS}",
     ]
     try:
-        text = ask(words, ACCOUNT_SECONDS)
+        text = slurm_output(words, ACCOUNT_SECONDS)
     except TrainkitError as error:
         if (
             "accounting storage is disabled" in error.message
@@ -168,28 +168,30 @@ def accounts(ids: Sequence[str]) -> list[JobAccount] | None:
     ]
 
 
-def _forgotten(ids: Sequence[str]) -> dict[str, JobLook]:
+def _forgotten(ids: Sequence[str]) -> dict[str, JobStatus]:
     """What slurmdbd says of jobs that slurmctld has forgotten. Those that it does not know
     either, and all where there is no accounting, are left out."""
     try:
         if ids:
-            rows = accounts(ids)
+            rows = job_accounts(ids)
         else:
             rows = None
     except TrainkitError as error:
         return {
-            id: JobLook(id, UNSURE, f"slurmctld has forgotten it, and {error.message}", "", "", "")
+            id: JobStatus(
+                id, UNSURE, f"slurmctld has forgotten it, and {error.message}", "", "", ""
+            )
             for id in ids
         }
     # the newest start counts
     found = {
-        row.id: JobLook(row.id, row.state_word, _why(row), row.start, row.limit, row.nodes)
+        row.id: JobStatus(row.id, row.state_word, _why(row), row.start, row.limit, row.nodes)
         for row in rows or ()
         if row.id in ids
     }
     for id, seen in found.items():
         if not seen.over:  # slurmctld, which alone could run it, does not know it
-            found[id] = JobLook(
+            found[id] = JobStatus(
                 id,
                 UNSURE,
                 f"slurmctld does not know it, and slurmdbd still says {seen.state}",
@@ -208,15 +210,18 @@ def _user(number: str) -> str:
 
 
 @dataclass(frozen=True)
-class Standing:
+class JobDetails:
     """What slurmctld says of a job to the supervisor that runs in it.
 
     Args:
-        state: Slurm's word. restarts: how often it was put back into the queue. preempted: its
-        nodes are wanted for another job; within a partition's GraceTime it runs on, and only its
-        steps are told (TERM). start: when it began, by time.time(); None where Slurm does not
-        say. end: when its time is over; None: never, or Slurm does not say. excluded: nodes that
-        it is not to have, as a node list; "" for none. partition: which one.
+        state: Slurm's word.
+        restarts: how often it was put back into the queue.
+        preempted: its nodes are wanted for another job; within a partition's GraceTime it runs on,
+            and only its steps are told (TERM).
+        start: when it began, by time.time(); None where Slurm does not say.
+        end: when its time is over; None: never, or Slurm does not say.
+        excluded: nodes that it is not to have, as a node list; "" for none.
+        partition: which one.
     """
 
     state: str
@@ -241,12 +246,12 @@ class Standing:
         return None
 
 
-def standing(id: str) -> Standing:
+def job_details(id: str) -> JobDetails:
     """How a job stands with slurmctld. Raises TrainkitError (exit 8) where that cannot be asked,
     or knows no such job."""
-    words = ask(["scontrol", "--oneliner", "show", "job", id]).split()
+    words = slurm_output(["scontrol", "--oneliner", "show", "job", id]).split()
     facts = {key: value for key, equals, value in (word.partition("=") for word in words) if equals}
-    return Standing(
+    return JobDetails(
         facts.get("JobState", ""),
         int(facts.get("Restarts") or 0),
         # not there for jobs that cannot be preempted
@@ -262,9 +267,9 @@ def requeue(id: str, restarts: int) -> None:
     """Put a running job back into the queue; well, too, if Slurm has done so since it had been
     restarted so often. Raises TrainkitError (exit 8)."""
     try:
-        ask(["scontrol", "requeue", id])
+        slurm_output(["scontrol", "requeue", id])
     except TrainkitError:
-        if standing(id).restarts <= restarts:
+        if job_details(id).restarts <= restarts:
             raise
 
 
@@ -301,7 +306,7 @@ def usable_nodes(partition: str) -> list[str]:
 
 
 def _nodes(which: str) -> list[tuple[str, str]]:
-    text = ask(["sinfo", "--noheader", "--Node", which, "--format=%N|%T"])
+    text = slurm_output(["sinfo", "--noheader", "--Node", which, "--format=%N|%T"])
     return [
         (name, state)
         for name, bar, state in (line.partition("|") for line in text.splitlines())
@@ -309,7 +314,7 @@ def _nodes(which: str) -> list[tuple[str, str]]:
     ]
 
 
-class Patience:
+class PollBackoff:
     """When to ask next: soon after a change, ever more rarely without one. slurmctld serves the
     whole cluster."""
 

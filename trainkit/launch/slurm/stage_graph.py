@@ -11,17 +11,23 @@ from pathlib import Path
 from trainkit.base.locks import locked
 from trainkit.jobs.schema import Job
 from trainkit.launch.preparation import Notice, Preparation, StageUi, term_interrupts
-from trainkit.launch.slurm.arrays import SlurmPlace, dry_lines, follow, slurm_place_of, split
-from trainkit.launch.slurm.job_graph import (
-    Followed,
-    Graph,
-    Part,
-    describe_ready,
-    ready_script,
-    stages_of,
-    words_of_stages,
+from trainkit.launch.slurm.arrays import (
+    ArrayPlace,
+    array_place,
+    describe_arrays,
+    follow_arrays,
+    split_by_network,
 )
-from trainkit.launch.slurm.shared_arrays import Asking
+from trainkit.launch.slurm.job_graph import (
+    GraphPart,
+    StageGraph,
+    SubmittedArrays,
+    describe_active_job,
+    describe_finish_job,
+    finish_job_script,
+    stages_folder,
+)
+from trainkit.launch.slurm.shared_arrays import SharedArrayStatus
 from trainkit.runs.folder import RunFolder
 from trainkit.stages.contract import Need
 from trainkit.stages.execute import (
@@ -40,7 +46,7 @@ from trainkit.stages.stamps import check_freshness, input_identities
 
 
 @dataclass(frozen=True)
-class Queued:
+class SlurmNeeds:
     """What a job needs that Slurm has to make.
 
     Args:
@@ -48,20 +54,20 @@ class Queued:
         deferred: stages of which nobody knows what is needed until those are made.
     """
 
-    needs: list[tuple[SlurmPlace, Need]]
+    needs: list[tuple[ArrayPlace, Need]]
     deferred: list[str]
 
 
-def _queued(job: Job, preparation: Preparation, *, dry_run: bool) -> Queued:
+def _slurm_needs(job: Job, preparation: Preparation, *, dry_run: bool) -> SlurmNeeds:
     """Ask each stage in turn what the job needs of it. What is not Slurm's is brought up to date
     at once, or shown."""
-    found = Queued([], [])
+    found = SlurmNeeds([], [])
     others = preparation.show if dry_run else preparation.make
     for stage in STAGES:
         if {need.stage for _, need in found.needs}.intersection(stage.waits_for(job)):
             found.deferred.append(stage.name)
             continue
-        place = slurm_place_of(job, stage.name, preparation.ui.say)
+        place = array_place(job, stage.name, preparation.ui.say)
         stamps = stamps_folder(preparation.root, stage.name)
         for need in stage.needs(job, stamps):
             if place is None or check_freshness(need, stamps).fresh:
@@ -72,24 +78,24 @@ def _queued(job: Job, preparation: Preparation, *, dry_run: bool) -> Queued:
 
 
 @contextlib.contextmanager
-def graph_of(job: Job, preparation: Preparation) -> Iterator[Graph]:
+def hold_stage_graph(job: Job, preparation: Preparation) -> Iterator[StageGraph]:
     """What Slurm has to make before `job` can run; all other stages are up to date then. In the
     block the stages' locks are held: submit it there.
 
     Raises TrainkitError as `update_stage`.
     """
     ui = preparation.ui
-    asking = Asking(ui.say)
+    array_status = SharedArrayStatus(ui.say)
     while True:
-        queued = _queued(job, preparation, dry_run=False)
+        queued = _slurm_needs(job, preparation, dry_run=False)
         if not queued.needs:
-            yield Graph(())
+            yield StageGraph(())
             return
         for _, need in queued.needs:
             if need.announcement is not None:
                 ui.agree(need.announcement)
         with _held(job, queued, ui.reporter):
-            if (other := _in_the_way(job, queued, asking)) is None:
+            if (other := _in_the_way(job, queued, array_status)) is None:
                 # while it is submitted too: half a graph is withdrawn again
                 with term_interrupts():
                     parts = tuple(
@@ -98,14 +104,14 @@ def graph_of(job: Job, preparation: Preparation) -> Iterator[Graph]:
                         if (part := _part(job, place, need, ui)) is not None
                     )
                     if parts:
-                        yield Graph(parts, tuple(queued.deferred))
+                        yield StageGraph(parts, tuple(queued.deferred))
                         return
                 # another run has made them meanwhile: what comes after may be known now
                 continue
-        need, making = other
-        ui.reporter.waiting(need, making.words())
+        need, arrays = other
+        ui.reporter.waiting(need, arrays.words())
         # without the locks: those jobs need them to say that they are done
-        wait_for_arrays(making, asking)
+        wait_for_arrays(arrays, array_status)
 
 
 def _root(job: Job) -> Path:
@@ -113,7 +119,7 @@ def _root(job: Job) -> Path:
 
 
 @contextlib.contextmanager
-def _held(job: Job, queued: Queued, reporter: StageReporter) -> Iterator[None]:
+def _held(job: Job, queued: SlurmNeeds, reporter: StageReporter) -> Iterator[None]:
     """Hold the locks of all queued needs, in an order that is the same for everybody."""
     locks = {(need.stage, need.lock): need for _, need in queued.needs}
     with contextlib.ExitStack() as stack:
@@ -132,7 +138,9 @@ def _held(job: Job, queued: Queued, reporter: StageReporter) -> Iterator[None]:
         yield
 
 
-def _in_the_way(job: Job, queued: Queued, asking: Asking) -> tuple[Need, ArraysInFlight] | None:
+def _in_the_way(
+    job: Job, queued: SlurmNeeds, array_status: SharedArrayStatus
+) -> tuple[Need, ArraysInFlight] | None:
     """A need that cannot begin yet, and another run's arrays that still write into the same
     folders; None where all can begin, or wait for those very arrays.
 
@@ -141,28 +149,28 @@ def _in_the_way(job: Job, queued: Queued, asking: Asking) -> tuple[Need, ArraysI
     for _, need in queued.needs:
         stamps = stamps_folder(_root(job), need.stage)
         going = []
-        for making in all_in_flight(stamps, need.lock):
-            if (progress := asking.progress(making)) == "over":
-                clear_in_flight(stamps, making.name)
+        for arrays in all_in_flight(stamps, need.lock):
+            if (progress := array_status.progress(arrays)) == "over":
+                clear_in_flight(stamps, arrays.name)
             else:
-                going.append((making, progress))
-        shared = any(_is_same(making, need) and progress == "going" for making, progress in going)
+                going.append((arrays, progress))
+        shared = any(_is_same(arrays, need) and progress == "going" for arrays, progress in going)
         if going and not shared:
             return need, going[0][0]
     return None
 
 
-def _is_same(making: ArraysInFlight, need: Need) -> bool:
+def _is_same(arrays: ArraysInFlight, need: Need) -> bool:
     """Whether a run can wait for these arrays: they make the very same, and nobody is taking
     them out."""
     return (
-        bool(making.runs)
-        and making.name == need.name
-        and making.digest == need_digest(need, input_identities(need))
+        bool(arrays.runs)
+        and arrays.name == need.name
+        and arrays.digest == need_digest(need, input_identities(need))
     )
 
 
-def _part(job: Job, place: SlurmPlace, need: Need, ui: StageUi) -> Part | None:
+def _part(job: Job, place: ArrayPlace, need: Need, ui: StageUi) -> GraphPart | None:
     """A need as part of the graph, after what only this machine can do of it; None where nothing
     is left for Slurm."""
     reporter = ui.reporter
@@ -173,12 +181,12 @@ def _part(job: Job, place: SlurmPlace, need: Need, ui: StageUi) -> Part | None:
         delete_scratch(need)
         return None
     shared = next(
-        (making for making in all_in_flight(stamps, need.lock) if _is_same(making, need)), None
+        (arrays for arrays in all_in_flight(stamps, need.lock) if _is_same(arrays, need)), None
     )
     if shared is not None:
-        return Part(place, need, (), input_identities(need), shared)
+        return GraphPart(place, need, (), input_identities(need), shared)
     units, inputs = begin_need(need, stamps, verdict)
-    here, there = split(units)
+    here, there = split_by_network(units)
     if here:
         reporter.started(need, here)
         try:
@@ -188,35 +196,35 @@ def _part(job: Job, place: SlurmPlace, need: Need, ui: StageUi) -> Part | None:
     if not there:
         complete_need(need, stamps, inputs)
         return None
-    return Part(place, need, tuple(there), inputs)
+    return GraphPart(place, need, tuple(there), inputs)
 
 
-def show_graph(job: Job, preparation: Preparation) -> Graph:
+def show_stage_graph(job: Job, preparation: Preparation) -> StageGraph:
     """Say what would be made where, and print the scripts of the graph but for the run's own.
     Nothing is written."""
     ui = preparation.ui
-    parts = list[Part]()
+    parts = list[GraphPart]()
     before = None
-    queued = _queued(job, preparation, dry_run=True)
+    queued = _slurm_needs(job, preparation, dry_run=True)
     run = RunFolder(_root(job).absolute() / "runs" / job.name / "RUN")
     for place, need in queued.needs:
         stamps = stamps_folder(_root(job), need.stage)
         ui.reporter.verdict(check_freshness(need, stamps))
         units = missing_units(need, stamps, force=False)
-        lines, before = dry_lines(place, need, units, stages_of(run), before)
+        lines, before = describe_arrays(place, need, units, stages_folder(run), before)
         for line in lines:
             ui.say(f"  {line}")
-        if there := split(units)[1]:
-            parts.append(Part(place, need, tuple(there), []))
-    graph = Graph(tuple(parts), tuple(queued.deferred))
+        if there := split_by_network(units)[1]:
+            parts.append(GraphPart(place, need, tuple(there), []))
+    graph = StageGraph(tuple(parts), tuple(queued.deferred))
     if parts:
-        ui.say(f"  would submit {describe_ready(job, graph, before or '')}")
-        for line in ready_script(run, job, graph).splitlines():
+        ui.say(f"  would submit {describe_finish_job(job, graph, before or '')}")
+        for line in finish_job_script(run, job, graph).splitlines():
             ui.say(f"    {line}")
     return graph
 
 
-class GraphFollower:
+class ArrayFollower:
     """Follows the arrays of a run that was just submitted.
 
     Args:
@@ -224,14 +232,14 @@ class GraphFollower:
         followed: its arrays in order.
     """
 
-    def __init__(self, run: RunFolder, followed: list[Followed]) -> None:
+    def __init__(self, run: RunFolder, followed: list[SubmittedArrays]) -> None:
         self.run = run
         self.followed = followed
         self._last = ""
 
     def follow(self, ui: StageUi, on_waiting: Notice) -> None:
         def look() -> None:
-            at_work = words_of_stages(self.run)
+            at_work = describe_active_job(self.run)
             if at_work not in ("", self._last):
                 self._last = at_work
                 on_waiting(at_work)
@@ -239,6 +247,6 @@ class GraphFollower:
         for each in self.followed:
             ui.reporter.started(each.part.need, each.part.units)
             try:
-                follow(each.ids, each.units, ui.reporter, ui.on_counts, ui.say, look)
+                follow_arrays(each.ids, each.units, ui.reporter, ui.on_counts, ui.say, look)
             finally:
                 ui.reporter.finished(each.part.need)

@@ -12,10 +12,10 @@ from trainkit.base.errors import TrainkitError
 from trainkit.launch.preparation import Notice
 from trainkit.launch.scheduler import ResumeRequest, RunRequest, Submission
 from trainkit.launch.slurm.batch_script import script_path, seconds_before_limit
-from trainkit.launch.slurm.job_graph import Graph, submit_graph
+from trainkit.launch.slurm.job_graph import StageGraph, submit_graph
 from trainkit.launch.slurm.sbatch import forget_secrets, submit, write_script
-from trainkit.launch.slurm.stage_graph import GraphFollower
-from trainkit.launch.slurm.withdraw import take_out
+from trainkit.launch.slurm.stage_graph import ArrayFollower
+from trainkit.launch.slurm.withdraw import withdraw_stage_jobs
 from trainkit.launch.start import fill_run, renew_run
 from trainkit.launch.supervise.rank_environment import secret_values
 from trainkit.launch.supervise.supervisor import locked_run
@@ -37,7 +37,7 @@ def submit_new(request: RunRequest) -> Submission:
         raise
 
 
-def submit_with_stages(request: RunRequest, graph: Graph, notice: Notice) -> Submission:
+def submit_with_stages(request: RunRequest, graph: StageGraph, notice: Notice) -> Submission:
     """As `submit_new`, for a run whose stages are still to be made, by Slurm too. The plan is
     what is known by now.
 
@@ -50,10 +50,10 @@ def submit_with_stages(request: RunRequest, graph: Graph, notice: Notice) -> Sub
         id, followed = submit_graph(run, request.job, graph, notice)
     except BaseException:
         with contextlib.suppress(TrainkitError):
-            take_out(run, held=True)
+            withdraw_stage_jobs(run, held=True)
         shutil.rmtree(run.path, ignore_errors=True)
         raise
-    return replace(submission(run, id), stages=GraphFollower(run, followed))
+    return replace(submission(run, id), stages=ArrayFollower(run, followed))
 
 
 def submission(run: RunFolder, id: str) -> Submission:

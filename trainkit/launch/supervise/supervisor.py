@@ -91,7 +91,7 @@ class Supervisor:
         self.run = run
         self.secrets = secrets
         self.stop_requests = stop_requests
-        self.observer = GuardedObserver(observer, self._note_lost_view)
+        self.observer = GuardedObserver(observer, self._note_lost_observer)
         self.share = share
         self.job = read_job(run.job)
         self.hosts = HostChoice(read_hosts(run).hosts)
@@ -109,19 +109,19 @@ class Supervisor:
         that can be reached."""
         await self.server.listen(self.address())
         self.server.handlers["control"] = self._control
-        former = self._former_attempt()
+        former = self._read_former_attempt()
         signing = asyncio.create_task(self._keep_signing())
         try:
             await self._fence(*former)
-            if (outcome := self._asked_between(None)) is not None:
+            if (outcome := self._stop_between_attempts(None)) is not None:
                 return outcome
             while True:
                 end = await self._one_attempt()
-                if not self._goes_on(end):
+                if not self._starts_again(end):
                     return end.outcome
                 await self._until_lost_hosts_have_stopped(end)
                 await self._pause(end)
-                if (outcome := self._asked_between(end)) is not None:
+                if (outcome := self._stop_between_attempts(end)) is not None:
                     return outcome
         finally:
             signing.cancel()
@@ -131,7 +131,7 @@ class Supervisor:
             self.ended = True
             # the attempt's last event says how it ended, and that we are gone can be seen
             with contextlib.suppress(OSError):
-                self._sign()
+                self._write_sign_of_life()
             await self.server.close()
 
     def address(self) -> str:
@@ -140,7 +140,7 @@ class Supervisor:
             return "127.0.0.1"
         return supervisor_address(self.job.cluster, self.hosts.hosts)
 
-    def _former_attempt(self) -> tuple[list[Host], float]:
+    def _read_former_attempt(self) -> tuple[list[Host], float]:
         """(Hosts on which something of the attempt before our first may still run, when their
         supervisor was last seen, by time.time()): of an attempt whose supervisor died, or could
         not learn of every host that nothing is left."""
@@ -169,7 +169,7 @@ class Supervisor:
             self.server.token = bytes.fromhex(
                 (self.run.session(number) / "token").read_text().strip()
             )
-        self._sign()
+        self._write_sign_of_life()
         if await self._sweep(hosts) == len(hosts):
             return
         watch = self.job.cluster.watch
@@ -182,7 +182,7 @@ class Supervisor:
             self.observer.notice(line)
         await self._wait(until - time.time())
 
-    def _asked_between(self, end: AttemptResult | None) -> Outcome | None:
+    def _stop_between_attempts(self, end: AttemptResult | None) -> Outcome | None:
         """The outcome where somebody asks to stop while no attempt is under way; `end`: of the
         one before, whose last word that becomes."""
         if not self.stop_requests.first:
@@ -191,7 +191,7 @@ class Supervisor:
         if end is not None:
             end.outcome = outcome
             end.budget = ""
-            self._record(end)
+            self._record_end(end)
         return outcome
 
     async def _pause(self, end: AttemptResult) -> None:
@@ -217,7 +217,7 @@ class Supervisor:
             (self.run.session(old.number) / SECRETS).unlink(missing_ok=True)
         number = max((a.number for a in former), default=0) + 1
         first = self.attempt is None
-        hosts = self._choose()
+        hosts = self._choose_hosts()
         self.engine.before_attempt(self.job, self.run)
         command = self.engine.command(self.job, self.run, number)
         context = AttemptContext(
@@ -233,7 +233,7 @@ class Supervisor:
             self.attempt.events.close()
         self.attempt = attempt = Attempt(self.run, number, self.job, hosts, command, context)
         attempt.record_start()
-        self._sign()
+        self._write_sign_of_life()
         if first:
             self.observer.begin(self.run)
         try:
@@ -246,11 +246,11 @@ class Supervisor:
                     {"message": f"the supervisor failed: {type(error).__name__}: {error}"},
                 )
             )
-            self._record(end)
+            self._record_end(end)
             attempt.events.close()
             raise
-        end = self._judged(end)
-        self._record(end)
+        end = self._judge(end)
+        self._record_end(end)
         if end.uncertain and await self._sweep(
             [host for host in hosts if host.name in end.uncertain]
         ) == len(end.uncertain):
@@ -279,7 +279,7 @@ class Supervisor:
                 self.attempt.events.write(HostSwept(**asdict(report)))
         return sum(report.error is None and not report.left for report in reports)
 
-    def _judged(self, end: AttemptResult) -> AttemptResult:
+    def _judge(self, end: AttemptResult) -> AttemptResult:
         """The end with its verdict: whether there will be another attempt."""
         outcome = end.outcome
         if self.stop_requests.first or outcome.failure_class in ("success", "cancelled"):
@@ -304,7 +304,7 @@ class Supervisor:
         verdict = self.budgets.decide(end, "infra" if unsaved else "")
         end.again = verdict == "again"
         self.goes_on = end.again
-        self._leave_out(suspects)
+        self._exclude_hosts(suspects)
         if verdict == "no-progress":
             cause = {**cause, "class": "no-progress"}
             cause["message"] = (
@@ -314,7 +314,7 @@ class Supervisor:
             end.outcome = Outcome(Exit.NO_PROGRESS, "no-progress", cause, outcome.suspects)
         return end
 
-    def _leave_out(self, suspects: Mapping[str, str]) -> None:
+    def _exclude_hosts(self, suspects: Mapping[str, str]) -> None:
         """Say which hosts the next attempt will not have, and keep them from other runs for a
         while; but never for what a person who tries to start has still to mend."""
         assert self.attempt is not None
@@ -326,7 +326,7 @@ class Supervisor:
                 )
             self.attempt.events.write(HostExcluded(host, why))
 
-    def _record(self, end: AttemptResult) -> None:
+    def _record_end(self, end: AttemptResult) -> None:
         """Write how the attempt ended."""
         assert self.attempt is not None
         outcome = end.outcome
@@ -343,7 +343,7 @@ class Supervisor:
             )
         )
 
-    def _goes_on(self, end: AttemptResult) -> bool:
+    def _starts_again(self, end: AttemptResult) -> bool:
         """Say what follows, where another attempt does."""
         assert self.attempt is not None
         if not end.again:
@@ -367,14 +367,14 @@ class Supervisor:
         )
         return True
 
-    def _choose(self) -> tuple[Host, ...]:
+    def _choose_hosts(self) -> tuple[Host, ...]:
         """Hosts of the next attempt; the job is changed where there are fewer of them than it
         had."""
         hosts = self.hosts.choose(
             self.job.nodes,
-            lambda nodes: self.job.retries.shrink and self._shrunk(nodes) is not None,
+            lambda nodes: self.job.retries.shrink and self._shrunk_job(nodes) is not None,
         )
-        if len(hosts) < self.job.nodes and (job := self._shrunk(len(hosts))) is not None:
+        if len(hosts) < self.job.nodes and (job := self._shrunk_job(len(hosts))) is not None:
             line = (
                 f"{len(hosts)} of {self.job.nodes} hosts are left: going on with {job.world_size}"
                 " ranks"
@@ -385,7 +385,7 @@ class Supervisor:
             write_json(self.run.plan, make_plan(self.job, rules=RULES[self.job.engine]).to_json())
         return hosts
 
-    def _shrunk(self, nodes: int) -> Job | None:
+    def _shrunk_job(self, nodes: int) -> Job | None:
         """The job on fewer nodes; None where the plan or the engine objects."""
         try:
             _, job = changed_job(self.run.job, [f"nodes={nodes}"])
@@ -405,7 +405,7 @@ class Supervisor:
             end.lost_at + watch.lease + watch.grace + OWN_STOP_SECONDS - time.monotonic()
         )
 
-    def _note_lost_view(self, reason: str) -> None:
+    def _note_lost_observer(self, reason: str) -> None:
         if self.attempt is not None:
             self.attempt.events.write(ViewLost(reason))
 
@@ -414,9 +414,9 @@ class Supervisor:
             await asyncio.sleep(SIGN_SECONDS)
             with contextlib.suppress(OSError):  # a full disk is told by whoever writes what matters
                 # a file system that stalls must not keep the loop from pinging
-                await asyncio.to_thread(self._sign)
+                await asyncio.to_thread(self._write_sign_of_life)
 
-    def _sign(self) -> None:
+    def _write_sign_of_life(self) -> None:
         """Say where we are and that we live."""
         with self.pen:
             who = identity()

@@ -40,7 +40,7 @@ def _refusals(root: Path) -> dict[str, list[str]]:
 
 
 def test_a_rank_that_differs_is_named_everywhere(tmp_path: Path) -> None:
-    told: list[dict[str, Any]] = run_ranks(3, "tests.train.test_agree:_refusals", tmp_path)
+    told: list[dict[str, Any]] = run_ranks(3, "tests.train.test_rank_agreement:_refusals", tmp_path)
     assert told[0] == told[1] == told[2]
     for found in told[0].values():
         assert len(found) == 1  # of three ranks one differs

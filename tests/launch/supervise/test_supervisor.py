@@ -248,7 +248,7 @@ def test_a_sign_that_the_file_system_holds_up_holds_up_nothing_else(
         await asyncio.gather(signing, return_exceptions=True)
         supervisor.ended = True
         threading.Timer(0.2, answers.set).start()
-        supervisor._sign()
+        supervisor._write_sign_of_life()
 
     monkeypatch.setattr("trainkit.launch.supervise.supervisor.SIGN_SECONDS", 0.05)
     monkeypatch.setattr("trainkit.runs.supervisor_status.write_json", stalled)

@@ -36,16 +36,16 @@ from trainkit.launch.run_inputs import write_inputs
 from trainkit.launch.scheduler import CancelledJob, ResumeRequest
 from trainkit.launch.schedulers import preparation_for
 from trainkit.launch.slurm import arrays
-from trainkit.launch.slurm.arrays import execute_in_slurm, follow, script
+from trainkit.launch.slurm.arrays import array_script, follow_arrays, run_arrays
 from trainkit.launch.slurm.batch_job import supervise_batch
-from trainkit.launch.slurm.end_jobs import cancel_newest
+from trainkit.launch.slurm.end_jobs import cancel_newest_job
 from trainkit.launch.slurm.job_graph import stage_failure
-from trainkit.launch.slurm.reconcile import settled
+from trainkit.launch.slurm.reconcile import reconciled
 from trainkit.launch.slurm.sbatch import secrets_path
-from trainkit.launch.slurm.shared_arrays import Asking
-from trainkit.launch.slurm.stage_graph import graph_of
+from trainkit.launch.slurm.shared_arrays import SharedArrayStatus
+from trainkit.launch.slurm.stage_graph import hold_stage_graph
 from trainkit.launch.slurm.submit_run import submit_again, submit_with_stages
-from trainkit.launch.slurm.withdraw import take_out
+from trainkit.launch.slurm.withdraw import withdraw_stage_jobs
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import read_run_record
 from trainkit.runs.slurm import add_slurm_job, change_slurm_job
@@ -137,7 +137,7 @@ def test_who_leaves_holds_the_lock_and_leaves_the_record_until_the_arrays_are_ov
         locked(stamps / "a.lock", {}),
         pytest.raises(TrainkitError, match=f"pid {os.getpid()} is at work on prep-data a"),
     ):
-        take_out(run)
+        withdraw_stage_jobs(run)
     assert (
         before is not None
         and all_in_flight(stamps, "a") == [before]
@@ -147,7 +147,7 @@ def test_who_leaves_holds_the_lock_and_leaves_the_record_until_the_arrays_are_ov
         "#!/bin/bash\necho slurmctld is away >&2; exit 1\n"
     )
     with pytest.raises(TrainkitError, match="slurmctld is away"):
-        take_out(run)
+        withdraw_stage_jobs(run)
     assert all_in_flight(stamps, "a") == [replace(before, runs=())], "they may still write"
 
 
@@ -163,7 +163,7 @@ def test_a_run_that_waits_no_more_keeps_no_arrays_alive(slurm: Slurm) -> None:
     slurm.says(
         "101|RUNNING", "102|PENDING", "103|PENDING", "104|PENDING", "105|PENDING", "106|PENDING"
     )
-    cancelled = cancel_newest(second, queued=True)
+    cancelled = cancel_newest_job(second, queued=True)
     assert [line for line in slurm.lines() if line.startswith("scancel")] == [
         "scancel 106",
         "scancel --quiet 105",
@@ -173,7 +173,7 @@ def test_a_run_that_waits_no_more_keeps_no_arrays_alive(slurm: Slurm) -> None:
     assert left is not None and left.runs == (str(first.path),)
     # as where a person has typed scancel
     write_in_flight(slurm.folder / "stamps" / "prep-data", making)
-    assert take_out(first) == ["101", "102", "103"]
+    assert withdraw_stage_jobs(first) == ["101", "102", "103"]
 
 
 def test_secrets_go_where_no_supervisor_ever_comes(slurm: Slurm) -> None:
@@ -181,7 +181,8 @@ def test_secrets_go_where_no_supervisor_ever_comes(slurm: Slurm) -> None:
     write_json(secrets_path(run), SECRETS)
     slurm.says("101|FAILED", "102|CANCELLED", "103|CANCELLED", "104|CANCELLED")
     assert (
-        settled(read_run_record(run)).exit == Exit.STAGE_FAILED and not secrets_path(run).exists()
+        reconciled(read_run_record(run)).exit == Exit.STAGE_FAILED
+        and not secrets_path(run).exists()
     )
 
     run = a_run(slurm, "two")
@@ -189,7 +190,7 @@ def test_secrets_go_where_no_supervisor_ever_comes(slurm: Slurm) -> None:
     add_slurm_job(run, "7", first_attempt=1)
     write_json(secrets_path(run), SECRETS)
     slurm.says("7|PENDING")
-    cancel_newest(run, queued=True)
+    cancel_newest_job(run, queued=True)
     assert not secrets_path(run).exists()
 
     run, _ = submit(slurm, "three", part(slurm, need("c", 1)))
@@ -265,7 +266,7 @@ def test_a_closed_terminal_while_the_graph_is_submitted_leaves_no_half_of_it(
     slurm.says("101|PENDING", "102|PENDING")
     job = resolved.job
     preparation = preparation_for(job, slurm.folder, stage_ui(task(slurm)))
-    with pytest.raises(KeyboardInterrupt), graph_of(job, preparation) as graph:
+    with pytest.raises(KeyboardInterrupt), hold_stage_graph(job, preparation) as graph:
         submit_with_stages(new_request(resolved, slurm.folder), graph, lambda text: None)
     assert slurm.lines()[-1].startswith("scancel --quiet 101") and not list(
         (slurm.folder / "runs").glob("*/*/job.json")
@@ -296,9 +297,9 @@ def test_arrays_that_are_waited_for_have_a_record_too(
         os.kill(os.getpid(), signal.SIGHUP)
         threading.Event().wait()  # for ever, but for the signal
 
-    monkeypatch.setattr(arrays, "follow", hangs_up)
+    monkeypatch.setattr(arrays, "follow_arrays", hangs_up)
     with term_interrupts(), pytest.raises(KeyboardInterrupt):
-        execute_in_slurm(place, one, one.units, stamps, Silent())
+        run_arrays(place, one, one.units, stamps, Silent())
     assert seen[0].jobs == ("101", "102") and f"of pid {os.getpid()}" in seen[0].words()
     assert slurm.lines()[-1] == "scancel --quiet 101 102" and all_in_flight(stamps, "a") == seen, (
         "Slurm says that they still run"
@@ -306,7 +307,7 @@ def test_arrays_that_are_waited_for_have_a_record_too(
     (slurm.folder / "lines").unlink()
     cancelled_by_scancel(slurm)
     with term_interrupts(), pytest.raises(KeyboardInterrupt):
-        execute_in_slurm(place, one, one.units, stamps, Silent())
+        run_arrays(place, one, one.units, stamps, Silent())
     assert all_in_flight(stamps, "a") == []
 
 
@@ -397,7 +398,7 @@ def test_a_slurmctld_that_is_away_is_waited_out_and_told_once(
         f"#!/bin/bash\necho asked >> {slurm.folder}/asked; [ $(wc -l < {slurm.folder}/asked) -gt 3"
         " ] && echo '1|COMPLETED' && exit\necho Unable to contact slurm controller >&2; exit 1\n"
     )
-    wait_for_arrays(making, Asking(said.append))
+    wait_for_arrays(making, SharedArrayStatus(said.append))
     assert len((slurm.folder / "asked").read_text().splitlines()) == 4
     (told,) = said
     assert "Unable to contact slurm controller" in told and "jobs 1 of run one" in told
@@ -406,13 +407,13 @@ def test_a_slurmctld_that_is_away_is_waited_out_and_told_once(
     said.clear()
     monkeypatch.setattr("trainkit.launch.slurm.squeue.FASTEST", 0.01)
     batch = arrays.ArrayUnit(Unit("u", (), {}), slurm.folder)
-    monkeypatch.setattr(arrays, "LOOK_SECONDS", 0.05)
-    follow(["1"], [batch], Silent(), None, said.append)
+    monkeypatch.setattr(arrays, "POLL_SECONDS", 0.05)
+    follow_arrays(["1"], [batch], Silent(), None, said.append)
     assert len(said) == 1 and batch.waiting
     squeue.write_text(works)
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(TrainkitError, match="there is no squeue"):
-        Asking(said.append)(making)
+        SharedArrayStatus(said.append)(making)
 
 
 def test_options_of_arrays_are_quoted_as_those_of_the_run(slurm: Slurm) -> None:
@@ -420,8 +421,10 @@ def test_options_of_arrays_are_quoted_as_those_of_the_run(slurm: Slurm) -> None:
     cluster = place.cluster.model_copy(
         update={"slurm": {"comment": "my run # two", "no-requeue": False}}
     )
-    level, *_ = arrays.levels(need("a", 1), need("a", 1).units, place.asked)
-    lines = script(replace(place, cluster=cluster), level, slurm.folder, slurm.folder).splitlines()
+    level, *_ = arrays.array_levels(need("a", 1), need("a", 1).units, place.asked)
+    lines = array_script(
+        replace(place, cluster=cluster), level, slurm.folder, slurm.folder
+    ).splitlines()
     assert "#SBATCH --comment='my run # two'" in lines and "#SBATCH --requeue" in lines
 
 

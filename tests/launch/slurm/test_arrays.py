@@ -13,14 +13,14 @@ import pytest
 
 from trainkit.jobs.clusters import Cluster, StagePlace
 from trainkit.launch.slurm.arrays import (
+    ArrayLevel,
+    ArrayPlace,
     ArrayUnit,
-    Level,
-    SlurmPlace,
-    describe,
-    levels,
-    script,
-    split,
-    submit_words,
+    array_argv,
+    array_levels,
+    array_script,
+    describe_level,
+    split_by_network,
 )
 from trainkit.stages.array_task import run_once, unit_share
 from trainkit.stages.contract import Need, Unit
@@ -32,7 +32,7 @@ def need(*units: Unit) -> Need:
     return Need("prep-data", "pile--bpe", "lock", 1, {}, (), (), units)
 
 
-def names(level: Level) -> list[list[str]]:
+def names(level: ArrayLevel) -> list[list[str]]:
     return [[unit.name for unit in each] for each in level.shares]
 
 
@@ -44,9 +44,9 @@ ALL = [FETCH, TOKENIZER, *TOKENS, MERGE]
 
 
 def test_the_graph_is_levels_of_what_waits_for_what() -> None:
-    here, there = split(ALL)
+    here, there = split_by_network(ALL)
     assert here == [FETCH] and there == ALL[1:]
-    first, second, third = levels(need(*ALL), there, StagePlace(nodes=2, tasks_per_node=2))
+    first, second, third = array_levels(need(*ALL), there, StagePlace(nodes=2, tasks_per_node=2))
     assert (names(first), names(third)) == ([["tokenizer"]], [["merge"]])
     assert (first.elements, first.tasks, second.elements, second.tasks, third.name) == (
         1,
@@ -61,19 +61,19 @@ def test_the_graph_is_levels_of_what_waits_for_what() -> None:
         and max(sizes) - min(sizes) <= 2
     )
     assert (
-        describe(second, "job 7")
+        describe_level(second, "job 7")
         == "prep-data-pile--bpe-1: 7 units in 2 x 2 tasks, after job 7 has gone well"
     )
 
 
 def test_more_room_than_units_is_not_asked_for() -> None:
-    (level,) = levels(need(), TOKENS[:3], StagePlace(nodes=32, tasks_per_node=2))
+    (level,) = array_levels(need(), TOKENS[:3], StagePlace(nodes=32, tasks_per_node=2))
     assert (len(level.shares), level.elements, level.tasks) == (3, 2, 2)
 
 
 def test_what_is_fetched_after_something_computed_goes_with_it() -> None:
     late = Unit("late", ARGV, {}, after=("tokenizer",), network=True)
-    assert split([TOKENIZER, late]) == ([], [TOKENIZER, late])
+    assert split_by_network([TOKENIZER, late]) == ([], [TOKENIZER, late])
 
 
 def test_the_script_and_its_line() -> None:
@@ -96,9 +96,9 @@ def test_the_script_and_its_line() -> None:
     )
     asked = StagePlace(partition="hpc", nodes=32, tasks_per_node=32, time="24:00:00")
     shards = [Unit(f"tokens-{i}", ARGV, {}) for i in range(2000)]
-    (level,) = levels(need(), shards, asked)
-    text = script(
-        SlurmPlace(cluster, asked, Path("/shared")),
+    (level,) = array_levels(need(), shards, asked)
+    text = array_script(
+        ArrayPlace(cluster, asked, Path("/shared")),
         level,
         Path("/shared/stamps/prep-data/pile--bpe"),
         Path("/shared/code/SHA"),
@@ -128,8 +128,8 @@ def test_the_script_and_its_line() -> None:
         " /shared/code/SHA trainkit.stages.array_task"
         " /shared/stamps/prep-data/pile--bpe/prep-data-pile--bpe-0.json"
     )
-    assert submit_words(Path("/s.sh"), None) == ["sbatch", "--parsable", "/s.sh"]
-    assert submit_words(Path("/s.sh"), "12") == [
+    assert array_argv(Path("/s.sh"), None) == ["sbatch", "--parsable", "/s.sh"]
+    assert array_argv(Path("/s.sh"), "12") == [
         "sbatch",
         "--parsable",
         "--dependency=afterok:12",
@@ -159,9 +159,9 @@ def test_a_stage_has_options_of_its_own() -> None:
             "no-requeue": True,
         },
     )
-    (level,) = levels(need(), TOKENS[:1], asked)
-    text = script(
-        SlurmPlace(cluster, asked, Path("/shared")),
+    (level,) = array_levels(need(), TOKENS[:1], asked)
+    text = array_script(
+        ArrayPlace(cluster, asked, Path("/shared")),
         level,
         Path("/shared/stamps"),
         Path("/shared/code/SHA"),

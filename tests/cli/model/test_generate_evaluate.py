@@ -310,7 +310,7 @@ def written_and_measured(run: RunFolder, ranks: int) -> tuple[list[dict[str, Any
 
 def test_split_over_ranks_it_writes_and_measures_the_same(run: RunFolder) -> None:
     texts, alone = written_and_measured(run, 1)
-    texts_split, split = call("tests.cli.model.test_after:written_and_measured", run, 2)
+    texts_split, split = call("tests.cli.model.test_generate_evaluate:written_and_measured", run, 2)
     assert texts_split == texts
     assert split["loss"] == pytest.approx(alone["loss"], rel=1e-6)
     assert {k: v for k, v in split.items() if k not in CHANGING} == {

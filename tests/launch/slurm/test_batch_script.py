@@ -20,15 +20,15 @@ from trainkit.jobs.schema import Job
 from trainkit.launch.hosts.hostfile import Host
 from trainkit.launch.launchers.slurm import cpu_options, node_text
 from trainkit.launch.session import Session
-from trainkit.launch.slurm.allocation import granted, hosts_of
+from trainkit.launch.slurm.allocation import allocation_hosts, current_allocation
 from trainkit.launch.slurm.batch_script import (
     all_options,
     allocation_variables,
     batch_script,
     seconds_before_limit,
 )
-from trainkit.launch.slurm.reconcile import settle
-from trainkit.launch.slurm.squeue import JobLook
+from trainkit.launch.slurm.reconcile import reconcile
+from trainkit.launch.slurm.squeue import JobStatus
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import read_run_record
 from trainkit.runs.slurm import add_slurm_job, change_slurm_job, read_slurm_jobs
@@ -380,18 +380,18 @@ def test_names_with_dashes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         "SLURM_JOB_NODELIST": "compute1-dy-queue1-i1-[1-3,10],login-2",
         "SLURM_RESTART_COUNT": "2",
     }
-    found = granted(variables)
+    found = current_allocation(variables)
     assert (
         found.hosts == (*(f"compute1-dy-queue1-i1-{n}" for n in (1, 2, 3, 10)), "login-2")
         and found.restarts == 2
     )
     chosen = job("jean-zay-7-5b")
-    assert hosts_of(chosen, found).running[0].name == "compute1-dy-queue1-i1-1"
+    assert allocation_hosts(chosen, found).running[0].name == "compute1-dy-queue1-i1-1"
     with pytest.raises(ConfigError, match="wants 16 nodes, and allocation 7 has 5"):
-        hosts_of(job("jean-zay-30b"), found)
+        allocation_hosts(job("jean-zay-30b"), found)
     for outside in ({}, {"SLURM_JOB_ID": "7"}, {"SLURM_JOB_NODELIST": "a"}):
         with pytest.raises(ConfigError, match="no allocation of Slurm"):
-            granted(outside)
+            current_allocation(outside)
 
 
 def test_how_long_before_the_limit(tmp_path: Path) -> None:
@@ -422,13 +422,13 @@ def test_what_the_record_says_of_the_queue(tmp_path: Path) -> None:
     add_slurm_job(run, "12", first_attempt=1)
     waiting = read_run_record(run)
     assert waiting.state == "queued" and waiting.exit is None
-    pending = JobLook("12", "PENDING", "Priority", "2026-11-22T10:00:00", "1:00:00", "")
+    pending = JobStatus("12", "PENDING", "Priority", "2026-11-22T10:00:00", "1:00:00", "")
     assert (
-        settle(waiting, pending) == waiting
+        reconcile(waiting, pending) == waiting
         and pending.words() == "job 12 waits: Priority, expected to start 2026-11-22T10:00:00"
     )
     (run.path / "launch" / "slurm-12.out").write_text("bash: module: command not found\n")
-    failed = settle(waiting, JobLook("12", "FAILED", "NonZeroExitCode", "", "", "n1"))
+    failed = reconcile(waiting, JobStatus("12", "FAILED", "NonZeroExitCode", "", "", "n1"))
     assert (
         failed.state == "failed"
         and failed.exit == 8

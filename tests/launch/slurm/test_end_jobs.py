@@ -25,9 +25,9 @@ from trainkit.launch.cluster_care import health_checks as doctor
 from trainkit.launch.hosts.hostfile import Host
 from trainkit.launch.slurm import reconcile as settling
 from trainkit.launch.slurm.end_jobs import end_after_supervisor
-from trainkit.launch.slurm.reconcile import Queue, settle
+from trainkit.launch.slurm.reconcile import SlurmQueueFollower, reconcile
 from trainkit.launch.slurm.sbatch import note_end
-from trainkit.launch.slurm.squeue import JobLook, Patience
+from trainkit.launch.slurm.squeue import JobStatus, PollBackoff
 from trainkit.runs.events import FailureClass
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import read_run_record
@@ -51,7 +51,7 @@ def task(slurm: Slurm) -> TaskContext:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every look at the queue is due."""
-    monkeypatch.setattr(Patience, "due", lambda self: True)
+    monkeypatch.setattr(PollBackoff, "due", lambda self: True)
 
 
 @pytest.mark.parametrize(("exit", "kind"), [(8, "infra"), (12, "preempted")])
@@ -62,7 +62,7 @@ def test_a_run_has_not_failed_before_slurm_says_so(
     """scontrol requeue as its supervisor begins: `train` would return 8, and the run succeed 20
     s later."""
     run = a_run(slurm, exit, kind)
-    queue = Queue(run)
+    queue = SlurmQueueFollower(run)
     slurm.says("7|COMPLETING")
     assert queue.look(read_run_record(run))[0].state == "running"
     slurm.says("7|PENDING")
@@ -77,7 +77,7 @@ def test_a_run_has_not_failed_before_slurm_says_so(
 def test_an_end_of_the_run_s_own_making_is_told_at_once(slurm: Slurm) -> None:
     run = a_run(slurm, 9, "user")
     slurm.says("7|COMPLETING")
-    assert Queue(run).look(read_run_record(run))[0].state == "failed"
+    assert SlurmQueueFollower(run).look(read_run_record(run))[0].state == "failed"
 
 
 @pytest.mark.usefixtures("impatient")
@@ -85,7 +85,7 @@ def test_a_job_that_never_ends_keeps_nobody(slurm: Slurm, monkeypatch: pytest.Mo
     monkeypatch.setattr(settling, "ENDING_SECONDS", -1.0)
     run = a_run(slurm, 8, "infra")
     slurm.says("7|COMPLETING")
-    queue = Queue(run)
+    queue = SlurmQueueFollower(run)
     assert [queue.look(read_run_record(run))[0].state for _ in range(2)][1] == "failed"
 
 
@@ -93,12 +93,12 @@ def test_a_job_that_was_cancelled_in_the_queue_no_longer_waits(slurm: Slurm) -> 
     """squeue still says why it had waited."""
     run = slurm.run("one")
     add_slurm_job(run, "7", first_attempt=1)
-    seen = JobLook("7", "CANCELLED", "Priority", "N/A", "1:00", "")
+    seen = JobStatus("7", "CANCELLED", "Priority", "N/A", "1:00", "")
     assert seen.words() == "job 7 is over: CANCELLED"
-    told = (settle(read_run_record(run), seen).root_cause or {})["message"]
+    told = (reconcile(read_run_record(run), seen).root_cause or {})["message"]
     assert told == "job 7 was over before its supervisor began: CANCELLED"
     assert (
-        JobLook("7", "CANCELLED", "by root", "", "", "").words()
+        JobStatus("7", "CANCELLED", "by root", "", "", "").words()
         == "job 7 is over: CANCELLED (by root)"
     )
 

@@ -11,8 +11,8 @@ from trainkit.base.documents import document
 from trainkit.base.errors import TrainkitError
 from trainkit.base.files import write_json
 from trainkit.base.process import identity
-from trainkit.launch.slurm.reconcile import settled
-from trainkit.launch.slurm.squeue import UNSURE, accounts, look
+from trainkit.launch.slurm.reconcile import reconciled
+from trainkit.launch.slurm.squeue import UNSURE, job_accounts, job_statuses
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import read_run_record
 from trainkit.runs.slurm import add_slurm_job, change_slurm_job, read_slurm_jobs
@@ -42,9 +42,9 @@ def says(folder: Path, name: str, script: str) -> None:
 
 def test_the_newest_start_counts_and_all_can_be_had(slurm: Path) -> None:
     says(slurm, "sacct", f"cat <<'END'\n{REQUEUED}END")
-    seen = look(["7"])["7"]
+    seen = job_statuses(["7"])["7"]
     assert (seen.state, seen.reason, seen.over) == ("OUT_OF_MEMORY", "exit code 0:125", True)
-    assert [(row.id, row.state_word) for row in accounts(["7"]) or ()][:3] == [
+    assert [(row.id, row.state_word) for row in job_accounts(["7"]) or ()][:3] == [
         ("7", "REQUEUED"),
         ("7.batch", "FAILED"),
         ("7", "OUT_OF_MEMORY"),
@@ -58,7 +58,7 @@ def test_the_newest_start_counts_and_all_can_be_had(slurm: Path) -> None:
 def test_one_question_for_all_that_are_forgotten(slurm: Path) -> None:
     says(slurm, "squeue", "echo '8|PENDING|Priority|N/A|1:00:00|'")
     says(slurm, "sacct", "echo '7|CANCELLED by 0|0:0|a|b|c|01:00:00|None assigned'")
-    seen = look(["7", "8", "9"])
+    seen = job_statuses(["7", "8", "9"])
     assert {id: each.state for id, each in seen.items()} == {
         "8": "PENDING",
         "7": "CANCELLED",
@@ -67,7 +67,7 @@ def test_one_question_for_all_that_are_forgotten(slurm: Path) -> None:
         slurm / "sacct.asked"
     ).read_text()
     (slurm / "sacct.asked").unlink()
-    assert set(look(["8"])) == {"8"} and not (slurm / "sacct.asked").exists(), (
+    assert set(job_statuses(["8"])) == {"8"} and not (slurm / "sacct.asked").exists(), (
         "slurmdbd is not asked for what slurmctld knows"
     )
 
@@ -76,7 +76,7 @@ def test_a_record_that_nobody_closed(slurm: Path) -> None:
     """A job whose end slurmdbd was never told, of a controller that lost its state: it does not
     run for ever."""
     says(slurm, "sacct", "echo '7|RUNNING|0:0|a|b|Unknown|01:00:00|node1'")
-    seen = look(["7"])["7"]
+    seen = job_statuses(["7"])["7"]
     assert seen.state == UNSURE and seen.over and "still says RUNNING" in seen.words()
 
 
@@ -87,20 +87,20 @@ def test_a_record_that_nobody_closed(slurm: Path) -> None:
 )
 def test_nothing_is_known(slurm: Path, said: str) -> None:
     says(slurm, "sacct", f"echo '{said}' >&2; exit 1" if said else "exit 0")
-    assert look(["7"]) == {} and accounts(["7"]) == (None if said else [])
+    assert job_statuses(["7"]) == {} and job_accounts(["7"]) == (None if said else [])
 
 
 def test_slurmdbd_does_not_answer(slurm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainkit.launch.slurm.squeue.ACCOUNT_SECONDS", 0.2)
     says(slurm, "sacct", "exec sleep 86400")
-    seen = look(["7"])["7"]
+    seen = job_statuses(["7"])["7"]
     assert (
         seen.state == UNSURE
         and seen.over
         and "slurmdbd cannot be asked (sacct did not answer within 0.2 s)" in seen.reason
     )
     with pytest.raises(TrainkitError, match="slurmdbd cannot be asked"):
-        accounts(["7"])
+        job_accounts(["7"])
 
 
 def silent_run(root: Path) -> RunFolder:
@@ -122,7 +122,7 @@ def test_how_a_job_ended_whose_supervisor_left_no_word(slurm: Path, tmp_path: Pa
     run = silent_run(tmp_path)
     assert read_run_record(run).state == "unknown"
     says(slurm, "sacct", "echo 'slurmdbd is down' >&2; exit 1")
-    told = settled(read_run_record(run))
+    told = reconciled(read_run_record(run))
     assert (told.state, told.exit) == ("failed", 10) and "slurmdbd is down" in (
         told.root_cause or {}
     )["message"]
@@ -130,16 +130,16 @@ def test_how_a_job_ended_whose_supervisor_left_no_word(slurm: Path, tmp_path: Pa
         "no truth to keep"
     )
     says(slurm, "sacct", "echo '7|NODE_FAIL|1:0|a|b|c|01:00:00|node1'")
-    told = settled(read_run_record(run))
+    told = reconciled(read_run_record(run))
     assert (told.state, told.exit) == ("failed", 10) and "Slurm says NODE_FAIL (exit code 1:0)" in (
         told.root_cause or {}
     )["message"]
     says(slurm, "sacct", "exit 0")
-    assert settled(read_run_record(run)) == told == read_run_record(run), (
+    assert reconciled(read_run_record(run)) == told == read_run_record(run), (
         "kept, when nobody else knows it any more"
     )
     says(slurm, "squeue", "echo '7|PENDING|BeginTime|N/A|1:00:00|'")
-    assert settled(read_run_record(run)).state == "queued", (
+    assert reconciled(read_run_record(run)).state == "queued", (
         "a person has put it back: scontrol requeue"
     )
 
@@ -147,7 +147,7 @@ def test_how_a_job_ended_whose_supervisor_left_no_word(slurm: Path, tmp_path: Pa
 def test_a_cancelled_job_whose_supervisor_left_no_word(slurm: Path, tmp_path: Path) -> None:
     run = silent_run(tmp_path)
     says(slurm, "sacct", "echo '7|CANCELLED by 0|0:9|a|b|c|01:00:00|node1'")
-    told = settled(read_run_record(run))
+    told = reconciled(read_run_record(run))
     assert (told.state, told.exit, told.failure_class) == (
         "cancelled",
         15,

@@ -11,7 +11,7 @@ import pytest
 
 from tests.launch.supervised import make_run
 from trainkit.base.errors import TrainkitError
-from trainkit.launch.slurm.allocation import Granted
+from trainkit.launch.slurm.allocation import SlurmAllocation
 from trainkit.launch.slurm.batch_supervisor import BatchStopRequests, BatchSupervisor
 from trainkit.launch.supervise.observer import silent_observer
 from trainkit.runs.events import (
@@ -57,7 +57,11 @@ def supervisor_after(
             log.write(event)
         log.close()
     return run, BatchSupervisor(
-        run, {}, BatchStopRequests(), silent_observer(), Granted("7", ("n1",), len(attempts))
+        run,
+        {},
+        BatchStopRequests(),
+        silent_observer(),
+        SlurmAllocation("7", ("n1",), len(attempts)),
     )
 
 
@@ -141,5 +145,5 @@ def test_a_budget_counts_though_the_supervisor_was_killed_before_its_last_word(
 def test_the_first_sign_of_life_takes_the_run_out_of_the_queue(tmp_path: Path) -> None:
     run, supervisor = supervisor_after(tmp_path, [])
     assert read_slurm_jobs(run)[0].waiting
-    supervisor._sign()
+    supervisor._write_sign_of_life()
     assert not read_slurm_jobs(run)[0].waiting

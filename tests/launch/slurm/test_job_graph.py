@@ -24,21 +24,21 @@ from trainkit.jobs.load import load
 from trainkit.jobs.resolved import write_job
 from trainkit.launch.run_inputs import refuse_other_inputs
 from trainkit.launch.schedulers import preparation_for
-from trainkit.launch.slurm.arrays import slurm_place_of
+from trainkit.launch.slurm.arrays import array_place
 from trainkit.launch.slurm.job_graph import (
-    Graph,
-    Part,
-    ready_script,
+    GraphPart,
+    StageGraph,
+    finish_job_script,
     stage_failure,
-    stages_of,
-    still_to_be_made,
+    stages_folder,
+    stages_pending,
     submit_graph,
 )
-from trainkit.launch.slurm.sbatch import words_after
-from trainkit.launch.slurm.shared_arrays import progress_of
-from trainkit.launch.slurm.stage_graph import graph_of
+from trainkit.launch.slurm.sbatch import dependency_options
+from trainkit.launch.slurm.shared_arrays import array_progress
+from trainkit.launch.slurm.stage_graph import hold_stage_graph
 from trainkit.launch.slurm.submit_run import submit_with_stages
-from trainkit.launch.slurm.withdraw import take_out
+from trainkit.launch.slurm.withdraw import withdraw_stage_jobs
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import read_run_record
 from trainkit.runs.slurm import change_slurm_job
@@ -56,7 +56,7 @@ def test_everything_is_submitted_in_one_go(slurm: Slurm) -> None:
     """Datasets one after another (a stage has so many nodes), each level after the one before,
     the small job after all, the run last."""
     run, said = submit(slurm, "one", part(slurm, need("a", 3)), part(slurm, need("b", 20)))
-    folder, after = stages_of(run), "--kill-on-invalid-dep=yes"
+    folder, after = stages_folder(run), "--kill-on-invalid-dep=yes"
     assert slurm.lines() == [
         f"sbatch --parsable {folder}/prep-data-a-0.sh",
         f"sbatch --parsable --dependency=afterok:101 {after} {folder}/prep-data-a-1.sh",
@@ -72,14 +72,14 @@ def test_everything_is_submitted_in_one_go(slurm: Slurm) -> None:
         "job 104: prep-data-b-1: 1 unit in 1 x 1 task, after job 103 has gone well",
         "job 105: small-ready: notes that the stages are made, plans, after job 104 has gone well",
     ]
-    assert still_to_be_made(run) and [
+    assert stages_pending(run) and [
         job["id"] for job in json.loads(run.slurm.read_text())["jobs"]
     ] == ["106"]
 
 
 def test_the_small_job(slurm: Slurm) -> None:
     run = RunFolder(Path("/shared/runs/small/one"))
-    text = ready_script(run, slurm.job, Graph((part(slurm, need("a", 3)),), ("index",)))
+    text = finish_job_script(run, slurm.job, StageGraph((part(slurm, need("a", 3)),), ("index",)))
     assert text.splitlines() == [
         "#!/bin/bash -l",
         "#SBATCH --job-name=small-ready",
@@ -101,12 +101,12 @@ def test_the_small_job(slurm: Slurm) -> None:
 
 
 def test_a_dependency_of_the_jobs_own_is_kept() -> None:
-    assert words_after("7", {"dependency": "singleton"}) == [
+    assert dependency_options("7", {"dependency": "singleton"}) == [
         "--dependency=singleton,afterok:7",
         "--kill-on-invalid-dep=yes",
     ]
     with pytest.raises(ConfigError, match="any of several"):
-        words_after("7", {"dependency": "afterok:1?afterok:2"})
+        dependency_options("7", {"dependency": "afterok:1?afterok:2"})
 
 
 def test_a_second_run_waits_for_the_same_arrays(slurm: Slurm) -> None:
@@ -115,7 +115,7 @@ def test_a_second_run_waits_for_the_same_arrays(slurm: Slurm) -> None:
     (making,) = all_in_flight(stamps, "a")
     assert making.jobs == ("101", "102") and all_in_flight(stamps, "b") == []
     slurm.says("101|RUNNING", "102|PENDING")
-    assert progress_of(making) == "going"
+    assert array_progress(making) == "going"
     second, said = submit(
         slurm, "two", part(slurm, need("a", 3), making), part(slurm, need("b", 1))
     )
@@ -127,11 +127,11 @@ def test_a_second_run_waits_for_the_same_arrays(slurm: Slurm) -> None:
     # who leaves first leaves the arrays to the other
     slurm.says("101|RUNNING", "102|PENDING", *(f"{id}|PENDING" for id in range(103, 109)))
     write_json(second.job, {})
-    assert take_out(first) == ["103"] and slurm.lines()[-1] == "scancel --quiet 103"
+    assert withdraw_stage_jobs(first) == ["103"] and slurm.lines()[-1] == "scancel --quiet 103"
     joined = read_in_flight(stamps, "a")
     assert joined is not None and joined.runs == (str(second.path),)
-    assert take_out(first) == ["103"], "asked again it spares them too"
-    assert take_out(second) == ["105", "106", "107", "101", "102"]
+    assert withdraw_stage_jobs(first) == ["103"], "asked again it spares them too"
+    assert withdraw_stage_jobs(second) == ["105", "106", "107", "101", "102"]
     (left,) = all_in_flight(stamps, "a")
     assert left.runs == () and "being taken out" in left.words(), (
         "until Slurm says that they are over their tasks may write"
@@ -149,7 +149,7 @@ def test_a_second_run_waits_for_the_same_arrays(slurm: Slurm) -> None:
 )
 def test_how_far_arrays_are(slurm: Slurm, states: list[str], expected: str) -> None:
     slurm.says(*states)
-    assert progress_of(ArraysInFlight("a", "a", "0", ("1", "2"), (), ())) == expected
+    assert array_progress(ArraysInFlight("a", "a", "0", ("1", "2"), (), ())) == expected
 
 
 def test_a_unit_that_failed_is_named_by_the_record(slurm: Slurm) -> None:
@@ -197,7 +197,7 @@ def test_units_that_never_ended_are_told_with_slurms_word(slurm: Slurm) -> None:
         "did not end: job 101 TIMEOUT, job 102 CANCELLED, job 103 CANCELLED"
     )
     # as where they are another run's, which has been deleted
-    for path in stages_of(run).glob("prep-data-*.json"):
+    for path in stages_folder(run).glob("prep-data-*.json"):
         path.unlink()
     failure = stage_failure(run)
     assert failure is not None and failure["message"].endswith(
@@ -209,7 +209,7 @@ def test_units_that_never_ended_are_told_with_slurms_word(slurm: Slurm) -> None:
 def test_the_small_jobs_refusal_is_the_runs(slurm: Slurm) -> None:
     run, _ = submit(slurm, "one", part(slurm, need("a", 1)))
     write_json(
-        stages_of(run) / "ended.json",
+        stages_folder(run) / "ended.json",
         document("stages-ended/1", exit=4, message="too large", advice="more nodes"),
     )
     assert stage_failure(run) == {
@@ -231,7 +231,7 @@ def test_nothing_is_left_where_sbatch_refuses(slurm: Slurm) -> None:
     )
     slurm.says("101|PENDING", "102|PENDING")
     resolved = load(slurm.folder).resolve("small")
-    graph = Graph((part(slurm, need("a", 3)),))
+    graph = StageGraph((part(slurm, need("a", 3)),))
     with (
         locked(slurm.folder / "stamps" / "prep-data" / "a.lock", {}),
         pytest.raises(TrainkitError, match="Invalid account"),
@@ -258,7 +258,7 @@ def test_what_the_small_job_completes_and_refuses(slurm: Slurm) -> None:
 
     def submitted(name: str) -> tuple[RunFolder, list[Need]]:
         needs = PrepDataStage().needs(job, stamps, force=True)
-        run, place = slurm.run(name), slurm_place_of(job, "prep-data", lambda text: None)
+        run, place = slurm.run(name), array_place(job, "prep-data", lambda text: None)
         assert place is not None
         run.code.rmdir()
         run.code.symlink_to(Path(trainkit.__file__).parent.parent)
@@ -268,16 +268,16 @@ def test_what_the_small_job_completes_and_refuses(slurm: Slurm) -> None:
             todo, inputs = begin_need(
                 each, stamps, check_freshness(each, stamps, force=True), force=True
             )
-            parts.append(Part(place, each, tuple(todo), inputs))
-        submit_graph(run, job, Graph(tuple(parts), ("index",)), lambda text: None)
+            parts.append(GraphPart(place, each, tuple(todo), inputs))
+        submit_graph(run, job, StageGraph(tuple(parts), ("index",)), lambda text: None)
         return run, needs
 
     run, needs = submitted("one")
     assert ready(run) == 6 and "units are not made" in (stage_failure(run) or {})["message"]
-    (stages_of(run) / "ended.json").unlink()
+    (stages_folder(run) / "ended.json").unlink()
     for number in range(3):
         assert [run_once(unit) for unit in units(run, number)] == [0]
-    assert ready(run) == 0 and stage_failure(run) is None and not still_to_be_made(run)
+    assert ready(run) == 0 and stage_failure(run) is None and not stages_pending(run)
     assert (
         all(check_freshness(need, stamps).fresh for need in needs)
         and all_in_flight(stamps, "lines") == []
@@ -308,8 +308,8 @@ def test_without_a_place_all_is_made_here_in_turn(slurm: Slurm) -> None:
     (slurm.folder / "corpus" / "part.jsonl").write_text('{"text": "the quick brown fox"}\n' * 60)
     job = load(slurm.folder).resolve("text", ["cluster=bare"]).job
     context = TaskContext(json=False, dry_run=False, folder=slurm.folder)
-    with graph_of(job, preparation_for(job, slurm.folder, stage_ui(context))) as graph:
-        assert graph == Graph(())
+    with hold_stage_graph(job, preparation_for(job, slurm.folder, stage_ui(context))) as graph:
+        assert graph == StageGraph(())
     needs = needs_of(job, STAGES)
     assert {need.stage for need in needs} == {"build", "prep-data", "index"}
     refuse_stale(needs, slurm.folder)
