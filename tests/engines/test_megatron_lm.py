@@ -454,6 +454,17 @@ def test_notes_say_what_is_passed_on_otherwise() -> None:
     assert "core-0.12.3" in " ".join(engine_notes(tiny(version="core-0.12.3")))
 
 
+def test_the_job_decides_the_schedule_of_a_resumed_run() -> None:
+    """engines.md, false success 6: 0.16 compares it with the checkpoint's and stops."""
+    core = argv_of(job_of("azure-gpt3-check"), load=True)
+    assert core["--load"] == core["--save"]
+    assert core["--override-opt_param-scheduler"] == ()
+    old = argv_of(job_of("jean-zay-7-5b"), load=True)
+    assert old["--load"] == old["--save"]
+    assert old["--override-lr-scheduler"] == ()
+    assert "--override-opt_param-scheduler" not in argv_of(job_of("azure-gpt3-check"))
+
+
 # ---- data
 
 

@@ -18,7 +18,7 @@ from trainkit.engines.options import OptionTable, check_engine_args, release
 from trainkit.jobs.schema import Job, Model
 
 # words of `args` that would make a run end, begin or save elsewhere than its records say
-_NEVER_RAW = ("save", "load", "train-iters", "train-samples", "exit-interval")
+_NEVER_RAW = ("save", "load", "train-iters", "train-samples")
 
 
 @dataclass(frozen=True)
@@ -420,7 +420,10 @@ def _put_places(words: MegatronWords, job: Job, places: RunPlaces) -> None:
         words.put("load", checkpoints, "the run's folder")
         # The job is the truth: what `resume` may change of the schedule is changed, where the
         # engine would compare it with the checkpoint and stop.
-        words.put("override-opt_param-scheduler", True, "resume")
+        override = "override-opt_param-scheduler"
+        if not words.has(override):  # its name in 2021
+            override = "override-lr-scheduler"
+        words.put(override, True, "resume")
     words.put("tensorboard-dir", str(places.run / "tensorboard"), "the run's folder")
     words.put_where_known("exit-signal-handler", True)
     if job.wandb is not None:

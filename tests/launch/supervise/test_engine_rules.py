@@ -48,6 +48,7 @@ def rule_of(text: str) -> str | None:
         ),
         ("engine-lock", "Using /root/.cache/torch_extensions/py311 as PyTorch extensions root..."),
         ("engine-lock", "> compiling and loading fused kernels ..."),
+        ("engine-lock", '  File "/opt/lib/torch/utils/file_baton.py", line 50 in wait'),
         (
             "engine-helper",  # core 0.12.0
             "ERROR:megatron.core.datasets.utils:Failed to compile the C++ dataset helper functions",
@@ -93,6 +94,15 @@ def rule_of(text: str) -> str | None:
         (
             "engine-pipeline-evaluation",  # GPT-NeoX ea7aefd, DeepSpeed 0.19.8
             "[rank0]: TypeError: iteration over a 0-d tensor",
+        ),
+        (
+            "engine-no-checkpoint",  # core 0.12.0, exit code 0
+            "ERROR: Invalid metadata file /ck/latest_checkpointed_iteration.txt. Exiting",
+        ),
+        (
+            "engine-no-checkpoint",  # core 0.12.0: an empty file, exit code 0
+            " loading checkpoint from /ck at iteration 6\ncould not load the checkpoint\nRan out of"
+            " input",
         ),
         ("engine-no-checkpoint", ">> '--exit-on-missing-checkpoint' set ... exiting. <<"),
         (
