@@ -12,6 +12,7 @@ import ctypes
 import os
 import socket
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import Any
 
 # asm-generic/unistd.h; every architecture has the same numbers for system calls since Linux 5.1
@@ -74,11 +75,17 @@ def signal_process(handle: int, number: int) -> None:
     _system_call(_PIDFD_SEND_SIGNAL, handle, number, 0, 0)
 
 
+@lru_cache(maxsize=None)
+def _syscall() -> Any:
+    """The C library's function, looked up once: what forks all the time is killed in a hurry."""
+    call = ctypes.CDLL(None, use_errno=True).syscall
+    call.restype = ctypes.c_long
+    return call
+
+
 def _system_call(number: int, *arguments: int) -> int:
     """syscall(2). Raises OSError."""
-    call: Any = ctypes.CDLL(None, use_errno=True).syscall
-    call.restype = ctypes.c_long
-    result = int(call(*(ctypes.c_long(each) for each in (number, *arguments))))
+    result = int(_syscall()(*(ctypes.c_long(each) for each in (number, *arguments))))
     if result < 0:
         error = ctypes.get_errno()
         raise OSError(error, os.strerror(error))
