@@ -133,8 +133,7 @@ def _assigned(words: list[str], variables: dict[str, str]) -> list[str]:
             value = _unquoted(value)
         # as the shell does it, now: a variable may be its own beginning. What is not known yet may
         # be another's business, and never its own.
-        known = {name: "", **variables}
-        value = _VARIABLE.sub(lambda m, known=known: _value(m, known), value)[:LONGEST]
+        value = _substituted(value, {name: "", **variables})[:LONGEST]
         variables[name] = f"{variables.get(name, '')} {value}".strip() if adds else value
     return rest
 
@@ -155,7 +154,7 @@ def _expanded(word: str, variables: Mapping[str, str], unknown: list[str]) -> li
     whole = _VARIABLE.fullmatch(word.strip('"'))
     text = word
     for _ in range(DEEPEST):
-        new = _VARIABLE.sub(lambda match: _value(match, variables), text)
+        new = _substituted(text, variables)
         if new == text or len(new) > LONGEST:
             break
         text = new
@@ -168,6 +167,11 @@ def _expanded(word: str, variables: Mapping[str, str], unknown: list[str]) -> li
         except ValueError:
             return [text]
     return [_unquoted(text)]
+
+
+def _substituted(text: str, variables: Mapping[str, str]) -> str:
+    """The text with every variable that is known replaced, once."""
+    return _VARIABLE.sub(lambda match: _value(match, variables), text)
 
 
 def _value(match: re.Match[str], variables: Mapping[str, str]) -> str:
