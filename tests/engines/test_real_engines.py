@@ -76,9 +76,6 @@ save_interval = 4
 log_interval = 1
 precision = "{precision}"
 
-[jobs.tiny.parallelism]
-zero_stage = 0
-
 [jobs.tiny.engine_args]
 {engine_args}
 """

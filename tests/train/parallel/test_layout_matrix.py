@@ -212,6 +212,7 @@ def test_bf16_of_split_layers_is_as_far_from_fp32_as_of_whole_ones(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(4 * 3600)  # hundreds of worlds: a guard against hanging only
 def test_every_layout_equals_the_plain_loop(tmp_path: Path) -> None:
     cases = {**LONG, **{f"{name}, fp32": in_fp32(case) for name, case in LONG.items()}}
     for name, a in compare(cases, tmp_path).items():
