@@ -6,9 +6,14 @@ parser, check each by its own validate_args, and print what came out.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import sys
+import typing
+
+# core 0.19 is for Python 3.12, which has it; only its parser is asked here
+vars(typing).setdefault("override", lambda method: method)
 
 
 def parsed(words: list[str]) -> object:
@@ -20,9 +25,12 @@ def parsed(words: list[str]) -> object:
 
         args = arguments.parse_args()
         return arguments.validate_args(args, defaults) or args
-    from megatron import arguments as of_2021
-
-    return of_2021.parse_args(defaults=defaults)  # validates too
+    # 2021. By its file: the package itself imports apex. Its parse_args validates too.
+    spec = importlib.util.spec_from_file_location("arguments", "megatron/arguments.py")
+    assert spec is not None and spec.loader is not None
+    of_2021 = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(of_2021)
+    return of_2021.parse_args(defaults=defaults)
 
 
 def main() -> None:
