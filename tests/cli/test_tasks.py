@@ -26,6 +26,7 @@ TASK_NAMES = [
     "export",
     "fleet",
     "generate",
+    "import",
     "init",
     "jobs",
     "logs",

@@ -90,6 +90,37 @@ def plan(
     return run(task, job, nodes, cluster, set)
 
 
+@make_task(
+    help={
+        "file": "a shell script or a file with the command line, or YAML files with a , between",
+        "engine": "megatron-lm or gpt-neox; by default YAML is GPT-NeoX's, all else Megatron-LM's",
+        "version": "whose options are meant, such as core-0.12.0; by default the newest",
+        "name": "of the job, its model and its dataset; by default the file's",
+        "cluster": "the [clusters.X] table the job is for",
+        "out": "write a file, which `include` of jobs.toml names; by default print",
+    },
+    takes_json=True,
+    name="import",
+)
+def import_(
+    task: TaskContext,
+    file: str,
+    engine: str = "",
+    version: str = "",
+    name: str = "",
+    cluster: str = "",
+    out: str = "",
+) -> TaskResult:
+    """Turn the configuration of another engine into a job.
+
+    Reads a NeoX YAML file, or a script that runs Megatron-LM's pretrain_gpt.py; nothing is run.
+    What it cannot take is listed.
+    """
+    from trainkit.cli.config.import_job import ImportRequest, import_job
+
+    return import_job(task, ImportRequest(file, engine, version, name, cluster, out))
+
+
 @make_task(options=StatsOptions, help=DATASET, takes_json=True)
 def data_stats(task: TaskContext, dataset: str, options: StatsOptions) -> TaskResult:
     """Show counts, lengths and samples of a prepared dataset."""

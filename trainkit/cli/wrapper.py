@@ -107,6 +107,7 @@ def make_task(
     takes_json: bool = False,
     takes_dry_run: bool = False,
     minimum: Mapping[str, float] | None = None,
+    name: str = "",
 ) -> Callable[[Body], Task[Any]]:
     """Turn a function of a TaskContext, arguments and options into an Invoke task. Its parameters
     without default are arguments of the command line, the others are options.
@@ -118,6 +119,7 @@ def make_task(
         takes_json: the task takes `--json`.
         takes_dry_run: the task takes `--dry-run`, and `invoke --dry` means the same.
         minimum: the lowest value of a number.
+        name: of the task, where a function of Python cannot have it.
     """
 
     def decorate(body: Body) -> Task[Any]:
@@ -135,6 +137,7 @@ def make_task(
             arguments = signature.arguments(values)
             _run_task(task, lambda: body(task, **arguments))
 
+        run.__name__ = name or run.__name__
         run.__doc__ = _unwrapped(inspect.getdoc(body) or "")
         common = {}
         if takes_json:

@@ -37,9 +37,11 @@ class ImportedJob:
     tokenizer: Mapping[str, object] = field(default_factory=dict)
     not_taken: tuple[str, ...] = ()
 
-    def to_toml(self) -> str:
-        """The tables, for jobs.toml or a file that it includes."""
+    def to_toml(self, cluster: str = "") -> str:
+        """The tables, for jobs.toml or a file that it includes. `cluster`: of the job."""
         own: dict[str, object] = {"engine": self.engine, "model": self.name}
+        if cluster:
+            own["cluster"] = cluster
         dataset = dict(self.dataset)
         if self.tokenizer:
             dataset["tokenizer"] = self.name
