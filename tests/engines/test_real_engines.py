@@ -213,7 +213,7 @@ def test_asked_to_stop_it_is_stopped_and_goes_on(tmp_path: Path, real: RealEngin
         ),
         "some steps",
     )
-    project.invoke("cancel", run.name)
+    project.invoke("cancel", run.name, exit=15)
     process.communicate()
     assert not engine_processes(run)
     project.invoke("resume", run.name)

@@ -81,6 +81,12 @@ def test_branches_tags_and_hashes_of_any_length_are_revisions(
     git(origin, "tag", "-a", "annotated", "-m", "t")
     git(origin, "branch", "team/old-branch")
     commit(origin, {"README": "more\n"})
+    commit(origin, {"README": "more still\n"})
+    second = git(origin, "rev-parse", "main~1")
+    job = job_of(tmp_path / "root", {"source": url, "revision": second[:8]})
+    stage.bring(job)  # one that no branch or tag ends with
+    assert git(source_tree(job), "rev-parse", "HEAD") == second
+    assert git(source_tree(job), "rev-list", "--count", "HEAD") == "1"
     for revision in ("annotated", "team/old-branch", first, first[:7]):
         job = job_of(tmp_path / "root", {"source": url, "revision": revision})
         stage.bring(job)

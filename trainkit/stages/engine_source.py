@@ -43,6 +43,7 @@ RECORD = "trainkit.json"  # in the clone's .git
 SCHEMA = "engine-source/1"
 REVISION = re.compile(r"[A-Za-z0-9_](?!.*(\.\.|@\{))[^\s~^:?*\[\\\x00-\x20\x7f]*")
 ABBREVIATED = re.compile(r"[0-9a-f]{4,40}")  # of a commit
+SURE = 7  # characters of a hash that git itself writes where it abbreviates one
 OUR_REMOTE = "origin"
 DIFF_LIMIT = 2**20  # bytes of a diff that a stamp keeps
 
@@ -278,11 +279,10 @@ class _Clone:
         self.spec = spec
         self.folder = temporary_name(spec.tree)
 
-    def _git(self, *words: str, network: bool = False) -> str:
+    def _git(self, *words: str, network: bool = False, folder: Path | None = None) -> str:
         timeout = None if network else 600.0
-        return run_git(
-            self.folder, *words, timeout=timeout, prepare=die_with_parent_hook(os.getpid())
-        )
+        prepare = die_with_parent_hook(os.getpid())
+        return run_git(folder or self.folder, *words, timeout=timeout, prepare=prepare)
 
     def run(self) -> str:
         """The commit that is there now, under its own name."""
@@ -363,30 +363,60 @@ class _Clone:
         return commit
 
     def _fetch(self) -> str:
+        """Fetch the revision's one commit; returns it."""
         revision = self.spec.revision or "HEAD"
-        try:  # the one commit; a server finds a short hash among none of its names
-            words = ("fetch", "--quiet", "--no-tags", "--depth=1", OUR_REMOTE, revision)
-            self._git(*words, network=True)
-            return self._git("rev-parse", "--verify", "FETCH_HEAD^{commit}").strip()
+        try:  # a server finds a short hash among none of its names
+            return self._fetch_one(revision)
         except GitFailed as error:
             if not ABBREVIATED.fullmatch(revision):
                 raise self._failure(error) from None
         try:
-            every = "+refs/heads/*:refs/remotes/origin/*"
-            words = ("fetch", "--quiet", "--tags", "--filter=blob:none", OUR_REMOTE, every)
-            self._git(*words, network=True)
+            commit = self._whole_hash(revision)
+            with contextlib.suppress(GitFailed):  # a server may give only what has a name
+                return self._fetch_one(commit)
+            self._fetch_all(self.folder, "blob:none")
         except GitFailed as error:
             raise self._failure(error) from None
+        return commit
+
+    def _fetch_one(self, name: str) -> str:
+        words = ("fetch", "--quiet", "--no-tags", "--depth=1", OUR_REMOTE, name)
+        self._git(*words, network=True)
+        return self._git("rev-parse", "--verify", "FETCH_HEAD^{commit}").strip()
+
+    def _fetch_all(self, folder: Path, left_out: str) -> None:
+        """All branches and tags, without objects that are fetched when they are needed."""
+        every = "+refs/heads/*:refs/remotes/origin/*"
+        words = ("fetch", "--quiet", "--tags", f"--filter={left_out}", OUR_REMOTE, every)
+        self._git(*words, network=True, folder=folder)
+
+    def _whole_hash(self, beginning: str) -> str:
+        """The commit whose hash begins so: the end of a branch or tag, or any before that, for
+        which all commits are fetched, without their files."""
+        if len(beginning) == 40:
+            return beginning
+        listed = self._git("ls-remote", "--heads", "--tags", OUR_REMOTE, network=True)
+        ends = re.findall(rf"^({beginning}[0-9a-f]*)\trefs/heads/", listed, re.MULTILINE)
+        if len(set(ends)) == 1 and len(beginning) >= SURE:
+            return str(ends[0])
+        probe = self.folder / ".git" / "probe"
+        probe.mkdir()
+        self._git("init", "--quiet", "--bare", "--template=", folder=probe)
+        self._git("remote", "add", OUR_REMOTE, self.spec.source, folder=probe)
+        self._fetch_all(probe, "tree:0")
         try:
-            return self._git("rev-parse", "--verify", f"{revision}^{{commit}}").strip()
+            words = ("rev-parse", "--verify", f"{beginning}^{{commit}}")
+            return self._git(*words, folder=probe).strip()
         except GitFailed as error:
-            if "ambiguous" in str(error):
-                raise TrainkitError(
-                    f"{self.spec.source}: several commits begin with {revision}",
-                    exit=Exit.STAGE_FAILED,
-                    hint="write more of its characters",
-                ) from None
-            raise self._no_such_revision() from None
+            if "ambiguous" not in str(error):
+                raise self._no_such_revision() from None
+            raise TrainkitError(
+                f"{self.spec.source}: several commits begin with {beginning}",
+                exit=Exit.STAGE_FAILED,
+                hint="write more of its characters",
+            ) from None
+        finally:
+            remove(probe)
 
     def _failure(self, error: GitFailed) -> TrainkitError:
         """What to raise where git cannot fetch."""

@@ -100,6 +100,15 @@ def rule_of(text: str) -> str | None:
             "ERROR: Invalid metadata file /ck/latest_checkpointed_iteration.txt. Exiting",
         ),
         (
+            "engine-weights-only",  # May 2021 with torch 2.13, exit code 0
+            "could not load the checkpoint\nWeights only load failed. This file can still be",
+        ),
+        (
+            "engine-no-checkpoint",
+            "Unable to load optimizer from checkpoint /ck. Specify --no-load-optim or --finetune to"
+            " prevent attempting to load the optimizer state, exiting ...",
+        ),
+        (
             "engine-no-checkpoint",  # core 0.12.0: an empty file, exit code 0
             " loading checkpoint from /ck at iteration 6\ncould not load the checkpoint\nRan out of"
             " input",
