@@ -28,6 +28,7 @@ from trainkit.train.model.transformer import Attention, Transformer
 from trainkit.train.parallel.shards import Segment, TensorLayout
 from trainkit.train.parallel.tensor_group import TensorGroup, enter, leave, own_tokens
 from trainkit.train.parallel.vocab_parallel import read_out
+from trainkit.train.torch_compat import seed_generators
 
 # first row of the whole tensor, rows, tensor-parallel ranks that hold them
 Piece = tuple[int, int, int]
@@ -173,7 +174,7 @@ def _draw_apart(attention: Attention, group: TensorGroup) -> None:
                 torch.cuda.get_rng_state() if next(attention.parameters()).is_cuda else None,
             )
         )
-        torch.manual_seed(seed + group.rank)
+        seed_generators(seed + group.rank)
 
     def after(*_: Any) -> None:
         host, device = saved.pop()

@@ -25,7 +25,7 @@ from trainkit.train.parallel.data_parallel import COMPUTE
 from trainkit.train.parallel.mesh import Mesh
 from trainkit.train.parallel.pipeline import ModelChunk, Pipeline
 from trainkit.train.parallel.shards import Shards, model_tensors, shards_of
-from trainkit.train.torch_compat import local_part
+from trainkit.train.torch_compat import local_part, seed_generators
 from trainkit.train.update import replicas
 from trainkit.train.update.build import LAST, ModelParts, expected
 from trainkit.train.update.loss_guard import LossGuard
@@ -191,7 +191,7 @@ class Step:
         if not self.random:
             return
         group = self.mesh.tensor
-        torch.manual_seed(
+        seed_generators(
             dropout_seed(
                 self.job.training.seed,
                 batch.position,
