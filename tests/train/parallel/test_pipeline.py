@@ -145,11 +145,9 @@ def _trained(
     else:
         made.train()
     here = made.step_runner.tensors()  # of the others there is nothing on this rank
-    tensors = {
-        name: whole(here.get(name, Shards({}, shape, torch.float32)))
-        for name, shape in sorted(made.step_runner.expected().items())
-    }
-    return {"tensors": tensors, "rows": read_rows(run.metrics)}
+    expected = sorted(made.step_runner.expected().items())
+    tensors = {name: here.get(name, Shards({}, shape, torch.float32)) for name, shape in expected}
+    return {"tensors": whole(tensors), "rows": read_rows(run.metrics)}
 
 
 def _dropped(root: Path) -> dict[str, list[float]]:
