@@ -32,7 +32,7 @@ def seed_generators(seed: int) -> None:
     torch's own keeps every call for later, with the stack it came from: some milliseconds and
     kilobytes each."""
     torch.default_generator.manual_seed(seed)
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.manual_seed_all(seed)
 
 
