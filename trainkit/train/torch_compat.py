@@ -27,15 +27,6 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def seed_generators(seed: int) -> None:
-    """torch.manual_seed for the host and for the GPUs in use. Of accelerators that are not in use
-    torch's own keeps every call for later, with the stack it came from: some milliseconds and
-    kilobytes each."""
-    torch.default_generator.manual_seed(seed)
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.manual_seed_all(seed)
-
-
 def local_slices(tensor: Tensor) -> tuple[slice, ...]:
     """Where `local_part` lies in the whole tensor."""
     if not isinstance(tensor, DTensor):

@@ -24,11 +24,11 @@ from torch import Tensor, nn
 
 from trainkit.jobs.ranks import key_value_heads, share_of_rank
 from trainkit.jobs.schema import Model
+from trainkit.train.generators import seed_generators
 from trainkit.train.model.transformer import Attention, Transformer
 from trainkit.train.parallel.shards import Segment, TensorLayout
 from trainkit.train.parallel.tensor_group import TensorGroup, enter, leave, own_tokens
 from trainkit.train.parallel.vocab_parallel import read_out
-from trainkit.train.torch_compat import seed_generators
 
 # first row of the whole tensor, rows, tensor-parallel ranks that hold them
 Piece = tuple[int, int, int]

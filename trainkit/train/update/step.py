@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainkit.jobs.schema import Job
+from trainkit.train.generators import seed_generators
 from trainkit.train.metrics.readback import to_device
 from trainkit.train.metrics.timers import Timers
 from trainkit.train.model.batch import Batch
@@ -25,7 +26,7 @@ from trainkit.train.parallel.data_parallel import COMPUTE
 from trainkit.train.parallel.mesh import Mesh
 from trainkit.train.parallel.pipeline import ModelChunk, Pipeline
 from trainkit.train.parallel.shards import Shards, model_tensors, shards_of
-from trainkit.train.torch_compat import local_part, seed_generators
+from trainkit.train.torch_compat import local_part
 from trainkit.train.update import replicas
 from trainkit.train.update.build import LAST, ModelParts, expected
 from trainkit.train.update.loss_guard import LossGuard
