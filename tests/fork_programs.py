@@ -44,12 +44,23 @@ PRELOADED = (
     "trainkit.cli.run.summary",
     "trainkit.launch.main",
     "trainkit.launch.agent.loop",
+    "trainkit.launch.agent.commands",
+    "trainkit.launch.agent.port_check",
+    "trainkit.launch.agent.stack_dump",
     "trainkit.stages.prep_data",
     "trainkit.stages.array_task",
     "trainkit.data.tokenize.shard_worker",
     "trainkit.data.tokenize.merge_worker",
     "trainkit.data.tokenize.check_worker",
     "torch.utils.tensorboard",  # what rank 0 imports for its metrics: 0.3 s
+    "torch.profiler._cupti_monitor",  # these four when ranks first need them
+    "torch.nn.attention.varlen",
+    "numpy.ma",
+    "trainkit.train.parallel.pipeline_stage",
+    "invoke.main",
+    "rich._emoji_codes",
+    "encodings.idna",
+    "encodings.utf_8_sig",
     "gigatoken",
     "awkward",  # what gigatoken imports at its first document
     "httpx2",

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import trainkit
+from tests import forkserver
 from tests.conftest import Project
 from trainkit.base.errors import ConfigError, TrainkitError
 
@@ -40,11 +41,18 @@ def test_names_of_the_api_hide_no_package() -> None:
 
 def python(project: Project, code: str) -> str:
     """What a program prints that a person runs in the project's folder."""
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=project.path, capture_output=True, text=True, check=False
+    program = project.path / "guide.py"
+    program.write_text(code)
+    done = forkserver.run(
+        [sys.executable, str(program)],
+        cwd=project.path,
+        env=project.environment(),
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    out: str = done.stdout
+    return out
 
 
 def test_the_guide_plans_and_reports_errors(project: Project) -> None:

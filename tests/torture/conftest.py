@@ -14,7 +14,9 @@ import pytest
 
 from tests import forkserver
 from tests.distributed import ROOT
+from tests.once import once
 from tests.torture.faults import Fault
+from tests.train.support import new_run
 from trainkit.jobs.schema import (
     CheckpointSettings,
     Cluster,
@@ -129,3 +131,16 @@ def ranks() -> Iterator[Ranks]:
     assert process.stdin is not None
     process.stdin.close()
     process.wait(600)
+
+
+@pytest.fixture(scope="session")
+def reference(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    """A run of two ranks that nothing befalls, which saves in training's way and keeps all. It is
+    all workers': copy it before changing it."""
+
+    def make(folder: Path) -> RunFolder:
+        run = new_run(job_of("DP2", folder, keep={"keep_last": 9}))
+        assert ranks.run(run, 2) == [0, 0]
+        return run
+
+    return once(tmp_path_factory, "torture", make)

@@ -7,21 +7,11 @@ import json
 import signal
 from pathlib import Path
 
-import pytest
-
 from tests.torture.conftest import Ranks, job_of
 from tests.torture.test_disk import log_of, whole_steps
 from tests.train.support import new_run
 from tests.train.test_resume import facts
 from trainkit.runs.folder import RunFolder
-
-
-@pytest.fixture(scope="module")
-def reference(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
-    """A run that saves in training's way."""
-    run = new_run(job_of("DP2", tmp_path_factory.mktemp("whole"), keep={"keep_last": 9}))
-    assert ranks.run(run, 2) == [0, 0]
-    return run
 
 
 def hashes(run: RunFolder, step: int) -> list[str]:

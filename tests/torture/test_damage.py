@@ -94,13 +94,6 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def reference(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
-    run = new_run(job_of("DP2", tmp_path_factory.mktemp("whole"), keep={"keep_last": 9}))
-    assert ranks.run(run, 2) == [0, 0]
-    return run
-
-
 def copy_of(run: RunFolder, folder: Path) -> RunFolder:
     shutil.copytree(run.path, folder / "runs/tiny/one")
     return RunFolder(folder / "runs/tiny/one")

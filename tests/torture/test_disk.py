@@ -30,13 +30,6 @@ def log_of(run: RunFolder) -> str:
     return run.attempt(1).log(0).read_text()
 
 
-@pytest.fixture(scope="module")
-def reference(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunFolder]:
-    run = new_run(job_of("DP2", tmp_path_factory.mktemp("whole"), keep={"keep_last": 9}))
-    assert ranks.run(run, 2) == [0, 0]
-    yield run
-
-
 FAULTS: list[Fault] = [
     {"do": errno.ENOSPC, "at": "byte", "byte": 5000, "rank": 1},
     {"do": errno.EIO, "at": "byte", "byte": 0, "rank": 0},

@@ -30,14 +30,6 @@ def run_in(root: Path, **keep: Any) -> RunFolder:
     return new_run(job_of("DP2", root, keep={"keep_last": 9, "save_first": True, **keep}))
 
 
-@pytest.fixture(scope="module")
-def reference(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
-    """A run without."""
-    run = new_run(job_of("DP2", tmp_path_factory.mktemp("whole"), keep={"keep_last": 9}))
-    assert ranks.run(run, 2) == [0, 0]
-    return run
-
-
 def test_it_changes_nothing_and_goes_when_two_newer_ones_are_there(
     ranks: Ranks, tmp_path: Path, reference: RunFolder
 ) -> None:

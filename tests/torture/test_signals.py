@@ -61,13 +61,6 @@ def tell(
     return during
 
 
-@pytest.fixture(scope="module")
-def reference(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
-    run = new_run(job_of("DP2", tmp_path_factory.mktemp("whole"), keep={"keep_last": 9}))
-    assert ranks.run(run, 2) == [0, 0]
-    return run
-
-
 # where and in which call rank 0 sleeps; the step whose checkpoint must be there; USR1 comes to rank
 # 1 alone, a scheduler's TERM to all
 FEW = [

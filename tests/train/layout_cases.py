@@ -16,6 +16,7 @@ EXACT, SMOKE = 1e-10, 1e-5  # of fp64 and of fp32
 FULL: dict[str, Any] = {"recompute_granularity": "full"}
 SELECTIVE: dict[str, Any] = {"recompute_granularity": "selective"}
 COMPILE: dict[str, Any] = {"compile": True}
+PAIRS: dict[str, Any] = {"micro_batch_size": 2}
 # By the default, 1e-8, AdamW moves a weight by the whole rate whatever its gradient's size: of one
 # that is 0 but for rounding, 1e-9 here and -1e-9 there, fp32
 # would make two different models after one step, and their gradients would be compared. By this it
@@ -103,7 +104,7 @@ def apart(model: str, parallelism: dict[str, Any], ranks: int) -> Case:
 SHORT = named(
     [
         Case("gpt", layout(2), 2),
-        Case("llama", layout(2, sp=True), 2),
+        Case("llama", layout(2, sp=True), 2, PAIRS),
         Case("gpt", layout(1, 2, "zbv"), 2),
         Case("neox", layout(1, 2, "interleaved"), 2),
         Case("llama-tied", layout(1, 2), 2, {**FULL, "rampup_batch_size": (2, 2, 6)}),
@@ -115,7 +116,7 @@ SHORT = named(
         Case("gpt-dropping", layout(1, 2, "interleaved"), 2),
         Case("gpt", layout(2), 2, sabotage="tensor-parallel replicas are not summed"),
         Case("gpt", layout(1, 2), 2, sabotage="tied copies are not summed"),
-        Case("llama", layout(4, sp=True), 4),
+        Case("llama", layout(4, sp=True), 4, PAIRS),
         Case("gpt", layout(1, 4), 4),
         Case("gpt-untied", layout(2, sp=True, zero=3), 4, FULL),
         Case("llama", layout(copies=2, zero=3), 4),

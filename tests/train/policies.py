@@ -83,7 +83,7 @@ def ended(made: Trainer) -> dict[str, Any]:
         error, code = "", int(made.train())
     except TrainkitError as raised:
         error, code = raised.message, int(raised.exit)
-    weights = {name: whole(p) for name, p in made.step_runner.parameters.items()}
+    weights = whole(made.step_runner.parameters)
     found = {
         "error": error,
         "code": code,
@@ -112,12 +112,11 @@ def fp16_table(root: Path) -> dict[str, Any]:
         assert made.step == first
         spoil(made, infinite_gradient, OVERFLOWS)
         while made.step < last:
-            before = {name: whole(p) for name, p in made.step_runner.parameters.items()}
+            before = whole(made.step_runner.parameters)
             made.train_step()
             made.process_results(all=True)
-            changed = any(
-                (whole(p) != before[name]).any() for name, p in made.step_runner.parameters.items()
-            )
+            after = whole(made.step_runner.parameters)
+            changed = any((after[name] != before[name]).any() for name in before)
             state = made.step_runner.scale.state()
             table.append(
                 (
@@ -172,9 +171,7 @@ def resumed(root: Path) -> dict[str, Any]:
                     made.process_results(all=True)
                 made.evaluate()
                 made.save()
-            weights.append(
-                {key: whole(tensor) for key, tensor in made.step_runner.tensors().items()}
-            )
+            weights.append(whole(made.step_runner.tensors()))
         evaluations = [row for row in read_rows(made.run.metrics) if "eval" in row]
         found[name] = {
             "weights": weights,

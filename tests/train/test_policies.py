@@ -4,12 +4,14 @@ them is wrong."""
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.distributed import run_ranks
+from tests.once import once
 from tests.train.policies import OVERFLOWS
 from tests.train.support import same
 
@@ -41,7 +43,9 @@ TABLE = [
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(2, "tests.train.policies:scenarios", tmp_path_factory.mktemp("policies"))
+    return once(
+        tmp_path_factory, "policies", partial(run_ranks, 2, "tests.train.policies:scenarios")
+    )
 
 
 def test_fp16_follows_megatrons_rule_across_a_resume(ranks: list[dict[str, Any]]) -> None:

@@ -115,35 +115,32 @@ def written_and_read(root: Path, hub: Path | None) -> dict[str, Any]:
     asked: list[int] = []  # room for so many bytes
     checkpoint._refuse_without_room = lambda checkpoints, make_room, needed: asked.append(needed)
     for model, shape in MODELS.items():
-        for n, keys in enumerate(LAYOUTS.values()):
-            step = made_in(root, model, keys)
-            fill(step.tensors())
+        made = {name: made_in(root, model, keys) for name, keys in LAYOUTS.items()}
+        for n, step in enumerate(made.values()):
+            tensors = step.tensors()
+            fill(tensors)
             step.after_loading()
             asked.clear()
             saved = checkpoint.save(
-                root / model, step.tensors(), CheckpointMetadata(n, consumed_samples=0)
+                root / model, tensors, CheckpointMetadata(n, consumed_samples=0)
             )
             # parts are aligned
             if asked != (
                 [saved.bytes] if dist.get_rank() == 0 else []
             ) or saved.bytes > 1.1 * whole_bytes(step):
                 found[f"{model}: {n} asks for"] = [f"room for {asked} bytes, it has {saved.bytes}"]
-        for name, keys in LAYOUTS.items():
-            step = made_in(root, model, keys)
+        for name, step in made.items():
+            tensors = step.tensors()
             for n, writer in enumerate(LAYOUTS):
-                fill(step.tensors(), 0.5)
+                fill(tensors, 0.5)
                 checkpoint.load(
-                    open_checkpoint(checkpoint_folder(root / model, n)),
-                    step.tensors(),
-                    step.expected(),
+                    open_checkpoint(checkpoint_folder(root / model, n)), tensors, step.expected()
                 )
                 step.after_loading()
-                found[f"{model}: {writer} -> {name}"] = differing(step.tensors()) + second_copies(
-                    step
-                )
+                found[f"{model}: {writer} -> {name}"] = differing(tensors) + second_copies(step)
             if hub is not None:
                 load_weights(hub / model, step.model_parts.parameters, shape, ROWS)
-                weights = {key: t for key, t in step.tensors().items() if key.startswith("model.")}
+                weights = {key: t for key, t in tensors.items() if key.startswith("model.")}
                 found[f"{model}: hub -> {name}"] = differing(weights) + [
                     key for key in second_copies(step) if "optimizer" not in key
                 ]

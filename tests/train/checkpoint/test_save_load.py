@@ -104,8 +104,10 @@ def test_one_process_loads_without_a_group_and_without_pickle(
         monkeypatch.setattr(pickle, name, never)
     monkeypatch.setattr(torch, "load", never)
     saved: Arrays = worlds[2][0]["saved"]
-    for name, parameter in load_model(step_folder(saved_folder)).named_parameters():
-        assert (whole(parameter) == saved[f"model.{name}"]).all()
+    for name, value in whole(
+        dict(load_model(step_folder(saved_folder)).named_parameters())
+    ).items():
+        assert (value == saved[f"model.{name}"]).all()
 
 
 def test_another_model_is_refused_by_name(saved_folder: Path) -> None:

@@ -4,7 +4,6 @@ eight, one of four, one of two and one of one rank do all of it."""
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.once import once
 from tests.train.layout_cases import LONG, SHORT, in_fp32, layout, limit, words
 from tests.train.layouts import (
     Apart,
@@ -24,14 +24,13 @@ from tests.train.layouts import (
 )
 from tests.train.plain_loop import StepFound, reference
 from tests.train.support import same
-from trainkit.base.locks import locked
 
-SMALL: dict[str, Any] = {"train_iters": 4, "global_batch_size": 8}
+SMALL: dict[str, Any] = {"train_iters": 4, "global_batch_size": 8, "micro_batch_size": 2}
 # TP2, PP2, DP2: the widest cut there is
 SAVED = Case("gpt", layout(2, 2, sp=True, zero=3), 8, SMALL)
 LOADED = [
     Case("gpt", layout(), 1, SMALL),
-    Case("gpt", layout(zero=3), 8, SMALL),
+    Case("gpt", layout(zero=3), 8, {**SMALL, "micro_batch_size": 1}),
     Case("gpt", layout(4), 4, SMALL),
     Case("gpt", layout(1, 4), 4, SMALL),
     Case("gpt", layout(2, 1, sp=True, zero=0), 4, SMALL),
@@ -65,18 +64,7 @@ ZERO_3, SPLIT = (
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     """What every task of SHORT, of SAVED and LOADED, and of OVERFLOWS gave, by rank."""
-    shared = (
-        tmp_path_factory.getbasetemp().parent / "layout-matrix"
-        if "PYTEST_XDIST_WORKER" in os.environ
-        else tmp_path_factory.mktemp("layouts")
-    )
-    with locked(shared / "lock", {}):  # workers of pytest share what the first of them finds
-        if not (shared / "found").exists():
-            torch.save(_found(shared), shared / "found.tmp")
-            (shared / "found.tmp").rename(shared / "found")
-        # our own, of a moment ago
-        results: dict[str, list[Any]] = torch.load(shared / "found", weights_only=False)
-        return results
+    return once(tmp_path_factory, "layouts", _found)
 
 
 def _found(root: Path) -> dict[str, list[Any]]:

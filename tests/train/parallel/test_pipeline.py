@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.distributed import run_ranks
+from tests.once import once
 from tests.train.support import new_run, same, tiny_job, whole
 from trainkit.jobs.schema import Job, Model, Parallelism
 from trainkit.runs.folder import RunFolder
@@ -145,11 +146,9 @@ def _trained(
     else:
         made.train()
     here = made.step_runner.tensors()  # of the others there is nothing on this rank
-    tensors = {
-        name: whole(here.get(name, Shards({}, shape, torch.float32)))
-        for name, shape in sorted(made.step_runner.expected().items())
-    }
-    return {"tensors": tensors, "rows": read_rows(run.metrics)}
+    expected = sorted(made.step_runner.expected().items())
+    tensors = {name: here.get(name, Shards({}, shape, torch.float32)) for name, shape in expected}
+    return {"tensors": whole(tensors), "rows": read_rows(run.metrics)}
 
 
 def _dropped(root: Path) -> dict[str, list[float]]:
@@ -190,6 +189,7 @@ def on_ranks(root: Path) -> dict[str, Any]:
         words: dict[str, Any] = {
             "train_iters": 2,
             "eval_iters": 0,
+            "micro_batch_size": 2,
             "recompute_granularity": "full" if name == "dropping-tp" else "none",
         }
         found[name] = _trained(root / name, keys, 0.3, **words)
@@ -200,18 +200,13 @@ def on_ranks(root: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    four = run_ranks(
-        4,
-        "tests.train.parallel.test_pipeline:on_ranks",
-        tmp_path_factory.mktemp("four"),
-        timeout=900,
-    )
-    found: dict[str, dict[str, Any]] = (
-        four[0]
-        | run_ranks(
-            1, "tests.train.parallel.test_pipeline:on_ranks", tmp_path_factory.mktemp("one")
-        )[0]
-    )
+    return once(tmp_path_factory, "pipelines", _four_and_one)
+
+
+def _four_and_one(root: Path) -> dict[str, dict[str, Any]]:
+    target = "tests.train.parallel.test_pipeline:on_ranks"
+    four, one = (run_ranks(ranks, target, root / str(ranks)) for ranks in (4, 1))
+    found: dict[str, dict[str, Any]] = four[0] | one[0]
     return found
 
 
@@ -266,7 +261,8 @@ def test_dropout_is_resumed_bit_by_bit(runs: dict[str, dict[str, Any]], name: st
         [row["lm_loss"] for row in rows if row["step"] == 1 and "grad_norm" in row]
         for rows in (runs[name]["rows"], runs["one"]["rows"])
     )
-    assert len(losses) == len(plain) == 1 and losses != plain  # it does drop
+    # it does drop: rounding alone would be 1e-7
+    assert len(losses) == len(plain) == 1 and abs(losses[0] - plain[0]) > 1e-4
 
 
 def test_zero_bubble_adds_up_as_1f1b_does(runs: dict[str, dict[str, Any]]) -> None:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from trainkit.jobs.ranks import key_value_heads, share_of_rank
 from trainkit.jobs.schema import Model
+from trainkit.train.generators import seed_generators
 from trainkit.train.model.transformer import Attention, Transformer
 from trainkit.train.parallel.shards import Segment, TensorLayout
 from trainkit.train.parallel.tensor_group import TensorGroup, enter, leave, own_tokens
@@ -173,7 +174,7 @@ def _draw_apart(attention: Attention, group: TensorGroup) -> None:
                 torch.cuda.get_rng_state() if next(attention.parameters()).is_cuda else None,
             )
         )
-        torch.manual_seed(seed + group.rank)
+        seed_generators(seed + group.rank)
 
     def after(*_: Any) -> None:
         host, device = saved.pop()

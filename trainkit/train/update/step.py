@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainkit.jobs.schema import Job
+from trainkit.train.generators import seed_generators
 from trainkit.train.metrics.readback import to_device
 from trainkit.train.metrics.timers import Timers
 from trainkit.train.model.batch import Batch
@@ -191,7 +192,7 @@ class Step:
         if not self.random:
             return
         group = self.mesh.tensor
-        torch.manual_seed(
+        seed_generators(
             dropout_seed(
                 self.job.training.seed,
                 batch.position,
