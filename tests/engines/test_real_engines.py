@@ -84,8 +84,7 @@ WITHOUT_GPU: dict[str, dict[str, str]] = {
     "megatron-lm": {
         "family": "gpt",
         "model": "",
-        # 2021 has no distributed optimizer, and that of 0.12 needs Transformer Engine
-        "job": "parallelism = { zero_stage = 0 }",
+        "job": "",
         "precision": "fp32",
         "eval_iters": "1",
         "engine_args": "",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.engines.real import RealEngine, parameters
 from trainkit.base.errors import ConfigError
 from trainkit.engines.sources import (
     cluster_python,
@@ -167,14 +167,10 @@ def test_a_folder_that_only_the_image_holds_is_known_as_such(tmp_path: Path) -> 
     assert not in_image(job_of(tmp_path, {"source": "/opt/nowhere/here"}))
 
 
-@pytest.mark.parametrize(
-    ("variable", "engine"),
-    [("TRAINKIT_MEGATRON_SOURCE", "megatron-lm"), ("TRAINKIT_NEOX_SOURCE", "gpt-neox")],
-)
-def test_real_trees_say_their_version(variable: str, engine: str) -> None:
-    if variable not in os.environ:
-        pytest.skip(f"{variable} names no tree of {engine}")
-    tree = Path(os.environ[variable])
+@pytest.mark.parametrize("real", [*parameters("megatron-lm"), *parameters("gpt-neox")])
+def test_real_trees_say_their_version(real: RealEngine) -> None:
+    tree = real.tree
+    engine = real.engine
     found = engine_version(tree, engine)
     if engine == "megatron-lm" and found != "2021":
         code = (

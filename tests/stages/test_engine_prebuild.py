@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import wait_for
+from tests.engines.real import RealEngine, parameters
 from tests.stages.engine_trees import MEGATRON, Bringer, commit, job_of, repository, write_files
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.git import head_commit
@@ -372,26 +373,16 @@ def test_neox_needs_its_kernels_by_its_options(stage: Bringer, tmp_path: Path) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("variable", "engine", "python"),
-    [
-        ("TRAINKIT_MEGATRON_SOURCE", "megatron-lm", "TRAINKIT_MEGATRON_PYTHON"),
-        ("TRAINKIT_NEOX_SOURCE", "gpt-neox", "TRAINKIT_NEOX_PYTHON"),
-    ],
-)
-def test_real_trees_are_made_ahead(
-    stage: Bringer, tmp_path: Path, variable: str, engine: str, python: str
-) -> None:
-    if variable not in os.environ:
-        pytest.skip(f"{variable} names no tree of {engine}")
+@pytest.mark.parametrize("real", [*parameters("megatron-lm"), *parameters("gpt-neox")])
+def test_real_trees_are_made_ahead(stage: Bringer, tmp_path: Path, real: RealEngine) -> None:
     tree = tmp_path / "tree"
     without = shutil.ignore_patterns("*.so", ".git", "build", "__pycache__")
-    shutil.copytree(os.environ[variable], tree, ignore=without)
-    source = {"name": engine, "source": str(tree)}
-    job = job_of(tmp_path / "root", {**source, "python": os.environ.get(python, sys.executable)})
+    shutil.copytree(real.tree, tree, ignore=without)
+    source = {"name": real.engine, "source": str(tree), "python": real.python}
+    job = job_of(tmp_path / "root", source)
     stage.bring(job)
     (helper,) = tree.rglob("*.so")
-    asked_of = ask_interpreter(os.environ.get(python, sys.executable))
+    asked_of = ask_interpreter(real.python)
     assert asked_of is not None and helper.name.endswith(asked_of.suffix)
     verdict = stage.verdict(job)
     assert verdict.fresh, verdict

@@ -147,17 +147,23 @@ def test_transports_that_run_programs_are_never_used(stage: Bringer, tmp_path: P
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_changed_url_or_a_missing_file_is_cloned_again(
+def test_a_tree_of_another_url_is_never_taken_from_runs_that_use_it(
     stage: Bringer, tmp_path: Path, url: str
 ) -> None:
     root = tmp_path / "root"
-    stage.bring(job_of(root, {"source": url, "revision": "main"}))
+    first = job_of(root, {"source": url, "revision": "main"})
+    stage.bring(first)
     fork = repository(tmp_path / "fork", {**MEGATRON, "fork": "ours\n"})
-    job = job_of(root, {"source": fork.as_uri(), "revision": "main"})
-    assert "source changed from" in stage.bring(job).because
-    tree = source_tree(job)
-    assert (tree / "fork").is_file()
-    assert [path.name for path in (root / "engines").iterdir()] == [tree.name]
+    source = {"source": fork.as_uri(), "revision": "main"}
+    job = job_of(root, source)
+    assert "source changed from" in stage.verdict(job).because
+    with pytest.raises(TrainkitError, match="was cloned from") as raised:
+        stage.bring(job)
+    assert raised.value.exit == Exit.STAGE_FAILED and "a name of its own" in str(raised.value)
+    assert stage.verdict(first).fresh
+    named = job_of(root, {**source, "name": "fork", "engine": "megatron-lm"})
+    stage.bring(named)
+    assert (source_tree(named) / "fork").is_file() and stage.verdict(first).fresh
 
 
 def test_a_branch_moves_only_by_force(stage: Bringer, tmp_path: Path, url: str) -> None:

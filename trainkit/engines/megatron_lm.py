@@ -72,18 +72,19 @@ def table_of(job: Job) -> OptionTable:
 
 
 def engine_notes(job: Job) -> list[str]:
-    """What of a job is passed on otherwise than it stands there, in words."""
+    """What of a job is passed on otherwise than it stands there, in words; nothing where its
+    version is not known yet. (That sequence parallelism is off for TP 1 says every plan.)"""
+    try:
+        version = version_of(job)
+    except ConfigError:
+        return []
+    if version is None:
+        return []
     notes = []
-    table = table_of(job)
+    table = load_table(ENGINE, version)
     if table.notice:
         notes.append(table.notice)
-    p = job.parallelism
-    if p.sequence_parallel and p.tensor_model_parallel_size == 1:
-        notes.append(
-            "parallelism.sequence_parallel is left out: with tensor_model_parallel_size 1"
-            " Megatron-LM turns it off"
-        )
-    if p.zero_stage == 1 and "use-distributed-optimizer" not in table:
+    if job.parallelism.zero_stage == 1 and "use-distributed-optimizer" not in table:
         notes.append(
             f"parallelism.zero_stage 1 is left out: Megatron-LM {table.version} has no distributed"
             " optimizer, and with data-parallel size 1 there is nothing to share"

@@ -322,7 +322,8 @@ class _Clone:
             raise ConfigError(message, hint=problem.hint) from None
 
     def _refuse_to_replace(self) -> None:
-        """A tree that holds somebody's work is never replaced."""
+        """A tree that holds somebody's work, or another repository's that runs may use, is never
+        replaced."""
         tree = self.spec.tree
         if not os.path.lexists(tree):
             return
@@ -339,6 +340,16 @@ class _Clone:
                 exit=Exit.STAGE_FAILED,
                 hint=hint,
             ) from None
+        if record.source != self.spec.source:
+            raise TrainkitError(
+                f"{tree} was cloned from {record.source}, and engines.{self.spec.name}.source is"
+                f" {self.spec.source}",
+                exit=Exit.STAGE_FAILED,
+                hint=(
+                    "remove the folder, if no run uses it; or give the table a name of its own"
+                    f' ([engines.NAME] with engine = "{self.spec.engine}")'
+                ),
+            )
         if state is None or state.commit != record.commit or state.changed:
             what = state.words() if state else "no commit"
             raise TrainkitError(

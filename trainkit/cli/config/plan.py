@@ -25,7 +25,10 @@ def plan(task: TaskContext, name: str, nodes: int, cluster: str, sets: Sequence[
     job = jobs.resolve(name, given).job
     made = plan_of(job)
     if not task.json:
+        from rich.markup import escape
+
         from trainkit.cli.config.render_plan import print_page
+        from trainkit.engines.megatron_lm import engine_notes
 
         print_page(
             task.console,
@@ -33,8 +36,10 @@ def plan(task: TaskContext, name: str, nodes: int, cluster: str, sets: Sequence[
             made,
             task.command,
             launchable=_launchable(job),
-            engine=jobs.engine(job.engine),
+            engine=job.engine_source or jobs.engine(job.engine),
         )
+        for said in engine_notes(job) if job.engine == "megatron-lm" else ():
+            task.console.print(f"[yellow]note[/] {escape(said)}")
     return TaskResult(made.to_json(), Exit.DONE if made.feasible else Exit.PLAN)
 
 
