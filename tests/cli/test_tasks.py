@@ -18,6 +18,7 @@ TASK_NAMES = [
     "check",
     "checkpoints",
     "clean",
+    "convert",
     "data-stats",
     "data-verify",
     "docs",

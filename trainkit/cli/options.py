@@ -98,3 +98,29 @@ class ExportOptions(Options):
     step: int | None = flag(STEP, default=None, minimum=0)
     dtype: str = flag("type of the weights: fp32, bf16 or fp16", default="fp32")
     shard_gb: float = flag("maximum size of a weight file, in GB", default=5.0, minimum=1e-6)
+
+
+class ConvertOptions(Options):
+    """Those of `convert`."""
+
+    to: str = flag("format to write: hf, megatron-lm or gpt-neox", default="")
+    out: str = flag("folder to write; it must be new or empty", default="")
+    step: int | None = flag(STEP, default=None, minimum=0)
+    dtype: str = flag("type of the weights: fp32, bf16 or fp16", default="fp32")
+    tensor_parallel_size: int = flag(
+        "megatron-lm, gpt-neox: number of tensor-parallel ranks that will load it",
+        default=1,
+        minimum=1,
+    )
+    pipeline_parallel_size: int = flag(
+        "megatron-lm, gpt-neox: number of pipeline stages that will load it (0: gpt-neox without a"
+        " pipeline)",
+        default=1,
+        minimum=0,
+    )
+    names: str = flag(
+        "names of tensors; megatron-lm: local (default) or transformer_engine; gpt-neox: linear1"
+        " (default) or dense_h_to_4h (before 2024-09)",
+        default="",
+    )
+    shard_gb: float = flag("hf: maximum size of a weight file, in GB", default=5.0, minimum=1e-6)

@@ -30,7 +30,7 @@ GROUPS = {
     "Prepare": ("build", "prep-data", "data-stats", "data-verify"),
     "Run": ("train", "resume", "attach", "cancel"),
     "Follow": ("runs", "status", "logs", "why", "checkpoints", "report", "tensorboard"),
-    "After training": ("generate", "evaluate", "export", "replay", "clean"),
+    "After training": ("generate", "evaluate", "export", "convert", "replay", "clean"),
     "Hosts": ("nodes", "doctor", "setup-hosts", "fleet"),
     "This checkout": ("test", "bench", "docs"),
 }

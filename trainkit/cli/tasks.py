@@ -48,6 +48,7 @@ namespace = Collection(
     tasks_model.generate,
     tasks_model.evaluate,
     tasks_model.export,
+    tasks_model.convert,
     tasks_model.clean,
     tasks_checkout.test,
     tasks_checkout.bench,

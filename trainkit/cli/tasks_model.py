@@ -4,7 +4,7 @@ programs."""
 from __future__ import annotations
 
 from trainkit.cli.help_texts import RUN
-from trainkit.cli.options import EvaluateOptions, ExportOptions, GenerateOptions
+from trainkit.cli.options import ConvertOptions, EvaluateOptions, ExportOptions, GenerateOptions
 from trainkit.cli.wrapper import TaskContext, TaskResult, make_task
 
 
@@ -33,6 +33,17 @@ def export(task: TaskContext, run: str, options: ExportOptions) -> TaskResult:
     from trainkit.cli.model.export import export as run_export
 
     return run_export(task, run, options)
+
+
+@make_task(options=ConvertOptions, help=RUN, takes_json=True)
+def convert(task: TaskContext, run: str, options: ConvertOptions) -> TaskResult:
+    """Convert a run's weights from one engine's format to another's.
+
+    The run may be of engine native, megatron-lm or gpt-neox.
+    """
+    from trainkit.cli.model.convert import convert as run_convert
+
+    return run_convert(task, run, options)
 
 
 @make_task(

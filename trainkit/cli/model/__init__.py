@@ -1,1 +1,1 @@
-"""Tasks that use a trained model: generate, evaluate, export."""
+"""Tasks that use a trained model: generate, evaluate, export, convert."""

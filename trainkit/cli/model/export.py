@@ -52,7 +52,7 @@ def export(task: TaskContext, run_name: str, options: ExportOptions) -> TaskResu
     checkpoint = choose_checkpoint(run, options.step)
     step = checkpoint.manifest.step
     folder = Path(options.to).absolute()
-    tokenizer = _tokenizer(job)
+    tokenizer = tokenizer_of(job)
     written = write(
         CheckpointWeights(checkpoint),
         job.model,
@@ -99,7 +99,7 @@ def _refuse_invalid(options: ExportOptions) -> None:
         raise ConfigError(problems)
 
 
-def _tokenizer(job: Job) -> TokenizerFile | None:
+def tokenizer_of(job: Job) -> TokenizerFile | None:
     """The tokenizer of the job's dataset; None for random tokens. Raises ConfigError if the file
     is missing."""
     from trainkit.train.huggingface.writing import TokenizerFile

@@ -47,7 +47,7 @@ def load_weights(
     if problems := problems_of(folder, weights, model, rows):
         raise ConfigError(problems)
     entries = table(model, rows)
-    with torch.no_grad(), _Files() as files:
+    with torch.no_grad(), TensorFiles() as files:
         for sharded in parameters.values():
             for offsets, target in sharded.views(sharded.parameter).items():
                 box = slices(offsets, target)
@@ -63,14 +63,14 @@ def load_weights(
                         target[start - box[0].start : stop - box[0].start].copy_(found)
 
 
-class _Files:
+class TensorFiles:
     """Opens safetensors files as they are needed, and closes them together."""
 
     def __init__(self) -> None:
         self._stack = contextlib.ExitStack()
         self._open = dict[Path, Any]()
 
-    def __enter__(self) -> _Files:
+    def __enter__(self) -> TensorFiles:
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -1,0 +1,116 @@
+"""The task `convert`: a run's weights in another engine's format."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from trainkit.base.documents import document
+from trainkit.base.errors import ConfigError, Problem
+from trainkit.cli.config.jobs import load_jobs
+from trainkit.cli.model.export import DTYPES, tokenizer_of
+from trainkit.cli.model.tokenizer_warning import warn_of_changed_tokenizer
+from trainkit.cli.options import ConvertOptions
+from trainkit.cli.wrapper import TaskContext, TaskResult
+from trainkit.jobs.resolved import read_job
+from trainkit.runs.find import find_run
+
+TARGETS = ("hf", "megatron-lm", "gpt-neox")
+
+
+@dataclass(frozen=True)
+class ConvertedRun:
+    """What was written: the keys of the document convert/1."""
+
+    run: str
+    engine: str
+    step: int
+    to: str
+    folder: str
+    dtype: str
+    parameters: int
+    bytes: int
+    files: list[str]
+    notes: list[str]
+
+
+def convert(task: TaskContext, run_name: str, options: ConvertOptions) -> TaskResult:
+    """The task `convert`. Raises ConfigError for options that are not valid."""
+    _refuse_invalid(options)
+    run = find_run(load_jobs(task).roots(), run_name)
+    job = read_job(run.job)
+    from trainkit.engines.convert import formats
+    from trainkit.engines.convert.files import refuse_occupied
+    from trainkit.engines.convert.options import FileLayout
+    from trainkit.train.huggingface import weights
+
+    folder = Path(options.out).absolute()
+    refuse_occupied(folder)
+    warn_of_changed_tokenizer(run)
+    source = formats.open_run(run, job, options.step)
+    tokenizer = None
+    if options.to == formats.HUGGING_FACE:
+        tokenizer = tokenizer_of(job)
+    written = formats.convert(
+        source,
+        options.to,
+        FileLayout(
+            tensor=options.tensor_parallel_size,
+            pipeline=options.pipeline_parallel_size,
+            names=options.names,
+            dtype=weights.TARGETS[options.dtype],
+            divisor=job.model.make_vocab_size_divisible_by,
+        ),
+        folder,
+        formats.HuggingFaceExtras(
+            shard_bytes=int(options.shard_gb * 1e9),
+            tokenizer=tokenizer,
+            about={"trainkit_run": run.id, "trainkit_step": str(source.step)},
+        ),
+    )
+    task.say(
+        f"converted step {source.step} of run {run.id} ({job.engine}) to {options.to} in {folder}:"
+        f" {written.parameters / 1e6:,.2f} million parameters in {options.dtype}"
+    )
+    for note in source.notes:
+        task.say(f"note: {note}")
+    if options.to in formats.ENGINE_FORMATS:
+        task.say(formats.ENGINE_FORMATS[options.to].use.format(folder=folder))
+    found = ConvertedRun(
+        run=run.id,
+        engine=job.engine,
+        step=source.step,
+        to=options.to,
+        folder=str(folder),
+        dtype=options.dtype,
+        parameters=written.parameters,
+        bytes=written.bytes,
+        files=list(written.files),
+        notes=list(source.notes),
+    )
+    return TaskResult(document("convert/1", **asdict(found)))
+
+
+def _refuse_invalid(options: ConvertOptions) -> None:
+    problems = []
+    if options.to not in TARGETS:
+        problems.append(
+            Problem(
+                f"--to {options.to!r} is not one of: {', '.join(TARGETS)}",
+                hint="hf: a folder that transformers loads, and that init_from begins with",
+            )
+        )
+    if options.dtype not in DTYPES:
+        problems.append(Problem(f"--dtype {options.dtype!r} is not one of: {', '.join(DTYPES)}"))
+    if not options.out:
+        problems.append(Problem("--out DIR is missing: the folder to write, new or empty"))
+    cut = (options.tensor_parallel_size, options.pipeline_parallel_size, options.names)
+    if options.to == "hf" and cut != (1, 1, ""):
+        problems.append(
+            Problem(
+                "--tensor-parallel-size, --pipeline-parallel-size and --names are for megatron-lm"
+                " and gpt-neox; a Hugging Face folder is whole"
+            )
+        )
+    if problems:
+        raise ConfigError(problems)

@@ -1,0 +1,166 @@
+"""A model's shape in Megatron-LM's arguments: written into its checkpoints, and compared with what
+stands in one. Names and meaning: Megatron-LM, training/arguments.py and
+load_args_from_checkpoint of training/checkpointing.py, core 0.12 to 0.16."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from trainkit.engines.convert.options import FileLayout
+from trainkit.jobs.schema import Model
+
+# Fixed numbers of --use-rope-scaling (core/models/common/embeddings/rotary_pos_embedding.py).
+LLAMA3 = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+# What would make the tensors mean something else. trainkit's models have none of it.
+NEUTRAL: dict[str, tuple[object, ...]] = {
+    "apply_layernorm_1p": (False,),
+    "apply_residual_connection_post_layernorm": (False,),
+    "heterogeneous_layers_config_path": (None,),
+    "multi_latent_attention": (False,),
+    "no_rope_freq": (None,),
+    "num_experts": (None, 0),
+    "qk_l2_norm": (False,),
+    "qk_layernorm": (False,),
+    "rotary_interleaved": (False,),
+    "rotary_seq_len_interpolation_factor": (None,),
+    "squared_relu": (False,),
+    "window_size": (None,),
+}
+
+
+def model_problems(model: Model) -> Iterator[str]:
+    """What GPTModel of Megatron-core cannot be, by the key of [models.X]."""
+    if model.parallel_residual:
+        yield (
+            "gpt_j_residual: Megatron-LM has no attention and MLP side by side"
+            f" (family {model.family!r})"
+        )
+    scaling = model.rope_scaling
+    if scaling is not None and scaling.type == "llama3":
+        for key, value in LLAMA3.items():
+            if getattr(scaling, key) != value:
+                yield (
+                    f"rope_scaling.{key} is {getattr(scaling, key):g}; --use-rope-scaling has"
+                    f" {value:g} only"
+                )
+    if scaling is not None and scaling.type == "linear":
+        # GPTModel gets it from no version's pretrain_gpt.py before 0.19: positions stay as they are
+        yield (
+            "rope_scaling.type is 'linear'; Megatron-LM takes --rotary-seq-len-interpolation-factor"
+            " and does not use it before core 0.19"
+        )
+    if model.rotary_base is not None and model.rotary_base % 1:
+        yield f"rotary_base is {model.rotary_base:g}; --rotary-base is a whole number"
+
+
+def _shape(model: Model) -> dict[str, object]:
+    """What the arithmetic of a model depends on."""
+    family = model.architecture
+    grouped = model.query_groups != model.num_attention_heads
+    scaling = model.rope_scaling
+    llama3 = scaling is not None and scaling.type == "llama3"
+    found: dict[str, object] = {
+        "num_layers": model.num_layers,
+        "hidden_size": model.hidden_size,
+        "ffn_hidden_size": model.ffn_width,
+        "num_attention_heads": model.num_attention_heads,
+        "group_query_attention": grouped,
+        "num_query_groups": model.query_groups,
+        "kv_channels": model.head_size,
+        "position_embedding_type": "learned_absolute" if family.learned_positions else "rope",
+        "normalization": {"layer-norm": "LayerNorm", "rms-norm": "RMSNorm"}[family.norm.kind],
+        "norm_epsilon": model.layernorm_epsilon,
+        "swiglu": family.mlp.gated,
+        "untie_embeddings_and_output_weights": model.untied,
+    }
+    if not grouped:
+        found["num_query_groups"] = 1  # the parser's value, not looked at
+    if not family.learned_positions:
+        found |= {
+            "rotary_base": int(model.rotary_base or 10000),
+            "rotary_percent": float(model.rotary_fraction),
+            "use_rope_scaling": llama3,
+        }
+    if llama3 and scaling is not None:
+        found["rope_scaling_factor"] = scaling.factor
+    return found
+
+
+def megatron_args(model: Model, layout: FileLayout, rows: int) -> dict[str, object]:
+    """The `args` of a checkpoint, as far as they are of the model.
+
+    Args:
+        model: the shape.
+        layout: of the files.
+        rows: of the embedding, padding included.
+    """
+    family = model.architecture
+    return {
+        **_shape(model),
+        **{name: values[0] for name, values in NEUTRAL.items()},
+        "seq_length": model.seq_length,
+        "max_position_embeddings": model.positions,
+        "use_rotary_position_embeddings": not family.learned_positions,
+        "add_bias_linear": family.bias,
+        "add_qkv_bias": False,
+        "bias_gelu_fusion": model.gelu_form == "tanh",
+        "hidden_dropout": model.hidden_dropout,
+        "attention_dropout": model.attention_dropout,
+        "padded_vocab_size": rows,
+        "make_vocab_size_divisible_by": layout.divisor,
+        "tokenizer_type": None,
+        "tensor_model_parallel_size": layout.tensor,
+        "pipeline_model_parallel_size": layout.pipeline,
+        "virtual_pipeline_model_parallel_size": None,
+        "transformer_impl": layout.names or "local",
+        "params_dtype": layout.dtype,
+        "ckpt_format": "torch",
+        "consumed_train_samples": 0,
+        "skipped_train_samples": 0,
+        "consumed_valid_samples": 0,
+    }
+
+
+def args_problems(
+    args: Mapping[str, object], model: Model, tensor: int, stages: int
+) -> Iterator[str]:
+    """In what the arguments of a checkpoint contradict a job's model and the files there are. What
+    an older or newer version does not say is not compared.
+
+    Args:
+        args: by name.
+        model: the job's.
+        tensor, stages: ranks and pipeline stages found as folders.
+    """
+    yield from model_problems(model)
+    for name, values in NEUTRAL.items():
+        if args.get(name) not in (None, *values):
+            yield f"{name} is {args[name]!r} there, which trainkit's models do not have"
+    wanted: dict[str, object] = {
+        **_shape(model),
+        "tensor_model_parallel_size": tensor,
+        "pipeline_model_parallel_size": stages,
+    }
+    for name in ("group_query_attention", "num_query_groups"):
+        del wanted[name]
+    groups = args.get("num_attention_heads")
+    if args.get("group_query_attention"):
+        groups = args.get("num_query_groups")
+    if groups not in (None, model.query_groups):
+        yield f"num_query_groups is {groups!r} there, {model.query_groups} for the job's model"
+    for name, value in wanted.items():
+        if name in args and args[name] != value:
+            yield f"{name} is {args[name]!r} there, {value!r} for the job's model"
+
+
+def gelu_of(args: Mapping[str, object], model: Model) -> Model:
+    """The job's model with the form of GELU that the engine computed: with bias_gelu_fusion the
+    tanh form, else the exact one (core/fusions/fused_bias_gelu.py)."""
+    if model.gelu_form is None or "bias_gelu_fusion" not in args:
+        return model
+    form = "tanh" if args["bias_gelu_fusion"] else "exact"
+    return model.model_copy(update={"gelu": form})
