@@ -8,14 +8,91 @@ by default ../shared/lab/fakecuda beside the checkout.
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from tests.shared import golden
+
 CHECKOUT = Path(__file__).resolve().parents[2]
 VARIABLES = {"megatron-lm": "TRAINKIT_MEGATRON", "gpt-neox": "TRAINKIT_NEOX"}
+
+
+TABLES = """
+[engines.{engine}]
+source = "{tree}"
+python = "{python}"
+
+[tokenizers.gpt2]
+type = "gpt2"
+vocab_size = 50257
+vocab_file = "vocab.json"
+merge_file = "merges.txt"
+
+[datasets.lines]
+source = "files"
+paths = ["corpus/*.jsonl"]
+tokenizer = "gpt2"
+split = "80,10,10"
+
+[models.tiny]
+family = "{family}"
+num_layers = 2
+hidden_size = 64
+num_attention_heads = 4
+seq_length = 64
+attention_dropout = 0.0
+hidden_dropout = 0.0
+{model}
+
+[jobs.tiny]
+engine = "{engine}"
+cluster = "{cluster}"
+model = "tiny"
+dataset = "lines"
+nodes = {nodes}
+{job}
+
+[jobs.tiny.training]
+micro_batch_size = 2
+global_batch_size = 8
+train_iters = 12
+lr = 1e-3
+min_lr = 1e-4
+lr_warmup_iters = 2
+eval_iters = {eval_iters}
+eval_interval = 6
+save_interval = 4
+log_interval = 1
+precision = "{precision}"
+
+[jobs.tiny.engine_args]
+{engine_args}
+"""
+# what a machine without a GPU, Apex and Transformer Engine leaves of each engine
+WITHOUT_GPU: dict[str, dict[str, str]] = {
+    "megatron-lm": {
+        "family": "gpt",
+        "model": "",
+        "job": "",
+        "precision": "fp32",
+        "eval_iters": "1",
+        "engine_args": "",
+    },
+    "gpt-neox": {
+        "family": "gpt-neox",
+        "model": "",
+        "job": "",
+        "precision": "fp32",
+        "eval_iters": "1",
+        # with stock DeepSpeed its pipeline engine cannot evaluate
+        "engine_args": "pipe_parallel_size = 0",
+    },
+}
 
 
 @dataclass(frozen=True)
@@ -71,3 +148,38 @@ def parameters(engine: str) -> list[object]:
     prefix = VARIABLES[engine]
     why = f"no tree of {engine}: {prefix}_SOURCE, {prefix}_PYTHON and a stand-in for torch.cuda"
     return [pytest.param(None, id=engine, marks=pytest.mark.skip(reason=why))]
+
+
+def write_job(folder: Path, real: RealEngine, cluster: str, nodes: int) -> str:
+    """The tables of the job `tiny` of a real engine, for jobs.toml; its text and vocabulary are
+    written into the folder.
+
+    Args:
+        folder: of jobs.toml.
+        real: the engine.
+        cluster: the [clusters.X] table that it runs on.
+        nodes: so many of it.
+    """
+    data = golden()
+    if data is None or not (data.parent / "gpt2-vocab.json").is_file():
+        pytest.skip("no GPT-2 vocabulary: see tests/shared.py")
+    shutil.copy(data.parent / "gpt2-vocab.json", folder / "vocab.json")
+    shutil.copy(data.parent / "gpt2-merges.txt", folder / "merges.txt")
+    (folder / "corpus").mkdir()
+    text = (data.parent / "tinyshakespeare.txt").read_text()[:200_000]
+    speeches = [json.dumps({"text": speech}) for speech in text.split("\n\n")]
+    (folder / "corpus" / "plays.jsonl").write_text("\n".join(speeches) + "\n")
+    return TABLES.format(
+        engine=real.engine,
+        tree=real.tree,
+        python=real.python,
+        cluster=cluster,
+        nodes=nodes,
+        **WITHOUT_GPU[real.engine],
+    )
+
+
+def environment_toml(real: RealEngine) -> str:
+    """Its environment as an inline table."""
+    pairs = (f"{name} = {json.dumps(value)}" for name, value in real.environment.items())
+    return "{ " + ", ".join(pairs) + " }"
