@@ -388,7 +388,7 @@ def test_what_has_no_interval_happens_at_the_end_only() -> None:
         (["training.seed=4294967296"], "core-0.12.0", "training.seed"),
         (["parallelism.zero_stage=2"], "core-0.12.0", "parallelism.zero_stage 2"),
         (["parallelism.zero_stage=1"], "core-0.12.0", "Transformer Engine"),
-        (["parallelism.zero_stage=1"], "2021", "--use-distributed-optimizer"),
+        (["parallelism.zero_stage=1"], "2021", "2021 has no distributed optimizer"),
         (["training.lr_decay_style=inverse-square-root"], "2021",
          "takes constant, linear, cosine"),
         (["checkpoint.save_first=true"], "core-0.12.0", "checkpoint.save_first"),
@@ -554,10 +554,26 @@ def test_a_vocabulary_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     assert refusals(job_of("azure-gpt3-check", "model.vocab_size=50300"), "core-0.12.0rc0") == []
 
 
+def test_a_vocabulary_has_tokens_of_any_name(tmp_path: Path) -> None:
+    """GPT-2's own has "model" and "added"."""
+    vocab = tmp_path / "vocab.json"
+    vocab.write_text('{"model": 0, "added_tokens": 1, "<|endoftext|>": 2}')
+    job = job_of(
+        "azure-gpt3-check",
+        f"dataset.tokenizer.vocab_file={vocab}",
+        "dataset.tokenizer.vocab_size=50257",
+        "training.reset_position_ids=true",
+    )
+    (said,) = refusals(job.model_copy(update={"engine_args": {}}), "core-0.17.1")
+    assert "takes the last id, 50256, for the end of a document, which is 2" in said
+
+
 def test_the_end_of_a_document_is_the_tokenizers(tmp_path: Path) -> None:
     """Only the resets read it. NullTokenizer's is the last id up to 0.17, and can be said since."""
     tokenizer = tmp_path / "tokenizer.json"
-    tokenizer.write_text('{"added_tokens": [{"content": "<|endoftext|>", "id": 0}]}')
+    tokenizer.write_text(
+        '{"added_tokens": [{"content": "<|endoftext|>", "id": 0}], "model": {"vocab": {"a": 1}}}'
+    )
     base = job_of("gpt-neox-20b").dataset.tokenizer
     assert base is not None
     dataset = Dataset(

@@ -312,6 +312,12 @@ def _put_distributed_optimizer(words: MegatronWords, job: Job) -> None:
         return
     if job.data_parallel_size == 1 and (needs_te or not there):
         return
+    if not there:
+        words.refuse(
+            f"parallelism.zero_stage 1: {words.version} has no distributed optimizer",
+            "set parallelism.zero_stage = 0, or use a newer version",
+        )
+        return
     words.put("use-distributed-optimizer", True, "parallelism.zero_stage")
 
 

@@ -234,12 +234,22 @@ def _id_in(path: Path, token: str) -> int | None:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
+    # "model" and "added_tokens" are tokens of a vocab.json too
+    model = found.get("model")
+    if not isinstance(model, dict):
+        return _whole(found.get(token))
     for added in found.get("added_tokens", []):
         if added.get("content") == token:
-            return int(added["id"])
-    vocabulary = found.get("model", {}).get("vocab", found)
-    if isinstance(vocabulary, dict) and isinstance(vocabulary.get(token), int):
-        return int(vocabulary[token])
+            return _whole(added.get("id"))
+    vocabulary = model.get("vocab")
+    if isinstance(vocabulary, dict):
+        return _whole(vocabulary.get(token))
+    return None
+
+
+def _whole(value: object) -> int | None:
+    if isinstance(value, int):
+        return value
     return None
 
 

@@ -150,7 +150,8 @@ class MegatronWords:
         """An option and its value; a version without it is a problem of `key`."""
         option = self.table.find(name)
         if option is None:
-            self.refuse(f"{key} = {said(value)} needs --{name}, which {self.version} does not have")
+            asked = key if value is True or " = " in key else f"{key} = {said(value)}"
+            self.refuse(f"{asked} needs --{name}, which {self.version} does not have")
             return
         if option.name in self._given:
             return
