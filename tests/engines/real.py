@@ -78,7 +78,8 @@ WITHOUT_GPU: dict[str, dict[str, str]] = {
     "megatron-lm": {
         "family": "gpt",
         "model": "",
-        "job": "",
+        # 2021 has no distributed optimizer, and that of 0.12 needs Transformer Engine
+        "job": "parallelism = { zero_stage = 0 }",
         "precision": "fp32",
         "eval_iters": "1",
         "engine_args": "",
