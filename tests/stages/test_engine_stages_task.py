@@ -10,12 +10,53 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Project
-from tests.engines.test_real_engines import JOBS, WITHOUT_GPU
 from tests.shared import golden
 from tests.stages.engine_trees import git, repository
 from tests.stages.test_engine_prebuild import TREE, made
 
 REVISION = "core_v0.12.0"
+JOBS = """
+[clusters.here]
+ranks_per_node = 2
+node_folder = "{folder}/node"
+
+[engines.megatron-lm]
+source = "{source}"
+revision = "{revision}"
+python = "{python}"
+
+[tokenizers.gpt2]
+type = "gpt2"
+vocab_size = 50257
+vocab_file = "vocab.json"
+merge_file = "merges.txt"
+
+[datasets.lines]
+source = "files"
+paths = ["corpus/*.jsonl"]
+tokenizer = "gpt2"
+split = "80,10,10"
+
+[models.tiny]
+num_layers = 2
+hidden_size = 64
+num_attention_heads = 4
+seq_length = 64
+
+[jobs.tiny]
+engine = "megatron-lm"
+cluster = "here"
+model = "tiny"
+dataset = "lines"
+parallelism.zero_stage = 0
+
+[jobs.tiny.training]
+micro_batch_size = 2
+global_batch_size = 8
+train_iters = 12
+lr = 1e-3
+precision = "fp32"
+"""
 
 
 @pytest.fixture
@@ -33,20 +74,13 @@ def project(tmp_path: Path, published: Path) -> Project:
         pytest.skip("no GPT-2 vocabulary: see tests/shared.py")
     folder = tmp_path / "project"
     (folder / "corpus").mkdir(parents=True)
-    (folder / "corpus" / "a.txt").write_text("hello world\n" * 2000)
+    lines = [json.dumps({"text": f"hello world number {i}"}) + "\n" for i in range(500)]
+    (folder / "corpus" / "a.jsonl").write_text("".join(lines))
     for name in ("vocab.json", "merges.txt"):
         shutil.copy(data.parent / f"gpt2-{name}", folder / name)
     text = JOBS.format(
-        folder=folder,
-        environment="",
-        engine="megatron-lm",
-        tree=published.as_uri(),
-        python=sys.executable,
-        **WITHOUT_GPU["megatron-lm"],
+        folder=folder, source=published.as_uri(), revision=REVISION, python=sys.executable
     )
-    source = f'source = "{published.as_uri()}"\n'
-    text = text.replace(source, f'{source}revision = "{REVISION}"\n')
-    text += "\n[jobs.tiny.parallelism]\nzero_stage = 0\n"
     (folder / "jobs.toml").write_text(text)
     (folder / "tasks.py").write_text("from trainkit.cli.tasks import namespace\n")
     return Project(folder)
