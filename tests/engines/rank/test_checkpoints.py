@@ -53,7 +53,8 @@ def megatron_dist(folder: Path, step: int) -> Path:
     place.mkdir(parents=True)
     save_distributed({"w": torch.arange(1000), "v": torch.ones(10, 10)}, checkpoint_id=place)
     save(place / "common.pt", iteration=step)
-    (place / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist"}))
+    backends = {"sharded_backend": "torch_dist", "common_backend": "torch"}
+    (place / "metadata.json").write_text(json.dumps(backends))
     (folder / megatron_lm.TRACKER).write_text(str(step))
     return place
 
@@ -253,6 +254,18 @@ def test_parts_of_a_distributed_checkpoint(tmp_path: Path) -> None:
     (place / ".metadata").write_bytes(metadata[: len(metadata) // 2])
     (problem,) = problems(megatron_lm, tmp_path)[3]
     assert problem.startswith(".metadata is cut off or damaged")
+
+
+def test_core_0_19_has_no_common_file(tmp_path: Path) -> None:
+    place = megatron_dist(tmp_path, 3)
+    (place / "common.pt").unlink()
+    assert problems(megatron_lm, tmp_path) == {3: ("common.pt is missing",)}
+    (place / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+    assert problems(megatron_lm, tmp_path) == {3: ()}
+    (place / "metadata.json").unlink()
+    (place / "common.pt").write_bytes(b"")
+    wrong = ("metadata.json is missing", "common.pt is empty")
+    assert problems(megatron_lm, tmp_path) == {3: wrong}
 
 
 def test_torch_dcp_needs_neither_common_nor_json(tmp_path: Path) -> None:
