@@ -19,6 +19,7 @@ from trainkit.engines.foreign import (
 from trainkit.engines.launchable import launcher_problems
 from trainkit.engines.megatron_argv import RunPlaces, argv_problems, megatron_argv
 from trainkit.engines.megatron_data import MegatronData, data_of
+from trainkit.engines.megatron_split import refuse_empty_splits
 from trainkit.engines.native import cpu_sharing
 from trainkit.engines.options import OptionTable, load_table, release, version_at
 from trainkit.engines.rank import megatron_lm as reader
@@ -134,6 +135,8 @@ class MegatronLm:
     def command(self, job: Job, run: RunFolder, attempt: int) -> Command:
         table = table_of(job)
         data = data_of(job)
+        if table.version != "2021":
+            refuse_empty_splits(job, data)
         places = RunPlaces(run.path, f"{run.job_name}-{run.id}", load=_can_load(run))
         words = megatron_argv(job, table, data, places)
         tree = source_tree(job)
