@@ -208,7 +208,7 @@ MEGATRON_CHANGES: list[tuple[Change, str]] = [
     (lambda c: c["model"].update({QKV: 3}), "is no plain tensor, but a int"),
     (lambda c: c["model"].update({QKV: torch.eye(72, 24).to_sparse()}), "no plain tensor"),
     (lambda c: c.pop("model"), "has no `model`"),
-    (lambda c: c.update(model=[]), "its model is a list"),
+    (lambda c: c.update(model=[]), "its `model` at pipeline stage 0 is a list"),
     (lambda c: c["model"].update({"language_model.x": 1}), "before its core"),
     (lambda c: setattr(c["args"], "num_attention_heads", 6), "num_attention_heads is 6 there, 3"),
     (lambda c: setattr(c["args"], "num_attention_heads", 6), "num_query_groups is 6 there, 3"),

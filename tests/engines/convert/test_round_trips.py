@@ -65,6 +65,42 @@ def test_however_it_is_cut(target: str, case: str, cut: dict[str, Any], tmp_path
     same(source.weights, back(target, tmp_path / "out", MODELS[case]))
 
 
+def test_virtual_stages(tmp_path: Path) -> None:
+    """Two stages of two chunks: the first has layers 0 and 2, the second 1 and 3 (Megatron-LM,
+    get_transformer_layer_offset)."""
+    model = MODELS["llama-3"]
+    source = saved(model, tmp_path / "ours")
+    converted(source, "megatron-lm", tmp_path / "four", pipeline=4)
+    (tmp_path / "two").mkdir()
+    (tmp_path / "two/latest_checkpointed_iteration.txt").write_text("3")
+    for stage in range(2):
+        parts: list[Any] = [
+            torch.load(
+                tmp_path / f"four/release/mp_rank_00_{number:03d}/model_optim_rng.pt",
+                weights_only=False,
+            )
+            for number in (stage, stage + 2)
+        ]
+        parts[0]["args"].pipeline_model_parallel_size = 2
+        content = {"args": parts[0]["args"], "model1": parts[1]["model"]}
+        content["model0"] = parts[0]["model"]
+        path = tmp_path / f"two/iter_0000003/mp_rank_00_{stage:03d}/model_optim_rng.pt"
+        files.save_pickle(content, path)
+    same(source.weights, back("megatron-lm", tmp_path / "two", model))
+
+
+def test_zeros_keep_their_sign(tmp_path: Path) -> None:
+    """Also in a bias that is the sum of what ranks have."""
+    module = ours(MODELS["gpt-neox"])
+    with torch.no_grad():
+        module.get_parameter("layers.0.mlp.down.bias").fill_(-0.0)
+    source = saved(MODELS["gpt-neox"], tmp_path / "ours")
+    source = RunWeights(_Changed(source.weights, module), source.model, 7)
+    converted(source, "gpt-neox", tmp_path / "out", tensor=3)
+    found = back("gpt-neox", tmp_path / "out", source.model).read("layers.0.mlp.down.bias")
+    assert found.signbit().all()
+
+
 @pytest.mark.parametrize(("target", "case"), [("megatron-lm", "llama-3"), ("gpt-neox", "gpt-neox")])
 @torch.no_grad()
 def test_by_an_engine_to_transformers(target: str, case: str, tmp_path: Path) -> None:

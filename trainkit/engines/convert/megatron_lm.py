@@ -276,17 +276,22 @@ def _whole_model(stages: list[dict[str, object]], folder: Path) -> dict[str, obj
     With virtual stages, stage p has the chunks `model0`, `model1`, ...: chunk v of all stages
     comes before chunk v + 1 of any (Megatron-LM, get_transformer_layer_offset).
     """
-    chunks = []
-    for number, content in enumerate(stages):
-        names = [name for name in content if CHUNK.fullmatch(name)]
-        if not names:
-            raise ConfigError(f"{folder} has no `model` at pipeline stage {number}")
-        chunks += [(name, number, content[name]) for name in names]
+    chunks: list[tuple[int, int, object]] = []
+    for stage, content in enumerate(stages):
+        numbers = [int(match[1] or 0) for name in content if (match := CHUNK.fullmatch(name))]
+        if not numbers:
+            raise ConfigError(f"{folder} has no `model` at pipeline stage {stage}")
+        for number in numbers:
+            name = f"model{number}"
+            chunks.append((number, stage, content.get(name, content.get("model"))))
     found: dict[str, object] = {}
     before = 0
-    for name, _, chunk in sorted(chunks, key=lambda c: (c[0], c[1])):
+    for _, stage, chunk in sorted(chunks, key=lambda c: c[:2]):
         if not isinstance(chunk, dict):
-            raise ConfigError(f"{folder}: its {name} is a {type(chunk).__name__}, no dictionary")
+            raise ConfigError(
+                f"{folder}: its `model` at pipeline stage {stage} is a {type(chunk).__name__}, no"
+                " dictionary"
+            )
         before = _add_chunk(found, chunk, before, folder)
     return found
 

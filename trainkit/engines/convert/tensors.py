@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from typing import Literal
 
@@ -116,7 +117,7 @@ def part(found: Tensor, how: EngineTensor, model: Model, rank: int, ranks: int) 
     elif how.split in ("rows", "vocabulary"):
         found = found.chunk(ranks)[rank]
     elif how.split == "summed" and rank > 0:
-        found = torch.zeros_like(found)
+        found = torch.full_like(found, -0.0)  # x + -0.0 is x, also where x is -0.0
     # one storage each: torch.save writes all of what a view looks into
     return found.clone(memory_format=torch.contiguous_format)
 
@@ -132,8 +133,8 @@ def whole(parts: Sequence[Tensor], how: EngineTensor, model: Model) -> Tensor:
     elif how.split in ("rows", "vocabulary"):
         found = torch.cat(list(parts))
     elif how.split == "summed" and len(parts) > 1:
-        # all but one are zero where nobody has trained since
-        found = torch.stack([part.double() for part in parts]).sum(0).to(parts[0].dtype)
+        # One after the other: torch's own sum begins with 0.0, which loses the sign of -0.0.
+        found = reduce(torch.add, [part.double() for part in parts]).to(parts[0].dtype)
     else:
         found = _agreed(parts)
     if how.by_group:
