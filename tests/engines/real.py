@@ -39,7 +39,7 @@ paths = ["corpus/*.jsonl"]
 tokenizer = "gpt2"
 split = "80,10,10"
 
-[models.tiny]
+[models.engine-tiny]
 family = "{family}"
 num_layers = 2
 hidden_size = 64
@@ -52,7 +52,7 @@ hidden_dropout = 0.0
 [jobs.tiny]
 engine = "{engine}"
 cluster = "{cluster}"
-model = "tiny"
+model = "engine-tiny"
 dataset = "lines"
 nodes = {nodes}
 {job}
