@@ -1,5 +1,6 @@
-"""What foreign engines said when they failed, and what trainkit says of it: each text as it was
-printed by the engine itself, run on CPUs (facts in its place where it needs GPUs)."""
+"""What foreign engines say when they fail, and what trainkit says of it. Where a version is named,
+the engine printed the text when it was run on CPUs; the others are as the sources of the engines,
+of DeepSpeed, torch and NCCL have them."""
 
 from __future__ import annotations
 
@@ -32,8 +33,8 @@ def rule_of(text: str) -> str | None:
         ),
         (
             "engine-torch-dist",  # core 0.12.0 with torch 2.13
-            "TypeError: _write_item() missing 1 required positional argument:"
-            " 'serialization_format'",
+            "[rank0]: RuntimeError: Worker failure: _write_item() missing 1 required positional"
+            " argument: 'serialization_format'",
         ),
         (
             "engine-psutil",  # core 0.12.0: it blames torch
