@@ -47,3 +47,20 @@ def test_it_trains_to_the_end(tmp_path: Path, real: RealEngine, way: str) -> Non
     assert losses[12] < losses[1]
     (*_, last) = project.document("checkpoints", "last")["checkpoints"]
     assert last["step"] == 12 and not last["problems"]
+
+
+@pytest.mark.parametrize("real", parameters("gpt-neox"))
+def test_a_longer_run_goes_on_as_it_is_told(tmp_path: Path, real: RealEngine) -> None:
+    """Left alone, its cosine would rise again; with a new end of the decay its own check of the
+    checkpoint's schedule would end it."""
+    project = project_of(tmp_path, real)
+    project.invoke("train", "tiny")
+    (run,) = project.runs()
+    longer = ("--set", "training.train_iters=16")
+    said = project.invoke("resume", run.name, *longer, exit=3)
+    assert "gpt-neox's cosine rises again after its end" in said.stdout + said.stderr
+    project.invoke("resume", run.name, *longer, "--set", "training.lr_decay_iters=16")
+    assert sorted(project.losses(run)) == list(range(1, 17))
+    rates = [row["learning_rate"] for row in project.metrics(run) if "eval" not in row]
+    assert rates[12] > rates[11] and rates[12:] == sorted(rates[12:], reverse=True)
+    assert rates[15] == pytest.approx(1e-4)

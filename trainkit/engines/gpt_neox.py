@@ -7,6 +7,7 @@ logs in to the other nodes.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -17,6 +18,7 @@ from trainkit.base.errors import ConfigError, Problem
 from trainkit.base.files import write_text
 from trainkit.engines.compiled import extensions_folder
 from trainkit.engines.contract import Command
+from trainkit.engines.extract_options import read_tree
 from trainkit.engines.foreign import (
     EngineProgram,
     listed_checkpoints,
@@ -92,7 +94,7 @@ class GptNeox:
         )
         if over_deepspeed:
             return _over_deepspeed(job, run, attempt, program)
-        words = encoded_words(config, options_of(job), {name: text})
+        words = encoded_words(config, options_of(job), {name: text}, plain=takes_json(job))
         argv = ("train.py", "--local_rank=${LOCAL_RANK}", *words)
         return rank_command(job, run, attempt, replace(program, argv=argv))
 
@@ -146,16 +148,35 @@ def _problems(job: Job) -> Iterator[Problem]:
 
 
 def options_of(job: Job) -> OptionTable:
-    """The options of the job's version of GPT-NeoX, with their defaults. Raises ConfigError where
-    the job does not say where it comes from, or its tree is not one."""
+    """The options of the job's version of GPT-NeoX, with their defaults: as its tree has them
+    where it is here, else from the nearest table. Raises ConfigError where the job does not say
+    where it comes from, or its tree is not one."""
     source = source_of(job)
     version = source.version
     tree = source_tree(job)
     if version is None and tree.is_dir():
         version = engine_version(tree, NAME)
+        with contextlib.suppress(OSError, SyntaxError, ValueError):
+            return read_tree(tree, version, "")
     if version is None:  # not cloned yet
         version = version_at(NAME, source.revision or "") or list(tables_of(NAME))[-1]
     return load_table(NAME, version)
+
+
+def takes_json(job: Job) -> bool:
+    """Whether its train.py takes both words as plain JSON, as until March 2023 (e897c23e)."""
+    text = _arguments_text(job)
+    if text:
+        return "b64decode" not in text
+    return options_of(job).version == "1.0.0"
+
+
+def _arguments_text(job: Job) -> str:
+    path = source_tree(job) / "megatron" / "neox_arguments" / "arguments.py"
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError:
+        return ""
 
 
 def attempt_config(job: Job, run: RunFolder, data: NeoxData) -> Config:
@@ -260,12 +281,7 @@ def engine_environment(job: Job) -> dict[str, str]:
 
 
 def _modules(job: Job) -> tuple[RequiredModule, ...]:
-    arguments = source_tree(job) / "megatron" / "neox_arguments" / "arguments.py"
-    try:
-        asks = "pkg_resources" in arguments.read_text(encoding="utf-8")
-    except OSError:
-        asks = False
-    if asks:
+    if "pkg_resources" in _arguments_text(job):
         return (*MODULES, PKG_RESOURCES)
     return MODULES
 

@@ -79,7 +79,11 @@ OBJECTS = ("tokenizer", "tensorboard_writer", "adlr_autoresume_object")
 
 
 def encoded_words(
-    config: Mapping[str, object], table: OptionTable, config_files: Mapping[str, str]
+    config: Mapping[str, object],
+    table: OptionTable,
+    config_files: Mapping[str, str],
+    *,
+    plain: bool = False,
 ) -> tuple[str, ...]:
     """The arguments of train.py, as deepy.py gives them.
 
@@ -87,16 +91,16 @@ def encoded_words(
         config: content of the merged YAML file, with global_num_gpus.
         table: the options of that version, with their defaults.
         config_files: text of each configuration file by name, saved with every checkpoint.
+        plain: JSON as it is, as trees from before March 2023 take it.
 
     Raises ConfigError: values that GPT-NeoX itself refuses.
     """
-    deepspeed, megatron = both_configurations(config, table, config_files)
-    return (
-        "--deepspeed_config",
-        encode(deepspeed),
-        "--megatron_config",
-        encode(megatron),
-    )
+    both = both_configurations(config, table, config_files)
+    if plain:
+        deepspeed, megatron = (json.dumps(each) for each in both)
+    else:
+        deepspeed, megatron = (encode(each) for each in both)
+    return "--deepspeed_config", deepspeed, "--megatron_config", megatron
 
 
 def encode(values: Mapping[str, object]) -> str:
@@ -118,10 +122,14 @@ def both_configurations(
     defaults = {_plain(option.name): option.default for option in table.options.values()}
     values = resolve(config, defaults)
     values |= {**LAUNCHER, "user_script": "train.py", "config_files": dict(config_files)}
+    # the defaults of the nearest version may not be those of this one
+    in_any_case = frozenset(config) if table.notice else frozenset()
     told = {
         name: value
         for name, value in values.items()
-        if name in defaults and name not in OBJECTS and value != defaults[name]
+        if name in defaults
+        and name not in OBJECTS
+        and (value != defaults[name] or name in in_any_case)
     }
     deepspeed = {name: value for name, value in told.items() if name in DEEPSPEED_FIELDS}
     deepspeed |= _table(values, "deepspeed_extra_args")
