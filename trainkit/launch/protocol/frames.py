@@ -231,17 +231,14 @@ class Goodbye(Frame):
 
 @dataclass(frozen=True)
 class HostFacts(Frame):
-    """What an agent finds out about its host before anything is started. Facts that could not be
-    found out are None, with the reason in `errors`.
+    """What an agent finds out about its host before anything is started; None: it could not.
 
     Args:
         node: the host's number in the session.
         host: what it calls itself.
-        pid: the agent's.
-        identity: of the agent's process: boot, start time.
-        address: on the wanted network.
-        address_error: why `address` is not on it.
-        interface: of that address.
+        pid, identity: of the agent's process; boot and start time.
+        address, interface: on the wanted network.
+        address_error: why they are not on it.
         versions: of python, torch, kernel, driver.
         executable: the interpreter.
         snapshot: SHA-256 of the code that runs.
@@ -254,7 +251,7 @@ class HostFacts(Frame):
         shared_memory: bytes free in /dev/shm.
         open_files, locked_memory: hard limits, -1 for none.
         slots: those that are held, with what their holders say.
-        errors: by fact.
+        errors: why a fact could not be found out, by its name.
         clock: seconds since the epoch.
         proof: how the host can prove that nothing is left of a run.
     """
