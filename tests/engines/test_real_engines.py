@@ -86,7 +86,18 @@ def test_killed_at_a_random_moment_it_leaves_nothing_and_goes_on_alike(
     project.invoke("resume", run.name)
     losses = losses_of(project, run)
     assert sorted(losses) == list(range(1, 13))
-    assert losses == pytest.approx(reference, rel=1e-5)
+    assert_alike(losses, reference)
+
+
+def assert_alike(losses: dict[int, float], reference: dict[int, float]) -> None:
+    """The losses of a run that went on are those of one that was never stopped. Megatron-LM since
+    0.16 prints its first iteration without taking it out of the next line, which is then the mean
+    of both."""
+    other = [step for step in losses if losses[step] != pytest.approx(reference[step], rel=1e-5)]
+    assert len(other) <= 1
+    for step in other:
+        mean = (reference[step - 1] + reference[step]) / 2
+        assert losses[step] == pytest.approx(mean, rel=1e-5)
 
 
 def engine_processes(run: Path) -> list[int]:
