@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from trainkit.base.errors import ConfigError
-from trainkit.data.indexed.dataset import IndexedDataset
-from trainkit.data.order.resolve_pairs import SplitPair
 from trainkit.engines.megatron_data import SPLITS, MegatronData
 from trainkit.jobs.schema import Job
+
+if TYPE_CHECKING:  # it imports numpy, which planning does without
+    from trainkit.data.order.resolve_pairs import SplitPair
 
 
 def split_documents(split: str, documents: int) -> list[int]:
@@ -29,6 +31,8 @@ def split_documents(split: str, documents: int) -> list[int]:
 
 def refuse_empty_splits(job: Job, data: MegatronData) -> None:
     """Raise ConfigError (exit 3) where a split with a weight gets no document of a pair."""
+    from trainkit.data.indexed.dataset import IndexedDataset
+
     if data.split is None:
         return
     weights = [float(part) for part in data.split.replace("/", ",").split(",")]
