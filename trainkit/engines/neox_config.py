@@ -12,15 +12,17 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from trainkit.base.errors import ConfigError, Exit
-from trainkit.data.indexed.format import bin_path
 from trainkit.data.indexed.paths import DataFolder
-from trainkit.data.order.native import SplitName
-from trainkit.data.order.resolve_pairs import SplitPair, pairs_of, weights_of
 from trainkit.jobs.schema import Job
 from trainkit.jobs.training import Training
 from trainkit.runs.folder import RunFolder
+
+if TYPE_CHECKING:  # they import numpy, which planning does without
+    from trainkit.data.order.native import SplitName
+    from trainkit.data.order.resolve_pairs import SplitPair
 
 Config = dict[str, object]
 SPLITS: tuple[SplitName, ...] = ("train", "valid", "test")
@@ -169,6 +171,8 @@ def neox_data(job: Job) -> NeoxData:
     to be cut, which GPT-NeoX cannot (it reads the pairs of a blend whole).
     """
     root = Path(job.cluster.root or "")
+    from trainkit.data.order.resolve_pairs import pairs_of
+
     pairs = {name: pairs_of(root, job.dataset, name) for name in SPLITS}
     train = pairs["train"]
     if len(train) == 1 and all(pairs[name] == train for name in SPLITS):
@@ -205,16 +209,18 @@ def _is_whole(split: str, name: SplitName) -> bool:
 def _weighted(pairs: Sequence[SplitPair]) -> list[tuple[str, float]]:
     """Each pair with its weight: by size where the job gives none."""
     sizes = [_size(pair.prefix) if len(pairs) > 1 else 1 for pair in pairs]
+    from trainkit.data.order.resolve_pairs import weights_of
+
     weights = weights_of(pairs, sizes) or [float(size) for size in sizes]
     return [(str(pair.prefix), weight) for pair, weight in zip(pairs, weights, strict=True)]
 
 
 def _size(prefix: Path) -> int:
     try:
-        return bin_path(prefix).stat().st_size
+        return Path(f"{prefix}.bin").stat().st_size
     except OSError as error:
         raise ConfigError(
-            f"{bin_path(prefix)} cannot be looked at, and its size is its weight: {error}",
+            f"{prefix}.bin cannot be looked at, and its size is its weight: {error}",
             exit=Exit.STAGE_FAILED,
         ) from None
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainkit.base.errors import ConfigError
-from trainkit.data.fetch.retry import DEFAULT_RETRY, FetchRetryPolicy
+from trainkit.data.fetch.retry import DEFAULT_RETRY
 from trainkit.data.sources.announce import LARGE_DOWNLOAD
 from trainkit.jobs.load import Jobs
 from trainkit.jobs.schema import Job
@@ -18,10 +18,8 @@ from trainkit.stages.build import BuildStage
 from trainkit.stages.contract import Need
 from trainkit.stages.execute import needs_in_turn, needs_of, stamps_folder
 from trainkit.stages.prep_data import PrepDataStage, needs_of_dataset
-from trainkit.stages.registry import AFTER_DATA
+from trainkit.stages.registry import AFTER_DATA, ONCE
 from trainkit.stages.stamps import Freshness
-
-QUICK = FetchRetryPolicy(attempts=1, timeout=10.0)  # with servers, under a dry run
 
 
 @dataclass(frozen=True)
@@ -150,7 +148,7 @@ def prepare_target(jobs: Jobs, target: Target, options: PrepareOptions, ui: Stag
     answer.
     """
     stamps = stamps_folder(target.root, PrepDataStage.name)
-    patience = QUICK if options.dry_run else DEFAULT_RETRY
+    patience = ONCE if options.dry_run else DEFAULT_RETRY
     needs: Iterable[Need]
     if target.job is None:
         dataset = jobs.dataset(target.dataset)

@@ -40,7 +40,7 @@ from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import RunRecord, read_run_record
 from trainkit.stages.execute import needs_of, refuse_stale, stamps_folder
 from trainkit.stages.index import IndexStage
-from trainkit.stages.registry import STAGES
+from trainkit.stages.registry import STAGES, stages_asked_once
 
 
 def in_background(job: Job, options: LaunchOptions) -> bool:
@@ -132,10 +132,21 @@ class NewRun:
         return self.scheduler.submit(replace(self._request, plan=plan, needs=done, watch=watch))
 
     def show(self, ui: StageUi) -> tuple[Plan, DryRun]:
-        """What `start` would do. Nothing is written; raises as `start`."""
+        """What `start` would do. Nothing is written. Where the stages cannot be told, because no
+        server answers or a file is missing, the dry run's `error` says so."""
+        try:
+            return self._show(ui)
+        except TrainkitError as error:
+            try:
+                shown = self.scheduler.dry_run(self._request)
+            except TrainkitError:
+                raise error from None
+            return self.plan, replace(shown, error=error)
+
+    def _show(self, ui: StageUi) -> tuple[Plan, DryRun]:
         job = self.job
         preparation = preparation_for(job, self.root, ui)
-        needs = needs_of(job, STAGES)
+        needs = needs_of(job, stages_asked_once())
         if self.options.no_stages:
             refuse_stale(needs, self.root)
         elif after := self.scheduler.show_stages(job, needs, preparation):

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from trainkit.base.errors import TrainkitError
 from trainkit.jobs.resolved import ResolvedJob
 from trainkit.jobs.schema import Cluster, Job
 from trainkit.launch.hosts.hostfile import Host
@@ -112,10 +113,13 @@ class DryRun:
     Args:
         lines: for people.
         values: for the document dry-run/1, besides plan and command.
+        error: why the stages before it cannot be told, or are stale and shall not be made; what
+            would start after them is known all the same.
     """
 
     lines: list[str]
     values: dict[str, object]
+    error: TrainkitError | None = None
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from trainkit.data.fetch.retry import FetchRetryPolicy
 from trainkit.stages.build import BuildStage
 from trainkit.stages.contract import Stage
 from trainkit.stages.engine_install import EngineInstallStage
@@ -13,5 +14,12 @@ from trainkit.stages.weights import WeightsStage
 
 # of engines that are not native; what is wrong with a tree is said before data are prepared
 FOREIGN: tuple[Stage, ...] = (EngineSourceStage(), EngineInstallStage(), EnginePrebuildStage())
+# with servers, under a dry run
+ONCE = FetchRetryPolicy(attempts=1, timeout=10.0)
 AFTER_DATA: tuple[Stage, ...] = (IndexStage(), WeightsStage())
 STAGES: tuple[Stage, ...] = (BuildStage(), *FOREIGN, PrepDataStage(), *AFTER_DATA)
+
+
+def stages_asked_once() -> tuple[Stage, ...]:
+    """The same for a dry run: a server that does not answer is not asked again and again."""
+    return (BuildStage(), *FOREIGN, PrepDataStage(ONCE), *AFTER_DATA)

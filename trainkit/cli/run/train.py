@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 
 from rich.markup import escape
 
@@ -15,13 +16,16 @@ from trainkit.cli.run.progress import TrainingView
 from trainkit.cli.run.stages import say_unused_stages, stage_ui
 from trainkit.cli.run.summary import print_ending
 from trainkit.cli.wrapper import TaskContext, TaskResult
+from trainkit.engines.registry import ENGINES
 from trainkit.experiment.follow import wait_until_started
 from trainkit.experiment.options import LaunchOptions, ResumeOptions, TrainOptions
 from trainkit.experiment.start import NewRun, ResumedRun, plan_new_run, plan_resumed_run
+from trainkit.jobs.resolved import read_job
 from trainkit.jobs.schema import Job
 from trainkit.launch.scheduler import StageFollower, Submission
 from trainkit.launch.supervise.observer import RunObserver
 from trainkit.plan.planner import Plan
+from trainkit.runs.checkpoint_list import ListedCheckpoint
 from trainkit.runs.checkpoints import newest_valid, open_checkpoint
 from trainkit.runs.event_tail import EventTail
 from trainkit.runs.folder import RunFolder
@@ -56,6 +60,8 @@ def _show(task: TaskContext, new: NewRun) -> TaskResult:
     plan, dry_run = new.show(stage_ui(task))
     for line in dry_run.lines:
         task.say(line)
+    if dry_run.error is not None:
+        raise dry_run.error
     return TaskResult(document("dry-run/1", plan=plan.to_json(), **dry_run.values))
 
 
@@ -80,12 +86,29 @@ def _print_plan(task: TaskContext, plan: Plan, job: Job) -> None:
 def _beginning(task: TaskContext, run: RunFolder) -> str:
     """What a resumed run would begin with, by manifests and sizes. Raises TrainkitError (exit
     16) where there are checkpoints and none is right."""
+    engine = read_job(run.job).engine
+    if engine != "native":
+        return _engines_beginning(task, ENGINES[engine].checkpoints(run, hashes=False))
     newest = newest_valid(
         run.checkpoints, lambda words: task.say(f"would be passed over: {words}"), open_checkpoint
     )
     if newest:
         return f"the checkpoint of step {newest.manifest.step}"
     return "step 0: it has no checkpoint"
+
+
+def _engines_beginning(task: TaskContext, found: Sequence[ListedCheckpoint]) -> str:
+    """The same of another engine, by its own rules."""
+    newest = None
+    for checkpoint in found:
+        if checkpoint.problems:
+            problems = "; ".join(checkpoint.problems)
+            task.say(f"would be passed over: {checkpoint.folder}: {problems}")
+        else:
+            newest = checkpoint
+    if newest is None:
+        return "step 0: it has no whole checkpoint"
+    return f"the checkpoint of step {newest.step}"
 
 
 def _say_lasting_longer(task: TaskContext, job: Job) -> None:
