@@ -16,6 +16,7 @@ from trainkit.engines.convert.formats import (
     RunWeights,
     convert,
 )
+from trainkit.engines.convert.megatron_dist import DistributedWeights
 from trainkit.engines.convert.options import FileLayout
 from trainkit.engines.convert.weights import EngineWeights
 from trainkit.jobs.schema import Model, RopeScaling
@@ -92,7 +93,7 @@ def converted(source: RunWeights, target: str, folder: Path, **given: Any) -> Co
     return convert(source, target, layout(**given), folder, NOTHING)
 
 
-def back(target: str, folder: Path, model: Model) -> EngineWeights:
+def back(target: str, folder: Path, model: Model) -> EngineWeights | DistributedWeights:
     """What an engine's folder holds."""
     there, _ = ENGINE_FORMATS[target].choose(folder, None)
     return ENGINE_FORMATS[target].read(there, model, VOCAB)

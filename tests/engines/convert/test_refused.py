@@ -315,7 +315,7 @@ class TestFolders:
         ("files", "said"),
         [
             ([], "it is no checkpoint of Megatron-LM"),
-            (["__0_0.distcp", ".metadata"], "format torch_dist"),
+            (["__0_0.distcp", ".metadata"], "is not what torch writes"),
             (["mp_rank_00_000_001/model_optim_rng.pt"], "model with experts"),
             (["mp_rank_01/model_optim_rng.pt"], "lacks the folder of tensor-parallel rank 0"),
             (["mp_rank_00_001/model_optim_rng.pt"], "pipeline stage 0"),

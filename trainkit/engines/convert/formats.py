@@ -16,6 +16,7 @@ from trainkit.base.errors import Exit, TrainkitError
 from trainkit.engines.convert import gpt_neox, megatron_lm
 from trainkit.engines.convert.files import new_folder
 from trainkit.engines.convert.hugging_face import open_hugging_face
+from trainkit.engines.convert.megatron_dist import DistributedWeights
 from trainkit.engines.convert.options import FileLayout
 from trainkit.engines.convert.weights import EngineWeights
 from trainkit.jobs.schema import Job, Model
@@ -47,7 +48,7 @@ class EngineFormat:
     """
 
     choose: Callable[[Path, int | None], tuple[Path, int]]
-    read: Callable[[Path, Model, int], EngineWeights]
+    read: Callable[[Path, Model, int], EngineWeights | DistributedWeights]
     refuse_impossible: Callable[[Model, FileLayout], None]
     write: Callable[[NamedWeights, Model, FileLayout, Path], None]
     written: str

@@ -126,7 +126,7 @@ def megatron_args(model: Model, layout: FileLayout, rows: int) -> dict[str, obje
 
 
 def args_problems(
-    args: Mapping[str, object], model: Model, tensor: int, stages: int
+    args: Mapping[str, object], model: Model, tensor: object, stages: object
 ) -> Iterator[str]:
     """In what the arguments of a checkpoint contradict a job's model and the files there are. What
     an older or newer version does not say is not compared.
@@ -134,7 +134,7 @@ def args_problems(
     Args:
         args: by name.
         model: the job's.
-        tensor, stages: ranks and pipeline stages found as folders.
+        tensor, stages: tensor-parallel ranks and pipeline stages that there are.
     """
     yield from model_problems(model)
     for name, values in NEUTRAL.items():

@@ -1,5 +1,5 @@
 """Megatron-LM's checkpoints of the format `torch`, as GPTModel of Megatron-core 0.12 and newer
-names its tensors.
+names its tensors; those of `torch_dist` are read by megatron_dist.py.
 
 <folder>/latest_checkpointed_iteration.txt names `release` or an iteration; release/ or
 iter_0000003/ holds mp_rank_TT/model_optim_rng.pt, with pipeline stages mp_rank_TT_PPP/: a
@@ -29,6 +29,7 @@ from trainkit.engines.convert.megatron_args import (
     megatron_args,
     model_problems,
 )
+from trainkit.engines.convert.megatron_dist import DistributedWeights, args_of, read_metadata
 from trainkit.engines.convert.options import FileLayout, refuse
 from trainkit.engines.convert.pickles import InertValue, read_pickle
 from trainkit.engines.convert.tensors import (
@@ -41,6 +42,7 @@ from trainkit.engines.convert.tensors import (
 from trainkit.engines.convert.weights import EngineWeights, gather
 from trainkit.jobs.schema import Model
 from trainkit.plan.layout import padded_vocab_size
+from trainkit.train.huggingface.names import table
 from trainkit.train.huggingface.weights import NamedWeights, in_dtype, vocabulary
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -49,6 +51,8 @@ FILE = "model_optim_rng.pt"
 VERSION = 3.0  # of the order of rows in linear_qkv
 NAMES = ("local", "transformer_engine")  # as --transformer-impl
 EXTRA = "_extra_state"
+PARTS = ("embedding.", "decoder.", "output_layer.")  # the model's names in torch_dist
+GELU_NOTE = "it was trained with the {} form of GELU (bias_gelu_fusion)"
 MODULES = {
     "attention_norm": "input_layernorm",
     "attention.qkv": "self_attention.linear_qkv",
@@ -199,7 +203,7 @@ def _local(name: str) -> str:
     return name
 
 
-def read(folder: Path, model: Model, vocab_size: int) -> EngineWeights:
+def read(folder: Path, model: Model, vocab_size: int) -> EngineWeights | DistributedWeights:
     """The weights of a checkpoint.
 
     Args:
@@ -211,6 +215,8 @@ def read(folder: Path, model: Model, vocab_size: int) -> EngineWeights:
         ConfigError: exit 3, it is of another model, of another format, damaged, or would execute
         something.
     """
+    if any(folder.glob("*.distcp")):
+        return _read_distributed(folder, model, vocab_size)
     files = _rank_files(folder)
     contents = {place: read_pickle(path) for place, path in files.items()}
     tensor = 1 + max(rank for rank, _ in files)
@@ -226,21 +232,53 @@ def read(folder: Path, model: Model, vocab_size: int) -> EngineWeights:
     trained = gelu_of(args, model)
     found = gather(folder, trained, vocab_size, plan(model), gathered)
     if trained.gelu_form != model.gelu_form:
-        note = f"it was trained with the {trained.gelu_form} form of GELU (bias_gelu_fusion)"
+        note = GELU_NOTE.format(trained.gelu_form)
         return replace(found, notes=(*found.notes, note))
     return found
+
+
+def _read_distributed(folder: Path, model: Model, vocab_size: int) -> DistributedWeights:
+    """The weights of a folder of torch_dist; as `read` otherwise."""
+    args = args_of(folder)
+    degrees = (args.get("tensor_model_parallel_size"), args.get("pipeline_model_parallel_size"))
+    refuse([*args_problems(args, model, *degrees)], "named weights", folder)
+    trained = gelu_of(args, model)
+    sizes, boxes = read_metadata(folder)
+    there = {_local(name): name for name in sizes if name.startswith(PARTS)}
+    entries = table(trained, vocab_size)
+    found: dict[str, tuple[EngineTensor, int | None]] = {}
+    problems = []
+    for how in plan(trained):
+        layer = LAYER.fullmatch(how.theirs)
+        name = how.theirs
+        number = None
+        shape = entries[how.ours].shape
+        if layer and name not in there:
+            name = f"decoder.layers.{layer[2]}"
+            number = int(layer[1])
+            shape = (trained.num_layers, *shape)
+        theirs = there.get(name)
+        if theirs is None:
+            problems.append(f"{name} is not in it")
+            continue
+        size = sizes[theirs]
+        rows = how.split == "vocabulary" and size[0] >= vocab_size
+        if size != shape and not (rows and size[1:] == shape[1:]):
+            problems.append(f"{theirs} is {list(size)} there, {list(shape)} in the job's model")
+        found[how.ours] = (replace(how, theirs=theirs), number)
+    used = {how.theirs for how, _ in found.values()}
+    problems += [f"{name} is not in the job's model" for name in there.values() if name not in used]
+    refuse(list(dict.fromkeys(problems)), "named weights", folder)
+    notes: tuple[str, ...] = ()
+    if trained.gelu_form != model.gelu_form:
+        notes = (GELU_NOTE.format(trained.gelu_form),)
+    return DistributedWeights(folder, trained, vocab_size, found, sizes, boxes, notes)
 
 
 def _rank_files(folder: Path) -> dict[tuple[int, int], Path]:
     """The file of each (tensor-parallel rank, pipeline stage). Raises ConfigError."""
     if not folder.is_dir():
         raise ConfigError(f"{folder} is missing")
-    if any(folder.glob("*.distcp")):
-        raise ConfigError(
-            f"{folder} is of the format torch_dist (.distcp), whose weights are not read here",
-            hint="train with engine_args ckpt-format = 'torch', or save one such checkpoint:"
-            " --ckpt-convert-format torch --ckpt-convert-save FOLDER of Megatron-LM itself",
-        )
     files = {}
     for path in sorted(folder.iterdir()):
         match = RANK_FOLDER.fullmatch(path.name)

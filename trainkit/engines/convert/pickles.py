@@ -7,8 +7,10 @@ object of one of the names below becomes an `InertValue`, which only keeps what 
 
 from __future__ import annotations
 
+import io
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -38,9 +40,15 @@ ENGINE_PACKAGES = ("megatron.", "deepspeed.")
 class InertValue:
     """Stands for an object of an engine: its attributes where it had any, nothing that acts."""
 
-    def __init__(self, *made_of: object) -> None:
-        self.made_of = made_of
-        self.attributes: dict[str, object] = {}
+    made_of: tuple[Any, ...]
+    attributes: dict[str, Any]
+
+    def __new__(cls, *made_of: object) -> InertValue:
+        """Pickles make some objects without a call of __init__."""
+        made = super().__new__(cls)
+        made.made_of = made_of
+        made.attributes = {}
+        return made
 
     def __setstate__(self, state: object) -> None:
         if isinstance(state, dict):
@@ -55,9 +63,30 @@ def read_pickle(path: Path) -> dict[str, object]:
         ConfigError: the file is cut off or changed, holds no dictionary, or asks for anything
         that is not known to be harmless; that is named, and nothing of it has run.
     """
-    _refuse_damaged(path)
+    found = _load(path, path, mmap=True)
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path} holds a {type(found).__name__}, not a checkpoint's dictionary")
+    return {str(key): value for key, value in found.items()}
+
+
+def read_tensor(content: bytes, path: Path) -> object:
+    """What torch.save made into these bytes of a larger file; as `read_pickle` otherwise."""
+    return _load(io.BytesIO(content), path, mmap=False)
+
+
+def _load(source: Path | io.BytesIO, path: Path, *, mmap: bool) -> object:
+    """Load what torch.save wrote.
+
+    Args:
+        source: a file or its content.
+        path: to be named.
+        mmap: map the tensors.
+    """
+    _refuse_damaged(source, path)
+    if isinstance(source, io.BytesIO):
+        source.seek(0)
     try:
-        wanted = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+        wanted = torch.serialization.get_unsafe_globals_in_checkpoint(source)
     except Exception as error:  # whatever a wrong pickle makes torch raise
         raise _unreadable(path, error) from None
     if refused := sorted(name for name in wanted if not _is_harmless(name)):
@@ -65,24 +94,23 @@ def read_pickle(path: Path) -> dict[str, object]:
             f"{path} is not loaded: it asks for {', '.join(refused)}, which could execute code",
             hint="only tensors, plain values and the engines' own settings are read",
         )
+    if isinstance(source, io.BytesIO):
+        source.seek(0)
     try:
         with torch.serialization.safe_globals([(InertValue, name) for name in wanted]):
-            found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            return torch.load(source, map_location="cpu", weights_only=True, mmap=mmap)
     except Exception as error:
         raise _unreadable(path, error) from None
-    if not isinstance(found, dict):
-        raise ConfigError(f"{path} holds a {type(found).__name__}, not a checkpoint's dictionary")
-    return {str(key): value for key, value in found.items()}
 
 
 def _is_harmless(name: str) -> bool:
     return name in HARMLESS or name.startswith(ENGINE_PACKAGES)
 
 
-def _refuse_damaged(path: Path) -> None:
+def _refuse_damaged(source: Path | io.BytesIO, path: Path) -> None:
     """Raise ConfigError unless every part of the file has the checksum that was written with it."""
     try:
-        with zipfile.ZipFile(path) as archive:
+        with zipfile.ZipFile(source) as archive:
             changed = archive.testzip()
     except FileNotFoundError:
         raise ConfigError(f"{path} is missing") from None

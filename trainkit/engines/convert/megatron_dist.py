@@ -1,0 +1,175 @@
+"""Megatron-LM's checkpoints of the format `torch_dist`, read without executing anything.
+
+iter_0000003/ holds .metadata, a pickle of torch's distributed checkpoint (torch,
+distributed/checkpoint/metadata.py: tensors by name with their boxes, and for each box the file,
+the place and the length of what torch.save made of it), __R_N.distcp with these, and common.pt with
+`args`. Tensors are whole, not split over ranks, and layers are the first dimension; names are
+those of transformer_impl "transformer_engine" (Megatron-LM, core/transformer, sharded_state_dict).
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from trainkit.base.errors import ConfigError
+from trainkit.engines.convert.pickles import HARMLESS, InertValue, read_pickle, read_tensor
+from trainkit.engines.convert.tensors import EngineTensor, as_tensor, whole
+from trainkit.jobs.schema import Model
+from trainkit.train.huggingface.names import Shape, table
+
+METADATA = ".metadata"
+COMMON = "common.pt"
+# What stands in .metadata: sizes, boxes, dtypes, plans; each becomes an InertValue.
+PACKAGES = ("torch.", "collections.")
+
+
+class _MetadataReader(pickle.Unpickler):
+    """Makes inert values of everything, and refuses what is not torch's."""
+
+    def __init__(self, content: bytes, path: Path) -> None:
+        super().__init__(io.BytesIO(content))
+        self.path = path
+
+    def find_class(self, module: str, name: str) -> Any:
+        if f"{module}.{name}" not in HARMLESS and not f"{module}.".startswith(PACKAGES):
+            raise ConfigError(
+                f"{self.path} is not loaded: it asks for {module}.{name}, which could execute code"
+            )
+        return type(name, (InertValue,), {})
+
+
+@dataclass(frozen=True)
+class _Box:
+    """A part of a tensor, and where it lies."""
+
+    offsets: Shape
+    sizes: Shape
+    file: str
+    start: int
+    length: int
+
+
+@dataclass(frozen=True)
+class DistributedWeights:
+    """Named weights in a folder of torch_dist.
+
+    Args:
+        folder: of the checkpoint.
+        model: the job's.
+        vocab_size: rows of the embedding without padding.
+        plan: by our name, how each is stored; in a block, without the layer's number.
+        sizes, boxes: by the engine's name.
+        notes: what a reader should know of how they were read.
+    """
+
+    folder: Path
+    model: Model
+    vocab_size: int
+    plan: Mapping[str, tuple[EngineTensor, int | None]]
+    sizes: Mapping[str, Shape]
+    boxes: Mapping[str, Sequence[_Box]]
+    notes: tuple[str, ...] = ()
+
+    @cached_property
+    def shapes(self) -> Mapping[str, Shape]:
+        entries = table(self.model, self.vocab_size)
+        return {name: entries[name].shape for name in self.plan}
+
+    def read(self, name: str) -> Tensor:
+        how, layer = self.plan[name]
+        shape = self.sizes[how.theirs]
+        found: Tensor | None = None
+        filled = 0
+        for box in self.boxes.get(how.theirs, ()):
+            first = 0
+            if layer is not None:
+                first = layer - box.offsets[0]
+                if not 0 <= first < box.sizes[0]:
+                    continue
+            tensor = as_tensor(_read_box(self.folder, box), how.theirs, self.folder)
+            if tensor.shape != box.sizes:
+                raise ConfigError(f"{self.folder}: a part of {how.theirs} has another shape")
+            offsets = box.offsets
+            if layer is not None:
+                tensor = tensor[first]
+                offsets = offsets[1:]
+            if found is None:
+                found = tensor.new_empty(shape if layer is None else shape[1:])
+            where = tuple(slice(o, o + n) for o, n in zip(offsets, tensor.shape, strict=True))
+            found[where] = tensor
+            filled += tensor.numel()
+        if found is None or filled != found.numel():
+            raise ConfigError(f"{self.folder}: parts of {how.theirs} are missing")
+        made = whole([found], how, self.model)
+        if how.split == "vocabulary":
+            return made[: self.vocab_size].clone()
+        return made
+
+
+def _read_box(folder: Path, box: _Box) -> object:
+    path = folder / box.file
+    if box.file != path.name:
+        raise ConfigError(f"{folder / METADATA}: {box.file!r} is not a plain file name")
+    try:
+        with open(path, "rb") as file:
+            file.seek(box.start)
+            content = file.read(box.length)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    return read_tensor(content, path)
+
+
+def read_metadata(folder: Path) -> tuple[dict[str, Shape], dict[str, list[_Box]]]:
+    """Sizes and boxes of all tensors by the engine's names. Raises ConfigError."""
+    path = folder / METADATA
+    try:
+        found = _MetadataReader(path.read_bytes(), path).load()
+        tensors = dict[str, Shape]()
+        sizes = dict[tuple[str, Shape], Shape]()
+        for name, entry in found.attributes["state_dict_metadata"].items():
+            if "size" in entry.attributes:
+                tensors[name] = _numbers(entry.attributes["size"])
+                for chunk in entry.attributes["chunks"]:
+                    place = chunk.attributes
+                    sizes[name, _numbers(place["offsets"])] = _numbers(place["sizes"])
+        boxes: dict[str, list[_Box]] = {}
+        for index, info in found.attributes["storage_data"].items():
+            name = index.attributes["fqn"]
+            if name in tensors:
+                offsets = _numbers(index.attributes["offset"])
+                box = _Box(
+                    offsets,
+                    sizes[name, offsets],
+                    str(info.attributes["relative_path"]),
+                    int(info.attributes["offset"]),
+                    int(info.attributes["length"]),
+                )
+                boxes.setdefault(name, []).append(box)
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever a wrong pickle makes Python raise
+        raise ConfigError(f"{path} is not what torch writes: {error!r}") from None
+    return tensors, boxes
+
+
+def _numbers(size: InertValue) -> Shape:
+    """A torch.Size."""
+    return tuple(int(number) for number in size.made_of[0])
+
+
+def args_of(folder: Path) -> Mapping[str, object]:
+    """`args` of a checkpoint; nothing where it keeps none."""
+    if not (folder / COMMON).is_file():
+        return {}
+    args = read_pickle(folder / COMMON).get("args")
+    if isinstance(args, InertValue):
+        return args.attributes
+    return {}
