@@ -46,7 +46,7 @@ READERS = {
     ("EngineSource", "container"): ("cli/config/render_plan.py", "engine.container"),
     ("Job", "container"): ("engines/native.py", "job.container"),
     ("Container", "args"): ("launch/containers", "settings.args"),
-    ("Job", "args"): ("engines/megatron_argv.py", "job.args"),
+    ("Job", "args"): ("engines/megatron_lm/argv.py", "job.args"),
     ("EngineSource", "engine"): ("jobs/settings.py", "self.engine"),
     ("Job", "engine"): ("engines/registry.py", "job.engine"),
     ("EngineSource", "python"): ("engines/sources.py", "source.python"),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from trainkit.base.errors import ConfigError
 from trainkit.engines.contract import Engine
-from trainkit.engines.gpt_neox import GptNeox
-from trainkit.engines.megatron_lm import MegatronLm
+from trainkit.engines.gpt_neox.engine import GptNeox
+from trainkit.engines.megatron_lm.engine import MegatronLm
 from trainkit.engines.native import Native
 from trainkit.jobs.schema import Job
 

@@ -10,9 +10,9 @@ from trainkit.base.documents import document
 from trainkit.base.errors import ConfigError
 from trainkit.base.files import write_text
 from trainkit.cli.wrapper import TaskContext, TaskResult
-from trainkit.engines.import_megatron import import_megatron, read_script
-from trainkit.engines.import_neox import import_neox
+from trainkit.engines.gpt_neox.import_yaml import import_neox
 from trainkit.engines.imported import ImportedJob
+from trainkit.engines.megatron_lm.import_script import import_megatron, read_script
 from trainkit.engines.options import load_table, tables_of
 from trainkit.jobs.messages import suggest
 

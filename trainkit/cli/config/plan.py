@@ -28,7 +28,7 @@ def plan(task: TaskContext, name: str, nodes: int, cluster: str, sets: Sequence[
         from rich.markup import escape
 
         from trainkit.cli.config.render_plan import print_page
-        from trainkit.engines.megatron_lm import engine_notes
+        from trainkit.engines.megatron_lm.engine import engine_notes
 
         print_page(
             task.console,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 from trainkit.engines.foreign import spec_name
-from trainkit.engines.gpt_neox import GptNeox
-from trainkit.engines.neox_arguments import Values, decode
+from trainkit.engines.gpt_neox.arguments import Values, decode
+from trainkit.engines.gpt_neox.engine import GptNeox
 from trainkit.jobs.schema import Job
 from trainkit.runs.folder import RunFolder
 

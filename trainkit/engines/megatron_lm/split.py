@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainkit.base.errors import ConfigError
-from trainkit.engines.megatron_data import SPLITS, MegatronData
+from trainkit.engines.megatron_lm.data import SPLITS, MegatronData
 from trainkit.jobs.schema import Job
 
 if TYPE_CHECKING:  # it imports numpy, which planning does without

@@ -10,19 +10,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines.neox_words import rank_words
+from tests.engines.gpt_neox.neox_words import rank_words
 from tests.engines.real import RealEngine, parameters
 from trainkit.base.errors import ConfigError
-from trainkit.engines.gpt_neox import options_of
-from trainkit.engines.import_neox import import_neox
-from trainkit.engines.neox_arguments import Values, both_configurations, decode, encode, resolve
-from trainkit.engines.neox_config import NeoxData, neox_config, yaml_text
-from trainkit.engines.neox_values import read_yaml
+from trainkit.engines.gpt_neox.arguments import Values, both_configurations, decode, encode, resolve
+from trainkit.engines.gpt_neox.config import NeoxData, neox_config, yaml_text
+from trainkit.engines.gpt_neox.engine import options_of
+from trainkit.engines.gpt_neox.import_yaml import import_neox
+from trainkit.engines.gpt_neox.values import read_yaml
 from trainkit.jobs.load import Jobs, load
 from trainkit.jobs.schema import Job
 from trainkit.runs.folder import RunFolder
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 RUN = RunFolder(Path("/work/runs/job/run-1"))
 DATA = NeoxData("/data/pile_text_document", "995,4,1", {})
 PLACE = """

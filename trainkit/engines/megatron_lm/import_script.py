@@ -11,7 +11,7 @@ from pathlib import Path
 
 from trainkit.base.errors import ConfigError
 from trainkit.engines.imported import ImportedJob
-from trainkit.engines.megatron_words import SET_BY
+from trainkit.engines.megatron_lm.words import SET_BY
 from trainkit.engines.options import Option, OptionTable
 from trainkit.engines.shell_words import find_command
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from trainkit.base.errors import ConfigError
 from trainkit.data.indexed.paths import DataFolder
-from trainkit.engines.megatron_words import MegatronWords
+from trainkit.engines.megatron_lm.words import MegatronWords
 from trainkit.jobs.schema import Dataset, Job
 from trainkit.plan.layout import padded_vocab_size
 

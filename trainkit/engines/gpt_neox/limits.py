@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 
 from trainkit.base.errors import Problem
 from trainkit.data.fetch.ranges import expand
-from trainkit.engines.neox_config import SAID_IN_TABLES
+from trainkit.engines.gpt_neox.config import SAID_IN_TABLES
 from trainkit.jobs.datasets import Dataset
 from trainkit.jobs.schema import Job
 from trainkit.jobs.table import Table

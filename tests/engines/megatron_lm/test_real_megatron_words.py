@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
+from tests.engines.megatron_lm.test_argv import CHECKOUT, JOBS, tiny
 from tests.engines.real import RealEngine, parameters
-from tests.engines.test_megatron_lm import CHECKOUT, JOBS, tiny
 from trainkit.engines.extract_options import read_tree
-from trainkit.engines.megatron_argv import RunPlaces, megatron_argv
-from trainkit.engines.megatron_data import MegatronData
+from trainkit.engines.megatron_lm.argv import RunPlaces, megatron_argv
+from trainkit.engines.megatron_lm.data import MegatronData
 from trainkit.engines.options import dump_table, load_table, parse_table
 from trainkit.engines.sources import engine_version
 from trainkit.jobs.schema import Job

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainkit.base.errors import ConfigError
-from trainkit.engines.import_megatron import import_megatron
+from trainkit.engines.megatron_lm.import_script import import_megatron
 from trainkit.engines.options import load_table
 from trainkit.engines.shell_words import find_command
 

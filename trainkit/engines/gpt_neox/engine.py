@@ -25,10 +25,8 @@ from trainkit.engines.foreign import (
     rank_command,
     take_back_metrics,
 )
-from trainkit.engines.launchable import launcher_problems
-from trainkit.engines.native import cpu_sharing
-from trainkit.engines.neox_arguments import encoded_words
-from trainkit.engines.neox_config import (
+from trainkit.engines.gpt_neox.arguments import encoded_words
+from trainkit.engines.gpt_neox.config import (
     SAID_BY_THE_JOB,
     Config,
     NeoxData,
@@ -36,7 +34,9 @@ from trainkit.engines.neox_config import (
     neox_data,
     yaml_text,
 )
-from trainkit.engines.neox_limits import deepspeed_problems, job_problems
+from trainkit.engines.gpt_neox.limits import deepspeed_problems, job_problems
+from trainkit.engines.launchable import launcher_problems
+from trainkit.engines.native import cpu_sharing
 from trainkit.engines.options import (
     OptionTable,
     check_engine_args,

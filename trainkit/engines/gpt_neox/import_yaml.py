@@ -1,4 +1,4 @@
-"""GPT-NeoX's YAML files as a job: what `neox_config` writes, read back, and what others wrote.
+"""GPT-NeoX's YAML files as a job: what `config.neox_config` writes, read back, and what others wrote.
 
 Where a file says nothing, GPT-NeoX's own default counts, from the table of its options; the job
 says it where trainkit's default is another.
@@ -11,15 +11,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from trainkit.base.errors import ConfigError
-from trainkit.engines.imported import ImportedJob
-from trainkit.engines.neox_arguments import ZERO_DEFAULTS
-from trainkit.engines.neox_config import (
+from trainkit.engines.gpt_neox.arguments import ZERO_DEFAULTS
+from trainkit.engines.gpt_neox.config import (
     BUCKET_ELEMENTS,
     INIT_METHODS,
     SAID_BY_THE_JOB,
     SAID_IN_TABLES,
 )
-from trainkit.engines.neox_values import NeoxValues
+from trainkit.engines.gpt_neox.values import NeoxValues
+from trainkit.engines.imported import ImportedJob
 from trainkit.engines.options import load_table, tables_of
 from trainkit.families import FAMILIES
 from trainkit.jobs.messages import suggest
@@ -31,7 +31,7 @@ SHAPES = {
     ("rmsnorm", "swiglu", "rotary"): "llama",
 }
 PRECISIONS = {"fp16": "fp16", "bfloat16": "bf16", "fp32": "fp32"}
-# what `neox_config` writes for every job, and DeepSpeed's default where a file is silent
+# what `config.neox_config` writes for every job, and DeepSpeed's default where a file is silent
 ZERO_WRITTEN: Mapping[str, object] = {
     "allgather_partitions": True,
     "allgather_bucket_size": BUCKET_ELEMENTS,
@@ -61,7 +61,7 @@ QUIET: Mapping[str, tuple[object, ...]] = {  # nothing is lost with these values
     "data_impl": ("mmap", "infer"),
     "use_wandb": (True, False),
 }
-WRITTEN: Mapping[str, object] = {  # as `neox_config` has them in any case
+WRITTEN: Mapping[str, object] = {  # as `config.neox_config` has them in any case
     "output_layer_parallelism": "column",
     "checkpoint_scale": "linear",
     "checkpoint_num_layers": 1,

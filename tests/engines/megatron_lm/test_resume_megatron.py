@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines.test_megatron_lm import commanded, tiny
+from tests.engines.megatron_lm.test_argv import commanded, tiny
 from trainkit.base.errors import ConfigError
-from trainkit.engines.megatron_lm import TRACKER, MegatronLm
+from trainkit.engines.megatron_lm.engine import TRACKER, MegatronLm
 from trainkit.engines.options import load_table
 from trainkit.jobs.schema import Job
 from trainkit.runs.folder import RunFolder

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.engines.megatron_published import (
+from tests.engines.megatron_lm.megatron_published import (
     AZURE,
     AZURE_COMMON,
     AZURE_ENVIRONMENT,
@@ -28,16 +28,16 @@ from tests.engines.megatron_published import (
     published,
 )
 from trainkit.base.errors import ConfigError
-from trainkit.engines.megatron_argv import RunPlaces, argv_problems, megatron_argv
-from trainkit.engines.megatron_data import MegatronData, data_of
-from trainkit.engines.megatron_lm import MegatronLm, engine_notes, table_of
+from trainkit.engines.megatron_lm.argv import RunPlaces, argv_problems, megatron_argv
+from trainkit.engines.megatron_lm.data import MegatronData, data_of
+from trainkit.engines.megatron_lm.engine import MegatronLm, engine_notes, table_of
 from trainkit.engines.options import load_table
 from trainkit.jobs.datasets import BlendPart
 from trainkit.jobs.load import load
 from trainkit.jobs.schema import Dataset, Job
 from trainkit.runs.folder import RunFolder
 
-CHECKOUT = Path(__file__).resolve().parents[2]
+CHECKOUT = Path(__file__).resolve().parents[3]
 JOBS = load(CHECKOUT, {})
 # What trainkit adds to every published command, and what it leaves out, with the reasons.
 ADDED_IN_CORE: Options = {

@@ -13,15 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines.neox_words import rank_words
-from trainkit.engines.gpt_neox import GptNeox, options_of
-from trainkit.engines.neox_arguments import Values, decode
+from tests.engines.gpt_neox.neox_words import rank_words
+from trainkit.engines.gpt_neox.arguments import Values, decode
+from trainkit.engines.gpt_neox.engine import GptNeox, options_of
 from trainkit.engines.registry import ENGINES, refuse_unlaunchable
 from trainkit.jobs.load import Jobs, load
 from trainkit.jobs.schema import Job
 from trainkit.runs.folder import RunFolder
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 RUN = RunFolder(Path("/work/runs/job/run-1"))
 
 

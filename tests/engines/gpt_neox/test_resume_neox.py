@@ -9,20 +9,20 @@ from pathlib import Path
 import pytest
 
 from trainkit.base.errors import ConfigError
-from trainkit.engines.gpt_neox import (
+from trainkit.engines.gpt_neox.config import NeoxData, neox_config, yaml_text
+from trainkit.engines.gpt_neox.engine import (
     GptNeox,
     attempt_config,
     resume_problems,
     saved_config,
 )
-from trainkit.engines.neox_config import NeoxData, neox_config, yaml_text
 from trainkit.engines.rank import gpt_neox as reader
 from trainkit.engines.rank.readings import FoundCheckpoint
 from trainkit.jobs.load import load
 from trainkit.jobs.schema import Job
 from trainkit.runs.folder import RunFolder
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 DATA = NeoxData("/data/enron_text_document", "969,30,1", {})
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from trainkit.engines.foreign import spec_name
-from trainkit.engines.gpt_neox import GptNeox
+from trainkit.engines.gpt_neox.engine import GptNeox
 from trainkit.engines.registry import ENGINES
 from trainkit.jobs.load import load
 from trainkit.jobs.schema import Job

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainkit.base.errors import ConfigError, Problem
-from trainkit.engines.megatron_data import MegatronData, put_data, put_tokenizer
-from trainkit.engines.megatron_words import SET_BY, MegatronWords, said
+from trainkit.engines.megatron_lm.data import MegatronData, put_data, put_tokenizer
+from trainkit.engines.megatron_lm.words import SET_BY, MegatronWords, said
 from trainkit.engines.options import OptionTable, check_engine_args, release
 from trainkit.jobs.schema import Job, Model
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from trainkit.base.errors import ConfigError
-from trainkit.engines.gpt_neox import GptNeox
-from trainkit.engines.neox_config import neox_data
+from trainkit.engines.gpt_neox.config import neox_data
+from trainkit.engines.gpt_neox.engine import GptNeox
 from trainkit.jobs.load import load
 from trainkit.jobs.schema import Job
 

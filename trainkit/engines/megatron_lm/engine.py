@@ -17,9 +17,9 @@ from trainkit.engines.foreign import (
     take_back_metrics,
 )
 from trainkit.engines.launchable import launcher_problems
-from trainkit.engines.megatron_argv import RunPlaces, argv_problems, megatron_argv
-from trainkit.engines.megatron_data import MegatronData, data_of
-from trainkit.engines.megatron_split import refuse_empty_splits
+from trainkit.engines.megatron_lm.argv import RunPlaces, argv_problems, megatron_argv
+from trainkit.engines.megatron_lm.data import MegatronData, data_of
+from trainkit.engines.megatron_lm.split import refuse_empty_splits
 from trainkit.engines.native import cpu_sharing
 from trainkit.engines.options import OptionTable, load_table, release, version_at
 from trainkit.engines.rank import megatron_lm as reader

@@ -1,0 +1,1 @@
+"""engine = "gpt-neox": unmodified trees of EleutherAI/gpt-neox."""

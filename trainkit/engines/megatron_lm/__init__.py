@@ -1,0 +1,1 @@
+"""engine = "megatron-lm": unmodified trees of NVIDIA/Megatron-LM."""
