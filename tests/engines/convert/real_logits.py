@@ -55,7 +55,6 @@ def megatron_words(model: Model, layout: FileLayout, folder: Path) -> list[str]:
         "no-bias-dropout-fusion",
         "no-masked-softmax-fusion",
         "no-persist-layer-norm",
-        "no-async-tensor-model-parallel-allreduce",
         "no-rope-fusion",
     ]
     if model.gelu_form == "exact":
