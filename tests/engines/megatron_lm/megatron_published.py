@@ -1,4 +1,4 @@
-"""The published command lines of Megatron-LM, word by word, for tests/engines/megatron_lm/test_argv.py.
+"""The published command lines of Megatron-LM, word by word, for test_argv.py beside this file.
 
 azure: ai-infrastructure-on-azure at 2ada947, GPT3-175B/slurm/04-gpt175B.sh, with 72 prepared files
 and CHUNKS 15. jean-zay: bigscience at 8b25137, experiments/gpt2.md. Upper-case words in braces are

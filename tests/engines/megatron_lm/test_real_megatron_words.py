@@ -40,7 +40,7 @@ def parsed_by(real: RealEngine, jobs: list[Job]) -> list[Parsed]:
         words = megatron_argv(job, table, data, places)
         cases.append({"world": job.world_size, "words": words})
     done = subprocess.run(
-        [real.python, str(CHECKOUT / "tests/engines/megatron_parse.py"), str(real.tree)],
+        [real.python, str(CHECKOUT / "tests/engines/megatron_lm/megatron_parse.py"), str(real.tree)],
         input=json.dumps(cases),
         env={**os.environ, **real.environment, "CUDA_DEVICE_MAX_CONNECTIONS": "1", "RANK": "0"},
         capture_output=True,

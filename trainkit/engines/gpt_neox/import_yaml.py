@@ -1,4 +1,4 @@
-"""GPT-NeoX's YAML files as a job: what `config.neox_config` writes, read back, and what others wrote.
+"""GPT-NeoX's YAML files as a job: what `config.neox_config` writes, and what others wrote.
 
 Where a file says nothing, GPT-NeoX's own default counts, from the table of its options; the job
 says it where trainkit's default is another.
