@@ -26,7 +26,7 @@ from trainkit.cli.completion import SCRIPTS, TABLES, candidates, names_of
 from trainkit.cli.wrapper import command_in
 
 GROUPS = {
-    "Start": ("init", "jobs", "show", "check", "plan"),
+    "Start": ("init", "import", "jobs", "show", "check", "plan"),
     "Prepare": ("build", "prep-data", "data-stats", "data-verify"),
     "Run": ("train", "resume", "attach", "cancel"),
     "Follow": ("runs", "status", "logs", "why", "checkpoints", "report", "tensorboard"),

@@ -144,7 +144,7 @@ def test_explain(jobs: Jobs) -> None:
         ("training.lrr", "did you mean 'training.lr'?"),
         ("lr", "did you mean 'training.lr'?"),
         ("checkpoint", "its keys: checkpoint.keep_last"),
-        ("zzz", "keys begin with: checkpoint, cluster, container, dataset, "),
+        ("zzz", "keys begin with: args, checkpoint, cluster, container, dataset, "),
     ],
 )
 def test_explain_of_no_key(key: str, hint: str, jobs: Jobs) -> None:

@@ -597,3 +597,15 @@ def test_the_end_of_a_document_is_the_tokenizers(tmp_path: Path) -> None:
     words = argv_of(own, "core-0.12.0")
     assert words["--tokenizer-type"] == ("HuggingFaceTokenizer",)
     assert "--vocab-size" not in words
+
+
+@pytest.mark.parametrize(
+    ("version", "refused"), [("core-0.12.0", True), ("core-0.16.1", True), ("core-0.19.0", False)]
+)
+def test_scaled_positions_that_a_version_ignores_are_refused(version: str, refused: bool) -> None:
+    job = tiny(
+        "model.family=llama",
+        'model.rope_scaling={type="linear",factor=4.0}',
+        version=version,
+    )
+    assert any("ignores it" in each for each in refusals(job, version)) is refused

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.engines.megatron_lm.test_argv import CHECKOUT, JOBS, tiny
+from tests.engines.megatron_lm.test_argv import JOBS, tiny
 from tests.engines.real import RealEngine, parameters
 from trainkit.engines.extract_options import read_tree
 from trainkit.engines.megatron_lm.argv import RunPlaces, megatron_argv
@@ -22,6 +22,7 @@ from trainkit.engines.options import dump_table, load_table, parse_table
 from trainkit.engines.sources import engine_version
 from trainkit.jobs.schema import Job
 
+PARSER = Path(__file__).parent / "megatron_parse.py"
 TREES = parameters("megatron-lm")
 # loaded by the tree's own interpreter, which takes seconds
 pytestmark = pytest.mark.slow
@@ -40,7 +41,7 @@ def parsed_by(real: RealEngine, jobs: list[Job]) -> list[Parsed]:
         words = megatron_argv(job, table, data, places)
         cases.append({"world": job.world_size, "words": words})
     done = subprocess.run(
-        [real.python, str(CHECKOUT / "tests/engines/megatron_lm/megatron_parse.py"), str(real.tree)],
+        [real.python, str(PARSER), str(real.tree)],
         input=json.dumps(cases),
         env={**os.environ, **real.environment, "CUDA_DEVICE_MAX_CONNECTIONS": "1", "RANK": "0"},
         capture_output=True,
