@@ -65,7 +65,8 @@ def _compile(folder: Path) -> None:
         ROOT / "trainkit", folder / "trainkit", ignore=shutil.ignore_patterns("*.so", "__pycache__")
     )
     shutil.copytree(ROOT / "tests", folder / "tests", ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copytree(ROOT / "csrc", folder / "csrc")
+    for name in ("csrc", "benchmarks"):
+        shutil.copytree(ROOT / name, folder / name)
     for name in ("pyproject.toml", "setup.py"):
         shutil.copy(ROOT / name, folder / name)
     import pybind11

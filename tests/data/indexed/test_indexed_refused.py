@@ -195,7 +195,7 @@ def test_fuzz_only_config_errors(tmp_path: Path, content: bytes, size: int) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(3 * 3600)
 @given(any_index, any_bin)
 @settings(max_examples=200_000, deadline=None, suppress_health_check=list(HealthCheck))
 def test_fuzz_for_minutes(tmp_path: Path, content: bytes, size: int) -> None:
