@@ -204,9 +204,13 @@ WAITS = "line(1)\nwhile True:\n    time.sleep(0.05)\n"
 SAVES = "def stop(*_):\n    save(1)\n    sys.exit(0)\nsignal.signal(signal.SIGTERM, stop)\n" + WAITS
 
 
-def test_asked_to_save_it_leaves_with_12_where_the_engine_has_saved(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_asked_to_save_it_leaves_with_12_where_the_engine_has_saved(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    """By the supervisor, or by a scheduler that signals this process alone."""
     process = started(tmp_path, SAVES)
-    process.send_signal(signal.SIGUSR1)
+    process.send_signal(number)
     out, err = process.communicate(timeout=300)
     assert process.returncode == 12, (out, err)
     assert not (tmp_path / "error.json").exists()

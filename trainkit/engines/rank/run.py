@@ -31,22 +31,21 @@ START = 8
 
 
 class Signals:
-    """What this process was asked to do. Handlers only note it: they run between any two lines."""
+    """What this process was asked to do. Handlers only note it: they run between any two lines.
+
+    TERM and INT, as a scheduler sends them, ask to save as USR1 does: an agent that wants an end at
+    once sends KILL after them.
+    """
 
     def __init__(self) -> None:
         self.save = False  # save and leave
-        self.end = False  # leave at once
         self.stacks = False
-        signal.signal(signal.SIGUSR1, self._save)
-        signal.signal(signal.SIGTERM, self._end)
-        signal.signal(signal.SIGINT, self._end)
+        for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._save)
         signal.signal(signal.SIGUSR2, self._stacks)
 
     def _save(self, number: int, frame: object) -> None:
         self.save = True
-
-    def _end(self, number: int, frame: object) -> None:
-        self.end = True
 
     def _stacks(self, number: int, frame: object) -> None:
         self.stacks = True
