@@ -44,7 +44,8 @@ def losses_of(project: Project, run: Path) -> dict[int, float]:
 @pytest.mark.parametrize("real", ENGINES)
 def test_it_trains_to_the_end_and_is_recorded(tmp_path: Path, real: RealEngine) -> None:
     project = project_of(tmp_path, real)
-    project.invoke("train", "tiny")
+    said = project.invoke("train", "tiny").stdout
+    assert "convert" in said and "generate" not in said and "has no checkpoint" not in said
     (run,) = project.runs()
     losses = losses_of(project, run)
     assert sorted(losses) == list(range(1, 13))

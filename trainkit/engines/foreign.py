@@ -137,6 +137,12 @@ def take_back_metrics(job: Job, run: RunFolder) -> None:
 def listed_checkpoints(engine: str, run: RunFolder) -> list[ListedCheckpoint]:
     """The run's checkpoints as the engine's own rules judge them."""
     return [
-        ListedCheckpoint(found.step, str(found.folder), found.bytes, problems=list(found.problems))
+        ListedCheckpoint(
+            found.step,
+            str(found.folder),
+            found.bytes,
+            kept=[f"{engine} deletes by its own rules"],
+            problems=list(found.problems),
+        )
         for found in READERS[engine].found_checkpoints(run.checkpoints)
     ]

@@ -75,11 +75,7 @@ class RunRecord:
         """Tasks worth trying now, likeliest first."""
         run = self.run.id
         if self.state == "succeeded":
-            if _has_tokenizer(self.run):
-                writes = [f'invoke generate {run} --prompt "..."']
-            else:
-                writes = []
-            return [*writes, f"invoke report {run}", "invoke tensorboard"]
+            return [*_uses_of_weights(self.run), f"invoke report {run}", "invoke tensorboard"]
         if self.state in ("failed", "cancelled") and _was_not_prepared(self.run):
             return [f"invoke why {run}", f"invoke train {self.run.job_name}"]
         if self.state == "failed":
@@ -112,10 +108,15 @@ def _was_not_prepared(run: RunFolder) -> bool:
     ).is_file()
 
 
-def _has_tokenizer(run: RunFolder) -> bool:
-    """Whether the run's tokens stand for text; those of mock data do not."""
+def _uses_of_weights(run: RunFolder) -> list[str]:
+    """What its weights may be tried with: text, where its tokens stand for text (those of mock data
+    do not); those of another engine are converted first."""
     job = read_json(run.job).get("job", {})
-    return job.get("dataset", {}).get("tokenizer") is not None
+    if job.get("engine", "native") != "native":
+        return [f"invoke convert {run.id} --to hf --out FOLDER"]
+    if job.get("dataset", {}).get("tokenizer") is not None:
+        return [f'invoke generate {run.id} --prompt "..."']
+    return []
 
 
 def last_step(run: RunFolder) -> int:

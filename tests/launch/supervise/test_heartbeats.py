@@ -71,3 +71,17 @@ def test_what_is_no_heartbeat_moves_nothing(tmp_path: Path, beat: Any) -> None:
         and not given.stepping
         and given.behind([0]) == []
     )
+
+
+def test_an_engine_that_speaks_seldom_has_as_long_as_it_takes(tmp_path: Path) -> None:
+    """Of the heartbeats of all ranks the longest silence counts, before and after the first step;
+    what is no number of seconds does not."""
+    given, _ = beats(tmp_path)
+    limits = given.limits
+    assert given.limit == limits.start
+    given.take(0, {"phase": "train", "step": 10, "quiet_seconds": 3 * limits.start})
+    assert given.limit == 3 * limits.start
+    given.take(1, {"phase": "train", "step": 10, "quiet_seconds": 1.0})
+    given.take(1, {"phase": "train", "step": 20, "quiet_seconds": "10000000"})
+    assert given.stepping
+    assert given.limit == 3 * limits.start

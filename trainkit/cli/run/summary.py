@@ -16,6 +16,8 @@ from trainkit.base.files import rotated_log
 from trainkit.base.printable import printable
 from trainkit.cli.tables import Listing
 from trainkit.cli.wrapper import TaskContext
+from trainkit.engines.registry import ENGINES
+from trainkit.jobs.resolved import read_job
 from trainkit.jobs.schema import Job
 from trainkit.launch.local_ranks import run_local_ranks
 from trainkit.runs.folder import RunFolder
@@ -69,17 +71,24 @@ def facts_table(run: RunFolder) -> Listing:
         table.add_row("speed", tokens)
     table.add_row("run folder", escape(str(run.path)))
     table.add_row("metrics", f"{run.metrics.name}, {run.tensorboard.name}/")
-    if run.checkpoints.is_dir():
-        newest = sorted(p.name for p in run.checkpoints.glob("step-*") if p.name[5:].isdigit())
-    else:
-        newest = []
-    table.add_row("checkpoints", ", ".join(newest) or "none")
+    table.add_row("checkpoints", ", ".join(_checkpoint_names(run)) or "none")
     table.add_row("logs", f"attempts/{len(run.attempts())}/logs/")
     return table
 
 
+def _checkpoint_names(run: RunFolder) -> list[str]:
+    """The folders of a run's checkpoints; of another engine's run those that it could load."""
+    engine = read_job(run.job).engine
+    if engine != "native":
+        listed = ENGINES[engine].checkpoints(run, hashes=False)
+        return [Path(each.folder).name for each in listed if not each.problems]
+    if not run.checkpoints.is_dir():
+        return []
+    return sorted(p.name for p in run.checkpoints.glob("step-*") if p.name[5:].isdigit())
+
+
 def _print_sample(task: TaskContext, run: RunFolder, job: Job) -> None:
-    if job.dataset.source == "mock":
+    if job.dataset.source == "mock" or job.engine != "native":
         return
     # imports torch: not before training has ended
     from trainkit.train.inference.generate import generate

@@ -61,7 +61,7 @@ class Heartbeats:
         self.beats[rank] = beat
         self.last = time.monotonic()
         quiet = beat.get("quiet_seconds")
-        if isinstance(quiet, float):
+        if isinstance(quiet, int | float):
             self.quiet_seconds = max(self.quiet_seconds, quiet)
         if phase == "train":
             self.stepping = self.stepping or step > self._first_step.setdefault(rank, step)
