@@ -3,9 +3,9 @@ refused.
 
 Traps of the published set-ups that are tested elsewhere: 2 (sizes) and 20 (whole multiples of 16
 nodes) in tests/plan/test_published.py; 12 and 18 (variables and tasks of Azure's scripts) in
-tests/jobs/test_references.py and tests/launch/slurm/test_slurm_script.py; 14, 15 and 16 (its
+tests/jobs/test_references.py and tests/launch/slurm/test_batch_script.py; 14, 15 and 16 (its
 downloads) in tests/data/sources; 23 (the address of the first rank) in
-tests/launch/slurm/test_slurm_start.py.
+tests/launch/slurm/test_batch_script.py.
 """
 
 from __future__ import annotations

@@ -53,7 +53,13 @@ def data_of(job: Job) -> MegatronData:
     if job.dataset.source == "mock":
         return MegatronData({}, None, mock=True)
     root = Path(job.cluster.root or ".")
-    files = {split: tuple(pairs_of(root, job.dataset, split)) for split in SPLITS}
+    try:
+        files = {split: tuple(pairs_of(root, job.dataset, split)) for split in SPLITS}
+    except ConfigError:
+        named = _named_pairs(job.dataset)
+        if not named:
+            raise
+        files = dict.fromkeys(SPLITS, named)
     cuts = {pair.split for each in files.values() for pair in each}
     if cuts <= set(WHOLE_SPLIT.values()):
         return MegatronData(files, None)
@@ -64,6 +70,21 @@ def data_of(job: Job) -> MegatronData:
             hint="give its parts the same split, or valid_blend and test_blend",
         )
     return MegatronData(files, cuts.pop())
+
+
+def _named_pairs(dataset: Dataset) -> tuple[SplitPair, ...]:
+    """The pairs that jobs.toml names one by one, whether they are there or not: a dry run shows
+    where they would be read, and a start looks at them before. None where a pattern or a share of
+    the files needs them to be there."""
+    from trainkit.data.order.resolve_pairs import SplitPair
+
+    patterns = any(char in prefix for prefix in dataset.prefixes for char in "*?[{")
+    if dataset.source != "indexed" or patterns or dataset.valid_files or dataset.test_files:
+        return ()
+    return tuple(
+        SplitPair(dataset.name, Path(prefix), dataset.split, dataset.mmap, dataset.name, None)
+        for prefix in dataset.prefixes
+    )
 
 
 def put_data(words: MegatronWords, job: Job, data: MegatronData) -> None:
