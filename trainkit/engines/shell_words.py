@@ -128,7 +128,8 @@ def _assigned(words: list[str], variables: dict[str, str]) -> list[str]:
         name, adds, value = match.groups()
         rest = rest[1:]
         if value.startswith("("):
-            value = " ".join(_without_comments(value[1:-1]).split())
+            inner = _without_comments(value[1:-1]).replace("\\\n", " ")
+            value = " ".join(inner.split())
         else:
             value = _unquoted(value)
         # as the shell does it, now: a variable may be its own beginning. What is not known yet may

@@ -26,6 +26,7 @@ from trainkit.jobs.resolved import write_job
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import read_run_record
 from trainkit.runs.summary import summarize_run
+from trainkit.train.inference.load import choose_checkpoint
 
 
 def new_run(project: Project, job: str, *rows: dict[str, Any]) -> RunFolder:
@@ -98,6 +99,18 @@ def test_only_a_model_of_text_is_asked_to_write(project: Project) -> None:
     )
     assert [task.split()[1] for task in text] == ["generate", "report", "tensorboard"]
     assert [task.split()[1] for task in random] == ["report", "tensorboard"]
+
+
+@pytest.mark.parametrize("engine", ["megatron-lm", "gpt-neox"])
+def test_another_engines_run_is_to_be_converted_first(project: Project, engine: str) -> None:
+    run = new_run(project, "text", step(8))
+    found = json.loads(run.job.read_text())
+    found["job"]["engine"] = engine
+    run.job.write_text(json.dumps(found))
+    (task, *_) = read_run_record(run).next_tasks()
+    assert task.startswith("invoke convert")
+    with pytest.raises(ConfigError, match=rf"trained by {engine}[^\0]*invoke convert"):
+        choose_checkpoint(run)
 
 
 def test_a_longer_run_is_told_where_its_decay_ends(

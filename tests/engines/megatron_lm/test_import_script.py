@@ -124,6 +124,43 @@ def test_a_command_in_a_variable_is_found() -> None:
     assert tables["jobs"]["x"]["training"]["recompute_granularity"] == "full"
 
 
+COMMAND = "pretrain_gpt.py --num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 64"
+
+
+def test_an_array_may_have_backslashes_at_its_ends_of_lines() -> None:
+    # as in Megatron-LM's examples/mixtral/train_mixtral_8x7b_distributed.sh
+    text = f"A=(\n --log-interval 3 \\\n --eval-iters 7 \\\n)\n{COMMAND} ${{A[@]}}\n"
+    tables, not_taken = imported(text)
+    training = tables["jobs"]["x"]["training"]
+    assert (training["log_interval"], training["eval_iters"]) == (3, 7)
+    assert not not_taken
+
+
+def test_words_that_an_option_does_not_take_are_said() -> None:
+    tables, not_taken = imported(f"{COMMAND} --log-interval 3 4 --bf16 yes --exit-interval 9")
+    assert tables["jobs"]["x"]["training"]["log_interval"] == 3
+    assert any(each.startswith("4: --log-interval") for each in not_taken)
+    assert any(each.startswith("yes: --bf16") for each in not_taken)
+    assert any(each.startswith("--exit-interval 9: ") for each in not_taken)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--model-parallel-size $TP",
+        "--num-layers-per-virtual-pipeline-stage $V",
+        "--num-layers-per-virtual-pipeline-stage 0",
+        "--rampup-batch-size $A 1 2",
+        "--norm-epsilon $E",
+        "--rotary-base $B",
+        "--fp16 --initial-loss-scale $S",
+    ],
+)
+def test_a_number_that_the_script_leaves_to_its_caller_is_asked_for(words: str) -> None:
+    with pytest.raises(ConfigError, match="a number is needed here"):
+        imported(f"{COMMAND} {words}")
+
+
 def test_what_is_counted_in_samples_is_counted_in_steps() -> None:
     tables, _ = imported(
         "python pretrain_gpt.py --num-layers 2 --hidden-size 8 --num-attention-heads 2"

@@ -110,7 +110,7 @@ def _model(values: NeoxValues) -> dict[str, object]:
         raise ConfigError(
             f"no family of models has norm = '{shape[0]}', activation = '{shape[1]}' and pos_emb ="
             f" '{shape[2]}'",
-            hint="families: gpt, gpt-neox and llama (docs/config.md)",
+            hint="families: gpt, gpt-neox and llama",
         )
     epsilons = {key: values.take(key) for key in ("layernorm_epsilon", "rms_norm_epsilon")}
     gated = FAMILIES[family].mlp.gated

@@ -22,6 +22,7 @@ _IMPLIED = {
     "use-mcore-models", "group-query-attention", "encoder-num-layers",
     "wandb-exp-name", "wandb-save-dir", "exit-signal-handler", "legacy-tokenizer",
 }  # fmt: skip
+_ENDS_EARLY = ("exit-interval", "exit-duration-in-mins")
 # what Megatron-LM does by itself, and trainkit otherwise
 _DEFAULTS = (
     "adam-beta1", "adam-beta2", "adam-eps", "clip-grad", "weight-decay", "init-method-std",
@@ -112,7 +113,20 @@ def _parsed(words: Sequence[str], table: OptionTable) -> _Options:
             options.given[current].append(word)
         elif word not in ("$@",):
             options.not_taken.append(f"{word}: a word without an option before it")
+    _leave_surplus(options)
     return options
+
+
+def _leave_surplus(options: _Options) -> None:
+    """Say which words follow an option that takes fewer; argparse would refuse them."""
+    for name, words in options.given.items():
+        option = options.table.find(name)
+        if option is None or option.nargs is not None:
+            continue
+        taken = int(option.action == "store")
+        if surplus := words[taken:]:
+            options.given[name] = words[:taken]
+            options.not_taken.append(f"{' '.join(surplus)}: --{name} takes {taken or 'no'} value")
 
 
 def _typed(option: Option | None, words: Sequence[str]) -> object:
@@ -134,6 +148,28 @@ def _number(word: str, type_: str) -> object:
     except ValueError:
         return word
     return word
+
+
+def _whole(name: str, value: object) -> int:
+    """The value of an option that others are computed from. Raises ConfigError where it is no
+    number from 1, as where the script leaves it to a variable of its caller."""
+    if str(value).isdecimal() and int(str(value)) > 0:
+        return int(str(value))
+    raise _no_number(name, value)
+
+
+def _real(name: str, value: object) -> float:
+    """The same of a number with a fraction."""
+    if _is_number(str(value)):
+        return float(str(value))
+    raise _no_number(name, value)
+
+
+def _no_number(name: str, value: object) -> ConfigError:
+    return ConfigError(
+        f"--{name} {value}: a number is needed here",
+        hint="write it into the script, or import the command line that `bash -x` prints",
+    )
 
 
 def _default(options: _Options, name: str) -> object:
@@ -162,14 +198,14 @@ def _model(options: _Options) -> dict[str, object]:
         if name not in model:
             raise ConfigError(f"the command has no --{name.replace('_', '-')}")
     if words := options.take("norm-epsilon"):
-        model["layernorm_epsilon"] = float(words[0])
+        model["layernorm_epsilon"] = _real("norm-epsilon", words[0])
     model.setdefault("untie_embeddings_and_output_weights", False)
     if model["family"] == "gpt":
         model["gelu"] = "exact" if options.flag("no-bias-gelu-fusion") else "tanh"
     if model["family"] == "llama":
         model.setdefault("rotary_base", 10000.0)
     if "rotary_base" in model:
-        model["rotary_base"] = float(str(model["rotary_base"]))
+        model["rotary_base"] = _real("rotary-base", model["rotary_base"])
     return model
 
 
@@ -205,7 +241,7 @@ def _training(options: _Options) -> dict[str, object]:
             training.setdefault(name.replace("-", "_"), default)
             if name in ("initial-loss-scale", "min-loss-scale"):
                 key = name.replace("-", "_")
-                training[key] = float(str(training[key]))
+                training[key] = _real(name, training[key])
     _samples(options, training)
     if options.flag("checkpoint-activations"):
         training["recompute_granularity"] = "full"
@@ -214,7 +250,7 @@ def _training(options: _Options) -> dict[str, object]:
     else:
         training.setdefault("recompute_granularity", "none")
     if words := options.take("rampup-batch-size"):
-        training["rampup_batch_size"] = [int(word) for word in words]
+        training["rampup_batch_size"] = [_whole("rampup-batch-size", word) for word in words]
     return training
 
 
@@ -240,11 +276,14 @@ def _parallelism(options: _Options, model: dict[str, object]) -> dict[str, objec
     parallelism: dict[str, object] = {}
     _taken(options, "parallelism", parallelism)
     if words := options.take("model-parallel-size"):
-        parallelism["tensor_model_parallel_size"] = int(words[0])
+        parallelism["tensor_model_parallel_size"] = _whole("model-parallel-size", words[0])
     parallelism["zero_stage"] = int(options.flag("use-distributed-optimizer"))
     if words := options.take("num-layers-per-virtual-pipeline-stage"):
-        stages = int(str(parallelism.get("pipeline_model_parallel_size", 1)))
-        chunks = int(str(model["num_layers"])) // (stages * int(words[0]))
+        stages = _whole(
+            "pipeline-model-parallel-size", parallelism.get("pipeline_model_parallel_size", 1)
+        )
+        layers = _whole("num-layers", model["num_layers"])
+        chunks = layers // (stages * _whole("num-layers-per-virtual-pipeline-stage", words[0]))
         if chunks > 1:
             parallelism["virtual_pipeline_model_parallel_size"] = chunks
     return parallelism
@@ -315,6 +354,12 @@ def _rest(options: _Options, training: dict[str, object]) -> None:
     for name in list(options.given):
         if name in _IMPLIED:
             options.take(name)
+        elif name in _ENDS_EARLY:
+            words = " ".join(options.given.pop(name))
+            options.not_taken.append(
+                f"--{name} {words}: a run lasts train_iters, and one that ends before has failed;"
+                " `cancel --save` and a scheduler's time limit save first"
+            )
         elif name in SET_BY:
             words = " ".join(options.given.pop(name))
             options.not_taken.append(f"--{name} {words}".rstrip() + f": {SET_BY[name]} says it")

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 from trainkit.base.errors import ConfigError, Exit, Problem, TrainkitError
 from trainkit.data.indexed.paths import DataFolder
 from trainkit.data.tokenizer import end_of_document, load_tokenizer
+from trainkit.jobs.resolved import read_job
 from trainkit.jobs.schema import Job
 from trainkit.plan.checks import indivisible
 from trainkit.plan.rules import Rules
@@ -41,9 +42,16 @@ def choose_checkpoint(run: RunFolder, step: int | None = None) -> Checkpoint:
 
     Raises:
         TrainkitError: exit 16, there is none, or that of `step` is damaged.
+        ConfigError: another engine wrote them.
     """
     steps = [int(folder.name[5:]) for folder in published_folders(run.checkpoints)]
     if not steps:
+        if (engine := read_job(run.job).engine) != "native":
+            raise ConfigError(
+                f"run {run.id} was trained by {engine}, whose checkpoints are not read as they are",
+                hint=f"`invoke convert {run.id} --to hf --out FOLDER` writes what transformers"
+                " loads, and init_from begins with",
+            )
         raise TrainkitError(
             f"run {run.id} has no checkpoint yet",
             exit=Exit.NO_CHECKPOINT,
