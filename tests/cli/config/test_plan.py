@@ -133,6 +133,16 @@ def test_a_merges_file_that_is_a_vocabulary(project: Project) -> None:
     )
 
 
+def test_what_is_not_launched_is_said_with_its_reasons(project: Project) -> None:
+    (project.path / "jobs.toml").open("a").write(
+        '[engines.megatron-lm]\nsource = "URL://tree"\nversion = "core-0.12.0"\n'
+    )
+    done = project.invoke(
+        "plan", "text", "--set", "engine=megatron-lm", "--set", "engine_args.overlap-grad-reducee=1"
+    )
+    assert "has no option 'overlap-grad-reducee'" in " ".join(done.stdout.split())
+
+
 def test_nodes_cluster_and_sets(capsys: pytest.CaptureFixture[str]) -> None:
     found, exit = document(capsys, CHECKOUT, "gpt-neox-20b-lambda", nodes=6)
     assert (found["world_size"], found["data_parallel_size"], exit) == (48, 2, Exit.DONE)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from trainkit.base.errors import ConfigError, Exit
+from trainkit.base.errors import ConfigError, Exit, Problem
 from trainkit.cli.config.jobs import load_jobs
 from trainkit.cli.wrapper import TaskContext, TaskResult
 from trainkit.engines.registry import refuse_unlaunchable
@@ -35,7 +35,7 @@ def plan(task: TaskContext, name: str, nodes: int, cluster: str, sets: Sequence[
             job,
             made,
             task.command,
-            launchable=_launchable(job),
+            refused=_refused(job),
             engine=job.engine_source or jobs.engine(job.engine),
         )
         for said in engine_notes(job) if job.engine == "megatron-lm" else ():
@@ -43,10 +43,10 @@ def plan(task: TaskContext, name: str, nodes: int, cluster: str, sets: Sequence[
     return TaskResult(made.to_json(), Exit.DONE if made.feasible else Exit.PLAN)
 
 
-def _launchable(job: Job) -> bool:
-    """Whether this version launches the job, or only plans for it."""
+def _refused(job: Job) -> list[Problem]:
+    """Why this version does not launch the job, though it plans for it; nothing where it does."""
     try:
         refuse_unlaunchable(job)
-    except ConfigError:
-        return False
-    return True
+    except ConfigError as error:
+        return list(error.list)
+    return []

@@ -9,6 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from trainkit.base.errors import Problem
 from trainkit.engines.registry import ENGINES
 from trainkit.jobs.schema import EngineSource, Job
 from trainkit.plan.duration import Duration
@@ -45,7 +46,7 @@ def print_page(
     plan: Plan,
     command: str,
     *,
-    launchable: bool = True,
+    refused: Sequence[Problem] = (),
     engine: EngineSource | None = None,
 ) -> None:
     """Print a plan for people.
@@ -55,7 +56,7 @@ def print_page(
         job: the job.
         plan: its plan.
         command: the command that runs tasks here, such as "invoke".
-        launchable: whether this version can launch the job, too.
+        refused: why this version does not launch the job, though it can be planned.
         engine: where an engine comes from that is not trainkit's own.
     """
     page = Table.grid(padding=(0, 2))
@@ -72,7 +73,7 @@ def print_page(
     if not plan.feasible:
         count = len(plan.objections)
         console.print(f"[red]not feasible[/]: {count} objection{'s' if count > 1 else ''}")
-    elif launchable:
+    elif not refused:
         console.print(f"[green]feasible[/]: {command} train {plan.job}")
     elif job.engine not in ENGINES:
         console.print(
@@ -80,10 +81,10 @@ def print_page(
             " engine=native"
         )
     else:
-        console.print(
-            f"[green]feasible[/]; this version can plan the job but not launch it: {command} train"
-            f" {plan.job} says why"
-        )
+        console.print("[green]feasible[/], but this version does not launch it:")
+        for problem in refused:
+            hint = f" ({problem.hint})" if problem.hint else ""
+            console.print(f"[red]refused[/] {escape(problem.message + hint)}")
 
 
 def _engine(engine: EngineSource) -> str:
