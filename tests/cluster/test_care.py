@@ -109,7 +109,9 @@ def bare(cluster: Cluster) -> Iterator[Cluster]:
             host,
             "sh",
             "-c",
-            f"sed -i '{own}' /etc/ssh/sshd_config && kill -HUP $(cat /run/sshd.pid)",
+            # it writes the file again when it listens (sshd.c, after server_listen)
+            f"sed -i '{own}' /etc/ssh/sshd_config && p=$(cat /run/sshd.pid) && rm /run/sshd.pid"
+            " && kill -HUP $p && until [ -s /run/sshd.pid ]; do sleep 0.02; done",
         )
     yield cluster
     back = "[ ! -f /etc/ssh/00-cluster.conf ] || mv /etc/ssh/00-cluster.conf /etc/ssh/ssh_config.d/"

@@ -4,6 +4,7 @@ ours on every rank, which reads what it prints and judges how it ended."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,11 @@ from trainkit.runs.checkpoint_list import ListedCheckpoint
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.metrics import truncate_metrics
 
+# why the engines keep a checkpoint
+KEPT = {
+    "megatron-lm": "megatron-lm deletes none",
+    "gpt-neox": "gpt-neox keeps the newest, as many as checkpoint.keep_last says",
+}
 READERS: dict[str, EngineReader] = {"megatron-lm": megatron_lm, "gpt-neox": gpt_neox}
 
 
@@ -141,8 +147,22 @@ def listed_checkpoints(engine: str, run: RunFolder) -> list[ListedCheckpoint]:
             found.step,
             str(found.folder),
             found.bytes,
-            kept=[f"{engine} deletes by its own rules"],
+            kept=[KEPT[engine]],
             problems=list(found.problems),
         )
         for found in READERS[engine].found_checkpoints(run.checkpoints)
     ]
+
+
+def checkpoint_names(engine: str, run: RunFolder) -> list[str]:
+    """The folders of a run's checkpoints up to the one that the engine would go on from, by their
+    names alone: to judge all of a long run takes a shared file system its time."""
+    newest = READERS[engine].tracked_step(run.checkpoints)
+    if newest is None:
+        return []
+    found = {
+        int(match[1]): folder.name
+        for folder in run.checkpoints.iterdir()
+        if (match := re.fullmatch(r"(?:iter_|global_step)(\d+)", folder.name))
+    }
+    return [name for step, name in sorted(found.items()) if step <= newest]

@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
+import importlib
+
 from trainkit.base.errors import ConfigError
 from trainkit.engines.contract import Engine
-from trainkit.engines.gpt_neox.engine import GptNeox
-from trainkit.engines.megatron_lm.engine import MegatronLm
-from trainkit.engines.native import Native
 from trainkit.jobs.schema import Job
 
-ENGINES: dict[str, Engine] = {
-    "native": Native(),
-    "gpt-neox": GptNeox(),
-    "megatron-lm": MegatronLm(),
+# by its name in jobs.toml: its module, and the class there
+PLACES = {
+    "native": ("trainkit.engines.native", "Native"),
+    "gpt-neox": ("trainkit.engines.gpt_neox.engine", "GptNeox"),
+    "megatron-lm": ("trainkit.engines.megatron_lm.engine", "MegatronLm"),
 }
+
+
+class EngineTable(dict[str, Engine]):
+    """The engines by name, each imported when it is asked for: every start of a run is spared
+    those of others."""
+
+    def __missing__(self, name: str) -> Engine:
+        module, engine = PLACES[name]
+        self[name] = getattr(importlib.import_module(module), engine)()
+        return self[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in PLACES
+
+
+ENGINES = EngineTable()
 
 
 def refuse_unlaunchable(job: Job) -> None:

@@ -448,7 +448,8 @@ def test_environment_of_deterministic_gpus(tmp_path: Path) -> None:
 
 
 def test_notes_say_what_is_passed_on_otherwise() -> None:
-    assert engine_notes(job_of("azure-gpt3-check")) == []
+    (kept,) = engine_notes(job_of("azure-gpt3-check"))
+    assert "checkpoint.keep_last has no effect" in kept
     (near,) = engine_notes(tiny(version="core-0.12.3"))
     assert "core-0.12.3" in near and "core-0.12.0" in near
     (late,) = engine_notes(tiny("training.log_interval=50"))
@@ -609,3 +610,12 @@ def test_scaled_positions_that_a_version_ignores_are_refused(version: str, refus
         version=version,
     )
     assert any("ignores it" in each for each in refusals(job, version)) is refused
+
+
+def test_what_has_no_effect_is_said() -> None:
+    """Nothing of a job is dropped in silence."""
+    job = tiny("checkpoint.keep_last=1", "checkpoint.keep_every=4", 'generate={prompt="x"}')
+    notes = "\n".join(engine_notes(job))
+    for key in ("checkpoint.keep_last", "checkpoint.keep_every", "generate"):
+        assert f"{key} has no effect" in notes
+    assert "no effect" not in "\n".join(engine_notes(tiny()))

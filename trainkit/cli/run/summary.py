@@ -16,7 +16,6 @@ from trainkit.base.files import rotated_log
 from trainkit.base.printable import printable
 from trainkit.cli.tables import Listing
 from trainkit.cli.wrapper import TaskContext
-from trainkit.engines.registry import ENGINES
 from trainkit.jobs.resolved import read_job
 from trainkit.jobs.schema import Job
 from trainkit.launch.local_ranks import run_local_ranks
@@ -77,11 +76,12 @@ def facts_table(run: RunFolder) -> Listing:
 
 
 def _checkpoint_names(run: RunFolder) -> list[str]:
-    """The folders of a run's checkpoints; of another engine's run those that it could load."""
+    """The folders of a run's checkpoints, by their names."""
     engine = read_job(run.job).engine
     if engine != "native":
-        listed = ENGINES[engine].checkpoints(run, hashes=False)
-        return [Path(each.folder).name for each in listed if not each.problems]
+        from trainkit.engines.foreign import checkpoint_names
+
+        return checkpoint_names(engine, run)
     if not run.checkpoints.is_dir():
         return []
     return sorted(p.name for p in run.checkpoints.glob("step-*") if p.name[5:].isdigit())

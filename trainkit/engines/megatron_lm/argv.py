@@ -149,13 +149,13 @@ def _put_rotary(words: MegatronWords, model: Model) -> None:
             words.refuse(
                 f"model.rope_scaling.factor {scaling.factor}: {words.version} takes whole numbers"
             )
-        if release(words.table.version) < (0, 18):
+        if release(words.table.version) < (0, 19):
             # pretrain_gpt.py takes the option and gives it to no model: positions would not be
             # scaled, without a word (seen in 0.12.0 and 0.16.1)
             words.refuse(
                 f"model.rope_scaling.type = 'linear': {words.version} accepts"
                 " --rotary-seq-len-interpolation-factor and ignores it",
-                "use Megatron-LM core 0.18 or later, or engine = 'native'",
+                "use Megatron-LM core 0.19 or later, or engine = 'native'",
             )
             return
         key = "rotary-seq-len-interpolation-factor"

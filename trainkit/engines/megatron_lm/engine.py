@@ -90,11 +90,33 @@ def engine_notes(job: Job) -> list[str]:
             f"parallelism.zero_stage 1 is left out: Megatron-LM {table.version} has no distributed"
             " optimizer, and with data-parallel size 1 there is nothing to share"
         )
+    notes += _native_only(job)
     if job.training.log_interval > job.training.train_iters:
         notes.append(
             f"training.log_interval {job.training.log_interval} becomes train_iters"
             f" {job.training.train_iters}: else no line would say what was trained"
         )
+    return notes
+
+
+def _native_only(job: Job) -> list[str]:
+    """Keys that ask for what a Megatron-LM run does without, and is the same without."""
+    asked = {
+        "checkpoint.keep_last": "keep_last" in job.checkpoint.model_fields_set,
+        "checkpoint.keep_every": job.checkpoint.keep_every is not None,
+    }
+    notes = [
+        f"{key} has no effect: Megatron-LM deletes no checkpoint, so the disk must hold all"
+        for key, there in asked.items()
+        if there
+    ]
+    if "max_skipped_in_a_row" in job.training.model_fields_set:
+        notes.append(
+            "training.max_skipped_in_a_row has no effect: Megatron-LM counts skipped steps and goes"
+            " on"
+        )
+    if job.generate.model_fields_set:
+        notes.append("generate has no effect: a run of Megatron-LM ends without a sample")
     return notes
 
 
