@@ -12,11 +12,10 @@ from rich.panel import Panel
 from rich.text import Text
 
 from trainkit.base.errors import TrainkitError
-from trainkit.base.files import rotated_log
+from trainkit.base.files import read_json, rotated_log
 from trainkit.base.printable import printable
 from trainkit.cli.tables import Listing
 from trainkit.cli.wrapper import TaskContext
-from trainkit.jobs.resolved import read_job
 from trainkit.jobs.schema import Job
 from trainkit.launch.local_ranks import run_local_ranks
 from trainkit.runs.folder import RunFolder
@@ -77,7 +76,9 @@ def facts_table(run: RunFolder) -> Listing:
 
 def _checkpoint_names(run: RunFolder) -> list[str]:
     """The folders of a run's checkpoints, by their names."""
-    engine = read_job(run.job).engine
+    # as written: a run of another version has its numbers shown all the same
+    job = read_json(run.job).get("job", {}) if run.job.is_file() else {}
+    engine = str(job.get("engine", "native"))
     if engine != "native":
         from trainkit.engines.foreign import checkpoint_names
 
