@@ -23,7 +23,7 @@ from trainkit.jobs.schema import Job
 from trainkit.runs.folder import RunFolder
 
 ROOT = Path(__file__).resolve().parents[3]
-RUN = RunFolder(Path("/work/runs/job/run-1"))
+RUN = RunFolder(Path("/fs/runs/job/run-1"))
 DATA = NeoxData("/data/pile_text_document", "995,4,1", {})
 PLACE = """
 [engines.gpt-neox]

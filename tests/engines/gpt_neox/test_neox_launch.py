@@ -14,7 +14,7 @@ from trainkit.jobs.load import load
 from trainkit.jobs.schema import Job
 from trainkit.runs.folder import RunFolder
 
-RUN = RunFolder(Path("/work/runs/job/run-1"))
+RUN = RunFolder(Path("/fs/runs/job/run-1"))
 OVER_DEEPSPEED = """
 [engines.published]
 engine = "gpt-neox"
