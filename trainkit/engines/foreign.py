@@ -11,12 +11,10 @@ from pathlib import Path
 
 from trainkit.engines.compiled import engine_path
 from trainkit.engines.contract import Command
-from trainkit.engines.rank import gpt_neox, megatron_lm
-from trainkit.engines.rank.contract import EngineReader
+from trainkit.engines.rank.readers import READERS
 from trainkit.engines.rank.spec import RankSpec, RequiredModule
 from trainkit.jobs.schema import Job
 from trainkit.plan.arithmetic import hardware_flops_per_token_of, model_flops_per_token_of
-from trainkit.plan.layout import padded_vocab_size
 from trainkit.runs.checkpoint_list import ListedCheckpoint
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.metrics import truncate_metrics
@@ -26,7 +24,6 @@ KEPT = {
     "megatron-lm": "megatron-lm deletes none",
     "gpt-neox": "gpt-neox keeps the newest, as many as checkpoint.keep_last says",
 }
-READERS: dict[str, EngineReader] = {"megatron-lm": megatron_lm, "gpt-neox": gpt_neox}
 
 
 @dataclass(frozen=True)
@@ -71,7 +68,7 @@ def rank_command(job: Job, run: RunFolder, attempt: int, program: EngineProgram)
         attempt: counted from 1.
         program: what each rank runs.
     """
-    vocab = vocab_size_of(job)
+    model_flops, hardware_flops = _flops(job)
     spec = RankSpec(
         engine=program.engine,
         argv=(program.python, *program.argv),
@@ -83,8 +80,8 @@ def rank_command(job: Job, run: RunFolder, attempt: int, program: EngineProgram)
         global_batch_size=job.global_batch_size,
         seq_length=job.model.seq_length,
         world_size=job.world_size,
-        model_flops=model_flops_per_token_of(job.model, vocab),
-        hardware_flops=hardware_flops_per_token_of(job.model, vocab, job.training),
+        model_flops=model_flops,
+        hardware_flops=hardware_flops,
         peak_tflops=job.cluster.device.peak_tflops.get(job.training.precision),
         peak=_peak_words(job),
         saves_on_term=program.saves_on_term,
@@ -107,15 +104,15 @@ def rank_command(job: Job, run: RunFolder, attempt: int, program: EngineProgram)
     )
 
 
-def vocab_size_of(job: Job) -> int:
-    """Rows of the embedding as these engines pad it: Megatron's make_vocab_size_divisible_by."""
+def _flops(job: Job) -> tuple[float, float]:
+    """FLOPs a token of the model, and with what is computed again, as the plan counts them for
+    published engines; (0, 0) where the vocabulary is not known yet."""
     tokenizer = job.dataset.tokenizer
-    known = job.model.vocab_size or (tokenizer.vocab_size if tokenizer else None) or 1
-    return padded_vocab_size(
-        known,
-        job.model.make_vocab_size_divisible_by,
-        job.parallelism.tensor_model_parallel_size,
-    )
+    vocab = job.model.vocab_size or (tokenizer.vocab_size if tokenizer else None)
+    if vocab is None:
+        return 0.0, 0.0
+    model = model_flops_per_token_of(job.model, vocab)
+    return model, hardware_flops_per_token_of(job.model, vocab, job.training, native=False)
 
 
 def _seen_seconds(job: Job) -> float:

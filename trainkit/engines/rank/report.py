@@ -93,6 +93,11 @@ class RankReport:
         row: dict[str, object] = {
             "tokens_per_second": tokens,
             "samples_per_second": samples_per_second,
+        }
+        if not spec.model_flops:
+            return row
+        row = {
+            **row,
             "model_tflops": model,
             "hardware_tflops": hardware,
             "mfu": None,

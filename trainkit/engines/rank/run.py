@@ -13,14 +13,12 @@ import time
 from pathlib import Path
 
 from trainkit.base.process import die_with_parent_hook
-from trainkit.engines.rank import gpt_neox, megatron_lm
-from trainkit.engines.rank.contract import EngineReader
 from trainkit.engines.rank.end import EngineEnd, Verdict, judge_end
 from trainkit.engines.rank.preflight import missing_on_this_host
+from trainkit.engines.rank.readers import READERS
 from trainkit.engines.rank.report import RankReport
 from trainkit.engines.rank.spec import RankSpec
 
-READERS: dict[str, EngineReader] = {"megatron-lm": megatron_lm, "gpt-neox": gpt_neox}
 READ = 2**16  # bytes a read
 LONGEST = 2**16  # of a line that is looked at
 LAST_LINES = 60  # of what it printed, kept to say why it failed
