@@ -47,7 +47,7 @@ READERS = {
     ("Job", "container"): ("engines/native.py", "job.container"),
     ("Container", "args"): ("launch/containers", "settings.args"),
     ("Job", "args"): ("engines/megatron_lm/argv.py", "job.args"),
-    ("EngineSource", "engine"): ("jobs/settings.py", "self.engine"),
+    ("EngineSource", "engine"): ("jobs/job_tables.py", "self.engine"),
     ("Job", "engine"): ("engines/registry.py", "job.engine"),
     ("EngineSource", "python"): ("engines/sources.py", "source.python"),
     ("Tokenizer", "type"): ("stages/dataset_units.py", "tokenizer.type"),

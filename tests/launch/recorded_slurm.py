@@ -17,7 +17,7 @@ from trainkit.jobs.load import load
 from trainkit.jobs.resolved import ResolvedJob
 from trainkit.jobs.schema import Job
 from trainkit.launch.hosts.selection import local_hosts
-from trainkit.launch.scheduler import RunRequest
+from trainkit.launch.scheduler_contract import RunRequest
 from trainkit.launch.slurm.arrays import array_place
 from trainkit.launch.slurm.job_graph import GraphPart, StageGraph, stages_folder, submit_graph
 from trainkit.plan.planner import make_plan

@@ -26,7 +26,7 @@ from trainkit.jobs.clusters import Cluster
 from trainkit.jobs.launchers import LAUNCHER_TRAITS
 from trainkit.launch.direct import DIRECT, Direct
 from trainkit.launch.run_inputs import write_inputs
-from trainkit.launch.scheduler import (
+from trainkit.launch.scheduler_contract import (
     CancelledJob,
     ClusterNode,
     DryRun,
@@ -37,7 +37,7 @@ from trainkit.launch.scheduler import (
     RunRequest,
     Submission,
 )
-from trainkit.launch.schedulers import SCHEDULERS, scheduler_for, scheduler_of
+from trainkit.launch.scheduler_registry import SCHEDULERS, scheduler_for, scheduler_of
 from trainkit.launch.start import fill_run
 from trainkit.launch.supervise.outcome import Outcome
 from trainkit.runs.events import FailureClass
@@ -201,7 +201,7 @@ def test_only_the_table_knows_slurm() -> None:
                 names = [alias.name for alias in node.names]
             elif isinstance(node, ast.ImportFrom):
                 names = [f"{node.module}.{alias.name}" for alias in node.names]
-            if place != "launch/schedulers.py":
+            if place != "launch/scheduler_registry.py":
                 found += [
                     f"{place} imports {name}"
                     for name in names

@@ -10,8 +10,8 @@ from trainkit.experiment.options import HostOptions
 from trainkit.jobs.schema import Cluster, Job
 from trainkit.launch.hosts.hostfile import Host
 from trainkit.launch.hosts.selection import HostList
-from trainkit.launch.scheduler import HostsToAsk
-from trainkit.launch.schedulers import scheduler_for
+from trainkit.launch.scheduler_contract import HostsToAsk
+from trainkit.launch.scheduler_registry import scheduler_for
 
 SHOWN = 8  # hosts named in one line
 

@@ -20,7 +20,7 @@ from trainkit.jobs.resolved import read_job
 from trainkit.jobs.schema import Job
 from trainkit.launch.job_plan import plan_of
 from trainkit.launch.preparation import StageUi
-from trainkit.launch.schedulers import current
+from trainkit.launch.scheduler_registry import current
 from trainkit.launch.stage_lines import StageLines
 from trainkit.launch.supervise.observer import silent_observer
 from trainkit.plan.planner import Plan

@@ -13,7 +13,7 @@ from trainkit.launch.hosts.hostfile import Host
 from trainkit.launch.hosts.selection import hosts_path, local_hosts, read_hosts
 from trainkit.launch.protocol.client import ask_supervisor
 from trainkit.launch.protocol.frames import CancelRun
-from trainkit.launch.schedulers import current, scheduler_of
+from trainkit.launch.scheduler_registry import current, scheduler_of
 from trainkit.launch.start import SPAWN_SECONDS
 from trainkit.launch.supervise.orphan_sweep import sweep_orphans
 from trainkit.runs.events import (

@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from trainkit.launch.schedulers import SCHEDULERS, scheduler_of
+from trainkit.launch.scheduler_registry import SCHEDULERS, scheduler_of
 from trainkit.runs.event_tail import EventTail
 from trainkit.runs.events import (
     AllRanksStarted,

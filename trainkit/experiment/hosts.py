@@ -15,7 +15,7 @@ from trainkit.jobs.schema import Cluster, Job
 from trainkit.launch.hosts.hostfile import find_hostfile
 from trainkit.launch.hosts.quarantine import read_quarantine
 from trainkit.launch.hosts.selection import HostList, choose_hosts, local_hosts
-from trainkit.launch.schedulers import launchers_with_queue, scheduler_for
+from trainkit.launch.scheduler_registry import launchers_with_queue, scheduler_for
 
 RANKS = "cluster.ranks_per_node"
 

@@ -13,7 +13,7 @@ from trainkit.data.sources.announce import LARGE_DOWNLOAD
 from trainkit.jobs.load import Jobs
 from trainkit.jobs.schema import Job
 from trainkit.launch.preparation import Preparation, StageUi
-from trainkit.launch.schedulers import preparation_for
+from trainkit.launch.scheduler_registry import preparation_for
 from trainkit.stages.build import BuildStage
 from trainkit.stages.contract import Need
 from trainkit.stages.execute import needs_in_turn, needs_of, stamps_folder

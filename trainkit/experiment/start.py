@@ -29,8 +29,14 @@ from trainkit.launch.readiness import (
     refuse_without_wandb,
 )
 from trainkit.launch.run_inputs import refuse_other_inputs
-from trainkit.launch.scheduler import DryRun, ResumeRequest, RunRequest, Scheduler, Submission
-from trainkit.launch.schedulers import current, preparation_for, scheduler_for, scheduler_of
+from trainkit.launch.scheduler_contract import (
+    DryRun,
+    ResumeRequest,
+    RunRequest,
+    Scheduler,
+    Submission,
+)
+from trainkit.launch.scheduler_registry import current, preparation_for, scheduler_for, scheduler_of
 from trainkit.launch.session_preview import StartPreview, preview_start
 from trainkit.launch.supervise.observer import RunObserver
 from trainkit.launch.supervise.rank_environment import secret_values

@@ -16,8 +16,7 @@ from trainkit.jobs.clusters import Cluster, SlurmOptions, refuse_unknown_options
 from trainkit.jobs.containers import Container
 from trainkit.jobs.datasets import Dataset, Tokenizer
 from trainkit.jobs.devices import BUILT_IN_DEVICES, Device
-from trainkit.jobs.models import Model, RopeScaling
-from trainkit.jobs.settings import (
+from trainkit.jobs.job_tables import (
     CheckpointSettings,
     EngineSource,
     GenerateSettings,
@@ -26,6 +25,7 @@ from trainkit.jobs.settings import (
     RetrySettings,
     WandbSettings,
 )
+from trainkit.jobs.models import Model, RopeScaling
 from trainkit.jobs.table import NAME, EngineValue, Environment, Strings, Table, needs, wrong
 from trainkit.jobs.training import Training
 

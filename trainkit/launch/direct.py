@@ -12,7 +12,7 @@ from trainkit.jobs.schema import Cluster, Job
 from trainkit.launch.hosts.hostfile import find_hostfile
 from trainkit.launch.hosts.selection import HostList, load_hosts, this_host
 from trainkit.launch.preparation import Notice, Preparation, UnitRunner, direct_units
-from trainkit.launch.scheduler import (
+from trainkit.launch.scheduler_contract import (
     CancelledJob,
     ClusterNode,
     DryRun,

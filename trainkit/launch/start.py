@@ -19,7 +19,7 @@ from trainkit.jobs.resume_changes import write_changed_job
 from trainkit.launch.hosts.selection import write_hosts
 from trainkit.launch.programs import program_path
 from trainkit.launch.run_inputs import write_inputs
-from trainkit.launch.scheduler import ResumeRequest, RunRequest
+from trainkit.launch.scheduler_contract import ResumeRequest, RunRequest
 from trainkit.launch.supervise.code_snapshot import link_code, take_snapshot
 from trainkit.launch.supervise.outcome import Outcome, signal_name
 from trainkit.launch.supervise.rank_environment import secret_values

@@ -23,7 +23,7 @@ from trainkit.cli.wrapper import TaskContext
 from trainkit.jobs.load import load
 from trainkit.jobs.resolved import write_job
 from trainkit.launch.run_inputs import refuse_other_inputs
-from trainkit.launch.schedulers import preparation_for
+from trainkit.launch.scheduler_registry import preparation_for
 from trainkit.launch.slurm.arrays import array_place
 from trainkit.launch.slurm.job_graph import (
     GraphPart,

@@ -33,8 +33,8 @@ from trainkit.jobs.resolved import write_job
 from trainkit.launch.hosts.selection import local_hosts
 from trainkit.launch.preparation import term_interrupts
 from trainkit.launch.run_inputs import write_inputs
-from trainkit.launch.scheduler import CancelledJob, ResumeRequest
-from trainkit.launch.schedulers import preparation_for
+from trainkit.launch.scheduler_contract import CancelledJob, ResumeRequest
+from trainkit.launch.scheduler_registry import preparation_for
 from trainkit.launch.slurm import arrays
 from trainkit.launch.slurm.arrays import array_script, follow_arrays, run_arrays
 from trainkit.launch.slurm.batch_job import supervise_batch

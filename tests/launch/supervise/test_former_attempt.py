@@ -34,7 +34,7 @@ from trainkit.launch.hosts.quarantine import read_quarantine
 from trainkit.launch.hosts.selection import local_hosts
 from trainkit.launch.launchers.debug import Debug, StubAgent
 from trainkit.launch.protocol.frames import StartProcesses
-from trainkit.launch.scheduler import RunRequest
+from trainkit.launch.scheduler_contract import RunRequest
 from trainkit.launch.supervise import supervisor
 from trainkit.launch.supervise.code_snapshot import link_code, take_snapshot
 from trainkit.launch.supervise.outcome import RankExit, judge_outcome

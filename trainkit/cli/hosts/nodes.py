@@ -22,8 +22,8 @@ from trainkit.launch.cluster_care.remote_commands import run_on_hosts
 from trainkit.launch.hosts.hostfile import Host
 from trainkit.launch.hosts.quarantine import QuarantineEntry, end_quarantine, read_quarantine
 from trainkit.launch.protocol.frames import HostFacts
-from trainkit.launch.scheduler import ClusterNode
-from trainkit.launch.schedulers import scheduler_for
+from trainkit.launch.scheduler_contract import ClusterNode
+from trainkit.launch.scheduler_registry import scheduler_for
 from trainkit.launch.supervise.orphan_sweep import HostReport, survey_hosts
 
 GIB = 2**30

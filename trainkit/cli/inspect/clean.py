@@ -15,7 +15,7 @@ from trainkit.base.locks import LockBusy
 from trainkit.cli.config.jobs import load_jobs
 from trainkit.cli.tables import Listing
 from trainkit.cli.wrapper import TaskContext, TaskResult
-from trainkit.launch.schedulers import current_all
+from trainkit.launch.scheduler_registry import current_all
 from trainkit.runs.find import all_runs, find_run
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.leftovers import Leftover, delete_leftovers, leftovers

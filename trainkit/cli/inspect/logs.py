@@ -17,7 +17,7 @@ from trainkit.cli.config.jobs import load_jobs
 from trainkit.cli.options import LogOptions
 from trainkit.cli.run.summary import last_lines
 from trainkit.cli.wrapper import TaskContext, TaskResult
-from trainkit.launch.schedulers import scheduler_of
+from trainkit.launch.scheduler_registry import scheduler_of
 from trainkit.runs.events import RankEnded, RankStarted, events_of, read_events
 from trainkit.runs.find import find_run
 from trainkit.runs.folder import AttemptFolder, RunFolder

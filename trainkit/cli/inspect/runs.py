@@ -16,7 +16,7 @@ from trainkit.cli.run.summary import facts_table, print_next
 from trainkit.cli.tables import Listing
 from trainkit.cli.wrapper import TaskContext, TaskResult
 from trainkit.jobs.resolved import read_job
-from trainkit.launch.schedulers import current, current_all, scheduler_of
+from trainkit.launch.scheduler_registry import current, current_all, scheduler_of
 from trainkit.runs.devices import DeviceUsage, Gpu, observe_devices
 from trainkit.runs.find import all_runs, find_run
 from trainkit.runs.folder import RunFolder

@@ -14,8 +14,8 @@ from trainkit.cli.config.jobs import load_jobs
 from trainkit.cli.run.summary import last_lines, print_next
 from trainkit.cli.tables import Listing
 from trainkit.cli.wrapper import TaskContext, TaskResult
-from trainkit.launch.scheduler import JobAccount
-from trainkit.launch.schedulers import current, scheduler_of
+from trainkit.launch.scheduler_contract import JobAccount
+from trainkit.launch.scheduler_registry import current, scheduler_of
 from trainkit.runs.attempt_report import (
     AttemptReport,
     RankFailure,

@@ -17,7 +17,7 @@ from trainkit.experiment.follow import GOING, POLL_SECONDS, RunFollower
 from trainkit.jobs.resolved import read_job
 from trainkit.launch.protocol.client import ask_supervisor
 from trainkit.launch.protocol.frames import CancelRun
-from trainkit.launch.schedulers import current
+from trainkit.launch.scheduler_registry import current
 from trainkit.runs.event_tail import EventTail
 from trainkit.runs.find import find_run
 from trainkit.runs.folder import RunFolder

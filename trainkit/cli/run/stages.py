@@ -19,7 +19,7 @@ from trainkit.experiment.prepare import PrepareOptions, choose_target, prepare_t
 from trainkit.jobs.load import find_root
 from trainkit.jobs.schema import Job
 from trainkit.launch.preparation import StageUi
-from trainkit.launch.schedulers import preparation_for
+from trainkit.launch.scheduler_registry import preparation_for
 from trainkit.stages.build import BuildStage
 from trainkit.stages.contract import Need
 from trainkit.stages.execute import stamps_folder

@@ -22,7 +22,7 @@ from trainkit.experiment.options import LaunchOptions, ResumeOptions, TrainOptio
 from trainkit.experiment.start import NewRun, ResumedRun, plan_new_run, plan_resumed_run
 from trainkit.jobs.resolved import read_job
 from trainkit.jobs.schema import Job
-from trainkit.launch.scheduler import StageFollower, Submission
+from trainkit.launch.scheduler_contract import StageFollower, Submission
 from trainkit.launch.supervise.observer import RunObserver
 from trainkit.plan.planner import Plan
 from trainkit.runs.checkpoint_list import ListedCheckpoint

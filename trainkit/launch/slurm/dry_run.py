@@ -10,7 +10,7 @@ from trainkit.engines.registry import ENGINES
 from trainkit.jobs.schema import Job
 from trainkit.launch.hosts.hostfile import Host
 from trainkit.launch.launchers.slurm import mount_check_argv, pyxis_container, srun_argv
-from trainkit.launch.scheduler import DryRun
+from trainkit.launch.scheduler_contract import DryRun
 from trainkit.launch.session_preview import preview_session, script_lines
 from trainkit.launch.slurm.batch_script import all_options, allocation_variables, batch_script
 from trainkit.launch.slurm.sbatch import dependency_options, run_sbatch_argv

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 
 from trainkit.base.errors import Exit, TrainkitError
-from trainkit.launch.scheduler import CancelledJob
+from trainkit.launch.scheduler_contract import CancelledJob
 from trainkit.launch.slurm.allocation import slurm_output
 from trainkit.launch.slurm.array_states import jobs_are_over
 from trainkit.launch.slurm.job_graph import stages_pending

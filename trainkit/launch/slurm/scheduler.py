@@ -11,7 +11,7 @@ from trainkit.jobs.schema import Cluster, Job
 from trainkit.launch.hosts.selection import HostList
 from trainkit.launch.launchers.slurm import Slurm as SrunLauncher
 from trainkit.launch.preparation import Notice, Preparation, UnitRunner, direct_units
-from trainkit.launch.scheduler import (
+from trainkit.launch.scheduler_contract import (
     CancelledJob,
     ClusterNode,
     DryRun,

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trainkit.base.errors import TrainkitError
-from trainkit.launch.scheduler import JobAccount
+from trainkit.launch.scheduler_contract import JobAccount
 from trainkit.launch.slurm.allocation import slurm_output
 
 # job, state, reason, (expected) start, time limit, nodes: squeue(1), --format

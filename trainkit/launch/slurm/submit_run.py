@@ -10,7 +10,7 @@ from pathlib import Path
 
 from trainkit.base.errors import TrainkitError
 from trainkit.launch.preparation import Notice
-from trainkit.launch.scheduler import ResumeRequest, RunRequest, Submission
+from trainkit.launch.scheduler_contract import ResumeRequest, RunRequest, Submission
 from trainkit.launch.slurm.batch_script import script_path, seconds_before_limit
 from trainkit.launch.slurm.job_graph import StageGraph, submit_graph
 from trainkit.launch.slurm.sbatch import forget_secrets, submit, write_script

@@ -2,7 +2,7 @@
 became of runs that were handed over to it.
 
 A launcher (launch/launchers) starts agents on hosts that are known; a scheduler comes before it.
-launch/schedulers.py has the table of all, docs/adding.md says how another one is added.
+launch/scheduler_registry.py has the table of all, docs/adding.md says how another one is added.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from pathlib import Path
 from trainkit.jobs.schema import Cluster, Job
 from trainkit.launch.direct import DIRECT
 from trainkit.launch.preparation import Preparation, StageUi, UnitRunner, direct_units
-from trainkit.launch.scheduler import Scheduler
+from trainkit.launch.scheduler_contract import Scheduler
 from trainkit.launch.slurm.scheduler import SlurmScheduler
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import RunRecord
