@@ -27,8 +27,8 @@ ORDER = {  # of a folder's rooms and its files of their own: each imports only w
     ),
     "trainkit.launch": (
         "programs protocol hosts agent containers session launchers run_inputs supervise"
-        " local_ranks remote_units cluster_care stage_lines preparation scheduler job_plan"
-        " readiness session_preview start direct slurm schedulers main"
+        " local_ranks remote_units cluster_care stage_lines preparation scheduler_contract job_plan"
+        " readiness session_preview start direct slurm scheduler_registry main"
     ),
     "trainkit.experiment": "options hosts start prepare follow cancel api",
     "trainkit.cli": (
