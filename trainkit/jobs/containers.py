@@ -7,7 +7,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from trainkit.jobs.table import NAME, Environment, Strings, Table, wrong
+from trainkit.jobs.image_reference import objection_to
+from trainkit.jobs.table import NAME, VARIABLE, Environment, Strings, Table, needs, wrong
 
 MOUNTABLE = r"/[^\s,:'\"]*"  # a path as every runtime takes it unquoted
 MOUNT = rf"^{MOUNTABLE}:{MOUNTABLE}(:ro)?$"
@@ -32,15 +33,103 @@ IMAGES: dict[str, tuple[str, str]] = {  # what each runtime takes for an image, 
 IMAGES["podman"] = IMAGES["docker"]
 
 
+# runtimes whose image is a file that `build-container` makes, and how its name ends
+FILE_RUNTIMES: dict[str, tuple[str, ...]] = {
+    "enroot": (".sqsh", ".squashfs"),
+    "pyxis": (".sqsh", ".squashfs"),
+    "apptainer": (".sif",),
+}
+SOURCES = ("docker", "dockerd", "podman")  # schemes of `source`: those of enroot-import
+
+
+class Squashfs(Table):
+    """How mksquashfs packs an image file."""
+
+    compression: Literal["gzip", "lzo", "lz4", "xz", "zstd"] = Field(
+        "zstd", description="mksquashfs -comp"
+    )
+    level: int | None = Field(
+        None,
+        ge=1,
+        le=22,
+        description="mksquashfs -Xcompression-level; by default the compressor's own",
+    )
+
+    @model_validator(mode="after")
+    def _has_such_a_level(self) -> Squashfs:
+        most = {"gzip": 9, "lzo": 9, "zstd": 22}.get(self.compression, 0)
+        if self.level is not None and self.level > most:
+            limit = f"levels 1 to {most}" if most else "no levels"
+            raise wrong("level", f"level = {self.level}: {self.compression} has {limit}")
+        return self
+
+
+class Stripe(Table):
+    """How an image file lies on a Lustre file system: `lfs setstripe` of its folder."""
+
+    size: str = Field("1M", pattern=r"^[1-9][0-9]*[kKmMgG]$", description="lfs setstripe -S")
+    count: int = Field(
+        -1, ge=-1, description="lfs setstripe -c: targets it is spread over; -1: all of them"
+    )
+
+
 class Container(Table):
     """An image that the agent of each node, and so its ranks, run in."""
 
-    planned = ("dockerfile",)
-
     name: str = Field("", pattern=NAME, description="the table's name, filled in")
     image: str = Field(
+        "",
+        description=(
+            "an image of a registry, or a file (.sqsh, .sif), as the runtime names it; by default"
+            " what `build-container` makes: the tag, or ROOT/images/NAME.sqsh or .sif"
+        ),
+    )
+    dockerfile: str | None = Field(
+        None,
         min_length=1,
-        description="an image of a registry, or a file (.sqsh, .sif), as the runtime names it",
+        description="what `build-container` builds, relative to the folder of jobs.toml",
+    )
+    context: str | None = Field(
+        None,
+        min_length=1,
+        description="the folder that COPY and ADD read; by default the one of jobs.toml",
+    )
+    base: str | None = Field(
+        None, description="the image it is built on: build argument BASE_IMAGE of the Dockerfile"
+    )
+    build_args: dict[Annotated[str, Field(pattern=VARIABLE + "$")], str] = Field(
+        default_factory=dict,
+        description="more build arguments; they stay in the image, so secrets do not belong here",
+    )
+    source: str | None = Field(
+        None,
+        description=(
+            "an image that is imported as it is, without a build: docker://[USER@][REGISTRY#]IMAGE,"
+            " dockerd://IMAGE or podman://IMAGE, as enroot-import names them"
+        ),
+    )
+    tag: str | None = Field(
+        None, description="the name that the built image gets; by default trainkit-NAME"
+    )
+    builder: Literal["docker", "podman", "buildah"] | None = Field(
+        None, description="what builds it; by default the first of them that is there"
+    )
+    registry: str | None = Field(
+        None, description="where `build-container --push` puts the tag: HOST[:PORT][/PATH]"
+    )
+    squashfs: Squashfs | None = Field(
+        None, description="how the .sqsh file is packed; by default as enroot does"
+    )
+    stripe: Stripe | None = Field(
+        None, description="spread the image file over the targets of a Lustre file system"
+    )
+    stage_to: str | None = Field(
+        None,
+        pattern=f"^{MOUNTABLE}$",
+        description="a folder of every node that the image file is copied to before it is used",
+    )
+    stages_in_container: bool = Field(
+        False, description="stages that compute run in the image too, not only ranks"
     )
     runtime: Literal["pyxis", "enroot", "apptainer", "docker", "podman"] = Field(
         "pyxis", description="what starts it"
@@ -87,9 +176,74 @@ class Container(Table):
     )
 
     @model_validator(mode="after")
+    def _is_made_of_one_thing(self) -> Container:
+        if not (self.image or self.dockerfile or self.source):
+            raise needs(
+                "image", "an image is missing: image, or what it is made of: dockerfile, source"
+            )
+        if self.dockerfile and self.source:
+            raise wrong("source", "source and dockerfile exclude each other: give one of them")
+        for key in ("context", "base", "build_args", "tag", "registry"):
+            if getattr(self, key) and not self.dockerfile:
+                raise wrong(key, f"{key} is of a build, and there is no dockerfile")
+        for key in ("squashfs", "stripe", "builder"):
+            if getattr(self, key) and not self.is_made:
+                raise wrong(key, f"{key} is of an image made here: give dockerfile or source")
+        return self
+
+    @model_validator(mode="after")
+    def _fits_the_runtime(self) -> Container:
+        files = FILE_RUNTIMES.get(self.runtime, ())
+        if self.squashfs and ".sqsh" not in files:
+            raise wrong("squashfs", f"runtime = '{self.runtime}' starts no .sqsh file")
+        for key in ("source", "stripe", "stage_to"):
+            if getattr(self, key) and not files:
+                raise wrong(
+                    key,
+                    f"{key} is of image files, and runtime = '{self.runtime}' has none: those of"
+                    f" {', '.join(FILE_RUNTIMES)} do",
+                )
+        if self.is_made and files and self.image and not self.image.endswith(files):
+            raise wrong(
+                "image",
+                f"image = '{self.image}': what is made for runtime = '{self.runtime}' is a file,"
+                f" {' or '.join(f'*{ending}' for ending in files)}",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _names_are_references(self) -> Container:
+        for key in ("tag", "base", "registry"):
+            value = getattr(self, key)
+            if value is not None and (said := objection_to(value)):
+                raise wrong(key, f"{key} = {said}")
+        if self.tag is not None and "@" in self.tag:
+            raise wrong("tag", f"tag = '{self.tag}': a digest is not chosen, it comes of the build")
+        scheme, colon, rest = (self.source or "").partition("://")
+        if self.source is not None and not (colon and rest and scheme in SOURCES):
+            raise wrong(
+                "source",
+                f"source = '{self.source}': it begins with"
+                f" {', '.join(f'{name}://' for name in SOURCES)}",
+            )
+        return self
+
+    @property
+    def is_made(self) -> bool:
+        """Whether the stage `build-container` makes the image."""
+        return self.dockerfile is not None or self.source is not None
+
+    @property
+    def built_tag(self) -> str:
+        """The name that the built image gets."""
+        if self.tag is not None:
+            return self.tag
+        return f"trainkit-{self.name}"
+
+    @model_validator(mode="after")
     def _names_an_image(self) -> Container:
         form, words = IMAGES[self.runtime]
-        if not re.fullmatch(form, self.image):
+        if self.image and not re.fullmatch(form, self.image):
             message = f"image = '{self.image}': runtime = '{self.runtime}' takes {words}"
             if self.runtime == "pyxis" and re.match(r"[^/#]*[.:][^/#]*/", self.image):
                 message += f"; a registry ends with '#' there: {self.image.replace('/', '#', 1)}"

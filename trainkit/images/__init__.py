@@ -1,0 +1,1 @@
+"""Container images: what goes into one, what builds it, and image files made of it."""
