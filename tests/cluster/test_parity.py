@@ -34,6 +34,7 @@ folder, words, debug = sys.argv[1], json.loads(sys.argv[2]), sys.argv[3] == "deb
 native = ENGINES["native"]
 class Shows:
     problems = staticmethod(native.problems)
+    resume_problems = staticmethod(native.resume_problems)
     before_attempt = staticmethod(native.before_attempt)
     def command(self, job, run, attempt):
         command = native.command(job, run, attempt)

@@ -48,6 +48,9 @@ class Program:
     def problems(self, job: Job) -> list[Problem]:
         return []
 
+    def resume_problems(self, job: Job, run: RunFolder) -> list[Problem]:
+        return []
+
     def before_attempt(self, job: Job, run: RunFolder) -> None:
         """Nothing."""
 

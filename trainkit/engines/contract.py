@@ -84,6 +84,10 @@ class Engine(Protocol):
             attempt: counted from 1.
         """
 
+    def resume_problems(self, job: Job, run: RunFolder) -> list[Problem]:
+        """Why the engine cannot go on with the run's newest checkpoint as `job` says; an empty
+        list if it can. A run is not continued on fewer nodes where this objects."""
+
     def before_attempt(self, job: Job, run: RunFolder) -> None:
         """Bring the run folder into the state in which an attempt may begin; called by the run's
         supervisor when nothing of an earlier attempt runs any more. Raises TrainkitError where it

@@ -67,6 +67,10 @@ class Native:
             own_code=True,
         )
 
+    def resume_problems(self, job: Job, run: RunFolder) -> list[Problem]:
+        """None: its checkpoints are read by any layout."""
+        return []
+
     def before_attempt(self, job: Job, run: RunFolder) -> None:
         """The trainer takes back its own metrics when it has chosen its checkpoint."""
 

@@ -13,7 +13,6 @@ from trainkit.engines.gpt_neox.config import NeoxData, neox_config, yaml_text
 from trainkit.engines.gpt_neox.engine import (
     GptNeox,
     attempt_config,
-    resume_problems,
     saved_config,
 )
 from trainkit.engines.rank import gpt_neox as reader
@@ -60,7 +59,7 @@ def test_it_goes_on_from_its_own_checkpoint_with_the_same_schedule(tmp_path: Pat
     config = attempt_config(job, run, DATA)
     assert config["load"] == str(run.checkpoints)
     assert "override_lr_scheduler" not in config
-    assert resume_problems(job, run) == []
+    assert GptNeox().resume_problems(job, run) == []
 
 
 def test_a_longer_run_would_learn_faster_again_and_is_refused(tmp_path: Path) -> None:
@@ -105,7 +104,7 @@ def test_another_layout_is_refused(
 ) -> None:
     run = saved(tmp_path, job_of(), 7)
     judged(monkeypatch, {7: ()})
-    (problem,) = resume_problems(job_of(change), run)
+    (problem,) = GptNeox().resume_problems(job_of(change), run)
     assert said in problem.message
     with pytest.raises(ConfigError, match="the run's checkpoint was written"):
         GptNeox().before_attempt(job_of(change), run)
@@ -113,7 +112,7 @@ def test_another_layout_is_refused(
 
 def test_without_zero_other_ranks_read_the_checkpoint(tmp_path: Path) -> None:
     run = saved(tmp_path, job_of("parallelism.zero_stage=0"), 7)
-    assert resume_problems(job_of("parallelism.zero_stage=0", "nodes=1"), run) == []
+    assert GptNeox().resume_problems(job_of("parallelism.zero_stage=0", "nodes=1"), run) == []
 
 
 def test_weights_to_begin_with_must_be_there(tmp_path: Path) -> None:
@@ -156,5 +155,5 @@ def test_a_configuration_that_others_wrote_is_no_obstacle(tmp_path: Path) -> Non
     path = run.checkpoints / "global_step7" / "configs" / f"{job.name}.yml"
     path.write_text("# their own\n{ 'a': True, }\n")
     assert saved_config(run) == {}
-    assert resume_problems(job, run) == []
+    assert GptNeox().resume_problems(job, run) == []
     assert json.loads(yaml_text({"eps": 1e-8})) == {"eps": 1e-8}

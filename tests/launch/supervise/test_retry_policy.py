@@ -15,9 +15,9 @@ import pytest
 
 from tests.conftest import alive, wait_for
 from tests.launch.supervised import DONE, Program, events, make_run, supervised
-from trainkit.base.errors import Exit
+from trainkit.base.errors import Exit, Problem
 from trainkit.base.files import read_json
-from trainkit.jobs.schema import RetrySettings
+from trainkit.jobs.schema import Job, RetrySettings
 from trainkit.launch.hosts.hostfile import Host
 from trainkit.launch.hosts.quarantine import read_quarantine
 from trainkit.launch.launchers.debug import Debug, StubAgent
@@ -284,6 +284,26 @@ def test_a_lost_host_is_replaced_or_done_without(
     assert any(seconds > 5_000 for seconds in waits), (
         "the next attempt did not wait until the lost host had surely stopped"
     )
+
+
+class SameRanksOnly(Program):
+    """An engine whose checkpoint is read by as many nodes as wrote it only."""
+
+    def resume_problems(self, job: Job, run: RunFolder) -> list[Problem]:
+        return [Problem(f"written on 2 nodes, not {job.nodes}")] if job.nodes != 2 else []
+
+
+def test_a_run_is_not_continued_on_fewer_nodes_than_its_engine_can_read_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lost host is tried again instead: a layout that is refused would end the run."""
+    waited(monkeypatch)
+    run = make_run(tmp_path, ["retry.infra=1", *QUICK], hosts=HOSTS[:2], nodes=2)
+    supervised(run, SameRanksOnly(SECOND_IS_DONE), launcher=Debug(Dies))
+    assert len(run.attempts()) == 2
+    assert read_json(run.job)["job"]["nodes"] == 2
+    joined = [e["host"] for e in events(run, 2) if e["event"] == "agent_joined"]
+    assert sorted(joined) == ["h0", "h1"]
 
 
 KILLS_ITS_AGENT = f"""

@@ -98,11 +98,14 @@ class GptNeox:
         argv = ("train.py", "--local_rank=${LOCAL_RANK}", *words)
         return rank_command(job, run, attempt, replace(program, argv=argv))
 
+    def resume_problems(self, job: Job, run: RunFolder) -> list[Problem]:
+        return _layout_problems(job, run)
+
     def before_attempt(self, job: Job, run: RunFolder) -> None:
         """Let `latest` name the newest whole checkpoint: the engine loads what it names. Rows of
         metrics after it are taken back."""
         _name_whole(run)
-        if problems := resume_problems(job, run):
+        if problems := _layout_problems(job, run):
             raise ConfigError(problems)
         take_back_metrics(job, run)
 
@@ -228,7 +231,7 @@ def saved_config(run: RunFolder) -> dict[str, object] | None:
     return {}
 
 
-def resume_problems(job: Job, run: RunFolder) -> list[Problem]:
+def _layout_problems(job: Job, run: RunFolder) -> list[Problem]:
     """Why the run cannot go on as `job` says: its newest checkpoint is laid out otherwise."""
     before = saved_config(run)
     if not before:

@@ -7,7 +7,7 @@ import os
 import re
 from pathlib import Path
 
-from trainkit.base.errors import ConfigError, Exit, Problem
+from trainkit.base.errors import ConfigError, Problem
 from trainkit.base.files import write_text
 from trainkit.engines.contract import Command
 from trainkit.engines.foreign import (
@@ -174,11 +174,15 @@ class MegatronLm:
         )
         return rank_command(job, run, attempt, program)
 
+    def resume_problems(self, job: Job, run: RunFolder) -> list[Problem]:
+        return list(_layout_problems(job, run))
+
     def before_attempt(self, job: Job, run: RunFolder) -> None:
         """Let the tracker name the newest whole checkpoint: the engine loads what it names, and a
         save that was cut short may be newer. Rows of metrics after it are taken back."""
         _name_whole(run)
-        _refuse_other_layout(job, run)
+        if problems := self.resume_problems(job, run):
+            raise ConfigError(problems)
         take_back_metrics(job, run)
 
     def checkpoints(self, run: RunFolder, *, hashes: bool) -> list[ListedCheckpoint]:
@@ -210,10 +214,9 @@ def _name_whole(run: RunFolder) -> None:
         tracker.unlink(missing_ok=True)
 
 
-def _refuse_other_layout(job: Job, run: RunFolder) -> None:
-    """Raise ConfigError (exit 3) where the checkpoint has a file of each tensor- and
-    pipeline-parallel rank (ckpt-format torch: mp_rank_TT, mp_rank_TT_PPP) and the job has other
-    degrees."""
+def _layout_problems(job: Job, run: RunFolder) -> Iterator[Problem]:
+    """That the checkpoint has a file of each tensor- and pipeline-parallel rank (ckpt-format
+    torch: mp_rank_TT, mp_rank_TT_PPP) and the job has other degrees."""
     tracked = reader.tracked_step(run.checkpoints)
     folder = _whole_steps(run).get(-1 if tracked is None else tracked)
     if folder is None:
@@ -226,10 +229,9 @@ def _refuse_other_layout(job: Job, run: RunFolder) -> None:
     p = job.parallelism
     asked = (p.tensor_model_parallel_size, p.pipeline_model_parallel_size)
     if there != asked:
-        raise ConfigError(
+        yield Problem(
             f"{folder} was saved with tensor_model_parallel_size {there[0]} and"
             f" pipeline_model_parallel_size {there[1]}, and the job has {asked[0]} and {asked[1]}",
-            exit=Exit.CONFIG,
             hint="resume with the same degrees; ckpt-format 'torch_dist' allows others",
         )
 

@@ -386,14 +386,17 @@ class Supervisor:
         return hosts
 
     def _shrunk_job(self, nodes: int) -> Job | None:
-        """The job on fewer nodes; None where the plan or the engine objects."""
+        """The job on fewer nodes; None where the plan or the engine objects, which may read a
+        checkpoint on as many ranks as wrote it only."""
         try:
             _, job = changed_job(self.run.job, [f"nodes={nodes}"])
         except ConfigError:
             return None
-        if make_plan(job, rules=RULES[job.engine]).feasible and not self.engine.problems(job):
-            return job
-        return None
+        if not make_plan(job, rules=RULES[job.engine]).feasible:
+            return None
+        if self.engine.problems(job) or self.engine.resume_problems(job, self.run):
+            return None
+        return job
 
     async def _until_lost_hosts_have_stopped(self, end: AttemptResult) -> None:
         """Ranks of a host that we lost end when its lease does, if it cannot tell that they
