@@ -1,0 +1,45 @@
+#!/bin/sh
+# Debian packages for a layer of an image: apt.sh [--python] [PACKAGE...]. --python adds what the
+# image's python3 lacks for installing and compiling packages: itself, pip, venv, its headers.
+# Nothing to install leaves the layer empty. What apt and dpkg write beside the packages (lists,
+# caches, logs, the machine's id) is removed in the same layer: it has times in it, and the same
+# packages must give the same layer twice.
+set -eu
+
+lacks() {
+    ! python3 -I -c "$1" 2>/dev/null
+}
+
+if [ "${1-}" = --python ]; then
+    shift
+    if lacks 'pass'; then
+        set -- "$@" python3
+    fi
+    if lacks 'import pip'; then
+        set -- "$@" python3-pip
+    fi
+    if lacks 'import venv'; then
+        set -- "$@" python3-venv
+    fi
+    if lacks 'import os, sysconfig; os.stat(sysconfig.get_path("include") + "/Python.h")'; then
+        set -- "$@" python3-dev
+    fi
+fi
+if [ $# -eq 0 ]; then
+    exit 0
+fi
+if ! command -v apt-get >/dev/null; then
+    echo "apt.sh: this base image has no apt-get, and lacks: $*. Take one of Debian or Ubuntu" \
+        "as BASE_IMAGE, or one that has them." >&2
+    exit 3
+fi
+
+export DEBIAN_FRONTEND=noninteractive
+apt-get update -q
+apt-get install -q -y --no-install-recommends "$@"
+apt-get clean
+rm -rf /var/lib/apt/lists/* /var/cache/apt/* /var/log/* /var/lib/dpkg/*-old \
+    /var/cache/debconf/*-old /var/cache/ldconfig/aux-cache /tmp/* /var/tmp/*
+if [ -e /etc/machine-id ]; then
+    : >/etc/machine-id # systemd fills an empty one at its first start; an image has none
+fi
