@@ -9,13 +9,15 @@ assignments are made in turn.
 from __future__ import annotations
 
 import ast
+import itertools
 import operator
 import re
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
+_NAME = re.compile(r"[A-Za-z_]\w*(=|$)")
 _VARIABLE = re.compile(
     r"\$(?:([A-Za-z_]\w*|\d)|\{([A-Za-z_]\w*|\d)(?:\[[@*]\])?(?::?[-=]((?:[^{}]|\{[^{}]*\})*))?\})"
 )
@@ -50,11 +52,14 @@ class ShellCommand:
         before: its words up to the script, as of torchrun.
         words: those after the script.
         unknown: variables and commands in them whose value the script does not say.
+        environment: variables that the script exports, or sets for this command alone. What
+            the script does not know of a value stands in it as it was written.
     """
 
     before: list[str] = field(default_factory=list)
     words: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
+    environment: dict[str, str] = field(default_factory=dict)
 
 
 def find_command(text: str, script: str) -> ShellCommand | None:
@@ -67,14 +72,40 @@ def find_command(text: str, script: str) -> ShellCommand | None:
     Raises ValueError for text that no shell takes: a quote without its end.
     """
     variables: dict[str, str] = {}
+    exported: dict[str, None] = {}  # names, in the order of the script
     found = None
     for words in _commands(text):
-        found = _cut(_assigned(words, variables), variables, script) or found
+        command = _assigned(words, variables)
+        names = _exported_names(words, for_command=bool(command))
+        if cut := _cut(command, variables, script):
+            cut.environment = _values([*exported, *names], variables)
+            found = cut
+        elif words[:1] == ["export"]:
+            exported |= dict.fromkeys(names)
     if found is None:
         # CMD="pretrain_gpt.py ..." that something else runs
         for name in variables:
             found = _cut([f"${name}"], variables, script) or found
+        if found is not None:
+            found.environment = _values(exported, variables)
     return found
+
+
+def _exported_names(words: Sequence[str], *, for_command: bool) -> list[str]:
+    """Names that a command exports, or those that are set for it alone in front of it."""
+    if words[:1] == ["export"]:
+        return [word.partition("=")[0] for word in words[1:] if _NAME.match(word)]
+    if not for_command:
+        return []
+    in_front = itertools.takewhile(_ASSIGNMENT.fullmatch, words)
+    return [word.partition("=")[0] for word in in_front]
+
+
+def _values(names: Iterable[str], variables: Mapping[str, str]) -> dict[str, str]:
+    """What is known of the values of variables; those that were never given one are left out:
+    they are the caller's."""
+    known = [name for name in dict.fromkeys(names) if name in variables]
+    return {name: " ".join(_expanded(f'"${name}"', variables, [])) for name in known}
 
 
 def _cut(words: list[str], variables: Mapping[str, str], script: str) -> ShellCommand | None:
@@ -159,7 +190,7 @@ def _expanded(word: str, variables: Mapping[str, str], unknown: list[str]) -> li
         if new == text or len(new) > LONGEST:
             break
         text = new
-    text = _ARITHMETIC.sub(_computed, text)
+    text = _ARITHMETIC.sub(lambda match: _computed(match, variables), text)
     unknown += [match[0] for match in _VARIABLE.finditer(text)]
     unknown += [match[0] for match in _COMMAND.finditer(text)]
     if whole or "$" in word:
@@ -182,17 +213,20 @@ def _value(match: re.Match[str], variables: Mapping[str, str]) -> str:
     return variables.get(name, match[0])
 
 
-def _computed(match: re.Match[str]) -> str:
+def _computed(match: re.Match[str], variables: Mapping[str, str]) -> str:
     """$((...)) of whole numbers; itself where it is something else."""
     try:
-        return str(_integer(ast.parse(match[1].strip(), mode="eval").body))
+        return str(_integer(ast.parse(match[1].strip(), mode="eval").body, variables))
     except (SyntaxError, ValueError, ZeroDivisionError):
         return match[0]
 
 
-def _integer(node: ast.expr) -> int:
+def _integer(node: ast.expr, variables: Mapping[str, str]) -> int:
     if isinstance(node, ast.Constant) and isinstance(node.value, int):
         return node.value
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-        return _OPERATORS[type(node.op)](_integer(node.left), _integer(node.right))
+        left = _integer(node.left, variables)
+        return _OPERATORS[type(node.op)](left, _integer(node.right, variables))
+    if isinstance(node, ast.Name):  # a name needs no $ there
+        return int(variables.get(node.id, ""))
     raise ValueError("not whole numbers")

@@ -89,6 +89,51 @@ def test_a_script_becomes_a_job() -> None:
     assert any("nproc_per_node" in each for each in not_taken)
 
 
+COMMAND = "pretrain_gpt.py --num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 64"
+EXPORTS = """
+export CUDA_DEVICE_MAX_CONNECTIONS=1 NCCL_DEBUG="INFO"
+export NCCL_IB_HCA=$HCAS,mlx5_4
+LEVEL=2; NVTE_DEBUG=$((LEVEL*3)); export NVTE_DEBUG UNSET
+export WANDB_API_KEY=0123456789abcdef
+export MASTER_ADDR=node-1 LD_LIBRARY_PATH=/opt/lib
+NOT_EXPORTED=1
+OMP_NUM_THREADS=8 FLAGS='a b' torchrun {}
+OTHER=1 echo done
+"""
+
+
+def test_exported_variables_become_env() -> None:
+    tables, not_taken = imported(EXPORTS.replace("{}", COMMAND))
+    assert tables["jobs"]["x"]["env"] == {
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "NCCL_DEBUG": "INFO",
+        "NVTE_DEBUG": "6",
+        "OMP_NUM_THREADS": "8",
+        "FLAGS": "a b",
+    }
+    said = "\n".join(not_taken)
+    assert "export NCCL_IB_HCA: = $HCAS,mlx5_4: its value is not in the file" in said
+    assert "export WANDB_API_KEY: looks like a secret" in said and "0123456789" not in said
+    assert "export LD_LIBRARY_PATH: = /opt/lib: belongs to the machine" in said
+    assert not any("MASTER_ADDR" in line for line in not_taken)
+
+
+def test_exports_are_those_that_bash_passes(tmp_path: Path) -> None:
+    """bash itself runs the script, with a program that writes down its environment."""
+    program = tmp_path / "torchrun"
+    program.write_text('#!/bin/bash\n/usr/bin/env -0 > "$OUT"\n')
+    program.chmod(0o755)
+    out = tmp_path / "environment"
+    caller = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "OUT": str(out), "HCAS": "$HCAS"}
+    text = EXPORTS.replace("{}", COMMAND)
+    subprocess.run(["bash", "-c", text], env=caller, check=True, capture_output=True)
+    pairs = [line.partition("=") for line in out.read_text().split("\0") if line]
+    bash = {name: value for name, _, value in pairs if name not in (*caller, "_", "PWD", "SHLVL")}
+    command = find_command(text, "pretrain_gpt.py")
+    assert command is not None
+    assert command.environment == bash
+
+
 def test_words_are_those_that_bash_passes(tmp_path: Path) -> None:
     """bash itself runs the script, with programs that write down their arguments."""
     (tmp_path / "bin").mkdir()
@@ -122,9 +167,6 @@ def test_a_command_in_a_variable_is_found() -> None:
     tables, _ = imported(text, "2021")
     assert tables["models"]["x"]["num_layers"] == 36
     assert tables["jobs"]["x"]["training"]["recompute_granularity"] == "full"
-
-
-COMMAND = "pretrain_gpt.py --num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 64"
 
 
 def test_an_array_may_have_backslashes_at_its_ends_of_lines() -> None:

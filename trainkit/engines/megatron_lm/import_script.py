@@ -5,7 +5,8 @@ What the script leaves to Megatron-LM's defaults is written down, where trainkit
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,6 +23,13 @@ _IMPLIED = {
     "use-mcore-models", "group-query-attention", "encoder-num-layers",
     "wandb-exp-name", "wandb-save-dir", "exit-signal-handler", "legacy-tokenizer",
 }  # fmt: skip
+# what the agents set for each rank, or what only the script itself reads
+_AGENTS_OWN = {
+    "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE",
+    "NODE_RANK", "NNODES", "GPUS_PER_NODE", "CMD", "LAUNCHER",
+}  # fmt: skip
+_THIS_MACHINES = {"PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "CUDA_VISIBLE_DEVICES", "CUDA_HOME"}
+_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
 _ENDS_EARLY = ("exit-interval", "exit-duration-in-mins")
 # what Megatron-LM does by itself, and trainkit otherwise
 _DEFAULTS = (
@@ -78,6 +86,8 @@ def import_megatron(text: str, name: str, table: OptionTable) -> ImportedJob:
     training = _training(options)
     parallelism = _parallelism(options, model)
     job = _nodes(command.before, options)
+    if environment := _environment(command.environment, options):
+        job["env"] = environment
     if "mock-data" in options.given:
         job["dataset"] = "mock"
     dataset, tokenizer = _data(options)
@@ -343,6 +353,26 @@ def _nodes(before: Sequence[str], options: _Options) -> dict[str, object]:
                 f"{word} {words[at + 1]}: ranks of a node stand in [clusters.X]"
             )
     return job
+
+
+def _environment(exported: Mapping[str, str], options: _Options) -> dict[str, str]:
+    """`env` of the job: variables whose whole value is in the script. Others are named, and none
+    of a secret's value is."""
+    taken = {}
+    for name, value in exported.items():
+        if name in _AGENTS_OWN:
+            continue
+        if _SECRET.search(name):
+            why = "looks like a secret: name it in clusters.X.secrets"
+        elif "$" in value or "`" in value:
+            why = f"= {value}: its value is not in the file; set it in env"
+        elif name in _THIS_MACHINES:
+            why = f"= {value}: belongs to the machine: [clusters.X] env or prolog"
+        else:
+            taken[name] = value
+            continue
+        options.not_taken.append(f"export {name}: {why}")
+    return taken
 
 
 def _rest(options: _Options, training: dict[str, object]) -> None:
