@@ -17,7 +17,12 @@ from trainkit.base.errors import Exit
 from trainkit.base.extras import MissingExtra
 from trainkit.data.sources.announce import DownloadNotice
 from trainkit.jobs.schema import Job
-from trainkit.launch.remote_units import StageHosts, execute_on_hosts, stage_hosts
+from trainkit.launch.remote_units import (
+    StageHosts,
+    execute_on_hosts,
+    stage_hosts,
+    this_machine_in_image,
+)
 from trainkit.stages.contract import Need, Unit
 from trainkit.stages.execute import StageReporter, missing_units, stamps_folder, update_stage
 from trainkit.stages.in_flight import StillRunning
@@ -106,27 +111,31 @@ class HostUnits:
 
     def describe(self, need: Need, units: Sequence[Unit], folder: Path) -> list[str]:
         where = f" on one of {', '.join(host.name for host in self.place.hosts)}"
+        if self.place.box:
+            where += f", in {self.place.box.label}"
         return [
             f"would run {shlex.join(unit.argv)} {unit.name}.spec.json"
-            f"{'' if unit.network else where}"
+            f"{'' if unit.network or (unit.here and self.place.box) else where}"
             for unit in units
         ]
 
 
 def direct_units(job: Job | None, stage: str, notice: Notice) -> UnitRunner:
     """What runs the units of a stage where no scheduler does: hosts of the cluster's hostfile
-    where clusters.X.stages.STAGE asks for them, else this machine.
+    where clusters.X.stages.STAGE asks for them, else this machine; in the job's image where
+    containers.X.stages_in_container says so.
 
     Args:
         job: on whose behalf; None: this machine.
         stage: the stage's name.
         notice: is called with what a person should know.
 
-    Raises ConfigError where the hostfile has fewer hosts than the stage asks for.
+    Raises ConfigError where the hostfile has fewer hosts than the stage asks for, or only Slurm
+    can enter the image.
     """
     if job is None:
         return LocalUnits()
-    place = stage_hosts(job, stage, notice)
+    place = stage_hosts(job, stage, notice) or this_machine_in_image(job, stage, notice)
     if place is None:
         return LocalUnits()
     return HostUnits(place)

@@ -1,5 +1,6 @@
 """Runs the units of a stage over hosts: the same units, in the same order and with the same
-words as `execute_here`, on the agents of clusters.X.stages.STAGE.
+words as `execute_here`, on the agents of clusters.X.stages.STAGE. With a container around the
+agents, of the job's image, this machine may be the one host.
 
 Units that wait for the network stay on this machine: it has the credentials and the way out,
 which compute nodes often have not.
@@ -20,6 +21,8 @@ from pathlib import Path
 from trainkit.base.errors import ConfigError, Exit, TrainkitError
 from trainkit.base.process import stop_children
 from trainkit.jobs.schema import Job
+from trainkit.launch.containers import NodeContainer
+from trainkit.launch.containers.stages import DOWNLOADS, StageBox, stage_box
 from trainkit.launch.hosts.hostfile import Host, find_hostfile
 from trainkit.launch.hosts.quarantine import read_quarantine
 from trainkit.launch.hosts.selection import load_hosts
@@ -64,6 +67,7 @@ class StageHosts:
         tasks: units side by side on a host.
         root: the folder that all hosts share.
         on_notice: called with a line for people.
+        box: what units run in; None: outside of any container.
     """
 
     job: Job
@@ -71,6 +75,7 @@ class StageHosts:
     tasks: int
     root: Path
     on_notice: Callable[[str], None] = lambda text: None
+    box: StageBox | None = None
 
 
 def stage_hosts(job: Job, stage: str, on_notice: Callable[[str], None]) -> StageHosts | None:
@@ -103,7 +108,45 @@ def stage_hosts(job: Job, stage: str, on_notice: Callable[[str], None]) -> Stage
             f" {len(hosts)} hosts{left_out}"
         )
         raise ConfigError(message, hint=f"--set cluster.stages.{stage}.nodes={max(1, len(hosts))}")
-    return StageHosts(job, hosts[: asked.nodes], asked.tasks_per_node, root, on_notice)
+    return StageHosts(
+        job, hosts[: asked.nodes], asked.tasks_per_node, root, on_notice, stage_box(job, stage)
+    )
+
+
+def this_machine_in_image(
+    job: Job, stage: str, on_notice: Callable[[str], None]
+) -> StageHosts | None:
+    """This machine, where the units of a stage of `job` are to run in the job's image on it; as
+    one host of a session. None: they run as its processes.
+
+    Args:
+        job: whose stage it is.
+        stage: its name.
+        on_notice: see StageHosts.
+
+    Raises:
+        ConfigError: the image can be entered only by Slurm, and this is no node of a job.
+    """
+    box = stage_box(job, stage)
+    if box is None or stage in DOWNLOADS:
+        return None
+    host = Host("localhost", slots=(0,))
+    tasks = len(os.sched_getaffinity(0))
+    root = Path(job.cluster.root or ".")
+    if box.runtime != "pyxis":
+        # its own agent, as of launcher = "local"; how other hosts are reached does not matter
+        cluster = job.cluster.model_copy(update={"launcher": "local", "interface": None})
+        job = job.model_copy(update={"cluster": cluster})
+        return StageHosts(job, (host,), tasks, root, on_notice, StageBox(job, stage))
+    node = os.environ.get("SLURMD_NODENAME")
+    if node is None or not job.cluster.launcher_traits.pyxis:
+        raise ConfigError(
+            f"{stage} is to run in {box.label}, which only Slurm enters, and this machine is no"
+            " node of a job",
+            hint=f"give it to Slurm: [clusters.{job.cluster.name}.stages.{stage}]; or remove"
+            " stages_in_container",
+        )
+    return StageHosts(job, (Host(node),), tasks, root, on_notice, box)
 
 
 def execute_on_hosts(
@@ -143,8 +186,9 @@ async def _execute(where: StageHosts, ledger: UnitTracker, tasks: int) -> None:
     assert task is not None
     with contextlib.suppress(ValueError, RuntimeError):  # not in the main thread
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    name = f"{ledger.need.stage}-{ledger.need.name}"
     async with open_agent_pool(
-        where.job.cluster, where.hosts, where.root, f"{ledger.need.stage}-{ledger.need.name}"
+        where.job.cluster, where.hosts, where.root, name, container=_around(where, ledger.need)
     ) as pool:
         await wait_for_consistent_agents(pool)
         execution = _RemoteExecution(where, ledger, pool, tasks)
@@ -152,6 +196,13 @@ async def _execute(where: StageHosts, ledger: UnitTracker, tasks: int) -> None:
             await execution.run()
         finally:
             await execution.stop()
+
+
+def _around(where: StageHosts, need: Need) -> Callable[[Path, str], NodeContainer] | None:
+    box = where.box
+    if box is None:
+        return None
+    return lambda folder, name: box.around(folder, name, need.inputs)
 
 
 def remote_argv(argv: Sequence[str], python: str, code: Path) -> list[str]:
@@ -167,9 +218,12 @@ def remote_argv(argv: Sequence[str], python: str, code: Path) -> list[str]:
 class _RemoteUnitProcess(UnitProcess):
     """A batch whose process is a host's."""
 
-    def __init__(self, units: Sequence[Unit], folder: Path, node: int, host: str) -> None:
+    def __init__(
+        self, units: Sequence[Unit], folder: Path, node: int, host: str, box: StageBox | None
+    ) -> None:
         super().__init__(units, folder, host)
         self.node = node
+        self.box = box
         self.unseen_since = 0.0
         for unit in units:
             self.log(unit).unlink(missing_ok=True)
@@ -177,11 +231,13 @@ class _RemoteUnitProcess(UnitProcess):
     def process(self, key: str, pool: AgentPool) -> ProcessSpec:
         """What the agent is sent."""
         session = pool.session
-        argv = remote_argv(self.units[0].argv, session.python, session.code)
+        python = self.box.python if self.box else session.python
+        env = self.box.env if self.box else session.cluster.env
+        argv = remote_argv(self.units[0].argv, python, session.code)
         return ProcessSpec(
             key,
             (*argv, *map(str, self.specs)),
-            env=dict(session.cluster.env),
+            env=dict(env),
             cwd=str(self.folder),
             whole=True,
         )
@@ -263,10 +319,10 @@ class _RemoteExecution:
                 hint="what is finished is kept",
             )
         most = {False: self.tasks * len(free), True: process_limits(None)[True]}
-        for begun in list(
-            queue.take({False: sum(free.values()), True: most[True] - len(self.local)}, most)
-        ):
-            if begun[0].network:
+        fetching = sum(batch.units[0].network for batch in self.local)
+        computing = sum(free.values()) - (len(self.local) - fetching)
+        for begun in list(queue.take({False: computing, True: most[True] - fetching}, most)):
+            if begun[0].network or (begun[0].here and self.where.box):
                 self.local.append(LocalUnitProcess(begun, self.ledger.folder))
                 continue
             node = max(free, key=lambda n: free[n])
@@ -274,7 +330,7 @@ class _RemoteExecution:
             self.begun += 1
             key = str(self.begun)
             self.remote[key] = batch = _RemoteUnitProcess(
-                begun, self.ledger.folder, node, self.pool.host(node)
+                begun, self.ledger.folder, node, self.pool.host(node), self.where.box
             )
             self.pool.send(node, StartProcesses((batch.process(key, self.pool),)))
 

@@ -14,6 +14,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,10 +23,14 @@ from typing import Any
 from trainkit.base.documents import read_document
 from trainkit.base.errors import Exit
 from trainkit.base.files import read_json, restrict_umask, write_json
+from trainkit.base.process import start_time
 from trainkit.base.worker import PARENT_VARIABLE
 from trainkit.stages.stamps import stamp_holds, stamp_unit
 
 FORM = "level/1"
+# of the runtime's client, where this runs in a container: Slurm kills that one alone
+CLIENT_VARIABLE = "TRAINKIT_CLIENT_PID"
+CLIENT_SECONDS = 0.5  # between two looks at it
 TRIES = 3  # nodes that a unit may lose, as on hosts of a hostfile
 
 
@@ -115,11 +121,38 @@ def _result(out: Path) -> dict[str, Any] | None:
     return None
 
 
+def end_with_client(pid: int) -> None:
+    """End as by Slurm's TERM when the process that has started our container is gone: with
+    docker and podman we are no child of it. Its pid is the host's, as are ours.
+
+    Raises SystemExit (8) where there is no such process.
+    """
+    began = start_time(pid)
+    if pid == os.getpid():
+        return
+    if not began:
+        print(
+            f"process {pid}, which has started this container, is not to be seen in it: it has"
+            " ended, or the container was given processes of its own (its `args`)",
+            file=sys.stderr,
+        )
+        sys.exit(int(Exit.START))
+
+    def watch() -> None:
+        while start_time(pid) == began:
+            time.sleep(CLIENT_SECONDS)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 def main() -> None:
     """One that fails does not keep the others of this share from being done: a second call then
     has little to do."""
     restrict_umask()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    if CLIENT_VARIABLE in os.environ:
+        end_with_client(int(os.environ[CLIENT_VARIABLE]))
     level = read_document(Path(sys.argv[1]), FORM)
     codes = [run_once(unit) for unit in unit_share(level, os.environ)]
     sys.exit(next((1 for code in codes if code), 0))

@@ -27,7 +27,8 @@ class Unit:
         one after another: small units share a process, whose start would cost more than they do.
         kept: what its outputs held is there elsewhere, in what the stage made before: without
         them it is as fresh as with them. network: it mostly waits for another machine: it runs
-        beside those that compute, and counts as none of them.
+        beside those that compute, and counts as none of them. here: it reads what belongs to this
+        machine's own Python: where units run in an image, this one does not.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Unit:
     network: bool = False
     several: bool = False
     kept: bool = False
+    here: bool = False
 
 
 @dataclass(frozen=True)

@@ -89,6 +89,7 @@ class TextUnits(DatasetUnits):
             (shard.path,),
             size=shard.size,
             several=True,
+            here=True,  # the only recipes are of this Python's own library
         )
 
     def _trained_on(self) -> list[Shard]:

@@ -12,15 +12,13 @@ from typing import Any
 import pytest
 
 from trainkit.jobs.clusters import Cluster, StagePlace
+from trainkit.launch.slurm.array_scripts import ArrayLevel, ArrayPlace, array_script
 from trainkit.launch.slurm.arrays import (
-    ArrayLevel,
-    ArrayPlace,
     ArrayUnit,
     array_argv,
     array_levels,
-    array_script,
     describe_level,
-    split_by_network,
+    split_units,
 )
 from trainkit.stages.array_task import run_once, unit_share
 from trainkit.stages.contract import Need, Unit
@@ -41,10 +39,11 @@ TOKENIZER = Unit("tokenizer", ARGV, {}, after=("fetch",), size=5)
 TOKENS = [Unit(f"tokens-{i}", ARGV, {}, after=("tokenizer",), size=i + 1) for i in range(7)]
 MERGE = Unit("merge", ARGV, {}, after=tuple(unit.name for unit in TOKENS))
 ALL = [FETCH, TOKENIZER, *TOKENS, MERGE]
+PLACE = ArrayPlace(Cluster(name="queue", launcher="slurm"), StagePlace(), Path("/shared"))
 
 
 def test_the_graph_is_levels_of_what_waits_for_what() -> None:
-    here, there = split_by_network(ALL)
+    here, there = split_units(PLACE, ALL)
     assert here == [FETCH] and there == ALL[1:]
     first, second, third = array_levels(need(*ALL), there, StagePlace(nodes=2, tasks_per_node=2))
     assert (names(first), names(third)) == ([["tokenizer"]], [["merge"]])
@@ -73,7 +72,7 @@ def test_more_room_than_units_is_not_asked_for() -> None:
 
 def test_what_is_fetched_after_something_computed_goes_with_it() -> None:
     late = Unit("late", ARGV, {}, after=("tokenizer",), network=True)
-    assert split_by_network([TOKENIZER, late]) == ([], [TOKENIZER, late])
+    assert split_units(PLACE, [TOKENIZER, late]) == ([], [TOKENIZER, late])
 
 
 def test_the_script_and_its_line() -> None:

@@ -36,7 +36,8 @@ from trainkit.launch.run_inputs import write_inputs
 from trainkit.launch.scheduler_contract import CancelledJob, ResumeRequest
 from trainkit.launch.scheduler_registry import preparation_for
 from trainkit.launch.slurm import arrays
-from trainkit.launch.slurm.arrays import array_script, follow_arrays, run_arrays
+from trainkit.launch.slurm.array_scripts import array_script
+from trainkit.launch.slurm.arrays import follow_arrays, run_arrays
 from trainkit.launch.slurm.batch_job import supervise_batch
 from trainkit.launch.slurm.end_jobs import cancel_newest_job
 from trainkit.launch.slurm.job_graph import stage_failure

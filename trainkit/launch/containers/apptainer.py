@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import shlex
 
-from trainkit.launch.containers.contract import CALLER, NodeContainer, Runtime
+from trainkit.launch.containers.contract import NodeContainer, Runtime
 
 INSIDE = "APPTAINERENV_"  # before the name of a variable that passes --cleanenv
 
@@ -35,7 +35,7 @@ def apptainer_argv(container: NodeContainer) -> tuple[str, ...]:
 def apptainer_lines(container: NodeContainer) -> tuple[str, ...]:
     """What of the node's and of the job's own environment is the container's."""
     own = (
-        f'for name in {" ".join(CALLER)}; do [ -z "${{!name+x}}" ] || export'
+        f'for name in {" ".join(container.host_variables)}; do [ -z "${{!name+x}}" ] || export'
         f' "{INSIDE}$name=${{!name}}"; done'
     )
     return (

@@ -65,7 +65,9 @@ class NodeContainer:
         run: the run's id.
         attempt: its number.
         folder: the session's folder.
-        since: the attempt from whose start on a container that a node has kept is a good one.
+        since: the attempt from whose start on a container that a node has kept is a good one;
+            0: nodes keep none.
+        passed: further variables of the host's own that pass, where they are set.
     """
 
     settings: Container
@@ -78,6 +80,7 @@ class NodeContainer:
     attempt: int
     folder: Path
     since: int = 1
+    passed: tuple[str, ...] = ()
 
     @property
     def script(self) -> Path:
@@ -88,6 +91,11 @@ class NodeContainer:
     def command(self) -> tuple[str, ...]:
         """What is run in the container: the arguments after the image."""
         return ("/bin/bash", str(self.script), ShellText(NODE))
+
+    @property
+    def host_variables(self) -> tuple[str, ...]:
+        """Of the host's own environment, what the container gets too."""
+        return (*CALLER, *self.passed)
 
     @property
     def label(self) -> str:
@@ -125,13 +133,21 @@ def reusable_since(run: RunFolder) -> int:
 
 
 def node_container(
-    job: Job, folder: Path, run: str, attempt: int, since: int = 1
+    job: Job,
+    folder: Path,
+    run: str,
+    attempt: int,
+    since: int = 1,
+    further: Sequence[str] = (),
+    passed: Sequence[str] = (),
 ) -> NodeContainer | None:
     """What goes around the agents of a run's attempt; None where the job has no container.
 
     Args:
         folder: the session's.
         since: see NodeContainer.
+        further: paths that are mounted besides what ranks need.
+        passed: see NodeContainer.
 
     Raises:
         ConfigError: a path that no runtime can mount.
@@ -146,7 +162,7 @@ def node_container(
     }
     return NodeContainer(
         job.container,
-        mounts_of(job),
+        mounts_of(job, further),
         env,
         cluster.device_type == "cuda",
         _root(job),
@@ -155,6 +171,7 @@ def node_container(
         attempt,
         folder,
         since,
+        tuple(passed),
     )
 
 
@@ -169,9 +186,9 @@ def _root(job: Job) -> str:
     return os.path.abspath(job.cluster.root or ".")
 
 
-def mounts_of(job: Job) -> tuple[Mount, ...]:
-    """Everything ranks read or write, at the path it has outside, and the container's own
-    mounts; none twice, and none hidden by a later one."""
+def mounts_of(job: Job, further: Sequence[str] = ()) -> tuple[Mount, ...]:
+    """Everything ranks read or write and what is `further` asked for, at the path it has outside,
+    and the container's own mounts; none twice, and none hidden by a later one."""
     assert job.container is not None
     root = _root(job)
     given = [
@@ -179,6 +196,7 @@ def mounts_of(job: Job) -> tuple[Mount, ...]:
         for source, target, *ro in (text.split(":") for text in job.container.mounts)
     ]
     needed = [root, os.path.realpath(root), job.cluster.node_folder, *outside_paths(job)]
+    needed += further
     mounts: list[Mount] = []
     for path in dict.fromkeys(needed):
         if not _is_mounted(path, [*given, *mounts]):

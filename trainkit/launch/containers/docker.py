@@ -8,7 +8,7 @@ ends by itself when its supervisor is gone, and with it the container and everyt
 
 from __future__ import annotations
 
-from trainkit.launch.containers.contract import CALLER, Mount, NodeContainer, Runtime, ShellText
+from trainkit.launch.containers.contract import Mount, NodeContainer, Runtime, ShellText
 
 ROOT = '[ "$(id -u)" = 0 ]'
 USER = '--user="$(id -u):$(id -g)"'
@@ -43,7 +43,7 @@ def oci_argv(container: NodeContainer, program: str, *devices: str) -> tuple[str
         "--entrypoint=/bin/bash",
     )
     # their values are taken from around the client
-    env = tuple(f"--env={name}" for name in (*CALLER, *container.env))
+    env = tuple(f"--env={name}" for name in (*container.host_variables, *container.env))
     mounts = tuple(map(_mount, container.mounts))
     place = (*COMMON, ShellText(USER), f"--workdir={container.root}")
     return (

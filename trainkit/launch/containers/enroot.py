@@ -24,7 +24,10 @@ def enroot_argv(container: NodeContainer) -> tuple[str, ...]:
         if container.gpus and name not in container.env
         for word in ("--env", f"{name}={value}")
     )
-    visible = ShellText("${CUDA_VISIBLE_DEVICES+--env CUDA_VISIBLE_DEVICES}")
+    visible = [
+        ShellText(f"${{{name}+--env {name}}}")
+        for name in ("CUDA_VISIBLE_DEVICES", *container.passed)
+    ]
     mounts = tuple(word for mount in container.mounts for word in ("--mount", _mount(mount)))
     writable = ("--rw",) if settings.writable else ()
     return (
@@ -35,7 +38,7 @@ def enroot_argv(container: NodeContainer) -> tuple[str, ...]:
         str(container.folder / RC),
         *env,
         *hooks,
-        visible,
+        *visible,
         *mounts,
         *settings.args,
         settings.image,

@@ -27,8 +27,10 @@ EVERYTHING = ("ALL", "NONE", "NIL")  # values of --export that are not a list of
 
 def container_name(container: NodeContainer) -> str:
     """What a run's container is called on every node, where an attempt that follows finds it and
-    imports nothing; "" where its table has a name of its own."""
-    if any(word.startswith("--container-name") for word in container.settings.args):
+    imports nothing; "" where its table has a name of its own, or none is kept."""
+    if not container.since or any(
+        word.startswith("--container-name") for word in container.settings.args
+    ):
         return ""
     return f"trainkit-{container.run}-{container.since}"
 

@@ -74,7 +74,7 @@ def start_lines(container: NodeContainer) -> list[str]:
 
 def inside_script(container: NodeContainer, agent: Sequence[str], marked: str) -> str:
     """inside.sh. `agent`: the arguments of the interpreter; `marked`: the line that says whose it
-    is."""
+    is; "" for none."""
     python = shlex.quote(container.settings.python)
     lines = [
         "#!/bin/bash",
@@ -86,7 +86,7 @@ def inside_script(container: NodeContainer, agent: Sequence[str], marked: str) -
             f'command -v {python} > /dev/null || {{ echo "$HOSTNAME: the image has no'
             f' {container.settings.python} ({container.label}.python)" >&2; {FAILED}; }}'
         ),
-        marked,
+        *([marked] if marked else []),
         f"exec {python} {shlex.join(agent)} {NODE}",
     ]
     return "\n".join(lines) + "\n"

@@ -11,22 +11,28 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from trainkit.base.documents import document
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.files import write_json, write_text
-from trainkit.jobs.clusters import Cluster, SlurmOptions, StagePlace
+from trainkit.jobs.clusters import StagePlace
 from trainkit.jobs.schema import Job
+from trainkit.launch.containers.stages import stage_box
 from trainkit.launch.remote_units import ALWAYS_LOCAL, remote_argv
 from trainkit.launch.slurm.allocation import slurm_output
+from trainkit.launch.slurm.array_scripts import (
+    ArrayLevel,
+    ArrayPlace,
+    array_script,
+    container_scripts,
+    level_container,
+    level_file,
+)
 from trainkit.launch.slurm.array_states import describe_ends, jobs_are_over
-from trainkit.launch.slurm.batch_script import EXPORTED, option_lines
 from trainkit.launch.slurm.sbatch import sbatch
 from trainkit.launch.slurm.squeue import PollBackoff
 from trainkit.launch.supervise.code_snapshot import take_snapshot
@@ -42,49 +48,6 @@ from trainkit.stages.unit_process import COUNTS, OnCounts, UnitProcess
 POLL_SECONDS = 0.5  # between two looks at what units have written
 END_SECONDS = 120.0  # for Slurm to end arrays: KillWait, and epilogs
 VISIBLE_SECONDS = 30.0  # for a shared file system to show here what a job wrote before its end
-# of the cluster's options
-INHERITED = (
-    "partition",
-    "account",
-    "qos",
-    "reservation",
-    "constraint",
-    "exclusive",
-    "mem",
-    "time",
-    "nice",
-    "comment",
-)
-
-
-@dataclass(frozen=True)
-class ArrayPlace:
-    """Where the units of a stage run: clusters.X.stages.STAGE. `notice` is told what is
-    submitted."""
-
-    cluster: Cluster
-    asked: StagePlace
-    root: Path
-    notice: Callable[[str], None] = lambda text: None
-
-
-@dataclass(frozen=True)
-class ArrayLevel:
-    """Units that may run at the same time, in shares of one task each.
-
-    Args:
-        name: of the array's job.
-        shares: for each task its units.
-        tasks: of one element of the array, which is one node.
-    """
-
-    name: str
-    shares: tuple[tuple[Unit, ...], ...]
-    tasks: int
-
-    @property
-    def elements(self) -> int:
-        return -(-len(self.shares) // self.tasks)
 
 
 def array_place(job: Job, stage: str, notice: Callable[[str], None]) -> ArrayPlace | None:
@@ -93,16 +56,18 @@ def array_place(job: Job, stage: str, notice: Callable[[str], None]) -> ArrayPla
     asked = cluster.stages.get(stage)
     if asked is None or stage in ALWAYS_LOCAL:
         return None
-    return ArrayPlace(cluster, asked, Path(cluster.root or ".").absolute(), notice)
+    root = Path(cluster.root or ".").absolute()
+    return ArrayPlace(cluster, asked, root, notice, stage_box(job, stage))
 
 
-def split_by_network(units: Sequence[Unit]) -> tuple[list[Unit], list[Unit]]:
-    """(units for this machine, units for Slurm): here what waits for the network, as far as it
-    waits for nothing that Slurm does."""
+def split_units(place: ArrayPlace, units: Sequence[Unit]) -> tuple[list[Unit], list[Unit]]:
+    """(units for this machine, units for Slurm): here what waits for the network, and what an
+    image could not do, as far as it waits for nothing that Slurm does."""
     here: dict[str, Unit] = {}
     names = {unit.name for unit in units}
     for unit in units:
-        if unit.network and all(name in here for name in unit.after if name in names):
+        stays = unit.network or (unit.here and place.box is not None)
+        if stays and all(name in here for name in unit.after if name in names):
             here[unit.name] = unit
     return list(here.values()), [unit for unit in units if unit.name not in here]
 
@@ -130,61 +95,6 @@ def array_levels(need: Need, units: Sequence[Unit], asked: StagePlace) -> list[A
     return found
 
 
-def array_script(place: ArrayPlace, level: ArrayLevel, folder: Path, code: Path) -> str:
-    """The batch script of an array: a person can read it."""
-    words = ["-I", "-m", "trainkit.stages.array_task", str(level_file(folder, level))]
-    there = remote_argv([sys.executable, *words], place.cluster.python or sys.executable, code)
-    shape: SlurmOptions = {
-        "job-name": level.name,
-        "array": f"0-{level.elements - 1}",
-        "nodes": 1,
-        "ntasks-per-node": level.tasks,
-    }
-    output = f"{folder}/{level.name}-%A_%a.out"
-    return stage_script(
-        place, shape, output, ["srun", "--kill-on-bad-exit=0", "--wait=0", "--mpi=none", *there]
-    )
-
-
-def stage_script(place: ArrayPlace, shape: SlurmOptions, output: str, words: Sequence[str]) -> str:
-    """A script that becomes `words` on the partition that a stage is given, with what it
-    inherits of the cluster's options.
-
-    Args:
-        place: of the stage.
-        shape: name, nodes, tasks.
-        output: sbatch's, with its % signs.
-        words: a command line.
-    """
-    cluster = place.cluster
-    asked = place.asked
-    given: SlurmOptions = {name: cluster.slurm[name] for name in INHERITED if name in cluster.slurm}
-    own = {
-        name: value
-        for name, value in (("partition", asked.partition), ("time", asked.time))
-        if value
-    }
-    # of an element whose node fails: nobody may be there to type it again
-    if {**cluster.slurm, **asked.slurm}.get("no-requeue"):
-        again = "no-requeue"
-    else:
-        again = "requeue"
-    ends: SlurmOptions = {
-        "output": output,
-        "open-mode": "append",
-        "export": ",".join(EXPORTED),
-        again: True,
-    }
-    lines = [
-        "#!/bin/bash -l",
-        *option_lines({**shape, **given, **own, **asked.slurm, **ends}),
-        "set -e",
-        *cluster.prolog,
-        f"exec {shlex.join(words)}",
-    ]
-    return "\n".join(lines) + "\n"
-
-
 def array_argv(path: Path, after: str | None) -> list[str]:
     """The line of sbatch. `after`: jobs, with colons between them, that must have gone well;
     without it the array waits for nothing."""
@@ -210,16 +120,21 @@ def describe_arrays(
 ) -> tuple[list[str], str | None]:
     """(what would be submitted, name of the last array). `folder`: of the scripts; `before`:
     what the first array waits for."""
-    here, there = split_by_network(units)
-    found = [f"would run here, for the network: {unit.name}" for unit in here]
+    here, there = split_units(place, units)
+    found = [
+        f"would run here, {'for the network' if unit.network else 'with this Python'}: {unit.name}"
+        for unit in here
+    ]
+    code = place.root / "code" / "SHA256"
     for level in array_levels(need, there, place.asked):
         found.append("would submit " + describe_level(level, before))
-        found += [
-            f"  {line}"
-            for line in array_script(
-                place, level, folder, place.root / "code" / "SHA256"
-            ).splitlines()
-        ]
+        container = level_container(place, need, level, folder)
+        texts = {"": array_script(place, level, folder, code, container)}
+        if container is not None:
+            texts |= container_scripts(container, level, folder, code)
+        for name, text in texts.items():
+            found += [f"  {name}:"] if name else []
+            found += [f"  {line}" for line in text.splitlines()]
         before = level.name
     return found, before
 
@@ -242,7 +157,7 @@ def run_arrays(
 
     Raises TrainkitError: a unit's own, naming it; 8 if sbatch refuses.
     """
-    here, there = split_by_network(units)
+    here, there = split_units(place, units)
     if here:
         execute_locally(need, here, stamps, reporter, workers=workers, counted=on_counts)
     if not there:
@@ -335,11 +250,6 @@ class ArrayUnit(UnitProcess):
         super()._feed_line(said)
 
 
-def level_file(folder: Path, level: ArrayLevel) -> Path:
-    """What the tasks of an array read."""
-    return folder / f"{level.name}.json"
-
-
 def write_levels(
     place: ArrayPlace,
     need: Need,
@@ -350,7 +260,9 @@ def write_levels(
 ) -> list[ArrayUnit]:
     """Write specs, and into the folder `scripts` the scripts and what their tasks read."""
     folder = unit_folder(stamps, need.name)
-    python = place.cluster.python or sys.executable
+    box = place.box
+    python = box.python if box else place.cluster.python or sys.executable
+    env = box.env if box else place.cluster.env
     batches: list[ArrayUnit] = []
     for level in graph:
         shares: list[list[dict[str, object]]] = []
@@ -367,11 +279,17 @@ def write_levels(
                 rest = {
                     "digest": spec_digest(need, unit),
                     "outputs": [str(path) for path in unit.outputs],
-                    "env": dict(place.cluster.env),
+                    "env": dict(env),
                 }
                 shares[-1].append({"name": unit.name, "argv": argv, **files, **rest})
         write_json(level_file(scripts, level), document(FORM, tasks=level.tasks, shares=shares))
-        write_text(scripts / f"{level.name}.sh", array_script(place, level, scripts, code), 0o755)
+        container = level_container(place, need, level, scripts)
+        text = array_script(place, level, scripts, code, container)
+        write_text(scripts / f"{level.name}.sh", text, 0o755)
+        if container is not None:
+            container.folder.mkdir(exist_ok=True)
+            for name, text in container_scripts(container, level, scripts, code).items():
+                write_text(container.folder / name, text, 0o755)
     return batches
 
 

@@ -25,7 +25,7 @@ from trainkit.base.locks import locked
 from trainkit.jobs.resolved import read_job
 from trainkit.launch.job_plan import plan_of
 from trainkit.launch.readiness import refuse_infeasible, refuse_without_samples
-from trainkit.launch.remote_units import remote_argv
+from trainkit.launch.remote_units import execute_on_hosts, remote_argv, this_machine_in_image
 from trainkit.launch.run_inputs import write_inputs
 from trainkit.launch.slurm.job_graph import (
     is_made,
@@ -77,6 +77,9 @@ def finish_stages(run: RunFolder, graph: Mapping[str, Any]) -> None:
 
     def execute(need: Need, units: Sequence[Unit], stamps: Path, reporter: StageReporter) -> None:
         code = run.code.resolve()
+        if place := this_machine_in_image(job, need.stage, _say):
+            execute_on_hosts(place, need, units, stamps, reporter)
+            return
         execute_locally(
             need,
             [

@@ -24,17 +24,19 @@ from trainkit.jobs.schema import Job
 from trainkit.launch.launchers.transports import last_line
 from trainkit.launch.programs import program_path
 from trainkit.launch.run_inputs import inputs_path
-from trainkit.launch.slurm.array_states import element_ends, element_states, jobs_are_over
-from trainkit.launch.slurm.arrays import (
+from trainkit.launch.slurm.array_scripts import (
     ArrayLevel,
     ArrayPlace,
+    level_file,
+    stage_script,
+)
+from trainkit.launch.slurm.array_states import element_ends, element_states, jobs_are_over
+from trainkit.launch.slurm.arrays import (
     ArrayUnit,
     array_argv,
     array_levels,
     array_place,
     describe_level,
-    level_file,
-    stage_script,
     submit_level,
     write_levels,
 )

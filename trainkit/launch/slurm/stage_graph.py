@@ -11,12 +11,12 @@ from pathlib import Path
 from trainkit.base.locks import locked
 from trainkit.jobs.schema import Job
 from trainkit.launch.preparation import Notice, Preparation, StageUi, term_interrupts
+from trainkit.launch.slurm.array_scripts import ArrayPlace
 from trainkit.launch.slurm.arrays import (
-    ArrayPlace,
     array_place,
     describe_arrays,
     follow_arrays,
-    split_by_network,
+    split_units,
 )
 from trainkit.launch.slurm.job_graph import (
     GraphPart,
@@ -186,7 +186,7 @@ def _part(job: Job, place: ArrayPlace, need: Need, ui: StageUi) -> GraphPart | N
     if shared is not None:
         return GraphPart(place, need, (), input_identities(need), shared)
     units, inputs = begin_need(need, stamps, verdict)
-    here, there = split_by_network(units)
+    here, there = split_units(place, units)
     if here:
         reporter.started(need, here)
         try:
@@ -214,7 +214,7 @@ def show_stage_graph(job: Job, preparation: Preparation) -> StageGraph:
         lines, before = describe_arrays(place, need, units, stages_folder(run), before)
         for line in lines:
             ui.say(f"  {line}")
-        if there := split_by_network(units)[1]:
+        if there := split_units(place, units)[1]:
             parts.append(GraphPart(place, need, tuple(there), []))
     graph = StageGraph(tuple(parts), tuple(queued.deferred))
     if parts:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +14,7 @@ import trainkit
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.jobs.clusters import Cluster
 from trainkit.jobs.schema import Job
+from trainkit.launch.containers import NodeContainer
 from trainkit.launch.hosts.hostfile import Host
 from trainkit.launch.launchers import LAUNCHERS, supervisor_address
 from trainkit.launch.launchers.contract import Launcher
@@ -48,6 +49,7 @@ async def open_agent_pool(
     *,
     code: Path | None = None,
     launcher: Launcher | None = None,
+    container: Callable[[Path, str], NodeContainer] | None = None,
 ) -> AsyncIterator[AgentPool]:
     """The agents of some hosts in a session of their own below <root>/sessions, which is gone
     afterwards; they are on their way, none is waited for.
@@ -59,12 +61,22 @@ async def open_agent_pool(
         name: what it is for; with a random end, part of the mark of every process.
         code: the code snapshot they run; by default one of this very package is taken.
         launcher: another than the cluster's.
+        container: what the agents run in, by the session's folder and name; None: outside.
     """
     name = f"{name}-{secrets.token_hex(4)}"
     folder = root / "sessions" / name
     snapshot = code or take_snapshot(PACKAGE, root / "code").folder
+    box = container(folder.absolute(), name) if container else None
     session = Session(
-        folder, name, 0, hosts, cluster, snapshot, folder / "transports", passed_environment()
+        folder,
+        name,
+        0,
+        hosts,
+        cluster,
+        snapshot,
+        folder / "transports",
+        passed_environment(),
+        box,
     )
     server = Server()
     await server.listen(supervisor_address(cluster, hosts))
