@@ -14,6 +14,7 @@ from tests.cluster.machines import Cluster
 from tests.cluster.on_head import ClusterProject
 from tests.cluster.slurm_project import SlurmProject
 from tests.conftest import wait_for
+from tests.images.made_files import pretend_squashfs
 from tests.oci import IMAGE, Oci
 
 NODES = ("node1", "node2")
@@ -136,8 +137,9 @@ def test_the_steps_of_pyxis(slurm: SlurmProject, tmp_path: Path) -> None:
     text = path.read_text().replace(
         "[clusters.queue]", f'[clusters.queue]\nprolog = ["export PATH={tmp_path}/bin:$PATH"]'
     )
+    image = pretend_squashfs(slurm.path / "app.sqsh")
     table = {
-        "image": "/images/app.sqsh",
+        "image": str(image),
         "runtime": "pyxis",
         "python": f"{slurm.path}/python",
         "mounts": ["/srv/topo:/topo:ro"],
@@ -149,11 +151,7 @@ def test_the_steps_of_pyxis(slurm: SlurmProject, tmp_path: Path) -> None:
     slurm.cluster.on("node1", "mkdir", "-p", "/srv/topo")
 
     shown = slurm.invoke("train", "random", "--dry-run").stdout
-    assert (
-        "--container-image=/images/app.sqsh" in shown
-        and "mounts.sh" in shown
-        and "inside.sh" in shown
-    )
+    assert f"--container-image={image}" in shown and "mounts.sh" in shown and "inside.sh" in shown
     run, _ = slurm.submit("--set", "retry.infra=0")
     slurm.wait_state(run, "failed")
     cause = slurm.events(run, 1)["ended"]["root_cause"]["message"]
@@ -171,7 +169,7 @@ def test_the_steps_of_pyxis(slurm: SlurmProject, tmp_path: Path) -> None:
     run, _ = slurm.submit()
     slurm.wait_state(run, "succeeded", timeout=600)
     assert (tmp_path / "options").read_text().splitlines() == [
-        "--container-image=/images/app.sqsh",
+        f"--container-image={image}",
         f"--container-name=trainkit-{run.name}-1",
         f"--container-mounts=/srv/topo:/topo:ro,{slurm.path}:{slurm.path}",
         "--container-env=OMP_NUM_THREADS,IN_BOX,RANK_DOES",

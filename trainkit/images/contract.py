@@ -103,6 +103,7 @@ class ImageRecord:
         size: in bytes: of the image file, or 0.
         made: when.
         options: how the image file was packed, {"compression": "zstd"}; none without one.
+        fingerprint: of the image file (squashfs.py), by which it is known again; "" without one.
     """
 
     name: str
@@ -117,6 +118,7 @@ class ImageRecord:
     size: int = 0
     made: str = ""
     options: Mapping[str, str] | None = None
+    fingerprint: str = ""
 
     def to_json(self) -> dict[str, object]:
         """The document image/1."""
@@ -143,6 +145,7 @@ _TEXTS = (
     "dockerfile_sum",
     "commit",
     "made",
+    "fingerprint",
 )
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import trainkit
+from tests.images.made_files import pretend_squashfs
 from tests.launch.containers.container_jobs import IMAGES, session
 from tests.launch.supervised import DONE, Program, make_run, supervised
 from trainkit.launch.agent.host_report import extension_error
@@ -56,10 +57,11 @@ def run_in(
     """A run whose agent the fake runtime starts."""
     program = tmp_path / "bin" / runtime
     program.parent.mkdir()
-    program.write_text(FAKE.format(folder=tmp_path, image=IMAGES[runtime]))
+    image = pretend_squashfs(tmp_path / Path(IMAGES[runtime]).name)
+    program.write_text(FAKE.format(folder=tmp_path, image=image))
     program.chmod(0o755)
     table = (
-        f'image = "{IMAGES[runtime]}"\nruntime = "{runtime}"\npython = "{python}"\nenv = {{ IN ='
+        f'image = "{image}"\nruntime = "{runtime}"\npython = "{python}"\nenv = {{ IN ='
         f' "the box" }}\n{more}'
     )
     prolog = [

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from trainkit.images.contract import ImagePlan, Importer
+from trainkit.images.importers.apptainer import ApptainerBuild
+from trainkit.images.importers.enroot import EnrootImport
+from trainkit.images.importers.mksquashfs import SquashfsImport
 
-IMPORTERS: tuple[Importer, ...] = ()
+IMPORTERS: tuple[Importer, ...] = (EnrootImport(), SquashfsImport(), ApptainerBuild())
 
 
 def importer_of(plan: ImagePlan) -> Importer | None:

@@ -27,7 +27,7 @@ def apptainer_argv(container: NodeContainer) -> tuple[str, ...]:
         *options,
         *mounts,
         *settings.args,
-        settings.image,
+        container.image,
         *container.command,
     )
 

@@ -14,6 +14,7 @@ from trainkit.base.errors import ConfigError
 from trainkit.data.fetch.ranges import expand
 from trainkit.jobs.containers import MOUNTABLE, Container
 from trainkit.jobs.schema import Dataset, Job
+from trainkit.launch.containers.image_files import ImageFile, image_file
 from trainkit.runs.events import AllRanksStarted, first_event, read_events
 from trainkit.runs.folder import RunFolder
 
@@ -68,6 +69,7 @@ class NodeContainer:
         since: the attempt from whose start on a container that a node has kept is a good one;
             0: nodes keep none.
         passed: further variables of the host's own that pass, where they are set.
+        file: its image, where that is a file.
     """
 
     settings: Container
@@ -81,6 +83,14 @@ class NodeContainer:
     folder: Path
     since: int = 1
     passed: tuple[str, ...] = ()
+    file: ImageFile | None = None
+
+    @property
+    def image(self) -> str:
+        """What the runtime starts: the image, or the node's own copy of its file."""
+        if self.file is None:
+            return self.settings.image
+        return self.file.started
 
     @property
     def script(self) -> Path:
@@ -172,6 +182,7 @@ def node_container(
         folder,
         since,
         tuple(passed),
+        image_file(job.container),
     )
 
 

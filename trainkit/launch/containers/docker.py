@@ -53,7 +53,7 @@ def oci_argv(container: NodeContainer, program: str, *devices: str) -> tuple[str
         *env,
         *mounts,
         *settings.args,
-        settings.image,
+        container.image,
         *container.command[1:],
     )
 

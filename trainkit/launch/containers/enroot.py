@@ -41,7 +41,7 @@ def enroot_argv(container: NodeContainer) -> tuple[str, ...]:
         *visible,
         *mounts,
         *settings.args,
-        settings.image,
+        container.image,
         *container.command,
     )
 

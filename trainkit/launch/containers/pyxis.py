@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 from trainkit.base.errors import Exit
 from trainkit.launch.containers.contract import NodeContainer
-from trainkit.launch.containers.scripts import FAILED, mount_check_lines
+from trainkit.launch.containers.scripts import FAILED, look_lines
 
 # in the session's folder
 LOOK = "mounts.sh"
@@ -71,7 +71,7 @@ def pyxis_options(container: NodeContainer) -> tuple[str, ...]:
     )
     name = (f"--container-name={called}",) if (called := container_name(container)) else ()
     return (
-        f"--container-image={settings.image}",
+        f"--container-image={container.image}",
         *name,
         f"--container-mounts={mounts}",
         *env,
@@ -105,12 +105,14 @@ def step_scripts(
     other, by names in the session's folder."""
     look, start = map(shlex.join, lines)
     seconds = mount_check_seconds(connect)
+    what = "starts of and mounts" if container.file else "mounts"
+    copied = ", or the copy to stage_to," if container.settings.stage_to else ""
     slow = (
-        f"nothing was started: no look within {seconds} s at what {container.label} mounts; a"
-        " prolog or a file system that is slow needs a longer watch.connect"
+        f"nothing was started: no look within {seconds} s at what {container.label} {what}; a"
+        f" prolog or a file system that is slow{copied} needs a longer watch.connect"
     )
-    missing = f"nothing was started: not every node has what {container.label} mounts"
-    failed = f"nothing was started: the step that looks at what {container.label} mounts ended with"
+    missing = f"nothing was started: not every node has what {container.label} {what}"
+    failed = f"nothing was started: the step that looks at what {container.label} {what} ended with"
     step = [
         "#!/bin/bash",
         "# the output of tasks is elsewhere: these are srun's words",
@@ -132,7 +134,7 @@ def step_scripts(
                 [
                     "#!/bin/bash",
                     "# What a node must have before a container starts on it",
-                    *mount_check_lines(container),
+                    *look_lines(container),
                 ]
             )
             + "\n"

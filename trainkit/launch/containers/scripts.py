@@ -11,6 +11,7 @@ from trainkit.launch.containers.apptainer import APPTAINER
 from trainkit.launch.containers.contract import NODE, SHARED_MEMORY, NodeContainer, Runtime, line
 from trainkit.launch.containers.docker import DOCKER, PODMAN
 from trainkit.launch.containers.enroot import ENROOT
+from trainkit.launch.containers.image_files import image_lines
 
 # pyxis is a part of srun's own options
 RUNTIMES: dict[str, Runtime] = {
@@ -54,6 +55,13 @@ def mount_check_lines(container: NodeContainer) -> list[str]:
     ]
 
 
+def look_lines(container: NodeContainer) -> list[str]:
+    """Lines of bash that end the script unless this node has all that the container starts of:
+    the mounts, and the image's file, copied to the node where that is asked for."""
+    image = image_lines(container.file) if container.file else []
+    return [*mount_check_lines(container), *image]
+
+
 def start_lines(container: NodeContainer) -> list[str]:
     """The last lines of node.sh: from the host into the container."""
     runtime = RUNTIMES[container.settings.runtime]
@@ -65,7 +73,7 @@ def start_lines(container: NodeContainer) -> list[str]:
     exports = [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
     return [
         there,
-        *mount_check_lines(container),
+        *look_lines(container),
         *exports,
         *runtime.before(container),
         f"exec {line(runtime.argv(container))}",

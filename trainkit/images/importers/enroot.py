@@ -1,0 +1,81 @@
+"""From a docker or podman image, or one of a registry, to a .sqsh file by `enroot import`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from trainkit.images.contract import Argv, FailureHint, ImagePlan, OnStep
+from trainkit.images.importers.program import FULL, run_program
+from trainkit.images.importers.published import published
+from trainkit.images.importers.squash_options import ENROOT_VARIABLE, RUNTIMES, squash_options
+from trainkit.jobs.containers import Squashfs
+
+SCHEMES = {"docker": "dockerd", "podman": "podman"}  # by builder: what enroot calls its images
+MISSING = (
+    "install enroot on this machine, or set builder = 'buildah', which makes the file with"
+    " mksquashfs"
+)
+
+
+def enroot_source(plan: ImagePlan) -> str:
+    """What is imported, as enroot names it. Raises KeyError for a builder whose images enroot
+    does not read (buildah)."""
+    if plan.container.source:
+        return plan.container.source
+    return f"{SCHEMES[plan.builder]}://{plan.tag}"
+
+
+def import_argv(output: Path, source: str) -> Argv:
+    """enroot import (doc/cmd/import.md). It refuses an output that is there already."""
+    return ("enroot", "import", "--output", str(output), source)
+
+
+def import_variables(squash: Squashfs | None) -> Mapping[str, str]:
+    """What enroot takes from its environment. Without `squash` the site's enroot.conf counts."""
+    if squash is None:
+        return {}
+    return {ENROOT_VARIABLE: " ".join(squash_options(squash))}
+
+
+class EnrootImport:
+    """enroot's own import."""
+
+    name = "enroot"
+    hints: Sequence[FailureHint] = (
+        FailureHint(
+            FULL,
+            "the disk is full",
+            "make room: enroot unpacks below ENROOT_TEMP_PATH (else TMPDIR, else /tmp) and keeps"
+            " layers below ENROOT_CACHE_PATH (else ~/.cache/enroot)",
+        ),
+        FailureHint(
+            "invalid image reference",
+            "that is no image as enroot names them",
+            "docker://[USER@][REGISTRY#]IMAGE[:TAG], dockerd://IMAGE[:TAG], podman://IMAGE[:TAG]",
+        ),
+    )
+
+    def serves(self, plan: ImagePlan) -> bool:
+        return plan.container.runtime in RUNTIMES and plan.builder != "buildah"
+
+    def commands(self, plan: ImagePlan, file: Path) -> tuple[Argv, ...]:
+        variables = import_variables(plan.container.squashfs)
+        # as a person types it: the variable's value has blanks
+        env = ("env", *(f"{name}={value}" for name, value in variables.items()))
+        argv = import_argv(file, enroot_source(plan))
+        if variables:
+            return ((*env, *argv),)
+        return (argv,)
+
+    def run(self, plan: ImagePlan, file: Path, on_step: OnStep) -> None:
+        on_step(0, 1)
+        with published(file) as made:
+            run_program(
+                import_argv(made, enroot_source(plan)),
+                f"{enroot_source(plan)} could not be imported",
+                env=import_variables(plan.container.squashfs),
+                missing=MISSING,
+                hints=self.hints,
+            )
+        on_step(1, 1)
