@@ -21,7 +21,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests import forkserver
+from tests.mounts import unmount
 
+pytest_plugins = ("tests.images.fixtures",)
 # Read when torch is loaded. One thread: tensors here are tiny, and several workers of pytest share
 # the cores. PASSIVE: what waits does not spin.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -37,6 +39,8 @@ settings.register_profile(
 )
 settings.load_profile("ci")
 
+# variable: the folder of a test run, gone after it
+TEST_RUN = "TRAINKIT_TEST_RUN"
 # seconds after which what is waited for never comes: a limit against hanging, not for slow machines
 HANGS = 900.0
 TASKS = "from trainkit.cli.tasks import namespace\n"
@@ -107,10 +111,17 @@ def pytest_configure(config: pytest.Config) -> None:
     if (given := getattr(config, "workerinput", None)) is not None:
         return forkserver.use(lambda: str(given[ADDRESS]))
     folder = tempfile.mkdtemp(prefix="trainkit-tests-")
-    config.add_cleanup(lambda: shutil.rmtree(folder))
+    os.environ[TEST_RUN] = folder  # for the workers too
+    config.add_cleanup(lambda: remove_folder(Path(folder)))
     config.stash[SERVER] = server = forkserver.Server(Path(folder))
     config.add_cleanup(server.close)
     return forkserver.use(server.address)
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove the folder of a test run, in which images may be mounted."""
+    unmount(folder)
+    shutil.rmtree(folder)
 
 
 @pytest.hookimpl(optionalhook=True)
