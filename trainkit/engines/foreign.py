@@ -41,6 +41,7 @@ class EngineProgram:
         saves_on_term: it saves a checkpoint and ends with 0 when it gets TERM.
         modules: what its interpreter must be able to import.
         reads: files that every node must see.
+        versions: requirement lines that it is known to run with.
     """
 
     engine: str
@@ -52,6 +53,7 @@ class EngineProgram:
     saves_on_term: bool = False
     modules: tuple[RequiredModule, ...] = ()
     reads: tuple[Path, ...] = ()
+    versions: tuple[str, ...] = ()
 
 
 def spec_name(attempt: int) -> str:
@@ -89,6 +91,7 @@ def rank_command(job: Job, run: RunFolder, attempt: int, program: EngineProgram)
         reads=tuple(str(path) for path in program.reads),
         seen_seconds=_seen_seconds(job),
         path=tuple(str(folder) for folder in engine_path(job)),
+        versions=program.versions,
     )
     name = spec_name(attempt)
     main = run.code / "trainkit" / "engines" / "rank" / "main.py"

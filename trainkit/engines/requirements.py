@@ -11,6 +11,8 @@ from pathlib import Path
 
 from trainkit.base.errors import ConfigError
 from trainkit.base.git import holds_password, without_passwords
+from trainkit.engines.rank.versions import bounded_package
+from trainkit.jobs.job_tables import EngineSource
 
 KNOWN = Path(__file__).with_name("requirements.toml")
 # the name that a requirement begins with (PEP 508)
@@ -61,6 +63,19 @@ def merged_lines(known: Sequence[str], given: Sequence[str]) -> tuple[str, ...]:
     """`known` without the packages that `given` names, then `given`."""
     named = {package_of(line) for line in given} - {None}
     return (*(line for line in known if package_of(line) not in named), *given)
+
+
+def required_versions(source: EngineSource, engine: str, version: str) -> tuple[str, ...]:
+    """The lines for a version of an engine, with jobs.toml's over them, that bound a package's
+    version.
+
+    Args:
+        source: the [engines.X] table.
+        engine: its engine.
+        version: of its tree.
+    """
+    lines = merged_lines(known_lines(engine, version), source.requirements)
+    return tuple(line for line in lines if bounded_package(line) is not None)
 
 
 def absolute_line(line: str, folder: Path) -> str:

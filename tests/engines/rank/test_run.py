@@ -255,6 +255,29 @@ def test_what_is_missing_on_a_host_is_said_before_the_start(tmp_path: Path) -> N
     assert "iteration" not in done.stdout
 
 
+def test_a_version_that_it_is_not_known_to_run_with_is_noted(tmp_path: Path) -> None:
+    """Noted, not refused: many versions work that nobody has tried."""
+    site = tmp_path / "site" / "other-1.2.3.dist-info"
+    site.mkdir(parents=True)
+    (site / "METADATA").write_text("Metadata-Version: 2.1\nName: other\nVersion: 1.2.3\n")
+    argv = [PYTHON, "-I", "-S", str(MAIN)]
+    spec = spec_of(tmp_path, "line(4); save(4)\n", versions=("no-such-package==1", "other==1.2.*"))
+    variables = environment(tmp_path, PYTHONPATH=str(tmp_path / "site"))
+    done = subprocess.run(
+        [*argv, str(spec)], env=variables, capture_output=True, check=False, text=True, timeout=300
+    )
+    assert done.returncode == 0
+    notes = [line for line in done.stderr.splitlines() if line.startswith("trainkit: ")]
+    assert not any("other" in line or "no-such-package" in line for line in notes)
+    spec = spec_of(tmp_path, "line(4); save(4)\n", versions=("other>=2",))
+    done = subprocess.run(
+        [*argv, str(spec)], env=variables, capture_output=True, check=False, text=True, timeout=300
+    )
+    host = os.uname().nodename
+    said = f"trainkit: {host} has other 1.2.3; megatron-lm is known to run with other>=2"
+    assert said in done.stderr.splitlines()
+
+
 def test_a_tree_or_an_interpreter_that_is_not_there_is_said(tmp_path: Path) -> None:
     assert run(tmp_path, "", cwd=str(tmp_path / "nowhere")).returncode == 7
     assert "is not there" in error_of(tmp_path)["message"]

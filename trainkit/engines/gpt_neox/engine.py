@@ -46,6 +46,7 @@ from trainkit.engines.options import (
 )
 from trainkit.engines.rank import gpt_neox as reader
 from trainkit.engines.rank.spec import RequiredModule
+from trainkit.engines.requirements import required_versions
 from trainkit.engines.sources import engine_python, engine_version, source_of, source_tree
 from trainkit.jobs.schema import Job
 from trainkit.runs.checkpoint_list import ListedCheckpoint
@@ -90,6 +91,7 @@ class GptNeox:
             env=engine_environment(job),
             files={f"launch/{name}": text},
             modules=_modules(job),
+            versions=required_versions(source_of(job), NAME, options_of(job).version),
             reads=_reads(config),
         )
         if over_deepspeed:

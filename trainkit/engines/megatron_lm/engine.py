@@ -25,6 +25,7 @@ from trainkit.engines.native import cpu_sharing
 from trainkit.engines.options import OptionTable, load_table, release, version_at
 from trainkit.engines.rank import megatron_lm as reader
 from trainkit.engines.rank.spec import RequiredModule
+from trainkit.engines.requirements import required_versions
 from trainkit.engines.sources import (
     engine_python,
     engine_version,
@@ -171,6 +172,7 @@ class MegatronLm:
             env=engine_environment(job, table),
             saves_on_term="--exit-signal-handler" in words,
             modules=_modules(table, words),
+            versions=required_versions(source_of(job), ENGINE, table.version),
             reads=_reads(data, words),
         )
         return rank_command(job, run, attempt, program)

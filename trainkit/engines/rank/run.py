@@ -14,7 +14,7 @@ from pathlib import Path
 
 from trainkit.base.process import die_with_parent_hook
 from trainkit.engines.rank.end import EngineEnd, Verdict, judge_end
-from trainkit.engines.rank.preflight import missing_on_this_host
+from trainkit.engines.rank.preflight import check_this_host
 from trainkit.engines.rank.readers import READERS
 from trainkit.engines.rank.report import RankReport
 from trainkit.engines.rank.spec import RankSpec
@@ -163,9 +163,11 @@ def run_engine(spec: RankSpec) -> int:
     report = RankReport(spec)
     report.beat("start")
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        missing = missing_on_this_host(spec, engine_environment(spec))
-        if missing:
-            report.fail(Verdict(HEALTH, "PreflightError", "; ".join(missing)))
+        check = check_this_host(spec, engine_environment(spec))
+        for note in check.notes:
+            sys.stderr.write(f"trainkit: {note}\n")
+        if check.missing:
+            report.fail(Verdict(HEALTH, "PreflightError", "; ".join(check.missing)))
             return HEALTH
     began_at = READERS[spec.engine].tracked_step(Path(spec.checkpoints))
     report.begin(began_at)

@@ -47,6 +47,7 @@ class RankSpec:
         saves_on_term: the engine saves and ends with 0 when it gets TERM.
         modules: what its interpreter must be able to import.
         reads: files that every node must see.
+        versions: requirement lines that the engine is known to run with; others are noted.
         seen_seconds: until a file that one rank has written is seen by all.
         path: folders that come first on PATH, so that the engine's Makefiles find the python3 and
             python3-config of its interpreter.
@@ -71,6 +72,7 @@ class RankSpec:
     reads: tuple[str, ...]
     seen_seconds: float
     path: tuple[str, ...] = ()
+    versions: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, object]:
         """The document."""
@@ -85,6 +87,7 @@ class RankSpec:
         values["argv"] = tuple(values["argv"])
         values["reads"] = tuple(values["reads"])
         values["path"] = tuple(values.get("path", ()))
+        values["versions"] = tuple(values.get("versions", ()))
         values["modules"] = tuple(RequiredModule(**each) for each in values["modules"])
         return cls(**values)
 
