@@ -1,9 +1,10 @@
-"""Makes the Python environment of an image: `install.py torch|packages|trainkit`, in this order.
+"""Makes the Python environment of an image, a layer each: `install.py torch`, then `packages` and
+`trainkit`, or `engine` for a training engine of somebody else's.
 
 Run by the Dockerfiles of this folder with the base image's own Python, before anything is
-installed: standard library only, and syntax of Python 3.8, so that an old one gets a message.
-Each step is one layer: torch, which is large and seldom changes; what pyproject.toml lists;
-trainkit itself, in a folder of its own whose content is then copied over the environment.
+installed: standard library and pip only, Python 3.8 or newer. torch is large and seldom changes;
+`packages` are what pyproject.toml lists; `trainkit` goes into a folder of its own, whose content
+is then copied over the environment; `engine` are the lines of trainkit/engines/requirements.toml.
 
 The same packages give the same bytes twice: no caches, and compiled files (.pyc) that hold a hash
 of their source in place of its time. They are made here because users other than root cannot
@@ -13,6 +14,7 @@ write them later, and without them each rank compiles torch's Python files at it
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.util
 import os
 import py_compile
@@ -21,7 +23,9 @@ import shutil
 import subprocess
 import sys
 import venv
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 VENV = Path("/opt/venv")
 TRAINKIT = Path("/opt/prefix")  # lib/ and bin/ that belong into VENV
@@ -30,20 +34,28 @@ OLDEST_TORCH = (2, 11)
 OLDEST_PYTHON = (3, 11)
 PARTS = 4  # processes that compile; fixed, since a .pyc depends on what was compiled before it
 EXIT_USAGE = 3
-# What only torch's own tests read (as seen in 2.13): a third of its CPU build.
-UNUSED = ("torch/test", "torch/lib/*.a", "torch/bin/*[!r]", "torch/bin/*test*")
-TESTS = ("numpy", "sympy", "networkx", "pyarrow")  # have folders `tests` nobody imports
+# What only tests read, and parts of pyarrow that trainkit does not use (servers, query plans):
+# 280 MB with torch 2.13 for CPUs. Its headers stay: torch.compile reads them.
+UNUSED = (
+    "torch/test",
+    "torch/lib/*.a",
+    "torch/bin/[!t]*",
+    "torch/bin/test_*",
+    "pyarrow/*flight*",
+    "pyarrow/*substrait*",
+)
+TESTS = ("numpy", "sympy", "networkx", "pyarrow", "mpmath", "fsspec")  # folders named tests
 
 
 class InstallError(Exception):
     """The image cannot be made like this; the text says what to do."""
 
 
-def read_toml(path: Path) -> dict[str, object]:
-    """A TOML file as the standard library of Python 3.11 reads it."""
-    import tomllib
-
-    return tomllib.loads(path.read_text(encoding="utf-8"))
+def read_toml(path: Path) -> dict[str, Any]:
+    """A TOML file; Python 3.11 has a reader, and before it pip brings the same one."""
+    name = "tomllib" if sys.version_info >= (3, 11) else "pip._vendor.tomli"
+    found: dict[str, Any] = importlib.import_module(name).loads(path.read_text(encoding="utf-8"))
+    return found
 
 
 def name_of(requirement: str) -> str:
@@ -61,7 +73,6 @@ def requirements(pyproject: Path, extras: list[str]) -> list[str]:
         InstallError: there is no such extra.
     """
     project = read_toml(pyproject)["project"]
-    assert isinstance(project, dict)
     lines = list(project["dependencies"])
     optional = project["optional-dependencies"]
     for extra in extras:
@@ -69,6 +80,25 @@ def requirements(pyproject: Path, extras: list[str]) -> list[str]:
             raise InstallError(f"EXTRAS: no extra {extra!r} in {pyproject}; {sorted(optional)}")
         lines += optional[extra]
     return [line for line in lines if name_of(line) != "torch"]
+
+
+def engine_lines(table: Path, engine: str, version: str) -> list[str]:
+    """What pip is given for an engine: the lines of the longest beginning of its version, as the
+    stage engine-install takes them; without torch.
+
+    Raises:
+        InstallError: the table has none for it.
+    """
+    lines = read_toml(table)["lines"]
+    known = [each for each in lines if each["engine"] == engine]
+    fitting = [each for each in known if version.startswith(each["version"])]
+    if not fitting:
+        versions = ", ".join(f"{each['engine']} {each['version']}" for each in lines)
+        raise InstallError(
+            f"ENGINE={engine} ENGINE_VERSION={version}: {table.name} has lines for {versions}"
+        )
+    best = max(fitting, key=lambda each: len(each["version"]))
+    return [line for line in best["pip"] if name_of(line) != "torch"]
 
 
 def write_constraints(source: Path, target: Path, free: set[str]) -> None:
@@ -133,11 +163,11 @@ def compile_all(folder: Path) -> None:
         raise InstallError(f"compiling {folder} failed: the message is above")
 
 
-def check_torch() -> None:
-    """Refuse an environment whose torch is too old for trainkit or cannot be imported.
+def torch_version() -> str:
+    """That of the environment.
 
     Raises:
-        InstallError: it says which build argument to give.
+        InstallError: torch cannot be imported; its own message is above.
     """
     done = subprocess.run(
         [str(VENV / "bin" / "python"), "-c", "import torch; print(torch.__version__)"],
@@ -145,14 +175,32 @@ def check_torch() -> None:
         text=True,
         check=False,
     )
-    found = re.match(r"(\d+)\.(\d+)", done.stdout)
+    if done.returncode:
+        raise InstallError(
+            "`import torch` fails in the image: give another BASE_IMAGE, or a TORCH that fits it"
+        )
+    return done.stdout.strip()
+
+
+def refuse_old(python: Sequence[int], torch: str) -> None:
+    """Refuse a Python or a torch that is too old for trainkit itself.
+
+    Raises:
+        InstallError: it says which build arguments help.
+    """
+    wanted = ".".join(str(number) for number in OLDEST_PYTHON)
+    if tuple(python) < OLDEST_PYTHON:
+        version = ".".join(str(number) for number in python)
+        raise InstallError(
+            f"the base image's python3 is {version}, trainkit needs {wanted}: another BASE_IMAGE"
+        )
+    found = re.match(r"(\d+)\.(\d+)", torch)
     wanted = ".".join(str(number) for number in OLDEST_TORCH)
-    way_out = f"give another BASE_IMAGE, or --build-arg TORCH=torch>={wanted} to install one"
-    if found is None:
-        raise InstallError(f"`import torch` fails in the image; {way_out}")
-    if (int(found.group(1)), int(found.group(2))) < OLDEST_TORCH:
-        version = done.stdout.strip()
-        raise InstallError(f"the image has torch {version}, trainkit needs {wanted}; {way_out}")
+    if found is None or (int(found.group(1)), int(found.group(2))) < OLDEST_TORCH:
+        raise InstallError(
+            f"the image has torch {torch}, trainkit needs {wanted}: give another BASE_IMAGE, or"
+            f" --build-arg 'TORCH=torch>={wanted}' to install one"
+        )
 
 
 def install_torch(build: Path) -> None:
@@ -167,11 +215,16 @@ def install_torch(build: Path) -> None:
         index = os.environ.get("TORCH_INDEX", "")
         options = ["--index-url", index] if index else []
         pip("-c", str(build / "constraints"), *options, *torch)
-    check_torch()
+    print(f"torch {torch_version()}", flush=True)
 
 
 def install_packages(build: Path) -> None:
-    """Install trainkit's requirements, those of EXTRAS, and PIP_PACKAGES."""
+    """Install trainkit's requirements, those of EXTRAS, and PIP_PACKAGES.
+
+    Raises:
+        InstallError: Python or torch is too old, or pip failed.
+    """
+    refuse_old(sys.version_info[:2], torch_version())
     more = os.environ.get("PIP_PACKAGES", "").split()
     lines = requirements(build / "pyproject.toml", os.environ.get("EXTRAS", "").split())
     free = {"torch", *(name_of(line) for line in more)}
@@ -182,6 +235,16 @@ def install_packages(build: Path) -> None:
 def install_trainkit(build: Path) -> None:
     """Compile and install trainkit itself into a folder of its own."""
     pip("--no-deps", "--no-build-isolation", f"--prefix={TRAINKIT}", str(build))
+
+
+def install_engine(build: Path) -> None:
+    """Install what ENGINE needs, and PIP_PACKAGES. The engine itself is a tree that trainkit's
+    stage engine-source fetches; its kernels are compiled there, by engine-prebuild."""
+    more = os.environ.get("PIP_PACKAGES", "").split()
+    engine = os.environ.get("ENGINE", "")
+    lines = engine_lines(build / "requirements.toml", engine, os.environ.get("ENGINE_VERSION", ""))
+    named = {name_of(line) for line in more}
+    pip(*(line for line in lines if name_of(line) not in named), *more)
 
 
 def finish(prefix: Path) -> None:
@@ -198,29 +261,26 @@ def run(arguments: argparse.Namespace) -> None:
         InstallError: the image cannot be made like this.
     """
     build = Path(__file__).resolve().parent
-    if sys.version_info < OLDEST_PYTHON:
-        wanted = ".".join(str(number) for number in OLDEST_PYTHON)
-        raise InstallError(
-            f"{sys.executable} is Python {sys.version.split()[0]}, trainkit needs {wanted}:"
-            " give another BASE_IMAGE"
-        )
     if arguments.step == "compile":
         compile_part(Path(arguments.folder), arguments.part)
-    elif arguments.step == "torch":
-        install_torch(build)
-        finish(VENV)
-    elif arguments.step == "packages":
-        install_packages(build)
-        finish(VENV)
-    else:
-        install_trainkit(build)
-        finish(TRAINKIT)
+        return
+    prefix = TRAINKIT if arguments.step == "trainkit" else VENV
+    STEPS[arguments.step](build)
+    finish(prefix)
+
+
+STEPS = {
+    "torch": install_torch,
+    "packages": install_packages,
+    "trainkit": install_trainkit,
+    "engine": install_engine,
+}
 
 
 def main() -> int:
     """Run one step; 0, or 3 with a message."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("step", choices=["torch", "packages", "trainkit", "compile"])
+    parser.add_argument("step", choices=[*STEPS, "compile"])
     parser.add_argument("--folder", default="")
     parser.add_argument("--part", type=int, default=0)
     os.umask(0o022)  # readable by whoever runs the image
