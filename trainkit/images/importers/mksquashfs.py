@@ -197,7 +197,7 @@ def buildah_steps(image: str, name: str) -> dict[str, Argv]:
         where = ("--pull-never", "--name", name, image)
     return {
         "from": ("buildah", "from", *where),
-        "config": ("buildah", "inspect", "--format", "{{json .Docker}}", name),
+        "config": ("buildah", "inspect", name),
         "mount": ("buildah", "mount", name),
         "umount": ("buildah", "umount", name),
         "rm": ("buildah", "rm", name),
@@ -239,9 +239,8 @@ class SquashfsImport:
             on_step(0, 3)
             ask_program(steps["from"], doing)
             on_step(1, 3)
-            # null: of an image that says nothing of itself
-            value = json.loads(ask_program(steps["config"], doing)) or {}
-            config = ImageConfig.from_json(value.get("config") or {})
+            told = json.loads(ask_program(steps["config"], doing))
+            config = ImageConfig.from_json(told["Docker"].get("config") or {})
             rootfs = Path(_mounted(steps["mount"], doing))
             configure(rootfs, config, f"containers-storage:{image}")
             open_permissions(rootfs)

@@ -18,7 +18,7 @@ from trainkit.launch.containers.pyxis import pyxis_options
 from trainkit.launch.containers.scripts import (
     extra_files,
     inside_script,
-    mount_check_lines,
+    look_lines,
     start_lines,
 )
 from trainkit.stages.array_task import CLIENT_VARIABLE
@@ -153,5 +153,5 @@ def task_argv(container: NodeContainer) -> tuple[str, ...]:
 def before_tasks(container: NodeContainer) -> list[str]:
     """Lines of the batch script, on the one node of its element, before srun."""
     if container.settings.runtime == "pyxis":
-        return mount_check_lines(container)
+        return look_lines(container)
     return []
