@@ -19,8 +19,12 @@ from tests.conftest import Project
 
 PACKAGE = Path(trainkit.__file__).parent
 ORDER = {  # of a folder's rooms and its files of their own: each imports only what stands before it
-    "trainkit": "base families jobs images plan runs data train engines stages launch experiment cli",
-    "trainkit.images": "contract squashfs stripe importers",
+    "trainkit": (
+        "base families jobs images plan runs data train engines stages launch experiment cli"
+    ),
+    "trainkit.images": (
+        "contract builders dockerfile context labels programs build squashfs stripe importers"
+    ),
     "trainkit.data": "fetch sums text unit_specs tokenizer indexed sources order tokenize",
     "trainkit.train": (
         "metrics torch_compat generators model parallel checkpoint rank_agreement rank_statistics"

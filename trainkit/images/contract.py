@@ -67,6 +67,9 @@ class Builder(Protocol):
     def is_here(self) -> bool:
         """Whether this machine has it; of docker also something that looks like its daemon."""
 
+    def missing(self) -> str:
+        """Where `is_here` is false: what is missing."""
+
     def version_argv(self) -> Argv:
         """Prints the version, and nothing else that has digits before it."""
 

@@ -1,0 +1,55 @@
+"""buildah: builds without a daemon, and without an OCI runtime where there is none."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+
+from trainkit.images.builders.options import (
+    HINTS,
+    isolation_options,
+    recipe_options,
+    version_numbers,
+)
+from trainkit.images.contract import Argv, BuildRecipe, FailureHint
+
+WITH_TIMESTAMP = (1, 19)  # older ones may not have --timestamp
+
+
+class Buildah:
+    """buildah-build(1). In docker's format, since OCI's has no SHELL and no HEALTHCHECK. Its
+    options stand before the context: it takes none behind."""
+
+    name = "buildah"
+    hints: Sequence[FailureHint] = HINTS
+
+    def is_here(self) -> bool:
+        return shutil.which("buildah") is not None
+
+    def missing(self) -> str:
+        return "buildah is not in PATH"
+
+    def version_argv(self) -> Argv:
+        return ("buildah", "--version")
+
+    def build_argv(self, recipe: BuildRecipe, version: str) -> Argv:
+        times: Argv = ()
+        if recipe.source_date_epoch is not None and version_numbers(version) >= WITH_TIMESTAMP:
+            times = ("--timestamp", str(recipe.source_date_epoch))
+        start = ("buildah", "bud", "--format", "docker", "--layers", "--pull-never")
+        return (
+            *start,
+            *isolation_options(),
+            *times,
+            *recipe_options(recipe),
+            str(recipe.context),
+        )
+
+    def digest_argv(self, image: str) -> Argv:
+        return ("buildah", "inspect", "--type", "image", "--format", "{{.FromImageID}}", image)
+
+    def pull_argv(self, image: str) -> Argv:
+        return ("buildah", "pull", image)
+
+    def push_argv(self, tag: str, target: str) -> tuple[Argv, ...]:
+        return (("buildah", "push", tag, f"docker://{target}"),)

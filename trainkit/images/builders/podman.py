@@ -1,0 +1,54 @@
+"""podman: builds without a daemon, with buildah's own engine and store."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+
+from trainkit.images.builders.options import (
+    HINTS,
+    isolation_options,
+    recipe_options,
+    version_numbers,
+)
+from trainkit.images.contract import Argv, BuildRecipe, FailureHint
+
+WITH_TIMESTAMP = (3, 0)  # older ones may not have --timestamp
+
+
+class Podman:
+    """podman-build(1). In docker's format, since OCI's has no SHELL and no HEALTHCHECK."""
+
+    name = "podman"
+    hints: Sequence[FailureHint] = HINTS
+
+    def is_here(self) -> bool:
+        return shutil.which("podman") is not None
+
+    def missing(self) -> str:
+        return "podman is not in PATH"
+
+    def version_argv(self) -> Argv:
+        return ("podman", "--version")
+
+    def build_argv(self, recipe: BuildRecipe, version: str) -> Argv:
+        times: Argv = ()
+        if recipe.source_date_epoch is not None and version_numbers(version) >= WITH_TIMESTAMP:
+            times = ("--timestamp", str(recipe.source_date_epoch))
+        start = ("podman", "build", "--format", "docker", "--layers", "--pull=never")
+        return (
+            *start,
+            *isolation_options(),
+            *times,
+            *recipe_options(recipe),
+            str(recipe.context),
+        )
+
+    def digest_argv(self, image: str) -> Argv:
+        return ("podman", "image", "inspect", "--format", "{{.Id}}", image)
+
+    def pull_argv(self, image: str) -> Argv:
+        return ("podman", "pull", image)
+
+    def push_argv(self, tag: str, target: str) -> tuple[Argv, ...]:
+        return (("podman", "push", tag, target),)
