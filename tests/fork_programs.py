@@ -48,6 +48,7 @@ PRELOADED = (
     "trainkit.launch.agent.port_check",
     "trainkit.launch.agent.stack_dump",
     "trainkit.stages.prep_data",
+    "trainkit.stages.build_container",
     "trainkit.stages.array_task",
     "trainkit.data.tokenize.shard_worker",
     "trainkit.data.tokenize.merge_worker",

@@ -14,6 +14,7 @@ TASK_NAMES = [
     "attach",
     "bench",
     "build",
+    "build-container",
     "cancel",
     "check",
     "checkpoints",

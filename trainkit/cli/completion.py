@@ -16,6 +16,7 @@ CHOICES = {
     "verb": ("start", "stop", "status"),
     "code": ("run", "current"),
     "split": ("train", "valid", "test"),
+    "builder": ("docker", "podman", "buildah"),
     "dtype": ("fp32", "bf16", "fp16"),
 }
 

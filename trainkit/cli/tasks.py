@@ -26,6 +26,7 @@ namespace = Collection(
     tasks_config.plan,
     tasks_config.import_,
     tasks_run.build,
+    tasks_run.build_container,
     tasks_run.prep_data,
     tasks_config.data_stats,
     tasks_config.data_verify,

@@ -1,4 +1,4 @@
-"""The tasks that make runs: build, prep-data, train, resume, attach, cancel."""
+"""The tasks that make runs: build, build-container, prep-data, train, resume, attach, cancel."""
 
 from __future__ import annotations
 
@@ -13,6 +13,28 @@ def build(task: TaskContext, force: bool = False) -> TaskResult:
     from trainkit.cli.run import stages as prepare
 
     return prepare.build(task, force=force)
+
+
+@make_task(
+    help={
+        **JOB,
+        "builder": "docker, podman or buildah (default: that of jobs.toml, or the first here)",
+        "push": "put the image into the container's registry, by the builder's own credentials",
+        **FORCE,
+    },
+    takes_json=True,
+    takes_dry_run=True,
+)
+def build_container(
+    task: TaskContext, job: str, builder: str = "", push: bool = False, force: bool = False
+) -> TaskResult:
+    """Build the image that a job's ranks run in, and the file that its runtime starts.
+
+    What it is made of is in the job's [containers.X] table; what is up to date stays.
+    """
+    from trainkit.cli.run import images
+
+    return images.build_container(task, job, builder=builder, push=push, force=force)
 
 
 @make_task(

@@ -97,7 +97,12 @@ class LocalUnits:
         execute_locally(need, units, stamps, reporter, workers=workers, counted=on_counts)
 
     def describe(self, need: Need, units: Sequence[Unit], folder: Path) -> list[str]:
-        return [f"would run {shlex.join(unit.argv)} {unit.name}.spec.json" for unit in units]
+        lines = []
+        for unit in units:
+            lines.append(f"would run {shlex.join(unit.argv)} {unit.name}.spec.json")
+            if unit.commands is not None:
+                lines += [f"  {shlex.join(argv)}" for argv in unit.commands()]
+        return lines
 
 
 class HostUnits:

@@ -13,6 +13,8 @@ from trainkit.runs.folder import RunFolder
 from trainkit.stages.contract import Need
 from trainkit.stages.stamps import file_identity
 
+PROGRAMS = ("build", "build-container")  # stages that make what runs, and no samples
+
 
 def inputs_path(run: RunFolder) -> Path:
     """launch/inputs.json: the files that a run's samples come from. There once the run's stages
@@ -22,9 +24,10 @@ def inputs_path(run: RunFolder) -> Path:
 
 def write_inputs(run: RunFolder, needs: Sequence[Need]) -> None:
     """Write inputs.json. `needs` are up to date."""
-    made = [path for need in needs if need.stage != "build" for path in need.outputs]
+    of_data = [need for need in needs if need.stage not in PROGRAMS]
+    made = [path for need in of_data for path in need.outputs]
     # pairs that nobody made here: the run reads them itself
-    ready = [path for need in needs for path in need.inputs if path.suffix in (".bin", ".idx")]
+    ready = [path for need in of_data for path in need.inputs if path.suffix in (".bin", ".idx")]
     files = [file_identity(path) for path in dict.fromkeys([*made, *ready])]
     write_json(inputs_path(run), document("inputs/1", files=files))
 

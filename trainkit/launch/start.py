@@ -28,6 +28,7 @@ from trainkit.runs.events import AllRanksStarted, first_event, read_events
 from trainkit.runs.folder import RunFolder, new_run_folder
 from trainkit.runs.origin import write_origin
 from trainkit.runs.supervisor_status import read_supervisor_status, write_starter
+from trainkit.stages.build_container import made_image
 
 # a shared file system under load may take that long to give Python its modules
 SPAWN_SECONDS = 60.0
@@ -176,7 +177,9 @@ def fill_run(run: RunFolder, request: RunRequest, secrets: Mapping[str, str]) ->
     write_json(run.plan, request.plan.to_json())
     left_out = [vars(each) for each in snapshot.left_out]
     engine = engine_tree(request.resolved.job)
-    write_origin(run, request.project, snapshot.sha256, secrets, left_out, engine)
+    made = made_image(request.resolved.job)
+    image = made.to_json() if made is not None else None
+    write_origin(run, request.project, snapshot.sha256, secrets, left_out, engine, image)
     if request.needs is not None:
         write_inputs(run, request.needs)
     write_starter(run)

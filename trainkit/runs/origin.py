@@ -112,6 +112,7 @@ def write_origin(
     secrets: Mapping[str, str],
     left_out: Sequence[Mapping[str, Any]] = (),
     engine: EngineTree | None = None,
+    image: Mapping[str, object] | None = None,
 ) -> None:
     """Write origin.json and, where the project or the engine's tree is a git checkout with
     uncommitted changes, origin.diff and engine.diff.
@@ -124,6 +125,7 @@ def write_origin(
             them.
         left_out: files of the project that the snapshot lacks.
         engine: the tree that the ranks run, where that is not trainkit.
+        image: the record image/1 of the image they run in, where trainkit has made it.
     """
     redactor = Redactor(secrets.values())
     diff = _git(project, "diff", "HEAD", "--no-color", "--no-ext-diff")
@@ -143,6 +145,7 @@ def write_origin(
         code_sha256=code_sha256,
         code_left_out=list(left_out),
         engine=_engine(run, engine, redactor) if engine is not None else None,
+        image=image,
         host=platform.node(),
         platform=platform.platform(),
         python=sys.version.split()[0],

@@ -3,7 +3,7 @@ done again."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,8 +27,13 @@ class Unit:
         one after another: small units share a process, whose start would cost more than they do.
         kept: what its outputs held is there elsewhere, in what the stage made before: without
         them it is as fresh as with them. network: it mostly waits for another machine: it runs
+<<<<<<< HEAD
         beside those that compute, and counts as none of them. here: it reads what belongs to this
         machine's own Python: where units run in an image, this one does not.
+=======
+        beside those that compute, and counts as none of them. commands: of other programs that it
+        runs, as a person would type them; a dry run prints them.
+>>>>>>> f4fe945 (The stage build-container and its task)
     """
 
     name: str
@@ -40,7 +45,13 @@ class Unit:
     network: bool = False
     several: bool = False
     kept: bool = False
+<<<<<<< HEAD
     here: bool = False
+=======
+    commands: Callable[[], Sequence[tuple[str, ...]]] | None = field(
+        default=None, repr=False, compare=False
+    )
+>>>>>>> f4fe945 (The stage build-container and its task)
 
 
 @dataclass(frozen=True)

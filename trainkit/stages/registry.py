@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from trainkit.data.fetch.retry import FetchRetryPolicy
 from trainkit.stages.build import BuildStage
+from trainkit.stages.build_container import BuildContainerStage
 from trainkit.stages.contract import Stage
 from trainkit.stages.engine_install import EngineInstallStage
 from trainkit.stages.engine_prebuild import EnginePrebuildStage
@@ -17,9 +18,11 @@ FOREIGN: tuple[Stage, ...] = (EngineSourceStage(), EngineInstallStage(), EngineP
 # with servers, under a dry run
 ONCE = FetchRetryPolicy(attempts=1, timeout=10.0)
 AFTER_DATA: tuple[Stage, ...] = (IndexStage(), WeightsStage())
-STAGES: tuple[Stage, ...] = (BuildStage(), *FOREIGN, PrepDataStage(), *AFTER_DATA)
+# where you type, on no node: what they need is there, and may be nowhere else
+HERE_FIRST: tuple[Stage, ...] = (BuildStage(), BuildContainerStage())
+STAGES: tuple[Stage, ...] = (*HERE_FIRST, *FOREIGN, PrepDataStage(), *AFTER_DATA)
 
 
 def stages_asked_once() -> tuple[Stage, ...]:
     """The same for a dry run: a server that does not answer is not asked again and again."""
-    return (BuildStage(), *FOREIGN, PrepDataStage(ONCE), *AFTER_DATA)
+    return (*HERE_FIRST, *FOREIGN, PrepDataStage(ONCE), *AFTER_DATA)

@@ -140,11 +140,13 @@ def check_freshness(need: Need, stamps: Path, *, force: bool = False) -> Freshne
     elif need.evidence:
         fresh, because = need.evidence()
     else:
-        fresh, because = _judge_stamp(need, read_stamp(stamp_path(stamps, need)))
+        fresh, because = judge_stamp(need, stamps)
     return Freshness(need.stage, need.name, fresh, because)
 
 
-def _judge_stamp(need: Need, stamp: dict[str, Any] | None) -> tuple[bool, str]:
+def judge_stamp(need: Need, stamps: Path) -> tuple[bool, str]:
+    """What the stamp says, whatever evidence there is besides: (fresh, because)."""
+    stamp = read_stamp(stamp_path(stamps, need))
     if stamp is None:
         return False, "it was never made here"
     if "unfinished" in stamp and stamp.get("failed"):

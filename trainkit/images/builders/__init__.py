@@ -7,39 +7,58 @@ from trainkit.images.builders.buildah import Buildah
 from trainkit.images.builders.docker import Docker
 from trainkit.images.builders.podman import Podman
 from trainkit.images.contract import Builder
+from trainkit.jobs.containers import Container
 
 # in the order in which they are looked for
 BUILDERS: dict[str, Builder] = {
     builder.name: builder for builder in (Docker(), Podman(), Buildah())
 }
 
+# whose images a runtime starts, where that is not a file
+STORES = {"docker": ("docker",), "podman": ("podman", "buildah")}
 
-def choose_builder(named: str | None) -> tuple[Builder, str]:
+
+def candidates(container: Container) -> tuple[Builder, ...]:
+    """Builders whose images the container's runtime can start: docker and podman start those of
+    their own store; others, where they come through a registry."""
+    names = STORES.get(container.runtime, tuple(BUILDERS))
+    if container.registry is not None:
+        names = tuple(dict.fromkeys((*names, *BUILDERS)))
+    return tuple(BUILDERS[name] for name in names)
+
+
+def choose_builder(named: str | None, container: Container) -> tuple[Builder, str]:
     """The builder that is used, and why, for people.
 
     Args:
         named: by jobs.toml or --builder; None: the first that is here.
+        container: what it builds for.
 
-    Raises TrainkitError (exit 6) where it is not here.
+    Raises TrainkitError (exit 6) where it is not here, or the runtime would not find the image.
     """
+    fitting = candidates(container)
+    names = ", ".join(builder.name for builder in fitting)
     if named is not None:
         builder = BUILDERS[named]
+        if builder not in fitting:
+            raise TrainkitError(
+                f"containers.{container.name}: runtime = '{container.runtime}' does not see what"
+                f" {named} builds",
+                exit=Exit.STAGE_FAILED,
+                hint=f"build with {names}, or name a registry that both of them know",
+            )
         if not builder.is_here():
             raise _none_here(f"builder '{named}' is not here: {builder.missing()}")
         return builder, f"{named}, as named"
-    for builder in BUILDERS.values():
+    for builder in fitting:
         if builder.is_here():
-            return builder, f"{builder.name}, the first here of {', '.join(BUILDERS)}"
-    reasons = "; ".join(builder.missing() for builder in BUILDERS.values())
-    raise _none_here(f"no builder is here: {reasons}")
+            return builder, f"{builder.name}, the first here of {names}"
+    raise _none_here("; ".join(["no builder is here", *(each.missing() for each in fitting)]))
 
 
-def builder_here(named: str | None) -> Builder | None:
-    """The same, None where it is not here."""
-    try:
-        return choose_builder(named)[0]
-    except TrainkitError:
-        return None
+def first_here(container: Container) -> str:
+    """The name of the builder that is used where none is named; "" where none is here."""
+    return next((each.name for each in candidates(container) if each.is_here()), "")
 
 
 def _none_here(message: str) -> TrainkitError:

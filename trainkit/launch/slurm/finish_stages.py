@@ -50,7 +50,7 @@ from trainkit.stages.execute import (
 )
 from trainkit.stages.in_flight import clear_own_in_flight
 from trainkit.stages.local import execute_locally
-from trainkit.stages.registry import STAGES
+from trainkit.stages.registry import HERE_FIRST, STAGES
 from trainkit.stages.stamps import check_freshness
 
 
@@ -66,7 +66,7 @@ def finish_stages(run: RunFolder, graph: Mapping[str, Any]) -> None:
     where the plan objects, 3 as `open_mixture`.
     """
     job = read_job(run.job)
-    stages = [stage for stage in STAGES if stage.name != "build"]
+    stages = [stage for stage in STAGES if stage not in HERE_FIRST]
     for need in graph["needs"]:
         _stamp(run, need)
     refuse_stale(

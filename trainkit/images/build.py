@@ -1,0 +1,225 @@
+"""Building the image of one container: what goes in, the commands, and the record of what came
+out."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainkit.base.documents import utc_now
+from trainkit.base.errors import ConfigError, Exit, TrainkitError
+from trainkit.base.files import sha256_file
+from trainkit.images.builders import choose_builder
+from trainkit.images.builders.options import version_numbers
+from trainkit.images.context import ContextFiles, context_files, ignore_file, read_ignore
+from trainkit.images.contract import (
+    BASE_ARGUMENT,
+    Argv,
+    Builder,
+    BuildRecipe,
+    ImagePlan,
+    ImageRecord,
+    OnStep,
+)
+from trainkit.images.dockerfile import PREDEFINED, Dockerfile, read_dockerfile
+from trainkit.images.labels import ContentCommit, content_commit, labels_of, source_date_epoch
+from trainkit.images.programs import ask, ask_all, run_logged, step_reader
+from trainkit.jobs.containers import Container
+from trainkit.jobs.image_reference import objection_to
+
+SHA256 = "sha256:"
+
+
+@dataclass(frozen=True)
+class BuildInput:
+    """All that a build reads.
+
+    Args:
+        dockerfile: its path.
+        ignore: the ignore file that counts; None: there is none.
+        parsed: what the Dockerfile says.
+        taken: the files of the context.
+    """
+
+    dockerfile: Path
+    ignore: Path | None
+    parsed: Dockerfile
+    taken: ContextFiles
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """What is judged by size and time: the Dockerfile first."""
+        first = (self.dockerfile, self.ignore) if self.ignore else (self.dockerfile,)
+        rest = (path for path in self.taken.files if path not in first)
+        return (*first, *rest)
+
+
+def arguments_of(container: Container) -> dict[str, str]:
+    """Build arguments, BASE_IMAGE first."""
+    base = {BASE_ARGUMENT: container.base} if container.base else {}
+    return {**base, **container.build_args}
+
+
+def read_input(container: Container, builder: str) -> BuildInput:
+    """What a build of this container reads. Raises ConfigError (exit 6) where something of it is
+    not there, or an argument is given that nothing reads."""
+    assert container.dockerfile is not None
+    dockerfile = Path(container.dockerfile)
+    context = Path(container.context or dockerfile.parent)
+    arguments = arguments_of(container)
+    parsed = read_dockerfile(dockerfile, arguments)
+    if not context.is_dir():
+        raise ConfigError(
+            f"containers.{container.name}.context = '{context}' is no folder",
+            exit=Exit.STAGE_FAILED,
+            hint="it is relative to the folder of jobs.toml, which it also is by default",
+        )
+    _refuse_unread(container, parsed, dockerfile)
+    for image in parsed.bases:
+        if said := objection_to(image):
+            raise ConfigError(f"{dockerfile}: FROM {image}: {said}", exit=Exit.STAGE_FAILED)
+    ignore = ignore_file(dockerfile, context, builder)
+    taken = context_files(context, read_ignore(ignore), parsed.copied, dockerfile)
+    return BuildInput(dockerfile, ignore, parsed, taken)
+
+
+def _refuse_unread(container: Container, parsed: Dockerfile, dockerfile: Path) -> None:
+    """Some builders warn of an argument that no ARG declares, others say nothing."""
+    for name in arguments_of(container):
+        if name not in parsed.arguments and name not in PREDEFINED:
+            key = "base" if name == BASE_ARGUMENT else f"build_args.{name}"
+            raise ConfigError(
+                f"containers.{container.name}.{key} changes nothing:"
+                f" {dockerfile} has no ARG {name}",
+                exit=Exit.STAGE_FAILED,
+                hint=f"add ARG {name} to the Dockerfile (a base's before FROM), or remove the key",
+            )
+
+
+def recipe_of(container: Container, content: ContentCommit) -> BuildRecipe:
+    """What the builder is asked for."""
+    assert container.dockerfile is not None
+    dockerfile = Path(container.dockerfile)
+    return BuildRecipe(
+        dockerfile,
+        Path(container.context or dockerfile.parent),
+        container.built_tag,
+        arguments_of(container),
+        labels_of(content, container.base or ""),
+        source_date_epoch(content),
+    )
+
+
+def build_commands(plan: ImagePlan) -> tuple[Argv, ...]:
+    """What would be run, for --dry-run: a base is fetched where it is not there yet."""
+    builder, _ = choose_builder(plan.builder or None, plan.container)
+    given = read_input(plan.container, builder.name)
+    recipe = recipe_of(plan.container, _content(given, recipe_context(plan.container)))
+    pulls = tuple(builder.pull_argv(image) for image in _absent(builder, given.parsed.bases))
+    return (*pulls, builder.build_argv(recipe, ask(builder.version_argv()) or ""))
+
+
+def recipe_context(container: Container) -> Path:
+    """The folder that COPY and ADD read."""
+    assert container.dockerfile is not None
+    return Path(container.context or Path(container.dockerfile).parent)
+
+
+def _content(given: BuildInput, context: Path) -> ContentCommit:
+    links = tuple(context / name for name in given.taken.links)
+    return content_commit(context, (*given.files, *links))
+
+
+def _absent(builder: Builder, images: Sequence[str]) -> list[str]:
+    ids = image_digests(builder, images)
+    return [image for image, digest in zip(images, ids, strict=True) if digest is None]
+
+
+def image_digests(builder: Builder, images: Sequence[str]) -> list[str | None]:
+    """The ids ("sha256:HEX") of images in the builder's own store; None of one that is not there,
+    or where the builder cannot be asked."""
+    answers = ask_all([builder.digest_argv(image) for image in images])
+    return [None if not said else SHA256 + said.removeprefix(SHA256) for said in answers]
+
+
+@dataclass(frozen=True)
+class BuiltImage:
+    """What a build left in the builder's store.
+
+    Args:
+        record: of the image.
+        bases: digest of each image it was built on, by name; "" of one that is not in the store.
+    """
+
+    record: ImageRecord
+    bases: Mapping[str, str]
+
+
+def build_image(plan: ImagePlan, on_step: OnStep) -> BuiltImage:
+    """Build the image, its bases fetched first where they are not there. What the builder says
+    goes to stderr.
+
+    Raises TrainkitError (exit 6) where there is no builder, or it fails; ConfigError (exit 6) as
+    `read_input`.
+    """
+    builder, chosen = choose_builder(plan.builder or None, plan.container)
+    container = plan.container
+    given = read_input(container, builder.name)
+    content = _content(given, recipe_context(container))
+    recipe = recipe_of(container, content)
+    dockerfile_sum = sha256_file(recipe.dockerfile)
+    version = _version(builder)
+    print_line(f"builder: {chosen}, version {version}")
+    for image in _absent(builder, given.parsed.bases):
+        run_logged(builder.pull_argv(image), builder.hints)
+    argv = builder.build_argv(recipe, version)
+    run_logged(argv, builder.hints, step_reader(on_step))
+    found = image_digests(builder, given.parsed.bases)
+    bases = {name: each or "" for name, each in zip(given.parsed.bases, found, strict=True)}
+    (digest,) = image_digests(builder, [recipe.tag])
+    if digest is None:
+        raise TrainkitError(
+            f"{builder.name} built {recipe.tag} and has no image of that name now",
+            exit=Exit.STAGE_FAILED,
+            hint="somebody removed it meanwhile: run it again",
+        )
+    base = container.base or next(iter(bases), "")
+    record = ImageRecord(
+        name=container.name,
+        tag=recipe.tag,
+        digest=digest,
+        base=base,
+        base_digest=bases.get(base, ""),
+        builder=builder.name,
+        builder_version=version,
+        dockerfile_sum=SHA256 + dockerfile_sum,
+        commit=content.commit,
+        made=utc_now(),
+    )
+    return BuiltImage(record, bases)
+
+
+def print_line(text: str) -> None:
+    """One line of the unit's log."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def _version(builder: Builder) -> str:
+    """The builder's version. Where it does not answer its own words say why."""
+    said: list[str] = []
+    run_logged(builder.version_argv(), builder.hints, said.append)
+    numbers = version_numbers("\n".join(said))
+    return ".".join(map(str, numbers))
+
+
+def push_commands(plan: ImagePlan, builder: Builder) -> tuple[Argv, ...]:
+    """What --push runs. Raises ConfigError (exit 3) where jobs.toml names no registry."""
+    container = plan.container
+    if container.registry is None:
+        raise ConfigError(
+            f"--push: containers.{container.name} names no registry",
+            hint='add registry = "HOST/PATH"; the tag goes below it',
+        )
+    return builder.push_argv(plan.tag, f"{container.registry.rstrip('/')}/{plan.tag}")

@@ -1,0 +1,156 @@
+"""Running builders and importers: what they say is kept, read for progress, and explained where
+they fail."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+
+from trainkit.base.errors import Exit, TrainkitError
+from trainkit.base.process import die_with_parent_hook
+from trainkit.images.contract import Argv, FailureHint, OnStep
+
+QUESTION_SECONDS = 60.0  # that a program on this machine may take for an answer
+TAIL = 12  # last lines of a program that failed
+# "STEP 3/12: RUN ..." of buildah and podman, "Step 3/12 : RUN ..." of docker's classic builder,
+# "#7 [2/5] RUN ..." of BuildKit, and of several stages "#7 [build 2/5] RUN ..."
+_STEP = re.compile(r"(?:\[\d+/\d+\] )?STEP (\d+)/(\d+)|^#\d+ \[(?:\S+ +)?(\d+)/(\d+)\]", re.I)
+
+OnLine = Callable[[str], None]
+
+
+def ask(argv: Argv) -> str | None:
+    """What a program prints; None where it fails, or is not there."""
+    return ask_all([argv])[0]
+
+
+def ask_all(questions: Sequence[Argv]) -> list[str | None]:
+    """The same for several programs, at once: most of the time is their start."""
+    children: list[subprocess.Popen[bytes] | None] = []
+    for argv in questions:
+        try:
+            children.append(
+                subprocess.Popen(
+                    argv,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.DEVNULL,
+                )
+            )
+        except OSError:
+            children.append(None)
+    return [None if child is None else _answer(child) for child in children]
+
+
+def _answer(child: subprocess.Popen[bytes]) -> str | None:
+    try:
+        printed, _ = child.communicate(timeout=QUESTION_SECONDS)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        child.communicate()
+        return None
+    if child.returncode != 0:
+        return None
+    return printed.decode(errors="replace").strip()
+
+
+def run_logged(
+    argv: Argv,
+    hints: Sequence[FailureHint],
+    on_line: OnLine = lambda line: None,
+    environment: Mapping[str, str] | None = None,
+) -> None:
+    """Run a program; its output goes to stderr, which is the unit's log, below its command line.
+
+    It ends with this process, however that ends, and asks nobody anything.
+
+    Args:
+        argv: the command.
+        hints: what its last lines may mean.
+        on_line: is called with each line.
+        environment: by default this process's.
+
+    Raises:
+        TrainkitError: exit 6, with its last lines and what they mean.
+    """
+    last: deque[str] = deque(maxlen=TAIL)
+    print(f"+ {' '.join(argv)}", file=sys.stderr, flush=True)
+    try:
+        child = subprocess.Popen(
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            preexec_fn=die_with_parent_hook(os.getpid()),  # noqa: PLW1509
+        )
+    except OSError as error:
+        raise TrainkitError(
+            f"{argv[0]} cannot be started: {error.strerror}", exit=Exit.STAGE_FAILED
+        ) from None
+    assert child.stdout is not None
+    try:
+        for raw in child.stdout:
+            line = raw.decode(errors="replace").rstrip("\r\n")
+            print(line, file=sys.stderr, flush=True)
+            if line.strip():
+                last.append(line)
+            on_line(line)
+        child.wait()
+    except BaseException:
+        child.terminate()
+        child.wait()
+        raise
+    if child.returncode != 0:
+        raise explained(argv, child.returncode, list(last), hints)
+
+
+def explained(
+    argv: Argv, code: int, lines: Sequence[str], hints: Sequence[FailureHint]
+) -> TrainkitError:
+    """The error of a program that failed: its last line, what that means, what helps.
+
+    Args:
+        argv: the command.
+        code: its exit code; negative: a signal.
+        lines: its last lines.
+        hints: what they may mean; the first that is found counts.
+    """
+    verb = " ".join(argv[:2])
+    how = f"was ended by signal {-code}" if code < 0 else f"exited with {code}"
+    text = "\n".join(lines)
+    said = lines[-1].strip() if lines else "it said nothing"
+    for hint in hints:
+        if found := re.search(hint.pattern, text, re.IGNORECASE | re.MULTILINE):
+            at = text.count("\n", 0, found.start())
+            return TrainkitError(
+                f"`{verb}` {how}: {hint.meaning}: {lines[at].strip()}",
+                exit=Exit.STAGE_FAILED,
+                hint=hint.way_out,
+            )
+    return TrainkitError(
+        f"`{verb}` {how}: {said}", exit=Exit.STAGE_FAILED, hint="\n  ".join(lines[:-1])
+    )
+
+
+def step_reader(on_step: OnStep) -> OnLine:
+    """Reads a builder's lines for the steps that it has begun; never goes back, however many
+    stages count for themselves."""
+    furthest = 0.0
+
+    def read(line: str) -> None:
+        nonlocal furthest
+        found = _STEP.search(line)
+        if found is None:
+            return
+        done = int(found[1] or found[3]) - 1
+        total = int(found[2] or found[4])
+        if total and done / total > furthest:
+            furthest = done / total
+            on_step(done, total)
+
+    return read
