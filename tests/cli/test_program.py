@@ -48,7 +48,7 @@ def test_bare_it_shows_its_own_page(project: Project, tmp_path: Path) -> None:
     (tmp_path / "tasks.py").write_text(
         f"from invoke import task\nfrom trainkit.cli.tasks import namespace\n{ours}"
     )
-    assert "Of this project:\n  mine         Ours.\n" in trainkit(project.path).stdout
+    assert "Of this project:\n  mine             Ours.\n" in trainkit(project.path).stdout
 
 
 def test_without_a_tasks_file_the_tasks_are_there(project: Project) -> None:

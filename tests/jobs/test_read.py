@@ -28,7 +28,7 @@ READERS = {
     ("Cluster", "prolog"): ("launch/slurm/batch_script.py", "job.cluster.prolog"),
     ("Container", "prolog"): ("launch/containers", "container.settings.prolog"),
     ("Cluster", "slurm"): ("jobs/schema.py", "self.cluster.slurm"),
-    ("StagePlace", "slurm"): ("launch/slurm/arrays.py", "asked.slurm"),
+    ("StagePlace", "slurm"): ("launch/slurm/array_scripts.py", "asked.slurm"),
     ("Job", "slurm"): ("jobs/schema.py", "self.slurm"),
     ("Cluster", "memory_bytes"): ("plan/host.py", "job.cluster.memory_bytes"),
     ("Device", "memory_bytes"): ("plan/memory.py", "device.memory_bytes"),

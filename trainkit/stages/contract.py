@@ -27,13 +27,9 @@ class Unit:
         one after another: small units share a process, whose start would cost more than they do.
         kept: what its outputs held is there elsewhere, in what the stage made before: without
         them it is as fresh as with them. network: it mostly waits for another machine: it runs
-<<<<<<< HEAD
         beside those that compute, and counts as none of them. here: it reads what belongs to this
-        machine's own Python: where units run in an image, this one does not.
-=======
-        beside those that compute, and counts as none of them. commands: of other programs that it
-        runs, as a person would type them; a dry run prints them.
->>>>>>> f4fe945 (The stage build-container and its task)
+        machine's own Python: where units run in an image, this one does not. commands: of other
+        programs that it runs, as a person would type them; a dry run prints them.
     """
 
     name: str
@@ -45,13 +41,10 @@ class Unit:
     network: bool = False
     several: bool = False
     kept: bool = False
-<<<<<<< HEAD
     here: bool = False
-=======
     commands: Callable[[], Sequence[tuple[str, ...]]] | None = field(
         default=None, repr=False, compare=False
     )
->>>>>>> f4fe945 (The stage build-container and its task)
 
 
 @dataclass(frozen=True)

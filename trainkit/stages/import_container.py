@@ -16,7 +16,6 @@ from trainkit.base.locks import locked
 from trainkit.base.worker import ProgressCallback, run_unit
 from trainkit.data.sums import file_sum, identity_of
 from trainkit.images.contract import (
-    Argv,
     ImagePlan,
     ImageRecord,
     Importer,
@@ -43,26 +42,16 @@ def import_units(plan: ImagePlan) -> tuple[Unit, ...]:
     file = plan.image_file
     if file is None:
         return ()
-    _importer(plan)
+    importer = _importer(plan)
     spec = {"plan": plan.to_json()}
     after = ("build",) if plan.container.dockerfile else ()
-    units = [Unit(IMPORT, ARGV, {**spec, "unit": IMPORT}, (file,), after, network=True)]
-    if plan.container.stripe:
+    first = Unit(IMPORT, ARGV, {**spec, "unit": IMPORT}, (file,), after, network=True)
+    units = [replace(first, commands=lambda: importer.commands(plan, file))]
+    if stripe := plan.container.stripe:
         # the file keeps its size and its time, so that the import stays what it was
         last = Unit(STRIPE, ARGV, {**spec, "unit": STRIPE}, (record_path(file),), (IMPORT,))
-        units.append(last)
+        units.append(replace(last, commands=lambda: stripe_commands(file, stripe)))
     return tuple(units)
-
-
-def import_commands(plan: ImagePlan) -> tuple[Argv, ...]:
-    """What those units run, for --dry-run."""
-    file = plan.image_file
-    if file is None:
-        return ()
-    commands = _importer(plan).commands(plan, file)
-    if plan.container.stripe:
-        commands += stripe_commands(file, plan.container.stripe)
-    return commands
 
 
 def stale_import(plan: ImagePlan) -> str:
