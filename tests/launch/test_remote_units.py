@@ -315,12 +315,14 @@ def losing(work: Work, lose: Callable[[list[int]], None], *units: Unit) -> None:
 
 def test_what_a_lost_host_had_not_finished_is_done_by_another(tmp_path: Path) -> None:
     """Not before the lost one has surely stopped; what it had finished is not done again."""
-    work = Work(tmp_path, tasks=1)
-    losing(
-        work,
-        lambda agents: os.kill(agents[0], signal.SIGKILL),
-        *(work.unit(f"u{i}", "time.sleep(1.5)") for i in range(4)),
-    )
+    work, lost = Work(tmp_path, tasks=1), tmp_path / "lost"
+
+    def kill(agents: list[int]) -> None:
+        os.kill(agents[0], signal.SIGKILL)
+        lost.touch()
+
+    until_lost = f"while not os.path.exists({str(lost)!r}): time.sleep(0.01)"
+    losing(work, kill, *(work.unit(f"u{i}", until_lost) for i in range(4)))
     rows = work.log()
     begun = [row[0] for row in rows if row[1] == "begins"]
     assert work.stamped() == {"u0", "u1", "u2", "u3"} and len(begun) == 5, rows

@@ -10,7 +10,6 @@ import re
 import signal
 import sys
 import threading
-import time
 
 import pytest
 
@@ -249,7 +248,8 @@ def test_two_signals_stop_at_once(project: Project) -> None:
     pids = rank_pids(project)
     os.kill(pids[0], signal.SIGSTOP)  # a rank that will never reach the end of its step
     process.send_signal(signal.SIGINT)
-    time.sleep(0.3)
+    events = project.runs()[-1] / "attempts/1/events.jsonl"
+    wait_for(lambda: '"saving"' in events.read_text(), "the first signal to be taken")
     process.send_signal(signal.SIGINT)
     process.communicate()
     assert process.returncode == 130

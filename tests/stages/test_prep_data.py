@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from tests.conftest import Project, wait_for
+from tests.conftest import TASKS, Project, wait_for
 from trainkit.base.files import temporary_name
 from trainkit.data.indexed.dataset import IndexedDataset
 
@@ -227,6 +227,18 @@ def test_no_input_is_an_error(project: Project) -> None:
     assert "matches no file" in project.invoke("prep-data", exit=6).stderr
 
 
+# Kills the task and all that it has started as soon as the process of that unit runs.
+KILLED_IN = """
+import os, signal
+from trainkit.stages import unit_process
+def feed(self, data, feed=unit_process.UnitProcess.feed):
+    if self.units[0].name == "UNIT":
+        os.killpg(0, signal.SIGKILL)
+    feed(self, data)
+unit_process.UnitProcess.feed = feed
+"""
+
+
 def test_interrupted_after_a_change_never_passes_old_tokens_off_as_new(project: Project) -> None:
     """Ctrl-C while merge runs, after the tokenizer was made anew: the next call must tokenize
     again what is stale."""
@@ -240,15 +252,11 @@ def test_interrupted_after_a_change_never_passes_old_tokens_off_as_new(project: 
     )
     fresh.invoke("prep-data")
     for unit in ("tokenizer", "tokens-00000", "merge"):
-        spec, began = (
-            project.path / f"stamps/prep-data/lines--bpe.units/{unit}.spec.json",
-            time.time(),
-        )
+        (project.path / "tasks.py").write_text(KILLED_IN.replace("UNIT", unit) + TASKS)
         process = project.start("prep-data")
-        while process.poll() is None and not (spec.exists() and spec.stat().st_mtime > began):
-            time.sleep(0.005)
-        os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
+        assert process.returncode == -signal.SIGKILL
+        (project.path / "tasks.py").write_text(TASKS)
         assert "was interrupted" in project.invoke("prep-data", "--dry-run").stdout
     assert "was interrupted (then it was stale because" in project.invoke("prep-data").stdout
     assert output(project) == output(fresh) != old

@@ -60,17 +60,25 @@ def test_however_it_is_cut_it_is_redacted_alike(
 
 def test_the_log_has_everything_in_order(session: Session, tmp_path: Path) -> None:
     log = tmp_path / "logs" / "0.log"
-    program = """
+    program = (
+        f"""
 import os, sys, time
+log = {str(log)!r}
+"""
+        + """
+def until(end):  # what is written to two pipes has no order unless one waits for the other
+    while not os.path.exists(log) or not open(log, "rb").read().endswith(end):
+        time.sleep(0.01)
 out = open(1, "wb", buffering=0)
 key = os.environ["KEY"].encode()
-out.write(b"begin " + key[:5]); time.sleep(0.6); out.write(key[5:] + b" end\\n")
-time.sleep(0.3)
-os.write(2, b"warning\\n"); time.sleep(0.3)
-for part in (b"progress 1", b"\\rprogress 2", b"\\xff\\xe6\\x97"): out.write(part); time.sleep(0.4)
-out.write(b"\\xa5\\n"); time.sleep(0.3)
+out.write(b"begin " + key[:5]); until(b"begin "); out.write(key[5:] + b" end\\n")
+until(b"end\\n")
+os.write(2, b"warning\\n"); until(b"warning\\n")
+for part in (b"progress 1", b"\\rprogress 2", b"\\xff\\xe6\\x97"): out.write(part); until(part)
+out.write(b"\\xa5\\n"); until(b"\\xa5\\n")
 os.write(2, b"last words")
 """
+    )
     peer = session.begin()
     peer.go(process("0", program, log=str(log)), secret_names=("KEY",))
     peer.hear("ended", "0")

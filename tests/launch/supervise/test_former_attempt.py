@@ -12,7 +12,6 @@ import os
 import signal
 import subprocess
 import threading
-import time
 from pathlib import Path
 from typing import Any, Literal
 
@@ -42,7 +41,19 @@ from trainkit.plan.planner import make_plan
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import read_run_record
 
-KILLED_LATER = "import os, signal, time; time.sleep(1); os.kill(os.getpid(), signal.SIGKILL)"
+# Killed as soon as another run waits for this one's slots.
+KILLED_LATER = """
+import os, signal, time
+while not os.path.exists(os.environ["TAKER_WAITS"]):
+    time.sleep(0.01)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def locks_of(path: Path) -> list[str]:
+    """Who has that file locked or waits to ("->"), as the kernel says (proc_locks(5))."""
+    inode = f":{path.stat().st_ino} "
+    return [line for line in Path("/proc/locks").read_text().splitlines() if inode in line]
 
 
 def test_slots_taken_between_two_attempts_delete_nothing(
@@ -65,15 +76,19 @@ def test_slots_taken_between_two_attempts_delete_nothing(
 
     monkeypatch.setattr(start, "fill_run", fill)
     monkeypatch.setattr(
-        start, "supervise", functools.partial(supervisor.supervise, engine=Program(KILLED_LATER))
+        start,
+        "supervise",
+        functools.partial(
+            supervisor.supervise,
+            engine=Program(KILLED_LATER, env={"TAKER_WAITS": str(tmp_path / "waits")}),
+        ),
     )
     over = threading.Event()
 
     def take() -> None:
         """Be the other run that waits for these slots."""
         path = tmp_path / "node" / "trainkit-cpu.lock"
-        wait_for(path.exists, "the first attempt's lock")
-        time.sleep(0.3)
+        wait_for(lambda: path.exists() and locks_of(path), "the first attempt's lock")
         with open(path, "r+") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             file.truncate(0)
@@ -81,8 +96,15 @@ def test_slots_taken_between_two_attempts_delete_nothing(
             file.flush()
             over.wait()
 
+    def say() -> None:
+        """Tell the ranks when it waits."""
+        path = tmp_path / "node" / "trainkit-cpu.lock"
+        wait_for(lambda: path.exists() and any("->" in line for line in locks_of(path)), "its wait")
+        (tmp_path / "waits").touch()
+
     racer = threading.Thread(target=take)
     racer.start()
+    threading.Thread(target=say, daemon=True).start()
     try:
         plan = make_plan(resolved.job)
         hosts = local_hosts(resolved.job)

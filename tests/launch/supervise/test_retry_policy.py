@@ -365,23 +365,32 @@ def test_a_cut_network_is_a_lost_contact_within_the_lease(tmp_path: Path) -> Non
     assert (outcome.exit, outcome.failure_class) == (13, "infra") and ended["unanswered"] == ["h1"]
 
 
+# Each rank goes on when the supervisor has heard of both (and keeps what it heard), so that nobody
+# is behind who only was slow to start.
 HANGS = """
 import json, os, time
-path = os.environ["TRAINKIT_HEARTBEAT_FILE"]
-for step in range(4):
-    beat = {"phase": "train", "step": step, "time": time.time()}
-    open(path + ".new", "w").write(json.dumps(beat))
+from pathlib import Path
+path, rank = os.environ["TRAINKIT_HEARTBEAT_FILE"], os.environ["RANK"]
+def beat(step):
+    said = {"phase": "train", "step": step, "time": time.time()}
+    open(path + ".new", "w").write(json.dumps(said))
     os.rename(path + ".new", path)
-    time.sleep(1.2)
-    if os.environ["RANK"] == "1" and step == 2:
-        break
+heard = [Path(os.environ["HEARD"]) / f"{number}.json" for number in range(2)]
+assert Path(path) not in heard
+beat(2)
+while not all(each.exists() for each in heard):
+    time.sleep(0.01)
+if rank == "0":
+    beat(3)
 time.sleep(10_000)
 """
 
 
 def test_a_hang_is_found_stacks_are_kept_and_the_missing_named(tmp_path: Path) -> None:
     run = make_run(tmp_path, ["cluster.watch.heartbeat=2.5"])
-    outcome, told = supervised(run, Program(HANGS))
+    outcome, told = supervised(
+        run, Program(HANGS, env={"HEARD": str(run.attempt(1).heartbeat(0).parent)})
+    )
     assert (outcome.exit, outcome.failure_class) == (11, "hang") and outcome.root_cause is not None
     assert (
         outcome.root_cause["missing"] == [1]

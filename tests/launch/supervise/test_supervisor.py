@@ -167,7 +167,11 @@ def test_the_folder_of_a_run_that_is_over(run: RunFolder) -> None:
 
 def test_two_runs_on_one_host_share_it_or_the_second_is_refused(tmp_path: Path) -> None:
     first, second, third = (make_run(tmp_path) for _ in range(3))
-    slow, quick = Program("import time; time.sleep(3)\n" + DONE), Program(DONE)
+    over = tmp_path / "over"
+    slow = Program(
+        f"import os, time\nwhile not os.path.exists({str(over)!r}): time.sleep(0.01)\n{DONE}"
+    )
+    quick = Program(DONE + f"open({str(over)!r}, 'w').close()\n")
 
     async def side_by_side() -> list[Outcome]:
         supervisors = [
@@ -177,6 +181,7 @@ def test_two_runs_on_one_host_share_it_or_the_second_is_refused(tmp_path: Path) 
         return list(await asyncio.gather(*(supervisor.supervise() for supervisor in supervisors)))
 
     assert [outcome.exit for outcome in asyncio.run(side_by_side())] == [0, 0]
+    over.unlink()
 
     async def one_after_the_other() -> list[Outcome]:
         holds = asyncio.ensure_future(
@@ -191,6 +196,7 @@ def test_two_runs_on_one_host_share_it_or_the_second_is_refused(tmp_path: Path) 
         refused = await Supervisor(
             make_run(tmp_path), {}, StopRequests(), silent_observer(), share=False, engine=quick
         ).supervise()
+        over.touch()
         return [refused, await holds]
 
     refused, done = asyncio.run(one_after_the_other())
