@@ -21,6 +21,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests import forkserver
+from tests.fork_worker import fork_workers
 from tests.mounts import unmount
 
 pytest_plugins = ("tests.images.fixtures",)
@@ -109,13 +110,16 @@ def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if (given := getattr(config, "workerinput", None)) is not None:
-        return forkserver.use(lambda: str(given[ADDRESS]))
+        forkserver.use(lambda: str(given[ADDRESS]))
+        return
     folder = tempfile.mkdtemp(prefix="trainkit-tests-")
     os.environ[TEST_RUN] = folder  # for the workers too
     config.add_cleanup(lambda: remove_folder(Path(folder)))
     config.stash[SERVER] = server = forkserver.Server(Path(folder))
     config.add_cleanup(server.close)
-    return forkserver.use(server.address)
+    forkserver.use(server.address)
+    if getattr(config.option, "tx", None):  # workers of pytest-xdist
+        fork_workers()
 
 
 def remove_folder(folder: Path) -> None:

@@ -258,6 +258,11 @@ def _run(program: Program) -> int:
 _execute: Callable[..., int] = subprocess._fork_exec  # type: ignore[attr-defined]
 
 
+def execute_again() -> None:
+    """From now on this process executes programs: it tests them, and is none itself."""
+    subprocess._fork_exec = _execute  # type: ignore[attr-defined]
+
+
 def _fork(*given: Any) -> int:
     """In the place of CPython's fork_exec(): Modules/_posixsubprocess.c says what its arguments
     mean."""
