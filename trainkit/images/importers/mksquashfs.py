@@ -8,6 +8,7 @@ from its labels, working folder, entry point and command, and an empty /etc/rc.l
 from __future__ import annotations
 
 import contextlib
+import datetime
 import hashlib
 import json
 import os
@@ -122,15 +123,40 @@ def enroot_files(config: ImageConfig, source: str) -> dict[str, str]:
     }
 
 
-def configure(rootfs: Path, config: ImageConfig, source: str) -> None:
+def configure(rootfs: Path, config: ImageConfig, source: str, made: int) -> None:
     """Write enroot's files into an unpacked image, and make its working folder. A link of the
-    image's in their place is replaced, never followed out of it. Raises OSError as the disk
-    does."""
+    image's in their place is replaced, never followed out of it.
+
+    Args:
+        rootfs: the image.
+        config: how it is started.
+        source: where it came from.
+        made: when the image was made, in seconds since 1970: the time of what is written, so that
+            the same image gives the same file.
+
+    Raises OSError as the disk does.
+    """
+    work = Path(config.workdir.strip("/"))
+    folders = {rootfs, *(rootfs / each for each in (Path("etc"), work, *work.parents))}
+    times = {folder: folder.stat().st_mtime_ns for folder in folders if folder.is_dir()}
     for name, text in enroot_files(config, source).items():
         path = _inside(rootfs, name)
         path.unlink(missing_ok=True)
         path.write_text(text)
-    _inside(rootfs, config.workdir.strip("/") + "/.").mkdir(exist_ok=True)
+        os.utime(path, (made, made))
+    _inside(rootfs, f"{work}/.").mkdir(exist_ok=True)
+    for folder in folders:
+        then = times.get(folder, made * 10**9)
+        os.utime(folder, ns=(then, then))
+
+
+def creation_time(text: str) -> int:
+    """An image's "created" (image-spec, config.md: RFC 3339, section 5.6) in whole seconds since
+    1970; 0 where it says none."""
+    try:
+        return int(datetime.datetime.fromisoformat(f"{text[:19]}+00:00").timestamp())
+    except ValueError:
+        return 0
 
 
 def _inside(rootfs: Path, name: str) -> Path:
@@ -168,12 +194,20 @@ def _permit(path: str, bits: int) -> None:
         os.chmod(path, stat.S_IMODE(mode) | bits)
 
 
-def mksquashfs_argv(rootfs: Path, output: Path, squash: Squashfs | None) -> Argv:
-    """mksquashfs(1), with the options that enroot gives it. -e ends the line: what follows it is
-    left out."""
-    packed = squash_options(squash)
-    fixed = ("-all-root", "-noappend", "-no-progress")
-    return ("mksquashfs", str(rootfs), str(output), *fixed, *packed, *LEFT_OUT_WORDS)
+def mksquashfs_argv(rootfs: Path, output: Path, squash: Squashfs | None, made: str) -> Argv:
+    """mksquashfs(1), with the options that enroot gives it.
+
+    Args:
+        rootfs: what is packed.
+        output: the file.
+        squash: how.
+        made: the time that the file system says it was made at, in seconds since 1970. Those of
+            its files stay: Python's own caches hang on them.
+    """
+    fixed = ("-all-root", "-noappend", "-no-progress", "-mkfs-time", made)
+    # -e ends the line: what follows it is left out
+    packed = (*squash_options(squash), *LEFT_OUT_WORDS)
+    return ("mksquashfs", str(rootfs), str(output), *fixed, *packed)
 
 
 def image_name(plan: ImagePlan) -> str:
@@ -224,10 +258,10 @@ class SquashfsImport:
         )
 
     def commands(self, plan: ImagePlan, file: Path) -> tuple[Argv, ...]:
-        """ROOTFS stands for what the mount prints; enroot's files are written into it before it
-        is packed."""
+        """ROOTFS stands for what the mount prints, CREATED for the image's own time; enroot's files
+        are written into it before it is packed."""
         steps = buildah_steps(image_name(plan), container_name(file))
-        squash = mksquashfs_argv(Path("ROOTFS"), file, plan.container.squashfs)
+        squash = mksquashfs_argv(Path("ROOTFS"), file, plan.container.squashfs, "CREATED")
         return (*(steps[name] for name in ("from", "mount")), squash, steps["umount"], steps["rm"])
 
     def run(self, plan: ImagePlan, file: Path, on_step: OnStep) -> None:
@@ -242,11 +276,12 @@ class SquashfsImport:
             told = json.loads(ask_program(steps["config"], doing))
             config = ImageConfig.from_json(told["Docker"].get("config") or {})
             rootfs = Path(_mounted(steps["mount"], doing))
-            configure(rootfs, config, f"containers-storage:{image}")
+            created = creation_time((told.get("OCIv1") or {}).get("created") or "")
+            configure(rootfs, config, f"containers-storage:{image}", created)
             open_permissions(rootfs)
             on_step(2, 3)
             with published(file) as made:
-                argv = mksquashfs_argv(rootfs, made, plan.container.squashfs)
+                argv = mksquashfs_argv(rootfs, made, plan.container.squashfs, str(created))
                 run_program(argv, doing, missing="install squashfs-tools on this machine")
             on_step(3, 3)
         finally:
