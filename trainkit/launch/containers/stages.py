@@ -8,13 +8,14 @@ image's; trainkit's code is the snapshot's, as for ranks.
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from trainkit.jobs.schema import Job
 from trainkit.launch.containers.contract import NodeContainer, node_container
-from trainkit.launch.containers.pyxis import pyxis_options
+from trainkit.launch.containers.pyxis import exported, pyxis_options
 from trainkit.launch.containers.scripts import (
     extra_files,
     inside_script,
@@ -30,7 +31,8 @@ INSIDE = ("prep-data", "index", "weights", "engine-prebuild")
 # way out are this machine's
 DOWNLOADS = ("weights",)
 # folders that an image has of its own: of theirs only the files are mounted that are read
-OF_IMAGE = ("/bin", "/etc", "/lib", "/lib64", "/opt", "/sbin", "/usr")
+OF_IMAGE = ("/bin", "/etc", "/lib", "/lib64", "/sbin", "/usr")
+TOPMOST = ("/", "/home", "/opt", "/root", "/run", "/srv", "/tmp", "/var")  # these alone
 TASK = "node.sh"
 # What a task of an array must know of Slurm, and of the runtime's client, which may be killed alone
 TASK_VARIABLES = (
@@ -113,20 +115,22 @@ def read_places(inputs: Sequence[Path]) -> list[str]:
     for path in inputs:
         for found in (os.path.abspath(path), os.path.realpath(path)):
             parent = os.path.dirname(found)
-            alone = parent.count("/") < 2 or any(
+            alone = parent in TOPMOST or any(
                 Path(parent).is_relative_to(folder) for folder in OF_IMAGE
             )
             places[found if alone else parent] = None
     return list(places)
 
 
-def task_scripts(container: NodeContainer, words: Sequence[str]) -> dict[str, str]:
+def task_scripts(
+    container: NodeContainer, prolog: Sequence[str], words: Sequence[str]
+) -> dict[str, str]:
     """What a task of an array runs, by its name in the container's folder: first node.sh, which
-    leads into the container. The batch script has run the cluster's prolog, and a task has its
-    environment.
+    leads into the container.
 
     Args:
         container: around the task.
+        prolog: the cluster's, outside; srun passes little of what the batch script's has set.
         words: arguments of the interpreter in the image.
     """
     inside = inside_script(container, words, "")
@@ -137,21 +141,25 @@ def task_scripts(container: NodeContainer, words: Sequence[str]) -> dict[str, st
         "#!/bin/bash",
         "# What a task of an array runs on its node",
         "set -e",
+        *prolog,
         'set -- "$SLURM_JOB_ID-$SLURM_PROCID"',
         f"export {CLIENT_VARIABLE}=$$",
     ]
     return {TASK: "\n".join([*head, *start_lines(container)]) + "\n", **files}
 
 
-def task_argv(container: NodeContainer) -> tuple[str, ...]:
-    """The last words of srun's line: what a task is."""
+def task_argv(container: NodeContainer, variables: Sequence[str]) -> tuple[str, ...]:
+    """The last words of srun's line: what a task is. `variables`: of the batch script's, those
+    that its tasks get."""
     if container.settings.runtime == "pyxis":
-        return (*pyxis_options(container), "/bin/bash", str(container.script))
-    return ("/bin/bash", str(container.folder / TASK))
+        export = f"--export={exported(','.join(variables), container.env)}"
+        return (export, *pyxis_options(container), "/bin/bash", str(container.script))
+    return ("/bin/bash", "-l", str(container.folder / TASK))
 
 
 def before_tasks(container: NodeContainer) -> list[str]:
     """Lines of the batch script, on the one node of its element, before srun."""
     if container.settings.runtime == "pyxis":
-        return look_lines(container)
+        exports = [f"export {name}={shlex.quote(value)}" for name, value in container.env.items()]
+        return [*look_lines(container), *exports]
     return []

@@ -104,7 +104,7 @@ def array_script(
         there = task_words(level, folder, code, place.cluster.python or sys.executable)
         before = []
     else:
-        there = task_argv(container)
+        there = task_argv(container, EXPORTED)
         before = before_tasks(container)
     shape: SlurmOptions = {
         "job-name": level.name,
@@ -170,10 +170,19 @@ def stage_script(
 
 
 def container_scripts(
-    container: NodeContainer, level: ArrayLevel, folder: Path, code: Path
+    place: ArrayPlace, container: NodeContainer, level: ArrayLevel, folder: Path, code: Path
 ) -> dict[str, str]:
-    """What leads a task of an array into its container, by names in the container's folder."""
-    return task_scripts(container, task_words(level, folder, code, container.settings.python)[1:])
+    """What leads a task of an array into its container, by names in the container's folder.
+
+    Args:
+        place: where it runs.
+        container: around it.
+        level: the units.
+        folder: of the array's own scripts.
+        code: the code snapshot.
+    """
+    words = task_words(level, folder, code, container.settings.python)[1:]
+    return task_scripts(container, place.cluster.prolog, words)
 
 
 def level_file(folder: Path, level: ArrayLevel) -> Path:

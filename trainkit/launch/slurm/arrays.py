@@ -131,7 +131,7 @@ def describe_arrays(
         container = level_container(place, need, level, folder)
         texts = {"": array_script(place, level, folder, code, container)}
         if container is not None:
-            texts |= container_scripts(container, level, folder, code)
+            texts |= container_scripts(place, container, level, folder, code)
         for name, text in texts.items():
             found += [f"  {name}:"] if name else []
             found += [f"  {line}" for line in text.splitlines()]
@@ -288,7 +288,7 @@ def write_levels(
         write_text(scripts / f"{level.name}.sh", text, 0o755)
         if container is not None:
             container.folder.mkdir(exist_ok=True)
-            for name, text in container_scripts(container, level, scripts, code).items():
+            for name, text in container_scripts(place, container, level, scripts, code).items():
                 write_text(container.folder / name, text, 0o755)
     return batches
 

@@ -1,0 +1,95 @@
+"""Stages in an image on hosts over ssh and as arrays of Slurm: really entered there, the same
+bytes as outside, and nothing left by those who are killed."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.machines import Cluster
+from tests.cluster.on_head import ClusterProject
+from tests.cluster.slurm_project import SlurmProject
+from tests.cluster.test_slurm_stages import arrays
+from tests.cluster.test_stages import hosts_of_units, made, replace_in_jobs, write_corpus
+from tests.conftest import wait_for
+from tests.launch.containers.entered_image import MARK, EnteredImage, entered_image
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+
+
+@pytest.fixture
+def image(tmp_path: Path) -> EnteredImage:
+    return entered_image(tmp_path / "image")
+
+
+def put_in(project: ClusterProject, cluster: str, image: EnteredImage) -> None:
+    """The job `text` of the project in the image, on this cluster."""
+    replace_in_jobs(project, "[jobs.text]\n", '[jobs.text]\ncontainer = "box"\n')
+    replace_in_jobs(
+        project, f"[clusters.{cluster}]\n", f"[clusters.{cluster}]\nprolog = {image.prolog}\n"
+    )
+    prolog = [f"[ -e {MARK} ] && echo $HOSTNAME >> {project.path}/entered"]
+    with open(project.path / "jobs.toml", "a") as file:
+        file.write(f"\n[containers.box]\n{image.table(prolog=prolog)}")
+
+
+def leave(project: ClusterProject) -> None:
+    """The same without the image, on one machine."""
+    replace_in_jobs(project, 'container = "box"\n', "")
+
+
+def entered(project: ClusterProject) -> set[str]:
+    """The nodes on which something was really in the image."""
+    return set((project.path / "entered").read_text().split())
+
+
+def test_over_ssh(head: ClusterProject, cluster: Cluster, image: EnteredImage) -> None:
+    write_corpus(head, 4, 3000)
+    put_in(head, "pair", image)
+    process = head.start("prep-data", "--job", "text")
+    seen: set[str] = set()
+    while process.poll() is None:
+        units = [p for p in cluster.processes() if p.argv[-1:] and "spec.json" in p.argv[-1]]
+        seen |= {p.host for p in units}
+        time.sleep(0.05)
+    out, err = process.communicate()
+    assert process.returncode == 0, out + err
+    assert seen >= {"node1", "node2"} and entered(head) == {"node1", "node2"}
+    assert not list((head.path / "sessions").iterdir())
+    inside = made(head)
+    leave(head)
+    replace_in_jobs(head, 'cluster = "pair"\nmodel = "text"', 'cluster = "here"\nmodel = "text"')
+    head.invoke("prep-data", "--job", "text", "--force")
+    assert made(head) == inside and len(inside) >= 3
+
+
+def test_who_asked_is_killed(head: ClusterProject, cluster: Cluster, image: EnteredImage) -> None:
+    write_corpus(head, 4, 20000)
+    put_in(head, "pair", image)
+    process = head.start("prep-data", "--job", "text")
+    wait_for(
+        lambda: process.poll() is not None or hosts_of_units(cluster) >= {"node1", "node2"},
+        "units on both",
+    )
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    wait_for(lambda: not cluster.strangers(), "nothing to be left")
+
+
+def test_as_arrays_of_slurm(slurm: SlurmProject, image: EnteredImage) -> None:
+    arrays(slurm, 3, 60)
+    put_in(slurm, "queue", image)
+    dry = slurm.invoke("prep-data", "--job", "text", "--dry-run").stdout
+    assert "node.sh:" in dry and "inside.sh:" in dry and "enroot start" in dry
+    slurm.invoke("prep-data", "--job", "text")
+    scripts = slurm.path / "stamps" / "prep-data" / "lines--bpe.units"
+    assert (scripts / "prep-data-lines--bpe-1" / "inside.sh").is_file()
+    inside = made(slurm)
+    assert entered(slurm) <= {"node1", "node2", "node3"}
+    leave(slurm)
+    replace_in_jobs(slurm, 'cluster = "queue"\nmodel = "text"', 'cluster = "here"\nmodel = "text"')
+    slurm.invoke("prep-data", "--job", "text", "--force")
+    assert made(slurm) == inside and len(inside) >= 3
