@@ -127,14 +127,15 @@ def test_pyxis_looks_at_the_mounts_first(tmp_path: Path) -> None:
         (
             "echo 'srun: error: n1: task 1: Exited with exit code 8' >&2; exit 8",
             8,
-            "nothing was started: not every node has what containers.pytorch-25-03 mounts",
+            "nothing was started: not every node has what containers.pytorch-25-03 starts"
+            " of and mounts",
         ),
         (
             "sleep 86400",
             8,
             (
-                "nothing was started: no look within 1 s at what containers.pytorch-25-03 mounts; a"
-                " prolog or a file system that is slow needs a longer"
+                "nothing was started: no look within 1 s at what containers.pytorch-25-03 starts of"
+                " and mounts; a prolog or a file system that is slow needs a longer"
             ),
         ),
         (

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trainkit.images.contract import Argv, FailureHint, ImagePlan, OnStep
-from trainkit.images.importers.program import FULL, run_program
+from trainkit.images.importers.program import run_program
 from trainkit.images.importers.published import published
 
 MISSING = "install apptainer on this machine, or set runtime to what the nodes have"
@@ -52,7 +52,7 @@ class ApptainerBuild:
     name = "apptainer"
     hints: Sequence[FailureHint] = (
         FailureHint(
-            FULL,
+            "no space left on device",
             "the disk is full",
             "make room: apptainer unpacks below APPTAINER_TMPDIR (else TMPDIR, else /tmp)",
         ),
@@ -70,16 +70,15 @@ class ApptainerBuild:
         return (build,)
 
     def run(self, plan: ImagePlan, file: Path, on_step: OnStep) -> None:
-        doing = f"{plan.container.source or plan.tag} could not be made a .sif file"
         with published(file) as made:
             archive = made.with_name(made.name + ARCHIVE)
             try:
                 on_step(0, 2)
                 if save := save_argv(plan, archive):
-                    run_program(save, doing)
+                    run_program(save)
                 on_step(1, 2)
                 build = build_argv(made, apptainer_source(plan, archive))
-                run_program(build, doing, missing=MISSING, hints=self.hints)
+                run_program(build, missing=MISSING, hints=self.hints)
             finally:
                 archive.unlink(missing_ok=True)
         on_step(2, 2)

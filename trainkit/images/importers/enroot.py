@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from trainkit.images.contract import Argv, FailureHint, ImagePlan, OnStep
-from trainkit.images.importers.program import FULL, run_program
+from trainkit.images.importers.program import run_program
 from trainkit.images.importers.published import published
 from trainkit.images.importers.squash_options import ENROOT_VARIABLE, RUNTIMES, squash_options
 from trainkit.jobs.containers import Squashfs
@@ -44,10 +44,22 @@ class EnrootImport:
     name = "enroot"
     hints: Sequence[FailureHint] = (
         FailureHint(
-            FULL,
+            "no space left on device",
             "the disk is full",
             "make room: enroot unpacks below ENROOT_TEMP_PATH (else TMPDIR, else /tmp) and keeps"
             " layers below ENROOT_CACHE_PATH (else ~/.cache/enroot)",
+        ),
+        FailureHint(
+            r"\b401\b|\b403\b",
+            "the registry wants to know who asks",
+            "enroot keeps credentials in ~/.config/enroot/.credentials: machine HOST login USER"
+            " password WORD (doc/cmd/import.md)",
+        ),
+        FailureHint(r"\b404\b", "the registry has no such image", "look at the name and its tag"),
+        FailureHint(
+            "could not resolve host|failed to connect to",
+            "the registry cannot be reached from here",
+            "look at the name, or at the way to the network from this machine (https_proxy)",
         ),
         FailureHint(
             "invalid image reference",
@@ -73,7 +85,6 @@ class EnrootImport:
         with published(file) as made:
             run_program(
                 import_argv(made, enroot_source(plan)),
-                f"{enroot_source(plan)} could not be imported",
                 env=import_variables(plan.container.squashfs),
                 missing=MISSING,
                 hints=self.hints,

@@ -267,30 +267,29 @@ class SquashfsImport:
     def run(self, plan: ImagePlan, file: Path, on_step: OnStep) -> None:
         image = image_name(plan)
         steps = buildah_steps(image, container_name(file))
-        doing = f"{image} could not be made a .sqsh file"
         _remove(steps)
         try:
             on_step(0, 3)
-            ask_program(steps["from"], doing)
+            ask_program(steps["from"])
             on_step(1, 3)
-            told = json.loads(ask_program(steps["config"], doing))
+            told = json.loads(ask_program(steps["config"]))
             config = ImageConfig.from_json(told["Docker"].get("config") or {})
-            rootfs = Path(_mounted(steps["mount"], doing))
+            rootfs = Path(_mounted(steps["mount"]))
             created = creation_time((told.get("OCIv1") or {}).get("created") or "")
             configure(rootfs, config, f"containers-storage:{image}", created)
             open_permissions(rootfs)
             on_step(2, 3)
             with published(file) as made:
                 argv = mksquashfs_argv(rootfs, made, plan.container.squashfs, str(created))
-                run_program(argv, doing, missing="install squashfs-tools on this machine")
+                run_program(argv, missing="install squashfs-tools on this machine")
             on_step(3, 3)
         finally:
             _remove(steps)
 
 
-def _mounted(argv: Argv, doing: str) -> str:
+def _mounted(argv: Argv) -> str:
     try:
-        return ask_program(argv, doing)
+        return ask_program(argv)
     except TrainkitError as error:
         if os.geteuid() == 0:
             raise
@@ -301,4 +300,4 @@ def _remove(steps: Mapping[str, Argv]) -> None:
     """Take the working container away, if there is one."""
     for step in ("umount", "rm"):
         with contextlib.suppress(TrainkitError):
-            ask_program(steps[step], "")
+            ask_program(steps[step])
