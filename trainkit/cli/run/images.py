@@ -9,16 +9,16 @@ from trainkit.base.documents import document
 from trainkit.base.errors import ConfigError
 from trainkit.cli.config.jobs import load_jobs
 from trainkit.cli.run.progress import TerminalStageReporter
-from trainkit.cli.run.stages import stage_ui
 from trainkit.cli.wrapper import TaskContext, TaskResult
 from trainkit.images.build import push_commands
 from trainkit.images.builders import BUILDERS, choose_builder
 from trainkit.images.contract import Argv, ImagePlan, ImageRecord
 from trainkit.images.programs import run_logged
 from trainkit.jobs.schema import Job
-from trainkit.launch.scheduler_registry import preparation_for
+from trainkit.launch.preparation import LocalUnits, Preparation, StageUi
 from trainkit.stages.build_container import BuildContainerStage, image_plan, made_image
 from trainkit.stages.execute import stamps_folder
+from trainkit.stages.in_flight import refuse_in_flight
 
 
 def build_container(
@@ -45,8 +45,9 @@ def build_container(
         named = builder or plan.container.builder
         task.say(f"builder: {why if named else choose_builder(None, plan.container)[1]}")
     needs = stage.needs(asked, stamps_folder(root, stage.name))
-    bars = TerminalStageReporter(task.console)
-    preparation = preparation_for(None, root, stage_ui(task, bars), force=force)
+    ui = StageUi(TerminalStageReporter(task.console), task.say)
+    # as it is on this machine, without what only other stages need: it is asked for often
+    preparation = Preparation(root, ui, lambda _: LocalUnits(), refuse_in_flight, force=force)
     if task.dry_run:
         verdicts = preparation.show(needs)
     else:
