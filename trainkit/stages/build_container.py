@@ -97,7 +97,10 @@ def image_plan(job: Job, builder: str | None = None) -> ImagePlan | None:
     if container is None or not container.is_made:
         return None
     named = builder or container.builder
-    chosen = named or first_here(container)
+    if container.dockerfile is None:
+        chosen = named or ""  # enroot and apptainer fetch a source themselves
+    else:
+        chosen = named or first_here(container)
     return ImagePlan(container, Path(job.cluster.root or ".").absolute(), chosen)
 
 
@@ -146,6 +149,9 @@ def _evidence(
 
     def judge() -> tuple[bool, str]:
         fresh, because = judge_stamp(need, stamps)
+        if not fresh and because.startswith("output"):
+            # what is wrong with the file says more than that it changed
+            return False, stale_import(plan) or because
         if not fresh:
             return False, because
         stale = stale_import(plan)
