@@ -18,6 +18,7 @@ import trainkit
 from tests.images.made_files import pretend_squashfs
 from tests.launch.containers.container_jobs import IMAGES, session
 from tests.launch.supervised import DONE, Program, make_run, supervised
+from trainkit.images.squashfs import fingerprint
 from trainkit.launch.agent.host_report import extension_error
 from trainkit.launch.containers.scripts import HOME_LINE
 from trainkit.launch.protocol.frames import HostFacts
@@ -98,6 +99,42 @@ def test_ranks_run_where_the_runtime_leads(tmp_path: Path, runtime: str) -> None
         f"{run.session(1)}/inside.sh",
         "0",
     ]
+
+
+@pytest.mark.parametrize("runtime", ["apptainer", "enroot"])
+def test_ranks_run_of_the_copy_on_their_node(tmp_path: Path, runtime: str) -> None:
+    """It is made before the first start and used by the second."""
+    disk = tmp_path / "nvme"
+    disk.mkdir()
+    run = run_in(tmp_path, runtime, f'stage_to = "{disk}"')
+    shared = tmp_path / Path(IMAGES[runtime]).name
+    copy = disk / f"box-{fingerprint(shared)[:12]}{shared.suffix}"
+    program = tmp_path / "bin" / runtime
+    program.write_text(FAKE.format(folder=tmp_path, image=copy))
+    outcome, _ = supervised(run, Program(DONE))
+    assert outcome.exit == 0, outcome.root_cause
+    words = (tmp_path / "words").read_text().splitlines()
+    assert str(copy) in words and str(shared) not in words
+    assert copy.read_bytes() == shared.read_bytes()
+
+
+def test_a_node_without_room_for_the_copy_is_named(tmp_path: Path) -> None:
+    run = run_in(tmp_path, "enroot", 'stage_to = "/no/such/disk"')
+    outcome, told = supervised(run, Program(DONE))
+    cause = outcome.root_cause
+    assert outcome.exit == 8 and cause is not None
+    assert "there is no folder /no/such/disk (containers.box.stage_to)" in cause["message"]
+    assert not any(event["event"] == "rank_started" for event in told)
+
+
+def test_an_image_that_is_truncated_starts_no_rank(tmp_path: Path) -> None:
+    run = run_in(tmp_path, "enroot")
+    os.truncate(tmp_path / "app.sqsh", 1000)
+    outcome, told = supervised(run, Program(DONE))
+    cause = outcome.root_cause
+    assert outcome.exit == 8 and cause is not None
+    assert "is truncated: it has 1000 bytes" in cause["message"], cause
+    assert not any(event["event"] == "rank_started" for event in told)
 
 
 def test_secrets_are_no_variables_of_the_runtime(

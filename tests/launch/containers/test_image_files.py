@@ -9,15 +9,19 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from tests.conftest import Project
 from tests.images.made_files import pretend_squashfs, real_squashfs
+from tests.launch.containers.container_jobs import box
 from trainkit.images.contract import ImageRecord, record_path, write_record
 from trainkit.images.squashfs import fingerprint
 from trainkit.jobs.containers import Container
 from trainkit.launch.containers.image_files import ImageFile, image_file, image_lines
+from trainkit.launch.containers.pyxis import pyxis_options, step_scripts
 
 
 def container(image: Path, stage_to: Path | None = None) -> Container:
@@ -245,6 +249,35 @@ def test_folders_that_are_not_there_or_not_ours(tmp_path: Path) -> None:
     assert done.returncode == 8 and "is another user's: set containers.box.stage_to" in done.stderr
     os.chown(image.local, 0, 0)
     assert node(image).returncode == 0, "root's own may be everybody's"
+
+
+def test_a_dry_run_shows_the_lines(project: Project) -> None:
+    """Those of node.sh and the local path that the runtime gets; with pyxis those of its look."""
+    image = pretend_squashfs(project.path / "box.sqsh")
+    path = project.path / "jobs.toml"
+    table = f'[containers.box]\nimage = "{image}"\nruntime = "enroot"\nstage_to = "/mnt/nvme"\n'
+    boxed = '[jobs.boxed]\nextends = "random"\ncontainer = "box"\n'
+    path.write_text(f"{path.read_text()}\n{table}{boxed}")
+    shown = project.invoke("train", "boxed", "--dry-run").stdout
+    local = f"/mnt/nvme/box-{fingerprint(image)[:12]}.sqsh"
+    assert f"  copy={local}\n" in shown and f" {local} /bin/bash" in shown
+    assert f"  image={image}\n" in shown and "  flock 8 ||" in shown
+
+
+def test_the_look_of_pyxis_copies_too(tmp_path: Path) -> None:
+    disk = tmp_path / "nvme"
+    disk.mkdir()
+    image = pretend_squashfs(tmp_path / "app.sqsh")
+    more = f'stage_to = "{disk}"'
+    given = box(tmp_path, "pyxis", launcher="slurm", image=str(image), more=more)
+    assert given.file is not None
+    local = given.file.local
+    assert local is not None and f"--container-image={local}" in pyxis_options(given)
+    given = replace(given, mounts=())
+    look = step_scripts(given, [["look"], ["start"]], 90)["mounts.sh"]
+    done = subprocess.run(["bash", "-c", look], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert local.read_bytes() == image.read_bytes()
 
 
 def test_an_image_that_is_not_made_yet(tmp_path: Path) -> None:
