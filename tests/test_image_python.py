@@ -18,7 +18,11 @@ import trainkit
 PACKAGE = Path(trainkit.__file__).parent
 REPOSITORY = PACKAGE.parent
 OLDEST = (3, 8)
-PROGRAMS = ("trainkit.launch.agent.main", "trainkit.engines.rank.main")
+PROGRAMS = (
+    "trainkit.launch.agent.main",
+    "trainkit.engines.rank.main",
+    "trainkit.launch.cluster_care.container_probe",
+)
 
 # whose subscript is an error at run time before 3.9, unless it is an annotation
 CONTAINERS = {"tuple", "list", "dict", "set", "frozenset", "type", "deque", "defaultdict", "Popen"}

@@ -43,7 +43,8 @@ def leave(project: ClusterProject) -> None:
 
 def entered(project: ClusterProject) -> set[str]:
     """The nodes on which something was really in the image."""
-    return set((project.path / "entered").read_text().split())
+    path = project.path / "entered"
+    return set(path.read_text().split()) if path.exists() else set()
 
 
 def test_over_ssh(head: ClusterProject, cluster: Cluster, image: EnteredImage) -> None:
@@ -64,6 +65,15 @@ def test_over_ssh(head: ClusterProject, cluster: Cluster, image: EnteredImage) -
     replace_in_jobs(head, 'cluster = "pair"\nmodel = "text"', 'cluster = "here"\nmodel = "text"')
     head.invoke("prep-data", "--job", "text", "--force")
     assert made(head) == inside and len(inside) >= 3
+
+
+def test_doctor_over_ssh(head: ClusterProject, image: EnteredImage) -> None:
+    write_corpus(head, 1, 5)
+    put_in(head, "pair", image)
+    reports = head.document("doctor", "--cluster", "pair", exit=7)["containers"]
+    assert [report["host"] for report in reports] == ["node1", "node2"]
+    assert all(len(report["seconds"]) == 2 for report in reports), reports
+    assert entered(head) == set(), "only `true` is run there"
 
 
 def test_who_asked_is_killed(head: ClusterProject, cluster: Cluster, image: EnteredImage) -> None:
@@ -88,8 +98,16 @@ def test_as_arrays_of_slurm(slurm: SlurmProject, image: EnteredImage) -> None:
     scripts = slurm.path / "stamps" / "prep-data" / "lines--bpe.units"
     assert (scripts / "prep-data-lines--bpe-1" / "inside.sh").is_file()
     inside = made(slurm)
-    assert entered(slurm) <= {"node1", "node2", "node3"}
+    assert entered(slurm) and entered(slurm) <= {"node1", "node2", "node3"}
     leave(slurm)
     replace_in_jobs(slurm, 'cluster = "queue"\nmodel = "text"', 'cluster = "here"\nmodel = "text"')
     slurm.invoke("prep-data", "--job", "text", "--force")
     assert made(slurm) == inside and len(inside) >= 3
+
+
+def test_doctor_by_srun(slurm: SlurmProject, image: EnteredImage) -> None:
+    arrays(slurm, 1, 5)
+    put_in(slurm, "queue", image)
+    reports = slurm.document("doctor", "--cluster", "queue", exit=7)["containers"]
+    assert [report["host"] for report in reports] == ["node1", "node2", "node3"]
+    assert all(len(report["seconds"]) == 2 for report in reports), reports

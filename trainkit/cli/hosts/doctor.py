@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from rich.markup import escape
 
 from trainkit.base.documents import document
-from trainkit.base.errors import Exit
+from trainkit.base.errors import ConfigError, Exit
 from trainkit.cli.config.jobs import load_jobs
 from trainkit.cli.host_options import hosts_to_ask
 from trainkit.cli.hosts.nodes import usual_cluster
 from trainkit.cli.tables import Listing
 from trainkit.cli.wrapper import TaskContext, TaskResult
+from trainkit.jobs.load import Jobs
+from trainkit.jobs.schema import Cluster, Job
+from trainkit.launch.cluster_care.container_checks import pages_note
 from trainkit.launch.cluster_care.health_checks import ClusterExamination, examine_hosts
 from trainkit.launch.cluster_care.host_checks import COLUMNS, Finding
 from trainkit.launch.hosts.quarantine import read_quarantine
@@ -38,7 +42,12 @@ def doctor(task: TaskContext, cluster: str, hostfile: str, *, all_reduce: bool) 
     found = hosts_to_ask(chosen, hostfile, devices=all_reduce)
     if found.hosts:
         seen = examine_hosts(
-            chosen, found.hosts, root, all_reduce=all_reduce, launcher=found.launcher
+            chosen,
+            found.hosts,
+            root,
+            all_reduce=all_reduce,
+            launcher=found.launcher,
+            boxed=boxed_jobs(jobs, chosen),
         )
     else:
         seen = ClusterExamination([], [])
@@ -80,9 +89,23 @@ def doctor(task: TaskContext, cluster: str, hostfile: str, *, all_reduce: bool) 
         hosts=_host_rows(seen),
         findings=[vars(finding) for finding in findings],
         pairs=_pair_rows(seen),
+        containers=[report.to_json() for report in seen.containers],
         wrong=wrong,
     )
     return TaskResult(result, Exit.HEALTH if wrong else Exit.DONE)
+
+
+def boxed_jobs(jobs: Jobs, cluster: Cluster) -> list[Job]:
+    """For each container that jobs of a cluster name, the first such job, the default one before
+    others. What is wrong with a job's own tables, `check` says."""
+    names = sorted(jobs.names(), key=lambda name: name != jobs.default_job)
+    found = dict[str, Job]()
+    for name in names:
+        with contextlib.suppress(ConfigError):
+            job = jobs.resolve(name).job
+            if job.container is not None and job.cluster.name == cluster.name:
+                found.setdefault(job.container.name, job)
+    return list(found.values())
 
 
 def _host_rows(seen: ClusterExamination) -> list[dict[str, object]]:
@@ -113,6 +136,9 @@ def _print(
     others: Mapping[str, str],
 ) -> None:
     task.console.print(_table(seen, findings, others))
+    if seen.containers:
+        task.console.print(_container_table(seen, findings))
+        task.say(pages_note(seen.containers))
     for one, other, pair in seen.pairs:
         result = f"failed: {pair.error}"
         if pair.gb_per_second is not None:
@@ -160,6 +186,30 @@ def _table(seen: ClusterExamination, findings: Sequence[Finding], others: Iterab
     return table
 
 
+def _container_table(seen: ClusterExamination, findings: Sequence[Finding]) -> Listing:
+    """A row per host and container: whether its runtime and image are there, and what a start
+    takes."""
+    marks: dict[str, bool] = {}
+    for finding in findings:
+        if finding.what == "container":
+            marks[finding.host] = finding.wrong or marks.get(finding.host, False)
+    headings = ("container", "runtime", "image", "folders", "cold start", "warm start")
+    table = Listing("host", *headings, drop=["folders", "image"])
+    for report in seen.containers:
+        shared = sum(folder.shared for folder in report.folders.values())
+        folders = f"{len(report.folders) - shared} own, {shared} shared"
+        table.add_row(
+            _marked(report.host, marks.get(report.host)),
+            escape(report.container),
+            escape(f"{report.runtime} {report.version or '-'}"),
+            "-" if report.image_error else _image_size(report.size),
+            folders if report.folders else "-",
+            *(f"{seconds:.2f} s" for seconds in report.seconds),
+            *["-"] * (2 - len(report.seconds)),
+        )
+    return table
+
+
 def _marked(text: str, wrong: bool | None) -> str:
     """A cell with its mark, which is also seen without colours.
 
@@ -199,6 +249,12 @@ def _limit(number: int | None) -> str:
     if number < 0:
         return "unlimited"
     return f"{number:,}"
+
+
+def _image_size(size: int | None) -> str:
+    if size is None or size >= GIB:
+        return _gib(size)
+    return f"{size / 2**20:,.1f} MiB"
 
 
 def _gib(size: int | None) -> str:

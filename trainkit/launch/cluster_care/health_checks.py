@@ -11,6 +11,12 @@ from pathlib import Path
 
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.jobs.clusters import Cluster
+from trainkit.jobs.schema import Job
+from trainkit.launch.cluster_care.container_checks import (
+    ContainerReport,
+    find_container_problems,
+    look_at_containers,
+)
 from trainkit.launch.cluster_care.gpu_health import LOOK, LOOK_SECONDS, gpu_symptoms
 from trainkit.launch.cluster_care.host_checks import Finding, find_host_problems
 from trainkit.launch.cluster_care.pairwise_bandwidth import (
@@ -40,11 +46,13 @@ class ClusterExamination:
         answers: of the hosts that were asked, in order.
         findings: host by host.
         pairs: all-reduces, as (host, host, what was measured); empty where none were asked for.
+        containers: of jobs, by host.
     """
 
     answers: Sequence[JoinedAgent | MissingAgent]
     findings: Sequence[Finding]
     pairs: Sequence[tuple[str, str, PairBandwidth]] = field(default_factory=list)
+    containers: Sequence[ContainerReport] = ()
 
 
 def examine_hosts(
@@ -54,6 +62,7 @@ def examine_hosts(
     *,
     all_reduce: bool = False,
     launcher: Launcher | None = None,
+    boxed: Sequence[Job] = (),
 ) -> ClusterExamination:
     """Ask all hosts at once what they are.
 
@@ -63,6 +72,7 @@ def examine_hosts(
         root: the folder they share.
         all_reduce: also measure the network between pairs of those that came.
         launcher: another than the cluster's.
+        boxed: jobs whose containers are looked at, too.
 
     Raises TrainkitError (exit 7) where the root cannot be written.
     """
@@ -72,16 +82,18 @@ def examine_hosts(
             answers = await pool.gather(pool.session.connect)
             findings = find_host_problems(answers, hosts, pool.session)
             cuda = cluster.device_type == "cuda"
-            if cuda or all_reduce:
+            if cuda or all_reduce or boxed:
                 await bind_to_agents(pool)
             if cuda:
                 findings += await _gpu_findings(pool)
+            containers = await look_at_containers(pool, boxed)
+            findings += find_container_problems(containers, boxed)
             pairs: list[PairBandwidth] = []
             if all_reduce and len(pool.present) > 1:
                 pairs = await measure_pair_bandwidths(pool)
                 findings += find_pair_problems(pairs, pool.session)
         named = [(hosts[pair.first].name, hosts[pair.second].name, pair) for pair in pairs]
-        return ClusterExamination(answers, findings, named)
+        return ClusterExamination(answers, findings, named, containers)
 
     try:
         return asyncio.run(examine())

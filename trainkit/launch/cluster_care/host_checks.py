@@ -36,9 +36,9 @@ HostCheck = Literal[
     "shm",
     "proof",
 ]
-# those that are no column of a table of hosts: a host that is not reached has none, and
-# `all-reduce` is of pairs
-Check = Literal[HostCheck, "reach", "all-reduce"]
+# those that are no column of a table of hosts: a host that is not reached has none, `all-reduce` is
+# of pairs, and `container` has a table of its own
+Check = Literal[HostCheck, "reach", "all-reduce", "container"]
 COLUMNS: tuple[HostCheck, ...] = get_args(HostCheck)
 # versions that hosts are compared by
 COMPARED: tuple[Check, ...] = ("python", "torch", "driver", "kernel")
