@@ -118,6 +118,7 @@ def pip(*arguments: str) -> None:
     """
     environment = {name: value for name, value in os.environ.items() if name != "PIP_CONSTRAINT"}
     environment["PIP_DISABLE_PIP_VERSION_CHECK"] = "1"
+    environment["PYTHONDONTWRITEBYTECODE"] = "1"  # of pip itself: with times in them
     command = [sys.executable, "-m", "pip", "--python", str(VENV / "bin" / "python"), "install"]
     options = ["--no-cache-dir", "--no-compile", "--root-user-action=ignore"]
     if subprocess.run([*command, *options, *arguments], env=environment, check=False).returncode:
@@ -170,7 +171,7 @@ def torch_version() -> str:
         InstallError: torch cannot be imported; its own message is above.
     """
     done = subprocess.run(
-        [str(VENV / "bin" / "python"), "-c", "import torch; print(torch.__version__)"],
+        [str(VENV / "bin" / "python"), "-B", "-c", "import torch; print(torch.__version__)"],
         stdout=subprocess.PIPE,
         text=True,
         check=False,

@@ -146,10 +146,10 @@ def test_trainkits_own_code_comes_after_torch_and_packages(name: str) -> None:
     """So that a change of it installs neither again; and the compiler stays out of the image."""
     steps = [each.rest for each in instructions(CONTAINER / name) if each.word in ("RUN", "COPY")]
     order = [
-        steps.index("python3 -I /opt/build/install.py torch"),
-        steps.index("python3 -I /opt/build/install.py packages"),
+        steps.index("python3 -IB /opt/build/install.py torch"),
+        steps.index("python3 -IB /opt/build/install.py packages"),
         steps.index("trainkit /opt/build/trainkit"),
-        steps.index("python3 -I /opt/build/install.py trainkit"),
+        steps.index("python3 -IB /opt/build/install.py trainkit"),
     ]
     assert order == sorted(order)
     copies = [each.rest for each in last_stage(CONTAINER / name) if "--from=" in each.rest]
