@@ -225,11 +225,11 @@ def test_mounts_are_absolute_and_need_no_quoting(tmp_path: Path, mount: str) -> 
 
 
 def test_the_guide_to_containers() -> None:
-    """Its table is one, its other names are there, and each runtime stands in it."""
+    """Its tables are some, their other names are there, and each runtime stands in it."""
     text = (Path(__file__).resolve().parents[3] / "docs/containers.md").read_text()
-    (block,) = re.findall(r"^```toml\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    document = tomli.loads(block)
-    for table in document["containers"].values():
+    blocks = re.findall(r"^```toml\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    document, files = map(tomli.loads, blocks)
+    for table in (*document["containers"].values(), *files["containers"].values()):
         Container.model_validate(table)
     assert document["jobs"]["big"]["container"] in document["containers"]
     assert set(re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)) == set(IMAGES)
