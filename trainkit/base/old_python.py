@@ -19,6 +19,8 @@ from typing import Any
 _PIDFD_SEND_SIGNAL = 424
 _PIDFD_OPEN = 434
 
+NEEDED_PYTHON = (3, 11)  # by trainkit's own code, as pyproject.toml says; agents run on older ones
+
 
 def without_prefix(text: str, prefix: str) -> str:
     """str.removeprefix (3.9)."""

@@ -19,7 +19,7 @@ from trainkit.launch.slurm.array_scripts import (
     container_scripts,
     level_container,
 )
-from trainkit.launch.slurm.arrays import split_units
+from trainkit.launch.slurm.arrays import job_words, split_units
 from trainkit.stages.contract import Need, Unit
 
 ARGV = (sys.executable, "-I", "-m", "trainkit.data.tokenize.shard_worker")
@@ -70,6 +70,24 @@ def test_a_task_leads_into_the_container(tmp_path: Path, runtime: str) -> None:
     assert inside[-1].startswith("exec python3 -I -c ") and inside[-1].endswith(
         f' /shared/code/SHA trainkit.stages.array_task {FOLDER}/{NAME}.json "$1"'
     )
+
+
+def test_a_python_that_is_too_old(tmp_path: Path) -> None:
+    """Refused before it reads what it cannot, and the job's own words are told."""
+    inside = texts(tmp_path, "enroot")[1]["inside.sh"]
+    check = inside[-2].replace("python3 -I -c", f"{sys.executable} -I -c")
+    done = subprocess.run(["bash", "-c", check], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    old = check.replace("(3, 11)", "(3, 99)")
+    done = subprocess.run(["bash", "-c", old], capture_output=True, text=True, check=False)
+    assert done.returncode == 7
+    assert "the Python of /images/app.sqsh is older than 3.11" in done.stderr
+    assert done.stderr.rstrip().endswith("(containers.box.python)")
+    out = f"{done.stderr}srun: error: node1: task 0: Exited with exit code 7\n\n"
+    (tmp_path / f"{NAME}-7_0.out").write_text("")
+    (tmp_path / f"{NAME}-7_1.out").write_text(out)
+    assert job_words(tmp_path, ["7", "8"]) == (f"; {NAME}-7_1.out ends with: {done.stderr.strip()}")
+    assert job_words(tmp_path, ["9"]) == ""
 
 
 def test_what_a_task_knows_of_slurm(tmp_path: Path) -> None:

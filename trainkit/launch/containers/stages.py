@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from trainkit.base.errors import Exit
+from trainkit.base.old_python import NEEDED_PYTHON
 from trainkit.jobs.schema import Job
 from trainkit.launch.containers.contract import NodeContainer, node_container
 from trainkit.launch.containers.pyxis import exported, pyxis_options
@@ -133,7 +135,7 @@ def task_scripts(
         prolog: the cluster's, outside; srun passes little of what the batch script's has set.
         words: arguments of the interpreter in the image.
     """
-    inside = inside_script(container, words, "")
+    inside = inside_script(container, words, _python_line(container))
     files = {container.script.name: inside, **extra_files(container)}
     if container.settings.runtime == "pyxis":
         return files
@@ -146,6 +148,21 @@ def task_scripts(
         f"export {CLIENT_VARIABLE}=$$",
     ]
     return {TASK: "\n".join([*head, *start_lines(container)]) + "\n", **files}
+
+
+def _python_line(container: NodeContainer) -> str:
+    """What refuses a Python that cannot read trainkit's own code; agents, which older ones can
+    run, say the same of theirs."""
+    settings = container.settings
+    new_enough = f"import sys; sys.exit(sys.version_info < {NEEDED_PYTHON})"
+    words = (
+        f"the Python of {settings.image} is older than {'.'.join(map(str, NEEDED_PYTHON))}, which"
+        f" trainkit's own code needs ({container.label}.python)"
+    )
+    return (
+        f"{shlex.quote(settings.python)} -I -c {shlex.quote(new_enough)} || {{ echo"
+        f' "$HOSTNAME: "{shlex.quote(words)} >&2; exit {int(Exit.HEALTH)}; }}'
+    )
 
 
 def task_argv(container: NodeContainer, variables: Sequence[str]) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -47,6 +48,7 @@ from trainkit.stages.unit_process import COUNTS, OnCounts, UnitProcess
 
 POLL_SECONDS = 0.5  # between two looks at what units have written
 END_SECONDS = 120.0  # for Slurm to end arrays: KillWait, and epilogs
+SLURMS = re.compile(r"(srun|slurmstepd|slurmd)\b")  # its own words in the output of a job
 VISIBLE_SECONDS = 30.0  # for a shared file system to show here what a job wrote before its end
 
 
@@ -368,7 +370,20 @@ def _judge(ids: Sequence[str], need: Need, batches: Sequence[ArrayUnit], stamps:
             f" and {len(left) - 3} more" if len(left) > 3 else ""
         )
         raise TrainkitError(
-            f"{names} did not end: {said}",
+            f"{names} did not end: {said}{job_words(left[0].folder, ids)}",
             exit=Exit.STAGE_FAILED,
             hint=f"{left[0].folder}: *.log of units, *_*.out of jobs",
         )
+
+
+def job_words(folder: Path, ids: Sequence[str]) -> str:
+    """What the newest of some jobs said last that said anything, as the end of a sentence: why
+    its tasks did not come to their units. What Slurm says of it is told already."""
+    for id in reversed(ids):
+        for path in sorted(folder.glob(f"*-{id}_*.out")):
+            with contextlib.suppress(OSError):
+                lines = path.read_text(errors="replace").splitlines()
+                words = [each for each in lines if each.strip() and not SLURMS.match(each)]
+                if words:
+                    return f"; {path.name} ends with: {words[-1].strip()}"
+    return ""

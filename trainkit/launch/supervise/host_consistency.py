@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 
+from trainkit.base.old_python import NEEDED_PYTHON
 from trainkit.launch.protocol.frames import HostFacts
 from trainkit.launch.session import Session
 from trainkit.launch.supervise.agent_pool import JoinedAgent
@@ -14,7 +15,6 @@ from trainkit.launch.supervise.agent_pool import JoinedAgent
 # versions that make ranks of one run incompatible; kernels may differ
 COMPARED = ("python", "torch", "nccl", "cuda")
 SHOWN = 20  # hosts of a table
-NEEDED_PYTHON = (3, 11)  # by trainkit's own code, as pyproject.toml says; agents run on older ones
 
 
 def host_inconsistencies(
