@@ -7,8 +7,10 @@ object of one of the names below becomes an `InertValue`, which only keeps what 
 
 from __future__ import annotations
 
+import contextlib
 import io
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +88,8 @@ def _load(source: Path | io.BytesIO, path: Path, *, mmap: bool) -> object:
     if isinstance(source, io.BytesIO):
         source.seek(0)
     try:
-        wanted = torch.serialization.get_unsafe_globals_in_checkpoint(source)
+        with _nothing_allowed():
+            wanted = torch.serialization.get_unsafe_globals_in_checkpoint(source)
     except Exception as error:  # whatever a wrong pickle makes torch raise
         raise _unreadable(path, error) from None
     if refused := sorted(name for name in wanted if not _is_harmless(name)):
@@ -97,10 +100,25 @@ def _load(source: Path | io.BytesIO, path: Path, *, mmap: bool) -> object:
     if isinstance(source, io.BytesIO):
         source.seek(0)
     try:
-        with torch.serialization.safe_globals([(InertValue, name) for name in wanted]):
+        with (
+            _nothing_allowed(),
+            torch.serialization.safe_globals([(InertValue, name) for name in wanted]),
+        ):
             return torch.load(source, map_location="cpu", weights_only=True, mmap=mmap)
     except Exception as error:
         raise _unreadable(path, error) from None
+
+
+@contextlib.contextmanager
+def _nothing_allowed() -> Iterator[None]:
+    """Without the classes that a library has allowed torch to build: an engine's package does so
+    when it is imported."""
+    allowed = torch.serialization.get_safe_globals()
+    torch.serialization.clear_safe_globals()
+    try:
+        yield
+    finally:
+        torch.serialization.add_safe_globals(allowed)
 
 
 def _is_harmless(name: str) -> bool:
