@@ -50,8 +50,8 @@ def test_the_readme_is_one_screen() -> None:
 
 
 SHORTER = (
-    "[jobs.demo.training]\ntrain_iters = 10\nlr_warmup_iters = 2\neval_interval = 5\neval_iters ="
-    " 2\nsave_interval = 5\n"
+    "[jobs.demo.training]\nglobal_batch_size = 8\ntrain_iters = 10\nlr_warmup_iters = 2\n"
+    "eval_interval = 5\neval_iters = 2\nsave_interval = 5\n"
 )
 Type = Callable[..., "subprocess.CompletedProcess[str]"]
 
