@@ -387,6 +387,8 @@ def serve(listener: socket.socket, control: int) -> None:
     """Import everything, then fork for whoever connects, until `control` is at its end."""
     for name in PRELOADED:
         importlib.import_module(name)
+    linked_code = importlib.import_module("tests.linked_code")
+    linked_code.link_snapshots(Path(listener.getsockname()).with_name("code"))
     subprocess._fork_exec = _fork  # type: ignore[attr-defined]
     # a program may be imported already
     warnings.filterwarnings("ignore", category=RuntimeWarning, module="runpy")

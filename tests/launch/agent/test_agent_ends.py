@@ -224,7 +224,7 @@ def test_a_bug_of_its_own_leaves_nothing(tmp_path: Path) -> None:
     loop = (agent / "loop.py").read_text()
     losing = "    def lose(self, why: str) -> None:\n"
     assert losing in loop
-    (agent / "loop.py").chmod(0o644)
+    (agent / "loop.py").unlink()  # see tests/linked_code.py
     (agent / "loop.py").write_text(loop.replace(losing, losing + "        why += 1\n"))
     session = Session(tmp_path / "session", lease=60)
     try:
