@@ -229,7 +229,7 @@ def test_enroot_really_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         importer.run(given, given.image_file, lambda done, of: steps.append((done, of)))
         assert squashfs_problem(given.image_file) == ""
     plainly, packed = (tmp_path / "words").read_text().splitlines()
-    assert plainly.startswith(f"-comp lz4|import --output {tmp_path}/images/box.sqsh.tmp-")
+    assert plainly.startswith(f"-comp lz4|import --output {tmp_path}/images/.box.sqsh.tmp-")
     assert plainly.endswith(".sqsh dockerd://app:1")
     assert packed.startswith("-comp zstd -exit-on-error|import") and steps[-1] == (1, 1)
 

@@ -47,10 +47,10 @@ def test_a_file_is_spread(tmp_path: Path, lfs: Path) -> None:
     assert path.read_bytes() == content and after.st_ino != before.st_ino
     assert (after.st_mtime_ns, after.st_mode) == (before.st_mtime_ns, before.st_mode)
     (words,) = lfs.read_text().splitlines()
-    assert words.startswith(f"setstripe -S 1M -E -1 -c -1 {path}.tmp-")
+    assert words.startswith(f"setstripe -S 1M -E -1 -c -1 {path.parent}/.box.sqsh.tmp-")
     assert list(path.parent.iterdir()) == [path]
     shown = [" ".join(argv) for argv in stripe_commands(path, Stripe())]
-    assert shown[1] == f"lfs setstripe -S 1M -E -1 -c -1 {path}.tmp-striped"
+    assert shown[1] == f"lfs setstripe -S 1M -E -1 -c -1 {path.parent}/.box.sqsh.tmp-striped"
     assert [line.split()[0] for line in shown] == ["mkdir", "lfs", "cp", "mv"]
 
 
@@ -81,7 +81,7 @@ def test_no_lfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_kill_in_the_middle_leaves_what_the_next_takes_away(tmp_path: Path, lfs: Path) -> None:
     path = pretend_squashfs(tmp_path / "images/box.sqsh")
-    left = path.with_name(f"{path.name}.tmp-1-abc")
+    left = path.with_name(f".{path.name}.tmp-1-abc")
     left.mkdir()
     (left / path.name).write_bytes(b"half")
     stripe_file(path, Stripe())

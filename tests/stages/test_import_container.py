@@ -145,7 +145,7 @@ def test_the_task(project: Project, words: Path) -> None:
     file = project.path / "images/box.sqsh"
     shown = project.invoke("build-container", "boxed", "--dry-run").stdout
     assert f"    enroot import --output {file} '{SOURCE}'" in shown
-    assert f"    lfs setstripe -S 1M -E -1 -c -1 {file}.tmp-striped" in shown
+    assert f"    lfs setstripe -S 1M -E -1 -c -1 {file.parent}/.box.sqsh.tmp-striped" in shown
     assert not words.exists() and not file.exists()
     project.invoke("build-container", "boxed")
     assert len(words.read_text().splitlines()) == 2 and file.is_file()

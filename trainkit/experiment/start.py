@@ -18,7 +18,7 @@ from trainkit.jobs.load import Jobs
 from trainkit.jobs.resolved import ResolvedJob
 from trainkit.jobs.resume_changes import changed_job
 from trainkit.jobs.schema import Job
-from trainkit.launch.containers import check_mounts
+from trainkit.launch.containers import check_container
 from trainkit.launch.direct import DIRECT
 from trainkit.launch.hosts.selection import HostList, hosts_path, read_hosts
 from trainkit.launch.job_plan import plan_of
@@ -176,7 +176,7 @@ def plan_new_run(jobs: Jobs, name: str, options: TrainOptions) -> NewRun:
     refuse_unlaunchable(jobs.resolve(name, [*options.overrides(), *options.set]).job)
     resolved, hosts = resolve_on_hosts(jobs, name, options.set, options)
     job = resolved.job
-    check_mounts(job)
+    check_container(job)
     background = in_background(job, options)
     plan = refuse_infeasible(make_plan(job, rules=RULES[job.engine]))
     secret_values(job.cluster.secrets, os.environ)
@@ -286,7 +286,7 @@ def _changed(
     given = [*replace(options, cluster="").overrides(), *options.set]
     _, job = changed_job(run.job, given, moved)
     refuse_unlaunchable(job)
-    check_mounts(job)
+    check_container(job)
     former = None
     if hosts_path(run).is_file() and moved is None:
         former = read_hosts(run)

@@ -30,7 +30,7 @@ def setstripe_argv(folder: Path, stripe: Stripe) -> Argv:
 
 def stripe_commands(path: Path, stripe: Stripe) -> tuple[Argv, ...]:
     """The commands of `stripe_file`, for a person; the folder's real name is a temporary one."""
-    folder = path.with_name(f"{path.name}{TEMPORARY}striped")
+    folder = path.with_name(f".{path.name}{TEMPORARY}striped")
     copy = folder / path.name
     return (
         ("mkdir", str(folder)),
@@ -59,8 +59,9 @@ def stripe_file(path: Path, stripe: Stripe) -> None:
             is as it was.
         OSError: as the disk does.
     """
-    remove_leftovers(path)
-    folder = temporary_name(path)
+    hidden = path.with_name(f".{path.name}")
+    remove_leftovers(hidden)
+    folder = temporary_name(hidden)
     folder.mkdir(mode=0o700)
     try:
         _set_layout(folder, stripe)

@@ -24,7 +24,7 @@ from trainkit.images.contract import (
     write_record,
 )
 from trainkit.images.importers import importer_of
-from trainkit.images.importers.published import file_problem
+from trainkit.images.importers.published import file_problem, other_image
 from trainkit.images.squashfs import fingerprint
 from trainkit.images.stripe import stripe_commands, stripe_file
 from trainkit.jobs.containers import Container
@@ -70,13 +70,6 @@ def stale_import(plan: ImagePlan) -> str:
     if problem := other_image(file, record):
         return problem
     return _other_wish(plan, record)
-
-
-def other_image(file: Path, record: ImageRecord) -> str:
-    """Why a file is not the one of its record, as a sentence; "" where it is."""
-    if file.stat().st_size == record.size and fingerprint(file) == record.fingerprint:
-        return ""
-    return f"{file} is another image than {record_path(file).name} beside it records"
 
 
 def _other_wish(plan: ImagePlan, record: ImageRecord) -> str:

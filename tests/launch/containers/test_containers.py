@@ -18,7 +18,7 @@ from trainkit.base.errors import ConfigError
 from trainkit.engines.registry import refuse_unlaunchable
 from trainkit.jobs.containers import Container
 from trainkit.jobs.load import load
-from trainkit.launch.containers import check_mounts, node_container
+from trainkit.launch.containers import check_container, node_container
 from trainkit.launch.containers.apptainer import APPTAINER
 from trainkit.launch.containers.contract import line
 from trainkit.launch.containers.docker import COMMON, DOCKER, leftovers_line
@@ -146,7 +146,7 @@ def test_paths_that_no_runtime_can_mount_are_refused_before_the_start(tmp_path: 
         load(tmp_path).resolve("j", ["cluster.root=/data/a:ro", "cluster.node_folder=/node'1"]).job
     )
     with pytest.raises(ConfigError) as caught:
-        check_mounts(chosen)
+        check_container(chosen)
     said = str(caught.value)
     assert (
         said.startswith(
@@ -155,8 +155,8 @@ def test_paths_that_no_runtime_can_mount_are_refused_before_the_start(tmp_path: 
         )
         and "a link" in said
     )
-    check_mounts(load(tmp_path).resolve("j", ["dataset=mock"]).job)
-    check_mounts(load(tmp_path).resolve("j", ["container=none", "cluster.root=/data/a:ro"]).job)
+    check_container(load(tmp_path).resolve("j", ["dataset=mock"]).job)
+    check_container(load(tmp_path).resolve("j", ["container=none", "cluster.root=/data/a:ro"]).job)
 
 
 def test_train_refuses_them_before_it_makes_a_run(project: Project) -> None:

@@ -17,10 +17,16 @@ import pytest
 from tests.conftest import Project
 from tests.images.made_files import pretend_squashfs, real_squashfs
 from tests.launch.containers.container_jobs import box
+from trainkit.base.errors import Exit, TrainkitError
 from trainkit.images.contract import ImageRecord, record_path, write_record
 from trainkit.images.squashfs import fingerprint
 from trainkit.jobs.containers import Container
-from trainkit.launch.containers.image_files import ImageFile, image_file, image_lines
+from trainkit.launch.containers.image_files import (
+    ImageFile,
+    image_file,
+    image_lines,
+    refuse_bad_file,
+)
 from trainkit.launch.containers.pyxis import pyxis_options, step_scripts
 
 
@@ -96,6 +102,27 @@ def test_a_shared_file_of_another_image_than_its_record(tmp_path: Path) -> None:
     assert "build-container" in done.stderr
 
 
+def test_a_bad_file_is_refused_before_anything_is_submitted(project: Project) -> None:
+    """Unless trainkit makes it anew, or only the nodes see it."""
+    image = recorded(pretend_squashfs(project.path / "box.sqsh"))
+    refuse_bad_file(container(image))
+    pretend_squashfs(image, seed=2)
+    with pytest.raises(TrainkitError, match=r"another image than box\.sqsh\.json") as caught:
+        refuse_bad_file(container(image))
+    assert caught.value.exit == Exit.START
+    os.truncate(image, 1000)
+    made = {"name": "box", "runtime": "enroot", "source": "docker://a", "image": str(image)}
+    refuse_bad_file(Container.model_validate(made))
+    refuse_bad_file(container(project.path / "none.sqsh"))
+    path = project.path / "jobs.toml"
+    table = f'[containers.box]\nimage = "{image}"\nruntime = "enroot"\n'
+    boxed = '[jobs.boxed]\nextends = "random"\ncontainer = "box"\n'
+    path.write_text(f"{path.read_text()}\n{table}{boxed}")
+    said = project.invoke("train", "boxed", exit=8).stderr
+    assert f"{image} is truncated: it has 1000 bytes" in said and "containers.box.image" in said
+    assert not (project.path / "runs").exists()
+
+
 def test_nodes_and_python_know_a_file_by_the_same_sum(tmp_path: Path) -> None:
     for size in (96, 4096, 5000, 65536, 65537, 300_000):
         path = pretend_squashfs(tmp_path / f"{size}.sqsh", size)
@@ -165,6 +192,36 @@ def test_killed_in_the_middle(tmp_path: Path) -> None:
     done = node(image)
     assert done.returncode == 0, done.stderr
     assert image.local.read_bytes() == image.path.read_bytes()
+    assert not list(disk.glob(".*.part"))
+
+
+def test_a_killed_start_whose_copy_goes_on(tmp_path: Path) -> None:
+    """Its program still writes, and holds the lock: the next start waits, and makes its own."""
+    disk = tmp_path / "nvme"
+    disk.mkdir()
+    image = known(pretend_squashfs(tmp_path / "box.sqsh"), disk)
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    copier = programs / "cp"
+    copier.write_text(
+        f"#!/bin/bash\necho begin > {tmp_path}/begun\nwhile [ ! -e {tmp_path}/go ]; do sleep 0.05;"
+        f' done\ncp -f "$2" "$3"\necho end > {tmp_path}/ended\n'
+    )
+    copier.write_text(copier.read_text().replace("\ncp ", f"\n{shutil.which('cp')} "))
+    copier.chmod(0o755)
+    env = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}"}
+    child = subprocess.Popen(["bash", "-c", script(image)], env=env)
+    while not (tmp_path / "begun").exists():
+        assert child.poll() is None
+        time.sleep(0.01)
+    child.kill()
+    child.wait()
+    after = subprocess.Popen(
+        ["bash", "-c", script(image, f"ls {tmp_path}/ended")], stdout=subprocess.PIPE, text=True
+    )
+    (tmp_path / "go").touch()
+    assert after.communicate()[0] == f"{tmp_path}/ended\n" and after.returncode == 0
+    assert image.local is not None and image.local.read_bytes() == image.path.read_bytes()
     assert not list(disk.glob(".*.part"))
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.files import fsync_folder, remove_leftovers, temporary_name
-from trainkit.images.squashfs import SUFFIXES, squashfs_problem
+from trainkit.images.contract import ImageRecord, record_path
+from trainkit.images.squashfs import SUFFIXES, fingerprint, squashfs_problem
 
 
 def file_problem(path: Path) -> str:
@@ -23,6 +24,13 @@ def file_problem(path: Path) -> str:
     return ""
 
 
+def other_image(file: Path, record: ImageRecord) -> str:
+    """Why a file is not the one of its record, as a sentence; "" where it is."""
+    if file.stat().st_size == record.size and fingerprint(file) == record.fingerprint:
+        return ""
+    return f"{file} is another image than {record_path(file).name} beside it records"
+
+
 @contextlib.contextmanager
 def published(file: Path) -> Iterator[Path]:
     """A name to make the file under, which is not there. Where the block ends well it is read
@@ -34,8 +42,11 @@ def published(file: Path) -> Iterator[Path]:
         OSError: as the disk does.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
-    remove_leftovers(file)
-    temporary = temporary_name(file)
+    # not the name itself: stages take away what looks like a leftover of their outputs, and another
+    # project may be making this one
+    hidden = file.with_name(f".{file.name}")
+    remove_leftovers(hidden)
+    temporary = temporary_name(hidden)
     made = temporary.with_name(f"{temporary.name}{file.suffix}")
     try:
         yield made

@@ -2,9 +2,9 @@
 
 from trainkit.launch.containers.contract import (
     NodeContainer,
-    check_mounts,
+    check_container,
     node_container,
     reusable_since,
 )
 
-__all__ = ["NodeContainer", "check_mounts", "node_container", "reusable_since"]
+__all__ = ["NodeContainer", "check_container", "node_container", "reusable_since"]

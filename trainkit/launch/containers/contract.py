@@ -14,7 +14,7 @@ from trainkit.base.errors import ConfigError
 from trainkit.data.fetch.ranges import expand
 from trainkit.jobs.containers import MOUNTABLE, Container
 from trainkit.jobs.schema import Dataset, Job
-from trainkit.launch.containers.image_files import ImageFile, image_file
+from trainkit.launch.containers.image_files import ImageFile, image_file, refuse_bad_file
 from trainkit.runs.events import AllRanksStarted, first_event, read_events
 from trainkit.runs.folder import RunFolder
 
@@ -186,11 +186,12 @@ def node_container(
     )
 
 
-def check_mounts(job: Job) -> None:
+def check_container(job: Job) -> None:
     """Raise ConfigError (exit 3) with every path that the job's container has to have and no
-    runtime can mount."""
+    runtime can mount, TrainkitError (exit 8) where its image's file is not whole."""
     if job.container is not None:
         mounts_of(job)
+        refuse_bad_file(job.container)
 
 
 def _root(job: Job) -> str:

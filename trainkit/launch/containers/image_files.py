@@ -7,8 +7,9 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainkit.base.errors import Exit
+from trainkit.base.errors import Exit, TrainkitError
 from trainkit.images.contract import read_record, record_path
+from trainkit.images.importers.published import file_problem, other_image
 from trainkit.images.squashfs import (
     BYTES_USED_AT,
     HEAD_BYTES,
@@ -77,6 +78,25 @@ def image_file(container: Container) -> ImageFile | None:
         name = f"{container.name}-{(known or NOT_MADE)[:KNOWN_AGAIN]}{path.suffix}"
         local = Path(container.stage_to) / name
     return ImageFile(f"containers.{container.name}", path, size, known, local)
+
+
+def refuse_bad_file(container: Container) -> None:
+    """Before anything is submitted or started: raise TrainkitError (exit 8) for an image file that
+    can be seen from here and is not whole, or not the one of its record. One that is made here
+    is made anew instead; of one that only nodes see they tell themselves."""
+    image = image_file(container)
+    if image is None or container.is_made or not image.path.exists():
+        return
+    record = read_record(record_path(image.path))
+    problem = file_problem(image.path)
+    if not problem and record is not None and record.fingerprint:
+        problem = other_image(image.path, record)
+    if problem:
+        raise TrainkitError(
+            f"{problem} ({image.label}.image)",
+            exit=Exit.START,
+            hint="make or copy it again; with source or dockerfile in that table trainkit makes it",
+        )
 
 
 def image_lines(image: ImageFile) -> list[str]:
