@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -53,14 +54,18 @@ def unified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (
             "buildah",
             "1.28.2",
-            f"buildah bud --format docker --layers --pull-never --timestamp 1700000000 {OPTIONS}"
-            " /p",
+            f"buildah bud --format oci --layers --pull-never --timestamp 1700000000 {OPTIONS} /p",
         ),
-        ("buildah", "1.11.6", f"buildah bud --format docker --layers --pull-never {OPTIONS} /p"),
+        ("buildah", "1.11.6", f"buildah bud --format oci --layers --pull-never {OPTIONS} /p"),
     ],
 )
 def test_build(builder: str, version: str, line: str, unified: Path) -> None:
     assert shlex.join(BUILDERS[builder].build_argv(RECIPE, version)) == line
+
+
+def test_what_ocis_format_cannot_hold(unified: Path) -> None:
+    argv = BUILDERS["buildah"].build_argv(replace(RECIPE, docker_format=True), "1.28.2")
+    assert argv[:4] == ("buildah", "bud", "--format", "docker")
 
 
 def test_other_commands() -> None:
@@ -85,13 +90,13 @@ def test_other_commands() -> None:
             "podman --version",
             "podman image inspect --format '{{.Id}}' a:1",
             "podman pull a:1",
-            "podman push a:1 r.io/a:1",
+            "podman push --format v2s2 a:1 r.io/a:1",
         ],
         "buildah": [
             "buildah --version",
             "buildah inspect --type image --format '{{.FromImageID}}' a:1",
             "buildah pull a:1",
-            "buildah push a:1 docker://r.io/a:1",
+            "buildah push --format v2s2 a:1 docker://r.io/a:1",
         ],
     }
 

@@ -24,7 +24,7 @@ from trainkit.images.contract import (
     OnStep,
 )
 from trainkit.images.dockerfile import PREDEFINED, Dockerfile, read_dockerfile
-from trainkit.images.labels import ContentCommit, content_commit, labels_of, source_date_epoch
+from trainkit.images.labels import REVISION, content_commit, labels_of, source_date_epoch
 from trainkit.images.programs import ask, ask_all, run_logged, step_reader
 from trainkit.jobs.containers import Container
 from trainkit.jobs.image_reference import objection_to
@@ -98,38 +98,35 @@ def _refuse_unread(container: Container, parsed: Dockerfile, dockerfile: Path) -
             )
 
 
-def recipe_of(container: Container, content: ContentCommit) -> BuildRecipe:
-    """What the builder is asked for."""
-    assert container.dockerfile is not None
-    dockerfile = Path(container.dockerfile)
+def recipe_of(container: Container, given: BuildInput, builder: Builder) -> BuildRecipe:
+    """What the builder is asked for, once the bases are in its store."""
+    context = Path(container.context or given.dockerfile.parent)
+    links = tuple(context / name for name in given.taken.links)
+    content = content_commit(context, (*given.files, *links))
     return BuildRecipe(
-        dockerfile,
-        Path(container.context or dockerfile.parent),
+        given.dockerfile,
+        context,
         container.built_tag,
         arguments_of(container),
         labels_of(content, container.base or ""),
         source_date_epoch(content),
+        given.parsed.docker_format or _has_shell(builder, given.parsed.bases),
     )
+
+
+def _has_shell(builder: Builder, bases: Sequence[str]) -> bool:
+    """Whether steps of the image run in a SHELL that a base brings."""
+    answers = ask_all([argv for image in bases if (argv := builder.shell_argv(image))])
+    return any(said not in (None, "", "[]") for said in answers)
 
 
 def build_commands(plan: ImagePlan) -> tuple[Argv, ...]:
     """What would be run, for --dry-run: a base is fetched where it is not there yet."""
     builder, _ = choose_builder(plan.builder or None, plan.container)
     given = read_input(plan.container, builder.name)
-    recipe = recipe_of(plan.container, _content(given, recipe_context(plan.container)))
+    recipe = recipe_of(plan.container, given, builder)
     pulls = tuple(builder.pull_argv(image) for image in _absent(builder, given.parsed.bases))
     return (*pulls, builder.build_argv(recipe, ask(builder.version_argv()) or ""))
-
-
-def recipe_context(container: Container) -> Path:
-    """The folder that COPY and ADD read."""
-    assert container.dockerfile is not None
-    return Path(container.context or Path(container.dockerfile).parent)
-
-
-def _content(given: BuildInput, context: Path) -> ContentCommit:
-    links = tuple(context / name for name in given.taken.links)
-    return content_commit(context, (*given.files, *links))
 
 
 def _absent(builder: Builder, images: Sequence[str]) -> list[str]:
@@ -167,13 +164,12 @@ def build_image(plan: ImagePlan, on_step: OnStep) -> BuiltImage:
     builder, chosen = choose_builder(plan.builder or None, plan.container)
     container = plan.container
     given = read_input(container, builder.name)
-    content = _content(given, recipe_context(container))
-    recipe = recipe_of(container, content)
-    dockerfile_sum = sha256_file(recipe.dockerfile)
+    dockerfile_sum = sha256_file(given.dockerfile)
     version = _version(builder)
     print_line(f"builder: {chosen}, version {version}")
     for image in _absent(builder, given.parsed.bases):
         run_logged(builder.pull_argv(image), builder.hints)
+    recipe = recipe_of(container, given, builder)
     argv = builder.build_argv(recipe, version)
     run_logged(argv, builder.hints, step_reader(on_step))
     found = image_digests(builder, given.parsed.bases)
@@ -195,7 +191,7 @@ def build_image(plan: ImagePlan, on_step: OnStep) -> BuiltImage:
         builder=builder.name,
         builder_version=version,
         dockerfile_sum=SHA256 + dockerfile_sum,
-        commit=content.commit,
+        commit=recipe.labels.get(REVISION, ""),
         made=utc_now(),
     )
     return BuiltImage(record, bases)

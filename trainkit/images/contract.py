@@ -32,6 +32,7 @@ class BuildRecipe:
         build_args: BASE_IMAGE among them.
         labels: what the image says of itself.
         source_date_epoch: seconds since 1970 that times in the image are set to; None: as it is.
+        docker_format: it has what OCI's format cannot hold: SHELL, HEALTHCHECK.
     """
 
     dockerfile: Path
@@ -40,6 +41,7 @@ class BuildRecipe:
     build_args: Mapping[str, str]
     labels: Mapping[str, str]
     source_date_epoch: int | None = None
+    docker_format: bool = False
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,10 @@ class Builder(Protocol):
     def digest_argv(self, image: str) -> Argv:
         """Prints the id of an image in its own store (sha256:HEX of the image's config, or HEX
         alone); fails where it is not there. Asks no registry."""
+
+    def shell_argv(self, image: str) -> Argv:
+        """Prints the SHELL of an image in its own store, "[]" where it has none; () where that
+        does not change how it builds."""
 
     def pull_argv(self, image: str) -> Argv:
         """Fetches an image into its own store."""

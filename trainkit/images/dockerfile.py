@@ -28,6 +28,7 @@ PREDEFINED = frozenset(
 _DIRECTIVE = re.compile(r"#\s*([A-Za-z][A-Za-z0-9]*)\s*=\s*(.+?)\s*")
 _HEREDOC = re.compile(r"<<(-?)\s*([\"']?)([A-Za-z_]\w*)\2")
 _WITH_HEREDOC = ("RUN", "COPY", "ADD")
+_DOCKERS_OWN = ("SHELL", "HEALTHCHECK")
 _FLAG = re.compile(r"--([a-z][a-z-]*)(?:=(.*))?")
 _VARIABLE = re.compile(
     r"\\(?P<escaped>.)|\$(?P<plain>[A-Za-z_]\w*)"
@@ -75,11 +76,13 @@ class Dockerfile:
         bases: images that it is built on, arguments filled in, without scratch; each once.
         arguments: names that ARG declares.
         copied: what is taken of the context.
+        docker_format: it has SHELL or HEALTHCHECK, which images of OCI's format have not.
     """
 
     bases: tuple[str, ...]
     arguments: frozenset[str]
     copied: tuple[CopiedFiles, ...]
+    docker_format: bool = False
 
 
 def read_dockerfile(path: Path, build_args: Mapping[str, str]) -> Dockerfile:
@@ -223,6 +226,7 @@ class _Reader:
     stages: list[str] = field(default_factory=list)
     arguments: set[str] = field(default_factory=set)
     copied: list[CopiedFiles] = field(default_factory=list)
+    docker_format: bool = False
     before: dict[str, str] = field(default_factory=dict)  # of ARG before the first FROM
     here: dict[str, str] = field(default_factory=dict)  # ARG and ENV of the stage at hand
 
@@ -236,6 +240,8 @@ class _Reader:
                 self._arg(each, begun)
             elif not begun:
                 raise _wrong(self.path, each.line, f"{each.name} stands before the first FROM")
+            elif each.name in _DOCKERS_OWN:
+                self.docker_format = True
             elif each.name == "ENV":
                 self._env(each)
             elif each.name in ("COPY", "ADD"):
@@ -245,7 +251,10 @@ class _Reader:
         if not begun:
             raise _wrong(self.path, 0, "the Dockerfile has no FROM")
         return Dockerfile(
-            tuple(dict.fromkeys(self.bases)), frozenset(self.arguments), tuple(self.copied)
+            tuple(dict.fromkeys(self.bases)),
+            frozenset(self.arguments),
+            tuple(self.copied),
+            self.docker_format,
         )
 
     def _from(self, each: Instruction) -> None:

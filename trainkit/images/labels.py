@@ -16,6 +16,7 @@ import trainkit
 from trainkit.base.git import git_environment
 from trainkit.images.builders.options import EPOCH_ARGUMENT
 
+REVISION = "org.opencontainers.image.revision"
 LICENCE = "Apache-2.0"
 # 1980-01-01: zip archives, and so wheels, know nothing older
 WITHOUT_GIT = 315532800
@@ -68,7 +69,7 @@ def labels_of(content: ContentCommit, base: str) -> dict[str, str]:
         "org.opencontainers.image.licenses": LICENCE,
     }
     if content.commit:
-        labels["org.opencontainers.image.revision"] = content.commit
+        labels[REVISION] = content.commit
     if base:
         labels["org.opencontainers.image.base.name"] = base
     return labels

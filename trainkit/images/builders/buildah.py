@@ -1,4 +1,9 @@
-"""buildah: builds without a daemon, and without an OCI runtime where there is none."""
+"""buildah: builds without a daemon, and without an OCI runtime where there is none.
+
+In OCI's format the same input gives the same digest. In docker's it writes a random host name and
+container into the image (1.28), over the same layers; so that is only for what OCI's cannot hold.
+Pushed are docker's manifests, which old importers ask for too.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +22,7 @@ WITH_TIMESTAMP = (1, 19)  # older ones may not have --timestamp
 
 
 class Buildah:
-    """buildah-build(1). In docker's format, since OCI's has no SHELL and no HEALTHCHECK. Its
-    options stand before the context: it takes none behind."""
+    """buildah-build(1). Its options stand before the context: it takes none behind."""
 
     name = "buildah"
     hints: Sequence[FailureHint] = HINTS
@@ -36,7 +40,8 @@ class Buildah:
         times: Argv = ()
         if recipe.source_date_epoch is not None and version_numbers(version) >= WITH_TIMESTAMP:
             times = ("--timestamp", str(recipe.source_date_epoch))
-        start = ("buildah", "bud", "--format", "docker", "--layers", "--pull-never")
+        form = "docker" if recipe.docker_format else "oci"
+        start = ("buildah", "bud", "--format", form, "--layers", "--pull-never")
         return (
             *start,
             *isolation_options(),
@@ -48,8 +53,12 @@ class Buildah:
     def digest_argv(self, image: str) -> Argv:
         return ("buildah", "inspect", "--type", "image", "--format", "{{.FromImageID}}", image)
 
+    def shell_argv(self, image: str) -> Argv:
+        asked = ("--type", "image", "--format", "{{.Docker.Config.Shell}}")
+        return ("buildah", "inspect", *asked, image)
+
     def pull_argv(self, image: str) -> Argv:
         return ("buildah", "pull", image)
 
     def push_argv(self, tag: str, target: str) -> tuple[Argv, ...]:
-        return (("buildah", "push", tag, f"docker://{target}"),)
+        return (("buildah", "push", "--format", "v2s2", tag, f"docker://{target}"),)

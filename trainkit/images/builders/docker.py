@@ -42,6 +42,9 @@ class Docker:
     def digest_argv(self, image: str) -> Argv:
         return ("docker", "image", "inspect", "--format", "{{.Id}}", image)
 
+    def shell_argv(self, image: str) -> Argv:
+        return ()
+
     def pull_argv(self, image: str) -> Argv:
         return ("docker", "pull", image)
 

@@ -1,4 +1,9 @@
-"""podman: builds without a daemon, with buildah's own engine and store."""
+"""podman: builds without a daemon, with buildah's own engine and store.
+
+Always in docker's format: podman does not say whether a base has a SHELL, which OCI's lacks. In
+docker's format buildah's engine writes a random host name into the image (1.28), so that two
+builds without a common cache have two digests over the same layers.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +22,7 @@ WITH_TIMESTAMP = (3, 0)  # older ones may not have --timestamp
 
 
 class Podman:
-    """podman-build(1). In docker's format, since OCI's has no SHELL and no HEALTHCHECK."""
+    """podman-build(1)."""
 
     name = "podman"
     hints: Sequence[FailureHint] = HINTS
@@ -47,8 +52,11 @@ class Podman:
     def digest_argv(self, image: str) -> Argv:
         return ("podman", "image", "inspect", "--format", "{{.Id}}", image)
 
+    def shell_argv(self, image: str) -> Argv:
+        return ()
+
     def pull_argv(self, image: str) -> Argv:
         return ("podman", "pull", image)
 
     def push_argv(self, tag: str, target: str) -> tuple[Argv, ...]:
-        return (("podman", "push", tag, target),)
+        return (("podman", "push", "--format", "v2s2", tag, target),)
