@@ -66,10 +66,12 @@ def unit(
     *,
     seconds: float = 0.0,
     kill: bool = False,
-    **more: bool,
+    network: bool = False,
+    several: bool = False,
 ) -> Unit:
     spec = {"log": str(folder / "log"), "name": name, "seconds": seconds, "kill": kill}
-    return Unit(name, (sys.executable, "-I", "-S", "-c", PROGRAM), spec, (), after, size, **more)
+    argv = (sys.executable, "-I", "-S", "-c", PROGRAM)
+    return Unit(name, argv, spec, (), after, size, network=network, several=several)
 
 
 def need(

@@ -18,18 +18,24 @@ class Unit:
     run, or as a task of a Slurm array.
 
     Args:
-        name: unique in its stage; file-name safe. argv: the program; the path of the spec's JSON
-        file is appended. spec: everything the work depends on but what is in files. A unit is
-        fresh while its spec, its outputs and the files that its result says were
-            "read" ([path, size, mtime in ns, XXH128] each) are those of its last success.
-        outputs: files it leaves behind. after: names of units that must have succeeded before.
-        size: relative cost, for balance and progress. several: its program takes several specs,
-        one after another: small units share a process, whose start would cost more than they do.
-        kept: what its outputs held is there elsewhere, in what the stage made before: without
-        them it is as fresh as with them. network: it mostly waits for another machine: it runs
-        beside those that compute, and counts as none of them. here: it reads what belongs to this
-        machine's own Python: where units run in an image, this one does not. commands: of other
-        programs that it runs, as a person would type them; a dry run prints them.
+        name: unique in its stage; file-name safe.
+        argv: the program; the path of the spec's JSON file is appended.
+        spec: everything the work depends on but what is in files. A unit is fresh while its spec,
+            its outputs and the files that its result says were "read" ([path, size, mtime in ns,
+            XXH128] each) are those of its last success.
+        outputs: files it leaves behind.
+        after: names of units that must have succeeded before.
+        size: relative cost, for balance and progress.
+        network: it mostly waits for another machine: it runs beside those that compute, and counts
+            as none of them.
+        several: its program takes several specs, one after another: small units share a process,
+            whose start would cost more than they do.
+        kept: what its outputs held is there elsewhere, in what the stage made before: without them
+            it is as fresh as with them.
+        here: it reads what belongs to this machine's own Python: where units run in an image, this
+            one does not.
+        commands: of other programs that it runs, as a person would type them; a dry run prints
+            them.
     """
 
     name: str
@@ -52,18 +58,22 @@ class Need:
     """A stage as one job needs it, worked out once.
 
     Args:
-        stage: "build", "prep-data", ... name: what it makes; with `stage` it names the stamp.
-        lock: held while it is made; the same for all that write into the same folders. version:
-        trainkit's own version of the stage: raised when its outputs change for the same
-        settings. settings: flat, printable; a difference makes the stage stale, and the first
-        one is the *because*. inputs: files read from outside the stage, judged by size and time;
-        where only the time differs, by the sum that a unit's result gives ("read"). outputs:
-        files it makes. units: the work, in an order that respects `after`. scratch: outputs of
-        units that nobody needs once the stage has succeeded; deleted then. announcement: a large
-        download that its units begin with: somebody has to agree to it. memory: kept in the
-        stamp, finished or not, for the next time somebody asks what is needed. evidence: for
-        outputs that say themselves what they were made from: (fresh, because), instead of the
-        stamp.
+        stage: "build", "prep-data", ...
+        name: what it makes; with `stage` it names the stamp.
+        lock: held while it is made; the same for all that write into the same folders.
+        version: trainkit's own version of the stage: raised when its outputs change for the same
+            settings.
+        settings: flat, printable; a difference makes the stage stale, and the first one is the
+            *because*.
+        inputs: files read from outside the stage, judged by size and time; where only the time
+            differs, by the sum that a unit's result gives ("read").
+        outputs: files it makes.
+        units: the work, in an order that respects `after`.
+        scratch: outputs of units that nobody needs once the stage has succeeded; deleted then.
+        announcement: a large download that its units begin with: somebody has to agree to it.
+        memory: kept in the stamp, finished or not, for the next time somebody asks what is needed.
+        evidence: for outputs that say themselves what they were made from: (fresh, because),
+            instead of the stamp.
     """
 
     stage: str
