@@ -101,16 +101,19 @@ def locked(
     """Hold an exclusive lock for the block.
 
     Args:
-        path: the lock file; it is left behind, empty. holder: what a waiter reads about us,
-        pid added. wait: wait for the holder, or raise Busy. on_wait: called once with the
-        holder's words before waiting. remove: delete the file at the end, however the block
-        ends. Who waits for it then sees that it is gone, and locks the new one.
+        path: the lock file; it is left behind, empty.
+        holder: what a waiter reads about us, pid added.
+        wait: wait for the holder, or raise LockBusy.
+        on_wait: called once with the holder's words before waiting.
+        remove: delete the file at the end, however the block ends. Who waits for it then sees that
+            it is gone, and locks the new one.
 
     Raises:
-        LockBusy: somebody else holds it. LocksUnsupported: the file system knows no locks. OSError:
-        as the disk does, until it is held; a full one has no room for the holder's words, and
-        locks. What it does not take of letting go is of
-            no account, the kernel frees the lock.
+        LockBusy: somebody else holds it.
+        LocksUnsupported: the file system knows no locks.
+        OSError: as the disk does, until it is held; a full one has no room for the holder's words,
+            and locks. What it does not take of letting go is of no account, the kernel frees the
+            lock.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     handle = _held(path, wait=wait, on_wait=on_wait)

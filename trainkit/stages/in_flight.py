@@ -27,13 +27,16 @@ class ArraysInFlight:
     """Arrays on their way.
 
     Args:
-        lock: of the need: others with the same lock write into the same folders. name: of the
-        need. digest: what exactly is made, see `need_digest`. jobs: Slurm's numbers of the
-        arrays, in order. levels: for each array the file that its tasks read. runs: folders of
-        the runs that wait for them, the first has submitted them; none where they are not a
-        graph's, or are being taken out. owner: the process that has submitted them and waits for
-        them itself, for people; "" where a run has. scheduler: the launcher's name, whose scheduler
-        knows the jobs.
+        lock: of the need: others with the same lock write into the same folders.
+        name: of the need.
+        digest: what exactly is made, see `need_digest`.
+        jobs: Slurm's numbers of the arrays, in order.
+        levels: for each array the file that its tasks read.
+        runs: folders of the runs that wait for them, the first has submitted them; none where they
+            are not a graph's, or are being taken out.
+        owner: the process that has submitted them and waits for them itself, for people; "" where a
+            run has.
+        scheduler: the launcher's name, whose scheduler knows the jobs.
     """
 
     lock: str

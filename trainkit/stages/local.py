@@ -75,7 +75,8 @@ def execute_locally(
 
     Args:
         workers: processes that compute at once; by default one a core. As many again, and at
-        least 4, may fetch beside them. counted: told what units have written.
+            least 4, may fetch beside them.
+        counted: told what units have written.
     """
     ledger = UnitTracker(need, units, stamps, reporter, counted)
     most = process_limits(workers)

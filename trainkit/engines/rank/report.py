@@ -26,7 +26,11 @@ QUIET_LINES = 3.0
 
 
 class RankReport:
-    """Args: spec: of the rank."""
+    """What one rank reports to its agent, and the rows of metrics.jsonl.
+
+    Args:
+        spec: of the rank.
+    """
 
     def __init__(self, spec: RankSpec) -> None:
         self.spec = spec

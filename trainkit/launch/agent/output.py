@@ -41,7 +41,7 @@ class LogWriter:
 
     Args:
         full: bytes of a file, which is then put aside (`rotated_log`, in place of an earlier
-        one) before a new one begins.
+            one) before a new one begins.
     """
 
     def __init__(self, full: int = FULL) -> None:
