@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import wait_for
+from tests.once import once
 from tests.stages.engine_trees import MEGATRON, Bringer, everything_below, job_of, write_files
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.worker import PARENT_VARIABLE
@@ -23,6 +24,7 @@ from trainkit.engines.requirements import (
     merged_lines,
     package_of,
 )
+from trainkit.jobs.clusters import Cluster
 from trainkit.jobs.schema import Job
 from trainkit.stages.engine_install import EngineInstallStage, read_marker
 
@@ -52,14 +54,40 @@ def wheel(folder: Path, name: str, version: str, requires: str = "") -> None:
         file.writestr(f"{info}/RECORD", f"{name}.py,,\n{info}/METADATA,,\n{info}/WHEEL,,\n")
 
 
-def asked(tmp_path: Path, *lines: str, venv: str = "venv", **source: Any) -> Job:
-    """A job whose venv is made from wheels of the test alone; its version has no known lines."""
+def asked(tmp_path: Path, *lines: str, venv: str = "venv", python: str = "", **source: Any) -> Job:
+    """A job whose venv is made from wheels of the test alone, by `python`; its version has no
+    known lines."""
     offline = ("--no-index", f"--find-links {tmp_path / 'wheels'}")
     values = {"source": str(tmp_path / "tree"), "version": "of-the-test", **source}
+    root = tmp_path / "root"
     return job_of(
-        tmp_path / "root",
+        root,
         {**values, "venv": str(tmp_path / venv), "requirements": (*offline, *lines)},
+        cluster=Cluster(name="c", root=str(root), launcher="ssh", python=python or None),
     )
+
+
+@pytest.fixture
+def quick_python(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """An interpreter whose venvs are copies of a real one that was made once: ensurepip takes
+    4 s of a processor."""
+    whole = once(tmp_path_factory, "venv", _whole_venv)
+    path = tmp_path / "quick-python"
+    path.write_text(
+        f'#!/bin/bash\nif [ "${{*:1:3}}" = "-I -m venv" ]; then\n    cp -aT {whole} "$4"\nelse\n'
+        f'    exec {sys.executable} "$@"\nfi\n'
+    )
+    path.chmod(0o755)
+    return str(path)
+
+
+def _whole_venv(folder: Path) -> Path:
+    venv = folder / "venv"
+    subprocess.run([sys.executable, "-I", "-m", "venv", str(venv)], check=True)
+    for words in (("--version",), ("install", "--help"), ("check",)):  # compiles what they load
+        argv = [str(venv / "bin" / "python"), "-I", "-m", "pip", *words]
+        subprocess.run(argv, check=True, stdout=subprocess.DEVNULL)
+    return venv
 
 
 def imported(venv: Path, name: str) -> str:
@@ -71,7 +99,7 @@ def imported(venv: Path, name: str) -> str:
 
 
 def test_a_venv_is_made_once_and_again_when_its_lines_change(
-    stage: Bringer, tmp_path: Path, tree: Path
+    stage: Bringer, tmp_path: Path, tree: Path, quick_python: str
 ) -> None:
     wheel(tmp_path / "wheels", "tiny", "1.0")
     wheel(tmp_path / "wheels", "tiny", "2.0")
@@ -86,7 +114,7 @@ def test_a_venv_is_made_once_and_again_when_its_lines_change(
     assert again.fresh and "its 3 requirements" in again.because
     assert (venv / "pyvenv.cfg").stat().st_mtime_ns == time
     (venv / "left").touch()
-    changed = asked(tmp_path, "tiny==2.0", venv="its venv")
+    changed = asked(tmp_path, "tiny==2.0", venv="its venv", python=quick_python)
     assert stage.bring(changed).because == "requirement tiny<2 changed to tiny==2.0"
     assert imported(venv, "tiny") == "2.0" and not (venv / "left").exists()
     (venv / "bin" / "python").unlink()
@@ -95,20 +123,20 @@ def test_a_venv_is_made_once_and_again_when_its_lines_change(
 
 
 def test_constraints_are_a_line_and_files_are_found_from_the_tree(
-    stage: Bringer, tmp_path: Path, tree: Path
+    stage: Bringer, tmp_path: Path, tree: Path, quick_python: str
 ) -> None:
     for version in ("1.0", "2.0"):
         wheel(tmp_path / "wheels", "tiny", version)
     write_files(tree, {"requirements/more.txt": "tiny\n", "pins.txt": "tiny==1.0\n"})
-    stage.bring(asked(tmp_path, "-r requirements/more.txt", "-c pins.txt"))
+    stage.bring(asked(tmp_path, "-r requirements/more.txt", "-c pins.txt", python=quick_python))
     assert imported(tmp_path / "venv", "tiny") == "1.0"
 
 
 def test_a_killed_install_is_made_from_scratch(
-    stage: Bringer, tmp_path: Path, tree: Path, monkeypatch: pytest.MonkeyPatch
+    stage: Bringer, tmp_path: Path, tree: Path, quick_python: str
 ) -> None:
     wheel(tmp_path / "wheels", "tiny", "1.0")
-    job = asked(tmp_path, "tiny")
+    job = asked(tmp_path, "tiny", python=quick_python)
     venv = tmp_path / "venv"
     spec = tmp_path / "spec.json"
     spec.write_text(json.dumps(dict(stage.need(job).units[0].spec)))
@@ -170,10 +198,12 @@ def test_a_venv_that_trainkit_did_not_make_is_never_touched(
     assert [path.name for path in (tmp_path / "empty").iterdir()] == ["mine"]
 
 
-def test_what_pip_cannot_find_or_build_is_named(stage: Bringer, tmp_path: Path, tree: Path) -> None:
+def test_what_pip_cannot_find_or_build_is_named(
+    stage: Bringer, tmp_path: Path, tree: Path, quick_python: str
+) -> None:
     wheel(tmp_path / "wheels", "tiny", "1.0", requires="nowhere>=3")
     for line in ("tiny", "missing==1"):
-        job = asked(tmp_path, line)
+        job = asked(tmp_path, line, python=quick_python)
         with pytest.raises(TrainkitError, match="could not be made") as raised:
             stage.bring(job)
         said = str(raised.value)
