@@ -12,7 +12,7 @@ import pytest
 from tests.cluster.machines import Cluster
 from tests.cluster.on_head import ClusterProject
 from tests.cluster.slurm_project import SlurmProject
-from tests.cluster.test_slurm_stages import arrays
+from tests.cluster.test_slurm_stages import arrays, quick
 from tests.cluster.test_stages import hosts_of_units, made, replace_in_jobs, write_corpus
 from tests.conftest import wait_for
 from tests.launch.containers.entered_image import MARK, EnteredImage, entered_image
@@ -111,3 +111,18 @@ def test_doctor_by_srun(slurm: SlurmProject, image: EnteredImage) -> None:
     reports = slurm.document("doctor", "--cluster", "queue")["containers"]
     assert [report["host"] for report in reports] == ["node1", "node2", "node3"]
     assert all(len(report["seconds"]) == 2 for report in reports), reports
+
+
+def test_a_run_and_all_of_its_stages(slurm: SlurmProject, image: EnteredImage) -> None:
+    """Arrays, the stage that the small job makes, and ranks: each in the image."""
+    arrays(slurm, 2, 60)
+    quick(slurm)
+    put_in(slurm, "queue", image)
+    replace_in_jobs(slurm, "[jobs.quick]\n", '[jobs.quick]\ncontainer = "box"\n')
+    said = slurm.invoke("train", "quick", "--detach").stdout
+    assert "makes index" in said
+    (run,) = slurm.runs()
+    slurm.wait_state(run, "succeeded")
+    assert entered(slurm)
+    (output,) = (run / "launch" / "stages").glob("quick-ready-*.out")
+    assert "index" in output.read_text()

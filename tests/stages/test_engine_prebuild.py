@@ -294,6 +294,28 @@ def test_a_container_needs_nothing(stage: Bringer, tmp_path: Path, tree: Path) -
     assert stage.stage.needs(job, stage.stamps(job)) == []
 
 
+def test_in_an_image(
+    stage: Bringer, tmp_path: Path, tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it was compiled with follows from the image, which is not asked from outside."""
+    box = Container(
+        name="i", image="n:1", runtime="docker", stages_in_container=True, python=sys.executable
+    )
+    job = asked(tmp_path, tree, container=box)
+    assert not stage.bring(job).fresh
+    (need,) = stage.stage.needs(job, stage.stamps(job))
+    assert need.units[0].spec["image"] == "n:1"
+    monkeypatch.setattr(engine_prebuild, "ask_interpreter", lambda python: None)
+    assert stage.verdict(job).fresh
+    another = box.model_copy(update={"image": "n:2"})
+    changed = asked(tmp_path, tree, container=another)
+    monkeypatch.setattr(engine_prebuild, "_image", lambda job: "sha256:2")
+    assert "its image changed since" in str(stage.verdict(job).because)
+    assert "never compiled" in str(stage.verdict(changed).because), "another name, another record"
+    tree.rename(tmp_path / "away")
+    assert stage.stage.needs(job, stage.stamps(job)) == [], "the tree is in the image"
+
+
 def test_the_commit_is_read_without_git(tmp_path: Path) -> None:
     tree = repository(tmp_path / "tree")
     first = commit(tree, {"a": "1"})

@@ -1,8 +1,8 @@
 """The stage engine-prebuild: what a foreign engine would compile while its ranks wait is there.
 As a program: the unit that compiles it, with the engine's own Python.
 
-In a container it needs nothing: an image is not entered for a stage, and its engine compiles when
-its ranks start.
+In a container it needs nothing unless stages run in the image: else its engine compiles when its
+ranks start.
 """
 
 from __future__ import annotations
@@ -37,8 +37,16 @@ from trainkit.engines.compiled import (
     remove_dead_locks,
     tools_folder,
 )
-from trainkit.engines.sources import LAUNCHED, engine_python, engines_root, source_of, source_tree
+from trainkit.engines.sources import (
+    LAUNCHED,
+    engine_python,
+    engines_root,
+    in_image,
+    source_of,
+    source_tree,
+)
 from trainkit.jobs.schema import Job
+from trainkit.stages.build_container import made_image
 from trainkit.stages.contract import Need, Unit
 
 VERSION = 1
@@ -89,6 +97,8 @@ class PrebuildSpec:
         record: what says what was compiled.
         kernels: whether the job needs the tree's own CUDA kernels, if it has any.
         shared: whether other hosts may compile there, too.
+        image: which image the unit is in; "" outside of any. Its interpreter cannot be asked from
+            outside: what it is follows from the image.
     """
 
     name: str
@@ -100,6 +110,7 @@ class PrebuildSpec:
     record: Path
     kernels: bool
     shared: bool
+    image: str = ""
 
     def to_json(self) -> dict[str, object]:
         paths = {key: str(getattr(self, key)) for key in _PATHS}
@@ -126,6 +137,7 @@ class Compiled:
         files: [size, mtime in ns] of what was made of them, by path.
         kernels: "made", "not needed", or why they were left to the ranks.
         python: the interpreter's version, suffix and torch.
+        image: as of PrebuildSpec.
         made: when.
     """
 
@@ -133,6 +145,7 @@ class Compiled:
     files: Mapping[str, list[int]]
     kernels: str
     python: list[str]
+    image: str = ""
     made: str = field(default_factory=utc_now)
 
 
@@ -142,7 +155,10 @@ class EnginePrebuildStage:
     name = "engine-prebuild"
 
     def needs(self, job: Job, stamps: Path) -> list[Need]:
-        if job.engine not in LAUNCHED or job.engine_source is None or job.container is not None:
+        if job.engine not in LAUNCHED or job.engine_source is None:
+            return []
+        inside = job.container is not None and job.container.stages_in_container
+        if job.container is not None and (not inside or in_image(job)):
             return []
         source = source_of(job)
         key = build_key(job)
@@ -156,6 +172,7 @@ class EnginePrebuildStage:
             engines_root(job) / "prebuilt" / f"{key}.json",
             _needs_kernels(job),
             not job.cluster.launcher_traits.one_machine,
+            _image(job),
         )
         unit = Unit(
             "compile",
@@ -178,7 +195,15 @@ class EnginePrebuildStage:
         ]
 
     def waits_for(self, job: Job) -> tuple[str, ...]:
-        return ("engine-source", "engine-install")
+        return ("build-container", "engine-source", "engine-install")
+
+
+def _image(job: Job) -> str:
+    """Which image the job's units are in: its digest where it was made here, else its name."""
+    if job.container is None:
+        return ""
+    made = made_image(job)
+    return (made.digest if made else "") or job.container.image
 
 
 def _needs_kernels(job: Job) -> bool:
@@ -230,15 +255,17 @@ def _judge(spec: PrebuildSpec) -> tuple[bool, str]:
     try:
         value = read_document(spec.record, SCHEMA)
         record = Compiled(
-            value["sources"], value["files"], value["kernels"], value["python"], value["made"]
+            value["sources"],
+            value["files"],
+            value["kernels"],
+            value["python"],
+            value.get("image", ""),  # of records before stages ran in images
+            value["made"],
         )
     except (ConfigError, KeyError):
         return False, "it was never compiled for this commit and Python"
-    asked = ask_interpreter(spec.python)
-    if asked is None:
-        return False, f"{spec.python} is not here, or does not run"
-    if record.python != [asked.version, asked.suffix, asked.torch]:
-        return False, f"its Python or torch changed since {record.made}"
+    if changed := _other_python(spec, record):
+        return False, changed
     sources = _sources(spec)
     for name in sorted({*sources, *record.sources}):
         if sources.get(name) != record.sources.get(name):
@@ -252,6 +279,18 @@ def _judge(spec: PrebuildSpec) -> tuple[bool, str]:
     for lock in locks:
         because += f"; {_held_elsewhere(lock.path)}"
     return True, because
+
+
+def _other_python(spec: PrebuildSpec, record: Compiled) -> str:
+    """Why what was compiled is not of the interpreter that is meant; "" where it is."""
+    if spec.image or record.image:
+        return "" if spec.image == record.image else f"its image changed since {record.made}"
+    asked = ask_interpreter(spec.python)
+    if asked is None:
+        return f"{spec.python} is not here, or does not run"
+    if record.python != [asked.version, asked.suffix, asked.torch]:
+        return f"its Python or torch changed since {record.made}"
+    return ""
 
 
 def _held_elsewhere(lock: Path) -> str:
@@ -310,6 +349,7 @@ class _Prebuild:
             identities,
             kernels,
             [self.python.version, self.python.suffix, self.python.torch],
+            spec.image,
         )
         write_json(spec.record, document(SCHEMA, **asdict(compiled)))
         return compiled, words

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from trainkit.base.errors import Exit
 from trainkit.base.old_python import NEEDED_PYTHON
+from trainkit.engines.sources import source_tree
 from trainkit.jobs.schema import Job
 from trainkit.launch.containers.contract import NodeContainer, node_container
 from trainkit.launch.containers.pyxis import exported, pyxis_options
@@ -96,8 +97,11 @@ class StageBox:
         Raises:
             ConfigError: a path that no runtime can mount.
         """
+        read = list(inputs)
+        if self.job.engine_source is not None and self.stage == "engine-prebuild":
+            read.append(source_tree(self.job) / "pretrain_gpt.py")
         found = node_container(
-            self.job, folder, name, 0, since=0, further=read_places(inputs), passed=passed
+            self.job, folder, name, 0, since=0, further=read_places(read), passed=passed
         )
         assert found is not None
         return found
