@@ -281,15 +281,9 @@ class Project:
         return losses
 
 
-@pytest.fixture
-def project(tmp_path: Path) -> Project:
-    """A project with a small text corpus, a job on it, and a job on random tokens."""
-    (tmp_path / "tasks.py").write_text(TASKS)
-    # slots of its own
-    (tmp_path / "jobs.toml").write_text(
-        JOBS.replace("[clusters.here]", f'[clusters.here]\nnode_folder = "{tmp_path}/node"')
-    )
-    (tmp_path / "corpus").mkdir()
+def make_corpus(folder: Path) -> None:
+    """Some lines of text in two files."""
+    (folder / "corpus").mkdir()
     for shard in range(2):
         lines = [
             json.dumps(
@@ -302,7 +296,18 @@ def project(tmp_path: Path) -> Project:
             )
             for i in range(150)
         ]
-        (tmp_path / "corpus" / f"part-{shard}.jsonl").write_text("\n".join(lines) + "\n")
+        (folder / "corpus" / f"part-{shard}.jsonl").write_text("\n".join(lines) + "\n")
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Project:
+    """A project with a small text corpus, a job on it, and a job on random tokens."""
+    (tmp_path / "tasks.py").write_text(TASKS)
+    # slots of its own
+    (tmp_path / "jobs.toml").write_text(
+        JOBS.replace("[clusters.here]", f'[clusters.here]\nnode_folder = "{tmp_path}/node"')
+    )
+    make_corpus(tmp_path)
     return Project(tmp_path)
 
 

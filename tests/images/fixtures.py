@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.images.cpu import CpuProject, built_cpu_image
 from tests.images.lab import Lab, NoLab, make_lab
 from trainkit.base.locks import locked
 
@@ -23,3 +24,9 @@ def lab(request: pytest.FixtureRequest) -> Lab:
         if request.config.getoption("--require-cluster"):
             pytest.fail(f"--require-cluster: {why}")
         pytest.skip(f"no images here: {why}")
+
+
+@pytest.fixture(scope="session")
+def cpu_image(lab: Lab) -> CpuProject:
+    """The image of container/Dockerfile.cpu."""
+    return built_cpu_image(lab)

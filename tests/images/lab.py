@@ -20,6 +20,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +41,9 @@ PACKAGES = ("ca-certificates", "g++", "python3", "python3-dev", "python3-pip", "
 PROGRAMS = ("buildah", "mmdebstrap", "mksquashfs", "unsquashfs", "bwrap", "runc")
 CERTIFICATES = "/etc/ssl/certs/ca-certificates.crt"
 PIP_SETTINGS = ("cert", "index-url", "find-links", "default-timeout", "proxy")
-UNUSED = re.compile(r"torch/(test|bin)/|torch/lib/.*\.a$")  # a third of torch, for its own tests
+# a third of torch, for its own tests and for compiling
+UNUSED = re.compile(r"torch/(test|include)/|torch/bin/(?!torch_shm)|torch/lib/.*\.a$|.*/tests/")
+KEPT = 7 * 86400.0  # seconds that a base which nobody uses is kept
 RECIPE = 1  # raised where the code below makes another base of the same packages
 
 
@@ -191,23 +194,32 @@ def cached_base() -> Path:
     """
     release = suite()
     versions = [f"{package.name}=={package.version}" for package in requirements()]
-    inputs = [RECIPE, release, PACKAGES, sys.version_info[:2], versions]
+    inputs = [RECIPE, release, PACKAGES, sys.version_info[:2], versions, UNUSED.pattern]
     key = hashlib.sha256(repr(inputs).encode()).hexdigest()[:16]
     home = Path(os.environ.get(CACHE) or Path.home() / ".cache" / "trainkit-tests")
     home.mkdir(parents=True, exist_ok=True)
     folder = home / f"base-{key}"
     with locked(home / "lock", {}):
         if not (folder / "made").exists():
-            for other in home.glob("base-*"):  # of other packages, or half of one
-                remove_store(other)
+            for other in home.glob("base-*"):
+                if not is_used(other):
+                    remove_store(other)
             try:
                 make_base(folder, release)
             except AssertionError as error:
                 raise NoLab(f"no base image can be made: {error}") from None
             finally:
                 unmount(folder)
-            (folder / "made").touch()
+        (folder / "made").touch()
     return folder
+
+
+def is_used(folder: Path) -> bool:
+    """Whether a base was made, and used in the last days: by another checkout, perhaps just now."""
+    try:
+        return time.time() - (folder / "made").stat().st_mtime < KEPT
+    except FileNotFoundError:
+        return False
 
 
 def make_base(folder: Path, release: str) -> None:

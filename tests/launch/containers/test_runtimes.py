@@ -138,7 +138,7 @@ def test_enroot(tmp_path: Path) -> None:
     )
     assert ENROOT.files(given) == {
         "enroot.rc": 'cd /shared && exec "$@"\n'
-    } and ENROOT.variables == {"ENROOT_MOUNT_HOME": "no"}
+    } and ENROOT.variables == {"ENROOT_MOUNT_HOME": "no", "ENROOT_LOGIN_SHELL": "no"}
     hooks = (
         "--env",
         "NVIDIA_VISIBLE_DEVICES=all",

@@ -144,7 +144,8 @@ def configure(rootfs: Path, config: ImageConfig, source: str, made: int) -> None
         path.unlink(missing_ok=True)
         path.write_text(text)
         os.utime(path, (made, made))
-    _inside(rootfs, f"{work}/.").mkdir(exist_ok=True)
+    if work.parts:  # without one it starts in /
+        _inside(rootfs, str(work)).mkdir(exist_ok=True)
     for folder in folders:
         then = times.get(folder, made * 10**9)
         os.utime(folder, ns=(then, then))

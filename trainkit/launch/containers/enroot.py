@@ -56,4 +56,7 @@ def enroot_files(container: NodeContainer) -> Mapping[str, str]:
     return {RC: f'cd {shlex.quote(container.root)} && exec "$@"\n'}
 
 
-ENROOT = Runtime("enroot", enroot_argv, enroot_files, {"ENROOT_MOUNT_HOME": "no"})
+# A login shell reads /etc/profile, where Debian sets PATH anew: the image's own, with its Python,
+# would be lost.
+SETTINGS = {"ENROOT_MOUNT_HOME": "no", "ENROOT_LOGIN_SHELL": "no"}
+ENROOT = Runtime("enroot", enroot_argv, enroot_files, SETTINGS)

@@ -1,0 +1,160 @@
+"""`invoke build-container` with a real buildah and mksquashfs, on small images."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Project, wait_for
+from tests.images.lab import Lab
+from tests.images.tiny import ImageProject, make_image_project
+
+
+@pytest.fixture
+def box(project: Project, lab: Lab, request: pytest.FixtureRequest) -> Iterator[ImageProject]:
+    """A project whose image has a tag of its own."""
+    tag = f"localhost/{project.path.name.lower().replace('_', '-')}:1"
+    yield make_image_project(project, lab, tag)
+    subprocess.run(
+        ["buildah", "rmi", "--force", tag],
+        env={**os.environ, **lab.tiny},
+        capture_output=True,
+        check=False,
+    )
+
+
+def digest(box: ImageProject) -> str:
+    return str(box.record()["digest"])
+
+
+def test_built_once_fresh_then_stale_by_a_file(box: ImageProject) -> None:
+    said = box.build().stdout
+    assert "box" in said
+    assert any(" bud " in call for call in box.calls()), "buildah has built"
+    first = digest(box)
+    assert first.startswith("sha256:") and first == box.record()["digest"]
+    assert (
+        box.lab.call(
+            "enroot", "start", "--mount", "/usr:/usr:rbind,ro", str(box.image), "cat", "/srv/made"
+        )
+        == "made\n"
+    )
+
+    value = box.document("build-container", "random")
+    assert [stage["fresh"] for stage in value["stages"]] == [True]
+    assert box.calls() == [], "nothing is built or imported where all is fresh"
+
+    (box.path / "files" / "a.txt").write_text("b\n")
+    said = box.build("--dry-run").stdout
+    assert "files/a.txt changed" in said and box.calls() == []
+    said = box.build().stdout
+    assert "files/a.txt" in said and digest(box) != first
+    (box.path / "files" / "a.txt").write_text("a\n")
+    box.build()
+    assert digest(box) == first, "the same input is the same image"
+
+
+def test_the_same_digest_without_a_cache_of_layers(box: ImageProject) -> None:
+    box.build()
+    first = digest(box)
+    box.lab.call("buildah", "rmi", "--force", box.record()["tag"])
+    for path in (box.path / "files").iterdir():
+        os.utime(path, (0, 0))  # as another checkout has them
+    box.build("--force")
+    assert any(" bud " in call for call in box.calls())
+    assert digest(box) == first
+
+
+def test_two_builds_at_once(box: ImageProject) -> None:
+    box.step("sleep 1; echo made > /srv/made")
+    both = [box.start("build-container", "random") for _ in range(2)]
+    for process in both:
+        out, err = process.communicate(timeout=600)
+        assert process.returncode == 0, out + err
+    assert len([call for call in box.calls() if " bud " in call]) == 1, "the second found it made"
+    assert [path.name for path in box.image.parent.glob("*.sqsh*")].count("box.sqsh") == 1
+
+
+def test_truncated_or_of_another_image(box: ImageProject) -> None:
+    box.build()
+    first, size = digest(box), box.image.stat().st_size
+    with open(box.image, "r+b") as file:
+        file.truncate(size - 4096)
+    said = box.build("--dry-run").stdout
+    assert "box.sqsh" in said and "stale" in said
+    said = box.invoke("train", "random", "--dry-run").stdout
+    box.calls()
+    box.build()
+    assert box.image.stat().st_size == size and digest(box) == first
+    other = box.path / "other"
+    other.mkdir()
+    (other / "file").write_text("another image\n")
+    subprocess.run(
+        ["mksquashfs", str(other), str(box.image), "-noappend", "-quiet", "-no-progress"],
+        check=True,
+        capture_output=True,
+    )
+    said = box.build("--dry-run").stdout
+    assert "box.sqsh" in said and "stale" in said
+    box.build()
+    assert box.image.stat().st_size == size
+
+
+def test_killed_in_the_middle(box: ImageProject) -> None:
+    box.step(f"touch {box.path}/never-seen; sleep 1000")
+    box.step("echo $$ > /srv/pid; sleep 600")
+    process = box.start("build-container", "random")
+    wait_for(lambda: any(" bud " in line for line in _lines(box.path / "calls")), "the build")
+    sleeping = wait_for(lambda: _sleepers(box), "the build's step")
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate(timeout=600)
+    for pid in _sleepers(box):
+        os.kill(pid, signal.SIGKILL)
+    assert sleeping and not box.image.exists()
+    box.step("echo made > /srv/made")
+    box.build()
+    assert box.image.exists() and digest(box)
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def _sleepers(box: ImageProject) -> list[int]:
+    """Processes of the build's step, by their file."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                words = (entry / "cmdline").read_bytes().split(b"\0")
+                environ = (entry / "environ").read_bytes()
+            except OSError:
+                continue
+            if words[:2] == [b"sleep", b"600"] and b"MADE" not in environ:
+                found.append(int(entry.name))
+    return found
+
+
+def test_a_full_disk(box: ImageProject, tmp_path: Path) -> None:
+    box.step("head -c 8000000 /dev/urandom > /srv/large")
+    images = box.path / "images"
+    images.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(images)], check=True)
+    try:
+        done = box.build(exit=6)
+        said = done.stdout + done.stderr
+        assert "disk is full" in said or "No space left" in said
+        assert not box.image.exists(), "nothing half-made has its name"
+    finally:
+        subprocess.run(["umount", "--lazy", str(images)], check=True)
+    shutil.rmtree(images)
+    assert json.loads(box.build("--dry-run", "--json").stdout)["stages"][0]["fresh"] is False
+    box.build()
+    assert box.image.stat().st_size > 8_000_000
