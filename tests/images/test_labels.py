@@ -7,7 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.images.labels import WITHOUT_GIT, content_commit, labels_of, source_date_epoch
+from trainkit.images.labels import (
+    WITHOUT_GIT,
+    arguments_that_say,
+    content_commit,
+    labels_of,
+    source_date_epoch,
+)
 
 
 def git(folder: Path, *words: str, time: int = 0) -> str:
@@ -65,5 +71,5 @@ def test_without_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "1234567890")
     assert source_date_epoch(content) == 1234567890
     labels = labels_of(content, "localhost/base:1")
-    assert labels["org.opencontainers.image.licenses"] == "Apache-2.0"
-    assert labels["org.opencontainers.image.base.name"] == "localhost/base:1"
+    assert labels == {"org.opencontainers.image.base.name": "localhost/base:1"}
+    assert arguments_that_say(content)["REVISION"] == "unknown"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 from collections.abc import Callable
@@ -15,6 +16,7 @@ import pytest
 
 from tests.conftest import Project, alive, wait_for
 from tests.images.scratch_store import scratch_store
+from tests.mounts import unmount
 
 JOBS = """
 [clusters.here]
@@ -95,8 +97,8 @@ def test_built_once_and_fresh_after(project: Project) -> None:
     where = project.path
     assert (
         "    buildah bud --format oci --layers --pull-never --timestamp 315532800"
-        f" -t trainkit-app -f {where}/image/Dockerfile --label"
-    ) in dry and f" {where}\n" in dry
+        f" -t trainkit-app -f {where}/image/Dockerfile {where}\n"
+    ) in dry
     assert not (where / "stamps").exists() and not (where / "images").exists()
     first = built(project)
     assert first["because"] == "it was never made here"
@@ -343,6 +345,66 @@ def test_the_format_that_a_shell_needs(project: Project) -> None:
     assert "bud --format oci" in project.invoke("build-container", "small", "--dry-run").stdout
     edit(project, "image/Dockerfile", "LABEL", "HEALTHCHECK CMD true\nLABEL")
     assert "bud --format docker" in project.invoke("build-container", "small", "--dry-run").stdout
+
+
+def test_the_image_says_what_it_was_made_of(project: Project) -> None:
+    """By labels, and by arguments that its Dockerfile declares; what jobs.toml gives goes
+    before."""
+    base(project, "1")
+    name = "localhost/base:1"
+    more = f'base = "{name}"\nbuild_args = {{ VERSION = "7" }}\n'
+    edit(project, "jobs.toml", "[models", f"{more}[models")
+    edit(project, "image/Dockerfile", "LABEL", "ARG REVISION\nARG VERSION\nLABEL v=$VERSION")
+    for words in (("init", "-q"), ("add", "-A"), ("commit", "-qm", "all")):
+        who = ("-c", "user.name=a", "-c", "user.email=a@b")
+        subprocess.run(["git", *who, *words], cwd=project.path, check=True)
+    shown = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=project.path, capture_output=True, text=True, check=True
+    )
+    head = shown.stdout.strip()
+    image = built(project)["image"]
+    assert image["commit"] == head and image["base"] == name
+    asked = ("inspect", "--type", "image", "--format", "{{.Docker.Config.Labels}}", "trainkit-app")
+    labels = buildah(*asked).removeprefix("map[").removesuffix("]").split()
+    assert f"org.opencontainers.image.revision:{head}" in labels and "v:7" in labels
+    assert f"org.opencontainers.image.base.name:{name}" in labels
+    log = (project.path / "stamps/build-container/app.units/build.log").read_text()
+    assert f"--build-arg REVISION={head} --build-arg VERSION=7 " in log
+
+
+def test_a_disk_that_is_full_in_the_middle(project: Project, tmp_path: Path) -> None:
+    """Nothing half-made is fresh, and what was there before still is."""
+    first = built(project)["image"]["digest"]
+    small = tmp_path / "small"
+    small.mkdir()
+    (project.path / "src/large").write_bytes(os.urandom(2**22))
+    argv = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(small)]
+    if subprocess.run(argv, capture_output=True, check=False).returncode:
+        pytest.skip("no tmpfs can be mounted here")
+    storage = tmp_path / "storage.conf"
+    large = storage.read_text()
+    try:
+        storage.write_text(large.replace(str(tmp_path), str(small)))
+        said = refused(project)
+        assert "the disk is full" in said and "make room" in said
+        shown = project.document("build-container", "small", "--dry-run")["stages"][0]
+        assert not shown["fresh"] and "the disk is full" in shown["because"]
+    finally:
+        storage.write_text(large)
+        unmount(small)
+    assert buildah("inspect", "--format", "{{.FromImageID}}", "trainkit-app") in first
+    assert built(project)["image"]["digest"] != first
+    assert built(project)["fresh"]
+
+
+def test_a_client_without_its_daemon(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    if shutil.which("docker") is None:
+        pytest.skip("docker's client is not installed")
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{project.path}/nothing.sock")
+    edit(project, "jobs.toml", 'runtime = "podman"\nbuilder = "buildah"', 'runtime = "docker"')
+    said = refused(project)
+    assert "`docker version` exited with 1: the builder's daemon does not answer" in said
+    assert "--builder buildah" in said
 
 
 def test_push_takes_the_builders_own_way(project: Project) -> None:

@@ -24,7 +24,13 @@ from trainkit.images.contract import (
     OnStep,
 )
 from trainkit.images.dockerfile import PREDEFINED, Dockerfile, read_dockerfile
-from trainkit.images.labels import REVISION, content_commit, labels_of, source_date_epoch
+from trainkit.images.labels import (
+    REVISION,
+    arguments_that_say,
+    content_commit,
+    labels_of,
+    source_date_epoch,
+)
 from trainkit.images.programs import ask, ask_all, run_logged, step_reader
 from trainkit.jobs.containers import Container
 from trainkit.jobs.image_reference import objection_to
@@ -103,11 +109,13 @@ def recipe_of(container: Container, given: BuildInput, builder: Builder) -> Buil
     context = Path(container.context or given.dockerfile.parent)
     links = tuple(context / name for name in given.taken.links)
     content = content_commit(context, (*given.files, *links))
+    said = arguments_that_say(content)
+    declared = {name: said[name] for name in said if name in given.parsed.arguments}
     return BuildRecipe(
         given.dockerfile,
         context,
         container.built_tag,
-        arguments_of(container),
+        {**declared, **arguments_of(container)},
         labels_of(content, container.base or ""),
         source_date_epoch(content),
         given.parsed.docker_format or _has_shell(builder, given.parsed.bases),

@@ -1,4 +1,4 @@
-"""What an image says of itself: commit, version, licence; and the time that its files get.
+"""What an image says of itself: commit, base, version; and the time that its files get.
 
 Both are of the newest commit that changed what goes into the image, not of the newest commit: as
 long as its context stays the same, the image does.
@@ -17,7 +17,6 @@ from trainkit.base.git import git_environment
 from trainkit.images.builders.options import EPOCH_ARGUMENT
 
 REVISION = "org.opencontainers.image.revision"
-LICENCE = "Apache-2.0"
 # 1980-01-01: zip archives, and so wheels, know nothing older
 WITHOUT_GIT = 315532800
 DIRTY = "-dirty"
@@ -63,16 +62,20 @@ def source_date_epoch(content: ContentCommit) -> int:
 
 
 def labels_of(content: ContentCommit, base: str) -> dict[str, str]:
-    """Labels by the names of the OCI image specification, annotations.md."""
-    labels = {
-        "org.opencontainers.image.version": trainkit.__version__,
-        "org.opencontainers.image.licenses": LICENCE,
-    }
+    """Labels by the names of the OCI image specification, annotations.md. Licence and version are
+    the Dockerfile's to say: whose they are is not known here."""
+    labels = {}
     if content.commit:
         labels[REVISION] = content.commit
     if base:
         labels["org.opencontainers.image.base.name"] = base
     return labels
+
+
+def arguments_that_say(content: ContentCommit) -> dict[str, str]:
+    """Build arguments for Dockerfiles that declare them, as those of `container/` do: what the
+    image says when it starts."""
+    return {"REVISION": content.commit or "unknown", "VERSION": trainkit.__version__}
 
 
 def _argv(folder: Path, *words: str) -> list[str]:
