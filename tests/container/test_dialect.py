@@ -102,9 +102,9 @@ def test_labels_and_the_commit_are_build_arguments_at_the_end(path: Path) -> Non
         assert f"org.opencontainers.image.{label}=" in text
     names = [each.word for each in found]
     after = [each.rest for each in found[len(names) - 1 - names[::-1].index("RUN") :]]
-    for argument in ("REVISION", "VERSION", "SOURCE"):
+    for argument in ("IMAGE_REVISION", "IMAGE_VERSION", "IMAGE_SOURCE"):
         assert f"{argument}=unknown" in after
-    assert "TRAINKIT_IMAGE_REVISION=${REVISION}" in after
+    assert "TRAINKIT_IMAGE_REVISION=${IMAGE_REVISION}" in after
 
 
 @each_file

@@ -72,4 +72,4 @@ def test_without_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert source_date_epoch(content) == 1234567890
     labels = labels_of(content, "localhost/base:1")
     assert labels == {"org.opencontainers.image.base.name": "localhost/base:1"}
-    assert arguments_that_say(content)["REVISION"] == "unknown"
+    assert arguments_that_say(content)["IMAGE_REVISION"] == "unknown"

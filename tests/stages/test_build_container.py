@@ -352,9 +352,10 @@ def test_the_image_says_what_it_was_made_of(project: Project) -> None:
     before."""
     base(project, "1")
     name = "localhost/base:1"
-    more = f'base = "{name}"\nbuild_args = {{ VERSION = "7" }}\n'
+    more = f'base = "{name}"\nbuild_args = {{ IMAGE_VERSION = "7" }}\n'
     edit(project, "jobs.toml", "[models", f"{more}[models")
-    edit(project, "image/Dockerfile", "LABEL", "ARG REVISION\nARG VERSION\nLABEL v=$VERSION")
+    more = "ARG IMAGE_REVISION\nARG IMAGE_VERSION\nLABEL v=$IMAGE_VERSION"
+    edit(project, "image/Dockerfile", "LABEL", more)
     for words in (("init", "-q"), ("add", "-A"), ("commit", "-qm", "all")):
         who = ("-c", "user.name=a", "-c", "user.email=a@b")
         subprocess.run(["git", *who, *words], cwd=project.path, check=True)
@@ -369,7 +370,7 @@ def test_the_image_says_what_it_was_made_of(project: Project) -> None:
     assert f"org.opencontainers.image.revision:{head}" in labels and "v:7" in labels
     assert f"org.opencontainers.image.base.name:{name}" in labels
     log = (project.path / "stamps/build-container/app.units/build.log").read_text()
-    assert f"--build-arg REVISION={head} --build-arg VERSION=7 " in log
+    assert f"--build-arg IMAGE_REVISION={head} --build-arg IMAGE_VERSION=7 " in log
 
 
 def test_a_disk_that_is_full_in_the_middle(project: Project, tmp_path: Path) -> None:

@@ -75,7 +75,10 @@ def labels_of(content: ContentCommit, base: str) -> dict[str, str]:
 def arguments_that_say(content: ContentCommit) -> dict[str, str]:
     """Build arguments for Dockerfiles that declare them, as those of `container/` do: what the
     image says when it starts."""
-    return {"REVISION": content.commit or "unknown", "VERSION": trainkit.__version__}
+    return {
+        "IMAGE_REVISION": content.commit or "unknown",
+        "IMAGE_VERSION": trainkit.__version__,
+    }
 
 
 def _argv(folder: Path, *words: str) -> list[str]:
