@@ -230,6 +230,10 @@ def test_bad_input(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "source and dockerfile exclude each other" in refused(project, exit=3)
     table('build_args = { OTHER = "1" }')
     assert "containers.app.build_args.OTHER changes nothing" in refused(project)
+    table('build_args = { GREETING = "https://me:secret@index.example/simple" }')
+    said = refused(project)
+    assert "https://***@index.example/simple' holds a user or password" in said
+    assert "secret" not in said
     table('context = "nowhere"')
     assert f"containers.app.context = '{project.path}/nowhere' is no folder" in refused(project)
     table()

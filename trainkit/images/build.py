@@ -11,6 +11,7 @@ from pathlib import Path
 from trainkit.base.documents import utc_now
 from trainkit.base.errors import ConfigError, Exit, TrainkitError
 from trainkit.base.files import sha256_file
+from trainkit.base.git import holds_password, without_passwords
 from trainkit.images.builders import choose_builder
 from trainkit.images.builders.options import version_numbers
 from trainkit.images.context import ContextFiles, context_files, ignore_file, read_ignore
@@ -75,6 +76,7 @@ def read_input(container: Container, builder: str) -> BuildInput:
     dockerfile = Path(container.dockerfile)
     context = Path(container.context or dockerfile.parent)
     arguments = arguments_of(container)
+    _refuse_passwords(container, arguments)
     parsed = read_dockerfile(dockerfile, arguments)
     if not context.is_dir():
         raise ConfigError(
@@ -89,6 +91,19 @@ def read_input(container: Container, builder: str) -> BuildInput:
     ignore = ignore_file(dockerfile, context, builder)
     taken = context_files(context, read_ignore(ignore), parsed.copied, dockerfile)
     return BuildInput(dockerfile, ignore, parsed, taken)
+
+
+def _refuse_passwords(container: Container, arguments: Mapping[str, str]) -> None:
+    """Build arguments stay in the image's history, in logs and in records."""
+    for name, value in arguments.items():
+        if holds_password(value):
+            raise ConfigError(
+                f"containers.{container.name}: build argument {name} ="
+                f" '{without_passwords(value)}' holds a user or password, which would stay in the"
+                " image",
+                exit=Exit.STAGE_FAILED,
+                hint="let the step read it from a file that is mounted for the build alone",
+            )
 
 
 def _refuse_unread(container: Container, parsed: Dockerfile, dockerfile: Path) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 from trainkit.base.errors import Exit, TrainkitError
+from trainkit.base.git import without_passwords
 from trainkit.base.process import die_with_parent_hook
 from trainkit.images.contract import Argv, FailureHint, OnStep
 
@@ -78,7 +80,7 @@ def run_logged(
         TrainkitError: exit 6, with its last lines and what they mean.
     """
     last: deque[str] = deque(maxlen=TAIL)
-    print(f"+ {' '.join(argv)}", file=sys.stderr, flush=True)
+    print(f"+ {without_passwords(shlex.join(argv))}", file=sys.stderr, flush=True)
     try:
         child = subprocess.Popen(
             argv,
@@ -95,7 +97,7 @@ def run_logged(
     assert child.stdout is not None
     try:
         for raw in child.stdout:
-            line = raw.decode(errors="replace").rstrip("\r\n")
+            line = without_passwords(raw.decode(errors="replace").rstrip("\r\n"))
             print(line, file=sys.stderr, flush=True)
             if line.strip():
                 last.append(line)
