@@ -110,8 +110,11 @@ def stage_jobs(run: Path) -> list[dict[str, Any]]:
 
 def test_a_run_and_its_stages_are_one_graph(slurm: SlurmProject) -> None:
     """Whoever typed `train` is killed as soon as all is submitted; a second run waits for the
-    same arrays; losses are those of one machine."""
+    same arrays; losses are those of one machine. One rank a node: each imports torch, and
+    test_slurm_runs.py has more."""
     arrays(slurm, 3, 60)
+    replace_in_jobs(slurm, "ranks_per_node = 2", "ranks_per_node = 1")
+    replace_in_jobs(slurm, "ranks_per_node = 4", "ranks_per_node = 2")
     quick(slurm)
     dry = slurm.invoke("train", "text", "--dry-run").stdout
     assert (
