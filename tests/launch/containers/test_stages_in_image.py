@@ -16,9 +16,11 @@ from typing import Any
 
 import pytest
 
+from tests import oci
 from tests.conftest import Project, alive, wait_for
 from tests.launch.containers.entered_image import MARK, EnteredImage, entered_image
-from trainkit.base.process_marks import find_marked
+from tests.oci import Oci
+from trainkit.base.process_marks import find_descendants, find_marked
 from trainkit.jobs.load import load
 from trainkit.jobs.schema import Job
 from trainkit.launch.containers.stages import read_places, stage_box
@@ -53,7 +55,7 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> EnteredImage:
     return entered_image(tmp_path_factory.mktemp("image"))
 
 
-def put_in(project: Project, box: EnteredImage, **more: object) -> Project:
+def put_in(project: Project, box: EnteredImage | Oci, **more: object) -> Project:
     """The project's job on text, in the image."""
     path = project.path / "jobs.toml"
     text = path.read_text()
@@ -109,15 +111,24 @@ def a_need(folder: Path, job: Job, do: str) -> tuple[Need, Path, Callable[[], No
     return need, said, lambda: execute_on_hosts(place, need, need.units, folder, reporter)
 
 
+def in_the_background(run: Callable[[], None]) -> int:
+    """The pid of a process that does it, and ends with 1 where that fails."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            run()
+            code = 0
+        finally:
+            os._exit(code)
+    return child
+
+
 def test_nothing_is_left_after_a_kill(boxed: Project, tmp_path: Path) -> None:
     """The units' session ends with the process that has begun it, however that ends."""
     job = load(boxed.path).resolve("text").job
     _, said, run = a_need(tmp_path, job, "time.sleep(900)")
-    if (child := os.fork()) == 0:
-        try:
-            run()
-        finally:
-            os._exit(0)
+    child = in_the_background(run)
     pid, agent, inside, _ = json.loads(
         wait_for(lambda: said.exists() and said.read_text(), "the unit to begin")
     )
@@ -186,6 +197,43 @@ def test_units_of_this_python_and_downloads_stay_outside(
     object.__setattr__(unit, "here", True)
     run()
     assert json.loads(said.read_text())[2] is False
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_in_podman_and_nothing_is_left(project: Project, tmp_path: Path) -> None:
+    """A container of another's making: killed with who asked, and when its client is killed."""
+    with oci.podman(tmp_path / "oci") as podman:
+        put_in(project, podman, stages_in_container=True)
+        project.invoke("prep-data", "--job", "text")
+        assert len(sums(project.path / "data")) == 3
+        job = load(project.path).resolve("text").job
+        for victim in ("who asked", "its client"):
+            killed_in_podman(podman, project.path / victim.replace(" ", "-"), job, victim)
+
+
+def killed_in_podman(podman: Oci, folder: Path, job: Job, victim: str) -> None:
+    """Kill one while a unit runs; `folder`: below the root, which is mounted."""
+    folder.mkdir()
+    _, said, run = a_need(folder, job, "time.sleep(900)")
+    child = in_the_background(run)
+    pid, agent, *_ = json.loads(
+        wait_for(lambda: said.exists() and said.read_text(), "the unit to begin")
+    )
+    (session,) = (folder.parent / "sessions").iterdir()
+    assert podman.containers(session.name)
+    if victim == "its client":
+        clients = [each for each in find_descendants(child) if each.argv0.endswith("podman")]
+        os.kill(clients[0].pid, signal.SIGKILL)
+    else:
+        os.kill(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    assert status, "it does not count as made"
+    wait_for(lambda: not alive(pid) and not alive(agent), "unit and agent to end")
+    label = f"--filter=label=trainkit.run={session.name}"
+    wait_for(lambda: not podman.call("ps", "--quiet", label), "the container to end")
+    podman.call("rm", "--all", "--force")  # of a client that is killed podman removes it late
+    shutil.rmtree(session, ignore_errors=True)
 
 
 def test_what_is_mounted_to_read_files(tmp_path: Path) -> None:
