@@ -135,7 +135,13 @@ def pytest_configure_node(node: Any) -> None:
 
 
 # what takes longest, and waits most
-LONG = ("tests/cluster/", "tests/torture/", "tests/train/parallel/", "tests/launch/")
+LONG = (
+    "tests/images/test_cpu_image",
+    "tests/cluster/",
+    "tests/torture/",
+    "tests/train/parallel/",
+    "tests/launch/",
+)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
