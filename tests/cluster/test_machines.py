@@ -72,12 +72,20 @@ def test_a_cluster_whose_owner_is_killed_takes_itself_down(
     the same addresses, does not notice."""
 
     def surroundings() -> list[str]:
-        return [
-            subprocess.run(argv, capture_output=True, text=True, check=True).stdout
+        """But for the mounts and links of containers that run beside."""
+        links, mounts, files = (
+            subprocess.run(argv, capture_output=True, text=True, check=True).stdout.splitlines()
             for argv in (["ip", "-o", "link"], ["mount"], ["ls", "/etc", "/srv", "/run"])
+        )
+        names = [line.split(": ")[1] for line in links]
+        return [
+            *(name for name in names if not name.startswith(("veth", "cni-", "podman", "docker"))),
+            *(line for line in mounts if str(folder) in line),
+            *files,
         ]
 
-    before, folder = surroundings(), tmp_path / "other"
+    folder = tmp_path / "other"
+    before = surroundings()
     code = f"""import time; from pathlib import Path; from tests.cluster.machines import Cluster
 Cluster(Path({str(folder)!r}), 1); print("up", flush=True); time.sleep(99)"""
     owner = subprocess.Popen(
