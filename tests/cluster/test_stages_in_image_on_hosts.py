@@ -126,3 +126,20 @@ def test_a_run_and_all_of_its_stages(slurm: SlurmProject, image: EnteredImage) -
     assert entered(slurm)
     (output,) = (run / "launch" / "stages").glob("quick-ready-*.out")
     assert "index" in output.read_text()
+
+
+def test_arrays_that_are_interrupted(slurm: SlurmProject, image: EnteredImage) -> None:
+    """Slurm ends tasks, and with them what is in their containers."""
+    arrays(slurm, 4, 20000)
+    put_in(slurm, "queue", image)
+
+    def units() -> list[str]:
+        found = [p.argv[-1] for p in slurm.cluster.processes() if p.argv]
+        return [word for word in found if word.endswith(".spec.json")]
+
+    process = slurm.start("prep-data", "--job", "text")
+    wait_for(lambda: process.poll() is not None or units(), "a unit")
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate()
+    assert process.returncode == 130, out + err
+    assert not slurm.jobs() and not units()
