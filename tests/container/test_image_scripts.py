@@ -1,5 +1,5 @@
-"""efa.sh run really, with programs that record what they are asked for in place of the network's
-and the compiler's, and folders of its own in place of /opt, /etc and /var."""
+"""efa.sh and apt.sh run really, with programs that record what they are asked for in place of the
+network's and the compiler's, and folders of its own in place of /opt, /etc and /var."""
 
 from __future__ import annotations
 
@@ -60,16 +60,21 @@ class Machine:
     variables: dict[str, str]
 
     def run(self, part: str) -> subprocess.CompletedProcess[str]:
+        """One part of efa.sh."""
+        return self.script("bash", "efa.sh", part)
+
+    def script(self, shell: str, name: str, *words: str) -> subprocess.CompletedProcess[str]:
+        """A script of container/."""
         assert BWRAP is not None
         binds: list[str] = []
-        for name in ("opt", "etc", "var"):
-            binds += ["--bind", str(self.folder / name), f"/{name}"]
+        for place in ("opt", "etc", "var"):
+            binds += ["--bind", str(self.folder / place), f"/{place}"]
         return subprocess.run(
             [
                 *(BWRAP, *USR, "--dev", "/dev", "--tmpfs", "/tmp", *binds),
                 *("--bind", str(self.folder), str(self.folder)),
                 *("--ro-bind", str(CONTAINER), str(CONTAINER)),
-                *("bash", str(CONTAINER / "efa.sh"), part),
+                *(shell, str(CONTAINER / name), *words),
             ],
             capture_output=True,
             text=True,
@@ -86,6 +91,10 @@ class Machine:
         """What a part runs, without -j and the downloads' file names."""
         done = self.run(part)
         assert done.returncode == 0, done.stderr
+        return self.recorded()
+
+    def recorded(self) -> list[str]:
+        """What was run since the beginning."""
         record = self.folder / "record"
         return record.read_text().splitlines() if record.exists() else []
 
@@ -203,3 +212,46 @@ def test_no_such_part(machine: Machine) -> None:
     done = machine.run("all")
     assert done.returncode == 3
     assert "no part 'all'; base, installer," in done.stderr
+
+
+INSTALLED = """#!/bin/sh
+for last; do :; done
+case $last in g++ | git) echo installed ;; old) echo config-files ;; *) exit 1 ;; esac
+"""
+
+
+def test_only_missing_packages_are_installed(machine: Machine) -> None:
+    """And what was removed but for its configuration; lists, logs and times go."""
+    (machine.folder / "bin" / "dpkg-query").write_text(INSTALLED)
+    (machine.folder / "bin" / "python3").write_text("#!/bin/sh\n")
+    (machine.folder / "bin" / "python3").chmod(0o755)
+    for name in ("lib/apt/lists/a", "log/apt/b", "lib/dpkg/status-old", "lib/dpkg/status"):
+        (machine.folder / "var" / name).parent.mkdir(parents=True, exist_ok=True)
+        (machine.folder / "var" / name).touch()
+    (machine.folder / "etc/machine-id").write_text("0123\n")
+    done = machine.script("sh", "apt.sh", "--python", "g++", "pdsh", "old", "curl=7.88.1-10")
+    assert done.returncode == 0, done.stderr
+    assert machine.recorded() == [
+        "apt-get update -q",
+        "apt-get install -q -y --no-install-recommends pdsh old curl=7.88.1-10",
+        "apt-get clean",
+    ]
+    left = sorted(path.name for path in (machine.folder / "var").rglob("*") if path.is_file())
+    assert left == ["status"]
+    assert (machine.folder / "etc/machine-id").read_text() == ""
+
+
+def test_no_archive_is_asked_where_nothing_is_missing(machine: Machine) -> None:
+    (machine.folder / "bin" / "dpkg-query").write_text(INSTALLED)
+    assert machine.script("sh", "apt.sh", "git", "g++").returncode == 0
+    assert machine.script("sh", "apt.sh").returncode == 0
+    assert machine.recorded() == []
+
+
+def test_a_base_without_python_gets_one(machine: Machine) -> None:
+    (machine.folder / "bin" / "dpkg-query").write_text(INSTALLED)
+    (machine.folder / "bin" / "python3").write_text("#!/bin/sh\nexit 127\n")
+    (machine.folder / "bin" / "python3").chmod(0o755)
+    assert machine.script("sh", "apt.sh", "--python").returncode == 0
+    packages = "python3 python3-pip python3-venv python3-dev"
+    assert machine.recorded()[1].endswith(f"--no-install-recommends {packages}")
