@@ -186,7 +186,7 @@ def matches(rule: str, path: str) -> bool:
         if not left:
             return not right
         if left[0] == "**" and len(left) == 1:
-            return True
+            return bool(right)  # a/** is what lies in a, not a itself
         if left[0] == "**":
             return any(of(left[1:], right[at:]) for at in range(len(right) + 1))
         return bool(right) and part(left[0], right[0]) and of(left[1:], right[1:])

@@ -273,6 +273,9 @@ def test_a_step_that_fails_leaves_nothing_fresh(project: Project) -> None:
     assert built(project)["fresh"]
 
 
+LONG = f"9{os.getpid():07d}"  # seconds, by which the step is known among other suites' too
+
+
 def long_step(project: Project) -> None:
     """A step that ends when it is killed."""
     links = project.path / "root"
@@ -280,7 +283,7 @@ def long_step(project: Project) -> None:
     for name, target in LINKS.items():
         (links / name).symlink_to(target)
     (project.path / "image/Dockerfile").write_text(
-        "FROM scratch\nCOPY root /\nRUN echo it has begun; exec sleep 987654\n"
+        f"FROM scratch\nCOPY root /\nRUN echo it has begun; exec sleep {LONG}\n"
     )
 
 
@@ -291,7 +294,7 @@ def sleepers() -> list[int]:
             words = (folder / "cmdline").read_bytes().split(b"\0")
         except OSError:
             continue
-        if words[:2] == [b"sleep", b"987654"]:
+        if words[:2] == [b"sleep", LONG.encode()]:
             found.append(int(folder.name))
     return found
 
@@ -322,7 +325,7 @@ def test_killed_in_the_middle(project: Project, number: signal.Signals) -> None:
 def test_two_builds_at_once(project: Project) -> None:
     """The second waits for the first, and finds it fresh."""
     long_step(project)
-    edit(project, "image/Dockerfile", "exec sleep 987654", "touch /usr/nothing || sleep 3")
+    edit(project, "image/Dockerfile", f"exec sleep {LONG}", "touch /usr/nothing || sleep 3")
     first = project.start("build-container", "small", "--json")
     second = project.start("build-container", "small", "--json")
     found = []
