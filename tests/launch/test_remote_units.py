@@ -318,7 +318,10 @@ def test_what_a_lost_host_had_not_finished_is_done_by_another(tmp_path: Path) ->
     work, lost = Work(tmp_path, tasks=1), tmp_path / "lost"
 
     def kill(agents: list[int]) -> None:
+        begun = [int(row[3]) for row in work.log() if int(row[2]) == agents[0]]
         os.kill(agents[0], signal.SIGKILL)
+        # its keeper ends them: what waits for the file must not see it before
+        wait_for(lambda: not any(alive(pid) for pid in begun), "the end of the lost host's unit")
         lost.touch()
 
     until_lost = f"while not os.path.exists({str(lost)!r}): time.sleep(0.01)"

@@ -107,7 +107,7 @@ def test_a_supervisor_that_does_not_read_holds_nobody_up(session: Session, tmp_p
     )
     peer = session.begin()
     peer.go(process("0", program, log=str(log)), process("1", "import time; time.sleep(10_000)"))
-    assert wait_until(done.exists, 60)
+    assert wait_until(done.exists)
     peer.hear("ended", "0")
     frames = [f for f in peer.heard if f["type"] == "output"]
     assert (
@@ -115,7 +115,7 @@ def test_a_supervisor_that_does_not_read_holds_nobody_up(session: Session, tmp_p
         and max(len(f["text"]) for f in frames) <= 2**16
     )
     # a thread writes the log: it may be behind the word of the end
-    assert wait_until(lambda: log.stat().st_size == size, 60)
+    assert wait_until(lambda: log.stat().st_size == size)
     assert peer.hear("heartbeat")
 
 
