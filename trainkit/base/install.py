@@ -272,6 +272,27 @@ class _Progress:
             print("\r\033[K", end="", file=sys.stderr, flush=True)
 
 
+def _lines(pipe: int) -> Iterator[str]:
+    """The lines of a pipe that are not empty, until its end.
+
+    It looks up every second: Python handles a signal between two of its own instructions, so one
+    that comes just before a blocking read would wait for the next line.
+    """
+    import select
+
+    rest = b""
+    while True:
+        if not select.select([pipe], [], [], 1.0)[0]:
+            continue
+        block = os.read(pipe, 65536)
+        *raw, rest = (rest + block).split(b"\n") if block else (rest, b"")
+        for line in raw:
+            if line.strip():
+                yield line.decode(errors="replace").rstrip()
+        if not block:
+            return
+
+
 def _run(command: list[str], root: Path, lock: int) -> None:
     """Run a step of the installation. It inherits the lock: should we be killed, nobody else
     begins before it has ended too.
@@ -295,11 +316,9 @@ def _run(command: list[str], root: Path, lock: int) -> None:
     )
     try:
         assert child.stdout is not None
-        for raw in child.stdout:
-            line = raw.decode(errors="replace").rstrip()
-            if line:
-                tail.append(line)
-                progress.show(line)
+        for line in _lines(child.stdout.fileno()):
+            tail.append(line)
+            progress.show(line)
         code = child.wait()
     except BaseException:
         with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
