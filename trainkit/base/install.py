@@ -272,27 +272,6 @@ class _Progress:
             print("\r\033[K", end="", file=sys.stderr, flush=True)
 
 
-def _lines(pipe: int) -> Iterator[str]:
-    """The lines of a pipe that are not empty, until its end.
-
-    It looks up every second: Python handles a signal between two of its own instructions, so one
-    that comes just before a blocking read would wait for the next line.
-    """
-    import select
-
-    rest = b""
-    while True:
-        if not select.select([pipe], [], [], 1.0)[0]:
-            continue
-        block = os.read(pipe, 65536)
-        *raw, rest = (rest + block).split(b"\n") if block else (rest, b"")
-        for line in raw:
-            if line.strip():
-                yield line.decode(errors="replace").rstrip()
-        if not block:
-            return
-
-
 def _run(command: list[str], root: Path, lock: int) -> None:
     """Run a step of the installation. It inherits the lock: should we be killed, nobody else
     begins before it has ended too.
@@ -301,6 +280,7 @@ def _run(command: list[str], root: Path, lock: int) -> None:
     """
     import signal
     import subprocess
+    import threading
     from collections import deque
 
     tail: deque[str] = deque(maxlen=TAIL)
@@ -314,11 +294,20 @@ def _run(command: list[str], root: Path, lock: int) -> None:
         pass_fds=(lock,),
         start_new_session=True,
     )
+
+    def follow() -> None:
+        for raw in child.stdout or ():
+            line = raw.decode(errors="replace").rstrip()
+            if line:
+                tail.append(line)
+                progress.show(line)
+
+    reader = threading.Thread(target=follow, daemon=True)
     try:
-        assert child.stdout is not None
-        for line in _lines(child.stdout.fileno()):
-            tail.append(line)
-            progress.show(line)
+        reader.start()
+        # not read here: a signal just before a blocking read waits until that returns
+        while reader.is_alive():
+            reader.join(1.0)
         code = child.wait()
     except BaseException:
         with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
@@ -471,14 +460,7 @@ def ensure(
             if not _fresh(environment, extras):  # else who held the lock has done it
                 if died or not _works(environment.python):
                     if environment.path.exists():
-                        _say(
-                            f"{folder} is unfinished"
-                            if died
-                            else (
-                                f"{folder} has no working Python of this version with pip; it is"
-                                " made anew"
-                            )
-                        )
+                        _say(f"{folder} is unfinished or has no working Python; it is made anew")
                     _make_venv(environment, lock)
                 _install(environment, extras, environment.python, lock)
     if not compiled():
