@@ -32,7 +32,7 @@ from trainkit.images.labels import (
     labels_of,
     source_date_epoch,
 )
-from trainkit.images.programs import ask, ask_all, run_logged, step_reader
+from trainkit.images.programs import ask, ask_all, run_program, step_reader
 from trainkit.jobs.containers import Container
 from trainkit.jobs.image_reference import objection_to
 
@@ -191,10 +191,10 @@ def build_image(plan: ImagePlan, on_step: OnStep) -> BuiltImage:
     version = _version(builder)
     print_line(f"builder: {chosen}, version {version}")
     for image in _absent(builder, given.parsed.bases):
-        run_logged(builder.pull_argv(image), builder.hints)
+        run_program(builder.pull_argv(image))
     recipe = recipe_of(container, given, builder)
     argv = builder.build_argv(recipe, version)
-    run_logged(argv, builder.hints, step_reader(on_step))
+    run_program(argv, on_line=step_reader(on_step))
     found = image_digests(builder, given.parsed.bases)
     bases = {name: each or "" for name, each in zip(given.parsed.bases, found, strict=True)}
     (digest,) = image_digests(builder, [recipe.tag])
@@ -228,7 +228,7 @@ def print_line(text: str) -> None:
 def _version(builder: Builder) -> str:
     """The builder's version. Where it does not answer its own words say why."""
     said: list[str] = []
-    run_logged(builder.version_argv(), builder.hints, said.append)
+    run_program(builder.version_argv(), on_line=said.append)
     numbers = version_numbers("\n".join(said))
     return ".".join(map(str, numbers))
 

@@ -64,7 +64,6 @@ class Builder(Protocol):
     are pure functions, so that --dry-run prints what is run."""
 
     name: str
-    hints: Sequence[FailureHint]
 
     def is_here(self) -> bool:
         """Whether this machine has it; of docker also something that looks like its daemon."""

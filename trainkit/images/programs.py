@@ -3,17 +3,19 @@ they fail."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shlex
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.git import without_passwords
 from trainkit.base.process import die_with_parent_hook
+from trainkit.images.builders.options import HINTS
 from trainkit.images.contract import Argv, FailureHint, OnStep
 
 QUESTION_SECONDS = 60.0  # that a program on this machine may take for an answer
@@ -60,11 +62,13 @@ def _answer(child: subprocess.Popen[bytes]) -> str | None:
     return printed.decode(errors="replace").strip()
 
 
-def run_logged(
+def run_program(
     argv: Argv,
-    hints: Sequence[FailureHint],
+    *,
+    hints: Sequence[FailureHint] = (),
     on_line: OnLine = lambda line: None,
-    environment: Mapping[str, str] | None = None,
+    variables: Mapping[str, str] | None = None,
+    missing: str = "",
 ) -> None:
     """Run a program; its output goes to stderr, which is the unit's log, below its command line.
 
@@ -72,30 +76,18 @@ def run_logged(
 
     Args:
         argv: the command.
-        hints: what its last lines may mean.
+        hints: what its last lines may mean, before what is known of all (HINTS).
         on_line: is called with each line.
-        environment: by default this process's.
+        variables: set over this process's own.
+        missing: what to do where it is not installed.
 
     Raises:
-        TrainkitError: exit 6, with its last lines and what they mean.
+        TrainkitError: exit 6: it is missing, or fails: with its last lines and what they mean.
     """
     last: deque[str] = deque(maxlen=TAIL)
-    print(f"+ {without_passwords(shlex.join(argv))}", file=sys.stderr, flush=True)
-    try:
-        child = subprocess.Popen(
-            argv,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            preexec_fn=die_with_parent_hook(os.getpid()),  # noqa: PLW1509
-        )
-    except OSError as error:
-        raise TrainkitError(
-            f"{argv[0]} cannot be started: {error.strerror}", exit=Exit.STAGE_FAILED
-        ) from None
+    child = _start(argv, subprocess.STDOUT, missing, variables)
     assert child.stdout is not None
-    try:
+    with _ended(child):
         for raw in child.stdout:
             line = without_passwords(raw.decode(errors="replace").rstrip("\r\n"))
             print(line, file=sys.stderr, flush=True)
@@ -103,12 +95,60 @@ def run_logged(
                 last.append(line)
             on_line(line)
         child.wait()
+    if child.returncode != 0:
+        raise explained(argv, child.returncode, list(last), hints)
+
+
+def read_program(argv: Argv, *, missing: str = "") -> str:
+    """What a program prints, without what it says beside that, which goes to the log. Raises
+    TrainkitError as `run_program`."""
+    child = _start(argv, subprocess.PIPE, missing, None)
+    with _ended(child):
+        printed, beside = child.communicate()
+    lines = without_passwords(beside.decode(errors="replace")).splitlines()
+    for line in lines:
+        print(line, file=sys.stderr, flush=True)
+    if child.returncode != 0:
+        said = [line for line in lines if line.strip()][-TAIL:]
+        raise explained(argv, child.returncode, said, ())
+    return printed.decode(errors="replace").strip()
+
+
+def _start(
+    argv: Argv, stderr: int, missing: str, variables: Mapping[str, str] | None
+) -> subprocess.Popen[bytes]:
+    """Start a program that ends with this process, and note its command line."""
+    print(f"+ {without_passwords(shlex.join(argv))}", file=sys.stderr, flush=True)
+    try:
+        return subprocess.Popen(
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            env={**os.environ, **(variables or {})},
+            preexec_fn=die_with_parent_hook(os.getpid()),  # noqa: PLW1509
+        )
+    except FileNotFoundError:
+        raise TrainkitError(
+            f"{argv[0]} is not installed on this machine",
+            exit=Exit.STAGE_FAILED,
+            hint=missing or f"install {argv[0]}",
+        ) from None
+    except OSError as error:
+        raise TrainkitError(
+            f"{argv[0]} cannot be started: {error.strerror}", exit=Exit.STAGE_FAILED
+        ) from None
+
+
+@contextlib.contextmanager
+def _ended(child: subprocess.Popen[bytes]) -> Iterator[None]:
+    """End a program where this process is told to end meanwhile."""
+    try:
+        yield
     except BaseException:
         child.terminate()
         child.wait()
         raise
-    if child.returncode != 0:
-        raise explained(argv, child.returncode, list(last), hints)
 
 
 def explained(
@@ -120,13 +160,13 @@ def explained(
         argv: the command.
         code: its exit code; negative: a signal.
         lines: its last lines.
-        hints: what they may mean; the first that is found counts.
+        hints: what they may mean, before HINTS; the first that is found counts.
     """
     verb = " ".join(argv[:2])
     how = f"was ended by signal {-code}" if code < 0 else f"exited with {code}"
     text = "\n".join(lines)
     said = lines[-1].strip() if lines else "it said nothing"
-    for hint in hints:
+    for hint in (*hints, *HINTS):
         if found := re.search(hint.pattern, text, re.IGNORECASE | re.MULTILINE):
             at = text.count("\n", 0, found.start())
             return TrainkitError(

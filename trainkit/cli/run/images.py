@@ -13,7 +13,7 @@ from trainkit.cli.wrapper import TaskContext, TaskResult
 from trainkit.images.build import push_commands
 from trainkit.images.builders import BUILDERS, choose_builder
 from trainkit.images.contract import Argv, ImagePlan, ImageRecord
-from trainkit.images.programs import run_logged
+from trainkit.images.programs import run_program
 from trainkit.jobs.schema import Job
 from trainkit.launch.preparation import LocalUnits, Preparation, StageUi
 from trainkit.stages.build_container import BuildContainerStage, image_plan, made_image
@@ -56,7 +56,7 @@ def build_container(
         if task.dry_run:
             task.say(f"would run {shlex.join(argv)}")
         else:
-            run_logged(argv, BUILDERS[plan.builder].hints)
+            run_program(argv)
     record = None if task.dry_run else made_image(asked)
     if record is not None:
         task.say(_words(plan, record))

@@ -8,15 +8,13 @@ Pushed are docker's manifests, which old importers ask for too.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
 
 from trainkit.images.builders.options import (
-    HINTS,
     isolation_options,
     recipe_options,
     version_numbers,
 )
-from trainkit.images.contract import Argv, BuildRecipe, FailureHint
+from trainkit.images.contract import Argv, BuildRecipe
 
 WITH_TIMESTAMP = (1, 19)  # older ones may not have --timestamp
 
@@ -25,7 +23,6 @@ class Buildah:
     """buildah-build(1). Its options stand before the context: it takes none behind."""
 
     name = "buildah"
-    hints: Sequence[FailureHint] = HINTS
 
     def is_here(self) -> bool:
         return shutil.which("buildah") is not None

@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 
-from trainkit.images.builders.options import EPOCH_ARGUMENT, HINTS, recipe_options
-from trainkit.images.contract import Argv, BuildRecipe, FailureHint
+from trainkit.images.builders.options import EPOCH_ARGUMENT, recipe_options
+from trainkit.images.contract import Argv, BuildRecipe
 
 
 class Docker:
     """docker-build(1)."""
 
     name = "docker"
-    hints: Sequence[FailureHint] = HINTS
 
     def is_here(self) -> bool:
         return shutil.which("docker") is not None and _has_daemon()

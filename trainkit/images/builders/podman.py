@@ -8,15 +8,13 @@ builds without a common cache have two digests over the same layers.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
 
 from trainkit.images.builders.options import (
-    HINTS,
     isolation_options,
     recipe_options,
     version_numbers,
 )
-from trainkit.images.contract import Argv, BuildRecipe, FailureHint
+from trainkit.images.contract import Argv, BuildRecipe
 
 WITH_TIMESTAMP = (3, 0)  # older ones may not have --timestamp
 
@@ -25,7 +23,6 @@ class Podman:
     """podman-build(1)."""
 
     name = "podman"
-    hints: Sequence[FailureHint] = HINTS
 
     def is_here(self) -> bool:
         return shutil.which("podman") is not None

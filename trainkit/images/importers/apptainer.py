@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trainkit.images.contract import Argv, FailureHint, ImagePlan, OnStep
-from trainkit.images.importers.program import run_program
 from trainkit.images.importers.published import published
+from trainkit.images.programs import run_program
 
 MISSING = "install apptainer on this machine, or set runtime to what the nodes have"
 ARCHIVE = ".tar"  # after the image file's name: what apptainer reads of podman's and buildah's

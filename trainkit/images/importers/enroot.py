@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from trainkit.images.contract import Argv, FailureHint, ImagePlan, OnStep
-from trainkit.images.importers.program import run_program
 from trainkit.images.importers.published import published
 from trainkit.images.importers.squash_options import ENROOT_VARIABLE, RUNTIMES, squash_options
+from trainkit.images.programs import run_program
 from trainkit.jobs.containers import Squashfs
 
 SCHEMES = {"docker": "dockerd", "podman": "podman"}  # by builder: what enroot calls its images
@@ -85,7 +85,7 @@ class EnrootImport:
         with published(file) as made:
             run_program(
                 import_argv(made, enroot_source(plan)),
-                env=import_variables(plan.container.squashfs),
+                variables=import_variables(plan.container.squashfs),
                 missing=MISSING,
                 hints=self.hints,
             )

@@ -20,9 +20,9 @@ from typing import Any
 
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.images.contract import Argv, FailureHint, ImagePlan, OnStep
-from trainkit.images.importers.program import ask_program, run_program
 from trainkit.images.importers.published import published
 from trainkit.images.importers.squash_options import RUNTIMES, squash_options
+from trainkit.images.programs import read_program, run_program
 from trainkit.jobs.containers import Squashfs
 
 # docker::daemon::import leaves them out too
@@ -271,9 +271,9 @@ class SquashfsImport:
         _remove(steps)
         try:
             on_step(0, 3)
-            ask_program(steps["from"])
+            read_program(steps["from"])
             on_step(1, 3)
-            told = json.loads(ask_program(steps["config"]))
+            told = json.loads(read_program(steps["config"]))
             config = ImageConfig.from_json(told["Docker"].get("config") or {})
             rootfs = Path(_mounted(steps["mount"]))
             created = creation_time((told.get("OCIv1") or {}).get("created") or "")
@@ -290,7 +290,7 @@ class SquashfsImport:
 
 def _mounted(argv: Argv) -> str:
     try:
-        return ask_program(argv)
+        return read_program(argv)
     except TrainkitError as error:
         if os.geteuid() == 0:
             raise
@@ -301,4 +301,4 @@ def _remove(steps: Mapping[str, Argv]) -> None:
     """Take the working container away, if there is one."""
     for step in ("umount", "rm"):
         with contextlib.suppress(TrainkitError):
-            ask_program(steps[step])
+            read_program(steps[step])
