@@ -23,7 +23,8 @@ ORDER = {  # of a folder's rooms and its files of their own: each imports only w
         "base families jobs images plan runs data train engines stages launch experiment cli"
     ),
     "trainkit.images": (
-        "contract builders dockerfile context labels programs build squashfs stripe importers"
+        "contract builders dockerfile context labels programs leftovers build squashfs stripe"
+        " importers"
     ),
     "trainkit.data": "fetch sums text unit_specs tokenizer indexed sources order tokenize",
     "trainkit.train": (

@@ -116,14 +116,40 @@ def test_killed_in_the_middle(box: ImageProject) -> None:
     process = box.start("build-container", "random")
     wait_for(lambda: any(" bud " in line for line in _lines(box.path / "calls")), "the build")
     sleeping = wait_for(_sleepers, "the build's step")
+    left = wait_for(lambda: _containers_of(box, process.pid), "working containers")
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate(timeout=600)
-    for pid in _sleepers():
-        os.kill(pid, signal.SIGKILL)
     assert sleeping and not box.image.exists()
+    mine = box.lab.call("buildah", "from", "--pull-never", "scratch").strip()
     box.step("echo made > /srv/made")
     box.build()
     assert box.image.exists() and digest(box)
+    try:
+        assert not _sleepers(), "the next build ends what is left of the dead one"
+        now = {path.parent.parent.name for path in _notes(box)}
+        assert not now & left, "and removes its containers"
+        assert mine in box.lab.call("buildah", "containers"), "and no others"
+    finally:
+        box.lab.call("buildah", "rm", mine)
+
+
+def _notes(box: ImageProject) -> list[Path]:
+    """What buildah notes of each working container."""
+    return list(box.lab.folder.glob("store/*-containers/*/userdata/buildah.json"))
+
+
+def _containers_of(box: ImageProject, pid: int) -> set[str]:
+    """Ids of working containers whose mark names a child of this process."""
+    found = set()
+    for path in _notes(box):
+        try:
+            mark = (json.loads(path.read_text())["Args"] or {}).get("TRAINKIT_BUILD", "")
+            status = Path("/proc", mark.split(":")[1], "stat").read_text()
+        except (OSError, ValueError, IndexError, KeyError):
+            continue  # another test's
+        if int(status.rpartition(")")[2].split()[1]) == pid:
+            found.add(path.parent.parent.name)
+    return found
 
 
 def _lines(path: Path) -> list[str]:

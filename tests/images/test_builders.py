@@ -68,6 +68,15 @@ def test_what_ocis_format_cannot_hold(unified: Path) -> None:
     assert argv[:4] == ("buildah", "bud", "--format", "docker")
 
 
+def test_a_mark_stands_among_the_arguments(unified: Path) -> None:
+    for name, builder in BUILDERS.items():
+        plain = builder.build_argv(RECIPE, "")
+        argv = builder.build_argv(replace(RECIPE, mark="here:1:2:3"), "")
+        at = argv.index("TRAINKIT_BUILD=here:1:2:3")
+        assert (*argv[: at - 1], *argv[at + 1 :]) == plain and argv[at - 1] == "--build-arg"
+        assert name == "docker" or argv[-1] == plain[-1], "the context is the last word"
+
+
 def test_other_commands() -> None:
     lines = {
         name: [
@@ -75,6 +84,8 @@ def test_other_commands() -> None:
             builder.digest_argv("a:1"),
             builder.pull_argv("a:1"),
             *builder.push_argv("a:1", "r.io/a:1"),
+            builder.store_argv(),
+            builder.remove_argv("c1"),
         ]
         for name, builder in BUILDERS.items()
     }
@@ -85,18 +96,24 @@ def test_other_commands() -> None:
             "docker pull a:1",
             "docker tag a:1 r.io/a:1",
             "docker push r.io/a:1",
+            "",
+            "docker rm --force c1",
         ],
         "podman": [
             "podman --version",
             "podman image inspect --format '{{.Id}}' a:1",
             "podman pull a:1",
             "podman push --format v2s2 a:1 r.io/a:1",
+            "podman info --format '{{.Store.GraphDriverName}} {{.Store.GraphRoot}}'",
+            "podman rm --force c1",
         ],
         "buildah": [
             "buildah --version",
             "buildah inspect --type image --format '{{.FromImageID}}' a:1",
             "buildah pull a:1",
             "buildah push --format v2s2 a:1 docker://r.io/a:1",
+            "buildah info --format '{{.store.GraphDriverName}} {{.store.GraphRoot}}'",
+            "buildah rm c1",
         ],
     }
 

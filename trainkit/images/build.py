@@ -3,9 +3,8 @@ out."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trainkit.base.documents import utc_now
@@ -32,7 +31,8 @@ from trainkit.images.labels import (
     labels_of,
     source_date_epoch,
 )
-from trainkit.images.programs import ask, ask_all, run_program, step_reader
+from trainkit.images.leftovers import own_mark, remove_leftovers_of
+from trainkit.images.programs import ask, ask_all, print_line, run_program, step_reader
 from trainkit.jobs.containers import Container
 from trainkit.jobs.image_reference import objection_to
 
@@ -190,9 +190,12 @@ def build_image(plan: ImagePlan, on_step: OnStep) -> BuiltImage:
     dockerfile_sum = sha256_file(given.dockerfile)
     version = _version(builder)
     print_line(f"builder: {chosen}, version {version}")
+    remove_leftovers_of(builder)
     for image in _absent(builder, given.parsed.bases):
         run_program(builder.pull_argv(image))
     recipe = recipe_of(container, given, builder)
+    if builder.store_argv():
+        recipe = replace(recipe, mark=own_mark())
     argv = builder.build_argv(recipe, version)
     run_program(argv, on_line=step_reader(on_step))
     found = image_digests(builder, given.parsed.bases)
@@ -218,11 +221,6 @@ def build_image(plan: ImagePlan, on_step: OnStep) -> BuiltImage:
         made=utc_now(),
     )
     return BuiltImage(record, bases)
-
-
-def print_line(text: str) -> None:
-    """One line of the unit's log."""
-    print(text, file=sys.stderr, flush=True)
 
 
 def _version(builder: Builder) -> str:

@@ -33,6 +33,7 @@ class BuildRecipe:
         labels: what the image says of itself.
         source_date_epoch: seconds since 1970 that times in the image are set to; None: as it is.
         docker_format: it has what OCI's format cannot hold: SHELL, HEALTHCHECK.
+        mark: what is noted beside working containers (leftovers.py); "": nothing.
     """
 
     dockerfile: Path
@@ -42,6 +43,7 @@ class BuildRecipe:
     labels: Mapping[str, str]
     source_date_epoch: int | None = None
     docker_format: bool = False
+    mark: str = ""
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,12 @@ class Builder(Protocol):
 
     def push_argv(self, tag: str, target: str) -> tuple[Argv, ...]:
         """Puts the image into a registry, by the credentials in its own store."""
+
+    def store_argv(self) -> Argv:
+        """Prints "DRIVER FOLDER" of its own store; () where killed builds leave nothing there."""
+
+    def remove_argv(self, container: str) -> Argv:
+        """Removes a working container from its own store."""
 
 
 @dataclass(frozen=True)

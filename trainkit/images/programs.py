@@ -27,6 +27,11 @@ _STEP = re.compile(r"(?:\[\d+/\d+\] )?STEP (\d+)/(\d+)|^#\d+ \[(?:\S+ +)?(\d+)/(
 OnLine = Callable[[str], None]
 
 
+def print_line(text: str) -> None:
+    """One line of the unit's log."""
+    print(text, file=sys.stderr, flush=True)
+
+
 def ask(argv: Argv) -> str | None:
     """What a program prints; None where it fails, or is not there."""
     return ask_all([argv])[0]
@@ -90,7 +95,7 @@ def run_program(
     with _ended(child):
         for raw in child.stdout:
             line = without_passwords(raw.decode(errors="replace").rstrip("\r\n"))
-            print(line, file=sys.stderr, flush=True)
+            print_line(line)
             if line.strip():
                 last.append(line)
             on_line(line)
@@ -107,7 +112,7 @@ def read_program(argv: Argv, *, missing: str = "") -> str:
         printed, beside = child.communicate()
     lines = without_passwords(beside.decode(errors="replace")).splitlines()
     for line in lines:
-        print(line, file=sys.stderr, flush=True)
+        print_line(line)
     if child.returncode != 0:
         said = [line for line in lines if line.strip()][-TAIL:]
         raise explained(argv, child.returncode, said, ())
@@ -118,7 +123,7 @@ def _start(
     argv: Argv, stderr: int, missing: str, variables: Mapping[str, str] | None
 ) -> subprocess.Popen[bytes]:
     """Start a program that ends with this process, and note its command line."""
-    print(f"+ {without_passwords(shlex.join(argv))}", file=sys.stderr, flush=True)
+    print_line(f"+ {without_passwords(shlex.join(argv))}")
     try:
         return subprocess.Popen(
             argv,

@@ -59,3 +59,10 @@ class Buildah:
 
     def push_argv(self, tag: str, target: str) -> tuple[Argv, ...]:
         return (("buildah", "push", "--format", "v2s2", tag, f"docker://{target}"),)
+
+    def store_argv(self) -> Argv:
+        words = "{{.store.GraphDriverName}} {{.store.GraphRoot}}"
+        return ("buildah", "info", "--format", words)
+
+    def remove_argv(self, container: str) -> Argv:
+        return ("buildah", "rm", container)

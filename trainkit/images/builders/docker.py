@@ -49,6 +49,12 @@ class Docker:
     def push_argv(self, tag: str, target: str) -> tuple[Argv, ...]:
         return (("docker", "tag", tag, target), ("docker", "push", target))
 
+    def store_argv(self) -> Argv:
+        return ()
+
+    def remove_argv(self, container: str) -> Argv:
+        return ("docker", "rm", "--force", container)
+
 
 def _has_daemon() -> bool:
     """Whether something is there that could be the daemon's end: a client without one is often

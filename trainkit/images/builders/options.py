@@ -9,6 +9,7 @@ from pathlib import Path
 from trainkit.images.contract import Argv, BuildRecipe, FailureHint
 
 CGROUPS = Path("/sys/fs/cgroup")
+MARK_ARGUMENT = "TRAINKIT_BUILD"  # no Dockerfile reads it; leftovers.py does
 EPOCH_ARGUMENT = "SOURCE_DATE_EPOCH"  # reproducible-builds.org/specs/source-date-epoch
 
 # whatever the builder: the first that is found in its last lines counts
@@ -91,6 +92,8 @@ def recipe_options(recipe: BuildRecipe) -> Argv:
     words = ["-t", recipe.tag, "-f", str(recipe.dockerfile)]
     for name, value in recipe.build_args.items():
         words += ["--build-arg", f"{name}={value}"]
+    if recipe.mark:
+        words += ["--build-arg", f"{MARK_ARGUMENT}={recipe.mark}"]
     for name, value in recipe.labels.items():
         words += ["--label", f"{name}={value}"]
     return tuple(words)

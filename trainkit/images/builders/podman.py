@@ -57,3 +57,11 @@ class Podman:
 
     def push_argv(self, tag: str, target: str) -> tuple[Argv, ...]:
         return (("podman", "push", "--format", "v2s2", tag, target),)
+
+    def store_argv(self) -> Argv:
+        words = "{{.Store.GraphDriverName}} {{.Store.GraphRoot}}"
+        return ("podman", "info", "--format", words)
+
+    def remove_argv(self, container: str) -> Argv:
+        # without it podman removes none that it did not make by `podman create`
+        return ("podman", "rm", "--force", container)
