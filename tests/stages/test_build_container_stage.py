@@ -134,11 +134,11 @@ CHANGES: dict[str, tuple[Callable[[Project], object], str]] = {
     "one less": (lambda p: (p.path / "src/a.py").unlink(), "input {}/src/a.py is gone"),
     "its mode": (
         lambda p: (p.path / "one.txt").chmod(0o755),
-        'mode of one.txt changed from null to "755"',
+        'mode of one.txt changed from nothing to "755"',
     ),
     "a link": (
         lambda p: (p.path / "src/l").symlink_to("a.py"),
-        'link src/l changed from null to "a.py"',
+        'link src/l changed from nothing to "a.py"',
     ),
     "the Dockerfile": (
         lambda p: edit(p, "image/Dockerfile", "LABEL", "LABEL more=1\nLABEL"),
@@ -150,7 +150,7 @@ CHANGES: dict[str, tuple[Callable[[Project], object], str]] = {
     ),
     "an argument": (
         lambda p: edit(p, "jobs.toml", "[models", 'build_args = { GREETING = "hi" }\n[models'),
-        'build argument GREETING changed from null to "hi"',
+        'build argument GREETING changed from nothing to "hi"',
     ),
     "somebody else's image": (
         lambda p: buildah("tag", "localhost/base:1", "trainkit-app"),

@@ -128,8 +128,12 @@ def _changed_setting(old: object, new: Mapping[str, Any]) -> str | None:
         return "its stamp cannot be read"
     for key in sorted({*old, *new}):
         if canonical_json(old.get(key)) != canonical_json(new.get(key)):
-            return f"{key} changed from {json.dumps(old.get(key))} to {json.dumps(new.get(key))}"
+            return f"{key} changed from {_said(old, key)} to {_said(new, key)}"
     return None
+
+
+def _said(settings: Mapping[str, Any], key: str) -> str:
+    return json.dumps(settings[key]) if settings.get(key) is not None else "nothing"
 
 
 def check_freshness(need: Need, stamps: Path, *, force: bool = False) -> Freshness:
