@@ -219,6 +219,32 @@ def test_a_failed_step_keeps_its_own_words() -> None:
 
 
 @pytest.mark.parametrize(
+    "end",
+    [
+        'Error: building at STEP "RUN make": exit status 2',
+        'Error: building at STEP "RUN make": while running runtime: exit status 2',
+        "The command '/bin/sh -c make' returned a non-zero code: 2",
+        'ERROR: failed to solve: process "/bin/sh -c make" did not complete successfully: exit code'
+        ": 2",
+    ],
+)
+@pytest.mark.parametrize(
+    "said",
+    ["a.c:403: error", "PermissionError: [Errno 13] Permission denied: '/x'", "Connection refused"],
+)
+def test_what_a_step_prints_is_no_registrys_answer(said: str, end: str) -> None:
+    error = explained(("buildah", "bud"), 2, ["STEP 3/4: RUN make", said, end], ())
+    assert error.message == f"`buildah bud` exited with 2: {end}" and said in error.hint
+    full = explained(("buildah", "bud"), 2, ["cc1: No space left on device", end], ())
+    assert "the disk is full" in full.message
+
+
+def test_a_folder_that_may_not_be_read_is_no_registrys_answer() -> None:
+    error = explained(("mksquashfs",), 1, ["open /x: Permission denied: /x", "line 403"], ())
+    assert "lacks rights" in error.message
+
+
+@pytest.mark.parametrize(
     "lines",
     [
         ["STEP 1/4: FROM a", "STEP 2/4: RUN b", "--> Using cache", "STEP 4/4: LABEL c"],

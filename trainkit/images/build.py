@@ -197,7 +197,11 @@ def build_image(plan: ImagePlan, on_step: OnStep) -> BuiltImage:
     if builder.store_argv():
         recipe = replace(recipe, mark=own_mark())
     argv = builder.build_argv(recipe, version)
-    run_program(argv, on_line=step_reader(on_step))
+    try:
+        run_program(argv, on_line=step_reader(on_step))
+    except TrainkitError:
+        remove_leftovers_of(builder)
+        raise
     found = image_digests(builder, given.parsed.bases)
     bases = {name: each or "" for name, each in zip(given.parsed.bases, found, strict=True)}
     (digest,) = image_digests(builder, [recipe.tag])

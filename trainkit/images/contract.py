@@ -54,11 +54,13 @@ class FailureHint:
         pattern: a regular expression, found anywhere, upper and lower case being the same.
         meaning: for people, in a few words.
         way_out: what helps.
+        of_steps: it may be why a RUN fails, too; what else a step prints is its own matter.
     """
 
     pattern: str
     meaning: str
     way_out: str
+    of_steps: bool = False
 
 
 class Builder(Protocol):

@@ -1,8 +1,8 @@
-"""What builds that were killed left in the store of buildah and podman: working containers, each
-with the files of a step, and the processes of that step.
+"""What builds that failed or were killed left in the store of buildah and podman: working
+containers, each with the files of a step, and the processes of that step.
 
-Builders take them away when a build ends, also when it fails, but not when it is killed. So each
-build of ours has one more build argument, which no Dockerfile reads and no layer depends on: the
+Builders take them away when a build ends well, and most of them when it fails. So each build of
+ours has one more build argument, which no Dockerfile reads and no layer depends on: the
 process that asked for it. Both builders note the arguments in the file buildah.json of each
 working container (buildah's buildah.go, Builder.Args), in a folder of the store (store.go of
 containers/storage, ContainerDirectory). What has another's argument, or none, is left alone.
@@ -47,12 +47,12 @@ def own_mark() -> str:
 
 
 def remove_leftovers_of(builder: Builder) -> None:
-    """End what is left of builds whose process is dead, and take it out of the builder's store.
-    What cannot be removed stays, and the log says why."""
+    """End what is left of builds whose process is dead, and of this process's own, which is over;
+    take it out of the builder's store. What cannot be removed stays, and the log says why."""
     for each in _working_containers(builder):
-        if is_alive(each.asked) is not False:
+        if each.asked != identity() and is_alive(each.asked) is not False:
             continue
-        print_line(f"a build that was killed left the working container {each.name[:12]}")
+        print_line(f"left by a build that did not end well: working container {each.name[:12]}")
         if each.mounted is not None:
             _end_processes_in(each.mounted)
         with contextlib.suppress(TrainkitError):

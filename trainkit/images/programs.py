@@ -23,6 +23,12 @@ TAIL = 12  # last lines of a program that failed
 # "STEP 3/12: RUN ..." of buildah and podman, "Step 3/12 : RUN ..." of docker's classic builder,
 # "#7 [2/5] RUN ..." of BuildKit, and of several stages "#7 [build 2/5] RUN ..."
 _STEP = re.compile(r"(?:\[\d+/\d+\] )?STEP (\d+)/(\d+)|^#\d+ \[(?:\S+ +)?(\d+)/(\d+)\]", re.I)
+# how buildah and podman, docker's classic builder and BuildKit say that a RUN failed
+_STEP_FAILED = re.compile(
+    r"building at STEP .*: exit status \d+$|returned a non-zero code: \d+"
+    r"|did not complete successfully: exit code: \d+",
+    re.IGNORECASE | re.MULTILINE,
+)
 
 OnLine = Callable[[str], None]
 
@@ -171,7 +177,10 @@ def explained(
     how = f"was ended by signal {-code}" if code < 0 else f"exited with {code}"
     text = "\n".join(lines)
     said = lines[-1].strip() if lines else "it said nothing"
-    for hint in (*hints, *HINTS):
+    known = (*hints, *HINTS)
+    if _STEP_FAILED.search(text):
+        known = tuple(hint for hint in known if hint.of_steps)
+    for hint in known:
         if found := re.search(hint.pattern, text, re.IGNORECASE | re.MULTILINE):
             at = text.count("\n", 0, found.start())
             return TrainkitError(

@@ -18,6 +18,7 @@ HINTS: tuple[FailureHint, ...] = (
         "no space left on device|disk quota exceeded",
         "the disk is full",
         "make room where the builder keeps its images; nothing half-made is used",
+        of_steps=True,
     ),
     FailureHint(
         "cannot connect to the docker daemon|is the docker daemon running"
@@ -39,7 +40,8 @@ HINTS: tuple[FailureHint, ...] = (
         "have somebody add lines for you to /etc/subuid and /etc/subgid, or build as root",
     ),
     FailureHint(
-        "unauthorized|pull access denied|authentication required|denied: |access forbidden|403",
+        "unauthorized|pull access denied|authentication required|(?<!permission )denied: "
+        "|forbidden|status(code)?: 403",
         "the registry wants to know who asks, or refuses",
         "log in with the builder's own command (docker login HOST, buildah login HOST), which"
         " keeps what you type in its own store",
@@ -63,6 +65,7 @@ HINTS: tuple[FailureHint, ...] = (
         "|crun: |runc: |oci runtime",
         "the builder's runtime cannot start a step on this kernel",
         "set BUILDAH_ISOLATION=chroot, which needs no runtime",
+        of_steps=True,
     ),
     FailureHint(
         "unknown instruction|dockerfile parse error|unknown flag: (?!--)",
