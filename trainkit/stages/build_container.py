@@ -105,14 +105,14 @@ def image_plan(job: Job, builder: str | None = None) -> ImagePlan | None:
 
 
 def made_image(job: Job) -> ImageRecord | None:
-    """The record of the image that was made for a job's container, for its runs; None where none
-    was made here."""
+    """The record of the image that was made for a job's container, for its runs: of its file, where
+    ranks start one; None where none was made here."""
     plan = image_plan(job)
     if plan is None:
         return None
-    if plan.container.dockerfile is not None:
-        return read_record(plan.build_record)
-    return read_record(record_path(Path(plan.container.image)))
+    if plan.image_file is not None:
+        return read_record(record_path(plan.image_file))
+    return read_record(plan.build_record)
 
 
 def _settings(plan: ImagePlan, given: BuildInput) -> dict[str, object]:
