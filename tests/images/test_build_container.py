@@ -49,11 +49,14 @@ def test_built_once_fresh_then_stale_by_a_file(box: ImageProject) -> None:
 
     value = box.document("build-container", "random")
     assert [stage["fresh"] for stage in value["stages"]] == [True]
+    assert value["image"] == box.record(), "the record is that of the file"
     assert box.calls() == [], "nothing is built or imported where all is fresh"
 
     (box.path / "files" / "a.txt").write_text("b\n")
     said = box.build("--dry-run").stdout
     assert "files/a.txt changed" in said and box.calls() == []
+    said = box.build("--dry-run", "--set", "container.tag=localhost/other:1").stdout
+    assert "-t localhost/other:1 " in said, "as the job is with the override"
     said = box.build().stdout
     assert "files/a.txt" in said and digest(box) != first
     (box.path / "files" / "a.txt").write_text("a\n")
@@ -131,6 +134,17 @@ def test_killed_in_the_middle(box: ImageProject) -> None:
         assert mine in box.lab.call("buildah", "containers"), "and no others"
     finally:
         box.lab.call("buildah", "rm", mine)
+
+
+def test_a_step_that_fails(box: ImageProject) -> None:
+    box.step("echo 'Permission denied: /x' >&2; exit 7")
+    done = box.build(exit=6)
+    said = done.stdout + done.stderr
+    assert "exit status 7" in said and "Permission denied: /x" in said
+    assert "registry" not in said, "these are the step's words, not a registry's"
+    log = next((box.path / "stamps").rglob("build.log")).read_text()
+    left = [path for path in _notes(box) if path.parent.parent.name[:12] in log]
+    assert "working container" in log and not left
 
 
 def _notes(box: ImageProject) -> list[Path]:

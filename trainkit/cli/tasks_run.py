@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainkit.cli.help_texts import FORCE, JOB, RUN
+from trainkit.cli.help_texts import FORCE, JOB, RUN, SET
 from trainkit.cli.wrapper import TaskContext, TaskResult, make_task
 from trainkit.experiment.options import ResumeOptions, TrainOptions
 
@@ -21,12 +21,18 @@ def build(task: TaskContext, force: bool = False) -> TaskResult:
         "builder": "docker, podman or buildah (default: that of jobs.toml, or the first here)",
         "push": "put the image into the container's registry, by the builder's own credentials",
         **FORCE,
+        **SET,
     },
     takes_json=True,
     takes_dry_run=True,
 )
 def build_container(
-    task: TaskContext, job: str, builder: str = "", push: bool = False, force: bool = False
+    task: TaskContext,
+    job: str,
+    builder: str = "",
+    push: bool = False,
+    force: bool = False,
+    set: tuple[str, ...] = (),
 ) -> TaskResult:
     """Build the image that a job's ranks run in, and the file that its runtime starts.
 
@@ -34,7 +40,8 @@ def build_container(
     """
     from trainkit.cli.run import images
 
-    return images.build_container(task, job, builder=builder, push=push, force=force)
+    asked = images.ImageOptions(builder, push, force, set)
+    return images.build_container(task, job, asked)
 
 
 @make_task(

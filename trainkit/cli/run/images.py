@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import dataclass
 from pathlib import Path
 
 from trainkit.base.documents import document
@@ -21,24 +22,38 @@ from trainkit.stages.execute import stamps_folder
 from trainkit.stages.in_flight import refuse_in_flight
 
 
-def build_container(
-    task: TaskContext, job: str, *, builder: str, push: bool, force: bool
-) -> TaskResult:
+@dataclass(frozen=True)
+class ImageOptions:
+    """What `build-container` was asked for.
+
+    Args:
+        builder: the builder; "": that of jobs.toml, or the first that is here.
+        push: put the image into the container's registry.
+        force: build what is fresh, too.
+        sets: overrides of the job, KEY=VALUE.
+    """
+
+    builder: str
+    push: bool
+    force: bool
+    sets: tuple[str, ...]
+
+
+def build_container(task: TaskContext, job: str, options: ImageOptions) -> TaskResult:
     """The task `build-container`.
 
     Args:
         task: how the task was called.
         job: whose container it is.
-        builder: the builder; "": that of jobs.toml, or the first that is here.
-        push: put the image into the container's registry.
-        force: build what is fresh, too.
+        options: what was asked for.
     """
+    builder = options.builder
     if builder and builder not in BUILDERS:
         raise ConfigError(f"--builder {builder}: builders are {', '.join(BUILDERS)}")
-    asked = load_jobs(task).resolve(job).job
+    asked = load_jobs(task).resolve(job, options.sets).job
     stage = BuildContainerStage(builder or None)
     plan = _plan(asked, stage)
-    pushes = _pushes(plan) if push else ()
+    pushes = _pushes(plan) if options.push else ()
     root = Path(asked.cluster.root or ".")
     if plan.container.dockerfile is not None and plan.builder:
         _, why = choose_builder(plan.builder, plan.container)
@@ -47,7 +62,9 @@ def build_container(
     needs = stage.needs(asked, stamps_folder(root, stage.name))
     ui = StageUi(TerminalStageReporter(task.console), task.say)
     # as it is on this machine, without what only other stages need: it is asked for often
-    preparation = Preparation(root, ui, lambda _: LocalUnits(), refuse_in_flight, force=force)
+    preparation = Preparation(
+        root, ui, lambda _: LocalUnits(), refuse_in_flight, force=options.force
+    )
     if task.dry_run:
         verdicts = preparation.show(needs)
     else:
