@@ -13,8 +13,12 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Project, wait_for
-from tests.images.lab import Lab
+from tests.images.lab import TINY, Lab
 from tests.images.tiny import ImageProject, make_image_project
+from trainkit.base.errors import TrainkitError
+from trainkit.jobs.load import load
+from trainkit.stages.build_container import image_plan
+from trainkit.stages.import_container import work
 
 
 @pytest.fixture
@@ -108,6 +112,26 @@ def test_truncated_or_of_another_image(box: ImageProject) -> None:
     assert "box.sqsh" in said and "stale" in said
     box.build()
     assert box.image.stat().st_size == size
+
+
+def test_a_tag_that_became_another_image(
+    box: ImageProject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the build and the import: somebody else builds with the same tag."""
+    box.build()
+    tag = box.record()["tag"]
+    for name, value in box.lab.tiny.items():
+        monkeypatch.setenv(name, value)
+    plan = image_plan(load(box.path).resolve("random").job)
+    assert plan is not None
+    box.image.unlink()
+    other = box.lab.call("buildah", "from", "--pull-never", TINY).strip()
+    box.lab.call("buildah", "commit", "--quiet", "--rm", other, tag)
+    with pytest.raises(TrainkitError, match=f"{tag} is [0-9a-f]+ in buildah's store now"):
+        work({"plan": plan.to_json(), "unit": "import"}, lambda done, of: None)
+    assert not box.image.exists(), "no file of another image has the record of this one"
+    box.build()
+    assert box.record()["digest"] != ""
 
 
 LONG = f"8{os.getpid():07d}"  # seconds, by which the step is known among other suites' too

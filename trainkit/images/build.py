@@ -164,6 +164,29 @@ def image_digests(builder: Builder, images: Sequence[str]) -> list[str | None]:
     return [None if not said else SHA256 + said.removeprefix(SHA256) for said in answers]
 
 
+def refuse_other_image(builder: Builder, record: ImageRecord) -> None:
+    """Raises TrainkitError (exit 6) where the tag of a built image is another image in a builder's
+    store, or none: a tag is a name that everybody who builds there can give anew."""
+    (now,) = image_digests(builder, [record.tag])
+    if now == record.digest:
+        return
+    there = f"is {short_digest(now)}" if now else "is not"
+    raise TrainkitError(
+        f"{record.tag} {there} in {builder.name}'s store now, and {record.builder} built"
+        f" {short_digest(record.digest)}",
+        exit=Exit.STAGE_FAILED,
+        hint=(
+            "run it again with --force; if others build with that tag, give one of your own:"
+            f" containers.{record.name}.tag"
+        ),
+    )
+
+
+def short_digest(digest: str | None) -> str:
+    """A digest for people."""
+    return (digest or "an unknown one").removeprefix(SHA256)[:12]
+
+
 @dataclass(frozen=True)
 class BuiltImage:
     """What a build left in the builder's store.

@@ -18,13 +18,13 @@ from typing import Any
 from trainkit.base.worker import ProgressCallback, run_unit
 from trainkit.data.sums import file_sum
 from trainkit.images.build import (
-    SHA256,
     BuildInput,
     arguments_of,
     build_commands,
     build_image,
     image_digests,
     read_input,
+    short_digest,
 )
 from trainkit.images.builders import BUILDERS, first_here
 from trainkit.images.contract import ImagePlan, ImageRecord, read_record, record_path, write_record
@@ -191,11 +191,6 @@ def _stale_store(plan: ImagePlan, bases: tuple[str, ...], stamps: Path) -> str:
                 f" {short_digest(digest)}"
             )
     return ""
-
-
-def short_digest(digest: str | None) -> str:
-    """A digest for people."""
-    return (digest or "an unknown one").removeprefix(SHA256)[:12]
 
 
 def work(value: Mapping[str, Any], progress: ProgressCallback) -> dict[str, object]:

@@ -15,6 +15,8 @@ from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.locks import locked
 from trainkit.base.worker import ProgressCallback, run_unit
 from trainkit.data.sums import file_sum, identity_of
+from trainkit.images.build import refuse_other_image
+from trainkit.images.builders import BUILDERS
 from trainkit.images.contract import (
     ImagePlan,
     ImageRecord,
@@ -165,7 +167,12 @@ def _import(plan: ImagePlan, file: Path, progress: ProgressCallback) -> dict[str
 def _make_file(plan: ImagePlan, file: Path, progress: ProgressCallback) -> None:
     importer = _importer(plan)
     record = _record(plan, importer.name)
+    built_by = BUILDERS.get(record.builder) if plan.container.dockerfile else None
+    if built_by:
+        refuse_other_image(built_by, record)
     importer.run(plan, file, progress)
+    if built_by:  # the record that says so is not written: the file is made again
+        refuse_other_image(built_by, record)
     whole = replace(
         record,
         size=file.stat().st_size,

@@ -11,7 +11,7 @@ from trainkit.base.errors import ConfigError
 from trainkit.cli.config.jobs import load_jobs
 from trainkit.cli.run.progress import TerminalStageReporter
 from trainkit.cli.wrapper import TaskContext, TaskResult
-from trainkit.images.build import push_commands
+from trainkit.images.build import push_commands, refuse_other_image
 from trainkit.images.builders import BUILDERS, choose_builder
 from trainkit.images.contract import Argv, ImagePlan, ImageRecord
 from trainkit.images.programs import run_program
@@ -69,12 +69,14 @@ def build_container(task: TaskContext, job: str, options: ImageOptions) -> TaskR
         verdicts = preparation.show(needs)
     else:
         verdicts = preparation.make(needs)
+    record = None if task.dry_run else made_image(asked)
+    if pushes and record is not None:
+        refuse_other_image(BUILDERS[plan.builder], record)
     for argv in pushes:
         if task.dry_run:
             task.say(f"would run {shlex.join(argv)}")
         else:
             run_program(argv)
-    record = None if task.dry_run else made_image(asked)
     if record is not None:
         task.say(_words(plan, record))
     return TaskResult(
