@@ -43,7 +43,13 @@ class WorkingContainer:
 def own_mark() -> str:
     """The value of the build argument by which this process's builds are known again."""
     own = identity()
-    return f"{own.host}:{own.pid}:{own.start_time}:{own.boot_id}"
+    return f"{own.host}:{own.pid}:{own.start_time}:{own.boot_id}:{_pid_namespace()}"
+
+
+def _pid_namespace() -> int:
+    """In which of them pids are meant (namespaces(7)): containers with the host's name and its
+    store may have their own."""
+    return os.stat("/proc/self/ns/pid").st_ino
 
 
 def remove_leftovers_of(builder: Builder) -> None:
@@ -68,8 +74,10 @@ def _working_containers(builder: Builder) -> Iterator[WorkingContainer]:
     for path in sorted(Path(root, f"{driver}-containers").glob("*/userdata/buildah.json")):
         try:
             value = json.loads(path.read_bytes())
-            host, pid, start, boot = value["Args"][MARK_ARGUMENT].split(":")
+            host, pid, start, boot, namespace = value["Args"][MARK_ARGUMENT].split(":")
             asked = ProcessIdentity(host, int(pid), int(start), boot)
+            if int(namespace) != _pid_namespace():
+                continue
         except (OSError, ValueError, KeyError, TypeError):
             continue  # another's, or it is being removed just now
         mounted = value.get("mountpoint")
