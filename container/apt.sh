@@ -1,9 +1,9 @@
 #!/bin/sh
 # Debian packages for a layer of an image: apt.sh [--python] [PACKAGE...]. --python adds what the
 # image's python3 lacks for installing and compiling packages: itself, pip, venv, its headers.
-# Where all of them are there no archive is asked, and the layer is empty. What apt and dpkg write beside the packages (lists,
-# caches, logs, the machine's id) is removed in the same layer: it has times in it, and the same
-# packages must give the same layer twice.
+# Where all of them are there no archive is asked, and the layer is empty. What apt and dpkg write
+# beside the packages (lists, caches, logs, the machine's id) is removed in the same layer: it has
+# times in it, and the same packages must give the same layer twice.
 set -eu
 
 lacks() {

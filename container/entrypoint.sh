@@ -37,6 +37,10 @@ versions() {
 if [ ! -w "${HOME:-/nonexistent}" ]; then
     export HOME=/tmp/home-$UID
     mkdir -p -m 700 "$HOME"
+    if [ ! -O "$HOME" ]; then # in a /tmp of the host's: programs would run what lies there
+        echo "entrypoint.sh: $HOME is not of user $UID: remove it, or give another HOME" >&2
+        exit 1
+    fi
 fi
 if [ -z "${USER-}" ]; then
     USER=$(id -un 2>/dev/null) || USER=user-$UID

@@ -167,6 +167,28 @@ def test_a_user_without_a_home_gets_one(image: Image, home: str) -> None:
     assert stat.S_IMODE(place.stat().st_mode) == 0o700
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be two users")
+def test_a_home_that_another_user_made_is_refused() -> None:
+    uid = 100_000 + os.getpid()
+    place = Path(f"/tmp/home-{uid}")
+    place.mkdir(mode=0o777)
+    script = place / "entrypoint.sh"
+    shutil.copy(CONTAINER / "entrypoint.sh", script)
+    try:
+        done = subprocess.run(
+            [str(BASH), str(script), "true"],
+            capture_output=True,
+            text=True,
+            check=False,
+            user=uid,
+            cwd="/",
+            env={"PATH": os.environ["PATH"], "TRAINKIT_IMAGE_QUIET": "1"},
+        )
+    finally:
+        shutil.rmtree(place)
+    assert done.returncode == 1 and f"{place} is not of user {uid}" in done.stderr
+
+
 def test_a_home_that_can_be_written_to_stays(image: Image) -> None:
     done = image.run("sh", "-c", 'echo "$HOME $USER"')
     assert done.stdout == f"{image.folder} somebody\n"
