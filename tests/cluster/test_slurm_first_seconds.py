@@ -180,8 +180,8 @@ def test_one_bad_node_is_left_out(slurm: SlurmProject) -> None:
             [
                 lines[0],
                 (
-                    '[[ "$(hostname)" != node2 || "$*" != *agent.py* ]] || { echo "this node is'
-                    ' broken" >&2; exit 5; }'
+                    '[[ "$(hostname)" != node2 || "$*" != */agent/main.py* ]]'
+                    ' || { echo "this node is broken" >&2; exit 5; }'
                 ),
                 *lines[1:],
             ]

@@ -92,8 +92,12 @@ def test_orphans_of_a_dead_run_are_ended_by_the_next(
     ranks, orphans = hard.pids[:3], hard.pids[3:]
     assert wait_until(lambda: not any(alive(pid) for pid in ranks))
     assert all(alive(pid) for pid in orphans)
-    assert {pid for group in cgroup.find_cgroups(session.run) for pid in group.pids()} == (
-        set() if host == "bare" else set(orphans)
+    # a rank that has died is in its group until somebody has waited for it
+    assert wait_until(
+        lambda: (
+            {pid for group in cgroup.find_cgroups(session.run) for pid in group.pids()}
+            == (set() if host == "bare" else set(orphans))
+        )
     )
     other = Session(tmp_path / "other", node_folder=str(session.node_folder))
     try:
