@@ -21,6 +21,7 @@ from trainkit.images.importers.mksquashfs import (
     configure,
     creation_time,
     enroot_files,
+    quoted,
 )
 from trainkit.images.importers.published import published
 from trainkit.images.importers.squash_options import ENROOT_DEFAULT, squash_options
@@ -163,6 +164,15 @@ def test_the_files_that_enroot_adds() -> None:
     bare = enroot_files(ImageConfig.from_json({"Env": None}), "x")
     assert bare["etc/fstab"] == bare["etc/environment"] == ""
     assert "    exec  \"$@\"\nelse\n    exec  '/bin/sh'\nfi\n" in bare["etc/rc"]
+
+
+@pytest.mark.parametrize(
+    "word", ["a b", "it's", "a\tb\\'", "a\u200bb", "\x07é\u2028'", "$(id) `id`"]
+)
+def test_words_come_back_as_they_were(word: str) -> None:
+    argv = ["bash", "-c", f"printf %s {quoted(word)}"]
+    done = subprocess.run(argv, capture_output=True, check=True)
+    assert done.stdout.decode() == word and done.stderr == b""
 
 
 def test_the_time_of_an_image() -> None:

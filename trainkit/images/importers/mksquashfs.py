@@ -74,10 +74,14 @@ def quoted(word: str) -> str:
     if word.isprintable():
         return "'" + word.replace("'", "'\\''") + "'"
     escapes = {"\n": "\\n", "\t": "\\t", "\r": "\\r", "\\": "\\\\", "'": "\\'"}
-    inside = (
-        escapes.get(sign, sign if sign.isprintable() else f"\\{ord(sign):03o}") for sign in word
-    )
-    return f"$'{''.join(inside)}'"
+    return f"$'{''.join(escapes.get(sign) or _escaped(sign) for sign in word)}'"
+
+
+def _escaped(sign: str) -> str:
+    """A character inside of bash's $'...', where \\NNN is a byte."""
+    if sign.isprintable():
+        return sign
+    return "".join(f"\\{byte:03o}" for byte in sign.encode("utf-8", "surrogateescape"))
 
 
 def enroot_files(config: ImageConfig, source: str) -> dict[str, str]:
