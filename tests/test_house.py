@@ -137,6 +137,17 @@ def test_listing_imports_nothing_heavy(project: Project) -> None:
     assert not imported & {"torch", "pydantic", "rich", "numpy", "tokenizers", "tomli"}
 
 
+def test_a_fresh_image_needs_no_readers_of_data() -> None:
+    """They and the web's protocols are a tenth of the time in which build-container says so."""
+    code = "import sys, trainkit.cli.run.images; print(*sys.modules)"
+    argv = [sys.executable, "-c", code]
+    said = subprocess.run(
+        argv, capture_output=True, text=True, check=True, cwd=PACKAGE.parent
+    ).stdout
+    heavy = {"trainkit.data.sources", "http.client", "numpy", "torch"}
+    assert not heavy & set(said.split())
+
+
 def test_cpp_is_formatted() -> None:
     formatter = Path(sys.executable).with_name("clang-format")
     if not formatter.exists():

@@ -11,11 +11,10 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from trainkit.base.errors import Exit
 from trainkit.base.extras import MissingExtra
-from trainkit.data.sources.announce import DownloadNotice
 from trainkit.jobs.schema import Job
 from trainkit.launch.remote_units import (
     StageHosts,
@@ -29,6 +28,9 @@ from trainkit.stages.in_flight import StillRunning
 from trainkit.stages.local import execute_locally
 from trainkit.stages.stamps import Freshness, check_freshness, unit_folder
 from trainkit.stages.unit_process import OnCounts
+
+if TYPE_CHECKING:  # every reader of files and sites comes with it
+    from trainkit.data.sources.announce import DownloadNotice
 
 Notice = Callable[[str], None]
 

@@ -6,10 +6,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from trainkit.data.sources.announce import DownloadNotice
 from trainkit.jobs.schema import Job
+
+if TYPE_CHECKING:  # every reader of files and sites comes with it
+    from trainkit.data.sources.announce import DownloadNotice
 
 
 @dataclass(frozen=True)
