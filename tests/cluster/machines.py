@@ -65,6 +65,9 @@ class Cluster:
         unified: bool = True,
     ) -> None:
         self.folder, self.nodes = folder, tuple(f"node{i + 1}" for i in range(nodes))
+        for own in ("/dev/shm", "/run", "/srv"):
+            if folder.is_relative_to(own):
+                raise NoCluster(f"TMPDIR is below {own}, of which each host has one of its own")
         python = Path(sys.executable)
         env = {
             **os.environ,
