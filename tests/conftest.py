@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests import forkserver
+from tests import forkserver, interpreters
 from tests.fork_worker import fork_workers
 from tests.mounts import unmount
 
@@ -317,13 +317,19 @@ def project(tmp_path: Path) -> Project:
     return Project(tmp_path)
 
 
+@pytest.fixture(scope="session", params=interpreters.VERSIONS)
+def image_python(request: pytest.FixtureRequest) -> str:
+    """An interpreter of the images of others: each of interpreters.VERSIONS that is here."""
+    version: str = request.param
+    return interpreters.found_or_skip(version)
+
+
 @pytest.fixture(scope="session")
 def old_python() -> str:
-    """An interpreter as old as those of foreign images, named by TRAINKIT_OLD_PYTHON."""
-    path = os.environ.get("TRAINKIT_OLD_PYTHON")
-    if not path:
-        pytest.skip("TRAINKIT_OLD_PYTHON names no older Python (3.8) to run agents with")
-    return path
+    """The oldest of them: TRAINKIT_OLD_PYTHON names it, or it is found."""
+    return os.environ.get("TRAINKIT_OLD_PYTHON") or interpreters.found_or_skip(
+        interpreters.VERSIONS[0]
+    )
 
 
 def wait_for(condition: Callable[[], Any], what: str, timeout: float = HANGS) -> Any:

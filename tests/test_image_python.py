@@ -249,7 +249,7 @@ class _WithoutTypeChecking(ast.NodeTransformer):
         return self.generic_visit(node)
 
 
-def test_an_old_python_imports_it(old_python: str) -> None:
+def test_each_python_of_images_imports_it(image_python: str) -> None:
     names = sorted(module_name(path) for path in closure()[0])
     code = (
         "import importlib, sys; sys.dont_write_bytecode = True;"
@@ -257,7 +257,7 @@ def test_an_old_python_imports_it(old_python: str) -> None:
         f"for name in {names!r}: importlib.import_module(name)\n"
         "print(len([name for name in sys.modules if name.startswith('trainkit')]))"
     )
-    argv = [old_python, "-I", "-S", "-c", code]
+    argv = [image_python, "-I", "-S", "-c", code]
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) == len(names)

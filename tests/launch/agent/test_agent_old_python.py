@@ -1,5 +1,5 @@
-"""Agents and keepers that run with an older Python than trainkit's own code needs, as in the images
-of others: TRAINKIT_OLD_PYTHON names one, such as python3.8."""
+"""Agents and keepers that run with other Pythons than trainkit's own code needs, as in the images
+of others: each that tests/interpreters.py finds, one that is too old among them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.interpreters import TOO_OLD, found_or_skip
 from tests.launch.fake_supervisor import (
+    AGENT,
     SECRET,
     Peer,
     Session,
@@ -62,11 +64,11 @@ def first_beats(peer: Peer) -> dict[str, object]:
         peer.hear("heartbeat")
 
 
-def test_a_session_of_two_agents(session: Session, old_python: str, tmp_path: Path) -> None:
-    peers = two_agents(session, old_python)
+def test_a_session_of_two_agents(session: Session, image_python: str, tmp_path: Path) -> None:
+    peers = two_agents(session, image_python)
     for node, peer in enumerate(peers):
-        assert peer.hello["node"] == node and peer.hello["executable"] == old_python
-        assert peer.hello["versions"]["python"] == version_of(old_python)
+        assert peer.hello["node"] == node and peer.hello["executable"] == image_python
+        assert peer.hello["versions"]["python"] == version_of(image_python)
         assert set(peer.hello["errors"]) == set() and len(peer.hello["snapshot"]) == 64
     assert set(slots.slot_holders(session.node_folder)) == {"gpu0", "gpu1"}
 
@@ -80,7 +82,7 @@ def test_a_session_of_two_agents(session: Session, old_python: str, tmp_path: Pa
     log = tmp_path / "logs" / "0.log"
     for peer in peers:
         rank = process("0", HEARTBEAT, heartbeat=True, log=str(log))
-        rank["argv"][0] = old_python
+        rank["argv"][0] = image_python
         hiding = process("1", ignoring(tmp_path / f"pid{peer.hello['node']}"))
         peer.go(rank, hiding, secret_names=("KEY",))
         peer.hear("started", "0")
@@ -105,10 +107,10 @@ def test_a_session_of_two_agents(session: Session, old_python: str, tmp_path: Pa
 
 
 def test_the_keeper_ends_what_a_killed_agent_left(
-    session: Session, old_python: str, tmp_path: Path
+    session: Session, image_python: str, tmp_path: Path
 ) -> None:
     """Programs in sessions of their own that ignore TERM; the slot is held until they are dead."""
-    peers = two_agents(session, old_python)
+    peers = two_agents(session, image_python)
     for node, peer in enumerate(peers):
         peer.go(process("0", ignoring(tmp_path / f"pid{node}")))
     hidden = [pid_in(tmp_path / f"pid{node}") for node in (0, 1)]
@@ -121,8 +123,10 @@ def test_the_keeper_ends_what_a_killed_agent_left(
     assert swept["left"] == [] and hidden[1] in [each["pid"] for each in swept["killed"]]
 
 
-def test_an_agent_ends_after_its_keeper(session: Session, old_python: str, tmp_path: Path) -> None:
-    peer = session.begin(python=old_python)
+def test_an_agent_ends_after_its_keeper(
+    session: Session, image_python: str, tmp_path: Path
+) -> None:
+    peer = session.begin(python=image_python)
     peer.go(process("0", ignoring(tmp_path / "pid")))
     hidden = pid_in(tmp_path / "pid")
     session.agents[0].kill()
@@ -130,3 +134,14 @@ def test_an_agent_ends_after_its_keeper(session: Session, old_python: str, tmp_p
         peer.hear("nothing")
     assert wait_until(lambda: not alive(hidden) and not find_marked(session.run))
     assert "the keeper of this agent is gone" in session.words()
+
+
+@pytest.mark.parametrize("version", TOO_OLD)
+def test_a_python_that_is_too_old_says_so(tmp_path: Path, version: str) -> None:
+    python = found_or_skip(version)
+    argv = [python, "-I", "-S", str(AGENT), str(tmp_path), "0"]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert f"{python} is Python {version}" in done.stderr
+    assert "3.8 or newer is needed: clusters.X.python" in done.stderr
+    assert "Traceback" not in done.stderr
