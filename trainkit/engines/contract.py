@@ -31,6 +31,7 @@ class Command:
         engine_argv: what that program runs in turn, and engine_cwd: where; empty where it is the
             whole of it.
         own_code: it is trainkit's own, and asks of each node the Python that trainkit needs.
+        port: of rank 0, where it is free; 0: any.
     """
 
     argv: tuple[str, ...]
@@ -43,6 +44,7 @@ class Command:
     engine_argv: tuple[str, ...] = ()
     engine_cwd: str = ""
     own_code: bool = False
+    port: int = 0
 
     def to_json(self) -> dict[str, object]:
         """As kept in world.json."""

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from trainkit.engines.compiled import engine_path
 from trainkit.engines.contract import Command
+from trainkit.engines.rank.node_setup import NodeSetup
 from trainkit.engines.rank.readers import READERS
 from trainkit.engines.rank.spec import RankSpec, RequiredModule
 from trainkit.jobs.schema import Job
@@ -34,14 +35,20 @@ class EngineProgram:
         engine: its name in jobs.toml.
         python: the interpreter that has what the engine needs.
         tree: the engine's source on the nodes.
-        argv: the script of the tree and its arguments; ${LOCAL_RANK} in one stands for the rank's
-            number on its node.
+        argv: the script of the tree and its arguments, with what stands for a rank's numbers as
+            RankSpec says; with `program` its arguments.
         env: variables of the engine itself; the job's own lie over them.
         files: small files to write below the run folder, by relative name.
         saves_on_term: it saves a checkpoint and ends with 0 when it gets TERM.
         modules: what its interpreter must be able to import.
         reads: files that every node must see.
         versions: requirement lines that it is known to run with.
+        program: what is started instead of the interpreter, and starts the ranks of its node
+            itself; "": each rank is the interpreter.
+        node: what is set on each node before.
+        port: as of Command.
+        compiled: as of RankSpec, where it compiles graphs instead of training.
+        compiled_for: as of RankSpec.
     """
 
     engine: str
@@ -54,6 +61,11 @@ class EngineProgram:
     modules: tuple[RequiredModule, ...] = ()
     reads: tuple[Path, ...] = ()
     versions: tuple[str, ...] = ()
+    program: str = ""
+    node: NodeSetup = field(default_factory=NodeSetup)
+    port: int = 0
+    compiled: str = ""
+    compiled_for: str = ""
 
 
 def spec_name(attempt: int) -> str:
@@ -73,7 +85,7 @@ def rank_command(job: Job, run: RunFolder, attempt: int, program: EngineProgram)
     model_flops, hardware_flops = _flops(job)
     spec = RankSpec(
         engine=program.engine,
-        argv=(program.python, *program.argv),
+        argv=(program.program or program.python, *program.argv),
         cwd=str(program.tree),
         checkpoints=str(run.checkpoints),
         metrics=str(run.metrics),
@@ -92,6 +104,11 @@ def rank_command(job: Job, run: RunFolder, attempt: int, program: EngineProgram)
         seen_seconds=_seen_seconds(job),
         path=tuple(str(folder) for folder in engine_path(job)),
         versions=program.versions,
+        python=program.python if program.program else "",
+        starts_ranks=bool(program.program),
+        node=program.node,
+        compiled=program.compiled,
+        compiled_for=program.compiled_for,
     )
     name = spec_name(attempt)
     main = run.code / "trainkit" / "engines" / "rank" / "main.py"
@@ -102,6 +119,8 @@ def rank_command(job: Job, run: RunFolder, attempt: int, program: EngineProgram)
         cwd=run.path,
         files={**program.files, name: json.dumps(spec.to_json(), indent=1) + "\n"},
         ranks_per_node=job.ranks_per_node,
+        port=program.port,
+        spawn="per_node" if program.program else "per_rank",
         engine_argv=spec.argv,
         engine_cwd=spec.cwd,
     )

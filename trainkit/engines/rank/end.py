@@ -60,7 +60,7 @@ def judge_end(spec: RankSpec, reader: EngineReader, end: EngineEnd) -> Verdict |
     if end.asked_to_save:
         return _judge_stop(spec, reader, end)
     if end.code != 0:
-        return _judge_failure(script, end)
+        return judge_failure(script, end)
     return _judge_zero(spec, reader, end, script)
 
 
@@ -76,7 +76,8 @@ def _judge_stop(spec: RankSpec, reader: EngineReader, end: EngineEnd) -> Verdict
     return Verdict(0, "", "")
 
 
-def _judge_failure(script: str, end: EngineEnd) -> Verdict:
+def judge_failure(script: str, end: EngineEnd) -> Verdict:
+    """It ended with another code than 0."""
     kind, message = last_error(end.last_lines)
     if end.code < 0:
         return Verdict(USER, kind, "")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 from dataclasses import dataclass, field
 
+from trainkit.engines.rank.node_setup import device_problems
 from trainkit.engines.rank.spec import RankSpec
 from trainkit.engines.rank.versions import allows, bounded_package
 
@@ -56,6 +58,11 @@ def check_this_host(spec: RankSpec, environment: dict[str, str]) -> HostCheck:
         where = f"{spec.cwd} is not there on {host}: it must lie on a folder that all nodes share"
         return HostCheck([where])
     missing = [f"{path} is not there on {host}" for path in spec.reads if not os.path.exists(path)]
+    missing += device_problems(spec.node)
+    if os.path.dirname(spec.argv[0]) == "" and not shutil.which(
+        spec.argv[0], path=environment.get("PATH")
+    ):
+        missing.append(f"{spec.argv[0]} is not on PATH on {host}: {environment.get('PATH')}")
     asked = _check_interpreter(spec, environment, host)
     return HostCheck(missing + asked.missing, asked.notes)
 
@@ -67,7 +74,7 @@ def _check_interpreter(spec: RankSpec, environment: dict[str, str], host: str) -
     question = json.dumps([[module.name for module in spec.modules], list(lines)])
     try:
         done = subprocess.run(
-            [spec.argv[0], "-c", CODE, question],
+            [spec.interpreter, "-c", CODE, question],
             env=environment,
             cwd=spec.cwd,
             stdin=subprocess.DEVNULL,
@@ -76,13 +83,13 @@ def _check_interpreter(spec: RankSpec, environment: dict[str, str], host: str) -
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        return HostCheck([f"{spec.argv[0]} cannot be run on {host}: {error}"])
+        return HostCheck([f"{spec.interpreter} cannot be run on {host}: {error}"])
     if done.returncode:
         last = done.stderr.decode("utf-8", "replace").strip().splitlines()[-1:]
-        return HostCheck([f"{spec.argv[0]} fails on {host}: {''.join(last)}"])
+        return HostCheck([f"{spec.interpreter} fails on {host}: {''.join(last)}"])
     absent, versions = json.loads(done.stdout.decode().splitlines()[-1])
     missing = [
-        f"{spec.argv[0]} on {host} has no module {module.name}: {module.mend}"
+        f"{spec.interpreter} on {host} has no module {module.name}: {module.mend}"
         for module in spec.modules
         if module.name in absent
     ]

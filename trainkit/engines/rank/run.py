@@ -12,8 +12,12 @@ import sys
 import time
 from pathlib import Path
 
+from trainkit.base.documents import document, utc_now
+from trainkit.base.files import write_json
 from trainkit.base.process import die_with_parent_hook
-from trainkit.engines.rank.end import EngineEnd, Verdict, judge_end
+from trainkit.engines.rank.end import USER, EngineEnd, Verdict, judge_end, judge_failure
+from trainkit.engines.rank.graphs import GraphCounts
+from trainkit.engines.rank.node_setup import prepare_node
 from trainkit.engines.rank.preflight import check_this_host
 from trainkit.engines.rank.readers import READERS
 from trainkit.engines.rank.report import RankReport
@@ -63,7 +67,8 @@ class EngineProcess:
         self.reader = READERS[spec.engine]
         self.last: list[str] = []
         environment = engine_environment(spec)
-        argv = [word.replace("${LOCAL_RANK}", environment["LOCAL_RANK"]) for word in spec.argv]
+        argv = [filled(word) for word in spec.argv]
+        self.graphs = GraphCounts()
         self.process = subprocess.Popen(
             argv,
             env=environment,
@@ -102,6 +107,7 @@ class EngineProcess:
             text = line[:LONGEST].decode("utf-8", "replace")
             if text.strip():
                 self.last = [*self.last[1 - LAST_LINES :], text]
+                self.graphs.read_line(text)
                 reading = self.reader.read_line(text)
                 if reading is not None:
                     self.report.take(reading)
@@ -146,12 +152,39 @@ def write_all(target: int, data: bytes) -> None:
             return
 
 
+# by the names that the words of a command have for them
+_PLACES = {
+    "LOCAL_RANK": "LOCAL_RANK",
+    "NODE_RANK": "GROUP_RANK",
+    "MASTER_ADDR": "MASTER_ADDR",
+    "MASTER_PORT": "MASTER_PORT",
+}
+# torchrun's, of one rank: a program that starts its node's ranks gives each its own
+_OF_ONE_RANK = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
+)
+
+
+def filled(word: str) -> str:
+    """A word of the command with what only this process knows."""
+    for name, variable in _PLACES.items():
+        word = word.replace(f"${{{name}}}", os.environ.get(variable, ""))
+    return word
+
+
 def engine_environment(spec: RankSpec) -> dict[str, str]:
     """What the engine's process has: ours, without what is only for us, and the folder of its
     interpreter first in PATH (GPT-NeoX builds its helper with the `python3` found there)."""
-    ours = ("TORCHELASTIC_ERROR_FILE", "TRAINKIT_HEARTBEAT_FILE")
+    ours = ["TORCHELASTIC_ERROR_FILE", "TRAINKIT_HEARTBEAT_FILE"]
+    if spec.starts_ranks:
+        ours += _OF_ONE_RANK
     environment = {name: value for name, value in os.environ.items() if name not in ours}
-    folder = os.path.dirname(spec.argv[0])
+    folder = os.path.dirname(spec.interpreter)
     first = [each for each in (*spec.path, folder) if each]
     environment["PATH"] = os.pathsep.join([*first, environment.get("PATH", os.defpath)])
     return environment
@@ -169,6 +202,8 @@ def run_engine(spec: RankSpec) -> int:
         if check.missing:
             report.fail(Verdict(HEALTH, "PreflightError", "; ".join(check.missing)))
             return HEALTH
+        for note in prepare_node(spec.node, os.environ.get("MASTER_PORT", "0")):
+            sys.stderr.write(f"trainkit: {note}\n")
     began_at = READERS[spec.engine].tracked_step(Path(spec.checkpoints))
     report.begin(began_at)
     try:
@@ -186,7 +221,23 @@ def run_engine(spec: RankSpec) -> int:
         last_iteration=report.last_iteration,
         last_lines=engine.last,
     )
+    if spec.compiled:
+        return _conclude(spec, report, end, judge_compiled(spec, engine.graphs, end))
     return _conclude(spec, report, end, judge_end(spec, READERS[spec.engine], end))
+
+
+def judge_compiled(spec: RankSpec, graphs: GraphCounts, end: EngineEnd) -> Verdict | None:
+    """None where all graphs are compiled, which the file of the spec then says; else why not. The
+    exit code of neuron_parallel_compile alone proves nothing."""
+    if end.asked_to_save:
+        return Verdict(0, "", "")
+    if end.code != 0:
+        return judge_failure(spec.argv[0], end)
+    if problem := graphs.problem():
+        return Verdict(USER, "CompilationFailed", problem)
+    words = {"graphs": graphs.graphs, "compiled_for": spec.compiled_for, "at": utc_now()}
+    write_json(Path(filled(spec.compiled)), document("compiled-graphs/1", **words))
+    return None
 
 
 def _follow(engine: EngineProcess, signals: Signals) -> bool:

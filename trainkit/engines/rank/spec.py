@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from trainkit.engines.rank.node_setup import NodeSetup
 
 SCHEMA = "engine-rank/1"
 
@@ -31,7 +33,8 @@ class RankSpec:
 
     Args:
         engine: its name in jobs.toml: who reads its lines and checkpoints.
-        argv: the program; ${LOCAL_RANK} in a word stands for the rank's number on its node.
+        argv: the program; ${LOCAL_RANK} in a word stands for the rank's number on its node,
+            ${NODE_RANK}, ${MASTER_ADDR} and ${MASTER_PORT} for torchrun's.
         cwd: its working folder: the engine's tree.
         checkpoints: the folder it saves to and loads from.
         metrics: metrics.jsonl of the run.
@@ -51,6 +54,12 @@ class RankSpec:
         seen_seconds: until a file that one rank has written is seen by all.
         path: folders that come first on PATH, so that the engine's Makefiles find the python3 and
             python3-config of its interpreter.
+        python: the engine's interpreter, where argv begins with another program.
+        starts_ranks: the program starts the ranks of its node itself, and names them.
+        node: what is set on each node before.
+        compiled: the program compiles graphs instead of training: the file, of this attempt and
+            node, that says which; "": it trains. ${NODE_RANK} stands for the node's number.
+        compiled_for: what they were compiled for, kept in that file.
     """
 
     engine: str
@@ -73,6 +82,16 @@ class RankSpec:
     seen_seconds: float
     path: tuple[str, ...] = ()
     versions: tuple[str, ...] = ()
+    python: str = ""
+    starts_ranks: bool = False
+    node: NodeSetup = field(default_factory=NodeSetup)
+    compiled: str = ""
+    compiled_for: str = ""
+
+    @property
+    def interpreter(self) -> str:
+        """That has what the engine needs."""
+        return self.python or self.argv[0]
 
     def to_json(self) -> dict[str, object]:
         """The document."""
@@ -88,6 +107,7 @@ class RankSpec:
         values["reads"] = tuple(values["reads"])
         values["path"] = tuple(values.get("path", ()))
         values["versions"] = tuple(values.get("versions", ()))
+        values["node"] = NodeSetup(**values.get("node", {}))
         values["modules"] = tuple(RequiredModule(**each) for each in values["modules"])
         return cls(**values)
 

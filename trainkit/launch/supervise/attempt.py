@@ -274,7 +274,7 @@ class Attempt:
             gpus = self.job.ranks_per_node
         await gather(pool, gpus=gpus, own_code=self.command.own_code, on_joined=self._note_agent)
         await reserve(pool, self.job, share=self.context.share)
-        address, port = await rendezvous(pool, self.job)
+        address, port = await rendezvous(pool, self.command.port)
         self.world = build_world(pool, self.job, self.command, address, port)
         write_world(self.run, self.world)
         for name, text in self.command.files.items():

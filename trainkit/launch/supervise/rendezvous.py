@@ -289,10 +289,17 @@ def _machine(hello: JoinedAgent) -> tuple[object, object]:
     return hello.facts.host, hello.facts.identity.get("boot_id")
 
 
-async def rendezvous(pool: AgentPool, job: Job) -> tuple[str, int]:
-    """(address, port) of rank 0: free there, and reached from every node. Raises StartError (8)."""
+async def rendezvous(pool: AgentPool, wanted: int = 0) -> tuple[str, int]:
+    """(address, port) of rank 0: free there, and reached from every node. Raises StartError (8).
+
+    Args:
+        pool: all of whose agents are there.
+        wanted: the port that is tried before others; 0: none.
+    """
     session, timeout = pool.session, pool.session.connect
     ports = port_candidates(f"{session.run}/{session.attempt}")
+    if wanted:
+        ports = [wanted, *ports]
     listening = (
         await _asked(
             pool,
