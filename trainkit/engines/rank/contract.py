@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Protocol
+from typing import Callable, List, Protocol, Union
 
 from trainkit.engines.rank.readings import EvaluationLine, FoundCheckpoint, Iteration
+
+Reading = Union[Iteration, EvaluationLine]
+# reads one line after the other
+LineReader = Callable[[str], List[Reading]]
 
 
 class EngineReader(Protocol):

@@ -3,6 +3,8 @@ code."""
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import time
 from dataclasses import dataclass
@@ -15,6 +17,7 @@ from trainkit.engines.rank.spec import RankSpec
 USER = 9
 PREEMPTED = 12
 POLL_SECONDS = 0.2
+TAIL = 64 << 10  # bytes of metrics.jsonl that are looked at
 ERROR_LINE = re.compile(
     r"(?:^|[\s:\]])((?:[A-Za-z_][\w.]*\.)?[A-Z]\w*(?:Error|Exception|Interrupt)): ?(.*)$"
 )
@@ -66,6 +69,8 @@ def judge_end(spec: RankSpec, reader: EngineReader, end: EngineEnd) -> Verdict |
 
 def _judge_stop(spec: RankSpec, reader: EngineReader, end: EngineEnd) -> Verdict | None:
     """It was asked to save and leave: 12 only where a checkpoint of now is there."""
+    if not spec.saves and end.code == 0 and _last_iteration(spec, end) >= spec.train_iters:
+        return None
     tracked = _tracked(spec, reader, end.began_at + 1)
     if tracked == spec.train_iters and not _problems(spec, reader, tracked):
         return None
@@ -90,6 +95,8 @@ def _judge_zero(
     spec: RankSpec, reader: EngineReader, end: EngineEnd, script: str
 ) -> Verdict | None:
     """It ended with 0 by itself."""
+    if not spec.saves:
+        return _judge_unsaved(spec, end, script)
     if end.last_iteration is not None and end.last_iteration < spec.train_iters:
         # a line is printed every log_interval iterations only
         behind = spec.train_iters - end.last_iteration >= spec.log_interval
@@ -115,6 +122,39 @@ def _judge_zero(
         "EngineEndedEarly",
         f"{script} ended with 0 {reached}, and {saved}: training is not done",
     )
+
+
+def _judge_unsaved(spec: RankSpec, end: EngineEnd, script: str) -> Verdict | None:
+    """A run without checkpoints: its last iteration must have been printed, by any rank."""
+    deadline = time.monotonic() + spec.seen_seconds
+    while True:
+        reached = _last_iteration(spec, end)
+        if reached >= spec.train_iters:
+            return None
+        if time.monotonic() > deadline:
+            break
+        time.sleep(POLL_SECONDS)
+    message = f"{script} ended with 0 after iteration {reached} of {spec.train_iters}"
+    return Verdict(USER, "EngineEndedEarly", f"{message}: training is not done")
+
+
+def _last_iteration(spec: RankSpec, end: EngineEnd) -> int:
+    """The last iteration that this rank printed, or the one that did, by the rows it wrote."""
+    last = max(end.last_iteration or 0, end.began_at)
+    try:
+        with open(spec.metrics, "rb") as file:
+            file.seek(max(0, os.path.getsize(spec.metrics) - TAIL))
+            lines = file.read().splitlines()
+    except OSError:
+        return last
+    for line in lines:
+        try:
+            row = json.loads(line)
+        except ValueError:  # the first may begin in its middle
+            continue
+        if isinstance(row, dict) and "eval" not in row:
+            last = max(last, int(row.get("step") or 0))
+    return last
 
 
 def _tracked(spec: RankSpec, reader: EngineReader, wanted: int) -> int | None:

@@ -14,11 +14,11 @@ from trainkit.engines.rank.printed import fields, plain, to_float, to_whole
 from trainkit.engines.rank.readings import EvaluationLine, FoundCheckpoint, Iteration
 from trainkit.engines.rank.saved_files import (
     archive_problem,
+    core_problems,
     cut_short,
     distributed_problems,
     folder_bytes,
     grid_problems,
-    json_problem,
     pickled_numbers,
     read_tracker,
     subfolders,
@@ -134,27 +134,13 @@ def _problems(place: Path) -> list[str]:
     names = {path.name for path in place.iterdir()}
     if "metadata.json" in names or "common.pt" in names:
         # torch_dist (and zarr, core 0.4 to 0.7, whose tensors are folders)
-        problems = _core_problems(place, "common.pt" in names)
+        problems = core_problems(place)
         if ".metadata" in names or any(name.endswith(".distcp") for name in names):
             problems += distributed_problems(place)
         return problems
     if ".metadata" in names or any(name.endswith(".distcp") for name in names):
         return distributed_problems(place)  # torch_dcp, fsdp_dtensor
     return ["there is neither mp_rank_00 nor .metadata in it: nothing that can be loaded"]
-
-
-def _core_problems(place: Path, common: bool) -> list[str]:
-    """Of the files that core.dist_checkpointing adds to those of torch. What is no tensor lies in
-    common.pt if metadata.json names a backend for it: from 0.19 on it lies among the tensors.
-
-    Args:
-        place: the checkpoint.
-        common: common.pt is there.
-    """
-    wrong = [json_problem(place / "metadata.json", "sharded_backend")]
-    if common or json_problem(place / "metadata.json", "common_backend") is None:
-        wrong.append(archive_problem(place / "common.pt"))
-    return [problem for problem in wrong if problem is not None]
 
 
 def _torch_problems(ranks: dict[tuple[int, ...], Path]) -> list[str]:

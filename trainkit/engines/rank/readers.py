@@ -2,7 +2,30 @@
 
 from __future__ import annotations
 
-from trainkit.engines.rank import gpt_neox, megatron_lm
-from trainkit.engines.rank.contract import EngineReader
+from trainkit.engines.rank import gpt_neox, megatron_lm, nemo
+from trainkit.engines.rank.contract import EngineReader, LineReader, Reading
+from trainkit.engines.rank.nemo_lines import NemoLines
+from trainkit.engines.rank.spec import RankSpec
 
-READERS: dict[str, EngineReader] = {"megatron-lm": megatron_lm, "gpt-neox": gpt_neox}
+READERS: dict[str, EngineReader] = {
+    "megatron-lm": megatron_lm,
+    "gpt-neox": gpt_neox,
+    "nemo": nemo,
+}
+# whose lines say less than what the lines before them make of them
+_BARS = ("nemo",)
+
+
+def line_reader(spec: RankSpec) -> LineReader:
+    """What reads the lines of one process of the engine, from its first to its last."""
+    if spec.engine in _BARS:
+        return NemoLines(spec).read
+    reader = READERS[spec.engine]
+
+    def read(text: str) -> list[Reading]:
+        reading = reader.read_line(text)
+        if reading is None:
+            return []
+        return [reading]
+
+    return read

@@ -19,7 +19,7 @@ from trainkit.engines.rank.end import USER, EngineEnd, Verdict, judge_end, judge
 from trainkit.engines.rank.graphs import GraphCounts
 from trainkit.engines.rank.node_setup import prepare_node
 from trainkit.engines.rank.preflight import check_this_host
-from trainkit.engines.rank.readers import READERS
+from trainkit.engines.rank.readers import READERS, line_reader
 from trainkit.engines.rank.report import RankReport
 from trainkit.engines.rank.spec import RankSpec
 
@@ -64,7 +64,7 @@ class EngineProcess:
     def __init__(self, spec: RankSpec, report: RankReport) -> None:
         self.spec = spec
         self.report = report
-        self.reader = READERS[spec.engine]
+        self.read_line = line_reader(spec)
         self.last: list[str] = []
         environment = engine_environment(spec)
         argv = [filled(word) for word in spec.argv]
@@ -108,8 +108,7 @@ class EngineProcess:
             if text.strip():
                 self.last = [*self.last[1 - LAST_LINES :], text]
                 self.graphs.read_line(text)
-                reading = self.reader.read_line(text)
-                if reading is not None:
+                for reading in self.read_line(text):
                     self.report.take(reading)
 
     def ask_to_end(self) -> None:

@@ -194,6 +194,17 @@ def distributed_problems(folder: Path) -> list[str]:
     return problems
 
 
+def core_problems(place: Path) -> list[str]:
+    """Of the files that megatron.core.dist_checkpointing adds to those of torch in `place`. What
+    is no tensor lies in common.pt if metadata.json names a backend for it: from core 0.19 on it
+    lies among the tensors."""
+    wrong = [json_problem(place / "metadata.json", "sharded_backend")]
+    named = json_problem(place / "metadata.json", "common_backend") is None
+    if named or (place / "common.pt").exists():
+        wrong.append(archive_problem(place / "common.pt"))
+    return [problem for problem in wrong if problem is not None]
+
+
 def _needed_sizes(metadata: bytes) -> dict[str, int]:
     """The end of the last part of each file: torch/distributed/checkpoint/filesystem.py,
     _StorageInfo(relative_path, offset, length)."""

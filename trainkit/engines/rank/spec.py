@@ -51,6 +51,8 @@ class RankSpec:
         modules: what its interpreter must be able to import.
         reads: files that every node must see.
         versions: requirement lines that the engine is known to run with; others are noted.
+        eval_interval: iterations between two evaluations, eval_iters: batches of one; 0: not known.
+        saves: it writes checkpoints; without any, its last line says whether training is done.
         seen_seconds: until a file that one rank has written is seen by all.
         path: folders that come first on PATH, so that the engine's Makefiles find the python3 and
             python3-config of its interpreter.
@@ -87,6 +89,9 @@ class RankSpec:
     node: NodeSetup = field(default_factory=NodeSetup)
     compiled: str = ""
     compiled_for: str = ""
+    eval_interval: int = 0
+    eval_iters: int = 0
+    saves: bool = True
 
     @property
     def interpreter(self) -> str:
