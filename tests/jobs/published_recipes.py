@@ -119,7 +119,7 @@ INTERVALS: Mapping[str, tuple[int, int | None, int, int, int]] = {
     "llama-8b": (10, None, 10, 500, 2),
     **dict.fromkeys(
         ("neuron-gpt3-6-7b", "neuron-gpt3-23b", "neuron-gpt3-46b", "neuron-gpt3-175b"),
-        (1, 300001, 1, 190, 1),
+        (1, None, 1, None, 1),
     ),
     **dict.fromkeys(
         ("jean-zay-7-5b", "jean-zay-30b", "jean-zay-76b", "jean-zay-76b-pp30"),

@@ -173,7 +173,6 @@ def test_bad_input(case: str, checkout: Checkout) -> None:
 
 
 PLANNED = {
-    "precompile": ('model = "tiny"', 'model = "tiny"\nprecompile = true', "jobs.demo.precompile"),
     "kernels": ('model = "tiny"', 'model = "tiny"\nkernels = "x"', "jobs.demo.kernels"),
 }
 

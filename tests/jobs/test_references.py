@@ -165,10 +165,7 @@ def test_clusters(all_jobs: Mapping[str, Job]) -> None:
         and clusters["neox-a100"].env == {}
     )
     assert clusters["lambda"].hostfile == clusters["lambda-a6000"].hostfile == "/job/hostfile"
-    assert (
-        clusters["aws-trn1"].env["NEURON_TRANSFER_WITH_STATIC_RING_OPS"] == ""
-        and clusters["aws-trn1"].env["XLA_USE_BF16"] == "1"
-    )
+    assert clusters["aws-trn1"].env == {}  # its engine sets what the scripts set
     assert clusters["jean-zay-32g"].slurm == {
         **clusters["jean-zay"].slurm,
         "constraint": "v100-32g",
@@ -238,7 +235,7 @@ def test_every_engine_has_a_source(all_jobs: Mapping[str, Job]) -> None:
     for path in (ROOT / "jobs").glob("*.toml"):
         engines |= tomli.loads(path.read_text()).get("engines", {})
     assert (
-        set(engines) - {"megatron-lm-2021"}
+        set(engines) - {"megatron-lm-2021", "neuronx-2-13"}
         == {"gpt-neox", NEMO, MEGATRON, NEURON}
         >= {job.engine for job in all_jobs.values()} - {"native"}
     )

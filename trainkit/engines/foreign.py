@@ -24,6 +24,7 @@ from trainkit.runs.metrics import truncate_metrics
 KEPT = {
     "megatron-lm": "megatron-lm deletes none",
     "gpt-neox": "gpt-neox keeps the newest, as many as checkpoint.keep_last says",
+    "neuronx-nemo": "neuronx-nemo keeps the newest, as many as checkpoint.keep_last says",
 }
 
 
@@ -43,6 +44,7 @@ class EngineProgram:
         modules: what its interpreter must be able to import.
         reads: files that every node must see.
         versions: requirement lines that it is known to run with.
+        saves: as of RankSpec.
         program: what is started instead of the interpreter, and starts the ranks of its node
             itself; "": each rank is the interpreter.
         node: what is set on each node before.
@@ -61,6 +63,7 @@ class EngineProgram:
     modules: tuple[RequiredModule, ...] = ()
     reads: tuple[Path, ...] = ()
     versions: tuple[str, ...] = ()
+    saves: bool = True
     program: str = ""
     node: NodeSetup = field(default_factory=NodeSetup)
     port: int = 0
@@ -104,6 +107,9 @@ def rank_command(job: Job, run: RunFolder, attempt: int, program: EngineProgram)
         seen_seconds=_seen_seconds(job),
         path=tuple(str(folder) for folder in engine_path(job)),
         versions=program.versions,
+        eval_interval=job.training.eval_interval or 0,
+        eval_iters=job.training.eval_iters,
+        saves=program.saves,
         python=program.python if program.program else "",
         starts_ranks=bool(program.program),
         node=program.node,

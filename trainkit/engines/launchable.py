@@ -14,7 +14,12 @@ def launcher_problems(job: Job) -> list[Problem]:
         f"nodes = {job.nodes} with launcher = 'local'": (
             job.nodes > 1 and job.cluster.launcher_traits.one_machine
         ),
-        f"cluster.device = '{job.cluster.device.name}'": job.cluster.device_type == "neuron",
+        f"engine = '{job.engine}' on cluster.device = '{job.cluster.device.name}'": (
+            job.cluster.device_type == {True: "cuda", False: "neuron"}[job.engine == "neuronx-nemo"]
+        ),
+        f"precompile with engine = '{job.engine}'": (
+            job.precompile and job.engine != "neuronx-nemo"
+        ),
     }
     hint = (
         f"`invoke plan {job.name}` plans it; to try it here: {sets}cluster=here and smaller degrees"

@@ -16,11 +16,15 @@ from trainkit.base.git import holds_password, without_passwords
 from trainkit.jobs.schema import EngineSource, Job
 from trainkit.runs.origin import EngineTree
 
-LAUNCHED = ("gpt-neox", "megatron-lm")  # engines whose trees these rules know
+LAUNCHED = ("gpt-neox", "megatron-lm", "neuronx-nemo")  # engines whose trees these rules know
 # what every tree of an engine holds, whatever its version
 ENTRY_FILES: dict[str, tuple[str, ...]] = {
     "gpt-neox": ("train.py", "deepy.py"),
     "megatron-lm": ("pretrain_gpt.py",),
+    "neuronx-nemo": (
+        "build.sh",
+        "nemo/examples/nlp/language_modeling/megatron_gpt_pretraining.py",
+    ),
 }
 BEFORE_CORE = "2021"  # Megatron-LM without megatron/core/package_info.py (before May 2023)
 _URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://.+")
@@ -118,7 +122,7 @@ def in_image(job: Job) -> bool:
 
 def engine_version(tree: Path, engine: str) -> str:
     """What version a tree is, read from its text: "core-0.12.0" or "2021" for Megatron-LM,
-    "2.0.0" or "1.0.0" for GPT-NeoX.
+    "2.0.0" or "1.0.0" for GPT-NeoX, "2.21" or "2.13.1" for neuronx-nemo-megatron.
 
     Raises ConfigError (exit 3) where the folder is missing or holds no such engine.
     """
@@ -137,6 +141,8 @@ def engine_version(tree: Path, engine: str) -> str:
         )
     if engine == "gpt-neox":
         version = _neox_version(tree)
+    elif engine == "neuronx-nemo":
+        version = _neuronx_version(tree)
     else:
         version = _megatron_version(tree)
     if version is None:
@@ -199,6 +205,16 @@ def _neox_version(tree: Path) -> str | None:
     if any(_NEOX_1_DEEPSPEED.search(line) for line in required):
         return "1.0.0"
     return "2.0.0"
+
+
+def _neuronx_version(tree: Path) -> str | None:
+    """Its scripts tell: train_setup.sh came with the second generation of them."""
+    scripts = tree / "nemo" / "examples" / "nlp" / "language_modeling"
+    if (scripts / "train_setup.sh").is_file():
+        return "2.21"
+    if "--distribution-strategy=nemo" in _text(scripts / "test.sh"):
+        return "2.13.1"
+    return None
 
 
 def engine_python(job: Job) -> Path | str:

@@ -55,15 +55,15 @@ class Job(Table):
     """One experiment, complete: after `trainkit.jobs` nobody reads jobs.toml or the environment
     again."""
 
-    planned = ("kernels", "precompile")
+    planned = ("kernels",)
 
     name: str = Field("", pattern=NAME, description="the table's name, filled in")
     description: str = Field("", description="one line: what it is and where it comes from")
     engine: Literal["native", "gpt-neox", "megatron-lm", "nemo", "neuronx-nemo"] = Field(
         "native",
         description=(
-            "what is executed; this version plans for all of them and launches native, gpt-neox and"
-            " megatron-lm"
+            "what is executed; this version plans for all of them and launches native, gpt-neox,"
+            " megatron-lm and neuronx-nemo"
         ),
     )
     engine_source: EngineSource | None = Field(
@@ -82,6 +82,13 @@ class Job(Table):
     )
     args: Strings = Field(
         (), description="words added to the engine's command line as they are (megatron-lm)"
+    )
+    precompile: bool = Field(
+        False,
+        description=(
+            "neuronx-nemo: compile the graphs of a few steps instead of training, as `invoke"
+            " precompile` does"
+        ),
     )
     container: Container | None = Field(
         None, description="name of a [containers.X] table; none: without, where a base has one"

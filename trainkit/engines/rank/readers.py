@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainkit.engines.rank import gpt_neox, megatron_lm, nemo
+from trainkit.engines.rank import gpt_neox, megatron_lm, nemo, neuronx_nemo
 from trainkit.engines.rank.contract import EngineReader, LineReader, Reading
 from trainkit.engines.rank.nemo_lines import NemoLines
 from trainkit.engines.rank.spec import RankSpec
@@ -11,9 +11,10 @@ READERS: dict[str, EngineReader] = {
     "megatron-lm": megatron_lm,
     "gpt-neox": gpt_neox,
     "nemo": nemo,
+    "neuronx-nemo": neuronx_nemo,
 }
 # whose lines say less than what the lines before them make of them
-_BARS = ("nemo",)
+_BARS = ("nemo", "neuronx-nemo")
 
 
 def line_reader(spec: RankSpec) -> LineReader:

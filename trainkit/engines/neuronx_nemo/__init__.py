@@ -1,0 +1,1 @@
+"""engine = "neuronx-nemo": neuronx-nemo-megatron on Trainium."""

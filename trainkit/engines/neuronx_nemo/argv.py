@@ -1,0 +1,372 @@
+"""The command of neuronx-nemo-megatron's scripts, from a job: a pure function of it and of the
+generation of the scripts.
+
+Sources: test.sh and train_setup.sh of nemo/examples/nlp/language_modeling at f4743ce and on the
+branch 2.13.1_release; conf/megatron_gpt_config.yaml; nemo/collections/nlp/models/
+language_modeling/megatron_gpt_model.py for keys that the code reads and the configuration lacks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainkit.base.errors import ConfigError, Problem
+from trainkit.engines.hydra_words import hydra_value
+from trainkit.engines.megatron_lm.data import SPLITS, MegatronData
+from trainkit.engines.neuronx_nemo.data import weighted
+from trainkit.engines.neuronx_nemo.generations import (
+    PRECISION_KEY,
+    PRECISIONS,
+    USUAL,
+    Precision,
+    ScriptGeneration,
+)
+from trainkit.engines.neuronx_nemo.words import NeuronxWords, checkpoint_word, decimal, dotted
+from trainkit.engines.options import OptionTable
+from trainkit.jobs.schema import Job
+
+SCRIPT = "megatron_gpt_pretraining.py"
+COMPILE_STEPS = 4  # train_setup.sh: TRAIN_ITERS of COMPILE=1
+PORT = 41000  # MASTER_PORT
+CREATES = "exp_manager.create_checkpoint_callback"
+_CALLBACK = "exp_manager.checkpoint_callback_params"
+
+
+@dataclass(frozen=True)
+class NeuronxPlaces:
+    """Where one attempt reads and writes.
+
+    Args:
+        logs: what exp_manager writes.
+        checkpoints: the folder of the run's checkpoints.
+        name: of the run, for reports.
+        resume: the checkpoint to go on from, without the folders of its ranks; None: none.
+    """
+
+    logs: Path
+    checkpoints: Path
+    name: str
+    resume: Path | None = None
+
+
+def neuronx_argv(
+    job: Job,
+    generation: ScriptGeneration,
+    table: OptionTable,
+    data: MegatronData,
+    places: NeuronxPlaces,
+) -> tuple[str, ...]:
+    """torchrun's words and those of the script, after `torchrun`.
+
+    Args:
+        job: the job.
+        generation: of the scripts.
+        table: the keys of the version's configuration.
+        data: what it reads.
+        places: where the attempt reads and writes.
+
+    Raises ConfigError: everything that the version cannot do, or the job says wrong.
+    """
+    words = _collected(job, generation, table, data, places)
+    if words.problems:
+        raise ConfigError(words.problems)
+    return (*launch_words(job), SCRIPT, *_config(), *words.words(), *job.args)
+
+
+def launch_words(job: Job) -> tuple[str, ...]:
+    """DISTRIBUTED_ARGS of the scripts: on one machine they name it localhost."""
+    address = "${MASTER_ADDR}"
+    if job.cluster.launcher_traits.one_machine:
+        address = "localhost"
+    return (
+        "--nproc_per_node",
+        str(job.ranks_per_node),
+        "--nnodes",
+        str(job.nodes),
+        "--node_rank",
+        "${NODE_RANK}",
+        "--master_addr",
+        address,
+        "--master_port",
+        "${MASTER_PORT}",
+    )
+
+
+def _config() -> tuple[str, ...]:
+    return ("--config-path=conf", "--config-name=megatron_gpt_config")
+
+
+def argv_problems(job: Job, generation: ScriptGeneration, table: OptionTable) -> list[Problem]:
+    """What of a job a version cannot do, before anything of its data is there."""
+    places = NeuronxPlaces(Path(), Path(), "")
+    return _collected(job, generation, table, MegatronData({}, None), places).problems
+
+
+def precision_of(job: Job, generation: ScriptGeneration) -> Precision:
+    """The job's mode. Raises ConfigError: the generation has no such mode."""
+    given = job.engine_args.get(PRECISION_KEY, USUAL.get(job.training.precision))
+    if not isinstance(given, str) or given not in generation.precisions:
+        raise ConfigError(
+            f"training.precision = '{job.training.precision}' with engine_args.{PRECISION_KEY} ="
+            f" {job.engine_args.get(PRECISION_KEY)!r}: the scripts of {generation.version} have"
+            f" {', '.join(generation.precisions)}",
+            hint=f"bf16 is bf16SR; engine_args.{PRECISION_KEY} names another",
+        )
+    if (given == "fp32") != (job.training.precision == "fp32"):
+        raise ConfigError(
+            f"engine_args.{PRECISION_KEY} = '{given}' and training.precision ="
+            f" '{job.training.precision}' do not go together",
+            hint="fp32 goes with fp32, all other modes compute in bf16",
+        )
+    return PRECISIONS[given]
+
+
+def saves(job: Job, generation: ScriptGeneration) -> bool:
+    """Whether a training writes checkpoints: 2.13.1's does not by itself."""
+    return bool(dotted(job.engine_args).get(CREATES, generation.saves)) and not job.precompile
+
+
+def _collected(
+    job: Job,
+    generation: ScriptGeneration,
+    table: OptionTable,
+    data: MegatronData,
+    places: NeuronxPlaces,
+) -> NeuronxWords:
+    words = NeuronxWords(table, job)
+    try:
+        precision = precision_of(job, generation)
+    except ConfigError as error:
+        words.problems += error.list
+        return words
+    _refuse(words, job, precision)
+    _put_trainer(words, job, generation)
+    if generation.sets_precision:
+        words.put("model.megatron_amp_O2", _shell(precision.amp_o2))
+    _put_model(words, job)
+    _put_data(words, job, data)
+    _put_optimizer(words, job, precision)
+    _put_memory(words, job, generation, precision)
+    _put_manager(words, job, generation, places)
+    words.put("model.use_cpu_initialization", "True")
+    _put_beyond(words, job)
+    _put_places(words, job, generation, places)
+    return words
+
+
+def _shell(value: bool) -> str:
+    """As the scripts' variables have it."""
+    return str(value).lower()
+
+
+def _put_trainer(words: NeuronxWords, job: Job, generation: ScriptGeneration) -> None:
+    training = job.training
+    steps = training.train_iters
+    validation = training.eval_interval
+    if job.precompile:
+        steps = COMPILE_STEPS
+        validation = None
+    if validation is None:
+        validation = steps + generation.last_validation
+    words.put("trainer.devices", str(job.ranks_per_node))
+    words.put("trainer.num_nodes", str(job.nodes))
+    words.put("trainer.max_epochs", "null")
+    # trap 22: published without a space before the line's backslash; it is a word of its own only
+    # by the next line's indent
+    words.put("trainer.max_steps", str(steps))
+    words.put("trainer.val_check_interval", str(validation))
+    words.put("trainer.log_every_n_steps", str(training.log_interval))
+    words.put("trainer.limit_val_batches", str(training.eval_iters))
+    words.put("trainer.limit_test_batches", str(training.eval_iters))
+    words.put("trainer.accumulate_grad_batches", "1")
+    words.put("trainer.precision", "32")
+
+
+def _put_model(words: NeuronxWords, job: Job) -> None:
+    model = job.model
+    parallelism = job.parallelism
+    words.put("model.micro_batch_size", str(job.training.micro_batch_size))
+    words.put("model.global_batch_size", str(job.global_batch_size))
+    for key in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
+        words.put(f"model.{key}", str(getattr(parallelism, key)))
+    words.put("model.max_position_embeddings", str(model.positions))
+    words.put("model.encoder_seq_length", str(model.seq_length))
+    words.put("model.hidden_size", str(model.hidden_size))
+    words.put("model.ffn_hidden_size", str(model.ffn_width))
+    words.put("model.num_layers", str(model.num_layers))
+    words.put("model.num_attention_heads", str(model.num_attention_heads))
+    words.put("model.init_method_std", decimal(model.init_method_std))
+    words.put("model.hidden_dropout", decimal(model.hidden_dropout))
+    words.put("model.layernorm_epsilon", decimal(model.layernorm_epsilon))
+
+
+def _put_data(words: NeuronxWords, job: Job, data: MegatronData) -> None:
+    tokenizer = job.dataset.tokenizer
+    for key in ("vocab_file", "merge_file"):
+        path = getattr(tokenizer, key, None)
+        words.put(f"model.tokenizer.{key}", hydra_value(path))
+    words.put("model.data.data_prefix", _prefixes(job, data))
+    words.put("model.data.num_workers", "1")
+    words.put("model.data.seq_length", str(job.model.seq_length))
+
+
+def _prefixes(job: Job, data: MegatronData) -> str:
+    """A list of weights and prefixes; where each split has files of its own, one for each."""
+    if not data.files:
+        return "null"
+    if data.split is not None:
+        return hydra_value(weighted(data.files["train"]))
+    names = {"train": "train", "valid": "validation", "test": "test"}
+    return hydra_value({names[split]: weighted(data.files[split]) for split in SPLITS})
+
+
+def _put_optimizer(words: NeuronxWords, job: Job, precision: Precision) -> None:
+    training = job.training
+    words.put("model.optim.name", precision.optimizer)
+    words.put("model.optim.capturable", "True")
+    words.put("model.optim.lr", decimal(training.lr))
+    betas = f"[{decimal(training.adam_beta1)},{decimal(training.adam_beta2)}]"
+    words.put("model.optim.betas", betas)
+    words.put("model.optim.weight_decay", decimal(training.weight_decay))
+    words.put("model.optim.sched.name", "CosineAnnealing")
+    words.put("model.optim.sched.warmup_steps", str(int(training.warmup_iters)))
+    constant = training.train_iters - training.decay_iters
+    words.put("model.optim.sched.constant_steps", str(constant))
+    words.put("model.optim.sched.min_lr", decimal(training.min_lr, point=True))
+
+
+def _put_memory(
+    words: NeuronxWords, job: Job, generation: ScriptGeneration, precision: Precision
+) -> None:
+    """Sequence parallelism, recomputation, ZeRO, and how checkpoints are written."""
+    recompute = job.training.recompute_granularity
+    words.put("model.sequence_parallel", str(job.parallelism.sequence_parallel))
+    if recompute == "none":
+        words.put("model.activations_checkpoint_granularity", "null")
+        words.put("model.activations_checkpoint_method", "null")
+    else:
+        words.put("model.activations_checkpoint_granularity", recompute)
+        words.put("model.activations_checkpoint_method", "uniform")
+    words.put("model.activations_checkpoint_num_layers", "1")
+    wraps = job.parallelism.zero_stage == 1
+    if generation.sets_precision:
+        words.put("model.wrap_with_zero", _shell(wraps))
+        words.put("model.zero_use_master_weight", _shell(precision.zero))
+    elif wraps:
+        words.put("model.wrap_with_zero", "True")  # the README's own line
+    words.put("model.save_xser", str(generation.save_xser), added=True)
+    if generation.load_xser:
+        words.put("model.load_xser", str(generation.load_xser), added=True)
+
+
+def _put_manager(
+    words: NeuronxWords, job: Job, generation: ScriptGeneration, places: NeuronxPlaces
+) -> None:
+    words.put("exp_manager.create_tensorboard_logger", str(not job.precompile))
+    words.put("exp_manager.resume_if_exists", "False")
+    words.put("exp_manager.resume_ignore_no_checkpoint", "False")
+    if job.precompile:
+        words.overrule(CREATES, "False")
+    else:
+        words.put(CREATES, str(generation.saves))
+    words.put("exp_manager.explicit_log_dir", hydra_value(str(places.logs)))
+    if job.training.save_interval is None:
+        words.put(f"{_CALLBACK}.train_time_interval", "3600", added=True)
+    else:
+        every = str(job.training.save_interval)
+        words.put(f"{_CALLBACK}.every_n_train_steps", every, added=True)
+
+
+def _put_beyond(words: NeuronxWords, job: Job) -> None:
+    """What the scripts leave to the configuration, where the job says otherwise."""
+    model = job.model
+    training = job.training
+    words.put_unless_default("model.attention_dropout", model.attention_dropout)
+    words.put_unless_default("model.bias_activation_fusion", model.gelu_form == "tanh")
+    divisor = model.make_vocab_size_divisible_by
+    words.put_unless_default("model.make_vocab_size_divisible_by", divisor)
+    if model.head_size * model.num_attention_heads != model.hidden_size:
+        words.put("model.kv_channels", str(model.head_size))
+    if model.untied:
+        words.put("model.share_embeddings_and_output_weights", "False", added=True)
+    words.put_unless_default("model.seed", training.seed)
+    words.put_unless_default("trainer.gradient_clip_val", training.clip_grad)
+    if training.adam_eps != 1e-8:  # torch.optim.AdamW
+        words.put("model.optim.eps", decimal(training.adam_eps), added=True)
+    for key in ("reset_attention_mask", "reset_position_ids", "eod_mask_loss"):
+        words.put_unless_default(f"model.data.{key}", getattr(training, key))
+    words.put_unless_default("model.data.splits_string", job.dataset.split)
+    chunks = job.parallelism.virtual_pipeline_model_parallel_size
+    if chunks:
+        words.put("model.virtual_pipeline_model_parallel_size", str(chunks))
+    if job.wandb is not None:
+        words.put("exp_manager.create_wandb_logger", "True")
+        words.put("exp_manager.wandb_logger_kwargs.project", hydra_value(job.wandb.project))
+
+
+def _put_places(
+    words: NeuronxWords, job: Job, generation: ScriptGeneration, places: NeuronxPlaces
+) -> None:
+    """trainkit's own: where checkpoints lie, that the last step leaves one, and the one to go on
+    from."""
+    if not saves(job, generation):
+        return
+    words.put(f"{_CALLBACK}.dirpath", hydra_value(str(places.checkpoints)), added=True)
+    words.put_unless_default(f"{_CALLBACK}.save_top_k", job.checkpoint.keep_last)
+    words.put_unless_default(f"{_CALLBACK}.save_last", True)
+    if job.wandb is not None:
+        words.put("exp_manager.wandb_logger_kwargs.name", hydra_value(places.name))
+    if places.resume is None:
+        return
+    if not generation.load_xser and words.said("model.save_xser") == "True":
+        words.put("model.load_xser", "True", added=True)
+    words.put("model.resume_from_checkpoint", checkpoint_word(str(places.resume)))
+
+
+def _refuse(words: NeuronxWords, job: Job, precision: Precision) -> None:
+    """What the engine has no way to do."""
+    model = job.model
+    training = job.training
+    if model.family != "gpt":
+        words.refuse(
+            f"model.family = '{model.family}': trainkit starts megatron_gpt_pretraining.py with"
+            " conf/megatron_gpt_config.yaml, which is GPT",
+            "engine = 'native' or 'megatron-lm' has it",
+        )
+    usual = {"init_method": "normal", "output_layer_init_method": "scaled"}
+    for key, value in usual.items():
+        if getattr(model, key) != value:
+            words.refuse(f"model.{key} = '{getattr(model, key)}': the engine has '{value}' only")
+    asked: dict[str, tuple[object, object]] = {
+        "training.lr_decay_style": (training.lr_decay_style, "cosine"),
+        "training.optimizer": (training.optimizer, "adam"),
+        "training.z_loss": (training.z_loss, 0.0),
+        "training.rampup_batch_size": (training.rampup_batch_size, None),
+        "training.lr_warmup_init": (training.lr_warmup_init, 0.0),
+        "training.recompute_every": (training.recompute_every, 1),
+        "dataset = 'mock'": (job.dataset.source == "mock", False),
+    }
+    for key, (said, only) in asked.items():
+        if said != only:
+            words.refuse(f"{key} = {said!r}: the engine has {only!r} only")
+    if precision.zero and job.parallelism.zero_stage != 1:
+        words.refuse(
+            f"engine_args.{PRECISION_KEY} = '{precision.name}' shares its optimizer out",
+            "set parallelism.zero_stage = 1",
+        )
+    if job.parallelism.zero_stage not in (0, 1):
+        words.refuse(f"parallelism.zero_stage {job.parallelism.zero_stage}: the engine has 0 and 1")
+    _refuse_tokenizer(words, job)
+
+
+def _refuse_tokenizer(words: NeuronxWords, job: Job) -> None:
+    tokenizer = job.dataset.tokenizer
+    if words.said("model.tokenizer.type") is not None:
+        return
+    if tokenizer is None or tokenizer.type != "gpt2" or not tokenizer.vocab_file:
+        words.refuse(
+            f"dataset '{job.dataset.name}': the engine reads the vocab_file and merge_file of a"
+            " tokenizer of type 'gpt2'",
+            'give them, or engine_args "model.tokenizer.type" and "model.tokenizer.model"',
+        )

@@ -1,0 +1,262 @@
+"""engine = "neuronx-nemo": an unmodified tree of aws-neuron/neuronx-nemo-megatron on Trainium.
+
+The agents start `torchrun` once a node, as its scripts do, beside our small program; torchrun
+starts the node's ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from pathlib import Path
+
+from trainkit.base.documents import canonical_json
+from trainkit.base.errors import ConfigError, Problem
+from trainkit.base.git import head_commit
+from trainkit.engines.contract import Command
+from trainkit.engines.foreign import (
+    EngineProgram,
+    listed_checkpoints,
+    rank_command,
+    take_back_metrics,
+)
+from trainkit.engines.launchable import launcher_problems
+from trainkit.engines.megatron_lm.data import MegatronData, data_of
+from trainkit.engines.neuronx_nemo.argv import (
+    PORT,
+    NeuronxPlaces,
+    argv_problems,
+    neuronx_argv,
+    precision_of,
+    saves,
+)
+from trainkit.engines.neuronx_nemo.generations import (
+    ENGINE,
+    ScriptGeneration,
+    environment_of,
+    generation_of,
+)
+from trainkit.engines.options import OptionTable, load_table, version_at
+from trainkit.engines.rank import neuronx_nemo as reader
+from trainkit.engines.rank.node_setup import NodeSetup
+from trainkit.engines.rank.spec import RequiredModule
+from trainkit.engines.requirements import required_versions
+from trainkit.engines.sources import (
+    engine_python,
+    engine_version,
+    engines_root,
+    is_url,
+    source_of,
+    source_tree,
+)
+from trainkit.jobs.schema import Job
+from trainkit.runs.checkpoint_list import ListedCheckpoint
+from trainkit.runs.folder import RunFolder
+
+FOLDER = Path("nemo/examples/nlp/language_modeling")  # where the scripts begin
+OPEN_FILES = 65535
+MAX_DIRTY_MB = 64
+# what megatron_gpt_pretraining.py and what it imports need; `nemo` and `apex` are the tree's wheels
+MODULES = (
+    "torch",
+    "torch_xla",
+    "torch_neuronx",
+    "nemo",
+    "apex",
+    "pytorch_lightning",
+    "hydra",
+    "omegaconf",
+    "transformers",
+)
+MEND = (
+    "install the tree's wheels and requirements (engines.X.venv), or name the environment of the"
+    " Neuron SDK (engines.X.python)"
+)
+DEVICES = "/dev/neuron[0-9]*"
+NO_DEVICE = "this is no Trainium instance, or aws-neuronx-dkms is not installed (neuron-ls)"
+
+
+def version_of(job: Job) -> str | None:
+    """Whose options a job's tree has: what [engines.X] says, what its commit or branch is, what
+    the tree says. None where the tree is still to be cloned and its revision says nothing.
+
+    Raises ConfigError: the job names no source, or the tree is none of the engine.
+    """
+    source = source_of(job)
+    if source.version is not None:
+        return source.version
+    if source.revision is not None and is_url(source.source):
+        known = version_at(ENGINE, source.revision)
+        branch = re.fullmatch(r"(\d+(?:\.\d+)+)_release", source.revision)
+        if known or branch:
+            return known or str(branch[1] if branch else "")
+    tree = source_tree(job)
+    if tree.exists() or not is_url(source.source):
+        return engine_version(tree, ENGINE)
+    return None
+
+
+def table_of(job: Job) -> OptionTable:
+    """The keys of the job's version. Raises ConfigError where it is not known."""
+    version = version_of(job) or engine_version(source_tree(job), ENGINE)
+    return load_table(ENGINE, version)
+
+
+def engine_notes(job: Job) -> list[str]:
+    """What of a job is passed on otherwise than it stands there, in words; nothing where its
+    version is not known yet."""
+    try:
+        version = version_of(job)
+    except ConfigError:
+        return []
+    if version is None:
+        return []
+    table = load_table(ENGINE, version)
+    notes = [table.notice] if table.notice else []
+    if not job.precompile and not saves(job, generation_of(table.version)):
+        notes.append(
+            "this run writes no checkpoint, as the scripts have it: it cannot be resumed;"
+            ' engine_args."exp_manager.create_checkpoint_callback" = true writes some'
+        )
+    if job.checkpoint.keep_every is not None:
+        notes.append("checkpoint.keep_every has no effect: the engine keeps the newest")
+    if job.generate.model_fields_set:
+        notes.append("generate has no effect: a run of neuronx-nemo ends without a sample")
+    return notes
+
+
+def node_setup(job: Job, generation: ScriptGeneration) -> NodeSetup:
+    """What the scripts set on each node, and the devices it must have."""
+    several = not job.cluster.launcher_traits.one_machine
+    on_device = job.cluster.device_type == "neuron"
+    return NodeSetup(
+        open_files=OPEN_FILES,
+        # the scripts at f4743ce do so under Slurm, those of 2.13.1 always
+        reserve_port=several,
+        max_dirty_mb=MAX_DIRTY_MB if several and generation.lustre else 0,
+        devices=DEVICES if on_device else "",
+        mend=NO_DEVICE,
+    )
+
+
+class NeuronxNemo:
+    """One torchrun a node; the job travels as its command line."""
+
+    def problems(self, job: Job) -> list[Problem]:
+        """What this version of the engine cannot do. Nothing of its keys while the tree is still
+        to be cloned: `command` says it then."""
+        found = launcher_problems(job)
+        try:
+            version = version_of(job)
+            if version is not None:
+                found += argv_problems(job, generation_of(version), load_table(ENGINE, version))
+        except ConfigError as error:
+            found += error.list
+        return found
+
+    def command(self, job: Job, run: RunFolder, attempt: int) -> Command:
+        table = table_of(job)
+        generation = generation_of(table.version)
+        data = data_of(job)
+        places = NeuronxPlaces(
+            run.path / "nemo",
+            run.checkpoints,
+            f"{run.job_name}-{run.id}",
+            reader.newest_whole(run.checkpoints),
+        )
+        argv: tuple[str, ...] = neuronx_argv(job, generation, table, data, places)
+        program = "torchrun"
+        if job.precompile:
+            argv = (program, *argv)
+            program = "neuron_parallel_compile"
+        tree = source_tree(job)
+        precision = precision_of(job, generation)
+        env = environment_of(generation, precision, compiling=job.precompile)
+        key = graphs_key(job, generation, argv)
+        whole = EngineProgram(
+            engine=ENGINE,
+            python=str(engine_python(job)),
+            tree=tree / FOLDER,
+            argv=argv,
+            env={**env, "NEMO_EXPM_VERSION": run.id},
+            modules=tuple(RequiredModule(name, MEND) for name in MODULES),
+            reads=_reads(job, data),
+            versions=required_versions(source_of(job), ENGINE, table.version),
+            program=program,
+            port=PORT,
+            node=node_setup(job, generation),
+            saves=saves(job, generation),
+            compiled=str(graphs_folder(job, key) / "${NODE_RANK}.json") if job.precompile else "",
+            compiled_for=key,
+        )
+        return rank_command(job, run, attempt, whole)
+
+    def resume_problems(self, job: Job, run: RunFolder) -> list[Problem]:
+        """Its files are of tensor- and pipeline-parallel ranks; with ZeRO of all of them."""
+        newest = reader.newest_whole(run.checkpoints)
+        if newest is None:
+            return []
+        p = job.parallelism
+        there = reader.grid(run.checkpoints)
+        asked = (p.tensor_model_parallel_size, p.pipeline_model_parallel_size)
+        if there in ((), asked, asked[:1] if asked[1] == 1 else asked):
+            return []
+        return [
+            Problem(
+                f"{newest.name} was saved by {' x '.join(map(str, there))} tensor- and"
+                f" pipeline-parallel ranks, and the job has {asked[0]} x {asked[1]}",
+                hint="resume with the same degrees",
+            )
+        ]
+
+    def before_attempt(self, job: Job, run: RunFolder) -> None:
+        """Rows of metrics after the checkpoint from which the engine goes on are taken back."""
+        if problems := self.resume_problems(job, run):
+            raise ConfigError(problems)
+        take_back_metrics(job, run)
+
+    def checkpoints(self, run: RunFolder, *, hashes: bool) -> list[ListedCheckpoint]:
+        return listed_checkpoints(ENGINE, run)
+
+
+def graphs_key(job: Job, generation: ScriptGeneration, argv: tuple[str, ...]) -> str:
+    """Names the graphs of a job: equal for the same tree, interpreter, model, batch, layout,
+    precision and flags of the compiler, wherever the run writes and whatever it is called."""
+    of_places = ("exp_manager.", "trainer.max_steps=", "trainer.val_check_interval=")
+    words = [
+        word
+        for word in argv
+        if not word.lstrip("+").startswith((*of_places, "model.resume_from_checkpoint="))
+        and word not in ("torchrun", "neuron_parallel_compile")
+    ]
+    env = environment_of(generation, precision_of(job, generation), compiling=False)
+    tree = source_tree(job)
+    parts = [words, {**env, **job.environment}, str(engine_python(job)), head_commit(tree)]
+    return hashlib.sha256(canonical_json(parts).encode()).hexdigest()[:16]
+
+
+def graphs_folder(job: Job, key: str) -> Path:
+    """<root>/engines/graphs/KEY: a file of each node whose graphs were compiled."""
+    return engines_root(job) / "graphs" / key
+
+
+def compiled_nodes(job: Job, run: RunFolder) -> tuple[str, int]:
+    """(key, nodes) of the job's graphs: how many of its nodes have compiled them. Raises
+    ConfigError: its tree or its data are not there."""
+    table = table_of(job)
+    generation = generation_of(table.version)
+    places = NeuronxPlaces(run.path / "nemo", run.checkpoints, "")
+    argv = neuronx_argv(job, generation, table, data_of(job), places)
+    key = graphs_key(job, generation, argv)
+    folder = graphs_folder(job, key)
+    return key, sum(os.path.exists(folder / f"{node}.json") for node in range(job.nodes))
+
+
+def _reads(job: Job, data: MegatronData) -> tuple[Path, ...]:
+    """Files that every node must see."""
+    found = [Path(f"{prefix}{end}") for prefix in data.prefixes() for end in (".idx", ".bin")]
+    tokenizer = job.dataset.tokenizer
+    if tokenizer is not None:
+        found += [Path(each) for each in (tokenizer.vocab_file, tokenizer.merge_file) if each]
+    return tuple(found)
