@@ -34,6 +34,7 @@ TASK_NAMES = [
     "logs",
     "nodes",
     "plan",
+    "precompile",
     "prep-data",
     "replay",
     "report",

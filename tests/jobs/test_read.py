@@ -192,7 +192,7 @@ def test_each_key_is_read_by_its_type(tmp_path: Path) -> None:
         ),
         (
             '[clusters.c.stages.precompile]\npartition = "p"\n',
-            "stage 'precompile' is planned, but not in this version",
+            "`invoke precompile` runs on as many nodes as the training",
         ),
         (
             '[clusters.c.stages.prepdata]\npartition = "p"\n',
@@ -222,4 +222,4 @@ def test_what_nothing_reads_is_refused_with_words(
 def test_refusals_reach_jobs(checkout: Checkout) -> None:
     text = GOOD + '\n[clusters.far]\nstages = { precompile = { partition = "p" } }\n'
     (words,) = refused(checkout(text), sets=["cluster=far"])
-    assert "'precompile' is planned" in words
+    assert "`invoke precompile` runs" in words

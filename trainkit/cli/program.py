@@ -27,7 +27,7 @@ from trainkit.cli.wrapper import command_in
 
 GROUPS = {
     "Start": ("init", "import", "jobs", "show", "check", "plan"),
-    "Prepare": ("build", "build-container", "prep-data", "data-stats", "data-verify"),
+    "Prepare": ("build", "build-container", "prep-data", "precompile", "data-stats", "data-verify"),
     "Run": ("train", "resume", "attach", "cancel"),
     "Follow": ("runs", "status", "logs", "why", "checkpoints", "report", "tensorboard"),
     "After training": ("generate", "evaluate", "export", "convert", "replay", "clean"),

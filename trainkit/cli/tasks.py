@@ -30,6 +30,7 @@ namespace = Collection(
     tasks_run.prep_data,
     tasks_config.data_stats,
     tasks_config.data_verify,
+    tasks_run.precompile,
     tasks_run.train,
     tasks_run.resume,
     tasks_run.attach,

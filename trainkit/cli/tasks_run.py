@@ -1,4 +1,5 @@
-"""The tasks that make runs: build, build-container, prep-data, train, resume, attach, cancel."""
+"""The tasks that make runs: build, build-container, prep-data, precompile, train, resume, attach,
+cancel."""
 
 from __future__ import annotations
 
@@ -81,6 +82,24 @@ def train(task: TaskContext, job: str, options: TrainOptions) -> TaskResult:
     from trainkit.cli.run import train as runner
 
     return runner.train(task, job, options)
+
+
+@make_task(
+    options=TrainOptions,
+    help={**JOB, "force": "compile again even if all graphs are there"},
+    takes_json=True,
+    takes_dry_run=True,
+)
+def precompile(
+    task: TaskContext, job: str, options: TrainOptions, force: bool = False
+) -> TaskResult:
+    """Compile the graphs of a job (engine neuronx-nemo) before it trains.
+
+    It runs on as many nodes as the training, as a run of its own; success is that no graph failed.
+    """
+    from trainkit.cli.run import train as runner
+
+    return runner.precompile(task, job, options, force=force)
 
 
 @make_task(options=ResumeOptions, help=RUN, takes_json=True, takes_dry_run=True)

@@ -15,6 +15,8 @@ PLACES = {
     "megatron-lm": ("trainkit.engines.megatron_lm.engine", "MegatronLm"),
     "neuronx-nemo": ("trainkit.engines.neuronx_nemo.engine", "NeuronxNemo"),
 }
+# whose modules have a function engine_notes
+NOTED = ("megatron-lm", "neuronx-nemo")
 
 
 class EngineTable(dict[str, Engine]):
@@ -31,6 +33,15 @@ class EngineTable(dict[str, Engine]):
 
 
 ENGINES = EngineTable()
+
+
+def engine_notes(job: Job) -> list[str]:
+    """What the job's engine passes on otherwise than it stands in jobs.toml, in words."""
+    if job.engine not in NOTED:
+        return []
+    module, _ = PLACES[job.engine]
+    notes: list[str] = importlib.import_module(module).engine_notes(job)
+    return notes
 
 
 def refuse_unlaunchable(job: Job) -> None:

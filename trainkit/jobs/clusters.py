@@ -80,18 +80,17 @@ LOCAL_STAGES = {  # why the others run where you type
     "engine-source": "it fetches over the network",
     "engine-install": "it fetches over the network",
 }
-PLANNED_STAGES = ("precompile",)
 
 
 def refuse_unknown_stages(places: dict[str, StagePlace]) -> dict[str, StagePlace]:
     """The places themselves, once each is of a stage that there is."""
     for name in places:
         known = ", ".join(STAGES)
-        if name in PLANNED_STAGES:
+        if name == "precompile":
             raise wrong(
-                f"stages.{name}",
-                f"stages.{name}: stage {name!r} is planned, but not in this version of trainkit;"
-                f" remove the table. Stages: {known}",
+                "stages.precompile",
+                "stages.precompile: `invoke precompile` runs on as many nodes as the training, of"
+                " the same options; remove the table",
             )
         if name in LOCAL_STAGES:
             raise wrong(

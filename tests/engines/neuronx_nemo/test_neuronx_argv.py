@@ -302,6 +302,27 @@ def test_a_run_without_checkpoints_says_so(jobs: Jobs) -> None:
     assert not spec_of(NeuronxNemo().command(older(jobs, "23b"), RUN, 1))["saves"]
 
 
+def test_graphs_are_known_by_what_they_depend_on(jobs: Jobs) -> None:
+    """Not by the run, by its length or by where it saves; by the model, the layout, the flags of
+    the compiler and all else that is compiled in."""
+
+    def key(*changes: str) -> str:
+        compiled_for = spec_of(NeuronxNemo().command(resolved(jobs, "23b", *changes), RUN, 1))
+        return str(compiled_for["compiled_for"])
+
+    assert key() == key("precompile=true") == key("training.save_interval=7")
+    assert key() == key("training.train_iters=400000", "training.lr_decay_iters=320000")
+    others = [
+        key("training.micro_batch_size=2"),
+        key("nodes=8"),
+        key("parallelism.tensor_model_parallel_size=16"),
+        key("engine_args.training_precision=megatron_amp_O2"),
+        key("env.NEURON_CC_FLAGS='-O2'"),
+        key("engine_source.python='/other/bin/python'"),
+    ]
+    assert len({key(), *others}) == len(others) + 1
+
+
 def test_a_version_that_nobody_knows_is_refused(jobs: Jobs) -> None:
     job = resolved(jobs, "23b", "engine_source.revision=feature/x")
     with pytest.raises(ConfigError, match="is not at"):

@@ -28,7 +28,7 @@ def plan(task: TaskContext, name: str, nodes: int, cluster: str, sets: Sequence[
         from rich.markup import escape
 
         from trainkit.cli.config.render_plan import print_page
-        from trainkit.engines.megatron_lm.engine import engine_notes
+        from trainkit.engines.registry import engine_notes
 
         print_page(
             task.console,
@@ -38,7 +38,7 @@ def plan(task: TaskContext, name: str, nodes: int, cluster: str, sets: Sequence[
             refused=_refused(job),
             engine=job.engine_source or jobs.engine(job.engine),
         )
-        for said in engine_notes(job) if job.engine == "megatron-lm" else ():
+        for said in engine_notes(job):
             task.console.print(f"[yellow]note[/] {escape(said)}")
     return TaskResult(made.to_json(), Exit.DONE if made.feasible else Exit.PLAN)
 

@@ -150,6 +150,9 @@ def print_ending(
 ) -> None:
     """Success: facts, a sample (which loads the model), what to try next. Otherwise: what failed
     where, and what to do."""
+    if record.state == "succeeded" and job.precompile:
+        task.say(f"all graphs of {job.name} are compiled; next: {task.command} train {job.name}")
+        return
     if record.state == "succeeded":
         task.console.print(facts_table(run))
         if sample:

@@ -55,6 +55,26 @@ def train(task: TaskContext, name: str, options: TrainOptions) -> TaskResult:
     return _finish(task, job, submission, EventTail(submission.run), options)
 
 
+def precompile(task: TaskContext, name: str, options: TrainOptions, *, force: bool) -> TaskResult:
+    """The task `precompile`.
+
+    Args:
+        task: how the task speaks.
+        name: of the job.
+        options: how its run is started.
+        force: also where all graphs are compiled.
+    """
+    compiling = TrainOptions(**{**vars(options), "set": (*options.set, "precompile=true")})
+    job = plan_new_run(load_jobs(task), name, compiling).job
+    if job.engine == "neuronx-nemo" and not force:
+        from trainkit.engines.neuronx_nemo.engine import compiled_nodes
+
+        if compiled_nodes(job) == job.nodes:
+            task.say(f"the graphs of {name} are compiled on all {job.nodes} nodes")
+            return TaskResult(document("precompile/1", job=name, nodes=job.nodes, fresh=True))
+    return train(task, name, compiling)
+
+
 def _show(task: TaskContext, new: NewRun) -> TaskResult:
     """Say what would be started where."""
     plan, dry_run = new.show(stage_ui(task))

@@ -24,6 +24,7 @@ from trainkit.engines.foreign import (
 from trainkit.engines.launchable import launcher_problems
 from trainkit.engines.megatron_lm.data import MegatronData, data_of
 from trainkit.engines.neuronx_nemo.argv import (
+    COMPILE_STEPS,
     PORT,
     NeuronxPlaces,
     argv_problems,
@@ -190,7 +191,7 @@ class NeuronxNemo:
             compiled=str(graphs_folder(job, key) / "${NODE_RANK}.json") if job.precompile else "",
             compiled_for=key,
         )
-        return rank_command(job, run, attempt, whole)
+        return rank_command(_as_run(job), run, attempt, whole)
 
     def resume_problems(self, job: Job, run: RunFolder) -> list[Problem]:
         """Its files are of tensor- and pipeline-parallel ranks; with ZeRO of all of them."""
@@ -220,6 +221,14 @@ class NeuronxNemo:
         return listed_checkpoints(ENGINE, run)
 
 
+def _as_run(job: Job) -> Job:
+    """The job with the steps that it makes."""
+    if not job.precompile:
+        return job
+    training = job.training.model_copy(update={"train_iters": COMPILE_STEPS})
+    return job.model_copy(update={"training": training})
+
+
 def graphs_key(job: Job, generation: ScriptGeneration, argv: tuple[str, ...]) -> str:
     """Names the graphs of a job: equal for the same tree, interpreter, model, batch, layout,
     precision and flags of the compiler, wherever the run writes and whatever it is called."""
@@ -241,16 +250,18 @@ def graphs_folder(job: Job, key: str) -> Path:
     return engines_root(job) / "graphs" / key
 
 
-def compiled_nodes(job: Job, run: RunFolder) -> tuple[str, int]:
-    """(key, nodes) of the job's graphs: how many of its nodes have compiled them. Raises
-    ConfigError: its tree or its data are not there."""
-    table = table_of(job)
-    generation = generation_of(table.version)
-    places = NeuronxPlaces(run.path / "nemo", run.checkpoints, "")
-    argv = neuronx_argv(job, generation, table, data_of(job), places)
-    key = graphs_key(job, generation, argv)
-    folder = graphs_folder(job, key)
-    return key, sum(os.path.exists(folder / f"{node}.json") for node in range(job.nodes))
+def compiled_nodes(job: Job) -> int:
+    """How many of a job's nodes have compiled its graphs, as it is now: none where its tree or its
+    data are not there yet."""
+    try:
+        table = table_of(job)
+        generation = generation_of(table.version)
+        places = NeuronxPlaces(Path(), Path(), "")
+        argv = neuronx_argv(job, generation, table, data_of(job), places)
+    except ConfigError:
+        return 0
+    folder = graphs_folder(job, graphs_key(job, generation, argv))
+    return sum(os.path.exists(folder / f"{node}.json") for node in range(job.nodes))
 
 
 def _reads(job: Job, data: MegatronData) -> tuple[Path, ...]:

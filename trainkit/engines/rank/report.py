@@ -23,6 +23,8 @@ from trainkit.engines.rank.spec import RankSpec
 # between two lines of the engine, in units of the longest time between two so far: an evaluation or
 # a save may lie between the next two
 QUIET_LINES = 3.0
+# between two signs of life of a program that prints no steps
+ALIVE_SECONDS = 5.0
 
 
 class RankReport:
@@ -164,6 +166,14 @@ class RankReport:
                 quiet_seconds=QUIET_LINES * self._longest,
             )
         )
+
+    def alive(self, phase: str) -> None:
+        """Something was printed by a program whose lines say no step: a sign of life, now and
+        then."""
+        now = time.monotonic()
+        if self._line_at is None or now - self._line_at > ALIVE_SECONDS:
+            self._line_at = now
+            self.beat(phase)
 
     def done(self) -> None:
         """Success, durable."""

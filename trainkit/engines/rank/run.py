@@ -101,6 +101,8 @@ class EngineProcess:
     def _take(self, target: int, data: bytes, *, shown: bool = True) -> None:
         if shown:
             write_all(target, data)
+        if self.spec.compiled:
+            self.report.alive("compile")
         lines = (self.partial[target] + data).replace(b"\r", b"\n").split(b"\n")
         self.partial[target] = lines.pop()[-LONGEST:]
         for line in lines:
@@ -108,8 +110,12 @@ class EngineProcess:
             if text.strip():
                 self.last = [*self.last[1 - LAST_LINES :], text]
                 self.graphs.read_line(text)
-                for reading in self.read_line(text):
-                    self.report.take(reading)
+                if not self.spec.compiled:  # whose losses are none
+                    self._report(text)
+
+    def _report(self, text: str) -> None:
+        for reading in self.read_line(text):
+            self.report.take(reading)
 
     def ask_to_end(self) -> None:
         """TERM: an engine that can saves first."""
