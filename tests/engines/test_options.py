@@ -255,8 +255,8 @@ def test_another_version_has_the_table_before_it_and_says_so() -> None:
     assert table.version == "core-0.13.0"
     assert "megatron-lm core-0.13.1" in table.notice and "core-0.13.0" in table.notice
     assert load_table("megatron-lm", "2019").version == "2021"
-    with pytest.raises(ConfigError, match="nemo"):
-        load_table("nemo", "1")
+    with pytest.raises(ConfigError, match="native"):
+        load_table("native", "1")
 
 
 SET_BY = {"num-layers": "model.num_layers", "ckpt-format": "checkpoint", "save": "nothing"}

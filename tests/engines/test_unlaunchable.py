@@ -46,7 +46,6 @@ def test_what_runs_here_is_not_refused() -> None:
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"engine": "nemo"}, ["engine = 'nemo'"]),
         (
             {
                 "cluster": Cluster(name="c", launcher="slurm", device=built_in_device("trn1-core")),

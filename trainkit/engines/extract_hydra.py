@@ -1,9 +1,9 @@
 """Reads which keys a hydra configuration has, from its YAML, without importing its engine:
 
-    python -m trainkit.engines.extract_hydra CONF.yaml --engine E --version V --commit C > E-V.json
+    python -m trainkit.engines.extract_hydra CONF.yaml.. --engine E --version V --commit C
 
 Every leaf is an option by its dotted path. What is null, missing (`???`) or an interpolation
-there has no type of its own.
+there has no type of its own; of several files the first that has a type for it says it.
 """
 
 from __future__ import annotations
@@ -25,6 +25,19 @@ def hydra_options(text: str) -> dict[str, Option]:
     import yaml  # 20 ms, for one task
 
     return {option.name: option for option in _leaves("", yaml.safe_load(text))}
+
+
+def joined_options(texts: Sequence[str]) -> dict[str, Option]:
+    """The leaves of several configurations, without what hydra keeps for itself."""
+    found: dict[str, Option] = {}
+    for text in texts:
+        for name, option in hydra_options(text).items():
+            known = found.get(name)
+            if name.partition(".")[0] in ("hydra", "defaults"):
+                continue
+            if known is None or (known.type == "any" and known.default is None):
+                found[name] = option
+    return found
 
 
 def _leaves(path: str, value: object) -> Iterator[Option]:
@@ -53,11 +66,11 @@ def _kind(value: object) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the table of a configuration."""
     parser = argparse.ArgumentParser(prog="extract_hydra", description=__doc__)
-    parser.add_argument("file", type=Path, help="the configuration")
+    parser.add_argument("files", type=Path, nargs="+", help="the configuration")
     for name in ("engine", "version", "commit"):
         parser.add_argument(f"--{name}", required=True)
     given = parser.parse_args(argv)
-    options = hydra_options(given.file.read_text(encoding="utf-8"))
+    options = joined_options([file.read_text(encoding="utf-8") for file in given.files])
     print(dump_table(OptionTable(given.engine, given.version, given.commit, options)), end="")
     return 0
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from trainkit.engines.compiled import engine_path
 from trainkit.engines.contract import Command
+from trainkit.engines.rank.nemo import saved_names
 from trainkit.engines.rank.node_setup import NodeSetup
 from trainkit.engines.rank.readers import READERS
 from trainkit.engines.rank.spec import RankSpec, RequiredModule
@@ -25,7 +26,10 @@ KEPT = {
     "megatron-lm": "megatron-lm deletes none",
     "gpt-neox": "gpt-neox keeps the newest, as many as checkpoint.keep_last says",
     "neuronx-nemo": "neuronx-nemo keeps the newest, as many as checkpoint.keep_last says",
+    "nemo": "nemo keeps the best, as many as checkpoint.keep_last says, and the last",
 }
+# whose checkpoints have their step somewhere in their names
+BY_STEP_AND_LOSS = ("nemo", "neuronx-nemo")
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,9 @@ class EngineProgram:
         port: as of Command.
         compiled: as of RankSpec, where it compiles graphs instead of training.
         compiled_for: as of RankSpec.
+        checkpoints: where it saves; None: the run's folder for them.
+        before: as of RankSpec.
+        python_path: as of RankSpec.
     """
 
     engine: str
@@ -69,6 +76,9 @@ class EngineProgram:
     port: int = 0
     compiled: str = ""
     compiled_for: str = ""
+    checkpoints: Path | None = None
+    before: tuple[str, ...] = ()
+    python_path: tuple[str, ...] = ()
 
 
 def spec_name(attempt: int) -> str:
@@ -90,7 +100,7 @@ def rank_command(job: Job, run: RunFolder, attempt: int, program: EngineProgram)
         engine=program.engine,
         argv=(program.program or program.python, *program.argv),
         cwd=str(program.tree),
-        checkpoints=str(run.checkpoints),
+        checkpoints=str(program.checkpoints or run.checkpoints),
         metrics=str(run.metrics),
         train_iters=job.training.train_iters,
         log_interval=job.training.log_interval,
@@ -115,6 +125,8 @@ def rank_command(job: Job, run: RunFolder, attempt: int, program: EngineProgram)
         node=program.node,
         compiled=program.compiled,
         compiled_for=program.compiled_for,
+        before=(program.python, *program.before) if program.before else (),
+        python_path=program.python_path,
     )
     name = spec_name(attempt)
     main = run.code / "trainkit" / "engines" / "rank" / "main.py"
@@ -182,6 +194,8 @@ def listed_checkpoints(engine: str, run: RunFolder) -> list[ListedCheckpoint]:
 def checkpoint_names(engine: str, run: RunFolder) -> list[str]:
     """The folders of a run's checkpoints up to the one that the engine would go on from, by their
     names alone: to judge all of a long run takes a shared file system its time."""
+    if engine in BY_STEP_AND_LOSS:
+        return [each.name for each in saved_names(run.checkpoints) if not each.unfinished]
     newest = READERS[engine].tracked_step(run.checkpoints)
     if newest is None:
         return []

@@ -13,6 +13,7 @@ PLACES = {
     "native": ("trainkit.engines.native", "Native"),
     "gpt-neox": ("trainkit.engines.gpt_neox.engine", "GptNeox"),
     "megatron-lm": ("trainkit.engines.megatron_lm.engine", "MegatronLm"),
+    "nemo": ("trainkit.engines.nemo.engine", "Nemo"),
     "neuronx-nemo": ("trainkit.engines.neuronx_nemo.engine", "NeuronxNemo"),
 }
 # whose modules have a function engine_notes

@@ -16,16 +16,19 @@ from trainkit.base.git import holds_password, without_passwords
 from trainkit.jobs.schema import EngineSource, Job
 from trainkit.runs.origin import EngineTree
 
-LAUNCHED = ("gpt-neox", "megatron-lm", "neuronx-nemo")  # engines whose trees these rules know
+# engines whose trees these rules know
+LAUNCHED = ("gpt-neox", "megatron-lm", "nemo", "neuronx-nemo")
 # what every tree of an engine holds, whatever its version
 ENTRY_FILES: dict[str, tuple[str, ...]] = {
     "gpt-neox": ("train.py", "deepy.py"),
     "megatron-lm": ("pretrain_gpt.py",),
+    "nemo": ("examples/nlp/language_modeling/megatron_gpt_pretraining.py", "nemo/__init__.py"),
     "neuronx-nemo": (
         "build.sh",
         "nemo/examples/nlp/language_modeling/megatron_gpt_pretraining.py",
     ),
 }
+NEMO_RELEASES = ((1, 12), (2, 1))  # of bignlp 22.09 and of 24.12
 BEFORE_CORE = "2021"  # Megatron-LM without megatron/core/package_info.py (before May 2023)
 _URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://.+")
 _SCP = re.compile(r"(\w[\w.-]*@)?\w[\w.-]*:(?!:).+")  # USER@HOST:PATH, as git takes it
@@ -122,7 +125,8 @@ def in_image(job: Job) -> bool:
 
 def engine_version(tree: Path, engine: str) -> str:
     """What version a tree is, read from its text: "core-0.12.0" or "2021" for Megatron-LM,
-    "2.0.0" or "1.0.0" for GPT-NeoX, "2.21" or "2.13.1" for neuronx-nemo-megatron.
+    "2.0.0" or "1.0.0" for GPT-NeoX, "2.21" or "2.13.1" for neuronx-nemo-megatron,
+    "22.09" or "24.12" for the NeMo of those launchers.
 
     Raises ConfigError (exit 3) where the folder is missing or holds no such engine.
     """
@@ -141,6 +145,8 @@ def engine_version(tree: Path, engine: str) -> str:
         )
     if engine == "gpt-neox":
         version = _neox_version(tree)
+    elif engine == "nemo":
+        version = _nemo_version(tree)
     elif engine == "neuronx-nemo":
         version = _neuronx_version(tree)
     else:
@@ -205,6 +211,19 @@ def _neox_version(tree: Path) -> str | None:
     if any(_NEOX_1_DEEPSPEED.search(line) for line in required):
         return "1.0.0"
     return "2.0.0"
+
+
+def _nemo_version(tree: Path) -> str | None:
+    """The launcher's release that a NeMo (nemo/package_info.py) belongs to; one between two of
+    them as "22.09-nemo-1.20.0": the older one's, which it is newer than."""
+    numbers = _constants(_text(tree / "nemo" / "package_info.py"))
+    parts = [numbers.get(name) for name in ("MAJOR", "MINOR", "PATCH")]
+    if not all(isinstance(part, int) for part in parts):
+        return None
+    launcher = "24.12" if parts[0] == 2 else "22.09"
+    if tuple(parts[:2]) in NEMO_RELEASES:
+        return launcher
+    return f"{launcher}-nemo-{'.'.join(str(part) for part in parts)}"
 
 
 def _neuronx_version(tree: Path) -> str | None:

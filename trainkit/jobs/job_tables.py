@@ -106,11 +106,11 @@ class EngineSource(Table):
     requirements: Strings = Field(
         (), description="lines for pip in that environment, over those known for the engine"
     )
-    launch: Literal["ranks", "deepspeed"] = Field(
+    launch: Literal["ranks", "deepspeed", "srun"] = Field(
         "ranks",
         description=(
             "ranks: trainkit's agents start every rank; deepspeed (gpt-neox): deepy.py starts them"
-            " over its own hostfile"
+            " over its own hostfile; srun (nemo): one srun starts them, as in the launcher's script"
         ),
     )
     container: str | None = Field(None, description="the [containers.X] table it runs in")

@@ -61,10 +61,7 @@ class Job(Table):
     description: str = Field("", description="one line: what it is and where it comes from")
     engine: Literal["native", "gpt-neox", "megatron-lm", "nemo", "neuronx-nemo"] = Field(
         "native",
-        description=(
-            "what is executed; this version plans for all of them and launches native, gpt-neox,"
-            " megatron-lm and neuronx-nemo"
-        ),
+        description=("what is executed: trainkit's own trainer, or another engine as it is"),
     )
     engine_source: EngineSource | None = Field(
         None,

@@ -222,7 +222,7 @@ def tracked_step(folder: Path) -> int | None:
 
 def found_checkpoints(folder: Path) -> list[FoundCheckpoint]:
     """Every checkpoint in `folder`, the oldest first; of one iteration whole ones first."""
-    grid = _grid(folder)
+    grid = rank_grid(folder)
     found = []
     for saved in saved_names(folder):
         problems = tuple(saved_problems(saved, grid))
@@ -230,7 +230,7 @@ def found_checkpoints(folder: Path) -> list[FoundCheckpoint]:
     return sorted(found, key=lambda each: (each.step, bool(each.problems)))
 
 
-def _grid(folder: Path) -> tuple[int, ...]:
+def rank_grid(folder: Path) -> tuple[int, ...]:
     """The sizes of the ranks' grid, as its folders say it: a rank has one from its first save."""
     ranks = [rank for rank in (_rank_of(each.name) for each in subfolders(folder)) if rank]
     if not ranks or len({len(rank) for rank in ranks}) > 1:

@@ -28,6 +28,7 @@ LONGEST = 2**16  # of a line that is looked at
 LAST_LINES = 60  # of what it printed, kept to say why it failed
 POLL_SECONDS = 0.2
 PY_SPY_SECONDS = 8
+BEFORE_SECONDS = 120
 HEALTH = 7
 START = 8
 
@@ -192,7 +193,36 @@ def engine_environment(spec: RankSpec) -> dict[str, str]:
     folder = os.path.dirname(spec.interpreter)
     first = [each for each in (*spec.path, folder) if each]
     environment["PATH"] = os.pathsep.join([*first, environment.get("PATH", os.defpath)])
+    if spec.python_path:
+        there = [environment["PYTHONPATH"]] if environment.get("PYTHONPATH") else []
+        environment["PYTHONPATH"] = os.pathsep.join([*spec.python_path, *there])
     return environment
+
+
+def run_before(spec: RankSpec) -> None:
+    """Run what the engine's scripts run in each rank before it, as `a; b` does: how it ends decides
+    nothing. NeMo's numa_mapping.py wants Slurm's word for the ranks of a node."""
+    if not spec.before:
+        return
+    environment = engine_environment(spec)
+    environment.setdefault("SLURM_NTASKS_PER_NODE", environment.get("LOCAL_WORLD_SIZE", "1"))
+    try:
+        done = subprocess.run(
+            spec.before,
+            env=environment,
+            cwd=spec.cwd,
+            stdin=subprocess.DEVNULL,
+            timeout=BEFORE_SECONDS,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        sys.stderr.write(f"trainkit: {spec.before[0]} before the engine: {error}\n")
+        return
+    if done.returncode:
+        sys.stderr.write(
+            f"trainkit: {' '.join(spec.before[:3])} ended with {done.returncode}; the engine starts"
+            " all the same, as in its own script\n"
+        )
 
 
 def run_engine(spec: RankSpec) -> int:
@@ -211,6 +241,7 @@ def run_engine(spec: RankSpec) -> int:
             sys.stderr.write(f"trainkit: {note}\n")
     began_at = READERS[spec.engine].tracked_step(Path(spec.checkpoints))
     report.begin(began_at)
+    run_before(spec)
     try:
         engine = EngineProcess(spec, report)
     except (OSError, ValueError) as error:

@@ -52,6 +52,8 @@ class RankSpec:
         reads: files that every node must see.
         versions: requirement lines that the engine is known to run with; others are noted.
         eval_interval: iterations between two evaluations, eval_iters: batches of one; 0: not known.
+        before: a program that is run before it in each rank, whose end decides nothing.
+        python_path: folders that come first on PYTHONPATH.
         saves: it writes checkpoints; without any, its last line says whether training is done.
         seen_seconds: until a file that one rank has written is seen by all.
         path: folders that come first on PATH, so that the engine's Makefiles find the python3 and
@@ -92,6 +94,8 @@ class RankSpec:
     eval_interval: int = 0
     eval_iters: int = 0
     saves: bool = True
+    before: tuple[str, ...] = ()
+    python_path: tuple[str, ...] = ()
 
     @property
     def interpreter(self) -> str:
@@ -111,7 +115,8 @@ class RankSpec:
         values["argv"] = tuple(values["argv"])
         values["reads"] = tuple(values["reads"])
         values["path"] = tuple(values.get("path", ()))
-        values["versions"] = tuple(values.get("versions", ()))
+        for name in ("versions", "before", "python_path"):
+            values[name] = tuple(values.get(name, ()))
         values["node"] = NodeSetup(**values.get("node", {}))
         values["modules"] = tuple(RequiredModule(**each) for each in values["modules"])
         return cls(**values)

@@ -1,0 +1,1 @@
+"""NVIDIA's NeMo, as the launchers of 22.09 (bignlp-scripts) and 24.12 start it."""

@@ -1,0 +1,339 @@
+"""engine = "nemo": NVIDIA's NeMo as its launchers of 22.09 and 24.12 start it.
+
+The job becomes the composed configuration that the launcher writes, below the run folder, and
+megatron_gpt_pretraining.py reads it. launch = "ranks" (the default): trainkit's agents start every
+rank, in the image where there is one. launch = "srun": one srun starts all, as in the launcher's
+batch script.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from trainkit.base.errors import ConfigError, Problem
+from trainkit.engines.contract import Command
+from trainkit.engines.foreign import (
+    EngineProgram,
+    listed_checkpoints,
+    rank_command,
+    take_back_metrics,
+)
+from trainkit.engines.hydra_words import Override
+from trainkit.engines.launchable import launcher_problems
+from trainkit.engines.megatron_lm.data import MegatronData, data_of
+from trainkit.engines.nemo.config import (
+    Config,
+    NemoPlaces,
+    added_words,
+    config_text,
+    nemo_config,
+    results_folder,
+    with_plain_arguments,
+)
+from trainkit.engines.nemo.generations import (
+    BIGNLP,
+    ENGINE,
+    NemoGeneration,
+    generation_of,
+    launcher_folder,
+    version_of,
+)
+from trainkit.engines.nemo.limits import job_problems
+from trainkit.engines.options import OptionTable, load_table
+from trainkit.engines.rank import nemo as reader
+from trainkit.engines.rank.spec import RequiredModule
+from trainkit.engines.requirements import required_versions
+from trainkit.engines.sources import engine_python, engine_version, source_of, source_tree
+from trainkit.jobs.schema import Job
+from trainkit.runs.checkpoint_list import ListedCheckpoint
+from trainkit.runs.folder import RunFolder
+
+SCRIPT = Path("examples/nlp/language_modeling/megatron_gpt_pretraining.py")
+INSTALL = "use NVIDIA's image, which has it: containers.X"
+MODULES = ("torch", "pytorch_lightning", "hydra", "omegaconf", "apex")
+MODULES_24 = ("torch", "lightning", "hydra", "omegaconf", "megatron.core", "transformer_engine")
+# numa_mapping of both launchers' conf/config.yaml
+NUMA = {
+    "enable": True,
+    "mode": "unique_contiguous",
+    "scope": "node",
+    "cores": "all_logical",
+    "balanced": True,
+    "min_cores": 1,
+    "max_cores": 8,
+}
+# exp_manager: NeMo leaves what it does not find, and takes any of several that it does
+SET_ASIDE = "set-aside"
+
+
+def table_of(job: Job) -> OptionTable:
+    """The options of the job's version. Raises ConfigError where it is not known."""
+    version = version_of(job) or engine_version(source_tree(job), ENGINE)
+    return load_table(ENGINE, version)
+
+
+def engine_notes(job: Job) -> list[str]:
+    """What of a job is passed on otherwise than it stands there, in words."""
+    try:
+        version = version_of(job)
+    except ConfigError:
+        return []
+    if version is None:
+        return []
+    generation = generation_of(version)
+    notes = []
+    table = load_table(ENGINE, version)
+    job = with_plain_arguments(job, table)
+    if table.notice:
+        notes.append(table.notice)
+    if not saves(job):
+        notes.append(
+            "engine_args 'exp_manager.create_checkpoint_callback' = false: nothing is saved, and a"
+            " run that is stopped begins anew"
+        )
+    elif not generation.saves_on_term and not job.engine_args.get("trainer.max_time"):
+        notes.append(
+            "NeMo of 22.09 saves nothing when it is asked to stop: engine_args 'trainer.max_time' ="
+            ' "DD:HH:MM:SS" ends it in time, with a checkpoint'
+        )
+    if job.generate.model_fields_set:
+        notes.append("generate has no effect: a run of NeMo ends without a sample")
+    return notes
+
+
+def saves(job: Job) -> bool:
+    """Whether its runs write checkpoints."""
+    return job.engine_args.get("exp_manager.create_checkpoint_callback") is not False
+
+
+class Nemo:
+    """One process a rank, or one srun; the job travels as the launcher's configuration."""
+
+    def problems(self, job: Job) -> list[Problem]:
+        found = launcher_problems(job)
+        try:
+            version = version_of(job)
+            if version is not None:
+                table = load_table(ENGINE, version)
+                plain = with_plain_arguments(job, table)
+                found += job_problems(plain, generation_of(version), table)
+        except ConfigError as error:
+            found += error.list
+        return found
+
+    def command(self, job: Job, run: RunFolder, attempt: int) -> Command:
+        table = table_of(job)
+        job = with_plain_arguments(job, table)
+        generation = generation_of(table.version)
+        data = data_of(job)
+        config = nemo_config(job, generation, data, _places(job, run))
+        name = f"{job.name}_hydra.yaml"
+        tree = source_tree(job)
+        argv = ("-u", str(tree / SCRIPT), *config_words(job, run, name))
+        program = EngineProgram(
+            ENGINE,
+            str(engine_python(job)),
+            tree,
+            argv,
+            env=engine_environment(job, generation),
+            files={f"launch/{name}": config_text(config)},
+            saves_on_term=generation.saves_on_term and saves(job),
+            modules=_modules(generation),
+            versions=required_versions(source_of(job), ENGINE, table.version),
+            reads=(tree / SCRIPT, *_reads(config, data)),
+        )
+        program = replace(
+            program,
+            checkpoints=checkpoint_folder(run),
+            saves=saves(job),
+            python_path=(str(tree),),
+            before=_numa_words(job, generation),
+        )
+        return rank_command(job, run, attempt, program)
+
+    def resume_problems(self, job: Job, run: RunFolder) -> list[Problem]:
+        return list(_layout_problems(job, run))
+
+    def before_attempt(self, job: Job, run: RunFolder) -> None:
+        """Leave one checkpoint for NeMo to go on from, the newest whole "-last": of several it
+        takes any, of an unfinished one its error. Rows of metrics after it are taken back."""
+        folder = checkpoint_folder(run)
+        folder.mkdir(parents=True, exist_ok=True)
+        _link(run)
+        _leave_one(folder)
+        if problems := self.resume_problems(job, run):
+            raise ConfigError(problems)
+        take_back_metrics(job, run)
+
+    def checkpoints(self, run: RunFolder, *, hashes: bool) -> list[ListedCheckpoint]:
+        return listed_checkpoints(ENGINE, run)
+
+
+def config_words(job: Job, run: RunFolder, name: str) -> tuple[str, ...]:
+    """The words behind the script.
+
+    cluster_type=BCP is NeMo's own word for ranks that others start: it takes torch's variables
+    (TorchElasticEnvironment). Else pytorch-lightning 1.7 takes Slurm's where there are as many
+    tasks as ranks, and starts processes of its own elsewhere; 2.4 takes Slurm's wherever
+    SLURM_NTASKS is set.
+    """
+    words = [f"--config-path={run.path / 'launch'}", f"--config-name={name}"]
+    words += [Override(key, value, "+").word() for key, value in added_words(job).items()]
+    return (*words, "+cluster_type=BCP")
+
+
+def checkpoint_folder(run: RunFolder) -> Path:
+    """Where exp_manager saves: explicit_log_dir/checkpoints, and 22.09 looks nowhere else."""
+    return results_folder(run.path) / "checkpoints"
+
+
+def _link(run: RunFolder) -> None:
+    """<run>/checkpoints leads there too: whoever looks for a run's checkpoints finds them."""
+    if run.checkpoints.is_dir() and not run.checkpoints.is_symlink():
+        if any(run.checkpoints.iterdir()):
+            return
+        run.checkpoints.rmdir()
+    if not run.checkpoints.is_symlink():
+        run.checkpoints.symlink_to(checkpoint_folder(run).relative_to(run.path))
+
+
+def engine_environment(job: Job, generation: NemoGeneration) -> dict[str, str]:
+    """Variables of the launcher's command line; those of jobs.toml lie over them."""
+    found = {"HYDRA_FULL_ERROR": "1", **generation.environment}
+    p = job.parallelism
+    if p.tensor_model_parallel_size > 1:
+        found["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    if job.cluster.device_type == "cuda":
+        if job.ranks_per_node == 8:
+            found["CUDA_VISIBLE_DEVICES"] = generation.devices
+        elif generation.core and job.cluster.launcher_traits.batch:
+            found["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(job.ranks_per_node)))
+    if generation.core and p.virtual_pipeline_model_parallel_size is not None:
+        # conditional_cfgs.py get_ln_sm_margin: 8 from compute capability 9 on
+        margin = "8" if job.cluster.device.name.startswith(("h100", "h200", "b200")) else "0"
+        found["NVTE_FWD_LAYERNORM_SM_MARGIN"] = margin
+        found["NVTE_BWD_LAYERNORM_SM_MARGIN"] = margin
+    if job.wandb is not None and job.wandb.mode == "offline":
+        found["WANDB_MODE"] = "offline"
+    return found
+
+
+def numa_words(job: Job, generation: NemoGeneration) -> tuple[str, ...]:
+    """numa_mapping.py and its words, which 22.09's script runs before each rank; () without."""
+    given = {
+        key.partition(".")[2]: value
+        for key, value in job.engine_args.items()
+        if key.startswith("numa_mapping.")
+    }
+    values = {**NUMA, **given}
+    if generation is not BIGNLP or not values["enable"]:
+        return ()
+    script = launcher_folder(generation) / "bignlp/collections/numa_mapping.py"
+    return ("-u", str(script), *(f"{key}={value}" for key, value in values.items()))
+
+
+def _numa_words(job: Job, generation: NemoGeneration) -> tuple[str, ...]:
+    if job.cluster.device_type != "cuda":
+        return ()
+    return numa_words(job, generation)
+
+
+def _places(job: Job, run: RunFolder) -> NemoPlaces:
+    given = job.engine_args.get("model.data.index_mapping_dir")
+    index = None if given else run.path / "index_mapping_dir"
+    return NemoPlaces(run.path, f"{run.job_name}-{run.id}", _resume_from(run), index)
+
+
+def _resume_from(run: RunFolder) -> str | None:
+    """The checkpoint to go on from where NeMo would find none: the newest whole one that has no
+    "-last" in its name, when the last one was damaged or never written."""
+    folder = checkpoint_folder(run)
+    whole = _whole(folder)
+    if not whole or any(each.is_last for each in whole):
+        return None
+    return str(whole[-1].place)
+
+
+def _whole(folder: Path) -> list[reader.SavedName]:
+    grid = reader.rank_grid(folder)
+    return [each for each in reader.saved_names(folder) if not reader.saved_problems(each, grid)]
+
+
+def _leave_one(folder: Path) -> None:
+    whole = {each.name for each in _whole(folder)}
+    last = [each for each in reader.saved_names(folder) if each.is_last]
+    kept = next((each for each in reversed(last) if each.name in whole), None)
+    for each in last:
+        if each is kept:
+            continue
+        superseded = kept is not None and each.step < kept.step and each.name in whole
+        for path in _files_of(each, folder):
+            if superseded:
+                _remove(path)  # as NeMo does when the newer one is saved
+            else:
+                _set_aside(path, folder)
+    for marker in folder.glob("*-unfinished"):
+        if not (folder / marker.name.removesuffix("-unfinished")).exists():
+            marker.unlink(missing_ok=True)
+
+
+def _files_of(saved: reader.SavedName, folder: Path) -> list[Path]:
+    marker = folder / f"{saved.name}-unfinished"
+    found = [*saved.ranks.values()]
+    found += [path.with_name(f"{path.name}.tensors") for path in saved.ranks.values()]
+    if saved.folder is not None:
+        found.append(saved.folder)
+    return [path for path in (*found, marker) if path.exists()]
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _set_aside(path: Path, folder: Path) -> None:
+    """Out of the folder in which NeMo looks, under the same names."""
+    place = folder.parent / SET_ASIDE / path.relative_to(folder)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    if place.exists():
+        _remove(place)
+    path.rename(place)
+
+
+def _layout_problems(job: Job, run: RunFolder) -> Iterator[Problem]:
+    """That the checkpoint has a file of each tensor- and pipeline-parallel rank and the job has
+    other degrees; a distributed one is read by any."""
+    whole = _whole(checkpoint_folder(run))
+    last = [each for each in whole if each.is_last] or whole
+    if not last or last[-1].folder is not None:
+        return
+    ranks = list(last[-1].ranks)
+    there = (max((rank[0] for rank in ranks if rank), default=0) + 1,
+             max((rank[1] for rank in ranks if len(rank) > 1), default=0) + 1)  # fmt: skip
+    p = job.parallelism
+    asked = (p.tensor_model_parallel_size, p.pipeline_model_parallel_size)
+    if there != asked:
+        yield Problem(
+            f"{last[-1].place} was saved with tensor_model_parallel_size {there[0]} and"
+            f" pipeline_model_parallel_size {there[1]}, and the job has {asked[0]} and {asked[1]}",
+            hint="resume with the same degrees; NeMo's own scripts change them",
+        )
+
+
+def _modules(generation: NemoGeneration) -> tuple[RequiredModule, ...]:
+    names = MODULES_24 if generation.core else MODULES
+    return tuple(RequiredModule(name, INSTALL) for name in names)
+
+
+def _reads(config: Config, data: MegatronData) -> tuple[Path, ...]:
+    """Files that every node must see."""
+    found = [Path(f"{prefix}{end}") for prefix in data.prefixes() for end in (".idx", ".bin")]
+    for key in ("model.tokenizer.vocab_file", "model.tokenizer.merge_file"):
+        if config[key]:
+            found.append(Path(str(config[key])))
+    return tuple(found)
