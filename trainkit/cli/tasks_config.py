@@ -92,8 +92,8 @@ def plan(
 
 @make_task(
     help={
-        "file": "a shell script or a file with the command line, or YAML files with a , between",
-        "engine": "megatron-lm or gpt-neox; by default YAML is GPT-NeoX's, all else Megatron-LM's",
+        "file": "a script, YAML files with a , between, or NeMo's folder conf; KEY=VALUE after a ,",
+        "engine": "megatron-lm, gpt-neox, nemo or neuronx-nemo; by default as the file looks",
         "version": "whose options are meant, such as core-0.12.0; by default the newest",
         "name": "of the job, its model and its dataset; by default the file's",
         "cluster": "the [clusters.X] table the job is for",
@@ -113,8 +113,8 @@ def import_(
 ) -> TaskResult:
     """Turn the configuration of another engine into a job.
 
-    Reads a NeoX YAML file, or a script that runs Megatron-LM's pretrain_gpt.py; nothing is run.
-    What it cannot take is listed.
+    Reads GPT-NeoX's YAML, configurations of NeMo's launcher, and scripts that run Megatron-LM's
+    pretrain_gpt.py or are neuronx-nemo-megatron's; nothing is run. What it cannot take is listed.
     """
     from trainkit.cli.config.import_job import ImportRequest, import_job
 

@@ -2,8 +2,9 @@
 
 What is understood: comments, quotes, lines that go on after a backslash, NAME=value and
 NAME=(array), $NAME, ${NAME}, ${NAME[@]}, ${NAME:-default} and $((integers)) (POSIX.1-2024, Shell
-Command Language, 2.5 to 2.9; arrays as bash has them). Conditions are not decided: all their
-assignments are made in turn.
+Command Language, 2.5 to 2.9; arrays as bash has them). Conditions are not decided, and all their
+assignments made in turn, unless that is asked for: then `if` takes the branch that comparisons of
+what is known say, and a variable that nobody gave is empty there.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ _NAME = re.compile(r"[A-Za-z_]\w*(=|$)")
 _VARIABLE = re.compile(
     r"\$(?:([A-Za-z_]\w*|\d)|\{([A-Za-z_]\w*|\d)(?:\[[@*]\])?(?::?[-=]((?:[^{}]|\{[^{}]*\})*))?\})"
 )
+_DEFAULT = re.compile(r"[\"']?\$\{([A-Za-z_]\w*):?=(.*)\}[\"']?", re.DOTALL)
 _ARITHMETIC = re.compile(r"\$\(\(([^()]*)\)\)")
 _COMMAND = re.compile(r"\$\([^()]*\)|`[^`]*`")
 _QUOTED = r"""'[^']*'|"(?:[^"\\]|\\.)*\""""
@@ -62,19 +64,25 @@ class ShellCommand:
     environment: dict[str, str] = field(default_factory=dict)
 
 
-def find_command(text: str, script: str) -> ShellCommand | None:
+def find_command(
+    text: str, script: str, caller: Mapping[str, str] | None = None, *, decide: bool = False
+) -> ShellCommand | None:
     """The last command of a script that runs `script`; None where there is none.
 
     Args:
         text: of the shell script, or one command line.
         script: the name of the program, such as pretrain_gpt.py.
+        caller: variables that whoever starts the script has set.
+        decide: of an `if`, take the branch that is taken.
 
     Raises ValueError for text that no shell takes: a quote without its end.
     """
-    variables: dict[str, str] = {}
+    variables = dict(caller or {})
+    branches = _Branches()
     exported: dict[str, None] = {}  # names, in the order of the script
     found = None
-    for words in _commands(text):
+    for every in _commands(text):
+        words = branches.within(every, variables) if decide else every
         command = _assigned(words, variables)
         names = _exported_names(words, for_command=bool(command))
         if cut := _cut(command, variables, script):
@@ -167,7 +175,101 @@ def _assigned(words: list[str], variables: dict[str, str]) -> list[str]:
         # be another's business, and never its own.
         value = _substituted(value, {name: "", **variables})[:LONGEST]
         variables[name] = f"{variables.get(name, '')} {value}".strip() if adds else value
+    if rest[:1] == [":"]:  # `: ${NAME:=value}` gives a value to what has none
+        for given in filter(None, map(_DEFAULT.fullmatch, rest[1:])):
+            if not variables.get(given[1]):
+                variables[given[1]] = _substituted(_unquoted(given[2]), variables)[:LONGEST]
     return rest
+
+
+_COMPARED: Mapping[str, Callable[[str, str], bool]] = {
+    "=": operator.eq,
+    "==": operator.eq,
+    "!=": operator.ne,
+    "-eq": lambda first, second: int(first) == int(second),
+    "-ne": lambda first, second: int(first) != int(second),
+    "-lt": lambda first, second: int(first) < int(second),
+    "-le": lambda first, second: int(first) <= int(second),
+    "-gt": lambda first, second: int(first) > int(second),
+    "-ge": lambda first, second: int(first) >= int(second),
+}
+
+
+def _decided(words: Sequence[str], variables: Mapping[str, str]) -> bool | None:
+    """What a condition says; None where only running it would tell."""
+    inner = [word for word in words if word not in ("[", "[[", "]", "]]", "test")]
+    if len(inner) == len(words):
+        return None
+    if inner[:1] == ["!"]:
+        found = _decided(["test", *inner[1:]], variables)
+        return None if found is None else not found
+    if inner[:1] == ["-v"] and len(inner) == 2:
+        return inner[1] in variables
+    known = {name: value for name, value in variables.items() if "$" not in value}
+    said = [_VARIABLE.sub(lambda match: _given(match, known), _unquoted(word)) for word in inner]
+    if any("$" in word or "`" in word for word in said):
+        return None
+    if len(said) == 2 and said[0] in ("-z", "-n"):
+        return (said[1] == "") == (said[0] == "-z")
+    if len(said) != 3 or said[1] not in _COMPARED:
+        return None
+    try:
+        return _COMPARED[said[1]](said[0], said[2])
+    except ValueError:
+        return None
+
+
+def _given(match: re.Match[str], variables: Mapping[str, str]) -> str:
+    """A variable's value; nothing where it has none."""
+    found = _value(match, variables)
+    return "" if found == match[0] else found
+
+
+@dataclass
+class _Branch:
+    """An `if` whose end has not come.
+
+    Args:
+        now: whether the branch that is being read is taken; None: nobody knows, so it is read.
+        done: one of them was.
+    """
+
+    now: bool | None
+    done: bool
+
+    def next(self, decided: bool | None) -> None:
+        """Another branch begins."""
+        self.now = False if self.done else decided
+        self.done = self.done or self.now is True
+
+
+class _Branches:
+    """Leaves out commands of branches that are not taken."""
+
+    def __init__(self) -> None:
+        self.open: list[_Branch] = []
+
+    def within(self, words: list[str], variables: Mapping[str, str]) -> list[str]:
+        """What of a command is to be read."""
+        while words:
+            first, *rest = words
+            if first == "if":
+                decided = _decided(rest, variables)
+                self.open.append(_Branch(decided, decided is True))
+                return []
+            if first == "elif" and self.open:
+                self.open[-1].next(_decided(rest, variables))
+                return []
+            if first == "else" and self.open:
+                self.open[-1].next(True)
+            elif first == "fi" and self.open:
+                self.open.pop()
+            elif first != "then":
+                break
+            words = rest
+        if any(branch.now is False for branch in self.open):
+            return []
+        return words
 
 
 def _unquoted(word: str) -> str:

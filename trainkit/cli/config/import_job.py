@@ -13,11 +13,14 @@ from trainkit.cli.wrapper import TaskContext, TaskResult
 from trainkit.engines.gpt_neox.import_yaml import import_neox
 from trainkit.engines.imported import ImportedJob
 from trainkit.engines.megatron_lm.import_script import import_megatron, read_script
+from trainkit.engines.neuronx_nemo.argv import SCRIPT
+from trainkit.engines.neuronx_nemo.import_script import import_neuronx
 from trainkit.engines.options import load_table, tables_of
 from trainkit.jobs.messages import suggest
 
 YAML = (".yml", ".yaml")
-IMPORTED = ("gpt-neox", "megatron-lm")
+IMPORTED = ("gpt-neox", "megatron-lm", "neuronx-nemo")
+LOOKED_AT = 2**16  # bytes of a file in which a word says whose it is
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,8 @@ class ImportRequest:
     """What is imported.
 
     Args:
-        file: one, or several YAML files with "," between.
+        file: one, a folder, or several YAML files with "," between; KEY=VALUE after it are the
+            words of the launcher's command line, or variables of a script's caller.
         engine: its name in jobs.toml; "": as the file's ending says.
         version: whose options; "": the newest known.
         name: of the job; "": the file's.
@@ -47,14 +51,15 @@ def import_job(task: TaskContext, request: ImportRequest) -> TaskResult:
     Raises ConfigError (exit 3): a file cannot be read or is no such configuration, the version is
     not known, or the file to write is there already.
     """
-    paths = [task.folder / name for name in request.file.split(",")]
-    engine = request.engine
-    if not engine:
-        engine = "gpt-neox" if paths[0].suffix in YAML else "megatron-lm"
+    paths = [task.folder / name for name in request.file.split(",") if "=" not in name]
+    words = [word for word in request.file.split(",") if "=" in word]
+    if not paths:
+        raise ConfigError(f"'{request.file}' names no file", hint="FILE, or FILE,KEY=VALUE")
+    engine = request.engine or engine_of(paths[0])
     if engine not in IMPORTED:
         raise ConfigError(f"--engine '{engine}' cannot be imported", hint=suggest(engine, IMPORTED))
-    name = request.name or re.sub(r"[^a-z0-9_-]+", "-", paths[0].stem.lower()).strip("-_")
-    imported = _imported(engine, paths, name, request.version)
+    imported = _imported(engine, paths, words, request)
+    name = imported.name
     text = imported.to_toml(request.cluster)
     if request.out:
         _write(task, task.folder / request.out, text, imported)
@@ -71,17 +76,44 @@ def import_job(task: TaskContext, request: ImportRequest) -> TaskResult:
     return TaskResult(result)
 
 
-def _imported(engine: str, paths: list[Path], name: str, version: str) -> ImportedJob:
+def engine_of(path: Path) -> str:
+    """Which engine's a file is, by what it has in it."""
+    if path.is_dir():
+        return "nemo"
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            text = file.read(LOOKED_AT)
+    except OSError:
+        text = ""  # reading it says why
+    if path.suffix in YAML:
+        return "nemo" if re.search(r"^(trainer|cluster_type):", text, re.M) else "gpt-neox"
+    if SCRIPT in text or ((path.parent / "test.sh").is_file() and "./test.sh" in text):
+        return "neuronx-nemo"
+    return "megatron-lm"
+
+
+def _imported(
+    engine: str, paths: list[Path], words: list[str], request: ImportRequest
+) -> ImportedJob:
+    name = request.name or re.sub(r"[^a-z0-9_-]+", "-", paths[0].stem.lower()).strip("-_")
+    version = request.version
     if engine == "gpt-neox":
+        _refuse_words(words, "GPT-NeoX's files")
         return import_neox(paths, name)
     if len(paths) > 1:
-        raise ConfigError(
-            "a script of Megatron-LM is one file", hint="several files are GPT-NeoX's YAML"
-        )
+        raise ConfigError(f"{engine} has one file", hint="several files are GPT-NeoX's YAML")
     known = list(tables_of(engine))
     if version and version not in known:
         raise ConfigError(f"--version '{version}' is not known", hint=suggest(version, known))
+    if engine == "neuronx-nemo":
+        return import_neuronx(paths[0], words, name, version)
+    _refuse_words(words, "a script of Megatron-LM")
     return import_megatron(read_script(paths[0]), name, load_table(engine, version or known[-1]))
+
+
+def _refuse_words(words: list[str], what: str) -> None:
+    if words:
+        raise ConfigError(f"'{words[0]}': {what} takes no KEY=VALUE", hint="change the file")
 
 
 def _write(task: TaskContext, path: Path, text: str, imported: ImportedJob) -> None:

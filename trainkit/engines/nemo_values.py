@@ -1,0 +1,360 @@
+"""A configuration of NeMo's megatron_gpt_pretraining.py as a job: what the launcher writes, and
+what neuronx-nemo-megatron's scripts say on its command line.
+
+Keys: NeMo 1.12 and 2.1, examples/nlp/language_modeling/conf/megatron_gpt_config.yaml.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+
+from trainkit.base.errors import ConfigError
+from trainkit.engines.hydra_config import Unknown
+from trainkit.engines.options import OptionTable
+
+PREFIX = "model.data.data_prefix"
+CONSTANT = "model.optim.sched.constant_steps"
+_RECOMPUTE = "model.activations_checkpoint"
+_TIMES = 2**31
+# said by the run, and nothing is lost
+_IMPLIED = {
+    "name", "run.name", "run.results_dir", "trainer.devices", "trainer.accumulate_grad_batches",
+    "trainer.max_epochs", "trainer.logger", "trainer.enable_checkpointing",
+    "exp_manager.explicit_log_dir", "exp_manager.exp_dir", "exp_manager.wandb_logger_kwargs.name",
+    "exp_manager.checkpoint_callback_params.model_parallel_size", "model.data.seq_length",
+    "model.data.data_impl", "model.tokenizer.library",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """How one engine has NeMo's configuration.
+
+    Args:
+        engine: its name in jobs.toml.
+        table: the keys of its version.
+        set_by: keys that trainkit sets from a job, and the keys of jobs.toml that say them.
+        usual: what trainkit's command says by itself of keys that no key of jobs.toml says.
+        silent: what the engine does where a configuration does not have the key.
+        recompute: activations_checkpoint_method and _num_layers that go with each granularity.
+        zero: names of optimizers that share their state out.
+    """
+
+    engine: str
+    table: OptionTable
+    set_by: Mapping[str, str]
+    usual: Mapping[str, object]
+    silent: Mapping[str, object]
+    recompute: Mapping[str, tuple[object, object]]
+    zero: tuple[str, ...] = ()
+
+
+@dataclass
+class NemoValues:
+    """What a configuration says, and what is taken out of it.
+
+    Args:
+        given: values by their dotted keys that nobody has taken yet.
+        dialect: of the engine.
+        engine_args: what stays in NeMo's own words.
+        left: what has no place in a job, a line each.
+    """
+
+    given: dict[str, object]
+    dialect: Dialect
+    engine_args: dict[str, object] = field(default_factory=dict)
+    left: list[str] = field(default_factory=list)
+
+    def peek(self, key: str) -> object:
+        """A value, without taking it. Raises ConfigError: the files do not say it."""
+        found = self.given.get(key, self.dialect.silent.get(key))
+        if isinstance(found, Unknown):
+            raise ConfigError(
+                f"{key} is not known: {found.why}",
+                hint=f"give it after the file: FILE,{found.key}=VALUE",
+            )
+        return found
+
+    def take(self, key: str) -> object:
+        """A value, which then is no longer there."""
+        found = self.peek(key)
+        self.given.pop(key, None)
+        return found
+
+    def whole(self, key: str, least: int | None = None) -> int | None:
+        """Take a whole number, one of at least `least` where that is given. Raises ConfigError
+        for anything else."""
+        found = self.take(key)
+        if found is None and least is None:
+            return None
+        if isinstance(found, float) and found.is_integer():
+            found = int(found)
+        if isinstance(found, bool) or not isinstance(found, int) or abs(found) >= _TIMES**2:
+            raise ConfigError(f"{key} = {found!r}: a whole number is needed here")
+        if least is not None and found < least:
+            raise ConfigError(f"{key} = {found}: it is {least} at least")
+        return found
+
+    def count(self, key: str) -> int:
+        """Take a number from 1. Raises ConfigError for anything else."""
+        return self.whole(key, 1) or 1
+
+    def number(self, key: str) -> float | None:
+        """Take a number. Raises ConfigError for anything else."""
+        found = self.take(key)
+        if found is None:
+            return None
+        if isinstance(found, bool) or not isinstance(found, (int, float)):
+            raise ConfigError(f"{key} = {found!r}: a number is needed here")
+        return float(found)
+
+    def flag(self, key: str) -> bool:
+        """Take true or false; null is false. Raises ConfigError for anything else."""
+        found = self.take(key)
+        if found in (None, True, False):
+            return bool(found)
+        raise ConfigError(f"{key} = {found!r}: true or false is needed here")
+
+    def leave(self, key: str, value: object, why: str) -> None:
+        """Note that a value is not taken."""
+        self.left.append(f"{key} = {value!r}: {why}")
+
+
+def taken_model(values: NemoValues) -> dict[str, object]:
+    """[models.X]. Raises ConfigError: a value is missing or of another kind."""
+    hidden = values.count("model.hidden_size")
+    found: dict[str, object] = {
+        "family": "gpt",
+        "num_layers": values.count("model.num_layers"),
+        "hidden_size": hidden,
+        "num_attention_heads": values.count("model.num_attention_heads"),
+        "seq_length": values.count("model.encoder_seq_length"),
+        "max_position_embeddings": values.count("model.max_position_embeddings"),
+    }
+    width = values.whole("model.ffn_hidden_size")
+    if width not in (None, 4 * hidden):
+        found["ffn_hidden_size"] = width
+    for key in ("kv_channels", "num_query_groups"):
+        number = values.whole(f"model.{key}")
+        if number is not None:
+            found[key] = number
+    untied = values.take("model.share_embeddings_and_output_weights") is False
+    scaled = values.take("model.use_scaled_init_method") is not False
+    found |= {
+        "make_vocab_size_divisible_by": values.count("model.make_vocab_size_divisible_by"),
+        "untie_embeddings_and_output_weights": untied,
+        "gelu": "tanh" if values.flag("model.bias_activation_fusion") else "exact",
+        "attention_dropout": values.number("model.attention_dropout"),
+        "hidden_dropout": values.number("model.hidden_dropout"),
+        "init_method": "normal",
+        "output_layer_init_method": "scaled" if scaled else "normal",
+        "init_method_std": values.number("model.init_method_std"),
+        "layernorm_epsilon": values.number("model.layernorm_epsilon"),
+    }
+    return found
+
+
+def taken_parallelism(values: NemoValues) -> dict[str, object]:
+    """[jobs.X.parallelism]."""
+    found: dict[str, object] = {
+        "tensor_model_parallel_size": values.count("model.tensor_model_parallel_size"),
+        "pipeline_model_parallel_size": values.count("model.pipeline_model_parallel_size"),
+        "sequence_parallel": values.flag("model.sequence_parallel"),
+    }
+    chunks = values.whole("model.virtual_pipeline_model_parallel_size")
+    if chunks is not None and chunks > 1:
+        found["virtual_pipeline_model_parallel_size"] = chunks
+    if values.dialect.zero:
+        optimizer = str(values.peek("model.optim.name"))
+        found["zero_stage"] = int(optimizer in values.dialect.zero)
+    else:
+        found["zero_stage"] = int(values.flag("model.wrap_with_zero"))
+    return found
+
+
+def taken_training(values: NemoValues) -> dict[str, object]:
+    """[jobs.X.training], without its batch and its precision."""
+    steps = values.count("trainer.max_steps")
+    betas = values.take("model.optim.betas")
+    if not isinstance(betas, list) or len(betas) != 2:
+        raise ConfigError(f"model.optim.betas = {betas!r}: two numbers are needed here")
+    values.given |= {f"model.optim.betas.{at}": each for at, each in enumerate(betas)}
+    clip = values.number("trainer.gradient_clip_val")
+    found: dict[str, object] = {
+        "micro_batch_size": values.count("model.micro_batch_size"),
+        "train_iters": steps,
+        "lr": values.number("model.optim.lr"),
+        "min_lr": values.number("model.optim.sched.min_lr") or 0.0,
+        "lr_warmup_iters": values.whole("model.optim.sched.warmup_steps") or 0,
+        **_decay(values, steps),
+        "weight_decay": values.number("model.optim.weight_decay") or 0.0,
+        "adam_beta1": values.number("model.optim.betas.0"),
+        "adam_beta2": values.number("model.optim.betas.1"),
+        "adam_eps": values.number("model.optim.eps") or 1e-8,
+        "clip_grad": clip or 0.0,
+        "recompute_granularity": _recompute(values),
+        "seed": values.whole("model.seed"),
+        "log_interval": values.count("trainer.log_every_n_steps"),
+        **_intervals(values, steps),
+    }
+    for key in ("reset_attention_mask", "reset_position_ids", "eod_mask_loss"):
+        if values.flag(f"model.data.{key}"):
+            found[key] = True
+    rampup = values.take("model.rampup_batch_size")
+    if rampup is not None:
+        found["rampup_batch_size"] = rampup
+    return found
+
+
+def _decay(values: NemoValues, steps: int) -> dict[str, object]:
+    """NeMo holds the rate at min_lr for the last constant_steps of max_steps."""
+    schedule = values.take("model.optim.sched.name")
+    if schedule != "CosineAnnealing":
+        values.leave("model.optim.sched.name", schedule, "trainkit has NeMo's CosineAnnealing")
+    constant = values.whole(CONSTANT) or 0
+    found: dict[str, object] = {"lr_decay_style": "cosine"}
+    if constant < steps:
+        found["lr_decay_iters"] = steps - constant
+    else:
+        values.engine_args[CONSTANT] = constant
+    return found
+
+
+def _intervals(values: NemoValues, steps: int) -> dict[str, object]:
+    every = values.take("trainer.val_check_interval")
+    batches = values.take("trainer.limit_val_batches")
+    tests = values.take("trainer.limit_test_batches")
+    found: dict[str, object] = {}
+    if isinstance(every, int) and not isinstance(every, bool):
+        if 0 < every <= steps:  # above: at the end only
+            found["eval_interval"] = every
+    elif every is not None:
+        values.leave("trainer.val_check_interval", every, "a number of steps is needed here")
+    if isinstance(batches, int) or batches == 0.0:
+        found["eval_iters"] = int(batches)
+    elif batches is not None:
+        values.leave("trainer.limit_val_batches", batches, "a number of batches is needed here")
+    if tests not in (None, batches):
+        values.leave("trainer.limit_test_batches", tests, "training.eval_iters says both")
+    saves = values.whole("exp_manager.checkpoint_callback_params.every_n_train_steps")
+    if saves is not None:
+        found["save_interval"] = saves
+    return found
+
+
+def _recompute(values: NemoValues) -> str:
+    granularity = values.take(f"{_RECOMPUTE}_granularity")
+    method = values.take(f"{_RECOMPUTE}_method")
+    layers = values.take(f"{_RECOMPUTE}_num_layers")
+    if granularity in (None, "none") or (granularity == "full" and layers == 0):
+        return "none"
+    if granularity not in ("full", "selective"):
+        raise ConfigError(
+            f"{_RECOMPUTE}_granularity = {granularity!r}: it is 'full', 'selective' or null"
+        )
+    usual = values.dialect.recompute[str(granularity)]
+    for key, value, own in (("method", method, usual[0]), ("num_layers", layers, usual[1])):
+        if value is not None and value != own:
+            values.engine_args[f"{_RECOMPUTE}_{key}"] = value
+    return str(granularity)
+
+
+def taken_job(values: NemoValues) -> dict[str, object]:
+    """`nodes`, checkpoints and W&B of [jobs.X]."""
+    found: dict[str, object] = {"nodes": values.count("trainer.num_nodes")}
+    keep = values.whole("exp_manager.checkpoint_callback_params.save_top_k")
+    if keep is not None and keep > 0:
+        found["checkpoint"] = {"keep_last": keep}
+    elif keep is not None:
+        values.leave("save_top_k", keep, "checkpoint.keep_last is 1 at least; here its default")
+    project = values.take("exp_manager.wandb_logger_kwargs.project")
+    if values.flag("exp_manager.create_wandb_logger"):
+        found["wandb"] = {"project": project}
+    return found
+
+
+def taken_data(values: NemoValues) -> tuple[dict[str, object], dict[str, object]]:
+    """([datasets.X], [tokenizers.X])."""
+    tokenizer: dict[str, object] = {}
+    kind = values.take("model.tokenizer.type")
+    vocabulary = values.take("model.tokenizer.vocab_file")
+    merges = values.take("model.tokenizer.merge_file")
+    if kind == "GPT2BPETokenizer" and vocabulary and merges:
+        tokenizer = {
+            "type": "gpt2",
+            "vocab_size": 50257,
+            "vocab_file": vocabulary,
+            "merge_file": merges,
+        }
+    else:
+        values.leave("model.tokenizer.type", kind, "trainkit gives NeMo GPT-2's two files")
+    if values.given.get("model.data.data_impl") == "mock":
+        values.take(PREFIX)
+        values.take("model.data.splits_string")
+        return {"source": "mock"}, tokenizer
+    split = values.take("model.data.splits_string")
+    dataset = _pairs(values, values.take(PREFIX))
+    if dataset and split is not None:
+        dataset["split"] = str(split).replace(" ", "")
+    return dataset, tokenizer
+
+
+def _pairs(values: NemoValues, said: object) -> dict[str, object]:
+    """Files with their weights by turns, or without any."""
+    words = said if isinstance(said, list) else [said]
+    weights = words[::2]
+    prefixes = words[1::2]
+    if all(isinstance(each, str) for each in words):
+        weights = []
+        prefixes = words
+    if said is None or not all(isinstance(each, str) for each in prefixes) or not words:
+        values.left.append(f"{PREFIX} = {said!r}: the job needs a dataset")
+        return {}
+    if len(words) > 1 and weights:
+        if len(weights) != len(prefixes) or not all(_is_number(each) for each in weights):
+            raise ConfigError(f"{PREFIX} has no weight and file by turns")
+        if len(prefixes) > 1:
+            _weigh(values, weights, [str(each) for each in prefixes])
+    return {"source": "indexed", "prefixes": prefixes}
+
+
+def _weigh(values: NemoValues, weights: Sequence[object], prefixes: Sequence[str]) -> None:
+    if PREFIX in values.dialect.set_by:
+        if len(set(weights)) > 1:
+            said = ", ".join(map(str, weights))
+            values.leave(PREFIX, said, "give each file a [datasets.X] of its own and blend them")
+        return
+    names = [PurePosixPath(each).name for each in prefixes]
+    if len(set(names)) < len(names):
+        names = list(prefixes)
+    blend: list[object] = []
+    for weight, name in zip(weights, names, strict=True):
+        blend += [weight, name]
+    values.engine_args[PREFIX] = blend
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def taken_rest(values: NemoValues) -> dict[str, object]:
+    """What is left: implied, trainkit's own, or engine_args; the rest is listed."""
+    dialect = values.dialect
+    for key, value in values.given.items():
+        if key in _IMPLIED or (key in dialect.usual and dialect.usual[key] == value):
+            continue
+        if isinstance(value, Unknown):
+            values.left.append(f"{key}: {value.why}")
+        elif key in dialect.set_by:
+            values.leave(key, value, f"{dialect.set_by[key]} says it")
+        elif value is None:
+            if dialect.usual.get(key) is not None:
+                values.leave(key, None, "TOML has no null")
+        elif key in dialect.table.options:
+            values.engine_args[key] = value
+        else:
+            values.engine_args[f"+{key}"] = value
+    values.given.clear()
+    return values.engine_args
