@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -149,6 +150,49 @@ def test_a_program_on_path_with_the_words_of_torchrun(
     gone = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_ERROR_FILE"}
     assert not gone & set(variables)
     assert variables["PATH"].startswith(str(tools))
+
+
+# torch 2.13, a rank of two that was killed; ranks that its end has ended are named before
+KILLED = """\
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+===================================================
+megatron_gpt_pretraining.py FAILED
+---------------------------------------------------
+Failures:
+[1]:
+  time      : 2026-11-23_00:22:33
+  host      : node2
+  rank      : 1 (local_rank: 1)
+  exitcode  : 1 (pid: 69)
+  error_file: <N/A>
+---------------------------------------------------
+Root Cause (first observed failure):
+[0]:
+  time      : 2026-11-23_00:22:32
+  host      : node2
+  rank      : 0 (local_rank: 0)
+  exitcode  : -9 (pid: 68)  (SIGKILL)
+  error_file: <N/A>
+  traceback : Signal 9 (SIGKILL) received by PID 68
+===================================================
+"""
+
+
+@pytest.mark.parametrize(
+    ("printed", "code", "expected"),
+    [
+        pytest.param(KILLED, 1, -signal.SIGKILL, id="killed from outside, not its own fault"),
+        pytest.param(KILLED.replace("-9", "3"), 1, 9, id="its own error"),
+        pytest.param("ValueError: no\n", 1, 9, id="no rank is named"),
+        pytest.param(KILLED, 0, 9, id="an end without an error"),
+    ],
+)
+def test_the_rank_of_torchrun_that_failed_first_says_how_it_ended(
+    tmp_path: Path, printed: str, code: int, expected: int
+) -> None:
+    body = f"sys.stdout.write({printed!r})\nsys.exit({code})\n"
+    done = run(tmp_path, body, python=sys.executable, starts_ranks=True)
+    assert done.returncode == expected
 
 
 def test_a_program_that_is_not_there_is_named(tmp_path: Path) -> None:

@@ -147,49 +147,83 @@ def _lightning(environment: Mapping[str, str], version: str, trainer: Mapping[st
     return Cluster("LightningEnvironment", rank, local, world, address, int(port))
 
 
+def padded_bar() -> Any:
+    """The real tqdm, whose numbers pytorch-lightning pads."""
+    from tqdm import tqdm  # type: ignore[import-untyped]
+
+    class Padded(tqdm):  # type: ignore[misc]
+        """Tqdm of tqdm_progress.py."""
+
+        @staticmethod
+        def format_num(n: Any) -> str:
+            padded = isinstance(n, (float, str))
+            text = n if isinstance(n, str) else tqdm.format_num(n)
+            if padded and "e" not in text:
+                if "." not in text and len(text) < 5:
+                    try:
+                        float(text)
+                    except ValueError:
+                        return str(text)
+                    text += "."
+                text += "0" * (5 - len(text))
+            return str(text)
+
+    return Padded
+
+
 class Progress:
-    """The bar of rank 0, drawn by the real tqdm."""
+    """The bars of rank 0.
 
-    def __init__(self, version: str, total: int, done: int) -> None:
-        from tqdm import tqdm  # type: ignore[import-untyped]
+    Args:
+        version: of pytorch-lightning.
+        steps: of the training.
+        done: of these before.
+        validation: batches of one.
+        every: steps between two.
+    """
 
-        class Padded(tqdm):  # type: ignore[misc]
-            """Numbers as pytorch-lightning pads them."""
-
-            @staticmethod
-            def format_num(n: Any) -> str:
-                padded = isinstance(n, (float, str))
-                text = n if isinstance(n, str) else tqdm.format_num(n)
-                if padded and "e" not in text:
-                    if "." not in text and len(text) < 5:
-                        try:
-                            float(text)
-                        except ValueError:
-                            return text
-                        text += "."
-                    text += "0" * (5 - len(text))
-                return str(text)
-
-        self.bar = Padded(desc="Training", dynamic_ncols=True, file=sys.stdout, smoothing=0)
+    def __init__(self, version: str, steps: int, done: int, validation: int, every: int) -> None:
+        self.new = padded_bar()
         self.version = version
+        # until 1.9 the bar of training counts the batches of validations too
+        self.counted = 0 if version == "2.4.0" else validation
+        self.validation = validation
+        self.validated = done // every
+        self.metrics: dict[str, Any] = {}
+        self.bar = self.new(desc="Training", dynamic_ncols=True, file=sys.stdout, smoothing=0)
         if version == "2.4.0":
             self.bar.bar_format = (
                 "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}"
                 " [{elapsed}<{remaining}{postfix}]"
             )
-        self.bar.reset(total)
+        self.bar.reset(steps + self.counted * (steps // every))
         self.bar.initial = 0
-        self.bar.n = done
+        self.bar.n = done + self.counted * self.validated
         self.bar.set_description("Epoch 0: " if version == "2.4.0" else "Epoch 0")
 
     def show(self, done: int, loss: float, metrics: Mapping[str, Any]) -> None:
-        """After a step."""
+        """After a step: drawn with what was known, then with what is."""
         standard: dict[str, Any] = {"v_num": ""}
         if self.version != "2.4.0":
             standard = {"loss": f"{loss:.3g}", "v_num": ""}
-        self.bar.n = done
+        self.metrics = {**self.metrics, **standard, **metrics}
+        self.bar.n = done + self.counted * self.validated
         self.bar.refresh()
-        self.bar.set_postfix({**standard, **metrics})
+        self.bar.set_postfix(self.metrics)
+
+    def validate(self, loss: float) -> None:
+        """A validation, whose bar stands below and goes again."""
+        bar = self.new(desc="Validation", dynamic_ncols=True, file=sys.stdout, leave=False)
+        bar.reset(self.validation)
+        bar.set_description("Validation DataLoader 0")
+        bar.n = self.validation
+        bar.refresh()
+        self.validated += 1
+        self.bar.n += self.counted
+        self.bar.refresh()
+        self.metrics["val_loss"] = loss
+        self.bar.set_postfix(self.metrics)
+        bar.close()
 
     def close(self) -> None:
         """After the last."""

@@ -51,7 +51,8 @@ VARIABLES: dict[str, dict[str, str | None]] = {
         "TF_NUM_INTEROP_THREADS": "8192",
     },
 }
-FILES = 65535  # ulimit -n
+# ulimit -n 65535; where the hard limit is lower nobody can have more
+FILES = 65535
 
 
 def check(
@@ -97,8 +98,8 @@ def check(
 def main(script: str, generation: str) -> None:
     """The program. Exits with 1 where the real one raises."""
     try:
-        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        needs(soft >= FILES, f"ulimit -n is {soft}; train_setup.sh has {FILES}")
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        needs(soft >= min(FILES, hard), f"ulimit -n is {soft}; train_setup.sh has {FILES}")
         found = check(sys.argv[1:], os.environ, Path(script).resolve(), generation)
         if os.environ.get("NEURON_EXTRACT_GRAPHS_ONLY"):
             _extract(found.config)

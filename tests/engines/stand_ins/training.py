@@ -241,7 +241,11 @@ def train(
         print(f"Restored all states from the checkpoint at {start}", flush=True)
     steps = config["trainer"]["max_steps"]
     batch = settings["global_batch_size"]
-    progress = Progress(version, steps, first) if cluster.rank == 0 else None
+    validation = int(config["trainer"].get("limit_val_batches") or 0)
+    every = int(config["trainer"].get("val_check_interval") or steps + 1)
+    progress = None
+    if cluster.rank == 0:
+        progress = Progress(version, steps, first, validation, every)
     for step in range(first, steps):
         _wait_to_begin(step + 1)
         loss = _one_step(model, optimizer, cluster, step)
@@ -250,6 +254,8 @@ def train(
         metrics["consumed_samples"] = float(step * batch)
         if progress is not None:
             progress.show(step + 1, loss, metrics)
+            if validation and (step + 1) % every == 0:
+                progress.validate(loss)
         due = interval is not None and interval > 0 and (step + 1) % interval == 0
         # on_train_end saves what no interval has saved, as -last alone
         if due or (interval is not None and step + 1 == steps):

@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,8 +65,13 @@ class EnteredImage:
         return "".join(f"{key} = {json.dumps(value)}\n" for key, value in values.items())
 
 
-def entered_image(folder: Path) -> EnteredImage:
-    """Make one; skips where it cannot be entered."""
+def entered_image(folder: Path, fill: Callable[[Path], object] = lambda root: None) -> EnteredImage:
+    """Make one; skips where it cannot be entered.
+
+    Args:
+        folder: where it is made.
+        fill: puts more into its root.
+    """
     missing = [program for program in PROGRAMS if shutil.which(program) is None]
     if missing or os.getuid() != 0:
         pytest.skip(f"needs root, and {', '.join(missing or PROGRAMS)}")
@@ -76,6 +82,7 @@ def entered_image(folder: Path) -> EnteredImage:
     for name in LINKS:
         (root / name).symlink_to(f"usr/{name}")
     (root / MARK.lstrip("/")).write_text("")
+    fill(root)
     file = folder / "box.sqsh"
     argv = ["mksquashfs", str(root), str(file), "-comp", "lz4", "-no-progress", "-quiet"]
     subprocess.run(argv, check=True, capture_output=True)

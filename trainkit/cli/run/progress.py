@@ -170,7 +170,10 @@ class TrainingView:
                     f"  step {row['step']}: {row['eval']} loss {_shown(row['lm_loss'])}"
                 )
                 continue
-            text = f"loss {_shown(row['lm_loss'])}  {row['tokens_per_second']:,.0f} tokens/s"
+            text = f"loss {_shown(row['lm_loss'])}"
+            # other engines say how fast an iteration was only after the one before it
+            if row.get("tokens_per_second") is not None:
+                text += f"  {row['tokens_per_second']:,.0f} tokens/s"
             self.bar.update(self.bar.task_ids[0], completed=row["step"], description=text)
             if not self.console.is_terminal and (
                 now - self.last_line > LINE_SECONDS or row["step"] == self.train_iters

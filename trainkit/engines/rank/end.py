@@ -14,6 +14,10 @@ from trainkit.engines.rank.contract import EngineReader
 from trainkit.engines.rank.readings import FoundCheckpoint
 from trainkit.engines.rank.spec import RankSpec
 
+# torch/distributed/elastic/multiprocessing/errors: how torchrun tells of the rank that failed first
+ROOT_CAUSE = re.compile(
+    r"Root Cause \(first observed failure\):.*?^\s*exitcode\s*: (-?\d+) ", re.DOTALL | re.MULTILINE
+)
 USER = 9
 PREEMPTED = 12
 POLL_SECONDS = 0.2
@@ -89,6 +93,20 @@ def judge_failure(script: str, end: EngineEnd) -> Verdict:
     if not message:
         message = f"{script} ended with {end.code} and said no error"
     return Verdict(USER, kind or "EngineError", message)
+
+
+def first_code(lines: list[str], code: int) -> int:
+    """The exit code of the rank that failed first of those that torchrun started, negative for a
+    signal: torchrun itself ends with 1 whatever happened to them.
+
+    Args:
+        lines: what it printed last.
+        code: its own exit code, which stands where it names no rank.
+    """
+    found = ROOT_CAUSE.search("\n".join(lines))
+    if code <= 0 or found is None:
+        return code
+    return int(found[1])
 
 
 def _judge_zero(

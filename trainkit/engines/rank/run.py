@@ -15,7 +15,14 @@ from pathlib import Path
 from trainkit.base.documents import document, utc_now
 from trainkit.base.files import write_json
 from trainkit.base.process import die_with_parent_hook
-from trainkit.engines.rank.end import USER, EngineEnd, Verdict, judge_end, judge_failure
+from trainkit.engines.rank.end import (
+    USER,
+    EngineEnd,
+    Verdict,
+    first_code,
+    judge_end,
+    judge_failure,
+)
 from trainkit.engines.rank.graphs import GraphCounts
 from trainkit.engines.rank.node_setup import prepare_node
 from trainkit.engines.rank.preflight import check_this_host
@@ -250,6 +257,8 @@ def run_engine(spec: RankSpec) -> int:
         return START
     asked_to_save = _follow(engine, signals)
     code = engine.process.wait()
+    if spec.starts_ranks:
+        code = first_code(engine.last, code)
     end = EngineEnd(
         code=code,
         began_at=began_at or 0,
