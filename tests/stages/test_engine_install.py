@@ -20,6 +20,7 @@ from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.worker import PARENT_VARIABLE
 from trainkit.engines.requirements import (
     absolute_line,
+    build_lines,
     known_lines,
     merged_lines,
     package_of,
@@ -246,6 +247,63 @@ def test_every_engine_version_has_lines_of_a_known_source() -> None:
         lines = known_lines(engine, version)
         packages = [package_of(line) for line in lines]
         assert None not in packages and len(set(packages)) == len(lines), lines
+
+
+PROJECT = """
+[build-system]
+requires = ["setuptools", "not-there==1"]
+[project]
+name = "{name}"
+version = "1.0"
+dependencies = ["tiny"]
+[tool.setuptools]
+py-modules = ["{name}"]
+"""
+
+
+def test_wheels_of_the_tree_are_built_before_its_requirements(
+    stage: Bringer, tmp_path: Path, quick_python: str
+) -> None:
+    """neuronx-nemo-megatron: build.sh, `pip3 install ./build/*.whl`, requirements and protobuf."""
+    folder = "nemo/examples/nlp/language_modeling"
+    files = {f"{folder}/{name}": "" for name in ("megatron_gpt_pretraining.py", "train_setup.sh")}
+    for name in ("nemo", "apex"):
+        files[f"{name}/pyproject.toml"] = PROJECT.format(name=name)
+        files[f"{name}/{name}.py"] = "version = 'of the tree'\n"
+    files |= {"build.sh": "", "requirements.txt": "tiny==1.0\n"}
+    write_files(tmp_path / "tree", files)
+    for version in ("1.0", "2.0"):
+        wheel(tmp_path / "wheels", "tiny", version)
+    # the tools: a build that leaves a wheel by its outdir's name, without an isolated environment
+    tools = Path(__file__).parent / "build_module.py"
+    with zipfile.ZipFile(tmp_path / "wheels" / "build-1.0-py3-none-any.whl", "w") as file:
+        file.writestr("build/__main__.py", tools.read_text())
+        info = "build-1.0.dist-info"
+        file.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: build\nVersion: 1.0\n")
+        file.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        file.writestr(f"{info}/RECORD", "")
+    lines = ("build", "-r requirements.txt")
+    job = asked(tmp_path, *lines, python=quick_python, engine="neuronx-nemo")
+    stage.bring(job)
+    assert stage.verdict(job).fresh
+    assert [imported(tmp_path / "venv", name) for name in ("nemo", "apex")] == ["of the tree"] * 2
+    # nemo's wheel asks for the newest, and the tree's requirements.txt lie over that
+    assert imported(tmp_path / "venv", "tiny") == "1.0"
+
+
+def test_the_lines_of_neuronx_nemo() -> None:
+    lines = known_lines("neuronx-nemo", "2.21")
+    assert lines == known_lines("neuronx-nemo", "2.13.1")
+    assert {"torch==1.13.1", "-r requirements.txt", "protobuf==3.20.3"} <= set(lines)
+    assert build_lines(("--no-index", *lines)) == (
+        "--no-index",
+        "torch==1.13.1",
+        "wheel",
+        "setuptools<81",
+        "build",
+        "pytest-runner",
+    )
+    assert build_lines(("-r more.txt", "-c constraints.txt")) == ("-c constraints.txt",)
 
 
 def test_lines_of_jobs_toml_replace_those_of_the_same_package() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +17,9 @@ from trainkit.jobs.job_tables import EngineSource
 KNOWN = Path(__file__).with_name("requirements.toml")
 # the name that a requirement begins with (PEP 508)
 _NAME = re.compile(r"\s*([A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)\s*(?=[\[<>=!~;@\s]|$)")
+# folders of an engine's tree that it installs as wheels, and what these are built with
+WHEELS: Mapping[str, tuple[str, ...]] = {"neuronx-nemo": ("nemo", "apex")}
+BUILT_WITH = ("torch", "wheel", "setuptools", "build", "pytest-runner", "pybind11")
 # options of a requirements file that name another file
 _FILE_OPTION = re.compile(r"\s*(-r|-c|--requirement|--constraint|-e|--editable)(?:\s+|\s*=\s*)(.+)")
 
@@ -86,6 +89,15 @@ def absolute_line(line: str, folder: Path) -> str:
     if line.startswith(("./", "../")):
         return str(folder / line)
     return line
+
+
+def build_lines(lines: Sequence[str]) -> tuple[str, ...]:
+    """Those of `lines` that wheels of a tree are built with, and pip's own options."""
+    return tuple(
+        line
+        for line in lines
+        if package_of(line) in BUILT_WITH or re.match(r"--|-[cfi]\b", line.strip())
+    )
 
 
 def refuse_lines(name: str, lines: Sequence[str]) -> None:

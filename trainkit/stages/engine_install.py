@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -19,12 +19,14 @@ from typing import Any, Literal
 from trainkit.base.documents import document, read_document, utc_now
 from trainkit.base.errors import ConfigError, Exit, TrainkitError
 from trainkit.base.files import remove, write_json, write_text
-from trainkit.base.git import without_passwords
+from trainkit.base.git import head_commit, without_passwords
 from trainkit.base.locks import locked
 from trainkit.base.process import die_with_parent_hook
 from trainkit.base.worker import ProgressCallback, run_unit
 from trainkit.engines.requirements import (
+    WHEELS,
     absolute_line,
+    build_lines,
     known_lines,
     merged_lines,
     refuse_lines,
@@ -44,6 +46,7 @@ from trainkit.stages.contract import Need, Unit
 VERSION = 1
 MARKER = "trainkit-venv.json"  # in the venv
 LINES = "trainkit-requirements.txt"  # in the venv: what pip was given
+TOOLS = "trainkit-build-requirements.txt"  # the same of what wheels of the tree are built with
 SCHEMA = "engine-venv/1"
 SECONDS = 60.0  # that an interpreter may take to say its version
 TAIL = 12  # lines of pip's that an error shows
@@ -103,7 +106,16 @@ class InstallSpec:
         """What pip is given. Raises ConfigError where the tree does not say its version."""
         version = self.version or engine_version(self.tree, self.engine)
         lines = merged_lines(known_lines(self.engine, version), self.requirements)
-        return tuple(absolute_line(line, self.tree) for line in lines)
+        found = tuple(absolute_line(line, self.tree) for line in lines)
+        if not self.wheels:
+            return found
+        # a comment for pip: what the tree is now
+        return (*found, f"# wheels of {', '.join(self.wheels)} at {head_commit(self.tree)}")
+
+    @property
+    def wheels(self) -> tuple[str, ...]:
+        """Folders of the tree that are installed as wheels."""
+        return WHEELS.get(self.engine, ())
 
 
 @dataclass(frozen=True)
@@ -277,14 +289,9 @@ class _Install:
         Marker("making", lines, "").write(venv)
         write_text(venv / LINES, "".join(f"{line}\n" for line in lines))
         python = str(venv / "bin" / "python")
-        steps = (
-            [str(self.spec.python), "-I", "-m", "venv", str(venv)],
-            [python, "-I", "-m", "pip", "--version"],
-            [python, "-I", "-m", "pip", *_PIP, "install", *_QUIET, "-r", str(venv / LINES)],
-            [python, "-I", "-m", "pip", *_PIP, "check"],
-        )
-        for number, argv in enumerate(steps):
-            self.progress(number, len(steps))
+        count = 4 + (len(self.spec.wheels) + 2 if self.spec.wheels else 0)
+        for number, argv in enumerate(self._steps(python, lines)):
+            self.progress(number, count)
             if argv[-1] == "check":
                 # packages that disagree may still work together: the log has it
                 self._call(argv, may_fail=True)
@@ -293,6 +300,33 @@ class _Install:
         marker = Marker("made", lines, python_version(Path(python)))
         marker.write(venv)
         return marker
+
+    def _steps(self, python: str, lines: Sequence[str]) -> Iterator[list[str]]:
+        """The commands, each worked out when the ones before it are done."""
+        venv = self.spec.venv
+        pip = [python, "-I", "-m", "pip"]
+        yield [str(self.spec.python), "-I", "-m", "venv", str(venv)]
+        yield [*pip, "--version"]
+        yield from self._wheel_steps(python, lines)
+        yield [*pip, *_PIP, "install", *_QUIET, "-r", str(venv / LINES)]
+        yield [*pip, *_PIP, "check"]
+
+    def _wheel_steps(self, python: str, lines: Sequence[str]) -> Iterator[list[str]]:
+        """As the engine's build.sh and its document have it: what they are built with, the
+        wheels, and these before the other requirements, which lie over what they ask for."""
+        spec = self.spec
+        if not spec.wheels:
+            return
+        tools = spec.venv / TOOLS
+        write_text(tools, "".join(f"{line}\n" for line in build_lines(lines)))
+        install = [python, "-I", "-m", "pip", *_PIP, "install", *_QUIET]
+        yield [*install, "-r", str(tools)]
+        made = spec.venv / "wheels"
+        for name in spec.wheels:
+            remove(spec.tree / name / "build")
+            build = [python, "-I", "-m", "build", "--no-isolation", "--wheel"]
+            yield [*build, "--outdir", str(made), str(spec.tree / name)]
+        yield [*install, *map(str, sorted(made.glob("*.whl")))]
 
     def _clear(self) -> None:
         """Take away what an earlier making left; the marker goes last, so that this is known as
