@@ -55,6 +55,18 @@ HELPER = """#include <Python.h>
 static PyModuleDef module = {PyModuleDef_HEAD_INIT, "helpers_cpp", nullptr, -1, nullptr};
 PyMODINIT_FUNC PyInit_helpers_cpp() { return PyModule_Create(&module); }
 """
+NEMO_HELPER = HELPER.replace("helpers_cpp", "helpers")
+# as NeMo's
+NEMO_MAKEFILE = """CXXFLAGS += -shared -fPIC
+CPPFLAGS += $(shell python3 -c 'import sysconfig as s; print("-I" + s.get_path("include"))')
+LIBNAME = helpers
+LIBEXT = $(shell $(shell readlink -f $(shell which python3))-config --extension-suffix)
+
+default: $(LIBNAME)$(LIBEXT)
+
+%$(LIBEXT): %.cpp
+\t$(CXX) $(CXXFLAGS) $(CPPFLAGS) $< -o $@
+"""
 DATASETS = "megatron/core/datasets"
 TREE = {**MEGATRON, f"{DATASETS}/Makefile": MAKEFILE, f"{DATASETS}/helpers.cpp": HELPER}
 
@@ -67,6 +79,24 @@ def stage() -> Bringer:
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
     return repository(tmp_path / "the tree's", TREE)
+
+
+@pytest.fixture
+def quick_wheel_python(tmp_path: Path) -> Path:
+    """An interpreter that has a package nemo with the sources of a helper."""
+    venv = tmp_path / "venv"
+    subprocess.run([sys.executable, "-I", "-m", "venv", "--without-pip", str(venv)], check=True)
+    (packages,) = venv.rglob("site-packages")
+    below = "nemo/collections/nlp/data/language_modeling/megatron"
+    write_files(
+        packages,
+        {
+            "nemo/__init__.py": "raise SystemExit('imported')\n",
+            f"{below}/Makefile": NEMO_MAKEFILE,
+            f"{below}/helpers.cpp": NEMO_HELPER,
+        },
+    )
+    return venv / "bin" / "python"
 
 
 def asked(tmp_path: Path, tree: Path, **job: Any) -> Job:
@@ -110,6 +140,26 @@ def test_the_helper_is_made_once_for_its_sources(
     made(tree).unlink()
     assert "is missing or changed" in stage.bring(job).because
     assert left(tree) == [made(tree).name]
+
+
+def test_the_helper_of_an_installed_package(
+    stage: Bringer, tmp_path: Path, quick_wheel_python: Path
+) -> None:
+    """neuronx-nemo's: `make -C` in the package nemo of its interpreter, as compile_helper() runs
+    it, by the Makefile's own names."""
+    place = "nemo/examples/nlp/language_modeling"
+    files = {f"{place}/{name}": "" for name in ("megatron_gpt_pretraining.py", "train_setup.sh")}
+    tree = repository(tmp_path / "tree", {**files, "build.sh": ""})
+    source = {"source": str(tree), "engine": "neuronx-nemo", "python": str(quick_wheel_python)}
+    job = job_of(tmp_path / "root", source)
+    assert "was never compiled" in stage.bring(job).because
+    (package,) = (tmp_path / "venv").rglob("site-packages")
+    folder = package / "nemo/collections/nlp/data/language_modeling/megatron"
+    assert (folder / f"helpers{SUFFIX}").is_file()
+    assert stage.bring(job).fresh
+    (folder / "helpers.cpp").write_text(NEMO_HELPER + "// more\n")
+    assert "helpers.cpp changed" in stage.bring(job).because
+    assert not list(tree.rglob("*.so"))
 
 
 def test_python3_config_of_another_python_names_no_file(

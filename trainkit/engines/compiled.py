@@ -28,6 +28,17 @@ LOCK = "lock"
 SECONDS = 120.0  # that an interpreter may take to say what it is
 # without a change below the folder, after which the owner of a lock on another host counts as dead
 QUIET_SECONDS = 900.0
+# folders with a Makefile for the helper that samples are counted with; the first that is there
+HELPERS = ("megatron/core/datasets", "megatron/data")
+# (package, folder in it) of engines that are installed as wheels
+INSTALLED_HELPERS = {
+    "neuronx-nemo": ("nemo", "collections/nlp/data/language_modeling/megatron"),
+}
+_WHERE = """
+import importlib.util, sys
+found = importlib.util.find_spec(sys.argv[1])
+print(*(found.submodule_search_locations or [] if found else []), sep="\\n")
+"""
 _CODE = """
 import importlib.metadata, json, platform, sysconfig
 def version(name):
@@ -94,6 +105,39 @@ def _ask(path: Path, times: tuple[int, ...]) -> Interpreter:
     )
     version, suffix, torch, pybind11 = json.loads(done.stdout)
     return Interpreter(path, version, suffix, torch, pybind11)
+
+
+def helper_folder(engine: str, tree: Path, python: str) -> Path | None:
+    """The folder whose Makefile compiles the dataset helper; None where there is none.
+
+    Args:
+        engine: whose: that of neuronx-nemo lies in the package that its interpreter imports, where
+            `compile_helper()` of nemo's dataset_utils runs make.
+        tree: of the engine.
+        python: its interpreter.
+    """
+    if engine in INSTALLED_HELPERS:
+        package, below = INSTALLED_HELPERS[engine]
+        folders = [place / below for place in _places_of(python, package)]
+    else:
+        folders = [tree / name for name in HELPERS]
+    return next((folder for folder in folders if (folder / "Makefile").is_file()), None)
+
+
+def _places_of(python: str, package: str) -> list[Path]:
+    """Where an interpreter finds a package, without importing it."""
+    asked = ask_interpreter(python)
+    if asked is None:
+        return []
+    done = subprocess.run(
+        [str(asked.path), "-I", "-c", _WHERE, package],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+    )
+    return [Path(line) for line in done.stdout.splitlines() if line]
 
 
 def build_key(job: Job) -> str:

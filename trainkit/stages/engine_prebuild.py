@@ -33,6 +33,7 @@ from trainkit.engines.compiled import (
     ask_interpreter,
     build_key,
     extensions_folder,
+    helper_folder,
     left_locks,
     remove_dead_locks,
     tools_folder,
@@ -52,8 +53,6 @@ from trainkit.stages.contract import Need, Unit
 VERSION = 1
 SCHEMA = "engine-prebuild/1"
 TAIL = 15  # lines of a compiler's that an error shows
-# folders with a Makefile for the helper that samples are counted with; the first that is there
-HELPERS = ("megatron/core/datasets", "megatron/data")
 KERNELS = Path("megatron/fused_kernels")
 # options of GPT-NeoX without which it loads no kernels of its own
 NEOX_FUSIONS = (
@@ -215,11 +214,6 @@ def _needs_kernels(job: Job) -> bool:
     return job.engine == "megatron-lm" or any(given.get(name) is True for name in NEOX_FUSIONS)
 
 
-def helper_folder(tree: Path) -> Path | None:
-    """The folder whose Makefile compiles the dataset helper; None where there is none."""
-    return next((tree / name for name in HELPERS if (tree / name / "Makefile").is_file()), None)
-
-
 def _kernel_sources(spec: PrebuildSpec) -> list[Path]:
     """Sources of CUDA kernels that the job needs; none in trees that have none any more."""
     if not spec.kernels or not list((spec.tree / KERNELS).glob("*.cu")):
@@ -230,11 +224,11 @@ def _kernel_sources(spec: PrebuildSpec) -> list[Path]:
 
 def _sources(spec: PrebuildSpec) -> dict[str, str]:
     """SHA-256 of everything that is compiled, by its name in the tree."""
-    folder = helper_folder(spec.tree)
+    folder = helper_folder(spec.engine, spec.tree, spec.python)
     paths = _kernel_sources(spec)
     if folder is not None:
         paths += [folder / "Makefile", *sorted(folder.glob("*.cpp"))]
-    return {str(path.relative_to(spec.tree)): sha256_file(path) for path in paths}
+    return {os.path.relpath(path, spec.tree): sha256_file(path) for path in paths}
 
 
 def has_gpu() -> bool:
@@ -340,7 +334,7 @@ class _Prebuild:
         spec.extensions.mkdir(parents=True, exist_ok=True)
         sources = _sources(spec)
         files: list[Path] = []
-        if (folder := helper_folder(spec.tree)) is not None:
+        if (folder := helper_folder(spec.engine, spec.tree, spec.python)) is not None:
             files.append(self._helper(folder))
         kernels = self._kernels()
         identities = {str(path): identity for path in files if (identity := _identity(path))}
