@@ -49,3 +49,42 @@ def test_what_cannot_be_imported_is_said(project: Project, tmp_path: Path) -> No
     assert "core-0.12.0" in version
     engine = project.invoke("import", "x.sh", "--engine", "megatron", exit=3).stderr
     assert "megatron-lm" in engine
+
+
+def test_a_configuration_of_nemo(project: Project) -> None:
+    """The engine is seen by the file; words after it are the launcher's."""
+    text = "trainer: {num_nodes: 2, max_steps: 20, val_check_interval: 10, limit_val_batches: 2,\n"
+    text += "  precision: bf16}\nmodel:\n  micro_batch_size: 2\n  global_batch_size: 32\n"
+    text += "  tensor_model_parallel_size: 1\n  pipeline_model_parallel_size: 1\n"
+    text += "  encoder_seq_length: 16\n  max_position_embeddings: 16\n  num_layers: 2\n"
+    text += "  hidden_size: 32\n  num_attention_heads: 2\n  optim: {name: distributed_fused_adam,\n"
+    text += "    lr: 1e-4, betas: [0.9, 0.95], sched: {name: CosineAnnealing}}\n"
+    text += "  data: {data_prefix: [1.0, '${data_dir}/a_text_document']}\n"
+    (project.path / "gpt3_hydra.yaml").write_text(text)
+    refused = project.invoke("import", "gpt3_hydra.yaml", exit=3).stderr
+    assert "data_dir, which is not there" in refused and "FILE,data_dir=VALUE" in refused
+    found = project.document("import", "gpt3_hydra.yaml,+data_dir=/fs,model.num_layers=4")
+    tables = tomli.loads(found["toml"])
+    assert found["engine"] == "nemo" and found["job"] == "gpt3"
+    assert tables["datasets"]["gpt3"]["prefixes"] == ["/fs/a_text_document"]
+    assert tables["models"]["gpt3"]["num_layers"] == 4
+
+
+def test_a_script_for_neuron(project: Project) -> None:
+    """It is seen by what the script calls beside it."""
+    words = "trainer.num_nodes=$SLURM_NTASKS trainer.max_steps=10 model.global_batch_size=32"
+    words += " model.hidden_size=$HS model.num_layers=2 model.tensor_model_parallel_size=8"
+    words += " model.encoder_seq_length=64 model.max_position_embeddings=64 model.optim.name=adamw"
+    (project.path / "test.sh").write_text(
+        f": ${{HS:=64}}\ntorchrun megatron_gpt_pretraining.py {words} 2>&1 | tee log\n"
+    )
+    (project.path / "gpt_1b.sh").write_text("export HS=128\n./test.sh\n")
+    found = project.document("import", "gpt_1b.sh,SLURM_NNODES=2,SLURM_NTASKS=2")
+    tables = tomli.loads(found["toml"])
+    assert (found["engine"], found["job"]) == ("neuronx-nemo", "gpt_1b")
+    assert (
+        tables["models"]["gpt_1b"]["hidden_size"] == 128 and tables["jobs"]["gpt_1b"]["nodes"] == 2
+    )
+    (project.path / "x.sh").write_text(SCRIPT)
+    assert "takes no KEY=VALUE" in project.invoke("import", "x.sh,A=1", exit=3).stderr
+    assert "names no file" in project.invoke("import", "A=1", exit=3).stderr

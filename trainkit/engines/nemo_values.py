@@ -125,13 +125,14 @@ class NemoValues:
 def taken_model(values: NemoValues) -> dict[str, object]:
     """[models.X]. Raises ConfigError: a value is missing or of another kind."""
     hidden = values.count("model.hidden_size")
+    length = values.count("model.encoder_seq_length")
     found: dict[str, object] = {
         "family": "gpt",
         "num_layers": values.count("model.num_layers"),
         "hidden_size": hidden,
         "num_attention_heads": values.count("model.num_attention_heads"),
-        "seq_length": values.count("model.encoder_seq_length"),
-        "max_position_embeddings": values.count("model.max_position_embeddings"),
+        "seq_length": length,
+        "max_position_embeddings": values.whole("model.max_position_embeddings") or length,
     }
     width = values.whole("model.ffn_hidden_size")
     if width not in (None, 4 * hidden):
@@ -339,11 +340,15 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
+def _same(first: object, second: object) -> bool:
+    return first == second and isinstance(first, bool) == isinstance(second, bool)
+
+
 def taken_rest(values: NemoValues) -> dict[str, object]:
     """What is left: implied, trainkit's own, or engine_args; the rest is listed."""
     dialect = values.dialect
     for key, value in values.given.items():
-        if key in _IMPLIED or (key in dialect.usual and dialect.usual[key] == value):
+        if key in _IMPLIED or _same(dialect.usual.get(key), value):
             continue
         if isinstance(value, Unknown):
             values.left.append(f"{key}: {value.why}")

@@ -13,13 +13,14 @@ from trainkit.cli.wrapper import TaskContext, TaskResult
 from trainkit.engines.gpt_neox.import_yaml import import_neox
 from trainkit.engines.imported import ImportedJob
 from trainkit.engines.megatron_lm.import_script import import_megatron, read_script
+from trainkit.engines.nemo.import_config import import_nemo
 from trainkit.engines.neuronx_nemo.argv import SCRIPT
 from trainkit.engines.neuronx_nemo.import_script import import_neuronx
 from trainkit.engines.options import load_table, tables_of
 from trainkit.jobs.messages import suggest
 
 YAML = (".yml", ".yaml")
-IMPORTED = ("gpt-neox", "megatron-lm", "neuronx-nemo")
+IMPORTED = ("gpt-neox", "megatron-lm", "nemo", "neuronx-nemo")
 LOOKED_AT = 2**16  # bytes of a file in which a word says whose it is
 
 
@@ -105,6 +106,8 @@ def _imported(
     known = list(tables_of(engine))
     if version and version not in known:
         raise ConfigError(f"--version '{version}' is not known", hint=suggest(version, known))
+    if engine == "nemo":
+        return import_nemo(paths[0], words, request.name, version)
     if engine == "neuronx-nemo":
         return import_neuronx(paths[0], words, name, version)
     _refuse_words(words, "a script of Megatron-LM")
