@@ -17,7 +17,7 @@ PLACES = {
     "neuronx-nemo": ("trainkit.engines.neuronx_nemo.engine", "NeuronxNemo"),
 }
 # whose modules have a function engine_notes
-NOTED = ("megatron-lm", "neuronx-nemo")
+NOTED = ("megatron-lm", "nemo", "neuronx-nemo")
 
 
 class EngineTable(dict[str, Engine]):

@@ -129,6 +129,8 @@ class EngineSource(Table):
             raise wrong("requirements", "requirements are installed into venv, which is not given")
         if self.launch == "deepspeed" and self.kind not in ("gpt-neox", ""):
             raise wrong("launch", f"launch = 'deepspeed' is gpt-neox's; {self.kind} has none")
+        if self.launch == "srun" and self.kind not in ("nemo", ""):
+            raise wrong("launch", f"launch = 'srun' is nemo's; {self.kind} has none")
         return self
 
     @property

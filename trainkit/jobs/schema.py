@@ -285,6 +285,12 @@ class Job(Table):
         return self.cluster.ranks_per_node or max(1, self.cluster.gpus_per_node)
 
     @property
+    def starts_by_srun(self) -> bool:
+        """One srun starts the ranks in their image, and agents are outside of it."""
+        source = self.engine_source
+        return self.engine != "native" and source is not None and source.launch == "srun"
+
+    @property
     def environment(self) -> dict[str, str]:
         """What jobs.toml puts into every rank's environment: the cluster's, the container's over
         it, the job's over that."""

@@ -268,6 +268,14 @@ COMMAND_24 = (
     " --config-path=/fsx/results/gpt3_175b --config-name=nemo-megatron-gpt3_175b_hydra.yaml"
     " model.gc_interval=100"
 )
+# the batch script: what each task's bash runs, a statement each
+SCRIPT_22 = [
+    "cd /opt/bignlp/NeMo",
+    "git rev-parse HEAD",
+    "export PYTHONPATH=/opt/bignlp/NeMo:${PYTHONPATH}",
+    NUMA_22,
+    COMMAND_22,
+]
 EXPORTS_24 = {
     "TRANSFORMERS_OFFLINE": "0",
     "TORCH_NCCL_AVOID_RECORD_STREAMS": "1",

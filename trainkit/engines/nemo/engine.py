@@ -42,11 +42,18 @@ from trainkit.engines.nemo.generations import (
     version_of,
 )
 from trainkit.engines.nemo.limits import job_problems
+from trainkit.engines.nemo.srun import ON_THE_LINE, rank_script, srun_problems, srun_words
 from trainkit.engines.options import OptionTable, load_table
 from trainkit.engines.rank import nemo as reader
 from trainkit.engines.rank.spec import RequiredModule
 from trainkit.engines.requirements import required_versions
-from trainkit.engines.sources import engine_python, engine_version, source_of, source_tree
+from trainkit.engines.sources import (
+    cluster_python,
+    engine_python,
+    engine_version,
+    source_of,
+    source_tree,
+)
 from trainkit.jobs.schema import Job
 from trainkit.runs.checkpoint_list import ListedCheckpoint
 from trainkit.runs.folder import RunFolder
@@ -65,6 +72,11 @@ NUMA = {
     "min_cores": 1,
     "max_cores": 8,
 }
+# NeMo's own word for ranks that others start: it takes torch's variables
+# (TorchElasticEnvironment). Without it pytorch-lightning 1.7 takes Slurm's where there are as many
+# tasks as ranks and starts processes of its own elsewhere; 2.4 takes Slurm's wherever SLURM_NTASKS
+# is set, which under agents counts these.
+BY_AGENTS = "+cluster_type=BCP"
 # exp_manager: NeMo leaves what it does not find, and takes any of several that it does
 SET_ASIDE = "set-aside"
 
@@ -114,6 +126,8 @@ class Nemo:
 
     def problems(self, job: Job) -> list[Problem]:
         found = launcher_problems(job)
+        if job.starts_by_srun:
+            found += srun_problems(job)
         try:
             version = version_of(job)
             if version is not None:
@@ -132,12 +146,12 @@ class Nemo:
         config = nemo_config(job, generation, data, _places(job, run))
         name = f"{job.name}_hydra.yaml"
         tree = source_tree(job)
-        argv = ("-u", str(tree / SCRIPT), *config_words(job, run, name))
+        words = config_words(job, run, name)
         program = EngineProgram(
             ENGINE,
             str(engine_python(job)),
             tree,
-            argv,
+            ("-u", str(tree / SCRIPT), *words, BY_AGENTS),
             env=engine_environment(job, generation),
             files={f"launch/{name}": config_text(config)},
             saves_on_term=generation.saves_on_term and saves(job),
@@ -152,6 +166,8 @@ class Nemo:
             python_path=(str(tree),),
             before=_numa_words(job, generation),
         )
+        if job.starts_by_srun:
+            return _over_srun(job, run, attempt, program)
         return rank_command(job, run, attempt, program)
 
     def resume_problems(self, job: Job, run: RunFolder) -> list[Problem]:
@@ -173,16 +189,35 @@ class Nemo:
 
 
 def config_words(job: Job, run: RunFolder, name: str) -> tuple[str, ...]:
-    """The words behind the script.
-
-    cluster_type=BCP is NeMo's own word for ranks that others start: it takes torch's variables
-    (TorchElasticEnvironment). Else pytorch-lightning 1.7 takes Slurm's where there are as many
-    tasks as ranks, and starts processes of its own elsewhere; 2.4 takes Slurm's wherever
-    SLURM_NTASKS is set.
-    """
+    """The words behind the script."""
     words = [f"--config-path={run.path / 'launch'}", f"--config-name={name}"]
     words += [Override(key, value, "+").word() for key, value in added_words(job).items()]
-    return (*words, "+cluster_type=BCP")
+    return tuple(words)
+
+
+def _over_srun(job: Job, run: RunFolder, attempt: int, program: EngineProgram) -> Command:
+    """srun, once: beside it our small program, on the first node and outside of the image, reads
+    what all ranks print. Their environment is Slurm's, as in the launcher's script."""
+    argv = [word for word in (program.python, *program.argv) if word != BY_AGENTS]
+    numa = (program.python, *program.before) if program.before else ()
+    environment = {**program.env, **job.environment}
+    line = {name: environment[name] for name in program.env if name.startswith(ON_THE_LINE)}
+    script = rank_script(str(program.tree), numa, line, argv)
+    host = replace(
+        program,
+        python=str(cluster_python(job)),
+        program="srun",
+        tree=run.path,
+        argv=(*srun_words(job), "bash", "-c", script),
+        env={name: value for name, value in program.env.items() if name not in line},
+        saves_on_term=False,  # srun ends its step without grace
+        modules=(),
+        versions=(),
+        reads=program.reads[1:],  # the script is in the image
+        python_path=(),
+        before=(),
+    )
+    return replace(rank_command(job, run, attempt, host), spawn="per_run")
 
 
 def checkpoint_folder(run: RunFolder) -> Path:

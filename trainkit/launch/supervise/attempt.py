@@ -160,6 +160,10 @@ class Attempt:
         code = run.root / "code" / run.code.resolve().name
         logs = self.folder.path / "launch"
         folder = run.session(number)
+        if job.starts_by_srun:
+            box = None
+        else:
+            box = node_container(job, folder, run.id, number, reusable_since(run))
         self.session: Session = Session(
             folder,
             run.id,
@@ -169,7 +173,7 @@ class Attempt:
             code,
             logs,
             passed_environment(),
-            node_container(job, folder, run.id, number, reusable_since(run)),
+            box,
         )
         self.events = EventLog(self.folder)
         self.redactor = Redactor(context.secrets.values())
