@@ -58,6 +58,7 @@ class EngineProgram:
         checkpoints: where it saves; None: the run's folder for them.
         before: as of RankSpec.
         python_path: as of RankSpec.
+        ends_in_time: as of RankSpec.
     """
 
     engine: str
@@ -79,6 +80,7 @@ class EngineProgram:
     checkpoints: Path | None = None
     before: tuple[str, ...] = ()
     python_path: tuple[str, ...] = ()
+    ends_in_time: bool = False
 
 
 def spec_name(attempt: int) -> str:
@@ -127,6 +129,7 @@ def rank_command(job: Job, run: RunFolder, attempt: int, program: EngineProgram)
         compiled_for=program.compiled_for,
         before=(program.python, *program.before) if program.before else (),
         python_path=program.python_path,
+        ends_in_time=program.ends_in_time,
     )
     name = spec_name(attempt)
     main = run.code / "trainkit" / "engines" / "rank" / "main.py"

@@ -162,4 +162,17 @@ def test_notes() -> None:
     job = nemo_job("nemo-gpt3-20b")
     given = {key: value for key, value in job.engine_args.items() if key != "trainer.max_time"}
     (note,) = engine_notes(job.model_copy(update={"engine_args": given}))
-    assert "trainer.max_time" in note
+    assert "saves nothing when it is asked to stop" in note
+    (note,) = engine_notes(newer_job("175b"))
+    assert "+exp_manager.max_time_per_run" in note
+
+
+def test_its_own_time_limit_is_no_early_end(run: RunFolder, job: Job) -> None:
+    def spec_of(changed: Job) -> dict[str, object]:
+        command = Nemo().command(changed, run, 1)
+        found: dict[str, object] = json.loads(command.files["launch/engine-rank-1.json"])
+        return found
+
+    assert spec_of(job)["ends_in_time"] is True
+    given = {key: value for key, value in job.engine_args.items() if key != "trainer.max_time"}
+    assert spec_of(job.model_copy(update={"engine_args": given}))["ends_in_time"] is False

@@ -206,3 +206,23 @@ def test_without_checkpoints_the_last_line_of_any_rank_is_success(tmp_path: Path
     assert judge_end(spec, nemo, asked) is None
     killed = replace(ZERO, code=1)
     assert judge_end(spec, nemo, killed) is not None
+
+
+def test_its_own_time_is_up(tmp_path: Path) -> None:
+    """trainer.max_time: it saves and ends with 0; with that checkpoint the run goes on."""
+    spec = spec_of(tmp_path)
+    folder = Path(spec.checkpoints)
+    folder.mkdir(parents=True)
+    save_ranks(folder, 5, last=True)
+    for end in (replace(ZERO, last_iteration=5), replace(ZERO, last_iteration=None, began_at=3)):
+        verdict = judge_end(replace(spec, ends_in_time=True), nemo, end)
+        assert verdict is not None
+        assert (verdict.exit, verdict.message) == (12, "")
+        early = judge_end(spec, nemo, end)
+        assert early is not None
+        assert early.type == "EngineEndedEarly"
+    # no step was made since it began, or none was saved
+    for end in (replace(ZERO, last_iteration=None, began_at=5), replace(ZERO, last_iteration=6)):
+        verdict = judge_end(replace(spec, ends_in_time=True), nemo, end)
+        assert verdict is not None
+        assert verdict.exit == 9

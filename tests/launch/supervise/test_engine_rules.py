@@ -70,6 +70,41 @@ def rule_of(text: str) -> str | None:
             "engine-data",  # GPT-NeoX ea7aefd
             "[rank0]: AttributeError: 'NoneType' object has no attribute 'sizes'",
         ),
+        (
+            "nemo-resume",  # NeMo 1.12, exp_manager
+            "ValueError: Multiple checkpoints [PosixPath('a-last.ckpt'), PosixPath('b-last.ckpt')]"
+            " that matches *last.ckpt.",
+        ),
+        (
+            "nemo-resume",  # NeMo 2.1
+            "ValueError: Last checkpoint is unfinished and cannot be used to resume the training."
+            " Please remove the checkpoint manually to avoid unexpected cosequences",
+        ),
+        (
+            "nemo-key",  # hydra 1.1.2 and 1.3.2
+            "hydra.errors.ConfigCompositionException: Could not override 'model.foo'.\nTo append to"
+            " your config use +model.foo=3",
+        ),
+        (
+            "nemo-key",
+            "omegaconf.errors.ConfigAttributeError: Key 'foo' is not in struct\n    full_key: foo",
+        ),
+        (
+            "nemo-apex",
+            "ImportError: Apex was not found. Please see the NeMo README for installation"
+            " instructions: https://github.com/NVIDIA/NeMo#megatron-gpt.",
+        ),
+        (
+            "nemo-validation",  # pytorch-lightning 2.4
+            "ValueError:  `val_check_interval` (400) must be less than or equal to the number of"
+            " the training batches (40).",
+        ),
+        (
+            "nemo-slurm",  # lightning 2.4
+            "RuntimeError: You set `--ntasks=2` in your SLURM bash script, but this variable is not"
+            " supported. HINT: Use `--ntasks-per-node=2` instead.",
+        ),
+        ("nemo-samples", "RuntimeError: no samples left to consume: 1024, 1024"),
         ("engine-vocabulary", "[rank0]: IndexError: index out of range in self"),
         (
             "engine-hub",  # core 0.16.1, offline

@@ -77,6 +77,8 @@ NUMA = {
 # tasks as ranks and starts processes of its own elsewhere; 2.4 takes Slurm's wherever SLURM_NTASKS
 # is set, which under agents counts these.
 BY_AGENTS = "+cluster_type=BCP"
+# after which pytorch-lightning saves and ends by itself, with 0
+TIME_LIMITS = ("trainer.max_time", "+exp_manager.max_time_per_run")
 # exp_manager: NeMo leaves what it does not find, and takes any of several that it does
 SET_ASIDE = "set-aside"
 
@@ -105,6 +107,11 @@ def engine_notes(job: Job) -> list[str]:
         notes.append(
             "engine_args 'exp_manager.create_checkpoint_callback' = false: nothing is saved, and a"
             " run that is stopped begins anew"
+        )
+    elif generation.core and job.engine_args.get("trainer.max_time"):
+        notes.append(
+            "engine_args 'trainer.max_time' counts all attempts of a run together in NeMo of 24.12"
+            " (lightning 2.4 saves its timer): '+exp_manager.max_time_per_run' counts each"
         )
     elif not generation.saves_on_term and not job.engine_args.get("trainer.max_time"):
         notes.append(
@@ -163,6 +170,7 @@ class Nemo:
             program,
             checkpoints=checkpoint_folder(run),
             saves=saves(job),
+            ends_in_time=any(job.engine_args.get(key) for key in TIME_LIMITS),
             python_path=(str(tree),),
             before=_numa_words(job, generation),
         )

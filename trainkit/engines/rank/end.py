@@ -78,11 +78,15 @@ def _judge_stop(spec: RankSpec, reader: EngineReader, end: EngineEnd) -> Verdict
     tracked = _tracked(spec, reader, end.began_at + 1)
     if tracked == spec.train_iters and not _problems(spec, reader, tracked):
         return None
-    reached = max(end.last_iteration or 0, end.began_at)
-    new = end.code == 0 and tracked is not None and tracked >= max(reached, end.began_at + 1)
-    if new and tracked is not None and not _problems(spec, reader, tracked):
+    if end.code == 0 and _has_saved(spec, reader, end, tracked):
         return Verdict(PREEMPTED, "", "")
     return Verdict(0, "", "")
+
+
+def _has_saved(spec: RankSpec, reader: EngineReader, end: EngineEnd, tracked: int | None) -> bool:
+    """Whether there is a whole checkpoint of where it left."""
+    reached = max(end.last_iteration or 0, end.began_at + 1)
+    return tracked is not None and tracked >= reached and not _problems(spec, reader, tracked)
 
 
 def judge_failure(script: str, end: EngineEnd) -> Verdict:
@@ -130,6 +134,8 @@ def _judge_zero(
             "DamagedCheckpoint",
             f"{script} ended with 0, but its last checkpoint is not whole: {'; '.join(problems)}",
         )
+    if spec.ends_in_time and _has_saved(spec, reader, end, tracked):
+        return Verdict(PREEMPTED, "", "")
     reached = f"after iteration {max(end.last_iteration or 0, end.began_at)} of {spec.train_iters}"
     if tracked is None:
         saved = f"no checkpoint in {spec.checkpoints}"

@@ -54,6 +54,7 @@ class RankSpec:
         eval_interval: iterations between two evaluations, eval_iters: batches of one; 0: not known.
         before: a program that is run before it in each rank, whose end decides nothing.
         python_path: folders that come first on PYTHONPATH.
+        ends_in_time: the engine saves and ends with 0 by itself when its own time is up.
         saves: it writes checkpoints; without any, its last line says whether training is done.
         seen_seconds: until a file that one rank has written is seen by all.
         path: folders that come first on PATH, so that the engine's Makefiles find the python3 and
@@ -96,6 +97,7 @@ class RankSpec:
     saves: bool = True
     before: tuple[str, ...] = ()
     python_path: tuple[str, ...] = ()
+    ends_in_time: bool = False
 
     @property
     def interpreter(self) -> str:
