@@ -87,7 +87,9 @@ def srun(words: Sequence[str]) -> None:
         with open(Path(os.environ[STATE]) / "options", "a") as file:
             file.write(json.dumps(given) + "\n")
     if "container-image" in given:
-        enter_it = [sys.executable, "-I", __file__, "enter", json.dumps(given)]
+        # srun --export may keep variables of ours from the task
+        told = json.dumps({**given, STATE: os.environ[STATE]})
+        enter_it = [sys.executable, "-I", __file__, "enter", told]
         command = [*enter_it, *command]
     real = os.environ.pop(SRUN)
     os.execv(real, [real, *own, *command])
@@ -116,7 +118,7 @@ def unpacked(given: dict[str, str]) -> Path:
     """The image's root on this node."""
     image = Path(given["container-image"])
     name = given.get("container-name") or f"{os.environ['SLURM_JOB_ID']}.{os.getpid()}"
-    here = Path(os.environ[STATE]) / os.environ["SLURMD_NODENAME"]
+    here = Path(given[STATE]) / os.environ["SLURMD_NODENAME"]
     here.mkdir(parents=True, exist_ok=True)
     root = here / name
     # tasks of one step on one node share it

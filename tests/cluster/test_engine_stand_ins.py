@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from tests.cluster import pyxis_stand_in
 from tests.cluster.machines import HEAD, Process
 from tests.cluster.on_head import ClusterProject
 from tests.cluster.slurm_project import SlurmProject
@@ -21,8 +23,10 @@ from tests.conftest import HANGS, wait_for
 from tests.engines.stand_ins import neuron_program
 from tests.engines.stand_ins.jobs import empty_packages, tables, write_data
 from tests.engines.stand_ins.training import HOLD
-from tests.engines.stand_ins.trees import SCRIPT, make_neuron, make_programs
+from tests.engines.stand_ins.trees import CHECKOUT, SCRIPT, make_nemo, make_neuron, make_programs
+from tests.launch.containers.entered_image import entered_image
 
+NEMO_MODULES = ("pytorch_lightning", "hydra", "omegaconf", "apex")
 NEURON_MODULES = (
     *("torch_xla", "torch_neuronx", "nemo", "apex", "pytorch_lightning", "hydra", "omegaconf"),
 )
@@ -109,8 +113,6 @@ def make_stand_in(project: ClusterProject, cluster: str, engine: str, tree: str)
         own["NEURON_COMPILE_CACHE_URL"] = str(project.path / "neuron_cache")
         own.update({name: neuron_program.BOTH[name] or "" for name in ("FI_PROVIDER",)})
         prolog = [f"export PATH={programs}:$PATH"]
-    else:
-        own["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     text = path.read_text().replace(ONE_THREAD, variables(**own))
     text = text.replace("ranks_per_node = 2", "ranks_per_node = 1")
     text = text.replace(f"[clusters.{cluster}]", f"[clusters.{cluster}]\nprolog = {prolog}", 1)
@@ -155,7 +157,31 @@ def check_result(made: StandIn, run: Path) -> None:
     made.wait_checkpoint(run, 3)
 
 
+@pytest.mark.slow  # each attempt imports torch four times
 @pytest.mark.timeout(1800)
 def test_neuron_on_slurm(slurm: SlurmProject, tmp_path: Path) -> None:
     made = make_stand_in(slurm, "queue", "neuronx-nemo", str(make_neuron(tmp_path / "tree")))
     check_result(made, start_kill_requeue_finish(made, slurm))
+
+
+@pytest.mark.timeout(1800)
+def test_nemo_in_images_on_slurm(slurm: SlurmProject, tmp_path: Path) -> None:
+    """The tree lies in the image, which pyxis's stand-in enters."""
+    image = entered_image(
+        tmp_path / "image",
+        lambda root: empty_packages(make_nemo(root / "opt/bignlp/NeMo", "1.12"), NEMO_MODULES),
+    )
+    programs = pyxis_stand_in.install(tmp_path / "bin", tmp_path / "pyxis")
+    made = make_stand_in(slurm, "queue", "nemo", "/opt/bignlp/NeMo")
+    path = slurm.path / "jobs.toml"
+    text = path.read_text().replace("prolog = []", f'prolog = ["export PATH={programs}:$PATH"]')
+    text = text.replace("[jobs.stand-in]", '[jobs.stand-in]\ncontainer = "box"', 1)
+    box = image.table(runtime="pyxis", stages_in_container=False)
+    # the stand-ins' code, and torch, which may lie outside of this interpreter's own folder
+    for place in {CHECKOUT, Path(torch.__file__).parents[1]}:
+        box = box.replace('mounts = ["', f'mounts = ["{place}:{place}:ro", "')
+    path.write_text(f"{text}\n[containers.box]\n{box}")
+    run = start_kill_requeue_finish(made, slurm)
+    check_result(made, run)
+    given = [json.loads(line) for line in (tmp_path / "pyxis" / "options").read_text().splitlines()]
+    assert {each["container-image"] for each in given} == {str(image.file)}

@@ -53,14 +53,9 @@ def check(words: list[str], environment: Mapping[str, str], script: Path, versio
     if devices is not None:
         count = config["trainer"]["devices"]
         needs(len(set(devices.split(","))) >= count, f"CUDA_VISIBLE_DEVICES={devices} for {count}")
-    needs(
-        environment.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1",
-        "CUDA_DEVICE_MAX_CONNECTIONS=1 stands in all of the launcher's command lines",
-    )
-    if version == "2.1":
-        for name in ("NVTE_FWD_LAYERNORM_SM_MARGIN", "NVTE_BWD_LAYERNORM_SM_MARGIN"):
-            needs(name in environment, f"{name} is exported by the launcher of 24.12")
-        needs(at(config, "model").get("gc_interval") is not None, "model.gc_interval of 24.12")
+    if at(config, "model").get("tensor_model_parallel_size", 1) > 1:
+        one = environment.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
+        needs(one, "CUDA_DEVICE_MAX_CONNECTIONS=1 goes with tensor parallelism in both launchers")
     layout = check_model(config, cluster.world_size, cluster.rank)
     return Checked(config, cluster, layout)
 
