@@ -97,11 +97,12 @@ def srun(words: Sequence[str]) -> None:
 
 def enter(given: dict[str, str], command: list[str]) -> None:
     """A task on its node: it becomes bwrap."""
-    from tests.images.enroot_stand_in import environment, make_target, mount_words
+    from tests.images.enroot_stand_in import CONFIG, environment, make_target, mount_words
 
     root = unpacked(given)
     texts = given.get("container-mounts", "").split(",")
     mounts = [mount_words(text) for text in texts if text]
+    mounts += [("--ro-bind", path, path) for path in CONFIG if Path(path).exists()]
     for kind, target, source in mounts:
         make_target(root, target, kind == "--tmpfs" or Path(source).is_dir())
     names = [name for name in given.get("container-env", "").split(",") if name in os.environ]

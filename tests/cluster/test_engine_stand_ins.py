@@ -164,24 +164,43 @@ def test_neuron_on_slurm(slurm: SlurmProject, tmp_path: Path) -> None:
     check_result(made, start_kill_requeue_finish(made, slurm))
 
 
-@pytest.mark.timeout(1800)
-def test_nemo_in_images_on_slurm(slurm: SlurmProject, tmp_path: Path) -> None:
-    """The tree lies in the image, which pyxis's stand-in enters."""
+def nemo_in_images(slurm: SlurmProject, folder: Path, launch: str = "ranks") -> StandIn:
+    """The job `stand-in` in an image, which pyxis's stand-in enters and which alone has the
+    tree."""
     image = entered_image(
-        tmp_path / "image",
+        folder / "image",
         lambda root: empty_packages(make_nemo(root / "opt/bignlp/NeMo", "1.12"), NEMO_MODULES),
     )
-    programs = pyxis_stand_in.install(tmp_path / "bin", tmp_path / "pyxis")
+    programs = pyxis_stand_in.install(folder / "bin", folder / "pyxis")
     made = make_stand_in(slurm, "queue", "nemo", "/opt/bignlp/NeMo")
     path = slurm.path / "jobs.toml"
     text = path.read_text().replace("prolog = []", f'prolog = ["export PATH={programs}:$PATH"]')
     text = text.replace("[jobs.stand-in]", '[jobs.stand-in]\ncontainer = "box"', 1)
+    text = text.replace("[engines.nemo]", f'[engines.nemo]\nlaunch = "{launch}"')
     box = image.table(runtime="pyxis", stages_in_container=False)
     # the stand-ins' code, and torch, which may lie outside of this interpreter's own folder
     for place in {CHECKOUT, Path(torch.__file__).parents[1]}:
         box = box.replace('mounts = ["', f'mounts = ["{place}:{place}:ro", "')
     path.write_text(f"{text}\n[containers.box]\n{box}")
-    run = start_kill_requeue_finish(made, slurm)
-    check_result(made, run)
-    given = [json.loads(line) for line in (tmp_path / "pyxis" / "options").read_text().splitlines()]
-    assert {each["container-image"] for each in given} == {str(image.file)}
+    return made
+
+
+def images_entered(folder: Path) -> set[str]:
+    """What srun was asked to have tasks begin in."""
+    lines = (folder / "pyxis" / "options").read_text().splitlines()
+    return {json.loads(line)["container-image"] for line in lines}
+
+
+@pytest.mark.timeout(1800)
+def test_nemo_in_images_on_slurm(slurm: SlurmProject, tmp_path: Path) -> None:
+    made = nemo_in_images(slurm, tmp_path)
+    check_result(made, start_kill_requeue_finish(made, slurm))
+    assert images_entered(tmp_path) == {str(tmp_path / "image" / "box.sqsh")}
+
+
+@pytest.mark.slow  # as the one before, but for who starts the ranks
+@pytest.mark.timeout(1800)
+def test_nemo_by_one_srun(slurm: SlurmProject, tmp_path: Path) -> None:
+    made = nemo_in_images(slurm, tmp_path, "srun")
+    check_result(made, start_kill_requeue_finish(made, slurm))
+    assert images_entered(tmp_path) == {str(tmp_path / "image" / "box.sqsh")}

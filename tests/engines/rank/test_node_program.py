@@ -178,12 +178,29 @@ Root Cause (first observed failure):
 """
 
 
+# Slurm 22.05 and 24.05, --kill-on-bad-exit=1; the bar of progress stands before the second line
+ENDED_TASKS = """\
+srun: error: node1: task 0: Exited with exit code 137
+srun: launch/slurm: _step_signal: Terminating StepId=1.1
+         \x1b[Asrun: error: node2: task 1: Terminated
+srun: Force Terminated StepId=1.1
+"""
+
+
 @pytest.mark.parametrize(
     ("printed", "code", "expected"),
     [
         pytest.param(KILLED, 1, -signal.SIGKILL, id="killed from outside, not its own fault"),
         pytest.param(KILLED.replace("-9", "3"), 1, 9, id="its own error"),
         pytest.param("ValueError: no\n", 1, 9, id="no rank is named"),
+        pytest.param(ENDED_TASKS, 143, -signal.SIGKILL, id="a task of srun was killed"),
+        pytest.param(ENDED_TASKS.replace("137", "1"), 143, 9, id="a task of srun failed"),
+        pytest.param(
+            "srun: error: node2: task 1: Killed\n",
+            137,
+            -signal.SIGKILL,
+            id="killed without a shell",
+        ),
         pytest.param(KILLED, 0, 9, id="an end without an error"),
     ],
 )

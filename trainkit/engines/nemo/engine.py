@@ -217,7 +217,11 @@ def _over_srun(job: Job, run: RunFolder, attempt: int, program: EngineProgram) -
         program="srun",
         tree=run.path,
         argv=(*srun_words(job), "bash", "-c", script),
-        env={name: value for name, value in program.env.items() if name not in line},
+        # the batch script exports some variables; the tasks need all that this step is given
+        env={
+            **{name: value for name, value in program.env.items() if name not in line},
+            "SLURM_EXPORT_ENV": "ALL",
+        },
         saves_on_term=False,  # srun ends its step without grace
         modules=(),
         versions=(),

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,10 @@ from trainkit.engines.rank.spec import RankSpec
 # torch/distributed/elastic/multiprocessing/errors: how torchrun tells of the rank that failed first
 ROOT_CAUSE = re.compile(
     r"Root Cause \(first observed failure\):.*?^\s*exitcode\s*: (-?\d+) ", re.DOTALL | re.MULTILINE
+)
+# how srun does of a task: slurm/src/srun/libsrun/launch.c, task_state
+FIRST_TASK = re.compile(
+    r"^.*\bsrun: error: \S+: tasks? [\d,-]+: (?:Exited with exit code (\d+)|Killed)", re.MULTILINE
 )
 USER = 9
 PREEMPTED = 12
@@ -100,17 +105,25 @@ def judge_failure(script: str, end: EngineEnd) -> Verdict:
 
 
 def first_code(lines: list[str], code: int) -> int:
-    """The exit code of the rank that failed first of those that torchrun started, negative for a
-    signal: torchrun itself ends with 1 whatever happened to them.
+    """The exit code of the rank that failed first of those that torchrun or srun started, negative
+    for a signal: torchrun itself ends with 1 whatever happened to them, srun with the code of one
+    of those that it ended for it.
 
     Args:
         lines: what it printed last.
         code: its own exit code, which stands where it names no rank.
     """
-    found = ROOT_CAUSE.search("\n".join(lines))
+    text = "\n".join(lines)
+    found = ROOT_CAUSE.search(text) or FIRST_TASK.search(text)
     if code <= 0 or found is None:
         return code
-    return int(found[1])
+    if not found[1]:
+        return -signal.SIGKILL
+    first = int(found[1])
+    # the task is a shell, which says so of a signal that ended its program
+    if found.re is FIRST_TASK and 128 < first < 128 + signal.NSIG:
+        return 128 - first
+    return first
 
 
 def _judge_zero(
