@@ -22,7 +22,7 @@ LAUNCHED = ("gpt-neox", "megatron-lm", "nemo", "neuronx-nemo")
 ENTRY_FILES: dict[str, tuple[str, ...]] = {
     "gpt-neox": ("train.py", "deepy.py"),
     "megatron-lm": ("pretrain_gpt.py",),
-    "nemo": ("examples/nlp/language_modeling/megatron_gpt_pretraining.py", "nemo/__init__.py"),
+    "nemo": ("examples/nlp/language_modeling/megatron_gpt_pretraining.py", "nemo/package_info.py"),
     "neuronx-nemo": (
         "build.sh",
         "nemo/examples/nlp/language_modeling/megatron_gpt_pretraining.py",
