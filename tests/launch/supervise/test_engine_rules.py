@@ -47,6 +47,22 @@ def rule_of(text: str) -> str | None:
             "[2026-11-22 18:33:29.247411] saving checkpoint at iteration       3 to /ck in"
             ' torch_dist format\n  File "training.py", line 1031 in pretrain',
         ),
+        # names of the Neuron runtime's nrt_status.h
+        ("neuron-broken", "RuntimeError: nrt_execute: NRT_EXEC_HW_ERR_HBM_UE (status 1201)"),
+        ("neuron-broken", "ERROR TDRV: NRT_EXEC_UNIT_UNRECOVERABLE"),
+        ("neuron-collectives", "NRT_EXEC_HW_ERR_COLLECTIVES"),
+        ("neuron-not-there", "nrt_init: NRT_LOAD_NOT_ENOUGH_NC"),
+        ("neuron-timeout", "Execution error: NRT_TIMEOUT"),
+        ("neuron-memory", "RuntimeError: Failed to allocate 5.2 GB on ND 3:NC 1"),
+        (
+            "neuron-compiler",
+            "CompilationFailed: 1 of 22 graphs could not be compiled: MODULE_7470+3cc9a3cb",
+        ),
+        (
+            "neuron-compiler",
+            "ERROR ||NEURON_CC_WRAPPER||: Failed compilation with ['neuronx-cc', 'compile',"
+            " '/tmp/model.MODULE_12338015013531573548+00875417.hlo_module.pb']",
+        ),
         ("engine-lock", "Using /root/.cache/torch_extensions/py311 as PyTorch extensions root..."),
         ("engine-lock", "> compiling and loading fused kernels ..."),
         ("engine-lock", '  File "/opt/lib/torch/utils/file_baton.py", line 50 in wait'),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from rich.markup import escape
@@ -12,6 +12,7 @@ from trainkit.base.documents import document
 from trainkit.base.errors import ConfigError, Exit
 from trainkit.cli.config.jobs import load_jobs
 from trainkit.cli.host_options import hosts_to_ask
+from trainkit.cli.hosts.neuron_top import MONITOR, TIMED_OUT, monitor_lines
 from trainkit.cli.tables import Listing
 from trainkit.cli.wrapper import TaskContext, TaskResult
 from trainkit.experiment.hosts import refuse_unread_options
@@ -22,14 +23,14 @@ from trainkit.launch.cluster_care.remote_commands import run_on_hosts
 from trainkit.launch.hosts.hostfile import Host
 from trainkit.launch.hosts.quarantine import QuarantineEntry, end_quarantine, read_quarantine
 from trainkit.launch.protocol.frames import HostFacts
-from trainkit.launch.scheduler_contract import ClusterNode
+from trainkit.launch.scheduler_contract import ClusterNode, HostsToAsk
 from trainkit.launch.scheduler_registry import scheduler_for
 from trainkit.launch.supervise.orphan_sweep import HostReport, survey_hosts
 
 GIB = 2**30
 TOP_SECONDS = 30.0
 # by type of device: a command that shows devices and processes once, and how many lines of its
-# output are shown. neuron-top itself needs a terminal.
+# output are shown. neuron-top itself needs a terminal: what it shows comes from neuron-monitor.
 TOPS: dict[str, tuple[list[str], int | None]] = {
     "cuda": (["nvidia-smi"], None),
     "neuron": (["neuron-ls", "--wide"], None),
@@ -153,6 +154,8 @@ def nodes_top(task: TaskContext, cluster: str, hostfile: str) -> TaskResult:
         ).items():
             failed = said.last if said.error or said.code else None
             rows.append(TopRow(host, failed, "\n".join(said.out.splitlines()[:lines])))
+    if found.hosts and chosen.device_type == "neuron":
+        rows = _with_monitor(rows, chosen, found)
     for row in rows:
         heading = f"== {row.host}"
         if row.error:
@@ -167,6 +170,28 @@ def nodes_top(task: TaskContext, cluster: str, hostfile: str) -> TaskResult:
         document("top/1", cluster=chosen.name, command=argv, hosts=[asdict(row) for row in rows]),
         Exit.HEALTH if failures else Exit.DONE,
     )
+
+
+def _with_monitor(rows: list[TopRow], chosen: Cluster, found: HostsToAsk) -> list[TopRow]:
+    """The rows with what neuron-monitor says of each host that could be asked."""
+    said = run_on_hosts(
+        chosen,
+        found.hosts,
+        Path(chosen.root or "."),
+        MONITOR,
+        TOP_SECONDS,
+        launcher=found.launcher,
+    )
+    whole = []
+    for row in rows:
+        result = said.get(row.host)
+        if result is None or row.error is not None:
+            whole.append(row)
+        elif result.error or result.code not in (0, TIMED_OUT):
+            whole.append(replace(row, error=result.last))
+        else:
+            whole.append(replace(row, text="\n".join([row.text, *monitor_lines(result.out)])))
+    return whole
 
 
 def usual_cluster(task: TaskContext, jobs: Jobs) -> str:
