@@ -423,3 +423,24 @@ def test_a_row_of_the_device_table_can_be_added_or_changed(checkout: Checkout) -
     device = jobs.resolve("demo", ["cluster.device=h100-sxm-80gb"]).job.cluster.device
     assert (device.peak_tflops["fp16"], device.peak_tflops["bf16"]) == (900.0, 989.4)
     assert jobs.resolve("demo", ["cluster.device=own"]).job.cluster.device.memory_bytes is None
+
+
+@pytest.mark.parametrize(
+    ("word", "path", "value"),
+    [
+        ('engine_args."model.optim.x"=4', ("engine_args", "model.optim.x"), 4),
+        ("a.'x=y'.b=\"c=d\"", ("a", "x=y", "b"), "c=d"),
+        (" a . b = 1", ("a", "b"), 1),
+    ],
+)
+def test_a_key_in_quotation_marks_holds_dots(
+    word: str, path: tuple[str, ...], value: object
+) -> None:
+    (origin,) = parse_overrides([word])
+    assert (origin.path, origin.value) == (path, value)
+
+
+@pytest.mark.parametrize("word", ['a."b=1', 'a.""=1', "a.'b'c=1", "a.=1", ".a=1", "a"])
+def test_what_is_no_key(word: str) -> None:
+    with pytest.raises(ConfigError, match="expected KEY=VALUE"):
+        parse_overrides([word])

@@ -248,8 +248,8 @@ def parse_overrides(words: Sequence[str]) -> list[SourcedValue]:
     origins = []
     problems = []
     for word in words:
-        key, equals, text = word.partition("=")
-        path = tuple(part.strip() for part in key.split("."))
+        key, equals, text = _split_override(word)
+        path = tuple(_key_parts(key))
         if not equals or not all(path):
             problems.append(
                 Problem(
@@ -269,6 +269,32 @@ def parse_overrides(words: Sequence[str]) -> list[SourcedValue]:
     if problems:
         raise ConfigError(problems)
     return origins
+
+
+# a part of a dotted key, bare or in quotation marks as TOML has them
+_PART = re.compile(r"""\s*(?:"([^"]*)"|'([^']*)'|([^."']*?))\s*(?:\.|$)""")
+_QUOTED_KEY = re.compile(r"""((?:[^="']|"[^"]*"|'[^']*')*)(=?)(.*)""", re.DOTALL)
+
+
+def _split_override(word: str) -> tuple[str, str, str]:
+    """KEY, "=" and VALUE; "=" and VALUE are empty where there is none."""
+    found = _QUOTED_KEY.fullmatch(word)
+    if found is None or (found[3] and not found[2]):
+        return word.partition("=")
+    return found[1], found[2], found[3]
+
+
+def _key_parts(key: str) -> list[str]:
+    """The parts of `a."b.c".d`; one of them is empty where it is no key."""
+    parts: list[str] = []
+    at = 0
+    while at < len(key) or not parts:
+        found = _PART.match(key, at)
+        if found is None:
+            return [""]
+        parts.append((found[1] or found[2] or found[3] or "").strip())
+        at = found.end()
+    return ["", *parts] if key.endswith(".") else parts
 
 
 def _parse_value(text: str) -> Any:

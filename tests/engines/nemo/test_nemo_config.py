@@ -137,7 +137,7 @@ def test_degrees_are_the_files_not_the_readme_s(size: str, prose: dict[str, int]
         assert ours[f"model.{key}"] == getattr(job.parallelism, key) != value
 
 
-# --set engine_args.model.optim.x=1 is engine_args."model.optim.x" = 1
+# --set engine_args.model.optim.x=1 is --set 'engine_args."model.optim.x"=1'
 SETS_24 = {
     "126m": ["model.hidden_dropout=0.2", "model.attention_dropout=0.2"],
     "5b": [
@@ -151,7 +151,7 @@ SETS_24 = {
         "parallelism.virtual_pipeline_model_parallel_size=6",
         "training.recompute_granularity='none'",
         "engine_args.model.optim.bucket_cap_mb=220",
-        "engine_args.model.gc_interval=100",
+        'engine_args."model.gc_interval"=100',
         "engine_args.model.optim.contiguous_param_buffer=true",
     ],
 }

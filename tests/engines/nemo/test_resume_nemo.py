@@ -40,8 +40,11 @@ def test_a_run_begins_with_a_folder_that_all_find(run: RunFolder, job: Job) -> N
     Nemo().before_attempt(job, run)
     assert run.checkpoints.is_symlink()
     assert run.checkpoints.resolve() == checkpoint_folder(run)
+    assert (run.path / "joblog.log").readlink() == run.attempt(1).log(0).relative_to(run.path)
+    run.attempt(1).path.mkdir(parents=True)
     save_ranks(checkpoint_folder(run), 2000, 4, last=True)
     Nemo().before_attempt(job, run)
+    assert (run.path / "joblog.log").readlink() == run.attempt(2).log(0).relative_to(run.path)
     listed = Nemo().checkpoints(run, hashes=False)
     assert [(each.step, each.problems) for each in listed] == [(2000, [])]
     assert checkpoint_names("nemo", run) == [name_of(2000, last=True)]

@@ -187,6 +187,7 @@ class Nemo:
         folder = checkpoint_folder(run)
         folder.mkdir(parents=True, exist_ok=True)
         _link(run)
+        _link_log(run)
         _leave_one(folder)
         if problems := self.resume_problems(job, run):
             raise ConfigError(problems)
@@ -245,6 +246,15 @@ def _link(run: RunFolder) -> None:
         run.checkpoints.rmdir()
     if not run.checkpoints.is_symlink():
         run.checkpoints.symlink_to(checkpoint_folder(run).relative_to(run.path))
+
+
+def _link_log(run: RunFolder) -> None:
+    """joblog.log of the run's folder is what rank 0 prints, under the name that the launcher's
+    users look for. Not in results/: exp_manager moves the files that it finds there."""
+    number = 1 + max((attempt.number for attempt in run.attempts()), default=0)
+    link = run.path / "joblog.log"
+    link.unlink(missing_ok=True)
+    link.symlink_to(run.attempt(number).log(0).relative_to(run.path))
 
 
 def engine_environment(job: Job, generation: NemoGeneration) -> dict[str, str]:
