@@ -16,17 +16,19 @@ import pytest
 import torch
 
 from tests.cluster import pyxis_stand_in
-from tests.cluster.machines import HEAD, Process
+from tests.cluster.machines import HEAD, Cluster, Process
 from tests.cluster.on_head import ClusterProject
 from tests.cluster.slurm_project import SlurmProject
 from tests.conftest import HANGS, wait_for
-from tests.engines.stand_ins import neuron_program
 from tests.engines.stand_ins.jobs import empty_packages, tables, write_data
 from tests.engines.stand_ins.training import HOLD
 from tests.engines.stand_ins.trees import CHECKOUT, SCRIPT, make_nemo, make_neuron, make_programs
 from tests.launch.containers.entered_image import entered_image
 
 NEMO_MODULES = ("pytorch_lightning", "hydra", "omegaconf", "apex")
+NEWER_MODULES = (
+    *("lightning", "hydra", "omegaconf", "megatron", "megatron/core", "transformer_engine"),
+)
 NEURON_MODULES = (
     *("torch_xla", "torch_neuronx", "nemo", "apex", "pytorch_lightning", "hydra", "omegaconf"),
 )
@@ -111,7 +113,6 @@ def make_stand_in(project: ClusterProject, cluster: str, engine: str, tree: str)
         site = empty_packages(project.path / "site", NEURON_MODULES)
         own["PYTHONPATH"] = str(site)
         own["NEURON_COMPILE_CACHE_URL"] = str(project.path / "neuron_cache")
-        own.update({name: neuron_program.BOTH[name] or "" for name in ("FI_PROVIDER",)})
         prolog = [f"export PATH={programs}:$PATH"]
     text = path.read_text().replace(ONE_THREAD, variables(**own))
     text = text.replace("ranks_per_node = 2", "ranks_per_node = 1")
@@ -204,3 +205,46 @@ def test_nemo_by_one_srun(slurm: SlurmProject, tmp_path: Path) -> None:
     made = nemo_in_images(slurm, tmp_path, "srun")
     check_result(made, start_kill_requeue_finish(made, slurm))
     assert images_entered(tmp_path) == {str(tmp_path / "image" / "box.sqsh")}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_nemo_over_ssh_with_distributed_checkpoints(
+    head: ClusterProject, cluster: Cluster, tmp_path: Path
+) -> None:
+    """NeMo 2.1 on two hosts, without an image: stopped after a step, and resumed."""
+    tree = empty_packages(make_nemo(tmp_path / "NeMo", "2.1"), NEWER_MODULES)
+    made = make_stand_in(head, "pair", "nemo", str(tree))
+    path = head.path / "jobs.toml"
+    path.write_text(path.read_text().replace("[engines.nemo]", '[engines.nemo]\nversion = "24.12"'))
+    head.hosts("node1 slots=1", "node2 slots=1")
+    made.hold_at(2)
+    made.process = head.start("train", "stand-in", "--foreground", "--set", "retry.infra=0")
+    run = made.run()
+    made.wait(lambda: list(run.rglob("*step=1-*-last/.metadata")), "the checkpoint of step 1")
+    victims = made.wait(lambda: made.engines(run), "ranks")
+    cluster.kill(victims[-1], number=signal.SIGKILL)
+    made.process.communicate(timeout=HANGS)
+    assert made.process.returncode == 10
+    made.process = None
+    made.go_on(2)
+    head.invoke("resume", run.name, "--foreground")
+    assert sorted(head.losses(run)) == [1, 2, 3]
+    assert "Restored all states" in made.said(run, 2)
+    assert list(run.rglob("*step=3-*-last/.metadata"))
+    assert not list(run.rglob("*-unfinished"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_neuron_compiles_before_it_trains_over_ssh(
+    head: ClusterProject, cluster: Cluster, tmp_path: Path
+) -> None:
+    made = make_stand_in(head, "pair", "neuronx-nemo", str(make_neuron(tmp_path / "tree")))
+    head.hosts("node1 slots=1", "node2 slots=1")
+    said = head.invoke("precompile", "stand-in", "--foreground").stdout
+    assert not list(head.path.rglob("*.ckpt")), said
+    head.invoke("train", "stand-in", "--foreground")
+    run = head.runs()[-1]
+    assert sorted(head.losses(run)) == [1, 2, 3]
+    made.wait_checkpoint(run, 3)

@@ -119,14 +119,13 @@ GONE = object()
         ("exp_manager.checkpoint_callback_params.every_n_train_steps", 1, "'CallbackParams'"),
         ("exp_manager.checkpoint_callback_params.model_parallel_size", 3, "AssertionError"),
         ("model.max_position_embeddings", 8, "beyond max_position"),
-        ("model.global_batch_size", 9, None),
         ("model.micro_batch_size", 3, "is not divisible by 3"),
         ("model.data.data_prefix", [1.0, "/no/such"], "FileNotFoundError"),
         ("model.optim.sched.min_lr", 1.0, "lower than the minimum"),
     ],
 )
 def test_a_configuration_of_nemo_that_is_changed(
-    tmp_path: Path, path: str, value: object, said: str | None
+    tmp_path: Path, path: str, value: object, said: str
 ) -> None:
     given = made(tmp_path, "nemo", "1.12")
     assert given.config is not None
@@ -140,9 +139,6 @@ def test_a_configuration_of_nemo_that_is_changed(
     else:
         table[last] = value
     given.config.write_text(yaml.safe_dump(config))
-    if said is None:
-        given.check()
-        return
     with pytest.raises(Refused, match=said):
         given.check()
 

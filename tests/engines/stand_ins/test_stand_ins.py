@@ -238,7 +238,6 @@ def test_the_published_command_of_neuron_is_taken(neuron: Path) -> None:
         ("trainer.devices=1", "trainer.devices=2", "--nproc_per_node 1 for 2"),
         ("trainer.num_nodes=2", "trainer.num_nodes=3", "wait for ever"),
         ("trainer.max_steps=3", "trainer.max_steps=3trainer.x=1", "mismatched input '='"),
-        ("global_batch_size=8", "global_batch_size=7", None),
         ("micro_batch_size=1", "micro_batch_size=3", "is not divisible by 3"),
         ("model.num_layers=2", "model.num_layers=3", "is not divisible by 2"),
         ("encoder_seq_length=16", "encoder_seq_length=32", "beyond max_position"),
@@ -249,14 +248,9 @@ def test_the_published_command_of_neuron_is_taken(neuron: Path) -> None:
         ("trainer.precision=32", "trainer.precision=fp32", "precision must be"),
     ],
 )
-def test_a_command_of_neuron_that_is_changed(
-    neuron: Path, old: str, new: str, said: str | None
-) -> None:
+def test_a_command_of_neuron_that_is_changed(neuron: Path, old: str, new: str, said: str) -> None:
     words = [word.replace(old, new) for word in neuron_words(neuron)]
     assert words != neuron_words(neuron)
-    if said is None:
-        neuron_program.check(words, neuron_variables(), neuron, "head")
-        return
     with pytest.raises(Refused, match=said):
         neuron_program.check(words, neuron_variables(), neuron, "head")
 
