@@ -54,7 +54,7 @@ class Made:
     config: Path | None
 
     def check(self) -> Checked:
-        if self.version == "head":
+        if self.script.parent.parts[-4] == "nemo":
             return neuron_program.check(self.words, self.variables, self.script, self.version)
         return nemo_program.check(self.words, self.variables, self.script, self.version)
 
@@ -68,7 +68,7 @@ def made(folder: Path, engine: str, version: str) -> Made:
         script = tree / PLACE / SCRIPT
         said = f'version = "{RELEASES[version]}"\n'
     else:
-        tree = make_neuron(folder / "tree")
+        tree = make_neuron(folder / "tree", version)
         script = tree / NEURON_PLACE / SCRIPT
         said = ""
     source = f'[engines.{engine}]\nsource = "{tree}"\npython = "{sys.executable}"\n{said}'
@@ -91,7 +91,8 @@ def made(folder: Path, engine: str, version: str) -> Made:
 
 
 @pytest.mark.parametrize(
-    ("engine", "version"), [("nemo", "1.12"), ("nemo", "2.1"), ("neuronx-nemo", "head")]
+    ("engine", "version"),
+    [("nemo", "1.12"), ("nemo", "2.1"), ("neuronx-nemo", "head"), ("neuronx-nemo", "2.13.1")],
 )
 def test_the_command_is_taken(tmp_path: Path, engine: str, version: str) -> None:
     found = made(tmp_path, engine, version).check()

@@ -3,9 +3,10 @@ the stand-ins of this folder, and the programs beside an interpreter that neuron
 
 from __future__ import annotations
 
-import shutil
 import sys
 from pathlib import Path
+
+import yaml
 
 CHECKOUT = Path(__file__).resolve().parents[3]
 SCRIPT = "megatron_gpt_pretraining.py"
@@ -53,18 +54,38 @@ def make_nemo(folder: Path, version: str) -> Path:
     return folder
 
 
-def make_neuron(folder: Path) -> Path:
-    """A tree of neuronx-nemo-megatron as it is since 2024."""
+# what its configuration of 2023 (branch 2.13.1_release) lacks, and has otherwise
+LATER = (
+    *("trainer.check_val_every_n_epoch", "trainer.num_sanity_val_steps"),
+    *("exp_manager.log_local_rank_0_only", "model.flexible_pipeline_parallel_stages"),
+    *("model.disable_layer_norm_checkpointing", "model.zero_use_master_weight"),
+    *("model.convert_to_hf", "model.output_dir", "model.config_path", "model.data.fine_tuning"),
+    *("model.data.chat", "enable_recovery_time_instrumentation", "async_checkpointing"),
+    "enable_checkpoint_removal_protection",
+)
+EARLIER = {"save_top_k": -1, "save_last": True}
+
+
+def make_neuron(folder: Path, generation: str = "head") -> Path:
+    """A tree of neuronx-nemo-megatron as it is since 2024, or of "2.13.1"."""
     place = folder / NEURON_PLACE
     (place / "conf").mkdir(parents=True)
-    (place / SCRIPT).write_text(_program("neuron_program", "head"))
-    shutil.copy(
-        Path(__file__).parent / "conf" / "neuronx_nemo.yaml",
-        place / "conf" / "megatron_gpt_config.yaml",
-    )
+    (place / SCRIPT).write_text(_program("neuron_program", generation))
+    conf = yaml.safe_load((Path(__file__).parent / "conf" / "neuronx_nemo.yaml").read_text())
+    if generation == "head":
+        (place / "train_setup.sh").write_text("# MASTER_PORT=41000\n")
+    else:
+        (place / "test.sh").write_text("export NEURON_CC_FLAGS='--distribution-strategy=nemo'\n")
+        for path in LATER:
+            *parents, last = path.split(".")
+            table = conf
+            for key in parents:
+                table = table[key]
+            del table[last]
+        conf["exp_manager"]["checkpoint_callback_params"].update(EARLIER)
+    (place / "conf" / "megatron_gpt_config.yaml").write_text(yaml.safe_dump(conf))
     for name in ("build.sh", "requirements.txt"):
         (folder / name).write_text("")
-    (place / "train_setup.sh").write_text("# MASTER_PORT=41000\n")
     return folder
 
 
