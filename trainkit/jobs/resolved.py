@@ -58,17 +58,22 @@ def provenance_of(
                 assert isinstance(node, SourcedTable)
                 yield from provenance_of(item, node, f"{path}.{name}.")
         elif isinstance(value, dict):
-            yield from (
-                (f"{path}.{name}", origin)
-                for name, origin in inner.entries.items()
-                if isinstance(origin, SourcedValue)
-            )
+            yield from _written(inner, path)
         else:
             if field.is_required() or key == "name":
                 default = None
             else:
                 default = SourcedValue(field.get_default(call_default_factory=True), BUILT_IN)
             yield path, _origin(value, node if isinstance(node, SourcedValue) else None, default)
+
+
+def _written(section: SourcedTable, path: str) -> Iterator[tuple[str, SourcedValue]]:
+    """The origin of every value in a table without a schema, such as engine_args."""
+    for name, node in section.entries.items():
+        if isinstance(node, SourcedTable):
+            yield from _written(node, f"{path}.{name}")
+        else:
+            yield f"{path}.{name}", node
 
 
 def _origin(value: Any, written: SourcedValue | None, default: SourcedValue | None) -> SourcedValue:

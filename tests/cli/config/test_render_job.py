@@ -151,3 +151,16 @@ def test_explain_of_no_key(key: str, hint: str, jobs: Jobs) -> None:
     with pytest.raises(ConfigError) as caught:
         find_value(jobs.resolve("demo"), key)
     assert caught.value.list[0].hint.startswith(hint)
+
+
+def test_every_published_job_is_shown() -> None:
+    """Tables among engine_args too, written as tables or given as one value."""
+    published = load(Path(__file__).parents[3], environ={})
+    for row in published.describe():
+        resolved = published.resolve(row.name)
+        text = job_as_toml(resolved)
+        assert tomli.loads(text) == without_none(resolved.job.model_dump(mode="json"))
+    sets = ["engine=gpt-neox", "engine_args.fp16={auto_cast = true}", "engine_args.'a.b'=1"]
+    text = job_as_toml(published.resolve("gpt-neox-20b", sets))
+    assert "allgather_bucket_size = 1260000000" in text and '"a.b" = 1' in text
+    assert "auto_cast = true" in text

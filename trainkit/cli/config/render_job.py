@@ -57,7 +57,12 @@ def _lines(
     if path:
         yield "", ""
         yield f"[{'.'.join(path)}]", ""
-    inner = {key: value for key, value in table.items() if isinstance(value, dict)}
+    inner = {
+        key: value
+        for key, value in table.items()
+        # one of engine_args may be a table that was given as one value, by --set
+        if isinstance(value, dict) and ".".join((*path, key)) not in origins
+    }
     for key, value in table.items():
         if key in inner:
             continue
