@@ -165,6 +165,21 @@ def test_neuron_on_slurm(slurm: SlurmProject, tmp_path: Path) -> None:
     check_result(made, start_kill_requeue_finish(made, slurm))
 
 
+@pytest.mark.slow  # two nodes import torch
+@pytest.mark.timeout(1800)
+def test_neuron_precompiles_on_slurm(slurm: SlurmProject, tmp_path: Path) -> None:
+    """On as many nodes as the training, by the same launcher; each leaves its record, once."""
+    made = make_stand_in(slurm, "queue", "neuronx-nemo", str(make_neuron(tmp_path / "tree")))
+    said = slurm.invoke("precompile", "stand-in").stdout
+    (run,) = made.project.runs()
+    assert "all graphs of stand-in are compiled" in said
+    assert "Total failed compilations: 0" in made.said(run, 1)
+    found = sorted((slurm.path / "engines" / "graphs").glob("*/*.json"))
+    assert [path.name for path in found] == ["0.json", "1.json"]
+    again = slurm.invoke("precompile", "stand-in").stdout
+    assert "are compiled on all 2 nodes" in again and len(made.project.runs()) == 1
+
+
 def nemo_in_images(slurm: SlurmProject, folder: Path, launch: str = "ranks") -> StandIn:
     """The job `stand-in` in an image, which pyxis's stand-in enters and which alone has the
     tree."""
