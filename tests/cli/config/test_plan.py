@@ -198,7 +198,8 @@ def test_where_an_engine_comes_from(capsys: pytest.CaptureFixture[str]) -> None:
     assert "feasible: " in text
     plan(folder, "nemo-gpt3-126m", 0, "", [])
     text = " ".join(capsys.readouterr().out.split())
-    assert "engine nemo can be planned but not launched; use --set engine=native" in text
+    assert "engine nemo: /opt/bignlp/NeMo, container bignlp-22-09" in text
+    assert "feasible: " in text
 
 
 @pytest.mark.parametrize("width", [76, 80, 100])
