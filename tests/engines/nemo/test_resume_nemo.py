@@ -93,7 +93,9 @@ def test_without_a_last_one_the_best_is_named(run: RunFolder, job: Job) -> None:
     save_ranks(folder, 2000, 4)
     save_ranks(folder, 4000, 4, last=True)
     (folder / "mp_rank_00" / f"{name_of(4000, last=True)}.ckpt").write_bytes(b"")
+    run.metrics.write_text("".join(json.dumps({"step": n}) + "\n" for n in (2000, 2010)))
     Nemo().before_attempt(job, run)
+    assert run.metrics.read_text() == '{"step": 2000}\n'
     assert lasts(run) == set()
     resumed = configuration(Nemo().command(job, run, 2))["model.resume_from_checkpoint"]
     assert resumed == str(folder / f"{name_of(2000)}.ckpt")
@@ -115,9 +117,14 @@ def test_unfinished_ones_of_24_12_are_set_aside(run: RunFolder) -> None:
     assert not marker.exists()
     assert not orphan.exists()
     assert (folder.parent / "set-aside" / place.name).is_dir()
+    # exp_manager reads it there, where the launcher's file has no key for it
+    best = save_folder(folder, 1000)
+    key = "exp_manager.resume_from_checkpoint"
+    assert configuration(Nemo().command(job, run, 2))[key] == str(best)
     save_folder(folder, 6000, last=True)
     Nemo().before_attempt(job, run)
     assert Nemo().resume_problems(job, run) == []
+    assert key not in configuration(Nemo().command(job, run, 3))
 
 
 def test_files_of_ranks_are_read_by_as_many(run: RunFolder, job: Job) -> None:

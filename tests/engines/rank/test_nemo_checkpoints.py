@@ -81,7 +81,8 @@ def test_files_of_each_layout(tmp_path: Path, tensor: int, stages: int) -> None:
 
 
 def test_the_last_one_alone_is_gone_on_from(tmp_path: Path) -> None:
-    """check_resume looks for "*last.ckpt"; the best ones are kept beside it."""
+    """check_resume looks for "*last.ckpt"; the best ones are kept beside it, and stand in for it
+    where it is gone."""
     save_ranks(tmp_path, 2000, last=True)
     save_ranks(tmp_path, 4000)
     assert nemo.tracked_step(tmp_path) == 2000
@@ -90,6 +91,10 @@ def test_the_last_one_alone_is_gone_on_from(tmp_path: Path) -> None:
     (tmp_path / f"{name_of(2500)}.ckpt").rename(second)
     assert nemo.tracked_step(tmp_path) == 2000, "NeMo does not find -last-v1"
     assert [step for step, _, _ in listed(tmp_path)] == [2000, 2500, 4000]
+    (tmp_path / f"{name_of(2000, last=True)}.ckpt").unlink()
+    assert nemo.tracked_step(tmp_path) == 4000
+    (tmp_path / f"{name_of(4000)}.ckpt").write_bytes(b"")
+    assert nemo.tracked_step(tmp_path) == 2500
 
 
 def test_a_rank_without_its_file(tmp_path: Path) -> None:

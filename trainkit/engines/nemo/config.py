@@ -48,6 +48,7 @@ SET_BY: Mapping[str, str] = {
     "exp_manager.checkpoint_callback_params.save_top_k": "checkpoint.keep_last",
     "exp_manager.checkpoint_callback_params.model_parallel_size": "parallelism",
     "exp_manager.checkpoint_callback_params.async_save": "checkpoint.save_async",
+    "exp_manager.resume_from_checkpoint": "invoke resume",
     "exp_manager.create_wandb_logger": "wandb.project",
     "exp_manager.wandb_logger_kwargs.project": "wandb.project",
     "exp_manager.wandb_logger_kwargs.name": "wandb.project",
@@ -259,6 +260,9 @@ def _exp_manager(job: Job, generation: NemoGeneration, places: NemoPlaces) -> Co
         found["wandb_logger_kwargs.entity"] = job.wandb.entity
     if generation.core and job.checkpoint.save_async:
         found[f"{params}.async_save"] = True
+    if generation.core and places.resume is not None:
+        # it is read here; NeMo's own file has it as ${model.resume_from_checkpoint}
+        found["resume_from_checkpoint"] = places.resume
     return found
 
 

@@ -215,9 +215,17 @@ def _step_of(name: str) -> int | None:
 
 
 def tracked_step(folder: Path) -> int | None:
-    """The iteration of the newest checkpoint that `resume_if_exists` finds; None without one."""
-    found = [each.step for each in saved_names(folder) if each.is_last and not each.unfinished]
-    return max(found, default=None)
+    """The iteration of the newest checkpoint that `resume_if_exists` finds; where there is none,
+    of the newest whole one, which `resume_from_checkpoint` names then. None without either."""
+    found = saved_names(folder)
+    last = [each.step for each in found if each.is_last and not each.unfinished]
+    if last:
+        return max(last)
+    grid = rank_grid(folder)
+    for each in reversed(found):
+        if not saved_problems(each, grid):
+            return each.step
+    return None
 
 
 def found_checkpoints(folder: Path) -> list[FoundCheckpoint]:
