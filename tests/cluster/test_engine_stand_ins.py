@@ -74,6 +74,11 @@ class StandIn:
         runs = self.wait(self.project.runs, "a run")
         return Path(runs[-1])
 
+    def wait_at(self, step: int) -> None:
+        """Until both ranks have saved what is before this step."""
+        places = [self.hold / f"at-{step}-{rank}" for rank in range(2)]
+        self.wait(lambda: all(path.exists() for path in places), f"step {step}")
+
     def wait_checkpoint(self, run: Path, step: int) -> None:
         """Until both stages have what the engine goes on from."""
         self.wait(
@@ -127,13 +132,13 @@ def start_kill_requeue_finish(made: StandIn, slurm: SlurmProject) -> Path:
     made.hold_at(2, 3)
     made.process = slurm.start("train", "stand-in")
     run = made.run()
-    made.wait_checkpoint(run, 1)
+    made.wait_at(2)
 
     victims = made.wait(lambda: made.engines(run), "ranks")
     slurm.cluster.kill(victims[-1], number=signal.SIGKILL)
     made.wait((run / "attempts" / "2").is_dir, "the second attempt")
     made.go_on(2)
-    made.wait_checkpoint(run, 2)
+    made.wait_at(3)
     assert "Restored all states" in made.said(run, 2)
 
     slurm.cluster.on(HEAD, "scontrol", "requeue", slurm.slurm_jobs(run)[0]["id"])
@@ -236,7 +241,7 @@ def test_nemo_over_ssh_with_distributed_checkpoints(
     made.hold_at(2)
     made.process = head.start("train", "stand-in", "--foreground", "--set", "retry.infra=0")
     run = made.run()
-    made.wait(lambda: list(run.rglob("*step=1-*-last/.metadata")), "the checkpoint of step 1")
+    made.wait_at(2)
     victims = made.wait(lambda: made.engines(run), "ranks")
     cluster.kill(victims[-1], number=signal.SIGKILL)
     made.process.communicate(timeout=HANGS)

@@ -21,7 +21,9 @@ from tests.engines.stand_ins.hydra_command import Refused
 from tests.engines.stand_ins.lightning import Cluster, Progress, checkpoint_name
 from tests.engines.stand_ins.megatron import Layout
 
-HOLD = "STAND_IN_HOLD"  # a folder: as long as it has hold-N, step N does not begin
+# A folder: as long as it has hold-N, step N does not begin. A rank that has come there, all before
+# it saved, leaves at-N-RANK.
+HOLD = "STAND_IN_HOLD"
 
 
 @dataclass
@@ -247,7 +249,7 @@ def train(
     if cluster.rank == 0:
         progress = Progress(version, steps, first, validation, every)
     for step in range(first, steps):
-        _wait_to_begin(step + 1)
+        _wait_to_begin(step + 1, cluster.rank)
         loss = _one_step(model, optimizer, cluster, step)
         # what is logged within a step counts the steps before it
         metrics = {"reduced_train_loss": loss, "global_step": float(step)}
@@ -298,7 +300,10 @@ def _one_step(model: Any, optimizer: Any, cluster: Cluster, step: int) -> float:
     return float(total) / cluster.world_size
 
 
-def _wait_to_begin(step: int) -> None:
+def _wait_to_begin(step: int, rank: int) -> None:
     folder = os.environ.get(HOLD)
-    while folder and os.path.exists(f"{folder}/hold-{step}"):
+    if not folder:
+        return
+    Path(folder, f"at-{step}-{rank}").touch()
+    while os.path.exists(f"{folder}/hold-{step}"):
         time.sleep(0.05)
