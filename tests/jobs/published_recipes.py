@@ -101,7 +101,7 @@ RECIPES: Mapping[str, Recipe] = {
 
 
 # (log, evaluate, batches of an evaluation, save, checkpoints kept)
-INTERVALS: Mapping[str, tuple[int, int | None, int, int, int]] = {
+INTERVALS: Mapping[str, tuple[int, int | None, int, int | None, int]] = {
     "gpt-neox-20b": (2, 1000, 10, 500, 2),
     "gpt-neox-20b-lambda": (2, 1000, 10, 500, 2),
     "gpt-neox-9b-lambda": (2, 1000, 10, 500, 2),
