@@ -134,14 +134,29 @@ def pytest_configure_node(node: Any) -> None:
     node.workerinput[ADDRESS] = node.config.stash[SERVER].address()
 
 
-# what takes longest, and waits most
-LONG = (
+# What takes longest, and waits most: by a fixture, or by where it lies. What needs one cluster is
+# for one worker: each that is brought up costs as much as many tests.
+LONG: tuple[str | set[str], ...] = (
+    {"slurm_machines", "accounting_machines"},
+    {"machines"},
     "tests/images/test_cpu_image",
-    "tests/cluster/",
     "tests/torture/",
     "tests/train/parallel/",
     "tests/launch/",
 )
+
+
+def _pile(item: pytest.Item) -> int | None:
+    """The first of LONG that a test is of."""
+    fixtures = getattr(item, "fixturenames", ())
+    for number, long in enumerate(LONG):
+        if isinstance(long, str):
+            found = item.nodeid.startswith(long)
+        else:
+            found = not long.isdisjoint(fixtures)
+        if found:
+            return number
+    return None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -152,9 +167,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     ]
     others: list[pytest.Item] = []
     for item in items:
-        which = next(
-            (number for number, long in enumerate(LONG) if item.nodeid.startswith(long)), None
-        )
+        which = _pile(item)
         (others if which is None else piles[which % len(piles)]).append(item)
     for number, pile in enumerate(piles):
         room = max(
