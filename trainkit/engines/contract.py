@@ -62,12 +62,16 @@ class Command:
         }
 
 
-def engine_line(command: Command) -> list[str]:
-    """The line of a dry run that says what a rank's program runs in turn; none where it is the
-    whole of it."""
+def engine_lines(command: Command) -> list[str]:
+    """The lines of a dry run that say what a rank's program runs in turn, and what it reads of the
+    run folder; none where it is the whole of it."""
     if not command.engine_argv:
         return []
-    return [f"  which runs in {command.engine_cwd}: {shlex.join(command.engine_argv)}"]
+    files = [
+        f"  with {name} in the run folder, {len(text.splitlines())} lines (--json shows them)"
+        for name, text in command.files.items()
+    ]
+    return [f"  which runs in {command.engine_cwd}: {shlex.join(command.engine_argv)}", *files]
 
 
 class Engine(Protocol):

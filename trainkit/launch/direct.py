@@ -87,6 +87,7 @@ class Direct:
         ]
         values: dict[str, object] = {
             "command": preview.command.to_json(),
+            "files": dict(preview.command.files),
             "hosts": listed,
             "spares": [host.name for host in hosts.spares],
             "launcher": preview.launcher_lines,

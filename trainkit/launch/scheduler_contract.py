@@ -112,7 +112,7 @@ class DryRun:
 
     Args:
         lines: for people.
-        values: for the document dry-run/1, besides plan and command.
+        values: for the document dry-run/1, besides plan.
         error: why the stages before it cannot be told, or are stale and shall not be made; what
             would start after them is known all the same.
     """

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from trainkit.engines.contract import Command, engine_line
+from trainkit.engines.contract import Command, engine_lines
 from trainkit.engines.registry import ENGINES
 from trainkit.jobs.schema import Job
 from trainkit.launch.containers import node_container, reusable_since
@@ -87,7 +87,7 @@ def preview_start(
         f"would start on {host.name}: {_span(node * ranks, ranks)}, each {shlex.join(command.argv)}"
         for node, host in enumerate(hosts.running)
     ]
-    lines += engine_line(command)
+    lines += engine_lines(command)
     lines += [f"  with {name}={value}" for name, value in command.env.items()]
     lines += [f"  with {name} from the environment" for name in command.secret_names]
     return StartPreview(command, commands, lines)

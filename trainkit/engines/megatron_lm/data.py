@@ -56,7 +56,7 @@ def data_of(job: Job) -> MegatronData:
     try:
         files = {split: tuple(pairs_of(root, job.dataset, split)) for split in SPLITS}
     except ConfigError:
-        named = _named_pairs(job.dataset)
+        named = _named_pairs(job.dataset, root)
         if not named:
             raise
         files = dict.fromkeys(SPLITS, named)
@@ -72,19 +72,34 @@ def data_of(job: Job) -> MegatronData:
     return MegatronData(files, cuts.pop())
 
 
-def _named_pairs(dataset: Dataset) -> tuple[SplitPair, ...]:
+def _named_pairs(dataset: Dataset, root: Path) -> tuple[SplitPair, ...]:
     """The pairs that jobs.toml names one by one, whether they are there or not: a dry run shows
     where they would be read, and a start looks at them before. None where a pattern or a share of
     the files needs them to be there."""
     from trainkit.data.order.resolve_pairs import SplitPair
 
-    patterns = any(char in prefix for prefix in dataset.prefixes for char in "*?[{")
-    if dataset.source != "indexed" or patterns or dataset.valid_files or dataset.test_files:
+    if dataset.source != "indexed" or dataset.valid_files or dataset.test_files:
         return ()
     return tuple(
-        SplitPair(dataset.name, Path(prefix), dataset.split, dataset.mmap, dataset.name, None)
-        for prefix in dataset.prefixes
+        SplitPair(dataset.name, prefix, dataset.split, dataset.mmap, dataset.name, None)
+        for prefix in _named_prefixes(dataset, root)
     )
+
+
+def _named_prefixes(dataset: Dataset, root: Path) -> list[Path]:
+    from trainkit.data.fetch.ranges import expand
+    from trainkit.data.sources.address import local_names
+
+    texts = [text for given in (dataset.prefixes or dataset.urls) for text in expand(given)]
+    if any(char in text for text in texts for char in "*?[{"):
+        return []
+    if dataset.prefixes:
+        return [Path(text) for text in texts]
+    corpus = DataFolder(root, dataset).corpus
+    remote = [text for text in texts if not text.startswith("file://")]
+    places = [Path(text.removeprefix("file://")) for text in texts if text not in remote]
+    places += [corpus / name for name in local_names(remote)]
+    return [place.with_suffix("") for place in places if place.suffix == ".idx"]
 
 
 def put_data(words: MegatronWords, job: Job, data: MegatronData) -> None:

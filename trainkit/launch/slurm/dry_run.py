@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-from trainkit.engines.contract import engine_line
+from trainkit.engines.contract import engine_lines
 from trainkit.engines.registry import ENGINES
 from trainkit.jobs.schema import Job
 from trainkit.launch.hosts.hostfile import Host
@@ -49,10 +49,11 @@ def preview_batch_job(job: Job, after: str) -> DryRun:
         *script_lines(session),
         f"would start on each of {job.nodes} nodes: {job.ranks_per_node} ranks, each"
         f" {shlex.join(command.argv)}",
-        *engine_line(command),
+        *engine_lines(command),
     ]
     values: dict[str, object] = {
         "command": command.to_json(),
+        "files": dict(command.files),
         "sbatch": submit_line,
         "script": text,
         "launcher": [list(argv) for argv in launcher],
