@@ -50,6 +50,7 @@ def refused(job: Job) -> list[str]:
             ["engine_args.exp_manager.checkpoint_callback_params.filename='{step}'"],
             "it has to hold {step} and {consumed_samples}",
         ),
+        (["engine_args.exp_manager.resume_if_exists=false"], "would begin anew"),
         (["engine_args.model.optim.sched.constant_steps=5"], "less lr_decay_iters, 12500"),
     ],
 )

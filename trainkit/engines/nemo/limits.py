@@ -64,6 +64,7 @@ NUMA = {
     "min_cores": int,
     "max_cores": int,
 }
+_RESUMES = "exp_manager.resume_if_exists"
 _FILENAME = "exp_manager.checkpoint_callback_params.filename"
 
 
@@ -212,6 +213,15 @@ def _schedule_problems(job: Job) -> Iterator[Problem]:
 def _saving_problems(job: Job) -> Iterator[Problem]:
     """exp_manager saves after a validation, by its loss, and at the end."""
     training = job.training
+    if (
+        job.engine_args.get(_RESUMES) is False
+        and job.engine_args.get("exp_manager.create_checkpoint_callback") is not False
+    ):
+        yield Problem(
+            f"engine_args.'{_RESUMES}' = false: each attempt of a run that was stopped would begin"
+            " anew, beside the checkpoints of those before",
+            hint="leave it out; `invoke train` begins a new run each time",
+        )
     if training.eval_iters == 0:
         yield Problem(
             "training.eval_iters 0: NeMo saves after a validation, by its loss",
