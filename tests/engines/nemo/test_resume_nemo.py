@@ -103,6 +103,19 @@ def test_without_a_last_one_the_best_is_named(run: RunFolder, job: Job) -> None:
     assert configuration(Nemo().command(job, run, 3))["model.resume_from_checkpoint"] is None
 
 
+def test_the_marker_of_an_unfinished_best_one_stays(run: RunFolder, job: Job) -> None:
+    """Its files are in the ranks' folders, and without the marker it would count as whole."""
+    folder = checkpoint_folder(run)
+    save_ranks(folder, 2000, 4)
+    save_ranks(folder, 4000, 4)
+    marker = folder / f"{name_of(4000)}-unfinished"
+    marker.touch()
+    Nemo().before_attempt(job, run)
+    assert marker.exists()
+    resumed = configuration(Nemo().command(job, run, 2))["model.resume_from_checkpoint"]
+    assert resumed == str(folder / f"{name_of(2000)}.ckpt")
+
+
 def test_unfinished_ones_of_24_12_are_set_aside(run: RunFolder) -> None:
     """exp_manager raises where the only last one is unfinished."""
     job = newer_job("175b")

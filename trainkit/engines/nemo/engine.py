@@ -332,8 +332,11 @@ def _leave_one(folder: Path) -> None:
                 _remove(path)  # as NeMo does when the newer one is saved
             else:
                 _set_aside(path, folder)
+    # by a marker NeMo knows what it has to remove: only those of nothing go
+    there = {each.name for each in reader.saved_names(folder)}
     for marker in folder.glob("*-unfinished"):
-        if not (folder / marker.name.removesuffix("-unfinished")).exists():
+        name = marker.name.removesuffix("-unfinished")
+        if name not in there and not (folder / name).exists():
             marker.unlink(missing_ok=True)
 
 
