@@ -17,9 +17,6 @@ def launcher_problems(job: Job) -> list[Problem]:
         f"engine = '{job.engine}' on cluster.device = '{job.cluster.device.name}'": (
             job.cluster.device_type == {True: "cuda", False: "neuron"}[job.engine == "neuronx-nemo"]
         ),
-        f"precompile with engine = '{job.engine}'": (
-            job.precompile and job.engine != "neuronx-nemo"
-        ),
     }
     hint = (
         f"`invoke plan {job.name}` plans it; to try it here: {sets}cluster=here and smaller degrees"
@@ -29,6 +26,14 @@ def launcher_problems(job: Job) -> list[Problem]:
         for what, there in asked.items()
         if there
     ]
+    if job.precompile and job.engine != "neuronx-nemo":
+        found.append(
+            Problem(
+                f"precompile with engine = '{job.engine}': it has no graphs to compile before it"
+                " trains",
+                hint=f"only jobs of engine = 'neuronx-nemo' have; `invoke train {job.name}` trains",
+            )
+        )
     if (
         container is not None
         and container.runtime == "pyxis"

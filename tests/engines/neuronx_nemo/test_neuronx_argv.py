@@ -288,7 +288,9 @@ def test_other_engines_have_no_way_to_trainium(jobs: Jobs) -> None:
     found = [str(each) for each in ENGINES["megatron-lm"].problems(job)]
     assert any("engine = 'megatron-lm' on cluster.device = 'trn1-core'" in each for each in found)
     other = jobs.resolve("llama-8b", ["precompile=true"]).job
-    assert any("precompile with engine" in str(each) for each in ENGINES["native"].problems(other))
+    (problem,) = ENGINES["native"].problems(other)
+    assert "'native': it has no graphs to compile" in problem.message
+    assert "neuronx-nemo" in problem.hint
 
 
 def test_a_run_without_checkpoints_says_so(jobs: Jobs) -> None:
