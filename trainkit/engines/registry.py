@@ -29,9 +29,6 @@ class EngineTable(dict[str, Engine]):
         self[name] = getattr(importlib.import_module(module), engine)()
         return self[name]
 
-    def __contains__(self, name: object) -> bool:
-        return name in PLACES
-
 
 ENGINES = EngineTable()
 
@@ -48,14 +45,5 @@ def engine_notes(job: Job) -> list[str]:
 def refuse_unlaunchable(job: Job) -> None:
     """Raise ConfigError (exit 3) with everything in `job` that this version plans for but cannot
     launch."""
-    if job.engine not in ENGINES:
-        hint = (
-            f"`invoke plan {job.name}` plans it; --set engine=native trains it with trainkit's own"
-            " trainer"
-        )
-        raise ConfigError(
-            f"engine = '{job.engine}' is planned for, but not launched by this version of trainkit",
-            hint=hint,
-        )
     if problems := ENGINES[job.engine].problems(job):
         raise ConfigError(problems)

@@ -10,7 +10,6 @@ from rich.table import Table
 from rich.text import Text
 
 from trainkit.base.errors import Problem
-from trainkit.engines.registry import ENGINES
 from trainkit.jobs.schema import EngineSource, Job
 from trainkit.plan.duration import Duration
 from trainkit.plan.host import HostMemory
@@ -75,11 +74,6 @@ def print_page(
         console.print(f"[red]not feasible[/]: {count} objection{'s' if count > 1 else ''}")
     elif not refused:
         console.print(f"[green]feasible[/]: {command} train {plan.job}")
-    elif job.engine not in ENGINES:
-        console.print(
-            f"[green]feasible[/]; engine {job.engine} can be planned but not launched; use --set"
-            " engine=native"
-        )
     else:
         console.print("[green]feasible[/], but this version does not launch it:")
         for problem in refused:
