@@ -86,6 +86,7 @@ RULES: dict[str, Rules] = {
     "neuronx-nemo": replace(
         _PUBLISHED,
         engine="neuronx-nemo",
+        families=("gpt",),  # conf/megatron_gpt_config.yaml, which its GPT scripts read
         uneven_stages=False,
         whole_rounds=True,
         zero_stages=(0, 1),  # wrap_with_zero

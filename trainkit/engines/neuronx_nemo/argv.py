@@ -328,12 +328,6 @@ def _refuse(words: NeuronxWords, job: Job, precision: Precision) -> None:
     """What the engine has no way to do."""
     model = job.model
     training = job.training
-    if model.family != "gpt":
-        words.refuse(
-            f"model.family = '{model.family}': trainkit starts megatron_gpt_pretraining.py with"
-            " conf/megatron_gpt_config.yaml, which is GPT",
-            "engine = 'native' or 'megatron-lm' has it",
-        )
     usual = {"init_method": "normal", "output_layer_init_method": "scaled"}
     for key, value in usual.items():
         if getattr(model, key) != value:
