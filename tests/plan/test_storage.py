@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.plan.example import job_of, shape
+from tests.plan.example import BIG, job_of, shape
 from trainkit.engines.rules import RULES
 from trainkit.jobs.schema import Training
 from trainkit.plan.arithmetic import parameters_of
@@ -191,3 +191,34 @@ def test_reading_a_checkpoint_takes_as_long_as_the_file_system_says() -> None:
         seconds(write_gib_per_second=1.0) == pytest.approx((plan.checkpoint_bytes or 0) / GIB)
         and seconds() is None
     )
+
+
+def test_a_job_that_switches_checkpoints_off_writes_none() -> None:
+    """AWS's benchmarks with NeMo; neuron's key is written as tables on the command line."""
+    key = "exp_manager.create_checkpoint_callback"
+    disk = {"filesystems": {"fsx": {"write_gib_per_second": 1e-6}}}
+    for engine, given in (
+        ("nemo", {key: False}),
+        ("neuronx-nemo", {"exp_manager": {"create_checkpoint_callback": False}}),
+    ):
+        job = job_of(engine=engine, engine_args=given, device=BIG, cluster=disk)
+        plan = make_plan(job, rules=RULES[engine])
+        assert plan.storage is None and plan.duration is not None
+        assert plan.duration.parts.saves == 0.0
+        writes = make_plan(job.model_copy(update={"engine_args": {}}), rules=RULES[engine])
+        assert writes.storage is not None and writes.duration is not None
+        assert writes.duration.parts.saves
+
+
+def test_neuron_saves_by_the_clock() -> None:
+    """Its scripts' train_time_interval of an hour, where the job says no steps."""
+    rules = RULES["neuronx-nemo"]
+    job = job_of(shape(hidden=4096), engine="neuronx-nemo", device=BIG, train_iters=10**12)
+    plan = make_plan(job, rules=rules)
+    assert plan.storage is not None and plan.duration is not None
+    hours = plan.duration.parts.steps / 3600
+    assert plan.storage.checkpoints == pytest.approx(hours, rel=0.01)
+    assert plan.duration.parts.repeated < plan.duration.parts.steps / 100
+    said = job.training.model_copy(update={"save_interval": 10**11})
+    plan = make_plan(job.model_copy(update={"training": said}), rules=rules)
+    assert plan.storage is not None and plan.storage.checkpoints == 10

@@ -17,6 +17,7 @@ _FP32 = StateBytes(weights=4, gradients=4, master=0, moment=4)
 # 16-bit weights 2, fp32 master 4, Adam's moments 8: 14 bytes. GPT-NeoX-20B 268 GiB, BLOOM-176B
 # 2.244 TiB as published.
 _WRITTEN: dict[Precision, int] = {"fp32": 4, "bf16": 6, "fp16": 6}
+_NEMO_SAVES = "exp_manager.create_checkpoint_callback"
 # What the native trainer has and no published engine does.
 _PUBLISHED = Rules(
     zero_bubble=False,
@@ -61,6 +62,7 @@ _NEMO = replace(
     saves_scores=True,  # 22.09 has no fused attention
     logit_bytes=10,
     checkpoint_weights=_WRITTEN,
+    saves_key=_NEMO_SAVES,
 )
 
 RULES: dict[str, Rules] = {
@@ -98,5 +100,7 @@ RULES: dict[str, Rules] = {
         logit_bytes=10,
         # as NeMo, which it is made from; no size of its own is published
         checkpoint_weights=_WRITTEN,
+        saves_key=_NEMO_SAVES,
+        save_seconds=3600,  # its scripts' train_time_interval
     ),
 }

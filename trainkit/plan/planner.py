@@ -3,6 +3,7 @@ once."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,7 @@ from trainkit.plan.duration import (
     Costs,
     Duration,
     Epochs,
+    Speed,
     assumed_speed,
     duration_of,
     epochs_of,
@@ -35,7 +37,14 @@ from trainkit.plan.memory import Memory
 from trainkit.plan.notes import notes
 from trainkit.plan.objection import Objection, describe_changes, try_change
 from trainkit.plan.rules import Rules
-from trainkit.plan.storage import GIB, NATIVE, Storage, checkpoint_bytes_per_parameter, storage_of
+from trainkit.plan.storage import (
+    GIB,
+    NATIVE,
+    Storage,
+    checkpoint_bytes_per_parameter,
+    storage_of,
+    writes_checkpoints,
+)
 
 __all__ = ["Objection", "Plan", "checkpoint_bytes_per_parameter", "make_plan"]
 
@@ -204,14 +213,14 @@ def make_plan(
     tokens = consumed_after(job, job.training.train_iters) * job.model.seq_length
     epochs = epochs_of(job.dataset, tokens, known.dataset_tokens)
     sizes = Sizes(rules, vocab, trained, known.host_bytes) if vocab else None
-    memory = host = storage = None
-    if sizes:
-        memory = sizes.memory(job)
-        host = sizes.host(job, memory)
+    memory = sizes.memory(job) if sizes else None
+    host = sizes.host(job, memory) if sizes and memory else None
     counts = _counts(job, rules, vocab)
-    if counts.engine_parameters:
-        storage = storage_of(job, rules, counts.engine_parameters, known.free_bytes)
-    duration = _duration(job, counts, tokens, _costs(job, rules, counts, storage, memory), measured)
+    speed = _speed(job, counts, measured)
+    job = _saved_by_steps(job, rules, speed)
+    storage = _storage(job, rules, counts, known)
+    costs = _costs(job, rules, counts, storage, memory)
+    duration = duration_of(job, speed, tokens, costs) if speed else None
     limits = _limit_objections(job, sizes, memory, host, storage, duration, rules)
     remarks = list(notes(job, memory, storage, duration, epochs))
     if sizes:
@@ -301,6 +310,13 @@ def _counts(job: Job, rules: Rules, vocab_size: int | None) -> _ModelCounts:
     )
 
 
+def _storage(job: Job, rules: Rules, counts: _ModelCounts, known: PreparedData) -> Storage | None:
+    """What is written; None where nothing is, or its size is not known."""
+    if not counts.engine_parameters or not writes_checkpoints(job, rules):
+        return None
+    return storage_of(job, rules, counts.engine_parameters, known.free_bytes)
+
+
 def _costs(
     job: Job,
     rules: Rules,
@@ -317,8 +333,11 @@ def _costs(
         )
     else:
         held = 0
+    write = storage.write_seconds if storage else None
+    if not writes_checkpoints(job, rules):
+        write = 0.0
     return Costs(
-        write=storage.write_seconds if storage else None,
+        write=write,
         read=storage.read_seconds if storage else None,
         copy=held / (COPY_GIB_PER_SECOND * GIB) if job.checkpoint.save_async else 0.0,
         forward=FORWARD * model_flops / hardware if model_flops and hardware else FORWARD,
@@ -326,10 +345,8 @@ def _costs(
     )
 
 
-def _duration(
-    job: Job, counts: _ModelCounts, tokens: int, costs: Costs, measured: Measured | None
-) -> Duration | None:
-    """At the speed of a run of the same layout, else at the assumed one."""
+def _speed(job: Job, counts: _ModelCounts, measured: Measured | None) -> Speed | None:
+    """That of a run of the same layout, else the assumed one."""
     model_flops = counts.model_flops_per_token
     hardware = counts.hardware_flops_per_token
     if not model_flops or not hardware:
@@ -338,7 +355,15 @@ def _duration(
         speed = measured_speed(job, measured, model_flops)
     else:
         speed = None
-    speed = speed or assumed_speed(job, model_flops, hardware, layout_of(job).bubble_fraction)
-    if speed:
-        return duration_of(job, speed, tokens, costs)
-    return None
+    return speed or assumed_speed(job, model_flops, hardware, layout_of(job).bubble_fraction)
+
+
+def _saved_by_steps(job: Job, rules: Rules, speed: Speed | None) -> Job:
+    """The job with the steps between its checkpoints, where the engine saves by the clock."""
+    training = job.training
+    if not rules.save_seconds or training.save_interval is not None or speed is None:
+        return job
+    step = job.global_batch_size * job.model.seq_length / speed.tokens_per_second
+    every = min(training.train_iters, max(1, math.ceil(rules.save_seconds / step)))
+    changed = training.model_copy(update={"save_interval": every})
+    return job.model_copy(update={"training": changed})

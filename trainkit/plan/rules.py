@@ -53,6 +53,8 @@ class Rules:
         bucket_elements: elements of the buffer that gradients are reduced through.
         checkpoint_weights: bytes a parameter of a checkpoint without moments, by precision.
         deletes_old: it keeps only the newest checkpoints.
+        saves_key: the key of engine_args that is false where nothing is saved; "": none.
+        save_seconds: between checkpoints where the job says no save_interval; 0: it says steps.
         memory_band: what published runs took over what this plan says of them: a tenth of them less
             than the first, a tenth more than the second. None: nothing was published, or measured.
     """
@@ -78,6 +80,8 @@ class Rules:
         default_factory=lambda: {"fp32": 4, "bf16": 4, "fp16": 4}
     )
     deletes_old: bool = True
+    saves_key: str = ""
+    save_seconds: int = 0
     memory_band: tuple[float, float] | None = None
 
 

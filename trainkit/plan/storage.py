@@ -36,6 +36,17 @@ def write_seconds(size: float, gib_per_second: float) -> float:
     return size / (gib_per_second * GIB)
 
 
+def writes_checkpoints(job: Job, rules: Rules) -> bool:
+    """False where the job switches them off by the engine's own key, which is written in one
+    piece or as tables in each other."""
+    given: object = job.engine_args.get(rules.saves_key)
+    if given is None:
+        given = job.engine_args
+        for name in rules.saves_key.split("."):
+            given = given.get(name) if isinstance(given, dict) else None
+    return given is not False
+
+
 def checkpoints_written(training: Training) -> int:
     """Checkpoints of a whole run: one every save_interval steps, and one at the end."""
     every = training.save_interval or training.train_iters
