@@ -15,7 +15,6 @@ from trainkit.plan.duration import (
     Costs,
     Duration,
     Speed,
-    assumed_speed,
     duration_of,
     epochs_of,
     lost_fraction,
@@ -89,19 +88,6 @@ def test_no_time_limit(options: dict[str, str | int | bool]) -> None:
 def test_the_plan_reads_the_limit_of_slurm_alone() -> None:
     slurm = {"launcher": "slurm", "slurm": {"time": "1-0", "exclusive": True}}
     assert time_limit(job_of(cluster=slurm)) == 86400 and time_limit(job_of()) is None
-
-
-def test_assumed_speed() -> None:
-    """Half of 100 TFLOP/s on 4 devices, a fifth lost to the bubble, 80 GFLOP a token of which 60
-    are the model's."""
-    speed = assumed_speed(job_of(ranks=4, device=BIG), 60 * 10**9, 80 * 10**9, 0.2, utilization=0.5)
-    assert (
-        speed is not None
-        and speed.tokens_per_second == pytest.approx(4 * 50e12 * 0.8 / 80e9)
-        and speed.mfu == pytest.approx(0.5 * 0.8 * 0.75)
-    )
-    assert "assumed" in speed.source
-    assert assumed_speed(job_of(ranks=4, device=gpu(None, peak_tflops={})), 1, 1, 0.0) is None
 
 
 def duration(costs: Costs | None = None, **keys: Any) -> Duration:
@@ -329,7 +315,7 @@ def test_a_measured_speed_takes_the_place_of_the_assumed_one_by_name() -> None:
         "checkpoint_bytes": None,
     }
     other = make_plan(job, measured=measured(same_layout=False))
-    assert other.duration and other.duration.speed.source.startswith("assumed") and other.measured
+    assert other.duration and other.duration.speed.source.startswith("predicted") and other.measured
 
 
 def test_layouts_that_can_be_compared() -> None:

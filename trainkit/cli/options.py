@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainkit.cli.help_texts import DATASET, DEVICE, PICTURE, STEP, TENSOR
+from trainkit.cli.help_texts import DATASET, DEVICE, PICTURE, SET, STEP, TENSOR
 from trainkit.experiment.options import Options, flag
 
 
@@ -16,6 +16,24 @@ class StatsOptions(Options):
     samples: int = flag("number of documents to show the beginning of", default=3, minimum=0)
     seed: int = flag("random seed for the choice of these documents", default=1234, minimum=0)
     picture: str = flag(PICTURE.format("lengths and token frequencies"), default="")
+
+
+class PlanOptions(Options):
+    """Those of `plan`."""
+
+    nodes: str = flag(
+        "number of nodes (default: as the job says); with --search also a range: 2..64", default=""
+    )
+    cluster: str = flag("plan for this cluster of jobs.toml", default="")
+    set: tuple[str, ...] = flag(SET["set"], default=())
+    explain: str = flag("time: what a predicted step's time is spent on", default="")
+    search: bool = flag("rank all layouts that the job could have", default=False)
+    price_per_gpu_hour: float = flag(
+        "with --search: say what each layout costs", default=0.0, minimum=0
+    )
+    write: str = flag(
+        "with --search: add the fastest layout to jobs.local.toml as a job of this name", default=""
+    )
 
 
 class LogOptions(Options):

@@ -4,7 +4,7 @@ data-verify."""
 from __future__ import annotations
 
 from trainkit.cli.help_texts import DATASET, JOB, SET
-from trainkit.cli.options import StatsOptions
+from trainkit.cli.options import PlanOptions, StatsOptions
 from trainkit.cli.wrapper import TaskContext, TaskResult, make_task
 
 
@@ -68,26 +68,15 @@ def check(task: TaskContext) -> TaskResult:
     return run(task)
 
 
-@make_task(
-    help={
-        **JOB,
-        **SET,
-        "nodes": "number of nodes (0: as the job says)",
-        "cluster": "plan for this cluster of jobs.toml",
-    },
-    takes_json=True,
-    minimum={"nodes": 0},
-)
-def plan(
-    task: TaskContext, job: str, nodes: int = 0, cluster: str = "", set: tuple[str, ...] = ()
-) -> TaskResult:
+@make_task(options=PlanOptions, help=JOB, takes_json=True)
+def plan(task: TaskContext, job: str, options: PlanOptions) -> TaskResult:
     """Estimate memory, time and disk of a job before it runs.
 
     Says also what is wrong with the job. Exit 4 if it cannot run as it is.
     """
     from trainkit.cli.config.plan import plan as run
 
-    return run(task, job, nodes, cluster, set)
+    return run(task, job, options)
 
 
 @make_task(

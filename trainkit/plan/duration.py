@@ -4,17 +4,13 @@ to it."""
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 
 from trainkit.jobs import sbatch
 from trainkit.jobs.schema import Dataset, Job
 
 DAY = 86400
-# Part of the peak that the hardware reaches outside of the bubble, recomputation counted.
-# Megatron-LM reaches 41 to 49 % on H100 (its README's table, 1.7B to
-# 462B), BLOOM 48 % on A100; slow networks make it far less: 17 % of the 20B on 24 A100 without
-# InfiniBand. No network is in it.
-ASSUMED_UTILIZATION = 0.4
 # Unexpected interruptions a GPU-hour: 419 in 54 days of 16,384 H100 (Llama 3, arXiv:2407.21783,
 # section 3.3.4).
 FAILURES_PER_GPU_HOUR = 419 / (54 * 24 * 16384)
@@ -50,38 +46,25 @@ def lost_fraction(interval: float, mean_time_between: float, cost: float) -> flo
 
 @dataclass(frozen=True)
 class Speed:
-    """Tokens a second of the whole world, and whose word that is."""
+    """Tokens a second of the whole world, and whose word that is.
+
+    Args:
+        tokens_per_second: of all ranks.
+        mfu: part of the device's peak.
+        source: measured or predicted, in words.
+        interval: that a prediction lies in, four times of five; None: it was measured.
+        step_terms: seconds of a predicted step by what they are spent on; empty: it was measured.
+    """
 
     tokens_per_second: float
     mfu: float | None
     source: str
+    interval: tuple[float, float] | None = None
+    step_terms: Mapping[str, float] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, object]:
         """plan/1's `speed`."""
         return asdict(self)
-
-
-def assumed_speed(
-    job: Job,
-    model_flops: int,
-    hardware_flops: int,
-    bubble: float,
-    utilization: float = ASSUMED_UTILIZATION,
-) -> Speed | None:
-    """Speed at an assumed utilization of the peak; None where the device's peak at the job's
-    precision is unknown.
-
-    tokens/s = world x peak x utilization x (1 - bubble) / hardware FLOPs a token; MFU is of the
-    model's FLOPs.
-    """
-    peak = job.cluster.device.peak_tflops.get(job.training.precision)
-    if peak is None:
-        return None
-    tokens = job.world_size * peak * 1e12 * utilization * (1 - bubble) / hardware_flops
-    source = (
-        f"assumed: {utilization:.0%} of {peak:g} TFLOP/s outside of the bubble, no network in it"
-    )
-    return Speed(tokens, tokens * model_flops / (job.world_size * peak * 1e12), source)
 
 
 @dataclass(frozen=True)

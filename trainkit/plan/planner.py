@@ -25,7 +25,6 @@ from trainkit.plan.duration import (
     Duration,
     Epochs,
     Speed,
-    assumed_speed,
     duration_of,
     epochs_of,
 )
@@ -45,6 +44,8 @@ from trainkit.plan.storage import (
     storage_of,
     writes_checkpoints,
 )
+from trainkit.plan.time.of_job import estimate_step
+from trainkit.plan.time.speed import predicted_speed
 
 __all__ = ["Objection", "Plan", "checkpoint_bytes_per_parameter", "make_plan"]
 
@@ -213,10 +214,9 @@ def make_plan(
     tokens = consumed_after(job, job.training.train_iters) * job.model.seq_length
     epochs = epochs_of(job.dataset, tokens, known.dataset_tokens)
     sizes = Sizes(rules, vocab, trained, known.host_bytes) if vocab else None
-    memory = sizes.memory(job) if sizes else None
-    host = sizes.host(job, memory) if sizes and memory else None
+    memory, host = _memories(job, sizes)
     counts = _counts(job, rules, vocab)
-    speed = _speed(job, counts, measured)
+    speed = _speed(job, rules, counts, measured)
     job = _saved_by_steps(job, rules, speed)
     storage = _storage(job, rules, counts, known)
     costs = _costs(job, rules, counts, storage, memory)
@@ -247,6 +247,14 @@ def make_plan(
         objections=(*_with_remedies(job, rules, trained, sizes), *limits),
         notes=tuple(remarks),
     )
+
+
+def _memories(job: Job, sizes: Sizes | None) -> tuple[Memory | None, HostMemory | None]:
+    """Of the devices and of the nodes; nothing while the vocabulary is unknown."""
+    if sizes is None:
+        return None, None
+    memory = sizes.memory(job)
+    return memory, sizes.host(job, memory)
 
 
 def _limit_objections(
@@ -345,17 +353,20 @@ def _costs(
     )
 
 
-def _speed(job: Job, counts: _ModelCounts, measured: Measured | None) -> Speed | None:
-    """That of a run of the same layout, else the assumed one."""
+def _speed(job: Job, rules: Rules, counts: _ModelCounts, measured: Measured | None) -> Speed | None:
+    """That of a run of the same layout, else the predicted one."""
     model_flops = counts.model_flops_per_token
-    hardware = counts.hardware_flops_per_token
-    if not model_flops or not hardware:
+    if not model_flops:
         return None
     if measured:
         speed = measured_speed(job, measured, model_flops)
     else:
         speed = None
-    return speed or assumed_speed(job, model_flops, hardware, layout_of(job).bubble_fraction)
+    if speed is None and counts.padded_vocab_size:
+        estimate = estimate_step(job, rules, counts.padded_vocab_size)
+        if estimate:
+            speed = predicted_speed(job, estimate, model_flops)
+    return speed
 
 
 def _saved_by_steps(job: Job, rules: Rules, speed: Speed | None) -> Job:

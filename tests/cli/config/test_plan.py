@@ -14,9 +14,10 @@ import pytest
 from rich.console import Console
 
 from tests.conftest import Project
-from trainkit.base.errors import ConfigError, Exit
+from trainkit.base.errors import ConfigError, Exit, TrainkitError
 from trainkit.cli.config.plan import plan
 from trainkit.cli.config.render_plan import print_page
+from trainkit.cli.options import PlanOptions
 from trainkit.cli.wrapper import TaskContext
 from trainkit.jobs.load import load
 from trainkit.jobs.resolved import ResolvedJob, write_job
@@ -64,7 +65,11 @@ def document(
     cluster: str = "",
 ) -> tuple[dict[str, Any], Exit]:
     """What `plan --json` answers."""
-    answer = plan(TaskContext(json=True, dry_run=False, folder=folder), name, nodes, cluster, sets)
+    answer = plan(
+        TaskContext(json=True, dry_run=False, folder=folder),
+        name,
+        PlanOptions(nodes=str(nodes or ""), cluster=cluster, set=sets),
+    )
     assert capsys.readouterr().out == ""
     return answer.document, answer.exit
 
@@ -93,6 +98,40 @@ def test_all_objections_at_once_with_exit_4(project: Project) -> None:
         "batch-not-divisible",
     ]
     assert project.document("plan", "large", "--nodes", "3")["feasible"]
+
+
+def test_a_search_is_written_and_read_again(
+    project: Project, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (project.path / "jobs.toml").open("a").write(GPUS)
+    context = TaskContext(json=True, dry_run=False, folder=project.path)
+    asked = PlanOptions(search=True, nodes="1..3", write="found", price_per_gpu_hour=2.0)
+    answer = plan(context, "large", asked)
+    best = answer.document["layouts"][0]
+    assert answer.exit is Exit.DONE and best["nodes"] in (1, 2, 3)
+    again = plan(context, "found", PlanOptions()).document
+    assert again["feasible"] and again["world_size"] % best["nodes"] == 0
+    assert again["memory"]["fullest_rank"]["total_bytes"] == best["memory_bytes"]
+    with pytest.raises(TrainkitError, match="there is a job of that name"):
+        plan(context, "large", asked)
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"nodes": "1..2"}, "a range goes with --search"),
+        ({"nodes": "4..2", "search": True}, "the lower number first"),
+        ({"nodes": "2..x", "search": True}, "takes a whole number"),
+        ({"write": "x"}, "options of --search"),
+        ({"explain": "memory"}, "only 'time'"),
+        ({"search": True, "write": "A B"}, "no name of a job"),
+    ],
+)
+def test_options_that_do_not_go_together(options: dict[str, Any], said: str) -> None:
+    context = TaskContext(json=True, dry_run=False, folder=CHECKOUT)
+    with pytest.raises(TrainkitError, match=said):
+        plan(context, "demo", PlanOptions(**options))
 
 
 def test_what_is_no_plan(project: Project) -> None:
@@ -167,7 +206,9 @@ def test_the_page() -> None:
         "a checkpoint",
     ):
         assert words in text
-    assert text.count("\n        stage ") == 6 and "W weights" in text and "assumed: 40%" in text
+    assert (
+        text.count("\n        stage ") == 6 and "W weights" in text and "predicted, between" in text
+    )
     assert text.rstrip().endswith("feasible: invoke train gpt-neox-20b-lambda")
     many = page(CHECKOUT, "jean-zay-76b")
     assert "stages 1 to " in many and "does not fit" in many and many.count("\nobjection ") == 2
@@ -189,14 +230,14 @@ def test_no_figure_is_cut_on_a_narrow_page(width: int) -> None:
 
 def test_where_an_engine_comes_from(capsys: pytest.CaptureFixture[str]) -> None:
     folder = TaskContext(json=False, dry_run=False, folder=CHECKOUT)
-    plan(folder, "azure-gpt3-175b", 0, "", [])
+    plan(folder, "azure-gpt3-175b", PlanOptions())
     text = " ".join(capsys.readouterr().out.split())
     assert (
         "engine megatron-lm: https://github.com/NVIDIA/Megatron-LM at e958b2ca, container"
         " pytorch-25-03" in text
     )
     assert "feasible: " in text
-    plan(folder, "nemo-gpt3-126m", 0, "", [])
+    plan(folder, "nemo-gpt3-126m", PlanOptions())
     text = " ".join(capsys.readouterr().out.split())
     assert "engine nemo: /opt/bignlp/NeMo, container bignlp-22-09" in text
     assert "feasible: " in text

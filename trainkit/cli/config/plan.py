@@ -3,33 +3,47 @@ run."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
-
 from trainkit.base.errors import ConfigError, Exit, Problem
 from trainkit.cli.config.jobs import load_jobs
+from trainkit.cli.config.plan_options import asked_nodes, overrides, usage
+from trainkit.cli.options import PlanOptions
 from trainkit.cli.wrapper import TaskContext, TaskResult
 from trainkit.engines.registry import refuse_unlaunchable
 from trainkit.jobs.schema import Job
 from trainkit.launch.job_plan import plan_of
 
+EXPLAINED = "time"
 
-def plan(task: TaskContext, name: str, nodes: int, cluster: str, sets: Sequence[str]) -> TaskResult:
-    """The task `plan`."""
-    given = [
-        *([f"cluster={json.dumps(cluster)}"] if cluster else []),
-        *([f"nodes={nodes}"] if nodes else []),
-        *sets,
-    ]
+
+def plan(task: TaskContext, name: str, options: PlanOptions) -> TaskResult:
+    """The task `plan`.
+
+    Raises TrainkitError (exit 1): options that do not go together.
+    """
+    nodes = asked_nodes(options)
+    if options.explain not in ("", EXPLAINED):
+        raise usage(f"--explain '{options.explain}': only '{EXPLAINED}' is explained")
+    if options.search:
+        from trainkit.cli.config.plan_search import plan_search
+
+        return plan_search(task, name, options, nodes)
+    if options.write or options.price_per_gpu_hour:
+        raise usage("--write and --price-per-gpu-hour are options of --search")
+    if len(nodes) > 1:
+        raise usage(f"--nodes {options.nodes}: a range goes with --search; give one number")
     jobs = load_jobs(task)
-    job = jobs.resolve(name, given).job
+    job = jobs.resolve(name, overrides(options, nodes)).job
     made = plan_of(job)
     if not task.json:
         from rich.markup import escape
 
         from trainkit.cli.config.render_plan import print_page
+        from trainkit.cli.config.render_time import print_terms
         from trainkit.engines.registry import engine_notes
 
+        if options.explain:
+            print_terms(task.console, made)
+            return TaskResult(made.to_json(), Exit.DONE if made.feasible else Exit.PLAN)
         print_page(
             task.console,
             job,

@@ -1,0 +1,125 @@
+"""`plan JOB --search`: every layout of a job, ranked."""
+
+from __future__ import annotations
+
+import json
+import re
+
+from trainkit.base.documents import document
+from trainkit.base.errors import ConfigError, Exit
+from trainkit.base.files import write_text
+from trainkit.cli.config.jobs import load_jobs
+from trainkit.cli.config.plan_options import overrides
+from trainkit.cli.options import PlanOptions
+from trainkit.cli.wrapper import TaskContext, TaskResult
+from trainkit.engines.rules import RULES
+from trainkit.jobs.layers import LOCAL_FILE
+from trainkit.jobs.load import Jobs
+from trainkit.jobs.table import NAME
+from trainkit.launch.job_plan import prepared
+from trainkit.plan.search import Ranked, Search, Searcher, describe
+
+
+def plan_search(task: TaskContext, name: str, options: PlanOptions, nodes: list[int]) -> TaskResult:
+    """Rank the layouts of a job. Exit 4 where none can be.
+
+    Args:
+        task: how it was called.
+        name: of the job.
+        options: of the command line.
+        nodes: numbers of nodes; none: the job's.
+    Raises:
+        ConfigError: the vocabulary is not known, or --write names a job that there is.
+    """
+    jobs = load_jobs(task)
+    if options.write:
+        _refuse_name(jobs, options.write)
+    job = jobs.resolve(name, overrides(options, nodes)).job
+    known = prepared(job)
+    tokenizer = job.dataset.tokenizer
+    vocab = job.model.vocab_size or known.vocab_size or (tokenizer and tokenizer.vocab_size)
+    if not vocab:
+        raise ConfigError(
+            f"job {name}: the size of its vocabulary is not known",
+            hint="give model.vocab_size, or prepare the data: it decides memory and time",
+        )
+    searcher = Searcher(job, RULES[job.engine], vocab, known.vocab_size)
+    found = searcher.search(nodes or [job.nodes])
+    if not task.json:
+        from trainkit.cli.config.render_time import print_search
+
+        print_search(task.console, found, options.price_per_gpu_hour)
+    if not found.ranked:
+        if not task.json:
+            task.console.print("[red]no layout can be[/]: see the reasons above")
+        return TaskResult(_to_json(found, options), Exit.PLAN)
+    if options.write:
+        _write(jobs, name, options, found.ranked[0])
+        if not task.json:
+            task.console.print(f"written to {LOCAL_FILE}: {task.command} plan {options.write}")
+    return TaskResult(_to_json(found, options))
+
+
+def _refuse_name(jobs: Jobs, name: str) -> None:
+    if not re.fullmatch(NAME, name):
+        raise ConfigError(f"--write '{name}' is no name of a job: it has to match {NAME}")
+    if name in jobs.names():
+        raise ConfigError(
+            f"--write '{name}': there is a job of that name", hint="give another name"
+        )
+
+
+def _write(jobs: Jobs, name: str, options: PlanOptions, best: Ranked) -> None:
+    """Add the layout to jobs.local.toml, as a job that extends the one that was asked for."""
+    path = jobs.root / LOCAL_FILE
+    before = path.read_text() if path.exists() else ""
+    tables: dict[str, list[str]] = {"": [f"nodes = {best.job.nodes}"]}
+    if options.cluster:
+        tables[""].append(f"cluster = {json.dumps(options.cluster)}")
+    batch = {"training.global_batch_size": best.job.global_batch_size}
+    for key, value in {**best.change, **batch}.items():
+        table, _, inner = key.rpartition(".")
+        if table:
+            tables.setdefault(table, []).append(f"{inner} = {json.dumps(value)}")
+    said = ", ".join(options.set)
+    lines = [
+        "",
+        f"# plan {name} --search: {describe(best.change)}"
+        + (f"; found with --set {said}" if said else ""),
+        f"[jobs.{options.write}]",
+        f"extends = {json.dumps(name)}",
+        *tables.pop(""),
+    ]
+    for table, keys in tables.items():
+        lines += ["", f"[jobs.{options.write}.{table}]", *keys]
+    write_text(path, before + "\n".join(lines) + "\n")
+
+
+def _to_json(found: Search, options: PlanOptions) -> dict[str, object]:
+    """The document plan-search/1."""
+    from trainkit.cli.config.render_time import price_of
+
+    price = options.price_per_gpu_hour
+    return document(
+        "plan-search/1",
+        considered=found.considered,
+        device_known=found.known,
+        refused=dict(found.refused.most_common()),
+        examples=found.nearest,
+        own_tokens_per_second=found.asked.tokens_per_second if found.asked else None,
+        layouts=[
+            {
+                "nodes": each.job.nodes,
+                "change": each.change,
+                "layout": describe(each.change),
+                "tokens_per_second": each.tokens_per_second if found.known else None,
+                "step_terms": each.terms if found.known else None,
+                "memory_bytes": (
+                    each.plan.memory.fullest.total_bytes if each.plan and each.plan.memory else None
+                ),
+                "days": each.plan.days if each.plan else None,
+                "price": price_of(each, price) if price else None,
+            }
+            for each in found.ranked
+        ],
+    )

@@ -1,0 +1,277 @@
+"""Every layout of a job on its nodes, ranked by the time model; memory and the engine's rules
+are constraints, and what is left out is counted by reason."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from trainkit.jobs.schema import Job
+from trainkit.plan.checks import PP, REPLICAS, SCHEDULE, TP, VIRTUAL, ZERO, checks
+from trainkit.plan.layout import layout_of, padded_vocab_size
+from trainkit.plan.memory import fits
+from trainkit.plan.objection import Value, try_change
+from trainkit.plan.planner import Plan, make_plan
+from trainkit.plan.rules import Rules
+from trainkit.plan.suggestions import MICRO, RECOMPUTE, SEQUENCE
+from trainkit.plan.time.of_job import estimate_step, ranking_step
+
+MOST_VIRTUAL = 12  # chunks of a stage: more have not been published
+MOST_MICRO = 64
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """A layout that the job could have.
+
+    Args:
+        job: with that layout.
+        change: what is set, by paths of the job.
+        seconds: of a step by the time model, or in units of its own where the device is unknown.
+        tokens_per_second: by which layouts are ranked, since nodes and batches may differ.
+        terms: of the step.
+        plan: of that job; None for those that lost.
+    """
+
+    job: Job
+    change: dict[str, Value]
+    seconds: float
+    tokens_per_second: float
+    terms: dict[str, float]
+    plan: Plan | None = None
+
+
+@dataclass(frozen=True)
+class Search:
+    """What a search found.
+
+    Args:
+        ranked: the fastest layouts that can be, fastest first.
+        asked: the job's own layout; None where it is refused.
+        refused: how many layouts were left out, by the code of the first objection.
+        nearest: of each reason, the fastest layout that it refused, in words.
+        considered: all of them.
+        known: the device is known: without it the order is that of a usual GPU, and no time is
+            given.
+    """
+
+    ranked: tuple[Ranked, ...]
+    asked: Ranked | None
+    refused: Counter[str] = field(default_factory=Counter)
+    nearest: dict[str, str] = field(default_factory=dict)
+    considered: int = 0
+    known: bool = True
+
+
+def divisors(number: int) -> list[int]:
+    """All of them, in order."""
+    return [part for part in range(1, number + 1) if number % part == 0]
+
+
+def _schedules(job: Job, pipeline: int, rules: Rules) -> Iterator[dict[str, Value]]:
+    """Plain 1F1B, interleaved ones, the zero-bubble one."""
+    plain: dict[str, Value] = {SCHEDULE: "1f1b"}
+    yield plain
+    if pipeline == 1:
+        return
+    if rules.virtual_stages:
+        for virtual in range(2, min(MOST_VIRTUAL, job.model.num_layers // pipeline) + 1):
+            yield {**plain, VIRTUAL: virtual}
+    if rules.zero_bubble:
+        yield {SCHEDULE: "zbv"}
+
+
+def _micro_batches(job: Job, data: int) -> list[int]:
+    """Powers of two up to a rank's share of the batch, and the job's own."""
+    share = max(1, job.global_batch_size // data)
+    sizes = {1 << power for power in range(MOST_MICRO.bit_length()) if 1 << power <= share}
+    return sorted(sizes | {job.training.micro_batch_size})
+
+
+def layouts(job: Job, rules: Rules) -> Iterator[dict[str, Value]]:
+    """Every layout of the job's ranks: degrees that divide them, all that the engine has of
+    schedules, ZeRO stages and recomputation; tensor parallelism stays within a node."""
+    world = job.world_size
+    for tensor in divisors(world):
+        if tensor > job.ranks_per_node:
+            break
+        for pipeline in divisors(world // tensor):
+            if pipeline > job.model.num_layers:
+                break
+            degrees: dict[str, Value] = {TP: tensor, PP: pipeline}
+            sizes = _micro_batches(job, world // tensor // pipeline)
+            for schedule in _schedules(job, pipeline, rules):
+                for zero in rules.zero_stages:
+                    for micro in sizes:
+                        yield {**degrees, **schedule, ZERO: zero, MICRO: micro}
+
+
+def _changed(job: Job, change: dict[str, Value]) -> Job:
+    """The job with a layout, not validated: thousands are tried, and the few that are shown are
+    made again through the schema."""
+    tables: dict[str, dict[str, Value]] = {"parallelism": {}, "training": {}}
+    for path, value in change.items():
+        table, _, key = path.partition(".")
+        tables[table][key] = value
+    parallelism = {"virtual_pipeline_model_parallel_size": None, **tables["parallelism"]}
+    training = {
+        "global_batch_size": job.global_batch_size,
+        "gradient_accumulation_steps": None,
+        **tables["training"],
+    }
+    return job.model_copy(
+        update={
+            "parallelism": job.parallelism.model_copy(update=parallelism),
+            "training": job.training.model_copy(update=training),
+        }
+    )
+
+
+def _variants(change: dict[str, Value]) -> Iterator[dict[str, Value]]:
+    """With and without sequence parallelism, and with each kind of recomputation."""
+    for again in ("none", "selective", "full"):
+        yield {**change, RECOMPUTE: again, SEQUENCE: False}
+        if change[TP] != 1:
+            yield {**change, RECOMPUTE: again, SEQUENCE: True}
+
+
+class Searcher:
+    """Searches the layouts of one job.
+
+    Args:
+        job: the job; its global batch stays the same.
+        rules: of its engine.
+        vocab: ids, without padding.
+        tokenizer_size: ids of the prepared tokenizer; None: not prepared.
+    """
+
+    def __init__(self, job: Job, rules: Rules, vocab: int, tokenizer_size: int | None = None):
+        self.job = job
+        self.rules = rules
+        self.vocab = vocab
+        self.tokenizer_size = tokenizer_size
+        self.refused: Counter[str] = Counter()
+        self.nearest: dict[str, str] = {}
+        self.considered = 0
+        self.known = True
+
+    def _candidate(self, job: Job, change: dict[str, Value]) -> Ranked:
+        padded = padded_vocab_size(
+            self.vocab,
+            job.model.make_vocab_size_divisible_by,
+            job.parallelism.tensor_model_parallel_size,
+        )
+        estimate = estimate_step(job, self.rules, padded)
+        if estimate is None:
+            self.known = False
+            time = ranking_step(job, self.rules, padded)
+        else:
+            time = estimate.time
+        tokens = job.global_batch_size * job.model.seq_length / time.seconds
+        return Ranked(job, change, time.seconds, tokens, time.terms)
+
+    def _legal(self, job: Job) -> Iterator[Ranked]:
+        """Layouts of the job on its nodes that the engine takes."""
+        for change in layouts(job, self.rules):
+            tried = _changed(job, change)
+            kinds = list(_variants(change))
+            self.considered += len(kinds)
+            found = next(iter(checks(tried, self.rules, self.tokenizer_size)), None)
+            if found:
+                self.refuse(found.code, change, len(kinds))
+                continue
+            for kind in kinds:
+                yield self._candidate(_changed(job, kind), {**kind, "nodes": job.nodes})
+
+    def refuse(self, code: str, change: dict[str, Value], count: int = 1) -> None:
+        """Count layouts that are left out; the first of a reason is kept as its example."""
+        self.refused[code] += count
+        self.nearest.setdefault(code, describe(change))
+
+    def _fits(self, found: Ranked) -> bool:
+        job = found.job
+        layout = layout_of(job)
+        padded = padded_vocab_size(
+            self.vocab, job.model.make_vocab_size_divisible_by, layout.tensor
+        )
+        return fits(job, layout, self.rules, self.vocab, padded)
+
+    def search(self, nodes: list[int], top: int = 10) -> Search:
+        """The `top` fastest layouts on any of these numbers of nodes.
+
+        Args:
+            nodes: numbers of nodes.
+            top: how many.
+        """
+        self.refused.clear()
+        candidates: list[Ranked] = []
+        for number in nodes:
+            candidates += self._legal(self.job.model_copy(update={"nodes": number}))
+        candidates.sort(key=lambda found: -found.tokens_per_second)
+        ranked: list[Ranked] = []
+        too_large: dict[tuple[object, ...], int] = {}
+        for index, found in enumerate(candidates):
+            if len(ranked) == top:
+                self.refused["slower"] += len(candidates) - index
+                break
+            key, micro = _memory_key(found)
+            if micro >= too_large.get(key, micro + 1) or not self._fits(found):
+                too_large[key] = min(micro, too_large.get(key, micro))
+                self.refuse("memory", found.change)
+                continue
+            if planned := self._planned(found):
+                ranked.append(planned)
+        return Search(
+            tuple(ranked), self._own(), self.refused, self.nearest, self.considered, self.known
+        )
+
+    def _planned(self, found: Ranked) -> Ranked | None:
+        """Through the schema and the plan itself; None where one of them objects."""
+        change = {
+            **found.change,
+            REPLICAS: 1,
+            "training.global_batch_size": self.job.global_batch_size,
+        }
+        # one of both may be given
+        plain = self.job.training.model_copy(update={"gradient_accumulation_steps": None})
+        job = try_change(self.job.model_copy(update={"training": plain}), change)
+        if job is None:
+            self.refuse("schema", found.change)
+            return None
+        plan = make_plan(job, self.vocab, rules=self.rules)
+        if plan.objections:
+            self.refuse(plan.objections[0].code, found.change)
+            return None
+        return Ranked(job, found.change, found.seconds, found.tokens_per_second, found.terms, plan)
+
+    def _own(self) -> Ranked | None:
+        """The layout that the job asks for."""
+        job = self.job
+        if any(checks(job, self.rules, self.tokenizer_size)):
+            return None
+        found = self._candidate(job, {})
+        return found if self._fits(found) else None
+
+
+def _memory_key(found: Ranked) -> tuple[tuple[object, ...], int]:
+    """What memory grows with the micro-batch within, and the micro-batch."""
+    change = {path: value for path, value in found.change.items() if path != MICRO}
+    return tuple(sorted(change.items())), int(found.change[MICRO])
+
+
+def describe(change: dict[str, Value]) -> str:
+    """A layout in a line: TP 4, PP 2 (1f1b), ZeRO 1, micro-batch 2, recompute full."""
+    text = f"TP {change[TP]}"
+    if change.get(SEQUENCE):
+        text += " + SP"
+    text += f", PP {change[PP]}"
+    if change[PP] != 1:
+        text += f" ({change[SCHEDULE]}"
+        if VIRTUAL in change:
+            text += f" x {change[VIRTUAL]}"
+        text += ")"
+    text += f", ZeRO {change[ZERO]}, micro-batch {change[MICRO]}"
+    if RECOMPUTE in change:
+        text += f", recompute {change[RECOMPUTE]}"
+    return text

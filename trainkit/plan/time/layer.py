@@ -1,0 +1,169 @@
+"""The time that one micro-batch spends in a block and in the head, on one rank: matrix products,
+attention, what is bound by memory, launches."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from trainkit.plan.time.setup import Hardware, Setup, Shape
+
+HALF = 2  # bytes of an activation
+TILE = 128 * 128  # results that a multiprocessor computes at a time
+ALIGNED = 64  # numbers: 128 bytes of 16-bit ones, a line of the cache
+EXPERT_ROWS = 64  # of a tile, that an expert's tokens leave empty on average
+LOGIT_PASSES = 5  # reads and writes of fp32 logits: maximum, sum, loss, gradient
+
+
+@dataclass(frozen=True)
+class Work:
+    """Seconds of a forward pass. `products`: matrix products; `attention`; `memory`: everything
+    else; `launches`: that the host takes to start it all."""
+
+    products: float
+    attention: float
+    memory: float
+    launches: float
+
+    def waits(self, passes: float = 1.0) -> float:
+        """What the device waits for the host: the longer of both counts, with a soft corner,
+        since queues are not always full."""
+        busy = passes * (self.products + self.attention + self.memory)
+        host = passes * self.launches
+        return math.sqrt(math.hypot(busy**2, host**2)) - busy
+
+
+@dataclass(frozen=True)
+class Pace:
+    """What is reached of a machine: FLOP/s of products, of attention, bytes a second, and how
+    much of a product's time its edges cost."""
+
+    products: float
+    half: float
+    attention: float
+    memory: float
+    wave: float
+    depth: float
+    odd: float
+    cores: int
+
+    def product(self, rows: float, depth: float, columns: float, *, half: bool = False) -> float:
+        """(rows x depth) @ (depth x columns).
+
+        The last wave of tiles is half empty (1 + wave x cores x tile / results), and a tile's
+        start and end cost as much as `depth` of its inner steps; widths that are no multiple of
+        ALIGNED leave tensor cores idle; never faster than memory.
+
+        Args:
+            rows, depth, columns: of the product.
+            half: in 16 bits, whatever the precision is.
+        """
+        if half:
+            speed = self.half
+        else:
+            speed = self.products
+        tiles = 1 + self.wave * self.cores * TILE / (rows * columns)
+        time = 2 * rows * depth * columns / speed * tiles * (1 + self.depth / depth)
+        if depth % ALIGNED or columns % ALIGNED:
+            time *= 1 + self.odd
+        size = HALF * (rows * depth + depth * columns + rows * columns)
+        return max(time, size / self.memory)
+
+
+def pace_of(machine: Hardware, software: str, fitted: dict[str, float]) -> Pace:
+    """What is reached of a machine."""
+    part = fitted[f"efficiency.{machine.generation}"] / fitted[f"slower.{software}"]
+    narrow = fitted.get(f"narrow.{machine.narrow}", 1.0)
+    return Pace(
+        products=machine.peak * part * narrow,
+        half=machine.peak16 * part,
+        attention=machine.peak16 * part * fitted["attention"],
+        memory=machine.memory * fitted["memory"],
+        wave=fitted["wave"],
+        depth=fitted["depth"],
+        odd=fitted["odd"],
+        cores=machine.cores,
+    )
+
+
+def _mlp(setup: Setup, pace: Pace, tokens: float) -> tuple[float, float]:
+    """Seconds of the products, and results of them that are read and written again."""
+    shape, split = setup.shape, setup.split
+    if not shape.experts:
+        width = shape.ffn / split.tensor
+        up = pace.product(tokens, shape.hidden, shape.projections * width)
+        return up + pace.product(tokens, width, shape.hidden), tokens * width * (
+            shape.projections + 1
+        )
+    here = shape.experts / split.expert
+    width = shape.ffn
+    if split.expert <= split.data * split.context:
+        width = shape.ffn / split.tensor
+        rows = tokens * shape.topk
+    else:  # tensor-parallel ranks hold different experts
+        rows = tokens * shape.topk / split.tensor
+    padded = rows + EXPERT_ROWS * here
+    products = pace.product(padded, shape.hidden, shape.projections * width)
+    products += pace.product(padded, width, shape.hidden)
+    weights = HALF * here * shape.hidden * width * (shape.projections + 1) / pace.memory
+    return max(products, weights), rows * (width * (shape.projections + 1) + 2 * shape.hidden)
+
+
+def block(setup: Setup, pace: Pace, fitted: dict[str, float]) -> Work:
+    """The forward of one block.
+
+    Args:
+        setup: what is computed where.
+        pace: what is reached of the machine.
+        fitted: constants.
+    """
+    shape, split = setup.shape, setup.split
+    tokens = split.micro_batch * shape.seq / split.context
+    share = split.tensor
+    products = pace.product(tokens, shape.hidden, (shape.query + 2 * shape.key) / share)
+    products += pace.product(tokens, shape.query / share, shape.hidden)
+    mlp, results = _mlp(setup, pace, tokens)
+    attention = _attention(setup, pace, fitted, tokens)
+    between = tokens * shape.hidden / (split.tensor if split.sequence else 1)
+    results += tokens * (shape.query + 2 * shape.key) / share
+    passes = fitted[f"passes.{setup.software}"]
+    if setup.machine.narrow < 16:
+        passes *= fitted["casts"]
+    memory = passes * HALF * (4 * between + results) / pace.memory
+    return Work(products + mlp, attention, memory, fitted[f"launches.{setup.software}"])
+
+
+def _attention(setup: Setup, pace: Pace, fitted: dict[str, float], tokens: float) -> float:
+    """Fused: half of the products, since it is causal, and no scores in memory. Else: two whole
+    products, and the scores read and written by mask, softmax and dropout."""
+    shape, split = setup.shape, setup.split
+    size = shape.query / split.tensor
+    flops = 4 * tokens * shape.seq * size
+    if setup.software != "megatron-2021":
+        return flops / 2 / pace.attention
+    head = shape.query / shape.heads
+    edges = 1 + pace.depth / head
+    scores = split.micro_batch * shape.heads / split.tensor * shape.seq**2
+    return flops / pace.half * edges + fitted["scores"] * HALF * scores / pace.memory
+
+
+def head(setup: Setup, pace: Pace) -> float:
+    """Forward and backward of the last product and its loss."""
+    shape, split = setup.shape, setup.split
+    tokens = split.micro_batch * shape.seq / split.context
+    vocab = shape.vocab / split.tensor
+    logits = LOGIT_PASSES * 4 * tokens * vocab / pace.memory
+    return 3 * pace.product(tokens, shape.hidden, vocab, half=True) + logits
+
+
+def parameters_of_rank(shape: Shape, setup: Setup, layers: float) -> tuple[float, float]:
+    """Of a rank with `layers` and an embedding: those that all data-parallel ranks hold, and
+    those of its experts."""
+    split = setup.split
+    dense = layers * shape.attention_parameters + shape.vocab * shape.hidden
+    if shape.experts:
+        experts = layers * shape.experts / split.expert * shape.expert_parameters
+        if split.expert <= split.data * split.context:
+            experts /= split.tensor
+        return dense / split.tensor, experts
+    return (dense + layers * shape.expert_parameters) / split.tensor, 0.0

@@ -1,0 +1,209 @@
+"""The time model's answer for a job: its parts, how sure it is, and what was assumed."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from trainkit.jobs.schema import Job
+from trainkit.plan.layout import Layout, layout_of
+from trainkit.plan.rules import Rules
+from trainkit.plan.time.constants import fitted, machine, spread
+from trainkit.plan.time.setup import Hardware, RankSplit, Setup, Shape
+from trainkit.plan.time.step import OLD, StepTime, step_time
+
+ROWS = {  # of hardware.toml, by devices' names
+    "v100-sxm-16gb": "v100",
+    "v100-sxm-32gb": "v100",
+    "a100-sxm-40gb": "a100-40",
+    "a100-sxm-80gb": "a100-80",
+    "h100-sxm-80gb": "h100",
+    "h200-sxm-141gb": "h200",
+    "b200-sxm-192gb": "b200",
+    "a6000-48gb": "a6000",
+    "l40s-48gb": "l40s",
+}
+MODEL_OF_ROWS = "a100-80"  # whose proportions a device has that is in no row
+# of a prediction's logarithm, besides the spread of the fit
+OWN_ENGINE = 0.12  # no public timings of the native trainer on GPUs
+NO_ROW = 0.3
+NO_NETWORK = 0.15
+ONE_CARD = 12.5e9  # bytes a second of a node whose device has no reference design: 100 Gb/s
+TENTHS = 1.2816  # standard deviations from the middle to the 10th and the 90th percentile
+
+
+@dataclass(frozen=True)
+class StepEstimate:
+    """A predicted step.
+
+    Args:
+        time: its terms.
+        deviation: of its logarithm.
+        assumed: what is not known and was assumed instead.
+    """
+
+    time: StepTime
+    deviation: float
+    assumed: tuple[str, ...]
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Seconds that four of five steps like this lie between."""
+        factor = math.exp(TENTHS * self.deviation)
+        return self.time.seconds / factor, self.time.seconds * factor
+
+
+def _generic(job: Job, per_node: int, network: float | None) -> Hardware | None:
+    """A device of no row that jobs.toml gives a peak, with the proportions of another."""
+    peak = job.cluster.device.peak_tflops.get(job.training.precision)
+    like = machine(MODEL_OF_ROWS, per_node=per_node, network=network)
+    if peak is None or like is None:
+        return None
+    part = peak * 1e12 / like.peak
+    return Hardware(
+        generation=like.generation,
+        peak=peak * 1e12,
+        peak16=peak * 1e12,
+        narrow=16,
+        memory=like.memory * part,
+        link=like.link * part,
+        network=like.network if network else like.network * part,
+        domain=per_node,
+        cores=like.cores,
+        per_node=per_node,
+        known=False,
+    )
+
+
+def machine_of(job: Job) -> tuple[Hardware | None, tuple[str, ...]]:
+    """The job's device and network, and what of them was assumed; None where the device's peak
+    is not known."""
+    device = job.cluster.device
+    given = job.cluster.network_gb_per_second
+    network = given * 1e9 if given else None
+    peak = device.peak_tflops.get(job.training.precision)
+    if device.kind == "cpu" or peak is None:
+        return None, ()
+    assumed = []
+    if network is None and job.nodes > 1:
+        assumed.append("the network (clusters.X.network_gb_per_second)")
+    per_node = job.ranks_per_node
+    if device.name not in ROWS:
+        assumed.append(f"memory and links of {device.name}")
+        return _generic(job, per_node, network), tuple(assumed)
+    sockets = job.cluster.env.get("NCCL_IB_DISABLE") == "1"
+    bits = 32 if job.training.precision == "fp32" else 16
+    row = ROWS[device.name]
+    found = machine(
+        row, bits=bits, per_node=per_node, network=network, world=job.world_size, sockets=sockets
+    )
+    if found is None:
+        found = machine(row, bits=bits, per_node=per_node, network=ONE_CARD)
+    if found is None:
+        return None, tuple(assumed)
+    if bits == 32:
+        found = Hardware(**{**vars(found), "peak": peak * 1e12})
+    return found, tuple(assumed)
+
+
+def software_of(rules: Rules) -> str:
+    """The kind of trainer that an engine is."""
+    if rules.states is None:
+        return "fsdp"
+    if rules.saves_scores:
+        return OLD
+    return "megatron"
+
+
+def shape_of(job: Job, vocab: int) -> Shape:
+    """The job's model."""
+    model = job.model
+    return Shape(
+        layers=model.num_layers,
+        hidden=model.hidden_size,
+        query=model.num_attention_heads * model.head_size,
+        key=model.query_groups * model.head_size,
+        heads=model.num_attention_heads,
+        ffn=model.ffn_width,
+        projections=model.architecture.mlp.projections,
+        seq=model.seq_length,
+        vocab=vocab,
+    )
+
+
+def split_of_job(job: Job, layout: Layout) -> RankSplit:
+    """The job's layout."""
+    stages = layout.layers_by_stage
+    zero = job.parallelism.zero_stage
+    layers = job.model.num_layers
+    again = -(-layers // job.training.recompute_every) / layers
+    return RankSplit(
+        world=layout.world,
+        tensor=layout.tensor,
+        pipeline=layout.pipeline,
+        virtual=layout.virtual,
+        data=layout.data,
+        context=1,
+        expert=1,
+        zero=zero,
+        shard=layout.shard if zero else 1,
+        sequence=layout.sequence,
+        recompute=job.training.recompute_granularity,
+        micro_batch=job.training.micro_batch_size,
+        global_batch=job.global_batch_size,
+        zero_bubble=layout.v_shaped,
+        recomputed=again,
+        stage_layers=max(stages),
+        last_layers=stages[layout.last_stage],
+    )
+
+
+def estimate_step(job: Job, rules: Rules, vocab: int) -> StepEstimate | None:
+    """How long a step takes; None where the device's peak is not known.
+
+    Args:
+        job: the job.
+        rules: of its engine.
+        vocab: size of the vocabulary, padded.
+    """
+    device, assumed = machine_of(job)
+    if device is None:
+        return None
+    split = split_of_job(job, layout_of(job))
+    setup = Setup(shape_of(job, vocab), split, device, software_of(rules))
+    variance = spread()["dense"] ** 2
+    if rules.states is None:
+        variance += OWN_ENGINE**2
+    for word in assumed:
+        variance += (NO_NETWORK if word.startswith("the network") else NO_ROW) ** 2
+    return StepEstimate(step_time(setup, fitted()), math.sqrt(variance), assumed)
+
+
+# A device of which nothing is known, for ranking alone: of a processor's proportions, where
+# arithmetic is slow and messages go through memory (assumed).
+ANY = Hardware(
+    generation="a100",
+    peak=1e11,
+    peak16=1e11,
+    narrow=16,
+    memory=1e10,
+    link=2e9,
+    network=1e9,
+    domain=8,
+    cores=1,
+    per_node=8,
+    known=False,
+)
+
+
+def ranking_step(job: Job, rules: Rules, vocab: int) -> StepTime:
+    """A step on a device that nothing is known of: good for an order of layouts, for no time.
+
+    Args:
+        job: the job.
+        rules: of its engine.
+        vocab: size of the vocabulary, padded.
+    """
+    device = replace(ANY, domain=job.ranks_per_node, per_node=job.ranks_per_node)
+    split = split_of_job(job, layout_of(job))
+    return step_time(Setup(shape_of(job, vocab), split, device, software_of(rules)), fitted())

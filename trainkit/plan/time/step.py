@@ -1,0 +1,219 @@
+"""A step's time, term by term."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import Counter
+from dataclasses import dataclass
+
+from trainkit.plan.time.layer import HALF, Work, block, head, pace_of, parameters_of_rank
+from trainkit.plan.time.network import Links, links_of
+from trainkit.plan.time.setup import Setup
+
+OPTIMIZER_BYTES = 30  # a parameter: master and two moments read and written, gradient, weight
+OLD = "megatron-2021"
+FUSED_BACKWARD = 2.5  # of attention that computes its scores again, over its forward
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step. `terms` sum to it."""
+
+    terms: dict[str, float]
+
+    @property
+    def seconds(self) -> float:
+        """All of them."""
+        return sum(self.terms.values())
+
+
+def stage_layers(setup: Setup) -> tuple[float, float]:
+    """Layers of the fullest stage and of the one with the head. Where layers do not divide,
+    Megatron-LM counts embedding and head as one each."""
+    split, layers = setup.split, setup.shape.layers
+    if split.stage_layers:
+        return split.stage_layers, split.last_layers
+    if layers % split.pipeline and (layers + 2) % split.pipeline == 0:
+        full = (layers + 2) // split.pipeline
+        return full, full - 1
+    return math.ceil(layers / split.pipeline), layers // split.pipeline
+
+
+def _tensor_sums(setup: Setup, links: Links, fitted: dict[str, float]) -> float:
+    """Of one block's forward: two all-reduces, or as many pairs of all-gather and reduce-scatter
+    of the same bytes."""
+    shape, split = setup.shape, setup.split
+    size = HALF * split.micro_batch * shape.seq / split.context * shape.hidden
+    time = 2 * links.all_reduce(size, split.tensor, 1)
+    return time * (1 - fitted[f"hidden_tensor.{setup.software}"])
+
+
+def _exchanges(setup: Setup, links: Links, fitted: dict[str, float]) -> tuple[float, float]:
+    """Of one block's forward: experts' tokens there and back; keys and values of other parts of
+    the sequence, beyond what attention hides."""
+    shape, split = setup.shape, setup.split
+    tokens = split.micro_batch * shape.seq / split.context
+    experts = context = 0.0
+    if shape.experts:
+        size = HALF * tokens * shape.topk * shape.hidden / split.tensor
+        experts = 2 * links.exchange(size, split.expert, split.tensor) * fitted["exchange"]
+    if split.context > 1:
+        size = HALF * split.micro_batch * shape.seq * 2 * shape.key / split.tensor
+        context = links.gather(size, split.context, split.tensor) * fitted["context"]
+    return experts, context
+
+
+def _sharded(setup: Setup, links: Links, layers: float) -> float:
+    """Under ZeRO 3, in each micro-batch: weights gathered for forward and for backward, gradients
+    scattered."""
+    split = setup.split
+    if split.zero < 3 or split.shard <= 1:
+        return 0.0
+    dense, experts = parameters_of_rank(setup.shape, setup, layers)
+    size = HALF * (dense + experts)
+    return 3 * links.gather(size, split.shard, split.tensor, messages=layers)
+
+
+def _data_sums(setup: Setup, links: Links, fitted: dict[str, float], layers: float) -> float:
+    """Once a step: gradients summed over data-parallel ranks, and under ZeRO 1 and 2 the new
+    weights gathered."""
+    split = setup.split
+    ranks = split.data * split.context
+    dense, experts = parameters_of_rank(setup.shape, setup, layers)
+    time = 0.0
+    if split.zero < 3:
+        size = HALF * dense
+        messages = size / fitted["bucket"]
+        if not split.zero:
+            time += links.all_reduce(size, ranks, split.tensor)
+        else:
+            time += 2 * links.gather(size, split.shard, split.tensor, messages)
+            copies = ranks // split.shard
+            time += links.all_reduce(size / split.shard, copies, split.tensor * split.shard)
+        apart = max(1, ranks // split.expert)
+        time += links.all_reduce(HALF * experts, apart, split.tensor * split.expert)
+    elif split.shard < ranks:
+        copies = ranks // split.shard
+        size = HALF * (dense + experts) / split.shard
+        time += links.all_reduce(size, copies, split.tensor * split.shard)
+    return time
+
+
+def _passes(setup: Setup, work: Work) -> dict[str, float]:
+    """Of one block and one micro-batch: forward and backward, by term; recomputation apart."""
+    split = setup.split
+    fused = setup.software != "megatron-2021"
+    backward = FUSED_BACKWARD if fused else 2.0
+    again = {"full": split.recomputed}.get(split.recompute, 0.0)
+    once = work.products + work.attention + work.memory
+    redone = again * once
+    if split.recompute == "selective":  # attention, or where that is fused, what memory bounds
+        redone = work.memory / 2 if fused else work.attention
+    return {
+        "products": 3 * work.products,
+        "attention": (1 + backward) * work.attention,
+        "memory": 3 * work.memory,
+        "recomputation": redone,
+        "launches": work.waits(3 + again),
+    }
+
+
+def step_time(setup: Setup, fitted: dict[str, float]) -> StepTime:
+    """Seconds of one step, by term.
+
+    The slowest stage does `m` micro-batches one after the other, and waits once for the p - 1
+    others: (p - 1) / v of its micro-batches, or as ZB-V has it (plan/layout.py).
+    """
+    shape, split = setup.shape, setup.split
+    pace = pace_of(setup.machine, setup.software, fitted)
+    links = links_of(setup.machine, split.world, fitted)
+    full, last = stage_layers(setup)
+    work = block(setup, pace, fitted)
+    again = split.recomputed if split.recompute == "full" else 0.0
+    sums = (2 + again) * _tensor_sums(setup, links, fitted)
+    experts, context = _exchanges(setup, links, fitted)
+    per_layer = _passes(setup, work) | {
+        "tensor-parallel": sums,
+        "experts": (2 + again) * experts,
+        "context": (2 + again) * context,
+    }
+    terms = {name: full * seconds for name, seconds in per_layer.items()}
+    layer = sum(per_layer.values())
+    top = head(setup, pace)
+    with_head = max(0.0, top - (full - last) * layer)  # beyond what the fullest stage takes
+    terms["head"] = with_head
+    busy = full * layer + with_head
+    terms["sharding"] = _beyond(_sharded(setup, links, full), busy, fitted, setup.software)
+    terms["pipeline"] = _transfers(setup, links, fitted)
+    micro_batches = split.micro_batches
+    bubble = _bubble(setup, layer, top, terms["sharding"], terms["pipeline"])
+    terms = {name: micro_batches * seconds for name, seconds in terms.items()}
+    terms["bubble"] = bubble
+    hidden_by = busy * 0.6
+    terms["data-parallel"] = _beyond(
+        _data_sums(setup, links, fitted, full), hidden_by, fitted, setup.software
+    )
+    held = sum(parameters_of_rank(shape, setup, full)) / max(1, split.shard)
+    terms["optimizer"] = OPTIMIZER_BYTES * held / pace.memory + fitted[f"fixed.{setup.software}"]
+    nodes = max(1.0, split.world / setup.machine.per_node)
+    total = sum(terms.values())
+    terms["stragglers"] = total * fitted["stragglers"] * math.log2(nodes)
+    return StepTime(terms)
+
+
+def _beyond(time: float, busy: float, fitted: dict[str, float], software: str) -> float:
+    """What of a transfer is not hidden behind computing that takes `busy`."""
+    hidden = fitted[f"hidden_data.{software}"]
+    return time * (1 - hidden) + hidden * max(0.0, time - busy)
+
+
+def _transfers(setup: Setup, links: Links, fitted: dict[str, float]) -> float:
+    """Between stages, of one micro-batch and every chunk: what the stage waits for that has the
+    slowest neighbours, forward and backward.
+
+    Megatron-LM sends a share from each tensor-parallel rank, DeepSpeed's pipeline the whole. Ranks
+    are numbered tensor, context, data, pipeline: a stage is a row of ranks, and its neighbours
+    may or may not be in the same domain.
+    """
+    shape, split = setup.shape, setup.split
+    if split.pipeline == 1:
+        return 0.0
+    size = HALF * split.micro_batch * shape.seq / split.context * shape.hidden
+    if setup.software != OLD:
+        size /= split.tensor
+    width = split.tensor * split.context * split.data
+    shares = crossing_shares(split.pipeline, width, links.domain)
+    edges = [links.send_far(size, share) if share else links.send(size) for share in shares]
+    worst = max(edges)
+    if setup.software == OLD:  # one after the other
+        pairs = zip([0.0, *edges], [*edges, 0.0], strict=True)
+        worst = max(before + after for before, after in pairs)
+    return 2 * split.virtual * worst * (1 - fitted[f"hidden_pipeline.{setup.software}"])
+
+
+@functools.cache
+def crossing_shares(stages: int, width: int, domain: int) -> tuple[float, ...]:
+    """Of each border between stages of `width` ranks: the part of a domain's ranks that send to
+    another domain, which share its network. 0: none."""
+    if width >= domain:
+        return (1.0,) * (stages - 1)
+    shares = []
+    for stage in range(stages - 1):
+        first = stage * width
+        from_domain = Counter(
+            rank // domain
+            for rank in range(first, first + width)
+            if rank // domain != (rank + width) // domain
+        )
+        shares.append(max(from_domain.values(), default=0) / domain)
+    return tuple(shares)
+
+
+def _bubble(setup: Setup, layer: float, top: float, sharding: float, transfer: float) -> float:
+    """Waiting for the other stages."""
+    split = setup.split
+    stage = (setup.shape.layers * layer + top) / split.pipeline + sharding + transfer
+    if split.zero_bubble:
+        return (split.pipeline - 1) * stage / 6
+    return (split.pipeline - 1) * stage / split.virtual
