@@ -333,3 +333,22 @@ def test_layouts_that_can_be_compared() -> None:
         != layout_key(job_of(ranks=4))
         != layout_key(job_of(ranks=4, micro_batch_size=2))
     )
+
+
+def test_a_run_of_another_layout_corrects_the_prediction() -> None:
+    """By what the model was wrong there; a plan that was not the model's corrects nothing."""
+    job = job_of(ranks=2, device=BIG)
+    alone = make_plan(job).duration
+    other = measured(same_layout=False, planned_calibration=1.0)
+    corrected = make_plan(job, measured=other).duration
+    older = make_plan(job, measured=measured(same_layout=False)).duration
+    assert alone and corrected and older
+    speed = corrected.speed
+    assert speed.tokens_per_second == pytest.approx(alone.speed.tokens_per_second * 500 / 600)
+    assert speed.interval and speed.interval[0] < speed.tokens_per_second < speed.interval[1]
+    assert sum(speed.step_terms.values()) == pytest.approx(corrected.step_seconds)
+    assert "as run r was to the model" in speed.source
+    again = measured(same_layout=False, planned_calibration=0.5)
+    twice = make_plan(job, measured=again).duration
+    assert twice and twice.speed.calibration == pytest.approx(0.5 * 500 / 600)
+    assert older.speed == alone.speed

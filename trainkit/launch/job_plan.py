@@ -133,6 +133,7 @@ def last_measured(job: Job) -> Measured | None:
             planned_tokens_per_second=speed.get("tokens_per_second"),
             planned_peak_bytes=memory.get("fullest_rank", {}).get("total_bytes"),
             planned_checkpoint_bytes=planned.get("checkpoint_bytes"),
+            planned_calibration=speed.get("calibration") if speed.get("step_terms") else None,
         )
     return None
 

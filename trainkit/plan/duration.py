@@ -54,6 +54,7 @@ class Speed:
         source: measured or predicted, in words.
         interval: that a prediction lies in, four times of five; None: it was measured.
         step_terms: seconds of a predicted step by what they are spent on; empty: it was measured.
+        calibration: what the time model's speed was multiplied by, from a run that it was wrong on.
     """
 
     tokens_per_second: float
@@ -61,6 +62,7 @@ class Speed:
     source: str
     interval: tuple[float, float] | None = None
     step_terms: Mapping[str, float] = field(default_factory=dict)
+    calibration: float = 1.0
 
     def to_json(self) -> dict[str, object]:
         """plan/1's `speed`."""

@@ -47,6 +47,8 @@ class Measured:
         peak_bytes: the most that any logged step saw on rank 0: reserved by the allocator, on the
             CPU resident in the process.
         checkpoint_bytes: tensors of its newest checkpoint.
+        planned_calibration: what the time model's speed was multiplied by to be the planned one;
+            None: that was not the model's.
     """
 
     run: str
@@ -57,6 +59,7 @@ class Measured:
     planned_tokens_per_second: float | None
     planned_peak_bytes: int | None
     planned_checkpoint_bytes: int | None
+    planned_calibration: float | None = None
 
     @property
     def errors(self) -> dict[str, float | None]:
@@ -86,3 +89,24 @@ def measured_speed(job: Job, measured: Measured, model_flops: int) -> Speed | No
     else:
         mfu = None
     return Speed(measured.tokens_per_second, mfu, f"measured: run {measured.run}")
+
+
+def calibrated_speed(predicted: Speed, measured: Measured) -> Speed:
+    """A predicted speed, times what the time model was wrong by in a run of another layout of the
+    same job on the same cluster: software and network are the same."""
+    planned = measured.planned_tokens_per_second
+    seen = measured.tokens_per_second
+    if not measured.planned_calibration or not planned or not seen:
+        return predicted
+    part = seen / planned * measured.planned_calibration
+    interval = predicted.interval
+    if interval:
+        interval = (interval[0] * part, interval[1] * part)
+    return Speed(
+        tokens_per_second=predicted.tokens_per_second * part,
+        mfu=predicted.mfu * part if predicted.mfu else None,
+        source=f"{predicted.source}. Times {part:.3g}, as run {measured.run} was to the model",
+        interval=interval,
+        step_terms={name: term / part for name, term in predicted.step_terms.items()},
+        calibration=part,
+    )

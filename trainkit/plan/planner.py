@@ -31,7 +31,7 @@ from trainkit.plan.duration import (
 from trainkit.plan.host import HostMemory
 from trainkit.plan.layout import Layout, layout_of, padded_vocab_size
 from trainkit.plan.limits import Sizes, memory_objections, storage_objections, time_objections
-from trainkit.plan.measured import Measured, measured_speed
+from trainkit.plan.measured import Measured, calibrated_speed, measured_speed
 from trainkit.plan.memory import Memory
 from trainkit.plan.notes import notes
 from trainkit.plan.objection import Objection, describe_changes, try_change
@@ -366,6 +366,8 @@ def _speed(job: Job, rules: Rules, counts: _ModelCounts, measured: Measured | No
         estimate = estimate_step(job, rules, counts.padded_vocab_size)
         if estimate:
             speed = predicted_speed(job, estimate, model_flops)
+            if measured:
+                speed = calibrated_speed(speed, measured)
     return speed
 
 

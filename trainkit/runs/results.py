@@ -9,6 +9,7 @@ from trainkit.base.documents import read_document
 from trainkit.base.errors import ConfigError, TrainkitError
 from trainkit.jobs.resolved import read_job
 from trainkit.plan.flop_conventions import CONVENTIONS, tflops_per_device
+from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import RunRecord
 from trainkit.runs.summary import RunSummary, summarize_run
 
@@ -32,6 +33,7 @@ class RunResult:
     global_batch_size: int | None
     seconds_per_step: float | None
     tokens_per_second: float | None
+    planned_tokens_per_second: float | None
     model_tflops: float | None
     mfu: float | None
     peak_bytes: int | None
@@ -64,6 +66,18 @@ def convention_tflops(summary: RunSummary, convention: str) -> float | None:
         return None
     samples_per_second = summary.tokens_per_second / job.model.seq_length
     return tflops_per_device(convention, job.model, vocab, samples_per_second, job.world_size)
+
+
+def planned_speed(run: RunFolder) -> float | None:
+    """Tokens a second as the run's own plan had it; None where no speed was known, or the plan
+    is of another version."""
+    try:
+        duration = read_document(run.plan, "plan/1").get("duration")
+    except ConfigError:
+        return None
+    if duration is None:
+        return None
+    return float(duration["speed"]["tokens_per_second"])
 
 
 def result_of_run(record: RunRecord, convention: str = "") -> RunResult:
@@ -99,6 +113,7 @@ def result_of_run(record: RunRecord, convention: str = "") -> RunResult:
         global_batch_size=read_document(run.plan, "plan/1").get("global_batch_size"),
         seconds_per_step=None if milliseconds is None else milliseconds / 1000,
         tokens_per_second=summary.tokens_per_second,
+        planned_tokens_per_second=planned_speed(run),
         model_tflops=summary.median("model_tflops"),
         mfu=summary.median("mfu"),
         peak_bytes=summary.peak_bytes,

@@ -11,7 +11,7 @@ from trainkit.runs.devices import DeviceUsage
 from trainkit.runs.find import find_run
 from trainkit.runs.loss_plot import draw_losses
 from trainkit.runs.record import read_run_record
-from trainkit.runs.results import convention_tflops, refuse_unknown_convention
+from trainkit.runs.results import convention_tflops, planned_speed, refuse_unknown_convention
 from trainkit.runs.summary import RunSummary, summarize_run
 
 
@@ -31,15 +31,18 @@ def report(task: TaskContext, run_name: str, picture: str, flops: str) -> TaskRe
         task.say(f"wrote {picture}")
     summary = summarize_run(run)
     by_convention = convention_tflops(summary, flops)
+    planned = planned_speed(run)
     if not task.json:
         print_status(task, run, read_run_record(run), DeviceUsage([]))
         _print_speed(task, summary)
+        _print_planned(task, summary.tokens_per_second, planned)
         if by_convention is not None:
             task.say(f"{by_convention:.3g} TFLOP/s per device as {flops} counts them")
+    found = summary.to_json() | {"planned_tokens_per_second": planned}
     if not flops:
-        return TaskResult(summary.to_json())
+        return TaskResult(found)
     counted = {"flops_convention": flops, "convention_tflops": by_convention}
-    return TaskResult(summary.to_json() | counted)
+    return TaskResult(found | counted)
 
 
 def _print_speed(task: TaskContext, summary: RunSummary) -> None:
@@ -51,3 +54,11 @@ def _print_speed(task: TaskContext, summary: RunSummary) -> None:
     if mfu is not None:
         share = f"MFU {100 * mfu:.1f}% of {summary.peak}"
     task.say(f"{tflops:.3g} model TFLOP/s per device (median step), {share}")
+
+
+def _print_planned(task: TaskContext, measured: float | None, planned: float | None) -> None:
+    """The plan's speed beside the run's; nothing where one of them is not known."""
+    if measured and planned:
+        task.say(
+            f"{measured:,.0f} tokens/s; the plan had {planned:,.0f} ({planned / measured - 1:+.1%})"
+        )

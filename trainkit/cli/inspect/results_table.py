@@ -23,6 +23,7 @@ NUMBERS = (
     "MFU",
     "memory a rank",
 )
+PLANNED = "planned tokens/s"
 CONVENTION_AT = NUMBERS.index("MFU")
 
 
@@ -35,7 +36,11 @@ def results_table(results: Sequence[RunResult], convention: str) -> Listing:
     """
     by_convention = [f"TFLOP/s ({convention})"] if convention else []
     numbers = [*NUMBERS[:CONVENTION_AT], *by_convention, *NUMBERS[CONVENTION_AT:]]
-    drop = ["micro", "global", "nodes", "TP x PP x DP", "memory a rank", "s/step", *by_convention]
+    planned = any(result.planned_tokens_per_second for result in results)
+    if planned:
+        numbers.insert(numbers.index("tokens/s") + 1, PLANNED)
+    drop = [PLANNED] if planned else []
+    drop += ["micro", "global", "nodes", "TP x PP x DP", "memory a rank", "s/step", *by_convention]
     table = Listing(*FIRST, *numbers, right=numbers, drop=[*drop, "job", "MFU", "ranks"])
     for result in results:
         cells = [
@@ -46,13 +51,25 @@ def results_table(results: Sequence[RunResult], convention: str) -> Listing:
             _number(result.global_batch_size, ","),
             _number(result.seconds_per_step, ".3g"),
             _number(result.tokens_per_second, ",.0f"),
-            _number(result.model_tflops, ".4g"),
         ]
+        if planned:
+            cells.append(_planned(result))
+        cells.append(_number(result.model_tflops, ".4g"))
         if convention:
             cells.append(_number(result.convention_tflops, ".4g"))
         cells += [_number(result.mfu, ".1%"), _gib(result.peak_bytes)]
         table.add_row(escape(result.run), escape(result.job), *cells)
     return table
+
+
+def _planned(result: RunResult) -> str:
+    """What the plan had said, and by how much it was wrong."""
+    said = result.planned_tokens_per_second
+    if said is None:
+        return "-"
+    if not result.tokens_per_second:
+        return f"{said:,.0f}"
+    return f"{said:,.0f} ({said / result.tokens_per_second - 1:+.1%})"
 
 
 def _number(value: float | None, form: str) -> str:
