@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,6 +53,18 @@ SOFTWARE = {  # by words of `source`
     "torchtitan": "fsdp",
     "fms-fsdp": "fsdp",
 }
+
+
+NEEDED = (
+    "layers",
+    "hidden",
+    "seq",
+    "gpus",
+    "dp",
+    "micro_batch",
+    "global_batch",
+    "seconds_per_iteration",
+)
 
 
 @dataclass(frozen=True)
@@ -114,7 +127,7 @@ def _split(row: dict[str, str], software: str) -> RankSplit:
         shard=shard,
         sequence=sequence and tensor > 1,
         recompute=row["recompute"] or "none",
-        micro_batch=int(float(row["micro_batch"])),
+        micro_batch=max(1, int(float(row["micro_batch"]))),
         global_batch=int(float(row["global_batch"])),
     )
 
@@ -128,8 +141,16 @@ def _zero(row: dict[str, str], software: str, ranks: int) -> tuple[int, int]:
         return 3, min(ranks, int(row["gpus_per_node"]))
     if "/" in word:
         return 1, min(ranks, int(word.partition("/")[2]))
-    stage = _number(word, 1 if software == "megatron" else 0)
+    default = 1 if software == "megatron" else 0
+    stage = int(word) if word.isdecimal() else default
     return stage, ranks if stage else 1
+
+
+def device_of(gpu: str) -> str | None:
+    """The row of hardware.toml of a GPU as tables name it, whatever follows the name (A100-PCIe,
+    H100 80GB); None for one that is in no row."""
+    known = [name for name in DEVICES if gpu == name or gpu.startswith((f"{name}-", f"{name} "))]
+    return DEVICES[max(known, key=len)] if known else None
 
 
 def _machine(row: dict[str, str]) -> Hardware | None:
@@ -138,14 +159,16 @@ def _machine(row: dict[str, str]) -> Hardware | None:
     network = speed / 8 * 1e9 if speed else None
     bits = BITS.get(row["precision"], 8)
     sockets = any(word in row["interconnect"] for word in ("Ethernet", "50 Gb/s a node"))
-    return machine(
-        DEVICES[row["gpu"]], bits=bits, per_node=per_node, network=network, sockets=sockets
-    )
+    name = device_of(row["gpu"])
+    if name is None:
+        return None
+    return machine(name, bits=bits, per_node=per_node, network=network, sockets=sockets)
 
 
 def read_rows(path: Path, *, clean: bool = True) -> list[Row]:
     """Rows of a file that can be predicted; those that its notes call unclean are left out."""
     rows = []
+    left_out = 0
     with path.open(newline="") as file:
         for row in csv.DictReader(file):
             if clean and not row["note"].startswith("clean"):
@@ -153,7 +176,8 @@ def read_rows(path: Path, *, clean: bool = True) -> list[Row]:
             source = row["source"].partition("@")[0].removesuffix(":")
             software = software_of(row["source"], row["model"])
             device = _machine(row)
-            if device is None or not row["layers"] or not row["micro_batch"]:
+            if device is None or not all(row[key] for key in NEEDED):
+                left_out += 1
                 continue
             keys = ("model", "gpu", "gpus", "global_batch", "seq", "precision", "interconnect")
             rows.append(
@@ -167,4 +191,6 @@ def read_rows(path: Path, *, clean: bool = True) -> list[Row]:
                     note=row["note"],
                 )
             )
+    if left_out:
+        print(f"{left_out} rows left out: no shape, layout, time or known device", file=sys.stderr)
     return rows
