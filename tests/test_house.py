@@ -20,7 +20,8 @@ from tests.conftest import Project
 PACKAGE = Path(trainkit.__file__).parent
 ORDER = {  # of a folder's rooms and its files of their own: each imports only what stands before it
     "trainkit": (
-        "base families jobs images plan runs data train engines stages launch experiment cli"
+        "base families jobs images plan runs reports data train engines stages launch experiment"
+        " cli"
     ),
     "trainkit.images": (
         "contract builders dockerfile context labels programs leftovers build squashfs stripe"

@@ -3,6 +3,7 @@ torn and does not count."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from array import array
@@ -66,6 +67,19 @@ def read_rows(path: Path) -> list[MetricsRow]:
     return [row for line in _whole_lines(path) if (row := _parse(line)) is not None]
 
 
+def taken_back_path(path: Path) -> Path:
+    """Where the rows lie that were taken back from metrics.jsonl, for reports: what an attempt
+    had logged before it was killed."""
+    return path.with_name("metrics-taken-back.jsonl")
+
+
+def _set_aside(path: Path, lines: list[bytes]) -> None:
+    """Append rows that are taken back. A disk that has no room for them must not keep a run from
+    going on: they serve a picture."""
+    with contextlib.suppress(OSError), open(path, "ab") as file:
+        file.write(b"".join(lines))
+
+
 def truncate_metrics(path: Path, step: int) -> None:
     """Take back the rows of steps after `step`, and what is torn, so that a resumed run writes
     them again. Whole or not at all.
@@ -73,11 +87,16 @@ def truncate_metrics(path: Path, step: int) -> None:
     It is another file then, even where nothing is taken back: what an attempt that was taken for
     dead still writes goes to nobody.
     """
-    kept = [
-        line + b"\n"
-        for line in _whole_lines(path)
-        if (row := _parse(line)) is not None and row["step"] <= step
-    ]
+    kept = []
+    lost = []
+    for line in _whole_lines(path):
+        row = _parse(line)
+        if row is not None and row["step"] <= step:
+            kept.append(line + b"\n")
+        elif row is not None:
+            lost.append(line + b"\n")
+    if lost:
+        _set_aside(taken_back_path(path), lost)
     if path.exists():
         with atomic_open(path) as file:
             file.write(b"".join(kept))

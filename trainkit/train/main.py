@@ -95,26 +95,29 @@ def record_error(error: BaseException, code: int, step: int) -> None:
         )
 
 
-def run_rank(run_folder: Path) -> int:
+def run_rank(run_folder: Path, attempt: int = 1) -> int:
     """Train as this rank; returns the exit code. A failure is on stderr and in the error file by
     then."""
     from trainkit.base.errors import Exit, TrainkitError
     from trainkit.base.process import no_garbage_collection
+    from trainkit.runs.folder import RunFolder
+    from trainkit.runs.phases import PhaseLog, phases_path
     from trainkit.train.metrics.heartbeat import Heartbeat
 
     watched = os.environ.get("TRAINKIT_HEARTBEAT_FILE")
     heartbeat = Heartbeat(Path(watched) if watched else None, int(os.environ["RANK"]))
+    run = RunFolder(run_folder)
+    if heartbeat.rank == 0:
+        heartbeat.phases = PhaseLog(phases_path(run.attempt(attempt)))
     stop = threading.Event()
     listen(stop, lambda: heartbeat.may_leave)
     try:
         heartbeat.beat("start", 0)
         with no_garbage_collection():
             from trainkit.jobs.resolved import read_job
-            from trainkit.runs.folder import RunFolder
             from trainkit.train.parallel.data_parallel import World
             from trainkit.train.trainer import Trainer
 
-        run = RunFolder(run_folder)
         trainer = Trainer(read_job(run.job), run, World.from_environment(), heartbeat, stop)
         ended = trainer.train()
         if ended == Exit.DONE:
@@ -162,7 +165,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="One rank of the native engine.")
     parser.add_argument("run_folder", type=Path)
     parser.add_argument("--attempt", type=int, required=True)
-    leave(run_rank(parser.parse_args().run_folder))
+    given = parser.parse_args()
+    leave(run_rank(given.run_folder, given.attempt))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@ every stage."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,6 +15,7 @@ from trainkit.jobs.schema import Job
 from trainkit.plan.layout import layout_of
 from trainkit.train.parallel.mesh import Mesh
 
+COMPARED = (("forward", "backward"), ("communication",), ("pipeline",))  # phases, added up
 PEAKS = ("max_allocated", "max_resident")  # of memory, on a GPU and without one
 
 
@@ -30,10 +31,12 @@ class RankComparison:
             mean of all ranks; `predicted_idle`, the schedule's bubble where all stages take
             equally long (plan.layout.Layout.bubble_fraction); `memory_stage_K`, the highest peak
             of the stage's ranks. None without a pipeline.
+        compute_ms: of every rank, what `ranks` sums up; none for one rank.
     """
 
     ranks: dict[str, float] | None = None
     pipeline: dict[str, float] | None = None
+    compute_ms: Sequence[float] = ()
 
 
 def compare_ranks(
@@ -51,11 +54,7 @@ def compare_ranks(
     """
     if mesh.degrees.world == 1:
         return RankComparison()
-    own = [
-        times.get("forward", 0.0) + times.get("backward", 0.0),
-        times.get("communication", 0.0),
-        times.get("pipeline", 0.0),
-    ]
+    own = [sum(times.get(phase, 0.0) for phase in group) for group in COMPARED]
     peak = next((memory[kind] for kind in PEAKS if kind in memory), 0)
     everyone = [torch.zeros(4, dtype=torch.float64) for _ in range(mesh.degrees.world)]
     dist.all_gather(everyone, torch.tensor([*own, peak], dtype=torch.float64))
@@ -68,13 +67,13 @@ def compare_ranks(
         "communication_ms_mean": float(communication.mean()),
     }
     if mesh.degrees.pipeline == 1:
-        return RankComparison(ranks)
+        return RankComparison(ranks, None, compute.tolist())
     whole = float((compute + waiting).sum())
     idle = float(waiting.sum()) / whole if whole else 0.0
     micro_batches = samples // (job.training.micro_batch_size * mesh.degrees.data)
     layout = replace(layout_of(job), micro_batches=micro_batches)
     pipeline = {"idle": idle, "predicted_idle": layout.bubble_fraction}
-    return RankComparison(ranks, pipeline | _stage_memory(mesh, peaks))
+    return RankComparison(ranks, pipeline | _stage_memory(mesh, peaks), compute.tolist())
 
 
 def _stage_memory(mesh: Mesh, peaks: Tensor) -> dict[str, float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from trainkit.jobs.schema import Job
@@ -48,6 +48,7 @@ class StepLog:
         self.memory = memory
         self.utilization = utilization
         self._since = _Interval()
+        self.compute_ms: Sequence[float] = ()  # of every rank, by the last record
 
     def state(self) -> dict[str, int]:
         """For the checkpoint: the next row counts these, whichever attempt writes it."""
@@ -97,6 +98,7 @@ class StepLog:
         self._since = _Interval(began=now)
         memory = self.memory.now()
         compared = compare_ranks(self.job, self.mesh, times, memory, info.samples)
+        self.compute_ms = compared.compute_ms
         if not reports:
             return None
         tokens_per_second = since.samples * self.job.model.seq_length / seconds

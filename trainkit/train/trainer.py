@@ -85,7 +85,7 @@ class Trainer:
         )
         vocab = vocab_size(job)
         self.model_parts = build_model_parts(job, mesh, vocab)
-        self.timers = Timers(self.device)
+        self.timers = heartbeat.watch(Timers(self.device), compiled=job.training.compile)
         self.step_runner = Step(job, self.model_parts, mesh, self.timers)
         self.train_feed = Feed(job, job.dataset, "train", mesh.data_world, self.device)
         self.validator = Validator(job, mesh, self.step_runner, heartbeat, self.any_rank_stopping)
@@ -256,7 +256,7 @@ class Trainer:
             reports = self.reporter is not None
             record = self.step_log.add(info, values, self.rollbacks, reports=reports)
             if self.reporter and record:
-                self.reporter.step(record)
+                self.reporter.step(record, self.step_log.compute_ms)
             self._apply_policy(info, values)
             stopping = stopping or values.stops > 0
         return stopping

@@ -9,11 +9,15 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from trainkit.base.documents import document
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.files import temporary_name, write_text
+from trainkit.runs.phases import PhaseLog
+
+if TYPE_CHECKING:
+    from trainkit.train.metrics.timers import Timers
 
 Phase = Literal["start", "load", "train", "eval", "save", "done"]
 INTERVAL = 0.5  # seconds between two beats of one phase
@@ -38,6 +42,32 @@ class Heartbeat:
         self._first: int | None = None
         self._last = 0.0
         self._failed = False
+        self.phases: PhaseLog | None = None  # rank 0's, of a run that is recorded
+        self._timers: Timers | None = None
+        self._compiled = False
+
+    def watch(self, timers: Timers, *, compiled: bool) -> Timers:
+        """From now on phases are noted with what these timers say of waiting for data.
+
+        Args:
+            timers: of this rank; returned.
+            compiled: the first step compiles the model.
+        """
+        self._timers = timers
+        self._compiled = compiled
+        return timers
+
+    def _note_phase(self, phase: Phase, step: int) -> None:
+        """For the ledger of where time went."""
+        if self.phases is None:
+            return
+        waited = 0.0
+        if self._timers is not None:
+            waited = self._timers.data_seconds
+        if phase == "train" and step == self._first and self._compiled:
+            self.phases.note("compile", step, waited)
+        else:
+            self.phases.note(phase, step, waited)
 
     @property
     def nothing_new(self) -> bool:
@@ -67,6 +97,7 @@ class Heartbeat:
         now = time.time()
         if phase == "train" and self._first is None:
             self._first = step
+        self._note_phase(phase, step)
         if phase == self.phase and now - self._last < INTERVAL:
             return
         self.phase = phase

@@ -7,7 +7,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,7 @@ from trainkit.base.files import write_text
 from trainkit.jobs.schema import Job
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.metrics import read_rows, truncate_metrics
+from trainkit.runs.rank_times import RankTimesLog, rank_times_path
 from trainkit.runs.sample_windows import SampleWindow, SampleWindowLog
 from trainkit.train.metrics.records import EvaluationRecord, TrainingRecord
 from trainkit.train.metrics.wandb import open_wandb
@@ -227,6 +228,7 @@ class Reporter:
         self.metrics = LineFile(run.metrics)
         self.board = TensorBoardFiles(run.tensorboard, step)
         self.windows = SampleWindowLog(run)
+        self.rank_times = RankTimesLog(rank_times_path(run))
         self.peak_reported = False
         self.missed_window = False
 
@@ -243,15 +245,21 @@ class Reporter:
                 )
             self.missed_window = True
 
-    def step(self, record: TrainingRecord) -> None:
+    def step(self, record: TrainingRecord, compute_ms: Sequence[float] = ()) -> None:
         """One training row (docs/run-folder.md): to the metrics, to TensorBoard under Megatron's
         names, to W&B, and as log lines to stdout.
 
         The line of times has rank 0's own, where Megatron's has the minimum and the maximum of all
         ranks.
+
+        Args:
+            record: the row.
+            compute_ms: what every rank computed, where there are several.
         """
         row = record.to_json()
         self._append(row)
+        if compute_ms:
+            self.rank_times.note(record.step, compute_ms)
         for tag, value in scalars(record):
             self.board.add(tag, value, record.step)
         if self.wandb:

@@ -77,6 +77,7 @@ class Timers:
         self.cuda = device.type == "cuda"
         self._spans: deque[_Span] = deque()
         self._open: _Span | None = None
+        self.data_seconds = 0.0  # waited for data so far; on CUDA by the steps that were taken
 
     def __call__(self, phase: Phase) -> _Timing:
         return _Timing(self, phase)
@@ -98,6 +99,8 @@ class Timers:
         """The end of the phase that was begun last."""
         assert self._open is not None
         self._open.end = self._now()
+        if not self.cuda and self._open.phase == "data":
+            self.data_seconds += self._open.milliseconds() / 1000
         self._spans.append(self._open)
         self._open = None
 
@@ -113,6 +116,8 @@ class Timers:
             span = self._spans.popleft()
             total[span.phase] = total.get(span.phase, 0.0) + span.milliseconds()
             ended += span.phase == LAST
+        if self.cuda:
+            self.data_seconds += total.get("data", 0.0) / 1000
         return {phase: total[phase] / steps for phase in PHASES if phase in total}
 
     def forget(self) -> None:

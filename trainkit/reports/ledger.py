@@ -1,0 +1,283 @@
+"""Where the time of a run went: every second between its submission and its end in one bin.
+
+The boundaries are what was written when it happened: the supervisor's events, and rank 0's changes
+of phase (trainkit/runs/phases.py). Two spans never overlap and none is left out, so the bins sum to
+the wall clock. docs/reports.md says what counts as what.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, get_args
+
+from trainkit.runs.phases import PhaseChange
+
+Bin = Literal[
+    "queue", "start", "compile", "training", "data", "checkpoint", "evaluation", "lost", "idle"
+]
+BINS: tuple[Bin, ...] = get_args(Bin)
+WORDS: dict[Bin, str] = {
+    "queue": "waiting in the queue",
+    "start": "starting",
+    "compile": "compiling",
+    "training": "training",
+    "data": "waiting for data",
+    "checkpoint": "checkpoints",
+    "evaluation": "evaluation",
+    "lost": "lost and redone",
+    "idle": "idle",
+}
+_BIN_OF_PHASE: dict[str, Bin] = {
+    "compile": "compile",
+    "train": "training",
+    "eval": "evaluation",
+    "save": "checkpoint",
+    "load": "checkpoint",  # going back to a checkpoint; the first load is part of the start
+}
+_WORK = ("compile", "train", "eval", "save")
+STEPS = ("compile", "train")
+
+
+@dataclass(frozen=True)
+class Span:
+    """A stretch of time in one bin.
+
+    Args:
+        begin: seconds since 1970.
+        end: as well.
+        bin: what it counts as.
+        attempt: in which; 0: before the first.
+        phase: rank 0's, "" where it had none.
+        step: optimizer steps done at its begin.
+        cut: it was ended by the end of the ranks, not by another phase.
+        data_seconds: of it, waiting for data.
+    """
+
+    begin: float
+    end: float
+    bin: Bin
+    attempt: int = 0
+    phase: str = ""
+    step: int = 0
+    cut: bool = False
+    data_seconds: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.begin
+
+
+@dataclass(frozen=True)
+class AttemptTimes:
+    """What is known of one attempt's time, by the supervisor's clock in seconds since 1970.
+
+    Args:
+        number: its number.
+        started: when its supervisor began it.
+        ranks_ended: when rank 0 ended, or gave its last sign of life.
+        ended: when the attempt ended, or gave its last sign of life.
+        go: when all ranks ran; None where they never did.
+        phases: rank 0's.
+        requeued: Slurm put the job back into its queue afterwards.
+    """
+
+    number: int
+    started: float
+    ranks_ended: float
+    ended: float
+    go: float | None = None
+    phases: Sequence[PhaseChange] = ()
+    requeued: bool = False
+
+
+@dataclass(frozen=True)
+class RunTimes:
+    """What is known of a run's time.
+
+    Args:
+        submitted: when a person or a script asked for it.
+        end: when it ended; for one that has not, now.
+        attempts: in order.
+        queued_at: when each of its Slurm jobs was submitted.
+        kept_step: the newest step that is not lost, of a run that has ended without success; None
+            for any other.
+    """
+
+    submitted: float
+    end: float
+    attempts: Sequence[AttemptTimes] = ()
+    queued_at: Sequence[float] = ()
+    kept_step: int | None = None
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """The spans, oldest first, and seconds by bin."""
+
+    spans: Sequence[Span]
+    notes: Sequence[str] = field(default_factory=tuple)
+
+    @property
+    def wall_seconds(self) -> float:
+        """From submission to end."""
+        if not self.spans:
+            return 0.0
+        return self.spans[-1].end - self.spans[0].begin
+
+    @property
+    def seconds(self) -> dict[Bin, float]:
+        """By bin; every bin is there."""
+        total: dict[Bin, float] = dict.fromkeys(BINS, 0.0)
+        for span in self.spans:
+            waited = 0.0
+            if span.bin == "training":
+                waited = min(span.data_seconds, span.seconds)
+            total[span.bin] += span.seconds - waited
+            total["data"] += waited
+        return total
+
+    @property
+    def goodput(self) -> float | None:
+        """The part of the wall clock that went into steps which were kept; None without time."""
+        if not self.wall_seconds:
+            return None
+        return self.seconds["training"] / self.wall_seconds
+
+    def to_json(self) -> dict[str, object]:
+        """The key `ledger` of report/1."""
+        return {
+            "wall_seconds": self.wall_seconds,
+            "seconds": self.seconds,
+            "goodput": self.goodput,
+            "notes": list(self.notes),
+        }
+
+
+class _Builder:
+    """Lays spans end to end: whatever clocks say, none overlaps the one before."""
+
+    def __init__(self, begin: float, end: float) -> None:
+        self.now = begin
+        self.limit = max(begin, end)
+        self.spans: list[Span] = []
+
+    def until(self, time: float, span: Span) -> None:
+        """What `span` says goes on until `time`; its own times do not count."""
+        end = min(max(time, self.now), self.limit)
+        if end > self.now:
+            self.spans.append(replace(span, begin=self.now, end=end))
+        self.now = end
+
+
+def build_ledger(times: RunTimes) -> Ledger:
+    """The ledger of a run."""
+    builder = _Builder(times.submitted, times.end)
+    notes = []
+    requeued = False
+    for number, attempt in enumerate(times.attempts):
+        _before(builder, times, attempt, first=number == 0, requeued=requeued)
+        _attempt(builder, attempt)
+        requeued = attempt.requeued
+        if attempt.go is not None and not attempt.phases:
+            notes.append(
+                f"attempt {attempt.number} did not record what its ranks did: all of their time"
+                " counts as training"
+            )
+    _after(builder, times, requeued=requeued)
+    return Ledger(_mark_lost(builder.spans, times.kept_step), notes)
+
+
+def _blank(bin: Bin, attempt: int = 0) -> Span:
+    return Span(0.0, 0.0, bin, attempt)
+
+
+def _before(
+    builder: _Builder, times: RunTimes, attempt: AttemptTimes, *, first: bool, requeued: bool
+) -> None:
+    """The time between an attempt and what was before it."""
+    queued = [at for at in times.queued_at if builder.now <= at <= attempt.started]
+    if requeued:
+        builder.until(attempt.started, _blank("queue", attempt.number))
+    elif queued:
+        builder.until(queued[0], _blank("start" if first else "idle", attempt.number))
+        builder.until(attempt.started, _blank("queue", attempt.number))
+    else:
+        builder.until(attempt.started, _blank("start" if first else "idle", attempt.number))
+
+
+def _after(builder: _Builder, times: RunTimes, *, requeued: bool) -> None:
+    """The time after the last attempt: of a run that waits, or of one that never began."""
+    waiting = [at for at in times.queued_at if at >= builder.now]
+    bin: Bin = "idle" if times.attempts else "start"
+    if requeued:
+        bin = "queue"
+    elif waiting:
+        builder.until(waiting[0], _blank(bin))
+        bin = "queue"
+    builder.until(times.end, _blank(bin))
+
+
+def _attempt(builder: _Builder, attempt: AttemptTimes) -> None:
+    number = attempt.number
+    phases = list(attempt.phases)
+    first = next((i for i, each in enumerate(phases) if each.phase in _WORK), len(phases))
+    if not phases and attempt.go is not None:
+        builder.until(attempt.go, _blank("start", number))
+        builder.until(attempt.ranks_ended, _blank("training", number))
+    for index in range(first, len(phases)):
+        change = phases[index]
+        builder.until(change.time, _blank("start", number))  # what is before the first one
+        if change.phase == "done":
+            break
+        following = phases[index + 1] if index + 1 < len(phases) else None
+        waited = 0.0
+        if following is not None:
+            waited = max(0.0, following.data_seconds - change.data_seconds)
+        span = Span(
+            0.0,
+            0.0,
+            _BIN_OF_PHASE.get(change.phase, "start"),
+            number,
+            change.phase,
+            change.step,
+            following is None,
+            waited,
+        )
+        builder.until(attempt.ranks_ended if following is None else following.time, span)
+    if first == len(phases):
+        builder.until(attempt.ranks_ended, _blank("start", number))
+    builder.until(attempt.ended, _blank("idle", number))
+
+
+def _mark_lost(spans: Iterable[Span], kept_step: int | None) -> list[Span]:
+    """The spans with those as lost whose steps were made again, or are gone with their attempt.
+
+    Whenever training begins anew at a step, what was done beyond that step before is lost.
+    """
+    done: list[Span] = []
+    anew = True
+    attempt = 0
+    for span in spans:
+        anew = anew or span.attempt != attempt or span.phase == "load"
+        attempt = span.attempt
+        if anew and span.phase in _WORK:
+            done = [_lost_beyond(each, span.step) for each in done]
+            anew = False
+        done.append(span)
+    if kept_step is not None:
+        done = [_lost_beyond(each, kept_step) for each in done]
+    return done
+
+
+def _lost_beyond(span: Span, step: int) -> Span:
+    """The span, lost if training went on from `step` and what it did lies beyond."""
+    if span.phase not in _WORK:
+        return span
+    if span.phase in STEPS:
+        beyond = span.step >= step
+    else:
+        beyond = span.step > step
+    if beyond:
+        return replace(span, bin="lost")
+    return span

@@ -1,0 +1,209 @@
+"""The rows of metrics.jsonl for pictures: of a million, those that a picture needs.
+
+Of each stretch of rows the first is kept, and those with the least and the most loss, gradient norm
+and time: a spike of one step stays. Rows of evaluations are all kept. Only what is kept is parsed;
+the numbers that decide are found as text, in one pass over the file.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+from trainkit.runs.metrics import MetricsRow
+
+WHOLE_ROWS = 4000  # a file of fewer rows is read as it is
+STRETCHES = 1500
+BLOCK = 2**25  # bytes that are looked at together
+EVALUATION = b'"eval":'
+NEWLINE = 10
+_PATTERNS = (  # with a group for each number that decides
+    re.compile(rb'"lm_loss": ([^,}\n]+)(?:, "grad_norm": ([^,}\n]+))?'),
+    re.compile(rb'"elapsed_ms": ([^,}\n]+)'),
+)
+
+
+@dataclass(frozen=True)
+class ThinnedRows:
+    """Rows in the file's order.
+
+    Args:
+        rows: those that were kept.
+        regular: of them, the first of each stretch: what medians may be taken of.
+        total: how many the file has.
+        damaged: lines that are no row.
+    """
+
+    rows: list[MetricsRow] = field(default_factory=list)
+    regular: list[MetricsRow] = field(default_factory=list)
+    total: int = 0
+    damaged: int = 0
+
+    @property
+    def thinned(self) -> bool:
+        """Whether any row was left out."""
+        return len(self.rows) + self.damaged < self.total
+
+
+def read_thinned(path: Path) -> ThinnedRows:
+    """Read a file of metrics; empty where there is none. Raises OSError where it cannot be
+    read."""
+    try:
+        size = path.stat().st_size
+    except FileNotFoundError:
+        return ThinnedRows()
+    found = ThinnedRows()
+    total = 0
+    damaged = 0
+    for block in _blocks(path):
+        ends = np.flatnonzero(np.frombuffer(block, dtype=np.uint8) == NEWLINE)
+        lines = _Lines(block, ends)
+        total += len(ends)
+        per_stretch = 1
+        rows_of_all = size * len(ends) / len(block)
+        if rows_of_all > WHOLE_ROWS:
+            per_stretch = max(1, int(rows_of_all / STRETCHES))
+        for index, regular in _chosen(lines, per_stretch):
+            row = _parse(lines[index])
+            if row is None:
+                damaged += 1
+                continue
+            found.rows.append(row)
+            if regular and "eval" not in row:
+                found.regular.append(row)
+    return ThinnedRows(found.rows, found.regular, total, damaged)
+
+
+class _Lines:
+    """The lines of a block, none copied before it is asked for."""
+
+    def __init__(self, block: bytes, ends: NDArray[np.intp]) -> None:
+        self.block = block
+        self.ends = ends
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def __getitem__(self, index: int) -> bytes:
+        begin = int(self.ends[index - 1]) + 1 if index else 0
+        return self.block[begin : int(self.ends[index])]
+
+    def with_text(self, text: bytes) -> list[int]:
+        """Which lines hold a text."""
+        found = []
+        at = self.block.find(text)
+        while at >= 0:
+            found.append(int(np.searchsorted(self.ends, at)))
+            at = self.block.find(text, int(self.ends[found[-1]]))
+        return found
+
+
+def _blocks(path: Path) -> Iterator[bytes]:
+    """Whole lines, many at a time; a last one without its newline is torn and left out."""
+    with open(path, "rb") as file:
+        rest = b""
+        while block := file.read(BLOCK):
+            end = block.rfind(b"\n") + 1
+            if end:
+                yield rest + block[:end]
+                rest = block[end:]
+            else:
+                rest += block
+
+
+def _parse(line: bytes) -> MetricsRow | None:
+    try:
+        row = orjson.loads(line)
+    except ValueError:
+        return None
+    if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+        return None
+    numbers = {key: value for key, value in row.items() if _is_sound(key, value)}
+    numbers.setdefault("consumed_samples", 0)
+    numbers.setdefault("lm_loss", None)
+    return cast(MetricsRow, numbers)
+
+
+def _is_sound(key: str, value: object) -> bool:
+    """Whether a value can be what its key says: numbers, texts by name, tables."""
+    if key in ("eval", "peak"):
+        return isinstance(value, str) or value is None
+    if isinstance(value, dict):
+        return all(isinstance(item, int | float) for item in value.values())
+    return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
+
+
+def _chosen(lines: _Lines, per_stretch: int) -> Iterator[tuple[int, bool]]:
+    """(index, whether it is the first of its stretch) of the lines to keep, in order."""
+    if per_stretch == 1:
+        yield from ((index, True) for index in range(len(lines)))
+        return
+    kept = set(lines.with_text(EVALUATION))
+    columns = _columns(lines)
+    for begin in range(0, len(lines), per_stretch):
+        kept.add(begin)
+        for column in columns:
+            kept |= _extremes(column[begin : begin + per_stretch], begin)
+    yield from ((index, index % per_stretch == 0) for index in sorted(kept))
+
+
+def _columns(lines: _Lines) -> list[NDArray[np.float64]]:
+    """The deciding numbers of every line; NaN where a line has none, or it is not finite."""
+    columns = []
+    for pattern in _PATTERNS:
+        found = pattern.findall(lines.block)
+        if len(found) != len(lines):  # evaluations, torn lines, fewer columns
+            found = [_first(pattern, lines[index]) for index in range(len(lines))]
+        if pattern.groups == 1:
+            columns.append(_numbers(found))
+        else:
+            columns += [_numbers(column) for column in zip(*found, strict=True)]
+    return columns
+
+
+def _first(pattern: re.Pattern[bytes], line: bytes) -> bytes | tuple[bytes, ...]:
+    """As `findall` has it for one line."""
+    match = pattern.search(line)
+    if match is None:
+        groups: tuple[bytes, ...] = (b"nan",) * pattern.groups
+    else:
+        groups = match.groups(b"nan")
+    if pattern.groups == 1:
+        return groups[0]
+    return groups
+
+
+def _numbers(found: Sequence[bytes]) -> NDArray[np.float64]:
+    words = found
+    if b"null" in found or b"" in found:
+        words = [b"nan" if word in (b"null", b"") else word for word in found]
+    try:
+        return np.array(words, dtype="S32").astype(np.float64)
+    except ValueError:
+        return np.array([_number(word) for word in words])
+
+
+def _number(word: bytes) -> float:
+    try:
+        return float(word)
+    except ValueError:
+        return float("nan")
+
+
+def _extremes(values: NDArray[np.float64], begin: int) -> set[int]:
+    """Where the least and the most are, and the first that is not finite."""
+    finite = np.isfinite(values)
+    found = set()
+    if finite.any():
+        found.add(begin + int(np.where(finite, values, np.inf).argmin()))
+        found.add(begin + int(np.where(finite, values, -np.inf).argmax()))
+    if not finite.all():
+        found.add(begin + int((~finite).argmax()))
+    return found

@@ -1,0 +1,117 @@
+"""Events of a run in words, for people; and numbers with their units."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from trainkit.runs.events import (
+    AgentJoined,
+    AllRanksStarted,
+    AttemptEnded,
+    AttemptStarted,
+    ContactLost,
+    Event,
+    HangDetected,
+    HostExcluded,
+    RankEnded,
+    RanksStopped,
+    RequeueFailed,
+    RetryPlanned,
+    SaveRequested,
+    StrangerRefused,
+    ViewLost,
+)
+
+Kind = TypeVar("Kind", bound=Event)
+
+
+def _rank_ended(event: RankEnded) -> str:
+    if event.done:
+        return f"rank {event.rank} was done"
+    how = f"ended with code {event.code}"
+    if event.code < 0:
+        how = f"was ended by signal {-event.code}"
+    if event.stopped:
+        how += ", as it was told"
+    return f"rank {event.rank} {how}"
+
+
+def _ended(event: AttemptEnded) -> str:
+    words = f"the attempt ended: {event.failure_class}, exit {event.exit}"
+    if event.root_cause and event.root_cause.get("message"):
+        words += f": {event.root_cause['message']}"
+    return words
+
+
+def _retry(event: RetryPlanned) -> str:
+    words = f"attempt {event.next_attempt} follows ({event.failure_class})"
+    if event.left_out:
+        words += f", without {', '.join(map(str, event.left_out))}"
+    return words
+
+
+def _joined(event: AgentJoined) -> str:
+    return f"the agent of {event.host} joined; its clock is {event.clock_offset:+.3f} s ahead"
+
+
+def _sayer(kind: type[Kind], say: Callable[[Kind], str]) -> Callable[[Event], str | None]:
+    def words(event: Event) -> str | None:
+        if isinstance(event, kind):
+            return say(event)
+        return None
+
+    return words
+
+
+_SAYERS = (
+    _sayer(AttemptStarted, lambda e: f"attempt {e.attempt} began with {e.world_size} ranks"),
+    _sayer(AgentJoined, _joined),
+    _sayer(AllRanksStarted, lambda e: "all ranks run"),
+    _sayer(SaveRequested, lambda e: "ranks were asked to save and stop"),
+    _sayer(HangDetected, lambda e: f"no rank moves any more; missing: {list(e.missing)}"),
+    _sayer(RankEnded, _rank_ended),
+    _sayer(ContactLost, lambda e: f"contact to {e.host} was lost: {e.why}"),
+    _sayer(RanksStopped, lambda e: f"{len(e.ranks)} ranks are stopped: {e.reason}"),
+    _sayer(AttemptEnded, _ended),
+    _sayer(HostExcluded, lambda e: f"{e.host} is left out: {e.why}"),
+    _sayer(RetryPlanned, _retry),
+    _sayer(RequeueFailed, lambda e: f"Slurm did not take job {e.job} back: {e.why}"),
+    _sayer(ViewLost, lambda e: "the terminal that followed the run is gone"),
+    _sayer(StrangerRefused, lambda e: f"a stranger at {e.peer} was refused: {e.why}"),
+)
+
+
+def event_in_words(event: Event) -> str | None:
+    """One event; None for those that only matter to machines. An event whose values are not what
+    they should be is told by its name."""
+    for say in _SAYERS:
+        try:
+            words = say(event)
+        except (TypeError, ValueError, AttributeError, KeyError):
+            return event.name
+        if words is not None:
+            return words
+    return None
+
+
+def duration(seconds: float) -> str:
+    """3 d 4 h, 1 h 05 min, 2 min 03 s, 4.2 s."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    if seconds < 3600:
+        return f"{int(seconds // 60)} min {int(seconds % 60):02d} s"
+    if seconds < 86400:
+        return f"{int(seconds // 3600)} h {int(seconds % 3600 // 60):02d} min"
+    return f"{int(seconds // 86400)} d {int(seconds % 86400 // 3600)} h"
+
+
+def short(value: float | None, unit: str = "") -> str:
+    """Four digits with a unit; "n/a" for None."""
+    if value is None:
+        return "n/a"
+    for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if abs(value) >= size:
+            scale = 1e3 if letter == "k" else size
+            return f"{value / scale:.4g} {letter}{unit}".rstrip()
+    return f"{value:.4g} {unit}".rstrip()
