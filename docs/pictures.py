@@ -3,8 +3,9 @@ of the tests, a few minutes on two cores.
 
 docs/plan.svg is what `plan` prints. docs/resume.svg is the loss of one run of `demo` that nobody
 touched and of one that was killed with SIGKILL and resumed; it is drawn only if every loss of
-both is equal, bit for bit. docs/demo.svg is another one: `./inv report last --picture
-docs/demo.svg`, after `./inv train demo`.
+both is equal, bit for bit. docs/report.png is the page that `report --html` writes of such a run
+(it needs Debian's chromium). Names as arguments make only those. docs/demo.svg is another one:
+`./inv report last --picture docs/demo.svg`, after `./inv train demo`.
 """
 
 from __future__ import annotations
@@ -139,6 +140,26 @@ def draw_resume(path: Path) -> None:
         figure.savefig(path, format="svg", metadata={"Date": None})
 
 
+def draw_report(path: Path) -> None:
+    """The page of a run that was killed with SIGKILL and resumed, as Chromium shows it."""
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        killed_and_resumed(root)
+        page = root / "report.html"
+        subprocess.run(command(root, "report", "last", "--html", str(page)), cwd=root, check=True)
+        photograph(page, path, 2300)
+
+
+def photograph(page: Path, path: Path, height: int) -> None:
+    """A page of 1,280 pixels' width as a picture, by Debian's chromium."""
+    argv = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
+    nobody = "--host-resolver-rules=MAP * ~NOTFOUND"
+    size = [f"--window-size=1280,{height}", f"--screenshot={path}"]
+    subprocess.run([*argv, nobody, *size, page.as_uri()], check=True)
+
+
+PICTURES = {"plan.svg": draw_plan, "resume.svg": draw_resume, "report.png": draw_report}
+
 if __name__ == "__main__":
-    draw_plan(DOCS / "plan.svg")
-    draw_resume(DOCS / "resume.svg")
+    for name in sys.argv[1:] or PICTURES:
+        PICTURES[name](DOCS / name)

@@ -68,11 +68,20 @@ def tensorboard(task: TaskContext, run: str = "", port: int = 6006) -> None:
 
 
 @make_task(
-    help={**RUN, "picture": PICTURE.format("the loss curve"), "flops": FLOPS},
+    help={
+        **RUN,
+        "html": "write the whole report as one .html file, which asks nobody for anything",
+        "png": "draw the whole report as a .png file (needs the extra `report`)",
+        "picture": PICTURE.format("the loss curve"),
+        "flops": FLOPS,
+    },
     takes_json=True,
 )
-def report(task: TaskContext, run: str, picture: str = "", flops: str = "") -> TaskResult:
-    """Summarize a run: losses, speed, attempts, where its files are."""
+def report(
+    task: TaskContext, run: str, html: str = "", png: str = "", picture: str = "", flops: str = ""
+) -> TaskResult:
+    """Summarize a run: losses, speed, attempts, where its time went and its files are."""
+    from trainkit.cli.inspect.report import ReportFiles
     from trainkit.cli.inspect.report import report as show
 
-    return show(task, run, picture, flops)
+    return show(task, run, ReportFiles(picture, html, png), flops)

@@ -110,6 +110,9 @@ def short(value: float | None, unit: str = "") -> str:
     """Four digits with a unit; "n/a" for None."""
     if value is None:
         return "n/a"
+    if 0 < abs(value) < 0.01:
+        digits, exponent = f"{value:.2e}".split("e")
+        return f"{float(digits):g}e{int(exponent)} {unit}".rstrip()
     for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
         if abs(value) >= size:
             scale = 1e3 if letter == "k" else size

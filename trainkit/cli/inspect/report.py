@@ -2,47 +2,99 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
+from trainkit.base.documents import document
+from trainkit.base.errors import ConfigError
+from trainkit.base.files import write_text
 from trainkit.cli.config.jobs import load_jobs
 from trainkit.cli.inspect.runs import print_status
 from trainkit.cli.wrapper import TaskContext, TaskResult
+from trainkit.launch.scheduler_registry import current
+from trainkit.reports.page import report_page
+from trainkit.reports.picture import draw_report
+from trainkit.reports.read import read_report
 from trainkit.runs.devices import DeviceUsage
 from trainkit.runs.find import find_run
+from trainkit.runs.folder import RunFolder
 from trainkit.runs.loss_plot import draw_losses
 from trainkit.runs.record import read_run_record
 from trainkit.runs.results import convention_tflops, planned_speed, refuse_unknown_convention
 from trainkit.runs.summary import RunSummary, summarize_run
 
 
-def report(task: TaskContext, run_name: str, picture: str, flops: str) -> TaskResult:
+@dataclass(frozen=True)
+class ReportFiles:
+    """Files that `report` draws; "" for those it does not.
+
+    Args:
+        picture: the loss curve.
+        html: the whole report as a page.
+        png: the whole report as a picture.
+    """
+
+    picture: str = ""
+    html: str = ""
+    png: str = ""
+
+
+def report(task: TaskContext, run_name: str, files: ReportFiles, flops: str) -> TaskResult:
     """The task `report`.
 
     Args:
         task: how it was called.
         run_name: which run.
-        picture: the file to draw the loss curve into; "": none.
+        files: what it draws.
         flops: a convention to count TFLOP/s by as well; "": none.
     """
     refuse_unknown_convention(flops)
     run = find_run(load_jobs(task).roots(), run_name)
+    if files.html or files.png:
+        return _draw(task, run, files)
+    picture = files.picture
     if picture:
         draw_losses(run, Path(picture))
         task.say(f"wrote {picture}")
     summary = summarize_run(run)
     by_convention = convention_tflops(summary, flops)
     planned = planned_speed(run)
+    record = current(read_run_record(run))
     if not task.json:
-        print_status(task, run, read_run_record(run), DeviceUsage([]))
+        print_status(task, run, record, DeviceUsage([]))
         _print_speed(task, summary)
         _print_planned(task, summary.tokens_per_second, planned)
         if by_convention is not None:
             task.say(f"{by_convention:.3g} TFLOP/s per device as {flops} counts them")
+    counted: dict[str, object] = {}
+    if flops:
+        counted = {"flops_convention": flops, "convention_tflops": by_convention}
+    whole: dict[str, object] = {}
+    if task.json:
+        whole = read_report(run, record).to_json()
     found = summary.to_json() | {"planned_tokens_per_second": planned}
-    if not flops:
-        return TaskResult(found)
-    counted = {"flops_convention": flops, "convention_tflops": by_convention}
-    return TaskResult(found | counted)
+    return TaskResult(found | whole | counted)
+
+
+def _draw(task: TaskContext, run: RunFolder, files: ReportFiles) -> TaskResult:
+    """The files of a report: rows of metrics are thinned, so this is quick for any run."""
+    if files.html and Path(files.html).suffix not in (".html", ".htm"):
+        raise ConfigError(f"{files.html} does not end in .html")
+    found = read_report(run, current(read_run_record(run)))
+    written = []
+    if files.html:
+        write_text(Path(files.html), report_page(found))
+        written.append(files.html)
+    if files.png:
+        draw_report(found, Path(files.png))
+        written.append(files.png)
+    if files.picture:
+        draw_losses(run, Path(files.picture))
+        written.append(files.picture)
+    for name in written:
+        task.say(f"wrote {name}")
+    values = {**found.record.row(), **found.to_json()}
+    return TaskResult(document("report/1", **values, files=written))
 
 
 def _print_speed(task: TaskContext, summary: RunSummary) -> None:

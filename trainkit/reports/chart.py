@@ -1,0 +1,201 @@
+"""Charts as SVG that needs no script: lines stretch with the page, texts keep their size.
+
+A plot's own coordinates are whole numbers from 0 to 10,000, in an inner <svg> that is stretched to
+the width there is; ticks and labels lie around it in percent (SVG 2, preserveAspectRatio="none" and
+vector-effect).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+
+from trainkit.base.printable import printable
+from trainkit.reports.words import short
+
+SIZE = 10_000
+TICKS = 5
+MOST_POINTS = 6000  # of one line
+
+
+def text(value: object) -> str:
+    """Anything as text of a page: nothing in it is markup, and no control character is left."""
+    return escape(printable(str(value)).replace("\n", " "), quote=True)
+
+
+@dataclass(frozen=True)
+class Series:
+    """One line.
+
+    Args:
+        name: in words.
+        points: (x, y), by x; a y of None is a gap.
+        colour: 0 to 4.
+        lost: it was taken back: dashed.
+        dots: points without a line.
+    """
+
+    name: str
+    points: Sequence[tuple[float, float | None]]
+    colour: int = 0
+    lost: bool = False
+    dots: bool = False
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A chart over one x axis.
+
+    Args:
+        title: in words.
+        x_name: what x counts.
+        series: the lines.
+        marks: (x, words) of moments to be marked.
+    """
+
+    title: str
+    x_name: str
+    series: Sequence[Series]
+    marks: Sequence[tuple[float, str]] = ()
+
+    def to_html(self) -> str:
+        """A figure; one that says so where there is nothing to draw."""
+        points = [p for each in self.series for p in each.points if p[1] is not None]
+        if not points:
+            return (
+                f'<figure class="empty"><h3>{text(self.title)}</h3>'
+                '<p class="soft">nothing was logged</p></figure>'
+            )
+        frame = _Frame.around(points)
+        return "".join(
+            (
+                f'<figure data-x="{frame.left!r} {frame.right!r}"'
+                f' data-y="{frame.bottom!r} {frame.top!r}" data-xname="{text(self.x_name)}">',
+                f"<h3>{text(self.title)}</h3>",
+                self._legend(),
+                '<svg class="chart" width="100%" height="220" role="img"'
+                f' aria-label="{text(self.title)}">',
+                *frame.axes(self.x_name),
+                f'<svg class="lines" viewBox="0 0 {SIZE} {SIZE}" preserveAspectRatio="none"'
+                ' width="100%" height="100%">',
+                *self._marks(frame),
+                *(_line(each, frame) for each in self.series),
+                '</svg></svg><p class="readout"></p></figure>',
+            )
+        )
+
+    def _legend(self) -> str:
+        names = {each.name: each for each in self.series if each.points}
+        marks = []
+        if self.marks:
+            marks = [_key("mark", "resumed")]
+        keys = [
+            _key(f"s{each.colour % 5}{' lost' if each.lost else ''}", name)
+            for name, each in names.items()
+        ]
+        return f'<p class="legend">{"".join([*keys, *marks])}</p>'
+
+    def _marks(self, frame: _Frame) -> Iterator[str]:
+        for at, words in self.marks:
+            x = frame.x(at)
+            yield (
+                f'<line class="mark" x1="{x}" x2="{x}" y1="0" y2="{SIZE}">'
+                f"<title>{text(words)}</title></line>"
+            )
+
+
+def _key(kind: str, name: str) -> str:
+    return (
+        '<span><svg width="22" height="8"><line class="'
+        f'{kind}" x1="0" x2="22" y1="4" y2="4"/></svg>{text(name)}</span>'
+    )
+
+
+@dataclass(frozen=True)
+class _Frame:
+    left: float
+    right: float
+    bottom: float
+    top: float
+
+    @staticmethod
+    def around(points: Iterable[tuple[float, float | None]]) -> _Frame:
+        xs, ys = [], []
+        for x, y in points:
+            xs.append(x)
+            ys.append(y or 0.0)
+        room = (max(ys) - min(ys)) * 0.04 or abs(max(ys)) * 0.1 or 1.0
+        right = max(xs)
+        if right == min(xs):
+            right += 1.0
+        bottom = min(ys) - room
+        if min(ys) >= 0:
+            bottom = max(0.0, bottom)
+        return _Frame(min(xs), right, bottom, max(ys) + room)
+
+    def x(self, value: float) -> int:
+        return round(SIZE * (value - self.left) / (self.right - self.left))
+
+    def y(self, value: float) -> int:
+        return round(SIZE * (self.top - value) / (self.top - self.bottom))
+
+    def axes(self, x_name: str) -> Iterator[str]:
+        for number in range(TICKS):
+            part = number / (TICKS - 1)
+            y = f"{100 * part:.4g}%"
+            value = self.top - part * (self.top - self.bottom)
+            yield f'<line class="grid-line" x1="0" x2="100%" y1="{y}" y2="{y}"/>'
+            yield f'<text class="end" x="-6" y="{y}" dy="4">{text(short(value))}</text>'
+            place = ("begin", "mid", "mid", "mid", "end")[number]
+            at = self.left + part * (self.right - self.left)
+            yield (
+                f'<text class="tick-x {place}" x="{y}" y="100%" dy="16">{text(short(at))}</text>'
+            )
+        yield f'<text class="mid" x="50%" y="100%" dy="31">{text(x_name)}</text>'
+
+
+def _line(series: Series, frame: _Frame) -> str:
+    kind = f"s{series.colour % 5}{' lost' if series.lost else ''}{' dot' if series.dots else ''}"
+    parts = []
+    gaps = itertools.groupby(thinned(series.points), key=lambda point: point[1] is not None)
+    for whole, group in gaps:
+        if not whole:
+            continue
+        places = [f"{frame.x(x)},{frame.y(y or 0.0)}" for x, y in group]
+        shown = [place for place, _ in itertools.groupby(places)]
+        if series.dots:
+            parts += [
+                f'<path class="{kind}" d="M{place}h1"><title>{text(series.name)}</title></path>'
+                for place in shown
+            ]
+        # a point alone is a line without length
+        points = " ".join(shown if len(shown) > 1 else shown * 2)
+        if series.dots:
+            parts.append(f'<polyline data-name="{text(series.name)}" points="{points}"/>')
+        else:
+            parts.append(
+                f'<polyline class="{kind}" data-name="{text(series.name)}" points="{points}"/>'
+            )
+    return "".join(parts)
+
+
+def thinned(points: Sequence[tuple[float, float | None]]) -> list[tuple[float, float | None]]:
+    """At most MOST_POINTS points: of each stretch the first, the least, the most and a gap."""
+    stretch = math.ceil(len(points) / (MOST_POINTS // 4))
+    if stretch <= 4:
+        return list(points)
+    kept = []
+    for begin in range(0, len(points), stretch):
+        some = range(begin, min(begin + stretch, len(points)))
+        numbers = [index for index in some if points[index][1] is not None]
+        chosen = {begin}
+        if numbers:
+            chosen.add(min(numbers, key=lambda index: points[index][1] or 0.0))
+            chosen.add(max(numbers, key=lambda index: points[index][1] or 0.0))
+        if len(numbers) < len(some):
+            chosen.add(next(index for index in some if points[index][1] is None))
+        kept += [points[index] for index in sorted(chosen)]
+    return kept

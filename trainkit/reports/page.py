@@ -1,0 +1,204 @@
+"""A run's report as one HTML file: no request to anywhere, nothing of the run executes in it.
+
+Styles and script are part of the file, and the page's own policy (Content-Security-Policy, CSP3)
+allows these two by their hashes and nothing else: no request, no frame, no form, no inline handler.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from trainkit.reports.chart import text
+from trainkit.reports.curves import charts_of
+from trainkit.reports.heat import heat_map
+from trainkit.reports.ledger_picture import ledger_section
+from trainkit.reports.read import RunReport
+from trainkit.reports.words import duration, short
+
+FOLDER = Path(__file__).parent
+MOST_CHARACTERS = 400  # of a value in a table
+
+
+def page(title: str, body: Iterable[str], *, script: str = "page.js") -> str:
+    """A whole page.
+
+    Args:
+        title: in words; any text.
+        body: markup.
+        script: the file of this folder that runs in it.
+    """
+    style = (FOLDER / "page.css").read_text()
+    code = (FOLDER / script).read_text()
+    policy = (
+        f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(code)}; base-uri 'none';"
+        " form-action 'none'"
+    )
+    return "".join(
+        (
+            '<!doctype html><html lang="en"><head><meta charset="utf-8">',
+            f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            '<meta name="referrer" content="no-referrer">',
+            f"<title>{text(title)}</title><style>{style}</style></head><body>",
+            *body,
+            f"<script>{code}</script></body></html>\n",
+        )
+    )
+
+
+def _hash(content: str) -> str:
+    digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+    return f"'sha256-{digest}'"
+
+
+def report_page(report: RunReport) -> str:
+    """The page of one run."""
+    run = report.run
+    return page(f"{run.job_name}, run {run.id}", _sections(report))
+
+
+def _sections(report: RunReport) -> Iterator[str]:
+    run = report.run
+    record = report.record
+    yield f"<h1>{text(run.job_name)}</h1>"
+    yield (
+        f'<p class="soft">run {text(run.id)} · {text(record.state)} · step {record.step} ·'
+        f" attempt {record.attempt}</p>"
+    )
+    if record.root_cause and record.root_cause.get("message"):
+        yield f"<p>{text(record.root_cause['message'])}</p>"
+    yield _cards(report)
+    yield from ledger_section(report.ledger)
+    yield '<h2>Training</h2><p class="soft hint">Drag to zoom, double-click for all.</p>'
+    yield '<div class="grid">'
+    yield from (chart.to_html() for chart in charts_of(report))
+    yield "</div>"
+    yield from heat_map(report.rank_times)
+    yield from _plan(report)
+    yield from _attempts(report)
+    yield from _checkpoints(report)
+    yield from _lists(report)
+    if report.notes:
+        yield "<h2>Notes</h2>"
+        yield from (f"<p>{text(note)}</p>" for note in report.notes)
+
+
+def _cards(report: RunReport) -> str:
+    summary = report.summary
+    training = summary.training_loss()
+    validation = summary.validation_loss()
+    mfu = summary.median("mfu")
+    goodput = report.ledger.goodput
+    rows = report.rows.rows
+    validation_rows = [row for row in rows if row.get("eval") == "valid"]
+    if validation is None and validation_rows:
+        losses = [row["lm_loss"] for row in validation_rows if row["lm_loss"] is not None]
+        validation = (losses[0], losses[-1]) if losses else None
+    cards = {
+        "training loss": training and f"{training[1]:.4f}",
+        "validation loss": validation and f"{validation[1]:.4f}",
+        "tokens per second": short(summary.tokens_per_second),
+        "MFU": f"{100 * mfu:.1f} %" if mfu is not None else "n/a",
+        "goodput": f"{100 * goodput:.1f} %" if goodput is not None else "n/a",
+        "wall clock": duration(report.ledger.wall_seconds),
+    }
+    note = f"of {summary.peak}" if summary.peak else "no peak is known"
+    return '<div class="cards">{}</div>'.format(
+        "".join(
+            f'<div class="card"><span class="soft">{text(name)}</span><b>{text(value or "n/a")}</b>'
+            + (f'<span class="soft">{text(note)}</span>' if name == "MFU" else "")
+            + "</div>"
+            for name, value in cards.items()
+        )
+    )
+
+
+def table(headings: Sequence[str], rows: Iterable[Sequence[object]], right: int = 99) -> str:
+    """A table.
+
+    Args:
+        headings: of its columns.
+        rows: their cells; any text.
+        right: columns from this one on hold numbers.
+    """
+    kinds = [' class="n"' if index >= right else "" for index in range(len(headings))]
+    head = "".join(f"<th{k}>{text(h)}</th>" for k, h in zip(kinds, headings, strict=True))
+    body = "".join(
+        "<tr>"
+        + "".join(f"<td{k}>{text(clip(c))}</td>" for k, c in zip(kinds, row, strict=True))
+        + "</tr>"
+        for row in rows
+    )
+    return (
+        f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
+        "</div>"
+    )
+
+
+def clip(value: object) -> str:
+    """A value as text that is not endless."""
+    words = str(value)
+    if len(words) > MOST_CHARACTERS:
+        return f"{words[:MOST_CHARACTERS]}… ({len(words)} characters)"
+    return words
+
+
+def _plan(report: RunReport) -> Iterator[str]:
+    rows = []
+    for each in report.planned_and_measured():
+        error = "n/a"
+        if each.error is not None:
+            error = f"{100 * each.error:+.0f} %"
+        rows.append(
+            (each.what, short(each.planned, each.unit), short(each.measured, each.unit), error)
+        )
+    yield "<h2>Plan beside measured</h2>"
+    yield table(("", "planned", "measured", "planned over measured"), rows, 1)
+
+
+def _attempts(report: RunReport) -> Iterator[str]:
+    if not report.attempts:
+        yield "<h2>Attempts</h2><p>It never began.</p>"
+        return
+    steps = dict(report.resumed_at)
+    rows = [
+        (
+            each.attempt,
+            steps.get(each.attempt, 0),
+            each.started or "?",
+            each.ended or "not said",
+            each.failure_class or report.record.state,
+            (each.root_cause or {}).get("message", ""),
+        )
+        for each in report.attempts
+    ]
+    yield "<h2>Attempts</h2>"
+    yield table(("attempt", "from step", "began", "ended", "how", "why"), rows)
+
+
+def _checkpoints(report: RunReport) -> Iterator[str]:
+    yield "<h2>Checkpoints</h2>"
+    if not report.checkpoints:
+        yield "<p>None.</p>"
+        return
+    yield table(("step", "size"), [(c.step, short(c.bytes, "B")) for c in report.checkpoints], 1)
+
+
+def _lists(report: RunReport) -> Iterator[str]:
+    events = [(line.time, line.attempt, line.words) for line in report.events]
+    yield f"<details><summary>Events ({len(events)})</summary>"
+    yield table(("time", "attempt", "what"), events) + "</details>"
+    settings = [(each.key, each.value, each.place) for each in report.settings]
+    yield f"<details><summary>Configuration ({len(settings)} values)</summary>"
+    yield table(("key", "value", "written at"), settings) + "</details>"
+    versions = [("commit", report.origin.get("git_commit") or "none")]
+    for key in ("host", "platform", "python", "code_sha256"):
+        versions.append((key, report.origin.get(key, "?")))
+    packages = report.origin.get("packages")
+    if isinstance(packages, dict):
+        versions += packages.items()
+    yield "<details><summary>Software</summary>"
+    yield table(("what", "version"), versions) + "</details>"
