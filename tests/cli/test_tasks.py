@@ -19,6 +19,7 @@ TASK_NAMES = [
     "check",
     "checkpoints",
     "clean",
+    "compare",
     "convert",
     "data-stats",
     "data-verify",

@@ -29,7 +29,7 @@ GROUPS = {
     "Start": ("init", "import", "jobs", "show", "check", "plan"),
     "Prepare": ("build", "build-container", "prep-data", "precompile", "data-stats", "data-verify"),
     "Run": ("train", "resume", "attach", "cancel"),
-    "Follow": ("runs", "status", "logs", "why", "checkpoints", "report", "tensorboard"),
+    "Follow": ("runs", "status", "logs", "why", "checkpoints", "report", "compare", "tensorboard"),
     "After training": ("generate", "evaluate", "export", "convert", "replay", "clean"),
     "Hosts": ("nodes", "doctor", "setup-hosts", "fleet"),
     "This checkout": ("test", "bench", "docs"),

@@ -47,6 +47,7 @@ namespace = Collection(
     tasks_model.replay,
     tasks_inspect.tensorboard,
     tasks_inspect.report,
+    tasks_inspect.compare,
     tasks_model.generate,
     tasks_model.evaluate,
     tasks_model.export,

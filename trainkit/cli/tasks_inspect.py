@@ -1,4 +1,5 @@
-"""The tasks that look at runs: runs, status, why, logs, tensorboard, report."""
+"""The tasks that look at runs: runs, status, why, logs, tensorboard, report,
+compare."""
 
 from __future__ import annotations
 
@@ -85,3 +86,21 @@ def report(
     from trainkit.cli.inspect.report import report as show
 
     return show(task, run, ReportFiles(picture, html, png), flops)
+
+
+@make_task(
+    help={
+        **RUN,
+        "other": "the run to compare it with, in the same words",
+        "also": "one more run; may be repeated",
+        "html": "write the comparison as one .html file, which asks nobody for anything",
+    },
+    takes_json=True,
+)
+def compare(
+    task: TaskContext, run: str, other: str, also: tuple[str, ...] = (), html: str = ""
+) -> TaskResult:
+    """Compare runs: what differs in configuration, code and versions, and where losses part."""
+    from trainkit.cli.inspect.compare import compare as show
+
+    return show(task, [run, other, *also], html)

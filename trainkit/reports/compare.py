@@ -1,0 +1,150 @@
+"""Runs beside each other: what differs in configuration, code and versions, and where their losses
+part."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from trainkit.base.documents import document
+from trainkit.reports.documents import as_table
+from trainkit.reports.read import RunReport
+from trainkit.reports.words import duration, short
+from trainkit.runs.metrics import MetricsRow
+
+ABSENT = "(absent)"
+NOISE = 4.0  # times the spread of the first run's own steps
+WINDOW = 20  # rows over which that spread is taken
+FEWEST = 4  # rows before a spread means anything
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A value that is not the same in all runs, as text; ABSENT where a run has none."""
+
+    key: str
+    values: Sequence[str]
+
+
+@dataclass(frozen=True)
+class LossesPart:
+    """How the losses of a run part from the first one's.
+
+    Args:
+        run: its id.
+        common: logged steps that both have.
+        bitwise: the first step whose losses are not equal in every bit; None where none is.
+        beyond_noise: the first step from which the difference exceeds NOISE times the spread of
+            the first run's losses from row to row; None where it never does, or cannot be told.
+    """
+
+    run: str
+    common: int
+    bitwise: int | None
+    beyond_noise: int | None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Runs, the first of which the others are compared with."""
+
+    reports: Sequence[RunReport]
+    configuration: Sequence[Difference]
+    software: Sequence[Difference]
+    losses: Sequence[LossesPart]
+    notes: Sequence[str]
+
+    def to_json(self) -> dict[str, object]:
+        """The form comparison/1."""
+        return document(
+            "comparison/1",
+            runs=[report.record.row() for report in self.reports],
+            configuration=[vars(each) for each in self.configuration],
+            software=[vars(each) for each in self.software],
+            losses=[vars(each) for each in self.losses],
+            ledgers=[report.ledger.to_json() for report in self.reports],
+            notes=list(self.notes),
+        )
+
+
+def compare_runs(reports: Sequence[RunReport]) -> Comparison:
+    """Compare runs with the first of them.
+
+    Args:
+        reports: two or more.
+    """
+    settings = [{each.key: str(each.value) for each in report.settings} for report in reports]
+    versions = [_software(report) for report in reports]
+    configuration = _differences(settings)
+    notes = []
+    if any(each.key.endswith("vocab_size") or "tokenizer" in each.key for each in configuration):
+        notes.append(
+            "vocabularies or tokenizers differ: nats per token of these runs cannot be compared"
+        )
+    if any(report.rows.thinned for report in reports):
+        notes.append(
+            "of a run with many rows only a part is compared: a step where losses part may be"
+            " later than the first"
+        )
+    losses = [_losses_part(reports[0], other) for other in reports[1:]]
+    return Comparison(reports, configuration, _differences(versions), losses, notes)
+
+
+def _differences(tables: Sequence[Mapping[str, str]]) -> list[Difference]:
+    keys = dict.fromkeys(key for table in tables for key in table)
+    found = [Difference(key, [table.get(key, ABSENT) for table in tables]) for key in keys]
+    return [each for each in found if len(set(each.values)) > 1]
+
+
+def _software(report: RunReport) -> dict[str, str]:
+    origin = report.origin
+    keys = ("git_commit", "code_sha256", "python", "platform", "host")
+    packages = as_table(origin.get("packages"))
+    own = {key: str(origin[key]) for key in keys if key in origin}
+    return {**own, **{name: str(version) for name, version in packages.items()}}
+
+
+def _losses(rows: Sequence[MetricsRow]) -> dict[int, float | None]:
+    return {row["step"]: row["lm_loss"] for row in rows if "eval" not in row}
+
+
+def _losses_part(first: RunReport, other: RunReport) -> LossesPart:
+    mine = _losses(first.rows.rows)
+    theirs = _losses(other.rows.rows)
+    common = sorted(mine.keys() & theirs.keys())
+    bitwise = next((step for step in common if mine[step] != theirs[step]), None)
+    return LossesPart(other.run.id, len(common), bitwise, _beyond_noise(common, mine, theirs))
+
+
+def _beyond_noise(
+    common: Sequence[int], mine: Mapping[int, float | None], theirs: Mapping[int, float | None]
+) -> int | None:
+    """The first step where the losses are further apart than steps of one run are."""
+    changes: list[float] = []
+    for before, step in pairwise(common):
+        here, there, last = mine[step], theirs[step], mine[before]
+        if here is None or there is None or last is None:
+            if (here is None) != (there is None):
+                return step
+            continue
+        changes.append(abs(here - last))
+        recent = changes[-WINDOW:]
+        if len(recent) >= FEWEST and abs(here - there) > NOISE * statistics.median(recent):
+            return step
+    return None
+
+
+def numbers_of(reports: Sequence[RunReport]) -> Iterator[tuple[str, list[str]]]:
+    """(what, a value a run) of what people compare first."""
+    summaries = [report.summary for report in reports]
+    trained = [summary.training_loss() for summary in summaries]
+    yield "state", [report.record.state for report in reports]
+    yield "step", [str(report.record.step) for report in reports]
+    yield "training loss", [f"{both[1]:.4f}" if both else "n/a" for both in trained]
+    yield "tokens per second", [short(summary.tokens_per_second) for summary in summaries]
+    yield "MFU", [short(summary.median("mfu")) for summary in summaries]
+    yield "wall clock", [duration(report.ledger.wall_seconds) for report in reports]
+    goodputs = [report.ledger.goodput for report in reports]
+    yield "goodput", [f"{100 * part:.1f} %" if part is not None else "n/a" for part in goodputs]
