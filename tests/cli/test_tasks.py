@@ -13,6 +13,7 @@ from tests.conftest import TASKS, Project
 TASK_NAMES = [
     "attach",
     "bench",
+    "board",
     "build",
     "build-container",
     "cancel",

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from tests.conftest import Project, wait_for
-from tests.launch.test_runs import rank_pids, slow_down
+from tests.launch.live_runs import rank_pids, slow_down
 from trainkit.reports.read import read_report
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import last_step

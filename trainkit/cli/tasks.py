@@ -48,6 +48,7 @@ namespace = Collection(
     tasks_inspect.tensorboard,
     tasks_inspect.report,
     tasks_inspect.compare,
+    tasks_inspect.board,
     tasks_model.generate,
     tasks_model.evaluate,
     tasks_model.export,

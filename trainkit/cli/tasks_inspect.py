@@ -1,5 +1,5 @@
 """The tasks that look at runs: runs, status, why, logs, tensorboard, report,
-compare."""
+compare, board."""
 
 from __future__ import annotations
 
@@ -104,3 +104,11 @@ def compare(
     from trainkit.cli.inspect.compare import compare as show
 
     return show(task, [run, other, *also], html)
+
+
+@make_task(help={"port": "port to listen on, for this machine alone (0: any that is free)"})
+def board(task: TaskContext, port: int = 6007) -> None:
+    """Show all runs on one live page, with the report of each, in a browser."""
+    from trainkit.cli.inspect.board import board as show
+
+    show(task, port)

@@ -22,16 +22,19 @@ FOLDER = Path(__file__).parent
 MOST_CHARACTERS = 400  # of a value in a table
 
 
-def page(title: str, body: Iterable[str], *, script: str = "page.js") -> str:
+def page(title: str, body: Iterable[str], *, again: int = 0) -> str:
     """A whole page.
 
     Args:
         title: in words; any text.
         body: markup.
-        script: the file of this folder that runs in it.
+        again: seconds after which a browser asks for it again; 0: never.
     """
     style = (FOLDER / "page.css").read_text()
-    code = (FOLDER / script).read_text()
+    code = (FOLDER / "page.js").read_text()
+    refresh = ""
+    if again:
+        refresh = f'<meta http-equiv="refresh" content="{again}">'
     policy = (
         f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(code)}; base-uri 'none';"
         " form-action 'none'"
@@ -42,6 +45,7 @@ def page(title: str, body: Iterable[str], *, script: str = "page.js") -> str:
             f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             '<meta name="referrer" content="no-referrer">',
+            refresh,
             f"<title>{text(title)}</title><style>{style}</style></head><body>",
             *body,
             f"<script>{code}</script></body></html>\n",
