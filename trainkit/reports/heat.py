@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
 
 from trainkit.reports.chart import text
 from trainkit.runs.rank_times import RankTimes
@@ -22,7 +24,7 @@ def heat_map(times: Sequence[RankTimes]) -> Iterator[str]:
     if not sizes or max(sizes) < 2:
         return
     ranks = max(sizes)
-    ratios = [_ratios(each) for each in times]
+    ratios = _ratios(times, ranks)
     yield "<h2>Ranks</h2>"
     yield (
         '<p class="soft">Forward and backward of each rank beside the median of its step: dark is'
@@ -30,13 +32,20 @@ def heat_map(times: Sequence[RankTimes]) -> Iterator[str]:
         " group wait for each other within these.</p>"
     )
     yield from _picture(times, ratios, ranks)
-    yield from _stragglers(ratios, ranks)
+    yield from _stragglers(ratios)
 
 
-def _ratios(times: RankTimes) -> list[float]:
-    finite = [ms for ms in times.compute_ms if math.isfinite(ms)]
-    middle = statistics.median(finite) if finite else 0.0
-    return [ms / middle if middle > 0 and math.isfinite(ms) else 1.0 for ms in times.compute_ms]
+def _ratios(times: Sequence[RankTimes], ranks: int) -> NDArray[np.float64]:
+    """A row a line, a column a rank: its time over the median of the line; 1 where there is
+    none."""
+    found = np.ones((len(times), ranks))
+    for number, each in enumerate(times):
+        row = np.array(each.compute_ms)
+        finite = np.isfinite(row)
+        middle = float(np.median(row[finite])) if finite.any() else 0.0
+        if middle > 0:
+            found[number, : len(row)] = np.where(finite, row, middle) / middle
+    return found
 
 
 def _stretches(count: int, most: int) -> list[range]:
@@ -49,17 +58,15 @@ def _colour(ratio: float) -> int:
     return min(COLOURS - 1, max(0, int(part * COLOURS)))
 
 
-def _picture(
-    times: Sequence[RankTimes], ratios: Sequence[Sequence[float]], ranks: int
-) -> Iterator[str]:
+def _picture(times: Sequence[RankTimes], ratios: NDArray[np.float64], ranks: int) -> Iterator[str]:
     """Each cell is the slowest of what it stands for: a straggler does not vanish."""
     columns = _stretches(len(times), COLUMNS)
     rows = _stretches(ranks, ROWS)
     paths: list[list[str]] = [[] for _ in range(COLOURS)]
     for x, column in enumerate(columns):
         for y, row in enumerate(rows):
-            cells = [ratios[c][r] for c in column for r in row if r < len(ratios[c])]
-            paths[_colour(max(cells, default=1.0))].append(f"M{x} {y}h1v1h-1z")
+            most = ratios[column.start : column.stop, row.start : row.stop].max()
+            paths[_colour(float(most))].append(f"M{x} {y}h1v1h-1z")
     height = min(320, max(60, 14 * len(rows)))
     yield "<figure><h3>Step time by rank</h3>"
     yield f'<svg width="100%" height="{height}" role="img" aria-label="step time by rank">'
@@ -77,12 +84,9 @@ def _picture(
     yield "</svg></svg></figure>"
 
 
-def _stragglers(ratios: Sequence[Sequence[float]], ranks: int) -> Iterator[str]:
+def _stragglers(ratios: NDArray[np.float64]) -> Iterator[str]:
     """The slowest ranks, over the whole run."""
-    means = []
-    for rank in range(ranks):
-        seen = [row[rank] for row in ratios if rank < len(row)]
-        means.append((statistics.fmean(seen) if seen else 1.0, rank))
-    slowest = sorted(means, key=lambda pair: (-pair[0], pair[1]))[:STRAGGLERS]
-    words = ", ".join(f"rank {rank} ({mean:.2f})" for mean, rank in slowest)
+    means = ratios.mean(axis=0)
+    slowest = np.argsort(-means, kind="stable")[:STRAGGLERS]
+    words = ", ".join(f"rank {rank} ({means[rank]:.2f})" for rank in slowest)
     yield f"<p>Slowest over all, times the median: {text(words)}</p>"

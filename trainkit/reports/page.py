@@ -155,7 +155,7 @@ def _plan(report: RunReport) -> Iterator[str]:
     for each in report.planned_and_measured():
         error = "n/a"
         if each.error is not None:
-            error = f"{100 * each.error:+.0f} %"
+            error = f"{100 * each.error:+.1f} %"
         rows.append(
             (each.what, short(each.planned, each.unit), short(each.measured, each.unit), error)
         )

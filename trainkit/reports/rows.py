@@ -21,7 +21,7 @@ from trainkit.runs.metrics import MetricsRow
 
 WHOLE_ROWS = 4000  # a file of fewer rows is read as it is
 STRETCHES = 1500
-BLOCK = 2**25  # bytes that are looked at together
+BLOCK = 2**22  # bytes that are looked at together: what a cache holds
 EVALUATION = b'"eval":'
 NEWLINE = 10
 _PATTERNS = (  # with a group for each number that decides
@@ -145,8 +145,10 @@ def _chosen(lines: _Lines, per_stretch: int) -> Iterator[tuple[int, bool]]:
     if per_stretch == 1:
         yield from ((index, True) for index in range(len(lines)))
         return
-    kept = set(lines.with_text(EVALUATION))
-    columns = _columns(lines)
+    kept = set()
+    columns, complete = _columns(lines)
+    if not complete:
+        kept.update(lines.with_text(EVALUATION))
     for begin in range(0, len(lines), per_stretch):
         kept.add(begin)
         for column in columns:
@@ -154,18 +156,21 @@ def _chosen(lines: _Lines, per_stretch: int) -> Iterator[tuple[int, bool]]:
     yield from ((index, index % per_stretch == 0) for index in sorted(kept))
 
 
-def _columns(lines: _Lines) -> list[NDArray[np.float64]]:
-    """The deciding numbers of every line; NaN where a line has none, or it is not finite."""
+def _columns(lines: _Lines) -> tuple[list[NDArray[np.float64]], bool]:
+    """The deciding numbers of every line, NaN where a line has none or it is not finite; and
+    whether every line is one of a training step, which alone have a time."""
     columns = []
+    complete = True
     for pattern in _PATTERNS:
         found = pattern.findall(lines.block)
         if len(found) != len(lines):  # evaluations, torn lines, fewer columns
+            complete = False
             found = [_first(pattern, lines[index]) for index in range(len(lines))]
         if pattern.groups == 1:
             columns.append(_numbers(found))
         else:
             columns += [_numbers(column) for column in zip(*found, strict=True)]
-    return columns
+    return columns, complete
 
 
 def _first(pattern: re.Pattern[bytes], line: bytes) -> bytes | tuple[bytes, ...]:

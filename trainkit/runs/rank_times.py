@@ -72,7 +72,7 @@ def read_rank_times(run: RunFolder) -> list[RankTimes]:
     for line in lines:
         try:
             value = json.loads(line)
-            found.append(RankTimes(int(value["step"]), [float(ms) for ms in value["compute_ms"]]))
+            found.append(RankTimes(int(value["step"]), list(map(float, value["compute_ms"]))))
         except (ValueError, KeyError, TypeError):
             continue
     return found
