@@ -54,6 +54,7 @@ def test_half_written_and_missing_files_cost_no_second(tmp_path: Path) -> None:
     (drill.run.attempt(2).path / "phases.jsonl").unlink()
     ledger = build_ledger(read_run_times(read_run_record(drill.run)))
     assert "attempt 2" in ledger.notes[0] and len(ledger.notes) == 1
+    assert ledger.goodput is None  # not all of what counts as training was
     assert sum(ledger.seconds.values()) == pytest.approx(drill.now - START)
 
 

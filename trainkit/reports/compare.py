@@ -88,6 +88,8 @@ def compare_runs(reports: Sequence[RunReport]) -> Comparison:
             "of a run with many rows only a part is compared: a step where losses part may be"
             " later than the first"
         )
+    for report in reports:
+        notes += [f"run {report.run.id}: {note}" for note in report.ledger.notes]
     losses = [_losses_part(reports[0], other) for other in reports[1:]]
     return Comparison(reports, configuration, _differences(versions), losses, notes)
 

@@ -139,8 +139,9 @@ class Ledger:
 
     @property
     def goodput(self) -> float | None:
-        """The part of the wall clock that went into steps which were kept; None without time."""
-        if not self.wall_seconds:
+        """The part of the wall clock that went into steps which were kept; None without time, and
+        where notes say that not all of it is known."""
+        if not self.wall_seconds or self.notes:
             return None
         return self.seconds["training"] / self.wall_seconds
 
