@@ -20,7 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.timing_rows import Row, read_rows
+from benchmarks.support.timing_rows import Row, read_rows
 from trainkit.plan.time.constants import fitted
 from trainkit.plan.time.setup import Setup
 from trainkit.plan.time.step import step_time
@@ -46,7 +46,7 @@ def predict(rows: Sequence[Row], fold: str) -> dict[str, float]:
     """Seconds by row id; under a fold from constants fitted without the row's group or source."""
     if fold == "none":
         return {row.id: step_time(row.setup, fitted()).seconds for row in rows}
-    from benchmarks.plan_calibrate import from_free, left_out, thinned, to_free
+    from benchmarks.support.plan_calibrate import from_free, left_out, thinned, to_free
 
     def key(row: Row) -> object:
         return row.group if fold == "group" else row.source

@@ -1,5 +1,5 @@
 """The constants of the time model: the makers' figures (hardware.toml) and what is reached of
-them (fitted.json, by benchmarks/plan_calibrate.py)."""
+them (fitted.json, by benchmarks/support/plan_calibrate.py)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Fit the constants of the time model on a file of measured timings.
 
-python benchmarks/plan_calibrate.py ROWS.csv [--out FILE.json]
+python benchmarks/support/plan_calibrate.py ROWS.csv [--out FILE.json]
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.timing_rows import Row, read_rows
+from benchmarks.support.timing_rows import Row, read_rows
 from trainkit.plan.time.constants import FOLDER, fitted
 from trainkit.plan.time.step import step_time
 
@@ -235,7 +235,7 @@ def main() -> None:
     free = fit(thinned(rows), start, 30)
     found = {name: float(f"{value:.4g}") for name, value in from_free(free).items()}
     document = {
-        "source": f"benchmarks/plan_calibrate.py, {len(rows)} public rows of"
+        "source": f"benchmarks/support/plan_calibrate.py, {len(rows)} public rows of"
         f" {len({row.group for row in rows})} groups",
         "constants": found,
         "spread": {},
