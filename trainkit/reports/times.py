@@ -106,7 +106,7 @@ def _attempt_times(folder: AttemptFolder, *, live: bool) -> AttemptTimes | None:
         finish or sign,
         seconds_of(go.time) if go else None,
         phases,
-        requeued=retry is not None and retry.by == "slurm",
+        requeued=retry is not None and retry.by is not None,
     )
 
 
