@@ -97,11 +97,16 @@ Cluster(Path({str(folder)!r}), 1); print("up", flush=True); time.sleep(99)"""
     assert owner.stdout is not None and owner.stdout.readline() == "up\n"
     owner.send_signal(signal.SIGKILL)
     owner.communicate()
-    wait_for(lambda: not folder.exists(), "the cluster to go with its owner", timeout=600)
-    left = [
-        p for p in Path("/proc").glob("[0-9]*") if str(folder).encode() in _bytes(p / "cmdline")
-    ]
-    assert not folder.exists() and not left and surroundings() == before
+
+    def left() -> list[Path]:
+        named = str(folder).encode()
+        return [p for p in Path("/proc").glob("[0-9]*") if named in _bytes(p / "cmdline")]
+
+    # its shell removes the folder, and ends after that
+    wait_for(
+        lambda: not folder.exists() and not left(), "the cluster to go with its owner", timeout=600
+    )
+    assert surroundings() == before
     assert cluster.on("node1", "hostname") == "node1\n"
 
 
