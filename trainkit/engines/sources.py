@@ -9,6 +9,7 @@ import ast
 import hashlib
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from trainkit.base.errors import ConfigError
@@ -121,6 +122,30 @@ def in_image(job: Job) -> bool:
         and not is_url(source_of(job).source)
         and not source_tree(job).exists()
     )
+
+
+def version_of_tree(job: Job, engine: str, of_revision: Callable[[str], str | None]) -> str | None:
+    """Whose options a job's tree has: what [engines.X] says, what its commit, tag or branch is,
+    what the tree says. None where the tree is still to be cloned and its revision says nothing.
+
+    Args:
+        job: the job.
+        engine: its engine.
+        of_revision: the version that a revision is known to be.
+
+    Raises ConfigError: the job names no source, or the tree is none of the engine.
+    """
+    source = source_of(job)
+    if source.version is not None:
+        return source.version
+    if source.revision is not None and is_url(source.source):
+        known = of_revision(source.revision)
+        if known is not None:
+            return known
+    tree = source_tree(job)
+    if tree.exists() or not is_url(source.source):
+        return engine_version(tree, engine)
+    return None
 
 
 def engine_version(tree: Path, engine: str) -> str:

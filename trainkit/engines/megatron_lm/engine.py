@@ -29,9 +29,9 @@ from trainkit.engines.requirements import required_versions
 from trainkit.engines.sources import (
     engine_python,
     engine_version,
-    is_url,
     source_of,
     source_tree,
+    version_of_tree,
 )
 from trainkit.jobs.schema import Job
 from trainkit.runs.checkpoint_list import ListedCheckpoint
@@ -49,23 +49,13 @@ _TORCH_DIST = ("psutil",)  # without it 0.16's writers die and the parent waits 
 
 
 def version_of(job: Job) -> str | None:
-    """Whose options a job's tree has: what [engines.X] says, what its commit or tag is, what the
-    tree says. None where the tree is still to be cloned and its revision says nothing.
+    """Whose options a job's tree has; see `version_of_tree`."""
+    return version_of_tree(job, ENGINE, _version_at)
 
-    Raises ConfigError: the job names no source, or the tree is none of the engine.
-    """
-    source = source_of(job)
-    if source.version is not None:
-        return source.version
-    if source.revision is not None and is_url(source.source):
-        known = version_at(ENGINE, source.revision)
-        tag = re.fullmatch(r"core_(?:r|v)(\d+\.\d+\.\d+(?:rc\d+)?)", source.revision)
-        if known or tag:
-            return known or f"core-{tag[1] if tag else ''}"
-    tree = source_tree(job)
-    if tree.exists() or not is_url(source.source):
-        return engine_version(tree, ENGINE)
-    return None
+
+def _version_at(revision: str) -> str | None:
+    named = re.fullmatch(r"core_(?:r|v)(\d+\.\d+\.\d+(?:rc\d+)?)", revision)
+    return version_at(ENGINE, revision) or (f"core-{named[1]}" if named else None)
 
 
 def table_of(job: Job) -> OptionTable:
