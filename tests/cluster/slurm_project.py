@@ -11,6 +11,8 @@ from tests.cluster.machines import HEAD, Cluster
 from tests.cluster.on_head import ClusterProject, Person, make_project
 from tests.conftest import HANGS, wait_for
 
+# One thread a rank everywhere: another number, which follows from the cores of a machine, adds up
+# in another order, and losses are compared bit by bit.
 CLUSTER = """
 [clusters.queue]
 launcher = "slurm"
@@ -21,6 +23,7 @@ watch = {{ connect = 300, start = 1800, lease = 30, grace = 1 }}
 
 [clusters.here]
 ranks_per_node = 4
+env = {{ OMP_NUM_THREADS = "1" }}
 """
 # Ranks that count steps in a file each, 0.1 s a step, as a trainer that saves at every step would;
 # the run is over at step `last`, which none does before
