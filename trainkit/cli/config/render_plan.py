@@ -75,7 +75,7 @@ def print_page(
     elif not refused:
         console.print(f"[green]feasible[/]: {command} train {plan.job}")
     else:
-        console.print("[green]feasible[/], but this version does not launch it:")
+        console.print(f"[green]feasible[/], but {command} train {plan.job} refuses it:")
         for problem in refused:
             hint = f" ({problem.hint})" if problem.hint else ""
             console.print(f"[red]refused[/] {escape(problem.message + hint)}")
