@@ -63,6 +63,7 @@ def test_over_ssh(head: ClusterProject, cluster: Cluster, cpu_image: CpuProject)
         cluster.on(node, "rm", "-rf", LOCAL)
 
 
+@pytest.mark.slow  # 20 s of CPU; images on Slurm's nodes: test_engine_stand_ins.py too
 @pytest.mark.timeout(3600)
 def test_on_slurm(slurm: SlurmProject, cpu_image: CpuProject) -> None:
     add_image(slurm, cpu_image, "queue")
