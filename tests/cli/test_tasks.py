@@ -30,6 +30,7 @@ TASK_NAMES = [
     "export",
     "fleet",
     "generate",
+    "graph",
     "import",
     "init",
     "jobs",

@@ -24,6 +24,7 @@ namespace = Collection(
     tasks_config.show,
     tasks_config.check,
     tasks_config.plan,
+    tasks_config.graph,
     tasks_config.import_,
     tasks_run.build,
     tasks_run.build_container,

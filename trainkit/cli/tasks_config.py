@@ -1,5 +1,5 @@
-"""The tasks about jobs.toml and the data of its jobs: init, jobs, show, check, plan, data-stats,
-data-verify."""
+"""The tasks about jobs.toml and the data of its jobs: init, jobs, show, check, plan, graph,
+data-stats, data-verify."""
 
 from __future__ import annotations
 
@@ -77,6 +77,28 @@ def plan(task: TaskContext, job: str, options: PlanOptions) -> TaskResult:
     from trainkit.cli.config.plan import plan as run
 
     return run(task, job, options)
+
+
+@make_task(
+    help={
+        **JOB,
+        **SET,
+        "svg": "draw it as an .svg file",
+        "mermaid": "print it in the words of Mermaid, which documents and websites draw",
+    },
+    takes_json=True,
+)
+def graph(
+    task: TaskContext, job: str, svg: str = "", mermaid: bool = False, set: tuple[str, ...] = ()
+) -> TaskResult:
+    """Show the stages of a job: what is fresh, what is stale and because of what.
+
+    The run is at the top; below each thing is what it waits for, with what that makes.
+    """
+    from trainkit.cli.config.graph import GraphForms
+    from trainkit.cli.config.graph import graph as run
+
+    return run(task, job, set, GraphForms(svg, mermaid))
 
 
 @make_task(
