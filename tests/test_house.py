@@ -37,7 +37,7 @@ ORDER = {  # of a folder's rooms and its files of their own: each imports only w
         " local_ranks remote_units cluster_care stage_lines preparation scheduler_contract job_plan"
         " readiness session_preview start direct slurm scheduler_registry main"
     ),
-    "trainkit.experiment": "options hosts start prepare graph follow cancel api",
+    "trainkit.experiment": "options hosts start prepare graph follow cancel sweep api",
     "trainkit.cli": (
         "completion help_texts parameters options tables wrapper config host_options init run hosts"
         " model inspect checkout tasks_config tasks_run tasks_inspect tasks_hosts tasks_model"

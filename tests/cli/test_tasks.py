@@ -46,6 +46,7 @@ TASK_NAMES = [
     "setup-hosts",
     "show",
     "status",
+    "sweep",
     "tensorboard",
     "test",
     "train",

@@ -36,6 +36,26 @@ class PlanOptions(Options):
     )
 
 
+class SweepTaskOptions(Options):
+    """Those of `sweep`."""
+
+    set: tuple[str, ...] = flag(
+        "KEY=VALUE: override a value of all its runs; may be repeated", default=()
+    )
+    show: bool = flag("only show what the newest sweep has come to", default=False)
+    new: bool = flag("begin anew, whatever there is already", default=False)
+    failed: bool = flag("go on with runs that ended by their own fault, too", default=False)
+    detach: bool = flag("return as soon as the queue has the runs", default=False)
+    html: str = flag("write table and curves as one .html file", default="")
+    best: str = flag(
+        "write the winner by training_loss, validation_loss or tokens_per_second as a job",
+        default="",
+    )
+    write: str = flag(
+        "with --best: name of that job in jobs.local.toml (default: JOB-best)", default=""
+    )
+
+
 class LogOptions(Options):
     """Those of `logs`."""
 

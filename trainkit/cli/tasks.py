@@ -33,6 +33,7 @@ namespace = Collection(
     tasks_config.data_verify,
     tasks_run.precompile,
     tasks_run.train,
+    tasks_run.sweep,
     tasks_run.resume,
     tasks_run.attach,
     tasks_run.cancel,

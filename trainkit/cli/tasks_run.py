@@ -1,9 +1,10 @@
-"""The tasks that make runs: build, build-container, prep-data, precompile, train, resume, attach,
-cancel."""
+"""The tasks that make runs: build, build-container, prep-data, precompile, train, sweep, resume,
+attach, cancel."""
 
 from __future__ import annotations
 
 from trainkit.cli.help_texts import FORCE, JOB, RUN, SET
+from trainkit.cli.options import SweepTaskOptions
 from trainkit.cli.wrapper import TaskContext, TaskResult, make_task
 from trainkit.experiment.options import ResumeOptions, TrainOptions
 
@@ -100,6 +101,18 @@ def precompile(
     from trainkit.cli.run import train as runner
 
     return runner.precompile(task, job, options, force=force)
+
+
+@make_task(options=SweepTaskOptions, help=JOB, takes_json=True, takes_dry_run=True)
+def sweep(task: TaskContext, job: str, options: SweepTaskOptions) -> TaskResult:
+    """Train a job with the values of its [jobs.X.sweep], a run for each, and compare them.
+
+    Slurm gets them as one array; elsewhere they run in turn where there is room. The same command
+    goes on with a sweep that was interrupted.
+    """
+    from trainkit.cli.run import sweep as runner
+
+    return runner.sweep(task, job, options)
 
 
 @make_task(options=ResumeOptions, help=RUN, takes_json=True, takes_dry_run=True)

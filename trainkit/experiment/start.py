@@ -44,7 +44,7 @@ from trainkit.plan.planner import Plan, make_plan
 from trainkit.runs.find import find_run
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import RunRecord, read_run_record
-from trainkit.stages.execute import needs_of, refuse_stale, stamps_folder
+from trainkit.stages.execute import needs_in_turn, needs_of, refuse_stale, stamps_folder
 from trainkit.stages.index import IndexStage
 from trainkit.stages.registry import STAGES, stages_asked_once
 
@@ -131,11 +131,19 @@ class NewRun:
             submission = self.scheduler.prepare(self._request, preparation)
             if submission is not None:
                 return submission
-        plan = refuse_infeasible(plan_of(job))
-        refuse_without_samples(job)
-        # as they are now that they are done
-        done = needs_of(job, STAGES)
-        return self.scheduler.submit(replace(self._request, plan=plan, needs=done, watch=watch))
+        return self.scheduler.submit(replace(self._ready(), watch=watch))
+
+    def prepared(self, ui: StageUi) -> RunRequest:
+        """Make what is stale, wherever its units run, and wait for it: what `submit_array` takes.
+        Raises TrainkitError as `start`."""
+        preparation_for(self.job, self.root, ui).make(needs_in_turn(self.job, STAGES))
+        return self._ready()
+
+    def _ready(self) -> RunRequest:
+        """The request now that its stages are made."""
+        plan = refuse_infeasible(plan_of(self.job))
+        refuse_without_samples(self.job)
+        return replace(self._request, plan=plan, needs=needs_of(self.job, STAGES))
 
     def show(self, ui: StageUi) -> tuple[Plan, DryRun]:
         """What `start` would do. Nothing is written. Where the stages cannot be told, because no
@@ -231,18 +239,20 @@ class ResumedRun:
 
     def start(self, watch: RunObserver) -> Submission:
         """Start the run again, or put it into its scheduler's queue."""
-        return _scheduler(self.job, self.options).requeue(
-            ResumeRequest(
-                self.run,
-                self.job,
-                self.document,
-                self.project,
-                self.hosts,
-                new_code=self.options.code == "current",
-                share=self.options.share,
-                background=self.background,
-                watch=watch,
-            )
+        return _scheduler(self.job, self.options).requeue(replace(self.request, watch=watch))
+
+    @property
+    def request(self) -> ResumeRequest:
+        """What its scheduler takes."""
+        return ResumeRequest(
+            self.run,
+            self.job,
+            self.document,
+            self.project,
+            self.hosts,
+            new_code=self.options.code == "current",
+            share=self.options.share,
+            background=self.background,
         )
 
 

@@ -26,6 +26,7 @@ from trainkit.jobs.job_tables import (
     WandbSettings,
 )
 from trainkit.jobs.models import Model, RopeScaling
+from trainkit.jobs.sweeps import Sweep
 from trainkit.jobs.table import NAME, EngineValue, Environment, Strings, Table, needs, wrong
 from trainkit.jobs.training import Training
 
@@ -44,6 +45,7 @@ __all__ = [  # the tables that other packages name
     "ProfileSettings",
     "RetrySettings",
     "RopeScaling",
+    "Sweep",
     "Table",
     "Tokenizer",
     "Training",
@@ -126,6 +128,9 @@ class Job(Table):
         description=(
             "how often it goes on by itself after a failure; by default not at all on this machine"
         ),
+    )
+    sweep: Sweep | None = Field(
+        None, description="which values `invoke sweep` gives it, a run for each"
     )
     env: Environment = Field(
         default_factory=dict, description="environment variables of every rank, over the cluster's"

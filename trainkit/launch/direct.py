@@ -13,6 +13,7 @@ from trainkit.launch.hosts.hostfile import find_hostfile
 from trainkit.launch.hosts.selection import HostList, load_hosts, this_host
 from trainkit.launch.preparation import Notice, Preparation, UnitRunner, direct_units
 from trainkit.launch.scheduler_contract import (
+    ArrayRequest,
     CancelledJob,
     ClusterNode,
     DryRun,
@@ -100,6 +101,9 @@ class Direct:
 
     def requeue(self, request: ResumeRequest) -> Submission:
         return Submission(request.run, outcome=resume_run(request))
+
+    def submit_array(self, asked: ArrayRequest) -> list[Submission]:
+        raise ConfigError(f"{self.title} has no queue that {asked.name} could wait in")
 
     def supervise(
         self, run: RunFolder, environment: Mapping[str, str], *, share: bool, prolog_failed: int

@@ -79,6 +79,23 @@ class ResumeRequest:
     watch: RunObserver = field(default_factory=silent_observer)
 
 
+@dataclass(frozen=True)
+class ArrayRequest:
+    """Several runs that are to be handed over at once.
+
+    Args:
+        name: of them all.
+        folder: of what is written about them all.
+        requests: a run each, new or to go on.
+        at_once: so many at the same time; None: as many as there is room.
+    """
+
+    name: str
+    folder: Path
+    requests: Sequence[RunRequest | ResumeRequest]
+    at_once: int | None = None
+
+
 class StageFollower(Protocol):
     """Follows the jobs that make a run's stages."""
 
@@ -281,6 +298,10 @@ class Scheduler(Protocol):
 
     def requeue(self, request: ResumeRequest) -> Submission:
         """Start a run that has ended again, or put it back into the queue. Raises as `submit`."""
+
+    def submit_array(self, asked: ArrayRequest) -> list[Submission]:
+        """Put several runs into the queue at once, each of which ends alone. Only asked of a
+        scheduler that has a queue. Raises as `submit`; then none of them is left there."""
 
     def supervise(
         self, run: RunFolder, environment: Mapping[str, str], *, share: bool, prolog_failed: int

@@ -79,4 +79,6 @@ def find_run(roots: Sequence[Path], query: str) -> RunFolder:
 
 
 def _has_slurm_job(run: RunFolder, query: str) -> bool:
-    return query.isdigit() and any(job.id == query for job in read_slurm_jobs(run))
+    array, _, element = query.partition("_")
+    number = array.isdigit() and (element.isdigit() or not element)
+    return number and any(job.id == query for job in read_slurm_jobs(run))

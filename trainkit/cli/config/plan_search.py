@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import re
+from pydantic import JsonValue
 
 from trainkit.base.documents import document
 from trainkit.base.errors import ConfigError, Exit
-from trainkit.base.files import write_text
 from trainkit.cli.config.jobs import load_jobs
 from trainkit.cli.config.plan_options import overrides
 from trainkit.cli.options import PlanOptions
@@ -15,7 +13,7 @@ from trainkit.cli.wrapper import TaskContext, TaskResult
 from trainkit.engines.rules import RULES
 from trainkit.jobs.layers import LOCAL_FILE
 from trainkit.jobs.load import Jobs
-from trainkit.jobs.table import NAME
+from trainkit.jobs.local_jobs import add_job, refuse_name
 from trainkit.launch.job_plan import prepared
 from trainkit.plan.search import Ranked, Search, Searcher, describe
 
@@ -33,7 +31,7 @@ def plan_search(task: TaskContext, name: str, options: PlanOptions, nodes: list[
     """
     jobs = load_jobs(task)
     if options.write:
-        _refuse_name(jobs, options.write)
+        refuse_name(jobs, options.write, "--write")
     job = jobs.resolve(name, overrides(options, nodes)).job
     known = prepared(job)
     tokenizer = job.dataset.tokenizer
@@ -60,39 +58,17 @@ def plan_search(task: TaskContext, name: str, options: PlanOptions, nodes: list[
     return TaskResult(_to_json(found, options))
 
 
-def _refuse_name(jobs: Jobs, name: str) -> None:
-    if not re.fullmatch(NAME, name):
-        raise ConfigError(f"--write '{name}' is no name of a job: it has to match {NAME}")
-    if name in jobs.names():
-        raise ConfigError(
-            f"--write '{name}': there is a job of that name", hint="give another name"
-        )
-
-
 def _write(jobs: Jobs, name: str, options: PlanOptions, best: Ranked) -> None:
     """Add the layout to jobs.local.toml, as a job that extends the one that was asked for."""
-    path = jobs.root / LOCAL_FILE
-    before = path.read_text() if path.exists() else ""
-    tables: dict[str, list[str]] = {"": [f"nodes = {best.job.nodes}"]}
+    values: dict[str, JsonValue] = {"nodes": best.job.nodes}
     if options.cluster:
-        tables[""].append(f"cluster = {json.dumps(options.cluster)}")
+        values["cluster"] = options.cluster
     batch = {"training.global_batch_size": best.job.global_batch_size}
-    for key, value in {**best.change, **batch}.items():
-        table, _, inner = key.rpartition(".")
-        if table:
-            tables.setdefault(table, []).append(f"{inner} = {json.dumps(value)}")
+    values |= {**best.change, **batch}
     said = ", ".join(options.set)
-    lines = [
-        "",
-        f"# plan {name} --search: {describe(best.change)}"
-        + (f"; found with --set {said}" if said else ""),
-        f"[jobs.{options.write}]",
-        f"extends = {json.dumps(name)}",
-        *tables.pop(""),
-    ]
-    for table, keys in tables.items():
-        lines += ["", f"[jobs.{options.write}.{table}]", *keys]
-    write_text(path, before + "\n".join(lines) + "\n")
+    found = f"; found with --set {said}" if said else ""
+    comment = f"plan {name} --search: {describe(best.change)}{found}"
+    add_job(jobs, options.write, name, values, comment)
 
 
 def _to_json(found: Search, options: PlanOptions) -> dict[str, object]:

@@ -19,7 +19,8 @@ class SlurmAllocation:
     """What Slurm gave.
 
     Args:
-        job: Slurm's number of the job.
+        job: Slurm's number of the job; of an element of an array ARRAY_INDEX, which its commands
+            take too.
         hosts: names of its nodes, in Slurm's order.
         restarts: how often Slurm has put it back into the queue.
     """
@@ -38,6 +39,9 @@ def current_allocation(environment: Mapping[str, str]) -> SlurmAllocation:
             "this is no allocation of Slurm: SLURM_JOB_ID and SLURM_JOB_NODELIST are not set",
             hint="salloc --nodes=N, then train --existing",
         )
+    array = environment.get("SLURM_ARRAY_JOB_ID")
+    if array and "SLURM_ARRAY_TASK_ID" in environment:
+        job = f"{array}_{environment['SLURM_ARRAY_TASK_ID']}"
     return SlurmAllocation(job, hostnames(nodes), int(environment.get("SLURM_RESTART_COUNT") or 0))
 
 

@@ -12,6 +12,7 @@ from trainkit.launch.hosts.selection import HostList
 from trainkit.launch.launchers.slurm import Slurm as SrunLauncher
 from trainkit.launch.preparation import Notice, Preparation, UnitRunner, direct_units
 from trainkit.launch.scheduler_contract import (
+    ArrayRequest,
     CancelledJob,
     ClusterNode,
     DryRun,
@@ -37,6 +38,7 @@ from trainkit.launch.slurm.reconcile import (
     reconciled,
     reconciled_all,
 )
+from trainkit.launch.slurm.run_array import submit_array
 from trainkit.launch.slurm.shared_arrays import SharedArrayStatus
 from trainkit.launch.slurm.squeue import RUNNING, WAITING, job_accounts
 from trainkit.launch.slurm.stage_graph import hold_stage_graph, show_stage_graph
@@ -111,6 +113,9 @@ class SlurmScheduler:
 
     def requeue(self, request: ResumeRequest) -> Submission:
         return submit_again(request)
+
+    def submit_array(self, asked: ArrayRequest) -> list[Submission]:
+        return submit_array(asked)
 
     def supervise(
         self, run: RunFolder, environment: Mapping[str, str], *, share: bool, prolog_failed: int

@@ -104,6 +104,7 @@ def job_statuses(ids: Sequence[str]) -> dict[str, JobStatus]:
             [
                 "squeue",
                 "--noheader",
+                "--array",  # an element a line, by the name that its run knows it by
                 "--states=all",
                 f"--jobs={','.join(ids)}",
                 f"--format={FIELDS}",
@@ -164,7 +165,9 @@ def job_accounts(ids: Sequence[str]) -> list[JobAccount] | None:
         JobAccount(*row)
         for row in rows
         if len(row) == ACCOUNT_FIELDS.count(",") + 1
-        and row[0].partition(".")[0].partition("_")[0] in ids
+        and not {row[0].partition(".")[0], row[0].partition(".")[0].partition("_")[0]}.isdisjoint(
+            ids
+        )
     ]
 
 

@@ -30,7 +30,7 @@ def submit_new(request: RunRequest) -> Submission:
     """
     run = new_run_folder(_root(request), request.job.name)
     try:
-        _fill(run, request)
+        fill_new(run, request)
         return submission(run, submit(run, first_attempt=1))
     except BaseException:
         shutil.rmtree(run.path, ignore_errors=True)
@@ -46,7 +46,7 @@ def submit_with_stages(request: RunRequest, graph: StageGraph, notice: Notice) -
     """
     run = new_run_folder(_root(request), request.job.name)
     try:
-        _fill(run, request)
+        fill_new(run, request)
         id, followed = submit_graph(run, request.job, graph, notice)
     except BaseException:
         with contextlib.suppress(TrainkitError):
@@ -65,7 +65,8 @@ def _root(request: RunRequest) -> Path:
     return Path(request.job.cluster.root or ".").absolute()
 
 
-def _fill(run: RunFolder, request: RunRequest) -> None:
+def fill_new(run: RunFolder, request: RunRequest) -> None:
+    """Write all of a new run's folder but which job of Slurm's it is."""
     secrets = secret_values(request.job.cluster.secrets, os.environ)
     with locked_run(run):
         fill_run(run, request, secrets)
@@ -75,14 +76,27 @@ def _fill(run: RunFolder, request: RunRequest) -> None:
 def submit_again(request: ResumeRequest) -> Submission:
     """Submit a run that has ended. Raises TrainkitError: 8 if sbatch refuses it."""
     run = request.run
-    secrets = secret_values(request.job.cluster.secrets, os.environ)
     with locked_run(run):
-        renew_run(request)
-        seconds = seconds_before_limit(run, request.job)
-        write_script(run, request.job, secrets, seconds=seconds)
+        _renew(request)
         newest = max((attempt.number for attempt in run.attempts()), default=0)
         try:
             return submission(run, submit(run, first_attempt=newest + 1))
         except BaseException:
             forget_secrets(run)
             raise
+
+
+def renew(request: ResumeRequest) -> None:
+    """Write of a run that goes on all but which job of Slurm's it is. Raises TrainkitError (exit
+    17) where it runs."""
+    with locked_run(request.run):
+        _renew(request)
+
+
+def _renew(request: ResumeRequest) -> None:
+    """The caller holds the run's lock."""
+    run = request.run
+    secrets = secret_values(request.job.cluster.secrets, os.environ)
+    renew_run(request)
+    seconds = seconds_before_limit(run, request.job)
+    write_script(run, request.job, secrets, seconds=seconds)

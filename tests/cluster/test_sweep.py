@@ -1,0 +1,54 @@
+"""A sweep through a real Slurm: one array, a member killed, one that diverges, resumed, the right
+table, and nothing left."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.cluster.slurm_project import SlurmProject
+from tests.conftest import HANGS, wait_for
+
+RATES = [1e-2, 1e18, 5e-3, 2e-3, 1e-3, 5e-4]
+# one node and one rank each; three at once, as the cluster has nodes
+SWEEP = f"\n[jobs.random.sweep]\ngrid.training.lr = {RATES}\nat_once = 3\n"
+
+
+@pytest.mark.slow  # six runs, each with an interpreter and a torch of its own on its node
+def test_a_sweep_of_six_is_gone_on_with(slurm: SlurmProject) -> None:
+    text = (slurm.path / "jobs.toml").read_text().replace("nodes = 2\n", "nodes = 1\n")
+    text = text.replace("ranks_per_node = 2", "ranks_per_node = 1", 1)
+    (slurm.path / "jobs.toml").write_text(text + 'resume = "never"\n' + SWEEP)
+    slurm.invoke("sweep", "random", "--detach")
+    value = slurm.document("sweep", "random", "--show")
+    runs = [slurm.path / "runs" / "random" / member["run"] for member in value["members"]]
+    ids = [slurm.slurm_jobs(run)[0]["id"] for run in runs]
+    array = ids[0].partition("_")[0]
+    assert ids == [f"{array}_{index}" for index in range(6)], "one array, an element a member"
+    killed = runs[0]
+    wait_for((killed / "metrics.jsonl").exists, "the first member", timeout=HANGS)
+    slurm.cluster.kill(*slurm.cluster.processes_of(killed.name))
+    slurm.wait_state(killed, "failed")
+    assert slurm.document("status", ids[1])["run"] == runs[1].name, "by the element's number"
+    # goes on with the killed one, and follows those of the array that have not ended
+    done = slurm.invoke("sweep", "random", "--best", "training_loss", "--json", timeout=HANGS)
+    value = json.loads(done.stdout)
+    states = [member["state"] for member in value["members"]]
+    assert states == ["succeeded", "diverged", *["succeeded"] * 4]
+    assert [slurm.path / "runs" / "random" / m["run"] for m in value["members"]] == runs
+    assert len(slurm.runs()) == 6, "gone on with, not made again"
+    assert len(slurm.slurm_jobs(runs[0])) == 2 and len(slurm.slurm_jobs(runs[1])) == 1
+    for member, rate, run in zip(value["members"], RATES, runs, strict=True):
+        assert member["values"] == {"training.lr": rate}
+        if member["state"] == "succeeded":
+            losses = slurm.losses(run)
+            assert len(losses) == 30 and member["step"] == 30
+            tail = [losses[step] for step in (28, 29, 30)]
+            assert member["training_loss"] == pytest.approx(sum(tail) / 3)
+    best = min(
+        (m for m in value["members"] if m["state"] == "succeeded"), key=lambda m: m["training_loss"]
+    )
+    written = slurm.document("show", "random-best")["job"]["training"]["lr"]
+    assert written == best["values"]["training.lr"]
+    assert slurm.jobs() == [] and not slurm.cluster.processes_of(killed.name)

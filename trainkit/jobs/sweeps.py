@@ -1,0 +1,159 @@
+"""[jobs.X.sweep]: a job with other values, again and again."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated
+
+from pydantic import Field, JsonValue, model_validator
+
+from trainkit.jobs.table import Table, needs, wrong
+
+MOST_MEMBERS = 1000  # Slurm's arrays have at most 1,001 elements by default (MaxArraySize)
+SEED = "training.seed"
+DIGITS = 4  # of a number that is drawn
+DRAWS = ("uniform", "log", "integer", "choice")
+Point = dict[str, JsonValue]  # values of a job by their dotted keys
+
+
+class Sweep(Table):
+    """Which values the runs of a sweep have. Keys are those of the job, as elsewhere in its table:
+    grid.training.lr = [1e-3, 3e-4]."""
+
+    grid: dict[str, JsonValue] = Field(
+        default_factory=dict,
+        description="keys of the job with arrays of values: each value of one with each of others",
+    )
+    list: tuple[dict[str, JsonValue], ...] = Field(
+        (), strict=False, description="tables of keys of the job: a run with the values of each"
+    )
+    random: dict[str, JsonValue] = Field(
+        default_factory=dict,
+        description=(
+            "keys of the job, each with one of { uniform = [LOW, HIGH] }, { log = [LOW, HIGH] },"
+            " { integer = [LOW, HIGH] }, { choice = [...] }; needs samples"
+        ),
+    )
+    samples: int | None = Field(
+        None, ge=1, le=MOST_MEMBERS, description="how often the keys of random are drawn"
+    )
+    draw_seed: int = Field(0, ge=0, description="seed of these draws")
+    seeds: Annotated[tuple[Annotated[int, Field(ge=0, lt=2**63)], ...], Field(strict=False)] = (
+        Field((), description="training.seed: all of the above once with each of these")
+    )
+    at_once: int | None = Field(
+        None, ge=1, description="so many runs at the same time; by default as many as there is room"
+    )
+
+    @model_validator(mode="after")
+    def _has_points(self) -> Sweep:
+        if not (self.grid or self.list or self.random or self.seeds):
+            raise needs("grid", "a sweep needs grid, list, random or seeds")
+        if bool(self.random) != (self.samples is not None):
+            raise wrong("samples", "random says what is drawn, samples how often: give both")
+        for key, values in flat(self.grid):
+            if not isinstance(values, Sequence) or isinstance(values, str) or not values:
+                raise wrong(f"grid.{key}", f"grid.{key}: expected an array of values")
+        for key, draw in _draws(self.random):
+            if said := _objection(draw):
+                raise wrong(f"random.{key}", f"random.{key}: {said}")
+        if self.seeds and any(SEED in point for point in self._drawn()):
+            raise wrong("seeds", f"seeds are values of {SEED}, which the sweep gives already")
+        count = len(self.points())
+        if count > MOST_MEMBERS:
+            raise wrong("grid", f"{count:,} runs; a sweep has at most {MOST_MEMBERS:,}")
+        return self
+
+    def points(self) -> Sequence[Point]:
+        """The values of each run, in order; the same values twice are one run."""
+        seeded = [
+            {**point, SEED: seed} if seed is not None else point
+            for point in self._drawn()
+            for seed in self.seeds or (None,)
+        ]
+        return [*{json.dumps(point, sort_keys=True): point for point in seeded}.values()]
+
+    def _drawn(self) -> Iterator[Point]:
+        """Without seeds."""
+        if not (self.grid or self.list or self.random):
+            yield {}
+        axes = dict(flat(self.grid))
+        if axes:
+            columns = [values for values in axes.values() if isinstance(values, Sequence)]
+            for chosen in itertools.islice(itertools.product(*columns), MOST_MEMBERS + 1):
+                yield dict(zip(axes, chosen, strict=True))
+        yield from (dict(flat(table)) for table in self.list)
+        source = random.Random(self.draw_seed)
+        for _ in range(self.samples or 0):
+            yield {key: _drawn_value(draw, source) for key, draw in _draws(self.random)}
+
+
+def flat(table: Mapping[str, JsonValue], above: str = "") -> Iterator[tuple[str, JsonValue]]:
+    """(dotted key, value) of all that a table holds, in order."""
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from flat(value, f"{above}{key}.")
+        else:
+            yield f"{above}{key}", value
+
+
+def _draws(
+    table: Mapping[str, JsonValue], above: str = ""
+) -> Iterator[tuple[str, Mapping[str, JsonValue]]]:
+    """(dotted key, how it is drawn)."""
+    for key, value in table.items():
+        if isinstance(value, dict) and not set(DRAWS) & set(value):
+            yield from _draws(value, f"{above}{key}.")
+        else:
+            yield f"{above}{key}", value if isinstance(value, dict) else {}
+
+
+def _objection(draw: Mapping[str, JsonValue]) -> str:
+    """What is wrong with a draw; "" for nothing."""
+    if len(draw) != 1:
+        return f"expected one of {', '.join(DRAWS)}, such as {{ log = [1e-4, 1e-2] }}"
+    ((kind, values),) = draw.items()
+    if kind not in DRAWS:
+        return f"'{kind}' is none of {', '.join(DRAWS)}"
+    if not isinstance(values, Sequence) or isinstance(values, str) or not values:
+        return f"{kind} takes an array"
+    if kind == "choice":
+        return ""
+    numbers = [value for value in values if type(value) in (int, float)]
+    if len(numbers) != 2 or len(values) != 2:
+        return f"{kind} takes [LOW, HIGH]"
+    low, high = _bounds(values)
+    if not low < high:
+        return f"{kind} = [{low:g}, {high:g}]: the lower number first"
+    if kind == "log" and low <= 0:
+        return f"log = [{low:g}, {high:g}]: both above 0"
+    if kind == "integer" and any(type(value) is not int for value in values):
+        return "integer takes two whole numbers"
+    return ""
+
+
+def _bounds(values: Sequence[JsonValue]) -> tuple[float, float]:
+    low, high = (float(str(value)) for value in values)
+    return low, high
+
+
+def _drawn_value(draw: Mapping[str, JsonValue], source: random.Random) -> JsonValue:
+    ((kind, values),) = draw.items()
+    assert isinstance(values, Sequence), "see _objection"
+    if kind == "choice":
+        return source.choice(values)
+    low, high = _bounds(values)
+    if kind == "integer":
+        return source.randint(int(low), int(high))
+    if kind == "log":
+        return _rounded(math.exp(source.uniform(math.log(low), math.log(high))))
+    return _rounded(source.uniform(low, high))
+
+
+def _rounded(value: float) -> float:
+    """As few digits as a person writes: what is drawn is a job's value, and stands in its name."""
+    return float(f"{value:.{DIGITS}g}")
