@@ -16,14 +16,24 @@ from trainkit.cli.wrapper import TaskContext, TaskResult, make_task
             " rank"
         ),
         "flops": f"with --table: {FLOPS}",
+        "scaling": "with --table: how the speed of each job grows with its nodes",
+        "picture": f"with --scaling: {PICTURE.format('it')}",
     },
     takes_json=True,
 )
-def runs(task: TaskContext, job: str = "", table: bool = False, flops: str = "") -> TaskResult:
+def runs(
+    task: TaskContext,
+    job: str = "",
+    table: bool = False,
+    flops: str = "",
+    scaling: bool = False,
+    picture: str = "",
+) -> TaskResult:
     """List runs, oldest first."""
+    from trainkit.cli.inspect.runs import TableForm
     from trainkit.cli.inspect.runs import runs as run
 
-    return run(task, job, table=table, flops=flops)
+    return run(task, job, TableForm(table, flops, scaling, picture))
 
 
 @make_task(

@@ -33,6 +33,7 @@ class RunResult:
     global_batch_size: int | None
     seconds_per_step: float | None
     tokens_per_second: float | None
+    samples_per_second: float | None
     planned_tokens_per_second: float | None
     model_tflops: float | None
     mfu: float | None
@@ -96,6 +97,7 @@ def result_of_run(record: RunRecord, convention: str = "") -> RunResult:
     summary = summarize_run(run)
     milliseconds = summary.median("elapsed_ms")
     layout = job.parallelism
+    speed = summary.tokens_per_second
     tensor = layout.tensor_model_parallel_size
     pipeline = layout.pipeline_model_parallel_size
     return RunResult(
@@ -112,7 +114,8 @@ def result_of_run(record: RunRecord, convention: str = "") -> RunResult:
         micro_batch_size=job.training.micro_batch_size,
         global_batch_size=read_document(run.plan, "plan/1").get("global_batch_size"),
         seconds_per_step=None if milliseconds is None else milliseconds / 1000,
-        tokens_per_second=summary.tokens_per_second,
+        tokens_per_second=speed,
+        samples_per_second=None if speed is None else speed / job.model.seq_length,
         planned_tokens_per_second=planned_speed(run),
         model_tflops=summary.median("model_tflops"),
         mfu=summary.median("mfu"),

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from rich.markup import escape
 
 from trainkit.cli.tables import Listing
+from trainkit.reports.scaling import ScalingRow
 from trainkit.runs.results import RunResult
 
 GIB = 2**30
@@ -59,6 +60,30 @@ def results_table(results: Sequence[RunResult], convention: str) -> Listing:
             cells.append(_number(result.convention_tflops, ".4g"))
         cells += [_number(result.mfu, ".1%"), _gib(result.peak_bytes)]
         table.add_row(escape(result.run), escape(result.job), *cells)
+    return table
+
+
+def scaling_table(rows: Sequence[ScalingRow], convention: str) -> Listing:
+    """How speed grows with nodes, a row a run.
+
+    Args:
+        rows: of `scaling_of`.
+        convention: by which their TFLOP/s are counted; "": trainkit's own.
+    """
+    tflops = f"TFLOP/s a device ({convention})" if convention else "TFLOP/s a device"
+    numbers = ("nodes", "devices", "batch", "samples/s", tflops, "speed-up", "efficiency")
+    table = Listing("job", *numbers, "run", right=numbers, drop=("run", "devices"))
+    for row in rows:
+        cells = [
+            str(row.nodes),
+            str(row.ranks),
+            _number(row.global_batch_size, ","),
+            _number(row.samples_per_second, ",.4g"),
+            _number(row.tflops, ".4g"),
+            f"{row.speedup:.2f}x",
+            f"{row.efficiency:.1%}",
+        ]
+        table.add_row(escape(row.job), *cells, escape(row.run))
     return table
 
 

@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from rich.markup import escape
 
 from trainkit.base.documents import document
 from trainkit.base.errors import ConfigError
 from trainkit.cli.config.jobs import load_jobs
-from trainkit.cli.inspect.results_table import results_table
+from trainkit.cli.inspect.results_table import results_table, scaling_table
 from trainkit.cli.run.summary import facts_table, print_next
 from trainkit.cli.tables import Listing
 from trainkit.cli.wrapper import TaskContext, TaskResult
 from trainkit.jobs.resolved import read_job
 from trainkit.launch.scheduler_registry import current, current_all, scheduler_of
+from trainkit.reports.scaling import draw_scaling, scaling_of
 from trainkit.runs.devices import DeviceUsage, Gpu, observe_devices
 from trainkit.runs.find import all_runs, find_run
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import RunRecord, read_run_record
-from trainkit.runs.results import refuse_unknown_convention, results_of_runs
+from trainkit.runs.results import RunResult, refuse_unknown_convention, results_of_runs
 
 COLOURS = {
     "queued": "blue",
@@ -35,20 +38,45 @@ COLOURS |= dict.fromkeys(("cancelled", "preempted"), "yellow")
 WATCH_SECONDS = 2.0
 
 
-def runs(task: TaskContext, job: str, *, table: bool = False, flops: str = "") -> TaskResult:
+@dataclass(frozen=True)
+class TableForm:
+    """How `runs` shows what runs achieved.
+
+    Args:
+        table: show it at all.
+        flops: a convention to count TFLOP/s by as well; "": none.
+        scaling: how speed grows with nodes, job by job.
+        picture: the file to draw that into; "": none.
+    """
+
+    table: bool = False
+    flops: str = ""
+    scaling: bool = False
+    picture: str = ""
+
+
+LIST = TableForm()
+
+
+def runs(task: TaskContext, job: str, form: TableForm = LIST) -> TaskResult:
     """The task `runs`.
 
     Args:
         task: how it was called.
         job: only runs of this job; "": all.
-        table: show what each achieved.
-        flops: with `table`: a convention to count TFLOP/s by as well; "": none.
+        form: how what they achieved is shown.
 
     Raises:
-        ConfigError: `flops` without `table`, or an unknown convention.
+        ConfigError: forms of a table without one, or an unknown convention.
     """
-    if flops and not table:
+    flops = form.flops
+    if flops and not form.table:
         raise ConfigError("--flops is a column of --table", hint="runs --table --flops CONVENTION")
+    if (form.scaling and not form.table) or (form.picture and not form.scaling):
+        raise ConfigError(
+            "--scaling is a form of --table, and --picture draws it",
+            hint="runs --table --scaling --picture FILE",
+        )
     refuse_unknown_convention(flops)
     records = current_all(
         list(
@@ -57,13 +85,25 @@ def runs(task: TaskContext, job: str, *, table: bool = False, flops: str = "") -
             )
         )
     )
-    if table:
+    if form.table:
         results = results_of_runs(records, flops, task.say)
+        if form.scaling:
+            return _show_scaling(task, results, form)
         _print_list(task, results_table(results, flops), empty=not results)
         rows = [result.to_json(flops) for result in results]
         return TaskResult(document("results/1", flops_convention=flops or None, runs=rows))
     _print_list(task, _runs_table(records), empty=not records)
     return TaskResult(document("runs/1", runs=[record.row() for record in records]))
+
+
+def _show_scaling(task: TaskContext, results: Sequence[RunResult], form: TableForm) -> TaskResult:
+    rows = scaling_of(results, form.flops)
+    _print_list(task, scaling_table(rows, form.flops), empty=not rows)
+    if form.picture:
+        draw_scaling(rows, Path(form.picture))
+        task.say(f"wrote {form.picture}")
+    values = [asdict(row) for row in rows]
+    return TaskResult(document("scaling/1", flops_convention=form.flops or None, runs=values))
 
 
 def _print_list(task: TaskContext, table: Listing, *, empty: bool) -> None:
