@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
+import sys
 from pathlib import Path
 
 import pytest
@@ -21,12 +23,22 @@ SWEEP = "\n[jobs.random.sweep]\ngrid.training.lr = [1e-2, 1e18, 1e-3]\n"
 SHORT = "training.train_iters = 30\ntraining.lr = 1e-2\ntraining.eval_iters = 1\n"
 
 
+# a program that writes down what it is told, and a server that takes a message and never answers
+NOTIFY = """
+[notify]
+command = [{python}, "-I", "-S", "-c", "import sys; open('{path}', 'a').write(sys.stdin.read())"]
+webhook_variable = "HOOK"
+timeout = 1.0
+"""
+
+
 def shorten(project: Project) -> None:
     """One rank, and three steps."""
     text = (project.path / "jobs.toml").read_text() + SWEEP
     text = text.replace("ranks_per_node = 2", "ranks_per_node = 1")
     short = SHORT.replace("30", "3") + "log_interval = 1\n".replace("log_", "training.log_")
-    text = text.replace(SHORT, short).replace("eval_interval = 10", "eval_interval = 3")
+    notify = NOTIFY.format(python=json.dumps(sys.executable), path=project.path / "told")
+    text = notify + text.replace(SHORT, short).replace("eval_interval = 10", "eval_interval = 3")
     (project.path / "jobs.toml").write_text(text)
 
 
@@ -34,12 +46,14 @@ def test_killed_and_gone_on_with(project: Project) -> None:
     """The process of the sweep is killed while its first run goes on: that run is not lost and not
     made twice. One that diverges ends alone."""
     shorten(project)
-    first = project.start("sweep", "random")
+    silent = socket.create_server(("127.0.0.1", 0))
+    hook = f"http://127.0.0.1:{silent.getsockname()[1]}/hook-of-a-chat"
+    first = project.start("sweep", "random", HOOK=hook)
     wait_for(lambda: bool(project.runs()), "the first run", timeout=HANGS)
     os.killpg(first.pid, signal.SIGKILL)
     first.communicate()
     options = ("--html", "s.html", "--best", "validation_loss")
-    done = project.invoke("sweep", "random", *options, "--json", timeout=HANGS)
+    done = project.invoke("sweep", "random", *options, "--json", timeout=HANGS, HOOK=hook)
     value = json.loads(done.stdout)
     states = [member["state"] for member in value["members"]]
     assert states == ["succeeded", "diverged", "succeeded"]
@@ -52,6 +66,15 @@ def test_killed_and_gone_on_with(project: Project) -> None:
     winner = load(project.path).resolve("random-best").job
     assert winner.training.lr == best["values"]["training.lr"]
     assert "diverged" in (project.path / "s.html").read_text()
+    told = (project.path / "told").read_text().splitlines()
+    assert [("failed" in line, "finished" in line) for line in told] == [
+        (False, True),
+        (True, False),
+        (False, True),
+    ]
+    for path in (path for run in project.runs() for path in run.rglob("*") if path.is_file()):
+        assert b"hook-of-a-chat" not in path.read_bytes(), path
+    silent.close()
     again = project.document("sweep", "random")
     assert again["sweep"] == value["sweep"] and len(project.runs()) == 3, "nothing is left to do"
     refused = project.invoke("sweep", "random", "--show", "--best", "validation_loss", exit=3)

@@ -39,7 +39,7 @@ from trainkit.launch.scheduler_contract import (
 from trainkit.launch.scheduler_registry import current, preparation_for, scheduler_for, scheduler_of
 from trainkit.launch.session_preview import StartPreview, preview_start
 from trainkit.launch.supervise.observer import RunObserver
-from trainkit.launch.supervise.rank_environment import secret_values
+from trainkit.launch.supervise.rank_environment import secrets_of
 from trainkit.plan.planner import Plan, make_plan
 from trainkit.runs.find import find_run
 from trainkit.runs.folder import RunFolder
@@ -187,7 +187,7 @@ def plan_new_run(jobs: Jobs, name: str, options: TrainOptions) -> NewRun:
     check_container(job)
     background = in_background(job, options)
     plan = refuse_infeasible(make_plan(job, rules=RULES[job.engine]))
-    secret_values(job.cluster.secrets, os.environ)
+    secrets_of(job, os.environ)
     refuse_without_wandb(job)
     return NewRun(resolved, hosts, plan, jobs.root, options, background)
 

@@ -26,10 +26,12 @@ from trainkit.jobs.schema import (
     TABLES,
     TABLES_OF_REFERENCES,
     Defaults,
+    NotifySettings,
     Table,
 )
 from trainkit.jobs.toml_positions import KeyPath
 
+SINGLE = ("defaults", "notify")  # tables of which the file has one
 _PATHS = {  # keys that hold paths, relative to the folder of jobs.toml
     "clusters": ("root", "hostfile"),
     "datasets": ("paths", "prefixes"),
@@ -87,6 +89,16 @@ def _with_image(job: SourcedTable) -> SourcedTable:
         image = f"trainkit-{name}"
     filled = SourcedValue(image, BUILT_IN, (*container.path, "image"))
     return job.with_entry("container", container.with_entry("image", filled))
+
+
+def _over_shared(section: SourcedTable, key: str, shared: SourcedTable) -> SourcedTable:
+    """`section` with its own table under `key` laid over one that the whole file shares."""
+    own = section.entries.get(key)
+    if own is None:
+        return section.with_entry(key, shared)
+    if isinstance(own, SourcedTable):
+        return section.with_entry(key, own.over(shared))
+    return section  # for the schema to refuse
 
 
 @dataclass(frozen=True)
@@ -278,6 +290,9 @@ class TableBuilder:
             return section.over(_built_in(section.path, defaults))
         if kind == "containers" and "dockerfile" in section.entries:
             return section.over(_built_in(section.path, {"context": str(self.root)}))
+        notify = self.document.entries.get("notify")
+        if kind == "jobs" and isinstance(notify, SourcedTable):
+            section = _over_shared(section, "notify", notify)
         engine = section.value("engine")
         if kind == "jobs" and isinstance(engine, str) and engine in self.tables("engines"):
             return section.over(_built_in(section.path, {"engine_source": engine}))
@@ -358,12 +373,12 @@ class TableBuilder:
         """What is wrong at the top level: unknown tables, and [defaults]."""
         findings = ProblemList()
         for key, node in self.document.entries.items():
-            if key not in TABLES and key != "defaults":
+            if key not in TABLES and key not in SINGLE:
                 if isinstance(node, SourcedTable):
                     what = f"table [{key}]"
                 else:
                     what = f"key '{key}' at the top level"
-                findings.add(f"unknown {what}", node.place, suggest(key, [*TABLES, "defaults"]))
+                findings.add(f"unknown {what}", node.place, suggest(key, [*TABLES, *SINGLE]))
             elif not isinstance(node, SourcedTable):
                 findings.add(
                     f"{key}: expected tables such as [{key}.NAME], got"
@@ -376,6 +391,9 @@ class TableBuilder:
                 taken.place,
                 "give the table another name",
             )
+        notify = self.document.entries.get("notify")
+        if isinstance(notify, SourcedTable):
+            validate(NotifySettings, notify, findings)
         defaults = self.document.entries.get("defaults")
         if isinstance(defaults, SourcedTable):
             validate(Defaults, defaults, findings)

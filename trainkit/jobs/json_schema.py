@@ -19,6 +19,7 @@ from trainkit.jobs.schema import (
     TABLES,
     TABLES_OF_REFERENCES,
     Defaults,
+    NotifySettings,
     Table,
 )
 
@@ -36,7 +37,7 @@ _EXTENDS = {
 
 def json_schema() -> dict[str, Any]:
     """The schema, in JSON Schema draft 7, which editors' TOML plugins know."""
-    models: list[type[Table]] = [*TABLES.values(), Defaults]
+    models: list[type[Table]] = [*TABLES.values(), Defaults, NotifySettings]
     _, whole = models_json_schema(
         [(model, "validation") for model in models], ref_template=_REF + "{model}"
     )
@@ -82,6 +83,7 @@ def json_schema() -> dict[str, Any]:
         "properties": {
             "include": _INCLUDE,
             "defaults": {"$ref": _REF + Defaults.__name__},
+            "notify": {"$ref": _REF + NotifySettings.__name__},
             **groups,
         },
         "definitions": definitions,

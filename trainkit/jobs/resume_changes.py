@@ -17,10 +17,11 @@ from trainkit.jobs.layers import parse_overrides
 from trainkit.jobs.messages import suggest
 from trainkit.jobs.provenance import SET, SourcedValue
 from trainkit.jobs.resolved import SCHEMA, ResolvedJob, read_job
-from trainkit.jobs.schema import Job, Parallelism, RetrySettings
+from trainkit.jobs.schema import Job, NotifySettings, Parallelism, RetrySettings
 
 CHANGEABLE = (
     "nodes",
+    *(f"notify.{name}" for name in NotifySettings.model_fields),
     "cluster.hostfile",
     "cluster.interface",
     "cluster.memory_bytes",

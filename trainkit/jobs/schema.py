@@ -26,6 +26,7 @@ from trainkit.jobs.job_tables import (
     WandbSettings,
 )
 from trainkit.jobs.models import Model, RopeScaling
+from trainkit.jobs.notify import NotifySettings
 from trainkit.jobs.sweeps import Sweep
 from trainkit.jobs.table import NAME, EngineValue, Environment, Strings, Table, needs, wrong
 from trainkit.jobs.training import Training
@@ -41,6 +42,7 @@ __all__ = [  # the tables that other packages name
     "GenerateSettings",
     "Job",
     "Model",
+    "NotifySettings",
     "Parallelism",
     "ProfileSettings",
     "RetrySettings",
@@ -128,6 +130,10 @@ class Job(Table):
         description=(
             "how often it goes on by itself after a failure; by default not at all on this machine"
         ),
+    )
+    notify: NotifySettings = Field(
+        default_factory=NotifySettings,
+        description="who is told how it goes, over the [notify] of the file",
     )
     sweep: Sweep | None = Field(
         None, description="which values `invoke sweep` gives it, a run for each"

@@ -29,7 +29,7 @@ from trainkit.launch.session_preview import preview_start
 from trainkit.launch.start import resume_run, start_run
 from trainkit.launch.supervise.observer import silent_observer
 from trainkit.launch.supervise.outcome import Outcome
-from trainkit.launch.supervise.rank_environment import secret_values
+from trainkit.launch.supervise.rank_environment import secrets_of
 from trainkit.launch.supervise.supervisor import supervise
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import RunRecord
@@ -108,7 +108,7 @@ class Direct:
     def supervise(
         self, run: RunFolder, environment: Mapping[str, str], *, share: bool, prolog_failed: int
     ) -> Outcome:
-        secrets = secret_values(read_job(run.job).cluster.secrets, environment)
+        secrets = secrets_of(read_job(run.job), environment)
         return supervise(run, secrets, silent_observer(), share=share)
 
     def owns(self, run: RunFolder) -> bool:

@@ -22,7 +22,7 @@ from trainkit.launch.run_inputs import write_inputs
 from trainkit.launch.scheduler_contract import ResumeRequest, RunRequest
 from trainkit.launch.supervise.code_snapshot import link_code, take_snapshot
 from trainkit.launch.supervise.outcome import Outcome, signal_name
-from trainkit.launch.supervise.rank_environment import secret_values
+from trainkit.launch.supervise.rank_environment import secrets_of
 from trainkit.launch.supervise.supervisor import locked_run, supervise
 from trainkit.runs.events import AllRanksStarted, first_event, read_events
 from trainkit.runs.folder import RunFolder, new_run_folder
@@ -43,7 +43,7 @@ def start_run(request: RunRequest) -> tuple[RunFolder, Outcome | None]:
     left behind.
     """
     job = request.job
-    secrets = secret_values(job.cluster.secrets, os.environ)
+    secrets = secrets_of(job, os.environ)
     run = new_run_folder(Path(job.cluster.root or "."), job.name)
     with locked_run(run):
         try:
@@ -69,7 +69,7 @@ def resume_run(request: ResumeRequest) -> Outcome | None:
     taken.
     """
     run = request.run
-    secrets = secret_values(request.job.cluster.secrets, os.environ)
+    secrets = secrets_of(request.job, os.environ)
     with locked_run(run):
         renew_run(request)
         write_hosts(run, request.hosts)

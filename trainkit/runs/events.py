@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NotRequired, TypedDict, TypeVar
 
@@ -347,6 +347,8 @@ class EventLog:
             attempt.events, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666
         )
         size = os.fstat(self._handle).st_size
+        # is called with what was written
+        self.on_write: Callable[[Event], None] = lambda event: None
         # by who wrote here before, and died or had no room
         self._torn = size > 0 and os.pread(self._handle, 1, size - 1) != b"\n"
 
@@ -368,6 +370,7 @@ class EventLog:
         while rest:
             rest = rest[os.write(self._handle, rest) :]
         self._torn = False
+        self.on_write(event)
 
     def close(self) -> None:
         """End the log; what comes later goes nowhere, and never to another file that has its

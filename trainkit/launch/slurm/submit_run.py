@@ -17,7 +17,7 @@ from trainkit.launch.slurm.sbatch import forget_secrets, submit, write_script
 from trainkit.launch.slurm.stage_graph import ArrayFollower
 from trainkit.launch.slurm.withdraw import withdraw_stage_jobs
 from trainkit.launch.start import fill_run, renew_run
-from trainkit.launch.supervise.rank_environment import secret_values
+from trainkit.launch.supervise.rank_environment import secrets_of
 from trainkit.launch.supervise.supervisor import locked_run
 from trainkit.runs.folder import RunFolder, new_run_folder
 
@@ -67,7 +67,7 @@ def _root(request: RunRequest) -> Path:
 
 def fill_new(run: RunFolder, request: RunRequest) -> None:
     """Write all of a new run's folder but which job of Slurm's it is."""
-    secrets = secret_values(request.job.cluster.secrets, os.environ)
+    secrets = secrets_of(request.job, os.environ)
     with locked_run(run):
         fill_run(run, request, secrets)
         write_script(run, request.job, secrets)
@@ -96,7 +96,7 @@ def renew(request: ResumeRequest) -> None:
 def _renew(request: ResumeRequest) -> None:
     """The caller holds the run's lock."""
     run = request.run
-    secrets = secret_values(request.job.cluster.secrets, os.environ)
+    secrets = secrets_of(request.job, os.environ)
     renew_run(request)
     seconds = seconds_before_limit(run, request.job)
     write_script(run, request.job, secrets, seconds=seconds)

@@ -67,6 +67,18 @@ def visible_devices(job: Job, host: Host) -> list[str]:
     return (visible or list(map(str, range(job.ranks_per_node))))[: job.ranks_per_node]
 
 
+def secrets_of(job: Job, environment: Mapping[str, str]) -> dict[str, str]:
+    """All secrets of a run: those of its ranks, and those of who tells people. Raises as
+    `secret_values`."""
+    return secret_values((*job.cluster.secrets, *job.notify.secret_names), environment)
+
+
+def secrets_of_ranks(job: Job, secrets: Mapping[str, str]) -> dict[str, str]:
+    """Those that the ranks' environment holds."""
+    names = {name.rstrip("?") for name in job.cluster.secrets}
+    return {name: value for name, value in secrets.items() if name in names}
+
+
 def secret_values(names: tuple[str, ...], environment: Mapping[str, str]) -> dict[str, str]:
     """Values of the named secrets.
 
@@ -83,7 +95,10 @@ def secret_values(names: tuple[str, ...], environment: Mapping[str, str]) -> dic
     if missing:
         raise ConfigError(
             f"secrets not in the environment: {', '.join(missing)}",
-            hint="export them, or write NAME? in clusters.X.secrets where one is optional",
+            hint=(
+                "export them; clusters.X.secrets, which may have optional ones as NAME?, and"
+                " [notify] name them"
+            ),
         )
     plain = [n.rstrip("?") for n in names]
     return {n: environment[n] for n in plain if environment.get(n)}

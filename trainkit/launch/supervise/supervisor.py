@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,9 +31,11 @@ from trainkit.launch.protocol.server import Connection, Server
 from trainkit.launch.session import SECRETS
 from trainkit.launch.supervise.attempt import Attempt, AttemptContext, AttemptResult
 from trainkit.launch.supervise.failure_rules import load_failure_rules
+from trainkit.launch.supervise.notifications import Notifier
 from trainkit.launch.supervise.observer import GuardedObserver, RunObserver
 from trainkit.launch.supervise.orphan_sweep import SweepReport, sweep_orphans_on
 from trainkit.launch.supervise.outcome import Outcome, StopRequest, judge_outcome
+from trainkit.launch.supervise.rank_environment import secrets_of_ranks
 from trainkit.launch.supervise.retry_policy import HostChoice, RetryBudgets
 from trainkit.launch.supervise.stop_requests import StopRequests
 from trainkit.plan.planner import make_plan
@@ -69,7 +72,7 @@ class Supervisor:
 
     Args:
         run: its folder, complete: job.json, launch/hosts.json, code.
-        secrets: names and values that only the ranks' environment holds.
+        secrets: names and values; only the ranks' environment holds those that are theirs.
         stop_requests: what asks us to end the run.
         observer: how a person follows.
         share: run beside other runs on the same slots.
@@ -89,11 +92,12 @@ class Supervisor:
         engine: Engine | None = None,
     ) -> None:
         self.run = run
-        self.secrets = secrets
         self.stop_requests = stop_requests
         self.observer = GuardedObserver(observer, self._note_lost_observer)
         self.share = share
         self.job = read_job(run.job)
+        self.secrets = secrets_of_ranks(self.job, secrets)
+        self.notifier = Notifier(run, self.job.notify, secrets)
         self.hosts = HostChoice(read_hosts(run).hosts)
         self.launcher = launcher or LAUNCHERS[self.job.cluster.launcher]
         self.engine = engine or ENGINES[self.job.engine]
@@ -133,6 +137,8 @@ class Supervisor:
             with contextlib.suppress(OSError):
                 self._write_sign_of_life()
             await self.server.close()
+            # the record is complete, and nothing of the run is left: only messages wait
+            await asyncio.to_thread(self.notifier.close)
 
     def address(self) -> str:
         """Where to listen: an address of this machine that all agents reach."""
@@ -232,6 +238,7 @@ class Supervisor:
         if self.attempt is not None:
             self.attempt.events.close()
         self.attempt = attempt = Attempt(self.run, number, self.job, hosts, command, context)
+        attempt.events.on_write = functools.partial(self.notifier.on_event, number)
         attempt.record_start()
         self._write_sign_of_life()
         if first:
