@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from tests.conftest import Project
-from tests.reports.browser import needs_chromium, visit
 from tests.reports.test_page import HOSTILE, row
 from trainkit.reports.compare import ABSENT, compare_runs
 from trainkit.reports.compare_page import comparison_page
@@ -67,16 +66,6 @@ def test_what_differs(tmp_path: Path) -> None:
     assert "cannot be compared" in found.notes[0]
     page = comparison_page(found)
     assert HOSTILE not in page and "cannot be compared" in page
-
-
-@needs_chromium
-def test_a_browser_opens_a_comparison(tmp_path: Path) -> None:
-    one = make(tmp_path, "a", [3.0, 2.0, 1.0])
-    two = make(tmp_path, "b", [3.0, 2.5, 2.0], **{"training.lr": HOSTILE})
-    path = tmp_path / "comparison.html"
-    path.write_text(comparison_page(compare_runs(reports(one, two))))
-    seen = visit(path, tmp_path, 400)
-    assert seen.console == [] and seen.asked == [] and "owned" not in seen.dom.split("</title>")[0]
 
 
 def test_the_task(project: Project) -> None:

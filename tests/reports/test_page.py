@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from tests.conftest import Project
-from tests.reports.browser import needs_chromium, visit
 from tests.reports.drill import Drill, iso, three_kills
 from trainkit.reports.chart import Chart, Series
 from trainkit.reports.page import report_page
@@ -114,26 +113,6 @@ def test_thinning_keeps_spikes_gaps_and_evaluations(tmp_path: Path) -> None:
     drawn = re.search(r'points="([^"]+)"', line.to_html())
     assert drawn is not None and len(drawn[1].split()) < 7000
     assert min(int(p.split(",")[1]) for p in drawn[1].split()) < 500  # the spike, at the top
-
-
-@needs_chromium
-def test_a_browser_asks_nobody_and_complains_of_nothing(tmp_path: Path) -> None:
-    """And where something got into the page, its policy would keep it from asking."""
-    path = tmp_path / "report.html"
-    path.write_text(report_page(read_report(with_rows(three_kills(tmp_path)))))
-    seen = visit(path, tmp_path)
-    assert seen.console == [] and seen.asked == []
-    assert "owned" not in seen.dom.split("</title>")[0]
-    assert 'class="cursor"' in seen.dom  # the script ran
-    inside = path.read_text().replace("<h1>", f"{HOSTILE}<h1>", 1)
-    path.with_name("inside.html").write_text(inside)
-    refused = visit(path.with_name("inside.html"), tmp_path)
-    assert refused.asked == [] and "owned" not in refused.dom.split("</title>")[0]
-    assert any("Content Security Policy" in line for line in refused.console)
-    open_ = re.sub(r'<meta http-equiv="Content[^>]*>', "", inside)
-    path.with_name("open.html").write_text(open_)
-    control = visit(path.with_name("open.html"), tmp_path)
-    assert control.asked == ["http://127.0.0.1:9/x"] and "<title>owned" in control.dom
 
 
 def test_the_task_writes_files_and_the_document(project: Project) -> None:
