@@ -3,8 +3,10 @@ of the tests, a few minutes on two cores.
 
 docs/plan.svg is what `plan` prints. docs/resume.svg is the loss of one run of `demo` that nobody
 touched and of one that was killed with SIGKILL and resumed; it is drawn only if every loss of
-both is equal, bit for bit. docs/report.png is the page that `report --html` writes of such a run
-(it needs Debian's chromium). Names as arguments make only those. docs/demo.svg is another one:
+both is equal, bit for bit. docs/report.png is the page that `report --html` writes of such a run,
+docs/phone.png the same on 400 pixels, docs/comparison.png what `compare --html` writes of it and of
+one with another learning rate, docs/board.png the page of `board`, docs/stages.svg what `graph`
+draws (all but that need chromium). Names as arguments make only those. docs/demo.svg is another:
 `./inv report last --picture docs/demo.svg`, after `./inv train demo`.
 """
 
@@ -69,17 +71,24 @@ def losses(folder: Path) -> dict[int, float]:
     return {row["step"]: row["lm_loss"] for row in rows if "eval" not in row}
 
 
-def train(root: Path) -> subprocess.Popen[bytes]:
-    """Start `demo` in a folder of its own, with a copy of the checkout's jobs."""
+def copy_jobs(root: Path) -> None:
+    """A copy of the checkout's jobs in a folder of its own."""
     shutil.copy(DOCS.parent / "jobs.toml", root)
     shutil.copytree(DOCS.parent / "jobs", root / "jobs")
     (root / "jobs.local.toml").write_text(f'[clusters.here]\nnode_folder = "{root}/node"\n')
-    keys = {
+
+
+def train(root: Path, **more: float) -> subprocess.Popen[bytes]:
+    """Start `demo` in such a folder. `more`: further options of its training."""
+    if not (root / "jobs.toml").exists():
+        copy_jobs(root)
+    keys: dict[str, float] = {
         "train_iters": STEPS,
         "save_interval": SAVED_EVERY,
         "log_interval": 1,
         "micro_batch_size": 2,
         "global_batch_size": 4,  # of 16: a minute on two cores
+        **more,
     }
     sets = [word for key, value in keys.items() for word in ("--set", f"training.{key}={value}")]
     return subprocess.Popen(command(root, "train", "demo", *sets), cwd=root)
@@ -140,26 +149,62 @@ def draw_resume(path: Path) -> None:
         figure.savefig(path, format="svg", metadata={"Date": None})
 
 
-def draw_report(path: Path) -> None:
-    """The page of a run that was killed with SIGKILL and resumed, as Chromium shows it."""
-    with tempfile.TemporaryDirectory() as folder:
-        root = Path(folder)
+def draw_pages(folder: Path) -> None:
+    """Pages of a run that was killed with SIGKILL and resumed, and of one beside it, as Chromium
+    shows them."""
+    sys.path.insert(0, str(DOCS.parent))
+    from tests.reports.browser import Browser
+
+    with tempfile.TemporaryDirectory() as place:
+        root = Path(place)
         killed_and_resumed(root)
-        page = root / "report.html"
-        subprocess.run(command(root, "report", "last", "--html", str(page)), cwd=root, check=True)
-        photograph(page, path, 2300)
+        first = run_folder(root)
+        assert first is not None
+        if train(root, lr=3e-4).wait():
+            raise SystemExit("training failed")
+        report = root / "report.html"
+        comparison = root / "comparison.html"
+        for words in (
+            ("report", first.name, "--html", str(report)),
+            ("compare", first.name, "last", "--html", str(comparison)),
+        ):
+            subprocess.run(command(root, *words), cwd=root, check=True)
+        board = subprocess.Popen(
+            command(root, "board", "--port", "0"), cwd=root, stdout=subprocess.PIPE, text=True
+        )
+        assert board.stdout is not None
+        address = board.stdout.readline().split()[-1]
+        browser = Browser()
+        try:
+            for url, name, width, height in (
+                (report.as_uri(), "report.png", 1280, 2300),
+                (report.as_uri(), "phone.png", 400, 1100),
+                (comparison.as_uri(), "comparison.png", 1280, 1500),
+                (address, "board.png", 1280, 260),
+            ):
+                browser.visit(url, width, folder / name, height)
+        finally:
+            browser.close()
+            board.send_signal(signal.SIGINT)
+            board.wait()
 
 
-def photograph(page: Path, path: Path, height: int) -> None:
-    """A page of 1,280 pixels' width as a picture, by Debian's chromium."""
-    argv = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
-    nobody = "--host-resolver-rules=MAP * ~NOTFOUND"
-    size = [f"--window-size=1280,{height}", f"--screenshot={path}"]
-    subprocess.run([*argv, nobody, *size, page.as_uri()], check=True)
+def draw_stages(path: Path) -> None:
+    """What `graph` draws of a job that begins with nothing."""
+    with tempfile.TemporaryDirectory() as place:
+        root = Path(place)
+        copy_jobs(root)
+        words = ("graph", "demo", "--set", "sample_order=megatron", "--svg", str(path))
+        subprocess.run(command(root, *words), cwd=root, check=True)
 
 
-PICTURES = {"plan.svg": draw_plan, "resume.svg": draw_resume, "report.png": draw_report}
+PAGES = ("report.png", "phone.png", "comparison.png", "board.png")
+PICTURES = {"plan.svg": draw_plan, "resume.svg": draw_resume, "stages.svg": draw_stages}
 
 if __name__ == "__main__":
-    for name in sys.argv[1:] or PICTURES:
-        PICTURES[name](DOCS / name)
+    asked = sys.argv[1:] or [*PICTURES, *PAGES]
+    for name in asked:
+        if name in PICTURES:
+            PICTURES[name](DOCS / name)
+    if set(PAGES).intersection(asked):  # they are of the same runs
+        draw_pages(DOCS)

@@ -122,18 +122,21 @@ class Browser:
         self._answers.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def visit(self, url: str, width: int = 1280, picture: Path | None = None) -> Visit:
+    def visit(
+        self, url: str, width: int = 1280, picture: Path | None = None, height: int = HEIGHT
+    ) -> Visit:
         """Open an address in a window of its own.
 
         Args:
             url: the address.
             width: of the window.
             picture: the .png file to write what is seen into.
+            height: of the window.
         """
         target = self._call("Target.createTarget", {"url": "about:blank"})["targetId"]
         attached = self._call("Target.attachToTarget", {"targetId": target, "flatten": True})
         session = attached["sessionId"]
-        size = {"width": width, "height": HEIGHT, "deviceScaleFactor": 1, "mobile": width < 600}
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
         self._call("Emulation.setDeviceMetricsOverride", size, session)
         for domain in ("Page", "Network", "Runtime", "Log"):
             self._call(f"{domain}.enable", {}, session)
