@@ -130,6 +130,7 @@ def rank_command(job: Job, run: RunFolder, attempt: int, program: EngineProgram)
         before=(program.python, *program.before) if program.before else (),
         python_path=program.python_path,
         ends_in_time=program.ends_in_time,
+        save_interval=job.training.save_interval or 0,
     )
     name = spec_name(attempt)
     main = run.code / "trainkit" / "engines" / "rank" / "main.py"

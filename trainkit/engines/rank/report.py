@@ -17,6 +17,7 @@ from pathlib import Path
 from trainkit.base.documents import document, utc_now
 from trainkit.base.files import temporary_name, write_json, write_text
 from trainkit.engines.rank.end import Verdict
+from trainkit.engines.rank.phases import PhaseLines
 from trainkit.engines.rank.readings import EvaluationLine, Iteration
 from trainkit.engines.rank.spec import RankSpec
 
@@ -41,6 +42,8 @@ class RankReport:
         error = os.environ.get("TORCHELASTIC_ERROR_FILE")
         self.heartbeat = Path(heartbeat) if heartbeat else None
         self.error = Path(error) if error else None
+        phases = self.heartbeat.parent.parent / "phases.jsonl" if self.heartbeat else None
+        self.phases = PhaseLines(phases, spec.save_interval)
         self.last_iteration: int | None = None
         self.step = 0
         self._line_at: float | None = None
@@ -50,6 +53,7 @@ class RankReport:
     def begin(self, step: int | None) -> None:
         """The engine is about to go on from this iteration."""
         self.step = step or 0
+        self.phases.begin(self.step, time.time())
         self.beat("load")
 
     def take(self, reading: Iteration | EvaluationLine) -> None:
@@ -66,6 +70,7 @@ class RankReport:
         self._line_at = now
         self.last_iteration = reading.step
         self.step = reading.step
+        self.phases.iteration(reading.step, reading.elapsed_ms, time.time())
         self._append(self._row(reading))
         self.beat("train")
 
@@ -125,6 +130,7 @@ class RankReport:
                 "lm_loss": finite(reading.lm_loss),
             }
         )
+        self.phases.evaluated = True
         self.beat("eval")
 
     def _append(self, row: dict[str, object]) -> None:
@@ -177,6 +183,7 @@ class RankReport:
 
     def done(self) -> None:
         """Success, durable."""
+        self.phases.done(time.time())
         self.step = self.spec.train_iters
         if self.heartbeat is not None:
             write_text(self.heartbeat, self._beat_text("done"))

@@ -55,6 +55,7 @@ class RankSpec:
         before: a program that is run before it in each rank, whose end decides nothing.
         python_path: folders that come first on PYTHONPATH.
         ends_in_time: the engine saves and ends with 0 by itself when its own time is up.
+        save_interval: iterations between two checkpoints; 0: not known.
         saves: it writes checkpoints; without any, its last line says whether training is done.
         seen_seconds: until a file that one rank has written is seen by all.
         path: folders that come first on PATH, so that the engine's Makefiles find the python3 and
@@ -98,6 +99,7 @@ class RankSpec:
     before: tuple[str, ...] = ()
     python_path: tuple[str, ...] = ()
     ends_in_time: bool = False
+    save_interval: int = 0
 
     @property
     def interpreter(self) -> str:
