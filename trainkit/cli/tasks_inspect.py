@@ -85,17 +85,24 @@ def tensorboard(task: TaskContext, run: str = "", port: int = 6006) -> None:
         "png": "draw the whole report as a .png file (needs the extra `report`)",
         "picture": PICTURE.format("the loss curve"),
         "flops": FLOPS,
+        "samples": "first have each checkpoint that is there go on from the job's generate.prompts",
     },
     takes_json=True,
 )
 def report(
-    task: TaskContext, run: str, html: str = "", png: str = "", picture: str = "", flops: str = ""
+    task: TaskContext,
+    run: str,
+    html: str = "",
+    png: str = "",
+    picture: str = "",
+    flops: str = "",
+    samples: bool = False,
 ) -> TaskResult:
     """Summarize a run: losses, speed, attempts, where its time went and its files are."""
     from trainkit.cli.inspect.report import ReportFiles
     from trainkit.cli.inspect.report import report as show
 
-    return show(task, run, ReportFiles(picture, html, png), flops)
+    return show(task, run, ReportFiles(picture, html, png, samples), flops)
 
 
 @make_task(

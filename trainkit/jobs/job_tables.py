@@ -194,6 +194,12 @@ class GenerateSettings(Table):
         "", description="text the sample goes on from; empty: from the end-of-document token"
     )
     max_new_tokens: int = Field(64, ge=1, description="tokens of the sample")
+    prompts: Strings = Field(
+        (),
+        description=(
+            "texts that `report --samples` has each checkpoint go on from; by default prompt"
+        ),
+    )
 
 
 class ProfileSettings(Table):

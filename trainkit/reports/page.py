@@ -9,8 +9,10 @@ from __future__ import annotations
 import base64
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
+from html import escape
 from pathlib import Path
 
+from trainkit.base.printable import printable
 from trainkit.reports.chart import text
 from trainkit.reports.curves import charts_of
 from trainkit.reports.heat import heat_map
@@ -84,6 +86,7 @@ def _sections(report: RunReport) -> Iterator[str]:
     yield from _plan(report)
     yield from _attempts(report)
     yield from _checkpoints(report)
+    yield from _samples(report)
     yield from _lists(report)
     if report.notes:
         yield "<h2>Notes</h2>"
@@ -189,6 +192,17 @@ def _checkpoints(report: RunReport) -> Iterator[str]:
         yield "<p>None.</p>"
         return
     yield table(("step", "size"), [(c.step, short(c.bytes, "B")) for c in report.checkpoints], 1)
+
+
+def _samples(report: RunReport) -> Iterator[str]:
+    """Text as it is written, line by line; nothing where nobody asked for any."""
+    if not report.samples:
+        return
+    yield "<h2>Text at checkpoints</h2>"
+    for sample in report.samples:
+        words = escape(printable(sample.text[: 10 * MOST_CHARACTERS]), quote=True)
+        prompt = text(clip(sample.prompt) or "the beginning of a document")
+        yield f'<p class="soft">step {sample.step}, after: {prompt}</p><pre>{words}</pre>'
 
 
 def _lists(report: RunReport) -> Iterator[str]:

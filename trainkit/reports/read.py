@@ -21,6 +21,7 @@ from trainkit.runs.metrics import taken_back_path
 from trainkit.runs.phases import read_phases
 from trainkit.runs.rank_times import RankTimes, read_rank_times
 from trainkit.runs.record import RunRecord, read_run_record
+from trainkit.runs.samples import SampleText, read_samples
 from trainkit.runs.summary import RunSummary
 
 MOST_EVENTS = 500  # of a run of many ranks, those that say most
@@ -87,6 +88,7 @@ class RunReport:
         plan: plan/1.
         checkpoints: those that are there.
         rank_times: of every rank, now and then.
+        samples: what the models of checkpoints wrote.
         notes: what could not be read.
     """
 
@@ -102,6 +104,7 @@ class RunReport:
     plan: Table
     checkpoints: Sequence[SavedCheckpoint]
     rank_times: Sequence[RankTimes]
+    samples: Sequence[SampleText] = ()
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -157,6 +160,7 @@ class RunReport:
                 {**vars(each), "error": each.error} for each in self.planned_and_measured()
             ],
             "checkpoints": [vars(checkpoint) for checkpoint in self.checkpoints],
+            "samples": [vars(sample) for sample in self.samples],
             "settings": [vars(setting) for setting in self.settings],
             "versions": dict(as_table(self.origin.get("packages"))),
             "git_commit": self.origin.get("git_commit"),
@@ -200,6 +204,7 @@ def read_report(run: RunFolder, record: RunRecord | None = None) -> RunReport:
         read_table(run.plan),
         list(_checkpoints(run.checkpoints)),
         read_rank_times(run),
+        read_samples(run),
         notes,
     )
 

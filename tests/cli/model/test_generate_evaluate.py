@@ -17,6 +17,7 @@ from tests.train.peers import random_model
 from tests.trained import TEXTS, new_run, prepare, write_checkpoint
 from trainkit.base.documents import document
 from trainkit.base.errors import ConfigError, TrainkitError
+from trainkit.cli.inspect.report import ReportFiles, report
 from trainkit.cli.model.evaluate import evaluate
 from trainkit.cli.model.generate import generate
 from trainkit.cli.model.prompts import read_prompts
@@ -25,6 +26,7 @@ from trainkit.cli.run import summary as ending
 from trainkit.cli.wrapper import TaskContext
 from trainkit.jobs.load import load
 from trainkit.runs.folder import RunFolder
+from trainkit.runs.samples import read_samples, samples_path
 from trainkit.stages.stamps import file_identity
 
 MORE = """
@@ -91,6 +93,30 @@ def evaluated(
 ) -> dict[str, Any]:
     options = EvaluateOptions(dataset=dataset, split=split, samples=samples, tensor_parallel=ranks)
     return evaluate(task(run, dry_run=dry_run), "last", options).document
+
+
+def test_checkpoints_write_text_for_the_report(run: RunFolder) -> None:
+    """The likeliest tokens, the same each time; what is there is not made again, and nothing of it
+    is markup in the page."""
+    value = json.loads(run.job.read_text())
+    value["job"]["generate"] |= {"prompts": ["the ", "<b>"], "max_new_tokens": 4}
+    run.job.write_text(json.dumps(value))
+    files = ReportFiles(html=str(run.path / "r.html"), samples=True)
+    report(task(run), run.id, files, "")
+    found = read_samples(run)
+    assert [(each.step, each.prompt) for each in found] == [
+        (step, prompt) for step in (2, 4) for prompt in ("the ", "<b>")
+    ]
+    one = generated(run, ["<b>"], 2)["generations"][0]
+    assert found[1].text == one["text"] and found[1].text.startswith("<b>")
+    page = (run.path / "r.html").read_text()
+    assert "Text at checkpoints" in page and "&lt;b&gt;" in page and "<b>the" not in page
+    before = samples_path(run).read_bytes()
+    report(task(run), run.id, ReportFiles(samples=True), "")
+    assert samples_path(run).read_bytes() == before, "they are there"
+    samples_path(run).unlink()
+    report(task(run), run.id, ReportFiles(samples=True), "")
+    assert samples_path(run).read_bytes() == before, "and the same again"
 
 
 def test_generate_from_the_command_line(project: Project, run: RunFolder) -> None:

@@ -11,16 +11,19 @@ from trainkit.base.files import write_text
 from trainkit.cli.config.jobs import load_jobs
 from trainkit.cli.inspect.runs import print_status
 from trainkit.cli.wrapper import TaskContext, TaskResult
+from trainkit.jobs.resolved import read_job
 from trainkit.launch.scheduler_registry import current
 from trainkit.reports.page import report_page
 from trainkit.reports.picture import draw_report
 from trainkit.reports.read import read_report
+from trainkit.runs.checkpoints import published_folders, step_of
 from trainkit.runs.devices import DeviceUsage
 from trainkit.runs.find import find_run
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.loss_plot import draw_losses
 from trainkit.runs.record import read_run_record
 from trainkit.runs.results import convention_tflops, planned_speed, refuse_unknown_convention
+from trainkit.runs.samples import SampleText, add_samples, read_samples
 from trainkit.runs.summary import RunSummary, summarize_run
 
 
@@ -32,11 +35,13 @@ class ReportFiles:
         picture: the loss curve.
         html: the whole report as a page.
         png: the whole report as a picture.
+        samples: first have the checkpoints write text, where they have not.
     """
 
     picture: str = ""
     html: str = ""
     png: str = ""
+    samples: bool = False
 
 
 def report(task: TaskContext, run_name: str, files: ReportFiles, flops: str) -> TaskResult:
@@ -50,6 +55,8 @@ def report(task: TaskContext, run_name: str, files: ReportFiles, flops: str) -> 
     """
     refuse_unknown_convention(flops)
     run = find_run(load_jobs(task).roots(), run_name)
+    if files.samples:
+        _write_samples(task, run)
     if files.html or files.png:
         return _draw(task, run, files)
     picture = files.picture
@@ -74,6 +81,29 @@ def report(task: TaskContext, run_name: str, files: ReportFiles, flops: str) -> 
         whole = read_report(run, record).to_json()
     found = summary.to_json() | {"planned_tokens_per_second": planned}
     return TaskResult(found | whole | counted)
+
+
+def _write_samples(task: TaskContext, run: RunFolder) -> None:
+    """Have each checkpoint that is there go on from the job's prompts, but those that have."""
+    from trainkit.train.inference.generate import generate  # torch comes with it
+    from trainkit.train.inference.sampling import Sampling
+
+    job = read_job(run.job)
+    prompts = job.generate.prompts or (job.generate.prompt,)
+    known = {(sample.step, sample.prompt) for sample in read_samples(run)}
+    for step in sorted(map(step_of, published_folders(run.checkpoints))):
+        missing = [prompt for prompt in prompts if (step, prompt) not in known]
+        if not missing:
+            continue
+        _, found = generate(
+            run,
+            missing,
+            Sampling(temperature=0.0),
+            max_new_tokens=job.generate.max_new_tokens,
+            step=step,
+        )
+        add_samples(run, [SampleText(step, each.prompt, each.text, each.tokens) for each in found])
+        task.say(f"the checkpoint of step {step} has written {len(found)} texts")
 
 
 def _draw(task: TaskContext, run: RunFolder, files: ReportFiles) -> TaskResult:
