@@ -10,6 +10,7 @@ warm, then one for every line "STEPS" on its stdin.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import itertools
 import json
 import math
@@ -282,6 +283,32 @@ def litgpt_loop(case: Case, precision: str, device: str, *, pure: bool) -> Plain
     )
 
 
+def plain_loop(case: Case, precision: str, device: str) -> PlainLoop:
+    """peers/plain_model.py: a GPT or Llama of torch alone. On CUDA a GPT is compiled whole, as
+    nanoGPT does, a Llama block by block, as torchtitan does: a deep one would take minutes."""
+    import torch
+
+    # -P keeps this folder off the path
+    spec = importlib.util.spec_from_file_location(
+        "plain_model", Path(__file__).with_name("plain_model.py")
+    )
+    assert spec is not None and spec.loader is not None
+    plain = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(plain)
+    with torch.device(device):
+        model = plain.PlainModel(case.model, recompute=case.recompute == "full")
+    forward: Any = model
+    if device == "cuda" and case.model["family"] == "llama":
+        for block in model.blocks:
+            block.compile()
+        model.loss = torch.compile(model.loss)
+    elif device == "cuda":
+        forward = torch.compile(model)
+    return PlainLoop(
+        case, device, model, case.model["vocab_size"], forward, autocast=precision == "bf16"
+    )
+
+
 class Products:
     """The matrix products of a step and nothing else: each that is there once in a micro-batch
     or layer is timed once, and counts as often as it is."""
@@ -341,6 +368,7 @@ BUILDERS: dict[str, Callable[[Case, str, str], Any]] = {
     "litgpt": lambda *words: litgpt_loop(*words, pure=False),
     "transformers, bf16 weights": lambda *words: transformers_loop(*words, pure=True),
     "litgpt, bf16 weights": lambda *words: litgpt_loop(*words, pure=True),
+    "plain loop": plain_loop,
     "products": Products,
 }
 

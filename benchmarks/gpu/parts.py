@@ -1,0 +1,49 @@
+"""The parts of the proof, in the order in which they are run: what decides most comes first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part, a process of its own.
+
+    Args:
+        module: of benchmarks.gpu, with `run(device, size, folder)`.
+        shows: what, in words.
+        limit_seconds: after which it is ended, on a GPU; what it found by then is kept.
+        expected_seconds: a guess for one H100 or H200, before anyone has measured it.
+        options: further arguments of `run`.
+    """
+
+    module: str
+    shows: str
+    limit_seconds: int
+    expected_seconds: int
+    options: Mapping[str, str] = field(default_factory=dict)
+
+
+PARTS: dict[str, Part] = {
+    "device": Part("device", "copy bandwidth and matrix products of the device", 60, 20),
+    "numerics": Part("numerics", "families x precisions beside fp64 on the CPU", 240, 120),
+    "attention": Part("attention", "flash, documents in one kernel, compiled documents", 180, 90),
+    "loop": Part(
+        "loop", "numbers a step late, no waiting, timers, peak, saves behind training", 120, 60
+    ),
+    "resume": Part("resume", "SIGKILL and resume: bit-equal when deterministic", 300, 180),
+    "speed-gpt2": Part(
+        "speed_gpt2", "GPT-2 124M, tokens/s beside a plain torch loop in the same run", 300, 180
+    ),
+    "speed-llama": Part(
+        "speed_llama", "Llama-3-8B from two shorter stacks, beside the same plain loop", 480, 330
+    ),
+    "memory": Part("memory", "the plan's memory beside the allocator's peak", 300, 200),
+    "speed-llama-none": Part(
+        "speed_llama", "the same without recomputation", 480, 330, {"recompute": "none"}
+    ),
+    "kernels": Part("kernels", "every operation of trainkit.ops: numerics, % of a copy", 240, 120),
+}
+CPU_LIMIT_SECONDS = 900  # of a part at small size: it guards against hanging alone
+PACKED_DATA = "TRAINKIT_GPU_PACKED_DATA"  # tells parts where the data/ of the packed folder is

@@ -1,0 +1,131 @@
+"""Jobs of the proof, and a Trainer of one rank in this process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from trainkit.jobs.devices import built_in_device
+from trainkit.jobs.job_tables import CheckpointSettings
+from trainkit.jobs.schema import Cluster, Dataset, Job, Model, Tokenizer, Training
+
+if TYPE_CHECKING:
+    from trainkit.train.trainer import Trainer
+
+DeviceType = Literal["cpu", "cuda"]
+Size = Literal["small", "full"]
+Family = Literal["gpt", "gpt-neox", "llama"]
+FAMILIES: tuple[Family, ...] = get_args(Family)
+MANY = 10**6  # steps: a run that the part ends itself
+
+
+def small_model(family: Family, size: Size = "small", *, vocab: int = 512) -> Model:
+    """A model of a family whose fp64 reference a CPU computes in seconds.
+
+    Args:
+        family: of FAMILIES.
+        size: "full" has the head size and the depth that GPU kernels are made for.
+        vocab: rows of the embedding.
+    """
+    wide: dict[str, Any] = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
+    length = 64
+    if size == "full":
+        wide = {"num_layers": 4, "hidden_size": 512, "num_attention_heads": 8}
+        length = 256
+    if family == "llama":
+        wide["num_query_groups"] = 2
+    return Model(name=f"small-{family}", family=family, seq_length=length, vocab_size=vocab, **wide)
+
+
+def make_job(
+    name: str,
+    model: Model,
+    device: DeviceType,
+    root: Path,
+    *,
+    dataset: Dataset | None = None,
+    save_async: bool = True,
+    **training: Any,
+) -> Job:
+    """A job of one rank.
+
+    Args:
+        name: its name.
+        model: what is trained.
+        device: where.
+        root: the folder of its cluster.
+        dataset: by default random tokens.
+        save_async: write checkpoints behind training.
+        training: keys of [jobs.X.training] that are not these defaults.
+    """
+    values: dict[str, Any] = {
+        "micro_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "train_iters": MANY,
+        "lr": 1e-3,
+        "lr_decay_style": "constant",
+        "eval_iters": 0,
+        "log_interval": MANY,
+        **training,
+    }
+    return Job(
+        name=name,
+        cluster=Cluster(
+            name="here", device=built_in_device(device), ranks_per_node=1, root=str(root)
+        ),
+        model=model,
+        dataset=dataset or Dataset(name="mock", source="mock"),
+        training=Training(**values),
+        checkpoint=CheckpointSettings(save_async=save_async),
+    )
+
+
+def text_dataset() -> Dataset:
+    """The text of the packed folder."""
+    return Dataset(
+        name="guides",
+        source="files",
+        paths=("guides.jsonl",),
+        tokenizer=Tokenizer(name="guides-bpe", type="bpe", vocab_size=2048),
+        split="90,10,0",
+    )
+
+
+@contextlib.contextmanager
+def trainer(job: Job) -> Iterator[Trainer]:
+    """A Trainer as rank 0 of 1 in a new run folder. Its process group is gone afterwards, and on a
+    GPU its memory, so that another may follow in this process."""
+    import torch
+    import torch.distributed as dist
+
+    from trainkit.runs.folder import new_run_folder
+    from trainkit.train.metrics.heartbeat import Heartbeat
+    from trainkit.train.parallel.data_parallel import World
+    from trainkit.train.trainer import Trainer
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free.getsockname()[1]))
+    run = new_run_folder(Path(str(job.cluster.root)), job.name)
+    try:
+        made = Trainer(job, run, World(0, 1), Heartbeat(None, 0), threading.Event())
+        try:
+            yield made
+        finally:
+            made.checkpoints.close()
+            made.train_feed.close()
+            made.validator.close()
+            if made.reporter:
+                made.reporter.close(failed=False)
+            del made
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        torch._dynamo.reset()
+        if job.cluster.device_type == "cuda":
+            torch.cuda.empty_cache()

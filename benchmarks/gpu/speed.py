@@ -1,0 +1,89 @@
+"""Tokens a second of the trainer and of a plain torch loop, each alone on the device, in the same
+run: the contenders' processes of benchmarks/train_step.py.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.gpu.findings import Finding, judged
+from benchmarks.train_step import Case, Failed, Worker
+
+if TYPE_CHECKING:
+    from benchmarks.gpu.sessions import DeviceType
+
+CONTENDERS = ("trainkit", "plain loop")
+THREADS = 2  # on a CPU
+BLOCKS = 3  # of steps in a row, without a stop between them; the median counts
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One contender.
+
+    Args:
+        seconds: of a step, the median of the blocks.
+        peak_bytes: the highest memory.
+        about: what it said of itself: parameters, flops_per_token, first_loss.
+    """
+
+    seconds: float
+    peak_bytes: int
+    about: dict[str, Any]
+
+
+def measure(name: str, case: Case, device: DeviceType) -> Measured:
+    """Run one contender. Raises train_step.Failed with its last words."""
+    worker = Worker(name, case, "bf16", device, THREADS)
+    worker.ready()
+    for _ in range(BLOCKS):
+        worker.step(case.rounds)
+    worker.end()
+    return Measured(statistics.median(worker.seconds), worker.peak, worker.about)
+
+
+def contend(words: str, case: Case, device: DeviceType) -> Iterator[tuple[str, Measured | Finding]]:
+    """Each contender's measure, or the finding that it failed."""
+    for name in CONTENDERS:
+        try:
+            yield name, measure(name, case, device)
+        except Failed as error:
+            last = " | ".join(line.strip(" |") for line in str(error).splitlines()[-3:])
+            yield name, judged(f"{words}: {name} runs", False, note=last)
+
+
+def rates(
+    words: str, tokens_per_second: float, flops_per_token: float, peak_tflops: float | None
+) -> str:
+    """Model TFLOP/s and MFU of a rate, for a note. The peak is the table's, or there is no MFU."""
+    tflops = tokens_per_second * flops_per_token / 1e12
+    mfu = "n/a"
+    if peak_tflops:
+        mfu = f"{tflops / peak_tflops:.1%}"
+    return f"{words}{tflops:.0f} model TFLOP/s, MFU {mfu}"
+
+
+def peak_tflops(device: DeviceType) -> float | None:
+    """bf16 peak of this very GPU by the device table; None for any other."""
+    import torch
+
+    from trainkit.jobs.devices import reported_device
+
+    if device == "cpu":
+        return None
+    row = reported_device(torch.cuda.get_device_name())
+    if row is None:
+        return None
+    return row.peak_tflops.get("bf16")
+
+
+def gpu_name(device: DeviceType) -> str | None:
+    """torch's name of it."""
+    import torch
+
+    if device == "cpu":
+        return None
+    return str(torch.cuda.get_device_name())
