@@ -146,6 +146,18 @@ LONG: tuple[str | set[str], ...] = (
 )
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """A test that needs a GPU is skipped, with the reason, where torch can use none."""
+    if item.get_closest_marker("gpu") is None:
+        return
+    import torch
+
+    if torch.version.cuda is None:
+        pytest.skip(f"no GPU: torch {torch.__version__} was built without CUDA")
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU that torch can use: no device, or its driver is too old")
+
+
 def _pile(item: pytest.Item) -> int | None:
     """The first of LONG that a test is of."""
     fixtures = getattr(item, "fixturenames", ())

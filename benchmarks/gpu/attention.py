@@ -80,7 +80,7 @@ def _inputs(shape: Shape, dtype: torch.dtype) -> list[Tensor]:
     qkv = torch.randn(shape.batch, shape.length, heads * shape.size).to(dtype)
     widths = [n * shape.size for n in (shape.heads, shape.groups, shape.groups)]
     parts = torch.split(qkv, widths, dim=-1)
-    return [t.unflatten(-1, (-1, shape.size)).transpose(1, 2) for t in parts]
+    return [t.view(*t.shape[:2], -1, shape.size).transpose(1, 2) for t in parts]
 
 
 def _attended(

@@ -9,6 +9,7 @@ from trainkit.cli.wrapper import TaskContext, TaskResult, make_task
     help={
         "path": "only this file, folder or test; `test PATH` is the same",
         "slow": "run the slow tests too, with more examples of each property",
+        "gpu": "only the tests that need a GPU",
         "k": "pytest's -k: only tests whose names match",
         "last-failed": "only tests that failed the last time",
         "no-lint": "skip ruff and mypy (skipped anyway if only some tests run)",
@@ -18,6 +19,7 @@ def test(
     task: TaskContext,
     path: tuple[str, ...] = (),
     slow: bool = False,
+    gpu: bool = False,
     k: str = "",
     last_failed: bool = False,
     no_lint: bool = False,
@@ -25,7 +27,7 @@ def test(
     """Run ruff, mypy and the tests of this checkout."""
     from trainkit.cli.checkout.test import test as run
 
-    run(path, slow=slow, k=k, last_failed=last_failed, lint=not no_lint)
+    run(path, slow=slow, gpu=gpu, k=k, last_failed=last_failed, lint=not no_lint)
 
 
 @make_task(

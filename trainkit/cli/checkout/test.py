@@ -39,6 +39,7 @@ def test(
     paths: Sequence[str] = (),
     *,
     slow: bool = False,
+    gpu: bool = False,
     k: str = "",
     last_failed: bool = False,
     lint: bool = True,
@@ -49,6 +50,7 @@ def test(
     Args:
         paths: files, folders or tests (FILE::NAME) of the checkout; none: all of tests/.
         slow: run the slow tests too, with more examples of each property.
+        gpu: run only the tests that need a GPU, one after the other.
         k: pytest's -k.
         last_failed: only tests that failed the last time.
         lint: run ruff and mypy first, unless only a part of the tests runs.
@@ -66,8 +68,8 @@ def test(
             f"no such test in {root}: {', '.join(absent)}",
             hint="give files or folders below it: ./inv test tests/data",
         )
-    commands = [_pytest(paths, slow=slow, k=k, last_failed=last_failed)]
-    if lint and not (paths or k or last_failed):
+    commands = [_pytest(paths, slow=slow, gpu=gpu, k=k, last_failed=last_failed)]
+    if lint and not (paths or gpu or k or last_failed):
         commands = [["ruff", "check", "."], ["ruff", "format", "--check", "."], ["mypy"], *commands]
     # Without bytecode on disk each worker and each of a thousand programs compiles the package and
     # the tests again.
@@ -90,13 +92,16 @@ def test(
             raise InvokeExit(code=code)
 
 
-def _pytest(paths: Sequence[str], *, slow: bool, k: str, last_failed: bool) -> list[str]:
-    # two more than processors: tests on several hosts mostly wait
-    workers = len(os.sched_getaffinity(0)) + 2
-    command = ["pytest", "-n", str(workers), "--dist", "worksteal"]
+def _pytest(paths: Sequence[str], *, slow: bool, gpu: bool, k: str, last_failed: bool) -> list[str]:
+    if gpu:
+        command = ["pytest", "-m", "gpu"]  # there may be one GPU: no workers beside each other
+    else:
+        # two more than processors: tests on several hosts mostly wait
+        workers = len(os.sched_getaffinity(0)) + 2
+        command = ["pytest", "-n", str(workers), "--dist", "worksteal"]
     if slow:
         command.append("--hypothesis-profile=slow")
-    else:
+    elif not gpu:
         command += ["-m", "not slow"]
     if k:
         command += ["-k", k]
