@@ -35,7 +35,7 @@ from benchmarks.gpu.packed import prepare_python, read_pack
 from benchmarks.gpu.parts import CPU_LIMIT_SECONDS, PACKED_DATA, PARTS, Part
 from benchmarks.gpu.proof import ROOT, PartResult, Proof, Status, code_hash
 from trainkit.base.errors import ConfigError, Exit, TrainkitError
-from trainkit.base.process import adopt_orphans, reap_child, start_child, stop_children
+from trainkit.base.process import reap_child, start_child, stop_children
 
 LEAST_SECONDS = 15.0  # left of the time limit: with less no part is begun
 LAST_LINES = 6
@@ -286,7 +286,6 @@ def main(argv: list[str] | None = None) -> int:
             print(f"  not shown: {name}: {PARTS[name].shows}", file=sys.stderr)
         print("  --device cpu rehearses what can be run without one", file=sys.stderr)
         return int(Exit.HEALTH)
-    adopt_orphans()  # what a part leaves behind is ours to end
     proof = prove(names, setting, time_limit=given.time_limit, again=given.again)
     print(f"\n{proof.words()}")
     return int(verdict(proof, names))
