@@ -73,6 +73,20 @@ def judged(
     return Finding(name, verdict, value, unit, goal, note)
 
 
+def judged_if(
+    judge: bool, name: str, holds: bool, value: Value, *, goal: str, note: str = ""
+) -> Finding:
+    """A finding that is held against its goal only where the goal is meant for what was run.
+
+    Args:
+        judge: it is; else the value is shown alone.
+        name, holds, value, goal, note: as of `judged`.
+    """
+    if judge:
+        return judged(name, holds, value, goal=goal, note=note)
+    return Finding(name, "shown", value, note=note)
+
+
 def not_shown(name: str, why: str) -> Finding:
     """What could not be tried here."""
     return Finding(name, "not shown", note=why)

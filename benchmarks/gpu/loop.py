@@ -9,7 +9,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks.gpu.findings import Finding, judged, not_shown
+from benchmarks.gpu.findings import Finding, judged, judged_if, not_shown
 from benchmarks.gpu.sessions import DeviceType, Size, make_job, small_model, trainer
 from benchmarks.gpu.shapes import gpt2_124m
 from trainkit.jobs.devices import reported_device
@@ -114,11 +114,12 @@ def _timers(made: Trainer, device: DeviceType) -> Finding:
     list(made.readback.take(all=True))
     covered = STEPS * sum(made.timers.take(STEPS).values()) / took
     low, high = COVERED
-    return judged(
+    return judged_if(
+        device == "cuda",
         "phases of the timers, in parts of the steps' time",
-        low <= covered <= high or device == "cpu",
+        low <= covered <= high,
         covered,
-        goal=f"{low:g} to {high:g}" if device == "cuda" else "",
+        goal=f"{low:g} to {high:g}",
     )
 
 
@@ -210,10 +211,11 @@ def run(device: DeviceType, size: Size, folder: Path) -> Iterator[Finding]:
             yield finding
     blocking = _blocking(_job(device, size, folder, save_async=False))
     part = stall / blocking
-    yield judged(
+    yield judged_if(
+        size == "full",
         "it stops training, in parts of a save in its way",
-        part <= STALL or size == "small",
+        part <= STALL,
         part,
-        goal=f"at most {STALL:g}" if size == "full" else "",
+        goal=f"at most {STALL:g}",
         note=f"that save takes {blocking:.2f} s",
     )

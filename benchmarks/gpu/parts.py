@@ -26,15 +26,15 @@ class Part:
 
 
 PARTS: dict[str, Part] = {
-    "device": Part("device", "copy bandwidth and matrix products of the device", 60, 20),
-    "numerics": Part("numerics", "families x precisions beside fp64 on the CPU", 240, 120),
+    "device": Part("device", "copy bandwidth and matrix products of the device", 90, 20),
+    "numerics": Part("numerics", "families x precisions beside fp64 on the CPU", 300, 150),
     "attention": Part("attention", "flash, documents in one kernel, compiled documents", 180, 90),
     "loop": Part(
         "loop", "numbers a step late, no waiting, timers, peak, saves behind training", 120, 60
     ),
-    "resume": Part("resume", "SIGKILL and resume: bit-equal when deterministic", 300, 180),
+    "resume": Part("resume", "SIGKILL and resume: bit-equal when deterministic", 420, 270),
     "speed-gpt2": Part(
-        "speed_gpt2", "GPT-2 124M, tokens/s beside a plain torch loop in the same run", 300, 180
+        "speed_gpt2", "GPT-2 124M, tokens/s beside a plain torch loop in the same run", 360, 240
     ),
     "speed-llama": Part(
         "speed_llama", "Llama-3-8B from two shorter stacks, beside the same plain loop", 480, 330

@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.gpu.findings import Finding, judged
 from benchmarks.train_step import Case, Failed, Worker
+from trainkit.jobs.devices import Device, reported_device
 
 if TYPE_CHECKING:
     from benchmarks.gpu.sessions import DeviceType
 
 CONTENDERS = ("trainkit", "plain loop")
 THREADS = 2  # on a CPU
+GOAL_ROW = "h200-sxm-141gb"  # of the device table
 BLOCKS = 3  # of steps in a row, without a stop between them; the median counts
 
 
@@ -66,24 +68,24 @@ def rates(
     return f"{words}{tflops:.0f} model TFLOP/s, MFU {mfu}"
 
 
-def peak_tflops(device: DeviceType) -> float | None:
-    """bf16 peak of this very GPU by the device table; None for any other."""
+def _row(device: DeviceType) -> Device | None:
+    """The row of the device table of this very GPU; None for any other, and for a CPU."""
     import torch
-
-    from trainkit.jobs.devices import reported_device
 
     if device == "cpu":
         return None
-    row = reported_device(torch.cuda.get_device_name())
+    return reported_device(torch.cuda.get_device_name())
+
+
+def peak_tflops(device: DeviceType) -> float | None:
+    """Its bf16 peak; None where it is not known."""
+    row = _row(device)
     if row is None:
         return None
     return row.peak_tflops.get("bf16")
 
 
-def gpu_name(device: DeviceType) -> str | None:
-    """torch's name of it."""
-    import torch
-
-    if device == "cpu":
-        return None
-    return str(torch.cuda.get_device_name())
+def is_goal_gpu(device: DeviceType) -> bool:
+    """Whether this is the GPU that the goals are of."""
+    row = _row(device)
+    return row is not None and row.name == GOAL_ROW
