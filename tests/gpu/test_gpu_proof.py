@@ -109,7 +109,10 @@ def test_without_a_gpu_it_says_what_was_not_shown(
     assert {part["status"] for part in document["parts"].values()} == {"not run"}
 
 
-def test_a_dry_run_runs_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_runs_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(prove, "hardware", lambda python: NO_GPU)
     words = ["--device", "cpu", "--results", str(tmp_path), "--parts", "kernels,device"]
     assert prove.main([*words, "--dry-run"]) == Exit.DONE
     said = capsys.readouterr().out
@@ -165,10 +168,13 @@ def test_values_are_written_short() -> None:
 
 
 def test_rows_of_kernels_are_taken_over() -> None:
-    rows = [{"op": "rms_norm", "dtype": "bf16", "percent": 91.0, "ok": True}, {"op": "gelu"}]
-    found = list(rows_of({"rows": rows}))
-    assert [one.verdict for one in found] == ["pass", "shown"]
-    assert found[0].name == "rms_norm bf16" and found[0].value == 91.0
+    row = {"name": "rms_norm", "dtype": "bf16", "direction": "forward", "fused": {"wall": 2.0}}
+    row |= {"limit": {"wall": 1.9}, "others": {"eager": {"wall": 5.0}}}
+    slow = row | {"limit": {"wall": 1.0}}
+    found = list(rows_of([row, slow], judge=True))
+    assert [one.verdict for one in found] == ["pass", "fail"]
+    assert found[0].value == 0.95 and found[0].note == "2.50 x as fast as eager"
+    assert [one.verdict for one in rows_of([slow], judge=False)] == ["shown"]
 
 
 # -- what is packed
