@@ -20,7 +20,7 @@ from tests.conftest import Project
 PACKAGE = Path(trainkit.__file__).parent
 ORDER = {  # of a folder's rooms and its files of their own: each imports only what stands before it
     "trainkit": (
-        "base families jobs images plan runs reports data train engines stages launch experiment"
+        "base families jobs ops images plan runs reports data train engines stages launch experiment"
         " cli"
     ),
     "trainkit.images": (

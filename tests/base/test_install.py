@@ -84,7 +84,7 @@ def commands(monkeypatch: pytest.MonkeyPatch) -> Commands:
                 "nothing may count as installed while pip runs"
             )
 
-    monkeypatch.setattr(installer, "_run", fake)
+    monkeypatch.setattr(installer, "run_step", fake)
     monkeypatch.setattr(installer, "missing_tools", list)
     return run
 
@@ -104,7 +104,7 @@ CHANGES: dict[str, Callable[[Path], object]] = {
 }
 SOURCES: dict[str, Callable[[Path], object]] = {
     "a changed source": _rewrite("csrc/index/a.h"),
-    "a new source": lambda root: (root / "csrc" / "kernels.cpp").write_text(""),
+    "a new source": lambda root: (root / "csrc" / "index" / "b.cpp").write_text(""),
     "a removed source": lambda root: (root / "csrc" / "index" / "a.h").unlink(),
     "a renamed source": (
         lambda root: (root / "csrc" / "index" / "a.h").rename(root / "csrc" / "index" / "b.h")
@@ -239,7 +239,7 @@ def test_a_failed_pip_leaves_what_was_before(
         def fail(*_: object) -> None:
             raise InstallError("no network")
 
-        patch.setattr(installer, "_run", fail)
+        patch.setattr(installer, "run_step", fail)
         with pytest.raises(InstallError):
             ensure(checkout, ["test"])
     assert (checkout / ".venv" / "trainkit-install.json").read_bytes() == stamp
@@ -265,7 +265,7 @@ def test_pips_last_words_are_shown(checkout: Path) -> None:
         " file=sys.stderr); sys.exit(3)"
     )
     with open(checkout / ".venv.lock", "w") as lock, pytest.raises(InstallError) as caught:
-        installer._run([sys.executable, "-c", script], checkout, lock.fileno())
+        installer.run_step([sys.executable, "-c", script], checkout, lock.fileno())
     assert "exit code 3" in str(caught.value)
     assert "| line 99\n  | no space left\n" in str(caught.value)
     assert "line 50" not in str(caught.value)

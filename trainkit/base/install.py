@@ -47,9 +47,9 @@ def _hash_files(root: Path, names: Collection[str]) -> str:
     return digest.hexdigest()
 
 
-def csrc_sha256(root: Path) -> str:
-    """Hex SHA-256 over the names and contents of all files below csrc/."""
-    paths = [path for path in (root / "csrc").rglob("*") if path.is_file()]
+def csrc_sha256(root: Path, part: str = "index") -> str:
+    """Hex SHA-256 over the names and contents of all files below csrc/index, or another part."""
+    paths = [path for path in (root / "csrc" / part).rglob("*") if path.is_file()]
     return _hash_files(root, [str(path.relative_to(root)) for path in paths])
 
 
@@ -140,7 +140,7 @@ def _write_stamp(path: Path, content: bytes) -> None:
 
 
 @contextlib.contextmanager
-def _locked(root: Path, environment: str = "") -> Iterator[tuple[int, bool]]:
+def locked(root: Path, environment: str = "") -> Iterator[tuple[int, bool]]:
     """Hold the lock; gives its file descriptor, and whether the former holder died while it
     changed the same environment.
 
@@ -272,7 +272,7 @@ class _Progress:
             print("\r\033[K", end="", file=sys.stderr, flush=True)
 
 
-def _run(command: list[str], root: Path, lock: int) -> None:
+def run_step(command: list[str], root: Path, lock: int) -> None:
     """Run a step of the installation. It inherits the lock: should we be killed, nobody else
     begins before it has ended too.
 
@@ -351,9 +351,9 @@ def _install(environment: Environment, extras: Collection[str], python: Path, lo
     )
     began = time.monotonic()
     try:
-        _run(command, root, lock)
+        run_step(command, root, lock)
         if environment.pins:
-            _run(pins_command(environment.pins, python), root, lock)
+            run_step(pins_command(environment.pins, python), root, lock)
     except InstallError:
         if former:
             _write_stamp(stamp, former)
@@ -374,7 +374,7 @@ def _compile(root: Path, python: Path, lock: int) -> None:
     (root / "build").mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="extension-", dir=root / "build") as folder:
         where = ["--build-lib", f"{folder}/lib", "--build-temp", f"{folder}/temp"]
-        _run([str(python), "setup.py", "build_ext", *where], root, lock)
+        run_step([str(python), "setup.py", "build_ext", *where], root, lock)
         made = list(Path(folder, "lib", "trainkit").glob("_index.*"))
         if len(made) != 1:
             raise InstallError(f"setup.py in {root} made {len(made)} extensions, not 1")
@@ -394,7 +394,7 @@ def build_extension(root: Path, python: Path) -> None:
         InstallError: a compiler or header is missing, or the compilation failed.
     """
     _require_tools()
-    with _locked(root) as (lock, _):
+    with locked(root) as (lock, _):
         _compile(root, python, lock)
 
 
@@ -427,7 +427,7 @@ def _make_venv(environment: Environment, lock: int) -> None:
             " python3-venv"
         )
     _say(f"making {environment.folder} with {base} (Python {sys.version.split()[0]})")
-    _run([base, "-I", "-m", "venv", "--clear", str(environment.path)], environment.root, lock)
+    run_step([base, "-I", "-m", "venv", "--clear", str(environment.path)], environment.root, lock)
 
 
 def ensure(
@@ -456,7 +456,7 @@ def ensure(
         return
     _require_tools()
     if not _fresh(environment, extras):
-        with _locked(root, str(environment.path)) as (lock, died):
+        with locked(root, str(environment.path)) as (lock, died):
             if not _fresh(environment, extras):  # else who held the lock has done it
                 if died or not _works(environment.python):
                     if environment.path.exists():
@@ -464,7 +464,7 @@ def ensure(
                     _make_venv(environment, lock)
                 _install(environment, extras, environment.python, lock)
     if not compiled():
-        with _locked(root) as (lock, _):
+        with locked(root) as (lock, _):
             if not compiled():
                 _compile(root, environment.python, lock)
 

@@ -1,0 +1,199 @@
+// RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467), alone and after a residual sum, forward and
+// backward. A row comes from memory once and is in the cache when it is looked at again.
+//
+// With r = 1 / sqrt(mean(x^2) + eps): y = x r w; the gradient dy gives
+//   dx = r dy w - x r^3 mean(dy w x),  dw = sum over rows of dy x r.
+#include "common.h"
+
+namespace trainkit {
+namespace {
+
+// What goes through forward; `residual` is added to x, and `sum` is where that goes.
+template <class T, class W>
+struct Forward {
+    const T* x;
+    const T* residual;
+    const W* weight;
+    T* y;
+    T* sum;
+    Wide<T>* rstd;
+    int64_t width;
+    double eps;
+};
+
+template <bool kAdd, class T, class W>
+TRAINKIT_CLONES void forward(const Forward<T, W>& a, int64_t begin, int64_t end) {
+    using A = Wide<T>;
+    const int64_t width = a.width;
+    const W* weight = a.weight;
+    for (int64_t row = begin; row < end; ++row) {
+        const T* x = a.x + row * width;
+        T* y = a.y + row * width;
+        A squares = 0;
+        if constexpr (kAdd) {
+            const T* residual = a.residual + row * width;
+            T* sum = a.sum + row * width;
+#pragma omp simd reduction(+ : squares)
+            for (int64_t i = 0; i < width; ++i) {
+                sum[i] = narrow<T>(widen(x[i]) + widen(residual[i]));
+                const A value = widen(sum[i]);
+                squares += value * value;
+            }
+            x = sum;
+        } else {
+#pragma omp simd reduction(+ : squares)
+            for (int64_t i = 0; i < width; ++i) {
+                const A value = widen(x[i]);
+                squares += value * value;
+            }
+        }
+        const A r = A(1) / std::sqrt(squares / A(width) + A(a.eps));
+        a.rstd[row] = r;
+#pragma omp simd
+        for (int64_t i = 0; i < width; ++i) {
+            y[i] = narrow<T>(widen(x[i]) * r * A(widen(weight[i])));
+        }
+    }
+}
+
+// What goes through backward; `dsum` is the gradient of the sum itself, which x's takes in.
+template <class T, class W>
+struct Backward {
+    const T* dy;
+    const T* dsum;
+    const T* x;
+    const W* weight;
+    const Wide<T>* rstd;
+    T* dx;
+    int64_t width;
+};
+
+template <bool kAdd, class T, class W>
+TRAINKIT_CLONES void backward(const Backward<T, W>& a, Wide<T>* dweight, int64_t begin,
+                              int64_t end) {
+    using A = Wide<T>;
+    const int64_t width = a.width;
+    const W* weight = a.weight;
+    std::fill_n(dweight, width, A(0));
+    for (int64_t row = begin; row < end; ++row) {
+        const T* x = a.x + row * width;
+        const T* dy = a.dy + row * width;
+        T* dx = a.dx + row * width;
+        const A r = a.rstd[row];
+        A product = 0;
+#pragma omp simd reduction(+ : product)
+        for (int64_t i = 0; i < width; ++i) {
+            const A both = widen(dy[i]) * widen(x[i]);
+            product += both * A(widen(weight[i]));
+            dweight[i] += both * r;
+        }
+        const A shrink = product * r * r * r / A(width);
+        if constexpr (kAdd) {
+            const T* dsum = a.dsum + row * width;
+#pragma omp simd
+            for (int64_t i = 0; i < width; ++i) {
+                const A own = widen(dy[i]) * r * A(widen(weight[i])) - widen(x[i]) * shrink;
+                dx[i] = narrow<T>(own + widen(dsum[i]));
+            }
+        } else {
+#pragma omp simd
+            for (int64_t i = 0; i < width; ++i) {
+                dx[i] = narrow<T>(widen(dy[i]) * r * A(widen(weight[i])) - widen(x[i]) * shrink);
+            }
+        }
+    }
+}
+
+ScalarType wide_type(const Tensor& x) {
+    return x.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+}
+
+void check_weight(const Tensor& weight, int64_t width, const char* operation) {
+    STD_TORCH_CHECK(weight.dim() == 1 && weight.size(0) == width, "trainkit::", operation,
+                    ": the weight has ", weight.numel(), " elements, a row ", width);
+}
+
+template <bool kAdd>
+std::tuple<Tensor, Tensor, Tensor> run_forward(const char* operation, const Tensor& given,
+                                               const Tensor& other, const Tensor& given_weight,
+                                               double eps) {
+    const Tensor x = packed(given);
+    const Tensor residual = packed(other);
+    const Tensor weight = packed(given_weight);
+    const Rows rows(x);
+    check_weight(weight, rows.width, operation);
+    const Tensor y = torch::stable::empty_like(x);
+    const Tensor sum = kAdd ? torch::stable::empty_like(x) : y;
+    const Tensor rstd = torch::stable::new_empty(x, {rows.count}, wide_type(x));
+    for_types(x.scalar_type(), weight.scalar_type(), operation, [&](auto element, auto scale) {
+        using T = decltype(element);
+        using W = decltype(scale);
+        const Forward<T, W> a{
+            data<T>(x),           data<T>(residual),           data<W>(weight), mutable_data<T>(y),
+            mutable_data<T>(sum), mutable_data<Wide<T>>(rstd), rows.width,      eps};
+        parallel_rows(rows.count, rows.width,
+                      [&](int64_t begin, int64_t end) { forward<kAdd>(a, begin, end); });
+    });
+    return {y, sum, rstd};
+}
+
+template <bool kAdd>
+std::tuple<Tensor, Tensor> run_backward(const char* operation, const Tensor& given_dy,
+                                        const Tensor& given_dsum, const Tensor& given_x,
+                                        const Tensor& given_weight, const Tensor& rstd) {
+    const Tensor dy = packed(given_dy);
+    const Tensor dsum = packed(given_dsum);
+    const Tensor x = packed(given_x);
+    const Tensor weight = packed(given_weight);
+    const Rows rows(x);
+    const Tensor dx = torch::stable::empty_like(x);
+    const Tensor dweight = torch::stable::empty_like(weight);
+    const int64_t blocks = row_blocks(rows.count);
+    const Tensor partial = torch::stable::new_empty(x, {blocks, rows.width}, wide_type(x));
+    for_types(x.scalar_type(), weight.scalar_type(), operation, [&](auto element, auto scale) {
+        using T = decltype(element);
+        using W = decltype(scale);
+        using A = Wide<T>;
+        const Backward<T, W> a{data<T>(dy),   data<T>(dsum),       data<T>(x), data<W>(weight),
+                               data<A>(rstd), mutable_data<T>(dx), rows.width};
+        A* sums = mutable_data<A>(partial);
+        torch::stable::parallel_for(0, blocks, 1, [&](int64_t first, int64_t last) {
+            for (int64_t block = first; block < last; ++block) {
+                backward<kAdd>(a, sums + block * rows.width, block_start(block, blocks, rows.count),
+                               block_start(block + 1, blocks, rows.count));
+            }
+        });
+        sum_blocks(sums, blocks, rows.width, mutable_data<W>(dweight));
+    });
+    return {dx, dweight};
+}
+
+std::tuple<Tensor, Tensor> rms_norm(const Tensor& x, const Tensor& weight, double eps) {
+    const auto [y, sum, rstd] = run_forward<false>("rms_norm", x, x, weight, eps);
+    return {y, rstd};
+}
+
+std::tuple<Tensor, Tensor> rms_norm_backward(const Tensor& dy, const Tensor& x,
+                                             const Tensor& weight, const Tensor& rstd) {
+    return run_backward<false>("rms_norm_backward", dy, dy, x, weight, rstd);
+}
+
+std::tuple<Tensor, Tensor, Tensor> add_rms_norm(const Tensor& x, const Tensor& residual,
+                                                const Tensor& weight, double eps) {
+    return run_forward<true>("add_rms_norm", x, residual, weight, eps);
+}
+
+std::tuple<Tensor, Tensor> add_rms_norm_backward(const Tensor& dy, const Tensor& dsum,
+                                                 const Tensor& sum, const Tensor& weight,
+                                                 const Tensor& rstd) {
+    return run_backward<true>("add_rms_norm_backward", dy, dsum, sum, weight, rstd);
+}
+
+STABLE_TORCH_LIBRARY_IMPL(trainkit, CPU, m) {
+    m.impl("rms_norm", TORCH_BOX(&rms_norm));
+    m.impl("rms_norm_backward", TORCH_BOX(&rms_norm_backward));
+    m.impl("add_rms_norm", TORCH_BOX(&add_rms_norm));
+    m.impl("add_rms_norm_backward", TORCH_BOX(&add_rms_norm_backward));
+}
+}  // namespace
+}  // namespace trainkit

@@ -1,0 +1,1 @@
+"""Fused operations beside their plain torch references, and who chooses between them."""

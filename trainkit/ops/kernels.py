@@ -1,0 +1,82 @@
+"""Which implementation of each operation a job computes with: the one seam between the model, the
+trainer and the kernels.
+
+A model is given a `Kernels` and calls its fields; it never asks which one it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from trainkit.ops import layer_norm, library, rms_norm
+
+Wanted = Literal["auto", "reference", "fused"]
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """One implementation of every operation.
+
+    Args:
+        name: "reference" or "fused".
+        rms_norm: (x, weight, eps) -> y.
+        add_rms_norm: (x, residual, weight, eps) -> (y, x + residual).
+        layer_norm: (x, weight, bias, eps) -> y.
+        add_layer_norm: (x, residual, weight, bias, eps) -> (y, x + residual).
+    """
+
+    name: Literal["reference", "fused"]
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor]
+    add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+    layer_norm: Callable[[Tensor, Tensor, Tensor, float], Tensor]
+    add_layer_norm: Callable[[Tensor, Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+
+
+REFERENCE = Kernels(
+    "reference",
+    rms_norm=rms_norm.reference,
+    add_rms_norm=rms_norm.add_reference,
+    layer_norm=layer_norm.reference,
+    add_layer_norm=layer_norm.add_reference,
+)
+FUSED = Kernels(
+    "fused",
+    rms_norm=rms_norm.fused,
+    add_rms_norm=rms_norm.add_fused,
+    layer_norm=layer_norm.fused,
+    add_layer_norm=layer_norm.add_fused,
+)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What `choose` found.
+
+    Args:
+        kernels: to compute with.
+        because: why not the fused ones, where nobody asked for the others; else "".
+    """
+
+    kernels: Kernels
+    because: str = ""
+
+
+def choose(wanted: Wanted, device_type: str) -> Choice:
+    """The kernels for a job's `kernels` and the type of its device ("cpu", "cuda").
+
+    Raises:
+        library.Unavailable: "fused" is wanted and is not there.
+    """
+    if wanted == "reference":
+        return Choice(REFERENCE)
+    try:
+        library.load(device_type)
+    except library.Unavailable as error:
+        if wanted == "fused":
+            raise
+        return Choice(REFERENCE, f"{error.message}; {error.hint}")
+    return Choice(FUSED)
