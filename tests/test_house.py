@@ -20,8 +20,8 @@ from tests.conftest import Project
 PACKAGE = Path(trainkit.__file__).parent
 ORDER = {  # of a folder's rooms and its files of their own: each imports only what stands before it
     "trainkit": (
-        "base families jobs ops images plan runs reports data train engines stages launch experiment"
-        " cli"
+        "base families jobs ops images plan runs reports data train engines stages launch"
+        " experiment cli"
     ),
     "trainkit.images": (
         "contract builders dockerfile context labels programs leftovers build squashfs stripe"
@@ -197,7 +197,7 @@ READ_TOO = [
     ),
     *(f"train/update/{name}" for name in ("build", "schedule", "step")),
 ]
-MOST_LINES = 3300
+MOST_LINES = 3350
 
 
 def test_model_parallelism_and_loop_can_be_read_in_an_afternoon() -> None:

@@ -172,18 +172,6 @@ def test_bad_input(case: str, checkout: Checkout) -> None:
     assert [str(problem) for problem in jobs.check()] == found  # the same words, each once
 
 
-PLANNED = {
-    "kernels": ('model = "tiny"', 'model = "tiny"\nkernels = "x"', "jobs.demo.kernels"),
-}
-
-
-@pytest.mark.parametrize("case", PLANNED)
-def test_what_is_planned_is_refused_with_words(case: str, checkout: Checkout) -> None:
-    old, new, subject = PLANNED[case]
-    (words,) = refused(checkout(GOOD.replace(old, new)))
-    assert f": {subject} is planned, but not in this version of trainkit\n  " in words
-
-
 @pytest.mark.parametrize(
     ("value", "got"),
     [("1.5", "the number 1.5"), ("'2'", "the string '2'"), ("true", "the boolean true")],

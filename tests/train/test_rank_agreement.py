@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from tests.distributed import run_ranks
 from tests.train.support import tiny_job
 from trainkit.base.errors import ConfigError
+from trainkit.ops.kernels import FUSED, REFERENCE, Choice
 from trainkit.train import rank_agreement as agree
 from trainkit.train.parallel.data_parallel import World, join
 
@@ -27,11 +29,19 @@ def _refusals(root: Path) -> dict[str, list[str]]:
         update={"parallelism": job.parallelism.model_copy(update={"tensor_model_parallel_size": 2})}
     )
     known, found = agree.fingerprint, {}
-    for name, mine in (("same", job), ("job", other), ("layout", layout), ("torch", job)):
+    chosen = Choice(REFERENCE)
+    cases = {"same": job, "job": other, "layout": layout, "torch": job, "kernels": job}
+    for name, mine in cases.items():
         if name == "torch" and world.rank == world.size - 1:
-            agree.fingerprint = lambda job: {**known(job), "torch": "2.0.0"}
+            agree.fingerprint = lambda *given: {**known(*given), "torch": "2.0.0"}
+        elif name == "kernels":
+            agree.fingerprint = known
+            if world.rank < world.size - 1:
+                chosen = Choice(FUSED)
+            else:
+                chosen = Choice(REFERENCE, "they are not compiled")
         try:
-            agree.refuse_disagreement(mine if world.rank == world.size - 1 else job, world)
+            agree.refuse_disagreement(mine if world.rank == world.size - 1 else job, world, chosen)
             found[name] = ["agreed"]
         except ConfigError as error:
             found[name] = [problem.message for problem in error.list]
@@ -45,12 +55,18 @@ def test_a_rank_that_differs_is_named_everywhere(tmp_path: Path) -> None:
     for found in told[0].values():
         assert len(found) == 1  # of three ranks one differs
     assert told[0]["same"] == ["agreed"]
-    assert told[0]["job"][0].startswith("rank 2 was started with something else: ")
+    assert told[0]["job"][0].startswith(
+        f"rank 2 on {platform.node()} was started with something else: "
+    )
     assert (
         "job.training.lr is 0.5, on rank 0 0.01" in told[0]["job"][0]
         and "job.training.seed is 7, on rank 0 1234" in told[0]["job"][0]
     )
     assert "layout is tensor 2" in told[0]["layout"][0]
+    assert told[0]["kernels"][0].endswith(
+        "kernels is reference, on rank 0 fused; its kernels are not fused because they are not"
+        " compiled"
+    )
     assert f"torch is 2.0.0, on rank 0 {torch.__version__}" in told[0]["torch"][0]
 
 

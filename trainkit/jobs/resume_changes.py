@@ -22,6 +22,7 @@ from trainkit.jobs.schema import Job, NotifySettings, Parallelism, RetrySettings
 CHANGEABLE = (
     "nodes",
     *(f"notify.{name}" for name in NotifySettings.model_fields),
+    "kernels",
     "cluster.hostfile",
     "cluster.interface",
     "cluster.memory_bytes",

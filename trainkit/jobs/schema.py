@@ -59,8 +59,6 @@ class Job(Table):
     """One experiment, complete: after `trainkit.jobs` nobody reads jobs.toml or the environment
     again."""
 
-    planned = ("kernels",)
-
     name: str = Field("", pattern=NAME, description="the table's name, filled in")
     description: str = Field("", description="one line: what it is and where it comes from")
     engine: Literal["native", "gpt-neox", "megatron-lm", "nemo", "neuronx-nemo"] = Field(
@@ -107,6 +105,14 @@ class Job(Table):
         description=(
             "more validation sets: a name for each, and the [datasets.X] table whose valid split"
             " it is"
+        ),
+    )
+    kernels: Literal["auto", "reference", "fused"] = Field(
+        "auto",
+        description=(
+            "what computes norms, activations, the loss and the update; fused: trainkit's own"
+            " kernels, refused where they are not built; reference: plain torch; auto: fused where"
+            " they are built"
         ),
     )
     sample_order: Literal["native", "megatron"] = Field(

@@ -7,12 +7,14 @@ A model is given a `Kernels` and calls its fields; it never asks which one it ha
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Literal
 
 from torch import Tensor
 
+from trainkit.base.documents import document
 from trainkit.ops import layer_norm, library, rms_norm
+from trainkit.ops.build import LIBRARY_FILE, origin_of
 
 Wanted = Literal["auto", "reference", "fused"]
 
@@ -63,6 +65,23 @@ class Choice:
 
     kernels: Kernels
     because: str = ""
+
+    def __str__(self) -> str:
+        """The line of a log."""
+        if self.because:
+            return f"kernels: {self.kernels.name}, because {self.because}"
+        return f"kernels: {self.kernels.name}"
+
+    def document(self, wanted: Wanted) -> dict[str, object]:
+        """The record of a run: what was wanted, what is used and why, and from what it was made."""
+        made = origin_of(LIBRARY_FILE)
+        return document(
+            "kernels/1",
+            wanted=wanted,
+            used=self.kernels.name,
+            because=self.because,
+            origin=None if made is None else asdict(made),
+        )
 
 
 def choose(wanted: Wanted, device_type: str) -> Choice:

@@ -30,6 +30,11 @@ class AttemptFolder:
         return self.path / "logs" / f"{rank}.log"
 
     @property
+    def kernels(self) -> Path:
+        """What the ranks computed with (rank 0)."""
+        return self.path / "kernels.json"
+
+    @property
     def transports(self) -> Path:
         """What ssh or pdsh said, HOST.log (supervisor)."""
         return self.path / "launch"

@@ -99,6 +99,7 @@ def run_rank(run_folder: Path, attempt: int = 1) -> int:
     """Train as this rank; returns the exit code. A failure is on stderr and in the error file by
     then."""
     from trainkit.base.errors import Exit, TrainkitError
+    from trainkit.base.files import write_json
     from trainkit.base.process import no_garbage_collection
     from trainkit.runs.folder import RunFolder
     from trainkit.runs.phases import PhaseLog, phases_path
@@ -118,7 +119,12 @@ def run_rank(run_folder: Path, attempt: int = 1) -> int:
             from trainkit.train.parallel.data_parallel import World
             from trainkit.train.trainer import Trainer
 
-        trainer = Trainer(read_job(run.job), run, World.from_environment(), heartbeat, stop)
+        job = read_job(run.job)
+        trainer = Trainer(job, run, World.from_environment(), heartbeat, stop)
+        if heartbeat.rank == 0:
+            print(f" {trainer.chosen}", flush=True)
+            with contextlib.suppress(OSError):  # a disk that fails costs the record, no more
+                write_json(run.attempt(attempt).kernels, trainer.chosen.document(job.kernels))
         ended = trainer.train()
         if ended == Exit.DONE:
             heartbeat.beat("done", trainer.step)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.jobs.ranks import degrees_of
 from trainkit.jobs.schema import Job
+from trainkit.ops.kernels import Choice, choose
 from trainkit.runs.checkpoints import published_folders
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.sample_windows import SampleWindow
@@ -72,10 +73,7 @@ class Trainer:
         self.world = world
         self.heartbeat = heartbeat
         self.stop_requested = stop_requested
-        self.device = data_parallel.join(world, job.cluster.device_type)
-        refuse_disagreement(job, world)
-        if job.training.deterministic:
-            be_deterministic()
+        self.device, self.chosen = _meet(job, world)
         self.mesh = mesh = Mesh.of(
             degrees_of(job),
             world,
@@ -84,7 +82,7 @@ class Trainer:
             tied_at=tied_at(job),
         )
         vocab = vocab_size(job)
-        self.model_parts = build_model_parts(job, mesh, vocab)
+        self.model_parts = build_model_parts(job, mesh, vocab, kernels=self.chosen.kernels)
         self.timers = heartbeat.watch(Timers(self.device), compiled=job.training.compile)
         self.step_runner = Step(job, self.model_parts, mesh, self.timers)
         self.train_feed = Feed(job, job.dataset, "train", mesh.data_world, self.device)
@@ -401,6 +399,16 @@ class Trainer:
         for key, value in self.job.parallelism.model_dump(exclude_none=True).items():
             layout[key] = value if isinstance(value, str) else int(value)
         return layout
+
+
+def _meet(job: Job, world: World) -> tuple[torch.device, Choice]:
+    """Have all ranks agree on what they are about to do; this one's device and kernels."""
+    chosen = choose(job.kernels, job.cluster.device_type)
+    device = data_parallel.join(world, job.cluster.device_type)
+    refuse_disagreement(job, world, chosen)
+    if job.training.deterministic:
+        be_deterministic()
+    return device, chosen
 
 
 class _TrainerObserver(CheckpointObserver):

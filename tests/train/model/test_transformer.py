@@ -291,13 +291,18 @@ def share_dropped(before: Tensor, after: Tensor, rate: float) -> float:
 
 
 def seen(module: nn.Module, tokens_BS: Tensor, *names: str) -> dict[str, tuple[Tensor, Tensor]]:
-    """(first input, output) of submodules."""
+    """(first input, output) of submodules; of a norm of a sum the sum and its norm."""
     found: dict[str, tuple[Tensor, Tensor]] = dict.fromkeys(names, (tokens_BS, tokens_BS))
 
     def hook(name: str) -> Any:
-        return lambda _, inputs, output: found.__setitem__(
-            name, (inputs[0].detach(), output.detach())
-        )
+        def keep(_: nn.Module, inputs: Any, output: Any) -> None:
+            if isinstance(output, tuple):
+                normed, total = output
+                found[name] = (total.detach(), normed.detach())
+            else:
+                found[name] = (inputs[0].detach(), output.detach())
+
+        return keep
 
     handles = [module.get_submodule(name).register_forward_hook(hook(name)) for name in names]
     module(tokens_BS)

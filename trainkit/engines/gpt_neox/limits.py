@@ -39,6 +39,7 @@ NO_COUNTERPART: dict[str, str] = {
     "generate": "its training ends without a sample",
     "validation": "it has one validation set, the dataset's",
     "sample_order": "it builds its own index of samples, beside the data",
+    "kernels": "it chooses its kernels by options of its own: engine_args",
     "init_from": "it begins with weights of its own format only: engine_args.load and finetune",
 }
 CHOICES: dict[str, tuple[str, ...]] = {

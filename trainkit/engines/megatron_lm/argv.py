@@ -382,6 +382,7 @@ def _refuse_guards(words: MegatronWords, job: Job) -> None:
         "checkpoint.save_first": (job.checkpoint.save_first, False),
         "checkpoint.keep_best": (job.checkpoint.keep_best, 0),
         "init_from": (job.init_from, None),
+        "kernels": (job.kernels, "auto"),
         "profile": (job.profile, None),
     }
     for key, (value, usual) in own.items():

@@ -39,6 +39,7 @@ NO_COUNTERPART: dict[str, str] = {
     "checkpoint.save_first": "it saves after a validation",
     "validation": "it has one validation set, the dataset's",
     "sample_order": "it builds its own index of samples",
+    "kernels": "it chooses its kernels by options of its own: engine_args",
     "init_from": "engine_args say what it begins with",
     "profile": "engine_args 'model.nsys_profile.enabled' says it, under nsys",
 }

@@ -14,6 +14,7 @@ from trainkit.data.indexed.paths import DataFolder
 from trainkit.data.tokenizer import end_of_document, load_tokenizer
 from trainkit.jobs.resolved import read_job
 from trainkit.jobs.schema import Job
+from trainkit.ops.kernels import choose
 from trainkit.plan.checks import indivisible
 from trainkit.plan.rules import Rules
 from trainkit.runs.checkpoint_errors import DamagedCheckpoint
@@ -145,8 +146,10 @@ def load_model(
 
     Raises:
         TrainkitError: exit 3, the checkpoint is of another model.
+        Unavailable: the job wants fused kernels, and they are not there.
     """
-    model = build_on_meta(job.model, vocabulary(saved))
+    kernels = choose(job.kernels, device.type).kernels
+    model = build_on_meta(job.model, vocabulary(saved), kernels)
     tensor_parallel.apply(model, vocabulary(saved), group)
     model.to_empty(device="cpu")
     checkpoint.load(saved, model_tensors(sharded_parameters(model, group.size)))

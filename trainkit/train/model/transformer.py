@@ -7,7 +7,7 @@ vocabulary, P learned positions.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainkit.jobs.schema import Model
+from trainkit.ops.kernels import REFERENCE, Kernels
 from trainkit.train.model.attention import DocumentBounds, KeyValueCache, attend
 from trainkit.train.model.head_loss import Labels, Losses, read_out
 from trainkit.train.model.rotary import rotate, tables
@@ -94,15 +95,28 @@ class GatedMLP(nn.Module):
         return y_BSH
 
 
-NORMS: dict[str, type[nn.LayerNorm | nn.RMSNorm]] = {
-    "layer-norm": nn.LayerNorm,
-    "rms-norm": nn.RMSNorm,
-}
+class ResidualNorm(nn.Module):
+    """The family's norm over the hidden size: of x; or of x and what is added to it, then with
+    the sum itself."""
 
+    def __init__(self, model: Model, kernels: Kernels) -> None:
+        super().__init__()
+        self.epsilon = model.layernorm_epsilon
+        self.weight = nn.Parameter(torch.ones(model.hidden_size))
+        self.bias = None
+        self.of: Callable[..., Tensor] = kernels.rms_norm
+        self.of_sum: Callable[..., tuple[Tensor, Tensor]] = kernels.add_rms_norm
+        if model.architecture.norm.kind == "layer-norm":
+            self.bias = nn.Parameter(torch.zeros(model.hidden_size))
+            self.of, self.of_sum = kernels.layer_norm, kernels.add_layer_norm
 
-def norm(model: Model) -> nn.Module:
-    """The family's norm over the hidden size."""
-    return NORMS[model.architecture.norm.kind](model.hidden_size, eps=model.layernorm_epsilon)
+    def forward(
+        self, x_BSH: Tensor, added_BSH: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        weights = [weight for weight in (self.weight, self.bias) if weight is not None]
+        if added_BSH is None:
+            return self.of(x_BSH, *weights, self.epsilon)
+        return self.of_sum(x_BSH, added_BSH, *weights, self.epsilon)
 
 
 class Block(nn.Module):
@@ -112,19 +126,20 @@ class Block(nn.Module):
     Args:
         model: the shape.
         number: its place in the whole model.
+        kernels: what it computes with.
     """
 
-    def __init__(self, model: Model, number: int) -> None:
+    def __init__(self, model: Model, number: int, kernels: Kernels) -> None:
         super().__init__()
         self.number = number
         self.parallel = model.parallel_residual
         self.dropout = model.hidden_dropout
-        self.attention_norm = norm(model)
+        self.attention_norm = ResidualNorm(model, kernels)
         self.attention = Attention(model)
         if model.gpt_j_tied:
             self.mlp_norm = None
         else:
-            self.mlp_norm = norm(model)
+            self.mlp_norm = ResidualNorm(model, kernels)
         self.mlp = GatedMLP(model) if model.architecture.mlp.gated else MLP(model)
 
     def forward(self, x_BSH: Tensor, context: Context) -> Tensor:
@@ -134,15 +149,15 @@ class Block(nn.Module):
             cache = None
         normed_BSH = self.attention_norm(x_BSH)
         a_BSH = F.dropout(self.attention(normed_BSH, context, cache), self.dropout, self.training)
-        if self.parallel:
-            between_BSH = x_BSH
+        if self.mlp_norm is None:
+            x_BSH = x_BSH + a_BSH
+        elif self.parallel:
+            normed_BSH = self.mlp_norm(x_BSH)
+            x_BSH = x_BSH + a_BSH
         else:
-            between_BSH = x_BSH + a_BSH
-        m_BSH = self.mlp(normed_BSH if self.mlp_norm is None else self.mlp_norm(between_BSH))
-        m_BSH = F.dropout(m_BSH, self.dropout, self.training)
-        if self.parallel:
-            return x_BSH + a_BSH + m_BSH
-        return between_BSH + m_BSH
+            normed_BSH, x_BSH = self.mlp_norm(x_BSH, a_BSH)
+        m_BSH = F.dropout(self.mlp(normed_BSH), self.dropout, self.training)
+        return x_BSH + m_BSH
 
 
 class Transformer(nn.Module):
@@ -156,9 +171,10 @@ class Transformer(nn.Module):
     Args:
         model: the shape.
         vocab_size: rows of the embedding and of the head.
+        kernels: what it computes with.
     """
 
-    def __init__(self, model: Model, vocab_size: int) -> None:
+    def __init__(self, model: Model, vocab_size: int, kernels: Kernels = REFERENCE) -> None:
         super().__init__()
         self.shape = model
         self.read_out = read_out
@@ -167,8 +183,10 @@ class Transformer(nn.Module):
         if model.architecture.learned_positions:
             self.embed_positions = nn.Embedding(model.positions, model.hidden_size)
         # A dict, not a list: a layer keeps its number in a model that has only some of them.
-        self.layers = nn.ModuleDict({str(i): Block(model, i) for i in range(model.num_layers)})
-        self.final_norm = norm(model)
+        self.layers = nn.ModuleDict(
+            {str(i): Block(model, i, kernels) for i in range(model.num_layers)}
+        )
+        self.final_norm = ResidualNorm(model, kernels)
         self.head = nn.Linear(model.hidden_size, vocab_size, bias=False) if model.untied else None
 
     def forward(
@@ -234,8 +252,8 @@ class Transformer(nn.Module):
         )
 
 
-def build_on_meta(model: Model, vocab_size: int) -> Transformer:
+def build_on_meta(model: Model, vocab_size: int, kernels: Kernels = REFERENCE) -> Transformer:
     """The model without memory: its parameters have shapes only, so that even the largest is
     there at once."""
     with torch.device("meta"):
-        return Transformer(model, vocab_size)
+        return Transformer(model, vocab_size, kernels)

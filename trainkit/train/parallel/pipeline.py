@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from trainkit.jobs.schema import Job, Model, Parallelism
+from trainkit.ops.kernels import REFERENCE, Kernels
 from trainkit.plan.layout import split_layers
 from trainkit.train.metrics.timers import Timers
 from trainkit.train.model.batch import Batch
@@ -88,10 +89,18 @@ class ModelChunk(Transformer):
     Args:
         model, vocab_size: of the whole model.
         number: which chunk, of `count`.
+        kernels: what it computes with.
     """
 
-    def __init__(self, model: Model, vocab_size: int, number: int, count: int) -> None:
-        super().__init__(model, vocab_size)
+    def __init__(
+        self,
+        model: Model,
+        vocab_size: int,
+        number: int,
+        count: int,
+        kernels: Kernels = REFERENCE,
+    ) -> None:
+        super().__init__(model, vocab_size, kernels)
         self.number, self.first, self.last = number, number == 0, number == count - 1
         self.work = PipelineState()
         self.micro_batch = 0

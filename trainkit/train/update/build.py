@@ -10,6 +10,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from trainkit.jobs.schema import Job
+from trainkit.ops.kernels import REFERENCE, Kernels
 from trainkit.train.model.transformer import Transformer, build_on_meta
 from trainkit.train.parallel import data_parallel, tensor_parallel
 from trainkit.train.parallel.mesh import Mesh
@@ -57,7 +58,11 @@ class ModelParts:
 
 
 def build_model_parts(
-    job: Job, mesh: Mesh, vocab: int, dtype: torch.dtype = torch.float32
+    job: Job,
+    mesh: Mesh,
+    vocab: int,
+    dtype: torch.dtype = torch.float32,
+    kernels: Kernels = REFERENCE,
 ) -> ModelParts:
     """This rank's part of the model, on its device, split and sharded as the job says; its
     weights hold anything.
@@ -65,17 +70,18 @@ def build_model_parts(
     Args:
         vocab: rows of the embedding.
         dtype: of weights at rest: wider than fp32 for tests that want it.
+        kernels: what the model computes with.
     """
     p = job.parallelism
     t = job.training
-    whole = build_on_meta(job.model, vocab)
+    whole = build_on_meta(job.model, vocab, kernels)
     shapes = {name: tuple(parameter.shape) for name, parameter in whole.named_parameters()}
     modules: list[Transformer] = [whole]
     if mesh.degrees.pipeline > 1:
         with torch.device("meta"):
             count = mesh.degrees.pipeline * chunks_per_stage(p)
             modules = [
-                ModelChunk(job.model, vocab, number, count)
+                ModelChunk(job.model, vocab, number, count, kernels)
                 for number in chunks_on(mesh.place.pipeline, p)
             ]
     sums = mesh.degrees.data > 1 or max(batch_sizes(job)) > t.micro_batch_size
