@@ -157,10 +157,39 @@ struct Rows {
     int64_t count;
     int64_t width;
     explicit Rows(const Tensor& tensor)
-        : count(0), width(tensor.dim() ? tensor.size(tensor.dim() - 1) : 1) {
-        count = width ? tensor.numel() / width : 0;
+        : count(1), width(tensor.dim() ? tensor.size(tensor.dim() - 1) : 1) {
+        for (int64_t i = 0; i + 1 < tensor.dim(); ++i) {
+            count *= tensor.size(i);
+        }
     }
 };
+
+// In which precision sums over a tensor are kept.
+inline ScalarType wide_type(const Tensor& tensor) {
+    return tensor.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+}
+
+inline void check_weight(const Tensor& weight, int64_t width, const char* operation) {
+    STD_TORCH_CHECK(weight.dim() == 1 && weight.size(0) == width, "trainkit::", operation,
+                    ": a row has ", width, " elements and the weight ", weight.numel());
+}
+
+inline void check_same_type(const Tensor& first, const Tensor& second, const char* operation) {
+    STD_TORCH_CHECK(first.scalar_type() == second.scalar_type(), "trainkit::", operation,
+                    ": one input is torch.", toString(first.scalar_type()), ", another torch.",
+                    toString(second.scalar_type()), "; they must be the same");
+}
+
+// Refuses two tensors that are to be read side by side and are of different shapes or types.
+inline void check_alike(const Tensor& first, const Tensor& second, const char* operation) {
+    check_same_type(first, second, operation);
+    bool same = first.dim() == second.dim();
+    for (int64_t i = 0; same && i < first.dim(); ++i) {
+        same = first.size(i) == second.size(i);
+    }
+    STD_TORCH_CHECK(same, "trainkit::", operation, ": two inputs of ", first.numel(), " and ",
+                    second.numel(), " elements must have the same shape");
+}
 
 constexpr int64_t GRAIN = 32768;  // elements for which another thread is worth it, as in ATen
 
@@ -184,6 +213,16 @@ inline int64_t row_blocks(int64_t rows) {
 // The first row of a block; that of block number `blocks` is `rows`.
 inline int64_t block_start(int64_t block, int64_t blocks, int64_t rows) {
     return block * rows / blocks;
+}
+
+// body(block, first row, end) for every block of rows, in parallel.
+template <class Body>
+void for_blocks(int64_t blocks, int64_t rows, const Body& body) {
+    torch::stable::parallel_for(0, blocks, 1, [&](int64_t first, int64_t last) {
+        for (int64_t block = first; block < last; ++block) {
+            body(block, block_start(block, blocks, rows), block_start(block + 1, blocks, rows));
+        }
+    });
 }
 
 template <class A, class W>

@@ -104,15 +104,6 @@ TRAINKIT_CLONES void backward(const Backward<T, W>& a, Wide<T>* dweight, int64_t
     }
 }
 
-ScalarType wide_type(const Tensor& x) {
-    return x.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
-}
-
-void check_weight(const Tensor& weight, int64_t width, const char* operation) {
-    STD_TORCH_CHECK(weight.dim() == 1 && weight.size(0) == width, "trainkit::", operation,
-                    ": the weight has ", weight.numel(), " elements, a row ", width);
-}
-
 template <bool kAdd>
 std::tuple<Tensor, Tensor, Tensor> run_forward(const char* operation, const Tensor& given,
                                                const Tensor& other, const Tensor& given_weight,
@@ -121,6 +112,7 @@ std::tuple<Tensor, Tensor, Tensor> run_forward(const char* operation, const Tens
     const Tensor residual = packed(other);
     const Tensor weight = packed(given_weight);
     const Rows rows(x);
+    check_alike(x, residual, operation);
     check_weight(weight, rows.width, operation);
     const Tensor y = torch::stable::empty_like(x);
     const Tensor sum = kAdd ? torch::stable::empty_like(x) : y;
@@ -146,6 +138,9 @@ std::tuple<Tensor, Tensor> run_backward(const char* operation, const Tensor& giv
     const Tensor x = packed(given_x);
     const Tensor weight = packed(given_weight);
     const Rows rows(x);
+    check_alike(x, dy, operation);
+    check_alike(x, dsum, operation);
+    check_weight(weight, rows.width, operation);
     const Tensor dx = torch::stable::empty_like(x);
     const Tensor dweight = torch::stable::empty_like(weight);
     const int64_t blocks = row_blocks(rows.count);
@@ -157,11 +152,8 @@ std::tuple<Tensor, Tensor> run_backward(const char* operation, const Tensor& giv
         const Backward<T, W> a{data<T>(dy),   data<T>(dsum),       data<T>(x), data<W>(weight),
                                data<A>(rstd), mutable_data<T>(dx), rows.width};
         A* sums = mutable_data<A>(partial);
-        torch::stable::parallel_for(0, blocks, 1, [&](int64_t first, int64_t last) {
-            for (int64_t block = first; block < last; ++block) {
-                backward<kAdd>(a, sums + block * rows.width, block_start(block, blocks, rows.count),
-                               block_start(block + 1, blocks, rows.count));
-            }
+        for_blocks(blocks, rows.count, [&](int64_t block, int64_t begin, int64_t end) {
+            backward<kAdd>(a, sums + block * rows.width, begin, end);
         });
         sum_blocks(sums, blocks, rows.width, mutable_data<W>(dweight));
     });

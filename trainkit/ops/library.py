@@ -8,12 +8,14 @@ library that `invoke build` compiles from csrc/kernels, for CUDA devices the Tri
 from __future__ import annotations
 
 import importlib
+import math
 import threading
 from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.ops.build import LIBRARY_FILE, why_unusable
@@ -52,6 +54,17 @@ def differentiate(
         setup_context=setup_context,
         lib=LIBRARY,
     )
+
+
+def packed_like(x: Tensor) -> Tensor:
+    """On the meta device: what holds a result of x's shape and dtype."""
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def row_statistics(x: Tensor) -> Tensor:
+    """On the meta device: a number a row of x, in the precision of sums."""
+    rows = math.prod(x.shape[:-1]) if x.dim() else 1
+    return x.new_empty(rows, dtype=torch.promote_types(x.dtype, torch.float32))
 
 
 class Unavailable(TrainkitError):

@@ -6,13 +6,15 @@ Shapes: N rows (all dimensions but the last), H elements of a row.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainkit.ops.library import declare, differentiate
+from trainkit.ops.library import declare, differentiate, packed_like, row_statistics
+from trainkit.ops.traffic import NormTraffic
 
 
 def reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -26,32 +28,22 @@ def add_reference(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tu
     return reference(total, weight, eps), total
 
 
-def _statistics(x: Tensor) -> Tensor:
-    """One number a row, in the precision of sums."""
-    rows = x.numel() // max(1, x.shape[-1])
-    return x.new_empty(rows, dtype=torch.promote_types(x.dtype, torch.float32))
-
-
-def _packed(x: Tensor) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
 forward = declare(
     "rms_norm(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)",
-    lambda x, weight, eps: (_packed(x), _statistics(x)),
+    lambda x, weight, eps: (packed_like(x), row_statistics(x)),
 )
 backward = declare(
     "rms_norm_backward(Tensor dy, Tensor x, Tensor weight, Tensor rstd) -> (Tensor, Tensor)",
-    lambda dy, x, weight, rstd: (_packed(x), _packed(weight)),
+    lambda dy, x, weight, rstd: (packed_like(x), packed_like(weight)),
 )
 add_forward = declare(
     "add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor, Tensor)",
-    lambda x, residual, weight, eps: (_packed(x), _packed(x), _statistics(x)),
+    lambda x, residual, weight, eps: (packed_like(x), packed_like(x), row_statistics(x)),
 )
 add_backward = declare(
     "add_rms_norm_backward(Tensor dy, Tensor dsum, Tensor sum, Tensor weight, Tensor rstd)"
     " -> (Tensor, Tensor)",
-    lambda dy, dsum, sum, weight, rstd: (_packed(sum), _packed(weight)),
+    lambda dy, dsum, sum, weight, rstd: (packed_like(sum), packed_like(weight)),
 )
 
 
@@ -95,3 +87,25 @@ def add_fused(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[
     """`add_reference` in one pass over memory."""
     y, total, _ = add_forward(x, residual, weight, eps)
     return y, total
+
+
+def bytes_moved(
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    weight: torch.dtype,
+    *,
+    added: bool = False,
+    backward: bool = False,
+) -> int:
+    """Bytes that forward or backward moves at least. Forward: x and weight in, y and the
+    statistic out; backward: dy, x, weight and statistic in, two gradients out.
+
+    Args:
+        shape, dtype: of x.
+        weight: its dtype.
+        added: with the residual and the sum of forward, and the sum's gradient of backward.
+        backward: of backward.
+    """
+    if backward:
+        return NormTraffic(3 + added, 2, 1).bytes(shape, dtype, weight)
+    return NormTraffic(2 + 2 * added, 1, 1).bytes(shape, dtype, weight)
