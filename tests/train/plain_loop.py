@@ -28,11 +28,11 @@ from torch import Tensor
 from trainkit.data.indexed.dataset import IndexedWriter
 from trainkit.data.indexed.paths import DataFolder
 from trainkit.jobs.schema import Cluster, Dataset, Job, Model, Parallelism, Tokenizer, Training
+from trainkit.ops.cross_entropy import NO_LABEL
 from trainkit.plan.layout import split_layers
 from trainkit.train.batches import Feed
 from trainkit.train.model.attention import DocumentBounds
 from trainkit.train.model.batch import Batch
-from trainkit.train.model.head_loss import NO_LABEL
 from trainkit.train.model.transformer import Transformer
 from trainkit.train.parallel.data_parallel import World
 from trainkit.train.parallel.initialize import initial_value

@@ -19,6 +19,7 @@ from trainkit.data.indexed.dataset import IndexedDataset, IndexedWriter
 from trainkit.data.order.loader import Loader
 from trainkit.data.order.samples import MegatronSamples
 from trainkit.jobs.schema import Dataset, Job, Tokenizer
+from trainkit.ops.cross_entropy import NO_LABEL
 from trainkit.train.batches import (
     Feed,
     data_folder,
@@ -30,7 +31,6 @@ from trainkit.train.batches import (
     vocab_size,
 )
 from trainkit.train.inference.evaluate import SequentialOrder
-from trainkit.train.model.head_loss import NO_LABEL
 from trainkit.train.parallel.data_parallel import World
 from trainkit.train.update.schedule import global_batch_size
 

@@ -6,14 +6,14 @@ A model is given a `Kernels` and calls its fields; it never asks which one it ha
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
 from torch import Tensor
 
 from trainkit.base.documents import document
-from trainkit.ops import layer_norm, library, rms_norm
+from trainkit.ops import adamw, cross_entropy, layer_norm, library, rms_norm
 from trainkit.ops.build import LIBRARY_FILE, origin_of
 
 Wanted = Literal["auto", "reference", "fused"]
@@ -29,6 +29,11 @@ class Kernels:
         add_rms_norm: (x, residual, weight, eps) -> (y, x + residual).
         layer_norm: (x, weight, bias, eps) -> y.
         add_layer_norm: (x, residual, weight, bias, eps) -> (y, x + residual).
+        softmax_loss: cross-entropy and its gradient, as `cross_entropy.plain`.
+        softmax_statistics, softmax_gradient: the two passes of it where the vocabulary is split,
+            as `cross_entropy.statistics_reference` and `gradient_reference`.
+        adamw: one update of many weights, as `adamw.reference`.
+        squared_norm: of many tensors together, fp64.
     """
 
     name: Literal["reference", "fused"]
@@ -36,6 +41,11 @@ class Kernels:
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
     layer_norm: Callable[[Tensor, Tensor, Tensor, float], Tensor]
     add_layer_norm: Callable[[Tensor, Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+    softmax_loss: cross_entropy.SoftmaxLoss
+    softmax_statistics: Callable[[Tensor, Tensor, int], Tensor]
+    softmax_gradient: Callable[[Tensor, Tensor, int, Tensor, Tensor, Tensor], Tensor]
+    adamw: adamw.Update
+    squared_norm: Callable[[Sequence[Tensor]], Tensor]
 
 
 REFERENCE = Kernels(
@@ -44,6 +54,11 @@ REFERENCE = Kernels(
     add_rms_norm=rms_norm.add_reference,
     layer_norm=layer_norm.reference,
     add_layer_norm=layer_norm.add_reference,
+    softmax_loss=cross_entropy.reference,
+    softmax_statistics=cross_entropy.statistics_reference,
+    softmax_gradient=cross_entropy.gradient_reference,
+    adamw=adamw.reference,
+    squared_norm=adamw.norm_reference,
 )
 FUSED = Kernels(
     "fused",
@@ -51,6 +66,11 @@ FUSED = Kernels(
     add_rms_norm=rms_norm.add_fused,
     layer_norm=layer_norm.fused,
     add_layer_norm=layer_norm.add_fused,
+    softmax_loss=cross_entropy.fused,
+    softmax_statistics=cross_entropy.statistics_fused,
+    softmax_gradient=cross_entropy.gradient_fused,
+    adamw=adamw.fused,
+    squared_norm=adamw.norm_fused,
 )
 
 

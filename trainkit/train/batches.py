@@ -23,11 +23,11 @@ from trainkit.data.order.open import open_mixture
 from trainkit.data.order.samples import NO_TOKEN, Numbers
 from trainkit.data.tokenizer import end_of_document, load_tokenizer
 from trainkit.jobs.schema import Dataset, Job
+from trainkit.ops.cross_entropy import NO_LABEL
 from trainkit.plan.batch import consumed_after, global_batch_size
 from trainkit.train.metrics.readback import to_device
 from trainkit.train.model.attention import DocumentBounds
 from trainkit.train.model.batch import Batch
-from trainkit.train.model.head_loss import NO_LABEL
 from trainkit.train.parallel.data_parallel import World
 
 

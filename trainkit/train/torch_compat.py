@@ -110,12 +110,6 @@ def group_operations() -> list[object]:
     return [ops.reduce_scatter_tensor.default, ops.all_reduce.default]
 
 
-def fused_norms(tensors: list[Tensor]) -> list[Tensor]:
-    """2-norms in fp64, few kernels for all tensors: on CUDA torch.linalg.vector_norm would first
-    make an fp64 copy of each."""
-    return cast(list[Tensor], torch._foreach_norm(tensors, 2, dtype=torch.float64))
-
-
 def scale_in_place(tensors: list[Tensor], factor: Tensor) -> None:
     """Multiply all tensors by one number, shape (), in few kernels and without waiting for the
     device."""

@@ -19,8 +19,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from trainkit.ops import cross_entropy
+from trainkit.ops.cross_entropy import NO_LABEL
 from trainkit.train.model import head_loss as loss
-from trainkit.train.model.head_loss import NO_LABEL, Labels, Losses, head_loss, padded_linear
+from trainkit.train.model.head_loss import Labels, Losses, head_loss, padded_linear
 
 
 @contextmanager
@@ -362,7 +364,7 @@ def test_blocks_are_only_a_matter_of_caches(dtype: torch.dtype, rows: int) -> No
     gradient, the same sum but for its order."""
     x_BSH, weight_VH, labels_BS = inputs(2, 10, 8, 50, dtype)
     whole, whole_dx, whole_dweight = ours(x_BSH, weight_VH, Labels(labels_BS, 1e-4, 0.5), 8)
-    with mock.patch.object(loss, "BLOCK_BYTES", 4 * 56 * rows):
+    with mock.patch.object(cross_entropy, "BLOCK_BYTES", 4 * 56 * rows):
         losses, dx_BSH, dweight_VH = ours(x_BSH, weight_VH, Labels(labels_BS, 1e-4, 0.5), 8)
     assert torch.equal(dx_BSH, whole_dx) and torch.equal(dweight_VH, whole_dweight)
     assert losses.cross_entropy.item() == pytest.approx(whole.cross_entropy.item(), rel=1e-6)

@@ -19,7 +19,8 @@ from tests.train.peers import (
     random_tokens,
 )
 from trainkit.jobs.schema import Model
-from trainkit.train.model.head_loss import NO_LABEL, Labels, Losses
+from trainkit.ops.cross_entropy import NO_LABEL
+from trainkit.train.model.head_loss import Labels, Losses
 from trainkit.train.model.transformer import Transformer
 
 Z_LOSS = 1e-2

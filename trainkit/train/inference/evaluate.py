@@ -23,9 +23,10 @@ from trainkit.data.order.native import SPLITS, SplitName
 from trainkit.data.order.samples import Numbers
 from trainkit.data.tokenizer import load_tokenizer
 from trainkit.jobs.schema import Dataset, Job
+from trainkit.ops.cross_entropy import NO_LABEL
 from trainkit.train.batches import Feed, data_folder
 from trainkit.train.model.batch import Batch
-from trainkit.train.model.head_loss import NO_LABEL, Labels
+from trainkit.train.model.head_loss import Labels
 from trainkit.train.model.transformer import Transformer
 from trainkit.train.parallel.data_parallel import World
 

@@ -7,7 +7,6 @@ vocabulary, P vocabulary padded for the product.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from trainkit.ops import cross_entropy
+from trainkit.ops.cross_entropy import NO_LABEL, SoftmaxLoss
+
 CHUNK_BYTES = 2**28  # of one chunk's logits in fp32
-BLOCK_BYTES = 2**20  # of the logits in fp32 that a CPU looks at at once: they stay in its cache
-SoftmaxLoss = Callable[[Tensor, Tensor, int, float, Tensor, bool], tuple[Tensor, Tensor]]
-NO_LABEL = -100  # a token without a loss
 
 
 @dataclass(frozen=True)
@@ -76,11 +75,10 @@ class _HeadOptions:
 
     Args:
         multiple: the product has a multiple of so many columns.
-        softmax: `softmax_loss`, or what stands for it.
+        softmax: of a chunk's logits, as `cross_entropy.plain`.
         learning: whether there will be a backward; inside of forward torch does not say.
         widest: W is a part of a larger weight, whose widest part has so many rows; chunks are made
-            for that, the same for every part, and softmax is given them whole. 0: W is all there
-            is.
+            for that, the same for every part. 0: W is all there is.
     """
 
     multiple: int
@@ -119,12 +117,17 @@ class _HeadLoss(torch.autograd.Function):
         dweight_PH: Tensor | None = None
         entropy = torch.zeros((), dtype=torch.float64, device=x_NH.device)
         scale = torch.as_tensor(labels.scale, dtype=wide, device=x_NH.device)
-        how = _ChunkOptions(
-            columns, vocab, labels.z_loss, scale, learning, options.softmax, options.widest > 0
-        )
         chunks = _chunks(len(x_NH), options.widest or columns)
         for inside in chunks:
-            dlogits_CP, part = _dlogits(x_NH[inside], weight, labels_N[inside], how)
+            # a name for the logits would keep them alive
+            dlogits_CP, part = options.softmax(
+                _logits(x_NH[inside], weight, columns),
+                labels_N[inside],
+                vocab,
+                labels.z_loss,
+                scale,
+                learning,
+            )
             entropy += part
             if dx_NH is not None:
                 torch.mm(dlogits_CP[:, : len(weight)], weight, out=dx_NH[inside])
@@ -177,101 +180,12 @@ def _logits(x_CH: Tensor, weight: Tensor, columns: int) -> Tensor:
     return logits_CP
 
 
-@dataclass(frozen=True)
-class _ChunkOptions:
-    """What is the same for all chunks.
-
-    Args:
-        columns: of the memory of logits.
-        vocab, z_loss, scale, learning: as of `softmax_loss`.
-        softmax: `softmax_loss`, or what stands for it.
-        whole: it gets a chunk at once, for it asks elsewhere.
-    """
-
-    columns: int
-    vocab: int
-    z_loss: float
-    scale: Tensor
-    learning: bool
-    softmax: SoftmaxLoss
-    whole: bool
-
-
-def _dlogits(
-    x_CH: Tensor, weight: Tensor, labels_C: Tensor, how: _ChunkOptions
-) -> tuple[Tensor, Tensor]:
-    """Softmax of a chunk's logits: on the CPU block by block, so that its passes find them in the
-    cache, the gradient in the logits' place."""
-    columns = how.columns
-    softmax = how.softmax
-    size = max(1, BLOCK_BYTES // (4 * columns))
-    if how.whole or x_CH.device.type != "cpu" or len(x_CH) <= size:
-        # a name for the logits, or a tuple of arguments, would keep them alive
-        return softmax(
-            _logits(x_CH, weight, columns),
-            labels_C,
-            how.vocab,
-            how.z_loss,
-            how.scale,
-            how.learning,
-        )
-    logits_CP = _logits(x_CH, weight, columns)
-    entropy = torch.zeros((), dtype=torch.float64)
-    for start in range(0, len(x_CH), size):
-        logits_RP = logits_CP[start : start + size]
-        labels_R = labels_C[start : start + size]
-        dlogits_RP, part = softmax(
-            logits_RP, labels_R, how.vocab, how.z_loss, how.scale, how.learning
-        )
-        entropy += part
-        if dlogits_RP.data_ptr() != logits_RP.data_ptr():  # in 16 bits
-            logits_RP.copy_(dlogits_RP)
-    return logits_CP, entropy
-
-
-def softmax_loss(
-    logits_CP: Tensor, labels_C: Tensor, vocab: int, z_loss: float, scale: Tensor, learning: bool
-) -> tuple[Tensor, Tensor]:
-    """(scaled gradient of the chunk's logits in their dtype, padding included and 0; the chunk's
-    summed cross-entropy).
-
-    All of the loss but its matrix products: memory traffic alone, which a compiler makes one
-    kernel of.
-
-    Args:
-        logits_CP: they are used up.
-        labels_C: of the chunk.
-        vocab: columns without the padding.
-        z_loss, scale: as of `Labels`.
-        learning: False: the gradient is not wanted, and is not there.
-    """
-    dtype = logits_CP.dtype
-    wide = torch.promote_types(dtype, torch.float32)
-    logits_CP = logits_CP.to(wide)
-    logits_CP[:, vocab:] = -torch.inf
-    counted_C = labels_C != NO_LABEL
-    targets_C1 = labels_C.clamp(min=0)[:, None]
-    target_C = logits_CP.gather(1, targets_C1)[:, 0]
-    highest_C1 = logits_CP.amax(1, keepdim=True)
-    exp_CP = logits_CP.sub_(highest_C1).exp_()
-    sum_C1 = exp_CP.sum(1, keepdim=True)
-    logsum_C = (highest_C1 + sum_C1.log())[:, 0]
-    entropy = torch.where(counted_C, logsum_C - target_C, 0.0).sum(dtype=torch.float64)
-    if not learning:
-        return exp_CP, entropy
-    factor_C = counted_C * scale
-    # d/dlogits of logsum - target + z * logsum**2 = softmax * (1 + 2 z logsum) - onehot
-    exp_CP.mul_((factor_C * (1 + 2 * z_loss * logsum_C) / sum_C1[:, 0])[:, None])
-    exp_CP.scatter_add_(1, targets_C1, -factor_C[:, None])
-    return exp_CP.to(dtype), entropy
-
-
 def head_loss(
     x_BSH: Tensor,
     weight_VH: Tensor,
     labels: Labels,
     multiple: int,
-    softmax: SoftmaxLoss = softmax_loss,
+    softmax: SoftmaxLoss = cross_entropy.reference,
     *,
     widest: int = 0,
 ) -> Losses:
@@ -282,8 +196,8 @@ def head_loss(
         weight_VH: of the head.
         labels: what the loss is taken of.
         multiple: the product has a multiple of so many columns.
-        softmax: `softmax_loss`, or what a compiler made of it, or one that asks for what the
-            other parts of a larger weight make.
+        softmax: `cross_entropy.reference`, or what stands for it: a kernel, what a compiler made
+            of it, or one that asks for what the other parts of a larger weight make.
         widest: the most rows of such a part; 0: `weight_VH` is all there is.
     """
     labels_N = labels.labels_BS.flatten()
@@ -303,7 +217,7 @@ def read_out(
     weight_VH: Tensor,
     labels: Labels | None,
     multiple: int,
-    softmax: SoftmaxLoss = softmax_loss,
+    softmax: SoftmaxLoss = cross_entropy.reference,
 ) -> Tensor | Losses:
     """What a model ends with: logits, (B, S, V), or, given labels, their summed losses.
 

@@ -178,6 +178,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.shape = model
         self.read_out = read_out
+        self.softmax_loss = kernels.softmax_loss
         self.embed_tokens = nn.Embedding(vocab_size, model.hidden_size)
         self.embed_positions: nn.Embedding | None = None
         if model.architecture.learned_positions:
@@ -248,7 +249,11 @@ class Transformer(nn.Module):
         else:
             weight_VH = self.head.weight
         return self.read_out(
-            self.final_norm(x_BSH), weight_VH, labels, self.shape.make_vocab_size_divisible_by
+            self.final_norm(x_BSH),
+            weight_VH,
+            labels,
+            self.shape.make_vocab_size_divisible_by,
+            self.softmax_loss,
         )
 
 

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import (
 )
 
 from trainkit.jobs.schema import Model, Training
-from trainkit.train.model.head_loss import read_out, softmax_loss
+from trainkit.ops import cross_entropy
 from trainkit.train.model.transformer import Block, Context, Transformer
 from trainkit.train.torch_compat import group_operations, varlen_operations
 
@@ -103,9 +103,10 @@ def wrap_blocks(module: Transformer, model: Model, training: Training) -> None:
         run = torch.compile(run_block, fullgraph=True)
     else:
         run = run_block
-    # split over ranks, it talks to them in between
-    if training.compile and module.read_out is read_out:
-        module.read_out = partial(read_out, softmax=torch.compile(softmax_loss, fullgraph=True))
+    # a kernel is one already; split over ranks, it talks to them in between
+    if training.compile and module.softmax_loss is cross_entropy.reference:
+        compiled = torch.compile(cross_entropy.plain, fullgraph=True)
+        module.softmax_loss = cross_entropy.in_blocks(compiled)
     random = model.hidden_dropout > 0 or model.attention_dropout > 0
     for block in module.layers.values():
         assert isinstance(block, Block)

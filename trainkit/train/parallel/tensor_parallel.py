@@ -24,11 +24,12 @@ from torch import Tensor, nn
 
 from trainkit.jobs.ranks import key_value_heads, share_of_rank
 from trainkit.jobs.schema import Model
+from trainkit.ops.kernels import REFERENCE, Kernels
 from trainkit.train.generators import seed_generators
 from trainkit.train.model.transformer import Attention, Transformer
 from trainkit.train.parallel.shards import Segment, TensorLayout
 from trainkit.train.parallel.tensor_group import TensorGroup, enter, leave, own_tokens
-from trainkit.train.parallel.vocab_parallel import read_out
+from trainkit.train.parallel.vocab_parallel import VocabularyPart, read_out
 
 # first row of the whole tensor, rows, tensor-parallel ranks that hold them
 Piece = tuple[int, int, int]
@@ -139,7 +140,9 @@ def rules(model: Model, vocab: int, group: TensorGroup) -> dict[str, tuple[Any, 
     }
 
 
-def apply(module: Transformer, vocab: int, group: TensorGroup) -> None:
+def apply(
+    module: Transformer, vocab: int, group: TensorGroup, kernels: Kernels = REFERENCE
+) -> None:
     """Split a model, or a part of one, in place; it must be on the meta device. Nothing is done
     for one rank."""
     if group.size == 1:
@@ -157,6 +160,8 @@ def apply(module: Transformer, vocab: int, group: TensorGroup) -> None:
             if apart:
                 _draw_apart(part, group)
     module.read_out = partial(read_out, group=group, vocab=vocab)
+    start, _ = share_of_rank(vocab, group.size, group.rank)
+    module.softmax_loss = VocabularyPart(group, start, kernels).softmax_loss
 
 
 def _draw_apart(attention: Attention, group: TensorGroup) -> None:

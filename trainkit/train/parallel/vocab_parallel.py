@@ -7,16 +7,18 @@ rank's logits in memory.
 
 from __future__ import annotations
 
-from functools import partial
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from trainkit.jobs.ranks import share_of_rank
-from trainkit.train.model.head_loss import NO_LABEL, Labels, Losses, head_loss, padded_linear
+from trainkit.ops.cross_entropy import NO_LABEL, SoftmaxLoss
+from trainkit.ops.kernels import Kernels
+from trainkit.train.model.head_loss import Labels, Losses, head_loss, padded_linear
 from trainkit.train.parallel.tensor_group import TensorGroup, enter
-from trainkit.train.torch_compat import gathered, summed
+from trainkit.train.torch_compat import gathered
 
 
 def read_out(
@@ -24,6 +26,7 @@ def read_out(
     weight: Tensor,
     labels: Labels | None,
     multiple: int,
+    softmax: SoftmaxLoss,
     *,
     group: TensorGroup,
     vocab: int,
@@ -44,7 +47,7 @@ def read_out(
             weight,
             labels,
             multiple,
-            partial(softmax_of_parts, group, shares[group.rank][0]),
+            softmax,
             widest=widest,
         )
     own_BSP = padded_linear(x_BSH, weight, multiple)
@@ -54,38 +57,59 @@ def read_out(
     )
 
 
-def softmax_of_parts(
-    group: TensorGroup,
-    start: int,
-    logits_CP: Tensor,
-    labels_C: Tensor,
-    vocab: int,
-    z_loss: float,
-    scale: Tensor,
-    learning: bool,
-) -> tuple[Tensor, Tensor]:
-    """loss.softmax_loss where `vocab` rows from `start` on are here and the others on other
-    ranks: two collectives of a few numbers a token.
+@dataclass(frozen=True)
+class VocabularyPart:
+    """What one rank has of the vocabulary.
 
-    The gradient is that of the whole loss by this rank's logits (Shoeybi et al. 2019,
-    arXiv:1909.08053, section 3).
+    Args:
+        group: the ranks that share it.
+        start: the first row that is here.
+        kernels: what it computes with.
     """
-    dtype, wide = logits_CP.dtype, torch.promote_types(logits_CP.dtype, torch.float32)
-    logits_CP = logits_CP.to(wide)
-    logits_CP[:, vocab:] = -torch.inf
-    counted_C = labels_C != NO_LABEL
-    rows_C = labels_C - start
-    here_C = counted_C & (rows_C >= 0) & (rows_C < vocab)
-    rows_C1 = rows_C.clamp(0, vocab - 1)[:, None]
-    target_C = torch.where(here_C, logits_CP.gather(1, rows_C1)[:, 0], 0)
-    highest_C = summed(logits_CP.amax(1), group.name, "max")
-    exp_CP = logits_CP.sub_(highest_C[:, None]).exp_()
-    sum_C, target_C = summed(torch.stack([exp_CP.sum(1), target_C]), group.name)
-    logsum_C = highest_C + sum_C.log()
-    entropy = torch.where(counted_C, logsum_C - target_C, 0.0).sum(dtype=torch.float64)
-    if not learning:
-        return exp_CP, entropy
-    factor_C = counted_C * scale
-    exp_CP.mul_((factor_C * (1 + 2 * z_loss * logsum_C) / sum_C)[:, None])
-    exp_CP.scatter_add_(1, rows_C1, -(factor_C * here_C)[:, None])
-    return exp_CP.to(dtype), entropy
+
+    group: TensorGroup
+    start: int
+    kernels: Kernels
+
+    def softmax_loss(
+        self,
+        logits_CP: Tensor,
+        labels_C: Tensor,
+        vocab: int,
+        z_loss: float,
+        scale: Tensor,
+        learning: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """cross_entropy.plain where `vocab` rows are here and the others on other ranks: one
+        collective of three numbers a token.
+
+        The gradient is that of the whole loss by this rank's logits (Shoeybi et al. 2019,
+        arXiv:1909.08053, section 3).
+        """
+        group = self.group
+        rows_C = labels_C - self.start  # NO_LABEL is below 0 then too: nobody has it
+        own_3C = self.kernels.softmax_statistics(logits_CP, rows_C, vocab)
+        highest_C, sum_C, target_C = _together(gathered(own_3C[None], group.size, group.name))
+        counted_C = labels_C != NO_LABEL
+        logsum_C = highest_C + sum_C.log()
+        entropy = torch.where(counted_C, logsum_C - target_C, 0.0).sum(dtype=torch.float64)
+        if not learning:
+            return logits_CP, entropy
+        factor_C = counted_C * scale
+        softmax_C = factor_C * (1 + 2 * z_loss * logsum_C) / sum_C
+        dlogits_CP = self.kernels.softmax_gradient(
+            logits_CP, rows_C, vocab, highest_C, softmax_C, factor_C
+        )
+        return dlogits_CP, entropy
+
+
+def _together(parts_T3C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of what `softmax_statistics` found on T ranks: the highest logit of every token, the sum of
+    e^(logit - highest) and the label's logit. The same bits on all ranks: each adds in their
+    order."""
+    highest_TC, sum_TC, target_TC = parts_T3C.unbind(1)
+    highest_C = highest_TC.amax(0)
+    # a rank that has nothing above -inf added up e^logit
+    shift_TC = torch.where(highest_TC == -torch.inf, 0, highest_TC)
+    sum_C = (sum_TC * (shift_TC - highest_C).exp()).sum(0)
+    return highest_C, sum_C, target_TC.sum(0)

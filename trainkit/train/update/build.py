@@ -33,11 +33,13 @@ class ModelParts:
         parameters: every parameter by its name; a second copy of tied weights on the same rank is
             called NAME + LAST.
         shapes: of all the model's parameters, wherever they are.
+        kernels: what the model and its update are computed with.
     """
 
     modules: list[Transformer]
     parameters: dict[str, ShardedParameter]
     shapes: dict[str, tuple[int, ...]]
+    kernels: Kernels = REFERENCE
 
     @property
     def units(self) -> Iterator[FSDPModule]:
@@ -88,7 +90,7 @@ def build_model_parts(
     parameters: dict[str, ShardedParameter] = {}
     for module in modules:
         module.to(dtype)
-        tensor_parallel.apply(module, vocab, mesh.tensor)
+        tensor_parallel.apply(module, vocab, mesh.tensor, kernels)
         wrap_blocks(module, job.model, t)
         layouts = {
             name: h.layout for name, h in sharded_parameters(module, mesh.degrees.tensor).items()
@@ -101,7 +103,7 @@ def build_model_parts(
             parameters[name + LAST if name in parameters else name] = ShardedParameter(
                 name, parameter, layouts[name], counts=not tied
             )
-    return ModelParts(modules, parameters, shapes)
+    return ModelParts(modules, parameters, shapes, kernels)
 
 
 def expected(parts: ModelParts, kinds: tuple[str, ...]) -> dict[str, tuple[int, ...]]:

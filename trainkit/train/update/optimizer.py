@@ -3,16 +3,33 @@ device's word, does nothing."""
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim.sgd import sgd
 
 from trainkit.jobs.schema import Training
-from trainkit.train.torch_compat import fused_norms, like, local_part, scale_in_place
+from trainkit.ops.adamw import Rule, Weights
+from trainkit.ops.kernels import REFERENCE, Kernels
+from trainkit.train.torch_compat import like, local_part, scale_in_place
 
-# elements of a gradient that the CPU looks at in fp64 at once: 2 MiB stay in its cache
-CHUNK = 2**18
+
+class _Held(NamedTuple):
+    """What this rank holds of a parameter that has a gradient.
+
+    Args:
+        weight, gradient: its elements.
+        state: its moments, by torch's names.
+        matrix: the whole parameter has two dimensions or more: it decays.
+    """
+
+    weight: Tensor
+    gradient: Tensor
+    state: dict[str, Tensor]
+    matrix: bool
 
 
 class Optimizer:
@@ -27,44 +44,42 @@ class Optimizer:
     The state is made here, not at the first step, so that a checkpoint always has somewhere to
     be read into. All of it has the weights' dtype, fp32 in training.
 
-    Memory traffic decides the time of a step. fp32 AdamW moves 32 bytes a parameter: it reads
-    weight, gradient and two moments and writes them all, the gradient because the fused kernels
-    leave it divided. SGD moves 24 with momentum, 16 without, and 8 more where a weight decays.
+    Memory traffic decides the time of a step. fp32 AdamW moves 28 bytes a parameter: it reads
+    weight, gradient and two moments and writes them all but the gradient; torch's moves 32, for it
+    leaves the gradient divided. SGD moves 24 with momentum, 16 without, and 8 more where a weight
+    decays.
 
     Args:
         parameters: by name; those without a gradient at a step keep their weight and state.
         training: optimizer, its constants and weight_decay.
+        kernels: what AdamW is computed with.
     """
 
-    def __init__(self, parameters: dict[str, nn.Parameter], training: Training) -> None:
+    def __init__(
+        self,
+        parameters: dict[str, nn.Parameter],
+        training: Training,
+        kernels: Kernels = REFERENCE,
+    ) -> None:
         self._parameters = parameters
-        self._decay = training.weight_decay
-        self._adam = training.optimizer == "adam"
         self.moments = _moments_of(training)
         device = next(iter(parameters.values())).device
         # applied updates; the place in the table of learning rates
         self.steps = torch.zeros((), dtype=torch.int64, device=device)
-        self._locals = {name: nn.Parameter(local_part(p)) for name, p in parameters.items()}
-        # a small bias may lie wholly on other ranks
-        held = [(parameters[name], p) for name, p in self._locals.items() if p.numel()]
-        self._decayed = [p for whole, p in held if whole.dim() > 1]
-        others = [p for whole, p in held if whole.dim() <= 1]
-        self._fused = _fused_optimizer(training, self._decayed, others)
         self._state = {
-            name: {moment: torch.zeros_like(p, requires_grad=False) for moment in self.moments}
-            for name, p in self._locals.items()
+            name: {moment: torch.zeros_like(local_part(p)) for moment in self.moments}
+            for name, p in parameters.items()
         }
-        for name, p in self._locals.items():
-            if self._adam:
-                counter = {"step": torch.zeros((), dtype=torch.float32, device=p.device)}
-            else:
-                counter = {}
-            if p.numel():
-                self._fused.state[p] = counter | self._state[name]
+        self._update: Callable[[list[_Held], Tensor, Tensor, Tensor, Tensor], None]
+        if training.optimizer == "adam":
+            rule = Rule(training.adam_beta1, training.adam_beta2, training.adam_eps)
+            self._update = partial(_adamw, kernels, rule, training.weight_decay)
+        else:
+            self._update = partial(_sgd, training.sgd_momentum, training.weight_decay)
 
     @torch.no_grad()
     def step(self, rate: Tensor, divisor: Tensor, skip: Tensor) -> None:
-        """Update all weights, without waiting for the device. Gradients are used up: they are
+        """Update all weights, without waiting for the device. Gradients are used up: they may be
         left divided, for `zero_grad` to drop.
 
         Args:
@@ -72,28 +87,17 @@ class Optimizer:
             divisor: what gradients are divided by first, shape (): loss scale and clipping in one.
             skip: shape (), true (or 1) where nothing may change: not a weight, a moment or a count.
         """
-        rate = rate.to(torch.float32)
-        divisor = divisor.to(torch.float32)
         skip = skip.to(torch.float32)
-        for name, parameter in self._parameters.items():
-            mine = self._locals[name]
-            mine.data = local_part(parameter)  # fully_shard may move its shard at the first forward
-            if parameter.grad is None:
-                mine.grad = None
-            else:
-                mine.grad = local_part(parameter.grad)
-        if not self._adam and self._decay:
-            scale_in_place(
-                [p for p in self._decayed if p.grad is not None],
-                1 - rate * self._decay * (1 - skip),
-            )
-        for group in self._fused.param_groups:
-            group["lr"] = rate
-        self._fused.grad_scale, self._fused.found_inf = divisor, skip  # type: ignore[attr-defined]
-        self._fused.step()
+        # a small bias may lie wholly on other ranks; fully_shard may move its shard at the first
+        # forward
+        held = [
+            _Held(local_part(p), local_part(p.grad), self._state[name], p.dim() > 1)
+            for name, p in self._parameters.items()
+            if p.grad is not None and local_part(p).numel()
+        ]
+        if held:
+            self._update(held, self.steps, rate.to(torch.float32), divisor.to(torch.float32), skip)
         self.steps += (1 - skip).to(torch.int64)
-        for mine in self._locals.values():
-            mine.grad = None
 
     def zero_grad(self) -> None:
         """Free the gradients."""
@@ -117,9 +121,6 @@ class Optimizer:
         """Tell how many updates the state has seen: AdamW's bias correction and the learning
         rate go on from there."""
         self.steps.fill_(steps)
-        for state in self._fused.state.values():
-            if self._adam:
-                cast(Tensor, state["step"]).fill_(steps)
 
 
 def _moments_of(training: Training) -> tuple[str, ...]:
@@ -131,42 +132,62 @@ def _moments_of(training: Training) -> tuple[str, ...]:
     return ()
 
 
-def _fused_optimizer(
-    training: Training, decayed: list[nn.Parameter], others: list[nn.Parameter]
-) -> torch.optim.Optimizer:
-    """torch's; SGD leaves decay to us."""
-    if training.optimizer == "adam":
-        groups = [
-            {"params": decayed, "weight_decay": training.weight_decay},
-            {"params": others, "weight_decay": 0.0},
-        ]
-        betas = (training.adam_beta1, training.adam_beta2)
-        return torch.optim.AdamW(
-            groups, lr=training.lr, betas=betas, eps=training.adam_eps, fused=True
-        )
-    groups = [{"params": decayed}, {"params": others}]
-    return torch.optim.SGD(groups, lr=training.lr, momentum=training.sgd_momentum, fused=True)
+def _adamw(
+    kernels: Kernels,
+    rule: Rule,
+    decay: float,
+    held: list[_Held],
+    steps: Tensor,
+    rate: Tensor,
+    divisor: Tensor,
+    skip: Tensor,
+) -> None:
+    weights = Weights(
+        [h.weight for h in held],
+        [h.gradient for h in held],
+        [h.state["exp_avg"] for h in held],
+        [h.state["exp_avg_sq"] for h in held],
+        [],
+        [decay * h.matrix for h in held],
+    )
+    kernels.adamw(weights, rule, steps=steps, rate=rate, divisor=divisor, skip=skip)
 
 
-def squared_norm(gradients: list[Tensor]) -> Tensor:
+def _sgd(
+    momentum: float,
+    decay: float,
+    held: list[_Held],
+    steps: Tensor,
+    rate: Tensor,
+    divisor: Tensor,
+    skip: Tensor,
+) -> None:
+    """torch's fused SGD, which counts no steps; decay is ours."""
+    if decay:
+        scale_in_place([h.weight for h in held if h.matrix], 1 - rate * decay * (1 - skip))
+    sgd(
+        [h.weight for h in held],
+        [h.gradient for h in held],
+        [h.state["momentum_buffer"] for h in held if momentum],
+        fused=True,
+        grad_scale=divisor,
+        found_inf=skip,
+        weight_decay=0.0,
+        momentum=momentum,
+        lr=rate,  # type: ignore[arg-type]
+        dampening=0.0,
+        nesterov=False,
+        maximize=False,
+    )
+
+
+def squared_norm(gradients: list[Tensor], kernels: Kernels = REFERENCE) -> Tensor:
     """Sum of squares of this rank's shards, shape (), in fp64 so that the order of ranks does
-    not show; sum it over the ranks.
-
-    Reads every gradient once. torch.linalg.vector_norm(dtype=fp64) would write and read a copy
-    of each: on a CPU, five times the time.
-    """
-    device = gradients[0].device
-    held = [g.reshape(-1) for g in gradients if g.numel()]
+    not show; sum it over the ranks."""
+    held = [g for g in gradients if g.numel()]
     if not held:
-        return torch.zeros((), dtype=torch.float64, device=device)
-    if device.type == "cuda":
-        return torch.stack(fused_norms(held)).square().sum()
-    room = torch.empty(min(CHUNK, max(g.numel() for g in held)), dtype=torch.float64)
-    squares = []
-    for chunk in (chunk for g in held for chunk in torch.split(g, CHUNK)):
-        wide = room[: chunk.numel()].copy_(chunk)
-        squares.append(torch.dot(wide, wide))
-    return torch.stack(squares).sum()
+        return torch.zeros((), dtype=torch.float64, device=gradients[0].device)
+    return kernels.squared_norm(held)
 
 
 def divisor(norm: Tensor, limit: float, scale: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainkit.ops.kernels import REFERENCE, Kernels
 from trainkit.train.parallel.mesh import Mesh
 from trainkit.train.parallel.shards import ShardedParameter
 from trainkit.train.torch_compat import local_part
@@ -121,7 +122,9 @@ def _exchanged(parts: Mapping[int, list[Tensor]], mesh: Mesh) -> dict[int, list[
     return found
 
 
-def squared_norm(parameters: Mapping[str, ShardedParameter], mesh: Mesh) -> Tensor:
+def squared_norm(
+    parameters: Mapping[str, ShardedParameter], mesh: Mesh, kernels: Kernels = REFERENCE
+) -> Tensor:
     """This rank's part of the squared gradient norm, shape (), in fp64: what n ranks hold alike
     counts 1 / n on each, the second copy of tied weights 0 times, which is NaN all the same
     where it is not finite."""
@@ -136,7 +139,7 @@ def squared_norm(parameters: Mapping[str, ShardedParameter], mesh: Mesh) -> Tens
         for box in h.boxes:
             by_weight.setdefault(h.counts / box.replicas, []).append(box.of(local))
     parts = [
-        optimizer.squared_norm(gradients) * (weight / mesh.degrees.replicate)
+        optimizer.squared_norm(gradients, kernels) * (weight / mesh.degrees.replicate)
         for weight, gradients in by_weight.items()
     ]
     if parts:

@@ -87,7 +87,7 @@ class Step:
         self.device = mesh.device
         self.timers = timers
         self.parameters = {key: sharded.parameter for key, sharded in parts.parameters.items()}
-        self.optimizer = Optimizer(self.parameters, job.training)
+        self.optimizer = Optimizer(self.parameters, job.training, parts.kernels)
         self.scale = LossScale(job.training, self.device)
         self.guard = LossGuard(job.training, self.device)
         self.rates = learning_rates(job.training, self.device)
@@ -124,7 +124,8 @@ class Step:
         """
         entropy, tokens, checksum = self.backward(batches, samples)
         with self.timers("communication"):
-            square = replicas.squared_norm(self.model_parts.parameters, self.mesh)
+            parts = self.model_parts
+            square = replicas.squared_norm(parts.parameters, self.mesh, parts.kernels)
             # In fp64 the checksums' sum is exact up to 2**21 samples a step.
             local = to_device(torch.tensor([checksum, stop], dtype=torch.float64), self.device)
             agreed = torch.cat([torch.stack([entropy, tokens.double(), square]), local])
