@@ -1,0 +1,2 @@
+"""The operations for NVIDIA GPUs, in Triton. Importing a file here needs triton and compiles
+nothing."""
