@@ -122,22 +122,6 @@ void for_type(ScalarType type, const char* operation, const Body& body) {
     }
 }
 
-// Calls body(T{}, W{}) with the types of a tensor and of a weight, which is fp32 or the same.
-template <class Body>
-void for_types(ScalarType type, ScalarType weight, const char* operation, const Body& body) {
-    for_type(type, operation, [&](auto element) {
-        using T = decltype(element);
-        if (weight == type) {
-            body(T{}, T{});
-        } else {
-            STD_TORCH_CHECK(weight == ScalarType::Float && sizeof(T) == 2, "trainkit::", operation,
-                            ": the weight is torch.", toString(weight), " and the input torch.",
-                            toString(type), "; it must be the same or, of 16 bits, fp32");
-            body(T{}, float{});
-        }
-    });
-}
-
 template <class T>
 const T* data(const Tensor& tensor) {
     return static_cast<const T*>(tensor.const_data_ptr());
@@ -167,6 +151,15 @@ struct Rows {
 // In which precision sums over a tensor are kept.
 inline ScalarType wide_type(const Tensor& tensor) {
     return tensor.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+}
+
+// A weight of a row in that precision: it is small, and loops need not know in which it came.
+inline Tensor widened(const Tensor& weight, const Tensor& like, const char* operation) {
+    STD_TORCH_CHECK(
+        weight.scalar_type() == like.scalar_type() || weight.scalar_type() == ScalarType::Float,
+        "trainkit::", operation, ": the weight is torch.", toString(weight.scalar_type()),
+        " and the input torch.", toString(like.scalar_type()), "; it must be the same, or fp32");
+    return packed(torch::stable::to(weight, wide_type(like)));
 }
 
 inline void check_weight(const Tensor& weight, int64_t width, const char* operation) {
@@ -225,8 +218,8 @@ void for_blocks(int64_t blocks, int64_t rows, const Body& body) {
     });
 }
 
-template <class A, class W>
-TRAINKIT_CLONES void sum_block_columns(const A* partial, int64_t blocks, int64_t width, W* out,
+template <class A>
+TRAINKIT_CLONES void sum_block_columns(const A* partial, int64_t blocks, int64_t width, A* out,
                                        int64_t begin, int64_t end) {
     for (int64_t start = begin; start < end; start += 256) {
         const int64_t stop = std::min(end, start + 256);
@@ -240,14 +233,14 @@ TRAINKIT_CLONES void sum_block_columns(const A* partial, int64_t blocks, int64_t
         }
 #pragma omp simd
         for (int64_t i = start; i < stop; ++i) {
-            out[i] = narrow<W>(total[i - start]);
+            out[i] = total[i - start];
         }
     }
 }
 
 // out[i] = the sum over blocks of partial[block][i], always in the order of blocks.
-template <class A, class W>
-void sum_blocks(const A* partial, int64_t blocks, int64_t width, W* out) {
+template <class A>
+void sum_blocks(const A* partial, int64_t blocks, int64_t width, A* out) {
     torch::stable::parallel_for(0, width, GRAIN / blocks + 1, [&](int64_t begin, int64_t end) {
         sum_block_columns(partial, blocks, width, out, begin, end);
     });

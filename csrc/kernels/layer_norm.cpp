@@ -9,12 +9,12 @@ namespace trainkit {
 namespace {
 
 // What goes through forward; `residual` is added to x, and `sum` is where that goes.
-template <class T, class W>
+template <class T>
 struct Forward {
     const T* x;
     const T* residual;
-    const W* weight;
-    const W* bias;
+    const Wide<T>* weight;
+    const Wide<T>* bias;
     T* y;
     T* sum;
     Wide<T>* mean;
@@ -23,12 +23,12 @@ struct Forward {
     double eps;
 };
 
-template <bool kAdd, class T, class W>
-TRAINKIT_CLONES void forward(const Forward<T, W>& a, int64_t begin, int64_t end) {
+template <bool kAdd, class T>
+TRAINKIT_CLONES void forward(const Forward<T>& a, int64_t begin, int64_t end) {
     using A = Wide<T>;
     const int64_t width = a.width;
-    const W* weight = a.weight;
-    const W* bias = a.bias;
+    const Wide<T>* weight = a.weight;
+    const Wide<T>* bias = a.bias;
     for (int64_t row = begin; row < end; ++row) {
         const T* x = a.x + row * width;
         T* y = a.y + row * width;
@@ -60,30 +60,30 @@ TRAINKIT_CLONES void forward(const Forward<T, W>& a, int64_t begin, int64_t end)
         a.rstd[row] = r;
 #pragma omp simd
         for (int64_t i = 0; i < width; ++i) {
-            y[i] = narrow<T>((widen(x[i]) - mean) * r * A(widen(weight[i])) + A(widen(bias[i])));
+            y[i] = narrow<T>((widen(x[i]) - mean) * r * weight[i] + bias[i]);
         }
     }
 }
 
 // What goes through backward; `dsum` is the gradient of the sum itself, which x's takes in.
-template <class T, class W>
+template <class T>
 struct Backward {
     const T* dy;
     const T* dsum;
     const T* x;
-    const W* weight;
+    const Wide<T>* weight;
     const Wide<T>* mean;
     const Wide<T>* rstd;
     T* dx;
     int64_t width;
 };
 
-template <bool kAdd, class T, class W>
-TRAINKIT_CLONES void backward(const Backward<T, W>& a, Wide<T>* dweight, Wide<T>* dbias,
-                              int64_t begin, int64_t end) {
+template <bool kAdd, class T>
+TRAINKIT_CLONES void backward(const Backward<T>& a, Wide<T>* dweight, Wide<T>* dbias, int64_t begin,
+                              int64_t end) {
     using A = Wide<T>;
     const int64_t width = a.width;
-    const W* weight = a.weight;
+    const Wide<T>* weight = a.weight;
     std::fill_n(dweight, width, A(0));
     std::fill_n(dbias, width, A(0));
     for (int64_t row = begin; row < end; ++row) {
@@ -98,7 +98,7 @@ TRAINKIT_CLONES void backward(const Backward<T, W>& a, Wide<T>* dweight, Wide<T>
         for (int64_t i = 0; i < width; ++i) {
             const A gradient = widen(dy[i]);
             const A normed = (widen(x[i]) - mean) * r;
-            const A weighted = gradient * A(widen(weight[i]));
+            const A weighted = gradient * weight[i];
             sum += weighted;
             product += weighted * normed;
             dweight[i] += gradient * normed;
@@ -111,14 +111,14 @@ TRAINKIT_CLONES void backward(const Backward<T, W>& a, Wide<T>* dweight, Wide<T>
 #pragma omp simd
             for (int64_t i = 0; i < width; ++i) {
                 const A normed = (widen(x[i]) - mean) * r;
-                const A own = widen(dy[i]) * A(widen(weight[i])) - shift - normed * shrink;
+                const A own = widen(dy[i]) * weight[i] - shift - normed * shrink;
                 dx[i] = narrow<T>(own * r + widen(dsum[i]));
             }
         } else {
 #pragma omp simd
             for (int64_t i = 0; i < width; ++i) {
                 const A normed = (widen(x[i]) - mean) * r;
-                const A own = widen(dy[i]) * A(widen(weight[i])) - shift - normed * shrink;
+                const A own = widen(dy[i]) * weight[i] - shift - normed * shrink;
                 dx[i] = narrow<T>(own * r);
             }
         }
@@ -132,31 +132,30 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> run_forward(const char* operation, co
                                                        const Tensor& given_bias, double eps) {
     const Tensor x = packed(given);
     const Tensor residual = packed(other);
-    const Tensor weight = packed(given_weight);
-    const Tensor bias = packed(given_bias);
+    const Tensor weight = widened(given_weight, x, operation);
+    const Tensor bias = widened(given_bias, x, operation);
     const Rows rows(x);
     check_alike(x, residual, operation);
     check_weight(weight, rows.width, operation);
     check_weight(bias, rows.width, operation);
-    check_same_type(weight, bias, operation);
+    check_same_type(given_weight, given_bias, operation);
     const Tensor y = torch::stable::empty_like(x);
     const Tensor sum = kAdd ? torch::stable::empty_like(x) : y;
     const Tensor mean = torch::stable::new_empty(x, {rows.count}, wide_type(x));
     const Tensor rstd = torch::stable::empty_like(mean);
-    for_types(x.scalar_type(), weight.scalar_type(), operation, [&](auto element, auto scale) {
+    for_type(x.scalar_type(), operation, [&](auto element) {
         using T = decltype(element);
-        using W = decltype(scale);
         using A = Wide<T>;
-        const Forward<T, W> a{data<T>(x),
-                              data<T>(residual),
-                              data<W>(weight),
-                              data<W>(bias),
-                              mutable_data<T>(y),
-                              mutable_data<T>(sum),
-                              mutable_data<A>(mean),
-                              mutable_data<A>(rstd),
-                              rows.width,
-                              eps};
+        const Forward<T> a{data<T>(x),
+                           data<T>(residual),
+                           data<Wide<T>>(weight),
+                           data<Wide<T>>(bias),
+                           mutable_data<T>(y),
+                           mutable_data<T>(sum),
+                           mutable_data<A>(mean),
+                           mutable_data<A>(rstd),
+                           rows.width,
+                           eps};
         parallel_rows(rows.count, rows.width,
                       [&](int64_t begin, int64_t end) { forward<kAdd>(a, begin, end); });
     });
@@ -171,7 +170,7 @@ std::tuple<Tensor, Tensor, Tensor> run_backward(const char* operation, const Ten
     const Tensor dy = packed(given_dy);
     const Tensor dsum = packed(given_dsum);
     const Tensor x = packed(given_x);
-    const Tensor weight = packed(given_weight);
+    const Tensor weight = widened(given_weight, x, operation);
     const Rows rows(x);
     check_alike(x, dy, operation);
     check_alike(x, dsum, operation);
@@ -181,22 +180,23 @@ std::tuple<Tensor, Tensor, Tensor> run_backward(const char* operation, const Ten
     const Tensor dbias = torch::stable::empty_like(weight);
     const int64_t blocks = row_blocks(rows.count);
     const Tensor partial = torch::stable::new_empty(x, {2, blocks, rows.width}, wide_type(x));
-    for_types(x.scalar_type(), weight.scalar_type(), operation, [&](auto element, auto scale) {
+    for_type(x.scalar_type(), operation, [&](auto element) {
         using T = decltype(element);
-        using W = decltype(scale);
         using A = Wide<T>;
-        const Backward<T, W> a{data<T>(dy),   data<T>(dsum), data<T>(x),          data<W>(weight),
-                               data<A>(mean), data<A>(rstd), mutable_data<T>(dx), rows.width};
+        const Backward<T> a{data<T>(dy),           data<T>(dsum), data<T>(x),
+                            data<Wide<T>>(weight), data<A>(mean), data<A>(rstd),
+                            mutable_data<T>(dx),   rows.width};
         A* weights = mutable_data<A>(partial);
         A* biases = weights + blocks * rows.width;
         for_blocks(blocks, rows.count, [&](int64_t block, int64_t begin, int64_t end) {
             const int64_t at = block * rows.width;
             backward<kAdd>(a, weights + at, biases + at, begin, end);
         });
-        sum_blocks(weights, blocks, rows.width, mutable_data<W>(dweight));
-        sum_blocks(biases, blocks, rows.width, mutable_data<W>(dbias));
+        sum_blocks(weights, blocks, rows.width, mutable_data<A>(dweight));
+        sum_blocks(biases, blocks, rows.width, mutable_data<A>(dbias));
     });
-    return {dx, dweight, dbias};
+    const ScalarType type = given_weight.scalar_type();
+    return {dx, torch::stable::to(dweight, type), torch::stable::to(dbias, type)};
 }
 
 std::tuple<Tensor, Tensor, Tensor> layer_norm(const Tensor& x, const Tensor& weight,

@@ -9,11 +9,11 @@ namespace trainkit {
 namespace {
 
 // What goes through forward; `residual` is added to x, and `sum` is where that goes.
-template <class T, class W>
+template <class T>
 struct Forward {
     const T* x;
     const T* residual;
-    const W* weight;
+    const Wide<T>* weight;
     T* y;
     T* sum;
     Wide<T>* rstd;
@@ -21,11 +21,11 @@ struct Forward {
     double eps;
 };
 
-template <bool kAdd, class T, class W>
-TRAINKIT_CLONES void forward(const Forward<T, W>& a, int64_t begin, int64_t end) {
+template <bool kAdd, class T>
+TRAINKIT_CLONES void forward(const Forward<T>& a, int64_t begin, int64_t end) {
     using A = Wide<T>;
     const int64_t width = a.width;
-    const W* weight = a.weight;
+    const Wide<T>* weight = a.weight;
     for (int64_t row = begin; row < end; ++row) {
         const T* x = a.x + row * width;
         T* y = a.y + row * width;
@@ -51,29 +51,28 @@ TRAINKIT_CLONES void forward(const Forward<T, W>& a, int64_t begin, int64_t end)
         a.rstd[row] = r;
 #pragma omp simd
         for (int64_t i = 0; i < width; ++i) {
-            y[i] = narrow<T>(widen(x[i]) * r * A(widen(weight[i])));
+            y[i] = narrow<T>(widen(x[i]) * r * weight[i]);
         }
     }
 }
 
 // What goes through backward; `dsum` is the gradient of the sum itself, which x's takes in.
-template <class T, class W>
+template <class T>
 struct Backward {
     const T* dy;
     const T* dsum;
     const T* x;
-    const W* weight;
+    const Wide<T>* weight;
     const Wide<T>* rstd;
     T* dx;
     int64_t width;
 };
 
-template <bool kAdd, class T, class W>
-TRAINKIT_CLONES void backward(const Backward<T, W>& a, Wide<T>* dweight, int64_t begin,
-                              int64_t end) {
+template <bool kAdd, class T>
+TRAINKIT_CLONES void backward(const Backward<T>& a, Wide<T>* dweight, int64_t begin, int64_t end) {
     using A = Wide<T>;
     const int64_t width = a.width;
-    const W* weight = a.weight;
+    const Wide<T>* weight = a.weight;
     std::fill_n(dweight, width, A(0));
     for (int64_t row = begin; row < end; ++row) {
         const T* x = a.x + row * width;
@@ -84,7 +83,7 @@ TRAINKIT_CLONES void backward(const Backward<T, W>& a, Wide<T>* dweight, int64_t
 #pragma omp simd reduction(+ : product)
         for (int64_t i = 0; i < width; ++i) {
             const A both = widen(dy[i]) * widen(x[i]);
-            product += both * A(widen(weight[i]));
+            product += both * weight[i];
             dweight[i] += both * r;
         }
         const A shrink = product * r * r * r / A(width);
@@ -92,13 +91,13 @@ TRAINKIT_CLONES void backward(const Backward<T, W>& a, Wide<T>* dweight, int64_t
             const T* dsum = a.dsum + row * width;
 #pragma omp simd
             for (int64_t i = 0; i < width; ++i) {
-                const A own = widen(dy[i]) * r * A(widen(weight[i])) - widen(x[i]) * shrink;
+                const A own = widen(dy[i]) * r * weight[i] - widen(x[i]) * shrink;
                 dx[i] = narrow<T>(own + widen(dsum[i]));
             }
         } else {
 #pragma omp simd
             for (int64_t i = 0; i < width; ++i) {
-                dx[i] = narrow<T>(widen(dy[i]) * r * A(widen(weight[i])) - widen(x[i]) * shrink);
+                dx[i] = narrow<T>(widen(dy[i]) * r * weight[i] - widen(x[i]) * shrink);
             }
         }
     }
@@ -110,19 +109,23 @@ std::tuple<Tensor, Tensor, Tensor> run_forward(const char* operation, const Tens
                                                double eps) {
     const Tensor x = packed(given);
     const Tensor residual = packed(other);
-    const Tensor weight = packed(given_weight);
+    const Tensor weight = widened(given_weight, x, operation);
     const Rows rows(x);
     check_alike(x, residual, operation);
     check_weight(weight, rows.width, operation);
     const Tensor y = torch::stable::empty_like(x);
     const Tensor sum = kAdd ? torch::stable::empty_like(x) : y;
     const Tensor rstd = torch::stable::new_empty(x, {rows.count}, wide_type(x));
-    for_types(x.scalar_type(), weight.scalar_type(), operation, [&](auto element, auto scale) {
+    for_type(x.scalar_type(), operation, [&](auto element) {
         using T = decltype(element);
-        using W = decltype(scale);
-        const Forward<T, W> a{
-            data<T>(x),           data<T>(residual),           data<W>(weight), mutable_data<T>(y),
-            mutable_data<T>(sum), mutable_data<Wide<T>>(rstd), rows.width,      eps};
+        const Forward<T> a{data<T>(x),
+                           data<T>(residual),
+                           data<Wide<T>>(weight),
+                           mutable_data<T>(y),
+                           mutable_data<T>(sum),
+                           mutable_data<Wide<T>>(rstd),
+                           rows.width,
+                           eps};
         parallel_rows(rows.count, rows.width,
                       [&](int64_t begin, int64_t end) { forward<kAdd>(a, begin, end); });
     });
@@ -136,7 +139,7 @@ std::tuple<Tensor, Tensor> run_backward(const char* operation, const Tensor& giv
     const Tensor dy = packed(given_dy);
     const Tensor dsum = packed(given_dsum);
     const Tensor x = packed(given_x);
-    const Tensor weight = packed(given_weight);
+    const Tensor weight = widened(given_weight, x, operation);
     const Rows rows(x);
     check_alike(x, dy, operation);
     check_alike(x, dsum, operation);
@@ -145,19 +148,18 @@ std::tuple<Tensor, Tensor> run_backward(const char* operation, const Tensor& giv
     const Tensor dweight = torch::stable::empty_like(weight);
     const int64_t blocks = row_blocks(rows.count);
     const Tensor partial = torch::stable::new_empty(x, {blocks, rows.width}, wide_type(x));
-    for_types(x.scalar_type(), weight.scalar_type(), operation, [&](auto element, auto scale) {
+    for_type(x.scalar_type(), operation, [&](auto element) {
         using T = decltype(element);
-        using W = decltype(scale);
         using A = Wide<T>;
-        const Backward<T, W> a{data<T>(dy),   data<T>(dsum),       data<T>(x), data<W>(weight),
-                               data<A>(rstd), mutable_data<T>(dx), rows.width};
+        const Backward<T> a{data<T>(dy),   data<T>(dsum),       data<T>(x), data<Wide<T>>(weight),
+                            data<A>(rstd), mutable_data<T>(dx), rows.width};
         A* sums = mutable_data<A>(partial);
         for_blocks(blocks, rows.count, [&](int64_t block, int64_t begin, int64_t end) {
             backward<kAdd>(a, sums + block * rows.width, begin, end);
         });
-        sum_blocks(sums, blocks, rows.width, mutable_data<W>(dweight));
+        sum_blocks(sums, blocks, rows.width, mutable_data<A>(dweight));
     });
-    return {dx, dweight};
+    return {dx, torch::stable::to(dweight, given_weight.scalar_type())};
 }
 
 std::tuple<Tensor, Tensor> rms_norm(const Tensor& x, const Tensor& weight, double eps) {

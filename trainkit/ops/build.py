@@ -32,7 +32,8 @@ LIBRARY_FILE = CHECKOUT / "trainkit" / "_kernels.abi3.so"
 TARGET = (2, 11)  # of torch: the oldest that the library's calls are there in
 FLAGS = (
     "-std=c++20",
-    "-O3",
+    "-O2",
+    "-ftree-vectorize",
     "-fPIC",
     "-fopenmp-simd",
     # not -ffast-math: NaN and inf come out where they went in
@@ -155,6 +156,40 @@ def why_unusable(library: Path, torch: str) -> str:
     return ""
 
 
+@dataclass(frozen=True)
+class Cuda:
+    """What there is for fused operations on GPUs, whose kernels need no compiler here: Triton
+    compiles them where they run.
+
+    Args:
+        state: "found", or what is missing.
+        versions: of CUDA as torch has it, and of Triton.
+        where: the GPUs.
+    """
+
+    state: str
+    versions: str = ""
+    where: str = ""
+
+
+def find_cuda() -> Cuda:
+    """Look for GPUs, a torch for them and Triton; nothing is imported."""
+    devices = sorted(path.name for path in Path("/dev").glob("nvidia[0-9]*"))
+    _, _, build = torch_version().partition("+")
+    if build.startswith("cpu"):
+        return Cuda(
+            f"not used: torch {torch_version()} is a build for CPUs", where=", ".join(devices)
+        )
+    try:
+        triton = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        return Cuda("not used: Triton is not installed", f"torch {torch_version()}")
+    versions = f"torch {torch_version()}, Triton {triton}"
+    if not devices:
+        return Cuda("no GPU here", versions)
+    return Cuda("found", versions, ", ".join(devices))
+
+
 def compile_library(root: Path, out: Path) -> None:
     """Compile csrc/kernels of a checkout, its files beside one another, and link `out`. Prints
     the compiler's words; raises SystemExit with its exit code if it fails."""
@@ -187,9 +222,29 @@ def _call(argv: list[str]) -> None:
         sys.exit(done.returncode)
 
 
+def _changed(path: Path) -> int:
+    """When a file was made, in ns; 0 without one."""
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return 0
+
+
+def _build(root: Path, place: Path, python: Path, lock: int) -> None:
+    (root / "build").mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="kernels-", dir=root / "build") as folder:
+        made = Path(folder, place.name)
+        program = [str(python), "-I", "-m", "trainkit.ops.build", str(root), str(made)]
+        run_step(program, root, lock)
+        with open(made, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(made, place)
+
+
 def build_kernels(root: Path, python: Path) -> None:
     """Compile the kernels of the checkout `root` beside their place and move them there: who has
-    the former ones mapped keeps them. Waits for another build of the same checkout.
+    the former ones mapped keeps them. Waits for another build of the same checkout, and is done
+    if that one has made them.
 
     Args:
         root: the checkout.
@@ -206,18 +261,10 @@ def build_kernels(root: Path, python: Path) -> None:
                 "the kernels cannot be compiled here; missing:\n"
                 + "\n".join(f"  - {m}" for m in missing)
             )
-        (root / "build").mkdir(exist_ok=True)
-        with (
-            locked(root) as (lock, _),
-            tempfile.TemporaryDirectory(prefix="kernels-", dir=root / "build") as folder,
-        ):
-            made = Path(folder, place.name)
-            run_step(
-                [str(python), "-I", "-m", "trainkit.ops.build", str(root), str(made)], root, lock
-            )
-            with open(made, "rb") as file:
-                os.fsync(file.fileno())
-            os.replace(made, place)
+        before = _changed(place)
+        with locked(root) as (lock, _):
+            if _changed(place) == before or staleness(root):
+                _build(root, place, python, lock)
     except InstallError:
         place.unlink(missing_ok=True)
         raise

@@ -1,15 +1,15 @@
-"""The stage build: the C++ extension is the one its source says. As a program: the unit that
-compiles it.
+"""The stage build: what is compiled is what its source says. As a program: the unit that compiles.
 
-In a checkout the hash of csrc/ is compared with the one compiled into `trainkit._index`; in an
-installed package there is nothing to compile, only to check.
+Two pieces: `trainkit._index`, the extension that every job needs, and the fused kernels, which
+jobs of the native engine compute with on CPUs. In a checkout the hashes compiled into both are
+compared with csrc/; in an installed package there is nothing to compile, only to check.
 """
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,13 @@ from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.install import InstallError, build_extension, csrc_sha256
 from trainkit.base.worker import ProgressCallback, run_unit
 from trainkit.jobs.schema import Job
+from trainkit.ops.build import build_kernels, missing_tools, staleness
 from trainkit.stages.contract import Need, Unit
 
 CHECKOUT = Path(trainkit.__file__).parent.parent
+INDEX = "index"
+KERNELS = "kernels"
+HINTS = {KERNELS: "jobs with kernels = 'reference' train without them"}
 
 
 def compiled_sha256() -> str:
@@ -29,7 +33,11 @@ def compiled_sha256() -> str:
 
     Asked of another process: this one must not map a file that is about to be replaced.
     """
-    code = "import trainkit._index as i; print(i.csrc_sha256)"
+    return _said_by("import trainkit._index as i; print(i.csrc_sha256)")[1]
+
+
+def _said_by(code: str) -> tuple[str, str]:
+    """What another process of this Python says on stderr and, if it succeeds, on stdout."""
     done = subprocess.run(
         [sys.executable, "-I", "-c", code],
         capture_output=True,
@@ -38,11 +46,11 @@ def compiled_sha256() -> str:
         check=False,
     )
     if done.returncode == 0:
-        return done.stdout.strip()
-    return ""
+        return "", done.stdout.strip()
+    return done.stderr.strip(), ""
 
 
-def _evidence() -> tuple[bool, str]:
+def _index_evidence() -> tuple[bool, str]:
     compiled = compiled_sha256()
     if compiled == csrc_sha256(CHECKOUT):
         return True, f"the extension was compiled from this source ({compiled[:12]})"
@@ -53,23 +61,52 @@ def _evidence() -> tuple[bool, str]:
     )
 
 
+def _kernels_evidence() -> tuple[bool, str]:
+    because = staleness(CHECKOUT)
+    fresh = f"the kernels were compiled from this source ({csrc_sha256(CHECKOUT, KERNELS)[:12]})"
+    return not because, because or fresh
+
+
+EVIDENCE: dict[str, Callable[[], tuple[bool, str]]] = {
+    INDEX: _index_evidence,
+    KERNELS: _kernels_evidence,
+}
+
+
 @dataclass(frozen=True)
 class BuildSpec:
-    """The spec of the unit that compiles: the checkout, and the hash of its csrc/."""
+    """The spec of the unit that compiles.
+
+    Args:
+        root: the checkout.
+        part: INDEX or KERNELS.
+        csrc: the hash of its source.
+    """
 
     root: Path
+    part: str
     csrc: str
 
     def to_json(self) -> dict[str, object]:
-        return {"root": str(self.root), "csrc": self.csrc}
+        return {"root": str(self.root), "part": self.part, "csrc": self.csrc}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> BuildSpec:
-        return cls(Path(value["root"]), value["csrc"])
+        return cls(Path(value["root"]), value["part"], value["csrc"])
+
+
+def _wants_kernels(job: Job | None) -> bool:
+    """Whether a job needs the kernels compiled; without a job they are asked for. With `auto` a
+    machine that cannot compile them is none that must: its ranks say what they compute with."""
+    if job is None:
+        return True
+    if job.engine != "native" or job.cluster.device_type != "cpu" or job.kernels == "reference":
+        return False
+    return job.kernels == "fused" or not missing_tools()
 
 
 class BuildStage:
-    """The extension every job needs."""
+    """The extension every job needs, and the kernels."""
 
     name = "build"
 
@@ -85,38 +122,43 @@ class BuildStage:
                     ),
                 )
             return []
-        spec = BuildSpec(CHECKOUT, csrc_sha256(CHECKOUT))
-        unit = Unit(
-            "compile",
-            (sys.executable, "-I", "-m", "trainkit.stages.build"),
-            spec.to_json(),
-        )
-        return [
-            Need(
-                self.name,
-                "index",
-                "index",
-                1,
-                {"csrc": spec.csrc},
-                (),
-                (),
-                (unit,),
-                evidence=_evidence,
-            )
-        ]
+        if _wants_kernels(job):
+            return [_need(INDEX), _need(KERNELS)]
+        return [_need(INDEX)]
 
     def waits_for(self, job: Job) -> tuple[str, ...]:
         return ()
 
 
+def _need(part: str) -> Need:
+    spec = BuildSpec(CHECKOUT, part, csrc_sha256(CHECKOUT, part))
+    program = (sys.executable, "-I", "-m", "trainkit.stages.build")
+    unit = Unit("compile", program, spec.to_json())
+    settings = {"csrc": spec.csrc}
+    return Need(BuildStage.name, part, part, 1, settings, (), (), (unit,), evidence=EVIDENCE[part])
+
+
 def work(value: Mapping[str, Any], progress: ProgressCallback) -> dict[str, object]:
-    """Compile the extension for the running Python. Nothing else of the installation is touched."""
+    """Compile for the running Python. Nothing else of the installation is touched."""
     spec = BuildSpec.from_json(value)
     try:
-        build_extension(spec.root, Path(sys.executable))
+        if spec.part == KERNELS:
+            build_kernels(spec.root, Path(sys.executable))
+        else:
+            build_extension(spec.root, Path(sys.executable))
     except InstallError as error:
-        raise TrainkitError(str(error), exit=Exit.STAGE_FAILED) from None
-    if compiled_sha256() != csrc_sha256(spec.root):
+        raise TrainkitError(
+            str(error), exit=Exit.STAGE_FAILED, hint=HINTS.get(spec.part, "")
+        ) from None
+    if spec.part == KERNELS:
+        said, _ = _said_by("from trainkit.ops import kernels; kernels.choose('fused', 'cpu')")
+        if said:
+            raise TrainkitError(
+                f"the kernels were built but do not load: {said.splitlines()[-1]}",
+                exit=Exit.STAGE_FAILED,
+                hint=HINTS[KERNELS],
+            )
+    elif compiled_sha256() != csrc_sha256(spec.root):
         raise TrainkitError(
             "the extension was built but does not load as built from csrc/", exit=Exit.STAGE_FAILED
         )

@@ -9,6 +9,7 @@ from typing import Any
 
 from trainkit.base.documents import document
 from trainkit.cli.config.jobs import load_jobs
+from trainkit.cli.run.build_table import build_report, build_table
 from trainkit.cli.run.progress import TerminalStageReporter, dataset_table
 from trainkit.cli.wrapper import TaskContext, TaskResult
 from trainkit.data.fetch.retry import Unreachable
@@ -61,7 +62,12 @@ def stage_ui(task: TaskContext, bars: TerminalStageReporter | None = None) -> St
 
 
 def bring_up_to_date(
-    task: TaskContext, needs: Iterable[Need], root: Path, *, force: bool = False
+    task: TaskContext,
+    needs: Iterable[Need],
+    root: Path,
+    bars: TerminalStageReporter | None = None,
+    *,
+    force: bool = False,
 ) -> list[Freshness]:
     """Make every need fresh on this machine, or under a dry run print what would be run.
 
@@ -69,23 +75,24 @@ def bring_up_to_date(
         task: how the task speaks.
         needs: what is needed, in order.
         root: the folder that holds data/ and stamps/.
+        bars: how the person follows it.
         force: make what is fresh, too.
     """
-    preparation = preparation_for(None, root, stage_ui(task), force=force)
+    preparation = preparation_for(None, root, stage_ui(task, bars), force=force)
     if task.dry_run:
         return preparation.show(needs)
     return preparation.make(needs)
 
 
 def _result(
-    task: TaskContext, verdicts: Sequence[Freshness], datasets: Sequence[dict[str, Any]] = ()
+    task: TaskContext, verdicts: Sequence[Freshness], **made: Sequence[dict[str, Any]]
 ) -> TaskResult:
     return TaskResult(
         document(
             "stages/1",
             dry_run=task.dry_run,
             stages=[vars(v) for v in verdicts],
-            datasets=list(datasets),
+            **{"datasets": [], **made},
         )
     )
 
@@ -99,7 +106,12 @@ def build(task: TaskContext, *, force: bool) -> TaskResult:
             "trainkit is installed, not a checkout: its extension is there and works, nothing is to"
             " be built"
         )
-    return _result(task, bring_up_to_date(task, needs, root, force=force))
+    bars = TerminalStageReporter(task.console)
+    verdicts = bring_up_to_date(task, needs, root, bars, force=force)
+    pieces = [] if task.dry_run else build_report(bars.took)
+    if pieces and not task.json:
+        task.console.print(build_table(pieces))
+    return _result(task, verdicts, pieces=pieces)
 
 
 def prep_data(task: TaskContext, options: PrepareOptions) -> TaskResult:
@@ -123,7 +135,7 @@ def prep_data(task: TaskContext, options: PrepareOptions) -> TaskResult:
         for row in rows:
             for used in row["encoders"]:
                 task.say(f"{row['name']}: encoded by {used['encoder']}, because {used['because']}")
-    return _result(task, prepared.verdicts, rows)
+    return _result(task, prepared.verdicts, datasets=rows)
 
 
 def _not_listed(task: TaskContext, name: str, error: Unreachable) -> TaskResult:
