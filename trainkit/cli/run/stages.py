@@ -111,7 +111,7 @@ def build(task: TaskContext, *, force: bool) -> TaskResult:
     pieces = [] if task.dry_run else build_report(bars.took)
     if pieces and not task.json:
         task.console.print(build_table(pieces))
-    return _result(task, verdicts, pieces=pieces)
+    return _result(task, verdicts, pieces=[vars(piece) for piece in pieces])
 
 
 def prep_data(task: TaskContext, options: PrepareOptions) -> TaskResult:
