@@ -118,7 +118,6 @@ void for_update(ScalarType weight, ScalarType gradient, ScalarType copy, const B
 }
 
 Tensor squared_norm(const std::vector<Tensor>& given) {
-    STD_TORCH_CHECK(!given.empty(), "trainkit::squared_norm takes at least one tensor");
     std::vector<Tensor> tensors;
     for (const Tensor& tensor : given) {
         tensors.push_back(packed(tensor));

@@ -89,7 +89,7 @@ class VocabularyPart:
         group = self.group
         rows_C = labels_C - self.start  # NO_LABEL is below 0 then too: nobody has it
         own_3C = self.kernels.softmax_statistics(logits_CP, rows_C, vocab)
-        highest_C, sum_C, target_C = _together(gathered(own_3C[None], group.size, group.name))
+        highest_C, sum_C, target_C = combined(gathered(own_3C[None], group.size, group.name))
         counted_C = labels_C != NO_LABEL
         logsum_C = highest_C + sum_C.log()
         entropy = torch.where(counted_C, logsum_C - target_C, 0.0).sum(dtype=torch.float64)
@@ -103,7 +103,7 @@ class VocabularyPart:
         return dlogits_CP, entropy
 
 
-def _together(parts_T3C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def combined(parts_T3C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Of what `softmax_statistics` found on T ranks: the highest logit of every token, the sum of
     e^(logit - highest) and the label's logit. The same bits on all ranks: each adds in their
     order."""
