@@ -238,7 +238,7 @@ def test_compiled_is_eager() -> None:
     assert torch.equal(gradient, eager) and torch.equal(found, entropy)
 
 
-class _Wide(TorchDispatchMode):
+class _Wide(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the elements of the largest fp32 tensor that is made."""
 
     largest = 0
@@ -260,7 +260,7 @@ def test_logits_never_exist_in_fp32() -> None:
     found = []
     for softmax in (cross_entropy.fused, cross_entropy.reference):
         x_BSH.grad = weight_VH.grad = None
-        with _Wide() as watch:
+        with _Wide() as watch:  # type: ignore[no-untyped-call]
             losses = head_loss(x_BSH, weight_VH, labels, 128, softmax)
             losses.objective.backward()  # type: ignore[no-untyped-call]
         found.append((losses.cross_entropy, x_BSH.grad, weight_VH.grad))
