@@ -31,7 +31,22 @@ def _scalars_count_loops() -> None:
     interpreter._patch_lang_tensor = patched
 
 
+def _rounds_as_a_gpu() -> None:
+    """To the nearest bf16, ties to even; the interpreter cuts."""
+    before = interpreter._convert_float
+
+    def converted(data: Any, source: Any, target: Any, rounding: Any) -> Any:
+        if source != interpreter.tl.float32 or target != interpreter.tl.bfloat16:
+            return before(data, source, target, rounding)
+        bits = data.view(np.uint32)
+        nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        return np.where(np.isnan(data), 0x7FC0, nearest).astype(np.uint16)
+
+    interpreter._convert_float = converted
+
+
 _scalars_count_loops()
+_rounds_as_a_gpu()
 
 
 @dataclass
