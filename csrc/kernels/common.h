@@ -173,15 +173,19 @@ inline void check_same_type(const Tensor& first, const Tensor& second, const cha
                     toString(second.scalar_type()), "; they must be the same");
 }
 
-// Refuses two tensors that are to be read side by side and are of different shapes or types.
-inline void check_alike(const Tensor& first, const Tensor& second, const char* operation) {
-    check_same_type(first, second, operation);
+inline void check_same_shape(const Tensor& first, const Tensor& second, const char* operation) {
     bool same = first.dim() == second.dim();
     for (int64_t i = 0; same && i < first.dim(); ++i) {
         same = first.size(i) == second.size(i);
     }
     STD_TORCH_CHECK(same, "trainkit::", operation, ": two inputs of ", first.numel(), " and ",
                     second.numel(), " elements must have the same shape");
+}
+
+// Refuses two tensors that are to be read side by side and are of different shapes or types.
+inline void check_alike(const Tensor& first, const Tensor& second, const char* operation) {
+    check_same_type(first, second, operation);
+    check_same_shape(first, second, operation);
 }
 
 constexpr int64_t GRAIN = 32768;  // elements for which another thread is worth it, as in ATen

@@ -13,7 +13,17 @@ from typing import Literal
 from torch import Tensor
 
 from trainkit.base.documents import document
-from trainkit.ops import adamw, cross_entropy, layer_norm, library, rms_norm
+from trainkit.ops import (
+    adamw,
+    cross_entropy,
+    gelu,
+    layer_norm,
+    library,
+    rms_norm,
+    rotary,
+    scaled_softmax,
+    swiglu,
+)
 from trainkit.ops.build import LIBRARY_FILE, origin_of
 
 Wanted = Literal["auto", "reference", "fused"]
@@ -29,7 +39,14 @@ class Kernels:
         add_rms_norm: (x, residual, weight, eps) -> (y, x + residual).
         layer_norm: (x, weight, bias, eps) -> y.
         add_layer_norm: (x, residual, weight, bias, eps) -> (y, x + residual).
+        rotate_qkv: (qkv, cosines, sines, heads, groups) -> (q, k, v), as `rotary.reference`.
+        swiglu: (gate_up) -> silu(gate) * up.
+        geglu: (gate_up, approximate) -> gelu(gate) * up.
+        gelu: (x, approximate) -> y.
+        bias_gelu: (x, bias, approximate) -> gelu(x + bias).
         softmax_loss: cross-entropy and its gradient, as `cross_entropy.plain`.
+        scaled_causal_softmax: (x, scale) -> y.
+        scaled_masked_softmax: (x, mask, scale) -> y.
         softmax_statistics, softmax_gradient: the two passes of it where the vocabulary is split,
             as `cross_entropy.statistics_reference` and `gradient_reference`.
         adamw: one update of many weights, as `adamw.reference`.
@@ -41,6 +58,13 @@ class Kernels:
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
     layer_norm: Callable[[Tensor, Tensor, Tensor, float], Tensor]
     add_layer_norm: Callable[[Tensor, Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+    rotate_qkv: Callable[[Tensor, Tensor, Tensor, int, int], rotary.Parts]
+    swiglu: Callable[[Tensor], Tensor]
+    geglu: Callable[[Tensor, str], Tensor]
+    gelu: Callable[[Tensor, str], Tensor]
+    bias_gelu: Callable[[Tensor, Tensor, str], Tensor]
+    scaled_causal_softmax: Callable[[Tensor, float], Tensor]
+    scaled_masked_softmax: Callable[[Tensor, Tensor, float], Tensor]
     softmax_loss: cross_entropy.SoftmaxLoss
     softmax_statistics: Callable[[Tensor, Tensor, int], Tensor]
     softmax_gradient: Callable[[Tensor, Tensor, int, Tensor, Tensor, Tensor], Tensor]
@@ -54,6 +78,13 @@ REFERENCE = Kernels(
     add_rms_norm=rms_norm.add_reference,
     layer_norm=layer_norm.reference,
     add_layer_norm=layer_norm.add_reference,
+    rotate_qkv=rotary.reference,
+    swiglu=swiglu.reference,
+    geglu=swiglu.geglu_reference,
+    gelu=gelu.reference,
+    bias_gelu=gelu.bias_reference,
+    scaled_causal_softmax=scaled_softmax.causal_reference,
+    scaled_masked_softmax=scaled_softmax.reference,
     softmax_loss=cross_entropy.reference,
     softmax_statistics=cross_entropy.statistics_reference,
     softmax_gradient=cross_entropy.gradient_reference,
@@ -66,6 +97,13 @@ FUSED = Kernels(
     add_rms_norm=rms_norm.add_fused,
     layer_norm=layer_norm.fused,
     add_layer_norm=layer_norm.add_fused,
+    rotate_qkv=rotary.fused,
+    swiglu=swiglu.fused,
+    geglu=swiglu.geglu_fused,
+    gelu=gelu.fused,
+    bias_gelu=gelu.bias_fused,
+    scaled_causal_softmax=scaled_softmax.causal_fused,
+    scaled_masked_softmax=scaled_softmax.fused,
     softmax_loss=cross_entropy.fused,
     softmax_statistics=cross_entropy.statistics_fused,
     softmax_gradient=cross_entropy.gradient_fused,

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from tests.train.peers import config_of
 from trainkit.jobs.schema import Model, RopeScaling
-from trainkit.train.model.rotary import frequencies, rotate, tables
+from trainkit.ops.rotary import rotate
+from trainkit.train.model.rotary import frequencies, tables
 
 CPU = torch.device("cpu")
 
@@ -135,7 +136,7 @@ def test_products_depend_on_distances_only(
 def test_distances_matter() -> None:
     model, x = llama(), random(2, 1, 1, 1, 128)
     cos_SR, sin_SR = tables(model, torch.arange(50), torch.float64)
-    products = (rotate(x[0].expand(1, 1, 50, 128), cos_SR, sin_SR) * x[1]).sum(-1).flatten()
+    products = (rotate(x[0].expand(1, 50, 1, 128), cos_SR, sin_SR) * x[1]).sum(-1).flatten()
     assert len(set(products.tolist())) == 50
 
 
@@ -146,16 +147,17 @@ def test_channels_turn_in_pairs_half_a_head_apart() -> None:
     model = Model(
         family="gpt-neox", num_layers=1, hidden_size=64, num_attention_heads=2, seq_length=8
     )
-    x_BASD = random(2, 2, 8, 32)
-    turned = rotate(x_BASD, *tables(model, torch.arange(8), torch.float64))
+    x_BSAD = random(2, 8, 2, 32)
+    turned = rotate(x_BSAD, *tables(model, torch.arange(8), torch.float64))
     turns = torch.polar(
-        torch.ones(8, 4, dtype=torch.float64), torch.arange(8)[:, None] * frequencies(model, CPU)
+        torch.ones(8, 1, 4, dtype=torch.float64),
+        torch.arange(8)[:, None, None] * frequencies(model, CPU),
     )
-    pairs = torch.complex(x_BASD[..., :4], x_BASD[..., 4:8]) * turns
+    pairs = torch.complex(x_BSAD[..., :4], x_BSAD[..., 4:8]) * turns
     torch.testing.assert_close(
         turned[..., :8], torch.cat([pairs.real, pairs.imag], -1), rtol=1e-13, atol=1e-13
     )
-    assert torch.equal(turned[..., 8:], x_BASD[..., 8:])
+    assert torch.equal(turned[..., 8:], x_BSAD[..., 8:])
 
 
 @settings(max_examples=30, deadline=None)
@@ -166,10 +168,10 @@ def test_positions_of_each_sample(batch: int, length: int, data: st.DataObject) 
         st.lists(st.integers(0, 10_000), min_size=batch * length, max_size=batch * length)
     )
     positions_BS = torch.tensor(numbers).view(batch, length)
-    model, x_BASD = llama(kv_channels=8), random(batch, 3, length, 8)
-    together = rotate(x_BASD, *tables(model, positions_BS, torch.float64))
+    model, x_BSAD = llama(kv_channels=8), random(batch, length, 3, 8)
+    together = rotate(x_BSAD, *tables(model, positions_BS, torch.float64))
     alone = [
-        rotate(x_BASD[b : b + 1], *tables(model, positions_BS[b], torch.float64))
+        rotate(x_BSAD[b : b + 1], *tables(model, positions_BS[b], torch.float64))
         for b in range(batch)
     ]
     assert torch.equal(together, torch.cat(alone))
@@ -180,8 +182,8 @@ def test_16_bits_are_rounded_once(dtype: torch.dtype) -> None:
     """Turned in fp32, then rounded: the nearest 16-bit numbers to the exact ones but where fp32
     itself decides otherwise."""
     model = llama(kv_channels=16)
-    x_BASD, positions = random(2, 4, 50, 16).to(dtype), torch.arange(3000, 3050)
-    turned = rotate(x_BASD, *tables(model, positions, dtype))
-    exact = rotate(x_BASD.double(), *tables(model, positions, torch.float64))
+    x_BSAD, positions = random(2, 50, 4, 16).to(dtype), torch.arange(3000, 3050)
+    turned = rotate(x_BSAD, *tables(model, positions, dtype))
+    exact = rotate(x_BSAD.double(), *tables(model, positions, torch.float64))
     assert turned.dtype == dtype
     assert (turned == exact.to(dtype)).double().mean() > 0.999

@@ -48,19 +48,3 @@ def tables(model: Model, positions_S: Tensor, dtype: torch.dtype) -> tuple[Tenso
     angles = torch.cat([angles, angles], dim=-1)
     wide = torch.promote_types(dtype, torch.float32)
     return angles.cos().to(wide), angles.sin().to(wide)
-
-
-def rotate(x_BASD: Tensor, cos_SR: Tensor, sin_SR: Tensor) -> Tensor:
-    """Turn the first R channels of every head, in the tables' precision; the others pass."""
-    if cos_SR.dim() == 3:  # (B, S, R): one more for the heads
-        cos_SR = cos_SR[:, None]
-        sin_SR = sin_SR[:, None]
-    turning, still = torch.split(
-        x_BASD, [cos_SR.shape[-1], x_BASD.shape[-1] - cos_SR.shape[-1]], dim=-1
-    )
-    wide = turning.to(cos_SR.dtype)
-    first, second = wide.chunk(2, dim=-1)
-    turned = (wide * cos_SR + torch.cat([-second, first], dim=-1) * sin_SR).to(x_BASD.dtype)
-    if still.shape[-1] == 0:
-        return turned
-    return torch.cat([turned, still], dim=-1)

@@ -2,7 +2,7 @@
 
 Shapes: B samples of a micro-batch, S tokens of a sample, H hidden size, F width of the MLP, A
 attention heads, G heads of keys and values, D channels of a head, R channels of it that turn, V
-vocabulary, P learned positions.
+vocabulary, P learned positions, W = (A + 2 G) D.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from trainkit.jobs.schema import Model
 from trainkit.ops.kernels import REFERENCE, Kernels
+from trainkit.ops.rotary import split
 from trainkit.train.model.attention import DocumentBounds, KeyValueCache, attend
 from trainkit.train.model.head_loss import Labels, Losses, read_out
-from trainkit.train.model.rotary import rotate, tables
+from trainkit.train.model.rotary import tables
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,9 @@ class Attention(nn.Module):
     """Causal self-attention with one fused projection: rows of `qkv` are all queries, then all
     keys, then all values."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, kernels: Kernels) -> None:
         super().__init__()
+        self.rotate_qkv = kernels.rotate_qkv
         self.head_size = model.head_size
         self.dropout = model.attention_dropout
         self.widths = [
@@ -47,13 +49,13 @@ class Attention(nn.Module):
         self.out = nn.Linear(self.widths[0], model.hidden_size, bias=bias)
 
     def forward(self, x_BSH: Tensor, context: Context, cache: KeyValueCache | None) -> Tensor:
-        q_BASD, k_BGSD, v_BGSD = (
-            t.unflatten(-1, (-1, self.head_size)).transpose(1, 2)
-            for t in self.qkv(x_BSH).split(self.widths, dim=-1)
-        )
-        if context.rotary is not None:
-            q_BASD = rotate(q_BASD, *context.rotary)
-            k_BGSD = rotate(k_BGSD, *context.rotary)
+        qkv_BSW = self.qkv(x_BSH)
+        heads, groups, _ = (width // self.head_size for width in self.widths)
+        if context.rotary is None:
+            parts = split(qkv_BSW, heads, groups)
+        else:
+            parts = self.rotate_qkv(qkv_BSW, *context.rotary, heads, groups)
+        q_BASD, k_BGSD, v_BGSD = (t.transpose(1, 2) for t in parts)
         if cache is not None:
             k_BGSD, v_BGSD = cache.extend(k_BGSD, v_BGSD)
         y_BASD = attend(
@@ -67,31 +69,31 @@ class MLP(nn.Module):
     """Two projections around GELU, in GPT-2's tanh form or the exact one of most GPT-NeoX
     models."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, kernels: Kernels) -> None:
         super().__init__()
+        self.gelu = kernels.gelu
         self.approximate = "tanh" if model.gelu_form == "tanh" else "none"
         bias = model.architecture.bias
         self.up = nn.Linear(model.hidden_size, model.ffn_width, bias=bias)
         self.down = nn.Linear(model.ffn_width, model.hidden_size, bias=bias)
 
     def forward(self, x_BSH: Tensor) -> Tensor:
-        h_BSF = F.gelu(self.up(x_BSH), approximate=self.approximate)
-        y_BSH: Tensor = self.down(h_BSF)
+        y_BSH: Tensor = self.down(self.gelu(self.up(x_BSH), self.approximate))
         return y_BSH
 
 
 class GatedMLP(nn.Module):
     """SwiGLU (Shazeer 2020, arXiv:2002.05202): rows of `gate_up` are all gates, then all values."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, kernels: Kernels) -> None:
         super().__init__()
+        self.swiglu = kernels.swiglu
         bias = model.architecture.bias
         self.gate_up = nn.Linear(model.hidden_size, 2 * model.ffn_width, bias=bias)
         self.down = nn.Linear(model.ffn_width, model.hidden_size, bias=bias)
 
     def forward(self, x_BSH: Tensor) -> Tensor:
-        gate_BSF, up_BSF = self.gate_up(x_BSH).chunk(2, dim=-1)
-        y_BSH: Tensor = self.down(F.silu(gate_BSF) * up_BSF)
+        y_BSH: Tensor = self.down(self.swiglu(self.gate_up(x_BSH)))
         return y_BSH
 
 
@@ -135,12 +137,15 @@ class Block(nn.Module):
         self.parallel = model.parallel_residual
         self.dropout = model.hidden_dropout
         self.attention_norm = ResidualNorm(model, kernels)
-        self.attention = Attention(model)
+        self.attention = Attention(model, kernels)
         if model.gpt_j_tied:
             self.mlp_norm = None
         else:
             self.mlp_norm = ResidualNorm(model, kernels)
-        self.mlp = GatedMLP(model) if model.architecture.mlp.gated else MLP(model)
+        if model.architecture.mlp.gated:
+            self.mlp: GatedMLP | MLP = GatedMLP(model, kernels)
+        else:
+            self.mlp = MLP(model, kernels)
 
     def forward(self, x_BSH: Tensor, context: Context) -> Tensor:
         if context.caches is not None:

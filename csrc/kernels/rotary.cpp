@@ -1,0 +1,146 @@
+// Rotary positions (Su et al. 2021, arXiv:2104.09864) of queries and keys straight out of the fused
+// projection, and back into its gradient: one pass over all of it, values copied.
+//
+// Shapes: B samples, S tokens, A heads, G groups of keys and values, D channels of a head, of which
+// R turn: channel i with channel i + R / 2.
+#include "common.h"
+
+namespace trainkit {
+namespace {
+
+// One side, `packed_row`, holds a token's heads one after another; the other three are tensors.
+template <class T>
+struct Heads {
+    T* part[3];
+    int64_t count[3];  // of heads: A, G, G
+    int64_t size;      // D
+    int64_t turning;   // R
+};
+
+template <class T>
+struct Tables {
+    const Wide<T>* cos;
+    const Wide<T>* sin;
+    int64_t tokens;  // the tables are of so many, and begin again
+    int64_t width;   // of their rows
+};
+
+// y = x turned by the angle whose cosine and sine are given, channel by channel.
+template <class T>
+TRAINKIT_INLINE void turn(const T* x, T* y, const Wide<T>* cos, const Wide<T>* sin, Wide<T> sign,
+                          int64_t half) {
+#pragma omp simd
+    for (int64_t i = 0; i < half; ++i) {
+        const Wide<T> first = widen(x[i]);
+        const Wide<T> second = widen(x[half + i]);
+        const Wide<T> s = sign * sin[i];
+        y[i] = narrow<T>(first * cos[i] - second * s);
+        y[half + i] = narrow<T>(second * cos[i] + first * s);
+    }
+}
+
+// Tokens [begin, end): from the fused row to the three tensors, or back from them into it.
+template <bool kBack, class T>
+TRAINKIT_CLONES void rotate(T* fused, const Heads<T>& heads, const Tables<T>& tables, int64_t begin,
+                            int64_t end) {
+    const int64_t size = heads.size;
+    const int64_t turning = heads.turning;
+    T* row = fused + begin * size * (heads.count[0] + heads.count[1] + heads.count[2]);
+    for (int64_t token = begin; token < end; ++token) {
+        const Wide<T>* cos = tables.cos + token % tables.tokens * tables.width;
+        const Wide<T>* sin = tables.sin + token % tables.tokens * tables.width;
+        for (int64_t part = 0; part < 3; ++part) {
+            const int64_t width = heads.count[part] * size;
+            T* other = heads.part[part] + token * width;
+            const T* from = kBack ? other : row;
+            T* to = kBack ? row : other;
+            if (part == 2 || turning < size) {
+                std::memcpy(to, from, width * sizeof(T));
+            }
+            for (int64_t at = 0; part < 2 && at < width; at += size) {
+                turn(from + at, to + at, cos, sin, Wide<T>(kBack ? -1 : 1), turning / 2);
+            }
+            row += width;
+        }
+    }
+}
+
+// What both directions check and compute with: `fused` (B, S, (A + 2 G) D) and its parts.
+template <bool kBack>
+void run(const char* operation, const Tensor& fused, const Tensor (&parts)[3],
+         const Tensor& given_cos, const Tensor& given_sin) {
+    const Tensor cos = packed(given_cos);
+    const Tensor sin = packed(given_sin);
+    check_alike(cos, sin, operation);
+    STD_TORCH_CHECK(cos.scalar_type() == wide_type(fused), "trainkit::", operation,
+                    ": the tables are torch.", toString(cos.scalar_type()), ", not torch.",
+                    toString(wide_type(fused)));
+    const int64_t samples = fused.size(0);
+    const int64_t tokens = fused.size(1);
+    const int64_t size = parts[0].size(3);
+    STD_TORCH_CHECK(cos.dim() == 2 || cos.dim() == 3, "trainkit::", operation,
+                    ": tables have 2 or 3 dimensions, not ", cos.dim());
+    const int64_t turning = cos.size(cos.dim() - 1);
+    STD_TORCH_CHECK(cos.size(cos.dim() - 2) == tokens && (cos.dim() == 2 || cos.size(0) == samples),
+                    "trainkit::", operation, ": the tables are of ", cos.size(cos.dim() - 2),
+                    " tokens a sample, the heads of ", tokens);
+    STD_TORCH_CHECK(turning <= size && turning % 2 == 0, "trainkit::", operation, ": ", turning,
+                    " of ", size, " channels cannot turn");
+    for_type(fused.scalar_type(), operation, [&](auto element) {
+        using T = decltype(element);
+        const Heads<T> heads{
+            {mutable_data<T>(parts[0]), mutable_data<T>(parts[1]), mutable_data<T>(parts[2])},
+            {parts[0].size(2), parts[1].size(2), parts[2].size(2)},
+            size,
+            turning};
+        const int64_t period = std::max<int64_t>(1, cos.dim() == 2 ? tokens : samples * tokens);
+        const Tables<T> tables{data<Wide<T>>(cos), data<Wide<T>>(sin), period, turning};
+        T* rows = mutable_data<T>(fused);
+        parallel_rows(samples * tokens, fused.size(2), [&](int64_t begin, int64_t end) {
+            rotate<kBack>(rows, heads, tables, begin, end);
+        });
+    });
+}
+
+std::tuple<Tensor, Tensor, Tensor> rotate_qkv(const Tensor& given, const Tensor& cos,
+                                              const Tensor& sin, int64_t heads, int64_t groups) {
+    const Tensor qkv = packed(given);
+    STD_TORCH_CHECK(qkv.dim() == 3, "trainkit::rotate_qkv: qkv has ", qkv.dim(),
+                    " dimensions, not 3");
+    const int64_t all = heads + 2 * groups;
+    STD_TORCH_CHECK(heads > 0 && groups > 0 && qkv.size(2) % all == 0,
+                    "trainkit::rotate_qkv: ", qkv.size(2), " columns are no ", heads, " + 2 * ",
+                    groups, " heads");
+    const int64_t size = qkv.size(2) / all;
+    const int64_t samples = qkv.size(0);
+    const int64_t tokens = qkv.size(1);
+    const Tensor parts[3] = {
+        torch::stable::new_empty(qkv, {samples, tokens, heads, size}),
+        torch::stable::new_empty(qkv, {samples, tokens, groups, size}),
+        torch::stable::new_empty(qkv, {samples, tokens, groups, size}),
+    };
+    run<false>("rotate_qkv", qkv, parts, cos, sin);
+    return {parts[0], parts[1], parts[2]};
+}
+
+Tensor rotate_qkv_backward(const Tensor& dq, const Tensor& dk, const Tensor& dv, const Tensor& cos,
+                           const Tensor& sin) {
+    const Tensor parts[3] = {packed(dq), packed(dk), packed(dv)};
+    check_alike(dk, dv, "rotate_qkv_backward");
+    check_same_type(dq, dk, "rotate_qkv_backward");
+    STD_TORCH_CHECK(dq.dim() == 4 && dk.dim() == 4 && dq.size(0) == dk.size(0) &&
+                        dq.size(1) == dk.size(1) && dq.size(3) == dk.size(3),
+                    "trainkit::rotate_qkv_backward: gradients of queries and keys must have 4"
+                    " dimensions and differ in their heads alone");
+    const int64_t width = (dq.size(2) + 2 * dk.size(2)) * dq.size(3);
+    const Tensor dqkv = torch::stable::new_empty(dq, {dq.size(0), dq.size(1), width});
+    run<true>("rotate_qkv_backward", dqkv, parts, cos, sin);
+    return dqkv;
+}
+
+STABLE_TORCH_LIBRARY_IMPL(trainkit, CPU, m) {
+    m.impl("rotate_qkv", TORCH_BOX(&rotate_qkv));
+    m.impl("rotate_qkv_backward", TORCH_BOX(&rotate_qkv_backward));
+}
+}  // namespace
+}  // namespace trainkit
