@@ -1,9 +1,9 @@
 // SiLU and both forms of GELU, each as f(x) = x share(x), and their slopes. No branch, no table:
 // loops over them are vectors. In fp64 they are the standard library's functions.
 //
-// In fp32 f is right to 5 units in the last place for x > -1 (slopes: to 3e-7), and to a relative
-// 2e-5 where it runs out towards 0 (below 1e-36: is 0), in which torch's forms by tanh and 1 + erf keep no digit. An
-// infinite x gives what the formula gives, as in torch: NaN where it has 0 times inf.
+// In fp32 f is right to 5 units in the last place for x > -1 (slopes: to 3e-7) and to a relative
+// 2e-5 where it runs out towards 0, which is reached at 1e-36; torch's forms by tanh and 1 + erf
+// keep no digit there. An infinite x gives what the formula gives, as in torch: NaN of 0 times inf.
 #pragma once
 
 #include "common.h"

@@ -23,7 +23,8 @@ Parts = tuple[Tensor, Tensor, Tensor]
 def split(qkv_BSW: Tensor, heads: int, groups: int) -> Parts:
     """Queries (B, S, A, D), keys and values (B, S, G, D): views."""
     size = qkv_BSW.shape[-1] // (heads + 2 * groups)
-    q, k, v = qkv_BSW.unflatten(-1, (-1, size)).split([heads, groups, groups], dim=2)
+    rows = torch.unflatten(qkv_BSW, -1, (-1, size))
+    q, k, v = rows.tensor_split([heads, heads + groups], dim=2)
     return q, k, v
 
 
