@@ -3,6 +3,7 @@ them, and how exact they must be."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -23,12 +24,12 @@ EMPTY_SHAPES = [(0, 8), (2, 0, 5), (3, 0)]
 
 
 @cache
-def _why_none() -> str:
+def why_no_kernels() -> str:
+    """Why the fused kernels cannot be used here, once they were compiled where they can be; "" if
+    they can."""
     if missing := missing_tools():
         return f"the kernels cannot be built here: {'; '.join(missing)}"
     if staleness(CHECKOUT):
-        import sys
-
         build_kernels(CHECKOUT, Path(sys.executable))
     return ""
 
@@ -36,7 +37,7 @@ def _why_none() -> str:
 def fused() -> Kernels:
     """The fused kernels of this CPU, compiled first where they are not; skips the test where they
     cannot be."""
-    if why := _why_none():
+    if why := why_no_kernels():
         pytest.skip(why)
     return choose("fused", "cpu").kernels
 

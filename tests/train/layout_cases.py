@@ -79,6 +79,7 @@ def words(case: Case) -> str:
         case.data if case.data != "mock" else "",
         case.precision if case.precision != "fp64" else "",
         case.sabotage,
+        "fused kernels" if case.kernels == "fused" else "",
     ]
     return f"{case.model}: {', '.join(part for part in parts if part) or 'one rank'}"
 
@@ -124,6 +125,26 @@ SHORT = named(
     ],
     train_iters=3,
     global_batch_size=4,
+)
+
+
+def with_fused(cases: dict[str, Case]) -> dict[str, Case]:
+    """The same, computed with the fused kernels."""
+    fused = [replace(case, kernels="fused") for case in cases.values()]
+    return {words(case): case for case in fused}
+
+
+# In CI: every operation, split and whole, recomputed and kept.
+SHORT_FUSED = with_fused(
+    named(
+        [
+            Case("llama", layout(2, sp=True), 2, {**PAIRS, **SELECTIVE}),
+            Case("neox", layout(1, 2, "zbv"), 2),
+            Case("gpt", layout(2, 2, "1f1b", sp=True), 8, FULL),
+        ],
+        train_iters=3,
+        global_batch_size=4,
+    )
 )
 
 _SCHEDULES = ("1f1b", "interleaved", "zbv")

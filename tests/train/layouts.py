@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import numpy as np
@@ -37,6 +37,7 @@ from tests.train.plain_loop import (
 )
 from trainkit.jobs.ranks import degrees_of
 from trainkit.jobs.schema import Job, Parallelism
+from trainkit.ops.kernels import choose
 from trainkit.train.batches import Feed
 from trainkit.train.metrics.timers import Timers
 from trainkit.train.parallel.data_parallel import World, join
@@ -71,6 +72,7 @@ class Case:
         precision: "fp64", or "fp32" for the smoke.
         sabotage: one of SABOTAGE, for proofs that an error would be seen.
         data: one of DATASETS.
+        kernels: what it computes with, "reference" or "fused".
     """
 
     model: str
@@ -80,6 +82,7 @@ class Case:
     precision: str = "fp64"
     sabotage: str = ""
     data: str = "mock"
+    kernels: Literal["reference", "fused"] = "reference"
 
     def job(self, root: Path) -> Job:
         """As ranks train it."""
@@ -161,7 +164,8 @@ def rank_of_world(case: Case, root: Path) -> Iterator[Rank]:
         sequence=job.parallelism.sequence_parallel,
         tied_at=tied_at(job),
     )
-    parts = build_model_parts(job, mesh, VOCAB, DTYPES[case.precision])
+    kernels = choose(case.kernels, "cpu").kernels
+    parts = build_model_parts(job, mesh, VOCAB, DTYPES[case.precision], kernels)
     begin_weights(job, parts)
     parts.train()
     feed = Feed(job, job.dataset, "train", mesh.data_world, device)

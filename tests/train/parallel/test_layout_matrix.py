@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from tests.once import once
-from tests.train.layout_cases import LONG, SHORT, in_fp32, layout, limit, words
+from tests.ops.op_cases import fused, why_no_kernels
+from tests.train.layout_cases import LONG, SHORT, SHORT_FUSED, in_fp32, layout, limit, words
 from tests.train.layouts import (
     Apart,
     Case,
@@ -68,7 +69,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
 
 
 def _found(root: Path) -> dict[str, list[Any]]:
-    tasks = comparisons(SHORT, root)
+    fused = {} if why_no_kernels() else SHORT_FUSED
+    tasks = comparisons({**SHORT, **fused}, root)
     tasks[8] = {"saved": ("tests.train.resharding:save_in", (SAVED, root)), **tasks[8]}
     for case in LOADED:
         tasks.setdefault(case.ranks, {})[f"loaded {words(case)}"] = (
@@ -88,6 +90,15 @@ def _found(root: Path) -> dict[str, list[Any]]:
 @pytest.mark.parametrize("name", [name for name, case in SHORT.items() if not case.sabotage])
 def test_a_layout_equals_the_plain_loop(found: dict[str, list[Any]], name: str) -> None:
     close(SHORT[name], found[name][0])
+
+
+@pytest.mark.parametrize("name", SHORT_FUSED)
+def test_a_layout_with_fused_kernels_equals_the_plain_loop(
+    found: dict[str, list[Any]], name: str
+) -> None:
+    if why := why_no_kernels():
+        pytest.skip(why)
+    close(SHORT_FUSED[name], found[name][0])
 
 
 @pytest.mark.parametrize("name", [name for name, case in SHORT.items() if case.sabotage])
@@ -201,8 +212,12 @@ def test_bf16_of_split_layers_is_as_far_from_fp32_as_of_whole_ones(
 
 @pytest.mark.slow
 @pytest.mark.timeout(4 * 3600)  # hundreds of worlds: a guard against hanging only
-def test_every_layout_equals_the_plain_loop(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kernels", ["reference", "fused"])
+def test_every_layout_equals_the_plain_loop(tmp_path: Path, kernels: str) -> None:
     cases = {**LONG, **{f"{name}, fp32": in_fp32(case) for name, case in LONG.items()}}
+    if kernels == "fused":
+        fused()  # or it is skipped
+        cases = {name: replace(case, kernels="fused") for name, case in cases.items()}
     for name, a in compare(cases, tmp_path).items():
         print(name, a)
         close(cases[name], a)
