@@ -15,6 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tests.conftest import wait_for
 from tests.distributed import finish
+from tests.ops.op_cases import why_no_kernels
 from tests.train.support import new_run, start_ranks, tiny_job
 from trainkit.runs.checkpoints import published_folders, verify
 from trainkit.runs.folder import RunFolder
@@ -68,6 +69,9 @@ def test_killed_and_resumed_equals_uninterrupted(tmp_path: Path) -> None:
     ]
     assert all(verify(p) == [] for p in published_folders(whole.checkpoints))
     log = whole.attempt(1).log(0).read_text()
+    used = "reference" if why_no_kernels() else "fused"
+    assert json.loads(whole.attempt(1).kernels.read_text())["used"] == used
+    assert f" kernels: {used}" in log
     assert [int(m[1]) for m in LOG_LINE.finditer(log)] == list(range(1, 13)), log
     assert [(b["schema"], b["phase"], b["step"]) for b in beats(whole, 2)] == [
         ("heartbeat/1", "done", 12)

@@ -7,7 +7,6 @@ library that `invoke build` compiles from csrc/kernels, for CUDA devices the Tri
 
 from __future__ import annotations
 
-import importlib
 import math
 import threading
 from collections.abc import Callable
@@ -72,7 +71,7 @@ class Unavailable(TrainkitError):
     get them."""
 
     def __init__(self, why: str, hint: str) -> None:
-        super().__init__(why, exit=Exit.STAGE_FAILED, hint=hint)
+        super().__init__(why, exit=Exit.STAGE_STALE, hint=hint)
 
 
 def load(device_type: str) -> None:
@@ -95,12 +94,13 @@ def _load(device_type: str) -> None:
             ) from None
     elif device_type == "cuda":
         try:
-            importlib.import_module("trainkit.ops.triton_kernels.register").register()
+            from trainkit.ops.triton_kernels.register import register
         except ModuleNotFoundError as error:
             raise Unavailable(
                 f"fused operations for GPUs need {error.name}, which is not installed",
                 "it comes with CUDA builds of torch: install one",
             ) from None
+        register()
     else:
         raise Unavailable(
             f"there are no fused operations for devices of type {device_type!r}",
