@@ -7,6 +7,7 @@ library that `invoke build` compiles from csrc/kernels, for CUDA devices the Tri
 
 from __future__ import annotations
 
+import importlib
 import math
 import threading
 from collections.abc import Callable
@@ -94,13 +95,14 @@ def _load(device_type: str) -> None:
             ) from None
     elif device_type == "cuda":
         try:
-            from trainkit.ops.triton_kernels.register import register
+            # by its name: it imports the files of operations, which import this one
+            registry = importlib.import_module("trainkit.ops.triton_kernels.register")
         except ModuleNotFoundError as error:
             raise Unavailable(
                 f"fused operations for GPUs need {error.name}, which is not installed",
                 "it comes with CUDA builds of torch: install one",
             ) from None
-        register()
+        registry.register()
     else:
         raise Unavailable(
             f"there are no fused operations for devices of type {device_type!r}",
