@@ -15,6 +15,7 @@ from torch import Tensor
 from trainkit.base.documents import document
 from trainkit.ops import (
     adamw,
+    causal_attention,
     cross_entropy,
     gelu,
     layer_norm,
@@ -44,6 +45,7 @@ class Kernels:
         geglu: (gate_up, approximate) -> gelu(gate) * up.
         gelu: (x, approximate) -> y.
         bias_gelu: (x, bias, approximate) -> gelu(x + bias).
+        causal_attention: (q, k, v) -> y, each (B, heads, S, D).
         softmax_loss: cross-entropy and its gradient, as `cross_entropy.plain`.
         scaled_causal_softmax: (x, scale) -> y.
         scaled_masked_softmax: (x, mask, scale) -> y.
@@ -65,6 +67,7 @@ class Kernels:
     bias_gelu: Callable[[Tensor, Tensor, str], Tensor]
     scaled_causal_softmax: Callable[[Tensor, float], Tensor]
     scaled_masked_softmax: Callable[[Tensor, Tensor, float], Tensor]
+    causal_attention: causal_attention.CausalAttention
     softmax_loss: cross_entropy.SoftmaxLoss
     softmax_statistics: Callable[[Tensor, Tensor, int], Tensor]
     softmax_gradient: Callable[[Tensor, Tensor, int, Tensor, Tensor, Tensor], Tensor]
@@ -85,6 +88,7 @@ REFERENCE = Kernels(
     bias_gelu=gelu.bias_reference,
     scaled_causal_softmax=scaled_softmax.causal_reference,
     scaled_masked_softmax=scaled_softmax.reference,
+    causal_attention=causal_attention.reference,
     softmax_loss=cross_entropy.reference,
     softmax_statistics=cross_entropy.statistics_reference,
     softmax_gradient=cross_entropy.gradient_reference,
@@ -104,6 +108,7 @@ FUSED = Kernels(
     bias_gelu=gelu.bias_fused,
     scaled_causal_softmax=scaled_softmax.causal_fused,
     scaled_masked_softmax=scaled_softmax.fused,
+    causal_attention=causal_attention.fused,
     softmax_loss=cross_entropy.fused,
     softmax_statistics=cross_entropy.statistics_fused,
     softmax_gradient=cross_entropy.gradient_fused,

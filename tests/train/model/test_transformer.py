@@ -23,6 +23,7 @@ from tests.train.peers import (
     transformers_model,
 )
 from trainkit.jobs.schema import Model
+from trainkit.ops.causal_attention import CausalAttention
 from trainkit.train.model import attention
 from trainkit.train.model import head_loss as loss
 from trainkit.train.model.attention import KeyValueCache
@@ -367,9 +368,11 @@ def test_dropout_is_for_training_only(
 ) -> None:
     rates = []
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, documents: None, dropout: float) -> Tensor:
+    def attend(
+        q: Tensor, k: Tensor, v: Tensor, documents: None, dropout: float, causal: CausalAttention
+    ) -> Tensor:
         rates.append(dropout)
-        return attention.attend(q, k, v, documents, dropout)
+        return attention.attend(q, k, v, documents, dropout, causal)
 
     monkeypatch.setattr("trainkit.train.model.transformer.attend", attend)
     module, without = dropping(family, **{kind: 0.2}), dropping(family)

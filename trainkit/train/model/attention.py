@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from trainkit.ops.causal_attention import CausalAttention, reference
 from trainkit.train.torch_compat import causal_varlen_attention
 
 VARLEN_DTYPES = (torch.bfloat16, torch.float16)
@@ -70,7 +71,12 @@ class KeyValueCache:
 
 
 def attend(
-    q_BASD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, documents: DocumentBounds | None, dropout: float
+    q_BASD: Tensor,
+    k_BGTD: Tensor,
+    v_BGTD: Tensor,
+    documents: DocumentBounds | None,
+    dropout: float,
+    causal: CausalAttention = reference,
 ) -> Tensor:
     """Softmax attention, scaled by 1 / sqrt(D): (B, A, S, D). Query s is token T - S + s and
     sees the tokens up to its own.
@@ -79,14 +85,17 @@ def attend(
         documents: keep it within documents; then T must be S. By the variable-length kernel for
             16-bit numbers on CUDA, which has no dropout; else document by document.
         dropout: probability with which an attention weight is dropped.
+        causal: what computes it where nothing is dropped and there is no cache.
     """
     if documents is not None:
         if q_BASD.is_cuda and q_BASD.dtype in VARLEN_DTYPES and dropout == 0:
             return _varlen(q_BASD, k_BGTD, v_BGTD, documents)
-        return _document_by_document(q_BASD, k_BGTD, v_BGTD, documents, dropout)
+        return _document_by_document(q_BASD, k_BGTD, v_BGTD, documents, dropout, causal)
     gqa = q_BASD.shape[1] != k_BGTD.shape[1]
     queries = q_BASD.shape[2]
     tokens = k_BGTD.shape[2]
+    if queries == tokens and dropout == 0:
+        return causal(q_BASD, k_BGTD, v_BGTD)
     if queries in (1, tokens):
         return F.scaled_dot_product_attention(
             q_BASD, k_BGTD, v_BGTD, dropout_p=dropout, is_causal=queries == tokens, enable_gqa=gqa
@@ -100,22 +109,22 @@ def attend(
 
 
 def _document_by_document(
-    q_BASD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, documents: DocumentBounds, dropout: float
+    q_BASD: Tensor,
+    k_BGSD: Tensor,
+    v_BGSD: Tensor,
+    documents: DocumentBounds,
+    dropout: float,
+    causal: CausalAttention,
 ) -> Tensor:
     """One attention a document: no kernel for the CPU takes documents of several lengths at
     once."""
     length = q_BASD.shape[2]
-    gqa = q_BASD.shape[1] != k_BGSD.shape[1]
     parts: list[list[Tensor]] = [[] for _ in q_BASD]
     for start, end in zip(documents.bounds, documents.bounds[1:], strict=False):
         b = start // length
         inside = slice(start % length, start % length + end - start)
         q, k, v = (t[b : b + 1, :, inside] for t in (q_BASD, k_BGSD, v_BGSD))
-        parts[b].append(
-            F.scaled_dot_product_attention(
-                q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=gqa
-            )
-        )
+        parts[b].append(attend(q, k, v, None, dropout, causal))
     return torch.cat([torch.cat(of_sample, dim=2) for of_sample in parts])
 
 

@@ -38,6 +38,7 @@ class Attention(nn.Module):
     def __init__(self, model: Model, kernels: Kernels) -> None:
         super().__init__()
         self.rotate_qkv = kernels.rotate_qkv
+        self.causal_attention = kernels.causal_attention
         self.head_size = model.head_size
         self.dropout = model.attention_dropout
         self.widths = [
@@ -59,7 +60,12 @@ class Attention(nn.Module):
         if cache is not None:
             k_BGSD, v_BGSD = cache.extend(k_BGSD, v_BGSD)
         y_BASD = attend(
-            q_BASD, k_BGSD, v_BGSD, context.documents, self.dropout if self.training else 0.0
+            q_BASD,
+            k_BGSD,
+            v_BGSD,
+            context.documents,
+            self.dropout if self.training else 0.0,
+            self.causal_attention,
         )
         y_BSH: Tensor = self.out(y_BASD.transpose(1, 2).flatten(2))
         return y_BSH

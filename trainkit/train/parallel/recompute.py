@@ -18,7 +18,7 @@ from torch.utils.checkpoint import (
 )
 
 from trainkit.jobs.schema import Model, Training
-from trainkit.ops import cross_entropy
+from trainkit.ops import causal_attention, cross_entropy
 from trainkit.train.model.transformer import Block, Context, Transformer
 from trainkit.train.torch_compat import group_operations, varlen_operations
 
@@ -41,6 +41,7 @@ def kept_operations() -> list[Any]:
         aten._scaled_dot_product_flash_attention_for_cpu.default,
         aten._scaled_dot_product_efficient_attention.default,
         aten._scaled_dot_product_cudnn_attention.default,
+        causal_attention.forward.default,
     ]
     return [*products, *attention, *varlen_operations(), *group_operations()]
 
