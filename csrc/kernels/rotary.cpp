@@ -81,9 +81,12 @@ void run(const char* operation, const Tensor& fused, const Tensor (&parts)[3],
     STD_TORCH_CHECK(cos.dim() == 2 || cos.dim() == 3, "trainkit::", operation,
                     ": tables have 2 or 3 dimensions, not ", cos.dim());
     const int64_t turning = cos.size(cos.dim() - 1);
-    STD_TORCH_CHECK(cos.size(cos.dim() - 2) == tokens && (cos.dim() == 2 || cos.size(0) == samples),
-                    "trainkit::", operation, ": the tables are of ", cos.size(cos.dim() - 2),
+    STD_TORCH_CHECK(cos.size(cos.dim() - 2) == tokens, "trainkit::", operation,
+                    ": the tables are of ", cos.size(cos.dim() - 2),
                     " tokens a sample, the heads of ", tokens);
+    STD_TORCH_CHECK(cos.dim() == 2 || cos.size(0) == samples, "trainkit::", operation,
+                    ": the tables are of ", cos.size(0), " x ", tokens, " tokens, the heads of ",
+                    samples, " x ", tokens);
     STD_TORCH_CHECK(turning <= size && turning % 2 == 0, "trainkit::", operation, ": ", turning,
                     " of ", size, " channels cannot turn");
     for_type(fused.scalar_type(), operation, [&](auto element) {
