@@ -43,6 +43,11 @@ class Compiled:
     widths: tuple[int, ...]
 
     @property
+    def part_in_16_bytes(self) -> float:
+        """Part of the bytes of all accesses, each counted once, that moves 16 bytes a thread."""
+        return 128 * self.widths.count(128) / sum(self.widths)
+
+    @property
     def occupancy(self) -> float:
         """Part of a multiprocessor's threads that can be resident, as registers have it."""
         threads = 32 * self.warps

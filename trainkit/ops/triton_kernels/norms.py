@@ -125,13 +125,14 @@ def _backward(
     step = tl.num_programs(0) * ROWS
     # the weight, if it were kept in registers from row to row, would leave too few
     for start in tl.range(tl.program_id(0) * ROWS, rows, step, disable_licm=True):
-        row = (start + tl.arange(0, ROWS)[:, None]).to(tl.int64)
+        number = start + tl.arange(0, ROWS)
+        row = number[:, None].to(tl.int64)
         there = (row < rows) & (column < width)
-        scale = tl.load(rstd + row, mask=row < rows, other=0)
+        scale = tl.load(rstd + number, mask=number < rows, other=0)[:, None]
         g = tl.load(dy + row * dy_stride + column, mask=there, other=0).to(WIDE)
         n = tl.load(h + row * h_stride + column, mask=there, other=0).to(WIDE)
         if LAYER:
-            mu = tl.load(mean + row, mask=row < rows, other=0)
+            mu = tl.load(mean + number, mask=number < rows, other=0)[:, None]
             n -= mu  # outside of the row g is 0
         n *= scale
         dw += g * n
