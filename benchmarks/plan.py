@@ -260,7 +260,8 @@ def saved_bytes(job_json: str, rank: int) -> int:
         sequence=job.parallelism.sequence_parallel,
         tied_at=tied_at(job),
     )
-    parts = build_model_parts(job, mesh, job.model.vocab_size or 0)
+    kernels = choose(job.kernels, "cpu").kernels
+    parts = build_model_parts(job, mesh, job.model.vocab_size or 0, kernels=kernels)
     parts.train()
     for held in parts.parameters.values():
         torch.nn.init.zeros_(held.parameter)

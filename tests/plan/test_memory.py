@@ -17,10 +17,12 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks.plan import FAMILIES as FAMILIES_OF_THE_BENCHMARK
 from benchmarks.plan import MODES, activations, layout_activations, project
+from tests.ops.op_cases import fused
 from tests.plan.example import BIG, gpu, job_of, shape
 from tests.plan.test_arithmetic import shapes
 from trainkit.engines.rules import RULES
 from trainkit.jobs.schema import Job, Model
+from trainkit.ops.kernels import choose
 from trainkit.plan.activations import CHUNK_BYTES, block_bytes, head_gradient_bytes, saved_bytes
 from trainkit.plan.arithmetic import parameters_of
 from trainkit.plan.layout import layout_of
@@ -203,7 +205,7 @@ def test_activations_of_llama() -> None:
 def saved_by_forward(job: Job, vocab: int) -> int:
     """Bytes that the native model's forward and loss leave for backward, each storage once,
     parameters left out."""
-    module = Transformer(job.model, vocab)
+    module = Transformer(job.model, vocab, choose(job.kernels, "cpu").kernels)
     wrap_blocks(module, job.model, job.training)
     own = {p.untyped_storage().data_ptr() for p in module.parameters()}
     found: dict[int, int] = {}
@@ -238,12 +240,23 @@ FAMILIES = [
 FULL: dict[str, Any] = {"recompute_granularity": "full"}
 
 
+def with_kernels(job: Job, kernels: str) -> Job:
+    """The job with these kernels; skips the test where there are none."""
+    if kernels == "fused":
+        fused()
+    return job.model_copy(update={"kernels": kernels})
+
+
+@pytest.mark.parametrize("kernels", ["reference", "fused"])
 @pytest.mark.parametrize(
     "mode", [{}, FULL, {**FULL, "recompute_every": 2}], ids=["none", "full", "every 2nd"]
 )
 @pytest.mark.parametrize("keys", FAMILIES, ids=lambda keys: " ".join(map(str, keys.values())))
-def test_activations_are_what_forward_saves(keys: dict[str, Any], mode: dict[str, Any]) -> None:
+def test_activations_are_what_forward_saves(
+    keys: dict[str, Any], mode: dict[str, Any], kernels: str
+) -> None:
     job = job_of(shape(**{**WIDE, **keys}), micro_batch_size=2, **mode)
+    job = with_kernels(job, kernels)
     expected = saved_bytes(job, layout_of(job), RULES["native"], 0) + head_gradient_bytes(
         job, layout_of(job), 16, 128
     )
@@ -267,12 +280,14 @@ class Living(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return made
 
 
+@pytest.mark.parametrize("kernels", ["reference", "fused"])
 @pytest.mark.parametrize("keys", FAMILIES, ids=lambda keys: " ".join(map(str, keys.values())))
-def test_activations_under_selective_recomputation(keys: dict[str, Any]) -> None:
+def test_activations_under_selective_recomputation(keys: dict[str, Any], kernels: str) -> None:
     """What it keeps is in a cache that saved_tensors_hooks does not see: here, all that lives
     after forward."""
     job = job_of(shape(**{**WIDE, **keys}), micro_batch_size=2, recompute_granularity="selective")
-    module = Transformer(job.model, 128)
+    job = with_kernels(job, kernels)
+    module = Transformer(job.model, 128, choose(job.kernels, "cpu").kernels)
     wrap_blocks(module, job.model, job.training)
     own = {p.untyped_storage().data_ptr() for p in module.parameters()}
     tokens = torch.zeros(2, 64, dtype=torch.int64)

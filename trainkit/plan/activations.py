@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trainkit.jobs.schema import Job, Model
+from trainkit.jobs.schema import Job
 from trainkit.plan.arithmetic import norms_of
 from trainkit.plan.layout import Layout
 from trainkit.plan.rules import Rules
@@ -60,6 +60,11 @@ def _on_cpu(job: Job, rules: Rules) -> bool:
     return rules.states is None and job.cluster.device_type == "cpu"
 
 
+def _fused(job: Job, rules: Rules) -> bool:
+    """Whether trainkit's own kernels compute; kernels = "auto" counts as if they were built."""
+    return rules.states is None and job.kernels != "reference"
+
+
 def _gathers(job: Job, rules: Rules) -> bool:
     """With sequence parallelism the native trainer keeps what a split projection reads, all
     tokens of it, where Megatron-LM keeps this rank's and gathers it again in backward."""
@@ -74,7 +79,8 @@ def _norm_width(job: Job, rules: Rules) -> int:
     """Bytes a channel that a norm keeps besides its input in w. LayerNorm and fused RMSNorm keep
     statistics alone; on the CPU torch's RMSNorm is put together from products: it keeps the
     normalized input, both of them in fp32."""
-    if not (job.model.architecture.norm.composed_on_cpu and _on_cpu(job, rules)):
+    composed = job.model.architecture.norm.composed_on_cpu and _on_cpu(job, rules)
+    if not composed or _fused(job, rules):
         return 0
     if job.training.precision == "fp32":
         return 4
@@ -89,21 +95,16 @@ def _key_heads(job: Job) -> int:
 
 def _attention(job: Job, rules: Rules) -> float:
     """Bytes of queries, keys and values, the result and what rotary positions add: 2Q + 2K,
-    turned queries and keys beside the projection that values keep alive. Where only a part of
-    each head turns, attention's result is laid out otherwise and copied for the projection after
-    it."""
+    turned queries and keys beside the projection that values keep alive. A fused rotation takes
+    values out of the projection too, which is freed."""
     model = job.model
     q = model.num_attention_heads * model.head_size
     k = _key_heads(job) * model.head_size
-    if model.rotary_channels:
+    if model.rotary_channels and not _fused(job, rules):
         turned = q + k
     else:
         turned = 0
-    if rules.states is None and 0 < model.rotary_channels < model.head_size:
-        copied = q
-    else:
-        copied = 0
-    return width(job) * (2 * q + 2 * k + turned + copied)
+    return width(job) * (2 * q + 2 * k + turned)
 
 
 def _scores(job: Job, rules: Rules) -> float:
@@ -126,13 +127,13 @@ def _unfused(job: Job, rules: Rules) -> bool:
     return _on_cpu(job, rules) and job.model.attention_dropout > 0
 
 
-def _mlp(model: Model, rules: Rules) -> int:
+def _mlp(job: Job, rules: Rules) -> int:
     """Channels of the MLP: what goes into GELU and what comes out; SwiGLU keeps gate, value and
     product, and unless it is fused silu(gate)."""
-    mlp = model.architecture.mlp
-    if rules.states is None:
-        return mlp.saved_widths * model.ffn_width
-    return mlp.saved_widths_fused * model.ffn_width
+    mlp = job.model.architecture.mlp
+    if rules.states is None and not _fused(job, rules):
+        return mlp.saved_widths * job.model.ffn_width
+    return mlp.saved_widths_fused * job.model.ffn_width
 
 
 def block_bytes(job: Job, rules: Rules, mode: str) -> PerToken:
@@ -184,7 +185,7 @@ def block_bytes(job: Job, rules: Rules, mode: str) -> PerToken:
         weights = 0.0
     else:
         weights = _scores(job, rules)
-    return PerToken(whole, _attention(job, rules) + w * _mlp(model, rules) + weights, gathered)
+    return PerToken(whole, _attention(job, rules) + w * _mlp(job, rules) + weights, gathered)
 
 
 def _micro_batch_tokens(job: Job) -> int:

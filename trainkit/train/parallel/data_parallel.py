@@ -142,7 +142,11 @@ def shard(
         reduce_dtype = reduced_type(mesh.device_type)
     else:
         reduce_dtype = torch.float32
-    policy = MixedPrecisionPolicy(param_dtype=COMPUTE[precision], reduce_dtype=reduce_dtype)
+    # What goes from block to block is in 16 bits already; what is not (rotary tables, the factor of
+    # the loss) is meant to be wider.
+    policy = MixedPrecisionPolicy(
+        param_dtype=COMPUTE[precision], reduce_dtype=reduce_dtype, cast_forward_inputs=False
+    )
     for module in (*model.layers.values(), model):
         fully_shard(
             module,
