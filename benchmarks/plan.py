@@ -244,6 +244,7 @@ def saved_bytes(job_json: str, rank: int) -> int:
 
     from trainkit.jobs.ranks import degrees_of
     from trainkit.jobs.schema import Job
+    from trainkit.ops.kernels import choose
     from trainkit.train.metrics.timers import Timers
     from trainkit.train.parallel.data_parallel import World
     from trainkit.train.parallel.mesh import Mesh

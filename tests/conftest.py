@@ -23,6 +23,7 @@ from hypothesis import HealthCheck, settings
 from tests import forkserver, interpreters
 from tests.fork_worker import fork_workers
 from tests.mounts import unmount
+from trainkit.ops.build import CHECKOUT, build_kernels, missing_tools, staleness
 
 pytest_plugins = ("tests.images.fixtures",)
 # Read when torch is loaded. One thread: tensors here are tiny, and several workers of pytest share
@@ -112,6 +113,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if (given := getattr(config, "workerinput", None)) is not None:
         forkserver.use(lambda: str(given[ADDRESS]))
         return
+    compile_kernels()
     folder = tempfile.mkdtemp(prefix="trainkit-tests-")
     os.environ[TEST_RUN] = folder  # for the workers too
     config.add_cleanup(lambda: remove_folder(Path(folder)))
@@ -120,6 +122,13 @@ def pytest_configure(config: pytest.Config) -> None:
     forkserver.use(server.address)
     if getattr(config.option, "tx", None):  # workers of pytest-xdist
         fork_workers()
+
+
+def compile_kernels() -> None:
+    """Before the first test, which would find the package changed by another: what tests train
+    with, where it can be compiled."""
+    if staleness(CHECKOUT) and not missing_tools():
+        build_kernels(CHECKOUT, Path(sys.executable))
 
 
 def remove_folder(folder: Path) -> None:

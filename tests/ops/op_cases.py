@@ -3,16 +3,14 @@ them, and how exact they must be."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from trainkit.ops.build import CHECKOUT, build_kernels, missing_tools, staleness
+from trainkit.ops.build import missing_tools
 from trainkit.ops.kernels import Kernels, choose
 
 # relative to the largest number of a result: a few roundings of the dtype, and of fp32 sums
@@ -25,12 +23,10 @@ EMPTY_SHAPES = [(0, 8), (2, 0, 5), (3, 0)]
 
 @cache
 def why_no_kernels() -> str:
-    """Why the fused kernels cannot be used here, once they were compiled where they can be; "" if
-    they can."""
+    """Why the fused kernels cannot be used here; "" if they can. (tests/conftest.py compiles
+    them.)"""
     if missing := missing_tools():
         return f"the kernels cannot be built here: {'; '.join(missing)}"
-    if staleness(CHECKOUT):
-        build_kernels(CHECKOUT, Path(sys.executable))
     return ""
 
 
