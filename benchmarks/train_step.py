@@ -28,7 +28,8 @@ Contenders, all with fp32 master weights and moments unless their name says othe
   loop. It has no learned positions: for the GPT-2
                      shapes a GPT of equal width and depth with 25 % rotary positions and a tied
                      head, as its Pythia but for the parallel residual; its vocabulary is padded
-                     to a multiple of 128. bf16: torch.autocast, what its pretraining does.
+                     to a multiple of 128. For the Llama shape its own Llama. bf16:
+                     torch.autocast, what its pretraining does.
   ... bf16 weights   the same loop over a model cast to bf16: weights, gradients and moments lose
   their fp32, so it is shown, not compared with.
 """
@@ -105,6 +106,12 @@ DEMO = {
     "seq_length": 256,
     "vocab_size": 4096,
 }
+DEMO_LLAMA = {
+    **DEMO,
+    "family": "llama",
+    "num_query_groups": 2,
+    "ffn_hidden_size": 704,
+}
 LLAMA = {
     "family": "llama",
     "num_layers": 32,
@@ -114,7 +121,11 @@ LLAMA = {
     "ffn_hidden_size": 14336,
 }
 CASES: dict[str, dict[str, Case]] = {
-    "cpu": {"demo": Case(DEMO, 4, 4, 15), "gpt2-124m": Case(GPT2, 1, 1, 7)},
+    "cpu": {
+        "demo": Case(DEMO, 4, 4, 15),
+        "demo-llama": Case(DEMO_LLAMA, 4, 4, 15),
+        "gpt2-124m": Case(GPT2, 1, 1, 7),
+    },
     "cuda": {
         "gpt2-124m": Case(GPT2, 32, 4, 20),
         # 16 bytes a parameter: 128 GB. With autocast's copies on top a peer does not fit.

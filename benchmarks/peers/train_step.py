@@ -213,9 +213,23 @@ class PlainLoop:
         return float(self.last.detach())
 
 
+def _hf_llama(hf: Any, m: dict[str, Any]) -> Any:
+    return hf.LlamaConfig(
+        vocab_size=m["vocab_size"],
+        hidden_size=m["hidden_size"],
+        intermediate_size=m["ffn_hidden_size"],
+        num_hidden_layers=m["num_layers"],
+        num_attention_heads=m["num_attention_heads"],
+        num_key_value_heads=m["num_query_groups"],
+        max_position_embeddings=m["seq_length"],
+        attn_implementation="sdpa",
+        use_cache=False,
+    )
+
+
 def transformers_loop(case: Case, precision: str, device: str, *, pure: bool) -> PlainLoop:
-    """GPT2LMHeadModel with its own loss: of the tokens it is given, each but the last against
-    the next."""
+    """GPT2LMHeadModel or LlamaForCausalLM with its own loss: of the tokens it is given, each but
+    the last against the next."""
     import torch
 
     hf = importlib.import_module("transformers")
@@ -234,8 +248,14 @@ def transformers_loop(case: Case, precision: str, device: str, *, pure: bool) ->
         "eos_token_id": None,
         "use_cache": False,
     }
-    config = hf.GPT2Config(vocab_size=m["vocab_size"], attn_implementation="sdpa", **shape, **plain)
-    model = hf.GPT2LMHeadModel(config).to(device, torch.bfloat16 if pure else torch.float32).train()
+    if m["family"] == "llama":
+        model = hf.LlamaForCausalLM(_hf_llama(hf, m))
+    else:
+        config = hf.GPT2Config(
+            vocab_size=m["vocab_size"], attn_implementation="sdpa", **shape, **plain
+        )
+        model = hf.GPT2LMHeadModel(config)
+    model = model.to(device, torch.bfloat16 if pure else torch.float32).train()
     forward: Any = torch.compile(model) if device == "cuda" else model
 
     def loss_of(tokens_BS: Any, labels_BS: Any) -> Any:
@@ -261,12 +281,25 @@ def litgpt_loop(case: Case, precision: str, device: str, *, pure: bool) -> Plain
         "n_head": m["num_attention_heads"],
         "block_size": m["seq_length"],
     }
-    like_gpt2 = {"parallel_residual": False, "rotary_percentage": 0.25, "gelu_approximate": "tanh"}
+    llama = m["family"] == "llama"
+    if llama:
+        like = {
+            "parallel_residual": False,
+            "rotary_percentage": 1.0,
+            "bias": False,
+            "norm_class_name": "RMSNorm",
+            "mlp_class_name": "LLaMAMLP",
+            "intermediate_size": m["ffn_hidden_size"],
+            "n_query_groups": m["num_query_groups"],
+        }
+    else:
+        like = {"parallel_residual": False, "rotary_percentage": 0.25, "gelu_approximate": "tanh"}
     vocab = {"vocab_size": m["vocab_size"], "padded_vocab_size": -(-m["vocab_size"] // 128) * 128}
     with torch.device(device):
-        model = gpt.GPT(config.Config(name="bench", **vocab, **shape, **like_gpt2)).train()
+        model = gpt.GPT(config.Config(name="bench", **vocab, **shape, **like)).train()
     model.apply(model._init_weights)
-    model.transformer.wte.weight = model.lm_head.weight
+    if not llama:
+        model.transformer.wte.weight = model.lm_head.weight
     model.to(torch.bfloat16 if pure else torch.float32)
     forward: Any = torch.compile(model) if device == "cuda" else model
 

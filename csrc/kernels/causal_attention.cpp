@@ -29,26 +29,33 @@ template <int R, int V>
 TRAINKIT_INLINE void tile(const bf16* a, int64_t lda, const Word* b, int64_t ldb, int64_t pairs,
                           float* c, int64_t ldc, bool adds) {
     __m512 sum[R][V];
+#pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
         for (int v = 0; v < V; ++v) {
             sum[r][v] = adds ? _mm512_loadu_ps(c + r * ldc + v * 16) : _mm512_setzero_ps();
         }
     }
     for (int64_t p = 0; p < pairs; ++p) {
         __m512bh right[V];
+#pragma GCC unroll 4
         for (int v = 0; v < V; ++v) {
             right[v] = (__m512bh)_mm512_loadu_si512(b + p * ldb + v * 16);
         }
+#pragma GCC unroll 4
         for (int r = 0; r < R; ++r) {
             int32_t word;
             std::memcpy(&word, a + r * lda + 2 * p, sizeof(word));
             const __m512bh left = (__m512bh)_mm512_set1_epi32(word);
+#pragma GCC unroll 4
             for (int v = 0; v < V; ++v) {
                 sum[r][v] = _mm512_dpbf16_ps(sum[r][v], left, right[v]);
             }
         }
     }
+#pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
         for (int v = 0; v < V; ++v) {
             _mm512_storeu_ps(c + r * ldc + v * 16, sum[r][v]);
         }
@@ -255,21 +262,20 @@ struct Layout {
     }
 };
 
-void attend_head(const Tensor& q, const Tensor& k, const Tensor& v, float scale, const Tensor& y,
-                 float* logsum, int64_t b, int64_t group) {
+void attend_head(Forward& f, const Tensor& q, const Tensor& k, const Tensor& v, float scale,
+                 const Tensor& y, float* logsum, int64_t b, int64_t group) {
     const Layout of_q(q), of_k(k), of_v(v), of_y(y);
     const int64_t tokens = of_q.tokens, width = of_q.width, shared = of_q.heads / of_k.heads;
     const int64_t padded = (tokens + BLOCK - 1) / BLOCK * BLOCK;
-    const auto f = std::make_unique<Forward>();
-    f->keys.resize(size_t(padded * width / 2));
-    f->values.resize(size_t(padded * width / 2));
-    f->out.resize(size_t(BLOCK * width));
-    pair_channels(of_k.head(k, b, group), tokens, padded, width, f->keys.data());
-    pair_tokens(of_v.head(v, b, group), tokens, padded, width, f->values.data());
+    f.keys.resize(size_t(padded * width / 2));
+    f.values.resize(size_t(padded * width / 2));
+    f.out.resize(size_t(BLOCK * width));
+    pair_channels(of_k.head(k, b, group), tokens, padded, width, f.keys.data());
+    pair_tokens(of_v.head(v, b, group), tokens, padded, width, f.values.data());
     for (int64_t head = group * shared; head < (group + 1) * shared; ++head) {
         bf16* out = of_y.at(mutable_data<bf16>(y), b, head);
         for (int64_t start = 0; start < tokens; start += BLOCK) {
-            attend(*f, of_q.head(q, b, head), start, std::min(BLOCK, tokens - start), padded, width,
+            attend(f, of_q.head(q, b, head), start, std::min(BLOCK, tokens - start), padded, width,
                    scale, out, of_y.of_token, logsum + (b * of_q.heads + head) * tokens);
         }
     }
@@ -320,34 +326,33 @@ struct Gradients {
     Tensor dv;
 };
 
-void differentiate_group(const Tensor& dy, const Tensor& q, const Tensor& k, const Tensor& v,
-                         const Tensor& y, const float* logsum, float scale, const Gradients& to,
-                         int64_t b, int64_t group) {
+void differentiate_group(Backward& s, const Tensor& dy, const Tensor& q, const Tensor& k,
+                         const Tensor& v, const Tensor& y, const float* logsum, float scale,
+                         const Gradients& to, int64_t b, int64_t group) {
     const Layout of_q(q), of_k(k), of_v(v), of_y(y), of_dy(dy), of_dq(to.dq), of_dk(to.dk);
     const int64_t tokens = of_q.tokens, width = of_q.width, shared = of_q.heads / of_k.heads;
     const int64_t padded = (tokens + BLOCK - 1) / BLOCK * BLOCK;
-    const auto s = std::make_unique<Backward>();
     const size_t words = size_t(padded * width / 2);
-    for (auto* in_pairs : {&s->queries_by_channels, &s->gradients_by_channels,
-                           &s->queries_by_tokens, &s->gradients_by_tokens, &s->keys_by_tokens}) {
+    for (auto* in_pairs : {&s.queries_by_channels, &s.gradients_by_channels, &s.queries_by_tokens,
+                           &s.gradients_by_tokens, &s.keys_by_tokens}) {
         in_pairs->resize(words);
     }
-    for (auto* sums : {&s->dq, &s->dk, &s->dv}) {
+    for (auto* sums : {&s.dq, &s.dk, &s.dv}) {
         sums->assign(size_t(padded * width), 0.0f);
     }
-    s->delta.assign(size_t(padded), 0.0f);
+    s.delta.assign(size_t(padded), 0.0f);
     const Head keys = of_k.head(k, b, group), values = of_v.head(v, b, group);
-    pair_tokens(keys, tokens, padded, width, s->keys_by_tokens.data());
+    pair_tokens(keys, tokens, padded, width, s.keys_by_tokens.data());
     for (int64_t head = group * shared; head < (group + 1) * shared; ++head) {
-        differentiate_head(*s, of_q.head(q, b, head), keys, values, of_dy.head(dy, b, head),
+        differentiate_head(s, of_q.head(q, b, head), keys, values, of_dy.head(dy, b, head),
                            of_y.head(y, b, head), tokens, padded, width, scale,
                            logsum + (b * of_q.heads + head) * tokens);
-        round_rows(s->dq.data(), tokens, width, of_dq.at(mutable_data<bf16>(to.dq), b, head),
+        round_rows(s.dq.data(), tokens, width, of_dq.at(mutable_data<bf16>(to.dq), b, head),
                    of_dq.of_token);
     }
-    round_rows(s->dk.data(), tokens, width, of_dk.at(mutable_data<bf16>(to.dk), b, group),
+    round_rows(s.dk.data(), tokens, width, of_dk.at(mutable_data<bf16>(to.dk), b, group),
                of_dk.of_token);
-    round_rows(s->dv.data(), tokens, width, of_dk.at(mutable_data<bf16>(to.dv), b, group),
+    round_rows(s.dv.data(), tokens, width, of_dk.at(mutable_data<bf16>(to.dv), b, group),
                of_dk.of_token);
 }
 #pragma GCC pop_options
@@ -397,8 +402,9 @@ std::tuple<Tensor, Tensor> causal_attention(const Tensor& q, const Tensor& k, co
     float* sums = mutable_data<float>(logsum);
     const int64_t groups = k.size(1);
     torch::stable::parallel_for(0, q.size(0) * groups, 1, [&](int64_t begin, int64_t end) {
+        const auto work = std::make_unique<Forward>();
         for (int64_t i = begin; i < end; ++i) {
-            attend_head(q, k, v, float(scale), y, sums, i / groups, i % groups);
+            attend_head(*work, q, k, v, float(scale), y, sums, i / groups, i % groups);
         }
     });
 #endif
@@ -419,8 +425,10 @@ std::tuple<Tensor, Tensor, Tensor> causal_attention_backward(const Tensor& given
     const float* sums = data<float>(packed_sums);
     const int64_t groups = k.size(1);
     torch::stable::parallel_for(0, q.size(0) * groups, 1, [&](int64_t begin, int64_t end) {
+        const auto work = std::make_unique<Backward>();
         for (int64_t i = begin; i < end; ++i) {
-            differentiate_group(dy, q, k, v, y, sums, float(scale), to, i / groups, i % groups);
+            differentiate_group(*work, dy, q, k, v, y, sums, float(scale), to, i / groups,
+                                i % groups);
         }
     });
 #endif
