@@ -27,15 +27,28 @@ struct Tables {
 
 // y = x turned by the angle whose cosine and sine are given, channel by channel.
 template <class T>
+TRAINKIT_INLINE void turn_one(const T* x, T* y, const Wide<T>* cos, const Wide<T>* sin,
+                              Wide<T> sign, int64_t half) {
+    const Wide<T> first = widen(x[0]);
+    const Wide<T> second = widen(x[half]);
+    const Wide<T> s = sign * sin[0];
+    y[0] = narrow<T>(first * cos[0] - second * s);
+    y[half] = narrow<T>(second * cos[0] + first * s);
+}
+
+// A vector at a time: where part of a head turns there may be no more than one in it.
+template <class T>
 TRAINKIT_INLINE void turn(const T* x, T* y, const Wide<T>* cos, const Wide<T>* sin, Wide<T> sign,
                           int64_t half) {
-#pragma omp simd
-    for (int64_t i = 0; i < half; ++i) {
-        const Wide<T> first = widen(x[i]);
-        const Wide<T> second = widen(x[half + i]);
-        const Wide<T> s = sign * sin[i];
-        y[i] = narrow<T>(first * cos[i] - second * s);
-        y[half + i] = narrow<T>(second * cos[i] + first * s);
+    int64_t start = 0;
+    for (; start + 8 <= half; start += 8) {
+#pragma omp simd simdlen(8)
+        for (int64_t i = start; i < start + 8; ++i) {
+            turn_one(x + i, y + i, cos + i, sin + i, sign, half);
+        }
+    }
+    for (; start < half; ++start) {
+        turn_one(x + start, y + start, cos + start, sin + start, sign, half);
     }
 }
 
