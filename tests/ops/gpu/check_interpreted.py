@@ -79,7 +79,7 @@ def test_norms_of_rows_too_wide_for_registers(
 
 @pytest.mark.parametrize(("width", "dtype"), WIDTHS)
 def test_activations(width: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(activations, "ELEMENTS", 64)
+    monkeypatch.setattr(activations, "BYTES", 128)
     made = kernel_cases.inputs(dtype, "cpu")
     check(kernel_cases.activation_cases(made, 5, width), dtype, monkeypatch)
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from trainkit.ops.triton_kernels.column_sums import sum_columns
 from trainkit.ops.triton_kernels.launch import REGISTERS, Tile, resident, rows_of, wide_of
 
-ELEMENTS = 2048  # of a program
 WARPS = 8
+BYTES = 16 * 32 * WARPS  # of a program's piece of a tensor: one access a thread
 SILU = 0
 TANH = 1
 ERF = 2
@@ -101,7 +101,8 @@ def _plain_backward(
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     sums = tl.zeros((ROWS, COLUMNS), WIDE)
     step = tl.num_programs(0) * ROWS
-    for start in range(tl.program_id(0) * ROWS, rows, step):
+    # a bias that is kept in registers from row to row leaves too few
+    for start in tl.range(tl.program_id(0) * ROWS, rows, step, disable_licm=True):
         row = (start + tl.arange(0, ROWS)[:, None]).to(tl.int64)
         there = (row < rows) & (column < width)
         d = tl.load(dy + row * dy_stride + column, mask=there, other=0).to(WIDE)
@@ -117,9 +118,10 @@ def _plain_backward(
         tl.store(dbias + own, tl.sum(sums, axis=0, keep_dims=True), mask=column < width)
 
 
-def _tile(width: int) -> Tile:
-    columns = min(triton.next_power_of_2(width), ELEMENTS)
-    return Tile(ELEMENTS // columns, columns, WARPS)
+def _tile(width: int, dtype: torch.dtype) -> Tile:
+    elements = max(1, BYTES // dtype.itemsize)
+    columns = min(triton.next_power_of_2(width), elements)
+    return Tile(elements // columns, columns, WARPS)
 
 
 def _glu(gate_up: Tensor, form: int) -> Tensor:
@@ -127,7 +129,7 @@ def _glu(gate_up: Tensor, form: int) -> Tensor:
     h = gate_up.new_empty(*gate_up.shape[:-1], width)
     if h.numel():
         matrix = rows_of(gate_up)
-        part = _tile(width)
+        part = _tile(width, h.dtype)
         grid = (triton.cdiv(len(matrix), part.rows), triton.cdiv(width, part.columns))
         _gated[grid](
             matrix, h, len(matrix), width, matrix.stride(0),
@@ -143,7 +145,7 @@ def _glu_backward(dh: Tensor, gate_up: Tensor, form: int) -> Tensor:
     if dgate_up.numel():
         given = rows_of(dh)
         matrix = rows_of(gate_up)
-        part = _tile(width)
+        part = _tile(width, dh.dtype)
         grid = (triton.cdiv(len(matrix), part.rows), triton.cdiv(width, part.columns))
         _gated_backward[grid](
             given, matrix, dgate_up, len(matrix), width, given.stride(0), matrix.stride(0),
@@ -158,7 +160,7 @@ def _gelu(x: Tensor, bias: Tensor | None, approximate: str) -> Tensor:
     if x.numel():
         matrix = rows_of(x)
         width = matrix.shape[1]
-        part = _tile(width)
+        part = _tile(width, x.dtype)
         grid = (triton.cdiv(len(matrix), part.rows), triton.cdiv(width, part.columns))
         _plain[grid](
             matrix, matrix if bias is None else bias.contiguous(), y,
@@ -176,7 +178,7 @@ def _gelu_backward(
     dx = x.new_empty(x.shape)
     matrix = rows_of(x)
     rows, width = matrix.shape
-    part = _tile(max(1, width))
+    part = _tile(max(1, width), x.dtype)
     across = triton.cdiv(max(1, width), part.columns)
     down = triton.cdiv(rows, part.rows)
     if bias is not None:

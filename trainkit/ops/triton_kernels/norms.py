@@ -27,7 +27,7 @@ from trainkit.ops.triton_kernels.launch import (
 )
 
 FORWARD = 4096  # elements of a program
-BACKWARD = 4096
+BACKWARD = 2048
 WALK = 2048  # columns that a program looks at where a row is too wide for it
 PARTS_OF_WIDE = 64
 
