@@ -21,7 +21,7 @@ PACKAGE = Path(trainkit.__file__).parent
 ORDER = {  # of a folder's rooms and its files of their own: each imports only what stands before it
     "trainkit": (
         "base families jobs ops images plan runs reports data train engines stages launch"
-        " experiment cli"
+        " experiment rehearse cli"
     ),
     "trainkit.images": (
         "contract builders dockerfile context labels programs leftovers build squashfs stripe"
@@ -30,7 +30,7 @@ ORDER = {  # of a folder's rooms and its files of their own: each imports only w
     "trainkit.data": "fetch sums text unit_specs tokenizer indexed sources order tokenize",
     "trainkit.train": (
         "metrics torch_compat generators model parallel checkpoint rank_agreement rank_statistics"
-        " update batches huggingface preflight step_log validation trainer main inference"
+        " update batches huggingface preflight step_log validation rehearsal trainer main inference"
     ),
     "trainkit.launch": (
         "programs protocol hosts agent containers session launchers run_inputs supervise"
@@ -38,6 +38,9 @@ ORDER = {  # of a folder's rooms and its files of their own: each imports only w
         " readiness session_preview start direct slurm scheduler_registry main"
     ),
     "trainkit.experiment": "options hosts start prepare graph follow cancel sweep api",
+    "trainkit.rehearse": (
+        "report scene place_checks engine_checks data_checks rank_checks rehearse"
+    ),
     "trainkit.cli": (
         "completion help_texts parameters options tables wrapper config host_options init run hosts"
         " model inspect checkout tasks_config tasks_run tasks_inspect tasks_hosts tasks_model"

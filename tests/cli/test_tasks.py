@@ -39,6 +39,7 @@ TASK_NAMES = [
     "plan",
     "precompile",
     "prep-data",
+    "rehearse",
     "replay",
     "report",
     "resume",

@@ -27,7 +27,15 @@ from trainkit.cli.wrapper import command_in
 
 GROUPS = {
     "Start": ("init", "import", "jobs", "show", "check", "plan"),
-    "Prepare": ("build", "build-container", "prep-data", "precompile", "data-stats", "data-verify"),
+    "Prepare": (
+        "build",
+        "build-container",
+        "prep-data",
+        "precompile",
+        "rehearse",
+        "data-stats",
+        "data-verify",
+    ),
     "Run": ("train", "resume", "attach", "cancel"),
     "Follow": (
         "runs",

@@ -32,6 +32,7 @@ namespace = Collection(
     tasks_config.data_stats,
     tasks_config.data_verify,
     tasks_run.precompile,
+    tasks_run.rehearse,
     tasks_run.train,
     tasks_run.sweep,
     tasks_run.resume,

@@ -1,12 +1,12 @@
-"""The tasks that make runs: build, build-container, prep-data, precompile, train, sweep, resume,
-attach, cancel."""
+"""The tasks that make runs: build, build-container, prep-data, precompile, rehearse, train,
+sweep, resume, attach, cancel."""
 
 from __future__ import annotations
 
 from trainkit.cli.help_texts import FORCE, JOB, RUN, SET
 from trainkit.cli.options import SweepTaskOptions
 from trainkit.cli.wrapper import TaskContext, TaskResult, make_task
-from trainkit.experiment.options import ResumeOptions, TrainOptions
+from trainkit.experiment.options import RehearseOptions, ResumeOptions, TrainOptions
 
 
 @make_task(help=FORCE, takes_json=True, takes_dry_run=True)
@@ -83,6 +83,19 @@ def train(task: TaskContext, job: str, options: TrainOptions) -> TaskResult:
     from trainkit.cli.run import train as runner
 
     return runner.train(task, job, options)
+
+
+@make_task(options=RehearseOptions, help=JOB, takes_json=True)
+def rehearse(task: TaskContext, job: str, options: RehearseOptions) -> TaskResult:
+    """Look at a whole job before any node waits for it.
+
+    Data, tokenizer, hosts, container, disk, secrets and stages are checked, and every distinct
+    rank is built and takes a step, without GPUs and without the model's memory. The exit code is
+    that of the first check that fails.
+    """
+    from trainkit.cli.run import rehearse as rehearser
+
+    return rehearser.rehearse(task, job, options)
 
 
 @make_task(

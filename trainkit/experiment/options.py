@@ -102,6 +102,24 @@ class TrainOptions(LaunchOptions):
     """How a new run is started."""
 
     no_stages: bool = flag("fail (exit 5) instead of preparing what is stale", default=False)
+    rehearse: bool = flag("rehearse first; what fails there ends it", default=False)
+
+
+class RehearseOptions(HostOptions):
+    """How a job that is rehearsed would be started."""
+
+    set: Sequence[str] = flag(
+        "KEY=VALUE, such as training.lr=3e-4: override a value of the job; may be repeated",
+        default=(),
+    )
+    no_stages: bool = flag("what is stale is a failure (exit 5)", default=False)
+    resume: str = flag("rehearse going on with this run of the job", default="")
+
+    @classmethod
+    def of(cls, options: TrainOptions) -> RehearseOptions:
+        """What rehearses a job that is started so."""
+        names = {each.name for each in fields(cls)}
+        return cls(**{name: value for name, value in vars(options).items() if name in names})
 
 
 class ResumeOptions(LaunchOptions):

@@ -89,6 +89,9 @@ class Job(Table):
             " precompile` does"
         ),
     )
+    rehearse: bool = Field(
+        False, description="`train` rehearses the job first, as `invoke rehearse` does"
+    )
     container: Container | None = Field(
         None, description="name of a [containers.X] table; none: without, where a base has one"
     )

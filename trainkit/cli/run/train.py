@@ -13,12 +13,18 @@ from trainkit.cli.config.jobs import load_jobs
 from trainkit.cli.host_options import say_hosts
 from trainkit.cli.run.attach import follow_run
 from trainkit.cli.run.progress import TrainingView
+from trainkit.cli.run.rehearse import refuse_failed, run_rehearsal
 from trainkit.cli.run.stages import say_unused_stages, stage_ui
 from trainkit.cli.run.summary import print_ending
 from trainkit.cli.wrapper import TaskContext, TaskResult
 from trainkit.engines.registry import ENGINES
 from trainkit.experiment.follow import wait_until_started
-from trainkit.experiment.options import LaunchOptions, ResumeOptions, TrainOptions
+from trainkit.experiment.options import (
+    LaunchOptions,
+    RehearseOptions,
+    ResumeOptions,
+    TrainOptions,
+)
 from trainkit.experiment.start import NewRun, ResumedRun, plan_new_run, plan_resumed_run
 from trainkit.jobs.resolved import read_job
 from trainkit.jobs.schema import Job
@@ -40,7 +46,10 @@ def train(task: TaskContext, name: str, options: TrainOptions) -> TaskResult:
         name: of the job.
         options: how the run is started.
     """
-    new = plan_new_run(load_jobs(task), name, options)
+    jobs = load_jobs(task)
+    if options.rehearse or jobs.resolve(name, options.set).job.rehearse:
+        refuse_failed(task, run_rehearsal(task, jobs, name, RehearseOptions.of(options)))
+    new = plan_new_run(jobs, name, options)
     job = new.job
     _print_plan(task, new.plan, job)
     say_hosts(task, job, new.hosts)

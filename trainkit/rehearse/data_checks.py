@@ -1,0 +1,212 @@
+"""Checks of what a job reads: tokenizer, the first batch of every data-parallel rank, validation
+sets, the weights or the checkpoint that it begins with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from trainkit.base.errors import ConfigError, Exit, Problem
+from trainkit.data.indexed.dataset import IndexedDataset
+from trainkit.data.order.resolve_pairs import pairs_of
+from trainkit.data.tokenizer import end_of_document, gpt2_bpe, load_tokenizer
+from trainkit.jobs.ranks import degrees_of
+from trainkit.jobs.schema import Dataset, Job, Tokenizer
+from trainkit.launch.readiness import refuse_without_samples
+from trainkit.plan.batch import global_batch_size
+from trainkit.rehearse.report import NotLookedAt
+from trainkit.rehearse.scene import RehearsalScene
+from trainkit.runs.checkpoints import Checkpoint, newest_valid, open_checkpoint
+from trainkit.train.batches import Feed, data_folder, vocab_size
+from trainkit.train.parallel.data_parallel import World
+from trainkit.train.preflight import layout_problems, refuse_what_cannot_run
+
+LOOKED_AT = 2**20  # tokens at the beginning of a pair
+
+
+def check_tokenizer(scene: RehearsalScene) -> str:
+    """The tokenizer can be read, has its end of document, and no id beyond the model's rows."""
+    job = scene.job
+    settings = job.dataset.tokenizer
+    if settings is None:
+        return f"{job.dataset.name} has none; vocabulary {vocab_size(job)}"
+    made = data_folder(job).tokenizer
+    if made.is_file():
+        tokenizer = load_tokenizer(made)
+        end_of_document(tokenizer, settings.eod_token, made)
+        size = tokenizer.get_vocab_size()
+    else:
+        size = _given_size(settings)
+        _refuse_foreign_ids(job, settings, size)
+        if job.model.vocab_size is None:
+            return f"{settings.name}: {size} ids, and so many rows has the model"
+    rows = vocab_size(job)
+    if size > rows:
+        raise ConfigError(
+            f"tokenizer {settings.name} has {size} ids, and the model {rows} rows",
+            hint=f"raise models.{job.model.name}.vocab_size to {size}, or leave it out",
+        )
+    if settings.vocab_size and size < settings.vocab_size and settings.type != "bpe":
+        raise ConfigError(
+            f"tokenizers.{settings.name}.vocab_size says {settings.vocab_size}, and its files have"
+            f" {size} ids",
+            hint="correct it, or name the files that belong to it",
+        )
+    return f"{settings.name}: {size} ids; the model has {rows} rows"
+
+
+def _given_size(settings: Tokenizer) -> int:
+    """Ids of a tokenizer that was not prepared yet, from the files that it will be made of."""
+    if settings.type == "gpt2" and settings.vocab_file and settings.merge_file:
+        files = (Path(settings.vocab_file), Path(settings.merge_file))
+        return gpt2_bpe(*files, settings.eod_token).get_vocab_size()
+    if settings.path:
+        tokenizer = load_tokenizer(Path(settings.path))
+        end_of_document(tokenizer, settings.eod_token, Path(settings.path))
+        return tokenizer.get_vocab_size()
+    raise NotLookedAt(f"{settings.name} is trained when its data are prepared: see stages")
+
+
+def _refuse_foreign_ids(job: Job, settings: Tokenizer, size: int) -> None:
+    """Of pairs that somebody else wrote, and that were not read yet: raise ConfigError for an id
+    beyond the tokenizer's at their beginnings."""
+    if job.dataset.source != "indexed":
+        return
+    try:
+        pairs = pairs_of(Path(job.cluster.root or "."), job.dataset, "train")
+    except ConfigError:
+        return  # said by stages
+    for pair in pairs:
+        tokens = IndexedDataset(pair.prefix).tokens[:LOOKED_AT]
+        if len(tokens) and (highest := int(tokens.max())) >= size:
+            raise ConfigError(
+                f"{pair.prefix}.bin holds the id {highest}, and tokenizer {settings.name} has"
+                f" {size} ids",
+                hint="name the tokenizer that these pairs were written with: another wrote them",
+            )
+
+
+def check_batches(scene: RehearsalScene) -> str:
+    """The first micro-batch of every data-parallel rank can be read, and has ids of the model."""
+    job = scene.job
+    scene.require_stages()
+    refuse_without_samples(job)
+    if job.engine != "native":
+        raise NotLookedAt(f"engine {job.engine} reads its data itself; the files can be opened")
+    consumed = _consumed(scene)
+    ranks = job.data_parallel_size
+    samples = ranks * job.training.micro_batch_size
+    if samples > global_batch_size(job, consumed):
+        raise NotLookedAt("the batch does not divide over the ranks: see plan")
+    # One reader of all: data-parallel rank r has the r-th micro-batch of these.
+    feed = Feed(job, job.dataset, "train", World(0, 1), torch.device("cpu"))
+    try:
+        seen = [batch.checksum for batch in feed.read(consumed, samples)]
+    finally:
+        feed.close()
+    if len(seen) != ranks:
+        raise ConfigError(f"{len(seen)} micro-batches for {ranks} data-parallel ranks")
+    tokens = job.model.seq_length
+    return f"one of each of {ranks} ranks, {samples} samples of {tokens} tokens, from {consumed}"
+
+
+def check_validation(scene: RehearsalScene) -> str:
+    """The first batch of each validation set can be read."""
+    job = scene.job
+    if not job.training.eval_iters:
+        return "no evaluations (eval_iters = 0)"
+    if job.engine != "native":
+        raise NotLookedAt(f"engine {job.engine} reads its data itself")
+    scene.require_stages()
+    sets: dict[str, Dataset] = {"valid": job.dataset, **job.validation}
+    for dataset in sets.values():
+        feed = Feed(job, dataset, "valid", World(0, 1), torch.device("cpu"))
+        try:
+            next(iter(feed.read(0, job.training.micro_batch_size)))
+        finally:
+            feed.close()
+    return f"{', '.join(sets)}: can be read"
+
+
+def check_layout(scene: RehearsalScene) -> str:
+    """The trainer's own rules of layouts, and of the weights that a new run begins with."""
+    job = scene.job
+    if job.engine != "native":
+        raise NotLookedAt(f"engine {job.engine} has its own, which the plan asks")
+    world = World(0, job.world_size)
+    if problems := list(layout_problems(job, world)):
+        raise ConfigError(problems)
+    begins = scene.run is None and job.init_from is not None
+    if begins:
+        scene.require_stages()
+        refuse_what_cannot_run(job, world, begins=True)
+        return f"weights of {job.init_from} fit the model"
+    degrees = degrees_of(job)
+    return (
+        f"{degrees.pipeline} stages x {degrees.data} data-parallel x {degrees.tensor}"
+        " tensor-parallel ranks"
+    )
+
+
+def newest_checkpoint(scene: RehearsalScene) -> Checkpoint | None:
+    """What a run would go on from; None for a new run, or one without any. Raises TrainkitError
+    (exit 16) where none of several is right."""
+    if scene.run is None or scene.job.engine != "native":
+        return None
+    return newest_valid(scene.run.checkpoints, lambda words: None, open_checkpoint)
+
+
+def _consumed(scene: RehearsalScene) -> int:
+    found = newest_checkpoint(scene)
+    if found is None:
+        return 0
+    return found.manifest.consumed_samples
+
+
+def checkpoint_problems(
+    job: Job, shapes: dict[str, tuple[int, ...]], saved: Checkpoint
+) -> list[Problem]:
+    """What of a checkpoint the job's ranks would not take.
+
+    Args:
+        job: as it goes on.
+        shapes: of all that a checkpoint of the job holds.
+        saved: what it would go on from.
+    """
+    tensors = saved.manifest.tensors
+    found = []
+    for name, shape in shapes.items():
+        entry = tensors.get(name)
+        if entry is None:
+            found.append(f"{name} is not in it")
+        elif tuple(entry.shape) != shape:
+            found.append(f"{name} is {list(entry.shape)} there and {list(shape)} in the job")
+    found += [f"{name} is none of the job's" for name in tensors if name not in shapes]
+    if not found:
+        return []
+    more = f"; {len(found) - 1} more tensors differ" if len(found) > 1 else ""
+    return [
+        Problem(
+            f"{saved.folder}: {found[0]}{more}",
+            hint=(
+                f"go on with the model that it was saved with, or begin a new run: invoke train"
+                f" {job.name}"
+            ),
+        )
+    ]
+
+
+def check_checkpoint(scene: RehearsalScene, shapes: dict[str, tuple[int, ...]]) -> str:
+    """The checkpoint to go on from has the tensors that the ranks expect, of their shapes."""
+    job = scene.job
+    if scene.run is None:
+        return "a new run goes on from none"
+    if job.engine != "native":
+        raise NotLookedAt(f"engine {job.engine} reads its own: invoke checkpoints {scene.run.id}")
+    saved = newest_checkpoint(scene)
+    if saved is None:
+        return f"run {scene.run.id} has none: it begins anew"
+    if problems := checkpoint_problems(job, shapes, saved):
+        raise ConfigError(problems, exit=Exit.NO_CHECKPOINT)
+    return f"step {saved.manifest.step}: {len(saved.manifest.tensors)} tensors fit"

@@ -1,0 +1,272 @@
+"""Checks of where a job runs: hosts, programs, secrets, container, folders, disk, stages."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+from trainkit.base.errors import ConfigError, Exit, Problem, TrainkitError
+from trainkit.engines.registry import ENGINES, engine_notes, refuse_unlaunchable
+from trainkit.launch.containers import check_container
+from trainkit.launch.readiness import refuse_infeasible, refuse_without_wandb
+from trainkit.launch.scheduler_registry import scheduler_for
+from trainkit.launch.supervise.rank_environment import secret_values
+from trainkit.plan.storage import GIB
+from trainkit.rehearse.report import NotLookedAt
+from trainkit.rehearse.scene import RehearsalScene
+from trainkit.runs.folder import RunFolder
+from trainkit.stages.execute import missing_units, stamps_folder
+
+# what a launcher's commands begin with on the machine where you type
+PROGRAMS = {"slurm": ("sbatch", "srun", "squeue", "scancel"), "ssh": ("ssh",), "pdsh": ("pdsh",)}
+QUOTA_SECONDS = 10.0
+MISNAMED = 0.25  # share by which a name may be wrong about the number of parameters
+
+
+def check_plan(scene: RehearsalScene) -> str:
+    """The plan has no objection."""
+    plan = scene.plan
+    if plan.objections:
+        raise ConfigError(
+            [
+                Problem(f"{each.key}: {each.message}", hint=f"invoke plan {plan.job} says more")
+                for each in plan.objections
+            ],
+            exit=Exit.PLAN,
+        )
+    refuse_infeasible(plan)
+    size = "parameters known when the tokenizer is"
+    if plan.parameters:
+        size = f"{plan.parameters / 1e6:,.1f} million parameters"
+    notes = [note.message for note in plan.notes]
+    for name in dict.fromkeys((scene.job.model.name, scene.job.name)):
+        named = named_size(name)
+        if plan.parameters and named and abs(plan.parameters / named - 1) > MISNAMED:
+            notes.append(
+                f"{name!r} says {named / 1e6:,.0f} million: correct num_layers and hidden_size, or"
+                " the name"
+            )
+    return "; ".join([f"{size}, {plan.world_size} ranks", *(f"note: {note}" for note in notes)])
+
+
+def named_size(name: str) -> float | None:
+    """Parameters that a name promises: "gpt3-175b", "azure-375m", "jean-zay-7-5b"; None where it
+    has no such word."""
+    found = re.search(r"(?<![a-z0-9])(\d+(?:[.-]\d+)?)([mb])(?![a-z0-9])", name)
+    if found is None:
+        return None
+    return float(found[1].replace("-", ".")) * {"m": 1e6, "b": 1e9}[found[2]]
+
+
+def check_launchable(scene: RehearsalScene) -> str:
+    """This version can start it, and its engine takes all that it is given."""
+    job = scene.job
+    refuse_unlaunchable(job)
+    notes = engine_notes(job)
+    if notes:
+        return f"engine {job.engine} takes it; {'; '.join(notes)}"
+    return f"engine {job.engine} takes it"
+
+
+def check_hosts(scene: RehearsalScene) -> str:
+    """There are as many hosts as nodes."""
+    job = scene.job
+    if scheduler_for(job.cluster).queues and not scene.options.existing:
+        raise NotLookedAt(
+            f"{scheduler_for(job.cluster).title} chooses the nodes; invoke doctor"
+            f" {job.cluster.name} asks those that are free"
+        )
+    hosts = scene.hosts
+    names = ", ".join(host.name for host in hosts.running[:4])
+    more = f" and {len(hosts.running) - 4} more" if len(hosts.running) > 4 else ""
+    ask = ""
+    if not job.cluster.launcher_traits.one_machine:
+        ask = f"; whether they answer: invoke doctor {job.cluster.name}"
+    return f"{names}{more}, {hosts.ranks_per_node} ranks each{ask}"
+
+
+def check_programs(scene: RehearsalScene) -> str:
+    """The launcher's programs are on this machine, and the command of the ranks can be made."""
+    job = scene.job
+    wanted = PROGRAMS.get(job.cluster.launcher, ())
+    if missing := [name for name in wanted if shutil.which(name) is None]:
+        raise ConfigError(
+            f"launcher = '{job.cluster.launcher}' needs {', '.join(missing)}, which is not on PATH"
+            " here",
+            exit=Exit.START,
+            hint=(
+                "install it, rehearse and train where it is, or choose another cluster (--cluster)"
+            ),
+        )
+    if ENGINES[job.engine].problems(job):
+        raise NotLookedAt("the command cannot be made: see engine")
+    run = RunFolder(scene.root.absolute() / "runs" / job.name / "RUN")
+    command = ENGINES[job.engine].command(job, run, 1)
+    program = command.argv[0]
+    here = job.cluster.launcher_traits.one_machine and job.container is None
+    if here and shutil.which(program) is None:
+        raise ConfigError(
+            f"the ranks' program {program} is not here",
+            exit=Exit.START,
+            hint=f"clusters.{job.cluster.name}.python or engines.X.python names an interpreter",
+        )
+    found = ", ".join((*wanted, Path(program).name))
+    if not here:
+        found += f"; {program} on the nodes was not looked at: invoke doctor {job.cluster.name}"
+    return found
+
+
+def check_secrets(scene: RehearsalScene) -> str:
+    """Secrets that ranks need are in the environment, and so is what reports need."""
+    names = scene.job.cluster.secrets
+    values = secret_values(names, os.environ)
+    refuse_without_wandb(scene.job)
+    if not names:
+        return "none asked for"
+    return f"{len(values)} of {len(names)} are set"
+
+
+def check_mounts(scene: RehearsalScene) -> str:
+    """The container's file is whole, and what it mounts is there."""
+    job = scene.job
+    container = job.container
+    if container is None:
+        return "no container"
+    check_container(job)
+    image = Path(container.image)
+    missing = [
+        source
+        for source in (text.split(":")[0] for text in container.mounts)
+        if not Path(source).exists()
+    ]
+    if container.image.startswith("/") and not container.is_made and not image.exists():
+        missing.insert(0, container.image)
+    key = f"containers.{container.name}"
+    here = [path for path in missing if _must_be_here(scene, path)]
+    if here:
+        raise ConfigError(
+            [
+                Problem(
+                    f"{key} needs {path}, which is not there",
+                    hint=f"make it, or correct {key}.mounts or {key}.image",
+                )
+                for path in here
+            ]
+        )
+    if job.cluster.launcher_traits.one_machine and shutil.which(container.runtime) is None:
+        raise ConfigError(
+            f"{key}.runtime = '{container.runtime}' is not on PATH here",
+            exit=Exit.START,
+            hint="install it, or --set container=none runs without",
+        )
+    if missing:
+        raise NotLookedAt(
+            f"{', '.join(missing)}: not on this machine; whether nodes have it: invoke doctor"
+            f" {job.cluster.name}"
+        )
+    return f"{container.runtime}, {container.image}, {len(container.mounts)} mounts"
+
+
+def _must_be_here(scene: RehearsalScene, path: str) -> bool:
+    """Whether what nodes see under this path is what this machine sees."""
+    if scene.job.cluster.launcher_traits.one_machine:
+        return True
+    return Path(path).is_relative_to(scene.root.absolute())
+
+
+def check_root(scene: RehearsalScene) -> str:
+    """The shared folder is there and can be written."""
+    root = scene.root.absolute()
+    there = next(folder for folder in (root, *root.parents) if folder.is_dir())
+    one_machine = scene.job.cluster.launcher_traits.one_machine
+    if there != root and not one_machine and len(there.parts) < 3:
+        raise NotLookedAt(f"{root} is not on this machine: rehearse where its file system is")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"{there} cannot be written, and runs go below {root}",
+            hint=f"clusters.{scene.job.cluster.name}.root must be a folder of yours",
+        )
+    return f"{root} can be written"
+
+
+def check_disk(scene: RehearsalScene) -> str:
+    """There is room for the checkpoints that lie there at once, by free space and quota."""
+    storage = scene.plan.storage
+    if storage is None:
+        raise NotLookedAt("the size of a checkpoint is known when the vocabulary is")
+    root = scene.root.absolute()
+    there = next(folder for folder in (root, *root.parents) if folder.is_dir())
+    wanted = storage.on_disk_bytes
+    words = f"{storage.on_disk} checkpoints of {storage.checkpoint_bytes / GIB:,.2f} GiB at once"
+    room = {"free": shutil.disk_usage(there).free}
+    quota = quota_left(there)
+    if quota is not None:
+        room["left of your quota"] = quota
+    for name, size in room.items():
+        if size < wanted:
+            raise ConfigError(
+                f"{words}, and {there} has {size / GIB:,.2f} GiB {name}",
+                exit=Exit.PLAN,
+                hint=(
+                    "delete old runs (invoke clean), lower checkpoint.keep_last, or move"
+                    f" clusters.{scene.job.cluster.name}.root"
+                ),
+            )
+    known = ", ".join(f"{size / GIB:,.1f} GiB {name}" for name, size in room.items())
+    if quota is None:
+        known += ", no quota known"
+    return f"{words}; {known}"
+
+
+def quota_left(folder: Path) -> int | None:
+    """Bytes that the caller's quota leaves on a Lustre file system, or one that quota(1) knows;
+    None where no program says one.
+
+    `lfs quota -q -u USER FOLDER` prints: folder, kilobytes used (with * where over), quota,
+    limit, ...; 0 means no limit (lfs-quota(1)).
+    """
+    if shutil.which("lfs") is None:
+        return None
+    argv = ["lfs", "quota", "-q", "-u", getpass.getuser(), str(folder)]
+    try:
+        done = subprocess.run(
+            argv, capture_output=True, text=True, timeout=QUOTA_SECONDS, check=True
+        )
+        words = done.stdout.split()
+        used, soft, hard = (int(word.rstrip("*")) for word in words[1:4])
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None
+    limit = hard or soft
+    if not limit:
+        return None
+    return max(0, limit - used) * 1024
+
+
+def check_stages(scene: RehearsalScene) -> str:
+    """All that the job needs is there, or can be made: what that would take."""
+    stale: list[str] = []
+    for need, verdict in zip(scene.needs, scene.verdicts, strict=True):
+        if need.announcement is not None and not verdict.fresh:
+            need.announcement.check_space()
+        if not verdict.fresh:
+            units = missing_units(need, stamps_folder(scene.root, need.stage), force=False)
+            stale.append(f"{need.stage} {need.name} ({_count(units)}) because {verdict.because}")
+    if stale and scene.options.no_stages:
+        raise TrainkitError(
+            "; ".join(stale),
+            exit=Exit.STAGE_STALE,
+            hint=f"without --no-stages, or invoke prep-data --job {scene.job.name} first",
+        )
+    fresh = sum(verdict.fresh for verdict in scene.verdicts)
+    if stale:
+        return f"{fresh} fresh; train would make first: {'; '.join(stale)}"
+    return f"{fresh} fresh"
+
+
+def _count(units: Sequence[object]) -> str:
+    return f"{len(units)} unit{'' if len(units) == 1 else 's'}"

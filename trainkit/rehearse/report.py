@@ -1,0 +1,96 @@
+"""What a rehearsal found, check by check."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from trainkit.base.documents import document
+from trainkit.base.errors import Exit, TrainkitError
+
+State = Literal["held", "failed", "not looked at"]
+
+
+class NotLookedAt(Exception):
+    """Raised by a check that cannot be made here; its text says why."""
+
+
+@dataclass(frozen=True)
+class RehearsedCheck:
+    """One check.
+
+    Args:
+        name: "hosts", "collectives", ...
+        state: how it went.
+        message: what held, what failed, or why it was not looked at.
+        hint: the way out of a failure.
+        place: file and line that a failure is about; "" for none.
+        exit: the code of the failure; DONE of all others.
+        seconds: it took.
+    """
+
+    name: str
+    state: State
+    message: str
+    hint: str = ""
+    place: str = ""
+    exit: Exit = Exit.DONE
+    seconds: float = 0.0
+
+    def to_json(self) -> dict[str, object]:
+        return {**vars(self), "exit": int(self.exit), "seconds": round(self.seconds, 3)}
+
+
+def failed_checks(name: str, error: TrainkitError, seconds: float) -> Iterator[RehearsedCheck]:
+    """A check for every problem of an error."""
+    for problem in error.problems():
+        place = str(problem["file"] or "")
+        if problem["line"]:
+            place += f":{problem['line']}"
+        yield RehearsedCheck(
+            name,
+            "failed",
+            str(problem["message"]),
+            str(problem["hint"] or ""),
+            place,
+            error.exit,
+            seconds,
+        )
+
+
+@dataclass(frozen=True)
+class RehearsalReport:
+    """All checks of a job, in order.
+
+    Args:
+        job: its name.
+        checks: what was found.
+        seconds: the whole rehearsal took.
+    """
+
+    job: str
+    checks: Sequence[RehearsedCheck]
+    seconds: float
+
+    @property
+    def exit(self) -> Exit:
+        """The code of the first failure."""
+        return next((each.exit for each in self.checks if each.state == "failed"), Exit.DONE)
+
+    def count(self, state: State) -> int:
+        """How many checks ended so."""
+        return sum(each.state == state for each in self.checks)
+
+    def to_json(self) -> dict[str, object]:
+        """The document rehearsal/1."""
+        return document(
+            "rehearsal/1",
+            job=self.job,
+            exit=int(self.exit),
+            seconds=round(self.seconds, 3),
+            held=self.count("held"),
+            failed=self.count("failed"),
+            not_looked_at=self.count("not looked at"),
+            checks=[each.to_json() for each in self.checks],
+        )

@@ -1,0 +1,112 @@
+"""What a rehearsal looks at: a job as `train` would start it, or a run as `resume` would."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from trainkit.base.errors import ConfigError, TrainkitError
+from trainkit.experiment.hosts import resolve_on_hosts
+from trainkit.experiment.options import RehearseOptions, ResumeOptions
+from trainkit.experiment.start import plan_resumed_run
+from trainkit.jobs.load import Jobs
+from trainkit.jobs.resolved import ResolvedJob
+from trainkit.jobs.schema import Job
+from trainkit.launch.hosts.selection import HostList
+from trainkit.launch.job_plan import plan_of
+from trainkit.plan.planner import Plan
+from trainkit.rehearse.report import NotLookedAt
+from trainkit.runs.folder import RunFolder
+from trainkit.stages.contract import Need
+from trainkit.stages.execute import needs_of, stamps_folder
+from trainkit.stages.registry import stages_asked_once
+from trainkit.stages.stamps import Freshness, check_freshness
+
+
+@dataclass(frozen=True)
+class RehearsalScene:
+    """A job on its cluster. What several checks need is worked out once.
+
+    Args:
+        jobs: those of a jobs.toml.
+        resolved: the job.
+        options: how it would be started.
+        run: the run that would go on; None: a new one.
+    """
+
+    jobs: Jobs
+    resolved: ResolvedJob
+    options: RehearseOptions
+    run: RunFolder | None = None
+
+    @property
+    def job(self) -> Job:
+        return self.resolved.job
+
+    @property
+    def root(self) -> Path:
+        """The folder that holds data, stamps and runs."""
+        return Path(self.job.cluster.root or ".")
+
+    @cached_property
+    def hosts(self) -> HostList:
+        """Where it would run. Raises ConfigError as the hostfile's reader does."""
+        _, hosts = resolve_on_hosts(self.jobs, self.job.name, list(self.options.set), self.options)
+        return hosts
+
+    @cached_property
+    def plan(self) -> Plan:
+        return plan_of(self.job)
+
+    @cached_property
+    def _needs(self) -> list[Need] | TrainkitError:
+        try:
+            return needs_of(self.job, stages_asked_once())
+        except TrainkitError as error:  # a server that does not answer is asked once
+            return error
+
+    @property
+    def needs(self) -> list[Need]:
+        """What it needs of stages. Raises TrainkitError where that is hopeless."""
+        if isinstance(self._needs, TrainkitError):
+            raise self._needs
+        return self._needs
+
+    @cached_property
+    def verdicts(self) -> list[Freshness]:
+        """Of each of these, whether it is there."""
+        return [check_freshness(need, stamps_folder(self.root, need.stage)) for need in self.needs]
+
+    def require_stages(self) -> None:
+        """Raise NotLookedAt where what a check reads is still to be made."""
+        try:
+            stale = [verdict for verdict in self.verdicts if not verdict.fresh]
+        except TrainkitError:
+            raise NotLookedAt("what the job reads cannot be made: see stages") from None
+        stale = [each for each in stale if each.stage in ("prep-data", "index", "weights")]
+        if stale:
+            raise NotLookedAt(
+                f"{stale[0].stage} {stale[0].name} is to be made first: invoke prep-data --job"
+                f" {self.job.name}, then rehearse again"
+            )
+
+
+def scene_of(jobs: Jobs, name: str, options: RehearseOptions) -> RehearsalScene:
+    """The scene of a job.
+
+    Args:
+        jobs: those of a jobs.toml.
+        name: which of them.
+        options: how it would be started.
+
+    Raises ConfigError with everything that is wrong with the job's tables.
+    """
+    resolved = jobs.resolve(name, [*options.overrides(), *options.set])
+    if not options.resume:
+        return RehearsalScene(jobs, resolved, options)
+    going_on = plan_resumed_run(jobs, options.resume, ResumeOptions(set=options.set))
+    if going_on.run.job_name != name:
+        raise ConfigError(f"run {going_on.run.id} is of job {going_on.run.job_name}, not of {name}")
+    changed = ResolvedJob(going_on.job, resolved.origins)
+    return RehearsalScene(jobs, changed, options, going_on.run)

@@ -1,0 +1,245 @@
+"""One rank of a job, built and taken through a step without memory.
+
+The whole model of the rank is built: its layout, its optimizer, what of it a checkpoint holds. The
+step is traced with as many layers as there are kinds of them in a chunk, and with few
+micro-batches: what repeats is not done again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import traceback
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, NoReturn
+
+import torch
+
+from trainkit.base.errors import Exit, TrainkitError
+from trainkit.base.process import die_with_parent
+from trainkit.jobs.ranks import RankCoordinates, degrees_of, rank_at, share_of_rank
+from trainkit.jobs.schema import Job
+from trainkit.plan.layout import split_layers
+from trainkit.train.metrics.timers import Timers
+from trainkit.train.model.batch import Batch
+from trainkit.train.parallel.mesh import Mesh
+from trainkit.train.parallel.pipeline import chunks_per_stage, tied_at
+from trainkit.train.rehearsal.fake_world import META, fake_world
+from trainkit.train.rehearsal.recorder import CollectiveCall, CollectiveRecorder
+from trainkit.train.update.build import build_model_parts
+from trainkit.train.update.step import Step
+
+# layers that are traced of a model in one chunk: one, and one that another follows
+LEAST_LAYERS = 2
+
+
+@dataclass(frozen=True)
+class RankTrace:
+    """What one rank is and does in a step.
+
+    Args:
+        rank: which.
+        tensors: of the model that it holds, or parts of.
+        elements: of parameters that it holds.
+        checkpoint: shapes of all that a checkpoint of the job holds, by name.
+        calls: its collectives in a step, in order.
+    """
+
+    rank: int
+    tensors: int
+    elements: int
+    checkpoint: dict[str, tuple[int, ...]]
+    calls: tuple[CollectiveCall, ...]
+
+    def to_json(self) -> dict[str, object]:
+        groups: dict[tuple[int, ...], int] = {}
+        calls = [call.to_json(groups) for call in self.calls]
+        return {**vars(self), "calls": calls, "groups": list(groups)}
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> RankTrace:
+        groups = [tuple(group) for group in value["groups"]]
+        calls = tuple(CollectiveCall.from_json(call, groups) for call in value["calls"])
+        shapes = {name: tuple(shape) for name, shape in value["checkpoint"].items()}
+        return cls(value["rank"], value["tensors"], value["elements"], shapes, calls)
+
+
+def distinct_ranks(job: Job, vocab: int) -> list[int]:
+    """Ranks that together stand for all: of every pipeline stage the first of all and the last
+    tensor-parallel rank, and one of each other share of a split tensor; of the first and the last
+    stage the last data-parallel rank too. All others hold the same shapes and do the same."""
+    degrees = degrees_of(job)
+    last = degrees.tensor - 1
+    shares = {last: last, 0: 0}
+    seen = {_shares(job, vocab, rank) for rank in shares}
+    for rank in range(1, last):
+        if (found := _shares(job, vocab, rank)) not in seen:
+            seen.add(found)
+            shares[rank] = rank
+    found_ranks = []
+    for stage in range(degrees.pipeline):
+        places = [RankCoordinates(stage, 0, 0, tensor) for tensor in shares]
+        if stage in (0, degrees.pipeline - 1):
+            places.append(RankCoordinates(stage, degrees.replicate - 1, degrees.shard - 1, 0))
+        found_ranks += [rank_at(place, degrees) for place in places]
+    return sorted(set(found_ranks))
+
+
+def _shares(job: Job, vocab: int, rank: int) -> tuple[int, ...]:
+    """Rows of each split tensor on a tensor-parallel rank."""
+    tensor = job.parallelism.tensor_model_parallel_size
+    return tuple(share_of_rank(size, tensor, rank)[1] for size in (job.model.ffn_width, vocab))
+
+
+def shortened(job: Job) -> Job:
+    """The job with every chunk of the model as short as it can be with all its kinds of layers."""
+    p = job.parallelism
+    chunks = p.pipeline_model_parallel_size * chunks_per_stage(p)
+    least = min(split_layers(job.model.num_layers, chunks))
+    kinds = LEAST_LAYERS if chunks == 1 else 1
+    if job.training.recompute_granularity != "none":
+        kinds = max(kinds, job.training.recompute_every)
+    layers = chunks * min(least, kinds)
+    return job.model_copy(update={"model": job.model.model_copy(update={"num_layers": layers})})
+
+
+def traced_micro_batches(job: Job) -> int:
+    """Micro-batches of a traced step: with a pipeline so many that its schedule fills, settles
+    and drains; without one the first and the last."""
+    stages = job.parallelism.pipeline_model_parallel_size
+    most = job.gradient_accumulation_steps
+    if stages == 1:
+        return min(most, 2)
+    rounds = 2 if job.parallelism.virtual_pipeline_model_parallel_size else 1
+    return min(most, max(stages * rounds, stages + 1))
+
+
+def trace_rank(job: Job, rank: int, vocab: int) -> RankTrace:
+    """Build a rank and take a step with it, in this process, which must have no process group.
+
+    Args:
+        job: what it trains.
+        rank: which of the job's ranks.
+        vocab: rows of the embedding.
+    """
+    degrees = degrees_of(job)
+    with fake_world(rank, degrees.world) as world:
+        mesh = Mesh.of(
+            degrees,
+            world,
+            META,
+            sequence=job.parallelism.sequence_parallel,
+            tied_at=tied_at(job),
+        )
+        whole = Step(job, build_model_parts(job, mesh, vocab), mesh, Timers(torch.device("cpu")))
+        held = whole.model_parts.parameters
+        elements = sum(
+            view.numel() for each in held.values() for view in each.views(each.parameter).values()
+        )
+        tensors = whole.tensors()
+        shapes = whole.expected()
+        if wrong := [name for name, each in tensors.items() if tuple(each.shape) != shapes[name]]:
+            raise AssertionError(f"rank {rank} would save {wrong[0]} in another shape")
+        calls = _trace_step(shortened(job), mesh, vocab)
+    return RankTrace(rank, len(held), elements, shapes, tuple(calls))
+
+
+def _trace_step(job: Job, mesh: Mesh, vocab: int) -> list[CollectiveCall]:
+    parts = build_model_parts(job, mesh, vocab)
+    step = Step(job, parts, mesh, Timers(torch.device("cpu")))
+    parts.train()
+    count = traced_micro_batches(job)
+    samples = count * job.training.micro_batch_size * mesh.degrees.data
+    recorder = CollectiveRecorder()
+    with recorder:
+        step.run(_batches(job, count), samples, False)
+    return recorder.calls
+
+
+def _batches(job: Job, count: int) -> Iterator[Batch]:
+    shape = (job.training.micro_batch_size, job.model.seq_length)
+    for number in range(count):
+        tokens_BS = torch.zeros(shape, dtype=torch.int64, device=META)
+        yield Batch(tokens_BS, tokens_BS.clone(), 0, number)
+
+
+def trace_ranks(
+    job: Job, ranks: Sequence[int], vocab: int, *, at_once: int = 1
+) -> Iterator[RankTrace]:
+    """`trace_rank` of several, each in a fork of this process: torch keeps what it has found out
+    about a mesh, and so a process can be one rank only.
+
+    Args:
+        job: what they train.
+        ranks: which of the job's ranks.
+        vocab: rows of the embedding.
+        at_once: processes.
+    """
+    # compiled blocks say to others what they say uncompiled
+    training = job.training.model_copy(update={"compile": False})
+    eager = job.model_copy(update={"training": training})
+    children: deque[_TracingChild] = deque()
+    rest = iter(ranks)
+    try:
+        while True:
+            children += [
+                _TracingChild(eager, r, vocab) for r in islice(rest, at_once - len(children))
+            ]
+            if not children:
+                return
+            yield children[0].result()
+            children.popleft()
+    finally:
+        for child in children:
+            child.stop()
+
+
+class _TracingChild:
+    """A fork of this process that traces one rank, and writes what it found into a pipe."""
+
+    def __init__(self, job: Job, rank: int, vocab: int) -> None:
+        self.rank = rank
+        ours, theirs = os.pipe()
+        parent = os.getpid()
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.close(ours)
+            _trace_and_exit(parent, theirs, job, rank, vocab)
+        os.close(theirs)
+        self.pipe = os.fdopen(ours, "rb")
+
+    def result(self) -> RankTrace:
+        """Wait for it. Raises TrainkitError with what it raised."""
+        with self.pipe:
+            content = self.pipe.read()
+        os.waitpid(self.pid, 0)
+        if not content:
+            raise TrainkitError(f"the process that traced rank {self.rank} died", exit=Exit.BUG)
+        value = json.loads(content)
+        if "failed" in value:
+            raise TrainkitError(value["failed"], exit=Exit.RANK_USER)
+        return RankTrace.from_json(value)
+
+    def stop(self) -> None:
+        """End it, where nobody waits for it any more."""
+        if not self.pipe.closed:
+            self.pipe.close()
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+
+
+def _trace_and_exit(parent: int, pipe: int, job: Job, rank: int, vocab: int) -> NoReturn:
+    value: dict[str, object]
+    try:
+        die_with_parent(parent)
+        value = trace_rank(job, rank, vocab).to_json()
+    except BaseException as error:
+        traceback.print_exc()
+        value = {"failed": f"rank {rank} cannot be built: {type(error).__name__}: {error}"}
+    with os.fdopen(pipe, "w") as file:
+        json.dump(value, file)
+    os._exit(0)
