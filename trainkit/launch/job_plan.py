@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
@@ -16,6 +17,7 @@ from trainkit.jobs.resolved import read_job
 from trainkit.jobs.schema import Job
 from trainkit.plan.measured import Measured, layout_key
 from trainkit.plan.planner import Plan, PreparedData, make_plan
+from trainkit.plan.time.of_job import estimate_step, host_estimate
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.summary import summarize_run
 
@@ -46,10 +48,12 @@ def prepared(job: Job) -> PreparedData:
     if here:
         free = _free_bytes(root)
         memory = machine_bytes()
+        cores = len(os.sched_getaffinity(0))
     else:
         free = None
         memory = None
-    return PreparedData(found.get("vocab_size"), found.get("tokens"), free, memory)
+        cores = None
+    return PreparedData(found.get("vocab_size"), found.get("tokens"), free, memory, cores)
 
 
 def machine_bytes(root: Path = Path("/")) -> int | None:
@@ -133,9 +137,23 @@ def last_measured(job: Job) -> Measured | None:
             planned_tokens_per_second=speed.get("tokens_per_second"),
             planned_peak_bytes=memory.get("fullest_rank", {}).get("total_bytes"),
             planned_checkpoint_bytes=planned.get("checkpoint_bytes"),
-            planned_calibration=speed.get("calibration") if speed.get("step_terms") else None,
+            modelled_tokens_per_second=_modelled(ran, planned.get("padded_vocab_size")),
         )
     return None
+
+
+def _modelled(ran: Job, vocab: int | None) -> float | None:
+    """Tokens a second of a run's layout by today's time model; on CPUs in its own units."""
+    if not vocab:
+        return None
+    rules = RULES[ran.engine]
+    cores = prepared(ran).cores
+    estimate = estimate_step(ran, rules, vocab)
+    if estimate is None and ran.cluster.device.kind == "cpu":
+        estimate = host_estimate(ran, vocab, cores)
+    if estimate is None:
+        return None
+    return ran.global_batch_size * ran.model.seq_length / estimate.time.seconds
 
 
 def _planned(run: RunFolder) -> dict[str, Any]:

@@ -47,8 +47,8 @@ class Measured:
         peak_bytes: the most that any logged step saw on rank 0: reserved by the allocator, on the
             CPU resident in the process.
         checkpoint_bytes: tensors of its newest checkpoint.
-        planned_calibration: what the time model's speed was multiplied by to be the planned one;
-            None: that was not the model's.
+        modelled_tokens_per_second: what the time model says of the run's own layout, uncorrected;
+            None: it knows nothing of the device.
     """
 
     run: str
@@ -59,7 +59,14 @@ class Measured:
     planned_tokens_per_second: float | None
     planned_peak_bytes: int | None
     planned_checkpoint_bytes: int | None
-    planned_calibration: float | None = None
+    modelled_tokens_per_second: float | None = None
+
+    @property
+    def calibration(self) -> float | None:
+        """What the time model's speed is multiplied by to be the measured one."""
+        if not self.tokens_per_second or not self.modelled_tokens_per_second:
+            return None
+        return self.tokens_per_second / self.modelled_tokens_per_second
 
     @property
     def errors(self) -> dict[str, float | None]:
@@ -94,11 +101,9 @@ def measured_speed(job: Job, measured: Measured, model_flops: int) -> Speed | No
 def calibrated_speed(predicted: Speed, measured: Measured) -> Speed:
     """A predicted speed, times what the time model was wrong by in a run of another layout of the
     same job on the same cluster: software and network are the same."""
-    planned = measured.planned_tokens_per_second
-    seen = measured.tokens_per_second
-    if not measured.planned_calibration or not planned or not seen:
+    part = measured.calibration
+    if part is None:
         return predicted
-    part = seen / planned * measured.planned_calibration
     interval = predicted.interval
     if interval:
         interval = (interval[0] * part, interval[1] * part)

@@ -44,7 +44,7 @@ from trainkit.plan.storage import (
     storage_of,
     writes_checkpoints,
 )
-from trainkit.plan.time.of_job import estimate_step
+from trainkit.plan.time.of_job import estimate_step, host_estimate
 from trainkit.plan.time.speed import predicted_speed
 
 __all__ = ["Objection", "Plan", "checkpoint_bytes_per_parameter", "make_plan"]
@@ -60,12 +60,14 @@ class PreparedData:
         dataset_tokens: tokens of the prepared dataset.
         free_bytes: what is free where a cluster without file systems of its own keeps runs.
         host_bytes: memory of this machine, where the ranks run on it.
+        cores: that processes may use on this machine, where the ranks run on them.
     """
 
     vocab_size: int | None = None
     dataset_tokens: int | None = None
     free_bytes: int | None = None
     host_bytes: int | None = None
+    cores: int | None = None
 
 
 @dataclass(frozen=True)
@@ -216,7 +218,7 @@ def make_plan(
     sizes = Sizes(rules, vocab, trained, known.host_bytes) if vocab else None
     memory, host = _memories(job, sizes)
     counts = _counts(job, rules, vocab)
-    speed = _speed(job, rules, counts, measured)
+    speed = _speed(job, rules, counts, known.cores, measured)
     job = _saved_by_steps(job, rules, speed)
     storage = _storage(job, rules, counts, known)
     costs = _costs(job, rules, counts, storage, memory)
@@ -353,8 +355,19 @@ def _costs(
     )
 
 
-def _speed(job: Job, rules: Rules, counts: _ModelCounts, measured: Measured | None) -> Speed | None:
-    """That of a run of the same layout, else the predicted one."""
+def _speed(
+    job: Job, rules: Rules, counts: _ModelCounts, cores: int | None, measured: Measured | None
+) -> Speed | None:
+    """That of a run of the same layout, else the predicted one: on CPUs once any run was
+    measured.
+
+    Args:
+        job: the job.
+        rules: of its engine.
+        counts: of the model.
+        cores: of this machine, for ranks on its CPUs.
+        measured: a run of the job.
+    """
     model_flops = counts.model_flops_per_token
     if not model_flops:
         return None
@@ -364,6 +377,8 @@ def _speed(job: Job, rules: Rules, counts: _ModelCounts, measured: Measured | No
         speed = None
     if speed is None and counts.padded_vocab_size:
         estimate = estimate_step(job, rules, counts.padded_vocab_size)
+        if job.cluster.device.kind == "cpu" and measured and measured.calibration:
+            estimate = host_estimate(job, counts.padded_vocab_size, cores)
         if estimate:
             speed = predicted_speed(job, estimate, model_flops)
             if measured:

@@ -5,14 +5,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from trainkit.jobs.schema import Job
 from trainkit.plan.checks import PP, REPLICAS, SCHEDULE, TP, VIRTUAL, ZERO, checks
 from trainkit.plan.layout import layout_of, padded_vocab_size
+from trainkit.plan.measured import Measured
 from trainkit.plan.memory import fits
 from trainkit.plan.objection import Value, try_change
-from trainkit.plan.planner import Plan, make_plan
+from trainkit.plan.planner import Plan, PreparedData, make_plan
 from trainkit.plan.rules import Rules
 from trainkit.plan.suggestions import MICRO, RECOMPUTE, SEQUENCE
 from trainkit.plan.time.of_job import estimate_step, ranking_step
@@ -54,6 +55,7 @@ class Search:
         considered: all of them.
         known: the device is known: without it the order is that of a usual GPU, and no time is
             given.
+        calibrated_by: the run that corrected all times, if there is one.
     """
 
     ranked: tuple[Ranked, ...]
@@ -62,6 +64,7 @@ class Search:
     nearest: dict[str, str] = field(default_factory=dict)
     considered: int = 0
     known: bool = True
+    calibrated_by: str | None = None
 
 
 def divisors(number: int) -> list[int]:
@@ -144,13 +147,25 @@ class Searcher:
         rules: of its engine.
         vocab: ids, without padding.
         tokenizer_size: ids of the prepared tokenizer; None: not prepared.
+        cores: of a node whose ranks are on CPUs; None: not known.
+        measured: a run of the job, of any layout, that corrects all times.
     """
 
-    def __init__(self, job: Job, rules: Rules, vocab: int, tokenizer_size: int | None = None):
+    def __init__(
+        self,
+        job: Job,
+        rules: Rules,
+        vocab: int,
+        tokenizer_size: int | None = None,
+        cores: int | None = None,
+        measured: Measured | None = None,
+    ):
         self.job = job
         self.rules = rules
         self.vocab = vocab
         self.tokenizer_size = tokenizer_size
+        self.cores = cores
+        self.measured = measured and replace(measured, same_layout=False)
         self.refused: Counter[str] = Counter()
         self.nearest: dict[str, str] = {}
         self.considered = 0
@@ -163,13 +178,18 @@ class Searcher:
             job.parallelism.tensor_model_parallel_size,
         )
         estimate = estimate_step(job, self.rules, padded)
+        corrected = self.measured.calibration if self.measured else None
+        part = corrected or 1.0
         if estimate is None:
-            self.known = False
-            time = ranking_step(job, self.rules, padded)
+            time = ranking_step(job, self.rules, padded, self.cores)
+            if job.cluster.device.kind != "cpu" or not corrected:
+                self.known = False
         else:
             time = estimate.time
-        tokens = job.global_batch_size * job.model.seq_length / time.seconds
-        return Ranked(job, change, time.seconds, tokens, time.terms)
+        terms = {name: term / part for name, term in time.terms.items()}
+        seconds = time.seconds / part
+        tokens = job.global_batch_size * job.model.seq_length / seconds
+        return Ranked(job, change, seconds, tokens, terms)
 
     def _legal(self, job: Job) -> Iterator[Ranked]:
         """Layouts of the job on its nodes that the engine takes."""
@@ -223,7 +243,13 @@ class Searcher:
             if planned := self._planned(found):
                 ranked.append(planned)
         return Search(
-            tuple(ranked), self._own(), self.refused, self.nearest, self.considered, self.known
+            tuple(ranked),
+            self._own(),
+            self.refused,
+            self.nearest,
+            self.considered,
+            self.known,
+            self.measured.run if self.measured and self.measured.calibration else None,
         )
 
     def _planned(self, found: Ranked) -> Ranked | None:
@@ -239,7 +265,8 @@ class Searcher:
         if job is None:
             self.refuse("schema", found.change)
             return None
-        plan = make_plan(job, self.vocab, rules=self.rules)
+        here = PreparedData(cores=self.cores)
+        plan = make_plan(job, self.vocab, rules=self.rules, prepared=here, measured=self.measured)
         if plan.objections:
             self.refuse(plan.objections[0].code, found.change)
             return None

@@ -49,7 +49,7 @@ def test_an_unknown_benchmark_or_option_is_refused_before_anything_is_installed(
 ) -> None:
     assert (
         "there are: checkpoint, data_prep, demo, fetching, launch, layouts, mutations, permutation,"
-        " plan, plan_time, readability, report_page, sample_order, train_step"
+        " plan, plan_search, plan_time, readability, report_page, sample_order, train_step"
         in project.invoke("bench", "--name", "nope", exit=3).stderr
     )
     assert (

@@ -14,7 +14,7 @@ from trainkit.engines.rules import RULES
 from trainkit.jobs.layers import LOCAL_FILE
 from trainkit.jobs.load import Jobs
 from trainkit.jobs.local_jobs import add_job, refuse_name
-from trainkit.launch.job_plan import prepared
+from trainkit.launch.job_plan import last_measured, prepared
 from trainkit.plan.search import Ranked, Search, Searcher, describe
 
 
@@ -41,7 +41,8 @@ def plan_search(task: TaskContext, name: str, options: PlanOptions, nodes: list[
             f"job {name}: the size of its vocabulary is not known",
             hint="give model.vocab_size, or prepare the data: it decides memory and time",
         )
-    searcher = Searcher(job, RULES[job.engine], vocab, known.vocab_size)
+    rules = RULES[job.engine]
+    searcher = Searcher(job, rules, vocab, known.vocab_size, known.cores, last_measured(job))
     found = searcher.search(nodes or [job.nodes])
     if not task.json:
         from trainkit.cli.config.render_time import print_search
@@ -80,6 +81,7 @@ def _to_json(found: Search, options: PlanOptions) -> dict[str, object]:
         "plan-search/1",
         considered=found.considered,
         device_known=found.known,
+        calibrated_by=found.calibrated_by,
         refused=dict(found.refused.most_common()),
         examples=found.nearest,
         own_tokens_per_second=found.asked.tokens_per_second if found.asked else None,

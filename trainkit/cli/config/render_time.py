@@ -81,11 +81,10 @@ def print_search(console: Console, found: Search, price: float) -> None:
     if found.asked and found.ranked and found.known:
         gain = found.ranked[0].tokens_per_second / found.asked.tokens_per_second - 1
         console.print(f"The first is {gain:+.1%} in tokens/s against the job's own layout.")
+    if found.known and found.calibrated_by:
+        console.print(f"Times are the model's, corrected by run {escape(found.calibrated_by)}.")
     if not found.known:
-        console.print(
-            "[yellow]note[/] the device is not known (devices.X.peak_tflops): the order is that of"
-            " any device, without times"
-        )
+        console.print(f"[yellow]note[/] {_why_no_times(found)}")
     console.print(f"{found.considered:,} layouts; left out:")
     for code, count in found.refused.most_common():
         example = found.nearest.get(code, "")
@@ -93,6 +92,19 @@ def print_search(console: Console, found: Search, price: float) -> None:
         if example:
             text += f", {'the fastest' if code == 'memory' else 'such as'}: {example}"
         console.print(text, highlight=False)
+
+
+def _why_no_times(found: Search) -> str:
+    """What is missing for times."""
+    if found.ranked and found.ranked[0].job.cluster.device.kind == "cpu":
+        return (
+            "how fast these CPUs are is not known before a run of this job was measured: an order"
+            " of layouts, without times"
+        )
+    return (
+        "the device is not known (devices.X.peak_tflops): the order is that of any device, without"
+        " times"
+    )
 
 
 def price_of(each: Ranked, price: float) -> float | None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from trainkit.plan.time.setup import Hardware, Setup, Shape
 
 HALF = 2  # bytes of an activation
+CPU = "cpu"  # the generation of processors
 TILE = 128 * 128  # results that a multiprocessor computes at a time
 ALIGNED = 64  # numbers: 128 bytes of 16-bit ones, a line of the cache
 EXPERT_ROWS = 64  # of a tile, that an expert's tokens leave empty on average
@@ -130,7 +131,10 @@ def block(setup: Setup, pace: Pace, fitted: dict[str, float]) -> Work:
     if setup.machine.narrow < 16:
         passes *= fitted["casts"]
     memory = passes * HALF * (4 * between + results) / pace.memory
-    return Work(products + mlp, attention, memory, fitted[f"launches.{setup.software}"])
+    launches = fitted[f"launches.{setup.software}"]
+    if setup.machine.generation == CPU:  # nothing is queued: what starts work does it
+        return Work(products + mlp, attention, memory + launches, 0.0)
+    return Work(products + mlp, attention, memory, launches)
 
 
 def _attention(setup: Setup, pace: Pace, fitted: dict[str, float], tokens: float) -> float:

@@ -9,6 +9,7 @@ from trainkit.jobs.schema import Job
 from trainkit.plan.layout import Layout, layout_of
 from trainkit.plan.rules import Rules
 from trainkit.plan.time.constants import fitted, machine, spread
+from trainkit.plan.time.host import SOFTWARE, host_constants, host_machine
 from trainkit.plan.time.setup import Hardware, RankSplit, Setup, Shape
 from trainkit.plan.time.step import OLD, StepTime, step_time
 
@@ -27,6 +28,7 @@ MODEL_OF_ROWS = "a100-80"  # whose proportions a device has that is in no row
 # of a prediction's logarithm, besides the spread of the fit
 OWN_ENGINE = 0.12  # no public timings of the native trainer on GPUs
 NO_ROW = 0.3
+HOST = 0.2  # benchmarks/plan_search.py, after one run's calibration
 NO_NETWORK = 0.15
 ONE_CARD = 12.5e9  # bytes a second of a node whose device has no reference design: 100 Gb/s
 TENTHS = 1.2816  # standard deviations from the middle to the 10th and the 90th percentile
@@ -196,14 +198,31 @@ ANY = Hardware(
 )
 
 
-def ranking_step(job: Job, rules: Rules, vocab: int) -> StepTime:
-    """A step on a device that nothing is known of: good for an order of layouts, for no time.
+def host_estimate(job: Job, vocab: int, cores: int | None) -> StepEstimate:
+    """A step of CPU ranks, for a time once a run has said how fast this machine is.
+
+    Args:
+        job: the job.
+        vocab: size of the vocabulary, padded.
+        cores: of a node; None: not known.
+    """
+    split = split_of_job(job, layout_of(job))
+    host = Setup(shape_of(job, vocab), split, host_machine(job, cores), SOFTWARE)
+    return StepEstimate(step_time(host, host_constants()), HOST, ())
+
+
+def ranking_step(job: Job, rules: Rules, vocab: int, cores: int | None = None) -> StepTime:
+    """A step on a device that nothing is known of: good for an order of layouts, for no time
+    before a run was measured.
 
     Args:
         job: the job.
         rules: of its engine.
         vocab: size of the vocabulary, padded.
+        cores: of a node, where it has no other device.
     """
-    device = replace(ANY, domain=job.ranks_per_node, per_node=job.ranks_per_node)
+    if job.cluster.device.kind == "cpu":
+        return host_estimate(job, vocab, cores).time
     split = split_of_job(job, layout_of(job))
+    device = replace(ANY, domain=job.ranks_per_node, per_node=job.ranks_per_node)
     return step_time(Setup(shape_of(job, vocab), split, device, software_of(rules)), fitted())

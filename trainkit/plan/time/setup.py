@@ -105,6 +105,7 @@ class Hardware:
         per_node: devices of a node.
         remote_memory: the network writes into devices' memory (InfiniBand, RoCE); False: sockets.
         known: no figure was assumed.
+        crowd: ranks that share a core, on a CPU: what one waits, another computes.
     """
 
     generation: str
@@ -119,6 +120,7 @@ class Hardware:
     per_node: int
     remote_memory: bool = True
     known: bool = True
+    crowd: float = 1.0
 
 
 @dataclass(frozen=True)

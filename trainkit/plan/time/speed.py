@@ -18,13 +18,13 @@ def predicted_speed(job: Job, estimate: StepEstimate, model_flops: int) -> Speed
     work = job.global_batch_size * job.model.seq_length
     tokens = work / estimate.time.seconds
     slowest, fastest = (work / seconds for seconds in reversed(estimate.interval))
-    peak = job.cluster.device.peak_tflops[job.training.precision]
+    peak = job.cluster.device.peak_tflops.get(job.training.precision)
     source = f"predicted, between {slowest:,.0f} and {fastest:,.0f}; --explain time says how"
     if estimate.assumed:
         source += f". Assumed: {', '.join(estimate.assumed)}"
     return Speed(
         tokens_per_second=tokens,
-        mfu=tokens * model_flops / (job.world_size * peak * 1e12),
+        mfu=tokens * model_flops / (job.world_size * peak * 1e12) if peak else None,
         source=source,
         interval=(slowest, fastest),
         step_terms=dict(estimate.time.terms),

@@ -7,12 +7,15 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
-from trainkit.plan.time.layer import HALF, Work, block, head, pace_of, parameters_of_rank
+from trainkit.plan.time.layer import CPU, HALF, Work, block, head, pace_of, parameters_of_rank
 from trainkit.plan.time.network import Links, links_of
 from trainkit.plan.time.setup import Setup
 
 OPTIMIZER_BYTES = 30  # a parameter: master and two moments read and written, gradient, weight
 OLD = "megatron-2021"
+OWN = ("fsdp", "host")  # trainers that sum gradients in every micro-batch under ZeRO 2
+GLOO_SCATTER = 2  # all-gathers that a reduce-scatter takes: it reduces everywhere
+ADDED_BYTES = 10  # a parameter and micro-batch, as two-byte numbers: fp64 sums on a CPU
 FUSED_BACKWARD = 2.5  # of attention that computes its scores again, over its forward
 
 
@@ -46,6 +49,8 @@ def _tensor_sums(setup: Setup, links: Links, fitted: dict[str, float]) -> float:
     shape, split = setup.shape, setup.split
     size = HALF * split.micro_batch * shape.seq / split.context * shape.hidden
     time = 2 * links.all_reduce(size, split.tensor, 1)
+    if split.sequence and setup.machine.generation == CPU:  # gather and scatter, by gloo
+        time *= (1 + GLOO_SCATTER) / 2
     return time * (1 - fitted[f"hidden_tensor.{setup.software}"])
 
 
@@ -66,13 +71,21 @@ def _exchanges(setup: Setup, links: Links, fitted: dict[str, float]) -> tuple[fl
 
 def _sharded(setup: Setup, links: Links, layers: float) -> float:
     """Under ZeRO 3, in each micro-batch: weights gathered for forward and for backward, gradients
-    scattered."""
+    scattered. Under ZeRO 2 these alone, where no pipeline keeps them whole."""
     split = setup.split
-    if split.zero < 3 or split.shard <= 1:
+    if split.shard <= 1 or not (split.zero == 3 or _scatters(setup)):
         return 0.0
     dense, experts = parameters_of_rank(setup.shape, setup, layers)
     size = HALF * (dense + experts)
-    return 3 * links.gather(size, split.shard, split.tensor, messages=layers)
+    scatters = GLOO_SCATTER if setup.machine.generation == CPU else 1
+    times = scatters + 2 * (split.zero == 3)
+    return times * links.gather(size, split.shard, split.tensor, messages=layers)
+
+
+def _scatters(setup: Setup) -> bool:
+    """Gradients are a shard between micro-batches."""
+    split = setup.split
+    return split.zero == 2 and split.pipeline == 1 and setup.software in OWN
 
 
 def _data_sums(setup: Setup, links: Links, fitted: dict[str, float], layers: float) -> float:
@@ -88,7 +101,8 @@ def _data_sums(setup: Setup, links: Links, fitted: dict[str, float], layers: flo
         if not split.zero:
             time += links.all_reduce(size, ranks, split.tensor)
         else:
-            time += 2 * links.gather(size, split.shard, split.tensor, messages)
+            times = 1 if _scatters(setup) else 2
+            time += times * links.gather(size, split.shard, split.tensor, messages)
             copies = ranks // split.shard
             time += links.all_reduce(size / split.shard, copies, split.tensor * split.shard)
         apart = max(1, ranks // split.expert)
@@ -150,12 +164,18 @@ def step_time(setup: Setup, fitted: dict[str, float]) -> StepTime:
     bubble = _bubble(setup, layer, top, terms["sharding"], terms["pipeline"])
     terms = {name: micro_batches * seconds for name, seconds in terms.items()}
     terms["bubble"] = bubble
+    if setup.machine.crowd > 1:  # cores that a rank waits on compute for the others
+        busy_stage = sum(terms.values()) - bubble
+        terms["bubble"] = max(0.0, (busy_stage + bubble) / setup.machine.crowd - busy_stage)
     hidden_by = busy * 0.6
     terms["data-parallel"] = _beyond(
         _data_sums(setup, links, fitted, full), hidden_by, fitted, setup.software
     )
-    held = sum(parameters_of_rank(shape, setup, full)) / max(1, split.shard)
+    whole = sum(parameters_of_rank(shape, setup, full))
+    held = whole / max(1, split.shard)
     terms["optimizer"] = OPTIMIZER_BYTES * held / pace.memory + fitted[f"fixed.{setup.software}"]
+    if setup.machine.generation == CPU:
+        terms["optimizer"] += ADDED_BYTES * whole * micro_batches / pace.memory
     nodes = max(1.0, split.world / setup.machine.per_node)
     total = sum(terms.values())
     terms["stragglers"] = total * fitted["stragglers"] * math.log2(nodes)
