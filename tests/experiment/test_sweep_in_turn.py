@@ -16,6 +16,8 @@ from trainkit.base.errors import ConfigError
 from trainkit.experiment.sweep.places import places_of
 from trainkit.jobs.load import load
 from trainkit.jobs.local_jobs import add_job
+from trainkit.launch.hosts.selection import local_hosts
+from trainkit.launch.supervise.rank_environment import visible_devices
 from trainkit.reports.sweep import MemberResult, SweepResults
 from trainkit.reports.sweep_page import sweep_page
 
@@ -129,7 +131,7 @@ def test_the_best_is_a_mean_over_seeds(tmp_path: Path) -> None:
     assert "job&lt;b&gt;" in page and "Over seeds" in page and "2.5 ± 0.7071" in page
 
 
-def test_places_do_not_overlap(tmp_path: Path, project: Project) -> None:
+def test_places_do_not_overlap(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     text = (project.path / "jobs.toml").read_text()
     hosts = "\n".join(f"node{number} slots=2" for number in range(5))
     (project.path / "hosts").write_text(hosts + "\n")
@@ -139,9 +141,19 @@ def test_places_do_not_overlap(tmp_path: Path, project: Project) -> None:
     )
     (project.path / "jobs.toml").write_text(text + clusters)
     jobs = load(project.path)
-    gpus = places_of([jobs.resolve("random", ['cluster="gpus"']).job])
-    assert [list(place.slots) for place in gpus] == [[0, 1, 2], [3, 4, 5]]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    eight = jobs.resolve("random", ['cluster="gpus"']).job
+    gpus = places_of([eight])
+    assert [list(place.devices) for place in gpus] == [["0", "1", "2"], ["3", "4", "5"]]
+    with gpus[1].entered():
+        assert visible_devices(eight, local_hosts(eight).hosts[0]) == ["3", "4", "5"]
+    assert "CUDA_VISIBLE_DEVICES" not in os.environ
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,5,3,1,0,2")
+    assert [list(place.devices) for place in places_of([eight])] == [
+        ["7", "5", "3"],
+        ["1", "0", "2"],
+    ]
     pair = [jobs.resolve("random", ['cluster="hosts"', "nodes=2"]).job]
     assert [place.include for place in places_of(pair)] == ["node0@node1", "node2@node3"]
     here = places_of([jobs.resolve("random").job])
-    assert [(place.include, place.slots) for place in here] == [("", ())]
+    assert [(place.include, place.devices) for place in here] == [("", ())]

@@ -3,14 +3,17 @@ machine."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from trainkit.experiment.hosts import quarantine_reasons
-from trainkit.experiment.start import NewRun, ResumedRun
 from trainkit.jobs.schema import Job
 from trainkit.launch.hosts.hostfile import find_hostfile
-from trainkit.launch.hosts.selection import HostList, load_hosts
+from trainkit.launch.hosts.selection import load_hosts
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"  # which GPUs a run of this machine may have, and takes first
 
 
 @dataclass(frozen=True)
@@ -19,25 +22,27 @@ class Place:
 
     Args:
         include: hosts of the hostfile, as --include has them; "": the run chooses.
-        slots: of this machine; none: the run's own.
+        devices: GPUs of this machine; none: the run chooses.
     """
 
     include: str = ""
-    slots: Sequence[int] = ()
+    devices: Sequence[str] = ()
 
-    def new_run(self, run: NewRun) -> NewRun:
-        """The run here."""
-        return replace(run, hosts=self._hosts(run.hosts))
-
-    def resumed_run(self, run: ResumedRun) -> ResumedRun:
-        """The run here."""
-        return replace(run, hosts=self._hosts(run.hosts))
-
-    def _hosts(self, hosts: HostList) -> HostList:
-        if not self.slots:
-            return hosts
-        moved = tuple(replace(host, slots=tuple(self.slots)) for host in hosts.hosts)
-        return replace(hosts, hosts=moved)
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """What is started in the block sees the place's GPUs alone."""
+        before = os.environ.get(VISIBLE)
+        if not self.devices:
+            yield
+            return
+        os.environ[VISIBLE] = ",".join(self.devices)
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ[VISIBLE]
+            else:
+                os.environ[VISIBLE] = before
 
 
 def places_of(jobs: Sequence[Job]) -> list[Place]:
@@ -47,14 +52,14 @@ def places_of(jobs: Sequence[Job]) -> list[Place]:
     if job.cluster.launcher_traits.hostfile:
         return _places_of_hosts(job, max(each.nodes + each.cluster.spares for each in jobs))
     ranks = max(each.ranks_per_node for each in jobs)
-    devices = job.cluster.gpus_per_node
-    if job.cluster.device_type != "cuda" or devices < 2 * ranks:
+    given = os.environ.get(VISIBLE, "").split(",")
+    devices = [name.strip() for name in given if name.strip()]
+    devices = devices or [str(number) for number in range(job.cluster.gpus_per_node)]
+    named = any(VISIBLE in each.environment for each in jobs)  # by jobs.toml, which comes first
+    if job.cluster.device_type != "cuda" or named or len(devices) < 2 * ranks:
         return [Place()]
-    if len({each.ranks_per_node for each in jobs}) > 1:
-        return [Place()]
-    return [
-        Place(slots=range(first, first + ranks)) for first in range(0, devices - ranks + 1, ranks)
-    ]
+    last = len(devices) - ranks
+    return [Place(devices=devices[first : first + ranks]) for first in range(0, last + 1, ranks)]
 
 
 def _places_of_hosts(job: Job, nodes: int) -> list[Place]:

@@ -206,7 +206,7 @@ def _new(sweep: OpenedSweep, member: Member, place: Place) -> NewRun:
     options = TrainOptions(
         set=(*sweep.record.sets, *member.overrides), detach=True, include=place.include
     )
-    return place.new_run(plan_new_run(sweep.jobs, sweep.record.job, options))
+    return plan_new_run(sweep.jobs, sweep.record.job, options)
 
 
 class _Turns:
@@ -252,18 +252,21 @@ class _Turns:
     def _start(self, each: MemberResult) -> None:
         place = self.places[0]
         member = self._member(each.number)
-        if each.state == "waiting":
-            new = _new(self.sweep, member, place)
-            run = new.start(self.ui, silent_observer()).run
-            self.record = self.record.with_runs({member.number: run.id})
-        else:
-            options = ResumeOptions(detach=True, include=place.include)
-            again = place.resumed_run(plan_resumed_run(self.sweep.jobs, member.run, options))
-            again.prepare(self.ui)
-            run = again.start(silent_observer()).run
+        with place.entered():
+            run = self._begin(member, place, new=each.state == "waiting")
+        self.record = self.record.with_runs({member.number: run.id})
         self.places.remove(place)
         self.going[member.number] = run, place
         self.ui.say(f"{member.number}: {member.words}: run {run.id}")
+
+    def _begin(self, member: Member, place: Place, *, new: bool) -> RunFolder:
+        """Start a member, or go on with it."""
+        if new:
+            return _new(self.sweep, member, place).start(self.ui, silent_observer()).run
+        options = ResumeOptions(detach=True, include=place.include)
+        again = plan_resumed_run(self.sweep.jobs, member.run, options)
+        again.prepare(self.ui)
+        return again.start(silent_observer()).run
 
     def _look(self) -> None:
         for number, (run, place) in list(self.going.items()):
