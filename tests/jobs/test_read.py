@@ -191,12 +191,8 @@ def test_each_key_is_read_by_its_type(tmp_path: Path) -> None:
             "the stage 'build-container' always runs where you type",
         ),
         (
-            '[clusters.c.stages.precompile]\npartition = "p"\n',
-            "`invoke precompile` runs on as many nodes as the training",
-        ),
-        (
             '[clusters.c.stages.prepdata]\npartition = "p"\n',
-            "there is no stage 'prepdata'; stages: prep-data, index, weights, engine-prebuild",
+            "there is no stage 'prepdata'; stages: prep-data, index, weights, precompile,",
         ),
         (
             '[clusters.c.stages.build]\npartition = "p"\n',
@@ -220,6 +216,6 @@ def test_what_nothing_reads_is_refused_with_words(
 
 
 def test_refusals_reach_jobs(checkout: Checkout) -> None:
-    text = GOOD + '\n[clusters.far]\nstages = { precompile = { partition = "p" } }\n'
+    text = GOOD + '\n[clusters.far]\nstages = { build = { partition = "p" } }\n'
     (words,) = refused(checkout(text), sets=["cluster=far"])
-    assert "`invoke precompile` runs" in words
+    assert "the stage 'build' always runs" in words

@@ -100,20 +100,25 @@ def rehearse(task: TaskContext, job: str, options: RehearseOptions) -> TaskResul
 
 @make_task(
     options=TrainOptions,
-    help={**JOB, "force": "compile again even if all graphs are there"},
+    help={
+        **JOB,
+        "force": "compile again even if all graphs are there",
+        "prune": "native: also delete the oldest graphs of other jobs, beyond 20 GiB of all",
+    },
     takes_json=True,
     takes_dry_run=True,
 )
 def precompile(
-    task: TaskContext, job: str, options: TrainOptions, force: bool = False
+    task: TaskContext, job: str, options: TrainOptions, force: bool = False, prune: bool = False
 ) -> TaskResult:
-    """Compile the graphs of a job (engine neuronx-nemo) before it trains.
+    """Compile the graphs of a job before it trains.
 
-    It runs on as many nodes as the training, as a run of its own; success is that no graph failed.
+    Engine native: a stage, on one machine, for all ranks. Engine neuronx-nemo: a run of its own on
+    as many nodes as the training; success is that no graph failed.
     """
     from trainkit.cli.run import train as runner
 
-    return runner.precompile(task, job, options, force=force)
+    return runner.precompile(task, job, options, force=force, prune=prune)
 
 
 @make_task(options=SweepTaskOptions, help=JOB, takes_json=True, takes_dry_run=True)

@@ -26,12 +26,22 @@ def launcher_problems(job: Job) -> list[Problem]:
         for what, there in asked.items()
         if there
     ]
-    if job.precompile and job.engine != "neuronx-nemo":
+    if job.precompile and job.engine not in ("neuronx-nemo", "native"):
         found.append(
             Problem(
                 f"precompile with engine = '{job.engine}': it has no graphs to compile before it"
                 " trains",
-                hint=f"only jobs of engine = 'neuronx-nemo' have; `invoke train {job.name}` trains",
+                hint=(
+                    "only jobs of engine = 'neuronx-nemo' and 'native' have; `invoke train"
+                    f" {job.name}` trains"
+                ),
+            )
+        )
+    if job.precompile and job.engine == "native" and not job.training.compile:
+        found.append(
+            Problem(
+                "precompile without training.compile: nothing would be compiled",
+                hint="--set training.compile=true compiles every block",
             )
         )
     if (

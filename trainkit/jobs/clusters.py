@@ -73,7 +73,7 @@ class StagePlace(Table):
 
 
 # whose units can run on a cluster's nodes
-STAGES = ("prep-data", "index", "weights", "engine-prebuild")
+STAGES = ("prep-data", "index", "weights", "precompile", "engine-prebuild")
 LOCAL_STAGES = {  # why the others run where you type
     "build": "it compiles for that interpreter",
     "build-container": "the builder and its network are there",
@@ -86,12 +86,6 @@ def refuse_unknown_stages(places: dict[str, StagePlace]) -> dict[str, StagePlace
     """The places themselves, once each is of a stage that there is."""
     for name in places:
         known = ", ".join(STAGES)
-        if name == "precompile":
-            raise wrong(
-                "stages.precompile",
-                "stages.precompile: `invoke precompile` runs on as many nodes as the training, of"
-                " the same options; remove the table",
-            )
         if name in LOCAL_STAGES:
             raise wrong(
                 f"stages.{name}",

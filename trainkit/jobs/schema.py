@@ -85,7 +85,8 @@ class Job(Table):
     precompile: bool = Field(
         False,
         description=(
-            "neuronx-nemo: compile the graphs of a few steps instead of training, as `invoke"
+            "native: graphs of compiled blocks are made before the ranks start (stage precompile);"
+            " neuronx-nemo: compile the graphs of a few steps instead of training, as `invoke"
             " precompile` does"
         ),
     )

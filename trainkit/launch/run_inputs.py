@@ -13,7 +13,7 @@ from trainkit.runs.folder import RunFolder
 from trainkit.stages.contract import Need
 from trainkit.stages.stamps import file_identity
 
-PROGRAMS = ("build", "build-container")  # stages that make what runs, and no samples
+PROGRAMS = ("build", "build-container", "precompile")  # stages that make what runs, and no samples
 
 
 def inputs_path(run: RunFolder) -> Path:

@@ -10,6 +10,7 @@ from trainkit.stages.engine_install import EngineInstallStage
 from trainkit.stages.engine_prebuild import EnginePrebuildStage
 from trainkit.stages.engine_source import EngineSourceStage
 from trainkit.stages.index import IndexStage
+from trainkit.stages.precompile import PrecompileStage
 from trainkit.stages.prep_data import PrepDataStage
 from trainkit.stages.weights import WeightsStage
 
@@ -17,7 +18,7 @@ from trainkit.stages.weights import WeightsStage
 FOREIGN: tuple[Stage, ...] = (EngineSourceStage(), EngineInstallStage(), EnginePrebuildStage())
 # with servers, under a dry run
 ONCE = FetchRetryPolicy(attempts=1, timeout=10.0)
-AFTER_DATA: tuple[Stage, ...] = (IndexStage(), WeightsStage())
+AFTER_DATA: tuple[Stage, ...] = (IndexStage(), WeightsStage(), PrecompileStage())
 # where you type, on no node: what they need is there, and may be nowhere else
 HERE_FIRST: tuple[Stage, ...] = (BuildStage(), BuildContainerStage())
 STAGES: tuple[Stage, ...] = (*HERE_FIRST, *FOREIGN, PrepDataStage(), *AFTER_DATA)

@@ -153,19 +153,6 @@ def varlen_operations() -> list[object]:
     return []
 
 
-def compile_cache_counts() -> str:
-    """What torch.compile found in its caches, for the log."""
-    from torch._dynamo.utils import counters
-
-    wanted = {"fxgraph_cache_hit": "graph hits", "fxgraph_cache_miss": "graph misses"}
-    counted = [f"{words} {counters['inductor'][key]}" for key, words in wanted.items()]
-    counted += [
-        f"autograd {what} {counters['aot_autograd'][f'autograd_cache_{what}']}"
-        for what in ("hit", "miss")
-    ]
-    return ", ".join(counted)
-
-
 def be_deterministic() -> None:
     """Let this process take only kernels that give the same bits every time; an operation that
     has none raises RuntimeError (torch's notes, Reproducibility).

@@ -23,6 +23,7 @@ from trainkit.train.batches import Feed, vocab_size
 from trainkit.train.checkpoint import save_load as checkpoint
 from trainkit.train.checkpoint.manager import CheckpointManager, CheckpointObserver
 from trainkit.train.checkpoint.save_load import CheckpointMetadata
+from trainkit.train.compiled_graphs import compilation_words
 from trainkit.train.metrics.heartbeat import Heartbeat
 from trainkit.train.metrics.profiler import StepProfiler
 from trainkit.train.metrics.readback import Readback
@@ -38,7 +39,7 @@ from trainkit.train.parallel.pipeline import tied_at
 from trainkit.train.preflight import begin_weights, refuse_what_cannot_run
 from trainkit.train.rank_agreement import refuse_disagreement
 from trainkit.train.step_log import StepLog
-from trainkit.train.torch_compat import be_deterministic, compile_cache_counts
+from trainkit.train.torch_compat import be_deterministic
 from trainkit.train.update.build import build_model_parts
 from trainkit.train.update.loss_policy import RollbackRequest, StepInfo, apply_loss_policy
 from trainkit.train.update.recheck import explain, recompute_step
@@ -227,9 +228,11 @@ class Trainer:
             self.stop_requested.is_set(),
             self._before_update,
         )
-        if self.job.training.compile and self.reporter and not self._compilation_reported:
-            print(f"compiled: {compile_cache_counts()}", flush=True)
+        if self.job.training.compile and not self._compilation_reported:
             self._compilation_reported = True
+            words = compilation_words()
+            if self.reporter:
+                print(words, flush=True)
         self.step_log.exclude(self.profiler.after(self.step + 1))
         self.step += 1
         self.consumed_samples += samples

@@ -4,6 +4,7 @@ in the place of neuron_parallel_compile that says what it says."""
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -55,6 +56,7 @@ print("Epoch 0:   0%| | 1/30 [00:01<00:29, 1.00s/it, reduced_train_loss=nan, glo
 """
 COMPILE = """#!/bin/sh
 "$@" || exit $?
+mkdir -p "$NEURON_COMPILE_CACHE_URL/neuronxcc/MODULE_7+3cc"
 echo "x INFO ||NEURON_PARALLEL_COMPILE||: Total graphs: 3"
 echo "x INFO ||NEURON_PARALLEL_COMPILE||: Total successful compilations: $((3 - FAILED))"
 echo "x INFO ||NEURON_PARALLEL_COMPILE||: Total failed compilations: $FAILED"
@@ -93,12 +95,27 @@ def project(tmp_path: Path) -> Project:
     return Project(tmp_path)
 
 
+def test_graphs_that_are_gone_are_compiled_again(project: Project) -> None:
+    """And a training says so, as long as they are not there."""
+    sets = ["--set", failing(0), "--set", f'env.NEURON_COMPILE_CACHE_URL="{project.path}/cache"']
+    note = "graphs of small are compiled on 0 of 1 nodes"
+    assert note in project.invoke("train", "small", *sets, "--dry-run").stdout
+    dry = project.invoke("precompile", "small", "--share", *sets, "--dry-run").stdout
+    assert "compiles the graphs of a few steps" in dry and "30 steps" not in dry
+    project.invoke("precompile", "small", "--share", *sets)
+    assert note not in project.invoke("train", "small", *sets, "--dry-run").stdout
+    shutil.rmtree(project.path / "cache")
+    assert note in project.invoke("train", "small", *sets, "--dry-run").stdout
+    again = project.invoke("precompile", "small", "--share", *sets, "--dry-run").stdout
+    assert "neuron_parallel_compile torchrun" in again
+
+
 def failing(number: int) -> str:
-    return f'env={{ FAILED = "{number}" }}'
+    return f'env.FAILED="{number}"'
 
 
 def test_graphs_are_compiled_once(project: Project) -> None:
-    done = project.invoke("precompile", "small", "--set", failing(0))
+    done = project.invoke("precompile", "small", "--share", "--set", failing(0))
     assert "all graphs of small are compiled; next: invoke train small" in done.stdout
     (run,) = project.runs()
     argv, variables = json.loads((project.path / "said.json").read_text())
@@ -112,23 +129,28 @@ def test_graphs_are_compiled_once(project: Project) -> None:
     assert not (run / "metrics.jsonl").exists() or not (run / "metrics.jsonl").read_text()
     (record,) = (project.path / "engines" / "graphs").glob("*/0.json")
     assert json.loads(record.read_text())["graphs"] == 3
-    again = project.invoke("precompile", "small", "--set", failing(0))
+    again = project.invoke("precompile", "small", "--share", "--set", failing(0))
     assert "are compiled on all 1 nodes" in again.stdout
     assert len(project.runs()) == 1
     changed = ["--set", failing(0), "--set", "training.micro_batch_size=2", "--dry-run"]
-    other = project.invoke("precompile", "small", *changed)  # other graphs
+    other = project.invoke("precompile", "small", "--share", *changed)  # other graphs
     assert "neuron_parallel_compile torchrun" in other.stdout
-    forced = project.invoke("precompile", "small", "--set", failing(0), "--force", "--dry-run")
+    forced = project.invoke(
+        "precompile", "small", "--share", "--set", failing(0), "--force", "--dry-run"
+    )
     assert "neuron_parallel_compile torchrun" in forced.stdout
 
 
 def test_failed_graphs_are_named(project: Project) -> None:
-    done = project.invoke("precompile", "small", "--set", failing(1), exit=9)
+    done = project.invoke("precompile", "small", "--share", "--set", failing(1), exit=9)
     assert "1 of 3 graphs could not be compiled" in done.stdout + done.stderr
     assert not (project.path / "engines" / "graphs").exists()
 
 
 def test_other_engines_have_nothing_to_compile(project: Project) -> None:
     native = ["--set", "engine=native", "--set", "training.precision=fp32"]
-    done = project.invoke("precompile", "small", *native, exit=3)
-    assert "precompile with engine = 'native'" in done.stderr
+    done = project.invoke("precompile", "small", "--share", *native, exit=3)
+    assert "precompile without training.compile" in done.stderr
+    other = ["--set", "engine=megatron-lm", "--set", "precompile=true"]
+    done = project.invoke("train", "small", *other, exit=3)
+    assert "precompile with engine = 'megatron-lm'" in done.stderr

@@ -172,12 +172,12 @@ def test_places_of_stages_that_there_are_not_are_named(
 ) -> None:
     prepare.say_unused_stages(task(slurm), slurm.job)
     assert capsys.readouterr().out == ""
-    places = {"prep-data": StagePlace(), "prepdata": StagePlace(), "precompile": StagePlace()}
+    places = {"prep-data": StagePlace(), "prepdata": StagePlace(), "compile": StagePlace()}
     cluster = slurm.job.cluster.model_copy(update={"stages": places})
     prepare.say_unused_stages(task(slurm), slurm.job.model_copy(update={"cluster": cluster}))
-    precompile, prepdata = capsys.readouterr().out.splitlines()
+    unknown, prepdata = capsys.readouterr().out.splitlines()
     assert (
-        "stages.precompile is the place of no stage" in precompile
+        "stages.compile is the place of no stage" in unknown
         and "stages.prepdata" in prepdata
         and "prep-data" in prepdata
     )

@@ -150,7 +150,7 @@ def print_ending(
 ) -> None:
     """Success: facts, a sample (which loads the model), what to try next. Otherwise: what failed
     where, and what to do."""
-    if record.state == "succeeded" and job.precompile:
+    if record.state == "succeeded" and job.precompile and job.engine == "neuronx-nemo":
         task.say(f"all graphs of {job.name} are compiled; next: {task.command} train {job.name}")
         return
     if record.state == "succeeded":

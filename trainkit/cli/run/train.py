@@ -12,6 +12,7 @@ from trainkit.base.errors import Exit, TrainkitError
 from trainkit.cli.config.jobs import load_jobs
 from trainkit.cli.host_options import say_hosts
 from trainkit.cli.run.attach import follow_run
+from trainkit.cli.run.precompile import compile_graphs
 from trainkit.cli.run.progress import TrainingView
 from trainkit.cli.run.rehearse import refuse_failed, run_rehearsal
 from trainkit.cli.run.stages import say_unused_stages, stage_ui
@@ -52,6 +53,7 @@ def train(task: TaskContext, name: str, options: TrainOptions) -> TaskResult:
     new = plan_new_run(jobs, name, options)
     job = new.job
     _print_plan(task, new.plan, job)
+    _say_missing_graphs(task, job)
     say_hosts(task, job, new.hosts)
     say_unused_stages(task, job)
     if task.dry_run:
@@ -64,7 +66,9 @@ def train(task: TaskContext, name: str, options: TrainOptions) -> TaskResult:
     return _finish(task, job, submission, EventTail(submission.run), options)
 
 
-def precompile(task: TaskContext, name: str, options: TrainOptions, *, force: bool) -> TaskResult:
+def precompile(
+    task: TaskContext, name: str, options: TrainOptions, *, force: bool, prune: bool
+) -> TaskResult:
     """The task `precompile`.
 
     Args:
@@ -72,9 +76,13 @@ def precompile(task: TaskContext, name: str, options: TrainOptions, *, force: bo
         name: of the job.
         options: how its run is started.
         force: also where all graphs are compiled.
+        prune: native: delete old graphs of other jobs.
     """
     compiling = TrainOptions(**{**vars(options), "set": (*options.set, "precompile=true")})
-    job = plan_new_run(load_jobs(task), name, compiling).job
+    jobs = load_jobs(task)
+    if jobs.resolve(name, [*compiling.overrides(), *compiling.set]).job.engine == "native":
+        return compile_graphs(task, jobs, name, compiling, force=force, prune=prune)
+    job = plan_new_run(jobs, name, compiling).job
     if job.engine == "neuronx-nemo" and not force:
         from trainkit.engines.neuronx_nemo.engine import compiled_nodes
 
@@ -94,7 +102,27 @@ def _show(task: TaskContext, new: NewRun) -> TaskResult:
     return TaskResult(document("dry-run/1", plan=plan.to_json(), **dry_run.values))
 
 
+def _say_missing_graphs(task: TaskContext, job: Job) -> None:
+    """A training whose graphs are not there compiles them while its nodes wait for each other."""
+    if job.engine != "neuronx-nemo" or job.precompile:
+        return
+    from trainkit.engines.neuronx_nemo.engine import compiled_nodes
+
+    there = compiled_nodes(job)
+    if there < job.nodes:
+        task.say(
+            f"note: graphs of {job.name} are compiled on {there} of {job.nodes} nodes; the others"
+            f" compile while all wait: {task.command} precompile {job.name} first"
+        )
+
+
 def _print_plan(task: TaskContext, plan: Plan, job: Job) -> None:
+    if job.precompile and job.engine == "neuronx-nemo":
+        task.console.print(
+            f"[bold]{job.name}[/]: compiles the graphs of a few steps on {job.nodes} nodes; nothing"
+            " is trained"
+        )
+        return
     if plan.parameters:
         size = f"{plan.parameters / 1e6:,.2f} million parameters"
     else:

@@ -7,11 +7,10 @@ starts the node's ranks.
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 from pathlib import Path
 
-from trainkit.base.documents import canonical_json
+from trainkit.base.documents import canonical_json, read_document
 from trainkit.base.errors import ConfigError, Problem
 from trainkit.base.git import head_commit
 from trainkit.engines.contract import Command
@@ -251,7 +250,19 @@ def compiled_nodes(job: Job) -> int:
     except ConfigError:
         return 0
     folder = graphs_folder(job, graphs_key(job, generation, argv))
-    return sum(os.path.exists(folder / f"{node}.json") for node in range(job.nodes))
+    return sum(_is_compiled(folder / f"{node}.json") for node in range(job.nodes))
+
+
+def _is_compiled(record: Path) -> bool:
+    """Whether a node has said that its graphs are compiled, and its cache, as far as it is seen
+    from here, still has any: a node's own disk is not."""
+    try:
+        cache = str(read_document(record, "compiled-graphs/1").get("cache", ""))
+    except ConfigError:
+        return False
+    if not cache.startswith("/") or not Path(cache).parent.is_dir():
+        return True
+    return any(Path(cache).rglob("MODULE_*"))
 
 
 def _reads(job: Job, data: MegatronData) -> tuple[Path, ...]:

@@ -281,6 +281,8 @@ def judge_compiled(spec: RankSpec, graphs: GraphCounts, end: EngineEnd) -> Verdi
     if problem := graphs.problem():
         return Verdict(USER, "CompilationFailed", problem)
     words = {"graphs": graphs.graphs, "compiled_for": spec.compiled_for, "at": utc_now()}
+    # where they lie: once that is emptied they are not compiled any more
+    words["cache"] = os.environ.get("NEURON_COMPILE_CACHE_URL", "")
     write_json(Path(filled(spec.compiled)), document("compiled-graphs/1", **words))
     return None
 

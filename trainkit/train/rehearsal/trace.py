@@ -7,20 +7,13 @@ micro-batches: what repeats is not done again.
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-import traceback
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
-from typing import Any, NoReturn
+from functools import partial
+from typing import Any
 
 import torch
 
-from trainkit.base.errors import Exit, TrainkitError
-from trainkit.base.process import die_with_parent
 from trainkit.jobs.ranks import RankCoordinates, degrees_of, rank_at, share_of_rank
 from trainkit.jobs.schema import Job
 from trainkit.plan.layout import split_layers
@@ -29,6 +22,7 @@ from trainkit.train.model.batch import Batch
 from trainkit.train.parallel.mesh import Mesh
 from trainkit.train.parallel.pipeline import chunks_per_stage, tied_at
 from trainkit.train.rehearsal.fake_world import META, fake_world
+from trainkit.train.rehearsal.forks import in_forks
 from trainkit.train.rehearsal.recorder import CollectiveCall, CollectiveRecorder
 from trainkit.train.update.build import build_model_parts
 from trainkit.train.update.step import Step
@@ -61,7 +55,7 @@ class RankTrace:
         return {**vars(self), "calls": calls, "groups": list(groups)}
 
     @classmethod
-    def from_json(cls, value: dict[str, Any]) -> RankTrace:
+    def from_json(cls, value: Mapping[str, Any]) -> RankTrace:
         groups = [tuple(group) for group in value["groups"]]
         calls = tuple(CollectiveCall.from_json(call, groups) for call in value["calls"])
         shapes = {name: tuple(shape) for name, shape in value["checkpoint"].items()}
@@ -182,64 +176,10 @@ def trace_ranks(
     # compiled blocks say to others what they say uncompiled
     training = job.training.model_copy(update={"compile": False})
     eager = job.model_copy(update={"training": training})
-    children: deque[_TracingChild] = deque()
-    rest = iter(ranks)
-    try:
-        while True:
-            children += [
-                _TracingChild(eager, r, vocab) for r in islice(rest, at_once - len(children))
-            ]
-            if not children:
-                return
-            yield children[0].result()
-            children.popleft()
-    finally:
-        for child in children:
-            child.stop()
+    work = partial(_trace_as_json, eager, vocab)
+    for value in in_forks(work, ranks, at_once=at_once):
+        yield RankTrace.from_json(value)
 
 
-class _TracingChild:
-    """A fork of this process that traces one rank, and writes what it found into a pipe."""
-
-    def __init__(self, job: Job, rank: int, vocab: int) -> None:
-        self.rank = rank
-        ours, theirs = os.pipe()
-        parent = os.getpid()
-        self.pid = os.fork()
-        if self.pid == 0:
-            os.close(ours)
-            _trace_and_exit(parent, theirs, job, rank, vocab)
-        os.close(theirs)
-        self.pipe = os.fdopen(ours, "rb")
-
-    def result(self) -> RankTrace:
-        """Wait for it. Raises TrainkitError with what it raised."""
-        with self.pipe:
-            content = self.pipe.read()
-        os.waitpid(self.pid, 0)
-        if not content:
-            raise TrainkitError(f"the process that traced rank {self.rank} died", exit=Exit.BUG)
-        value = json.loads(content)
-        if "failed" in value:
-            raise TrainkitError(value["failed"], exit=Exit.RANK_USER)
-        return RankTrace.from_json(value)
-
-    def stop(self) -> None:
-        """End it, where nobody waits for it any more."""
-        if not self.pipe.closed:
-            self.pipe.close()
-            os.kill(self.pid, signal.SIGKILL)
-            os.waitpid(self.pid, 0)
-
-
-def _trace_and_exit(parent: int, pipe: int, job: Job, rank: int, vocab: int) -> NoReturn:
-    value: dict[str, object]
-    try:
-        die_with_parent(parent)
-        value = trace_rank(job, rank, vocab).to_json()
-    except BaseException as error:
-        traceback.print_exc()
-        value = {"failed": f"rank {rank} cannot be built: {type(error).__name__}: {error}"}
-    with os.fdopen(pipe, "w") as file:
-        json.dump(value, file)
-    os._exit(0)
+def _trace_as_json(job: Job, vocab: int, rank: int) -> dict[str, object]:
+    return trace_rank(job, rank, vocab).to_json()

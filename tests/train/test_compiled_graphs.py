@@ -1,0 +1,144 @@
+"""Graphs that were compiled before: taken where they are those of this job and machine, and else
+left with the reason."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from trainkit.base.errors import ConfigError
+from trainkit.engines.registry import refuse_unlaunchable
+from trainkit.jobs.load import load
+from trainkit.jobs.schema import Job
+from trainkit.stages.execute import stamps_folder
+from trainkit.stages.precompile import PrecompileStage, prune
+from trainkit.stages.stamps import check_freshness
+from trainkit.train import compiled_graphs
+from trainkit.train.compiled_graphs import (
+    VARIABLE,
+    GraphFiles,
+    graph_fields,
+    machine_fields,
+    node_folder,
+    pack,
+    take,
+)
+
+JOBS = """
+[clusters.here]
+device = "cpu"
+root = "ROOT"
+
+[models.small]
+family = "llama"
+num_layers = 2
+hidden_size = 32
+num_attention_heads = 4
+seq_length = 16
+vocab_size = 64
+
+[jobs.small]
+cluster = "here"
+model = "small"
+dataset = "mock"
+precompile = true
+training = { train_iters = 2, lr = 1e-3, compile = true }
+"""
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
+    """A job whose nodes unpack below the test's folder."""
+    (tmp_path / "node").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "node"))
+    monkeypatch.setenv(VARIABLE, "before")
+    return job_of(tmp_path)
+
+
+def job_of(folder: Path, *sets: str) -> Job:
+    (folder / "jobs.toml").write_text(JOBS.replace("ROOT", str(folder)))
+    return load(folder).resolve("small", sets).job
+
+
+def make(job: Job, folder: Path) -> GraphFiles:
+    """Graphs of a job: one file, which torch never reads here."""
+    made = folder / "made"
+    (made / "fxgraph").mkdir(parents=True)
+    (made / "fxgraph" / "graph").write_text("a graph")
+    fields = {**graph_fields(job), **machine_fields("cpu")}
+    pack(made, GraphFiles.of(job), fields, seconds=1.0, ranks=[])
+    return GraphFiles.of(job)
+
+
+def test_a_node_unpacks_them_once_where_they_were_made(job: Job, tmp_path: Path) -> None:
+    make(job, tmp_path)
+    assert take(job) == ""
+    folder = node_folder(graph_fields(job))
+    assert os.environ[VARIABLE] == str(folder)
+    assert (folder / "fxgraph" / "graph").read_text() == "a graph"
+    (folder / "fxgraph" / "graph").write_text("still there")
+    assert take(job) == ""
+    assert (folder / "fxgraph" / "graph").read_text() == "still there"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("model.hidden_size=64", "model.hidden_size was 32 and is 64"),
+        ("training.micro_batch_size=2", "training.micro_batch_size was 1 and is 2"),
+        ('training.precision="bf16"', "training.precision was 'fp32' and is 'bf16'"),
+        ("parallelism.zero_stage=3", "zero_stage was 1 and is 3"),
+    ],
+)
+def test_a_difference_is_named(change: str, words: str, job: Job, tmp_path: Path) -> None:
+    make(job, tmp_path)
+    other = job_of(tmp_path, change)
+    assert words in take(other)
+    assert os.environ[VARIABLE] == "before"
+
+
+def test_another_torch_or_processor_is_named(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make(job, tmp_path)
+    here = machine_fields("cpu")
+    monkeypatch.setattr(compiled_graphs, "machine_fields", lambda kind: {"capability": "9.0"})
+    assert f"capability was {here['capability']!r} and is '9.0'" in take(job)
+    monkeypatch.setattr(compiled_graphs, "_version", lambda package: f"99 of {package}")
+    assert "torch was" in take(job) and "is '99 of torch'" in take(job)
+
+
+def test_a_damaged_archive_is_a_miss(job: Job, tmp_path: Path) -> None:
+    assert "invoke precompile small makes them" in take(job)
+    files = make(job, tmp_path)
+    content = bytearray(files.archive.read_bytes())
+    content[700] ^= 1
+    files.archive.write_bytes(content)
+    assert f"{files.archive} is damaged" in take(job)
+    files.archive.unlink()
+    assert "cannot be unpacked" in take(job)
+    assert os.environ[VARIABLE] == "before"
+
+
+def test_the_stage_says_why(job: Job, tmp_path: Path) -> None:
+    """And nothing of it is there for a job that does not ask, or has nothing to compile."""
+    stage = PrecompileStage()
+    stamps = stamps_folder(tmp_path, stage.name)
+    (need,) = stage.needs(job, stamps)
+    assert not check_freshness(need, stamps).fresh
+    assert stage.needs(job_of(tmp_path, "precompile=false"), stamps) == []
+    with pytest.raises(ConfigError, match="nothing would be compiled"):
+        refuse_unlaunchable(job_of(tmp_path, "training.compile=false"))
+
+
+def test_the_oldest_are_deleted(job: Job, tmp_path: Path) -> None:
+    files = make(job, tmp_path)
+    old = tmp_path / "compiled" / "old"
+    old.mkdir()
+    (old / "graphs.tar").write_bytes(b"0" * 1000)
+    os.utime(old / "graphs.tar", (1, 1))
+    assert prune(tmp_path, most=10**9) == []
+    assert prune(tmp_path, ["small"], most=0) == [(old, 1000)]
+    assert files.archive.is_file() and not old.exists()

@@ -1,0 +1,68 @@
+"""The stage precompile: graphs of the native engine's compiled blocks, made once, on one machine,
+before ranks wait for them."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from trainkit.engines.native import cpu_sharing
+from trainkit.jobs.schema import Job
+from trainkit.stages.contract import Need, Unit
+from trainkit.train.compiled_graphs import GraphFiles, graph_fields
+
+VERSION = 1
+WORKER = "trainkit.train.rehearsal.compile_worker"
+MOST_BYTES = 20 * 2**30  # of all jobs' graphs below one root
+
+
+class PrecompileStage:
+    """One need and one unit a job that asks for it (precompile = true): the processes that compile
+    beside each other are the unit's own, for one of them finds what another has made."""
+
+    name = "precompile"
+
+    def needs(self, job: Job, stamps: Path) -> list[Need]:
+        if job.engine != "native" or not job.precompile:
+            return []
+        files = GraphFiles.of(job)
+        values = {
+            "job": job.model_dump(mode="json"),
+            "threads": int(cpu_sharing(job.ranks_per_node, {})["OMP_NUM_THREADS"]),
+        }
+        argv = (sys.executable, "-I", "-m", WORKER)
+        outputs = (files.archive, files.record)
+        unit = Unit("graphs", argv, values, outputs)
+        fields = graph_fields(job)
+        return [Need(self.name, job.name, job.name, VERSION, fields, (), outputs, (unit,))]
+
+    def waits_for(self, job: Job) -> tuple[str, ...]:
+        if job.model.vocab_size is None and self.needs(job, Path()):
+            return ("prep-data",)  # which says how many rows the head has
+        return ()
+
+
+def prune(root: Path, keep: Sequence[str] = (), most: int = MOST_BYTES) -> list[tuple[Path, int]]:
+    """Delete graphs below `root`, those that were made longest ago first, until all take at most
+    `most` bytes; what was deleted, with its size.
+
+    Args:
+        root: the folder that holds compiled/.
+        keep: jobs whose graphs stay.
+        most: bytes that may stay.
+    """
+    folders = [path.parent for path in (root / "compiled").glob("*/graphs.tar")]
+    folders.sort(key=lambda folder: (folder / "graphs.tar").stat().st_mtime, reverse=True)
+    total = 0
+    deleted = []
+    for folder in folders:
+        size = (folder / "graphs.tar").stat().st_size
+        total += size
+        if total > most and folder.name not in keep:
+            (folder / "graphs.json").unlink(missing_ok=True)  # first: the rest is then nobody's
+            shutil.rmtree(folder)
+            total -= size
+            deleted.append((folder, size))
+    return deleted

@@ -1,0 +1,110 @@
+"""One rank of a job compiles what its blocks need: the same calls as in a step and an evaluation,
+of a model of few layers, with numbers that mean nothing.
+
+Shapes: B samples of a micro-batch, S tokens of a sample, H hidden size.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from trainkit.jobs.ranks import coordinates_of, degrees_of
+from trainkit.jobs.schema import Job
+from trainkit.train.compiled_graphs import graph_cache_counts
+from trainkit.train.metrics.timers import Timers
+from trainkit.train.model.batch import Batch
+from trainkit.train.parallel.data_parallel import COMPUTE, World
+from trainkit.train.parallel.mesh import Mesh
+from trainkit.train.parallel.pipeline import ModelChunk, PipelineState, tied_at
+from trainkit.train.rehearsal.forks import in_forks
+from trainkit.train.rehearsal.trace import distinct_ranks, shortened
+from trainkit.train.torch_compat import be_deterministic
+from trainkit.train.update.build import build_model_parts
+from trainkit.train.update.step import Step
+
+
+def compiling_ranks(job: Job, vocab: int) -> list[int]:
+    """Ranks that together have every graph: of the first and the last stage each share."""
+    degrees = degrees_of(job)
+    ends = (0, degrees.pipeline - 1)
+    return [
+        rank
+        for rank in distinct_ranks(job, vocab)
+        if (place := coordinates_of(rank, degrees)).pipeline in ends and place.data(degrees) == 0
+    ]
+
+
+def compile_ranks(job: Job, vocab: int, *, at_once: int) -> Iterator[Mapping[str, Any]]:
+    """{"rank", "hits", "misses", "seconds"} of each. See `in_forks`."""
+    ranks = compiling_ranks(job, vocab)
+    # the first fills the cache for those that do the same; others only read
+    for group in (ranks[:1], ranks[1:]):
+        yield from in_forks(partial(compile_rank, job, vocab), group, at_once=at_once)
+
+
+def compile_rank(job: Job, vocab: int, rank: int) -> dict[str, object]:
+    """Compile as this rank, in this process, which must have no process group."""
+    began = time.perf_counter()
+    short = shortened(job)
+    degrees = degrees_of(job)
+    if job.training.deterministic:
+        be_deterministic()
+    device = torch.device(job.cluster.device_type)
+    backend = "cpu:fake,cuda:fake" if device.type == "cuda" else "cpu:fake"
+    dist.init_process_group(backend, rank=rank, world_size=degrees.world, store=FakeStore())
+    mesh = Mesh.of(
+        degrees,
+        World(rank, degrees.world),
+        device,
+        sequence=job.parallelism.sequence_parallel,
+        tied_at=tied_at(job),
+    )
+    parts = build_model_parts(short, mesh, vocab)
+    step = Step(short, parts, mesh, Timers(device))
+    batches = [_batch(job, number, device) for number in range(2)]
+    parts.train()
+    if mesh.degrees.pipeline == 1:
+        samples = len(batches) * job.training.micro_batch_size * degrees.data
+        step.backward(iter(batches), samples)
+        parts.train(False)
+        step.evaluate(batches[:1])
+    else:
+        for module in parts.modules:
+            assert isinstance(module, ModelChunk)
+            _run_chunk(job, step, module, batches)
+    counts = graph_cache_counts()
+    return {"rank": rank, **counts, "seconds": round(time.perf_counter() - began, 3)}
+
+
+def _batch(job: Job, number: int, device: torch.device) -> Batch:
+    shape = (job.training.micro_batch_size, job.model.seq_length)
+    tokens_BS = torch.zeros(shape, dtype=torch.int64, device=device)
+    return Batch(tokens_BS, tokens_BS.clone(), 0, number)
+
+
+def _run_chunk(job: Job, step: Step, chunk: ModelChunk, batches: list[Batch]) -> None:
+    """What a pipeline's schedule calls of a chunk, without its neighbours."""
+    assert step.pipeline is not None
+    zeros = partial(torch.zeros, (), device=step.device)
+    scale = zeros(dtype=torch.float64)
+    sums = (zeros(dtype=torch.float64), zeros(dtype=torch.int64))
+    chunk.work = PipelineState(batches, job.training.z_loss, scale, *sums)
+    dtype = COMPUTE[job.training.precision] or torch.float32
+    for learning in (True, False):
+        chunk.train(learning)
+        x_BSH = torch.zeros(step.pipeline.shape, dtype=dtype, device=step.device)
+        if chunk.first:
+            x_BSH = torch.zeros(1, dtype=torch.int64, device=step.device)
+        else:
+            x_BSH.requires_grad_(learning)
+        with torch.set_grad_enabled(learning):
+            made = chunk(x_BSH)
+            if learning:
+                made.sum().backward()
