@@ -18,12 +18,14 @@ from trainkit.stages.weights import WeightsStage
 FOREIGN: tuple[Stage, ...] = (EngineSourceStage(), EngineInstallStage(), EnginePrebuildStage())
 # with servers, under a dry run
 ONCE = FetchRetryPolicy(attempts=1, timeout=10.0)
-AFTER_DATA: tuple[Stage, ...] = (IndexStage(), WeightsStage(), PrecompileStage())
+AFTER_DATA: tuple[Stage, ...] = (IndexStage(), WeightsStage())
+# for a run alone: `prep-data` of a job prepares what it reads
+LAST: tuple[Stage, ...] = (PrecompileStage(),)
 # where you type, on no node: what they need is there, and may be nowhere else
 HERE_FIRST: tuple[Stage, ...] = (BuildStage(), BuildContainerStage())
-STAGES: tuple[Stage, ...] = (*HERE_FIRST, *FOREIGN, PrepDataStage(), *AFTER_DATA)
+STAGES: tuple[Stage, ...] = (*HERE_FIRST, *FOREIGN, PrepDataStage(), *AFTER_DATA, *LAST)
 
 
 def stages_asked_once() -> tuple[Stage, ...]:
     """The same for a dry run: a server that does not answer is not asked again and again."""
-    return (*HERE_FIRST, *FOREIGN, PrepDataStage(ONCE), *AFTER_DATA)
+    return (*HERE_FIRST, *FOREIGN, PrepDataStage(ONCE), *AFTER_DATA, *LAST)
