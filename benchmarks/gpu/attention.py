@@ -138,6 +138,7 @@ def _document_speed(shape: Shape, device: DeviceType) -> Finding:
     """The variable-length kernel beside one call a document."""
     import torch
 
+    from trainkit.ops.causal_attention import reference
     from trainkit.train.model import attention
 
     q, k, v = (t.to(device) for t in _inputs(shape, torch.bfloat16))
@@ -149,7 +150,7 @@ def _document_speed(shape: Shape, device: DeviceType) -> Finding:
                 _wait(device)
                 began = time.perf_counter()
             if by_document:
-                attention._document_by_document(q, k, v, documents, 0.0)
+                attention._document_by_document(q, k, v, documents, 0.0, reference)
             else:
                 attention.attend(q, k, v, documents, 0.0)
         _wait(device)

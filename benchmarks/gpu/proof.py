@@ -137,6 +137,15 @@ class Proof:
             )
         ]
 
+    def not_shown(self, names: list[str]) -> int:
+        """Findings that this machine could not show."""
+        return sum(
+            finding.verdict == "not shown"
+            for name in names
+            if name in self.results
+            for finding in self.results[name].findings
+        )
+
     def not_run(self, names: list[str]) -> list[str]:
         """Parts that have no result."""
         return [

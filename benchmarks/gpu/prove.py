@@ -211,7 +211,8 @@ def verdict(proof: Proof, names: list[str]) -> Exit:
         return Exit.STAGE_FAILED
     if absent:
         return Exit.PREEMPTED
-    print("\nall parts ran and met their goals")
+    unseen = proof.not_shown(names)
+    print(f"\nall parts ran and met their goals; {unseen} rows say what was not shown here")
     return Exit.DONE
 
 

@@ -67,7 +67,7 @@ def make(job: Job, folder: Path) -> GraphFiles:
     made = folder / "made"
     (made / "fxgraph").mkdir(parents=True)
     (made / "fxgraph" / "graph").write_text("a graph")
-    fields = {**graph_fields(job), **machine_fields("cpu")}
+    fields = {**graph_fields(job), **machine_fields(job)}
     pack(made, GraphFiles.of(job), fields, seconds=1.0, ranks=[])
     return GraphFiles.of(job)
 
@@ -103,8 +103,8 @@ def test_another_torch_or_processor_is_named(
     job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make(job, tmp_path)
-    here = machine_fields("cpu")
-    monkeypatch.setattr(compiled_graphs, "machine_fields", lambda kind: {"capability": "9.0"})
+    here = machine_fields(job)
+    monkeypatch.setattr(compiled_graphs, "machine_fields", lambda job: {"capability": "9.0"})
     assert f"capability was {here['capability']!r} and is '9.0'" in take(job)
     monkeypatch.setattr(compiled_graphs, "_version", lambda package: f"99 of {package}")
     assert "torch was" in take(job) and "is '99 of torch'" in take(job)

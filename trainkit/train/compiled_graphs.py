@@ -78,6 +78,7 @@ def graph_fields(job: Job) -> GraphFields:
         "zero_stage": p.zero_stage,
         "data_parallel_size": job.data_parallel_size,
         "device": job.cluster.device.name,
+        "kernels": job.kernels,
         "torch": _version("torch"),
         "triton": _version("triton"),
         "python": platform.python_version(),
@@ -103,16 +104,20 @@ def _compiler() -> str:
     return done.stdout.partition("\n")[0]
 
 
-def machine_fields(device_type: str) -> GraphFields:
-    """What kernels are made for besides: of a GPU its compute capability; of a CPU its vectors and
-    the threads of a rank."""
+def machine_fields(job: Job) -> GraphFields:
+    """What graphs are made for besides: of a GPU its compute capability; of a CPU its vectors and
+    the threads of a rank; which of trainkit's own operations stand in them."""
     import torch
 
-    if device_type == "cuda":
+    from trainkit.ops.kernels import choose
+
+    used = choose(job.kernels, job.cluster.device_type).kernels.name
+    if job.cluster.device_type == "cuda":
         major, minor = torch.cuda.get_device_capability()
-        return {"capability": f"{major}.{minor}"}
+        return {"capability": f"{major}.{minor}", "kernels in use": used}
     vectors = torch.backends.cpu.get_cpu_capability()
-    return {"capability": vectors, "threads": torch.get_num_threads()}
+    threads = torch.get_num_threads()
+    return {"capability": vectors, "threads": threads, "kernels in use": used}
 
 
 def node_folder(fields: GraphFields) -> Path:
@@ -160,7 +165,7 @@ def take(job: Job) -> str:
         record = read_document(files.record, SCHEMA)
     except ConfigError as error:
         return f"{error.list[0].message}; invoke precompile {job.name} makes them"
-    asked = {**fields, **machine_fields(job.cluster.device_type)}
+    asked = {**fields, **machine_fields(job)}
     if other := difference(record["fields"], asked):
         return f"they were compiled for another job or machine: {other}"
     folder = node_folder(fields)

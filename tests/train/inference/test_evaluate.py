@@ -237,7 +237,7 @@ def test_ids_beyond_the_vocabulary(root: Path, tmp_path: Path) -> None:
 def test_weights_that_are_broken(root: Path) -> None:
     model = random_model(MODEL, vocab=301)
     with torch.no_grad():
-        model.final_norm.weight.fill_(math.nan)  # type: ignore[operator]
+        model.final_norm.weight.fill_(math.nan)
     with pytest.raises(TrainkitError, match="is nan") as error:
         measure(text_job(root), model=model)
     assert error.value.exit == 9

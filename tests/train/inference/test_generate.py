@@ -211,7 +211,7 @@ def test_counts_and_the_end_of_a_document(run: RunFolder, tmp_path: Path) -> Non
         with torch.no_grad():
             for p in model.parameters():
                 p.zero_()
-            model.final_norm.weight.fill_(1.0)  # type: ignore[operator]
+            model.final_norm.weight.fill_(1.0)
             model.embed_tokens.weight.fill_(1.0)
             assert model.head is not None
             model.head.weight[token] = 1.0
@@ -252,7 +252,7 @@ def test_what_cannot_generate_says_why(run: RunFolder, tmp_path: Path) -> None:
         texts(run, ["a", "\udcff"])
     broken = random_model(MODEL, vocab=301)
     with torch.no_grad():
-        broken.final_norm.weight.fill_(math.nan)  # type: ignore[operator]
+        broken.final_norm.weight.fill_(math.nan)
     write_checkpoint(run, broken, 9)
     with pytest.raises(TrainkitError, match="highest logit is nan") as error:
         texts(run, ["a"])

@@ -37,7 +37,7 @@ def work(spec: Mapping[str, Any], progress: ProgressCallback) -> dict[str, objec
         folder.mkdir()
         os.environ[VARIABLE] = str(folder)
         found = _compile(job, spec["threads"], progress)
-        fields = {**fields, **machine_fields(job.cluster.device_type)}
+        fields = {**fields, **machine_fields(job)}
         seconds = time.perf_counter() - began
         pack(folder, GraphFiles.of(job), fields, seconds=round(seconds, 3), ranks=found)
         shutil.rmtree(folder)  # a rank unpacks what is whole

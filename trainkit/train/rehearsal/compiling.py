@@ -17,6 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from trainkit.jobs.ranks import coordinates_of, degrees_of
 from trainkit.jobs.schema import Job
+from trainkit.ops.kernels import choose
 from trainkit.train.compiled_graphs import graph_cache_counts
 from trainkit.train.metrics.timers import Timers
 from trainkit.train.model.batch import Batch
@@ -66,7 +67,8 @@ def compile_rank(job: Job, vocab: int, rank: int) -> dict[str, object]:
         sequence=job.parallelism.sequence_parallel,
         tied_at=tied_at(job),
     )
-    parts = build_model_parts(short, mesh, vocab)
+    kernels = choose(job.kernels, device.type).kernels
+    parts = build_model_parts(short, mesh, vocab, kernels=kernels)
     step = Step(short, parts, mesh, Timers(device))
     batches = [_batch(job, number, device) for number in range(2)]
     parts.train()
