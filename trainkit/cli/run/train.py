@@ -48,7 +48,8 @@ def train(task: TaskContext, name: str, options: TrainOptions) -> TaskResult:
         options: how the run is started.
     """
     jobs = load_jobs(task)
-    if options.rehearse or jobs.resolve(name, options.set).job.rehearse:
+    asked = jobs.resolve(name, [*options.overrides(), *options.set]).job
+    if options.rehearse or asked.rehearse:
         refuse_failed(task, run_rehearsal(task, jobs, name, RehearseOptions.of(options)))
     new = plan_new_run(jobs, name, options)
     job = new.job
