@@ -27,7 +27,8 @@ from trainkit.ops.triton_kernels.launch import (
 )
 
 FORWARD = 4096  # elements of a program
-BACKWARD = 2048
+BACKWARD = 2048  # twice as many at widths where four rows fit the registers and two do not
+FOUR_ROWS = range(513, 1025)
 WALK = 2048  # columns that a program looks at where a row is too wide for it
 PARTS_OF_WIDE = 64
 
@@ -292,7 +293,8 @@ def _gradients(dy: Tensor, dsum: Tensor | None, saved: _Saved) -> tuple[Tensor, 
         return dx, torch.zeros_like(saved.weight), torch.zeros_like(saved.weight)
     whole = width <= _whole_backward(saved)
     if whole:
-        part = tile(width, BACKWARD, per_thread=max(1, 16 // h.element_size()))
+        elements = 2 * BACKWARD if width in FOUR_ROWS else BACKWARD
+        part = tile(width, elements, per_thread=max(1, 16 // h.element_size()))
         parts = resident(h.device, part.warps, triton.cdiv(rows, part.rows))
     else:
         part = Tile(1, WALK, WALK // 256)
