@@ -26,6 +26,7 @@ def apart(family: str, precision: str, steps: int, root: Path) -> tuple[float, f
         "train_iters": steps,
         "global_batch_size": 4,
         "micro_batch_size": 4,
+        "lr": 1e-3,  # at a rate where losses jump, any rounding makes another run of it
         "precision": precision,
     }
     case = Case(family, layout(), 1, training, "fp32")
