@@ -93,12 +93,7 @@ class ModelChunk(Transformer):
     """
 
     def __init__(
-        self,
-        model: Model,
-        vocab_size: int,
-        number: int,
-        count: int,
-        kernels: Kernels = REFERENCE,
+        self, model: Model, vocab_size: int, number: int, count: int, kernels: Kernels = REFERENCE
     ) -> None:
         super().__init__(model, vocab_size, kernels)
         self.number, self.first, self.last = number, number == 0, number == count - 1
