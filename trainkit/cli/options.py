@@ -31,6 +31,11 @@ class PlanOptions(Options):
     price_per_gpu_hour: float = flag(
         "with --search: say what each layout costs", default=0.0, minimum=0
     )
+    picture: str = flag(
+        "with --search: "
+        + PICTURE.format("memory against speed, scaling over nodes and where a step's time goes"),
+        default="",
+    )
     write: str = flag(
         "with --search: add the fastest layout to jobs.local.toml as a job of this name", default=""
     )

@@ -142,6 +142,16 @@ def last_measured(job: Job) -> Measured | None:
     return None
 
 
+def measured_speeds(job: Job) -> dict[int, float]:
+    """Tokens a second of the fastest run of this job on this cluster, by its nodes."""
+    best: dict[int, float] = {}
+    for run, ran in _runs_of(job):
+        speed = summarize_run(run).tokens_per_second if run.metrics.is_file() else None
+        if speed is not None:
+            best[ran.nodes] = max(best.get(ran.nodes, 0.0), speed)
+    return best
+
+
 def _modelled(ran: Job, vocab: int | None) -> float | None:
     """Tokens a second of a run's layout by today's time model; on CPUs in its own units."""
     if not vocab:

@@ -169,6 +169,7 @@ class Searcher:
         self.refused: Counter[str] = Counter()
         self.nearest: dict[str, str] = {}
         self.considered = 0
+        self.candidates: list[Ranked] = []  # of the last search, fastest first
         self.known = True
 
     def _candidate(self, job: Job, change: dict[str, Value]) -> Ranked:
@@ -229,6 +230,7 @@ class Searcher:
         for number in nodes:
             candidates += self._legal(self.job.model_copy(update={"nodes": number}))
         candidates.sort(key=lambda found: -found.tokens_per_second)
+        self.candidates = candidates
         ranked: list[Ranked] = []
         too_large: dict[tuple[object, ...], int] = {}
         for index, found in enumerate(candidates):

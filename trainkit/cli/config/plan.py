@@ -27,8 +27,8 @@ def plan(task: TaskContext, name: str, options: PlanOptions) -> TaskResult:
         from trainkit.cli.config.plan_search import plan_search
 
         return plan_search(task, name, options, nodes)
-    if options.write or options.price_per_gpu_hour:
-        raise usage("--write and --price-per-gpu-hour are options of --search")
+    if options.write or options.price_per_gpu_hour or options.picture:
+        raise usage("--write, --picture and --price-per-gpu-hour are options of --search")
     if len(nodes) > 1:
         raise usage(f"--nodes {options.nodes}: a range goes with --search; give one number")
     jobs = load_jobs(task)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from pydantic import JsonValue
 
 from trainkit.base.documents import document
@@ -14,8 +16,10 @@ from trainkit.engines.rules import RULES
 from trainkit.jobs.layers import LOCAL_FILE
 from trainkit.jobs.load import Jobs
 from trainkit.jobs.local_jobs import add_job, refuse_name
-from trainkit.launch.job_plan import last_measured, prepared
+from trainkit.launch.job_plan import last_measured, measured_speeds, prepared
+from trainkit.plan.cloud import cloud
 from trainkit.plan.search import Ranked, Search, Searcher, describe
+from trainkit.reports.search_picture import SearchPicture, draw_search, refuse_format
 
 
 def plan_search(task: TaskContext, name: str, options: PlanOptions, nodes: list[int]) -> TaskResult:
@@ -32,6 +36,8 @@ def plan_search(task: TaskContext, name: str, options: PlanOptions, nodes: list[
     jobs = load_jobs(task)
     if options.write:
         refuse_name(jobs, options.write, "--write")
+    if options.picture:
+        refuse_format(Path(options.picture))
     job = jobs.resolve(name, overrides(options, nodes)).job
     known = prepared(job)
     tokenizer = job.dataset.tokenizer
@@ -52,11 +58,22 @@ def plan_search(task: TaskContext, name: str, options: PlanOptions, nodes: list[
         if not task.json:
             task.console.print("[red]no layout can be[/]: see the reasons above")
         return TaskResult(_to_json(found, options), Exit.PLAN)
+    if options.picture:
+        _draw(task, searcher, found, Path(options.picture))
     if options.write:
         _write(jobs, name, options, found.ranked[0])
         if not task.json:
             task.console.print(f"written to {LOCAL_FILE}: {task.command} plan {options.write}")
     return TaskResult(_to_json(found, options))
+
+
+def _draw(task: TaskContext, searcher: Searcher, found: Search, path: Path) -> None:
+    """Raises MissingExtra (exit 3) without matplotlib."""
+    job = searcher.job
+    points = cloud(searcher.candidates, searcher.rules, searcher.vocab)
+    title = f"{job.name} on {job.cluster.name}: {found.considered:,} layouts"
+    draw_search(SearchPicture(title, found.ranked, points, measured_speeds(job), found.known), path)
+    task.say(f"wrote {path}")
 
 
 def _write(jobs: Jobs, name: str, options: PlanOptions, best: Ranked) -> None:

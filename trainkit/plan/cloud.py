@@ -1,0 +1,97 @@
+"""The layouts of a search as points: memory and speed, and those that none other beats in both."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from trainkit.jobs.schema import Job
+from trainkit.plan.layout import layout_of, padded_vocab_size
+from trainkit.plan.memory import memory_of
+from trainkit.plan.rules import Rules
+from trainkit.plan.search import Ranked, describe
+from trainkit.plan.suggestions import MICRO
+
+MOST = 300  # points of a picture
+FASTEST = 20  # kinds on each number of nodes that are always among them
+TRIES = 4  # micro-batches of one kind of layout until one fits
+
+
+@dataclass(frozen=True)
+class Point:
+    """The fastest micro-batch of one kind of layout that fits.
+
+    Args:
+        layout: in words.
+        nodes: that it runs on.
+        tokens_per_second: predicted.
+        bytes: of its fullest rank.
+    """
+
+    layout: str
+    nodes: int
+    tokens_per_second: float
+    bytes: int
+
+
+def cloud(candidates: Iterable[Ranked], rules: Rules, vocab: int) -> list[Point]:
+    """A point for each kind of layout (all but its micro-batch), fastest first; of many kinds on a
+    number of nodes the fastest and others at even distances, since memory takes its time.
+
+    Args:
+        candidates: of a search, fastest first.
+        rules: of the engine.
+        vocab: ids, without padding.
+    """
+    kinds: dict[int, dict[object, list[Ranked]]] = {}
+    for each in candidates:
+        key = tuple((path, value) for path, value in each.change.items() if path != MICRO)
+        kinds.setdefault(each.job.nodes, {}).setdefault(key, []).append(each)
+    found: list[Point] = []
+    for of_nodes in kinds.values():
+        groups = list(of_nodes.values())
+        step = -(-len(groups) * len(kinds) // MOST)
+        for index, group in enumerate(groups):
+            if index < FASTEST or index % step == 0:
+                found += _first_that_fits(group[:TRIES], rules, vocab)
+    return sorted(found, key=lambda point: -point.tokens_per_second)
+
+
+def _first_that_fits(group: list[Ranked], rules: Rules, vocab: int) -> list[Point]:
+    """At most one point."""
+    for each in group:
+        size = _bytes(each.job, rules, vocab)
+        room = each.job.cluster.device.memory_bytes
+        if room is None or size <= room:
+            return [Point(describe(each.change), each.job.nodes, each.tokens_per_second, size)]
+    return []
+
+
+def thinned(points: list[Point], most: int = MOST) -> list[Point]:
+    """As many as a picture shows: the front, and others at even distances."""
+    step = -(-len(points) // most)
+    front = set(pareto(points))
+    return [point for index, point in enumerate(points) if index % step == 0 or point in front]
+
+
+def pareto(points: Iterable[Point]) -> list[Point]:
+    """Those that no other beats in both speed and memory, fastest first."""
+    front: list[Point] = []
+    for point in sorted(points, key=lambda p: (-p.tokens_per_second, p.bytes)):
+        if not front or point.bytes < front[-1].bytes:
+            front.append(point)
+    return front
+
+
+def best_by_nodes(points: Iterable[Point]) -> dict[int, float]:
+    """Tokens a second of the fastest on each number of nodes."""
+    best: dict[int, float] = {}
+    for point in points:
+        best[point.nodes] = max(best.get(point.nodes, 0.0), point.tokens_per_second)
+    return dict(sorted(best.items()))
+
+
+def _bytes(job: Job, rules: Rules, vocab: int) -> int:
+    layout = layout_of(job)
+    padded = padded_vocab_size(vocab, job.model.make_vocab_size_divisible_by, layout.tensor)
+    return memory_of(job, layout, rules, vocab, padded).fullest.total_bytes
