@@ -2,7 +2,8 @@
 
 A processor's speed is not known from its name, so what is computed here is an order of layouts,
 in seconds of an assumed core; a run of the job says by how much this machine differs
-(plan/measured.py). Read off docs/benchmarks.md (ten layouts of another model on two cores).
+(plan/measured.py). Read off docs/benchmarks.md (ten layouts of
+another model on two cores); a block's start from CPU seconds of three micro-batch sizes.
 """
 
 from __future__ import annotations

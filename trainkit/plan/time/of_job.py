@@ -28,7 +28,7 @@ MODEL_OF_ROWS = "a100-80"  # whose proportions a device has that is in no row
 # of a prediction's logarithm, besides the spread of the fit
 OWN_ENGINE = 0.12  # no public timings of the native trainer on GPUs
 NO_ROW = 0.3
-HOST = 0.2  # benchmarks/plan_search.py, after one run's calibration
+HOST = 0.2  # after one run has corrected it; assumed, not measured
 NO_NETWORK = 0.15
 ONE_CARD = 12.5e9  # bytes a second of a node whose device has no reference design: 100 Gb/s
 TENTHS = 1.2816  # standard deviations from the middle to the 10th and the 90th percentile
