@@ -160,6 +160,7 @@ def test_a_library_that_cannot_be_used(nowhere: Path) -> None:
     assert words in kernels.choose("auto", "cpu").because
     say(nowhere, ours)  # of this torch, and cut short
     assert "cannot be loaded" in kernels.choose("auto", "cpu").because
+    assert "no GPU has run" in kernels.choose("auto", "cuda").because
     assert "no fused operations for devices of type 'mps'" in kernels.choose("auto", "mps").because
 
 

@@ -115,8 +115,8 @@ class Job(Table):
         "auto",
         description=(
             "what computes norms, activations, the loss and the update; fused: trainkit's own"
-            " kernels, refused where they are not built; reference: plain torch; auto: fused where"
-            " they are built"
+            " kernels, refused where they are not built; reference: plain torch; auto: fused on"
+            " CPUs where they are built, plain torch on GPUs"
         ),
     )
     sample_order: Literal["native", "megatron"] = Field(
