@@ -4,6 +4,7 @@ run: the contenders' processes of benchmarks/train_step.py.
 
 from __future__ import annotations
 
+import importlib.util
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,7 +17,6 @@ from trainkit.jobs.devices import Device, reported_device
 if TYPE_CHECKING:
     from benchmarks.gpu.sessions import DeviceType
 
-CONTENDERS = ("trainkit", "plain loop")
 THREADS = 2  # on a CPU
 GOAL_ROW = "h200-sxm-141gb"  # of the device table
 BLOCKS = 3  # of steps in a row, without a stop between them; the median counts
@@ -47,9 +47,16 @@ def measure(name: str, case: Case, device: DeviceType) -> Measured:
     return Measured(statistics.median(worker.seconds), worker.peak, worker.about)
 
 
+def contenders(device: DeviceType) -> list[str]:
+    """Who takes part: with its fused kernels on a GPU, where `auto` takes plain torch, and Triton
+    is there."""
+    fused = device == "cuda" and importlib.util.find_spec("triton") is not None
+    return ["trainkit", *(["trainkit, fused kernels"] if fused else []), "plain loop"]
+
+
 def contend(words: str, case: Case, device: DeviceType) -> Iterator[tuple[str, Measured | Finding]]:
     """Each contender's measure, or the finding that it failed."""
-    for name in CONTENDERS:
+    for name in contenders(device):
         try:
             yield name, measure(name, case, device)
         except Failed as error:

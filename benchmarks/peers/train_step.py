@@ -22,6 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -64,7 +65,7 @@ def _model(case: Case) -> Any:
     return Model(name="bench", **case.model)
 
 
-def _job(case: Case, precision: str, device: str, folder: str) -> Any:
+def _job(case: Case, precision: str, device: str, folder: str, kernels: str) -> Any:
     from trainkit.jobs.devices import built_in_device
     from trainkit.jobs.schema import Cluster, Dataset, Job, Training
 
@@ -88,6 +89,7 @@ def _job(case: Case, precision: str, device: str, folder: str) -> Any:
     cluster = Cluster(name="here", device=built_in_device(device), ranks_per_node=1, root=folder)
     return Job(
         name="bench",
+        kernels=kernels,  # type: ignore[arg-type]
         cluster=cluster,
         model=_model(case),
         dataset=Dataset(name="mock", source="mock"),
@@ -98,7 +100,7 @@ def _job(case: Case, precision: str, device: str, folder: str) -> Any:
 class Trainkit:
     """The Trainer of a run, as rank 0 of 1."""
 
-    def __init__(self, case: Case, precision: str, device: str) -> None:
+    def __init__(self, case: Case, precision: str, device: str, kernels: str = "auto") -> None:
         import socket
 
         from trainkit.plan.arithmetic import model_flops_per_token_of
@@ -111,7 +113,7 @@ class Trainkit:
             free.bind(("127.0.0.1", 0))
             os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free.getsockname()[1]))
         self.folder = tempfile.TemporaryDirectory()
-        job = _job(case, precision, device, self.folder.name)
+        job = _job(case, precision, device, self.folder.name, kernels)
         run = new_run_folder(Path(self.folder.name), "bench")
         self.trainer = Trainer(job, run, World(0, 1), Heartbeat(None, 0), threading.Event())
         self.parameters = sum(
@@ -178,7 +180,7 @@ class PlainLoop:
         from trainkit.train.batches import Feed
         from trainkit.train.parallel.data_parallel import World
 
-        job = _job(self.case, "fp32", self.device, "")
+        job = _job(self.case, "fp32", self.device, "", "reference")
         feed = Feed(job, job.dataset, "train", World(0, 1), torch.device(self.device))
         for consumed in itertools.count(0, job.global_batch_size):
             yield [
@@ -397,6 +399,7 @@ class Products:
 
 BUILDERS: dict[str, Callable[[Case, str, str], Any]] = {
     "trainkit": Trainkit,
+    "trainkit, fused kernels": partial(Trainkit, kernels="fused"),
     "transformers": lambda *words: transformers_loop(*words, pure=False),
     "litgpt": lambda *words: litgpt_loop(*words, pure=False),
     "transformers, bf16 weights": lambda *words: transformers_loop(*words, pure=True),

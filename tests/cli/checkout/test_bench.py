@@ -48,9 +48,9 @@ def test_an_unknown_benchmark_or_option_is_refused_before_anything_is_installed(
     project: Project,
 ) -> None:
     assert (
-        "there are: checkpoint, data_prep, demo, fetching, launch, layouts, mutations, permutation,"
-        " plan, plan_search, plan_time, readability, report_page, sample_order, train_step"
-        in project.invoke("bench", "--name", "nope", exit=3).stderr
+        "there are: checkpoint, data_prep, demo, fetching, kernels, launch, layouts, mutations,"
+        " permutation, plan, plan_search, plan_time, precompile, readability, report_page,"
+        " sample_order, train_step" in project.invoke("bench", "--name", "nope", exit=3).stderr
     )
     assert (
         "benchmarks/demo.py has no --quick"
@@ -156,7 +156,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace
             python.write_text(f"#!/bin/sh\necho {sys.implementation.cache_tag}\n")
             python.chmod(0o755)
 
-    monkeypatch.setattr(installer, "_run", run)
+    monkeypatch.setattr(installer, "run_step", run)
     monkeypatch.setattr(installer, "missing_tools", list)
     return state
 
