@@ -48,6 +48,7 @@ SOME = [  # kind, operation and place, which of them, what comes of it
     ("EIO", "rename checkpoints/step-00000006.tmp", 1, "ended later"),
     ("ENOSPC", "pwrite windows.bin", 3, "nothing lost"),
     ("ENOSPC", "create metrics.jsonl", 1, "ended before step 1"),
+    ("EIO", "create attempts/1/phases.jsonl", 1, "nothing lost"),
     ("half", "write checkpoints/step-00000002.tmp/rank-00000.bin", 1, "nothing lost"),
     ("full, room after 2 steps", "write metrics.jsonl", 4, "a save left out"),
 ]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -66,6 +67,8 @@ class PhaseLog:
                 self._handle = os.open(self.path, flags, 0o666)
             os.write(self._handle, json.dumps(asdict(change)).encode() + b"\n")
         except OSError as error:
+            if self.failed is None:
+                print(f"WARNING: no ledger of this attempt: {error}", file=sys.stderr, flush=True)
             self.failed = error
 
 

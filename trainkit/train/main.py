@@ -126,8 +126,10 @@ def run_rank(run_folder: Path, attempt: int = 1) -> int:
         trainer = Trainer(job, run, World.from_environment(), heartbeat, stop)
         if heartbeat.rank == 0:
             print(f" {trainer.chosen}", flush=True)
-            with contextlib.suppress(OSError):  # a disk that fails costs the record, no more
+            try:
                 write_json(run.attempt(attempt).kernels, trainer.chosen.document(job.kernels))
+            except OSError as error:  # costs the record, no more
+                print(f"WARNING: no record of the kernels: {error}", file=sys.stderr, flush=True)
         ended = trainer.train()
         if ended == Exit.DONE:
             heartbeat.beat("done", trainer.step)
