@@ -37,8 +37,8 @@ def with_a_branch(folder: str) -> list[str]:
     """The same, where rank 0 alone asks all others for something more."""
     real = replicas.squared_norm
 
-    def squared_norm(parameters: object, mesh: Mesh) -> torch.Tensor:
-        norm = real(parameters, mesh)  # type: ignore[arg-type]
+    def squared_norm(parameters: object, mesh: Mesh, *more: object) -> torch.Tensor:
+        norm = real(parameters, mesh, *more)  # type: ignore[arg-type]
         if mesh.place.tensor == 0:
             dist.all_reduce(norm, group=mesh.tensor_group)
         return norm

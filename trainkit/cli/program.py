@@ -26,7 +26,7 @@ from trainkit.cli.completion import SCRIPTS, TABLES, candidates, names_of
 from trainkit.cli.wrapper import command_in
 
 GROUPS = {
-    "Start": ("init", "import", "jobs", "show", "check", "plan"),
+    "Start": ("init", "import", "jobs", "show", "check", "plan", "graph"),
     "Prepare": (
         "build",
         "build-container",
@@ -36,7 +36,7 @@ GROUPS = {
         "data-stats",
         "data-verify",
     ),
-    "Run": ("train", "resume", "attach", "cancel"),
+    "Run": ("train", "sweep", "resume", "attach", "cancel"),
     "Follow": (
         "runs",
         "status",

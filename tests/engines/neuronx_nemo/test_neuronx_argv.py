@@ -287,10 +287,10 @@ def test_other_engines_have_no_way_to_trainium(jobs: Jobs) -> None:
     job = resolved(jobs, "23b", "engine=megatron-lm", "engine_source=megatron-lm")
     found = [str(each) for each in ENGINES["megatron-lm"].problems(job)]
     assert any("engine = 'megatron-lm' on cluster.device = 'trn1-core'" in each for each in found)
-    other = jobs.resolve("llama-8b", ["precompile=true"]).job
+    other = jobs.resolve("llama-8b", ["precompile=true", "training.compile=false"]).job
     (problem,) = ENGINES["native"].problems(other)
-    assert "'native': it has no graphs to compile" in problem.message
-    assert "neuronx-nemo" in problem.hint
+    assert "precompile without training.compile" in problem.message
+    assert "training.compile=true" in problem.hint
 
 
 def test_a_run_without_checkpoints_says_so(jobs: Jobs) -> None:
