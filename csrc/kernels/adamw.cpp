@@ -44,9 +44,10 @@ TRAINKIT_CLONES double squares(const T* x, int64_t count) {
 template <class A>
 struct Constants {
     A divisor;
-    A keep;  // what decay leaves of a weight
-    A beta1;
+    A keep;   // what decay leaves of a weight
+    A gain1;  // 1 - beta1, subtracted in fp64: of beta2 near 1 fp32 would keep few digits
     A beta2;
+    A gain2;
     A rate;  // learning rate over the first moment's bias correction
     A root;  // of the second moment's
     A eps;
@@ -60,8 +61,8 @@ TRAINKIT_CLONES void update(A* weight, const G* gradient, A* average, A* square,
 #pragma omp simd
     for (int64_t i = 0; i < count; ++i) {
         const A g = A(widen(gradient[i])) / k.divisor;
-        const A m = average[i] + (1 - k.beta1) * (g - average[i]);
-        const A v = k.beta2 * square[i] + (1 - k.beta2) * g * g;
+        const A m = average[i] + k.gain1 * (g - average[i]);
+        const A v = k.beta2 * square[i] + k.gain2 * g * g;
         const A w = weight[i] * k.keep - k.rate * m / (std::sqrt(v) / k.root + k.eps);
         average[i] = m;
         square[i] = v;
@@ -168,8 +169,9 @@ void adamw_step(const std::vector<Tensor>& weights, const std::vector<Tensor>& g
         using C = decltype(c);
         Constants<A> constants{A(number(divisor)),
                                A(1),
-                               A(beta1),
+                               A(1 - beta1),
                                A(beta2),
+                               A(1 - beta2),
                                A(lr / (1 - std::pow(beta1, count))),
                                A(std::sqrt(1 - std::pow(beta2, count))),
                                A(eps)};

@@ -13,7 +13,7 @@ from torch.library import opcheck
 from trainkit.jobs.schema import Training
 from trainkit.ops import adamw, library
 from trainkit.ops.adamw import Rule, Weights
-from trainkit.ops.kernels import FUSED, REFERENCE
+from trainkit.ops.kernels import FUSED, REFERENCE, Kernels
 from trainkit.train.update.optimizer import Optimizer
 
 RULE = Rule(0.8, 0.95, 1e-3)  # not torch's own defaults
@@ -223,3 +223,22 @@ def test_bytes() -> None:
     assert adamw.bytes_moved(10, fp32, fp32, None) == 280
     assert adamw.bytes_moved(10, fp32, bf16, bf16) == 280
     assert adamw.norm_bytes_moved(10, bf16) == 20
+
+
+def test_what_a_beta_near_one_leaves_is_not_lost_in_fp32() -> None:
+    def moment(kernels: Kernels) -> float:
+        one = [torch.ones(1) for _ in range(2)]
+        on = Weights([one[0]], [one[1]], [torch.zeros(1)], [torch.zeros(1)], [], [0.0])
+        number = torch.ones(())
+        kernels.adamw(
+            on,
+            Rule(0.9, 0.99999, 1e-8),
+            steps=torch.tensor(0),
+            rate=number * 1e-3,
+            divisor=number,
+            skip=GO,
+        )
+        return on.exp_avg_sqs[0].item()
+
+    assert moment(FUSED) == pytest.approx(1e-5, rel=1e-6)
+    assert moment(FUSED) == pytest.approx(moment(REFERENCE), rel=1e-6)
