@@ -274,3 +274,9 @@ def test_logits_never_exist_in_fp32() -> None:
 def test_bytes() -> None:
     """Read once, written once."""
     assert cross_entropy.bytes_moved(8192, 131072, torch.bfloat16) == 4 * 8192 * 131072 + 8 * 8192
+
+
+def test_a_rank_without_a_finite_logit_beside_very_low_ones() -> None:
+    nothing, low = torch.tensor([-torch.inf, 0.0, 0.0]), torch.tensor([-200.0, 2.0, -201.0])
+    highest, summed, target = combined(torch.stack([nothing, low])[..., None])
+    assert (highest.item(), summed.item(), target.item()) == (-200.0, 2.0, -201.0)

@@ -109,7 +109,7 @@ def combined(parts_T3C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     order."""
     highest_TC, sum_TC, target_TC = parts_T3C.unbind(1)
     highest_C = highest_TC.amax(0)
-    # a rank that has nothing above -inf added up e^logit
-    shift_TC = torch.where(highest_TC == -torch.inf, 0, highest_TC)
-    sum_C = (sum_TC * (shift_TC - highest_C).exp()).sum(0)
+    # a rank that has nothing above -inf added up e^logit: 0, or NaN, by whatever factor
+    share_TC = torch.where(highest_TC == -torch.inf, 1, (highest_TC - highest_C).exp())
+    sum_C = (sum_TC * share_TC).sum(0)
     return highest_C, sum_C, target_TC.sum(0)
