@@ -182,6 +182,15 @@ inline void check_same_shape(const Tensor& first, const Tensor& second, const ch
                     second.numel(), " elements must have the same shape");
 }
 
+// Refuses statistics that are not one number a row in the precision of sums over `x`.
+inline void check_statistics(const Tensor& numbers, const Tensor& x, int64_t rows,
+                             const char* operation) {
+    STD_TORCH_CHECK(
+        numbers.scalar_type() == wide_type(x) && numbers.numel() == rows && numbers.is_contiguous(),
+        "trainkit::", operation, " takes statistics of ", rows, " rows, contiguous, of torch.",
+        toString(wide_type(x)));
+}
+
 // Refuses two tensors that are to be read side by side and are of different shapes or types.
 inline void check_alike(const Tensor& first, const Tensor& second, const char* operation) {
     check_same_type(first, second, operation);

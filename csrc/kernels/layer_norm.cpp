@@ -175,6 +175,8 @@ std::tuple<Tensor, Tensor, Tensor> run_backward(const char* operation, const Ten
     check_alike(x, dy, operation);
     check_alike(x, dsum, operation);
     check_weight(weight, rows.width, operation);
+    check_statistics(mean, x, rows.count, operation);
+    check_statistics(rstd, x, rows.count, operation);
     const Tensor dx = torch::stable::empty_like(x);
     const Tensor dweight = torch::stable::empty_like(weight);
     const Tensor dbias = torch::stable::empty_like(weight);

@@ -144,6 +144,7 @@ std::tuple<Tensor, Tensor> run_backward(const char* operation, const Tensor& giv
     check_alike(x, dy, operation);
     check_alike(x, dsum, operation);
     check_weight(weight, rows.width, operation);
+    check_statistics(rstd, x, rows.count, operation);
     const Tensor dx = torch::stable::empty_like(x);
     const Tensor dweight = torch::stable::empty_like(weight);
     const int64_t blocks = row_blocks(rows.count);

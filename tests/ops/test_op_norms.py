@@ -248,3 +248,13 @@ def test_bytes_moved() -> None:
     assert moved == 2 * 6 * 64 * 2 + 64 * 4 + 6 * 4
     added = layer_norm.bytes_moved((6, 64), torch.float32, torch.float32, added=True, backward=True)
     assert added == 4 * 6 * 64 * 4 + 3 * 64 * 4 + 2 * 6 * 4
+
+
+@pytest.mark.parametrize("rstd", [torch.ones(1), torch.ones(4, dtype=torch.float64)])
+def test_statistics_of_other_rows_are_refused(rstd: Tensor) -> None:
+    fused()
+    x, weight = torch.ones(4, 8), torch.ones(8)
+    with pytest.raises(RuntimeError, match="takes statistics of 4 rows"):
+        torch.ops.trainkit.rms_norm_backward(x, x, weight, rstd)
+    with pytest.raises(RuntimeError, match="takes statistics of 4 rows"):
+        torch.ops.trainkit.layer_norm_backward(x, x, weight, torch.ones(4), rstd)
