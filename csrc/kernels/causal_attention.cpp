@@ -8,7 +8,7 @@
 
 #include "exponential.h"
 
-#if defined(__x86_64__) && defined(__GNUC__)
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #include <immintrin.h>
 #define TRAINKIT_BF16 1
 #endif
