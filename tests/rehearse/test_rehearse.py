@@ -87,7 +87,9 @@ def test_a_checkpoint_of_another_width(prepared: Path, tmp_path: Path) -> None:
     shutil.copytree(prepared, project.path)
     text = (project.path / "jobs.toml").read_text()
     (project.path / "jobs.toml").write_text(text.replace(str(prepared), str(project.path)))
-    one = ("--set", "cluster.ranks_per_node=1")
+    # a node of its own: runs of other tests hold this machine's
+    alone = f'cluster.node_folder="{project.path}/node"'
+    one = ("--set", "cluster.ranks_per_node=1", "--set", alone)
     project.invoke("train", "small", *one)
     (run,) = project.runs()
     (checkpoint,) = (run / "checkpoints").glob("step-*")

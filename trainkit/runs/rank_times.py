@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ class RankTimesLog:
         self.path = path
         self._first: float | None = None
         self._last = 0.0
+        self._failed = False
 
     def note(self, step: int, compute_ms: Sequence[float]) -> None:
         """Write a line, if one is due."""
@@ -53,8 +55,10 @@ class RankTimesLog:
                 os.write(handle, json.dumps(row).encode() + b"\n")
             finally:
                 os.close(handle)
-        except OSError:  # a picture's loss, no training's
-            return
+        except OSError as error:  # a picture's loss, no training's
+            if not self._failed:
+                print(f"WARNING: no times of ranks: {error}", file=sys.stderr, flush=True)
+            self._failed = True
 
 
 def rank_times_path(run: RunFolder) -> Path:
