@@ -11,7 +11,7 @@ from trainkit.experiment.options import RehearseOptions, ResumeOptions, TrainOpt
 
 @make_task(help=FORCE, takes_json=True, takes_dry_run=True)
 def build(task: TaskContext, force: bool = False) -> TaskResult:
-    """Compile the C++ extension if its source changed."""
+    """Compile the dataset-index helper and the fused kernels if their source changed."""
     from trainkit.cli.run import stages as prepare
 
     return prepare.build(task, force=force)
