@@ -61,7 +61,7 @@ def test_what_is_written_is_read(
 
 def test_another_ending_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x.csv").write_text("a,b")
-    with pytest.raises(ConfigError, match=r"ends in none of \.jsonl, "):
+    with pytest.raises(ConfigError, match=r"is of no format that is known by its name"):
         list(read_documents(tmp_path / "x.csv", "text"))
 
 
@@ -120,5 +120,8 @@ class TestFiles:
 
     def test_what_is_no_text(self, folder: Path) -> None:
         (folder / "x.csv").touch()
-        with pytest.raises(ConfigError, match=r"x\.csv is no file that ends in"):
+        with pytest.raises(ConfigError, match=r"x\.csv is no file of a format that is read"):
             FilesSource().shards(self.dataset(folder, "x.csv"), folder)
+        (folder / "texts").mkdir()
+        with pytest.raises(ConfigError, match=r"texts is a folder"):
+            FilesSource().shards(self.dataset(folder, "texts"), folder)

@@ -215,7 +215,7 @@ class TestWeb:
         self, site: Site, tmp_path: Path
     ) -> None:
         site.files["/x.csv"] = b"a,b"
-        assert "x.csv ends in none of .jsonl" in str(
+        assert "x.csv is of no format that is read" in str(
             refused(web(f"{site.url}/x.csv"), tmp_path / "corpus")
         )
 

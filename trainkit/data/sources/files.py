@@ -11,7 +11,7 @@ from trainkit.data.fetch.ranges import expand
 from trainkit.data.fetch.retry import DEFAULT_RETRY, FetchRetryPolicy
 from trainkit.data.indexed.published import check_published
 from trainkit.data.sources.contract import Shard
-from trainkit.data.text.formats import READABLE
+from trainkit.data.text.formats import READABLE, READABLE_IN_WORDS
 from trainkit.data.unit_specs import TextRecipe, TextResult
 from trainkit.jobs.schema import Dataset
 
@@ -48,12 +48,7 @@ class FilesSource:
                 exit=Exit.STAGE_FAILED,
             )
         for path in found:
-            if not path.is_file() or not path.name.endswith(READABLE):
-                raise ConfigError(
-                    f"datasets.{dataset.name}.paths: {path} is no file that ends in"
-                    f" {' or '.join(READABLE)}",
-                    exit=Exit.STAGE_FAILED,
-                )
+            refuse_unreadable(dataset, path)
         sizes = [path.stat().st_size for path in found]
         if dataset.files is not None and len(found) != dataset.files:
             message = (
@@ -71,3 +66,19 @@ class FilesSource:
 
     def write(self, recipe: TextRecipe, path: Path, text_key: str) -> TextResult:
         raise AssertionError("files are never written")
+
+
+def refuse_unreadable(dataset: Dataset, path: Path) -> None:
+    """Raises ConfigError (exit 6): not a file, or of no format that is known."""
+    if path.is_dir():
+        raise ConfigError(
+            f"datasets.{dataset.name}.paths: {path} is a folder",
+            exit=Exit.STAGE_FAILED,
+            hint=f"name its files, such as {path}/**/*.txt",
+        )
+    if not path.is_file() or not path.name.endswith(READABLE):
+        raise ConfigError(
+            f"datasets.{dataset.name}.paths: {path} is no file of a format that is read",
+            exit=Exit.STAGE_FAILED,
+            hint=f"read are {READABLE_IN_WORDS}; the name says the format",
+        )

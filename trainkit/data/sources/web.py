@@ -11,7 +11,7 @@ from trainkit.data.fetch.retry import DEFAULT_RETRY, FetchRetryPolicy, RemoteFil
 from trainkit.data.sources.address import local_names
 from trainkit.data.sources.contract import FetchUnit, Shard
 from trainkit.data.sources.listing import LISTING, ListedFile, list_files, listing_document
-from trainkit.data.text.formats import READABLE
+from trainkit.data.text.formats import READABLE, READABLE_IN_WORDS
 from trainkit.data.unit_specs import TextRecipe, TextResult
 from trainkit.jobs.schema import Dataset
 
@@ -36,9 +36,9 @@ class WebSource:
         for shard in found:
             if not shard.path.name.endswith(READABLE):
                 raise ConfigError(
-                    f"datasets.{dataset.name}.urls: {shard.path.name} ends in none of"
-                    f" {', '.join(READABLE)}",
+                    f"datasets.{dataset.name}.urls: {shard.path.name} is of no format that is read",
                     exit=Exit.STAGE_FAILED,
+                    hint=f"read are {READABLE_IN_WORDS}; the name says the format",
                 )
         return found
 

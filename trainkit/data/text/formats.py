@@ -1,11 +1,13 @@
 """Files of text as a stream of documents: JSON lines, columns, plain text, alone or in archives,
 compressed or not. Nothing is extracted to disk.
 
-    .jsonl .json          one JSON object a line                                 and these three
-    with .gz, .zst, .bz2 or .xz behind .txt                  one document, or what stands between
-    `text_separator` .tar (.tgz)           of all of those .zip                  of all of those;
-    also members without an ending, read as .txt (enwik8) .parquet              one document a
-    row; .zip and .parquet are read from their end, so not while they are fetched
+    .jsonl, .json     one JSON object a line
+    .txt              one document, or what stands between `text_separator`
+    .gz .zst .bz2 .xz behind one of these: compressed
+    .tar, .tgz, .zip  of all of those; also members without an ending, read as .txt (enwik8)
+    .parquet          one document a row
+
+.zip and .parquet are read from their end, so not while they are fetched.
 
 A text may be a list of strings: several sequences of one document, as in Megatron's
 preprocess_data.py. What is no document is not raised but yielded as `BadLine`, so that the caller
@@ -47,6 +49,10 @@ TEXT = (".txt",)
 SINGLE = tuple(kind + packed for kind in (*LINES, *TEXT) for packed in ("", *COMPRESSED))
 TAR = (".tar", *(f".tar{packed}" for packed in COMPRESSED), ".tgz")
 READABLE = (*SINGLE, *TAR, ".zip", ".parquet")
+READABLE_IN_WORDS = (
+    f"{', '.join((*LINES, *TEXT))}, each also with {', '.join(COMPRESSED[:-1])} or"
+    f" {COMPRESSED[-1]} behind it, .tar, .tgz, .zip and .parquet"
+)
 
 
 def open_documents(
@@ -80,8 +86,8 @@ def open_documents(
         return _single(lower, decompressed_blocks(lower, stream, where), reading, where)
     raise damaged_file(
         where,
-        f"cannot be read as text: its name ends in none of {', '.join(READABLE)}",
-        "rename it, or leave it out",
+        "is of no format that is known by its name",
+        f"read are {READABLE_IN_WORDS}; rename it, or leave it out",
     )
 
 
