@@ -144,6 +144,7 @@ def test_text_job_from_raw_text_to_a_sample(project: Project) -> None:
     assert greedy["text"].startswith("the quick") and len(greedy["text"]) > len("the quick")
     report = project.document("report", "last", "--picture", "loss.svg", "--flops", "palm-6n")
     assert report["validation_loss"]["last"] == evaluations[-1]
+    assert "since submission: " in project.invoke("report", "last").stdout
     assert (report["flops_convention"], report["convention_tflops"] > 0) == ("palm-6n", True)
     assert (project.path / "loss.svg").read_text().startswith("<?xml")
     again = project.invoke("train", "text").stdout

@@ -13,9 +13,11 @@ from trainkit.cli.inspect.runs import print_status
 from trainkit.cli.wrapper import TaskContext, TaskResult
 from trainkit.jobs.resolved import read_job
 from trainkit.launch.scheduler_registry import current
+from trainkit.reports.ledger import Ledger
 from trainkit.reports.page import report_page
 from trainkit.reports.picture import draw_report
 from trainkit.reports.read import read_report
+from trainkit.reports.words import duration
 from trainkit.runs.checkpoints import published_folders, step_of
 from trainkit.runs.devices import DeviceUsage
 from trainkit.runs.find import find_run
@@ -71,6 +73,7 @@ def report(task: TaskContext, run_name: str, files: ReportFiles, flops: str) -> 
         print_status(task, run, record, DeviceUsage([]))
         _print_speed(task, summary)
         _print_planned(task, summary.tokens_per_second, planned)
+        _print_times(task, read_report(run, record).ledger)
         if by_convention is not None:
             task.say(f"{by_convention:.3g} TFLOP/s per device as {flops} counts them")
     counted: dict[str, object] = {}
@@ -144,3 +147,13 @@ def _print_planned(task: TaskContext, measured: float | None, planned: float | N
         task.say(
             f"{measured:,.0f} tokens/s; the plan had {planned:,.0f} ({planned / measured - 1:+.1%})"
         )
+
+
+def _print_times(task: TaskContext, ledger: Ledger) -> None:
+    """Where the run's time went, the most first; bins below a tenth of a percent are left out."""
+    wall = ledger.wall_seconds
+    if not wall:
+        return
+    by_size = sorted(ledger.seconds.items(), key=lambda item: item[1], reverse=True)
+    parts = [f"{bin} {seconds / wall:.1%}" for bin, seconds in by_size if seconds >= wall / 1000]
+    task.say(f"{duration(wall)} since submission: {', '.join(parts)}")
