@@ -40,6 +40,10 @@ def test_a_list_and_the_same_values_twice() -> None:
     same = {"training": {"lr": 1e-3}}
     sweep = Sweep.model_validate({"list": [same, {"training": {"lr": 1e-3}}, {"nodes": 2}]})
     assert sweep.points() == [{"training.lr": 1e-3}, {"nodes": 2}]
+    sweep = Sweep.model_validate(
+        {"list": [{"nodes": 2, "engine": "x"}, {"engine": "x", "nodes": 2}]}
+    )
+    assert len(sweep.points()) == 1
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ def test_what_is_not_text_is_left_out_and_counted(tmp_path: Path) -> None:
     (tmp_path / "b.py").write_bytes(b"")
     (tmp_path / "c.py").write_bytes(b"\xff\xfe")
     path = tmp_path / "shard.jsonl.zst"
-    result = StdlibSource().write(TextRecipe(tmp_path, ("a.py", "b.py", "c.py")), path, "text")
+    result = StdlibSource().write(TextRecipe(tmp_path, ("c.py", "b.py", "a.py")), path, "text")
     assert result.to_json() == {
         "documents": 1,
         "text_bytes": 9,

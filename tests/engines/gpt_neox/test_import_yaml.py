@@ -145,6 +145,14 @@ def test_flash_attention_is_written_layer_by_layer(tmp_path: Path) -> None:
     assert job.engine_args["attention_config"] == ["flash", "global"]
 
 
+def test_a_micro_batch_that_is_not_given_is_one_and_said_to_be(tmp_path: Path) -> None:
+    path = tmp_path / "bare.yml"
+    path.write_text(MINIMAL.replace(' "train_micro_batch_size_per_gpu": 1,', ""))
+    job, left = job_of(tmp_path / "project", [path], 1)
+    assert job.training.micro_batch_size == 1
+    assert any("micro_batch_size = 1 stands for it" in line for line in left)
+
+
 MINIMAL = (
     '{"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 64,'
     ' "max_position_embeddings": 64, "train_iters": 10, "train_micro_batch_size_per_gpu": 1,'

@@ -165,6 +165,17 @@ class TestFiles:
         assert (tmp_path / "theirs/model.safetensors.index.json").is_file()
         equal(loaded(tmp_path / "theirs", model)(TOKENS_BS), theirs(case)(TOKENS_BS).logits)
 
+    def test_two_shards_have_an_index_and_one_has_none(self, tmp_path: Path) -> None:
+        model, module = CASES["gpt"][0], ours(CASES["gpt"][0])
+        checkpoints = save(module, tmp_path / "checkpoints")
+        whole = write(checkpoints, model, tmp_path / "whole")
+        assert len(whole.files) == 1
+        assert not (tmp_path / "whole/model.safetensors.index.json").exists()
+        halves = write(checkpoints, model, tmp_path / "halves", shard_bytes=whole.bytes - 1)
+        assert len(halves.files) == 2
+        index = json.loads((tmp_path / "halves/model.safetensors.index.json").read_text())
+        assert set(index["weight_map"].values()) == set(halves.files)
+
     @pytest.mark.parametrize(
         ("dtype", "torch_dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)]
     )
