@@ -219,3 +219,10 @@ def test_a_warmup_longer_than_training() -> None:
         in plan.notes[0].message
     )
     assert not plan_of(job_of(lr_warmup_iters=10)).notes
+
+
+def test_nothing_is_saved_before_the_end_of_a_long_run() -> None:
+    (note,) = plan_of(job_of(train_iters=1500, save_interval=10_000)).notes
+    assert note.code == "saved-at-the-end-only" and "10,000 steps of 1,500" in note.message
+    assert not plan_of(job_of(train_iters=1500, save_interval=1500)).notes
+    assert not plan_of(job_of(train_iters=10, save_interval=20)).notes

@@ -14,6 +14,7 @@ from trainkit.plan.storage import Storage, elsewhere
 # arXiv:2305.16264)
 MANY_EPOCHS = 4
 MUCH = 0.1  # of the steps' time, for checkpoints
+LONG = 1000  # steps: whoever trains for so many wants a checkpoint before the end
 LOST = 0.01  # of the time: below, the interval of checkpoints is not worth a word
 
 
@@ -63,6 +64,13 @@ def _settings(job: Job) -> Iterator[Objection]:
             f" the learning rate never reaches {training.lr:g}"
         )
         yield Objection("warmup-beyond-end", "training.lr_warmup_iters", message)
+    if (training.save_interval or 0) > training.train_iters >= LONG:
+        yield Objection(
+            "saved-at-the-end-only",
+            "training.save_interval",
+            f"a checkpoint every {training.save_interval:,} steps of {training.train_iters:,}:"
+            " there is none before the end, so a run that is killed begins anew",
+        )
     if device.peak_tflops and job.training.precision not in device.peak_tflops:
         yield Objection(
             "no-peak",

@@ -46,15 +46,18 @@ def check_parser(scene: RehearsalScene) -> str:
     if shutil.which(python) is None or not (tree / script).is_file():
         raise NotLookedAt(f"{python} and {tree} are not both here: see stages")
     environment = {**os.environ, "RANK": "0", "WORLD_SIZE": str(job.world_size), "LOCAL_RANK": "0"}
-    done = subprocess.run(
-        [python, "-c", MEGATRON, *words],
-        cwd=tree,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-        check=False,
-    )
+    try:
+        done = subprocess.run(
+            [python, "-c", MEGATRON, *words],
+            cwd=tree,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise NotLookedAt(f"megatron-lm's parser had not ended after {SECONDS:.0f} s") from None
     said = [line for line in done.stderr.splitlines() if line.strip()]
     if done.returncode == 2 and any("error: " in line for line in said):
         raise ConfigError(
