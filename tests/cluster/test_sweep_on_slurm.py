@@ -4,6 +4,9 @@ table, and nothing left."""
 from __future__ import annotations
 
 import json
+import shutil
+import signal
+from pathlib import Path
 
 import pytest
 
@@ -52,3 +55,50 @@ def test_a_sweep_of_six_is_gone_on_with(slurm: SlurmProject) -> None:
     written = slurm.document("show", "random-best")["job"]["training"]["lr"]
     assert written == best["values"]["training.lr"]
     assert slurm.jobs() == [] and not slurm.cluster.processes_of(killed.name)
+
+
+# Each stands for one of Slurm's programs, and kills who called it: before the real one, after it,
+# in its place.
+KILLED = {
+    "sbatch-before": 'kill -9 "$PPID"; {real} "$@"',
+    "sbatch-after": 'said=$({real} "$@"); kill -9 "$PPID"',
+    "scontrol-instead": 'kill -9 "$PPID"',
+}
+
+
+@pytest.mark.parametrize(
+    "when", [pytest.param("sbatch-before", marks=pytest.mark.slow), *list(KILLED)[1:]]
+)
+def test_a_sweep_killed_while_it_submits(slurm: SlurmProject, when: str) -> None:
+    """No array stays held in the queue, no run is lost and none is made twice."""
+    text = (slurm.path / "jobs.toml").read_text().replace("nodes = 2\n", "nodes = 1\n")
+    text = text.replace("ranks_per_node = 2", "ranks_per_node = 1", 1)
+    sweep = "\n[jobs.random.sweep]\ngrid.training.lr = [1e-2, 1e-3]\n"
+    (slurm.path / "jobs.toml").write_text(text)
+    slurm.ranks_do("beat(1); done()")
+    (slurm.path / "jobs.toml").write_text((slurm.path / "jobs.toml").read_text() + sweep)
+    program = when.partition("-")[0]
+    path = kills_its_caller(slurm.path / "bin", program, KILLED[when])
+    killed = slurm.start("sweep", "random", "--detach", PATH=path)
+    out, err = killed.communicate()
+    assert killed.returncode == -signal.SIGKILL, out + err
+    (held,) = wait_for(lambda: {id.partition("_")[0] for id in slurm.jobs()}, "the array")
+    assert slurm.job_state(held).split()[0] == "PENDING"
+    said = slurm.invoke("sweep", "random", timeout=HANGS).stdout
+    if program == "scontrol":
+        assert f"job {held}, which a killed process has left held, is released" in said
+    else:
+        assert f"job {held}, which a killed process has left held, is out of the queue" in said
+    value = slurm.document("sweep", "random", "--show")
+    assert [member["state"] for member in value["members"]] == ["succeeded"] * 2
+    assert {member["run"] for member in value["members"]} == {run.name for run in slurm.runs()}
+    assert slurm.jobs() == [] and not list((slurm.path / "sweeps").rglob("*.held.json"))
+
+
+def kills_its_caller(folder: Path, program: str, does: str) -> str:
+    """A PATH with such a program first."""
+    folder.mkdir()
+    text = does.format(real=shutil.which(program))
+    (folder / program).write_text(f"#!/bin/bash\n{text}\n")
+    (folder / program).chmod(0o755)
+    return f"{folder}:/usr/sbin:/usr/bin:/sbin:/bin"

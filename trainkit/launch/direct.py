@@ -105,6 +105,9 @@ class Direct:
     def submit_array(self, asked: ArrayRequest) -> list[Submission]:
         raise ConfigError(f"{self.title} has no queue that {asked.name} could wait in")
 
+    def settle_arrays(self, folder: Path) -> list[str]:
+        return []
+
     def supervise(
         self, run: RunFolder, environment: Mapping[str, str], *, share: bool, prolog_failed: int
     ) -> Outcome:

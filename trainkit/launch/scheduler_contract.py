@@ -303,6 +303,14 @@ class Scheduler(Protocol):
         """Put several runs into the queue at once, each of which ends alone. Only asked of a
         scheduler that has a queue. Raises as `submit`; then none of them is left there."""
 
+    def settle_arrays(self, folder: Path) -> list[str]:
+        """Settle what processes have left in the queue that were killed in `submit_array`; what
+        was done, in words. Raises TrainkitError (exit 8) where the scheduler cannot be asked.
+
+        Args:
+            folder: that of the requests, or one above it.
+        """
+
     def supervise(
         self, run: RunFolder, environment: Mapping[str, str], *, share: bool, prolog_failed: int
     ) -> Outcome:

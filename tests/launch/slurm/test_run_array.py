@@ -13,7 +13,7 @@ from trainkit.base.errors import TrainkitError
 from trainkit.jobs.load import load
 from trainkit.launch.scheduler_contract import ArrayRequest
 from trainkit.launch.slurm.allocation import current_allocation
-from trainkit.launch.slurm.run_array import submit_array
+from trainkit.launch.slurm.run_array import settle_arrays, submit_array
 from trainkit.runs.find import find_run
 from trainkit.runs.slurm import read_slurm_jobs
 
@@ -72,3 +72,5 @@ def test_where_slurm_refuses_nothing_is_left(slurm: Slurm) -> None:
     with pytest.raises(TrainkitError, match="no such luck"):
         submit_array(asked(slurm, 1, 1))
     assert not list((slurm.folder / "runs" / "small").iterdir())
+    assert settle_arrays(slurm.folder / "sweeps") == [], "squeue knows none, and one may still come"
+    assert len(list(slurm.folder.rglob("array-*.held.json"))) == 1

@@ -135,9 +135,13 @@ def run_sweep(sweep: OpenedSweep, ui: StageUi, options: SweepOptions) -> SweepRe
         TrainkitError: a run cannot be started; those that were started go on.
         KeyboardInterrupt: Ctrl-C; runs that no queue has were told to save and stop.
     """
+    scheduler = scheduler_for(sweep.member_jobs[0].cluster)
+    # also those of other sweeps of the job: this may be a new one
+    for line in scheduler.settle_arrays(sweeps_folder(sweep.record.root, sweep.record.job)):
+        ui.say(line)
     members = results_of(sweep.record).members
     todo = unfinished(members, failed=options.failed)
-    if scheduler_for(sweep.member_jobs[0].cluster).queues:
+    if scheduler.queues:
         record = _submit(sweep, todo, ui)
         if not options.detach:
             _follow(record, ui.say)

@@ -2,19 +2,24 @@
 and batch script, which the array's script becomes.
 
 An element is called ARRAY_INDEX in launch/slurm.json, as Slurm's own commands name it.
+
+An array is submitted held, and its intent is on disk before that: array-N.held.json beside the
+script, until it is released. Whoever comes after a process that was killed in between finds by it
+what that process has left in the queue.
 """
 
 from __future__ import annotations
 
 import contextlib
 import shutil
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainkit.base.documents import canonical_json
+from trainkit.base.documents import canonical_json, document, read_document
 from trainkit.base.errors import TrainkitError
-from trainkit.base.files import write_text
+from trainkit.base.files import write_json, write_text
 from trainkit.jobs.clusters import SlurmOptions
 from trainkit.jobs.resolved import read_job
 from trainkit.launch.scheduler_contract import ArrayRequest, RunRequest, Submission
@@ -32,6 +37,10 @@ from trainkit.runs.folder import RunFolder, new_run_folder
 from trainkit.runs.slurm import add_slurm_job, read_slurm_jobs, write_slurm_jobs
 
 OWN = ("job-name", "output")  # options that differ from run to run
+FORM = "held-array/1"
+HELD = ".held.json"
+# a sbatch whose caller was killed may still reach slurmctld: it tries for two minutes and a half
+LATE_SECONDS = 600.0
 
 
 @dataclass(frozen=True)
@@ -73,6 +82,8 @@ def submit_array(asked: ArrayRequest) -> list[Submission]:
             ids |= _submit(group, asked, submitted)
     except BaseException:
         _withdraw(elements, submitted)
+        with contextlib.suppress(TrainkitError):  # a sbatch that could not tell its number
+            settle_arrays(asked.folder)
         raise
     return [
         Submission(each.run, ids[each.run], f"element {ids[each.run]} of an array of Slurm's")
@@ -112,7 +123,11 @@ def _submit(
     options = _shared_options(runs[0], seconds)
     number = len(list(asked.folder.glob("array-*.sh"))) + 1
     path = asked.folder / f"array-{number}.sh"
-    write_text(path, array_script(asked, options, runs), 0o755)
+    name = f"{asked.name}-{number}"
+    write_text(path, array_script(name, asked, options, runs), 0o755)
+    intent = path.with_suffix(HELD)
+    folders = [str(run.path) for run in runs]
+    write_json(intent, document(FORM, name=name, runs=folders, stays="hold" in options))
     words = ["sbatch", "--parsable", "--hold", str(path)]
     array = run_sbatch(words, asked.folder, hint=f"its script: {path}")
     submitted.append(array)
@@ -123,20 +138,60 @@ def _submit(
         add_slurm_job(each.run, ids[each.run], first_attempt=each.first_attempt)
     if "hold" not in options:
         slurm_output(["scontrol", "release", array])
+    intent.unlink()
     return ids
 
 
-def array_script(asked: ArrayRequest, options: SlurmOptions, runs: Sequence[RunFolder]) -> str:
+def settle_arrays(folder: Path) -> list[str]:
+    """Settle what processes have left that were killed between sbatch and the release of an array:
+    one whose elements all stand in their runs' folders is released, any other is taken out of the
+    queue. What was done, in words.
+
+    Args:
+        folder: a sweep's, or one that holds those of several.
+
+    Raises TrainkitError (exit 8) where Slurm cannot be asked.
+    """
+    said = []
+    for intent in sorted(folder.rglob(f"array-*{HELD}")):
+        value = read_document(intent, FORM)
+        words = ["squeue", "--me", "--noheader", "--array", f"--name={value['name']}"]
+        lines = slurm_output([*words, "--format=%i|%r"]).splitlines()
+        reasons = dict(line.split("|", 1) for line in lines if "|" in line)
+        held = [id for id, why in reasons.items() if why.strip() == "JobHeldUser"]
+        if not reasons and time.time() - intent.stat().st_mtime < LATE_SECONDS:
+            continue  # it may still come
+        array = held[0].partition("_")[0] if held else ""
+        noted = [_newest(RunFolder(Path(run))) for run in value["runs"]]
+        if held and noted != [f"{array}_{index}" for index in range(len(noted))]:
+            slurm_output(["scancel", "--quiet", array])
+            said.append(f"job {array}, which a killed process has left held, is out of the queue")
+        elif held and not value["stays"]:
+            slurm_output(["scontrol", "release", array])
+            said.append(f"job {array}, which a killed process has left held, is released")
+        intent.unlink()
+    return said
+
+
+def _newest(run: RunFolder) -> str:
+    """The newest job of a run; "" where it has none, or is gone."""
+    return next((job.id for job in reversed(read_slurm_jobs(run))), "")
+
+
+def array_script(
+    name: str, asked: ArrayRequest, options: SlurmOptions, runs: Sequence[RunFolder]
+) -> str:
     """The batch script of an array: a person can read it.
 
     Args:
+        name: of the array, which no other has.
         asked: what is submitted.
         options: of sbatch.
         runs: its elements, in order.
     """
     throttle = f"%{asked.at_once}" if asked.at_once else ""
     shape: SlurmOptions = {
-        "job-name": asked.name,
+        "job-name": name,
         "array": f"0-{len(runs) - 1}{throttle}",
         "output": f"{asked.folder}/array-%A_%a.out",
     }

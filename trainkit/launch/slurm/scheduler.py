@@ -38,7 +38,7 @@ from trainkit.launch.slurm.reconcile import (
     reconciled,
     reconciled_all,
 )
-from trainkit.launch.slurm.run_array import submit_array
+from trainkit.launch.slurm.run_array import settle_arrays, submit_array
 from trainkit.launch.slurm.shared_arrays import SharedArrayStatus
 from trainkit.launch.slurm.squeue import RUNNING, WAITING, job_accounts
 from trainkit.launch.slurm.stage_graph import hold_stage_graph, show_stage_graph
@@ -116,6 +116,9 @@ class SlurmScheduler:
 
     def submit_array(self, asked: ArrayRequest) -> list[Submission]:
         return submit_array(asked)
+
+    def settle_arrays(self, folder: Path) -> list[str]:
+        return settle_arrays(folder)
 
     def supervise(
         self, run: RunFolder, environment: Mapping[str, str], *, share: bool, prolog_failed: int
