@@ -1,6 +1,7 @@
 """Tells people what becomes of a run, by a command or a webhook. Nothing here can hold up or fail
 the run: each message has a thread of its own and a time limit, and how it went stands in
-launch/notifications.jsonl. Secrets reach neither that file nor a command line.
+launch/notifications.jsonl. Secrets reach neither that file nor a command line. That the supervisor
+itself was killed is told by a small process that outlives it (notify_survivor.py).
 """
 
 from __future__ import annotations
@@ -10,19 +11,29 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 import urllib.request
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from http.client import HTTPMessage
+from pathlib import Path
 from typing import IO
 
 from trainkit.base.documents import utc_now
 from trainkit.base.redact import Redactor
 from trainkit.jobs.notify import NotifySettings, Occasion
-from trainkit.runs.events import AllRanksStarted, AttemptEnded, Event, HangDetected
+from trainkit.runs.events import (
+    AllRanksStarted,
+    AttemptEnded,
+    Event,
+    HangDetected,
+    last_event,
+    read_events,
+)
 from trainkit.runs.folder import RunFolder
+from trainkit.runs.record import last_step
 
 LOG = "notifications.jsonl"
 MOST_CHARACTERS = 1500  # of a text: chats refuse long ones
@@ -59,7 +70,10 @@ def notification_of(run: RunFolder, attempt: int, event: Event) -> Notification 
     found = _words(attempt, event)
     if found is None:
         return None
-    occasion, words = found
+    return _notification(run, attempt, *found)
+
+
+def _notification(run: RunFolder, attempt: int, occasion: Occasion, words: str) -> Notification:
     where = os.uname().nodename
     text = f"{run.job_name}, run {run.id}: {words} (supervisor on {where}, folder {run.path})"
     return Notification(occasion, run.id, run.job_name, attempt, text[:MOST_CHARACTERS])
@@ -107,6 +121,57 @@ class Notifier:
         self.redactor = Redactor(secrets.values())
         self._threads: list[threading.Thread] = []
         self._pen = threading.Lock()
+        self._survivor: subprocess.Popen[bytes] | None = None
+
+    def open(self) -> None:
+        """Have somebody tell that this process was killed, should it be: `close` says that it was
+        not."""
+        if self._survivor is not None or not self._wanted("failure"):
+            return
+        settings = self.settings.model_dump(mode="json")
+        given = {"settings": settings, "secrets": self.secrets, "pid": os.getpid()}
+        program = Path(__file__).with_name("notify_survivor.py")
+        with contextlib.suppress(OSError):  # no process is to be had: the run goes on without
+            self._survivor = subprocess.Popen(
+                [sys.executable, "-I", str(program), str(self.run.path)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                cwd="/",
+                start_new_session=True,
+            )
+            assert self._survivor.stdin is not None
+            self._survivor.stdin.write(json.dumps(given).encode() + b"\n")
+            self._survivor.stdin.flush()
+
+    def on_supervisor_lost(self, pid: int) -> None:
+        """Begin to tell that the supervisor was killed; where it had written how the run ended,
+        that, unless it was told."""
+        attempts = self.run.attempts()
+        number = attempts[-1].number if attempts else 0
+        ended = last_event(read_events(attempts[-1]), AttemptEnded) if attempts else None
+        if ended is None or ended.budget is not None:
+            words = (
+                f"its supervisor (pid {pid}) was killed at step {last_step(self.run)}, attempt"
+                f" {number}; no rank goes on without it: invoke resume {self.run.id}"
+            )
+            self._begin(_notification(self.run, number, "failure", words))
+            return
+        found = notification_of(self.run, number, ended)
+        if found is not None and not self._was_told(found):
+            self._begin(found)
+
+    def _was_told(self, what: Notification) -> bool:
+        path = self.run.path / "launch" / LOG
+        with contextlib.suppress(OSError, ValueError):  # a torn line: told twice is better
+            for line in path.read_text(encoding="utf-8").splitlines():
+                value = json.loads(line)
+                if (value["occasion"], value["attempt"]) == (what.occasion, what.attempt):
+                    return True
+        return False
+
+    def _wanted(self, occasion: Occasion) -> bool:
+        return self.settings.active and occasion in self.settings.occasions
 
     def on_event(self, attempt: int, event: Event) -> None:
         """Begin to tell what an event says, where somebody wants to know. Returns at once."""
@@ -114,9 +179,12 @@ class Notifier:
             return
         with contextlib.suppress(Exception):  # no thread is to be had: the run goes on without
             found = notification_of(self.run, attempt, event)
-            if found is None or found.occasion not in self.settings.occasions:
-                return
-            thread = threading.Thread(target=self._send, args=(found,), daemon=True)
+            if found is not None:
+                self._begin(found)
+
+    def _begin(self, what: Notification) -> None:
+        if self._wanted(what.occasion):
+            thread = threading.Thread(target=self._send, args=(what,), daemon=True)
             thread.start()
             self._threads.append(thread)
 
@@ -125,6 +193,10 @@ class Notifier:
         until = time.monotonic() + self.settings.timeout + ROOM_SECONDS
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
+        if self._survivor is not None:
+            with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+                self._survivor.communicate(b"over\n", self.settings.timeout)
+            self._survivor = None
 
     def _send(self, what: Notification) -> None:
         clean = Notification(**{**asdict(what), "text": self.redactor.text(what.text)})

@@ -115,6 +115,7 @@ class Supervisor:
         self.server.handlers["control"] = self._control
         former = self._read_former_attempt()
         signing = asyncio.create_task(self._keep_signing())
+        self.notifier.open()
         try:
             await self._fence(*former)
             if (outcome := self._stop_between_attempts(None)) is not None:
