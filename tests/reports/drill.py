@@ -33,6 +33,7 @@ class Drill:
     now: float = START
     attempt: int = 0
     waited: float = 0.0
+    copied: float = 0.0
     bins: dict[str, float] = field(default_factory=dict)
 
     def spend(self, seconds: float, bin: str) -> None:
@@ -52,6 +53,7 @@ class Drill:
             "phase": phase,
             "step": step,
             "data_seconds": self.waited,
+            "checkpoint_seconds": self.copied,
         }
         with open(path, "a") as file:
             file.write(json.dumps(row) + "\n")
@@ -60,6 +62,7 @@ class Drill:
         """An attempt whose ranks begin to train after so long."""
         self.attempt += 1
         self.waited = 0.0
+        self.copied = 0.0
         gone = {"host": "gone", "pid": 1, "start_time": 1, "boot_id": "another"}
         self.event("started", run="r", attempt=self.attempt, supervisor=gone, world_size=ranks)
         self.spend(seconds / 2, "start")
@@ -72,15 +75,20 @@ class Drill:
         self.phase("load", 0)
         self.spend(seconds / 4, "start")
 
-    def train(self, step: int, seconds: float, *, data: float, lost: bool = False) -> None:
-        """Training from a step on, so long; of it so much waiting for data."""
+    def train(
+        self, step: int, seconds: float, *, data: float, copies: float = 0.0, lost: bool = False
+    ) -> None:
+        """Training from a step on, so long; of it so much waiting for data, and for the copies
+        of a checkpoint."""
         self.phase("train", step)
         self.waited += data
+        self.copied += copies
         if lost:
             self.spend(seconds, "lost")
         else:
-            self.spend(seconds - data, "training")
+            self.spend(seconds - data - copies, "training")
             self.spend(data, "data")
+            self.spend(copies, "checkpoint")
 
     def other(self, phase: str, step: int, seconds: float, bin: str) -> None:
         self.phase(phase, step)
@@ -115,13 +123,15 @@ def three_kills(root: Path, ahead: float = 0.0) -> Drill:
     drill.spend(600, "queue")
     drill.begin(4, 40)
     drill.other("compile", 0, 30, "compile")
-    drill.train(1, 100, data=4)
+    drill.train(1, 50, data=2)
+    drill.other("compile_eval", 5, 12, "compile")
+    drill.train(5, 50, data=2)
     drill.other("save", 10, 5, "checkpoint")
-    drill.train(10, 77, data=3, lost=True)
+    drill.train(10, 77, data=3, copies=2, lost=True)
     drill.end(-9, "infra", 8)  # the first kill
     drill.spend(10, "idle")
     drill.begin(4, 36)
-    drill.train(10, 100, data=2)
+    drill.train(10, 100, data=2, copies=3)
     drill.other("eval", 20, 20, "evaluation")
     drill.other("save", 20, 6, "checkpoint")
     drill.train(20, 50, data=1, lost=True)

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import trainkit
+from trainkit.base.documents import utc_now
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.files import write_json
 from trainkit.engines.sources import engine_tree
@@ -172,6 +173,7 @@ def _ended_at_once(run: RunFolder, code: int, log: Path) -> TrainkitError:
 def fill_run(run: RunFolder, request: RunRequest, secrets: Mapping[str, str]) -> None:
     """Snapshot, plan, origin, inputs, and last job.json, which makes the folder a run. There are
     no inputs while the stages are still to be made."""
+    started = utc_now()  # the code, which is copied first, may take its time
     snapshot = take_snapshot(PACKAGE, run.root / "code", request.project)
     link_code(snapshot.folder, run.code)
     write_json(run.plan, request.plan.to_json())
@@ -179,7 +181,8 @@ def fill_run(run: RunFolder, request: RunRequest, secrets: Mapping[str, str]) ->
     engine = engine_tree(request.resolved.job)
     made = made_image(request.resolved.job)
     image = made.to_json() if made is not None else None
-    write_origin(run, request.project, snapshot.sha256, secrets, left_out, engine, image)
+    digest = snapshot.sha256
+    write_origin(run, request.project, digest, secrets, left_out, engine, image, started=started)
     if request.needs is not None:
         write_inputs(run, request.needs)
     write_starter(run)

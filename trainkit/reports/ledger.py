@@ -30,12 +30,13 @@ WORDS: dict[Bin, str] = {
 }
 _BIN_OF_PHASE: dict[str, Bin] = {
     "compile": "compile",
+    "compile_eval": "compile",
     "train": "training",
     "eval": "evaluation",
     "save": "checkpoint",
     "load": "checkpoint",  # going back to a checkpoint; the first load is part of the start
 }
-_WORK = ("compile", "train", "eval", "save")
+_WORK = ("compile", "train", "compile_eval", "eval", "save")
 STEPS = ("compile", "train")
 
 
@@ -52,6 +53,7 @@ class Span:
         step: optimizer steps done at its begin.
         cut: it was ended by the end of the ranks, not by another phase.
         data_seconds: of it, waiting for data.
+        checkpoint_seconds: of it, waiting for a checkpoint.
     """
 
     begin: float
@@ -62,6 +64,7 @@ class Span:
     step: int = 0
     cut: bool = False
     data_seconds: float = 0.0
+    checkpoint_seconds: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -131,10 +134,13 @@ class Ledger:
         total: dict[Bin, float] = dict.fromkeys(BINS, 0.0)
         for span in self.spans:
             waited = 0.0
+            saved = 0.0
             if span.bin == "training":
                 waited = min(span.data_seconds, span.seconds)
-            total[span.bin] += span.seconds - waited
+                saved = min(span.checkpoint_seconds, span.seconds - waited)
+            total[span.bin] += span.seconds - waited - saved
             total["data"] += waited
+            total["checkpoint"] += saved
         return total
 
     @property
@@ -233,8 +239,10 @@ def _attempt(builder: _Builder, attempt: AttemptTimes) -> None:
             break
         following = phases[index + 1] if index + 1 < len(phases) else None
         waited = 0.0
+        saved = 0.0
         if following is not None:
             waited = max(0.0, following.data_seconds - change.data_seconds)
+            saved = max(0.0, following.checkpoint_seconds - change.checkpoint_seconds)
         span = Span(
             0.0,
             0.0,
@@ -244,6 +252,7 @@ def _attempt(builder: _Builder, attempt: AttemptTimes) -> None:
             change.step,
             following is None,
             waited,
+            saved,
         )
         builder.until(attempt.ranks_ended if following is None else following.time, span)
     if first == len(phases):

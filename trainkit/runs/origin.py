@@ -113,6 +113,8 @@ def write_origin(
     left_out: Sequence[Mapping[str, Any]] = (),
     engine: EngineTree | None = None,
     image: Mapping[str, object] | None = None,
+    *,
+    started: str = "",
 ) -> None:
     """Write origin.json and, where the project or the engine's tree is a git checkout with
     uncommitted changes, origin.diff and engine.diff.
@@ -126,6 +128,7 @@ def write_origin(
         left_out: files of the project that the snapshot lacks.
         engine: the tree that the ranks run, where that is not trainkit.
         image: the record image/1 of the image they run in, where trainkit has made it.
+        started: when the run was asked for, ISO 8601; "": now.
     """
     redactor = Redactor(secrets.values())
     diff = _git(project, "diff", "HEAD", "--no-color", "--no-ext-diff")
@@ -136,7 +139,7 @@ def write_origin(
     untracked = _git(project, "ls-files", "--others", "--exclude-standard")
     value = document(
         "origin/1",
-        started=utc_now(),
+        started=started or utc_now(),
         project=str(project),
         git_commit=commit.strip() if commit else None,
         git_diff=run.diff.name if kept else None,

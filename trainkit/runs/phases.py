@@ -2,8 +2,10 @@
 every second of an attempt went.
 
 A line is {"time": seconds since 1970 by the clock of rank 0's host, "phase", "step": optimizer
-steps done by then, "data_seconds": how long this process has waited for data so far}. "compile" is
-the first step of an attempt whose job is compiled: its compilation cannot be told from the step.
+steps done by then, "data_seconds": how long this process has waited for data so far,
+"checkpoint_seconds": for checkpoints, in steps too}. "compile" is the first step of an attempt
+whose job is compiled, "compile_eval" its first evaluation: their compilation cannot be told from
+the rest.
 """
 
 from __future__ import annotations
@@ -24,15 +26,17 @@ class PhaseChange:
 
     Args:
         time: when the phase began, seconds since 1970.
-        phase: start, load, compile, train, eval, save or done.
+        phase: start, load, compile, train, compile_eval, eval, save or done.
         step: optimizer steps done by then.
         data_seconds: seconds that the process had waited for data by then.
+        checkpoint_seconds: seconds that it had waited for checkpoints by then.
     """
 
     time: float
     phase: str
     step: int
     data_seconds: float = 0.0
+    checkpoint_seconds: float = 0.0
 
 
 class PhaseLog:
@@ -48,18 +52,22 @@ class PhaseLog:
         self._phase: str | None = None
         self._handle = -1
 
-    def note(self, phase: str, step: int, data_seconds: float) -> None:
+    def note(
+        self, phase: str, step: int, data_seconds: float, checkpoint_seconds: float = 0.0
+    ) -> None:
         """Write a line where the phase is another than before.
 
         Args:
             phase: what begins now.
             step: steps done so far.
             data_seconds: waited for data so far.
+            checkpoint_seconds: waited for checkpoints so far.
         """
         if phase == self._phase:
             return
         self._phase = phase
-        change = PhaseChange(time.time(), phase, step, round(data_seconds, 6))
+        waited = round(data_seconds, 6), round(checkpoint_seconds, 6)
+        change = PhaseChange(time.time(), phase, step, *waited)
         try:
             if self._handle < 0:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -95,6 +103,7 @@ def _parse(line: bytes) -> PhaseChange | None:
             str(value["phase"]),
             int(value["step"]),
             float(value.get("data_seconds", 0.0)),
+            float(value.get("checkpoint_seconds", 0.0)),
         )
     except (ValueError, KeyError, TypeError):
         return None

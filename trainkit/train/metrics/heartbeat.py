@@ -40,6 +40,7 @@ class Heartbeat:
         # what a stop needs for its checkpoint, by the saves so far
         self.save_seconds: float | None = None
         self._first: int | None = None
+        self._first_evaluation: int | None = None
         self._last = 0.0
         self._failed = False
         self.phases: PhaseLog | None = None  # rank 0's, of a run that is recorded
@@ -51,7 +52,7 @@ class Heartbeat:
 
         Args:
             timers: of this rank; returned.
-            compiled: the first step compiles the model.
+            compiled: the first step compiles the model, and the first evaluation what it needs.
         """
         self._timers = timers
         self._compiled = compiled
@@ -61,13 +62,16 @@ class Heartbeat:
         """For the ledger of where time went."""
         if self.phases is None:
             return
-        waited = 0.0
+        waited = 0.0, 0.0
         if self._timers is not None:
-            waited = self._timers.data_seconds
-        if phase == "train" and step == self._first and self._compiled:
-            self.phases.note("compile", step, waited)
-        else:
-            self.phases.note(phase, step, waited)
+            waited = self._timers.data_seconds, self._timers.checkpoint_seconds
+        noted: str = phase
+        if self._compiled and phase == "train" and step == self._first:
+            noted = "compile"
+        elif self._compiled and phase == "eval" and self._first_evaluation in (None, step):
+            self._first_evaluation = step
+            noted = "compile_eval"
+        self.phases.note(noted, step, *waited)
 
     @property
     def nothing_new(self) -> bool:

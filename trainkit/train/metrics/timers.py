@@ -78,6 +78,8 @@ class Timers:
         self._spans: deque[_Span] = deque()
         self._open: _Span | None = None
         self.data_seconds = 0.0  # waited for data so far; on CUDA by the steps that were taken
+        # waited for checkpoints so far; on CUDA no step waits for one
+        self.checkpoint_seconds = 0.0
 
     def __call__(self, phase: Phase) -> _Timing:
         return _Timing(self, phase)
@@ -101,6 +103,8 @@ class Timers:
         self._open.end = self._now()
         if not self.cuda and self._open.phase == "data":
             self.data_seconds += self._open.milliseconds() / 1000
+        if not self.cuda and self._open.phase == "checkpoint":
+            self.checkpoint_seconds += self._open.milliseconds() / 1000
         self._spans.append(self._open)
         self._open = None
 
