@@ -17,7 +17,8 @@ from trainkit.base.printable import printable
 from trainkit.reports.words import short
 
 SIZE = 10_000
-TICKS = 5
+TICKS = 6  # at most, along x
+COLOURS = 5  # then the same again, in dashes
 MOST_POINTS = 6000  # of one line
 
 
@@ -33,7 +34,7 @@ class Series:
     Args:
         name: in words.
         points: (x, y), by x; a y of None is a gap.
-        colour: 0 to 4.
+        colour: its number; from COLOURS on they come again, in dashes.
         lost: it was taken back: dashed.
         dots: points without a line.
     """
@@ -43,6 +44,12 @@ class Series:
     colour: int = 0
     lost: bool = False
     dots: bool = False
+
+    @property
+    def kind(self) -> str:
+        """Its classes in the style sheet."""
+        again = " again" if self.colour >= COLOURS else ""
+        return f"s{self.colour % COLOURS}{again}{' lost' if self.lost else ''}"
 
 
 @dataclass(frozen=True)
@@ -69,7 +76,7 @@ class Chart:
                 f'<figure class="empty"><h3>{text(self.title)}</h3>'
                 '<p class="soft">nothing was logged</p></figure>'
             )
-        frame = _Frame.around(points)
+        frame = _Frame.around(points, room=all(each.dots for each in self.series))
         return "".join(
             (
                 f'<figure data-x="{frame.left!r} {frame.right!r}"'
@@ -92,10 +99,7 @@ class Chart:
         marks = []
         if self.marks:
             marks = [_key("mark", "resumed")]
-        keys = [
-            _key(f"s{each.colour % 5}{' lost' if each.lost else ''}", name)
-            for name, each in names.items()
-        ]
+        keys = [_key(each.kind, name, dots=each.dots) for name, each in names.items()]
         return f'<p class="legend">{"".join([*keys, *marks])}</p>'
 
     def _marks(self, frame: _Frame) -> Iterator[str]:
@@ -107,11 +111,18 @@ class Chart:
             )
 
 
-def _key(kind: str, name: str) -> str:
-    return (
-        '<span><svg width="22" height="8"><line class="'
-        f'{kind}" x1="0" x2="22" y1="4" y2="4"/></svg>{text(name)}</span>'
-    )
+def _key(kind: str, name: str, *, dots: bool = False) -> str:
+    drawn = f'<line class="{kind}" x1="0" x2="22" y1="4" y2="4"/>'
+    if dots:
+        drawn = f'<line class="{kind} dot" x1="11" x2="11.1" y1="4" y2="4"/>'
+    return f'<span><svg width="22" height="8">{drawn}</svg>{text(name)}</span>'
+
+
+def _step(width: float) -> float:
+    """The least 1, 2 or 5 times a power of ten that is no less than a quarter of a width."""
+    least = width / 4
+    power = 10.0 ** math.floor(math.log10(least))
+    return next(power * size for size in (1, 2, 5, 10) if power * size >= least * (1 - 1e-9))
 
 
 @dataclass(frozen=True)
@@ -122,19 +133,27 @@ class _Frame:
     top: float
 
     @staticmethod
-    def around(points: Iterable[tuple[float, float | None]]) -> _Frame:
+    def around(points: Iterable[tuple[float, float | None]], *, room: bool) -> _Frame:
+        """From one round number to another around all points. `room`: beside them too."""
         xs, ys = [], []
         for x, y in points:
             xs.append(x)
             ys.append(y or 0.0)
-        room = (max(ys) - min(ys)) * 0.04 or abs(max(ys)) * 0.1 or 1.0
+        high = max(ys)
+        low = min(ys)
+        if high == low:
+            high += abs(high) * 0.1 or 1.0
+        step = _step(high - low)
+        left = min(xs)
         right = max(xs)
-        if right == min(xs):
+        if right == left:
             right += 1.0
-        bottom = min(ys) - room
-        if min(ys) >= 0:
-            bottom = max(0.0, bottom)
-        return _Frame(min(xs), right, bottom, max(ys) + room)
+        if 0 <= left <= 0.05 * right:
+            left = 0.0
+        elif room:
+            left, right = left - 0.06 * (right - left), right + 0.06 * (right - left)
+        bottom = math.floor(low / step + 1e-5) * step  # a hair beyond is not seen
+        return _Frame(left, right, bottom, math.ceil(high / step - 1e-5) * step)
 
     def x(self, value: float) -> int:
         return round(SIZE * (value - self.left) / (self.right - self.left))
@@ -143,22 +162,32 @@ class _Frame:
         return round(SIZE * (self.top - value) / (self.top - self.bottom))
 
     def axes(self, x_name: str) -> Iterator[str]:
-        for number in range(TICKS):
-            part = number / (TICKS - 1)
-            y = f"{100 * part:.4g}%"
-            value = self.top - part * (self.top - self.bottom)
+        for value in _ticks(self.bottom, self.top):
+            y = f"{self.y(value) * 100 / SIZE:.4g}%"
             yield f'<line class="grid-line" x1="0" x2="100%" y1="{y}" y2="{y}"/>'
             yield f'<text class="end" x="-6" y="{y}" dy="4">{text(short(value))}</text>'
-            place = ("begin", "mid", "mid", "mid", "end")[number]
-            at = self.left + part * (self.right - self.left)
+        ticks = _ticks(self.left, self.right)
+        for value in ticks:
+            part = self.x(value) / SIZE
+            place = "begin" if part < 0.05 else "end" if part > 0.93 else "mid"
             yield (
-                f'<text class="tick-x {place}" x="{y}" y="100%" dy="16">{text(short(at))}</text>'
+                f'<text class="tick-x {place}" x="{100 * part:.4g}%" y="100%" dy="16">'
+                f"{text(short(value))}</text>"
             )
+        # the script needs others when it zooms
+        yield '<text class="tick-x mid" y="100%" dy="16"></text>' * (TICKS - len(ticks))
         yield f'<text class="mid" x="50%" y="100%" dy="31">{text(x_name)}</text>'
 
 
+def _ticks(low: float, high: float) -> list[float]:
+    """Round numbers from one to the other."""
+    step = _step(high - low)
+    first = math.ceil(low / step - 1e-9)
+    return [number * step for number in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
 def _line(series: Series, frame: _Frame) -> str:
-    kind = f"s{series.colour % 5}{' lost' if series.lost else ''}{' dot' if series.dots else ''}"
+    kind = f"{series.kind}{' dot' if series.dots else ''}"
     parts = []
     gaps = itertools.groupby(thinned(series.points), key=lambda point: point[1] is not None)
     for whole, group in gaps:

@@ -35,8 +35,16 @@ for (const figure of document.querySelectorAll("figure[data-x]")) {
   const onX = at => low + (high - low) * at / SIZE;
   const show = () => {
     lines.setAttribute("viewBox", `${view[0]} 0 ${view[1] - view[0]} ${SIZE}`);
-    const ticks = svg.querySelectorAll(".tick-x");
-    ticks.forEach((tick, i) => { tick.textContent = number(onX(value(i / (ticks.length - 1)))); });
+    const left = onX(view[0]), width = onX(view[1]) - left;
+    const power = 10 ** Math.floor(Math.log10(width / 4));
+    const step = power * [1, 2, 5, 10].find(size => power * size >= width / 4 * (1 - 1e-9));
+    const first = Math.ceil(left / step - 1e-9);
+    svg.querySelectorAll(".tick-x").forEach((tick, i) => {
+      const part = ((first + i) * step - left) / width;
+      tick.textContent = part > 1 + 1e-9 ? "" : number((first + i) * step);
+      tick.setAttribute("x", `${100 * Math.min(part, 1)}%`);
+      tick.setAttribute("class", `tick-x ${part < 0.05 ? "begin" : part > 0.93 ? "end" : "mid"}`);
+    });
   };
   let from = null;
   svg.addEventListener("pointermove", event => {

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import itertools
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from pathlib import Path
@@ -18,10 +20,11 @@ from trainkit.reports.curves import charts_of
 from trainkit.reports.heat import heat_map
 from trainkit.reports.ledger_picture import ledger_section
 from trainkit.reports.read import RunReport
-from trainkit.reports.words import duration, short
+from trainkit.reports.words import duration, moment, short
 
 FOLDER = Path(__file__).parent
 MOST_CHARACTERS = 400  # of a value in a table
+LONGEST_WORD = 20  # characters that stand on one line however narrow the page is
 
 
 def page(title: str, body: Iterable[str], *, again: int = 0) -> str:
@@ -135,7 +138,7 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[object]], right: int 
     head = "".join(f"<th{k}>{text(h)}</th>" for k, h in zip(kinds, headings, strict=True))
     body = "".join(
         "<tr>"
-        + "".join(f"<td{k}>{text(clip(c))}</td>" for k, c in zip(kinds, row, strict=True))
+        + "".join(f"<td{k}>{_cell(c)}</td>" for k, c in zip(kinds, row, strict=True))
         + "</tr>"
         for row in rows
     )
@@ -143,6 +146,15 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[object]], right: int 
         f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
         "</div>"
     )
+
+
+def _cell(value: object) -> str:
+    """A value as text of a cell: words stay whole where there is room, long ones may be broken."""
+    words = re.findall(rf"\S{{1,{LONGEST_WORD}}}|\s+", clip(value))
+    parts = [text(word) for word in words[:1]]
+    for before, word in itertools.pairwise(words):
+        parts.append(text(word) if before.isspace() or word.isspace() else f"<wbr>{text(word)}")
+    return "".join(parts)
 
 
 def clip(value: object) -> str:
@@ -175,15 +187,15 @@ def _attempts(report: RunReport) -> Iterator[str]:
         (
             each.attempt,
             steps.get(each.attempt, 0),
-            each.started or "?",
-            each.ended or "not said",
+            moment(each.started or "?"),
+            moment(each.ended or "not said"),
             each.failure_class or report.record.state,
             (each.root_cause or {}).get("message", ""),
         )
         for each in report.attempts
     ]
     yield "<h2>Attempts</h2>"
-    yield table(("attempt", "from step", "began", "ended", "how", "why"), rows)
+    yield table(("attempt", "from step", "began (UTC)", "ended (UTC)", "how", "why"), rows)
 
 
 def _checkpoints(report: RunReport) -> Iterator[str]:
@@ -206,9 +218,9 @@ def _samples(report: RunReport) -> Iterator[str]:
 
 
 def _lists(report: RunReport) -> Iterator[str]:
-    events = [(line.time, line.attempt, line.words) for line in report.events]
+    events = [(moment(line.time), line.attempt, line.words) for line in report.events]
     yield f"<details><summary>Events ({len(events)})</summary>"
-    yield table(("time", "attempt", "what"), events) + "</details>"
+    yield table(("time (UTC)", "attempt", "what"), events) + "</details>"
     settings = [(each.key, each.value, each.place) for each in report.settings]
     yield f"<details><summary>Configuration ({len(settings)} values)</summary>"
     yield table(("key", "value", "written at"), settings) + "</details>"

@@ -106,6 +106,14 @@ def duration(seconds: float) -> str:
     return f"{int(seconds // 86400)} d {int(seconds % 86400 // 3600)} h"
 
 
+def moment(time: str) -> str:
+    """A time of ISO 8601 in UTC for people: 2026-11-23 06:48:23; other words as they are."""
+    day, letter, rest = time.partition("T")
+    if not letter or not rest.endswith("Z"):
+        return time
+    return f"{day} {rest[:8]}"
+
+
 def short(value: float | None, unit: str = "") -> str:
     """Four digits with a unit; "n/a" for None."""
     if value is None:
