@@ -44,7 +44,7 @@ def draw_report(report: RunReport, path: Path) -> None:
         from matplotlib.figure import Figure
     except ImportError:
         raise MissingExtra("drawing needs matplotlib, which is not installed", "report") from None
-    charts = list(charts_of(report))
+    charts = [chart for chart in charts_of(report) if any(each.points for each in chart.series)]
     figure = Figure(figsize=(12, 2 + 3 * math.ceil(len(charts) / 2)), layout="constrained", dpi=110)
     title = printable(f"{report.run.job_name}, run {report.run.id}: {report.record.state}")
     figure.suptitle(title, parse_math=False)

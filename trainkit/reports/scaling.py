@@ -79,7 +79,8 @@ def scaling_of(results: Sequence[RunResult], convention: str = "") -> list[Scali
 
 
 def draw_scaling(rows: Sequence[ScalingRow], path: Path) -> None:
-    """Draw samples a second over nodes, with what a perfect job would have, into `path`.
+    """Draw samples a second over nodes, with what a perfect job would have, into `path`: of runs
+    of one job on as many devices the fastest.
 
     Raises ConfigError (exit 3) for an ending other than .svg, .png or .pdf, without matplotlib,
     and without any run that has a speed.
@@ -96,25 +97,39 @@ def draw_scaling(rows: Sequence[ScalingRow], path: Path) -> None:
     with rc_context({"svg.hashsalt": "scaling", "svg.fonttype": "none", "font.size": 10}):
         figure = Figure(figsize=(6, 4), layout="constrained")
         axes = figure.subplots()
-        for job in dict.fromkeys(row.job for row in rows):
-            of_job = [row for row in rows if row.job == job]
-            nodes = [row.nodes for row in of_job]
+        shown = _fastest(rows)
+        # nodes say it all unless a job has used more or fewer devices of as many
+        by_nodes = len({(row.job, row.nodes) for row in shown}) == len(shown)
+        for job in dict.fromkeys(row.job for row in shown):
+            of_job = [row for row in shown if row.job == job]
+            nodes = [row.nodes if by_nodes else row.ranks for row in of_job]
             drawn = axes.plot(nodes, [row.samples_per_second for row in of_job], "o-", label=job)
             first = of_job[0]
             ideal = [first.samples_per_second * row.ranks / first.ranks for row in of_job]
             axes.plot(nodes, ideal, "--", linewidth=1, color=drawn[0].get_color(), alpha=0.6)
-            for row in of_job[1:]:
+            for at, row in list(zip(nodes, of_job, strict=True))[1:]:
                 axes.annotate(
                     f"{row.efficiency:.0%}",
-                    (row.nodes, row.samples_per_second),
+                    (at, row.samples_per_second),
                     textcoords="offset points",
                     xytext=(5, -12),
                 )
-        axes.set(xlabel="nodes", ylabel="samples/s (dashed: a perfect job)")
+        axes.set(
+            xlabel="nodes" if by_nodes else "devices", ylabel="samples/s (dashed: a perfect job)"
+        )
+        axes.margins(x=0.1)
         axes.set_ylim(bottom=0)
-        axes.set_xticks(sorted({row.nodes for row in rows}))
+        axes.set_xticks(sorted({row.nodes if by_nodes else row.ranks for row in shown}))
         axes.grid(alpha=0.3)
         axes.legend(frameon=False)
         metadata = {"Date": None} if path.suffix == ".svg" else None
         with atomic_open(path) as file:
             figure.savefig(file, format=path.suffix[1:], metadata=metadata)
+
+
+def _fastest(rows: Sequence[ScalingRow]) -> list[ScalingRow]:
+    """Of runs of one job on as many devices the fastest, which comes first."""
+    found: dict[tuple[str, int], ScalingRow] = {}
+    for row in rows:
+        found.setdefault((row.job, row.ranks), row)
+    return list(found.values())

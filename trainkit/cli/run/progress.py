@@ -34,8 +34,13 @@ class TerminalStageReporter(StageLines):
         super().__init__(lambda text: console.print(escape(text)))
         self.console = console
         self.bar: Progress | None = None
+        self._said: set[tuple[str, str, str]] = set()
 
     def verdict(self, verdict: Freshness) -> None:
+        known = (verdict.stage, verdict.name, verdict.because)
+        if known in self._said:  # of another run of a sweep
+            return
+        self._said.add(known)
         if verdict.fresh:
             mark = "[green]fresh[/]"
         else:
