@@ -88,8 +88,8 @@ def report(task: TaskContext, run_name: str, files: ReportFiles, flops: str) -> 
 
 def _write_samples(task: TaskContext, run: RunFolder) -> None:
     """Have each checkpoint that is there go on from the job's prompts, but those that have."""
+    from trainkit.train.decoding.sampling import Sampling
     from trainkit.train.inference.generate import generate  # torch comes with it
-    from trainkit.train.inference.sampling import Sampling
 
     job = read_job(run.job)
     prompts = job.generate.prompts or (job.generate.prompt,)

@@ -17,8 +17,8 @@ from trainkit.runs.find import find_run
 
 def generate(task: TaskContext, run_name: str, options: GenerateOptions) -> TaskResult:
     """The task `generate`: one text per prompt."""
+    from trainkit.train.decoding.sampling import Sampling
     from trainkit.train.inference.generate import generate as continue_prompts
-    from trainkit.train.inference.sampling import Sampling
 
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
     prompts = list(options.prompt)

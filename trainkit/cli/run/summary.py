@@ -92,8 +92,8 @@ def _print_sample(task: TaskContext, run: RunFolder, job: Job) -> None:
     if job.dataset.source == "mock" or job.engine != "native":
         return
     # imports torch: not before training has ended
+    from trainkit.train.decoding.sampling import Sampling
     from trainkit.train.inference.generate import generate
-    from trainkit.train.inference.sampling import Sampling
 
     try:
         # as the model fitted in training

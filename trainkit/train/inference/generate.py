@@ -20,6 +20,7 @@ from trainkit.jobs.resolved import read_job
 from trainkit.jobs.schema import Job
 from trainkit.runs.checkpoints import Checkpoint
 from trainkit.runs.folder import RunFolder
+from trainkit.train.decoding.sampling import Sampling, choose
 from trainkit.train.inference.load import (
     ALONE,
     PRECISIONS,
@@ -36,7 +37,6 @@ from trainkit.train.inference.ranks import (
     WorkerSpec,
     start_no_ranks,
 )
-from trainkit.train.inference.sampling import Sampling, choose
 from trainkit.train.model.attention import KeyValueCache
 from trainkit.train.model.transformer import Block, Transformer
 from trainkit.train.parallel.tensor_group import TensorGroup

@@ -30,8 +30,8 @@ def work(spec: Mapping[str, Any], on_progress: ProgressCallback) -> dict[str, ob
     group = Mesh.of(ParallelDegrees(tensor=world.size), world, device).tensor
     saved = open_checkpoint(task.checkpoint)
     if isinstance(task.request, GenerateRequest):
+        from trainkit.train.decoding.sampling import Sampling
         from trainkit.train.inference.generate import generations
-        from trainkit.train.inference.sampling import Sampling
 
         found = generations(
             task.job,

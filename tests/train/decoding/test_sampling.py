@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from trainkit.base.errors import TrainkitError
-from trainkit.train.inference.sampling import Sampling, choose, probabilities
+from trainkit.train.decoding.sampling import Sampling, choose, probabilities
 
 LOGITS = st.lists(st.integers(-40, 40).map(lambda n: n / 8), min_size=1, max_size=20)  # with ties
 TEMPERATURES = st.sampled_from([0.1, 0.5, 1.0, 2.5])
