@@ -31,7 +31,7 @@ ORDER = {  # of a folder's rooms and its files of their own: each imports only w
     "trainkit.train": (
         "metrics torch_compat generators compiled_graphs model decoding parallel checkpoint"
         " rank_agreement rank_statistics update batches huggingface preflight step_log validation"
-        " rehearsal trainer main inference"
+        " text_samples rehearsal trainer main inference"
     ),
     "trainkit.launch": (
         "programs protocol hosts agent containers session launchers run_inputs supervise"

@@ -200,6 +200,13 @@ class GenerateSettings(Table):
             "texts that `report --samples` has each checkpoint go on from; by default prompt"
         ),
     )
+    while_training: bool = Field(
+        False,
+        description=(
+            "whether a run goes on from these texts whenever it saves; not where ranks share the"
+            " model (tensor and pipeline parallelism, ZeRO 3), nor with training.compile"
+        ),
+    )
 
 
 class ProfileSettings(Table):

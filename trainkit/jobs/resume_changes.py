@@ -56,6 +56,7 @@ CHANGEABLE = (
     "generate.prompt",
     "generate.max_new_tokens",
     "generate.prompts",
+    "generate.while_training",
 )
 # Megatron's shuffles depend on how many samples are asked for
 FIXED_BY_MEGATRON = ("training.train_iters", "training.eval_interval", "training.eval_iters")

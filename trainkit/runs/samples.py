@@ -30,20 +30,21 @@ def samples_path(run: RunFolder) -> Path:
 
 
 def read_samples(run: RunFolder) -> list[SampleText]:
-    """All whole lines, by step."""
+    """All whole lines, by step; of a step that was made again what was written last."""
     try:
         lines = samples_path(run).read_bytes().split(b"\n")
     except OSError:
         return []
-    found = []
+    found: dict[tuple[int, str], SampleText] = {}
     for line in lines:
         try:
             value = json.loads(line)
             texts = (str(value["prompt"]), str(value["text"]))
-            found.append(SampleText(int(value["step"]), *texts, int(value["tokens"])))
+            step = int(value["step"])
+            found[step, texts[0]] = SampleText(step, *texts, int(value["tokens"]))
         except (ValueError, KeyError, TypeError):
             continue
-    return sorted(found, key=lambda sample: sample.step)
+    return sorted(found.values(), key=lambda sample: sample.step)
 
 
 def add_samples(run: RunFolder, samples: Iterable[SampleText]) -> None:

@@ -39,6 +39,7 @@ from trainkit.train.parallel.pipeline import tied_at
 from trainkit.train.preflight import begin_weights, refuse_what_cannot_run
 from trainkit.train.rank_agreement import refuse_disagreement
 from trainkit.train.step_log import StepLog
+from trainkit.train.text_samples import TextSampler
 from trainkit.train.torch_compat import be_deterministic
 from trainkit.train.update.build import build_model_parts
 from trainkit.train.update.loss_policy import RollbackRequest, StepInfo, apply_loss_policy
@@ -88,6 +89,7 @@ class Trainer:
         self.step_runner = Step(job, self.model_parts, mesh, self.timers)
         self.train_feed = Feed(job, job.dataset, "train", mesh.data_world, self.device)
         self.validator = Validator(job, mesh, self.step_runner, heartbeat, self.any_rank_stopping)
+        self.texts = TextSampler(job, run, self.model_parts, reports=world.rank == 0)
         self.step = 0
         self.consumed_samples = 0
         self.rollbacks = 0
@@ -171,6 +173,8 @@ class Trainer:
                 stopping = not self.evaluate()
             if stopping:
                 self.checkpoints.prepare_to_stop()
+            elif saving and self.texts.active:
+                self.write_texts()
             if saving or stopping:
                 self.save(last=last or stopping)
                 # a save takes long: do not wait for another step to hear of a stop
@@ -355,6 +359,12 @@ class Trainer:
                     self.validation[record.name] = record.lm_loss
         self.step_log.exclude(time.perf_counter() - began)
         return not self.evaluation_due
+
+    def write_texts(self) -> None:
+        """What the model says now, for the run's report; a part of evaluation."""
+        with self.timers("evaluation"):
+            seconds = self.texts.write(self.step, self.heartbeat)
+        self.step_log.exclude(seconds)
 
     def _note_evaluation(self) -> None:
         """The checkpoint that training went on from said that this evaluation is due: the next

@@ -23,8 +23,9 @@ from trainkit.jobs.devices import built_in_device
 from trainkit.jobs.schema import Cluster, Dataset
 from trainkit.runs.checkpoints import open_checkpoint
 from trainkit.runs.folder import RunFolder
+from trainkit.train.decoding.continuation import DecodingState, Generation, continuation
 from trainkit.train.decoding.sampling import Sampling
-from trainkit.train.inference.generate import DecodingState, Generation, continuation, generate
+from trainkit.train.inference.generate import generate
 from trainkit.train.inference.load import choose_checkpoint, choose_device, load_model
 from trainkit.train.model.transformer import Transformer
 

@@ -3,24 +3,22 @@ keys and values.
 
 Prompts are not batched: a matrix product of another height rounds otherwise, and what a prompt
 gives would then depend on its neighbours.
-
-Shapes: B = 1, S tokens that are read at once, V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 import torch
-from torch import Tensor
 
 from trainkit.base.errors import ConfigError
 from trainkit.jobs.resolved import read_job
 from trainkit.jobs.schema import Job
 from trainkit.runs.checkpoints import Checkpoint
 from trainkit.runs.folder import RunFolder
-from trainkit.train.decoding.sampling import Sampling, choose
+from trainkit.train.decoding.continuation import Continuations, Generation, continued_text
+from trainkit.train.decoding.sampling import Sampling
 from trainkit.train.inference.load import (
     ALONE,
     PRECISIONS,
@@ -37,26 +35,7 @@ from trainkit.train.inference.ranks import (
     WorkerSpec,
     start_no_ranks,
 )
-from trainkit.train.model.attention import KeyValueCache
-from trainkit.train.model.transformer import Block, Transformer
 from trainkit.train.parallel.tensor_group import TensorGroup
-
-PIECE = 512  # tokens of a prompt read at once: bounds the memory of their logits
-
-
-@dataclass(frozen=True)
-class Generation:
-    """A prompt and what the model went on with.
-
-    Args:
-        prompt: as given.
-        text: the prompt and what follows.
-        tokens: how many follow.
-    """
-
-    prompt: str
-    text: str
-    tokens: int
 
 
 def generate(
@@ -137,106 +116,5 @@ def generations(
         update={"model": job.model.model_copy(update={"make_vocab_size_divisible_by": 1})}
     )
     model = load_model(bare, saved, device, PRECISIONS[job.training.precision], group)
-    found = []
-    for prompt in prompts:
-        # as prep-data encodes
-        ids = tokenizer.encode(prompt, add_special_tokens=False).ids or [end]
-        new = continuation(
-            model,
-            ids,
-            sampling,
-            max_new_tokens=max_new_tokens,
-            end=end,
-            apart=job.training.reset_attention_mask,
-        )
-        # Decoded together: a decoder may treat the first token of a text in its own way.
-        text = tokenizer.decode([*ids, *new])[len(tokenizer.decode(ids)) :]
-        found.append(Generation(prompt, prompt + text, len(new)))
-    return found
-
-
-class DecodingState:
-    """What a model has read of one text. It sees the last `model.positions` tokens: once the
-    text is longer, each further token moves that window, every position in it changes, and all
-    of it is read again.
-
-    Args:
-        model: in the state of evaluation.
-        capacity: tokens of the text, if it is known to be shorter than the window.
-    """
-
-    def __init__(self, model: Transformer, capacity: int | None = None) -> None:
-        shape = model.shape
-        weight = model.embed_tokens.weight
-        self.model = model
-        self.window = min(shape.positions, capacity or shape.positions)
-        self.ids: list[int] = []
-        self.caches = [
-            KeyValueCache(
-                1,
-                block.attention.widths[1] // shape.head_size,
-                self.window,
-                shape.head_size,
-                dtype=weight.dtype,
-                device=weight.device,
-            )
-            for block in model.layers.values()
-            if isinstance(block, Block)
-        ]
-
-    def reset(self) -> None:
-        """Begin another text."""
-        self.ids = []
-        for cache in self.caches:
-            cache.length = 0
-
-    @torch.inference_mode()
-    def read(self, ids: Sequence[int], piece: int = PIECE) -> Tensor:
-        """Read on by at least one token, `piece` at a time; the logits of what follows the last,
-        (V)."""
-        self.ids += ids
-        if len(self.ids) > self.window:
-            ids = self.ids[-self.window :]
-            self.reset()
-            self.ids += ids
-        device = self.caches[0].k_BGTD.device
-        for start in range(0, len(ids), piece):
-            logits_BSV: Tensor = self.model(
-                torch.tensor([ids[start : start + piece]], device=device), caches=self.caches
-            )
-        return logits_BSV[0, -1]
-
-
-def continuation(
-    model: Transformer,
-    prompt: Sequence[int],
-    sampling: Sampling,
-    *,
-    max_new_tokens: int,
-    end: int,
-    apart: bool = False,
-) -> list[int]:
-    """Ids that follow `prompt`, up to `end`, which is not among them.
-
-    Args:
-        model: in the state of evaluation.
-        prompt: at least one id.
-        sampling: how tokens are drawn.
-        max_new_tokens: how many at most.
-        end: the id that ends a document.
-        apart: the model was trained on documents that do not see each other, so that one begins
-            without the `end` of the one before.
-    """
-    generator = torch.Generator().manual_seed(sampling.seed)
-    state = DecodingState(model, len(prompt) + max_new_tokens)
-    new: list[int] = []
-    following: Sequence[int] = prompt
-    while len(new) < max_new_tokens:
-        token = choose(state.read(following), sampling, generator)
-        if token == end:
-            break
-        if apart and state.ids[-1] == end:
-            state.reset()
-        new.append(token)
-        following = [token]
-    return new
+    asked = Continuations(sampling, max_new_tokens, end, apart=job.training.reset_attention_mask)
+    return [continued_text(model, tokenizer, prompt, asked) for prompt in prompts]

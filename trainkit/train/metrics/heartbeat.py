@@ -40,7 +40,7 @@ class Heartbeat:
         # what a stop needs for its checkpoint, by the saves so far
         self.save_seconds: float | None = None
         self._first: int | None = None
-        self._first_evaluation: int | None = None
+        self._evaluated = False
         self._last = 0.0
         self._failed = False
         self.phases: PhaseLog | None = None  # rank 0's, of a run that is recorded
@@ -68,9 +68,10 @@ class Heartbeat:
         noted: str = phase
         if self._compiled and phase == "train" and step == self._first:
             noted = "compile"
-        elif self._compiled and phase == "eval" and self._first_evaluation in (None, step):
-            self._first_evaluation = step
+        elif self._compiled and phase == "eval" and not self._evaluated:
             noted = "compile_eval"
+        if self.phase == "eval" and phase != "eval":
+            self._evaluated = True
         self.phases.note(noted, step, *waited)
 
     @property
