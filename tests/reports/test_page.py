@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 from pathlib import Path
 from typing import Any
@@ -128,3 +129,17 @@ def test_the_task_writes_files_and_the_document(project: Project) -> None:
     assert (root / "r.html").read_text().startswith("<!doctype html>")
     wrong = project.invoke("report", run.id, "--html", "r.txt", exit=3)
     assert "r.txt does not end in .html" in wrong.stderr
+
+
+def test_axes_have_round_numbers() -> None:
+    """Whatever is drawn: as many lines as people count at a glance, none between round numbers."""
+    dice = random.Random(1)
+    for _ in range(300):
+        low = dice.choice((-1, 0, 1)) * 10 ** dice.uniform(-9, 9)
+        high = low + 10 ** dice.uniform(-9, 9)
+        points = [(dice.uniform(0, 1e6), dice.choice((low, high))) for _ in range(4)]
+        page = Chart("t", "x", [Series("s", sorted(points))]).to_html()
+        assert 2 <= page.count("grid-line") <= 7
+    page = Chart("t", "x", [Series("s", [(128.0, 5.94), (25_600.0, 0.21)])]).to_html()
+    shown = re.findall(r"<text[^>]*>([^<]+)</text>", page)
+    assert shown == ["0", "2", "4", "6", "0", "10 k", "20 k", "x"]

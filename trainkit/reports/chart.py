@@ -131,6 +131,7 @@ class _Frame:
     right: float
     bottom: float
     top: float
+    step: float  # from line to line
 
     @staticmethod
     def around(points: Iterable[tuple[float, float | None]], *, room: bool) -> _Frame:
@@ -153,7 +154,7 @@ class _Frame:
         elif room:
             left, right = left - 0.06 * (right - left), right + 0.06 * (right - left)
         bottom = math.floor(low / step + 1e-5) * step  # a hair beyond is not seen
-        return _Frame(left, right, bottom, math.ceil(high / step - 1e-5) * step)
+        return _Frame(left, right, bottom, math.ceil(high / step - 1e-5) * step, step)
 
     def x(self, value: float) -> int:
         return round(SIZE * (value - self.left) / (self.right - self.left))
@@ -162,11 +163,11 @@ class _Frame:
         return round(SIZE * (self.top - value) / (self.top - self.bottom))
 
     def axes(self, x_name: str) -> Iterator[str]:
-        for value in _ticks(self.bottom, self.top):
+        for value in _ticks(self.bottom, self.top, self.step):
             y = f"{self.y(value) * 100 / SIZE:.4g}%"
             yield f'<line class="grid-line" x1="0" x2="100%" y1="{y}" y2="{y}"/>'
             yield f'<text class="end" x="-6" y="{y}" dy="4">{text(short(value))}</text>'
-        ticks = _ticks(self.left, self.right)
+        ticks = _ticks(self.left, self.right, _step(self.right - self.left))
         for value in ticks:
             part = self.x(value) / SIZE
             place = "begin" if part < 0.05 else "end" if part > 0.93 else "mid"
@@ -179,9 +180,8 @@ class _Frame:
         yield f'<text class="mid" x="50%" y="100%" dy="31">{text(x_name)}</text>'
 
 
-def _ticks(low: float, high: float) -> list[float]:
+def _ticks(low: float, high: float, step: float) -> list[float]:
     """Round numbers from one to the other."""
-    step = _step(high - low)
     first = math.ceil(low / step - 1e-9)
     return [number * step for number in range(first, math.floor(high / step + 1e-9) + 1)]
 
