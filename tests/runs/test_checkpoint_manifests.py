@@ -13,7 +13,7 @@ import xxhash
 from trainkit.base.errors import TrainkitError
 from trainkit.base.files import remove, write_json
 from trainkit.jobs.schema import CheckpointSettings
-from trainkit.runs import retention, sample_windows
+from trainkit.runs import checkpoints, retention, sample_windows
 from trainkit.runs.checkpoint_errors import DamagedCheckpoint, MissingCheckpoint, NewerCheckpoint
 from trainkit.runs.checkpoints import (
     checkpoint_folder,
@@ -37,6 +37,11 @@ from trainkit.runs.manifest import (
 )
 from trainkit.runs.retention import pin, prune, retention_reasons, valid_by_size
 from trainkit.runs.sample_windows import SLOTS, SampleWindow, SampleWindowLog, find_sample_window
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoints, "PAUSES", (0.01, 0.02))
 
 
 def chunk(offset: int, size: int, start: int) -> TensorChunk:

@@ -265,9 +265,21 @@ def run_tasks(tasks: Tasks, ports: list[int]) -> dict[str, Any]:
     found = {}
     for (name, (target, words)), port in zip(tasks.items(), ports, strict=True):
         os.environ["MASTER_PORT"] = str(port)
+        if os.environ["RANK"] != "0":
+            _wait_for_store(port)
         module, _, function = target.partition(":")
         found[name] = getattr(importlib.import_module(module), function)(*words)
     return found
+
+
+def _wait_for_store(port: int) -> None:
+    """Until rank 0 listens: torch's own client would be refused once, and then wait for a
+    second."""
+    while True:
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        time.sleep(0.005)
 
 
 def quiet_ports() -> Iterator[int]:

@@ -13,12 +13,14 @@ from tests.runs.test_record import begin, sign
 from trainkit.base.errors import ConfigError
 from trainkit.cli.hosts.nodes import nodes
 from trainkit.cli.wrapper import TaskContext
+from trainkit.experiment.cancel import cancel_run
 from trainkit.experiment.hosts import hosts_of_job, rank_override, resolve_on_hosts
 from trainkit.experiment.options import HostOptions
 from trainkit.jobs.load import Jobs, load
 from trainkit.jobs.resolved import write_job
 from trainkit.launch.hosts.quarantine import quarantine_host, read_quarantine
 from trainkit.launch.hosts.selection import write_hosts
+from trainkit.launch.protocol.client import ask_supervisor
 from trainkit.launch.supervise.code_snapshot import link_code, take_snapshot
 from trainkit.runs.folder import RunFolder
 
@@ -168,7 +170,9 @@ def test_nodes_of_this_machine(project: Project, jobs: Jobs) -> None:
     )
 
 
-def test_a_run_whose_head_is_gone(project: Project, jobs: Jobs) -> None:
+def test_a_run_whose_head_is_gone(
+    project: Project, jobs: Jobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its hosts are asked from here; one that will never answer again must not keep it from
     going on for ever."""
     (project.path / "hosts").write_text("nowhere-1.invalid slots=2\n")
@@ -182,13 +186,16 @@ def test_a_run_whose_head_is_gone(project: Project, jobs: Jobs) -> None:
     sign(run, ago=3600, host="elsewhere")
     assert project.document("status", "last", exit=0)["state"] == "unknown"
     assert "no sign of life since" in project.invoke("resume", "last", "--dry-run", exit=13).stderr
-    (row,) = project.document("cancel", "last", exit=13)["hosts"]
-    assert (
-        row["host"] == "nowhere-1.invalid"
-        and not row["answered"]
-        and "has no address here" in row["error"]
-    )
-    assert project.document("cancel", "last", "--force", exit=15)["state"] == "cancelled"
+    with monkeypatch.context() as patched:  # its supervisor is asked, in vain, but not for 10 s
+        patched.setattr(ask_supervisor, "__defaults__", (0.1,))
+        cancelled = cancel_run(run, save=False, force=False, say=print)
+    assert cancelled.exit == 13 and cancelled.hosts is not None
+    (left,) = cancelled.hosts
+    assert left.host == "nowhere-1.invalid" and not left.answered
+    assert "has no address here" in (left.error or "")
+    forced = project.document("cancel", "last", "--force", exit=15)
+    assert forced["state"] == "cancelled"
+    assert [(row["host"], row["answered"]) for row in forced["hosts"]] == [(left.host, False)]
     assert "has ended already" in project.invoke("cancel", "last").stdout
 
 

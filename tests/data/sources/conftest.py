@@ -5,14 +5,17 @@ from collections.abc import Iterator
 import pytest
 
 from tests.data.fetch_server import QUICK, Site, serve
-from trainkit.data.sources.listing import list_files
+from trainkit.data.fetch.retry import DEFAULT_RETRY
+from trainkit.data.sources import SOURCES
 
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Servers of these tests answer at once, or never."""
-    assert list_files.__defaults__ is not None
-    monkeypatch.setattr(list_files, "__defaults__", (QUICK,))
+    for name in ("web", "indexed"):  # those that ask servers
+        shards = type(SOURCES[name]).shards
+        assert shards.__kwdefaults__["retry"] is DEFAULT_RETRY
+        monkeypatch.setitem(shards.__kwdefaults__, "retry", QUICK)
 
 
 @pytest.fixture

@@ -15,7 +15,6 @@ from trainkit.data.fetch import object_store as fetch_fsspec
 from trainkit.data.fetch.object_store import StoredFile
 from trainkit.data.fetch.worker import fetch, open_stream, work
 from trainkit.data.sources import SOURCES, Shard, fetch_units, fetched_prefixes
-from trainkit.data.sources.listing import list_files
 from trainkit.jobs.schema import Dataset, Tokenizer
 
 pytest.importorskip("moto.server", reason="the S3 server of these tests")
@@ -36,9 +35,8 @@ def endpoint() -> Iterator[str]:
 
 
 @pytest.fixture
-def bucket(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def bucket(endpoint: str, quick: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A bucket with three objects that all may read, as an S3 client sees it."""
-    monkeypatch.setattr(list_files, "__defaults__", (QUICK,))
     for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "an-id")

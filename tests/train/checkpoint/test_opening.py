@@ -52,6 +52,7 @@ def on_two_ranks(root: Path) -> dict[str, tuple[int, str]]:
     for step in (1, 2):
         save(root, step)
     results = {"whole": found(root)}
+    checkpoints.PAUSES = (0.01, 0.02)  # of this process
     with contextlib.ExitStack() as patched:
         for name in ("read_bytes", "stat", "is_file", "iterdir") if rank == 1 else ():
             patched.enter_context(mock.patch.object(Path, name, stale))

@@ -38,11 +38,6 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-@pytest.fixture(autouse=True)
-def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoints, "PAUSES", (0.01, 0.02))
-
-
 def two(folder: Path) -> Path:
     """Two checkpoints; returns the newest."""
     for step in (1, 2):
