@@ -1,7 +1,7 @@
 """Claim: of random small mistakes in the package, the tests of their area find four in five.
 
     python benchmarks/mutations.py [--count 60] [--seed 1] [--jobs 2] [--since REV] [--work FOLDER]
-    python benchmarks/mutations.py --again FILE [--rev REV] [--survivors]
+    python benchmarks/mutations.py --again FILE [--rev REV] [--survivors] [--limit 900]
 
 A mutation turns one comparison, sum, condition, constant, `and` or `return` of a Python file of
 trainkit into another; each place is as likely as any other. The tests that name the mutated
@@ -9,10 +9,13 @@ module run first, then all fast tests of its folder's area, until one fails: "ki
 passes them all "survived". A mutation may change nothing that matters, so not every survivor is
 a gap: read them.
 
-Mutations are made in clones of this checkout below --work, each with its own .venv (installed at
-first use: minutes), never in the checkout itself. --again takes the mutations of a former FILE
-of results, so that two revisions are compared on the same ones (--rev: of which the clones are
-made); --since leaves out lines that REV did not have. Results go to mutations.json in --work.
+Mutations are made in clones of this checkout below --work, each with an environment of its own
+(hard links to this one's where that is current), never in the checkout itself. --again takes the
+mutations of a former FILE of results, so that two revisions are compared on the same ones (--rev:
+of which the clones are made); --since leaves out lines that REV did not have. Each verdict goes at
+once to REV.json in --work: what is interrupted goes on with those that are not judged yet. A
+mutation whose tests take more than --limit seconds "hangs", which counts as killed: take it larger
+than the longest area needs.
 """
 
 from __future__ import annotations
@@ -20,13 +23,17 @@ from __future__ import annotations
 import argparse
 import ast
 import concurrent.futures
+import contextlib
 import json
 import os
 import random
 import re
+import shutil
+import signal
 import subprocess
 import sys
-import tempfile
+import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -34,7 +41,6 @@ from pathlib import Path
 from queue import Queue
 
 CHECKOUT = Path(__file__).resolve().parent.parent
-LIMIT = 3600  # seconds for the tests of one mutation: what takes longer hangs
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE,
     ast.LtE: ast.Lt,
@@ -193,10 +199,30 @@ def clone(folder: Path, revision: str) -> Path:
     """A clone with an environment of its own."""
     if not (folder / ".git").exists():
         git(CHECKOUT, "clone", "--quiet", str(CHECKOUT), str(folder))
+        copy_environment(folder)
     git(folder, "fetch", "--quiet", "origin")
     git(folder, "checkout", "--quiet", "--force", revision)
     subprocess.run(["./inv", "test", "--help"], cwd=folder, check=True, stdout=subprocess.DEVNULL)
     return folder
+
+
+def copy_environment(folder: Path) -> None:
+    """Hard links to this checkout's environment; what names the checkout in it names the clone.
+    `./inv` installs what the clone's revision needs beside it."""
+    environment = folder / ".venv"
+    shutil.copytree(CHECKOUT / ".venv", environment, symlinks=True, copy_function=os.link)
+    (packages,) = environment.glob("lib/python3*/site-packages")
+    own = [*packages.glob("__editable__*"), *packages.glob("trainkit*/direct_url.json")]
+    for path in (environment / "pyvenv.cfg", *(environment / "bin").iterdir(), *own):
+        if path.is_symlink() or not path.is_file():
+            continue
+        content = path.read_bytes()
+        named = content.replace(os.fsencode(CHECKOUT), os.fsencode(folder))
+        if named != content:
+            mode = path.stat().st_mode
+            path.unlink()  # the link, not what it is a link to
+            path.write_bytes(named)
+            path.chmod(mode)
 
 
 def steps(folder: Path, file: str) -> list[list[str]]:
@@ -222,8 +248,34 @@ def steps(folder: Path, file: str) -> list[list[str]]:
     ]
 
 
-def judge(folder: Path, mutation: Mutation) -> Result:
-    """Mutate, run the tests, restore."""
+def run_tests(folder: Path, words: list[str], limit: float) -> tuple[int, str]:
+    """The exit code of pytest, and what it said. Raises TimeoutExpired once all that it started
+    and that is still of its session has ended."""
+    argv = [".venv/bin/python", "-m", "pytest", "-x", "-q", "-m", "not slow"]
+    child = subprocess.Popen(
+        [*argv, "-p", "no:cacheprovider", *words],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE"},
+        start_new_session=True,
+    )
+    try:
+        out, _ = child.communicate(timeout=limit)
+    except subprocess.TimeoutExpired:
+        child.send_signal(signal.SIGINT)  # fixtures take their hosts and processes away
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.communicate(timeout=60)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+        raise
+    return child.returncode, out
+
+
+def judge(folder: Path, mutation: Mutation, limit: float) -> Result:
+    """Mutate, run the tests for so many seconds at most, restore."""
     path = folder / mutation.file
     lines = path.read_text().split("\n")
     number = (
@@ -233,45 +285,26 @@ def judge(folder: Path, mutation: Mutation) -> Result:
         return Result(mutation, "absent", "")
     lines[number] = mutation.after
     path.write_text("\n".join(lines))
+    deadline = time.monotonic() + limit
     try:
         for words in steps(folder, mutation.file):
-            argv = [
-                ".venv/bin/python",
-                "-m",
-                "pytest",
-                "-x",
-                "-q",
-                "-m",
-                "not slow",
-                "-p",
-                "no:cacheprovider",
-                *words,
-            ]
-            environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
             try:
-                done = subprocess.run(
-                    argv,
-                    cwd=folder,
-                    capture_output=True,
-                    text=True,
-                    timeout=LIMIT,
-                    env=environment,
-                    check=False,
-                )
+                code, out = run_tests(folder, words, deadline - time.monotonic())
             except subprocess.TimeoutExpired:
                 return Result(mutation, "hangs", words[0])
-            if done.returncode not in (0, 5):  # 5: no test is left by the marks
-                failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
-                return Result(
-                    mutation, "killed", failed[0] if failed else f"exit {done.returncode}"
-                )
+            if code not in (0, 5):  # 5: no test is left by the marks
+                failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", out, re.MULTILINE)
+                return Result(mutation, "killed", failed[0] if failed else f"exit {code}")
         return Result(mutation, "survived", "")
     finally:
         git(folder, "checkout", "--quiet", "--", mutation.file)
 
 
 def judge_all(
-    mutations: list[Mutation], folders: list[Path], said: Callable[[Result], None]
+    mutations: list[Mutation],
+    folders: list[Path],
+    said: Callable[[Result], None],
+    limit: float,
 ) -> list[Result]:
     """Each clone takes the next one as soon as it is free."""
     free: Queue[Path] = Queue()
@@ -281,7 +314,7 @@ def judge_all(
     def one(mutation: Mutation) -> Result:
         folder = free.get()
         try:
-            result = judge(folder, mutation)
+            result = judge(folder, mutation, limit)
         finally:
             free.put(folder)
         said(result)
@@ -302,6 +335,13 @@ def show(result: Result) -> None:
         )
 
 
+def known_results(file: Path) -> dict[Mutation, Result]:
+    """Those of a run before."""
+    rows = json.loads(file.read_text()) if file.exists() else []
+    found = [Result(Mutation(**row["mutation"]), row["verdict"], row["by"]) for row in rows]
+    return {result.mutation: result for result in found}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -318,9 +358,10 @@ def main() -> int:
     parser.add_argument(
         "--work",
         type=Path,
-        default=Path(tempfile.gettempdir()) / "trainkit-mutations",
+        default=CHECKOUT / "build" / "mutations",
         help="where clones and results go",
     )
+    parser.add_argument("--limit", type=float, default=900, help="seconds for one mutation")
     parser.add_argument("--quick", action="store_true", help="two mutations")
     given = parser.parse_args()
     if given.again:
@@ -332,13 +373,25 @@ def main() -> int:
         ]
     else:
         chosen = choose(2 if given.quick else given.count, given.seed, given.since)
-    given.work.mkdir(parents=True, exist_ok=True)
+    work = given.work.resolve()
+    work.mkdir(parents=True, exist_ok=True)
     revision = git(CHECKOUT, "rev-parse", given.rev).strip()
-    folders = [clone(given.work / f"clone-{number}", revision) for number in range(given.jobs)]
-    results = judge_all(chosen, folders, show)
-    (given.work / "mutations.json").write_text(
-        json.dumps([asdict(result) for result in results], indent=1)
-    )
+    file = work / f"{revision[:12]}.json"
+    known = known_results(file)
+    left = [mutation for mutation in chosen if mutation not in known]
+    folders = [clone(work / f"clone-{number}", revision) for number in range(given.jobs)]
+    saying = threading.Lock()
+
+    def said(result: Result) -> None:
+        with saying:
+            show(result)
+            known[result.mutation] = result
+            text = json.dumps([asdict(result) for result in known.values()], indent=1)
+            file.with_suffix(".tmp").write_text(text)
+            file.with_suffix(".tmp").replace(file)
+
+    judge_all(left, folders, said, given.limit)
+    results = [known[mutation] for mutation in chosen]
     counts = Counter(result.verdict for result in results)
     judged = sum(counts.values()) - counts["absent"]
     found = counts["killed"] + counts["hangs"]

@@ -223,7 +223,7 @@ LONG = named(
         *(Case(model, layout(1, 4), 4) for model in ("gpt", "neox", "llama-tied")),
         *(
             Case(model, layout(1, 4, schedule), 4)
-            for model in ("gpt-deep", "llama")
+            for model in ("gpt-deep", "llama-deep")
             for schedule in ("interleaved", "zbv")
         ),
         *(

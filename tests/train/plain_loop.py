@@ -69,7 +69,7 @@ MODELS = {
         family="gpt", num_layers=5, untie_embeddings_and_output_weights=True, **SIZES
     ),
     # untied, attention and MLP side by side
-    "neox": Model(family="gpt-neox", num_layers=8, **SIZES),
+    "neox": Model(family="gpt-neox", num_layers=5, **SIZES),
     "neox-tied": Model(
         family="gpt-neox",
         num_layers=5,
@@ -78,7 +78,8 @@ MODELS = {
         **SIZES,
     ),
     # fewer heads of keys and values than 4 tensor-parallel ranks
-    "llama": Model(family="llama", num_layers=8, num_query_groups=2, **SIZES),
+    "llama": Model(family="llama", num_layers=4, num_query_groups=2, **SIZES),
+    "llama-deep": Model(family="llama", num_layers=8, num_query_groups=2, **SIZES),
     "llama-tied": Model(
         family="llama",
         num_layers=5,

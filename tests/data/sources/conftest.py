@@ -13,9 +13,9 @@ from trainkit.data.sources import SOURCES
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Servers of these tests answer at once, or never."""
     for name in ("web", "indexed"):  # those that ask servers
-        shards = type(SOURCES[name]).shards
-        assert shards.__kwdefaults__["retry"] is DEFAULT_RETRY
-        monkeypatch.setitem(shards.__kwdefaults__, "retry", QUICK)
+        words = type(SOURCES[name]).shards.__kwdefaults__ or {}
+        assert words["retry"] is DEFAULT_RETRY
+        monkeypatch.setitem(words, "retry", QUICK)
 
 
 @pytest.fixture
