@@ -124,6 +124,35 @@ VICTIMS: list[tuple[str, Callable[[Path, Process], bool], int]] = [
 ]
 
 
+AT_ONCE = 4  # most of the time until a run has ended is waited
+
+
+def end_them(
+    busy: ClusterProject, victims: list[tuple[str, Callable[[Path, Process], bool], int]]
+) -> None:
+    """A run for each, side by side; then each loses what was chosen of it, and ends by itself."""
+    cluster, runs, unheard = busy.cluster, [], []
+    for launcher, _, _ in victims:
+        known = len(busy.runs())
+        process = busy.start(
+            "train", "random", "--share", "--set", f"cluster.launcher={launcher}", *NO_RETRIES
+        )
+        runs.append((process, begun(busy, process, runs=known + 1)))
+    for (_, chosen, sent), (_, run) in zip(victims, runs, strict=True):
+        found = [p for p in cluster.processes_of(run.name) if chosen(run, p)]
+        assert found
+        unheard.append(sent == signal.SIGKILL and found[0].pid == supervisor(run))
+        cluster.kill(*found, number=sent)
+    for killed, (launcher, _, sent), (process, run) in zip(unheard, victims, runs, strict=True):
+        out, err = process.communicate()
+        nothing_left(cluster, run.name)
+        assert process.returncode in (10, 12, 13), out + err
+        ends = [e["exit"] for e in events(run) if e["event"] == "ended"]
+        assert ends == ([] if killed else [process.returncode]), (
+            f"{launcher}, {signal.Signals(sent).name}: {ends}"
+        )
+
+
 def test_whoever_is_killed_nothing_is_left_and_another_run_goes_on(
     busy: ClusterProject, cluster: Cluster
 ) -> None:
@@ -132,21 +161,8 @@ def test_whoever_is_killed_nothing_is_left_and_another_run_goes_on(
     assert {host for host, _ in before} == {HEAD, "node1", "node2"} and len(
         [p for p in cluster.processes_of(other.name) if p.started]
     ) == 4
-    for number, (launcher, chosen, sent) in enumerate(VICTIMS):
-        process = busy.start(
-            "train", "random", "--share", "--set", f"cluster.launcher={launcher}", *NO_RETRIES
-        )
-        run = begun(busy, process, runs=number + 2)
-        victims = [p for p in cluster.processes_of(run.name) if chosen(run, p)]
-        assert victims
-        cluster.kill(*victims, number=sent)
-        out, err = process.communicate()
-        nothing_left(cluster, run.name)
-        assert process.returncode in (10, 12, 13), out + err
-        ends = [e["exit"] for e in events(run) if e["event"] == "ended"]
-        assert ends == ([] if number == 0 else [process.returncode]), (
-            f"{launcher}, {signal.Signals(sent).name}: {ends}"
-        )
+    for first in range(0, len(VICTIMS), AT_ONCE):
+        end_them(busy, VICTIMS[first : first + AT_ONCE])
     assert before <= {(p.host, p.pid) for p in cluster.processes_of(other.name)}
     step = json.loads((other / "attempts/1/heartbeat/0.json").read_text())["step"]
     wait_for(
