@@ -14,6 +14,7 @@ from tests.cluster.slurm_project import SlurmProject
 from tests.conftest import HANGS, wait_for
 
 
+@pytest.mark.slow  # four imports of torch; test_slurm_stages.py compares two ranks' losses
 def test_the_same_losses_as_on_one_machine(slurm: SlurmProject) -> None:
     """2 nodes x 2 ranks through sbatch against 4 ranks of one machine; a person who follows sees
     the job, then the run."""
@@ -79,6 +80,7 @@ def test_ctrl_c_only_stops_following_and_cancel_stops(slurm: SlurmProject) -> No
     count = slurm.count()
     slurm.wait_step(count + 3)
     id = slurm.slurm_jobs(run)[0]["id"]
+    assert f"job {id}" in out
     assert (
         slurm.document("cancel", id, exit=15)["state"] == "cancelled"
         and slurm.job_state(id) == "CANCELLED"

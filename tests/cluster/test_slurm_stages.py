@@ -145,6 +145,9 @@ def test_a_run_and_its_stages_are_one_graph(slurm: SlurmProject) -> None:
     )
     for run in (first, second):
         slurm.wait_state(run, "succeeded")
+    id = slurm.slurm_jobs(first)[0]["id"]
+    wait_for(lambda: slurm.job_state(id) == "COMPLETED", "the batch job to end", timeout=HANGS)
+    assert slurm.document("status", id)["run"] == first.name, "by Slurm's number too"
     again = slurm.invoke("train", "text", "--cluster", "here", "--nodes", "1", timeout=HANGS).stdout
     assert re.search(r"prep-data lines--bpe is fresh", again), again
     local = next(run for run in slurm.runs() if run.parent == first.parent and run != first)
