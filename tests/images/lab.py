@@ -34,7 +34,6 @@ from tests.mounts import unmount
 from trainkit.base.locks import locked
 
 CACHE = "TRAINKIT_TEST_CACHE"
-DEBIAN = "localhost/trainkit-test/debian:1"
 TORCH = "localhost/trainkit-test/torch:1"
 TINY = "localhost/trainkit-test/tiny:1"
 PACKAGES = ("ca-certificates", "g++", "python3", "python3-dev", "python3-pip", "python3-venv")
@@ -44,7 +43,13 @@ PIP_SETTINGS = ("cert", "index-url", "find-links", "default-timeout", "proxy")
 # a third of torch, for its own tests and for compiling
 UNUSED = re.compile(r"torch/(test|include)/|torch/bin/(?!torch_shm)|torch/lib/.*\.a$|.*/tests/")
 KEPT = 7 * 86400.0  # seconds that a base which nobody uses is kept
-RECIPE = 1  # raised where the code below makes another base of the same packages
+UNREAD = ("doc", "info", "locale", "man")  # of Debian's packages
+# What trainkit compiles in an image is there for some steps of a test: not optimized, it is
+# compiled in half the time.
+COMPILER = """#!/bin/sh
+exec /usr/bin/$(basename "$0") "$@" -O0
+"""
+RECIPE = 2  # raised where the code below makes another base of the same packages
 
 
 class NoLab(Exception):
@@ -187,14 +192,15 @@ def copy_packages(target: Path) -> None:
 
 
 def cached_base() -> Path:
-    """The folder of the store with DEBIAN, TORCH and TINY; made where this machine has none.
+    """The folder of the store with TORCH and TINY; made where this machine has none.
 
     Raises:
         NoLab: this machine cannot make it.
     """
     release = suite()
     versions = [f"{package.name}=={package.version}" for package in requirements()]
-    inputs = [RECIPE, release, PACKAGES, sys.version_info[:2], versions, UNUSED.pattern]
+    made_of = [RECIPE, release, PACKAGES, UNREAD, COMPILER, UNUSED.pattern]
+    inputs = [*made_of, sys.version_info[:2], versions]
     key = hashlib.sha256(repr(inputs).encode()).hexdigest()[:16]
     home = Path(os.environ.get(CACHE) or Path.home() / ".cache" / "trainkit-tests")
     home.mkdir(parents=True, exist_ok=True)
@@ -223,15 +229,19 @@ def is_used(folder: Path) -> bool:
 
 
 def make_base(folder: Path, release: str) -> None:
-    """Make the three images."""
+    """Make the two images."""
     variables = store_variables(folder, [], None)
-    with new_image(variables, "scratch", DEBIAN) as root:
+    with new_image(variables, "scratch", TORCH) as root:
         options = ["--mode=root", "--variant=minbase", "--dpkgopt=force-unsafe-io", "--quiet"]
+        options += [f"--dpkgopt=path-exclude=/usr/share/{name}/*" for name in UNREAD]
         argv = ["mmdebstrap", *options, f"--include={','.join(PACKAGES)}", release, str(root)]
         _call(argv, {"TMPDIR": "/dev/shm" if Path("/dev/shm").is_dir() else "/tmp"})
-    with new_image(variables, DEBIAN, TORCH) as root:
         version = f"{sys.version_info[0]}.{sys.version_info[1]}"
         copy_packages(root / f"usr/local/lib/python{version}/dist-packages")
+        for program in (root / "usr/bin").glob("*-linux-gnu-g[+c][+c]"):
+            quick = root / "usr/local/bin" / program.name
+            quick.write_text(COMPILER)
+            quick.chmod(0o755)
     files = tarfile.open(fileobj=io.BytesIO(oci.rootfs()))  # noqa: SIM115
     with files as tar, new_image(variables, "scratch", TINY) as root:
         tar.extractall(root, filter="tar")
