@@ -48,6 +48,7 @@ def copies(cluster: Cluster) -> dict[str, list[str]]:
 @pytest.mark.timeout(3600)
 def test_over_ssh(head: ClusterProject, cluster: Cluster, cpu_image: CpuProject) -> None:
     add_image(head, cpu_image, "pair")
+    head.hosts("node1 slots=1", "node2 slots=1")  # each rank imports torch
     for node in NODES:
         cluster.on(node, "mkdir", LOCAL)
     head.invoke("train", "random", *SHORT)
