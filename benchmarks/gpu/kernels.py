@@ -41,7 +41,7 @@ def run(device: DeviceType, size: Size, folder: Path) -> Iterator[Finding]:
     try:
         fused = importlib.import_module("trainkit.ops.kernels").choose("fused", device).kernels
     except library.Unavailable as error:
-        yield not_shown("kernels", f"not built: {error}")
+        yield not_shown("kernels", "not built: " + "; ".join(str(error).split("\n  ")))
         return
     yield from _numerics(cases, fused, device, size)
     yield from _speed(device, size, folder / "kernels.json")

@@ -33,6 +33,7 @@ from trainkit.base.install import csrc_sha256
 MOST_BYTES = 40 * 2**20
 # what the trainer, the tasks and the build of the helper import, and what that needs
 NEEDED = (
+    "absl-py",  # tensorboard's; its other needs are of its server
     "annotated-types",
     "ClusterShell",
     "invoke",
@@ -40,6 +41,8 @@ NEEDED = (
     "mdurl",
     "numpy",
     "orjson",
+    "packaging",
+    "protobuf",
     "psutil",
     "pybind11",
     "pydantic",
@@ -49,6 +52,7 @@ NEEDED = (
     "rich",
     "safetensors",
     "setuptools",
+    "tensorboard",
     "tokenizers",
     "tomli",
     "typing-inspection",

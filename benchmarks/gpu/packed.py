@@ -30,6 +30,7 @@ from trainkit.base.install import (
     csrc_sha256,
     extension_is_current,
 )
+from trainkit.ops.build import build_kernels, staleness
 
 MANIFEST = "gpu-pack.json"
 SCHEMA = "gpu-pack/1"
@@ -188,6 +189,17 @@ def _place_helper(pack: Pack, python: Path, root: Path) -> None:
             exit=Exit.STAGE_FAILED,
             hint="pack the folder where a compiler and that Python are",
         ) from error
+
+
+def place_kernels(python: Path, *, root: Path = ROOT) -> None:
+    """Compile the fused kernels for CPUs with the headers of the torch that is here: what is packed
+    knows no torch. Where they cannot be, that is said, and their part says it again."""
+    if not staleness(root):
+        return
+    try:
+        build_kernels(root, python)
+    except InstallError as error:
+        print(f"WARNING: {error}", file=sys.stderr, flush=True)
 
 
 def _imports(python: Path, module: str) -> bool:

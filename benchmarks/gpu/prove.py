@@ -31,7 +31,7 @@ from pathlib import Path
 
 from benchmarks.gpu.findings import Finding, table
 from benchmarks.gpu.hardware import Hardware, PowerLog, hardware
-from benchmarks.gpu.packed import prepare_python, read_pack
+from benchmarks.gpu.packed import place_kernels, prepare_python, read_pack
 from benchmarks.gpu.parts import CPU_LIMIT_SECONDS, PACKED_DATA, PARTS, Part
 from benchmarks.gpu.proof import ROOT, PartResult, Proof, Status, code_hash
 from trainkit.base.errors import ConfigError, Exit, TrainkitError
@@ -239,6 +239,8 @@ def make_setting(given: argparse.Namespace) -> Setting:
         environment[PACKED_DATA] = str(pack.data)
         if not given.dry_run:
             python = prepare_python(pack, given.results.absolute() / "python")
+            if given.device == "cpu":  # a GPU has Triton's
+                place_kernels(python)
     return Setting(
         device=given.device,
         size=given.size or ("full" if given.device == "cuda" else "small"),
