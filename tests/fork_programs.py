@@ -11,7 +11,7 @@ import atexit
 import contextlib
 import ctypes
 import gc
-import importlib
+import importlib.util
 import io
 import json
 import os
@@ -54,7 +54,7 @@ PRELOADED = (
     "trainkit.data.tokenize.merge_worker",
     "trainkit.data.tokenize.check_worker",
     "torch.utils.tensorboard",  # what rank 0 imports for its metrics: 0.3 s
-    "torch.profiler._cupti_monitor",  # these four when ranks first need them
+    "torch.profiler._cupti_monitor",  # these four when ranks first need them; of torch >= 2.12
     "torch.nn.attention.varlen",
     "numpy.ma",
     "trainkit.train.parallel.pipeline_stage",
@@ -386,7 +386,8 @@ class Programs:
 def serve(listener: socket.socket, control: int) -> None:
     """Import everything, then fork for whoever connects, until `control` is at its end."""
     for name in PRELOADED:
-        importlib.import_module(name)
+        if not name.startswith("torch.profiler") or importlib.util.find_spec(name):
+            importlib.import_module(name)
     linked_code = importlib.import_module("tests.linked_code")
     linked_code.link_snapshots(Path(listener.getsockname()).with_name("code"))
     subprocess._fork_exec = _fork  # type: ignore[attr-defined]
