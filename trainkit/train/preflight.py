@@ -17,7 +17,7 @@ from trainkit.train.metrics.wandb import wandb_problems
 from trainkit.train.parallel.data_parallel import World
 from trainkit.train.parallel.initialize import initialize
 from trainkit.train.parallel.pipeline import chunks_per_stage, schedule_problem
-from trainkit.train.torch_compat import local_part
+from trainkit.train.torch_compat import adds_halves_of_backward, local_part
 from trainkit.train.update.build import ModelParts
 from trainkit.train.update.schedule import batch_sizes
 
@@ -30,7 +30,8 @@ def refuse_what_cannot_run(job: Job, world: World, *, begins: bool) -> None:
 
     `begins`: there is no checkpoint to go on from, so that init_from is needed.
     """
-    problems = [*layout_problems(job, world), *_told(lambda: vocab_size(job)), *wandb_problems(job)]
+    problems = [*layout_problems(job, world), *_torch_problems(job)]
+    problems += [*_told(lambda: vocab_size(job)), *wandb_problems(job)]
     if begins and job.init_from and not problems:
         problems += _told(lambda: _check_init(job))
     if problems:
@@ -85,6 +86,16 @@ def layout_problems(job: Job, world: World) -> Iterator[Problem]:
             yield Problem(
                 f"global_batch_size {samples}{grown} is {samples // quantum} micro-batches: {why}"
             )
+
+
+def _torch_problems(job: Job) -> Iterator[Problem]:
+    """What this torch cannot do and a newer one can."""
+    if job.parallelism.pipeline_schedule == "zbv" and not adds_halves_of_backward():
+        yield Problem(
+            f"pipeline_schedule = 'zbv' needs torch 2.13 or newer, and this is {torch.__version__},"
+            " which loses gradients of a backward in two halves",
+            hint="use '1f1b' or 'interleaved'",
+        )
 
 
 def _tensor_problems(job: Job, tensor: int) -> Iterator[Problem]:

@@ -104,6 +104,13 @@ def widen_gradients(module: nn.Module) -> None:
                 parameter.to_accumulated_grad_if_needed()  # the first: there is no sum yet
 
 
+def adds_halves_of_backward() -> bool:
+    """Whether torch's schedules add a backward in two halves up right: the gradients of weights
+    made later, by 2.11 for the first result of an operation alone, and not where its graph went
+    with the first half (torch.distributed.pipelining._backward)."""
+    return torch.__version__ >= (2, 13)
+
+
 def group_operations() -> list[object]:
     """The operations of `scattered` and `summed`."""
     ops = torch.ops._c10d_functional

@@ -8,6 +8,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import example, given, settings
@@ -21,10 +22,12 @@ from tests.plan.example import job_of, shape
 from tests.train.layout_cases import layout
 from tests.train.plain_loop import VOCAB
 from tests.train.plain_loop import job_of as matrix_job
+from trainkit.base.errors import ConfigError
 from trainkit.engines.rules import RULES
 from trainkit.jobs.ranks import degrees_of
 from trainkit.jobs.schema import Job
 from trainkit.plan.planner import make_plan
+from trainkit.train import preflight
 from trainkit.train.metrics.timers import Timers
 from trainkit.train.model.transformer import build_on_meta
 from trainkit.train.parallel.data_parallel import World, accumulates_whole
@@ -262,3 +265,10 @@ def test_every_reason_is_named_at_once() -> None:
     refused = [problem.message for problem in layout_problems(job, World(0, 7))]
     codes = [objection.code for objection in make_plan(job, rules=RULES["native"]).objections]
     assert len(refused) >= 5 and len(codes) >= 5, (refused, codes)
+
+
+def test_an_older_torch_is_not_given_a_backward_in_halves(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = job_of(shape("gpt", 2, 12, 6, 7), 2, parallelism=layout(1, 2, "zbv"))
+    monkeypatch.setattr(preflight, "adds_halves_of_backward", lambda: False)
+    with pytest.raises(ConfigError, match=r"'zbv' needs torch 2\.13 or newer"):
+        preflight.refuse_what_cannot_run(job, World(0, 2), begins=False)
