@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 WARM = 3  # steps before anything is measured
 STEPS = 5
 COVERED = (0.8, 1.02)  # of a step's time, that the phases must add up to
+SYNCHRONIZES = "called a synchronizing CUDA operation"  # torch's words; it also warns of the mode
 STALL = 0.05  # of a blocking save, that one behind training may stop it for
 
 
@@ -81,7 +82,7 @@ def _waits(made: Trainer) -> Finding:
     places = {
         f"{Path(one.filename).name}:{one.lineno}"
         for one in said
-        if "synchroniz" in str(one.message)
+        if SYNCHRONIZES in str(one.message)
     }
     return judged(
         "operations in a step that wait for the device",

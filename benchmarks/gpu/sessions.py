@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import socket
 import threading
@@ -98,8 +99,8 @@ def text_dataset() -> Dataset:
 
 @contextlib.contextmanager
 def trainer(job: Job) -> Iterator[Trainer]:
-    """A Trainer as rank 0 of 1 in a new run folder. Its process group is gone afterwards, and on a
-    GPU its memory, so that another may follow in this process."""
+    """A Trainer as rank 0 of 1 in a new run folder. Its process group is gone afterwards, so that
+    another may follow in this process."""
     import torch
     import torch.distributed as dist
 
@@ -108,6 +109,11 @@ def trainer(job: Job) -> Iterator[Trainer]:
     from trainkit.train.parallel.data_parallel import World
     from trainkit.train.trainer import Trainer
 
+    # a trainer is in circles, and whoever had the last one held it to the end: its tensors would
+    # count in the peak of this one
+    gc.collect()
+    if job.cluster.device_type == "cuda":
+        torch.cuda.empty_cache()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free.getsockname()[1]))
@@ -127,5 +133,3 @@ def trainer(job: Job) -> Iterator[Trainer]:
         if dist.is_initialized():
             dist.destroy_process_group()
         torch._dynamo.reset()
-        if job.cluster.device_type == "cuda":
-            torch.cuda.empty_cache()
