@@ -1,7 +1,8 @@
 """The plan's memory beside what torch's allocator says was in use at the highest.
 
-What is compared is the plan without its reserve: the reserve is for what is not torch's (context,
-workspaces) and for what the allocator cannot use.
+What is compared is what the plan has at one time, without its reserve: that is for what is not
+torch's (context, workspaces) and for what the allocator cannot use. The plan's total is an upper
+bound.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def run(device: DeviceType, size: Size, folder: Path) -> Iterator[Finding]:
             yield not_shown(name, why)
             continue
         plan = planned(job)
-        expected = plan.total_bytes - plan.reserve_bytes
+        expected = plan.highest_bytes
         try:
             found = peak_of(job)
         except torch.OutOfMemoryError as error:

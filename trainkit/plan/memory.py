@@ -83,6 +83,14 @@ class RankMemory:
         one time: an upper bound."""
         return sum(self.parts.values())
 
+    @property
+    def highest_bytes(self) -> int:
+        """The most that is there at one time on the last stage, without what is assumed: when
+        what is around the blocks is reduced, activations and logits are gone."""
+        passing = max(self.activation_bytes + self.logit_bytes, self.buffer_bytes)
+        beside = (self.activation_bytes, self.logit_bytes, self.buffer_bytes, self.reserve_bytes)
+        return self.total_bytes - sum(beside) + passing
+
     def to_json(self) -> dict[str, int]:
         """A stage of plan/1's `memory`."""
         return {"stage": self.stage, "total_bytes": self.total_bytes, **self.parts}
@@ -156,6 +164,12 @@ def _native_states(job: Job, layout: Layout, chunks: list[list[Unit]]) -> dict[s
     else:
         accumulated = 0
     alone = job.cluster.device_type == "cpu" and layout.data == 1 and layout.micro_batches > 1
+    # Beside a unit's gradients as they are reduced those that were computed, if they are not added
+    # up before. (On a CPU the process keeps their memory.)
+    if accumulated and job.cluster.device_type != "cpu":
+        computed = 0
+    else:
+        computed = w
     # of one rank the memory that it "reduces" into stays
     # (trainkit.train.parallel.data_parallel.OneRank)
     if alone:
@@ -169,8 +183,7 @@ def _native_states(job: Job, layout: Layout, chunks: list[list[Unit]]) -> dict[s
         ),
         "gradient_bytes": max(accumulated, 4 * mine),
         "optimizer_bytes": 4 * moments * mine,
-        # a unit's gradients as computed and as they are reduced
-        "buffer_bytes": (reduced + w) * unit + kept,
+        "buffer_bytes": (reduced + computed) * unit + kept,
     }
 
 
