@@ -14,7 +14,8 @@ class Part:
         module: of benchmarks.gpu, with `run(device, size, folder)`.
         shows: what, in words.
         limit_seconds: after which it is ended, on a GPU; what it found by then is kept.
-        expected_seconds: a guess for one H100 or H200, before anyone has measured it.
+        expected_seconds: a guess for one H100 or H200: what it took on two cores with a GPU that
+            computes nothing, and the kernels' own time.
         options: further arguments of `run`.
     """
 
@@ -27,23 +28,23 @@ class Part:
 
 PARTS: dict[str, Part] = {
     "device": Part("device", "copy bandwidth and matrix products of the device", 90, 20),
-    "numerics": Part("numerics", "families x precisions beside fp64 on the CPU", 300, 150),
-    "attention": Part("attention", "flash, documents in one kernel, compiled documents", 180, 90),
+    "numerics": Part("numerics", "families x precisions beside fp64 on the CPU", 300, 70),
+    "attention": Part("attention", "flash, documents in one kernel, compiled documents", 180, 80),
     "loop": Part(
-        "loop", "numbers a step late, no waiting, timers, peak, saves behind training", 120, 60
+        "loop", "numbers a step late, no waiting, timers, peak, saves behind training", 120, 40
     ),
-    "resume": Part("resume", "SIGKILL and resume: bit-equal when deterministic", 420, 270),
+    "resume": Part("resume", "SIGKILL and resume: bit-equal when deterministic", 300, 75),
     "speed-gpt2": Part(
-        "speed_gpt2", "GPT-2 124M, tokens/s beside a plain torch loop in the same run", 360, 240
+        "speed_gpt2", "GPT-2 124M, tokens/s beside a plain torch loop in the same run", 400, 200
     ),
     "speed-llama": Part(
-        "speed_llama", "Llama-3-8B from two shorter stacks, beside the same plain loop", 480, 330
+        "speed_llama", "Llama-3-8B from two shorter stacks, beside the same plain loop", 480, 220
     ),
-    "memory": Part("memory", "the plan's memory beside the allocator's peak", 300, 200),
+    "memory": Part("memory", "the plan's memory beside the allocator's peak", 300, 80),
     "speed-llama-none": Part(
-        "speed_llama", "the same without recomputation", 480, 330, {"recompute": "none"}
+        "speed_llama", "the same without recomputation", 480, 210, {"recompute": "none"}
     ),
-    "kernels": Part("kernels", "every operation of trainkit.ops: numerics, % of a copy", 240, 120),
+    "kernels": Part("kernels", "every operation of trainkit.ops: numerics, % of a copy", 480, 300),
 }
 CPU_LIMIT_SECONDS = 900  # of a part at small size: it guards against hanging alone
 PACKED_DATA = "TRAINKIT_GPU_PACKED_DATA"  # tells parts where the data/ of the packed folder is

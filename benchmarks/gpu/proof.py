@@ -55,12 +55,14 @@ class PartResult:
     power: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     note: str = ""
 
+    def is_of(self, device: str, size: str, code: str, hardware: Hardware) -> bool:
+        """Whether it was found with this code on such a GPU."""
+        own = (self.device, self.size, self.code, self.hardware.gpu, self.hardware.torch)
+        return own == (device, size, code, hardware.gpu, hardware.torch)
+
     def stands_for(self, device: str, size: str, code: str, hardware: Hardware) -> bool:
-        """Whether it need not be run again: it came to its end with this code on such a GPU."""
-        return self.status == "done" and (
-            (self.device, self.size, self.code, self.hardware.gpu, self.hardware.torch)
-            == (device, size, code, hardware.gpu, hardware.torch)
-        )
+        """Whether it need not be run again: so it is, and it came to its end."""
+        return self.status == "done" and self.is_of(device, size, code, hardware)
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> PartResult:

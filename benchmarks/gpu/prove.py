@@ -6,7 +6,8 @@
 Each part is a process of its own with a time limit of its own; when it is over it is ended with all
 it started, and what it found by then is kept. Results are in FOLDER/gpu-proof.json (gpu-proof/1)
 and gpu-proof.txt after each part. The same command goes on where the last one ended: parts that
-came to their end with the same code on the same kind of GPU are not run again. No network.
+came to their end with the same code on the same kind of GPU are not run again. With --time-limit a
+part that would probably not come through in what is left is passed over. No network.
 
 `--pack` names what `python -m benchmarks.gpu.pack FOLDER` made: what this Python lacks is taken
 from there. Without it this Python must have all that trainkit needs.
@@ -68,6 +69,13 @@ class Setting:
         if self.device == "cpu":
             return CPU_LIMIT_SECONDS
         return part.limit_seconds
+
+    def expected(self, part: Part) -> float:
+        """Seconds that a part is likely to take: with less of the time limit left it is for the
+        next call."""
+        if self.device == "cpu":
+            return LEAST_SECONDS
+        return part.expected_seconds
 
 
 def run_part(name: str, setting: Setting, seconds: float) -> PartResult:
@@ -171,19 +179,20 @@ def prove(names: list[str], setting: Setting, *, time_limit: float, again: bool)
     """
     proof = Proof(setting.folder)
     deadline = time.monotonic() + time_limit
+    begun = False  # the first part is tried in any case
     for name in names:
         there = proof.results.get(name)
-        same = there and there.stands_for(
-            setting.device, setting.size, setting.code, setting.hardware
-        )
-        if same and not again:
+        of = (setting.device, setting.size, setting.code, setting.hardware)
+        if there and there.stands_for(*of) and not again:
             print(f"\n== {name}: there already", flush=True)
             continue
         left = deadline - time.monotonic()
-        if left < LEAST_SECONDS:
-            note = f"the {time_limit:.0f} s of --time-limit were over"
-            proof.put(name, _not_run(setting, note))
+        if left < (setting.expected(PARTS[name]) if begun else LEAST_SECONDS):
+            note = f"of the {time_limit:.0f} s of --time-limit too few were left"
+            if not (there and there.is_of(*of)):
+                proof.put(name, _not_run(setting, note))
             continue
+        begun = True
         proof.put(name, run_part(name, setting, min(left, setting.limit(PARTS[name]))))
     return proof
 

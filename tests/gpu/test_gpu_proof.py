@@ -98,6 +98,18 @@ def test_when_the_time_is_over_the_rest_is_named(
     assert "--time-limit" in proof.words()
 
 
+def test_a_part_that_would_not_come_through_is_for_the_next_call(setting: prove.Setting) -> None:
+    """Smaller ones behind it are run; what a part found before is kept."""
+    names = ["device", "numerics", "loop"]
+    least = PARTS["numerics"].expected_seconds - 5
+    proof = prove.prove(names, setting, time_limit=least, again=False)
+    found = {name: proof.results[name].status for name in names}
+    assert found == {"device": "done", "numerics": "not run", "loop": "done"}
+    late = replace(proof.results["device"], status="timed out")
+    proof.put("numerics", late)
+    assert prove.prove(names[:2], setting, time_limit=20, again=True).results["numerics"] == late
+
+
 def test_without_a_gpu_it_says_what_was_not_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
