@@ -30,8 +30,7 @@ def refuse_what_cannot_run(job: Job, world: World, *, begins: bool) -> None:
 
     `begins`: there is no checkpoint to go on from, so that init_from is needed.
     """
-    problems = [*layout_problems(job, world), *_torch_problems(job)]
-    problems += [*_told(lambda: vocab_size(job)), *wandb_problems(job)]
+    problems = [*layout_problems(job, world), *_told(lambda: vocab_size(job)), *wandb_problems(job)]
     if begins and job.init_from and not problems:
         problems += _told(lambda: _check_init(job))
     if problems:
@@ -88,16 +87,6 @@ def layout_problems(job: Job, world: World) -> Iterator[Problem]:
             )
 
 
-def _torch_problems(job: Job) -> Iterator[Problem]:
-    """What this torch cannot do and a newer one can."""
-    if job.parallelism.pipeline_schedule == "zbv" and not adds_halves_of_backward():
-        yield Problem(
-            f"pipeline_schedule = 'zbv' needs torch 2.13 or newer, and this is {torch.__version__},"
-            " which loses gradients of a backward in two halves",
-            hint="use '1f1b' or 'interleaved'",
-        )
-
-
 def _tensor_problems(job: Job, tensor: int) -> Iterator[Problem]:
     """Heads divide; the sequence does where it is split. Vocabulary and MLP may be split
     unevenly, as long as every rank has some."""
@@ -144,6 +133,11 @@ def _pipeline_problems(job: Job) -> Iterator[Problem]:
         yield Problem(
             "zero_stage 3 does not go with pipeline_schedule = 'zbv', which needs the weights of a"
             " backward twice; use 1"
+        )
+    if p.pipeline_schedule == "zbv" and not adds_halves_of_backward():
+        yield Problem(
+            f"pipeline_schedule = 'zbv' needs torch 2.13 or newer; this is {torch.__version__},"
+            " which loses gradients of a backward in two halves: use '1f1b' or 'interleaved'"
         )
 
 
