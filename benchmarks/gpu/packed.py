@@ -34,8 +34,9 @@ from trainkit.ops.build import build_kernels, staleness
 
 MANIFEST = "gpu-pack.json"
 SCHEMA = "gpu-pack/1"
-# never exchanged for a packed one: what else is installed there was built beside them
-KEPT = ("numpy", "torch", "triton")
+# never exchanged for a packed one: what else is installed there was built beside them, and torch
+# 2.11 asks for a setuptools before 82
+KEPT = ("numpy", "setuptools", "torch", "triton")
 ROOM = 1.2  # free space asked for, in parts of what is unpacked
 ROOT = Path(__file__).resolve().parents[2]
 
