@@ -136,8 +136,8 @@ def _pipeline_problems(job: Job) -> Iterator[Problem]:
         )
     if p.pipeline_schedule == "zbv" and not adds_halves_of_backward():
         yield Problem(
-            f"pipeline_schedule = 'zbv' needs torch 2.13 or newer; this is {torch.__version__},"
-            " which loses gradients of a backward in two halves: use '1f1b' or 'interleaved'"
+            "pipeline_schedule = 'zbv' needs torch 2.13 or newer for its backward in two halves;"
+            f" this is {torch.__version__}: use '1f1b' or 'interleaved'"
         )
 
 
