@@ -27,9 +27,14 @@ WITHOUT_TORCH = (
 )
 
 
-def run(argv: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
+def run(argv: list[str], folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        argv, capture_output=True, text=True, check=False, env={**os.environ, **environment}
+        argv,
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=folder,  # that of -m comes first on the import path
+        env={**os.environ, **environment},
     )
 
 
@@ -49,14 +54,14 @@ def test_the_packed_folder_is_enough_on_python_3_12(tmp_path: Path) -> None:
     for name in ("setup.py", "pyproject.toml", "README.md", "CONTRIBUTING.md", "constraints.txt"):
         shutil.copy2(ROOT / name, root)
     words = [python, "-c", PREPARE, str(folder), str(tmp_path / "python"), str(root)]
-    done = run(words, PYTHONPATH=str(root))
+    done = run(words, root, PYTHONPATH=str(root))
     assert done.returncode == 0, done.stderr
     own = done.stdout.strip().splitlines()[-1]
-    seen = run([own, "-I", "-c", WITHOUT_TORCH])
+    seen = run([own, "-I", "-c", WITHOUT_TORCH], root)
     assert seen.stdout.strip() == str(root / "trainkit" / "__init__.py"), seen.stderr
     assert not list(packed.missing_wheels([], {}))
-    if run([own, "-I", "-c", "import torch"]).returncode:
+    if run([own, "-I", "-c", "import torch"], root).returncode:
         pytest.skip("Python 3.12 has no torch here: all but the parts that need it was shown")
     argv = [own, "-m", "benchmarks.gpu.prove", "--device", "cpu", "--parts", "numerics,resume"]
-    proved = run([*argv, "--results", str(tmp_path / "proof")], PYTHONPATH=str(root))
+    proved = run([*argv, "--results", str(tmp_path / "proof")], root, PYTHONPATH=str(root))
     assert proved.returncode == 0, proved.stdout + proved.stderr
