@@ -13,7 +13,7 @@ from trainkit.jobs.schema import Job
 from trainkit.stages.contract import Need, Unit
 from trainkit.train.compiled_graphs import GraphFiles, graph_fields
 
-VERSION = 1
+VERSION = 2
 WORKER = "trainkit.train.rehearsal.compile_worker"
 MOST_BYTES = 20 * 2**30  # of all jobs' graphs below one root
 
@@ -28,14 +28,15 @@ class PrecompileStage:
         if job.engine != "native" or not job.precompile:
             return []
         files = GraphFiles.of(job)
+        fields = graph_fields(job)
         values = {
             "job": job.model_dump(mode="json"),
             "threads": int(cpu_sharing(job.ranks_per_node, {})["OMP_NUM_THREADS"]),
+            "fields": fields,  # a unit of other values is another one, which is not done yet
         }
         argv = (sys.executable, "-I", "-m", WORKER)
         outputs = (files.archive, files.record)
         unit = Unit("graphs", argv, values, outputs)
-        fields = graph_fields(job)
         return [Need(self.name, job.name, job.name, VERSION, fields, (), outputs, (unit,))]
 
     def waits_for(self, job: Job) -> tuple[str, ...]:

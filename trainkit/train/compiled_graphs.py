@@ -2,8 +2,9 @@
 rank takes them.
 
 <root>/compiled/JOB/graphs.tar is the folder in which torch.compile keeps what it made (its FX graph
-cache with the compiler's output), graphs.json what it was made for and its SHA-256. On each node it
-is unpacked once, to the path at which it was made: paths are a part of what torch looks up.
+cache with the compiler's output), with ready/ (`ready_graphs`), graphs.json what it was made for
+and its SHA-256, and that of each file in it. On each node it is unpacked once, to the path at which
+it was made: paths are a part of what torch looks up.
 """
 
 from __future__ import annotations
@@ -15,19 +16,25 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 import tarfile
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from trainkit.base.documents import canonical_json, document, read_document
 from trainkit.base.errors import ConfigError
-from trainkit.base.files import sha256_file, write_json
+from trainkit.base.files import sha256_file, sha256_tree, write_json
 from trainkit.base.locks import locked
 from trainkit.jobs.schema import Job
 
-SCHEMA = "graphs/1"
+if TYPE_CHECKING:
+    from trainkit.train.ready_graphs import ReadyGraphs
+
+SCHEMA = "graphs/2"
+READY = "ready"  # the folder of those that need no compiler
 VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 # of the model: they change no block
 UNREAD = ("name", "num_layers", "init_method", "init_method_std", "output_layer_init_method")
@@ -37,7 +44,11 @@ OF_TRAINING = (
     "recompute_granularity",
     "recompute_every",
     "z_loss",
+    "deterministic",
 )
+# of the package: what graphs are made of
+CODE = ("ops", "families", "train/model", "train/parallel", "train/torch_compat.py")
+INSTRUCTIONS = ("avx", "amx", "sse", "ssse", "fma", "bmi", "asimd", "sve")  # /proc/cpuinfo's
 GraphFields = Mapping[str, str | int | float | bool | None]
 
 
@@ -79,6 +90,7 @@ def graph_fields(job: Job) -> GraphFields:
         "data_parallel_size": job.data_parallel_size,
         "device": job.cluster.device.name,
         "kernels": job.kernels,
+        "code": _code(),
         "torch": _version("torch"),
         "triton": _version("triton"),
         "python": platform.python_version(),
@@ -94,6 +106,19 @@ def _version(package: str) -> str:
 
 
 @functools.cache
+def _code() -> str:
+    """Digest of the package's modules that graphs are made of: nothing is traced again where they
+    are taken."""
+    package = Path(__file__).parents[1]
+    found = [path for name in CODE for path in _modules(package / name)]
+    return sha256_tree(package, [str(path.relative_to(package)) for path in found])[:12]
+
+
+def _modules(path: Path) -> list[Path]:
+    return [path] if path.is_file() else list(path.rglob("*.py"))
+
+
+@functools.cache
 def _compiler() -> str:
     """The first line of what the C++ compiler says it is; torch takes that of CXX, or g++."""
     try:
@@ -105,8 +130,8 @@ def _compiler() -> str:
 
 
 def machine_fields(job: Job) -> GraphFields:
-    """What graphs are made for besides: of a GPU its compute capability; of a CPU its vectors and
-    the threads of a rank; which of trainkit's own operations stand in them."""
+    """What graphs are made for besides: of a GPU its compute capability; of a CPU its instructions
+    and the threads of a rank; which of trainkit's own operations stand in them."""
     import torch
 
     from trainkit.ops.kernels import choose
@@ -117,7 +142,28 @@ def machine_fields(job: Job) -> GraphFields:
         return {"capability": f"{major}.{minor}", "kernels in use": used}
     vectors = torch.backends.cpu.get_cpu_capability()
     threads = torch.get_num_threads()
-    return {"capability": vectors, "threads": threads, "kernels in use": used}
+    return {
+        "capability": vectors,
+        "processor": _processor(),
+        "threads": threads,
+        "kernels in use": used,
+    }
+
+
+@functools.cache
+def _processor() -> str:
+    """The first processor's name, with a digest of its instruction sets: C++ is compiled for just
+    these."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
+    except OSError:
+        return platform.processor()
+    pairs = (line.partition(":") for line in lines)
+    values = {name.strip(): value.strip() for name, _, value in pairs}
+    flags = values.get("flags", values.get("Features", "")).split()
+    sets = sorted(flag for flag in flags if flag.startswith(INSTRUCTIONS))
+    digest = hashlib.sha256(" ".join(sets).encode()).hexdigest()[:8]
+    return f"{values.get('model name', platform.machine())} ({digest})"
 
 
 def node_folder(fields: GraphFields) -> Path:
@@ -146,14 +192,18 @@ def pack(folder: Path, files: GraphFiles, fields: GraphFields, **more: object) -
         os.replace(made, files.archive)
     finally:
         made.unlink(missing_ok=True)
-    values = {"fields": dict(fields), "sha256": digest, **more}
+    names = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
+    sums = {name: sha256_file(folder / name) for name in names if _is_kept(name)}
+    values = {"fields": dict(fields), "sha256": digest, "files": sums, **more}
     write_json(files.record, document(SCHEMA, **values))
 
 
+def _is_kept(name: str) -> bool:
+    return not (name.endswith(".lock") or "locks" in Path(name).parts)
+
+
 def _without_locks(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
-    if entry.name.endswith(".lock") or "/locks" in entry.name:
-        return None
-    return entry
+    return entry if _is_kept(entry.name) else None
 
 
 def take(job: Job) -> str:
@@ -173,46 +223,64 @@ def take(job: Job) -> str:
     if folder.parent.stat().st_uid != os.getuid():
         return f"{folder.parent} is another user's"
     with locked(folder.with_suffix(".lock"), {"job": job.name}):
-        marker = folder / "sha256"
-        if not marker.is_file() or marker.read_text() != record["sha256"]:
+        if not _is_whole(folder, record["files"]):
             try:
                 if sha256_file(files.archive) != record["sha256"]:
                     return f"{files.archive} is damaged"
-                _unpack(files.archive, folder, record["sha256"])
+                _unpack(files.archive, folder)
             except (OSError, tarfile.TarError) as error:
                 return f"{files.archive} cannot be unpacked: {error}"
     os.environ[VARIABLE] = str(folder)
     return ""
 
 
-def _unpack(archive: Path, folder: Path, digest: str) -> None:
+def take_graphs(job: Job) -> ReadyGraphs | None:
+    """`take`, with a warning where it does not; the graphs that need no compiler."""
+    from trainkit.train.ready_graphs import ReadyGraphs
+
+    if why := take(job):
+        print(f"WARNING: graphs compiled before are not used: {why}", file=sys.stderr)
+        return None
+    return ReadyGraphs(node_folder(graph_fields(job)) / READY)
+
+
+def _is_whole(folder: Path, sums: Mapping[str, str]) -> bool:
+    """Whether what was unpacked is what was packed; torch may have put more beside it."""
+    try:
+        return bool(sums) and all(sha256_file(folder / name) == sums[name] for name in sums)
+    except OSError:
+        return False
+
+
+def _unpack(archive: Path, folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     fresh = folder.with_suffix(f".{os.getpid()}")
     shutil.rmtree(fresh, ignore_errors=True)
     try:
         with tarfile.open(archive) as content:
             content.extractall(fresh, filter="data")
-        (fresh / "sha256").write_text(digest)
         os.replace(fresh, folder)
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
 
 
-def graph_cache_counts() -> dict[str, int]:
-    """Graphs that torch.compile found in its cache, and those that it compiled."""
+def graph_cache_counts(graphs: ReadyGraphs) -> dict[str, int]:
+    """Graphs that were found, and those that were compiled."""
     from torch._dynamo.utils import counters
 
     found = counters["inductor"]
-    return {"hits": found["fxgraph_cache_hit"], "misses": found["fxgraph_cache_miss"]}
+    return {
+        "hits": graphs.hits + found["fxgraph_cache_hit"],
+        "misses": graphs.misses + found["fxgraph_cache_miss"],
+    }
 
 
-def compilation_words() -> str:
-    """What torch.compile found in its cache on this rank, and on all ranks, which call it
-    together."""
+def compilation_words(graphs: ReadyGraphs) -> str:
+    """What was found on this rank, and on all ranks, which call it together."""
     import torch
     import torch.distributed as dist
 
-    own = graph_cache_counts()
+    own = graph_cache_counts(graphs)
     counts = torch.tensor(list(own.values()))
     dist.all_reduce(counts)
     hits, misses = counts.tolist()

@@ -116,14 +116,13 @@ def run_rank(run_folder: Path, attempt: int = 1) -> int:
         heartbeat.beat("start", 0)
         with no_garbage_collection():
             from trainkit.jobs.resolved import read_job
-            from trainkit.train.compiled_graphs import take
+            from trainkit.train.compiled_graphs import take_graphs
             from trainkit.train.parallel.data_parallel import World
             from trainkit.train.trainer import Trainer
 
         job = read_job(run.job)
-        if job.precompile and (why := take(job)):
-            print(f"WARNING: graphs compiled before are not used: {why}", file=sys.stderr)
-        trainer = Trainer(job, run, World.from_environment(), heartbeat, stop)
+        graphs = take_graphs(job) if job.precompile else None
+        trainer = Trainer(job, run, World.from_environment(), heartbeat, stop, graphs)
         if heartbeat.rank == 0:
             print(f" {trainer.chosen}", flush=True)
             try:

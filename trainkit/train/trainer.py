@@ -38,6 +38,7 @@ from trainkit.train.parallel.mesh import Mesh
 from trainkit.train.parallel.pipeline import tied_at
 from trainkit.train.preflight import begin_weights, refuse_what_cannot_run
 from trainkit.train.rank_agreement import refuse_disagreement
+from trainkit.train.ready_graphs import ReadyGraphs
 from trainkit.train.step_log import StepLog
 from trainkit.train.text_samples import TextSampler
 from trainkit.train.torch_compat import be_deterministic
@@ -58,6 +59,7 @@ class Trainer:
         run: where it is recorded.
         heartbeat: says where this rank is.
         stop_requested: set when the rank shall save and stop.
+        graphs: those compiled before; None: there are none.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class Trainer:
         world: World,
         heartbeat: Heartbeat,
         stop_requested: threading.Event,
+        graphs: ReadyGraphs | None = None,
     ) -> None:
         heartbeat.beat("load", 0)
         refuse_what_cannot_run(job, world, begins=not published_folders(run.checkpoints))
@@ -84,7 +87,10 @@ class Trainer:
             tied_at=tied_at(job),
         )
         vocab = vocab_size(job)
-        self.model_parts = build_model_parts(job, mesh, vocab, kernels=self.chosen.kernels)
+        self.graphs = graphs or ReadyGraphs()
+        self.model_parts = build_model_parts(
+            job, mesh, vocab, kernels=self.chosen.kernels, graphs=self.graphs
+        )
         self.timers = heartbeat.watch(Timers(self.device), compiled=job.training.compile)
         self.step_runner = Step(job, self.model_parts, mesh, self.timers)
         self.train_feed = Feed(job, job.dataset, "train", mesh.data_world, self.device)
@@ -234,7 +240,7 @@ class Trainer:
         )
         if self.job.training.compile and not self._compilation_reported:
             self._compilation_reported = True
-            words = compilation_words()
+            words = compilation_words(self.graphs)
             if self.reporter:
                 print(words, flush=True)
         self.step_log.exclude(self.profiler.after(self.step + 1))

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import (
 from trainkit.jobs.schema import Model, Training
 from trainkit.ops import causal_attention, cross_entropy
 from trainkit.train.model.transformer import Block, Context, Transformer
+from trainkit.train.ready_graphs import ReadyGraphs
 from trainkit.train.torch_compat import group_operations, varlen_operations
 
 Mode = Literal["none", "full", "selective"]
@@ -88,7 +89,9 @@ def run_block(block: Block, mode: Mode, random: bool, x_BSH: Tensor, context: Co
     return y_BSH
 
 
-def wrap_blocks(module: Transformer, model: Model, training: Training) -> None:
+def wrap_blocks(
+    module: Transformer, model: Model, training: Training, graphs: ReadyGraphs | None = None
+) -> None:
     """Make every block recompute and compile as `training` asks, and the loss compile with them.
     Call it before fully_shard. Names of parameters stay as they are.
 
@@ -96,17 +99,17 @@ def wrap_blocks(module: Transformer, model: Model, training: Training) -> None:
         module: the model, or a chunk of it.
         model: its shape.
         training: the job's.
+        graphs: those compiled before; None: there are none.
     """
     if training.recompute_granularity == "none" and not training.compile:
         return
-    run: Callable[..., Tensor]
+    run: Callable[..., Tensor] = run_block
+    graphs = graphs or ReadyGraphs()
     if training.compile:
-        run = torch.compile(run_block, fullgraph=True)
-    else:
-        run = run_block
+        run = graphs.compile(run_block)
     # a kernel is one already; split over ranks, it talks to them in between
     if training.compile and module.softmax_loss is cross_entropy.reference:
-        compiled = torch.compile(cross_entropy.plain, fullgraph=True)
+        compiled = graphs.compile(cross_entropy.plain)
         module.softmax_loss = cross_entropy.in_blocks(compiled)
     random = model.hidden_dropout > 0 or model.attention_dropout > 0
     for block in module.layers.values():

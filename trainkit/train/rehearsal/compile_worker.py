@@ -8,6 +8,7 @@ import shutil
 import sys
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from trainkit.base.errors import Exit, TrainkitError
@@ -15,6 +16,7 @@ from trainkit.base.locks import locked
 from trainkit.base.worker import ProgressCallback, run_unit
 from trainkit.jobs.schema import Job
 from trainkit.train.compiled_graphs import (
+    READY,
     VARIABLE,
     GraphFiles,
     graph_fields,
@@ -36,7 +38,7 @@ def work(spec: Mapping[str, Any], progress: ProgressCallback) -> dict[str, objec
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         os.environ[VARIABLE] = str(folder)
-        found = _compile(job, spec["threads"], progress)
+        found = _compile(job, spec["threads"], folder / READY, progress)
         fields = {**fields, **machine_fields(job)}
         seconds = time.perf_counter() - began
         pack(folder, GraphFiles.of(job), fields, seconds=round(seconds, 3), ranks=found)
@@ -52,10 +54,14 @@ def work(spec: Mapping[str, Any], progress: ProgressCallback) -> dict[str, objec
     }
 
 
-def _compile(job: Job, threads: int, progress: ProgressCallback) -> list[Mapping[str, Any]]:
+def _compile(
+    job: Job, threads: int, folder: Path, progress: ProgressCallback
+) -> list[Mapping[str, Any]]:
+    """{"rank", "hits", "misses", "seconds"} of each rank that has graphs of its own."""
     import torch
 
     from trainkit.train.batches import vocab_size
+    from trainkit.train.ready_graphs import ReadyGraph, merge
     from trainkit.train.rehearsal.compiling import compile_ranks
 
     if job.cluster.device_type == "cuda" and not torch.cuda.is_available():
@@ -68,11 +74,19 @@ def _compile(job: Job, threads: int, progress: ProgressCallback) -> list[Mapping
     torch.set_num_threads(threads)  # a part of what a CPU's kernels are looked up by
     vocab = vocab_size(job)
     found = []
-    for each in compile_ranks(job, vocab, at_once=len(os.sched_getaffinity(0))):
+    made = {}
+    for each in compile_ranks(job, vocab, folder, at_once=len(os.sched_getaffinity(0))):
         found.append(each)
         progress(len(found), len(found) + 1)
-        print(f"rank {each['rank']}: {each}", file=sys.stderr)
-    return found
+        made[each["rank"]] = [ReadyGraph(**ready) for ready in each["made"]]
+    counts = merge(folder, made)
+    ranks: list[Mapping[str, Any]] = []
+    for each in found:
+        new, old = counts[each["rank"]]
+        sums = {"hits": each["hits"] + old, "misses": each["misses"] + new}
+        ranks.append({"rank": each["rank"], **sums, "seconds": each["seconds"]})
+        print(f"rank {each['rank']}: {ranks[-1]}", file=sys.stderr)
+    return ranks
 
 
 if __name__ == "__main__":

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ from trainkit.train.model.batch import Batch
 from trainkit.train.parallel.data_parallel import COMPUTE, World
 from trainkit.train.parallel.mesh import Mesh
 from trainkit.train.parallel.pipeline import ModelChunk, PipelineState, tied_at
+from trainkit.train.ready_graphs import ReadyGraphs
 from trainkit.train.rehearsal.forks import in_forks
 from trainkit.train.rehearsal.trace import distinct_ranks, shortened
 from trainkit.train.torch_compat import be_deterministic
@@ -42,16 +45,19 @@ def compiling_ranks(job: Job, vocab: int) -> list[int]:
     ]
 
 
-def compile_ranks(job: Job, vocab: int, *, at_once: int) -> Iterator[Mapping[str, Any]]:
-    """{"rank", "hits", "misses", "seconds"} of each. See `in_forks`."""
+def compile_ranks(
+    job: Job, vocab: int, folder: Path, *, at_once: int
+) -> Iterator[Mapping[str, Any]]:
+    """What `compile_rank` returns of each rank that has graphs of its own. See `in_forks`."""
     ranks = compiling_ranks(job, vocab)
-    # the first fills the cache for those that do the same; others only read
+    # the first fills the cache for those that do the same
     for group in (ranks[:1], ranks[1:]):
-        yield from in_forks(partial(compile_rank, job, vocab), group, at_once=at_once)
+        yield from in_forks(partial(compile_rank, job, vocab, folder), group, at_once=at_once)
 
 
-def compile_rank(job: Job, vocab: int, rank: int) -> dict[str, object]:
-    """Compile as this rank, in this process, which must have no process group."""
+def compile_rank(job: Job, vocab: int, folder: Path, rank: int) -> dict[str, object]:
+    """Compile as this rank, in this process, which must have no process group: {"rank", "hits",
+    "misses", "seconds", "made"}, the last being the `ReadyGraph`s that it put into `folder`."""
     began = time.perf_counter()
     short = shortened(job)
     degrees = degrees_of(job)
@@ -68,7 +74,8 @@ def compile_rank(job: Job, vocab: int, rank: int) -> dict[str, object]:
         tied_at=tied_at(job),
     )
     kernels = choose(job.kernels, device.type).kernels
-    parts = build_model_parts(short, mesh, vocab, kernels=kernels)
+    graphs = ReadyGraphs(folder, making=True)
+    parts = build_model_parts(short, mesh, vocab, kernels=kernels, graphs=graphs)
     step = Step(short, parts, mesh, Timers(device))
     batches = [_batch(job, number, device) for number in range(2)]
     parts.train()
@@ -81,8 +88,12 @@ def compile_rank(job: Job, vocab: int, rank: int) -> dict[str, object]:
         for module in parts.modules:
             assert isinstance(module, ModelChunk)
             _run_chunk(job, step, module, batches)
-    counts = graph_cache_counts()
-    return {"rank": rank, **counts, "seconds": round(time.perf_counter() - began, 3)}
+    return {
+        "rank": rank,
+        **graph_cache_counts(graphs),
+        "seconds": round(time.perf_counter() - began, 3),
+        "made": [asdict(ready) for ready in graphs.made],
+    }
 
 
 def _batch(job: Job, number: int, device: torch.device) -> Batch:

@@ -17,6 +17,7 @@ from trainkit.train.parallel.mesh import Mesh
 from trainkit.train.parallel.pipeline import ModelChunk, chunks_on, chunks_per_stage
 from trainkit.train.parallel.recompute import wrap_blocks
 from trainkit.train.parallel.shards import ShardedParameter, sharded_parameters
+from trainkit.train.ready_graphs import ReadyGraphs
 from trainkit.train.update.schedule import batch_sizes
 
 # after the name of tied weights: the last chunk's copy of them on the rank that has the first chunk
@@ -65,6 +66,7 @@ def build_model_parts(
     vocab: int,
     dtype: torch.dtype = torch.float32,
     kernels: Kernels = REFERENCE,
+    graphs: ReadyGraphs | None = None,
 ) -> ModelParts:
     """This rank's part of the model, on its device, split and sharded as the job says; its
     weights hold anything.
@@ -73,6 +75,7 @@ def build_model_parts(
         vocab: rows of the embedding.
         dtype: of weights at rest: wider than fp32 for tests that want it.
         kernels: what the model computes with.
+        graphs: those compiled before; None: there are none.
     """
     p = job.parallelism
     t = job.training
@@ -91,7 +94,7 @@ def build_model_parts(
     for module in modules:
         module.to(dtype)
         tensor_parallel.apply(module, vocab, mesh.tensor, kernels)
-        wrap_blocks(module, job.model, t)
+        wrap_blocks(module, job.model, t, graphs)
         layouts = {
             name: h.layout for name, h in sharded_parameters(module, mesh.degrees.tensor).items()
         }
