@@ -78,9 +78,19 @@ def test_a_node_unpacks_them_once_where_they_were_made(job: Job, tmp_path: Path)
     folder = node_folder(graph_fields(job))
     assert os.environ[VARIABLE] == str(folder)
     assert (folder / "fxgraph" / "graph").read_text() == "a graph"
-    (folder / "fxgraph" / "graph").write_text("still there")
+    (folder / "more").write_text("compiled by a rank")
     assert take(job) == ""
-    assert (folder / "fxgraph" / "graph").read_text() == "still there"
+    assert (folder / "more").exists()
+
+
+def test_what_a_node_has_damaged_is_unpacked_again(job: Job, tmp_path: Path) -> None:
+    make(job, tmp_path)
+    assert take(job) == ""
+    graph = node_folder(graph_fields(job)) / "fxgraph" / "graph"
+    for damage in (lambda: graph.write_text("another graph"), graph.unlink):
+        damage()
+        assert take(job) == ""
+        assert graph.read_text() == "a graph"
 
 
 @pytest.mark.parametrize(

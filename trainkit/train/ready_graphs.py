@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from trainkit.base.documents import document, read_document
 from trainkit.base.files import atomic_open, write_json
-from trainkit.train.torch_compat import (
+from trainkit.train.torch_compiler import (
     compile_ahead,
     eager_is_asked,
     load_ahead,

@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar, cast
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -171,62 +169,3 @@ def be_deterministic() -> None:
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.benchmark = False
-
-
-def compile_ahead(
-    function: Callable[..., Any], args: Sequence[Any]
-) -> tuple[Callable[..., Any], bytes, list[str]]:
-    """(`function` compiled for `args`, with its backward; the same as bytes for `load_ahead`; the
-    sources that the compiler wrote, one a graph). It runs for arguments of other shapes too, and
-    then does something else or raises: who calls it compares them."""
-    from torch._inductor import config
-
-    options = {"guard_filter_fn": lambda guards: [False for _ in guards]}
-    wrapped = torch.compile(function, fullgraph=True, options=cast(Any, options))
-    with cast(Any, config).patch(cpp_cache_precompile_headers=False):  # as in `loading_graphs`
-        made = cast(Any, wrapped).aot_compile((tuple(args), {}))
-    content = type(made).serialize(made).serialized_data
-    entry = made._artifacts.compiled_fn.compiled_fn.serialize()
-    parts = [part for part in (entry.compiled_fw, entry.compiled_bw) if part is not None]
-    made.disable_guard_check()
-    return made.fn, content, [part.result.source_code for part in parts]
-
-
-def load_ahead(content: bytes, scope: dict[str, Any]) -> Callable[..., Any]:
-    """What `compile_ahead` made. `scope`: the globals of the function's module."""
-    from torch._dynamo.aot_compile import AOTCompiledFunction
-
-    run: Callable[..., Any] = AOTCompiledFunction.deserialize(content, scope).fn
-    return run
-
-
-def vectors_in_use() -> list[str]:
-    """Vector instructions that the processor has and the C++ compiler takes: tried, in processes
-    of their own."""
-    from torch._inductor import cpu_vec_isa
-
-    return [str(each) for each in cpu_vec_isa.valid_vec_isa_list()]
-
-
-@contextlib.contextmanager
-def loading_graphs(vectors: Sequence[str]) -> Iterator[None]:
-    """Nothing needs to be compiled: torch starts no processes for it, compiles no headers (whether
-    it would is a part of what C++ is looked up by), and takes `vectors_in_use` as they were where
-    the graphs were made."""
-    from torch._inductor import config, cpu_vec_isa
-
-    every = cast(Any, cpu_vec_isa).supported_vec_isa_list
-    found = [each for each in every if str(each) in vectors]
-    values = {"compile_threads": 1, "cpp_cache_precompile_headers": False}
-    with (
-        cast(Any, config).patch(values),
-        mock.patch.object(cpu_vec_isa, "valid_vec_isa_list", lambda: found),
-    ):
-        yield
-
-
-def eager_is_asked() -> bool:
-    """Whether torch.compiler.set_stance asks for functions as they are written."""
-    from torch._dynamo import eval_frame
-
-    return bool(eval_frame._stance.stance == "force_eager")

@@ -88,9 +88,8 @@ class Trainer:
         )
         vocab = vocab_size(job)
         self.graphs = graphs or ReadyGraphs()
-        self.model_parts = build_model_parts(
-            job, mesh, vocab, kernels=self.chosen.kernels, graphs=self.graphs
-        )
+        kernels = self.chosen.kernels
+        self.model_parts = build_model_parts(job, mesh, vocab, kernels=kernels, graphs=self.graphs)
         self.timers = heartbeat.watch(Timers(self.device), compiled=job.training.compile)
         self.step_runner = Step(job, self.model_parts, mesh, self.timers)
         self.train_feed = Feed(job, job.dataset, "train", mesh.data_world, self.device)

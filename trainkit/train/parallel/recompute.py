@@ -109,14 +109,11 @@ def wrap_blocks(
         run = graphs.compile(run_block)
     # a kernel is one already; split over ranks, it talks to them in between
     if training.compile and module.softmax_loss is cross_entropy.reference:
-        compiled = graphs.compile(cross_entropy.plain)
-        module.softmax_loss = cross_entropy.in_blocks(compiled)
+        module.softmax_loss = cross_entropy.in_blocks(graphs.compile(cross_entropy.plain))
     random = model.hidden_dropout > 0 or model.attention_dropout > 0
     for block in module.layers.values():
         assert isinstance(block, Block)
-        mode: Mode
+        mode: Mode = "none"
         if block.number % training.recompute_every == 0:
             mode = training.recompute_granularity
-        else:
-            mode = "none"
         block.forward = partial(run, block, mode, random)  # type: ignore[method-assign]
