@@ -3,7 +3,10 @@ left with the reason."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -100,6 +103,8 @@ def test_what_a_node_has_damaged_is_unpacked_again(job: Job, tmp_path: Path) -> 
         ("training.micro_batch_size=2", "training.micro_batch_size was 1 and is 2"),
         ('training.precision="bf16"', "training.precision was 'fp32' and is 'bf16'"),
         ("parallelism.zero_stage=3", "zero_stage was 1 and is 3"),
+        ("training.deterministic=true", "training.deterministic was False and is True"),
+        ("nodes=2", "data_parallel_size was 1 and is 2"),
     ],
 )
 def test_a_difference_is_named(change: str, words: str, job: Job, tmp_path: Path) -> None:
@@ -118,6 +123,62 @@ def test_another_torch_or_processor_is_named(
     assert f"capability was {here['capability']!r} and is '9.0'" in take(job)
     monkeypatch.setattr(compiled_graphs, "_version", lambda package: f"99 of {package}")
     assert "torch was" in take(job) and "is '99 of torch'" in take(job)
+
+
+def test_other_code_and_another_processor_are_named(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make(job, tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(compiled_graphs, "_processor", lambda: "another")
+        assert "processor was" in take(job) and "is 'another'" in take(job)
+    monkeypatch.setattr(compiled_graphs, "_code", lambda: "changed")
+    assert "code was" in take(job) and "is 'changed'" in take(job)
+
+
+def test_a_field_that_changes_makes_another_unit(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the stage would find its unit done, and say that it is stale for ever."""
+    (before,) = PrecompileStage().needs(job, tmp_path)
+    monkeypatch.setattr(compiled_graphs, "_version", lambda package: f"99 of {package}")
+    (after,) = PrecompileStage().needs(job, tmp_path)
+    assert before.units[0].spec != after.units[0].spec
+
+
+def pack_much(job_folder: str) -> None:
+    """In a process of its own, which is killed."""
+    folder = Path(job_folder)
+    job = job_of(folder)
+    fields = {**graph_fields(job), **machine_fields(job)}
+    pack(folder / "made", GraphFiles.of(job), fields, seconds=1.0, ranks=[])
+
+
+@pytest.mark.parametrize("seen", ["graphs.tar.tmp-*", "graphs.tar", "graphs.json"])
+def test_a_packer_killed_leaves_nothing_half(seen: str, job: Job, tmp_path: Path) -> None:
+    made = tmp_path / "made"
+    (made / "fxgraph").mkdir(parents=True)
+    for number in range(20):
+        (made / "fxgraph" / str(number)).write_bytes(os.urandom(2**20))
+    files = GraphFiles.of(job)
+    child = os.fork()
+    if child == 0:
+        with contextlib.suppress(BaseException):
+            pack_much(str(tmp_path))
+        os._exit(0)
+    while not list(files.folder.glob(seen)) and os.waitpid(child, os.WNOHANG) == (0, 0):
+        time.sleep(0.001)
+    with contextlib.suppress(ProcessLookupError, ChildProcessError):
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    why = take(job)
+    assert why == "" or "invoke precompile small makes them" in why
+    pack_much(str(tmp_path))
+    assert take(job) == ""
+    assert sorted(path.name for path in files.folder.iterdir()) == ["graphs.json", "graphs.tar"]
+    for path in (made / "fxgraph").iterdir():
+        unpacked = node_folder(graph_fields(job)) / "fxgraph" / path.name
+        assert unpacked.read_bytes() == path.read_bytes()
 
 
 def test_a_damaged_archive_is_a_miss(job: Job, tmp_path: Path) -> None:

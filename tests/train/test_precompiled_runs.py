@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -51,10 +55,14 @@ SAID = re.compile(r"all ranks: hits (\d+), misses (\d+)")
 def said(project: Project, *words: str) -> tuple[int, int]:
     """Hits and misses of all ranks of a new run."""
     project.invoke("train", *words, TMPDIR=str(project.path / "node"))
-    log = "".join(path.read_text() for path in project.runs()[-1].rglob("*.log"))
-    found = SAID.search(log)
-    assert found, log
+    found = SAID.search(logs(project))
+    assert found, logs(project)
     return int(found[1]), int(found[2])
+
+
+def logs(project: Project) -> str:
+    """What the newest run wrote."""
+    return "".join(path.read_text() for path in project.runs()[-1].rglob("*.log"))
 
 
 @pytest.mark.slow  # compiles C++ for some minutes of CPU time
@@ -66,13 +74,41 @@ def test_every_rank_finds_every_graph(layout: str, tmp_path: Path) -> None:
     (tmp_path / "jobs.toml").write_text(JOBS.replace("FOLDER", str(tmp_path)))
     done = project.document("precompile", layout)
     assert done["failed"] == 0 and done["graphs"] == done["compiled"] + done["from_cache"]
-    hits, misses = said(project, layout)
-    assert hits >= 4 and misses == 0
+    ranks = {"tp": 4, "pp": 2}[layout]
+    # each a block's forward without a backward, of an evaluation, and its forward and backward
+    assert said(project, layout) == (3 * ranks, 0)
+    warm = project.losses(project.runs()[-1])
     again = project.document("precompile", layout)
     assert again["fresh"] and again["compiled"] == 0 and again["seconds_saved"] > 0
     archive = Path(done["archive"])
-    archive.write_bytes(archive.read_bytes()[:-2000])  # the record is of another file
-    losses = project.losses(project.runs()[-1])
-    run = said(project, layout, "--no-stages")
-    assert run[1] > 0, "a damaged archive is a miss"
-    assert project.losses(project.runs()[-1]) == losses, "never a wrong number"
+    whole = archive.read_bytes()
+    archive.write_bytes(whole[:-2000])  # the record is of another file
+    shutil.rmtree(tmp_path / "node")
+    (tmp_path / "node").mkdir()
+    assert said(project, layout, "--no-stages")[1] > 0, "a damaged archive is a miss"
+    assert f"{archive} is damaged" in logs(project)
+    assert project.losses(project.runs()[-1]) == warm, "what a cold compilation computes"
+
+
+@pytest.mark.slow  # compiles C++ for some minutes of CPU time
+def test_a_killed_compilation_leaves_nothing_half(tmp_path: Path) -> None:
+    """At several moments: as it begins to compile, with the first graph, and with the index."""
+    project = Project(tmp_path)
+    (tmp_path / "node").mkdir()
+    (tmp_path / "tasks.py").write_text(TASKS)
+    (tmp_path / "jobs.toml").write_text(JOBS.replace("FOLDER", str(tmp_path)))
+    node = tmp_path / "node"
+    for seen in ("*/*/*.cpp", "*/ready/*.graph", "*/ready/index.json"):
+        process = project.start("precompile", "pp", TMPDIR=str(node))
+        while process.poll() is None and not list(node.glob(f"trainkit-compiled-*/{seen}")):
+            time.sleep(0.01)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        assert not (tmp_path / "compiled" / "pp" / "graphs.json").exists()
+    done = project.document("precompile", "pp")
+    assert done["failed"] == 0 and done["graphs"] == done["compiled"] + done["from_cache"]
+    assert [path.name for path in Path(done["archive"]).parent.iterdir()] in (
+        ["graphs.json", "graphs.tar"],
+        ["graphs.tar", "graphs.json"],
+    )
+    assert said(project, "pp") == (6, 0)

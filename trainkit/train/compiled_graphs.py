@@ -26,7 +26,14 @@ from typing import TYPE_CHECKING
 
 from trainkit.base.documents import canonical_json, document, read_document
 from trainkit.base.errors import ConfigError
-from trainkit.base.files import sha256_file, sha256_tree, write_json
+from trainkit.base.files import (
+    atomic_open,
+    remove_leftovers,
+    sha256_file,
+    sha256_tree,
+    temporary_name,
+    write_json,
+)
 from trainkit.base.locks import locked
 from trainkit.jobs.schema import Job
 
@@ -183,15 +190,14 @@ def difference(recorded: GraphFields, asked: GraphFields) -> str:
 def pack(folder: Path, files: GraphFiles, fields: GraphFields, **more: object) -> None:
     """Put what was compiled in `folder` into a job's files; what is there is whole or absent."""
     files.folder.mkdir(parents=True, exist_ok=True)
-    files.record.unlink(missing_ok=True)
-    made = files.archive.with_name(f".{files.archive.name}.{os.getpid()}")
-    try:
-        with tarfile.open(made, "w") as archive:
-            archive.add(folder, arcname=".", filter=_without_locks)
-        digest = sha256_file(made)
-        os.replace(made, files.archive)
-    finally:
-        made.unlink(missing_ok=True)
+    files.record.unlink(missing_ok=True)  # first: without it the archive is nobody's
+    remove_leftovers(files.archive)
+    with (
+        atomic_open(files.archive) as file,
+        tarfile.open(fileobj=file, mode="w") as archive,
+    ):
+        archive.add(folder, arcname=".", filter=_without_locks)
+    digest = sha256_file(files.archive)
     names = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
     sums = {name: sha256_file(folder / name) for name in names if _is_kept(name)}
     values = {"fields": dict(fields), "sha256": digest, "files": sums, **more}
@@ -253,9 +259,9 @@ def _is_whole(folder: Path, sums: Mapping[str, str]) -> bool:
 
 
 def _unpack(archive: Path, folder: Path) -> None:
+    remove_leftovers(folder)
     shutil.rmtree(folder, ignore_errors=True)
-    fresh = folder.with_suffix(f".{os.getpid()}")
-    shutil.rmtree(fresh, ignore_errors=True)
+    fresh = temporary_name(folder)
     try:
         with tarfile.open(archive) as content:
             content.extractall(fresh, filter="data")

@@ -157,7 +157,7 @@ class ReadyGraphs:
         if type(value) in (Tensor, nn.Parameter):
             return _describe_tensor(value)
         if value is None or isinstance(value, bool | int | float | str):
-            return value
+            return repr(value)  # 1, 1.0 and True are equal
         if isinstance(value, tuple):
             return tuple(self._describe(each) for each in value)
         if is_dataclass(value):

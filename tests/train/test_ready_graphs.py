@@ -1,0 +1,153 @@
+"""Compiled functions taken ready-made: the right one, or none."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.distributed import call
+from trainkit.train.ready_graphs import (
+    NoKeyError,
+    ReadyGraph,
+    ReadyGraphs,
+    merge,
+    read_index,
+)
+
+
+def scaled_sine(layer: nn.Module, x: Tensor, factor: float) -> Tensor:
+    """What these tests compile: a matrix product and a kernel of C++."""
+    y: Tensor = layer(x)
+    return y.sin() * factor
+
+
+def inputs() -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(1)
+    return nn.Linear(8, 8), torch.randn(4, 8, requires_grad=True)
+
+
+def step(graphs: ReadyGraphs) -> tuple[Tensor, Tensor]:
+    """A result and its gradient."""
+    layer, x = inputs()
+    y = graphs.compile(scaled_sine)(layer, x, 3.0)
+    y.sum().backward()
+    assert x.grad is not None
+    return y.detach(), x.grad
+
+
+def make_them(folder: str) -> tuple[Tensor, Tensor]:
+    made = ReadyGraphs(Path(folder), making=True)
+    found = step(made)
+    merge(Path(folder), {0: made.made})
+    return found
+
+
+def take_them(folder: str) -> tuple[Tensor, Tensor, int, int, int]:
+    """With how many were found, compiled for all that, and traced."""
+    from torch._dynamo.utils import counters
+
+    graphs = ReadyGraphs(Path(folder))
+    found = step(graphs)
+    layer, x = inputs()
+    with torch.compiler.set_stance("force_eager"):
+        graphs.compile(scaled_sine)(layer, x, 3.0)
+    return (*found, graphs.hits, graphs.misses, len(counters["frames"]))
+
+
+def take_damaged(folder: str) -> tuple[int, str]:
+    """A graph that cannot be read is compiled again, with a warning."""
+    import contextlib
+    import io
+
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        graphs = ReadyGraphs(Path(folder))
+        graphs.compile(scaled_sine)
+    return graphs.hits, said.getvalue()
+
+
+def test_taken_they_compute_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit for bit, without a compiler; and what is damaged is left."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    folder = tmp_path / "ready"
+    made = call("tests.train.test_ready_graphs:make_them", str(folder))
+    (ready,) = read_index(folder).graphs
+    assert ready.graphs == 2
+    *taken, hits, misses, frames = call("tests.train.test_ready_graphs:take_them", str(folder))
+    assert all(map(torch.equal, made, taken))
+    assert (hits, misses, frames) == (2, 0, 0)
+    content = (folder / ready.file).read_bytes()
+    (folder / ready.file).write_bytes(content[: len(content) // 2])
+    hits, said = call("tests.train.test_ready_graphs:take_damaged", str(folder))
+    assert hits == 0 and f"not used: {folder / ready.file}" in said
+
+
+@dataclass(frozen=True)
+class Pair:
+    """As a model hands its blocks."""
+
+    first: Tensor
+    second: Tensor | None = None
+
+
+def test_what_a_graph_depends_on_is_in_its_key() -> None:
+    graphs = ReadyGraphs()
+    x = torch.zeros(4, 8)
+    layer = nn.Linear(8, 8)
+    frozen = nn.Linear(8, 8).requires_grad_(False)
+    values = [
+        (x,),
+        (torch.zeros(8, 8),),
+        (torch.zeros(8, 4).t(),),
+        (x.double(),),
+        (x.clone().requires_grad_(),),
+        (x, 1),
+        (x, 2),
+        (x, 1.0),
+        (x, True),
+        (x, 0.0),
+        (x, -0.0),
+        (x, "none"),
+        (x, None),
+        (Pair(x),),
+        (Pair(x, x),),
+        (layer, x),
+        (nn.Linear(8, 8, bias=False), x),
+        (frozen, x),
+        (nn.Linear(8, 8).eval(), x),
+    ]
+    keys = [graphs._key(value) for value in values]
+    with torch.no_grad():
+        keys.append(graphs._key((x,)))
+    assert len(set(keys)) == len(keys)
+    assert graphs._key((nn.Linear(8, 8), x)) == graphs._key((layer, x)), "any layer of the kind"
+    for other in ([x], {"x": x}, x.to_sparse):
+        with pytest.raises(NoKeyError):
+            graphs._key((other,))
+
+
+def ready(folder: Path, file: str, code: str, key: str = "(1,)") -> ReadyGraph:
+    (folder / file).write_bytes(b"")
+    return ReadyGraph("f", key, 2, code, file)
+
+
+def test_the_first_rank_s_serve_all(tmp_path: Path) -> None:
+    first = ready(tmp_path, "a", "code")
+    own = ready(tmp_path, "c", "other", "(2,)")
+    second = [replace(first, file="b"), own]
+    (tmp_path / "b").write_bytes(b"")
+    assert merge(tmp_path, {0: [first], 1: second}) == {0: (2, 0), 1: (2, 2)}
+    assert read_index(tmp_path).graphs == [first, own]
+    assert not (tmp_path / "b").exists()
+
+
+def test_ranks_that_differ_get_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A graph that depends on the rank, which no key tells, must not be another rank's."""
+    merge(tmp_path, {0: [ready(tmp_path, "a", "x")], 3: [ready(tmp_path, "b", "y")]})
+    assert read_index(tmp_path).graphs == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["index.json"]
+    assert "rank 3 needs another f: (1,)" in capsys.readouterr().err
