@@ -17,11 +17,15 @@ def compile_ahead(
     """(`function` compiled for `args`, with its backward; the same as bytes for `load_ahead`; the
     sources that the compiler wrote, one a graph). It runs for arguments of other shapes too, and
     then does something else or raises: who calls it compares them."""
-    from torch._inductor import config
+    from torch._dynamo import config as dynamo
+    from torch._inductor import config as inductor
 
     options = {"guard_filter_fn": lambda guards: [False for _ in guards]}
-    wrapped = torch.compile(function, fullgraph=True, options=cast(Any, options))
-    with cast(Any, config).patch(cpp_cache_precompile_headers=False):  # as in `loading_graphs`
+    with (
+        cast(Any, dynamo).patch(enable_aot_compile=True),  # torch 2.11's default is False
+        cast(Any, inductor).patch(cpp_cache_precompile_headers=False),  # as in `loading_graphs`
+    ):
+        wrapped = torch.compile(function, fullgraph=True, options=cast(Any, options))
         made = cast(Any, wrapped).aot_compile((tuple(args), {}))
     content = type(made).serialize(made).serialized_data
     entry = made._artifacts.compiled_fn.compiled_fn.serialize()
