@@ -118,8 +118,8 @@ def test_the_plan_refuses_what_the_trainer_refuses(job: Job) -> None:
 TAKEN = {
     "tp4, one key-value head": ("llama-1-group", 4, layout(4, sp=True)),
     "pp4, fewer micro-batches than stages": ("gpt", 4, layout(1, 4)),
-    "pp4 interleaved, 1 micro-batch": ("llama", 8, layout(1, 4, "interleaved")),
-    "pp4 zbv, 3 micro-batches": ("llama", 4, layout(1, 4, "zbv")),
+    "pp4 interleaved, 1 micro-batch": ("llama-deep", 8, layout(1, 4, "interleaved")),
+    "pp4 zbv, 3 micro-batches": ("llama-deep", 4, layout(1, 4, "zbv")),
     "3-d": ("gpt", 8, layout(2, 2, "interleaved", sp=True)),
     "hsdp of a stage": ("neox-tied", 8, layout(1, 2, copies=2, zero=3)),
     "all at once": ("llama-tied", 16, layout(2, 2, "zbv", sp=True, copies=2)),
