@@ -10,6 +10,7 @@ import torch
 from trainkit.base.errors import ConfigError, Exit, Problem
 from trainkit.data.indexed.dataset import IndexedDataset
 from trainkit.data.order.resolve_pairs import pairs_of
+from trainkit.data.sources.tokenizers import FILES
 from trainkit.data.tokenizer import end_of_document, gpt2_bpe, load_tokenizer
 from trainkit.jobs.ranks import degrees_of
 from trainkit.jobs.schema import Dataset, Job, Tokenizer
@@ -58,6 +59,10 @@ def check_tokenizer(scene: RehearsalScene) -> str:
 
 def _given_size(settings: Tokenizer) -> int:
     """Ids of a tokenizer that was not prepared yet, from the files that it will be made of."""
+    for key, address in FILES:
+        path = getattr(settings, key)
+        if path and getattr(settings, address) and not Path(path).exists():
+            raise NotLookedAt(f"{path} is fetched when the data are prepared: see stages")
     if settings.type == "gpt2" and settings.vocab_file and settings.merge_file:
         files = (Path(settings.vocab_file), Path(settings.merge_file))
         return gpt2_bpe(*files, settings.eod_token).get_vocab_size()
@@ -204,6 +209,8 @@ def check_checkpoint(scene: RehearsalScene, shapes: dict[str, tuple[int, ...]]) 
         return "a new run goes on from none"
     if job.engine != "native":
         raise NotLookedAt(f"engine {job.engine} reads its own: invoke checkpoints {scene.run.id}")
+    if not shapes:
+        raise NotLookedAt("the ranks could not be built")
     saved = newest_checkpoint(scene)
     if saved is None:
         return f"run {scene.run.id} has none: it begins anew"

@@ -176,16 +176,17 @@ def _must_be_here(scene: RehearsalScene, path: str) -> bool:
     """Whether what nodes see under this path is what this machine sees."""
     if scene.job.cluster.launcher_traits.one_machine:
         return True
+    try:
+        _existing(scene)
+    except NotLookedAt:
+        return False
     return Path(path).is_relative_to(scene.root.absolute())
 
 
 def check_root(scene: RehearsalScene) -> str:
     """The shared folder is there and can be written."""
     root = scene.root.absolute()
-    there = next(folder for folder in (root, *root.parents) if folder.is_dir())
-    one_machine = scene.job.cluster.launcher_traits.one_machine
-    if there != root and not one_machine and len(there.parts) < 3:
-        raise NotLookedAt(f"{root} is not on this machine: rehearse where its file system is")
+    there = _existing(scene)
     if not os.access(there, os.W_OK | os.X_OK):
         raise ConfigError(
             f"{there} cannot be written, and runs go below {root}",
@@ -194,13 +195,23 @@ def check_root(scene: RehearsalScene) -> str:
     return f"{root} can be written"
 
 
+def _existing(scene: RehearsalScene) -> Path:
+    """The cluster's root, or the nearest folder above it that is there. Raises NotLookedAt where
+    its file system is that of other machines."""
+    root = scene.root.absolute()
+    there = next(folder for folder in (root, *root.parents) if folder.is_dir())
+    one_machine = scene.job.cluster.launcher_traits.one_machine
+    if there != root and not one_machine and len(there.parts) < 3:
+        raise NotLookedAt(f"{root} is not on this machine: rehearse where its file system is")
+    return there
+
+
 def check_disk(scene: RehearsalScene) -> str:
     """There is room for the checkpoints that lie there at once, by free space and quota."""
     storage = scene.plan.storage
     if storage is None:
         raise NotLookedAt("the size of a checkpoint is known when the vocabulary is")
-    root = scene.root.absolute()
-    there = next(folder for folder in (root, *root.parents) if folder.is_dir())
+    there = _existing(scene)
     wanted = storage.on_disk_bytes
     words = f"{storage.on_disk} checkpoints of {storage.checkpoint_bytes / GIB:,.2f} GiB at once"
     room = {"free": shutil.disk_usage(there).free}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 
 from trainkit.base.errors import ConfigError, TrainkitError
 from trainkit.experiment.options import RehearseOptions
@@ -82,6 +83,7 @@ def _checks(jobs: Jobs, name: str, options: RehearseOptions) -> Iterator[Rehears
         if of_ranks is None:
             for title in ("ranks", "collectives"):
                 yield RehearsedCheck(title, "not looked at", reason)
+            yield from _made("checkpoint", partial(data_checks.check_checkpoint, shapes={}), scene)
             return
         yield from _made("ranks", of_ranks.check_ranks, scene)
         yield from _made("collectives", of_ranks.check_collectives, scene)

@@ -7,6 +7,8 @@ micro-batches: what repeats is not done again.
 
 from __future__ import annotations
 
+import gc
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +22,7 @@ from trainkit.plan.layout import split_layers
 from trainkit.train.metrics.timers import Timers
 from trainkit.train.model.batch import Batch
 from trainkit.train.parallel.mesh import Mesh
-from trainkit.train.parallel.pipeline import chunks_per_stage, tied_at
+from trainkit.train.parallel.pipeline import chunks_on, chunks_per_stage, tied_at
 from trainkit.train.rehearsal.fake_world import META, fake_world
 from trainkit.train.rehearsal.forks import in_forks
 from trainkit.train.rehearsal.recorder import CollectiveCall, CollectiveRecorder
@@ -63,24 +65,74 @@ class RankTrace:
 
 
 def distinct_ranks(job: Job, vocab: int) -> list[int]:
-    """Ranks that together stand for all: of every pipeline stage the first of all and the last
-    tensor-parallel rank, and one of each other share of a split tensor; of the first and the last
-    stage the last data-parallel rank too. All others hold the same shapes and do the same."""
+    """Ranks that together stand for all: of every pipeline stage a rank; of the first of each kind
+    of stage the last tensor-parallel rank too, and one of each other share of a split tensor; of
+    the first and the last stage the last data-parallel rank too. All others hold the same shapes
+    and do the same; whether stages of a kind do, `further_ranks` looks at."""
     degrees = degrees_of(job)
-    last = degrees.tensor - 1
-    shares = {last: last, 0: 0}
+    shares = _distinct_shares(job, vocab)
+    kinds = _stage_kinds(job)
+    found_ranks: set[int] = set()
+    for stage, kind in enumerate(kinds):
+        places = [RankCoordinates(stage, 0, 0, 0)]
+        if kinds.index(kind) == stage:
+            places = [RankCoordinates(stage, 0, 0, tensor) for tensor in shares]
+        if stage in (0, degrees.pipeline - 1):
+            places.append(RankCoordinates(stage, degrees.replicate - 1, degrees.shard - 1, 0))
+        found_ranks.update(rank_at(place, degrees) for place in places)
+    return sorted(found_ranks)
+
+
+def further_ranks(job: Job, vocab: int, traces: Sequence[RankTrace]) -> list[int]:
+    """Ranks to trace besides: the other tensor-parallel ones of a stage whose first rank holds, or
+    says to its groups, something else than that of the first stage of its kind."""
+    degrees = degrees_of(job)
+    kinds = _stage_kinds(job)
+    found = {trace.rank: _work_of(trace) for trace in traces}
+    ranks = [rank_at(RankCoordinates(stage, 0, 0, 0), degrees) for stage in range(len(kinds))]
+    more = []
+    for stage, kind in enumerate(kinds):
+        if found[ranks[stage]] != found[ranks[kinds.index(kind)]]:
+            places = (
+                RankCoordinates(stage, 0, 0, tensor) for tensor in _distinct_shares(job, vocab)
+            )
+            more += [rank for place in places if (rank := rank_at(place, degrees)) not in found]
+    return more
+
+
+def _stage_kinds(job: Job) -> list[tuple[object, ...]]:
+    """Of every stage what its chunks are: how many layers, and whether the model's first and last
+    are among them. Stages of a kind hold tensors of the same shapes."""
+    p = job.parallelism
+    count = p.pipeline_model_parallel_size * chunks_per_stage(p)
+    layers = split_layers(job.model.num_layers, count)
+    return [
+        tuple((layers[chunk], chunk == 0, chunk == count - 1) for chunk in chunks_on(stage, p))
+        for stage in range(p.pipeline_model_parallel_size)
+    ]
+
+
+def _work_of(trace: RankTrace) -> tuple[object, ...]:
+    """What ranks of a kind have in common. Their order of forwards and backwards, and so of calls,
+    differs from stage to stage."""
+    calls = Counter(
+        (call.operation, len(call.group), call.sizes, call.where)
+        for call in trace.calls
+        if call.peer < 0
+    )
+    return trace.tensors, trace.elements, frozenset(calls.items())
+
+
+def _distinct_shares(job: Job, vocab: int) -> list[int]:
+    """The first and the last tensor-parallel rank, and one of each other share."""
+    last = degrees_of(job).tensor - 1
+    shares = list(dict.fromkeys((0, last)))
     seen = {_shares(job, vocab, rank) for rank in shares}
     for rank in range(1, last):
         if (found := _shares(job, vocab, rank)) not in seen:
             seen.add(found)
-            shares[rank] = rank
-    found_ranks = []
-    for stage in range(degrees.pipeline):
-        places = [RankCoordinates(stage, 0, 0, tensor) for tensor in shares]
-        if stage in (0, degrees.pipeline - 1):
-            places.append(RankCoordinates(stage, degrees.replicate - 1, degrees.shard - 1, 0))
-        found_ranks += [rank_at(place, degrees) for place in places]
-    return sorted(set(found_ranks))
+            shares.append(rank)
+    return shares
 
 
 def _shares(job: Job, vocab: int, rank: int) -> tuple[int, ...]:
@@ -177,6 +229,7 @@ def trace_ranks(
     training = job.training.model_copy(update={"compile": False})
     eager = job.model_copy(update={"training": training})
     work = partial(_trace_as_json, eager, vocab)
+    gc.freeze()  # else every fork's collections copy what it shares with this process
     for value in in_forks(work, ranks, at_once=at_once):
         yield RankTrace.from_json(value)
 

@@ -20,15 +20,20 @@ def work(spec: Mapping[str, Any], progress: ProgressCallback) -> dict[str, objec
     {"traces"}."""
     with no_garbage_collection():
         from trainkit.jobs.resolved import read_job
-        from trainkit.train.rehearsal.trace import trace_ranks
+        from trainkit.train.rehearsal.trace import RankTrace, further_ranks, trace_ranks
 
     job = read_job(Path(spec["job"]))
     ranks = spec["ranks"]
-    found: list[object] = []
-    for trace in trace_ranks(job, ranks, spec["vocab"], at_once=spec["at_once"]):
-        found.append(trace.to_json())
-        progress(len(found), len(ranks))
-    return {"traces": found}
+    found: list[RankTrace] = []
+    while ranks:
+        for trace in trace_ranks(job, ranks, spec["vocab"], at_once=spec["at_once"]):
+            found.append(trace)
+            progress(len(found), len(ranks))
+        if len(found) > len(ranks):
+            break
+        ranks = further_ranks(job, spec["vocab"], found)
+    found.sort(key=lambda trace: trace.rank)
+    return {"traces": [trace.to_json() for trace in found]}
 
 
 if __name__ == "__main__":
