@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -15,9 +16,21 @@ from tests.distributed import call
 from tests.once import once
 from tests.rehearse.traced import LAYOUTS
 from tests.rehearse.traps import FOREIGN, JOBS, OWN, PUBLISHED, UNSEEN, Trap, look_at
+from tests.stages.engine_trees import MEGATRON, write_files
+from trainkit.base.errors import ConfigError
 from trainkit.data.indexed.dataset import IndexedWriter
+from trainkit.experiment.options import RehearseOptions
 from trainkit.jobs.load import load
-from trainkit.train.rehearsal.trace import distinct_ranks, shortened, traced_micro_batches
+from trainkit.rehearse.engine_checks import check_parser
+from trainkit.rehearse.report import NotLookedAt
+from trainkit.rehearse.scene import scene_of
+from trainkit.train.rehearsal.trace import (
+    RankTrace,
+    distinct_ranks,
+    further_ranks,
+    shortened,
+    traced_micro_batches,
+)
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 
@@ -137,3 +150,53 @@ def test_ranks_of_a_large_world_are_few(prepared: Path) -> None:
     assert len(ranks) == 22 and ranks[0] == 0 and ranks[-1] == 504
     short = shortened(job)
     assert short.model.num_layers == 16 and traced_micro_batches(job) == 17
+    same = [RankTrace(rank, 1, 1, {}, ()) for rank in ranks]
+    assert further_ranks(job, 51200, same) == []
+    # a middle stage that holds something else than the first of its kind
+    other = [RankTrace(rank, 1 + (rank == 448), 1, {}, ()) for rank in ranks]
+    assert further_ranks(job, 51200, other) == [455]
+
+
+PARSER = """
+import argparse
+
+def parse_args():
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    return parser.parse_known_args()[0]
+
+def validate_args(args, defaults):
+    {body}
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "words", "hint"),
+    [
+        ("pass", "parser and checks take all", ""),
+        ("assert False, 'num-layers must be odd'", "must be odd", "correct model.num_layers"),
+        ("import no_such_module", "validate_args does not run here: ModuleNotFoundError", ""),
+        ("import os; os._exit(3)", "validate_args does not run here: it ended with 3", ""),
+    ],
+)
+def test_an_engines_own_parser(
+    body: str, words: str, hint: str, prepared: Path, tmp_path: Path
+) -> None:
+    """In its tree and interpreter; that of a real tree: tests/engines/megatron_lm."""
+    tree = tmp_path / "tree"
+    write_files(tree, {**MEGATRON, "megatron/training/arguments.py": PARSER.format(body=body)})
+    text = (prepared / "jobs.toml").read_text()
+    engine = f'[engines.megatron-lm]\nsource = "{tree}"\npython = "{sys.executable}"\n'
+    (tmp_path / "jobs.toml").write_text(text + engine)
+    scene = scene_of(
+        load(tmp_path),
+        "small",
+        RehearseOptions(set=("engine=megatron-lm", "parallelism.zero_stage=0")),
+    )
+    try:
+        said = check_parser(scene)
+    except NotLookedAt as why:
+        said = f"not looked at: {why}"
+    except ConfigError as error:
+        said = str(error)
+        assert hint and hint in said
+    assert words in said

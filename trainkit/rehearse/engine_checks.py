@@ -22,7 +22,6 @@ from trainkit.rehearse.scene import RehearsalScene
 from trainkit.runs.folder import RunFolder
 
 SECONDS = 60.0
-SAID = 3  # lines of the parser's that a message has
 PARSED = "trainkit: parsed"
 CHECKED = "trainkit: checked"
 REFUSED = "trainkit: refused "
@@ -140,7 +139,7 @@ def _verdict(job: Job, done: subprocess.CompletedProcess[str], words: Sequence[s
             exit=Exit.CONFIG,
             hint=f"correct {_key(job, refusals[0])}",
         )
-    why = " ".join(said[-SAID:]) or f"it ended with {done.returncode}"
+    why = said[-1] if said else f"it ended with {done.returncode}"
     if CHECKED in out:
         if job.engine == "gpt-neox":
             return "gpt-neox's own parser takes the configuration"
