@@ -163,19 +163,12 @@ def _native_states(job: Job, layout: Layout, chunks: list[list[Unit]]) -> dict[s
         accumulated = reduced * whole
     else:
         accumulated = 0
-    alone = job.cluster.device_type == "cpu" and layout.data == 1 and layout.micro_batches > 1
     # Beside a unit's gradients as they are reduced those that were computed, if they are not added
     # up before. (On a CPU the process keeps their memory.)
     if accumulated and job.cluster.device_type != "cpu":
         computed = 0
     else:
         computed = w
-    # of one rank the memory that it "reduces" into stays
-    # (trainkit.train.parallel.data_parallel.OneRank)
-    if alone:
-        kept = reduced * whole
-    else:
-        kept = 0
     return {
         "parameter_bytes": 4 * mine,
         "gathered_bytes": (
@@ -183,7 +176,7 @@ def _native_states(job: Job, layout: Layout, chunks: list[list[Unit]]) -> dict[s
         ),
         "gradient_bytes": max(accumulated, 4 * mine),
         "optimizer_bytes": 4 * moments * mine,
-        "buffer_bytes": (reduced + computed) * unit + kept,
+        "buffer_bytes": (reduced + computed) * unit,
     }
 
 

@@ -33,7 +33,7 @@ from trainkit.train.metrics.timers import Timers
 from trainkit.train.metrics.utilization import Utilization
 from trainkit.train.parallel import data_parallel
 from trainkit.train.parallel.data_parallel import World
-from trainkit.train.parallel.memory import MemoryStats
+from trainkit.train.parallel.memory import MemoryStats, keep_freed_memory
 from trainkit.train.parallel.mesh import Mesh
 from trainkit.train.parallel.pipeline import tied_at
 from trainkit.train.preflight import begin_weights, refuse_what_cannot_run
@@ -422,6 +422,8 @@ class Trainer:
 def _meet(job: Job, world: World) -> tuple[torch.device, Choice]:
     """Have all ranks agree on what they are about to do; this one's device and kernels."""
     chosen = choose(job.kernels, job.cluster.device_type)
+    if job.cluster.device_type == "cpu":
+        keep_freed_memory()
     device = data_parallel.join(world, job.cluster.device_type)
     refuse_disagreement(job, world, chosen)
     if job.training.deterministic:

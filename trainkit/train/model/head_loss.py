@@ -130,7 +130,8 @@ class _HeadLoss(torch.autograd.Function):
             )
             entropy += part
             if dx_NH is not None:
-                torch.mm(dlogits_CP[:, : len(weight)], weight, out=dx_NH[inside])
+                dlogits_CP = dlogits_CP[:, : len(weight)]
+                torch.mm(dlogits_CP, weight, out=dx_NH[inside])
                 if dweight_PH is None:
                     dweight_PH = dlogits_CP.T @ x_NH[inside]
                     if len(chunks) > 1:
@@ -141,7 +142,11 @@ class _HeadLoss(torch.autograd.Function):
                     dweight_PH += dlogits_CP.T @ x_NH[inside]
             del dlogits_CP  # before the next chunk is made
         if dx_NH is not None and dweight_PH is not None:
-            ctx.save_for_backward(dx_NH, dweight_PH[:vocab].to(weight_VH.dtype))
+            if len(dweight_PH) > vocab:
+                dweight_PH = dweight_PH[:vocab]
+            # Not a view, where that can be: of tied weights autograd adds the embedding's gradient
+            # in place then.
+            ctx.save_for_backward(dx_NH, dweight_PH.to(weight_VH.dtype))
         ctx.mark_non_differentiable(entropy)
         return entropy.new_zeros((), dtype=wide), entropy
 
