@@ -22,6 +22,11 @@ TRAINKIT_CLONES void row_forward(const T* x, const bool* hidden, T* y, int64_t k
         highest = value > highest ? value : highest;
         poison += value != value ? value : A(0);
     }
+    const bool nothing = hidden ? std::all_of(hidden, hidden + seen, [](bool h) { return h; })
+                                : seen == 0;
+    if (highest == lowest && !nothing) {
+        poison = std::numeric_limits<A>::quiet_NaN();  // scores that are all -inf, as in torch
+    }
     const A shift = (highest == lowest ? A(0) : highest) + poison;
     A sum = 0;
 #pragma omp simd reduction(+ : sum)
@@ -34,6 +39,11 @@ TRAINKIT_CLONES void row_forward(const T* x, const bool* hidden, T* y, int64_t k
     for (int64_t i = 0; i < seen; ++i) {
         const A value = hidden && hidden[i] ? lowest : scale * widen(x[i]);
         y[i] = narrow<T>(exponential(value - shift) * inverse);
+    }
+    if (poison != poison && hidden) {
+        for (int64_t i = 0; i < seen; ++i) {
+            y[i] = hidden[i] ? T{} : y[i];
+        }
     }
     std::fill(y + seen, y + keys, T{});
 }

@@ -132,3 +132,9 @@ def test_compiled_is_eager() -> None:
     assert all(
         torch.equal(a, b) for a, b in zip(gradients(compiled, leaves, dy), eager, strict=True)
     )
+
+
+def test_no_channels_and_channels_apart_are_torchs() -> None:
+    apart = torch.randn(1, 2, 16, 8).bfloat16().transpose(2, 3)
+    for q in (torch.zeros(1, 2, 4, 0).bfloat16(), apart):
+        assert torch.equal(causal_attention.fused(q, q, q), causal_attention.reference(q, q, q))

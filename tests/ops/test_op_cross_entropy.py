@@ -13,8 +13,10 @@ from torch.utils._pytree import tree_leaves
 
 from trainkit.ops import cross_entropy, library
 from trainkit.ops.cross_entropy import NO_LABEL
+from trainkit.ops.kernels import choose
 from trainkit.train.model.head_loss import Labels, head_loss
-from trainkit.train.parallel.vocab_parallel import combined
+from trainkit.train.parallel.tensor_group import TensorGroup
+from trainkit.train.parallel.vocab_parallel import VocabularyPart, combined
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 # of a gradient below 1, beside fp64: half a step of the dtype, or what fp32's sums and e^x leave
@@ -280,3 +282,16 @@ def test_a_rank_without_a_finite_logit_beside_very_low_ones() -> None:
     nothing, low = torch.tensor([-torch.inf, 0.0, 0.0]), torch.tensor([-200.0, 2.0, -201.0])
     highest, summed, target = combined(torch.stack([nothing, low])[..., None])
     assert (highest.item(), summed.item(), target.item()) == (-200.0, 2.0, -201.0)
+
+
+@pytest.mark.parametrize("label", [-5, 9, 2**40])
+@pytest.mark.parametrize("kernels", ["reference", "fused"])
+def test_a_label_of_no_token_is_refused(label: int, kernels: str) -> None:
+    """Whole and split: it is never counted as another token's, nor as one without a logit."""
+    chosen = choose("reference" if kernels == "reference" else "fused", "cpu").kernels
+    part = VocabularyPart(TensorGroup(1, 0, sequence=False), 0, 9, chosen)
+    logits, labels = chunk(3, 9, torch.float32)
+    labels[1] = label
+    for loss in (chosen.softmax_loss, part.softmax_loss):
+        with pytest.raises((RuntimeError, ValueError), match=str(label)):
+            loss(logits.clone(), labels, 9, 0.0, torch.tensor(1.0), True)

@@ -90,3 +90,16 @@ def test_bytes() -> None:
     assert scaled_softmax.bytes_moved((2, 3, 4), torch.float32) == 2 * (2 + 3 + 4 + 12) * 4
     assert scaled_softmax.bytes_moved((2, 3, 4), torch.float32, (3, 4)) == 2 * 24 * 4 + 12
     assert scaled_softmax.bytes_moved((2, 3, 4), torch.bfloat16, backward=True) == 3 * 24 * 2
+
+
+def test_rows_that_see_only_minus_infinity_are_torchs() -> None:
+    """NaN where a key is seen, 0 where it is not; 0 in a row that sees nothing."""
+    x = numbers((3, 4), torch.float32, 0)
+    x[1] = x[2] = -torch.inf
+    mask = torch.tensor([[False] * 4, [False, True, False, True], [True] * 4])
+    for kernels in (fused(), REFERENCE):
+        y = kernels.scaled_masked_softmax(x, mask, 1.0)
+        assert torch.isfinite(y[0]).all() and (y[2] == 0).all()
+        assert torch.isnan(y[1]).tolist() == [True, False, True, False]
+        causal = kernels.scaled_causal_softmax(x, 1.0)
+        assert torch.isnan(causal[1]).tolist() == [True, True, True, False]

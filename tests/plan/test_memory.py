@@ -258,9 +258,9 @@ def test_activations_are_what_forward_saves(
     job = job_of(shape(**{**WIDE, **keys}), micro_batch_size=2, **mode)
     job = with_kernels(job, kernels)
     expected = saved_bytes(job, layout_of(job), RULES["native"], 0) + head_gradient_bytes(
-        job, layout_of(job), 16, 128
+        job, layout_of(job), 128, 128
     )
-    assert saved_by_forward(job, 16) == pytest.approx(expected, rel=0.05)
+    assert saved_by_forward(job, 128) == pytest.approx(expected, rel=0.05)
 
 
 class Living(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -453,11 +453,3 @@ def test_in_a_pipeline_zero_3_gathers_and_accumulates_whole() -> None:
 
     assert parts(3, 2) == parts(1, 2)
     assert parts(3, 1)[1] < parts(1, 1)[1] and parts(3, 1)[2] < parts(1, 1)[2]
-
-
-def test_one_rank_on_a_cpu_keeps_what_it_sums_in() -> None:
-    one, two = (
-        memory(job_of(shape(layers=8, hidden=64), ranks, gradient_accumulation_steps=2)).fullest
-        for ranks in (1, 2)
-    )
-    assert one.buffer_bytes - two.buffer_bytes == one.gradient_bytes

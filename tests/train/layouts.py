@@ -303,7 +303,7 @@ def run_worlds(tasks: dict[int, Tasks]) -> dict[str, list[Any]]:
             "tests.train.layouts:run_tasks",
             of_world,
             ports,
-            timeout=300 + 20 * len(of_world),
+            timeout=300 + 90 * len(of_world),
         )
         found |= {name: [result[name] for result in results] for name in of_world}
     return found

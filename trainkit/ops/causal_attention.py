@@ -76,9 +76,16 @@ def runs_here() -> bool:
 
 def fused(q_BASD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor) -> Tensor:
     """`reference`, by our own kernel for what it is made for: bf16 on a CPU that multiplies it,
-    heads of a multiple of 16 channels. torch's flash kernels do the rest."""
+    heads of a multiple of 16 channels that lie one after another. torch's flash kernels do the
+    rest."""
     channels = q_BASD.shape[-1]
-    ours = q_BASD.device.type == "cpu" and q_BASD.dtype == torch.bfloat16 and channels % 16 == 0
+    ours = (
+        q_BASD.device.type == "cpu"
+        and q_BASD.dtype == torch.bfloat16
+        and channels > 0
+        and channels % 16 == 0
+        and all(x.stride(-1) == 1 for x in (q_BASD, k_BGSD, v_BGSD))
+    )
     if not (ours and runs_here()):
         return reference(q_BASD, k_BGSD, v_BGSD)
     y: Tensor = forward(q_BASD, k_BGSD, v_BGSD, channels**-0.5)[0]

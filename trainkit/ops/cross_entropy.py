@@ -39,7 +39,7 @@ def plain(
     wide_CP = logits_CP.to(torch.promote_types(logits_CP.dtype, torch.float32))
     wide_CP[:, vocab:] = -torch.inf
     counted_C = labels_C != NO_LABEL
-    targets_C1 = labels_C.clamp(min=0)[:, None]
+    targets_C1 = torch.where(counted_C, labels_C, 0)[:, None]
     target_C = wide_CP.gather(1, targets_C1)[:, 0]
     highest_C1 = wide_CP.amax(1, keepdim=True)
     exp_CP = wide_CP.sub_(highest_C1).exp_()

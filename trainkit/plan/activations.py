@@ -267,8 +267,8 @@ def logit_bytes(job: Job, layout: Layout, rules: Rules, vocab_size: int, padded:
 
 def head_gradient_bytes(job: Job, layout: Layout, vocab_size: int, padded: int) -> int:
     """The native head's gradient, saved for backward in w; in fp32 it is the sum itself, which
-    has the padded rows."""
-    if width(job) == 4:
+    has the padded rows on a GPU."""
+    if width(job) == 4 and job.cluster.device_type != "cpu":
         rows = padded
     else:
         rows = vocab_size

@@ -153,15 +153,15 @@ def shard(
     return cast(FSDPModule, model)
 
 
-def prepare_backward(model: FSDPModule, *, last: bool, stage: int = 1) -> None:
+def prepare_backward(model: FSDPModule, *, last: bool, stage: int = 1, keeps: bool = False) -> None:
     """Call before each micro-batch of a step. ZeRO 0 and 1: whole gradients accumulate until the
     `last`, which reduces them and frees gathered parameters. 2 and 3 reduce each to shards,
     which accumulate; copies (HSDP) are added up at the last alone. 3 frees gathered parameters
-    each time."""
+    each time. Where the rank `keeps` them they stay gathered, for the update to write into."""
     model.set_is_last_backward(last)
     model.set_requires_gradient_sync(last or stage >= 2)
     model.set_requires_all_reduce(last)
-    model.set_reshard_after_backward(last or stage == 3)
+    model.set_reshard_after_backward((last or stage == 3) and not keeps)
 
 
 def release(model: nn.Module) -> None:

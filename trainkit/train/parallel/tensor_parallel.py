@@ -161,7 +161,7 @@ def apply(
                 _draw_apart(part, group)
     module.read_out = partial(read_out, group=group, vocab=vocab)
     start, _ = share_of_rank(vocab, group.size, group.rank)
-    module.softmax_loss = VocabularyPart(group, start, kernels).softmax_loss
+    module.softmax_loss = VocabularyPart(group, start, vocab, kernels).softmax_loss
 
 
 def _draw_apart(attention: Attention, group: TensorGroup) -> None:

@@ -64,11 +64,13 @@ class VocabularyPart:
     Args:
         group: the ranks that share it.
         start: the first row that is here.
+        vocab: rows of the whole vocabulary.
         kernels: what it computes with.
     """
 
     group: TensorGroup
     start: int
+    vocab: int
     kernels: Kernels
 
     def softmax_loss(
@@ -85,12 +87,20 @@ class VocabularyPart:
 
         The gradient is that of the whole loss by this rank's logits (Shoeybi et al. 2019,
         arXiv:1909.08053, section 3).
+
+        Raises ValueError for a label that is none of the vocabulary's; on a device that would have
+        to be waited for, the loss is NaN then.
         """
         group = self.group
+        counted_C = labels_C != NO_LABEL
+        wrong_C = counted_C & ((labels_C < 0) | (labels_C >= self.vocab))
+        if labels_C.device.type == "cpu" and wrong_C.any():
+            label = int(labels_C[wrong_C][0])
+            raise ValueError(f"label {label} is not one of {self.vocab}, nor {NO_LABEL} for none")
         rows_C = labels_C - self.start  # NO_LABEL is below 0 then too: nobody has it
         own_3C = self.kernels.softmax_statistics(logits_CP, rows_C, vocab)
         highest_C, sum_C, target_C = combined(gathered(own_3C[None], group.size, group.name))
-        counted_C = labels_C != NO_LABEL
+        target_C = torch.where(wrong_C, torch.nan, target_C)
         logsum_C = highest_C + sum_C.log()
         entropy = torch.where(counted_C, logsum_C - target_C, 0.0).sum(dtype=torch.float64)
         if not learning:

@@ -3,8 +3,9 @@ device's word, does nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -24,12 +25,14 @@ class _Held(NamedTuple):
         weight, gradient: its elements.
         state: its moments, by torch's names.
         matrix: the whole parameter has two dimensions or more: it decays.
+        copy: the weight as the model computes with it; None: the update does not write it.
     """
 
     weight: Tensor
     gradient: Tensor
     state: dict[str, Tensor]
     matrix: bool
+    copy: Tensor | None
 
 
 class Optimizer:
@@ -78,7 +81,13 @@ class Optimizer:
             self._update = partial(_sgd, training.sgd_momentum, training.weight_decay)
 
     @torch.no_grad()
-    def step(self, rate: Tensor, divisor: Tensor, skip: Tensor) -> None:
+    def step(
+        self,
+        rate: Tensor,
+        divisor: Tensor,
+        skip: Tensor,
+        copies: Mapping[str, Tensor] = MappingProxyType({}),
+    ) -> None:
         """Update all weights, without waiting for the device. Gradients are used up: they may be
         left divided, for `zero_grad` to drop.
 
@@ -86,12 +95,20 @@ class Optimizer:
             rate: learning rate, shape ().
             divisor: what gradients are divided by first, shape (): loss scale and clipping in one.
             skip: shape (), true (or 1) where nothing may change: not a weight, a moment or a count.
+            copies: weights as the model computes with them, by name: of all parameters or of none.
+                AdamW writes them as it updates.
         """
         skip = skip.to(torch.float32)
         # a small bias may lie wholly on other ranks; fully_shard may move its shard at the first
         # forward
         held = [
-            _Held(local_part(p), local_part(p.grad), self._state[name], p.dim() > 1)
+            _Held(
+                local_part(p),
+                local_part(p.grad),
+                self._state[name],
+                p.dim() > 1,
+                copies.get(name),
+            )
             for name, p in self._parameters.items()
             if p.grad is not None and local_part(p).numel()
         ]
@@ -147,7 +164,7 @@ def _adamw(
         [h.gradient for h in held],
         [h.state["exp_avg"] for h in held],
         [h.state["exp_avg_sq"] for h in held],
-        [],
+        [h.copy for h in held if h.copy is not None],
         [decay * h.matrix for h in held],
     )
     kernels.adamw(weights, rule, steps=steps, rate=rate, divisor=divisor, skip=skip)

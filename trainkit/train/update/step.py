@@ -97,6 +97,13 @@ class Step:
             self.zero_stage = job.parallelism.zero_stage
         else:
             self.zero_stage = 1
+        # One rank's weights need not be cast anew for each step: the update's kernel writes them.
+        # Where they are its own part of a split layer they are gathered as they are.
+        self.keeps = (
+            mesh.degrees.data == mesh.degrees.pipeline == 1
+            and parts.kernels.name == "fused"
+            and job.training.optimizer == "adam"
+        )
         self.pipeline: Pipeline | None = None
         if mesh.degrees.pipeline > 1:
             dtype = COMPUTE[job.training.precision] or next(iter(self.parameters.values())).dtype
@@ -170,7 +177,9 @@ class Step:
             with self.timers("data"):
                 batch = next(rest)
             self._seed(batch, 0)
-            data_parallel.prepare_backward(unit, last=m + 1 == count, stage=self.zero_stage)
+            data_parallel.prepare_backward(
+                unit, last=m + 1 == count, stage=self.zero_stage, keeps=self.keeps
+            )
             labels = Labels(batch.labels_BS, self.job.training.z_loss, scale)
             with self.timers("forward"):
                 losses: Losses = module(
@@ -232,7 +241,8 @@ class Step:
         scale = self.scale.scale
         verdict = self.guard.judge(loss, norm, ~self.scale.at_minimum)
         rate = self.rates.take(self.optimizer.steps)  # skipped steps leave the rate where it is
-        self.optimizer.step(rate, divisor(norm, t.clip_grad, scale) * share, verdict.skip)
+        copies = self.model_parts.gathered() if self.keeps else {}
+        self.optimizer.step(rate, divisor(norm, t.clip_grad, scale) * share, verdict.skip, copies)
         self.optimizer.zero_grad()
         values = [
             loss,
@@ -276,7 +286,8 @@ class Step:
     @torch.no_grad()
     def after_loading(self) -> None:
         """Make second copies of tied weights equal to the first, with their state: tensors were
-        read into the first."""
+        read into the first. What was gathered before is let go."""
+        self.model_parts.release()
         state = self.optimizer.state_tensors()
         for key in [key for key in self.parameters if key.endswith(LAST)]:
             first = key.removesuffix(LAST)
