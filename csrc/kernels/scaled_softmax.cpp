@@ -22,8 +22,8 @@ TRAINKIT_CLONES void row_forward(const T* x, const bool* hidden, T* y, int64_t k
         highest = value > highest ? value : highest;
         poison += value != value ? value : A(0);
     }
-    const bool nothing = hidden ? std::all_of(hidden, hidden + seen, [](bool h) { return h; })
-                                : seen == 0;
+    const bool nothing =
+        hidden ? std::all_of(hidden, hidden + seen, [](bool h) { return h; }) : seen == 0;
     if (highest == lowest && !nothing) {
         poison = std::numeric_limits<A>::quiet_NaN();  // scores that are all -inf, as in torch
     }

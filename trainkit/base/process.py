@@ -212,3 +212,17 @@ def stop_children(children: Sequence[subprocess.Popen[bytes]], grace: float = 3.
         except subprocess.TimeoutExpired:
             survivors.append(child.pid)
     return survivors
+
+
+def keep_freed_memory() -> None:
+    """Have malloc keep what this process frees instead of giving it back to the system.
+
+    Tensors of more than 32 MiB are otherwise mapped anew each time, and the system clears every
+    page of them: a step on the CPU asks for the same ones again and again (0.3 to 0.4 of 3.2 CPU
+    seconds of GPT-2 124M in bf16). What is not glibc's malloc is left as it is.
+    """
+    trim_threshold, mmap_max = -1, -4  # mallopt(3)
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(mmap_max, 0)
+        mallopt(trim_threshold, -1)  # never

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from trainkit.base.errors import Exit, TrainkitError
+from trainkit.base.process import keep_freed_memory
 from trainkit.jobs.ranks import degrees_of
 from trainkit.jobs.schema import Job
 from trainkit.ops.kernels import Choice, choose
@@ -33,7 +34,7 @@ from trainkit.train.metrics.timers import Timers
 from trainkit.train.metrics.utilization import Utilization
 from trainkit.train.parallel import data_parallel
 from trainkit.train.parallel.data_parallel import World
-from trainkit.train.parallel.memory import MemoryStats, keep_freed_memory
+from trainkit.train.parallel.memory import MemoryStats
 from trainkit.train.parallel.mesh import Mesh
 from trainkit.train.parallel.pipeline import tied_at
 from trainkit.train.preflight import begin_weights, refuse_what_cannot_run

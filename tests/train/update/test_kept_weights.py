@@ -32,11 +32,11 @@ def steps_of(case: Case, root: Path, how: str) -> tuple[list[Any], bool]:
             return values, True
         same = all(
             torch.equal(weight, local_part(step.parameters[name]).to(weight.dtype))
-            for name, weight in step.model_parts.gathered().items()
+            for name, weight in step.model_parts.modules[0].named_parameters()
         )
         return values, same and any(
             weight is not step.parameters[name]
-            for name, weight in step.model_parts.gathered().items()
+            for name, weight in step.model_parts.modules[0].named_parameters()
         )
 
 

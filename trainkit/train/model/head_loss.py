@@ -144,8 +144,7 @@ class _HeadLoss(torch.autograd.Function):
         if dx_NH is not None and dweight_PH is not None:
             if len(dweight_PH) > vocab:
                 dweight_PH = dweight_PH[:vocab]
-            # Not a view, where that can be: of tied weights autograd adds the embedding's gradient
-            # in place then.
+            # no view if it can be: autograd adds a tied embedding's gradient in place then
             ctx.save_for_backward(dx_NH, dweight_PH.to(weight_VH.dtype))
         ctx.mark_non_differentiable(entropy)
         return entropy.new_zeros((), dtype=wide), entropy

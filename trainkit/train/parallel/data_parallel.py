@@ -57,8 +57,7 @@ COMPUTE = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 class OneRank:
     """fully_shard's reduction where there is one rank (its ReduceScatter interface). Nothing is
     added up, so the tensor that "receives" is the very one that "sends", and the copy that
-    fully_shard makes from one into the other does nothing: it asks for the one, then for the
-    other."""
+    fully_shard makes from one into the other does nothing."""
 
     def __init__(self) -> None:
         self._sent: torch.Tensor | None = None
@@ -66,12 +65,10 @@ class OneRank:
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        memory = self._sent
-        if memory is not None:
-            self._sent = None
-            return memory
-        self._sent = torch.empty(*size, dtype=dtype, device=device)
-        return self._sent
+        sent = self._sent
+        memory = torch.empty(*size, dtype=dtype, device=device) if sent is None else sent
+        self._sent = memory if sent is None else None
+        return memory
 
     def __call__(
         self,

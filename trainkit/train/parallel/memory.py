@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -15,21 +14,7 @@ from trainkit.train.parallel.shards import ShardedParameter
 from trainkit.train.torch_compat import local_part
 
 STATUS = Path("/proc/self/status")
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # mallopt(3)
 KEYS = {"VmRSS": "resident", "VmHWM": "max_resident"}  # proc(5)
-
-
-def keep_freed_memory() -> None:
-    """Have malloc keep what this process frees instead of giving it back to the system.
-
-    Tensors of more than 32 MiB are otherwise mapped anew each time, and the system clears every
-    page of them: a step on the CPU asks for the same ones again and again (0.3 to 0.4 of 3.2 CPU
-    seconds of GPT-2 124M in bf16). What is not glibc's malloc is left as it is.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(M_MMAP_MAX, 0)
-        mallopt(M_TRIM_THRESHOLD, -1)  # never
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

@@ -88,8 +88,7 @@ class VocabularyPart:
         The gradient is that of the whole loss by this rank's logits (Shoeybi et al. 2019,
         arXiv:1909.08053, section 3).
 
-        Raises ValueError for a label that is none of the vocabulary's; on a device that would have
-        to be waited for, the loss is NaN then.
+        A label that is none of the vocabulary's is a ValueError, on a GPU a loss of NaN.
         """
         group = self.group
         counted_C = labels_C != NO_LABEL

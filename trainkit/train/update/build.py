@@ -49,12 +49,6 @@ class ModelParts:
             assert isinstance(module, FSDPModule)
             yield module
 
-    def gathered(self) -> dict[str, torch.Tensor]:
-        """All parameters as the model computes with them, by name, of a rank that keeps them
-        gathered."""
-        (module,) = self.modules
-        return dict(module.named_parameters())
-
     def train(self, mode: bool = True) -> None:
         """As nn.Module's."""
         for module in self.modules:

@@ -97,13 +97,10 @@ class Step:
             self.zero_stage = job.parallelism.zero_stage
         else:
             self.zero_stage = 1
-        # One rank's weights need not be cast anew for each step: the update's kernel writes them.
-        # Where they are its own part of a split layer they are gathered as they are.
-        self.keeps = (
-            mesh.degrees.data == mesh.degrees.pipeline == 1
-            and parts.kernels.name == "fused"
-            and job.training.optimizer == "adam"
-        )
+        # weights stay gathered: the update's kernel writes them as the model computes with them
+        alone = mesh.degrees.data == mesh.degrees.pipeline == 1
+        fused = parts.kernels.name == "fused" and job.training.optimizer == "adam"
+        self.keeps = alone and fused
         self.pipeline: Pipeline | None = None
         if mesh.degrees.pipeline > 1:
             dtype = COMPUTE[job.training.precision] or next(iter(self.parameters.values())).dtype
@@ -241,7 +238,7 @@ class Step:
         scale = self.scale.scale
         verdict = self.guard.judge(loss, norm, ~self.scale.at_minimum)
         rate = self.rates.take(self.optimizer.steps)  # skipped steps leave the rate where it is
-        copies = self.model_parts.gathered() if self.keeps else {}
+        copies = dict(self.model_parts.modules[0].named_parameters()) if self.keeps else {}
         self.optimizer.step(rate, divisor(norm, t.clip_grad, scale) * share, verdict.skip, copies)
         self.optimizer.zero_grad()
         values = [
@@ -286,7 +283,7 @@ class Step:
     @torch.no_grad()
     def after_loading(self) -> None:
         """Make second copies of tied weights equal to the first, with their state: tensors were
-        read into the first. What was gathered before is let go."""
+        read into the first."""
         self.model_parts.release()
         state = self.optimizer.state_tensors()
         for key in [key for key in self.parameters if key.endswith(LAST)]:
