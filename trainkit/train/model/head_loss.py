@@ -142,9 +142,8 @@ class _HeadLoss(torch.autograd.Function):
                     dweight_PH += dlogits_CP.T @ x_NH[inside]
             del dlogits_CP  # before the next chunk is made
         if dx_NH is not None and dweight_PH is not None:
-            if len(dweight_PH) > vocab:
+            if len(dweight_PH) > vocab:  # else no view: autograd adds to it in place
                 dweight_PH = dweight_PH[:vocab]
-            # no view if it can be: autograd adds a tied embedding's gradient in place then
             ctx.save_for_backward(dx_NH, dweight_PH.to(weight_VH.dtype))
         ctx.mark_non_differentiable(entropy)
         return entropy.new_zeros((), dtype=wide), entropy

@@ -65,10 +65,10 @@ class OneRank:
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        sent = self._sent
-        memory = torch.empty(*size, dtype=dtype, device=device) if sent is None else sent
-        self._sent = memory if sent is None else None
-        return memory
+        sent, self._sent = self._sent, None
+        if sent is None:
+            sent = self._sent = torch.empty(*size, dtype=dtype, device=device)
+        return sent
 
     def __call__(
         self,

@@ -94,8 +94,7 @@ class VocabularyPart:
         counted_C = labels_C != NO_LABEL
         wrong_C = counted_C & ((labels_C < 0) | (labels_C >= self.vocab))
         if labels_C.device.type == "cpu" and wrong_C.any():
-            label = int(labels_C[wrong_C][0])
-            raise ValueError(f"label {label} is not one of {self.vocab}, nor {NO_LABEL} for none")
+            raise ValueError(f"label {labels_C[wrong_C][0]} is not one of {self.vocab}")
         rows_C = labels_C - self.start  # NO_LABEL is below 0 then too: nobody has it
         own_3C = self.kernels.softmax_statistics(logits_CP, rows_C, vocab)
         highest_C, sum_C, target_C = combined(gathered(own_3C[None], group.size, group.name))
