@@ -281,8 +281,12 @@ def graph_cache_counts(graphs: ReadyGraphs) -> dict[str, int]:
     }
 
 
-def compilation_words(graphs: ReadyGraphs) -> str:
-    """What was found on this rank, and on all ranks, which call it together."""
+def report_compilation(graphs: ReadyGraphs, *, prints: bool) -> None:
+    """Print what was found on this rank, and on all ranks, which call it together after a step:
+    once."""
+    if graphs.reported:
+        return
+    graphs.reported = True
     import torch
     import torch.distributed as dist
 
@@ -290,7 +294,9 @@ def compilation_words(graphs: ReadyGraphs) -> str:
     counts = torch.tensor(list(own.values()))
     dist.all_reduce(counts)
     hits, misses = counts.tolist()
-    return (
-        f"compiled: graph hits {own['hits']}, graph misses {own['misses']}; all ranks: hits"
-        f" {hits}, misses {misses}"
-    )
+    if prints:
+        print(
+            f"compiled: graph hits {own['hits']}, graph misses {own['misses']}; all ranks: hits"
+            f" {hits}, misses {misses}",
+            flush=True,
+        )

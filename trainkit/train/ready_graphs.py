@@ -72,6 +72,7 @@ class ReadyGraphs:
         self.made: list[ReadyGraph] = []
         self.hits = 0
         self.misses = 0  # graphs of the folder whose code had to be compiled all the same
+        self.reported = False
         self._loaded: dict[str, dict[Key, tuple[Function, int]]] = {}
         self._modules: dict[nn.Module, Key] = {}
 

@@ -23,8 +23,8 @@ from trainkit.runs.sample_windows import SampleWindow
 from trainkit.train.batches import Feed, vocab_size
 from trainkit.train.checkpoint import save_load as checkpoint
 from trainkit.train.checkpoint.manager import CheckpointManager, CheckpointObserver
-from trainkit.train.checkpoint.save_load import CheckpointMetadata
-from trainkit.train.compiled_graphs import compilation_words
+from trainkit.train.checkpoint.save_load import CheckpointMetadata, layout_entry
+from trainkit.train.compiled_graphs import report_compilation
 from trainkit.train.metrics.heartbeat import Heartbeat
 from trainkit.train.metrics.profiler import StepProfiler
 from trainkit.train.metrics.readback import Readback
@@ -45,7 +45,7 @@ from trainkit.train.text_samples import TextSampler
 from trainkit.train.torch_compat import be_deterministic
 from trainkit.train.update.build import build_model_parts
 from trainkit.train.update.loss_policy import RollbackRequest, StepInfo, apply_loss_policy
-from trainkit.train.update.recheck import explain, recompute_step
+from trainkit.train.update.recheck import RecheckedStep, find_cause
 from trainkit.train.update.schedule import global_batch_size
 from trainkit.train.update.step import Step, StepValues
 from trainkit.train.validation import Validator
@@ -101,14 +101,9 @@ class Trainer:
         self.rollbacks = 0
         self.evaluation_due = True  # the next thing to do at this step
         self.validation: dict[str, float] = {}  # losses measured at this step (rank 0)
-        self._compilation_reported = False
         states = self.step_runner.optimizer.state_tensors().values()
-        memory = MemoryStats(
-            self.model_parts.parameters,
-            states,
-            self.device,
-            accumulates=data_parallel.accumulates_whole(job),
-        )
+        whole = data_parallel.accumulates_whole(job)
+        memory = MemoryStats(self.model_parts.parameters, states, self.device, accumulates=whole)
         utilization = Utilization(job, vocab, self.device)
         self.step_log = StepLog(job, mesh, self.timers, memory, utilization)
         self.checkpoints = CheckpointManager(
@@ -238,11 +233,8 @@ class Trainer:
             self.stop_requested.is_set(),
             self._before_update,
         )
-        if self.job.training.compile and not self._compilation_reported:
-            self._compilation_reported = True
-            words = compilation_words(self.graphs)
-            if self.reporter:
-                print(words, flush=True)
+        if self.job.training.compile:
+            report_compilation(self.graphs, prints=self.reporter is not None)
         self.step_log.exclude(self.profiler.after(self.step + 1))
         self.step += 1
         self.consumed_samples += samples
@@ -283,22 +275,13 @@ class Trainer:
             print(f"WARNING: {warning}", file=sys.stderr, flush=True)
 
     def _find_cause(self, info: StepInfo, values: StepValues) -> str:
-        """What is not finite first when the step is computed once more, in words; all ranks ask
-        together. On CUDA a step's numbers come one step late: the weights may have gone one step
-        on."""
+        """Where a step's numbers went wrong, asked by all ranks together. On CUDA they come one
+        step late: the weights may have gone one step on."""
         self.heartbeat.beat("train", info.step)
         self.readback.forget()
-        first = info.consumed_samples - info.samples
-        batches = self.train_feed.read(first, info.samples)
-        try:
-            self.model_parts.train()
-            found = recompute_step(
-                self.step_runner, batches, info.samples, values.scale, self.world.rank
-            )
-        except (RuntimeError, TrainkitError) as error:
-            # the step's own error must be reported whatever happens here
-            return f"where it begins is not known, for it could not be computed again: {error}"
-        return explain(found, self.world.size, self.train_feed.where)
+        batches = self.train_feed.read(info.consumed_samples - info.samples, info.samples)
+        again = RecheckedStep(self.step_runner, batches, info.samples, values.scale)
+        return find_cause(again, self.world, self.train_feed.where)
 
     def _roll_back(self, why: RollbackRequest) -> None:
         """Go back to the last checkpoint and on with the samples after the bad ones (as PaLM
@@ -395,7 +378,7 @@ class Trainer:
         metadata = CheckpointMetadata(
             step=self.step,
             consumed_samples=self.consumed_samples,
-            layout=self._layout(),
+            layout=layout_entry(self.job, self.world.size),
             job=self.job.model_dump(mode="json"),
             state={
                 **self.step_runner.state(),
@@ -408,16 +391,6 @@ class Trainer:
         with self.timers("checkpoint"):
             self.checkpoints.save(self.step_runner.tensors(), metadata, last=last)
         self.step_log.exclude(time.perf_counter() - began)
-
-    def _layout(self) -> dict[str, int | str]:
-        """What a manifest says of the ranks that wrote it."""
-        layout: dict[str, int | str] = {
-            "world_size": self.world.size,
-            "data_parallel_size": self.job.data_parallel_size,
-        }
-        for key, value in self.job.parallelism.model_dump(exclude_none=True).items():
-            layout[key] = value if isinstance(value, str) else int(value)
-        return layout
 
 
 def _meet(job: Job, world: World) -> tuple[torch.device, Choice]:

@@ -25,6 +25,7 @@ import trainkit
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.files import publish_folder, remove
 from trainkit.base.locks import LockBusy, locked
+from trainkit.jobs.schema import Job
 from trainkit.runs.checkpoint_errors import DamagedCheckpoint, NewerCheckpoint
 from trainkit.runs.checkpoints import (
     UNFINISHED_SUFFIX,
@@ -84,6 +85,17 @@ class CheckpointMetadata:
             "python": platform.python_version(),
         }
         return Manifest(files=tuple(files), tensors=tensors, versions=versions, **self.__dict__)
+
+
+def layout_entry(job: Job, world_size: int) -> dict[str, int | str]:
+    """What a manifest says of the ranks that wrote it."""
+    layout: dict[str, int | str] = {
+        "world_size": world_size,
+        "data_parallel_size": job.data_parallel_size,
+    }
+    for key, value in job.parallelism.model_dump(exclude_none=True).items():
+        layout[key] = value if isinstance(value, str) else int(value)
+    return layout
 
 
 def on_rank_0(group: dist.ProcessGroup | None, call: Callable[[], str | None], what: str) -> str:

@@ -21,7 +21,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from trainkit.base.errors import TrainkitError
 from trainkit.train.model.batch import Batch
+from trainkit.train.parallel.data_parallel import World
 from trainkit.train.torch_compat import local_part
 from trainkit.train.update.step import Step
 
@@ -224,31 +226,51 @@ class RecheckResult:
     ranks: int
 
 
-def recompute_step(
-    step: Step, batches: Iterable[Batch], samples: int, scale: float, rank: int
-) -> RecheckResult:
-    """Forward and backward of a step once more, on all ranks together; gradients are dropped
-    afterwards.
+@dataclass(frozen=True)
+class RecheckedStep:
+    """A step that is computed once more.
 
     Args:
         step: whose weights it is computed with.
         batches: this rank's micro-batches of that step.
         samples: of its global batch.
         scale: the loss scale it was taken with.
-        rank: this rank.
     """
+
+    step: Step
+    batches: Iterable[Batch]
+    samples: int
+    scale: float
+
+
+def find_cause(again: RecheckedStep, world: World, where: Callable[[int], str]) -> str:
+    """What is not finite first when a step is computed once more, in words for its error; all
+    ranks ask together. `where` names the dataset and the number of the sample at a position."""
+    try:
+        again.step.model_parts.train()
+        found = recompute_step(again, world.rank)
+    except (RuntimeError, TrainkitError) as error:
+        # the step's own error must be reported whatever happens here
+        return f"where it begins is not known, for it could not be computed again: {error}"
+    return explain(found, world.size, where)
+
+
+def recompute_step(again: RecheckedStep, rank: int) -> RecheckResult:
+    """Forward and backward of a step once more, on all ranks together, of which this is `rank`;
+    gradients are dropped afterwards."""
+    step = again.step
     watch = NonFiniteDetector(step.model_parts.modules, rank)
     parameters = step.model_parts.parameters
     watch.look(
         WEIGHTS, ((name, local_part(h.parameter)) for name, h in parameters.items()), "the weights"
     )
     before = step.scale.scale
-    step.scale.scale = torch.full_like(step.scale.scale, scale)
+    step.scale.scale = torch.full_like(step.scale.scale, again.scale)
     step.optimizer.zero_grad()
     try:
         # compiled code would be compiled again with the hooks in it
         with torch.compiler.set_stance("force_eager"), watch.hooks():
-            step.backward(watch.reads(batches), samples)
+            step.backward(watch.reads(again.batches), again.samples)
         gradients = (
             (name, local_part(h.parameter.grad))
             for name, h in parameters.items()
