@@ -29,6 +29,7 @@ PRIORS: dict[str, tuple[float, float]] = {
     "efficiency.a100": (0.8, 0.15),
     "efficiency.h100": (0.72, 0.15),
     "efficiency.b200": (0.72, 0.15),
+    "efficiency.b300": (0.72, 0.15),
     "narrow.8": (0.75, 0.2),
     "narrow.4": (0.6, 0.3),
     "attention": (0.6, 0.3),
