@@ -19,10 +19,10 @@ VOCAB = 1024
 GIB = 2**30
 
 
-def a_search(nodes: list[int]) -> SearchPicture:
+def a_search(nodes: list[int], room: int = 80 * GIB) -> SearchPicture:
     model = shape("llama", 4, 256, 4, 128, vocab_size=VOCAB)
     keys = {"launcher": "slurm", "network_gb_per_second": 50.0}
-    job = job_of(model, 2, device=gpu(80 * GIB), cluster=keys, global_batch_size=16)
+    job = job_of(model, 2, device=gpu(room), cluster=keys, global_batch_size=16)
     searcher = Searcher(job, RULES["native"], VOCAB)
     found = searcher.search(nodes)
     points = cloud(searcher.candidates, searcher.rules, VOCAB)
@@ -50,6 +50,17 @@ def test_a_point_is_a_kind_of_layout_that_fits() -> None:
     assert found.points[0].bytes == plan.memory.fullest.total_bytes
     kinds = [point.layout.replace(f"micro-batch {n}", "") for point in found.points for n in [16]]
     assert len(set(kinds)) == len(kinds)
+
+
+@pytest.mark.parametrize("part", [0.6, 0.9])
+def test_the_fastest_that_fits_is_drawn(part: float) -> None:
+    """However many faster layouts do not fit: scaling is that of what a search would choose."""
+    leaf = min(point.bytes for point in a_search([1, 2, 4]).points)
+    room = int(leaf / part)
+    best = best_by_nodes(a_search([1, 2, 4], room).points)
+    for nodes in (1, 2, 4):
+        chosen = a_search([nodes], room).ranked
+        assert best.get(nodes) == (chosen[0].tokens_per_second if chosen else None)
 
 
 def test_groups_name_terms_that_there_are_once() -> None:

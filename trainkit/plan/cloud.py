@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from trainkit.jobs.schema import Job
 from trainkit.plan.layout import layout_of, padded_vocab_size
 from trainkit.plan.memory import memory_of
+from trainkit.plan.objection import try_change
 from trainkit.plan.rules import Rules
 from trainkit.plan.search import Ranked, describe
 from trainkit.plan.suggestions import MICRO
@@ -34,9 +35,10 @@ class Point:
     bytes: int
 
 
-def cloud(candidates: Iterable[Ranked], rules: Rules, vocab: int) -> list[Point]:
+def cloud(candidates: Sequence[Ranked], rules: Rules, vocab: int) -> list[Point]:
     """A point for each kind of layout (all but its micro-batch), fastest first; of many kinds on a
-    number of nodes the fastest and others at even distances, since memory takes its time.
+    number of nodes the fastest and others at even distances, since memory takes its time. The
+    fastest that fits is always among them.
 
     Args:
         candidates: of a search, fastest first.
@@ -54,7 +56,18 @@ def cloud(candidates: Iterable[Ranked], rules: Rules, vocab: int) -> list[Point]
         for index, group in enumerate(groups):
             if index < FASTEST or index % step == 0:
                 found += _first_that_fits(group[:TRIES], rules, vocab)
-    return sorted(found, key=lambda point: -point.tokens_per_second)
+    found += _fastest(candidates, rules, vocab)
+    return sorted(dict.fromkeys(found), key=lambda point: -point.tokens_per_second)
+
+
+def _fastest(candidates: Iterable[Ranked], rules: Rules, vocab: int) -> list[Point]:
+    """Of each number of nodes the fastest that fits, however many faster ones do not."""
+    found: dict[int, Point] = {}
+    for each in candidates:
+        if each.job.nodes not in found:
+            for point in _first_that_fits([each], rules, vocab):
+                found[each.job.nodes] = point
+    return list(found.values())
 
 
 def _first_that_fits(group: list[Ranked], rules: Rules, vocab: int) -> list[Point]:
@@ -62,7 +75,8 @@ def _first_that_fits(group: list[Ranked], rules: Rules, vocab: int) -> list[Poin
     for each in group:
         size = _bytes(each.job, rules, vocab)
         room = each.job.cluster.device.memory_bytes
-        if room is None or size <= room:
+        fits = room is None or size <= room
+        if fits and try_change(each.job, each.change):  # the schema takes it
             return [Point(describe(each.change), each.job.nodes, each.tokens_per_second, size)]
     return []
 

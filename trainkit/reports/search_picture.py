@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 FORMATS = (".svg", ".png")
 BARS = 8  # layouts whose steps are shown
+WIDTH = 6.5  # inches: panels one below the other, so that a narrow screen can show them
 # Okabe and Ito, 2008: colours that colour-blind people can tell apart; hatches do it in grey, too
 GROUPS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
     ("matrix products, head", "#0072b2", "", ("products", "head")),
@@ -66,22 +67,24 @@ def draw_search(found: SearchPicture, path: Path) -> None:
     except ImportError:
         raise MissingExtra("drawing needs matplotlib, which is not installed", "report") from None
     best = best_by_nodes(found.points)
-    upper = 1 + (len(best) > 1)
+    shown = found.ranked[:BARS]
+    heights = [3.2, *([2.8] if len(best) > 1 else []), 0.9 + 0.38 * len(shown)]
     with rc_context({"svg.hashsalt": found.title, "svg.fonttype": "none", "font.size": 10}):
-        figure = Figure(figsize=(9, 8), layout="constrained", dpi=110)
+        size = (WIDTH, sum(heights) + 1.2)
+        figure = Figure(figsize=size, layout="constrained", dpi=110)
         figure.suptitle(printable(found.title), parse_math=False)
-        grid = figure.add_gridspec(2, upper)
-        _draw_front(figure.add_subplot(grid[0, 0]), found)
+        panels = figure.subplots(len(heights), height_ratios=heights)
+        _draw_front(panels[0], found)
         if len(best) > 1:
-            _draw_scaling(figure.add_subplot(grid[0, 1]), best, found)
-        bars = figure.add_subplot(grid[1, :])
-        _draw_terms(bars, found.ranked[:BARS])
+            _draw_scaling(panels[1], best, found)
+        bars = panels[-1]
+        _draw_terms(bars, shown)
         figure.legend(
             *bars.get_legend_handles_labels(),
             loc="outside lower center",
             frameon=False,
             fontsize=8,
-            ncols=4,
+            ncols=2,
         )
         with atomic_open(path) as file:
             metadata = {"Date": None} if path.suffix == ".svg" else None
@@ -96,6 +99,11 @@ def refuse_format(path: Path) -> None:
 
 def _unit(found: SearchPicture) -> str:
     return "predicted tokens/s" if found.known else "relative speed (device not known)"
+
+
+def _rounded(value: float) -> str:
+    """To three figures, with commas."""
+    return f"{float(f'{value:.3g}'):,.10g}"
 
 
 def _draw_front(axes: Axes, found: SearchPicture) -> None:
@@ -124,8 +132,16 @@ def _draw_front(axes: Axes, found: SearchPicture) -> None:
             axes.axvline(room / GIB, color="black", linestyle=":", label="memory of the device")
     axes.set(xlabel="GiB of the fullest rank", ylabel=_unit(found), title="memory and speed")
     axes.set_ylim(bottom=0)
+    axes.yaxis.set_major_formatter(lambda value, _: _rounded(value))
     axes.grid(alpha=0.3)
-    axes.legend(framealpha=0.9, edgecolor="none", fontsize=8, loc="lower center")
+    axes.legend(  # hides no point
+        loc="upper center",
+        bbox_to_anchor=(0.5, -0.17),
+        ncols=3,
+        frameon=False,
+        fontsize=8,
+        columnspacing=1.2,
+    )
 
 
 def _draw_scaling(axes: Axes, best: Mapping[int, float], found: SearchPicture) -> None:
@@ -134,7 +150,9 @@ def _draw_scaling(axes: Axes, best: Mapping[int, float], found: SearchPicture) -
     first = best[nodes[0]] / nodes[0]
     ideal = [first * number for number in nodes]
     axes.plot(nodes, ideal, "--", color="black", label="ideal")
-    axes.plot(nodes, list(best.values()), "o-", color="#0072b2", label="predicted")
+    part = best[nodes[-1]] / ideal[-1]
+    label = f"predicted, on {nodes[-1]} nodes {part:.0%} of ideal"
+    axes.plot(nodes, list(best.values()), "o-", color="#0072b2", label=label)
     if found.measured:
         seen = sorted(found.measured.items())
         axes.plot(
@@ -148,7 +166,7 @@ def _draw_scaling(axes: Axes, best: Mapping[int, float], found: SearchPicture) -
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
     axes.set_xticks(nodes, [str(number) for number in nodes])
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    axes.set_yticks(ideal, [_rounded(speed) for speed in ideal])
     axes.set(xlabel="nodes", ylabel=_unit(found), title="scaling, global batch as it is")
     axes.grid(alpha=0.3)
     axes.legend(frameon=False, fontsize=8, loc="upper left")
