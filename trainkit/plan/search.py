@@ -232,14 +232,11 @@ class Searcher:
         candidates.sort(key=lambda found: -found.tokens_per_second)
         self.candidates = candidates
         ranked: list[Ranked] = []
-        too_large: dict[tuple[object, ...], int] = {}
         for index, found in enumerate(candidates):
             if len(ranked) == top:
                 self.refused["slower"] += len(candidates) - index
                 break
-            key, micro = _memory_key(found)
-            if micro >= too_large.get(key, micro + 1) or not self._fits(found):
-                too_large[key] = min(micro, too_large.get(key, micro))
+            if not self._fits(found):
                 self.refuse("memory", found.change)
                 continue
             if planned := self._planned(found):
@@ -281,12 +278,6 @@ class Searcher:
             return None
         found = self._candidate(job, {})
         return found if self._fits(found) else None
-
-
-def _memory_key(found: Ranked) -> tuple[tuple[object, ...], int]:
-    """What memory grows with the micro-batch within, and the micro-batch."""
-    change = {path: value for path, value in found.change.items() if path != MICRO}
-    return tuple(sorted(change.items())), int(found.change[MICRO])
 
 
 def describe(change: dict[str, Value]) -> str:
