@@ -118,6 +118,12 @@ class Memory:
         return self.fullest.total_bytes <= self.device_bytes
 
     @property
+    def tight(self) -> bool:
+        """Whether it fits with so little to spare that it may not, since the reserve is assumed."""
+        room = self.device_bytes
+        return bool(self.fits and room and self.fullest.total_bytes > TIGHT * room)
+
+    @property
     def band_bytes(self) -> tuple[int, int] | None:
         """Between what the fullest rank may be found to take, by published runs; None where
         there are none."""

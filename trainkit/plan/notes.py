@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from trainkit.jobs.schema import Job
 from trainkit.plan.duration import Duration, Epochs
-from trainkit.plan.memory import TIGHT, Memory
+from trainkit.plan.memory import Memory
 from trainkit.plan.objection import Objection
 from trainkit.plan.storage import Storage, elsewhere
 
@@ -94,11 +94,7 @@ def _memory(job: Job, memory: Memory | None) -> Iterator[Objection]:
             "cluster.device",
             f"the device table knows no memory of {device.name}: nothing is said of what fits",
         )
-    elif (
-        memory.fits
-        and memory.device_bytes
-        and memory.fullest.total_bytes > TIGHT * memory.device_bytes
-    ):
+    elif memory.tight and memory.device_bytes:
         part = memory.fullest.total_bytes / memory.device_bytes
         yield Objection(
             "memory-tight",

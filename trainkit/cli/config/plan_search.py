@@ -112,6 +112,7 @@ def _to_json(found: Search, options: PlanOptions) -> dict[str, object]:
                 "memory_bytes": (
                     each.plan.memory.fullest.total_bytes if each.plan and each.plan.memory else None
                 ),
+                "memory_tight": bool(each.plan and each.plan.memory and each.plan.memory.tight),
                 "days": each.plan.days if each.plan else None,
                 "price": price_of(each, price) if price else None,
             }

@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from trainkit.plan.memory import TIGHT
 from trainkit.plan.planner import Plan
 from trainkit.plan.search import Ranked, Search, describe
 from trainkit.plan.storage import GIB
@@ -76,8 +77,15 @@ def print_search(console: Console, found: Search, price: float) -> None:
         if price:
             cost = price_of(each, price)
             cells.append(f"{cost:,.0f}" if cost is not None else "-")
-        table.add_row(*cells, why_slower(each, found.ranked[0]))
+        why = why_slower(each, found.ranked[0])
+        if plan.memory and plan.memory.tight:
+            why += "; memory-tight"
+        table.add_row(*cells, why)
     console.print(table)
+    if any(each.plan and each.plan.memory and each.plan.memory.tight for each in found.ranked):
+        console.print(
+            f"memory-tight: over {TIGHT:.0%} of the device, of which the reserve is assumed"
+        )
     if found.asked and found.ranked and found.known:
         gain = found.ranked[0].tokens_per_second / found.asked.tokens_per_second - 1
         console.print(f"The first is {gain:+.1%} in tokens/s against the job's own layout.")
