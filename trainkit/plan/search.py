@@ -12,14 +12,16 @@ from trainkit.plan.checks import PP, REPLICAS, SCHEDULE, TP, VIRTUAL, ZERO, chec
 from trainkit.plan.layout import layout_of, padded_vocab_size
 from trainkit.plan.measured import Measured
 from trainkit.plan.memory import fits
-from trainkit.plan.objection import Value, try_change
+from trainkit.plan.objection import Change, Value, try_change
 from trainkit.plan.planner import Plan, PreparedData, make_plan
 from trainkit.plan.rules import Rules
 from trainkit.plan.suggestions import MICRO, RECOMPUTE, SEQUENCE
 from trainkit.plan.time.of_job import estimate_step, ranking_step
+from trainkit.plan.way_out import ways_out
 
 MOST_VIRTUAL = 12  # chunks of a stage: more have not been published
 MOST_MICRO = 64
+DIVIDE = {"batch-not-divisible", "too-many-nodes"}  # objections that other numbers remove
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,7 @@ class Search:
         considered: all of them.
         known: the device is known: without it the order is that of a usual GPU, and no time is
             given.
+        ways_out: where none can be: numbers of nodes and batches for which there is one.
         calibrated_by: the run that corrected all times, if there is one.
     """
 
@@ -65,6 +68,7 @@ class Search:
     considered: int = 0
     known: bool = True
     calibrated_by: str | None = None
+    ways_out: tuple[Change, ...] = ()
 
 
 def divisors(number: int) -> list[int]:
@@ -210,8 +214,7 @@ class Searcher:
         self.refused[code] += count
         self.nearest.setdefault(code, describe(change))
 
-    def _fits(self, found: Ranked) -> bool:
-        job = found.job
+    def _fits(self, job: Job) -> bool:
         layout = layout_of(job)
         padded = padded_vocab_size(
             self.vocab, job.model.make_vocab_size_divisible_by, layout.tensor
@@ -236,7 +239,7 @@ class Searcher:
             if len(ranked) == top:
                 self.refused["slower"] += len(candidates) - index
                 break
-            if not self._fits(found):
+            if not self._fits(found.job):
                 self.refuse("memory", found.change)
                 continue
             if planned := self._planned(found):
@@ -249,7 +252,26 @@ class Searcher:
             self.considered,
             self.known,
             self.measured.run if self.measured and self.measured.calibration else None,
+            () if ranked else self._ways_out(nodes),
         )
+
+    def _ways_out(self, nodes: list[int]) -> tuple[Change, ...]:
+        """Other nodes or another batch, where it is their numbers that do not divide."""
+        if not DIVIDE & self.refused.keys() or "memory" in self.refused:
+            return ()
+        job = self.job.model_copy(update={"nodes": nodes[-1]})
+        return tuple(ways_out(job, self.rules, self._possible))
+
+    def _possible(self, job: Job) -> bool:
+        """Some layout of the job can be."""
+        for change in layouts(job, self.rules):
+            tried = _changed(job, change)
+            if any(checks(tried, self.rules, self.tokenizer_size)):
+                continue
+            kinds = (_changed(job, kind) for kind in _variants(change))
+            if any(self._fits(kind) for kind in kinds):
+                return True
+        return False
 
     def _planned(self, found: Ranked) -> Ranked | None:
         """Through the schema and the plan itself; None where one of them objects."""
@@ -277,7 +299,7 @@ class Searcher:
         if any(checks(job, self.rules, self.tokenizer_size)):
             return None
         found = self._candidate(job, {})
-        return found if self._fits(found) else None
+        return found if self._fits(job) else None
 
 
 def describe(change: dict[str, Value]) -> str:

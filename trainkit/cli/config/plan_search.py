@@ -18,6 +18,7 @@ from trainkit.jobs.load import Jobs
 from trainkit.jobs.local_jobs import add_job, refuse_name
 from trainkit.launch.job_plan import last_measured, measured_speeds, prepared
 from trainkit.plan.cloud import cloud
+from trainkit.plan.objection import describe_changes
 from trainkit.plan.search import Ranked, Search, Searcher, describe
 from trainkit.reports.search_picture import SearchPicture, draw_search, refuse_format
 
@@ -56,7 +57,7 @@ def plan_search(task: TaskContext, name: str, options: PlanOptions, nodes: list[
         print_search(task.console, found, options.price_per_gpu_hour)
     if not found.ranked:
         if not task.json:
-            task.console.print("[red]no layout can be[/]: see the reasons above")
+            task.console.print(f"[red]no layout can be[/]: {_way_out(found, job.nodes)}")
         return TaskResult(_to_json(found, options), Exit.PLAN)
     if options.picture:
         _draw(task, searcher, found, Path(options.picture))
@@ -65,6 +66,15 @@ def plan_search(task: TaskContext, name: str, options: PlanOptions, nodes: list[
         if not task.json:
             task.console.print(f"written to {LOCAL_FILE}: {task.command} plan {options.write}")
     return TaskResult(_to_json(found, options))
+
+
+def _way_out(found: Search, nodes: int) -> str:
+    """What may help where no layout can be."""
+    if found.ways_out:
+        return describe_changes(found.ways_out, "nodes")
+    if "memory" in found.refused:
+        return f"see the reasons above; --nodes {nodes}..{8 * nodes} looks at more nodes"
+    return "see the reasons above"
 
 
 def _draw(task: TaskContext, searcher: Searcher, found: Search, path: Path) -> None:
@@ -101,6 +111,7 @@ def _to_json(found: Search, options: PlanOptions) -> dict[str, object]:
         calibrated_by=found.calibrated_by,
         refused=dict(found.refused.most_common()),
         examples=found.nearest,
+        ways_out=list(found.ways_out),
         own_tokens_per_second=found.asked.tokens_per_second if found.asked else None,
         layouts=[
             {
