@@ -109,10 +109,13 @@ def _why_no_times(found: Search) -> str:
             "how fast these CPUs are is not known before a run of this job was measured: an order"
             " of layouts, without times"
         )
-    return (
+    text = (
         "the device is not known (devices.X.peak_tflops): the order is that of any device, without"
         " times"
     )
+    if found.ranked and found.ranked[0].job.cluster.device.memory_bytes is None:
+        text += "; nor is its memory (memory_bytes): nothing is said of what fits"
+    return text
 
 
 def price_of(each: Ranked, price: float) -> float | None:
