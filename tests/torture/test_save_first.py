@@ -138,9 +138,8 @@ def rolled_back(root: Path) -> dict[str, Any]:
     def spoilt(*args: Any) -> Any:
         result = backward(*args)
         if next(calls) == 2:
-            next(
-                p.grad for p in made.model_parts.modules[0].parameters() if p.grad is not None
-            ).fill_(torch.inf)
+            held = [each.parameter for each in made.model_parts.parameters.values()]
+            next(p.grad for p in held if p.grad is not None).fill_(torch.inf)
         return result
 
     made.step_runner.backward = spoilt  # type: ignore[method-assign, assignment]
