@@ -48,7 +48,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "zero_stage": 3,
     },
 }
-SIXTEEN_BITS: dict[str, dict[str, Any]] = {  # of equal layout, 16 micro-batches
+SIXTEEN_BITS: dict[str, dict[str, Any]] = {  # of equal layout, 8 micro-batches
     "bf16-1f1b": {"pipeline_model_parallel_size": 2},
     "bf16-zbv": LAYOUTS["zbv"],
 }
@@ -180,7 +180,7 @@ def on_ranks(root: Path) -> dict[str, Any]:
             keys,
             train_iters=2,
             eval_iters=0,
-            global_batch_size=32,
+            global_batch_size=16,
             precision="bf16",
             clip_grad=0.0,
         )
@@ -266,7 +266,7 @@ def test_dropout_is_resumed_bit_by_bit(runs: dict[str, dict[str, Any]], name: st
 
 
 def test_zero_bubble_adds_up_as_1f1b_does(runs: dict[str, dict[str, Any]]) -> None:
-    """bf16 gradients of 16 micro-batches, whose weight halves come in a row: the fp64 sums of
+    """bf16 gradients of 8 micro-batches, whose weight halves come in a row: the fp64 sums of
     the CPU are exact, so the weights after two steps are the same bits. Added up in bf16 they
     are not."""
     zbv, plain = runs["bf16-zbv"], runs["bf16-1f1b"]
