@@ -38,6 +38,7 @@ model = "small"
 dataset = "mock"
 precompile = true
 parallelism = { tensor_model_parallel_size = 2, sequence_parallel = true }
+env = { TORCHINDUCTOR_CACHE_DIR = "FOLDER" }  # of what is compiled without ready-made graphs
 
 [jobs.tp.training]
 micro_batch_size = 1
@@ -63,7 +64,8 @@ def project(tmp_path: Path) -> Project:
     """Of a model of its own: nodes' folders are named by what graphs are made for."""
     (tmp_path / "tasks.py").write_text(TASKS)
     base = 10_000 + secrets.randbelow(10**6)
-    (tmp_path / "jobs.toml").write_text(JOBS.replace("BASE", str(base)))
+    jobs = JOBS.replace("BASE", str(base)).replace("FOLDER", str(tmp_path / "cache"))
+    (tmp_path / "jobs.toml").write_text(jobs)
     return Project(tmp_path)
 
 
