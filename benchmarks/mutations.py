@@ -1,4 +1,4 @@
-"""Claim: of random small mistakes in the package, the tests of their area find four in five.
+"""How many of random small mistakes in the package the tests of their area find.
 
     python benchmarks/mutations.py [--count 60] [--seed 1] [--jobs 2] [--since REV] [--work FOLDER]
     python benchmarks/mutations.py --again FILE [--rev REV] [--survivors] [--limit 900]

@@ -96,8 +96,8 @@ def _pytest(paths: Sequence[str], *, slow: bool, gpu: bool, k: str, last_failed:
     if gpu:
         command = ["pytest", "-m", "gpu"]  # there may be one GPU: no workers beside each other
     else:
-        # two more than processors: tests on several hosts mostly wait
-        workers = len(os.sched_getaffinity(0)) + 2
+        # three more than processors: tests on several hosts mostly wait
+        workers = len(os.sched_getaffinity(0)) + 3
         command = ["pytest", "-n", str(workers), "--dist", "worksteal"]
     if slow:
         command.append("--hypothesis-profile=slow")
