@@ -169,6 +169,12 @@ class Popen(subprocess.Popen[Any]):
         line = self._line(block=not wait_flags & os.WNOHANG)
         return (self.pid, int(line)) if line else (0, 0)
 
+    def __del__(self, *given: Any, **named: Any) -> None:
+        """Not kept to be reaped later, as the parent class keeps who has not ended: the server
+        reaps, and the connection may be closed already where both are collected together."""
+        if getattr(self, "_connection", None) is None:
+            super().__del__(*given, **named)
+
     def _internal_poll(self, *given: Any, **named: Any) -> int | None:
         if self._connection is None:
             return super()._internal_poll(*given, **named)  # type: ignore[misc, no-any-return]

@@ -312,7 +312,7 @@ def test_killed_in_the_middle(project: Project, number: signal.Signals) -> None:
     long_step(project)
     child = project.start("build-container", "small")
     wait_for(lambda: begun(project), "the long step")
-    (sleeper,) = sleepers()
+    (sleeper,) = wait_for(sleepers, "its program")
     os.kill(child.pid, number)
     child.communicate()
     wait_for(lambda: not alive(sleeper), "the end of the step")
