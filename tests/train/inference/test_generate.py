@@ -21,6 +21,7 @@ from tests.trained import EOD, MODEL, new_run, prepare, text_job, write_checkpoi
 from trainkit.base.errors import ConfigError, TrainkitError
 from trainkit.jobs.devices import built_in_device
 from trainkit.jobs.schema import Cluster, Dataset
+from trainkit.ops.library import Unavailable
 from trainkit.runs.checkpoints import open_checkpoint
 from trainkit.runs.folder import RunFolder
 from trainkit.train.decoding.continuation import DecodingState, Generation, continuation
@@ -28,6 +29,7 @@ from trainkit.train.decoding.sampling import Sampling
 from trainkit.train.inference.generate import generate
 from trainkit.train.inference.load import choose_checkpoint, choose_device, load_model
 from trainkit.train.model.transformer import Transformer
+from trainkit.train.parallel.tensor_group import TensorGroup
 
 GREEDY = Sampling(temperature=0)
 NEVER = -1  # no token ends a document
@@ -283,6 +285,21 @@ def test_a_checkpoint_that_two_ranks_wrote(
     )
     for name, p in model.named_parameters():
         assert np.array_equal(p.numpy(), worlds[2][0]["saved"][f"model.{name}"])
+
+
+def test_it_says_why_it_computes_without_the_fused_kernels(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def absent(_: str) -> None:
+        raise Unavailable("they are not there", "compile them")
+
+    monkeypatch.setattr("trainkit.ops.library.load", absent)
+    saved, job = open_checkpoint(run.checkpoints / "step-00000005"), text_job(run.root)
+    load_model(job, saved, torch.device("cpu"), torch.float32, TensorGroup(1, rank=1))
+    assert capsys.readouterr().err == "", "one rank of a group says it for all"
+    load_model(job, saved, torch.device("cpu"), torch.float32)
+    said = capsys.readouterr().err
+    assert said == "kernels: reference, because they are not there; compile them\n"
 
 
 def test_a_checkpoint_of_another_model(run: RunFolder) -> None:

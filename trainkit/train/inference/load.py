@@ -134,7 +134,8 @@ def load_model(
     group: TensorGroup = ALONE,
 ) -> Transformer:
     """The model of a checkpoint, whatever layout wrote it: for reading only, without dropout,
-    weights cast to `dtype` as training casts them.
+    weights cast to `dtype` as training casts them. Where the fused kernels could not be taken,
+    a line on stderr says why.
 
     Args:
         job: the run's.
@@ -148,8 +149,10 @@ def load_model(
         TrainkitError: exit 3, the checkpoint is of another model.
         Unavailable: the job wants fused kernels, and they are not there.
     """
-    kernels = choose(job.kernels, device.type).kernels
-    model = build_on_meta(job.model, vocabulary(saved), kernels)
+    chosen = choose(job.kernels, device.type)
+    if chosen.because and group.rank == 0:
+        print(chosen, file=sys.stderr)
+    model = build_on_meta(job.model, vocabulary(saved), chosen.kernels)
     tensor_parallel.apply(model, vocabulary(saved), group)
     model.to_empty(device="cpu")
     checkpoint.load(saved, model_tensors(sharded_parameters(model, group.size)))
