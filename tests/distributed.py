@@ -64,7 +64,7 @@ def finish(children: Sequence[subprocess.Popen[Any]], timeout: float) -> list[in
     deadline = time.monotonic() + timeout
     while any(child.poll() is None for child in children) and time.monotonic() < deadline:
         if any(child.poll() not in (None, 0) for child in children):
-            deadline = min(deadline, time.monotonic() + 10)
+            deadline = min(deadline, time.monotonic() + 60)
         time.sleep(0.02)
     for child in children:
         if child.poll() is None:

@@ -180,7 +180,7 @@ def docker(folder: Path) -> Iterator[Oci]:
         )
     oci = Oci("docker", {"DOCKER_HOST": f"unix://{socket}"})
     try:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 300
         while subprocess.run(
             ["docker", "version"],
             env={**os.environ, **oci.variables},

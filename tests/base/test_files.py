@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import alive, wait_for
 from trainkit.base.files import (
     TEMPORARY,
     atomic_open,
@@ -117,14 +118,4 @@ def test_stop_reaches_grandchildren_and_those_who_ignore_term(tmp_path: Path) ->
     assert is_running(child)
     assert stop_children([child], grace=0.3) == []
     grandchild = int((tmp_path / "pid").read_text())
-    deadline = time.monotonic() + 5
-    while (
-        Path(f"/proc/{grandchild}").exists()
-        and ") Z" not in Path(f"/proc/{grandchild}/stat").read_text()
-        and time.monotonic() < deadline
-    ):
-        time.sleep(0.01)
-    assert (
-        not Path(f"/proc/{grandchild}").exists()
-        or ") Z" in Path(f"/proc/{grandchild}/stat").read_text()
-    )
+    wait_for(lambda: not alive(grandchild), "its end")

