@@ -193,6 +193,14 @@ def test_a_damaged_archive_is_a_miss(job: Job, tmp_path: Path) -> None:
     assert os.environ[VARIABLE] == "before"
 
 
+def test_a_node_without_room_for_them_is_a_miss(job: Job, tmp_path: Path) -> None:
+    make(job, tmp_path)
+    parent = node_folder(graph_fields(job)).parent
+    parent.write_text("no folder")
+    assert "cannot be unpacked" in take(job)
+    assert os.environ[VARIABLE] == "before"
+
+
 def test_the_stage_says_why(job: Job, tmp_path: Path) -> None:
     """And nothing of it is there for a job that does not ask, or has nothing to compile."""
     stage = PrecompileStage()

@@ -225,17 +225,17 @@ def take(job: Job) -> str:
     if other := difference(record["fields"], asked):
         return f"they were compiled for another job or machine: {other}"
     folder = node_folder(fields)
-    folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if folder.parent.stat().st_uid != os.getuid():
-        return f"{folder.parent} is another user's"
-    with locked(folder.with_suffix(".lock"), {"job": job.name}):
-        if not _is_whole(folder, record["files"]):
-            try:
+    try:
+        folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if folder.parent.stat().st_uid != os.getuid():
+            return f"{folder.parent} is another user's"
+        with locked(folder.with_suffix(".lock"), {"job": job.name}):
+            if not _is_whole(folder, record["files"]):
                 if sha256_file(files.archive) != record["sha256"]:
                     return f"{files.archive} is damaged"
                 _unpack(files.archive, folder)
-            except (OSError, tarfile.TarError) as error:
-                return f"{files.archive} cannot be unpacked: {error}"
+    except (OSError, tarfile.TarError) as error:
+        return f"{files.archive} cannot be unpacked to {folder}: {error}"
     os.environ[VARIABLE] = str(folder)
     return ""
 
