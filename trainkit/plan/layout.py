@@ -121,6 +121,11 @@ class Layout:
         return self.in_flight(stage) * sum(i < len(self.chunks) - 1 for i in self.chunks_of(stage))
 
     @property
+    def fills_world(self) -> bool:
+        """Whether each rank has a place: only then has a step a time."""
+        return self.tensor * self.pipeline * self.data == self.world
+
+    @property
     def bubble_fraction(self) -> float:
         """Part of a step in which a stage waits: (p - 1) / (v m + p - 1) (Narayanan et al. 2021,
         section 2.2; there of the ideal time, (p - 1) / (v m)).

@@ -359,7 +359,7 @@ def _speed(
     job: Job, rules: Rules, counts: _ModelCounts, cores: int | None, measured: Measured | None
 ) -> Speed | None:
     """That of a run of the same layout, else the predicted one: on CPUs once any run was
-    measured.
+    measured. None where the layout does not fill the ranks.
 
     Args:
         job: the job.
@@ -369,7 +369,7 @@ def _speed(
         measured: a run of the job.
     """
     model_flops = counts.model_flops_per_token
-    if not model_flops:
+    if not model_flops or not layout_of(job).fills_world:
         return None
     if measured:
         speed = measured_speed(job, measured, model_flops)

@@ -17,6 +17,7 @@ from tests.conftest import Project
 from trainkit.base.errors import ConfigError, Exit, TrainkitError
 from trainkit.cli.config.plan import plan
 from trainkit.cli.config.render_plan import print_page
+from trainkit.cli.config.render_time import print_terms
 from trainkit.cli.options import PlanOptions
 from trainkit.cli.wrapper import TaskContext
 from trainkit.jobs.load import load
@@ -80,6 +81,16 @@ def page(folder: Path, name: str, *sets: str, width: int = 200) -> str:
     screen = io.StringIO()
     print_page(Console(file=screen, width=width, soft_wrap=True), job, plan_of(job), "invoke")
     return screen.getvalue()
+
+
+def test_a_layout_that_fills_no_ranks_has_no_time() -> None:
+    partly = page(CHECKOUT, "azure-gpt3-175b", "nodes=2")
+    assert "No step has a time: the layout does not fill 16 ranks" in partly
+    assert "MFU" not in partly and "not feasible: 1 objection" in partly
+    screen = io.StringIO()
+    job = load(CHECKOUT).resolve("azure-gpt3-175b", ["nodes=2"]).job
+    print_terms(Console(file=screen), plan_of(job))
+    assert screen.getvalue() == "time: none, since the layout does not fill 16 ranks\n"
 
 
 def test_all_objections_at_once_with_exit_4(project: Project) -> None:

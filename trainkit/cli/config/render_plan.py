@@ -325,6 +325,8 @@ def _bar(console: Console, rank: RankMemory, scale: int, device: int | None, wid
 def _time(job: Job, plan: Plan) -> str:
     text = f"{_count(plan.tokens)} tokens in {job.training.train_iters:,} steps"
     duration = plan.duration
+    if not plan.layout.fills_world:
+        return f"{text}. No step has a time: the layout does not fill {plan.layout.world} ranks"
     if duration is None:
         return f"{text}. Speed unknown for this device; the first run will measure it"
     speed = duration.speed

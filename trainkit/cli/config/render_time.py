@@ -34,6 +34,9 @@ WORDS = {  # what a term is, for people
 def print_terms(console: Console, plan: Plan) -> None:
     """What `--explain time` prints."""
     duration = plan.duration
+    if not plan.layout.fills_world:
+        console.print(f"time: none, since the layout does not fill {plan.layout.world} ranks")
+        return
     if duration is None:
         console.print("time: not known for this device: devices.X.peak_tflops is missing")
         return
