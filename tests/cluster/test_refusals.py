@@ -145,9 +145,17 @@ def knock(address: str, port: int, token: bytes) -> str:
         return "closed" if link.recv(4096) == b"" else "open"
 
 
-TAKE_PORTS = """import resource, socket, time
-resource.setrlimit(resource.RLIMIT_NOFILE, (20000, 20000))
-held = [socket.create_server(("", port)) for port in range(20000, 32000, 2)]
+# by several processes: how many files one may have open differs
+TAKE_PORTS = """import os, socket, time
+ready, told = os.pipe()
+for first in range(20000, 32000, 400):
+    if os.fork() == 0:
+        held = [socket.create_server(("", port)) for port in range(first, first + 400, 2)]
+        os.write(told, b".")
+        time.sleep(1000)
+taken = 0
+while taken < 30:
+    taken += len(os.read(ready, 30))
 print("taken", flush=True)
 time.sleep(1000)"""
 

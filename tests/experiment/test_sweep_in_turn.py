@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import socket
-import sys
 from pathlib import Path
 
 import pytest
@@ -28,9 +27,9 @@ SHORT = "training.train_iters = 30\ntraining.lr = 1e-2\ntraining.eval_iters = 1\
 # a program that writes down what it is told, and a server that takes a message and never answers
 NOTIFY = """
 [notify]
-command = [{python}, "-I", "-S", "-c", "import sys; open('{path}', 'a').write(sys.stdin.read())"]
+command = ["tee", "-a", "{path}"]
 webhook_variable = "HOOK"
-timeout = 1.0
+timeout = 3.0
 """
 
 
@@ -39,7 +38,7 @@ def shorten(project: Project) -> None:
     text = (project.path / "jobs.toml").read_text() + SWEEP
     text = text.replace("ranks_per_node = 2", "ranks_per_node = 1")
     short = SHORT.replace("30", "3") + "log_interval = 1\n".replace("log_", "training.log_")
-    notify = NOTIFY.format(python=json.dumps(sys.executable), path=project.path / "told")
+    notify = NOTIFY.format(path=project.path / "told")
     text = notify + text.replace(SHORT, short).replace("eval_interval = 10", "eval_interval = 3")
     (project.path / "jobs.toml").write_text(text)
 

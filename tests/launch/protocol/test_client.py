@@ -106,6 +106,8 @@ def test_asked_and_answered(tmp_path: Path) -> None:
 
 def test_unproved_connections_leave_room_for_agents(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("resource.getrlimit", lambda kind: (1024, 1024))
+    # the real one would lower this process's own limit, for the tests after it too
+    monkeypatch.setattr("resource.setrlimit", lambda kind, pair: None)
 
     async def most() -> int:
         server = Server()
