@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from trainkit.engines.rank import nemo
@@ -232,6 +232,8 @@ def test_other_lines_say_nothing(line: str, tmp_path: Path) -> None:
 
 
 @given(st.text(max_size=200))
+@example("INF")
+@example("nan")
 def test_any_line_is_read_without_an_error(text: str) -> None:
     reader = NemoLines(spec_of(Path(".")), clock=lambda: 0.0)
     for line in (text, f"Epoch 0: 1%|#| 3/26 [00:00<00:01, global_step={text}]"):

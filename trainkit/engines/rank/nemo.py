@@ -9,6 +9,7 @@ parts/nlp_overrides.py; tqdm 4, format_num.
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,7 +79,7 @@ def iteration_of(bar: BarLine) -> int | None:
     step. From 100,000 on tqdm writes it with three digits ("1.23e+5"): there the count of batches,
     where it is one of the numbers that are written so."""
     before = to_float(bar.said.get("global_step"))
-    if before is None:
+    if before is None or not math.isfinite(before):
         return None
     if int(before) != bar.count - 1 and bar.said["global_step"] == as_tqdm(bar.count - 1):
         return bar.count
