@@ -57,7 +57,7 @@ class TestHostile:
         ("call", "named"),
         [
             (eval, "builtins.eval"),
-            (getattr, "builtins.getattr"),
+            (setattr, "builtins.setattr"),
             (shutil.rmtree, "shutil.rmtree"),
             (torch.hub.load, "torch.hub.load"),
         ],
@@ -72,6 +72,12 @@ class TestHostile:
         torch.save(content, tmp_path / "a.pt")
         with pytest.raises(ConfigError, match=r"asks for builtins\.eval, posix\.getcwd, which"):
             read_pickle(tmp_path / "a.pt")
+
+    def test_a_member_of_an_enum_as_older_pythons_write_it(self, tmp_path: Path) -> None:
+        """getattr(class, name): kept, not called."""
+        torch.save({"when": Runs(getattr, argparse.Namespace, "no_such")}, tmp_path / "a.pt")
+        found = read_pickle(tmp_path / "a.pt")["when"]
+        assert isinstance(found, InertValue) and found.made_of == (InertValue, "no_such")
 
     def test_an_engines_name_is_never_imported(self, tmp_path: Path) -> None:
         """A module of that name that would act when it is imported stays unloaded."""
@@ -111,7 +117,8 @@ class TestHostile:
         args = found["args"]
         assert isinstance(args, InertValue)
         assert args.attributes == {"num_layers": 2, "dtype": torch.float32}
-        assert isinstance(found["when"], InertValue) and found["when"].made_of == (1,)
+        assert isinstance(found["when"], InertValue)
+        assert found["when"].made_of in ((1,), (InertValue, "red"))  # of Python before 3.11.4
 
 
 class Color(enum.Enum):

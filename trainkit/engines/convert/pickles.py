@@ -18,10 +18,12 @@ import torch
 
 from trainkit.base.errors import ConfigError
 
-# What arguments and the states of random generators are made of; none of it is called.
+# What arguments and the states of random generators are made of; none of it is called. Python 3.11
+# before 3.11.4 writes a member of an enum as getattr(class, name).
 HARMLESS = frozenset(
     {
         "argparse.Namespace",
+        "builtins.getattr",
         "collections.defaultdict",
         "datetime.timedelta",
         "numpy._core.multiarray._reconstruct",
