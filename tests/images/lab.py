@@ -244,7 +244,8 @@ def make_base(folder: Path, release: str) -> None:
             quick.chmod(0o755)
     files = tarfile.open(fileobj=io.BytesIO(oci.rootfs()))  # noqa: SIM115
     with files as tar, new_image(variables, "scratch", TINY) as root:
-        tar.extractall(root, filter="tar")
+        tar.extraction_filter = getattr(tarfile, "tar_filter", None)  # from Python 3.11.4 on
+        tar.extractall(root)
 
 
 @contextlib.contextmanager

@@ -25,7 +25,8 @@ def image(tmp_path: Path) -> Path:
         pytest.skip("needs squashfs-tools and bubblewrap, as root")
     root = tmp_path / "root"
     with tarfile.open(fileobj=io.BytesIO(oci.rootfs())) as tar:
-        tar.extractall(root, filter="tar")
+        tar.extraction_filter = getattr(tarfile, "tar_filter", None)  # from Python 3.11.4 on
+        tar.extractall(root)
     (root / "etc/environment").write_text("OF_IMAGE=a b\nPATH=/opt/bin:/usr/bin:/bin\n")
     (root / "etc/rc").write_text('cd /var && exec "$@"\n')
     path = tmp_path / "app.sqsh"

@@ -4,14 +4,17 @@ left with the reason."""
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
+import tarfile
 import time
 from pathlib import Path
 
 import pytest
 
 from trainkit.base.errors import ConfigError
+from trainkit.base.files import sha256_file
 from trainkit.engines.registry import refuse_unlaunchable
 from trainkit.jobs.load import load
 from trainkit.jobs.schema import Job
@@ -191,6 +194,26 @@ def test_a_damaged_archive_is_a_miss(job: Job, tmp_path: Path) -> None:
     files.archive.unlink()
     assert "cannot be unpacked" in take(job)
     assert os.environ[VARIABLE] == "before"
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("../outside", tarfile.REGTYPE), ("/outside", tarfile.REGTYPE), ("link", tarfile.SYMTYPE)],
+)
+def test_an_archive_with_more_than_files_is_a_miss(
+    name: str, kind: bytes, job: Job, tmp_path: Path
+) -> None:
+    """Before 3.11.4 tarfile looks at nothing."""
+    files = make(job, tmp_path)
+    with tarfile.open(files.archive, "a") as archive:
+        entry = tarfile.TarInfo(name)
+        entry.type, entry.linkname = kind, "/etc"
+        archive.addfile(entry)
+    record = json.loads(files.record.read_text())
+    record["sha256"] = sha256_file(files.archive)
+    files.record.write_text(json.dumps(record))
+    assert f"{name!r} has no place in it" in take(job)
+    assert not (tmp_path / "node" / "outside").exists()
 
 
 def test_a_node_without_room_for_them_is_a_miss(job: Job, tmp_path: Path) -> None:
