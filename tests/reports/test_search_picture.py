@@ -52,7 +52,7 @@ def test_a_point_is_a_kind_of_layout_that_fits() -> None:
     assert len(set(kinds)) == len(kinds)
 
 
-@pytest.mark.parametrize("part", [0.6, 0.9])
+@pytest.mark.parametrize("part", [0.6, 0.9, 1.02, 1.5])
 def test_the_fastest_that_fits_is_drawn(part: float) -> None:
     """However many faster layouts do not fit: scaling is that of what a search would choose."""
     leaf = min(point.bytes for point in a_search([1, 2, 4]).points)

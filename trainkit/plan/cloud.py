@@ -11,10 +11,11 @@ from trainkit.plan.memory import memory_of
 from trainkit.plan.objection import try_change
 from trainkit.plan.rules import Rules
 from trainkit.plan.search import Ranked, describe
-from trainkit.plan.suggestions import MICRO
+from trainkit.plan.suggestions import MICRO, RECOMPUTE
 
 MOST = 300  # points of a picture
 FASTEST = 20  # kinds on each number of nodes that are always among them
+GRANULARITIES = ("none", "selective", "full")  # of recomputation: each leaves less
 TRIES = 4  # micro-batches of one kind of layout until one fits
 
 
@@ -60,14 +61,37 @@ def cloud(candidates: Sequence[Ranked], rules: Rules, vocab: int) -> list[Point]
     return sorted(dict.fromkeys(found), key=lambda point: -point.tokens_per_second)
 
 
-def _fastest(candidates: Iterable[Ranked], rules: Rules, vocab: int) -> list[Point]:
+def _fastest(candidates: Sequence[Ranked], rules: Rules, vocab: int) -> list[Point]:
     """Of each number of nodes the fastest that fits, however many faster ones do not."""
     found: dict[int, Point] = {}
+    enough = nodes_with_room(candidates, rules, vocab)
     for each in candidates:
-        if each.job.nodes not in found:
+        if each.job.nodes in enough and each.job.nodes not in found:
             for point in _first_that_fits([each], rules, vocab):
                 found[each.job.nodes] = point
     return list(found.values())
+
+
+def nodes_with_room(candidates: Iterable[Ranked], rules: Rules, vocab: int) -> set[int]:
+    """Numbers of nodes on which any candidate fits. Of each layout only the leanest is looked at:
+    where the smallest micro-batch with most recomputation has no room, no other has."""
+    leanest: dict[tuple[object, ...], Ranked] = {}
+    for each in candidates:
+        rest = [pair for pair in each.change.items() if pair[0] not in (MICRO, RECOMPUTE)]
+        kind = (each.job.nodes, *rest)
+        if kind not in leanest or _leanness(each) < _leanness(leanest[kind]):
+            leanest[kind] = each
+    found: set[int] = set()
+    for each in leanest.values():
+        room = each.job.cluster.device.memory_bytes
+        if each.job.nodes not in found and (room is None or _bytes(each.job, rules, vocab) <= room):
+            found.add(each.job.nodes)
+    return found
+
+
+def _leanness(candidate: Ranked) -> tuple[int, int]:
+    training = candidate.job.training
+    return training.micro_batch_size, -GRANULARITIES.index(training.recompute_granularity)
 
 
 def _first_that_fits(group: list[Ranked], rules: Rules, vocab: int) -> list[Point]:
