@@ -21,6 +21,17 @@ from trainkit.runs.folder import RunFolder
 HOSTILE = "</script><script>document.title='owned'</script><img src=http://127.0.0.1:9/x onerror=1>"
 
 
+EXTREMES = (
+    (0.0, 0.0),
+    (0.0, 1e-323),
+    (-1e308, 1e308),
+    (1.0, 1.0000000000000002),
+    (1e15, 1e15 + 0.125),
+    (1e18, 1e18),
+    (1e300, 1e300),
+)
+
+
 def row(step: int, **more: Any) -> str:
     values = {
         "step": step,
@@ -140,6 +151,11 @@ def test_axes_have_round_numbers() -> None:
         points = [(dice.uniform(0, 1e6), dice.choice((low, high))) for _ in range(4)]
         page = Chart("t", "x", [Series("s", sorted(points))]).to_html()
         assert 2 <= page.count("grid-line") <= 7
+    for low, high in EXTREMES:
+        for points in ([(0.0, low), (1.0, high)], [(low, 1.0), (high, 2.0)]):
+            Chart("t", "x", [Series("s", sorted(points))]).to_html()
+    gap = Chart("t", "x", [Series("s", [(7.0, 4.0), (8.0, None), (9.0, 5.0)])]).to_html()
+    assert ">0</text>" not in gap, "a gap is no zero"
     page = Chart("t", "x", [Series("s", [(128.0, 5.94), (25_600.0, 0.21)])]).to_html()
     shown = re.findall(r"<text[^>]*>([^<]+)</text>", page)
     assert shown == ["0", "2", "4", "6", "0", "10 k", "20 k", "x"]

@@ -20,6 +20,8 @@ SIZE = 10_000
 TICKS = 6  # at most, along x
 COLOURS = 5  # then the same again, in dashes
 MOST_POINTS = 6000  # of one line
+FARTHEST = 1e100  # from 0 that is drawn: what is farther lies at the edge
+NEAREST = 1e-12  # parts of a value: what differs less is the same
 
 
 def text(value: object) -> str:
@@ -125,6 +127,10 @@ def _step(width: float) -> float:
     return next(power * size for size in (1, 2, 5, 10) if power * size >= least * (1 - 1e-9))
 
 
+def _drawn(value: float) -> float:
+    return min(max(value, -FARTHEST), FARTHEST)
+
+
 @dataclass(frozen=True)
 class _Frame:
     left: float
@@ -138,17 +144,19 @@ class _Frame:
         """From one round number to another around all points. `room`: beside them too."""
         xs, ys = [], []
         for x, y in points:
-            xs.append(x)
-            ys.append(y or 0.0)
-        high = max(ys)
-        low = min(ys)
-        if high == low:
-            high += abs(high) * 0.1 or 1.0
+            xs.append(_drawn(x))
+            if y is not None:
+                ys.append(_drawn(y))
+        high = max(ys, default=0.0)
+        low = min(ys, default=0.0)
+        size = max(abs(high), abs(low))
+        if high - low <= max(size * NEAREST, 1 / FARTHEST):
+            high += size * 0.1 or 1.0
         step = _step(high - low)
         left = min(xs)
         right = max(xs)
-        if right == left:
-            right += 1.0
+        if right - left <= max(abs(right) * NEAREST, 1 / FARTHEST):
+            right += max(1.0, abs(right) * 0.1)
         if 0 <= left <= 0.05 * right:
             left = 0.0
         elif room:
@@ -157,9 +165,11 @@ class _Frame:
         return _Frame(left, right, bottom, math.ceil(high / step - 1e-5) * step, step)
 
     def x(self, value: float) -> int:
+        value = min(max(value, self.left), self.right)
         return round(SIZE * (value - self.left) / (self.right - self.left))
 
     def y(self, value: float) -> int:
+        value = min(max(value, self.bottom), self.top)
         return round(SIZE * (self.top - value) / (self.top - self.bottom))
 
     def axes(self, x_name: str) -> Iterator[str]:
