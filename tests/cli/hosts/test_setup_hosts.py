@@ -251,3 +251,16 @@ def test_pdsh_is_looked_for_where_it_is_used(launcher: str) -> None:
     assert [step.title for step in wanted.after()] == (
         [setup.pdsh_step().title] if launcher == "pdsh" else []
     )
+
+
+def test_a_folder_is_shared_with_other_machines_alone() -> None:
+    cluster = Cluster.model_validate({"name": "far", "launcher": "ssh"})
+
+    def before(hosts: tuple[Host, ...], share: Path | None) -> list[str]:
+        plan = setup.SetupPlan(cluster, hosts, None, 8, share, "10.0.0.1")
+        return [step.title for step in plan.before()]
+
+    here = (Host("localhost"),)
+    key = setup.key_step().title
+    assert before((*here, *PAIR), SHARE) == [key, setup.export_step(SHARE, PAIR).title]
+    assert before(here, SHARE) == before(PAIR, None) == [key]

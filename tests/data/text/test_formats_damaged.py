@@ -72,8 +72,8 @@ def test_cut_anywhere_it_is_never_taken_for_the_whole(name: str) -> None:
 
 
 def test_what_is_not_compressed_at_all_is_named() -> None:
-    for name in ("x.jsonl.gz", "x.jsonl.zst", "x.zip", "x.tar", "x.tar.gz"):
-        error_of(name, b"<html>404 not found</html>" * 100, "is no ")
+    for kind in ("jsonl.gz", "jsonl.zst", "jsonl.bz2", "jsonl.xz", "zip", "tar", "tar.gz"):
+        error_of(f"x.{kind}", b"<html>404 not found</html>" * 100, "is no ")
 
 
 def test_bombs_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,6 +86,12 @@ def test_what_is_lost_is_fetched_again_and_only_that(
     )
     verdict = check_freshness(need_of(moved), stamps_folder(tmp_path, "weights"))
     assert not verdict.fresh and "hub_endpoint changed from" in verdict.because
+    (record,) = folder.parent.glob("*.json")
+    kept = record.read_bytes()
+    record.write_bytes(kept[:9])
+    verdict = check_freshness(need_of(asked), stamps_folder(tmp_path, "weights"))
+    assert not verdict.fresh and str(record) in verdict.because
+    record.write_bytes(kept)
     shutil.rmtree(folder)
     assert "missing" in update_stage(need_of(asked), tmp_path, execute_locally, Silent()).because
     assert {p.name for p in weights_folder(asked).iterdir()} == WANTED
