@@ -7,6 +7,7 @@ while that step was saved: the checkpoint of step 4 is whole, and the metrics re
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -21,8 +22,10 @@ from trainkit.runs.sample_windows import find_sample_window
 from trainkit.runs.summary import summarize_run
 from trainkit.runs.supervisor_status import read_supervisor_status
 
-ID = "20261122-153836-75df"
-OLD = Path(__file__).parent / "old" / ID
+WRITTEN_AS = "20261122-153836-75df"
+# of this process: by its name a run ends what is left of it, and other suites run it too
+ID = f"20261122-153836-{os.getpid() % 2**16:04x}"
+OLD = Path(__file__).parent / "old" / WRITTEN_AS
 WRITTEN_AT = "/srv/project"
 
 
@@ -31,9 +34,11 @@ def old_run(project: Project) -> RunFolder:
     """A copy of the old run in a project of its own, with that project's paths."""
     run = RunFolder(project.path / "runs" / "tiny" / ID)
     shutil.copytree(OLD, run.path)
-    for path in (run.job, run.world, run.attempt(1).events):
-        text = path.read_text().replace(WRITTEN_AT, str(project.path))
-        path.write_text(text.replace("/dev/shm", str(project.path / "node")))
+    for path in run.path.rglob("*"):
+        if path.suffix in (".json", ".jsonl") and "checkpoints" not in path.parts:
+            text = path.read_text().replace(WRITTEN_AT, str(project.path))
+            text = text.replace(WRITTEN_AS, ID)
+            path.write_text(text.replace("/dev/shm", str(project.path / "node")))
     return run
 
 
