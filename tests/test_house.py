@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import importlib.metadata
 import re
 import subprocess
 import sys
@@ -151,6 +152,15 @@ def test_a_fresh_image_needs_no_readers_of_data() -> None:
     ).stdout
     heavy = {"trainkit.data.sources", "http.client", "numpy", "torch"}
     assert not heavy & set(said.split())
+
+
+def test_no_file_of_tests_hides_a_package() -> None:
+    """pytest puts folders of tests in front of the path: a megatron.py there had tests of the real
+    one left out."""
+    packages = {*importlib.metadata.packages_distributions(), *sys.stdlib_module_names}
+    folders = {path.parent for path in Path(__file__).parent.rglob("test_*.py")}
+    files = (path for folder in folders for path in folder.glob("*.py"))
+    assert not [path for path in files if path.stem in packages]
 
 
 def test_cpp_is_formatted() -> None:

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.engines.stand_ins.hydra_command import Refused, compose
-from tests.engines.stand_ins.lightning import Cluster, check_trainer, choose_cluster
-from tests.engines.stand_ins.megatron import Layout, at, check_manager, check_model, needs
+from tests.engines.stand_ins.lightning_trainer import Cluster, check_trainer, choose_cluster
+from tests.engines.stand_ins.nemo_refusals import Layout, at, check_manager, check_model, needs
 from tests.engines.stand_ins.training import Saver, found_checkpoint, train
 
 # NeMo's version: pytorch-lightning's

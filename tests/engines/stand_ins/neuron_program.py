@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.engines.stand_ins.hydra_command import Refused, compose
-from tests.engines.stand_ins.lightning import check_trainer, choose_cluster
-from tests.engines.stand_ins.megatron import at, check_manager, check_model, needs
+from tests.engines.stand_ins.lightning_trainer import check_trainer, choose_cluster
 from tests.engines.stand_ins.nemo_program import Checked
+from tests.engines.stand_ins.nemo_refusals import at, check_manager, check_model, needs
 from tests.engines.stand_ins.training import Saver, found_checkpoint, train
 
 LIGHTNING = "1.8.6"

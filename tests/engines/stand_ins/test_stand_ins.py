@@ -10,7 +10,7 @@ import yaml
 
 from tests.engines.stand_ins import neuron_program
 from tests.engines.stand_ins.hydra_command import Refused, compose, read_value
-from tests.engines.stand_ins.lightning import checkpoint_name, choose_cluster
+from tests.engines.stand_ins.lightning_trainer import checkpoint_name, choose_cluster
 from tests.engines.stand_ins.training import found_checkpoint
 from tests.engines.stand_ins.trees import NEURON_PLACE, PLACE, SCRIPT, make_nemo, make_neuron
 

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.engines.stand_ins.hydra_command import Refused
-from tests.engines.stand_ins.lightning import Cluster, Progress, checkpoint_name
-from tests.engines.stand_ins.megatron import Layout
+from tests.engines.stand_ins.lightning_trainer import Cluster, Progress, checkpoint_name
+from tests.engines.stand_ins.nemo_refusals import Layout
 
 # A folder: as long as it has hold-N, step N does not begin. A rank that has come there, all before
 # it saved, leaves at-N-RANK.
