@@ -19,7 +19,7 @@ if __name__ == "__main__":  # by path: the snapshot this file is part of comes f
 from trainkit.base.errors import TrainkitError
 from trainkit.jobs.resolved import read_job
 from trainkit.launch.scheduler_registry import scheduler_for
-from trainkit.launch.supervise.supervisor import locked_run
+from trainkit.launch.supervise.run_lock import locked_run
 from trainkit.runs.folder import RunFolder
 
 

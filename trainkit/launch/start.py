@@ -24,7 +24,8 @@ from trainkit.launch.scheduler_contract import ResumeRequest, RunRequest
 from trainkit.launch.supervise.code_snapshot import link_code, take_snapshot
 from trainkit.launch.supervise.outcome import Outcome, signal_name
 from trainkit.launch.supervise.rank_environment import secrets_of
-from trainkit.launch.supervise.supervisor import locked_run, supervise
+from trainkit.launch.supervise.run_lock import locked_run
+from trainkit.launch.supervise.supervisor import supervise
 from trainkit.runs.events import AllRanksStarted, first_event, read_events
 from trainkit.runs.folder import RunFolder, new_run_folder
 from trainkit.runs.origin import write_origin

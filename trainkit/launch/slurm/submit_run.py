@@ -18,7 +18,7 @@ from trainkit.launch.slurm.stage_graph import ArrayFollower
 from trainkit.launch.slurm.withdraw import withdraw_stage_jobs
 from trainkit.launch.start import fill_run, renew_run
 from trainkit.launch.supervise.rank_environment import secrets_of
-from trainkit.launch.supervise.supervisor import locked_run
+from trainkit.launch.supervise.run_lock import locked_run
 from trainkit.runs.folder import RunFolder, new_run_folder
 
 

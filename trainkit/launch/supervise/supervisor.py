@@ -8,12 +8,11 @@ import contextlib
 import functools
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
 from trainkit.base.errors import ConfigError, Exit, TrainkitError
 from trainkit.base.files import write_json
-from trainkit.base.locks import LockBusy, locked
 from trainkit.base.process import identity
 from trainkit.engines.contract import Engine
 from trainkit.engines.registry import ENGINES
@@ -462,21 +461,6 @@ class Supervisor:
                 self.stop_requests.request_stop()
             connection.send(Accepted())
             await connection.finish()
-
-
-@contextlib.contextmanager
-def locked_run(run: RunFolder) -> Iterator[None]:
-    """Hold the run's lock: one supervisor a run. Raises TrainkitError (exit 17) where another
-    holds it."""
-    try:
-        with locked(run.path / "lock", {"run": run.id}, wait=False):
-            yield
-    except LockBusy as busy:
-        raise TrainkitError(
-            f"run {run.id} is running already (pid {busy.holder.get('pid', '?')})",
-            exit=Exit.HOSTS_BUSY,
-            hint=f"invoke status {run.id}",
-        ) from None
 
 
 def supervise(
