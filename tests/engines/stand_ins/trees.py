@@ -31,7 +31,7 @@ COMPILE = """#!/bin/bash
 export NEURON_EXTRACT_GRAPHS_ONLY=1
 "$@" || exit $?
 failed=${STAND_IN_FAILED_GRAPHS:-0}
-mkdir -p "$NEURON_COMPILE_CACHE_URL/neuronxcc-2.16.372.0+4a9b2326"
+mkdir -p "$NEURON_COMPILE_CACHE_URL/neuronxcc-2.16.372.0+4a9b2326/MODULE_7+3cc9a3cb"
 time="$(date +%Y-%m-%d\\ %H:%M:%S).000738: INFO ||NEURON_PARALLEL_COMPILE||:"
 echo "$time Total graphs: 3"
 echo "$time Total successful compilations: $((3 - failed))"
