@@ -76,6 +76,10 @@ class SlurmProject(ClusterProject):
         """Slurm's jobs that are not over."""
         return self.cluster.on(HEAD, "squeue", "--noheader", "--format=%i").split()
 
+    def wait_over(self) -> None:
+        """Until no job is left: one is over somewhat later than its run, or its task."""
+        wait_for(lambda: not self.jobs(), "Slurm's jobs to be over")
+
     def job_state(self, id: str) -> str:
         """Slurm's word about one."""
         return self.cluster.on(

@@ -142,4 +142,5 @@ def test_arrays_that_are_interrupted(slurm: SlurmProject, image: EnteredImage) -
     process.send_signal(signal.SIGINT)
     out, err = process.communicate()
     assert process.returncode == 130, out + err
-    assert not slurm.jobs() and not units()
+    slurm.wait_over()
+    assert not units()

@@ -54,7 +54,8 @@ def test_a_sweep_of_six_is_gone_on_with(slurm: SlurmProject) -> None:
     )
     written = slurm.document("show", "random-best")["job"]["training"]["lr"]
     assert written == best["values"]["training.lr"]
-    assert slurm.jobs() == [] and not slurm.cluster.processes_of(killed.name)
+    slurm.wait_over()
+    assert not slurm.cluster.processes_of(killed.name)
 
 
 # Each stands for one of Slurm's programs, and kills who called it: before the real one, after it,
@@ -92,7 +93,8 @@ def test_a_sweep_killed_while_it_submits(slurm: SlurmProject, when: str) -> None
     value = slurm.document("sweep", "random", "--show")
     assert [member["state"] for member in value["members"]] == ["succeeded"] * 2
     assert {member["run"] for member in value["members"]} == {run.name for run in slurm.runs()}
-    assert slurm.jobs() == [] and not list((slurm.path / "sweeps").rglob("*.held.json"))
+    slurm.wait_over()
+    assert not list((slurm.path / "sweeps").rglob("*.held.json"))
 
 
 def kills_its_caller(folder: Path, program: str, does: str) -> str:
