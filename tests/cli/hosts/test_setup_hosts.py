@@ -41,10 +41,18 @@ def bash(text: str, home: Path, *programs: str) -> tuple[int, str, str]:
         '#!/bin/sh\nwhile case "$1" in -*) ;; *) false ;; esac; do shift; done\nexec "$@"\n'
     )
     (bin / "sudo").chmod(0o755)
-    environment = {**os.environ, "HOME": str(home), "PATH": f"{bin}:{os.environ['PATH']}"}
+    scratch = home / "scratch"
+    scratch.mkdir(exist_ok=True)
+    environment = {
+        **os.environ,
+        "HOME": str(home),
+        "PATH": f"{bin}:{os.environ['PATH']}",
+        "TMPDIR": str(scratch),
+    }
     done = subprocess.run(
         ["bash", "-s"], input=text, env=environment, capture_output=True, text=True, check=False
     )
+    assert not list(scratch.iterdir())  # no step leaves a temporary file
     return done.returncode, done.stdout.strip().rpartition("trainkit: ")[2], done.stderr
 
 

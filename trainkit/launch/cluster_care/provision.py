@@ -31,8 +31,10 @@ PREAMBLE = """\
 set -eu
 say() { echo "trainkit: $*"; }
 SUDO=; [ "$(id -u)" = 0 ] || SUDO='sudo -n'
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
 block() {
-    begin="# trainkit $2: begin" end="# trainkit $2: end" old=$(mktemp) new=$(mktemp)
+    begin="# trainkit $2: begin" end="# trainkit $2: end" old=$scratch/old new=$scratch/new
     $SUDO cat "$1" > "$old" 2> /dev/null || :
     if [ "$(grep -cxF "$begin" "$old")" != "$(grep -cxF "$end" "$old")" ]; then
         echo "$1: '$begin' and '$end' do not pair; correct it by hand" >&2
@@ -45,9 +47,8 @@ block() {
         cat
         echo "$end"
     } > "$new"
-    if cmp -s "$old" "$new"; then rm "$old" "$new"; return 1; fi
+    if cmp -s "$old" "$new"; then return 1; fi
     $SUDO mkdir -p "$(dirname "$1")" && $SUDO tee "$1" < "$new" > /dev/null || exit 1
-    rm "$old" "$new"
 }
 """
 
@@ -155,7 +156,7 @@ def hostfile_step(path: Path, hosts: Sequence[Host], slots: int) -> SetupStep:
     """The hostfile; one that is there with other lines is somebody's and stays."""
     lines = "\n".join(f"{_entry(host)} slots={len(host.slots) or slots}" for host in hosts)
     script = f"""\
-wanted=$(mktemp)
+wanted=$scratch/wanted
 cat > "$wanted" <<'HOSTS'
 {lines}
 HOSTS
