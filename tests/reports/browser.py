@@ -25,6 +25,8 @@ needs_chromium = pytest.mark.skipif(
     CHROMIUM is None, reason="chromium is not installed (Debian's package chromium)"
 )
 HEIGHT = 2000
+# where the browser keeps what it writes beside its profile: crash reports, caches, sockets
+HOMES = ("TMPDIR", "XDG_CONFIG_HOME", "XDG_CACHE_HOME", "XDG_DATA_HOME")
 # every text that is drawn: its words, its size in pixels, its box, whether it is part of a drawing
 TEXTS = """[...document.querySelectorAll('svg text, p, td, th, h1, h2, h3, summary, a, b')]
   .filter(e => e.textContent.trim() && e.getClientRects().length)
@@ -101,6 +103,7 @@ class Browser:
         self.process = subprocess.Popen(
             ["bash", "-c", line, "bash", *argv],
             pass_fds=(here, there),
+            env={**os.environ, **dict.fromkeys(HOMES, self.folder)},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

@@ -65,8 +65,9 @@ echo "x INFO ||NEURON_PARALLEL_COMPILE||: Total failed compilations: $FAILED"
 
 
 @pytest.fixture
-def project(tmp_path: Path) -> Project:
-    """A project whose engine's programs are small scripts."""
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Project:
+    """A project whose engine's programs are small scripts. Graphs go into a home of its own."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
     tree = tmp_path / "tree"
     (tree / FOLDER).mkdir(parents=True)
     for name in ("build.sh", FOLDER / "megatron_gpt_pretraining.py", FOLDER / "train_setup.sh"):
