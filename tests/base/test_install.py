@@ -12,6 +12,7 @@ import sys
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -369,6 +370,23 @@ def test_ctrl_c_ends_with_130_and_one_line(checkout: Path) -> None:
     ]
     assert _words(checkout) == ["started"]
     assert not (checkout / ".venv" / "trainkit-install.json").exists()
+
+
+def test_ctrl_c_while_pip_starts(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes when pip is there and nobody knows its number yet: pip is ended all the same."""
+    start = subprocess.Popen
+    started = []
+
+    def interrupted(*words: Any, **named: Any) -> subprocess.Popen[bytes]:
+        started.append(start(*words, **named))
+        os.kill(os.getpid(), signal.SIGINT)
+        return started[0]
+
+    monkeypatch.setattr(subprocess, "Popen", interrupted)
+    with open(checkout / ".venv.lock", "w") as lock, pytest.raises(KeyboardInterrupt):
+        installer.run_step(["sleep", str(HANGS)], checkout, lock.fileno())
+    assert started[0].returncode == -signal.SIGINT
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_sigkill_leaves_nothing_fresh_and_the_orphan_keeps_the_lock(

@@ -19,8 +19,10 @@ import contextlib
 import hashlib
 import json
 import os
+import signal
 import sys
-from collections.abc import Collection, Iterator
+import threading
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 CHECKOUT_FILES = ("pyproject.toml", "setup.py", "constraints.txt")
@@ -91,11 +93,9 @@ class Environment:
 def fingerprint(root: Path, extras: Collection[str], pins: str = "") -> str:
     """What an installation depends on, as one hash: the files that describe it, this file, the
     folder, Python's ABI, the extras."""
-    files = _hash_files(
-        root, [*CHECKOUT_FILES, "trainkit/base/install.py", *([pins] if pins else [])]
-    )
+    names = [*CHECKOUT_FILES, "trainkit/base/install.py", *filter(None, [pins])]
     parts = [
-        files,
+        _hash_files(root, names),
         os.path.realpath(root),
         sys.implementation.cache_tag,
         os.uname().machine,
@@ -153,18 +153,12 @@ def locked(root: Path, environment: str = "") -> Iterator[tuple[int, bool]]:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            _say(
-                f"process {_holder(handle).get('pid', '?')} is installing this checkout; waiting"
-                " for it"
-            )
+            pid = _holder(handle).get("pid", "?")
+            _say(f"process {pid} is installing this checkout; waiting for it")
             fcntl.flock(handle, fcntl.LOCK_EX)
         unfinished = _unfinished(handle)
         died = environment in unfinished
-        _write_words(
-            handle,
-            pid=os.getpid(),
-            unfinished=sorted(unfinished | ({environment} if environment else set())),
-        )
+        _write_words(handle, pid=os.getpid(), unfinished=sorted({*unfinished, environment} - {""}))
         try:
             yield handle, died
         except InstallError:  # pip has undone what it did
@@ -185,9 +179,7 @@ def _holder(handle: int) -> dict[str, object]:
 def _unfinished(handle: int) -> set[str]:
     """Environments whose installation was begun and not ended."""
     words = _holder(handle).get("unfinished")
-    if isinstance(words, list):
-        return {str(w) for w in words}
-    return set()
+    return {str(w) for w in words} if isinstance(words, list) else set()
 
 
 def _write_words(handle: int, **words: object) -> None:
@@ -272,49 +264,67 @@ class _Progress:
             print("\r\033[K", end="", file=sys.stderr, flush=True)
 
 
+@contextlib.contextmanager
+def _interrupt_waits() -> Iterator[None]:
+    """A Ctrl-C meanwhile is raised at the end."""
+    handler = signal.getsignal(signal.SIGINT)
+    if not callable(handler) or threading.current_thread() is not threading.main_thread():
+        yield  # none is raised here
+        return
+    came = threading.Event()
+    signal.signal(signal.SIGINT, lambda *_: came.set())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    if came.is_set():
+        handler(signal.SIGINT, None)
+
+
 def run_step(command: list[str], root: Path, lock: int) -> None:
     """Run a step of the installation. It inherits the lock: should we be killed, nobody else
     begins before it has ended too.
 
     Raises InstallError with its last lines if it fails.
     """
-    import signal
     import subprocess
-    import threading
     from collections import deque
 
     tail: deque[str] = deque(maxlen=TAIL)
     progress = _Progress()
-    child = subprocess.Popen(
-        command,
-        cwd=root,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        pass_fds=(lock,),
-        start_new_session=True,
-    )
+    child = None
 
-    def follow() -> None:
-        for raw in child.stdout or ():
+    def follow(output: Iterable[bytes]) -> None:
+        for raw in output:
             line = raw.decode(errors="replace").rstrip()
             if line:
                 tail.append(line)
                 progress.show(line)
 
-    reader = threading.Thread(target=follow, daemon=True)
     try:
+        with _interrupt_waits():  # or Popen would be left before there is a child to end
+            child = subprocess.Popen(
+                command,
+                cwd=root,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                pass_fds=(lock,),
+                start_new_session=True,
+            )
+        reader = threading.Thread(target=follow, args=(child.stdout,), daemon=True)
         reader.start()
         # not read here: a signal just before a blocking read waits until that returns
         while reader.is_alive():
             reader.join(1.0)
         code = child.wait()
     except BaseException:
-        with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
-            os.killpg(child.pid, signal.SIGINT)  # pip removes its temporary files
-            child.wait(timeout=5)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)
+        if child is not None:
+            with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                os.killpg(child.pid, signal.SIGINT)  # pip removes its temporary files
+                child.wait(timeout=5)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
         raise
     finally:
         progress.end()
@@ -331,8 +341,7 @@ def _install(environment: Environment, extras: Collection[str], python: Path, lo
     import time
 
     ours = os.path.realpath(python.parent) == os.path.realpath(environment.python.parent)
-    root = environment.root
-    stamp = environment.stamp
+    root, stamp = environment.root, environment.stamp
     former = b""
     if ours and stamp.exists():
         former = stamp.read_bytes()
@@ -346,9 +355,7 @@ def _install(environment: Environment, extras: Collection[str], python: Path, lo
     }
     command = pip_command(extras, python)
     what = command[-3] + (f" and {environment.pins}" if environment.pins else "")
-    _say(
-        f"installing {what} into {python.parent.parent} with pip; the first time this takes minutes"
-    )
+    _say(f"installing {what} into {python.parents[1]} with pip; the first time this takes minutes")
     began = time.monotonic()
     try:
         run_step(command, root, lock)
@@ -402,18 +409,12 @@ def _works(python: Path) -> bool:
     """Whether the environment's Python starts, is of our ABI and has pip."""
     import subprocess
 
-    code = "import sys, pip; print(sys.implementation.cache_tag)"
+    argv = [str(python), "-I", "-c", "import sys, pip; print(sys.implementation.cache_tag)"]
     try:
-        done = subprocess.run(
-            [str(python), "-I", "-c", code],
-            capture_output=True,
-            text=True,
-            stdin=subprocess.DEVNULL,
-            check=False,
-        )
+        done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, check=False)
     except OSError:
         return False
-    return done.returncode == 0 and done.stdout.strip() == sys.implementation.cache_tag
+    return done.returncode == 0 and done.stdout.decode().strip() == sys.implementation.cache_tag
 
 
 def _make_venv(environment: Environment, lock: int) -> None:
