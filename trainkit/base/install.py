@@ -414,7 +414,7 @@ def _works(python: Path) -> bool:
         done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, check=False)
     except OSError:
         return False
-    return done.returncode == 0 and done.stdout.decode().strip() == sys.implementation.cache_tag
+    return done.returncode == 0 and done.stdout.strip() == sys.implementation.cache_tag.encode()
 
 
 def _make_venv(environment: Environment, lock: int) -> None:
