@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -44,6 +46,29 @@ def test_secrets_of_the_environment_have_names_only() -> None:
 def test_versions() -> None:
     found = package_versions()
     assert "pytest" in found and list(found) == sorted(found)
+    for name in ("numpy", "pytest", "torch"):
+        assert found[name] == importlib.metadata.version(name)
+
+
+def test_versions_of_broken_and_old_packages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No file that a hand left behind stops a run."""
+    files = {
+        "new-1.dist-info/METADATA": (
+            "Metadata-Version: 2.1\nSummary: x\n  Version: 7\nName: New.Name \nVersion: 1+a\n"
+            "\nVersion: 9\nName: other\n"
+        ),
+        "old-2.egg-info/PKG-INFO": "Metadata-Version: 1.0\r\nName: old\r\nVersion: 2\r\n",
+        "nothing-3.dist-info/RECORD": "",
+        "half-4.dist-info/METADATA": "Version: 4\n\nName: half\n",
+        "behind/old-1.dist-info/METADATA": "Name: old\nVersion: 1\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_bytes(text.encode())
+    monkeypatch.setattr(sys, "path", [str(tmp_path), str(tmp_path / "behind")])
+    assert package_versions() == {"New.Name": "1+a", "old": "2"}
 
 
 def test_a_clean_checkout(run: RunFolder, checkout: Path) -> None:

@@ -3,6 +3,7 @@ check that theirs is the same."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from trainkit.base.files import read_json, sha256_tree
@@ -15,12 +16,15 @@ COPIED = (".py", ".so", ".pyi", ".typed", ".toml", ".json")
 
 def package_files(package: Path) -> list[str]:
     """Relative names of a package's files that a run needs, "trainkit/..."."""
-    root = package.parent
-    return sorted(
-        str(p.relative_to(root))
-        for p in package.rglob("*")
-        if p.name.endswith(COPIED) and "__pycache__" not in p.parts and p.is_file()
-    )
+    found = []
+    for where, folders, files in os.walk(package):
+        if "__pycache__" in folders:
+            folders.remove("__pycache__")
+        folder = os.path.relpath(where, package.parent)
+        for name in files:  # an editor's lock may be a link that leads nowhere
+            if name.endswith(COPIED) and os.path.isfile(os.path.join(where, name)):
+                found.append(f"{folder}/{name}")
+    return sorted(found)
 
 
 def snapshot_files(root: Path) -> list[str]:

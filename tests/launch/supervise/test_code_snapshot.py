@@ -24,6 +24,8 @@ def package(tmp_path: Path) -> Path:
     (package / "failures.toml").write_text("")
     (package / "sub" / "b.so").write_bytes(b"\0")
     (package / "sub" / "__pycache__" / "b.pyc").write_bytes(b"\0")
+    (package / "sub" / "__pycache__" / "c.py").write_text("")
+    (package / ".#a.py").symlink_to("somebody@somewhere.1234")  # Emacs edits a.py
     return package
 
 
