@@ -21,10 +21,11 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 def local_part(tensor: Tensor) -> Tensor:
     """The elements this rank holds, sharing storage: the local shard of a DTensor, else the
     tensor itself."""
-    tensor = tensor.detach()
     if isinstance(tensor, DTensor):
-        return tensor.to_local()
-    return tensor
+        # not detach().to_local(): 13 us instead of 0.5, and a step asks for three of every
+        # parameter; not to_local() alone: what that gives may say that it is a parameter
+        tensor = tensor._local_tensor
+    return tensor.detach()
 
 
 def local_slices(tensor: Tensor) -> tuple[slice, ...]:
