@@ -65,7 +65,20 @@ PRELOADED = (
     "gigatoken",
     "awkward",  # what gigatoken imports at its first document
     "httpx2",
+    "httpcore2",  # what httpx2 and it import at their first request
+    "anyio.to_thread",
+    "truststore",
+    "h11",
     "psutil",
+    "trainkit.cli.completion",
+    "trainkit.cli.hosts.nodes",
+    "trainkit.cli.inspect.report",
+    "trainkit.cli.run.images",
+    "trainkit.engines.gpt_neox.engine",
+    "trainkit.engines.megatron_lm.engine",
+    "trainkit.engines.rank.run",
+    "trainkit.experiment.cancel",
+    "trainkit.train.rehearsal.trace",
     "tests.conftest",  # run_ranks calls functions of modules that import pytest and hypothesis
     "tests.distributed",
 )
