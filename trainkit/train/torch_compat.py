@@ -22,8 +22,7 @@ def local_part(tensor: Tensor) -> Tensor:
     """The elements this rank holds, sharing storage: the local shard of a DTensor, else the
     tensor itself."""
     if isinstance(tensor, DTensor):
-        # not detach().to_local(): 13 us instead of 0.5, and a step asks for three of every
-        # parameter; not to_local() alone: what that gives may say that it is a parameter
+        # 0.5 us; detach().to_local() takes 13, and a step asks for three of every parameter
         tensor = tensor._local_tensor
     return tensor.detach()
 
