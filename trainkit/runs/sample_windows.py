@@ -50,6 +50,7 @@ class SampleWindowLog:
     def close(self) -> None:
         if self._handle >= 0:
             os.close(self._handle)
+            self._handle = -1  # the number may be somebody else's file soon
 
 
 def find_sample_window(run: RunFolder, step: int) -> SampleWindow | None:

@@ -19,10 +19,15 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tests.train.support import new_run, tiny_job
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.metrics import read_rows
-from trainkit.runs.sample_windows import SampleWindow, find_sample_window, windows_path
+from trainkit.runs.sample_windows import (
+    SampleWindow,
+    SampleWindowLog,
+    find_sample_window,
+    windows_path,
+)
 from trainkit.runs.summary import summarize_run
 from trainkit.train.metrics.records import EvaluationRecord, Throughput, TrainingRecord
-from trainkit.train.metrics.reporter import Reporter, finite, log_line
+from trainkit.train.metrics.reporter import LineFile, Reporter, finite, log_line
 
 ROW: dict[str, Any] = {
     "step": 3,
@@ -290,3 +295,17 @@ def test_what_ended_a_run_is_not_hidden_by_a_full_disk(
         with monkeypatch.context() as broken, expected:
             broken.setattr(os, "fsync", full)
             reporter.close(failed=failed)
+
+
+def test_closed_twice_nobody_elses_file_is_closed(run: RunFolder, tmp_path: Path) -> None:
+    """A handle's number is given to what is opened next."""
+    run.path.mkdir(parents=True, exist_ok=True)
+    lines, windows = LineFile(tmp_path / "lines"), SampleWindowLog(run)
+    lines.append("one")
+    windows.note(SampleWindow(1, 0, 8))
+    for closed in (lines, windows):
+        closed.close()
+        with open(tmp_path / "another", "wb", buffering=0) as another:
+            closed.close()
+            assert another.write(b"x") == 1
+    assert (tmp_path / "lines").read_text() == "one\n"

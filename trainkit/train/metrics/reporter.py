@@ -147,7 +147,9 @@ class LineFile:
             )
 
     def close(self) -> None:
-        os.close(self._handle)
+        if self._handle >= 0:
+            os.close(self._handle)
+            self._handle = -1  # the number may be somebody else's file soon
 
     def _write(self) -> None:
         while self._waiting:  # of a line that was taken in part, the rest follows
