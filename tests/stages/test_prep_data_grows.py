@@ -134,8 +134,11 @@ def touch(path: Path) -> None:
 
 def test_a_file_more_is_all_that_is_made(corpus: Corpus) -> None:
     """Behind, between and before the others; a touched one and the tokenizer's file among them
-    are no work."""
+    are no work, nor is half of a pair that a task left which was killed as it deleted them."""
+    prepared = corpus.folder / "data/lines/words"
     for name, seed in (("part-3", 3), ("part-1b", 4), ("a", 5)):
+        (prepared / "shards").mkdir()
+        shutil.copy(prepared / "lines_text_document.idx", prepared / "shards/00001.idx")
         corpus.write(name, seed)
         touch(corpus.path("part-1"))
         touch(corpus.folder / "words.json")
@@ -143,11 +146,9 @@ def test_a_file_more_is_all_that_is_made(corpus: Corpus) -> None:
         number = len(list((corpus.folder / "corpus").iterdir())) - 1
         assert corpus.missing() == [f"tokens-{number:05d}", "merge"]
         corpus.make()
-        assert (
-            corpus.because() == "fresh" and not (corpus.folder / "data/lines/words/shards").exists()
-        )
+        assert corpus.because() == "fresh" and not (prepared / "shards").exists()
     assert corpus.content() == corpus.at_once()
-    IndexedDataset(corpus.folder / "data/lines/words/lines_text_document").verify()
+    IndexedDataset(prepared / "lines_text_document").verify()
 
 
 def test_a_touched_file_is_read_once_and_nothing_is_made(corpus: Corpus) -> None:

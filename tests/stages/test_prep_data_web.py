@@ -39,7 +39,7 @@ def documents_of(project: Project, name: str, pairs: list[str]) -> list[str]:
 
 def test_enron_from_its_server(project: Project, site: Site) -> None:
     """One file; then nothing is asked again, even after the text was deleted and the server is
-    gone."""
+    gone; shards are deleted that a task left which was killed when all was made."""
     done = project.document("prep-data", "--dataset", "enron")
     (row,) = done["datasets"]
     assert (
@@ -56,10 +56,14 @@ def test_enron_from_its_server(project: Project, site: Site) -> None:
     for path in (project.path / "data/enron/corpus").rglob("*"):
         if path.is_file():
             path.unlink()
+    shards = project.path / "data/enron/gpt2/shards"
+    shards.mkdir()
+    for name in ("00000.bin", "00000.lock"):
+        (shards / name).touch()
     assert (
         "fresh because nothing changed" in project.invoke("prep-data", "--dataset", "enron").stdout
     )
-    assert len(site.asked) == asked
+    assert len(site.asked) == asked and not shards.exists()
     assert "is sound: 61 documents" in project.invoke("data-verify", "enron").stdout
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from trainkit.data.fetch.retry import FetchRetryPolicy
 from trainkit.data.indexed.paths import DataFolder
@@ -143,6 +144,10 @@ class DatasetUnits:
         """What the outputs depend on, besides inputs."""
         raise NotImplementedError
 
+    def left_of(self, stamp: Mapping[str, Any]) -> list[Path]:
+        """Files for the units alone that a task which was killed after `stamp` may have left."""
+        return []
+
     def as_made(self) -> Need | None:
         """What was made of a dataset that is fetched, without units, if it is fresh."""
         stamp = read_stamp(self.stamps / f"{self.name}.json")
@@ -150,7 +155,7 @@ class DatasetUnits:
             return None
         inputs = [Path(identity[0]) for identity in stamp["inputs"] if identity]
         outputs = [Path(identity[0]) for identity in stamp["outputs"] if identity]
-        need = self._need(inputs, outputs, ())
+        need = self._need(inputs, outputs, (), self.left_of(stamp))
         if check_freshness(need, self.stamps).fresh:
             return need
         return None

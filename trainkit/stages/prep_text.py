@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from trainkit.base.errors import ConfigError
 from trainkit.data.fetch.recipe import FetchRecipe
@@ -29,6 +30,11 @@ class TextUnits(DatasetUnits):
     def settings(self) -> dict[str, object]:
         return text_settings(self.dataset, self.tokenizer, SOURCES[self.dataset.source])
 
+    def left_of(self, stamp: Mapping[str, Any]) -> list[Path]:
+        if self.dataset.merge and self.shards_folder.is_dir():
+            return self._scratch(stamp.get("memory", {}).get("names", {}).values())
+        return []
+
     def need(self, *, force: bool) -> Need:
         """With `force`, nothing of what was made before is used."""
         stamp = {}
@@ -52,8 +58,7 @@ class TextUnits(DatasetUnits):
         outputs = [self.folder.tokenizer, *last.outputs, *self._fetched_files()]
         scratch = []
         if self.dataset.merge:
-            locks = [self._lock(shard) for shard in self.shards]
-            scratch = [*pairs, *locks]
+            scratch = self._scratch(shard.name for shard in self.shards)
         else:
             outputs += pairs
         return self._need(
@@ -123,9 +128,10 @@ class TextUnits(DatasetUnits):
             return self.shards_folder / shard.name
         return self.shards_folder / f"{shard.name}_text_document"
 
-    def _lock(self, shard: Shard) -> Path:
-        prefix = self._prefix(shard)
-        return prefix.with_name(f"{prefix.name}.lock")
+    def _scratch(self, names: Iterable[str]) -> list[Path]:
+        """The files of shards that are joined: nobody needs them after that."""
+        endings = (".bin", ".idx", ".lock")
+        return [self.shards_folder / f"{name}{ending}" for name in names for ending in endings]
 
     def _tokens(self, shard: Shard, before: Unit | None) -> Unit:
         """What encodes a shard; `before` writes or fetches its file first."""

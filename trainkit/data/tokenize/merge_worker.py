@@ -392,7 +392,9 @@ def _slices(spec: MergeSpec, target: Path) -> list[PairSlice]:
     """
     slices = []
     for shard in spec.shards:
-        if shard.kept is None or idx_path(shard.prefix).is_file():
+        pair = bin_path(shard.prefix), idx_path(shard.prefix)
+        # one of the two alone was left by a task that was killed as it deleted them
+        if shard.kept is None or all(path.is_file() for path in pair):
             slices.append(PairSlice(shard.prefix))
         else:
             slices.append(PairSlice(target, *shard.kept))
