@@ -60,7 +60,7 @@ def job_of(
     """A job of 12 steps with evaluations and saves that do not fall together."""
     ranks, tensor, pipeline = LAYOUTS[layout]
     values: dict[str, Any] = {
-        "micro_batch_size": 2,
+        "micro_batch_size": 4,
         "global_batch_size": 8,
         "train_iters": 12,
         "lr": 1e-2,
