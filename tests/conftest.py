@@ -180,6 +180,7 @@ def _pile(item: pytest.Item) -> int | None:
     return None
 
 
+@pytest.hookimpl(trylast=True)  # when those that are not asked for are gone
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """What takes longest begins first, each on a worker of its own; all others are done beside
     it. pytest-xdist gives each worker as many items in a row."""

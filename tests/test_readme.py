@@ -1,7 +1,7 @@
 """README.md and docs/quickstart.md are run: their shell blocks in order, in a fresh clone.
 
 As a new user would, with `./inv` that installs into a new environment, and the whole demo: that
-is slow, five minutes of two processors. Else jobs.local.toml ends the demo after 10 steps, and
+is slow, five minutes of two processors. Else jobs.local.toml ends the demo after 6 steps, and
 the commands are typed to the environment that the tests run in; .ci/run has just installed that
 in a fresh clone of its own.
 """
@@ -50,8 +50,8 @@ def test_the_readme_is_one_screen() -> None:
 
 
 SHORTER = (
-    "[jobs.demo.training]\nglobal_batch_size = 8\ntrain_iters = 10\nlr_warmup_iters = 2\n"
-    "eval_interval = 5\neval_iters = 2\nsave_interval = 5\n"
+    "[jobs.demo.training]\nglobal_batch_size = 8\ntrain_iters = 6\nlr_warmup_iters = 1\n"
+    "eval_interval = 3\neval_iters = 1\nsave_interval = 3\n"
 )
 Type = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -95,7 +95,7 @@ def in_this_environment(line: str, clone: Path, folder: Path) -> subprocess.Comp
         (in_this_environment, SHORTER, 3, 7.9),
         pytest.param(in_a_new_environment, "", 10, 5.0, marks=pytest.mark.slow),
     ],
-    ids=["10 steps", "all steps, installed anew"],
+    ids=["6 steps", "all steps, installed anew"],
 )
 def test_its_commands_work_in_a_fresh_clone(
     tmp_path: Path, run_line: Type, more: str, last: int, losses: float

@@ -38,7 +38,7 @@ def trainer(
 ) -> Trainer:
     """A trainer of this rank, going on with what lies in `root`."""
     world = World.from_environment()
-    job = tiny_job(world.size, root, **{"eval_iters": 0, **training})
+    job = tiny_job(world.size, root, **{"eval_iters": 0, "micro_batch_size": 4, **training})
     more = (
         {"second": job.dataset.model_copy(update={"split": "50,50,0"})}
         if job.training.eval_iters
@@ -149,6 +149,7 @@ def resumed(root: Path) -> dict[str, Any]:
                 "precision": "bf16",
                 "optimizer": "sgd",
                 "recompute_granularity": "full",
+                "micro_batch_size": 2,
                 "rampup_batch_size": (4, 4, 16),
             },
         ),
@@ -200,7 +201,7 @@ def poisoned(
 ) -> dict[str, Any]:
     """Whenever this sample passes through a module, what it makes, or the gradient of that, is
     infinite."""
-    made = trainer(root, train_iters=10, **keys)
+    made = trainer(root, train_iters=10, micro_batch_size=2, **keys)
     running: list[Batch] = []
 
     def seed(batch: Batch, chunk: int) -> None:
