@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -169,6 +171,26 @@ def test_bash_completes_for_the_command_that_was_typed(project: Project) -> None
         "one of bash, zsh, fish"
         in trainkit(project.path, "--print-completion-script", "csh", exit=1).stderr
     )
+
+
+@pytest.mark.parametrize(
+    "words", [("--help",), ("--list",), ("--help", "train"), ("jobs",), ("jobs", "--json")]
+)
+def test_it_survives_a_reader_that_has_gone(project: Project, words: tuple[str, ...]) -> None:
+    """`trainkit jobs | head`: no traceback, and the code of a program that SIGPIPE ended."""
+    unread, out = os.pipe()
+    os.close(unread)
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "trainkit", *words],
+        cwd=project.path,
+        env=project.environment(),
+        stdout=out,
+        stderr=subprocess.PIPE,
+        stdin=subprocess.DEVNULL,
+        check=False,
+    )
+    os.close(out)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")
 
 
 def test_listing_and_completing_names_import_nothing_heavy(project: Project) -> None:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 from invoke.config import Config
 from invoke.context import Context
+from invoke.exceptions import Exit as InvokeExit
+from rich.markup import escape
 
+from trainkit.base.errors import ConfigError
+from trainkit.cli.tables import Listing
 from trainkit.cli.wrapper import TaskContext, make_task
 
 
@@ -31,3 +37,26 @@ def test_dry_runs(takes: bool, typed: bool | None, of_invoke: bool, expected: bo
         Context(Config(overrides={"run": {"dry": of_invoke}})), **words
     )
     assert told == [expected]
+
+
+HOSTILE = "\x1b]0;owned\x07\x1b[2J\x1b[31mred\r"
+
+
+def test_text_of_others_is_shown_and_not_obeyed(capsys: pytest.CaptureFixture[str]) -> None:
+    """Names, lines of data and messages of programs, by whichever way a task prints them."""
+
+    def body(task: TaskContext) -> None:
+        task.say(HOSTILE)
+        print(HOSTILE, file=sys.stderr)
+        listing = Listing("NAME")
+        listing.add_row(escape(HOSTILE))
+        task.console.print(listing)
+        task.console.print(escape(HOSTILE))
+        raise ConfigError(HOSTILE, hint=HOSTILE)
+
+    with pytest.raises(InvokeExit) as ended:
+        make_task()(body)(Context(Config()))
+    printed = capsys.readouterr()
+    everything = printed.out + printed.err + str(ended.value.message)
+    assert everything.count("\\x1b]0;owned") == 6
+    assert everything.replace("\n", "").isprintable()

@@ -3,7 +3,11 @@ shows it."""
 
 from __future__ import annotations
 
+import contextlib
 import re
+import sys
+from collections.abc import Iterator
+from typing import IO, cast
 
 _COLOURS = re.compile(r"\x1b\[[0-9;:]*m")
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -15,3 +19,44 @@ def printable(text: str) -> str:
     return _CONTROLS.sub(
         lambda match: f"\\x{ord(match[0]):02x}", _COLOURS.sub("", text.replace("\r\n", "\n"))
     )
+
+
+class OutputClosed(BrokenPipeError):
+    """Nobody reads what is printed any more, as in `invoke runs | head`."""
+
+
+class PrintableStream:
+    """An output whose text goes through `printable`. Everything else is that of the stream below
+    it, `raw`. Writing raises OutputClosed."""
+
+    def __init__(self, raw: IO[str]) -> None:
+        self.raw = raw
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.raw, name)
+
+    def write(self, text: str) -> int:
+        try:
+            self.raw.write(printable(text))
+        except BrokenPipeError:
+            raise OutputClosed from None
+        return len(text)
+
+    def flush(self) -> None:
+        try:
+            self.raw.flush()
+        except BrokenPipeError:
+            raise OutputClosed from None
+
+
+@contextlib.contextmanager
+def printable_output() -> Iterator[None]:
+    """Whatever is printed inside of it goes through `printable`. Raises OutputClosed."""
+    out = PrintableStream(sys.stdout)
+    error = PrintableStream(sys.stderr)
+    with (
+        contextlib.redirect_stdout(cast("IO[str]", out)),
+        contextlib.redirect_stderr(cast("IO[str]", error)),
+    ):
+        yield
+        out.flush()

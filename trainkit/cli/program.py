@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import os
+import sys
 import textwrap
 from collections.abc import Iterable
 from pathlib import Path
@@ -23,7 +24,7 @@ from invoke.terminals import pty_size
 
 from trainkit.base.extras import DISTRIBUTION
 from trainkit.cli.completion import SCRIPTS, TABLES, candidates, names_of
-from trainkit.cli.wrapper import command_in
+from trainkit.cli.wrapper import command_in, end_without_reader
 
 GROUPS = {
     "Start": ("init", "import", "jobs", "show", "check", "plan", "graph"),
@@ -279,7 +280,13 @@ def _flags_for(token: str, context: ParserContext, folder: Path) -> list[str]:
 
 def main() -> None:
     """The console command."""
-    TrainkitProgram(name="trainkit", binary="trainkit", binary_names=["trainkit"]).run()
+    try:
+        try:
+            TrainkitProgram(name="trainkit", binary="trainkit", binary_names=["trainkit"]).run()
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # of help, completion and the like; tasks end by themselves
+        sys.exit(end_without_reader().code)
 
 
 def _paths_as_options(given: list[str]) -> list[str]:

@@ -7,15 +7,50 @@ is too narrow some columns are left out, and a last line names them.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Sequence
+import sys
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from rich.cells import cell_len
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.segment import Segment
 from rich.text import Text
+
+from trainkit.base.printable import OutputClosed, PrintableStream, printable
 
 GAP = 2  # blanks between columns
 READABLE = 30  # columns in which a text may be broken between words
 NO_LIMIT = 10_000  # columns, if the output is not a terminal
+
+
+class Printer(Console):
+    """A console that shows the text of others and does not obey it: see `printable`.
+
+    Args:
+        stderr: it prints on stderr instead of stdout.
+    """
+
+    def __init__(self, stderr: bool) -> None:
+        stream = sys.stderr if stderr else sys.stdout
+        if isinstance(stream, PrintableStream):  # it would write out rich's own colours
+            stream = stream.raw
+        super().__init__(
+            file=stream,
+            highlight=False,
+            soft_wrap=True,
+            width=None if stream.isatty() else NO_LIMIT,
+        )
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            if segment.control:
+                yield segment
+            else:
+                yield segment._replace(text=printable(segment.text))
+
+    def on_broken_pipe(self) -> None:
+        raise OutputClosed
 
 
 class Listing:

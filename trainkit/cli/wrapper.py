@@ -27,6 +27,7 @@ from invoke.tasks import Task
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.extras import MissingExtra
 from trainkit.base.files import blocking_owner, restrict_umask
+from trainkit.base.printable import OutputClosed, printable, printable_output
 from trainkit.cli.parameters import Signature, signature_of
 
 if TYPE_CHECKING:
@@ -58,20 +59,9 @@ class TaskContext:
     @functools.cached_property
     def console(self) -> Console:
         """For text and tables: stdout, or stderr with `--json`."""
-        from rich.console import Console
+        from trainkit.cli.tables import Printer
 
-        from trainkit.cli.tables import NO_LIMIT
-
-        if self.json:
-            stream = sys.stderr
-        else:
-            stream = sys.stdout
-        return Console(
-            stderr=self.json,
-            highlight=False,
-            soft_wrap=True,
-            width=None if stream.isatty() else NO_LIMIT,
-        )
+        return Printer(stderr=self.json)
 
     def say(self, text: str = "") -> None:
         """Print one line of text, without markup."""
@@ -196,6 +186,14 @@ def _refuse_flags_as_arguments(
             )
 
 
+def _print_document(document: Mapping[str, object]) -> None:
+    """Print what `--json` promises. Raises OutputClosed."""
+    try:
+        print(json.dumps(document), flush=True)
+    except BrokenPipeError:
+        raise OutputClosed from None
+
+
 def _ending(
     task: TaskContext, message: str, exit: Exit, problems: list[dict[str, object]] | None = None
 ) -> InvokeExit:
@@ -203,8 +201,14 @@ def _ending(
     printed as well."""
     if task.json:
         plain = [{"message": message, "hint": "", "file": None, "line": None}]
-        print(json.dumps({"schema": "error/1", "exit": int(exit), "problems": problems or plain}))
-    return InvokeExit(message, code=int(exit))
+        _print_document({"schema": "error/1", "exit": int(exit), "problems": problems or plain})
+    return InvokeExit(printable(message), code=int(exit))
+
+
+def end_without_reader() -> InvokeExit:
+    """The exception that ends a program whose output nobody reads, as SIGPIPE would end it."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return InvokeExit(code=128 + signal.SIGPIPE)
 
 
 def _with_command(task: TaskContext, text: str) -> str:
@@ -261,7 +265,10 @@ def _run_task(task: TaskContext, body: Callable[[], TaskResult | None]) -> None:
             # a terminal that is not UTF-8 still gets all that it can show
             stream.reconfigure(errors="backslashreplace")
     try:
-        result = body()
+        with printable_output():
+            result = body()
+        if result is not None and task.json:
+            _print_document(result.document)
     except MissingExtra as error:
         _install_and_restart(task, error)
         raise _ending(task, f"error: {error}", error.exit, error.problems()) from None
@@ -270,28 +277,22 @@ def _run_task(task: TaskContext, body: Callable[[], TaskResult | None]) -> None:
         raise _ending(task, message, error.exit, error.problems()) from None
     except KeyboardInterrupt:
         raise _ending(task, "interrupted; what was finished is kept", Exit.INTERRUPTED) from None
-    except BrokenPipeError:
-        # the reader is gone: `invoke runs | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise InvokeExit(code=128 + signal.SIGPIPE) from None
+    except OutputClosed:
+        raise end_without_reader() from None
     except OSError as system_error:
         ours = _error_of_system(system_error)
         problems = None
         if isinstance(system_error, PermissionError):
             problems = ours.problems()
         raise _ending(task, f"error: {ours}", ours.exit, problems) from None
-    except InvokeExit:
-        raise
+    except InvokeExit as ended:
+        raise InvokeExit(ended.message and printable(ended.message), code=ended.code) from None
     except Exception:
-        traceback.print_exc()
+        print(printable(traceback.format_exc()), end="", file=sys.stderr)
         raise _ending(
             task,
             "error: this is a bug in trainkit; please report it with the lines above",
             Exit.BUG,
         ) from None
-    if result is None:
-        return
-    if task.json:
-        print(json.dumps(result.document))
-    if result.exit:
+    if result is not None and result.exit:
         raise InvokeExit(code=int(result.exit))
