@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import random
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.reports.drill import START, three_kills
 from trainkit.reports.ledger import BINS, AttemptTimes, RunTimes, build_ledger
-from trainkit.reports.times import read_run_times
+from trainkit.reports.times import read_run_times, seconds_of
+from trainkit.runs.attempt_report import report_attempts
 from trainkit.runs.phases import PhaseChange, PhaseLog, read_phases
 from trainkit.runs.record import read_run_record
 
@@ -42,6 +46,30 @@ def test_a_run_that_failed_has_lost_what_no_checkpoint_holds(tmp_path: Path) -> 
     assert seconds["training"] == pytest.approx(drill.bins["training"] - 115)
     assert seconds["data"] == pytest.approx(drill.bins["data"] - 5)
     assert sum(seconds.values()) == pytest.approx(drill.now - START)
+
+
+def test_a_lost_supervisor_is_known_by_its_last_signs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its attempt is over although the run goes on, and lasted as long as rank 0 wrote its log."""
+    drill = three_kills(tmp_path, ahead=37.5)
+    third = drill.run.attempt(3)
+    events = third.events.read_text().splitlines(keepends=True)
+    killed = seconds_of(json.loads(events.pop())["time"])
+    assert killed is not None
+    third.events.write_text("".join(events))
+    third.log(0).parent.mkdir()
+    third.log(0).write_text("step 33\n")
+    os.utime(third.log(0), (killed + 37.5, killed + 37.5))
+    monkeypatch.setattr(time, "time", lambda: drill.now)
+    record = replace(read_run_record(drill.run), state="running")
+    assert build_ledger(read_run_times(record)).seconds == pytest.approx(drill.bins, abs=0.002)
+    os.utime(third.log(0), (drill.now, drill.now))  # as a copy has it
+    seconds = build_ledger(read_run_times(record)).seconds
+    assert seconds["training"] == pytest.approx(drill.bins["training"], abs=0.002)
+    assert sum(seconds.values()) == pytest.approx(drill.now - START)
+    ends = [each.failure_class for each in report_attempts(drill.run, record)]
+    assert ends == ["infra", "infra", "infra", "success"]
 
 
 def test_half_written_and_missing_files_cost_no_second(tmp_path: Path) -> None:

@@ -52,11 +52,8 @@ class PrintableStream:
 @contextlib.contextmanager
 def printable_output() -> Iterator[None]:
     """Whatever is printed inside of it goes through `printable`. Raises OutputClosed."""
-    out = PrintableStream(sys.stdout)
-    error = PrintableStream(sys.stderr)
-    with (
-        contextlib.redirect_stdout(cast("IO[str]", out)),
-        contextlib.redirect_stderr(cast("IO[str]", error)),
-    ):
+    out = cast("IO[str]", PrintableStream(sys.stdout))
+    err = cast("IO[str]", PrintableStream(sys.stderr))
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         yield
         out.flush()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import re
@@ -47,11 +48,20 @@ def seconds_of(text: object) -> float | None:
 def read_run_times(record: RunRecord) -> RunTimes:
     """The times of a run."""
     run = record.run
+    folders = run.attempts()
     attempts = [
         times
-        for folder in run.attempts()
-        if (times := _attempt_times(folder, live=record.state in LIVE)) is not None
+        for folder in folders
+        if (times := _attempt_times(folder, live=folder is folders[-1] and record.state in LIVE))
+        is not None
     ]
+    for index, following in enumerate(attempts[1:]):
+        before = attempts[index]
+        attempts[index] = replace(  # a copied log is younger than what is in it
+            before,
+            ranks_ended=min(before.ranks_ended, following.started),
+            ended=min(before.ended, following.started),
+        )
     try:
         queued = [seconds_of(job.submitted) for job in read_slurm_jobs(run)]
     except (TrainkitError, TypeError, KeyError):
@@ -125,7 +135,7 @@ def _clock_offset(events: Sequence[Event]) -> float:
 def _last_sign(
     folder: AttemptFolder, events: Sequence[Event], phases: Sequence[PhaseChange], offset: float
 ) -> float:
-    """When an attempt without an end was last heard of.
+    """When an attempt without an end was last heard of: its events, phases, heartbeat and log.
 
     Args:
         folder: the attempt.
@@ -135,6 +145,8 @@ def _last_sign(
     """
     signs = [seconds_of(event.time) or 0.0 for event in events[-1:]]
     signs += [change.time for change in phases[-1:]]
+    with contextlib.suppress(OSError):
+        signs.append(folder.log(0).stat().st_mtime - offset)
     try:
         beat = json.loads(folder.heartbeat(0).read_text())
         signs.append(float(beat["time"]) - offset)

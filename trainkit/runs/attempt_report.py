@@ -93,12 +93,24 @@ def report_attempt(attempt: AttemptFolder) -> AttemptReport:
 
 def report_attempts(run: RunFolder, record: RunRecord) -> list[AttemptReport]:
     """All attempts of a run, oldest first. If the supervisor of the last one was lost, the record
-    says how it ended."""
+    says how it ended. One that another attempt followed was lost in any case."""
     reports = [report_attempt(attempt) for attempt in run.attempts()]
+    for index, report in enumerate(reports[:-1]):
+        if report.failure_class is None:
+            reports[index] = _without_supervisor(report)
     lost = bool(reports) and reports[-1].failure_class is None
     if lost and record.state in ("failed", "unknown"):
         reports[-1] = _as_recorded(reports[-1], record)
     return reports
+
+
+def _without_supervisor(report: AttemptReport) -> AttemptReport:
+    return replace(
+        report,
+        exit=int(Exit.RANK_INFRA),
+        failure_class="infra",
+        root_cause={"message": "its supervisor is gone and did not say how it ended"},
+    )
 
 
 def _as_recorded(report: AttemptReport, record: RunRecord) -> AttemptReport:

@@ -173,16 +173,15 @@ def _print(
     if len(failure.later) > MAX_LATER:
         task.say(f"later: {len(failure.later) - MAX_LATER} more ranks")
     if len(reports) > 1:
-        unfinished = "running" if record.state == "running" else "supervisor lost"
-        task.console.print(_attempts_table(reports, unfinished))
+        task.console.print(_attempts_table(reports, record.state))
 
 
-def _attempts_table(reports: Sequence[AttemptReport], unfinished: str) -> Listing:
+def _attempts_table(reports: Sequence[AttemptReport], state: str) -> Listing:
     """A row per attempt.
 
     Args:
         reports: all attempts.
-        unfinished: what is said about one without an end.
+        state: that of the run, for an attempt without an end.
     """
     table = Listing("attempt", "exit", "class", "rank", "host", "step", "what")
     for report in reports:
@@ -191,7 +190,7 @@ def _attempts_table(reports: Sequence[AttemptReport], unfinished: str) -> Listin
         if cause.get("message"):
             what = (_describe(cause).splitlines() or [""])[0]
         elif not report.failure_class:
-            what = unfinished
+            what = state
         cells = [
             report.attempt,
             report.exit,
