@@ -37,10 +37,10 @@ def run(device: DeviceType, size: Size, folder: Path) -> Iterator[Finding]:
         yield not_shown("kernels", "this checkout has no benchmarks/kernels.py")
         return
     cases = importlib.import_module("benchmarks.kernels")
-    library = importlib.import_module("trainkit.ops.library")
+    kernels = importlib.import_module("trainkit.ops.kernels")
     try:
-        fused = importlib.import_module("trainkit.ops.kernels").choose("fused", device).kernels
-    except library.Unavailable as error:
+        fused = kernels.choose("fused", device).kernels
+    except kernels.Unavailable as error:
         yield not_shown("kernels", "not built: " + "; ".join(str(error).split("\n  ")))
         return
     yield from _numerics(cases, fused, device, size)

@@ -20,7 +20,7 @@ from tests.ops.op_cases import why_no_kernels
 from tests.train.support import tiny_job
 from trainkit.base.errors import Exit
 from trainkit.base.install import InstallError
-from trainkit.ops import build, kernels, library
+from trainkit.ops import build, kernels
 from trainkit.stages.build import INDEX, KERNELS, BuildStage
 
 NAME = build.LIBRARY_FILE.name
@@ -134,10 +134,10 @@ def _sleepers(root: Path) -> list[int]:
 def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Where this process looks for the library: nothing is there."""
     path = tmp_path / NAME
-    monkeypatch.setattr(library, "LIBRARY_FILE", path)
-    library._load.cache_clear()
+    monkeypatch.setattr(kernels, "LIBRARY_FILE", path)
+    kernels._load.cache_clear()
     yield path
-    library._load.cache_clear()
+    kernels._load.cache_clear()
 
 
 def test_auto_says_why_and_fused_refuses(nowhere: Path) -> None:
@@ -147,7 +147,7 @@ def test_auto_says_why_and_fused_refuses(nowhere: Path) -> None:
         f"kernels: reference, because the fused kernels are not compiled ({nowhere} is not there);"
         " compile them: ./inv build"
     )
-    with pytest.raises(library.Unavailable) as refused:
+    with pytest.raises(kernels.Unavailable) as refused:
         kernels.choose("fused", "cpu")
     assert refused.value.exit == Exit.STAGE_STALE and "./inv build" in refused.value.hint
     assert kernels.choose("reference", "cpu") == kernels.Choice(kernels.REFERENCE)

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.library import opcheck
 
 from trainkit.jobs.schema import Training
-from trainkit.ops import adamw, library
+from trainkit.ops import adamw
 from trainkit.ops.adamw import Rule, Weights
-from trainkit.ops.kernels import FUSED, REFERENCE, Kernels
+from trainkit.ops.kernels import FUSED, REFERENCE, Kernels, Unavailable, load
 from trainkit.train.update.optimizer import Optimizer
 
 RULE = Rule(0.8, 0.95, 1e-3)  # not torch's own defaults
@@ -24,8 +24,8 @@ GO, SKIP = torch.tensor(0.0), torch.tensor(1.0)
 @pytest.fixture(autouse=True, scope="module")
 def _kernels() -> None:
     try:
-        library.load("cpu")
-    except library.Unavailable as error:
+        load("cpu")
+    except Unavailable as error:
         pytest.skip(str(error))
 
 

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 from torch.library import opcheck
 
-from trainkit.ops import causal_attention, library
+from trainkit.ops import causal_attention, kernels
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _kernels() -> None:
     try:
-        library.load("cpu")
-    except library.Unavailable as error:
+        kernels.load("cpu")
+    except kernels.Unavailable as error:
         pytest.skip(str(error))
     if not causal_attention.runs_here():
         pytest.skip("the processor has no AVX512-BF16: torch's attention is used")

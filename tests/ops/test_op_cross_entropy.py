@@ -11,7 +11,7 @@ from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from trainkit.ops import cross_entropy, library
+from trainkit.ops import cross_entropy, kernels
 from trainkit.ops.cross_entropy import NO_LABEL
 from trainkit.ops.kernels import choose
 from trainkit.train.model.head_loss import Labels, head_loss
@@ -31,8 +31,8 @@ BOUND = {
 @pytest.fixture(autouse=True, scope="module")
 def _kernels() -> None:
     try:
-        library.load("cpu")
-    except library.Unavailable as error:
+        kernels.load("cpu")
+    except kernels.Unavailable as error:
         pytest.skip(str(error))
 
 

@@ -1,33 +1,38 @@
 """Which implementation of each operation a job computes with: the one seam between the model, the
-trainer and the kernels.
+trainer and the kernels. What computes the fused ones is loaded here, once a process: for CPUs the
+library that `invoke build` compiles from csrc/kernels, for CUDA devices the Triton kernels.
 
 A model is given a `Kernels` and calls its fields; it never asks which one it has.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from trainkit.base.documents import document
+from trainkit.base.errors import Exit, TrainkitError
 from trainkit.ops import (
     adamw,
     causal_attention,
     cross_entropy,
     gelu,
     layer_norm,
-    library,
     rms_norm,
     rotary,
     scaled_softmax,
     swiglu,
 )
-from trainkit.ops.build import LIBRARY_FILE, origin_of
+from trainkit.ops.build import LIBRARY_FILE, origin_of, why_unusable
 
 Wanted = Literal["auto", "reference", "fused"]
+_lock = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -117,6 +122,48 @@ FUSED = Kernels(
 )
 
 
+class Unavailable(TrainkitError):
+    """There are no fused operations for a kind of device; the message says why, the hint how to
+    get them."""
+
+    def __init__(self, why: str, hint: str) -> None:
+        super().__init__(why, exit=Exit.STAGE_STALE, hint=hint)
+
+
+def load(device_type: str) -> None:
+    """Make the operations work on devices of a type: "cpu" or "cuda". The first call of a process
+    does the work. Raises Unavailable."""
+    with _lock:
+        _load(device_type)
+
+
+@cache
+def _load(device_type: str) -> None:
+    if device_type == "cpu":
+        if why := why_unusable(LIBRARY_FILE, torch.__version__):
+            raise Unavailable(why, "compile them: ./inv build")
+        try:
+            torch.ops.load_library(str(LIBRARY_FILE))  # type: ignore[no-untyped-call]
+        except OSError as error:
+            raise Unavailable(
+                f"{LIBRARY_FILE} cannot be loaded: {error}", "compile it again: ./inv build --force"
+            ) from None
+    elif device_type == "cuda":
+        try:
+            from trainkit.ops.triton_kernels.register import register
+        except ModuleNotFoundError as error:
+            raise Unavailable(
+                f"fused operations for GPUs need {error.name}, which is not installed",
+                "it comes with CUDA builds of torch: install one",
+            ) from None
+        register()
+    else:
+        raise Unavailable(
+            f"there are no fused operations for devices of type {device_type!r}",
+            "kernels = 'reference' runs on all of them",
+        )
+
+
 UNMEASURED = (
     "no GPU has run the fused ones yet, and what is faster there is not measured; kernels = 'fused'"
     " takes them"
@@ -157,15 +204,15 @@ def choose(wanted: Wanted, device_type: str) -> Choice:
     """The kernels for a job's `kernels` and the type of its device ("cpu", "cuda").
 
     Raises:
-        library.Unavailable: "fused" is wanted and is not there.
+        Unavailable: "fused" is wanted and is not there.
     """
     if wanted == "reference":
         return Choice(REFERENCE)
     if wanted == "auto" and device_type == "cuda":
         return Choice(REFERENCE, UNMEASURED)
     try:
-        library.load(device_type)
-    except library.Unavailable as error:
+        load(device_type)
+    except Unavailable as error:
         if wanted == "fused":
             raise
         return Choice(REFERENCE, f"{error.message}; {error.hint}")

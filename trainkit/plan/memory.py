@@ -152,7 +152,7 @@ class Memory:
 
 def _native_states(job: Job, layout: Layout, chunks: list[list[Unit]]) -> dict[str, int]:
     zero = job.parallelism.zero_stage
-    moments = moments_of(job.training)
+    moments = len(moments_of(job.training))
     w = width(job)
     t = layout.tensor
     if job.cluster.device_type == "cpu":
@@ -201,7 +201,7 @@ def _states(
             held.weights * gathered_at_once(chunks, layout.tensor) if zero == 3 else 0
         ),
         "gradient_bytes": kept(held.gradients, 2),
-        "optimizer_bytes": kept(held.master + moments_of(job.training) * held.moment, 1),
+        "optimizer_bytes": kept(held.master + len(moments_of(job.training)) * held.moment, 1),
         "buffer_bytes": width(job) * buckets,
     }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import assert_never
 
 from trainkit.jobs.devices import Precision
 from trainkit.jobs.schema import Training
@@ -85,11 +86,12 @@ class Rules:
     memory_band: tuple[float, float] | None = None
 
 
-def moments_of(training: Training) -> int:
-    """Numbers that the optimizer keeps of every parameter: two of Adam, one of SGD with
-    momentum."""
-    if training.optimizer == "adam":
-        return 2
-    if training.sgd_momentum:
-        return 1
-    return 0
+def moments_of(training: Training) -> tuple[str, ...]:
+    """What the optimizer keeps of every parameter, by torch's names."""
+    match training.optimizer:
+        case "adam":
+            return ("exp_avg", "exp_avg_sq")
+        case "sgd":
+            return ("momentum_buffer",) if training.sgd_momentum else ()
+        case unknown:
+            assert_never(unknown)

@@ -18,7 +18,7 @@ def checkpoint_bytes_per_parameter(training: Training, rules: Rules = NATIVE) ->
     """Bytes a parameter: native 12, the fp32 weight and Adam's two moments; Megatron-LM,
     GPT-NeoX and NeMo 14, with the 16-bit weight (BLOOM-176B: 2.244 TiB, GPT-NeoX-20B: 268.0 GiB,
     as published). SGD's one momentum makes 4 less, none 8 less."""
-    return rules.checkpoint_weights[training.precision] + 4 * moments_of(training)
+    return rules.checkpoint_weights[training.precision] + 4 * len(moments_of(training))
 
 
 def read_seconds(size: float, tier: Filesystem | None) -> float | None:

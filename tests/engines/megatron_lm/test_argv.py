@@ -341,6 +341,14 @@ def test_defaults_are_left_out_only_where_the_table_is_of_that_version() -> None
     assert near["--seed"] == (1234.0,)
 
 
+def test_an_optimizer_without_words_of_the_engine_ends_in_an_error() -> None:
+    """Not in Adam."""
+    job = tiny()
+    other = job.training.model_copy(update={"optimizer": "lion"})
+    with pytest.raises(AssertionError, match="lion"):
+        argv_of(job.model_copy(update={"training": other}))
+
+
 def test_a_loss_scale_and_betas_of_ones_own() -> None:
     job = job_of("jean-zay-7-5b", "training.initial_loss_scale=65536.0", "training.adam_beta1=0.8")
     words = argv_of(job)
@@ -380,6 +388,7 @@ def test_what_has_no_interval_happens_at_the_end_only() -> None:
           "model.output_layer_init_method=scaled"], "core-0.12.0", "gpt_j_residual"),
         (["model.init_method=small_init"], "core-0.12.0", "model.init_method = 'small_init'"),
         (["training.z_loss=1e-4"], "core-0.12.0", "training.z_loss"),
+        (["training.z_loss=1e-4", "training.optimizer=sgd"], "core-0.12.0", "training.z_loss"),
         (["training.on_nan=skip"], "core-0.12.0", "training.on_nan = 'skip'"),
         (["training.on_spike=stop"], "core-0.12.0", "training.on_spike"),
         (["training.recompute_granularity=full", "training.recompute_every=2"],

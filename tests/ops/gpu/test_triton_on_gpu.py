@@ -14,7 +14,7 @@ if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
 
 from tests.ops.gpu import kernel_cases
-from trainkit.ops import kernels, library
+from trainkit.ops import kernels
 
 pytestmark = pytest.mark.gpu
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -67,7 +67,7 @@ def test_numbers_and_bits(build: Build, dtype: torch.dtype) -> None:
 
 
 def test_infinite_and_missing_numbers_propagate() -> None:
-    library.load("cuda")
+    kernels.load("cuda")
     x = torch.randn(4, 4096, device="cuda")
     x[1, 7] = torch.nan
     x[2, 9] = torch.inf
@@ -78,7 +78,7 @@ def test_infinite_and_missing_numbers_propagate() -> None:
 
 def test_more_than_2_31_elements() -> None:
     """Addresses are computed in 64 bits."""
-    library.load("cuda")
+    kernels.load("cuda")
     rows = 2**31 // 16384 + 8
     x = torch.zeros(rows, 16384, dtype=torch.bfloat16, device="cuda")
     x[-1] = 3
@@ -88,7 +88,7 @@ def test_more_than_2_31_elements() -> None:
 
 def test_torch_accepts_the_operations() -> None:
     """Schema, fake tensors, gradients, and fullgraph compilation."""
-    library.load("cuda")
+    kernels.load("cuda")
     x = torch.randn(8, 512, device="cuda", requires_grad=True)
     w = torch.randn(512, device="cuda", requires_grad=True)
     torch.library.opcheck(torch.ops.trainkit.rms_norm.default, (x, w, 1e-5))
@@ -106,7 +106,7 @@ def test_torch_accepts_the_operations() -> None:
 
 def test_rows_of_any_strides() -> None:
     """A part of a wider matrix, every second column, one row repeated."""
-    library.load("cuda")
+    kernels.load("cuda")
     whole = torch.randn(64, 1024, device="cuda")
     w = torch.randn(256, device="cuda")
     for x in (whole[:, 128:384], whole[:, :512:2], whole[:1, :256].expand(9, 256), whole[:0, :256]):

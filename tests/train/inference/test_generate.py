@@ -21,7 +21,7 @@ from tests.trained import EOD, MODEL, new_run, prepare, text_job, write_checkpoi
 from trainkit.base.errors import ConfigError, TrainkitError
 from trainkit.jobs.devices import built_in_device
 from trainkit.jobs.schema import Cluster, Dataset
-from trainkit.ops.library import Unavailable
+from trainkit.ops.kernels import Unavailable
 from trainkit.runs.checkpoints import open_checkpoint
 from trainkit.runs.folder import RunFolder
 from trainkit.train.decoding.continuation import DecodingState, Generation, continuation
@@ -293,7 +293,7 @@ def test_it_says_why_it_computes_without_the_fused_kernels(
     def absent(_: str) -> None:
         raise Unavailable("they are not there", "compile them")
 
-    monkeypatch.setattr("trainkit.ops.library.load", absent)
+    monkeypatch.setattr("trainkit.ops.kernels.load", absent)
     saved, job = open_checkpoint(run.checkpoints / "step-00000005"), text_job(run.root)
     load_model(job, saved, torch.device("cpu"), torch.float32, TensorGroup(1, rank=1))
     assert capsys.readouterr().err == "", "one rank of a group says it for all"

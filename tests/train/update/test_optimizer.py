@@ -19,6 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from tests.train.support import local_gradients
 from trainkit.jobs.schema import Training
 from trainkit.ops import adamw
+from trainkit.plan.rules import moments_of
 from trainkit.train.torch_compat import local_part
 from trainkit.train.update.optimizer import Optimizer, divisor, squared_norm
 
@@ -215,6 +216,15 @@ def test_going_on_from_saved_state(optimizer: str) -> None:
     for step in range(3, 6):
         take(other, resumed, step)
     assert_same(everything(other, resumed), everything(whole, parameters))
+
+
+def test_an_optimizer_without_a_rule_ends_in_an_error() -> None:
+    """Not in SGD, and not in a plan for SGD."""
+    other = training("adam").model_copy(update={"optimizer": "lion"})
+    with pytest.raises(AssertionError, match="lion"):
+        Optimizer(new_parameters(), other)
+    with pytest.raises(AssertionError, match="lion"):
+        moments_of(other)
 
 
 def test_names_of_the_state() -> None:

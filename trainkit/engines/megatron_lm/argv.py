@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import assert_never
 
 from trainkit.base.errors import ConfigError, Problem
 from trainkit.engines.megatron_lm.data import MegatronData, put_data, put_tokenizer
@@ -223,19 +224,22 @@ def _put_optimizer(words: MegatronWords, job: Job) -> None:
     if training.lr_decay_style == "WSD":
         for key in ("lr_wsd_decay_style", "lr_wsd_decay_iters"):
             words.put(key.replace("_", "-"), getattr(training, key), f"training.{key}")
-    if training.optimizer == "sgd":
-        words.put("optimizer", "sgd", "training.optimizer")
-        words.put_unless_default("sgd-momentum", training.sgd_momentum, "training.sgd_momentum")
-        return
-    if (training.adam_beta1, training.adam_beta2) != (0.9, 0.999) or words.table.notice:
-        words.put("adam-beta1", training.adam_beta1, "training.adam_beta1")
-        words.put("adam-beta2", training.adam_beta2, "training.adam_beta2")
-    words.put_unless_default("adam-eps", training.adam_eps, "training.adam_eps")
     if training.z_loss:
         words.refuse(
             f"training.z_loss {training.z_loss:g}: Megatron-LM has none on the logits of the model",
             "set training.z_loss = 0.0, or engine = 'native'",
         )
+    match training.optimizer:
+        case "sgd":
+            words.put("optimizer", "sgd", "training.optimizer")
+            words.put_unless_default("sgd-momentum", training.sgd_momentum, "training.sgd_momentum")
+        case "adam":
+            if (training.adam_beta1, training.adam_beta2) != (0.9, 0.999) or words.table.notice:
+                words.put("adam-beta1", training.adam_beta1, "training.adam_beta1")
+                words.put("adam-beta2", training.adam_beta2, "training.adam_beta2")
+            words.put_unless_default("adam-eps", training.adam_eps, "training.adam_eps")
+        case unknown:
+            assert_never(unknown)
 
 
 def _put_precision(words: MegatronWords, job: Job) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import NamedTuple, assert_never
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from torch.optim.sgd import sgd
 from trainkit.jobs.schema import Training
 from trainkit.ops.adamw import Rule, Weights
 from trainkit.ops.kernels import REFERENCE, Kernels
+from trainkit.plan.rules import moments_of
 from trainkit.train.torch_compat import like, local_part, scale_in_place
 
 
@@ -65,7 +66,7 @@ class Optimizer:
         kernels: Kernels = REFERENCE,
     ) -> None:
         self._parameters = parameters
-        self.moments = _moments_of(training)
+        self.moments = moments_of(training)
         device = next(iter(parameters.values())).device
         # applied updates; the place in the table of learning rates
         self.steps = torch.zeros((), dtype=torch.int64, device=device)
@@ -74,11 +75,14 @@ class Optimizer:
             for name, p in parameters.items()
         }
         self._update: Callable[[list[_Held], Tensor, Tensor, Tensor, Tensor], None]
-        if training.optimizer == "adam":
-            rule = Rule(training.adam_beta1, training.adam_beta2, training.adam_eps)
-            self._update = partial(_adamw, kernels, rule, training.weight_decay)
-        else:
-            self._update = partial(_sgd, training.sgd_momentum, training.weight_decay)
+        match training.optimizer:
+            case "adam":
+                rule = Rule(training.adam_beta1, training.adam_beta2, training.adam_eps)
+                self._update = partial(_adamw, kernels, rule, training.weight_decay)
+            case "sgd":
+                self._update = partial(_sgd, training.sgd_momentum, training.weight_decay)
+            case unknown:
+                assert_never(unknown)
 
     @torch.no_grad()
     def step(
@@ -138,15 +142,6 @@ class Optimizer:
         """Tell how many updates the state has seen: AdamW's bias correction and the learning
         rate go on from there."""
         self.steps.fill_(steps)
-
-
-def _moments_of(training: Training) -> tuple[str, ...]:
-    """torch's names of what is kept of every parameter."""
-    if training.optimizer == "adam":
-        return ("exp_avg", "exp_avg_sq")
-    if training.sgd_momentum:
-        return ("momentum_buffer",)
-    return ()
 
 
 def _adamw(
