@@ -102,8 +102,10 @@ def test_a_run_that_never_began_and_one_without_columns(tmp_path: Path) -> None:
     assert "agent_joined" in report_page(read_report(run, report.record))
 
 
-def test_thinning_keeps_spikes_gaps_and_evaluations(tmp_path: Path) -> None:
-    """Of many rows few are read, and those that matter are among them."""
+@pytest.mark.parametrize("between", ["", '"z_loss": 0.1, '])
+def test_thinning_keeps_spikes_gaps_and_evaluations(tmp_path: Path, between: str) -> None:
+    """Of many rows few are read, and those that matter are among them, whichever keys stand
+    between the loss and the norm."""
     path = tmp_path / "metrics.jsonl"
     count = 12 * WHOLE_ROWS
     lines = [row(step) for step in range(count)]
@@ -115,7 +117,7 @@ def test_thinning_keeps_spikes_gaps_and_evaluations(tmp_path: Path) -> None:
         json.dumps({"step": 2222, "consumed_samples": 1, "eval": "v", "lm_loss": 1}) + "\n"
     )
     lines[3333] = '{"step": 3333, torn\n'
-    path.write_text("".join(lines))
+    path.write_text("".join(lines).replace('"grad_norm"', between + '"grad_norm"'))
     found = read_thinned(path)
     steps = {each["step"] for each in found.rows}
     assert {0, 777, 888, 999, 1111, 2222} <= steps and found.thinned

@@ -25,12 +25,8 @@ STRETCHES = 1500
 BLOCK = 2**22  # bytes that are looked at together: what a cache holds
 EVALUATION = b'"eval":'
 NEWLINE = 10
-BETWEEN = b', "grad_norm": '
-_PAIR = re.compile(rb'"lm_loss": ([^,}\n]+, "grad_norm": [^,}\n]+)')
-_TIME = re.compile(rb'"elapsed_ms": ([^,}\n]+)')
-_PATTERNS = (  # with a group for each number that decides
-    re.compile(rb'"lm_loss": ([^,}\n]+)(?:, "grad_norm": ([^,}\n]+))?'),
-    _TIME,
+_PATTERNS = tuple(  # of the numbers that decide
+    re.compile(rb'"%b": ([^,}\n]+)' % key) for key in (b"lm_loss", b"grad_norm", b"elapsed_ms")
 )
 
 
@@ -168,60 +164,30 @@ def _chosen(lines: _Lines, per_stretch: int) -> Iterator[tuple[int, bool]]:
 
 def _columns(lines: _Lines) -> tuple[list[NDArray[np.float64]], bool]:
     """The deciding numbers of every line, NaN where a line has none or it is not finite; and
-    whether every line is one of a training step, which alone have a time."""
-    if (whole := _whole_columns(lines)) is not None:
-        return whole, True
+    whether every line is one of a training step, which alone have all of them."""
     columns = []
     complete = True
     for pattern in _PATTERNS:
         found = pattern.findall(lines.block)
         if len(found) != len(lines):  # evaluations, torn lines, fewer columns
             complete = False
+            if not found:
+                continue
             found = [_first(pattern, lines[index]) for index in range(len(lines))]
-        if pattern.groups == 1:
-            columns.append(_numbers(found))
-        else:
-            columns += [_numbers(column) for column in zip(*found, strict=True)]
+        columns.append(_numbers(found))
     return columns, complete
 
 
-def _whole_columns(lines: _Lines) -> list[NDArray[np.float64]] | None:
-    """The same where every line has all of them, which is usual; None where one has not."""
-    pairs = _PAIR.findall(lines.block)
-    times = _TIME.findall(lines.block)
-    if not len(pairs) == len(times) == len(lines):
-        return None
-    numbers = b",".join(pairs).replace(BETWEEN, b",")
-    try:  # a parser of JSON reads a list of numbers three times as fast as numpy does; null is NaN
-        both = np.array(orjson.loads(b"[%b]" % numbers), dtype=np.float64)
-        seconds = np.array(orjson.loads(b"[%b]" % b",".join(times)), dtype=np.float64)
-    except (ValueError, TypeError):
-        return None
-    if len(both) != 2 * len(lines):
-        return None
-    return [both[0::2], both[1::2], seconds]
-
-
-def _first(pattern: re.Pattern[bytes], line: bytes) -> bytes | tuple[bytes, ...]:
-    """As `findall` has it for one line."""
+def _first(pattern: re.Pattern[bytes], line: bytes) -> bytes:
     match = pattern.search(line)
-    if match is None:
-        groups: tuple[bytes, ...] = (b"nan",) * pattern.groups
-    else:
-        groups = match.groups(b"nan")
-    if pattern.groups == 1:
-        return groups[0]
-    return groups
+    return match[1] if match else b"null"
 
 
 def _numbers(found: Sequence[bytes]) -> NDArray[np.float64]:
-    words = found
-    if b"null" in found or b"" in found:
-        words = [b"nan" if word in (b"null", b"") else word for word in found]
-    try:
-        return np.array(words, dtype="S32").astype(np.float64)
-    except ValueError:
-        return np.array([_number(word) for word in words])
+    try:  # a parser of JSON reads a list of numbers three times as fast as numpy does; null is NaN
+        return np.array(orjson.loads(b"[%b]" % b",".join(found)), dtype=np.float64)
+    except (ValueError, TypeError):
+        return np.array([_number(word) for word in found])
 
 
 def _number(word: bytes) -> float:
