@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import json
 import os
 import re
 import signal
@@ -33,7 +34,15 @@ def ask(port: int, path: str, host: str = "", method: str = "GET") -> tuple[int,
 @pytest.fixture
 def port(tmp_path: Path) -> Iterator[int]:
     """A board of one good run, one that cannot be read, and a root that is no folder."""
-    three_kills(tmp_path)
+    drill = three_kills(tmp_path)
+    steps = [
+        {"step": n, "consumed_samples": n, "lm_loss": 5 - n, "tokens_per_second": 30500.0}
+        for n in (1, 2)
+    ]
+    evaluation = {"step": 2, "consumed_samples": 2, "lm_loss": 4, "eval": "valid"}
+    drill.run.metrics.write_text(
+        "".join(json.dumps(row) + "\n" for row in (*steps, evaluation)) + '{"step": 3, "torn'
+    )
     broken = tmp_path / "runs" / "j<b>" / "20270101-000000-bbbb"
     (broken / "launch").mkdir(parents=True)
     (broken / "job.json").write_text("{}")
@@ -50,6 +59,7 @@ def port(tmp_path: Path) -> Iterator[int]:
 def test_runs_and_their_reports(port: int) -> None:
     status, text = ask(port, f"/{TOKEN}/")
     assert status == 200 and 'http-equiv="refresh"' in text and "succeeded" in text
+    assert "3.0000" in text and "30.5 k" in text and " ago</td>" in text
     assert "cannot be read" in text and "<i>" not in text and "j<b>" not in text
     links = re.findall(r'href="([^"]+)"', text)
     assert len(links) == 2
@@ -67,6 +77,7 @@ def test_whoever_does_not_know_the_token_learns_nothing(port: int) -> None:
         assert ask(port, f"/{TOKEN}/{path}")[0] == 404
     assert ask(port, f"/{TOKEN}/", host="evil.example")[0] == 403
     assert ask(port, f"/{TOKEN}/", method="POST")[0] == 501
+    assert ask(port, "foo")[0] == 404
 
 
 def test_a_port_in_use(port: int) -> None:
@@ -78,10 +89,10 @@ def test_the_task_listens_on_this_machine_alone_until_ctrl_c(project: Project) -
     process = project.start("board", "--port", "0", SSH_CONNECTION="10.0.0.1 5 10.9.8.7 22")
     assert process.stdout is not None
     first = process.stdout.readline()
-    match = re.search(r"http://localhost:(\d+)(/\S+/)", first)
+    match = re.search(r"http://127.0.0.1:(\d+)(/\S+/)", first)
     assert match is not None, first
     found, path = int(match[1]), match[2]
-    assert f"-L {found}:localhost:{found}" in process.stdout.readline()
+    assert f"-L {found}:127.0.0.1:{found}" in process.stdout.readline()
     assert "No runs yet." in ask(found, path)[1]
     with socket.socket() as other:
         assert other.connect_ex(("127.0.0.2", found)) != 0

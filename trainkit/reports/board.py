@@ -8,6 +8,7 @@ path of a request becomes a path of a file.
 from __future__ import annotations
 
 import secrets
+import time
 import urllib.parse
 from collections.abc import Iterator, Sequence
 from http import HTTPStatus
@@ -16,14 +17,19 @@ from pathlib import Path
 
 from trainkit.base.errors import ConfigError, TrainkitError
 from trainkit.reports.chart import text
+from trainkit.reports.documents import as_table, read_table
 from trainkit.reports.page import page, report_page
 from trainkit.reports.read import read_report
+from trainkit.reports.times import time_of_id
+from trainkit.reports.words import duration, short
 from trainkit.runs.find import all_runs
 from trainkit.runs.folder import RunFolder
+from trainkit.runs.metrics import MetricsRow, newest_row
 from trainkit.runs.record import read_run_record
 
 ADDRESS = "127.0.0.1"
 AGAIN = 5  # seconds after which the list asks for itself again
+COLUMNS = ("state", "step", "loss", "tokens per second", "attempt", "asked for")
 SILENCE = 30.0  # seconds that a connection may say nothing
 
 
@@ -41,8 +47,8 @@ class Board:
 
     def answer(self, path: str) -> tuple[HTTPStatus, str]:
         """A page for the path of a GET; whoever does not know the token learns nothing."""
-        parts = [urllib.parse.unquote(part) for part in path.partition("?")[0].split("/")[1:]]
-        if not secrets.compare_digest(parts[0].encode(), self.token.encode()):
+        _, *parts = [urllib.parse.unquote(part) for part in path.partition("?")[0].split("/")]
+        if not parts or not secrets.compare_digest(parts[0].encode(), self.token.encode()):
             return HTTPStatus.NOT_FOUND, page("Not found", ["<p>There is nothing here.</p>"])
         if parts[1:] in ([], [""]):
             return HTTPStatus.OK, self._list()
@@ -60,19 +66,14 @@ class Board:
         if not runs:
             yield "<p>No runs yet.</p>"
             return
-        yield '<div class="scroll"><table><thead><tr><th>run</th><th>job</th><th>state</th>'
-        yield '<th class="n">step</th><th class="n">attempt</th></tr></thead><tbody>'
+        yield '<div class="scroll"><table><thead><tr><th>run</th><th>job</th>'
+        yield "".join(f'<th class="n">{name}</th>' for name in COLUMNS) + "</tr></thead><tbody>"
         for run in runs:
-            try:
-                record = read_run_record(run)
-                cells = (str(record.state), str(record.step), str(record.attempt))
-            except (TrainkitError, OSError, ValueError, TypeError, KeyError) as error:
-                cells = (f"cannot be read: {error}", "", "")
             place = "/".join(urllib.parse.quote(part, safe="") for part in (run.job_name, run.id))
+            cells = "".join(f'<td class="n">{text(cell)}</td>' for cell in _cells(run))
             yield (
                 f'<tr><td><a href="/{self.token}/{text(place)}">{text(run.id)}</a></td>'
-                f"<td>{text(run.job_name)}</td><td>{text(cells[0])}</td>"
-                f'<td class="n">{cells[1]}</td><td class="n">{cells[2]}</td></tr>'
+                f"<td>{text(run.job_name)}</td>{cells}</tr>"
             )
         yield "</tbody></table></div>"
 
@@ -85,6 +86,26 @@ class Board:
                     words = f"run {run.id} cannot be read: {error}"
                     return HTTPStatus.OK, page("Run", [f"<p>{text(words)}</p>"])
         return HTTPStatus.NOT_FOUND, page("Not found", ["<p>There is no such run.</p>"])
+
+
+def _cells(run: RunFolder) -> list[str]:
+    """A run's COLUMNS."""
+    try:
+        record = read_run_record(run)
+        row = newest_row(run.metrics) or MetricsRow(step=0, consumed_samples=0, lm_loss=None)
+    except (TrainkitError, OSError, ValueError, TypeError, KeyError) as error:
+        return [f"cannot be read: {error}", *[""] * (len(COLUMNS) - 1)]
+    training = as_table(as_table(read_table(run.job).get("job")).get("training"))
+    loss = row["lm_loss"]
+    began = time_of_id(run.id)
+    return [
+        record.state,
+        f"{record.step} of {training.get('train_iters', '?')}",
+        "n/a" if loss is None else f"{loss:.4f}",
+        short(row.get("tokens_per_second")),
+        str(record.attempt),
+        "n/a" if began is None else f"{duration(max(0.0, time.time() - began))} ago",
+    ]
 
 
 def serve(board: Board, port: int) -> ThreadingHTTPServer:

@@ -70,7 +70,7 @@ def read_run_times(record: RunRecord) -> RunTimes:
     begins = [*queued_at, *(each.started for each in attempts)]
     origin = seconds_of(read_table(run.origin).get("started"))
     if origin is None:
-        origin = _time_of_id(run.id)
+        origin = time_of_id(run.id)
     if origin is not None:
         begins.append(origin)
     if record.state in LIVE:
@@ -85,7 +85,8 @@ def read_run_times(record: RunRecord) -> RunTimes:
     return RunTimes(min(begins, default=end), end, attempts, queued_at, kept)
 
 
-def _time_of_id(run: str) -> float | None:
+def time_of_id(run: str) -> float | None:
+    """When a run was named, in seconds since 1970; None where its id is not of ours."""
     match = ID_TIME.match(run)
     if match is None:
         return None

@@ -12,6 +12,8 @@ from typing import IO, Required, TypedDict, cast
 
 from trainkit.base.files import atomic_open
 
+NEAR_END = 2**16  # bytes
+
 
 class MetricsRow(TypedDict, total=False):
     """A row as it is read: those of training steps have all keys but `eval` (losses and norms
@@ -65,6 +67,18 @@ def read_rows(path: Path) -> list[MetricsRow]:
     """All rows, in order; training rows, and rows of evaluations with the key `eval`. Empty
     where there is no file."""
     return [row for line in _whole_lines(path) if (row := _parse(line)) is not None]
+
+
+def newest_row(path: Path) -> MetricsRow | None:
+    """The last row of a training step, where it stands near the end of the file; else None."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - NEAR_END))
+            lines = file.read().split(b"\n")[:-1]
+    except FileNotFoundError:
+        return None
+    rows = (_parse(line) for line in reversed(lines))
+    return next((row for row in rows if row is not None and "eval" not in row), None)
 
 
 def taken_back_path(path: Path) -> Path:

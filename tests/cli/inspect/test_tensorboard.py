@@ -103,7 +103,7 @@ def test_the_table_has_what_the_metrics_say(project: Project) -> None:
     ],
 )
 def test_the_tunnel(environment: dict[str, str], words: list[str]) -> None:
-    assert tunnel_command(environment, 6006) == ["ssh", "-N", "-L", "6006:localhost:6006", *words]
+    assert tunnel_command(environment, 6006) == ["ssh", "-N", "-L", "6006:127.0.0.1:6006", *words]
 
 
 def test_tensorboard_says_how_to_see_it_from_elsewhere(project: Project) -> None:
@@ -116,6 +116,6 @@ def test_tensorboard_says_how_to_see_it_from_elsewhere(project: Project) -> None
         USER="ubuntu",
     ).stdout
     assert (
-        "from your own machine: ssh -N -L 7007:localhost:7007 ubuntu@203.0.113.5\n" in out
-        and "http://localhost:7007" in out
+        "from your own machine: ssh -N -L 7007:127.0.0.1:7007 ubuntu@203.0.113.5\n" in out
+        and "http://127.0.0.1:7007" in out
     )

@@ -26,7 +26,7 @@ def board(task: TaskContext, port: int) -> None:
     token = secrets.token_urlsafe(18)
     with serve(Board(load_jobs(task).roots(), token), port) as server:
         chosen = server.server_port
-        task.say(f"all runs: http://localhost:{chosen}/{token}/")
+        task.say(f"all runs: http://127.0.0.1:{chosen}/{token}/")
         task.say(f"from your own machine: {shlex.join(tunnel_command(os.environ, chosen))}")
         task.say("  and there in a browser the same address; Ctrl-C ends it")
         with contextlib.suppress(KeyboardInterrupt):

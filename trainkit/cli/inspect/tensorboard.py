@@ -19,7 +19,7 @@ def tensorboard(task: TaskContext, run_name: str, port: int) -> None:
     Args:
         task: how it was called.
         run_name: only this run; "": all.
-        port: where it listens, on localhost.
+        port: where it listens, on 127.0.0.1.
     """
     roots = load_jobs(task).roots()
     if run_name:
@@ -29,12 +29,12 @@ def tensorboard(task: TaskContext, run_name: str, port: int) -> None:
     else:
         logs = ["--logdir_spec", ",".join(f"{root.name}:{root / 'runs'}" for root in roots)]
     program = [sys.executable, "-m", "tensorboard.main"]
-    argv = [*program, *logs, "--port", str(port), "--host", "localhost"]
+    argv = [*program, *logs, "--port", str(port), "--host", "127.0.0.1"]
     if task.dry_run:
         task.say(" ".join(argv))
     if task.dry_run or os.environ.get("SSH_CONNECTION"):
         task.say(f"from your own machine: {shlex.join(tunnel_command(os.environ, port))}")
-        task.say(f"  and there in a browser: http://localhost:{port}")
+        task.say(f"  and there in a browser: http://127.0.0.1:{port}")
     if task.dry_run:
         return
     os.execv(sys.executable, argv)
@@ -46,7 +46,7 @@ def tunnel_command(environment: Mapping[str, str], port: int) -> list[str]:
     This machine's address is the one that was logged in to (SSH_CONNECTION: the client's address
     and port, then ours; ssh(1)), else its name.
     """
-    command = ["ssh", "-N", "-L", f"{port}:localhost:{port}"]
+    command = ["ssh", "-N", "-L", f"{port}:127.0.0.1:{port}"]
     host = socket.getfqdn()
     connection = environment.get("SSH_CONNECTION", "").split()
     if len(connection) == 4:
