@@ -4,12 +4,14 @@ were."""
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.conftest import alive, wait_for
@@ -30,6 +32,7 @@ from trainkit.base.process import (
     start_child,
     stop_children,
 )
+from trainkit.data.indexed.dataset import IndexedWriter
 
 
 def test_an_exception_leaves_the_old_content(tmp_path: Path) -> None:
@@ -94,6 +97,24 @@ with locked(Path({str(path)!r}), {{"run": "r"}}):
         holder.wait()
     with locked(path, {}, wait=False):
         pass
+
+
+@pytest.mark.parametrize("kind", ["json", "tokens"])
+def test_a_file_without_room_is_named(tmp_path: Path, kind: str) -> None:
+    """The system names no file when a write fails."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, hard))
+    try:
+        with pytest.raises(OSError) as failed:
+            if kind == "json":
+                write_json(tmp_path / "full", "x" * 10**6)
+            else:
+                with IndexedWriter(tmp_path / "full", np.dtype("uint16")) as writer:
+                    writer.add_document(np.zeros(10**6, "uint16"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert str(failed.value.filename).startswith(str(tmp_path / "full"))
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_process_is_not_a_later_one_of_its_pid() -> None:

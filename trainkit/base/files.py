@@ -4,6 +4,7 @@ rename, fsync the folder."""
 from __future__ import annotations
 
 import contextlib
+import errno
 import glob
 import hashlib
 import json
@@ -17,6 +18,7 @@ from typing import IO, Any
 
 TEMPORARY = ".tmp-"  # what every unfinished file or folder has in its name
 BLOCK = 2**20  # bytes of a file that are hashed at a time
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of a write, which names no file
 
 
 def temporary_name(path: Path) -> Path:
@@ -35,6 +37,17 @@ def fsync_folder(folder: Path) -> None:
 
 
 @contextlib.contextmanager
+def names_full_file(path: Path) -> Iterator[None]:
+    """An error inside of it that says there is no room, and not for which file, names this one."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in NO_ROOM and not error.filename:
+            error.filename = str(path)
+        raise
+
+
+@contextlib.contextmanager
 def atomic_open(path: Path, mode: str = "wb", permissions: int = 0o666) -> Iterator[IO[Any]]:
     """Open a file that appears under `path` only if the block ends without an exception.
 
@@ -48,7 +61,7 @@ def atomic_open(path: Path, mode: str = "wb", permissions: int = 0o666) -> Itera
             encoding = None
         else:
             encoding = "utf-8"
-        with os.fdopen(handle, mode, encoding=encoding) as file:
+        with names_full_file(path), os.fdopen(handle, mode, encoding=encoding) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())

@@ -14,7 +14,7 @@ from trainkit.jobs.load import Jobs
 from trainkit.jobs.schema import Job
 from trainkit.launch.preparation import Preparation, StageUi
 from trainkit.launch.scheduler_registry import preparation_for
-from trainkit.stages.build import BuildStage
+from trainkit.stages.build import INDEX, BuildStage
 from trainkit.stages.contract import Need
 from trainkit.stages.execute import needs_in_turn, needs_of, stamps_folder
 from trainkit.stages.prep_data import PrepDataStage, needs_of_dataset
@@ -166,9 +166,9 @@ def prepare_target(jobs: Jobs, target: Target, options: PrepareOptions, ui: Stag
     if not datasets:
         ui.say("mock data needs no preparation")
     here = preparation_for(None, target.root, ui)
-    verdicts = _bring(
-        here, BuildStage().needs(None, stamps_folder(target.root, BuildStage.name)), options.dry_run
-    )
+    built = BuildStage().needs(None, stamps_folder(target.root, BuildStage.name))
+    # data are made without the kernels, which take minutes to compile
+    verdicts = _bring(here, [need for need in built if need.name == INDEX], options.dry_run)
     preparation = preparation_for(
         target.on_behalf, target.root, ui, workers=options.workers, force=options.force
     )

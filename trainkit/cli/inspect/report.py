@@ -145,7 +145,7 @@ def _print_planned(task: TaskContext, measured: float | None, planned: float | N
     """The plan's speed beside the run's; nothing where one of them is not known."""
     if measured and planned:
         task.say(
-            f"{measured:,.0f} tokens/s; the plan had {planned:,.0f} ({planned / measured - 1:+.1%})"
+            f"{measured:,.0f} tokens/s, {measured / planned:.2f} times the plan's {planned:,.0f}"
         )
 
 

@@ -22,7 +22,7 @@ from typing import IO, Any
 
 from trainkit.base.documents import document, utc_now
 from trainkit.base.errors import ConfigError, Exit, TrainkitError
-from trainkit.base.files import fsync_folder, read_json, write_json
+from trainkit.base.files import fsync_folder, names_full_file, read_json, write_json
 from trainkit.base.locks import locked
 from trainkit.base.worker import DISK_HINTS, ProgressCallback, run_unit
 from trainkit.data.fetch.http import HttpFile, http_client
@@ -295,7 +295,7 @@ def _download(
         write_json(paths.about, {"url": remote.shown, **known.to_json()})
     digest = hashlib.sha256()
     size = 0
-    with open(paths.part, "a+b") as file:
+    with names_full_file(paths.part), open(paths.part, "a+b") as file:
         file.seek(0)
         while block := file.read(BLOCK):  # a sum cannot be taken up in the middle
             digest.update(block)

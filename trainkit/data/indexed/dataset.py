@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from trainkit.base.errors import ConfigError
-from trainkit.base.files import fsync_folder, temporary_name
+from trainkit.base.files import fsync_folder, names_full_file, temporary_name
 from trainkit.data.indexed.format import (
     CHUNK,
     CODES,
@@ -356,7 +356,7 @@ class IndexedWriter:
         trace: TracebackType | None,
     ) -> None:
         try:
-            with self._file as file:
+            with names_full_file(self._temporary[0]), self._file as file:
                 if kind is None:
                     _sync(file)
             if kind is None:
@@ -426,7 +426,8 @@ class IndexedWriter:
             raise ValueError(
                 f"lengths sum to {lengths.sum()}, tokens have the shape {tokens.shape}"
             )
-        self._file.write(self._converted(tokens).data)
+        with names_full_file(self._temporary[0]):
+            self._file.write(self._converted(tokens).data)
         self._lengths.frombytes(lengths.astype("=i4").tobytes())
 
     def _converted(self, tokens: Integers) -> Integers:
@@ -469,7 +470,7 @@ class IndexedWriter:
     def _publish(self) -> None:
         target_bin = bin_path(self.prefix)
         target_idx = idx_path(self.prefix)
-        with open(self._temporary[1], "wb") as file:
+        with names_full_file(self._temporary[1]), open(self._temporary[1], "wb") as file:
             self._write_index(file)
         with contextlib.suppress(FileNotFoundError):
             target_idx.unlink()

@@ -21,7 +21,13 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from trainkit.base.errors import ConfigError, Exit
-from trainkit.base.files import fsync_folder, remove_leftovers, temporary_name, write_json
+from trainkit.base.files import (
+    fsync_folder,
+    names_full_file,
+    remove_leftovers,
+    temporary_name,
+    write_json,
+)
 from trainkit.base.worker import ProgressCallback, run_unit
 from trainkit.data.indexed.dataset import CODES, IndexedDataset, bin_path, idx_path
 from trainkit.data.indexed.format import CHUNK, HEADER, MAGIC, VERSION
@@ -203,8 +209,9 @@ def merge_pairs(
 def _created(path: Path) -> Iterator[int]:
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
-        yield handle
-        os.fsync(handle)
+        with names_full_file(path):
+            yield handle
+            os.fsync(handle)
     finally:
         os.close(handle)
 

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from trainkit import _index
 from trainkit.base.errors import ConfigError, Exit
+from trainkit.base.files import names_full_file
 from trainkit.data.indexed.dataset import IndexedDataset, IndexedWriter, bin_path, idx_path
 
 Numbers = NDArray[np.int64]
@@ -75,6 +76,7 @@ def shuffle_documents(
     done = 0
     with (
         IndexedWriter(out_prefix, pairs[0].dtype) as writer,
+        names_full_file(Path(out_prefix)),
         tempfile.TemporaryFile(dir=Path(out_prefix).parent) as file,
     ):
         for step in (buckets.fill, buckets.empty):
