@@ -77,6 +77,21 @@ CASES = {
         ("lr = 1e-3", "lr = -1"),
         ["jobs.toml:18: jobs.demo.training.lr = -1 must be at least 0\n  highest learning rate"],
     ),
+    "too few values": (
+        ("lr = 1e-3", "lr = 1e-3\nrampup_batch_size = [4, 4]"),
+        [
+            "jobs.toml:19: jobs.demo.training.rampup_batch_size: 2 values are too few\n  [start,"
+            " increment, samples]: "
+        ],
+    ),
+    "an empty root": (
+        ("ranks_per_node = 2", "root = ''"),
+        ["jobs.toml:2: clusters.here.root is empty\n  folder for runs"],
+    ),
+    "fewer tasks than nodes": (
+        ('model = "tiny"', 'model = "tiny"\nnodes = 2\nslurm = { ntasks = 1 }'),
+        ["jobs.toml:15: jobs.demo: slurm.ntasks = 1 is below nodes = 2: Slurm gives no node"],
+    ),
     "not a number": (
         ("lr = 1e-3", "lr = nan"),
         ["jobs.toml:18: jobs.demo.training.lr: expected a finite number, got the number nan"],
@@ -224,6 +239,14 @@ def test_a_fault_that_two_jobs_share_is_told_once(checkout: Checkout) -> None:
     text = GOOD.replace("ranks_per_node = 2", "ranks_per_node = 0")
     jobs = checkout(text + text[text.index("[jobs.demo]") :].replace("jobs.demo", "jobs.again"))
     assert len(jobs.check()) == 1
+
+
+def test_a_source_that_does_not_read_what_is_given(checkout: Checkout) -> None:
+    """Else the urls of a dataset of files would be nobody's."""
+    table = "[datasets.d]\nsource = 'files'\npaths = ['x']\ntokenizer = 't'\nurls = ['http://x']\n"
+    (words,) = checkout(GOOD + table + "[tokenizers.t]\ntype = 'bpe'\nvocab_size = 512\n").check()
+    said = "jobs.toml:23: datasets.d: urls is for source = 'web' or 'indexed', not 'files'"
+    assert str(words).startswith(said)
 
 
 def test_an_unknown_job_is_answered_with_the_nearest(checkout: Checkout) -> None:

@@ -72,3 +72,14 @@ def test_it_is_a_table_of_a_job_with_places(checkout: Checkout) -> None:
     jobs = checkout(GOOD + "\n[jobs.demo.sweep]\ngrid.training.lr = 3\n")
     (problem,) = jobs.check()
     assert "jobs.toml:21" in str(problem) and "expected an array of values" in str(problem)
+
+
+def test_check_looks_at_the_runs_of_a_sweep(checkout: Checkout) -> None:
+    """Each value once, not each run."""
+    axes = "grid.training.lrr = [0.1, 0.2]\ngrid.model.hidden_size = [32, 33]\nseeds = [1, 2]\n"
+    said, *more = map(str, checkout(GOOD + "\n[jobs.demo.sweep]\n" + axes).check())
+    assert "jobs.demo.sweep with training.lrr=0.1, " in said
+    assert "unknown key 'training.lrr'\n  did you mean 'training.lr'?" in said
+    assert ["hidden_size" in words for words in more] == [True], "its values too, each fault once"
+    good = GOOD + "\n[jobs.demo.sweep]\ngrid.training.lr = [1e-3, 3e-4]\n"
+    assert checkout(good).check() == []

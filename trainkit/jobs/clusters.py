@@ -291,7 +291,9 @@ class Cluster(Table):
         None, gt=0, description="of one node to the others, one way, 1e9 bytes a second"
     )
     root: str | None = Field(
-        None, description="folder for runs, code snapshots and data; by default that of jobs.toml"
+        None,
+        min_length=1,
+        description="folder for runs, code snapshots and data; by default that of jobs.toml",
     )
     hub_endpoint: str | None = Field(
         None,

@@ -87,6 +87,9 @@ class Tokenizer(Table):
         return self
 
 
+READ_BY = {"paths": ("files",), "urls": ("web", "indexed"), "prefixes": ("indexed",)}
+
+
 class Dataset(Table):
     """A corpus, its tokenizer and its split."""
 
@@ -256,6 +259,10 @@ class Dataset(Table):
             raise needs("source", "source = 'web' needs urls")
         if self.source == "indexed" and not (self.prefixes or self.urls):
             raise needs("source", "source = 'indexed' needs prefixes or urls")
+        for key, sources in READ_BY.items():
+            if getattr(self, key) and self.source not in sources:
+                words = " or ".join(f"'{source}'" for source in sources)
+                raise wrong(key, f"{key} is for source = {words}, not '{self.source}'")
         if self.source not in ("mock", "blend") and self.tokenizer is None:
             raise needs("source", f"source = '{self.source}' needs tokenizer")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -15,6 +15,7 @@ from trainkit.jobs.messages import suggest
 from trainkit.jobs.provenance import SourcedTable
 from trainkit.jobs.resolved import ResolvedJob, provenance_of
 from trainkit.jobs.schema import TABLES, Cluster, Dataset, EngineSource, Job, Table
+from trainkit.jobs.sweeps import Sweep, each_value_once, overrides_of
 
 T = TypeVar("T", bound=Table)
 
@@ -81,9 +82,24 @@ class Jobs:
             extended = self._builder.extended(kind)
             for name in self._builder.tables(kind):
                 findings = ProblemList(partial={()} if name in extended else set())
-                validate(model, self._builder.build(kind, name, (), findings), findings)
+                table = validate(model, self._builder.build(kind, name, (), findings), findings)
                 problems += findings.problems
+                if isinstance(table, Job) and table.sweep is not None:
+                    problems += self._sweep_problems(name, table.sweep)
         return in_order(problems)
+
+    def _sweep_problems(self, name: str, sweep: Sweep) -> list[Problem]:
+        """What is wrong with the runs of a job's sweep, and not with the job."""
+        found: dict[str, Problem] = {}
+        for point in each_value_once(sweep.points()):
+            try:
+                self.resolve(name, overrides_of(point))
+            except ConfigError as error:
+                words = f"jobs.{name}.sweep with {', '.join(overrides_of(point))}"
+                for each in error.list:
+                    said = replace(each, message=f"{words}: {each.message}")
+                    found.setdefault(each.message, said)
+        return list(found.values())
 
     def dataset(self, name: str) -> Dataset:
         """A dataset with its tokenizer, apart from any job. Raises ConfigError with everything

@@ -248,6 +248,12 @@ def _problem(found: ErrorDetails, spot: _Spot) -> Problem:
     context = found.get("ctx", {})
     if kind == "extra_forbidden":
         return _unknown_key(spot)
+    if kind == "missing" and isinstance(found["loc"][-1], int):
+        return Problem(
+            f"{dotted_key(spot.node or spot.section)}: {len(value)} values are too few",
+            spot.place,
+            spot.field.description or "" if spot.field else "",
+        )
     if kind == "missing":
         return _missing_key(spot)
     # of the schema's own: about the key it names, in the table it is at

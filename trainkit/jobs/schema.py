@@ -277,9 +277,16 @@ class Job(Table):
         return self
 
     @model_validator(mode="after")
-    def _begins_before_it_is_told_to_end(self) -> Job:
+    def _fits_into_its_allocation(self) -> Job:
         if said := sbatch.signal_objection(self.sbatch_options):
             raise wrong("slurm.signal", said)
+        tasks = str(self.sbatch_options.get("ntasks", self.nodes))
+        if tasks.isdigit() and int(tasks) < self.nodes:
+            raise wrong(
+                "slurm.ntasks",
+                f"slurm.ntasks = {tasks} is below nodes = {self.nodes}: Slurm gives no node"
+                " without a task",
+            )
         return self
 
     @model_validator(mode="after")

@@ -92,6 +92,23 @@ class Sweep(Table):
             yield {key: _drawn_value(draw, source) for key, draw in _draws(self.random)}
 
 
+def overrides_of(point: Point) -> list[str]:
+    """A run's values as --set has them."""
+    return [f"{key}={json.dumps(value)}" for key, value in point.items()]
+
+
+def each_value_once(points: Sequence[Point]) -> list[Point]:
+    """As few of the points as hold every value that a key has in any of them, about."""
+    seen: set[tuple[str, str]] = set()
+    chosen = []
+    for point in points:
+        values = {(key, json.dumps(value, sort_keys=True)) for key, value in point.items()}
+        if not values <= seen:
+            seen |= values
+            chosen.append(point)
+    return chosen
+
+
 def flat(table: Mapping[str, JsonValue], above: str = "") -> Iterator[tuple[str, JsonValue]]:
     """(dotted key, value) of all that a table holds, in order."""
     for key, value in table.items():

@@ -20,7 +20,7 @@ from trainkit.base.files import write_json
 from trainkit.jobs.load import Jobs
 from trainkit.jobs.resolved import ResolvedJob, read_job
 from trainkit.jobs.schema import Job
-from trainkit.jobs.sweeps import Point
+from trainkit.jobs.sweeps import Point, overrides_of
 from trainkit.runs.find import all_runs
 from trainkit.runs.folder import RunFolder
 
@@ -45,7 +45,7 @@ class Member:
     @property
     def overrides(self) -> list[str]:
         """The values as --set has them."""
-        return [f"{key}={json.dumps(value)}" for key, value in self.values.items()]
+        return overrides_of(self.values)
 
     @property
     def words(self) -> str:
