@@ -219,6 +219,22 @@ def test_listing_and_completing_names_import_nothing_heavy(project: Project) -> 
 # -- init
 
 
+@pytest.mark.parametrize("found", [True, False])
+def test_init_names_a_command_that_a_shell_finds(tmp_path: Path, found: bool) -> None:
+    """The program's name where it is on PATH, else its path."""
+    program = Path(sys.executable).with_name("trainkit")
+    path = f"{program.parent}:/usr/bin:/bin" if found else "/usr/bin:/bin"
+    said = subprocess.run(
+        [program, "init", "--dry-run"],
+        cwd=tmp_path,
+        env={"PATH": path},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert f"next:\n  {'trainkit' if found else program} plan mine\n" in said
+
+
 def test_init_writes_a_job_that_can_be_checked(tmp_path: Path) -> None:
     (tmp_path / "books").mkdir()
     (tmp_path / "books" / "a.jsonl").write_text(

@@ -12,6 +12,8 @@ import io
 import json
 import os
 import re
+import shlex
+import shutil
 import signal
 import sys
 import traceback
@@ -69,14 +71,21 @@ class TaskContext:
 
 
 def command_in(folder: Path) -> str:
-    """The command that was used to run tasks: "./inv" of a checkout with its own .venv,
-    "trainkit", or "invoke"."""
-    if Path(sys.prefix) == folder.resolve() / ".venv" and (folder / "inv").is_file():
-        return "./inv"
+    """The command that was used to run tasks, as a shell finds it from here: "./inv" of a checkout
+    with its own .venv, "trainkit" or "inv", by their paths where PATH does not lead to them, or
+    "invoke"."""
+    wrapper = folder / "inv"
+    if Path(sys.prefix) == folder.resolve() / ".venv" and wrapper.is_file():
+        return "./inv" if Path.cwd() == folder.resolve() else shlex.quote(str(wrapper))
     program = Path(sys.argv[0])
-    if "trainkit" in (program.name, program.parent.name):
+    if program.name == "__main__.py" and program.parent.name == "trainkit":  # python -m trainkit
         return "trainkit"
-    return "invoke"
+    if program.name not in ("trainkit", "inv"):
+        return "invoke"
+    found = shutil.which(program.name)
+    if found and Path(found).resolve() == program.resolve():
+        return program.name
+    return shlex.quote(sys.argv[0])
 
 
 @dataclass(frozen=True)
