@@ -82,6 +82,26 @@ def test_a_dry_run_needs_no_network(project: Project, site: Site) -> None:
     assert not (project.path / "data/enron").exists()
 
 
+def test_a_dry_run_says_what_it_could_not_look_at(project: Project) -> None:
+    """Data of a store that nothing here can ask are no failure of a dry run."""
+    config = project.path / "jobs.toml"
+    stored = """
+[datasets.stored]
+source = "web"
+urls = ["gs://bucket/a.jsonl"]
+tokenizer = "bpe"
+
+[jobs.stored]
+extends = "text"
+dataset = "stored"
+"""
+    config.write_text(config.read_text() + stored)
+    done = project.document("train", "stored", "--dry-run")
+    assert "gs:// cannot be read here" in done["not_looked_at"] and done["plan"]
+    done = project.document("prep-data", "--dataset", "stored", "--dry-run")
+    assert "were not listed yet" in done["stages"][-1]["because"]
+
+
 def test_pile_stays_thirty_pairs(project: Project, site: Site) -> None:
     """merge = false: a pair for each file; when one is damaged only that one is made again."""
     done = project.invoke("prep-data", "--dataset", "pile", "--workers", "2")

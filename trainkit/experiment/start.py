@@ -10,6 +10,8 @@ from functools import cached_property
 from pathlib import Path
 
 from trainkit.base.errors import ConfigError, Exit, TrainkitError
+from trainkit.base.extras import MissingExtra
+from trainkit.data.fetch.retry import Unreachable
 from trainkit.engines.registry import refuse_unlaunchable
 from trainkit.engines.rules import RULES
 from trainkit.experiment.hosts import hosts_of_job, rank_override, resolve_on_hosts
@@ -146,8 +148,9 @@ class NewRun:
         return replace(self._request, plan=plan, needs=needs_of(self.job, STAGES))
 
     def show(self, ui: StageUi) -> tuple[Plan, DryRun]:
-        """What `start` would do. Nothing is written. Where the stages cannot be told, because no
-        server answers or a file is missing, the dry run's `error` says so."""
+        """What `start` would do. Nothing is written. Where the stages cannot be told, because a
+        file is missing, the dry run's `error` says so; where no server answers, or what asks it is
+        not installed here, its `not_seen`."""
         try:
             return self._show(ui)
         except TrainkitError as error:
@@ -155,6 +158,8 @@ class NewRun:
                 shown = self.scheduler.dry_run(self._request)
             except TrainkitError:
                 raise error from None
+            if isinstance(error, Unreachable | MissingExtra):
+                return self.plan, replace(shown, not_seen=str(error))
             return self.plan, replace(shown, error=error)
 
     def _show(self, ui: StageUi) -> tuple[Plan, DryRun]:

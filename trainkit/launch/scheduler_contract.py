@@ -132,11 +132,13 @@ class DryRun:
         values: for the document dry-run/1, besides plan.
         error: why the stages before it cannot be told, or are stale and shall not be made; what
             would start after them is known all the same.
+        not_seen: why a stage could not be looked at from here, which is no failure; "": all were.
     """
 
     lines: list[str]
     values: dict[str, object]
     error: TrainkitError | None = None
+    not_seen: str = ""
 
 
 @dataclass(frozen=True)

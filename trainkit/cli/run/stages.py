@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.base.documents import document
+from trainkit.base.errors import TrainkitError
+from trainkit.base.extras import MissingExtra
 from trainkit.cli.config.jobs import load_jobs
 from trainkit.cli.run.build_table import build_report, build_table
 from trainkit.cli.run.progress import TerminalStageReporter, dataset_table
@@ -123,7 +125,7 @@ def prep_data(task: TaskContext, options: PrepareOptions) -> TaskResult:
     target = choose_target(jobs, options, ui)
     try:
         prepared = prepare_target(jobs, target, options, ui)
-    except Unreachable as error:
+    except (Unreachable, MissingExtra) as error:
         if not task.dry_run:
             raise
         return _not_listed(task, target.dataset, error)
@@ -138,7 +140,7 @@ def prep_data(task: TaskContext, options: PrepareOptions) -> TaskResult:
     return _result(task, prepared.verdicts, datasets=rows)
 
 
-def _not_listed(task: TaskContext, name: str, error: Unreachable) -> TaskResult:
+def _not_listed(task: TaskContext, name: str, error: TrainkitError) -> TaskResult:
     """What a dry run says of a dataset whose files no server names now: that this would come
     first."""
     verdict = Freshness(

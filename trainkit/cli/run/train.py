@@ -100,7 +100,10 @@ def _show(task: TaskContext, new: NewRun) -> TaskResult:
         task.say(line)
     if dry_run.error is not None:
         raise dry_run.error
-    return TaskResult(document("dry-run/1", plan=plan.to_json(), **dry_run.values))
+    if dry_run.not_seen:
+        task.say(f"not looked at: {dry_run.not_seen}")
+    seen = {"not_looked_at": dry_run.not_seen or None}
+    return TaskResult(document("dry-run/1", plan=plan.to_json(), **seen, **dry_run.values))
 
 
 def _say_missing_graphs(task: TaskContext, job: Job) -> None:

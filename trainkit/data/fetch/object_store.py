@@ -15,6 +15,7 @@ from trainkit.data.fetch.retry import (
     RemoteFileChanged,
     RemoteFileInfo,
     TransientError,
+    Unreachable,
 )
 
 BLOCK = 2**23  # bytes of one request
@@ -77,7 +78,7 @@ def file_system(scheme: str, endpoint: str | None, anonymous: bool, retry: Fetch
         if scheme in ("s3", "s3a"):
             raise MissingExtra(message, "data", exit=Exit.STAGE_FAILED) from None
         hint = f"install the package that it names: {sys.executable} -m pip install NAME"
-        raise ConfigError(message, exit=Exit.STAGE_FAILED, hint=hint) from None
+        raise Unreachable(message, hint) from None
 
 
 def glob_store(files: Any, url: str, shown: str) -> list[str]:
