@@ -1,5 +1,5 @@
 """The private and the moving names of torch that the trainer leans on, in one place. Works with
-2.11 to 2.13."""
+2.11 to 2.15."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -93,7 +94,9 @@ def summed(x: Tensor, group: str, operation: str = "sum") -> Tensor:
 def widen_gradients(module: nn.Module) -> None:
     """Add what backward left in `.grad` of fully_shard's units to their sums in `reduce_dtype`,
     as they do themselves when the gradient of what a unit was given is made: for a backward that
-    makes those of its weights later."""
+    makes those of its weights later. From 2.15 on `.grad` itself is in `reduce_dtype`."""
+    if not hasattr(FSDPParam, "accumulate_unsharded_grad_if_needed"):
+        return
     for unit in module.modules():
         if (
             isinstance(unit, FSDPModule)
@@ -102,6 +105,13 @@ def widen_gradients(module: nn.Module) -> None:
             for parameter in group.fsdp_params:
                 parameter.accumulate_unsharded_grad_if_needed()
                 parameter.to_accumulated_grad_if_needed()  # the first: there is no sum yet
+
+
+def forget_forward(stage: Any, chunk: int) -> None:
+    """Let a pipeline's stage let go of what its forward of a micro-batch kept for a backward that
+    does not come."""
+    kept = getattr(stage, "_forward_chunk_states", None)  # fwd_cache before 2.15
+    (stage.fwd_cache if kept is None else kept).pop(chunk, None)
 
 
 def adds_halves_of_backward() -> bool:

@@ -20,7 +20,7 @@ from torch.distributed.pipelining.schedules import (
 from trainkit.jobs.schema import Parallelism
 from trainkit.train.metrics.timers import Phase, Timers
 from trainkit.train.parallel.mesh import Mesh
-from trainkit.train.torch_compat import widen_gradients
+from trainkit.train.torch_compat import forget_forward, widen_gradients
 
 
 class LeanStage(PipelineStage):
@@ -112,7 +112,7 @@ class LeanStage(PipelineStage):
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         if not self.has_backward:
-            self.fwd_cache.pop(bwd_chunk_id, None)
+            forget_forward(self, bwd_chunk_id)
             return
         super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         if not self.is_last:
