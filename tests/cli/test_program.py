@@ -290,3 +290,9 @@ def test_what_init_writes_trains(tmp_path: Path) -> None:
         tmp_path, "train", "mine", *(word for value in sets for word in ("--set", value))
     ).stdout
     assert "step 2/2" in out and "a sample from the model:" in out
+
+
+@pytest.mark.parametrize("release", ["new", "../x"])
+def test_what_is_no_release_of_torch(tmp_path: Path, release: str) -> None:
+    said = trainkit(tmp_path, "test", "--torch", release, "tests/ops", exit=3).stderr
+    assert f"--torch {release!r} is no release of torch" in said

@@ -22,7 +22,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 
 CHECKOUT_FILES = ("pyproject.toml", "setup.py", "constraints.txt")
@@ -79,12 +79,20 @@ class Environment:
         folder: the folder's name there.
         pins: a file of the checkout with more packages, each with its version. They are put in
             without what they ask for, so that packages that contradict each other may be there.
+        constraints: the file of the checkout that pip chooses versions by.
     """
 
-    def __init__(self, root: Path, folder: str = ".venv", pins: str = "") -> None:
+    def __init__(
+        self,
+        root: Path,
+        folder: str = ".venv",
+        pins: str = "",
+        constraints: str = "constraints.txt",
+    ) -> None:
         self.root = root
         self.folder = folder
         self.pins = pins
+        self.constraints = constraints
         self.path = root / folder
         self.python = self.path / "bin" / "python"
         self.stamp = self.path / "trainkit-install.json"
@@ -219,20 +227,10 @@ def _require_tools() -> None:
         )
 
 
-def pip_command(extras: Collection[str], python: Path) -> list[str]:
-    """What `install` runs in the checkout's folder."""
-    target = f".[{','.join(sorted(set(extras)))}]" if extras else "."
-    return _pip_install(python, ["-e", target])
-
-
-def pins_command(pins: str, python: Path) -> list[str]:
-    """What puts the packages of an environment's `pins` into it, run in the checkout's folder."""
-    return _pip_install(python, ["--no-deps", "-r", pins])
-
-
-def _pip_install(python: Path, what: list[str]) -> list[str]:
-    pip = [str(python), "-P", "-m", "pip", "install", "--disable-pip-version-check"]
-    return [*pip, *what, "-c", "constraints.txt"]
+def pip_command(environment: Environment, what: Sequence[str]) -> list[str]:
+    """What puts `what` into an environment, run in the checkout's folder."""
+    pip = ["-P", "-m", "pip", "install", "--disable-pip-version-check"]
+    return [str(environment.python), *pip, *what, "-c", environment.constraints]
 
 
 class _Progress:
@@ -336,14 +334,13 @@ def run_step(command: list[str], root: Path, lock: int) -> None:
         )
 
 
-def _install(environment: Environment, extras: Collection[str], python: Path, lock: int) -> None:
+def _install(environment: Environment, extras: Collection[str], lock: int) -> None:
     """Run pip; the environment's stamp is away meanwhile, and comes back as it was if pip fails."""
     import time
 
-    ours = os.path.realpath(python.parent) == os.path.realpath(environment.python.parent)
     root, stamp = environment.root, environment.stamp
     former = b""
-    if ours and stamp.exists():
+    if stamp.exists():
         former = stamp.read_bytes()
         with contextlib.suppress(ValueError, KeyError, TypeError):
             extras = {*extras, *json.loads(former)["extras"]}
@@ -353,20 +350,19 @@ def _install(environment: Environment, extras: Collection[str], python: Path, lo
         "fingerprint": fingerprint(root, extras, environment.pins),
         "extras": sorted(set(extras)),
     }
-    command = pip_command(extras, python)
-    what = command[-3] + (f" and {environment.pins}" if environment.pins else "")
-    _say(f"installing {what} into {python.parents[1]} with pip; the first time this takes minutes")
+    target = f".[{','.join(sorted(set(extras)))}]" if extras else "."
+    what = target + (f" and {environment.pins}" if environment.pins else "")
+    _say(f"installing {what} into {environment.path} with pip; the first time this takes minutes")
     began = time.monotonic()
     try:
-        run_step(command, root, lock)
+        run_step(pip_command(environment, ["-e", target]), root, lock)
         if environment.pins:
-            run_step(pins_command(environment.pins, python), root, lock)
+            run_step(pip_command(environment, ["--no-deps", "-r", environment.pins]), root, lock)
     except InstallError:
         if former:
             _write_stamp(stamp, former)
         raise
-    if ours:
-        _write_stamp(stamp, json.dumps(words, indent=1).encode())
+    _write_stamp(stamp, json.dumps(words, indent=1).encode())
     _say(f"installed in {time.monotonic() - began:.0f} s")
 
 
@@ -436,6 +432,7 @@ def ensure(
     extras: Collection[str],
     folder: str = ".venv",
     pins: str = "",
+    constraints: str = "constraints.txt",
     *,
     extension: bool = False,
 ) -> None:
@@ -448,7 +445,7 @@ def ensure(
     Raises:
         InstallError: a compiler or header is missing, or pip or the compilation failed.
     """
-    environment = Environment(root, folder, pins)
+    environment = Environment(root, folder, pins, constraints)
 
     def compiled() -> bool:
         return not extension or extension_is_current(root)
@@ -463,7 +460,7 @@ def ensure(
                     if environment.path.exists():
                         _say(f"{folder} is unfinished or has no working Python; it is made anew")
                     _make_venv(environment, lock)
-                _install(environment, extras, environment.python, lock)
+                _install(environment, extras, lock)
     if not compiled():
         with locked(root) as (lock, _):
             if not compiled():

@@ -298,5 +298,5 @@ def _paths_as_options(given: list[str]) -> list[str]:
         if not token.startswith("-") and not is_value:
             found.append("--path")
         found.append(token)
-        is_value = token in ("-k", "-p", "--path")
+        is_value = token in ("-k", "-p", "--path", "--torch")
     return found

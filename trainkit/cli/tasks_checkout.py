@@ -12,6 +12,8 @@ from trainkit.cli.wrapper import TaskContext, TaskResult, make_task
         "gpu": "only the tests that need a GPU",
         "k": "pytest's -k: only tests whose names match",
         "last-failed": "only tests that failed the last time",
+        "torch": "run tests/train, tests/ops or PATH with this release of torch, as 2.15, in"
+        " .venv-torch-2.15",
         "no-lint": "skip ruff and mypy (skipped anyway if only some tests run)",
     },
 )
@@ -22,12 +24,14 @@ def test(
     gpu: bool = False,
     k: str = "",
     last_failed: bool = False,
+    torch: str = "",
     no_lint: bool = False,
 ) -> None:
     """Run ruff, mypy and the tests of this checkout."""
     from trainkit.cli.checkout.test import test as run
 
-    run(path, slow=slow, gpu=gpu, k=k, last_failed=last_failed, lint=not no_lint)
+    lint = not no_lint
+    run(path, slow=slow, gpu=gpu, k=k, last_failed=last_failed, torch=torch, lint=lint)
 
 
 @make_task(

@@ -23,6 +23,7 @@ from trainkit.base import install as installer
 from trainkit.base.errors import ConfigError
 from trainkit.base.install import InstallError, ensure
 from trainkit.cli.checkout import bench, machine
+from trainkit.cli.checkout import test as tests_of_checkout
 from trainkit.cli.wrapper import TaskContext
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -188,6 +189,21 @@ def test_only_the_environment_that_reads_the_pins_depends_on_them(
         (True, False),
         (False, True),
     ]
+
+
+def test_another_torch_has_an_environment_of_its_own(
+    checkout: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pins but for torch, and setuptools, of which each torch asks for other versions."""
+    monkeypatch.setattr(installer, "extension_is_current", lambda root: True)
+    pins = "numpy==2.4.6\nsetuptools==84.2.1\ntorch==2.13.0\ntorchless==1\n"
+    (checkout.root / "constraints.txt").write_text(pins)
+    python = tests_of_checkout.torch_python(checkout.root, "2.15")
+    assert python == checkout.root / ".venv-torch-2.15" / "bin" / "python"
+    *_, target, option, name = checkout.commands[-1]
+    assert (target, option) == (".[test]", "-c")
+    found = (checkout.root / name).read_text()
+    assert found == "numpy==2.4.6\ntorchless==1\ntorch==2.15.*\n"
 
 
 @pytest.mark.parametrize("at", ["-e", "-r"])

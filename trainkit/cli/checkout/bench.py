@@ -13,10 +13,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from trainkit.base.documents import document
-from trainkit.base.errors import ConfigError, Exit, TrainkitError
-from trainkit.base.install import InstallError, ensure
+from trainkit.base.errors import ConfigError, Exit
 from trainkit.cli.checkout.machine import Machine, describe
-from trainkit.cli.checkout.test import checkout
+from trainkit.cli.checkout.test import checkout, environment_python
 from trainkit.cli.wrapper import TaskContext, TaskResult
 
 FOLDER = ".venv-bench"
@@ -136,7 +135,7 @@ def bench(task: TaskContext, name: str, *, list_only: bool, quick: bool, device:
     options = ["--quick"] if quick else []
     values = ["--device", device] if device else []
     selected, left_out = select(found, name, [*options, *values[:1]])
-    python = _peers_environment(root)
+    python = environment_python(root, [], FOLDER, PINS)
     where = _machine_of(python, root)
     task.say(describe(where))
     for line in left_out:
@@ -162,15 +161,6 @@ def _list(task: TaskContext, found: Sequence[Benchmark]) -> TaskResult:
         task.say(f"{benchmark.name:{width}}  {benchmark.claim}")
     rows = [{"name": benchmark.name, "claim": benchmark.claim} for benchmark in found]
     return TaskResult(document("benchmarks/1", benchmarks=rows))
-
-
-def _peers_environment(root: Path) -> Path:
-    """The Python of the peers' environment, which is installed if need be."""
-    try:
-        ensure(root, [], FOLDER, PINS, extension=True)
-    except InstallError as error:
-        raise TrainkitError(str(error), exit=Exit.STAGE_FAILED) from None
-    return root / FOLDER / "bin" / "python"
 
 
 def _machine_of(python: Path, root: Path) -> Machine:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -13,10 +14,12 @@ from pathlib import Path
 from invoke.exceptions import Exit as InvokeExit
 
 import trainkit
-from trainkit.base.errors import ConfigError
-from trainkit.base.install import CHECKOUT_FILES
+from trainkit.base.errors import ConfigError, Exit, TrainkitError
+from trainkit.base.files import write_text
+from trainkit.base.install import CHECKOUT_FILES, InstallError, ensure
 
 NEEDED = ("pytest", "ruff", "mypy", "hypothesis", "xdist")
+OF_TORCH = ("tests/train", "tests/ops")  # the tests of what leans on torch's private names
 
 
 def checkout(part: str) -> Path:
@@ -35,6 +38,43 @@ def checkout(part: str) -> Path:
     return root
 
 
+def environment_python(
+    root: Path,
+    extras: Sequence[str],
+    folder: str,
+    pins: str = "",
+    constraints: str = "constraints.txt",
+) -> Path:
+    """The Python of an environment of the checkout, which is installed if need be. See
+    `Environment`. Raises TrainkitError (exit 6) where that fails."""
+    try:
+        ensure(root, extras, folder, pins, constraints, extension=True)
+    except InstallError as error:
+        raise TrainkitError(str(error), exit=Exit.STAGE_FAILED) from None
+    return root / folder / "bin" / "python"
+
+
+def torch_python(root: Path, release: str) -> Path:
+    """The Python of an environment of the checkout with another torch, installed if need be.
+
+    Args:
+        release: of torch, "2.15": the newest of it.
+
+    Raises:
+        ConfigError: `release` is none.
+        TrainkitError: pip failed, as where pyproject.toml leaves this torch out (exit 6).
+    """
+    if not re.fullmatch(r"\d+\.\d+", release):
+        raise ConfigError(f"--torch {release!r} is no release of torch", hint="--torch 2.15")
+    lines = (root / "constraints.txt").read_text().splitlines()
+    # torch 2.11 asks for a setuptools before 82
+    kept = [line for line in lines if not line.startswith(("torch==", "setuptools=="))]
+    constraints = f"build/torch-{release}.txt"
+    (root / "build").mkdir(exist_ok=True)
+    write_text(root / constraints, "\n".join([*kept, f"torch=={release}.*", ""]))
+    return environment_python(root, ["test"], f".venv-torch-{release}", constraints=constraints)
+
+
 def test(
     paths: Sequence[str] = (),
     *,
@@ -42,6 +82,7 @@ def test(
     gpu: bool = False,
     k: str = "",
     last_failed: bool = False,
+    torch: str = "",
     lint: bool = True,
 ) -> None:
     """Run ruff, mypy and pytest in the checkout that this package was installed from, until the
@@ -53,11 +94,12 @@ def test(
         gpu: run only the tests that need a GPU, one after the other.
         k: pytest's -k.
         last_failed: only tests that failed the last time.
+        torch: only the tests that lean on torch, or `paths`, with this release of it.
         lint: run ruff and mypy first, unless only a part of the tests runs.
     """
     root = checkout("tests")
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
+    if missing and not torch:
         raise ConfigError(
             f"the test extra is not installed ({', '.join(missing)} missing)",
             hint="./inv test installs it",
@@ -68,6 +110,10 @@ def test(
             f"no such test in {root}: {', '.join(absent)}",
             hint="give files or folders below it: ./inv test tests/data",
         )
+    python = sys.executable
+    if torch:
+        python = str(torch_python(root, torch))
+        paths = paths or OF_TORCH
     commands = [_pytest(paths, slow=slow, gpu=gpu, k=k, last_failed=last_failed)]
     if lint and not (paths or gpu or k or last_failed):
         commands = [["ruff", "check", "."], ["ruff", "format", "--check", "."], ["mypy"], *commands]
@@ -83,9 +129,9 @@ def test(
         if command == ["mypy"]:
             # mypy uses one processor: beside it, one pytest compiles what each of its workers
             # would compile again
-            collect = [sys.executable, "-m", "pytest", "--collect-only", "--quiet"]
+            collect = [python, "-m", "pytest", "--collect-only", "--quiet"]
             beside = [run(collect, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)]
-        code = run([sys.executable, "-m", *command]).wait()
+        code = run([python, "-m", *command]).wait()
         for process in beside:
             process.wait()  # errors in the tests' files are reported by the run that follows
         if code:
