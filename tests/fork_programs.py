@@ -105,7 +105,8 @@ class Program:
     @classmethod
     def read(cls, argv: Sequence[str]) -> Program | None:
         """None for what only an interpreter of its own can run. See `executed`."""
-        if not argv or argv[0] != sys.executable:
+        # called as `../x/bin/python`, sys.executable holds the dots
+        if not argv or os.path.abspath(argv[0]) != os.path.abspath(sys.executable):
             return None
         rest = list(argv[1:])
         options = set()
