@@ -14,7 +14,16 @@ import torch
 
 from tests.once import once
 from tests.ops.op_cases import fused, why_no_kernels
-from tests.train.layout_cases import LONG, SHORT, SHORT_FUSED, in_fp32, layout, limit, words
+from tests.train.layout_cases import (
+    LONG,
+    SHORT,
+    SHORT_FUSED,
+    in_fp32,
+    layout,
+    limit,
+    runs_here,
+    words,
+)
 from tests.train.layouts import (
     Apart,
     Case,
@@ -37,6 +46,7 @@ LOADED = [
     Case("gpt", layout(2, 1, sp=True, zero=0), 4, SMALL),
     Case("gpt", layout(1, 2, "zbv"), 2, SMALL),  # tied weights twice on one rank
 ]
+LOADED = [case for case in LOADED if runs_here(case.parallelism)]
 FP16 = {**SMALL, "precision": "fp16", "initial_loss_scale": 2.0**10, "hysteresis": 1}
 OVERFLOWS = {  # a layout, and the rank whose gradient is infinite: of the first stage, of the last
     "TP2, PP2 1F1B": (Case("gpt", layout(2, 2), 4, FP16, "fp32"), 1),
@@ -45,6 +55,9 @@ OVERFLOWS = {  # a layout, and the rank whose gradient is infinite: of the first
         6,
     ),
     "PP2 ZBV": (Case("gpt", layout(1, 2, "zbv"), 2, FP16, "fp32"), 1),
+}
+OVERFLOWS = {
+    name: (case, rank) for name, (case, rank) in OVERFLOWS.items() if runs_here(case.parallelism)
 }
 # Three steps in bf16, so many micro-batches each. Clipping is off: its divisor is one number of all
 # gradients, whose last bit is the order's of a sum.

@@ -14,6 +14,7 @@ import torch
 
 from tests.distributed import run_ranks
 from tests.once import once
+from tests.train.layout_cases import runs_here
 from tests.train.support import new_run, same, tiny_job, whole
 from trainkit.jobs.schema import Job, Model, Parallelism
 from trainkit.runs.folder import RunFolder
@@ -48,6 +49,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "zero_stage": 3,
     },
 }
+HERE = [name for name, keys in LAYOUTS.items() if runs_here(keys)]
 SIXTEEN_BITS: dict[str, dict[str, Any]] = {  # of equal layout, 8 micro-batches
     "bf16-1f1b": {"pipeline_model_parallel_size": 2},
     "bf16-zbv": LAYOUTS["zbv"],
@@ -173,8 +175,10 @@ def on_ranks(root: Path) -> dict[str, Any]:
     data_parallel.join = functools.cache(data_parallel.join)
     if World.from_environment().size == 1:
         return {"one": _trained(root / "one", {}), "seeds": _dropped(root / "seeds")}
-    found = {name: _trained(root / name, keys) for name, keys in LAYOUTS.items()}
+    found = {name: _trained(root / name, LAYOUTS[name]) for name in HERE}
     for name, keys in SIXTEEN_BITS.items():
+        if not runs_here(keys):
+            continue
         found[name] = _trained(
             root / name,
             keys,
@@ -210,7 +214,7 @@ def _four_and_one(root: Path) -> dict[str, dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", HERE)
 def test_a_run_is_the_same_in_every_layout(runs: dict[str, dict[str, Any]], name: str) -> None:
     """Losses of training and evaluation, gradient norms and samples; weights as far as Adam
     allows."""
@@ -230,7 +234,7 @@ def test_a_run_is_the_same_in_every_layout(runs: dict[str, dict[str, Any]], name
         np.testing.assert_allclose(found["tensors"][key], value, rtol=1e-3, atol=1e-5, err_msg=key)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", HERE)
 def test_rows_tell_of_all_ranks(runs: dict[str, dict[str, Any]], name: str) -> None:
     rows = [row for row in runs[name]["rows"] if "eval" not in row]
     for row in rows:
@@ -269,6 +273,8 @@ def test_zero_bubble_adds_up_as_1f1b_does(runs: dict[str, dict[str, Any]]) -> No
     """bf16 gradients of 8 micro-batches, whose weight halves come in a row: the fp64 sums of
     the CPU are exact, so the weights after two steps are the same bits. Added up in bf16 they
     are not."""
+    if "zbv" not in HERE:
+        pytest.skip("ZBV is refused with torch before 2.13")
     zbv, plain = runs["bf16-zbv"], runs["bf16-1f1b"]
     assert same(zbv["tensors"], plain["tensors"])
 
