@@ -30,7 +30,6 @@ from typing import Any
 VENV = Path("/opt/venv")
 TRAINKIT = Path("/opt/prefix")  # lib/ and bin/ that belong into VENV
 BASE = "base"  # TORCH=base: torch is in the base image
-OLDEST_TORCH = (2, 11)
 OLDEST_PYTHON = (3, 11)
 PARTS = 4  # processes that compile; fixed, since a .pyc depends on what was compiled before it
 EXIT_USAGE = 3
@@ -181,8 +180,13 @@ def torch_version() -> str:
     return done.stdout.strip()
 
 
-def refuse_old(python: Sequence[int], torch: str) -> None:
-    """Refuse a Python or a torch that is too old for trainkit itself.
+def refuse_untried(python: Sequence[int], torch: str, pyproject: Path) -> None:
+    """Refuse a Python or a torch that trainkit itself was not tried with.
+
+    Args:
+        python: its version.
+        torch: version of torch.
+        pyproject: the file that says which releases of torch were tried.
 
     Raises:
         InstallError: it says which build arguments help.
@@ -193,13 +197,20 @@ def refuse_old(python: Sequence[int], torch: str) -> None:
         raise InstallError(
             f"the base image's python3 is {version}, trainkit needs {wanted}: another BASE_IMAGE"
         )
-    found = re.match(r"(\d+)\.(\d+)", torch)
-    wanted = ".".join(str(number) for number in OLDEST_TORCH)
-    if found is None or (int(found.group(1)), int(found.group(2))) < OLDEST_TORCH:
+    lines = read_toml(pyproject)["project"]["dependencies"]
+    line = next(line for line in lines if name_of(line) == "torch")
+    least, below = re.findall(r"\d+\.\d+", line)
+    found = re.match(r"\d+\.\d+", torch)
+    if found is None or not numbers(least) <= numbers(found.group()) < numbers(below):
         raise InstallError(
-            f"the image has torch {torch}, trainkit needs {wanted}: give another BASE_IMAGE, or"
-            f" --build-arg 'TORCH=torch>={wanted}' to install one"
+            f"the image has torch {torch}, trainkit was tried with {line}: give another"
+            f" BASE_IMAGE, or --build-arg 'TORCH={line}' to install one"
         )
+
+
+def numbers(version: str) -> list[int]:
+    """Those of a version, for comparing."""
+    return [int(number) for number in version.split(".")]
 
 
 def install_torch(build: Path) -> None:
@@ -223,7 +234,7 @@ def install_packages(build: Path) -> None:
     Raises:
         InstallError: Python or torch is too old, or pip failed.
     """
-    refuse_old(sys.version_info[:2], torch_version())
+    refuse_untried(sys.version_info[:2], torch_version(), build / "pyproject.toml")
     more = os.environ.get("PIP_PACKAGES", "").split()
     lines = requirements(build / "pyproject.toml", os.environ.get("EXTRAS", "").split())
     free = {"torch", *(name_of(line) for line in more)}

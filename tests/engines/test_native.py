@@ -3,29 +3,53 @@
 from __future__ import annotations
 
 import os
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from trainkit.engines.native import Native, cpu_sharing
+from trainkit.engines.native import TORCH, Native, cpu_sharing, torch_problem
 from trainkit.jobs.devices import built_in_device
 from trainkit.jobs.schema import Cluster, Dataset, Job, Model, Training
+from trainkit.ops.build import torch_version
 from trainkit.runs.folder import RunFolder
 
 
-def environment_of(cluster: Cluster, **training: Any) -> dict[str, str]:
+def job_on(cluster: Cluster, **training: Any) -> Job:
     model = Model(
         name="m", num_layers=2, hidden_size=8, num_attention_heads=2, seq_length=8, vocab_size=9
     )
-    job = Job(
+    return Job(
         name="j",
         cluster=cluster,
         model=model,
         dataset=Dataset(name="mock", source="mock"),
         training=Training(train_iters=1, lr=1.0, **training),
     )
-    return dict(Native().command(job, RunFolder(Path("/r")), 1).env)
+
+
+def environment_of(cluster: Cluster, **training: Any) -> dict[str, str]:
+    return dict(Native().command(job_on(cluster, **training), RunFolder(Path("/r")), 1).env)
+
+
+def test_the_releases_of_torch_are_pyprojects_and_among_them_is_this_one() -> None:
+    project = tomllib.loads(Path(__file__).parents[2].joinpath("pyproject.toml").read_text())
+    assert TORCH in project["project"]["dependencies"]
+    assert torch_problem(torch_version()) == ""
+
+
+@pytest.mark.parametrize("version", ["2.10.0+cu126", "2.99.0", "3.0.0a0+git1234"])
+def test_another_torch_is_refused_where_ranks_run_with_this_python(
+    monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
+    monkeypatch.setattr("trainkit.engines.native.torch_version", lambda: version)
+    (problem,) = Native().problems(job_on(Cluster(name="c")))
+    assert problem.message == (
+        f"torch {version} was not tried with this version of trainkit, which takes {TORCH}"
+    )
+    elsewhere = Cluster(name="c", launcher="ssh", python="/opt/py/bin/python3", root="/mnt/x")
+    assert Native().problems(job_on(elsewhere)) == []
 
 
 def test_cpu_ranks_share_the_cores_and_sleep_while_they_wait(

@@ -7,11 +7,25 @@ import sys
 from collections.abc import Mapping
 
 from trainkit.base.errors import Problem
+from trainkit.base.extras import install_command
 from trainkit.engines.contract import Command
 from trainkit.engines.launchable import launcher_problems
+from trainkit.engines.rank.versions import allows
 from trainkit.jobs.schema import Job
+from trainkit.ops.build import torch_version
 from trainkit.runs.checkpoint_list import ListedCheckpoint, list_checkpoints
 from trainkit.runs.folder import RunFolder
+
+# The releases that the trainer was tried with (./inv test --torch), as in pyproject.toml: it leans
+# on private names, which any release may change.
+TORCH = "torch>=2.11,<2.16"
+
+
+def torch_problem(version: str) -> str:
+    """Why ranks do not run with a version of torch; "" where they do, or it is not known."""
+    if allows(TORCH, version):
+        return ""
+    return f"torch {version} was not tried with this version of trainkit, which takes {TORCH}"
 
 
 def cpu_sharing(ranks: int, environment: Mapping[str, str]) -> dict[str, str]:
@@ -33,11 +47,23 @@ def cpu_sharing(ranks: int, environment: Mapping[str, str]) -> dict[str, str]:
     }
 
 
+def _python(job: Job) -> str:
+    """The interpreter of the job's ranks."""
+    if job.container:
+        return job.container.python
+    if job.cluster.launcher_traits.one_machine:
+        return sys.executable
+    return job.cluster.python or sys.executable
+
+
 class Native:
     """One process a rank; the job travels as job.json in the run folder."""
 
     def problems(self, job: Job) -> list[Problem]:
-        return launcher_problems(job)
+        found = launcher_problems(job)
+        if _python(job) == sys.executable and (why := torch_problem(torch_version())):
+            found.append(Problem(why, hint=install_command()))
+        return found
 
     def command(self, job: Job, run: RunFolder, attempt: int) -> Command:
         cpu = job.cluster.device_type == "cpu"
@@ -48,18 +74,10 @@ class Native:
         if job.training.deterministic and not cpu:
             # what torch's deterministic mode demands (cuBLAS, "Results reproducibility")
             sharing["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-        if job.cluster.launcher_traits.one_machine:
-            here = sys.executable
-        else:
-            here = job.cluster.python or sys.executable
-        if job.container:
-            python = job.container.python
-        else:
-            python = here
         main = run.code / "trainkit" / "train" / "main.py"
         return Command(
             # -I: neither the working folder nor PYTHON* variables decide which code runs
-            argv=(python, "-I", str(main), str(run.path), "--attempt", str(attempt)),
+            argv=(_python(job), "-I", str(main), str(run.path), "--attempt", str(attempt)),
             env={**sharing, **job.environment},
             secret_names=job.cluster.secrets,
             cwd=run.path,

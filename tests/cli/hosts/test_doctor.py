@@ -137,13 +137,16 @@ def test_each_finding_names_host_and_value(
     assert one[:3] == ("n1", what, wrong) and words in one[3], one
 
 
-def test_a_python_that_is_too_old_for_trainkit_itself(tmp_path: Path) -> None:
+def test_a_python_or_a_torch_that_is_not_for_trainkit_itself(tmp_path: Path) -> None:
     """Agents run with it, so that doctor can say what does not."""
     old = {"versions": {**VERSIONS, "python": "3.8.10"}}
     for host, what, wrong, message in found(session(tmp_path, 2), old, old):
         assert host in ("n0", "n1") and what == "python" and wrong
         assert "is Python 3.8.10; trainkit's own trainer and the stages need 3.11" in message
     assert len(found(session(tmp_path, 2), old, old)) == 2
+    new = {"versions": {**VERSIONS, "torch": "2.99.1"}}
+    (one,) = found(session(tmp_path, 1), new)
+    assert one[:3] == ("n0", "torch", True) and "torch 2.99.1 was not tried" in one[3]
 
 
 def test_what_does_not_matter_is_not_told(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
@@ -271,7 +272,7 @@ def test_a_python_that_is_too_old_says_so() -> None:
     )
 
 
-def test_a_python_that_is_too_old_for_our_own_ranks(tmp_path: Path) -> None:
+def test_a_python_or_a_torch_that_is_not_for_our_own_ranks(tmp_path: Path) -> None:
     """One message, and not that of the compiled part, which is for another Python too."""
     given = session(tmp_path, "docker")
     facts = HostFacts(
@@ -288,6 +289,13 @@ def test_a_python_that_is_too_old_for_our_own_ranks(tmp_path: Path) -> None:
     assert problem == (
         "its Python of reg/app:1 (/usr/bin/python3) is 3.8.10; trainkit's own code needs 3.11 or"
         " newer: containers.box.python"
+    )
+    new = replace(facts, versions={"python": "3.12.1", "torch": "2.99.0"}, extension=None)
+    hellos = [JoinedAgent(0, "h", new, 0.0)]
+    assert host_inconsistencies(hellos, given, 0, own_code=False) == []
+    ((_, problem),) = host_inconsistencies(hellos, given, 0, own_code=True)
+    assert problem.startswith(
+        "its Python of reg/app:1 (/usr/bin/python3): torch 2.99.0 was not tried"
     )
     for version, old in (("3.10.13", True), ("3.11.0", False), ("3.14.0rc1", False), (None, False)):
         assert python_is_old(HostFacts(node=0, versions={"python": version})) is old

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from trainkit.engines.native import torch_problem
 from trainkit.jobs.clusters import Cluster
 from trainkit.launch.hosts.hostfile import Host
 from trainkit.launch.session import Session
@@ -329,6 +330,14 @@ def _own_code(agent: JoinedAgent, session: Session) -> Iterator[Finding]:
             f" trainer and the stages need {needed_python()} or newer",
             f"clusters.{session.cluster.name}.python names an interpreter; engines other than"
             " 'native' and ranks in containers run beside this one too",
+        )
+    if why := torch_problem(agent.facts.versions.get("torch") or ""):
+        yield Finding(
+            agent.host,
+            "torch",
+            why,
+            f"clusters.{session.cluster.name}.python names an interpreter with another; engines"
+            " other than 'native' have their own",
         )
 
 

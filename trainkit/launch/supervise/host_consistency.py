@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from trainkit.base.old_python import NEEDED_PYTHON
+from trainkit.engines.native import torch_problem
 from trainkit.launch.protocol.frames import HostFacts
 from trainkit.launch.session import Session
 from trainkit.launch.supervise.agent_pool import JoinedAgent
@@ -76,6 +77,8 @@ def _own_code_problems(hello: JoinedAgent, session: Session) -> list[str]:
             f"its Python {where}({facts.executable}) is {facts.versions['python']}; trainkit's own"
             f" code needs {needed_python()} or newer: {setting}"
         ]
+    if why := torch_problem(facts.versions.get("torch") or ""):
+        return [f"its Python {where}({facts.executable}): {why}: {setting}"]
     if facts.extension:
         return [
             f"its Python {where}({facts.executable}) cannot load the code's compiled part:"
