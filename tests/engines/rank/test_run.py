@@ -116,6 +116,14 @@ def test_the_engines_own_error_is_the_ranks(tmp_path: Path) -> None:
     assert error["step"] == 1
 
 
+def test_a_rank_that_prints_no_line_fails_where_the_others_are(tmp_path: Path) -> None:
+    rows = [{"step": 5, "lm_loss": 1.0}, {"step": 6, "lm_loss": 1.0}, {"step": 6, "eval": "valid"}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = run(tmp_path, "raise RuntimeError('DataLoader worker (pid 7) is killed by signal: 9')\n")
+    assert done.returncode == 9
+    assert error_of(tmp_path)["step"] == 6
+
+
 def test_an_engine_that_a_signal_ends_ends_its_rank_the_same_way(tmp_path: Path) -> None:
     done = run(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)\n")
     assert done.returncode == -signal.SIGKILL

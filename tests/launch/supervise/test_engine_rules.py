@@ -211,6 +211,20 @@ def test_what_is_normal_is_no_failure(text: str) -> None:
     assert rule_of(text) is None
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "RuntimeError: DataLoader worker (pid 25832) is killed by signal: Killed. ",
+        "RuntimeError: DataLoader worker (pid 7) is killed by signal: Bus error. It is possible"
+        " that dataloader's workers are out of shared memory.",
+        "RuntimeError: DataLoader worker (pid(s) 25832, 25833) exited unexpectedly",
+    ],
+)
+def test_a_reader_of_data_that_was_killed_is_no_fault_of_the_job(text: str) -> None:
+    rule = RULES.find(text, [])
+    assert rule is not None and rule.failure_class == "infra"
+
+
 def test_the_ranks_own_word_comes_before_a_stuck_save() -> None:
     saving = "saving checkpoint at iteration 3 to /ck in torch_dist format"
     rule = RULES.find("OSError: [Errno 28] No space left on device", [saving])

@@ -78,7 +78,7 @@ def judge_end(spec: RankSpec, reader: EngineReader, end: EngineEnd) -> Verdict |
 
 def _judge_stop(spec: RankSpec, reader: EngineReader, end: EngineEnd) -> Verdict | None:
     """It was asked to save and leave: 12 only where a checkpoint of now is there."""
-    if not spec.saves and end.code == 0 and _last_iteration(spec, end) >= spec.train_iters:
+    if not spec.saves and end.code == 0 and last_iteration(spec, end) >= spec.train_iters:
         return None
     tracked = _tracked(spec, reader, end.began_at + 1)
     if tracked == spec.train_iters and not _problems(spec, reader, tracked):
@@ -165,7 +165,7 @@ def _judge_unsaved(spec: RankSpec, end: EngineEnd, script: str) -> Verdict | Non
     """A run without checkpoints: its last iteration must have been printed, by any rank."""
     deadline = time.monotonic() + spec.seen_seconds
     while True:
-        reached = _last_iteration(spec, end)
+        reached = last_iteration(spec, end)
         if reached >= spec.train_iters:
             return None
         if time.monotonic() > deadline:
@@ -175,7 +175,7 @@ def _judge_unsaved(spec: RankSpec, end: EngineEnd, script: str) -> Verdict | Non
     return Verdict(USER, "EngineEndedEarly", f"{message}: training is not done")
 
 
-def _last_iteration(spec: RankSpec, end: EngineEnd) -> int:
+def last_iteration(spec: RankSpec, end: EngineEnd) -> int:
     """The last iteration that this rank printed, or the one that did, by the rows it wrote."""
     last = max(end.last_iteration or 0, end.began_at)
     try:

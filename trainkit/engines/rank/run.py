@@ -22,6 +22,7 @@ from trainkit.engines.rank.end import (
     first_code,
     judge_end,
     judge_failure,
+    last_iteration,
 )
 from trainkit.engines.rank.graphs import GraphCounts
 from trainkit.engines.rank.node_setup import prepare_node
@@ -314,6 +315,8 @@ def _conclude(spec: RankSpec, report: RankReport, end: EngineEnd, verdict: Verdi
         report.done()
         return 0
     if verdict.message:
+        # most engines' ranks print nothing: the one that does says how far all are
+        report.step = max(report.step, last_iteration(spec, end))
         report.fail(verdict)
         sys.stderr.write(f"trainkit: {verdict.message}\n")
     if end.code < 0 and verdict.exit != 12:
