@@ -16,8 +16,6 @@ PLACES = {
     "nemo": ("trainkit.engines.nemo.engine", "Nemo"),
     "neuronx-nemo": ("trainkit.engines.neuronx_nemo.engine", "NeuronxNemo"),
 }
-# whose modules have a function engine_notes
-NOTED = ("megatron-lm", "nemo", "neuronx-nemo")
 
 
 class EngineTable(dict[str, Engine]):
@@ -35,7 +33,7 @@ ENGINES = EngineTable()
 
 def engine_notes(job: Job) -> list[str]:
     """What the job's engine passes on otherwise than it stands in jobs.toml, in words."""
-    if job.engine not in NOTED:
+    if job.engine == "native":
         return []
     module, _ = PLACES[job.engine]
     notes: list[str] = importlib.import_module(module).engine_notes(job)

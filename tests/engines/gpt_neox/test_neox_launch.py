@@ -9,7 +9,7 @@ import pytest
 
 from trainkit.engines.foreign import spec_name
 from trainkit.engines.gpt_neox.engine import GptNeox
-from trainkit.engines.registry import ENGINES
+from trainkit.engines.registry import ENGINES, engine_notes
 from trainkit.jobs.load import load
 from trainkit.jobs.schema import Job
 from trainkit.runs.folder import RunFolder
@@ -117,6 +117,40 @@ def test_another_version_is_told_by_its_own_defaults_and_in_its_own_form(tmp_pat
     )
     argv = json.loads(GptNeox().command(other, RUN, 1).files[spec_name(1)])["argv"]
     assert json.loads(argv[6]) == {"weight_decay": 0.1, "num_layers": 2}
+
+
+@pytest.mark.parametrize(
+    ("engine_args", "norms", "asked"),
+    [
+        ({}, "def get_norm(args):\n    from .fused_layer_norm import A\n", False),
+        ({"layernorm_fusion": True}, "", True),
+        ({"rmsnorm_fusion": True}, "", True),
+        # January to September 2024
+        ({}, "import torch\nfrom .fused_layer_norm import MixedFusedLayerNorm\n", True),
+    ],
+)
+def test_a_norm_of_apex_is_asked_for_before_the_start(
+    tmp_path: Path, engine_args: dict[str, object], norms: str, asked: bool
+) -> None:
+    job = over_deepspeed(tmp_path)
+    (tmp_path / "megatron" / "model").mkdir(parents=True)
+    (tmp_path / "megatron" / "model" / "norms.py").write_text(norms)
+    source = job.engine_source
+    assert source is not None
+    here = source.model_copy(update={"source": str(tmp_path)})
+    job = job.model_copy(update={"engine_source": here, "engine_args": engine_args})
+    spec = json.loads(GptNeox().command(job, RUN, 1).files[spec_name(1)])
+    assert ("apex" in [each["name"] for each in spec["modules"]]) == asked
+
+
+def test_other_validation_samples_after_a_resume_are_noted(tmp_path: Path) -> None:
+    """Its samplers count the micro-batches of training there: with one a step all is well."""
+    job = over_deepspeed(tmp_path)
+    assert engine_notes(job) == []
+    keys = {"gradient_accumulation_steps": 2, "eval_interval": 5, "eval_iters": 1}
+    more = job.model_copy(update={"training": job.training.model_copy(update=keys)})
+    (note,) = engine_notes(more)
+    assert "evaluates on other samples" in note
 
 
 def test_on_one_machine_it_needs_no_ssh(tmp_path: Path) -> None:

@@ -63,6 +63,13 @@ MODULES = (
 )
 # of arguments.py at ea7aefd; setuptools no longer has it
 PKG_RESOURCES = RequiredModule("pkg_resources", "`pip install 'setuptools<81'`")
+APEX = RequiredModule(
+    "apex",
+    "build it there, or leave engine_args.layernorm_fusion and rmsnorm_fusion out; trees of"
+    " January to September 2024 import it all the same",
+)
+ARGUMENTS = "megatron/neox_arguments/arguments.py"
+NORMS = "megatron/model/norms.py"
 # keys that its checkpoints hold too: AnnealingLR.load_state_dict ends the run where one differs
 SCHEDULE = ("min_lr", "warmup", "lr_decay_iters", "lr_decay_style")
 DEEPSPEED_ENV = "launch/deepspeed_env"
@@ -90,7 +97,7 @@ class GptNeox:
             (),
             env=engine_environment(job),
             files={f"launch/{name}": text},
-            modules=_modules(job),
+            modules=_modules(job, config),
             versions=required_versions(source_of(job), NAME, options_of(job).version),
             reads=_reads(config),
         )
@@ -170,16 +177,16 @@ def options_of(job: Job) -> OptionTable:
 
 def takes_json(job: Job) -> bool:
     """Whether its train.py takes both words as plain JSON, as until March 2023 (e897c23e)."""
-    text = _arguments_text(job)
+    text = _text_of(job, ARGUMENTS)
     if text:
         return "b64decode" not in text
     return options_of(job).version == "1.0.0"
 
 
-def _arguments_text(job: Job) -> str:
-    path = source_tree(job) / "megatron" / "neox_arguments" / "arguments.py"
+def _text_of(job: Job, name: str) -> str:
+    """A file of its tree; "" where it is not here."""
     try:
-        return path.read_text(encoding="utf-8")
+        return (source_tree(job) / name).read_text(encoding="utf-8")
     except OSError:
         return ""
 
@@ -285,10 +292,26 @@ def engine_environment(job: Job) -> dict[str, str]:
     return found
 
 
-def _modules(job: Job) -> tuple[RequiredModule, ...]:
-    if "pkg_resources" in _arguments_text(job):
-        return (*MODULES, PKG_RESOURCES)
-    return MODULES
+def _modules(job: Job, config: Config) -> tuple[RequiredModule, ...]:
+    found = list(MODULES)
+    if "pkg_resources" in _text_of(job, ARGUMENTS):
+        found.append(PKG_RESOURCES)
+    fused = config.get("layernorm_fusion") or config.get("rmsnorm_fusion")
+    if fused or "\nfrom .fused_layer_norm import" in _text_of(job, NORMS):
+        found.append(APEX)
+    return tuple(found)
+
+
+def engine_notes(job: Job) -> list[str]:
+    """What of a job is done otherwise than it stands there, in words."""
+    training = job.training
+    if training.eval_interval and training.eval_iters and job.gradient_accumulation_steps > 1:
+        # megatron/data/data_utils.py: start_iter_val counts micro-batches of training
+        return [
+            "after a resume gpt-neox evaluates on other samples of the validation set: compare its"
+            " training losses with those of a run that was never stopped, not these"
+        ]
+    return []
 
 
 def _reads(config: Config) -> tuple[Path, ...]:
