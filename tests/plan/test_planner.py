@@ -174,19 +174,13 @@ def test_all_objections_come_at_once() -> None:
 def test_a_world_that_the_degrees_do_not_divide() -> None:
     """Trap 20 of the published set-ups: Azure's TP 8 x PP 16 runs on multiples of 16 nodes only."""
     model = shape(layers=96, hidden=96, heads=8)
-    (objection,) = plan_of(
-        job_of(model, 8, nodes=12, engine="megatron-lm", device=BIG, parallelism=layout(8, 16))
-    ).objections
+    keys: dict[str, Any] = {"device": BIG, "precision": "bf16", "parallelism": layout(8, 16)}
+    (objection,) = plan_of(job_of(model, 8, nodes=12, engine="megatron-lm", **keys)).objections
     assert (objection.code, objection.key) == ("world-not-divisible", "nodes") and {
         "nodes": 16
     } in objection.changes
     assert "12 nodes of 8 ranks are 96" in objection.message
-    assert (
-        codes(
-            job_of(model, 8, nodes=32, engine="megatron-lm", device=BIG, parallelism=layout(8, 16))
-        )
-        == []
-    )
+    assert codes(job_of(model, 8, nodes=32, engine="megatron-lm", **keys)) == []
     alone = job_of(shape(heads=4), 2, parallelism=layout(4))
     assert codes(alone) == ["world-not-divisible"]
 
@@ -290,7 +284,8 @@ def test_what_only_the_native_trainer_has() -> None:
         assert (
             codes(job_of(model, 2, engine=engine, device=BIG, parallelism=zero_bubble)) == found[:1]
         )
-        assert codes(job_of(model, 4, engine=engine, device=BIG, parallelism=copies)) == found[1:]
+        keys: dict[str, Any] = {"device": BIG, "precision": "bf16", "parallelism": copies}
+        assert codes(job_of(model, 4, engine=engine, **keys)) == found[1:]
     # two chunks a stage
     assert codes(job_of(shape(layers=3), 2, device=BIG, parallelism=zero_bubble)) == [
         "more-stages-than-layers"
@@ -372,6 +367,7 @@ def test_stages_of_zero(engine: str, zero: int, pipeline: int, found: list[str])
         2,
         engine=engine,
         device=BIG,
+        precision="bf16",
         parallelism=layout(1, pipeline, zero_stage=zero),
     )
     assert codes(job) == found

@@ -39,6 +39,7 @@ def checks(job: Job, rules: Rules, tokenizer_size: int | None) -> Iterator[Objec
     yield from _schedule(job, layout, rules)
     yield from _zero(job, layout, rules)
     yield from _replicas(job, layout, rules)
+    yield from rules.objections(job)
     yield from _batches(job)
     yield from _family(job, rules)
     yield from _vocabulary(job, tokenizer_size)

@@ -3,12 +3,13 @@ engines' own values come from `trainkit.engines.rules`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import assert_never
 
 from trainkit.jobs.devices import Precision
-from trainkit.jobs.schema import Training
+from trainkit.jobs.schema import Job, Training
+from trainkit.plan.objection import Objection
 
 ALL_STAGES = (0, 1, 2, 3)
 
@@ -56,6 +57,8 @@ class Rules:
         deletes_old: it keeps only the newest checkpoints.
         saves_key: the key of engine_args that is false where nothing is saved; "": none.
         save_seconds: between checkpoints where the job says no save_interval; 0: it says steps.
+        objections: what else of a job's layout the engine cannot do, where that hangs on more of
+            the job than these values.
         memory_band: what published runs took over what this plan says of them: a tenth of them less
             than the first, a tenth more than the second. None: nothing was published, or measured.
     """
@@ -83,6 +86,7 @@ class Rules:
     deletes_old: bool = True
     saves_key: str = ""
     save_seconds: int = 0
+    objections: Callable[[Job], Iterator[Objection]] = lambda job: iter(())
     memory_band: tuple[float, float] | None = None
 
 

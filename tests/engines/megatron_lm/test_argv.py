@@ -10,6 +10,7 @@ tests/launch/slurm/test_batch_script.py.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -32,9 +33,11 @@ from trainkit.engines.megatron_lm.argv import RunPlaces, argv_problems, megatron
 from trainkit.engines.megatron_lm.data import MegatronData, data_of
 from trainkit.engines.megatron_lm.engine import MegatronLm, engine_notes, table_of
 from trainkit.engines.options import load_table
+from trainkit.engines.rules import RULES
 from trainkit.jobs.datasets import BlendPart
 from trainkit.jobs.load import load
 from trainkit.jobs.schema import Dataset, Job
+from trainkit.plan.planner import make_plan
 from trainkit.runs.folder import RunFolder
 
 CHECKOUT = Path(__file__).resolve().parents[3]
@@ -82,8 +85,6 @@ def engine_words(argv: Sequence[str]) -> list[str]:
 
 def commanded(job: Job, run: RunFolder) -> tuple[Options, dict[str, str]]:
     """(options, environment) of the first attempt, as the ranks' spec has them."""
-    import json
-
     command = MegatronLm().command(job, run, 1)
     spec = json.loads(command.files["launch/engine-rank-1.json"])
     return options_of(engine_words(spec["argv"])), dict(command.env)
@@ -396,7 +397,6 @@ def test_what_has_no_interval_happens_at_the_end_only() -> None:
         (["training.rampup_batch_size=[4,4,64]"], "core-0.12.0", "rampup_batch_size"),
         (["training.seed=4294967296"], "core-0.12.0", "training.seed"),
         (["parallelism.zero_stage=2"], "core-0.12.0", "parallelism.zero_stage 2"),
-        (["parallelism.zero_stage=1"], "core-0.12.0", "Transformer Engine"),
         (["parallelism.zero_stage=1"], "2021", "2021 has no distributed optimizer"),
         (["training.lr_decay_style=inverse-square-root"], "2021",
          "takes constant, linear, cosine"),
@@ -418,6 +418,70 @@ def test_what_it_cannot_do_is_refused_with_the_key(
         return
     assert len(found) == 1, found
     assert said in found[0]
+
+
+GPUS = ("cluster.device=h100-sxm-80gb", "cluster.gpus_per_node=2")
+
+
+@pytest.mark.parametrize(
+    ("sets", "why"),
+    [
+        ((), "without Apex or Transformer Engine"),
+        (("training.precision=fp32",), "without Apex or Transformer Engine"),
+        ((*GPUS, "training.precision=fp32"), "in fp32"),
+        ((*GPUS, "training.optimizer=sgd"), "takes Adam only"),
+    ],
+)
+def test_a_distributed_optimizer_that_could_not_go_on_is_objected_to(
+    sets: tuple[str, ...], why: str
+) -> None:
+    """With DP 1 there is nothing to share: it is left out, and the plan says so."""
+    sets = ("parallelism.zero_stage=1", *sets)
+    plan = make_plan(tiny(*sets), rules=RULES["megatron-lm"])
+    (objection,) = plan.objections
+    assert why in objection.message and objection.changes == ({"parallelism.zero_stage": 0},)
+    alone = tiny(*sets, "cluster.ranks_per_node=1")
+    assert make_plan(alone, rules=RULES["megatron-lm"]).feasible
+    for version in CORE:
+        assert "--use-distributed-optimizer" not in argv_of(alone, version)
+    (note,) = engine_notes(alone)
+    assert why in note and "is left out" in note
+
+
+def test_a_distributed_optimizer_that_can_is_not_objected_to() -> None:
+    job = tiny("parallelism.zero_stage=1", "training.precision=bf16", *GPUS)
+    assert make_plan(job, rules=RULES["megatron-lm"]).feasible
+    assert all("--use-distributed-optimizer" in argv_of(job, version) for version in CORE)
+
+
+def test_an_interleaved_schedule_on_cpus_is_objected_to() -> None:
+    """Its outputs are freed while gloo sends them: NaN after some steps."""
+    stages = ("parallelism.pipeline_model_parallel_size=2", "model.num_layers=4")
+    sets = (*stages, "parallelism.virtual_pipeline_model_parallel_size=2")
+    (objection,) = make_plan(tiny(*sets), rules=RULES["megatron-lm"]).objections
+    assert objection.code == "no-virtual-stages" and "gloo" in objection.message
+    assert make_plan(tiny(*stages), rules=RULES["megatron-lm"]).feasible
+    assert make_plan(tiny(*sets, *GPUS), rules=RULES["megatron-lm"]).feasible
+
+
+def test_sequence_parallelism_on_cpus_is_objected_to() -> None:
+    sets = ("parallelism.tensor_model_parallel_size=2", "parallelism.sequence_parallel=true")
+    (objection,) = make_plan(tiny(*sets), rules=RULES["megatron-lm"]).objections
+    assert objection.code == "no-sequence-parallelism"
+    assert objection.changes == ({"parallelism.sequence_parallel": False},)
+    assert make_plan(tiny(*sets, *GPUS), rules=RULES["megatron-lm"]).feasible
+
+
+def test_a_distributed_optimizer_asks_each_node_for_what_it_is_resumed_with(tmp_path: Path) -> None:
+    for stage, asked in {0: False, 1: True}.items():
+        sets = (f"cluster.root={tmp_path}", f"parallelism.zero_stage={stage}")
+        run = run_of(tmp_path, "azure-gpt3-check")
+        command = MegatronLm().command(job_of("azure-gpt3-check", *sets), run, 1)
+        spec = json.loads(command.files["launch/engine-rank-1.json"])
+        mends = {each["name"]: each["mend"] for each in spec["modules"]}
+        assert ("transformer_engine or apex" in mends) == asked
+        if asked:
+            assert "parallelism.zero_stage = 0" in mends["transformer_engine or apex"]
 
 
 def test_options_of_other_versions_are_named_with_the_nearest() -> None:

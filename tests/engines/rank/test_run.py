@@ -192,11 +192,14 @@ def test_what_is_missing_on_a_host_is_said_before_the_start(tmp_path: Path) -> N
     modules = (
         RequiredModule("no_such_module", "pip install it"),
         RequiredModule("json", "never"),
+        RequiredModule("no_such_module or json", "never"),
+        RequiredModule("no_such_one or no_such_other", "take one"),
     )
     done = run(tmp_path, "line(1)\n", modules=modules, reads=(str(tmp_path / "vocab.json"),))
     assert done.returncode == 7
     message = error_of(tmp_path)["message"]
     assert "no module no_such_module: pip install it" in message
+    assert "no module no_such_one or no_such_other: take one" in message
     assert f"{tmp_path / 'vocab.json'} is not there" in message
     assert "never" not in message
     assert "iteration" not in done.stdout

@@ -16,6 +16,7 @@ from trainkit.base.errors import ConfigError, Problem
 from trainkit.engines.megatron_lm.data import MegatronData, put_data, put_tokenizer
 from trainkit.engines.megatron_lm.words import SET_BY, MegatronWords, said
 from trainkit.engines.options import OptionTable, check_engine_args, release
+from trainkit.engines.rules import sharding_obstacle
 from trainkit.jobs.schema import Job, Model
 
 # words of `args` that would make a run end, begin or save elsewhere than its records say
@@ -310,28 +311,16 @@ def _put_parallelism(words: MegatronWords, job: Job) -> None:
 
 
 def _put_distributed_optimizer(words: MegatronWords, job: Job) -> None:
-    """Left out where there is nothing to share and the version cannot, or not without Transformer
-    Engine: 0.12 ends its first step with "Invalid Transformer Engine version for FP8 distributed
-    optimizer" (core/fp8_utils.py)."""
-    there = words.has("use-distributed-optimizer")
-    on_cpu = job.cluster.device_type == "cpu"
-    needs_te = there and on_cpu and release(words.table.version) < (0, 13)
-    if needs_te and job.data_parallel_size > 1:
-        words.refuse(
-            f"parallelism.zero_stage 1: the distributed optimizer of {words.version} needs"
-            " Transformer Engine, which there is none of on CPUs",
-            "set parallelism.zero_stage = 0, or use a newer version",
-        )
-        return
-    if job.data_parallel_size == 1 and (needs_te or not there):
-        return
-    if not there:
+    """Left out where there is nothing to share and it cannot be used; with more to share the plan
+    objects."""
+    if words.has("use-distributed-optimizer"):
+        if not sharding_obstacle(job):
+            words.put("use-distributed-optimizer", True, "parallelism.zero_stage")
+    elif job.data_parallel_size > 1:
         words.refuse(
             f"parallelism.zero_stage 1: {words.version} has no distributed optimizer",
             "set parallelism.zero_stage = 0, or use a newer version",
         )
-        return
-    words.put("use-distributed-optimizer", True, "parallelism.zero_stage")
 
 
 def _put_stages(words: MegatronWords, job: Job) -> None:

@@ -26,6 +26,7 @@ from trainkit.engines.options import OptionTable, load_table, release, version_a
 from trainkit.engines.rank import megatron_lm as reader
 from trainkit.engines.rank.spec import RequiredModule
 from trainkit.engines.requirements import required_versions
+from trainkit.engines.rules import sharding_obstacle
 from trainkit.engines.sources import (
     engine_python,
     engine_version,
@@ -46,6 +47,12 @@ _UNTIL_0_16 = ("regex", "six")  # of its tokenizers
 _SINCE_0_16 = ("triton",)  # imported at the top, used or not
 _IN_2021 = ("apex",)
 _TORCH_DIST = ("psutil",)  # without it 0.16's writers die and the parent waits for ever
+# else it trains and saves what it cannot load
+_DISTRIBUTED_OPTIMIZER = RequiredModule(
+    "transformer_engine or apex",
+    "without either, the distributed optimizer cannot load its own checkpoints: install one, or set"
+    " parallelism.zero_stage = 0",
+)
 
 
 def version_of(job: Job) -> str | None:
@@ -77,10 +84,13 @@ def engine_notes(job: Job) -> list[str]:
     table = load_table(ENGINE, version)
     if table.notice:
         notes.append(table.notice)
-    if job.parallelism.zero_stage == 1 and "use-distributed-optimizer" not in table:
+    obstacle = sharding_obstacle(job)
+    if "use-distributed-optimizer" not in table:
+        obstacle = f"Megatron-LM {table.version} has no distributed optimizer"
+    if job.parallelism.zero_stage == 1 and job.data_parallel_size == 1 and obstacle:
         notes.append(
-            f"parallelism.zero_stage 1 is left out: Megatron-LM {table.version} has no distributed"
-            " optimizer, and with data-parallel size 1 there is nothing to share"
+            f"parallelism.zero_stage 1 is left out: {obstacle}, and with data-parallel size 1 there"
+            " is nothing to share"
         )
     notes += _native_only(job)
     if job.training.log_interval > job.training.train_iters:
@@ -241,12 +251,15 @@ def _modules(table: OptionTable, words: tuple[str, ...]) -> tuple[RequiredModule
         names += _TORCH_DIST
     if "HuggingFaceTokenizer" in words:
         names.append("transformers")
-    return tuple(
+    found = [
         RequiredModule(
             name, "install it there, or name an interpreter that has it (engines.X.python)"
         )
         for name in names
-    )
+    ]
+    if "--use-distributed-optimizer" in words:
+        found.append(_DISTRIBUTED_OPTIMIZER)
+    return tuple(found)
 
 
 def _reads(data: MegatronData, words: tuple[str, ...]) -> tuple[Path, ...]:

@@ -27,7 +27,7 @@ def version(name):
     except importlib.metadata.PackageNotFoundError:
         return None
 modules, packages = json.loads(sys.argv[1])
-print(json.dumps([[name for name in modules if not there(name)],
+print(json.dumps([[name for name in modules if not any(map(there, name.split(" or ")))],
                   {name: version(name) for name in packages}]))
 """
 

@@ -19,7 +19,7 @@ class RequiredModule:
     """A module that the engine imports and without which it fails late, or not at all.
 
     Args:
-        name: as it is imported.
+        name: as it is imported; "ONE or OTHER" where either will do.
         mend: what a person does where it is missing.
     """
 
