@@ -2,9 +2,9 @@
 
 What is understood: comments, quotes, lines that go on after a backslash, NAME=value and
 NAME=(array), $NAME, ${NAME}, ${NAME[@]}, ${NAME:-default} and $((integers)) (POSIX.1-2024, Shell
-Command Language, 2.5 to 2.9; arrays as bash has them). Conditions are not decided, and all their
-assignments made in turn, unless that is asked for: then `if` takes the branch that comparisons of
-what is known say, and a variable that nobody gave is empty there.
+Command Language, 2.5 to 2.9; arrays as bash has them). `if`, && and || take the branch that
+comparisons of what is known say, and a variable that nobody gave is empty there. What only running
+the script would tell is read as if it ran once. Both are noted where they set anything.
 """
 
 from __future__ import annotations
@@ -24,14 +24,17 @@ _VARIABLE = re.compile(
 )
 _DEFAULT = re.compile(r"[\"']?\$\{([A-Za-z_]\w*):?=(.*)\}[\"']?", re.DOTALL)
 _ARITHMETIC = re.compile(r"\$\(\(([^()]*)\)\)")
-_COMMAND = re.compile(r"\$\([^()]*\)|`[^`]*`")
+_UNKNOWN = re.compile(
+    r"\$\(\([^()]*\)\)|\$\([^()]*\)|`[^`]*`|\$\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}|\$(?:\w+|[@*#?])"
+)
 _QUOTED = r"""'[^']*'|"(?:[^"\\]|\\.)*\""""
+_QUOTE = re.compile(rf"{_QUOTED}|\\.", re.DOTALL)
 _PIECE = re.compile(rf"{_QUOTED}|(?P<comment>(?<![^\s;])\#[^\n]*)|\\.|.", re.DOTALL)
 _NESTED = r"\$\(\([^()]*\)\)|\$\([^()]*\)|\$\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}|`[^`]*`"
 _TOKEN = re.compile(
     r"(?P<join>\\\n)|(?P<redirect>(?<!\S)\d(?=[<>]))"
     rf"|(?P<word>(?:{_QUOTED}|{_NESTED}|(?<==)\((?:{_QUOTED}|[^()'\"])*+\)|\\[^\n]|[^\s;|&<>()'\"`\\])+)"
-    r"|(?P<end>\n|[;|&<>()])",
+    r"|(?P<end>\n|&&|\|\||[;|&<>()])",
     re.DOTALL,
 )
 _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
@@ -56,46 +59,55 @@ class ShellCommand:
         unknown: variables and commands in them whose value the script does not say.
         environment: variables that the script exports, or sets for this command alone. What
             the script does not know of a value stands in it as it was written.
+        notes: what of the script was assumed, or not read, a line each.
     """
 
     before: list[str] = field(default_factory=list)
     words: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
     environment: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
 
 
 def find_command(
-    text: str, script: str, caller: Mapping[str, str] | None = None, *, decide: bool = False
+    text: str, script: str, caller: Mapping[str, str] | None = None
 ) -> ShellCommand | None:
     """The last command of a script that runs `script`; None where there is none.
 
     Args:
         text: of the shell script, or one command line.
         script: the name of the program, such as pretrain_gpt.py.
-        caller: variables that whoever starts the script has set.
-        decide: of an `if`, take the branch that is taken.
+        caller: variables that its caller has set.
 
     Raises ValueError for text that no shell takes: a quote without its end.
     """
     variables = dict(caller or {})
-    branches = _Branches()
+    branches = _Branches(script)
     exported: dict[str, None] = {}  # names, in the order of the script
     found = None
-    for every in _commands(text):
-        words = branches.within(every, variables) if decide else every
+    times = 0
+    for before, every in _commands(text):
+        words = branches.within(before, every, variables)
         command = _assigned(words, variables)
         names = _exported_names(words, for_command=bool(command))
         if cut := _cut(command, variables, script):
             cut.environment = _values([*exported, *names], variables)
             found = cut
+            times += 1
         elif words[:1] == ["export"]:
             exported |= dict.fromkeys(names)
+        elif words[:1] in (["source"], ["."]):
+            branches.notes[f"{' '.join(words)}: that file was not read"] = None
     if found is None:
         # CMD="pretrain_gpt.py ..." that something else runs
         for name in variables:
             found = _cut([f"${name}"], variables, script) or found
         if found is not None:
             found.environment = _values(exported, variables)
+    if found is not None:
+        found.notes = list(branches.notes)
+        if times > 1:
+            found.notes.append(f"{script}: {times} commands run it; this is the last one")
     return found
 
 
@@ -135,17 +147,20 @@ def _options(word: str) -> list[str]:
     return [word]
 
 
-def _commands(text: str) -> Iterator[list[str]]:
-    """Raw words of one command after another: quotes are still there. NAME=(words) is one word."""
+def _commands(text: str) -> Iterator[tuple[str, list[str]]]:
+    """Of one command after another, what stands before it, such as && or ;, and its raw words:
+    quotes are still there. NAME=(words) is one word."""
+    before = "\n"
     words: list[str] = []
     for match in _TOKEN.finditer(_without_comments(text)):
         kind = match.lastgroup
         if kind == "word":
             words.append(match[0])
         elif kind == "end":
-            yield words
+            yield before, words
+            before = match[0]
             words = []
-    yield words
+    yield before, words
 
 
 def _without_comments(text: str) -> str:
@@ -160,7 +175,7 @@ def _without_comments(text: str) -> str:
     return "".join(found)
 
 
-def _assigned(words: list[str], variables: dict[str, str]) -> list[str]:
+def _assigned(words: Sequence[str], variables: dict[str, str]) -> list[str]:
     """Make the assignments that a command begins with; returns its other words."""
     rest = [word for word in words if word not in ("export", "local", "readonly", "declare")]
     while rest and (match := _ASSIGNMENT.fullmatch(rest[0])):
@@ -182,6 +197,7 @@ def _assigned(words: list[str], variables: dict[str, str]) -> list[str]:
     return rest
 
 
+_BRACKETS = ("[", "[[", "]", "]]", "test")
 _COMPARED: Mapping[str, Callable[[str, str], bool]] = {
     "=": operator.eq,
     "==": operator.eq,
@@ -195,9 +211,12 @@ _COMPARED: Mapping[str, Callable[[str, str], bool]] = {
 }
 
 
+_READ = "only running it tells; all that depends on it was read, one after the other"
+
+
 def _decided(words: Sequence[str], variables: Mapping[str, str]) -> bool | None:
     """What a condition says; None where only running it would tell."""
-    inner = [word for word in words if word not in ("[", "[[", "]", "]]", "test")]
+    inner = [word for word in words if word not in _BRACKETS]
     if len(inner) == len(words):
         return None
     if inner[:1] == ["!"]:
@@ -209,6 +228,8 @@ def _decided(words: Sequence[str], variables: Mapping[str, str]) -> bool | None:
     said = [_VARIABLE.sub(lambda match: _given(match, known), _unquoted(word)) for word in inner]
     if any("$" in word or "`" in word for word in said):
         return None
+    if len(said) == 1:
+        return said[0] != ""
     if len(said) == 2 and said[0] in ("-z", "-n"):
         return (said[1] == "") == (said[0] == "-z")
     if len(said) != 3 or said[1] not in _COMPARED:
@@ -225,60 +246,145 @@ def _given(match: re.Match[str], variables: Mapping[str, str]) -> str:
     return "" if found == match[0] else found
 
 
+def _joined(first: bool | None, operator: str, second: bool | None) -> bool | None:
+    """`first && second` or `first || second` of what may be unknown."""
+    stops = operator == "||"
+    if stops in (first, second):
+        return stops
+    return None if None in (first, second) else not stops
+
+
 @dataclass
 class _Branch:
-    """An `if` whose end has not come.
+    """An `if`, a loop or a `case` whose end has not come.
 
     Args:
         now: whether the branch that is being read is taken; None: nobody knows, so it is read.
         done: one of them was.
+        condition: as it is written.
+        why: what of its conditions the script alone does not say; "": nothing.
     """
 
-    now: bool | None
-    done: bool
+    now: bool | None = None
+    done: bool = False
+    condition: str = ""
+    why: str = ""
 
-    def next(self, decided: bool | None) -> None:
-        """Another branch begins."""
-        self.now = False if self.done else decided
-        self.done = self.done or self.now is True
+    def ask(self, operator: str, words: Sequence[str], variables: Mapping[str, str]) -> None:
+        """One more command of the condition, behind `operator`; "": the first."""
+        found = _decided(words, variables)
+        if operator:
+            found = _joined(self.now, operator, found)
+        self.condition = f"{self.condition} {operator} {' '.join(words)}".strip()
+        self.now = False if self.done else found
+        names = [match[1] or match[2] for match in _VARIABLE.finditer(" ".join(words))]
+        names += [name for flag, name in itertools.pairwise(words) if flag == "-v"]
+        unset = [name for name in names if name not in variables]
+        if self.done:
+            return
+        if found is None:
+            self.why = f"`{self.condition}`: {_READ}"
+        elif unset:
+            taken = "true" if found else "false"
+            said = ", ".join(dict.fromkeys(unset))
+            self.why = f"`{self.condition}`: {taken} here, for nothing in the file sets {said}"
 
 
 class _Branches:
-    """Leaves out commands of branches that are not taken."""
+    """Leaves out commands of branches that are not taken, and notes what was assumed.
 
-    def __init__(self) -> None:
+    Args:
+        script: the program that is looked for.
+    """
+
+    def __init__(self, script: str) -> None:
+        self.script = script
         self.open: list[_Branch] = []
+        self.asking = False  # between `if` and `then`
+        self.line = _Branch()  # the commands before && or ||
+        self.notes: dict[str, None] = {}
 
-    def within(self, words: list[str], variables: Mapping[str, str]) -> list[str]:
-        """What of a command is to be read."""
-        while words:
-            first, *rest = words
-            if first == "if":
-                decided = _decided(rest, variables)
-                self.open.append(_Branch(decided, decided is True))
-                return []
-            if first == "elif" and self.open:
-                self.open[-1].next(_decided(rest, variables))
-                return []
-            if first == "else" and self.open:
-                self.open[-1].next(True)
-            elif first == "fi" and self.open:
-                self.open.pop()
-            elif first != "then":
-                break
-            words = rest
-        if any(branch.now is False for branch in self.open):
-            return []
-        return words
+    def within(
+        self, before: str, words: Sequence[str], variables: Mapping[str, str]
+    ) -> Sequence[str]:
+        """What of a command is to be read.
+
+        Args:
+            before: what stands before it, such as && or ;.
+            words: its own.
+            variables: what is known so far.
+        """
+        while words and self._opened(words, variables):
+            words = () if self.asking else words[1:]
+            before = "\n"
+        if self.asking:
+            if words and before in ("&&", "||"):
+                self.open[-1].ask(before, words, variables)
+            return ()
+        skipped = self._skipped(before, words, variables)
+        if self._sets(words):
+            self.notes |= {each.why: None for each in (*self.open, self.line) if each.why}
+        return () if skipped else words
+
+    def _opened(self, words: Sequence[str], variables: Mapping[str, str]) -> bool:
+        """Whether the first word is one of the shell's own, which is done with."""
+        first = words[0]
+        if first in ("if", "elif"):
+            if first == "if" or not self.open:
+                self.open.append(_Branch())
+            branch = self.open[-1]
+            branch.done = branch.done or branch.now is True
+            branch.condition = ""
+            branch.ask("", words[1:], variables)
+            self.asking = True
+        elif first in ("for", "while", "until", "case"):
+            self.open.append(_Branch(why=f"`{' '.join(words)}`: {_READ}"))
+            self.asking = first != "case"
+        elif first == "else" and self.open:
+            branch = self.open[-1]
+            branch.done = branch.done or branch.now is True
+            branch.now = False if branch.done else (True if branch.now is False else None)
+        elif first in ("fi", "done", "esac") and self.open:
+            self.open.pop()
+        elif first in ("then", "do"):
+            self.asking = False
+        else:
+            return first in ("{", "}")
+        return True
+
+    def _skipped(self, before: str, words: Sequence[str], variables: Mapping[str, str]) -> bool:
+        """Whether a command is in a branch that is not taken, or behind && or || that stop."""
+        skipped = any(branch.now is False for branch in self.open)
+        if before not in ("&&", "||"):
+            self.line = _Branch()
+        elif self.line.now is (before == "||"):
+            return True
+        if words and words[0] in _BRACKETS:
+            self.line.ask("", words, variables)
+        elif before not in ("&&", "||"):
+            self.line.now = True  # a command is taken to succeed
+        return skipped
+
+    def _sets(self, words: Sequence[str]) -> bool:
+        """Whether a command gives a variable its value, or is the one that is looked for."""
+        if not words:
+            return False
+        if words[0] in ("export", "local", "readonly", "declare", ":"):
+            return True
+        return bool(_ASSIGNMENT.fullmatch(words[0])) or any(self.script in each for each in words)
 
 
 def _unquoted(word: str) -> str:
-    return re.sub(
-        r"""(["'])(.*?)\1""",
-        lambda match: match[2].replace("\\\n", " "),
-        word,
-        flags=re.DOTALL,
-    )
+    """A word without its quotes and backslashes (POSIX.1-2024, Shell Command Language, 2.2)."""
+    return _QUOTE.sub(_bare, word)
+
+
+def _bare(match: re.Match[str]) -> str:
+    piece = match[0]
+    if piece.startswith("\\"):
+        return piece[1:]
+    inner = piece[1:-1].replace("\\\n", " ")
+    return inner if piece.startswith("'") else re.sub(r'\\([$`"\\])', r"\1", inner)
 
 
 def _expanded(word: str, variables: Mapping[str, str], unknown: list[str]) -> list[str]:
@@ -293,8 +399,7 @@ def _expanded(word: str, variables: Mapping[str, str], unknown: list[str]) -> li
             break
         text = new
     text = _ARITHMETIC.sub(lambda match: _computed(match, variables), text)
-    unknown += [match[0] for match in _VARIABLE.finditer(text)]
-    unknown += [match[0] for match in _COMMAND.finditer(text)]
+    unknown += [match[0] for match in _UNKNOWN.finditer(text)]
     if whole or "$" in word:
         try:
             return shlex.split(text)

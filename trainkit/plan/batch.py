@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 
 from trainkit.jobs.schema import Job
 
 
 def global_batch_size(job: Job, consumed_samples: int) -> int:
+    """Samples of the step that begins after `consumed_samples`."""
+    ramp = job.training.rampup_batch_size
+    return ramped_batch_size(job.global_batch_size, ramp, consumed_samples)
+
+
+def ramped_batch_size(whole: int, ramp: Sequence[int] | None, consumed_samples: int) -> int:
     """Samples of the step that begins after `consumed_samples`.
 
-    With rampup_batch_size = [start, increment, samples]: start, grown by increment as often as
+    With a ramp (start, increment, samples): start, grown by increment as often as
     whole (samples / number of increments) were consumed; beyond samples the whole global batch.
     In Megatron-LM's floating-point arithmetic, so that the change comes at its step
     (core/num_microbatches_calculator.py, RampupBatchsizeNumMicroBatchesCalculator.update). A
     ramp over 0 samples, or from the whole batch, is none.
     """
-    whole = job.global_batch_size
-    ramp = job.training.rampup_batch_size
     if ramp is None:
         return whole
     start, increment, samples = ramp

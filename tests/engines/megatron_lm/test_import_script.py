@@ -134,14 +134,31 @@ def test_exports_are_those_that_bash_passes(tmp_path: Path) -> None:
     assert command.environment == bash
 
 
-def test_words_are_those_that_bash_passes(tmp_path: Path) -> None:
+# what the script itself says of its conditions; nothing gives $GIVEN a value
+DECIDED = r"""
+SIZE=13b; NODES=2; EMPTY=
+if [ $SIZE = 7b ]; then LAYERS=32
+elif [[ "$SIZE" == 13b ]] && [ $NODES -gt 1 ]; then
+    LAYERS=40; [ -z "$GIVEN" ] && HIDDEN=5120 || HIDDEN=1
+else LAYERS=1; fi
+if [ $NODES -eq 1 ] || [ -n "$EMPTY" ]; then HIDDEN=2; else HEADS=40; fi
+[[ $NODES -lt 2 ]] && HEADS=3
+false_one="a" && [ "$false_one" != a ] || LENGTH=2048
+torchrun pretrain_gpt.py --num-layers $LAYERS --hidden-size $HIDDEN \
+    --num-attention-heads ${HEADS} --seq-length $LENGTH \
+    --save \'a\ b\' --load "a \"b\"" --split '9\1'",1"
+"""
+
+
+@pytest.mark.parametrize("text", [SCRIPT, DECIDED])
+def test_words_are_those_that_bash_passes(tmp_path: Path, text: str) -> None:
     """bash itself runs the script, with programs that write down their arguments."""
     (tmp_path / "bin").mkdir()
     program = tmp_path / "bin" / "torchrun"
     program.write_text('#!/bin/bash\nprintf "%s\\0" "$@" > "$OUT"\n')
     program.chmod(0o755)
     script = tmp_path / "run.sh"
-    script.write_text(SCRIPT)
+    script.write_text(text)
     out = tmp_path / "words"
     environment = {
         "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
@@ -151,9 +168,36 @@ def test_words_are_those_that_bash_passes(tmp_path: Path) -> None:
     subprocess.run(["bash", str(script)], env=environment, cwd=tmp_path, check=True,
                    capture_output=True)  # fmt: skip
     words = out.read_text().split("\0")[:-1]
-    command = find_command(SCRIPT, "pretrain_gpt.py")
+    command = find_command(text, "pretrain_gpt.py")
     assert command is not None
-    assert [*command.before[1:], "Megatron-LM/pretrain_gpt.py", *command.words] == words
+    at = len(command.before) - 1
+    assert [*command.before[1:], words[at], *command.words] == words
+    assert words[at].endswith("pretrain_gpt.py")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('if [ -n "$MULTI" ]; then LR=2; else LR=3; fi', "nothing in the file sets MULTI"),
+        ("if ! grep -q x y; then LR=3; fi", "`! grep -q x y`: only running it tells"),
+        ("case $1 in\n a) LR=2 ;;\n *) LR=3 ;;\nesac", "`case $1 in`: only running it tells"),
+        ("for LR in 2 3; do\n export LR\ndone; LR=3", "`for LR in 2 3`: only running it tells"),
+        ("LR=3; [[ -f config ]] && export LR=3", "`[[ -f config ]]`: only running it tells"),
+        ("LR=3; source settings.sh", "source settings.sh: that file was not read"),
+        ("LR=3; torchrun pretrain_gpt.py --lr 2", "2 commands run it; this is the last one"),
+        ("LR=3; shift; X=${LR%0}; A=($@)", ""),
+    ],
+)
+def test_what_a_script_leaves_open_is_said(text: str, said: str) -> None:
+    tables, not_taken = imported(f"{text}\n{COMMAND} --lr $LR\n")
+    assert tables["jobs"]["x"]["training"]["lr"] == 3.0
+    assert [said in line for line in not_taken] == [True] * bool(said)
+
+
+@pytest.mark.parametrize("word", ["${A%x}", "${B[0]}", "$(date)", "$((A*2))", "$@", '"${C[@]:1}"'])
+def test_a_word_that_is_not_worked_out_is_said(word: str) -> None:
+    _, not_taken = imported(f"{COMMAND} --timing-log-level {word}\n")
+    assert f"{word.strip(chr(34))}: its value is not in the file" in not_taken
 
 
 def test_a_command_in_a_variable_is_found() -> None:
@@ -210,6 +254,42 @@ def test_what_is_counted_in_samples_is_counted_in_steps() -> None:
     )
     training = tables["jobs"]["x"]["training"]
     assert (training["train_iters"], training["lr_warmup_iters"]) == (10, 2)
+
+
+def test_samples_of_a_growing_batch_are_more_steps() -> None:
+    """(2, 4, 8, 14 consumed while it grows, and 26 more by 6; megatron/training/training.py,
+    update_train_iters.)"""
+    words = "--global-batch-size 6 --rampup-batch-size 2 2 8 --lr-warmup-samples 1_0"
+    tables, not_taken = imported(f"{COMMAND} --train-samples 4_0 {words}")
+    training = tables["jobs"]["x"]["training"]
+    assert (training["train_iters"], training["lr_warmup_iters"]) == (8, 4)
+    assert training["rampup_batch_size"] == [2, 2, 8]
+    assert any("learning rate follows the samples" in line for line in not_taken)
+    assert "--lr-warmup-samples 1_0: whole iterations of 6 samples here" in not_taken
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--position-embedding-type alibi", "--position-embedding-type alibi: family 'gpt' has"),
+        ("--position-embedding-type none", "--position-embedding-type none: family 'gpt' has"),
+        ("--save /a --load /base", "--load /base: a start from these weights"),
+        ("--data-path 0.5 /a 0.5 /b", "--data-path: weights 0.5 0.5: here prefixes count by"),
+        ("--data-path /a --mock-data --vocab-file v", "--vocab-file v: tokenizers.X.vocab_file"),
+        ("--num-query-groups 2", "--num-query-groups 2: Megatron-LM reads it with"),
+    ],
+)
+def test_what_changes_the_training_is_said(words: str, said: str) -> None:
+    for version in ("2021", "core-0.12.0"):
+        _, not_taken = imported(f"{COMMAND} {words}", version)
+        assert any(line.startswith(said) for line in not_taken), not_taken
+
+
+def test_one_query_group_is_what_megatron_takes_by_itself() -> None:
+    tables, _ = imported(f"{COMMAND} --group-query-attention")
+    assert tables["models"]["x"]["num_query_groups"] == 1
+    tables, not_taken = imported(f"torchrun --nnodes=4 --nproc-per-node=2 {COMMAND}")
+    assert tables["jobs"]["x"]["nodes"] == 4 and "--nproc-per-node 2: hosts" in not_taken[0]
 
 
 def test_a_llama_is_one_and_what_differs_is_said() -> None:

@@ -5,6 +5,7 @@ What the script leaves to Megatron-LM's defaults is written down, where trainkit
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,14 +16,9 @@ from trainkit.engines.imported import ImportedJob
 from trainkit.engines.megatron_lm.words import SET_BY
 from trainkit.engines.options import Option, OptionTable
 from trainkit.engines.shell_words import find_command
+from trainkit.plan.batch import ramped_batch_size
 
 SCRIPT = "pretrain_gpt.py"
-# options that follow from the run, the cluster or another key, and whose loss is none
-_IMPLIED = {
-    "data-impl", "distributed-backend", "data-cache-path", "tensorboard-dir", "save", "load",
-    "use-mcore-models", "group-query-attention", "encoder-num-layers",
-    "wandb-exp-name", "wandb-save-dir", "exit-signal-handler", "legacy-tokenizer",
-}  # fmt: skip
 # what the agents set for each rank, or what only the script itself reads
 _AGENTS_OWN = {
     "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE",
@@ -38,8 +34,21 @@ _DEFAULTS = (
     "log-interval", "eval-interval", "eval-iters",
 )  # fmt: skip
 _FP16 = ("initial-loss-scale", "min-loss-scale", "loss-scale-window", "hysteresis")
-_FAMILY = ("normalization", "swiglu", "position-embedding-type", "disable-bias-linear",
-           "use-rotary-position-embeddings")  # fmt: skip
+# the blocks of each family; "" is a flag that is there, None one that is not
+_FAMILIES: Mapping[str, Mapping[str, str | None]] = {
+    "gpt": {
+        "normalization": "LayerNorm",
+        "swiglu": None,
+        "position-embedding-type": "learned_absolute",
+        "disable-bias-linear": None,
+    },
+    "llama": {
+        "normalization": "RMSNorm",
+        "swiglu": "",
+        "position-embedding-type": "rope",
+        "disable-bias-linear": "",
+    },
+}
 
 
 @dataclass
@@ -58,6 +67,11 @@ class _Options:
     def flag(self, name: str) -> bool:
         """Whether a flag is there. It is done with."""
         return self.take(name) is not None
+
+    def leave(self, name: str, why: str) -> None:
+        """Take an option, and note that the job does not have it."""
+        words = " ".join(self.given.pop(name))
+        self.not_taken.append(f"{f'--{name} {words}'.rstrip()}: {why}")
 
 
 def import_megatron(text: str, name: str, table: OptionTable) -> ImportedJob:
@@ -80,17 +94,18 @@ def import_megatron(text: str, name: str, table: OptionTable) -> ImportedJob:
             hint="give the script that does, or a file with the command line itself",
         )
     options = _parsed(command.words, table)
-    for unknown in command.unknown:
-        options.not_taken.append(f"{unknown}: its value is not in the file")
+    options.not_taken += [f"{each}: its value is not in the file" for each in command.unknown]
+    options.not_taken += command.notes
     model = _model(options)
     training = _training(options)
     parallelism = _parallelism(options, model)
     job = _nodes(command.before, options)
     if environment := _environment(command.environment, options):
         job["env"] = environment
-    if "mock-data" in options.given:
-        job["dataset"] = "mock"
     dataset, tokenizer = _data(options)
+    if options.flag("mock-data"):
+        job["dataset"] = "mock"
+        dataset = {}
     _rest(options, training)
     if options.raw:
         job["args"] = options.raw
@@ -141,7 +156,9 @@ def _leave_surplus(options: _Options) -> None:
 
 def _typed(option: Option | None, words: Sequence[str]) -> object:
     """Words as TOML's values, by the option's type."""
-    if option is None or option.action != "store":
+    if option is None:  # of another version
+        option = Option("", type="any", action="store" if words else "store_true")
+    if option.action != "store":
         return True
     values = [_number(word, option.type) for word in words]
     if option.nargs is not None:
@@ -150,21 +167,22 @@ def _typed(option: Option | None, words: Sequence[str]) -> object:
 
 
 def _number(word: str, type_: str) -> object:
-    try:
-        if type_ == "int":
-            return int(word)
-        if type_ == "float":
-            return float(word)
-    except ValueError:
-        return word
+    """A word as argparse's types read it; itself where they would not."""
+    for kind, names in ((int, ("int", "any")), (float, ("float", "any"))):
+        if type_ in names:
+            try:
+                return kind(word)
+            except ValueError:
+                continue
     return word
 
 
 def _whole(name: str, value: object) -> int:
     """The value of an option that others are computed from. Raises ConfigError where it is no
     number from 1, as where the script leaves it to a variable of its caller."""
-    if str(value).isdecimal() and int(str(value)) > 0:
-        return int(str(value))
+    found = _number(str(value), "int")  # as argparse does, with 2_000_000
+    if isinstance(found, int) and found > 0:
+        return found
     raise _no_number(name, value)
 
 
@@ -209,6 +227,16 @@ def _model(options: _Options) -> dict[str, object]:
             raise ConfigError(f"the command has no --{name.replace('_', '-')}")
     if words := options.take("norm-epsilon"):
         model["layernorm_epsilon"] = _real("norm-epsilon", words[0])
+    if options.flag("group-query-attention"):
+        groups = _default(options, "num-query-groups")
+        model.setdefault("num_query_groups", groups)
+    elif "num_query_groups" in model:
+        groups = model.pop("num_query_groups")
+        options.not_taken.append(
+            f"--num-query-groups {groups}: Megatron-LM reads it with --group-query-attention alone"
+        )
+    if options.given.get("encoder-num-layers") == [str(model["num_layers"])]:
+        options.take("encoder-num-layers")  # as Megatron-LM asks for
     model.setdefault("untie_embeddings_and_output_weights", False)
     if model["family"] == "gpt":
         model["gelu"] = "exact" if options.flag("no-bias-gelu-fusion") else "tanh"
@@ -220,29 +248,40 @@ def _model(options: _Options) -> dict[str, object]:
 
 
 def _family(options: _Options) -> str:
-    """The family whose blocks these are. What it has otherwise than asked for is said."""
-    found = {name: options.take(name) for name in _FAMILY}
-    rotary = found["position-embedding-type"] == ["rope"]
-    rotary = rotary or found["use-rotary-position-embeddings"] is not None
-    asked = {
-        "--normalization RMSNorm": found["normalization"] == ["RMSNorm"],
-        "--swiglu": found["swiglu"] is not None,
-        "--position-embedding-type rope": rotary,
-        "--disable-bias-linear": found["disable-bias-linear"] is not None,
+    """The family most of whose blocks these are. What it has otherwise than asked for is said."""
+    asked = dict(_FAMILIES["gpt"])  # Megatron-LM's own defaults
+    rotary = options.flag("use-rotary-position-embeddings")
+    for name in asked:
+        words = options.take(name)
+        if words is not None:
+            asked[name] = " ".join(words)
+    if rotary:
+        asked["position-embedding-type"] = "rope"
+    same = {
+        family: sum(asked[name] == value for name, value in blocks.items())
+        for family, blocks in _FAMILIES.items()
     }
-    llama = sum(asked.values()) >= 2
-    for words, there in asked.items():
-        if there != llama:
-            what = "has no" if there else "has"
-            family = "llama" if llama else "gpt"
-            options.not_taken.append(f"{words}: family '{family}' {what} it; the command differs")
-    return "llama" if llama else "gpt"
+    family = max(same, key=lambda each: same[each])
+    for name, value in _FAMILIES[family].items():
+        if asked[name] != value:
+            options.not_taken.append(
+                f"{_spelled(name, asked[name])}: family '{family}' has {_spelled(name, value)}; the"
+                " command differs"
+            )
+    return family
+
+
+def _spelled(name: str, value: str | None) -> str:
+    return f"no --{name}" if value is None else f"--{name} {value}".rstrip()
 
 
 def _training(options: _Options) -> dict[str, object]:
     training: dict[str, object] = {"precision": "fp32"}
     for precision in ("fp16", "bf16"):
-        if options.flag(precision):
+        if precision in options.given:
+            if training["precision"] == "fp16":
+                raise ConfigError("--fp16 and --bf16: Megatron-LM refuses both together")
+            options.take(precision)
             training["precision"] = precision
     _taken(options, "training", training)
     if training["precision"] == "fp16":
@@ -252,6 +291,8 @@ def _training(options: _Options) -> dict[str, object]:
             if name in ("initial-loss-scale", "min-loss-scale"):
                 key = name.replace("-", "_")
                 training[key] = _real(name, training[key])
+    if words := options.take("rampup-batch-size"):
+        training["rampup_batch_size"] = [_whole("rampup-batch-size", word) for word in words]
     _samples(options, training)
     if options.flag("checkpoint-activations"):
         training["recompute_granularity"] = "full"
@@ -259,27 +300,46 @@ def _training(options: _Options) -> dict[str, object]:
         training["recompute_granularity"] = "selective"
     else:
         training.setdefault("recompute_granularity", "none")
-    if words := options.take("rampup-batch-size"):
-        training["rampup_batch_size"] = [_whole("rampup-batch-size", word) for word in words]
     return training
 
 
 def _samples(options: _Options, training: dict[str, object]) -> None:
     """What is counted in samples, in iterations of the global batch."""
-    pairs = (
-        ("train-samples", "train_iters"),
-        ("lr-decay-samples", "lr_decay_iters"),
-        ("lr-warmup-samples", "lr_warmup_iters"),
-    )
+    pairs = {
+        "train-samples": "train_iters",
+        "lr-decay-samples": "lr_decay_iters",
+        "lr-warmup-samples": "lr_warmup_iters",
+    }
+    given = [name for name in pairs if name in options.given]
     batch = training.get("global_batch_size")
-    for name, key in pairs:
-        words = options.take(name)
-        if not words:
+    for name in given:
+        if not isinstance(batch, int) or batch < 1:
+            options.leave(name, "it needs --global-batch-size")
             continue
-        if isinstance(batch, int) and words[0].isdigit():
-            training[key] = int(words[0]) // batch
-        else:
-            options.not_taken.append(f"--{name} {words[0]}: it needs --global-batch-size")
+        (word,) = options.take(name) or [""]
+        ramp = training.get("rampup_batch_size")
+        samples = _whole(name, word) if word.strip("0_") else 0
+        training[pairs[name]] = _iterations(samples, batch, ramp)
+        if samples % batch and name != "train-samples":
+            options.not_taken.append(f"--{name} {word}: whole iterations of {batch} samples here")
+    if given and "rampup_batch_size" in training:
+        options.not_taken.append(
+            f"--rampup-batch-size with --{given[0]}: Megatron-LM's learning rate follows the"
+            " samples, here it follows the iterations: it differs while the batch grows"
+        )
+
+
+def _iterations(samples: int, batch: int, ramp: object) -> int:
+    """As Megatron-LM counts them, a last batch that is not full left out
+    (megatron/training/training.py, update_train_iters)."""
+    if not isinstance(ramp, list) or len(ramp) != 3 or (batch - ramp[0]) % ramp[1]:
+        return samples // batch
+    consumed = 0
+    iterations = 0
+    while consumed <= min(ramp[2], samples):
+        consumed += ramped_batch_size(batch, ramp, consumed)
+        iterations += 1
+    return iterations + max(0, samples - consumed) // batch
 
 
 def _parallelism(options: _Options, model: dict[str, object]) -> dict[str, object]:
@@ -296,39 +356,44 @@ def _parallelism(options: _Options, model: dict[str, object]) -> dict[str, objec
         chunks = layers // (stages * _whole("num-layers-per-virtual-pipeline-stage", words[0]))
         if chunks > 1:
             parallelism["virtual_pipeline_model_parallel_size"] = chunks
+        else:
+            options.not_taken.append(
+                f"--num-layers-per-virtual-pipeline-stage {words[0]}: a stage of {layers // stages}"
+                " layers has one chunk"
+            )
     return parallelism
 
 
 def _data(options: _Options) -> tuple[dict[str, object], dict[str, object]]:
     """The dataset and its tokenizer."""
     tokenizer: dict[str, object] = {}
-    vocab = options.take("vocab-file")
-    merges = options.take("merge-file")
-    if vocab and merges:
+    if {"vocab-file", "merge-file"} <= set(options.given):
+        vocab = options.take("vocab-file")
+        merges = options.take("merge-file")
+        assert vocab and merges
         tokenizer = {
             "type": "gpt2",
             "vocab_size": 50257,
             "vocab_file": vocab[0],
             "merge_file": merges[0],
         }
-        options.take("tokenizer-type")
+        if options.given.get("tokenizer-type") == ["GPT2BPETokenizer"]:
+            options.take("tokenizer-type")
     dataset: dict[str, object] = {}
     words = options.take("data-path") or options.take("train-data-path")
-    if options.flag("mock-data"):
-        return {}, tokenizer
     if words:
         weights = [word for word in words if _is_number(word)]
         dataset = {
             "source": "indexed",
             "prefixes": [word for word in words if not _is_number(word)],
         }
-        if len(set(weights)) > 1:
+        if len(weights) > 1:
             options.not_taken.append(
-                f"--data-path: weights {' '.join(weights)}: give each prefix a [datasets.X] of its"
-                " own and blend them"
+                f"--data-path: weights {' '.join(weights)}: here prefixes count by their sizes;"
+                " give each a [datasets.X] of its own and blend them"
             )
-    if split := options.take("split"):
-        dataset["split"] = split[0]
+        if split := options.take("split"):
+            dataset["split"] = split[0]
     return dataset, tokenizer
 
 
@@ -343,15 +408,13 @@ def _is_number(word: str) -> bool:
 def _nodes(before: Sequence[str], options: _Options) -> dict[str, object]:
     """`nodes` of torchrun; ranks of a node belong to the cluster."""
     job: dict[str, object] = {}
-    words = list(before)
-    for at, word in enumerate(words[:-1]):
+    words = [part for word in before for part in word.split("=", 1)]
+    for word, value in itertools.pairwise(words):
         name = word.lstrip("-").replace("_", "-")
-        if name == "nnodes" and words[at + 1].isdigit():
-            job["nodes"] = int(words[at + 1])
-        elif name == "nproc-per-node":
-            options.not_taken.append(
-                f"{word} {words[at + 1]}: ranks of a node stand in [clusters.X]"
-            )
+        if name == "nnodes" and value.isdigit():
+            job["nodes"] = int(value)
+        elif name in ("nnodes", "nproc-per-node"):
+            options.not_taken.append(f"{word} {value}: hosts and their ranks stand in [clusters.X]")
     return job
 
 
@@ -381,25 +444,25 @@ def _rest(options: _Options, training: dict[str, object]) -> None:
     if training.get("recompute_granularity") == "full" and method == (["uniform"], ["1"]):
         options.take("recompute-method")
         options.take("recompute-num-layers")
-    for name in list(options.given):
-        if name in _IMPLIED:
-            options.take(name)
-        elif name in _ENDS_EARLY:
-            words = " ".join(options.given.pop(name))
-            options.not_taken.append(
-                f"--{name} {words}: a run lasts train_iters, and one that ends before has failed;"
-                " `cancel --save` and a scheduler's time limit save first"
+    if "load" in options.given and options.given["load"] != options.given.get("save"):
+        options.leave(
+            "load",
+            "a start from these weights; the job starts from random ones (`invoke convert` takes"
+            " them to engine = 'native' and init_from)",
+        )
+    for name, words in list(options.given.items()):
+        if name in _ENDS_EARLY:
+            options.leave(
+                name,
+                "a run lasts train_iters, and one that ends before has failed; `cancel --save` and"
+                " a scheduler's time limit save first",
             )
         elif name in SET_BY:
-            words = " ".join(options.given.pop(name))
-            options.not_taken.append(f"--{name} {words}".rstrip() + f": {SET_BY[name]} says it")
+            options.leave(name, f"{SET_BY[name]} stands for it")
         elif options.table.find(name) is None:
-            words_of = options.given.pop(name)
-            options.raw += [f"--{name}", *words_of]
-            options.not_taken.append(
-                f"--{name}: {options.table.engine} {options.table.version} does not know it; it"
-                " stands in args"
-            )
+            options.raw += [f"--{name}", *words]
+            version = f"{options.table.engine} {options.table.version}"
+            options.leave(name, f"{version} does not know it; it stands in args")
 
 
 def _engine_args(options: _Options) -> dict[str, object]:

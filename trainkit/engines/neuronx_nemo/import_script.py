@@ -136,7 +136,7 @@ def _variables(given: Sequence[str]) -> dict[str, str]:
 def _found(text: str, variables: Mapping[str, str], nodes: str) -> ShellCommand:
     caller = {"SLURM_NNODES": nodes, "SLURM_NTASKS": nodes, "HOME": _HOME, **variables}
     try:
-        command = find_command(text, SCRIPT, caller, decide=True)
+        command = find_command(text, SCRIPT, caller)
     except ValueError as error:
         raise ConfigError(f"the script cannot be read: {error}") from None
     if command is None:
