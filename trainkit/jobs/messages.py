@@ -36,6 +36,7 @@ _BOUNDS = {
     "less_than": ("lt", "below"),
 }
 
+MOST_LISTED = 60  # words in a hint
 
 # What other programs call it.
 SYNONYMS = {
@@ -104,7 +105,8 @@ def closest_name(word: str, known: Iterable[str]) -> str | None:
 
 
 def suggest(word: str, known: Iterable[str], prefix: str = "") -> str:
-    """A hint: the nearest known word, with `prefix` before it, else all known words."""
+    """A hint: the nearest known word, with `prefix` before it, else all known words, or a few of
+    many."""
     words = sorted(known)
     close = closest_name(word, words)
     if close:
@@ -114,6 +116,9 @@ def suggest(word: str, known: Iterable[str], prefix: str = "") -> str:
         and len(beginning := [f"'{prefix}{each}'" for each in words if each.startswith(word)]) > 1
     ):
         return f"did you mean {', '.join(beginning[:-1])} or {beginning[-1]}?"
+    if len(words) > MOST_LISTED:
+        near = difflib.get_close_matches(word, words, n=3, cutoff=0.4)
+        return f"the nearest of {len(words)}: {', '.join(near)}" if near else ""
     if words:
         return f"known: {', '.join(words)}"
     return "no such table is defined"

@@ -55,6 +55,8 @@ ELSEWHERE: Mapping[str, str] = {
     "use_wandb": "GPT-NeoX reports to W&B wherever it finds a key; add wandb = { project = .. }",
     "distributed_backend": "the cluster's device decides",
     "data_impl": "trainkit's pairs are of the kind mmap",
+    "batch_size": "gpt-neox puts train_micro_batch_size_per_gpu in its place",
+    "clip_grad": "gpt-neox puts gradient_clipping in its place",
 }
 QUIET: Mapping[str, tuple[object, ...]] = {  # nothing is lost with these values
     "distributed_backend": ("nccl", "gloo"),
@@ -68,26 +70,29 @@ WRITTEN: Mapping[str, object] = {  # as `config.neox_config` has them in any cas
 }
 
 
-def import_neox(paths: Sequence[Path], name: str) -> ImportedJob:
+def import_neox(paths: Sequence[Path], name: str, version: str = "") -> ImportedJob:
     """The job that GPT-NeoX's configuration files describe together.
 
     Args:
         paths: files that deepy.py would be given.
         name: of the job to be.
+        version: whose options; "": the newest known.
 
     Raises ConfigError: a file that cannot be read or is none of these, a key in two of them, a
     model that no family is, or a length that is not given in iterations.
     """
-    version = list(tables_of("gpt-neox"))[-1]
-    table = load_table("gpt-neox", version)
+    table = load_table("gpt-neox", version or list(tables_of("gpt-neox"))[-1])
     defaults = {option.name: option.default for option in table.options.values()}
     values = NeoxValues.read(paths, defaults)
+    values.left += filter(None, [table.notice])
     known = [option.name for option in table.options.values()]
     for key in list(values.given):
         if key not in defaults:
             found = values.given.pop(key)
             hint = suggest(key, known)
-            values.leave(key, found, f"gpt-neox {version} has no such option. {hint}".rstrip())
+            values.leave(
+                key, found, f"gpt-neox {table.version} has no such option. {hint}".rstrip()
+            )
     model = _model(values)
     return ImportedJob(
         name=name,
@@ -112,9 +117,7 @@ def _model(values: NeoxValues) -> dict[str, object]:
             f" '{shape[2]}'",
             hint="families: gpt, gpt-neox and llama",
         )
-    epsilons = {key: values.take(key) for key in ("layernorm_epsilon", "rms_norm_epsilon")}
     gated = FAMILIES[family].mlp.gated
-    tanh = values.take("bias_gelu_fusion")
     width = _ffn_width(values, gated=gated)
     found: dict[str, object] = {
         "family": family,
@@ -131,11 +134,11 @@ def _model(values: NeoxValues) -> dict[str, object]:
         "rotary_base": values.number("rotary_emb_base"),
         "gpt_j_residual": values.take("gpt_j_residual"),
         "gpt_j_tied": values.take("gpt_j_tied"),
-        "gelu": None if gated else {True: "tanh", False: "exact"}[bool(tanh)],
+        "gelu": None if gated else ("tanh" if values.take("bias_gelu_fusion") else "exact"),
         "attention_dropout": values.number("attention_dropout"),
         "hidden_dropout": values.number("hidden_dropout"),
         **_initialization(values),
-        "layernorm_epsilon": epsilons["rms_norm_epsilon" if gated else "layernorm_epsilon"],
+        "layernorm_epsilon": values.take("rms_norm_epsilon" if gated else "layernorm_epsilon"),
     }
     for key in ("use_bias_in_norms", "use_bias_in_attn_linear", "use_bias_in_mlp"):
         bias = values.take(key)
@@ -149,14 +152,9 @@ def _is_for(family: str, key: str, found: Mapping[str, object], values: NeoxValu
     families = [each for each, one in FAMILIES.items() if key in one.settings]
     if not families or family in families:
         return found[key] is not None
-    if key == "rotary_percent" and family == "llama":
-        fixed: object = 1.0
-    elif key in ("rotary_percent", "rotary_base"):
-        fixed = found[key]  # learned positions read neither
-    else:
-        fixed = None
-    if found[key] not in (fixed, None, False):
-        values.leave(key, found[key], f"family {family} has no {key}")
+    theirs = next(name for name, place in SAID_BY_THE_JOB.items() if place == f"model.{key}")
+    if found[key] not in (values.defaults[theirs], None):
+        values.leave(theirs, found[key], f"family {family} has no {key}")
     return False
 
 
@@ -167,9 +165,11 @@ def _ffn_width(values: NeoxValues, *, gated: bool) -> int | None:
     factor = values.number("expansion_factor")
     multiple = values.whole("mlp_multiple_of") or 1
     hidden = values.peek("hidden_size")
-    if width is None and factor is not None and isinstance(hidden, int):
+    if width is not None and factor is not None:
+        values.leave("expansion_factor", factor, "intermediate_size counts")
+    elif factor is not None and isinstance(hidden, int):
         width = int(factor * hidden)
-    if width is None and gated and isinstance(hidden, int):
+    if width is None and (gated or multiple > 1) and isinstance(hidden, int):
         width = 4 * hidden
     if width is None:
         return None
@@ -243,8 +243,6 @@ def _training(values: NeoxValues) -> dict[str, object]:
 def _batch(values: NeoxValues) -> dict[str, object]:
     whole = values.whole("train_batch_size")
     micro = values.whole("train_micro_batch_size_per_gpu")
-    steps = values.whole("gradient_accumulation_steps") or 1
-    values.drop("batch_size")
     if micro is None:
         micro = 1
         values.left.append(
@@ -252,7 +250,8 @@ def _batch(values: NeoxValues) -> dict[str, object]:
         )
     if whole is not None:
         return {"micro_batch_size": micro, "global_batch_size": whole}
-    return {"micro_batch_size": micro, "gradient_accumulation_steps": steps}
+    steps = values.whole("gradient_accumulation_steps")
+    return {"micro_batch_size": micro, "gradient_accumulation_steps": steps or 1}
 
 
 def _optimizer(values: NeoxValues) -> dict[str, object]:
@@ -269,7 +268,6 @@ def _optimizer(values: NeoxValues) -> dict[str, object]:
         "weight_decay": values.number("weight_decay"),
         "clip_grad": values.number("gradient_clipping"),
     }
-    values.drop("clip_grad")
     if str(optimizer.get("type", "Adam")).lower() == "adam":
         optimizer.pop("type", None)
     if params:
@@ -304,30 +302,42 @@ def _schedule(values: NeoxValues, iterations: int) -> dict[str, object]:
 
 
 def _precision(values: NeoxValues) -> dict[str, object]:
-    fp16 = values.table("fp16") or {}
-    bf16 = values.table("bf16") or {}
+    """Of DeepSpeed's two blocks, the one that is not asked for is left."""
+    blocks = {"fp16": values.table("fp16") or {}, "bf16": values.table("bf16") or {}}
+    asked = {key: bool(block.pop("enabled", False)) for key, block in blocks.items()}
+    if asked["fp16"] and blocks["fp16"].get("type") == "bfloat16":
+        values.leave(
+            "fp16.type", blocks["fp16"].pop("type"), "bf16, as gpt-neox took it until 2023"
+        )
+        asked = {"fp16": False, "bf16": True}
     said = values.take("precision")
-    if said is None and fp16.pop("enabled", False):
-        said = "fp16"
-    if said is None and bf16.pop("enabled", False):
-        said = "bfloat16"
-    precision = PRECISIONS.get(str(said or "fp32"))
+    if said is None:
+        said = "fp16" if asked["fp16"] else "bfloat16" if asked["bf16"] else "fp32"
+    precision = PRECISIONS.get(str(said))
     if precision is None:
         raise ConfigError(f"precision = '{said}' is none of {', '.join(PRECISIONS)}")
     if precision == "bf16":
         accumulated = values.table("data_types") or {"grad_accum_dtype": "bf16"}
         if accumulated != {"grad_accum_dtype": "fp32"}:
             values.engine_args["data_types"] = accumulated
-    if precision != "fp16":
-        return {"precision": precision}
+    found: dict[str, object] = {"precision": precision}
+    if precision == "fp16":
+        found |= _loss_scale(blocks["fp16"])
+    for key, block in blocks.items():
+        if block and key == precision:
+            values.engine_args[key] = block
+        elif block or (asked[key] and key != precision):
+            values.leave(key, block or {"enabled": True}, f"the precision is {precision}")
+    return found
+
+
+def _loss_scale(fp16: dict[str, object]) -> dict[str, object]:
+    """Take the loss scale out of DeepSpeed's block."""
     numbers = {key: float(str(fp16.pop(key, usual))) for key, usual in FP16_DEFAULTS.items()}
-    for key, usual in (("fp16", True), ("type", "fp16"), ("enabled", True)):
-        if fp16.get(key) == usual:  # DeepSpeed reads none of the first two
+    for key, usual in (("fp16", True), ("type", "fp16")):
+        if fp16.get(key) == usual:  # DeepSpeed reads neither
             del fp16[key]
-    if fp16:
-        values.engine_args["fp16"] = fp16
     return {
-        "precision": "fp16",
         "loss_scale": numbers["loss_scale"] or None,
         "loss_scale_window": int(numbers["loss_scale_window"]),
         "initial_loss_scale": 2.0 ** numbers["initial_scale_power"],
@@ -345,15 +355,12 @@ def _job(values: NeoxValues) -> dict[str, object]:
         values.engine_args["extra_save_iters"] = extra
     found: dict[str, object] = {"checkpoint": checkpoint}
     names = {"wandb_project": "project", "wandb_team": "entity", "wandb_group": "group"}
-    wandb = {ours: values.take(theirs) for theirs, ours in names.items()}
     if values.peek("use_wandb"):
+        wandb = {ours: values.take(theirs) for theirs, ours in names.items()}
         found["wandb"] = {key: value for key, value in wandb.items() if value is not None}
-    profile = {
-        ours: values.take(theirs)
-        for theirs, ours in (("profile_step_start", "start"), ("profile_step_stop", "stop"))
-    }
     if values.take("profile"):
-        found["profile"] = profile
+        steps = {key: values.take(f"profile_step_{key}") for key in ("start", "stop")}
+        found["profile"] = steps
     return found
 
 
