@@ -17,15 +17,19 @@ from trainkit.engines.options import OptionTable
 PREFIX = "model.data.data_prefix"
 CONSTANT = "model.optim.sched.constant_steps"
 _RECOMPUTE = "model.activations_checkpoint"
+_TOP_K = "exp_manager.checkpoint_callback_params.save_top_k"
+_MOCK_SPLIT = "99990,8,2"  # the launcher's own, and trainkit's
 _TIMES = 2**31
-# said by the run, and nothing is lost
-_IMPLIED = {
-    "name", "run.name", "run.results_dir", "trainer.devices", "trainer.accumulate_grad_batches",
-    "trainer.max_epochs", "trainer.logger", "trainer.enable_checkpointing",
-    "exp_manager.explicit_log_dir", "exp_manager.exp_dir", "exp_manager.wandb_logger_kwargs.name",
-    "exp_manager.checkpoint_callback_params.model_parallel_size", "model.data.seq_length",
-    "model.data.data_impl", "model.tokenizer.library",
-}  # fmt: skip
+# values that the command of every job has
+_IMPLIED: Mapping[str, tuple[object, ...]] = {
+    "name": ("megatron_gpt",),
+    "trainer.accumulate_grad_batches": (1,),
+    "trainer.max_epochs": (None, -1),
+    "trainer.logger": (False,),
+    "trainer.enable_checkpointing": (False,),
+    "model.data.data_impl": ("mmap",),
+    "model.tokenizer.library": ("megatron",),
+}
 
 
 @dataclass(frozen=True)
@@ -121,11 +125,17 @@ class NemoValues:
         """Note that a value is not taken."""
         self.left.append(f"{key} = {value!r}: {why}")
 
+    def drop(self, key: str, value: object) -> None:
+        """Take a key that says what follows from others, where it does."""
+        if self.given.get(key) == value:
+            del self.given[key]
+
 
 def taken_model(values: NemoValues) -> dict[str, object]:
     """[models.X]. Raises ConfigError: a value is missing or of another kind."""
     hidden = values.count("model.hidden_size")
     length = values.count("model.encoder_seq_length")
+    values.drop("model.data.seq_length", length)
     found: dict[str, object] = {
         "family": "gpt",
         "num_layers": values.count("model.num_layers"),
@@ -159,14 +169,19 @@ def taken_model(values: NemoValues) -> dict[str, object]:
 
 def taken_parallelism(values: NemoValues) -> dict[str, object]:
     """[jobs.X.parallelism]."""
+    tensor = values.count("model.tensor_model_parallel_size")
+    stages = values.count("model.pipeline_model_parallel_size")
     found: dict[str, object] = {
-        "tensor_model_parallel_size": values.count("model.tensor_model_parallel_size"),
-        "pipeline_model_parallel_size": values.count("model.pipeline_model_parallel_size"),
+        "tensor_model_parallel_size": tensor,
+        "pipeline_model_parallel_size": stages,
         "sequence_parallel": values.flag("model.sequence_parallel"),
     }
+    values.drop("exp_manager.checkpoint_callback_params.model_parallel_size", tensor * stages)
     chunks = values.whole("model.virtual_pipeline_model_parallel_size")
     if chunks is not None and chunks > 1:
         found["virtual_pipeline_model_parallel_size"] = chunks
+    elif chunks is not None:
+        values.leave("model.virtual_pipeline_model_parallel_size", chunks, "a stage has one chunk")
     if values.dialect.zero:
         optimizer = str(values.peek("model.optim.name"))
         found["zero_stage"] = int(optimizer in values.dialect.zero)
@@ -247,32 +262,32 @@ def _intervals(values: NemoValues, steps: int) -> dict[str, object]:
 
 def _recompute(values: NemoValues) -> str:
     granularity = values.take(f"{_RECOMPUTE}_granularity")
-    method = values.take(f"{_RECOMPUTE}_method")
-    layers = values.take(f"{_RECOMPUTE}_num_layers")
-    if granularity in (None, "none") or (granularity == "full" and layers == 0):
+    if granularity == "full" and values.peek(f"{_RECOMPUTE}_num_layers") == 0:
+        values.drop(f"{_RECOMPUTE}_num_layers", 0)
+        values.drop(f"{_RECOMPUTE}_method", "block")
+        return "none"
+    if granularity in (None, "none"):
         return "none"
     if granularity not in ("full", "selective"):
         raise ConfigError(
             f"{_RECOMPUTE}_granularity = {granularity!r}: it is 'full', 'selective' or null"
         )
-    usual = values.dialect.recompute[str(granularity)]
-    for key, value, own in (("method", method, usual[0]), ("num_layers", layers, usual[1])):
-        if value is not None and value != own:
-            values.engine_args[f"{_RECOMPUTE}_{key}"] = value
+    method, number = values.dialect.recompute[str(granularity)]
+    values.drop(f"{_RECOMPUTE}_method", method)
+    values.drop(f"{_RECOMPUTE}_num_layers", number)
     return str(granularity)
 
 
 def taken_job(values: NemoValues) -> dict[str, object]:
     """`nodes`, checkpoints and W&B of [jobs.X]."""
     found: dict[str, object] = {"nodes": values.count("trainer.num_nodes")}
-    keep = values.whole("exp_manager.checkpoint_callback_params.save_top_k")
+    keep = values.whole(_TOP_K)
     if keep is not None and keep > 0:
         found["checkpoint"] = {"keep_last": keep}
     elif keep is not None:
-        values.leave("save_top_k", keep, "checkpoint.keep_last is 1 at least; here its default")
-    project = values.take("exp_manager.wandb_logger_kwargs.project")
+        values.leave(_TOP_K, keep, "checkpoint.keep_last is 1 at least; here its default")
     if values.flag("exp_manager.create_wandb_logger"):
-        found["wandb"] = {"project": project}
+        found["wandb"] = {"project": values.take("exp_manager.wandb_logger_kwargs.project")}
     return found
 
 
@@ -280,23 +295,24 @@ def taken_data(values: NemoValues) -> tuple[dict[str, object], dict[str, object]
     """([datasets.X], [tokenizers.X])."""
     tokenizer: dict[str, object] = {}
     kind = values.take("model.tokenizer.type")
-    vocabulary = values.take("model.tokenizer.vocab_file")
-    merges = values.take("model.tokenizer.merge_file")
-    if kind == "GPT2BPETokenizer" and vocabulary and merges:
+    files = [values.peek(f"model.tokenizer.{each}_file") for each in ("vocab", "merge")]
+    if kind == "GPT2BPETokenizer" and all(files):
         tokenizer = {
             "type": "gpt2",
             "vocab_size": 50257,
-            "vocab_file": vocabulary,
-            "merge_file": merges,
+            "vocab_file": values.take("model.tokenizer.vocab_file"),
+            "merge_file": values.take("model.tokenizer.merge_file"),
         }
     else:
         values.leave("model.tokenizer.type", kind, "trainkit gives NeMo GPT-2's two files")
-    if values.given.get("model.data.data_impl") == "mock":
-        values.take(PREFIX)
-        values.take("model.data.splits_string")
-        return {"source": "mock"}, tokenizer
+    prefixes = values.take(PREFIX)
     split = values.take("model.data.splits_string")
-    dataset = _pairs(values, values.take(PREFIX))
+    if values.given.get("model.data.data_impl") == "mock":
+        del values.given["model.data.data_impl"]
+        if prefixes or split != _MOCK_SPLIT:
+            values.leave(PREFIX, prefixes, f"mock data have no files, and are split {_MOCK_SPLIT}")
+        return {"source": "mock"}, tokenizer
+    dataset = _pairs(values, prefixes)
     if dataset and split is not None:
         dataset["split"] = str(split).replace(" ", "")
     return dataset, tokenizer
@@ -323,9 +339,8 @@ def _pairs(values: NemoValues, said: object) -> dict[str, object]:
 
 def _weigh(values: NemoValues, weights: Sequence[object], prefixes: Sequence[str]) -> None:
     if PREFIX in values.dialect.set_by:
-        if len(set(weights)) > 1:
-            said = ", ".join(map(str, weights))
-            values.leave(PREFIX, said, "give each file a [datasets.X] of its own and blend them")
+        why = "here files count by their sizes; give each a [datasets.X] of its own and blend them"
+        values.leave(PREFIX, ", ".join(map(str, weights)), why)
         return
     names = [PurePosixPath(each).name for each in prefixes]
     if len(set(names)) < len(names):
@@ -348,12 +363,12 @@ def taken_rest(values: NemoValues) -> dict[str, object]:
     """What is left: implied, trainkit's own, or engine_args; the rest is listed."""
     dialect = values.dialect
     for key, value in values.given.items():
-        if key in _IMPLIED or _same(dialect.usual.get(key), value):
+        if value in _IMPLIED.get(key, ()) or _same(dialect.usual.get(key), value):
             continue
         if isinstance(value, Unknown):
             values.left.append(f"{key}: {value.why}")
         elif key in dialect.set_by:
-            values.leave(key, value, f"{dialect.set_by[key]} says it")
+            values.leave(key, value, f"{dialect.set_by[key]} stands for it")
         elif value is None:
             if dialect.usual.get(key) is not None:
                 values.leave(key, None, "TOML has no null")

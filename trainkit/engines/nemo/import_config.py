@@ -62,6 +62,7 @@ _WRITTEN: Mapping[str, object] = {
     "exp_manager.checkpoint_callback_params.always_save_nemo": False,
     "exp_manager.checkpoint_callback_params.save_nemo_on_train_end": False,
     "exp_manager.checkpoint_callback_params.filename": FILENAME,
+    "exp_manager.wandb_logger_kwargs.project": "nemo_gpt3",
     "exp_manager.log_step_timing": True,
     "exp_manager.step_timing_kwargs.sync_cuda": True,
     "exp_manager.step_timing_kwargs.buffer_size": 5,
@@ -78,6 +79,9 @@ _WRITTEN: Mapping[str, object] = {
     "model.use_cpu_initialization": False,
     "model.onnx_safe": False,
     "model.apex_transformer_log_level": 30,
+    "model.native_amp_init_scale": 2**32,  # without fp16
+    "model.native_amp_growth_interval": 1000,
+    "model.hysteresis": 2,
     "model.nsys_profile.enabled": False,
     "model.nsys_profile.trace": ["nvtx", "cuda"],
     "model.nsys_profile.start_step": 10,
@@ -137,7 +141,7 @@ def import_nemo(path: Path, words: Sequence[str], name: str, version: str) -> Im
         dialect = replace(dialect, usual={**dialect.usual, **one_chunk})
     values = NemoValues(given, dialect, left=list(composed.left))
     if not name:
-        said = given.get("run.name")
+        said = given.pop("run.name", None)
         name = said if isinstance(said, str) else path.stem.removesuffix("_hydra")
     imported = _job(values, generation, job_name(name))
     return _with_launcher(imported, resolved, values, generation)
@@ -251,9 +255,9 @@ def _precision(values: NemoValues) -> dict[str, object]:
     if half is not None and half != (precision != "fp32"):
         values.engine_args["model.megatron_amp_O2"] = half
     found: dict[str, object] = {"precision": precision}
-    for theirs, ours in _SCALES.items():
+    for theirs, ours in _SCALES.items() if precision == "fp16" else ():
         number = values.number(theirs)
-        if precision == "fp16" and number is not None:
+        if number is not None:
             found[ours] = number if ours == "initial_loss_scale" else int(number)
     return found
 
@@ -264,17 +268,21 @@ def _with_launcher(
     """What stands beside the training: Slurm's options, variables, cores, the image."""
     job = dict(imported.job)
     arguments = dict(imported.engine_args)
-    slurm = {key: resolved.leaves("cluster").get(key) for key in _SLURM}
-    taken = {key: value for key, value in slurm.items() if value is not None and value is not False}
+    slurm = {
+        key: value
+        for key, value in resolved.leaves("cluster").items()
+        if value is not None and value is not False
+    }
+    taken = {key: slurm.pop(key) for key in _SLURM if key in slurm}
+    for key, value in slurm.items():
+        values.leave(f"cluster.{key}", value, "[clusters.X] and its container say it")
     job["slurm"] = {**taken, **dict(_table(job["slurm"]))}
-    environment = {
-        key: str(value)
-        for key, value in resolved.leaves("env_vars").items()
-        if value is not None and not isinstance(value, Unknown)
-    }
-    environment = {
-        key: value for key, value in environment.items() if generation.environment.get(key) != value
-    }
+    environment = {}
+    for key, value in resolved.leaves("env_vars").items():
+        if isinstance(value, Unknown):
+            values.left.append(f"env_vars.{key}: {value.why}")
+        elif value is not None and generation.environment.get(key) != str(value):
+            environment[key] = str(value)
     if environment:
         job["env"] = environment
     for key, value in resolved.leaves("numa_mapping").items():

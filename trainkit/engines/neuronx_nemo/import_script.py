@@ -38,6 +38,7 @@ from trainkit.engines.options import load_table
 from trainkit.engines.shell_words import ShellCommand, find_command
 
 CORES = 32
+_CONFIGS = ("megatron_gpt_config", "megatron_gpt_config.yaml")
 _HOME = "${node:HOME}"
 _KINDS = ("tensor", "pipeline")
 LARGEST = 2**20  # bytes of a script
@@ -148,12 +149,17 @@ def _found(text: str, variables: Mapping[str, str], nodes: str) -> ShellCommand:
 
 
 def _overrides(words: Sequence[str]) -> list[Override]:
+    """KEY=VALUE of the command line. Raises ConfigError: a word is none, or names a configuration
+    of another model."""
     found = []
     for word in words:
-        if word.startswith("--config-"):
+        if word == "--config-path=conf" or word in (f"--config-name={each}" for each in _CONFIGS):
             continue
-        if word in ("|", "2") or "=" not in word:
-            break  # what follows is the shell's: 2>&1 | tee
+        if word.startswith("-"):
+            raise ConfigError(
+                f"{word}: trainkit drives {ENGINE} with {_CONFIGS[0]} alone, whose model is a GPT",
+                hint="gpt_SIZE.sh and test.sh have it; other models are other engines' here",
+            )
         try:
             found.append(read_override(word))
         except ValueError as error:
@@ -169,7 +175,8 @@ def _at_home(value: object) -> object:
 
 
 def _values(command: ShellCommand, version: str) -> NemoValues:
-    given = {each.path: _at_home(each.value) for each in _overrides(command.words)}
+    overrides = _overrides(command.words)
+    given = {each.path: _at_home(each.value) for each in overrides if each.prefix != "~"}
     newer = "model.wrap_with_zero" in given or "model.megatron_amp_O2" in given
     generation = generation_of(version or ("2.21" if newer else "2.13.1"))
     table = load_table(ENGINE, generation.version)
@@ -184,7 +191,10 @@ def _values(command: ShellCommand, version: str) -> NemoValues:
         "exp_manager.create_checkpoint_callback": generation.saves,
     }
     dialect = Dialect(ENGINE, table, SET_BY, usual, silent, _RECOMPUTE)
-    values = NemoValues(given, dialect)
+    values = NemoValues(given, dialect, left=list(command.notes))
+    for each in overrides:
+        if each.prefix == "~":
+            values.left.append(f"~{each.path}: nothing here takes a key away")
     for unknown in command.unknown:
         if unknown != _HOME and unknown in " ".join(command.words):
             values.left.append(f"{unknown}: its value is not in the file")
