@@ -47,6 +47,11 @@ def test_what_cannot_be_imported_is_said(project: Project, tmp_path: Path) -> No
     assert "nothing in it runs" in project.invoke("import", "x.sh", exit=3).stderr
     version = project.invoke("import", "x.sh", "--version", "core-0.12", exit=3).stderr
     assert "core-0.12.0" in version
+    (project.path / "y.sh").write_text(SCRIPT)
+    nearest = project.document("import", "y.sh", "--version", "core-0.15.3")["not_taken"]
+    assert any(
+        "core-0.15.3; engine_args are checked against core-0.15.0" in line for line in nearest
+    )
     engine = project.invoke("import", "x.sh", "--engine", "megatron", exit=3).stderr
     assert "megatron-lm" in engine
 
@@ -85,6 +90,11 @@ def test_a_script_for_neuron(project: Project) -> None:
     assert (
         tables["models"]["gpt_1b"]["hidden_size"] == 128 and tables["jobs"]["gpt_1b"]["nodes"] == 2
     )
+    llama = (project.path / "test.sh").read_text().replace("py t", "py --config-name=llama t")
+    (project.path / "test_llama.sh").write_text(llama)
+    (project.path / "llama_1b.sh").write_text("export HS=128\n./test_llama.sh\n")
+    refused = project.invoke("import", "llama_1b.sh", exit=3).stderr
+    assert "--config-name=llama: trainkit drives neuronx-nemo with megatron_gpt_config" in refused
     (project.path / "x.sh").write_text(SCRIPT)
     assert "takes no KEY=VALUE" in project.invoke("import", "x.sh,A=1", exit=3).stderr
     assert "names no file" in project.invoke("import", "A=1", exit=3).stderr

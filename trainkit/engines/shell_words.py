@@ -131,6 +131,8 @@ def _values(names: Iterable[str], variables: Mapping[str, str]) -> dict[str, str
 def _cut(words: list[str], variables: Mapping[str, str], script: str) -> ShellCommand | None:
     """A command whose words are still to be expanded, cut at the script; None where it runs
     another."""
+    if words[:1] in (["echo"], ["printf"]):
+        return None
     unknown: list[str] = []
     expanded = [each for word in words for each in _expanded(word, variables, unknown)]
     at = next((at for at, word in enumerate(expanded) if word.endswith(script)), None)
@@ -367,7 +369,7 @@ class _Branches:
 
     def _sets(self, words: Sequence[str]) -> bool:
         """Whether a command gives a variable its value, or is the one that is looked for."""
-        if not words:
+        if not words or words[0] in ("echo", "printf"):
             return False
         if words[0] in ("export", "local", "readonly", "declare", ":"):
             return True

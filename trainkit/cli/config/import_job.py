@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,12 +16,13 @@ from trainkit.engines.imported import ImportedJob
 from trainkit.engines.megatron_lm.import_script import import_megatron, read_script
 from trainkit.engines.nemo.import_config import import_nemo
 from trainkit.engines.neuronx_nemo.argv import SCRIPT
-from trainkit.engines.neuronx_nemo.import_script import import_neuronx
+from trainkit.engines.neuronx_nemo.import_script import import_neuronx, read_scripts
 from trainkit.engines.options import load_table, tables_of
 from trainkit.jobs.messages import suggest
 
 YAML = (".yml", ".yaml")
 IMPORTED = ("gpt-neox", "megatron-lm", "nemo", "neuronx-nemo")
+NUMBERED = ("gpt-neox", "megatron-lm")  # one more version of these has the nearest older table
 LOOKED_AT = 2**16  # bytes of a file in which a word says whose it is
 
 
@@ -32,7 +34,7 @@ class ImportRequest:
         file: one, a folder, or several YAML files with "," between; KEY=VALUE after it are the
             words of the launcher's command line, or variables of a script's caller.
         engine: its name in jobs.toml; "": as the file's ending says.
-        version: whose options; "": the newest known.
+        version: whose options; "": the newest known, of NeMo as the file looks.
         name: of the job; "": the file's.
         cluster: the job's; "": it is left open.
         out: where it is written; "": on stdout.
@@ -88,24 +90,26 @@ def engine_of(path: Path) -> str:
         text = ""  # reading it says why
     if path.suffix in YAML:
         return "nemo" if re.search(r"^(trainer|cluster_type):", text, re.M) else "gpt-neox"
-    if SCRIPT in text or ((path.parent / "test.sh").is_file() and "./test.sh" in text):
-        return "neuronx-nemo"
+    with suppress(ConfigError):  # reading it says why
+        if SCRIPT in read_scripts(path):
+            return "neuronx-nemo"
     return "megatron-lm"
 
 
 def _imported(
     engine: str, paths: list[Path], words: list[str], request: ImportRequest
 ) -> ImportedJob:
-    name = request.name or re.sub(r"[^a-z0-9_-]+", "-", paths[0].stem.lower()).strip("-_")
+    known = list(tables_of(engine))
     version = request.version
+    numbered = engine in NUMBERED and re.fullmatch(r"(core-)?\d+\.\d+\.\d+(rc\d+)?", version)
+    if version and version not in known and not numbered:
+        raise ConfigError(f"--version '{version}' is not known", hint=suggest(version, known))
+    name = request.name or re.sub(r"[^a-z0-9_-]+", "-", paths[0].stem.lower()).strip("-_")
     if engine == "gpt-neox":
         _refuse_words(words, "GPT-NeoX's files")
-        return import_neox(paths, name)
+        return import_neox(paths, name, version)
     if len(paths) > 1:
         raise ConfigError(f"{engine} has one file", hint="several files are GPT-NeoX's YAML")
-    known = list(tables_of(engine))
-    if version and version not in known:
-        raise ConfigError(f"--version '{version}' is not known", hint=suggest(version, known))
     if engine == "nemo":
         return import_nemo(paths[0], words, request.name, version)
     if engine == "neuronx-nemo":

@@ -16,6 +16,7 @@ from trainkit.engines.imported import ImportedJob
 from trainkit.engines.megatron_lm.words import SET_BY
 from trainkit.engines.options import Option, OptionTable
 from trainkit.engines.shell_words import find_command
+from trainkit.families import FAMILIES
 from trainkit.plan.batch import ramped_batch_size
 
 SCRIPT = "pretrain_gpt.py"
@@ -95,7 +96,7 @@ def import_megatron(text: str, name: str, table: OptionTable) -> ImportedJob:
         )
     options = _parsed(command.words, table)
     options.not_taken += [f"{each}: its value is not in the file" for each in command.unknown]
-    options.not_taken += command.notes
+    options.not_taken += [*command.notes, *filter(None, [table.notice])]
     model = _model(options)
     training = _training(options)
     parallelism = _parallelism(options, model)
@@ -241,9 +242,13 @@ def _model(options: _Options) -> dict[str, object]:
     if model["family"] == "gpt":
         model["gelu"] = "exact" if options.flag("no-bias-gelu-fusion") else "tanh"
     if model["family"] == "llama":
-        model.setdefault("rotary_base", 10000.0)
-    if "rotary_base" in model:
-        model["rotary_base"] = _real("rotary-base", model["rotary_base"])
+        model["rotary_base"] = _real("rotary-base", model.get("rotary_base", 10000.0))
+    for key, implied in (("rotary_base", None), ("rotary_percent", 1.0)):
+        if key in model and key not in FAMILIES[str(model["family"])].settings:
+            value = model.pop(key)
+            if value != implied:
+                words = f"--{key.replace('_', '-')} {value}"
+                options.not_taken.append(f"{words}: family '{model['family']}' does not read it")
     return model
 
 
@@ -264,9 +269,11 @@ def _family(options: _Options) -> str:
     family = max(same, key=lambda each: same[each])
     for name, value in _FAMILIES[family].items():
         if asked[name] != value:
+            said = _spelled(name, asked[name])
+            if rotary and asked[name] == "rope":
+                said = "--use-rotary-position-embeddings"
             options.not_taken.append(
-                f"{_spelled(name, asked[name])}: family '{family}' has {_spelled(name, value)}; the"
-                " command differs"
+                f"{said}: family '{family}' has {_spelled(name, value)}; the command differs"
             )
     return family
 
