@@ -17,6 +17,7 @@ from trainkit.runs.events import (
     HostExcluded,
     RequeueFailed,
     RetryPlanned,
+    RootStalled,
     SaveRequested,
     StrangerRefused,
 )
@@ -90,6 +91,8 @@ def describe_event(attempt: int, event: Event) -> str:
             return f"attempt {attempt} begins"
         case ContactLost():
             return f"contact to {event.host} is lost"
+        case RootStalled():
+            return f"{event.root} did not answer for {event.seconds:.0f} s"
         case HostExcluded():
             return f"{event.host} is left out: {event.why}"
         case HangDetected():

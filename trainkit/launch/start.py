@@ -32,8 +32,8 @@ from trainkit.runs.origin import write_origin
 from trainkit.runs.supervisor_status import read_supervisor_status, write_starter
 from trainkit.stages.build_container import made_image
 
-# a shared file system under load may take that long to give Python its modules
-SPAWN_SECONDS = 60.0
+# a shared file system that stalls may take that long to give Python its modules
+SPAWN_SECONDS = 600.0
 PACKAGE = Path(trainkit.__file__).parent
 
 

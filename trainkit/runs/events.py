@@ -208,6 +208,20 @@ class ContactLost(Event):
 
 
 @dataclass(frozen=True)
+class RootStalled(Event):
+    """The shared root answers again; the run has waited for it.
+
+    Args:
+        root: which folder.
+        seconds: how long a sign of life took.
+    """
+
+    name = "root_stalled"
+    root: str
+    seconds: float
+
+
+@dataclass(frozen=True)
 class RanksStopped(Event):
     """The supervisor stops the ranks that still run."""
 
@@ -325,6 +339,7 @@ EVENTS: dict[str, type[Event]] = {
         RankEnded,
         AgentOutput,
         ContactLost,
+        RootStalled,
         RanksStopped,
         AttemptEnded,
         HostSwept,

@@ -95,6 +95,24 @@ def test_what_cannot_start_is_said_and_the_rest_starts(session: Session, tmp_pat
     assert "runs already" in peer.hear("start_failed", "3")["error"]
 
 
+def test_a_root_that_does_not_answer_holds_up_only_what_reads_it(session: Session) -> None:
+    """What is stopped meanwhile does not begin afterwards."""
+    peer = session.begin()
+    secrets = session.folder / "secrets.json"
+    text = secrets.read_text()
+    secrets.unlink()
+    os.mkfifo(secrets)  # opened for reading, it waits for its writer
+    peer.go(process("0", ""), process("1", "print('runs')"), secret_names=("KEY",))
+    for _ in range(3):
+        peer.hear("heartbeat", seconds=60)
+    peer.say(type="stop", keys=["0"], grace=1)
+    peer.hear("stopped", seconds=60)
+    assert not any(frame["type"] in ("started", "start_failed") for frame in peer.heard)
+    secrets.write_text(text)
+    assert "stopped before it began" in peer.hear("start_failed", "0")["error"]
+    assert peer.hear("ended", "1")["code"] == 0
+
+
 def test_how_processes_end(session: Session, tmp_path: Path) -> None:
     """Exit codes and signals as they were; success as the process said it; its error file; the
     end of its output."""

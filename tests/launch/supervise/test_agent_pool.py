@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import selectors
 import socket
 import struct
 import threading
@@ -26,6 +27,7 @@ from trainkit.launch.launchers.contract import TransportExit, Transports
 from trainkit.launch.launchers.debug import Debug, StubAgent
 from trainkit.launch.protocol.frames import (
     ConnectToPort,
+    HeartbeatReport,
     HostFacts,
     Ping,
     PortChecked,
@@ -213,6 +215,34 @@ def test_a_shared_root_that_fails_or_stalls_stops_no_ping(tmp_path: Path) -> Non
             answers.set()
 
     with_crew(tmp_path, 1, Beaten, act)
+
+
+class Absent(StubAgent):
+    """Does not come."""
+
+    async def run(self) -> None:
+        await asyncio.sleep(10_000)
+
+
+def test_a_loop_that_waits_for_a_disk_stops_no_ping(tmp_path: Path) -> None:
+    async def act(pool: AgentPool, server: Server) -> int:
+        pings: list[dict[str, object]] = []
+
+        def agent() -> None:
+            connection = dial(server.address, server.port, pool.session.token, 0)
+            with selectors.DefaultSelector() as selector:
+                selector.register(connection.sock, selectors.EVENT_READ)
+                while len(pings) < 3 and selector.select(600):
+                    pings.extend(connection.receive())
+                    connection.send(HeartbeatReport({}, time.time()))
+
+        thread = threading.Thread(target=agent, daemon=True)
+        thread.start()
+        thread.join(600)  # all that this loop does meanwhile, as in a write that does not return
+        return len(pings)
+
+    pings, _ = with_crew(tmp_path, 1, Absent, act, lease=2)
+    assert pings >= 3
 
 
 class Fading(Beaten):

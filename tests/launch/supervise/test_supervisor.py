@@ -243,20 +243,13 @@ def test_a_sign_that_the_file_system_holds_up_holds_up_nothing_else(
         answers.wait(20)
         write_json(path, value)
 
-    async def main() -> None:
-        supervisor = Supervisor(run, {}, StopRequests(), silent_observer(), share=False)
-        signing = asyncio.create_task(supervisor._keep_signing())
-        async with asyncio.timeout(600):
-            while not begun.is_set():  # the loop goes on, though nothing is written yet
-                await asyncio.sleep(0.01)
-        assert not run.supervisor.exists()
-        signing.cancel()
-        await asyncio.gather(signing, return_exceptions=True)
-        supervisor.ended = True
-        threading.Timer(0.2, answers.set).start()
-        supervisor._write_sign_of_life()
-
-    monkeypatch.setattr("trainkit.launch.supervise.supervisor.SIGN_SECONDS", 0.05)
+    monkeypatch.setattr("trainkit.launch.supervise.root_watch.SIGN_SECONDS", 0.05)
     monkeypatch.setattr("trainkit.runs.supervisor_status.write_json", stalled)
-    asyncio.run(main())
+    supervisor = Supervisor(run, {}, StopRequests(), silent_observer(), share=False)
+    supervisor.root.start()
+    assert begun.wait(600) and not run.supervisor.exists()
+    threading.Timer(0.2, answers.set).start()
+    supervisor.root.close()
+    supervisor.ended = True
+    supervisor._write_sign_of_life()
     assert read_json(run.supervisor)["ended"] is True

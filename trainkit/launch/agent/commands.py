@@ -159,11 +159,12 @@ def connect(agent: Agent, frame: frames.ConnectToPort) -> Task:
     agent.send(frames.PortChecked(error))
 
 
-def start(agent: Agent, frame: frames.StartProcesses) -> None:
+def start(agent: Agent, frame: frames.StartProcesses) -> Task:
     """Start programs. The secrets they may have are read now, from the session's folder, and
     never again."""
+    agent.starting |= {spec.key for spec in frame.processes}
     try:
-        secrets = _secrets(agent, frame.secret_names)
+        secrets = yield from agent.beside(partial(_prepared_files, agent, frame))
         agent.heartbeats = agent.heartbeats or _private_folder(
             Path(agent.session.node_folder), agent.mark
         )
@@ -192,6 +193,9 @@ def start(agent: Agent, frame: frames.StartProcesses) -> None:
 def _start_one(agent: Agent, spec: ProcessSpec, context: StartContext) -> ChildProcess:
     if agent.leaving is not None:
         raise CannotStart("this agent is about to leave")
+    if spec.key not in agent.starting:
+        raise CannotStart("it was stopped before it began")
+    agent.starting.discard(spec.key)
     if spec.key in agent.children:
         raise CannotStart(f"process {spec.key} runs already")
     child = ChildProcess(spec, child_mark(agent.mark, spec.key), context)
@@ -209,8 +213,14 @@ def _private_folder(folder: Path, mark: str) -> Path:
         return Path(tempfile.mkdtemp(prefix=name))
 
 
-def _secrets(agent: Agent, names: Sequence[str]) -> dict[str, str]:
-    """The values of those that are there. Raises OSError or ValueError."""
+def _prepared_files(agent: Agent, frame: frames.StartProcesses) -> dict[str, str]:
+    """Make folders for what the programs will say of their failures; returns the secrets that
+    are there. Raises OSError or ValueError."""
+    for spec in frame.processes:
+        if spec.error:
+            with contextlib.suppress(OSError):
+                Path(spec.error).parent.mkdir(parents=True, exist_ok=True)
+    names = frame.secret_names
     if not names:
         return {}
     stored = read_json(agent.folder / "secrets.json")

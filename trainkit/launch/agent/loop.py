@@ -14,7 +14,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
-from typing import Callable, Collection, Iterator, Mapping, Optional
+from typing import Callable, Collection, Generator, Iterator, Mapping, Optional, TypeVar
 
 from trainkit.base import process_marks
 from trainkit.base.cgroup import create_cgroup
@@ -22,6 +22,7 @@ from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.slots import SlotReservation
 from trainkit.base.watchdog import START_LEASE, WatchdogLink
 from trainkit.launch.agent.connection import SupervisorConnection, SupervisorLost, dial
+from trainkit.launch.agent.file_work import FileWork
 from trainkit.launch.agent.host_report import host_facts
 from trainkit.launch.agent.oom import OomDetector
 from trainkit.launch.agent.output import LogWriter
@@ -35,6 +36,7 @@ BATCH_SECONDS = 0.25  # between two batches of output
 TICK = 0.05  # seconds between two looks at what has begun and is not done
 LEAVE_SECONDS = 2.0  # how long the last frames may take
 
+T = TypeVar("T")
 Task = Iterator[None]  # it is resumed at each turn of the loop
 Command = Callable[["Agent", Mapping[str, object]], Optional[Task]]
 
@@ -105,6 +107,7 @@ class Agent:
         self.local_address: str = connection.sock.getsockname()[0]
         self.selector = selectors.DefaultSelector()
         self.ended: list[ChildProcess] = []  # not yet reported
+        self.starting: set[str] = set()  # keys of programs that wait for their files
         self.tasks: list[Task] = []
         self.writer = LogWriter()
         self.oom: OomDetector | None = None
@@ -132,16 +135,30 @@ class Agent:
         """Report this host's facts, then do what the supervisor says; returns the exit code."""
         try:
             self._register_events()
-            self.send(
-                host_facts(
-                    self.session, self.folder, node, self.local_address, self.processes.proof
-                )
-            )
+            self.tasks.append(self._introduce(node))
             while self.code is None:
                 self._turn()
             return self.code
         finally:
             self._close()
+
+    def _introduce(self, node: int) -> Task:
+        """Say what this host is; all of it is read from files."""
+        proof = self.processes.proof
+        look = partial(host_facts, self.session, self.folder, node, self.local_address, proof)
+        self.send((yield from self.beside(look)))
+
+    def beside(self, work: Callable[[], T]) -> Generator[None, None, T]:
+        """For a task: have work that may wait for the shared root done beside the loop. Raises
+        what it raises."""
+        begun = FileWork(work, self._wake_up)
+        while not begun.done:
+            yield
+        return begun.result()
+
+    def _wake_up(self) -> None:
+        with contextlib.suppress(OSError):  # it is full, and so the loop wakes anyway
+            self._wake.send(b"\0")
 
     # events
 
@@ -383,6 +400,7 @@ class Agent:
             grace: seconds from TERM to KILL.
         """
         children = self.processes.by_keys(keys)
+        self.starting -= self.starting if keys is None else set(keys)
         yield from self.processes.terminate(keys, grace)
         while any(child in self.ended for child in children):
             yield

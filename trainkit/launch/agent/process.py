@@ -22,6 +22,7 @@ from trainkit.base.process import die_with_parent_hook
 from trainkit.base.process_marks import MARK_VARIABLE
 from trainkit.base.redact import Redactor
 from trainkit.base.worker import PARENT_VARIABLE
+from trainkit.launch.agent.file_work import FileWork
 from trainkit.launch.agent.output import LogWriter, Output, Pipes
 from trainkit.launch.protocol.frames import ProcessEnded, ProcessSpec
 
@@ -89,13 +90,11 @@ class ChildProcess:
         self.code: int | None = None
         self.began = time.monotonic()
         self.ended_at = 0.0
+        self._error: FileWork[dict[str, object] | None] | None = None  # once it has ended
         self._log_until = 0.0
         self.stopped = False  # we ended it
         self._last_beat = (0, 0)  # (modification time, inode) of the heartbeat file
         environment = self._environment(spec, context.secrets)
-        if self.error:
-            with contextlib.suppress(OSError):
-                self.error.parent.mkdir(parents=True, exist_ok=True)
         try:
             self.group = context.group.inside(_file_name(self.key)) if context.group else None
             self.process = _spawn(spec, mark, environment, self.group)
@@ -170,11 +169,15 @@ class ChildProcess:
         self.pipes.close()
         if self.log:
             self.writer.close(self.log)
+        self._error = FileWork(self._redacted_error)
         return True
 
     def logged(self) -> bool:
-        """Whether its log is written as far as it can be, or has taken too long."""
-        return self.log is None or self.writer.idle(self.log) or time.monotonic() > self._log_until
+        """Whether its log is written and its error file read as far as they can be, or that has
+        taken too long."""
+        assert self._error is not None
+        written = self.log is None or self.writer.idle(self.log)
+        return (written and self._error.done) or time.monotonic() > self._log_until
 
     def beat(self) -> dict[str, object] | None:
         """What its heartbeat file says, if that changed since the last call."""
@@ -203,14 +206,14 @@ class ChildProcess:
         Args:
             oom: the kernel killed it because memory ran out.
         """
-        assert self.code is not None
+        assert self.code is not None and self._error is not None
         return ProcessEnded(
             key=self.key,
             code=self.code,
             time=self.ended_at,
             done=self.done(),
             stopped=self.stopped,
-            error=self._redacted_error(),
+            error=self._error.result() if self._error.done else None,
             last=tuple(self.output.last()),
             oom=oom,
         )
@@ -243,7 +246,7 @@ def _spawn(
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,
-            # two calls of the system; the only other thread writes logs
+            # two calls of the system; other threads only read and write files
             preexec_fn=_contained(  # noqa: PLW1509
                 entrance, limit, die_with_parent_hook(os.getpid())
             ),

@@ -1,13 +1,16 @@
 """Where a supervisor listens: what connects has to prove that it can read the session's token,
-before anything it says is believed."""
+before anything it says is believed. All of it, pings too, is done by a thread that touches no
+file: neither a disk nor a file system that does not answer keeps agents from hearing us."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import resource
+import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
 
 from trainkit.base.process import raise_open_file_limit
 from trainkit.launch.protocol.frames import ConnectRequest, Frame
@@ -28,6 +31,7 @@ MOST_REPORTED = 20
 WAITING_CONNECTIONS = 4096
 # connections at a time, of a quarter of the files we may open: the oldest goes where one more comes
 MOST_UNPROVED = 1024
+T = TypeVar("T")
 
 
 class Connection:
@@ -66,8 +70,12 @@ class Connection:
     def send(self, frame: Frame) -> None:
         """Send without waiting; what a dead peer does not read is small and goes with the
         connection."""
+        self.write(encode(frame.to_json()))
+
+    def write(self, data: bytes) -> None:
+        """As `send`, of a frame's bytes."""
         if not self._writer.is_closing():
-            self._writer.write(encode(frame.to_json()))
+            self._writer.write(data)
 
     def close(self) -> None:
         """End the connection at once."""
@@ -89,11 +97,14 @@ Handler = Callable[[Connection, int], Awaitable[None]]
 class Server:
     """One listening socket for all sessions of a supervisor, one after another.
 
-    `handlers`: by role ("agent", "control"), what a proved connection is given to. `token`: the
-    session's; None between two sessions. `rejected`: how many connections proved nothing.
+    `handlers`: by role ("agent", "control"), what a proved connection is given to, in `loop`.
+    `loop`: of the network's thread, to which connections belong; nothing there may wait for a
+    file. `token`: the session's; None between two sessions. `rejected`: how many connections
+    proved nothing.
 
     Args:
-        on_rejected: called with (the peer's address, why) for one that proved nothing.
+        on_rejected: called with (the peer's address, why) for one that proved nothing; in the
+            loop that called `listen`.
     """
 
     def __init__(self, on_rejected: Callable[[str, str], None] = lambda peer, why: None) -> None:
@@ -115,13 +126,31 @@ class Server:
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         if files != resource.RLIM_INFINITY:
             self._most_unproved = min(MOST_UNPROVED, max(1, files // 4))
-        self._server = await asyncio.start_server(
-            self._accept, address, 0, backlog=WAITING_CONNECTIONS
-        )
+        self._home = asyncio.get_running_loop()
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, name="network", daemon=True)
+        self._thread.start()
+        try:
+            self._server = await self.run(
+                asyncio.start_server(self._accept, address, 0, backlog=WAITING_CONNECTIONS)
+            )
+        except OSError:
+            await self.close()
+            raise
         self.address, self.port = address, self._server.sockets[0].getsockname()[1]
+
+    async def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Have the network's thread do it, and wait for that."""
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self.loop))
 
     async def close(self) -> None:
         """Stop listening, and end what is left of connections."""
+        await self.run(self._close())
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join()
+        self.loop.close()
+
+    async def _close(self) -> None:
         if self._server is not None:
             self._server.close()
         for task in self._open:
@@ -148,9 +177,8 @@ class Server:
         except (BadFrame, TimeoutError, UnicodeError) as error:
             self.rejected += 1
             if self.rejected <= MOST_REPORTED:
-                self._on_rejected(
-                    connection.peer, str(error) or f"proved nothing within {PROOF_SECONDS:g} s"
-                )
+                why = str(error) or f"proved nothing within {PROOF_SECONDS:g} s"
+                self._home.call_soon_threadsafe(self._on_rejected, connection.peer, why)
         except asyncio.CancelledError:
             # the server closes; a task of asyncio's server that ends as cancelled is reported as
             # an error

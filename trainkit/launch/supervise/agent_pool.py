@@ -7,7 +7,8 @@ import asyncio
 import contextlib
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import TypeVar, cast
@@ -23,7 +24,7 @@ from trainkit.launch.protocol.frames import (
     Ping,
     read_report,
 )
-from trainkit.launch.protocol.framing import BadFrame, heartbeat_interval
+from trainkit.launch.protocol.framing import BadFrame, encode, heartbeat_interval
 from trainkit.launch.protocol.server import Connection, Server
 from trainkit.launch.session import Session
 
@@ -78,19 +79,30 @@ class AgentLost(Frame):
 
 
 class AgentPool:
-    """All agents of a session, by node.
+    """All agents of a session, by node. The server's thread hears them and pings them, whatever
+    the loop that asks them waits for.
 
     Args:
         session: already written.
         launcher: what starts the agents.
         server: where they knock; it listens already.
+        clock: seconds, by which agents are waited for.
     """
 
-    def __init__(self, session: Session, launcher: Launcher, server: Server) -> None:
+    def __init__(
+        self,
+        session: Session,
+        launcher: Launcher,
+        server: Server,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.session = session
         self.launcher = launcher
         self.server = server
+        self.clock = clock
         self.received: asyncio.Queue[tuple[int, Frame]] = asyncio.Queue()
+        # frames that the server's thread has given, and those that have come to `received`
+        self._given = self._arrived = 0
         self.hellos: dict[int, JoinedAgent] = {}
         self.lost: dict[int, AgentLost] = {}
         self._connections: dict[int, Connection] = {}
@@ -99,13 +111,14 @@ class AgentPool:
         self._transports: Transports | None = None
         self._ends: Mapping[int, TransportExit] = {}
         self._looking: asyncio.Task[None] | None = None
-        self._beating: asyncio.Task[None] | None = None
+        self._beating: Future[None] | None = None
 
     async def __aenter__(self) -> AgentPool:
+        self._home = asyncio.get_running_loop()
         self.server.token = self.session.token
         self.server.handlers["agent"] = self._serve
         self._transports = self.launcher.start(self.session, self.session.hosts)
-        self._beating = asyncio.create_task(self._beat())
+        self._beating = asyncio.run_coroutine_threadsafe(self._beat(), self.server.loop)
         return self
 
     async def __aexit__(
@@ -121,17 +134,15 @@ class AgentPool:
         try:
             await self._all_gone(BYE_SECONDS)
         finally:
-            for connection in self._connections.values():
-                connection.close()
+            for connection in list(self._connections.values()):
+                self.server.loop.call_soon_threadsafe(connection.close)
             if self._transports is not None:
                 self._transports.close()
 
     @property
     def present(self) -> list[int]:
         """Nodes whose agents are there, in order."""
-        return sorted(
-            node for node in self._connections if node in self.hellos and node not in self.lost
-        )
+        return sorted(node for node in list(self.hellos) if node not in self.lost)
 
     def host(self, node: int) -> str:
         """A node's name in the hostfile."""
@@ -140,7 +151,8 @@ class AgentPool:
     def send(self, node: int, frame: Frame) -> None:
         """Send a frame; one to an agent that is lost goes nowhere."""
         if node in self._connections and node not in self.lost:
-            self._connections[node].send(frame)
+            data = encode(frame.to_json())
+            self.server.loop.call_soon_threadsafe(self._connections[node].write, data)
 
     def dismiss(self, nodes: list[int]) -> None:
         """Say bye: these agents stop what is left and end, and their end is no loss."""
@@ -151,10 +163,10 @@ class AgentPool:
     async def gather(self, timeout: float) -> list[JoinedAgent | MissingAgent]:
         """Wait until every agent has said hello or cannot come any more, at most `timeout`
         seconds; the answers by node."""
-        deadline = time.monotonic() + timeout
+        deadline = self.clock() + timeout
         nodes = range(len(self.session.hosts))
         ended = await self._ended()
-        while time.monotonic() < deadline and not all(
+        while self.clock() < deadline and not all(
             node in self.hellos or node in self.lost or node in ended for node in nodes
         ):
             await asyncio.sleep(POLL_SECONDS)
@@ -183,10 +195,10 @@ class AgentPool:
         for node, frame in frames.items():
             self.send(node, frame)
         got: dict[int, Answer | CommandRefused] = {}
-        deadline = time.monotonic() + timeout
+        deadline = self.clock() + timeout
         while waiting := [node for node in frames if node not in got and node not in self.lost]:
             try:
-                async with asyncio.timeout(deadline - time.monotonic()):
+                async with asyncio.timeout(deadline - self.clock()):
                     node, frame = await self.received.get()
             except TimeoutError:
                 return got, self._silent(got, frames) | dict.fromkeys(
@@ -202,9 +214,12 @@ class AgentPool:
         }
 
     async def _ended(self) -> Mapping[int, TransportExit]:
-        """How transports have ended, as far as is known. A look reads files on the shared root:
-        it has a thread, one at a time, and while that waits for the file system we go on with
-        what we knew."""
+        """How transports have ended, as far as is known."""
+        return await self.server.run(self._look_once())
+
+    async def _look_once(self) -> Mapping[int, TransportExit]:
+        """A look reads files on the shared root: it has a thread, one at a time, and while that
+        waits for the file system we go on with what we knew."""
         if self._transports is not None and (self._looking is None or self._looking.done()):
             self._looking = asyncio.create_task(asyncio.to_thread(self._look, self._transports))
         if self._looking is not None:
@@ -229,9 +244,10 @@ class AgentPool:
         if node in self.lost:
             return MissingAgent(node, host, f"its agent came and went: {self.lost[node].why}")
         if node in self._connections:
-            return MissingAgent(
-                node, host, f"its agent connected and then hung: no hello within {timeout:g} s"
-            )
+            why = f"its agent connected and then hung: no hello within {timeout:g} s"
+            if time.monotonic() - self._connections[node].heard < HEARD_SECONDS:
+                why += f", though it is heard: {self.session.cluster.root} does not answer there"
+            return MissingAgent(node, host, why)
         return MissingAgent(
             node, host, f"no agent came within {timeout:g} s; {self.launcher.name} is still trying"
         )
@@ -249,9 +265,10 @@ class AgentPool:
                     self.hellos[node] = self._hello(node, frame)
                 elif frame is not None:
                     self._compare_clocks(node, frame)
-                    while self.received.qsize() >= HELD_FRAMES:
+                    while self._given - self._arrived + self.received.qsize() >= HELD_FRAMES:
                         await asyncio.sleep(POLL_SECONDS)
-                    self.received.put_nowait((node, frame))
+                        connection.heard = time.monotonic()  # it is we who do not listen
+                    self._give(node, frame)
         except BadFrame as error:
             why = f"its agent speaks another protocol: {error}"
         self._lose(node, why, silent=False)
@@ -277,6 +294,15 @@ class AgentPool:
         frame = AgentLost(why, silent, ago)
         self.lost[node] = frame
         self._connections[node].close()
+        self._give(node, frame)
+
+    def _give(self, node: int, frame: Frame) -> None:
+        """Hand a frame on from the server's thread to the loop that asks."""
+        self._given += 1
+        self._home.call_soon_threadsafe(self._arrive, node, frame)
+
+    def _arrive(self, node: int, frame: Frame) -> None:
+        self._arrived += 1
         self.received.put_nowait((node, frame))
 
     async def _beat(self) -> None:
@@ -296,7 +322,7 @@ class AgentPool:
             for connection in connections.values():
                 if now - connection.heard < HEARD_SECONDS:
                     connection.send(Ping())
-            ended = await self._ended()
+            ended = await self._look_once()
             for node, connection in connections.items():
                 # after a pause of our own their frames are still to be read
                 if now - connection.heard > self.session.lease and not late:

@@ -30,6 +30,7 @@ from trainkit.launch.protocol.server import Server
 from trainkit.launch.session import Session
 from trainkit.launch.supervise.agent_pool import AgentPool, JoinedAgent
 from trainkit.launch.supervise.failure_rules import FailureRules
+from trainkit.launch.supervise.heartbeats import Heartbeats
 from trainkit.launch.supervise.observer import GuardedObserver
 from trainkit.launch.supervise.outcome import (
     Outcome,
@@ -49,6 +50,7 @@ from trainkit.launch.supervise.rendezvous import (
     rendezvous,
     reserve,
 )
+from trainkit.launch.supervise.root_watch import RootWatch
 from trainkit.launch.supervise.stop_requests import StopRequests
 from trainkit.runs.events import (
     AgentJoined,
@@ -85,6 +87,7 @@ class AttemptContext:
         share: run beside other runs on the same slots.
         stop_requests: what asks the supervisor to end the run.
         observer: how a person follows.
+        root: whose clock stands still while the shared root does not answer.
     """
 
     launcher: Launcher
@@ -94,6 +97,7 @@ class AttemptContext:
     share: bool
     stop_requests: StopRequests
     observer: GuardedObserver
+    root: RootWatch
 
 
 @dataclass
@@ -177,7 +181,9 @@ class Attempt:
         )
         self.events = EventLog(self.folder)
         self.redactor = Redactor(context.secrets.values())
-        self.ranks = RankTracker(self.folder, self.events, self.redactor, job.cluster.watch)
+        self.clock = context.root.clock
+        heartbeats = Heartbeats(self.folder, job.cluster.watch, self.clock)
+        self.ranks = RankTracker(self.folder, self.events, self.redactor, heartbeats)
         self.world: RunWorld | None = None  # once the agents have come together
         self.save_announced = False
         self.save_requested = False
@@ -198,7 +204,8 @@ class Attempt:
         try:
             server = self.context.server
             self.session.write(self.run.root, server.address, server.port, self.context.secrets)
-            async with AgentPool(self.session, self.context.launcher, server) as pool:
+            launcher = self.context.launcher
+            async with AgentPool(self.session, launcher, server, self.clock) as pool:
                 try:
                     outcome = await self._run_ranks(pool)
                 finally:
@@ -306,9 +313,9 @@ class Attempt:
         ):
             folder.mkdir(parents=True, exist_ok=True)
         self._send_processes(pool)
-        deadline = time.monotonic() + self.session.connect
+        deadline = self.clock() + self.session.connect
         while self.ranks.starting and not self.ranks.losses:
-            if time.monotonic() > deadline:
+            if self.clock() > deadline:
                 hosts = sorted({self._host_of(pool, rank) for rank in self.ranks.starting})
                 raise StartError(
                     Exit.START,
@@ -369,11 +376,11 @@ class Attempt:
         while self.ranks.running:
             await self._handle_frames(pool)
             for end in self.ranks.ends[seen:]:
-                deadline = min(deadline, time.monotonic() + self._peers_have(pool, end))
+                deadline = min(deadline, self.clock() + self._peers_have(pool, end))
             seen = len(self.ranks.ends)
             if self.ranks.losses:
-                deadline = min(deadline, time.monotonic() + ECHO_SECONDS)
-            if time.monotonic() > deadline:
+                deadline = min(deadline, self.clock() + ECHO_SECONDS)
+            if self.clock() > deadline:
                 reason = "a rank has ended and its peers go on"
                 if self.ranks.losses:
                     reason = "contact with a host was lost"

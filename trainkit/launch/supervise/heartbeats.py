@@ -7,7 +7,7 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -26,11 +26,18 @@ class Heartbeats:
     Args:
         attempt: where copies go.
         limits: how long nobody may move.
+        clock: seconds, by which that is counted.
     """
 
-    def __init__(self, attempt: AttemptFolder, limits: WatchLimits) -> None:
+    def __init__(
+        self,
+        attempt: AttemptFolder,
+        limits: WatchLimits,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.attempt = attempt
         self.limits = limits
+        self.clock = clock
         self.beats: dict[int, Mapping[str, Any]] = {}
         self._first_step: dict[int, int] = {}
         self._copied: dict[int, tuple[float, str]] = {}
@@ -41,11 +48,11 @@ class Heartbeats:
         self.stepping = False  # whether any rank has made a step
         # that a rank whose engine speaks seldom may be silent
         self.quiet_seconds = 0.0
-        self.last = time.monotonic()
+        self.last = self.clock()
 
     def begin(self) -> None:
         """The ranks have just been started."""
-        self.last = time.monotonic()
+        self.last = self.clock()
 
     def take(self, rank: int, said: Any) -> None:
         """A rank has said how far it is. It can be any program, whose mistakes are not ours:
@@ -59,7 +66,7 @@ class Heartbeats:
         if not isinstance(phase, str) or not isinstance(step, int):
             return
         self.beats[rank] = beat
-        self.last = time.monotonic()
+        self.last = self.clock()
         quiet = beat.get("quiet_seconds")
         if isinstance(quiet, int | float):
             self.quiet_seconds = max(self.quiet_seconds, quiet)
@@ -97,7 +104,7 @@ class Heartbeats:
 
     def stalled(self) -> float:
         """Seconds that nobody has moved beyond what is allowed; 0 while all is well."""
-        still = time.monotonic() - self.last
+        still = self.clock() - self.last
         if still > self.limit:
             return still
         return 0.0

@@ -8,7 +8,6 @@ import time
 
 from trainkit.base.files import read_json, write_json
 from trainkit.base.redact import Redactor
-from trainkit.jobs.clusters import WatchLimits
 from trainkit.launch.protocol.frames import (
     Frame,
     HeartbeatReport,
@@ -42,16 +41,20 @@ class RankTracker:
         folder: of the attempt.
         events: where starts, ends and losses are written.
         redactor: takes secrets out of what ranks said of their end.
-        limits: how long no rank may move.
+        heartbeats: of its ranks.
     """
 
     def __init__(
-        self, folder: AttemptFolder, events: EventLog, redactor: Redactor, limits: WatchLimits
+        self,
+        folder: AttemptFolder,
+        events: EventLog,
+        redactor: Redactor,
+        heartbeats: Heartbeats,
     ) -> None:
         self.folder = folder
         self.events = events
         self.redactor = redactor
-        self.heartbeats = Heartbeats(folder, limits)
+        self.heartbeats = heartbeats
         self.stacks = StackDumps(folder)
         self.node_of: dict[int, int] = {}  # by rank; empty until the ranks are started
         self.running: set[int] = set()

@@ -36,6 +36,7 @@ from trainkit.launch.supervise.orphan_sweep import SweepReport, sweep_orphans_on
 from trainkit.launch.supervise.outcome import Outcome, StopRequest, judge_outcome
 from trainkit.launch.supervise.rank_environment import secrets_of_ranks
 from trainkit.launch.supervise.retry_policy import HostChoice, RetryBudgets
+from trainkit.launch.supervise.root_watch import SIGN_SECONDS, RootWatch
 from trainkit.launch.supervise.stop_requests import StopRequests
 from trainkit.plan.planner import make_plan
 from trainkit.runs.events import (
@@ -44,6 +45,7 @@ from trainkit.runs.events import (
     HostExcluded,
     HostSwept,
     RetryPlanned,
+    RootStalled,
     StrangerRefused,
     ViewLost,
     events_of,
@@ -57,8 +59,8 @@ from trainkit.runs.supervisor_status import (
     write_supervisor_status,
 )
 
-SIGN_SECONDS = 5.0  # between signs of life
 CONTROL_SECONDS = 10.0  # that somebody who has proved itself has to say what it wants
+LOOK_SECONDS = 1.0  # between two looks at whether the root answers
 SWEEP_SECONDS = 5.0  # for an agent to come to a host that has just lost one
 # before the tries that follow the first, second and later ones in a row that did not begin
 PAUSES = (0.0, 30.0, 300.0)
@@ -102,6 +104,7 @@ class Supervisor:
         self.engine = engine or ENGINES[self.job.engine]
         self.budgets = RetryBudgets(self.job.retries)
         self.server = Server(self._on_rejected)
+        self.root = RootWatch(self._write_sign_of_life)
         self.pen = threading.Lock()  # of our sign: the last word must be written last
         self.attempt: Attempt | None = None
         self.false_starts = 0  # attempts in a row whose ranks did not begin
@@ -113,7 +116,8 @@ class Supervisor:
         await self.server.listen(self.address())
         self.server.handlers["control"] = self._control
         former = self._read_former_attempt()
-        signing = asyncio.create_task(self._keep_signing())
+        self.root.start()
+        noting = asyncio.create_task(self._note_stalls())
         self.notifier.open()
         try:
             await self._fence(*former)
@@ -128,10 +132,11 @@ class Supervisor:
                 if (outcome := self._stop_between_attempts(end)) is not None:
                     return outcome
         finally:
-            signing.cancel()
-            await asyncio.gather(signing, return_exceptions=True)
+            noting.cancel()
+            await asyncio.gather(noting, return_exceptions=True)
             if self.attempt is not None:
                 self.attempt.events.close()
+            self.root.close()
             self.ended = True
             # the attempt's last event says how it ended, and that we are gone can be seen
             with contextlib.suppress(OSError):
@@ -234,6 +239,7 @@ class Supervisor:
             self.share,
             self.stop_requests,
             self.observer,
+            self.root,
         )
         if self.attempt is not None:
             self.attempt.events.close()
@@ -419,12 +425,24 @@ class Supervisor:
         if self.attempt is not None:
             self.attempt.events.write(ViewLost(reason))
 
-    async def _keep_signing(self) -> None:
+    async def _note_stalls(self) -> None:
+        """Say that the root does not answer, and write down for how long it did not."""
+        said = False
         while True:
-            await asyncio.sleep(SIGN_SECONDS)
-            with contextlib.suppress(OSError):  # a full disk is told by whoever writes what matters
-                # a file system that stalls must not keep the loop from pinging
-                await asyncio.to_thread(self._write_sign_of_life)
+            await asyncio.sleep(LOOK_SECONDS)
+            if not said and (seconds := self.root.stalled()):
+                said = True
+                self.observer.notice(
+                    f"{self.run.root} has not answered for {seconds:.0f} s: the run waits for it"
+                )
+            while self.root.stalls:
+                said = False
+                seconds = self.root.stalls.popleft()
+                if self.attempt is not None:
+                    with contextlib.suppress(OSError):
+                        self.attempt.events.write_soon(
+                            RootStalled(str(self.run.root), round(seconds, 1))
+                        )
 
     def _write_sign_of_life(self) -> None:
         """Say where we are and that we live."""
