@@ -89,7 +89,7 @@ class Slurm:
         return path.read_text().splitlines() if path.exists() else []
 
     def says(self, *states: str) -> None:
-        """What squeue prints: JOB|STATE, a line an element."""
+        """What squeue prints: JOB|STATE or JOB|STATE|REASON, a line an element."""
         (self.folder / "states").write_text("".join(f"{line}\n" for line in states))
 
     def keeps(self, *rows: str) -> None:
@@ -115,9 +115,9 @@ def make_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slurm:
         "scancel": f'echo "scancel $*" >> {tmp_path}/lines',
         "squeue": (
             f"""jobs=,$(printf '%s\\n' "$@" | sed -n 's/^--jobs=//p'),
-awk -F'|' -v jobs=$jobs 'index(jobs, "," $1 ",")' {tmp_path}/states |
-case "$*" in *%F*) cat;;
-*) awk -F'|' '!seen[$1]++ {{print $1 "|" $2 "|None|N/A|1:00|n1"}}';; esac"""
+awk -F'|' -v jobs=$jobs '{{split($1, id, "_")}}
+index(jobs, "," id[1] ",") {{print $1 "|" $2 "|" ($3 ? $3 : "None") "|N/A|1:00|n1"}}' \
+{tmp_path}/states"""
         ),
     }
     programs["sacct"] = (

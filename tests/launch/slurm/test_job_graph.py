@@ -34,6 +34,7 @@ from trainkit.launch.slurm.job_graph import (
     stages_pending,
     submit_graph,
 )
+from trainkit.launch.slurm.reconcile import newest_job_status
 from trainkit.launch.slurm.sbatch import dependency_options
 from trainkit.launch.slurm.shared_arrays import array_progress
 from trainkit.launch.slurm.stage_graph import hold_stage_graph
@@ -185,24 +186,48 @@ def test_a_unit_that_failed_is_named_by_the_record(slurm: Slurm) -> None:
     ]
 
 
-def test_units_that_never_ended_are_told_with_slurms_word(slurm: Slurm) -> None:
-    run, _ = submit(slurm, "one", part(slurm, need("a", 3)))
-    slurm.says("101|TIMEOUT", "102|CANCELLED", "103|CANCELLED")
-    done = units(run, 0)[0]
-    stamp_unit(Path(done["stamp"]), done["name"], done["digest"], [], {})
+def test_units_of_the_element_that_did_not_end_well_are_named(slurm: Slurm) -> None:
+    """By what Slurm says of it; what Slurm did to those that waited for it is no cause."""
+    run, _ = submit(slurm, "one", part(slurm, need("a", 40)))
+    slurm.says(
+        "101_0|COMPLETED", "101_1|CANCELLED", "101_2|RUNNING", "101_3|RUNNING", "102_0|PENDING"
+    )
+    level = json.loads((stages_folder(run) / "prep-data-a-0.json").read_text())
+    (first,) = level["shares"][8]  # of the second node, the first of eight tasks
     failure = stage_failure(run)
     assert failure is not None and failure["exit"] == 6
-    assert "and 0 more" not in failure["message"] and done["name"] not in failure["message"]
-    assert failure["message"].endswith(
-        "did not end: job 101 TIMEOUT, job 102 CANCELLED, job 103 CANCELLED"
+    assert failure["message"].startswith(f"{first['name']}, ")
+    assert failure["message"].endswith(" and 5 more did not end: job 101_1 CANCELLED")
+    slurm.says(
+        "101_0|COMPLETED",
+        "101_1|TIMEOUT|TimeLimit",
+        "102_0|CANCELLED|DependencyNeverSatisfied",
+        "103|CANCELLED|DependencyNeverSatisfied",
     )
+    done = first
+    stamp_unit(Path(done["stamp"]), done["name"], done["digest"], [], {})
+    failure = stage_failure(run)
+    assert failure is not None and done["name"] not in failure["message"]
+    assert failure["message"].endswith(" and 4 more did not end: job 101_1 TIMEOUT (TimeLimit)")
     # as where they are another run's, which has been deleted
     for path in stages_folder(run).glob("prep-data-*.json"):
         path.unlink()
     failure = stage_failure(run)
     assert failure is not None and failure["message"].endswith(
-        "not all jobs that make its stages ended well: job 101 TIMEOUT, job 102 CANCELLED, job 103"
-        " CANCELLED"
+        "not all jobs that make its stages ended well: job 101_1 TIMEOUT (TimeLimit)"
+    )
+
+
+@pytest.mark.parametrize(
+    "reason", ["launch failed requeued held", "job requeued in held state", "JobHeldUser"]
+)
+def test_an_element_that_slurm_holds_waits_for_a_person(slurm: Slurm, reason: str) -> None:
+    run, _ = submit(slurm, "one", part(slurm, need("a", 40)))
+    slurm.says("101_0|RUNNING", f"101_3|PENDING|{reason}", "104|PENDING|Dependency")
+    seen = newest_job_status(replace(read_run_record(run), state="queued"))
+    assert seen is not None and "expected to start" not in seen.words()
+    assert seen.words().endswith(
+        f"job 101_3 is held ({reason}): `scontrol release 101_3` lets it go"
     )
 
 
@@ -328,7 +353,7 @@ def test_how_forgotten_arrays_ended_is_asked_of_sacct(slurm: Slurm) -> None:
     )
     failure = stage_failure(run)
     assert failure is not None and failure["message"].endswith(
-        "did not end: job 101 TIMEOUT, job 102 CANCELLED"
+        "did not end: job 101_1 TIMEOUT (exit code 0:0)"
     ), failure
     slurm.keeps()
     assert "Slurm knows the jobs no more" in (stage_failure(run) or {})["message"]

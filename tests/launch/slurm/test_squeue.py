@@ -153,3 +153,18 @@ def test_a_cancelled_job_whose_supervisor_left_no_word(slurm: Path, tmp_path: Pa
         15,
         "cancelled",
     ) and "by root" in (told.root_cause or {})["message"]
+
+
+def test_an_element_that_was_cancelled_while_it_waited_is_known_by_the_others(
+    slurm: Path, tmp_path: Path
+) -> None:
+    """Slurm keeps nothing of it: no line of squeue, no account."""
+    run = RunFolder(tmp_path / "runs" / "j" / "r")
+    (run.path / "launch").mkdir(parents=True)
+    add_slurm_job(run, "7_2", first_attempt=1)
+    says(slurm, "sacct", "echo 'Slurm accounting storage is disabled' >&2; exit 1")
+    others = "7_0|RUNNING|None|N/A|1:00|n1"
+    says(slurm, "squeue", f"case $* in *--jobs=7\\ *) echo '{others}';; esac")
+    record = reconciled(read_run_record(run))
+    assert (record.state, record.exit) == ("cancelled", 15)
+    assert "job 7_2 was taken out of the queue" in (record.root_cause or {})["message"]

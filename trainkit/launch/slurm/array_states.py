@@ -1,66 +1,82 @@
-"""Which elements of arrays wait, run or are over, and how they ended: as Slurm knows it."""
+"""Which elements of arrays wait, run or are over, and which of them is to blame for what is not
+made: as Slurm knows it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
+from trainkit.base.documents import read_document
 from trainkit.base.errors import TrainkitError
-from trainkit.launch.slurm.allocation import slurm_output
-from trainkit.launch.slurm.squeue import RUNNING, WAITING, job_accounts
+from trainkit.launch.slurm.squeue import (
+    JobStatus,
+    account_status,
+    element_statuses,
+    job_accounts,
+)
+from trainkit.stages.array_task import FORM
+
+MOST_NAMED = 3  # units, and elements, that a message names
 
 
-def element_states(ids: Sequence[str]) -> list[tuple[str, str]]:
-    """(job, state) of all elements that Slurm still knows."""
-    try:
-        text = slurm_output(
-            [
-                "squeue",
-                "--noheader",
-                "--array",
-                "--states=all",
-                f"--jobs={','.join(ids)}",
-                "--format=%F|%T",
-            ]
-        )
-    except TrainkitError as error:
-        if "Invalid job id" not in error.message:
-            raise
-        return []
-    return [
-        (words[0], words[1]) for line in text.splitlines() if len(words := line.split("|")) == 2
-    ]
-
-
-def element_ends(ids: Sequence[str]) -> list[tuple[str, str]]:
-    """As `element_states`, of jobs that are over: slurmdbd is asked for those that slurmctld has
+def element_ends(ids: Sequence[str]) -> list[JobStatus]:
+    """As `element_statuses`, of jobs that are over: slurmdbd is asked for those that slurmctld has
     forgotten, and where it does not answer they are left out."""
-    found = element_states(ids)
-    forgotten = [id for id in ids if id not in {id for id, _ in found}]
+    found = element_statuses(ids)
+    forgotten = [id for id in ids if id not in {each.array for each in found}]
     try:
-        if forgotten:
-            rows = job_accounts(forgotten)
-        else:
-            rows = None
+        rows = job_accounts(forgotten) if forgotten else None
     except TrainkitError:
         rows = None
-    kept = [
-        (row.id.partition("_")[0], row.state_word)
-        for row in rows or ()
-        if "." not in row.id and row.state_word not in WAITING | RUNNING | {"REQUEUED"}
-    ]
-    return [*found, *dict.fromkeys(kept)]
+    kept = {row.id: account_status(row) for row in rows or () if "." not in row.id}
+    return [*found, *(each for each in kept.values() if each.over)]
 
 
-def describe_ends(ids: Sequence[str]) -> str:
-    """How those of the jobs ended that did not end well, for people."""
-    bad = dict.fromkeys(
-        f"job {id} {state}"
-        for id, state in element_ends(ids)
-        if state not in WAITING | RUNNING | {"COMPLETED"}
-    )
-    return ", ".join(bad) or "Slurm knows the jobs no more"
+def first_failed(ids: Sequence[str], ends: Sequence[JobStatus]) -> list[JobStatus]:
+    """The elements that did not end well of the first of the jobs that has such: what Slurm did
+    to those after it follows from that."""
+    bad = [each for each in ends if each.over and each.state != "COMPLETED"]
+    return next((found for id in ids if (found := [e for e in bad if e.array == id])), [])
+
+
+def describe_failure(
+    levels: Mapping[str, Path | None], ends: Sequence[JobStatus], left: Sequence[str]
+) -> tuple[str, str]:
+    """(which units did not end, "" for none; what Slurm says of their elements).
+
+    Args:
+        levels: what the tasks of each array read, by its job, in the order of the graph; None: of
+            a job that has no units.
+        ends: of these jobs' elements.
+        left: units that are not made.
+    """
+    failed = first_failed(list(levels), ends)
+    blamed = {name for each in failed for name in _units_of(levels[each.array], each)}
+    names = [name for name in left if name in blamed] or list(left)
+    said = _some([f"job {each.id} {each.ending()}" for each in failed])
+    return _some(names), said or "Slurm knows the jobs no more"
+
+
+def _units_of(level: Path | None, element: JobStatus) -> list[str]:
+    """Units that an element was to do; all of its array's where Slurm does not name it alone."""
+    if level is None or not level.is_file():  # of another run, which has been deleted
+        return []
+    value = read_document(level, FORM)
+    shares = value["shares"]
+    index = element.id.partition("_")[2]
+    if index.isdigit():
+        first = int(index) * value["tasks"]
+        shares = shares[first : first + value["tasks"]]
+    return [unit["name"] for share in shares for unit in share]
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:MOST_NAMED])
+    if len(names) > MOST_NAMED:
+        shown += f" and {len(names) - MOST_NAMED} more"
+    return shown
 
 
 def jobs_are_over(ids: Sequence[str]) -> bool:
     """Whether no element of the arrays will run any more."""
-    return not any(state in WAITING or state in RUNNING for _, state in element_states(ids))
+    return all(each.over for each in element_statuses(ids))

@@ -14,7 +14,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from trainkit.base.documents import document
@@ -33,9 +33,9 @@ from trainkit.launch.slurm.array_scripts import (
     level_container,
     level_file,
 )
-from trainkit.launch.slurm.array_states import describe_ends, jobs_are_over
+from trainkit.launch.slurm.array_states import describe_failure, element_ends, jobs_are_over
 from trainkit.launch.slurm.sbatch import sbatch
-from trainkit.launch.slurm.squeue import PollBackoff
+from trainkit.launch.slurm.squeue import PollBackoff, element_statuses
 from trainkit.launch.supervise.code_snapshot import take_snapshot
 from trainkit.launch.supervise.orphan_sweep import PACKAGE
 from trainkit.stages.array_task import FORM
@@ -185,7 +185,7 @@ def run_arrays(
             _end_arrays(place, ids, stamps, need)
         raise
     clear_in_flight(stamps, need.name)
-    _judge(ids, need, batches, stamps)
+    _judge(dict(zip(ids, map(Path, files), strict=True)), need, batches, stamps)
 
 
 class ArrayRunner:
@@ -306,16 +306,23 @@ def follow_arrays(
     """Until all units are done or Slurm says that the jobs are over. `asked` is called as often
     as Slurm is: ever more rarely while nothing changes.
 
-    That Slurm cannot be asked is said once, and waited out: the jobs go on without it.
+    That Slurm cannot be asked, or holds an element, is said once, and waited out: the jobs go on
+    without it.
     """
     backoff = PollBackoff()
     over = False
     told = False
+    held: set[str] = set()
     while not over and any(batch.waiting for batch in batches):
         if backoff.due():
             try:
-                over = jobs_are_over(ids)
+                elements = element_statuses(ids)
+                over = all(each.over for each in elements)
                 told = False
+                now_held = {each.id: each for each in elements if each.held}
+                for id in now_held.keys() - held:
+                    say(now_held[id].words())
+                held = set(now_held)
                 asked()
             except TrainkitError as error:
                 if not told:
@@ -343,9 +350,11 @@ def follow_arrays(
             time.sleep(POLL_SECONDS)
 
 
-def _judge(ids: Sequence[str], need: Need, batches: Sequence[ArrayUnit], stamps: Path) -> None:
+def _judge(
+    levels: Mapping[str, Path], need: Need, batches: Sequence[ArrayUnit], stamps: Path
+) -> None:
     """Raise for the first unit that failed or never ended; the file system may be late to show
-    an end."""
+    an end. `levels`: what the tasks of each array read, by its job."""
     deadline = time.monotonic() + VISIBLE_SECONDS
     while True:
         failed = [batch for batch in batches if batch.code]
@@ -365,9 +374,9 @@ def _judge(ids: Sequence[str], need: Need, batches: Sequence[ArrayUnit], stamps:
         )
         failed[0].end(failed[0].code or 1)
     if left:
-        said = describe_ends(ids)
-        names = ", ".join(batch.units[0].name for batch in left[:3]) + (
-            f" and {len(left) - 3} more" if len(left) > 3 else ""
+        ids = list(levels)
+        names, said = describe_failure(
+            levels, element_ends(ids), [batch.units[0].name for batch in left]
         )
         raise TrainkitError(
             f"{names} did not end: {said}{job_words(left[0].folder, ids)}",

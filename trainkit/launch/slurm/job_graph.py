@@ -30,7 +30,12 @@ from trainkit.launch.slurm.array_scripts import (
     level_file,
     stage_script,
 )
-from trainkit.launch.slurm.array_states import element_ends, element_states, jobs_are_over
+from trainkit.launch.slurm.array_states import (
+    describe_failure,
+    element_ends,
+    first_failed,
+    jobs_are_over,
+)
 from trainkit.launch.slurm.arrays import (
     ArrayUnit,
     array_argv,
@@ -41,7 +46,7 @@ from trainkit.launch.slurm.arrays import (
     write_levels,
 )
 from trainkit.launch.slurm.sbatch import dependency_options, sbatch, submit
-from trainkit.launch.slurm.squeue import RUNNING, WAITING
+from trainkit.launch.slurm.squeue import element_statuses
 from trainkit.runs.folder import RunFolder
 from trainkit.stages.array_task import FORM as LEVEL
 from trainkit.stages.contract import Need, Unit
@@ -325,17 +330,16 @@ def stages_pending(run: RunFolder) -> bool:
 def describe_active_job(run: RunFolder) -> str:
     """Which job of the graph is at work, or waits; "" where none does any more, or Slurm cannot
     be asked."""
-    jobs = read_stage_jobs(run)
+    names = {job.id: job.name for job in read_stage_jobs(run)}
     with contextlib.suppress(TrainkitError):
-        if jobs:
-            seen = element_states([job.id for job in jobs])
-        else:
-            seen = []
-        for wanted in (RUNNING, WAITING):
-            for job in jobs:
-                state = next((state for id, state in seen if id == job.id and state in wanted), "")
-                if state:
-                    return f"job {job.id} ({job.name}) is {state}"
+        going = [each for each in element_statuses(list(names)) if not each.over]
+        # what is held comes first: all others wait for it, and it for a person
+        going.sort(key=lambda each: (not each.held, each.waits))
+        if going:
+            first = going[0]
+            if first.held:
+                return first.words()
+            return f"job {first.id} ({names[first.array]}) is {first.state}"
     return ""
 
 
@@ -380,21 +384,16 @@ def _failed_unit(units: Sequence[Mapping[str, Any]]) -> dict[str, object] | None
 def _failed_jobs(run: RunFolder, units: Sequence[Mapping[str, Any]]) -> dict[str, object] | None:
     """What Slurm says of the graph's jobs, where no unit said anything: None where some of them
     still go on well, or Slurm cannot be asked."""
-    jobs = read_stage_jobs(run)
-    seen: list[tuple[str, str]] = []
+    levels = _levels_by_job(run)
     try:
-        if jobs:
-            seen = list(dict.fromkeys(element_ends([job.id for job in jobs])))
+        ends = element_ends(list(levels))
     except TrainkitError:
         return None
-    going = WAITING | RUNNING
-    bad = [f"job {id} {state}" for id, state in seen if state not in going | {"COMPLETED"}]
-    if not bad and any(state in going for _, state in seen):
+    if not first_failed(list(levels), ends) and not all(each.over for each in ends):
         return None
-    said = ", ".join(bad) or "Slurm knows the jobs no more"
     left = [unit["name"] for unit in units if not is_made(unit)]
+    names, said = describe_failure(levels, ends, left)
     if left:
-        names = ", ".join(left[:3]) + (f" and {len(left) - 3} more" if len(left) > 3 else "")
         return _failure(
             {
                 "message": f"{names} did not end: {said}",
@@ -413,6 +412,19 @@ def _failed_jobs(run: RunFolder, units: Sequence[Mapping[str, Any]]) -> dict[str
             "exit": int(Exit.STAGE_FAILED),
         }
     )
+
+
+def _levels_by_job(run: RunFolder) -> dict[str, Path | None]:
+    """What the tasks of each job of the graph read, by its number, in order; None: of the small
+    job."""
+    jobs = read_stage_jobs(run)
+    found: dict[str, Path | None] = {job.id: None for job in jobs}
+    for need in (read_graph(run) or {"needs": []})["needs"]:
+        paths = {Path(level).stem: Path(level) for level in need["levels"]}
+        found |= {job.id: paths[job.name] for job in jobs if job.own and job.name in paths}
+        shared = [job.id for job in jobs if not job.own and job.name == need["name"]]
+        found |= dict(zip(shared, paths.values(), strict=False))
+    return found
 
 
 def _failure(values: Mapping[str, Any]) -> dict[str, object]:

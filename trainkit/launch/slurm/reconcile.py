@@ -12,7 +12,13 @@ from trainkit.base.errors import Exit, TrainkitError
 from trainkit.launch.launchers.transports import last_line
 from trainkit.launch.slurm.job_graph import describe_active_job, stage_failure
 from trainkit.launch.slurm.sbatch import note_end
-from trainkit.launch.slurm.squeue import UNSURE, JobStatus, PollBackoff, job_statuses
+from trainkit.launch.slurm.squeue import (
+    UNSURE,
+    JobStatus,
+    PollBackoff,
+    element_statuses,
+    job_statuses,
+)
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import RunRecord, read_run_record, record_of_end
 from trainkit.runs.slurm import SlurmJob, read_slurm_jobs
@@ -91,13 +97,19 @@ def _over(record: RunRecord, job: SlurmJob, seen: JobStatus | None) -> RunRecord
 def _ended(run: RunFolder, job: SlurmJob, seen: JobStatus | None) -> dict[str, object]:
     if (failure := stage_failure(run)) is not None:
         return failure
+    output = run.path / "launch" / f"slurm-{job.id}.out"
+    if seen is None and not output.exists() and _goes_on_without(job.id):
+        return {
+            "state": "CANCELLED",
+            "message": f"job {job.id} was taken out of the queue (scancel)",
+            "exit": int(Exit.CANCELLED),
+        }
     if seen is None:
         return {
             "state": "UNKNOWN",
             "message": f"Slurm does not know job {job.id} any more, and its supervisor never began",
             "exit": int(Exit.START),
         }
-    output = run.path / "launch" / f"slurm-{job.id}.out"
     said = last_line(output)
     if said:
         words = f"; {output} ends with: {said}"
@@ -109,6 +121,15 @@ def _ended(run: RunFolder, job: SlurmJob, seen: JobStatus | None) -> dict[str, o
         how = seen.ending()
     message = f"job {job.id} was over before its supervisor began: {how}{words}"
     return {"state": seen.state, "message": message, "exit": int(Exit.START)}
+
+
+def _goes_on_without(id: str) -> bool:
+    """Whether Slurm has other elements of an array whose element `id` it does not know: of one
+    that is cancelled while it waits it keeps nothing."""
+    array, of_array, _ = id.partition("_")
+    with contextlib.suppress(TrainkitError):
+        return bool(of_array and element_statuses([array]))
+    return False
 
 
 def newest_job_status(record: RunRecord) -> JobStatus | None:
@@ -129,7 +150,8 @@ def _with_stages(run: RunFolder, seen: JobStatus | None) -> JobStatus | None:
     work."""
     if seen is None or seen.reason != "Dependency" or not (words := describe_active_job(run)):
         return seen
-    return replace(seen, reason=f"its stages are made first; {words}")
+    # Slurm's guess does not know when they are made
+    return replace(seen, reason=f"its stages are made first; {words}", start="N/A")
 
 
 def reconciled(record: RunRecord) -> RunRecord:

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Literal
 
 from trainkit.base.errors import TrainkitError
-from trainkit.launch.slurm.array_states import element_states
 from trainkit.launch.slurm.reconcile import reconciled
-from trainkit.launch.slurm.squeue import RUNNING, WAITING
+from trainkit.launch.slurm.squeue import element_statuses
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import read_run_record
 from trainkit.stages.in_flight import ArraysInFlight
@@ -23,11 +22,10 @@ def array_progress(arrays: ArraysInFlight) -> Literal["going", "failing", "over"
     Of those that are over, the runs that waited for them have it noted how they ended: the next
     arrays write over what tells it.
     """
-    found = {state for _, state in element_states(arrays.jobs)}
-    if found & (WAITING | RUNNING):
-        if found - WAITING - RUNNING - {"COMPLETED"}:
-            return "failing"
-        return "going"
+    found = element_statuses(arrays.jobs)
+    if not all(each.over for each in found):
+        over = {each.state for each in found if each.over}
+        return "failing" if over - {"COMPLETED"} else "going"
     for run in map(Path, arrays.runs):
         if (run / "job.json").is_file():
             reconciled(read_run_record(RunFolder(run)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import datetime
 import pwd
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,6 +27,11 @@ WAITING = frozenset(
         "SPECIAL_EXIT",
     }
 )
+HELD = frozenset({"REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT"})
+# versions print them with blanks or without
+HELD_REASON = re.compile(
+    r"JobHeld(User|Admin)|launch.failed.requeued.held|job.requeued.in.held.state"
+)
 RUNNING = frozenset(
     {"RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING"}
 )
@@ -42,10 +48,10 @@ GROWTH = 1.4
 
 @dataclass(frozen=True)
 class JobStatus:
-    """A job as Slurm sees it now.
+    """A job, or an element of an array, as Slurm sees it now.
 
     Args:
-        id: Slurm's number.
+        id: Slurm's number; of an element ARRAY_INDEX.
         state: Slurm's word: PENDING, RUNNING, CANCELLED, ...; or UNSURE.
         reason: why it waits, or why it ended; "None" where there is none.
         start: when it is expected to start, or did; "N/A" where Slurm does not know.
@@ -69,10 +75,23 @@ class JobStatus:
     def waits(self) -> bool:
         return self.state in WAITING
 
+    @property
+    def array(self) -> str:
+        """The number of its array; its own where it is no element."""
+        return self.id.partition("_")[0]
+
+    @property
+    def held(self) -> bool:
+        """Whether it waits for a person: Slurm holds it, because its launch failed, say."""
+        held = self.state in HELD or HELD_REASON.fullmatch(self.reason) is not None
+        return self.waits and held
+
     def words(self) -> str:
         """One line for a person who waits."""
         if self.state == "CONFIGURING":
             return f"job {self.id}: its nodes are booting ({self.nodes})"
+        if self.held:
+            return f"job {self.id} is held ({self.reason}): `scontrol release {self.id}` lets it go"
         if self.waits:
             if self.start not in ("N/A", "Unknown", ""):
                 expected = f", expected to start {self.start}"
@@ -89,7 +108,7 @@ class JobStatus:
         if self.state == UNSURE:
             return self.reason
         stale = self.state == "CANCELLED" and not self.reason.startswith("by ")
-        if stale:
+        if stale or self.reason == "None":
             return self.state
         return f"{self.state} ({self.reason})"
 
@@ -97,8 +116,14 @@ class JobStatus:
 def job_statuses(ids: Sequence[str]) -> dict[str, JobStatus]:
     """Those of the jobs that Slurm knows, by id. Raises TrainkitError (exit 8) where slurmctld
     cannot be asked."""
+    found = {status.id: status for status in element_statuses(ids)}
+    return found | _forgotten([id for id in ids if id not in found])
+
+
+def element_statuses(ids: Sequence[str]) -> list[JobStatus]:
+    """All elements of the jobs that slurmctld still knows. Raises as `job_statuses`."""
     if not ids:
-        return {}
+        return []
     try:
         text = slurm_output(
             [
@@ -114,8 +139,7 @@ def job_statuses(ids: Sequence[str]) -> dict[str, JobStatus]:
         if "Invalid job id" not in error.message:
             raise
         text = ""
-    found = {look.id: look for line in text.splitlines() if (look := _parsed(line)) is not None}
-    return found | _forgotten([id for id in ids if id not in found])
+    return [look for line in text.splitlines() if (look := _parsed(line)) is not None]
 
 
 def _parsed(line: str) -> JobStatus | None:
@@ -123,6 +147,18 @@ def _parsed(line: str) -> JobStatus | None:
     if len(parts) == FIELDS.count("|") + 1:
         return JobStatus(*parts)
     return None
+
+
+def account_status(account: JobAccount) -> JobStatus:
+    """A row of sacct as squeue would have shown it."""
+    return JobStatus(
+        account.id,
+        account.state_word,
+        _why(account),
+        account.start,
+        account.limit,
+        account.nodes,
+    )
 
 
 def _why(account: JobAccount) -> str:
@@ -187,11 +223,7 @@ def _forgotten(ids: Sequence[str]) -> dict[str, JobStatus]:
             for id in ids
         }
     # the newest start counts
-    found = {
-        row.id: JobStatus(row.id, row.state_word, _why(row), row.start, row.limit, row.nodes)
-        for row in rows or ()
-        if row.id in ids
-    }
+    found = {row.id: account_status(row) for row in rows or () if row.id in ids}
     for id, seen in found.items():
         if not seen.over:  # slurmctld, which alone could run it, does not know it
             found[id] = JobStatus(

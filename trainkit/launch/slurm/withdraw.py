@@ -13,10 +13,9 @@ from typing import Any
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.locks import LockBusy, locked
 from trainkit.launch.slurm.allocation import slurm_output
-from trainkit.launch.slurm.array_states import element_states
 from trainkit.launch.slurm.job_graph import read_graph, read_stage_jobs
 from trainkit.launch.slurm.reconcile import reconciled
-from trainkit.launch.slurm.squeue import RUNNING, WAITING
+from trainkit.launch.slurm.squeue import element_statuses
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import read_run_record
 from trainkit.stages.execute import stamps_folder
@@ -69,7 +68,7 @@ def _cancel(ids: Sequence[str]) -> list[str]:
     """scancel those of the jobs that wait or run: Slurm may have forgotten the others."""
     if not ids:
         return []
-    left = {id for id, state in element_states(ids) if state in WAITING | RUNNING}
+    left = {each.array for each in element_statuses(ids) if not each.over}
     going = [id for id in ids if id in left]
     if going:
         slurm_output(["scancel", "--quiet", *going])
