@@ -7,6 +7,7 @@ that order. docs/run-folder.md lists them.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -15,7 +16,11 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NotRequired, TypedDict, TypeVar
 
 from trainkit.base.documents import utc_now
+from trainkit.base.locks import FULL
 from trainkit.runs.folder import AttemptFolder
+
+# for the last words of an attempt: a cause holds up to 30 lines of 2,000 bytes
+RESERVE_BYTES = 2**17
 
 FailureClass = Literal["success", "user", "infra", "hang", "preempted", "no-progress", "cancelled"]
 # what uses up a budget of retries: a class, or why Slurm ended the job
@@ -354,10 +359,15 @@ Kind = TypeVar("Kind", bound=Event)
 
 
 class EventLog:
-    """Appends events to attempts/N/events.jsonl."""
+    """Appends events to attempts/N/events.jsonl. A file beside it takes room on the disk, which
+    the attempt's last word gets where there is no other."""
 
     def __init__(self, attempt: AttemptFolder) -> None:
         attempt.path.mkdir(parents=True, exist_ok=True)
+        self._path = attempt.events
+        self._reserve = attempt.events.with_suffix(".reserve")
+        with contextlib.suppress(OSError):
+            self._reserve.write_bytes(bytes(RESERVE_BYTES))
         self._handle = os.open(
             attempt.events, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666
         )
@@ -368,8 +378,15 @@ class EventLog:
         self._torn = size > 0 and os.pread(self._handle, 1, size - 1) != b"\n"
 
     def write(self, event: Event) -> None:
-        """Append an event; it and all before it are durable before the call returns."""
-        self.write_soon(event)
+        """Append an event; it and all before it are durable before the call returns. Raises
+        OSError as the disk does."""
+        try:
+            self.write_soon(event)
+        except OSError as error:
+            if not isinstance(event, AttemptEnded) or error.errno not in FULL:
+                raise
+            self._reserve.unlink(missing_ok=True)
+            self.write_soon(event)
         if self._handle >= 0:
             os.fsync(self._handle)
 
@@ -382,8 +399,11 @@ class EventLog:
         if self._torn:  # half a line must not take this one with it
             rest = b"\n" + rest
         self._torn = True
-        while rest:
-            rest = rest[os.write(self._handle, rest) :]
+        try:
+            while rest:
+                rest = rest[os.write(self._handle, rest) :]
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self._path)) from None
         self._torn = False
         self.on_write(event)
 
@@ -394,6 +414,7 @@ class EventLog:
         self._handle = -1
         if handle >= 0:
             os.close(handle)
+            self._reserve.unlink(missing_ok=True)
 
 
 def parse_event(line: str | bytes) -> Event | None:

@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from trainkit.base.documents import document
@@ -16,6 +17,7 @@ from trainkit.base.errors import Exit
 from trainkit.base.files import read_json
 from trainkit.base.process import ProcessIdentity, is_alive
 from trainkit.runs.events import (
+    RESERVE_BYTES,
     AttemptEnded,
     AttemptStarted,
     FailureClass,
@@ -212,6 +214,8 @@ def _lost(
         message = f"the supervisor (pid {pid} on {host}) is gone and did not say how it ended"
     else:
         message = "it never started: the process that was to start it is gone"
+    if _is_full(record.run.path):
+        message += f"; the file system of {record.run.path} is full"
     return replace(
         record,
         state="failed",
@@ -220,6 +224,13 @@ def _lost(
         root_cause={"message": message},
         lost=status is not None or started is not None,
     )
+
+
+def _is_full(folder: Path) -> bool:
+    """Whether there is no room on its file system for what a supervisor writes."""
+    status = os.statvfs(folder)
+    no_files = status.f_files > 0 and status.f_favail == 0
+    return no_files or status.f_bavail * status.f_frsize < RESERVE_BYTES
 
 
 def _queued(running: RunRecord) -> RunRecord | None:

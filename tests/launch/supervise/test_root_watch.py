@@ -26,7 +26,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_clock_stands_still_until_the_root_answers() -> None:
     answers = threading.Event()
-    watch = RootWatch(lambda: bool(answers.wait(600)))
+    watch = RootWatch(lambda: answers.wait(600))
     watch.start()
     while not watch.stalled():
         time.sleep(0.01)

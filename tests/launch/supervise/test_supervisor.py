@@ -4,11 +4,14 @@ survives and records."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
 import signal
 import stat
+import subprocess
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,6 +24,7 @@ from trainkit.launch.supervise.outcome import Outcome, StopRequest
 from trainkit.launch.supervise.stop_requests import StopRequests
 from trainkit.launch.supervise.supervisor import Supervisor
 from trainkit.runs.folder import RunFolder, new_run_folder
+from trainkit.runs.record import read_run_record
 
 SECRET = "first-line-of-a-key\nsecond-line-of-a-key"
 
@@ -253,3 +257,39 @@ def test_a_sign_that_the_file_system_holds_up_holds_up_nothing_else(
     supervisor.ended = True
     supervisor._write_sign_of_life()
     assert read_json(run.supervisor)["ended"] is True
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 64 MB."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    words = ["mount", "-t", "tmpfs", "-o", "size=64m", "small", str(folder)]
+    if subprocess.run(words, check=False, capture_output=True).returncode:
+        pytest.skip("nothing can be mounted here")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+def test_a_full_root_hides_no_cause(small: Path) -> None:
+    fill = """
+import os, sys
+with open(os.environ["FILLER"], "wb", buffering=0) as file:
+    while file.write(bytes(4096)):
+        pass
+"""
+    run = make_run(small, ["cluster.ranks_per_node=1"])
+    outcome, told = supervised(run, Program(fill, env={"FILLER": str(small / "filler")}))
+    assert "No space left on device" in str((outcome.root_cause or {})["last"])
+    assert told[-1]["event"] == "ended" and told[-1]["root_cause"] == outcome.root_cause
+    events = run.attempt(1).events
+    assert [path.name for path in events.parent.glob("events*")] == ["events.jsonl"]
+
+    # as of a supervisor that was killed before its last word
+    started = events.read_bytes().splitlines(keepends=True)[0]
+    os.truncate(events, len(started))
+    with open(small / "filler", "ab", buffering=0) as filler, contextlib.suppress(OSError):
+        while filler.write(bytes(4096)):
+            pass
+    cause = read_run_record(run).root_cause or {}
+    assert cause["message"].endswith(f"the file system of {run.path} is full")

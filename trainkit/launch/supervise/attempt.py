@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.files import write_text
+from trainkit.base.locks import FULL
 from trainkit.base.process import identity
 from trainkit.base.redact import Redactor
 from trainkit.engines.contract import Command
@@ -60,6 +61,7 @@ from trainkit.runs.events import (
     FailureClass,
     HangDetected,
     RanksStopped,
+    RootCause,
     SaveRequested,
     SurvivingProcess,
 )
@@ -306,12 +308,8 @@ class Attempt:
 
     async def _start(self, pool: AgentPool) -> None:
         """Start every rank. Raises StartError (8) with all that could not be started."""
-        for folder in (
-            self.folder.log(0).parent,
-            self.folder.error(0).parent,
-            self.folder.heartbeat(0).parent,
-        ):
-            folder.mkdir(parents=True, exist_ok=True)
+        for path in (self.folder.log(0), self.folder.error(0), self.folder.heartbeat(0)):
+            path.parent.mkdir(parents=True, exist_ok=True)
         self._send_processes(pool)
         deadline = self.clock() + self.session.connect
         while self.ranks.starting and not self.ranks.losses:
@@ -489,9 +487,10 @@ def _outcome_of_error(error: Exception) -> Outcome:
         failure_class: FailureClass = "user" if error.exit == Exit.CONFIG else "infra"
         return Outcome(error.exit, failure_class, {"message": error.message, "advice": error.hint})
     if isinstance(error, OSError):
-        return Outcome(
-            Exit.RANK_INFRA, "infra", {"message": f"the supervisor cannot go on: {error}"}
-        )
+        cause: RootCause = {"message": f"the supervisor cannot go on: {error}"}
+        if error.errno in FULL:
+            cause["advice"] = f"make room on the file system of {error.filename}"
+        return Outcome(Exit.RANK_INFRA, "infra", cause)
     # a mistake of ours, or a report of a host that nobody foresaw: the result still has to say
     # what is left on the hosts
     traceback.print_exception(error)

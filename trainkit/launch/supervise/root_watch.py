@@ -23,7 +23,7 @@ class RootWatch:
             reported by who writes what matters.
     """
 
-    def __init__(self, sign: Callable[[], None]) -> None:
+    def __init__(self, sign: Callable[[], object]) -> None:
         self._sign = sign
         # (seconds of all stalls that are over, since when a sign is being written): one value,
         # which other threads read at any time
