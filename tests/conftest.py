@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests import forkserver, interpreters
+from tests import forkserver, interpreters, limits
 from tests.fork_worker import fork_workers
 from tests.mounts import unmount
 from trainkit.ops.build import CHECKOUT, build_kernels, missing_tools, staleness
@@ -43,8 +43,7 @@ settings.load_profile("ci")
 
 # variable: the folder of a test run, gone after it
 TEST_RUN = "TRAINKIT_TEST_RUN"
-# seconds after which what is waited for never comes: a limit against hanging, not for slow machines
-HANGS = 900.0
+HANGS = limits.HANGS
 TASKS = "from trainkit.cli.tasks import namespace\n"
 JOBS = """
 [defaults]

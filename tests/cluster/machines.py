@@ -10,7 +10,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.conftest import HANGS
+from tests.limits import HANGS
 
 HERE = Path(__file__).resolve().parent
 HEAD = "head"

@@ -3,6 +3,7 @@ benchmarks/train_step.py makes of its contenders' seconds."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import math
 import os
@@ -10,6 +11,8 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
+from collections.abc import Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -43,6 +46,39 @@ def test_every_benchmark_says_what_it_shows(project: Project) -> None:
     assert {"demo", "permutation", "train_step"} <= {b["name"] for b in listed["benchmarks"]}
     assert all(len(b["claim"]) > 20 for b in listed["benchmarks"])
     assert all(b["claim"].endswith(".") for b in listed["benchmarks"]), "whole sentences"
+
+
+def test_every_benchmark_is_imported_by_what_its_environment_has() -> None:
+    """That is trainkit and the peers: what only the test extra brings is not there."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    there = {*project["dependencies"], *(ROOT / PINS).read_text().splitlines()}
+    asked = [*project["optional-dependencies"]["test"], *project["optional-dependencies"]["report"]]
+
+    def names(requirements: Iterable[str]) -> set[str]:
+        return {re.split("[^A-Za-z0-9_.-]", each, maxsplit=1)[0].lower() for each in requirements}
+
+    absent = names(asked) - names(there)
+    blocked = [
+        module
+        for module, owners in importlib.metadata.packages_distributions().items()
+        if {owner.lower() for owner in owners} & absent
+    ]
+    assert {"pytest", "hypothesis"} <= set(blocked)
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import importlib, json, sys\nblocked, files = json.loads(sys.argv[1])\n"
+            "sys.modules.update(dict.fromkeys(blocked))\n"
+            "for name in files: importlib.import_module(f'benchmarks.{name}')",
+            json.dumps([blocked, [path.stem for path in (ROOT / "benchmarks").glob("*.py")]]),
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_an_unknown_benchmark_or_option_is_refused_before_anything_is_installed(
