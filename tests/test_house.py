@@ -30,9 +30,10 @@ ORDER = {  # of a folder's rooms and its files of their own: each imports only w
     ),
     "trainkit.data": "fetch sums text unit_specs tokenizer indexed sources order tokenize",
     "trainkit.train": (
-        "metrics torch_compat torch_compiler generators ready_graphs compiled_graphs model"
-        " decoding parallel checkpoint rank_agreement rank_statistics update batches huggingface"
-        " preflight step_log validation text_samples rehearsal trainer main inference"
+        "metrics torch_compat torch_compiler generators proved_graphs ready_graphs"
+        " compiled_graphs model decoding parallel checkpoint rank_agreement rank_statistics"
+        " update batches huggingface preflight step_log validation text_samples rehearsal"
+        " trainer main inference"
     ),
     "trainkit.launch": (
         "programs protocol hosts agent containers session launchers run_inputs supervise"

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from trainkit.engines.native import TORCH, Native, cpu_sharing, torch_problem
+from trainkit.base.process import cpu_sharing, on_this_node
+from trainkit.engines.native import TORCH, Native, torch_problem
 from trainkit.jobs.devices import built_in_device
 from trainkit.jobs.schema import Cluster, Dataset, Job, Model, Training
 from trainkit.ops.build import torch_version
@@ -56,12 +57,13 @@ def test_cpu_ranks_share_the_cores_and_sleep_while_they_wait(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
-    cores = len(os.sched_getaffinity(0))
-    assert environment_of(Cluster(name="c", ranks_per_node=2)) == {
-        "OMP_NUM_THREADS": str(max(1, cores // 2)),
-        "OMP_WAIT_POLICY": "PASSIVE",
-    }
-    assert environment_of(Cluster(name="c", ranks_per_node=10 * cores))["OMP_NUM_THREADS"] == "1"
+    variables = environment_of(Cluster(name="c", ranks_per_node=2))
+    for cores in (1, 5, 16):  # of the node that the ranks run on
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid, cores=cores: set(range(cores)))
+        assert on_this_node(variables) == {
+            "OMP_NUM_THREADS": str(max(1, cores // 2)),
+            "OMP_WAIT_POLICY": "PASSIVE",
+        }
 
 
 def test_the_callers_own_wait_policy_stays_and_that_of_jobs_toml_wins(

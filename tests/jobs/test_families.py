@@ -150,6 +150,8 @@ def test_documents_one_by_one_are_not_compiled(checkout: Checkout) -> None:
     text = GOOD.replace("lr = 1e-3", "lr = 1e-3\ncompile = true\nreset_attention_mask = true")
     (words,) = refused(checkout(text))
     assert "training.compile with reset_attention_mask needs the variable-length kernel" in words
-    checkout(text).resolve(
-        "demo", ["cluster.device=cuda", "cluster.gpus_per_node=2", "training.precision=bf16"]
-    )
+    kernel = ["cluster.device=cuda", "cluster.gpus_per_node=2", "training.precision=bf16"]
+    checkout(text).resolve("demo", kernel)
+    for channels in (20, 264):
+        (words,) = refused(checkout(text), sets=[*kernel, f"model.kv_channels={channels}"])
+        assert "heads of a multiple of 8 channels up to 256" in words

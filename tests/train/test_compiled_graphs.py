@@ -7,6 +7,8 @@ import contextlib
 import json
 import os
 import signal
+import subprocess
+import sys
 import tarfile
 import time
 from pathlib import Path
@@ -108,6 +110,7 @@ def test_what_a_node_has_damaged_is_unpacked_again(job: Job, tmp_path: Path) -> 
         ("parallelism.zero_stage=3", "zero_stage was 1 and is 3"),
         ("training.deterministic=true", "training.deterministic was False and is True"),
         ("nodes=2", "data_parallel_size was 1 and is 2"),
+        ('env.TORCHINDUCTOR_X="1"', "env.TORCHINDUCTOR_X was None and is '1'"),
     ],
 )
 def test_a_difference_is_named(change: str, words: str, job: Job, tmp_path: Path) -> None:
@@ -147,6 +150,46 @@ def test_a_field_that_changes_makes_another_unit(
     monkeypatch.setattr(compiled_graphs, "_version", lambda package: f"99 of {package}")
     (after,) = PrecompileStage().needs(job, tmp_path)
     assert before.units[0].spec != after.units[0].spec
+
+
+def test_what_only_the_compiling_process_had_is_named(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_X", "1")
+        make(job, tmp_path)
+    assert "env.TORCHINDUCTOR_X was '1' and is None" in take(job)
+
+
+def test_the_number_of_threads_makes_another_unit(job: Job, tmp_path: Path) -> None:
+    (before,) = PrecompileStage().needs(job, tmp_path)
+    (after,) = PrecompileStage().needs(job_of(tmp_path, 'env.OMP_NUM_THREADS="3"'), tmp_path)
+    assert before.settings != after.settings
+
+
+NOTHING = """
+from unittest import mock
+from trainkit.base.worker import run_unit
+from trainkit.train.rehearsal import compile_worker
+
+with mock.patch.object(compile_worker, "_compile", lambda *args: []):
+    run_unit(compile_worker.work)
+"""
+
+
+def test_what_compiles_has_the_environment_of_ranks(job: Job, tmp_path: Path) -> None:
+    """Before torch reads it, with the cores of the machine that it is on."""
+    own = job_of(tmp_path, 'env.ATEN_CPU_CAPABILITY="default"')
+    (need,) = PrecompileStage().needs(own, tmp_path)
+    (tmp_path / "spec.json").write_text(json.dumps(need.units[0].spec))
+    subprocess.run(
+        [sys.executable, "-c", NOTHING, str(tmp_path / "spec.json")],
+        check=True,
+        env=os.environ | {"OMP_NUM_THREADS": "77", "TMPDIR": str(tmp_path / "node")},
+    )
+    fields = json.loads(GraphFiles.of(own).record.read_text())["fields"]
+    cores = str(len(os.sched_getaffinity(0)))
+    assert (fields["env.OMP_NUM_THREADS"], fields["capability"]) == (cores, "DEFAULT")
 
 
 def pack_much(job_folder: str) -> None:
@@ -233,6 +276,9 @@ def test_the_stage_says_why(job: Job, tmp_path: Path) -> None:
     assert stage.needs(job_of(tmp_path, "precompile=false"), stamps) == []
     with pytest.raises(ConfigError, match="nothing would be compiled"):
         refuse_unlaunchable(job_of(tmp_path, "training.compile=false"))
+    device = ("cluster.device=cuda", "cluster.gpus_per_node=1", 'training.precision="bf16"')
+    with pytest.raises(ConfigError, match="those of a batch are not known before"):
+        job_of(tmp_path, *device, "training.reset_attention_mask=true")
 
 
 def test_the_oldest_are_deleted(job: Job, tmp_path: Path) -> None:

@@ -38,7 +38,10 @@ model = "small"
 dataset = "mock"
 precompile = true
 parallelism = { tensor_model_parallel_size = 2, sequence_parallel = true }
-env = { TORCHINDUCTOR_CACHE_DIR = "FOLDER" }  # of what is compiled without ready-made graphs
+
+[jobs.tp.env]
+OMP_NUM_THREADS = "2"  # not what ranks would share
+TORCHINDUCTOR_CACHE_DIR = "FOLDER"  # of what is compiled without ready-made graphs
 
 [jobs.tp.training]
 micro_batch_size = 1

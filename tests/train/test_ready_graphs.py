@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -39,9 +43,23 @@ def step(graphs: ReadyGraphs) -> tuple[Tensor, Tensor]:
     return y.detach(), x.grad
 
 
+def learn_by_trying() -> None:
+    """Let this process be on a processor of which torch finds out what it has when it tries to
+    compile for it, as it does with AMX: the flag is not among those of the class."""
+    from torch._inductor import cpu_vec_isa
+
+    def tried(isa: Any) -> bool:
+        isa._arch_flags = f"{type(isa)._arch_flags} -mbmi"
+        return True
+
+    for kind in {type(each) for each in cpu_vec_isa.supported_vec_isa_list}:
+        mock.patch.object(kind, "__bool__", tried).start()
+
+
 def make_them(folder: str) -> tuple[Tensor, Tensor]:
     from torch._inductor import config
 
+    learn_by_trying()
     made = ReadyGraphs(Path(folder), making=True)
     # a quarter of the time: headers compiled ahead for two kernels, instruction sets tried first
     quick = {"cpp_cache_precompile_headers": False, "cpp.vec_isa_ok": True}
@@ -55,6 +73,7 @@ def take_them(folder: str) -> tuple[Tensor, Tensor, int, int, int]:
     """With how many were found, compiled for all that, and traced."""
     from torch._dynamo.utils import counters
 
+    learn_by_trying()
     graphs = ReadyGraphs(Path(folder))
     found = step(graphs)
     layer, x = inputs()
@@ -63,20 +82,23 @@ def take_them(folder: str) -> tuple[Tensor, Tensor, int, int, int]:
     return (*found, graphs.hits, graphs.misses, len(counters["frames"]))
 
 
-def take_damaged(folder: str) -> tuple[int, str]:
-    """A graph that cannot be read is compiled again, with a warning."""
-    import contextlib
-    import io
-
+def take_wrong(folder: str) -> tuple[int, int, str]:
+    """(hits, misses, warnings) of the folder's graphs, called for a factor that they were not made
+    for; what is computed is right all the same."""
     said = io.StringIO()
     with contextlib.redirect_stderr(said):
         graphs = ReadyGraphs(Path(folder))
-        graphs.compile(scaled_sine)
-    return graphs.hits, said.getvalue()
+        layer, x = inputs()
+        # as it is written: what torch would compile instead is not looked at here
+        with mock.patch.object(torch, "compile", lambda function, fullgraph: function):
+            y = graphs.compile(scaled_sine)(layer, x, 4.0)
+    assert torch.equal(y, scaled_sine(layer, x, 4.0))
+    return graphs.hits, graphs.misses, said.getvalue()
 
 
 def test_taken_they_compute_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bit for bit, without a compiler; and what is damaged is left."""
+    """Bit for bit, without a compiler; and what is wrong, for another processor or damaged is
+    left."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     folder = tmp_path / "ready"
     made = call("tests.train.test_ready_graphs:make_them", str(folder))
@@ -85,10 +107,23 @@ def test_taken_they_compute_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyP
     *taken, hits, misses, frames = call("tests.train.test_ready_graphs:take_them", str(folder))
     assert all(map(torch.equal, made, taken))
     assert (hits, misses, frames) == (2, 0, 0)
+
+    whole = (folder / "index.json").read_text()
+    built = set(tmp_path.rglob("*.so"))
+
+    def wrongly() -> str:
+        hits, misses, said = call("tests.train.test_ready_graphs:take_wrong", str(folder))
+        assert (hits, misses) == (0, 2) and set(tmp_path.rglob("*.so")) == built
+        return str(said)
+
+    (folder / "index.json").write_text(whole.replace("'3.0'", "'4.0'"))
+    assert "its result is off by" in wrongly()
+    (folder / "index.json").write_text(whole.replace("-mbmi", "-mbmi2"))
+    assert "is not among what was compiled" in wrongly(), "of another processor"
+    (folder / "index.json").write_text(whole)
     content = (folder / ready.file).read_bytes()
     (folder / ready.file).write_bytes(content[: len(content) // 2])
-    hits, said = call("tests.train.test_ready_graphs:take_damaged", str(folder))
-    assert hits == 0 and f"not used: {folder / ready.file}" in said
+    assert f"not used: {folder / ready.file}" in wrongly()
 
 
 @dataclass(frozen=True)
@@ -151,8 +186,16 @@ def test_the_first_rank_s_serve_all(tmp_path: Path) -> None:
 
 
 def test_ranks_that_differ_get_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A graph that depends on the rank, which no key tells, must not be another rank's."""
-    merge(tmp_path, {0: [ready(tmp_path, "a", "x")], 3: [ready(tmp_path, "b", "y")]})
+    """A graph that depends on the rank, which no key tells, must not be another rank's; and then
+    no rank has any of that function, for ranks that compute together take them together."""
+    first = [ready(tmp_path, "a", "x"), ready(tmp_path, "c", "x", "(2,)")]
+    merge(tmp_path, {0: first, 3: [ready(tmp_path, "b", "y")]})
     assert read_index(tmp_path).graphs == []
     assert sorted(path.name for path in tmp_path.iterdir()) == ["index.json"]
     assert "rank 3 needs another f: (1,)" in capsys.readouterr().err
+
+
+def test_of_a_function_that_failed_nobody_gets_any(tmp_path: Path) -> None:
+    merge(tmp_path, {0: [ready(tmp_path, "a", "x")]}, {"f"})
+    assert read_index(tmp_path).graphs == []
+    assert not (tmp_path / "a").exists()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
 
 from trainkit.base.errors import Problem
 from trainkit.base.extras import install_command
+from trainkit.base.process import cpu_sharing
 from trainkit.engines.contract import Command
 from trainkit.engines.launchable import launcher_problems
 from trainkit.engines.rank.versions import allows
@@ -28,23 +28,16 @@ def torch_problem(version: str) -> str:
     return f"torch {version} was not tried with this version of trainkit, which takes {TORCH}"
 
 
-def cpu_sharing(ranks: int, environment: Mapping[str, str]) -> dict[str, str]:
-    """What CPU ranks must have before they load torch, to share this machine's cores with each
-    other and with everybody else.
-
-    Threads of OpenMP that wait for the next operation sleep (OMP_WAIT_POLICY, OpenMP 5.2, 21.7).
-    By default they spin, also while the rank waits for a peer, and take the cores from what
-    could make them go on: on a busy machine a step of 0.2 s took 45 s.
-
-    Args:
-        ranks: how many share the cores.
-        environment: the caller's. Its own OMP_WAIT_POLICY stays.
-    """
-    threads = max(1, len(os.sched_getaffinity(0)) // ranks)
-    return {
-        "OMP_NUM_THREADS": str(threads),
-        "OMP_WAIT_POLICY": environment.get("OMP_WAIT_POLICY", "PASSIVE"),
-    }
+def rank_variables(job: Job) -> dict[str, str]:
+    """What ranks have beyond their node's environment, for `on_this_node`."""
+    if job.cluster.device_type == "cpu":
+        sharing = cpu_sharing(job.ranks_per_node, os.environ)
+    else:
+        sharing = {"OMP_NUM_THREADS": "1"}
+        if job.training.deterministic:
+            # what torch's deterministic mode demands (cuBLAS, "Results reproducibility")
+            sharing["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    return {**sharing, **job.environment}
 
 
 def _python(job: Job) -> str:
@@ -66,19 +59,11 @@ class Native:
         return found
 
     def command(self, job: Job, run: RunFolder, attempt: int) -> Command:
-        cpu = job.cluster.device_type == "cpu"
-        if cpu:
-            sharing = cpu_sharing(job.ranks_per_node, os.environ)
-        else:
-            sharing = {"OMP_NUM_THREADS": "1"}
-        if job.training.deterministic and not cpu:
-            # what torch's deterministic mode demands (cuBLAS, "Results reproducibility")
-            sharing["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
         main = run.code / "trainkit" / "train" / "main.py"
         return Command(
             # -I: neither the working folder nor PYTHON* variables decide which code runs
             argv=(_python(job), "-I", str(main), str(run.path), "--attempt", str(attempt)),
-            env={**sharing, **job.environment},
+            env=rank_variables(job),
             secret_names=job.cluster.secrets,
             cwd=run.path,
             ranks_per_node=job.ranks_per_node,

@@ -11,6 +11,12 @@ from trainkit.families.contract import Family
 from trainkit.jobs.table import NAME, Table, wrong
 
 
+def varlen_fits(head_size: int) -> bool:
+    """Whether the variable-length attention kernel has heads of this size (FlashAttention 2, as in
+    torch.nn.attention.varlen)."""
+    return head_size % 8 == 0 and head_size <= 256
+
+
 class RopeScaling(Table):
     """How rotary positions are stretched beyond the length a model was first trained on. Keys
     are Hugging Face's."""

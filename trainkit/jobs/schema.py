@@ -25,7 +25,7 @@ from trainkit.jobs.job_tables import (
     RetrySettings,
     WandbSettings,
 )
-from trainkit.jobs.models import Model, RopeScaling
+from trainkit.jobs.models import Model, RopeScaling, varlen_fits
 from trainkit.jobs.notify import NotifySettings
 from trainkit.jobs.sweeps import Sweep
 from trainkit.jobs.table import NAME, EngineValue, Environment, Strings, Table, needs, wrong
@@ -235,6 +235,7 @@ class Job(Table):
             self.cluster.device_type == "cuda"
             and t.precision != "fp32"
             and self.model.attention_dropout == 0
+            and varlen_fits(self.model.head_size)
         )
         p = self.parallelism
         if t.compile and p.pipeline_schedule == "zbv":
@@ -268,12 +269,19 @@ class Job(Table):
         if t.compile and t.reset_attention_mask and not kernel:
             message = (
                 "training.compile with reset_attention_mask needs the variable-length kernel: a"
-                " CUDA device, 16 bits and no attention_dropout"
+                " CUDA device, 16 bits, no attention_dropout, and heads of a multiple of 8 channels"
+                " up to 256"
             )
             raise wrong(
                 "training.compile",
                 f"{message}; document by document, every batch would be compiled again",
             )
+        if self.precompile and t.reset_attention_mask and self.engine == "native":
+            message = (
+                "precompile with training.reset_attention_mask: a graph is made for documents of"
+                " given lengths, and those of a batch are not known before"
+            )
+            raise wrong("precompile", message)
         return self
 
     @model_validator(mode="after")

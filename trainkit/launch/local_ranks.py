@@ -17,9 +17,15 @@ from typing import Any
 
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.files import write_json
-from trainkit.base.process import is_running, reap_child, start_child, stop_children
+from trainkit.base.process import (
+    cpu_sharing,
+    is_running,
+    on_this_node,
+    reap_child,
+    start_child,
+    stop_children,
+)
 from trainkit.base.worker import PARENT_VARIABLE, error_from_report
-from trainkit.engines.native import cpu_sharing
 from trainkit.launch.supervise.rank_environment import port_candidates
 
 POLL_SECONDS = 0.05
@@ -79,7 +85,7 @@ def _free_port(seed: str, address: str) -> int:
 def _environment(ranks: int, device_type: str, folder: Path) -> dict[str, str]:
     """What all ranks have of torch's variables (PyTorch documentation, "torchrun")."""
     if device_type == "cpu":
-        sharing = cpu_sharing(ranks, os.environ)
+        sharing = on_this_node(cpu_sharing(ranks, os.environ))
     else:
         sharing = {}
     address = "127.0.0.1"

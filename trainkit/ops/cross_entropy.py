@@ -34,7 +34,7 @@ def plain(
         vocab: V; what other columns hold does not count.
         z_loss: weight of logsumexp(logits)**2 in what the gradient is of.
         scale: factor of the gradient, shape (), in fp32 or wider.
-        learning: False: the gradient is not wanted, and something else is there.
+        learning: False: the gradient is not wanted, and nothing is in its place.
     """
     wide_CP = logits_CP.to(torch.promote_types(logits_CP.dtype, torch.float32))
     wide_CP[:, vocab:] = -torch.inf
@@ -47,7 +47,7 @@ def plain(
     logsum_C = (highest_C1 + sum_C1.log())[:, 0]
     entropy = torch.where(counted_C, logsum_C - target_C, 0.0).sum(dtype=torch.float64)
     if not learning:
-        return logits_CP, entropy
+        return logits_CP.new_empty(0), entropy
     factor_C = counted_C * scale
     # d/dlogits of logsum - target + z * logsum**2 = softmax * (1 + 2 z logsum) - onehot
     exp_CP.mul_((factor_C * (1 + 2 * z_loss * logsum_C) / sum_C1[:, 0])[:, None])

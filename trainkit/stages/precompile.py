@@ -8,12 +8,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainkit.engines.native import cpu_sharing
+from trainkit.engines.native import rank_variables
 from trainkit.jobs.schema import Job
 from trainkit.stages.contract import Need, Unit
 from trainkit.train.compiled_graphs import GraphFiles, graph_fields
 
-VERSION = 2
+VERSION = 3
 WORKER = "trainkit.train.rehearsal.compile_worker"
 MOST_BYTES = 20 * 2**30  # of all jobs' graphs below one root
 
@@ -31,7 +31,7 @@ class PrecompileStage:
         fields = graph_fields(job)
         values = {
             "job": job.model_dump(mode="json"),
-            "threads": int(cpu_sharing(job.ranks_per_node, {})["OMP_NUM_THREADS"]),
+            "environment": rank_variables(job),
             "fields": fields,  # a unit of other values is another one, which is not done yet
         }
         argv = (sys.executable, "-I", "-m", WORKER)

@@ -56,6 +56,16 @@ OF_TRAINING = (
 # of the package: what graphs are made of
 CODE = ("ops", "families", "train/model", "train/parallel", "train/torch_compat.py")
 INSTRUCTIONS = ("avx", "amx", "sse", "ssse", "fma", "bmi", "asimd", "sve")  # /proc/cpuinfo's
+# variables that the compilers read
+ENVIRONMENT = (
+    "ATEN_",
+    "CXX",
+    "OMP_NUM_THREADS",
+    "TORCHDYNAMO_",
+    "TORCHINDUCTOR_",
+    "TORCH_COMPILE",
+    "TRITON_",
+)
 GraphFields = Mapping[str, str | int | float | bool | None]
 
 
@@ -101,7 +111,18 @@ def graph_fields(job: Job) -> GraphFields:
         "torch": _version("torch"),
         "triton": _version("triton"),
         "python": platform.python_version(),
-        "compiler": _compiler() if job.cluster.device_type == "cpu" else "",
+        "compiler": _compiler(job) if job.cluster.device_type == "cpu" else "",
+        **_of_compilers(job.environment),
+    }
+
+
+def _of_compilers(environment: Mapping[str, str]) -> GraphFields:
+    """What the compilers read of an environment; where they keep what they make is no part of
+    it."""
+    return {
+        f"env.{name}": environment[name]
+        for name in sorted(environment)
+        if name.startswith(ENVIRONMENT) and name != VARIABLE
     }
 
 
@@ -125,11 +146,15 @@ def _modules(path: Path) -> list[Path]:
     return [path] if path.is_file() else list(path.rglob("*.py"))
 
 
-@functools.cache
-def _compiler() -> str:
+def _compiler(job: Job) -> str:
     """The first line of what the C++ compiler says it is; torch takes that of CXX, or g++."""
+    return _version_line({**os.environ, **job.environment}.get("CXX", "g++"))
+
+
+@functools.cache
+def _version_line(program: str) -> str:
     try:
-        argv = [os.environ.get("CXX", "g++"), "--version"]
+        argv = [program, "--version"]
         done = subprocess.run(argv, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
         return ""
@@ -137,23 +162,26 @@ def _compiler() -> str:
 
 
 def machine_fields(job: Job) -> GraphFields:
-    """What graphs are made for besides: of a GPU its compute capability; of a CPU its instructions
-    and the threads of a rank; which of trainkit's own operations stand in them."""
+    """What graphs are made for besides: of a GPU its compute capability; of a CPU its instructions,
+    how wide its vectors are where programs can ask for that, and the threads of a rank; which of
+    trainkit's own operations stand in them; and what the compilers read of the environment."""
     import torch
 
     from trainkit.ops.kernels import choose
 
-    used = choose(job.kernels, job.cluster.device_type).kernels.name
+    common: GraphFields = {
+        "kernels in use": choose(job.kernels, job.cluster.device_type).kernels.name,
+        **_of_compilers(os.environ),
+    }
     if job.cluster.device_type == "cuda":
         major, minor = torch.cuda.get_device_capability()
-        return {"capability": f"{major}.{minor}", "kernels in use": used}
-    vectors = torch.backends.cpu.get_cpu_capability()
-    threads = torch.get_num_threads()
+        return {"capability": f"{major}.{minor}", **common}
     return {
-        "capability": vectors,
+        "capability": torch.backends.cpu.get_cpu_capability(),
         "processor": _processor(),
-        "threads": threads,
-        "kernels in use": used,
+        "vector length": torch.cpu.get_capabilities().get("sve_max_length"),
+        "threads": torch.get_num_threads(),
+        **common,
     }
 
 
@@ -181,9 +209,9 @@ def node_folder(fields: GraphFields) -> Path:
 
 def difference(recorded: GraphFields, asked: GraphFields) -> str:
     """The first field in which graphs differ from those that are wanted, in words; "" for none."""
-    for name, value in asked.items():
-        if recorded.get(name) != value:
-            return f"{name} was {recorded.get(name)!r} and is {value!r}"
+    for name in {**asked, **recorded}:
+        if recorded.get(name) != asked.get(name):
+            return f"{name} was {recorded.get(name)!r} and is {asked.get(name)!r}"
     return ""
 
 
@@ -290,6 +318,19 @@ def graph_cache_counts(graphs: ReadyGraphs) -> dict[str, int]:
         "hits": graphs.hits + found["fxgraph_cache_hit"],
         "misses": graphs.misses + found["fxgraph_cache_miss"],
     }
+
+
+def agree_on_graphs(graphs: ReadyGraphs) -> None:
+    """Called by all ranks together once they have loaded theirs. Where one lacks a graph that it
+    should have, none takes any: at its first use a graph is computed twice, and what is computed
+    may talk to other ranks."""
+    import torch
+    import torch.distributed as dist
+
+    all_there = torch.tensor(int(graphs.folder is not None and not graphs.misses))
+    dist.all_reduce(all_there, dist.ReduceOp.MIN)
+    if not all_there:
+        graphs.forget()
 
 
 def report_compilation(graphs: ReadyGraphs, *, prints: bool) -> None:

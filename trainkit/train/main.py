@@ -116,13 +116,15 @@ def run_rank(run_folder: Path, attempt: int = 1) -> int:
         heartbeat.beat("start", 0)
         with no_garbage_collection():
             from trainkit.jobs.resolved import read_job
-            from trainkit.train.compiled_graphs import take_graphs
+            from trainkit.train.compiled_graphs import agree_on_graphs, take_graphs
             from trainkit.train.parallel.data_parallel import World
             from trainkit.train.trainer import Trainer
 
         job = read_job(run.job)
         graphs = take_graphs(job) if job.precompile else None
         trainer = Trainer(job, run, World.from_environment(), heartbeat, stop, graphs)
+        if job.precompile:
+            agree_on_graphs(trainer.graphs)
         if heartbeat.rank == 0:
             print(f" {trainer.chosen}", flush=True)
             try:

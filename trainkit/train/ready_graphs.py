@@ -1,6 +1,7 @@
 """Compiled functions that need no compiler: what torch.compile makes of a function for arguments
 of given shapes and dtypes, made before the run, kept as files, and looked up by what the arguments
-are. Nothing is traced again: who takes them says that the code is the one they were made of.
+are. Nothing is traced again: who takes them says that the code is the one they were made of. At its
+first use a graph is proved: it computes what the function computes.
 
 FOLDER/index.json lists them, FOLDER/DIGEST.graph is one of them as torch keeps it.
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from ast import literal_eval
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from functools import wraps
 from pathlib import Path
@@ -21,15 +22,17 @@ from torch import Tensor, nn
 
 from trainkit.base.documents import document, read_document
 from trainkit.base.files import atomic_open, write_json
+from trainkit.train.proved_graphs import difference
 from trainkit.train.torch_compiler import (
+    VectorUnit,
     compile_ahead,
     eager_is_asked,
     load_ahead,
     loading_graphs,
-    vectors_in_use,
+    vector_unit,
 )
 
-SCHEMA = "ready-graphs/1"
+SCHEMA = "ready-graphs/2"
 Key = tuple[Any, ...]
 Function = Callable[..., Any]
 
@@ -70,8 +73,9 @@ class ReadyGraphs:
         self.folder = folder
         self.making = making
         self.made: list[ReadyGraph] = []
+        self.failed: set[str] = set()  # functions that graphs could not be made of
         self.hits = 0
-        self.misses = 0  # graphs of the folder whose code had to be compiled all the same
+        self.misses = 0  # graphs of the folder that are not used
         self.reported = False
         self._loaded: dict[str, dict[Key, tuple[Function, int]]] = {}
         self._modules: dict[nn.Module, Key] = {}
@@ -100,6 +104,11 @@ class ReadyGraphs:
             run, graphs = loaded.get(key, (compiled, 0))
             if graphs and key not in used:
                 used.add(key)
+                if why := difference(function, run, args):
+                    self._warn(f"{name} {key}: {why}")
+                    self.misses += graphs
+                    loaded[key] = (compiled, 0)
+                    return compiled(*args)
                 self.hits += graphs
             return run(*args)
 
@@ -108,24 +117,28 @@ class ReadyGraphs:
     def _load(self, folder: Path, function: Function) -> dict[Key, tuple[Function, int]]:
         """The graphs of a function. One that cannot be read is left out, with a warning."""
         loaded: dict[Key, tuple[Function, int]] = {}
-        before = set(folder.parent.rglob("*.so"))
         index = read_index(folder)
         for ready in index.graphs:
             if ready.function != _name_of(function):
                 continue
             try:
-                with loading_graphs(index.vectors):
+                with loading_graphs(index.unit):
                     run = load_ahead((folder / ready.file).read_bytes(), function.__globals__)
             except Exception as error:  # torch and pickle raise many kinds
-                print(
-                    f"WARNING: a graph compiled before is not used: {folder / ready.file}: "
-                    f"{type(error).__name__}: {error}",
-                    file=sys.stderr,
-                )
+                self._warn(f"{folder / ready.file}: {type(error).__name__}: {error}")
+                self.misses += ready.graphs
             else:
                 loaded[literal_eval(ready.key)] = (run, ready.graphs)
-        self.misses += len(set(folder.parent.rglob("*.so")) - before)
         return loaded
+
+    def forget(self) -> None:
+        """Take none of them any more."""
+        for loaded in self._loaded.values():
+            loaded.clear()
+
+    @staticmethod
+    def _warn(what: str) -> None:
+        print(f"WARNING: a graph compiled before is not used: {what}", file=sys.stderr, flush=True)
 
     def _make(self, function: Function, compiled: Function, args: Sequence[Any], key: Key) -> Any:
         """Compile for these arguments, into the folder; torch.compile's own function where torch
@@ -135,6 +148,7 @@ class ReadyGraphs:
             run, content, sources = compile_ahead(function, args)
         except Exception as error:  # torch and pickle raise many kinds
             print(f"{_name_of(function)}: {type(error).__name__}: {error}", file=sys.stderr)
+            self.failed.add(_name_of(function))
             return compiled
         digest = hashlib.sha256(content).hexdigest()[:32]
         self.folder.mkdir(exist_ok=True)
@@ -175,7 +189,7 @@ def _describe_tensor(tensor: Tensor) -> Key:
         tuple(tensor.shape),
         tensor.stride(),
         str(tensor.dtype),
-        tensor.device.type,
+        str(tensor.device),  # its number is in the code
         tensor.requires_grad,
     )
 
@@ -195,28 +209,39 @@ def _without_comments(source: str) -> str:
 
 @dataclass(frozen=True)
 class Index:
-    """What a folder has, and the vector instructions that its graphs were compiled for."""
+    """What a folder has, and what its C++ was compiled for."""
 
-    graphs: Sequence[ReadyGraph] = ()
-    vectors: Sequence[str] = ()
+    graphs: Sequence[ReadyGraph]
+    unit: VectorUnit
 
 
 def read_index(folder: Path) -> Index:
     """What a folder has; nothing where no index is."""
     if not (folder / "index.json").is_file():
-        return Index()
+        return Index((), VectorUnit(0, (), ""))
     values = read_document(folder / "index.json", SCHEMA)
-    return Index([ReadyGraph(**each) for each in values["graphs"]], values["vectors"])
+    return Index([ReadyGraph(**each) for each in values["graphs"]], VectorUnit(**values["unit"]))
 
 
-def merge(folder: Path, of_ranks: Mapping[int, Sequence[ReadyGraph]]) -> dict[int, tuple[int, int]]:
-    """Write the index of what ranks made side by side: of what several made, the first's. Where
-    ranks made different code for the same arguments nobody gets either.
+def merge(
+    folder: Path,
+    of_ranks: Mapping[int, Sequence[ReadyGraph]],
+    failed: Collection[str] = (),
+) -> dict[int, tuple[int, int]]:
+    """Write the index of what ranks made side by side: of what several made, the first's. A
+    function of which a graph could not be made, or of which ranks made different code for the same
+    arguments, gets none: ranks that compute together take graphs together.
 
-    Returns {rank: (graphs that it made first, graphs that others had made)}.
+    Args:
+        folder: where they lie.
+        of_ranks: what each rank made.
+        failed: functions that graphs could not be made of.
+
+    Returns:
+        {rank: (graphs that it made first, graphs that others had made)}.
     """
     first: dict[tuple[str, str], ReadyGraph] = {}
-    differ: set[tuple[str, str]] = set()
+    left_out = set(failed)
     counts: dict[int, tuple[int, int]] = {}
     for rank, made in of_ranks.items():
         new = old = 0
@@ -228,13 +253,13 @@ def merge(folder: Path, of_ranks: Mapping[int, Sequence[ReadyGraph]]) -> dict[in
             old += ready.graphs
             (folder / ready.file).unlink()
             if found.code != ready.code:
-                differ.add((ready.function, ready.key))
+                left_out.add(ready.function)
                 print(f"rank {rank} needs another {ready.function}: {ready.key}", file=sys.stderr)
         counts[rank] = (new, old)
-    for key in differ:
+    for key in [key for key in first if key[0] in left_out]:
         (folder / first.pop(key).file).unlink()
     folder.mkdir(exist_ok=True)
     graphs = [asdict(ready) for ready in first.values()]
-    values = document(SCHEMA, graphs=graphs, vectors=vectors_in_use())
+    values = document(SCHEMA, graphs=graphs, unit=asdict(vector_unit()))
     write_json(folder / "index.json", values)
     return counts

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import Any, NoReturn, cast
 from unittest import mock
 
 import torch
@@ -42,29 +43,53 @@ def load_ahead(content: bytes, scope: dict[str, Any]) -> Callable[..., Any]:
     return run
 
 
-def vectors_in_use() -> list[str]:
-    """Vector instructions that the processor has and the C++ compiler takes: tried, in processes
-    of their own."""
+@dataclass(frozen=True)
+class VectorUnit:
+    """What C++ is compiled for. It is a part of what torch looks C++ up by.
+
+    Args:
+        bits: width of a vector; 0: there are none.
+        macros: that say so in the source.
+        flags: of the compiler.
+    """
+
+    bits: int
+    macros: Sequence[str]
+    flags: str
+
+
+def vector_unit() -> VectorUnit:
+    """What torch chooses on this machine: what the processor has and the C++ compiler takes. It is
+    tried, in processes of their own."""
     from torch._inductor import cpu_vec_isa
 
-    return [str(each) for each in cpu_vec_isa.valid_vec_isa_list()]
+    unit: Any = cpu_vec_isa.pick_vec_isa()
+    return VectorUnit(unit.bit_width(), unit.build_macro(), unit.build_arch_flags())
 
 
 @contextlib.contextmanager
-def loading_graphs(vectors: Sequence[str]) -> Iterator[None]:
-    """Nothing needs to be compiled: torch starts no processes for it, compiles no headers (whether
-    it would is a part of what C++ is looked up by), and takes `vectors_in_use` as they were where
-    the graphs were made."""
-    from torch._inductor import config, cpu_vec_isa
+def loading_graphs(unit: VectorUnit) -> Iterator[None]:
+    """Nothing is compiled: torch starts no processes for it, compiles no headers (whether it would
+    is a part of what C++ is looked up by), and looks for what was made for `unit`. What it does not
+    find raises RuntimeError: for another width the same source computes something else."""
+    from torch._inductor import config, cpp_builder, cpu_vec_isa
 
-    every = cast(Any, cpu_vec_isa).supported_vec_isa_list
-    found = [each for each in every if str(each) in vectors]
+    asked: Any = cpu_vec_isa.VecISA()
+    asked._bit_width = unit.bits
+    asked._macro = list(unit.macros)
+    asked._arch_flags = unit.flags
+    found = [asked] if unit.bits else []
     values = {"compile_threads": 1, "cpp_cache_precompile_headers": False}
     with (
         cast(Any, config).patch(values),
         mock.patch.object(cpu_vec_isa, "valid_vec_isa_list", lambda: found),
+        mock.patch.object(cpp_builder.CppBuilder, "build", _refuse_to_build),
     ):
         yield
+
+
+def _refuse_to_build(builder: Any) -> NoReturn:
+    raise RuntimeError(f"{builder.get_target_file_path()} is not among what was compiled")
 
 
 def eager_is_asked() -> bool:

@@ -43,6 +43,7 @@ def test_words_arrive_as_they_were(session: Session, tmp_path: Path) -> None:
     env = HOSTILE | {
         "OUT": str(tmp_path / "seen.json"),
         "HERE": "${node:NODE_ONLY}/x",
+        "SHARE": "${node:cores/1}",
         "NOT": "${host:X} ${node:}",
     }
     peer = session.begin(environment={**os.environ, "NODE_ONLY": "of this node"})
@@ -62,7 +63,10 @@ def test_words_arrive_as_they_were(session: Session, tmp_path: Path) -> None:
     assert peer.hear("ended", "0")["code"] == 0
     words, seen = json.loads((tmp_path / "seen.json").read_text())
     assert words == list(HOSTILE.values())
-    assert {name: seen[name] for name in env} == env | {"HERE": "of this node/x"}
+    assert {name: seen[name] for name in env} == env | {
+        "HERE": "of this node/x",
+        "SHARE": str(len(os.sched_getaffinity(0))),
+    }
     assert seen["KEY"] == SECRET and "ABSENT" not in seen and seen["PATH"] == os.environ["PATH"]
     assert (
         seen["TRAINKIT_RUN"] == f"{session.mark}/0"

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from trainkit.base.errors import ConfigError, Problem
 from trainkit.base.files import write_text
+from trainkit.base.process import cpu_sharing, on_this_node
 from trainkit.engines.compiled import extensions_folder
 from trainkit.engines.contract import Command
 from trainkit.engines.extract_options import read_tree
@@ -36,7 +37,6 @@ from trainkit.engines.gpt_neox.config import (
 )
 from trainkit.engines.gpt_neox.limits import deepspeed_problems, job_problems
 from trainkit.engines.launchable import launcher_problems
-from trainkit.engines.native import cpu_sharing
 from trainkit.engines.options import (
     OptionTable,
     check_engine_args,
@@ -338,7 +338,7 @@ def _over_deepspeed(job: Job, run: RunFolder, attempt: int, program: EngineProgr
     file that DS_ENV_FILE names, and no key of W&B is looked for in ~/.netrc, since it would stand
     on pdsh's command line."""
     argv = ("deepy.py", "train.py", str(run.path / "launch" / f"{job.name}.yml"))
-    exported = {**program.env, **job.environment}
+    exported = {**on_this_node(program.env), **job.environment}
     folder = os.path.dirname(program.python)
     if folder:
         exported["PATH"] = f"{folder}:{exported.get('PATH', '$PATH')}"

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from trainkit.base.errors import ConfigError, Problem
 from trainkit.base.files import write_text
+from trainkit.base.process import cpu_sharing
 from trainkit.engines.contract import Command
 from trainkit.engines.foreign import (
     EngineProgram,
@@ -21,7 +22,6 @@ from trainkit.engines.launchable import launcher_problems
 from trainkit.engines.megatron_lm.argv import RunPlaces, argv_problems, megatron_argv
 from trainkit.engines.megatron_lm.data import MegatronData, data_of
 from trainkit.engines.megatron_lm.split import refuse_empty_splits
-from trainkit.engines.native import cpu_sharing
 from trainkit.engines.options import OptionTable, load_table, release, version_at
 from trainkit.engines.rank import megatron_lm as reader
 from trainkit.engines.rank.spec import RequiredModule

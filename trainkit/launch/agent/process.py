@@ -18,7 +18,7 @@ from pathlib import Path
 from trainkit.base import process_marks
 from trainkit.base.cgroup import Cgroup
 from trainkit.base.files import write_json
-from trainkit.base.process import die_with_parent_hook
+from trainkit.base.process import die_with_parent_hook, on_this_node
 from trainkit.base.process_marks import MARK_VARIABLE
 from trainkit.base.redact import Redactor
 from trainkit.base.worker import PARENT_VARIABLE
@@ -27,7 +27,6 @@ from trainkit.launch.agent.output import LogWriter, Output, Pipes
 from trainkit.launch.protocol.frames import ProcessEnded, ProcessSpec
 
 HEARTBEAT_VARIABLE = "TRAINKIT_HEARTBEAT_FILE"
-NODE_VALUE = re.compile(r"\$\{node:([A-Za-z_][A-Za-z0-9_]*)\}")
 LARGEST = 2**20  # bytes of a heartbeat or an error file that are read
 GONE_SECONDS = 1.0  # that a killed group may take to be empty
 LOG_SECONDS = 2.0  # how long the report of a process's end waits for its log
@@ -296,21 +295,13 @@ def child_mark(mark: str, key: str) -> str:
 def _expanded(environment: Mapping[str, str]) -> dict[str, str]:
     """Values with ${node:VAR} replaced from this node's environment. Raises CannotStart naming
     every one that is not there."""
-    missing = {
-        name
-        for value in environment.values()
-        for name in NODE_VALUE.findall(value)
-        if name not in os.environ
-    }
-    if missing:
+    try:
+        return on_this_node(environment)
+    except KeyError as missing:
         raise CannotStart(
             f"${{node:VAR}} asks for what is not in the environment of {os.uname().nodename}:"
-            f" {', '.join(sorted(missing))}"
-        )
-    return {
-        name: NODE_VALUE.sub(lambda match: os.environ[match[1]], value)
-        for name, value in environment.items()
-    }
+            f" {', '.join(missing.args)}"
+        ) from None
 
 
 def _read_object(path: Path) -> dict[str, object] | None:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from trainkit.base.files import read_json
-from trainkit.base.process import identity
+from trainkit.base.process import identity, on_this_node
 from trainkit.base.worker import PARENT_VARIABLE
 from trainkit.launch.hosts.hostfile import Host
 from trainkit.launch.launchers.contract import TransportExit, Transports
@@ -117,7 +117,8 @@ class StubAgent:
             if process.heartbeat:
                 own["TRAINKIT_HEARTBEAT_FILE"] = str(self._beats(process.key))
             await self._start(
-                process, {**self.session.environment, **process.env, **secrets, **own}
+                process,
+                {**self.session.environment, **on_this_node(process.env), **secrets, **own},
             )
 
     async def _start(self, process: ProcessSpec, environment: Mapping[str, str]) -> None:

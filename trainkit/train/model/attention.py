@@ -12,10 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from trainkit.jobs.models import varlen_fits
 from trainkit.ops.causal_attention import CausalAttention, reference
 from trainkit.train.torch_compat import causal_varlen_attention
-
-VARLEN_DTYPES = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -83,12 +82,12 @@ def attend(
 
     Args:
         documents: keep it within documents; then T must be S. By the variable-length kernel for
-            16-bit numbers on CUDA, which has no dropout; else document by document.
+            16-bit numbers on CUDA, which has no dropout and not every D; else document by document.
         dropout: probability with which an attention weight is dropped.
         causal: what computes it where nothing is dropped and there is no cache.
     """
     if documents is not None:
-        if q_BASD.is_cuda and q_BASD.dtype in VARLEN_DTYPES and dropout == 0:
+        if q_BASD.is_cuda and q_BASD.itemsize == 2 and not dropout and varlen_fits(q_BASD.shape[3]):
             return _varlen(q_BASD, k_BGTD, v_BGTD, documents)
         return _document_by_document(q_BASD, k_BGTD, v_BGTD, documents, dropout, causal)
     gqa = q_BASD.shape[1] != k_BGTD.shape[1]

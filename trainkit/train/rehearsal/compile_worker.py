@@ -13,6 +13,7 @@ from typing import Any
 
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.locks import locked
+from trainkit.base.process import on_this_node
 from trainkit.base.worker import ProgressCallback, run_unit
 from trainkit.jobs.schema import Job
 from trainkit.train.compiled_graphs import (
@@ -24,12 +25,14 @@ from trainkit.train.compiled_graphs import (
     node_folder,
     pack,
 )
+from trainkit.train.rehearsal.forks import in_forks
 
 
 def work(spec: Mapping[str, Any], progress: ProgressCallback) -> dict[str, object]:
-    """Compile. `spec` has "job", and "threads" of a rank. Returns {"graphs", "compiled",
+    """Compile. `spec` has "job", and the "environment" of its ranks. Returns {"graphs", "compiled",
     "cached", "ranks", "seconds"}."""
     job = Job.model_validate(spec["job"])
+    os.environ.update(on_this_node(spec["environment"]))  # before torch reads it
     fields = graph_fields(job)
     folder = node_folder(fields)
     folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -38,7 +41,7 @@ def work(spec: Mapping[str, Any], progress: ProgressCallback) -> dict[str, objec
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         os.environ[VARIABLE] = str(folder)
-        found = _compile(job, spec["threads"], folder / READY, progress)
+        found = _compile(job, folder / READY, progress)
         fields = {**fields, **machine_fields(job)}
         seconds = time.perf_counter() - began
         pack(folder, GraphFiles.of(job), fields, seconds=round(seconds, 3), ranks=found)
@@ -54,32 +57,40 @@ def work(spec: Mapping[str, Any], progress: ProgressCallback) -> dict[str, objec
     }
 
 
-def _compile(
-    job: Job, threads: int, folder: Path, progress: ProgressCallback
-) -> list[Mapping[str, Any]]:
-    """{"rank", "hits", "misses", "seconds"} of each rank that has graphs of its own."""
+def _refuse_missing_devices(job: Job) -> None:
+    """Raise TrainkitError unless this machine has the GPUs of one of the job's nodes. A fork asks:
+    who has asked CUDA anything has no forks that can use it."""
     import torch
 
+    (seen,) = in_forks(lambda rank: {"devices": torch.cuda.device_count()}, [0], at_once=1)
+    if (devices := seen["devices"]) < job.ranks_per_node:
+        raise TrainkitError(
+            f"graphs are compiled for each of the {job.ranks_per_node} GPUs of a node, whose number"
+            f" is in them, and this machine has {devices}",
+            exit=Exit.STAGE_FAILED,
+            hint=f"clusters.{job.cluster.name}.stages.precompile names a partition whose nodes have"
+            f" {job.ranks_per_node} x {job.cluster.device.name}",
+        )
+
+
+def _compile(job: Job, folder: Path, progress: ProgressCallback) -> list[Mapping[str, Any]]:
+    """{"rank", "hits", "misses", "seconds"} of each rank that has graphs of its own."""
     from trainkit.train.batches import vocab_size
     from trainkit.train.ready_graphs import ReadyGraph, merge
     from trainkit.train.rehearsal.compiling import compile_ranks
 
-    if job.cluster.device_type == "cuda" and not torch.cuda.is_available():
-        raise TrainkitError(
-            f"graphs of {job.cluster.device.name} are compiled where there is one, and this machine"
-            " has none",
-            exit=Exit.STAGE_FAILED,
-            hint=f"clusters.{job.cluster.name}.stages.precompile names a partition that has",
-        )
-    torch.set_num_threads(threads)  # a part of what a CPU's kernels are looked up by
+    if job.cluster.device_type == "cuda":
+        _refuse_missing_devices(job)
     vocab = vocab_size(job)
     found = []
     made = {}
+    failed: set[str] = set()
     for each in compile_ranks(job, vocab, folder, at_once=len(os.sched_getaffinity(0))):
         found.append(each)
         progress(len(found), len(found) + 1)
         made[each["rank"]] = [ReadyGraph(**ready) for ready in each["made"]]
-    counts = merge(folder, made)
+        failed.update(each["unmade"])
+    counts = merge(folder, made, failed)
     ranks: list[Mapping[str, Any]] = []
     for each in found:
         new, old = counts[each["rank"]]

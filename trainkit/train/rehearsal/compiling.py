@@ -28,21 +28,33 @@ from trainkit.train.parallel.mesh import Mesh
 from trainkit.train.parallel.pipeline import ModelChunk, PipelineState, tied_at
 from trainkit.train.ready_graphs import ReadyGraphs
 from trainkit.train.rehearsal.forks import in_forks
-from trainkit.train.rehearsal.trace import distinct_ranks, shortened
+from trainkit.train.rehearsal.trace import shares_of, shortened
 from trainkit.train.torch_compat import be_deterministic
 from trainkit.train.update.build import build_model_parts
 from trainkit.train.update.step import Step
 
 
 def compiling_ranks(job: Job, vocab: int) -> list[int]:
-    """Ranks that together have every graph: of the first and the last stage each share."""
+    """Ranks that together have every graph: of the first and the last stage each share, and the
+    last tensor-parallel rank, which has to come to the same as the first; on GPUs each of them on
+    each number that a GPU has, for it is in the code."""
     degrees = degrees_of(job)
     ends = (0, degrees.pipeline - 1)
-    return [
-        rank
-        for rank in distinct_ranks(job, vocab)
-        if (place := coordinates_of(rank, degrees)).pipeline in ends and place.data(degrees) == 0
-    ]
+    found: dict[tuple[object, ...], int] = {}
+    for rank in range(degrees.world):
+        place = coordinates_of(rank, degrees)
+        if place.pipeline in ends:
+            share = shares_of(job, vocab, place.tensor)
+            last = place.tensor == degrees.tensor - 1
+            found.setdefault((place.pipeline, share, last, _device(job, rank)), rank)
+    return list(found.values())
+
+
+def _device(job: Job, rank: int) -> torch.device:
+    """Of a rank, whatever its node."""
+    if job.cluster.device_type == "cuda":
+        return torch.device("cuda", rank % job.ranks_per_node)
+    return torch.device("cpu")
 
 
 def compile_ranks(
@@ -57,15 +69,17 @@ def compile_ranks(
 
 def compile_rank(job: Job, vocab: int, folder: Path, rank: int) -> dict[str, object]:
     """Compile as this rank, in this process, which must have no process group: {"rank", "hits",
-    "misses", "seconds", "made"}, the last being the `ReadyGraph`s that it put into `folder`."""
+    "misses", "seconds", "made", "unmade"}: the `ReadyGraph`s that it put into `folder`, and the
+    functions that it could not make one of."""
     began = time.perf_counter()
     short = shortened(job)
     degrees = degrees_of(job)
     if job.training.deterministic:
         be_deterministic()
-    device = torch.device(job.cluster.device_type)
-    backend = "cpu:fake,cuda:fake" if device.type == "cuda" else "cpu:fake"
-    dist.init_process_group(backend, rank=rank, world_size=degrees.world, store=FakeStore())
+    device = _device(job, rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group("fake", rank=rank, world_size=degrees.world, store=FakeStore())
     mesh = Mesh.of(
         degrees,
         World(rank, degrees.world),
@@ -93,6 +107,7 @@ def compile_rank(job: Job, vocab: int, folder: Path, rank: int) -> dict[str, obj
         **graph_cache_counts(graphs),
         "seconds": round(time.perf_counter() - began, 3),
         "made": [asdict(ready) for ready in graphs.made],
+        "unmade": sorted(graphs.failed),
     }
 
 

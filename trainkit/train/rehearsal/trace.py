@@ -127,15 +127,15 @@ def _distinct_shares(job: Job, vocab: int) -> list[int]:
     """The first and the last tensor-parallel rank, and one of each other share."""
     last = degrees_of(job).tensor - 1
     shares = list(dict.fromkeys((0, last)))
-    seen = {_shares(job, vocab, rank) for rank in shares}
+    seen = {shares_of(job, vocab, rank) for rank in shares}
     for rank in range(1, last):
-        if (found := _shares(job, vocab, rank)) not in seen:
+        if (found := shares_of(job, vocab, rank)) not in seen:
             seen.add(found)
             shares.append(rank)
     return shares
 
 
-def _shares(job: Job, vocab: int, rank: int) -> tuple[int, ...]:
+def shares_of(job: Job, vocab: int, rank: int) -> tuple[int, ...]:
     """Rows of each split tensor on a tensor-parallel rank."""
     tensor = job.parallelism.tensor_model_parallel_size
     return tuple(share_of_rank(size, tensor, rank)[1] for size in (job.model.ffn_width, vocab))
