@@ -18,6 +18,7 @@ from torch import Tensor
 
 from trainkit.base.documents import document
 from trainkit.base.errors import Exit, TrainkitError
+from trainkit.base.toolchain import triton_objection
 from trainkit.ops import (
     adamw,
     causal_attention,
@@ -149,6 +150,8 @@ def _load(device_type: str) -> None:
                 f"{LIBRARY_FILE} cannot be loaded: {error}", "compile it again: ./inv build --force"
             ) from None
     elif device_type == "cuda":
+        if why := triton_objection():
+            raise Unavailable(why, "kernels = 'reference' needs no Triton")
         try:
             from trainkit.ops.triton_kernels.register import register
         except ModuleNotFoundError as error:

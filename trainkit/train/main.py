@@ -101,6 +101,7 @@ def run_rank(run_folder: Path, attempt: int = 1) -> int:
     from trainkit.base.errors import Exit, TrainkitError
     from trainkit.base.files import write_json
     from trainkit.base.process import no_garbage_collection
+    from trainkit.base.toolchain import triton_objection
     from trainkit.runs.folder import RunFolder
     from trainkit.runs.phases import PhaseLog, phases_path
     from trainkit.train.metrics.heartbeat import Heartbeat
@@ -121,6 +122,9 @@ def run_rank(run_folder: Path, attempt: int = 1) -> int:
             from trainkit.train.trainer import Trainer
 
         job = read_job(run.job)
+        compiles = job.training.compile and job.cluster.device_type == "cuda"
+        if compiles and (why := triton_objection()):
+            raise TrainkitError(f"training.compile: {why}", exit=Exit.HEALTH)
         graphs = take_graphs(job) if job.precompile else None
         trainer = Trainer(job, run, World.from_environment(), heartbeat, stop, graphs)
         if job.precompile:

@@ -123,6 +123,7 @@ VERSIONS = FINE["versions"]
             False,
             "NVIDIA A100; most hosts have NVIDIA H100 80GB HBM3",
         ),
+        ({"errors": {"triton": "there is no Python.h: get it"}}, "gpus", False, "no Python.h; tr"),
         ({"address_error": "no interface ib0"}, "address", True, "no interface ib0"),
         ({"address": "127.0.1.1"}, "address", True, "127.0.1.1, which others cannot reach"),
         ({"open_files": 1024}, "files", False, "may open 1,024 files"),

@@ -23,6 +23,7 @@ from trainkit.base.errors import TrainkitError
 from trainkit.base.old_python import without_prefix, without_suffix
 from trainkit.base.process import identity
 from trainkit.base.snapshot_files import snapshot_hash
+from trainkit.base.toolchain import triton_objection
 from trainkit.launch.protocol.frames import HostFacts
 from trainkit.launch.protocol.session_document import SessionDocument
 
@@ -62,6 +63,9 @@ def host_facts(
     """
     finder = _FactFinder()
     find = finder.find
+    devices = tuple(find("gpus", gpus) or ())
+    if devices and (why := triton_objection()):
+        finder.errors["triton"] = why
     network = session.interface
     found = find("address", lambda: local_address_in(network)) if network else None
     address = found or local_address
@@ -88,7 +92,7 @@ def host_facts(
         extension=find("extension", lambda: extension_error(code / "trainkit")),
         nonce=session.nonce,
         writable=_write_error(folder, node),
-        gpus=tuple(find("gpus", gpus) or ()),
+        gpus=devices,
         cpus=find("cpus", lambda: len(os.sched_getaffinity(0))),
         disk_free=find("disk_free", lambda: free_bytes(session.root)),
         # NCCL's and the data loader's

@@ -362,6 +362,10 @@ def _devices(
     gpus = list(agent.facts.gpus)
     wanted = max(host.slots, default=cluster.gpus_per_node - 1) + 1
     found = []
+    if objection := agent.facts.errors.get("triton"):
+        why, _, advice = objection.rpartition(": ")
+        what = "training.compile and kernels = 'fused' fail there"
+        found.append(Finding(agent.host, "gpus", f"{why}; {what}", advice, wrong=False))
     if len(gpus) < wanted:
         advice = (
             "`nvidia-smi` and `dmesg | grep -i xid` there: a GPU that fell off the bus needs a"

@@ -77,10 +77,12 @@ class StagingBuffers:
             self._staging_future.result()
 
     def wait_for_copies(self) -> None:
-        """Wait until the copies are there."""
+        """Wait until the copies are there. In a thread of its own: without the device of the
+        copies as its current one it would make a context on GPU 0."""
         self.wait_for_staging()
         if self._arrived is not None:
-            self._arrived.synchronize()
+            with torch.cuda.device(self._arrived.device):
+                self._arrived.synchronize()
 
     def _room_for(self, name: str, at: Offsets, part: Tensor) -> Tensor:
         room = self._room.get((name, at))

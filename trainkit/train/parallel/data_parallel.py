@@ -55,9 +55,9 @@ COMPUTE = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class OneRank:
-    """fully_shard's reduction where there is one rank (its ReduceScatter interface). Nothing is
-    added up, so the tensor that "receives" is the very one that "sends", and the copy that
-    fully_shard makes from one into the other does nothing."""
+    """fully_shard's reduction where there is one rank (its ReduceScatter interface), on the CPU.
+    Nothing is added up, so the tensor that "receives" is the very one that "sends", and fully_shard
+    copies nothing. (Where streams overlap it would free what was sent while that is added.)"""
 
     def __init__(self) -> None:
         self._sent: torch.Tensor | None = None
@@ -142,7 +142,7 @@ def shard(
             mp_policy=policy,
         )
         unit = cast(FSDPModule, module)
-        if mesh.size() == 1:
+        if mesh.size() == 1 and mesh.device_type == "cpu":
             unit.set_custom_reduce_scatter(cast(Any, OneRank()))
             continue
         unit.set_gradient_divide_factor(1.0)
