@@ -286,6 +286,9 @@ def scenarios(root: Path) -> dict[str, Any]:
         "loss_scale_window": 4,
     }
     run("lowest", infinite_gradient, range(1, 7), on_nan="skip", **lowest)
+    fixed: dict[str, Any] = {"precision": "fp16", "loss_scale": 1024.0, "max_skipped_in_a_row": 2}
+    run("fixed", infinite_gradient, [4, 6, 7, 9], **fixed)
+    run("fixed-too-many", infinite_gradient, [5, 6, 7], **fixed)
     run("no-checkpoint", infinite_gradient, [2], on_nan="rollback")
     run("used-up", infinite_gradient, [6, 8, 10], on_nan="rollback", max_rollbacks=2)
     run("spike", blow_up, [6], on_spike="rollback", spike_window=3, spike_factor=1.5)

@@ -68,6 +68,18 @@ def test_a_scale_that_cannot_fall_does_not_grow_on_bad_steps(ranks: list[dict[st
     assert ranks[0]["lowest"]["code"] == 0
 
 
+def test_a_fixed_scale_skips_what_overflows_as_megatron_does(ranks: list[dict[str, Any]]) -> None:
+    """But not without an end: then the scale is named."""
+    rows = training_rows(ranks[0]["fixed"])
+    assert [r["step"] for r in rows if r["skipped_iterations"]] == [4, 6, 7, 9]
+    assert all(r["nan_iterations"] == 0 for r in rows)
+    assert (ranks[0]["fixed"]["code"], ranks[0]["fixed"]["step"]) == (0, 10)
+    assert same(ranks[0]["fixed"]["weights"], ranks[1]["fixed"]["weights"])
+    ended = ranks[1]["fixed-too-many"]
+    assert (ended["code"], ended["step"]) == (9, 7)
+    assert "an overflow at loss_scale 1024; 3 steps in a row were skipped" in ended["error"]
+
+
 def training_rows(found: dict[str, Any]) -> list[dict[str, Any]]:
     return [row for row in found["rows"] if "eval" not in row]
 

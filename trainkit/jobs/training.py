@@ -76,11 +76,12 @@ class Training(Table):
         "fp32", description="arithmetic; weights and optimizer state are fp32 in all of them"
     )
     loss_scale: float | None = Field(
-        None, gt=0, description="fp16: a fixed loss scale instead of a dynamic one"
+        None, gt=0, le=2.0**127, description="fp16: a fixed loss scale instead of a dynamic one"
     )
     initial_loss_scale: float = Field(
         2.0**32,
         gt=0,
+        le=2.0**127,
         description="fp16: the dynamic loss scale at the start (2**initial_scale_power)",
     )
     min_loss_scale: float = Field(

@@ -265,8 +265,10 @@ class Trainer:
         return stopping
 
     def _apply_policy(self, info: StepInfo, values: StepValues) -> None:
-        """Do what on_nan and on_spike say about a step whose update was withheld."""
-        if not (values.nan or values.spike):
+        """Do what is to be done about a step whose update was withheld. The overflow of a dynamic
+        loss scale needs nothing."""
+        overflow = values.overflow and self.job.training.loss_scale is not None
+        if not (values.nan or values.spike or overflow):
             return
         warning = apply_loss_policy(
             self.job.training, self.run, info, values, partial(self._find_cause, info, values)

@@ -123,7 +123,7 @@ def test_any_overflows_and_any_resumes(
         loss_scale.update(torch.tensor(float(overflow)))
         expected = reference(expected, overflow, t)
         assert state_of(loss_scale) == expected
-        assert bool(loss_scale.at_minimum) == (expected[0] <= t.min_loss_scale)
+        assert bool(loss_scale.may_overflow) == (expected[0] > t.min_loss_scale)
 
 
 @settings(max_examples=60, deadline=None)
@@ -156,18 +156,31 @@ def test_any_overflows_as_megatron_core_answers_them(
 
 
 @pytest.mark.parametrize(
-    ("keys", "scale"),
-    [({"loss_scale": 1024.0}, 1024.0), ({"precision": "bf16"}, 1.0), ({"precision": "fp32"}, 1.0)],
+    ("keys", "scale", "may_overflow"),
+    [
+        ({"loss_scale": 1024.0}, 1024.0, True),
+        ({"precision": "bf16"}, 1.0, False),
+        ({"precision": "fp32", "min_loss_scale": 0.5}, 1.0, False),
+    ],
     ids=["fixed", "bf16", "fp32"],
 )
-def test_a_fixed_scale_stays(keys: dict[str, Any], scale: float) -> None:
+def test_a_fixed_scale_stays(keys: dict[str, Any], scale: float, may_overflow: bool) -> None:
     loss_scale = LossScale(training(**keys), "cpu")
     for overflow in (True, True, True, False, False, False, False):
         loss_scale.update(torch.tensor(overflow))
-        assert float(loss_scale.scale) == scale and bool(loss_scale.at_minimum)
+        assert float(loss_scale.scale) == scale
+        assert bool(loss_scale.may_overflow) == may_overflow
     assert loss_scale.state() == {}
     loss_scale.load({"scale": 7.0, "growth_tracker": 1, "hysteresis_tracker": 1})
     assert float(loss_scale.scale) == scale
+
+
+def test_a_scale_that_fp32_cannot_hold_is_not_grown_into() -> None:
+    loss_scale = LossScale(training(initial_loss_scale=2.0**126, hysteresis=1), "cpu")
+    for overflow in (False,) * 9 + (True,):
+        before = float(loss_scale.scale)
+        loss_scale.update(torch.tensor(overflow))
+    assert (before, float(loss_scale.scale)) == (2.0**127, 2.0**126)
 
 
 def test_a_scale_taken_for_a_step_stays_that_steps() -> None:

@@ -39,6 +39,7 @@ class LossGuard:
     def __init__(self, training: Training, device: torch.device) -> None:
         self.training = training
         self.withhold_spikes = training.on_spike != "ignore"
+        self.fixed_scale = training.loss_scale is not None  # the next step will be no better
         self.mean = torch.zeros((), dtype=torch.float64, device=device)
         self.seen = torch.zeros((), dtype=torch.int64, device=device)
         self.skipped_in_a_row = torch.zeros((), dtype=torch.int64, device=device)
@@ -49,7 +50,7 @@ class LossGuard:
         Args:
             loss: mean loss of the global batch, the same on all ranks.
             norm: global gradient norm, the same on all ranks; not finite if any gradient is not.
-            may_overflow: the loss scale is dynamic and can still fall.
+            may_overflow: the loss scale is fixed, or dynamic and can still fall.
         """
         window = self.training.spike_window
         factor = self.training.spike_factor
@@ -61,7 +62,8 @@ class LossGuard:
         weight = (self.seen + 1).clamp(max=window).double().reciprocal()
         self.mean = torch.where(skip, self.mean, self.mean + weight * (loss - self.mean))
         self.seen = self.seen + ~skip
-        self.skipped_in_a_row = torch.where(nan | spike, self.skipped_in_a_row + 1, 0)
+        counts = nan | spike | (overflow & self.fixed_scale)
+        self.skipped_in_a_row = torch.where(counts, self.skipped_in_a_row + 1, 0)
         return StepVerdict(skip.float(), overflow, nan, spike)
 
     def state(self) -> dict[str, float | int]:

@@ -50,13 +50,14 @@ def apply_loss_policy(
     values: StepValues,
     find_cause: Callable[[], str],
 ) -> str:
-    """Do what on_nan and on_spike say about a step whose update was withheld.
+    """Do what on_nan and on_spike say about a step whose update was withheld. A step that
+    overflows at a fixed loss scale is skipped, as Megatron-LM does, which goes on without an end.
 
     Args:
         training: the policies and their limits.
         run: the run.
         info: the step.
-        values: its numbers; `nan` or `spike` is set.
+        values: its numbers; `nan`, `spike` or `overflow` is set.
         find_cause: computes the step once more and says where it begins not to be finite.
 
     Returns the warning of a step that is skipped.
@@ -66,9 +67,14 @@ def apply_loss_policy(
         TrainkitError: exit 9, training stops here.
     """
     policy: str
+    advice = "lower training.lr or lengthen lr_warmup_iters"
     if values.nan:
         policy = training.on_nan
         what = _numbers_of(info, values)
+    elif values.overflow:
+        policy = "skip"
+        what = f"{_numbers_of(info, values)}, an overflow at loss_scale {values.scale:g}"
+        advice = "start again with a lower training.loss_scale, or without: then it finds its own"
     else:
         policy = training.on_spike
         what = f"{_numbers_of(info, values)}, a spike above {training.spike_factor} x its mean"
@@ -85,7 +91,7 @@ def apply_loss_policy(
     further = "no checkpoint was written yet"
     if published_folders(run.checkpoints):
         further = "`resume` goes on from the last checkpoint"
-    hint = f"lower training.lr or lengthen lr_warmup_iters; {further}"
+    hint = f"{advice}; {further}"
     if values.nan:
         why = f"{why}; {find_cause()}"
         hint = f"{hint}; `replay {run.id} --step {info.step}` shows the samples of the step"

@@ -21,8 +21,10 @@ class LossScale:
     """Megatron-LM's dynamic loss scale (core/optimizer/grad_scaler.py, DynamicGradScaler),
     wholly on the device: no method but `state` waits for it.
 
-    torch's GradScaler has no hysteresis. The tensors, all of shape (), are replaced and never
-    changed in place: what was taken from here for a step stays that step's.
+    torch's GradScaler has no hysteresis. Like torch's, and unlike Megatron's, the scale grows only
+    while fp32 can hold it: an infinite one could never fall again. (apex stopped at 2**24, which is
+    below Megatron's initial 2**32.) The tensors, all of shape (), are replaced and never changed in
+    place: what was taken from here for a step stays that step's.
 
     Args:
         training: precision other than fp16: the scale is 1 and stays; fp16 with loss_scale: it is
@@ -32,16 +34,17 @@ class LossScale:
 
     def __init__(self, training: Training, device: torch.device | str) -> None:
         self.dynamic = training.precision == "fp16" and training.loss_scale is None
-        fixed = 1.0 if training.precision != "fp16" else training.loss_scale
+        if self.dynamic:
+            scale = training.initial_loss_scale
+            minimum = training.min_loss_scale
+        else:
+            scale = training.loss_scale or 1.0
+            # where there is a scale it is to blame for every overflow, else for none
+            minimum = 0.0 if training.loss_scale else scale
         self._window = training.loss_scale_window
         self._hysteresis = training.hysteresis
-        self._minimum = torch.tensor(training.min_loss_scale, dtype=torch.float32, device=device)
-        self._fixed = torch.tensor(not self.dynamic, device=device)
-        self.scale = torch.tensor(
-            training.initial_loss_scale if fixed is None else fixed,
-            dtype=torch.float32,
-            device=device,
-        )
+        self._minimum = torch.tensor(minimum, dtype=torch.float32, device=device)
+        self.scale = torch.tensor(scale, dtype=torch.float32, device=device)
         self.growth_tracker = torch.zeros((), dtype=torch.int64, device=device)
         self.hysteresis_tracker = torch.full((), self._hysteresis, dtype=torch.int64, device=device)
 
@@ -52,7 +55,8 @@ class LossScale:
 
         Overflow: the count of good steps restarts and one chance is gone; with none left the
         scale halves, but not below min_loss_scale. Chances do not come back with a good step,
-        only with the next growth: after loss_scale_window good steps in a row the scale doubles.
+        only with the next growth: after loss_scale_window good steps in a row the scale doubles,
+        unless fp32 cannot hold that.
         """
         if not self.dynamic:
             return
@@ -62,15 +66,17 @@ class LossScale:
         grows = good >= self._window
         falls = overflow & (chances <= 0)
         fallen = torch.maximum(self.scale * BACKOFF, self._minimum)
-        self.scale = torch.where(grows, self.scale * GROWTH, torch.where(falls, fallen, self.scale))
+        grown = self.scale * GROWTH
+        kept = torch.where(falls, fallen, self.scale)
+        self.scale = torch.where(grows & torch.isfinite(grown), grown, kept)
         self.growth_tracker = torch.where(grows, 0, good)
         self.hysteresis_tracker = torch.where(grows, self._hysteresis, chances)
 
     @property
-    def at_minimum(self) -> Tensor:
-        """Whether the scale cannot fall (bool, shape ()): an overflow now is not a matter of the
-        scale. A fixed scale never can."""
-        return self._fixed | (self.scale <= self._minimum)
+    def may_overflow(self) -> Tensor:
+        """Whether an overflow now would be a matter of the scale (bool, shape ()): not where a
+        dynamic one cannot fall any more, nor where there is none."""
+        return self.scale > self._minimum
 
     def state(self) -> dict[str, float | int]:
         """What a checkpoint's manifest holds of it; nothing of a fixed scale. Waits for the

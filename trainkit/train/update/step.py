@@ -47,7 +47,7 @@ class StepValues(NamedTuple):
         checksum: sum over all samples' tokens.
         stops: ranks that were asked to stop.
         overflow, nan, spike: 1.0 where the guard found that; each leaves the weights as they were.
-        skipped_in_a_row: steps that nan or spike have skipped one after another.
+        skipped_in_a_row: steps that nan, spike or a fixed scale have skipped one after another.
     """
 
     loss: float
@@ -236,7 +236,7 @@ class Step:
         loss = entropy / tokens.clamp(min=1)
         norm = square.sqrt() / share
         scale = self.scale.scale
-        verdict = self.guard.judge(loss, norm, ~self.scale.at_minimum)
+        verdict = self.guard.judge(loss, norm, self.scale.may_overflow)
         rate = self.rates.take(self.optimizer.steps)  # skipped steps leave the rate where it is
         copies = dict(self.model_parts.modules[0].named_parameters()) if self.keeps else {}
         self.optimizer.step(rate, divisor(norm, t.clip_grad, scale) * share, verdict.skip, copies)
