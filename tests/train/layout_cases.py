@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.train.layouts import Case, compare
-from tests.train.plain_loop import APART
+from tests.train.plain_loop import APART, MASKS
 from trainkit.train.torch_compat import adds_halves_of_backward
 
 EXACT, SMOKE = 1e-10, 1e-5  # of fp64 and of fp32
@@ -109,6 +109,11 @@ def apart(model: str, parallelism: dict[str, Any], ranks: int) -> Case:
     return Case(model, parallelism, ranks, APART, data="documents")
 
 
+def unequal(model: str, parallelism: dict[str, Any], ranks: int) -> list[Case]:
+    """Labels that are not equally many on all ranks and micro-batches, and not on each."""
+    return [Case(model, parallelism, ranks, data=name) for name in MASKS]
+
+
 # In CI: every mechanism once, three steps each.
 SHORT = named(
     [
@@ -122,6 +127,9 @@ SHORT = named(
         in_fp32(Case("llama", layout(zero=3), 2)),
         apart("llama", layout(2, sp=True), 2),
         apart("gpt", layout(1, 2, "zbv"), 2),
+        *unequal("gpt", layout(zero=1), 2),
+        *unequal("llama", layout(2, sp=True), 2),
+        *unequal("gpt", layout(1, 2, "zbv"), 2),
         Case("gpt-dropping", layout(1, 2, "interleaved"), 2),
         Case("gpt", layout(2), 2, sabotage="tensor-parallel replicas are not summed"),
         Case("gpt", layout(1, 2), 2, sabotage="tied copies are not summed"),
@@ -209,6 +217,9 @@ LONG = named(
             for schedule in _SCHEDULES
         ),
         *(apart("gpt", layout(zero=stage), 2) for stage in range(4)),
+        *(case for stage in range(4) for case in unequal("gpt", layout(zero=stage), 2)),
+        *(case for sp in (False, True) for case in unequal("llama", layout(2, sp=sp), 2)),
+        *(case for schedule in _SCHEDULES for case in unequal("gpt", layout(1, 2, schedule), 2)),
         Case("gpt-dropping", layout(), 1),
         *(Case("gpt-dropping", layout(zero=stage), 2) for stage in range(4)),
         *(Case("gpt-dropping", layout(1, 2, schedule), 2) for schedule in _SCHEDULES),
@@ -247,6 +258,7 @@ LONG = named(
             for schedule in _SCHEDULES
         ),
         *(apart("llama", layout(2, 2, schedule, sp=True), 4) for schedule in _SCHEDULES),
+        *unequal("gpt", layout(copies=2, zero=3), 4),
         *(Case("gpt-dropping", layout(1, 2, schedule), 4) for schedule in _SCHEDULES),
         Case("gpt-dropping", layout(1, 4), 4),
         Case("gpt-dropping", layout(copies=2, zero=3), 4),
@@ -260,6 +272,7 @@ LONG = named(
         *(Case("gpt", layout(2, 2, "1f1b", zero=stage), 8) for stage in (0, 3)),
         Case("llama", layout(2, 2, "interleaved", sp=True, zero=3), 8, FULL),
         Case("llama", layout(2, 2, "zbv", sp=True), 8, FULL),
+        *unequal("gpt", layout(2, 2, "interleaved", sp=True), 8),
         *(
             Case("gpt", each, 8)
             for each in (

@@ -31,6 +31,7 @@ from tests.train.plain_loop import (
     VOCAB,
     StepFound,
     job_of,
+    masked,
     reference,
     sizes_of,
     write_documents,
@@ -178,10 +179,11 @@ def rank_of_world(case: Case, root: Path) -> Iterator[Rank]:
 
 def take_steps(rank: Rank, sizes: list[tuple[int, int]]) -> list[StepValues]:
     """So many steps by the real Step; `sizes`: of each the samples before it, and its own."""
-    return [
-        StepValues(*rank.step.run(rank.feed.read(consumed, size), size, stop=False).tolist())
-        for consumed, size in sizes
-    ]
+    found = []
+    for consumed, size in sizes:
+        batches = masked(rank.job, rank.feed.read(consumed, size))
+        found.append(StepValues(*rank.step.run(batches, size, stop=False).tolist()))
+    return found
 
 
 def train_case(case: Case, root: Path) -> list[StepFound]:

@@ -11,7 +11,8 @@ there, and nowhere else, random numbers begin anew.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -131,6 +132,16 @@ DATASETS = {
 }
 
 
+# Of mock data: whether a sample, by its place in a global batch of 4, keeps the label of a token.
+# Data-parallel ranks, micro-batches and halves of the sequence then have different numbers of
+# labels, and some have none.
+MASKS: dict[str, Callable[[int, int], bool]] = {
+    "one-label": lambda sample, token: (sample, token) == (2, 5),
+    "unequal-labels": lambda sample, token: token < 5 * sample,
+}
+DATASETS |= {name: Dataset(name=name, source="mock", split="90,10,0") for name in MASKS}
+
+
 # Where each document is a sequence of its own, and its end has no label.
 APART: dict[str, Any] = {
     "reset_attention_mask": True,
@@ -187,9 +198,24 @@ def whole_batches(job: Job) -> list[Batch]:
     """Every step's global batch as one."""
     feed = Feed(job, job.dataset, "train", World(0, 1), torch.device("cpu"))
     try:
-        return [_joined(list(feed.read(consumed, size))) for consumed, size in sizes_of(job)]
+        return [
+            _joined(list(masked(job, feed.read(consumed, size))))
+            for consumed, size in sizes_of(job)
+        ]
     finally:
         feed.close()
+
+
+def masked(job: Job, batches: Iterable[Batch]) -> Iterator[Batch]:
+    """Micro-batches as `job`'s dataset has them: without the labels that its mask takes."""
+    for batch in batches:
+        if keeps := MASKS.get(job.dataset.name):
+            labels_BS = batch.labels_BS.clone()
+            for row, label_S in enumerate(labels_BS, start=batch.position):
+                dropped = [not keeps(row % 4, token) for token in range(len(label_S))]
+                label_S[torch.tensor(dropped)] = NO_LABEL
+            batch = replace(batch, labels_BS=labels_BS)
+        yield batch
 
 
 def _joined(batches: list[Batch]) -> Batch:
