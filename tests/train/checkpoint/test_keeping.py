@@ -3,6 +3,7 @@ executes nothing."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import json
@@ -11,6 +12,7 @@ import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -461,6 +463,28 @@ def test_staged_copies_are_copies_in_the_same_room() -> None:
         *(part.data_ptr() for part in second["b"].parts.values()),  # type: ignore[attr-defined]
     ]
     assert second["b"].parts[3, 0].tolist() == [[10.0, 11.0, 12.0]] and staging.bytes == 4 * (3 + 9)  # type: ignore[attr-defined]
+
+
+class OnGpu(torch.Tensor):
+    """A tensor that says so."""
+
+    is_cuda = True  # type: ignore[assignment]
+
+
+def test_the_thread_that_saves_waits_on_the_gpu_of_its_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And makes nothing on GPU 0, where a thread begins."""
+    device = torch.device("cuda", 3)
+    called: list[object] = []
+    event = Mock(device=device, synchronize=lambda: called.append("synchronize"))
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    monkeypatch.setattr(torch.cuda, "device", lambda on: contextlib.nullcontext(called.append(on)))
+    staging = StagingBuffers()
+    monkeypatch.setattr(staging, "_room_for", lambda name, at, part: torch.empty(3))
+    staging.stage({"a": torch.ones(3).as_subclass(OnGpu)})
+    staging.wait_for_copies()
+    assert called == [device, "synchronize"]
 
 
 def test_a_file_that_cannot_be_read_is_an_error_not_a_crash(tmp_path: Path) -> None:
