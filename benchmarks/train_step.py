@@ -50,6 +50,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from trainkit.cli.checkout.machine import describe, machine
+from trainkit.engines.native import kept_heap
 
 
 @dataclass(frozen=True)
@@ -163,7 +164,11 @@ class Worker:
             device,
             str(threads),
         ]
-        env = {**os.environ, "OMP_NUM_THREADS": str(threads)} if device == "cpu" else None
+        env = {**os.environ}
+        if device == "cpu":
+            env["OMP_NUM_THREADS"] = str(threads)
+            if name == "trainkit":
+                env |= kept_heap(env)  # as its ranks have it
         self.process = subprocess.Popen(
             argv,
             stdin=subprocess.PIPE,

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import platform
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -57,7 +60,11 @@ def test_cpu_ranks_share_the_cores_and_sleep_while_they_wait(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
-    variables = environment_of(Cluster(name="c", ranks_per_node=2))
+    variables = {
+        key: value
+        for key, value in environment_of(Cluster(name="c", ranks_per_node=2)).items()
+        if key.startswith("OMP_")
+    }
     for cores in (1, 5, 16):  # of the node that the ranks run on
         monkeypatch.setattr(os, "sched_getaffinity", lambda pid, cores=cores: set(range(cores)))
         assert on_this_node(variables) == {
@@ -76,6 +83,78 @@ def test_the_callers_own_wait_policy_stays_and_that_of_jobs_toml_wins(
         == "passive"
     )
     assert cpu_sharing(1, {})["OMP_WAIT_POLICY"] == "PASSIVE"
+
+
+# Rounds of tensors as torch allocates them, which live for a while, and of small objects, of which
+# some stay. Prints KiB: the most that tensors had at a time, and what the process has grown by.
+ROUNDS = """
+import ctypes, random
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+libc.free.argtypes = [ctypes.c_void_p]
+libc.memset.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
+
+def tensor(kib):
+    at = ctypes.c_void_p()
+    libc.posix_memalign(ctypes.byref(at), 64, 1024 * kib)
+    libc.memset(at, 1, 1024 * kib)
+    return at.value, kib
+
+def resident():
+    return 4 * int(open("/proc/self/statm").read().split()[1])
+
+draw = random.Random(1)
+objects, most, before = [], 0, resident()
+for _ in range(100):
+    tensors = []
+    for _ in range(60):
+        tensors.append(tensor(draw.choice((64, 96, 256, 768, 1024))))
+        objects += [libc.malloc(draw.choice((24, 40, 56, 72, 88))) for _ in range(3)]
+        most = max(most, sum(kib for _, kib in tensors))
+        if len(tensors) > 30:
+            libc.free(tensors.pop(draw.randrange(30))[0])
+    for at, _ in tensors:
+        libc.free(at)
+    draw.shuffle(objects)
+    while len(objects) > 400:
+        libc.free(objects.pop())
+print(most, resident() - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another malloc")
+def test_the_heap_of_a_cpu_rank_keeps_what_is_freed_and_does_not_tear(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without `tcache_count` and `mxfast` it grows to three times what lives in it."""
+    without_settings_of_malloc(monkeypatch)
+    settings = environment_of(Cluster(name="c"))["GLIBC_TUNABLES"]
+    done = subprocess.run(
+        [sys.executable, "-c", ROUNDS],
+        env={**os.environ, "GLIBC_TUNABLES": settings},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    most, grown = map(int, done.stdout.split())
+    assert most < grown < 2.3 * most
+
+
+@pytest.mark.parametrize("name", ["MALLOC_ARENA_MAX", "GLIBC_TUNABLES"])
+def test_ones_own_settings_of_malloc_are_all_there_are(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    without_settings_of_malloc(monkeypatch)
+    ours = environment_of(Cluster(name="c", env={name: "glibc.malloc.perturb=0"}))
+    assert ours.get("GLIBC_TUNABLES", "glibc.malloc.perturb=0") == "glibc.malloc.perturb=0"
+    monkeypatch.setenv(name, "1")
+    assert "GLIBC_TUNABLES" not in environment_of(Cluster(name="c"))
+
+
+def without_settings_of_malloc(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in os.environ:
+        if name.startswith(("MALLOC_", "GLIBC_TUNABLES")):
+            monkeypatch.delenv(name)
 
 
 def test_ranks_with_a_gpu_each_have_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from trainkit.jobs.load import load
 from trainkit.jobs.schema import Cluster, Job
 from trainkit.launch.job_plan import machine_bytes
 from trainkit.plan.host import RANK_BYTES, HostMemory, slurm_bytes
+from trainkit.plan.measured import Measured
 from trainkit.plan.objection import with_change
 from trainkit.plan.planner import Plan, PreparedData, make_plan
 
@@ -67,6 +68,27 @@ def test_the_ranks_of_a_machine_together_need_more_than_it_has() -> None:
         "source": "this machine",
         "fits": False,
     }
+
+
+def test_what_a_run_took_beyond_the_plan_decides_whether_it_fits() -> None:
+    job = job_of(shape(**WIDE), 2, micro_batch_size=2)
+    memory = plan_of(job).memory
+    assert memory is not None
+    planned = memory.fullest.total_bytes
+
+    def after(part: float, room: int, *, same_layout: bool = True) -> Plan:
+        run = Measured("r", same_layout, 500.0, round(part * planned), None, None, planned, None)
+        return make_plan(job, prepared=PreparedData(host_bytes=room), measured=run)
+
+    enough = 3 * planned + 8
+    found = after(1.5, enough)
+    assert found.feasible and found.memory and found.host_memory
+    assert found.memory.fullest.total_bytes == pytest.approx(1.5 * planned)
+    assert found.host_memory.needed_bytes == pytest.approx(3 * planned)
+    assert codes(after(1.6, enough)) == ["host-memory"]
+    # no less than is planned; and another layout says nothing of this one
+    for less in (after(0.7, enough), after(1.6, enough, same_layout=False)):
+        assert less.feasible and less.memory and less.memory.fullest.total_bytes == planned
 
 
 def test_what_a_node_has_is_the_least_that_is_known() -> None:

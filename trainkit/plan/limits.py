@@ -33,18 +33,20 @@ class Sizes:
         vocab_size: ids, without padding.
         tokenizer_size: ids of the prepared tokenizer; None: not prepared.
         here: memory of this machine, where the ranks run on it.
+        excess: how many times as much a run took as is planned without it.
     """
 
     rules: Rules
     vocab_size: int
     tokenizer_size: int | None
     here: int | None = None
+    excess: float = 1.0
 
-    def _of(self, job: Job) -> tuple[Job, Layout, Rules, int, int]:
+    def _of(self, job: Job) -> tuple[Job, Layout, Rules, int, int, float]:
         layout = layout_of(job)
         divisor = job.model.make_vocab_size_divisible_by
         padded = padded_vocab_size(self.vocab_size, divisor, layout.tensor)
-        return job, layout, self.rules, self.vocab_size, padded
+        return job, layout, self.rules, self.vocab_size, padded, self.excess
 
     def memory(self, job: Job) -> Memory:
         """Of every stage."""

@@ -1,5 +1,5 @@
-"""What a run took, beside what was planned: errors are shown, and the speed of the same layout
-takes the place of the assumed one, by name."""
+"""What a run took, beside what was planned: errors are shown, and of the same layout the speed
+takes the place of the assumed one, by name, and memory beyond the plan is added to it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from trainkit.jobs.schema import Job
 from trainkit.plan.duration import Speed
+from trainkit.plan.memory import Memory
 
 # What decides speed and memory of a run, by paths of the resolved job.
 LAYOUT_KEYS = ("engine", "model", "parallelism", "nodes", "ranks_per_node", "device", "training")
@@ -96,6 +97,14 @@ def measured_speed(job: Job, measured: Measured, model_flops: int) -> Speed | No
     else:
         mfu = None
     return Speed(measured.tokens_per_second, mfu, f"measured: run {measured.run}")
+
+
+def measured_excess(measured: Measured, planned: Memory) -> float:
+    """How many times as much as planned a run of the same layout took at its peak; 1 where that
+    is less, or nothing is known. `planned` is what is planned without it."""
+    if not measured.same_layout or not measured.peak_bytes:
+        return 1.0
+    return max(1.0, measured.peak_bytes / planned.stages[0].total_bytes)  # rank 0 is of stage 0
 
 
 def calibrated_speed(predicted: Speed, measured: Measured) -> Speed:

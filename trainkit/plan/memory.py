@@ -35,9 +35,10 @@ from trainkit.plan.rules import Rules, StateBytes, moments_of
 # What is neither of the parts: context, communication and matmul workspaces, what the allocator
 # cannot use. Assumed; two published runs measured 27 GB where
 # the parts are 22.5 GiB (GPT-NeoX-20B on 24 A100-40GB) and 14.3 GiB where they are 9.6 GiB (7.5B on
-# V100-16GB, an older trainer with copies of its own).
-RESERVE_BYTES = {"cpu": 7 * 2**26, "cuda": 2**30, "neuron": 2**30}
-RESERVE_PART = {"cpu": 0.0, "cuda": 0.1, "neuron": 0.1}
+# V100-16GB, an older trainer with copies of its own). On a CPU: interpreter and libraries, and what
+# lies unused between the tensors of malloc's heap; measured by benchmarks/plan.py.
+RESERVE_BYTES = {"cpu": 23 * 2**24, "cuda": 2**30, "neuron": 2**30}
+RESERVE_PART = {"cpu": 0.2, "cuda": 0.1, "neuron": 0.1}
 TIGHT = 0.9  # of the device: above, what fits may still not run
 
 
@@ -56,7 +57,7 @@ class RankMemory:
         buffer_bytes: buffers of communication.
         staging_bytes: the copy that a save behind training is written from; it lies in the host's
             memory, so it is 0 on other devices than the CPU.
-        reserve_bytes: assumed, for all the rest.
+        reserve_bytes: assumed, for all the rest; more where a run was measured to take more.
     """
 
     stage: int
@@ -218,13 +219,20 @@ def _buckets(rules: Rules, arguments: Mapping[str, EngineValue]) -> int:
 
 
 def stage_memory(
-    job: Job, layout: Layout, rules: Rules, vocab_size: int, padded: int, stage: int
+    job: Job,
+    layout: Layout,
+    rules: Rules,
+    vocab_size: int,
+    padded: int,
+    stage: int,
+    excess: float = 1.0,
 ) -> RankMemory:
     """Memory of a rank of `stage`.
 
     Args:
         vocab_size: rows of embedding and head.
         padded: columns of the head's product.
+        excess: how many times as much a run took as is planned without it.
     """
     last = stage == layout.last_stage
     chunks = stage_chunks(job.model, padded if rules.pads_weights else vocab_size, layout, stage)
@@ -251,27 +259,30 @@ def stage_memory(
         parts["staging_bytes"] = parts["parameter_bytes"] + parts["optimizer_bytes"]
     else:
         parts["staging_bytes"] = 0
-    return RankMemory(
-        stage=stage,
-        reserve_bytes=RESERVE_BYTES[kind] + round(RESERVE_PART[kind] * sum(parts.values())),
-        **parts,
-    )
+    counted = sum(parts.values())
+    reserve = RESERVE_BYTES[kind] + RESERVE_PART[kind] * counted
+    reserve += (excess - 1) * (counted + reserve)
+    return RankMemory(stage=stage, reserve_bytes=round(reserve), **parts)
 
 
-def memory_of(job: Job, layout: Layout, rules: Rules, vocab_size: int, padded: int) -> Memory:
+def memory_of(
+    job: Job, layout: Layout, rules: Rules, vocab_size: int, padded: int, excess: float = 1.0
+) -> Memory:
     """Memory of every stage."""
     stages = tuple(
-        stage_memory(job, layout, rules, vocab_size, padded, stage)
+        stage_memory(job, layout, rules, vocab_size, padded, stage, excess)
         for stage in range(layout.pipeline)
     )
     return Memory(stages, job.cluster.device.memory_bytes, rules.memory_band)
 
 
-def fits(job: Job, layout: Layout, rules: Rules, vocab_size: int, padded: int) -> bool:
+def fits(
+    job: Job, layout: Layout, rules: Rules, vocab_size: int, padded: int, excess: float = 1.0
+) -> bool:
     """Whether every stage fits the device as far as its memory is known: `Memory.fits` that ends
     at the first that does not."""
     room = job.cluster.device.memory_bytes
     return room is None or all(
-        stage_memory(job, layout, rules, vocab_size, padded, stage).total_bytes <= room
+        stage_memory(job, layout, rules, vocab_size, padded, stage, excess).total_bytes <= room
         for stage in range(layout.pipeline)
     )

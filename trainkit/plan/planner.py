@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from trainkit.base.documents import document
@@ -31,7 +31,7 @@ from trainkit.plan.duration import (
 from trainkit.plan.host import HostMemory
 from trainkit.plan.layout import Layout, layout_of, padded_vocab_size
 from trainkit.plan.limits import Sizes, memory_objections, storage_objections, time_objections
-from trainkit.plan.measured import Measured, calibrated_speed, measured_speed
+from trainkit.plan.measured import Measured, calibrated_speed, measured_excess, measured_speed
 from trainkit.plan.memory import Memory
 from trainkit.plan.notes import notes
 from trainkit.plan.objection import Objection, describe_changes, try_change
@@ -216,6 +216,7 @@ def make_plan(
     tokens = consumed_after(job, job.training.train_iters) * job.model.seq_length
     epochs = epochs_of(job.dataset, tokens, known.dataset_tokens)
     sizes = Sizes(rules, vocab, trained, known.host_bytes) if vocab else None
+    sizes = _corrected(job, sizes, measured)
     memory, host = _memories(job, sizes)
     counts = _counts(job, rules, vocab)
     speed = _speed(job, rules, counts, known.cores, measured)
@@ -249,6 +250,13 @@ def make_plan(
         objections=(*_with_remedies(job, rules, trained, sizes), *limits),
         notes=tuple(remarks),
     )
+
+
+def _corrected(job: Job, sizes: Sizes | None, measured: Measured | None) -> Sizes | None:
+    """Sizes by what a run took."""
+    if sizes is None or measured is None:
+        return sizes
+    return replace(sizes, excess=measured_excess(measured, sizes.memory(job)))
 
 
 def _memories(job: Job, sizes: Sizes | None) -> tuple[Memory | None, HostMemory | None]:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from trainkit.base.errors import Exit, TrainkitError
-from trainkit.base.process import keep_freed_memory
+from trainkit.base.process import FlatHeap
 from trainkit.jobs.ranks import degrees_of
 from trainkit.jobs.schema import Job
 from trainkit.ops.kernels import Choice, choose
@@ -105,6 +105,7 @@ class Trainer:
         whole = data_parallel.accumulates_whole(job)
         memory = MemoryStats(self.model_parts.parameters, states, self.device, accumulates=whole)
         utilization = Utilization(job, vocab, self.device)
+        self.heap = FlatHeap()
         self.step_log = StepLog(job, mesh, self.timers, memory, utilization)
         self.checkpoints = CheckpointManager(
             job.checkpoint, run.checkpoints, _TrainerObserver(self)
@@ -222,6 +223,7 @@ class Trainer:
         """Set one optimizer step going; `process_results` looks at how it went."""
         self.validation = {}
         self.heartbeat.beat("train", self.step)
+        self.heap.before_step()
         self.model_parts.train()
         self.profiler.before(self.step + 1)
         samples = global_batch_size(self.job, self.consumed_samples)
@@ -265,10 +267,8 @@ class Trainer:
         return stopping
 
     def _apply_policy(self, info: StepInfo, values: StepValues) -> None:
-        """Do what is to be done about a step whose update was withheld. The overflow of a dynamic
-        loss scale needs nothing."""
-        overflow = values.overflow and self.job.training.loss_scale is not None
-        if not (values.nan or values.spike or overflow):
+        """Judge a step whose update was withheld. A dynamic scale's overflow needs nothing."""
+        if not (values.nan or values.spike or (values.overflow and self.job.training.loss_scale)):
             return
         warning = apply_loss_policy(
             self.job.training, self.run, info, values, partial(self._find_cause, info, values)
@@ -398,8 +398,6 @@ class Trainer:
 def _meet(job: Job, world: World) -> tuple[torch.device, Choice]:
     """Have all ranks agree on what they are about to do; this one's device and kernels."""
     chosen = choose(job.kernels, job.cluster.device_type)
-    if job.cluster.device_type == "cpu":
-        keep_freed_memory()
     device = data_parallel.join(world, job.cluster.device_type)
     refuse_disagreement(job, world, chosen)
     if job.training.deterministic:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
+import platform
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from tests.distributed import call
+from trainkit.base.process import FlatHeap
 from trainkit.jobs.devices import Device, built_in_device
 from trainkit.jobs.schema import Cluster, Dataset, Job, Model, Training
 from trainkit.plan.arithmetic import hardware_flops_per_token_of, model_flops_per_token_of
 from trainkit.train.metrics.utilization import Utilization, device_row
-from trainkit.train.parallel.memory import MemoryStats, resident_memory
+from trainkit.train.parallel.memory import STATUS, MemoryStats, resident_memory
 from trainkit.train.parallel.shards import sharded_parameters
 
 CPU = torch.device("cpu")
@@ -134,6 +138,32 @@ def test_resident_memory_is_read_from_proc() -> None:
     )
     assert resident_memory(status) == {"resident": 2**20, "max_resident": 2**21}
     assert resident_memory("Name:\tkthreadd\n") == {}
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another malloc")
+def test_a_heap_with_holes_goes_back_to_what_it_was() -> None:
+    first, torn, then = call("tests.train.metrics.test_utilization:tear_and_look")
+    assert torn > 1.5 * first and then < 1.1 * first
+
+
+def tear_and_look() -> tuple[int, int, int]:
+    """Resident memory at first, after many blocks were freed of which some keep the heap's top
+    where it is, and after the heap was looked at."""
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype = ctypes.c_void_p
+    libc.mallopt(-4, 0)  # M_MMAP_MAX: all from the heap, as a rank has it
+    libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
+    heap = FlatHeap()
+    heap.before_step()
+    first = resident_memory(STATUS.read_text())["resident"]
+    blocks = [libc.malloc(2**20) for _ in range(first // 2**20)]
+    for at in blocks:
+        ctypes.memset(at, 1, 2**20)
+    for at in blocks[:-1]:
+        libc.free(ctypes.c_void_p(at))
+    torn = resident_memory(STATUS.read_text())["resident"]
+    heap.before_step()
+    return first, torn, resident_memory(STATUS.read_text())["resident"]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
