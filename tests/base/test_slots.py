@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import stat
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -126,7 +128,7 @@ def test_no_file_of_another_kind_is_taken_for_one(tmp_path: Path) -> None:
         ),
     ):
         reserve_slots(tmp_path, ["gpu1"], {})
-    slot_path(tmp_path, "gpu2").write_text("no json")
+    (tmp_path / f"trainkit-gpu2.holder-{os.geteuid()}").write_text("no json")
     held = reserve_slots(tmp_path, ["gpu2"], {})
     assert (
         held.cleared == []
@@ -145,50 +147,107 @@ def test_a_pipe_in_the_folder_holds_up_nobody(tmp_path: Path) -> None:
     held.release()
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to be two users")
-def test_between_users(tmp_path: Path) -> None:
-    """Another user sees who holds a slot, is refused, and takes it afterwards, with a umask that
-    lets nobody else in."""
-    # tmp_path lets no other user through
-    folder = Path("/dev/shm") / f"trainkit-test-{os.getpid()}"
-    program = f"""
-import os, sys
+AS_NOBODY = """
+import fcntl, json, os, sys
 from pathlib import Path
 from trainkit.base.locks import LockBusy
-from trainkit.base.slots import reserve_slots, slot_holders
+from trainkit.base.slots import reserve_slots, slot_holders, slot_path
+folder = Path(sys.argv[1])
 os.umask(0o077); os.setgid(65534); os.setuid(65534)
-try:
-    held = reserve_slots(Path({str(folder)!r}), ["cpu"], {{"run": "nobody's"}})
-    print("took it", held.cleared)
-except LockBusy as busy:
-    print("refused by", busy.holder["run"], slot_holders(Path({str(folder)!r})))
 """
 
-    def as_nobody() -> str:
-        return subprocess.run(
-            [sys.executable, "-c", program], capture_output=True, text=True, check=True
-        ).stdout
 
-    try:
-        held = reserve_slots(folder, ["cpu"], {"run": "root's"})
-        assert (
-            stat.S_IMODE(folder.stat().st_mode) == 0o1777
-            and stat.S_IMODE(slot_path(folder, "cpu").stat().st_mode) == 0o666
-        )
-        assert as_nobody().startswith("refused by root's {'cpu'")
-        held.release()
-        assert as_nobody() == "took it []\n"
-        again = reserve_slots(folder, ["cpu"], {"run": "root's"})
-        assert [holder["run"] for holder in again.cleared] == ["nobody's"]
-        again.release()
-        slot_path(folder, "cpu").unlink()
-        # its file now, in a folder with the sticky bit: root's O_CREAT would be refused
-        assert as_nobody() == "took it []\n"
-        reserve_slots(folder, ["cpu"], {}).release()
-    finally:
-        for path in folder.iterdir():
-            path.unlink()
-        folder.rmdir()
+@pytest.fixture
+def common(tmp_path: Path) -> Iterator[Path]:
+    """A folder that other users reach, as /dev/shm is."""
+    if os.getuid():
+        pytest.skip("needs root, to be two users")
+    # tmp_path lets no other user through
+    folder = Path("/dev/shm") / f"trainkit-test-{os.getpid()}"
+    folder.mkdir()
+    folder.chmod(0o1777)
+    yield folder
+    shutil.rmtree(folder)
+
+
+def as_nobody(folder: Path, program: str) -> subprocess.Popen[str]:
+    """Another user, who says one line and ends once its stdin does."""
+    return subprocess.Popen(
+        [sys.executable, "-c", AS_NOBODY + program, str(folder)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+RESERVE = """
+try:
+    held = reserve_slots(folder, ["cpu"], {"run": "nobody's", "mark": "a/1/0"})
+    print("took it", held.cleared)
+except LockBusy as busy:
+    print("refused by", busy.holder["run"], "of", busy.holder["user"], slot_holders(folder))
+"""
+
+
+def test_between_users(common: Path) -> None:
+    """Another user sees who holds a slot, is refused, and takes it afterwards, with a umask that
+    lets nobody else in. What a dead run of one user has left is not the other's to clear."""
+    common.rmdir()
+    held = reserve_slots(common, ["cpu"], {"run": "root's", "mark": "r/1/0"})
+    assert (
+        stat.S_IMODE(common.stat().st_mode) == 0o1777
+        and stat.S_IMODE(slot_path(common, "cpu").stat().st_mode) == 0o666
+    )
+    refused = as_nobody(common, RESERVE).communicate()[0]
+    assert refused.startswith("refused by root's of root {'cpu'") and "mark" not in refused
+    held.release()
+    assert as_nobody(common, RESERVE).communicate()[0] == "took it []\n"
+    reserve_slots(common, ["cpu"], {"run": "root's"}).release()
+    slot_path(common, "cpu").unlink()
+    # its file now, in a folder with the sticky bit: root's O_CREAT would be refused
+    assert "'run': \"nobody's\", 'mark': 'a/1/0'" in as_nobody(common, RESERVE).communicate()[0]
+    again = reserve_slots(common, ["cpu"], {"run": "root's"})
+    assert again.cleared == []
+    again.release()
+
+
+SQUAT = """
+handle = open(slot_path(folder, "cpu"), "w")
+fcntl.flock(handle, fcntl.LOCK_EX)
+"""
+IN_THE_WAY = 'slot_path(folder, "cpu").mkdir()'
+FORGE = """
+held = reserve_slots(folder, ["cpu"], {"run": "nobody's"})
+words = json.dumps({"run": "root's", "mark": "r/1/0", "user": "root", "since": 1e12})
+slot_path(folder, "cpu").write_text(words)
+(folder / "trainkit-cpu.holder-0").write_text(words)
+(folder / "trainkit-cpu.holder-0").chmod(0o666)
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "run", "why"),
+    [(SQUAT, None, None), (IN_THE_WAY, None, "Is a directory"), (FORGE, "nobody's", None)],
+    ids=["squat", "in the way", "forge"],
+)
+def test_another_user_is_named_whatever_it_says(
+    common: Path, program: str, run: str | None, why: str | None
+) -> None:
+    """By the kernel's word; and who shares goes on."""
+    other = as_nobody(common, program + '\nprint("there", flush=True); sys.stdin.read()')
+    assert other.stdout and other.stdout.readline() == "there\n"
+    with pytest.raises(LockBusy) as busy:
+        reserve_slots(common, ["cpu"], {"run": "root's"})
+    holder = busy.value.holder
+    assert (holder["user"], holder.get("run"), holder.get("mark")) == ("nobody", run, None)
+    if why:
+        assert why in str(holder["why"])
+    else:
+        assert holder["pid"] == other.pid
+    beside = reserve_slots(common, ["cpu", "gpu0"], {"run": "root's"}, share=True)
+    assert slot_holders(common)["gpu0"]["run"] == "root's" and beside.cleared == []
+    other.communicate()
+    beside.release()
 
 
 def test_a_file_system_without_locks_is_named(

@@ -139,11 +139,16 @@ def blocking_owner(path: Path) -> tuple[Path, str]:
             owner = os.lstat(place).st_uid
             if owner == os.geteuid():
                 return path, ""
-            try:
-                return place, pwd.getpwuid(owner).pw_name
-            except KeyError:
-                return place, f"the user {owner}"
+            return place, user_name(owner)
     return path, ""
+
+
+def user_name(number: int) -> str:
+    """What a user is called, by the number."""
+    try:
+        return pwd.getpwuid(number).pw_name
+    except KeyError:
+        return f"the user {number}"
 
 
 def sha256_file(path: Path) -> str:

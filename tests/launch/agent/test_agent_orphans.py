@@ -282,23 +282,32 @@ def test_an_agent_that_stands_still_from_its_first_moment_ends() -> None:
     assert done.returncode == 128 + 9 and "has not moved for 0.2 s" in done.stderr
 
 
-def test_a_word_against_a_living_run_is_not_believed(session: Session, tmp_path: Path) -> None:
-    """The files of slots are everybody's to write; what holds a slot is nobody's orphan."""
+@pytest.mark.parametrize(
+    ("where", "part"),
+    [("lock", "0"), ("lock", "agents"), ("everybody's", "0"), ("own", "agents"), ("own", "0/0")],
+)
+def test_a_word_against_a_living_run_is_not_believed(
+    session: Session, tmp_path: Path, where: str, part: str
+) -> None:
+    """What others may write ends nothing; nor does our own word, of anything but a node's part."""
     peer = session.begin()
     peer.go(process("0", "import time; time.sleep(10_000)"))
     pid = peer.hear("started", "0")["pid"]
     other = Session(tmp_path / "other", node_folder=str(session.node_folder))
+    lock = slots.slot_path(session.node_folder, "gpu0")
+    mark = f"{session.run}/1/{part}"
+    path = lock if where == "lock" else lock.with_name(f"trainkit-gpu0.holder-{os.geteuid()}")
+    path.write_text(json.dumps({"run": session.run, "mark": mark}))
+    path.chmod(0o644 if where == "own" else 0o666)
     try:
-        slots.slot_path(session.node_folder, "gpu0").write_text(
-            json.dumps({"run": session.run, "mark": f"{session.mark}/0"})
-        )
         other.start()
         second = other.accept()
         second.hear("hello")
         second.say(
             type="reserve", run=other.run, attempt=1, slots=["gpu0"], share=False, mark=other.mark
         )
-        assert second.hear("reserved")["cleared"] != [] and alive(pid)
+        assert second.hear("reserved") and alive(pid) and session.agent
+        assert session.agent.poll() is None
         peer.hear("heartbeat")
     finally:
         other.close()

@@ -433,15 +433,27 @@ def test_unreachable_hosts_are_told_in_one_table(tmp_path: Path) -> None:
     assert [row["host"] for row in outcome.root_cause["hosts"]] == ["h0", "h2"]
 
 
-def test_a_busy_host_is_named_with_its_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("holder", "words"),
+    [
+        ({"run": "other", "pid": 7, "folder": "/f", "user": "ann"}, "run other of ann (pid 7, /f)"),
+        ({"pid": 7, "user": "ann"}, "ann (pid 7), who names no run"),
+        (
+            {"user": "ann", "why": "no plain file"},
+            "ann, who has put something else in its place (no plain file)",
+        ),
+    ],
+)
+def test_a_busy_host_is_named_with_its_run_or_user(
+    tmp_path: Path, holder: dict[str, object], words: str
+) -> None:
     class Taken(StubAgent):
         async def on_reserve(self, frame: ReserveSlots) -> None:
-            self.connection.send(SlotsBusy("cpu", {"run": "other", "pid": 7, "folder": "/f"}))
+            self.connection.send(SlotsBusy("cpu", holder))
 
     outcome, _ = supervised(make_run(tmp_path), Program(DONE), launcher=Debug(Taken))
     assert (
-        outcome.exit == 17
-        and "cpu is taken by run other (pid 7, /f)" in (outcome.root_cause or {})["message"]
+        outcome.exit == 17 and f"cpu is taken by {words}" in (outcome.root_cause or {})["message"]
     )
 
 

@@ -233,7 +233,9 @@ def _table(rows: Sequence[HostRow]) -> Listing:
         drop=("address", "cores", "disk free", "GPUs"),
     )
     for row in rows:
-        runs = dict.fromkeys(str(holder.get("run", "?")) for holder in row.busy)
+        runs = dict.fromkeys(
+            str(holder.get("run") or holder.get("user", "?")) for holder in row.busy
+        )
         gpus = ""
         if row.reachable:
             gpus = str(len(row.gpus) or "none")

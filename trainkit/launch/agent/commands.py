@@ -4,6 +4,7 @@ which the agent's loop resumes at each turn."""
 from __future__ import annotations
 
 import contextlib
+import re
 import selectors
 import signal
 import socket
@@ -30,6 +31,7 @@ from trainkit.launch.protocol import frames
 from trainkit.launch.protocol.frames import Frame, LeftProcess, ProcessSpec, ReportedProcess
 
 SWEEP_SECONDS = 5.0
+NODE_MARK = re.compile(r"[^/]+/\d+/\d+")  # run, attempt, node: an agent's part of a run
 # reported where the kernel says that there is something, and no look finds it
 UNSEEN = LeftProcess(0, "something that ends and begins faster than it can be looked at")
 F = TypeVar("F", bound=Frame)
@@ -57,7 +59,9 @@ def reserve(agent: Agent, frame: frames.ReserveSlots) -> Task:
         return
     agent.slots = reserved
     agent.watchdog.hold(reserved.handles, lease=agent.session.lease)
-    stale = _stale_marks(reserved.cleared, slots.slot_holders(folder))
+    stale = [
+        mark for dead in reserved.cleared if NODE_MARK.fullmatch(mark := str(dead.get("mark")))
+    ]
     deadline = time.monotonic() + SWEEP_SECONDS
     while (left := [p for mark in stale for p in _left_of(mark)]) and time.monotonic() < deadline:
         for mark in stale:
@@ -72,25 +76,6 @@ def reserve(agent: Agent, frame: frames.ReserveSlots) -> Task:
         agent.send(frames.SlotsBusy(busy_slots, {**reserved.cleared[0], "left": orphans}))
     else:
         agent.send(frames.SlotsReserved(tuple(reserved.cleared)))
-
-
-def _stale_marks(
-    cleared: Sequence[Mapping[str, object]], living: Mapping[str, Mapping[str, object]]
-) -> list[str]:
-    """Marks of what may be ended. Anybody can write into a slot that is free: what is said there
-    against a run that holds one now is not believed."""
-    stale = [
-        mark
-        for holder in cleared
-        if isinstance(mark := holder.get("mark"), str) and mark.count("/") >= 2
-    ]
-    held = [mark for holder in living.values() if isinstance(mark := holder.get("mark"), str)]
-    return [mark for mark in stale if not any(_overlap(mark, other) for other in held)]
-
-
-def _overlap(mark: str, other: str) -> bool:
-    """Whether one of two marks is the other, or below it."""
-    return f"{mark}/".startswith(f"{other}/") or f"{other}/".startswith(f"{mark}/")
 
 
 def _release_slots(agent: Agent) -> None:

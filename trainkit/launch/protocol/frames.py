@@ -284,7 +284,7 @@ class HostFacts(Frame):
 
 @dataclass(frozen=True)
 class SlotsReserved(Frame):
-    """The slots are held. `cleared`: what dead runs had written there."""
+    """The slots are held. `cleared`: what dead runs of this user had written there."""
 
     TYPE = "reserved"
     cleared: tuple[Mapping[str, object], ...] = ()
@@ -292,7 +292,8 @@ class SlotsReserved(Frame):
 
 @dataclass(frozen=True)
 class SlotsBusy(Frame):
-    """A slot is held by another run. `holder`: what that says of itself; anybody can write it."""
+    """A slot is held by another run. `holder`: its process and user, as the kernel has them, and
+    what that user says of it."""
 
     TYPE = "busy"
     slot: str

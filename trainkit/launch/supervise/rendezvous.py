@@ -227,25 +227,31 @@ async def reserve(pool: AgentPool, job: Job, *, share: bool) -> None:
         if not busy:
             return
         _refuse_twins(pool, busy)
-        if (
-            any(holder.get("run") != session.run for holder in busy.values())
-            or time.monotonic() > deadline
-        ):
+        # marks are shown of this user's own runs alone
+        own = [str(holder.get("mark")).startswith(f"{session.run}/") for holder in busy.values()]
+        if not all(own) or time.monotonic() > deadline:
             break
         await asyncio.sleep(AGAIN_SECONDS)
     rows = []
     for node, holder in busy.items():
-        who = (
-            f"run {holder.get('run', 'unknown')} (pid {holder.get('pid', '?')},"
-            f" {holder.get('folder', '?')})"
-        )
-        rows.append((pool.host(node), f"{answers[node].slot} is taken by {who}"))
+        rows.append((pool.host(node), f"{answers[node].slot} is taken by {_named(holder)}"))
     raise StartError(
         Exit.HOSTS_BUSY,
         f"{_count(len(rows), hosts)} busy",
         rows,
         hint="wait for it, stop it, or run beside it with --share",
     )
+
+
+def _named(holder: Mapping[str, object]) -> str:
+    """Who holds a slot: the user as the kernel has it, the run as that user says."""
+    user = holder.get("user", "an unknown user")
+    if "why" in holder:
+        return f"{user}, who has put something else in its place ({holder['why']})"
+    pid = f"pid {holder.get('pid', '?')}"
+    if "run" not in holder:
+        return f"{user} ({pid}), who names no run"
+    return f"run {holder['run']} of {user} ({pid}, {holder.get('folder', '?')})"
 
 
 def _refuse_twins(pool: AgentPool, busy: Mapping[int, Mapping[str, object]]) -> None:
