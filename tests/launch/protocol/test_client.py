@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import socket
 import subprocess
 import sys
@@ -19,9 +20,12 @@ from tests.runs.test_record import make_run
 from trainkit.base.errors import TrainkitError
 from trainkit.base.files import write_json
 from trainkit.base.process import identity
+from trainkit.launch.agent.connection import dial
 from trainkit.launch.protocol.client import ask_supervisor
 from trainkit.launch.protocol.frames import Accepted, CancelRun, Ping
-from trainkit.launch.protocol.server import Connection, Server
+from trainkit.launch.protocol.framing import Decoder, encode
+from trainkit.launch.protocol.handshake import ClientHandshake
+from trainkit.launch.protocol.server import ACCEPTS, Connection, Server
 from trainkit.runs.folder import RunFolder
 
 TOKEN = b"t" * 32
@@ -65,7 +69,8 @@ def listening(heard: Heard, most: int | None = None) -> Iterator[int]:
             await connection.finish()
 
         server = Server()
-        server.token, server.handlers["control"] = TOKEN, handler
+        server.token = TOKEN
+        server.handlers |= {"control": handler, "agent": handler}
         await server.listen("127.0.0.1")
         server._most_unproved = most or server._most_unproved
         ports.append(server.port)
@@ -124,8 +129,8 @@ def open_sockets() -> int:
 
 
 def test_who_only_connects_keeps_nobody_out(tmp_path: Path) -> None:
-    """More idle connections than a quarter of the files that a supervisor may open: the oldest
-    of them goes, who has the token is heard."""
+    """More idle connections than a quarter of the files that a supervisor may open: as many as
+    are too many go, who has the token is heard."""
     run, heard = make_run(tmp_path, "j", "a"), Heard()
     program = """
 import socket, sys
@@ -146,6 +151,73 @@ sys.stdin.read()
             assert open_sockets() - before < 64 + 50, "idle connections are held"
             assert idle.stdin
             idle.stdin.close()
+
+
+def crowd(port: int, address: str = "127.0.0.1") -> list[socket.socket]:
+    """Strangers who only connect, from one address."""
+    here = ("127.0.0.1", port)
+    return [socket.create_connection(here, source_address=(address, 0)) for _ in range(300)]
+
+
+def test_an_agent_that_had_to_go_proves_itself_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More strangers of its own address than the server holds come between its connection and its
+    first word."""
+    connect, strangers = socket.create_connection, []
+
+    def crowded(target: tuple[str, int], timeout: float) -> socket.socket:
+        own = connect(target, timeout)
+        if not strangers:
+            strangers.extend(connect(target) for _ in range(300))
+        return own
+
+    monkeypatch.setattr("trainkit.launch.agent.connection.socket.create_connection", crowded)
+    heard = Heard()
+    with listening(heard, most=64) as port:
+        agent = dial("127.0.0.1", port, TOKEN, 3, seconds=300)
+        agent.send(CANCEL)
+        agent.sock.setblocking(True)
+        while Accepted.TYPE not in [frame["type"] for frame in agent.receive()]:
+            pass
+        assert heard == [CANCEL.to_json()]
+        for each in (*strangers, agent.sock):
+            each.close()
+
+
+def test_a_crowd_of_one_address_keeps_no_other_out() -> None:
+    heard = Heard()
+    with listening(heard, most=64) as port, socket.create_connection(("127.0.0.1", port)) as own:
+        strangers = crowd(port, "127.0.0.2")
+        with contextlib.suppress(ConnectionError):  # until the last of the crowd was accepted
+            strangers[-1].sendall(b"GET / HTTP/1.1\r\n\r\n")
+            strangers[-1].recv(1)
+        handshake = ClientHandshake(TOKEN, "control", 0)
+        own.sendall(encode(handshake.request.to_json()))
+        (challenge,) = Decoder().feed(own.recv(4096))
+        own.sendall(encode(handshake.answer(challenge).to_json()) + encode(CANCEL.to_json()))
+        assert own.recv(4096)
+        for each in strangers:
+            each.close()
+    assert heard == [CANCEL.to_json()]
+
+
+def test_a_crowd_is_accepted_a_few_at_a_time() -> None:
+    """What the supervisor has to do besides, pings too, waits for a few of them, not for all."""
+
+    async def accepted() -> list[int]:
+        server = Server()
+        await server.listen("127.0.0.1")
+        strangers = crowd(server.port)
+        counts = [0]
+        while counts[-1] < len(strangers):
+            await asyncio.sleep(0)
+            counts.append(len(server._open))
+        for each in strangers:
+            each.close()
+        await server.close()
+        return counts
+
+    counts = asyncio.run(accepted())
+    assert max(b - a for a, b in itertools.pairwise(counts)) <= 2 * ACCEPTS
 
 
 def test_one_that_accepts_and_says_nothing(tmp_path: Path) -> None:

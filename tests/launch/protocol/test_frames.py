@@ -119,5 +119,5 @@ def test_whoever_answers_the_knock_without_the_token_is_no_supervisor(said: list
         thread = threading.Thread(target=answer)
         thread.start()
         with pytest.raises(SupervisorLost):
-            dial("127.0.0.1", server.getsockname()[1], b"token", 0, seconds=5)
+            dial("127.0.0.1", server.getsockname()[1], b"token", 0, seconds=0.3)
         thread.join()

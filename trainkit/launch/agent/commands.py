@@ -32,6 +32,7 @@ from trainkit.launch.protocol.frames import Frame, LeftProcess, ProcessSpec, Rep
 
 SWEEP_SECONDS = 5.0
 NODE_MARK = re.compile(r"[^/]+/\d+/\d+")  # run, attempt, node: an agent's part of a run
+GREETED = 64  # connections in a turn of the loop: strangers may come as fast as they can
 # reported where the kernel says that there is something, and no look finds it
 UNSEEN = LeftProcess(0, "something that ends and begins faster than it can be looked at")
 F = TypeVar("F", bound=Frame)
@@ -115,10 +116,11 @@ def listen(agent: Agent, frame: frames.Listen) -> None:
 
 def _greet(listener: socket.socket, token: bytes) -> None:
     with contextlib.suppress(OSError):
-        caller, _ = listener.accept()
-        with caller:
-            caller.setblocking(False)
-            caller.send(greeting(token, listener.getsockname()[1]))
+        for _ in range(GREETED):
+            caller, _ = listener.accept()
+            with caller, contextlib.suppress(OSError):
+                caller.setblocking(False)
+                caller.send(greeting(token, listener.getsockname()[1]))
 
 
 def _close_listener(agent: Agent) -> None:

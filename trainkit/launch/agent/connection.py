@@ -17,6 +17,7 @@ from trainkit.launch.protocol.handshake import ClientHandshake
 ROOM = 2**18
 MOST = 2 * framing.MAX_FRAME_BYTES  # bytes under way that mean nobody reads any more
 PROOF_SECONDS = 30.0  # a thousand agents may connect at once
+AGAIN_SECONDS = 0.2
 
 
 class SupervisorLost(Exception):
@@ -106,41 +107,45 @@ def dial(
             for it then.
     """
     deadline = time.monotonic() + seconds
-    sock = _connect(address, port, deadline)
+    lost: Exception
+    while True:
+        try:
+            return _proved(address, port, ClientHandshake(token, "agent", node), deadline)
+        except BadFrame as error:
+            raise _no_supervisor(address, port, error) from None
+        except OSError as error:
+            lost = error  # not there yet; or it had to end one of many, and that was us
+        if time.monotonic() + AGAIN_SECONDS > deadline:
+            raise _no_supervisor(address, port, lost) from None
+        time.sleep(AGAIN_SECONDS)
+
+
+def _proved(
+    address: str, port: int, handshake: ClientHandshake, deadline: float
+) -> SupervisorConnection:
+    """One try. Raises OSError; BadFrame where something else answers."""
+    try:
+        sock = socket.create_connection((address, port), max(0.1, deadline - time.monotonic()))
+    except OSError as error:
+        raise OSError(f"cannot connect: {error.strerror or error}") from None
     try:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         framing.retransmit_soon(sock)
         decoder = Decoder()
-        handshake = ClientHandshake(token, "agent", node)
         _send(sock, handshake.request, deadline)
         challenge = _receive_one(sock, decoder, deadline)
         _send(sock, handshake.answer(challenge), deadline)
         decoder.limit = framing.MAX_FRAME_BYTES
         return SupervisorConnection(sock, decoder)
-    except (OSError, BadFrame) as error:
-        sock.close()
-        raise SupervisorLost(
-            f"{address} port {port} did not prove that it is the supervisor of this session:"
-            f" {error}"
-        ) from None
     except BaseException:
         sock.close()
         raise
 
 
-def _connect(address: str, port: int, deadline: float) -> socket.socket:
-    while True:
-        try:
-            return socket.create_connection(
-                (address, port), timeout=max(0.1, deadline - time.monotonic())
-            )
-        except OSError as error:
-            if time.monotonic() + 0.5 > deadline:
-                raise SupervisorLost(
-                    f"cannot connect to the supervisor at {address} port {port}:"
-                    f" {error.strerror or error}"
-                ) from None
-        time.sleep(0.2)
+def _no_supervisor(address: str, port: int, why: Exception) -> SupervisorLost:
+    return SupervisorLost(
+        f"{address} port {port} did not prove that it is the supervisor of this session: {why}"
+    )
 
 
 def _send(sock: socket.socket, frame: Frame, deadline: float) -> None:
@@ -155,7 +160,7 @@ def _receive_one(sock: socket.socket, decoder: Decoder, deadline: float) -> dict
         sock.settimeout(max(0.1, deadline - time.monotonic()))
         data = sock.recv(4096)
         if not data:
-            raise BadFrame("it closed the connection")
+            raise ConnectionResetError("it closed the connection")
         if time.monotonic() > deadline:
             raise BadFrame("it took too long")
         if received := list(decoder.feed(data)):

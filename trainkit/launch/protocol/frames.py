@@ -292,8 +292,7 @@ class SlotsReserved(Frame):
 
 @dataclass(frozen=True)
 class SlotsBusy(Frame):
-    """A slot is held by another run. `holder`: its process and user, as the kernel has them, and
-    what that user says of it."""
+    """A slot is held. `holder`: process and user by the kernel's word, the rest by this user's."""
 
     TYPE = "busy"
     slot: str

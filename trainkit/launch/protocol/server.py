@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import resource
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -29,7 +31,9 @@ PROOF_SECONDS = 30.0
 # disk
 MOST_REPORTED = 20
 WAITING_CONNECTIONS = 4096
-# connections at a time, of a quarter of the files we may open: the oldest goes where one more comes
+# connections that are accepted before everything else has its turn again
+ACCEPTS = 16
+# connections at a time, of a quarter of the files we may open
 MOST_UNPROVED = 1024
 T = TypeVar("T")
 
@@ -42,12 +46,10 @@ class Connection:
         self._writer = writer
         self._decoder = Decoder()
         self.heard = time.monotonic()
-        peer = writer.get_extra_info("peername")
+        peer = writer.get_extra_info("peername") or ("unknown", 0)
         retransmit_soon(writer.get_extra_info("socket"))
-        if peer:
-            self.peer = f"{peer[0]}:{peer[1]}"
-        else:
-            self.peer = "unknown"
+        self.peer_address = str(peer[0])
+        self.peer = f"{peer[0]}:{peer[1]}"
 
     def trust(self) -> None:
         """The other side has proved itself: it may send long frames."""
@@ -114,7 +116,7 @@ class Server:
         self._on_rejected = on_rejected
         self._server: asyncio.Server | None = None
         self._open: set[asyncio.Task[None]] = set()
-        self._unproved: dict[Connection, None] = {}  # oldest first
+        self._unproved: defaultdict[str, list[Connection]] = defaultdict(list)  # by address
         self._most_unproved = MOST_UNPROVED
         self.address = ""
         self.port = 0
@@ -131,12 +133,16 @@ class Server:
         self._thread = threading.Thread(target=self.loop.run_forever, name="network", daemon=True)
         self._thread.start()
         try:
+            # asyncio accepts as many at once as may wait: so few of them, then the queue's true
+            # length
             self._server = await self.run(
-                asyncio.start_server(self._accept, address, 0, backlog=WAITING_CONNECTIONS)
+                asyncio.start_server(self._accept, address, 0, backlog=ACCEPTS)
             )
         except OSError:
             await self.close()
             raise
+        with self._server.sockets[0].dup() as listener:
+            listener.listen(WAITING_CONNECTIONS)
         self.address, self.port = address, self._server.sockets[0].getsockname()[1]
 
     async def run(self, work: Coroutine[Any, Any, T]) -> T:
@@ -162,15 +168,12 @@ class Server:
         assert task is not None
         self._open.add(task)
         connection = Connection(reader, writer)
-        if len(self._unproved) >= self._most_unproved:
-            # what has the token proves it at once; what only connects must not keep others out
-            next(iter(self._unproved)).close()
-            del self._unproved[next(iter(self._unproved))]
-        self._unproved[connection] = None
+        self._make_room()
+        self._unproved[connection.peer_address].append(connection)
         try:
             async with asyncio.timeout(PROOF_SECONDS):
                 request = await self._proved(connection)
-            self._unproved.pop(connection, None)
+            self._forget_unproved(connection)
             # else what it came for has just gone
             if handler := self.handlers.get(request.role):
                 await handler(connection, request.node)
@@ -185,8 +188,25 @@ class Server:
             pass
         finally:
             connection.close()
-            self._unproved.pop(connection, None)
+            self._forget_unproved(connection)
             self._open.discard(task)
+
+    def _make_room(self) -> None:
+        """Where as many as may be have proved nothing yet, end one of those of the address that has
+        most of them. Which one is chance: an agent beside it, which needs a moment for its proof,
+        is rarely the one, and tries again."""
+        if sum(map(len, self._unproved.values())) >= self._most_unproved:
+            most = max(self._unproved.values(), key=len)
+            unlucky = random.choice(most)
+            most.remove(unlucky)
+            unlucky.close()
+
+    def _forget_unproved(self, connection: Connection) -> None:
+        of_address = self._unproved[connection.peer_address]
+        if connection in of_address:
+            of_address.remove(connection)
+        if not of_address:
+            del self._unproved[connection.peer_address]
 
     async def _proved(self, connection: Connection) -> ConnectRequest:
         """What the other side wants, once it has proved itself. Raises BadFrame."""
