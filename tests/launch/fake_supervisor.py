@@ -109,6 +109,7 @@ class Session:
             answer["proof"], self.token, "agent", knock["nonce"], own, f"agent:{knock['node']}"
         )
         peer.decoder.limit = framing.MAX_FRAME_BYTES
+        peer.say(type="ping")
         return peer
 
     def begin(self, *, slots: tuple[str, ...] = ("cpu",), **how: Any) -> Peer:

@@ -133,9 +133,12 @@ def _proved(
         framing.retransmit_soon(sock)
         decoder = Decoder()
         _send(sock, handshake.request, deadline)
-        challenge = _receive_one(sock, decoder, deadline)
+        challenge, *more = _receive(sock, decoder, deadline)
+        if more:
+            raise BadFrame("it sent a frame out of turn")
         _send(sock, handshake.answer(challenge), deadline)
         decoder.limit = framing.MAX_FRAME_BYTES
+        _receive(sock, decoder, deadline)  # a ping: it has seen our answer, and keeps us
         return SupervisorConnection(sock, decoder)
     except BaseException:
         sock.close()
@@ -153,17 +156,15 @@ def _send(sock: socket.socket, frame: Frame, deadline: float) -> None:
     sock.sendall(framing.encode(frame.to_json()))
 
 
-def _receive_one(sock: socket.socket, decoder: Decoder, deadline: float) -> dict[str, object]:
-    """The next frame. Nothing may follow the challenge before our answer: what does is not a
-    supervisor."""
-    while True:
+def _receive(sock: socket.socket, decoder: Decoder, deadline: float) -> list[dict[str, object]]:
+    """What comes next, one frame or more."""
+    received: list[dict[str, object]] = []
+    while not received:
         sock.settimeout(max(0.1, deadline - time.monotonic()))
         data = sock.recv(4096)
         if not data:
             raise ConnectionResetError("it closed the connection")
         if time.monotonic() > deadline:
             raise BadFrame("it took too long")
-        if received := list(decoder.feed(data)):
-            if len(received) > 1:
-                raise BadFrame("it sent a frame out of turn")
-            return received[0]
+        received = list(decoder.feed(data))
+    return received

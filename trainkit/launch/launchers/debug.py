@@ -65,10 +65,11 @@ class StubAgent:
         self.connection = Connection(
             *await asyncio.open_connection(self.document.address, self.document.port)
         )
-        beating = asyncio.create_task(self._beat())
+        beating = None
         try:
             await self._prove()
             self.connection.send(self.facts())
+            beating = asyncio.create_task(self._beat())
             while (received := await self.connection.receive()) is not None:
                 command = read_command(received)
                 if isinstance(command, frames.Goodbye):
@@ -76,7 +77,8 @@ class StubAgent:
                 if command and (work := getattr(self, f"on_{command.TYPE}", None)):
                     await work(command)
         finally:
-            beating.cancel()
+            if beating:
+                beating.cancel()
             await self.stop(0)
             self.connection.close()
 

@@ -1,8 +1,9 @@
 """How two sides prove to each other that they can read the session's token, without sending it.
 
 The one that connects sends "knock" with a nonce; the supervisor answers with "challenge": its own
-nonce and its proof; the other side sends "answer" with its proof. A proof is HMAC-SHA256 (RFC
-2104) over both sides' nonces and who is speaking, so that nothing can be played back to either.
+nonce and its proof; the other side sends "answer" with its proof, and gets the first "ping" once
+that is accepted. A proof is HMAC-SHA256 (RFC 2104) over both sides' nonces and who is speaking, so
+that nothing can be played back to either.
 
 Standard library only: the agent imports this on nodes that may have nothing else.
 """

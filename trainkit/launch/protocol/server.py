@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 from trainkit.base.process import raise_open_file_limit
-from trainkit.launch.protocol.frames import ConnectRequest, Frame
+from trainkit.launch.protocol.frames import ConnectRequest, Frame, Ping
 from trainkit.launch.protocol.framing import (
     MAX_FRAME_BYTES,
     BadFrame,
@@ -174,6 +174,7 @@ class Server:
             async with asyncio.timeout(PROOF_SECONDS):
                 request = await self._proved(connection)
             self._forget_unproved(connection)
+            connection.send(Ping())  # from now on it is not ended for others
             # else what it came for has just gone
             if handler := self.handlers.get(request.role):
                 await handler(connection, request.node)
