@@ -71,11 +71,14 @@ class AgentLost(Frame):
         why: for people.
         silent: nothing was closed, so what it started may still run for a while.
         ago: seconds since it was heard.
+        closed: its host closed the connection: the agent has ended, or ends now and stops all it
+            started. It does not live on for its lease.
     """
 
     why: str
     silent: bool
     ago: float
+    closed: bool = False
 
 
 class AgentPool:
@@ -258,6 +261,7 @@ class AgentPool:
             raise BadFrame(f"node {node} is there already or is none of ours")
         self._connections[node] = connection
         why = "its agent's connection ended"
+        closed = True
         try:
             while (received := await connection.receive()) is not None:
                 frame = read_report(received)
@@ -271,7 +275,8 @@ class AgentPool:
                     self._give(node, frame)
         except BadFrame as error:
             why = f"its agent speaks another protocol: {error}"
-        self._lose(node, why, silent=False)
+            closed = False
+        self._lose(node, why, silent=False, closed=closed)
 
     def _compare_clocks(self, node: int, frame: Frame) -> None:
         """A frame is late by its way and by what we do meanwhile: of all that tell their time,
@@ -287,11 +292,11 @@ class AgentPool:
         offset = (facts.clock or time.time()) - time.time()
         return JoinedAgent(node, self.host(node), facts, offset)
 
-    def _lose(self, node: int, why: str, *, silent: bool) -> None:
+    def _lose(self, node: int, why: str, *, silent: bool, closed: bool = False) -> None:
         if node in self.lost or node in self._leaving:
             return
         ago = time.monotonic() - self._connections[node].heard if silent else 0.0
-        frame = AgentLost(why, silent, ago)
+        frame = AgentLost(why, silent, ago, closed)
         self.lost[node] = frame
         self._connections[node].close()
         self._give(node, frame)

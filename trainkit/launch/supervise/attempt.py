@@ -115,7 +115,7 @@ class AttemptResult:
         uncertain: hosts on which something may still run: contact was lost, or they did not say
             that nothing is left.
         lost: how many contacts were lost.
-        lost_at: since when the last of the uncertain hosts hears nothing of us, by
+        lost_at: when the lease of the last of the uncertain hosts began to run out, by
             time.monotonic(); None: there are none, or nothing is left there.
         again: another attempt follows; the supervisor decides.
         budget: what another attempt, here or later, has used up; "": there is to be none.
@@ -240,7 +240,7 @@ class Attempt:
             *(lost.host for lost in ranks.losses),
             *(each["host"] for each in ranks.survivors),
         }
-        if uncertain and ranks.lost_at is None:
+        if uncertain - {lost.host for lost in ranks.losses}:
             ranks.lost_at = time.monotonic()
         clean = replace(outcome, root_cause=self.redactor.value(outcome.root_cause))
         return AttemptResult(

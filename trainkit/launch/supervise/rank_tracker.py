@@ -64,7 +64,8 @@ class RankTracker:
         self.losses: list[LostContact] = []
         # what is left, by the nodes that have said so
         self.stopped: dict[int, list[SurvivingProcess]] = {}
-        # since when the last lost host hears nothing of us, by time.monotonic()
+        # when the lease of the last lost host began to run out, by time.monotonic(); of one whose
+        # agent has ended it is over
         self.lost_at: float | None = None
 
     def expect(self, node_of: dict[int, int]) -> None:
@@ -154,7 +155,8 @@ class RankTracker:
         gone = {rank for rank, where in self.node_of.items() if where == node}
         if node not in self.stopped or gone & self.running:
             self.losses.append(LostContact(host, frame.why, time.time() - frame.ago, frame.silent))
-            self.lost_at = max(self.lost_at or 0.0, time.monotonic() - frame.ago)
+            gone_for = self.heartbeats.limits.lease if frame.closed else frame.ago
+            self.lost_at = max(self.lost_at or 0.0, time.monotonic() - gone_for)
             # a full disk must not keep us from stopping the others
             with contextlib.suppress(OSError):
                 self.events.write(ContactLost(node, host, frame.why))
