@@ -54,13 +54,16 @@ def test_another_form_is_refused(tmp_path: Path, wrong: dict[str, object]) -> No
 
 
 def test_whether_it_lives() -> None:
-    """Here its process says so, and no clock; of another host its last word, for a while."""
+    """While it signs, here as on another host. Of one that is silent only that it is gone can be
+    seen, and only here; a sign of the future says as little."""
     far = replace(OURS, identity=replace(OURS.identity, host="elsewhere"), host="elsewhere")
-    assert OURS.alive(OURS.time + 1e9) is True
+    assert OURS.alive(OURS.time + SILENCE_SECONDS) is True
+    assert OURS.alive(OURS.time + SILENCE_SECONDS + 0.1) is None
     assert replace(OURS, ended=True).alive(OURS.time) is False
     assert replace(OURS, identity=replace(OURS.identity, start_time=1)).alive(OURS.time) is False
     assert far.alive(far.time + SILENCE_SECONDS) is True
     assert far.alive(far.time + SILENCE_SECONDS + 0.1) is None
+    assert far.alive(far.time - SILENCE_SECONDS - 0.1) is None
     assert replace(far, ended=True).alive(far.time) is False
 
 

@@ -85,7 +85,8 @@ def reserve_slots(
         cleared = [stale for note in notes if (stale := _read_words(note))]
         for note in notes:
             os.ftruncate(note, 0)
-            os.pwrite(note, words, 0)
+            with contextlib.suppress(OSError):  # a full disk: our run is not named
+                os.pwrite(note, words, 0)
     except BaseException:
         for handle in (*(lock for _, lock in locks), *notes):
             os.close(handle)

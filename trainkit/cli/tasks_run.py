@@ -160,8 +160,8 @@ def attach(task: TaskContext, run: str) -> TaskResult:
         **RUN,
         "save": "save a checkpoint first, at the end of the step",
         "force": (
-            "if its supervisor is gone: count hosts that do not answer as gone too, so that the run"
-            " can be resumed"
+            "if its supervisor is gone, or hangs and is to be killed: count hosts that do not"
+            " answer as gone too, so that the run can be resumed"
         ),
     },
     takes_json=True,

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from trainkit.base.errors import Exit, TrainkitError
+from trainkit.base.process import is_alive
+from trainkit.base.process_marks import MarkedProcess, send_signal
 from trainkit.jobs.resolved import read_job
 from trainkit.jobs.schema import Job
 from trainkit.launch.hosts.hostfile import Host
@@ -98,7 +102,8 @@ def cancel_run(run: RunFolder, *, save: bool, force: bool, say: Say) -> Cancella
     Args:
         run: the run.
         save: first save at the end of the step; it can go on from there.
-        force: hosts that do not answer count as gone.
+        force: hosts that do not answer count as gone; a supervisor of this host that does not is
+            killed.
         say: prints one line.
 
     Raises TrainkitError (exit 13) where the run does not end, or cannot be reached.
@@ -119,7 +124,9 @@ def cancel_run(run: RunFolder, *, save: bool, force: bool, say: Say) -> Cancella
         return Cancellation(read_run_record(run), Exit.CANCELLED)
     if not scheduler.queues and _made_just_now(run):
         record = read_run_record(run)
-    if record.state in ("running", "unknown") and _ask_supervisor(record, say, save=save):
+    if record.state in ("running", "unknown") and _ask_supervisor(
+        record, say, save=save, force=force
+    ):
         say(f"run {run.id}: its supervisor was told to {'save and stop' if save else 'stop'}")
         record = _wait(run, job, say, save=save)
         ended = _last_end(run)
@@ -131,6 +138,8 @@ def cancel_run(run: RunFolder, *, save: bool, force: bool, say: Say) -> Cancella
         else:
             hosts = _sweep(run, job)
         return Cancellation(record, _exit_of(record, hosts), hosts)
+    if not scheduler.queues:
+        _end_hung_supervisor(run, record, say, force=force)
     ended = _last_end(run)
     record = current(read_run_record(run))  # it may have ended while it was asked
     if record.state not in ("running", "unknown") and not _may_have_left(run, ended):
@@ -183,13 +192,13 @@ def _begun(run: RunFolder, say: Say) -> RunRecord:
     return record
 
 
-def _ask_supervisor(record: RunRecord, say: Say, *, save: bool) -> bool:
+def _ask_supervisor(record: RunRecord, say: Say, *, save: bool, force: bool) -> bool:
     """Ask the supervisor to end the run; whether there was one. Raises TrainkitError (exit 13)
-    where it lives and cannot be reached, and no scheduler could end the run."""
+    where it lives and cannot be reached, and neither force nor a scheduler could end the run."""
     try:
         return ask_supervisor(record.run, CancelRun(save))
     except TrainkitError as error:
-        if record.state == "unknown":  # long silent, and not to be reached either
+        if force or record.state == "unknown":  # long silent, and not to be reached either
             say(error.message)
             return False
         scheduler = scheduler_of(record.run)
@@ -200,6 +209,34 @@ def _ask_supervisor(record: RunRecord, say: Say, *, save: bool) -> bool:
             " allows"
         )
         return False
+
+
+def _end_hung_supervisor(run: RunFolder, record: RunRecord, say: Say, *, force: bool) -> None:
+    """End a supervisor of this host that lives and does not answer, so that it cannot go on beside
+    another. Raises TrainkitError (exit 13) without force, or where it is not ours to end."""
+    status = read_supervisor_status(run)
+    if status is None or status.ended or not is_alive(status.identity):
+        return
+    who = status.identity
+    if not force:
+        raise TrainkitError(
+            f"run {run.id}: {(record.root_cause or {}).get('message')}",
+            exit=Exit.CONTACT_LOST,
+            hint=f"invoke cancel {run.id} --force ends that process too",
+        )
+    # the folder's word alone does not point a signal at a process of somebody else's
+    if os.stat(f"/proc/{who.pid}").st_uid == run.supervisor.stat().st_uid:
+        send_signal(MarkedProcess(who.pid, who.start_time, "", ""), signal.SIGKILL)
+    deadline = time.monotonic() + ROOM_SECONDS
+    while is_alive(who):
+        if time.monotonic() > deadline:
+            raise TrainkitError(
+                f"run {run.id}: its supervisor (pid {who.pid}) does not end",
+                exit=Exit.CONTACT_LOST,
+                hint=f"whose is it, and what does it wait for? ps -o user,stat,wchan {who.pid}",
+            )
+        time.sleep(POLL_SECONDS)
+    say(f"run {run.id}: its supervisor (pid {who.pid}), which did not answer, is ended")
 
 
 def _made_just_now(run: RunFolder) -> bool:

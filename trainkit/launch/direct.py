@@ -4,6 +4,8 @@ at once, on hosts that the caller chose, and nothing has a queue."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 from trainkit.base.errors import ConfigError
@@ -12,6 +14,7 @@ from trainkit.jobs.schema import Cluster, Job
 from trainkit.launch.hosts.hostfile import find_hostfile
 from trainkit.launch.hosts.selection import HostList, load_hosts, this_host
 from trainkit.launch.preparation import Notice, Preparation, UnitRunner, direct_units
+from trainkit.launch.protocol.client import supervisor_answers
 from trainkit.launch.scheduler_contract import (
     ArrayRequest,
     CancelledJob,
@@ -37,6 +40,8 @@ from trainkit.stages.contract import Need
 from trainkit.stages.execute import needs_in_turn
 from trainkit.stages.in_flight import StillRunning, refuse_in_flight
 from trainkit.stages.registry import STAGES
+
+ASKED_AT_ONCE = 16  # supervisors that are silent: each may take seconds not to answer
 
 
 class Direct:
@@ -118,10 +123,13 @@ class Direct:
         return True
 
     def state(self, record: RunRecord) -> RunRecord:
+        if record.state == "unknown" and supervisor_answers(record.run):
+            return replace(record, state="running", exit=None, root_cause=None, lost=False)
         return record
 
     def states(self, records: Sequence[RunRecord]) -> list[RunRecord]:
-        return list(records)
+        with ThreadPoolExecutor(ASKED_AT_ONCE) as pool:
+            return list(pool.map(self.state, records))
 
     def report(self, record: RunRecord) -> QueueReport | None:
         return None

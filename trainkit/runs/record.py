@@ -141,7 +141,7 @@ def last_step(run: RunFolder) -> int:
 def read_run_record(run: RunFolder) -> RunRecord:
     """The state of a run now. Until its supervisor has written its status it is starting, between
     two attempts it is running. A run whose supervisor is gone without a word is failed, class
-    infra; one whose supervisor is on another host and silent is unknown (exit 13)."""
+    infra; one whose supervisor is silent, and is on another host or hangs, is unknown (exit 13)."""
     attempts = run.attempts()
     if attempts:
         number = attempts[-1].number
@@ -176,25 +176,28 @@ def read_run_record(run: RunFolder) -> RunRecord:
     if alive:
         return running
     if alive is None and status is not None:
-        return _unknown(running, status.host, status.time)
+        return _unknown(running, status.identity, status.time)
     if alive is None and started is not None:
         since = attempts[-1].events.stat().st_mtime
-        return _unknown(running, started.supervisor["host"], since)
+        return _unknown(running, ProcessIdentity(**started.supervisor), since)
     return _lost(running, status, started)
 
 
-def _unknown(record: RunRecord, host: str, since: float) -> RunRecord:
-    """The record of a run whose supervisor, on another host, is silent."""
+def _unknown(record: RunRecord, who: ProcessIdentity, since: float) -> RunRecord:
+    """The record of a run whose supervisor is silent."""
     moment = _iso(since)
-    message = (
-        f"the supervisor on {host} has given no sign of life since {moment}, and that host"
-        " cannot be asked from here"
-    )
+    if is_alive(who):
+        message = f"the supervisor (pid {who.pid} on {who.host}) hangs since {moment}"
+    else:
+        message = (
+            f"the supervisor on {who.host} has given no sign of life since {moment}, and that host"
+            " cannot be asked from here"
+        )
     return replace(
         record,
         state="unknown",
         exit=int(Exit.CONTACT_LOST),
-        root_cause={"message": message, "host": host, "since": moment},
+        root_cause={"message": message, "host": who.host, "since": moment},
         lost=True,
     )
 

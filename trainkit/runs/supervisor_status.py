@@ -16,8 +16,7 @@ from trainkit.runs.folder import RunFolder
 
 SUPERVISOR_SCHEMA = "supervisor/1"
 STARTER_SCHEMA = "maker/1"
-# a supervisor writes its sign of life every 5 s; one of another host that was silent for longer
-# may be alive or not
+# a supervisor writes its sign of life every 5 s; one that was silent for longer may be alive or not
 SILENCE_SECONDS = 60.0
 
 
@@ -69,13 +68,12 @@ class SupervisorStatus:
         )
 
     def alive(self, now: float) -> bool | None:
-        """Whether it lives; None: it is another host's, and has been silent for too long."""
-        if self.ended:
+        """Whether it lives. None: it has been silent for too long, so that it hangs, or the file
+        system does; or, on another host, is gone. A sign of the future says no more: the clocks
+        of two hosts differ."""
+        if self.ended or is_alive(self.identity) is False:
             return False
-        seen_here = is_alive(self.identity)
-        if seen_here is not None:
-            return seen_here
-        if now - self.time <= SILENCE_SECONDS:
+        if abs(now - self.time) <= SILENCE_SECONDS:
             return True
         return None
 

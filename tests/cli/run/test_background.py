@@ -132,6 +132,34 @@ def test_saved_by_cancel_and_cancelled_without_a_supervisor(
     assert "has ended already" in project.invoke("cancel", "last").stdout
 
 
+def test_a_supervisor_that_stands_still(project: Project, running: Path) -> None:
+    """It is named with its pid, left alone by `cancel`, ended by `cancel --force`, and the run goes
+    on; a sign of life that only looks old, as of another clock, is nothing to worry about."""
+    sign = running / "launch/supervisor.json"
+
+    def age() -> None:
+        value = json.loads(sign.read_text())
+        sign.write_text(json.dumps(value | {"time": value["time"] - 3600}))
+
+    wait_for_rows(running, 2)
+    pid = json.loads(sign.read_text())["identity"]["pid"]
+    age()
+    assert project.document("status", "last")["state"] == "running"
+    os.kill(pid, signal.SIGSTOP)
+    age()
+    status = project.document("status", "last")
+    assert (status["state"], status["exit"]) == ("unknown", 13)
+    assert f"the supervisor (pid {pid} on " in status["root_cause"]["message"]
+    assert "hangs since" in status["root_cause"]["message"]
+    assert "hangs since" in project.invoke("resume", "last", exit=13).stderr
+    refused = project.invoke("cancel", "last", exit=13).stderr
+    assert f"pid {pid}" in refused and "--force ends that process too" in refused
+    assert alive(pid) and project.invoke("cancel", "last", "--force", exit=15)
+    assert not alive(pid) and not any(map(alive, ranks(running, 1)))
+    project.invoke("resume", "last", "--detach", "--set", "training.train_iters=5")
+    assert project.invoke("attach", "last")
+
+
 def test_words_that_contradict_each_other(project: Project) -> None:
     assert (
         "contradict" in project.invoke("train", "random", "--detach", "--foreground", exit=3).stderr

@@ -21,7 +21,7 @@ def cancel(task: TaskContext, text: str, *, save: bool, force: bool = False) -> 
         task: how the task speaks.
         text: which run.
         save: first save at the end of the step.
-        force: hosts that do not answer count as gone.
+        force: hosts that do not answer count as gone; a supervisor here that does not is killed.
     """
     run = find_run(load_jobs(task).roots(), text)
     cancelled = cancel_run(run, save=save, force=force, say=task.say)

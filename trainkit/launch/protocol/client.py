@@ -10,7 +10,7 @@ from trainkit.launch.protocol.frames import Frame, Ping
 from trainkit.launch.protocol.framing import BadFrame, Decoder, encode
 from trainkit.launch.protocol.handshake import ClientHandshake
 from trainkit.runs.folder import RunFolder
-from trainkit.runs.supervisor_status import read_supervisor_status
+from trainkit.runs.supervisor_status import SupervisorStatus, read_supervisor_status
 
 RETRY_SECONDS = 0.2
 NODE = 0  # of no meaning for this role
@@ -42,13 +42,8 @@ def ask_supervisor(run: RunFolder, request: Frame, timeout: float = 10.0) -> boo
         )
         why = "it does not answer"
         try:
-            token = bytes.fromhex(
-                run.session(supervisor.attempt).joinpath("token").read_text().strip()
-            )
-            with socket.create_connection(
-                (supervisor.address, supervisor.port), timeout
-            ) as connection:
-                if _is_answered(connection, token, request):
+            with _connect(supervisor, timeout) as connection:
+                if _is_answered(connection, _token(run, supervisor), request):
                     return True
         except BadFrame as error:
             raise TrainkitError(
@@ -62,16 +57,50 @@ def ask_supervisor(run: RunFolder, request: Frame, timeout: float = 10.0) -> boo
         time.sleep(RETRY_SECONDS)
 
 
+def supervisor_answers(run: RunFolder, timeout: float = 2.0) -> bool:
+    """Whether the run's supervisor proves at its port that it lives and moves: what neither clocks
+    nor files can say.
+
+    Args:
+        run: the run.
+        timeout: seconds for each step of it.
+    """
+    supervisor = read_supervisor_status(run)
+    try:
+        if supervisor is not None:
+            with _connect(supervisor, timeout) as connection:
+                return _is_proved(connection, Decoder(), _token(run, supervisor))
+    except (OSError, ValueError, BadFrame):
+        pass
+    return False
+
+
+def _token(run: RunFolder, supervisor: SupervisorStatus) -> bytes:
+    return bytes.fromhex(run.session(supervisor.attempt).joinpath("token").read_text().strip())
+
+
+def _connect(supervisor: SupervisorStatus, timeout: float) -> socket.socket:
+    return socket.create_connection((supervisor.address, supervisor.port), timeout)
+
+
 def _is_answered(connection: socket.socket, token: bytes, request: Frame) -> bool:
     decoder = Decoder()
+    if not _is_proved(connection, decoder, token):
+        return False
+    _send(connection, request)
+    return _receive(connection, decoder) is not None
+
+
+def _is_proved(connection: socket.socket, decoder: Decoder, token: bytes) -> bool:
+    """Whether both sides have proved themselves; False where the other one ends just now, or has
+    no session open between two attempts. Raises BadFrame where it does not know the token."""
     handshake = ClientHandshake(token, "control", NODE)
     _send(connection, handshake.request)
     challenge = _receive(connection, decoder)
     if challenge is None:
-        return False  # it ends just now, or no session is open between two attempts
+        return False
     _send(connection, handshake.answer(challenge))
-    _send(connection, request)
-    return _receive(connection, decoder) is not None
+    return True
 
 
 def _send(connection: socket.socket, frame: Frame) -> None:
