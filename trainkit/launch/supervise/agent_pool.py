@@ -204,6 +204,8 @@ class AgentPool:
                 async with asyncio.timeout(deadline - self.clock()):
                     node, frame = await self.received.get()
             except TimeoutError:
+                if self.clock() < deadline:
+                    continue
                 return got, self._silent(got, frames) | dict.fromkeys(
                     waiting, f"no answer within {timeout:g} s"
                 )

@@ -61,11 +61,13 @@ class RootWatch:
             stalled, _ = self._state
             since = time.monotonic()
             self._state = (stalled, since)
-            with contextlib.suppress(OSError):
-                self._sign()
-            now = time.monotonic()
-            beyond = _beyond_patience(since, now)
-            self._state = (stalled + beyond, None)
+            try:
+                with contextlib.suppress(OSError):
+                    self._sign()
+            finally:
+                now = time.monotonic()
+                beyond = _beyond_patience(since, now)
+                self._state = (stalled + beyond, None)
             if beyond:
                 self.stalls.append(now - since)
 
