@@ -27,7 +27,8 @@ _ARITHMETIC = re.compile(r"\$\(\(([^()]*)\)\)")
 _UNKNOWN = re.compile(
     r"\$\(\([^()]*\)\)|\$\([^()]*\)|`[^`]*`|\$\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}|\$(?:\w+|[@*#?])"
 )
-_QUOTED = r"""'[^']*'|"(?:[^"\\]|\\.)*\""""
+# a command in double quotes has quotes of its own
+_QUOTED = r"""'[^']*'|"(?:[^"\\`$]|\\.|`[^`]*`|\$\([^()]*\)|\$)*+\""""
 _QUOTE = re.compile(rf"{_QUOTED}|\\.", re.DOTALL)
 _PIECE = re.compile(rf"{_QUOTED}|(?P<comment>(?<![^\s;])\#[^\n]*)|\\.|.", re.DOTALL)
 _NESTED = r"\$\(\([^()]*\)\)|\$\([^()]*\)|\$\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}|`[^`]*`"

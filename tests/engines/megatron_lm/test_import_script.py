@@ -144,6 +144,7 @@ else LAYERS=1; fi
 if [ $NODES -eq 1 ] || [ -n "$EMPTY" ]; then HIDDEN=2; else HEADS=40; fi
 [[ $NODES -lt 2 ]] && HEADS=3
 false_one="a" && [ "$false_one" != a ] || LENGTH=2048
+MORE="--seed `echo "7; 8" | head -c1` --lr $(echo "2") --clip-grad 1"
 torchrun pretrain_gpt.py --num-layers $LAYERS --hidden-size $HIDDEN \
     --num-attention-heads ${HEADS} --seq-length $LENGTH \
     --save \'a\ b\' --load "a \"b\"" --split '9\1'",1"
@@ -276,6 +277,7 @@ def test_samples_of_a_growing_batch_are_more_steps() -> None:
         ("--save /a --load /base", "--load /base: a start from these weights"),
         ("--data-path 0.5 /a 0.5 /b", "--data-path: weights 0.5 0.5: here prefixes count by"),
         ("--data-path /a --mock-data --vocab-file v", "--vocab-file v: tokenizers.X.vocab_file"),
+        ("--rotary-base 500", "--rotary-base 500.0: family 'gpt' does not read it"),
         ("--num-query-groups 2", "--num-query-groups 2: Megatron-LM reads it with"),
     ],
 )

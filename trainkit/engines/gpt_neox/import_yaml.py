@@ -383,8 +383,8 @@ def _dataset(values: NeoxValues) -> dict[str, object]:
     if len(set(prefixes)) == len(own):
         return {"source": "indexed", "prefixes": prefixes, "test_files": 1, "valid_files": 1}
     values.left.append(
-        f"train, valid and test read the same pairs whole ({prefixes}): here split = '{split}' cuts"
-        f" the first"
+        f"train_data_paths, valid_data_paths, test_data_paths = {prefixes!r}: all read whole; here"
+        f" split = '{split}' cuts the first"
     )
     return {"source": "indexed", "prefixes": prefixes[:1], "split": split}
 

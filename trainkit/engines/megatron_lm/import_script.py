@@ -242,7 +242,9 @@ def _model(options: _Options) -> dict[str, object]:
     if model["family"] == "gpt":
         model["gelu"] = "exact" if options.flag("no-bias-gelu-fusion") else "tanh"
     if model["family"] == "llama":
-        model["rotary_base"] = _real("rotary-base", model.get("rotary_base", 10000.0))
+        model.setdefault("rotary_base", 10000.0)
+    if "rotary_base" in model:
+        model["rotary_base"] = _real("rotary-base", model["rotary_base"])
     for key, implied in (("rotary_base", None), ("rotary_percent", 1.0)):
         if key in model and key not in FAMILIES[str(model["family"])].settings:
             value = model.pop(key)
@@ -257,9 +259,8 @@ def _family(options: _Options) -> str:
     asked = dict(_FAMILIES["gpt"])  # Megatron-LM's own defaults
     rotary = options.flag("use-rotary-position-embeddings")
     for name in asked:
-        words = options.take(name)
-        if words is not None:
-            asked[name] = " ".join(words)
+        if name in options.given:
+            asked[name] = " ".join(options.given.pop(name))
     if rotary:
         asked["position-embedding-type"] = "rope"
     same = {
