@@ -126,10 +126,9 @@ CASES: Mapping[str, tuple[str, Values, Values]] = {
 
 
 def read_megatron(folder: Path, table: OptionTable, values: Values) -> ImportedJob:
-    words = []
+    words: list[str] = []
     for name, value in values.items():
-        action = "store_true" if value is True else "store"  # those of no table
-        option = table.find(name) or Option(name, action=action)
+        option = table.find(name) or Option(name, action="store_true" if value is True else "store")
         words += option.words(value) if option.action == "store" else [f"--{name}"]
     return import_megatron(f"torchrun pretrain_gpt.py {shlex.join(words)}\n", "x", table)
 
@@ -226,6 +225,14 @@ def test_each_option_of_each_table(tmp_path: Path, case: str) -> None:
                 if not is_accounted_for(before, read, name):
                     lost.append((version, name, value))
     assert len(seen) > 100 and not lost
+
+
+def test_files_of_another_tokenizer_are_named(tmp_path: Path) -> None:
+    """As of GPT-NeoX's own pythia configurations with local_setup.yml."""
+    table = load_table("gpt-neox", "2.0.0")
+    found = read_neox(tmp_path, table, {**NEOX, "tokenizer_type": "HFTokenizer"})
+    assert found.tokenizer == {"type": "file", "path": "v.json"}
+    assert any(line.startswith("merge_file = 'm.txt'") for line in found.not_taken)
 
 
 @pytest.mark.parametrize(

@@ -154,9 +154,8 @@ def test_round_trip(tmp_path: Path, version: str, size: str) -> None:
     job = job_of(tmp_path, imported, version)
     found = configuration(commanded(job)[0])
     assert set(differences(found, published(version, size))) == OWN
-    left = "\n".join(imported.not_taken)
-    left = {re.split(" = |: ", line)[0] for line in imported.not_taken}
-    assert left == LEFT and len(imported.not_taken) == len(LEFT)
+    names = {re.split(" = |: ", line)[0] for line in imported.not_taken}
+    assert names == LEFT and len(imported.not_taken) == len(LEFT)
     assert imported.job["slurm"] == {
         "exclusive": True,
         "mem": 0,

@@ -391,12 +391,16 @@ def _dataset(values: NeoxValues) -> dict[str, object]:
 
 def _tokenizer(values: NeoxValues) -> dict[str, object]:
     kind = str(values.take("tokenizer_type"))
-    vocabulary = values.take("vocab_file")
-    merges = values.take("merge_file")
-    if kind.lower() == "gpt2bpetokenizer" and vocabulary and merges:
-        return {"type": "gpt2", "vocab_file": vocabulary, "merge_file": merges}
+    vocabulary = values.peek("vocab_file")
+    if kind.lower() == "gpt2bpetokenizer" and vocabulary and values.peek("merge_file"):
+        values.drop("vocab_file")
+        return {
+            "type": "gpt2",
+            "vocab_file": vocabulary,
+            "merge_file": values.take("merge_file"),
+        }
     if kind.lower() == "hftokenizer" and vocabulary:
-        return {"type": "file", "path": vocabulary}
+        return {"type": "file", "path": values.take("vocab_file")}
     values.leave("tokenizer_type", kind, "trainkit needs a tokenizer.json, or GPT-2's two files")
     return {}
 

@@ -249,8 +249,8 @@ def _model(options: _Options) -> dict[str, object]:
         if key in model and key not in FAMILIES[str(model["family"])].settings:
             value = model.pop(key)
             if value != implied:
-                words = f"--{key.replace('_', '-')} {value}"
-                options.not_taken.append(f"{words}: family '{model['family']}' does not read it")
+                said = f"--{key.replace('_', '-')} {value}"
+                options.not_taken.append(f"{said}: family '{model['family']}' does not read it")
     return model
 
 
