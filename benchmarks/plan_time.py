@@ -20,10 +20,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.support.plan_calibrate import predict, quantile
 from benchmarks.support.timing_rows import Row, read_rows
-from trainkit.plan.time.constants import fitted
 from trainkit.plan.time.setup import Setup
-from trainkit.plan.time.step import step_time
 
 GIVEN = Path(__file__).resolve().parents[2] / "shared/timings/given.csv"
 FEWEST = 4  # layouts of a cell in which a choice counts
@@ -40,29 +39,6 @@ def fixed_efficiency(setup: Setup) -> float:
     tokens = split.global_batch * shape.seq
     waiting = (split.pipeline - 1) / (split.virtual * split.micro_batches)
     return flops * tokens * (1 + waiting) / (split.world * setup.machine.peak * FIXED)
-
-
-def predict(rows: Sequence[Row], fold: str) -> dict[str, float]:
-    """Seconds by row id; under a fold from constants fitted without the row's group or source."""
-    if fold == "none":
-        return {row.id: step_time(row.setup, fitted()).seconds for row in rows}
-    from benchmarks.support.plan_calibrate import from_free, left_out, thinned, to_free
-
-    def key(row: Row) -> object:
-        return row.group if fold == "group" else row.source
-
-    kept = thinned(rows)
-    others = left_out(kept, [key(row) for row in kept], to_free(fitted()))
-    constants = {left: from_free(free) for left, free in others.items()}
-    return {row.id: step_time(row.setup, constants[key(row)]).seconds for row in rows}
-
-
-def quantile(values: Sequence[float], part: float) -> float:
-    ordered = sorted(values)
-    at = part * (len(ordered) - 1)
-    low = math.floor(at)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (at - low) * (ordered[high] - ordered[low])
 
 
 def kendall(first: Sequence[float], second: Sequence[float]) -> float:

@@ -185,6 +185,7 @@ def test_the_code_is_easy_to_read() -> None:
     assert found.per_thousand(found.conditional) <= 12
     assert found.untyped <= MOST_UNTYPED
     assert not found.circles
+    assert not measure(PACKAGE.parent / "benchmarks").circles
     assert not found.homonyms
     assert len(found.wide) <= 15, "regular expressions and lines that end in a pragma"
     assert not [file for file in found.files if file.value > MOST_FILE_LINES]

@@ -18,7 +18,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.support.timing_rows import Row, read_rows
-from trainkit.plan.time.constants import FOLDER, fitted
+from trainkit.plan.time.constants import FOLDER, fitted, kind_of
 from trainkit.plan.time.step import step_time
 
 # name: (what is expected, how far it may be off as a standard deviation of its logarithm; of
@@ -209,11 +209,31 @@ def thinned(rows: Sequence[Row]) -> list[Row]:
     return kept
 
 
+def predict(rows: Sequence[Row], fold: str) -> dict[str, float]:
+    """Seconds by row id; under a fold from constants fitted without the row's group or source."""
+    if fold == "none":
+        return {row.id: step_time(row.setup, fitted()).seconds for row in rows}
+
+    def key(row: Row) -> object:
+        return row.group if fold == "group" else row.source
+
+    kept = thinned(rows)
+    others = left_out(kept, [key(row) for row in kept], to_free(fitted()))
+    constants = {left: from_free(free) for left, free in others.items()}
+    return {row.id: step_time(row.setup, constants[key(row)]).seconds for row in rows}
+
+
+def quantile(values: Sequence[float], part: float) -> float:
+    ordered = sorted(values)
+    at = part * (len(ordered) - 1)
+    low = math.floor(at)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (at - low) * (ordered[high] - ordered[low])
+
+
 def spread(rows: Sequence[Row], predicted: dict[str, float]) -> dict[str, float]:
     """How far off the logarithm of a prediction is, as a standard deviation, of dense models and
     of those with experts: from the 80th percentile, each group as heavy as another."""
-    from benchmarks.plan_time import quantile
-
     misses: dict[str, dict[object, list[float]]] = {"dense": {}, "experts": {}}
     for row in rows:
         kind = "experts" if row.setup.shape.experts else "dense"
@@ -238,13 +258,14 @@ def main() -> None:
     document = {
         "source": f"benchmarks/support/plan_calibrate.py, {len(rows)} public rows of"
         f" {len({row.group for row in rows})} groups",
+        "rows": dict(
+            sorted(Counter(kind_of(r.setup.machine, r.setup.software) for r in rows).items())
+        ),
         "constants": found,
         "spread": {},
     }
     asked.out.write_text(json.dumps(document, indent=1) + "\n")
     fitted.cache_clear()
-    from benchmarks.plan_time import predict
-
     document["spread"] = spread(rows, predict(rows, "group"))
     asked.out.write_text(json.dumps(document, indent=1) + "\n")
     print(json.dumps(document, indent=1))

@@ -37,6 +37,18 @@ def fitted() -> dict[str, float]:
     return values
 
 
+@functools.cache
+def fitted_rows() -> dict[str, int]:
+    """Public rows that the constants were fitted on, by `kind_of`."""
+    values: dict[str, int] = json.loads((FOLDER / "fitted.json").read_text())["rows"]
+    return values
+
+
+def kind_of(machine: Hardware, software: str) -> str:
+    """What a constant may differ by: "megatron, 8 bits, b200"."""
+    return f"{software}, {machine.narrow} bits, {machine.generation}"
+
+
 def machine(
     name: str,
     *,
