@@ -23,6 +23,7 @@ PROMISED = {
     "CANCELLED": 15,
     "NO_CHECKPOINT": 16,
     "HOSTS_BUSY": 17,
+    "NOT_KNOWN": 18,
     "INTERRUPTED": 130,
 }
 

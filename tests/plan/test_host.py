@@ -49,7 +49,8 @@ def test_the_ranks_of_a_machine_together_need_more_than_it_has() -> None:
     assert memory is not None
     needed = 2 * memory.fullest.total_bytes
     # nobody says what there is
-    assert host_of(job).needed_bytes == needed and plan_of(job).feasible
+    assert host_of(job).needed_bytes == needed and plan_of(job).feasible is None
+    assert [each.code for each in plan_of(job).not_known] == ["host-memory-unknown"]
     assert plan_of(job, needed).feasible
     one_too_few = plan_of(job, needed - 1)
     (objection,) = one_too_few.objections
@@ -174,7 +175,8 @@ def test_one_machine_is_one_node() -> None:
         ({"nodes": 1},),
     )
     for launcher in ("ssh", "pdsh", "slurm"):
-        assert plan_of(job_of(shape(heads=4), 4, nodes=2, cluster={"launcher": launcher})).feasible
+        cluster = {"launcher": launcher, "memory_bytes": 10**12}
+        assert plan_of(job_of(shape(heads=4), 4, nodes=2, cluster=cluster)).feasible
 
 
 def test_a_precision_that_the_device_does_not_have() -> None:
@@ -192,9 +194,9 @@ def test_a_precision_that_the_device_does_not_have() -> None:
         gpu(None, peak_tflops={}),
     ):
         for precision in ("fp16", "fp32"):
-            assert plan_of(job_of(device=device, precision=precision)).feasible
+            assert not plan_of(job_of(device=device, precision=precision)).objections
     # of any GPU nothing is known
-    assert plan_of(job_of(device=built_in_device("cuda"), precision="bf16")).feasible
+    assert not plan_of(job_of(device=built_in_device("cuda"), precision="bf16")).objections
 
 
 def test_memory_of_this_machine_and_of_its_group(tmp_path: Path) -> None:
@@ -235,7 +237,7 @@ def test_a_family_that_the_engine_does_not_have() -> None:
 
 def test_a_warmup_longer_than_training() -> None:
     plan = plan_of(job_of(lr_warmup_iters=30))
-    assert plan.feasible and [note.code for note in plan.notes] == ["warmup-beyond-end"]
+    assert not plan.objections and [note.code for note in plan.notes] == ["warmup-beyond-end"]
     assert (
         "warmup lasts 30 steps, training 10: the learning rate never reaches 0.001"
         in plan.notes[0].message

@@ -20,6 +20,7 @@ from benchmarks.plan import MODES, activations, layout_activations, project
 from tests.ops.op_cases import fused
 from tests.plan.example import BIG, gpu, job_of, shape
 from tests.plan.test_arithmetic import shapes
+from trainkit.base.errors import Exit
 from trainkit.engines.rules import RULES
 from trainkit.jobs.schema import Job, Model
 from trainkit.ops.kernels import choose
@@ -432,8 +433,9 @@ def test_parts_sum_to_the_total_and_the_fullest_rank_decides(job: Job) -> None:
 
 def test_an_unknown_device_is_not_judged() -> None:
     plan = make_plan(job_of(device=gpu(None)))
-    assert plan.memory is not None and plan.memory.fits is None and plan.feasible
-    assert "device-memory-unknown" in [note.code for note in plan.notes]
+    assert plan.memory is not None and plan.memory.fits is None and plan.feasible is None
+    assert [entry.code for entry in plan.not_known] == ["device-memory-unknown"]
+    assert plan.exit is Exit.NOT_KNOWN and not plan.to_json()["feasible"]
 
 
 def test_in_a_pipeline_zero_3_gathers_and_accumulates_whole() -> None:

@@ -11,11 +11,12 @@ from hypothesis import given, settings
 
 from tests.plan.example import BIG, gpu, job_of, shape
 from tests.plan.test_memory import laid_out
+from trainkit.base.errors import Exit
 from trainkit.engines.rules import RULES
 from trainkit.jobs.schema import Job, ProfileSettings
 from trainkit.plan.batch import consumed_after
 from trainkit.plan.objection import with_change
-from trainkit.plan.planner import Plan, make_plan
+from trainkit.plan.planner import Plan, PreparedData, make_plan
 
 
 def plan_of(job: Job) -> Plan:
@@ -41,7 +42,7 @@ def layout(tensor: int = 1, pipeline: int = 1, **keys: Any) -> dict[str, Any]:
 def test_one_of_batch_and_accumulation_follows_from_the_other(
     ranks: int, training: dict[str, Any], batch: int, steps: int
 ) -> None:
-    plan = make_plan(job_of(ranks=ranks, **training))
+    plan = make_plan(job_of(ranks=ranks, **training), prepared=PreparedData(host_bytes=10**12))
     assert plan.feasible and (
         plan.global_batch_size,
         plan.gradient_accumulation_steps,
@@ -99,7 +100,10 @@ def test_a_vocabulary_that_is_not_known_yet() -> None:
         job.model_copy(update={"model": job.model.model_copy(update={"vocab_size": None})})
     )
     document = plan.to_json()
-    assert plan.feasible and "vocabulary-unknown" in [note.code for note in plan.notes]
+    assert plan.feasible is None and plan.exit is Exit.NOT_KNOWN
+    assert [entry["code"] for entry in document["not_known"]][:1] == ["vocabulary-unknown"]
+    few, many = document["between"]
+    assert few["vocab_size"] < few["parameters"] < many["parameters"]
     for key in (
         "parameters",
         "padded_vocab_size",
@@ -127,7 +131,7 @@ def test_every_batch_of_a_ramp_must_divide() -> None:
     ramp: dict[str, Any] = {"micro_batch_size": 2, "global_batch_size": 24, "train_iters": 40}
     fitting = job_of(ranks=2, **ramp, rampup_batch_size=[4, 4, 120])
     plan = make_plan(fitting)
-    assert plan.feasible and plan.tokens == consumed_after(fitting, 40) * 4 < 40 * 24 * 4
+    assert not plan.objections and plan.tokens == consumed_after(fitting, 40) * 4 < 40 * 24 * 4
     (objection,) = make_plan(job_of(ranks=2, **ramp, rampup_batch_size=[6, 2, 120])).objections
     assert (
         objection.key == "training.rampup_batch_size"

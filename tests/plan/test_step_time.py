@@ -11,6 +11,7 @@ import pytest
 
 from tests.plan.example import BIG, gpu, job_of, shape
 from trainkit.engines.rules import RULES
+from trainkit.jobs.devices import built_in_device
 from trainkit.jobs.load import load
 from trainkit.plan.planner import Plan, make_plan
 from trainkit.plan.time.constants import devices, fitted, machine
@@ -180,3 +181,21 @@ def test_every_row_of_hardware_has_its_constants() -> None:
         assert f"efficiency.{row['generation']}" in fitted(), name
         assert machine(name, network=1e9) is not None
         assert machine(name, bits=4, network=1e9) is None or row.get("four")
+
+
+@pytest.mark.parametrize(
+    ("engine", "device", "said"),
+    [
+        ("megatron-lm", "h100-sxm-80gb", ""),
+        ("megatron-lm", "a100-sxm-80gb", "megatron, 16 bits, a100"),
+        ("gpt-neox", "h100-sxm-80gb", "megatron-2021, 16 bits, h100"),
+        ("native", "h100-sxm-80gb", "the native trainer on GPUs"),
+    ],
+)
+def test_a_kind_that_was_not_fitted_is_named(engine: str, device: str, said: str) -> None:
+    job = job_of(engine=engine, device=built_in_device(device), precision="bf16")
+    plan = make_plan(job, rules=RULES[engine])
+    assert plan.duration is not None
+    speed = plan.duration.speed
+    assert speed.not_fitted.startswith(said) and bool(speed.not_fitted) == bool(said)
+    assert ("Not fitted: " in speed.source) == bool(said)

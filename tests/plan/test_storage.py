@@ -109,7 +109,7 @@ def test_more_checkpoints_than_the_disk_holds() -> None:
     assert size is not None
     fits = make_plan(job_of(**keys, cluster=tiers(fast=6 * size), checkpoint={"keep_last": 5}))
     assert (
-        fits.feasible
+        not fits.objections
         and fits.storage
         and fits.storage.filesystem == "fast"
         and fits.storage.write_seconds == size / (GIB / 2)
@@ -122,9 +122,14 @@ def test_more_checkpoints_than_the_disk_holds() -> None:
         "checkpoint.keep_last",
         ({"checkpoint.keep_last": 3},),
     )
-    assert make_plan(
+    assert not make_plan(
         job_of(**keys, cluster=tiers(fast=4 * size), checkpoint={"keep_last": 3})
-    ).feasible
+    ).objections
+    few = {"keep_last": 5}  # three are ever written, and not one of them fits
+    (short,) = make_plan(
+        job_of(train_iters=3, save_interval=1, cluster=tiers(fast=size - 1), checkpoint=few)
+    ).objections
+    assert short.message.endswith(" GiB are needed") and not short.changes
     (none,) = make_plan(job_of(**keys, cluster=tiers(fast=size // 2))).objections
     assert none.code == "disk-too-small" and not none.changes
     every = {"keep_last": 3, "keep_every": 20}  # five of every 20 steps stay, and keep_last others
@@ -140,9 +145,11 @@ def test_which_file_system() -> None:
     assert [
         o.code for o in make_plan(job_of(cluster=two, checkpoint={"filesystem": "fast"})).objections
     ] == ["disk-too-small"]
-    assert make_plan(job_of(cluster=two, checkpoint={"filesystem": "large"})).feasible
+    assert not make_plan(job_of(cluster=two, checkpoint={"filesystem": "large"})).objections
     unnamed = make_plan(job_of(cluster=two))
-    assert unnamed.feasible and [note.code for note in unnamed.notes] == ["filesystem-not-named"]
+    assert not unnamed.objections and [note.code for note in unnamed.notes] == [
+        "filesystem-not-named"
+    ]
     (wrong,) = make_plan(job_of(cluster=two, checkpoint={"filesystem": "tape"})).objections
     assert wrong.code == "no-such-filesystem" and "known: fast, large" in wrong.message
 
@@ -151,7 +158,7 @@ def test_the_disk_here() -> None:
     assert [
         o.code for o in make_plan(job_of(), prepared=PreparedData(free_bytes=10)).objections
     ] == ["disk-too-small"]
-    assert make_plan(job_of(), prepared=PreparedData(free_bytes=10**9)).feasible
+    assert not make_plan(job_of(), prepared=PreparedData(free_bytes=10**9)).objections
 
 
 def test_the_file_system_below_which_runs_lie() -> None:

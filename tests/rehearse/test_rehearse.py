@@ -17,12 +17,12 @@ from tests.once import once
 from tests.rehearse.traced import LAYOUTS
 from tests.rehearse.traps import FOREIGN, JOBS, OWN, PUBLISHED, UNSEEN, Trap, look_at
 from tests.stages.engine_trees import MEGATRON, write_files
-from trainkit.base.errors import ConfigError
+from trainkit.base.errors import ConfigError, Exit
 from trainkit.data.indexed.dataset import IndexedWriter
 from trainkit.experiment.options import RehearseOptions
 from trainkit.jobs.load import load
 from trainkit.rehearse.engine_checks import check_parser
-from trainkit.rehearse.report import NotLookedAt
+from trainkit.rehearse.report import NotLookedAt, RehearsalReport
 from trainkit.rehearse.scene import scene_of
 from trainkit.train.rehearsal.trace import (
     RankTrace,
@@ -69,6 +69,14 @@ def test_a_trap_is_caught(name: str, prepared: Path) -> None:
     said = " ".join(f"{check.message} {check.hint}" for check in caught)
     assert all(words in said for words in trap.words), said
     assert all((check.exit > 1) == (check.state == "failed") for check in checks)
+
+
+def test_what_was_not_looked_at_is_no_success(prepared: Path) -> None:
+    trap = Trap("ranks", (), sets=["dataset=fetched"])
+    report = RehearsalReport("small", look_at(prepared, trap, CHECKOUT), 1.0)
+    seen = RehearsalReport("small", [each for each in report.checks if each.state == "held"], 1.0)
+    assert not report.count("failed") and "tokenizer" in report.to_json()["not_known"]
+    assert (report.exit, seen.exit) == (Exit.NOT_KNOWN, Exit.DONE)
 
 
 def test_every_published_trap_is_caught_or_cannot_be_seen() -> None:

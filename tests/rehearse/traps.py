@@ -176,6 +176,32 @@ OWN = {
     "tokenizer that differs from the data's": Trap(
         "tokenizer", ("holds the id 398", "that these pairs were written with"), job="elsewhere"
     ),
+    "no documents for validation": Trap(
+        "plan",
+        ("no documents for validation", "do not evaluate"),
+        job="elsewhere",
+        sets=["dataset.split='100,0,0'"],
+    ),
+    "sequence longer than the data": Trap(
+        "plan", ("at most 2,400",), job="elsewhere", sets=["model.seq_length=2400"]
+    ),
+    "many epochs": Trap(
+        "plan",
+        ("elsewhere is read", "times"),
+        job="elsewhere",
+        sets=["training.train_iters=10000"],
+        state="held",
+    ),
+    "a variable that the launcher sets": Trap(
+        "job", ("MASTER_PORT has no effect",), sets=["env={ MASTER_PORT = '29500' }"]
+    ),
+    "memory that nobody knows": Trap(
+        "plan",
+        ("fit a rank", "devices.cuda.memory_bytes"),
+        job="large",
+        sets=["cluster.device='cuda'"],
+        state="not looked at",
+    ),
     "sequence longer than positions": Trap(
         "job",
         ("max_position_embeddings 8 is below seq_length 16",),

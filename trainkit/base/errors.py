@@ -27,6 +27,7 @@ class Exit(IntEnum):
     CANCELLED = 15
     NO_CHECKPOINT = 16
     HOSTS_BUSY = 17
+    NOT_KNOWN = 18
     INTERRUPTED = 130
 
 

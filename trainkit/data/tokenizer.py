@@ -19,7 +19,8 @@ from trainkit.data.sums import file_sum, identity_of
 from trainkit.data.text.documents import BadLine, TextDocument
 from trainkit.data.text.formats import open_documents
 from trainkit.data.text.rejects import raise_bad
-from trainkit.data.unit_specs import TokenizerResult, TokenizerSpec
+from trainkit.data.unit_specs import TokenizerResult, TokenizerSettings, TokenizerSpec
+from trainkit.jobs.datasets import Tokenizer as TokenizerTable
 
 # bytes of a file whose sum is taken: of a larger one that a BPE is trained on only a start is read
 MOST_SUMMED = 2**32
@@ -163,27 +164,32 @@ def _texts(spec: TokenizerSpec, progress: ProgressCallback) -> Iterator[str]:
                     progress(min(done, total - 1), total)
 
 
-def _make(spec: TokenizerSpec, progress: ProgressCallback) -> tuple[Tokenizer, Path]:
-    """The tokenizer, and the file to name where something is wrong with it."""
-    settings = spec.settings
-    if settings.type == "bpe":
-        assert settings.vocab_size is not None
-        texts = _texts(spec, progress)
-        return train_bpe(texts, settings.vocab_size, settings.eod_token), spec.tokenizer
+def given_tokenizer(settings: TokenizerSettings | TokenizerTable) -> Tokenizer:
+    """The tokenizer that the files of a table make, which is not of type bpe. Raises ConfigError
+    (exit 6) where they cannot be read, or lack the token that ends a document."""
     if settings.type == "gpt2":
         assert settings.vocab_file is not None and settings.merge_file is not None
-        vocab_file = Path(settings.vocab_file)
-        return gpt2_bpe(vocab_file, Path(settings.merge_file), settings.eod_token), vocab_file
+        return gpt2_bpe(Path(settings.vocab_file), Path(settings.merge_file), settings.eod_token)
     assert settings.path is not None
-    return load_tokenizer(Path(settings.path)), Path(settings.path)
+    path = Path(settings.path)
+    tokenizer = load_tokenizer(path)
+    end_of_document(tokenizer, settings.eod_token, path)
+    return tokenizer
+
+
+def _make(spec: TokenizerSpec, progress: ProgressCallback) -> Tokenizer:
+    settings = spec.settings
+    if settings.type != "bpe":
+        return given_tokenizer(settings)
+    assert settings.vocab_size is not None
+    return train_bpe(_texts(spec, progress), settings.vocab_size, settings.eod_token)
 
 
 def work(value: Mapping[str, Any], progress: ProgressCallback) -> dict[str, object]:
     """Make tokenizer.json as a `TokenizerSpec` says. Returns a `TokenizerResult`, as JSON."""
     spec = TokenizerSpec.from_json(value)
     given = [identity_of(path) for path in spec.given if path.is_file()]
-    tokenizer, made_of = _make(spec, progress)
-    end_of_document(tokenizer, spec.settings.eod_token, made_of)
+    tokenizer = _make(spec, progress)
     write_text(spec.tokenizer, tokenizer.to_str(pretty=True))
     read = []
     for name, size, mtime_ns in given:

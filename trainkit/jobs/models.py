@@ -71,7 +71,7 @@ class Model(Table):
             " SwiGLU, grouped queries"
         ),
     )
-    num_layers: int = Field(ge=1, description="transformer blocks")
+    num_layers: int = Field(ge=1, le=10_000, description="transformer blocks")
     hidden_size: int = Field(ge=1, description="width of the residual stream")
     num_attention_heads: int = Field(
         ge=1, description="attention heads; must divide hidden_size unless kv_channels is given"

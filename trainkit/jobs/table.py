@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue
 from pydantic_core import PydanticCustomError
 
 NAME = r"^[a-z0-9][a-z0-9_-]*$"
@@ -20,7 +20,11 @@ SecretNames = Annotated[
 # an option of another engine: what TOML and JSON can hold
 EngineScalar = str | int | float | bool
 EngineValue = EngineScalar | list[EngineScalar | list[EngineScalar]] | dict[str, JsonValue]
-Environment = dict[Annotated[str, Field(pattern=VARIABLE + "$")], str]
+# what the launcher says to every rank, over all that a table says
+OF_RANKS = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
+    *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_ERROR_FILE"),
+)
 
 
 def wrong(key: str, message: str) -> PydanticCustomError:
@@ -31,6 +35,21 @@ def wrong(key: str, message: str) -> PydanticCustomError:
 def needs(key: str, message: str) -> PydanticCustomError:
     """As `wrong`, for a rule that something is missing: not asked of a table that others extend."""
     return PydanticCustomError("needs", "{message}", {"key": key, "message": message})
+
+
+def _without_rank_variables(env: dict[str, str]) -> dict[str, str]:
+    for name in OF_RANKS:
+        if name in env:
+            raise wrong(
+                name, f"{name} has no effect here: the launcher sets it for every rank; remove it"
+            )
+    return env
+
+
+Environment = Annotated[
+    dict[Annotated[str, Field(pattern=VARIABLE + "$")], str],
+    AfterValidator(_without_rank_variables),
+]
 
 
 class Table(BaseModel):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
 import shutil
 from collections.abc import Iterator
@@ -11,10 +12,11 @@ from typing import Any
 
 from trainkit.base.documents import read_document
 from trainkit.base.errors import ConfigError
+from trainkit.data.fetch.ranges import expand
 from trainkit.data.indexed.paths import DataFolder
 from trainkit.engines.rules import RULES
 from trainkit.jobs.resolved import read_job
-from trainkit.jobs.schema import Job
+from trainkit.jobs.schema import Dataset, Job
 from trainkit.plan.measured import Measured, layout_key
 from trainkit.plan.planner import Plan, PreparedData, make_plan
 from trainkit.plan.time.of_job import estimate_step, host_estimate
@@ -53,7 +55,54 @@ def prepared(job: Job) -> PreparedData:
         free = None
         memory = None
         cores = None
-    return PreparedData(found.get("vocab_size"), found.get("tokens"), free, memory, cores)
+    ids = found.get("vocab_size") or _ids_of_files(job)
+    if found:
+        tokens, text = found.get("tokens"), None
+    else:
+        tokens, text = _corpus_here(job.dataset)
+    return PreparedData(ids, tokens, text, free, memory, cores)
+
+
+def _corpus_here(dataset: Dataset) -> tuple[int | None, int | None]:
+    """(tokens of pairs, bytes of plain text) of a dataset that was not prepared, by the sizes of
+    its files; None for what they do not say, and where they are not all here."""
+    indexed = dataset.source == "indexed"
+    found: list[Path] = []
+    for pattern in (text for given in dataset.prefixes or dataset.paths for text in expand(given)):
+        matches = glob.glob(f"{pattern}.idx" if indexed else pattern, recursive=True)
+        if not matches:
+            return None, None
+        found += map(Path, matches)
+    if not found:
+        return None, None
+    if not indexed:
+        plain = all(path.name.endswith((".jsonl", ".json", ".txt")) for path in found)
+        return None, sum(path.stat().st_size for path in found) if plain else None
+    from trainkit.data.indexed.format import bin_path, read_header
+
+    tokens = 0
+    for path in found:
+        try:
+            with path.open("rb", buffering=0) as file:
+                width = read_header(path, file).dtype.itemsize
+            tokens += bin_path(path.with_suffix("")).stat().st_size // width
+        except (ConfigError, OSError):  # said when the data are prepared
+            return None, None
+    return tokens, None
+
+
+def _ids_of_files(job: Job) -> int | None:
+    """Ids of a tokenizer that is not prepared, where no table says how many and the files that it
+    will be made of are here. Raises ConfigError (exit 6) for files that are no tokenizer."""
+    settings = job.dataset.tokenizer
+    if settings is None or settings.type == "bpe" or settings.vocab_size or job.model.vocab_size:
+        return None
+    files = (settings.path, settings.vocab_file, settings.merge_file)
+    if not all(Path(path).is_file() for path in files if path):
+        return None
+    from trainkit.data.tokenizer import given_tokenizer
+
+    return given_tokenizer(settings).get_vocab_size()
 
 
 def machine_bytes(root: Path = Path("/")) -> int | None:

@@ -17,7 +17,7 @@ from trainkit.plan.planner import Plan
 
 def refuse_infeasible(plan: Plan) -> Plan:
     """The plan itself. Raises TrainkitError (exit 4) with every objection."""
-    if not plan.feasible:
+    if plan.objections:
         raise TrainkitError(
             "; ".join(f"{o.key}: {o.message}" for o in plan.objections),
             exit=Exit.PLAN,

@@ -335,9 +335,7 @@ def _family(job: Job, rules: Rules) -> Iterator[Objection]:
 def _vocabulary(job: Job, tokenizer_size: int | None) -> Iterator[Objection]:
     rows = job.model.vocab_size
     if rows and tokenizer_size and tokenizer_size > rows:
-        message = (
-            f"the prepared tokenizer has {tokenizer_size} ids, model {job.model.name!r} only {rows}"
-        )
+        message = f"the tokenizer has {tokenizer_size} ids, model {job.model.name!r} only {rows}"
         yield Objection(
             "vocabulary-too-small",
             "model.vocab_size",

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 from trainkit.jobs import sbatch
 from trainkit.jobs.schema import Dataset, Job
@@ -54,6 +54,8 @@ class Speed:
         source: measured or predicted, in words.
         interval: that a prediction lies in, four times of five; None: it was measured.
         step_terms: seconds of a predicted step by what they are spent on; empty: it was measured.
+        not_fitted: the kind of set-up that no public timing speaks for; "": there are some, or
+            it was measured.
         calibration: what the time model's speed was multiplied by, from a run that it was wrong on.
     """
 
@@ -62,6 +64,7 @@ class Speed:
     source: str
     interval: tuple[float, float] | None = None
     step_terms: Mapping[str, float] = field(default_factory=dict)
+    not_fitted: str = ""
     calibration: float = 1.0
 
     def to_json(self) -> dict[str, object]:
@@ -129,7 +132,8 @@ class Duration:
         evaluations: how many.
         start_seconds: one start, until its first step.
         days: all parts together.
-        device_hours: of all devices together.
+        days_interval: that they lie in, four times of five; None: the speed was measured.
+        device_hours: of all devices together, `device_hours_interval` likewise.
         failures: interruptions to expect; None: not of this kind of device.
         checkpoint_seconds: interval that loses least, `checkpoint_steps` the same in steps; None:
             what a checkpoint costs is unknown.
@@ -144,7 +148,9 @@ class Duration:
     evaluations: int
     start_seconds: float
     days: float
+    days_interval: tuple[float, float] | None
     device_hours: float
+    device_hours_interval: tuple[float, float] | None
     failures: float | None
     checkpoint_seconds: float | None
     checkpoint_steps: int | None
@@ -283,6 +289,14 @@ def duration_of(job: Job, speed: Speed, tokens: int, costs: Costs) -> Duration:
     )
 
     checkpoints = _checkpoint_intervals(job, rate, step, stall, costs)
+    hours = None
+    if speed.interval:
+        slow, fast = (
+            duration_of(job, replace(speed, tokens_per_second=end, interval=None), tokens, costs)
+            for end in speed.interval
+        )
+        hours = (fast.device_hours, slow.device_hours)
+    per_day = 24 * job.world_size
     return Duration(
         speed=speed,
         step_seconds=step,
@@ -290,7 +304,9 @@ def duration_of(job: Job, speed: Speed, tokens: int, costs: Costs) -> Duration:
         evaluations=evaluated,
         start_seconds=start,
         days=parts.total / DAY,
+        days_interval=(hours[0] / per_day, hours[1] / per_day) if hours else None,
         device_hours=parts.total / 3600 * job.world_size,
+        device_hours_interval=hours,
         failures=failures,
         checkpoint_seconds=checkpoints.best_seconds,
         checkpoint_steps=checkpoints.best_steps,
@@ -330,14 +346,18 @@ class Epochs:
         return asdict(self)
 
 
-def epochs_of(dataset: Dataset, tokens: int, counted: int | None = None) -> Epochs | None:
+def epochs_of(
+    dataset: Dataset, tokens: int, counted: int | None = None, text_bytes: int | None = None
+) -> Epochs | None:
     """Epochs of a run over `tokens`; None where neither tokens nor text of the dataset are counted.
 
     Args:
         counted: tokens of the dataset as prepared, which the published figure gives way to.
+        text_bytes: of its files that are here, likewise.
     """
     known = counted or dataset.tokens
-    size = known or (round(dataset.text_bytes / BYTES_PER_TOKEN) if dataset.text_bytes else None)
+    text = text_bytes or dataset.text_bytes
+    size = known or (round(text / BYTES_PER_TOKEN) if text else None)
     if not size:
         return None
     weights = [float(part) for part in dataset.split.split(",")]

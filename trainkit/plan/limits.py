@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from trainkit.jobs.schema import Job
+from trainkit.jobs.schema import Dataset, Job
 from trainkit.plan.checks import checks
 from trainkit.plan.duration import (
     SIGNAL_PART,
@@ -20,7 +20,7 @@ from trainkit.plan.layout import Layout, layout_of, padded_vocab_size
 from trainkit.plan.memory import Memory, fits, memory_of
 from trainkit.plan.objection import Change, Objection
 from trainkit.plan.rules import Rules
-from trainkit.plan.storage import GIB, Storage
+from trainkit.plan.storage import GIB, Storage, checkpoints_on_disk
 from trainkit.plan.suggestions import cheapest_change
 
 
@@ -67,6 +67,44 @@ class Sizes:
     def codes(self, job: Job) -> set[str]:
         """Kinds of objections that `checks` has to a job."""
         return {objection.code for objection in checks(job, self.rules, self.tokenizer_size)}
+
+
+def sample_objections(job: Job, most: int | None) -> Iterator[Objection]:
+    """Data without a sample to train on, or without one to evaluate on.
+
+    Args:
+        job: of the native trainer; others repeat their data until they fill a sample.
+        most: tokens that its dataset has at most; None: not known.
+    """
+    dataset = job.dataset
+    length = job.model.seq_length
+    if most is not None and most <= length:
+        yield Objection(
+            "too-few-tokens",
+            "model.seq_length",
+            f"a sample is {length:,} tokens and the one after them, and dataset {dataset.name} has"
+            f" at most {most:,}",
+        )
+    if job.training.eval_iters and not _holds_out(dataset):
+        message = (
+            f"eval_iters {job.training.eval_iters}, and dataset {dataset.name} has no documents for"
+            f" validation (split {dataset.split!r}): give it a second part, or do not evaluate"
+        )
+        changes = ({"training.eval_iters": 0},)
+        yield Objection("no-validation-data", "training.eval_iters", message, changes)
+
+
+def _holds_out(dataset: Dataset) -> bool:
+    """Whether a part of it is for validation."""
+    if dataset.source == "blend" and not (dataset.valid_blend or dataset.test_blend):
+        return any(_holds_out(part.dataset) for part in dataset.blend.values())
+    if dataset.source == "blend":
+        return bool(dataset.valid_blend)
+    if dataset.valid_files or dataset.source == "mock":
+        return True
+    if dataset.test_files:
+        return False
+    return float(dataset.split.split(",")[1]) > 0
 
 
 def memory_objections(
@@ -155,14 +193,21 @@ def storage_objections(job: Job, storage: Storage, rules: Rules) -> Iterator[Obj
         yield Objection("disk-too-small", "training.save_interval", f"{message}; {out}")
         return
     key = "checkpoint.keep_last"
-    # those that keep_every and keep_best keep stay, and one is being written
-    fewer = room // storage.checkpoint_bytes - (storage.on_disk - job.checkpoint.keep_last)
-    changes = ({key: fewer},) if 1 <= fewer < job.checkpoint.keep_last else ()
-    if changes:
-        nearest = f"; nearest: {fewer}"
+    at_once = room // storage.checkpoint_bytes
+    most = min(job.checkpoint.keep_last - 1, at_once)
+    fewer = next((n for n in range(most, 0, -1) if _kept(job, rules, n) <= at_once), None)
+    if fewer is None:
+        least = _kept(job, rules, 1)
+        out = f"at least {least * storage.checkpoint_bytes / GIB:,.1f} GiB are needed"
+        yield Objection("disk-too-small", key, f"{message}; {out}")
     else:
-        nearest = ""
-    yield Objection("disk-too-small", key, f"{message}{nearest}", changes)
+        yield Objection("disk-too-small", key, f"{message}; nearest: {fewer}", ({key: fewer},))
+
+
+def _kept(job: Job, rules: Rules, last: int) -> int:
+    """Checkpoints on disk at once with another checkpoint.keep_last."""
+    checkpoint = job.checkpoint.model_copy(update={"keep_last": last})
+    return checkpoints_on_disk(job.model_copy(update={"checkpoint": checkpoint}), rules)
 
 
 def time_objections(job: Job, duration: Duration, storage: Storage | None) -> Iterator[Objection]:

@@ -122,5 +122,6 @@ def calibrated_speed(predicted: Speed, measured: Measured) -> Speed:
         source=f"{predicted.source}. Times {part:.3g}, as run {measured.run} was to the model",
         interval=interval,
         step_terms={name: term / part for name, term in predicted.step_terms.items()},
+        not_fitted=predicted.not_fitted,
         calibration=part,
     )

@@ -126,10 +126,13 @@ class Memory:
 
     @property
     def band_bytes(self) -> tuple[int, int] | None:
-        """Between what the fullest rank may be found to take, by published runs; None where
-        there are none."""
-        if self.band is None:
+        """Between what the fullest rank may be found to take: by published runs; without any, as
+        the reserve is nothing or twice what is assumed. None where the device is not known."""
+        if self.band is None and self.device_bytes is None:
             return None
+        if self.band is None:
+            rank = self.fullest
+            return rank.total_bytes - rank.reserve_bytes, rank.total_bytes + rank.reserve_bytes
         return (
             round(self.band[0] * self.fullest.total_bytes),
             round(self.band[1] * self.fullest.total_bytes),

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from trainkit.jobs.schema import Job
-from trainkit.plan.duration import Duration, Epochs
+from trainkit.plan.duration import Duration, Epochs, time_limit
+from trainkit.plan.host import HostMemory
+from trainkit.plan.layout import layout_of
 from trainkit.plan.memory import Memory
 from trainkit.plan.objection import Objection
-from trainkit.plan.storage import Storage, elsewhere
+from trainkit.plan.storage import GIB, Storage, elsewhere
 
 # up to four, repeated text is worth nearly as much as new text (Muennighoff et al. 2023,
 # arXiv:2305.16264)
@@ -20,7 +22,7 @@ LOST = 0.01  # of the time: below, the interval of checkpoints is not worth a wo
 
 def notes(
     job: Job,
-    memory: Memory | None,
+    memory: Memory,
     storage: Storage | None,
     duration: Duration | None,
     epochs: Epochs | None,
@@ -29,8 +31,8 @@ def notes(
 
     Args:
         job: the job.
-        memory: of its ranks; None while the vocabulary is unknown.
-        storage: of its checkpoints; None likewise.
+        memory: of its ranks.
+        storage: of its checkpoints; None where none is written.
         duration: of the run; None where no speed is known.
         epochs: of its dataset; None where its size is unknown.
     """
@@ -79,22 +81,46 @@ def _settings(job: Job) -> Iterator[Objection]:
         )
 
 
-def _memory(job: Job, memory: Memory | None) -> Iterator[Objection]:
-    """Memory that is unknown, or nearly used up."""
+def not_known(
+    job: Job, memory: Memory, host: HostMemory, duration: Duration | None
+) -> Iterator[Objection]:
+    """What decides whether the job can run and was not looked at, since nobody says what there
+    is: memory, and under a time limit the speed.
+
+    Args:
+        job: the job.
+        memory: of its ranks.
+        host: of its nodes.
+        duration: of the run; None where no speed is known.
+    """
     device = job.cluster.device
-    if memory is None:
-        yield Objection(
-            "vocabulary-unknown",
-            "model.vocab_size",
-            "the vocabulary is known once the tokenizer is prepared; sizes and memory then too",
-        )
-    elif memory.device_bytes is None and job.cluster.device_type != "cpu":
+    if job.cluster.device_type == "cpu":
+        if memory.fits is None and host.fits is None:
+            yield Objection(
+                "host-memory-unknown",
+                "cluster.memory_bytes",
+                f"whether {host.needed_bytes / GIB:,.1f} GiB fit a node: the table of cluster"
+                f" {job.cluster.name} has no memory_bytes",
+            )
+    elif memory.device_bytes is None:
         yield Objection(
             "device-memory-unknown",
             "cluster.device",
-            f"the device table knows no memory of {device.name}: nothing is said of what fits",
+            f"whether {memory.fullest.total_bytes / GIB:,.1f} GiB fit a rank: the device table"
+            f" knows no memory of {device.name} (devices.{device.name}.memory_bytes)",
         )
-    elif memory.tight and memory.device_bytes:
+    if duration is None and layout_of(job).fills_world and (limit := time_limit(job)) is not None:
+        yield Objection(
+            "time-unknown",
+            "slurm.time",
+            f"whether the time limit of {limit:,} s leaves time for a step: the speed of"
+            f" {device.label or device.name} is not known",
+        )
+
+
+def _memory(job: Job, memory: Memory) -> Iterator[Objection]:
+    """Memory that is nearly used up."""
+    if memory.tight and memory.device_bytes:
         part = memory.fullest.total_bytes / memory.device_bytes
         yield Objection(
             "memory-tight",
@@ -105,6 +131,7 @@ def _memory(job: Job, memory: Memory | None) -> Iterator[Objection]:
     elif (
         memory.fits
         and memory.device_bytes
+        and memory.band
         and memory.band_bytes
         and memory.band_bytes[1] > memory.device_bytes
     ):

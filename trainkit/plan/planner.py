@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from trainkit.base.documents import document
+from trainkit.base.errors import Exit
 from trainkit.jobs.schema import Job
 from trainkit.plan.arithmetic import (
     hardware_flops_per_token_of,
@@ -30,10 +31,16 @@ from trainkit.plan.duration import (
 )
 from trainkit.plan.host import HostMemory
 from trainkit.plan.layout import Layout, layout_of, padded_vocab_size
-from trainkit.plan.limits import Sizes, memory_objections, storage_objections, time_objections
+from trainkit.plan.limits import (
+    Sizes,
+    memory_objections,
+    sample_objections,
+    storage_objections,
+    time_objections,
+)
 from trainkit.plan.measured import Measured, calibrated_speed, measured_excess, measured_speed
 from trainkit.plan.memory import Memory
-from trainkit.plan.notes import notes
+from trainkit.plan.notes import not_known, notes
 from trainkit.plan.objection import Objection, describe_changes, try_change
 from trainkit.plan.rules import Rules
 from trainkit.plan.storage import (
@@ -48,6 +55,9 @@ from trainkit.plan.time.of_job import estimate_step, host_estimate
 from trainkit.plan.time.speed import predicted_speed
 
 __all__ = ["Objection", "Plan", "checkpoint_bytes_per_parameter", "make_plan"]
+# The fewest ids and the most of a vocabulary that is not known: the bytes and an end of document,
+# and the largest published (Gemma's).
+VOCABULARIES = (257, 262_144)
 
 
 @dataclass(frozen=True)
@@ -56,8 +66,9 @@ class PreparedData:
 
     Args:
         vocab_size: ids of the prepared tokenizer: a BPE trained on little text stays below what its
-            table asks for.
-        dataset_tokens: tokens of the prepared dataset.
+            table asks for; or of the files that it will be made of.
+        dataset_tokens: tokens of the prepared dataset, or of pairs that are here.
+        text_bytes: of plain files that are here and were not prepared.
         free_bytes: what is free where a cluster without file systems of its own keeps runs.
         host_bytes: memory of this machine, where the ranks run on it.
         cores: that processes may use on this machine, where the ranks run on them.
@@ -65,6 +76,7 @@ class PreparedData:
 
     vocab_size: int | None = None
     dataset_tokens: int | None = None
+    text_bytes: int | None = None
     free_bytes: int | None = None
     host_bytes: int | None = None
     cores: int | None = None
@@ -73,7 +85,9 @@ class PreparedData:
 @dataclass(frozen=True)
 class Plan:
     """The plan of a job. `parameters` and what follows from it are None while the vocabulary is
-    unknown.
+    unknown; then `between` has the plans for the smallest and the largest one.
+
+    `not_known` is what the plan could not look at, though it decides whether the job can run.
 
     `global_batch_size` is that of a step after the ramp-up, if there is one; `tokens` counts the
     smaller batches before. `parameters` are the native model's; `engine_parameters` count the
@@ -100,11 +114,21 @@ class Plan:
     epochs: Epochs | None
     measured: Measured | None
     objections: tuple[Objection, ...]
+    not_known: tuple[Objection, ...]
     notes: tuple[Objection, ...]
+    between: tuple[Plan, Plan] | None = None
 
     @property
-    def feasible(self) -> bool:
-        return not self.objections
+    def feasible(self) -> bool | None:
+        """None: nothing that was looked at speaks against it, but `not_known` was not."""
+        if self.objections:
+            return False
+        return None if self.not_known else True
+
+    @property
+    def exit(self) -> Exit:
+        """How a command ends that asks for the plan."""
+        return {True: Exit.DONE, False: Exit.PLAN, None: Exit.NOT_KNOWN}[self.feasible]
 
     @property
     def world_size(self) -> int:
@@ -159,27 +183,27 @@ class Plan:
             days=self.days,
             **{key: part.to_json() if part else None for key, part in parts.items()},
             objections=[objection.to_json() for objection in self.objections],
+            not_known=[entry.to_json() for entry in self.not_known],
+            between=[plan.to_json() for plan in self.between] if self.between else None,
             notes=[note.to_json() for note in self.notes],
         )
 
 
 def _with_remedies(
-    job: Job, rules: Rules, tokenizer_size: int | None, sizes: Sizes | None
+    job: Job, rules: Rules, tokenizer_size: int | None, sizes: Sizes
 ) -> Iterator[Objection]:
     """Objections of `checks`, each with the changes that remove it and raise no other, nor one
     of memory."""
     found = list(checks(job, rules, tokenizer_size))
     codes = {objection.code for objection in found}
-    fitted = sizes is not None and sizes.fits(job)
+    fitted = sizes.fits(job)
     for objection in found:
         kept = []
         for change in objection.changes:
             if (tried := try_change(job, change)) is None:
                 continue
             left = {other.code for other in checks(tried, rules, tokenizer_size)}
-            if left <= codes - {objection.code} and (
-                sizes is None or not fitted or sizes.fits(tried)
-            ):
+            if left <= codes - {objection.code} and (not fitted or sizes.fits(tried)):
                 kept.append(change)
         way_out = describe_changes(kept, objection.key)
         yield Objection(
@@ -213,21 +237,29 @@ def make_plan(
     known = prepared or PreparedData()
     trained = vocab_size or known.vocab_size
     vocab = _vocab_size(job, trained)
+    if vocab is None:
+        few, many = (
+            make_plan(job, ids, rules=rules, prepared=known, measured=measured)
+            for ids in VOCABULARIES
+        )
+        return _between(few, many)
     tokens = consumed_after(job, job.training.train_iters) * job.model.seq_length
-    epochs = epochs_of(job.dataset, tokens, known.dataset_tokens)
-    sizes = Sizes(rules, vocab, trained, known.host_bytes) if vocab else None
-    sizes = _corrected(job, sizes, measured)
-    memory, host = _memories(job, sizes)
+    epochs = epochs_of(job.dataset, tokens, known.dataset_tokens, known.text_bytes)
+    sizes = Sizes(rules, vocab, trained, known.host_bytes)
+    if measured is not None:
+        sizes = replace(sizes, excess=measured_excess(measured, sizes.memory(job)))
+    memory = sizes.memory(job)
+    host = sizes.host(job, memory)
     counts = _counts(job, rules, vocab)
     speed = _speed(job, rules, counts, known.cores, measured)
     job = _saved_by_steps(job, rules, speed)
     storage = _storage(job, rules, counts, known)
     costs = _costs(job, rules, counts, storage, memory)
     duration = duration_of(job, speed, tokens, costs) if speed else None
-    limits = _limit_objections(job, sizes, memory, host, storage, duration, rules)
-    remarks = list(notes(job, memory, storage, duration, epochs))
-    if sizes:
-        remarks += bubble_notes(job, sizes, duration)
+    limits = list(_limit_objections(job, sizes, memory, host, storage, duration))
+    if rules.states is None:
+        limits += sample_objections(job, known.dataset_tokens or known.text_bytes)
+    remarks = notes(job, memory, storage, duration, epochs)
     return Plan(
         job=job.name,
         engine=job.engine,
@@ -248,39 +280,61 @@ def make_plan(
         epochs=epochs,
         measured=measured,
         objections=(*_with_remedies(job, rules, trained, sizes), *limits),
-        notes=tuple(remarks),
+        not_known=tuple(not_known(job, memory, host, duration)),
+        notes=(*remarks, *bubble_notes(job, sizes, duration)),
     )
 
 
-def _corrected(job: Job, sizes: Sizes | None, measured: Measured | None) -> Sizes | None:
-    """Sizes by what a run took."""
-    if sizes is None or measured is None:
-        return sizes
-    return replace(sizes, excess=measured_excess(measured, sizes.memory(job)))
+def _between(few: Plan, many: Plan) -> Plan:
+    """The plan where the vocabulary is not known: what speaks against the fewest ids speaks
+    against the job, and what only the most ids raise is not known.
 
-
-def _memories(job: Job, sizes: Sizes | None) -> tuple[Memory | None, HostMemory | None]:
-    """Of the devices and of the nodes; nothing while the vocabulary is unknown."""
-    if sizes is None:
-        return None, None
-    memory = sizes.memory(job)
-    return memory, sizes.host(job, memory)
+    Args:
+        few: the plan with the fewest ids that a vocabulary has.
+        many: with the most.
+    """
+    codes = {objection.code for objection in few.objections}
+    open_ = [each for each in many.objections if each.code not in codes]
+    message = (
+        f"the vocabulary, which the tokenizer's files decide: with {many.vocab_size:,} ids"
+        f" {'; '.join(each.message for each in open_) or 'nothing speaks against it'}"
+    )
+    sizes = Objection("vocabulary-unknown", "model.vocab_size", message)
+    return replace(
+        few,
+        vocab_size=None,
+        padded_vocab_size=None,
+        parameters=None,
+        engine_parameters=None,
+        model_flops_per_token=None,
+        hardware_flops_per_token=None,
+        memory=None,
+        host_memory=None,
+        storage=None,
+        duration=None,
+        objections=tuple(
+            each
+            if each in many.objections
+            else replace(each, message=f"with only {few.vocab_size:,} ids {each.message}")
+            for each in few.objections
+        ),
+        not_known=(sizes, *few.not_known),
+        between=(few, many),
+    )
 
 
 def _limit_objections(
     job: Job,
-    sizes: Sizes | None,
-    memory: Memory | None,
-    host: HostMemory | None,
+    sizes: Sizes,
+    memory: Memory,
+    host: HostMemory,
     storage: Storage | None,
     duration: Duration | None,
-    rules: Rules,
 ) -> Iterator[Objection]:
     """What the job needs more of than there is: memory, room on disk, time."""
-    if sizes and memory and host:
-        yield from memory_objections(job, sizes, memory, host)
+    yield from memory_objections(job, sizes, memory, host)
     if storage:
-        yield from storage_objections(job, storage, rules)
+        yield from storage_objections(job, storage, sizes.rules)
     if duration:
         yield from time_objections(job, duration, storage)
 
@@ -294,13 +348,13 @@ def _refuse_other_rules(job: Job, rules: Rules) -> None:
 
 @dataclass(frozen=True)
 class _ModelCounts:
-    """Parameters and FLOPs; None while the vocabulary is unknown. Fields as in Plan."""
+    """Parameters and FLOPs. Fields as in Plan."""
 
-    padded_vocab_size: int | None = None
-    parameters: int | None = None
-    engine_parameters: int | None = None
-    model_flops_per_token: int | None = None
-    hardware_flops_per_token: int | None = None
+    padded_vocab_size: int
+    parameters: int
+    engine_parameters: int
+    model_flops_per_token: int
+    hardware_flops_per_token: int
 
 
 def _vocab_size(job: Job, trained: int | None) -> int | None:
@@ -309,9 +363,7 @@ def _vocab_size(job: Job, trained: int | None) -> int | None:
     return job.model.vocab_size or trained or (tokenizer.vocab_size if tokenizer else None)
 
 
-def _counts(job: Job, rules: Rules, vocab_size: int | None) -> _ModelCounts:
-    if not vocab_size:
-        return _ModelCounts()
+def _counts(job: Job, rules: Rules, vocab_size: int) -> _ModelCounts:
     padded = padded_vocab_size(
         vocab_size,
         job.model.make_vocab_size_divisible_by,
@@ -329,8 +381,8 @@ def _counts(job: Job, rules: Rules, vocab_size: int | None) -> _ModelCounts:
 
 
 def _storage(job: Job, rules: Rules, counts: _ModelCounts, known: PreparedData) -> Storage | None:
-    """What is written; None where nothing is, or its size is not known."""
-    if not counts.engine_parameters or not writes_checkpoints(job, rules):
+    """What is written; None where nothing is."""
+    if not writes_checkpoints(job, rules):
         return None
     return storage_of(job, rules, counts.engine_parameters, known.free_bytes)
 
@@ -340,17 +392,10 @@ def _costs(
     rules: Rules,
     counts: _ModelCounts,
     storage: Storage | None,
-    memory: Memory | None,
+    memory: Memory,
 ) -> Costs:
     """What is done besides steps."""
-    model_flops = counts.model_flops_per_token
-    hardware = counts.hardware_flops_per_token
-    if memory:
-        held = max(
-            (rank.parameter_bytes + rank.optimizer_bytes for rank in memory.stages), default=0
-        )
-    else:
-        held = 0
+    held = max(rank.parameter_bytes + rank.optimizer_bytes for rank in memory.stages)
     write = storage.write_seconds if storage else None
     if not writes_checkpoints(job, rules):
         write = 0.0
@@ -358,7 +403,7 @@ def _costs(
         write=write,
         read=storage.read_seconds if storage else None,
         copy=held / (COPY_GIB_PER_SECOND * GIB) if job.checkpoint.save_async else 0.0,
-        forward=FORWARD * model_flops / hardware if model_flops and hardware else FORWARD,
+        forward=FORWARD * counts.model_flops_per_token / counts.hardware_flops_per_token,
         first_evaluation=rules.states is None,
     )
 
@@ -377,13 +422,13 @@ def _speed(
         measured: a run of the job.
     """
     model_flops = counts.model_flops_per_token
-    if not model_flops or not layout_of(job).fills_world:
+    if not layout_of(job).fills_world:
         return None
     if measured:
         speed = measured_speed(job, measured, model_flops)
     else:
         speed = None
-    if speed is None and counts.padded_vocab_size:
+    if speed is None:
         estimate = estimate_step(job, rules, counts.padded_vocab_size)
         if job.cluster.device.kind == "cpu" and measured and measured.calibration:
             estimate = host_estimate(job, counts.padded_vocab_size, cores)

@@ -11,7 +11,7 @@ from trainkit.base.errors import ConfigError, Exit, Problem
 from trainkit.data.indexed.dataset import IndexedDataset
 from trainkit.data.order.resolve_pairs import pairs_of
 from trainkit.data.sources.tokenizers import FILES
-from trainkit.data.tokenizer import end_of_document, gpt2_bpe, load_tokenizer
+from trainkit.data.tokenizer import end_of_document, given_tokenizer, load_tokenizer
 from trainkit.jobs.ranks import degrees_of
 from trainkit.jobs.schema import Dataset, Job, Tokenizer
 from trainkit.launch.readiness import refuse_without_samples
@@ -63,14 +63,9 @@ def _given_size(settings: Tokenizer) -> int:
         path = getattr(settings, key)
         if path and getattr(settings, address) and not Path(path).exists():
             raise NotLookedAt(f"{path} is fetched when the data are prepared: see stages")
-    if settings.type == "gpt2" and settings.vocab_file and settings.merge_file:
-        files = (Path(settings.vocab_file), Path(settings.merge_file))
-        return gpt2_bpe(*files, settings.eod_token).get_vocab_size()
-    if settings.path:
-        tokenizer = load_tokenizer(Path(settings.path))
-        end_of_document(tokenizer, settings.eod_token, Path(settings.path))
-        return tokenizer.get_vocab_size()
-    raise NotLookedAt(f"{settings.name} is trained when its data are prepared: see stages")
+    if settings.type == "bpe":
+        raise NotLookedAt(f"{settings.name} is trained when its data are prepared: see stages")
+    return given_tokenizer(settings).get_vocab_size()
 
 
 def _refuse_foreign_ids(job: Job, settings: Tokenizer, size: int) -> None:

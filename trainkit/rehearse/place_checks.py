@@ -13,7 +13,7 @@ from pathlib import Path
 from trainkit.base.errors import ConfigError, Exit, Problem, TrainkitError
 from trainkit.engines.registry import ENGINES, engine_notes, refuse_unlaunchable
 from trainkit.launch.containers import check_container
-from trainkit.launch.readiness import refuse_infeasible, refuse_without_wandb
+from trainkit.launch.readiness import refuse_without_wandb
 from trainkit.launch.scheduler_registry import scheduler_for
 from trainkit.launch.supervise.rank_environment import secret_values
 from trainkit.plan.storage import GIB
@@ -39,10 +39,9 @@ def check_plan(scene: RehearsalScene) -> str:
             ],
             exit=Exit.PLAN,
         )
-    refuse_infeasible(plan)
-    size = "parameters known when the tokenizer is"
-    if plan.parameters:
-        size = f"{plan.parameters / 1e6:,.1f} million parameters"
+    if plan.not_known:
+        raise NotLookedAt("; ".join(each.message for each in plan.not_known))
+    size = f"{(plan.parameters or 0) / 1e6:,.1f} million parameters"
     notes = [note.message for note in plan.notes]
     for name in dict.fromkeys((scene.job.model.name, scene.job.name)):
         named = named_size(name)
@@ -209,8 +208,10 @@ def _existing(scene: RehearsalScene) -> Path:
 def check_disk(scene: RehearsalScene) -> str:
     """There is room for the checkpoints that lie there at once, by free space and quota."""
     storage = scene.plan.storage
-    if storage is None:
+    if storage is None and scene.plan.between:
         raise NotLookedAt("the size of a checkpoint is known when the vocabulary is")
+    if storage is None:
+        return "no checkpoints are written"
     there = _existing(scene)
     wanted = storage.on_disk_bytes
     words = f"{storage.on_disk} checkpoints of {storage.checkpoint_bytes / GIB:,.2f} GiB at once"

@@ -75,8 +75,15 @@ class RehearsalReport:
 
     @property
     def exit(self) -> Exit:
-        """The code of the first failure."""
-        return next((each.exit for each in self.checks if each.state == "failed"), Exit.DONE)
+        """The code of the first failure; without any, NOT_KNOWN where something was not looked
+        at."""
+        failed = next((each.exit for each in self.checks if each.state == "failed"), None)
+        return failed or (Exit.NOT_KNOWN if self.not_known else Exit.DONE)
+
+    @property
+    def not_known(self) -> list[str]:
+        """The checks that could not be made."""
+        return [each.name for each in self.checks if each.state == "not looked at"]
 
     def count(self, state: State) -> int:
         """How many checks ended so."""
@@ -92,5 +99,6 @@ class RehearsalReport:
             held=self.count("held"),
             failed=self.count("failed"),
             not_looked_at=self.count("not looked at"),
+            not_known=self.not_known,
             checks=[each.to_json() for each in self.checks],
         )

@@ -397,3 +397,137 @@ def test_planning_imports_neither_torch_nor_numpy(project: Project) -> None:
         if line.startswith("import time:")
     }
     assert "trainkit" in imported and not imported & {"torch", "numpy", "tokenizers"}
+
+
+UNPREPARED = """
+[tokenizers.given]
+type = "gpt2"
+vocab_file = "vocab.json"
+merge_file = "merges.txt"
+
+[tokenizers.away]
+extends = "given"
+vocab_file = "away.json"
+
+[datasets.text]
+source = "files"
+paths = ["text.jsonl"]
+tokenizer = "away"
+split = "98,1,1"
+
+[datasets.counted]
+extends = "text"
+tokenizer = "given"
+
+[models.seven-b]
+num_layers = 32
+hidden_size = 4096
+num_attention_heads = 32
+seq_length = 2048
+
+[clusters.v100]
+launcher = "slurm"
+device = "v100-sxm-32gb"
+gpus_per_node = 4
+
+[jobs.unprepared]
+extends = "large"
+cluster = "v100"
+model = "seven-b"
+dataset = "text"
+nodes = 1
+parallelism = { tensor_model_parallel_size = 1, pipeline_model_parallel_size = 1 }
+training.precision = "fp16"
+training.eval_iters = 0
+"""
+FITTING = (
+    "cluster=gpus",
+    "training.precision=bf16",
+    "parallelism.zero_stage=3",
+    "training.recompute_granularity=full",
+    'slurm.time="20:00:00"',
+    "training.train_iters=200",
+)
+
+
+@pytest.fixture
+def unprepared(project: Project) -> Path:
+    (project.path / "jobs.toml").open("a").write(GPUS + UNPREPARED)
+    (project.path / "text.jsonl").write_text('{"text": "a word or two"}\n' * 10_000)
+    (project.path / "vocab.json").write_text(json.dumps({"a": 0, "b": 1, "<|endoftext|>": 2}))
+    (project.path / "merges.txt").write_text("#version: 0.2\n")
+    return project.path
+
+
+@pytest.mark.parametrize(
+    ("sets", "code"),
+    [
+        ((), "memory"),
+        (("cluster=here", "training.precision=fp32"), "host-memory"),
+        ((*FITTING, "cluster.filesystems.scratch.capacity_bytes=1000"), "disk-too-small"),
+        ((*FITTING, 'slurm.time="0:01:00"'), "time-limit-too-short"),
+    ],
+)
+def test_what_no_vocabulary_would_mend_is_said_before_one_is_known(
+    sets: tuple[str, ...], code: str, unprepared: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found, ended = document(capsys, unprepared, "unprepared", *sets)
+    assert (ended, found["feasible"]) == (Exit.PLAN, False)
+    assert code in [each["code"] for each in found["objections"]], found["objections"]
+    few, many = found["between"]
+    assert few["parameters"] < many["parameters"] and found["parameters"] is None
+
+
+def test_what_is_not_known_is_not_called_feasible(
+    unprepared: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found, ended = document(capsys, unprepared, "unprepared", *FITTING)
+    assert (ended, found["feasible"], found["objections"]) == (Exit.NOT_KNOWN, None, [])
+    assert [each["code"] for each in found["not_known"]] == ["vocabulary-unknown"]
+    text = page(unprepared, "unprepared", *FITTING)
+    assert "not known yet: model.vocab_size" in text and " to " in text
+    assert "not known yet whether it is feasible: invoke train unprepared" in text
+    # a tokenizer whose files lie there is counted
+    found, ended = document(capsys, unprepared, "unprepared", *FITTING, "dataset=counted")
+    assert (ended, found["feasible"], found["vocab_size"]) == (Exit.DONE, True, 3)
+    low, high = found["duration"]["days_interval"]
+    assert low < found["days"] < high and len(found["memory"]["band_bytes"]) == 2
+    assert "four times of five" in page(unprepared, "unprepared", *FITTING, "dataset=counted")
+
+
+def test_data_that_are_not_prepared_are_looked_at(
+    unprepared: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    long = (*FITTING, "dataset=counted", "training.train_iters=10000")
+    found, _ = document(capsys, unprepared, "unprepared", *long)
+    assert "many-epochs" in [note["code"] for note in found["notes"]]
+    (unprepared / "text.jsonl").write_text('{"text": "a word or two"}\n')
+    wanted = (*FITTING, "dataset.split=100,0,0", "training.eval_iters=1")
+    found, ended = document(capsys, unprepared, "unprepared", *wanted)
+    assert ended is Exit.PLAN
+    assert [each["code"] for each in found["objections"]] == [
+        "too-few-tokens",
+        "no-validation-data",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("model.num_layers=1000000000000000", "num_layers"),
+        ('env={ MASTER_PORT = "29500" }', "MASTER_PORT has no effect here"),
+    ],
+)
+def test_what_no_rank_could_have_is_refused(line: str, said: str, unprepared: Path) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load(unprepared).resolve("unprepared", [line])
+
+
+def test_a_search_that_finds_nothing_draws_no_table(unprepared: Path) -> None:
+    nothing = ["nodes=5", "training.global_batch_size=64", "model.vocab_size=50304"]
+    done = Project(unprepared).invoke(
+        *("plan", "large", "--search"),
+        *(word for text in nothing for word in ("--set", text)),
+        exit=4,
+    )
+    assert "tokens/s" not in done.stdout and "nearest: nodes 4" in done.stdout

@@ -1,9 +1,9 @@
 """The task `plan`: what a job will need, beside what its last run took; exit 4 when it cannot
-run."""
+run, 18 when that is not known yet."""
 
 from __future__ import annotations
 
-from trainkit.base.errors import ConfigError, Exit, Problem
+from trainkit.base.errors import ConfigError, Problem
 from trainkit.cli.config.jobs import load_jobs
 from trainkit.cli.config.plan_options import asked_nodes, overrides, usage
 from trainkit.cli.options import PlanOptions
@@ -43,7 +43,7 @@ def plan(task: TaskContext, name: str, options: PlanOptions) -> TaskResult:
 
         if options.explain:
             print_terms(task.console, made)
-            return TaskResult(made.to_json(), Exit.DONE if made.feasible else Exit.PLAN)
+            return TaskResult(made.to_json(), made.exit)
         print_page(
             task.console,
             job,
@@ -54,7 +54,7 @@ def plan(task: TaskContext, name: str, options: PlanOptions) -> TaskResult:
         )
         for said in engine_notes(job):
             task.console.print(f"[yellow]note[/] {escape(said)}")
-    return TaskResult(made.to_json(), Exit.DONE if made.feasible else Exit.PLAN)
+    return TaskResult(made.to_json(), made.exit)
 
 
 def _refused(job: Job) -> list[Problem]:

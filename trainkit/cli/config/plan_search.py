@@ -71,7 +71,7 @@ def plan_search(task: TaskContext, name: str, options: PlanOptions, nodes: list[
 def _way_out(found: Search, nodes: int) -> str:
     """What may help where no layout can be."""
     if found.ways_out:
-        return describe_changes(found.ways_out, "nodes")
+        return describe_changes(found.ways_out, "")
     if "memory" in found.refused:
         return f"see the reasons above; --nodes {nodes}..{8 * nodes} looks at more nodes"
     return "see the reasons above"
@@ -124,7 +124,19 @@ def _to_json(found: Search, options: PlanOptions) -> dict[str, object]:
                     each.plan.memory.fullest.total_bytes if each.plan and each.plan.memory else None
                 ),
                 "memory_tight": bool(each.plan and each.plan.memory and each.plan.memory.tight),
+                "memory_band_bytes": each.plan.memory.band_bytes
+                if each.plan and each.plan.memory
+                else None,
                 "days": each.plan.days if each.plan else None,
+                "days_interval": each.plan.duration.days_interval
+                if each.plan and each.plan.duration
+                else None,
+                "device_hours": each.plan.duration.device_hours
+                if each.plan and each.plan.duration
+                else None,
+                "device_hours_interval": each.plan.duration.device_hours_interval
+                if each.plan and each.plan.duration
+                else None,
                 "price": price_of(each, price) if price else None,
             }
             for each in found.ranked

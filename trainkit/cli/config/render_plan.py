@@ -69,13 +69,19 @@ def print_page(
     console.print(page)
     _print_list(console, "note", plan.notes, "yellow")
     _print_list(console, "objection", plan.objections, "red")
-    if not plan.feasible:
+    _print_list(console, "not known yet:", plan.not_known, "yellow")
+    if plan.objections:
         count = len(plan.objections)
         console.print(f"[red]not feasible[/]: {count} objection{'s' if count > 1 else ''}")
-    elif not refused:
-        console.print(f"[green]feasible[/]: {command} train {plan.job}")
+        return
+    if plan.not_known:
+        verdict = "[yellow]not known yet[/] whether it is feasible"
     else:
-        console.print(f"[green]feasible[/], but {command} train {plan.job} refuses it:")
+        verdict = "[green]feasible[/]"
+    if not refused:
+        console.print(f"{verdict}: {command} train {plan.job}")
+    else:
+        console.print(f"{verdict}, but {command} train {plan.job} refuses it:")
         for problem in refused:
             hint = f" ({problem.hint})" if problem.hint else ""
             console.print(f"[red]refused[/] {escape(problem.message + hint)}")
@@ -98,7 +104,10 @@ def _rows(console: Console, job: Job, plan: Plan) -> Iterator[tuple[str, Rendera
         yield "memory", _memory(console, plan.memory)
     if plan.host_memory:
         yield "node", _node(plan.host_memory)
-    yield "time", _time(job, plan)
+    if plan.between:
+        yield from _rows_between(*plan.between)
+    else:
+        yield "time", _time(job, plan)
     if plan.storage:
         yield "disk", _disk(plan.storage, plan.duration)
     if plan.epochs:
@@ -108,6 +117,21 @@ def _rows(console: Console, job: Job, plan: Plan) -> Iterator[tuple[str, Rendera
         yield "data", f"{plan.epochs.epochs:,.2f} epochs of {escape(job.dataset.name)}, {tokens}"
     if plan.measured:
         yield "measured", _measured(plan)
+
+
+def _rows_between(few: Plan, many: Plan) -> Iterator[tuple[str, str]]:
+    """Where the vocabulary is not known: what both ends of it come to."""
+    assert few.memory and many.memory
+    sizes = [_gib(plan.memory.fullest.total_bytes) for plan in (few, many) if plan.memory]
+    device = few.memory.device_bytes
+    yield (
+        "memory",
+        " to ".join(sizes) + " on the fullest rank" + (f" of {_gib(device)}" if device else ""),
+    )
+    if few.days is not None and many.days is not None:
+        yield "time", f"{_span(few.days * 86400)} to {_span(many.days * 86400)} in all"
+    if few.checkpoint_bytes and many.checkpoint_bytes:
+        yield "disk", f"{_gib(few.checkpoint_bytes)} to {_gib(many.checkpoint_bytes)} a checkpoint"
 
 
 def _count(number: float) -> str:
@@ -142,8 +166,13 @@ def _size(job: Job, plan: Plan) -> str:
         f"{model.family}, {model.num_layers} layers of {model.hidden_size:,},"
         f" {model.num_attention_heads} heads, {model.seq_length:,} tokens a sample"
     )
-    if plan.parameters is None or plan.vocab_size is None:
-        return f"known once the tokenizer is prepared ({shape})"
+    if plan.between:
+        few, many = plan.between
+        return (
+            f"{_count(few.parameters or 0)} to {_count(many.parameters or 0)} parameters: {shape},"
+            f" vocabulary not known, {few.vocab_size:,} to {many.vocab_size:,} ids"
+        )
+    assert plan.parameters is not None
     text = f"{_count(plan.parameters)} parameters: {shape}, vocabulary {plan.vocab_size:,}"
     if plan.padded_vocab_size != plan.vocab_size:
         text += f" (padded to {plan.padded_vocab_size:,})"
@@ -216,13 +245,12 @@ def _memory(console: Console, memory: Memory) -> RenderableType:
         _memory_legend(console, fullest),
     ]
     if memory.band_bytes is not None:
-        low, high = memory.band_bytes
-        parts.append(
-            Text(
-                f"published runs of this engine took {_gib(low)} to {_gib(high)} for a plan of this"
-                " size"
-            )
-        )
+        between = " to ".join(_gib(size) for size in memory.band_bytes)
+        if memory.band:
+            text = f"published runs of this engine took {between} for a plan of this size"
+        else:
+            text = f"{between}, as the reserve is nothing or twice what is assumed"
+        parts.append(Text(text))
     return Group(*parts)
 
 
@@ -356,13 +384,20 @@ def _whole(job: Job, duration: Duration) -> str:
         "steps repeated after failures": parts.repeated,
     }
     listed = ", ".join(f"{word} {_span(seconds)}" for word, seconds in shown.items() if seconds)
-    text = f"{_span(duration.days * 86400)} in all: {listed}"
+    text = f"{_span(duration.days * 86400)} in all"
+    if duration.days_interval:
+        low, high = (_span(days * 86400) for days in duration.days_interval)
+        text += f" ({low} to {high}, four times of five)"
+    text += f": {listed}"
     if job.cluster.device_type != "cpu":
         if job.cluster.device_type == "cuda":
             devices = "GPU"
         else:
             devices = "device"
-        text += f" ({duration.device_hours:,.0f} {devices}-hours)"
+        text += f" ({duration.device_hours:,.0f} {devices}-hours"
+        if duration.device_hours_interval:
+            text += ", {:,.0f} to {:,.0f}".format(*duration.device_hours_interval)
+        text += ")"
     if parts.saves is None:
         text += "\nCheckpoints are not in it: their file system has no write_gib_per_second"
     if job.cluster.launcher_traits.batch:

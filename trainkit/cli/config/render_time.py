@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -36,6 +38,9 @@ def print_terms(console: Console, plan: Plan) -> None:
     duration = plan.duration
     if not plan.layout.fills_world:
         console.print(f"time: none, since the layout does not fill {plan.layout.world} ranks")
+        return
+    if plan.between:
+        console.print("time: not known before the vocabulary is")
         return
     if duration is None:
         console.print("time: not known for this device: devices.X.peak_tflops is missing")
@@ -75,7 +80,11 @@ def print_search(console: Console, found: Search, price: float) -> None:
         memory = "-"
         if plan.memory:
             memory = f"{plan.memory.fullest.total_bytes / GIB:.1f} GiB"
+        if plan.memory and plan.memory.band_bytes:
+            memory += " ({:.0f} to {:.0f})".format(*(b / GIB for b in plan.memory.band_bytes))
         days = f"{plan.days:,.2f}" if plan.days is not None else "-"
+        if plan.duration and plan.duration.days_interval:
+            days += " ({:,.2f} to {:,.2f})".format(*plan.duration.days_interval)
         cells = [str(number), str(each.job.nodes), describe(each.change), speed, memory, days]
         if price:
             cost = price_of(each, price)
@@ -84,18 +93,14 @@ def print_search(console: Console, found: Search, price: float) -> None:
         if plan.memory and plan.memory.tight:
             why += "; memory-tight"
         table.add_row(*cells, why)
-    console.print(table)
+    if found.ranked:
+        console.print(table)
     if any(each.plan and each.plan.memory and each.plan.memory.tight for each in found.ranked):
         console.print(
             f"memory-tight: over {TIGHT:.0%} of the device, of which the reserve is assumed"
         )
-    if found.asked and found.ranked and found.known:
-        gain = found.ranked[0].tokens_per_second / found.asked.tokens_per_second - 1
-        console.print(f"The first is {gain:+.1%} in tokens/s against the job's own layout.")
-    if found.known and found.calibrated_by:
-        console.print(f"Times are the model's, corrected by run {escape(found.calibrated_by)}.")
-    if not found.known:
-        console.print(f"[yellow]note[/] {_why_no_times(found)}")
+    for line in _remarks(found):
+        console.print(line)
     console.print(f"{found.considered:,} layouts; left out:")
     for code, count in found.refused.most_common():
         example = found.nearest.get(code, "")
@@ -103,6 +108,21 @@ def print_search(console: Console, found: Search, price: float) -> None:
         if example:
             text += f", {'the fastest' if code == 'memory' else 'such as'}: {example}"
         console.print(text, highlight=False)
+
+
+def _remarks(found: Search) -> Iterator[str]:
+    """What is to be known of the times."""
+    if not found.known:
+        yield f"[yellow]note[/] {_why_no_times(found)}"
+        return
+    if found.asked and found.ranked:
+        gain = found.ranked[0].tokens_per_second / found.asked.tokens_per_second - 1
+        yield f"The first is {gain:+.1%} in tokens/s against the job's own layout."
+    if found.calibrated_by:
+        yield f"Times are the model's, corrected by run {escape(found.calibrated_by)}."
+    plan = found.ranked[0].plan if found.ranked else None
+    if plan and plan.duration and plan.duration.speed.not_fitted:
+        yield f"[yellow]note[/] no public timings behind them: {plan.duration.speed.not_fitted}"
 
 
 def _why_no_times(found: Search) -> str:

@@ -44,10 +44,11 @@ def run_rehearsal(
             place = f" ({check.place})" if check.place else ""
             table.add_row("", "", escape(f"-> {check.hint}{place}"))
     task.console.print(table)
-    task.say(
-        f"{name}: {report.count('held')} held, {report.count('failed')} failed,"
-        f" {report.count('not looked at')} not looked at, in {report.seconds:.1f} s"
-    )
+    seen = report.count("held") + report.count("failed")
+    text = f"{name}: of {seen} checks that were made {report.count('failed')} failed"
+    if report.not_known:
+        text += f"; not known yet: {', '.join(report.not_known)}"
+    task.say(f"{text} ({report.seconds:.1f} s)")
     return report
 
 

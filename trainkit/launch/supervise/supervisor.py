@@ -405,7 +405,7 @@ class Supervisor:
             _, job = changed_job(self.run.job, [f"nodes={nodes}"])
         except ConfigError:
             return None
-        if not make_plan(job, rules=RULES[job.engine]).feasible:
+        if make_plan(job, rules=RULES[job.engine]).objections:
             return None
         if self.engine.problems(job) or self.engine.resume_problems(job, self.run):
             return None

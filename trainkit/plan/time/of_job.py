@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from trainkit.jobs.schema import Job
 from trainkit.plan.layout import Layout, layout_of
 from trainkit.plan.rules import Rules
-from trainkit.plan.time.constants import fitted, machine, spread
+from trainkit.plan.time.constants import fitted, fitted_rows, kind_of, machine, spread
 from trainkit.plan.time.host import SOFTWARE, host_constants, host_machine
 from trainkit.plan.time.setup import Hardware, RankSplit, Setup, Shape
 from trainkit.plan.time.step import OLD, StepTime, step_time
@@ -42,11 +42,14 @@ class StepEstimate:
         time: its terms.
         deviation: of its logarithm.
         assumed: what is not known and was assumed instead.
+        not_fitted: the kind of trainer, precision and device, where no public timing of it is
+            among those that the constants were fitted on; else "".
     """
 
     time: StepTime
     deviation: float
     assumed: tuple[str, ...]
+    not_fitted: str = ""
 
     @property
     def interval(self) -> tuple[float, float]:
@@ -172,13 +175,19 @@ def estimate_step(job: Job, rules: Rules, vocab: int) -> StepEstimate | None:
     if device is None:
         return None
     split = split_of_job(job, layout_of(job))
-    setup = Setup(shape_of(job, vocab), split, device, software_of(rules))
+    software = software_of(rules)
+    setup = Setup(shape_of(job, vocab), split, device, software)
     variance = spread()["dense"] ** 2
-    if rules.states is None:
+    not_fitted = ""
+    if kind_of(device, software) not in fitted_rows():
+        not_fitted = kind_of(device, software)
+        variance += NO_ROW**2
+    elif rules.states is None:
+        not_fitted = "the native trainer on GPUs: the constants are other FSDP trainers'"
         variance += OWN_ENGINE**2
     for word in assumed:
         variance += (NO_NETWORK if word.startswith("the network") else NO_ROW) ** 2
-    return StepEstimate(step_time(setup, fitted()), math.sqrt(variance), assumed)
+    return StepEstimate(step_time(setup, fitted()), math.sqrt(variance), assumed, not_fitted)
 
 
 # A device of which nothing is known, for ranking alone: of a processor's proportions, where

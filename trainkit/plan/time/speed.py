@@ -22,10 +22,13 @@ def predicted_speed(job: Job, estimate: StepEstimate, model_flops: int) -> Speed
     source = f"predicted, between {slowest:,.0f} and {fastest:,.0f}; --explain time says how"
     if estimate.assumed:
         source += f". Assumed: {', '.join(estimate.assumed)}"
+    if estimate.not_fitted:
+        source += f". Not fitted: {estimate.not_fitted}"
     return Speed(
         tokens_per_second=tokens,
         mfu=tokens * model_flops / (job.world_size * peak * 1e12) if peak else None,
         source=source,
         interval=(slowest, fastest),
         step_terms=dict(estimate.time.terms),
+        not_fitted=estimate.not_fitted,
     )
