@@ -37,7 +37,7 @@ PRIORS: dict[str, tuple[float, float]] = {
     "wave": (0.5, 0.5),
     "depth": (128.0, 0.5),
     "casts": (1.5, 0.3),
-    "scores": (8.0, 0.4),
+    "scores": (7.0, 0.3),
     "odd": (0.2, 0.7),
     "link": (0.7, 0.2),
     "network": (0.7, 0.2),
@@ -49,12 +49,18 @@ PRIORS: dict[str, tuple[float, float]] = {
     "exchange": (1.0, 0.6),
     "context": (0.5, 0.6),
     "stragglers": (0.005, 0.7),
+    "unfused": (0.4, 0.5),
+    "parts": (3.0, 0.5),
+    "unaligned": (1.0, 0.7),
+    "logits": (8.0, 0.5),
+    "exponentials": (2.5e10, 0.5),
+    "grouped": (500.0, 0.7),
 }
 OF_SOFTWARE: dict[str, tuple[float, float]] = {
     "slower": (1.0, 0.1),
     "passes": (1.5, 0.4),
     "launches": (3e-4, 0.6),
-    "fixed": (0.02, 1.0),
+    "fixed": (0.01, 1.5),
     "hidden_data": (0.5, 1.0),
     "hidden_tensor": (0.1, 1.0),
     "hidden_pipeline": (0.3, 1.0),
@@ -252,7 +258,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=FOLDER / "fitted.json")
     asked = parser.parse_args()
     rows = read_rows(asked.rows)
-    start = to_free({name: prior[0] for name, prior in PRIORS.items()})
+    known = fitted()  # a fit goes on from the one that is there
+    start = to_free({name: known.get(name, prior[0]) for name, prior in PRIORS.items()})
     free = fit(thinned(rows), start, 30)
     found = {name: float(f"{value:.4g}") for name, value in from_free(free).items()}
     document = {

@@ -187,7 +187,13 @@ def read_rows(path: Path, *, clean: bool = True) -> list[Row]:
                     group=(row["model"], row["gpu"], source),
                     cell=(source, row["layers"], *(row[key] for key in keys)),
                     seconds=float(row["seconds_per_iteration"]),
-                    setup=Setup(_shape(row), _split(row, software), device, software),
+                    setup=Setup(
+                        _shape(row),
+                        _split(row, software),
+                        device,
+                        software,
+                        parts="InternEvo" in source,
+                    ),
                     note=row["note"],
                 )
             )

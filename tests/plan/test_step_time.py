@@ -22,6 +22,9 @@ from trainkit.plan.time.step import crossing_shares, step_time
 ROOT = Path(__file__).resolve().parents[2]
 
 
+ALONE = {"world": 8, "data": 1, "zero": 0, "shard": 1, "global_batch": 8}  # no copies
+
+
 def a_machine(name: str = "a100-80", network: float = 100e9) -> Hardware:
     found = machine(name, network=network)
     assert found is not None
@@ -181,6 +184,27 @@ def test_every_row_of_hardware_has_its_constants() -> None:
         assert f"efficiency.{row['generation']}" in fitted(), name
         assert machine(name, network=1e9) is not None
         assert machine(name, bits=4, network=1e9) is None or row.get("four")
+
+
+def test_a_softmax_that_is_not_fused_costs_launches() -> None:
+    """Megatron-LM's takes four heads x samples at a time; two of a rank pass one by one."""
+    small = bloom(tensor=8, pipeline=1, micro_batch=1, stage_layers=0, **ALONE)
+    shape = Shape(12, 1024, 1024, 1024, 16, 4096, 1, 1024, 51200)
+    few, enough = (replace(small, shape=replace(shape, heads=heads)) for heads in (16, 32))
+    assert (
+        step_time(few, fitted()).terms["launches"] > step_time(enough, fitted()).terms["launches"]
+    )
+
+
+def test_the_bubble_is_what_the_other_stages_take() -> None:
+    """Where the head makes the last of two stages the slowest, one waits for the blocks of the
+    other alone."""
+    setup = bloom(pipeline=2, stage_layers=35, last_layers=35, **ALONE)
+    terms = step_time(setup, fitted()).terms
+    assert terms["head"] > 0
+    blocks = ("products", "attention", "memory", "recomputation", "launches", "tensor-parallel")
+    other = sum(terms[name] for name in (*blocks, "pipeline")) / setup.split.micro_batches
+    assert terms["bubble"] == pytest.approx(other)
 
 
 @pytest.mark.parametrize(

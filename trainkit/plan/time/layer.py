@@ -3,17 +3,18 @@ attention, what is bound by memory, launches."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from trainkit.plan.time.setup import Hardware, Setup, Shape
 
 HALF = 2  # bytes of an activation
 CPU = "cpu"  # the generation of processors
+OLD = "megatron-2021"
 TILE = 128 * 128  # results that a multiprocessor computes at a time
 ALIGNED = 64  # numbers: 128 bytes of 16-bit ones, a line of the cache
+TENSOR_CORES = 8  # numbers: 16 bytes, which rows must be multiples of
+FUSED_BATCHES = 4  # heads x samples that Megatron-LM's fused softmax takes at a time
 EXPERT_ROWS = 64  # of a tile, that an expert's tokens leave empty on average
-LOGIT_PASSES = 5  # reads and writes of fp32 logits: maximum, sum, loss, gradient
 
 
 @dataclass(frozen=True)
@@ -26,12 +27,11 @@ class Work:
     memory: float
     launches: float
 
-    def waits(self, passes: float = 1.0) -> float:
-        """What the device waits for the host: the longer of both counts, with a soft corner,
-        since queues are not always full."""
-        busy = passes * (self.products + self.attention + self.memory)
-        host = passes * self.launches
-        return math.sqrt(math.hypot(busy**2, host**2)) - busy
+    def waits(self, passes: float, messages: float) -> float:
+        """What the device waits for the host beyond its own work, of which `messages` of tensor
+        parallelism are a part: they lie in the same queue."""
+        busy = passes * (self.products + self.attention + self.memory) + messages
+        return max(0.0, passes * self.launches - busy)
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,7 @@ class Pace:
     wave: float
     depth: float
     odd: float
+    unaligned: float
     cores: int
 
     def product(self, rows: float, depth: float, columns: float, *, half: bool = False) -> float:
@@ -53,7 +54,8 @@ class Pace:
 
         The last wave of tiles is half empty (1 + wave x cores x tile / results), and a tile's
         start and end cost as much as `depth` of its inner steps; widths that are no multiple of
-        ALIGNED leave tensor cores idle; never faster than memory.
+        ALIGNED leave tensor cores idle, those that are none of TENSOR_CORES most of them; never
+        faster than memory.
 
         Args:
             rows, depth, columns: of the product.
@@ -67,6 +69,8 @@ class Pace:
         time = 2 * rows * depth * columns / speed * tiles * (1 + self.depth / depth)
         if depth % ALIGNED or columns % ALIGNED:
             time *= 1 + self.odd
+        if depth % TENSOR_CORES or columns % TENSOR_CORES:
+            time *= 1 + self.unaligned
         size = HALF * (rows * depth + depth * columns + rows * columns)
         return max(time, size / self.memory)
 
@@ -83,11 +87,12 @@ def pace_of(machine: Hardware, software: str, fitted: dict[str, float]) -> Pace:
         wave=fitted["wave"],
         depth=fitted["depth"],
         odd=fitted["odd"],
+        unaligned=fitted["unaligned"],
         cores=machine.cores,
     )
 
 
-def _mlp(setup: Setup, pace: Pace, tokens: float) -> tuple[float, float]:
+def _mlp(setup: Setup, pace: Pace, fitted: dict[str, float], tokens: float) -> tuple[float, float]:
     """Seconds of the products, and results of them that are read and written again."""
     shape, split = setup.shape, setup.split
     if not shape.experts:
@@ -106,6 +111,7 @@ def _mlp(setup: Setup, pace: Pace, tokens: float) -> tuple[float, float]:
     padded = rows + EXPERT_ROWS * here
     products = pace.product(padded, shape.hidden, shape.projections * width)
     products += pace.product(padded, width, shape.hidden)
+    products *= 1 + fitted["grouped"] / width  # many small products, of unequal sizes
     weights = HALF * here * shape.hidden * width * (shape.projections + 1) / pace.memory
     return max(products, weights), rows * (width * (shape.projections + 1) + 2 * shape.hidden)
 
@@ -123,7 +129,7 @@ def block(setup: Setup, pace: Pace, fitted: dict[str, float]) -> Work:
     share = split.tensor
     products = pace.product(tokens, shape.hidden, (shape.query + 2 * shape.key) / share)
     products += pace.product(tokens, shape.query / share, shape.hidden)
-    mlp, results = _mlp(setup, pace, tokens)
+    mlp, results = _mlp(setup, pace, fitted, tokens)
     attention = _attention(setup, pace, fitted, tokens)
     between = tokens * shape.hidden / (split.tensor if split.sequence else 1)
     results += tokens * (shape.query + 2 * shape.key) / share
@@ -132,31 +138,45 @@ def block(setup: Setup, pace: Pace, fitted: dict[str, float]) -> Work:
         passes *= fitted["casts"]
     memory = passes * HALF * (4 * between + results) / pace.memory
     launches = fitted[f"launches.{setup.software}"]
+    if _unfused(setup):
+        launches *= 1 + fitted["unfused"]
     if setup.machine.generation == CPU:  # nothing is queued: what starts work does it
         return Work(products + mlp, attention, memory + launches, 0.0)
     return Work(products + mlp, attention, memory, launches)
 
 
 def _attention(setup: Setup, pace: Pace, fitted: dict[str, float], tokens: float) -> float:
-    """Fused: half of the products, since it is causal, and no scores in memory. Else: two whole
-    products, and the scores read and written by mask, softmax and dropout."""
+    """Fused: half of the products, since it is causal, and the exponential of each score, which
+    a multiprocessor computes few of at a time; no scores in memory. Else: two whole products, and
+    the scores read and written by mask, softmax and dropout."""
     shape, split = setup.shape, setup.split
     size = shape.query / split.tensor
     flops = 4 * tokens * shape.seq * size
-    if setup.software != "megatron-2021":
-        return flops / 2 / pace.attention
+    scores = tokens * shape.seq * shape.heads / split.tensor
+    if setup.software != OLD:
+        exponentials = scores / 2 / (setup.machine.cores * fitted["exponentials"])
+        return flops / 2 / pace.attention + exponentials
     head = shape.query / shape.heads
     edges = 1 + pace.depth / head
-    scores = split.micro_batch * shape.heads / split.tensor * shape.seq**2
-    return flops / pace.half * edges + fitted["scores"] * HALF * scores / pace.memory
+    passes = fitted["scores"]
+    if _unfused(setup):
+        passes *= 1 + fitted["unfused"]
+    return flops / pace.half * edges + passes * HALF * scores / pace.memory
 
 
-def head(setup: Setup, pace: Pace) -> float:
+def _unfused(setup: Setup) -> bool:
+    """Whether scores pass one operation after the other: the fused softmax takes so many heads
+    x samples at a time (Megatron-LM, megatron/model/fused_softmax.py)."""
+    batches = setup.split.micro_batch * setup.shape.heads // setup.split.tensor
+    return setup.software == OLD and batches % FUSED_BATCHES != 0
+
+
+def head(setup: Setup, pace: Pace, fitted: dict[str, float]) -> float:
     """Forward and backward of the last product and its loss."""
     shape, split = setup.shape, setup.split
     tokens = split.micro_batch * shape.seq / split.context
     vocab = shape.vocab / split.tensor
-    logits = LOGIT_PASSES * 4 * tokens * vocab / pace.memory
+    logits = fitted["logits"] * 4 * tokens * vocab / pace.memory
     return 3 * pace.product(tokens, shape.hidden, vocab, half=True) + logits
 
 

@@ -10,8 +10,9 @@ from trainkit.plan.layout import Layout, layout_of
 from trainkit.plan.rules import Rules
 from trainkit.plan.time.constants import fitted, fitted_rows, kind_of, machine, spread
 from trainkit.plan.time.host import SOFTWARE, host_constants, host_machine
+from trainkit.plan.time.layer import OLD
 from trainkit.plan.time.setup import Hardware, RankSplit, Setup, Shape
-from trainkit.plan.time.step import OLD, StepTime, step_time
+from trainkit.plan.time.step import StepTime, step_time
 
 ROWS = {  # of hardware.toml, by devices' names
     "v100-sxm-16gb": "v100",

@@ -125,10 +125,11 @@ class Hardware:
 
 @dataclass(frozen=True)
 class Setup:
-    """All of it. `software` is a key of `software` among the constants."""
+    """All of it. `software` is a key of `software` among the constants; `parts`: the trainer sends
+    each rank's new weights by themselves under ZeRO 1 (InternEvo)."""
 
     shape: Shape
     split: RankSplit
     machine: Hardware
     software: str
-    known: bool = True
+    parts: bool = False

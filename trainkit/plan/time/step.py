@@ -7,12 +7,11 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
-from trainkit.plan.time.layer import CPU, HALF, Work, block, head, pace_of, parameters_of_rank
+from trainkit.plan.time.layer import CPU, HALF, OLD, Work, block, head, pace_of, parameters_of_rank
 from trainkit.plan.time.network import Links, links_of
-from trainkit.plan.time.setup import Setup
+from trainkit.plan.time.setup import RankSplit, Setup
 
 OPTIMIZER_BYTES = 30  # a parameter: master and two moments read and written, gradient, weight
-OLD = "megatron-2021"
 OWN = ("fsdp", "host")  # trainers that sum gradients in every micro-batch under ZeRO 2
 GLOO_SCATTER = 2  # all-gathers that a reduce-scatter takes: it reduces everywhere
 ADDED_BYTES = 10  # a parameter and micro-batch, as two-byte numbers: fp64 sums on a CPU
@@ -101,8 +100,10 @@ def _data_sums(setup: Setup, links: Links, fitted: dict[str, float], layers: flo
         if not split.zero:
             time += links.all_reduce(size, ranks, split.tensor)
         else:
-            times = 1 if _scatters(setup) else 2
-            time += times * links.gather(size, split.shard, split.tensor, messages)
+            sent = split.shard * fitted["parts"] if setup.parts else messages
+            time += links.gather(size, split.shard, split.tensor, sent)
+            if not _scatters(setup):
+                time += links.gather(size, split.shard, split.tensor, messages)
             copies = ranks // split.shard
             time += links.all_reduce(size / split.shard, copies, split.tensor * split.shard)
         apart = max(1, ranks // split.expert)
@@ -114,8 +115,14 @@ def _data_sums(setup: Setup, links: Links, fitted: dict[str, float], layers: flo
     return time
 
 
-def _passes(setup: Setup, work: Work) -> dict[str, float]:
-    """Of one block and one micro-batch: forward and backward, by term; recomputation apart."""
+def _passes(setup: Setup, work: Work, messages: float) -> dict[str, float]:
+    """Of one block and one micro-batch: forward and backward, by term; recomputation apart.
+
+    Args:
+        setup: what is computed where.
+        work: of a forward pass.
+        messages: seconds of tensor parallelism, which the host starts as well.
+    """
     split = setup.split
     fused = setup.software != "megatron-2021"
     backward = FUSED_BACKWARD if fused else 2.0
@@ -129,7 +136,7 @@ def _passes(setup: Setup, work: Work) -> dict[str, float]:
         "attention": (1 + backward) * work.attention,
         "memory": 3 * work.memory,
         "recomputation": redone,
-        "launches": work.waits(3 + again),
+        "launches": work.waits(3 + again, messages),
     }
 
 
@@ -137,7 +144,7 @@ def step_time(setup: Setup, fitted: dict[str, float]) -> StepTime:
     """Seconds of one step, by term.
 
     The slowest stage does `m` micro-batches one after the other, and waits once for the p - 1
-    others: (p - 1) / v of its micro-batches, or as ZB-V has it (plan/layout.py).
+    others: for a micro-batch of each, a v-th with v chunks, or as ZB-V has it (plan/layout.py).
     """
     shape, split = setup.shape, setup.split
     pace = pace_of(setup.machine, setup.software, fitted)
@@ -147,21 +154,22 @@ def step_time(setup: Setup, fitted: dict[str, float]) -> StepTime:
     again = split.recomputed if split.recompute == "full" else 0.0
     sums = (2 + again) * _tensor_sums(setup, links, fitted)
     experts, context = _exchanges(setup, links, fitted)
-    per_layer = _passes(setup, work) | {
+    per_layer = _passes(setup, work, sums) | {
         "tensor-parallel": sums,
         "experts": (2 + again) * experts,
         "context": (2 + again) * context,
     }
     terms = {name: full * seconds for name, seconds in per_layer.items()}
     layer = sum(per_layer.values())
-    top = head(setup, pace)
+    top = head(setup, pace, fitted)
     with_head = max(0.0, top - (full - last) * layer)  # beyond what the fullest stage takes
     terms["head"] = with_head
     busy = full * layer + with_head
     terms["sharding"] = _beyond(_sharded(setup, links, full), busy, fitted, setup.software)
     terms["pipeline"] = _transfers(setup, links, fitted)
     micro_batches = split.micro_batches
-    bubble = _bubble(setup, layer, top, terms["sharding"], terms["pipeline"])
+    others = max(0.0, shape.layers * layer + top - busy)
+    bubble = _bubble(split, others, terms["sharding"] + terms["pipeline"])
     terms = {name: micro_batches * seconds for name, seconds in terms.items()}
     terms["bubble"] = bubble
     if setup.machine.crowd > 1:  # cores that a rank waits on compute for the others
@@ -230,10 +238,15 @@ def crossing_shares(stages: int, width: int, domain: int) -> tuple[float, ...]:
     return tuple(shares)
 
 
-def _bubble(setup: Setup, layer: float, top: float, sharding: float, transfer: float) -> float:
-    """Waiting for the other stages."""
-    split = setup.split
-    stage = (setup.shape.layers * layer + top) / split.pipeline + sharding + transfer
+def _bubble(split: RankSplit, others: float, moved: float) -> float:
+    """Waiting for the other stages.
+
+    Args:
+        split: the schedule.
+        others: seconds of a micro-batch in all stages but the slowest.
+        moved: of what each stage waits for besides computing.
+    """
+    waiting = others + (split.pipeline - 1) * moved
     if split.zero_bubble:
-        return (split.pipeline - 1) * stage / 6
-    return (split.pipeline - 1) * stage / split.virtual
+        return waiting / 6
+    return waiting / split.virtual
