@@ -126,18 +126,18 @@ print(most, resident() - before)
 def test_the_heap_of_a_cpu_rank_keeps_what_is_freed_and_does_not_tear(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Without `tcache_count` and `mxfast` it grows to three times what lives in it."""
+    """Without `tcache_count` and `mxfast` it grows to 2.8 times what lives in it, or more."""
     without_settings_of_malloc(monkeypatch)
     settings = environment_of(Cluster(name="c"))["GLIBC_TUNABLES"]
     done = subprocess.run(
-        [sys.executable, "-c", ROUNDS],
+        [sys.executable, "-I", "-S", "-c", ROUNDS],
         env={**os.environ, "GLIBC_TUNABLES": settings},
         capture_output=True,
         text=True,
         check=True,
     )
     most, grown = map(int, done.stdout.split())
-    assert most < grown < 2.3 * most
+    assert most < grown < 2.6 * most
 
 
 @pytest.mark.parametrize("name", ["MALLOC_ARENA_MAX", "GLIBC_TUNABLES"])

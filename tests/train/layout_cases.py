@@ -217,9 +217,6 @@ LONG = named(
             for schedule in _SCHEDULES
         ),
         *(apart("gpt", layout(zero=stage), 2) for stage in range(4)),
-        *(case for stage in range(4) for case in unequal("gpt", layout(zero=stage), 2)),
-        *(case for sp in (False, True) for case in unequal("llama", layout(2, sp=sp), 2)),
-        *(case for schedule in _SCHEDULES for case in unequal("gpt", layout(1, 2, schedule), 2)),
         Case("gpt-dropping", layout(), 1),
         *(Case("gpt-dropping", layout(zero=stage), 2) for stage in range(4)),
         *(Case("gpt-dropping", layout(1, 2, schedule), 2) for schedule in _SCHEDULES),
@@ -258,7 +255,6 @@ LONG = named(
             for schedule in _SCHEDULES
         ),
         *(apart("llama", layout(2, 2, schedule, sp=True), 4) for schedule in _SCHEDULES),
-        *unequal("gpt", layout(copies=2, zero=3), 4),
         *(Case("gpt-dropping", layout(1, 2, schedule), 4) for schedule in _SCHEDULES),
         Case("gpt-dropping", layout(1, 4), 4),
         Case("gpt-dropping", layout(copies=2, zero=3), 4),
@@ -272,7 +268,6 @@ LONG = named(
         *(Case("gpt", layout(2, 2, "1f1b", zero=stage), 8) for stage in (0, 3)),
         Case("llama", layout(2, 2, "interleaved", sp=True, zero=3), 8, FULL),
         Case("llama", layout(2, 2, "zbv", sp=True), 8, FULL),
-        *unequal("gpt", layout(2, 2, "interleaved", sp=True), 8),
         *(
             Case("gpt", each, 8)
             for each in (
