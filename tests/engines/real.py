@@ -78,7 +78,7 @@ WITHOUT_GPU: dict[str, dict[str, str]] = {
     "megatron-lm": {
         "family": "gpt",
         "model": "",
-        # 2021 has no distributed optimizer, and that of 0.12 needs Transformer Engine
+        # 2021 has no distributed optimizer, and others need Apex or Transformer Engine to go on
         "job": "parallelism = { zero_stage = 0 }",
         "precision": "fp32",
         "eval_iters": "1",

@@ -6,6 +6,7 @@ trees.
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -60,6 +61,29 @@ def test_it_trains_to_the_end_and_is_recorded(tmp_path: Path, real: RealEngine) 
     assert not any(each["problems"] for each in listed)
 
 
+def killed_after(project: Project, lines: int, *sets: str) -> Path:
+    """A run of which one process was killed when it had printed so many lines."""
+    former = project.runs()
+    process = project.start("train", "tiny", *sets)
+    run: Path = wait_for(
+        lambda: next((r for r in project.runs() if r not in former), None), "the run"
+    )
+    wait_for(
+        lambda: (
+            process.poll() is not None
+            or ((run / "metrics.jsonl").exists() and len(project.metrics(run)) >= lines)
+        ),
+        "some steps",
+    )
+    victims = engine_processes(run)
+    assert victims, ("the engine has ended before it could be killed", process.communicate())
+    os.kill(victims[0], signal.SIGKILL)
+    out, err = process.communicate()
+    assert process.returncode == 10, (out, err)
+    assert not engine_processes(run)
+    return run
+
+
 @pytest.mark.parametrize("real", ENGINES)
 def test_killed_at_a_random_moment_it_leaves_nothing_and_goes_on_alike(
     tmp_path: Path, real: RealEngine
@@ -68,26 +92,59 @@ def test_killed_at_a_random_moment_it_leaves_nothing_and_goes_on_alike(
     project.invoke("train", "tiny")
     (whole,) = project.runs()
     reference = losses_of(project, whole)
-    process = project.start("train", "tiny")
-    run = wait_for(lambda: next((r for r in project.runs() if r != whole), None), "the run")
-    moment = random.Random(os.getpid()).randint(5, 10)
-    wait_for(
-        lambda: (
-            process.poll() is not None
-            or ((run / "metrics.jsonl").exists() and len(project.metrics(run)) >= moment)
-        ),
-        "some steps",
-    )
-    victims = engine_processes(run)
-    assert victims, "the engine has ended before it could be killed"
-    os.kill(victims[0], signal.SIGKILL)
-    out, err = process.communicate()
-    assert process.returncode == 10, (out, err)
-    assert not engine_processes(run)
+    run = killed_after(project, random.Random(os.getpid()).randint(5, 10))
     project.invoke("resume", run.name)
     losses = losses_of(project, run)
     assert sorted(losses) == list(range(1, 13))
     assert_alike(losses, reference)
+
+
+# every kind of layout that a plan can call feasible for these engines, on two ranks
+TENSOR = "parallelism.tensor_model_parallel_size=2"
+PIPELINE = "parallelism.pipeline_model_parallel_size=2"
+LAYOUTS = {
+    "zero-0": ["parallelism.zero_stage=0"],
+    "zero-1": ["parallelism.zero_stage=1"],
+    "zero-1-bf16": ["parallelism.zero_stage=1", "training.precision=bf16"],
+    "zero-2": ["parallelism.zero_stage=2", "training.precision=bf16"],
+    "zero-3": ["parallelism.zero_stage=3", "training.precision=bf16"],
+    "tensor": [TENSOR],
+    "sequence": [TENSOR, "parallelism.sequence_parallel=true"],
+    # with stock DeepSpeed its pipeline engine cannot evaluate
+    "pipeline": [PIPELINE, "training.precision=bf16", "training.eval_iters=0"],
+    "interleaved": [
+        PIPELINE,
+        "parallelism.virtual_pipeline_model_parallel_size=2",
+        "model.num_layers=4",
+    ],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("real", ENGINES)
+def test_a_layout_that_is_called_feasible_goes_on_alike(
+    tmp_path: Path, real: RealEngine, layout: str
+) -> None:
+    """What it trains after a kill is what it had trained before; else the plan objects, and says
+    what to do."""
+    project = project_of(tmp_path, real)
+    jobs = project.path / "jobs.toml"
+    if "pipeline" in layout:
+        jobs.write_text(jobs.read_text().replace("pipe_parallel_size = 0", ""))
+    given = [*LAYOUTS[layout], "training.eval_interval=100", "training.train_iters=16"]
+    sets = [word for each in given for word in ("--set", each)]
+    planned = project.start("plan", "tiny", "--json", *sets)
+    out, err = planned.communicate()
+    if planned.returncode != 0:
+        assert planned.returncode == 4, err
+        assert json.loads(out)["objections"]
+        return
+    run = killed_after(project, 7, *sets)
+    before = losses_of(project, run)
+    project.invoke("resume", run.name)
+    losses = losses_of(project, run)
+    assert sorted(losses) == list(range(1, 17))
+    assert_alike({step: losses[step] for step in before}, before)
 
 
 def assert_alike(losses: dict[int, float], reference: dict[int, float]) -> None:
