@@ -289,13 +289,7 @@ def duration_of(job: Job, speed: Speed, tokens: int, costs: Costs) -> Duration:
     )
 
     checkpoints = _checkpoint_intervals(job, rate, step, stall, costs)
-    hours = None
-    if speed.interval:
-        slow, fast = (
-            duration_of(job, replace(speed, tokens_per_second=end, interval=None), tokens, costs)
-            for end in speed.interval
-        )
-        hours = (fast.device_hours, slow.device_hours)
+    hours = _hours_between(job, speed, tokens, costs)
     per_day = 24 * job.world_size
     return Duration(
         speed=speed,
@@ -314,6 +308,15 @@ def duration_of(job: Job, speed: Speed, tokens: int, costs: Costs) -> Duration:
         lost_as_asked=checkpoints.lost_as_asked,
         requeues=requeues,
     )
+
+
+def _hours_between(job: Job, speed: Speed, tokens: int, costs: Costs) -> tuple[float, float] | None:
+    """Device-hours at both ends of a predicted speed; arguments as `duration_of` has them."""
+    if not speed.interval:
+        return None
+    ends = (replace(speed, tokens_per_second=end, interval=None) for end in speed.interval)
+    slow, fast = (duration_of(job, end, tokens, costs).device_hours for end in ends)
+    return fast, slow
 
 
 def spare_seconds(limit: int, write: float) -> float:

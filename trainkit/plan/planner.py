@@ -222,7 +222,7 @@ def make_plan(
     prepared: PreparedData | None = None,
     measured: Measured | None = None,
 ) -> Plan:
-    """Plan `job`.
+    """Plan `job`. Raises ValueError for the rules of another engine.
 
     Args:
         job: the job, complete.
@@ -230,8 +230,6 @@ def make_plan(
         rules: those of the job's engine.
         prepared: what else is there already.
         measured: what the last run of this job on this cluster took.
-
-    Raises ValueError for the rules of another engine.
     """
     _refuse_other_rules(job, rules)
     known = prepared or PreparedData()
@@ -256,9 +254,7 @@ def make_plan(
     storage = _storage(job, rules, counts, known)
     costs = _costs(job, rules, counts, storage, memory)
     duration = duration_of(job, speed, tokens, costs) if speed else None
-    limits = list(_limit_objections(job, sizes, memory, host, storage, duration))
-    if rules.states is None:
-        limits += sample_objections(job, known.dataset_tokens or known.text_bytes)
+    limits = _limit_objections(job, known, sizes, memory, host, storage, duration)
     remarks = notes(job, memory, storage, duration, epochs)
     return Plan(
         job=job.name,
@@ -268,11 +264,7 @@ def make_plan(
         global_batch_size=job.global_batch_size,
         tokens=tokens,
         vocab_size=vocab,
-        padded_vocab_size=counts.padded_vocab_size,
-        parameters=counts.parameters,
-        engine_parameters=counts.engine_parameters,
-        model_flops_per_token=counts.model_flops_per_token,
-        hardware_flops_per_token=counts.hardware_flops_per_token,
+        **vars(counts),
         memory=memory,
         host_memory=host,
         storage=storage,
@@ -325,18 +317,21 @@ def _between(few: Plan, many: Plan) -> Plan:
 
 def _limit_objections(
     job: Job,
+    known: PreparedData,
     sizes: Sizes,
     memory: Memory,
     host: HostMemory,
     storage: Storage | None,
     duration: Duration | None,
 ) -> Iterator[Objection]:
-    """What the job needs more of than there is: memory, room on disk, time."""
+    """What the job needs more of than there is: memory, room on disk, time, data."""
     yield from memory_objections(job, sizes, memory, host)
     if storage:
         yield from storage_objections(job, storage, sizes.rules)
     if duration:
         yield from time_objections(job, duration, storage)
+    if sizes.rules.states is None:
+        yield from sample_objections(job, known.dataset_tokens or known.text_bytes)
 
 
 def _refuse_other_rules(job: Job, rules: Rules) -> None:
