@@ -390,7 +390,7 @@ def test_a_missing_interpreter_is_no_missing_root(
 
 
 DIFFERENCES = [
-    ({"versions": {"python": "3", "torch": "2.1"}}, "torch 2.1; 2 on 2 of 3 hosts"),
+    ({"versions": {"python": "3", "torch": "2.1"}}, "torch 2.1; none on 2 of 3 hosts"),
     ({"nonce": "x"}, "is not shared"),
     ({"snapshot": "y"}, "other code"),
     ({"writable": "No space left on device"}, "No space left on device"),

@@ -52,7 +52,7 @@ class StubAgent:
             identity=identity().to_json(),
             address="127.0.0.1",
             interface="lo",
-            versions={"python": "3", "torch": "2"},
+            versions={"python": "3"},
             snapshot=self.document.snapshot,
             nonce=self.document.nonce,
             clock=time.time(),
