@@ -257,14 +257,13 @@ def stage_memory(
     else:
         parts["logit_bytes"] = 0
     kind = job.cluster.device_type
+    reserve = RESERVE_BYTES[kind] + RESERVE_PART[kind] * sum(parts.values())
     staged = job.checkpoint.save_async and rules.states is None and kind == "cpu"
     if staged:
         parts["staging_bytes"] = parts["parameter_bytes"] + parts["optimizer_bytes"]
     else:
         parts["staging_bytes"] = 0
-    counted = sum(parts.values())
-    reserve = RESERVE_BYTES[kind] + RESERVE_PART[kind] * counted
-    reserve += (excess - 1) * (counted + reserve)
+    reserve += (excess - 1) * (sum(parts.values()) + reserve)
     return RankMemory(stage=stage, reserve_bytes=round(reserve), **parts)
 
 
