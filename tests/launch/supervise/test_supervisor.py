@@ -273,7 +273,7 @@ def small(tmp_path: Path) -> Iterator[Path]:
 def test_a_full_root_hides_no_cause(small: Path) -> None:
     fill = """
 import os
-print("more than the end of a page holds\\n" * 30 * 40)
+print(("more than the end of a page holds " * 40 + "\\n") * 30)
 with open(os.environ["FILLER"], "wb", buffering=0) as file:
     while file.write(bytes(4096)):
         pass
