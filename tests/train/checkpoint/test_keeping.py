@@ -468,7 +468,7 @@ def test_staged_copies_are_copies_in_the_same_room() -> None:
 class OnGpu(torch.Tensor):
     """A tensor that says so."""
 
-    is_cuda = True  # type: ignore[assignment]
+    is_cuda = True
 
 
 def test_the_thread_that_saves_waits_on_the_gpu_of_its_rank(
