@@ -22,7 +22,8 @@ from trainkit.launch.hosts.hostfile import Host
 from trainkit.launch.supervise.observer import RunObserver, silent_observer
 from trainkit.launch.supervise.outcome import Outcome, StopRequest
 from trainkit.launch.supervise.stop_requests import StopRequests
-from trainkit.launch.supervise.supervisor import Supervisor
+from trainkit.launch.supervise.supervisor import Supervisor, supervise
+from trainkit.runs.events import AttemptEnded, read_events
 from trainkit.runs.folder import RunFolder, new_run_folder
 from trainkit.runs.record import read_run_record
 
@@ -279,9 +280,11 @@ with open(os.environ["FILLER"], "wb", buffering=0) as file:
         pass
 """
     run = make_run(small, ["cluster.ranks_per_node=1"])
-    outcome, told = supervised(run, Program(fill, env={"FILLER": str(small / "filler")}))
+    engine = Program(fill, env={"FILLER": str(small / "filler")})
+    outcome = supervise(run, {}, silent_observer(), share=False, engine=engine)
     assert "No space left on device" in str((outcome.root_cause or {})["last"])
-    assert told[-1]["event"] == "ended" and told[-1]["root_cause"] == outcome.root_cause
+    ended = read_events(run.attempt(1))[-1]  # behind a torn line
+    assert isinstance(ended, AttemptEnded) and ended.root_cause == outcome.root_cause
     events = run.attempt(1).events
     assert [path.name for path in events.parent.glob("events*")] == ["events.jsonl"]
 
