@@ -73,7 +73,7 @@ def imports_of(path: Path, known: Collection[str]) -> set[str]:
             names = {f"{module}.{alias.name}" for alias in node.names}
             found |= names & set(known) or {module}
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
-            found |= {each.value for each in node.args if isinstance(each, ast.Constant)}
+            found |= {str(each.value) for each in node.args if isinstance(each, ast.Constant)}
     return found & set(known)
 
 

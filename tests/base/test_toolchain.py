@@ -7,7 +7,7 @@ import sysconfig
 import pytest
 
 from trainkit.base.toolchain import triton_objection
-from trainkit.ops import library
+from trainkit.ops import kernels
 
 
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -20,5 +20,5 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_fused_operations_of_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", "/no/such/cc")
-    with pytest.raises(library.Unavailable, match="no C compiler is here"):
-        library.load("cuda")
+    with pytest.raises(kernels.Unavailable, match="no C compiler is here"):
+        kernels.load("cuda")

@@ -236,11 +236,11 @@ def make_plan(
     trained = vocab_size or known.vocab_size
     vocab = _vocab_size(job, trained)
     if vocab is None:
-        few, many = (
+        plans = (
             make_plan(job, ids, rules=rules, prepared=known, measured=measured)
             for ids in VOCABULARIES
         )
-        return _between(few, many)
+        return _between(*plans)
     tokens = consumed_after(job, job.training.train_iters) * job.model.seq_length
     epochs = epochs_of(job.dataset, tokens, known.dataset_tokens, known.text_bytes)
     sizes = Sizes(rules, vocab, trained, known.host_bytes)
@@ -255,7 +255,6 @@ def make_plan(
     costs = _costs(job, rules, counts, storage, memory)
     duration = duration_of(job, speed, tokens, costs) if speed else None
     limits = _limit_objections(job, known, sizes, memory, host, storage, duration)
-    remarks = notes(job, memory, storage, duration, epochs)
     return Plan(
         job=job.name,
         engine=job.engine,
@@ -273,7 +272,7 @@ def make_plan(
         measured=measured,
         objections=(*_with_remedies(job, rules, trained, sizes), *limits),
         not_known=tuple(not_known(job, memory, host, duration)),
-        notes=(*remarks, *bubble_notes(job, sizes, duration)),
+        notes=(*notes(job, memory, storage, duration, epochs), *bubble_notes(job, sizes, duration)),
     )
 
 

@@ -137,18 +137,12 @@ def causal_varlen_attention(
     q_NAD: Tensor, k_NGD: Tensor, v_NGD: Tensor, bounds_D: Tensor, longest: int
 ) -> Tensor:
     """Causal attention within the documents between `bounds_D` (int32, CUDA): torch's
-    variable-length kernel, whose keywords for "causal" and for grouped queries changed between
-    versions."""
+    variable-length kernel, which knows grouped queries after 2.11 only."""
     from torch.nn.attention.varlen import varlen_attn
 
-    known = inspect.signature(varlen_attn).parameters
-    keywords: dict[str, object]
-    if "window_size" in known:
-        keywords = {"window_size": (-1, 0)}
-    else:
-        keywords = {"is_causal": True}
+    keywords: dict[str, object] = {"window_size": (-1, 0)}
     if k_NGD.shape[1] != q_NAD.shape[1]:
-        if "enable_gqa" in known:
+        if "enable_gqa" in inspect.signature(varlen_attn).parameters:
             keywords["enable_gqa"] = True
         else:
             k_NGD, v_NGD = (
@@ -159,14 +153,10 @@ def causal_varlen_attention(
 
 
 def varlen_operations() -> list[object]:
-    """The operations of `causal_varlen_attention`, where this torch has them under their name."""
+    """The operations of `causal_varlen_attention`."""
     import torch.nn.attention.varlen  # registers them
 
-    operations = getattr(torch.ops, "torch_attn", None)
-    operation = getattr(operations, "_varlen_attn", None)
-    if operation is not None:
-        return [operation.default]
-    return []
+    return [torch.ops.torch_attn._varlen_attn.default]
 
 
 def be_deterministic() -> None:

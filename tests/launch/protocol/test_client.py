@@ -162,7 +162,8 @@ def crowd(port: int, address: str = "127.0.0.1") -> list[socket.socket]:
 def test_an_agent_that_had_to_go_proves_itself_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """More strangers of its own address than the server holds come between its connection and its
     first word."""
-    connect, strangers = socket.create_connection, []
+    connect = socket.create_connection
+    strangers: list[socket.socket] = []
 
     def crowded(target: tuple[str, int], timeout: float) -> socket.socket:
         own = connect(target, timeout)

@@ -477,9 +477,14 @@ def test_the_thread_that_saves_waits_on_the_gpu_of_its_rank(
     """And makes nothing on GPU 0, where a thread begins."""
     device = torch.device("cuda", 3)
     called: list[object] = []
+
+    def entered(on: object) -> contextlib.nullcontext[None]:
+        called.append(on)
+        return contextlib.nullcontext()
+
     event = Mock(device=device, synchronize=lambda: called.append("synchronize"))
     monkeypatch.setattr(torch.cuda, "Event", lambda: event)
-    monkeypatch.setattr(torch.cuda, "device", lambda on: contextlib.nullcontext(called.append(on)))
+    monkeypatch.setattr(torch.cuda, "device", entered)
     staging = StagingBuffers()
     monkeypatch.setattr(staging, "_room_for", lambda name, at, part: torch.empty(3))
     staging.stage({"a": torch.ones(3).as_subclass(OnGpu)})

@@ -85,8 +85,7 @@ def test(
     torch: str = "",
     lint: bool = True,
 ) -> None:
-    """Run ruff, mypy and pytest in the checkout that this package was installed from, until the
-    first failure.
+    """Run ruff, mypy and pytest in this package's checkout, until the first failure.
 
     Args:
         paths: files, folders or tests (FILE::NAME) of the checkout; none: all of tests/.
@@ -110,9 +109,8 @@ def test(
             f"no such test in {root}: {', '.join(absent)}",
             hint="give files or folders below it: ./inv test tests/data",
         )
-    python = sys.executable
+    python = str(torch_python(root, torch)) if torch else sys.executable
     if torch:
-        python = str(torch_python(root, torch))
         paths = paths or OF_TORCH
     commands = [_pytest(paths, slow=slow, gpu=gpu, k=k, last_failed=last_failed)]
     if lint and not (paths or gpu or k or last_failed):
