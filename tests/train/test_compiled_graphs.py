@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tarfile
+import tempfile
 import time
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from trainkit.train.compiled_graphs import (
     VARIABLE,
     GraphFiles,
     graph_fields,
+    keep_cache_private,
     machine_fields,
     node_folder,
     pack,
@@ -159,6 +161,32 @@ def test_what_only_the_compiling_process_had_is_named(
         patch.setenv("TORCHINDUCTOR_X", "1")
         make(job, tmp_path)
     assert "env.TORCHINDUCTOR_X was '1' and is None" in take(job)
+
+
+@pytest.mark.parametrize("there", ["nothing", "ours", "a link", "another user's"])
+def test_what_torch_compiles_lies_where_nobody_else_can_write(
+    there: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A folder in /tmp has a name that another user can take first."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/mine")
+    keep_cache_private()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/mine"
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    place = tmp_path / f"trainkit-compiled-{os.getuid()}"
+    if there == "a link":
+        (tmp_path / "elsewhere").mkdir()
+        place.symlink_to(tmp_path / "elsewhere")
+    elif there != "nothing":
+        place.mkdir()
+        place.chmod(0o777)
+    if there == "another user's":
+        monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    keep_cache_private()
+    taken = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).parent
+    assert (taken == place) == (there in ("nothing", "ours"))
+    assert taken.stat().st_mode & 0o777 == 0o700 and not taken.is_symlink()
+    assert ("WARNING: compiled code is kept in" in capsys.readouterr().err) == (taken != place)
 
 
 def test_the_number_of_threads_makes_another_unit(job: Job, tmp_path: Path) -> None:

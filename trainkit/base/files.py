@@ -131,6 +131,19 @@ def restrict_umask() -> None:
     os.umask(os.umask(0o002) | 0o002)
 
 
+def make_private_folder(path: Path) -> None:
+    """Make a folder whose name others know, such as one in /tmp, or take it where it is ours: then
+    nobody else may write to it. Raises PermissionError where it is another user's."""
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        if os.fstat(handle).st_uid != os.geteuid():
+            raise PermissionError(errno.EPERM, "this folder is another user's", str(path))
+        os.fchmod(handle, 0o700)
+    finally:
+        os.close(handle)
+
+
 def blocking_owner(path: Path) -> tuple[Path, str]:
     """(the file or folder on the way to `path` that another user than us owns, that user) where
     there is one; else (`path`, ""). Of those that can be seen, it is the last."""

@@ -28,6 +28,7 @@ from trainkit.base.documents import canonical_json, document, read_document
 from trainkit.base.errors import ConfigError
 from trainkit.base.files import (
     atomic_open,
+    make_private_folder,
     remove_leftovers,
     sha256_file,
     sha256_tree,
@@ -204,7 +205,11 @@ def _processor() -> str:
 def node_folder(fields: GraphFields) -> Path:
     """Where a node unpacks the graphs of these fields: the same path on each."""
     digest = hashlib.sha256(canonical_json(dict(fields)).encode()).hexdigest()[:16]
-    return Path(tempfile.gettempdir()) / f"trainkit-compiled-{os.getuid()}" / digest
+    return _of_this_user() / digest
+
+
+def _of_this_user() -> Path:
+    return Path(tempfile.gettempdir()) / f"trainkit-compiled-{os.getuid()}"
 
 
 def difference(recorded: GraphFields, asked: GraphFields) -> str:
@@ -254,9 +259,7 @@ def take(job: Job) -> str:
         return f"they were compiled for another job or machine: {other}"
     folder = node_folder(fields)
     try:
-        folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if folder.parent.stat().st_uid != os.getuid():
-            return f"{folder.parent} is another user's"
+        make_private_folder(folder.parent)
         with locked(folder.with_suffix(".lock"), {"job": job.name}):
             if not _is_whole(folder, record["files"]):
                 if sha256_file(files.archive) != record["sha256"]:
@@ -276,6 +279,21 @@ def take_graphs(job: Job) -> ReadyGraphs | None:
         print(f"WARNING: graphs compiled before are not used: {why}", file=sys.stderr)
         return None
     return ReadyGraphs(node_folder(graph_fields(job)) / READY)
+
+
+def keep_cache_private() -> None:
+    """Have torch.compile of this process keep what it makes where only this user may write. torch's
+    own place is a name in /tmp that everybody can guess: another user could have put code there
+    that this process would run. What the environment names is left as it is."""
+    if VARIABLE in os.environ:
+        return
+    folder = _of_this_user()
+    try:
+        make_private_folder(folder)
+    except OSError as error:
+        folder = Path(tempfile.mkdtemp(prefix="trainkit-compiled-"))
+        print(f"WARNING: compiled code is kept in {folder}: {error}", file=sys.stderr)
+    os.environ[VARIABLE] = str(folder / "torch")
 
 
 def _is_whole(folder: Path, sums: Mapping[str, str]) -> bool:

@@ -117,7 +117,11 @@ def run_rank(run_folder: Path, attempt: int = 1) -> int:
         heartbeat.beat("start", 0)
         with no_garbage_collection():
             from trainkit.jobs.resolved import read_job
-            from trainkit.train.compiled_graphs import agree_on_graphs, take_graphs
+            from trainkit.train.compiled_graphs import (
+                agree_on_graphs,
+                keep_cache_private,
+                take_graphs,
+            )
             from trainkit.train.parallel.data_parallel import World
             from trainkit.train.trainer import Trainer
 
@@ -126,6 +130,8 @@ def run_rank(run_folder: Path, attempt: int = 1) -> int:
         if compiles and (why := triton_objection()):
             raise TrainkitError(f"training.compile: {why}", exit=Exit.HEALTH)
         graphs = take_graphs(job) if job.precompile else None
+        if job.training.compile:
+            keep_cache_private()
         trainer = Trainer(job, run, World.from_environment(), heartbeat, stop, graphs)
         if job.precompile:
             agree_on_graphs(trainer.graphs)
