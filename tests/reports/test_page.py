@@ -127,6 +127,9 @@ def test_thinning_keeps_spikes_gaps_and_evaluations(tmp_path: Path, between: str
     drawn = re.search(r'points="([^"]+)"', line.to_html())
     assert drawn is not None and len(drawn[1].split()) < 7000
     assert min(int(p.split(",")[1]) for p in drawn[1].split()) < 500  # the spike, at the top
+    trend = re.search(r'<polyline class="s0" points="([^"]+)"', line.to_html())
+    assert trend is not None  # drawn over the noise: what most steps do
+    assert {p.split(",")[1] for p in trend[1].split()} == {"10000"}
 
 
 def test_the_task_writes_files_and_the_document(project: Project) -> None:

@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
+from statistics import median
 
 from trainkit.base.printable import printable
 from trainkit.reports.words import short
@@ -20,6 +21,9 @@ SIZE = 10_000
 TICKS = 6  # at most, along x
 COLOURS = 5  # then the same again, in dashes
 MOST_POINTS = 6000  # of one line
+MANY = 1000  # points, from which on their medians are drawn over them
+MIDDLES = 200
+Points = Sequence[tuple[float, float | None]]
 FARTHEST = 1e100  # from 0 that is drawn: what is farther lies at the edge
 NEAREST = 1e-12  # parts of a value: what differs less is the same
 
@@ -42,7 +46,7 @@ class Series:
     """
 
     name: str
-    points: Sequence[tuple[float, float | None]]
+    points: Points
     colour: int = 0
     lost: bool = False
     dots: bool = False
@@ -198,30 +202,49 @@ def _ticks(low: float, high: float, step: float) -> list[float]:
 
 def _line(series: Series, frame: _Frame) -> str:
     kind = f"{series.kind}{' dot' if series.dots else ''}"
-    parts = []
-    gaps = itertools.groupby(thinned(series.points), key=lambda point: point[1] is not None)
-    for whole, group in gaps:
-        if not whole:
-            continue
-        places = [f"{frame.x(x)},{frame.y(y or 0.0)}" for x, y in group]
-        shown = [place for place, _ in itertools.groupby(places)]
-        if series.dots:
-            parts += [
-                f'<path class="{kind}" d="M{place}h1"><title>{text(series.name)}</title></path>'
-                for place in shown
-            ]
+    name = f' data-name="{text(series.name)}"'
+    if series.dots:
+        places = [place for part in _places(series.points, frame) for place in part]
+        dots = "".join(
+            f'<path class="{kind}" d="M{place}h1"><title>{text(series.name)}</title></path>'
+            for place in places
+        )
+        return dots + _polylines(name, series.points, frame)
+    if len(series.points) <= MANY:
+        return _polylines(f'{name} class="{kind}"', series.points, frame)
+    # the noise of so many steps hides where they go
+    return _polylines(f'{name} class="{kind} noise"', series.points, frame) + _polylines(
+        f' class="{kind}"', middles(series.points), frame
+    )
+
+
+def _polylines(attributes: str, points: Points, frame: _Frame) -> str:
+    return "".join(
         # a point alone is a line without length
-        points = " ".join(shown if len(shown) > 1 else shown * 2)
-        if series.dots:
-            parts.append(f'<polyline data-name="{text(series.name)}" points="{points}"/>')
-        else:
-            parts.append(
-                f'<polyline class="{kind}" data-name="{text(series.name)}" points="{points}"/>'
-            )
-    return "".join(parts)
+        f'<polyline{attributes} points="{" ".join(part if len(part) > 1 else part * 2)}"/>'
+        for part in _places(points, frame)
+    )
 
 
-def thinned(points: Sequence[tuple[float, float | None]]) -> list[tuple[float, float | None]]:
+def _places(points: Points, frame: _Frame) -> Iterator[list[str]]:
+    """Where points are drawn, each place once in a row, from gap to gap."""
+    for whole, group in itertools.groupby(thinned(points), key=lambda point: point[1] is not None):
+        if whole:
+            places = (f"{frame.x(x)},{frame.y(y or 0.0)}" for x, y in group)
+            yield [place for place, _ in itertools.groupby(places)]
+
+
+def middles(points: Points) -> list[tuple[float, float | None]]:
+    """The median of each of MIDDLES stretches, in its middle."""
+    found = []
+    for number in range(MIDDLES):
+        part = points[number * len(points) // MIDDLES : (number + 1) * len(points) // MIDDLES]
+        numbers = [y for _, y in part if y is not None]
+        found.append((part[len(part) // 2][0], median(numbers) if numbers else None))
+    return found
+
+
+def thinned(points: Points) -> list[tuple[float, float | None]]:
     """At most MOST_POINTS points: of each stretch the first, the least, the most and a gap."""
     stretch = math.ceil(len(points) / (MOST_POINTS // 4))
     if stretch <= 4:
