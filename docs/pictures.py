@@ -12,6 +12,7 @@ draws (all but that need chromium). Names as arguments make only those. docs/dem
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -33,7 +34,7 @@ PLANNED = "gpt-neox-20b-lambda"
 STEPS = 60
 SAVED_EVERY = 20
 KILLED_AFTER = 47
-WIDTH = 118  # columns of the page of `plan`
+WIDTH = 76  # columns of the page of `plan`
 
 
 def command(root: Path, *arguments: str) -> list[str]:
@@ -43,17 +44,22 @@ def command(root: Path, *arguments: str) -> list[str]:
 
 def draw_plan(path: Path) -> None:
     """What `plan` prints on a terminal, as a picture."""
-    environment = {**os.environ, "FORCE_COLOR": "1", "COLUMNS": str(WIDTH)}
-    printed = subprocess.run(
-        command(DOCS.parent, "plan", PLANNED),
-        cwd=DOCS.parent,
-        env=environment,
-        capture_output=True,
-        check=True,
-    ).stdout.decode()
+    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": str(WIDTH)}
+    terminal, there = os.openpty()  # it breaks its lines by itself
+    with subprocess.Popen(
+        command(DOCS.parent, "plan", PLANNED), cwd=DOCS.parent, env=environment, stdout=there
+    ) as plan:
+        os.close(there)
+        printed = b""
+        with contextlib.suppress(OSError):  # EIO: the other end is closed
+            while part := os.read(terminal, 2**16):
+                printed += part
+    os.close(terminal)
+    if plan.returncode:
+        raise SystemExit(f"plan ended with {plan.returncode}")
     with open(os.devnull, "w") as nowhere:
         console = Console(record=True, width=WIDTH, file=nowhere, force_terminal=True)
-        for line in Text.from_ansi(printed).split():
+        for line in Text.from_ansi(printed.decode().replace("\r\n", "\n")).split():
             line.rstrip()
             console.print(line, soft_wrap=False)
         picture = console.export_svg(title=f"trainkit plan {PLANNED}", unique_id="plan")
