@@ -25,14 +25,17 @@ from trainkit.launch.protocol import frames
 from trainkit.launch.protocol.frames import HostFacts, ProcessSpec, read_command
 from trainkit.launch.protocol.handshake import ClientHandshake
 from trainkit.launch.protocol.server import Connection
-from trainkit.launch.protocol.session_document import read_session
+from trainkit.launch.protocol.session_document import SessionDocument, read_session
 from trainkit.launch.session import Session
 
 BEAT_SECONDS = 0.2
 
 
 class StubAgent:
-    """One agent; a test overrides what should go wrong."""
+    """One agent; a test overrides what should go wrong. `document` is what the session's folder
+    says; a thousand agents of one process do not each read the names of a thousand hosts."""
+
+    document: SessionDocument
 
     def __init__(self, session: Session, node: int) -> None:
         self.session = session
@@ -41,7 +44,6 @@ class StubAgent:
         self.stopped: set[str] = set()
         self.waiters: list[asyncio.Task[None]] = []
         self.listener: socket.socket | None = None
-        self.document = read_session(session.folder)
 
     def facts(self) -> HostFacts:
         """What it says of itself."""
@@ -230,9 +232,11 @@ class Debug:
         return []
 
     def start(self, session: Session, hosts: Sequence[Host]) -> Transports:
-        return _Tasks(
-            [asyncio.create_task(self.make(session, node).run()) for node in range(len(hosts))]
-        )
+        document = read_session(session.folder)
+        agents = [self.make(session, node) for node in range(len(hosts))]
+        for agent in agents:
+            agent.document = document
+        return _Tasks([asyncio.create_task(agent.run()) for agent in agents])
 
 
 class _Tasks:

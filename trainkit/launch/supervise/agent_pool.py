@@ -199,7 +199,8 @@ class AgentPool:
             self.send(node, frame)
         got: dict[int, Answer | CommandRefused] = {}
         deadline = self.clock() + timeout
-        while waiting := [node for node in frames if node not in got and node not in self.lost]:
+        waiting = set(frames).difference(self.lost)
+        while waiting:
             try:
                 async with asyncio.timeout(deadline - self.clock()):
                     node, frame = await self.received.get()
@@ -207,10 +208,12 @@ class AgentPool:
                 if self.clock() < deadline:
                     continue
                 return got, self._silent(got, frames) | dict.fromkeys(
-                    waiting, f"no answer within {timeout:g} s"
+                    sorted(waiting), f"no answer within {timeout:g} s"
                 )
             if node in frames and isinstance(frame, (*answers, CommandRefused)):
                 got.setdefault(node, cast(Answer, frame))
+                waiting.discard(node)
+            waiting.difference_update(self.lost)
         return got, self._silent(got, frames)
 
     def _silent(self, got: Mapping[int, Frame], asked: Mapping[int, Frame]) -> dict[int, str]:
