@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.base.errors import ConfigError
+from trainkit.base.errors import ConfigError, TrainkitError
 from trainkit.base.files import sha256_file
 from trainkit.engines.registry import refuse_unlaunchable
 from trainkit.jobs.load import load
@@ -35,6 +35,7 @@ from trainkit.train.compiled_graphs import (
     pack,
     take,
 )
+from trainkit.train.rehearsal import compile_worker
 
 JOBS = """
 [clusters.here]
@@ -218,6 +219,13 @@ def test_what_compiles_has_the_environment_of_ranks(job: Job, tmp_path: Path) ->
     fields = json.loads(GraphFiles.of(own).record.read_text())["fields"]
     cores = str(len(os.sched_getaffinity(0)))
     assert (fields["env.OMP_NUM_THREADS"], fields["capability"]) == (cores, "DEFAULT")
+
+
+def test_a_variable_that_the_compiling_machine_lacks_is_named(job: Job, tmp_path: Path) -> None:
+    own = job_of(tmp_path, 'env.X="${node:NOT_HERE}"')
+    (need,) = PrecompileStage().needs(own, tmp_path)
+    with pytest.raises(TrainkitError, match="which compiles: NOT_HERE"):
+        compile_worker.work(need.units[0].spec, lambda done, total: None)
 
 
 def pack_much(job_folder: str) -> None:

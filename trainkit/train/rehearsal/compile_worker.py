@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.base.errors import Exit, TrainkitError
+from trainkit.base.files import make_private_folder
 from trainkit.base.locks import locked
 from trainkit.base.process import on_this_node
 from trainkit.base.worker import ProgressCallback, run_unit
@@ -32,10 +33,17 @@ def work(spec: Mapping[str, Any], progress: ProgressCallback) -> dict[str, objec
     """Compile. `spec` has "job", and the "environment" of its ranks. Returns {"graphs", "compiled",
     "cached", "ranks", "seconds"}."""
     job = Job.model_validate(spec["job"])
-    os.environ.update(on_this_node(spec["environment"]))  # before torch reads it
+    try:
+        os.environ.update(on_this_node(spec["environment"]))  # before torch reads it
+    except KeyError as missing:
+        raise TrainkitError(
+            f"${{node:VAR}} asks for what is not in the environment of {os.uname().nodename}, which"
+            f" compiles: {', '.join(missing.args)}",
+            exit=Exit.STAGE_FAILED,
+        ) from None
     fields = graph_fields(job)
     folder = node_folder(fields)
-    folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_private_folder(folder.parent)
     began = time.perf_counter()
     with locked(folder.with_suffix(".lock"), {"job": job.name}):
         shutil.rmtree(folder, ignore_errors=True)
