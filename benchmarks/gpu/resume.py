@@ -22,6 +22,7 @@ from benchmarks.gpu.findings import Finding, judged
 from benchmarks.gpu.sessions import DeviceType, Size, make_job, small_model
 from trainkit.base.documents import document
 from trainkit.base.files import write_json
+from trainkit.base.process import on_this_node
 from trainkit.base.worker import PARENT_VARIABLE
 from trainkit.engines.native import Native
 from trainkit.runs.checkpoints import checkpoint_folder, open_checkpoint
@@ -64,7 +65,7 @@ def _start(job: Job, run: RunFolder, attempt: int) -> subprocess.Popen[bytes]:
     with open(run.path / f"rank-{attempt}.log", "wb") as log:
         return subprocess.Popen(
             argv,
-            env={**os.environ, **made.env, **who, **met},
+            env={**os.environ, **on_this_node(made.env), **who, **met},
             cwd=run.path,
             stdin=subprocess.DEVNULL,
             stdout=log,

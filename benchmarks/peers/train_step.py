@@ -65,7 +65,7 @@ def _model(case: Case) -> Any:
     return Model(name="bench", **case.model)
 
 
-def _job(case: Case, precision: str, device: str, folder: str, kernels: str) -> Any:
+def _job(case: Case, precision: str, device: str, folder: str | None, kernels: str) -> Any:
     from trainkit.jobs.devices import built_in_device
     from trainkit.jobs.schema import Cluster, Dataset, Job, Training
 
@@ -180,7 +180,7 @@ class PlainLoop:
         from trainkit.train.batches import Feed
         from trainkit.train.parallel.data_parallel import World
 
-        job = _job(self.case, "fp32", self.device, "", "reference")
+        job = _job(self.case, "fp32", self.device, None, "reference")
         feed = Feed(job, job.dataset, "train", World(0, 1), torch.device(self.device))
         for consumed in itertools.count(0, job.global_batch_size):
             yield [

@@ -237,9 +237,8 @@ def test_init_names_a_command_that_a_shell_finds(tmp_path: Path, found: bool) ->
 
 def test_init_writes_a_job_that_can_be_checked(tmp_path: Path) -> None:
     (tmp_path / "books").mkdir()
-    (tmp_path / "books" / "a.jsonl").write_text(
-        '{"id": "1", "content": "a longer text of a book"}\n'
-    )
+    book = {"id": "1", "content": "a longer text of a book, page by page " * 1000}
+    (tmp_path / "books" / "a.jsonl").write_text(json.dumps(book) + "\n")
     said = trainkit(tmp_path, "init", "--text", "books/*.jsonl", "--dry-run").stdout
     assert (
         "would write" in said and [path.name for path in tmp_path.iterdir() if path.is_file()] == []

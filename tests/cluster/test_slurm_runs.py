@@ -46,7 +46,8 @@ def test_what_is_changed_while_it_waits_changes_nothing(slurm: SlurmProject) -> 
     assert waiting["slurm"]["reason"] == "JobHeldUser" and waiting["next"][0].startswith(
         "invoke attach"
     )
-    assert f"job {id} waits: JobHeldUser" in slurm.invoke("status", id).stdout
+    said = f"job {id} is held (JobHeldUser): `scontrol release {id}` lets it go"
+    assert said in slurm.invoke("status", id).stdout
     (slurm.path / "jobs.toml").write_text(given.replace("before", "after"))
     slurm.cluster.on(HEAD, "scontrol", "release", id)
     slurm.wait_state(run, "succeeded")

@@ -4,6 +4,7 @@ shows it."""
 from __future__ import annotations
 
 import contextlib
+import errno
 import re
 import sys
 from collections.abc import Iterator
@@ -43,10 +44,19 @@ class PrintableStream:
         return len(text)
 
     def flush(self) -> None:
-        try:
-            self.raw.flush()
-        except BrokenPipeError:
-            raise OutputClosed from None
+        flush(self.raw)
+
+
+def flush(stream: IO[str]) -> None:
+    """Flush an output. Nothing where it was a terminal that is gone: what is done counts. Raises
+    OutputClosed."""
+    try:
+        stream.flush()
+    except BrokenPipeError:
+        raise OutputClosed from None
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
 
 
 @contextlib.contextmanager

@@ -23,6 +23,7 @@ from invoke.program import Program
 from invoke.terminals import pty_size
 
 from trainkit.base.extras import DISTRIBUTION
+from trainkit.base.printable import flush
 from trainkit.cli.completion import SCRIPTS, TABLES, candidates, names_of
 from trainkit.cli.wrapper import command_in, end_without_reader
 
@@ -284,7 +285,7 @@ def main() -> None:
         try:
             TrainkitProgram(name="trainkit", binary="trainkit", binary_names=["trainkit"]).run()
         finally:
-            sys.stdout.flush()
+            flush(sys.stdout)
     except BrokenPipeError:  # of help, completion and the like; tasks end by themselves
         sys.exit(end_without_reader().code)
 

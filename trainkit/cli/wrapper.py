@@ -70,13 +70,17 @@ class TaskContext:
         print(text, file=sys.stderr if self.json else sys.stdout, flush=True)
 
 
+def _has_own_environment(folder: Path) -> bool:
+    """Whether this is the .venv of a checkout, which its `inv` manages."""
+    return Path(sys.prefix) == folder.resolve() / ".venv" and (folder / "inv").is_file()
+
+
 def command_in(folder: Path) -> str:
     """The command that was used to run tasks, as a shell finds it from here: "./inv" of a checkout
     with its own .venv, "trainkit" or "inv", by their paths where PATH does not lead to them, or
     "invoke"."""
-    wrapper = folder / "inv"
-    if Path(sys.prefix) == folder.resolve() / ".venv" and wrapper.is_file():
-        return "./inv" if Path.cwd() == folder.resolve() else shlex.quote(str(wrapper))
+    if _has_own_environment(folder):
+        return "./inv" if Path.cwd() == folder.resolve() else shlex.quote(str(folder / "inv"))
     program = Path(sys.argv[0])
     if program.name == "__main__.py" and program.parent.name == "trainkit":  # python -m trainkit
         return "trainkit"
@@ -228,7 +232,7 @@ def _with_command(task: TaskContext, text: str) -> str:
 def _install_and_restart(task: TaskContext, error: MissingExtra) -> None:
     """In a checkout's own .venv, which `./inv` manages: install the extra and run the same command
     again. Returns in any other environment."""
-    if task.command != "./inv" or task.dry_run:
+    if not _has_own_environment(task.folder) or task.dry_run:
         return
     from trainkit.base.install import InstallError, ensure, has_extra
 

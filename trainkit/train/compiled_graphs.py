@@ -25,7 +25,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 from trainkit.base.documents import canonical_json, document, read_document
-from trainkit.base.errors import ConfigError
+from trainkit.base.errors import ConfigError, Exit, TrainkitError
 from trainkit.base.files import (
     atomic_open,
     make_private_folder,
@@ -36,6 +36,7 @@ from trainkit.base.files import (
     write_json,
 )
 from trainkit.base.locks import locked
+from trainkit.base.toolchain import triton_objection
 from trainkit.jobs.schema import Job
 
 if TYPE_CHECKING:
@@ -294,6 +295,18 @@ def keep_cache_private() -> None:
         folder = Path(tempfile.mkdtemp(prefix="trainkit-compiled-"))
         print(f"WARNING: compiled code is kept in {folder}: {error}", file=sys.stderr)
     os.environ[VARIABLE] = str(folder / "torch")
+
+
+def prepare_to_compile(job: Job) -> ReadyGraphs | None:
+    """What a rank does before its first compilation; the graphs that need no compiler. Raises
+    TrainkitError (exit 7) where a GPU's have none."""
+    compiles = job.training.compile
+    if compiles and job.cluster.device_type == "cuda" and (why := triton_objection()):
+        raise TrainkitError(f"training.compile: {why}", exit=Exit.HEALTH)
+    graphs = take_graphs(job) if job.precompile else None
+    if compiles:
+        keep_cache_private()
+    return graphs
 
 
 def _is_whole(folder: Path, sums: Mapping[str, str]) -> bool:

@@ -101,7 +101,6 @@ def run_rank(run_folder: Path, attempt: int = 1) -> int:
     from trainkit.base.errors import Exit, TrainkitError
     from trainkit.base.files import write_json
     from trainkit.base.process import no_garbage_collection
-    from trainkit.base.toolchain import triton_objection
     from trainkit.runs.folder import RunFolder
     from trainkit.runs.phases import PhaseLog, phases_path
     from trainkit.train.metrics.heartbeat import Heartbeat
@@ -117,21 +116,12 @@ def run_rank(run_folder: Path, attempt: int = 1) -> int:
         heartbeat.beat("start", 0)
         with no_garbage_collection():
             from trainkit.jobs.resolved import read_job
-            from trainkit.train.compiled_graphs import (
-                agree_on_graphs,
-                keep_cache_private,
-                take_graphs,
-            )
+            from trainkit.train.compiled_graphs import agree_on_graphs, prepare_to_compile
             from trainkit.train.parallel.data_parallel import World
             from trainkit.train.trainer import Trainer
 
         job = read_job(run.job)
-        compiles = job.training.compile and job.cluster.device_type == "cuda"
-        if compiles and (why := triton_objection()):
-            raise TrainkitError(f"training.compile: {why}", exit=Exit.HEALTH)
-        graphs = take_graphs(job) if job.precompile else None
-        if job.training.compile:
-            keep_cache_private()
+        graphs = prepare_to_compile(job)
         trainer = Trainer(job, run, World.from_environment(), heartbeat, stop, graphs)
         if job.precompile:
             agree_on_graphs(trainer.graphs)

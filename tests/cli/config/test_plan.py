@@ -187,9 +187,8 @@ def test_what_is_not_launched_is_said_with_its_reasons(project: Project) -> None
     (project.path / "jobs.toml").open("a").write(
         '[engines.megatron-lm]\nsource = "URL://tree"\nversion = "core-0.12.0"\n'
     )
-    done = project.invoke(
-        "plan", "text", "--set", "engine=megatron-lm", "--set", "engine_args.overlap-grad-reducee=1"
-    )
+    sets = ("engine=megatron-lm", "parallelism.zero_stage=0", "engine_args.overlap-grad-reducee=1")
+    done = project.invoke("plan", "text", *(word for each in sets for word in ("--set", each)))
     assert "has no option 'overlap-grad-reducee'" in " ".join(done.stdout.split())
 
 

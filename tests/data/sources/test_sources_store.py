@@ -231,7 +231,7 @@ def test_ready_made_pairs(bucket: Any, endpoint: str, tmp_path: Path) -> None:
 def test_keys_that_a_store_does_not_know(
     url: str, words: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(TrainkitError, match=message):
         run(stored(words.pop("endpoint", None), url, **words), tmp_path)
 
 

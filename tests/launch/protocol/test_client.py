@@ -205,13 +205,21 @@ def test_a_crowd_is_accepted_a_few_at_a_time() -> None:
     """What the supervisor has to do besides, pings too, waits for a few of them, not for all."""
 
     async def accepted() -> list[int]:
+        async def counted() -> list[int]:
+            counts = [0]
+            while counts[-1] < len(strangers):
+                await asyncio.sleep(0)
+                counts.append(len(server._open))
+            return counts
+
         server = Server()
         await server.listen("127.0.0.1")
+        there = threading.Event()  # until then the network's thread accepts nobody
+        server.loop.call_soon_threadsafe(there.wait)
         strangers = crowd(server.port)
-        counts = [0]
-        while counts[-1] < len(strangers):
-            await asyncio.sleep(0)
-            counts.append(len(server._open))
+        counting = asyncio.run_coroutine_threadsafe(counted(), server.loop)
+        there.set()
+        counts = await asyncio.wrap_future(counting)
         for each in strangers:
             each.close()
         await server.close()

@@ -192,7 +192,7 @@ class Recorder:
 
 
 class OldKernel(Recorder):
-    """The older signature: is_causal, no grouped queries."""
+    """torch 2.11's signature: no grouped queries."""
 
     def __call__(  # noqa: PLR0913  # the signature is torch's
         self,
@@ -203,12 +203,13 @@ class OldKernel(Recorder):
         cu_seq_k: Tensor,
         max_q: int,
         max_k: int,
-        is_causal: bool = False,
+        *,
         scale: float | None = None,
+        window_size: tuple[int, int] = (-1, -1),
     ) -> Tensor:
         assert cu_seq_q is cu_seq_k
         self.words = {
-            "is_causal": is_causal,
+            "window_size": window_size,
             "scale": scale,
             "longest": (max_q, max_k),
             "groups": key.shape[1],
@@ -217,7 +218,7 @@ class OldKernel(Recorder):
 
 
 class NewKernel(Recorder):
-    """The newer one: window_size, enable_gqa."""
+    """The newer one: enable_gqa too."""
 
     def __call__(  # noqa: PLR0913  # the signature is torch's
         self,
@@ -249,8 +250,8 @@ class NewKernel(Recorder):
 def test_the_variable_length_kernel(
     kind: type[Recorder], groups: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All documents of a micro-batch as one sequence, causal in the words of either version,
-    grouped queries where the kernel knows them; the result is the loop's."""
+    """All documents of a micro-batch as one sequence, causal by its window, grouped queries where
+    the kernel knows them; the result is the loop's."""
     kernel = kind()
     monkeypatch.setattr(varlen, "varlen_attn", kernel)
     leaves = qkv(2, 6, groups, 8)
@@ -259,7 +260,7 @@ def test_the_variable_length_kernel(
     same_values_and_gradients(ours, attend(*leaves, documents, 0.0), leaves)
     shared = {"scale": None, "longest": (7, 7)}
     if kind is OldKernel:
-        assert kernel.words == {"is_causal": True, "groups": 6, **shared}
+        assert kernel.words == {"window_size": (-1, 0), "groups": 6, **shared}
     else:
         assert kernel.words == {
             "window_size": (-1, 0),
