@@ -37,7 +37,8 @@ from typing import Any
 
 import numpy as np
 
-from trainkit.data.indexed.dataset import IndexedDataset, IndexedWriter, bin_path, idx_path
+from trainkit.data.indexed.dataset import IndexedDataset, IndexedWriter
+from trainkit.data.indexed.paths import bin_path, idx_path
 from trainkit.data.order.loader import Loader, ReadSchedule
 from trainkit.data.order.native import NativeOrder
 from trainkit.data.order.samples import MegatronSamples, NativeSamples, Samples

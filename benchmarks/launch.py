@@ -21,8 +21,8 @@ tests/cluster/cluster.sh names.
 Second table: seconds from the start of so many agents to what follows, on this machine over
 loopback: all agreed (proof, hello, code hashed, slots), one process started by each, all of them
 stopped with the proof that nothing is left, all agents gone. Real agents are processes, two
-each; stub agents are coroutines that speak the protocol and start nothing: they show what the
-supervisor itself costs.
+each; stub agents are coroutines of one other process that speak the protocol, send heartbeats as
+often as real ones and start nothing: they show what the supervisor itself costs.
 
 With --slurm another table alone: the same trainer, model and interpreter through the Slurm of
 that cluster. trainkit: from `invoke train` typed on its head to the first step in metrics.jsonl,
@@ -47,6 +47,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 
@@ -58,8 +59,8 @@ from trainkit.base.process import raise_open_file_limit  # noqa: E402
 from trainkit.jobs.clusters import Cluster as Description  # noqa: E402
 from trainkit.jobs.clusters import WatchLimits  # noqa: E402
 from trainkit.launch.hosts.hostfile import Host  # noqa: E402
-from trainkit.launch.launchers.contract import Launcher, Transports  # noqa: E402
-from trainkit.launch.launchers.debug import Debug, StubAgent  # noqa: E402
+from trainkit.launch.launchers.contract import Launcher, TransportExit, Transports  # noqa: E402
+from trainkit.launch.launchers.debug import StubAgent  # noqa: E402
 from trainkit.launch.launchers.local import local_argv  # noqa: E402
 from trainkit.launch.launchers.transports import TransportPerHost, start_transport  # noqa: E402
 from trainkit.launch.protocol.frames import (  # noqa: E402
@@ -70,6 +71,8 @@ from trainkit.launch.protocol.frames import (  # noqa: E402
     StartProcesses,
     StopProcesses,
 )
+from trainkit.launch.protocol.framing import HEARTBEAT_SECONDS  # noqa: E402
+from trainkit.launch.protocol.session_document import read_session  # noqa: E402
 from trainkit.launch.session import Session, transport_log  # noqa: E402
 from trainkit.launch.supervise.orphan_sweep import open_agent_pool, wait_for_consistent_agents  # noqa: E402
 
@@ -384,11 +387,48 @@ class Many:
 
 
 class Idle(StubAgent):
-    """A stub that says it starts what it is told to."""
+    """A stub that says it has started what it is asked to, with an agent's own heartbeats."""
+
+    beat_seconds = HEARTBEAT_SECONDS
 
     async def on_go(self, frame: StartProcesses) -> None:
         for process in frame.processes:
             self.connection.send(ProcessStarted(process.key, os.getpid()))
+
+
+async def run_stubs(session: Session, hosts: int) -> None:
+    document = read_session(session.folder)
+    agents = [Idle(session, node) for node in range(hosts)]
+    for agent in agents:
+        agent.document = document
+    await asyncio.gather(*(agent.run() for agent in agents), return_exceptions=True)
+
+
+class Stubs:
+    """A launcher whose agents are stubs of one other process: as agents of other hosts, they
+    take none of the supervisor's time."""
+
+    name = "stubs"
+
+    def commands(self, session: Session, hosts: Sequence[Host]) -> list[tuple[str, ...]]:
+        return []
+
+    def start(self, session: Session, hosts: Sequence[Host]) -> Transports:
+        self.hosts = len(hosts)
+        self.process = get_context("fork").Process(
+            target=lambda: asyncio.run(run_stubs(session, self.hosts))
+        )
+        self.process.start()
+        return self
+
+    def poll(self) -> Mapping[int, TransportExit]:
+        if (code := self.process.exitcode) is None:
+            return {}
+        return dict.fromkeys(range(self.hosts), TransportExit(code, ""))
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.join()
 
 
 async def session_of(agents: int, launcher: Launcher, root: Path) -> Mapping[str, float]:
@@ -429,7 +469,7 @@ def growth(folder: Path, real: Sequence[int], stubs: Sequence[int]) -> None:
     )
     for kind, counts in (("real", real), ("stub", stubs)):
         for agents in counts:
-            launcher: Launcher = Many() if kind == "real" else Debug(Idle)
+            launcher: Launcher = Many() if kind == "real" else Stubs()
             marks = asyncio.run(session_of(agents, launcher, folder))
             seconds = " ".join(f"{value:>8.2f}" for value in marks.values())
             print(

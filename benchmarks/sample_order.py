@@ -36,7 +36,8 @@ from typing import Any
 import numpy as np
 
 from trainkit import _index
-from trainkit.data.indexed.format import CODES, HEADER, MAGIC, VERSION, bin_path, idx_path
+from trainkit.data.indexed.format import CODES, HEADER, MAGIC, VERSION
+from trainkit.data.indexed.paths import bin_path, idx_path
 from trainkit.data.order.megatron_index import IndexRequest, MegatronIndex, build_index, cache_names
 
 SEQ_LENGTH, SEED = 2048, 1234

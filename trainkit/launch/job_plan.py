@@ -78,7 +78,8 @@ def _corpus_here(dataset: Dataset) -> tuple[int | None, int | None]:
     if not indexed:
         plain = all(path.name.endswith((".jsonl", ".json", ".txt")) for path in found)
         return None, sum(path.stat().st_size for path in found) if plain else None
-    from trainkit.data.indexed.format import bin_path, read_header
+    from trainkit.data.indexed.format import read_header
+    from trainkit.data.indexed.paths import bin_path
 
     tokens = 0
     for path in found:

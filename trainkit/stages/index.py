@@ -6,19 +6,16 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from trainkit.base.errors import ConfigError
 from trainkit.data.indexed.paths import DataFolder
-from trainkit.data.order.megatron_worker import (
-    OrderRequest,
-    OrderSpec,
-    open_requested_order,
-    order_request,
-)
-from trainkit.data.order.native import SplitName
-from trainkit.data.order.resolve_pairs import pairs_of
 from trainkit.jobs.schema import Dataset, Job
 from trainkit.stages.contract import Need, Unit
+
+if TYPE_CHECKING:
+    from trainkit.data.order.megatron_worker import OrderRequest
+    from trainkit.data.order.native import SplitName
 
 VERSION = 1
 
@@ -49,6 +46,9 @@ class IndexStage:
 
 
 def _need(job: Job, dataset: Dataset, splits: list[SplitName]) -> Need | None:
+    from trainkit.data.order.megatron_worker import order_request  # numpy
+    from trainkit.data.order.resolve_pairs import pairs_of
+
     if dataset.source == "mock" or dataset.tokenizer is None:
         return None
     root = Path(job.cluster.root or ".")
@@ -78,6 +78,8 @@ def _need(job: Job, dataset: Dataset, splits: list[SplitName]) -> Need | None:
 
 def _evidence(asked: list[OrderRequest]) -> tuple[bool, str]:
     """The arrays say what they were built from: .idx as it was then, and every option."""
+    from trainkit.data.order.megatron_worker import open_requested_order
+
     try:
         for part in asked:
             open_requested_order(part)
@@ -87,6 +89,8 @@ def _evidence(asked: list[OrderRequest]) -> tuple[bool, str]:
 
 
 def _unit(asked: OrderRequest) -> Unit:
+    from trainkit.data.order.megatron_worker import OrderSpec
+
     spec = OrderSpec(asked, len(os.sched_getaffinity(0)))
     return Unit(
         f"order-{asked.split}",

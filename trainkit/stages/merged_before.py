@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.base.files import read_json
-from trainkit.data.indexed.dataset import bin_path, idx_path
-from trainkit.data.indexed.manifest import ranges_path, read_manifest
-from trainkit.data.indexed.paths import DataFolder
+from trainkit.data.indexed.manifest import ranges_path
+from trainkit.data.indexed.paths import DataFolder, bin_path, idx_path, read_manifest
 from trainkit.data.sources import Shard
 from trainkit.data.unit_specs import SliceBounds
 from trainkit.stages.stamps import file_identity, read_stamp

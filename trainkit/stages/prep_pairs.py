@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainkit.data.indexed.dataset import bin_path, idx_path
+from trainkit.data.indexed.paths import bin_path, idx_path
 from trainkit.data.order.resolve_pairs import prefixes_of
 from trainkit.data.sources import SOURCES, download_notice, fetch_units
 from trainkit.data.unit_specs import CheckSpec

@@ -8,7 +8,7 @@ from typing import Any
 
 from trainkit.base.errors import ConfigError
 from trainkit.data.fetch.recipe import FetchRecipe
-from trainkit.data.indexed.dataset import bin_path, idx_path
+from trainkit.data.indexed.paths import bin_path, idx_path
 from trainkit.data.sources import SOURCES, Shard, download_notice, fetch_units
 from trainkit.data.unit_specs import MergeShard, MergeSpec, TextRecipe, TextSpec, TokensSpec
 from trainkit.stages.contract import Need, Unit

@@ -12,7 +12,8 @@ import pytest
 from trainkit.base.files import read_json, sha256_file, write_json
 from trainkit.data.indexed import statistics as stats
 from trainkit.data.indexed import verify
-from trainkit.data.indexed.dataset import IndexedWriter, bin_path, idx_path
+from trainkit.data.indexed.dataset import IndexedWriter
+from trainkit.data.indexed.paths import bin_path, idx_path
 from trainkit.data.indexed.verify import verify_dataset, verify_pair
 from trainkit.data.sums import file_sum
 from trainkit.data.tokenizer import train_bpe

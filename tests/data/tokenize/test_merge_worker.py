@@ -17,15 +17,15 @@ from hypothesis import strategies as st
 from tests.shared import golden
 from trainkit.base.errors import ConfigError
 from trainkit.base.files import temporary_name
-from trainkit.data.indexed.dataset import IndexedDataset, IndexedWriter, bin_path, idx_path
+from trainkit.data.indexed.dataset import IndexedDataset, IndexedWriter
 from trainkit.data.indexed.manifest import (
     ShardResult,
     check_declared,
     check_drop,
     ranges_path,
-    read_manifest,
     totals,
 )
+from trainkit.data.indexed.paths import bin_path, idx_path, read_manifest
 from trainkit.data.sums import file_sum
 from trainkit.data.tokenize import merge_worker as module
 from trainkit.data.tokenize.merge_worker import merge_pairs, work

@@ -23,7 +23,8 @@ import zstandard
 from tests import forkserver
 from tests.shared import golden
 from trainkit.base.errors import ConfigError, Exit
-from trainkit.data.indexed.dataset import IndexedDataset, IndexedWriter, bin_path, idx_path
+from trainkit.data.indexed.dataset import IndexedDataset, IndexedWriter
+from trainkit.data.indexed.paths import bin_path, idx_path
 from trainkit.data.tokenize import encoders as encode
 from trainkit.data.tokenize import shard_worker as shard
 from trainkit.data.tokenize.background import read_ahead, write_behind

@@ -13,8 +13,7 @@ from trainkit.cli.config.jobs import load_jobs
 from trainkit.cli.options import StatsOptions
 from trainkit.cli.tables import Listing
 from trainkit.cli.wrapper import TaskContext, TaskResult
-from trainkit.data.indexed.manifest import read_manifest
-from trainkit.data.indexed.paths import DataFolder
+from trainkit.data.indexed.paths import DataFolder, read_manifest
 from trainkit.data.indexed.statistics import (
     DatasetCounts,
     Statistics,

@@ -15,8 +15,8 @@ from trainkit.cli.run.build_table import build_report, build_table
 from trainkit.cli.run.progress import TerminalStageReporter, dataset_table
 from trainkit.cli.wrapper import TaskContext, TaskResult
 from trainkit.data.fetch.retry import Unreachable
-from trainkit.data.indexed.manifest import COUNTS, REASONS, read_manifest
-from trainkit.data.indexed.paths import MANIFEST
+from trainkit.data.indexed.manifest import COUNTS, REASONS
+from trainkit.data.indexed.paths import MANIFEST, read_manifest
 from trainkit.data.sources import DownloadNotice
 from trainkit.experiment.prepare import PrepareOptions, choose_target, prepare_target
 from trainkit.jobs.load import find_root

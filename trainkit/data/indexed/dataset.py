@@ -29,14 +29,13 @@ from trainkit.data.indexed.format import (
     VERSION,
     Integers,
     best_dtype,
-    bin_path,
     check_documents,
     check_ends,
     check_sequences,
     data_error,
-    idx_path,
     read_header,
 )
+from trainkit.data.indexed.paths import bin_path, idx_path
 
 __all__ = [
     "CODES",
@@ -44,8 +43,6 @@ __all__ = [
     "IndexedWriter",
     "Integers",
     "best_dtype",
-    "bin_path",
-    "idx_path",
 ]
 
 

@@ -41,16 +41,6 @@ CHUNK = 2**20  # sequences or documents looked at at once: bounds memory
 REBUILD = "the pair is damaged or unfinished: delete both files and prepare the data again"
 
 
-def bin_path(prefix: Path) -> Path:
-    """The tokens of `prefix`."""
-    return prefix.with_name(prefix.name + ".bin")
-
-
-def idx_path(prefix: Path) -> Path:
-    """The index of `prefix`."""
-    return prefix.with_name(prefix.name + ".idx")
-
-
 def best_dtype(vocab_size: int) -> np.dtype[Any]:
     """The dtype Megatron chooses: uint16 for a vocabulary below 65,500 (not 65,536), else int32."""
     return np.dtype("<u2" if vocab_size < 65500 else "<i4")

@@ -6,32 +6,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
-from trainkit.base.documents import document, read_document
+from trainkit.base.documents import document
 from trainkit.base.errors import ConfigError, Exit
 from trainkit.base.files import read_json, sha256_file, write_json
-from trainkit.data.indexed.dataset import best_dtype, bin_path, idx_path
+from trainkit.data.indexed.paths import SCHEMA, bin_path, idx_path
 from trainkit.data.indexed.published import check_published
 from trainkit.data.sums import file_sum
 from trainkit.data.tokenizer import end_of_document, load_tokenizer
 from trainkit.data.unit_specs import MergeShard, MergeSpec, TextResult, TokensResult
 from trainkit.jobs.schema import Dataset
 
-SCHEMA = "dataset/1"
 COUNTS = ("documents", "empty_documents", "sequences", "tokens", "text_bytes", "lines", "rejects")
 REASONS = ("left_out", "rejected", "passed_over")
-
-
-def read_manifest(path: Path) -> dict[str, Any]:
-    """A dataset.json. Raises ConfigError (exit 6) where there is none."""
-    if not path.is_file():
-        raise ConfigError(
-            f"{path} is not there: the dataset is not prepared",
-            exit=Exit.STAGE_FAILED,
-            hint="invoke prep-data --dataset NAME",
-        )
-    return read_document(path, SCHEMA)
 
 
 @dataclass(frozen=True)
@@ -239,6 +226,8 @@ def _shard_entry(given: MergeShard, shard: ShardResult) -> dict[str, object]:
 def write_manifest(spec: MergeSpec, shards: Sequence[ShardResult]) -> DatasetTotals:
     """Write dataset.json beside the tokenizer; paths in it are relative to its folder. Returns
     the counts."""
+    from trainkit.data.indexed.dataset import best_dtype  # numpy
+
     folder = spec.manifest.parent
     tokenizer = load_tokenizer(spec.tokenizer)
     vocab_size = tokenizer.get_vocab_size()

@@ -1,13 +1,40 @@
-"""Where a dataset's files lie: <root>/data/<dataset>/<tokenizer>/."""
+"""Where a dataset's files lie: <root>/data/<dataset>/<tokenizer>/, and its dataset.json."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from trainkit.jobs.schema import Dataset
+from trainkit.base.documents import read_document
+from trainkit.base.errors import ConfigError, Exit
+
+if TYPE_CHECKING:
+    from trainkit.jobs.schema import Dataset
 
 MANIFEST = "dataset.json"
+SCHEMA = "dataset/1"
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """A dataset.json. Raises ConfigError (exit 6) where there is none."""
+    if not path.is_file():
+        raise ConfigError(
+            f"{path} is not there: the dataset is not prepared",
+            exit=Exit.STAGE_FAILED,
+            hint="invoke prep-data --dataset NAME",
+        )
+    return read_document(path, SCHEMA)
+
+
+def bin_path(prefix: Path) -> Path:
+    """The tokens of `prefix`."""
+    return prefix.with_name(prefix.name + ".bin")
+
+
+def idx_path(prefix: Path) -> Path:
+    """The index of `prefix`."""
+    return prefix.with_name(prefix.name + ".idx")
 
 
 @dataclass(frozen=True)
@@ -66,6 +93,4 @@ class DataFolder:
         """
         if self.dataset.merge:
             return [self.prefix]
-        from trainkit.data.indexed.manifest import read_manifest
-
         return [self.path / pair for pair in read_manifest(self.manifest)["pairs"]]

@@ -14,7 +14,8 @@ import numpy as np
 
 from trainkit.base.errors import ConfigError, Problem, SourceLocation
 from trainkit.base.files import sha256_file
-from trainkit.data.indexed.dataset import IndexedDataset, bin_path
+from trainkit.data.indexed.dataset import IndexedDataset
+from trainkit.data.indexed.paths import bin_path
 from trainkit.data.indexed.statistics import document_lengths
 from trainkit.data.sums import file_sum
 

@@ -27,7 +27,8 @@ from trainkit import _index
 from trainkit.base.errors import ConfigError, Exit
 from trainkit.base.worker import ProgressCallback
 from trainkit.data.indexed.dataset import IndexedDataset
-from trainkit.data.indexed.format import HEADER, data_error, idx_path
+from trainkit.data.indexed.format import HEADER, data_error
+from trainkit.data.indexed.paths import idx_path
 from trainkit.data.order.megatron_cache import (
     CacheNames,
     TokenizerIdentifiers,

@@ -8,12 +8,15 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from trainkit.base.errors import ConfigError, Exit
 from trainkit.data.fetch.ranges import expand
 from trainkit.data.indexed.paths import DataFolder
-from trainkit.data.order.native import SplitName
 from trainkit.jobs.schema import Dataset
+
+if TYPE_CHECKING:
+    from trainkit.data.order.native import SplitName
 
 # a split of which one part is everything
 WHOLE_SPLIT = {"train": "1,0,0", "valid": "0,1,0", "test": "0,0,1"}

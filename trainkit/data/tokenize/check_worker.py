@@ -14,7 +14,8 @@ from trainkit.base.documents import document
 from trainkit.base.errors import ConfigError, Exit
 from trainkit.base.files import write_json
 from trainkit.base.worker import ProgressCallback, run_unit
-from trainkit.data.indexed.dataset import IndexedDataset, bin_path, idx_path
+from trainkit.data.indexed.dataset import IndexedDataset
+from trainkit.data.indexed.paths import bin_path, idx_path
 from trainkit.data.sums import file_sum, identity_of
 from trainkit.data.tokenizer import end_of_document, load_tokenizer
 from trainkit.data.unit_specs import CheckSpec, FileRead

@@ -29,7 +29,7 @@ from trainkit.base.files import (
     write_json,
 )
 from trainkit.base.worker import ProgressCallback, run_unit
-from trainkit.data.indexed.dataset import CODES, IndexedDataset, bin_path, idx_path
+from trainkit.data.indexed.dataset import CODES, IndexedDataset
 from trainkit.data.indexed.format import CHUNK, HEADER, MAGIC, VERSION
 from trainkit.data.indexed.manifest import (
     ShardResult,
@@ -39,6 +39,7 @@ from trainkit.data.indexed.manifest import (
     read_results,
     write_manifest,
 )
+from trainkit.data.indexed.paths import bin_path, idx_path
 from trainkit.data.sums import identity_of
 from trainkit.data.unit_specs import MergeSpec
 

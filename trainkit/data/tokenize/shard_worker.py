@@ -24,7 +24,8 @@ from tokenizers import Tokenizer
 from trainkit.base.errors import ConfigError, Exit, Problem, SourceLocation
 from trainkit.base.locks import locked
 from trainkit.base.worker import ProgressCallback, run_unit
-from trainkit.data.indexed.dataset import IndexedWriter, best_dtype, idx_path
+from trainkit.data.indexed.dataset import IndexedWriter, best_dtype
+from trainkit.data.indexed.paths import idx_path
 from trainkit.data.sums import file_sum, identity_of
 from trainkit.data.text.corpus import count_bytes, file_size, open_shard
 from trainkit.data.text.documents import BadLine, ParsedItem, SkippedMember

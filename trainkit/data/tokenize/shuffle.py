@@ -26,7 +26,8 @@ from numpy.typing import NDArray
 from trainkit import _index
 from trainkit.base.errors import ConfigError, Exit
 from trainkit.base.files import names_full_file
-from trainkit.data.indexed.dataset import IndexedDataset, IndexedWriter, bin_path, idx_path
+from trainkit.data.indexed.dataset import IndexedDataset, IndexedWriter
+from trainkit.data.indexed.paths import bin_path, idx_path
 
 Numbers = NDArray[np.int64]
 

@@ -28,14 +28,13 @@ from trainkit.launch.protocol.server import Connection
 from trainkit.launch.protocol.session_document import SessionDocument, read_session
 from trainkit.launch.session import Session
 
-BEAT_SECONDS = 0.2
-
 
 class StubAgent:
     """One agent; a test overrides what should go wrong. `document` is what the session's folder
     says; a thousand agents of one process do not each read the names of a thousand hosts."""
 
     document: SessionDocument
+    beat_seconds = 0.2
 
     def __init__(self, session: Session, node: int) -> None:
         self.session = session
@@ -179,7 +178,7 @@ class StubAgent:
     async def _beat(self) -> None:
         known: dict[str, object] = {}
         while True:
-            await asyncio.sleep(BEAT_SECONDS)
+            await asyncio.sleep(self.beat_seconds)
             fresh = {
                 key: beat
                 for key in self.children
