@@ -182,7 +182,6 @@ def test_the_code_is_easy_to_read() -> None:
     found = measure(PACKAGE)
     assert found.tokens_per_line <= 6.5
     assert found.per_thousand(found.parallel) <= 2
-    assert found.per_thousand(found.conditional) <= 12
     assert found.untyped <= MOST_UNTYPED
     assert not found.circles
     assert not measure(PACKAGE.parent / "benchmarks").circles

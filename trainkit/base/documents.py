@@ -18,10 +18,7 @@ def document(schema: str, **values: object) -> dict[str, object]:
 def check_schema(value: Any, schema: str, path: Path) -> dict[str, Any]:
     """Check that a document read from `path` is of the form `schema`. Raises ConfigError naming
     what it is instead."""
-    if isinstance(value, dict):
-        found = value.get("schema")
-    else:
-        found = None
+    found = value.get("schema") if isinstance(value, dict) else None
     if found != schema:
         raise ConfigError(
             f"{path} holds {found!r}, not {schema!r}",

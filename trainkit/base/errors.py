@@ -68,10 +68,7 @@ class TrainkitError(Exception):
         return [{"message": self.message, "hint": self.hint, **_place_keys(self.place)}]
 
     def __str__(self) -> str:
-        if self.place:
-            text = f"{self.place}: {self.message}"
-        else:
-            text = self.message
+        text = f"{self.place}: {self.message}" if self.place else self.message
         if self.hint:
             return f"{text}\n  {self.hint}"
         return text
@@ -86,10 +83,7 @@ class Problem:
     hint: str = ""
 
     def __str__(self) -> str:
-        if self.place:
-            text = f"{self.place}: {self.message}"
-        else:
-            text = self.message
+        text = f"{self.place}: {self.message}" if self.place else self.message
         if self.hint:
             return f"{text}\n  {self.hint}"
         return text

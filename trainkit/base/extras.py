@@ -23,10 +23,7 @@ def install_command(extra: str = "") -> str:
     It names the checkout, or, where that is not known, the packages.
     """
     pip = [sys.executable, "-m", "pip", "install"]
-    if extra:
-        wanted = f"[{extra}]"
-    else:
-        wanted = ""
+    wanted = f"[{extra}]" if extra else ""
     if (CHECKOUT / "pyproject.toml").is_file():
         return shlex.join([*pip, "-e", f"{CHECKOUT}{wanted}"])
     return shlex.join([*pip, *(_packages(extra) or [f"CHECKOUT{wanted}"])])
@@ -40,10 +37,7 @@ def _packages(extra: str) -> list[str]:
     except PackageNotFoundError:
         return []
     pairs = [line.partition(";") for line in lines]
-    if extra:
-        wanted = f'extra == "{extra}"'
-    else:
-        wanted = ""
+    wanted = f'extra == "{extra}"' if extra else ""
     return [
         package.strip()
         for package, _, marker in pairs

@@ -57,10 +57,7 @@ def atomic_open(path: Path, mode: str = "wb", permissions: int = 0o666) -> Itera
     temporary = temporary_name(path)
     handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, permissions)
     try:
-        if "b" in mode:
-            encoding = None
-        else:
-            encoding = "utf-8"
+        encoding = None if "b" in mode else "utf-8"
         with names_full_file(path), os.fdopen(handle, mode, encoding=encoding) as file:
             yield file
             file.flush()

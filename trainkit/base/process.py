@@ -59,10 +59,7 @@ def _boot_id() -> str:
 
 def identity(pid: int | None = None) -> ProcessIdentity:
     """The identity of `pid` (default: this process)."""
-    if pid is None:
-        number = os.getpid()
-    else:
-        number = pid
+    number = os.getpid() if pid is None else pid
     return ProcessIdentity(os.uname().nodename, number, start_time(number), _boot_id())
 
 

@@ -77,10 +77,7 @@ def run_unit(work: Callable[[Any, ProgressCallback], Mapping[str, object]]) -> N
         sys.exit(int(error.exit))
     except OSError as error:
         what = error.strerror or str(error)
-        if error.filename:
-            where = f" {error.filename}"
-        else:
-            where = ""
+        where = f" {error.filename}" if error.filename else ""
         _say(
             error={
                 "problems": [

@@ -38,20 +38,14 @@ def say_hosts(task: TaskContext, job: Job, hosts: HostList) -> None:
     """Which hosts a run has, and which it would have had."""
     if hosts.hostfile is None:
         return
-    if hosts.spares:
-        spares = f"; spare: {named(hosts.spares)}"
-    else:
-        spares = ""
+    spares = f"; spare: {named(hosts.spares)}" if hosts.spares else ""
     task.say(
         f"hosts of {hosts.hostfile}: {named(hosts.running)}, {hosts.ranks_per_node}"
         f" rank{'s' if hosts.ranks_per_node > 1 else ''} each{spares}"
     )
     if len(hosts.spares) < job.cluster.spares:
         task.say(f"{len(hosts.spares)} of {job.cluster.spares} spares: no more hosts are left")
-    if hosts.left_out:
-        why = quarantine_reasons(job.cluster)
-    else:
-        why = {}
+    why = quarantine_reasons(job.cluster) if hosts.left_out else {}
     for name in hosts.left_out:
         task.say(
             f"{name} is left out: {why.get(name.lower())}; {task.command} nodes --cluster"

@@ -97,10 +97,7 @@ class Listing:
         return shown
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        if console.is_terminal:
-            room = console.width
-        else:
-            room = NO_LIMIT
+        room = console.width if console.is_terminal else NO_LIMIT
         shown = self._shown(room)
         widths = self._widths()
         if any(self.headings):
@@ -138,10 +135,7 @@ class Listing:
             else [last]
         )
         for number, part in enumerate(parts or [last]):
-            if number == 0:
-                whole = line
-            else:
-                whole = Text(" " * before, no_wrap=True, overflow="ignore")
+            whole = line if number == 0 else Text(" " * before, no_wrap=True, overflow="ignore")
             whole.append_text(part)
             whole.rstrip()
             yield whole

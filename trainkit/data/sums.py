@@ -12,10 +12,7 @@ BLOCK = 2**23
 def file_sum(path: Path, start: int = 0, size: int | None = None) -> str:
     """Hex XXH128 of a range of a file; of fewer bytes where it ends before."""
     digest = xxhash.xxh128()
-    if size is None:
-        left = path.stat().st_size - start
-    else:
-        left = size
+    left = path.stat().st_size - start if size is None else size
     with open(path, "rb", buffering=0) as file:
         file.seek(start)
         while left > 0 and (block := file.read(min(BLOCK, left))):

@@ -156,10 +156,7 @@ def kind_of(node: ast.expr, tree: Tree) -> Kind:
     if not isinstance(node, ast.Subscript):
         return _plain_kind(ast.unparse(node).rpartition(".")[2], tree)
     outer = ast.unparse(node.value).rpartition(".")[2]
-    if isinstance(node.slice, ast.Tuple):
-        inner = node.slice.elts
-    else:
-        inner = [node.slice]
+    inner = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
     if outer == "Optional" or outer == "Union":
         return _union(inner, tree)
     if outer == "Literal":

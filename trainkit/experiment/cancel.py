@@ -133,10 +133,7 @@ def cancel_run(run: RunFolder, *, save: bool, force: bool, say: Say) -> Cancella
         if record.state == "succeeded":
             say(f"run {run.id} finished before that")
         scheduler.end_job(run)
-        if ended:
-            hosts = _hosts_at_end(run, job, ended)
-        else:
-            hosts = _sweep(run, job)
+        hosts = _hosts_at_end(run, job, ended) if ended else _sweep(run, job)
         return Cancellation(record, _exit_of(record, hosts), hosts)
     if not scheduler.queues:
         _end_hung_supervisor(run, record, say, force=force)

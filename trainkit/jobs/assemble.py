@@ -250,10 +250,7 @@ class TableBuilder:
     ) -> SourcedTable:
         """`section` with every name in the table under `key` replaced by the table it names."""
         group = section.entries.get(key)
-        if isinstance(group, SourcedTable):
-            known = set(group.entries)
-        else:
-            known = set()
+        known = set(group.entries) if isinstance(group, SourcedTable) else set()
         for path, origin in sets:
             if path[0] not in known:
                 table = ".".join(map(str, (*at, path[0])))
@@ -318,10 +315,7 @@ class TableBuilder:
                     f"add --set {'.'.join(map(str, at))}=NAME",
                 )
             return section
-        if isinstance(node, SourcedValue):
-            name = node.value
-        else:
-            name = {}
+        name = node.value if isinstance(node, SourcedValue) else {}
         known = self._referable(kind)
         if at in findings.reported:
             return section

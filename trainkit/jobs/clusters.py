@@ -318,10 +318,7 @@ class Cluster(Table):
 
     def connect_seconds(self, *, container: bool = False) -> float:
         """watch.connect, or what it is by default."""
-        if container:
-            usual = CONTAINER_CONNECT_SECONDS
-        else:
-            usual = self.launcher_traits.connect_seconds
+        usual = CONTAINER_CONNECT_SECONDS if container else self.launcher_traits.connect_seconds
         return self.watch.connect or usual
 
     @property

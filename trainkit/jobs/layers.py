@@ -54,14 +54,8 @@ def _included(root: Path, document: SourcedTable) -> SourcedTable:
     include = document.entries.get("include")
     if include is None:
         return document
-    if isinstance(include, SourcedValue):
-        given = include.value
-    else:
-        given = None
-    if isinstance(given, list):
-        patterns = [item for item in given if isinstance(item, str)]
-    else:
-        patterns = []
+    given = include.value if isinstance(include, SourcedValue) else None
+    patterns = [item for item in given if isinstance(item, str)] if isinstance(given, list) else []
     if not isinstance(given, list) or len(patterns) != len(given):
         raise ConfigError(
             [
@@ -310,10 +304,7 @@ def _parse_value(text: str) -> Any:
 def overlay(section: SourcedTable, path: tuple[str, ...], origin: SourcedValue) -> SourcedTable:
     """`section` with `origin` laid over it at `path`."""
     node: SourcedTable | SourcedValue
-    if isinstance(origin.value, dict):
-        node = _as_section(origin, origin.path)
-    else:
-        node = origin
+    node = _as_section(origin, origin.path) if isinstance(origin.value, dict) else origin
     for depth in range(len(path) - 1, -1, -1):
         above = origin.path[: len(origin.path) - len(path) + depth]
         node = SourcedTable(origin.place, above, {path[depth]: node})

@@ -48,10 +48,7 @@ class Jobs:
     def default_job(self) -> str | None:
         """The job that tasks without one serve: [defaults] job."""
         defaults = dict(self._builder.document.sections()).get("defaults")
-        if defaults:
-            name = defaults.value("job")
-        else:
-            name = None
+        name = defaults.value("job") if defaults else None
         if isinstance(name, str):
             return name
         return None

@@ -191,10 +191,7 @@ class _Spot:
             if isinstance(part, int) or part == "[key]" or not isinstance(self.node, SourcedTable):
                 # inside an array, or about a key of `env`: the whole value is as near as it gets
                 break
-            if self.field:
-                inner = _table_of(self.field)
-            else:
-                inner = self.model
+            inner = _table_of(self.field) if self.field else self.model
             named = _named_tables(self.field)
             self.section = self.node
             self.key = part
@@ -265,21 +262,12 @@ def _problem(found: ErrorDetails, spot: _Spot) -> Problem:
     if kind in ("rule", "needs"):
         node: SourcedTable | SourcedValue | None = spot.node
         for part in str(context["key"]).split("."):
-            if isinstance(node, SourcedTable):
-                node = node.entries.get(part)
-            else:
-                node = None
+            node = node.entries.get(part) if isinstance(node, SourcedTable) else None
         about = dotted_key(spot.node or spot.section)
         return Problem(f"{about}: {context['message']}", (node or spot.node or spot.section).place)
-    if spot.node:
-        key = dotted_key(spot.node)
-    else:
-        key = ".".join(str(part) for part in found["loc"])
+    key = dotted_key(spot.node) if spot.node else ".".join(str(part) for part in found["loc"])
     allowed = _allowed(spot.field)
-    if spot.field:
-        hint = spot.field.description or ""
-    else:
-        hint = ""
+    hint = spot.field.description or "" if spot.field else ""
     if kind in _EXPECTED:
         return _wrong_type(key, kind, value, spot, hint)
     if kind == "literal_error":
@@ -299,10 +287,7 @@ def _problem(found: ErrorDetails, spot: _Spot) -> Problem:
 
 
 def _unknown_key(spot: _Spot) -> Problem:
-    if spot.node:
-        key = dotted_key(spot.node)
-    else:
-        key = spot.key
+    key = dotted_key(spot.node) if spot.node else spot.key
     if spot.key in spot.model.planned:
         return Problem(f"{key} {NOT_YET}", spot.place, "remove it")
     known = [name for name in spot.model.model_fields if name != "name"]

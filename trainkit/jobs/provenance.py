@@ -94,8 +94,5 @@ class SourcedTable:
                 merged[key] = node.over(below)
             else:
                 merged[key] = node
-        if keep_place:
-            home = older
-        else:
-            home = self
+        home = older if keep_place else self
         return SourcedTable(home.place, home.path, merged)

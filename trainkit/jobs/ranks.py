@@ -57,10 +57,7 @@ def degrees_of(job: Job) -> ParallelDegrees:
     do not divide the world, of the ranks that fit in."""
     p = job.parallelism
     data = job.data_parallel_size
-    if p.zero_stage == 0:
-        replicate = data
-    else:
-        replicate = p.data_parallel_replicate_size
+    replicate = data if p.zero_stage == 0 else p.data_parallel_replicate_size
     return ParallelDegrees(
         p.tensor_model_parallel_size,
         p.pipeline_model_parallel_size,

@@ -46,10 +46,7 @@ def provenance_of(
         value = getattr(table, key)
         node = section.entries.get(key)
         path = above + key
-        if isinstance(node, SourcedTable):
-            inner = node
-        else:
-            inner = SourcedTable(section.place)
+        inner = node if isinstance(node, SourcedTable) else SourcedTable(section.place)
         if isinstance(value, Table):
             yield from provenance_of(value, inner, f"{path}.")
         elif isinstance(value, dict) and any(isinstance(item, Table) for item in value.values()):

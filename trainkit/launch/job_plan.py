@@ -38,10 +38,7 @@ def prepared(job: Job) -> PreparedData:
     those of another one that is planned for.
     """
     root = Path(job.cluster.root or ".")
-    if job.dataset.tokenizer is not None:
-        manifest = DataFolder(root, job.dataset).manifest
-    else:
-        manifest = None
+    manifest = DataFolder(root, job.dataset).manifest if job.dataset.tokenizer is not None else None
     if manifest is not None and manifest.is_file():
         found = read_document(manifest, "dataset/1")
     else:

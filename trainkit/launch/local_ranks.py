@@ -84,10 +84,7 @@ def _free_port(seed: str, address: str) -> int:
 
 def _environment(ranks: int, device_type: str, folder: Path) -> dict[str, str]:
     """What all ranks have of torch's variables (PyTorch documentation, "torchrun")."""
-    if device_type == "cpu":
-        sharing = on_this_node(cpu_sharing(ranks, os.environ))
-    else:
-        sharing = {}
+    sharing = on_this_node(cpu_sharing(ranks, os.environ)) if device_type == "cpu" else {}
     address = "127.0.0.1"
     meeting = {
         "MASTER_ADDR": address,
@@ -176,17 +173,11 @@ class _LocalRanks:
                 if "error" in line:
                     raise error_from_report(line["error"])
         # one ended by a signal makes its peers fail
-        if min(ended) < 0:
-            code = min(ended)
-        else:
-            code = max(ended)
+        code = min(ended) if min(ended) < 0 else max(ended)
         raise self._failure(ended.index(code), code)
 
     def _failure(self, rank: int, code: int) -> TrainkitError:
-        if code < 0:
-            how = f"was ended by signal {-code}"
-        else:
-            how = f"exited with {code}"
+        how = f"was ended by signal {-code}" if code < 0 else f"exited with {code}"
         if code == -signal.SIGKILL:
             how += ", as the kernel does when memory runs out (see dmesg)"
         last = self._log(rank).read_text(errors="replace").splitlines()[-8:]

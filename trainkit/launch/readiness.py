@@ -30,10 +30,7 @@ def refuse_without_samples(job: Job) -> None:
     """Open what every rank will read, before any of them starts. Raises ConfigError as
     `open_mixture`."""
     raise_open_file_limit()
-    if job.training.eval_iters:
-        evaluated = {"valid": job.dataset, **job.validation}
-    else:
-        evaluated = {}
+    evaluated = {"valid": job.dataset, **job.validation} if job.training.eval_iters else {}
     open_mixture(job, job.dataset, "train", vocab=job.model.vocab_size or 1)
     for dataset in evaluated.values():
         open_mixture(job, dataset, "valid", vocab=job.model.vocab_size or 1)

@@ -45,10 +45,7 @@ def refuse_other_inputs(run: RunFolder) -> None:
     for old in read_document(path, "inputs/1")["files"]:
         new = file_identity(Path(old[0]))
         if new != old:
-            if new is None:
-                what = "is missing"
-            else:
-                what = "has changed"
+            what = "is missing" if new is None else "has changed"
             message = (
                 f"{old[0]} {what} since run {run.id} began; its samples would no longer be the same"
             )

@@ -103,10 +103,7 @@ def _attention(job: Job, rules: Rules) -> float:
     model = job.model
     q = model.num_attention_heads * model.head_size
     k = _key_heads(job) * model.head_size
-    if model.rotary_channels and not _fused(job, rules):
-        turned = q + k
-    else:
-        turned = 0
+    turned = q + k if model.rotary_channels and not _fused(job, rules) else 0
     return width(job) * (2 * q + 2 * k + turned)
 
 
@@ -159,24 +156,12 @@ def block_bytes(job: Job, rules: Rules, mode: str) -> PerToken:
             scores = w * model.num_attention_heads * model.seq_length
         else:
             scores = 4 * model.num_attention_heads
-        if job.parallelism.tensor_model_parallel_size > 1:
-            parts = 2 * w * h
-        else:
-            parts = 0
+        parts = 2 * w * h if job.parallelism.tensor_model_parallel_size > 1 else 0
         return PerToken(whole=w * 3 * h, divided=w * (2 * q + 2 * k + up) + scores, gathered=parts)
     norms = norms_of(model)
-    if model.parallel_residual:
-        inputs = 1
-    else:
-        inputs = 2
-    if _gathers(job, rules):
-        gathered = 2 * w * h
-    else:
-        gathered = 0
-    if model.hidden_dropout > 0:
-        masks = 2 * h * mask_width(job, rules)
-    else:
-        masks = 0
+    inputs = 1 if model.parallel_residual else 2
+    gathered = 2 * w * h if _gathers(job, rules) else 0
+    masks = 2 * h * mask_width(job, rules) if model.hidden_dropout > 0 else 0
     statistics = 4 * norms * model.architecture.norm.statistics
     whole = (
         w * h * (inputs + (0 if gathered else norms))
@@ -184,10 +169,7 @@ def block_bytes(job: Job, rules: Rules, mode: str) -> PerToken:
         + masks
         + statistics
     )
-    if mode == "selective" and rules.saves_scores:
-        weights = 0.0
-    else:
-        weights = _scores(job, rules)
+    weights = 0.0 if mode == "selective" and rules.saves_scores else _scores(job, rules)
     return PerToken(whole, _attention(job, rules) + w * _mlp(job, rules) + weights, gathered)
 
 
@@ -202,20 +184,14 @@ def saved_bytes(job: Job, layout: Layout, rules: Rules, stage: int) -> int:
     t = job.training
     model = job.model
     w = width(job)
-    if t.recompute_granularity == "full":
-        every = t.recompute_every
-    else:
-        every = 1
+    every = t.recompute_every if t.recompute_granularity == "full" else 1
     layers = layout.stage_layers(stage)
     again = sum(layer % every == 0 for layer in layers)
     per_token = again * block_bytes(job, rules, t.recompute_granularity).on_rank(layout)
     if again < len(layers):
         per_token += (len(layers) - again) * block_bytes(job, rules, "none").on_rank(layout)
     if stage == 0:
-        if model.hidden_dropout > 0:
-            mask = mask_width(job, rules) * model.hidden_size
-        else:
-            mask = 0
+        mask = mask_width(job, rules) * model.hidden_size if model.hidden_dropout > 0 else 0
         per_token += ID_BYTES + PerToken(whole=mask).on_rank(layout)
     if rules.states is None:  # cosines and sines in fp32, once for all samples of a micro-batch
         per_token += 8 * model.rotary_channels / t.micro_batch_size
@@ -268,8 +244,5 @@ def logit_bytes(job: Job, layout: Layout, rules: Rules, vocab_size: int, padded:
 def head_gradient_bytes(job: Job, layout: Layout, vocab_size: int, padded: int) -> int:
     """The native head's gradient, saved for backward in w; in fp32 it is the sum itself, which
     has the padded rows on a GPU."""
-    if width(job) == 4 and job.cluster.device_type != "cpu":
-        rows = padded
-    else:
-        rows = vocab_size
+    rows = padded if width(job) == 4 and job.cluster.device_type != "cpu" else vocab_size
     return -(-rows // layout.tensor) * job.model.hidden_size * width(job)

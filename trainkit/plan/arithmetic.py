@@ -89,8 +89,5 @@ def hardware_flops_per_token_of(
         }
         return model_flops + model.num_layers * again[training.recompute_granularity]
     down = 2 * model.hidden_size * model.ffn_width
-    if model.hidden_dropout > 0 and not training.compile:
-        kept = 0
-    else:
-        kept = down
+    kept = 0 if model.hidden_dropout > 0 and not training.compile else down
     return model_flops + recomputed_layers(model, training) * (_layer_flops(model) - kept)

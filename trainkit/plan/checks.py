@@ -348,10 +348,7 @@ def _devices(job: Job) -> Iterator[Objection]:
     kind = job.cluster.device_type
     there = job.cluster.gpus_per_node
     if kind != "cpu" and job.ranks_per_node > there:
-        if kind == "cuda":
-            what = "GPUs"
-        else:
-            what = "devices"
+        what = "GPUs" if kind == "cuda" else "devices"
         message = f"{job.ranks_per_node} ranks a node for {there} {what} (cluster.gpus_per_node)"
         yield Objection(
             "more-ranks-than-gpus",

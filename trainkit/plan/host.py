@@ -67,10 +67,7 @@ def available_bytes(job: Job, here: int | None) -> tuple[int | None, str | None]
     known = []
     if job.cluster.memory_bytes:
         known.append((job.cluster.memory_bytes, f"cluster {job.cluster.name} (memory_bytes)"))
-    if job.cluster.launcher_traits.batch:
-        asked = job.sbatch_options.get("mem")
-    else:
-        asked = None
+    asked = job.sbatch_options.get("mem") if job.cluster.launcher_traits.batch else None
     if asked is not None and not isinstance(asked, bool) and (size := slurm_bytes(asked)):
         known.append((size, f"the Slurm job (mem = {asked})"))
     if here:

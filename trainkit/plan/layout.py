@@ -163,10 +163,7 @@ def layout_of(job: Job) -> Layout:
 def nearest(wanted: int, fits: Callable[[int], bool], *, most: int | None = None) -> list[int]:
     """The nearest number below and the nearest above `wanted` that fit, from 1 to `most` (4 x
     wanted without one)."""
-    if most is None:
-        highest = 4 * wanted
-    else:
-        highest = most
+    highest = 4 * wanted if most is None else most
     below = next((n for n in range(min(wanted - 1, highest), 0, -1) if fits(n)), None)
     above = next((n for n in range(wanted + 1, highest + 1) if fits(n)), None)
     return [n for n in (below, above) if n is not None]

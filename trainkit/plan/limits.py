@@ -125,19 +125,13 @@ def memory_objections(
         yield _device_objection(job, memory, memory.device_bytes, way_out)
     if host.fits is False and host.available_bytes is not None:
         ranks = f"{job.ranks_per_node} rank{'s' if job.ranks_per_node > 1 else ''}"
-        if job.nodes > 1:
-            node = f" of node {host.node}"
-        else:
-            node = ""
+        node = f" of node {host.node}" if job.nodes > 1 else ""
         message = (
             f"{ranks}{node} together need {host.needed_bytes / GIB:.1f} GiB of main memory,"
             f" {host.source} has {host.available_bytes / GIB:.1f} GiB"
         )
         words, changes = ("", ()) if memory.fits is False else way_out()
-        if words:
-            text = f"{message}; {words}"
-        else:
-            text = message
+        text = f"{message}; {words}" if words else message
         yield Objection("host-memory", "cluster.memory_bytes", text, changes)
 
 
@@ -146,10 +140,7 @@ def _device_objection(
 ) -> Objection:
     fullest = memory.fullest
     device = job.cluster.device
-    if len(memory.stages) > 1:
-        stage = f" of stage {fullest.stage}"
-    else:
-        stage = ""
+    stage = f" of stage {fullest.stage}" if len(memory.stages) > 1 else ""
     need = f"a rank{stage} needs {fullest.total_bytes / GIB:.1f} GiB"
     message = f"{need}, {device.label or device.name} has {room / GIB:.1f} GiB"
     words, changes = way_out()
@@ -178,14 +169,8 @@ def storage_objections(job: Job, storage: Storage, rules: Rules) -> Iterator[Obj
     room = storage.capacity_bytes
     if room is None or storage.on_disk_bytes <= room:
         return
-    if storage.filesystem:
-        where = f"file system {storage.filesystem}"
-    else:
-        where = "the disk here"
-    if storage.on_disk > 1:
-        many = f"{storage.on_disk} checkpoints of"
-    else:
-        many = "a checkpoint of"
+    where = f"file system {storage.filesystem}" if storage.filesystem else "the disk here"
+    many = f"{storage.on_disk} checkpoints of" if storage.on_disk > 1 else "a checkpoint of"
     size = f"{storage.checkpoint_bytes / GIB:,.1f} GiB"
     message = f"{many} {size} on disk at once, {where} has {room / GIB:,.1f} GiB"
     if not rules.deletes_old:

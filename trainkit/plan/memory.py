@@ -141,10 +141,7 @@ class Memory:
     def to_json(self) -> dict[str, object]:
         """plan/1's `memory`."""
         stages = [rank.to_json() for rank in self.stages]
-        if self.band_bytes:
-            band = list(self.band_bytes)
-        else:
-            band = None
+        band = list(self.band_bytes) if self.band_bytes else None
         return {
             "fullest_rank": self.fullest.to_json(),
             "device_bytes": self.device_bytes,
@@ -159,26 +156,17 @@ def _native_states(job: Job, layout: Layout, chunks: list[list[Unit]]) -> dict[s
     moments = len(moments_of(job.training))
     w = width(job)
     t = layout.tensor
-    if job.cluster.device_type == "cpu":
-        reduced = 8
-    else:
-        reduced = 4
+    reduced = 8 if job.cluster.device_type == "cpu" else 4
     units = [unit for chunk in chunks for unit in chunk]
     whole, rank = max((numbers(units, t, rank), rank) for rank in range(t))
     unit = largest(units, t, rank)
     mine = shard(units, t, rank, layout.shard)
     # torch's stages reduce gradients and free gathered weights once a step, whatever zero_stage
     in_rounds = layout.pipeline > 1
-    if (zero < 2 or in_rounds) and layout.micro_batches > 1:
-        accumulated = reduced * whole
-    else:
-        accumulated = 0
+    accumulated = reduced * whole if (zero < 2 or in_rounds) and layout.micro_batches > 1 else 0
     # Beside a unit's gradients as they are reduced those that were computed, if they are not added
     # up before. (On a CPU the process keeps their memory.)
-    if accumulated and job.cluster.device_type != "cpu":
-        computed = 0
-    else:
-        computed = w
+    computed = 0 if accumulated and job.cluster.device_type != "cpu" else w
     return {
         "parameter_bytes": 4 * mine,
         "gathered_bytes": (

@@ -100,19 +100,13 @@ def outer_unit(model: Model, vocab_size: int, *, first: bool, last: bool) -> Uni
     h = model.hidden_size
     vocabulary = Weight(vocab_size, h, "rows")
     begin: Unit
-    if first:
-        begin = (vocabulary,)
-    else:
-        begin = ()
+    begin = (vocabulary,) if first else ()
     if first and model.architecture.learned_positions:
         begin += (Weight(model.positions, h),)
     if not last:
         return begin
     head: Unit
-    if model.untied or not first:
-        head = (vocabulary,)
-    else:
-        head = ()
+    head = (vocabulary,) if model.untied or not first else ()
     return begin + _norm(model) + head
 
 

@@ -418,10 +418,7 @@ def _speed(
     model_flops = counts.model_flops_per_token
     if not layout_of(job).fills_world:
         return None
-    if measured:
-        speed = measured_speed(job, measured, model_flops)
-    else:
-        speed = None
+    speed = measured_speed(job, measured, model_flops) if measured else None
     if speed is None:
         estimate = estimate_step(job, rules, counts.padded_vocab_size)
         if job.cluster.device.kind == "cpu" and measured and measured.calibration:

@@ -54,10 +54,7 @@ def split_of(job: Job, pipeline: int, virtual: int) -> Split:
         virtual: chunks of each stage.
     """
     layers = job.model.num_layers
-    if job.engine == "megatron-lm":
-        given = job.engine_args
-    else:
-        given = {}
+    given = job.engine_args if job.engine == "megatron-lm" else {}
     equal = tuple(split_layers(layers, pipeline * virtual))
     try:
         if text := given.get(MEGATRON_LAYOUT):
@@ -93,10 +90,7 @@ def _counted(embedding: bool, loss: bool, layers: int, parts: int) -> tuple[int,
         what = " and ".join(
             word for word, there in (("embedding", embedding), ("loss", loss)) if there
         )
-        if embedding:
-            key = EMBEDDING
-        else:
-            key = LOSS
+        key = EMBEDDING if embedding else LOSS
         raise _Impossible(key, f"{layers} layers with {what} do not divide over {parts} chunks")
     chunks = [each] * parts
     chunks[0] -= embedding
@@ -108,10 +102,7 @@ def _ends(first: object, last: object, layers: int, pipeline: int, virtual: int)
     """So many layers on the first and last stage, the others equal."""
     head = _layers_of_end(FIRST, first)
     tail = _layers_of_end(LAST, last)
-    if first is None:
-        key = LAST
-    else:
-        key = FIRST
+    key = LAST if first is None else FIRST
     left = layers - sum(head) - sum(tail)
     inner = pipeline - len(head) - len(tail)
     if not _divides(left, inner):

@@ -93,10 +93,7 @@ def elsewhere(job: Job) -> str | None:
     """The path of the file system that checkpoint.filesystem names, where runs do not lie below
     it."""
     found = filesystem_of(job)
-    if found:
-        path = found[1].path
-    else:
-        path = None
+    path = found[1].path if found else None
     if path and job.cluster.root and not _holds(path, job):
         return path
     return None
@@ -140,10 +137,7 @@ def storage_of(job: Job, rules: Rules, parameters: int, free_bytes: int | None =
     size = checkpoint_bytes_per_parameter(job.training, rules) * parameters
     tier = filesystem_of(job)
     at_once = checkpoints_on_disk(job, rules)
-    if tier:
-        bandwidth = tier[1].write_gib_per_second
-    else:
-        bandwidth = None
+    bandwidth = tier[1].write_gib_per_second if tier else None
     return Storage(
         checkpoint_bytes=size,
         checkpoints=checkpoints_written(job.training),

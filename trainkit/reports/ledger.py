@@ -284,10 +284,7 @@ def _lost_beyond(span: Span, step: int) -> Span:
     """The span, lost if training went on from `step` and what it did lies beyond."""
     if span.phase not in _WORK:
         return span
-    if span.phase in STEPS:
-        beyond = span.step >= step
-    else:
-        beyond = span.step > step
+    beyond = span.step >= step if span.phase in STEPS else span.step > step
     if beyond:
         return replace(span, bin="lost")
     return span

@@ -116,10 +116,7 @@ def observe_devices(
         else:
             elsewhere.add(event.host)
     ranks = list(_processes(pids, supervisor, seconds))
-    if elsewhere:
-        note = f"ranks on {', '.join(sorted(elsewhere))} are not seen from here"
-    else:
-        note = None
+    note = f"ranks on {', '.join(sorted(elsewhere))} are not seen from here" if elsewhere else None
     if device_type != "cuda":
         return DeviceUsage(ranks, note)
     program = shutil.which("nvidia-smi", path=path)

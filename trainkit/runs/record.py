@@ -153,10 +153,7 @@ def read_run_record(run: RunFolder) -> RunRecord:
     started = first_event(events, AttemptStarted)
     ended = last_event(events, AttemptEnded)
     status = read_supervisor_status(run)
-    if status is not None:
-        alive = status.alive(time.time())
-    else:
-        alive = None
+    alive = status.alive(time.time()) if status is not None else None
     queued = _queued(running)
     if queued is not None and not alive:
         return queued

@@ -97,10 +97,8 @@ def image_plan(job: Job, builder: str | None = None) -> ImagePlan | None:
     if container is None or not container.is_made:
         return None
     named = builder or container.builder
-    if container.dockerfile is None:
-        chosen = named or ""  # enroot and apptainer fetch a source themselves
-    else:
-        chosen = named or first_here(container)
+    # enroot and apptainer fetch a source themselves
+    chosen = named or ("" if container.dockerfile is None else first_here(container))
     return ImagePlan(container, Path(job.cluster.root or ".").absolute(), chosen)
 
 

@@ -51,10 +51,7 @@ def needs_of_dataset(
         return [*needs, PairsUnits(dataset, tokenizer, root, stamps, patience).need(force=force)]
     kind = PairsUnits if dataset.source == "indexed" else TextUnits
     work = kind(dataset, tokenizer, root, stamps, patience)
-    if force:
-        made = None
-    else:
-        made = work.as_made()
+    made = None if force else work.as_made()
     return [made or work.need(force=force)]
 
 

@@ -51,10 +51,7 @@ class PairsUnits(DatasetUnits):
             (self.folder.manifest,),
             (make.name, *(unit.name for unit in fetched)),
         )
-        if fetched:
-            inputs = self._given_files()
-        else:
-            inputs = [*files, *self._given_files()]
+        inputs = self._given_files() if fetched else [*files, *self._given_files()]
         outputs = [
             self.folder.tokenizer,
             self.folder.manifest,

@@ -111,22 +111,13 @@ def unit_error(
         error: its own words, if it left any.
         log: what it said to people.
     """
-    if host:
-        where = f" on {host}"
-    else:
-        where = ""
+    where = f" on {host}" if host else ""
     if error is not None:
         return error_from_report(error, f"{unit}{where}: " if where and unit else "")
-    if code < 0:
-        how = f"was ended by signal {-code}"
-    else:
-        how = f"exited with {code}"
+    how = f"was ended by signal {-code}" if code < 0 else f"exited with {code}"
     if code == -signal.SIGKILL:
         how += ", as the kernel does when memory runs out (dmesg tells)"
-    if log.exists():
-        lines = log.read_text(errors="replace").splitlines()[-8:]
-    else:
-        lines = []
+    lines = log.read_text(errors="replace").splitlines()[-8:] if log.exists() else []
     return TrainkitError(
         f"{unit}{where} {how}",
         exit=Exit.STAGE_FAILED,

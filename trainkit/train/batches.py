@@ -42,10 +42,7 @@ def vocab_size(job: Job) -> int:
 
     Raises ConfigError where none is known, or the tokenizer has more ids than the model.
     """
-    if job.dataset.tokenizer:
-        known = job.dataset.tokenizer.vocab_size
-    else:
-        known = None
+    known = job.dataset.tokenizer.vocab_size if job.dataset.tokenizer else None
     if job.dataset.tokenizer and (manifest := data_folder(job).manifest).is_file():
         known = int(read_document(manifest, "dataset/1")["vocab_size"])
     rows = job.model.vocab_size or known
@@ -210,10 +207,7 @@ class Feed:
         self.loader.close()
 
     def _foreign_id(self, batch: MicroBatch) -> ConfigError:
-        if batch.ids.highest >= self.vocab:
-            wrong = batch.ids.highest
-        else:
-            wrong = batch.ids.lowest
+        wrong = batch.ids.highest if batch.ids.highest >= self.vocab else batch.ids.lowest
         row = int(np.flatnonzero((batch.tokens == wrong).any(1))[0])
         where = self.where(batch.positions[row])
         return ConfigError(

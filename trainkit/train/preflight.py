@@ -72,10 +72,7 @@ def layout_problems(job: Job, world: World) -> Iterator[Problem]:
     yield from _pipeline_problems(job)
     quantum = job.training.micro_batch_size * job.data_parallel_size
     for samples in batch_sizes(job):
-        if samples == job.global_batch_size:
-            grown = ""
-        else:
-            grown = " (rampup_batch_size passes through it)"
+        grown = "" if samples == job.global_batch_size else " (rampup_batch_size passes through it)"
         if samples % quantum:
             yield Problem(
                 f"global_batch_size {samples}{grown} does not divide by micro_batch_size x"

@@ -390,10 +390,7 @@ def _whole(job: Job, duration: Duration) -> str:
         text += f" ({low} to {high}, four times of five)"
     text += f": {listed}"
     if job.cluster.device_type != "cpu":
-        if job.cluster.device_type == "cuda":
-            devices = "GPU"
-        else:
-            devices = "device"
+        devices = "GPU" if job.cluster.device_type == "cuda" else "device"
         text += f" ({duration.device_hours:,.0f} {devices}-hours"
         if duration.device_hours_interval:
             text += ", {:,.0f} to {:,.0f}".format(*duration.device_hours_interval)

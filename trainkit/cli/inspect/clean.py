@@ -39,10 +39,7 @@ def clean(
         perform: delete; else only list.
     """
     roots = load_jobs(task).roots()
-    if run_name:
-        runs = [find_run(roots, run_name)]
-    else:
-        runs = all_runs(roots)
+    runs = [find_run(roots, run_name)] if run_name else all_runs(roots)
     delete = perform and not task.dry_run
     found: list[Leftover] = []
     for record in current_all([read_run_record(run) for run in runs]):

@@ -65,10 +65,7 @@ def build_container(task: TaskContext, job: str, options: ImageOptions) -> TaskR
     preparation = Preparation(
         root, ui, lambda _: LocalUnits(), refuse_in_flight, force=options.force
     )
-    if task.dry_run:
-        verdicts = preparation.show(needs)
-    else:
-        verdicts = preparation.make(needs)
+    verdicts = preparation.show(needs) if task.dry_run else preparation.make(needs)
     record = None if task.dry_run else made_image(asked)
     if pushes and record is not None:
         refuse_other_image(BUILDERS[plan.builder], record)

@@ -41,10 +41,7 @@ class TerminalStageReporter(StageLines):
         if known in self._said:  # of another run of a sweep
             return
         self._said.add(known)
-        if verdict.fresh:
-            mark = "[green]fresh[/]"
-        else:
-            mark = "[yellow]stale[/]"
+        mark = "[green]fresh[/]" if verdict.fresh else "[yellow]stale[/]"
         self.console.print(
             f"{verdict.stage} [bold]{verdict.name}[/] is {mark} because {escape(verdict.because)}"
         )
@@ -115,10 +112,7 @@ def dataset_table(rows: Sequence[Mapping[str, Any]]) -> Listing:
         told = (
             ", ".join(f"{count:,} {reason}" for reason, count in reasons.items() if count) or "none"
         )
-        if "text_bytes" in row:
-            size = f"{row['text_bytes'] / 1e6:,.1f}"
-        else:
-            size = ""
+        size = f"{row['text_bytes'] / 1e6:,.1f}" if "text_bytes" in row else ""
         speed = [f"{row[key]:,.1f}" if key in row else "" for key in ("seconds", "mb_per_second")]
         counts = [f"{row[key]:,}" if key in row else "" for key in ("documents", "tokens")]
         table.add_row(

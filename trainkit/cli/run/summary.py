@@ -124,10 +124,7 @@ def _sample_box(text: str, console: Console) -> RenderableType:
 
 def _print_failure(task: TaskContext, record: RunRecord) -> None:
     cause = record.root_cause or {}
-    if "rank" in cause:
-        where = f" on rank {cause['rank']} ({cause['host']})"
-    else:
-        where = ""
+    where = f" on rank {cause['rank']} ({cause['host']})" if "rank" in cause else ""
     text = Text(
         f"{record.state}, exit {record.exit}, class {record.failure_class}{where}:"
         f" {cause.get('message', 'no reason is recorded')}"

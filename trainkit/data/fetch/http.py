@@ -242,10 +242,7 @@ def _seen(response: httpx2.Response) -> RemoteFileInfo:
     size: str | None = headers.get("content-length")
     if response.status_code == 206:
         span = _TOTAL.match(headers.get("content-range", ""))
-        if span and span["total"] != "*":
-            size = span["total"]
-        else:
-            size = None
+        size = span["total"] if span and span["total"] != "*" else None
     return RemoteFileInfo(
         int(size) if size and size.isdigit() else None,
         headers.get("etag"),

@@ -58,10 +58,7 @@ def file_system(scheme: str, endpoint: str | None, anonymous: bool, retry: Fetch
             exit=Exit.STAGE_FAILED,
             hint="take it away",
         )
-    if anonymous:
-        options = dict(ANONYMOUS[scheme])
-    else:
-        options = {}
+    options = dict(ANONYMOUS[scheme]) if anonymous else {}
     if endpoint:
         options["endpoint_url"] = endpoint
     if scheme in ("s3", "s3a"):

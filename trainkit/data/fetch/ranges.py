@@ -31,10 +31,7 @@ def expand(pattern: str) -> list[str]:
     if count * len(rest) > MOST:
         raise ConfigError(f"{pattern!r} stands for {count * len(rest):,} texts, more than {MOST:,}")
     padded = any(len(bound) > 1 and bound.startswith("0") for bound in (low, high))
-    if padded:
-        width = max(len(low), len(high))
-    else:
-        width = 0
+    width = max(len(low), len(high)) if padded else 0
     return [
         f"{pattern[: found.start()]}{number:0{width}d}{end}"
         for number in range(int(low), int(high) + 1)

@@ -152,10 +152,7 @@ class IndexedDataset:
         number = _position(sequence, len(self), "sequence", self.prefix)
         tokens = int(self.lengths[number])
         byte = int(self.offsets[number])
-        if length is None:
-            count = tokens - offset
-        else:
-            count = length
+        count = tokens - offset if length is None else length
         if (
             tokens < 0
             or byte < 0
@@ -410,10 +407,7 @@ class IndexedWriter:
 
     def _append(self, tokens: Integers, lengths: NDArray[np.int64]) -> None:
         if len(lengths) and not 0 <= lengths.min() <= lengths.max() <= MAX_LENGTH:
-            if lengths.min() < 0:
-                wrong = lengths.min()
-            else:
-                wrong = lengths.max()
+            wrong = lengths.min() if lengths.min() < 0 else lengths.max()
             raise data_error(
                 self.prefix,
                 f"a sequence of {wrong:,} tokens does not fit .idx, whose lengths are int32",
@@ -436,10 +430,7 @@ class IndexedWriter:
             low = int(tokens.min())
             high = int(tokens.max())
             if low < limits.min or high > limits.max:
-                if low < limits.min:
-                    wrong = low
-                else:
-                    wrong = high
+                wrong = low if low < limits.min else high
                 raise data_error(
                     self.prefix,
                     f"the id {wrong} does not fit {self.dtype.name}",

@@ -158,10 +158,7 @@ def check_sequences(
         )
         if len(wrong):
             sequence = first + int(wrong[0])
-            if wrong[0]:
-                expected = int(ends[wrong[0] - 1])
-            else:
-                expected = position
+            expected = int(ends[wrong[0] - 1]) if wrong[0] else position
             raise data_error(
                 path,
                 f"sequence {sequence} begins at byte {offsets[sequence]}, but the lengths before it"

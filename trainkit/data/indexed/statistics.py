@@ -157,10 +157,7 @@ class _Lengths:
 
     def bins(self) -> list[LengthBin]:
         used = np.flatnonzero(self.documents)
-        if len(used):
-            rows = range(int(used[0]), int(used[-1]) + 1)
-        else:
-            rows = range(0)
+        rows = range(int(used[0]), int(used[-1]) + 1) if len(used) else range(0)
         return [
             LengthBin(
                 2 ** (b - 1) if b else 0, 2**b - 1, int(self.documents[b]), int(self.tokens[b])

@@ -87,10 +87,7 @@ class MegatronOrder:
         """Refuse what can only be damage: the files are as they were written only by their size
         and time."""
         if len(values) and not 0 <= values.min() <= values.max() < size:
-            if values.min() < 0:
-                wrong = values.min()
-            else:
-                wrong = values.max()
+            wrong = values.min() if values.min() < 0 else values.max()
             hint = "build it anew: invoke prep-data --force --job JOB"
             raise ConfigError(
                 f"{what} of {', '.join(self._prefixes)} holds {wrong} among numbers below {size:,}:"

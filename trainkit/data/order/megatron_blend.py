@@ -208,10 +208,7 @@ def build_blend(
     """
     sizes = _sizes(blend)
     weights, size = _shares(blend, sizes)
-    if size is None:
-        total = sum(sizes)
-    else:
-        total = size
+    total = sum(sizes) if size is None else size
     facts = _blend_facts(blend, sizes, total)
     shares = [n / float(total) for n in sizes] if size is None else weights
     names = _names(blend, sizes, tokenizer)
@@ -221,10 +218,7 @@ def build_blend(
             npy_file(dataset_file, (total,), np.int16) as (datasets, at),
             npy_file(number_file, (total,), np.int64) as (numbers, number_at),
         ):
-            if size is None:
-                limits = sizes
-            else:
-                limits = [UNLIMITED] * len(sizes)
+            limits = sizes if size is None else [UNLIMITED] * len(sizes)
             drawn = _index.write_blend(
                 shares,
                 limits,

@@ -189,10 +189,7 @@ def count(request: IndexRequest, tokens: int) -> IndexSizes:
     extra = int(request.extra_token)
     length = request.seq_length
     asked = request.num_samples
-    if asked is None or tokens < 1:
-        epochs = 1
-    else:
-        epochs = max(1, -(-(asked * length + extra) // tokens))
+    epochs = 1 if asked is None or tokens < 1 else max(1, -(-(asked * length + extra) // tokens))
     samples = _samples_of(epochs * tokens, request)
     if tokens < 1 or samples < 1:
         raise ConfigError(

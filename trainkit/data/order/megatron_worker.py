@@ -82,10 +82,7 @@ def order_request(
         "valid": evaluations * once,
         "test": once,
     }[split]
-    if split == "train":
-        least = samples
-    else:
-        least = once
+    least = samples if split == "train" else once
     folder = DataFolder(Path(job.cluster.root or "."), dataset).path / "megatron"
     if dataset.tokenizer and dataset.tokenizer.megatron:
         described = dataset.tokenizer.megatron
@@ -117,10 +114,7 @@ def _requests(asked: OrderRequest) -> list[IndexRequest]:
                 message,
                 hint="give it a weight, or set training.eval_iters = 0 if it is only evaluated",
             )
-        if pair.split == WHOLE_SPLIT[asked.split]:
-            shared = None
-        else:
-            shared = pair.split
+        shared = None if pair.split == WHOLE_SPLIT[asked.split] else pair.split
         requests.append(
             IndexRequest(
                 pair.prefix, *bounds, asked.split, asked.seq_length, asked.seed, split=shared
@@ -219,10 +213,7 @@ def work(value: Mapping[str, Any], progress: ProgressCallback) -> dict[str, obje
     spec = OrderSpec.from_json(value)
     asked = spec.asked
     plan = _plan(asked)
-    if isinstance(plan, Blend):
-        requests = plan.requests
-    else:
-        requests = (plan,)
+    requests = plan.requests if isinstance(plan, Blend) else (plan,)
     # else as many epochs are built as it takes
     if isinstance(plan, Blend) and plan.weights is None:
         _refuse_too_few(asked, sum(read_index_sizes(request).samples for request in requests))

@@ -106,10 +106,7 @@ class NativeOrder:
         self.split = split
         self.seed = seed
         self.names = tuple(names)
-        if weights is None:
-            shares = size_weights(sizes)
-        else:
-            shares = integer_weights(weights, names)
+        shares = size_weights(sizes) if weights is None else integer_weights(weights, names)
         self._blend = _index.Blend(shares) if shares.any() else None
         missing = np.flatnonzero((shares > 0) & (np.array(self.sizes) == 0))
         # drawn from, but without a sample

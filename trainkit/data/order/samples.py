@@ -235,10 +235,7 @@ def _mapped(array: NDArray[Any]) -> mmap_module.mmap | None:
     be written, which would be lost."""
     base: Any = array
     while isinstance(base, np.ndarray | memoryview):
-        if isinstance(base, np.ndarray):
-            base = base.base
-        else:
-            base = base.obj
+        base = base.base if isinstance(base, np.ndarray) else base.obj
     if isinstance(base, mmap_module.mmap) and not array.flags.writeable:
         return base
     return None

@@ -124,10 +124,7 @@ def _parts(text: str) -> list[str]:
         rest = rest.partition("?")[0].partition("#")[0]
     parts = [scheme]
     for part in rest.split("/"):
-        if scheme in ("http", "https") and "/" not in unquote(part):
-            name = unquote(part)
-        else:
-            name = part
+        name = unquote(part) if scheme in ("http", "https") and "/" not in unquote(part) else part
         if not name:
             continue
         if name in (".", "..", STATE) or "\0" in name or len(name.encode()) > 200:

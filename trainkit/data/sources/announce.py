@@ -79,10 +79,7 @@ def download_notice(
     if size <= LARGE_DOWNLOAD:
         return None
     there = next(folder for folder in (corpus, *corpus.absolute().parents) if folder.is_dir())
-    if dataset.keep_download:
-        free = shutil.disk_usage(there).free
-    else:
-        free = None
+    free = shutil.disk_usage(there).free if dataset.keep_download else None
     return DownloadNotice(
         dataset.name,
         len(coming),

@@ -39,10 +39,7 @@ class FilesSource:
                 missing.append(pattern)
             found.update(dict.fromkeys(matches))
         if missing and (dataset.missing_files == "refuse" or not found):
-            if len(missing) > 1:
-                more = f" ({len(missing) - 1:,} more match none)"
-            else:
-                more = ""
+            more = f" ({len(missing) - 1:,} more match none)" if len(missing) > 1 else ""
             raise ConfigError(
                 f"datasets.{dataset.name}.paths: {missing[0]!r} matches no file{more}",
                 exit=Exit.STAGE_FAILED,

@@ -69,10 +69,7 @@ def list_files(
     Raises ConfigError or TrainkitError (exit 6): a file is missing, their number or size is not
     what was published, a server refuses.
     """
-    if refresh:
-        kept = None
-    else:
-        kept = read_listing(dataset, corpus)
+    kept = None if refresh else read_listing(dataset, corpus)
     if kept is not None:
         return kept
     addresses = addresses_of(dataset)
@@ -157,10 +154,7 @@ def _ask(
 
 def _local(address: Address) -> list[ListedFile]:
     path = Path(address.text.removeprefix("file://"))
-    if address.is_pattern:
-        names = sorted(path.parent.glob(path.name))
-    else:
-        names = [path]
+    names = sorted(path.parent.glob(path.name)) if address.is_pattern else [path]
     return [
         ListedFile(f"file://{p}", f"file://{p}", RemoteFileInfo(p.stat().st_size))
         for p in names
@@ -258,10 +252,7 @@ def _check(dataset: Dataset, found: Sequence[ListedFile], missing: Sequence[str]
     if not found:
         raise ConfigError(f"datasets.{dataset.name}: urls name no file", exit=Exit.STAGE_FAILED)
     if dataset.files is not None and len(found) != dataset.files:
-        if missing:
-            lost = f"; not there: {named}"
-        else:
-            lost = ""
+        lost = f"; not there: {named}" if missing else ""
         message = (
             f"datasets.{dataset.name}: {len(found):,} files are there, files = {dataset.files:,}"
             f" were published{lost}"

@@ -35,10 +35,7 @@ def tokenizer_fetch_units(
         url = getattr(tokenizer, url_key)
         if path is None or url is None:
             continue
-        if url.startswith(SCHEME):
-            address = _https(url, endpoint)
-        else:
-            address = url
+        address = _https(url, endpoint) if url.startswith(SCHEME) else url
         if not address.startswith(("http://", "https://", "s3://", "gs://")):
             message = f"tokenizers.{tokenizer.name}.{url_key} = {url!r} is no address"
             raise ConfigError(
@@ -65,10 +62,7 @@ def tokenizer_fetch_units(
 def _https(address: str, endpoint: str | None) -> str:
     """The file's address on the hub, at the revision as it is when it is asked for."""
     where = parse_hub(address)
-    if where.kind == "dataset":
-        kind = "datasets/"
-    else:
-        kind = ""
+    kind = "datasets/" if where.kind == "dataset" else ""
     base = (endpoint or PUBLIC).rstrip("/")
     revision = quote(where.revision, safe="")
     return f"{base}/{kind}{where.name}/resolve/{revision}/{quote(where.path)}"

@@ -175,10 +175,7 @@ def _streams(
                 if inner.eof:
                     inner = make()
                 data = inner.decompress(rest, BLOCK)
-                if inner.eof:
-                    rest = inner.unused_data
-                else:
-                    rest = b""
+                rest = inner.unused_data if inner.eof else b""
                 produced += len(data)
                 _bomb(where, produced, consumed)
                 if data:
@@ -213,10 +210,7 @@ class BlockStream:
                 self._rest = next(self._source, b"")
                 if not self._rest:
                     break
-            if size < 0:
-                part = self._rest
-            else:
-                part = self._rest[:missing]
+            part = self._rest if size < 0 else self._rest[:missing]
             self._rest = self._rest[len(part) :]
             missing -= len(part)
             parts.append(part)

@@ -71,10 +71,7 @@ def get_field(value: Any, path: str) -> Any:
     if isinstance(value, Mapping) and path in value:
         return value[path]
     for key in path.split("."):
-        if isinstance(value, Mapping):
-            value = value.get(key, _MISSING)
-        else:
-            value = _MISSING
+        value = value.get(key, _MISSING) if isinstance(value, Mapping) else _MISSING
         if value is _MISSING:
             return None
     return value

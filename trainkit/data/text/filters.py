@@ -57,10 +57,7 @@ class DocumentFilter:
             ):
                 self._count(f"{path} = {words}")
                 return None
-        if isinstance(record.text, str):
-            parts = [record.text]
-        else:
-            parts = record.text
+        parts = [record.text] if isinstance(record.text, str) else record.text
         if self._fix is not None:
             parts = [self._fix(part) for part in parts]
         data = [part.encode() for part in parts]

@@ -65,10 +65,7 @@ def json_lines(data: Iterator[bytes], reading: ReadOptions, where: str) -> Itera
                 yield value
                 continue
         if isinstance(value, dict):
-            if nested:
-                text = get_field(value, key)
-            else:
-                text = value.get(key)
+            text = get_field(value, key) if nested else value.get(key)
         else:
             text = None
         yield checked_document(number, text, where, value, line, reading)

@@ -32,10 +32,7 @@ def raise_bad(bad: BadLine, rest: Iterable[object] = ()) -> NoReturn:
     """Raise ConfigError (exit 6) with file, line, reason and the bytes around; where `rest` of
     the file, what is still to be read of it, shows that it is damaged, that is raised instead."""
     read_to_end(bad.where, rest)
-    if bad.around:
-        around = f": {bad.around}"
-    else:
-        around = ""
+    around = f": {bad.around}" if bad.around else ""
     raise ConfigError(
         [Problem(f"{bad.reason}{around}", SourceLocation(bad.where, bad.line), bad.hint)],
         exit=Exit.STAGE_FAILED,

@@ -200,10 +200,7 @@ class CheckedEncoder:
         ids, lengths = self.fast.encode(texts)
         for index in self._chosen(len(texts)):
             # later documents are few: each by itself
-            if self.seen + index < self.first:
-                before = self._bytes
-            else:
-                before = 0
+            before = self._bytes if self.seen + index < self.first else 0
             # tokenizers takes 100 bytes of memory a byte
             whole = before + len(texts[index]) <= CHECKED_BYTES
             if whole:
@@ -306,10 +303,7 @@ class EncoderCache:
         if wanted not in self._loaded:
             exact = HuggingFaceEncoder(load_tokenizer(path), special_tokens)
             choice = choose_encoder(path, key, special_tokens)
-            if choice.name == "tokenizers":
-                fast = None
-            else:
-                fast = GigatokenEncoder(path, special_tokens)
+            fast = None if choice.name == "tokenizers" else GigatokenEncoder(path, special_tokens)
             self._loaded[wanted] = (
                 choice,
                 exact,

@@ -127,14 +127,8 @@ class _Layout:
         self.documents_at = HEADER.size + 12 * self.sequences
 
     def _place(self, part: PairSlice, pair: IndexedDataset) -> _Placement:
-        if part.sequences is None:
-            sequences = len(pair)
-        else:
-            sequences = part.sequences
-        if part.documents is None:
-            documents = pair.num_documents
-        else:
-            documents = part.documents
+        sequences = len(pair) if part.sequences is None else part.sequences
+        documents = pair.num_documents if part.documents is None else part.documents
         last = part.from_sequence + sequences
         if (
             last > len(pair)
@@ -148,10 +142,7 @@ class _Layout:
             raise ConfigError(message, exit=Exit.STAGE_FAILED, hint="make it anew: --force")
         lengths = pair.lengths[part.from_sequence : last]
         size = int(lengths.sum(dtype=np.int64)) * pair.dtype.itemsize
-        if sequences:
-            from_byte = int(pair.offsets[part.from_sequence])
-        else:
-            from_byte = 0
+        from_byte = int(pair.offsets[part.from_sequence]) if sequences else 0
         counts = sequences, documents, size
         return _Placement(
             part.prefix,

@@ -155,10 +155,7 @@ class ShardWriter:
             count != 1 for count in batch.sequences
         )
         sequences: NDArray[np.int64] | None
-        if several:
-            sequences = np.array(batch.sequences, np.int64)
-        else:
-            sequences = None
+        sequences = np.array(batch.sequences, np.int64) if several else None
         tokens, lengths = with_eod(ids, lengths, sequences, self.eod, self.writer.dtype)
         self.writer.add_documents(tokens, lengths, sequences)
         self.hash.update(tokens.data)

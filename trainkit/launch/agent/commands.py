@@ -88,10 +88,7 @@ def _release_slots(agent: Agent) -> None:
 
 def listen(agent: Agent, frame: frames.Listen) -> None:
     """Listen on the first port that is free; what connects is shown that it is us."""
-    if agent.connection and ":" in agent.local_address:
-        family = socket.AF_INET6
-    else:
-        family = socket.AF_INET
+    family = socket.AF_INET6 if agent.connection and ":" in agent.local_address else socket.AF_INET
     _close_listener(agent)
     why = "no port was named"
     for port in frame.ports:
@@ -283,10 +280,7 @@ def _left_of(run: str) -> list[MarkedProcess]:
         for pid in group.pids()
         if (process := process_marks.describe_process(pid))
     ]
-    if "/" in run:
-        unmarked = []
-    else:
-        unmarked = process_marks.find_by_limit(run)
+    unmarked = [] if "/" in run else process_marks.find_by_limit(run)
     found = (*process_marks.find_marked(run), *in_groups, *unmarked)
     return list({process.pid: process for process in found}.values())
 

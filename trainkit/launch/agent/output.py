@@ -193,10 +193,7 @@ class Output:
         now = time.monotonic()
         stream.partial += stream.redacted.feed(data) if data else stream.redacted.end()
         cut = not data or len(stream.partial) > (LONGEST if self.whole else READ)
-        if cut:
-            end = len(stream.partial)
-        else:
-            end = stream.partial.rfind(b"\n") + 1
+        end = len(stream.partial) if cut else stream.partial.rfind(b"\n") + 1
         if end:
             self._give(stream, bytes(stream.partial[:end]))
             del stream.partial[:end]

@@ -33,10 +33,7 @@ def collect_stacks(
         child.output.captured = bytearray()
         if catches(child.pid, signal.SIGUSR2):
             child.signal(signal.SIGUSR2)
-    if py_spy:
-        spies = _start_py_spy(children)
-    else:
-        spies = {}
+    spies = _start_py_spy(children) if py_spy else {}
     yield from _until_answered([child for child in children if catches(child.pid, signal.SIGUSR2)])
     stacks = {child.key: _captured(child) for child in children}
     deadline = time.monotonic() + PY_SPY_SECONDS

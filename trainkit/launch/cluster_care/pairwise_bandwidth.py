@@ -66,10 +66,7 @@ def find_slow_nodes(
     """What is slow: below half of what a usual pair does, and of `expected` GB/s where that is
     known. A host before its pairs."""
     speeds = sorted(pair.gb_per_second for pair in pairs if pair.gb_per_second is not None)
-    if speeds:
-        usual = speeds[int(USUAL * len(speeds))]
-    else:
-        usual = 0.0
+    usual = speeds[int(USUAL * len(speeds))] if speeds else 0.0
     limit = SLOW * max(usual, expected or 0.0)
     bad = [pair for pair in pairs if pair.gb_per_second is None or pair.gb_per_second < limit]
     by_node: dict[int, list[PairBandwidth]] = {}
@@ -90,10 +87,7 @@ def find_slow_nodes(
             SlowNodes((node,), _words(by_node[node], usual, expected))
             for node in sorted(slow_nodes)
         ]
-    if everybody:
-        named = set()
-    else:
-        named = slow_nodes
+    named = set() if everybody else slow_nodes
     return found + [
         SlowNodes((pair.first, pair.second), _words([pair], usual, expected))
         for pair in bad
@@ -104,10 +98,7 @@ def find_slow_nodes(
 def _words(pairs: Sequence[PairBandwidth], usual: float, expected: float | None) -> str:
     speeds = [pair.gb_per_second for pair in pairs if pair.gb_per_second is not None]
     errors = [pair.error for pair in pairs if pair.gb_per_second is None]
-    if speeds:
-        said = f"all-reduce at {max(speeds):.3g} GB/s"
-    else:
-        said = f"no all-reduce: {errors[0]}"
+    said = f"all-reduce at {max(speeds):.3g} GB/s" if speeds else f"no all-reduce: {errors[0]}"
     if len(pairs) > 1 and speeds:
         times = f" at best with any of {len(pairs)} partners"
     elif len(pairs) > 1:
@@ -169,10 +160,7 @@ def _programs(pool: AgentPool, pair: tuple[int, int], port: int) -> dict[int, li
     world = sum(map(len, slots.values()))
     rank = 0
     found = dict[int, list[RemoteCommand]]()
-    if cuda:
-        backend = "nccl"
-    else:
-        backend = "gloo"
+    backend = "nccl" if cuda else "gloo"
     common = {
         "backend": backend,
         "address": str(pool.hellos[pair[0]].facts.address),
@@ -181,10 +169,7 @@ def _programs(pool: AgentPool, pair: tuple[int, int], port: int) -> dict[int, li
     }
     for node in pair:
         interface = pool.hellos[node].facts.interface
-        if interface:
-            network = {"GLOO_SOCKET_IFNAME": str(interface)}
-        else:
-            network = {}
+        network = {"GLOO_SOCKET_IFNAME": str(interface)} if interface else {}
         if interface and cluster.interface:
             network["NCCL_SOCKET_IFNAME"] = f"={interface}"
         found[node] = []

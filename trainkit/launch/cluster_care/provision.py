@@ -239,10 +239,7 @@ class SetupPlan:
 
     def after(self) -> list[SetupStep]:
         """What is done here at last."""
-        if self.hostfile:
-            written = [hostfile_step(self.hostfile, self.hosts, self.slots)]
-        else:
-            written = []
+        written = [hostfile_step(self.hostfile, self.hosts, self.slots)] if self.hostfile else []
         return [*written, *([pdsh_step()] if self.cluster.launcher == "pdsh" else [])]
 
 
@@ -253,10 +250,7 @@ def own_public_key(home: Path) -> str | None:
 
 
 def _entry(host: Host) -> str:
-    if host.port:
-        port = f":{host.port}"
-    else:
-        port = ""
+    port = f":{host.port}" if host.port else ""
     return (f"{host.user}@" if host.user else "") + (_bracketed(host.name) + port)
 
 
@@ -269,18 +263,9 @@ def _bracketed(address: str) -> str:
 def ssh_command(cluster: Cluster, host: Host, *, person: bool) -> list[str]:
     """The line of ssh to a host that may never have been logged in to from here. `person`:
     somebody is there to type a password."""
-    if host.port:
-        port = ["-p", str(host.port)]
-    else:
-        port = []
-    if host.user:
-        user = ["-l", host.user]
-    else:
-        user = []
-    if person:
-        asking = []
-    else:
-        asking = ["-oBatchMode=yes"]
+    port = ["-p", str(host.port)] if host.port else []
+    user = ["-l", host.user] if host.user else []
+    asking = [] if person else ["-oBatchMode=yes"]
     return [
         "ssh",
         *cluster.ssh_args,

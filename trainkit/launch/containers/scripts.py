@@ -110,10 +110,7 @@ def extra_files(container: NodeContainer) -> Mapping[str, str]:
 
 def describe_exit(container: NodeContainer, code: int, last: str) -> str:
     """How the start of a container ended, for a person."""
-    if container.settings.runtime in ("docker", "podman"):
-        meaning = CODES.get(code, "")
-    else:
-        meaning = ""
+    meaning = CODES.get(code, "") if container.settings.runtime in ("docker", "podman") else ""
     return (
         f"{container.settings.runtime} ended with {code}{f' ({meaning})' if meaning else ''}:"
         f" {last or 'without a word'}"

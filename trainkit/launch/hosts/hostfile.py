@@ -400,10 +400,7 @@ def _slot_numbers(text: str, offset: int) -> set[int]:
     found: set[int] = set()
     for part in text.split(","):
         low, dash, high = part.partition("-")
-        if dash:
-            ends = [low, high]
-        else:
-            ends = [low]
+        ends = [low, high] if dash else [low]
         if not all(re.fullmatch(r"[0-9]{1,4}", end) for end in ends) or int(ends[-1]) < int(low):
             raise _SyntaxError(f"'{text}' is not a list of slots", offset, "for example 0,2-3")
         found |= set(range(int(low), int(ends[-1]) + 1))

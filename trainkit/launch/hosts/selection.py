@@ -147,10 +147,7 @@ def choose_hosts(
     usable = [host for host in found if host.name.lower() not in bad]
     passed_over = tuple(host.name for host in found if host.name.lower() in bad)
     if len(usable) < job.nodes:
-        if include or exclude:
-            filtered = " that --include and --exclude leave"
-        else:
-            filtered = ""
+        filtered = " that --include and --exclude leave" if include or exclude else ""
         message = (
             f"job '{job.name}' wants {job.nodes} nodes, and {path} has {len(found)}"
             f" host{'s' if len(found) != 1 else ''}{filtered}"

@@ -261,10 +261,7 @@ def _code(task: asyncio.Task[None]) -> int:
 
 
 def _error_text(task: asyncio.Task[None]) -> str:
-    if task.cancelled():
-        error = None
-    else:
-        error = task.exception()
+    error = None if task.cancelled() else task.exception()
     if error:
         return f"{type(error).__name__}: {error}"
     return ""

@@ -58,10 +58,7 @@ class Slurm:
         self.further = tuple(further)
 
     def commands(self, session: Session, hosts: Sequence[Host]) -> list[tuple[str, ...]]:
-        if pyxis_container(session):
-            looks = [mount_check_argv(session, hosts, os.environ)]
-        else:
-            looks = []
+        looks = [mount_check_argv(session, hosts, os.environ)] if pyxis_container(session) else []
         return [
             (argv[0], *self.further, *argv[1:])
             for argv in (*looks, srun_argv(session, hosts, os.environ))
@@ -115,10 +112,7 @@ def srun_argv(
     ends = ("--kill-on-bad-exit=0", "--wait=60")
     container = pyxis_container(session)
     # prolog and login are the host's
-    if container:
-        task = (*pyxis_options(container), "/bin/bash")
-    else:
-        task = ("/bin/bash", "-l")
+    task = (*pyxis_options(container), "/bin/bash") if container else ("/bin/bash", "-l")
     export = _export_options(environment, container.env if container else {})
     further = session.cluster.srun_args
     argv = (
@@ -185,10 +179,7 @@ def cpu_options(environment: Mapping[str, str]) -> tuple[str, ...]:
     given = environment.get("SLURM_JOB_CPUS_PER_NODE", "")
     counts = [int(count) for count in re.findall(r"(\d+)(?:\(x\d+\))?", given)]
     # before the job runs, a word that stands for the number
-    if counts:
-        least = str(min(counts))
-    else:
-        least = given
+    least = str(min(counts)) if counts else given
     return ((f"--cpus-per-task={least}",) if least and bound else ()) + bound
 
 
@@ -201,10 +192,7 @@ def node_text(session: Session, hosts: Sequence[Host]) -> str:
     """The script. SLURM_NODEID counts the nodes of the step in the same order; the name is proof
     against any other (--distribution, a node left out)."""
     container = pyxis_container(session)
-    if container:
-        runs = f"/bin/bash {container.script}"
-    else:
-        runs = f"/bin/bash -l {session.script}"
+    runs = f"/bin/bash {container.script}" if container else f"/bin/bash -l {session.script}"
     lines = [
         "#!/bin/bash",
         f"nodes=({' '.join(host.name for host in hosts)})",

@@ -148,10 +148,7 @@ def stage_script(
         if value
     }
     # of an element whose node fails: nobody may be there to type it again
-    if {**cluster.slurm, **asked.slurm}.get("no-requeue"):
-        again = "no-requeue"
-    else:
-        again = "requeue"
+    again = "no-requeue" if {**cluster.slurm, **asked.slurm}.get("no-requeue") else "requeue"
     ends: SlurmOptions = {
         "output": output,
         "open-mode": "append",

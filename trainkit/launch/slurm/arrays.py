@@ -100,10 +100,7 @@ def array_levels(need: Need, units: Sequence[Unit], asked: StagePlace) -> list[A
 def array_argv(path: Path, after: str | None) -> list[str]:
     """The line of sbatch. `after`: jobs, with colons between them, that must have gone well;
     without it the array waits for nothing."""
-    if after:
-        dependency = [f"--dependency=afterok:{after}", "--kill-on-invalid-dep=yes"]
-    else:
-        dependency = []
+    dependency = [f"--dependency=afterok:{after}", "--kill-on-invalid-dep=yes"] if after else []
     return ["sbatch", "--parsable", *dependency, str(path)]
 
 
@@ -335,10 +332,7 @@ def follow_arrays(
             if batch.waiting:
                 batch.look()
                 unit = batch.units[0]
-                if batch.results:
-                    result = batch.results[0][1]
-                else:
-                    result = batch.counts
+                result = batch.results[0][1] if batch.results else batch.counts
                 if on_counts is not None and (
                     counts := {name: result[name] for name in COUNTS if name in result}
                 ):

@@ -180,10 +180,7 @@ def seconds_before_limit(run: RunFolder, job: Job) -> int:
     """How long before its time limit a run must be told to save: twice the last step and save,
     and Slurm's own precision."""
     speed = summarize_run(run).tokens_per_second
-    if run.checkpoints.is_dir():
-        saved = sorted(run.checkpoints.glob("step-*/manifest.json"))
-    else:
-        saved = []
+    saved = sorted(run.checkpoints.glob("step-*/manifest.json")) if run.checkpoints.is_dir() else []
     if not saved or not speed:
         return _within_limit(job, SIGNAL_SECONDS, LIMIT_SHARE)
     step = job.global_batch_size * job.model.seq_length / speed

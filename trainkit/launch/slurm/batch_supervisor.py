@@ -170,10 +170,7 @@ class BatchSupervisor(Supervisor):
             if verdict == "no-progress"
             else f"the budget retry.{kind.replace('-', '_')} is used up"
         )
-        if verdict == "no-progress":
-            exit = Exit.NO_PROGRESS
-        else:
-            exit = end.outcome.exit
+        exit = Exit.NO_PROGRESS if verdict == "no-progress" else end.outcome.exit
         note_end(
             self.run, self.granted.job, {"state": "GIVEN UP", "message": message, "exit": int(exit)}
         )
@@ -246,10 +243,7 @@ class BatchSupervisor(Supervisor):
         told, unless that leaves no time to train. When a job is submitted nobody knows the time
         limit that a partition has by default."""
         told = signal_seconds(self.run)
-        if "signal" in self.job.sbatch_options:
-            fits = told < limit
-        else:
-            fits = told <= limit / 2
+        fits = told < limit if "signal" in self.job.sbatch_options else told <= limit / 2
         if fits:
             return told
         return limit / LIMIT_SHARE

@@ -31,10 +31,7 @@ def end_job(run: RunFolder, job: SlurmJob) -> CancelledJob:
     except TrainkitError as error:  # as for a job that is over, by some versions
         refused = error.message
     deadline = time.monotonic() + CANCEL_SECONDS
-    if stages_pending(run):
-        stages = end_stages(run, deadline)
-    else:
-        stages = []
+    stages = end_stages(run, deadline) if stages_pending(run) else []
     while going := _still_going(ids, refused):
         if refused or time.monotonic() > deadline:
             if refused:

@@ -155,10 +155,7 @@ def finish_job_script(run: RunFolder, job: Job, graph: StageGraph) -> str:
 
 def describe_finish_job(job: Job, graph: StageGraph, after: str) -> str:
     """One line of the graph, for people."""
-    if graph.deferred:
-        made = f"makes {', '.join(graph.deferred)}, "
-    else:
-        made = ""
+    made = f"makes {', '.join(graph.deferred)}, " if graph.deferred else ""
     return f"{finish_job_name(job)}: {made}notes that the stages are made, plans" + (
         f", after {after} has gone well" if after else ""
     )
@@ -373,10 +370,7 @@ def _failed_unit(units: Sequence[Mapping[str, Any]]) -> dict[str, object] | None
         return None
     unit, end = failed[0]
     error = unit_error(unit["name"], end["host"], end["ended"], end.get("error"), Path(unit["log"]))
-    if len(failed) > 1:
-        more = f" (and {len(failed) - 1} more units failed)"
-    else:
-        more = ""
+    more = f" (and {len(failed) - 1} more units failed)" if len(failed) > 1 else ""
     cause = {**_words(error), "unit": unit["name"], "host": end["host"], "log": unit["log"]}
     return _failure({**cause, "message": f"{cause['message']}{more}", "exit": int(error.exit)})
 
@@ -402,10 +396,7 @@ def _failed_jobs(run: RunFolder, units: Sequence[Mapping[str, Any]]) -> dict[str
             }
         )
     output = next(iter(sorted(stages_folder(run).glob("*-ready-*.out"))), None)
-    if output:
-        words = f"; {output} ends with: {last_line(output)}"
-    else:
-        words = ""
+    words = f"; {output} ends with: {last_line(output)}" if output else ""
     return _failure(
         {
             "message": f"not all jobs that make its stages ended well: {said}{words}",
@@ -433,10 +424,7 @@ def _failure(values: Mapping[str, Any]) -> dict[str, object]:
 
 def _words(error: TrainkitError) -> dict[str, str]:
     """An error's first message and its way out."""
-    if isinstance(error, ConfigError):
-        first = error.list[0]
-    else:
-        first = None
+    first = error.list[0] if isinstance(error, ConfigError) else None
     if first:
         place = first.place
         message = first.message

@@ -111,14 +111,8 @@ def _ended(run: RunFolder, job: SlurmJob, seen: JobStatus | None) -> dict[str, o
             "exit": int(Exit.START),
         }
     said = last_line(output)
-    if said:
-        words = f"; {output} ends with: {said}"
-    else:
-        words = ""
-    if seen.state == UNSURE:
-        how = f"nobody can say how now ({seen.reason})"
-    else:
-        how = seen.ending()
+    words = f"; {output} ends with: {said}" if said else ""
+    how = f"nobody can say how now ({seen.reason})" if seen.state == UNSURE else seen.ending()
     message = f"job {job.id} was over before its supervisor began: {how}{words}"
     return {"state": seen.state, "message": message, "exit": int(Exit.START)}
 
@@ -135,10 +129,7 @@ def _goes_on_without(id: str) -> bool:
 def newest_job_status(record: RunRecord) -> JobStatus | None:
     """What Slurm says of the job of a run that has not ended; None where it has, is none of
     Slurm's, or Slurm cannot be asked."""
-    if record.state in ("queued", "running"):
-        job = newest_slurm_job(record.run)
-    else:
-        job = None
+    job = newest_slurm_job(record.run) if record.state in ("queued", "running") else None
     if job is not None:
         with contextlib.suppress(TrainkitError):
             return _with_stages(record.run, job_statuses([job.id]).get(job.id))

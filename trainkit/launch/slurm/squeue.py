@@ -211,10 +211,7 @@ def _forgotten(ids: Sequence[str]) -> dict[str, JobStatus]:
     """What slurmdbd says of jobs that slurmctld has forgotten. Those that it does not know
     either, and all where there is no accounting, are left out."""
     try:
-        if ids:
-            rows = job_accounts(ids)
-        else:
-            rows = None
+        rows = job_accounts(ids) if ids else None
     except TrainkitError as error:
         return {
             id: JobStatus(

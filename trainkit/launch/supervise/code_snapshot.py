@@ -64,10 +64,7 @@ def take_snapshot(package: Path, code: Path, project: Path | None = None) -> Sna
 
     Raises ConfigError where git cannot list the project's files.
     """
-    if project is not None:
-        repository = _repository(project, package)
-    else:
-        repository = None
+    repository = _repository(project, package) if project is not None else None
     if repository is not None:
         found, left_out = _project_files(repository, code.parent)
     else:

@@ -77,10 +77,7 @@ class StackDumps:
             f"rank {r} on {host_of(r)} ({_where(beats[r])}{', ' + held[r] if r in held else ''})"
             for r in beats
         ]
-        if len(missing) > NAMED:
-            more = f" and {len(missing) - NAMED} more"
-        else:
-            more = ""
+        more = f" and {len(missing) - NAMED} more" if len(missing) > NAMED else ""
         if missing:
             who = f"missing: {', '.join(named)}{more}"
         else:

@@ -57,10 +57,7 @@ class Heartbeats:
     def take(self, rank: int, said: Any) -> None:
         """A rank has said how far it is. It can be any program, whose mistakes are not ours:
         what is no heartbeat is not taken for one."""
-        if isinstance(said, Mapping):
-            beat = {"phase": "", "step": 0, **said}
-        else:
-            beat = {}
+        beat = {"phase": "", "step": 0, **said} if isinstance(said, Mapping) else {}
         phase = beat.get("phase")
         step = beat.get("step")
         if not isinstance(phase, str) or not isinstance(step, int):

@@ -105,10 +105,7 @@ def _problems(hello: JoinedAgent, session: Session, gpus: int) -> list[str]:
     if facts.writable:
         problems.append(f"cannot write into {session.folder}: {facts.writable}")
     if abs(hello.clock_offset) > cluster.watch.clock:
-        if hello.clock_offset > 0:
-            ahead = "ahead"
-        else:
-            ahead = "behind"
+        ahead = "ahead" if hello.clock_offset > 0 else "behind"
         problems.append(
             f"its clock is {abs(hello.clock_offset):.0f} s {ahead}; {cluster.watch.clock:g} s are"
             f" allowed (clusters.{cluster.name}.watch.clock)"

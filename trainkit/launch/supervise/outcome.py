@@ -134,10 +134,7 @@ def _cause(end: RankExit) -> RootCause:
         }
     if end.code < 0:
         name = signal_name(-end.code)
-        if end.oom:
-            why = " (killed by the kernel: out of memory)"
-        else:
-            why = ""
+        why = " (killed by the kernel: out of memory)" if end.oom else ""
         return cause | {
             "exit": int(Exit.RANK_INFRA),
             "signal": name,

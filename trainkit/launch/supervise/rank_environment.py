@@ -135,10 +135,7 @@ def rank_environment(
 def _devices_and_network(world: RunWorld, node: WorldNode) -> dict[str, str]:
     """Which GPUs, and which interface: gloo would take the one that the host's own name stands
     for, which on many machines is the loopback one."""
-    if node.visible is None:
-        found = {}
-    else:
-        found = {"CUDA_VISIBLE_DEVICES": node.visible}
+    found = {} if node.visible is None else {"CUDA_VISIBLE_DEVICES": node.visible}
     if world.master_addr == "127.0.0.1":
         return found | {"GLOO_SOCKET_IFNAME": "lo"}
     if node.interface:

@@ -366,10 +366,7 @@ class Supervisor:
             f"attempt {number} failed ({end.outcome.failure_class}):"
             f" {(end.outcome.root_cause or {}).get('message')}"
         )
-        if self.hosts.excluded:
-            left_out = f"; without {', '.join(self.hosts.excluded)}"
-        else:
-            left_out = ""
+        left_out = f"; without {', '.join(self.hosts.excluded)}" if self.hosts.excluded else ""
         self.observer.notice(f"{failed}; going on as attempt {number + 1}{left_out}")
         self.attempt.events.write(
             RetryPlanned(

@@ -44,10 +44,7 @@ def _piece(pieces, STEP: tl.constexpr):
 
 @triton.jit
 def _squared(x, element, size, MASKED: tl.constexpr):
-    if MASKED:
-        v = tl.load(x + element, mask=element < size, other=0)
-    else:
-        v = tl.load(x + element)
+    v = tl.load(x + element, mask=element < size, other=0) if MASKED else tl.load(x + element)
     if x.dtype.element_ty != tl.float64:
         v = v.to(tl.float32)
     v = v.to(tl.float64)

@@ -61,10 +61,7 @@ class Pace:
             rows, depth, columns: of the product.
             half: in 16 bits, whatever the precision is.
         """
-        if half:
-            speed = self.half
-        else:
-            speed = self.products
+        speed = self.half if half else self.products
         tiles = 1 + self.wave * self.cores * TILE / (rows * columns)
         time = 2 * rows * depth * columns / speed * tiles * (1 + self.depth / depth)
         if depth % ALIGNED or columns % ALIGNED:

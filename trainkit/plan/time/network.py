@@ -97,10 +97,7 @@ class Links:
 
 def links_of(machine: Hardware, world: int, fitted: dict[str, float]) -> Links:
     """What is reached of a machine's links."""
-    if machine.remote_memory:
-        reached = fitted["network"]
-    else:
-        reached = fitted["sockets"]
+    reached = fitted["network"] if machine.remote_memory else fitted["sockets"]
     return Links(
         link=1 / (machine.link * fitted["link"]),
         network=1 / (machine.network * reached),

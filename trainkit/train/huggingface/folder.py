@@ -72,10 +72,7 @@ def read_config(path: Path) -> tuple[dict[str, Any] | None, list[Problem]]:
 def config_problems(path: Path, model: Model, vocab_size: int | None) -> list[Problem]:
     """Everything in which a config.json contradicts the job; an empty list if it fits."""
     config, problems = read_config(path)
-    if config is not None:
-        found = contradictions(config, model, vocab_size)
-    else:
-        found = []
+    found = contradictions(config, model, vocab_size) if config is not None else []
     return problems + [Problem(p.message, SourceLocation(str(path)), p.hint) for p in found]
 
 
@@ -90,10 +87,7 @@ def safetensors_files(names: set[str], index: object) -> list[str]:
         return [WHOLE]
     if INDEX not in names:
         return []
-    if isinstance(index, dict):
-        weight_map = index.get("weight_map")
-    else:
-        weight_map = None
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if isinstance(weight_map, dict) and all(isinstance(v, str) for v in weight_map.values()):
         files = set(weight_map.values())
     else:
@@ -283,10 +277,7 @@ def _tensor_problems(
 
 
 def _some(names: list[str]) -> str:
-    if len(names) > NAMED:
-        more = f" and {len(names) - NAMED} more"
-    else:
-        more = ""
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
     return ", ".join(names[:NAMED]) + more
 
 

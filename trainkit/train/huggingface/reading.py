@@ -100,8 +100,5 @@ class TensorFiles:
         rows = slice(first + start, first + stop)
         part = self._open[stored.file].get_slice(stored.name)
         found: Tensor
-        if piece.transposed:
-            found = part[(*columns, rows)].T
-        else:
-            found = part[(rows, *columns)]
+        found = part[*columns, rows].T if piece.transposed else part[rows, *columns]
         return found

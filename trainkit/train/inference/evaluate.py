@@ -280,10 +280,7 @@ def _summary(nats: float, tokens: int, size: int, samples: int, seconds: float) 
             exit=Exit.RANK_USER,
             hint="the weights are broken, or too large for the precision",
         )
-    if loss < 700:
-        perplexity = math.exp(loss)
-    else:
-        perplexity = None
+    perplexity = math.exp(loss) if loss < 700 else None
     return Evaluation(
         loss,
         perplexity,

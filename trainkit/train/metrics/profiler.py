@@ -41,10 +41,7 @@ class StepProfiler:
         if self._running and not inside:
             self.close()
         if inside and not self._running:
-            if torch.cuda.is_available():
-                cuda = [ProfilerActivity.CUDA]
-            else:
-                cuda = []
+            cuda = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
             self._running = torch.profiler.profile(
                 activities=[ProfilerActivity.CPU, *cuda], record_shapes=True
             )
@@ -81,10 +78,7 @@ class StepProfiler:
         temporary = trace.with_name(f"{temporary_name(trace).name}.gz")
         running.export_chrome_trace(str(temporary))
         os.replace(temporary, trace)
-        if torch.cuda.is_available():
-            by = "self_device_time_total"
-        else:
-            by = "self_cpu_time_total"
+        by = "self_device_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
         write_text(
             self.folder / f"{name}.txt",
             running.key_averages().table(sort_by=by, row_limit=TOP) + "\n",

@@ -20,10 +20,7 @@ def device_row(wanted: Device, reported: str | None) -> Device | None:
     A row that the job names holds for a GPU whose name the table does not know. Where torch's
     name belongs to another row, neither is believed.
     """
-    if reported:
-        found = reported_device(reported)
-    else:
-        found = None
+    found = reported_device(reported) if reported else None
     if not wanted.peak_tflops or found is None:
         if wanted.peak_tflops:
             return wanted

@@ -126,10 +126,7 @@ class WandbLog:
         }
         config = printable_config(job, os.environ)
         # files of several attempts are put together by `wandb sync`
-        if job.wandb.mode == "online":
-            resume = "allow"
-        else:
-            resume = None
+        resume = "allow" if job.wandb.mode == "online" else None
         self.run = package.init(
             id=run.id,
             name=f"{job.name}-{run.id}",

@@ -106,14 +106,8 @@ class _HeadLoss(torch.autograd.Function):
         # On the CPU only the product's memory is padded: there it is the distance of its rows that
         # counts, and F.pad copies the weight.
         columns = vocab + -vocab % options.multiple
-        if x_NH.device.type == "cpu":
-            weight = weight_VH
-        else:
-            weight = padded(weight_VH, options.multiple)
-        if learning:
-            dx_NH = torch.empty_like(x_NH)
-        else:
-            dx_NH = None
+        weight = weight_VH if x_NH.device.type == "cpu" else padded(weight_VH, options.multiple)
+        dx_NH = torch.empty_like(x_NH) if learning else None
         dweight_PH: Tensor | None = None
         entropy = torch.zeros((), dtype=torch.float64, device=x_NH.device)
         scale = torch.as_tensor(labels.scale, dtype=wide, device=x_NH.device)

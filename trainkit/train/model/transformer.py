@@ -154,10 +154,7 @@ class Block(nn.Module):
             self.mlp = MLP(model, kernels)
 
     def forward(self, x_BSH: Tensor, context: Context) -> Tensor:
-        if context.caches is not None:
-            cache = context.caches[self.number]
-        else:
-            cache = None
+        cache = context.caches[self.number] if context.caches is not None else None
         normed_BSH = self.attention_norm(x_BSH)
         a_BSH = F.dropout(self.attention(normed_BSH, context, cache), self.dropout, self.training)
         if self.mlp_norm is None:
@@ -221,10 +218,7 @@ class Transformer(nn.Module):
             caches: one a layer, each extended by these tokens.
         """
         if positions_BS is None:
-            if caches:
-                start = caches[0].length
-            else:
-                start = 0
+            start = caches[0].length if caches else 0
             positions_BS = torch.arange(start, start + tokens_BS.shape[1], device=tokens_BS.device)
         x_BSH = self.transform(self.embed(tokens_BS, positions_BS), positions_BS, documents, caches)
         return self.finish(x_BSH, labels)
@@ -255,10 +249,7 @@ class Transformer(nn.Module):
 
     def finish(self, x_BSH: Tensor, labels: Labels | None) -> Tensor | Losses:
         """The last norm and the head."""
-        if self.head is None:
-            weight_VH = self.embed_tokens.weight
-        else:
-            weight_VH = self.head.weight
+        weight_VH = self.embed_tokens.weight if self.head is None else self.head.weight
         return self.read_out(
             self.final_norm(x_BSH),
             weight_VH,

@@ -125,10 +125,7 @@ def shard(
         sums: whether a step adds gradients up at all, of several ranks or micro-batches. Without,
             fp64 on the CPU would be a detour of 40 bytes a parameter to the same numbers.
     """
-    if sums:
-        reduce_dtype = reduced_type(mesh.device_type)
-    else:
-        reduce_dtype = torch.float32
+    reduce_dtype = reduced_type(mesh.device_type) if sums else torch.float32
     # What goes from block to block is in 16 bits already; what is not (rotary tables, the factor of
     # the loss) is meant to be wider.
     policy = MixedPrecisionPolicy(

@@ -67,10 +67,7 @@ class Mesh:
         }
         whole = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         place = coordinates_of(world.rank, degrees)
-        if degrees.tensor > 1:
-            tensor_group = whole.get_group("tp")
-        else:
-            tensor_group = None
+        tensor_group = whole.get_group("tp") if degrees.tensor > 1 else None
         if tensor_group is not None:
             name_group(TENSOR, tensor_group)
         tied_group = None

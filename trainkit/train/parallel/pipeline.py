@@ -208,10 +208,7 @@ class Pipeline:
         for chunk in self.chunks:
             chunk.work = work
         numbers = torch.arange(len(batches))
-        if self.chunks[0].first:
-            given = [numbers]
-        else:
-            given = []
+        given = [numbers] if self.chunks[0].first else []
         schedule = self._schedule(len(batches), learning)
         if learning:
             with self.timers("pipeline"):

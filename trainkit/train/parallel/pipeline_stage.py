@@ -48,10 +48,7 @@ class LeanStage(PipelineStage):
     ) -> None:
         # without requires_grad no gradient would be sent back
         between = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
-        if number == 0:
-            given = torch.empty((1,), dtype=torch.int64, device="meta")
-        else:
-            given = between
+        given = torch.empty((1,), dtype=torch.int64, device="meta") if number == 0 else between
         wide = torch.promote_types(dtype, torch.float32)
         if number == count - 1:
             made = torch.empty((1,), dtype=wide, device="meta", requires_grad=True)

@@ -56,10 +56,7 @@ def _over_tensor_ranks(parameters: Mapping[str, ShardedParameter], mesh: Mesh) -
                     views.setdefault(box.replicas, []).append(box.of(local))
     if not views:
         return
-    if mesh.device.type == "cpu":
-        wide = torch.float64
-    else:
-        wide = torch.float32
+    wide = torch.float64 if mesh.device.type == "cpu" else torch.float32
     counts = sorted(views)  # on every rank alike
     parts = {
         count: _in_parts(torch.cat([view.flatten() for view in views[count]]), count)

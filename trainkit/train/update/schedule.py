@@ -77,10 +77,7 @@ def _decaying(t: Training, completed_N: Numbers) -> Numbers:
 def _progress(completed_N: Numbers, begin: float, end: float) -> Numbers:
     """The part of the way from `begin` to `end` that is done, 0 to 1."""
     # may be under one step where the warmup is a fraction
-    if end > begin:
-        length = end - begin
-    else:
-        length = 1.0
+    length = end - begin if end > begin else 1.0
     done_N: Numbers = np.clip((completed_N - begin) / length, 0.0, 1.0)
     return done_N
 
