@@ -25,13 +25,12 @@ ORDER = {  # of a folder's rooms and its files of their own: each imports only w
         " experiment rehearse cli"
     ),
     "trainkit.images": (
-        "contract builders dockerfile context labels programs leftovers build squashfs stripe"
-        " importers"
+        "contract builders dockerfile context programs leftovers build squashfs stripe importers"
     ),
     "trainkit.data": "fetch sums text unit_specs tokenizer indexed sources order tokenize",
     "trainkit.train": (
         "metrics torch_compat torch_compiler generators proved_graphs ready_graphs"
-        " compiled_graphs model decoding parallel checkpoint rank_agreement rank_statistics"
+        " compiled_graphs model decoding parallel checkpoint rank_agreement"
         " update batches huggingface preflight step_log validation text_samples rehearsal"
         " trainer main inference"
     ),
@@ -207,7 +206,6 @@ READ_TOO = [
             "torch_compat",
             "preflight",
             "rank_agreement",
-            "rank_statistics",
             "trainer",
             "validation",
         )

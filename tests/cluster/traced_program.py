@@ -69,7 +69,7 @@ def trace_rank(trace: Trace, does: dict[str, int]) -> None:
     """Rank 0; it is also made slower where there would be too little to measure."""
     # as the trainer does before torch begins threads, which inherit it
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGUSR1})
-    from trainkit.train.checkpoint import host_copies
+    from trainkit.train.checkpoint import manager
     from trainkit.train.checkpoint.manager import CheckpointManager
     from trainkit.train.metrics.heartbeat import Heartbeat
     from trainkit.train.trainer import Trainer
@@ -81,7 +81,7 @@ def trace_rank(trace: Trace, does: dict[str, int]) -> None:
     trace.around(CheckpointManager, "wait_for_staging", "inner wait")
     trace.around(CheckpointManager, "save", "write")
     trace.around(Heartbeat, "_say_done", "done")
-    slower(host_copies, "_copy", COPY_SECONDS)
+    slower(manager, "_copy", COPY_SECONDS)
     slower(Validator, "measure", EVALUATION_SECONDS)
     trace.around(Validator, "measure", "measure")
     trace_data(trace)

@@ -12,7 +12,7 @@ import pytest
 
 from tests.conftest import HANGS, Project, wait_for
 from trainkit.base.errors import ConfigError
-from trainkit.experiment.sweep.places import places_of
+from trainkit.experiment.sweep.run import places_of
 from trainkit.jobs.load import load
 from trainkit.jobs.local_jobs import add_job
 from trainkit.launch.hosts.selection import local_hosts

@@ -22,8 +22,7 @@ from trainkit.cli.run.cancel import cancel
 from trainkit.cli.run.train import resume, train
 from trainkit.cli.wrapper import TaskContext
 from trainkit.experiment.options import ResumeOptions, TrainOptions
-from trainkit.jobs.clusters import Cluster
-from trainkit.jobs.launchers import LAUNCHER_TRAITS
+from trainkit.jobs.clusters import LAUNCHER_TRAITS, Cluster
 from trainkit.launch.direct import DIRECT, Direct
 from trainkit.launch.run_inputs import write_inputs
 from trainkit.launch.scheduler_contract import (

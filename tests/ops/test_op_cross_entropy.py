@@ -16,7 +16,7 @@ from trainkit.ops.cross_entropy import NO_LABEL
 from trainkit.ops.kernels import choose
 from trainkit.train.model.head_loss import Labels, head_loss
 from trainkit.train.parallel.tensor_group import TensorGroup
-from trainkit.train.parallel.vocab_parallel import VocabularyPart, combined
+from trainkit.train.parallel.tensor_parallel import VocabularyPart, combined
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 # of a gradient below 1, beside fp64: half a step of the dtype, or what fp32's sums and e^x leave

@@ -8,7 +8,7 @@ import pytest
 
 from tests.conftest import Project
 from trainkit.base.errors import ConfigError
-from trainkit.cli.inspect.results_table import scaling_table
+from trainkit.cli.inspect.runs import scaling_table
 from trainkit.reports.scaling import draw_scaling, scaling_of
 from trainkit.runs.results import RunResult
 

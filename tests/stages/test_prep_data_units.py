@@ -21,8 +21,8 @@ from trainkit.data.sources import DownloadNotice
 from trainkit.stages.contract import Need, Unit
 from trainkit.stages.execute import stamps_folder, update_stage
 from trainkit.stages.local import execute_locally
-from trainkit.stages.queue import SMALL, UnitQueue
 from trainkit.stages.stamps import Freshness, unit_folder
+from trainkit.stages.unit_process import SMALL, UnitQueue
 
 
 class Silent:

@@ -24,7 +24,6 @@ import torch.utils.tensorboard  # once, in the process that forks the ranks  # n
 
 import trainkit.runs.retention
 import trainkit.train.checkpoint.dcp_storage
-import trainkit.train.checkpoint.host_copies
 import trainkit.train.checkpoint.manager
 import trainkit.train.checkpoint.save_load
 import trainkit.train.metrics.reporter
@@ -32,7 +31,7 @@ import trainkit.train.trainer
 from tests.torture import writes
 from trainkit.runs.manifest import Manifest
 from trainkit.train.checkpoint.dcp_storage import DcpWriter
-from trainkit.train.checkpoint.host_copies import StagingBuffers
+from trainkit.train.checkpoint.manager import StagingBuffers
 from trainkit.train.update.step import Step
 from trainkit.train.validation import Validator
 
@@ -42,7 +41,7 @@ PHASES: dict[str, tuple[Any, str]] = {
     "step": (Step, "run"),
     "eval": (Validator, "measure"),
     "stage": (StagingBuffers, "stage"),
-    "copy": (trainkit.train.checkpoint.host_copies, "_copy"),
+    "copy": (trainkit.train.checkpoint.manager, "_copy"),
     "prepare": (trainkit.train.checkpoint.save_load, "_prepare"),
     "write": (DcpWriter, "write_data"),
     "manifest": (Manifest, "write"),

@@ -1,16 +1,47 @@
-"""Where jobs run. Key names are Slurm's, where it has one."""
+"""Where jobs run, and what is known of each launcher. Key names are Slurm's, where it has one."""
 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
 from trainkit.jobs import sbatch
 from trainkit.jobs.devices import Device, built_in_device
-from trainkit.jobs.launchers import LAUNCHER_TRAITS, LauncherTraits
 from trainkit.jobs.table import NAME, Environment, SecretNames, Strings, Table, wrong
+
+
+@dataclass(frozen=True)
+class LauncherTraits:
+    """What is special about the hosts that a launcher starts ranks on.
+
+    Args:
+        one_machine: ranks run on this machine only.
+        hostfile: hosts are named in a hostfile and reached over ssh.
+        batch: nodes come from a batch scheduler's allocation. It shares out their slots, limits
+            their time (options of sbatch), ends what a job leaves behind, and its TERM means
+            "save".
+        pyxis: ranks may start in containers of the scheduler's own plugin.
+        connect_seconds: by default, until the agents of all hosts must have answered.
+    """
+
+    one_machine: bool = False
+    hostfile: bool = False
+    batch: bool = False
+    pyxis: bool = False
+    connect_seconds: float = 30.0
+
+
+LAUNCHER_TRAITS = {
+    "local": LauncherTraits(one_machine=True),
+    "ssh": LauncherTraits(hostfile=True),
+    "pdsh": LauncherTraits(hostfile=True),
+    # Slurm runs its own prologs, and starts all nodes of a large job before the first can answer
+    "slurm": LauncherTraits(batch=True, pyxis=True, connect_seconds=300.0),
+}
+
 
 TIME = r"^(\d+-)?\d{1,2}(:\d{2}){0,2}$|^\d+(:\d{2}){0,2}$"  # Slurm's forms of --time
 # an image of 23 GiB took 74 to 200 s on 64 nodes (Azure, docs/containers.md)

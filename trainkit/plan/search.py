@@ -1,14 +1,15 @@
 """Every layout of a job on its nodes, ranked by the time model; memory and the engine's rules
-are constraints, and what is left out is counted by reason."""
+are constraints, and what is left out is counted by reason. Where a job
+has none as it is: the nearest numbers of nodes and global batches for which it has one."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 from trainkit.jobs.schema import Job
-from trainkit.plan.checks import PP, REPLICAS, SCHEDULE, TP, VIRTUAL, ZERO, checks
+from trainkit.plan.checks import BATCH, PP, REPLICAS, SCHEDULE, TP, VIRTUAL, ZERO, checks
 from trainkit.plan.layout import layout_of, padded_vocab_size
 from trainkit.plan.measured import Measured
 from trainkit.plan.memory import fits
@@ -17,7 +18,65 @@ from trainkit.plan.planner import Plan, PreparedData, make_plan
 from trainkit.plan.rules import Rules
 from trainkit.plan.suggestions import MICRO, RECOMPUTE, SEQUENCE
 from trainkit.plan.time.of_job import estimate_step, ranking_step
-from trainkit.plan.way_out import ways_out
+
+FACTOR = 4  # times more or fewer nodes that are looked at
+BATCHES = 4  # that are tried
+
+
+def data_degrees(job: Job, rules: Rules) -> Iterator[int]:
+    """Data-parallel sizes of the job's ranks, as far as arithmetic goes: tensor parallelism
+    within a node, stages that the engine can fill."""
+    layers = job.model.num_layers
+    for tensor in range(1, job.ranks_per_node + 1):
+        for pipeline in range(1, layers + 1):
+            data, rest = divmod(job.world_size, tensor * pipeline)
+            if not rest and (rules.uneven_stages or layers % pipeline == 0):
+                yield data
+
+
+def ways_out(job: Job, rules: Rules, possible: Callable[[Job], bool]) -> list[Change]:
+    """Changes after each of which some layout can be: fewer nodes, more, another batch.
+
+    Args:
+        job: that has none.
+        rules: of its engine.
+        possible: whether a job has a layout.
+    """
+    nodes = job.nodes
+    most = min(job.cluster.max_nodes or FACTOR * nodes, FACTOR * nodes)
+    below = min(nodes - 1, most)
+    found = [
+        _first(job, rules, ({"nodes": number} for number in numbers), possible)
+        for numbers in (range(below, below // FACTOR, -1), range(nodes + 1, most + 1))
+    ]
+    batch = job.global_batch_size
+    sizes = {near for data in data_degrees(job, rules) for near in _multiples(batch, data)}
+    nearest = sorted(sizes - {batch}, key=lambda size: (abs(size - batch), size))[:BATCHES]
+    found.append(_first(job, rules, ({BATCH: size} for size in nearest), possible))
+    return [change for change in found if change]
+
+
+def _multiples(number: int, of: int) -> set[int]:
+    """The nearest below and above."""
+    below = number // of * of
+    return {below, below + of} - {0}
+
+
+def _first(
+    job: Job, rules: Rules, changes: Iterator[Change], possible: Callable[[Job], bool]
+) -> Change | None:
+    """The first change after which a layout can be; what arithmetic rules out is not tried."""
+    plain = job.training.model_copy(update={"gradient_accumulation_steps": None})
+    plain = plain.model_copy(update={"global_batch_size": job.global_batch_size})
+    for change in changes:
+        tried = try_change(job.model_copy(update={"training": plain}), change)
+        if tried is None:
+            continue
+        batch = tried.global_batch_size
+        if any(batch % data == 0 for data in data_degrees(tried, rules)) and possible(tried):
+            return change
+    return None
+
 
 MOST_VIRTUAL = 12  # chunks of a stage: more have not been published
 MOST_MICRO = 64

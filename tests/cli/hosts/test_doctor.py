@@ -13,8 +13,11 @@ from tests.conftest import Project
 from trainkit.cli.hosts.doctor import _cells
 from trainkit.jobs.clusters import Cluster
 from trainkit.jobs.devices import built_in_device
-from trainkit.launch.cluster_care.gpu_health import gpu_symptoms
-from trainkit.launch.cluster_care.health_checks import examine_hosts, find_pair_problems
+from trainkit.launch.cluster_care.health_checks import (
+    examine_hosts,
+    find_pair_problems,
+    gpu_symptoms,
+)
 from trainkit.launch.cluster_care.host_checks import COLUMNS, find_host_problems
 from trainkit.launch.cluster_care.pairwise_bandwidth import (
     PairBandwidth,

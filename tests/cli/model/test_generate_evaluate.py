@@ -19,8 +19,7 @@ from trainkit.base.documents import document
 from trainkit.base.errors import ConfigError, TrainkitError
 from trainkit.cli.inspect.report import ReportFiles, report
 from trainkit.cli.model.evaluate import evaluate
-from trainkit.cli.model.generate import generate
-from trainkit.cli.model.prompts import read_prompts
+from trainkit.cli.model.generate import generate, read_prompts
 from trainkit.cli.options import EvaluateOptions, GenerateOptions
 from trainkit.cli.run import summary as ending
 from trainkit.cli.wrapper import TaskContext

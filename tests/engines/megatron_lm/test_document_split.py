@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.conftest import Project
-from trainkit.engines.megatron_lm.split import split_documents
+from trainkit.engines.megatron_lm.engine import split_documents
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,8 @@ import pytest
 
 from tests.engines.rank.test_run import error_of, run
 from trainkit.engines.rank import node_setup
-from trainkit.engines.rank.graphs import GraphCounts
 from trainkit.engines.rank.node_setup import NodeSetup, device_problems, prepare_node
-from trainkit.engines.rank.run import filled
+from trainkit.engines.rank.run import GraphCounts, filled
 
 # neuronx-nemo-megatron-gpt-job.md, "Precompile", and the tool's own report of 2025
 PUBLISHED = """\

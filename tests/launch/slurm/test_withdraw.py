@@ -39,10 +39,10 @@ from trainkit.launch.slurm import arrays
 from trainkit.launch.slurm.array_scripts import array_script
 from trainkit.launch.slurm.arrays import follow_arrays, run_arrays
 from trainkit.launch.slurm.batch_job import supervise_batch
-from trainkit.launch.slurm.end_jobs import cancel_newest_job
 from trainkit.launch.slurm.job_graph import stage_failure
 from trainkit.launch.slurm.reconcile import reconciled
 from trainkit.launch.slurm.sbatch import secrets_path
+from trainkit.launch.slurm.scheduler import cancel_newest_job
 from trainkit.launch.slurm.shared_arrays import SharedArrayStatus
 from trainkit.launch.slurm.stage_graph import hold_stage_graph
 from trainkit.launch.slurm.submit_run import submit_again, submit_with_stages

@@ -1,16 +1,131 @@
-"""The tasks about jobs.toml: jobs, show, check."""
+"""The tasks about jobs.toml, and what they print: jobs, show, check."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+
+from rich.console import Console
+from rich.markup import escape
 
 from trainkit.base.documents import document
 from trainkit.base.errors import ConfigError
-from trainkit.cli.config.render_job import explain_value, find_value, job_as_toml, print_jobs
+from trainkit.base.toml_text import toml_key, toml_value
+from trainkit.cli.tables import Listing
 from trainkit.cli.wrapper import TaskContext, TaskResult
 from trainkit.jobs.load import Jobs, find_root, load
+from trainkit.jobs.messages import closest_name, suggest
+from trainkit.jobs.provenance import SourcedValue
+from trainkit.jobs.resolved import ResolvedJob
+
+MAX_COLUMN = 48  # at which the comments of a resolved job begin
+
+
+def print_jobs(jobs: Jobs, console: Console) -> None:
+    """The jobs as a table; the default job has a star."""
+    table = Listing(
+        "job",
+        "engine",
+        "cluster",
+        "model",
+        "dataset",
+        "nodes",
+        "description",
+        right=["nodes"],
+        drop=["engine", "dataset", "model", "nodes", "cluster"],
+    )
+    for job in jobs.describe():
+        name = job.name
+        if name == jobs.default_job:
+            name = f"{name} *"
+        cells = (name, job.engine, job.cluster, job.model, job.dataset, str(job.nodes))
+        table.add_row(*map(escape, (*cells, job.description)))
+    console.print(table)
+
+
+def job_as_toml(resolved: ResolvedJob) -> str:
+    """The resolved job as TOML, each value with its origin as a comment. A value that is not set
+    is a comment only."""
+    lines = list(_lines(resolved.job.model_dump(mode="json"), (), resolved.origins))
+    width = min(MAX_COLUMN, max((len(text) for text, place in lines if place), default=0))
+    with_places = (f"{text:<{width}}  # {place}" if place else text for text, place in lines)
+    return "\n".join(with_places) + "\n"
+
+
+def _lines(
+    table: Mapping[str, object], path: tuple[str, ...], origins: Mapping[str, SourcedValue]
+) -> Iterator[tuple[str, str]]:
+    """(line, place where it was written) of a table, values before the tables in it."""
+    if path:
+        yield "", ""
+        yield f"[{'.'.join(path)}]", ""
+    inner = {
+        key: value
+        for key, value in table.items()
+        # one of engine_args may be a table that was given as one value, by --set
+        if isinstance(value, dict) and ".".join((*path, key)) not in origins
+    }
+    for key, value in table.items():
+        if key in inner:
+            continue
+        place = str(origins[".".join((*path, key))].place)
+        if value is None:
+            yield f"# {key} is not set", place
+        else:
+            yield f"{toml_key(key)} = {toml_value(value)}", place
+    for key, value in inner.items():
+        yield from _lines(value, (*path, key), origins)
+
+
+def find_value(resolved: ResolvedJob, key: str) -> SourcedValue:
+    """A value, where it was written and all that it overrode, newest first.
+
+    Args:
+        resolved: the job.
+        key: a resolved path, "training.lr"; for "cluster", "model" and the like: which table was
+            named.
+
+    Raises:
+        ConfigError: there is no such key; it names the nearest.
+    """
+    origins = resolved.origins
+    for path in (key, f"{key}.name"):
+        if path in origins:
+            return origins[path]
+    below = [known for known in origins if known.startswith(f"{key}.")]
+    if below:
+        raise ConfigError(
+            f"'{key}' is a table of job {resolved.job.name}", hint=f"its keys: {', '.join(below)}"
+        )
+    # a key is often typed without its table
+    same_end = [known for known in origins if known.rpartition(".")[2] == key]
+    if same_end:
+        hint = f"did you mean '{same_end[0]}'?"
+    elif closest_name(key, origins):
+        hint = suggest(key, origins)
+    else:
+        tables = sorted({known.partition(".")[0] for known in origins})
+        hint = f"keys begin with: {', '.join(tables)}"
+    raise ConfigError(f"job {resolved.job.name} has no key '{key}'", hint=hint)
+
+
+def explain_value(key: str, found: SourcedValue) -> str:
+    """Where a value comes from: one line per place that sets it."""
+    layers = [found, *found.overrode]
+    values = [_assignment(key, layer.value) for layer in layers]
+    width = max(map(len, values))
+    marks = ["", *["  overridden"] * (len(layers) - 1)]
+    return "\n".join(
+        f"{value:<{width}}  {layer.place}{mark}"
+        for value, layer, mark in zip(values, layers, marks, strict=True)
+    )
+
+
+def _assignment(key: str, value: object) -> str:
+    if value is None:
+        return f"{key} is not set"
+    return f"{key} = {toml_value(value)}"
 
 
 def load_jobs(task: TaskContext) -> Jobs:

@@ -1,16 +1,151 @@
 """The task `plan`: what a job will need, beside what its last run took; exit 4 when it cannot
-run, 18 when that is not known yet."""
+run, 18 when that is not known yet. With --search every layout of the job, ranked."""
 
 from __future__ import annotations
 
-from trainkit.base.errors import ConfigError, Problem
+from pathlib import Path
+
+from pydantic import JsonValue
+
+from trainkit.base.documents import document
+from trainkit.base.errors import ConfigError, Exit, Problem
 from trainkit.cli.config.jobs import load_jobs
 from trainkit.cli.config.plan_options import asked_nodes, overrides, usage
 from trainkit.cli.options import PlanOptions
 from trainkit.cli.wrapper import TaskContext, TaskResult
 from trainkit.engines.registry import refuse_unlaunchable
+from trainkit.engines.rules import RULES
+from trainkit.jobs.layers import LOCAL_FILE
+from trainkit.jobs.load import Jobs
+from trainkit.jobs.local_jobs import add_job, refuse_name
 from trainkit.jobs.schema import Job
-from trainkit.launch.job_plan import plan_of
+from trainkit.launch.job_plan import last_measured, measured_speeds, plan_of, prepared
+from trainkit.plan.cloud import cloud
+from trainkit.plan.objection import describe_changes
+from trainkit.plan.search import Ranked, Search, Searcher, describe
+from trainkit.reports.search_picture import SearchPicture, draw_search, refuse_format
+
+
+def plan_search(task: TaskContext, name: str, options: PlanOptions, nodes: list[int]) -> TaskResult:
+    """Rank the layouts of a job. Exit 4 where none can be.
+
+    Args:
+        task: how it was called.
+        name: of the job.
+        options: of the command line.
+        nodes: numbers of nodes; none: the job's.
+    Raises:
+        ConfigError: the vocabulary is not known, or --write names a job that there is.
+    """
+    jobs = load_jobs(task)
+    if options.write:
+        refuse_name(jobs, options.write, "--write")
+    if options.picture:
+        refuse_format(Path(options.picture))
+    job = jobs.resolve(name, overrides(options, nodes)).job
+    known = prepared(job)
+    tokenizer = job.dataset.tokenizer
+    vocab = job.model.vocab_size or known.vocab_size or (tokenizer and tokenizer.vocab_size)
+    if not vocab:
+        raise ConfigError(
+            f"job {name}: the size of its vocabulary is not known",
+            hint="give model.vocab_size, or prepare the data: it decides memory and time",
+        )
+    rules = RULES[job.engine]
+    searcher = Searcher(job, rules, vocab, known.vocab_size, known.cores, last_measured(job))
+    found = searcher.search(nodes or [job.nodes])
+    if not task.json:
+        from trainkit.cli.config.render_time import print_search
+
+        print_search(task.console, found, options.price_per_gpu_hour)
+    if not found.ranked:
+        if not task.json:
+            task.console.print(f"[red]no layout can be[/]: {_way_out(found, job.nodes)}")
+        return TaskResult(_to_json(found, options), Exit.PLAN)
+    if options.picture:
+        _draw(task, searcher, found, Path(options.picture))
+    if options.write:
+        _write(jobs, name, options, found.ranked[0])
+        if not task.json:
+            task.console.print(f"written to {LOCAL_FILE}: {task.command} plan {options.write}")
+    return TaskResult(_to_json(found, options))
+
+
+def _way_out(found: Search, nodes: int) -> str:
+    """What may help where no layout can be."""
+    if found.ways_out:
+        return describe_changes(found.ways_out, "")
+    if "memory" in found.refused:
+        return f"see the reasons above; --nodes {nodes}..{8 * nodes} looks at more nodes"
+    return "see the reasons above"
+
+
+def _draw(task: TaskContext, searcher: Searcher, found: Search, path: Path) -> None:
+    """Raises MissingExtra (exit 3) without matplotlib."""
+    job = searcher.job
+    points = cloud(searcher.candidates, searcher.rules, searcher.vocab)
+    title = f"{job.name} on {job.cluster.name}: {found.considered:,} layouts"
+    draw_search(SearchPicture(title, found.ranked, points, measured_speeds(job), found.known), path)
+    task.say(f"wrote {path}")
+
+
+def _write(jobs: Jobs, name: str, options: PlanOptions, best: Ranked) -> None:
+    """Add the layout to jobs.local.toml, as a job that extends the one that was asked for."""
+    values: dict[str, JsonValue] = {"nodes": best.job.nodes}
+    if options.cluster:
+        values["cluster"] = options.cluster
+    batch = {"training.global_batch_size": best.job.global_batch_size}
+    values |= {**best.change, **batch}
+    said = ", ".join(options.set)
+    found = f"; found with --set {said}" if said else ""
+    comment = f"plan {name} --search: {describe(best.change)}{found}"
+    add_job(jobs, options.write, name, values, comment)
+
+
+def _to_json(found: Search, options: PlanOptions) -> dict[str, object]:
+    """The document plan-search/1."""
+    from trainkit.cli.config.render_time import price_of
+
+    price = options.price_per_gpu_hour
+    return document(
+        "plan-search/1",
+        considered=found.considered,
+        device_known=found.known,
+        calibrated_by=found.calibrated_by,
+        refused=dict(found.refused.most_common()),
+        examples=found.nearest,
+        ways_out=list(found.ways_out),
+        own_tokens_per_second=found.asked.tokens_per_second if found.asked else None,
+        layouts=[
+            {
+                "nodes": each.job.nodes,
+                "change": each.change,
+                "layout": describe(each.change),
+                "tokens_per_second": each.tokens_per_second if found.known else None,
+                "step_terms": each.terms if found.known else None,
+                "memory_bytes": (
+                    each.plan.memory.fullest.total_bytes if each.plan and each.plan.memory else None
+                ),
+                "memory_tight": bool(each.plan and each.plan.memory and each.plan.memory.tight),
+                "memory_band_bytes": each.plan.memory.band_bytes
+                if each.plan and each.plan.memory
+                else None,
+                "days": each.plan.days if each.plan else None,
+                "days_interval": each.plan.duration.days_interval
+                if each.plan and each.plan.duration
+                else None,
+                "device_hours": each.plan.duration.device_hours
+                if each.plan and each.plan.duration
+                else None,
+                "device_hours_interval": each.plan.duration.device_hours_interval
+                if each.plan and each.plan.duration
+                else None,
+                "price": price_of(each, price) if price else None,
+            }
+            for each in found.ranked
+        ],
+    )
+
 
 EXPLAINED = "time"
 
@@ -24,8 +159,6 @@ def plan(task: TaskContext, name: str, options: PlanOptions) -> TaskResult:
     if options.explain not in ("", EXPLAINED):
         raise usage(f"--explain '{options.explain}': only '{EXPLAINED}' is explained")
     if options.search:
-        from trainkit.cli.config.plan_search import plan_search
-
         return plan_search(task, name, options, nodes)
     if options.write or options.price_per_gpu_hour or options.picture:
         raise usage("--write, --picture and --price-per-gpu-hour are options of --search")

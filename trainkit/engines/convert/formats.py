@@ -1,10 +1,10 @@
 """The formats of other engines, by the engine's name, and one conversion from what a run has to
-any of them."""
+any of them; a Hugging Face folder as named weights, to compare with what was written."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,16 +12,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from trainkit.base.errors import Exit, TrainkitError
+from trainkit.base.errors import ConfigError, Exit, TrainkitError
 from trainkit.engines.convert import gpt_neox, megatron_lm
 from trainkit.engines.convert.files import new_folder
-from trainkit.engines.convert.hugging_face import open_hugging_face
 from trainkit.engines.convert.megatron_dist import DistributedWeights
 from trainkit.engines.convert.options import FileLayout
 from trainkit.engines.convert.weights import EngineWeights
 from trainkit.jobs.schema import Job, Model
 from trainkit.runs.folder import RunFolder
 from trainkit.train.batches import vocab_size
+from trainkit.train.huggingface.folder import StoredTensor, open_weights, problems_of
+from trainkit.train.huggingface.names import Shape, TensorMapping, table
+from trainkit.train.huggingface.reading import TensorFiles
 from trainkit.train.huggingface.weights import (
     CheckpointWeights,
     NamedWeights,
@@ -31,6 +33,41 @@ from trainkit.train.huggingface.weights import (
 )
 from trainkit.train.huggingface.writing import TokenizerFile, export
 from trainkit.train.inference.load import choose_checkpoint
+
+
+@dataclass(frozen=True)
+class HuggingFaceWeights:
+    """Named weights that lie in safetensors files, which are open."""
+
+    folder: Path
+    entries: Mapping[str, TensorMapping]
+    stored: Mapping[str, StoredTensor]
+    files: TensorFiles
+
+    @property
+    def shapes(self) -> Mapping[str, Shape]:
+        return {name: entry.shape for name, entry in self.entries.items()}
+
+    def read(self, name: str) -> Tensor:
+        entry = self.entries[name]
+        columns = (slice(None),) * (len(entry.shape) - 1)
+        rows = []
+        for piece in entry.pieces:
+            stop = piece.start + piece.rows
+            rows.append(
+                self.files.read(self.stored[piece.source], piece, piece.start, stop, columns)
+            )
+        return torch.cat(rows)
+
+
+@contextmanager
+def open_hugging_face(folder: Path, model: Model, vocab_size: int) -> Iterator[HuggingFaceWeights]:
+    """Open a folder until the block ends. Raises ConfigError where it is of another model."""
+    weights = open_weights(folder, model.architecture.hugging_face)
+    if problems := problems_of(folder, weights, model, vocab_size):
+        raise ConfigError(problems)
+    with TensorFiles() as files:
+        yield HuggingFaceWeights(folder, table(model, vocab_size), weights.tensors, files)
 
 
 @dataclass(frozen=True)

@@ -2,14 +2,19 @@
 
 The job becomes the composed configuration that the launcher writes, below the run folder, and
 megatron_gpt_pretraining.py reads it. launch = "ranks" (the default): trainkit's agents start every
-rank, in the image where there is one. launch = "srun": one srun starts all, as in the launcher's
-batch script.
+rank, in the image where there is one. launch = "srun": one srun starts all ranks, each in its
+image, with the words of the launcher's batch script (`srun .. --container-image .. bash -c "cd ..;
+.."`).
+
+Sources: bignlp/core/launchers.py and stages.py of NeMo-Framework-Launcher at 0d03943e, and
+nemo_launcher/core of tag 24.12; pyxis's options of srun.
 """
 
 from __future__ import annotations
 
+import shlex
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -42,7 +47,6 @@ from trainkit.engines.nemo.generations import (
     version_of,
 )
 from trainkit.engines.nemo.limits import job_problems
-from trainkit.engines.nemo.srun import ON_THE_LINE, rank_script, srun_problems, srun_words
 from trainkit.engines.options import OptionTable, load_table
 from trainkit.engines.rank import nemo as reader
 from trainkit.engines.rank.spec import RequiredModule
@@ -57,6 +61,76 @@ from trainkit.engines.sources import (
 from trainkit.jobs.schema import Job
 from trainkit.runs.checkpoint_list import ListedCheckpoint
 from trainkit.runs.folder import RunFolder
+
+# variables that the launcher's script has before the command, where it exports others
+ON_THE_LINE = ("CUDA_", "NVTE_")
+
+
+def srun_words(job: Job) -> tuple[str, ...]:
+    """srun's own words. The allocation's batch script asked for agents, one a node: the ranks'
+    numbers are said here, and that this step lies beside the agents'. One that dies ends all."""
+    words = [
+        f"--nodes={job.nodes}",
+        f"--ntasks={job.world_size}",
+        f"--ntasks-per-node={job.ranks_per_node}",
+        "--overlap",
+        "--kill-on-bad-exit=1",
+    ]
+    container = job.container
+    if container is not None:
+        mounts = dict.fromkeys([f"{job.cluster.root}:{job.cluster.root}", *container.mounts])
+        words += ["--container-image", container.image]
+        words += ["--container-mounts", ",".join(mounts)]
+        words += ["--no-container-mount-home", *container.args]
+    return (*words, *job.cluster.srun_args)
+
+
+def rank_script(
+    tree: str, numa: Sequence[str], environment: Mapping[str, str], argv: Sequence[str]
+) -> str:
+    """What each task's bash runs, a statement a line, as the launcher writes it.
+
+    Args:
+        tree: NeMo's, in the image.
+        numa: numa_mapping.py with its interpreter and words; (): it is not run.
+        environment: variables that stand before the command.
+        argv: the command.
+    """
+    lines = [
+        f"cd {shlex.quote(tree)}",
+        "git rev-parse HEAD",
+        f"export PYTHONPATH={shlex.quote(tree)}:${{PYTHONPATH}}",
+    ]
+    if numa:
+        lines.append(shlex.join(numa))
+    before = [f"{name}={shlex.quote(value)}" for name, value in environment.items()]
+    lines.append(" ".join([*before, shlex.join(argv)]))
+    return ";\n".join(lines)
+
+
+def srun_problems(job: Job) -> Iterator[Problem]:
+    """What stands in the way of one srun."""
+    use_ranks = 'launch = "ranks", the default, does it'
+    if not job.cluster.launcher_traits.batch:
+        yield Problem(
+            f"engines launch = 'srun' on cluster '{job.cluster.name}' (launcher ="
+            f" '{job.cluster.launcher}'): there is no srun without Slurm",
+            hint=use_ranks,
+        )
+    container = job.container
+    if container is not None and container.runtime != "pyxis":
+        yield Problem(
+            f"engines launch = 'srun' with containers.{container.name}.runtime ="
+            f" '{container.runtime}': srun starts tasks in an image by pyxis",
+            hint=use_ranks,
+        )
+    if job.cluster.secrets:
+        yield Problem(
+            f"engines launch = 'srun' with secrets ({', '.join(job.cluster.secrets)}): Slurm keeps"
+            " the environment of a step where its administrators see it",
+            hint=use_ranks,
+        )
+
 
 SCRIPT = Path("examples/nlp/language_modeling/megatron_gpt_pretraining.py")
 INSTALL = "use NVIDIA's image, which has it: containers.X"

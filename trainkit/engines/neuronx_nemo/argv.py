@@ -8,13 +8,15 @@ language_modeling/megatron_gpt_model.py for keys that the code reads and the con
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from trainkit.base.errors import ConfigError, Problem
 from trainkit.engines.hydra_words import hydra_value
 from trainkit.engines.megatron_lm.data import SPLITS, MegatronData
-from trainkit.engines.neuronx_nemo.data import weighted
 from trainkit.engines.neuronx_nemo.generations import (
     PRECISION_KEY,
     PRECISIONS,
@@ -25,6 +27,34 @@ from trainkit.engines.neuronx_nemo.generations import (
 from trainkit.engines.neuronx_nemo.words import NeuronxWords, checkpoint_word, decimal, dotted
 from trainkit.engines.options import OptionTable
 from trainkit.jobs.schema import Job
+
+if TYPE_CHECKING:  # it imports numpy, which planning does without
+    from trainkit.data.order.resolve_pairs import SplitPair
+
+
+def weighted(pairs: Sequence[SplitPair]) -> list[float | str]:
+    """Each prefix after its weight: a single one after 1.0, as the scripts have it, several
+    without weights of their own after their bytes."""
+    from trainkit.data.order.resolve_pairs import weights_of
+
+    if len(pairs) == 1:
+        weights = [1.0]
+    elif all(pair.weight is None for pair in pairs):
+        weights = [_bytes(pair) for pair in pairs]
+    elif len({pair.group for pair in pairs}) == len(pairs):
+        weights = [float(pair.weight or 0) for pair in pairs]
+    else:
+        weights = weights_of(pairs, [int(_bytes(pair)) for pair in pairs]) or []
+    return [
+        word
+        for weight, pair in zip(weights, pairs, strict=True)
+        for word in (weight, str(pair.prefix))
+    ]
+
+
+def _bytes(pair: SplitPair) -> float:
+    return float(os.path.getsize(f"{pair.prefix}.bin"))
+
 
 SCRIPT = "megatron_gpt_pretraining.py"
 COMPILE_STEPS = 4  # train_setup.sh: TRAIN_ITERS of COMPILE=1

@@ -6,6 +6,7 @@ ends.
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,9 +16,9 @@ from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.locks import LockBusy, locked
 from trainkit.experiment.cancel import cancel_run
 from trainkit.experiment.follow import GOING
+from trainkit.experiment.hosts import quarantine_reasons
 from trainkit.experiment.options import ResumeOptions, TrainOptions
 from trainkit.experiment.start import NewRun, plan_new_run, plan_resumed_run
-from trainkit.experiment.sweep.places import Place, places_of
 from trainkit.experiment.sweep.record import (
     Member,
     SweepRecord,
@@ -32,6 +33,8 @@ from trainkit.experiment.sweep.results import results_of
 from trainkit.jobs.load import Jobs
 from trainkit.jobs.resolved import ResolvedJob
 from trainkit.jobs.schema import Job
+from trainkit.launch.hosts.hostfile import find_hostfile
+from trainkit.launch.hosts.selection import load_hosts
 from trainkit.launch.preparation import StageUi, term_interrupts
 from trainkit.launch.scheduler_contract import ArrayRequest, ResumeRequest, RunRequest
 from trainkit.launch.scheduler_registry import current, current_all, scheduler_for
@@ -39,6 +42,65 @@ from trainkit.launch.supervise.observer import silent_observer
 from trainkit.reports.sweep import MemberResult
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import RunRecord, read_run_record
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"  # which GPUs a run of this machine may have, and takes first
+
+
+@dataclass(frozen=True)
+class Place:
+    """Room for one run.
+
+    Args:
+        include: hosts of the hostfile, as --include has them; "": the run chooses.
+        devices: GPUs of this machine; none: the run chooses.
+    """
+
+    include: str = ""
+    devices: Sequence[str] = ()
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """What is started in the block sees the place's GPUs alone."""
+        before = os.environ.get(VISIBLE)
+        if not self.devices:
+            yield
+            return
+        os.environ[VISIBLE] = ",".join(self.devices)
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ[VISIBLE]
+            else:
+                os.environ[VISIBLE] = before
+
+
+def places_of(jobs: Sequence[Job]) -> list[Place]:
+    """Places that do not overlap, each with room for any of the jobs, which share a cluster; at
+    least one. Raises ConfigError as the reader of hostfiles."""
+    job = jobs[0]
+    if job.cluster.launcher_traits.hostfile:
+        return _places_of_hosts(job, max(each.nodes + each.cluster.spares for each in jobs))
+    ranks = max(each.ranks_per_node for each in jobs)
+    given = os.environ.get(VISIBLE, "").split(",")
+    devices = [name.strip() for name in given if name.strip()]
+    devices = devices or [str(number) for number in range(job.cluster.gpus_per_node)]
+    named = any(VISIBLE in each.environment for each in jobs)  # by jobs.toml, which comes first
+    if job.cluster.device_type != "cuda" or named or len(devices) < 2 * ranks:
+        return [Place()]
+    last = len(devices) - ranks
+    return [Place(devices=devices[first : first + ranks]) for first in range(0, last + 1, ranks)]
+
+
+def _places_of_hosts(job: Job, nodes: int) -> list[Place]:
+    bad = quarantine_reasons(job.cluster)
+    found = load_hosts(find_hostfile(job.cluster, "").absolute(), slots=job.ranks_per_node)
+    names = [host.name for host in found if host.name.lower() not in bad]
+    groups = [names[at : at + nodes] for at in range(0, len(names) - nodes + 1, nodes)]
+    if len(groups) < 2:
+        return [Place()]
+    return [Place(include="@".join(group)) for group in groups]
+
 
 Say = Callable[[str], None]
 LOOK_SECONDS = 1.0  # between two looks at runs of this machine

@@ -8,8 +8,8 @@ import pytest
 
 from trainkit.jobs.clusters import WatchLimits
 from trainkit.launch.protocol.frames import StackReport
-from trainkit.launch.supervise.hang_report import StackDumps
 from trainkit.launch.supervise.heartbeats import Heartbeats
+from trainkit.launch.supervise.rank_tracker import StackDumps
 from trainkit.runs.folder import AttemptFolder
 
 

@@ -24,9 +24,9 @@ from trainkit.jobs.resolved import write_job
 from trainkit.launch.cluster_care import health_checks as doctor
 from trainkit.launch.hosts.hostfile import Host
 from trainkit.launch.slurm import reconcile as settling
-from trainkit.launch.slurm.end_jobs import end_after_supervisor
 from trainkit.launch.slurm.reconcile import SlurmQueueFollower, reconcile
 from trainkit.launch.slurm.sbatch import note_end
+from trainkit.launch.slurm.scheduler import end_after_supervisor
 from trainkit.launch.slurm.squeue import JobStatus, PollBackoff
 from trainkit.runs.events import FailureClass
 from trainkit.runs.folder import RunFolder

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from trainkit.base.errors import ConfigError
+from trainkit.cli.config.jobs import explain_value, find_value, job_as_toml, print_jobs, show
 from trainkit.cli.config.jobs import jobs as list_jobs
-from trainkit.cli.config.jobs import show
-from trainkit.cli.config.render_job import explain_value, find_value, job_as_toml, print_jobs
 from trainkit.cli.wrapper import TaskContext
 from trainkit.jobs.load import Jobs, load
 from trainkit.jobs.resolved import ResolvedJob

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.reports.drill import START, Drill
-from trainkit.engines.rank.phases import PhaseLines
+from trainkit.engines.rank.report import PhaseLines
 from trainkit.reports.ledger import AttemptTimes, RunTimes, build_ledger
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.phases import PhaseChange, phases_path, read_phases

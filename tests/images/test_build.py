@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.images.labels import (
+from trainkit.images.build import (
     WITHOUT_GIT,
     arguments_that_say,
     content_commit,
