@@ -18,7 +18,6 @@ from trainkit.base.process_marks import (
     MarkedProcess,
     find_descendants,
     find_marked,
-    kill_marked,
     kill_processes,
     send_signal,
 )
@@ -28,7 +27,7 @@ from trainkit.base.process_marks import (
 def run() -> Iterator[str]:
     name = "test-" + secrets.token_hex(6)
     yield name
-    kill_marked(name)
+    kill_processes(find_marked(name))
 
 
 def started(
@@ -57,9 +56,8 @@ def test_whole_parts_of_a_mark_count(run: str) -> None:
                 == {first.pid, tenth.pid}
             )
             assert not find_marked(run[:-1]) and not find_marked("")
-            assert [p.pid for p in kill_marked(f"{run}/1/1", signal.SIGKILL)] == [
-                first.pid
-            ] and first.wait() == -9
+            kill_processes(find_marked(f"{run}/1/1"))
+            assert first.wait() == -9
             assert {p.pid for p in find_marked(run)} == {tenth.pid}
             kill_processes(find_marked(run))
             assert tenth.wait() == -9 and not find_marked(run)

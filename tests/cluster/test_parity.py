@@ -22,6 +22,7 @@ HOSTILE = {
     "SPACES": "  two  at both ends  ",
     "EMPTY": "",
 }
+CHECKOUT = str(Path(__file__).resolve().parents[2])
 SECRET = """s3cret '"$`\\ %h\n""" + "x" * 20
 # Replaces the command of an engine by one that writes down what it was given: typed on the head, it
 # is `invoke` otherwise.
@@ -42,11 +43,12 @@ class Shows:
         return dataclasses.replace(command, argv=argv)
 ENGINES["native"] = Shows()
 if debug:
-    from trainkit.launch.launchers.debug import Debug
+    sys.path.insert(0, "CHECKOUT")
+    from tests.launch.stub_agents import Debug
     LAUNCHERS["ssh"] = Debug()
 sys.argv = ["invoke", *sys.argv[4:]]
 program.run()
-"""
+""".replace("CHECKOUT", CHECKOUT)
 SHOWS = """
 import json, os, sys
 from pathlib import Path

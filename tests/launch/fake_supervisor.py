@@ -136,7 +136,8 @@ class Session:
         for agent in self.agents:
             agent.kill()
             agent.wait()
-        wait_until(lambda: not process_marks.kill_marked(self.run))
+        while left := process_marks.find_marked(self.run):
+            process_marks.kill_processes(left)
         cgroup.kill_cgroups(self.run, LONG)
 
 

@@ -28,6 +28,7 @@ _SETTINGS = {
     "core.hooksPath": os.devnull,
     "core.fsmonitor": "false",
     "advice.detachedHead": "false",
+    "core.quotePath": "false",
     # a connection that is dead is given up after a minute
     "http.lowSpeedLimit": "1000",
     "http.lowSpeedTime": "60",
@@ -105,6 +106,14 @@ def run_git(
         said = done.stderr.decode(errors="replace").strip()
         raise GitFailed(without_passwords(said) or f"git {words[0]} exited with {done.returncode}")
     return done.stdout.decode(errors="surrogateescape")
+
+
+def git_answer(folder: Path, *words: str, timeout: float | None = SECONDS) -> str | None:
+    """As `run_git`; None where there is no git, no repository, or it fails."""
+    try:
+        return run_git(folder, *words, timeout=timeout)
+    except (TrainkitError, GitFailed):
+        return None
 
 
 @dataclass(frozen=True)

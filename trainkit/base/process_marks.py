@@ -149,12 +149,6 @@ def kill_children() -> None:
                 os.kill(pid, signal.SIGKILL)
 
 
-def kill_marked(prefix: str, number: int = signal.SIGKILL) -> list[MarkedProcess]:
-    """Send a signal to every process below the mark; returns those it reached. One pass: who may
-    fork meanwhile needs another."""
-    return [process for process in find_marked(prefix) if send_signal(process, number)]
-
-
 def _pids() -> list[int]:
     return [int(name) for name in os.listdir("/proc") if name.isdigit()]
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from trainkit.cli.help_texts import DATASET, DEVICE, PICTURE, SET, STEP, TENSOR
-from trainkit.experiment.options import Options, flag
+from trainkit.experiment.options import flag
 
 
-class StatsOptions(Options):
+@dataclass(frozen=True, kw_only=True)
+class StatsOptions:
     """Those of `data-stats`."""
 
     job: str = flag(DATASET["job"], default="")
@@ -18,7 +21,8 @@ class StatsOptions(Options):
     picture: str = flag(PICTURE.format("lengths and token frequencies"), default="")
 
 
-class PlanOptions(Options):
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
     """Those of `plan`."""
 
     nodes: str = flag(
@@ -41,7 +45,8 @@ class PlanOptions(Options):
     )
 
 
-class SweepTaskOptions(Options):
+@dataclass(frozen=True, kw_only=True)
+class SweepTaskOptions:
     """Those of `sweep`."""
 
     set: tuple[str, ...] = flag(
@@ -61,7 +66,8 @@ class SweepTaskOptions(Options):
     )
 
 
-class LogOptions(Options):
+@dataclass(frozen=True, kw_only=True)
+class LogOptions:
     """Those of `logs`."""
 
     rank: str = flag("ranks to show: 3, or 0,8-15, or failed", default="")
@@ -71,7 +77,8 @@ class LogOptions(Options):
     lines: int = flag("number of last lines to print (0: all)", default=50, minimum=0)
 
 
-class SetupOptions(Options):
+@dataclass(frozen=True, kw_only=True)
+class SetupOptions:
     """Those of `setup-hosts`."""
 
     cluster: str = flag(
@@ -90,7 +97,8 @@ class SetupOptions(Options):
     perform: bool = flag("run the steps instead of printing them", default=False)
 
 
-class ModelOptions(Options):
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
     """Which checkpoint is loaded, and onto what."""
 
     step: int | None = flag(STEP, default=None, minimum=0)
@@ -98,6 +106,7 @@ class ModelOptions(Options):
     tensor_parallel: int = flag(TENSOR, default=1, minimum=1)
 
 
+@dataclass(frozen=True, kw_only=True)
 class GenerateOptions(ModelOptions):
     """Those of `generate`."""
 
@@ -118,6 +127,7 @@ class GenerateOptions(ModelOptions):
     seed: int = flag("random seed of the sampling; the same for every prompt", default=0, minimum=0)
 
 
+@dataclass(frozen=True, kw_only=True)
 class EvaluateOptions(ModelOptions):
     """Those of `evaluate`."""
 
@@ -130,7 +140,8 @@ class EvaluateOptions(ModelOptions):
     )
 
 
-class ExportOptions(Options):
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions:
     """Those of `export`."""
 
     format: str = flag(
@@ -143,7 +154,8 @@ class ExportOptions(Options):
     shard_gb: float = flag("maximum size of a weight file, in GB", default=5.0, minimum=1e-6)
 
 
-class ConvertOptions(Options):
+@dataclass(frozen=True, kw_only=True)
+class ConvertOptions:
     """Those of `convert`."""
 
     to: str = flag("format to write: hf, megatron-lm or gpt-neox", default="")

@@ -16,7 +16,6 @@ from trainkit.engines.options import Value
 
 # Tokens of VALUE_MODE in the lexer's order; the longest wins, the first of equally long ones.
 _UNSIGNED = r"(?:0|[1-9](?:_?[0-9])*)"
-_POINT = rf"(?:{_UNSIGNED}\.|(?:{_UNSIGNED})?\.[0-9](?:_?[0-9])*)"
 # the alternatives of one number, the longest first: a regular expression takes the first that fits
 _POINTS = rf"(?:(?:{_UNSIGNED})?\.[0-9](?:_?[0-9])*|{_UNSIGNED}\.)"
 _EXPONENT = rf"(?:{_POINTS}|{_UNSIGNED})[eE][+-]?[0-9](?:_?[0-9])*"

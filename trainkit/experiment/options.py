@@ -6,8 +6,8 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import Field, FrozenInstanceError, dataclass, field, fields
-from typing import Any, ClassVar, dataclass_transform
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 
 def flag(help: str, *, default: object, minimum: float | None = None) -> Any:
@@ -21,44 +21,8 @@ def flag(help: str, *, default: object, minimum: float | None = None) -> Any:
     return field(default=default, metadata={"help": help, "minimum": minimum})
 
 
-@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(flag,))
-class Options:
-    """Makes each of its subclasses a frozen dataclass, with the methods that stand here.
-
-    The decorator would compile methods for each class, in 0.7 ms; every command line imports all
-    options.
-    """
-
-    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
-
-    def __init_subclass__(cls) -> None:
-        dataclass(init=False, repr=False, eq=False)(cls)
-
-    def __init__(self, **given: object) -> None:
-        values = {each.name: each.default for each in fields(self)}
-        unknown = given.keys() - values
-        if unknown:
-            raise TypeError(f"{type(self).__name__} has no option {min(unknown)!r}")
-        vars(self).update(values | given)
-
-    def __setattr__(self, name: str, value: object) -> None:
-        raise FrozenInstanceError(f"cannot assign to option {name!r}")
-
-    def __delattr__(self, name: str) -> None:
-        raise FrozenInstanceError(f"cannot delete option {name!r}")
-
-    def __eq__(self, other: object) -> bool:
-        return type(self) is type(other) and vars(self) == vars(other)
-
-    def __hash__(self) -> int:
-        return hash((type(self), *vars(self).values()))
-
-    def __repr__(self) -> str:
-        given = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
-        return f"{type(self).__name__}({given})"
-
-
-class HostOptions(Options):
+@dataclass(frozen=True, kw_only=True)
+class HostOptions:
     """Which hosts a run gets; empty, 0 or false where not asked for."""
 
     cluster: str = flag("run on this cluster of jobs.toml", default="")
@@ -86,6 +50,7 @@ class HostOptions(Options):
         return found
 
 
+@dataclass(frozen=True, kw_only=True)
 class LaunchOptions(HostOptions):
     """What `train` and `resume` have in common."""
 
@@ -98,6 +63,7 @@ class LaunchOptions(HostOptions):
     share: bool = flag("allow slots that another run uses", default=False)
 
 
+@dataclass(frozen=True, kw_only=True)
 class TrainOptions(LaunchOptions):
     """How a new run is started."""
 
@@ -105,6 +71,7 @@ class TrainOptions(LaunchOptions):
     rehearse: bool = flag("rehearse first; what fails there ends it", default=False)
 
 
+@dataclass(frozen=True, kw_only=True)
 class RehearseOptions(HostOptions):
     """How a job that is rehearsed would be started."""
 
@@ -122,6 +89,7 @@ class RehearseOptions(HostOptions):
         return cls(**{name: value for name, value in vars(options).items() if name in names})
 
 
+@dataclass(frozen=True, kw_only=True)
 class ResumeOptions(LaunchOptions):
     """How a run is started again."""
 

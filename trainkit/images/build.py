@@ -17,7 +17,7 @@ import trainkit
 from trainkit.base.documents import utc_now
 from trainkit.base.errors import ConfigError, Exit, TrainkitError
 from trainkit.base.files import sha256_file
-from trainkit.base.git import git_environment, holds_password, without_passwords
+from trainkit.base.git import git_answer, git_environment, holds_password, without_passwords
 from trainkit.images.builders import choose_builder
 from trainkit.images.builders.options import EPOCH_ARGUMENT, version_numbers
 from trainkit.images.context import ContextFiles, context_files, ignore_file, read_ignore
@@ -60,7 +60,7 @@ class ContentCommit:
 def content_commit(context: Path, files: Sequence[Path]) -> ContentCommit:
     """The newest commit that changed one of `files`, which are below `context` or its
     repository."""
-    top = _git(context, "rev-parse", "--show-toplevel")
+    top = git_answer(context, "rev-parse", "--show-toplevel")
     if top is None:
         return ContentCommit("", WITHOUT_GIT)
     root = Path(top.rstrip("\n"))
@@ -105,24 +105,6 @@ def _argv(folder: Path, *words: str) -> list[str]:
     return ["git", "-c", "core.quotePath=false", "-C", str(folder), *words]
 
 
-def _git(folder: Path, *words: str) -> str | None:
-    """What git prints; None where there is no git, or no repository."""
-    try:
-        done = subprocess.run(
-            _argv(folder, *words),
-            capture_output=True,
-            timeout=SECONDS,
-            check=False,
-            stdin=subprocess.DEVNULL,
-            env=git_environment(os.environ),
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    if done.returncode != 0:
-        return None
-    return done.stdout.decode("utf-8", "surrogateescape")
-
-
 def _newest(root: Path, names: set[str]) -> ContentCommit | None:
     """The log is read only as far as the commit that is looked for."""
     words = ("log", "--format=%x01%H %ct", "--name-only", "-z", "-m", "--first-parent")
@@ -154,8 +136,8 @@ def _changes(text: bytes, names: set[str]) -> ContentCommit | None:
 
 
 def _is_dirty(root: Path, names: set[str]) -> bool:
-    changed = _git(root, "diff", "--name-only", "-z", "HEAD", "--")
-    known = _git(root, "ls-files", "-z")
+    changed = git_answer(root, "diff", "--name-only", "-z", "HEAD", "--")
+    known = git_answer(root, "ls-files", "-z")
     if changed is None or known is None:
         return True
     return bool(names.intersection(changed.split("\0"))) or not names <= set(known.split("\0"))

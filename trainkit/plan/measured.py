@@ -10,7 +10,6 @@ from trainkit.plan.duration import Speed
 from trainkit.plan.memory import Memory
 
 # What decides speed and memory of a run, by paths of the resolved job.
-LAYOUT_KEYS = ("engine", "model", "parallelism", "nodes", "ranks_per_node", "device", "training")
 TRAINING_KEYS = (
     "micro_batch_size",
     "precision",

@@ -23,8 +23,6 @@ from trainkit.runs.folder import AttemptFolder
 RESERVE_BYTES = 2**17
 
 FailureClass = Literal["success", "user", "infra", "hang", "preempted", "no-progress", "cancelled"]
-# what uses up a budget of retries: a class, or why Slurm ended the job
-RetryBudget = Literal["infra", "hang", "user", "preempted", "preemption", "time-limit"]
 
 
 class SurvivingProcess(TypedDict):

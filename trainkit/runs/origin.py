@@ -7,7 +7,6 @@ import importlib.metadata
 import os
 import platform
 import re
-import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,30 +16,13 @@ from typing import Any
 from trainkit.base.documents import document, utc_now
 from trainkit.base.errors import TrainkitError
 from trainkit.base.files import write_json, write_text
-from trainkit.base.git import GitFailed, tree_diff, tree_state
+from trainkit.base.git import GitFailed, git_answer, tree_diff, tree_state
 from trainkit.base.redact import Redactor
 from trainkit.runs.folder import RunFolder
 
 DIFF_LIMIT = 2**24  # bytes of uncommitted changes kept; more is no change but data
 FIELD = re.compile(r"^(Name|Version):[ \t]*(.*?)[ \t]*$", re.MULTILINE)
 HIDDEN = ("KEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL", "AUTH", "COOKIE")
-
-
-def _git(folder: Path, *words: str) -> str | None:
-    """What git prints, or None where there is no git or no repository."""
-    try:
-        done = subprocess.run(
-            ["git", "-C", str(folder), *words],
-            capture_output=True,
-            timeout=30,
-            check=False,
-            stdin=subprocess.DEVNULL,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    if done.returncode == 0:
-        return done.stdout.decode(errors="replace")
-    return None
 
 
 def package_versions() -> dict[str, str]:
@@ -138,12 +120,12 @@ def write_origin(
         started: when the run was asked for, ISO 8601; "": now.
     """
     redactor = Redactor(secrets.values())
-    diff = _git(project, "diff", "HEAD", "--no-color", "--no-ext-diff")
+    diff = git_answer(project, "diff", "HEAD", "--no-color", "--no-ext-diff")
     kept = diff is not None and 0 < len(diff) <= DIFF_LIMIT
     if diff is not None and kept:
-        write_text(run.diff, redactor.text(diff))
-    commit = _git(project, "rev-parse", "HEAD")
-    untracked = _git(project, "ls-files", "--others", "--exclude-standard")
+        write_text(run.diff, redactor.text(diff.encode(errors="replace").decode()))
+    commit = git_answer(project, "rev-parse", "HEAD")
+    untracked = git_answer(project, "ls-files", "--others", "--exclude-standard")
     value = document(
         "origin/1",
         started=started or utc_now(),

@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.data.text.text_files import read_documents
 from trainkit.base.errors import ConfigError
 from trainkit.data.sources import Shard
 from trainkit.data.sources.files import FilesSource
 from trainkit.data.sources.stdlib import StdlibSource, source_files
-from trainkit.data.text.corpus import read_documents, write_documents
+from trainkit.data.text.corpus import write_documents
 from trainkit.data.text.formats import READABLE
 from trainkit.data.unit_specs import TextRecipe
 from trainkit.jobs.schema import Dataset, Tokenizer

@@ -136,7 +136,7 @@ def test_fuzz_lines(noise: bytes, at: int) -> None:
 
 
 def test_read_documents_raises_with_file_and_line(tmp_path: Path) -> None:
-    from trainkit.data.text.corpus import read_documents
+    from tests.data.text.text_files import read_documents
 
     path = tmp_path / "x.jsonl"
     path.write_bytes(b'{"text": "a"}\n{"text": 1}\n')

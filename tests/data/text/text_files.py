@@ -9,7 +9,8 @@ import json
 import lzma
 import tarfile
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ import zstandard
 from trainkit.base.errors import ConfigError, Exit
 from trainkit.data.text.documents import BadLine, ParsedItem, ReadOptions, TextDocument
 from trainkit.data.text.formats import open_documents
+from trainkit.data.text.rejects import raise_bad
 
 TEXTS = ["one", "zwei: äöü \U0001f600\n", "", "three " * 50]
 
@@ -92,3 +94,17 @@ def error_of(name: str, data: bytes, words: str, **reading: Any) -> ConfigError:
     assert caught.value.exit == Exit.STAGE_FAILED
     assert name in str(caught.value)
     return caught.value
+
+
+def read_documents(path: Path, text_key: str) -> Iterator[TextDocument]:
+    """Documents of any file that `open_documents` reads, by its name.
+
+    Raises ConfigError (exit 6) with file and line for what is no document.
+    """
+    with open(path, "rb") as file:
+        documents = open_documents(path.name, file, ReadOptions(text_key), str(path))
+        for found in documents:
+            if isinstance(found, BadLine):
+                raise_bad(found, documents)
+            if isinstance(found, TextDocument):
+                yield found

@@ -18,13 +18,13 @@ from typing import Any, ClassVar
 
 import pytest
 
+from tests.launch.stub_agents import Debug, StubAgent
 from tests.launch.supervised import DONE, Program, events, make_run, supervised
 from trainkit.base.address import local_addresses
 from trainkit.jobs.clusters import Cluster, WatchLimits
 from trainkit.launch.agent.connection import dial
 from trainkit.launch.hosts.hostfile import Host
 from trainkit.launch.launchers.contract import TransportExit, Transports
-from trainkit.launch.launchers.debug import Debug, StubAgent
 from trainkit.launch.protocol.frames import (
     ConnectToPort,
     HeartbeatReport,

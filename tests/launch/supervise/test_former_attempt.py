@@ -20,6 +20,7 @@ import pytest
 import trainkit
 from tests.conftest import JOBS, wait_for
 from tests.launch.fake_supervisor import Session
+from tests.launch.stub_agents import Debug, StubAgent
 from tests.launch.supervised import DONE, Program, events, make_run, supervised
 from trainkit.base.documents import utc_now
 from trainkit.base.errors import TrainkitError
@@ -31,7 +32,6 @@ from trainkit.launch import start
 from trainkit.launch.hosts.hostfile import Host
 from trainkit.launch.hosts.quarantine import read_quarantine
 from trainkit.launch.hosts.selection import local_hosts
-from trainkit.launch.launchers.debug import Debug, StubAgent
 from trainkit.launch.protocol.frames import StartProcesses
 from trainkit.launch.scheduler_contract import RunRequest
 from trainkit.launch.supervise import supervisor

@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import alive, wait_for
+from tests.launch.stub_agents import Debug, StubAgent
 from tests.launch.supervised import DONE, Program, events, make_run, supervised
 from trainkit.base.errors import Exit, Problem
 from trainkit.base.files import read_json
 from trainkit.jobs.schema import Job, RetrySettings
 from trainkit.launch.hosts.hostfile import Host
 from trainkit.launch.hosts.quarantine import read_quarantine
-from trainkit.launch.launchers.debug import Debug, StubAgent
 from trainkit.launch.protocol.client import ask_supervisor
 from trainkit.launch.protocol.frames import CancelRun, ReserveSlots, StartProcesses
 from trainkit.launch.supervise import supervisor

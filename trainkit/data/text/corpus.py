@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import IO, Any
@@ -16,9 +16,6 @@ import zstandard
 from trainkit.base.files import atomic_open
 from trainkit.data.fetch.recipe import FetchRecipe
 from trainkit.data.text.decompress import ByteStream
-from trainkit.data.text.documents import BadLine, ReadOptions, TextDocument
-from trainkit.data.text.formats import open_documents
-from trainkit.data.text.rejects import raise_bad
 
 
 class _Counted:
@@ -73,20 +70,6 @@ def file_size(path: Path) -> int | None:
         return os.stat(path).st_size
     except OSError:
         return None
-
-
-def read_documents(path: Path, text_key: str) -> Iterator[TextDocument]:
-    """Documents of any file that `open_documents` reads, by its name.
-
-    Raises ConfigError (exit 6) with file and line for what is no document.
-    """
-    with open(path, "rb") as file:
-        documents = open_documents(path.name, file, ReadOptions(text_key), str(path))
-        for found in documents:
-            if isinstance(found, BadLine):
-                raise_bad(found, documents)
-            if isinstance(found, TextDocument):
-                yield found
 
 
 def write_documents(path: Path, texts: Iterable[str], text_key: str) -> tuple[int, int]:

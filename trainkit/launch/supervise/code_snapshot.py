@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from trainkit.base.files import (
     write_json,
     write_text,
 )
+from trainkit.base.git import git_answer
 from trainkit.base.snapshot_files import COMPLETE_FILE, ORIGIN_FILE, package_files
 
 PROJECT = "project"  # the folder of a snapshot that holds the user's repository
@@ -137,42 +137,26 @@ def _published(temporary: Path, target: Path) -> None:
 def _repository(project: Path, package: Path) -> Path | None:
     """The git repository that `project` lies in; None where there is none, or it is trainkit's
     own checkout."""
-    top = _git(project, "rev-parse", "--show-toplevel")
+    top = git_answer(project, "rev-parse", "--show-toplevel")
     if not top:
         return None
-    path = Path(os.fsdecode(top[:-1]))
+    path = Path(top[:-1])
     if (path / package.name).resolve() == package.resolve():
         return None
     return path
 
 
-def _git(folder: Path, *words: str) -> bytes | None:
-    """What git prints; None where there is no git or it fails."""
-    try:
-        done = subprocess.run(
-            ["git", "-C", str(folder), *words],
-            capture_output=True,
-            timeout=120,
-            check=False,
-            stdin=subprocess.DEVNULL,
-        )
-    except OSError:
-        return None
-    if done.returncode == 0:
-        return done.stdout
-    return None
-
-
 def _project_files(repository: Path, root: Path) -> tuple[list[str], tuple[ExcludedFile, ...]]:
     """(names, what is left out) of a repository's tracked files, those of submodules too, and of
     files that are new and not ignored."""
-    tracked = _git(repository, "ls-files", "-z", "--cached", "--recurse-submodules")
-    new = _git(repository, "ls-files", "-z", "--others", "--exclude-standard")
+    words = ("ls-files", "-z")
+    tracked = git_answer(repository, *words, "--cached", "--recurse-submodules", timeout=120)
+    new = git_answer(repository, *words, "--others", "--exclude-standard", timeout=120)
     if tracked is None or new is None:
         raise ConfigError(
             f"git cannot list the files of {repository}", hint=f"git -C {repository} status"
         )
-    listed = sorted({os.fsdecode(name) for name in (tracked + new).split(b"\0") if name})
+    listed = sorted({name for name in (tracked + new).split("\0") if name})
     own = tuple(f"{os.path.relpath(root / name, repository)}/" for name in OWN)
     names = []
     left_out = []

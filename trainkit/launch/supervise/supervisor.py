@@ -147,7 +147,7 @@ class Supervisor:
 
     def address(self) -> str:
         """Where to listen: an address of this machine that all agents reach."""
-        if self.launcher.name in ("local", "debug"):
+        if self.launcher.name == "local":
             return "127.0.0.1"
         return supervisor_address(self.job.cluster, self.hosts.hosts)
 

@@ -1,5 +1,5 @@
-"""launcher "debug": agents as coroutines of the supervisor's own loop, for tests and for
-measuring a thousand of them. Not to be chosen in jobs.toml.
+"""Agents as coroutines of the supervisor's own loop, for tests and for measuring a thousand of
+them.
 
 They speak the whole protocol and really start the programs, but guard nothing: what outlives a
 killed supervisor is not their business.
@@ -222,7 +222,7 @@ class Debug:
         make: what makes the agent of a node; tests give their own.
     """
 
-    name = "debug"
+    name = "local"  # all of its hosts are this machine
 
     def __init__(self, make: Callable[[Session, int], StubAgent] = StubAgent) -> None:
         self.make = make
