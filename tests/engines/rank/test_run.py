@@ -116,6 +116,75 @@ def test_the_engines_own_error_is_the_ranks(tmp_path: Path) -> None:
     assert error["step"] == 1
 
 
+AT_ONCE = f"""
+import sys
+sys.path.insert(0, {str(MAIN.parents[3])!r})
+from pathlib import Path
+from trainkit.engines.rank import run, spec
+run.EXIT_SECONDS = 0.0
+sys.exit(run.run_engine(spec.read_spec(Path(sys.argv[1]))))
+"""
+STAYS = """
+import threading
+threading.Thread(target=lambda: [time.sleep(60) for _ in range(60)]).start()
+def main():
+    raise ValueError('vocab size 7')
+line(1)
+main()
+"""
+
+
+@pytest.mark.parametrize("prefix", ["", "[rank0]: "])
+def test_an_engine_that_hangs_in_its_exit_ends_with_its_tracebacks_cause(
+    tmp_path: Path, prefix: str
+) -> None:
+    hook = (  # torch.distributed's
+        "import traceback\ndef hook(*error):\n"
+        f"    text = ''.join(traceback.format_exception(*error)).replace('\\n', '\\n{prefix}')\n"
+        f"    print('{prefix}' + text, file=sys.stderr)\n"
+        "sys.excepthook = hook\n"
+    )
+    argv = [PYTHON, "-I", "-S", "-c", AT_ONCE, str(spec_of(tmp_path, hook + STAYS))]
+    done = subprocess.run(
+        argv, env=environment(tmp_path), capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == 9, done.stderr
+    error = error_of(tmp_path)
+    assert (error["type"], error["message"]) == ("ValueError", "vocab size 7")
+    assert "pretrain_gpt.py had not left 0 s after its traceback" in done.stderr
+
+
+SURVIVES = """
+import threading, traceback
+def attempt():
+    try:
+        raise ValueError('no fused kernel')
+    except ValueError:
+        traceback.print_exc()
+        traceback.print_stack()
+attempt()
+threading.Thread(target=lambda: 1 / 0).start()
+while not (folder.parent / "go").exists():
+    time.sleep(0.05)
+for step in range(1, 5):
+    line(step)
+save(4)
+"""
+
+
+def test_a_traceback_that_the_engine_survives_ends_nothing(tmp_path: Path) -> None:
+    argv = [PYTHON, "-I", "-S", "-c", AT_ONCE, str(spec_of(tmp_path, SURVIVES))]
+    process = subprocess.Popen(
+        argv, env=environment(tmp_path), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    )
+    assert process.stderr is not None
+    while b"ZeroDivisionError" not in process.stderr.readline():
+        assert process.poll() is None
+    (tmp_path / "go").touch()  # what is printed from now on is read after it has judged that
+    _, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+
+
 def test_a_rank_that_prints_no_line_fails_where_the_others_are(tmp_path: Path) -> None:
     rows = [{"step": 5, "lm_loss": 1.0}, {"step": 6, "lm_loss": 1.0}, {"step": 6, "eval": "valid"}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -66,9 +66,14 @@ class Verdict:
     message: str
 
 
+def script_name(spec: RankSpec) -> str:
+    """The engine's program, as people know it."""
+    return next((Path(word).name for word in spec.argv if word.endswith(".py")), spec.argv[0])
+
+
 def judge_end(spec: RankSpec, reader: EngineReader, end: EngineEnd) -> Verdict | None:
     """None for success, else why it is none."""
-    script = next((Path(word).name for word in spec.argv if word.endswith(".py")), spec.argv[0])
+    script = script_name(spec)
     if end.asked_to_save:
         return _judge_stop(spec, reader, end)
     if end.code != 0:

@@ -32,6 +32,7 @@ from trainkit.engines.rank.end import (
     judge_end,
     judge_failure,
     last_iteration,
+    script_name,
 )
 from trainkit.engines.rank.node_setup import prepare_node
 from trainkit.engines.rank.preflight import check_this_host
@@ -119,8 +120,12 @@ LAST_LINES = 60  # of what it printed, kept to say why it failed
 POLL_SECONDS = 0.2
 PY_SPY_SECONDS = 8
 BEFORE_SECONDS = 120
+EXIT_SECONDS = 60.0  # from an engine's last traceback until it has left
 HEALTH = 7
 START = 8
+HEADER = "Traceback (most recent call last):"
+# the outermost frame of what nothing in a script caught; torch puts the rank before each line
+MODULE_FRAME = re.compile(r'^\S*\s*File "(?:[^"]*/)?([^"/]+)", line \d+, in <module>$')
 
 
 class Signals:
@@ -156,7 +161,11 @@ class EngineProcess:
         self.spec = spec
         self.report = report
         self.read_line = line_reader(spec)
+        self.script = script_name(spec)
         self.last: list[str] = []
+        self.line_before = ""  # the newest, of stderr
+        self.raised_at: float | None = None  # when nothing caught an exception of its script
+        self.hung_in_exit = False
         environment = engine_environment(spec)
         argv = [filled(word) for word in spec.argv]
         self.graphs = GraphCounts()
@@ -203,10 +212,32 @@ class EngineProcess:
                 self.graphs.read_line(text)
                 if not self.spec.compiled:  # whose losses are none
                     self._report(text)
+                    if target == 2:
+                        self._note_end(text)
 
     def _report(self, text: str) -> None:
         for reading in self.read_line(text):
+            self.raised_at = None  # it goes on
             self.report.take(reading)
+
+    def _note_end(self, line: str) -> None:
+        """Python prints what nothing caught, then waits for threads and runs exit handlers."""
+        frame = MODULE_FRAME.match(line)
+        if frame and frame[1] == self.script and self.line_before.endswith(HEADER):
+            self.raised_at = time.monotonic()
+        self.line_before = line
+
+    def end_hung_exit(self) -> None:
+        """KILL, where its script is over and it does not leave: a thread that is no daemon, or an
+        NCCL that waits for its peers, holds it, and the peers wait for this rank."""
+        if self.raised_at is None or time.monotonic() - self.raised_at < EXIT_SECONDS:
+            return
+        self.hung_in_exit = True
+        self.process.kill()
+        said = (
+            f"trainkit: {self.script} had not left {EXIT_SECONDS:g} s after its traceback: ended\n"
+        )
+        write_all(2, said.encode())
 
     def ask_to_end(self) -> None:
         """TERM: an engine that can saves first."""
@@ -340,7 +371,9 @@ def run_engine(spec: RankSpec) -> int:
         return START
     asked_to_save = _follow(engine, signals)
     code = engine.process.wait()
-    if spec.starts_ranks:
+    if engine.hung_in_exit:
+        code = 1  # as Python would have left
+    elif spec.starts_ranks:
         code = first_code(engine.last, code)
     end = EngineEnd(
         code=code,
@@ -382,6 +415,7 @@ def _follow(engine: EngineProcess, signals: Signals) -> bool:
         if signals.stacks:
             signals.stacks = False
             engine.show_stacks()
+        engine.end_hung_exit()
     # its children may hold the pipes open: only what is there now is read
     deadline = time.monotonic() + 1.0
     while time.monotonic() < deadline and engine.selector.get_map():
