@@ -13,6 +13,7 @@ import pytest
 
 from trainkit.base.errors import ConfigError
 from trainkit.base.files import read_json, write_json
+from trainkit.base.locks import locked
 from trainkit.base.process import identity
 from trainkit.runs.event_tail import EventTail
 from trainkit.runs.events import (
@@ -27,7 +28,7 @@ from trainkit.runs.events import (
     read_events,
 )
 from trainkit.runs.find import all_runs, find_run
-from trainkit.runs.folder import RunFolder
+from trainkit.runs.folder import RunFolder, new_run_folder
 from trainkit.runs.record import read_run_record
 from trainkit.runs.supervisor_status import write_starter
 
@@ -257,6 +258,22 @@ def test_a_root_that_cannot_be_read_is_named(
     (tmp_path / "bad/runs").symlink_to("runs")
     assert find_run([tmp_path / "bad", tmp_path / "good"], "last") == seen
     assert "bad/runs cannot be read" in capsys.readouterr().err
+
+
+def test_a_run_whose_making_was_killed_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its folder is there, locked at first, and job.json comes last."""
+    unmade = new_run_folder(tmp_path, "demo")
+    with locked(unmade.path / "lock", {}):
+        pass
+    with pytest.raises(ConfigError, match="there are no runs in"):
+        find_run([tmp_path], unmade.id)
+    said = capsys.readouterr().err
+    assert f"{unmade.path} has no job.json" in said and f"rm -r {unmade.path}" in said
+    made = new_run_folder(tmp_path, "demo")
+    write_json(made.job, {})
+    assert find_run([tmp_path], "demo") == made
 
 
 def test_a_run_that_nobody_watched_is_lost_only_where_somebody_began_it(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ def _warn(text: str) -> None:
 
 def all_runs(roots: Iterable[Path], warn: Callable[[str], None] = _warn) -> list[RunFolder]:
     """Every run below ROOT/runs of any root, oldest first. `warn` is called with what cannot
-    be read."""
+    be read, and with what is not a run yet."""
     found = [run for root in roots for run in _runs_below(root, warn)]
     return sorted(found, key=lambda run: run.id)
 
@@ -29,7 +29,13 @@ def _runs_below(root: Path, warn: Callable[[str], None]) -> list[RunFolder]:
     for job in _folders(root / "runs", warn):
         for run in _folders(job, warn):
             try:
-                found += [RunFolder(run)] if (run / "job.json").is_file() else []
+                if (run / "job.json").is_file():
+                    found.append(RunFolder(run))
+                elif (run / "lock").is_file():
+                    warn(
+                        f"{run} has no job.json: `train` is just making that run, or was killed"
+                        f" while it did; then rm -r {run}"
+                    )
             except OSError as error:
                 warn(f"{run} cannot be read ({error.strerror}): that run is not seen")
     return found
