@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 from trainkit.base.errors import Exit
 
 PROMISED = {
@@ -30,3 +33,9 @@ PROMISED = {
 
 def test_they_are_as_promised() -> None:
     assert {code.name: int(code) for code in Exit} == PROMISED
+
+
+def test_the_docs_have_each() -> None:
+    page = Path(__file__).parents[2].joinpath("docs", "run-folder.md").read_text()
+    table = page.partition("## Exit codes")[2].partition("## ")[0]
+    assert {int(code) for code in re.findall(r"\| (\d+) \|", table)} == {*Exit}
