@@ -10,9 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tests.train.layouts import Case, compare
 from tests.train.plain_loop import APART, MASKS
-from trainkit.train.torch_compat import adds_halves_of_backward
+from trainkit.jobs.schema import Parallelism
+from trainkit.plan.rules import zero_bubble_problem
 
 EXACT, SMOKE = 1e-10, 1e-5  # of fp64 and of fp32
 FULL: dict[str, Any] = {"recompute_granularity": "full"}
@@ -53,7 +56,7 @@ def layout(
 
 def runs_here(parallelism: Mapping[str, Any]) -> bool:
     """Whether this torch takes it: ZBV is refused before 2.13 (test_layout_rules.py)."""
-    return parallelism.get("pipeline_schedule") != "zbv" or adds_halves_of_backward()
+    return not zero_bubble_problem(Parallelism.model_validate(parallelism), torch.__version__)
 
 
 def words(case: Case) -> str:

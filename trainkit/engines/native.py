@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from trainkit.base.errors import Problem
 from trainkit.base.extras import install_command
@@ -14,6 +14,9 @@ from trainkit.engines.launchable import launcher_problems
 from trainkit.engines.rank.versions import allows
 from trainkit.jobs.schema import Job
 from trainkit.ops.build import torch_version
+from trainkit.plan.checks import SCHEDULE
+from trainkit.plan.objection import Objection
+from trainkit.plan.rules import zero_bubble_problem
 from trainkit.runs.checkpoint_list import ListedCheckpoint, list_checkpoints
 from trainkit.runs.folder import RunFolder
 
@@ -27,6 +30,12 @@ def torch_problem(version: str) -> str:
     if allows(TORCH, version):
         return ""
     return f"torch {version} was not tried with this version of trainkit, which takes {TORCH}"
+
+
+def native_objections(job: Job) -> Iterator[Objection]:
+    """What the torch of the job's ranks cannot do."""
+    if why := zero_bubble_problem(job.parallelism, _torch_of_ranks(job)):
+        yield Objection("no-zero-bubble", SCHEDULE, why, ({SCHEDULE: "1f1b"},))
 
 
 def rank_variables(job: Job) -> dict[str, str]:
@@ -69,12 +78,17 @@ def kept_heap(environment: Mapping[str, str]) -> dict[str, str]:
     }
 
 
+def _torch_of_ranks(job: Job) -> str:
+    """Its version; "" where they do not run with this Python."""
+    return torch_version() if _python(job) == sys.executable else ""
+
+
 class Native:
     """One process a rank; the job travels as job.json in the run folder."""
 
     def problems(self, job: Job) -> list[Problem]:
         found = launcher_problems(job)
-        if _python(job) == sys.executable and (why := torch_problem(torch_version())):
+        if why := torch_problem(_torch_of_ranks(job)):
             found.append(Problem(why, hint=install_command()))
         return found
 

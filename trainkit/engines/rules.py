@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from trainkit.engines.native import native_objections
 from trainkit.jobs.devices import Precision
 from trainkit.jobs.schema import Job
 from trainkit.plan.layout import layout_of
@@ -113,7 +114,7 @@ _NEMO = replace(
 )
 
 RULES: dict[str, Rules] = {
-    "native": Rules(),
+    "native": Rules(objections=native_objections),
     "gpt-neox": replace(
         _PUBLISHED,
         engine="gpt-neox",

@@ -9,6 +9,7 @@ read from the file, nothing is loaded.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -71,6 +72,7 @@ def torch_folder() -> Path | None:
     return Path(found.origin).parent
 
 
+@functools.cache  # `plan --search` asks for each layout
 def torch_version() -> str:
     """Of the torch that the running Python would import; "" without one."""
     try:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import assert_never
 
 from trainkit.jobs.devices import Precision
+from trainkit.jobs.job_tables import Parallelism
 from trainkit.jobs.schema import Job, Training
 from trainkit.plan.objection import Objection
 
@@ -88,6 +89,20 @@ class Rules:
     save_seconds: int = 0
     objections: Callable[[Job], Iterator[Objection]] = lambda job: iter(())
     memory_band: tuple[float, float] | None = None
+
+
+def zero_bubble_problem(parallelism: Parallelism, torch: str) -> str:
+    """Why the native trainer refuses ZB-V with a version of torch; "" where it takes it, or does
+    not know the version. torch 2.11 takes the first result of an operation alone where a backward
+    is made in two halves, and finds no graph where the operation is Python's."""
+    if parallelism.pipeline_schedule != "zbv" or not torch:
+        return ""
+    if tuple(map(int, torch.split(".")[:2])) >= (2, 13):
+        return ""
+    return (
+        "pipeline_schedule = 'zbv' needs torch 2.13 or newer for its backward in two halves; this"
+        f" is {torch}"
+    )
 
 
 def moments_of(training: Training) -> tuple[str, ...]:

@@ -11,13 +11,14 @@ import torch.distributed as dist
 from trainkit.base.errors import ConfigError, Problem
 from trainkit.jobs.ranks import degrees_of
 from trainkit.jobs.schema import Job
+from trainkit.plan.rules import zero_bubble_problem
 from trainkit.train.batches import vocab_size
 from trainkit.train.huggingface import check_weights, load_weights, weights_folder
 from trainkit.train.metrics.wandb import wandb_problems
 from trainkit.train.parallel.data_parallel import World
 from trainkit.train.parallel.initialize import initialize
 from trainkit.train.parallel.pipeline import chunks_per_stage, schedule_problem
-from trainkit.train.torch_compat import adds_halves_of_backward, local_part
+from trainkit.train.torch_compat import local_part
 from trainkit.train.update.build import ModelParts
 from trainkit.train.update.schedule import batch_sizes
 
@@ -131,11 +132,8 @@ def _pipeline_problems(job: Job) -> Iterator[Problem]:
             "zero_stage 3 does not go with pipeline_schedule = 'zbv', which needs the weights of a"
             " backward twice; use 1"
         )
-    if p.pipeline_schedule == "zbv" and not adds_halves_of_backward():
-        yield Problem(
-            "pipeline_schedule = 'zbv' needs torch 2.13 or newer for its backward in two halves;"
-            f" this is {torch.__version__}: use '1f1b' or 'interleaved'"
-        )
+    if why := zero_bubble_problem(p, torch.__version__):
+        yield Problem(why, hint="use '1f1b'")
 
 
 @torch.no_grad()

@@ -114,12 +114,6 @@ def forget_forward(stage: Any, chunk: int) -> None:
     (stage.fwd_cache if kept is None else kept).pop(chunk, None)
 
 
-def adds_halves_of_backward() -> bool:
-    """Whether schedules may make gradients of weights later: 2.11 takes the first result of an
-    operation alone, and finds no graph where the operation is Python's."""
-    return tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
-
-
 def group_operations() -> list[object]:
     """The operations of `scattered` and `summed`."""
     ops = torch.ops._c10d_functional

@@ -4,6 +4,7 @@ is taken can be built."""
 from __future__ import annotations
 
 import math
+import re
 import weakref
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import assume, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -110,7 +111,6 @@ def jobs(draw: st.DrawFn) -> Job:
 @example(job_of(shape(layers=8), 4, parallelism=layout(1, 4, "interleaved"), global_batch_size=9))
 @example(job_of(shape(layers=4), 4, parallelism=layout(1, 2, zero=2), global_batch_size=8))
 def test_the_plan_refuses_what_the_trainer_refuses(job: Job) -> None:
-    assume(runs_here(job.parallelism.model_dump()))  # of this machine's torch a plan knows nothing
     refused = list(layout_problems(job, World(0, job.world_size)))
     objections = make_plan(job, rules=RULES["native"]).objections
     assert bool(objections) == bool(refused), (objections, refused)
@@ -272,7 +272,13 @@ def test_every_reason_is_named_at_once() -> None:
 
 
 def test_an_older_torch_is_not_given_a_backward_in_halves(monkeypatch: pytest.MonkeyPatch) -> None:
-    job = job_of(shape("gpt", 2, 12, 6, 7), 2, parallelism=layout(1, 2, "zbv"))
-    monkeypatch.setattr(preflight, "adds_halves_of_backward", lambda: False)
-    with pytest.raises(ConfigError, match=r"'zbv' needs torch 2\.13 or newer"):
+    job = job_of(shape("gpt", 4, 12, 6, 7), 2, parallelism=layout(1, 2, "zbv"))
+    monkeypatch.setattr(torch, "__version__", "2.12.1+cpu")
+    monkeypatch.setattr("trainkit.engines.native.torch_version", lambda: "2.12.1+cpu")
+    words = r"'zbv' needs torch 2\.13 or newer .* this is 2\.12\.1\+cpu"
+    with pytest.raises(ConfigError, match=words):
         preflight.refuse_what_cannot_run(job, World(0, 2), begins=False)
+    (objection,) = make_plan(job, rules=RULES["native"]).objections
+    assert objection.code == "no-zero-bubble"
+    assert re.search(words, objection.message)
+    assert objection.changes == ({"parallelism.pipeline_schedule": "1f1b"},)
