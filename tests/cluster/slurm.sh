@@ -39,7 +39,7 @@ GresTypes=gpu
 SlurmdParameters=config_overrides
 ReturnToService=2
 SlurmdTimeout=10
-KillWait=5
+KillWait=10
 SchedulerParameters=bf_interval=2,sched_interval=2
 JobRequeue=1
 JobCompType=jobcomp/filetxt

@@ -13,6 +13,16 @@ from tests.cluster.machines import HEAD
 from tests.cluster.slurm_project import SlurmProject
 from tests.conftest import HANGS, wait_for
 
+DEAF = """
+import signal, time
+for number in (signal.SIGTERM, signal.SIGUSR1):
+    signal.signal(number, signal.SIG_IGN)
+beat(1)
+open(f"{folder}/count-{{rank}}", "w").write("1")
+while True:
+    time.sleep(1)
+"""
+
 
 @pytest.mark.slow  # four imports of torch; test_slurm_stages.py compares two ranks' losses
 def test_the_same_losses_as_on_one_machine(slurm: SlurmProject) -> None:
@@ -121,6 +131,19 @@ def test_scancel_saves_and_is_the_end(slurm: SlurmProject) -> None:
     slurm.invoke("resume", run.name)
     assert slurm.slurm_jobs(run)[0]["id"] == id and len(slurm.slurm_jobs(run)) == 2
     assert slurm.document("status", run.name)["attempt"] == 2
+
+
+def test_ranks_that_outlast_scancel_leave_a_record(slurm: SlurmProject) -> None:
+    """Of an engine that takes longer to save than KillWait lets it: Slurm's KILL ends all."""
+    slurm.ranks_do(DEAF.format(folder=slurm.path))
+    run, id = slurm.submit()
+    slurm.wait_step(1)
+    slurm.cluster.on(HEAD, "scancel", id)
+    wait_for(lambda: slurm.job_state(id) == "CANCELLED", "the batch job to end", timeout=HANGS)
+    ended = slurm.events(run, 1)["ended"]
+    assert (ended["exit"], ended["class"]) == (12, "preempted")
+    assert "scancel" in ended["root_cause"]["message"]
+    assert ended["root_cause"]["message"].endswith("not all of its ranks had saved")
 
 
 def test_requeue_goes_on_in_one_record(slurm: SlurmProject) -> None:

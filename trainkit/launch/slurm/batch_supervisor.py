@@ -24,7 +24,13 @@ from trainkit.launch.slurm.batch_script import LIMIT_SHARE, signal_seconds
 from trainkit.launch.slurm.sbatch import (
     note_end,
 )
-from trainkit.launch.slurm.squeue import failed_nodes, job_details, requeue, usable_nodes
+from trainkit.launch.slurm.squeue import (
+    failed_nodes,
+    job_details,
+    kill_wait,
+    requeue,
+    usable_nodes,
+)
 from trainkit.launch.supervise.attempt import AttemptResult
 from trainkit.launch.supervise.observer import RunObserver
 from trainkit.launch.supervise.outcome import Outcome, StopRequest
@@ -51,6 +57,9 @@ from trainkit.runs.slurm import (
 )
 
 ASK_AGAIN_SECONDS = 60.0  # a slurmctld that does not answer
+LOOK_SECONDS = 0.2  # between two looks at whether Slurm's TERM has come
+# before Slurm's KILL, to end ranks that have not left, ask Slurm why, and record it
+LAST_WORD_SECONDS = 5.0
 Kind = Literal["time-limit", "preemption", "infra", ""]
 
 
@@ -63,6 +72,7 @@ class BatchStopRequests(StopRequests):
     def __init__(self) -> None:
         super().__init__()
         self.signalled: int | None = None  # by which signal Slurm asked first
+        self.term_at: float | None = None  # when its first TERM came, by time.monotonic()
         # Slurm's USR1 comes long before it must: the time limit is short, and our own clock will
         # tell
         self.too_early = False
@@ -74,6 +84,8 @@ class BatchStopRequests(StopRequests):
         if number == signal.SIGUSR1 and self.too_early:
             self.too_early = False  # Slurm's own comes once; whoever sends another means it
             return
+        if number == signal.SIGTERM and self.term_at is None:
+            self.term_at = time.monotonic()
         self._asked(number)
 
     def expect_too_early(self) -> None:
@@ -90,6 +102,10 @@ class BatchStopRequests(StopRequests):
     def nodes_are_taken(self) -> None:
         """Slurm takes the nodes back, and has said so before anybody listened."""
         self._asked(signal.SIGTERM)
+
+    def kill_is_near(self) -> None:
+        """Slurm's KILL will end ranks and supervisor alike."""
+        self.immediate = self.killed_soon = True
 
     def _asked(self, number: int) -> None:
         if self.first is None:
@@ -210,12 +226,13 @@ class BatchSupervisor(Supervisor):
         return None
 
     async def supervise(self) -> Outcome:
-        watching = asyncio.create_task(self._watch_time())
+        watching = [asyncio.create_task(each) for each in (self._watch_time(), self._watch_kill())]
         try:
             return await super().supervise()
         finally:
-            watching.cancel()
-            await asyncio.gather(watching, return_exceptions=True)
+            for task in watching:
+                task.cancel()
+            await asyncio.gather(*watching, return_exceptions=True)
 
     async def _watch_time(self) -> None:
         """Save in time before the job's time is over, whatever has become of Slurm's own signal:
@@ -226,6 +243,20 @@ class BatchSupervisor(Supervisor):
                 self.batch_requests.time_is_near()
                 return
             await asyncio.sleep(wait)
+
+    async def _watch_kill(self) -> None:
+        """KILL follows TERM after KillWait: ranks that have not left by then are ended before it,
+        so that the record says why, and a run that is to go on is put back into the queue."""
+        while (term_at := self.batch_requests.term_at) is None:
+            await asyncio.sleep(LOOK_SECONDS)
+        try:
+            wait = await asyncio.to_thread(kill_wait)
+        except TrainkitError as error:
+            self.observer.notice(f"Slurm's KILL may come before our last word: {error.message}")
+            return
+        spare = min(LAST_WORD_SECONDS, wait / 2)
+        await asyncio.sleep(term_at + wait - spare - time.monotonic())
+        self.batch_requests.kill_is_near()
 
     def _until_saving(self) -> float | None:
         """Seconds until the ranks must be told to save, or until it is worth asking again; None:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from trainkit.base.errors import TrainkitError
+from trainkit.base.errors import Exit, TrainkitError
 from trainkit.launch.scheduler_contract import JobAccount
 from trainkit.launch.slurm.allocation import slurm_output
 
@@ -293,6 +293,16 @@ def job_details(id: str) -> JobDetails:
         facts.get("ExcNodeList", "(null)").replace("(null)", ""),
         facts.get("Partition", ""),
     )
+
+
+def kill_wait() -> float:
+    """Seconds from Slurm's TERM to its KILL (slurm.conf(5), KillWait). Raises TrainkitError (exit
+    8)."""
+    text = slurm_output(["scontrol", "show", "config"])
+    found = re.search(r"^KillWait\s*= (\d+) sec", text, re.MULTILINE)
+    if found is None:
+        raise TrainkitError("scontrol show config has no KillWait", exit=Exit.START)
+    return float(found[1])
 
 
 def requeue(id: str, restarts: int) -> None:

@@ -467,6 +467,8 @@ class Attempt:
         if not nodes:
             return
         grace = self.job.cluster.watch.grace
+        if self.context.stop_requests.killed_soon:
+            grace = 0.0
         for node in nodes:
             pool.send(node, StopProcesses(grace))
         if self.ranks.running:

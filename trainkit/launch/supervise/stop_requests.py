@@ -19,6 +19,7 @@ class StopRequests:
     def __init__(self) -> None:
         self.first: StopRequest | None = None
         self.immediate = False
+        self.killed_soon = False  # we too: ranks are killed at once, so that their end is recorded
 
     def request_save(self, source: StopRequest) -> None:
         """Save at the end of the step, then stop."""
