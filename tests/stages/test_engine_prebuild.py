@@ -359,7 +359,7 @@ def test_in_an_image(
     assert stage.verdict(job).fresh
     another = box.model_copy(update={"image": "n:2"})
     changed = asked(tmp_path, tree, container=another)
-    monkeypatch.setattr(engine_prebuild, "_image", lambda job: "sha256:2")
+    monkeypatch.setattr(engine_prebuild, "image_of", lambda job: "sha256:2")
     assert "its image changed since" in str(stage.verdict(job).because)
     assert "never compiled" in str(stage.verdict(changed).because), "another name, another record"
     tree.rename(tmp_path / "away")

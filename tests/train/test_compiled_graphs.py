@@ -21,6 +21,7 @@ from trainkit.base.files import sha256_file
 from trainkit.engines.registry import refuse_unlaunchable
 from trainkit.jobs.load import load
 from trainkit.jobs.schema import Job
+from trainkit.launch.containers.stages import stage_box
 from trainkit.stages.execute import stamps_folder
 from trainkit.stages.precompile import PrecompileStage, prune
 from trainkit.stages.stamps import check_freshness
@@ -315,6 +316,29 @@ def test_the_stage_says_why(job: Job, tmp_path: Path) -> None:
     device = ("cluster.device=cuda", "cluster.gpus_per_node=1", 'training.precision="bf16"')
     with pytest.raises(ConfigError, match="those of a batch are not known before"):
         job_of(tmp_path, *device, "training.reset_attention_mask=true")
+
+
+def test_in_an_image_they_are_made_by_its_compiler(tmp_path: Path) -> None:
+    """Where its table says so; elsewhere a rank that cannot take them says how."""
+    text = JOBS.replace("ROOT", str(tmp_path)).replace('"mock"', '"mock"\ncontainer = "box"')
+    box = "[containers.box]\nimage = '/i.sqsh'\nruntime = 'enroot'\npython = 'python3'\n"
+
+    def boxed(more: str) -> Job:
+        (tmp_path / "jobs.toml").write_text(f"{text}\n{box}{more}")
+        return load(tmp_path).resolve("small", []).job
+
+    outside, inside = boxed(""), boxed("stages_in_container = true")
+    assert stage_box(outside, "precompile") is None
+    assert stage_box(inside, "precompile") is not None
+    needs = [PrecompileStage().needs(each, tmp_path)[0] for each in (outside, inside)]
+    assert [need.settings["image"] for need in needs] == ["", "/i.sqsh"]
+    files = GraphFiles.of(outside)
+    fields = {**graph_fields(outside), **machine_fields(outside), "python": "3.10.12"}
+    (tmp_path / "made").mkdir()
+    pack(tmp_path / "made", files, fields)
+    way_out = "containers.box.stages_in_container = true has them made in the image"
+    assert take(outside).endswith(way_out)
+    assert "python was '3.10.12'" in take(inside) and way_out not in take(inside)
 
 
 def test_the_oldest_are_deleted(job: Job, tmp_path: Path) -> None:

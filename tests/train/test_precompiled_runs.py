@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import TASKS, Project
+from tests.launch.containers.entered_image import entered_image
 from trainkit.base.locks import locked
 from trainkit.jobs.load import load
 from trainkit.train.compiled_graphs import graph_fields, node_folder
@@ -118,6 +119,19 @@ def test_every_rank_finds_every_graph(layout: str, project: Project) -> None:
         assert said(project, layout)[1] > 0, "a damaged archive is a miss"
         assert f"{archive} is damaged" in logs(project)
         assert project.losses(project.runs()[-1]) == warm, "what a cold compilation computes"
+
+
+@pytest.mark.slow  # compiles C++ for some minutes of CPU time
+def test_graphs_of_a_job_in_an_image_are_made_there(project: Project, tmp_path: Path) -> None:
+    """By its compiler, which is another than this machine's: the prolog inside says which."""
+    box = entered_image(tmp_path / "image")
+    path = project.path / "jobs.toml"
+    text = path.read_text().replace("[clusters.here]", f"[clusters.here]\nprolog = {box.prolog}")
+    text = text.replace("[jobs.tp]\n", '[jobs.tp]\ncontainer = "box"\n')
+    table = box.table(prolog=["export CXX=/usr/bin/g++ PATH=/usr/bin"])
+    path.write_text(f"{text}\n[containers.box]\n{table}")
+    assert not project.document("precompile", "tp")["fresh"]
+    assert said(project, "tp") == (12, 0)
 
 
 @pytest.mark.slow  # compiles C++ for some minutes of CPU time

@@ -113,6 +113,15 @@ def made_image(job: Job) -> ImageRecord | None:
     return read_record(plan.build_record)
 
 
+def image_of(job: Job) -> str:
+    """Which image units of a job are in: its digest where it was made here, else its name; "":
+    they run outside."""
+    if job.container is None or not job.container.stages_in_container:
+        return ""
+    made = made_image(job)
+    return (made.digest if made else "") or job.container.image
+
+
 def _settings(plan: ImagePlan, given: BuildInput) -> dict[str, object]:
     """What the image hangs on besides the content of files."""
     arguments = {f"build argument {key}": v for key, v in arguments_of(plan.container).items()}

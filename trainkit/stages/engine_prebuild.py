@@ -47,7 +47,7 @@ from trainkit.engines.sources import (
     source_tree,
 )
 from trainkit.jobs.schema import Job
-from trainkit.stages.build_container import made_image
+from trainkit.stages.build_container import image_of
 from trainkit.stages.contract import Need, Unit
 
 VERSION = 1
@@ -171,7 +171,7 @@ class EnginePrebuildStage:
             engines_root(job) / "prebuilt" / f"{key}.json",
             _needs_kernels(job),
             not job.cluster.launcher_traits.one_machine,
-            _image(job),
+            image_of(job),
         )
         unit = Unit(
             "compile",
@@ -195,14 +195,6 @@ class EnginePrebuildStage:
 
     def waits_for(self, job: Job) -> tuple[str, ...]:
         return ("build-container", "engine-source", "engine-install")
-
-
-def _image(job: Job) -> str:
-    """Which image the job's units are in: its digest where it was made here, else its name."""
-    if job.container is None:
-        return ""
-    made = made_image(job)
-    return (made.digest if made else "") or job.container.image
 
 
 def _needs_kernels(job: Job) -> bool:

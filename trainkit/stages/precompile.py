@@ -10,6 +10,7 @@ from pathlib import Path
 
 from trainkit.engines.native import rank_variables
 from trainkit.jobs.schema import Job
+from trainkit.stages.build_container import image_of
 from trainkit.stages.contract import Need, Unit
 from trainkit.train.compiled_graphs import GraphFiles, graph_fields
 
@@ -28,7 +29,7 @@ class PrecompileStage:
         if job.engine != "native" or not job.precompile:
             return []
         files = GraphFiles.of(job)
-        fields = graph_fields(job)
+        fields = {**graph_fields(job), "image": image_of(job)}
         values = {
             "job": job.model_dump(mode="json"),
             "environment": rank_variables(job),
@@ -41,8 +42,8 @@ class PrecompileStage:
 
     def waits_for(self, job: Job) -> tuple[str, ...]:
         if job.model.vocab_size is None and self.needs(job, Path()):
-            return ("prep-data",)  # which says how many rows the head has
-        return ()
+            return ("build-container", "prep-data")  # which says how many rows the head has
+        return ("build-container",)
 
 
 def prune(root: Path, keep: Sequence[str] = (), most: int = MOST_BYTES) -> list[tuple[Path, int]]:

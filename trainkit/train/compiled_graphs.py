@@ -257,7 +257,7 @@ def take(job: Job) -> str:
         return f"{error.list[0].message}; invoke precompile {job.name} makes them"
     asked = {**fields, **machine_fields(job)}
     if other := difference(record["fields"], asked):
-        return f"they were compiled for another job or machine: {other}"
+        return f"they were compiled for another job or machine: {other}{_in_image(job)}"
     folder = node_folder(fields)
     try:
         make_private_folder(folder.parent)
@@ -270,6 +270,14 @@ def take(job: Job) -> str:
         return f"{files.archive} cannot be unpacked to {folder}: {error}"
     os.environ[VARIABLE] = str(folder)
     return ""
+
+
+def _in_image(job: Job) -> str:
+    """The way to graphs of the image's torch, Python and compiler."""
+    box = job.container
+    if box is None or box.stages_in_container:
+        return ""
+    return f"; containers.{box.name}.stages_in_container = true has them made in the image"
 
 
 def take_graphs(job: Job) -> ReadyGraphs | None:

@@ -17,7 +17,7 @@ from trainkit.stages.precompile import prune as prune_graphs
 from trainkit.stages.registry import STAGES
 from trainkit.train.compiled_graphs import SCHEMA, GraphFiles
 
-BEFORE = ("build", "prep-data")  # stages that say what is compiled
+BEFORE = ("build", "build-container", "prep-data")  # stages that say what is compiled
 
 
 def compile_graphs(

@@ -29,7 +29,7 @@ from trainkit.stages.array_task import CLIENT_VARIABLE
 
 # Stages that compute. The others need the network and what is outside: they build or fetch what
 # the image is made of, or compile for the Python that asks.
-INSIDE = ("prep-data", "index", "weights", "engine-prebuild")
+INSIDE = ("prep-data", "index", "weights", "engine-prebuild", "precompile")
 # of those, made outside where no nodes are asked for: a download, whose credentials, proxies and
 # way out are this machine's
 DOWNLOADS = ("weights",)
