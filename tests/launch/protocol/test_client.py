@@ -201,6 +201,29 @@ def test_a_crowd_of_one_address_keeps_no_other_out() -> None:
     assert heard == [CANCEL.to_json()]
 
 
+def test_who_hangs_in_its_proof_has_no_place_in_the_next_session() -> None:
+    async def said() -> bytes:
+        async def handler(connection: Connection, node: int) -> None:
+            await connection.finish()
+
+        server = Server()
+        server.token = TOKEN
+        server.handlers["agent"] = handler
+        await server.listen("127.0.0.1")
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        handshake = ClientHandshake(TOKEN, "agent", 0)
+        writer.write(encode(handshake.request.to_json()))
+        (challenge,) = Decoder().feed(await reader.read(4096))
+        server.token = b"n" * 32
+        writer.write(encode(handshake.answer(challenge).to_json()))
+        rest = await reader.read()
+        writer.close()
+        await server.close()
+        return rest
+
+    assert asyncio.run(said()) == b""
+
+
 def test_a_crowd_is_accepted_a_few_at_a_time() -> None:
     """What the supervisor has to do besides, pings too, waits for a few of them, not for all."""
 

@@ -215,8 +215,11 @@ class Server:
         request = ConnectRequest.from_json(received or {})
         if request.role not in self.handlers or self.token is None:
             raise BadFrame(f"nothing waits for a {request.role[:20]!r} now")
-        handshake = ServerHandshake(self.token, request)
+        token = self.token
+        handshake = ServerHandshake(token, request)
         connection.send(handshake.challenge)
         handshake.check(await connection.receive())
+        if token != self.token:  # an agent that hung meanwhile has no place in the next session
+            raise BadFrame("its session has ended")
         connection.trust()
         return request
