@@ -30,7 +30,7 @@ OPTIONS = (
     "-oBatchMode=yes",
     "-oConnectTimeout=15",
     "-oServerAliveInterval=5",
-    "-oServerAliveCountMax=3",
+    "-oServerAliveCountMax=6",  # of 5 s, twice the lease
     *ALONE,
 )
 

@@ -15,8 +15,7 @@ from trainkit.launch.launchers.local import local_argv, start_local_agent
 from trainkit.launch.launchers.transports import TransportPerHost, kill_on_error, start_transport
 from trainkit.launch.session import Session, is_this_machine, transport_log
 
-# A dead peer is noticed by ssh itself after 15 s; the agents' own lease is what ends the ranks.
-ALIVE = ("-oServerAliveInterval=5", "-oServerAliveCountMax=3")
+ALIVE_SECONDS = 5  # between ssh's own signs of life
 # A connection of its own for each host: one that is shared ends for all when its master does, and
 # forwardings of a person's ~/.ssh/config collide.
 ALONE = ("-oControlMaster=no", "-oControlPath=none", "-oClearAllForwardings=yes")
@@ -27,12 +26,16 @@ def ssh_options(session: Session) -> tuple[str, ...]:
     the first."""
     # so that ssh's own words about a dead host are there in time
     timeout = max(1, round(session.cluster.connect_seconds() / 2))
+    # The lease is what ends the ranks. ssh is not to give up before: the gaps between TCP's tries
+    # double, so that it hears nothing for up to twice a cut
+    patience = max(3, round(2 * session.lease / ALIVE_SECONDS))
     return (
         *session.cluster.ssh_args,
         "-T",
         "-oBatchMode=yes",
         f"-oConnectTimeout={timeout}",
-        *ALIVE,
+        f"-oServerAliveInterval={ALIVE_SECONDS}",
+        f"-oServerAliveCountMax={patience}",
         *ALONE,
     )
 

@@ -28,12 +28,21 @@ _LENGTH = struct.Struct(">I")
 TCP_THIN_LINEAR_TIMEOUTS = 16
 TCP_RTO_MAX_MS = 44  # Linux 6.15: the gaps never grow beyond this
 LONGEST_GAP_MS = 1000  # the least that it takes
+TCP_USER_TIMEOUT = 18  # Linux 2.6.37: until the kernel gives a silent side up
+# long after any lease, which is to decide that: with gaps so short the kernel's own limit, a number
+# of tries, is over after 15 s
+GIVE_UP_MS = 7 * 24 * 3600 * 1000
 
 
 def retransmit_soon(sock: socket.socket) -> None:
-    """Have lost packets sent again soon after a cut of the network: the gaps between tries
-    double, so that a side hears nothing for up to twice the cut. As far as this kernel can."""
-    for option, value in ((TCP_THIN_LINEAR_TIMEOUTS, 1), (TCP_RTO_MAX_MS, LONGEST_GAP_MS)):
+    """Have lost packets sent again soon after a cut of the network, however long it was: the gaps
+    between tries double, so that a side hears nothing for up to twice the cut. As far as this
+    kernel can."""
+    for option, value in (
+        (TCP_THIN_LINEAR_TIMEOUTS, 1),
+        (TCP_RTO_MAX_MS, LONGEST_GAP_MS),
+        (TCP_USER_TIMEOUT, GIVE_UP_MS),
+    ):
         with contextlib.suppress(OSError):
             sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
