@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -21,6 +22,7 @@ import pytest
 from tests.launch.stub_agents import Debug, StubAgent
 from tests.launch.supervised import DONE, Program, events, make_run, supervised
 from trainkit.base.address import local_addresses
+from trainkit.base.redact import Redactor
 from trainkit.jobs.clusters import Cluster, WatchLimits
 from trainkit.launch.agent.connection import dial
 from trainkit.launch.hosts.hostfile import Host
@@ -48,6 +50,7 @@ from trainkit.launch.protocol.framing import (
 from trainkit.launch.protocol.handshake import make_proof, new_nonce
 from trainkit.launch.protocol.server import Connection, Server
 from trainkit.launch.session import Session, is_this_machine
+from trainkit.launch.supervise import rank_tracker
 from trainkit.launch.supervise.agent_pool import (
     HEARD_SECONDS,
     AgentLost,
@@ -55,9 +58,14 @@ from trainkit.launch.supervise.agent_pool import (
     JoinedAgent,
     MissingAgent,
 )
+from trainkit.launch.supervise.heartbeats import Heartbeats
+from trainkit.launch.supervise.rank_tracker import RankTracker
+from trainkit.runs.events import EventLog
+from trainkit.runs.folder import RunFolder
 
 Act = Callable[[AgentPool, Server], Any]
 
+LIMITS = WatchLimits()
 RESERVE = ReserveSlots("run", 1, ())
 
 
@@ -164,7 +172,33 @@ def test_silence_is_a_lost_contact_and_an_end_is_one_at_once(tmp_path: Path) -> 
         return lost
 
     ((node, frame),), _ = with_crew(tmp_path, 2, Mute, act, lease=1.5)
-    assert node == 1 and frame.silent is True and frame.ago >= 1.5 and "silent for" in frame.why
+    assert node == 1 and frame.silent is True and "silent for" in frame.why
+    assert time.monotonic() - frame.heard >= 1.5
+
+
+def test_a_loss_that_is_looked_at_late_was_no_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a loop that had waited for a disk: what peers say of it afterwards comes after it."""
+    late = SimpleNamespace(
+        time=lambda: time.time() + 1000, monotonic=lambda: time.monotonic() + 1000
+    )
+
+    async def act(pool: AgentPool, server: Server) -> None:
+        await pool.gather(300)
+        server.loop.call_soon_threadsafe(pool._connections[0].close)
+        while 0 not in pool.lost:
+            await asyncio.sleep(0.02)
+        folder = RunFolder(tmp_path).attempt(1)
+        ranks = RankTracker(folder, EventLog(folder), Redactor([]), Heartbeats(folder, LIMITS))
+        ranks.expect({0: 0})
+        monkeypatch.setattr(rank_tracker, "time", late)
+        ranks.handle(pool, 0, pool.lost[0])
+        (loss,) = ranks.losses
+        assert loss.time < time.time() + 500
+        assert ranks.lost_at is not None and ranks.lost_at <= time.monotonic() - LIMITS.lease
+
+    with_crew(tmp_path, 1, StubAgent, act)
 
 
 class Beaten(StubAgent):

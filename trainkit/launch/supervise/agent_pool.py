@@ -70,14 +70,15 @@ class AgentLost(Frame):
     Args:
         why: for people.
         silent: nothing was closed, so what it started may still run for a while.
-        ago: seconds since it was heard.
+        heard: when it was heard last, by time.monotonic(): a loop that waits for a disk may look at
+            this much later.
         closed: its host closed the connection: the agent has ended, or ends now and stops all it
             started. It does not live on for its lease.
     """
 
     why: str
     silent: bool
-    ago: float
+    heard: float
     closed: bool = False
 
 
@@ -300,8 +301,8 @@ class AgentPool:
     def _lose(self, node: int, why: str, *, silent: bool, closed: bool = False) -> None:
         if node in self.lost or node in self._leaving:
             return
-        ago = time.monotonic() - self._connections[node].heard if silent else 0.0
-        frame = AgentLost(why, silent, ago, closed)
+        heard = self._connections[node].heard if silent else time.monotonic()
+        frame = AgentLost(why, silent, heard, closed)
         self.lost[node] = frame
         self._connections[node].close()
         self._give(node, frame)

@@ -257,9 +257,10 @@ class RankTracker:
     def _agent_lost(self, node: int, host: str, frame: AgentLost) -> None:
         gone = {rank for rank, where in self.node_of.items() if where == node}
         if node not in self.stopped or gone & self.running:
-            self.losses.append(LostContact(host, frame.why, time.time() - frame.ago, frame.silent))
-            gone_for = self.heartbeats.limits.lease if frame.closed else frame.ago
-            self.lost_at = max(self.lost_at or 0.0, time.monotonic() - gone_for)
+            heard = time.time() - (time.monotonic() - frame.heard)
+            self.losses.append(LostContact(host, frame.why, heard, frame.silent))
+            run_out = self.heartbeats.limits.lease if frame.closed else 0.0
+            self.lost_at = max(self.lost_at or 0.0, frame.heard - run_out)
             # a full disk must not keep us from stopping the others
             with contextlib.suppress(OSError):
                 self.events.write(ContactLost(node, host, frame.why))
