@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import secrets
 import signal
 import subprocess
@@ -16,9 +17,11 @@ import pytest
 from trainkit.base.process_marks import (
     MARK_VARIABLE,
     MarkedProcess,
+    find_by_limit,
     find_descendants,
     find_marked,
     kill_processes,
+    limit_mark,
     send_signal,
 )
 
@@ -182,3 +185,22 @@ def test_a_worker_that_does_not_beat_is_ended(tmp_path: Path) -> None:
         ).returncode
         == 3
     )
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be two users")
+def test_a_limit_that_another_user_has_taken_is_no_mark(run: str) -> None:
+    limit = limit_mark(run)
+    assert limit
+    with subprocess.Popen(
+        ["sleep", "1000"],
+        user=65534,
+        # one system call
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_MSGQUEUE, limit),  # noqa: PLW1509
+    ) as foreign:
+        assert [process.pid for process in find_by_limit(run)] == [foreign.pid]
+        if (looker := os.fork()) == 0:
+            os.setuid(65533)
+            os._exit(len(find_by_limit(run)))
+        _, found = os.waitpid(looker, 0)
+        foreign.kill()
+    assert found == 0

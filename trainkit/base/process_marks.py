@@ -85,11 +85,18 @@ def limit_mark(run: str) -> tuple[int, int] | None:
 
 
 def find_by_limit(run: str) -> list[MarkedProcess]:
-    """The living processes on this host that carry no mark but the run's limit."""
+    """The living processes on this host that carry no mark but the run's limit; as `find_marked`,
+    only those whose environment may be read: anybody can take the limit."""
     if (limit := limit_mark(run)) is None:
         return []
     line = b"Max msgqueue size         %d " % limit[0]  # proc(5): /proc/PID/limits
-    found = [pid for pid in _pids() if line in _read(f"/proc/{pid}/limits") and not _mark(pid)]
+    found = [
+        pid
+        for pid in _pids()
+        if line in _read(f"/proc/{pid}/limits")
+        and os.access(f"/proc/{pid}/environ", os.R_OK)
+        and not _mark(pid)
+    ]
     return [process for pid in found if (process := describe_process(pid, ""))]
 
 
