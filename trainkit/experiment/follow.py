@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from trainkit.launch.scheduler_registry import SCHEDULERS, scheduler_of
+from trainkit.launch.scheduler_registry import SCHEDULERS, current, scheduler_of
 from trainkit.runs.event_tail import EventTail
 from trainkit.runs.events import (
     AllRanksStarted,
@@ -56,7 +56,9 @@ class RunFollower:
         if time.monotonic() - self._looked < LOOK_SECONDS:
             return None
         record = read_run_record(self.run)
-        if self._queue is not None:
+        if self._queue is None:
+            record = current(record)  # a root that stalls keeps the supervisor's sign of life back
+        else:
             record, line = self._queue.look(record)
             if line:
                 self.notice(line)
@@ -74,7 +76,7 @@ def wait_until_started(run: RunFolder, events: EventTail) -> bool:
     it ended before. The supervisor ends a run that does not start in time."""
     try:
         while True:
-            running = read_run_record(run).state in ("starting", "running")
+            running = current(read_run_record(run)).state in ("starting", "running")
             if any(isinstance(event, AllRanksStarted) for _, event in events.new()):
                 return True
             if not running:

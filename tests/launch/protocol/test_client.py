@@ -20,13 +20,16 @@ from tests.runs.test_record import make_run
 from trainkit.base.errors import TrainkitError
 from trainkit.base.files import write_json
 from trainkit.base.process import identity
+from trainkit.experiment.follow import RunFollower
 from trainkit.launch.agent.connection import dial
 from trainkit.launch.protocol.client import ask_supervisor
 from trainkit.launch.protocol.frames import Accepted, CancelRun, Ping
 from trainkit.launch.protocol.framing import Decoder, encode
 from trainkit.launch.protocol.handshake import ClientHandshake
 from trainkit.launch.protocol.server import ACCEPTS, Connection, Server
+from trainkit.runs.event_tail import EventTail
 from trainkit.runs.folder import RunFolder
+from trainkit.runs.supervisor_status import read_supervisor_status, write_supervisor_status
 
 TOKEN = b"t" * 32
 CANCEL = CancelRun(save=True)
@@ -82,10 +85,12 @@ def listening(heard: Heard, most: int | None = None) -> Iterator[int]:
     thread = threading.Thread(target=lambda: loop.run_until_complete(serve(stop)))
     thread.start()
     assert ready.wait(300)
-    yield ports[0]
-    loop.call_soon_threadsafe(stop.set)
-    thread.join()
-    loop.close()
+    try:
+        yield ports[0]
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join()
+        loop.close()
 
 
 def test_asked_and_answered(tmp_path: Path) -> None:
@@ -107,6 +112,21 @@ def test_asked_and_answered(tmp_path: Path) -> None:
     announce(run, port)
     with pytest.raises(TrainkitError, match=r"cannot be reached: .*refused"):
         ask_supervisor(run, CANCEL, timeout=0.3)
+
+
+def test_who_follows_a_run_asks_a_supervisor_that_cannot_sign(tmp_path: Path) -> None:
+    """A shared root that stalls keeps its sign of life back for longer than is believed."""
+    run = make_run(tmp_path, "j", "a")
+    follower = RunFollower(run, EventTail(run), lambda line: None)
+    with listening([]) as port:
+        announce(run, port)
+        status = read_supervisor_status(run)
+        assert status
+        write_supervisor_status(run, replace(status, time=time.time() - 1000))
+        assert follower.poll() is None
+    follower = RunFollower(run, EventTail(run), lambda line: None)
+    record = follower.poll()
+    assert record and record.state == "unknown"
 
 
 def test_unproved_connections_leave_room_for_agents(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from trainkit.cli.config.jobs import load_jobs
 from trainkit.cli.options import LogOptions
 from trainkit.cli.run.summary import last_lines
 from trainkit.cli.wrapper import TaskContext, TaskResult
-from trainkit.launch.scheduler_registry import scheduler_of
+from trainkit.launch.scheduler_registry import current, scheduler_of
 from trainkit.runs.events import RankEnded, RankStarted, events_of, read_events
 from trainkit.runs.find import find_run
 from trainkit.runs.folder import AttemptFolder, RunFolder
@@ -203,7 +203,7 @@ def _attempt(run: RunFolder, number: int) -> AttemptFolder:
 def _follow(run: RunFolder, tails: Sequence[LogTail]) -> None:
     """Print what is new until the run has ended."""
     while True:
-        running = read_run_record(run).state in ("starting", "running")
+        running = current(read_run_record(run)).state in ("starting", "running")
         texts = [text for tail in tails if (text := tail.new(unfinished=not running))]
         sys.stdout.write("".join(texts))
         sys.stdout.flush()
