@@ -1,7 +1,8 @@
-"""Locks whose file their holder removes."""
+"""Locks whose file their holder removes; and who may take one."""
 
 from __future__ import annotations
 
+import os
 import threading
 from pathlib import Path
 
@@ -35,3 +36,17 @@ def test_a_block_that_fails_leaves_no_file(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no"), locked(tmp_path / "x.lock", {}, remove=True):
         raise ValueError("no")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o600), (0o027, 0o600), (0o002, 0o660)])
+def test_who_may_not_write_to_a_lock_cannot_take_it(tmp_path: Path, umask: int, mode: int) -> None:
+    """Reading is enough for flock(2)."""
+    made, found = tmp_path / "made.lock", tmp_path / "found.lock"
+    before = os.umask(umask)
+    try:
+        found.touch(0o666)  # as an older trainkit made it
+        for path in (made, found):
+            with locked(path, {}):
+                assert path.stat().st_mode & 0o666 == mode
+    finally:
+        os.umask(before)

@@ -156,7 +156,7 @@ def locked(root: Path, environment: str = "") -> Iterator[tuple[int, bool]]:
     """
     import fcntl
 
-    handle = os.open(root / ".venv.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    handle = os.open(root / ".venv.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o660)
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

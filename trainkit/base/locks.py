@@ -8,6 +8,7 @@ import errno
 import fcntl
 import json
 import os
+import stat
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -64,12 +65,23 @@ def _read_holder(handle: int) -> dict[str, object]:
     return {}
 
 
+def _hide_from_readers(handle: int) -> None:
+    """Who may read a file may lock it with flock(2): another user, who may not write to it, could
+    hold the lock for as long as that user likes."""
+    mode = stat.S_IMODE(os.fstat(handle).st_mode)
+    readers = mode & 0o044 & ~(mode << 1)  # group or others who may not write
+    if readers:
+        with contextlib.suppress(PermissionError):  # its owner does
+            os.fchmod(handle, mode & ~readers)
+
+
 def _held(path: Path, *, wait: bool, on_wait: Callable[[dict[str, object]], None] | None) -> int:
     """A locked handle of the file that has the name now: its holder may have removed the one
     that was waited for."""
     while True:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o660)
         try:
+            _hide_from_readers(handle)
             try:
                 _flock(handle, path, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
