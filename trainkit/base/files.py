@@ -76,6 +76,27 @@ def write_text(path: Path, text: str, permissions: int = 0o666) -> None:
         file.write(text)
 
 
+def write_beat(path: Path, text: str, *, durable: bool) -> None:
+    """Write a small text file that is written again and again, whole. On a full disk, which others
+    may fill, there is room where the last text stands. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = temporary_name(path)
+    try:
+        if durable:
+            write_text(path, text)
+        else:
+            temporary.write_text(text)
+            temporary.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        with open(path, "r+b", buffering=0) as file:
+            rest = text.encode().ljust(os.fstat(file.fileno()).st_size)
+            while rest:  # torn, a run that has succeeded would count as failed
+                rest = rest[file.write(rest) :]
+            os.fsync(file.fileno())
+
+
 def write_json(path: Path, value: object, permissions: int = 0o666) -> None:
     """Write one JSON document, indented for people, whole or not at all.
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch.fake_supervisor import SECRET, Session, process, wait_until
+from trainkit.launch.agent.process import BEAT_BYTES
 
 
 @pytest.fixture
@@ -130,13 +131,14 @@ def test_how_processes_end(session: Session, tmp_path: Path) -> None:
         f"import json; json.dump({words!r}, open({str(error)!r}, 'w')); print('\\n'.join(map(str,"
         " range(100)))); raise SystemExit(3)"
     )
+    room = "import os; print(os.stat(os.environ['TRAINKIT_HEARTBEAT_FILE']).st_size)"
     peer = session.begin()
     peer.go(
         process("0", done, heartbeat=True),
         process("1", failing, error=str(error)),
         process("2", "import os; os.kill(os.getpid(), 11)"),
         process("3", "import os, signal; os.kill(os.getpid(), 9)"),
-        process("4", "print('well')", heartbeat=True),
+        process("4", room, heartbeat=True),  # on a disk that may be full when it has words for it
         secret_names=("KEY",),
     )
     ends = {end["key"]: end for end in (peer.hear("ended") for _ in range(5))}
@@ -154,7 +156,7 @@ def test_how_processes_end(session: Session, tmp_path: Path) -> None:
     )
     assert (
         ends["1"]["last"] == [str(n) for n in range(70, 100)]
-        and ends["4"]["last"] == ["well"]
+        and ends["4"]["last"] == [str(BEAT_BYTES)]
         and ends["4"]["error"] is None
     )
     assert not ends["3"]["oom"] and all(

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from trainkit.base import files
 from trainkit.base.errors import TrainkitError
-from trainkit.train.metrics import heartbeat
+from trainkit.launch.agent.process import BEAT_BYTES
 from trainkit.train.metrics.heartbeat import Heartbeat
 
 
@@ -73,10 +74,28 @@ def test_a_full_disk_has_room_for_the_last_word(
     beats = Heartbeat(path, rank=3)
     beats.beat("save", 123456)
     longest = path.stat().st_size
-    monkeypatch.setattr(heartbeat, "write_text", full)
+    monkeypatch.setattr(files, "write_text", full)
     beats.beat("done", 7)
     said = json.loads(path.read_text())
     assert (said["phase"], said["step"]) == ("done", 7) and path.stat().st_size == longest
+
+
+def test_a_full_disk_has_room_for_every_beat(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the agent left some: a rank that cannot say that it moves is stopped as one that
+    hangs."""
+
+    def full_for_others(path: Path, text: str) -> None:
+        path.touch()
+        full(path, text)
+
+    path = tmp_path / "0.json"
+    path.write_text(" " * BEAT_BYTES)
+    monkeypatch.setattr(Path, "write_text", full_for_others)
+    Heartbeat(path, rank=3).beat("train", 7)
+    assert json.loads(path.read_text())["step"] == 7 and path.stat().st_size == BEAT_BYTES
+    assert [each.name for each in tmp_path.iterdir()] == ["0.json"]
 
 
 def test_the_last_word_is_whole_where_the_disk_takes_it_in_parts(
@@ -89,9 +108,9 @@ def test_the_last_word_is_whole_where_the_disk_takes_it_in_parts(
     path = tmp_path / "0.json"
     beats = Heartbeat(path, rank=3)
     beats.beat("save", 123456)
-    monkeypatch.setattr(heartbeat, "write_text", full)
+    monkeypatch.setattr(files, "write_text", full)
     monkeypatch.setattr(
-        heartbeat, "open", lambda path, mode, buffering: Parts(path, mode), raising=False
+        files, "open", lambda path, mode, buffering: Parts(path, mode), raising=False
     )
     beats.beat("done", 7)
     assert json.loads(path.read_text())["phase"] == "done"

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 from trainkit.base.documents import document, utc_now
-from trainkit.base.files import temporary_name, write_json, write_text
+from trainkit.base.files import write_beat, write_json
 from trainkit.engines.rank.end import Verdict
 from trainkit.engines.rank.readings import EvaluationLine, Iteration
 from trainkit.engines.rank.spec import RankSpec
@@ -237,15 +237,10 @@ class RankReport:
         """Say where this rank is."""
         if self.heartbeat is None:
             return
-        temporary = temporary_name(self.heartbeat)
         try:
-            self.heartbeat.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(self._beat_text(phase))
-            temporary.replace(self.heartbeat)
+            write_beat(self.heartbeat, self._beat_text(phase), durable=False)
         except OSError as error:
             self._say_once(f"no heartbeat: {error}")
-            with contextlib.suppress(OSError):
-                temporary.unlink()
 
     def _beat_text(self, phase: str) -> str:
         return json.dumps(
@@ -274,7 +269,7 @@ class RankReport:
         self.phases.done(time.time())
         self.step = self.spec.train_iters
         if self.heartbeat is not None:
-            write_text(self.heartbeat, self._beat_text("done"))
+            write_beat(self.heartbeat, self._beat_text("done"), durable=True)
 
     def fail(self, verdict: Verdict) -> None:
         """Why this rank has not succeeded. A full disk must not hide it: it is on stderr too."""

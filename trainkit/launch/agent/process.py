@@ -17,7 +17,7 @@ from pathlib import Path
 
 from trainkit.base import process_marks
 from trainkit.base.cgroup import Cgroup
-from trainkit.base.files import write_json
+from trainkit.base.files import write_json, write_text
 from trainkit.base.process import die_with_parent_hook, on_this_node
 from trainkit.base.process_marks import MARK_VARIABLE
 from trainkit.base.redact import Redactor
@@ -27,6 +27,8 @@ from trainkit.launch.agent.output import LogWriter, Output, Pipes
 from trainkit.launch.protocol.frames import ProcessEnded, ProcessSpec
 
 HEARTBEAT_VARIABLE = "TRAINKIT_HEARTBEAT_FILE"
+# kept for a rank's words: any user of the host can fill the file system of the node's folder
+BEAT_BYTES = 1024
 LARGEST = 2**20  # bytes of a heartbeat or an error file that are read
 GONE_SECONDS = 1.0  # that a killed group may take to be empty
 LOG_SECONDS = 2.0  # how long the report of a process's end waits for its log
@@ -95,6 +97,8 @@ class ChildProcess:
         self._last_beat = (0, 0)  # (modification time, inode) of the heartbeat file
         environment = self._environment(spec, context.secrets)
         try:
+            if self.heartbeat:
+                write_text(self.heartbeat, " " * BEAT_BYTES)
             self.group = context.group.inside(_file_name(self.key)) if context.group else None
             self.process = _spawn(spec, mark, environment, self.group)
         except (OSError, ValueError, subprocess.SubprocessError) as error:

@@ -3,7 +3,6 @@ written."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import sys
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 from trainkit.base.documents import document
 from trainkit.base.errors import Exit, TrainkitError
-from trainkit.base.files import temporary_name, write_text
+from trainkit.base.files import write_beat
 from trainkit.runs.phases import PhaseLog
 
 if TYPE_CHECKING:
@@ -123,30 +122,17 @@ class Heartbeat:
         if phase == "done":
             self._say_done(self.path, text)
             return
-        temporary = temporary_name(self.path)
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(text)
-            temporary.replace(self.path)
+            write_beat(self.path, text, durable=False)
         except OSError as error:  # training matters more than being watched
             if not self._failed:
                 print(f"WARNING: no heartbeat: {error}", file=sys.stderr, flush=True)
             self._failed = True
-            with contextlib.suppress(OSError):
-                temporary.unlink()
 
     def _say_done(self, path: Path, text: str) -> None:
-        """Durable. A full disk has room for it where the last beat stands. Raises TrainkitError
-        (exit 10): this rank would look as if it had failed."""
+        """Durable. Raises TrainkitError (exit 10): this rank would look as if it had failed."""
         try:
-            try:
-                write_text(path, text)
-            except OSError:
-                with open(path, "r+b", buffering=0) as file:
-                    rest = text.encode().ljust(os.fstat(file.fileno()).st_size)
-                    while rest:  # torn, a run that has succeeded would count as failed
-                        rest = rest[file.write(rest) :]
-                    os.fsync(file.fileno())
+            write_beat(path, text, durable=True)
         except OSError as error:
             words = (
                 f"training is done and its checkpoint saved, but rank {self.rank} could not say so"
