@@ -1,10 +1,11 @@
 """The words of a command in a shell script, read without running anything.
 
 What is understood: comments, quotes, lines that go on after a backslash, NAME=value and
-NAME=(array), $NAME, ${NAME}, ${NAME[@]}, ${NAME:-default} and $((integers)) (POSIX.1-2024, Shell
-Command Language, 2.5 to 2.9; arrays as bash has them). `if`, && and || take the branch that
-comparisons of what is known say, and a variable that nobody gave is empty there. What only running
-the script would tell is read as if it ran once. Both are noted where they set anything.
+NAME=(array), $NAME, ${NAME}, ${NAME[@]}, ${NAME:-default}, $((integers)) and `bash -c TEXT`
+(POSIX.1-2024, Shell Command Language, 2.5 to 2.9; arrays as bash has them). `if`, && and || take
+the branch that comparisons of what is known say, and a variable that nobody gave is empty there.
+What only running the script would tell is read as if it ran once. Both are noted where they set
+anything.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ _TOKEN = re.compile(
     r"|(?P<end>\n|&&|\|\||[;|&<>()])",
     re.DOTALL,
 )
+_SHELL = re.compile(r"(?:\S*/)?(?:ba)?sh -[a-z]*c")
+_PRINTS = ("echo", "printf")
 _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -57,7 +60,7 @@ class ShellCommand:
     Args:
         before: its words up to the script, as of torchrun.
         words: those after the script.
-        unknown: variables and commands in them whose value the script does not say.
+        unknown: variables and commands in `words` whose value the script does not say.
         environment: variables that the script exports, or sets for this command alone. What
             the script does not know of a value stands in it as it was written.
         notes: what of the script was assumed, or not read, a line each.
@@ -132,7 +135,7 @@ def _values(names: Iterable[str], variables: Mapping[str, str]) -> dict[str, str
 def _cut(words: list[str], variables: Mapping[str, str], script: str) -> ShellCommand | None:
     """A command whose words are still to be expanded, cut at the script; None where it runs
     another."""
-    if words[:1] in (["echo"], ["printf"]):
+    if words and words[0] in _PRINTS:
         return None
     unknown: list[str] = []
     expanded = [each for word in words for each in _expanded(word, variables, unknown)]
@@ -141,7 +144,9 @@ def _cut(words: list[str], variables: Mapping[str, str], script: str) -> ShellCo
         return None
     # an array may hold several options in one pair of quotes
     after = [each for word in expanded[at + 1 :] for each in _options(word)]
-    return ShellCommand(expanded[:at], after, list(dict.fromkeys(unknown)))
+    launcher = " ".join(expanded[: at + 1])
+    own = [each for each in unknown if each not in launcher or each in " ".join(after)]
+    return ShellCommand(expanded[:at], after, list(dict.fromkeys(own)))
 
 
 def _options(word: str) -> list[str]:
@@ -152,7 +157,7 @@ def _options(word: str) -> list[str]:
 
 def _commands(text: str) -> Iterator[tuple[str, list[str]]]:
     """Of one command after another, what stands before it, such as && or ;, and its raw words:
-    quotes are still there. NAME=(words) is one word."""
+    quotes are still there. NAME=(words) is one word. Of `bash -c TEXT` they are those of TEXT."""
     before = "\n"
     words: list[str] = []
     for match in _TOKEN.finditer(_without_comments(text)):
@@ -160,10 +165,20 @@ def _commands(text: str) -> Iterator[tuple[str, list[str]]]:
         if kind == "word":
             words.append(match[0])
         elif kind == "end":
-            yield before, words
+            yield from _opened_shell(before, words)
             before = match[0]
             words = []
-    yield before, words
+    yield from _opened_shell(before, words)
+
+
+def _opened_shell(before: str, words: list[str]) -> Iterator[tuple[str, list[str]]]:
+    pairs = map(" ".join, itertools.pairwise(words[:-1]))
+    at = next((at for at, pair in enumerate(pairs) if _SHELL.fullmatch(pair)), None)
+    if at is None or words[0] in _PRINTS:
+        yield before, words
+        return
+    for number, (inside, inner) in enumerate(_commands(_unquoted(words[at + 2]))):
+        yield inside if number else before, inner
 
 
 def _without_comments(text: str) -> str:
@@ -370,7 +385,7 @@ class _Branches:
 
     def _sets(self, words: Sequence[str]) -> bool:
         """Whether a command gives a variable its value, or is the one that is looked for."""
-        if not words or words[0] in ("echo", "printf"):
+        if not words or words[0] in _PRINTS:
             return False
         if words[0] in ("export", "local", "readonly", "declare", ":"):
             return True

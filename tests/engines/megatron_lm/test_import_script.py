@@ -201,15 +201,19 @@ def test_a_word_that_is_not_worked_out_is_said(word: str) -> None:
     assert f"{word.strip(chr(34))}: its value is not in the file" in not_taken
 
 
-def test_a_command_in_a_variable_is_found() -> None:
+@pytest.mark.parametrize("quote", ["'", '"'])
+def test_a_command_in_a_variable_is_found(quote: str) -> None:
     """bigscience's way: CMD is exported, and bash -c runs it on every node."""
     text = (
-        'CMD=" \\\n  pretrain_gpt.py \\\n --num-layers 36 --hidden-size 4096 \\\n'
+        'export LAUNCHER="python -u -m torch.distributed.launch --nnodes 16"\n'
+        'export CMD=" \\\n  pretrain_gpt.py \\\n --num-layers 36 --hidden-size 4096 \\\n'
         " --num-attention-heads 32 --seq-length 512 --train-iters 1000 --lr 0.00015"
         ' --checkpoint-activations --fp16\n"\n'
-        "srun --jobid $SLURM_JOBID bash -c '$LAUNCHER --node_rank $SLURM_PROCID $CMD'\n"
+        f"srun bash -c {quote}$PKILL; $LAUNCHER --node_rank \\$SLURM_PROCID $CMD{quote} | tee log\n"
     )
-    tables, _ = imported(text, "2021")
+    tables, not_taken = imported(text, "2021")
+    assert tables["jobs"]["x"]["nodes"] == 16
+    assert not not_taken
     assert tables["models"]["x"]["num_layers"] == 36
     assert tables["jobs"]["x"]["training"]["recompute_granularity"] == "full"
 
