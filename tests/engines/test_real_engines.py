@@ -65,18 +65,21 @@ def killed_after(project: Project, lines: int, *sets: str) -> Path:
     """A run of which one process was killed when it had printed so many lines."""
     former = project.runs()
     process = project.start("train", "tiny", *sets)
-    run: Path = wait_for(
-        lambda: next((r for r in project.runs() if r not in former), None), "the run"
-    )
+
+    def begun() -> list[Path]:
+        return [
+            run for run in project.runs() if run not in former and (run / "metrics.jsonl").exists()
+        ]
+
     wait_for(
         lambda: (
-            process.poll() is not None
-            or ((run / "metrics.jsonl").exists() and len(project.metrics(run)) >= lines)
+            process.poll() is not None or any(len(project.metrics(run)) >= lines for run in begun())
         ),
         "some steps",
     )
+    assert process.poll() is None, ("it has ended before it was killed", process.communicate())
+    (run,) = begun()
     victims = engine_processes(run)
-    assert victims, ("the engine has ended before it could be killed", process.communicate())
     os.kill(victims[0], signal.SIGKILL)
     out, err = process.communicate()
     assert process.returncode == 10, (out, err)
