@@ -189,3 +189,18 @@ def test_beginning_weights_are_checked_with_the_data(project: Project) -> None:
     error = project.document("train", "on", "--set", "model.num_layers=3", "--dry-run", exit=3)
     assert "n_layer is 2 there, 3 for this job" in error["problems"][0]["message"]
     assert error["problems"][0]["file"] == str(project.path / "out/config.json")
+
+
+@pytest.mark.parametrize("words", [("check",), ("plan", "on"), ("plan", "on", "--search")])
+def test_weights_that_are_not_here_are_refused_before_training(
+    project: Project, words: tuple[str, ...]
+) -> None:
+    """In the words of `train`; weights of another cluster's machines are not looked for here."""
+    path = project.path / "jobs.toml"
+    path.write_text(path.read_text() + '\n[jobs.on]\nextends = "random"\ninit_from = "./nope"\n')
+    by_train = project.document("train", "on", "--dry-run", exit=3)["problems"]
+    assert by_train[0]["message"] == "there is no such folder"
+    assert project.document(*words, exit=3)["problems"] == by_train
+    path.write_text(path.read_text() + '\n[clusters.far]\nlauncher = "slurm"\ndevice = "cpu"\n')
+    path.write_text(path.read_text().replace('init_from = "./', 'cluster = "far"\ninit_from = "./'))
+    assert project.document("check")["problems"] == []

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
+from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
@@ -18,6 +20,7 @@ from trainkit.jobs.load import Jobs, find_root, load
 from trainkit.jobs.messages import closest_name, suggest
 from trainkit.jobs.provenance import SourcedValue
 from trainkit.jobs.resolved import ResolvedJob
+from trainkit.jobs.schema import Job
 
 MAX_COLUMN = 48  # at which the comments of a resolved job begin
 
@@ -133,6 +136,16 @@ def load_jobs(task: TaskContext) -> Jobs:
     return load(find_root(task.folder))
 
 
+def refuse_weights(job: Job) -> Job:
+    """The job. Raises ConfigError as `train` does: `init_from` names no folder here, or weights
+    of another model. A job of other machines is not asked: this one may lack their folders."""
+    if job.init_from is not None and job.cluster.launcher_traits.one_machine:
+        from trainkit.stages.weights import WeightsStage
+
+        WeightsStage().needs(job, Path())
+    return job
+
+
 def jobs(task: TaskContext) -> TaskResult:
     """The task `jobs`."""
     loaded = load_jobs(task)
@@ -185,6 +198,13 @@ def check(task: TaskContext) -> TaskResult:
     """The task `check`. Raises ConfigError with every problem of the file."""
     loaded = load_jobs(task)
     problems = loaded.check()
+    for name in loaded.names() if not problems else ():
+        with suppress(ConfigError):  # a table that others extend may be incomplete
+            job = loaded.resolve(name).job
+            try:
+                refuse_weights(job)
+            except ConfigError as error:
+                problems += error.list
     if problems:
         raise ConfigError(problems)
     task.say(f"{loaded.root / 'jobs.toml'}: {len(loaded.names())} jobs, no problems")

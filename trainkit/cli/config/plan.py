@@ -9,7 +9,7 @@ from pydantic import JsonValue
 
 from trainkit.base.documents import document
 from trainkit.base.errors import ConfigError, Exit, Problem
-from trainkit.cli.config.jobs import load_jobs
+from trainkit.cli.config.jobs import load_jobs, refuse_weights
 from trainkit.cli.config.plan_options import asked_nodes, overrides, usage
 from trainkit.cli.options import PlanOptions
 from trainkit.cli.wrapper import TaskContext, TaskResult
@@ -35,14 +35,15 @@ def plan_search(task: TaskContext, name: str, options: PlanOptions, nodes: list[
         options: of the command line.
         nodes: numbers of nodes; none: the job's.
     Raises:
-        ConfigError: the vocabulary is not known, or --write names a job that there is.
+        ConfigError: the vocabulary is not known, --write names a job that there is, or
+            `init_from` no weights for this one.
     """
     jobs = load_jobs(task)
     if options.write:
         refuse_name(jobs, options.write, "--write")
     if options.picture:
         refuse_format(Path(options.picture))
-    job = jobs.resolve(name, overrides(options, nodes)).job
+    job = refuse_weights(jobs.resolve(name, overrides(options, nodes)).job)
     known = prepared(job)
     tokenizer = job.dataset.tokenizer
     vocab = job.model.vocab_size or known.vocab_size or (tokenizer and tokenizer.vocab_size)
@@ -165,7 +166,7 @@ def plan(task: TaskContext, name: str, options: PlanOptions) -> TaskResult:
     if len(nodes) > 1:
         raise usage(f"--nodes {options.nodes}: a range goes with --search; give one number")
     jobs = load_jobs(task)
-    job = jobs.resolve(name, overrides(options, nodes)).job
+    job = refuse_weights(jobs.resolve(name, overrides(options, nodes)).job)
     made = plan_of(job)
     if not task.json:
         from rich.markup import escape
