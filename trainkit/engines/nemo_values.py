@@ -20,6 +20,14 @@ _RECOMPUTE = "model.activations_checkpoint"
 _TOP_K = "exp_manager.checkpoint_callback_params.save_top_k"
 _MOCK_SPLIT = "99990,8,2"  # the launcher's own, and trainkit's
 _TIMES = 2**31
+# the blocks of family llama, by NeMo's keys
+LLAMA_BLOCKS: Mapping[str, object] = {
+    "model.normalization": "rmsnorm",
+    "model.activation": "fast-swiglu",
+    "model.bias": False,
+    "model.position_embedding_type": "rope",
+    "model.rotary_percentage": 1.0,
+}
 # values that the command of every job has
 _IMPLIED: Mapping[str, tuple[object, ...]] = {
     "name": ("megatron_gpt",),
@@ -136,27 +144,33 @@ def taken_model(values: NemoValues) -> dict[str, object]:
     hidden = values.count("model.hidden_size")
     length = values.count("model.encoder_seq_length")
     values.drop("model.data.seq_length", length)
+    llama = _is_llama(values)
     found: dict[str, object] = {
-        "family": "gpt",
+        "family": "llama" if llama else "gpt",
         "num_layers": values.count("model.num_layers"),
         "hidden_size": hidden,
         "num_attention_heads": values.count("model.num_attention_heads"),
         "seq_length": length,
         "max_position_embeddings": values.whole("model.max_position_embeddings") or length,
     }
-    width = values.whole("model.ffn_hidden_size")
-    if width not in (None, 4 * hidden):
+    width = values.whole("model.ffn_hidden_size") or 4 * hidden
+    if llama or width != 4 * hidden:
         found["ffn_hidden_size"] = width
-    for key in ("kv_channels", "num_query_groups"):
-        number = values.whole(f"model.{key}")
-        if number is not None:
-            found[key] = number
+    if (channels := values.whole("model.kv_channels")) is not None:
+        found["kv_channels"] = channels
+    groups = values.whole("model.num_query_groups") or found["num_attention_heads"]
+    if llama:
+        found["num_query_groups"] = groups
+        found["rotary_base"] = values.number("model.rotary_base") or 10000.0
+    else:
+        found["gelu"] = "tanh" if values.flag("model.bias_activation_fusion") else "exact"
+        if groups != found["num_attention_heads"]:
+            values.leave("model.num_query_groups", groups, "family gpt has none")
     untied = values.take("model.share_embeddings_and_output_weights") is False
     scaled = values.take("model.use_scaled_init_method") is not False
     found |= {
         "make_vocab_size_divisible_by": values.count("model.make_vocab_size_divisible_by"),
         "untie_embeddings_and_output_weights": untied,
-        "gelu": "tanh" if values.flag("model.bias_activation_fusion") else "exact",
         "attention_dropout": values.number("model.attention_dropout"),
         "hidden_dropout": values.number("model.hidden_dropout"),
         "init_method": "normal",
@@ -165,6 +179,15 @@ def taken_model(values: NemoValues) -> dict[str, object]:
         "layernorm_epsilon": values.number("model.layernorm_epsilon"),
     }
     return found
+
+
+def _is_llama(values: NemoValues) -> bool:
+    """Whether every block is family llama's, whose keys are taken then. Those of others are a
+    GPT's with keys of NeMo's own."""
+    same = all(_same(values.peek(key), value) for key, value in LLAMA_BLOCKS.items())
+    for key in LLAMA_BLOCKS if same else ():
+        values.take(key)
+    return same
 
 
 def taken_parallelism(values: NemoValues) -> dict[str, object]:
@@ -304,7 +327,8 @@ def taken_data(values: NemoValues) -> tuple[dict[str, object], dict[str, object]
             "merge_file": values.take("model.tokenizer.merge_file"),
         }
     else:
-        values.leave("model.tokenizer.type", kind, "trainkit gives NeMo GPT-2's two files")
+        why = "trainkit gives NeMo GPT-2's two files: [tokenizers.X] type = 'gpt2'; others need"
+        values.leave("model.tokenizer.type", kind, f"{why} engine = 'native' or 'megatron-lm'")
     prefixes = values.take(PREFIX)
     split = values.take("model.data.splits_string")
     if values.given.get("model.data.data_impl") == "mock":

@@ -97,7 +97,7 @@ _MEGATRON = replace(
 _NEMO = replace(
     _PUBLISHED,
     engine="nemo",
-    families=("gpt",),  # 22.09 has neither Llama nor GPT-NeoX
+    families=("gpt", "llama"),  # Llama: 24.12 alone, which its limits ask
     uneven_stages=False,
     whole_rounds=True,
     zero_stages=(0, 1),

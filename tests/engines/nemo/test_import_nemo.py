@@ -25,9 +25,11 @@ from tests.engines.nemo.test_nemo_config import commanded, configuration, differ
 from trainkit.base.errors import ConfigError
 from trainkit.engines.hydra_config import LARGEST
 from trainkit.engines.imported import ImportedJob
+from trainkit.engines.nemo.engine import Nemo
 from trainkit.engines.nemo.import_config import import_nemo
 from trainkit.jobs.load import load
 from trainkit.jobs.schema import Job
+from trainkit.launch.job_plan import plan_of
 
 PLACE = """
 [engines.nemo]
@@ -175,6 +177,49 @@ def test_what_aws_puts_over_it(tmp_path: Path) -> None:
         or found["model.data.index_mapping_dir"] == "/fsx/index_mapping_dir/job-7"
     )
     assert imported.engine_args["model.optim.sched.constant_steps"] == 12500
+
+
+LLAMA = {
+    "model.normalization": "rmsnorm",
+    "model.activation": "fast-swiglu",
+    "model.bias": False,
+    "model.position_embedding_type": "rope",
+    "model.rotary_base": 500000.0,
+    "model.share_embeddings_and_output_weights": False,
+    "model.num_query_groups": 8,
+    "model.ffn_hidden_size": 14336,
+    "model.bias_activation_fusion": False,
+}
+
+
+def test_the_blocks_of_a_llama(tmp_path: Path) -> None:
+    """As of conf/training/llama and mistral: family llama, of which the plan counts the right
+    matrices, and the same configuration again. 22.09 has none."""
+    path = launcher(tmp_path / "conf", "24.12", "5b")
+    words = [f"training.{key}={value}" for key, value in LLAMA.items()]
+    imported = import_nemo(path, [*words, f"data_dir={DATA}"], "", "")
+    job = job_of(tmp_path, imported, "24.12")
+    assert (job.model.family, job.model.num_query_groups, job.model.ffn_width) == (
+        "llama",
+        8,
+        14336,
+    )
+    found = configuration(commanded(job)[0])
+    expected = {**published_24("5b"), **LLAMA, "model.rotary_percentage": 1.0}
+    assert set(differences(found, expected)) == OWN
+    assert not any(each.code == "no-such-family" for each in plan_of(job).objections)
+    assert not any("model." in each.message for each in Nemo().problems(job))
+    older = Nemo().problems(job_of(tmp_path, imported, "22.09"))
+    assert any(each.message.startswith("model.family = 'llama'") for each in older)
+
+
+def test_grouped_queries_of_another_model_are_named(tmp_path: Path) -> None:
+    """As of conf/training/starcoder2: `check` refuses them for family gpt."""
+    path = launcher(tmp_path / "conf", "24.12", "5b")
+    words = ["training.model.num_query_groups=4", f"data_dir={DATA}"]
+    imported = import_nemo(path, words, "", "")
+    assert job_of(tmp_path, imported, "24.12").model.num_query_groups is None
+    assert any(line.startswith("model.num_query_groups = 4: ") for line in imported.not_taken)
 
 
 def test_what_stands_beside_the_training(tmp_path: Path) -> None:

@@ -18,8 +18,9 @@ from trainkit.engines.hydra_words import no_interpolation
 from trainkit.engines.megatron_lm.data import MegatronData
 from trainkit.engines.nemo.data import PREFIX, data_options
 from trainkit.engines.nemo.generations import NemoGeneration
+from trainkit.engines.nemo_values import LLAMA_BLOCKS
 from trainkit.engines.options import OptionTable
-from trainkit.jobs.schema import Job
+from trainkit.jobs.schema import Job, Model
 from trainkit.jobs.table import EngineValue
 
 Config = dict[str, object]
@@ -320,8 +321,18 @@ def _model(job: Job, generation: NemoGeneration, places: NemoPlaces) -> Config:
         }
         if model.gelu == "exact":
             found["bias_activation_fusion"] = False  # the fused kernel is the tanh formula
-        if model.untie_embeddings_and_output_weights:
+        if model.untied:
             found["share_embeddings_and_output_weights"] = False
+    return found | _blocks(model)
+
+
+def _blocks(model: Model) -> Config:
+    """What a family has otherwise than NeMo by itself."""
+    if model.family != "llama":
+        return {}
+    found = {key.removeprefix("model."): value for key, value in LLAMA_BLOCKS.items()}
+    if model.rotary_base not in (None, 10000.0):
+        found["rotary_base"] = model.rotary_base
     return found
 
 

@@ -46,6 +46,7 @@ _SILENT: Mapping[str, object] = {
     "model.attention_dropout": 0.1,
     "model.bias_activation_fusion": True,
     "model.make_vocab_size_divisible_by": 128,
+    "model.rotary_percentage": 1.0,
     "model.seed": 1234,
     "trainer.log_every_n_steps": 50,  # pytorch-lightning's
     "model.data.splits_string": "980,10,10",

@@ -33,7 +33,7 @@ NO_COUNTERPART: dict[str, str] = {
     "training.deterministic": "it has no such switch",
     "parallelism.pipeline_schedule": "its pipeline has one schedule, 1F1B",
     "parallelism.data_parallel_replicate_size": "its optimizer shards over all of them",
-    "model.rope_scaling": "its learned positions are not stretched",
+    "model.rope_scaling": "engine_args 'model.scale_positional_embedding' is Llama 3.1's",
     "checkpoint.keep_every": "it keeps the best, keep_last of them, and the newest",
     "checkpoint.keep_best": "it keeps the best, keep_last of them, and the newest",
     "checkpoint.save_first": "it saves after a validation",
@@ -50,7 +50,7 @@ ONLY_NEWER: dict[str, str] = {
     "model.num_query_groups": "its heads have keys and values of their own",
 }
 CHOICES: dict[str, tuple[str, ...]] = {
-    "model.family": ("gpt",),
+    "model.family": ("gpt", "llama"),
     "model.init_method": ("normal",),
     "model.output_layer_init_method": ("scaled",),
     "training.optimizer": ("adam",),
@@ -169,6 +169,7 @@ def _older_problems(job: Job) -> Iterator[Problem]:
     """Of 22.09, whose configuration has fewer keys: the rest is fixed in its code."""
     model = job.model
     fixed = {
+        "model.family": (model.family, "gpt"),
         "model.attention_dropout": (model.attention_dropout, 0.1),
         "model.gelu": (model.gelu, "tanh"),
         "model.untie_embeddings_and_output_weights": (
