@@ -111,6 +111,7 @@ _NUMA: Mapping[str, object] = {
     "min_cores": 1,
     "max_cores": 8,
 }
+_RESUMES = "exp_manager.resume_if_exists"
 _SLURM = ("partition", "account", "nodelist", "exclusive", "mem")
 
 
@@ -214,7 +215,8 @@ def _job(values: NemoValues, generation: NemoGeneration, name: str) -> ImportedJ
         "global_batch_size": values.count("model.global_batch_size"),
         **_precision(values),
     }
-    if values.peek("exp_manager.create_checkpoint_callback") and "eval_interval" in training:
+    saves = bool(values.peek("exp_manager.create_checkpoint_callback"))
+    if saves and "eval_interval" in training:
         training.setdefault("save_interval", training["eval_interval"])
     optimizer = values.take("model.optim.name")
     if optimizer != generation.optimizers[int(str(parallelism["zero_stage"]))]:
@@ -225,6 +227,9 @@ def _job(values: NemoValues, generation: NemoGeneration, name: str) -> ImportedJ
     if dependency := values.take("run.dependency"):
         why = "a run goes on by itself (resume), not in further jobs of one name"
         values.leave("run.dependency", dependency, why)
+    if saves and values.given.get(_RESUMES) is False:
+        why = "a run goes on from its own checkpoints, and `train` begins a new one each time"
+        values.leave(_RESUMES, values.take(_RESUMES), why)
     dataset, tokenizer = taken_data(values)
     if dataset == {"source": "mock"}:
         job["dataset"] = "mock"
