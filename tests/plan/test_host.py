@@ -227,7 +227,7 @@ def test_the_llama_on_two_ranks_of_a_small_machine() -> None:
 
 
 def test_a_family_that_the_engine_does_not_have() -> None:
-    (objection,) = plan_of(job_of(shape("llama"), engine="nemo", device=BIG)).objections
+    (objection,) = plan_of(job_of(shape("llama"), engine="neuronx-nemo", device=BIG)).objections
     assert (objection.code, objection.key) == (
         "no-such-family",
         "model.family",

@@ -140,3 +140,23 @@ def test_any_reference_natively() -> None:
             if objection.code not in ("memory", "disk-too-small")
         ]
     assert not any(problems.values()), problems
+
+
+@pytest.mark.parametrize(
+    ("name", "engine", "option"),
+    [
+        ("azure-gpt3-175b", "megatron-lm", "num-experts"),
+        ("azure-gpt3-175b", "megatron-lm", "context-parallel-size"),
+        ("nemo-gpt3-5b", "nemo", "+model.num_moe_experts"),
+        ("gpt-neox-20b", "gpt-neox", "moe_num_experts"),
+    ],
+)
+def test_a_model_that_an_engines_option_makes_larger_is_not_called_feasible(
+    name: str, engine: str, option: str
+) -> None:
+    job, plan = planned(name, f"engine={engine}")
+    assert "not-counted" not in [each.code for each in plan.not_known]
+    job = job.model_copy(update={"engine_args": {**job.engine_args, option: 8}})
+    larger = make_plan(job, rules=RULES[engine])
+    assert not larger.feasible
+    assert f"engine_args.{option}" in [each.key for each in larger.not_known]

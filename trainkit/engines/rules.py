@@ -88,6 +88,7 @@ _MEGATRON = replace(
     logit_bytes=10,  # 16-bit logits, the fp32 copy that softmax works in, its gradient
     checkpoint_weights=_WRITTEN,
     deletes_old=False,
+    uncounted=("num_experts", "context_parallel_size", "multi_latent_attention", "mtp_num_layers"),
     objections=_megatron_objections,
     # 42 runs of 1.3B to 205B with Megatron-DeepSpeed on V100 and A100 (bigscience at 9e64edec2ad1,
     # chronicles); median 1.17, BLOOM itself 1.39
@@ -111,6 +112,7 @@ _NEMO = replace(
     logit_bytes=10,
     checkpoint_weights=_WRITTEN,
     saves_key=_NEMO_SAVES,
+    uncounted=("model.num_moe_experts", "model.context_parallel_size"),
 )
 
 RULES: dict[str, Rules] = {
@@ -126,6 +128,7 @@ RULES: dict[str, Rules] = {
         saves_scores=True,
         # fp16 logits and gradient, four fp32 copies: 2 GiB of the 20B's 27 GB on 24 A100-40GB
         logit_bytes=20,
+        uncounted=("moe_num_experts",),
         bucket_elements=5 * 10**8,  # [ds] reduce_bucket_size; a job's own stands in engine_args
         checkpoint_weights=_WRITTEN,
         # the same runs; median 1.18, BLOOM itself 1.47; the 20B of Lambda Labs 1.05

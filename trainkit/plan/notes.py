@@ -10,6 +10,7 @@ from trainkit.plan.host import HostMemory
 from trainkit.plan.layout import layout_of
 from trainkit.plan.memory import Memory
 from trainkit.plan.objection import Objection
+from trainkit.plan.rules import Rules
 from trainkit.plan.storage import GIB, Storage, elsewhere
 
 # up to four, repeated text is worth nearly as much as new text (Muennighoff et al. 2023,
@@ -82,17 +83,27 @@ def _settings(job: Job) -> Iterator[Objection]:
 
 
 def not_known(
-    job: Job, memory: Memory, host: HostMemory, duration: Duration | None
+    job: Job, rules: Rules, memory: Memory, host: HostMemory, duration: Duration | None
 ) -> Iterator[Objection]:
-    """What decides whether the job can run and was not looked at, since nobody says what there
-    is: memory, and under a time limit the speed.
+    """What decides whether the job can run and was not looked at: since nobody says what there is
+    of memory, and under a time limit of speed; and what an engine's own options make of a model.
 
     Args:
         job: the job.
+        rules: of its engine.
         memory: of its ranks.
         host: of its nodes.
         duration: of the run; None where no speed is known.
     """
+    for key, value in job.engine_args.items():
+        name = key.lstrip("+").replace("-", "_")
+        if name in rules.uncounted and str(value) not in ("0", "1", "False"):
+            yield Objection(
+                "not-counted",
+                f"engine_args.{key}",
+                f"memory, time and layout with engine_args.{key} = {value}: the plan counts the"
+                " model without it",
+            )
     device = job.cluster.device
     if job.cluster.device_type == "cpu":
         if memory.fits is None and host.fits is None:

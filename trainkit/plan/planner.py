@@ -271,7 +271,7 @@ def make_plan(
         epochs=epochs,
         measured=measured,
         objections=(*_with_remedies(job, rules, trained, sizes), *limits),
-        not_known=tuple(not_known(job, memory, host, duration)),
+        not_known=tuple(not_known(job, rules, memory, host, duration)),
         notes=(*notes(job, memory, storage, duration, epochs), *bubble_notes(job, sizes, duration)),
     )
 

@@ -58,6 +58,8 @@ class Rules:
         deletes_old: it keeps only the newest checkpoints.
         saves_key: the key of engine_args that is false where nothing is saved; "": none.
         save_seconds: between checkpoints where the job says no save_interval; 0: it says steps.
+        uncounted: options of engine_args, with "_" for "-", that give the model or its layout
+            another size than the job's tables say, unless they are 0 or 1.
         objections: what else of a job's layout the engine cannot do, where that hangs on more of
             the job than these values.
         memory_band: what published runs took over what this plan says of them: a tenth of them less
@@ -87,6 +89,7 @@ class Rules:
     deletes_old: bool = True
     saves_key: str = ""
     save_seconds: int = 0
+    uncounted: tuple[str, ...] = ()
     objections: Callable[[Job], Iterator[Objection]] = lambda job: iter(())
     memory_band: tuple[float, float] | None = None
 
