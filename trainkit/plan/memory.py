@@ -37,7 +37,7 @@ from trainkit.plan.rules import Rules, StateBytes, moments_of
 # the parts are 22.5 GiB (GPT-NeoX-20B on 24 A100-40GB) and 14.3 GiB where they are 9.6 GiB (7.5B on
 # V100-16GB, an older trainer with copies of its own). On a CPU: interpreter and libraries, and what
 # lies unused between the tensors of malloc's heap; measured by benchmarks/plan.py.
-RESERVE_BYTES = {"cpu": 24 * 2**24, "cuda": 2**30, "neuron": 2**30}
+RESERVE_BYTES = {"cpu": 49 * 2**23, "cuda": 2**30, "neuron": 2**30}
 RESERVE_PART = {"cpu": 0.2, "cuda": 0.1, "neuron": 0.1}
 TIGHT = 0.9  # of the device: above, what fits may still not run
 
