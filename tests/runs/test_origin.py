@@ -104,6 +104,18 @@ def test_a_diff_that_is_data_is_counted_only(
     assert found["git_diff"] is None and found["git_diff_bytes"] > 100 and not run.diff.exists()
 
 
+def test_no_git_that_can_be_run(
+    run: RunFolder, checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = checkout / "bin" / "git"
+    program.parent.mkdir()
+    program.write_text("no program\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(program.parent))
+    write_origin(run, checkout, "", {})
+    assert read_json(run.origin)["git_commit"] is None
+
+
 def test_no_repository(run: RunFolder, tmp_path: Path) -> None:
     write_origin(run, tmp_path, "abc", {})
     found = read_json(run.origin)

@@ -112,7 +112,7 @@ def git_answer(folder: Path, *words: str, timeout: float | None = SECONDS) -> st
     """As `run_git`; None where there is no git, no repository, or it fails."""
     try:
         return run_git(folder, *words, timeout=timeout)
-    except (TrainkitError, GitFailed):
+    except (TrainkitError, GitFailed, OSError):
         return None
 
 

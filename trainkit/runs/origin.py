@@ -25,6 +25,11 @@ FIELD = re.compile(r"^(Name|Version):[ \t]*(.*?)[ \t]*$", re.MULTILINE)
 HIDDEN = ("KEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL", "AUTH", "COOKIE")
 
 
+def _printable(text: str) -> str:
+    """Without bytes that are no UTF-8, which git's answer holds as surrogates."""
+    return text.encode(errors="surrogateescape").decode(errors="replace")
+
+
 def package_versions() -> dict[str, str]:
     """Every installed distribution and its version: of two, the one that is imported.
 
@@ -123,7 +128,7 @@ def write_origin(
     diff = git_answer(project, "diff", "HEAD", "--no-color", "--no-ext-diff")
     kept = diff is not None and 0 < len(diff) <= DIFF_LIMIT
     if diff is not None and kept:
-        write_text(run.diff, redactor.text(diff.encode(errors="replace").decode()))
+        write_text(run.diff, redactor.text(_printable(diff)))
     commit = git_answer(project, "rev-parse", "HEAD")
     untracked = git_answer(project, "ls-files", "--others", "--exclude-standard")
     value = document(
@@ -133,7 +138,7 @@ def write_origin(
         git_commit=commit.strip() if commit else None,
         git_diff=run.diff.name if kept else None,
         git_diff_bytes=len(diff) if diff is not None else None,
-        git_untracked=untracked.splitlines()[:1000] if untracked is not None else None,
+        git_untracked=_printable(untracked).splitlines()[:1000] if untracked is not None else None,
         code_sha256=code_sha256,
         code_left_out=list(left_out),
         engine=_engine(run, engine, redactor) if engine is not None else None,

@@ -29,7 +29,9 @@ class PrecompileStage:
         if job.engine != "native" or not job.precompile:
             return []
         files = GraphFiles.of(job)
-        fields = {**graph_fields(job), "image": image_of(job)}
+        fields = dict(graph_fields(job))
+        if image := image_of(job):
+            fields["image"] = image
         values = {
             "job": job.model_dump(mode="json"),
             "environment": rank_variables(job),
@@ -41,7 +43,9 @@ class PrecompileStage:
         return [Need(self.name, job.name, job.name, VERSION, fields, (), outputs, (unit,))]
 
     def waits_for(self, job: Job) -> tuple[str, ...]:
-        if job.model.vocab_size is None and self.needs(job, Path()):
+        if not self.needs(job, Path()):
+            return ()
+        if job.model.vocab_size is None:
             return ("build-container", "prep-data")  # which says how many rows the head has
         return ("build-container",)
 

@@ -185,6 +185,26 @@ def test_a_traceback_that_the_engine_survives_ends_nothing(tmp_path: Path) -> No
     assert process.returncode == 0, err
 
 
+def test_a_caught_traceback_of_the_script_itself_ends_no_rank_that_works(tmp_path: Path) -> None:
+    program = (
+        "import traceback\ntry:\n    1 / 0\nexcept ZeroDivisionError:\n"
+        "    traceback.print_exc()\nprint('caught', file=sys.stderr, flush=True)\n"
+        "while not (folder.parent / 'go').exists():\n    time.sleep(0.05)\n"
+        "for step in range(1, 5):\n    line(step)\nsave(4)\n"
+    )
+    works = AT_ONCE.replace("sys.exit", "run.IDLE_SECONDS = -1.0\nsys.exit")
+    argv = [PYTHON, "-I", "-S", "-c", works, str(spec_of(tmp_path, program))]
+    process = subprocess.Popen(
+        argv, env=environment(tmp_path), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    )
+    assert process.stderr is not None
+    while b"caught" not in process.stderr.readline():
+        assert process.poll() is None
+    (tmp_path / "go").touch()
+    _, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+
+
 def test_a_rank_that_prints_no_line_fails_where_the_others_are(tmp_path: Path) -> None:
     rows = [{"step": 5, "lm_loss": 1.0}, {"step": 6, "lm_loss": 1.0}, {"step": 6, "eval": "valid"}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

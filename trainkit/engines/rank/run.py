@@ -121,6 +121,7 @@ POLL_SECONDS = 0.2
 PY_SPY_SECONDS = 8
 BEFORE_SECONDS = 120
 EXIT_SECONDS = 60.0  # from an engine's last traceback until it has left
+IDLE_SECONDS = 6.0  # of a processor that waiting takes in that time, and computing exceeds
 HEALTH = 7
 START = 8
 HEADER = "Traceback (most recent call last):"
@@ -165,6 +166,7 @@ class EngineProcess:
         self.last: list[str] = []
         self.line_before = ""  # the newest, of stderr
         self.raised_at: float | None = None  # when nothing caught an exception of its script
+        self.worked_until = 0.0  # seconds of processor time that it had taken then
         self.hung_in_exit = False
         environment = engine_environment(spec)
         argv = [filled(word) for word in spec.argv]
@@ -225,12 +227,18 @@ class EngineProcess:
         frame = MODULE_FRAME.match(line)
         if frame and frame[1] == self.script and self.line_before.endswith(HEADER):
             self.raised_at = time.monotonic()
+            self.worked_until = _processor_seconds(self.process.pid)
         self.line_before = line
 
     def end_hung_exit(self) -> None:
         """KILL, where its script is over and it does not leave: a thread that is no daemon, or an
         NCCL that waits for its peers, holds it, and the peers wait for this rank."""
-        if self.raised_at is None or time.monotonic() - self.raised_at < EXIT_SECONDS:
+        if self.hung_in_exit or self.raised_at is None:
+            return
+        if time.monotonic() - self.raised_at < EXIT_SECONDS:
+            return
+        if _processor_seconds(self.process.pid) - self.worked_until > IDLE_SECONDS:
+            self.raised_at = None  # it computes: the script itself has printed what it caught
             return
         self.hung_in_exit = True
         self.process.kill()
@@ -401,6 +409,16 @@ def judge_compiled(spec: RankSpec, graphs: GraphCounts, end: EngineEnd) -> Verdi
     words["cache"] = os.environ.get("NEURON_COMPILE_CACHE_URL", "")
     write_json(Path(filled(spec.compiled)), document("compiled-graphs/1", **words))
     return None
+
+
+def _processor_seconds(pid: int) -> float:
+    """What a process has computed so far, in seconds (proc(5), utime and stime); 0 where it is
+    gone."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _follow(engine: EngineProcess, signals: Signals) -> bool:

@@ -27,6 +27,7 @@ from trainkit.launch.slurm.sbatch import (
 from trainkit.launch.slurm.squeue import (
     failed_nodes,
     job_details,
+    job_statuses,
     kill_wait,
     requeue,
     usable_nodes,
@@ -72,7 +73,7 @@ class BatchStopRequests(StopRequests):
     def __init__(self) -> None:
         super().__init__()
         self.signalled: int | None = None  # by which signal Slurm asked first
-        self.term_at: float | None = None  # when its first TERM came, by time.monotonic()
+        self.term_at: float | None = None  # when its last TERM came, by time.monotonic()
         # Slurm's USR1 comes long before it must: the time limit is short, and our own clock will
         # tell
         self.too_early = False
@@ -84,7 +85,7 @@ class BatchStopRequests(StopRequests):
         if number == signal.SIGUSR1 and self.too_early:
             self.too_early = False  # Slurm's own comes once; whoever sends another means it
             return
-        if number == signal.SIGTERM and self.term_at is None:
+        if number == signal.SIGTERM:
             self.term_at = time.monotonic()
         self._asked(number)
 
@@ -246,17 +247,31 @@ class BatchSupervisor(Supervisor):
 
     async def _watch_kill(self) -> None:
         """KILL follows TERM after KillWait: ranks that have not left by then are ended before it,
-        so that the record says why, and a run that is to go on is put back into the queue."""
-        while (term_at := self.batch_requests.term_at) is None:
-            await asyncio.sleep(LOOK_SECONDS)
+        so that the record says why, and a run that is to go on is put back into the queue. A TERM
+        that only warns (slurm.signal, preemption with a grace time) leaves the job running, and
+        another one follows."""
+        term_at = None
         try:
+            while True:
+                while self.batch_requests.term_at == term_at:
+                    await asyncio.sleep(LOOK_SECONDS)
+                term_at = self.batch_requests.term_at
+                if not await asyncio.to_thread(self._runs_on):
+                    break
             wait = await asyncio.to_thread(kill_wait)
         except TrainkitError as error:
             self.observer.notice(f"Slurm's KILL may come before our last word: {error.message}")
             return
+        assert term_at is not None
         spare = min(LAST_WORD_SECONDS, wait / 2)
         await asyncio.sleep(term_at + wait - spare - time.monotonic())
         self.batch_requests.kill_is_near()
+
+    def _runs_on(self) -> bool:
+        """Whether Slurm has not begun to end the job. Raises TrainkitError where it cannot be
+        asked."""
+        status = job_statuses([self.granted.job]).get(self.granted.job)
+        return status is not None and status.state == "RUNNING"
 
     def _until_saving(self) -> float | None:
         """Seconds until the ranks must be told to save, or until it is worth asking again; None:
