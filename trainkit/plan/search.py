@@ -1,6 +1,6 @@
 """Every layout of a job on its nodes, ranked by the time model; memory and the engine's rules
-are constraints, and what is left out is counted by reason. Where a job
-has none as it is: the nearest numbers of nodes and global batches for which it has one."""
+are constraints, and what is left out is counted by reason. Where a job has
+none as it is: the nearest numbers of nodes and global batches for which it has one."""
 
 from __future__ import annotations
 

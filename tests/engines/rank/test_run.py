@@ -172,17 +172,22 @@ save(4)
 """
 
 
-def test_a_traceback_that_the_engine_survives_ends_nothing(tmp_path: Path) -> None:
-    argv = [PYTHON, "-I", "-S", "-c", AT_ONCE, str(spec_of(tmp_path, SURVIVES))]
+def goes_on(folder: Path, starter: str, program: str, until: bytes) -> None:
+    """A rank whose engine has printed `until` on stderr, and then prints its steps, ends well."""
+    argv = [PYTHON, "-I", "-S", "-c", starter, str(spec_of(folder, program))]
     process = subprocess.Popen(
-        argv, env=environment(tmp_path), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+        argv, env=environment(folder), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
     )
     assert process.stderr is not None
-    while b"ZeroDivisionError" not in process.stderr.readline():
+    while until not in process.stderr.readline():
         assert process.poll() is None
-    (tmp_path / "go").touch()  # what is printed from now on is read after it has judged that
+    (folder / "go").touch()  # what is printed from now on is read after it has judged that
     _, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
+
+
+def test_a_traceback_that_the_engine_survives_ends_nothing(tmp_path: Path) -> None:
+    goes_on(tmp_path, AT_ONCE, SURVIVES, b"ZeroDivisionError")
 
 
 def test_a_caught_traceback_of_the_script_itself_ends_no_rank_that_works(tmp_path: Path) -> None:
@@ -193,16 +198,7 @@ def test_a_caught_traceback_of_the_script_itself_ends_no_rank_that_works(tmp_pat
         "for step in range(1, 5):\n    line(step)\nsave(4)\n"
     )
     works = AT_ONCE.replace("sys.exit", "run.IDLE_SECONDS = -1.0\nsys.exit")
-    argv = [PYTHON, "-I", "-S", "-c", works, str(spec_of(tmp_path, program))]
-    process = subprocess.Popen(
-        argv, env=environment(tmp_path), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
-    )
-    assert process.stderr is not None
-    while b"caught" not in process.stderr.readline():
-        assert process.poll() is None
-    (tmp_path / "go").touch()
-    _, err = process.communicate(timeout=300)
-    assert process.returncode == 0, err
+    goes_on(tmp_path, works, program, b"caught")
 
 
 def test_a_rank_that_prints_no_line_fails_where_the_others_are(tmp_path: Path) -> None:
