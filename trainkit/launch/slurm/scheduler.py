@@ -20,7 +20,6 @@ from trainkit.launch.launchers.slurm import Slurm as SrunLauncher
 from trainkit.launch.launchers.slurm import mount_check_argv, pyxis_container, srun_argv
 from trainkit.launch.preparation import Notice, Preparation, UnitRunner, direct_units
 from trainkit.launch.scheduler_contract import (
-    ArrayRequest,
     CancelledJob,
     ClusterNode,
     DryRun,
@@ -28,7 +27,6 @@ from trainkit.launch.scheduler_contract import (
     JobAccount,
     QueueFollower,
     QueueReport,
-    ResumeRequest,
     RunRequest,
     Submission,
 )
@@ -213,6 +211,14 @@ class SlurmScheduler:
 
     title = "Slurm"
     queues = True
+    submit = staticmethod(submit_new)
+    requeue = staticmethod(submit_again)
+    submit_array = staticmethod(submit_array)
+    settle_arrays = staticmethod(settle_arrays)
+    state = staticmethod(reconciled)
+    log = staticmethod(newest_job_output)
+    cancel = staticmethod(cancel_newest_job)
+    end_job = staticmethod(end_after_supervisor)
 
     def allocated_hosts(self, job: Job) -> HostList:
         return allocation_hosts(job, current_allocation(os.environ))
@@ -257,18 +263,6 @@ class SlurmScheduler:
     def dry_run(self, request: RunRequest, after: str = "") -> DryRun:
         return preview_batch_job(request.job, after)
 
-    def submit(self, request: RunRequest) -> Submission:
-        return submit_new(request)
-
-    def requeue(self, request: ResumeRequest) -> Submission:
-        return submit_again(request)
-
-    def submit_array(self, asked: ArrayRequest) -> list[Submission]:
-        return submit_array(asked)
-
-    def settle_arrays(self, folder: Path) -> list[str]:
-        return settle_arrays(folder)
-
     def supervise(
         self, run: RunFolder, environment: Mapping[str, str], *, share: bool, prolog_failed: int
     ) -> Outcome:
@@ -276,9 +270,6 @@ class SlurmScheduler:
 
     def owns(self, run: RunFolder) -> bool:
         return bool(read_slurm_jobs(run))
-
-    def state(self, record: RunRecord) -> RunRecord:
-        return reconciled(record)
 
     def states(self, records: Sequence[RunRecord]) -> list[RunRecord]:
         return reconciled_all(list(records))
@@ -292,9 +283,6 @@ class SlurmScheduler:
     def follower(self, run: RunFolder) -> QueueFollower | None:
         return SlurmQueueFollower(run)
 
-    def log(self, run: RunFolder) -> Path | None:
-        return newest_job_output(run)
-
     def accounts(self, run: RunFolder) -> list[JobAccount] | None:
         """Every start of the run's jobs, and what ended badly of their steps and of the jobs that
         made its stages."""
@@ -306,12 +294,6 @@ class SlurmScheduler:
         if rows is None:
             return None
         return [row for row in rows if row.id in ids or row.state_word not in UNREMARKABLE]
-
-    def cancel(self, run: RunFolder, *, queued: bool) -> CancelledJob:
-        return cancel_newest_job(run, queued=queued)
-
-    def end_job(self, run: RunFolder) -> None:
-        end_after_supervisor(run)
 
     def end_stages(self, run: RunFolder) -> list[str]:
         if stages_pending(run):
