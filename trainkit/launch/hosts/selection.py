@@ -5,22 +5,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from trainkit.base.documents import document, read_document
 from trainkit.base.errors import ConfigError, Exit, Problem, SourceLocation
 from trainkit.base.files import write_json
+from trainkit.base.records import UNWRITTEN, Record
 from trainkit.jobs.schema import Job
 from trainkit.launch.hosts.hostfile import Host, filter_hosts, host_key, read_hostfile
-from trainkit.launch.protocol.json_fields import FieldError, read_fields
 from trainkit.runs.folder import RunFolder
 
 HERE = "localhost"  # what a hostfile may call this machine
 
 
 @dataclass(frozen=True)
-class HostList:
+class HostList(Record):
     """Hosts in rank order; each has its slots.
 
     Args:
@@ -31,10 +30,11 @@ class HostList:
             Not kept in hosts.json.
     """
 
+    SCHEMA = "hosts/1"
     hosts: tuple[Host, ...]
     nodes: int
     hostfile: str | None = None
-    left_out: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = field(default=(), metadata=UNWRITTEN)
 
     @property
     def running(self) -> tuple[Host, ...]:
@@ -49,15 +49,6 @@ class HostList:
         """The same on every host."""
         return len(self.hosts[0].slots)
 
-    def to_json(self) -> dict[str, object]:
-        """The form hosts/1."""
-        return document(
-            "hosts/1",
-            hosts=[asdict(host) for host in self.hosts],
-            nodes=self.nodes,
-            hostfile=self.hostfile,
-        )
-
 
 def hosts_path(run: RunFolder) -> Path:
     return run.path / "launch" / "hosts.json"
@@ -70,13 +61,7 @@ def write_hosts(run: RunFolder, hosts: HostList) -> None:
 
 def read_hosts(run: RunFolder) -> HostList:
     """Read launch/hosts.json. Raises ConfigError where it is missing or of another form."""
-    path = hosts_path(run)
-    value = read_document(path, "hosts/1")
-    try:
-        hosts = tuple(read_fields(Host, host, "host") for host in value["hosts"])
-    except FieldError as error:
-        raise ConfigError(f"{path}: {error}") from None
-    return HostList(hosts, value["nodes"], value["hostfile"])
+    return HostList.from_file(hosts_path(run))
 
 
 def this_host() -> Host:

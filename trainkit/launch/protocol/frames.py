@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
+from trainkit.base.records import OMIT_NONE, FieldError, read_fields, write_fields
 from trainkit.launch.protocol.framing import BadFrame
-from trainkit.launch.protocol.json_fields import OMIT_NONE, FieldError, read_fields, write_fields
 
 if TYPE_CHECKING:
     from typing import Self

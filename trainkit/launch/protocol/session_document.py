@@ -8,10 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainkit.base.documents import document, read_document
-from trainkit.launch.protocol.json_fields import read_fields, write_fields
+from trainkit.base.records import Record
 
-SCHEMA = "session/1"
 FILE_NAME = "session.json"
 
 
@@ -23,7 +21,7 @@ class SessionNode:
 
 
 @dataclass(frozen=True)
-class SessionDocument:
+class SessionDocument(Record):
     """One session as its agents see it.
 
     Args:
@@ -45,6 +43,7 @@ class SessionDocument:
         stdin: "none" where its end means nothing.
     """
 
+    SCHEMA = "session/1"
     run: str
     attempt: int
     address: str
@@ -62,17 +61,8 @@ class SessionDocument:
     term: str = "stop"
     stdin: str = "held"
 
-    def to_json(self) -> dict[str, object]:
-        """The form session/1."""
-        return document(SCHEMA, **write_fields(self))
-
 
 def read_session(folder: Path) -> SessionDocument:
-    """Read session.json of a session's folder.
-
-    Raises:
-        ConfigError: it is missing or of another form.
-        ValueError: a field is missing or wrong.
-    """
-    path = folder / FILE_NAME
-    return read_fields(SessionDocument, read_document(path, SCHEMA), str(path))
+    """Read session.json of a session's folder. Raises ConfigError where it is missing, of
+    another form, or a field is missing or wrong."""
+    return SessionDocument.from_file(folder / FILE_NAME)
