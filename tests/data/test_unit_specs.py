@@ -28,7 +28,7 @@ HERE = Path("/data/d")
 RECIPE = FetchRecipe(
     "https://h/a.jsonl", HERE / "a.jsonl", RemoteFileInfo(3, "e"), listing=HERE / "listing.json"
 )
-READING = ReadingSettings("text", drop={"meta.set": ["a"]})  # type: ignore[dict-item]
+READING = ReadingSettings("text", drop={"meta.set": ("a",)})
 ENCODING = EncodingSettings("<eod>")
 SHARD = MergeShard("00000", HERE / "s", {"path": "a"}, {"tokens": HERE / "t"}, (0, 2, 0, 1))
 READING_KEYS = (
@@ -60,7 +60,7 @@ SPECS: list[tuple[Any, Any, str]] = [
         f" eod_token append_eod special_tokens tokenizer {READING_KEYS} shards total_bytes given",
     ),
     (
-        MergeSpec("d", HERE / "t", "<eod>", (SHARD,), False, {}, None, (), HERE / "m", HERE / "r"),
+        MergeSpec("d", HERE / "t", "<eod>", (SHARD,), False, {}, None, HERE / "m", HERE / "r"),
         MergeSpec.from_json,
         "name tokenizer eod_token shards shuffle declared prefix former manifest rejects",
     ),

@@ -59,7 +59,7 @@ class Record:
         return values
 
     @classmethod
-    def from_json(cls, value: object, name: str = "") -> Self:
+    def from_json(cls, value: Any, name: str = "") -> Self:
         """Read what `to_json` wrote.
 
         Args:
@@ -127,7 +127,7 @@ def write_value(value: Any) -> Any:
     if isinstance(value, (tuple, list)):
         return [write_value(item) for item in value]
     if isinstance(value, Mapping):
-        return {name: write_value(item) for name, item in value.items()}
+        return {str(name): write_value(item) for name, item in value.items()}
     if isinstance(value, Record):
         return value.to_json()
     if dataclasses.is_dataclass(value):

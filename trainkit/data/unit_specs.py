@@ -1,5 +1,4 @@
-"""What the units of prep-data are given and what they report, as JSON: each form is a dataclass
-with one reader and one writer.
+"""What the units of prep-data are given and what they report: records.
 
 Stamps hash what is written: a key that is renamed, added or left out makes every dataset that was
 prepared before stale.
@@ -8,10 +7,11 @@ prepared before stale.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from trainkit.base.records import INLINE, OMIT_NONE, Record
 from trainkit.data.fetch.recipe import FetchRecipe
 from trainkit.data.text.documents import ReadOptions
 from trainkit.data.text.filters import DocumentFilter
@@ -22,12 +22,8 @@ FileRead = tuple[str, int, int, str | None]  # path, size, mtime in ns, XXH128 i
 SliceBounds = tuple[int, int, int, int]  # first sequence, sequences, first document, documents
 
 
-def _files_read(value: Mapping[str, Any]) -> tuple[FileRead, ...]:
-    return tuple((path, size, time, digest) for path, size, time, digest in value.get("read", ()))
-
-
 @dataclass(frozen=True)
-class ReadingSettings:
+class ReadingSettings(Record):
     """How a file becomes documents: keys of the dataset's table."""
 
     text_key: str
@@ -38,14 +34,6 @@ class ReadingSettings:
     fix_text: bool = False
     on_error: Literal["stop", "skip"] = "stop"
     max_reject_fraction: float = 0.001
-
-    def to_json(self) -> dict[str, object]:
-        return dict(vars(self))
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> ReadingSettings:
-        """From the keys of a spec; those that are not there have their defaults."""
-        return cls(**{key: value[key] for key in cls.__dataclass_fields__ if key in value})
 
     @property
     def options(self) -> ReadOptions:
@@ -60,7 +48,7 @@ class ReadingSettings:
 
 
 @dataclass(frozen=True)
-class EncodingSettings:
+class EncodingSettings(Record):
     """How documents become ids: keys of the tokenizer's table."""
 
     eod_token: str
@@ -68,32 +56,17 @@ class EncodingSettings:
     encoder: EncoderKey = "auto"
     special_tokens: SpecialTokens = "text"
 
-    def to_json(self) -> dict[str, object]:
-        return dict(vars(self))
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> EncodingSettings:
-        """From the keys of a spec; those that are not there have their defaults."""
-        return cls(**{key: value[key] for key in cls.__dataclass_fields__ if key in value})
-
 
 @dataclass(frozen=True)
-class TextRecipe:
+class TextRecipe(Record):
     """A shard of text that is written from files below a folder, one document a file."""
 
     folder: Path
     files: tuple[str, ...]
 
-    def to_json(self) -> dict[str, object]:
-        return {"folder": str(self.folder), "files": list(self.files)}
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> TextRecipe:
-        return cls(Path(value["folder"]), tuple(value["files"]))
-
 
 @dataclass(frozen=True)
-class TextSpec:
+class TextSpec(Record):
     """The spec of a unit that writes one shard of text.
 
     Args:
@@ -104,45 +77,25 @@ class TextSpec:
         text_key: the key that holds a document's text.
     """
 
+    do: Literal["text"] = field(default="text", init=False)
     source: str
     identity: Mapping[str, str]
     recipe: TextRecipe
     path: Path
     text_key: str
 
-    def to_json(self) -> dict[str, object]:
-        return {
-            "do": "text",
-            **vars(self),
-            "recipe": self.recipe.to_json(),
-            "path": str(self.path),
-        }
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> TextSpec:
-        return cls(
-            value["source"],
-            value.get("identity", {}),
-            TextRecipe.from_json(value["recipe"]),
-            Path(value["path"]),
-            value["text_key"],
-        )
-
 
 @dataclass(frozen=True)
-class TextResult:
+class TextResult(Record):
     """What was written of a shard of text; `left_out`: {reason: documents}."""
 
     documents: int
     text_bytes: int
     left_out: Mapping[str, int]
 
-    def to_json(self) -> dict[str, object]:
-        return asdict(self)
-
 
 @dataclass(frozen=True)
-class TokensSpec:
+class TokensSpec(Record):
     """The spec of a unit that encodes one shard of text.
 
     Args:
@@ -159,53 +112,30 @@ class TokensSpec:
             compared with tokenizers.
     """
 
+    do: Literal["tokens"] = field(default="tokens", init=False)
     name: str
     shard: Path
     recipe: FetchRecipe | None
     size: int
-    reading: ReadingSettings
-    encoding: EncodingSettings
+    reading: ReadingSettings = field(metadata=INLINE)
+    encoding: EncodingSettings = field(metadata=INLINE)
     tokenizer: Path
     prefix: Path
     rejects: Path | None = None
     first: bool = True
 
     def to_json(self) -> dict[str, object]:
-        return {
-            "do": "tokens",
-            "name": self.name,
-            "first": self.first,
-            "shard": str(self.shard),
-            "recipe": {} if self.recipe is None else self.recipe.to_json(),
-            "size": self.size,
-            **self.reading.to_json(),
-            **self.encoding.to_json(),
-            "tokenizer": str(self.tokenizer),
-            "prefix": str(self.prefix),
-            "rejects": None if self.rejects is None else str(self.rejects),
-        }
+        """The spec; stamps know {} where nothing is fetched."""
+        return super().to_json() | ({} if self.recipe else {"recipe": {}})
 
     @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> TokensSpec:
-        """Keys with a default may be left out."""
-        recipe = value.get("recipe")
-        rejects = value.get("rejects")
-        return cls(
-            value.get("name", ""),
-            Path(value["shard"]),
-            FetchRecipe.from_json(recipe) if recipe else None,
-            value["size"],
-            ReadingSettings.from_json(value),
-            EncodingSettings.from_json(value),
-            Path(value["tokenizer"]),
-            Path(value["prefix"]),
-            Path(rejects) if rejects else None,
-            value.get("first", True),
-        )
+    def from_json(cls, value: Mapping[str, Any], name: str = "") -> TokensSpec:
+        """Read what `to_json` wrote. Raises FieldError."""
+        return super().from_json({**value, "recipe": value.get("recipe") or None}, name)
 
 
 @dataclass(frozen=True)
-class TokensResult:
+class TokensResult(Record):
     """What became of one shard.
 
     Args:
@@ -248,18 +178,9 @@ class TokensResult:
     idx_xxh128: str = ""
     read: tuple[FileRead, ...] = ()
 
-    def to_json(self) -> dict[str, object]:
-        return {**vars(self), "read": [list(file) for file in self.read]}
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> TokensResult:
-        """Of an older unit too: keys that came later have their defaults."""
-        known = {key: value[key] for key in cls.__dataclass_fields__ if key in value}
-        return cls(**{**known, "read": _files_read(value)})
-
 
 @dataclass(frozen=True)
-class TokenizerSpec:
+class TokenizerSpec(Record):
     """The spec of the unit that makes tokenizer.json.
 
     Args:
@@ -271,37 +192,16 @@ class TokenizerSpec:
         given: files that lie here and that it is made from.
     """
 
-    settings: TokenizerSettings
+    settings: TokenizerSettings = field(metadata=INLINE)
     tokenizer: Path
-    reading: ReadingSettings
+    reading: ReadingSettings = field(metadata=INLINE)
     shards: tuple[Path, ...]
     total_bytes: int
     given: tuple[Path, ...]
 
-    def to_json(self) -> dict[str, object]:
-        return {
-            **self.settings.to_json(),
-            "tokenizer": str(self.tokenizer),
-            **self.reading.to_json(),
-            "shards": [str(path) for path in self.shards],
-            "total_bytes": self.total_bytes,
-            "given": [str(path) for path in self.given],
-        }
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> TokenizerSpec:
-        return cls(
-            TokenizerSettings.from_json(value),
-            Path(value["tokenizer"]),
-            ReadingSettings.from_json(value),
-            tuple(map(Path, value["shards"])),
-            value["total_bytes"],
-            tuple(map(Path, value["given"])),
-        )
-
 
 @dataclass(frozen=True)
-class TokenizerSettings:
+class TokenizerSettings(Record):
     """What a tokenizer.json is made of: keys of the tokenizer's table."""
 
     type: Literal["bpe", "file", "gpt2"]
@@ -317,28 +217,17 @@ class TokenizerSettings:
     append_eod: bool = True
     special_tokens: SpecialTokens = "text"
 
-    def to_json(self) -> dict[str, object]:
-        return dict(vars(self))
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> TokenizerSettings:
-        """From the keys of a spec; those that are not there have their defaults."""
-        return cls(**{key: value[key] for key in cls.__dataclass_fields__ if key in value})
-
 
 @dataclass(frozen=True)
-class TokenizerResult:
+class TokenizerResult(Record):
     """What was made; `read`: the files it is made from."""
 
     vocab_size: int
     read: tuple[FileRead, ...]
 
-    def to_json(self) -> dict[str, object]:
-        return {"vocab_size": self.vocab_size, "read": [list(file) for file in self.read]}
-
 
 @dataclass(frozen=True)
-class MergeShard:
+class MergeShard(Record):
     """One shard as the last unit sees it.
 
     Args:
@@ -353,33 +242,11 @@ class MergeShard:
     prefix: Path
     source: Mapping[str, object]
     stamps: Mapping[str, Path]
-    kept: SliceBounds | None = None
-
-    def to_json(self) -> dict[str, object]:
-        value: dict[str, object] = {
-            "name": self.name,
-            "prefix": str(self.prefix),
-            "source": self.source,
-            "stamps": {kind: str(path) for kind, path in self.stamps.items()},
-        }
-        if self.kept is not None:
-            value["kept"] = list(self.kept)
-        return value
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> MergeShard:
-        kept = value.get("kept")
-        return cls(
-            value["name"],
-            Path(value["prefix"]),
-            value["source"],
-            {kind: Path(path) for kind, path in value["stamps"].items()},
-            kept and tuple(kept),
-        )
+    kept: SliceBounds | None = field(default=None, metadata=OMIT_NONE)
 
 
 @dataclass(frozen=True)
-class MergeSpec:
+class MergeSpec(Record):
     """The spec of the last unit: it joins the shards, or leaves them, and writes dataset.json.
 
     Args:
@@ -403,43 +270,13 @@ class MergeSpec:
     shuffle: bool
     declared: Mapping[str, int]
     prefix: Path | None
-    former: tuple[object, ...]
+    former: tuple[object, ...] = field(default=(), kw_only=True)
     manifest: Path
     rejects: Path
 
-    def to_json(self) -> dict[str, object]:
-        return {
-            "name": self.name,
-            "tokenizer": str(self.tokenizer),
-            "eod_token": self.eod_token,
-            "shards": [shard.to_json() for shard in self.shards],
-            "shuffle": self.shuffle,
-            "declared": self.declared,
-            "prefix": None if self.prefix is None else str(self.prefix),
-            "former": list(self.former),
-            "manifest": str(self.manifest),
-            "rejects": str(self.rejects),
-        }
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> MergeSpec:
-        prefix = value["prefix"]
-        return cls(
-            value["name"],
-            Path(value["tokenizer"]),
-            value["eod_token"],
-            tuple(MergeShard.from_json(shard) for shard in value["shards"]),
-            value["shuffle"],
-            value["declared"],
-            None if prefix is None else Path(prefix),
-            tuple(value.get("former", ())),
-            Path(value["manifest"]),
-            Path(value["rejects"]),
-        )
-
 
 @dataclass(frozen=True)
-class CheckSpec:
+class CheckSpec(Record):
     """The spec of the unit that checks ready-made pairs and writes dataset.json."""
 
     name: str
@@ -447,22 +284,3 @@ class CheckSpec:
     eod_token: str
     prefixes: tuple[Path, ...]
     manifest: Path
-
-    def to_json(self) -> dict[str, object]:
-        return {
-            "name": self.name,
-            "tokenizer": str(self.tokenizer),
-            "eod_token": self.eod_token,
-            "prefixes": [str(prefix) for prefix in self.prefixes],
-            "manifest": str(self.manifest),
-        }
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> CheckSpec:
-        return cls(
-            value["name"],
-            Path(value["tokenizer"]),
-            value["eod_token"],
-            tuple(map(Path, value["prefixes"])),
-            Path(value["manifest"]),
-        )

@@ -284,9 +284,9 @@ class TextUnits(DatasetUnits):
             self.dataset.shuffle_documents,
             self._declared(),
             prefix,
-            tuple(self.former.identity),
             self.folder.manifest,
             self.folder.rejects,
+            former=tuple(self.former.identity),
         )
         return Unit(
             name,

@@ -4,15 +4,16 @@ specs of units, and holds no secret: the worker reads the token from the variabl
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from trainkit.base.records import Record
 from trainkit.data.fetch.retry import RemoteFileInfo
 
 
 @dataclass(frozen=True)
-class FetchRecipe:
+class FetchRecipe(Record):
     """How one file is fetched.
 
     Args:
@@ -42,65 +43,35 @@ class FetchRecipe:
     def __post_init__(self) -> None:
         object.__setattr__(self, "shown", self.shown or self.url)
 
-    def to_json(self) -> dict[str, object]:
-        """For a unit's spec; stamps hash it."""
-        return {
-            **vars(self),
-            "path": str(self.path),
-            "known": self.known and self.known.to_json(),
-            "listing": self.listing and str(self.listing),
-        }
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> FetchRecipe:
-        """The inverse of `to_json`."""
-        known = value["known"]
-        listing = value["listing"]
-        return cls(
-            **{
-                **value,
-                "path": Path(value["path"]),
-                "known": known and RemoteFileInfo(**known),
-                "listing": listing and Path(listing),
-            }
-        )
-
 
 @dataclass(frozen=True)
-class FetchSpec:
+class FetchSpec(Record):
     """The spec of a unit that fetches one file."""
 
+    do: Literal["fetch"] = field(default="fetch", init=False)
     recipe: FetchRecipe
-
-    def to_json(self) -> dict[str, object]:
-        return {"do": "fetch", "recipe": self.recipe.to_json()}
 
 
 @dataclass(frozen=True)
-class ListingSpec:
+class ListingSpec(Record):
     """The spec of the unit that writes down which files there are: `listing` (listing/1) goes to
     `path`."""
 
+    do: Literal["listing"] = field(default="listing", init=False)
     path: Path
     listing: Mapping[str, Any]
-
-    def to_json(self) -> dict[str, object]:
-        return {"do": "listing", "path": str(self.path), "listing": self.listing}
 
 
 def fetch_spec_from_json(value: Mapping[str, Any]) -> FetchSpec | ListingSpec:
     """The spec of either kind of unit, as its key "do" says."""
     if value["do"] == "listing":
-        return ListingSpec(Path(value["path"]), value["listing"])
-    return FetchSpec(FetchRecipe.from_json(value["recipe"]))
+        return ListingSpec.from_json(value)
+    return FetchSpec.from_json(value)
 
 
 @dataclass(frozen=True)
-class FetchResult:
+class FetchResult(Record):
     """What was fetched: its size, and SHA-256 in hex."""
 
     bytes: int
     sha256: str
-
-    def to_json(self) -> dict[str, object]:
-        return asdict(self)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from trainkit.base.errors import Exit, TrainkitError
+from trainkit.base.records import Record
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,7 @@ class RetryCounter:
 
 
 @dataclass(frozen=True)
-class RemoteFileInfo:
+class RemoteFileInfo(Record):
     """What a server says of a file without sending it; None: it does not say.
 
     Args:
@@ -138,9 +139,6 @@ class RemoteFileInfo:
     etag: str | None = None
     modified: str | None = None
     sha256: str | None = None
-
-    def to_json(self) -> dict[str, object]:
-        return dict(vars(self))
 
     @property
     def identifiable(self) -> bool:

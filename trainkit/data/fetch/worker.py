@@ -20,10 +20,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from trainkit.base.documents import document, utc_now
+from trainkit.base.documents import utc_now
 from trainkit.base.errors import ConfigError, Exit, TrainkitError
 from trainkit.base.files import fsync_folder, names_full_file, read_json, write_json
 from trainkit.base.locks import locked
+from trainkit.base.records import Record
 from trainkit.base.worker import DISK_HINTS, ProgressCallback, run_unit
 from trainkit.data.fetch.http import HttpFile, http_client
 from trainkit.data.fetch.object_store import StoredFile, file_system
@@ -43,7 +44,6 @@ from trainkit.data.fetch.retry import (
     read_with_retries,
 )
 
-SCHEMA = "fetched/1"
 STATE = ".fetch"
 BLOCK = 2**20
 # formats whose table of contents is at the end: they cannot be read as a stream
@@ -96,7 +96,7 @@ class _FetchPaths:
 
 
 @dataclass(frozen=True)
-class _FetchStamp:
+class _FetchStamp(Record):
     """NAME.json (fetched/1): what was fetched, and the file as it was then.
 
     Args:
@@ -104,34 +104,23 @@ class _FetchStamp:
         known: what the server said of it, with the size and sum that were found.
         file: size and mtime in ns.
         result: of the fetch.
+        made: when.
     """
 
+    SCHEMA = "fetched/1"
     url: str
     known: RemoteFileInfo
     file: tuple[int, int]
     result: FetchResult
+    made: str
 
-    def write(self, path: Path) -> None:
-        values = {
-            "url": self.url,
-            "known": self.known.to_json(),
-            "file": list(self.file),
-            "result": self.result.to_json(),
-        }
-        write_json(path, document(SCHEMA, **values, made=utc_now()))
 
-    @classmethod
-    def read(cls, path: Path) -> _FetchStamp | None:
-        """None where there is none that can be read."""
-        try:
-            value = read_json(path)
-            if value["schema"] != SCHEMA:
-                return None
-            size, mtime_ns = value["file"]
-            known = RemoteFileInfo(**value["known"])
-            return cls(value["url"], known, (size, mtime_ns), FetchResult(**value["result"]))
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
+def _read_stamp(path: Path) -> _FetchStamp | None:
+    """None where there is none that can be read."""
+    try:
+        return _FetchStamp.from_file(path)
+    except ConfigError:
+        return None
 
 
 def _size_and_time(path: Path) -> tuple[int, int]:
@@ -143,7 +132,7 @@ def _already_fetched(
     paths: _FetchPaths, recipe: FetchRecipe, known: RemoteFileInfo | None
 ) -> FetchResult | None:
     """The result of an earlier fetch of the same version, if nobody has touched the file since."""
-    stamp = _FetchStamp.read(paths.stamp)
+    stamp = _read_stamp(paths.stamp)
     if not paths.path.is_file() or stamp is None or stamp.file != _size_and_time(paths.path):
         return None
     # what has the same sum is the same, whatever its address is now
@@ -164,7 +153,7 @@ def _put_there_by_hand(
     if not paths.path.is_file():
         return None
     now = _size_and_time(paths.path)
-    stamp = _FetchStamp.read(paths.stamp)
+    stamp = _read_stamp(paths.stamp)
     ours = stamp is not None and stamp.file == now
     if ours or (known is not None and known.size not in (None, now[0])):
         return None  # ours, of another version; or another file
@@ -183,7 +172,8 @@ def _stamp(
     result: FetchResult,
 ) -> FetchResult:
     known = RemoteFileInfo(result.bytes, known.etag, known.modified, result.sha256)
-    _FetchStamp(recipe.url, known, file, result).write(paths.stamp)
+    stamp = _FetchStamp(recipe.url, known, file, result, utc_now())
+    write_json(paths.stamp, stamp.to_json())
     return result
 
 

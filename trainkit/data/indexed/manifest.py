@@ -10,6 +10,7 @@ from pathlib import Path
 from trainkit.base.documents import document
 from trainkit.base.errors import ConfigError, Exit
 from trainkit.base.files import read_json, sha256_file, write_json
+from trainkit.base.records import Record
 from trainkit.data.indexed.paths import SCHEMA, bin_path, idx_path
 from trainkit.data.indexed.published import check_published
 from trainkit.data.sums import file_sum
@@ -41,7 +42,7 @@ def read_results(spec: MergeSpec) -> list[ShardResult]:
     found = []
     for shard in spec.shards:
         results = {kind: read_json(path)["result"] for kind, path in shard.stamps.items()}
-        text = TextResult(**results["text"]) if "text" in results else None
+        text = TextResult.from_json(results["text"]) if "text" in results else None
         tokens = TokensResult.from_json(results["tokens"])
         found.append(ShardResult(tokens, text, results.get("fetch", {})))
     return found
@@ -56,7 +57,7 @@ def _sum(counters: Iterable[Mapping[str, int]]) -> dict[str, int]:
 
 
 @dataclass(frozen=True)
-class DatasetTotals:
+class DatasetTotals(Record):
     """Counts over all shards; `left_out`: {reason: documents}, `rejected`: {kind: lines},
     `passed_over`: {reason: members of archives}."""
 
@@ -70,9 +71,6 @@ class DatasetTotals:
     left_out: Mapping[str, int]
     rejected: Mapping[str, int]
     passed_over: Mapping[str, int]
-
-    def to_json(self) -> dict[str, object]:
-        return asdict(self)
 
 
 def totals(shards: Sequence[ShardResult]) -> DatasetTotals:

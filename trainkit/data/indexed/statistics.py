@@ -4,7 +4,7 @@ documents to read. Memory does not grow with the data."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 from trainkit.base.errors import ConfigError
 from trainkit.base.extras import MissingExtra
 from trainkit.base.files import atomic_open
+from trainkit.base.records import INLINE, UNWRITTEN, Record
 from trainkit.data.indexed.dataset import IndexedDataset
 
 BLOCK = 2**22  # tokens looked at at once
@@ -63,48 +64,30 @@ class DocumentSample:
 
 
 @dataclass(frozen=True)
-class Statistics:
+class Statistics(Record):
     """What `statistics` found.
 
     counts: of everything.
     empty_documents: documents without a token.
     longest: tokens of the longest document.
     percentiles: {percent: tokens} of the lengths of documents; LONGEST stands for all above it.
-    lengths: documents by length, a power of two each.
     ids_used: how many ids occur at all, of `vocab_size`.
-    occurrences: of each id, [vocab_size].
+    occurrences: of each id, [vocab_size]; not written.
+    lengths: documents by length, a power of two each.
     frequent: the most frequent tokens.
     samples: random documents.
     """
 
-    counts: DatasetCounts
+    counts: DatasetCounts = field(metadata=INLINE)
     empty_documents: int
     longest: int
     percentiles: dict[int, int]
-    lengths: list[LengthBin]
     ids_used: int
     vocab_size: int
-    occurrences: Int64
+    occurrences: Int64 = field(metadata=UNWRITTEN)
+    lengths: list[LengthBin]
     frequent: list[FrequentToken]
     samples: list[DocumentSample]
-
-    def to_json(self) -> dict[str, object]:
-        """Everything but the occurrences of all ids."""
-        own = {
-            name: value
-            for name, value in vars(self).items()
-            if name not in ("counts", "occurrences", "lengths", "frequent", "samples")
-        }
-        lists = {
-            name: [asdict(entry) for entry in getattr(self, name)]
-            for name in ("lengths", "frequent", "samples")
-        }
-        return {
-            **asdict(self.counts),
-            **own,
-            "percentiles": {str(k): v for k, v in self.percentiles.items()},
-            **lists,
-        }
 
 
 def count(prefixes: Sequence[Path]) -> DatasetCounts:

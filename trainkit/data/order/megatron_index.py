@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from trainkit import _index
 from trainkit.base.errors import ConfigError, Exit
+from trainkit.base.records import Record
 from trainkit.base.worker import ProgressCallback
 from trainkit.data.indexed.dataset import IndexedDataset
 from trainkit.data.indexed.format import HEADER, data_error
@@ -53,7 +54,7 @@ LAST_EPOCH = 0.80  # a last epoch of which less is needed is shuffled by itself
 
 
 @dataclass(frozen=True)
-class IndexRequest:
+class IndexRequest(Record):
     """What an index is built from.
 
     Args:
@@ -248,11 +249,6 @@ def read_index_sizes(request: IndexRequest) -> IndexSizes:
     return count(request, _tokens(request))
 
 
-def request_form(request: IndexRequest) -> dict[str, object]:
-    """The request as JSON values; IndexRequest(**form) reads it."""
-    return {**asdict(request), "prefix": str(request.prefix)}
-
-
 def index_facts(request: IndexRequest) -> dict[str, object]:
     """What the index depends on, as JSON values: the request and the .idx as it is now. Raises
     ConfigError (exit 6): there is none."""
@@ -266,7 +262,7 @@ def index_facts(request: IndexRequest) -> dict[str, object]:
             hint="prepare the data first: invoke prep-data",
         ) from None
     return {
-        "request": request_form(request),
+        "request": request.to_json(),
         "idx": {"bytes": status.st_size, "mtime_ns": status.st_mtime_ns},
     }
 

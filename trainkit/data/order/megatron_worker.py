@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from trainkit.base.errors import ConfigError
+from trainkit.base.records import Record
 from trainkit.base.worker import ProgressCallback, run_unit
 from trainkit.data.indexed.dataset import IndexedDataset
 from trainkit.data.indexed.paths import DataFolder
@@ -30,7 +31,7 @@ from trainkit.plan.batch import consumed_after
 
 
 @dataclass(frozen=True)
-class OrderRequest:
+class OrderRequest(Record):
     """One split as Megatron would be asked for it.
 
     Args:
@@ -52,19 +53,6 @@ class OrderRequest:
     seed: int
     folder: Path
     tokenizer: Mapping[str, object] | None
-
-    def to_json(self) -> dict[str, object]:
-        """For a unit's spec."""
-        pairs = [{**asdict(pair), "prefix": str(pair.prefix)} for pair in self.pairs]
-        return {**asdict(self), "pairs": pairs, "folder": str(self.folder)}
-
-    @classmethod
-    def from_json(cls, form: Mapping[str, Any]) -> OrderRequest:
-        """The same again."""
-        pairs = tuple(
-            SplitPair(**{**pair, "prefix": Path(pair["prefix"])}) for pair in form["pairs"]
-        )
-        return cls(**{**form, "pairs": pairs, "folder": Path(form["folder"])})
 
 
 def order_request(
@@ -194,18 +182,11 @@ def _refuse_too_few(asked: OrderRequest, there: int) -> None:
 
 
 @dataclass(frozen=True)
-class OrderSpec:
+class OrderSpec(Record):
     """The spec of the unit that builds the order of one split, with so many threads."""
 
     asked: OrderRequest
     threads: int
-
-    def to_json(self) -> dict[str, object]:
-        return {"asked": self.asked.to_json(), "threads": self.threads}
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> OrderSpec:
-        return cls(OrderRequest.from_json(value["asked"]), value["threads"])
 
 
 def work(value: Mapping[str, Any], progress: ProgressCallback) -> dict[str, object]:

@@ -12,6 +12,7 @@ from typing import Any
 from trainkit.base.documents import document
 from trainkit.base.errors import ConfigError, Exit
 from trainkit.base.files import read_json
+from trainkit.base.records import Record
 from trainkit.data.fetch.http import HttpFile, http_client
 from trainkit.data.fetch.hub import Hub
 from trainkit.data.fetch.hub import parse_hub_address as parse_hub
@@ -42,7 +43,7 @@ NAMED = 5  # missing files in a message
 
 
 @dataclass(frozen=True)
-class ListedFile:
+class ListedFile(Record):
     """One file that is there.
 
     Args:
@@ -90,7 +91,7 @@ def listing_document(dataset: Dataset, found: Sequence[ListedFile]) -> dict[str,
     return document(
         SCHEMA,
         of=_asked(dataset),
-        files=[{"text": f.text, "url": f.url, "known": f.known.to_json()} for f in found],
+        files=[file.to_json() for file in found],
     )
 
 
@@ -104,9 +105,7 @@ def read_listing(dataset: Dataset, corpus: Path) -> list[ListedFile] | None:
         value = read_json(corpus / LISTING)
         if value["schema"] != SCHEMA or value["of"] != _asked(dataset):
             return None
-        return [
-            ListedFile(f["text"], f["url"], RemoteFileInfo(**f["known"])) for f in value["files"]
-        ]
+        return [ListedFile.from_json(file) for file in value["files"]]
     except (OSError, ValueError, KeyError, TypeError):
         return None  # there is none, or none that can be used: the servers are asked
 
