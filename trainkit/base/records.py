@@ -1,7 +1,7 @@
 """Records: dataclasses that are written as JSON objects and read again. The annotation of a field
 is both what is written and what a reader accepts; its name is its key.
 
-Fields are text, numbers, booleans, paths, `Literal[...]`, `X | None`, `tuple[X, ...]`,
+Fields are text, numbers, booleans, paths, `Literal[...]`, `X | None`, `tuple[X, ...]`, `list[X]`,
 `tuple[X, Y]`, `Mapping[str, X]`, records, other dataclasses, pydantic's models, or `object` and
 `Any` for what is only passed on. A reader ignores keys that it does not know, so that both sides
 may be of different versions; a field that was added later needs a default.
@@ -14,7 +14,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, Callable, ClassVar, TypeVar, cast
@@ -188,7 +188,9 @@ def _reader(annotation: ast.expr, names: Mapping[str, object]) -> _Reader:
         if form == "Literal":
             return _choice([ast.literal_eval(word) for word in words])
         if form == "tuple" and len(words) == 2 and _is_constant(words[1], ...):
-            return _list(_reader(words[0], names))
+            return _list(_reader(words[0], names), tuple)
+        if form == "list":
+            return _list(_reader(words[0], names), list)
         if form == "tuple":
             return _row([_reader(word, names) for word in words])
         if form in ("Mapping", "dict") and len(words) == 2:
@@ -273,10 +275,10 @@ def _optional(inner: _Reader) -> _Reader:
     return lambda value, name: None if value is None else inner(value, name)
 
 
-def _list(inner: _Reader) -> _Reader:
+def _list(inner: _Reader, kind: Callable[[Iterable[object]], object]) -> _Reader:
     def read(value: object, name: str) -> object:
         items = _items(value, name)
-        return tuple(inner(item, f"{name}[{index}]") for index, item in enumerate(items))
+        return kind(inner(item, f"{name}[{index}]") for index, item in enumerate(items))
 
     return read
 

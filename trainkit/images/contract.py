@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
-from trainkit.base.documents import document, read_document
 from trainkit.base.errors import ConfigError
 from trainkit.base.files import write_json
+from trainkit.base.records import Record
 from trainkit.jobs.containers import FILE_RUNTIMES, Container
 
-SCHEMA = "image/1"
 RECORD_SUFFIX = ".json"  # of the record beside an image file: X.sqsh.json
 BASE_ARGUMENT = "BASE_IMAGE"  # the build argument that `base` becomes
 
@@ -103,7 +102,7 @@ class Builder(Protocol):
 
 
 @dataclass(frozen=True)
-class ImageRecord:
+class ImageRecord(Record):
     """What an image is, as the stamp, the run's record and X.sqsh.json beside its file say it.
 
     Args:
@@ -124,6 +123,7 @@ class ImageRecord:
         fingerprint: of the image file (squashfs.py), by which it is known again; "" without one.
     """
 
+    SCHEMA = "image/1"
     name: str
     tag: str
     digest: str
@@ -135,36 +135,8 @@ class ImageRecord:
     commit: str = ""
     size: int = 0
     made: str = ""
-    options: Mapping[str, str] | None = None
+    options: Mapping[str, str] = field(default_factory=dict)
     fingerprint: str = ""
-
-    def to_json(self) -> dict[str, object]:
-        """The document image/1."""
-        values = asdict(self)
-        values["options"] = dict(self.options or {})
-        return document(SCHEMA, **values)
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> ImageRecord:
-        """Raises KeyError or TypeError where it is no record."""
-        texts = {key: str(value[key]) for key in _TEXTS}
-        options = {str(key): str(each) for key, each in dict(value["options"]).items()}
-        return cls(**texts, size=int(value["size"]), options=options)
-
-
-_TEXTS = (
-    "name",
-    "tag",
-    "digest",
-    "base",
-    "base_digest",
-    "builder",
-    "builder_version",
-    "dockerfile_sum",
-    "commit",
-    "made",
-    "fingerprint",
-)
 
 
 def record_path(image_file: Path) -> Path:
@@ -180,13 +152,13 @@ def write_record(path: Path, record: ImageRecord) -> None:
 def read_record(path: Path) -> ImageRecord | None:
     """A record; None where there is none that can be read."""
     try:
-        return ImageRecord.from_json(read_document(path, SCHEMA))
-    except (ConfigError, KeyError, TypeError, ValueError):
+        return ImageRecord.from_file(path)
+    except ConfigError:
         return None
 
 
 @dataclass(frozen=True)
-class ImagePlan:
+class ImagePlan(Record):
     """What `build-container` makes for one container: an image of a Dockerfile, an image file of
     that or of `source`, or both.
 
@@ -217,19 +189,6 @@ class ImagePlan:
         """What the unit `build` leaves, and the unit `import` reads: the record of the image in
         the builder's store."""
         return self.root / "images" / f"{self.container.name}.built.json"
-
-    def to_json(self) -> dict[str, object]:
-        """For specs of units."""
-        return {
-            "container": self.container.model_dump(mode="json"),
-            "root": str(self.root),
-            "builder": self.builder,
-        }
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> ImagePlan:
-        container = Container.model_validate(value["container"])
-        return cls(container, Path(value["root"]), value["builder"])
 
 
 class Importer(Protocol):

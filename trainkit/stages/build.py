@@ -17,6 +17,7 @@ from typing import Any
 import trainkit
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.install import InstallError, build_extension, csrc_sha256
+from trainkit.base.records import Record
 from trainkit.base.worker import ProgressCallback, run_unit
 from trainkit.jobs.schema import Job
 from trainkit.ops.build import build_kernels, missing_tools, staleness
@@ -74,7 +75,7 @@ EVIDENCE: dict[str, Callable[[], tuple[bool, str]]] = {
 
 
 @dataclass(frozen=True)
-class BuildSpec:
+class BuildSpec(Record):
     """The spec of the unit that compiles.
 
     Args:
@@ -86,13 +87,6 @@ class BuildSpec:
     root: Path
     part: str
     csrc: str
-
-    def to_json(self) -> dict[str, object]:
-        return {"root": str(self.root), "part": self.part, "csrc": self.csrc}
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> BuildSpec:
-        return cls(Path(value["root"]), value["part"], value["csrc"])
 
 
 def _wants_kernels(job: Job | None) -> bool:

@@ -22,6 +22,7 @@ from trainkit.base.files import remove, write_json, write_text
 from trainkit.base.git import head_commit, without_passwords
 from trainkit.base.locks import locked
 from trainkit.base.process import die_with_parent_hook
+from trainkit.base.records import Record
 from trainkit.base.worker import ProgressCallback, run_unit
 from trainkit.engines.requirements import (
     WHEELS,
@@ -72,7 +73,7 @@ _HINTS = (
 
 
 @dataclass(frozen=True)
-class InstallSpec:
+class InstallSpec(Record):
     """The spec of the unit that makes a venv.
 
     Args:
@@ -92,15 +93,6 @@ class InstallSpec:
     requirements: tuple[str, ...]
     venv: Path
     python: Path
-
-    def to_json(self) -> dict[str, object]:
-        paths = {key: str(getattr(self, key)) for key in ("tree", "venv", "python")}
-        return {**vars(self), "requirements": list(self.requirements), **paths}
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> InstallSpec:
-        paths = {key: Path(value[key]) for key in ("tree", "venv", "python")}
-        return cls(**{**value, "requirements": tuple(value["requirements"]), **paths})
 
     def lines(self) -> tuple[str, ...]:
         """What pip is given. Raises ConfigError where the tree does not say its version."""

@@ -18,14 +18,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainkit.base.documents import document, read_document, utc_now
+from trainkit.base.documents import utc_now
 from trainkit.base.errors import ConfigError, Exit, TrainkitError
 from trainkit.base.files import TEMPORARY, sha256_file, write_json, write_text
 from trainkit.base.process import die_with_parent_hook
+from trainkit.base.records import Record
 from trainkit.base.worker import ProgressCallback, run_unit
 from trainkit.engines.compiled import (
     QUIET_SECONDS,
@@ -51,7 +52,6 @@ from trainkit.stages.build_container import image_of
 from trainkit.stages.contract import Need, Unit
 
 VERSION = 1
-SCHEMA = "engine-prebuild/1"
 TAIL = 15  # lines of a compiler's that an error shows
 KERNELS = Path("megatron/fused_kernels")
 # options of GPT-NeoX without which it loads no kernels of its own
@@ -83,7 +83,7 @@ _HINTS = (
 
 
 @dataclass(frozen=True)
-class PrebuildSpec:
+class PrebuildSpec(Record):
     """The spec of the unit that compiles.
 
     Args:
@@ -111,24 +111,13 @@ class PrebuildSpec:
     shared: bool
     image: str = ""
 
-    def to_json(self) -> dict[str, object]:
-        paths = {key: str(getattr(self, key)) for key in _PATHS}
-        return {**vars(self), **paths}
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> PrebuildSpec:
-        return cls(**{**value, **{key: Path(value[key]) for key in _PATHS}})
-
     def lock_folders(self) -> tuple[Path, ...]:
         """Where compilers leave locks."""
         return (self.extensions, self.tree / KERNELS / "build")
 
 
-_PATHS = ("tree", "extensions", "tools", "record")
-
-
 @dataclass(frozen=True)
-class Compiled:
+class Compiled(Record):
     """What was compiled, as <root>/engines/prebuilt/KEY.json keeps it.
 
     Args:
@@ -140,11 +129,12 @@ class Compiled:
         made: when.
     """
 
+    SCHEMA = "engine-prebuild/1"
     sources: Mapping[str, str]
     files: Mapping[str, list[int]]
     kernels: str
     python: list[str]
-    image: str = ""
+    image: str = ""  # of records before stages ran in images
     made: str = field(default_factory=utc_now)
 
 
@@ -239,16 +229,8 @@ def _judge(spec: PrebuildSpec) -> tuple[bool, str]:
         if lock.dead:
             return False, f"{lock.path} was left by a compiler that was killed"
     try:
-        value = read_document(spec.record, SCHEMA)
-        record = Compiled(
-            value["sources"],
-            value["files"],
-            value["kernels"],
-            value["python"],
-            value.get("image", ""),  # of records before stages ran in images
-            value["made"],
-        )
-    except (ConfigError, KeyError):
+        record = Compiled.from_file(spec.record)
+    except ConfigError:
         return False, "it was never compiled for this commit and Python"
     if changed := _other_python(spec, record):
         return False, changed
@@ -337,7 +319,7 @@ class _Prebuild:
             [self.python.version, self.python.suffix, self.python.torch],
             spec.image,
         )
-        write_json(spec.record, document(SCHEMA, **asdict(compiled)))
+        write_json(spec.record, compiled.to_json())
         return compiled, words
 
     def _unlock(self) -> list[str]:

@@ -18,11 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainkit.base.documents import document, read_document, utc_now
+from trainkit.base.documents import utc_now
 from trainkit.base.errors import ConfigError, Exit, TrainkitError
 from trainkit.base.files import publish_folder, remove, remove_leftovers, temporary_name, write_json
 from trainkit.base.git import GitFailed, run_git, tree_diff, tree_state, without_passwords
 from trainkit.base.process import die_with_parent_hook
+from trainkit.base.records import Record
 from trainkit.base.worker import ProgressCallback, run_unit
 from trainkit.engines.sources import (
     ENTRY_FILES,
@@ -40,7 +41,6 @@ from trainkit.stages.contract import Need, Unit
 
 VERSION = 1
 RECORD = "trainkit.json"  # in the clone's .git
-SCHEMA = "engine-source/1"
 REVISION = re.compile(r"[A-Za-z0-9_](?!.*(\.\.|@\{))[^\s~^:?*\[\\\x00-\x20\x7f]*")
 ABBREVIATED = re.compile(r"[0-9a-f]{4,40}")  # of a commit
 SURE = 7  # characters of a hash that git itself writes where it abbreviates one
@@ -73,7 +73,7 @@ _REASONS: tuple[tuple[str, str, str], ...] = (
 
 
 @dataclass(frozen=True)
-class CloneSpec:
+class CloneSpec(Record):
     """The spec of the unit that clones.
 
     Args:
@@ -94,18 +94,12 @@ class CloneSpec:
     tree: Path
     clone: bool
 
-    def to_json(self) -> dict[str, object]:
-        return {**vars(self), "tree": str(self.tree)}
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> CloneSpec:
-        return cls(**{**value, "tree": Path(value["tree"])})
-
 
 @dataclass(frozen=True)
-class CloneRecord:
+class CloneRecord(Record):
     """What a clone was made from, as it says itself."""
 
+    SCHEMA = "engine-source/1"
     source: str
     revision: str | None
     commit: str
@@ -226,8 +220,7 @@ def _refuse_other_commit(spec: CloneSpec, commit: str) -> None:
 def read_record(tree: Path) -> CloneRecord:
     """What a clone was made from. Raises OSError where trainkit has not cloned it, ConfigError
     where that cannot be read."""
-    value = read_document(tree / ".git" / RECORD, SCHEMA)
-    return CloneRecord(value["source"], value["revision"], value["commit"], value["cloned"])
+    return CloneRecord.from_file(tree / ".git" / RECORD)
 
 
 def _head(tree: Path) -> str:
@@ -295,14 +288,8 @@ class _Clone:
             with _stage_error():
                 commit = self._fetched()
                 self._refuse_another_engine()
-            record = document(
-                SCHEMA,
-                source=spec.source,
-                revision=spec.revision,
-                commit=commit,
-                cloned=utc_now(),
-            )
-            write_json(self.folder / ".git" / RECORD, record)
+            record = CloneRecord(spec.source, spec.revision, commit, utc_now())
+            write_json(self.folder / ".git" / RECORD, record.to_json())
             if spec.tree.exists():
                 os.rename(spec.tree, temporary_name(spec.tree))
             publish_folder(self.folder, spec.tree)

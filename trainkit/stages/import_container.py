@@ -82,7 +82,7 @@ def _other_wish(plan: ImagePlan, record: ImageRecord) -> str:
     built = read_record(plan.build_record) if container.dockerfile else None
     if built and built.digest != record.digest:
         return f"{built.tag} was built again: {built.digest[:19]} instead of {record.digest[:19]}"
-    before = dict(record.options or {})
+    before = dict(record.options)
     wanted = {**file_options(container), **stripe_options(container)}
     if not container.stripe:
         before.pop("stripe", None)  # spread wider than asked for is as good
@@ -147,7 +147,7 @@ def _lacks_stripes_only(plan: ImagePlan, file: Path) -> bool:
     return (
         plan.container.stripe is not None
         and record is not None
-        and "stripe" not in (record.options or {})
+        and "stripe" not in record.options
         and not stale_import(replace(plan, container=container))
     )
 

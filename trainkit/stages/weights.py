@@ -22,6 +22,7 @@ from typing import Any
 from trainkit.base.documents import document, utc_now
 from trainkit.base.errors import ConfigError, Exit, Problem, TrainkitError
 from trainkit.base.files import publish_folder, write_json
+from trainkit.base.records import Record
 from trainkit.base.redact import Redactor
 from trainkit.base.worker import ProgressCallback, run_unit
 from trainkit.jobs.schema import Job, Model
@@ -52,7 +53,7 @@ PROGRESS_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
-class WeightsSpec:
+class WeightsSpec(Record):
     """The spec of the unit that fetches a model.
 
     Args:
@@ -70,18 +71,6 @@ class WeightsSpec:
     root: Path
     token: bool
     model: Model
-
-    def to_json(self) -> dict[str, object]:
-        return {
-            **vars(self),
-            "root": str(self.root),
-            "model": self.model.model_dump(mode="json"),
-        }
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> WeightsSpec:
-        model = Model.model_validate(value["model"])
-        return cls(**{**value, "root": Path(value["root"]), "model": model})
 
 
 class WeightsStage:

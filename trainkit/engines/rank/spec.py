@@ -4,14 +4,11 @@ document engine-rank/1. One writer (engines/foreign.py), one reader (engines/ran
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
+from trainkit.base.records import Record
 from trainkit.engines.rank.node_setup import NodeSetup
-
-SCHEMA = "engine-rank/1"
 
 
 @dataclass(frozen=True)
@@ -28,7 +25,7 @@ class RequiredModule:
 
 
 @dataclass(frozen=True)
-class RankSpec:
+class RankSpec(Record):
     """The same for all ranks of an attempt.
 
     Args:
@@ -68,6 +65,7 @@ class RankSpec:
         compiled_for: what they were compiled for, kept in that file.
     """
 
+    SCHEMA = "engine-rank/1"
     engine: str
     argv: tuple[str, ...]
     cwd: str
@@ -105,25 +103,6 @@ class RankSpec:
     def interpreter(self) -> str:
         """That has what the engine needs."""
         return self.python or self.argv[0]
-
-    def to_json(self) -> dict[str, object]:
-        """The document."""
-        return {"schema": SCHEMA, **asdict(self)}
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> RankSpec:
-        """From the document. Raises ValueError for another one."""
-        if value.get("schema") != SCHEMA:
-            raise ValueError(f"{value.get('schema')!r} is not {SCHEMA!r}")
-        values = {key: each for key, each in value.items() if key != "schema"}
-        values["argv"] = tuple(values["argv"])
-        values["reads"] = tuple(values["reads"])
-        values["path"] = tuple(values.get("path", ()))
-        for name in ("versions", "before", "python_path"):
-            values[name] = tuple(values.get(name, ()))
-        values["node"] = NodeSetup(**values.get("node", {}))
-        values["modules"] = tuple(RequiredModule(**each) for each in values["modules"])
-        return cls(**values)
 
 
 def read_spec(path: Path) -> RankSpec:
