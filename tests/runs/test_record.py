@@ -245,7 +245,7 @@ def test_a_supervisor_on_another_host(tmp_path: Path) -> None:
     sign(run, ago=3600, host="elsewhere", ended=True)
     assert read_run_record(run).state == "failed"  # it said that it had ended, but not how
     run.supervisor.write_text('{"schema": "supervisor/1", "identity": {}}')
-    with pytest.raises(ConfigError, match="is not as a supervisor writes it"):
+    with pytest.raises(ConfigError, match=r"supervisor.json: identity: host is missing"):
         read_run_record(run)
 
 

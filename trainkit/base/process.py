@@ -14,16 +14,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
+
+from trainkit.base.records import Record
 
 CORES = "cores/"
 NODE_VALUE = re.compile(rf"\$\{{node:([A-Za-z_][A-Za-z0-9_]*|{CORES}[0-9]+)\}}")
 
 
 @dataclass(frozen=True)
-class ProcessIdentity:
+class ProcessIdentity(Record):
     """A process that cannot be confused with a later one of the same pid: start time in clock
     ticks, and the boot."""
 
@@ -31,10 +33,6 @@ class ProcessIdentity:
     pid: int
     start_time: int
     boot_id: str
-
-    def to_json(self) -> dict[str, object]:
-        """As it is kept in launch/supervisor.json and in events."""
-        return asdict(self)
 
 
 def start_time(pid: int) -> int:

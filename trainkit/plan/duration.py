@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 
+from trainkit.base.records import Record
 from trainkit.jobs import sbatch
 from trainkit.jobs.schema import Dataset, Job
 
@@ -45,7 +46,7 @@ def lost_fraction(interval: float, mean_time_between: float, cost: float) -> flo
 
 
 @dataclass(frozen=True)
-class Speed:
+class Speed(Record):
     """Tokens a second of the whole world, and whose word that is.
 
     Args:
@@ -66,10 +67,6 @@ class Speed:
     step_terms: Mapping[str, float] = field(default_factory=dict)
     not_fitted: str = ""
     calibration: float = 1.0
-
-    def to_json(self) -> dict[str, object]:
-        """plan/1's `speed`."""
-        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -92,7 +89,7 @@ class Costs:
 
 
 @dataclass(frozen=True)
-class DurationParts:
+class DurationParts(Record):
     """Seconds of a whole run, by what they are spent on. None: not known, and in no sum.
 
     Args:
@@ -117,13 +114,9 @@ class DurationParts:
             for part in (self.steps, self.evaluations, self.saves, self.starts, self.repeated)
         )
 
-    def to_json(self) -> dict[str, float | None]:
-        """`parts` of plan/1's `duration`."""
-        return asdict(self)
-
 
 @dataclass(frozen=True)
-class Duration:
+class Duration(Record):
     """How long, at one speed. Time in a queue is not in it.
 
     Args:
@@ -157,10 +150,6 @@ class Duration:
     lost_fraction: float | None
     lost_as_asked: float | None
     requeues: int | None
-
-    def to_json(self) -> dict[str, object]:
-        """plan/1's `duration`."""
-        return asdict(self)
 
 
 def time_limit(job: Job) -> int | None:
@@ -336,17 +325,13 @@ def _requeues(busy: float, limit: int | None, again: float, write: float) -> int
 
 
 @dataclass(frozen=True)
-class Epochs:
+class Epochs(Record):
     """How often the training part of a dataset is read. `estimated`: its tokens are reckoned
     from its text, BYTES_PER_TOKEN to one."""
 
     dataset_tokens: int
     epochs: float
     estimated: bool
-
-    def to_json(self) -> dict[str, object]:
-        """plan/1's `epochs`."""
-        return asdict(self)
 
 
 def epochs_of(

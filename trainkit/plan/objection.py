@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from trainkit.base.records import Record
 from trainkit.jobs.schema import Job, Table
 
 T = TypeVar("T", bound=Table)
@@ -15,7 +16,7 @@ Change = Mapping[str, Value]
 
 
 @dataclass(frozen=True)
-class Objection:
+class Objection(Record):
     """One reason why the job cannot run, or, among notes, something worth knowing before it does.
 
     Args:
@@ -29,15 +30,6 @@ class Objection:
     key: str
     message: str
     changes: tuple[Change, ...] = ()
-
-    def to_json(self) -> dict[str, object]:
-        """An entry of plan/1's `objections` and `notes`."""
-        return {
-            "code": self.code,
-            "key": self.key,
-            "message": self.message,
-            "changes": [dict(change) for change in self.changes],
-        }
 
 
 def with_change(job: Job, change: Change) -> Job:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import PurePosixPath
 
+from trainkit.base.records import Record
 from trainkit.jobs.clusters import Filesystem
 from trainkit.jobs.schema import Job, Training
 from trainkit.plan.rules import Rules, moments_of
@@ -100,7 +101,7 @@ def elsewhere(job: Job) -> str | None:
 
 
 @dataclass(frozen=True)
-class Storage:
+class Storage(Record):
     """What a run writes.
 
     Args:
@@ -121,10 +122,6 @@ class Storage:
     filesystem: str | None
     write_seconds: float | None
     read_seconds: float | None
-
-    def to_json(self) -> dict[str, object]:
-        """plan/1's `storage`."""
-        return asdict(self)
 
 
 def storage_of(job: Job, rules: Rules, parameters: int, free_bytes: int | None = None) -> Storage:

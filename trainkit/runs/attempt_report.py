@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from trainkit.base.errors import ConfigError, Exit
+from trainkit.base.records import Record
 from trainkit.runs.events import (
     AttemptEnded,
     AttemptStarted,
@@ -23,7 +24,7 @@ from trainkit.runs.record import RunRecord
 
 
 @dataclass(frozen=True)
-class AttemptReport:
+class AttemptReport(Record):
     """One attempt: an entry of the document why/1.
 
     Args:
@@ -40,21 +41,9 @@ class AttemptReport:
     started: str | None = None
     ended: str | None = None
     exit: int | None = None
-    failure_class: FailureClass | None = None
+    failure_class: FailureClass | None = field(default=None, metadata={"key": "class"})
     hosts: list[str] = field(default_factory=list)
     root_cause: RootCause | None = None
-
-    def to_json(self) -> dict[str, object]:
-        """The entry."""
-        return {
-            "attempt": self.attempt,
-            "started": self.started,
-            "ended": self.ended,
-            "exit": self.exit,
-            "class": self.failure_class,
-            "hosts": self.hosts,
-            "root_cause": self.root_cause,
-        }
 
 
 @dataclass(frozen=True)

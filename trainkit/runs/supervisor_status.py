@@ -8,20 +8,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from trainkit.base.documents import document, read_document
-from trainkit.base.errors import ConfigError
 from trainkit.base.files import write_json
 from trainkit.base.process import ProcessIdentity, identity, is_alive
+from trainkit.base.records import Record
 from trainkit.runs.folder import RunFolder
 
-SUPERVISOR_SCHEMA = "supervisor/1"
-STARTER_SCHEMA = "maker/1"
 # a supervisor writes its sign of life every 5 s; one that was silent for longer may be alive or not
 SILENCE_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
-class SupervisorStatus:
+class SupervisorStatus(Record):
     """launch/supervisor.json.
 
     Args:
@@ -34,6 +31,7 @@ class SupervisorStatus:
         ended: it has finished its work.
     """
 
+    SCHEMA = "supervisor/1"
     identity: ProcessIdentity
     host: str
     time: float
@@ -42,30 +40,11 @@ class SupervisorStatus:
     port: int
     ended: bool
 
-    @staticmethod
-    def from_json(value: Mapping[str, Any]) -> SupervisorStatus:
-        """Raises KeyError, TypeError or ValueError where a key is missing or of another type."""
-        return SupervisorStatus(
-            identity=ProcessIdentity(**value["identity"]),
-            host=str(value["host"]),
-            time=float(value["time"]),
-            attempt=int(value["attempt"]),
-            address=str(value["address"]),
-            port=int(value["port"] or 0),
-            ended=bool(value["ended"]),
-        )
-
-    def to_json(self) -> dict[str, object]:
-        return document(
-            SUPERVISOR_SCHEMA,
-            identity=self.identity.to_json(),
-            host=self.host,
-            time=self.time,
-            attempt=self.attempt,
-            address=self.address,
-            port=self.port,
-            ended=self.ended,
-        )
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any], name: str = "") -> SupervisorStatus:
+        """Read what `to_json` wrote, or an older version, whose port may be null. Raises
+        FieldError."""
+        return super().from_json({**value, "port": value.get("port") or 0}, name)
 
     def alive(self, now: float) -> bool | None:
         """Whether it lives. None: it has been silent for too long, so that it hangs, or the file
@@ -80,14 +59,10 @@ class SupervisorStatus:
 
 def read_supervisor_status(run: RunFolder) -> SupervisorStatus | None:
     """The supervisor's sign of life; None where there is none (yet). Raises ConfigError for a
-    file of another schema."""
+    file of another form."""
     if not run.supervisor.is_file():
         return None
-    value = read_document(run.supervisor, SUPERVISOR_SCHEMA)
-    try:
-        return SupervisorStatus.from_json(value)
-    except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{run.supervisor} is not as a supervisor writes it: {error}") from None
+    return SupervisorStatus.from_file(run.supervisor)
 
 
 def write_supervisor_status(run: RunFolder, status: SupervisorStatus) -> None:
@@ -96,7 +71,7 @@ def write_supervisor_status(run: RunFolder, status: SupervisorStatus) -> None:
 
 
 @dataclass(frozen=True)
-class RunStarter:
+class RunStarter(Record):
     """launch/maker.json: the process that started the run, or started it again, last.
 
     Args:
@@ -106,6 +81,7 @@ class RunStarter:
             the newest, no supervisor has signed since.
     """
 
+    SCHEMA = "maker/1"
     identity: ProcessIdentity
     time: float
     former: list[Any] | None
@@ -114,15 +90,8 @@ class RunStarter:
 def write_starter(run: RunFolder) -> None:
     """Write launch/maker.json: this process is about to supervise the run, or to have it
     supervised."""
-    write_json(
-        run.maker,
-        document(
-            STARTER_SCHEMA,
-            identity=identity().to_json(),
-            time=time.time(),
-            former=_signature(read_supervisor_status(run)),
-        ),
-    )
+    starter = RunStarter(identity(), time.time(), _signature(read_supervisor_status(run)))
+    write_json(run.maker, starter.to_json())
 
 
 def read_starter(run: RunFolder) -> RunStarter | None:
@@ -130,8 +99,7 @@ def read_starter(run: RunFolder) -> RunStarter | None:
     of another schema."""
     if not run.maker.is_file():
         return None
-    value = read_document(run.maker, STARTER_SCHEMA)
-    return RunStarter(ProcessIdentity(**value["identity"]), float(value["time"]), value["former"])
+    return RunStarter.from_file(run.maker)
 
 
 def _signature(status: SupervisorStatus | None) -> list[Any] | None:

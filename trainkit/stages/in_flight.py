@@ -8,22 +8,22 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainkit.base.documents import canonical_json, document, read_document
+from trainkit.base.documents import canonical_json
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.files import write_json
+from trainkit.base.records import Record
 from trainkit.stages.contract import Need
 
-FORM = "making/1"
 SUFFIX = ".making.json"
 SLURM = "slurm"  # the scheduler of records that name none
 
 
 @dataclass(frozen=True)
-class ArraysInFlight:
+class ArraysInFlight(Record):
     """Arrays on their way.
 
     Args:
@@ -39,6 +39,7 @@ class ArraysInFlight:
         scheduler: the launcher's name, whose scheduler knows the jobs.
     """
 
+    SCHEMA = "making/1"
     lock: str
     name: str
     digest: str
@@ -77,18 +78,7 @@ def read_in_flight(stamps: Path, name: str) -> ArraysInFlight | None:
     path = stamps / f"{name}{SUFFIX}"
     if not path.is_file():
         return None
-    value = read_document(path, FORM)
-    jobs, levels, runs = (tuple(map(str, value[key])) for key in ("jobs", "levels", "runs"))
-    return ArraysInFlight(
-        str(value["lock"]),
-        str(value["name"]),
-        str(value["digest"]),
-        jobs,
-        levels,
-        runs,
-        str(value["owner"]),
-        str(value.get("scheduler", SLURM)),
-    )
+    return ArraysInFlight.from_file(path)
 
 
 def all_in_flight(stamps: Path, lock: str) -> list[ArraysInFlight]:
@@ -102,10 +92,10 @@ def all_in_flight(stamps: Path, lock: str) -> list[ArraysInFlight]:
 
 def write_in_flight(stamps: Path, making: ArraysInFlight) -> None:
     """Write the record, whole or not at all."""
-    values = asdict(making)
+    values = making.to_json()
     if making.scheduler == SLURM:
         del values["scheduler"]
-    write_json(stamps / f"{making.name}{SUFFIX}", document(FORM, **values))
+    write_json(stamps / f"{making.name}{SUFFIX}", values)
 
 
 def clear_in_flight(stamps: Path, name: str) -> None:

@@ -130,7 +130,7 @@ class _Measurement:
                 progress=on_progress,
             )
         request = ranks.EvaluateRequest(self.dataset, options.split, options.samples)
-        spec = ranks.WorkerSpec(job, self.checkpoint.folder, self.device.type, request)
+        spec = ranks.WorkerSpec(job, self.checkpoint.folder, self.device.type, evaluate=request)
         found = run_local_ranks(
             ranks.WORKER_ARGV,
             spec.to_json(),

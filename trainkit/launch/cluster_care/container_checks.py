@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from trainkit.base.files import write_json, write_text
+from trainkit.base.records import Record
 from trainkit.jobs.schema import Job
 from trainkit.launch.cluster_care.host_checks import GIB, Finding
 from trainkit.launch.cluster_care.remote_commands import (
@@ -78,7 +79,7 @@ class RuntimeFolder:
 
 
 @dataclass(frozen=True)
-class ContainerReport:
+class ContainerReport(Record):
     """One container's table on one host.
 
     Args:
@@ -114,10 +115,6 @@ class ContainerReport:
     lacks: Sequence[str] = ()
     seconds: Sequence[float] = ()
     start_error: str | None = None
-
-    def to_json(self) -> dict[str, object]:
-        folders = {name: vars(folder) for name, folder in self.folders.items()}
-        return {**vars(self), "folders": folders, "lacks": list(self.lacks)}
 
 
 async def look_at_containers(pool: AgentPool, jobs: Sequence[Job]) -> list[ContainerReport]:

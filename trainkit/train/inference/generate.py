@@ -83,7 +83,7 @@ def generate(
             job, saved, on, prompts, sampling, max_new_tokens=max_new_tokens
         )
     request = GenerateRequest(tuple(prompts), asdict(sampling), max_new_tokens)
-    spec = WorkerSpec(job, saved.folder, on.type, request)
+    spec = WorkerSpec(job, saved.folder, on.type, generate=request)
     result = together(WORKER_ARGV, spec.to_json(), ranks, on.type)
     return saved.manifest.step, [Generation(**found) for found in result["generations"]]
 

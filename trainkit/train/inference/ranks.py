@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from trainkit.base.records import OMIT_NONE, Record
 from trainkit.jobs.schema import Dataset, Job
 
 WORKER_ARGV = (sys.executable, "-I", "-m", "trainkit.train.inference.worker")
@@ -55,52 +56,19 @@ class EvaluateRequest:
 
 
 @dataclass(frozen=True)
-class WorkerSpec:
+class WorkerSpec(Record):
     """What every rank gets.
 
     Args:
         job: the run's.
         checkpoint: the folder of one that was found to be whole.
         device_type: "cpu" or "cuda".
-        request: what is to be done.
+        generate: what is to be done: one of the two.
+        evaluate: the other.
     """
 
     job: Job
     checkpoint: Path
     device_type: str
-    request: GenerateRequest | EvaluateRequest
-
-    def to_json(self) -> dict[str, object]:
-        """The spec file."""
-        spec: dict[str, object] = {
-            "job": self.job.model_dump(mode="json"),
-            "checkpoint": str(self.checkpoint),
-            "device_type": self.device_type,
-        }
-        if isinstance(self.request, GenerateRequest):
-            return {**spec, "generate": asdict(self.request)}
-        dataset = self.request.dataset.model_dump(mode="json")
-        return {
-            **spec,
-            "evaluate": {
-                "dataset": dataset,
-                "split": self.request.split,
-                "samples": self.request.samples,
-            },
-        }
-
-    @classmethod
-    def from_json(cls, spec: Mapping[str, Any]) -> WorkerSpec:
-        """Read what `to_json` wrote."""
-        request: GenerateRequest | EvaluateRequest
-        if generate := spec.get("generate"):
-            request = GenerateRequest(
-                tuple(generate["prompts"]), generate["sampling"], generate["max_new_tokens"]
-            )
-        else:
-            evaluate = spec["evaluate"]
-            request = EvaluateRequest(
-                Dataset.model_validate(evaluate["dataset"]), evaluate["split"], evaluate["samples"]
-            )
-        job = Job.model_validate(spec["job"])
-        return cls(job, Path(spec["checkpoint"]), spec["device_type"], request)
+    generate: GenerateRequest | None = field(default=None, metadata=OMIT_NONE)
+    evaluate: EvaluateRequest | None = field(default=None, metadata=OMIT_NONE)

@@ -13,8 +13,9 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from trainkit.base.records import FieldError
 from trainkit.base.worker import ProgressCallback, run_unit
-from trainkit.train.inference.ranks import GenerateRequest, WorkerSpec
+from trainkit.train.inference.ranks import WorkerSpec
 
 
 def work(spec: Mapping[str, Any], on_progress: ProgressCallback) -> dict[str, object]:
@@ -29,7 +30,7 @@ def work(spec: Mapping[str, Any], on_progress: ProgressCallback) -> dict[str, ob
     device = join(world, task.device_type)
     group = Mesh.of(ParallelDegrees(tensor=world.size), world, device).tensor
     saved = open_checkpoint(task.checkpoint)
-    if isinstance(task.request, GenerateRequest):
+    if (generate := task.generate) is not None:
         from trainkit.train.decoding.sampling import Sampling
         from trainkit.train.inference.generate import generations
 
@@ -37,16 +38,18 @@ def work(spec: Mapping[str, Any], on_progress: ProgressCallback) -> dict[str, ob
             task.job,
             saved,
             device,
-            task.request.prompts,
-            Sampling(**task.request.sampling),  # type: ignore[arg-type]  # JSON keeps int and float
-            max_new_tokens=task.request.max_new_tokens,
+            generate.prompts,
+            Sampling(**generate.sampling),  # type: ignore[arg-type]  # JSON keeps int and float
+            max_new_tokens=generate.max_new_tokens,
             group=group,
         )
         return {"generations": [dataclasses.asdict(generation) for generation in found]}
     from trainkit.train.inference.evaluate import EvaluationFeed, evaluate
     from trainkit.train.inference.load import PRECISIONS, load_model, load_own_tokenizer, vocabulary
 
-    request = task.request
+    request = task.evaluate
+    if request is None:
+        raise FieldError("WorkerSpec: neither generate nor evaluate is there")
     windows = EvaluationFeed(task.job, request.dataset, request.split, vocabulary(saved), device)
     model = load_model(task.job, saved, device, PRECISIONS[task.job.training.precision], group)
     tokenizer, end = load_own_tokenizer(task.job)

@@ -4,7 +4,9 @@ are described in docs/run-folder.md."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, field
+
+from trainkit.base.records import INLINE, OMIT_NONE, Record
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,7 @@ class Throughput:
 
 
 @dataclass(frozen=True)
-class TrainingRecord:
+class TrainingRecord(Record):
     """A row of the steps since the last one. Field names are the row's keys, in their order;
     those of `throughput` stand in the row itself, tables that are None are left out."""
 
@@ -43,27 +45,16 @@ class TrainingRecord:
     elapsed_ms: float
     tokens_per_second: float
     samples_per_second: float
-    throughput: Throughput
+    throughput: Throughput = field(metadata=INLINE)
     batch_checksum: int
     times_ms: Mapping[str, float]
     memory_bytes: Mapping[str, int]
-    ranks: Mapping[str, float] | None = None
-    pipeline: Mapping[str, float] | None = None
-
-    def to_json(self) -> dict[str, object]:
-        """The row."""
-        row: dict[str, object] = {}
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, Throughput):
-                row |= asdict(value)
-            elif value is not None:
-                row[field.name] = value
-        return row
+    ranks: Mapping[str, float] | None = field(default=None, metadata=OMIT_NONE)
+    pipeline: Mapping[str, float] | None = field(default=None, metadata=OMIT_NONE)
 
 
 @dataclass(frozen=True)
-class EvaluationRecord:
+class EvaluationRecord(Record):
     """A row of one validation set.
 
     Args:
@@ -75,14 +66,5 @@ class EvaluationRecord:
 
     step: int
     consumed_samples: int
-    name: str
+    name: str = field(metadata={"key": "eval"})
     lm_loss: float
-
-    def to_json(self) -> dict[str, object]:
-        """The row."""
-        return {
-            "step": self.step,
-            "consumed_samples": self.consumed_samples,
-            "eval": self.name,
-            "lm_loss": self.lm_loss,
-        }
