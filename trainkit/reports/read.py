@@ -114,7 +114,7 @@ class RunReport:
     @property
     def summary(self) -> RunSummary:
         """Numbers over rows that were taken at even distances."""
-        return RunSummary(self.run, list(self.rows.regular))
+        return RunSummary(self.run, self.rows.rows, self.rows.regular)
 
     @property
     def tokens_per_sample(self) -> int:
@@ -129,14 +129,12 @@ class RunReport:
         memory = as_table(as_table(self.plan.get("memory")).get("fullest_rank"))
         speed = as_table(as_table(self.plan.get("duration")).get("speed"))
         newest = self.checkpoints[-1].bytes if self.checkpoints else None
-        # extremes are kept when rows are thinned, but not of memory: the most of what is there
-        peak = RunSummary(self.run, list(self.rows.rows)).peak_bytes
         return [
             PlannedAndMeasured(
                 "memory of the fullest rank",
                 "B",
                 as_number(memory.get("total_bytes")),
-                peak,
+                self.summary.peak_bytes,
             ),
             PlannedAndMeasured(
                 "speed",

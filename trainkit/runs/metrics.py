@@ -1,24 +1,38 @@
 """metrics.jsonl: one JSON object a line, appended by rank 0. A last line without its newline is
-torn and does not count."""
+torn and does not count. The keys of its rows are described in docs/run-folder.md."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from array import array
 from pathlib import Path
 from typing import IO, Required, TypedDict, cast
+
+import orjson
 
 from trainkit.base.files import atomic_open
 
 NEAR_END = 2**16  # bytes
 
 
-class MetricsRow(TypedDict, total=False):
-    """A row as it is read: those of training steps have all keys but `eval` (losses and norms
-    that are not finite are null), those of evaluations `eval`, the validation set, and the first
-    three. Rows of older versions may lack some. `train/metrics/records.py` writes them."""
+class Throughput(TypedDict, total=False):
+    """How much of a device is used, in a row of a training step: TFLOP/s per device that the model
+    needs, and with what is computed again; both as parts of the peak, 0 to 1, None where no peak
+    is known; what they are measured against, in words."""
+
+    model_tflops: float
+    hardware_tflops: float
+    mfu: float | None
+    hfu: float | None
+    peak: str | None
+
+
+class MetricsRow(Throughput, total=False):
+    """A row: those of training steps have all keys but `eval` (`ranks` and `pipeline` where there
+    are several), and sum up the steps since the row before; those of evaluations have `eval`, the
+    validation set, and the first three. In the file losses and norms that are not finite are null.
+    Rows of older versions and of other engines may lack some."""
 
     step: Required[int]
     consumed_samples: Required[int]
@@ -34,11 +48,6 @@ class MetricsRow(TypedDict, total=False):
     elapsed_ms: float
     tokens_per_second: float
     samples_per_second: float
-    model_tflops: float
-    hardware_tflops: float
-    mfu: float | None
-    hfu: float | None
-    peak: str | None
     batch_checksum: int
     times_ms: dict[str, float]
     memory_bytes: dict[str, int]
@@ -46,9 +55,10 @@ class MetricsRow(TypedDict, total=False):
     pipeline: dict[str, float]
 
 
-def _parse(line: bytes) -> MetricsRow | None:
+def parse_row(line: bytes) -> MetricsRow | None:
+    """The row of a line; None where it is none."""
     try:
-        row = json.loads(line)
+        row = orjson.loads(line)
     except ValueError:
         return None
     if isinstance(row, dict) and isinstance(row.get("step"), int):
@@ -66,7 +76,7 @@ def _whole_lines(path: Path) -> list[bytes]:
 def read_rows(path: Path) -> list[MetricsRow]:
     """All rows, in order; training rows, and rows of evaluations with the key `eval`. Empty
     where there is no file."""
-    return [row for line in _whole_lines(path) if (row := _parse(line)) is not None]
+    return [row for line in _whole_lines(path) if (row := parse_row(line)) is not None]
 
 
 def newest_row(path: Path) -> MetricsRow | None:
@@ -77,7 +87,7 @@ def newest_row(path: Path) -> MetricsRow | None:
             lines = file.read().split(b"\n")[:-1]
     except FileNotFoundError:
         return None
-    rows = (_parse(line) for line in reversed(lines))
+    rows = (parse_row(line) for line in reversed(lines))
     return next((row for row in rows if row is not None and "eval" not in row), None)
 
 
@@ -104,7 +114,7 @@ def truncate_metrics(path: Path, step: int) -> None:
     kept = []
     lost = []
     for line in _whole_lines(path):
-        row = _parse(line)
+        row = parse_row(line)
         if row is not None and row["step"] <= step:
             kept.append(line + b"\n")
         elif row is not None:
@@ -137,7 +147,7 @@ class MetricsTail:
         whole = [line for line in lines if line.endswith(b"\n")]
         self._offset += sum(map(len, whole))
         self._returned.extend(map(hash, whole))
-        return [row for line in whole if (row := _parse(line)) is not None]
+        return [row for line in whole if (row := parse_row(line)) is not None]
 
     def _find_place(self, file: IO[bytes]) -> None:
         """Go behind the last row that was returned and is still there. `truncate_metrics` puts

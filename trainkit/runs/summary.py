@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trainkit.base.documents import document
@@ -13,15 +14,17 @@ from trainkit.runs.record import read_run_record
 
 @dataclass(frozen=True)
 class RunSummary:
-    """Losses before and after, speed, and what lies where. None where nothing was logged yet."""
+    """Losses before and after, speed, and what lies where. None where nothing was logged yet.
+
+    Args:
+        run: the run.
+        rows: of its metrics, all or those that were kept when they were thinned.
+        training: of them, rows of training steps at even distances: medians are of these.
+    """
 
     run: RunFolder
-    rows: list[MetricsRow]
-
-    @property
-    def training(self) -> list[MetricsRow]:
-        """Rows of training steps."""
-        return [r for r in self.rows if "eval" not in r]
+    rows: Sequence[MetricsRow]
+    training: Sequence[MetricsRow]
 
     def evaluations(self, split: str = "valid") -> list[MetricsRow]:
         """Rows of evaluations on one split."""
@@ -54,8 +57,8 @@ class RunSummary:
     @property
     def peak_bytes(self) -> int | None:
         """The most memory that rank 0 has held: what CUDA's allocator reserved, on the CPU the
-        process; None where no row says it."""
-        kinds = [row.get("memory_bytes") or {} for row in self.training]
+        process; None where no row says it. Of thinned rows, the most of those that were kept."""
+        kinds = [row.get("memory_bytes") or {} for row in self.rows]
         peaks = [kind.get("max_reserved", kind.get("max_resident")) for kind in kinds]
         return max((int(peak) for peak in peaks if peak is not None), default=None)
 
@@ -124,4 +127,5 @@ class RunSummary:
 
 def summarize_run(run: RunFolder) -> RunSummary:
     """Read a run's metrics."""
-    return RunSummary(run, read_rows(run.metrics))
+    rows = read_rows(run.metrics)
+    return RunSummary(run, rows, [row for row in rows if "eval" not in row])

@@ -14,7 +14,7 @@ from torch import Tensor
 from trainkit.jobs.ranks import coordinates_of
 from trainkit.jobs.schema import Job
 from trainkit.plan.layout import layout_of
-from trainkit.train.metrics.records import TrainingRecord
+from trainkit.runs.metrics import MetricsRow
 from trainkit.train.metrics.timers import Timers
 from trainkit.train.metrics.utilization import Utilization
 from trainkit.train.parallel.memory import MemoryStats
@@ -106,7 +106,7 @@ class _Interval:
 
 
 class StepLog:
-    """Adds steps up, and makes a record of them where log_interval says so.
+    """Adds steps up, and makes a row of them where log_interval says so.
 
     Args:
         job: the job.
@@ -125,7 +125,7 @@ class StepLog:
         self.memory = memory
         self.utilization = utilization
         self._since = _Interval()
-        self.compute_ms: Sequence[float] = ()  # of every rank, by the last record
+        self.compute_ms: Sequence[float] = ()  # of every rank, by the last row
 
     def state(self) -> dict[str, int]:
         """For the checkpoint: the next row counts these, whichever attempt writes it."""
@@ -152,14 +152,14 @@ class StepLog:
 
     def add(
         self, info: StepInfo, values: StepValues, rollbacks: int, *, reports: bool
-    ) -> TrainingRecord | None:
+    ) -> MetricsRow | None:
         """One more step. Called by all ranks together.
 
         Args:
             info: the step.
             values: its numbers.
             rollbacks: of the run so far.
-            reports: this rank wants the record.
+            reports: this rank wants the row.
         """
         since = self._since
         t = self.job.training
@@ -179,24 +179,32 @@ class StepLog:
         if not reports:
             return None
         tokens_per_second = since.samples * self.job.model.seq_length / seconds
-        return TrainingRecord(
-            step=info.step,
-            consumed_samples=info.consumed_samples,
-            global_batch_size=info.samples,
-            lm_loss=values.loss,
-            grad_norm=values.norm,
-            learning_rate=values.rate,
-            loss_scale=values.scale,
-            skipped_iterations=since.skipped,
-            nan_iterations=since.nan,
-            rollbacks=rollbacks,
-            elapsed_ms=1000 * seconds / since.steps,
-            tokens_per_second=tokens_per_second,
-            samples_per_second=since.samples / seconds,
-            throughput=self.utilization.throughput(tokens_per_second),
-            batch_checksum=int(values.checksum),
-            times_ms=times,
-            memory_bytes=memory,
-            ranks=compared.ranks,
-            pipeline=compared.pipeline,
-        )
+        used = self.utilization.throughput(tokens_per_second)
+        row: MetricsRow = {
+            "step": info.step,
+            "consumed_samples": info.consumed_samples,
+            "global_batch_size": info.samples,
+            "lm_loss": values.loss,
+            "grad_norm": values.norm,
+            "learning_rate": values.rate,
+            "loss_scale": values.scale,
+            "skipped_iterations": since.skipped,
+            "nan_iterations": since.nan,
+            "rollbacks": rollbacks,
+            "elapsed_ms": 1000 * seconds / since.steps,
+            "tokens_per_second": tokens_per_second,
+            "samples_per_second": since.samples / seconds,
+            "model_tflops": used["model_tflops"],
+            "hardware_tflops": used["hardware_tflops"],
+            "mfu": used["mfu"],
+            "hfu": used["hfu"],
+            "peak": used["peak"],
+            "batch_checksum": int(values.checksum),
+            "times_ms": times,
+            "memory_bytes": memory,
+        }
+        if compared.ranks is not None:
+            row["ranks"] = compared.ranks
+        if compared.pipeline is not None:
+            row["pipeline"] = compared.pipeline
+        return row

@@ -28,7 +28,6 @@ from trainkit.train.compiled_graphs import report_compilation
 from trainkit.train.metrics.heartbeat import Heartbeat
 from trainkit.train.metrics.profiler import StepProfiler
 from trainkit.train.metrics.readback import Readback
-from trainkit.train.metrics.records import EvaluationRecord
 from trainkit.train.metrics.reporter import Reporter
 from trainkit.train.metrics.timers import Timers
 from trainkit.train.metrics.utilization import Utilization
@@ -259,9 +258,9 @@ class Trainer:
         for info, numbers in self.readback.take(all=all):
             values = StepValues(*numbers)
             reports = self.reporter is not None
-            record = self.step_log.add(info, values, self.rollbacks, reports=reports)
-            if self.reporter and record:
-                self.reporter.step(record, self.step_log.compute_ms)
+            row = self.step_log.add(info, values, self.rollbacks, reports=reports)
+            if self.reporter and row:
+                self.reporter.step(row, self.step_log.compute_ms)
             self._apply_policy(info, values)
             stopping = stopping or values.stops > 0
         return stopping
@@ -328,7 +327,7 @@ class Trainer:
         Returns False where a rank was asked to stop before the end: then nothing is reported, and
         it is still due."""
         began = time.perf_counter()
-        records: list[EvaluationRecord] = []
+        losses: dict[str, float] = {}
         self.model_parts.train(False)
         for name in self.validator.feeds:
             self.heartbeat.beat("eval", self.step)
@@ -338,16 +337,15 @@ class Trainer:
                 break
             if self.reporter:
                 entropy, tokens = sums.tolist()
-                loss = entropy / max(1, tokens)
-                records.append(EvaluationRecord(self.step, self.consumed_samples, name, loss))
+                losses[name] = entropy / max(1, tokens)
         else:
             self.evaluation_due = False
         self.model_parts.release()
         if self.reporter and not self.evaluation_due:
-            for record in records:
-                self.reporter.evaluation(record)
-                if math.isfinite(record.lm_loss):
-                    self.validation[record.name] = record.lm_loss
+            for name, loss in losses.items():
+                self.reporter.evaluation(self.step, self.consumed_samples, name, loss)
+                if math.isfinite(loss):
+                    self.validation[name] = loss
         self.step_log.exclude(time.perf_counter() - began)
         return not self.evaluation_due
 

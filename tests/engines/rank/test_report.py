@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 
+from tests.engines.rank.made_engine import spec_of
 from tests.reports.drill import START, Drill
-from trainkit.engines.rank.report import PhaseLines
+from trainkit.engines.rank.readings import EvaluationLine, Iteration
+from trainkit.engines.rank.report import PhaseLines, RankReport
+from trainkit.engines.rank.spec import read_spec
 from trainkit.reports.ledger import AttemptTimes, RunTimes, build_ledger
 from trainkit.runs.folder import RunFolder
+from trainkit.runs.metrics import MetricsRow, read_rows
 from trainkit.runs.phases import PhaseChange, phases_path, read_phases
 
 
@@ -82,3 +88,16 @@ def test_a_disk_that_fails_costs_the_lines(tmp_path: Path) -> None:
     lines.begin(0, 0.0)
     lines.iteration(1, 100.0, 1.0)
     lines.done(2.0)
+
+
+def test_its_rows_are_rows_of_ours(tmp_path: Path) -> None:
+    """Beside another engine's rank the declaration of a row cannot be imported: the keys stand in
+    its file again. JSON has no infinity."""
+    report = RankReport(read_spec(spec_of(tmp_path, "", peak_tflops=100.0, peak="100 TFLOP/s")))
+    report.take(Iteration(1, None, 250.0, 0.1, math.nan, 1.5, math.inf, 4, 4, None, 0, 1))
+    report.take(EvaluationLine(1, "valid", 2.0))
+    training, evaluation = read_rows(tmp_path / "metrics.jsonl")
+    known = get_type_hints(MetricsRow).keys()
+    assert training.keys() | evaluation.keys() <= known
+    assert training["lm_loss"] is None and "loss_scale" not in training
+    assert training["grad_norm"] == 1.5 and evaluation["eval"] == "valid"

@@ -9,16 +9,15 @@ import math
 import os
 import re
 import shutil
-from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.train.support import new_run, tiny_job
 from trainkit.runs.folder import RunFolder
-from trainkit.runs.metrics import read_rows
+from trainkit.runs.metrics import MetricsRow, read_rows
 from trainkit.runs.sample_windows import (
     SampleWindow,
     SampleWindowLog,
@@ -26,7 +25,6 @@ from trainkit.runs.sample_windows import (
     windows_path,
 )
 from trainkit.runs.summary import summarize_run
-from trainkit.train.metrics.records import EvaluationRecord, Throughput, TrainingRecord
 from trainkit.train.metrics.reporter import LineFile, Reporter, finite, log_line
 
 ROW: dict[str, Any] = {
@@ -60,13 +58,9 @@ LINE = (
 )
 
 
-def record(row: dict[str, Any]) -> TrainingRecord:
-    """What has this row."""
-    named = {field.name for field in fields(Throughput)}
-    used = Throughput(**{key: row[key] for key in named})
-    return TrainingRecord(
-        **{key: value for key, value in row.items() if key not in named}, throughput=used
-    )
+def record(row: dict[str, Any]) -> MetricsRow:
+    """With the type of a row."""
+    return cast(MetricsRow, row)
 
 
 def rows(run: RunFolder) -> list[dict[str, Any]]:
@@ -137,7 +131,7 @@ def test_what_is_not_finite_or_not_known(
     reporter = Reporter(run, tiny_job(1, tmp_path), -1)
     row = {**ROW, **unknown, "lm_loss": math.nan, "grad_norm": math.inf, "nan_iterations": 1}
     reporter.step(record(row))
-    reporter.evaluation(EvaluationRecord(3, 24, "valid", math.nan))
+    reporter.evaluation(3, 24, "valid", math.nan)
     reporter.step(record({**ROW, **unknown, "step": 4}))
     reporter.close()
     first, evaluation, second = rows(run)
@@ -170,8 +164,8 @@ def test_validation_sets(
     run: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     reporter = Reporter(run, tiny_job(1, tmp_path), -1)
-    reporter.evaluation(EvaluationRecord(0, 0, "valid", 2.0))
-    reporter.evaluation(EvaluationRecord(0, 0, "books", 1000.0))
+    reporter.evaluation(0, 0, "valid", 2.0)
+    reporter.evaluation(0, 0, "books", 1000.0)
     reporter.close()
     assert capsys.readouterr().out.splitlines() == [
         (

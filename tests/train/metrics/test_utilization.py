@@ -54,20 +54,20 @@ def test_a_published_run(ranks: int) -> None:
         job("h200-sxm-141gb", ranks, precision="bf16", recompute_granularity="full"), 128256, CPU
     )
     found = utilization.throughput(10471.0 * ranks)
-    assert found.mfu == pytest.approx(0.511, abs=5e-4)
-    assert found.model_tflops == pytest.approx(
+    assert found["mfu"] == pytest.approx(0.511, abs=5e-4)
+    assert found["model_tflops"] == pytest.approx(
         10471 * model_flops_per_token_of(LLAMA, 128256) / 1e12
     )
     training = Training(train_iters=1, lr=1.0, recompute_granularity="full")
-    assert found.hardware_tflops == pytest.approx(
+    assert found["hardware_tflops"] == pytest.approx(
         10471 * hardware_flops_per_token_of(LLAMA, 128256, training) / 1e12
     )
     assert (
-        isinstance(found.hfu, float)
-        and isinstance(found.mfu, float)
-        and 1.2 < found.hfu / found.mfu < 4 / 3
+        isinstance(found["hfu"], float)
+        and isinstance(found["mfu"], float)
+        and 1.2 < found["hfu"] / found["mfu"] < 4 / 3
     )
-    assert found.peak == "989.4 TFLOP/s (H200 SXM 141 GB, bf16)"
+    assert found["peak"] == "989.4 TFLOP/s (H200 SXM 141 GB, bf16)"
 
 
 @pytest.mark.parametrize(
@@ -75,10 +75,10 @@ def test_a_published_run(ranks: int) -> None:
 )
 def test_without_a_known_peak_there_is_no_mfu(device: str, precision: str) -> None:
     found = Utilization(job(device, 1, precision=precision), 128256, CPU).throughput(100.0)
-    assert (found.mfu, found.hfu, found.peak) == (None, None, None)
+    assert (found["mfu"], found["hfu"], found["peak"]) == (None, None, None)
     assert (
-        found.model_tflops
-        == found.hardware_tflops
+        found["model_tflops"]
+        == found["hardware_tflops"]
         == pytest.approx(100 * model_flops_per_token_of(LLAMA, 128256) / 1e12)
     )
 

@@ -20,7 +20,6 @@ from trainkit.base.extras import install_command
 from trainkit.jobs.schema import Cluster, Job, WandbSettings
 from trainkit.runs.folder import RunFolder
 from trainkit.train.metrics import wandb as wandb_log
-from trainkit.train.metrics.records import EvaluationRecord
 from trainkit.train.metrics.wandb import KEY, WandbLog, open_wandb, wandb_problems
 
 SECRET = "e5f0c2a94b7d"
@@ -119,7 +118,7 @@ def test_what_it_is_sent(run: RunFolder, tmp_path: Path, mode: str, resume: str 
     double = Double()
     log = WandbLog(double, job(tmp_path, mode=mode, entity="us", group="g"), run)
     log.step(ROW)
-    log.evaluation(EvaluationRecord(3, 24, "books", 2.0))
+    log.evaluation(3, 24, "books", 2.0)
     log.close()
     log.close()
     began = double.began
@@ -202,7 +201,7 @@ def test_the_real_package_without_a_network(
         log = open_wandb(job(tmp_path), run)
         assert log is not None
         log.step(ROW)
-        log.evaluation(EvaluationRecord(3, 24, "valid", 2.0))
+        log.evaluation(3, 24, "valid", 2.0)
         log.close()
         assert not log.failed
     assert capfd.readouterr() == ("", "")

@@ -169,8 +169,8 @@ class RankReport:
             "step": reading.step,
             "consumed_samples": reading.consumed_samples or reading.step * batch,
             "global_batch_size": batch,
-            "lm_loss": finite(reading.lm_loss),
-            "grad_norm": finite(reading.grad_norm),
+            "lm_loss": reading.lm_loss,
+            "grad_norm": reading.grad_norm,
             "learning_rate": reading.learning_rate,
             "loss_scale": reading.loss_scale,
             "skipped_iterations": reading.skipped_iterations,
@@ -182,6 +182,7 @@ class RankReport:
             samples = batch * 1000.0 / reading.elapsed_ms
         if samples is not None:
             row.update(self._speed(samples))
+        row = {key: finite(value) for key, value in row.items()}
         return {key: value for key, value in row.items() if value is not None or key in KEPT}
 
     def _speed(self, samples_per_second: float) -> dict[str, object]:
@@ -302,8 +303,8 @@ class RankReport:
 KEPT = ("lm_loss", "mfu", "hfu", "peak")
 
 
-def finite(value: float | None) -> float | None:
-    """JSON has no NaN and no infinity."""
-    if value is None or not math.isfinite(value):
+def finite(value: object) -> object:
+    """The value of a row; JSON has no NaN and no infinity."""
+    if isinstance(value, float) and not math.isfinite(value):
         return None
     return value

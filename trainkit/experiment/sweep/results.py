@@ -25,10 +25,9 @@ def _result(member: Member, record: RunRecord | None) -> MemberResult:
     if record is None:
         return MemberResult(member.number, member.values, "", "waiting")
     rows = read_thinned(record.run.metrics)
-    summary = RunSummary(record.run, list(rows.regular))
-    evaluations = RunSummary(record.run, list(rows.rows))
+    summary = RunSummary(record.run, rows.rows, rows.regular)
     training = summary.training_loss()
-    validation = evaluations.validation_loss()
+    validation = summary.validation_loss()
     message = str((record.root_cause or {}).get("message") or "")
     return MemberResult(
         member.number,

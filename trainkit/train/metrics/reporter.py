@@ -15,10 +15,9 @@ from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.files import write_text
 from trainkit.jobs.schema import Job
 from trainkit.runs.folder import RunFolder
-from trainkit.runs.metrics import read_rows, truncate_metrics
+from trainkit.runs.metrics import MetricsRow, read_rows, truncate_metrics
 from trainkit.runs.rank_times import RankTimesLog, rank_times_path
 from trainkit.runs.sample_windows import SampleWindow, SampleWindowLog
-from trainkit.train.metrics.records import EvaluationRecord, TrainingRecord
 from trainkit.train.metrics.wandb import open_wandb
 
 if TYPE_CHECKING:
@@ -36,51 +35,50 @@ def finite(value: object) -> object:
     return value
 
 
-def scalars(record: TrainingRecord) -> Iterator[tuple[str, float]]:
+def scalars(row: MetricsRow) -> Iterator[tuple[str, float]]:
     """Tags and values for TensorBoard; what is not known or not finite is left out. Names and
     units are Megatron-LM's (training/training.py, training_log): seconds, TFLOP/s of one
     device."""
     values: dict[str, float | None] = {
-        "lm loss": record.lm_loss,
-        "learning-rate": record.learning_rate,
-        "grad-norm": record.grad_norm,
-        "loss-scale": record.loss_scale,
-        "batch-size": record.global_batch_size,
-        "throughput": record.throughput.model_tflops,
-        "tokens-per-second": record.tokens_per_second,
-        "mfu": record.throughput.mfu,
-        "hfu": record.throughput.hfu,
-        "iteration-time": record.elapsed_ms / 1000,
+        "lm loss": row["lm_loss"],
+        "learning-rate": row["learning_rate"],
+        "grad-norm": row["grad_norm"],
+        "loss-scale": row["loss_scale"],
+        "batch-size": row["global_batch_size"],
+        "throughput": row["model_tflops"],
+        "tokens-per-second": row["tokens_per_second"],
+        "mfu": row["mfu"],
+        "hfu": row["hfu"],
+        "iteration-time": row["elapsed_ms"] / 1000,
     }
-    for phase, milliseconds in record.times_ms.items():
+    for phase, milliseconds in row["times_ms"].items():
         values[f"{phase}-time"] = milliseconds / 1000
-    for kind, size in record.memory_bytes.items():
+    for kind, size in row["memory_bytes"].items():
         values[f"mem-{kind.replace('_', '-')}-bytes"] = size
     for tag, value in values.items():
         if value is not None and math.isfinite(value):
             yield tag, value
 
 
-def log_line(record: TrainingRecord, train_iters: int) -> str:
+def log_line(row: MetricsRow, train_iters: int) -> str:
     """Megatron's log line; after it, what Megatron prints under --log-throughput, and MFU (HFU,
     where it differs)."""
-    used = record.throughput
     line = (
-        f" iteration {record.step:8d}/{train_iters:8d} |"
-        f" consumed samples: {record.consumed_samples:12d} |"
-        f" elapsed time per iteration (ms): {record.elapsed_ms:.1f} |"
-        f" learning rate: {record.learning_rate:.6E} |"
-        f" global batch size: {record.global_batch_size:5d} |"
-        f" lm loss: {record.lm_loss:.6E} |"
-        f" loss scale: {record.loss_scale:.1f} |"
-        f" grad norm: {record.grad_norm:.3f} |"
-        f" number of skipped iterations: {record.skipped_iterations:3d} |"
-        f" number of nan iterations: {record.nan_iterations:3d} |"
-        f" throughput per device (TFLOP/s): {used.model_tflops:.3f} |"
-        f" MFU: {_percent(used.mfu)} |"
+        f" iteration {row['step']:8d}/{train_iters:8d} |"
+        f" consumed samples: {row['consumed_samples']:12d} |"
+        f" elapsed time per iteration (ms): {row['elapsed_ms']:.1f} |"
+        f" learning rate: {row['learning_rate']:.6E} |"
+        f" global batch size: {row['global_batch_size']:5d} |"
+        f" lm loss: {row['lm_loss']:.6E} |"
+        f" loss scale: {row['loss_scale']:.1f} |"
+        f" grad norm: {row['grad_norm']:.3f} |"
+        f" number of skipped iterations: {row['skipped_iterations']:3d} |"
+        f" number of nan iterations: {row['nan_iterations']:3d} |"
+        f" throughput per device (TFLOP/s): {row['model_tflops']:.3f} |"
+        f" MFU: {_percent(row['mfu'])} |"
     )
-    if used.hardware_tflops != used.model_tflops:
-        return f"{line} HFU: {_percent(used.hfu)} |"
+    if row["hardware_tflops"] != row["model_tflops"]:
+        return f"{line} HFU: {_percent(row['hfu'])} |"
     return line
 
 
@@ -247,7 +245,7 @@ class Reporter:
                 )
             self.missed_window = True
 
-    def step(self, record: TrainingRecord, compute_ms: Sequence[float] = ()) -> None:
+    def step(self, row: MetricsRow, compute_ms: Sequence[float] = ()) -> None:
         """One training row (docs/run-folder.md): to the metrics, to TensorBoard under Megatron's
         names, to W&B, and as log lines to stdout.
 
@@ -255,15 +253,14 @@ class Reporter:
         ranks.
 
         Args:
-            record: the row.
+            row: its values; those that are not finite are null in the metrics.
             compute_ms: what every rank computed, where there are several.
         """
-        row = record.to_json()
         self._append(row)
         if compute_ms:
-            self.rank_times.note(record.step, compute_ms)
-        for tag, value in scalars(record):
-            self.board.add(tag, value, record.step)
+            self.rank_times.note(row["step"], compute_ms)
+        for tag, value in scalars(row):
+            self.board.add(tag, value, row["step"])
         if self.wandb:
             self.wandb.step(row)
         if not self.peak_reported:
@@ -272,35 +269,48 @@ class Reporter:
                 f"n/a: no peak is known of device {self.job.cluster.device.name!r} in"
                 f" {self.job.training.precision}"
             )
-            sys.stdout.write(f" MFU is measured against {record.throughput.peak or unknown}\n")
+            sys.stdout.write(f" MFU is measured against {row['peak'] or unknown}\n")
         times = "".join(
-            f" {phase}: {milliseconds:.2f} |" for phase, milliseconds in record.times_ms.items()
+            f" {phase}: {milliseconds:.2f} |" for phase, milliseconds in row["times_ms"].items()
         )
-        line = log_line(record, self.job.training.train_iters)
+        line = log_line(row, self.job.training.train_iters)
         sys.stdout.write(f"{line}\n time (ms) |{times}\n")
         sys.stdout.flush()
 
-    def evaluation(self, record: EvaluationRecord) -> None:
-        """One row of an evaluation; the job's own validation set is called `valid`."""
-        self._append(record.to_json())
+    def evaluation(self, step: int, consumed_samples: int, name: str, loss: float) -> None:
+        """One row of an evaluation.
+
+        Args:
+            step: after so many steps.
+            consumed_samples: of training, by then.
+            name: of the validation set; the job's own is called `valid`.
+            loss: mean cross-entropy, in nats.
+        """
+        row: MetricsRow = {
+            "step": step,
+            "consumed_samples": consumed_samples,
+            "eval": name,
+            "lm_loss": loss,
+        }
+        self._append(row)
         # in this order NaN stays NaN
-        perplexity = math.exp(min(record.lm_loss, HIGHEST_EXPONENT))
+        perplexity = math.exp(min(loss, HIGHEST_EXPONENT))
         suffix = ""
         where = ""
-        if record.name != "valid":
-            suffix = f" {record.name}"
-            where = f" on {record.name}"
+        if name != "valid":
+            suffix = f" {name}"
+            where = f" on {name}"
         for tag, value in (
-            ("lm loss validation", record.lm_loss),
+            ("lm loss validation", loss),
             ("lm loss validation ppl", perplexity),
         ):
             if math.isfinite(value):
-                self.board.add(f"{tag}{suffix}", value, record.step)
+                self.board.add(f"{tag}{suffix}", value, step)
         if self.wandb:
-            self.wandb.evaluation(record)
+            self.wandb.evaluation(step, consumed_samples, name, loss)
         sys.stdout.write(
-            f" validation loss at iteration {record.step}{where} | lm loss value:"
-            f" {record.lm_loss:.6E} | lm loss PPL: {perplexity:.6E} |\n"
+            f" validation loss at iteration {step}{where} | lm loss value:"
+            f" {loss:.6E} | lm loss PPL: {perplexity:.6E} |\n"
         )
         sys.stdout.flush()
 
@@ -326,5 +336,5 @@ class Reporter:
             if self.wandb:
                 self.wandb.close()
 
-    def _append(self, row: dict[str, object]) -> None:
+    def _append(self, row: MetricsRow) -> None:
         self.metrics.append(json.dumps(finite(row), allow_nan=False))

@@ -7,7 +7,7 @@ import torch
 from trainkit.jobs.devices import Device, is_reported_as, reported_device
 from trainkit.jobs.schema import Job
 from trainkit.plan.arithmetic import hardware_flops_per_token_of, model_flops_per_token_of
-from trainkit.train.metrics.records import Throughput
+from trainkit.runs.metrics import Throughput
 
 
 def device_row(wanted: Device, reported: str | None) -> Device | None:
@@ -67,8 +67,10 @@ class Utilization:
         """What so many tokens a second of all devices mean for one."""
         model = tokens_per_second * self.model_flops / self.world_size / 1e12
         hardware = tokens_per_second * self.hardware_flops / self.world_size / 1e12
-        if not self.peak_tflops:
-            return Throughput(model, hardware, None, None, self.peak)
-        mfu = model / self.peak_tflops
-        hfu = hardware / self.peak_tflops
-        return Throughput(model, hardware, mfu, hfu, self.peak)
+        return Throughput(
+            model_tflops=model,
+            hardware_tflops=hardware,
+            mfu=model / self.peak_tflops if self.peak_tflops else None,
+            hfu=hardware / self.peak_tflops if self.peak_tflops else None,
+            peak=self.peak,
+        )

@@ -16,7 +16,6 @@ from trainkit.base.redact import Redactor
 from trainkit.jobs.schema import Job
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.origin import printable_environment
-from trainkit.train.metrics.records import EvaluationRecord
 
 KEY = "WANDB_API_KEY"
 INIT_SECONDS = 30.0
@@ -142,13 +141,13 @@ class WandbLog:
         """A training row, under the names it has in metrics.jsonl."""
         self._send(dict(_numbers(row)))
 
-    def evaluation(self, record: EvaluationRecord) -> None:
+    def evaluation(self, step: int, consumed_samples: int, name: str, loss: float) -> None:
         """A row of an evaluation: validation/NAME/lm_loss."""
         self._send(
             {
-                "step": record.step,
-                "consumed_samples": record.consumed_samples,
-                f"validation/{record.name}/lm_loss": record.lm_loss,
+                "step": step,
+                "consumed_samples": consumed_samples,
+                f"validation/{name}/lm_loss": loss,
             }
         )
 
