@@ -14,7 +14,7 @@ import pytest
 
 from tests.reports.drill import START, three_kills
 from trainkit.reports.ledger import BINS, AttemptTimes, RunTimes, build_ledger
-from trainkit.reports.times import read_run_times, seconds_of
+from trainkit.reports.read import read_run_times, seconds_of
 from trainkit.runs.attempt_report import report_attempts
 from trainkit.runs.phases import PhaseChange, PhaseLog, read_phases
 from trainkit.runs.record import read_run_record

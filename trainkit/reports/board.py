@@ -19,8 +19,7 @@ from trainkit.base.errors import ConfigError, TrainkitError
 from trainkit.reports.chart import text
 from trainkit.reports.documents import as_table, read_table
 from trainkit.reports.page import page, report_page
-from trainkit.reports.read import read_report
-from trainkit.reports.times import time_of_id
+from trainkit.reports.read import read_report, time_of_id
 from trainkit.reports.words import duration, short
 from trainkit.runs.find import all_runs
 from trainkit.runs.folder import RunFolder
