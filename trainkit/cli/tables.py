@@ -22,6 +22,9 @@ READABLE = 30  # columns in which a text may be broken between words
 NO_LIMIT = 10_000  # columns, if the output is not a terminal
 
 
+Page = Iterable[str | RenderableType]  # lines as they are, and what rich prints
+
+
 class Printer(Console):
     """A console that shows the text of others and does not obey it: see `printable`.
 
@@ -60,10 +63,15 @@ class Listing:
         headings: one per column; if all are "", no line of headings is printed.
         right: headings of columns that are aligned to the right.
         drop: headings of columns that may be left out on a narrow terminal, the first one first.
+        rows: records, of one cell per heading; `add_row` adds further ones.
     """
 
     def __init__(
-        self, *headings: str, right: Collection[str] = (), drop: Sequence[str] = ()
+        self,
+        *headings: str,
+        right: Collection[str] = (),
+        drop: Sequence[str] = (),
+        rows: Iterable[Iterable[str]] = (),
     ) -> None:
         unknown = {*right, *drop} - {*headings}
         if unknown:
@@ -72,6 +80,8 @@ class Listing:
         self.right = right
         self.drop = drop
         self.rows: list[list[Text]] = []
+        for row in rows:
+            self.add_row(*row)
 
     def add_row(self, *cells: str) -> None:
         """Add a record: one cell per heading."""

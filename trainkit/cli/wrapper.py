@@ -35,6 +35,8 @@ from trainkit.cli.parameters import Signature, signature_of
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from trainkit.cli.tables import Page
+
 JSON_HELP = "print one JSON document on stdout, and all other text on stderr"
 DRY_RUN_HELP = "change nothing; print what would be done"
 
@@ -69,6 +71,14 @@ class TaskContext:
         """Print one line of text, without markup."""
         print(text, file=sys.stderr if self.json else sys.stdout, flush=True)
 
+    def show(self, page: Page) -> None:
+        """Print the parts of a page, one after the other."""
+        for part in page:
+            if isinstance(part, str):
+                self.say(part)
+            else:
+                self.console.print(part)
+
 
 def _has_own_environment(folder: Path) -> bool:
     """Whether this is the .venv of a checkout, which its `inv` manages."""
@@ -94,10 +104,18 @@ def command_in(folder: Path) -> str:
 
 @dataclass(frozen=True)
 class TaskResult:
-    """What a task's function returns: the document of `--json`, and the exit code."""
+    """What a task's function returns.
+
+    Args:
+        document: what `--json` prints.
+        exit: the exit code.
+        page: what is printed without `--json`, after all that the task has said: lines as they
+            are, and tables and other things for rich. Nothing of it is made with `--json`.
+    """
 
     document: dict[str, Any]
     exit: Exit = Exit.DONE
+    page: Page = ()
 
 
 Body = Callable[..., TaskResult | None]
@@ -280,6 +298,8 @@ def _run_task(task: TaskContext, body: Callable[[], TaskResult | None]) -> None:
     try:
         with printable_output():
             result = body()
+            if result is not None and not task.json:
+                task.show(result.page)
         if result is not None and task.json:
             _print_document(result.document)
     except MissingExtra as error:

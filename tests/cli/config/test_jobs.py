@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from trainkit.base.errors import ConfigError
-from trainkit.cli.config.jobs import explain_value, find_value, job_as_toml, print_jobs, show
+from trainkit.cli.config.jobs import explain_value, find_value, job_as_toml, jobs_table, show
 from trainkit.cli.config.jobs import jobs as list_jobs
 from trainkit.cli.wrapper import TaskContext
 from trainkit.jobs.load import Jobs, load
@@ -62,7 +62,7 @@ def test_the_listing(jobs: Jobs) -> None:
         "jobs": [row],
     }
     screen = io.StringIO()
-    print_jobs(jobs, Console(file=screen, width=120))
+    Console(file=screen, width=120).print(jobs_table(jobs.describe(), jobs.default_job))
     assert "demo *" in screen.getvalue() and "a [small] one" in screen.getvalue()
 
 

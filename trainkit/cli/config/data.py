@@ -11,7 +11,7 @@ from trainkit.base.documents import document
 from trainkit.base.errors import ConfigError, Exit, Problem
 from trainkit.cli.config.jobs import load_jobs
 from trainkit.cli.options import StatsOptions
-from trainkit.cli.tables import Listing
+from trainkit.cli.tables import Listing, Page
 from trainkit.cli.wrapper import TaskContext, TaskResult
 from trainkit.data.indexed.paths import DataFolder, read_manifest
 from trainkit.data.indexed.statistics import (
@@ -61,17 +61,16 @@ def stats(task: TaskContext, name: str, options: StatsOptions) -> TaskResult:
     prefixes = [prefix for dataset, folder in folders for prefix in _prefixes(dataset, folder)]
     if options.count_only:
         counts = count(prefixes)
-        if not task.json:
-            task.say(_counts(counts))
-        return TaskResult(document("data-stats/1", dataset=name, **vars(counts)))
+        values = document("data-stats/1", dataset=name, **vars(counts))
+        return TaskResult(values, page=[_counts(counts)])
     tokenizer = load_tokenizer(folders[0][1].tokenizer)  # a blend's parts have the same
     found = statistics(prefixes, tokenizer, samples=options.samples, seed=options.seed)
     if options.picture:
         draw_statistics(name, found, Path(options.picture))
         task.say(f"wrote {options.picture}")
-    if not task.json:
-        _print(task, found)
-    return TaskResult(document("data-stats/1", dataset=name, **found.to_json()))
+    return TaskResult(
+        document("data-stats/1", dataset=name, **found.to_json()), page=_statistics_page(found)
+    )
 
 
 def _counts(counts: DatasetCounts) -> str:
@@ -80,25 +79,22 @@ def _counts(counts: DatasetCounts) -> str:
     )
 
 
-def _print(task: TaskContext, found: Statistics) -> None:
+def _statistics_page(found: Statistics) -> Page:
     """Counts, lengths as bars, the most frequent tokens, the samples."""
-    task.say(_counts(found.counts))
+    yield _counts(found.counts)
     percentiles = ", ".join(
         f"{percent} % have at most {tokens:,}" for percent, tokens in found.percentiles.items()
     )
-    task.say(
+    yield (
         f"of the documents, {percentiles or 'none has a length'} tokens; the longest has"
         f" {found.longest:,}, {found.empty_documents:,} are empty"
     )
-    task.console.print(_lengths_table(found))
-    task.say(f"{found.ids_used:,} of {found.vocab_size:,} ids occur; the most frequent:")
-    task.console.print(_tokens_table(found))
+    yield _lengths_table(found)
+    yield f"{found.ids_used:,} of {found.vocab_size:,} ids occur; the most frequent:"
+    yield _tokens_table(found)
     for sample in found.samples:
-        task.say(f"--- document {sample.document:,} of {sample.pair}, {sample.tokens:,} tokens:")
-        if sample.tokens > len(sample.text):
-            task.say(f"{sample.text} ...")
-        else:
-            task.say(sample.text)
+        yield f"--- document {sample.document:,} of {sample.pair}, {sample.tokens:,} tokens:"
+        yield f"{sample.text} ..." if sample.tokens > len(sample.text) else sample.text
 
 
 def _table(*headings: str) -> Listing:

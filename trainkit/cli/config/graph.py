@@ -58,9 +58,10 @@ def graph(task: TaskContext, name: str, sets: Sequence[str], forms: GraphForms) 
         task.say(f"wrote {forms.svg}")
     elif forms.mermaid:
         task.say(found.to_mermaid().rstrip())
-    elif not task.json:
-        task.console.print(_tree(found))
-    return TaskResult(document("job-graph/1", job=name, nodes=found.to_json()))
+    return TaskResult(
+        document("job-graph/1", job=name, nodes=found.to_json()),
+        page=() if forms.svg or forms.mermaid else [_tree(found)],
+    )
 
 
 def _tree(found: JobGraph) -> Tree:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
-from rich.console import Console
 from rich.markup import escape
 
 from trainkit.base.documents import document
@@ -16,7 +15,7 @@ from trainkit.base.errors import ConfigError
 from trainkit.base.toml_text import toml_key, toml_value
 from trainkit.cli.tables import Listing
 from trainkit.cli.wrapper import TaskContext, TaskResult
-from trainkit.jobs.load import Jobs, find_root, load
+from trainkit.jobs.load import Jobs, JobSummary, find_root, load
 from trainkit.jobs.messages import closest_name, suggest
 from trainkit.jobs.provenance import SourcedValue
 from trainkit.jobs.resolved import ResolvedJob
@@ -25,7 +24,7 @@ from trainkit.jobs.schema import Job
 MAX_COLUMN = 48  # at which the comments of a resolved job begin
 
 
-def print_jobs(jobs: Jobs, console: Console) -> None:
+def jobs_table(jobs: Iterable[JobSummary], default: str | None) -> Listing:
     """The jobs as a table; the default job has a star."""
     table = Listing(
         "job",
@@ -38,13 +37,11 @@ def print_jobs(jobs: Jobs, console: Console) -> None:
         right=["nodes"],
         drop=["engine", "dataset", "model", "nodes", "cluster"],
     )
-    for job in jobs.describe():
-        name = job.name
-        if name == jobs.default_job:
-            name = f"{name} *"
+    for job in jobs:
+        name = f"{job.name} *" if job.name == default else job.name
         cells = (name, job.engine, job.cluster, job.model, job.dataset, str(job.nodes))
         table.add_row(*map(escape, (*cells, job.description)))
-    console.print(table)
+    return table
 
 
 def job_as_toml(resolved: ResolvedJob) -> str:
@@ -149,15 +146,15 @@ def refuse_weights(job: Job) -> Job:
 def jobs(task: TaskContext) -> TaskResult:
     """The task `jobs`."""
     loaded = load_jobs(task)
-    if not task.json:
-        print_jobs(loaded, task.console)
+    described = loaded.describe()
     return TaskResult(
         document(
             "jobs/1",
             root=str(loaded.root),
             default=loaded.default_job,
-            jobs=[asdict(job) for job in loaded.describe()],
-        )
+            jobs=[asdict(job) for job in described],
+        ),
+        page=[jobs_table(described, loaded.default_job)],
     )
 
 
@@ -179,19 +176,12 @@ def show(task: TaskContext, job: str, explain: str, format: str, sets: Sequence[
     resolved = load_jobs(task).resolve(job, sets)
     if explain:
         found = find_value(resolved, explain)
-        result = TaskResult(
-            document("explain/1", job=resolved.job.name, key=explain, **found.to_json())
-        )
+        values = document("explain/1", job=resolved.job.name, key=explain, **found.to_json())
         text = explain_value(explain, found)
     else:
-        result = TaskResult(resolved.to_json())
+        values = resolved.to_json()
         text = job_as_toml(resolved).rstrip("\n")
-    if task.json:
-        return result
-    if format == "json":
-        text = json.dumps(result.document, indent=2)
-    task.say(text)
-    return result
+    return TaskResult(values, page=[json.dumps(values, indent=2) if format == "json" else text])
 
 
 def check(task: TaskContext) -> TaskResult:

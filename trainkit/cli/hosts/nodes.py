@@ -102,7 +102,7 @@ def nodes(task: TaskContext, cluster: str, hostfile: str, release_host: str) -> 
     scheduler = scheduler_for(chosen)
     known = scheduler.nodes(chosen)
     if known is not None:
-        return _nodes_of_scheduler(task, chosen, known)
+        return _nodes_of_scheduler(chosen, known)
     hosts = scheduler.hosts_to_ask(chosen, hostfile, devices=False).hosts
     out = read_quarantine(root)
     reports = survey_hosts(chosen, hosts, root)
@@ -121,19 +121,20 @@ def nodes(task: TaskContext, cluster: str, hostfile: str, release_host: str) -> 
     )
 
 
-def _nodes_of_scheduler(
-    task: TaskContext, cluster: Cluster, known: list[ClusterNode]
-) -> TaskResult:
+def _nodes_of_scheduler(cluster: Cluster, known: list[ClusterNode]) -> TaskResult:
     """What the cluster's scheduler knows of its nodes, drained ones with the reason."""
     rows = [asdict(node) for node in known]
     table = Listing(
-        "host", "state", "partition", "CPUs", "GRES", "reason", drop=("GRES", "CPUs", "partition")
+        "host",
+        "state",
+        "partition",
+        "CPUs",
+        "GRES",
+        "reason",
+        drop=("GRES", "CPUs", "partition"),
+        rows=(map(escape, row.values()) for row in rows),
     )
-    for row in rows:
-        table.add_row(*map(escape, row.values()))
-    if not task.json:
-        task.console.print(table)
-    return TaskResult(document("nodes/1", cluster=cluster.name, hosts=rows))
+    return TaskResult(document("nodes/1", cluster=cluster.name, hosts=rows), page=[table])
 
 
 def nodes_top(task: TaskContext, cluster: str, hostfile: str) -> TaskResult:

@@ -16,7 +16,6 @@ from trainkit.engines.registry import ENGINES
 from trainkit.jobs.resolved import read_job
 from trainkit.runs.checkpoint_list import ListedCheckpoint
 from trainkit.runs.find import find_run
-from trainkit.runs.folder import RunFolder
 from trainkit.runs.retention import pin
 
 DEGREES = {
@@ -48,21 +47,16 @@ def checkpoints(
         if step is not None:
             pin(run.checkpoints, step, pinned=stays)
     listed = ENGINES[read_job(run.job).engine].checkpoints(run, hashes=hashes)
-    if not task.json:
-        _print(task, run, listed)
-    result = document(
-        "checkpoints/1", run=run.id, checkpoints=[asdict(checkpoint) for checkpoint in listed]
+    none_whole = bool(listed) and all(checkpoint.problems for checkpoint in listed)
+    return TaskResult(
+        document("checkpoints/1", run=run.id, checkpoints=[asdict(each) for each in listed]),
+        Exit.NO_CHECKPOINT if none_whole else Exit.DONE,
+        [_table(listed) if listed else f"run {run.id} has no checkpoint yet"],
     )
-    if listed and all(checkpoint.problems for checkpoint in listed):
-        return TaskResult(result, Exit.NO_CHECKPOINT)
-    return TaskResult(result)
 
 
-def _print(task: TaskContext, run: RunFolder, listed: Sequence[ListedCheckpoint]) -> None:
-    if not listed:
-        task.say(f"run {run.id} has no checkpoint yet")
-        return
-    table = Listing(
+def _table(listed: Sequence[ListedCheckpoint]) -> Listing:
+    return Listing(
         "step",
         "size",
         "layout",
@@ -71,21 +65,20 @@ def _print(task: TaskContext, run: RunFolder, listed: Sequence[ListedCheckpoint]
         "integrity",
         right=("step", "size"),
         drop=("layout", "validation loss", "kept because"),
+        rows=map(_cells, listed),
     )
-    for each in listed:
-        size = "?"
-        if each.bytes is not None:
-            size = f"{each.bytes / 1e9:,.3f} GB"
-        losses = ", ".join(f"{name} {loss:.4f}" for name, loss in each.validation.items())
-        table.add_row(
-            str(each.step),
-            size,
-            _layout_cell(each.layout),
-            escape(losses),
-            _kept_cell(each),
-            _integrity_cell(each),
-        )
-    task.console.print(table)
+
+
+def _cells(checkpoint: ListedCheckpoint) -> tuple[str, ...]:
+    losses = ", ".join(f"{name} {loss:.4f}" for name, loss in checkpoint.validation.items())
+    return (
+        str(checkpoint.step),
+        "?" if checkpoint.bytes is None else f"{checkpoint.bytes / 1e9:,.3f} GB",
+        _layout_cell(checkpoint.layout),
+        escape(losses),
+        _kept_cell(checkpoint),
+        _integrity_cell(checkpoint),
+    )
 
 
 def _layout_cell(layout: Mapping[str, int | str]) -> str:

@@ -50,15 +50,14 @@ def clean(
         if of_run and delete:
             of_run = _delete(task, record.run, of_run, keep, damaged=damaged)
         found += of_run
-    if not task.json:
-        _print(task, found, deleted=delete)
+    size = sum(each.bytes for each in found)
+    if delete:
+        total = f"deleted: {_gib(size)}"
+    else:
+        total = f"would delete {_gib(size)}; to do it: {task.command} clean --perform"
     return TaskResult(
-        document(
-            "clean/1",
-            deleted=delete,
-            bytes=sum(each.bytes for each in found),
-            leftovers=[asdict(each) for each in found],
-        )
+        document("clean/1", deleted=delete, bytes=size, leftovers=[asdict(each) for each in found]),
+        page=[_table(found), total] if found else ["nothing to delete"],
     )
 
 
@@ -80,19 +79,19 @@ def _delete(
     return []
 
 
-def _print(task: TaskContext, found: Sequence[Leftover], *, deleted: bool) -> None:
-    if not found:
-        task.say("nothing to delete")
-        return
-    table = Listing("run", "size", "what", "folder", right=["size"], drop=["folder"])
-    for each in found:
-        table.add_row(escape(each.run), _gib(each.bytes), each.what, escape(Path(each.path).name))
-    task.console.print(table)
-    size = _gib(sum(each.bytes for each in found))
-    if deleted:
-        task.say(f"deleted: {size}")
-    else:
-        task.say(f"would delete {size}; to do it: {task.command} clean --perform")
+def _table(found: Sequence[Leftover]) -> Listing:
+    return Listing(
+        "run",
+        "size",
+        "what",
+        "folder",
+        right=["size"],
+        drop=["folder"],
+        rows=(
+            (escape(each.run), _gib(each.bytes), each.what, escape(Path(each.path).name))
+            for each in found
+        ),
+    )
 
 
 def _gib(size: int) -> str:

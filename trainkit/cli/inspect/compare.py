@@ -10,7 +10,7 @@ from rich.markup import escape
 from trainkit.base.errors import ConfigError
 from trainkit.base.files import write_text
 from trainkit.cli.config.jobs import load_jobs
-from trainkit.cli.tables import Listing
+from trainkit.cli.tables import Listing, Page
 from trainkit.cli.wrapper import TaskContext, TaskResult
 from trainkit.launch.scheduler_registry import current
 from trainkit.reports.compare import Comparison, Difference, compare_runs, numbers_of
@@ -44,39 +44,28 @@ def compare(task: TaskContext, run_names: list[str], html: str) -> TaskResult:
     if html:
         write_text(Path(html), comparison_page(comparison))
         task.say(f"wrote {html}")
-    if not task.json:
-        _print(task, comparison)
-    return TaskResult(comparison.to_json())
+    return TaskResult(comparison.to_json(), page=_page(comparison))
 
 
-def _print(task: TaskContext, comparison: Comparison) -> None:
+def _page(comparison: Comparison) -> Page:
     names = [escape(name) for name in names_of(comparison)]
-    table = Listing("", *names)
-    for what, values in numbers_of(comparison.reports):
-        table.add_row(what, *map(escape, values))
-    task.console.print(table)
+    numbers = numbers_of(comparison.reports)
+    yield Listing("", *names, rows=((what, *map(escape, values)) for what, values in numbers))
     for title, found in (
         ("configuration", comparison.configuration),
         ("code and versions", comparison.software),
     ):
-        if found:
-            task.console.print(_differences(title, found, names))
-        else:
-            task.say(f"{title}: the same")
+        yield _differences(title, found, names) if found else f"{title}: the same"
     for part in comparison.losses:
         if part.bitwise is None:
-            task.say(f"{part.run}: all {part.common} common losses are equal, bit for bit")
+            yield f"{part.run}: all {part.common} common losses are equal, bit for bit"
         else:
-            noise = "never"
-            if part.beyond_noise is not None:
-                noise = f"from step {part.beyond_noise}"
-            task.say(f"{part.run}: losses differ from step {part.bitwise}, beyond noise {noise}")
-    for note in comparison.notes:
-        task.say(note)
+            late = part.beyond_noise
+            noise = "never" if late is None else f"from step {late}"
+            yield f"{part.run}: losses differ from step {part.bitwise}, beyond noise {noise}"
+    yield from comparison.notes
 
 
 def _differences(title: str, found: Sequence[Difference], names: list[str]) -> Listing:
-    table = Listing(title, *names)
-    for each in found:
-        table.add_row(escape(each.key), *(escape(clip(value)) for value in each.values))
-    return table
+    rows = ((escape(each.key), *(escape(clip(value)) for value in each.values)) for each in found)
+    return Listing(title, *names, rows=rows)

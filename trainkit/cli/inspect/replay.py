@@ -9,6 +9,7 @@ from trainkit.base.documents import document
 from trainkit.base.errors import Exit
 from trainkit.cli.config.jobs import load_jobs
 from trainkit.cli.model.tokenizer_warning import warn_of_changed_tokenizer
+from trainkit.cli.tables import Page
 from trainkit.cli.wrapper import TaskContext, TaskResult
 from trainkit.jobs.resolved import read_job
 from trainkit.runs.find import find_run
@@ -53,28 +54,22 @@ def replay(task: TaskContext, run_name: str, step: int, samples: int) -> TaskRes
     window = batch.window
     header = BatchHeader(run.id, step, window.first, window.samples, batch.checksum, batch.same)
     shown = batch.samples[: samples or None]
-    if not task.json:
-        _print(task, header, batch, len(shown))
-    result = document("replay/1", **asdict(header), samples=[asdict(each) for each in shown])
-    if batch.same is False:
-        return TaskResult(result, Exit.STAGE_FAILED)
-    return TaskResult(result)
-
-
-def _print(task: TaskContext, header: BatchHeader, batch: ReplayedBatch, shown: int) -> None:
-    last = header.first + header.count - 1
-    task.say(
-        f"step {header.step} of run {header.run}: samples {header.first} to {last} of the order;"
+    return TaskResult(
+        document("replay/1", **asdict(header), samples=[asdict(each) for each in shown]),
+        Exit.STAGE_FAILED if batch.same is False else Exit.DONE,
+        _page(header, batch, len(shown)),
     )
-    task.say(f"checksum {header.batch_checksum}: {COMPARISON[header.same]}")
+
+
+def _page(header: BatchHeader, batch: ReplayedBatch, shown: int) -> Page:
+    last = header.first + header.count - 1
+    yield f"step {header.step} of run {header.run}: samples {header.first} to {last} of the order;"
+    yield f"checksum {header.batch_checksum}: {COMPARISON[header.same]}"
     for sample in batch.samples[:shown]:
-        task.say(
+        yield (
             f"--- position {sample.position}: sample {sample.number} of {sample.dataset},"
             f" micro-batch {sample.micro_batch} of data-parallel rank {sample.data_rank}"
         )
-        if sample.text is not None:
-            task.say(sample.text)
-        else:
-            task.say(" ".join(map(str, sample.tokens)))
+        yield " ".join(map(str, sample.tokens)) if sample.text is None else sample.text
     if shown < len(batch.samples):
-        task.say(f"--- {len(batch.samples) - shown} more: --samples 0 shows all")
+        yield f"--- {len(batch.samples) - shown} more: --samples 0 shows all"

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from trainkit.base.documents import document
 from trainkit.base.errors import ConfigError
 from trainkit.base.files import write_text
 from trainkit.cli.config.jobs import load_jobs
-from trainkit.cli.inspect.runs import print_status
+from trainkit.cli.inspect.runs import status_page
 from trainkit.cli.wrapper import TaskContext, TaskResult
 from trainkit.jobs.resolved import read_job
 from trainkit.launch.scheduler_registry import current
@@ -69,21 +71,22 @@ def report(task: TaskContext, run_name: str, files: ReportFiles, flops: str) -> 
     by_convention = convention_tflops(summary, flops)
     planned = planned_speed(run)
     record = current(read_run_record(run))
-    if not task.json:
-        print_status(task, run, record, DeviceUsage([]))
-        _print_speed(task, summary)
-        _print_planned(task, summary.tokens_per_second, planned)
-        _print_times(task, read_report(run, record).ledger)
-        if by_convention is not None:
-            task.say(f"{by_convention:.3g} TFLOP/s per device as {flops} counts them")
+    whole = read_report(run, record)
     counted: dict[str, object] = {}
+    lines = [
+        *_speed(summary),
+        *_planned(summary.tokens_per_second, planned),
+        *_times(whole.ledger),
+    ]
     if flops:
         counted = {"flops_convention": flops, "convention_tflops": by_convention}
-    whole: dict[str, object] = {}
-    if task.json:
-        whole = read_report(run, record).to_json()
+    if by_convention is not None:
+        lines.append(f"{by_convention:.3g} TFLOP/s per device as {flops} counts them")
     found = summary.to_json() | {"planned_tokens_per_second": planned}
-    return TaskResult(found | whole | counted)
+    return TaskResult(
+        found | whole.to_json() | counted,
+        page=chain(status_page(task, record, DeviceUsage([])), lines),
+    )
 
 
 def _write_samples(task: TaskContext, run: RunFolder) -> None:
@@ -130,30 +133,25 @@ def _draw(task: TaskContext, run: RunFolder, files: ReportFiles) -> TaskResult:
     return TaskResult(document("report/1", **values, files=written))
 
 
-def _print_speed(task: TaskContext, summary: RunSummary) -> None:
+def _speed(summary: RunSummary) -> Iterator[str]:
     tflops = summary.median("model_tflops")
-    if tflops is None:
-        return
     mfu = summary.median("mfu")
-    share = "MFU n/a"
-    if mfu is not None:
-        share = f"MFU {100 * mfu:.1f}% of {summary.peak}"
-    task.say(f"{tflops:.3g} model TFLOP/s per device (median step), {share}")
+    if tflops is not None:
+        share = "n/a" if mfu is None else f"{100 * mfu:.1f}% of {summary.peak}"
+        yield f"{tflops:.3g} model TFLOP/s per device (median step), MFU {share}"
 
 
-def _print_planned(task: TaskContext, measured: float | None, planned: float | None) -> None:
+def _planned(measured: float | None, planned: float | None) -> Iterator[str]:
     """The plan's speed beside the run's; nothing where one of them is not known."""
     if measured and planned:
-        task.say(
-            f"{measured:,.0f} tokens/s, {measured / planned:.2f} times the plan's {planned:,.0f}"
-        )
+        yield f"{measured:,.0f} tokens/s, {measured / planned:.2f} times the plan's {planned:,.0f}"
 
 
-def _print_times(task: TaskContext, ledger: Ledger) -> None:
+def _times(ledger: Ledger) -> Iterator[str]:
     """Where the run's time went, the most first; bins below a tenth of a percent are left out."""
     wall = ledger.wall_seconds
     if not wall:
         return
     by_size = sorted(ledger.seconds.items(), key=lambda item: item[1], reverse=True)
     parts = [f"{bin} {seconds / wall:.1%}" for bin, seconds in by_size if seconds >= wall / 1000]
-    task.say(f"{duration(wall)} since submission: {', '.join(parts)}")
+    yield f"{duration(wall)} since submission: {', '.join(parts)}"

@@ -9,12 +9,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rich.markup import escape
+from rich.text import Text
 
 from trainkit.base.documents import document
 from trainkit.base.errors import ConfigError
 from trainkit.cli.config.jobs import load_jobs
-from trainkit.cli.run.summary import facts_table, print_next
-from trainkit.cli.tables import Listing
+from trainkit.cli.run.summary import facts_table, next_page
+from trainkit.cli.tables import Listing, Page
 from trainkit.cli.wrapper import TaskContext, TaskResult
 from trainkit.jobs.resolved import read_job
 from trainkit.launch.scheduler_registry import current, current_all, scheduler_of
@@ -176,27 +177,27 @@ def runs(task: TaskContext, job: str, form: TableForm = LIST) -> TaskResult:
             hint="runs --table --scaling --picture FILE",
         )
     refuse_unknown_convention(flops)
-    records = current_all(
-        list(
-            _records(
-                run for run in all_runs(load_jobs(task).roots()) if not job or run.job_name == job
-            )
-        )
-    )
+    found = [run for run in all_runs(load_jobs(task).roots()) if not job or run.job_name == job]
+    records = current_all(list(_records(found)))
     if form.table:
         results = results_of_runs(records, flops, task.say)
         if form.scaling:
             return _show_scaling(task, results, form)
-        _print_list(task, results_table(results, flops), empty=not results)
         rows = [result.to_json(flops) for result in results]
-        return TaskResult(document("results/1", flops_convention=flops or None, runs=rows))
-    _print_list(task, _runs_table(records), empty=not records)
-    return TaskResult(document("runs/1", runs=[record.row() for record in records]))
+        return TaskResult(
+            document("results/1", flops_convention=flops or None, runs=rows),
+            page=_list_page(task, results_table(results, flops)),
+        )
+    return TaskResult(
+        document("runs/1", runs=[record.row() for record in records]),
+        page=_list_page(task, _runs_table(records)),
+    )
 
 
 def _show_scaling(task: TaskContext, results: Sequence[RunResult], form: TableForm) -> TaskResult:
     rows = scaling_of(results, form.flops)
-    _print_list(task, scaling_table(rows, form.flops), empty=not rows)
+    if not task.json:
+        task.show(_list_page(task, scaling_table(rows, form.flops)))
     if form.picture:
         draw_scaling(rows, Path(form.picture))
         task.say(f"wrote {form.picture}")
@@ -204,29 +205,34 @@ def _show_scaling(task: TaskContext, results: Sequence[RunResult], form: TableFo
     return TaskResult(document("scaling/1", flops_convention=form.flops or None, runs=values))
 
 
-def _print_list(task: TaskContext, table: Listing, *, empty: bool) -> None:
-    if task.json:
-        return
-    if empty:
-        task.say(f"no runs yet; start one: {task.command} train JOB")
-    else:
-        task.console.print(table)
+def _list_page(task: TaskContext, table: Listing) -> Page:
+    return [table] if table.rows else [f"no runs yet; start one: {task.command} train JOB"]
 
 
 def _runs_table(records: Iterable[RunRecord]) -> Listing:
-    table = Listing(
-        "run", "job", "state", "step", "attempt", right=("step", "attempt"), drop=("attempt", "job")
+    return Listing(
+        "run",
+        "job",
+        "state",
+        "step",
+        "attempt",
+        right=("step", "attempt"),
+        drop=("attempt", "job"),
+        rows=(
+            (
+                record.run.id,
+                record.run.job_name,
+                _state_cell(record),
+                str(record.step),
+                str(record.attempt),
+            )
+            for record in records
+        ),
     )
-    for record in records:
-        colour = COLOURS.get(record.state, "white")
-        table.add_row(
-            record.run.id,
-            record.run.job_name,
-            f"[{colour}]{record.state}[/]",
-            str(record.step),
-            str(record.attempt),
-        )
-    return table
+
+
+def _state_cell(record: RunRecord) -> str:
+    return f"[{COLOURS.get(record.state, 'white')}]{record.state}[/]"
 
 
 def _records(found: Iterable[RunFolder]) -> Iterator[RunRecord]:
@@ -250,17 +256,15 @@ def status(task: TaskContext, run_name: str, *, watch: bool = False) -> TaskResu
     run = find_run(load_jobs(task).roots(), run_name)
     while True:
         record = current(read_run_record(run))
+        view = DeviceUsage([])
         if record.state == "running":
-            view = observe_devices(
-                run, "cuda" if read_job(run.job).cluster.device_type == "cuda" else "cpu"
-            )
-        else:
-            view = DeviceUsage([])
+            cuda = read_job(run.job).cluster.device_type == "cuda"
+            view = observe_devices(run, "cuda" if cuda else "cpu")
         seen = scheduler_of(run).report(record)
         if not task.json:
             if watch and task.console.is_terminal:
                 task.console.clear()
-            print_status(task, run, record, view)
+            task.show(status_page(task, record, view))
             if seen is not None:
                 task.say(seen.text)
         if not watch or record.state not in ("queued", "starting", "running"):
@@ -322,26 +326,25 @@ def devices_table(view: DeviceUsage) -> Listing:
     return table
 
 
-def print_status(task: TaskContext, run: RunFolder, record: RunRecord, view: DeviceUsage) -> None:
-    colour = COLOURS.get(record.state, "white")
+def status_page(task: TaskContext, record: RunRecord, view: DeviceUsage) -> Page:
+    """A run's state, why it ended, its numbers, what its ranks use, and what to try next."""
+    run = record.run
     iters = read_job(run.job).training.train_iters
-    task.console.print(
-        f"[bold]{run.id}[/] ({run.job_name}): [{colour}]{record.state}[/], step {record.step} of"
+    yield Text.from_markup(
+        f"[bold]{run.id}[/] ({run.job_name}): {_state_cell(record)}, step {record.step} of"
         f" {iters}, attempt {record.attempt}"
     )
     if record.root_cause:
-        ending = f"exit {record.exit}"
-        if record.failure_class:
-            ending += f", class {record.failure_class}"
-        task.say(f"{ending}: {record.root_cause.get('message')}")
+        kind = f", class {record.failure_class}" if record.failure_class else ""
+        yield f"exit {record.exit}{kind}: {record.root_cause.get('message')}"
     for survivor in record.survivors:
-        task.say(
+        yield (
             f"left behind: pid {survivor['pid']} ({survivor.get('argv0', '?')}) on"
             f" {survivor['host']}"
         )
-    task.console.print(facts_table(run))
+    yield facts_table(run)
     if view.ranks:
-        task.console.print(devices_table(view))
+        yield devices_table(view)
     if view.note:
-        task.say(view.note)
-    print_next(task, record)
+        yield view.note
+    yield from next_page(task, record)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 
 from rich.markup import escape
+from rich.text import Text
 
 from trainkit.base.documents import document
 from trainkit.base.errors import TrainkitError
 from trainkit.cli.config.jobs import load_jobs
-from trainkit.cli.run.summary import last_lines, print_next
-from trainkit.cli.tables import Listing
+from trainkit.cli.run.summary import last_lines, next_page
+from trainkit.cli.tables import Listing, Page
 from trainkit.cli.wrapper import TaskContext, TaskResult
 from trainkit.launch.scheduler_contract import JobAccount
 from trainkit.launch.scheduler_registry import current, scheduler_of
@@ -71,18 +73,16 @@ def why(task: TaskContext, run_name: str, attempt: int) -> TaskResult:
         task.say(error.message)
         kept = None
     failed = failure.report is not None and bool(failure.cause.get("message"))
-    if not task.json:
-        if failure.report is None or not failed:
-            task.console.print(
-                f"[bold]{run.id}[/] ({run.job_name}) is {record.state}: nothing has failed"
-            )
-        else:
-            _print(task, record, failure.report, failure, reports)
-        if kept:
-            task.say(f"what {scheduler.title} kept of it:")
-            task.console.print(_accounts_table(kept))
-        if failed:
-            print_next(task, record, without="why")
+    page: list[Page] = []
+    if failure.report is not None and failed:
+        page.append(_failure_page(record, failure.report, failure, reports))
+    else:
+        words = f"[bold]{run.id}[/] ({run.job_name}) is {record.state}: nothing has failed"
+        page.append([Text.from_markup(words)])
+    if kept:
+        page.append([f"what {scheduler.title} kept of it:", _accounts_table(kept)])
+    if failed:
+        page.append(next_page(task, record, without="why"))
     return TaskResult(
         document(
             "why/1",
@@ -97,7 +97,8 @@ def why(task: TaskContext, run_name: str, attempt: int) -> TaskResult:
             slurm=None if kept is None else [asdict(each) for each in kept],
             next=[command for command in record.next_tasks() if " why " not in command],
             **{"class": record.failure_class},
-        )
+        ),
+        page=chain.from_iterable(page),
     )
 
 
@@ -114,7 +115,7 @@ def _failure(run: RunFolder, report: AttemptReport | None) -> Failure:
 
 
 def _accounts_table(rows: list[JobAccount]) -> Listing:
-    table = Listing(
+    return Listing(
         "job",
         "state",
         "exit code",
@@ -123,15 +124,11 @@ def _accounts_table(rows: list[JobAccount]) -> Listing:
         "ended",
         "nodes",
         drop=("nodes", "submitted", "began"),
+        rows=(
+            map(escape, (row.id, row.state, row.code, row.submit, row.start, row.end, row.nodes))
+            for row in rows
+        ),
     )
-    for row in rows:
-        table.add_row(
-            *(
-                escape(cell)
-                for cell in (row.id, row.state, row.code, row.submit, row.start, row.end, row.nodes)
-            )
-        )
-    return table
 
 
 def _describe(cause: RootCause) -> str:
@@ -143,37 +140,35 @@ def _describe(cause: RootCause) -> str:
     return str(cause.get("message"))
 
 
-def _print(
-    task: TaskContext,
+def _failure_page(
     record: RunRecord,
     report: AttemptReport,
     failure: Failure,
     reports: Sequence[AttemptReport],
-) -> None:
+) -> Page:
     run = record.run
     cause = failure.cause
     where = str(cause.get("host", "the run"))
     if "rank" in cause:
         where = f"rank {cause['rank']} on {cause.get('host', '?')}"
-    task.console.print(
+    yield Text.from_markup(
         f"[bold]{run.id}[/] ({run.job_name}) is {record.state}; attempt {report.attempt} of"
         f" {len(reports)}: exit {report.exit}, class [bold]{report.failure_class or 'unknown'}[/]"
     )
-    task.console.print(f"[red]{escape(where)}: {escape(_describe(cause))}[/]")
+    yield Text.from_markup(f"[red]{escape(where)}: {escape(_describe(cause))}[/]")
     for key, text in DETAILS.items():
         value = cause.get(key)
         if value not in (None, ""):
-            task.say("  " + text.format(value))
+            yield "  " + text.format(value)
     if cause["last"]:
-        task.say("its last lines:")
-        for line in cause["last"][-MAX_LINES:]:
-            task.say(f"  {line}")
+        yield "its last lines:"
+        yield from (f"  {line}" for line in cause["last"][-MAX_LINES:])
     for later in failure.later[:MAX_LATER]:
-        task.say(f"later: rank {later.rank} on {later.host} ended with {later.code}")
+        yield f"later: rank {later.rank} on {later.host} ended with {later.code}"
     if len(failure.later) > MAX_LATER:
-        task.say(f"later: {len(failure.later) - MAX_LATER} more ranks")
+        yield f"later: {len(failure.later) - MAX_LATER} more ranks"
     if len(reports) > 1:
-        task.console.print(_attempts_table(reports, record.state))
+        yield _attempts_table(reports, record.state)
 
 
 def _attempts_table(reports: Sequence[AttemptReport], state: str) -> Listing:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from trainkit.base.errors import ConfigError
 from trainkit.cli.config.jobs import load_jobs
 from trainkit.cli.model.tokenizer_warning import warn_of_changed_tokenizer
 from trainkit.cli.options import GenerateOptions
+from trainkit.cli.tables import Page
 from trainkit.cli.wrapper import TaskContext, TaskResult
 from trainkit.launch.local_ranks import run_local_ranks
 from trainkit.runs.find import find_run
@@ -69,11 +71,6 @@ def generate(task: TaskContext, run_name: str, options: GenerateOptions) -> Task
         ranks=options.tensor_parallel,
         together=run_local_ranks,
     )
-    if not task.json:
-        for number, generation in enumerate(generations, start=1):
-            if len(generations) > 1:
-                task.say(f"--- {number} of {len(generations)}")
-            task.say(generation.text)
     first = generations[0]
     return TaskResult(
         document(
@@ -83,5 +80,13 @@ def generate(task: TaskContext, run_name: str, options: GenerateOptions) -> Task
             prompt=first.prompt,
             text=first.text,
             generations=[asdict(generation) for generation in generations],
-        )
+        ),
+        page=_page([generation.text for generation in generations]),
     )
+
+
+def _page(texts: Sequence[str]) -> Page:
+    for number, text in enumerate(texts, start=1):
+        if len(texts) > 1:
+            yield f"--- {number} of {len(texts)}"
+        yield text

@@ -17,7 +17,7 @@ from trainkit.base.extras import MissingExtra
 from trainkit.base.install import extension_path
 from trainkit.cli.config.jobs import load_jobs
 from trainkit.cli.run.progress import TerminalStageReporter, dataset_table
-from trainkit.cli.tables import Listing
+from trainkit.cli.tables import Listing, Page
 from trainkit.cli.wrapper import TaskContext, TaskResult
 from trainkit.data.fetch.retry import Unreachable
 from trainkit.data.indexed.manifest import COUNTS, REASONS
@@ -79,14 +79,22 @@ def build_report(took: Mapping[str, float]) -> list[BuiltPiece]:
 
 def build_table(rows: Sequence[BuiltPiece]) -> Listing:
     """The rows of `build_report` for people."""
-    table = Listing(
-        "piece", "state", "versions", "where", "seconds", right=("seconds",), drop=("where",)
+    return Listing(
+        "piece",
+        "state",
+        "versions",
+        "where",
+        "seconds",
+        right=("seconds",),
+        drop=("where",),
+        rows=(
+            (
+                *map(escape, (row.piece, row.state, row.versions, row.where)),
+                f"{row.seconds:.1f}" if row.seconds else "",
+            )
+            for row in rows
+        ),
     )
-    for row in rows:
-        seconds = f"{row.seconds:.1f}" if row.seconds else ""
-        words = [escape(word) for word in (row.piece, row.state, row.versions, row.where)]
-        table.add_row(*words, seconds)
-    return table
 
 
 def say_unused_stages(task: TaskContext, job: Job) -> None:
@@ -145,7 +153,10 @@ def bring_up_to_date(
 
 
 def _result(
-    task: TaskContext, verdicts: Sequence[Freshness], **made: Sequence[dict[str, Any]]
+    task: TaskContext,
+    verdicts: Sequence[Freshness],
+    page: Page = (),
+    **made: Sequence[dict[str, Any]],
 ) -> TaskResult:
     return TaskResult(
         document(
@@ -153,7 +164,8 @@ def _result(
             dry_run=task.dry_run,
             stages=[vars(v) for v in verdicts],
             **{"datasets": [], **made},
-        )
+        ),
+        page=page,
     )
 
 
@@ -169,9 +181,8 @@ def build(task: TaskContext, *, force: bool) -> TaskResult:
     bars = TerminalStageReporter(task.console)
     verdicts = bring_up_to_date(task, needs, root, bars, force=force)
     pieces = [] if task.dry_run else build_report(bars.took)
-    if pieces and not task.json:
-        task.console.print(build_table(pieces))
-    return _result(task, verdicts, pieces=[vars(piece) for piece in pieces])
+    page = [build_table(pieces)] if pieces else []
+    return _result(task, verdicts, page, pieces=[vars(piece) for piece in pieces])
 
 
 def prep_data(task: TaskContext, options: PrepareOptions) -> TaskResult:
@@ -190,12 +201,15 @@ def prep_data(task: TaskContext, options: PrepareOptions) -> TaskResult:
     if task.dry_run:
         return _result(task, prepared.verdicts)
     rows = [_row(need, bars) for need in prepared.datasets]
-    if rows and not task.json:
-        task.console.print(dataset_table(rows))
-        for row in rows:
-            for used in row["encoders"]:
-                task.say(f"{row['name']}: encoded by {used['encoder']}, because {used['because']}")
-    return _result(task, prepared.verdicts, datasets=rows)
+    return _result(task, prepared.verdicts, _datasets_page(rows), datasets=rows)
+
+
+def _datasets_page(rows: Sequence[dict[str, Any]]) -> Page:
+    if rows:
+        yield dataset_table(rows)
+    for row in rows:
+        for used in row["encoders"]:
+            yield f"{row['name']}: encoded by {used['encoder']}, because {used['because']}"
 
 
 def _not_listed(task: TaskContext, name: str, error: TrainkitError) -> TaskResult:

@@ -14,7 +14,7 @@ from rich.text import Text
 from trainkit.base.errors import TrainkitError
 from trainkit.base.files import read_json, rotated_log
 from trainkit.base.printable import printable
-from trainkit.cli.tables import Listing
+from trainkit.cli.tables import Listing, Page
 from trainkit.cli.wrapper import TaskContext
 from trainkit.jobs.schema import Job
 from trainkit.launch.local_ranks import run_local_ranks
@@ -156,13 +156,12 @@ def print_ending(
             _print_sample(task, run, job)
     else:
         _print_failure(task, record)
-    print_next(task, record)
+    task.show(next_page(task, record))
 
 
-def print_next(task: TaskContext, record: RunRecord, without: str = "") -> None:
+def next_page(task: TaskContext, record: RunRecord, without: str = "") -> Page:
     """What is worth trying now, but for the task that says it."""
-    task.say("next:")
+    yield "next:"
     for command in record.next_tasks():
-        if without and command.startswith(f"invoke {without} "):
-            continue
-        task.say(f"  {command.replace('invoke', task.command, 1)}")
+        if not without or not command.startswith(f"invoke {without} "):
+            yield f"  {command.replace('invoke', task.command, 1)}"
