@@ -37,7 +37,7 @@ def launcher_problems(job: Job) -> list[Problem]:
                 ),
             )
         )
-    if job.precompile and job.engine == "native" and not job.training.compile:
+    if job.precompile and job.is_native and not job.training.compile:
         found.append(
             Problem(
                 "precompile without training.compile: nothing would be compiled",

@@ -85,7 +85,7 @@ def engine_tree(job: Job) -> EngineTree | None:
     """The tree that the job's ranks run, for the run's origin.json; None for trainkit's own
     engine."""
     source = job.engine_source
-    if job.engine == "native" or source is None:
+    if job.is_native or source is None:
         return None
     return EngineTree(source.name, source.source, source.revision, source_tree(job))
 

@@ -170,7 +170,7 @@ class Job(Table):
     @model_validator(mode="after")
     def _source_is_of_the_engine(self) -> Job:
         source = self.engine_source
-        if source is not None and self.engine != "native" and source.kind != self.engine:
+        if source is not None and not self.is_native and source.kind != self.engine:
             raise wrong(
                 "engine_source",
                 f"engine_source '{source.name}' is of engine {source.kind}, and engine ="
@@ -276,7 +276,7 @@ class Job(Table):
                 "training.compile",
                 f"{message}; document by document, every batch would be compiled again",
             )
-        if self.precompile and t.reset_attention_mask and self.engine == "native":
+        if self.precompile and t.reset_attention_mask and self.is_native:
             message = (
                 "precompile with training.reset_attention_mask: a graph is made for documents of"
                 " given lengths, and those of a batch are not known before"
@@ -316,6 +316,11 @@ class Job(Table):
         return self
 
     @property
+    def is_native(self) -> bool:
+        """Whether trainkit's own trainer runs it."""
+        return self.engine == "native"
+
+    @property
     def ranks_per_node(self) -> int:
         """Processes a node."""
         return self.cluster.ranks_per_node or max(1, self.cluster.gpus_per_node)
@@ -324,7 +329,7 @@ class Job(Table):
     def starts_by_srun(self) -> bool:
         """One srun starts the ranks in their image, and agents are outside of it."""
         source = self.engine_source
-        return self.engine != "native" and source is not None and source.launch == "srun"
+        return not self.is_native and source is not None and source.launch == "srun"
 
     @property
     def environment(self) -> dict[str, str]:

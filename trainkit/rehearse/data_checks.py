@@ -92,7 +92,7 @@ def check_batches(scene: RehearsalScene) -> str:
     job = scene.job
     scene.require_stages()
     refuse_without_samples(job)
-    if job.engine != "native":
+    if not job.is_native:
         raise NotLookedAt(f"engine {job.engine} reads its data itself; the files can be opened")
     consumed = _consumed(scene)
     ranks = job.data_parallel_size
@@ -116,7 +116,7 @@ def check_validation(scene: RehearsalScene) -> str:
     job = scene.job
     if not job.training.eval_iters:
         return "no evaluations (eval_iters = 0)"
-    if job.engine != "native":
+    if not job.is_native:
         raise NotLookedAt(f"engine {job.engine} reads its data itself")
     scene.require_stages()
     sets: dict[str, Dataset] = {"valid": job.dataset, **job.validation}
@@ -132,7 +132,7 @@ def check_validation(scene: RehearsalScene) -> str:
 def check_layout(scene: RehearsalScene) -> str:
     """The trainer's own rules of layouts, and of the weights that a new run begins with."""
     job = scene.job
-    if job.engine != "native":
+    if not job.is_native:
         raise NotLookedAt(f"engine {job.engine} has its own, which the plan asks")
     world = World(0, job.world_size)
     if problems := list(layout_problems(job, world)):
@@ -152,7 +152,7 @@ def check_layout(scene: RehearsalScene) -> str:
 def newest_checkpoint(scene: RehearsalScene) -> Checkpoint | None:
     """What a run would go on from; None for a new run, or one without any. Raises TrainkitError
     (exit 16) where none of several is right."""
-    if scene.run is None or scene.job.engine != "native":
+    if scene.run is None or not scene.job.is_native:
         return None
     return newest_valid(scene.run.checkpoints, lambda words: None, open_checkpoint)
 
@@ -202,7 +202,7 @@ def check_checkpoint(scene: RehearsalScene, shapes: dict[str, tuple[int, ...]]) 
     job = scene.job
     if scene.run is None:
         return "a new run goes on from none"
-    if job.engine != "native":
+    if not job.is_native:
         raise NotLookedAt(f"engine {job.engine} reads its own: invoke checkpoints {scene.run.id}")
     if not shapes:
         raise NotLookedAt("the ranks could not be built")

@@ -67,7 +67,7 @@ def check_parser(scene: RehearsalScene) -> str:
     """Megatron-LM's and GPT-NeoX's own parsers take what they would get. Other engines read files,
     whose keys were compared with the table of their version."""
     job = scene.job
-    if job.engine == "native":
+    if job.is_native:
         return "native reads job.json itself"
     if job.container is not None:
         raise NotLookedAt("the engine is in the job's image")

@@ -90,7 +90,7 @@ def traced_ranks(scene: RehearsalScene) -> tuple[list[int], int]:
     from trainkit.train.rehearsal.trace import distinct_ranks
 
     job = scene.job
-    if job.engine != "native":
+    if not job.is_native:
         raise NotLookedAt(f"engine {job.engine} builds its own ranks; only native's are built here")
     if list(layout_problems(job, World(0, job.world_size))):
         raise NotLookedAt("the ranks cannot share the work: see layout")

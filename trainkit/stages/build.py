@@ -94,7 +94,7 @@ def _wants_kernels(job: Job | None) -> bool:
     machine that cannot compile them is none that must: its ranks say what they compute with."""
     if job is None:
         return True
-    if job.engine != "native" or job.cluster.device_type != "cpu" or job.kernels == "reference":
+    if not job.is_native or job.cluster.device_type != "cpu" or job.kernels == "reference":
         return False
     return job.kernels == "fused" or not missing_tools()
 

@@ -26,7 +26,7 @@ class IndexStage:
     name = "index"
 
     def needs(self, job: Job, stamps: Path) -> list[Need]:
-        if job.sample_order != "megatron" or job.engine != "native":
+        if job.sample_order != "megatron" or not job.is_native:
             return []
         splits: dict[str, list[SplitName]] = {job.dataset.name: ["train"]}
         datasets = {job.dataset.name: job.dataset}
@@ -40,7 +40,7 @@ class IndexStage:
         ]
 
     def waits_for(self, job: Job) -> tuple[str, ...]:
-        if job.sample_order == "megatron" and job.engine == "native":
+        if job.sample_order == "megatron" and job.is_native:
             return ("prep-data",)
         return ()
 

@@ -26,7 +26,7 @@ class PrecompileStage:
     name = "precompile"
 
     def needs(self, job: Job, stamps: Path) -> list[Need]:
-        if job.engine != "native" or not job.precompile:
+        if not job.is_native or not job.precompile:
             return []
         files = GraphFiles.of(job)
         fields = dict(graph_fields(job))

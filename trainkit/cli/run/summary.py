@@ -89,7 +89,7 @@ def _checkpoint_names(run: RunFolder) -> list[str]:
 
 
 def _print_sample(task: TaskContext, run: RunFolder, job: Job) -> None:
-    if job.dataset.source == "mock" or job.engine != "native":
+    if job.dataset.source == "mock" or not job.is_native:
         return
     # imports torch: not before training has ended
     from trainkit.train.decoding.sampling import Sampling

@@ -81,7 +81,7 @@ def precompile(
     """
     compiling = TrainOptions(**{**vars(options), "set": (*options.set, "precompile=true")})
     jobs = load_jobs(task)
-    if jobs.resolve(name, [*compiling.overrides(), *compiling.set]).job.engine == "native":
+    if jobs.resolve(name, [*compiling.overrides(), *compiling.set]).job.is_native:
         return compile_graphs(task, jobs, name, compiling, force=force, prune=prune)
     job = plan_new_run(jobs, name, compiling).job
     if job.engine == "neuronx-nemo" and not force:

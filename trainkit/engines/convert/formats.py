@@ -143,7 +143,7 @@ def open_run(run: RunFolder, job: Job, step: int | None) -> RunWeights:
         TrainkitError: exit 16, there is no such checkpoint; exit 3, it is damaged, of another
         model, or would execute something.
     """
-    if job.engine == "native":
+    if job.is_native:
         saved = choose_checkpoint(run, step)
         weights = CheckpointWeights(saved)
         refuse_another_model(weights, job.model, vocabulary(weights))
