@@ -28,7 +28,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from trainkit.cli.checkout.machine import describe, machine
-from trainkit.engines.rules import RULES
+from trainkit.engines.registry import ENGINES
 from trainkit.jobs.load import load
 from trainkit.plan.checks import PP, SCHEDULE, TP, VIRTUAL
 from trainkit.plan.search import Ranked, Searcher
@@ -113,7 +113,9 @@ def candidates_of(folder: Path, ranks: int) -> list[Candidate]:
     job = load(folder, {}).resolve("demo", [f"cluster.ranks_per_node={ranks}"]).job
     vocab = job.model.vocab_size
     assert vocab
-    found = Searcher(job, RULES[job.engine], vocab, cores=cores_here()).search([1], top=10**6)
+    found = Searcher(job, ENGINES[job.engine].rules, vocab, cores=cores_here()).search(
+        [1], top=10**6
+    )
     return chosen(found.ranked, ranks)
 
 

@@ -117,6 +117,60 @@ def test_imports_go_one_way() -> None:
     order.prepare()  # raises CycleError, which names the circle
 
 
+# where an engine's name stands besides its own files: the schema and the registries
+NAMES_ENGINES = {"jobs/schema.py", "jobs/job_tables.py", "engines/registry.py"}
+NAMES_ONE = {  # and the few that remain, each with its reason
+    "plan/split.py": "Megatron-LM's arguments for layers of a stage, which every layout asks for",
+    "engines/rank/readers.py": "the registry of what runs beside ranks, in images with Python 3.8",
+    "engines/convert/formats.py": "the registry of formats of weights, called like their engines",
+    "cli/model/convert.py": "the formats that `convert` writes",
+    "engines/extract_options.py": "reads trees for engines/option_tables, by hand",
+    "jobs/models.py": "a family of models of that name",
+    "engines/neuronx_nemo/engine.py": "nemo is a package of its tree",
+    "launch/cluster_care/host_checks.py": "imports native: which torch the trainer takes",
+    "launch/supervise/host_consistency.py": "imports native: which torch the trainer takes",
+    "stages/precompile.py": "imports native: the stage is the trainer's own",
+}
+
+
+def test_an_engine_is_named_in_its_own_files_alone() -> None:
+    """Else a new engine is forgotten where another one's name is compared."""
+    from trainkit.engines.registry import PLACES
+
+    files = modules()
+    folders = {name: name.replace("-", "_") for name in PLACES}
+    found = set()
+    compared = []
+    for path in files.values():
+        text = path.read_text()
+        if not any(word in text for word in (*folders, *folders.values(), "engine")):
+            continue
+        place = str(path.relative_to(PACKAGE))
+        nodes = list(ast.walk(ast.parse(text)))
+        named = {node.value for node in nodes if isinstance(node, ast.Constant)} & set(folders)
+        named -= {"native"}  # a word of sample orders too
+        if not place.startswith("engines/"):
+            named |= {
+                name for name, folder in folders.items() if f"trainkit.engines.{folder}" in text
+            }
+        if any(not re.search(rf"\b{folders[name]}\b", place) for name in named):
+            found.add(place)
+        compared += [
+            f"{place}:{node.lineno}"
+            for node in nodes
+            if isinstance(node, ast.Compare)
+            and ast.unparse(node.left).rpartition(".")[2] == "engine"
+            and any(
+                isinstance(each, ast.Constant) and each.value in folders
+                for each in ast.walk(node.comparators[0])
+            )
+        ]
+    assert found <= NAMES_ENGINES | set(NAMES_ONE), found - NAMES_ENGINES - set(NAMES_ONE)
+    assert set(NAMES_ONE) <= found, f"no longer needed: {set(NAMES_ONE) - found}"
+    others = [each for each in compared if not each.startswith(("jobs/schema.py", "plan/split.py"))]
+    assert not others, f"compared, where Engine or Job.is_native says it: {others}"
+
+
 def test_base_needs_only_the_standard_library() -> None:
     for path in (PACKAGE / "base").glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):

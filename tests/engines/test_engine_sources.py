@@ -11,10 +11,10 @@ import pytest
 
 from tests.engines.real import RealEngine, parameters
 from trainkit.base.errors import ConfigError
+from trainkit.engines.registry import foreign_engine
 from trainkit.engines.sources import (
     cluster_python,
     engine_python,
-    engine_version,
     folder_part,
     in_image,
     is_url,
@@ -105,9 +105,9 @@ def test_megatrons_version_is_read_without_executing_anything(tmp_path: Path) ->
     core = tree_of(
         tmp_path / "core", {"pretrain_gpt.py": "", "megatron/core/package_info.py": told}
     )
-    assert engine_version(core, "megatron-lm") == "core-0.16.1"
+    assert foreign_engine("megatron-lm").version_of_tree(core) == "core-0.16.1"
     old = tree_of(tmp_path / "old", {"pretrain_gpt.py": "", "megatron/__init__.py": ""})
-    assert engine_version(old, "megatron-lm") == "2021"
+    assert foreign_engine("megatron-lm").version_of_tree(old) == "2021"
 
 
 @pytest.mark.parametrize("text", ["MAJOR = 0\n", "MAJOR = (", "MAJOR=MINOR=PATCH=f()\n", "\0"])
@@ -116,7 +116,7 @@ def test_a_version_that_cannot_be_read_is_an_error_with_a_way_out(
 ) -> None:
     tree_of(tmp_path, {"pretrain_gpt.py": "", "megatron/core/package_info.py": text})
     with pytest.raises(ConfigError, match=r"set engines\.X\.version"):
-        engine_version(tmp_path, "megatron-lm")
+        foreign_engine("megatron-lm").version_of_tree(tmp_path)
 
 
 def test_neox_says_its_version_in_its_citation_or_by_the_deepspeed_it_requires(
@@ -128,18 +128,18 @@ def test_neox_says_its_version_in_its_citation_or_by_the_deepspeed_it_requires(
     first = tree_of(tmp_path / "1", {**base, requirements: old})
     second = tree_of(tmp_path / "2", {**base, requirements: "deepspeed\n"})
     named = tree_of(tmp_path / "3", {**base, "CITATION.cff": 'a: b\nversion: "2.0.0"\n'})
-    assert engine_version(first, "gpt-neox") == "1.0.0"
-    assert engine_version(second, "gpt-neox") == "2.0.0"
-    assert engine_version(named, "gpt-neox") == "2.0.0"
+    assert foreign_engine("gpt-neox").version_of_tree(first) == "1.0.0"
+    assert foreign_engine("gpt-neox").version_of_tree(second) == "2.0.0"
+    assert foreign_engine("gpt-neox").version_of_tree(named) == "2.0.0"
     with pytest.raises(ConfigError, match="which version of gpt-neox"):
-        engine_version(tree_of(tmp_path / "4", base), "gpt-neox")
+        foreign_engine("gpt-neox").version_of_tree(tree_of(tmp_path / "4", base))
 
 
 def test_another_tree_or_none_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is not at"):
-        engine_version(tmp_path / "none", "gpt-neox")
+        foreign_engine("gpt-neox").version_of_tree(tmp_path / "none")
     with pytest.raises(ConfigError, match=r"no tree of gpt-neox: it has no train\.py"):
-        engine_version(tmp_path, "gpt-neox")
+        foreign_engine("gpt-neox").version_of_tree(tmp_path)
 
 
 def test_which_python_runs_the_engine(tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ def test_a_folder_that_only_the_image_holds_is_known_as_such(tmp_path: Path) -> 
 def test_real_trees_say_their_version(real: RealEngine) -> None:
     tree = real.tree
     engine = real.engine
-    found = engine_version(tree, engine)
+    found = foreign_engine(engine).version_of_tree(tree)
     if engine == "megatron-lm" and found != "2021":
         code = (
             "import runpy, sys; print(runpy.run_path(sys.argv[1])['__shortversion__'])"  # the tree

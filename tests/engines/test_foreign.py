@@ -9,7 +9,7 @@ import pytest
 
 from trainkit.engines.foreign import EngineProgram, rank_command, spec_name
 from trainkit.engines.rank.spec import RankSpec
-from trainkit.engines.rules import RULES
+from trainkit.engines.registry import ENGINES
 from trainkit.jobs.load import load
 from trainkit.plan.planner import make_plan
 from trainkit.runs.folder import RunFolder
@@ -21,7 +21,7 @@ JOBS = load(Path(__file__).resolve().parents[2])
 def test_flops_are_those_of_the_plan(name: str) -> None:
     """So that TFLOP/s and MFU of a run can be held against the plan's."""
     job = JOBS.resolve(name).job
-    plan = make_plan(job, rules=RULES[job.engine])
+    plan = make_plan(job, rules=ENGINES[job.engine].rules)
     program = EngineProgram(job.engine, "python3", Path("/fs/tree"), ("pretrain_gpt.py",))
     command = rank_command(job, RunFolder(Path("/fs/runs/j/r")), 1, program)
     spec = RankSpec.from_json(json.loads(command.files[spec_name(1)]))

@@ -8,7 +8,7 @@ import pytest
 
 from tests.plan.example import BIG, gpu, job_of, shape
 from tests.plan.test_split import llama_405b
-from trainkit.engines.rules import RULES
+from trainkit.engines.registry import ENGINES
 from trainkit.jobs.schema import Job
 from trainkit.plan.layout import layout_of
 from trainkit.plan.objection import Objection, with_change
@@ -16,7 +16,7 @@ from trainkit.plan.planner import Plan, make_plan
 
 
 def plan_of(job: Job) -> Plan:
-    return make_plan(job, rules=RULES[job.engine])
+    return make_plan(job, rules=ENGINES[job.engine].rules)
 
 
 def note_of(job: Job) -> Objection | None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.plan.example import BIG, gpu, job_of, shape
-from trainkit.engines.rules import RULES
+from trainkit.engines.registry import ENGINES
 from trainkit.jobs.devices import built_in_device
 from trainkit.jobs.load import load
 from trainkit.jobs.schema import Cluster, Job
@@ -30,7 +30,7 @@ WIDE: dict[str, Any] = {
 
 
 def plan_of(job: Job, here: int | None = None) -> Plan:
-    return make_plan(job, rules=RULES[job.engine], prepared=PreparedData(host_bytes=here))
+    return make_plan(job, rules=ENGINES[job.engine].rules, prepared=PreparedData(host_bytes=here))
 
 
 def host_of(job: Job, here: int | None = None) -> HostMemory:

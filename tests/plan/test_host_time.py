@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tests.plan.example import job_of, shape
-from trainkit.engines.rules import RULES
+from trainkit.engines.registry import ENGINES
 from trainkit.jobs.schema import Job
 from trainkit.plan.measured import Measured
 from trainkit.plan.planner import PreparedData, make_plan
@@ -74,7 +74,7 @@ def test_a_run_of_another_layout_gives_times() -> None:
 
 def test_a_search_takes_the_run_too() -> None:
     run = Measured("r", True, 500.0, None, None, None, None, None, 2000.0)
-    rules = RULES["native"]
+    rules = ENGINES["native"].rules
     before = Searcher(demo(), rules, VOCAB, cores=2).search([1])
     after = Searcher(demo(), rules, VOCAB, cores=2, measured=run).search([1])
     assert not before.known and after.known and after.calibrated_by == "r"

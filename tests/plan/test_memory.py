@@ -21,7 +21,7 @@ from tests.ops.op_cases import fused
 from tests.plan.example import BIG, gpu, job_of, shape
 from tests.plan.test_arithmetic import shapes
 from trainkit.base.errors import Exit
-from trainkit.engines.rules import RULES
+from trainkit.engines.registry import ENGINES, PLACES
 from trainkit.jobs.schema import Job, Model
 from trainkit.ops.kernels import choose
 from trainkit.plan.activations import CHUNK_BYTES, block_bytes, head_gradient_bytes, saved_bytes
@@ -46,7 +46,7 @@ GPT_175B: dict[str, Any] = {
 
 
 def memory(job: Job) -> Memory:
-    plan = make_plan(job, rules=RULES[job.engine])
+    plan = make_plan(job, rules=ENGINES[job.engine].rules)
     assert plan.memory is not None
     return plan.memory
 
@@ -107,7 +107,7 @@ def test_bytes_per_parameter(
         device=BIG,
         parallelism={"zero_stage": zero},
     )
-    plan = make_plan(job, rules=RULES[engine])
+    plan = make_plan(job, rules=ENGINES[engine].rules)
     assert plan.memory is not None and plan.engine_parameters
     rank = plan.memory.fullest
     assert (
@@ -178,7 +178,7 @@ def test_activations_as_korthikanti(tensor: int, sequence: bool, mode: str, form
         parallelism=parallelism,
         micro_batch_size=2,
     )
-    per_token = block_bytes(job, RULES["nemo"], mode).on_rank(layout_of(job))
+    per_token = block_bytes(job, ENGINES["nemo"].rules, mode).on_rank(layout_of(job))
     assert per_token * 2 * 2048 == pytest.approx(formula(2048, 2, 12288, 96, tensor), rel=1e-3)
 
 
@@ -186,7 +186,7 @@ def test_without_dropout_masks_go() -> None:
     """34 becomes 32, 5as/h becomes 2as/h."""
     job = job_of(shape(**GPT_175B), engine="nemo", device=BIG, precision="bf16")
     expected = 12288 * (32 + 2 * 96 * 2048 / 12288)
-    assert block_bytes(job, RULES["nemo"], "none").on_rank(layout_of(job)) == pytest.approx(
+    assert block_bytes(job, ENGINES["nemo"].rules, "none").on_rank(layout_of(job)) == pytest.approx(
         expected, rel=1e-3
     )
 
@@ -197,7 +197,7 @@ def test_activations_of_llama() -> None:
     model = shape("llama", 32, 4096, 32, 4096, num_query_groups=8, ffn_hidden_size=14336)
     job = job_of(model, engine="megatron-lm", device=BIG, precision="bf16")
     turned, logsumexp, statistics = 2 * (1 + 8 / 32), 4 * 32 / 4096, 8 / 4096
-    found = block_bytes(job, RULES["megatron-lm"], "none").on_rank(layout_of(job)) / 4096
+    found = block_bytes(job, ENGINES["megatron-lm"].rules, "none").on_rank(layout_of(job)) / 4096
     assert found == pytest.approx(
         12 + 4 * 8 / 32 + 6 * 14336 / 4096 - 1 + turned + 1 + logsumexp + statistics, abs=0.05
     )
@@ -258,7 +258,7 @@ def test_activations_are_what_forward_saves(
 ) -> None:
     job = job_of(shape(**{**WIDE, **keys}), micro_batch_size=2, **mode)
     job = with_kernels(job, kernels)
-    expected = saved_bytes(job, layout_of(job), RULES["native"], 0) + head_gradient_bytes(
+    expected = saved_bytes(job, layout_of(job), ENGINES["native"].rules, 0) + head_gradient_bytes(
         job, layout_of(job), 128, 128
     )
     assert saved_by_forward(job, 128) == pytest.approx(expected, rel=0.05)
@@ -300,7 +300,7 @@ def test_activations_under_selective_recomputation(keys: dict[str, Any], kernels
         if (storage := ref()) is not None
     }
     found = sum(size for address, size in alive.items() if address not in own)
-    expected = saved_bytes(job, layout_of(job), RULES["native"], 0) + head_gradient_bytes(
+    expected = saved_bytes(job, layout_of(job), ENGINES["native"].rules, 0) + head_gradient_bytes(
         job, layout_of(job), 128, 128
     )
     assert found == pytest.approx(expected, rel=0.04) and objective is not None
@@ -367,7 +367,7 @@ def test_the_published_20b() -> None:
     assert (
         rank.parameter_bytes + rank.gradient_bytes + rank.optimizer_bytes
     ) / GIB == pytest.approx(14.7, abs=0.05)
-    assert saved_bytes(job, layout_of(job), RULES["gpt-neox"], 0) / GIB == pytest.approx(
+    assert saved_bytes(job, layout_of(job), ENGINES["gpt-neox"].rules, 0) / GIB == pytest.approx(
         4.5, abs=0.05
     )
     assert found.stages[-1].logit_bytes / GIB == pytest.approx(2.0, abs=0.1)
@@ -379,7 +379,7 @@ def test_the_published_20b() -> None:
 def laid_out(draw: st.DrawFn) -> Job:
     """A job of any engine on a layout that need not be possible."""
     family = draw(st.sampled_from(["gpt", "gpt-neox", "llama"]))
-    engine = draw(st.sampled_from(sorted(RULES)))
+    engine = draw(st.sampled_from(sorted(PLACES)))
     model = shape(
         family,
         draw(st.integers(1, 12)),
@@ -412,7 +412,7 @@ def laid_out(draw: st.DrawFn) -> Job:
 @settings(deadline=None, max_examples=100)
 @given(laid_out())
 def test_parts_sum_to_the_total_and_the_fullest_rank_decides(job: Job) -> None:
-    layout, rules = layout_of(job), RULES[job.engine]
+    layout, rules = layout_of(job), ENGINES[job.engine].rules
     found = memory_of(job, layout, rules, 16, 128)
     assert len(found.stages) == layout.pipeline
     for rank in found.stages:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from tests.plan.example import BIG, gpu, job_of, shape
 from tests.plan.test_memory import laid_out
 from trainkit.base.errors import Exit
-from trainkit.engines.rules import RULES
+from trainkit.engines.registry import ENGINES
 from trainkit.jobs.schema import Job, ProfileSettings
 from trainkit.plan.batch import consumed_after
 from trainkit.plan.objection import with_change
@@ -20,7 +20,7 @@ from trainkit.plan.planner import Plan, PreparedData, make_plan
 
 
 def plan_of(job: Job) -> Plan:
-    return make_plan(job, rules=RULES[job.engine])
+    return make_plan(job, rules=ENGINES[job.engine].rules)
 
 
 def codes(job: Job) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from trainkit.engines.rules import RULES
+from trainkit.engines.registry import ENGINES
 from trainkit.jobs.load import load
 from trainkit.jobs.schema import Job
 from trainkit.plan.planner import Plan, make_plan
@@ -50,7 +50,7 @@ LAYOUTS = {  # world, tensor, pipeline, data, micro-batches, padded vocabulary
 
 def planned(name: str, *sets: str) -> tuple[Job, Plan]:
     job = JOBS.resolve(name, sets).job
-    return job, make_plan(job, rules=RULES[job.engine])
+    return job, make_plan(job, rules=ENGINES[job.engine].rules)
 
 
 @pytest.mark.parametrize("name", JOBS.names())

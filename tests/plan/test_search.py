@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.plan.example import BIG, gpu, job_of, shape
-from trainkit.engines.rules import RULES
+from trainkit.engines.registry import ENGINES
 from trainkit.jobs.schema import Job
 from trainkit.plan.planner import make_plan
 from trainkit.plan.search import Search, Searcher, describe, divisors
@@ -20,7 +20,7 @@ def small_job(engine: str = "native", ranks: int = 4, **keys: object) -> Job:
 
 
 def search(job: Job, nodes: list[int] | None = None) -> Search:
-    return Searcher(job, RULES[job.engine], VOCAB).search(nodes or [job.nodes])
+    return Searcher(job, ENGINES[job.engine].rules, VOCAB).search(nodes or [job.nodes])
 
 
 @pytest.mark.parametrize("engine", ["native", "megatron-lm", "gpt-neox"])
@@ -31,7 +31,7 @@ def test_winners_are_feasible_and_in_order(engine: str) -> None:
     speeds = [each.tokens_per_second for each in found.ranked]
     assert speeds == sorted(speeds, reverse=True)
     for each in found.ranked:
-        plan = make_plan(each.job, VOCAB, rules=RULES[engine])
+        plan = make_plan(each.job, VOCAB, rules=ENGINES[engine].rules)
         assert plan.feasible and plan.memory and plan.memory.fits is not False
         assert plan.global_batch_size == job.global_batch_size
         assert plan.duration

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.plan.example import gpu, job_of, shape
-from trainkit.engines.rules import RULES
+from trainkit.engines.registry import ENGINES
 from trainkit.jobs.schema import Job
 from trainkit.plan.objection import with_change
 from trainkit.plan.planner import Plan, make_plan
@@ -18,7 +18,7 @@ ENDS = {EMBEDDING: True, LOSS: True}
 
 
 def plan_of(job: Job) -> Plan:
-    return make_plan(job, rules=RULES[job.engine])
+    return make_plan(job, rules=ENGINES[job.engine].rules)
 
 
 def bloom(engine: str = "megatron-lm", **keys: Any) -> Job:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.plan.example import job_of
-from trainkit.engines.rules import RULES
+from trainkit.engines.registry import ENGINES
 from trainkit.plan.planner import make_plan
 from trainkit.plan.storage import checkpoints_on_disk
 
@@ -40,7 +40,7 @@ def test_what_stays_counts_on_disk(keep: dict[str, int], count: int) -> None:
     the best."""
     assert (
         checkpoints_on_disk(
-            job_of(train_iters=100, save_interval=10, checkpoint=keep), RULES["native"]
+            job_of(train_iters=100, save_interval=10, checkpoint=keep), ENGINES["native"].rules
         )
         == count
     )

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.plan.example import BIG, gpu, job_of, shape
-from trainkit.engines.rules import RULES
+from trainkit.engines.registry import ENGINES
 from trainkit.jobs.devices import built_in_device
 from trainkit.jobs.load import load
 from trainkit.plan.planner import Plan, make_plan
@@ -77,7 +77,7 @@ def test_sc21(row: tuple[int, ...]) -> None:
 def lambda_plan(nodes: int) -> Plan:
     sets = [f"nodes={nodes}", 'engine="gpt-neox"']
     job = load(ROOT, {}).resolve("gpt-neox-9b-lambda", sets).job
-    return make_plan(job, rules=RULES["gpt-neox"])
+    return make_plan(job, rules=ENGINES["gpt-neox"].rules)
 
 
 def test_the_third_node_of_lambda_gains_nothing() -> None:
@@ -154,7 +154,7 @@ def test_borders_between_nodes() -> None:
 
 
 def test_intervals_widen_with_what_is_not_known() -> None:
-    rules = RULES["megatron-lm"]
+    rules = ENGINES["megatron-lm"].rules
     known = {"network_gb_per_second": 100.0}
     tables = load(ROOT, {}).resolve("llama-8b", []).job.cluster.device
     assert tables.peak_tflops
@@ -174,9 +174,9 @@ def test_intervals_widen_with_what_is_not_known() -> None:
 
 
 def test_nothing_is_said_of_a_device_without_a_peak() -> None:
-    assert estimate_step(job_of(), RULES["native"], 128) is None
+    assert estimate_step(job_of(), ENGINES["native"].rules, 128) is None
     unknown = job_of(device=gpu(None, peak_tflops={}))
-    assert estimate_step(unknown, RULES["native"], 128) is None
+    assert estimate_step(unknown, ENGINES["native"].rules, 128) is None
 
 
 def test_every_row_of_hardware_has_its_constants() -> None:
@@ -218,7 +218,7 @@ def test_the_bubble_is_what_the_other_stages_take() -> None:
 )
 def test_a_kind_that_was_not_fitted_is_named(engine: str, device: str, said: str) -> None:
     job = job_of(engine=engine, device=built_in_device(device), precision="bf16")
-    plan = make_plan(job, rules=RULES[engine])
+    plan = make_plan(job, rules=ENGINES[engine].rules)
     assert plan.duration is not None
     speed = plan.duration.speed
     assert speed.not_fitted.startswith(said) and bool(speed.not_fitted) == bool(said)

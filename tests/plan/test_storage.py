@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.plan.example import BIG, job_of, shape
-from trainkit.engines.rules import RULES
+from trainkit.engines.registry import ENGINES
 from trainkit.jobs.schema import Training
 from trainkit.plan.arithmetic import parameters_of
 from trainkit.plan.planner import PreparedData, make_plan
@@ -28,9 +28,9 @@ def training(**keys: Any) -> Training:
 
 def test_bytes_per_parameter() -> None:
     for name in ("megatron-lm", "gpt-neox", "nemo"):
-        assert checkpoint_bytes_per_parameter(training(precision="fp16"), RULES[name]) == 14
-        assert checkpoint_bytes_per_parameter(training(precision="bf16"), RULES[name]) == 14
-        assert checkpoint_bytes_per_parameter(training(precision="fp32"), RULES[name]) == 12
+        assert checkpoint_bytes_per_parameter(training(precision="fp16"), ENGINES[name].rules) == 14
+        assert checkpoint_bytes_per_parameter(training(precision="bf16"), ENGINES[name].rules) == 14
+        assert checkpoint_bytes_per_parameter(training(precision="fp32"), ENGINES[name].rules) == 12
     for keys, size in (
         ({}, 12),
         ({"optimizer": "sgd"}, 8),
@@ -53,7 +53,7 @@ def test_published_sizes() -> None:
             engine="gpt-neox",
             precision="fp16",
         ),
-        rules=RULES["gpt-neox"],
+        rules=ENGINES["gpt-neox"].rules,
     )
     assert plan.checkpoint_bytes and round(plan.checkpoint_bytes / GIB) == 268
 
@@ -75,11 +75,12 @@ def test_how_many_there_are() -> None:
         1,
     ]
     job = job_of(train_iters=100, save_interval=10, checkpoint={"keep_last": 3})
-    assert checkpoints_on_disk(job, RULES["native"]) == 4  # one more while it is written
-    assert checkpoints_on_disk(job, RULES["megatron-lm"]) == 10  # it deletes none
+    assert checkpoints_on_disk(job, ENGINES["native"].rules) == 4  # one more while it is written
+    assert checkpoints_on_disk(job, ENGINES["megatron-lm"].rules) == 10  # it deletes none
     assert (
         checkpoints_on_disk(
-            job_of(train_iters=20, save_interval=10, checkpoint={"keep_last": 5}), RULES["native"]
+            job_of(train_iters=20, save_interval=10, checkpoint={"keep_last": 5}),
+            ENGINES["native"].rules,
         )
         == 2
     )
@@ -88,7 +89,7 @@ def test_how_many_there_are() -> None:
             job_of(
                 train_iters=20, save_interval=10, checkpoint={"keep_last": 5, "save_first": True}
             ),
-            RULES["native"],
+            ENGINES["native"].rules,
         )
         == 3
     )
@@ -136,7 +137,7 @@ def test_more_checkpoints_than_the_disk_holds() -> None:
     (kept,) = make_plan(job_of(**keys, cluster=tiers(fast=7 * size), checkpoint=every)).objections
     assert kept.key == "checkpoint.keep_last" and kept.changes == ({"checkpoint.keep_last": 1},)
     megatron = job_of(**keys, engine="megatron-lm", cluster=tiers(fast=9 * 2 * size))
-    (all_stay,) = make_plan(megatron, rules=RULES["megatron-lm"]).objections
+    (all_stay,) = make_plan(megatron, rules=ENGINES["megatron-lm"].rules).objections
     assert all_stay.key == "training.save_interval" and "deletes none" in all_stay.message
 
 
@@ -209,17 +210,17 @@ def test_a_job_that_switches_checkpoints_off_writes_none() -> None:
         ("neuronx-nemo", {"exp_manager": {"create_checkpoint_callback": False}}),
     ):
         job = job_of(engine=engine, engine_args=given, device=BIG, cluster=disk)
-        plan = make_plan(job, rules=RULES[engine])
+        plan = make_plan(job, rules=ENGINES[engine].rules)
         assert plan.storage is None and plan.duration is not None
         assert plan.duration.parts.saves == 0.0
-        writes = make_plan(job.model_copy(update={"engine_args": {}}), rules=RULES[engine])
+        writes = make_plan(job.model_copy(update={"engine_args": {}}), rules=ENGINES[engine].rules)
         assert writes.storage is not None and writes.duration is not None
         assert writes.duration.parts.saves
 
 
 def test_neuron_saves_by_the_clock() -> None:
     """Its scripts' train_time_interval of an hour, where the job says no steps."""
-    rules = RULES["neuronx-nemo"]
+    rules = ENGINES["neuronx-nemo"].rules
     job = job_of(shape(hidden=4096), engine="neuronx-nemo", device=BIG, train_iters=10**12)
     plan = make_plan(job, rules=rules)
     assert plan.storage is not None and plan.duration is not None

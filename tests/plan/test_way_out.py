@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.plan.example import BIG, gpu, job_of, shape
-from trainkit.engines.rules import RULES
+from trainkit.engines.registry import ENGINES
 from trainkit.jobs.schema import Job
 from trainkit.plan.search import Search, Searcher
 
@@ -25,7 +25,7 @@ def a_job(nodes: int, batch: int = 8, **cluster: object) -> Job:
 
 
 def search(job: Job) -> Search:
-    return Searcher(job, RULES[job.engine], VOCAB).search([job.nodes])
+    return Searcher(job, ENGINES[job.engine].rules, VOCAB).search([job.nodes])
 
 
 def test_the_nearest_numbers_have_layouts() -> None:

@@ -182,8 +182,8 @@ def validate_args(args, defaults):
     [
         ("pass", "parser and checks take all", ""),
         ("assert False, 'num-layers must be odd'", "must be odd", "correct model.num_layers"),
-        ("import no_such_module", "validate_args does not run here: ModuleNotFoundError", ""),
-        ("import os; os._exit(3)", "validate_args does not run here: it ended with 3", ""),
+        ("import no_such_module", "further checks do not run here: ModuleNotFoundError", ""),
+        ("import os; os._exit(3)", "further checks do not run here: it ended with 3", ""),
     ],
 )
 def test_an_engines_own_parser(

@@ -10,7 +10,7 @@ import pytest
 from tests.plan.example import gpu, job_of, shape
 from trainkit.base.errors import ConfigError
 from trainkit.base.extras import MissingExtra
-from trainkit.engines.rules import RULES
+from trainkit.engines.registry import ENGINES
 from trainkit.plan.cloud import Point, best_by_nodes, cloud, pareto, thinned
 from trainkit.plan.search import Searcher
 from trainkit.reports.search_picture import GROUPS, SearchPicture, draw_search
@@ -23,7 +23,7 @@ def a_search(nodes: list[int], room: int = 80 * GIB) -> SearchPicture:
     model = shape("llama", 4, 256, 4, 128, vocab_size=VOCAB)
     keys = {"launcher": "slurm", "network_gb_per_second": 50.0}
     job = job_of(model, 2, device=gpu(room), cluster=keys, global_batch_size=16)
-    searcher = Searcher(job, RULES["native"], VOCAB)
+    searcher = Searcher(job, ENGINES["native"].rules, VOCAB)
     found = searcher.search(nodes)
     points = cloud(searcher.candidates, searcher.rules, VOCAB)
     return SearchPicture("demo $x$", found.ranked, points, {1: 1000.0}, found.known)

@@ -127,9 +127,9 @@ def import_(
     Reads GPT-NeoX's YAML, configurations of NeMo's launcher, and scripts that run Megatron-LM's
     pretrain_gpt.py or are neuronx-nemo-megatron's; nothing is run. What it cannot take is listed.
     """
-    from trainkit.cli.config.import_job import ImportRequest, import_job
+    from trainkit.cli.config.import_job import ImportOptions, import_job
 
-    return import_job(task, ImportRequest(file, engine, version, name, cluster, out))
+    return import_job(task, ImportOptions(file, engine, version, name, cluster, out))
 
 
 @make_task(options=StatsOptions, help=DATASET, takes_json=True)

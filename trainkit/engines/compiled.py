@@ -28,12 +28,6 @@ LOCK = "lock"
 SECONDS = 120.0  # that an interpreter may take to say what it is
 # without a change below the folder, after which the owner of a lock on another host counts as dead
 QUIET_SECONDS = 900.0
-# folders with a Makefile for the helper that samples are counted with; the first that is there
-HELPERS = ("megatron/core/datasets", "megatron/data")
-# (package, folder in it) of engines that are installed as wheels
-INSTALLED_HELPERS = {
-    "neuronx-nemo": ("nemo", "collections/nlp/data/language_modeling/megatron"),
-}
 _WHERE = """
 import importlib.util, sys
 found = importlib.util.find_spec(sys.argv[1])
@@ -107,25 +101,8 @@ def _ask(path: Path, times: tuple[int, ...]) -> Interpreter:
     return Interpreter(path, version, suffix, torch, pybind11)
 
 
-def helper_folder(engine: str, tree: Path, python: str) -> Path | None:
-    """The folder whose Makefile compiles the dataset helper; None where there is none.
-
-    Args:
-        engine: whose: that of neuronx-nemo lies in the package that its interpreter imports, where
-            `compile_helper()` of nemo's dataset_utils runs make.
-        tree: of the engine.
-        python: its interpreter.
-    """
-    if engine in INSTALLED_HELPERS:
-        package, below = INSTALLED_HELPERS[engine]
-        folders = [place / below for place in _places_of(python, package)]
-    else:
-        folders = [tree / name for name in HELPERS]
-    return next((folder for folder in folders if (folder / "Makefile").is_file()), None)
-
-
-def _places_of(python: str, package: str) -> list[Path]:
-    """Where an interpreter finds a package, without importing it."""
+def package_folders(python: str, package: str) -> list[Path]:
+    """Where an interpreter finds a package, without importing it; none where it has none."""
     asked = ask_interpreter(python)
     if asked is None:
         return []

@@ -10,6 +10,7 @@ from typing import Literal, Protocol
 
 from trainkit.base.errors import Problem
 from trainkit.jobs.schema import Job
+from trainkit.plan.rules import Rules
 from trainkit.runs.checkpoint_list import ListedCheckpoint
 from trainkit.runs.folder import RunFolder
 
@@ -77,6 +78,13 @@ def engine_lines(command: Command) -> list[str]:
 class Engine(Protocol):
     """One value of `jobs.X.engine`."""
 
+    @property
+    def rules(self) -> Rules:
+        """Which layouts it takes, and how many bytes it holds and writes."""
+
+    def notes(self, job: Job) -> list[str]:
+        """What of a job is passed on otherwise than it stands in jobs.toml, in words."""
+
     def problems(self, job: Job) -> list[Problem]:
         """Why this version cannot launch `job`, though it can be planned; an empty list if it
         can."""
@@ -106,3 +114,10 @@ class Engine(Protocol):
             run: the run.
             hashes: read every byte, where the engine has checksums.
         """
+
+    def checkpoint_names(self, run: RunFolder) -> list[str]:
+        """The folders of a run's checkpoints up to the one that it would go on from."""
+
+    def compiled_nodes(self, job: Job) -> int | None:
+        """On how many of the job's nodes a run of its own has compiled the graphs that it trains
+        with; None where the engine has no such runs."""

@@ -5,31 +5,30 @@ from __future__ import annotations
 
 import json
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
+from trainkit.base.errors import ConfigError, Problem
+from trainkit.base.files import write_text
 from trainkit.engines.compiled import engine_path
 from trainkit.engines.contract import Command
-from trainkit.engines.rank.nemo import saved_names
+from trainkit.engines.imported import ImportedJob, ImportRequest
+from trainkit.engines.launchable import launcher_problems
+from trainkit.engines.options import OptionTable, load_table, version_at
+from trainkit.engines.own_parser import OwnParser
 from trainkit.engines.rank.node_setup import NodeSetup
 from trainkit.engines.rank.readers import READERS
 from trainkit.engines.rank.spec import RankSpec, RequiredModule
+from trainkit.engines.sources import is_url, source_of, source_tree
 from trainkit.jobs.schema import Job
 from trainkit.plan.arithmetic import hardware_flops_per_token_of, model_flops_per_token_of
+from trainkit.plan.rules import Rules
 from trainkit.runs.checkpoint_list import ListedCheckpoint
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.metrics import truncate_metrics
-
-# why the engines keep a checkpoint
-KEPT = {
-    "megatron-lm": "megatron-lm deletes none",
-    "gpt-neox": "gpt-neox keeps the newest, as many as checkpoint.keep_last says",
-    "neuronx-nemo": "neuronx-nemo keeps the newest, as many as checkpoint.keep_last says",
-    "nemo": "nemo keeps the best, as many as checkpoint.keep_last says, and the last",
-}
-# whose checkpoints have their step somewhere in their names
-BY_STEP_AND_LOSS = ("nemo", "neuronx-nemo")
 
 
 @dataclass(frozen=True)
@@ -175,37 +174,236 @@ def _peak_words(job: Job) -> str | None:
     return f"{peak:g} TFLOP/s ({device.label or device.name}, {job.training.precision})"
 
 
-def take_back_metrics(job: Job, run: RunFolder) -> None:
-    """Take back the rows after the checkpoint from which the engine will go on: it makes them
-    again."""
-    truncate_metrics(run.metrics, READERS[job.engine].tracked_step(run.checkpoints) or 0)
+def run_name(run: RunFolder) -> str:
+    """Of a run, for reports."""
+    return f"{run.job_name}-{run.id}"
 
 
-def listed_checkpoints(engine: str, run: RunFolder) -> list[ListedCheckpoint]:
-    """The run's checkpoints as the engine's own rules judge them."""
-    return [
-        ListedCheckpoint(
-            found.step,
-            str(found.folder),
-            found.bytes,
-            kept=[KEPT[engine]],
-            problems=list(found.problems),
-        )
-        for found in READERS[engine].found_checkpoints(run.checkpoints)
-    ]
+class ForeignEngine(ABC):
+    """An engine with a tree of its own, and with options that differ by its version.
 
+    Each says the attributes without a value and the abstract methods; the rest where it differs.
+    """
 
-def checkpoint_names(engine: str, run: RunFolder) -> list[str]:
-    """The folders of a run's checkpoints up to the one that the engine would go on from, by their
-    names alone: to judge all of a long run takes a shared file system its time."""
-    if engine in BY_STEP_AND_LOSS:
-        return [each.name for each in saved_names(run.checkpoints) if not each.unfinished]
-    newest = READERS[engine].tracked_step(run.checkpoints)
-    if newest is None:
+    name: ClassVar[str]
+    rules: ClassVar[Rules]
+    # what every tree of it holds, whatever its version
+    entry_files: ClassVar[tuple[str, ...]]
+    # why it keeps a checkpoint
+    keeps: ClassVar[str]
+    # the file that names the checkpoint it goes on from, and how; "": it looks for the newest
+    tracker: ClassVar[str] = ""
+    tracks: ClassVar[str] = "{step}"
+    # how checkpoints come to be read by ranks of other degrees, as the end of a hint
+    other_degrees: ClassVar[str] = ""
+    # kinds of device that it computes on
+    devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
+    # whether it has graphs that are compiled before training
+    compiles: ClassVar[bool] = False
+    # folders of its tree that are installed as wheels
+    wheels: ClassVar[tuple[str, ...]] = ()
+    # Python of one line that compiles its CUDA kernels as it does itself; "": it has none
+    load_kernels: ClassVar[str] = ""
+    # its own parser, for a rehearsal; None: it reads a file, whose keys are compared here
+    parser: ClassVar[OwnParser | None] = None
+
+    @abstractmethod
+    def version_in(self, tree: Path) -> str | None:
+        """What version the text of a tree says it is; None where it says none."""
+
+    @abstractmethod
+    def option_problems(self, job: Job, table: OptionTable) -> list[Problem]:
+        """What of a job a version cannot do, before anything of its data is there."""
+
+    @abstractmethod
+    def command(self, job: Job, run: RunFolder, attempt: int) -> Command:
+        """As of Engine."""
+
+    @abstractmethod
+    def import_job(self, request: ImportRequest) -> ImportedJob:
+        """Another project's files of this engine as a job. Raises ConfigError: they cannot be
+        read, or are none of it."""
+
+    @abstractmethod
+    def is_its_file(self, path: Path, text: str) -> bool:
+        """Whether a file to import is this engine's, by its name and its first lines."""
+
+    def lacks(self, tree: Path) -> list[str]:
+        """Which of the files that every tree of it holds are not in a folder."""
+        return [name for name in self.entry_files if not (tree / name).is_file()]
+
+    def version_of_tree(self, tree: Path) -> str:
+        """What version a tree is, read from its text: "core-0.12.0" or "2021" for Megatron-LM,
+        "2.0.0" or "1.0.0" for GPT-NeoX, "2.21" or "2.13.1" for neuronx-nemo-megatron,
+        "22.09" or "24.12" for the NeMo of those launchers.
+
+        Raises ConfigError (exit 3) where the folder is missing or holds no such engine.
+        """
+        if not tree.is_dir():
+            raise ConfigError(
+                f"the tree of {self.name} is not at {tree}",
+                hint=(
+                    "`invoke train` clones it where engines.X.source is a URL; a folder has to be"
+                    " there (one inside an image cannot be read from here: set engines.X.version)"
+                ),
+            )
+        if missing := self.lacks(tree):
+            raise ConfigError(
+                f"{tree} is no tree of {self.name}: it has no {missing[0]}",
+                hint=f"set engines.X.source to the top folder of {self.name}, or to its git URL",
+            )
+        version = self.version_in(tree)
+        if version is None:
+            raise ConfigError(
+                f"{tree} does not say which version of {self.name} it is",
+                hint="set engines.X.version to the table of options that fits it",
+            )
+        return version
+
+    def version_at(self, revision: str) -> str | None:
+        """The version that a commit, tag or branch is known to be."""
+        return version_at(self.name, revision)
+
+    def version_of(self, job: Job) -> str | None:
+        """Whose options a job's tree has: what [engines.X] says, what its commit, tag or branch
+        is, what the tree says. None where the tree is still to be cloned and its revision says
+        nothing.
+
+        Raises ConfigError: the job names no source, or the tree is none of the engine.
+        """
+        source = source_of(job)
+        if source.version is not None:
+            return source.version
+        if source.revision is not None and is_url(source.source):
+            known = self.version_at(source.revision)
+            if known is not None:
+                return known
+        tree = source_tree(job)
+        if tree.exists() or not is_url(source.source):
+            return self.version_of_tree(tree)
+        return None
+
+    def known_table(self, job: Job) -> OptionTable | None:
+        """The options of the job's version; None where that is not known yet. Raises as
+        `version_of`."""
+        version = self.version_of(job)
+        return None if version is None else load_table(self.name, version)
+
+    def table_of(self, job: Job) -> OptionTable:
+        """The options of the job's version. Raises ConfigError where it is not known."""
+        found = self.known_table(job)
+        return found or load_table(self.name, self.version_of_tree(source_tree(job)))
+
+    def problems(self, job: Job) -> list[Problem]:
+        """What this version of the engine cannot do. Nothing of its options while the tree is
+        still to be cloned: `command` says it then."""
+        found = launcher_problems(job, self.devices, compiles=self.compiles)
+        try:
+            table = self.known_table(job)
+            if table is not None:
+                found += self.option_problems(job, table)
+        except ConfigError as error:
+            found += error.list
+        return found
+
+    def notes(self, job: Job) -> list[str]:
+        """Nothing where its version is not known yet."""
+        try:
+            table = self.known_table(job)
+        except ConfigError:
+            return []
+        if table is None:
+            return []
+        return [*filter(None, [table.notice]), *self.version_notes(job, table)]
+
+    def version_notes(self, job: Job, table: OptionTable) -> list[str]:
+        """What of a job a version is given otherwise than it stands there, in words."""
         return []
-    found = {
-        int(match[1]): folder.name
-        for folder in run.checkpoints.iterdir()
-        if (match := re.fullmatch(r"(?:iter_|global_step)(\d+)", folder.name))
-    }
-    return [name for step, name in sorted(found.items()) if step <= newest]
+
+    def saved_degrees(self, run: RunFolder) -> tuple[Path, int, int] | None:
+        """The checkpoint that the engine goes on from where only ranks of the same degrees read
+        it, and these: tensor- and pipeline-parallel size. None where any do."""
+        return None
+
+    def resume_problems(self, job: Job, run: RunFolder) -> list[Problem]:
+        """That the checkpoint has a file of each tensor- and pipeline-parallel rank and the job
+        has other degrees."""
+        p = job.parallelism
+        asked = (p.tensor_model_parallel_size, p.pipeline_model_parallel_size)
+        saved = self.saved_degrees(run)
+        if saved is None or saved[1:] == asked:
+            return []
+        place, tensor, stages = saved
+        return [
+            Problem(
+                f"{place} was saved with tensor_model_parallel_size {tensor} and"
+                f" pipeline_model_parallel_size {stages}, and the job has {asked[0]} and"
+                f" {asked[1]}",
+                hint=f"resume with the same degrees{self.other_degrees}",
+            )
+        ]
+
+    def ready_folder(self, run: RunFolder) -> None:
+        """Let the tracker name the newest whole checkpoint: the engine loads what it names, and a
+        save that was cut short may be newer."""
+        if not self.tracker:
+            return
+        reader = READERS[self.name]
+        found = reader.found_checkpoints(run.checkpoints)
+        whole = {each.step for each in found if not each.problems}
+        if reader.tracked_step(run.checkpoints) in whole:
+            return
+        tracker = run.checkpoints / self.tracker
+        if whole:
+            write_text(tracker, self.tracks.format(step=max(whole)))  # without a newline, as theirs
+        else:
+            tracker.unlink(missing_ok=True)
+
+    def before_attempt(self, job: Job, run: RunFolder) -> None:
+        """Rows of metrics after the checkpoint from which the engine will go on are taken back:
+        it makes them again."""
+        self.ready_folder(run)
+        if problems := self.resume_problems(job, run):
+            raise ConfigError(problems)
+        truncate_metrics(run.metrics, READERS[self.name].tracked_step(run.checkpoints) or 0)
+
+    def checkpoints(self, run: RunFolder, *, hashes: bool) -> list[ListedCheckpoint]:
+        """As the engine's own rules judge them."""
+        return [
+            ListedCheckpoint(
+                found.step,
+                str(found.folder),
+                found.bytes,
+                kept=[self.keeps],
+                problems=list(found.problems),
+            )
+            for found in READERS[self.name].found_checkpoints(run.checkpoints)
+        ]
+
+    def checkpoint_names(self, run: RunFolder) -> list[str]:
+        """By their names alone: to judge all of a long run takes a shared file system its time."""
+        newest = READERS[self.name].tracked_step(run.checkpoints)
+        if newest is None:
+            return []
+        found = {
+            int(match[1]): folder.name
+            for folder in run.checkpoints.iterdir()
+            if (match := re.fullmatch(r"(?:iter_|global_step)(\d+)", folder.name))
+        }
+        return [name for step, name in sorted(found.items()) if step <= newest]
+
+    def compiled_nodes(self, job: Job) -> int | None:
+        return None
+
+    def helper_folders(self, tree: Path, python: str) -> list[Path]:
+        """Where the Makefile may be that compiles the helper samples are counted with.
+
+        Args:
+            tree: of the engine.
+            python: its interpreter.
+        """
+        return [tree / "megatron/core/datasets", tree / "megatron/data"]
+
+    def needs_kernels(self, job: Job) -> bool:
+        """Whether a job would load CUDA kernels of the tree, if it has any."""
+        return bool(self.load_kernels)

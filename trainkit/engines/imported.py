@@ -3,10 +3,49 @@ taken."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
+from trainkit.base.errors import ConfigError
 from trainkit.base.toml_text import toml_table
+
+
+@dataclass(frozen=True)
+class ImportRequest:
+    """Files of another engine that are to become a job.
+
+    Args:
+        paths: of them.
+        words: KEY=VALUE, words of a launcher's command line or variables of a script's caller.
+        name: of the job; "": the files' own.
+        version: whose options; "": as the files look, or the newest known.
+    """
+
+    paths: tuple[Path, ...]
+    words: tuple[str, ...] = ()
+    name: str = ""
+    version: str = ""
+
+    @property
+    def job_name(self) -> str:
+        """That of the job, by default as the first file is called."""
+        stem = re.sub(r"[^a-z0-9_-]+", "-", self.paths[0].stem.lower()).strip("-_")
+        return self.name or stem
+
+    def only_file(self, what: str) -> Path:
+        """The one file that there is. Raises ConfigError where there are several."""
+        if len(self.paths) > 1:
+            raise ConfigError(f"{what} has one file", hint="several files are GPT-NeoX's YAML")
+        return self.paths[0]
+
+    def refuse_words(self, what: str) -> None:
+        """Raise ConfigError where there are words, for files that take none."""
+        if self.words:
+            raise ConfigError(
+                f"'{self.words[0]}': {what} takes no KEY=VALUE", hint="change the file"
+            )
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,16 @@ from trainkit.base.errors import Problem
 from trainkit.jobs.schema import Job
 
 
-def launcher_problems(job: Job) -> list[Problem]:
-    """What of a job no launcher of this version starts, whatever its engine."""
+def launcher_problems(
+    job: Job, devices: tuple[str, ...] = ("cpu", "cuda"), *, compiles: bool = False
+) -> list[Problem]:
+    """What of a job no launcher of this version starts.
+
+    Args:
+        job: the job.
+        devices: kinds of device that its engine computes on.
+        compiles: whether its engine has graphs that are compiled before training.
+    """
     sets = "--set "
     container = job.container
     asked = {
@@ -15,7 +23,7 @@ def launcher_problems(job: Job) -> list[Problem]:
             job.nodes > 1 and job.cluster.launcher_traits.one_machine
         ),
         f"engine = '{job.engine}' on cluster.device = '{job.cluster.device.name}'": (
-            job.cluster.device_type == {True: "cuda", False: "neuron"}[job.engine == "neuronx-nemo"]
+            job.cluster.device_type not in devices
         ),
     }
     hint = (
@@ -26,15 +34,12 @@ def launcher_problems(job: Job) -> list[Problem]:
         for what, there in asked.items()
         if there
     ]
-    if job.precompile and job.engine not in ("neuronx-nemo", "native"):
+    if job.precompile and not compiles:
         found.append(
             Problem(
                 f"precompile with engine = '{job.engine}': it has no graphs to compile before it"
                 " trains",
-                hint=(
-                    "only jobs of engine = 'neuronx-nemo' and 'native' have; `invoke train"
-                    f" {job.name}` trains"
-                ),
+                hint=f"`invoke train {job.name}` trains; --set engine=native has graphs",
             )
         )
     if job.precompile and job.is_native and not job.training.compile:

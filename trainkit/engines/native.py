@@ -16,7 +16,7 @@ from trainkit.jobs.schema import Job
 from trainkit.ops.build import torch_version
 from trainkit.plan.checks import SCHEDULE
 from trainkit.plan.objection import Objection
-from trainkit.plan.rules import zero_bubble_problem
+from trainkit.plan.rules import Rules, zero_bubble_problem
 from trainkit.runs.checkpoint_list import ListedCheckpoint, list_checkpoints
 from trainkit.runs.folder import RunFolder
 
@@ -86,8 +86,10 @@ def _torch_of_ranks(job: Job) -> str:
 class Native:
     """One process a rank; the job travels as job.json in the run folder."""
 
+    rules = Rules(objections=native_objections)
+
     def problems(self, job: Job) -> list[Problem]:
-        found = launcher_problems(job)
+        found = launcher_problems(job, compiles=True)
         if why := torch_problem(_torch_of_ranks(job)):
             found.append(Problem(why, hint=install_command()))
         return found
@@ -113,3 +115,15 @@ class Native:
 
     def checkpoints(self, run: RunFolder, *, hashes: bool) -> list[ListedCheckpoint]:
         return list_checkpoints(run, hashes=hashes)
+
+    def checkpoint_names(self, run: RunFolder) -> list[str]:
+        return sorted(
+            path.name for path in run.checkpoints.glob("step-*") if path.name[5:].isdigit()
+        )
+
+    def compiled_nodes(self, job: Job) -> int | None:
+        """None: the stage `precompile` compiles them."""
+        return None
+
+    def notes(self, job: Job) -> list[str]:
+        return []

@@ -189,6 +189,11 @@ def tables_of(engine: str) -> dict[str, str]:
     return dict(sorted(found.items(), key=lambda item: release(item[0])))
 
 
+def newest_version(engine: str) -> str:
+    """Of an engine's tables."""
+    return list(tables_of(engine))[-1]
+
+
 def load_table(engine: str, version: str) -> OptionTable:
     """The options of `version`; where there is no such table, those of the nearest older one of
     the engine, or of the oldest, which `notice` says.

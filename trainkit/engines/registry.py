@@ -6,15 +6,17 @@ import importlib
 
 from trainkit.base.errors import ConfigError
 from trainkit.engines.contract import Engine
+from trainkit.engines.foreign import ForeignEngine
 from trainkit.jobs.schema import Job
 
-# by its name in jobs.toml: its module, and the class there
+# by its name in jobs.toml: its module, and the class there; in the order in which they are asked
+# whose a file is that is imported, the one that takes any last
 PLACES = {
     "native": ("trainkit.engines.native", "Native"),
-    "gpt-neox": ("trainkit.engines.gpt_neox.engine", "GptNeox"),
-    "megatron-lm": ("trainkit.engines.megatron_lm.engine", "MegatronLm"),
     "nemo": ("trainkit.engines.nemo.engine", "Nemo"),
     "neuronx-nemo": ("trainkit.engines.neuronx_nemo.engine", "NeuronxNemo"),
+    "gpt-neox": ("trainkit.engines.gpt_neox.engine", "GptNeox"),
+    "megatron-lm": ("trainkit.engines.megatron_lm.engine", "MegatronLm"),
 }
 
 
@@ -31,13 +33,11 @@ class EngineTable(dict[str, Engine]):
 ENGINES = EngineTable()
 
 
-def engine_notes(job: Job) -> list[str]:
-    """What the job's engine passes on otherwise than it stands in jobs.toml, in words."""
-    if job.engine == "native":
-        return []
-    module, _ = PLACES[job.engine]
-    notes: list[str] = importlib.import_module(module).engine_notes(job)
-    return notes
+def foreign_engine(name: str) -> ForeignEngine:
+    """One that is not trainkit's own, by its name."""
+    found = ENGINES[name]
+    assert isinstance(found, ForeignEngine), f"{name} has no tree of its own"
+    return found
 
 
 def refuse_unlaunchable(job: Job) -> None:

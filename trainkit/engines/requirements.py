@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,8 +17,7 @@ from trainkit.jobs.job_tables import EngineSource
 KNOWN = Path(__file__).with_name("requirements.toml")
 # the name that a requirement begins with (PEP 508)
 _NAME = re.compile(r"\s*([A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)\s*(?=[\[<>=!~;@\s]|$)")
-# folders of an engine's tree that it installs as wheels, and what these are built with
-WHEELS: Mapping[str, tuple[str, ...]] = {"neuronx-nemo": ("nemo", "apex")}
+# what wheels of an engine's tree are built with
 BUILT_WITH = ("torch", "wheel", "setuptools", "build", "pytest-runner", "pybind11")
 # options of a requirements file that name another file
 _FILE_OPTION = re.compile(r"\s*(-r|-c|--requirement|--constraint|-e|--editable)(?:\s+|\s*=\s*)(.+)")

@@ -9,7 +9,6 @@ import ast
 import hashlib
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 from trainkit.base.errors import ConfigError
@@ -17,27 +16,9 @@ from trainkit.base.git import holds_password, without_passwords
 from trainkit.jobs.schema import EngineSource, Job
 from trainkit.runs.origin import EngineTree
 
-# engines whose trees these rules know
-LAUNCHED = ("gpt-neox", "megatron-lm", "nemo", "neuronx-nemo")
-# what every tree of an engine holds, whatever its version
-ENTRY_FILES: dict[str, tuple[str, ...]] = {
-    "gpt-neox": ("train.py", "deepy.py"),
-    "megatron-lm": ("pretrain_gpt.py",),
-    "nemo": ("examples/nlp/language_modeling/megatron_gpt_pretraining.py", "nemo/package_info.py"),
-    "neuronx-nemo": (
-        "build.sh",
-        "nemo/examples/nlp/language_modeling/megatron_gpt_pretraining.py",
-    ),
-}
-NEMO_RELEASES = ((1, 12), (2, 1))  # of bignlp 22.09 and of 24.12
-BEFORE_CORE = "2021"  # Megatron-LM without megatron/core/package_info.py (before May 2023)
 _URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://.+")
 _SCP = re.compile(r"(\w[\w.-]*@)?\w[\w.-]*:(?!:).+")  # USER@HOST:PATH, as git takes it
 _SAFE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
-# GPT-NeoX 1.0 has its own DeeperSpeed of 2021; README, "Versions"
-_NEOX_1_DEEPSPEED = re.compile(
-    r"git\+git://github\.com/EleutherAI/DeeperSpeed|DeeperSpeed\.git@eb7f5cff3667"
-)
 
 
 def source_of(job: Job) -> EngineSource:
@@ -124,141 +105,29 @@ def in_image(job: Job) -> bool:
     )
 
 
-def version_of_tree(job: Job, engine: str, of_revision: Callable[[str], str | None]) -> str | None:
-    """Whose options a job's tree has: what [engines.X] says, what its commit, tag or branch is,
-    what the tree says. None where the tree is still to be cloned and its revision says nothing.
-
-    Args:
-        job: the job.
-        engine: its engine.
-        of_revision: the version that a revision is known to be.
-
-    Raises ConfigError: the job names no source, or the tree is none of the engine.
-    """
-    source = source_of(job)
-    if source.version is not None:
-        return source.version
-    if source.revision is not None and is_url(source.source):
-        known = of_revision(source.revision)
-        if known is not None:
-            return known
-    tree = source_tree(job)
-    if tree.exists() or not is_url(source.source):
-        return engine_version(tree, engine)
-    return None
-
-
-def engine_version(tree: Path, engine: str) -> str:
-    """What version a tree is, read from its text: "core-0.12.0" or "2021" for Megatron-LM,
-    "2.0.0" or "1.0.0" for GPT-NeoX, "2.21" or "2.13.1" for neuronx-nemo-megatron,
-    "22.09" or "24.12" for the NeMo of those launchers.
-
-    Raises ConfigError (exit 3) where the folder is missing or holds no such engine.
-    """
-    if not tree.is_dir():
-        raise ConfigError(
-            f"the tree of {engine} is not at {tree}",
-            hint=(
-                "`invoke train` clones it where engines.X.source is a URL; a folder has to be there"
-                " (one inside an image cannot be read from here: set engines.X.version)"
-            ),
-        )
-    if missing := [name for name in ENTRY_FILES[engine] if not (tree / name).is_file()]:
-        raise ConfigError(
-            f"{tree} is no tree of {engine}: it has no {missing[0]}",
-            hint=f"set engines.X.source to the top folder of {engine}, or to its git URL",
-        )
-    if engine == "gpt-neox":
-        version = _neox_version(tree)
-    elif engine == "nemo":
-        version = _nemo_version(tree)
-    elif engine == "neuronx-nemo":
-        version = _neuronx_version(tree)
-    else:
-        version = _megatron_version(tree)
-    if version is None:
-        raise ConfigError(
-            f"{tree} does not say which version of {engine} it is",
-            hint="set engines.X.version to the table of options that fits it",
-        )
-    return version
-
-
-def _text(path: Path) -> str:
+def text_of(path: Path) -> str:
+    """A file of a tree; "" where it cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
 
 
-def _megatron_version(tree: Path) -> str | None:
-    """core-MAJOR.MINOR.PATCH of megatron/core/package_info.py; "2021" where there is none."""
-    core = tree / "megatron" / "core" / "package_info.py"
-    if not core.is_file():
-        if (tree / "megatron").is_dir():
-            return BEFORE_CORE
-        return None
-    numbers = _constants(_text(core))
-    parts = [numbers.get(name) for name in ("MAJOR", "MINOR", "PATCH")]
-    if all(isinstance(part, int) for part in parts):
-        return "core-" + ".".join(str(part) for part in parts)
-    return None
-
-
-def _constants(text: str) -> dict[str, object]:
-    """NAME = literal, as a module's top level has them."""
+def package_version(path: Path) -> tuple[int, ...] | None:
+    """MAJOR, MINOR and PATCH of a package_info.py; None where it does not say all three."""
     found: dict[str, object] = {}
     try:
-        module = ast.parse(text)
+        module = ast.parse(text_of(path))
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return found
+        return None
     for statement in module.body:
         if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Constant):
             for target in statement.targets:
                 if isinstance(target, ast.Name):
                     found[target.id] = statement.value.value
-    return found
-
-
-def _neox_version(tree: Path) -> str | None:
-    """CITATION.cff's version since October 2023; it was 0.0.1 before, whatever the tree: there
-    the DeepSpeed that it requires tells 1.0 from 2.0."""
-    said = re.search(r'^version:\s*"?([0-9][0-9.]*)"?\s*$', _text(tree / "CITATION.cff"), re.M)
-    if said and said[1] != "0.0.1":
-        return said[1]
-    required = [
-        line
-        for line in _text(tree / "requirements" / "requirements.txt").splitlines()
-        if "deepspeed" in line.lower()
-    ]
-    if not required:
-        return None
-    if any(_NEOX_1_DEEPSPEED.search(line) for line in required):
-        return "1.0.0"
-    return "2.0.0"
-
-
-def _nemo_version(tree: Path) -> str | None:
-    """The launcher's release that a NeMo (nemo/package_info.py) belongs to; one between two of
-    them as "22.09-nemo-1.20.0": the older one's, which it is newer than."""
-    numbers = _constants(_text(tree / "nemo" / "package_info.py"))
-    parts = [numbers.get(name) for name in ("MAJOR", "MINOR", "PATCH")]
-    if not all(isinstance(part, int) for part in parts):
-        return None
-    launcher = "24.12" if parts[0] == 2 else "22.09"
-    if tuple(parts[:2]) in NEMO_RELEASES:
-        return launcher
-    return f"{launcher}-nemo-{'.'.join(str(part) for part in parts)}"
-
-
-def _neuronx_version(tree: Path) -> str | None:
-    """Its scripts tell: train_setup.sh came with the second generation of them."""
-    scripts = tree / "nemo" / "examples" / "nlp" / "language_modeling"
-    if (scripts / "train_setup.sh").is_file():
-        return "2.21"
-    if "--distribution-strategy=nemo" in _text(scripts / "test.sh"):
-        return "2.13.1"
-    return None
+    parts = [found.get(name) for name in ("MAJOR", "MINOR", "PATCH")]
+    numbers = tuple(part for part in parts if isinstance(part, int))
+    return numbers if len(numbers) == len(parts) else None
 
 
 def engine_python(job: Job) -> Path | str:

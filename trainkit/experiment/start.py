@@ -12,8 +12,7 @@ from pathlib import Path
 from trainkit.base.errors import ConfigError, Exit, TrainkitError
 from trainkit.base.extras import MissingExtra
 from trainkit.data.fetch.retry import Unreachable
-from trainkit.engines.registry import refuse_unlaunchable
-from trainkit.engines.rules import RULES
+from trainkit.engines.registry import ENGINES, refuse_unlaunchable
 from trainkit.experiment.hosts import hosts_of_job, rank_override, resolve_on_hosts
 from trainkit.experiment.options import LaunchOptions, ResumeOptions, TrainOptions
 from trainkit.jobs.load import Jobs
@@ -191,7 +190,7 @@ def plan_new_run(jobs: Jobs, name: str, options: TrainOptions) -> NewRun:
     job = resolved.job
     check_container(job)
     background = in_background(job, options)
-    plan = refuse_infeasible(make_plan(job, rules=RULES[job.engine]))
+    plan = refuse_infeasible(make_plan(job, rules=ENGINES[job.engine].rules))
     secrets_of(job, os.environ)
     refuse_without_wandb(job)
     return NewRun(resolved, hosts, plan, jobs.root, options, background)

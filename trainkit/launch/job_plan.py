@@ -14,7 +14,7 @@ from trainkit.base.documents import read_document
 from trainkit.base.errors import ConfigError
 from trainkit.data.fetch.ranges import expand
 from trainkit.data.indexed.paths import DataFolder
-from trainkit.engines.rules import RULES
+from trainkit.engines.registry import ENGINES
 from trainkit.jobs.resolved import read_job
 from trainkit.jobs.schema import Dataset, Job
 from trainkit.plan.measured import Measured, layout_key
@@ -27,7 +27,7 @@ from trainkit.runs.summary import summarize_run
 def plan_of(job: Job) -> Plan:
     """The plan of a job by its engine's rules, with what is prepared, free and measured here."""
     return make_plan(
-        job, rules=RULES[job.engine], prepared=prepared(job), measured=last_measured(job)
+        job, rules=ENGINES[job.engine].rules, prepared=prepared(job), measured=last_measured(job)
     )
 
 
@@ -203,7 +203,7 @@ def _modelled(ran: Job, vocab: int | None) -> float | None:
     """Tokens a second of a run's layout by today's time model; on CPUs in its own units."""
     if not vocab:
         return None
-    rules = RULES[ran.engine]
+    rules = ENGINES[ran.engine].rules
     cores = prepared(ran).cores
     estimate = estimate_step(ran, rules, vocab)
     if estimate is None and ran.cluster.device.kind == "cpu":

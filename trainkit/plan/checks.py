@@ -181,11 +181,8 @@ def _stages(job: Job, layout: Layout, rules: Rules) -> Iterator[Objection]:
             {"model.num_layers": n} for n in (layers // parts * parts, -(-layers // parts) * parts)
         ]
         message = f"{layers} layers do not divide over {chunks}, as {rules.engine} wants it"
-        counted: list[Change]
-        if rules.engine == "megatron-lm" and (layers + 2) % parts == 0:
-            counted = [ENDS_COUNTED]
-        else:
-            counted = []
+        fits = rules.counts_ends and (layers + 2) % parts == 0
+        counted = [ENDS_COUNTED] if fits else []
         yield Objection("layers-not-divisible", PP, message, (*counted, *whole, *deeper))
 
 

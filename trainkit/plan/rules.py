@@ -33,6 +33,7 @@ class Rules:
     Args:
         engine: its name in jobs.toml.
         families: of models that it has; None: all.
+        counts_ends: embedding and loss may count as layers of the first and the last stage.
         uneven_stages: pipeline stages may hold different numbers of layers.
         virtual_stages: it has an interleaved schedule.
         whole_rounds: under that schedule the micro-batches of a step must be a multiple of the
@@ -68,6 +69,7 @@ class Rules:
 
     engine: str = "native"
     families: tuple[str, ...] | None = None
+    counts_ends: bool = False
     uneven_stages: bool = True
     virtual_stages: bool = True
     whole_rounds: bool = False

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trainkit.base.errors import ConfigError, Exit, Problem, TrainkitError
-from trainkit.engines.registry import ENGINES, engine_notes, refuse_unlaunchable
+from trainkit.engines.registry import ENGINES, refuse_unlaunchable
 from trainkit.launch.containers import check_container
 from trainkit.launch.readiness import refuse_without_wandb
 from trainkit.launch.scheduler_registry import scheduler_for
@@ -66,7 +66,7 @@ def check_launchable(scene: RehearsalScene) -> str:
     """This version can start it, and its engine takes all that it is given."""
     job = scene.job
     refuse_unlaunchable(job)
-    notes = engine_notes(job)
+    notes = ENGINES[job.engine].notes(job)
     if notes:
         return f"engine {job.engine} takes it; {'; '.join(notes)}"
     return f"engine {job.engine} takes it"

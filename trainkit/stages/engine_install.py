@@ -24,8 +24,8 @@ from trainkit.base.locks import locked
 from trainkit.base.process import die_with_parent_hook
 from trainkit.base.records import Record
 from trainkit.base.worker import ProgressCallback, run_unit
+from trainkit.engines.registry import foreign_engine
 from trainkit.engines.requirements import (
-    WHEELS,
     absolute_line,
     build_lines,
     known_lines,
@@ -33,10 +33,8 @@ from trainkit.engines.requirements import (
     refuse_lines,
 )
 from trainkit.engines.sources import (
-    LAUNCHED,
     cluster_python,
     engine_python,
-    engine_version,
     source_of,
     source_tree,
     venv_folder,
@@ -96,7 +94,7 @@ class InstallSpec(Record):
 
     def lines(self) -> tuple[str, ...]:
         """What pip is given. Raises ConfigError where the tree does not say its version."""
-        version = self.version or engine_version(self.tree, self.engine)
+        version = self.version or foreign_engine(self.engine).version_of_tree(self.tree)
         lines = merged_lines(known_lines(self.engine, version), self.requirements)
         found = tuple(absolute_line(line, self.tree) for line in lines)
         if not self.wheels:
@@ -107,7 +105,7 @@ class InstallSpec(Record):
     @property
     def wheels(self) -> tuple[str, ...]:
         """Folders of the tree that are installed as wheels."""
-        return WHEELS.get(self.engine, ())
+        return foreign_engine(self.engine).wheels
 
 
 @dataclass(frozen=True)
@@ -144,7 +142,7 @@ class EngineInstallStage:
     name = "engine-install"
 
     def needs(self, job: Job, stamps: Path) -> list[Need]:
-        if job.engine not in LAUNCHED or job.engine_source is None or not job.engine_source.venv:
+        if job.is_native or job.engine_source is None or not job.engine_source.venv:
             return []
         source = source_of(job)
         engine_python(job)  # refuses a venv beside an image

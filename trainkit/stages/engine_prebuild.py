@@ -34,13 +34,12 @@ from trainkit.engines.compiled import (
     ask_interpreter,
     build_key,
     extensions_folder,
-    helper_folder,
     left_locks,
     remove_dead_locks,
     tools_folder,
 )
+from trainkit.engines.registry import foreign_engine
 from trainkit.engines.sources import (
-    LAUNCHED,
     engine_python,
     engines_root,
     in_image,
@@ -54,20 +53,6 @@ from trainkit.stages.contract import Need, Unit
 VERSION = 1
 TAIL = 15  # lines of a compiler's that an error shows
 KERNELS = Path("megatron/fused_kernels")
-# options of GPT-NeoX without which it loads no kernels of its own
-NEOX_FUSIONS = (
-    "scaled_upper_triang_masked_softmax_fusion",
-    "scaled_masked_softmax_fusion",
-    "rope_fusion",
-)
-# compiles the kernels as the engine does at its start, into the tree's own build folder
-LOAD_KERNELS = {
-    "gpt-neox": "from megatron.fused_kernels import load; load()",
-    "megatron-lm": (
-        "from types import SimpleNamespace as N; from megatron.fused_kernels import load;"
-        " load(N(rank=0, masked_softmax_fusion=True, gradient_accumulation_fusion=False))"
-    ),
-}
 _COLOR = re.compile(r"\x1b\[[0-9;]*[mK]")  # -fdiagnostics-color of the engines' Makefiles
 _IMPORT = (
     "import importlib.util as u, sys;"
@@ -144,7 +129,7 @@ class EnginePrebuildStage:
     name = "engine-prebuild"
 
     def needs(self, job: Job, stamps: Path) -> list[Need]:
-        if job.engine not in LAUNCHED or job.engine_source is None:
+        if job.is_native or job.engine_source is None:
             return []
         inside = job.container is not None and job.container.stages_in_container
         if job.container is not None and (not inside or in_image(job)):
@@ -159,7 +144,7 @@ class EnginePrebuildStage:
             extensions_folder(job),
             tools_folder(job),
             engines_root(job) / "prebuilt" / f"{key}.json",
-            _needs_kernels(job),
+            job.cluster.device_type == "cuda" and foreign_engine(job.engine).needs_kernels(job),
             not job.cluster.launcher_traits.one_machine,
             image_of(job),
         )
@@ -187,15 +172,6 @@ class EnginePrebuildStage:
         return ("build-container", "engine-source", "engine-install")
 
 
-def _needs_kernels(job: Job) -> bool:
-    """Whether the engine would load its own CUDA kernels: Megatron-LM as long as it has some,
-    GPT-NeoX by its options."""
-    if job.cluster.device_type != "cuda":
-        return False
-    given = {name.replace("-", "_"): value for name, value in job.engine_args.items()}
-    return job.engine == "megatron-lm" or any(given.get(name) is True for name in NEOX_FUSIONS)
-
-
 def _kernel_sources(spec: PrebuildSpec) -> list[Path]:
     """Sources of CUDA kernels that the job needs; none in trees that have none any more."""
     if not spec.kernels or not list((spec.tree / KERNELS).glob("*.cu")):
@@ -204,9 +180,15 @@ def _kernel_sources(spec: PrebuildSpec) -> list[Path]:
     return [path for kind in kinds for path in sorted((spec.tree / KERNELS).glob(kind))]
 
 
+def helper_folder(spec: PrebuildSpec) -> Path | None:
+    """The folder whose Makefile compiles the dataset helper; None where there is none."""
+    folders = foreign_engine(spec.engine).helper_folders(spec.tree, spec.python)
+    return next((folder for folder in folders if (folder / "Makefile").is_file()), None)
+
+
 def _sources(spec: PrebuildSpec) -> dict[str, str]:
     """SHA-256 of everything that is compiled, by its name in the tree."""
-    folder = helper_folder(spec.engine, spec.tree, spec.python)
+    folder = helper_folder(spec)
     paths = _kernel_sources(spec)
     if folder is not None:
         paths += [folder / "Makefile", *sorted(folder.glob("*.cpp"))]
@@ -308,7 +290,7 @@ class _Prebuild:
         spec.extensions.mkdir(parents=True, exist_ok=True)
         sources = _sources(spec)
         files: list[Path] = []
-        if (folder := helper_folder(spec.engine, spec.tree, spec.python)) is not None:
+        if (folder := helper_folder(spec)) is not None:
             files.append(self._helper(folder))
         kernels = self._kernels()
         identities = {str(path): identity for path in files if (identity := _identity(path))}
@@ -430,9 +412,8 @@ class _Prebuild:
             return "not needed"
         if not has_gpu():
             return "left to the ranks: no GPU and nvcc here"
-        code, said = self._call(
-            str(self.python.path), "-c", LOAD_KERNELS[self.spec.engine], cwd=self.spec.tree
-        )
+        loads = foreign_engine(self.spec.engine).load_kernels
+        code, said = self._call(str(self.python.path), "-c", loads, cwd=self.spec.tree)
         if code:
             raise self._failure(f"{self.spec.tree / KERNELS}", code, said)
         return "made"

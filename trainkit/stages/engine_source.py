@@ -25,10 +25,8 @@ from trainkit.base.git import GitFailed, run_git, tree_diff, tree_state, without
 from trainkit.base.process import die_with_parent_hook
 from trainkit.base.records import Record
 from trainkit.base.worker import ProgressCallback, run_unit
+from trainkit.engines.registry import foreign_engine
 from trainkit.engines.sources import (
-    ENTRY_FILES,
-    LAUNCHED,
-    engine_version,
     in_image,
     is_url,
     refuse_credentials,
@@ -112,7 +110,7 @@ class EngineSourceStage:
     name = "engine-source"
 
     def needs(self, job: Job, stamps: Path) -> list[Need]:
-        if job.engine not in LAUNCHED or in_image(job):
+        if job.is_native or in_image(job):
             return []
         source = source_of(job)
         tree = source_tree(job)
@@ -174,10 +172,10 @@ def _refuse_revision(source: EngineSource) -> None:
 def _version_of(tree: Path, spec: CloneSpec) -> str:
     """What the tree is; raises ConfigError where it is no tree of the engine, or says no
     version and jobs.toml does not either."""
-    missing = [name for name in ENTRY_FILES[spec.engine] if not (tree / name).is_file()]
-    if spec.version is not None and tree.is_dir() and not missing:
+    engine = foreign_engine(spec.engine)
+    if spec.version is not None and tree.is_dir() and not engine.lacks(tree):
         return spec.version
-    return engine_version(tree, spec.engine)
+    return engine.version_of_tree(tree)
 
 
 def _check_folder(spec: CloneSpec) -> str:
@@ -247,8 +245,7 @@ def _judge(spec: CloneSpec) -> tuple[bool, str]:
             return False, f"{key} changed from {json.dumps(before)} to {json.dumps(now)}"
     if (head := _head(spec.tree)) != record.commit:
         return False, f"somebody checked out {head or 'nothing'} in {spec.tree}"
-    missing = [name for name in ENTRY_FILES[spec.engine] if not (spec.tree / name).is_file()]
-    if missing:
+    if missing := foreign_engine(spec.engine).lacks(spec.tree):
         return False, f"{spec.tree / missing[0]} is missing"
     now = f"{spec.revision or 'HEAD'} was {record.commit[:12]} when it was cloned, {record.cloned}"
     changed = _changed(spec.tree)

@@ -15,7 +15,7 @@ import pytest
 
 from tests.engines.gpt_neox.neox_words import rank_words
 from trainkit.engines.gpt_neox.arguments import Values, decode
-from trainkit.engines.gpt_neox.engine import GptNeox, options_of
+from trainkit.engines.gpt_neox.engine import GptNeox
 from trainkit.engines.registry import ENGINES, refuse_unlaunchable
 from trainkit.jobs.load import Jobs, load
 from trainkit.jobs.schema import Job
@@ -36,7 +36,7 @@ def as_neox(jobs: Jobs, name: str, *sets: str) -> Job:
 
 def resolved(job: Job) -> Values:
     """Every value that a rank of the job has: GPT-NeoX's defaults below those it is given."""
-    table = options_of(job)
+    table = GptNeox().known_table(job)
     defaults = {option.name: option.default for option in table.options.values()}
     return {**defaults, **rank_words(job, RUN)[1]}
 

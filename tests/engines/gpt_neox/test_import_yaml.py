@@ -15,7 +15,7 @@ from tests.engines.real import RealEngine, parameters
 from trainkit.base.errors import ConfigError
 from trainkit.engines.gpt_neox.arguments import Values, both_configurations, decode, encode, resolve
 from trainkit.engines.gpt_neox.config import NeoxData, neox_config, yaml_text
-from trainkit.engines.gpt_neox.engine import options_of
+from trainkit.engines.gpt_neox.engine import GptNeox
 from trainkit.engines.gpt_neox.import_yaml import import_neox
 from trainkit.engines.gpt_neox.values import read_yaml
 from trainkit.jobs.load import Jobs, load
@@ -239,7 +239,7 @@ def stock_files(tree: Path) -> list[list[Path]]:
 def test_the_encoded_words_are_those_of_its_own_launcher(
     tmp_path: Path, jobs: Jobs, real: RealEngine
 ) -> None:
-    table = options_of(jobs.resolve("gpt-neox-20b", ["engine=gpt-neox"]).job)
+    table = GptNeox().known_table(jobs.resolve("gpt-neox-20b", ["engine=gpt-neox"]).job)
     everything = stock_files(real.tree)
     values = {"global_num_gpus": 96, "user_script": "train.py"}
     cases = [{"files": [str(path) for path in files], "values": values} for files in everything]
@@ -338,7 +338,7 @@ def test_its_stock_files_become_jobs_that_say_the_same(tmp_path: Path, real: Rea
         config: dict[str, object] = {"global_num_gpus": 96}
         for each in files:
             config |= {key.replace("-", "_"): value for key, value in read_yaml(each).items()}
-        table = options_of(job)
+        table = GptNeox().known_table(job)
         defaults = {option.name: option.default for option in table.options.values()}
         theirs = resolve(config, defaults)
         ours = resolve(neox_config(job, RUN, DATA), defaults)

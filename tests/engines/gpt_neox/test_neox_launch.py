@@ -9,7 +9,7 @@ import pytest
 
 from trainkit.engines.foreign import spec_name
 from trainkit.engines.gpt_neox.engine import GptNeox
-from trainkit.engines.registry import ENGINES, engine_notes
+from trainkit.engines.registry import ENGINES
 from trainkit.jobs.load import load
 from trainkit.jobs.schema import Job
 from trainkit.runs.folder import RunFolder
@@ -146,10 +146,10 @@ def test_a_norm_of_apex_is_asked_for_before_the_start(
 def test_other_validation_samples_after_a_resume_are_noted(tmp_path: Path) -> None:
     """Its samplers count the micro-batches of training there: with one a step all is well."""
     job = over_deepspeed(tmp_path)
-    assert engine_notes(job) == []
+    assert ENGINES["gpt-neox"].notes(job) == []
     keys = {"gradient_accumulation_steps": 2, "eval_interval": 5, "eval_iters": 1}
     more = job.model_copy(update={"training": job.training.model_copy(update=keys)})
-    (note,) = engine_notes(more)
+    (note,) = ENGINES["gpt-neox"].notes(more)
     assert "evaluates on other samples" in note
 
 

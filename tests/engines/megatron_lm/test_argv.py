@@ -31,9 +31,9 @@ from tests.engines.megatron_lm.megatron_published import (
 from trainkit.base.errors import ConfigError
 from trainkit.engines.megatron_lm.argv import RunPlaces, argv_problems, megatron_argv
 from trainkit.engines.megatron_lm.data import MegatronData, data_of
-from trainkit.engines.megatron_lm.engine import MegatronLm, engine_notes, table_of
+from trainkit.engines.megatron_lm.engine import MegatronLm
 from trainkit.engines.options import load_table
-from trainkit.engines.rules import RULES
+from trainkit.engines.registry import ENGINES
 from trainkit.jobs.datasets import BlendPart
 from trainkit.jobs.load import load
 from trainkit.jobs.schema import Dataset, Job
@@ -236,7 +236,7 @@ def tiny(*sets: str, version: str = "core-0.12.0", **args: Any) -> Job:
 def argv_of(
     job: Job, version: str | None = None, data: MegatronData | None = None, load: bool = False
 ) -> Options:
-    table = load_table("megatron-lm", version) if version else table_of(job)
+    table = load_table("megatron-lm", version) if version else MegatronLm().table_of(job)
     if data is None:
         data = MegatronData({"train": (), "valid": (), "test": ()}, "9,1,0")
         if job.dataset.source == "mock":
@@ -437,20 +437,20 @@ def test_a_distributed_optimizer_that_could_not_go_on_is_objected_to(
 ) -> None:
     """With DP 1 there is nothing to share: it is left out, and the plan says so."""
     sets = ("parallelism.zero_stage=1", *sets)
-    plan = make_plan(tiny(*sets), rules=RULES["megatron-lm"])
+    plan = make_plan(tiny(*sets), rules=ENGINES["megatron-lm"].rules)
     (objection,) = plan.objections
     assert why in objection.message and objection.changes == ({"parallelism.zero_stage": 0},)
     alone = tiny(*sets, "cluster.ranks_per_node=1")
-    assert not make_plan(alone, rules=RULES["megatron-lm"]).objections
+    assert not make_plan(alone, rules=ENGINES["megatron-lm"].rules).objections
     for version in CORE:
         assert "--use-distributed-optimizer" not in argv_of(alone, version)
-    (note,) = engine_notes(alone)
+    (note,) = MegatronLm().notes(alone)
     assert why in note and "is left out" in note
 
 
 def test_a_distributed_optimizer_that_can_is_not_objected_to() -> None:
     job = tiny("parallelism.zero_stage=1", "training.precision=bf16", *GPUS)
-    assert not make_plan(job, rules=RULES["megatron-lm"]).objections
+    assert not make_plan(job, rules=ENGINES["megatron-lm"].rules).objections
     assert all("--use-distributed-optimizer" in argv_of(job, version) for version in CORE)
 
 
@@ -458,18 +458,18 @@ def test_an_interleaved_schedule_on_cpus_is_objected_to() -> None:
     """Its outputs are freed while gloo sends them: NaN after some steps."""
     stages = ("parallelism.pipeline_model_parallel_size=2", "model.num_layers=4")
     sets = (*stages, "parallelism.virtual_pipeline_model_parallel_size=2")
-    (objection,) = make_plan(tiny(*sets), rules=RULES["megatron-lm"]).objections
+    (objection,) = make_plan(tiny(*sets), rules=ENGINES["megatron-lm"].rules).objections
     assert objection.code == "no-virtual-stages" and "gloo" in objection.message
-    assert not make_plan(tiny(*stages), rules=RULES["megatron-lm"]).objections
-    assert not make_plan(tiny(*sets, *GPUS), rules=RULES["megatron-lm"]).objections
+    assert not make_plan(tiny(*stages), rules=ENGINES["megatron-lm"].rules).objections
+    assert not make_plan(tiny(*sets, *GPUS), rules=ENGINES["megatron-lm"].rules).objections
 
 
 def test_sequence_parallelism_on_cpus_is_objected_to() -> None:
     sets = ("parallelism.tensor_model_parallel_size=2", "parallelism.sequence_parallel=true")
-    (objection,) = make_plan(tiny(*sets), rules=RULES["megatron-lm"]).objections
+    (objection,) = make_plan(tiny(*sets), rules=ENGINES["megatron-lm"].rules).objections
     assert objection.code == "no-sequence-parallelism"
     assert objection.changes == ({"parallelism.sequence_parallel": False},)
-    assert not make_plan(tiny(*sets, *GPUS), rules=RULES["megatron-lm"]).objections
+    assert not make_plan(tiny(*sets, *GPUS), rules=ENGINES["megatron-lm"].rules).objections
 
 
 def test_a_distributed_optimizer_asks_each_node_for_what_it_is_resumed_with(tmp_path: Path) -> None:
@@ -521,13 +521,13 @@ def test_environment_of_deterministic_gpus(tmp_path: Path) -> None:
 
 
 def test_notes_say_what_is_passed_on_otherwise() -> None:
-    (kept,) = engine_notes(job_of("azure-gpt3-check"))
+    (kept,) = MegatronLm().notes(job_of("azure-gpt3-check"))
     assert "checkpoint.keep_last has no effect" in kept
-    (near,) = engine_notes(tiny(version="core-0.12.3"))
+    (near,) = MegatronLm().notes(tiny(version="core-0.12.3"))
     assert "core-0.12.3" in near and "core-0.12.0" in near
-    (late,) = engine_notes(tiny("training.log_interval=50"))
+    (late,) = MegatronLm().notes(tiny("training.log_interval=50"))
     assert "training.log_interval 50 becomes train_iters 20" in late
-    (old,) = engine_notes(job_of("jean-zay-7-5b", "parallelism.zero_stage=1"))
+    (old,) = MegatronLm().notes(job_of("jean-zay-7-5b", "parallelism.zero_stage=1"))
     assert "parallelism.zero_stage 1 is left out" in old
 
 
@@ -688,7 +688,7 @@ def test_scaled_positions_that_a_version_ignores_are_refused(version: str, refus
 def test_what_has_no_effect_is_said() -> None:
     """Nothing of a job is dropped in silence."""
     job = tiny("checkpoint.keep_last=1", "checkpoint.keep_every=4", 'generate={prompt="x"}')
-    notes = "\n".join(engine_notes(job))
+    notes = "\n".join(MegatronLm().notes(job))
     for key in ("checkpoint.keep_last", "checkpoint.keep_every", "generate"):
         assert f"{key} has no effect" in notes
-    assert "no effect" not in "\n".join(engine_notes(tiny()))
+    assert "no effect" not in "\n".join(MegatronLm().notes(tiny()))

@@ -19,7 +19,7 @@ from trainkit.engines.extract_options import read_tree
 from trainkit.engines.megatron_lm.argv import RunPlaces, megatron_argv
 from trainkit.engines.megatron_lm.data import MegatronData
 from trainkit.engines.options import dump_table, load_table, parse_table
-from trainkit.engines.sources import engine_version
+from trainkit.engines.registry import foreign_engine
 from trainkit.jobs.schema import Job
 
 PARSER = Path(__file__).parent / "megatron_parse.py"
@@ -31,7 +31,7 @@ Parsed = dict[str, Any]
 
 def parsed_by(real: RealEngine, jobs: list[Job]) -> list[Parsed]:
     """What the tree's own parser makes of the words for each job, as on a resume."""
-    table = load_table("megatron-lm", engine_version(real.tree, "megatron-lm"))
+    table = load_table("megatron-lm", foreign_engine("megatron-lm").version_of_tree(real.tree))
     cases = []
     for job in jobs:
         data = MegatronData({"train": (), "valid": (), "test": ()}, "9,1,0")
@@ -73,7 +73,7 @@ def check_reference(job: Job, found: Parsed) -> None:
 @pytest.mark.parametrize("real", TREES)
 def test_its_own_parser_takes_the_words(real: RealEngine) -> None:
     """On 2021: one of Jean Zay's. Since core: Azure's, a Llama, and a small one on CPUs."""
-    if engine_version(real.tree, "megatron-lm") == "2021":
+    if foreign_engine("megatron-lm").version_of_tree(real.tree) == "2021":
         job = JOBS.resolve("jean-zay-7-5b").job
         (found,) = parsed_by(real, [job])
         check_reference(job, found)
@@ -112,7 +112,7 @@ def test_its_own_parser_takes_the_words(real: RealEngine) -> None:
 
 @pytest.mark.parametrize("real", TREES)
 def test_a_tree_read_again_has_the_options_of_its_table(real: RealEngine) -> None:
-    table = load_table("megatron-lm", engine_version(real.tree, "megatron-lm"))
+    table = load_table("megatron-lm", foreign_engine("megatron-lm").version_of_tree(real.tree))
     read = read_tree(real.tree, table.version, table.commit)
     if table.notice:
         pytest.skip(table.notice)

@@ -9,7 +9,7 @@ import pytest
 
 from tests.engines.megatron_lm.test_argv import commanded, tiny
 from trainkit.base.errors import ConfigError
-from trainkit.engines.megatron_lm.engine import TRACKER, MegatronLm
+from trainkit.engines.megatron_lm.engine import MegatronLm
 from trainkit.engines.options import load_table
 from trainkit.jobs.schema import Job
 from trainkit.runs.folder import RunFolder
@@ -32,7 +32,7 @@ def saved(run: RunFolder, step: int, tensor: int = 1, stages: int = 1) -> None:
             folder.mkdir(parents=True)
             with zipfile.ZipFile(folder / "model_optim_rng.pt", "w") as archive:
                 archive.writestr("archive/data.pkl", b"x" * 100)
-    (run.checkpoints / TRACKER).write_text(str(step))
+    (run.checkpoints / MegatronLm.tracker).write_text(str(step))
 
 
 def job_in(tmp_path: Path, *sets: str) -> Job:
@@ -51,9 +51,9 @@ def test_an_empty_folder_is_never_loaded(tmp_path: Path) -> None:
     job = job_in(tmp_path)
     MegatronLm().before_attempt(job, run)
     assert not loads(job, run)
-    (run.checkpoints / TRACKER).write_text("7")  # a folder that is not there
+    (run.checkpoints / MegatronLm.tracker).write_text("7")  # a folder that is not there
     MegatronLm().before_attempt(job, run)
-    assert not (run.checkpoints / TRACKER).exists()
+    assert not (run.checkpoints / MegatronLm.tracker).exists()
     assert not loads(job, run)
 
 
@@ -63,13 +63,13 @@ def test_it_goes_on_from_the_newest_whole_checkpoint(tmp_path: Path) -> None:
     saved(run, 4)
     saved(run, 8)
     MegatronLm().before_attempt(job, run)
-    assert (run.checkpoints / TRACKER).read_text() == "8"
+    assert (run.checkpoints / MegatronLm.tracker).read_text() == "8"
     assert loads(job, run)
     damaged = run.checkpoints / "iter_0000008/mp_rank_00/model_optim_rng.pt"
     damaged.write_bytes(b"")
     assert not loads(job, run)
     MegatronLm().before_attempt(job, run)
-    assert (run.checkpoints / TRACKER).read_text() == "4"
+    assert (run.checkpoints / MegatronLm.tracker).read_text() == "4"
     assert loads(job, run)
     listed = MegatronLm().checkpoints(run, hashes=False)
     assert [each.step for each in listed if not each.problems] == [4]

@@ -10,9 +10,7 @@ import pytest
 from tests.engines.nemo.test_nemo_config import configuration, nemo_job, newer_job
 from tests.engines.rank.test_nemo_checkpoints import name_of, save_folder, save_ranks
 from trainkit.base.errors import ConfigError
-from trainkit.engines.foreign import checkpoint_names
-from trainkit.engines.nemo.engine import Nemo, checkpoint_folder, engine_notes
-from trainkit.engines.nemo.generations import version_of
+from trainkit.engines.nemo.engine import Nemo, checkpoint_folder
 from trainkit.jobs.schema import Job
 from trainkit.runs.folder import RunFolder
 
@@ -47,7 +45,7 @@ def test_a_run_begins_with_a_folder_that_all_find(run: RunFolder, job: Job) -> N
     assert (run.path / "joblog.log").readlink() == run.attempt(2).log(0).relative_to(run.path)
     listed = Nemo().checkpoints(run, hashes=False)
     assert [(each.step, each.problems) for each in listed] == [(2000, [])]
-    assert checkpoint_names("nemo", run) == [name_of(2000, last=True)]
+    assert Nemo().checkpoint_names(run) == [name_of(2000, last=True)]
 
 
 def test_rows_after_the_checkpoint_are_taken_back(run: RunFolder, job: Job) -> None:
@@ -150,8 +148,8 @@ def test_files_of_ranks_are_read_by_as_many(run: RunFolder, job: Job) -> None:
 
 
 def test_versions(tmp_path: Path, job: Job) -> None:
-    assert version_of(job) == "22.09"
-    assert version_of(newer_job("5b")) == "24.12"
+    assert Nemo().version_of(job) == "22.09"
+    assert Nemo().version_of(newer_job("5b")) == "24.12"
     assert job.engine_source is not None
     for numbers, version in {
         (1, 12, 0): "22.09",
@@ -170,22 +168,22 @@ def test_versions(tmp_path: Path, job: Job) -> None:
         (tree / "nemo" / "package_info.py").write_text(text)
         source = job.engine_source.model_copy(update={"source": str(tree)})
         asked = job.model_copy(update={"engine_source": source})
-        assert version_of(asked) == version
-    assert any("checked against 22.09" in note for note in engine_notes(asked))
+        assert Nemo().version_of(asked) == version
+    assert any("checked against 22.09" in note for note in Nemo().notes(asked))
     source = job.engine_source.model_copy(update={"source": str(tmp_path)})
     (problem,) = Nemo().problems(job.model_copy(update={"engine_source": source}))
     assert "is no tree of nemo" in problem.message
 
 
 def test_notes() -> None:
-    assert engine_notes(nemo_job("nemo-gpt3-20b")) == []
-    (note,) = engine_notes(nemo_job("nemo-gpt3-175b16"))
+    assert Nemo().notes(nemo_job("nemo-gpt3-20b")) == []
+    (note,) = Nemo().notes(nemo_job("nemo-gpt3-175b16"))
     assert "nothing is saved" in note
     job = nemo_job("nemo-gpt3-20b")
     given = {key: value for key, value in job.engine_args.items() if key != "trainer.max_time"}
-    (note,) = engine_notes(job.model_copy(update={"engine_args": given}))
+    (note,) = Nemo().notes(job.model_copy(update={"engine_args": given}))
     assert "saves nothing when it is asked to stop" in note
-    (note,) = engine_notes(newer_job("175b"))
+    (note,) = Nemo().notes(newer_job("175b"))
     assert "+exp_manager.max_time_per_run" in note
 
 

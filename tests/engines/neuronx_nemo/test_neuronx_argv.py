@@ -20,7 +20,7 @@ from tests.engines.neuronx_nemo.neuronx_published import (
 from trainkit.base.errors import ConfigError
 from trainkit.engines.contract import Command
 from trainkit.engines.foreign import spec_name
-from trainkit.engines.neuronx_nemo.engine import NeuronxNemo, engine_notes
+from trainkit.engines.neuronx_nemo.engine import NeuronxNemo
 from trainkit.engines.registry import ENGINES
 from trainkit.jobs.load import Jobs, load
 from trainkit.jobs.schema import Job
@@ -294,12 +294,12 @@ def test_other_engines_have_no_way_to_trainium(jobs: Jobs) -> None:
 
 
 def test_a_run_without_checkpoints_says_so(jobs: Jobs) -> None:
-    assert engine_notes(resolved(jobs, "23b")) == []
-    (note,) = engine_notes(older(jobs, "23b"))
+    assert NeuronxNemo().notes(resolved(jobs, "23b")) == []
+    (note,) = NeuronxNemo().notes(older(jobs, "23b"))
     assert "writes no checkpoint" in note
     writes = "engine_args.exp_manager.create_checkpoint_callback=true"
     job = older(jobs, "23b", writes)
-    assert engine_notes(job) == []
+    assert NeuronxNemo().notes(job) == []
     assert DIRPATH in argv_of(job) and spec_of(NeuronxNemo().command(job, RUN, 1))["saves"]
     assert not spec_of(NeuronxNemo().command(older(jobs, "23b"), RUN, 1))["saves"]
 

@@ -24,7 +24,7 @@ from tests.train.layout_cases import layout, runs_here
 from tests.train.plain_loop import VOCAB
 from tests.train.plain_loop import job_of as matrix_job
 from trainkit.base.errors import ConfigError
-from trainkit.engines.rules import RULES
+from trainkit.engines.registry import ENGINES
 from trainkit.jobs.ranks import degrees_of
 from trainkit.jobs.schema import Job
 from trainkit.plan.planner import make_plan
@@ -112,7 +112,7 @@ def jobs(draw: st.DrawFn) -> Job:
 @example(job_of(shape(layers=4), 4, parallelism=layout(1, 2, zero=2), global_batch_size=8))
 def test_the_plan_refuses_what_the_trainer_refuses(job: Job) -> None:
     refused = list(layout_problems(job, World(0, job.world_size)))
-    objections = make_plan(job, rules=RULES["native"]).objections
+    objections = make_plan(job, rules=ENGINES["native"].rules).objections
     assert bool(objections) == bool(refused), (objections, refused)
 
 
@@ -250,7 +250,7 @@ def test_what_is_taken_can_be_built_and_holds_the_planned_bytes(tmp_path: Path) 
     for name in found:
         job = taken(name, tmp_path)
         assert not list(layout_problems(job, World(0, job.world_size)))
-        plan = make_plan(job, rules=RULES["native"])
+        plan = make_plan(job, rules=ENGINES["native"].rules)
         assert not plan.objections and plan.memory is not None
         assert found[name] == [
             (stage.parameter_bytes, stage.gradient_bytes, stage.optimizer_bytes)
@@ -267,7 +267,9 @@ def test_every_reason_is_named_at_once() -> None:
         micro_batch_size=2,
     )
     refused = [problem.message for problem in layout_problems(job, World(0, 7))]
-    codes = [objection.code for objection in make_plan(job, rules=RULES["native"]).objections]
+    codes = [
+        objection.code for objection in make_plan(job, rules=ENGINES["native"].rules).objections
+    ]
     assert len(refused) >= 5 and len(codes) >= 5, (refused, codes)
 
 
@@ -278,7 +280,7 @@ def test_an_older_torch_is_not_given_a_backward_in_halves(monkeypatch: pytest.Mo
     words = r"'zbv' needs torch 2\.13 or newer .* this is 2\.12\.1\+cpu"
     with pytest.raises(ConfigError, match=words):
         preflight.refuse_what_cannot_run(job, World(0, 2), begins=False)
-    (objection,) = make_plan(job, rules=RULES["native"]).objections
+    (objection,) = make_plan(job, rules=ENGINES["native"].rules).objections
     assert objection.code == "no-zero-bubble"
     assert re.search(words, objection.message)
     assert objection.changes == ({"parallelism.pipeline_schedule": "1f1b"},)

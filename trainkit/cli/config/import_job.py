@@ -11,23 +11,18 @@ from trainkit.base.documents import document
 from trainkit.base.errors import ConfigError
 from trainkit.base.files import write_text
 from trainkit.cli.wrapper import TaskContext, TaskResult
-from trainkit.engines.gpt_neox.import_yaml import import_neox
-from trainkit.engines.imported import ImportedJob
-from trainkit.engines.megatron_lm.import_script import import_megatron, read_script
-from trainkit.engines.nemo.import_config import import_nemo
-from trainkit.engines.neuronx_nemo.argv import SCRIPT
-from trainkit.engines.neuronx_nemo.import_script import import_neuronx, read_scripts
-from trainkit.engines.options import load_table, tables_of
+from trainkit.engines.imported import ImportedJob, ImportRequest
+from trainkit.engines.options import tables_of
+from trainkit.engines.registry import PLACES, foreign_engine
+from trainkit.jobs.job_tables import EngineSource
 from trainkit.jobs.messages import suggest
 
-YAML = (".yml", ".yaml")
-IMPORTED = ("gpt-neox", "megatron-lm", "nemo", "neuronx-nemo")
-NUMBERED = ("gpt-neox", "megatron-lm")  # one more version of these has the nearest older table
+IMPORTED = EngineSource.NAMES
 LOOKED_AT = 2**16  # bytes of a file in which a word says whose it is
 
 
 @dataclass(frozen=True)
-class ImportRequest:
+class ImportOptions:
     """What is imported.
 
     Args:
@@ -48,7 +43,7 @@ class ImportRequest:
     out: str
 
 
-def import_job(task: TaskContext, request: ImportRequest) -> TaskResult:
+def import_job(task: TaskContext, request: ImportOptions) -> TaskResult:
     """The task `import`.
 
     Raises ConfigError (exit 3): a file cannot be read or is no such configuration, the version is
@@ -61,7 +56,9 @@ def import_job(task: TaskContext, request: ImportRequest) -> TaskResult:
     engine = request.engine or engine_of(paths[0])
     if engine not in IMPORTED:
         raise ConfigError(f"--engine '{engine}' cannot be imported", hint=suggest(engine, IMPORTED))
-    imported = _imported(engine, paths, words, request)
+    version = _version(engine, request.version)
+    asked = ImportRequest(tuple(paths), tuple(words), request.name, version)
+    imported = foreign_engine(engine).import_job(asked)
     name = imported.name
     text = imported.to_toml(request.cluster)
     if request.out:
@@ -81,46 +78,23 @@ def import_job(task: TaskContext, request: ImportRequest) -> TaskResult:
 
 def engine_of(path: Path) -> str:
     """Which engine's a file is, by what it has in it."""
-    if path.is_dir():
-        return "nemo"
-    try:
-        with path.open(encoding="utf-8", errors="replace") as file:
+    text = ""  # of what cannot be read: reading it says why
+    if not path.is_dir():
+        with suppress(OSError), path.open(encoding="utf-8", errors="replace") as file:
             text = file.read(LOOKED_AT)
-    except OSError:
-        text = ""  # reading it says why
-    if path.suffix in YAML:
-        return "nemo" if re.search(r"^(trainer|cluster_type):", text, re.M) else "gpt-neox"
-    with suppress(ConfigError):  # reading it says why
-        if SCRIPT in read_scripts(path):
-            return "neuronx-nemo"
-    return "megatron-lm"
+    others = (name for name in PLACES if name in IMPORTED)
+    return next(name for name in others if foreign_engine(name).is_its_file(path, text))
 
 
-def _imported(
-    engine: str, paths: list[Path], words: list[str], request: ImportRequest
-) -> ImportedJob:
+def _version(engine: str, asked: str) -> str:
+    """The version asked for. Raises ConfigError: no table fits it."""
     known = list(tables_of(engine))
-    version = request.version
-    numbered = engine in NUMBERED and re.fullmatch(r"(core-)?\d+\.\d+\.\d+(rc\d+)?", version)
-    if version and version not in known and not numbered:
-        raise ConfigError(f"--version '{version}' is not known", hint=suggest(version, known))
-    name = request.name or re.sub(r"[^a-z0-9_-]+", "-", paths[0].stem.lower()).strip("-_")
-    if engine == "gpt-neox":
-        _refuse_words(words, "GPT-NeoX's files")
-        return import_neox(paths, name, version)
-    if len(paths) > 1:
-        raise ConfigError(f"{engine} has one file", hint="several files are GPT-NeoX's YAML")
-    if engine == "nemo":
-        return import_nemo(paths[0], words, request.name, version)
-    if engine == "neuronx-nemo":
-        return import_neuronx(paths[0], words, name, version)
-    _refuse_words(words, "a script of Megatron-LM")
-    return import_megatron(read_script(paths[0]), name, load_table(engine, version or known[-1]))
-
-
-def _refuse_words(words: list[str], what: str) -> None:
-    if words:
-        raise ConfigError(f"'{words[0]}': {what} takes no KEY=VALUE", hint="change the file")
+    # one more version of an engine that numbers them so has the nearest older table
+    numbered = re.compile(r"(core-)?\d+\.\d+\.\d+(rc\d+)?")
+    near = numbered.fullmatch(known[-1]) and numbered.fullmatch(asked)
+    if asked and asked not in known and not near:
+        raise ConfigError(f"--version '{asked}' is not known", hint=suggest(asked, known))
+    return asked
 
 
 def _write(task: TaskContext, path: Path, text: str, imported: ImportedJob) -> None:

@@ -13,8 +13,7 @@ from trainkit.cli.config.jobs import load_jobs, refuse_weights
 from trainkit.cli.config.plan_options import asked_nodes, overrides, usage
 from trainkit.cli.options import PlanOptions
 from trainkit.cli.wrapper import TaskContext, TaskResult
-from trainkit.engines.registry import refuse_unlaunchable
-from trainkit.engines.rules import RULES
+from trainkit.engines.registry import ENGINES, refuse_unlaunchable
 from trainkit.jobs.layers import LOCAL_FILE
 from trainkit.jobs.load import Jobs
 from trainkit.jobs.local_jobs import add_job, refuse_name
@@ -52,7 +51,7 @@ def plan_search(task: TaskContext, name: str, options: PlanOptions, nodes: list[
             f"job {name}: the size of its vocabulary is not known",
             hint="give model.vocab_size, or prepare the data: it decides memory and time",
         )
-    rules = RULES[job.engine]
+    rules = ENGINES[job.engine].rules
     searcher = Searcher(job, rules, vocab, known.vocab_size, known.cores, last_measured(job))
     found = searcher.search(nodes or [job.nodes])
     if not task.json:
@@ -173,7 +172,6 @@ def plan(task: TaskContext, name: str, options: PlanOptions) -> TaskResult:
 
         from trainkit.cli.config.render_plan import print_page
         from trainkit.cli.config.render_time import print_terms
-        from trainkit.engines.registry import engine_notes
 
         if options.explain:
             print_terms(task.console, made)
@@ -186,7 +184,7 @@ def plan(task: TaskContext, name: str, options: PlanOptions) -> TaskResult:
             refused=_refused(job),
             engine=job.engine_source or jobs.engine(job.engine),
         )
-        for said in engine_notes(job):
+        for said in ENGINES[job.engine].notes(job):
             task.console.print(f"[yellow]note[/] {escape(said)}")
     return TaskResult(made.to_json(), made.exit)
 

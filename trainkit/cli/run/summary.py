@@ -16,6 +16,7 @@ from trainkit.base.files import read_json, rotated_log
 from trainkit.base.printable import printable
 from trainkit.cli.tables import Listing, Page
 from trainkit.cli.wrapper import TaskContext
+from trainkit.engines.registry import ENGINES
 from trainkit.jobs.schema import Job
 from trainkit.launch.local_ranks import run_local_ranks
 from trainkit.runs.folder import RunFolder
@@ -78,14 +79,7 @@ def _checkpoint_names(run: RunFolder) -> list[str]:
     """The folders of a run's checkpoints, by their names."""
     # as written: a run of another version has its numbers shown all the same
     job = read_json(run.job).get("job", {}) if run.job.is_file() else {}
-    engine = str(job.get("engine", "native"))
-    if engine != "native":
-        from trainkit.engines.foreign import checkpoint_names
-
-        return checkpoint_names(engine, run)
-    if not run.checkpoints.is_dir():
-        return []
-    return sorted(p.name for p in run.checkpoints.glob("step-*") if p.name[5:].isdigit())
+    return ENGINES[str(job.get("engine", "native"))].checkpoint_names(run)
 
 
 def _print_sample(task: TaskContext, run: RunFolder, job: Job) -> None:
@@ -147,7 +141,7 @@ def print_ending(
 ) -> None:
     """Success: facts, a sample (which loads the model), what to try next. Otherwise: what failed
     where, and what to do."""
-    if record.state == "succeeded" and job.precompile and job.engine == "neuronx-nemo":
+    if record.state == "succeeded" and job.precompile and not job.is_native:
         task.say(f"all graphs of {job.name} are compiled; next: {task.command} train {job.name}")
         return
     if record.state == "succeeded":

@@ -84,12 +84,9 @@ def precompile(
     if jobs.resolve(name, [*compiling.overrides(), *compiling.set]).job.is_native:
         return compile_graphs(task, jobs, name, compiling, force=force, prune=prune)
     job = plan_new_run(jobs, name, compiling).job
-    if job.engine == "neuronx-nemo" and not force:
-        from trainkit.engines.neuronx_nemo.engine import compiled_nodes
-
-        if compiled_nodes(job) == job.nodes:
-            task.say(f"the graphs of {name} are compiled on all {job.nodes} nodes")
-            return TaskResult(document("precompile/1", job=name, nodes=job.nodes, fresh=True))
+    if not force and ENGINES[job.engine].compiled_nodes(job) == job.nodes:
+        task.say(f"the graphs of {name} are compiled on all {job.nodes} nodes")
+        return TaskResult(document("precompile/1", job=name, nodes=job.nodes, fresh=True))
     return train(task, name, compiling)
 
 
@@ -108,12 +105,8 @@ def _show(task: TaskContext, new: NewRun) -> TaskResult:
 
 def _say_missing_graphs(task: TaskContext, job: Job) -> None:
     """A training whose graphs are not there compiles them while its nodes wait for each other."""
-    if job.engine != "neuronx-nemo" or job.precompile:
-        return
-    from trainkit.engines.neuronx_nemo.engine import compiled_nodes
-
-    there = compiled_nodes(job)
-    if there < job.nodes:
+    there = None if job.precompile else ENGINES[job.engine].compiled_nodes(job)
+    if there is not None and there < job.nodes:
         task.say(
             f"note: graphs of {job.name} are compiled on {there} of {job.nodes} nodes; the others"
             f" compile while all wait: {task.command} precompile {job.name} first"
@@ -121,7 +114,7 @@ def _say_missing_graphs(task: TaskContext, job: Job) -> None:
 
 
 def _print_plan(task: TaskContext, plan: Plan, job: Job) -> None:
-    if job.precompile and job.engine == "neuronx-nemo":
+    if job.precompile and not job.is_native:
         task.console.print(
             f"[bold]{job.name}[/]: compiles the graphs of a few steps on {job.nodes} nodes; nothing"
             " is trained"
@@ -147,9 +140,9 @@ def _print_plan(task: TaskContext, plan: Plan, job: Job) -> None:
 def _beginning(task: TaskContext, run: RunFolder) -> str:
     """What a resumed run would begin with, by manifests and sizes. Raises TrainkitError (exit
     16) where there are checkpoints and none is right."""
-    engine = read_job(run.job).engine
-    if engine != "native":
-        return _engines_beginning(task, ENGINES[engine].checkpoints(run, hashes=False))
+    job = read_job(run.job)
+    if not job.is_native:
+        return _engines_beginning(task, ENGINES[job.engine].checkpoints(run, hashes=False))
     newest = newest_valid(
         run.checkpoints, lambda words: task.say(f"would be passed over: {words}"), open_checkpoint
     )

@@ -10,22 +10,17 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from trainkit.base.errors import ConfigError, Problem
-from trainkit.base.files import write_text
 from trainkit.base.process import cpu_sharing, on_this_node
 from trainkit.engines.compiled import extensions_folder
 from trainkit.engines.contract import Command
 from trainkit.engines.extract_options import read_tree
-from trainkit.engines.foreign import (
-    EngineProgram,
-    listed_checkpoints,
-    rank_command,
-    take_back_metrics,
-)
+from trainkit.engines.foreign import EngineProgram, ForeignEngine, rank_command
 from trainkit.engines.gpt_neox.arguments import encoded_words
 from trainkit.engines.gpt_neox.config import (
     SAID_BY_THE_JOB,
@@ -35,25 +30,18 @@ from trainkit.engines.gpt_neox.config import (
     neox_data,
     yaml_text,
 )
-from trainkit.engines.gpt_neox.limits import deepspeed_problems, job_problems
-from trainkit.engines.launchable import launcher_problems
-from trainkit.engines.options import (
-    OptionTable,
-    check_engine_args,
-    load_table,
-    tables_of,
-    version_at,
-)
+from trainkit.engines.gpt_neox.limits import FUSIONS, RULES, deepspeed_problems, job_problems
+from trainkit.engines.imported import ImportedJob, ImportRequest
+from trainkit.engines.options import OptionTable, check_engine_args, load_table, newest_version
+from trainkit.engines.own_parser import CHECKED, REFUSAL, OwnParser
 from trainkit.engines.rank import gpt_neox as reader
 from trainkit.engines.rank.spec import RequiredModule
 from trainkit.engines.requirements import required_versions
-from trainkit.engines.sources import engine_python, engine_version, source_of, source_tree
+from trainkit.engines.sources import engine_python, source_of, source_tree, text_of
 from trainkit.jobs.schema import Job
-from trainkit.runs.checkpoint_list import ListedCheckpoint
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.world import HOSTFILE
 
-NAME = "gpt-neox"
 INSTALL = "`pip install -r requirements/requirements.txt` of its tree, or engines.X.venv"
 MODULES = (
     RequiredModule("torch", "install a build of torch for this machine"),
@@ -73,16 +61,124 @@ NORMS = "megatron/model/norms.py"
 # keys that its checkpoints hold too: AnnealingLR.load_state_dict ends the run where one differs
 SCHEDULE = ("min_lr", "warmup", "lr_decay_iters", "lr_decay_style")
 DEEPSPEED_ENV = "launch/deepspeed_env"
-TRACKER = "latest"  # deepspeed/runtime/engine.py save_checkpoint
 
 
-class GptNeox:
+# of 1.0, whose DeeperSpeed is its own of 2021; README, "Versions"
+_NEOX_1_DEEPSPEED = re.compile(
+    r"git\+git://github\.com/EleutherAI/DeeperSpeed|DeeperSpeed\.git@eb7f5cff3667"
+)
+PARSER = f"""{REFUSAL}
+from megatron.neox_arguments import NeoXArgs
+# it would write into the run's folder
+NeoXArgs.enable_logging = lambda self: None
+try:
+    NeoXArgs.from_ymls([sys.argv[1]], overwrite_values={{"global_num_gpus": int(sys.argv[2])}})
+    print({CHECKED!r}, flush=True)
+except (AssertionError, ValueError) as error:
+    refused(error)
+"""
+
+
+def _parser_words(job: Job, command: Command, folder: Path) -> Sequence[str]:
+    """The configuration, and how many ranks there are."""
+    config = folder / f"{job.name}.yml"
+    config.write_text(command.files[f"launch/{config.name}"])
+    return str(config), str(job.world_size)
+
+
+class GptNeox(ForeignEngine):
     """GPT-NeoX over DeepSpeed."""
 
-    def problems(self, job: Job) -> list[Problem]:
-        return [*launcher_problems(job), *_problems(job)]
+    name = "gpt-neox"
+    rules = RULES
+    entry_files = ("train.py", "deepy.py")
+    keeps = "gpt-neox keeps the newest, as many as checkpoint.keep_last says"
+    tracker = "latest"  # deepspeed/runtime/engine.py save_checkpoint
+    tracks = "global_step{step}"
+    load_kernels = "from megatron.fused_kernels import load; load()"
+    parser = OwnParser(
+        PARSER, _parser_words, "gpt-neox's own parser takes the configuration", SAID_BY_THE_JOB
+    )
+
+    def version_in(self, tree: Path) -> str | None:
+        """CITATION.cff's version since October 2023; it was 0.0.1 before, whatever the tree: there
+        the DeepSpeed that it requires tells 1.0 from 2.0."""
+        said = re.search(
+            r'^version:\s*"?([0-9][0-9.]*)"?\s*$', text_of(tree / "CITATION.cff"), re.M
+        )
+        if said and said[1] != "0.0.1":
+            return said[1]
+        required = [
+            line
+            for line in text_of(tree / "requirements" / "requirements.txt").splitlines()
+            if "deepspeed" in line.lower()
+        ]
+        if not required:
+            return None
+        if any(_NEOX_1_DEEPSPEED.search(line) for line in required):
+            return "1.0.0"
+        return "2.0.0"
+
+    def known_table(self, job: Job) -> OptionTable:
+        """With their defaults: as its tree has them where it is here, else from the nearest
+        table."""
+        source = source_of(job)
+        version = source.version
+        tree = source_tree(job)
+        if version is None and tree.is_dir():
+            version = self.version_of_tree(tree)
+            with contextlib.suppress(OSError, SyntaxError, ValueError):
+                return read_tree(tree, version, "")
+        if version is None:  # not cloned yet
+            version = self.version_at(source.revision or "") or newest_version(self.name)
+        return load_table(self.name, version)
+
+    def option_problems(self, job: Job, table: OptionTable) -> list[Problem]:
+        problems = check_engine_args(job, table, SAID_BY_THE_JOB)
+        found = list(job_problems(job))
+        problems += found
+        if source_of(job).launch == "deepspeed":
+            problems += deepspeed_problems(job)
+        if found:
+            return problems  # the configuration cannot be made
+        nowhere = RunFolder(Path(job.cluster.root or ".") / "runs" / "job" / "run")
+        config = neox_config(job, nowhere, NeoxData("data", job.dataset.split, {}))
+        problems += [
+            Problem(
+                f"{SAID_BY_THE_JOB[name]}: gpt-neox {table.version} has no option '{name}', which"
+                " would say it",
+                hint="use a newer revision of gpt-neox",
+            )
+            for name in config
+            if name not in table and name in SAID_BY_THE_JOB
+        ]
+        return problems
+
+    def notes(self, job: Job) -> list[str]:
+        training = job.training
+        if training.eval_interval and training.eval_iters and job.gradient_accumulation_steps > 1:
+            # megatron/data/data_utils.py: start_iter_val counts micro-batches of training
+            return [
+                "after a resume gpt-neox evaluates on other samples of the validation set: compare"
+                " its training losses with those of a run that was never stopped, not these"
+            ]
+        return []
+
+    def needs_kernels(self, job: Job) -> bool:
+        given = {name.replace("-", "_"): value for name, value in job.engine_args.items()}
+        return any(given.get(name) is True for name in FUSIONS)
+
+    def is_its_file(self, path: Path, text: str) -> bool:
+        return path.suffix in (".yml", ".yaml")
+
+    def import_job(self, request: ImportRequest) -> ImportedJob:
+        from trainkit.engines.gpt_neox.import_yaml import import_neox
+
+        request.refuse_words("GPT-NeoX's files")
+        return import_neox(request.paths, request.job_name, request.version)
 
     def command(self, job: Job, run: RunFolder, attempt: int) -> Command:
+        table = self.known_table(job)
         data = neox_data(job)
         config = attempt_config(job, run, data)
         over_deepspeed = source_of(job).launch == "deepspeed"
@@ -91,104 +187,32 @@ class GptNeox:
         name = f"{job.name}.yml"
         text = yaml_text(config)
         program = EngineProgram(
-            NAME,
+            self.name,
             str(engine_python(job)),
             source_tree(job),
             (),
             env=engine_environment(job),
             files={f"launch/{name}": text},
             modules=_modules(job, config),
-            versions=required_versions(source_of(job), NAME, options_of(job).version),
+            versions=required_versions(source_of(job), self.name, table.version),
             reads=_reads(config),
         )
         if over_deepspeed:
             return _over_deepspeed(job, run, attempt, program)
-        words = encoded_words(config, options_of(job), {name: text}, plain=takes_json(job))
+        words = encoded_words(config, table, {name: text}, plain=takes_json(job, table))
         argv = ("train.py", "--local_rank=${LOCAL_RANK}", *words)
         return rank_command(job, run, attempt, replace(program, argv=argv))
 
     def resume_problems(self, job: Job, run: RunFolder) -> list[Problem]:
         return _layout_problems(job, run)
 
-    def before_attempt(self, job: Job, run: RunFolder) -> None:
-        """Let `latest` name the newest whole checkpoint: the engine loads what it names. Rows of
-        metrics after it are taken back."""
-        _name_whole(run)
-        if problems := _layout_problems(job, run):
-            raise ConfigError(problems)
-        take_back_metrics(job, run)
 
-    def checkpoints(self, run: RunFolder, *, hashes: bool) -> list[ListedCheckpoint]:
-        return listed_checkpoints(NAME, run)
-
-
-def _name_whole(run: RunFolder) -> None:
-    found = reader.found_checkpoints(run.checkpoints)
-    whole = {each.step for each in found if not each.problems}
-    if reader.tracked_step(run.checkpoints) in whole:
-        return
-    tracker = run.checkpoints / TRACKER
-    if whole:
-        # without a newline, as DeepSpeed writes it
-        write_text(tracker, f"global_step{max(whole)}")
-    else:
-        tracker.unlink(missing_ok=True)
-
-
-def _problems(job: Job) -> Iterator[Problem]:
-    try:
-        table = options_of(job)
-    except ConfigError as error:
-        yield from error.list
-        return
-    yield from check_engine_args(job, table, SAID_BY_THE_JOB)
-    found = list(job_problems(job))
-    yield from found
-    if source_of(job).launch == "deepspeed":
-        yield from deepspeed_problems(job)
-    if found:
-        return  # the configuration cannot be made
-    nowhere = RunFolder(Path(job.cluster.root or ".") / "runs" / "job" / "run")
-    config = neox_config(job, nowhere, NeoxData("data", job.dataset.split, {}))
-    for name in config:
-        if name not in table and name in SAID_BY_THE_JOB:
-            yield Problem(
-                f"{SAID_BY_THE_JOB[name]}: gpt-neox {table.version} has no option '{name}', which"
-                " would say it",
-                hint="use a newer revision of gpt-neox",
-            )
-
-
-def options_of(job: Job) -> OptionTable:
-    """The options of the job's version of GPT-NeoX, with their defaults: as its tree has them
-    where it is here, else from the nearest table. Raises ConfigError where the job does not say
-    where it comes from, or its tree is not one."""
-    source = source_of(job)
-    version = source.version
-    tree = source_tree(job)
-    if version is None and tree.is_dir():
-        version = engine_version(tree, NAME)
-        with contextlib.suppress(OSError, SyntaxError, ValueError):
-            return read_tree(tree, version, "")
-    if version is None:  # not cloned yet
-        version = version_at(NAME, source.revision or "") or list(tables_of(NAME))[-1]
-    return load_table(NAME, version)
-
-
-def takes_json(job: Job) -> bool:
+def takes_json(job: Job, table: OptionTable) -> bool:
     """Whether its train.py takes both words as plain JSON, as until March 2023 (e897c23e)."""
-    text = _text_of(job, ARGUMENTS)
+    text = text_of(source_tree(job) / ARGUMENTS)
     if text:
         return "b64decode" not in text
-    return options_of(job).version == "1.0.0"
-
-
-def _text_of(job: Job, name: str) -> str:
-    """A file of its tree; "" where it is not here."""
-    try:
-        return (source_tree(job) / name).read_text(encoding="utf-8")
-    except OSError:
-        return ""
+    return table.version == "1.0.0"
 
 
 def attempt_config(job: Job, run: RunFolder, data: NeoxData) -> Config:
@@ -294,24 +318,12 @@ def engine_environment(job: Job) -> dict[str, str]:
 
 def _modules(job: Job, config: Config) -> tuple[RequiredModule, ...]:
     found = list(MODULES)
-    if "pkg_resources" in _text_of(job, ARGUMENTS):
+    if "pkg_resources" in text_of(source_tree(job) / ARGUMENTS):
         found.append(PKG_RESOURCES)
     fused = config.get("layernorm_fusion") or config.get("rmsnorm_fusion")
-    if fused or "\nfrom .fused_layer_norm import" in _text_of(job, NORMS):
+    if fused or "\nfrom .fused_layer_norm import" in text_of(source_tree(job) / NORMS):
         found.append(APEX)
     return tuple(found)
-
-
-def engine_notes(job: Job) -> list[str]:
-    """What of a job is done otherwise than it stands there, in words."""
-    training = job.training
-    if training.eval_interval and training.eval_iters and job.gradient_accumulation_steps > 1:
-        # megatron/data/data_utils.py: start_iter_val counts micro-batches of training
-        return [
-            "after a resume gpt-neox evaluates on other samples of the validation set: compare its"
-            " training losses with those of a run that was never stopped, not these"
-        ]
-    return []
 
 
 def _reads(config: Config) -> tuple[Path, ...]:

@@ -1,20 +1,43 @@
-"""What of a job GPT-NeoX has no word for, or would do otherwise: said before anything starts.
+"""What of a job GPT-NeoX has no word for, or would do otherwise: said before anything starts;
+and its rules for `trainkit.plan`.
 
-Source: EleutherAI/gpt-neox at ea7aefd; the functions it rests on are named where they matter.
+Sources: EleutherAI/gpt-neox at ea7aefd; the functions it rests on are named where they matter.
+[ds] DeepSpeed: Rajbhandari et al. 2020, arXiv:1910.02054, section 3 (16 bytes); its pipeline
+partitions `type:transformer|mlp` unevenly.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from trainkit.base.errors import Problem
 from trainkit.data.fetch.ranges import expand
 from trainkit.engines.gpt_neox.config import SAID_IN_TABLES
+from trainkit.engines.rules import FP32, PUBLISHED, WRITTEN
 from trainkit.jobs.datasets import Dataset
 from trainkit.jobs.schema import Job
 from trainkit.jobs.table import Table
+from trainkit.plan.rules import StateBytes
 
+RULES = replace(
+    PUBLISHED,
+    engine="gpt-neox",
+    virtual_stages=False,  # DeepSpeed's pipeline has none
+    zero_in_pipeline=(0, 1),
+    pads_weights=True,
+    # [ds]
+    states={"fp16": StateBytes(2, 2, 4, 4), "bf16": StateBytes(2, 2, 4, 4), "fp32": FP32},
+    saves_scores=True,
+    # fp16 logits and gradient, four fp32 copies: 2 GiB of the 20B's 27 GB on 24 A100-40GB
+    logit_bytes=20,
+    uncounted=("moe_num_experts",),
+    bucket_elements=5 * 10**8,  # [ds] reduce_bucket_size; a job's own stands in engine_args
+    checkpoint_weights=WRITTEN,
+    # the same runs; median 1.18, BLOOM itself 1.47; the 20B of Lambda Labs 1.05
+    memory_band=(0.94, 1.47),
+)
 # Keys that only have their default with gpt-neox, and why.
 NO_COUNTERPART: dict[str, str] = {
     "training.rampup_batch_size": "its batch does not grow",

@@ -14,9 +14,9 @@ from typing import assert_never
 
 from trainkit.base.errors import ConfigError, Problem
 from trainkit.engines.megatron_lm.data import MegatronData, put_data, put_tokenizer
+from trainkit.engines.megatron_lm.rules import sharding_obstacle
 from trainkit.engines.megatron_lm.words import SET_BY, MegatronWords, said
 from trainkit.engines.options import OptionTable, check_engine_args, release
-from trainkit.engines.rules import sharding_obstacle
 from trainkit.jobs.schema import Job, Model
 
 # words of `args` that would make a run end, begin or save elsewhere than its records say

@@ -10,37 +10,26 @@ from __future__ import annotations
 import itertools
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainkit.base.errors import ConfigError, Problem
-from trainkit.base.files import write_text
 from trainkit.base.process import cpu_sharing
 from trainkit.engines.contract import Command
-from trainkit.engines.foreign import (
-    EngineProgram,
-    listed_checkpoints,
-    rank_command,
-    take_back_metrics,
-)
-from trainkit.engines.launchable import launcher_problems
+from trainkit.engines.foreign import EngineProgram, ForeignEngine, rank_command, run_name
+from trainkit.engines.imported import ImportedJob, ImportRequest
 from trainkit.engines.megatron_lm.argv import RunPlaces, argv_problems, megatron_argv
 from trainkit.engines.megatron_lm.data import SPLITS, MegatronData, data_of
-from trainkit.engines.options import OptionTable, load_table, release, version_at
+from trainkit.engines.megatron_lm.rules import RULES, sharding_obstacle
+from trainkit.engines.megatron_lm.words import SET_BY
+from trainkit.engines.options import OptionTable, load_table, newest_version, release
+from trainkit.engines.own_parser import CHECKED, PARSED, REFUSAL, OwnParser
 from trainkit.engines.rank import megatron_lm as reader
 from trainkit.engines.rank.spec import RequiredModule
 from trainkit.engines.requirements import required_versions
-from trainkit.engines.rules import sharding_obstacle
-from trainkit.engines.sources import (
-    engine_python,
-    engine_version,
-    source_of,
-    source_tree,
-    version_of_tree,
-)
+from trainkit.engines.sources import engine_python, package_version, source_of, source_tree
 from trainkit.jobs.schema import Job
-from trainkit.runs.checkpoint_list import ListedCheckpoint
 from trainkit.runs.folder import RunFolder
 
 if TYPE_CHECKING:  # it imports numpy, which planning does without
@@ -90,9 +79,6 @@ def _empty(job: Job, split: str, name: str, pair: SplitPair, documents: int) -> 
     )
 
 
-ENGINE = "megatron-lm"
-# megatron/training/checkpointing.py get_checkpoint_tracker_filename
-TRACKER = "latest_checkpointed_iteration.txt"
 # what each version imports without which it cannot start, or hangs in its first save
 _MODULES = ("torch", "numpy")
 _UNTIL_0_16 = ("regex", "six")  # of its tokenizers
@@ -105,52 +91,6 @@ _DISTRIBUTED_OPTIMIZER = RequiredModule(
     "without either, the distributed optimizer cannot load its own checkpoints: install one, or set"
     " parallelism.zero_stage = 0",
 )
-
-
-def version_of(job: Job) -> str | None:
-    """Whose options a job's tree has; see `version_of_tree`."""
-    return version_of_tree(job, ENGINE, _version_at)
-
-
-def _version_at(revision: str) -> str | None:
-    named = re.fullmatch(r"core_(?:r|v)(\d+\.\d+\.\d+(?:rc\d+)?)", revision)
-    return version_at(ENGINE, revision) or (f"core-{named[1]}" if named else None)
-
-
-def table_of(job: Job) -> OptionTable:
-    """The options of the job's version. Raises ConfigError where it is not known."""
-    version = version_of(job) or engine_version(source_tree(job), ENGINE)
-    return load_table(ENGINE, version)
-
-
-def engine_notes(job: Job) -> list[str]:
-    """What of a job is passed on otherwise than it stands there, in words; nothing where its
-    version is not known yet. (That sequence parallelism is off for TP 1 says every plan.)"""
-    try:
-        version = version_of(job)
-    except ConfigError:
-        return []
-    if version is None:
-        return []
-    notes = []
-    table = load_table(ENGINE, version)
-    if table.notice:
-        notes.append(table.notice)
-    obstacle = sharding_obstacle(job)
-    if "use-distributed-optimizer" not in table:
-        obstacle = f"Megatron-LM {table.version} has no distributed optimizer"
-    if job.parallelism.zero_stage == 1 and job.data_parallel_size == 1 and obstacle:
-        notes.append(
-            f"parallelism.zero_stage 1 is left out: {obstacle}, and with data-parallel size 1 there"
-            " is nothing to share"
-        )
-    notes += _native_only(job)
-    if job.training.log_interval > job.training.train_iters:
-        notes.append(
-            f"training.log_interval {job.training.log_interval} becomes train_iters"
-            f" {job.training.train_iters}: else no line would say what was trained"
-        )
-    return notes
 
 
 def _native_only(job: Job) -> list[str]:
@@ -193,55 +133,131 @@ def engine_environment(job: Job, table: OptionTable) -> dict[str, str]:
     return found
 
 
-class MegatronLm:
+PARSER = f"""{REFUSAL}
+try:
+    from megatron.training import arguments
+except ImportError:
+    from megatron import arguments
+try:
+    args = arguments.parse_args()
+    print({PARSED!r}, flush=True)
+    # that of 2021 validates by itself
+    if hasattr(arguments, "validate_args"):
+        arguments.validate_args(args, {{"tokenizer_type": "GPT2BPETokenizer"}})
+    print({CHECKED!r}, flush=True)
+except (AssertionError, ValueError) as error:
+    refused(error)
+"""
+
+
+def _parser_words(job: Job, command: Command, folder: Path) -> Sequence[str]:
+    """Those behind the script."""
+    argv = command.engine_argv
+    script = next(number for number, word in enumerate(argv) if word.endswith(".py"))
+    return argv[script + 1 :]
+
+
+class MegatronLm(ForeignEngine):
     """One process a rank; the job travels as its command line."""
 
-    def problems(self, job: Job) -> list[Problem]:
-        """What this version of the engine cannot do. Nothing of its options while the tree is
-        still to be cloned: `command` says it then."""
-        found = launcher_problems(job)
-        try:
-            version = version_of(job)
-            if version is not None:
-                found += argv_problems(job, load_table(ENGINE, version))
-        except ConfigError as error:
-            found += error.list
-        return found
+    name = "megatron-lm"
+    rules = RULES
+    entry_files = ("pretrain_gpt.py",)
+    keeps = "megatron-lm deletes none"
+    # megatron/training/checkpointing.py get_checkpoint_tracker_filename
+    tracker = "latest_checkpointed_iteration.txt"
+    other_degrees = "; ckpt-format 'torch_dist' allows others"
+    load_kernels = (
+        "from types import SimpleNamespace as N; from megatron.fused_kernels import load;"
+        " load(N(rank=0, masked_softmax_fusion=True, gradient_accumulation_fusion=False))"
+    )
+    parser = OwnParser(
+        PARSER,
+        _parser_words,
+        "megatron-lm's own parser and checks take all {words} words",
+        SET_BY,
+    )
+
+    def version_in(self, tree: Path) -> str | None:
+        """core-MAJOR.MINOR.PATCH of megatron/core/package_info.py; "2021" where there is none
+        (before May 2023)."""
+        core = tree / "megatron" / "core" / "package_info.py"
+        if not core.is_file():
+            return "2021" if (tree / "megatron").is_dir() else None
+        numbers = package_version(core)
+        return "core-" + ".".join(map(str, numbers)) if numbers else None
+
+    def version_at(self, revision: str) -> str | None:
+        named = re.fullmatch(r"core_(?:r|v)(\d+\.\d+\.\d+(?:rc\d+)?)", revision)
+        return super().version_at(revision) or (f"core-{named[1]}" if named else None)
+
+    def option_problems(self, job: Job, table: OptionTable) -> list[Problem]:
+        return argv_problems(job, table)
+
+    def version_notes(self, job: Job, table: OptionTable) -> list[str]:
+        """That sequence parallelism is off for TP 1 says every plan."""
+        notes = []
+        obstacle = sharding_obstacle(job)
+        if "use-distributed-optimizer" not in table:
+            obstacle = f"Megatron-LM {table.version} has no distributed optimizer"
+        if job.parallelism.zero_stage == 1 and job.data_parallel_size == 1 and obstacle:
+            notes.append(
+                f"parallelism.zero_stage 1 is left out: {obstacle}, and with data-parallel size 1"
+                " there is nothing to share"
+            )
+        notes += _native_only(job)
+        if job.training.log_interval > job.training.train_iters:
+            notes.append(
+                f"training.log_interval {job.training.log_interval} becomes train_iters"
+                f" {job.training.train_iters}: else no line would say what was trained"
+            )
+        return notes
+
+    def is_its_file(self, path: Path, text: str) -> bool:
+        """Any that is no other engine's."""
+        return True
+
+    def import_job(self, request: ImportRequest) -> ImportedJob:
+        from trainkit.engines.megatron_lm.import_script import import_megatron, read_script
+
+        path = request.only_file(self.name)
+        request.refuse_words("a script of Megatron-LM")
+        table = load_table(self.name, request.version or newest_version(self.name))
+        return import_megatron(read_script(path), request.job_name, table)
 
     def command(self, job: Job, run: RunFolder, attempt: int) -> Command:
-        table = table_of(job)
+        table = self.table_of(job)
         data = data_of(job)
         if table.version != "2021":
             refuse_empty_splits(job, data)
-        places = RunPlaces(run.path, f"{run.job_name}-{run.id}", load=_can_load(run))
+        places = RunPlaces(run.path, run_name(run), load=_can_load(run))
         words = megatron_argv(job, table, data, places)
         tree = source_tree(job)
         program = EngineProgram(
-            engine=ENGINE,
+            engine=self.name,
             python=str(engine_python(job)),
             tree=tree,
             argv=("-u", str(tree / "pretrain_gpt.py"), *words),
             env=engine_environment(job, table),
             saves_on_term="--exit-signal-handler" in words,
             modules=_modules(table, words),
-            versions=required_versions(source_of(job), ENGINE, table.version),
+            versions=required_versions(source_of(job), self.name, table.version),
             reads=_reads(data, words),
         )
         return rank_command(job, run, attempt, program)
 
-    def resume_problems(self, job: Job, run: RunFolder) -> list[Problem]:
-        return list(_layout_problems(job, run))
-
-    def before_attempt(self, job: Job, run: RunFolder) -> None:
-        """Let the tracker name the newest whole checkpoint: the engine loads what it names, and a
-        save that was cut short may be newer. Rows of metrics after it are taken back."""
-        _name_whole(run)
-        if problems := self.resume_problems(job, run):
-            raise ConfigError(problems)
-        take_back_metrics(job, run)
-
-    def checkpoints(self, run: RunFolder, *, hashes: bool) -> list[ListedCheckpoint]:
-        return listed_checkpoints(ENGINE, run)
+    def saved_degrees(self, run: RunFolder) -> tuple[Path, int, int] | None:
+        """Of ckpt-format torch: mp_rank_TT, mp_rank_TT_PPP."""
+        tracked = reader.tracked_step(run.checkpoints)
+        folder = _whole_steps(run).get(-1 if tracked is None else tracked)
+        if folder is None:
+            return None
+        ranks = [re.fullmatch(r"mp_rank_(\d+)(?:_(\d+))?", each.name) for each in folder.iterdir()]
+        degrees = [(int(found[1]), int(found[2] or 0)) for found in ranks if found]
+        if not degrees:
+            return None
+        tensor = max(tensor for tensor, _ in degrees) + 1
+        return folder, tensor, max(stage for _, stage in degrees) + 1
 
 
 def _whole_steps(run: RunFolder) -> dict[int, Path]:
@@ -255,40 +271,6 @@ def _whole_steps(run: RunFolder) -> dict[int, Path]:
 
 def _can_load(run: RunFolder) -> bool:
     return reader.tracked_step(run.checkpoints) in _whole_steps(run)
-
-
-def _name_whole(run: RunFolder) -> None:
-    tracked = reader.tracked_step(run.checkpoints)
-    whole = _whole_steps(run)
-    if tracked in whole:
-        return
-    tracker = run.checkpoints / TRACKER
-    if whole:
-        write_text(tracker, str(max(whole)))
-    else:
-        tracker.unlink(missing_ok=True)
-
-
-def _layout_problems(job: Job, run: RunFolder) -> Iterator[Problem]:
-    """That the checkpoint has a file of each tensor- and pipeline-parallel rank (ckpt-format
-    torch: mp_rank_TT, mp_rank_TT_PPP) and the job has other degrees."""
-    tracked = reader.tracked_step(run.checkpoints)
-    folder = _whole_steps(run).get(-1 if tracked is None else tracked)
-    if folder is None:
-        return
-    ranks = [re.fullmatch(r"mp_rank_(\d+)(?:_(\d+))?", each.name) for each in folder.iterdir()]
-    degrees = [(int(found[1]), int(found[2] or 0)) for found in ranks if found]
-    if not degrees:
-        return
-    there = (max(tensor for tensor, _ in degrees) + 1, max(stage for _, stage in degrees) + 1)
-    p = job.parallelism
-    asked = (p.tensor_model_parallel_size, p.pipeline_model_parallel_size)
-    if there != asked:
-        yield Problem(
-            f"{folder} was saved with tensor_model_parallel_size {there[0]} and"
-            f" pipeline_model_parallel_size {there[1]}, and the job has {asked[0]} and {asked[1]}",
-            hint="resume with the same degrees; ckpt-format 'torch_dist' allows others",
-        )
 
 
 def _modules(table: OptionTable, words: tuple[str, ...]) -> tuple[RequiredModule, ...]:

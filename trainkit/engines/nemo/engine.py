@@ -12,22 +12,18 @@ nemo_launcher/core of tag 24.12; pyxis's options of srun.
 
 from __future__ import annotations
 
+import re
 import shlex
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from trainkit.base.errors import ConfigError, Problem
+from trainkit.base.errors import Problem
 from trainkit.engines.contract import Command
-from trainkit.engines.foreign import (
-    EngineProgram,
-    listed_checkpoints,
-    rank_command,
-    take_back_metrics,
-)
+from trainkit.engines.foreign import EngineProgram, ForeignEngine, rank_command, run_name
 from trainkit.engines.hydra_words import Override
-from trainkit.engines.launchable import launcher_problems
+from trainkit.engines.imported import ImportedJob, ImportRequest
 from trainkit.engines.megatron_lm.data import MegatronData, data_of
 from trainkit.engines.nemo.config import (
     Config,
@@ -40,26 +36,25 @@ from trainkit.engines.nemo.config import (
 )
 from trainkit.engines.nemo.generations import (
     BIGNLP,
-    ENGINE,
+    IN_IMAGES,
+    RELEASES,
     NemoGeneration,
     generation_of,
     launcher_folder,
-    version_of,
 )
-from trainkit.engines.nemo.limits import job_problems
-from trainkit.engines.options import OptionTable, load_table
+from trainkit.engines.nemo.limits import RULES, job_problems
+from trainkit.engines.options import OptionTable
 from trainkit.engines.rank import nemo as reader
 from trainkit.engines.rank.spec import RequiredModule
 from trainkit.engines.requirements import required_versions
 from trainkit.engines.sources import (
     cluster_python,
     engine_python,
-    engine_version,
+    package_version,
     source_of,
     source_tree,
 )
 from trainkit.jobs.schema import Job
-from trainkit.runs.checkpoint_list import ListedCheckpoint
 from trainkit.runs.folder import RunFolder
 
 # variables that the launcher's script has before the command, where it exports others
@@ -157,70 +152,88 @@ TIME_LIMITS = ("trainer.max_time", "+exp_manager.max_time_per_run")
 SET_ASIDE = "set-aside"
 
 
-def table_of(job: Job) -> OptionTable:
-    """The options of the job's version. Raises ConfigError where it is not known."""
-    version = version_of(job) or engine_version(source_tree(job), ENGINE)
-    return load_table(ENGINE, version)
-
-
-def engine_notes(job: Job) -> list[str]:
-    """What of a job is passed on otherwise than it stands there, in words."""
-    try:
-        version = version_of(job)
-    except ConfigError:
-        return []
-    if version is None:
-        return []
-    generation = generation_of(version)
-    notes = []
-    table = load_table(ENGINE, version)
-    job = with_plain_arguments(job, table)
-    if table.notice:
-        notes.append(table.notice)
-    if not saves(job):
-        notes.append(
-            "engine_args 'exp_manager.create_checkpoint_callback' = false: nothing is saved, and a"
-            " run that is stopped begins anew"
-        )
-    elif generation.core and job.engine_args.get("trainer.max_time"):
-        notes.append(
-            "engine_args 'trainer.max_time' counts all attempts of a run together in NeMo of 24.12"
-            " (lightning 2.4 saves its timer): '+exp_manager.max_time_per_run' counts each"
-        )
-    elif not generation.saves_on_term and not job.engine_args.get("trainer.max_time"):
-        notes.append(
-            "NeMo of 22.09 saves nothing when it is asked to stop: engine_args 'trainer.max_time' ="
-            ' "DD:HH:MM:SS" ends it in time, with a checkpoint'
-        )
-    if job.generate.model_fields_set:
-        notes.append("generate has no effect: a run of NeMo ends without a sample")
-    return notes
-
-
 def saves(job: Job) -> bool:
     """Whether its runs write checkpoints."""
     return job.engine_args.get("exp_manager.create_checkpoint_callback") is not False
 
 
-class Nemo:
+class Nemo(ForeignEngine):
     """One process a rank, or one srun; the job travels as the launcher's configuration."""
 
+    name = "nemo"
+    rules = RULES
+    entry_files = (str(SCRIPT), "nemo/package_info.py")
+    keeps = "nemo keeps the best, as many as checkpoint.keep_last says, and the last"
+    other_degrees = "; NeMo's own scripts change them"
+
+    def version_in(self, tree: Path) -> str | None:
+        """The launcher's release that a NeMo (nemo/package_info.py) belongs to; one between two of
+        them as "22.09-nemo-1.20.0": the older one's, which it is newer than."""
+        numbers = package_version(tree / "nemo" / "package_info.py")
+        if numbers is None:
+            return None
+        launcher = "24.12" if numbers[0] == 2 else "22.09"
+        if numbers[:2] in RELEASES:
+            return launcher
+        return f"{launcher}-nemo-{'.'.join(map(str, numbers))}"
+
+    def version_of(self, job: Job) -> str | None:
+        """Also what the tree's place in the image says."""
+        source = source_of(job)
+        tree = source_tree(job)
+        if source.version is None and not tree.is_dir() and str(tree) in IN_IMAGES:
+            return IN_IMAGES[str(tree)]
+        return super().version_of(job)
+
     def problems(self, job: Job) -> list[Problem]:
-        found = launcher_problems(job)
+        found = super().problems(job)
         if job.starts_by_srun:
             found += srun_problems(job)
-        try:
-            version = version_of(job)
-            if version is not None:
-                table = load_table(ENGINE, version)
-                plain = with_plain_arguments(job, table)
-                found += job_problems(plain, generation_of(version), table)
-        except ConfigError as error:
-            found += error.list
         return found
 
+    def option_problems(self, job: Job, table: OptionTable) -> list[Problem]:
+        plain = with_plain_arguments(job, table)
+        return list(job_problems(plain, generation_of(table.version), table))
+
+    def version_notes(self, job: Job, table: OptionTable) -> list[str]:
+        generation = generation_of(table.version)
+        notes = []
+        job = with_plain_arguments(job, table)
+        if not saves(job):
+            notes.append(
+                "engine_args 'exp_manager.create_checkpoint_callback' = false: nothing is saved,"
+                " and a run that is stopped begins anew"
+            )
+        elif generation.core and job.engine_args.get("trainer.max_time"):
+            notes.append(
+                "engine_args 'trainer.max_time' counts all attempts of a run together in NeMo of"
+                " 24.12 (lightning 2.4 saves its timer): '+exp_manager.max_time_per_run' counts"
+                " each"
+            )
+        elif not generation.saves_on_term and not job.engine_args.get("trainer.max_time"):
+            notes.append(
+                "NeMo of 22.09 saves nothing when it is asked to stop: engine_args"
+                " 'trainer.max_time' = \"DD:HH:MM:SS\" ends it in time, with a checkpoint"
+            )
+        if job.generate.model_fields_set:
+            notes.append("generate has no effect: a run of NeMo ends without a sample")
+        return notes
+
+    def is_its_file(self, path: Path, text: str) -> bool:
+        """A launcher's folder, or a YAML file with its trainer or its cluster."""
+        if path.is_dir():
+            return True
+        named = re.search(r"^(trainer|cluster_type):", text, re.M)
+        return path.suffix in (".yml", ".yaml") and named is not None
+
+    def import_job(self, request: ImportRequest) -> ImportedJob:
+        from trainkit.engines.nemo.import_config import import_nemo
+
+        path = request.only_file(self.name)
+        return import_nemo(path, request.words, request.name, request.version)
+
     def command(self, job: Job, run: RunFolder, attempt: int) -> Command:
-        table = table_of(job)
+        table = self.table_of(job)
         job = with_plain_arguments(job, table)
         generation = generation_of(table.version)
         data = data_of(job)
@@ -229,7 +242,7 @@ class Nemo:
         tree = source_tree(job)
         words = config_words(job, run, name)
         program = EngineProgram(
-            ENGINE,
+            self.name,
             str(engine_python(job)),
             tree,
             ("-u", str(tree / SCRIPT), *words, BY_AGENTS),
@@ -237,7 +250,7 @@ class Nemo:
             files={f"launch/{name}": config_text(config)},
             saves_on_term=generation.saves_on_term and saves(job),
             modules=_modules(generation),
-            versions=required_versions(source_of(job), ENGINE, table.version),
+            versions=required_versions(source_of(job), self.name, table.version),
             reads=(tree / SCRIPT, *_reads(config, data)),
         )
         program = replace(
@@ -252,23 +265,31 @@ class Nemo:
             return _over_srun(job, run, attempt, program)
         return rank_command(job, run, attempt, program)
 
-    def resume_problems(self, job: Job, run: RunFolder) -> list[Problem]:
-        return list(_layout_problems(job, run))
+    def saved_degrees(self, run: RunFolder) -> tuple[Path, int, int] | None:
+        """A distributed one is read by any."""
+        whole = _whole(checkpoint_folder(run))
+        last = [each for each in whole if each.is_last] or whole
+        if not last or last[-1].folder is not None:
+            return None
+        ranks = list(last[-1].ranks)
+        tensor = max((rank[0] for rank in ranks if rank), default=0) + 1
+        return (
+            last[-1].place,
+            tensor,
+            max((rank[1] for rank in ranks if len(rank) > 1), default=0) + 1,
+        )
 
-    def before_attempt(self, job: Job, run: RunFolder) -> None:
+    def ready_folder(self, run: RunFolder) -> None:
         """Leave one checkpoint for NeMo to go on from, the newest whole "-last": of several it
-        takes any, of an unfinished one its error. Rows of metrics after it are taken back."""
+        takes any, of an unfinished one its error."""
         folder = checkpoint_folder(run)
         folder.mkdir(parents=True, exist_ok=True)
         _link(run)
         _link_log(run)
         _leave_one(folder)
-        if problems := self.resume_problems(job, run):
-            raise ConfigError(problems)
-        take_back_metrics(job, run)
 
-    def checkpoints(self, run: RunFolder, *, hashes: bool) -> list[ListedCheckpoint]:
-        return listed_checkpoints(ENGINE, run)
+    def checkpoint_names(self, run: RunFolder) -> list[str]:
+        return reader.finished_names(run.checkpoints)
 
 
 def config_words(job: Job, run: RunFolder, name: str) -> tuple[str, ...]:
@@ -375,7 +396,7 @@ def _numa_words(job: Job, generation: NemoGeneration) -> tuple[str, ...]:
 def _places(job: Job, run: RunFolder) -> NemoPlaces:
     given = job.engine_args.get("model.data.index_mapping_dir")
     index = None if given else run.path / "index_mapping_dir"
-    return NemoPlaces(run.path, f"{run.job_name}-{run.id}", _resume_from(run), index)
+    return NemoPlaces(run.path, run_name(run), _resume_from(run), index)
 
 
 def _resume_from(run: RunFolder) -> str | None:
@@ -437,26 +458,6 @@ def _set_aside(path: Path, folder: Path) -> None:
     if place.exists():
         _remove(place)
     path.rename(place)
-
-
-def _layout_problems(job: Job, run: RunFolder) -> Iterator[Problem]:
-    """That the checkpoint has a file of each tensor- and pipeline-parallel rank and the job has
-    other degrees; a distributed one is read by any."""
-    whole = _whole(checkpoint_folder(run))
-    last = [each for each in whole if each.is_last] or whole
-    if not last or last[-1].folder is not None:
-        return
-    ranks = list(last[-1].ranks)
-    there = (max((rank[0] for rank in ranks if rank), default=0) + 1,
-             max((rank[1] for rank in ranks if len(rank) > 1), default=0) + 1)  # fmt: skip
-    p = job.parallelism
-    asked = (p.tensor_model_parallel_size, p.pipeline_model_parallel_size)
-    if there != asked:
-        yield Problem(
-            f"{last[-1].place} was saved with tensor_model_parallel_size {there[0]} and"
-            f" pipeline_model_parallel_size {there[1]}, and the job has {asked[0]} and {asked[1]}",
-            hint="resume with the same degrees; NeMo's own scripts change them",
-        )
 
 
 def _modules(generation: NemoGeneration) -> tuple[RequiredModule, ...]:

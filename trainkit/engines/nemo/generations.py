@@ -13,10 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from trainkit.engines.options import release
-from trainkit.engines.sources import engine_version, is_url, source_of, source_tree
-from trainkit.jobs.schema import Job
 
 ENGINE = "nemo"
+RELEASES = ((1, 12), (2, 1))  # of NeMo, in bignlp 22.09 and in 24.12
 
 
 @dataclass(frozen=True)
@@ -106,23 +105,6 @@ LAUNCHER_24 = NemoGeneration(
 GENERATIONS = {each.version: each for each in (BIGNLP, LAUNCHER_24)}
 # where the images have it (_nemo_code_path of both launchers)
 IN_IMAGES = {each.tree: each.version for each in GENERATIONS.values()}
-
-
-def version_of(job: Job) -> str | None:
-    """Which launcher's job it is: what [engines.X] says, what its tree or the tree's place in the
-    image says. None where a URL is still to be cloned.
-
-    Raises ConfigError: the job names no source, or the folder is none of NeMo.
-    """
-    source = source_of(job)
-    if source.version is not None:
-        return source.version
-    tree = source_tree(job)
-    if not tree.is_dir() and str(tree) in IN_IMAGES:
-        return IN_IMAGES[str(tree)]
-    if tree.is_dir() or not is_url(source.source):
-        return engine_version(tree, ENGINE)
-    return None
 
 
 def generation_of(version: str) -> NemoGeneration:

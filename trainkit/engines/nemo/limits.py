@@ -1,4 +1,5 @@
-"""What of a job NeMo has no key for, or would do otherwise: said before anything starts.
+"""What of a job NeMo has no key for, or would do otherwise: said before anything starts;
+and its rules for `trainkit.plan`.
 
 Sources: NeMo 1.12 and 2.1, megatron_gpt_model.py, megatron_base_model.py (_validate_config),
 utils/exp_manager.py, core/optim/lr_scheduler.py; pytorch-lightning 1.7.7 and 2.4.0.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 
 from trainkit.base.errors import Problem
 from trainkit.engines.gpt_neox.limits import value_and_default
@@ -17,8 +19,29 @@ from trainkit.engines.nemo.config import CONSTANT, SET_BY
 from trainkit.engines.nemo.data import PREFIX, data_problems
 from trainkit.engines.nemo.generations import NemoGeneration
 from trainkit.engines.options import OptionTable, check_engine_args
+from trainkit.engines.rules import FP32, PUBLISHED, WRITTEN
 from trainkit.jobs.schema import Dataset, Job
+from trainkit.plan.rules import StateBytes
 
+RULES = replace(
+    PUBLISHED,
+    engine="nemo",
+    families=("gpt", "llama"),  # Llama: 24.12 alone, which its limits ask
+    uneven_stages=False,
+    whole_rounds=True,
+    zero_stages=(0, 1),
+    zero_in_pipeline=(0, 1),
+    pads_weights=True,
+    # Gradients in 16 bits: its 5B runs at micro-batch 2 on one node of A100-80GB without
+    # recomputation (22.09's table of throughput), which 18 bytes
+    # a parameter would not leave room for.
+    states={"fp16": StateBytes(2, 2, 4, 4), "bf16": StateBytes(2, 2, 4, 4), "fp32": FP32},
+    saves_scores=True,  # 22.09 has no fused attention
+    logit_bytes=10,
+    checkpoint_weights=WRITTEN,
+    saves_key="exp_manager.create_checkpoint_callback",
+    uncounted=("model.num_moe_experts", "model.context_parallel_size"),
+)
 # Keys that only have their default with nemo, and why.
 NO_COUNTERPART: dict[str, str] = {
     "training.rampup_batch_size": "its schedule counts steps of one batch size",

@@ -6,6 +6,7 @@ starts the node's ranks.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import re
 from pathlib import Path
@@ -13,18 +14,15 @@ from pathlib import Path
 from trainkit.base.documents import canonical_json, read_document
 from trainkit.base.errors import ConfigError, Problem
 from trainkit.base.git import head_commit
+from trainkit.engines.compiled import package_folders
 from trainkit.engines.contract import Command
-from trainkit.engines.foreign import (
-    EngineProgram,
-    listed_checkpoints,
-    rank_command,
-    take_back_metrics,
-)
-from trainkit.engines.launchable import launcher_problems
+from trainkit.engines.foreign import EngineProgram, ForeignEngine, rank_command, run_name
+from trainkit.engines.imported import ImportedJob, ImportRequest
 from trainkit.engines.megatron_lm.data import MegatronData, data_of
 from trainkit.engines.neuronx_nemo.argv import (
     COMPILE_STEPS,
     PORT,
+    SCRIPT,
     NeuronxPlaces,
     argv_problems,
     neuronx_argv,
@@ -32,26 +30,25 @@ from trainkit.engines.neuronx_nemo.argv import (
     saves,
 )
 from trainkit.engines.neuronx_nemo.generations import (
-    ENGINE,
+    RULES,
     ScriptGeneration,
     environment_of,
     generation_of,
 )
-from trainkit.engines.options import OptionTable, load_table, version_at
+from trainkit.engines.options import OptionTable
 from trainkit.engines.rank import neuronx_nemo as reader
+from trainkit.engines.rank.nemo import finished_names
 from trainkit.engines.rank.node_setup import NodeSetup
 from trainkit.engines.rank.spec import RequiredModule
 from trainkit.engines.requirements import required_versions
 from trainkit.engines.sources import (
     engine_python,
-    engine_version,
     engines_root,
     source_of,
     source_tree,
-    version_of_tree,
+    text_of,
 )
 from trainkit.jobs.schema import Job
-from trainkit.runs.checkpoint_list import ListedCheckpoint
 from trainkit.runs.folder import RunFolder
 
 FOLDER = Path("nemo/examples/nlp/language_modeling")  # where the scripts begin
@@ -77,45 +74,6 @@ DEVICES = "/dev/neuron[0-9]*"
 NO_DEVICE = "this is no Trainium instance, or aws-neuronx-dkms is not installed (neuron-ls)"
 
 
-def version_of(job: Job) -> str | None:
-    """Whose options a job's tree has; see `version_of_tree`."""
-    return version_of_tree(job, ENGINE, _version_at)
-
-
-def _version_at(revision: str) -> str | None:
-    named = re.fullmatch(r"(\d+(?:\.\d+)+)_release", revision)
-    return version_at(ENGINE, revision) or (named[1] if named else None)
-
-
-def table_of(job: Job) -> OptionTable:
-    """The keys of the job's version. Raises ConfigError where it is not known."""
-    version = version_of(job) or engine_version(source_tree(job), ENGINE)
-    return load_table(ENGINE, version)
-
-
-def engine_notes(job: Job) -> list[str]:
-    """What of a job is passed on otherwise than it stands there, in words; nothing where its
-    version is not known yet."""
-    try:
-        version = version_of(job)
-    except ConfigError:
-        return []
-    if version is None:
-        return []
-    table = load_table(ENGINE, version)
-    notes = [table.notice] if table.notice else []
-    if not job.precompile and not saves(job, generation_of(table.version)):
-        notes.append(
-            "this run writes no checkpoint, as the scripts have it: it cannot be resumed;"
-            ' engine_args."exp_manager.create_checkpoint_callback" = true writes some'
-        )
-    if job.checkpoint.keep_every is not None:
-        notes.append("checkpoint.keep_every has no effect: the engine keeps the newest")
-    if job.generate.model_fields_set:
-        notes.append("generate has no effect: a run of neuronx-nemo ends without a sample")
-    return notes
-
-
 def node_setup(job: Job, generation: ScriptGeneration) -> NodeSetup:
     """What the scripts set on each node, and the devices it must have."""
     several = not job.cluster.launcher_traits.one_machine
@@ -130,29 +88,85 @@ def node_setup(job: Job, generation: ScriptGeneration) -> NodeSetup:
     )
 
 
-class NeuronxNemo:
+class NeuronxNemo(ForeignEngine):
     """One torchrun a node; the job travels as its command line."""
 
-    def problems(self, job: Job) -> list[Problem]:
-        """What this version of the engine cannot do. Nothing of its keys while the tree is still
-        to be cloned: `command` says it then."""
-        found = launcher_problems(job)
+    name = "neuronx-nemo"
+    rules = RULES
+    entry_files = ("build.sh", str(FOLDER / SCRIPT))
+    keeps = "neuronx-nemo keeps the newest, as many as checkpoint.keep_last says"
+    devices = ("cpu", "neuron")
+    compiles = True
+    wheels = ("nemo", "apex")
+
+    def version_in(self, tree: Path) -> str | None:
+        """Its scripts tell: train_setup.sh came with the second generation of them."""
+        if (tree / FOLDER / "train_setup.sh").is_file():
+            return "2.21"
+        if "--distribution-strategy=nemo" in text_of(tree / FOLDER / "test.sh"):
+            return "2.13.1"
+        return None
+
+    def version_at(self, revision: str) -> str | None:
+        named = re.fullmatch(r"(\d+(?:\.\d+)+)_release", revision)
+        return super().version_at(revision) or (named[1] if named else None)
+
+    def option_problems(self, job: Job, table: OptionTable) -> list[Problem]:
+        return argv_problems(job, generation_of(table.version), table)
+
+    def version_notes(self, job: Job, table: OptionTable) -> list[str]:
+        notes = []
+        if not job.precompile and not saves(job, generation_of(table.version)):
+            notes.append(
+                "this run writes no checkpoint, as the scripts have it: it cannot be resumed;"
+                ' engine_args."exp_manager.create_checkpoint_callback" = true writes some'
+            )
+        if job.checkpoint.keep_every is not None:
+            notes.append("checkpoint.keep_every has no effect: the engine keeps the newest")
+        if job.generate.model_fields_set:
+            notes.append("generate has no effect: a run of neuronx-nemo ends without a sample")
+        return notes
+
+    def helper_folders(self, tree: Path, python: str) -> list[Path]:
+        """In the package that its interpreter imports, where `compile_helper()` of nemo's
+        dataset_utils runs make."""
+        below = "collections/nlp/data/language_modeling/megatron"
+        return [folder / below for folder in package_folders(python, "nemo")]
+
+    def is_its_file(self, path: Path, text: str) -> bool:
+        """A script that runs NeMo's, itself or by those that it calls."""
+        from trainkit.engines.neuronx_nemo.import_script import read_scripts
+
+        with contextlib.suppress(ConfigError):  # reading it says why
+            return not path.is_dir() and SCRIPT in read_scripts(path)
+        return False
+
+    def import_job(self, request: ImportRequest) -> ImportedJob:
+        from trainkit.engines.neuronx_nemo.import_script import import_neuronx
+
+        path = request.only_file(self.name)
+        return import_neuronx(path, request.words, request.job_name, request.version)
+
+    def compiled_nodes(self, job: Job) -> int | None:
+        """As it is now: 0 where its tree or its data are not there yet."""
         try:
-            version = version_of(job)
-            if version is not None:
-                found += argv_problems(job, generation_of(version), load_table(ENGINE, version))
-        except ConfigError as error:
-            found += error.list
-        return found
+            table = self.table_of(job)
+            generation = generation_of(table.version)
+            places = NeuronxPlaces(Path(), Path(), "")
+            argv = neuronx_argv(job, generation, table, data_of(job), places)
+        except ConfigError:
+            return 0
+        folder = graphs_folder(job, graphs_key(job, generation, argv))
+        return sum(_is_compiled(folder / f"{node}.json") for node in range(job.nodes))
 
     def command(self, job: Job, run: RunFolder, attempt: int) -> Command:
-        table = table_of(job)
+        table = self.table_of(job)
         generation = generation_of(table.version)
         data = data_of(job)
         places = NeuronxPlaces(
             run.path / "nemo",
             run.checkpoints,
-            f"{run.job_name}-{run.id}",
+            run_name(run),
             reader.newest_whole(run.checkpoints),
         )
         argv: tuple[str, ...] = neuronx_argv(job, generation, table, data, places)
@@ -165,14 +179,14 @@ class NeuronxNemo:
         env = environment_of(generation, precision, compiling=job.precompile)
         key = graphs_key(job, generation, argv)
         whole = EngineProgram(
-            engine=ENGINE,
+            engine=self.name,
             python=str(engine_python(job)),
             tree=tree / FOLDER,
             argv=argv,
             env={**env, "NEMO_EXPM_VERSION": run.id},
             modules=tuple(RequiredModule(name, MEND) for name in MODULES),
             reads=_reads(job, data),
-            versions=required_versions(source_of(job), ENGINE, table.version),
+            versions=required_versions(source_of(job), self.name, table.version),
             program=program,
             port=PORT,
             node=node_setup(job, generation),
@@ -182,32 +196,16 @@ class NeuronxNemo:
         )
         return rank_command(_as_run(job), run, attempt, whole)
 
-    def resume_problems(self, job: Job, run: RunFolder) -> list[Problem]:
-        """Its files are of tensor- and pipeline-parallel ranks; with ZeRO of all of them."""
+    def saved_degrees(self, run: RunFolder) -> tuple[Path, int, int] | None:
         newest = reader.newest_whole(run.checkpoints)
-        if newest is None:
-            return []
-        p = job.parallelism
-        there = reader.grid(run.checkpoints)
-        asked = (p.tensor_model_parallel_size, p.pipeline_model_parallel_size)
-        if there in ((), asked, asked[:1] if asked[1] == 1 else asked):
-            return []
-        return [
-            Problem(
-                f"{newest.name} was saved by {' x '.join(map(str, there))} tensor- and"
-                f" pipeline-parallel ranks, and the job has {asked[0]} x {asked[1]}",
-                hint="resume with the same degrees",
-            )
-        ]
+        grid = reader.grid(run.checkpoints)
+        if newest is None or not grid:
+            return None
+        tensor, stages = (*grid, 1)[:2]
+        return newest, tensor, stages
 
-    def before_attempt(self, job: Job, run: RunFolder) -> None:
-        """Rows of metrics after the checkpoint from which the engine goes on are taken back."""
-        if problems := self.resume_problems(job, run):
-            raise ConfigError(problems)
-        take_back_metrics(job, run)
-
-    def checkpoints(self, run: RunFolder, *, hashes: bool) -> list[ListedCheckpoint]:
-        return listed_checkpoints(ENGINE, run)
+    def checkpoint_names(self, run: RunFolder) -> list[str]:
+        return finished_names(run.checkpoints)
 
 
 def _as_run(job: Job) -> Job:
@@ -237,20 +235,6 @@ def graphs_key(job: Job, generation: ScriptGeneration, argv: tuple[str, ...]) ->
 def graphs_folder(job: Job, key: str) -> Path:
     """<root>/engines/graphs/KEY: a file of each node whose graphs were compiled."""
     return engines_root(job) / "graphs" / key
-
-
-def compiled_nodes(job: Job) -> int:
-    """How many of a job's nodes have compiled its graphs, as it is now: none where its tree or its
-    data are not there yet."""
-    try:
-        table = table_of(job)
-        generation = generation_of(table.version)
-        places = NeuronxPlaces(Path(), Path(), "")
-        argv = neuronx_argv(job, generation, table, data_of(job), places)
-    except ConfigError:
-        return 0
-    folder = graphs_folder(job, graphs_key(job, generation, argv))
-    return sum(_is_compiled(folder / f"{node}.json") for node in range(job.nodes))
 
 
 def _is_compiled(record: Path) -> bool:

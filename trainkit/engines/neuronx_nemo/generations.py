@@ -1,4 +1,5 @@
-"""What the two generations of neuronx-nemo-megatron's scripts set: environment and precision.
+"""What the two generations of neuronx-nemo-megatron's scripts set: environment and precision;
+and the engine's rules for `trainkit.plan`.
 
 Sources: nemo/examples/nlp/language_modeling/train_setup.sh and compile.slurm at f4743ce (2024-12,
 the merge of 2.21_release), test.sh and compile.slurm of the branch 2.13.1_release (2023-08).
@@ -8,13 +9,34 @@ Variables that the scripts export and only they themselves read (TP, OPTIM_NAME,
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trainkit.engines.options import release
+from trainkit.engines.rules import FP32, PUBLISHED, WRITTEN
+from trainkit.plan.rules import StateBytes
 
 ENGINE = "neuronx-nemo"
 # engine_args: the scripts' own variable of this name
 PRECISION_KEY = "training_precision"
+
+RULES = replace(
+    PUBLISHED,
+    engine="neuronx-nemo",
+    families=("gpt",),  # conf/megatron_gpt_config.yaml, which its GPT scripts read
+    uneven_stages=False,
+    whole_rounds=True,
+    zero_stages=(0, 1),  # wrap_with_zero
+    zero_in_pipeline=(0, 1),
+    pads_weights=True,
+    # XLA_USE_BF16: all tensors are bf16 on the device
+    states={"fp16": StateBytes(2, 2, 0, 2), "bf16": StateBytes(2, 2, 0, 2), "fp32": FP32},
+    saves_scores=True,
+    logit_bytes=10,
+    # as NeMo, which it is made from; no size of its own is published
+    checkpoint_weights=WRITTEN,
+    saves_key="exp_manager.create_checkpoint_callback",
+    save_seconds=3600,  # its scripts' train_time_interval
+)
 
 
 @dataclass(frozen=True)

@@ -239,6 +239,11 @@ def found_checkpoints(folder: Path) -> list[FoundCheckpoint]:
     return sorted(found, key=lambda each: (each.step, bool(each.problems)))
 
 
+def finished_names(folder: Path) -> list[str]:
+    """Checkpoints that were written to their end, by their names alone."""
+    return [each.name for each in saved_names(folder) if not each.unfinished]
+
+
 def rank_grid(folder: Path) -> tuple[int, ...]:
     """The sizes of the ranks' grid, as its folders say it: a rank has one from its first save."""
     ranks = [rank for rank in (_rank_of(each.name) for each in subfolders(folder)) if rank]

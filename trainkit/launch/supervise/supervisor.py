@@ -16,7 +16,6 @@ from trainkit.base.files import write_json
 from trainkit.base.process import identity
 from trainkit.engines.contract import Engine
 from trainkit.engines.registry import ENGINES
-from trainkit.engines.rules import RULES
 from trainkit.jobs.resolved import read_job
 from trainkit.jobs.resume_changes import changed_job, write_changed_job
 from trainkit.jobs.schema import Job
@@ -392,7 +391,7 @@ class Supervisor:
             self.observer.notice(line)
             written, self.job = changed_job(self.run.job, [f"nodes={len(hosts)}"])
             write_changed_job(self.run.job, written)
-            write_json(self.run.plan, make_plan(self.job, rules=RULES[self.job.engine]).to_json())
+            write_json(self.run.plan, make_plan(self.job, rules=self.engine.rules).to_json())
         return hosts
 
     def _shrunk_job(self, nodes: int) -> Job | None:
@@ -402,7 +401,7 @@ class Supervisor:
             _, job = changed_job(self.run.job, [f"nodes={nodes}"])
         except ConfigError:
             return None
-        if make_plan(job, rules=RULES[job.engine]).objections:
+        if make_plan(job, rules=ENGINES[job.engine].rules).objections:
             return None
         if self.engine.problems(job) or self.engine.resume_problems(job, self.run):
             return None
