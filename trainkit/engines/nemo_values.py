@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
 from trainkit.base.errors import ConfigError
+from trainkit.engines.given import Given
 from trainkit.engines.hydra_config import Unknown
 from trainkit.engines.options import OptionTable
 
@@ -19,7 +20,6 @@ CONSTANT = "model.optim.sched.constant_steps"
 _RECOMPUTE = "model.activations_checkpoint"
 _TOP_K = "exp_manager.checkpoint_callback_params.save_top_k"
 _MOCK_SPLIT = "99990,8,2"  # the launcher's own, and trainkit's
-_TIMES = 2**31
 # the blocks of family llama, by NeMo's keys
 LLAMA_BLOCKS: Mapping[str, object] = {
     "model.normalization": "rmsnorm",
@@ -49,7 +49,6 @@ class Dialect:
         table: the keys of its version.
         set_by: keys that trainkit sets from a job, and the keys of jobs.toml that say them.
         usual: what trainkit's command says by itself of keys that no key of jobs.toml says.
-        silent: what the engine does where a configuration does not have the key.
         recompute: activations_checkpoint_method and _num_layers that go with each granularity.
         zero: names of optimizers that share their state out.
     """
@@ -58,30 +57,23 @@ class Dialect:
     table: OptionTable
     set_by: Mapping[str, str]
     usual: Mapping[str, object]
-    silent: Mapping[str, object]
     recompute: Mapping[str, tuple[object, object]]
     zero: tuple[str, ...] = ()
 
 
 @dataclass
-class NemoValues:
-    """What a configuration says, and what is taken out of it.
+class NemoValues(Given):
+    """What a configuration says, by dotted keys.
 
     Args:
-        given: values by their dotted keys that nobody has taken yet.
         dialect: of the engine.
-        engine_args: what stays in NeMo's own words.
-        left: what has no place in a job, a line each.
     """
 
-    given: dict[str, object]
-    dialect: Dialect
-    engine_args: dict[str, object] = field(default_factory=dict)
-    left: list[str] = field(default_factory=list)
+    dialect: Dialect = field(kw_only=True)
 
     def peek(self, key: str) -> object:
         """A value, without taking it. Raises ConfigError: the files do not say it."""
-        found = self.given.get(key, self.dialect.silent.get(key))
+        found = super().peek(key)
         if isinstance(found, Unknown):
             raise ConfigError(
                 f"{key} is not known: {found.why}",
@@ -89,61 +81,12 @@ class NemoValues:
             )
         return found
 
-    def take(self, key: str) -> object:
-        """A value, which then is no longer there."""
-        found = self.peek(key)
-        self.given.pop(key, None)
-        return found
-
-    def whole(self, key: str, least: int | None = None) -> int | None:
-        """Take a whole number, one of at least `least` where that is given. Raises ConfigError
-        for anything else."""
-        found = self.take(key)
-        if found is None and least is None:
-            return None
-        if isinstance(found, float) and found.is_integer():
-            found = int(found)
-        if isinstance(found, bool) or not isinstance(found, int) or abs(found) >= _TIMES**2:
-            raise ConfigError(f"{key} = {found!r}: a whole number is needed here")
-        if least is not None and found < least:
-            raise ConfigError(f"{key} = {found}: it is {least} at least")
-        return found
-
-    def count(self, key: str) -> int:
-        """Take a number from 1. Raises ConfigError for anything else."""
-        return self.whole(key, 1) or 1
-
-    def number(self, key: str) -> float | None:
-        """Take a number. Raises ConfigError for anything else."""
-        found = self.take(key)
-        if found is None:
-            return None
-        if isinstance(found, bool) or not isinstance(found, (int, float)):
-            raise ConfigError(f"{key} = {found!r}: a number is needed here")
-        return float(found)
-
-    def flag(self, key: str) -> bool:
-        """Take true or false; null is false. Raises ConfigError for anything else."""
-        found = self.take(key)
-        if found in (None, True, False):
-            return bool(found)
-        raise ConfigError(f"{key} = {found!r}: true or false is needed here")
-
-    def leave(self, key: str, value: object, why: str) -> None:
-        """Note that a value is not taken."""
-        self.left.append(f"{key} = {value!r}: {why}")
-
-    def drop(self, key: str, value: object) -> None:
-        """Take a key that says what follows from others, where it does."""
-        if self.given.get(key) == value:
-            del self.given[key]
-
 
 def taken_model(values: NemoValues) -> dict[str, object]:
     """[models.X]. Raises ConfigError: a value is missing or of another kind."""
     hidden = values.count("model.hidden_size")
     length = values.count("model.encoder_seq_length")
-    values.drop("model.data.seq_length", length)
+    values.drop_implied("model.data.seq_length", length)
     llama = _is_llama(values)
     found: dict[str, object] = {
         "family": "llama" if llama else "gpt",
@@ -199,7 +142,9 @@ def taken_parallelism(values: NemoValues) -> dict[str, object]:
         "pipeline_model_parallel_size": stages,
         "sequence_parallel": values.flag("model.sequence_parallel"),
     }
-    values.drop("exp_manager.checkpoint_callback_params.model_parallel_size", tensor * stages)
+    values.drop_implied(
+        "exp_manager.checkpoint_callback_params.model_parallel_size", tensor * stages
+    )
     chunks = values.whole("model.virtual_pipeline_model_parallel_size")
     if chunks is not None and chunks > 1:
         found["virtual_pipeline_model_parallel_size"] = chunks
@@ -286,8 +231,8 @@ def _intervals(values: NemoValues, steps: int) -> dict[str, object]:
 def _recompute(values: NemoValues) -> str:
     granularity = values.take(f"{_RECOMPUTE}_granularity")
     if granularity == "full" and values.peek(f"{_RECOMPUTE}_num_layers") == 0:
-        values.drop(f"{_RECOMPUTE}_num_layers", 0)
-        values.drop(f"{_RECOMPUTE}_method", "block")
+        values.drop_implied(f"{_RECOMPUTE}_num_layers", 0)
+        values.drop_implied(f"{_RECOMPUTE}_method", "block")
         return "none"
     if granularity in (None, "none"):
         return "none"
@@ -296,8 +241,8 @@ def _recompute(values: NemoValues) -> str:
             f"{_RECOMPUTE}_granularity = {granularity!r}: it is 'full', 'selective' or null"
         )
     method, number = values.dialect.recompute[str(granularity)]
-    values.drop(f"{_RECOMPUTE}_method", method)
-    values.drop(f"{_RECOMPUTE}_num_layers", number)
+    values.drop_implied(f"{_RECOMPUTE}_method", method)
+    values.drop_implied(f"{_RECOMPUTE}_num_layers", number)
     return str(granularity)
 
 

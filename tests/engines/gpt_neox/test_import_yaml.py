@@ -165,8 +165,8 @@ BAD: Sequence[tuple[str, str]] = [
     (MINIMAL.replace('"train_iters"', '"train_epochs"'), "give no train_iters"),
     (MINIMAL.replace("}", ', "norm": "scalenorm"}'), "no family of models has norm"),
     (MINIMAL.replace("}", ', "precision": "fp8"}'), "precision = 'fp8' is none of"),
-    (MINIMAL.replace("}", ', "optimizer": 3}'), "optimizer = 3 is no table"),
-    (MINIMAL.replace("}", ', "min_lr": "low"}'), "min_lr = 'low' is no number"),
+    (MINIMAL.replace("}", ', "optimizer": 3}'), "optimizer = 3: a table is needed"),
+    (MINIMAL.replace("}", ', "min_lr": "low"}'), "min_lr = 'low': a number is needed"),
 ]
 
 

@@ -141,7 +141,7 @@ def import_nemo(path: Path, words: Sequence[str], name: str, version: str) -> Im
     if not given.get("model.virtual_pipeline_model_parallel_size"):
         one_chunk = {"model.overlap_p2p_comm": False, "model.batch_p2p_comm": True}
         dialect = replace(dialect, usual={**dialect.usual, **one_chunk})
-    values = NemoValues(given, dialect, left=list(composed.left))
+    values = NemoValues(given, _SILENT, left=list(composed.left), dialect=dialect)
     if not name:
         said = given.pop("run.name", None)
         name = said if isinstance(said, str) else path.stem.removesuffix("_hydra")
@@ -204,7 +204,7 @@ def _dialect(generation: NemoGeneration) -> Dialect:
         f"trainer.{generation.sampler}": False,
     }
     recompute = {"full": ("uniform", 1), "selective": (None, None)}
-    return Dialect(ENGINE, table, SET_BY, usual, _SILENT, recompute, _DISTRIBUTED)
+    return Dialect(ENGINE, table, SET_BY, usual, recompute, _DISTRIBUTED)
 
 
 def _job(values: NemoValues, generation: NemoGeneration, name: str) -> ImportedJob:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from trainkit.base.errors import ConfigError
@@ -190,8 +191,8 @@ def _values(command: ShellCommand, version: str) -> NemoValues:
         "model.load_xser": generation.load_xser,
         "exp_manager.create_checkpoint_callback": generation.saves,
     }
-    dialect = Dialect(ENGINE, table, SET_BY, usual, silent, _RECOMPUTE)
-    values = NemoValues(given, dialect, left=list(command.notes))
+    dialect = Dialect(ENGINE, table, SET_BY, usual, _RECOMPUTE)
+    values = NemoValues(given, silent, left=list(command.notes), dialect=dialect)
     for each in overrides:
         if each.prefix == "~":
             values.left.append(f"~{each.path}: nothing here takes a key away")
@@ -204,7 +205,7 @@ def _values(command: ShellCommand, version: str) -> NemoValues:
 def _fewest(values: NemoValues) -> int:
     """Nodes that hold the model once."""
     degrees = [
-        NemoValues(dict(values.given), values.dialect).count(f"model.{kind}_model_parallel_size")
+        replace(values, given=dict(values.given)).count(f"model.{kind}_model_parallel_size")
         for kind in _KINDS
     ]
     return max(1, -(-degrees[0] * degrees[1] // CORES))
