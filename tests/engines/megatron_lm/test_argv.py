@@ -402,7 +402,7 @@ def test_what_has_no_interval_happens_at_the_end_only() -> None:
          "takes constant, linear, cosine"),
         (["checkpoint.save_first=true"], "core-0.12.0", "checkpoint.save_first"),
         (["init_from=hf:gpt2"], "core-0.12.0", "init_from"),
-        (["validation={more=\"mock\"}"], "core-0.12.0", "validation.more"),
+        (["validation={more=\"mock\"}"], "core-0.12.0", "validation = {more}"),
         (["wandb={project=\"p\",entity=\"e\"}"], "core-0.14.0", ""),
     ],
 )  # fmt: skip

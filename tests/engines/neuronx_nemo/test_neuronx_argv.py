@@ -270,7 +270,7 @@ def test_what_the_job_says_beyond_the_scripts(jobs: Jobs) -> None:
         (["engine_args.training_precision=fp32"], "do not go together"),
         (["engine_args.training_precision=fp32_ZeroOptMaster"], "shares its optimizer out"),
         (["training.precision=fp16"], "training.precision = 'fp16'"),
-        (["training.lr_decay_style=linear"], "the engine has 'cosine' only"),
+        (["training.lr_decay_style=linear"], "has no counterpart in neuronx-nemo"),
         (["training.z_loss=1e-4"], "training.z_loss = 0.0001"),
         ([*OLDER, "training.precision=fp32"], "the scripts of 2.13.1 have bf16SR"),
         (["cluster.device=cuda"], "is planned for, but not launched"),

@@ -15,10 +15,10 @@ from dataclasses import replace
 from trainkit.base.errors import Problem
 from trainkit.data.fetch.ranges import expand
 from trainkit.engines.gpt_neox.config import SAID_IN_TABLES
+from trainkit.engines.job_values import counterpart_problems
 from trainkit.engines.rules import FP32, PUBLISHED, WRITTEN
 from trainkit.jobs.datasets import Dataset
 from trainkit.jobs.schema import Job
-from trainkit.jobs.table import Table
 from trainkit.plan.rules import StateBytes
 
 RULES = replace(
@@ -82,20 +82,7 @@ UNSAFE = ('"', "$", "`", "\\", "\n")
 
 def job_problems(job: Job) -> Iterator[Problem]:
     """Everything in the job that GPT-NeoX has no word for."""
-    for key, why in NO_COUNTERPART.items():
-        value, usual = value_and_default(job, key)
-        if value != usual:
-            yield Problem(
-                f"{key} = {_shown(value)} has no counterpart in gpt-neox: {why}",
-                hint=f"leave {key} out, or train with --set engine=native",
-            )
-    for key, known in CHOICES.items():
-        value, _ = value_and_default(job, key)
-        if value not in known:
-            yield Problem(
-                f"{key} = {_shown(value)} has no counterpart in gpt-neox",
-                hint=f"it knows {', '.join(known)}",
-            )
+    yield from counterpart_problems(job, "gpt-neox", NO_COUNTERPART, CHOICES)
     yield from _number_problems(job)
     yield from _schedule_problems(job)
     yield from _vocabulary_problems(job)
@@ -103,28 +90,6 @@ def job_problems(job: Job) -> Iterator[Problem]:
     yield from _device_problems(job)
     yield from _table_problems(job)
     yield from _pipe_problems(job)
-
-
-def value_and_default(job: Job, key: str) -> tuple[object, object]:
-    """What a dotted key of the job says, and what it says by default."""
-    *path, last = key.split(".")
-    table: Table = job
-    for name in path:
-        table = getattr(table, name)
-    default = type(table).model_fields[last].get_default(call_default_factory=True)
-    return getattr(table, last), default
-
-
-def _shown(value: object) -> str:
-    if isinstance(value, str):
-        return f"'{value}'"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, Mapping):
-        return f"{{{', '.join(value)}}}"
-    if isinstance(value, Table):
-        return "{...}"
-    return str(value)
 
 
 def _number_problems(job: Job) -> Iterator[Problem]:

@@ -8,17 +8,42 @@ validate_args of each; gpt_builders.py; bigscience at 8b25137, experiments/gpt2.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import assert_never
 
 from trainkit.base.errors import ConfigError, Problem
+from trainkit.engines.job_values import counterpart_problems
 from trainkit.engines.megatron_lm.data import MegatronData, put_data, put_tokenizer
 from trainkit.engines.megatron_lm.rules import sharding_obstacle
-from trainkit.engines.megatron_lm.words import SET_BY, MegatronWords, said
+from trainkit.engines.megatron_lm.words import SET_BY, MegatronWords
 from trainkit.engines.options import OptionTable, check_engine_args, release
 from trainkit.jobs.schema import Job, Model
 
+# keys that only have their default with Megatron-LM, and why
+NO_COUNTERPART: Mapping[str, str] = {
+    "training.rampup_batch_size": "it refuses it where training is counted in iterations",
+    "training.z_loss": "it has none on the logits of the model",
+    "training.recompute_every": (
+        "it recomputes every block of a stage, or its first ones: engine_args recompute-method and"
+        " recompute-num-layers say which"
+    ),
+    "training.on_nan": "engine native does that",
+    "training.on_spike": "engine native does that",
+    "training.compile": "engine native does that",
+    "parallelism.pipeline_schedule": "its pipeline is 1F1B",
+    "checkpoint.save_first": "engine native does that",
+    "checkpoint.keep_best": "it deletes no checkpoint",
+    "init_from": "it begins with weights of its own format only: engine_args",
+    "kernels": "it chooses its kernels by options of its own: engine_args",
+    "profile": "engine_args profile, profile-step-start and -end say it",
+    "validation": "further validation sets are engine native's",
+}
+CHOICES: Mapping[str, tuple[str, ...]] = {
+    "model.init_method": ("normal",),
+    "model.output_layer_init_method": ("scaled",),
+}
 # words of `args` that would make a run end, begin or save elsewhere than its records say
 _NEVER_RAW = ("save", "load", "train-iters", "train-samples")
 
@@ -72,7 +97,7 @@ def argv_problems(job: Job, table: OptionTable) -> list[Problem]:
 
 
 def _collected(job: Job, table: OptionTable) -> MegatronWords:
-    words = MegatronWords(table, job.engine_args)
+    words = MegatronWords(table, job)
     words.problems += check_engine_args(job, table, SET_BY)
     _refuse_raw(words, job)
     _put_model(words, job.model)
@@ -83,7 +108,7 @@ def _collected(job: Job, table: OptionTable) -> MegatronWords:
     _put_recompute(words, job)
     _put_parallelism(words, job)
     _put_intervals(words, job)
-    _refuse_guards(words, job)
+    words.problems += counterpart_problems(job, "Megatron-LM", NO_COUNTERPART, CHOICES)
     _put_device(words, job)
     put_tokenizer(words, job)
     return words
@@ -97,10 +122,7 @@ def _refuse_raw(words: MegatronWords, job: Job) -> None:
 
 
 def _put_model(words: MegatronWords, model: Model) -> None:
-    words.put("num-layers", model.num_layers, "model.num_layers")
-    words.put("hidden-size", model.hidden_size, "model.hidden_size")
-    words.put("num-attention-heads", model.num_attention_heads, "model.num_attention_heads")
-    words.put("seq-length", model.seq_length, "model.seq_length")
+    words.put_said("num-layers", "hidden-size", "num-attention-heads", "seq-length")
     words.put("max-position-embeddings", model.positions, "model.max_position_embeddings")
     gated = model.architecture.mlp.gated
     if gated or model.ffn_width != 4 * model.hidden_size:
@@ -129,10 +151,13 @@ def _put_model(words: MegatronWords, model: Model) -> None:
         # with the fusion, GELU is its tanh approximation (core/fusions/fused_bias_gelu.py)
         words.put("no-bias-gelu-fusion", True, "model.gelu = 'exact'")
     epsilon = "norm-epsilon" if words.has("norm-epsilon") else "layernorm-epsilon"
-    words.put_unless_default(epsilon, model.layernorm_epsilon, "model.layernorm_epsilon")
-    for key in ("attention_dropout", "hidden_dropout", "make_vocab_size_divisible_by"):
-        words.put_unless_default(key.replace("_", "-"), getattr(model, key), f"model.{key}")
-    words.put_unless_default("init-method-std", model.init_method_std, "model.init_method_std")
+    words.put_said_unless_default(
+        epsilon,
+        "attention-dropout",
+        "hidden-dropout",
+        "make-vocab-size-divisible-by",
+        "init-method-std",
+    )
 
 
 def _put_rotary(words: MegatronWords, model: Model) -> None:
@@ -182,27 +207,14 @@ def _refuse_shapes(words: MegatronWords, model: Model) -> None:
             "engine = 'gpt-neox' and 'native' have it; gpt_j_residual = false is one after the"
             " other",
         )
-    usual = {"init_method": "normal", "output_layer_init_method": "scaled"}
-    for key, value in usual.items():
-        if getattr(model, key) != value:
-            words.refuse(
-                f"model.{key} = '{getattr(model, key)}': Megatron-LM has '{value}' only",
-                f"set model.{key} = '{value}' and init_method_std, or engine = 'gpt-neox'",
-            )
 
 
 def _put_batches(words: MegatronWords, job: Job) -> None:
     training = job.training
-    words.put("micro-batch-size", training.micro_batch_size, "training.micro_batch_size")
+    words.put_said("micro-batch-size")
     words.put("global-batch-size", job.global_batch_size, "training.global_batch_size")
-    words.put("train-iters", training.train_iters, "training.train_iters")
-    if training.rampup_batch_size is not None:
-        words.refuse(
-            "training.rampup_batch_size: Megatron-LM refuses it where training is counted in"
-            " iterations",
-            "leave it out; engine = 'native' has it",
-        )
-    words.put_unless_default("seed", training.seed, "training.seed")
+    words.put_said("train-iters")
+    words.put_said_unless_default("seed")
     if training.seed >= 2**32:
         words.refuse(f"training.seed {training.seed}: numpy's RandomState takes seeds below 2^32")
     for key in ("reset_attention_mask", "reset_position_ids", "eod_mask_loss"):
@@ -212,33 +224,22 @@ def _put_batches(words: MegatronWords, job: Job) -> None:
 
 def _put_optimizer(words: MegatronWords, job: Job) -> None:
     training = job.training
-    for key in ("lr", "min_lr", "lr_decay_style", "weight_decay", "clip_grad"):
-        words.put(key.replace("_", "-"), getattr(training, key), f"training.{key}")
-    if training.lr_decay_iters is not None:
-        words.put("lr-decay-iters", training.lr_decay_iters, "training.lr_decay_iters")
-    if training.lr_warmup_fraction is not None:
-        words.put("lr-warmup-fraction", training.lr_warmup_fraction, "training.lr_warmup_fraction")
-    elif training.lr_warmup_iters:
-        words.put("lr-warmup-iters", training.lr_warmup_iters, "training.lr_warmup_iters")
+    words.put_said("lr", "min-lr", "lr-decay-style", "weight-decay", "clip-grad")
+    words.put_said("lr-decay-iters", "lr-warmup-fraction")
+    if training.lr_warmup_fraction is None and training.lr_warmup_iters:
+        words.put_said("lr-warmup-iters")
     if training.lr_warmup_init:
-        words.put("lr-warmup-init", training.lr_warmup_init, "training.lr_warmup_init")
+        words.put_said("lr-warmup-init")
     if training.lr_decay_style == "WSD":
-        for key in ("lr_wsd_decay_style", "lr_wsd_decay_iters"):
-            words.put(key.replace("_", "-"), getattr(training, key), f"training.{key}")
-    if training.z_loss:
-        words.refuse(
-            f"training.z_loss {training.z_loss:g}: Megatron-LM has none on the logits of the model",
-            "set training.z_loss = 0.0, or engine = 'native'",
-        )
+        words.put_said("lr-wsd-decay-style", "lr-wsd-decay-iters")
     match training.optimizer:
         case "sgd":
-            words.put("optimizer", "sgd", "training.optimizer")
-            words.put_unless_default("sgd-momentum", training.sgd_momentum, "training.sgd_momentum")
+            words.put_said("optimizer")
+            words.put_said_unless_default("sgd-momentum")
         case "adam":
             if (training.adam_beta1, training.adam_beta2) != (0.9, 0.999) or words.table.notice:
-                words.put("adam-beta1", training.adam_beta1, "training.adam_beta1")
-                words.put("adam-beta2", training.adam_beta2, "training.adam_beta2")
-            words.put_unless_default("adam-eps", training.adam_eps, "training.adam_eps")
+                words.put_said("adam-beta1", "adam-beta2")
+            words.put_said_unless_default("adam-eps")
         case unknown:
             assert_never(unknown)
 
@@ -250,22 +251,17 @@ def _put_precision(words: MegatronWords, job: Job) -> None:
     if training.precision != "fp16":
         return
     if training.loss_scale is not None:
-        words.put("loss-scale", training.loss_scale, "training.loss_scale")
+        words.put_said("loss-scale")
         return
-    for key in ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"):
-        words.put_unless_default(key.replace("_", "-"), getattr(training, key), f"training.{key}")
+    words.put_said_unless_default(
+        "initial-loss-scale", "min-loss-scale", "loss-scale-window", "hysteresis"
+    )
 
 
 def _put_recompute(words: MegatronWords, job: Job) -> None:
     training = job.training
     what = training.recompute_granularity
     key = "training.recompute_granularity"
-    if training.recompute_every > 1:
-        words.refuse(
-            f"training.recompute_every {training.recompute_every}: Megatron-LM recomputes every"
-            " block of a stage, or its first ones",
-            "engine_args recompute-method and recompute-num-layers say which",
-        )
     if what == "none":
         return
     if words.has("recompute-granularity"):
@@ -285,15 +281,10 @@ def _put_recompute(words: MegatronWords, job: Job) -> None:
 
 def _put_parallelism(words: MegatronWords, job: Job) -> None:
     p = job.parallelism
-    tensor = p.tensor_model_parallel_size
-    stages = p.pipeline_model_parallel_size
-    words.put("tensor-model-parallel-size", tensor, "parallelism.tensor_model_parallel_size")
-    words.put("pipeline-model-parallel-size", stages, "parallelism.pipeline_model_parallel_size")
+    words.put_said("tensor-model-parallel-size", "pipeline-model-parallel-size")
     _put_stages(words, job)
-    if p.sequence_parallel and tensor > 1:
-        words.put("sequence-parallel", True, "parallelism.sequence_parallel")
-    if p.pipeline_schedule != "1f1b":
-        words.refuse(f"parallelism.pipeline_schedule = '{p.pipeline_schedule}' is engine native's")
+    if p.sequence_parallel and p.tensor_model_parallel_size > 1:
+        words.put_said("sequence-parallel")
     if p.zero_stage > 1:
         words.refuse(
             f"parallelism.zero_stage {p.zero_stage}: Megatron-LM's distributed optimizer is stage"
@@ -303,11 +294,7 @@ def _put_parallelism(words: MegatronWords, job: Job) -> None:
     elif p.zero_stage == 1:
         _put_distributed_optimizer(words, job)
     if p.data_parallel_replicate_size > 1:
-        words.put(
-            "num-distributed-optimizer-instances",
-            p.data_parallel_replicate_size,
-            "parallelism.data_parallel_replicate_size",
-        )
+        words.put_said("num-distributed-optimizer-instances")
 
 
 def _put_distributed_optimizer(words: MegatronWords, job: Job) -> None:
@@ -358,42 +345,16 @@ def _put_intervals(words: MegatronWords, job: Job) -> None:
     )
     evaluations = training.eval_interval or training.train_iters + 1
     words.put("eval-interval", evaluations, "training.eval_interval")
-    words.put("eval-iters", training.eval_iters, "training.eval_iters")
+    words.put_said("eval-iters")
     saves = training.save_interval or training.train_iters
     words.put("save-interval", saves, "training.save_interval")
     if job.checkpoint.save_async:
-        words.put("async-save", True, "checkpoint.save_async")
-
-
-def _refuse_guards(words: MegatronWords, job: Job) -> None:
-    """What only the native trainer does."""
-    training = job.training
-    own = {
-        "training.on_nan": (training.on_nan, "stop"),
-        "training.on_spike": (training.on_spike, "ignore"),
-        "training.compile": (training.compile, False),
-        "checkpoint.save_first": (job.checkpoint.save_first, False),
-        "checkpoint.keep_best": (job.checkpoint.keep_best, 0),
-        "init_from": (job.init_from, None),
-        "kernels": (job.kernels, "auto"),
-        "profile": (job.profile, None),
-    }
-    for key, (value, usual) in own.items():
-        if value != usual:
-            words.refuse(
-                f"{key} = {said(value)} is what engine native does; Megatron-LM does not",
-                f"leave {key} out",
-            )
-    if job.validation:
-        words.refuse(
-            f"validation.{next(iter(job.validation))}: further validation sets are engine native's",
-            "leave [jobs.X.validation] out",
-        )
+        words.put_said("async-save")
 
 
 def _put_device(words: MegatronWords, job: Job) -> None:
     if job.training.deterministic and job.cluster.device_type == "cuda":
-        words.put("deterministic-mode", True, "training.deterministic")
+        words.put_said("deterministic-mode")
     if words.table.version == "2021":
         # asked for by name in every published command of its time; there is no other on GPUs
         words.put("distributed-backend", _backend(job), "cluster.device")

@@ -6,7 +6,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from trainkit.base.errors import Problem
+from trainkit.engines.job_values import said, value_and_default
 from trainkit.engines.options import Option, OptionTable, Value
+from trainkit.jobs.schema import Job
 
 # Options that trainkit sets from a job, and the keys of jobs.toml that say them.
 SET_BY: Mapping[str, str] = {
@@ -120,16 +122,16 @@ class MegatronWords:
 
     Args:
         table: the options of the version.
-        engine_args: what the job gives by the engine's own names: an option there is the job's
-            word, and trainkit's own is left out.
+        job: an option of its engine_args is its own word, and trainkit's is left out.
     """
 
-    def __init__(self, table: OptionTable, engine_args: Mapping[str, Value]) -> None:
+    def __init__(self, table: OptionTable, job: Job) -> None:
         self.table = table
+        self.job = job
         self.words: list[str] = []
         self.problems: list[Problem] = []
         self._given = {
-            option.name for name in engine_args if (option := table.find(name)) is not None
+            option.name for name in job.engine_args if (option := table.find(name)) is not None
         }
 
     @property
@@ -171,6 +173,20 @@ class MegatronWords:
             return
         self.put(name, value, key)
 
+    def put_said(self, *names: str) -> None:
+        """As `put`, options with the values of the keys that SET_BY has for them; nothing where the
+        job leaves a key out."""
+        for name in names:
+            value, _ = value_and_default(self.job, SET_BY[name])
+            if value is not None:
+                self.put(name, value, SET_BY[name])
+
+    def put_said_unless_default(self, *names: str) -> None:
+        """The same as `put_unless_default`."""
+        for name in names:
+            value, _ = value_and_default(self.job, SET_BY[name])
+            self.put_unless_default(name, value, SET_BY[name])
+
     def put_where_known(self, name: str, value: Value) -> None:
         """As `put`, and nothing where the version does not have the option."""
         if name in self.table:
@@ -190,12 +206,3 @@ def _same(option: Option, value: Value) -> bool:
     if option.action != "store":
         return value is False
     return option.default is not None and option.default == value
-
-
-def said(value: Value) -> str:
-    """A value as jobs.toml has it."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, str):
-        return f"'{value}'"
-    return str(value)

@@ -12,9 +12,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from trainkit.base.errors import Problem
-from trainkit.engines.gpt_neox.limits import value_and_default
 from trainkit.engines.hydra_words import Override, hydra_value
-from trainkit.engines.megatron_lm.words import said
+from trainkit.engines.job_values import counterpart_problems, said
 from trainkit.engines.nemo.config import CONSTANT, SET_BY
 from trainkit.engines.nemo.data import PREFIX, data_problems
 from trainkit.engines.nemo.generations import NemoGeneration
@@ -171,21 +170,9 @@ def _table_problems(job: Job, generation: NemoGeneration) -> Iterator[Problem]:
     why = dict(NO_COUNTERPART)
     if not generation.core:
         why |= ONLY_NEWER
-    for key, reason in why.items():
-        value, usual = value_and_default(job, key)
-        heads = key == "model.num_query_groups" and value == job.model.num_attention_heads
-        if value != usual and not heads:
-            yield Problem(
-                f"{key} = {said(value)} has no counterpart in nemo {generation.version}: {reason}",
-                hint=f"leave {key} out, or train with --set engine=native",
-            )
-    for key, known in CHOICES.items():
-        value, _ = value_and_default(job, key)
-        if value not in known:
-            yield Problem(
-                f"{key} = {said(value)} has no counterpart in nemo {generation.version}",
-                hint=f"it knows {', '.join(known)}",
-            )
+    if job.model.num_query_groups == job.model.num_attention_heads:
+        why.pop("model.num_query_groups", None)
+    yield from counterpart_problems(job, f"nemo {generation.version}", why, CHOICES)
 
 
 def _older_problems(job: Job) -> Iterator[Problem]:

@@ -9,15 +9,17 @@ language_modeling/megatron_gpt_model.py for keys that the code reads and the con
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainkit.base.errors import ConfigError, Problem
 from trainkit.engines.hydra_words import hydra_value
+from trainkit.engines.job_values import counterpart_problems
 from trainkit.engines.megatron_lm.data import SPLITS, MegatronData
 from trainkit.engines.neuronx_nemo.generations import (
+    ENGINE,
     PRECISION_KEY,
     PRECISIONS,
     USUAL,
@@ -56,6 +58,19 @@ def _bytes(pair: SplitPair) -> float:
     return float(os.path.getsize(f"{pair.prefix}.bin"))
 
 
+# keys that only have their default with the engine, and why
+NO_COUNTERPART: Mapping[str, str] = {
+    "training.z_loss": "it has none",
+    "training.rampup_batch_size": "its schedule counts steps of one batch size",
+    "training.lr_warmup_init": "its warmup begins at lr / warmup steps",
+    "training.recompute_every": "it recomputes every block, or none",
+}
+CHOICES: Mapping[str, tuple[str, ...]] = {
+    "model.init_method": ("normal",),
+    "model.output_layer_init_method": ("scaled",),
+    "training.lr_decay_style": ("cosine",),
+    "training.optimizer": ("adam",),
+}
 SCRIPT = "megatron_gpt_pretraining.py"
 COMPILE_STEPS = 4  # train_setup.sh: TRAIN_ITERS of COMPILE=1
 PORT = 41000  # MASTER_PORT
@@ -206,8 +221,7 @@ def _put_trainer(words: NeuronxWords, job: Job, generation: ScriptGeneration) ->
     # by the next line's indent
     words.put("trainer.max_steps", str(steps))
     words.put("trainer.val_check_interval", str(validation))
-    words.put("trainer.log_every_n_steps", str(training.log_interval))
-    words.put("trainer.limit_val_batches", str(training.eval_iters))
+    words.put_said("trainer.log_every_n_steps", "trainer.limit_val_batches")
     words.put("trainer.limit_test_batches", str(training.eval_iters))
     words.put("trainer.accumulate_grad_batches", "1")
     words.put("trainer.precision", "32")
@@ -215,20 +229,14 @@ def _put_trainer(words: NeuronxWords, job: Job, generation: ScriptGeneration) ->
 
 def _put_model(words: NeuronxWords, job: Job) -> None:
     model = job.model
-    parallelism = job.parallelism
-    words.put("model.micro_batch_size", str(job.training.micro_batch_size))
+    words.put_said("model.micro_batch_size")
     words.put("model.global_batch_size", str(job.global_batch_size))
-    for key in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
-        words.put(f"model.{key}", str(getattr(parallelism, key)))
+    words.put_said("model.tensor_model_parallel_size", "model.pipeline_model_parallel_size")
     words.put("model.max_position_embeddings", str(model.positions))
-    words.put("model.encoder_seq_length", str(model.seq_length))
-    words.put("model.hidden_size", str(model.hidden_size))
+    words.put_said("model.encoder_seq_length", "model.hidden_size")
     words.put("model.ffn_hidden_size", str(model.ffn_width))
-    words.put("model.num_layers", str(model.num_layers))
-    words.put("model.num_attention_heads", str(model.num_attention_heads))
-    words.put("model.init_method_std", decimal(model.init_method_std))
-    words.put("model.hidden_dropout", decimal(model.hidden_dropout))
-    words.put("model.layernorm_epsilon", decimal(model.layernorm_epsilon))
+    words.put_said("model.num_layers", "model.num_attention_heads", "model.init_method_std")
+    words.put_said("model.hidden_dropout", "model.layernorm_epsilon")
 
 
 def _put_data(words: NeuronxWords, job: Job, data: MegatronData) -> None:
@@ -238,7 +246,7 @@ def _put_data(words: NeuronxWords, job: Job, data: MegatronData) -> None:
         words.put(f"model.tokenizer.{key}", hydra_value(path))
     words.put("model.data.data_prefix", _prefixes(job, data))
     words.put("model.data.num_workers", "1")
-    words.put("model.data.seq_length", str(job.model.seq_length))
+    words.put_said("model.data.seq_length")
 
 
 def _prefixes(job: Job, data: MegatronData) -> str:
@@ -255,10 +263,10 @@ def _put_optimizer(words: NeuronxWords, job: Job, precision: Precision) -> None:
     training = job.training
     words.put("model.optim.name", precision.optimizer)
     words.put("model.optim.capturable", "True")
-    words.put("model.optim.lr", decimal(training.lr))
+    words.put_said("model.optim.lr")
     betas = f"[{decimal(training.adam_beta1)},{decimal(training.adam_beta2)}]"
     words.put("model.optim.betas", betas)
-    words.put("model.optim.weight_decay", decimal(training.weight_decay))
+    words.put_said("model.optim.weight_decay")
     words.put("model.optim.sched.name", "CosineAnnealing")
     words.put("model.optim.sched.warmup_steps", str(int(training.warmup_iters)))
     constant = training.train_iters - training.decay_iters
@@ -271,7 +279,7 @@ def _put_memory(
 ) -> None:
     """Sequence parallelism, recomputation, ZeRO, and how checkpoints are written."""
     recompute = job.training.recompute_granularity
-    words.put("model.sequence_parallel", str(job.parallelism.sequence_parallel))
+    words.put_said("model.sequence_parallel")
     if recompute == "none":
         words.put("model.activations_checkpoint_granularity", "null")
         words.put("model.activations_checkpoint_method", "null")
@@ -312,20 +320,21 @@ def _put_beyond(words: NeuronxWords, job: Job) -> None:
     """What the scripts leave to the configuration, where the job says otherwise."""
     model = job.model
     training = job.training
-    words.put_unless_default("model.attention_dropout", model.attention_dropout)
+    words.put_said_unless_default("model.attention_dropout")
     words.put_unless_default("model.bias_activation_fusion", model.gelu_form == "tanh")
-    divisor = model.make_vocab_size_divisible_by
-    words.put_unless_default("model.make_vocab_size_divisible_by", divisor)
+    words.put_said_unless_default("model.make_vocab_size_divisible_by")
     if model.head_size * model.num_attention_heads != model.hidden_size:
         words.put("model.kv_channels", str(model.head_size))
     if model.untied:
         words.put("model.share_embeddings_and_output_weights", "False", added=True)
-    words.put_unless_default("model.seed", training.seed)
-    words.put_unless_default("trainer.gradient_clip_val", training.clip_grad)
+    words.put_said_unless_default("model.seed", "trainer.gradient_clip_val")
     if training.adam_eps != 1e-8:  # torch.optim.AdamW
         words.put("model.optim.eps", decimal(training.adam_eps), added=True)
-    for key in ("reset_attention_mask", "reset_position_ids", "eod_mask_loss"):
-        words.put_unless_default(f"model.data.{key}", getattr(training, key))
+    words.put_said_unless_default(
+        "model.data.reset_attention_mask",
+        "model.data.reset_position_ids",
+        "model.data.eod_mask_loss",
+    )
     words.put_unless_default("model.data.splits_string", job.dataset.split)
     chunks = job.parallelism.virtual_pipeline_model_parallel_size
     if chunks:
@@ -343,7 +352,7 @@ def _put_places(
     if not saves(job, generation):
         return
     words.put(f"{_CALLBACK}.dirpath", hydra_value(str(places.checkpoints)), added=True)
-    words.put_unless_default(f"{_CALLBACK}.save_top_k", job.checkpoint.keep_last)
+    words.put_said_unless_default(f"{_CALLBACK}.save_top_k")
     words.put_unless_default(f"{_CALLBACK}.save_last", True)
     if job.wandb is not None:
         words.put("exp_manager.wandb_logger_kwargs.name", hydra_value(places.name))
@@ -356,24 +365,9 @@ def _put_places(
 
 def _refuse(words: NeuronxWords, job: Job, precision: Precision) -> None:
     """What the engine has no way to do."""
-    model = job.model
-    training = job.training
-    usual = {"init_method": "normal", "output_layer_init_method": "scaled"}
-    for key, value in usual.items():
-        if getattr(model, key) != value:
-            words.refuse(f"model.{key} = '{getattr(model, key)}': the engine has '{value}' only")
-    asked: dict[str, tuple[object, object]] = {
-        "training.lr_decay_style": (training.lr_decay_style, "cosine"),
-        "training.optimizer": (training.optimizer, "adam"),
-        "training.z_loss": (training.z_loss, 0.0),
-        "training.rampup_batch_size": (training.rampup_batch_size, None),
-        "training.lr_warmup_init": (training.lr_warmup_init, 0.0),
-        "training.recompute_every": (training.recompute_every, 1),
-        "dataset = 'mock'": (job.dataset.source == "mock", False),
-    }
-    for key, (said, only) in asked.items():
-        if said != only:
-            words.refuse(f"{key} = {said!r}: the engine has {only!r} only")
+    words.problems += counterpart_problems(job, ENGINE, NO_COUNTERPART, CHOICES)
+    if job.dataset.source == "mock":
+        words.refuse("dataset = 'mock': the engine has no random data")
     if precision.zero and job.parallelism.zero_stage != 1:
         words.refuse(
             f"engine_args.{PRECISION_KEY} = '{precision.name}' shares its optimizer out",

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from trainkit.base.errors import Problem
 from trainkit.engines.hydra_words import hydra_value
+from trainkit.engines.job_values import value_and_default
 from trainkit.engines.neuronx_nemo.generations import ENGINE, PRECISION_KEY
 from trainkit.engines.options import OptionTable, Value, check_engine_args
 from trainkit.jobs.messages import closest_name, suggest
@@ -104,6 +105,7 @@ class NeuronxWords:
 
     def __init__(self, table: OptionTable, job: Job) -> None:
         self.table = table
+        self.job = job
         self.problems: list[Problem] = []
         self._words: dict[str, str] = {}
         self._given: dict[str, tuple[str, str]] = {}  # by path: (prefix, value)
@@ -140,6 +142,17 @@ class NeuronxWords:
         if given is not None:
             word = given[1]
         self._words[path] = f"{prefix}{path}={word}"
+
+    def put_said(self, *paths: str) -> None:
+        """As `put`, keys with the values of the job's keys that SET_BY has for them."""
+        for path in paths:
+            value, _ = value_and_default(self.job, SET_BY[path])
+            self.put(path, decimal(value) if isinstance(value, float) else hydra_value(value))
+
+    def put_said_unless_default(self, *paths: str) -> None:
+        """The same as `put_unless_default`."""
+        for path in paths:
+            self.put_unless_default(path, value_and_default(self.job, SET_BY[path])[0])
 
     def overrule(self, path: str, word: str) -> None:
         """As `put`, whatever the job says of it."""
