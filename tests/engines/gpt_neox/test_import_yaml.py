@@ -16,8 +16,7 @@ from trainkit.base.errors import ConfigError
 from trainkit.engines.gpt_neox.arguments import Values, both_configurations, decode, encode, resolve
 from trainkit.engines.gpt_neox.config import NeoxData, neox_config, yaml_text
 from trainkit.engines.gpt_neox.engine import GptNeox
-from trainkit.engines.gpt_neox.import_yaml import import_neox
-from trainkit.engines.gpt_neox.values import read_yaml
+from trainkit.engines.gpt_neox.import_yaml import import_neox, read_yaml
 from trainkit.jobs.load import Jobs, load
 from trainkit.jobs.schema import Job
 from trainkit.runs.folder import RunFolder

@@ -146,7 +146,9 @@ def resolve(config: Mapping[str, object], defaults: Mapping[str, object]) -> Val
     _derive_precision(values)
     _derive_zero(values)
     _derive_optimizer(values)
-    _derive_attention(values)
+    layers = _needed(values, "num_layers")
+    pattern = values.get("attention_config") or [[["global"], "all"]]
+    values["attention_config"] = attention_kinds(pattern, layers)
     _derive_weights(values)
     values["dynamic_loss_scale"] = values.get("loss_scale") is None
     values["is_pipe_parallel"] = (_whole(values, "pipe_parallel_size") or 0) >= 1
@@ -311,24 +313,23 @@ def _derive_optimizer(values: Values) -> None:
     }
 
 
-def _derive_attention(values: Values) -> None:
-    """The kind of each layer's attention, from a pattern (expand_attention_types)."""
-    layers = _needed(values, "num_layers")
-    pattern = values.get("attention_config") or [[["global"], layers]]
-    assert isinstance(pattern, list)
-    kinds = list(pattern)
-    if not all(isinstance(each, str) for each in pattern):
-        kinds = []
-        for names, times in pattern:
-            if times == "all":
-                kinds = names * (layers // len(names))
-                break
-            kinds += names * times
+def attention_kinds(pattern: object, layers: int) -> list[str]:
+    """The kind of each layer's attention, from a list of them or a pattern such as
+    [[["global", "local"], 2]] (expand_attention_types). Raises ConfigError for another form, or
+    another number of layers."""
+    kinds: list[str] = []
+    for part in pattern if isinstance(pattern, list) else []:
+        names, times = ([part], 1) if isinstance(part, str) else part
+        if times == "all":
+            kinds = names * (layers // len(names))
+            break
+        kinds += names * times
     if len(kinds) != layers:
         raise ConfigError(
-            f"gpt-neox: attention_config names {len(kinds)} layers, and the model has {layers}"
+            f"gpt-neox: attention_config = {pattern!r} is for {len(kinds)} layers, and the model"
+            f" has {layers}"
         )
-    values["attention_config"] = kinds
+    return kinds
 
 
 def _derive_weights(values: Values) -> None:

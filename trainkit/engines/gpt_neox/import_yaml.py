@@ -8,21 +8,82 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from trainkit.base.errors import ConfigError
-from trainkit.engines.gpt_neox.arguments import ZERO_DEFAULTS
+from trainkit.engines.given import Given
+from trainkit.engines.gpt_neox.arguments import ZERO_DEFAULTS, attention_kinds
 from trainkit.engines.gpt_neox.config import (
     BUCKET_ELEMENTS,
     INIT_METHODS,
     SAID_BY_THE_JOB,
     SAID_IN_TABLES,
 )
-from trainkit.engines.gpt_neox.values import NeoxValues
 from trainkit.engines.imported import ImportedJob
 from trainkit.engines.options import load_table, tables_of
 from trainkit.families import FAMILIES
 from trainkit.jobs.messages import suggest
+
+
+@dataclass
+class NeoxValues(Given):
+    """What the files say together.
+
+    Args:
+        said: all names that the files had.
+        keep_last: checkpoints that are kept.
+        layers: of the model.
+    """
+
+    said: frozenset[str] = frozenset()
+    keep_last: int = 1
+    layers: int = 0
+
+    @classmethod
+    def read(cls, paths: Sequence[Path], defaults: Mapping[str, object]) -> NeoxValues:
+        """The files together, as NeoXArgs.from_ymls reads them: dashes are underscores.
+
+        Raises ConfigError: a file cannot be read or is no table, or a key is in two of them.
+        """
+        given: dict[str, object] = {}
+        places: dict[str, Path] = {}
+        for path in paths:
+            for key, value in read_yaml(path).items():
+                name = key.replace("-", "_")
+                if name in given:
+                    raise ConfigError(
+                        f"{path}: {key} is in {places[name]} too, and gpt-neox refuses that",
+                        hint="leave it in one of them",
+                    )
+                given[name] = value
+                places[name] = path
+        values = cls(given, defaults, said=frozenset(given))
+        layers = values.peek("num_layers")
+        if not isinstance(layers, int):
+            raise ConfigError(
+                f"{', '.join(map(str, paths))}: no num_layers, so no model is described",
+                hint="name all files that deepy.py is given, model and data",
+            )
+        values.layers = layers
+        return values
+
+
+def read_yaml(path: Path) -> dict[str, object]:
+    """One configuration file. Raises ConfigError: it cannot be read, or is no table of names."""
+    import yaml  # 20 ms, for one task
+
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None
+    except yaml.YAMLError as error:
+        where = " ".join(str(error).split())
+        raise ConfigError(f"{path} is no YAML: {where}") from None
+    if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
+        raise ConfigError(f"{path} is no table of gpt-neox's options")
+    return found
+
 
 # (norm, activation, pos_emb): the family
 SHAPES = {
@@ -429,19 +490,3 @@ def _engine_args(values: NeoxValues) -> dict[str, object]:
             values.engine_args[key] = found
     assert not set(SAID_IN_TABLES) & set(values.engine_args)
     return values.engine_args
-
-
-def attention_kinds(pattern: object, layers: int) -> list[object]:
-    """attention_config layer by layer: [[["global", "local"], 2]] is written out, so that
-    jobs.toml can hold it. Raises ConfigError for another form."""
-    if isinstance(pattern, list) and all(isinstance(each, str) for each in pattern):
-        return pattern
-    kinds: list[object] = []
-    for part in pattern if isinstance(pattern, list) else []:
-        names, times = part
-        if times == "all":
-            return list(names) * (layers // len(names))
-        kinds += list(names) * int(times)
-    if len(kinds) != layers:
-        raise ConfigError(f"attention_config = {pattern!r} is not for {layers} layers")
-    return kinds
