@@ -119,7 +119,7 @@ def test_a_blend_is_weighed_by_size(tmp_path: Path) -> None:
         f"{tmp_path}/part_1_text_document",
     ]
     (tmp_path / "part_1_text_document.bin").unlink()
-    with pytest.raises(ConfigError, match="weighs the files of a blend by what it is told"):
+    with pytest.raises(ConfigError, match="and its size is its weight"):
         data_options(job, data)
 
 

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainkit.base.errors import ConfigError, Exit
+from trainkit.base.errors import ConfigError
 from trainkit.data.indexed.paths import DataFolder
+from trainkit.engines.pair_weights import pair_weights
 from trainkit.jobs.schema import Job
 from trainkit.jobs.training import Training
 from trainkit.runs.folder import RunFolder
@@ -208,21 +209,9 @@ def _is_whole(split: str, name: SplitName) -> bool:
 
 def _weighted(pairs: Sequence[SplitPair]) -> list[tuple[str, float]]:
     """Each pair with its weight: by size where the job gives none."""
-    sizes = [_size(pair.prefix) if len(pairs) > 1 else 1 for pair in pairs]
-    from trainkit.data.order.resolve_pairs import weights_of
-
-    weights = weights_of(pairs, sizes) or [float(size) for size in sizes]
+    alone = len(pairs) == 1 and pairs[0].weight is None
+    weights = [1.0] if alone else pair_weights(pairs)
     return [(str(pair.prefix), weight) for pair, weight in zip(pairs, weights, strict=True)]
-
-
-def _size(prefix: Path) -> int:
-    try:
-        return Path(f"{prefix}.bin").stat().st_size
-    except OSError as error:
-        raise ConfigError(
-            f"{prefix}.bin cannot be looked at, and its size is its weight: {error}",
-            exit=Exit.STAGE_FAILED,
-        ) from None
 
 
 def tokenizer_words(job: Job) -> Config:

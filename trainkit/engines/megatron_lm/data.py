@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from trainkit.base.errors import ConfigError
 from trainkit.data.indexed.paths import DataFolder
 from trainkit.engines.megatron_lm.words import MegatronWords
+from trainkit.engines.pair_weights import pair_weights
 from trainkit.jobs.schema import Dataset, Job
 from trainkit.plan.layout import padded_vocab_size
 
@@ -129,28 +130,16 @@ def cache_folder(job: Job) -> Path:
 def _blend(words: MegatronWords, pairs: Sequence[SplitPair]) -> list[str]:
     """Prefixes, each after its weight where there are weights. All by size: the engine weighs
     them itself, by their samples; that of 2021 has to be told, and takes one prefix without."""
-    from trainkit.data.order.resolve_pairs import weights_of
-
     prefixes = [str(pair.prefix) for pair in pairs]
     sized = all(pair.weight is None for pair in pairs)
-    alone = len(pairs) == 1
-    if sized and (alone or words.table.version != "2021"):
+    if sized and (len(pairs) == 1 or words.table.version != "2021"):
         return prefixes
-    if sized:
-        weights = [float(_bytes(pair)) for pair in pairs]
-    elif len({pair.group for pair in pairs}) == len(pairs):
-        weights = [float(pair.weight or 0) for pair in pairs]
-    else:
-        weights = weights_of(pairs, [_bytes(pair) for pair in pairs]) or []
+    weights = pair_weights(pairs)
     return [
         word
         for weight, prefix in zip(weights, prefixes, strict=True)
         for word in (repr(weight), prefix)
     ]
-
-
-def _bytes(pair: SplitPair) -> int:
-    return os.path.getsize(f"{pair.prefix}.bin")
 
 
 def put_tokenizer(words: MegatronWords, job: Job) -> None:

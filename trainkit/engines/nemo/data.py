@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainkit.base.errors import ConfigError, Problem
 from trainkit.engines.megatron_lm.data import SPLITS, MegatronData
+from trainkit.engines.pair_weights import pair_weights
 from trainkit.jobs.schema import Job
 
 if TYPE_CHECKING:  # they import numpy, which planning does without
@@ -55,30 +55,13 @@ def _blend(job: Job, pairs: Sequence[SplitPair], *, given: bool = True) -> list[
 
 
 def _weights(pairs: Sequence[SplitPair]) -> list[float]:
-    from trainkit.data.order.resolve_pairs import weights_of
-
     if len(pairs) == 1:
         return [1.0]
-    groups = {pair.group for pair in pairs}
-    if all(pair.weight is not None for pair in pairs) and len(groups) == len(pairs):
-        return [float(pair.weight or 0) for pair in pairs]
-    sizes = [_bytes(pair) for pair in pairs]
-    by_dataset = weights_of(pairs, sizes)
-    if by_dataset is not None:
-        return by_dataset
-    total = sum(sizes) or 1
-    return [size / total for size in sizes]
-
-
-def _bytes(pair: SplitPair) -> int:
-    try:
-        return os.path.getsize(f"{pair.prefix}.bin")
-    except OSError as error:
-        raise ConfigError(
-            f"{pair.prefix}.bin cannot be read ({error.strerror}): NeMo weighs the files of a blend"
-            " by what it is told, which is their size",
-            hint=f"prepare the data, or give engine_args.'{PREFIX}' = [WEIGHT, NAME, ..]",
-        ) from error
+    weights = pair_weights(pairs)
+    if any(pair.weight is not None for pair in pairs):
+        return weights
+    total = sum(weights) or 1
+    return [weight / total for weight in weights]
 
 
 def given_blend(job: Job) -> tuple[list[tuple[float, str]], list[Problem]]:

@@ -8,7 +8,6 @@ language_modeling/megatron_gpt_model.py for keys that the code reads and the con
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +27,7 @@ from trainkit.engines.neuronx_nemo.generations import (
 )
 from trainkit.engines.neuronx_nemo.words import NeuronxWords, checkpoint_word, decimal, dotted
 from trainkit.engines.options import OptionTable
+from trainkit.engines.pair_weights import pair_weights
 from trainkit.jobs.schema import Job
 
 if TYPE_CHECKING:  # it imports numpy, which planning does without
@@ -37,25 +37,12 @@ if TYPE_CHECKING:  # it imports numpy, which planning does without
 def weighted(pairs: Sequence[SplitPair]) -> list[float | str]:
     """Each prefix after its weight: a single one after 1.0, as the scripts have it, several
     without weights of their own after their bytes."""
-    from trainkit.data.order.resolve_pairs import weights_of
-
-    if len(pairs) == 1:
-        weights = [1.0]
-    elif all(pair.weight is None for pair in pairs):
-        weights = [_bytes(pair) for pair in pairs]
-    elif len({pair.group for pair in pairs}) == len(pairs):
-        weights = [float(pair.weight or 0) for pair in pairs]
-    else:
-        weights = weights_of(pairs, [int(_bytes(pair)) for pair in pairs]) or []
+    weights = [1.0] if len(pairs) == 1 else pair_weights(pairs)
     return [
         word
         for weight, pair in zip(weights, pairs, strict=True)
         for word in (weight, str(pair.prefix))
     ]
-
-
-def _bytes(pair: SplitPair) -> float:
-    return float(os.path.getsize(f"{pair.prefix}.bin"))
 
 
 # keys that only have their default with the engine, and why
