@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib
+from typing import TYPE_CHECKING
 
 from trainkit.base.errors import ConfigError
 from trainkit.engines.contract import Engine
-from trainkit.engines.foreign import ForeignEngine
 from trainkit.jobs.schema import Job
+
+if TYPE_CHECKING:
+    from trainkit.engines.foreign import ForeignEngine
 
 # by its name in jobs.toml: its module, and the class there; in the order in which they are asked
 # whose a file is that is imported, the one that takes any last
@@ -35,6 +38,8 @@ ENGINES = EngineTable()
 
 def foreign_engine(name: str) -> ForeignEngine:
     """One that is not trainkit's own, by its name."""
+    from trainkit.engines.foreign import ForeignEngine  # nothing that a native run asks for
+
     found = ENGINES[name]
     assert isinstance(found, ForeignEngine), f"{name} has no tree of its own"
     return found
