@@ -12,6 +12,11 @@ from trainkit.base.errors import ConfigError
 from trainkit.base.toml_text import toml_table
 
 
+def job_name(text: str) -> str:
+    """A name that a job can have."""
+    return re.sub(r"[^a-z0-9_-]+", "-", text.lower()).strip("-_") or "imported"
+
+
 @dataclass(frozen=True)
 class ImportRequest:
     """Files of another engine that are to become a job.
@@ -31,8 +36,7 @@ class ImportRequest:
     @property
     def job_name(self) -> str:
         """That of the job, by default as the first file is called."""
-        stem = re.sub(r"[^a-z0-9_-]+", "-", self.paths[0].stem.lower()).strip("-_")
-        return self.name or stem
+        return self.name or job_name(self.paths[0].stem)
 
     def only_file(self, what: str) -> Path:
         """The one file that there is. Raises ConfigError where there are several."""

@@ -37,6 +37,7 @@ from trainkit.engines.nemo.config import (
 from trainkit.engines.nemo.generations import (
     BIGNLP,
     IN_IMAGES,
+    NUMA,
     RELEASES,
     NemoGeneration,
     generation_of,
@@ -131,16 +132,6 @@ SCRIPT = Path("examples/nlp/language_modeling/megatron_gpt_pretraining.py")
 INSTALL = "use NVIDIA's image, which has it: containers.X"
 MODULES = ("torch", "pytorch_lightning", "hydra", "omegaconf", "apex")
 MODULES_24 = ("torch", "lightning", "hydra", "omegaconf", "megatron.core", "transformer_engine")
-# numa_mapping of both launchers' conf/config.yaml
-NUMA = {
-    "enable": True,
-    "mode": "unique_contiguous",
-    "scope": "node",
-    "cores": "all_logical",
-    "balanced": True,
-    "min_cores": 1,
-    "max_cores": 8,
-}
 # NeMo's own word for ranks that others start: it takes torch's variables
 # (TorchElasticEnvironment). Without it pytorch-lightning 1.7 takes Slurm's where there are as many
 # tasks as ranks and starts processes of its own elsewhere; 2.4 takes Slurm's wherever SLURM_NTASKS

@@ -103,6 +103,16 @@ LAUNCHER_24 = NemoGeneration(
     saves_on_term=True,
 )
 GENERATIONS = {each.version: each for each in (BIGNLP, LAUNCHER_24)}
+# numa_mapping of both launchers' conf/config.yaml
+NUMA: Mapping[str, bool | int | str] = {
+    "enable": True,
+    "mode": "unique_contiguous",
+    "scope": "node",
+    "cores": "all_logical",
+    "balanced": True,
+    "min_cores": 1,
+    "max_cores": 8,
+}
 # where the images have it (_nemo_code_path of both launchers)
 IN_IMAGES = {each.tree: each.version for each in GENERATIONS.values()}
 

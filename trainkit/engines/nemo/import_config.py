@@ -7,7 +7,6 @@ launcher_scripts/conf/.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,9 +21,9 @@ from trainkit.engines.hydra_config import (
     read_config,
     words_of,
 )
-from trainkit.engines.imported import ImportedJob
+from trainkit.engines.imported import ImportedJob, job_name
 from trainkit.engines.nemo.config import FILENAME, SET_BY
-from trainkit.engines.nemo.generations import ENGINE, GENERATIONS, NemoGeneration
+from trainkit.engines.nemo.generations import ENGINE, GENERATIONS, NUMA, NemoGeneration
 from trainkit.engines.nemo_values import (
     Dialect,
     NemoValues,
@@ -101,16 +100,6 @@ _SCALES = {
     "model.native_amp_growth_interval": "loss_scale_window",
     "model.hysteresis": "hysteresis",
 }
-# numa_mapping of both launchers' config.yaml
-_NUMA: Mapping[str, object] = {
-    "enable": True,
-    "mode": "unique_contiguous",
-    "scope": "node",
-    "cores": "all_logical",
-    "balanced": True,
-    "min_cores": 1,
-    "max_cores": 8,
-}
 _RESUMES = "exp_manager.resume_if_exists"
 _SLURM = ("partition", "account", "nodelist", "exclusive", "mem")
 
@@ -147,11 +136,6 @@ def import_nemo(path: Path, words: Sequence[str], name: str, version: str) -> Im
         name = said if isinstance(said, str) else path.stem.removesuffix("_hydra")
     imported = _job(values, generation, job_name(name))
     return _with_launcher(imported, resolved, values, generation)
-
-
-def job_name(text: str) -> str:
-    """A name that a job can have."""
-    return re.sub(r"[^a-z0-9_-]+", "-", text.lower()).strip("-_") or "imported"
 
 
 def read_launcher(path: Path, words: Sequence[str]) -> Composed:
@@ -292,7 +276,7 @@ def _with_launcher(
     if environment:
         job["env"] = environment
     for key, value in resolved.leaves("numa_mapping").items():
-        if value != _NUMA.get(key):
+        if value != NUMA.get(key):
             if generation.core:
                 values.leave(f"numa_mapping.{key}", value, f"{generation.version} binds no cores")
             else:

@@ -16,7 +16,7 @@ from trainkit.engines.hydra_words import Override, hydra_value
 from trainkit.engines.job_values import counterpart_problems, said
 from trainkit.engines.nemo.config import CONSTANT, SET_BY
 from trainkit.engines.nemo.data import PREFIX, data_problems
-from trainkit.engines.nemo.generations import NemoGeneration
+from trainkit.engines.nemo.generations import NUMA, NemoGeneration
 from trainkit.engines.options import OptionTable, check_engine_args
 from trainkit.engines.rules import FP32, PUBLISHED, WRITTEN
 from trainkit.jobs.schema import Dataset, Job
@@ -77,15 +77,6 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "model.output_layer_init_method": ("scaled",),
     "training.optimizer": ("adam",),
     "training.lr_decay_style": ("cosine",),
-}
-NUMA = {
-    "enable": bool,
-    "mode": str,
-    "scope": str,
-    "cores": str,
-    "balanced": bool,
-    "min_cores": int,
-    "max_cores": int,
 }
 _RESUMES = "exp_manager.resume_if_exists"
 _FILENAME = "exp_manager.checkpoint_callback_params.filename"
@@ -155,15 +146,15 @@ def _added_problems(key: str, value: object, table: OptionTable) -> Iterator[Pro
 def _numa_problems(key: str, value: object, generation: NemoGeneration) -> Iterator[Problem]:
     """Of the launcher's own table numa_mapping (conf/config.yaml)."""
     name = key.removeprefix("numa_mapping.")
-    kind = NUMA.get(name)
+    usual = NUMA.get(name)
     if generation.core:
         yield Problem(f"engine_args.'{key}': the launcher of 24.12 binds no rank", hint="remove it")
-    elif kind is None:
+    elif usual is None:
         yield Problem(
             f"engine_args.'{key}': the launcher has no such key", hint=f"one of {', '.join(NUMA)}"
         )
-    elif type(value) is not kind:
-        yield Problem(f"engine_args.'{key}': expected {kind.__name__}, got {value!r}")
+    elif type(value) is not type(usual):
+        yield Problem(f"engine_args.'{key}': expected {type(usual).__name__}, got {value!r}")
 
 
 def _table_problems(job: Job, generation: NemoGeneration) -> Iterator[Problem]:
