@@ -54,13 +54,10 @@ def launcher_problems(
         and container.runtime == "pyxis"
         and not job.cluster.launcher_traits.pyxis
     ):
-        message = (
-            f"containers.{container.name}.runtime = 'pyxis' is a part of srun, and launcher ="
-            f" '{job.cluster.launcher}' of cluster '{job.cluster.name}'"
-        )
         found.append(
             Problem(
-                f"{message} runs none",
+                f"containers.{container.name}.runtime = 'pyxis' is a part of srun, and launcher ="
+                f" '{job.cluster.launcher}' of cluster '{job.cluster.name}' runs none",
                 hint=(
                     f"docker, podman, apptainer and enroot run anywhere; {sets}container=none"
                     " runs without"
