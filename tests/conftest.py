@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -246,6 +246,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="fail, not skip, where tests cannot have hosts or podman",
     )
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> Iterator[None]:
+    """A world of this process alone, in which checkpoints are saved."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield
+    dist.destroy_process_group()
 
 
 @dataclass

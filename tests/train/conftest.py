@@ -1,4 +1,4 @@
-"""Worlds that several tests look at, each spawned once."""
+"""A checkpoint that several tests look at, written once."""
 
 from __future__ import annotations
 
@@ -13,20 +13,17 @@ from tests.once import once
 
 
 @pytest.fixture(scope="session")
-def worlds(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
-    """By world size, what `first_step_then_save` returns on every rank. 1 and 4 ranks load what
-    2 have saved."""
-    return once(tmp_path_factory, "worlds", _worlds)
+def saved_by_two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What `train_and_save` returns on rank 0 of two."""
+    return once(tmp_path_factory, "saved-by-two", _save)
 
 
-def _worlds(root: Path) -> dict[int, list[dict[str, Any]]]:
-    target = "tests.train.support:first_step_then_save"
-    two = run_ranks(2, target, root / "2", None)
-    others = {size: run_ranks(size, target, root / str(size), two[0]["folder"]) for size in (1, 4)}
-    return {2: two, **others}
+def _save(root: Path) -> dict[str, Any]:
+    rank_0: dict[str, Any] = run_ranks(2, "tests.train.support:train_and_save", root)[0]
+    return rank_0
 
 
 @pytest.fixture
-def saved_folder(worlds: dict[int, list[dict[str, Any]]], tmp_path: Path) -> Path:
+def saved_folder(saved_by_two: dict[str, Any], tmp_path: Path) -> Path:
     """A copy of the folder of checkpoints that two ranks wrote."""
-    return Path(shutil.copytree(worlds[2][0]["folder"].parent, tmp_path / "checkpoints"))
+    return Path(shutil.copytree(saved_by_two["folder"].parent, tmp_path / "checkpoints"))

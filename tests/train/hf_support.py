@@ -6,16 +6,14 @@ from __future__ import annotations
 import importlib
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch._C._distributed_c10d import HashStore
 
 from trainkit.base.errors import Problem
 from trainkit.jobs.schema import Model, RopeScaling
@@ -175,14 +173,6 @@ CASES: dict[str, tuple[Model, dict[str, Any]]] = {
 }
 TOKENS_BS = torch.randint(0, VOCAB, (3, 16), generator=torch.Generator().manual_seed(3))
 Weights = dict[str, Tensor]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank() -> Iterator[None]:
-    """A world of one, in which checkpoints are saved."""
-    dist.init_process_group("gloo", rank=0, world_size=1, store=HashStore())
-    yield
-    dist.destroy_process_group()
 
 
 def shake(module: nn.Module) -> None:

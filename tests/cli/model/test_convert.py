@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
 
 from tests.cli.model.test_export import RUN, make_run, same_logits
 from tests.conftest import Project
@@ -27,15 +24,9 @@ from trainkit.engines.convert.pickles import read_pickle
 from trainkit.jobs.resolved import read_job
 from trainkit.runs.folder import RunFolder
 
+pytestmark = pytest.mark.usefixtures("one_rank")
+
 OTHER = "20260101-000001-0000"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank() -> Iterator[None]:
-    """A world of one, in which checkpoints are saved."""
-    dist.init_process_group("gloo", rank=0, world_size=1, store=HashStore())
-    yield
-    dist.destroy_process_group()
 
 
 def call(project: Project, run_name: str = RUN, **options: Any) -> dict[str, Any]:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
 
 from tests.conftest import Project
 from trainkit.base.errors import TrainkitError
@@ -29,15 +26,9 @@ from trainkit.train.checkpoint.save_load import CheckpointMetadata
 from trainkit.train.model.transformer import Transformer, build_on_meta
 from trainkit.train.parallel.initialize import initial_value
 
+pytestmark = pytest.mark.usefixtures("one_rank")
+
 RUN = "20260101-000000-0000"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank() -> Iterator[None]:
-    """A world of one, in which checkpoints are saved."""
-    dist.init_process_group("gloo", rank=0, world_size=1, store=HashStore())
-    yield
-    dist.destroy_process_group()
 
 
 def make_run(project: Project, job_name: str) -> tuple[RunFolder, dict[int, Transformer]]:

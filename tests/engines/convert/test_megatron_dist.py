@@ -17,14 +17,14 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as write_tensors
 
 from tests.engines.convert.support import MODELS, layout, same, saved
-from tests.train.hf_support import VOCAB, one_rank
+from tests.train.hf_support import VOCAB
 from trainkit.base.errors import ConfigError
 from trainkit.engines.convert import megatron_lm
 from trainkit.engines.convert.formats import RunWeights
 from trainkit.engines.convert.megatron_args import megatron_args
 from trainkit.engines.convert.tensors import padded, part
 
-__all__ = ["one_rank"]  # a fixture
+pytestmark = pytest.mark.usefixtures("one_rank")
 Change = Callable[[dict[str, Any]], object]
 
 

@@ -13,14 +13,13 @@ from torch import nn
 from tests.engines.convert.real_logits import ROWS, TOKENS_BS, real_logits
 from tests.engines.convert.support import converted, layout
 from tests.engines.real import RealEngine, parameters
-from tests.train.hf_support import equal, one_rank, save
+from tests.train.hf_support import equal, save
 from trainkit.engines.convert.formats import RunWeights
 from trainkit.jobs.schema import Model, RopeScaling
 from trainkit.train.huggingface.weights import CheckpointWeights
 from trainkit.train.model.transformer import Transformer, build_on_meta
 
-__all__ = ["one_rank"]  # a fixture
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_rank")]
 COMMON: dict[str, Any] = {
     "name": "tiny",
     "num_layers": 2,

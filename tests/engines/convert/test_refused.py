@@ -17,12 +17,12 @@ import pytest
 import torch
 
 from tests.engines.convert.support import MODELS, back, converted, saved
-from tests.train.hf_support import VOCAB, one_rank
+from tests.train.hf_support import VOCAB
 from trainkit.base.errors import ConfigError, TrainkitError
 from trainkit.engines.convert import gpt_neox, megatron_lm
 from trainkit.engines.convert.pickles import InertValue, read_pickle
 
-__all__ = ["one_rank"]  # a fixture
+pytestmark = pytest.mark.usefixtures("one_rank")
 MEGATRON = "release/mp_rank_00/model_optim_rng.pt"
 NEOX = "global_step0/mp_rank_00_model_states.pt"
 

@@ -20,14 +20,14 @@ from tests.engines.convert.support import (
     saved,
     tensors,
 )
-from tests.train.hf_support import TOKENS_BS, VOCAB, equal, loaded, one_rank, ours
+from tests.train.hf_support import TOKENS_BS, VOCAB, equal, loaded, ours
 from trainkit.base.errors import ConfigError, TrainkitError
 from trainkit.engines.convert import files, formats, gpt_neox, megatron_lm
 from trainkit.engines.convert.formats import RunWeights
 from trainkit.engines.convert.pickles import read_pickle
 from trainkit.jobs.schema import Model
 
-__all__ = ["one_rank"]  # a fixture
+pytestmark = pytest.mark.usefixtures("one_rank")
 CASES = [(target, case) for target, cases in EXPRESSIBLE.items() for case in cases]
 
 

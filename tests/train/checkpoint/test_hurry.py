@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from tests.train.checkpoint.test_keeping import save as save_one
 from tests.train.checkpoint.test_keeping import steps_in
@@ -28,17 +27,9 @@ from trainkit.runs.retention import prune
 from trainkit.train.checkpoint.manager import CheckpointManager, CheckpointObserver
 from trainkit.train.checkpoint.save_load import LOCK, CheckpointMetadata, writer_lock
 
+pytestmark = pytest.mark.usefixtures("one_rank")
+
 PATIENCE = 30.0  # seconds; what is waited for takes milliseconds
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A process group of this process alone."""
-    dist.init_process_group(
-        "gloo", init_method=f"file://{tmp_path_factory.mktemp('group')}/store", rank=0, world_size=1
-    )
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.fixture

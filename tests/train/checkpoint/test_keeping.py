@@ -9,14 +9,12 @@ import io
 import json
 import os
 import pickle
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
-import torch.distributed as dist
 import xxhash
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
@@ -43,15 +41,7 @@ from trainkit.train.checkpoint.newest import newest_valid_together
 from trainkit.train.checkpoint.save_load import LOCK, CheckpointMetadata, NotSaved
 from trainkit.train.parallel.shards import Shards
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A process group of this process alone."""
-    dist.init_process_group(
-        "gloo", init_method=f"file://{tmp_path_factory.mktemp('group')}/store", rank=0, world_size=1
-    )
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def save(

@@ -93,7 +93,7 @@ def test_manifest_has_the_form_of_the_design(saved_folder: Path) -> None:
 
 
 def test_one_process_loads_without_a_group_and_without_pickle(
-    saved_folder: Path, worlds: dict[int, Any], monkeypatch: pytest.MonkeyPatch
+    saved_folder: Path, saved_by_two: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def never(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("unpickled")
@@ -103,7 +103,7 @@ def test_one_process_loads_without_a_group_and_without_pickle(
     for name in ("load", "loads", "Unpickler"):
         monkeypatch.setattr(pickle, name, never)
     monkeypatch.setattr(torch, "load", never)
-    saved: Arrays = worlds[2][0]["saved"]
+    saved: Arrays = saved_by_two["saved"]
     for name, value in whole(
         dict(load_model(step_folder(saved_folder)).named_parameters())
     ).items():

@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from tests.train.checkpoint.test_keeping import flip, save, steps_in
 from trainkit.base.errors import TrainkitError
@@ -27,15 +26,7 @@ from trainkit.train.checkpoint.manager import CheckpointManager
 from trainkit.train.checkpoint.newest import newest_valid_together
 from trainkit.train.checkpoint.save_load import LOCK, CheckpointMetadata
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A process group of this process alone."""
-    dist.init_process_group(
-        "gloo", init_method=f"file://{tmp_path_factory.mktemp('group')}/store", rank=0, world_size=1
-    )
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def two(folder: Path) -> Path:

@@ -8,13 +8,11 @@ import errno
 import fcntl
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from tests.train.checkpoint.test_keeping import save, steps_in
 from trainkit.base.errors import TrainkitError
@@ -26,15 +24,7 @@ from trainkit.train.checkpoint import save_load as checkpoint
 from trainkit.train.checkpoint.manager import CheckpointManager
 from trainkit.train.checkpoint.save_load import LOCK, NotSaved
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A process group of this process alone."""
-    dist.init_process_group(
-        "gloo", init_method=f"file://{tmp_path_factory.mktemp('group')}/store", rank=0, world_size=1
-    )
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def test_two_writers_at_once(tmp_path: Path) -> None:

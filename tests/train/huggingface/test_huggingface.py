@@ -31,7 +31,6 @@ from tests.train.hf_support import (
     equal,
     folders,
     loaded,
-    one_rank,
     ours,
     said,
     save,
@@ -53,7 +52,8 @@ from trainkit.train.huggingface.writing import TokenizerFile
 from trainkit.train.model.transformer import build_on_meta
 from trainkit.train.parallel.shards import sharded_parameters
 
-__all__ = ["copied", "folders", "one_rank"]  # fixtures
+__all__ = ["copied", "folders"]  # fixtures
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 @pytest.mark.parametrize("case", CASES)

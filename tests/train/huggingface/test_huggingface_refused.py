@@ -27,7 +27,6 @@ from tests.train.hf_support import (
     copied,
     folders,
     loaded,
-    one_rank,
     ours,
     said,
     save,
@@ -40,7 +39,8 @@ from trainkit.train.huggingface import check_weights, load_weights
 from trainkit.train.huggingface.config import contradictions
 from trainkit.train.parallel.shards import sharded_parameters
 
-__all__ = ["copied", "folders", "one_rank"]  # fixtures
+__all__ = ["copied", "folders"]  # fixtures
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 class TestRefused:

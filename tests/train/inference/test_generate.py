@@ -275,7 +275,7 @@ def test_what_cannot_generate_says_why(run: RunFolder, tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_that_two_ranks_wrote(
-    saved_folder: Path, worlds: dict[int, list[dict[str, Any]]]
+    saved_folder: Path, saved_by_two: dict[str, Any]
 ) -> None:
     model = load_model(
         tiny_job(2, saved_folder),
@@ -284,7 +284,7 @@ def test_a_checkpoint_that_two_ranks_wrote(
         torch.float32,
     )
     for name, p in model.named_parameters():
-        assert np.array_equal(p.numpy(), worlds[2][0]["saved"][f"model.{name}"])
+        assert np.array_equal(p.numpy(), saved_by_two["saved"][f"model.{name}"])
 
 
 def test_it_says_why_it_computes_without_the_fused_kernels(
