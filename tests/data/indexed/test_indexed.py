@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from tests.data.pairs import pair_bytes, write_documents
 from tests.shared import MISSING, golden
 from trainkit.base.errors import ConfigError
 from trainkit.data import IndexedDataset
@@ -45,20 +46,6 @@ def _truth(name: str) -> dict[str, Any]:
     return next(dict(c) for c in cases if c.get("name") == name and c["kind"] == "indexed_dataset")
 
 
-def _bytes(prefix: Path) -> tuple[bytes, bytes]:
-    return (
-        prefix.with_name(prefix.name + ".bin").read_bytes(),
-        prefix.with_name(prefix.name + ".idx").read_bytes(),
-    )
-
-
-def _write(prefix: Path, documents: list[list[int]], dtype: str = "uint16") -> Path:
-    with IndexedWriter(prefix, dtype) as writer:
-        for document in documents:
-            writer.add_document(np.array(document, dtype))
-    return prefix
-
-
 @needs_golden
 @pytest.mark.parametrize("mmap", [True, False])
 @pytest.mark.parametrize("name", [*NAMES, "tok_modal_i32"])
@@ -70,7 +57,7 @@ def test_reads_what_megatron_wrote(name: str, mmap: bool) -> None:
     assert dataset.lengths.tolist() == lengths
     assert np.diff(dataset.document_indices).tolist() == [len(d) for d in truth["doc_seq_lengths"]]
     assert dataset.num_tokens == sum(lengths)
-    assert np.concatenate(dataset[:]).tobytes() == _bytes(_prefix(name))[0]
+    assert np.concatenate(dataset[:]).tobytes() == pair_bytes(_prefix(name))[0]
     assert [[len(sequence) for sequence in document] for document in dataset.documents] == truth[
         "doc_seq_lengths"
     ]
@@ -90,14 +77,14 @@ def test_writes_megatrons_bytes(name: str, tmp_path: Path) -> None:
         for lengths in truth["doc_seq_lengths"]:
             writer.add_document(source.tokens[position : position + sum(lengths)], lengths)
             position += sum(lengths)
-    assert _bytes(tmp_path / name) == _bytes(_prefix(name))
+    assert pair_bytes(tmp_path / name) == pair_bytes(_prefix(name))
     assert sorted(p.name for p in tmp_path.iterdir()) == [f"{name}.bin", f"{name}.idx"]
 
 
 @needs_golden
 def test_merges_as_megatron(tmp_path: Path) -> None:
     merge_pairs([_prefix("tok_u16"), _prefix("tok_multi_u16")], tmp_path / "merged")
-    assert _bytes(tmp_path / "merged") == _bytes(_prefix("tok_merged_u16"))
+    assert pair_bytes(tmp_path / "merged") == pair_bytes(_prefix("tok_merged_u16"))
 
 
 @needs_golden
@@ -108,7 +95,7 @@ def test_empty_documents_are_written_as_megatrons_preprocess_data_does(tmp_path:
     lengths[per_document == 1] = source.lengths
     with IndexedWriter(tmp_path / "x", source.dtype) as writer:
         writer.add_documents(source.tokens, lengths)
-    assert _bytes(tmp_path / "x") == _bytes(_prefix("pre_eod1_text_document"))
+    assert pair_bytes(tmp_path / "x") == pair_bytes(_prefix("pre_eod1_text_document"))
 
 
 def test_dtype_rule_is_megatrons() -> None:
@@ -137,15 +124,15 @@ def test_round_trip(tmp_path: Path, documents: list[list[int]], cut: int, chunk:
         patch.setattr(idx, "CHUNK", chunk)
         # hundreds of files that need not outlive a power cut
         patch.setattr(os, "fsync", lambda _: None)
-        one = _write(tmp_path / "one", documents)
+        one = write_documents(tmp_path / "one", documents)
         with IndexedWriter(tmp_path / "flat", "uint16") as writer:
             writer.add_documents(
                 np.array([t for d in documents for t in d], np.uint16), [len(d) for d in documents]
             )
-        _write(tmp_path / "a", documents[:cut])
-        _write(tmp_path / "b", documents[cut:])
+        write_documents(tmp_path / "a", documents[:cut])
+        write_documents(tmp_path / "b", documents[cut:])
         merge_pairs([tmp_path / "a", tmp_path / "b"], tmp_path / "merged")
-        assert _bytes(one) == _bytes(tmp_path / "flat") == _bytes(tmp_path / "merged")
+        assert pair_bytes(one) == pair_bytes(tmp_path / "flat") == pair_bytes(tmp_path / "merged")
         dataset = IndexedDataset(one)
         dataset.verify()
     for opened in (dataset, IndexedDataset(str(one), mmap=False)):
@@ -156,7 +143,7 @@ def test_round_trip(tmp_path: Path, documents: list[list[int]], cut: int, chunk:
 
 
 def test_views_copy_nothing_and_cannot_be_written(tmp_path: Path) -> None:
-    dataset = IndexedDataset(_write(tmp_path / "x", [[1, 2], [3]]))
+    dataset = IndexedDataset(write_documents(tmp_path / "x", [[1, 2], [3]]))
     assert np.shares_memory(dataset[1], dataset.tokens) and np.shares_memory(
         dataset[::-1][0], dataset.tokens
     )
@@ -166,7 +153,9 @@ def test_views_copy_nothing_and_cannot_be_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize("mmap", [True, False])
 def test_is_a_list_of_sequences(mmap: bool, tmp_path: Path) -> None:
     truth = [[1, 2], [3], [4, 5, 6]]
-    dataset = IndexedDataset(_write(tmp_path / "x", [truth[0], [], truth[1], truth[2]]), mmap=mmap)
+    dataset = IndexedDataset(
+        write_documents(tmp_path / "x", [truth[0], [], truth[1], truth[2]]), mmap=mmap
+    )
     assert [sequence.tolist() for sequence in dataset] == truth  # type: ignore[attr-defined]
     for wanted in (slice(None), slice(1, None), slice(None, None, -1), slice(-2, 9), slice(2, 0)):
         assert [sequence.tolist() for sequence in dataset[wanted]] == truth[wanted]
@@ -195,7 +184,7 @@ def test_is_a_list_of_sequences(mmap: bool, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mmap", [True, False])
 def test_get_reads_a_part(mmap: bool, tmp_path: Path) -> None:
-    dataset = IndexedDataset(_write(tmp_path / "x", [[1, 2], [3, 4, 5, 6]]), mmap=mmap)
+    dataset = IndexedDataset(write_documents(tmp_path / "x", [[1, 2], [3, 4, 5, 6]]), mmap=mmap)
     assert dataset.get(1).tolist() == [3, 4, 5, 6]
     assert dataset.get(1, 1).tolist() == [4, 5, 6]
     assert dataset.get(-1, offset=1, length=2).tolist() == [4, 5]
@@ -206,7 +195,7 @@ def test_get_reads_a_part(mmap: bool, tmp_path: Path) -> None:
 
 
 def test_without_maps_nothing_is_mapped(tmp_path: Path) -> None:
-    dataset = IndexedDataset(_write(tmp_path / "unmapped", [[1, 2], [3]]), mmap=False)
+    dataset = IndexedDataset(write_documents(tmp_path / "unmapped", [[1, 2], [3]]), mmap=False)
     assert (dataset[1].tolist(), dataset.lengths.tolist(), dataset.document_indices.tolist()) == (
         [3],
         [2, 1],
@@ -219,7 +208,7 @@ def test_without_maps_nothing_is_mapped(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mmap", [True, False])
 def test_files_that_become_shorter_are_an_error(mmap: bool, tmp_path: Path) -> None:
-    prefix = _write(tmp_path / "x", [[1, 2], [3]])
+    prefix = write_documents(tmp_path / "x", [[1, 2], [3]])
     dataset, other = IndexedDataset(prefix, mmap=mmap), IndexedDataset(prefix, mmap=mmap)
     os.truncate(tmp_path / "x.bin", 4)
     with pytest.raises(
@@ -313,8 +302,8 @@ def test_an_unknown_dtype_is_refused(tmp_path: Path) -> None:
 
 
 def test_merge_refuses_mixed_dtypes_and_nothing(tmp_path: Path) -> None:
-    _write(tmp_path / "a", [[1]])
-    _write(tmp_path / "b", [[1]], "int32")
+    write_documents(tmp_path / "a", [[1]])
+    write_documents(tmp_path / "b", [[1]], "int32")
     with pytest.raises(ConfigError, match=r"b\.idx holds int32, but a\.idx uint16"):
         merge_pairs([tmp_path / "a", tmp_path / "b"], tmp_path / "m")
     with pytest.raises(ConfigError, match="nothing to merge"):
@@ -323,14 +312,14 @@ def test_merge_refuses_mixed_dtypes_and_nothing(tmp_path: Path) -> None:
 
 
 def test_a_failed_write_leaves_the_former_pair(tmp_path: Path) -> None:
-    before = _bytes(_write(tmp_path / "x", [[1, 2, 3]]))
+    before = pair_bytes(write_documents(tmp_path / "x", [[1, 2, 3]]))
     with (
         pytest.raises(RuntimeError, match="stop"),
         IndexedWriter(tmp_path / "x", "uint16") as writer,
     ):
         writer.add_document(np.array([9]))
         raise RuntimeError("stop")
-    assert _bytes(tmp_path / "x") == before
+    assert pair_bytes(tmp_path / "x") == before
     assert sorted(p.name for p in tmp_path.iterdir()) == ["x.bin", "x.idx"]
 
 
@@ -363,8 +352,8 @@ def test_sigkill_never_pairs_an_old_index_with_new_tokens(tmp_path: Path) -> Non
     seen = set()
     root = Path(__file__).resolve().parents[3]
     for step in range(12):
-        prefix = _write(tmp_path / "x", [[1, 2, 3]])
-        old = _bytes(prefix)
+        prefix = write_documents(tmp_path / "x", [[1, 2, 3]])
+        old = pair_bytes(prefix)
         argv = [sys.executable, "-c", KILLED_AT_A_STEP, str(prefix), str(step)]
         child = subprocess.run(
             argv, cwd=root, env={**os.environ, "PYTHONPATH": str(root)}, check=False
@@ -374,7 +363,7 @@ def test_sigkill_never_pairs_an_old_index_with_new_tokens(tmp_path: Path) -> Non
         assert child.returncode == -signal.SIGKILL
         if (tmp_path / "x.idx").exists():
             IndexedDataset(prefix).verify()
-            seen.add("old" if _bytes(prefix) == old else "new")
+            seen.add("old" if pair_bytes(prefix) == old else "new")
         else:
             seen.add("none")
     assert child.returncode == 0, "the writer has more steps than the test kills"

@@ -10,17 +10,10 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from tests.data.pairs import write_documents
 from trainkit.base.errors import ConfigError, Exit
 from trainkit.data import IndexedDataset
-from trainkit.data.indexed.dataset import IndexedWriter
 from trainkit.data.indexed.format import HEADER, MAGIC
-
-
-def _write(prefix: Path, documents: list[list[int]], dtype: str = "uint16") -> Path:
-    with IndexedWriter(prefix, dtype) as writer:
-        for document in documents:
-            writer.add_document(np.array(document, dtype))
-    return prefix
 
 
 def _pair(
@@ -108,7 +101,7 @@ def test_a_bin_of_another_size_is_refused(size: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("missing", ["x.idx", "x.bin"])
 def test_a_missing_half_is_named(missing: str, tmp_path: Path) -> None:
-    _write(tmp_path / "x", [[1]])
+    write_documents(tmp_path / "x", [[1]])
     (tmp_path / missing).unlink()
     with pytest.raises(ConfigError, match=f"{missing}: No such file"):
         IndexedDataset(tmp_path / "x")
@@ -116,7 +109,9 @@ def test_a_missing_half_is_named(missing: str, tmp_path: Path) -> None:
 
 def test_no_tokens_at_all(tmp_path: Path) -> None:
     for documents in (0, 2):
-        dataset = IndexedDataset(_write(tmp_path / str(documents), [[] for _ in range(documents)]))
+        dataset = IndexedDataset(
+            write_documents(tmp_path / str(documents), [[] for _ in range(documents)])
+        )
         assert (len(dataset), dataset.num_tokens) == (0, 0)
         assert dataset.document_indices.tolist() == [0] * (documents + 1)
 

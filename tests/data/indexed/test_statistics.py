@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
+from tests.data.pairs import write_sequences
 from trainkit.base.errors import ConfigError
 from trainkit.data.indexed import statistics as module
-from trainkit.data.indexed.dataset import IndexedDataset, IndexedWriter
+from trainkit.data.indexed.dataset import IndexedDataset
 from trainkit.data.indexed.statistics import count, document_lengths, draw_statistics, statistics
 from trainkit.data.tokenizer import train_bpe
 
@@ -23,15 +23,6 @@ WORDS = ["alpha beta gamma", "delta", "epsilon zeta eta theta iota", "kappa lamb
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
     return train_bpe(iter(WORDS * 20), 300, "<|endoftext|>")
-
-
-def write(prefix: Path, documents: list[list[list[int]]]) -> Path:
-    """A pair; a document is a list of sequences."""
-    with IndexedWriter(prefix, "u2") as writer:
-        for sequences in documents:
-            tokens = [token for sequence in sequences for token in sequence]
-            writer.add_document(np.array(tokens, "u2"), [len(sequence) for sequence in sequences])
-    return prefix
 
 
 DOCUMENTS = st.lists(
@@ -52,7 +43,7 @@ def test_against_plain_counting(
     folder = tmp_path_factory.mktemp("stats")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("os.fsync", lambda _: None)
-        prefixes = [write(folder / str(i), pair) for i, pair in enumerate(pairs)]
+        prefixes = [write_sequences(folder / str(i), pair) for i, pair in enumerate(pairs)]
         patch.setattr(module, "BLOCK", block)
         patch.setattr(module, "DOCUMENTS", block)
         found = statistics(prefixes, tokenizer, samples=100, sample_tokens=5, frequent=1000)
@@ -95,7 +86,7 @@ def test_against_plain_counting(
 
 
 def test_samples_depend_on_the_seed_alone(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    prefix = write(tmp_path / "p", [[[number]] for number in range(200)])
+    prefix = write_sequences(tmp_path / "p", [[[number]] for number in range(200)])
     one, again, other = (
         [s.document for s in statistics([prefix], tokenizer, samples=8, seed=seed).samples]
         for seed in (1, 1, 2)
@@ -107,7 +98,9 @@ def test_lengths_of_long_documents(
     tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "LONGEST", 8)
-    found = statistics([write(tmp_path / "p", [[[1] * n] for n in (1, 2, 4, 30, 40)])], tokenizer)
+    found = statistics(
+        [write_sequences(tmp_path / "p", [[[1] * n] for n in (1, 2, 4, 30, 40)])], tokenizer
+    )
     assert found.percentiles[50] == 4 and found.percentiles[99] == 8  # 8 stands for all above
     assert found.longest == 40 and [
         (b.low, b.high, b.documents) for b in found.lengths if b.documents
@@ -121,12 +114,12 @@ def test_lengths_of_long_documents(
 
 
 def test_an_id_above_the_vocabulary_is_counted(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    found = statistics([write(tmp_path / "p", [[[65000, 65000]]])], tokenizer)
+    found = statistics([write_sequences(tmp_path / "p", [[[65000, 65000]]])], tokenizer)
     assert (found.frequent[0].id, found.frequent[0].count) == (65000, 2)
 
 
 def test_nothing(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    found = statistics([write(tmp_path / "p", [])], tokenizer)
+    found = statistics([write_sequences(tmp_path / "p", [])], tokenizer)
     assert found.counts.tokens == 0 and not any(
         (found.lengths, found.frequent, found.samples, found.percentiles)
     )
@@ -135,12 +128,14 @@ def test_nothing(tmp_path: Path, tokenizer: Tokenizer) -> None:
 
 def test_pictures(tmp_path: Path, tokenizer: Tokenizer) -> None:
     pytest.importorskip("matplotlib")
-    found = statistics([write(tmp_path / "p", [[[1, 2, 3]], [[1]]])], tokenizer)
+    found = statistics([write_sequences(tmp_path / "p", [[[1, 2, 3]], [[1]]])], tokenizer)
     draw_statistics("words", found, tmp_path / "p.svg")
     svg = (tmp_path / "p.svg").read_text()
     assert "words: 2 documents" in svg and "4 tokens, 3 of" in svg
     draw_statistics("words", found, tmp_path / "p.png")
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
-    draw_statistics("none", statistics([write(tmp_path / "e", [])], tokenizer), tmp_path / "e.svg")
+    draw_statistics(
+        "none", statistics([write_sequences(tmp_path / "e", [])], tokenizer), tmp_path / "e.svg"
+    )
     with pytest.raises(ConfigError, match=r"p\.jpg does not end in"):
         draw_statistics("words", found, tmp_path / "p.jpg")

@@ -6,26 +6,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
+from tests.data.pairs import write_documents
 from trainkit.base.files import read_json, sha256_file, write_json
 from trainkit.data.indexed import statistics as stats
 from trainkit.data.indexed import verify
-from trainkit.data.indexed.dataset import IndexedWriter
 from trainkit.data.indexed.paths import bin_path, idx_path
 from trainkit.data.indexed.verify import verify_dataset, verify_pair
 from trainkit.data.sums import file_sum
 from trainkit.data.tokenizer import train_bpe
 
 DOCUMENTS = [[5, 6, 0], [], [7, 0], [8, 9, 10, 0]]
-
-
-def write(prefix: Path, documents: list[list[int]], dtype: str = "u2") -> Path:
-    with IndexedWriter(prefix, dtype) as writer:
-        for document in documents:
-            writer.add_document(np.array(document, dtype))
-    return prefix
 
 
 @pytest.fixture(params=[1, 1000])
@@ -35,7 +27,7 @@ def prepared(
     """A dataset's folder, looked at in blocks of one and all at once."""
     monkeypatch.setattr(verify, "BLOCK", request.param)
     monkeypatch.setattr(stats, "DOCUMENTS", request.param)
-    pair = write(tmp_path / "d", DOCUMENTS)
+    pair = write_documents(tmp_path / "d", DOCUMENTS)
     (tmp_path / "tokenizer.json").write_text("{}")
     sums = [("d.bin", 0, 10), ("d.bin", 10, 8), ("d.idx", 0, idx_path(pair).stat().st_size)]
     manifest = {
@@ -131,7 +123,7 @@ def edit_manifest(folder: Path, **values: Any) -> None:
         (lambda f: edit_manifest(f, tokens=10), ["dataset.json: says 10 tokens, the pairs hold 9"]),
         # sound, but of other documents
         (
-            lambda f: write(f / "d", [[1, 0]]),
+            lambda f: write_documents(f / "d", [[1, 0]]),
             [
                 "d.bin: bytes 0 to 10",
                 "d.idx: bytes 0 to",
@@ -157,7 +149,7 @@ def test_all_problems_at_once(prepared: Path) -> None:
 
 
 def test_documents_without_their_end(prepared: Path) -> None:
-    write(prepared / "d", [[5, 6], [7]])
+    write_documents(prepared / "d", [[5, 6], [7]])
     assert any(
         "document 0 ends with the id 6" in problem and "(2 such documents)" in problem
         for problem in problems(prepared)
@@ -166,7 +158,7 @@ def test_documents_without_their_end(prepared: Path) -> None:
 
 
 def test_ids_below_zero(tmp_path: Path) -> None:
-    found = verify_pair(write(tmp_path / "p", [[3, -1, 0]], "i4"), 300, 0)
+    found = verify_pair(write_documents(tmp_path / "p", [[3, -1, 0]], "i4"), 300, 0)
     assert [p.message for p in found.problems] == [
         "token 1 is the id -1, but the tokenizer has 300 ids (1 such tokens)"
     ]
@@ -177,6 +169,6 @@ def test_real_tokenizers_count_special_tokens(tmp_path: Path) -> None:
     tokenizer = train_bpe(iter(["a b c"]), 260, "<|endoftext|>")
     eod = tokenizer.token_to_id("<|endoftext|>")
     assert eod is not None
-    prefix = write(tmp_path / "p", [[*tokenizer.encode("a b").ids, eod]])
+    prefix = write_documents(tmp_path / "p", [[*tokenizer.encode("a b").ids, eod]])
     assert not verify_pair(prefix, tokenizer.get_vocab_size(), eod).problems
     assert bin_path(prefix).stat().st_size > 2

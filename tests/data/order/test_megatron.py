@@ -6,8 +6,6 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-import threading
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +24,7 @@ from tests.data.megatron_cases import (
     scratch,
     write_pair,
 )
+from tests.data.order.beside import ticks_beside
 from tests.shared import MISSING, golden
 from trainkit import _index
 from trainkit.base.errors import ConfigError, Exit
@@ -139,15 +138,8 @@ def test_draws_above_32_bits_take_two_outputs_each(narrow: int) -> None:
 
 def test_the_lock_is_released() -> None:
     """Python code runs while another thread shuffles."""
-    worker = threading.Thread(
-        target=_index.MersenneTwister(1).shuffle, args=(np.arange(20_000_000, dtype=np.uint32),)
-    )
-    worker.start()
-    ticks = 0
-    while worker.is_alive():
-        time.sleep(0.001)
-        ticks += 1
-    assert ticks > 5
+    numbers = np.arange(20_000_000, dtype=np.uint32)
+    assert ticks_beside(lambda: _index.MersenneTwister(1).shuffle(numbers)) > 5
 
 
 @needs_golden

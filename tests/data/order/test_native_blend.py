@@ -4,8 +4,6 @@ trainkit._index.gather."""
 from __future__ import annotations
 
 import heapq
-import threading
-import time
 from fractions import Fraction
 
 import numpy as np
@@ -14,6 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from tests.data.order.beside import ticks_beside
 from trainkit import _index
 from trainkit.base.errors import ConfigError
 from trainkit.data.order.weights import MAX_DATASETS, SCALE, integer_weights
@@ -246,13 +245,7 @@ def test_wrong_arrays_of_weights_and_positions_are_refused() -> None:
 
 def test_the_lock_is_released() -> None:
     """Python code runs while another thread asks for many positions."""
-    worker = threading.Thread(target=at, args=(_blend(list(range(1, 301))), 0, 4_000_000))
-    worker.start()
-    ticks = 0
-    while worker.is_alive():
-        time.sleep(0.001)
-        ticks += 1
-    assert ticks > 5
+    assert ticks_beside(lambda: at(_blend(list(range(1, 301))), 0, 4_000_000)) > 5
 
 
 finite = st.floats(0, allow_nan=False, allow_infinity=False)

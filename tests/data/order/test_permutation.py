@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -14,6 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from tests.data.order.beside import ticks_beside
 from trainkit import _index
 from trainkit.base.install import csrc_sha256
 
@@ -137,13 +136,7 @@ def test_values_look_random() -> None:
 
 def test_the_lock_is_released() -> None:
     """Python code runs while another thread permutes."""
-    worker = threading.Thread(target=permute, args=(10**9, 1, 0, 8_000_000))
-    worker.start()
-    ticks = 0
-    while worker.is_alive():
-        time.sleep(0.001)
-        ticks += 1
-    assert ticks > 5
+    assert ticks_beside(lambda: permute(10**9, 1, 0, 8_000_000)) > 5
 
 
 @pytest.mark.parametrize(

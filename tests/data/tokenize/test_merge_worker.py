@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.data.pairs import pair_bytes, write_documents
 from tests.shared import golden
 from trainkit.base.errors import ConfigError
 from trainkit.base.files import temporary_name
@@ -36,18 +37,6 @@ from trainkit.data.unit_specs import TextResult, TokensResult
 def silent(done: int, total: int, **counts: int) -> None: ...
 
 
-def write(prefix: Path, documents: list[list[int]], dtype: str = "u2") -> Path:
-    """A pair with one sequence a document."""
-    with IndexedWriter(prefix, dtype) as writer:
-        for document in documents:
-            writer.add_document(np.array(document, dtype))
-    return prefix
-
-
-def content(prefix: Path) -> tuple[bytes, bytes]:
-    return bin_path(prefix).read_bytes(), idx_path(prefix).read_bytes()
-
-
 def no_leftovers(folder: Path) -> bool:
     return not [p for p in folder.rglob("*") if ".tmp-" in p.name]
 
@@ -63,7 +52,7 @@ def test_golden(tmp_path: Path, threads: int) -> None:
         threads=threads,
         progress=silent,
     )
-    assert content(tmp_path / "m") == content(vectors / "tok_merged_u16")
+    assert pair_bytes(tmp_path / "m") == pair_bytes(vectors / "tok_merged_u16")
 
 
 documents = st.lists(st.lists(st.integers(0, 60000), max_size=6), max_size=7)
@@ -79,12 +68,14 @@ def test_merged_is_what_one_writer_would_have_written(
     folder = tmp_path_factory.mktemp("merge")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda _: None)
-        prefixes = [write(folder / str(i), shard) for i, shard in enumerate(shards)]
-        whole = write(folder / "whole", [document for shard in shards for document in shard])
+        prefixes = [write_documents(folder / str(i), shard) for i, shard in enumerate(shards)]
+        whole = write_documents(
+            folder / "whole", [document for shard in shards for document in shard]
+        )
         patch.setattr(module, "CHUNK", chunk)
         patch.setattr(module, "PIECE", 2 * chunk)
         merge_pairs(prefixes, folder / "merged", threads=2, progress=silent)
-    assert content(folder / "merged") == content(whole)
+    assert pair_bytes(folder / "merged") == pair_bytes(whole)
 
 
 @pytest.mark.parametrize("answer", [errno.EXDEV, errno.ENOSYS, 0])
@@ -103,7 +94,10 @@ def test_where_the_kernel_cannot_copy(
         return os.pwrite(target, os.pread(source, 3, start), at)
 
     monkeypatch.setattr(os, "copy_file_range", copy)
-    prefixes = [write(tmp_path / "a", [[1, 2, 3], [4]]), write(tmp_path / "b", [[5, 6]])]
+    prefixes = [
+        write_documents(tmp_path / "a", [[1, 2, 3], [4]]),
+        write_documents(tmp_path / "b", [[5, 6]]),
+    ]
     merge_pairs(prefixes, tmp_path / "m", threads=1, progress=silent)
     assert IndexedDataset(tmp_path / "m").tokens.tolist() == [1, 2, 3, 4, 5, 6] and len(calls) >= 2
 
@@ -111,19 +105,21 @@ def test_where_the_kernel_cannot_copy(
 def test_a_failure_leaves_the_former_pair_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    former = content(write(tmp_path / "m", [[9]]))
+    former = pair_bytes(write_documents(tmp_path / "m", [[9]]))
 
     def full(*_: object) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "copy_file_range", full)
     with pytest.raises(OSError, match="No space left"):
-        merge_pairs([write(tmp_path / "a", [[1, 2]])], tmp_path / "m", threads=2, progress=silent)
-    assert content(tmp_path / "m") == former and no_leftovers(tmp_path)
+        merge_pairs(
+            [write_documents(tmp_path / "a", [[1, 2]])], tmp_path / "m", threads=2, progress=silent
+        )
+    assert pair_bytes(tmp_path / "m") == former and no_leftovers(tmp_path)
 
 
 def test_what_cannot_be_merged(tmp_path: Path) -> None:
-    a, b = write(tmp_path / "a", [[1]]), write(tmp_path / "b", [[1]], "i4")
+    a, b = write_documents(tmp_path / "a", [[1]]), write_documents(tmp_path / "b", [[1]], "i4")
     with pytest.raises(ConfigError, match=r"b\.idx holds int32, but a\.idx uint16"):
         merge_pairs([a, b], tmp_path / "m", threads=1, progress=silent)
     with pytest.raises(ConfigError, match="nothing to merge"):
@@ -139,7 +135,7 @@ def test_many_shards_are_never_open_together(
 ) -> None:
     """A process may map some 65,000 files and open 1,024: SlimPajama has 59,166 shards."""
     monkeypatch.setattr(os, "fsync", lambda _: None)
-    prefixes = [write(tmp_path / "s" / str(i), [[i]]) for i in range(300)]
+    prefixes = [write_documents(tmp_path / "s" / str(i), [[i]]) for i in range(300)]
     most, plain = [0], IndexedDataset.__init__
 
     def counting(self: IndexedDataset, prefix: Path) -> None:
@@ -183,7 +179,10 @@ def spec(
     train_bpe(iter(["some text"] * 3), 300, "<|endoftext|>").save(str(folder / "tokenizer.json"))
     entries = []
     for i, documents in enumerate(shards):
-        prefix, stamp = write(folder / "shards" / f"{i:05d}", documents), folder / f"{i}.json"
+        prefix, stamp = (
+            write_documents(folder / "shards" / f"{i:05d}", documents),
+            folder / f"{i}.json",
+        )
         stamp.write_text(json.dumps({"result": result(prefix, left_out={"too short": i})}))
         entries.append(
             {

@@ -17,6 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.data.pairs import pair_bytes, write_sequences
 from tests.shared import MISSING, golden
 from trainkit import _index
 from trainkit.base.errors import ConfigError, Exit
@@ -29,28 +30,11 @@ Document = tuple[tuple[int, ...], ...]  # sequences of tokens
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def _write(prefix: Path, documents: list[Document], dtype: str = "uint16") -> Path:
-    with IndexedWriter(prefix, dtype) as writer:
-        for document in documents:
-            writer.add_document(
-                np.array([t for sequence in document for t in sequence], dtype),
-                [len(sequence) for sequence in document],
-            )
-    return prefix
-
-
 def _documents(prefix: Path) -> list[Document]:
     data = IndexedDataset(prefix)
     sequences = [tuple(data[i].tolist()) for i in range(len(data))]
     bounds = data.document_indices.tolist()
     return [tuple(sequences[a:b]) for a, b in itertools.pairwise(bounds)]
-
-
-def _bytes(prefix: Path) -> tuple[bytes, bytes]:
-    return (
-        prefix.with_name(prefix.name + ".bin").read_bytes(),
-        prefix.with_name(prefix.name + ".idx").read_bytes(),
-    )
 
 
 def _names(folder: Path) -> list[str]:
@@ -89,13 +73,15 @@ def test_every_document_is_kept_whole_and_memory_does_not_matter(
     with pytest.MonkeyPatch.context() as patch:
         # hundreds of files that need not outlive a power cut
         patch.setattr(os, "fsync", lambda _: None)
-        prefixes = [_write(tmp_path / f"in{i}", content) for i, content in enumerate(pairs)]
+        prefixes = [
+            write_sequences(tmp_path / f"in{i}", content) for i, content in enumerate(pairs)
+        ]
         shuffle_documents(prefixes, tmp_path / "out" / "small", seed, memory_bytes)
         shuffle_documents(prefixes, tmp_path / "out" / "large", seed)
     assert Counter(_documents(tmp_path / "out" / "small")) == Counter(
         document for content in pairs for document in content
     )
-    assert _bytes(tmp_path / "out" / "small") == _bytes(tmp_path / "out" / "large")
+    assert pair_bytes(tmp_path / "out" / "small") == pair_bytes(tmp_path / "out" / "large")
     assert _names(tmp_path / "out") == ["large.bin", "large.idx", "small.bin", "small.idx"]
 
 
@@ -110,7 +96,7 @@ def _web_like(folder: Path) -> list[Path]:
             count = int(rng.choice([0, 1, 1, 1, 1, 2, 5]))
             lengths = np.minimum(rng.lognormal(2, 2, count), 20_000).astype(int)
             content.append(tuple(tuple(rng.integers(0, 50_000, n).tolist()) for n in lengths))
-        prefixes.append(_write(folder / f"web{pair}", content))
+        prefixes.append(write_sequences(folder / f"web{pair}", content))
     return prefixes
 
 
@@ -119,7 +105,7 @@ def test_a_few_kilobytes_of_memory_give_the_order_of_a_gigabyte(tmp_path: Path) 
     shuffle_documents(prefixes, tmp_path / "large", 1)
     for memory_bytes in (MINIMUM_MEMORY, 2**16, 2**20 + 1):
         shuffle_documents(prefixes, tmp_path / "small", 1, memory_bytes)
-        assert _bytes(tmp_path / "small") == _bytes(tmp_path / "large")
+        assert pair_bytes(tmp_path / "small") == pair_bytes(tmp_path / "large")
     given_in, taken_out = (
         [d for p in prefixes for d in _documents(p)],
         _documents(tmp_path / "large"),
@@ -182,12 +168,12 @@ def test_pairs_that_megatron_wrote(memory_bytes: int, tmp_path: Path) -> None:
 
 
 def test_data_without_documents(tmp_path: Path) -> None:
-    _write(tmp_path / "none", [])
-    _write(tmp_path / "empty", [()] * 5)
+    write_sequences(tmp_path / "none", [])
+    write_sequences(tmp_path / "empty", [()] * 5)
     shuffle_documents([tmp_path / "none"], tmp_path / "out", 0)
-    assert _bytes(tmp_path / "out") == _bytes(tmp_path / "none")
+    assert pair_bytes(tmp_path / "out") == pair_bytes(tmp_path / "none")
     shuffle_documents([tmp_path / "none", tmp_path / "empty"], tmp_path / "out", 0)
-    assert _bytes(tmp_path / "out") == _bytes(tmp_path / "empty")
+    assert pair_bytes(tmp_path / "out") == pair_bytes(tmp_path / "empty")
 
 
 def test_progress_ends_at_all(tmp_path: Path) -> None:
@@ -212,8 +198,8 @@ def test_a_damaged_pair_is_refused(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_shuffled_is_refused(tmp_path: Path) -> None:
-    _write(tmp_path / "a", [((1,),)])
-    _write(tmp_path / "b", [((1,),)], "int32")
+    write_sequences(tmp_path / "a", [((1,),)])
+    write_sequences(tmp_path / "b", [((1,),)], "int32")
     with pytest.raises(ConfigError, match=r"b\.idx: holds int32, but a is of uint16") as caught:
         shuffle_documents([tmp_path / "a", tmp_path / "b"], tmp_path / "out", 0)
     assert caught.value.exit == Exit.STAGE_FAILED
