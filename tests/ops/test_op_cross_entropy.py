@@ -145,20 +145,24 @@ def test_logits_that_cannot_be_written_row_by_row(make) -> None:  # type: ignore
         cross_entropy.loss_(strange, labels, 30, 0.0, scale_of(torch.float32), True)
 
 
-def test_what_is_refused() -> None:
-    logits, labels = chunk(4, 9, torch.bfloat16)
-    scale = scale_of(torch.bfloat16)
-    labels[2] = 9
-    with pytest.raises(RuntimeError, match="label 9 of row 2 is not one of 9"):
-        cross_entropy.fused(logits, labels, 9, 0.0, scale, True)
-    with pytest.raises(RuntimeError, match="10 columns of 9"):
-        cross_entropy.fused(logits, labels, 10, 0.0, scale, True)
-    with pytest.raises(RuntimeError, match="takes 4 labels of int64"):
-        cross_entropy.fused(logits, labels.int(), 9, 0.0, scale, True)
-    with pytest.raises(RuntimeError, match=r"takes 1 numbers of torch\.Float"):
-        cross_entropy.fused(logits, labels.clamp(max=8), 9, 0.0, scale.double(), True)
-    with pytest.raises(RuntimeError, match=r"takes fp32, bf16, fp16 and fp64"):
-        cross_entropy.fused(logits.int(), labels.clamp(max=8), 9, 0.0, scale, True)
+LOGITS, LABELS, SCALE = torch.ones(4, 9), torch.tensor([3, 1, 8, 0]), torch.tensor(1.0)
+
+
+@pytest.mark.parametrize(
+    ("logits", "labels", "vocab", "scale", "words"),
+    [
+        (LOGITS, LABELS + LABELS // 8, 9, SCALE, "label 9 of row 2 is not one of 9"),
+        (LOGITS, LABELS, 10, SCALE, "10 columns of 9"),
+        (LOGITS, LABELS.int(), 9, SCALE, "takes 4 labels of int64"),
+        (LOGITS, LABELS, 9, SCALE.double(), r"takes 1 numbers of torch\.Float"),
+        (LOGITS.int(), LABELS, 9, SCALE, r"takes fp32, bf16, fp16 and fp64"),
+    ],
+)
+def test_what_is_refused(
+    logits: Tensor, labels: Tensor, vocab: int, scale: Tensor, words: str
+) -> None:
+    with pytest.raises(RuntimeError, match=words):
+        cross_entropy.fused(logits, labels, vocab, 0.0, scale, True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

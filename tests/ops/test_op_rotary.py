@@ -129,24 +129,27 @@ def test_torch_knows_it() -> None:
     op_checks.check_registration(rotary.backward, (*parts, cos, sin))
 
 
-def test_what_makes_no_sense_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("cos", "sin", "heads", "words"),
+    [
+        (torch.ones(3, 4), torch.ones(3, 4), 3, r"32 columns are no 3 \+ 2 \* 1 heads"),
+        (torch.ones(3, 10), torch.ones(3, 10), 2, "10 of 8 channels cannot turn"),
+        (torch.ones(3, 3), torch.ones(3, 3), 2, "3 of 8 channels cannot turn"),
+        (torch.ones(4, 4), torch.ones(4, 4), 2, "are of 4 tokens a sample, the heads of 3"),
+        (torch.ones(1, 3, 4), torch.ones(1, 3, 4), 2, "are of 1 x 3 tokens, the heads of 2 x 3"),
+        (
+            torch.ones(3, 4).double(),
+            torch.ones(3, 4).double(),
+            2,
+            "are torch.Double, not",
+        ),
+        (torch.ones(3, 4), torch.ones(3, 2), 2, "must have the same shape"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(cos: Tensor, sin: Tensor, heads: int, words: str) -> None:
     rotate = fused().rotate_qkv
-    qkv = torch.ones(2, 3, 32)
-    table = torch.ones(3, 4)
-    with pytest.raises(RuntimeError, match=r"32 columns are no 3 \+ 2 \* 1 heads"):
-        rotate(qkv, table, table, 3, 1)
-    with pytest.raises(RuntimeError, match="10 of 8 channels cannot turn"):
-        rotate(qkv, torch.ones(3, 10), torch.ones(3, 10), 2, 1)
-    with pytest.raises(RuntimeError, match="3 of 8 channels cannot turn"):
-        rotate(qkv, torch.ones(3, 3), torch.ones(3, 3), 2, 1)
-    with pytest.raises(RuntimeError, match="the tables are of 4 tokens a sample, the heads of 3"):
-        rotate(qkv, torch.ones(4, 4), torch.ones(4, 4), 2, 1)
-    with pytest.raises(RuntimeError, match="the tables are of 1 x 3 tokens, the heads of 2 x 3"):
-        rotate(qkv, table[None], table[None], 2, 1)
-    with pytest.raises(RuntimeError, match=r"the tables are torch.Double, not torch.Float"):
-        rotate(qkv, table.double(), table.double(), 2, 1)
-    with pytest.raises(RuntimeError, match="must have the same shape"):
-        rotate(qkv, table, torch.ones(3, 2), 2, 1)
+    with pytest.raises(RuntimeError, match=words):
+        rotate(torch.ones(2, 3, 32), cos, sin, heads, 1)
 
 
 def test_bytes() -> None:
