@@ -312,6 +312,17 @@ class Project:
         assert isinstance(value, dict)
         return value
 
+    def edit_jobs(self, old: str, new: str, *, count: int = -1) -> None:
+        """Change jobs.toml, where `old` stands."""
+        text = (self.path / "jobs.toml").read_text()
+        assert old in text
+        (self.path / "jobs.toml").write_text(text.replace(old, new, count))
+
+    def add_to_jobs(self, text: str) -> None:
+        """More at the end of jobs.toml."""
+        with open(self.path / "jobs.toml", "a") as file:
+            file.write(text)
+
     def runs(self) -> list[Path]:
         """Run folders, oldest first."""
         return sorted(

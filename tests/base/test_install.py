@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import wait_for
+from tests.programs import put_program
 from trainkit.base import install as installer
 from trainkit.base.install import (
     InstallError,
@@ -472,9 +473,9 @@ def test_inv_says_which_pythons_it_looked_for(checkout: Path, tmp_path: Path) ->
     tools.mkdir()
     for name in ("dirname", "readlink", "head"):
         (tools / name).symlink_to(shutil.which(name) or "")
-    old = tools / "python3"
-    old.write_text('#!/bin/sh\n[ "$1" = --version ] && echo Python 3.9.2\nexit 1\n')
-    old.chmod(0o755)
+    old = put_program(
+        tools, "python3", '#!/bin/sh\n[ "$1" = --version ] && echo Python 3.9.2\nexit 1\n'
+    )
     done = _inv(checkout, "jobs", path=str(tools))
     assert done.returncode == 3
     assert f"python3: {old} is Python 3.9.2" in done.stderr

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.container.dockerfiles import CONTAINER, arguments
+from tests.programs import put_program
 
 BWRAP = shutil.which("bwrap")
 # not all of /: folders that others mount and unmount there meanwhile would end bwrap
@@ -109,8 +110,7 @@ def machine(tmp_path: Path) -> Machine:
     programs = dict.fromkeys(["record", "ldconfig", "make", "apt-get", "dpkg-query"], RECORD)
     programs["nproc"] = "#!/bin/sh\necho 8\n"
     for name, text in {**programs, "tar": TAR, "curl": CURL}.items():
-        (tmp_path / "bin" / name).write_text(text)
-        (tmp_path / "bin" / name).chmod(0o755)
+        put_program(tmp_path / "bin", name, text)
     return Machine(tmp_path, arguments(CONTAINER / "Dockerfile.efa"))
 
 
@@ -223,8 +223,7 @@ case $last in g++ | git) echo installed ;; old) echo config-files ;; *) exit 1 ;
 def test_only_missing_packages_are_installed(machine: Machine) -> None:
     """And what was removed but for its configuration; lists, logs and times go."""
     (machine.folder / "bin" / "dpkg-query").write_text(INSTALLED)
-    (machine.folder / "bin" / "python3").write_text("#!/bin/sh\n")
-    (machine.folder / "bin" / "python3").chmod(0o755)
+    put_program(machine.folder / "bin", "python3", "#!/bin/sh\n")
     for name in ("lib/apt/lists/a", "log/apt/b", "lib/dpkg/status-old", "lib/dpkg/status"):
         (machine.folder / "var" / name).parent.mkdir(parents=True, exist_ok=True)
         (machine.folder / "var" / name).touch()
@@ -250,8 +249,7 @@ def test_no_archive_is_asked_where_nothing_is_missing(machine: Machine) -> None:
 
 def test_a_base_without_python_gets_one(machine: Machine) -> None:
     (machine.folder / "bin" / "dpkg-query").write_text(INSTALLED)
-    (machine.folder / "bin" / "python3").write_text("#!/bin/sh\nexit 127\n")
-    (machine.folder / "bin" / "python3").chmod(0o755)
+    put_program(machine.folder / "bin", "python3", "#!/bin/sh\nexit 127\n")
     assert machine.script("sh", "apt.sh", "--python").returncode == 0
     packages = "python3 python3-pip python3-venv python3-dev"
     assert machine.recorded()[1].endswith(f"--no-install-recommends {packages}")

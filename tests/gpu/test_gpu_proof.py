@@ -24,6 +24,7 @@ from benchmarks.gpu.proof import NAME, TABLE, Proof
 from benchmarks.gpu.speed import rates
 from tests import forkserver
 from tests.conftest import alive, wait_for
+from tests.programs import put_program
 from trainkit.base.errors import ConfigError, Exit, TrainkitError
 from trainkit.base.files import sha256_file, write_json
 
@@ -49,9 +50,7 @@ def setting(tmp_path: Path) -> prove.Setting:
 
 
 def with_parts(folder: Path, then: str) -> prove.Setting:
-    script = folder / "stand-in"
-    script.write_text(STAND_IN % then)
-    script.chmod(0o755)
+    script = put_program(folder, "stand-in", STAND_IN % then)
     return prove.Setting("cuda", "full", str(script), os.environ, folder / "proof", H200, "code")
 
 

@@ -31,6 +31,7 @@ from packaging.utils import canonicalize_name
 from tests import oci
 from tests.images import enroot_stand_in
 from tests.mounts import unmount
+from tests.programs import put_program
 from trainkit.base.locks import locked
 
 CACHE = "TRAINKIT_TEST_CACHE"
@@ -239,9 +240,7 @@ def make_base(folder: Path, release: str) -> None:
         version = f"{sys.version_info[0]}.{sys.version_info[1]}"
         copy_packages(root / f"usr/local/lib/python{version}/dist-packages")
         for program in (root / "usr/bin").glob("*-linux-gnu-g[+c][+c]"):
-            quick = root / "usr/local/bin" / program.name
-            quick.write_text(COMPILER)
-            quick.chmod(0o755)
+            put_program(root / "usr/local/bin", program.name, COMPILER)
     files = tarfile.open(fileobj=io.BytesIO(oci.rootfs()))  # noqa: SIM115
     with files as tar, new_image(variables, "scratch", TINY) as root:
         tar.extraction_filter = getattr(tarfile, "tar_filter", None)  # from Python 3.11.4 on

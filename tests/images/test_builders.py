@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.programs import put_program
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.images.builders import BUILDERS, candidates, choose_builder, options
 from trainkit.images.contract import BuildRecipe, ImageRecord, read_record, write_record
@@ -148,8 +149,7 @@ def test_which_builders_a_runtime_sees() -> None:
 def programs(folder: Path, *names: str) -> Path:
     folder.mkdir(exist_ok=True)
     for name in names:
-        (folder / name).write_text("#!/bin/sh\nexit 1\n")
-        (folder / name).chmod(0o755)
+        put_program(folder, name, "#!/bin/sh\nexit 1\n")
     return folder
 
 

@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 
 from tests.images.made_files import real_squashfs
+from tests.programs import put_program
 from trainkit.base.errors import Exit, TrainkitError
+from trainkit.base.worker import ProgressCallback
 from trainkit.images.contract import ImagePlan
 from trainkit.images.importers import importer_of
 from trainkit.images.importers.enroot import import_argv
@@ -44,6 +46,14 @@ def commands(given: ImagePlan) -> list[str]:
     importer = importer_of(given)
     assert importer is not None and given.image_file is not None
     return [" ".join(argv) for argv in importer.commands(given, given.image_file)]
+
+
+def run_importer(given: ImagePlan, progress: ProgressCallback = lambda done, of: None) -> Path:
+    """Make the image file; returns it."""
+    importer, file = importer_of(given), given.image_file
+    assert importer is not None and file is not None
+    importer.run(given, file, progress)
+    return file
 
 
 def test_enroot_as_azure_and_aws_type_it() -> None:
@@ -218,9 +228,7 @@ def test_a_file_appears_only_when_it_is_whole(tmp_path: Path) -> None:
 
 
 def stub(folder: Path, name: str, script: str) -> None:
-    folder.mkdir(exist_ok=True)
-    (folder / name).write_text(f"#!/bin/bash\n{script}\n")
-    (folder / name).chmod(0o755)
+    put_program(folder, name, f"#!/bin/bash\n{script}\n")
 
 
 def test_enroot_really_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,10 +242,8 @@ def test_enroot_really_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     every: list[dict[str, Any]] = [{}, {"squashfs": {"compression": "zstd"}}]
     for keys in every:
         given = plan("docker", tmp_path, **keys)
-        importer = importer_of(given)
-        assert importer is not None and given.image_file is not None
-        importer.run(given, given.image_file, lambda done, of: steps.append((done, of)))
-        assert squashfs_problem(given.image_file) == ""
+        file = run_importer(given, lambda done, of: steps.append((done, of)))
+        assert squashfs_problem(file) == ""
     plainly, packed = (tmp_path / "words").read_text().splitlines()
     assert plainly.startswith(f"-comp lz4|import --output {tmp_path}/images/.box.sqsh.tmp-")
     assert plainly.endswith(".sqsh dockerd://app:1")
@@ -262,10 +268,8 @@ def test_enroot_that_fails(
     stub(tmp_path / "bin", "enroot", f'echo begin; printf hsqs > "$3"; echo "{said}" >&2; exit 1')
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
     given = plan("docker", tmp_path)
-    importer = importer_of(given)
-    assert importer is not None and given.image_file is not None
     with pytest.raises(TrainkitError) as caught:
-        importer.run(given, given.image_file, lambda done, of: None)
+        run_importer(given)
     assert caught.value.exit == Exit.STAGE_FAILED and said in caught.value.message
     assert words in caught.value.hint and not list((tmp_path / "images").iterdir())
 
@@ -278,10 +282,8 @@ def test_programs_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyP
         (plan("docker", tmp_path, **keys), "install apptainer"),
         (plan("buildah", tmp_path), "install buildah"),
     ):
-        importer = importer_of(given)
-        assert importer is not None and given.image_file is not None
         with pytest.raises(TrainkitError, match="is not installed on this machine") as caught:
-            importer.run(given, given.image_file, lambda done, of: None)
+            run_importer(given)
         assert hint in caught.value.hint
 
 
@@ -348,10 +350,8 @@ def test_buildah_really(tmp_path: Path, store: str) -> None:
 
 def test_an_image_that_buildah_has_not(tmp_path: Path, store: str) -> None:
     given = plan("buildah", tmp_path, tag="localhost/none:1")
-    importer = importer_of(given)
-    assert importer is not None and given.image_file is not None
     with pytest.raises(TrainkitError) as caught:
-        importer.run(given, given.image_file, lambda done, of: None)
+        run_importer(given)
     assert "`buildah from` exited with 125: the registry has no such image" in str(caught.value)
 
 
@@ -364,10 +364,8 @@ def test_mksquashfs_leaves_nothing_on_a_full_disk(tmp_path: Path, store: str) ->
     try:
         (small / "others").write_bytes(b"x" * 60_000)
         given = plan("buildah", tmp_path, tag=store)
-        importer = importer_of(given)
-        assert importer is not None and given.image_file is not None
         with pytest.raises(TrainkitError, match="the disk is full") as caught:
-            importer.run(given, given.image_file, lambda done, of: None)
+            run_importer(given)
         assert caught.value.exit == Exit.STAGE_FAILED and "make room" in caught.value.hint
         assert [path.name for path in small.iterdir()] == ["others"]
     finally:

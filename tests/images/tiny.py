@@ -11,6 +11,7 @@ from typing import Any
 
 from tests.conftest import Project
 from tests.images.lab import TINY, Lab
+from tests.programs import put_program
 
 DOCKERFILE = """
 ARG BASE_IMAGE
@@ -88,8 +89,7 @@ def make_image_project(project: Project, lab: Lab, tag: str, **more: str) -> Ima
     programs = folder / "bin"
     programs.mkdir()
     for name in ("buildah", "mksquashfs"):
-        (programs / name).write_text(RECORDER.format(calls=folder / "calls"))
-        (programs / name).chmod(0o755)
+        put_program(programs, name, RECORDER.format(calls=folder / "calls"))
     tiny = {**lab.tiny, "PATH": f"{programs}:{lab.tiny['PATH']}"}
     made = ImageProject(folder, Lab(lab.folder, lab.variables, tiny))
     made.step("echo made > /srv/made")
