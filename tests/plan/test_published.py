@@ -157,6 +157,6 @@ def test_a_model_that_an_engines_option_makes_larger_is_not_called_feasible(
     job, plan = planned(name, f"engine={engine}")
     assert "not-counted" not in [each.code for each in plan.not_known]
     job = job.model_copy(update={"engine_args": {**job.engine_args, option: 8}})
-    larger = make_plan(job, rules=RULES[engine])
+    larger = make_plan(job, rules=ENGINES[engine].rules)
     assert not larger.feasible
     assert f"engine_args.{option}" in [each.key for each in larger.not_known]
