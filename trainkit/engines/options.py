@@ -200,7 +200,7 @@ def load_table(engine: str, version: str) -> OptionTable:
 
     Args:
         engine: its name in jobs.toml.
-        version: as `engine_version` says it: "core-0.12.0", "2021", "2.0.0".
+        version: as `ForeignEngine.version_of_tree` says it: "core-0.12.0", "2021", "2.0.0".
 
     Raises ConfigError: there is no table of that engine.
     """
