@@ -47,8 +47,8 @@ ORDER = {  # of a folder's rooms and its files of their own: each imports only w
     ),
     "trainkit.cli": (
         "completion help_texts parameters options tables wrapper config host_options init run hosts"
-        " model inspect checkout tasks_config tasks_run tasks_inspect tasks_hosts tasks_model"
-        " tasks_checkout tasks program"
+        " model inspect checkout tasks_config tasks_run tasks_inspect tasks_hosts"
+        " tasks program"
     ),
 }
 

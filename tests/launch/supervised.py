@@ -23,6 +23,7 @@ from trainkit.launch.supervise.observer import RunObserver, silent_observer
 from trainkit.launch.supervise.outcome import Outcome
 from trainkit.launch.supervise.supervisor import supervise
 from trainkit.runs.checkpoint_list import ListedCheckpoint
+from trainkit.plan.rules import Rules
 from trainkit.runs.folder import RunFolder, new_run_folder
 
 DONE = """
@@ -44,6 +45,16 @@ class Program:
     ) -> None:
         self.own_code = own_code
         self.argv, self.env = argv or (sys.executable, "-c", program), env or {}
+        self.rules = Rules()
+
+    def notes(self, job: Job) -> list[str]:
+        return []
+
+    def checkpoint_names(self, run: RunFolder) -> list[str]:
+        return []
+
+    def compiled_nodes(self, job: Job) -> int | None:
+        return None
 
     def problems(self, job: Job) -> list[Problem]:
         return []

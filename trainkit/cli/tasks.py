@@ -9,14 +9,7 @@ from __future__ import annotations
 
 from invoke.collection import Collection
 
-from trainkit.cli import (
-    tasks_checkout,
-    tasks_config,
-    tasks_hosts,
-    tasks_inspect,
-    tasks_model,
-    tasks_run,
-)
+from trainkit.cli import tasks_config, tasks_hosts, tasks_inspect, tasks_run
 
 namespace = Collection(
     tasks_config.init,
@@ -46,18 +39,18 @@ namespace = Collection(
     tasks_hosts.doctor,
     tasks_hosts.setup_hosts,
     tasks_hosts.fleet,
-    tasks_model.checkpoints,
-    tasks_model.replay,
+    tasks_inspect.checkpoints,
+    tasks_inspect.replay,
     tasks_inspect.tensorboard,
     tasks_inspect.report,
     tasks_inspect.compare,
     tasks_inspect.board,
-    tasks_model.generate,
-    tasks_model.evaluate,
-    tasks_model.export,
-    tasks_model.convert,
-    tasks_model.clean,
-    tasks_checkout.test,
-    tasks_checkout.bench,
-    tasks_checkout.docs,
+    tasks_inspect.generate,
+    tasks_inspect.evaluate,
+    tasks_inspect.export,
+    tasks_inspect.convert,
+    tasks_inspect.clean,
+    tasks_hosts.test,
+    tasks_hosts.bench,
+    tasks_hosts.docs,
 )

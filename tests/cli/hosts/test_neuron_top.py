@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import TASKS, Project
-from trainkit.cli.hosts.neuron_top import monitor_lines
+from trainkit.cli.hosts.nodes import monitor_lines
 
 
 def report(cores: dict[str, float], memory: int, **errors: int) -> dict[str, Any]:

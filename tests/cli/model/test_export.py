@@ -12,7 +12,7 @@ import torch
 
 from tests.conftest import Project
 from trainkit.base.errors import TrainkitError
-from trainkit.cli.model.export import export
+from trainkit.cli.model.convert import export
 from trainkit.cli.options import ExportOptions
 from trainkit.cli.wrapper import TaskContext
 from trainkit.data.indexed.paths import DataFolder

@@ -3,14 +3,14 @@ run, 18 when that is not known yet. With --search every layout of the job, ranke
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from pydantic import JsonValue
 
 from trainkit.base.documents import document
-from trainkit.base.errors import ConfigError, Exit, Problem
+from trainkit.base.errors import ConfigError, Exit, Problem, TrainkitError
 from trainkit.cli.config.jobs import load_jobs, refuse_weights
-from trainkit.cli.config.plan_options import asked_nodes, overrides, usage
 from trainkit.cli.options import PlanOptions
 from trainkit.cli.wrapper import TaskContext, TaskResult
 from trainkit.engines.registry import ENGINES, refuse_unlaunchable
@@ -23,6 +23,42 @@ from trainkit.plan.cloud import cloud
 from trainkit.plan.objection import describe_changes
 from trainkit.plan.search import Ranked, Search, Searcher, describe
 from trainkit.reports.search_picture import SearchPicture, draw_search, refuse_format
+
+
+def usage(message: str) -> TrainkitError:
+    """An error of the command line."""
+    return TrainkitError(message, exit=Exit.USAGE)
+
+
+def overrides(options: PlanOptions, nodes: list[int]) -> list[str]:
+    """Options as --set has them; of a range the first number of nodes."""
+    given = [f"cluster={json.dumps(options.cluster)}"] if options.cluster else []
+    if nodes:
+        given.append(f"nodes={nodes[0]}")
+    return [*given, *options.set]
+
+
+def asked_nodes(options: PlanOptions) -> list[int]:
+    """The numbers of nodes that --nodes asks for: one, or of a range its ends and every doubling
+    of the first between them; none where the job decides.
+
+    Raises TrainkitError (exit 1): it is neither.
+    """
+    text = options.nodes
+    first, dots, last = text.partition("..")
+    if not text or text == "0":
+        return []
+    if not first.isdecimal() or (dots and not last.isdecimal()):
+        raise usage(f"--nodes takes a whole number, or with --search a range (2..64), not '{text}'")
+    low = int(first)
+    high = int(last) if dots else low
+    if not 1 <= low <= high:
+        raise usage(f"--nodes {text}: from 1, the lower number first")
+    found = []
+    while low < high:
+        found.append(low)
+        low *= 2
+    return [*found, high]
 
 
 def plan_search(task: TaskContext, name: str, options: PlanOptions, nodes: list[int]) -> TaskResult:

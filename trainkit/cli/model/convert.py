@@ -1,19 +1,121 @@
-"""The task `convert`: a run's weights in another engine's format."""
+"""The tasks `export` and `convert`: a run's weights for other programs, or in another engine's
+format."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from trainkit.base.documents import document
 from trainkit.base.errors import ConfigError, Problem
 from trainkit.cli.config.jobs import load_jobs
-from trainkit.cli.model.export import DTYPES, tokenizer_of
 from trainkit.cli.model.tokenizer_warning import warn_of_changed_tokenizer
-from trainkit.cli.options import ConvertOptions
+from trainkit.cli.options import ConvertOptions, ExportOptions
 from trainkit.cli.wrapper import TaskContext, TaskResult
+from trainkit.data.indexed.paths import DataFolder
 from trainkit.jobs.resolved import read_job
+from trainkit.jobs.schema import Job
 from trainkit.runs.find import find_run
+
+if TYPE_CHECKING:
+    from trainkit.train.huggingface.writing import TokenizerFile
+
+
+FORMATS = ("hf",)
+DTYPES = ("fp32", "bf16", "fp16")
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written: the keys of the document export/1."""
+
+    run: str
+    step: int
+    format: str
+    folder: str
+    dtype: str
+    parameters: int
+    bytes: int
+    files: list[str]
+    tokenizer: bool
+
+
+def export(task: TaskContext, run_name: str, options: ExportOptions) -> TaskResult:
+    """The task `export`. Raises ConfigError for options that are not valid."""
+    _refuse_invalid_export(options)
+    run = find_run(load_jobs(task).roots(), run_name)
+    job = read_job(run.job)
+    from trainkit.train.huggingface.weights import CheckpointWeights
+    from trainkit.train.huggingface.writing import export as write
+    from trainkit.train.inference.load import choose_checkpoint
+
+    warn_of_changed_tokenizer(run)
+    checkpoint = choose_checkpoint(run, options.step)
+    step = checkpoint.manifest.step
+    folder = Path(options.to).absolute()
+    tokenizer = tokenizer_of(job)
+    written = write(
+        CheckpointWeights(checkpoint),
+        job.model,
+        folder,
+        dtype=options.dtype,
+        shard_bytes=int(options.shard_gb * 1e9),
+        tokenizer=tokenizer,
+        about={"trainkit_run": run.id, "trainkit_step": str(step)},
+    )
+    task.say(
+        f"exported step {step} of run {run.id} to {folder}: {written.parameters / 1e6:,.2f} million"
+        f" parameters in {options.dtype}"
+    )
+    if tokenizer is None:
+        task.say("without a tokenizer: the run was trained on random tokens")
+    exported = Exported(
+        run=run.id,
+        step=step,
+        format=options.format,
+        folder=str(folder),
+        dtype=options.dtype,
+        parameters=written.parameters,
+        bytes=written.bytes,
+        files=list(written.files),
+        tokenizer=tokenizer is not None,
+    )
+    return TaskResult(document("export/1", **asdict(exported)))
+
+
+def _refuse_invalid_export(options: ExportOptions) -> None:
+    problems = []
+    if options.format not in FORMATS:
+        problems.append(
+            Problem(
+                f"--format {options.format!r} is not one of: {', '.join(FORMATS)}",
+                hint="hf: a folder that transformers' from_pretrained loads",
+            )
+        )
+    if options.dtype not in DTYPES:
+        problems.append(Problem(f"--dtype {options.dtype!r} is not one of: {', '.join(DTYPES)}"))
+    if not options.to:
+        problems.append(Problem("--to DIR is missing: the folder to write, which must not exist"))
+    if problems:
+        raise ConfigError(problems)
+
+
+def tokenizer_of(job: Job) -> TokenizerFile | None:
+    """The tokenizer of the job's dataset; None for random tokens. Raises ConfigError if the file
+    is missing."""
+    from trainkit.train.huggingface.writing import TokenizerFile
+
+    if job.dataset.tokenizer is None:
+        return None
+    path = DataFolder(Path(job.cluster.root or "."), job.dataset).tokenizer
+    if not path.is_file():
+        raise ConfigError(
+            f"the tokenizer of dataset {job.dataset.name!r} is missing: {path}",
+            hint="run prep-data again",
+        )
+    return TokenizerFile(path, job.dataset.tokenizer.eod_token)
+
 
 TARGETS = ("hf", "megatron-lm", "gpt-neox")
 
