@@ -3,7 +3,6 @@ format."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,21 +23,6 @@ if TYPE_CHECKING:
 
 FORMATS = ("hf",)
 DTYPES = ("fp32", "bf16", "fp16")
-
-
-@dataclass(frozen=True)
-class Exported:
-    """What was written: the keys of the document export/1."""
-
-    run: str
-    step: int
-    format: str
-    folder: str
-    dtype: str
-    parameters: int
-    bytes: int
-    files: list[str]
-    tokenizer: bool
 
 
 def export(task: TaskContext, run_name: str, options: ExportOptions) -> TaskResult:
@@ -70,18 +54,20 @@ def export(task: TaskContext, run_name: str, options: ExportOptions) -> TaskResu
     )
     if tokenizer is None:
         task.say("without a tokenizer: the run was trained on random tokens")
-    exported = Exported(
-        run=run.id,
-        step=step,
-        format=options.format,
-        folder=str(folder),
-        dtype=options.dtype,
-        parameters=written.parameters,
-        bytes=written.bytes,
-        files=list(written.files),
-        tokenizer=tokenizer is not None,
+    return TaskResult(
+        document(
+            "export/1",
+            run=run.id,
+            step=step,
+            format=options.format,
+            folder=str(folder),
+            dtype=options.dtype,
+            parameters=written.parameters,
+            bytes=written.bytes,
+            files=list(written.files),
+            tokenizer=tokenizer is not None,
+        )
     )
-    return TaskResult(document("export/1", **asdict(exported)))
 
 
 def _refuse_invalid_export(options: ExportOptions) -> None:
@@ -118,22 +104,6 @@ def tokenizer_of(job: Job) -> TokenizerFile | None:
 
 
 TARGETS = ("hf", "megatron-lm", "gpt-neox")
-
-
-@dataclass(frozen=True)
-class ConvertedRun:
-    """What was written: the keys of the document convert/1."""
-
-    run: str
-    engine: str
-    step: int
-    to: str
-    folder: str
-    dtype: str
-    parameters: int
-    bytes: int
-    files: list[str]
-    notes: list[str]
 
 
 def convert(task: TaskContext, run_name: str, options: ConvertOptions) -> TaskResult:
@@ -178,19 +148,21 @@ def convert(task: TaskContext, run_name: str, options: ConvertOptions) -> TaskRe
         task.say(f"note: {note}")
     if options.to in formats.ENGINE_FORMATS:
         task.say(formats.ENGINE_FORMATS[options.to].use.format(folder=folder))
-    found = ConvertedRun(
-        run=run.id,
-        engine=job.engine,
-        step=source.step,
-        to=options.to,
-        folder=str(folder),
-        dtype=options.dtype,
-        parameters=written.parameters,
-        bytes=written.bytes,
-        files=list(written.files),
-        notes=list(source.notes),
+    return TaskResult(
+        document(
+            "convert/1",
+            run=run.id,
+            engine=job.engine,
+            step=source.step,
+            to=options.to,
+            folder=str(folder),
+            dtype=options.dtype,
+            parameters=written.parameters,
+            bytes=written.bytes,
+            files=list(written.files),
+            notes=list(source.notes),
+        )
     )
-    return TaskResult(document("convert/1", **asdict(found)))
 
 
 def _refuse_invalid(options: ConvertOptions) -> None:
