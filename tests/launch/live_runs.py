@@ -47,5 +47,4 @@ def wait_for_step(project: Project, step: int) -> None:
 
 def slow_down(project: Project, train_iters: int = 4000) -> None:
     """Make the job on random tokens last, so that there is time to kill it."""
-    path = project.path / "jobs.toml"
-    path.write_text(path.read_text().replace("train_iters = 30", f"train_iters = {train_iters}"))
+    project.edit_jobs("train_iters = 30", f"train_iters = {train_iters}")

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 from tests import forkserver
+from tests.programs import put_program
+from trainkit.cli.wrapper import TaskContext
 from trainkit.jobs.load import load
 from trainkit.jobs.resolved import ResolvedJob
 from trainkit.jobs.schema import Job
@@ -97,6 +99,11 @@ class Slurm:
         rest = "|0:0|2026-11-22T10:00:00|2026-11-22T10:00:05|2026-11-22T10:03:00|01:00:00|node1"
         (self.folder / "accounts").write_text("".join(f"{row}{rest}\n" for row in rows))
 
+    @property
+    def task(self) -> TaskContext:
+        """A task that is called in this project."""
+        return TaskContext(json=False, dry_run=False, folder=self.folder)
+
     def run(self, name: str) -> RunFolder:
         run = RunFolder(self.folder / "runs" / "small" / name)
         (run.path / "launch").mkdir(parents=True)
@@ -126,8 +133,7 @@ index(jobs, "," id[1] ",") {{print $1 "|" $2 "|" ($3 ? $3 : "None") "|N/A|1:00|n
     )
     (tmp_path / "bin").mkdir()
     for name, text in programs.items():
-        (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{text}\n")
-        (tmp_path / "bin" / name).chmod(0o755)
+        put_program(tmp_path / "bin", name, f"#!/bin/bash\n{text}\n")
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin")
     made = Slurm(tmp_path, load(tmp_path).resolve("small").job)
     made.says()

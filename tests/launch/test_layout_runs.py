@@ -62,7 +62,7 @@ def test_killed_in_one_layout_resumed_in_others(project: Project) -> None:
         process.communicate(timeout=600)
         process = project.start("resume", "last", *sets(*values))
     out, err = process.communicate(timeout=600)
-    assert process.returncode == 0, out + err
+    assert process.returncode == 0 and " (failed) is at step " in out, out + err
     run = project.runs()[-1]
     assert project.losses(run) == pytest.approx(expected, rel=1e-5)
     checksums = [

@@ -10,8 +10,7 @@ from tests.launch.live_runs import rank_pids, wait_for_step
 
 
 def test_data_that_changed_is_no_ground_to_resume_on(project: Project) -> None:
-    path = project.path / "jobs.toml"
-    path.write_text(path.read_text().replace("train_iters = 20", "train_iters = 4000"))
+    project.edit_jobs("train_iters = 20", "train_iters = 4000")
     process = project.start("train", "text")
     rank_pids(project)
     wait_for_step(project, 1)

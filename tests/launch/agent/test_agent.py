@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +22,6 @@ from trainkit.launch.agent.connection import SupervisorLost, dial
 from trainkit.launch.agent.host_report import driver_version, gpus
 from trainkit.launch.protocol import framing, handshake
 from trainkit.launch.supervise.code_snapshot import take_snapshot
-
-
-@pytest.fixture
-def session(tmp_path: Path) -> Iterator[Session]:
-    session = Session(tmp_path, lease=60)
-    yield session
-    session.close()
 
 
 def test_it_needs_only_the_standard_library() -> None:

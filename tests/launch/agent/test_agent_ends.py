@@ -31,13 +31,6 @@ from trainkit.launch.supervise.code_snapshot import take_snapshot
 
 
 @pytest.fixture
-def session(tmp_path: Path) -> Iterator[Session]:
-    session = Session(tmp_path, grace=0.5)
-    yield session
-    session.close()
-
-
-@pytest.fixture
 def brief(tmp_path: Path) -> Iterator[Session]:
     """One whose lease is over while a test waits."""
     session = Session(tmp_path, lease=15, grace=0.5)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -35,13 +34,6 @@ with open(os.environ["TRAINKIT_HEARTBEAT_FILE"] + ".new", "w") as file:
 os.replace(file.name, os.environ["TRAINKIT_HEARTBEAT_FILE"])
 time.sleep(600)
 """
-
-
-@pytest.fixture
-def session(tmp_path: Path) -> Iterator[Session]:
-    session = Session(tmp_path, lease=60, grace=0.5)
-    yield session
-    session.close()
 
 
 def version_of(python: str) -> str:

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,14 +22,6 @@ from tests.launch.fake_supervisor import (
     wait_until,
 )
 from trainkit.base import cgroup, slots
-
-
-@pytest.fixture
-def session(tmp_path: Path) -> Iterator[Session]:
-    session = Session(tmp_path, grace=0.5)
-    yield session
-    session.close()
-
 
 # an agent on a host that has no cgroup v2; where it is not root's, there is none anyway
 BARE = (

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,17 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.launch.fake_supervisor import SECRET, Session, process, wait_until
+from tests.programs import put_program
 from trainkit.base.files import rotated_log
 from trainkit.base.redact import RedactedStream, Redactor
 from trainkit.cli.run.summary import last_lines
 from trainkit.launch.agent.output import LogWriter
-
-
-@pytest.fixture
-def session(tmp_path: Path) -> Iterator[Session]:
-    session = Session(tmp_path, lease=60)
-    yield session
-    session.close()
 
 
 @given(
@@ -268,12 +261,12 @@ def test_stacks(session: Session) -> None:
 def test_py_spy_has_a_limit(tmp_path: Path) -> None:
     """One that answers, one that hangs, both by a program of that name in PATH."""
     tools = tmp_path / "bin"
-    tools.mkdir()
-    (tools / "py-spy").write_text(
+    put_program(
+        tools,
+        "py-spy",
         f"#!{sys.executable}\nimport sys, time\nprint('asked for', *sys.argv[1:],"
-        " flush=True)\ntime.sleep(10_000)\n"
+        " flush=True)\ntime.sleep(10_000)\n",
     )
-    (tools / "py-spy").chmod(0o755)
     session = Session(tmp_path / "s", lease=60)
     try:
         peer = session.begin(environment={**os.environ, "PATH": f"{tools}:{os.environ['PATH']}"})

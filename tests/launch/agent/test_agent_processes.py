@@ -7,21 +7,12 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.launch.fake_supervisor import SECRET, Session, process, wait_until
 from trainkit.launch.agent.process import BEAT_BYTES
-
-
-@pytest.fixture
-def session(tmp_path: Path) -> Iterator[Session]:
-    session = Session(tmp_path, lease=60)
-    yield session
-    session.close()
-
 
 HOSTILE = {
     "QUOTES": "'\"`",

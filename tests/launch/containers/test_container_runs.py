@@ -229,8 +229,7 @@ def cmdline(pid: int) -> str:
 def test_what_cannot_start_says_why(
     boxed: Project, runtime: Oci, change: tuple[str, str], said: str
 ) -> None:
-    path = boxed.path / "jobs.toml"
-    path.write_text(path.read_text().replace(*change))
+    boxed.edit_jobs(*change)
     done = boxed.invoke("train", "boxed", exit=8)
     assert said in done.stdout + done.stderr and "See 'docker" not in done.stdout + done.stderr
     assert gone(boxed.runs()[-1], runtime)

@@ -160,10 +160,8 @@ def test_paths_that_no_runtime_can_mount_are_refused_before_the_start(tmp_path: 
 
 
 def test_train_refuses_them_before_it_makes_a_run(project: Project) -> None:
-    path = project.path / "jobs.toml"
-    path.write_text(
-        path.read_text()
-        + '\n[jobs.boxed]\nextends = "random"\ncontainer = "box"\n[containers.box]\nimage ='
+    project.add_to_jobs(
+        '\n[jobs.boxed]\nextends = "random"\ncontainer = "box"\n[containers.box]\nimage ='
         ' "app"\nruntime = "docker"\n'
     )
     said = project.invoke(

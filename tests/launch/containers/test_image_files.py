@@ -17,6 +17,7 @@ import pytest
 from tests.conftest import Project
 from tests.images.made_files import pretend_squashfs, real_squashfs
 from tests.launch.containers.container_jobs import box
+from tests.programs import put_program
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.images.contract import ImageRecord, record_path, write_record
 from trainkit.images.squashfs import fingerprint
@@ -154,10 +155,11 @@ def test_two_at_once_copy_once(tmp_path: Path) -> None:
     disk.mkdir()
     image = known(pretend_squashfs(tmp_path / "box.sqsh", 20_000_000), disk)
     programs = tmp_path / "bin"
-    programs.mkdir()
-    copier = programs / "cp"
-    copier.write_text(f'#!/bin/bash\necho x >> {tmp_path}/copies\nexec {shutil.which("cp")} "$@"\n')
-    copier.chmod(0o755)
+    put_program(
+        programs,
+        "cp",
+        f'#!/bin/bash\necho x >> {tmp_path}/copies\nexec {shutil.which("cp")} "$@"\n',
+    )
     env = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}"}
     argv = ["bash", "-c", script(image)]
     running = [
@@ -176,10 +178,7 @@ def test_killed_in_the_middle(tmp_path: Path) -> None:
     disk.mkdir()
     image = known(pretend_squashfs(tmp_path / "box.sqsh"), disk)
     programs = tmp_path / "bin"
-    programs.mkdir()
-    copier = programs / "cp"
-    copier.write_text('#!/bin/bash\nhead -c 1000 "$2" > "$3"\nexec sleep 1000\n')
-    copier.chmod(0o755)
+    put_program(programs, "cp", '#!/bin/bash\nhead -c 1000 "$2" > "$3"\nexec sleep 1000\n')
     env = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}"}
     argv = ["bash", "-c", script(image)]
     child = subprocess.Popen(argv, env=env, start_new_session=True)
@@ -253,10 +252,7 @@ def test_a_disk_that_is_full_half_way(tmp_path: Path, small_disk: Path) -> None:
     """Others may have filled it since it was asked: nothing of the copy is left."""
     image = known(pretend_squashfs(tmp_path / "box.sqsh", 900_000), small_disk)
     programs = tmp_path / "bin"
-    programs.mkdir()
-    asked = programs / "df"
-    asked.write_text("#!/bin/sh\nprintf 'Avail\\n99999999\\n'\n")
-    asked.chmod(0o755)
+    put_program(programs, "df", "#!/bin/sh\nprintf 'Avail\\n99999999\\n'\n")
     (small_disk / "others").write_bytes(b"x" * 500_000)
     done = node(image, path=programs)
     assert done.returncode == 8 and "No space left on device" in done.stderr

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import alive, wait_for
+from tests.programs import put_program
 from trainkit.base.errors import ConfigError
 from trainkit.jobs.clusters import Cluster
 from trainkit.launch.hosts.hostfile import Host
@@ -286,8 +287,7 @@ def test_a_start_that_fails_half_way_leaves_nothing(
     tools = tmp_path / "bin"
     tools.mkdir()
     for tool in ("ssh", "pdsh"):
-        (tools / tool).write_text("#!/no/such/interpreter\n")
-        (tools / tool).chmod(0o755)
+        put_program(tools, tool, "#!/no/such/interpreter\n")
     hosts = [Host("localhost"), Host("node1")]
     given = session(tmp_path, hosts, launcher=launcher.name)
     given.write(tmp_path, "127.0.0.1", 1, {})

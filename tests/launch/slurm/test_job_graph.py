@@ -19,7 +19,6 @@ from trainkit.base.errors import ConfigError, Exit, TrainkitError
 from trainkit.base.files import write_json
 from trainkit.base.locks import locked
 from trainkit.cli.run.stages import stage_ui
-from trainkit.cli.wrapper import TaskContext
 from trainkit.jobs.load import load
 from trainkit.jobs.resolved import write_job
 from trainkit.launch.run_inputs import refuse_other_inputs
@@ -332,7 +331,7 @@ def test_without_a_place_all_is_made_here_in_turn(slurm: Slurm) -> None:
     (slurm.folder / "corpus").mkdir()
     (slurm.folder / "corpus" / "part.jsonl").write_text('{"text": "the quick brown fox"}\n' * 60)
     job = load(slurm.folder).resolve("text", ["cluster=bare"]).job
-    context = TaskContext(json=False, dry_run=False, folder=slurm.folder)
+    context = slurm.task
     with hold_stage_graph(job, preparation_for(job, slurm.folder, stage_ui(context))) as graph:
         assert graph == StageGraph(())
     needs = needs_of(job, STAGES)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch.recorded_slurm import Slurm, make_slurm, new_request
+from tests.programs import put_program
 from trainkit.base.errors import TrainkitError
 from trainkit.jobs.load import load
 from trainkit.launch.scheduler_contract import ArrayRequest
@@ -22,12 +23,12 @@ from trainkit.runs.slurm import read_slurm_jobs
 def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slurm:
     """With a scontrol that writes down what it is told."""
     made = make_slurm(tmp_path, monkeypatch)
-    path = tmp_path / "bin" / "scontrol"
-    path.write_text(
+    put_program(
+        tmp_path / "bin",
+        "scontrol",
         '#!/bin/bash\ncase "$2" in hostnames) echo node1;;'
-        f' *) echo "scontrol $*" >> {tmp_path}/lines;; esac\n'
+        f' *) echo "scontrol $*" >> {tmp_path}/lines;; esac\n',
     )
-    path.chmod(0o755)
     return made
 
 

@@ -17,7 +17,6 @@ from trainkit.cli.inspect.why import why
 from trainkit.cli.run import stages as prepare
 from trainkit.cli.run import summary as ending
 from trainkit.cli.run.attach import attach
-from trainkit.cli.wrapper import TaskContext
 from trainkit.jobs.clusters import StagePlace
 from trainkit.jobs.load import load
 from trainkit.jobs.resolved import write_job
@@ -42,10 +41,6 @@ def a_run(slurm: Slurm, exit: int, kind: FailureClass) -> RunFolder:
     change_slurm_job(run, "7", began=1)
     end(begin(run), exit, kind)
     return run
-
-
-def task(slurm: Slurm) -> TaskContext:
-    return TaskContext(json=False, dry_run=False, folder=slurm.folder)
 
 
 @pytest.fixture
@@ -147,7 +142,7 @@ def test_why_says_what_status_says_of_a_spent_budget(slurm: Slurm) -> None:
             "exit": 12,
         },
     )
-    document = why(task(slurm), "one", 0).document
+    document = why(slurm.task, "one", 0).document
     status = read_run_record(run)
     assert (
         document["root_cause"]["message"] == (status.root_cause or {})["message"]
@@ -163,18 +158,18 @@ def test_attach_to_a_run_that_has_ended_loads_no_model(
     a_run(slurm, 0, "success")
     asked = list[Any]()
     monkeypatch.setattr(ending, "_print_sample", lambda *words: asked.append(words))
-    assert attach(task(slurm), "one").exit == Exit.DONE and not asked
+    assert attach(slurm.task, "one").exit == Exit.DONE and not asked
     assert "next:" in capsys.readouterr().out
 
 
 def test_places_of_stages_that_there_are_not_are_named(
     slurm: Slurm, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    prepare.say_unused_stages(task(slurm), slurm.job)
+    prepare.say_unused_stages(slurm.task, slurm.job)
     assert capsys.readouterr().out == ""
     places = {"prep-data": StagePlace(), "prepdata": StagePlace(), "compile": StagePlace()}
     cluster = slurm.job.cluster.model_copy(update={"stages": places})
-    prepare.say_unused_stages(task(slurm), slurm.job.model_copy(update={"cluster": cluster}))
+    prepare.say_unused_stages(slurm.task, slurm.job.model_copy(update={"cluster": cluster}))
     unknown, prepdata = capsys.readouterr().out.splitlines()
     assert (
         "stages.compile is the place of no stage" in unknown

@@ -7,6 +7,7 @@ import asyncio
 import json
 import signal
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,8 @@ RUNNING = (
     "JobId=7 JobState=RUNNING Reason=None Requeue=1 Restarts=0 TimeLimit=UNLIMITED"
     " StartTime=2026-11-22T05:17:13 EndTime=Unknown ExcNodeList=(null) Partition=main"
 )
+PREEMPTED = RUNNING + " PreemptTime=2026-11-22T05:17:15"
+PUT_BACK = RUNNING.replace("Restarts=0", "Restarts=1").replace("RUNNING", "COMPLETING")
 NOT_REACHED: RootCause = {
     "message": "1 of 4 hosts is not reached",
     "hosts": [{"host": "n2", "why": "no agent came"}],
@@ -139,7 +142,7 @@ def ended(made: BatchSupervisor, end: AttemptResult) -> list[dict[str, Any]]:
 def test_agents_that_die_of_a_preemption_s_term_end_nothing(control: Control) -> None:
     """Within a GraceTime only steps are told: srun's script dies before its agent listens, and
     the supervisor has heard nothing."""
-    control.says(RUNNING + " PreemptTime=2026-11-22T05:17:15")
+    control.says(PREEMPTED)
     made = supervisor(control)
     *_, end, retry = ended(made, no_start(*HOSTS))
     assert (end["exit"], end["class"], retry["class"], retry["by"]) == (
@@ -159,21 +162,42 @@ def test_agents_that_die_of_a_preemption_s_term_end_nothing(control: Control) ->
     )
 
 
-def test_a_requeue_while_the_agents_start(control: Control) -> None:
-    control.says(RUNNING.replace("Restarts=0", "Restarts=1").replace("RUNNING", "COMPLETING"))
-    *_, end, retry = ended(supervisor(control), no_start(*HOSTS))
-    assert (end["exit"], retry["class"]) == (
-        12,
-        "preemption",
-    ) and "scontrol requeue 7" not in control.asked(), "Slurm has done that"
+@pytest.mark.parametrize(
+    ("says", "fails", "sets", "suspects", "exit", "retried"),
+    [
+        pytest.param(
+            PUT_BACK, "no call", [], HOSTS, 12, ["preemption"], id="Slurm has put it back"
+        ),
+        # a prolog that fails, a root that is not shared: a person has to mend it
+        pytest.param(RUNNING, "no call", [], HOSTS, 8, [], id="all nodes lack it"),
+        pytest.param(RUNNING, "no call", ["retry.infra=0"], ["n2"], 8, [], id="no budget"),
+        pytest.param(PREEMPTED, "no call", ["resume=never"], HOSTS, 12, [], id="never goes on"),
+        pytest.param(RUNNING, "show job", [], HOSTS, 8, [], id="slurmctld does not answer"),
+    ],
+)
+def test_a_start_that_fails_and_is_not_put_back_by_us(
+    control: Control,
+    says: str,
+    fails: str,
+    sets: list[str],
+    suspects: Sequence[str],
+    exit: int,
+    retried: list[str],
+) -> None:
+    control.says(says)
+    control.fails(fails)
+    told = ended(supervisor(control, *sets), no_start(*suspects))
+    assert [e["exit"] for e in told if e["event"] == "ended"] == [exit]
+    assert [e["class"] for e in told if e["event"] == "retry"] == retried
+    assert "scontrol requeue 7" not in control.asked()
 
 
 def test_a_requeue_between_our_question_and_ours(control: Control) -> None:
     made = supervisor(control)
     control.fails("scontrol requeue")
-    control.says(RUNNING + " PreemptTime=2026-11-22T05:17:15")
+    control.says(PREEMPTED)
     judged = made._judge(no_start(*HOSTS))
-    control.says(RUNNING.replace("Restarts=0", "Restarts=1").replace("RUNNING", "COMPLETING"))
+    control.says(PUT_BACK)
     made._starts_again(judged)
     assert made.continue_kind == "preemption", "Slurm has put it back itself meanwhile"
 
@@ -245,29 +269,9 @@ def test_a_prolog_that_failed_in_the_script_alone_is_its_hosts(control: Control)
     )
 
 
-def test_what_all_nodes_lack_is_not_theirs(control: Control) -> None:
-    """A prolog that fails, a root that is not shared: a person has to mend it."""
-    *_, end = ended(supervisor(control), no_start(*HOSTS))
-    assert (end["event"], end["exit"]) == (
-        "ended",
-        8,
-    ) and "scontrol requeue 7" not in control.asked()
-
-
-def test_bad_nodes_have_a_budget(control: Control) -> None:
-    *_, end = ended(supervisor(control, "retry.infra=0"), no_start("n2"))
-    assert end["event"] == "ended" and end["exit"] == 8
-
-
-def test_who_never_goes_on_does_not_here(control: Control) -> None:
-    control.says(RUNNING + " PreemptTime=2026-11-22T05:17:15")
-    *_, end = ended(supervisor(control, "resume=never"), no_start(*HOSTS))
-    assert (end["event"], end["exit"]) == ("ended", 12)
-
-
 def test_a_person_s_word_comes_before_slurm_s(control: Control) -> None:
     """`cancel --save`, and nodes that are wanted for another job at the same time."""
-    control.says(RUNNING + " PreemptTime=2026-11-22T05:17:15")
+    control.says(PREEMPTED)
     made = supervisor(control)
     made.stop_requests.request_save(StopRequest.SAVE)
     *_, end = ended(
@@ -286,19 +290,12 @@ def test_a_person_s_word_comes_before_slurm_s(control: Control) -> None:
     )
 
 
-def test_a_slurmctld_that_does_not_answer_changes_nothing(control: Control) -> None:
-    control.fails("show job")
-    made = supervisor(control)
-    *_, end = ended(made, no_start(*HOSTS))
-    assert (end["event"], end["exit"]) == ("ended", 8)
-
-
 def test_what_slurm_wanted_before_anybody_listened(control: Control) -> None:
     """The script ignores TERM until the supervisor is there, and a GraceTime's goes to steps
     only."""
     for said, asked in [
         (RUNNING, None),
-        (RUNNING + " PreemptTime=2026-11-22T05:17:15", StopRequest.SAVE),
+        (PREEMPTED, StopRequest.SAVE),
         (RUNNING.replace("Restarts=0", "Restarts=1"), StopRequest.SAVE),
         (RUNNING.replace("RUNNING", "COMPLETING"), StopRequest.SAVE),
     ]:

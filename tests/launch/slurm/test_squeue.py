@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.programs import put_program
 from trainkit.base.documents import document
 from trainkit.base.errors import TrainkitError
 from trainkit.base.files import write_json
@@ -35,9 +36,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def says(folder: Path, name: str, script: str) -> None:
-    program = folder / name
-    program.write_text(f'#!/bin/bash\necho "$*" >> {folder}/{name}.asked\n{script}\n')
-    program.chmod(0o755)
+    put_program(folder, name, f'#!/bin/bash\necho "$*" >> {folder}/{name}.asked\n{script}\n')
 
 
 def test_the_newest_start_counts_and_all_can_be_had(slurm: Path) -> None:

@@ -21,13 +21,13 @@ from tests import forkserver
 from tests.conftest import wait_for
 from tests.launch.recorded_slurm import Slurm, need, new_request, part, ready, submit, units
 from tests.launch.supervised import make_run
+from tests.programs import put_program
 from trainkit.base.documents import document
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.files import write_json
 from trainkit.base.locks import locked
 from trainkit.cli.run.cancel import cancel
 from trainkit.cli.run.stages import stage_ui
-from trainkit.cli.wrapper import TaskContext
 from trainkit.jobs.load import load
 from trainkit.jobs.resolved import write_job
 from trainkit.launch.hosts.selection import local_hosts
@@ -67,10 +67,6 @@ def deaf() -> Iterator[None]:
     signal.signal(signal.SIGHUP, former)
 
 
-def task(slurm: Slurm) -> TaskContext:
-    return TaskContext(json=False, dry_run=False, folder=slurm.folder)
-
-
 def a_run(slurm: Slurm, name: str) -> RunFolder:
     """A run with its job, not submitted."""
     run = slurm.run(name)
@@ -95,7 +91,7 @@ def test_a_run_that_is_just_submitted_is_cancelled_once_it_is(
     write_starter(run)
     later = threading.Timer(0.5, lambda: add_slurm_job(run, "104", first_attempt=1))
     later.start()
-    answer = cancel(task(slurm), "one", save=False)
+    answer = cancel(slurm.task, "one", save=False)
     later.join()
     assert (
         answer.exit == Exit.CANCELLED
@@ -111,7 +107,7 @@ def test_cancel_does_not_wait_for_ever_for_whoever_begins_a_run(
     monkeypatch.setattr("trainkit.experiment.cancel.BEGIN_SECONDS", 0.1)
     write_starter(a_run(slurm, "one"))
     with pytest.raises(TrainkitError, match=f"still being begun by pid {os.getpid()}") as caught:
-        cancel(task(slurm), "one", save=False)
+        cancel(slurm.task, "one", save=False)
     assert caught.value.exit == Exit.CONTACT_LOST
 
 
@@ -230,8 +226,7 @@ def test_a_run_on_slurm_looks_at_its_data_itself(slurm: Slurm) -> None:
     add_slurm_job(run, "7", first_attempt=1)
     change_slurm_job(run, "7", began=1)  # put back after an attempt
     write_json(secrets_path(run), SECRETS)
-    (slurm.folder / "bin" / "scontrol").write_text("#!/bin/bash\necho n1\n")
-    (slurm.folder / "bin" / "scontrol").chmod(0o755)
+    put_program(slurm.folder / "bin", "scontrol", "#!/bin/bash\necho n1\n")
     data.write_text("other tokens")
     with pytest.raises(
         TrainkitError,
@@ -266,7 +261,7 @@ def test_a_closed_terminal_while_the_graph_is_submitted_leaves_no_half_of_it(
     )
     slurm.says("101|PENDING", "102|PENDING")
     job = resolved.job
-    preparation = preparation_for(job, slurm.folder, stage_ui(task(slurm)))
+    preparation = preparation_for(job, slurm.folder, stage_ui(slurm.task))
     with pytest.raises(KeyboardInterrupt), hold_stage_graph(job, preparation) as graph:
         submit_with_stages(new_request(resolved, slurm.folder), graph, lambda text: None)
     assert slurm.lines()[-1].startswith("scancel --quiet 101") and not list(

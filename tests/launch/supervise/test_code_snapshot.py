@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.programs import put_program
 from trainkit.base.snapshot_files import snapshot_hash
 from trainkit.launch.supervise import code_snapshot as snapshot
 from trainkit.launch.supervise.code_snapshot import link_code, take_snapshot
@@ -54,8 +55,7 @@ def repository(tmp_path: Path) -> Path:
     (repository / ".gitignore").write_text("*.log\n")
     (repository / "train.py").write_text("committed")
     (repository / "gone.py").write_text("gone")
-    (repository / "run me.sh").write_text("#!/bin/sh\n")
-    (repository / "run me.sh").chmod(0o755)
+    put_program(repository, "run me.sh", "#!/bin/sh\n")
     os.symlink("train.py", repository / "link.py")
     os.symlink("/nowhere", repository / "dangling")
     git(repository, "submodule", "add", "-q", str(library), "library")

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import signal
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from trainkit.base.errors import Exit
 from trainkit.jobs.clusters import Cluster, FailureRule
 from trainkit.launch.supervise.failure_rules import BUILT_IN, FailureRules, load_failure_rules
 from trainkit.launch.supervise.outcome import LostContact, RankExit, StopRequest, judge_outcome
@@ -16,138 +14,81 @@ from trainkit.launch.supervise.outcome import LostContact, RankExit, StopRequest
 RULES = load_failure_rules(Cluster())
 
 
-class Told:
-    """What ranks said before they ended."""
-
-    def __init__(self) -> None:
-        self.done: set[int] = set()
-        self.errors: dict[int, dict[str, Any]] = {}
-
-
-@pytest.fixture
-def attempt() -> Told:
-    return Told()
-
-
-def ends(*codes: int, stopped: tuple[int, ...] = ()) -> list[RankExit]:
-    return [
-        RankExit(rank, "h", code, float(rank), rank in stopped) for rank, code in enumerate(codes)
-    ]
-
-
-def done(attempt: Told, *ranks: int) -> None:
-    attempt.done |= set(ranks)
+Said = dict[str, Any]
+ECHO: Said = {
+    "type": "RuntimeError",
+    "message": "[../gloo/transport/tcp/pair.cc] Connection closed by peer",
+    "exit": 9,
+}
+RESET: Said = {"type": "DistNetworkError", "message": "Connection reset by peer", "exit": 9}
+REFUSED: Said = {
+    "type": "ConnectionRefusedError",
+    "message": "[Errno 111] Connection refused",
+    "exit": 9,
+}
+MINE: Said = {"type": "ValueError", "message": "mine", "exit": 9}
+DIVIDED: Said = {"message": "division by zero", "exit": 9}
+NO_CHECKPOINT: Said = {"message": "no valid checkpoint", "exit": 16}
+KILL, USR1 = -signal.SIGKILL, -signal.SIGUSR1
 
 
-def error(attempt: Told, rank: int, **values: Any) -> None:
-    attempt.errors[rank] = {"schema": "rank-error/1", "rank": rank, **values}
+def left(
+    rank: int, code: int, error: Said | None = None, *, done: bool = False, stopped: bool = False
+) -> RankExit:
+    """The end of a rank; they leave in the order of their numbers."""
+    return RankExit(rank, "h", code, float(rank), stopped, done=done, error=error)
 
 
-def judged(
-    attempt: Told, found: list[RankExit], asked: StopRequest | None = None
-) -> tuple[int, str, Any]:
-    told = [
-        replace(end, done=end.rank in attempt.done, error=attempt.errors.get(end.rank))
-        for end in found
-    ]
-    outcome = judge_outcome(told, len(told), asked, (), RULES)
-    return int(outcome.exit), outcome.failure_class, (outcome.root_cause or {}).get("rank")
+STOPPED = [left(0, KILL, stopped=True), left(1, KILL, stopped=True)]
+SAVED = [left(0, 12), left(1, 12)]
 
 
-def test_success_is_every_ranks_own_word(attempt: Told) -> None:
-    done(attempt, 0, 1)
-    assert judged(attempt, ends(0, 0)) == (0, "success", None)
-
-
-def test_an_abort_in_teardown_after_success_is_no_failure(attempt: Told) -> None:
-    done(attempt, 0, 1)
-    assert judged(attempt, ends(0, -signal.SIGABRT)) == (0, "success", None)
-    assert judged(attempt, ends(0, -signal.SIGKILL, stopped=(1,))) == (0, "success", None)
-
-
-def test_exit_0_without_a_word_is_not_success(attempt: Told) -> None:
-    done(attempt, 0)
-    assert judged(attempt, ends(0, 0))[:2] == (int(Exit.RANK_INFRA), "infra")
-
-
-def test_the_first_leaver_is_the_cause_whatever_its_code(attempt: Told) -> None:
-    error(
-        attempt,
-        1,
-        type="RuntimeError",
-        message="[../gloo/transport/tcp/pair.cc] Connection closed by peer",
-        exit=9,
-    )
-    assert judged(attempt, ends(0, 9)) == (10, "infra", 0), "not the peer that its leaving broke"
-    assert judged(attempt, ends(0, -signal.SIGKILL)) == (
-        10,
-        "infra",
-        0,
-    ), "not one that was killed later"
-    assert judged(attempt, ends(12, 9)) == (12, "preempted", 0)
-    error(attempt, 0, type="ValueError", message="mine", exit=9)
-    assert judged(attempt, ends(9, 0)) == (9, "user", 0)
-
-
-def test_users_exception_is_told_from_its_echo(attempt: Told) -> None:
-    error(
-        attempt,
-        0,
-        type="RuntimeError",
-        message="[../gloo/transport/tcp/pair.cc] Connection closed by peer",
-        exit=9,
-    )
-    error(attempt, 1, message="division by zero", exit=9)
-    assert judged(attempt, ends(9, 9)) == (9, "user", 1)
-
-
-def test_a_signal_nobody_of_us_sent_is_infrastructure(attempt: Told) -> None:
-    error(attempt, 0, type="DistNetworkError", message="Connection reset by peer", exit=9)
-    assert judged(attempt, ends(9, -signal.SIGKILL)) == (10, "infra", 1)
-    assert judged(attempt, ends(-signal.SIGSEGV, -signal.SIGTERM, stopped=(1,))) == (10, "infra", 0)
-
-
-def test_only_echoes_is_infrastructure(attempt: Told) -> None:
-    error(attempt, 0, type="RuntimeError", message="Connection closed by peer", exit=9)
-    assert judged(attempt, ends(9, -signal.SIGKILL, stopped=(1,))) == (10, "infra", 0)
-
-
-def test_a_ranks_own_exit_code_is_kept(attempt: Told) -> None:
-    error(attempt, 0, message="no valid checkpoint", exit=16)
-    assert judged(attempt, ends(16, 16))[:2] == (16, "user")
-    assert judged(attempt, ends(3, -signal.SIGKILL, stopped=(1,)))[0] == 16
-
-
-def test_an_unknown_exit_code_is_the_users(attempt: Told) -> None:
-    assert judged(attempt, ends(77, 0)) == (9, "user", 0)
-
-
-def test_saved_on_request(attempt: Told) -> None:
-    assert judged(attempt, ends(12, 12)) == (12, "preempted", None)
-    assert judged(attempt, ends(12, 12), StopRequest.SAVE) == (12, "preempted", None)
-    assert judged(
-        attempt, ends(-signal.SIGKILL, -signal.SIGKILL, stopped=(0, 1)), StopRequest.CANCEL
-    ) == (
-        15,
-        "cancelled",
-        None,
-    )
-    assert judged(attempt, ends(12, 12), StopRequest.INTERRUPT) == (130, "cancelled", None)
-    assert judged(attempt, ends(-signal.SIGUSR1, -signal.SIGUSR1), StopRequest.INTERRUPT) == (
-        130,
-        "cancelled",
-        None,
-    )
-    assert judged(
-        attempt, ends(-signal.SIGKILL, -signal.SIGKILL, stopped=(0, 1)), StopRequest.INTERRUPT
-    ) == (130, "cancelled", None)
-
-
-def test_a_users_own_broken_connection_is_the_users(attempt: Told) -> None:
-    error(
-        attempt, 0, type="ConnectionRefusedError", message="[Errno 111] Connection refused", exit=9
-    )
-    assert judged(attempt, ends(9, -signal.SIGKILL, stopped=(1,))) == (9, "user", 0)
+@pytest.mark.parametrize(
+    ("ends", "asked", "judged"),
+    [
+        # success is every rank's own word: an abort in teardown afterwards is no failure
+        ([left(0, 0, done=True), left(1, 0, done=True)], None, (0, "success", None)),
+        ([left(0, 0, done=True), left(1, -6, done=True)], None, (0, "success", None)),
+        (
+            [left(0, 0, done=True), left(1, KILL, done=True, stopped=True)],
+            None,
+            (0, "success", None),
+        ),
+        # exit 0 without a word is none
+        ([left(0, 0, done=True), left(1, 0)], None, (10, "infra", 1)),
+        # the first leaver is the cause, whatever its code: not the peer that its leaving broke,
+        # not one that was killed later
+        ([left(0, 0), left(1, 9, ECHO)], None, (10, "infra", 0)),
+        ([left(0, 0), left(1, KILL, ECHO)], None, (10, "infra", 0)),
+        ([left(0, 12), left(1, 9, ECHO)], None, (12, "preempted", 0)),
+        ([left(0, 9, MINE), left(1, 0, ECHO)], None, (9, "user", 0)),
+        # a user's exception is told from its echo
+        ([left(0, 9, ECHO), left(1, 9, DIVIDED)], None, (9, "user", 1)),
+        # a signal that nobody of us sent is infrastructure, and so are echoes alone
+        ([left(0, 9, RESET), left(1, KILL)], None, (10, "infra", 1)),
+        ([left(0, -11), left(1, -15, stopped=True)], None, (10, "infra", 0)),
+        ([left(0, 9, ECHO), left(1, KILL, stopped=True)], None, (10, "infra", 0)),
+        # a rank's own exit code is kept; an unknown one is the user's
+        ([left(0, 16, NO_CHECKPOINT), left(1, 16)], None, (16, "user", 0)),
+        ([left(0, 3, NO_CHECKPOINT), left(1, KILL, stopped=True)], None, (16, "user", 0)),
+        ([left(0, 77), left(1, 0)], None, (9, "user", 0)),
+        # a user's own broken connection is the user's
+        ([left(0, 9, REFUSED), left(1, KILL, stopped=True)], None, (9, "user", 0)),
+        # saved, or stopped, as was asked
+        (SAVED, None, (12, "preempted", None)),
+        (SAVED, StopRequest.SAVE, (12, "preempted", None)),
+        (STOPPED, StopRequest.CANCEL, (15, "cancelled", None)),
+        (SAVED, StopRequest.INTERRUPT, (130, "cancelled", None)),
+        ([left(0, USR1), left(1, USR1)], StopRequest.INTERRUPT, (130, "cancelled", None)),
+        (STOPPED, StopRequest.INTERRUPT, (130, "cancelled", None)),
+    ],
+)
+def test_an_end_is_judged(
+    ends: list[RankExit], asked: StopRequest | None, judged: tuple[int, str, int | None]
+) -> None:
+    outcome = judge_outcome(ends, 2, asked, (), RULES)
+    rank = (outcome.root_cause or {}).get("rank")
+    assert (int(outcome.exit), outcome.failure_class, rank) == judged
 
 
 def lost(host: str, time: float, *, silent: bool = False) -> LostContact:

@@ -149,14 +149,6 @@ def test_an_abort_in_teardown_after_success(tmp_path: Path) -> None:
     assert outcome.exit == 0
 
 
-def test_exit_0_of_a_rank_that_never_said_done(tmp_path: Path) -> None:
-    outcome, _ = supervised(
-        make_run(tmp_path),
-        Program("import os\nif os.environ['RANK'] == '0':\n" + DONE.replace("\n", "\n  ")),
-    )
-    assert (outcome.exit, outcome.failure_class) == (10, "infra")
-
-
 LEAVES = """
 import os, sys, time
 if os.environ["RANK"] == "1":
