@@ -11,6 +11,7 @@ from pathlib import Path
 from tests import forkserver
 from tests.cluster.machines import HEAD, HERE, Cluster
 from tests.conftest import Project
+from tests.programs import put_program
 
 JOBS = """
 [clusters.pair]
@@ -137,15 +138,16 @@ def make_project(folder: Path, cluster: Cluster, person: Person | None = None) -
     The nodes' interpreter is a script that starts rank.py in the place of the trainer where the
     job's environment says RANK_DOES: a rank without torch begins in a tenth of the time.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    python = folder / "python"
-    python.write_text(f"""#!/bin/bash
+    python = put_program(
+        folder,
+        "python",
+        f"""#!/bin/bash
 if [ -n "$RANK_DOES" ] && [[ " $* " == *"/trainkit/train/main.py "* ]]; then
     exec {sys.executable} -I {HERE / "rank.py"} "$@"
 fi
 exec {sys.executable} "$@"
-""")
-    python.chmod(0o755)
+""",
+    )
     (folder / "tasks.py").write_text("from trainkit.cli.tasks import namespace\n")
     (folder / "jobs.toml").write_text(JOBS.format(path=folder, python=python))
     project = ClusterProject(folder, cluster=cluster, person=person)

@@ -16,6 +16,7 @@ from tests.cluster.slurm_project import SlurmProject
 from tests.conftest import wait_for
 from tests.images.made_files import pretend_squashfs
 from tests.oci import IMAGE, Oci
+from tests.programs import put_program
 
 NODES = ("node1", "node2")
 # runc wants cgroups; a node of these has none mounted
@@ -95,10 +96,7 @@ def test_podman_over_ssh(head: ClusterProject, cluster: Cluster, podman: Oci) ->
     plain, inside = head.runs()
     assert head.losses(inside) == head.losses(plain)
     wait_for(lambda: not cluster.processes_of(inside.name), "nothing to be left")
-    path = head.path / "jobs.toml"
-    path.write_text(
-        path.read_text().replace('"/usr:/usr:ro"', '"/usr:/usr:ro", "/srv/only-here:/mnt:ro"')
-    )
+    head.edit_jobs('"/usr:/usr:ro"', '"/usr:/usr:ro", "/srv/only-here:/mnt:ro"')
     cluster.on("node1", "mkdir", "-p", "/srv/only-here")
     done = head.invoke("train", "boxed", *SHORT, exit=8, timeout=600)
     said = done.stdout + done.stderr
@@ -128,9 +126,7 @@ def test_the_steps_of_pyxis(slurm: SlurmProject, tmp_path: Path) -> None:
     not: the container."""
     srun = shutil.which("srun")
     assert srun is not None
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "srun").write_text(SRUN.format(folder=tmp_path, srun=srun))
-    (tmp_path / "bin" / "srun").chmod(0o755)
+    put_program(tmp_path / "bin", "srun", SRUN.format(folder=tmp_path, srun=srun))
     slurm.ranks_count(10)
     slurm.may_end()
     path = slurm.path / "jobs.toml"

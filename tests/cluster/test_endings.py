@@ -232,17 +232,3 @@ def test_a_rank_that_exits_with_3(head: ClusterProject, cluster: Cluster) -> Non
     ) and "the data of rank 3 is odd" in cause["last"][-1]
     assert head.document("status", "last")["class"] == "user"
     nothing_left(cluster, head.runs()[-1].name)
-
-
-def test_success_is_what_the_ranks_say(head: ClusterProject) -> None:
-    """Aborts in teardown after success are none; an exit with 0 without the word is no success."""
-    head.ranks_do("import os\nsteps(2, 0.1)\ndone()\nif rank in (0, 3):\n    os.abort()\n")
-    assert head.document("train", "random")["state"] == "succeeded"
-    (head.path / "does.py").write_text("steps(2, 0.1)\nif rank != 2:\n    done()\n")
-    failed = head.document("train", "random", *NO_RETRIES, exit=10)
-    cause = failed["root_cause"]
-    assert (failed["state"], cause["rank"], cause["host"]) == (
-        "failed",
-        2,
-        "node2",
-    ) and "had not recorded success" in cause["message"]

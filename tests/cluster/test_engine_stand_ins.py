@@ -235,8 +235,7 @@ def test_nemo_over_ssh_with_distributed_checkpoints(
     """NeMo 2.1 on two hosts, without an image: stopped after a step, and resumed."""
     tree = empty_packages(make_nemo(tmp_path / "NeMo", "2.1"), NEWER_MODULES)
     made = make_stand_in(head, "pair", "nemo", str(tree))
-    path = head.path / "jobs.toml"
-    path.write_text(path.read_text().replace("[engines.nemo]", '[engines.nemo]\nversion = "24.12"'))
+    head.edit_jobs("[engines.nemo]", '[engines.nemo]\nversion = "24.12"')
     head.hosts("node1 slots=1", "node2 slots=1")
     made.hold_at(2)
     made.process = head.start("train", "stand-in", "--foreground", "--set", "retry.infra=0")

@@ -7,9 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-from tests.cluster.machines import HEAD, Cluster, NoCluster
+from tests.cluster.machines import HEAD, Cluster
 from tests.conftest import wait_for
 
 
@@ -115,21 +113,3 @@ def _bytes(path: Path) -> bytes:
         return path.read_bytes()
     except OSError:
         return b""
-
-
-@pytest.mark.slow
-def test_slurm_runs_on_it(tmp_path: Path) -> None:
-    try:
-        cluster = Cluster(tmp_path / "cluster", 2, slurm=True)
-    except NoCluster as why:
-        pytest.skip(str(why))
-    try:
-        assert sorted(cluster.on(HEAD, "srun", "-N2", "hostname").split()) == ["node1", "node2"]
-        assert (
-            cluster.on(
-                HEAD, "srun", "-N1", "--gpus-per-node=4", "bash", "-c", "echo $CUDA_VISIBLE_DEVICES"
-            )
-            == "0,1,2,3\n"
-        )
-    finally:
-        cluster.close()

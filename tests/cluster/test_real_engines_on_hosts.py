@@ -84,8 +84,7 @@ def test_two_hosts_by_ssh_and_pdsh_have_the_losses_of_one(
 def test_slurm_runs_it_and_goes_on_after_a_requeue(slurm: SlurmProject, real: RealEngine) -> None:
     add_job(slurm, real, "queue")
     expected = train_alone(slurm)
-    path = slurm.path / "jobs.toml"
-    path.write_text(path.read_text().replace("ranks_per_node = 2\nenv", "ranks_per_node = 1\nenv"))
+    slurm.edit_jobs("ranks_per_node = 2\nenv", "ranks_per_node = 1\nenv")
     process = slurm.start("train", "tiny")
     run = run_with_steps(slurm, process, 2)
     slurm.cluster.on("head", "scontrol", "requeue", slurm.slurm_jobs(run)[0]["id"])

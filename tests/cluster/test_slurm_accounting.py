@@ -49,9 +49,8 @@ def states(project: SlurmProject, id: str) -> list[str]:
 
 
 def prolog(project: SlurmProject, line: str) -> None:
-    text = (project.path / "jobs.toml").read_text()
-    (project.path / "jobs.toml").write_text(
-        text.replace("ranks_per_node = 2", f"ranks_per_node = 2\nprolog = {json.dumps([line])}", 1)
+    project.edit_jobs(
+        "ranks_per_node = 2", f"ranks_per_node = 2\nprolog = {json.dumps([line])}", count=1
     )
 
 
@@ -134,10 +133,7 @@ def test_an_end_before_the_supervisor(
     accounting: SlurmProject, state: str, ends: Callable[[SlurmProject, str], None]
 ) -> None:
     prolog(accounting, "sleep 300")
-    text = (accounting.path / "jobs.toml").read_text()
-    (accounting.path / "jobs.toml").write_text(
-        text.replace('cluster = "queue"', 'cluster = "queue"\nresume = "never"', 1)
-    )
+    accounting.edit_jobs('cluster = "queue"', 'cluster = "queue"\nresume = "never"', count=1)
     accounting.slurm(nodelist="node[1-2]")
     run, id = accounting.submit()
     wait_for(lambda: accounting.job_state(id) == "RUNNING", "the job to start", timeout=HANGS)
@@ -192,10 +188,7 @@ def test_a_supervisor_without_a_word_and_a_job_forgotten(accounting: SlurmProjec
     """KILL to the job: the record has no last word, Slurm's is told, noted, and outlives
     slurmdbd."""
     accounting.ranks_count(10_000)
-    text = (accounting.path / "jobs.toml").read_text()
-    (accounting.path / "jobs.toml").write_text(
-        text.replace('cluster = "queue"', 'cluster = "queue"\nresume = "never"', 1)
-    )
+    accounting.edit_jobs('cluster = "queue"', 'cluster = "queue"\nresume = "never"', count=1)
     run, id = accounting.submit()
     accounting.wait_step(3)
     (supervisor,) = [

@@ -23,10 +23,7 @@ def test_inside_salloc(slurm: SlurmProject) -> None:
         "import os; open(f'{os.environ[\"TARGET\"]}{rank}', 'w').write(host + ' ' +"
         " os.environ['SLURM_JOB_ID']); beat(1); done()"
     )
-    text = (slurm.path / "jobs.toml").read_text()
-    (slurm.path / "jobs.toml").write_text(
-        text.replace("env = { RANK_DOES", f'env = {{ TARGET = "{slurm.path}/said", RANK_DOES')
-    )
+    slurm.edit_jobs("env = { RANK_DOES", f'env = {{ TARGET = "{slurm.path}/said", RANK_DOES')
     invoke = [sys.executable, "-m", "invoke"]
     argv = slurm.cluster.command(
         HEAD,
@@ -167,11 +164,8 @@ def restart(slurm: SlurmProject) -> None:
 
 def test_a_prolog_that_fails(slurm: SlurmProject) -> None:
     """On every node: nobody's host is to blame, and the record says what the nodes said."""
-    text = (slurm.path / "jobs.toml").read_text()
-    (slurm.path / "jobs.toml").write_text(
-        text.replace(
-            "ranks_per_node = 2", 'ranks_per_node = 2\nprolog = ["source /no/such/venv"]', 1
-        )
+    slurm.edit_jobs(
+        "ranks_per_node = 2", 'ranks_per_node = 2\nprolog = ["source /no/such/venv"]', count=1
     )
     slurm.invoke("train", "random", exit=8)
     (run,) = slurm.runs()
@@ -207,10 +201,7 @@ def test_secrets_travel_in_no_environment_of_the_job(slurm: SlurmProject) -> Non
     """Ranks have them, after a requeue too; the job's own environment, its script and every file
     that is left have not."""
     secret = "hunter2-hunter2"
-    text = (slurm.path / "jobs.toml").read_text()
-    (slurm.path / "jobs.toml").write_text(
-        text.replace("ranks_per_node = 2", 'ranks_per_node = 2\nsecrets = ["THE_KEY"]', 1)
-    )
+    slurm.edit_jobs("ranks_per_node = 2", 'ranks_per_node = 2\nsecrets = ["THE_KEY"]', count=1)
     slurm.ranks_do("""
         import os, time
         with open(f"{os.environ['HERE']}/knows-{attempt}-{rank}", "w") as known:
@@ -219,10 +210,7 @@ def test_secrets_travel_in_no_environment_of_the_job(slurm: SlurmProject) -> Non
         while attempt == 1: time.sleep(0.1)
         done()
         """)
-    text = (slurm.path / "jobs.toml").read_text()
-    (slurm.path / "jobs.toml").write_text(
-        text.replace("env = { RANK_DOES", f'env = {{ HERE = "{slurm.path}", RANK_DOES')
-    )
+    slurm.edit_jobs("env = { RANK_DOES", f'env = {{ HERE = "{slurm.path}", RANK_DOES')
     slurm.invoke("train", "random", exit=3)
     slurm.invoke("train", "random", "--detach", THE_KEY=secret)
     (run,) = slurm.runs()

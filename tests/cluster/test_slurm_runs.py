@@ -24,22 +24,6 @@ while True:
 """
 
 
-@pytest.mark.slow  # four imports of torch; test_slurm_stages.py compares two ranks' losses
-def test_the_same_losses_as_on_one_machine(slurm: SlurmProject) -> None:
-    """2 nodes x 2 ranks through sbatch against 4 ranks of one machine; a person who follows sees
-    the job, then the run."""
-    said = slurm.invoke("train", "random", timeout=HANGS).stdout
-    assert "step 30/30" in said
-    slurm.invoke("train", "random", "--cluster", "here", "--nodes", "1", timeout=HANGS)
-    queued, local = slurm.runs()
-    assert slurm.losses(queued) == slurm.losses(local) and len(slurm.losses(queued)) == 30
-    id = slurm.slurm_jobs(queued)[0]["id"]
-    # "is RUNNING on ..." too, unless the ranks step before squeue is asked again
-    assert f"job {id}" in said
-    assert slurm.job_state(id) == "COMPLETED"
-    assert slurm.document("status", id)["run"] == queued.name, "by Slurm's number too"
-
-
 def test_what_is_changed_while_it_waits_changes_nothing(slurm: SlurmProject) -> None:
     slurm.ranks_do(
         "import os; open(os.environ['TARGET'] + str(rank), 'w').write(os.environ['SAID']); beat(1);"
@@ -212,10 +196,7 @@ def test_a_chain_does_without_requeue(slurm: SlurmProject) -> None:
     """resume = "chain": a successor waits from the beginning, and is taken back when it is not
     needed."""
     slurm.ranks_count(60)
-    text = (slurm.path / "jobs.toml").read_text()
-    (slurm.path / "jobs.toml").write_text(
-        text.replace('cluster = "queue"', 'cluster = "queue"\nresume = "chain"')
-    )
+    slurm.edit_jobs('cluster = "queue"', 'cluster = "queue"\nresume = "chain"')
     run, id = slurm.submit()
     slurm.wait_step(3)
     assert [entry["follows"] for entry in slurm.slurm_jobs(run)] == [None, id]
@@ -272,11 +253,8 @@ def test_hostile_words_arrive(slurm: SlurmProject) -> None:
         beat(1); done()
     """)
     pairs = ", ".join(f"W_{i:02} = {json.dumps(word)}" for i, word in enumerate(words))
-    text = (slurm.path / "jobs.toml").read_text()
-    (slurm.path / "jobs.toml").write_text(
-        text.replace(
-            "env = { RANK_DOES", f'env = {{ TARGET = "{slurm.path}/said", {pairs}, RANK_DOES'
-        )
+    slurm.edit_jobs(
+        "env = { RANK_DOES", f'env = {{ TARGET = "{slurm.path}/said", {pairs}, RANK_DOES'
     )
     slurm.slurm(comment='it\'s "a # comment" with $HOME')
     slurm.invoke("train", "random")

@@ -13,7 +13,7 @@ import pytest
 
 from tests.cluster.machines import HEAD
 from tests.cluster.slurm_project import SlurmProject
-from tests.cluster.test_stages import TEXT, made, replace_in_jobs, write_corpus
+from tests.cluster.test_stages import TEXT, made, write_corpus
 from tests.conftest import HANGS, wait_for
 
 STAGES = """
@@ -39,12 +39,10 @@ training = { micro_batch_size = 2, global_batch_size = 8, train_iters = 4, lr = 
 
 def arrays(project: SlurmProject, shards: int, lines: int) -> None:
     write_corpus(project, shards, lines)
-    replace_in_jobs(
-        project, 'cluster = "pair"\nmodel = "text"', 'cluster = "queue"\nmodel = "text"'
-    )
+    project.edit_jobs('cluster = "pair"\nmodel = "text"', 'cluster = "queue"\nmodel = "text"')
     # the first shard alone
-    replace_in_jobs(project, "vocab_size = 300", "vocab_size = 300\ntraining_bytes = 1000")
-    replace_in_jobs(project, TEXT.partition("[tokenizers")[0], STAGES)
+    project.edit_jobs("vocab_size = 300", "vocab_size = 300\ntraining_bytes = 1000")
+    project.edit_jobs(TEXT.partition("[tokenizers")[0], STAGES)
 
 
 def test_arrays_prepare_the_same_bytes_and_one_that_fails_is_named(slurm: SlurmProject) -> None:
@@ -89,7 +87,7 @@ def test_arrays_prepare_the_same_bytes_and_one_that_fails_is_named(slurm: SlurmP
     ]
     assert ours and set(ours) == {"urgent"}
     by_slurm = made(slurm)
-    replace_in_jobs(slurm, 'cluster = "queue"\nmodel = "text"', 'cluster = "here"\nmodel = "text"')
+    slurm.edit_jobs('cluster = "queue"\nmodel = "text"', 'cluster = "here"\nmodel = "text"')
     slurm.invoke("prep-data", "--job", "text", "--force")
     assert by_slurm == made(slurm) and len(by_slurm) >= 3
 
@@ -113,8 +111,8 @@ def test_a_run_and_its_stages_are_one_graph(slurm: SlurmProject) -> None:
     same arrays; losses are those of one machine. One rank a node: each imports torch, and
     test_slurm_runs.py has more."""
     arrays(slurm, 3, 60)
-    replace_in_jobs(slurm, "ranks_per_node = 2", "ranks_per_node = 1")
-    replace_in_jobs(slurm, "ranks_per_node = 4", "ranks_per_node = 2")
+    slurm.edit_jobs("ranks_per_node = 2", "ranks_per_node = 1")
+    slurm.edit_jobs("ranks_per_node = 4", "ranks_per_node = 2")
     quick(slurm)
     dry = slurm.invoke("train", "text", "--dry-run").stdout
     assert (

@@ -77,12 +77,6 @@ def hosts_of_units(cluster: Cluster) -> set[str]:
     return {p.host for p in units}
 
 
-def replace_in_jobs(project: ClusterProject, old: str, new: str) -> None:
-    path = project.path / "jobs.toml"
-    assert old in path.read_text()
-    path.write_text(path.read_text().replace(old, new))
-
-
 def test_two_hosts_prepare_the_same_bytes_even_if_one_dies(
     head: ClusterProject, cluster: Cluster
 ) -> None:
@@ -97,7 +91,7 @@ def test_two_hosts_prepare_the_same_bytes_even_if_one_dies(
     assert seen >= {"node1", "node2"} and not list((head.path / "sessions").iterdir())
     over_ssh = made(head)
 
-    replace_in_jobs(head, 'launcher = "ssh"', 'launcher = "pdsh"')
+    head.edit_jobs('launcher = "ssh"', 'launcher = "pdsh"')
     process = head.start("prep-data", "--job", "text", "--force")
     wait_for(
         lambda: process.poll() is not None or "node2" in hosts_of_units(cluster),
@@ -110,7 +104,7 @@ def test_two_hosts_prepare_the_same_bytes_even_if_one_dies(
     assert process.returncode == 0 and "node2 is lost" in out + err, out + err
     over_pdsh = made(head)
 
-    replace_in_jobs(head, 'cluster = "pair"\nmodel = "text"', 'cluster = "here"\nmodel = "text"')
+    head.edit_jobs('cluster = "pair"\nmodel = "text"', 'cluster = "here"\nmodel = "text"')
     head.invoke("prep-data", "--job", "text", "--force")
     assert over_ssh == over_pdsh == made(head) and len(over_ssh) >= 3
 

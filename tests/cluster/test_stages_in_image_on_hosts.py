@@ -13,7 +13,7 @@ from tests.cluster.machines import Cluster
 from tests.cluster.on_head import ClusterProject
 from tests.cluster.slurm_project import SlurmProject
 from tests.cluster.test_slurm_stages import arrays, quick
-from tests.cluster.test_stages import hosts_of_units, made, replace_in_jobs, write_corpus
+from tests.cluster.test_stages import hosts_of_units, made, write_corpus
 from tests.conftest import wait_for
 from tests.launch.containers.entered_image import MARK, EnteredImage, entered_image
 
@@ -27,10 +27,8 @@ def image(tmp_path: Path) -> EnteredImage:
 
 def put_in(project: ClusterProject, cluster: str, image: EnteredImage) -> None:
     """The job `text` of the project in the image, on this cluster."""
-    replace_in_jobs(project, "[jobs.text]\n", '[jobs.text]\ncontainer = "box"\n')
-    replace_in_jobs(
-        project, f"[clusters.{cluster}]\n", f"[clusters.{cluster}]\nprolog = {image.prolog}\n"
-    )
+    project.edit_jobs("[jobs.text]\n", '[jobs.text]\ncontainer = "box"\n')
+    project.edit_jobs(f"[clusters.{cluster}]\n", f"[clusters.{cluster}]\nprolog = {image.prolog}\n")
     prolog = [f"[ -e {MARK} ] && echo $HOSTNAME >> {project.path}/entered"]
     with open(project.path / "jobs.toml", "a") as file:
         file.write(f"\n[containers.box]\n{image.table(prolog=prolog)}")
@@ -38,7 +36,7 @@ def put_in(project: ClusterProject, cluster: str, image: EnteredImage) -> None:
 
 def leave(project: ClusterProject) -> None:
     """The same without the image, on one machine."""
-    replace_in_jobs(project, 'container = "box"\n', "")
+    project.edit_jobs('container = "box"\n', "")
 
 
 def entered(project: ClusterProject) -> set[str]:
@@ -62,7 +60,7 @@ def test_over_ssh(head: ClusterProject, cluster: Cluster, image: EnteredImage) -
     assert not list((head.path / "sessions").iterdir())
     inside = made(head)
     leave(head)
-    replace_in_jobs(head, 'cluster = "pair"\nmodel = "text"', 'cluster = "here"\nmodel = "text"')
+    head.edit_jobs('cluster = "pair"\nmodel = "text"', 'cluster = "here"\nmodel = "text"')
     head.invoke("prep-data", "--job", "text", "--force")
     assert made(head) == inside and len(inside) >= 3
 
@@ -100,7 +98,7 @@ def test_as_arrays_of_slurm(slurm: SlurmProject, image: EnteredImage) -> None:
     inside = made(slurm)
     assert entered(slurm) and entered(slurm) <= {"node1", "node2", "node3"}
     leave(slurm)
-    replace_in_jobs(slurm, 'cluster = "queue"\nmodel = "text"', 'cluster = "here"\nmodel = "text"')
+    slurm.edit_jobs('cluster = "queue"\nmodel = "text"', 'cluster = "here"\nmodel = "text"')
     slurm.invoke("prep-data", "--job", "text", "--force")
     assert made(slurm) == inside and len(inside) >= 3
 
@@ -118,7 +116,7 @@ def test_a_run_and_all_of_its_stages(slurm: SlurmProject, image: EnteredImage) -
     arrays(slurm, 2, 60)
     quick(slurm)
     put_in(slurm, "queue", image)
-    replace_in_jobs(slurm, "[jobs.quick]\n", '[jobs.quick]\ncontainer = "box"\n')
+    slurm.edit_jobs("[jobs.quick]\n", '[jobs.quick]\ncontainer = "box"\n')
     said = slurm.invoke("train", "quick", "--detach").stdout
     assert "makes index" in said
     (run,) = slurm.runs()

@@ -12,6 +12,7 @@ import pytest
 
 from tests.cluster.slurm_project import SlurmProject
 from tests.conftest import HANGS, wait_for
+from tests.programs import put_program
 
 RATES = [1e-2, 1e18, 5e-3, 2e-3, 1e-3, 5e-4]
 # one node and one rank each; three at once, as the cluster has nodes
@@ -101,6 +102,5 @@ def kills_its_caller(folder: Path, program: str, does: str) -> str:
     """A PATH with such a program first."""
     folder.mkdir()
     text = does.format(real=shutil.which(program))
-    (folder / program).write_text(f"#!/bin/bash\n{text}\n")
-    (folder / program).chmod(0o755)
+    put_program(folder, program, f"#!/bin/bash\n{text}\n")
     return f"{folder}:/usr/sbin:/usr/bin:/sbin:/bin"
