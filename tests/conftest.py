@@ -252,9 +252,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def one_rank() -> Iterator[None]:
     """A world of this process alone, in which checkpoints are saved."""
     import torch.distributed as dist
-    from torch.distributed.distributed_c10d import HashStore
 
-    dist.init_process_group("gloo", rank=0, world_size=1, store=HashStore())
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", rank=0, world_size=1, store=store)
     yield
     dist.destroy_process_group()
 

@@ -22,8 +22,8 @@ from trainkit.launch.supervise.code_snapshot import link_code, take_snapshot
 from trainkit.launch.supervise.observer import RunObserver, silent_observer
 from trainkit.launch.supervise.outcome import Outcome
 from trainkit.launch.supervise.supervisor import supervise
-from trainkit.runs.checkpoint_list import ListedCheckpoint
 from trainkit.plan.rules import Rules
+from trainkit.runs.checkpoint_list import ListedCheckpoint
 from trainkit.runs.folder import RunFolder, new_run_folder
 
 DONE = """
