@@ -204,7 +204,7 @@ def prep_data(task: TaskContext, options: PrepareOptions) -> TaskResult:
     return _result(task, prepared.verdicts, _datasets_page(rows), datasets=rows)
 
 
-def _datasets_page(rows: Sequence[dict[str, Any]]) -> Page:
+def _datasets_page(rows: Sequence[Mapping[str, Any]]) -> Page:
     if rows:
         yield dataset_table(rows)
     for row in rows:
