@@ -39,6 +39,16 @@ def test_a_torn_end_does_not_count_and_is_cut(tmp_path: Path, torn: str) -> None
     assert path.read_text() == ""
 
 
+def test_a_row_with_a_number_that_json_lacks_stays(tmp_path: Path) -> None:
+    """As older ranks of other engines wrote them."""
+    path = tmp_path / "metrics.jsonl"
+    text = rows(0) + '{"step": 1, "lm_loss": NaN, "loss_scale": Infinity}\n' + rows(2)
+    path.write_text(text)
+    assert read_rows(path)[1] == {"step": 1, "lm_loss": None, "loss_scale": None}
+    truncate_metrics(path, 2)
+    assert path.read_text() == text
+
+
 def test_no_file(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     truncate_metrics(path, 5)

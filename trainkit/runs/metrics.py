@@ -4,6 +4,7 @@ torn and does not count. The keys of its rows are described in docs/run-folder.m
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 from array import array
 from pathlib import Path
@@ -60,7 +61,10 @@ def parse_row(line: bytes) -> MetricsRow | None:
     try:
         row = orjson.loads(line)
     except ValueError:
-        return None
+        try:  # older rows may hold NaN and Infinity, which JSON has not
+            row = json.loads(line, parse_constant=lambda name: None)
+        except (ValueError, RecursionError):
+            return None
     if isinstance(row, dict) and isinstance(row.get("step"), int):
         return cast(MetricsRow, row)
     return None

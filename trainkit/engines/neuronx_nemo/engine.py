@@ -138,7 +138,8 @@ class NeuronxNemo(ForeignEngine):
         from trainkit.engines.neuronx_nemo.import_script import read_scripts
 
         with contextlib.suppress(ConfigError):  # reading it says why
-            return not path.is_dir() and SCRIPT in read_scripts(path)
+            script = not path.is_dir() and path.suffix not in (".yml", ".yaml")
+            return script and SCRIPT in read_scripts(path)
         return False
 
     def import_job(self, request: ImportRequest) -> ImportedJob:
