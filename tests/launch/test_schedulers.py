@@ -149,8 +149,9 @@ def test_another_scheduler_is_followed_to_the_end(
     followed = attach(task(project), "last")
     out = capsys.readouterr().out
     assert followed.exit == Exit.DONE and "waits for a teapot" in out
-    said = why(task(project), "last", 0).document
-    assert said["slurm"][0]["state"] == "BREWED"
+    said = why(task(project), "last", 0)
+    task(project).show(said.page)
+    assert said.document["slurm"][0]["state"] == "BREWED"
     assert "what Tiny kept of it" in capsys.readouterr().out
 
 

@@ -71,14 +71,10 @@ def cleaned(
     perform: bool = False,
     dry: bool = False,
 ) -> dict[str, Any]:
-    """The document of `clean`, in this process."""
-    answer = clean(
-        TaskContext(json=False, dry_run=dry, folder=project.path),
-        run,
-        keep,
-        damaged=damaged,
-        perform=perform,
-    )
+    """The document of `clean`, in this process; its page is printed."""
+    task = TaskContext(json=False, dry_run=dry, folder=project.path)
+    answer = clean(task, run, keep, damaged=damaged, perform=perform)
+    task.show(answer.page)
     return answer.document
 
 

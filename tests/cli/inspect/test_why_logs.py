@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from invoke.exceptions import Exit as InvokeExit
@@ -87,6 +88,13 @@ def task(project: Project, json: bool = False) -> TaskContext:
     return TaskContext(json=json, dry_run=False, folder=project.path)
 
 
+def explained(project: Project, attempt: int = 0) -> dict[str, Any]:
+    """The document of `why`, whose page is printed."""
+    result = why(task(project), "last", attempt)
+    task(project).show(result.page)
+    return result.document
+
+
 def said(
     project: Project,
     capsys: pytest.CaptureFixture[str],
@@ -103,7 +111,7 @@ def said(
 def test_why_names_rank_host_and_line(
     project: Project, run: RunFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    document = why(task(project), "last", 0).document
+    document = explained(project)
     out = capsys.readouterr().out
     assert (
         "rank 3 on node2: ValueError: the tokens end" in out
@@ -127,7 +135,7 @@ def test_why_names_rank_host_and_line(
         len(document["root_cause"]["last"]),
     ) == ("why/1", 3, 30)
     assert [other["rank"] for other in document["others"]] == [0]
-    first = why(task(project), "last", 1).document
+    first = explained(project, 1)
     assert (
         first["root_cause"]["host"] == "node1"
         and "contact with node1 was lost" in capsys.readouterr().out
@@ -140,7 +148,7 @@ def test_why_of_a_supervisor_without_a_last_word(
     project: Project, run: RunFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
     begun(run, 3)
-    document = why(task(project), "last", 0).document
+    document = explained(project)
     assert (
         document["attempt"] == 3
         and "is gone and did not say how it ended" in document["root_cause"]["message"]
@@ -156,7 +164,7 @@ def test_why_of_a_good_run(
     other.path.mkdir()
     write_job(other.job, load(project.path).resolve("random"))
     end(begin(other), 0, "success")
-    assert why(task(project), "last", 0).document["root_cause"] is None
+    assert explained(project)["root_cause"] is None
     assert "nothing has failed" in capsys.readouterr().out
 
 

@@ -78,7 +78,9 @@ def generated(
         tensor_parallel=ranks,
         **{**SAMPLING, **sampling},
     )
-    return generate(task(run), "last", options).document
+    result = generate(task(run), "last", options)
+    task(run).show(result.page)
+    return result.document
 
 
 def evaluated(
