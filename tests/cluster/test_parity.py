@@ -33,10 +33,7 @@ from trainkit.engines.registry import ENGINES
 from trainkit.launch.launchers import LAUNCHERS
 folder, words, debug = sys.argv[1], json.loads(sys.argv[2]), sys.argv[3] == "debug"
 native = ENGINES["native"]
-class Shows:
-    problems = staticmethod(native.problems)
-    resume_problems = staticmethod(native.resume_problems)
-    before_attempt = staticmethod(native.before_attempt)
+class Shows(type(native)):
     def command(self, job, run, attempt):
         command = native.command(job, run, attempt)
         argv = (*command.argv[:2], folder + "/shows.py", *words, folder, command.argv[2])

@@ -58,6 +58,7 @@ def spec_of(
     )
     spec = {
         "do": "tokens",
+        "name": name,
         "shard": str(path),
         "size": path.stat().st_size,
         "tokenizer": str(tokenizer),
