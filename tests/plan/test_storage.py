@@ -13,7 +13,7 @@ from trainkit.plan.arithmetic import parameters_of
 from trainkit.plan.planner import PreparedData, make_plan
 from trainkit.plan.storage import (
     GIB,
-    checkpoint_bytes_per_parameter,
+    checkpoint_bytes,
     checkpoints_on_disk,
     checkpoints_written,
     write_seconds,
@@ -27,16 +27,16 @@ def training(**keys: Any) -> Training:
 
 
 def test_bytes_per_parameter() -> None:
+    def size(engine: str = "native", **keys: Any) -> float:
+        job = job_of(engine=engine, **keys)
+        return checkpoint_bytes(job, ENGINES[engine].rules, 512) / parameters_of(job.model, 512)
+
     for name in ("megatron-lm", "gpt-neox", "nemo"):
-        assert checkpoint_bytes_per_parameter(training(precision="fp16"), ENGINES[name].rules) == 14
-        assert checkpoint_bytes_per_parameter(training(precision="bf16"), ENGINES[name].rules) == 14
-        assert checkpoint_bytes_per_parameter(training(precision="fp32"), ENGINES[name].rules) == 12
-    for keys, size in (
-        ({}, 12),
-        ({"optimizer": "sgd"}, 8),
-        ({"optimizer": "sgd", "sgd_momentum": 0.0}, 4),
-    ):
-        assert checkpoint_bytes_per_parameter(training(**keys, precision="bf16")) == size
+        assert size(name, precision="fp16") == size(name, precision="bf16") == 14
+        assert size(name, precision="fp32") == 12
+    assert size(precision="bf16") == 12
+    assert size(optimizer="sgd", precision="bf16") == 8
+    assert size(optimizer="sgd", sgd_momentum=0.0, precision="bf16") == 4
 
 
 def test_published_sizes() -> None:

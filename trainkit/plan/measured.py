@@ -4,7 +4,9 @@ takes the place of the assumed one, by name, and memory beyond the plan is added
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import get_args
 
+from trainkit.jobs.optimizers import Role, kept_of
 from trainkit.jobs.schema import Job
 from trainkit.plan.duration import Speed
 from trainkit.plan.memory import Memory
@@ -14,7 +16,6 @@ TRAINING_KEYS = (
     "micro_batch_size",
     "precision",
     "optimizer",
-    "sgd_momentum",
     "recompute_granularity",
     "recompute_every",
     "compile",
@@ -32,6 +33,7 @@ def layout_key(job: Job) -> dict[str, object]:
         "model": job.model.model_dump(exclude={"name"}),
         "parallelism": job.parallelism.model_dump(),
         "training": {**training, "micro_batches": job.gradient_accumulation_steps},
+        "optimizer_state": [kept_of(job.training, role) for role in get_args(Role)],
     }
 
 

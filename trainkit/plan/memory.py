@@ -27,10 +27,11 @@ from trainkit.plan.parameter_shapes import (
     gathered_at_once,
     largest,
     numbers,
+    optimizer_state,
     shard,
     stage_chunks,
 )
-from trainkit.plan.rules import Rules, StateBytes, moments_of
+from trainkit.plan.rules import Rules, StateBytes
 
 # What is neither of the parts: context, communication and matmul workspaces, what the allocator
 # cannot use. Assumed; two published runs measured 27 GB where
@@ -153,7 +154,6 @@ class Memory:
 
 def _native_states(job: Job, layout: Layout, chunks: list[list[Unit]]) -> dict[str, int]:
     zero = job.parallelism.zero_stage
-    moments = len(moments_of(job.training))
     w = width(job)
     t = layout.tensor
     reduced = 8 if job.cluster.device_type == "cpu" else 4
@@ -161,6 +161,7 @@ def _native_states(job: Job, layout: Layout, chunks: list[list[Unit]]) -> dict[s
     whole, rank = max((numbers(units, t, rank), rank) for rank in range(t))
     unit = largest(units, t, rank)
     mine = shard(units, t, rank, layout.shard)
+    kept = optimizer_state(units, job.training, lambda weight: weight.shard(t, rank, layout.shard))
     # torch's stages reduce gradients and free gathered weights once a step, whatever zero_stage
     in_rounds = layout.pipeline > 1
     accumulated = reduced * whole if (zero < 2 or in_rounds) and layout.micro_batches > 1 else 0
@@ -173,7 +174,7 @@ def _native_states(job: Job, layout: Layout, chunks: list[list[Unit]]) -> dict[s
             w * (gathered_at_once(chunks, t, rank) if zero == 3 and not in_rounds else whole)
         ),
         "gradient_bytes": max(accumulated, 4 * mine),
-        "optimizer_bytes": 4 * moments * mine,
+        "optimizer_bytes": 4 * kept,
         "buffer_bytes": (reduced + computed) * unit,
     }
 
@@ -181,7 +182,9 @@ def _native_states(job: Job, layout: Layout, chunks: list[list[Unit]]) -> dict[s
 def _states(
     job: Job, layout: Layout, chunks: list[list[Unit]], held: StateBytes, buckets: int
 ) -> dict[str, int]:
-    n = numbers([unit for chunk in chunks for unit in chunk], layout.tensor)
+    units = [unit for chunk in chunks for unit in chunk]
+    n = numbers(units, layout.tensor)
+    moments = optimizer_state(units, job.training, lambda each: each.numbers(layout.tensor))
     zero = job.parallelism.zero_stage
 
     def kept(size: int, from_stage: int) -> int:
@@ -193,7 +196,7 @@ def _states(
             held.weights * gathered_at_once(chunks, layout.tensor) if zero == 3 else 0
         ),
         "gradient_bytes": kept(held.gradients, 2),
-        "optimizer_bytes": kept(held.master + len(moments_of(job.training)) * held.moment, 1),
+        "optimizer_bytes": kept(held.master, 1) + held.moment * kept(1, 1) * moments // max(1, n),
         "buffer_bytes": width(job) * buckets,
     }
 
@@ -226,7 +229,7 @@ def stage_memory(
         excess: how many times as much a run took as is planned without it.
     """
     last = stage == layout.last_stage
-    chunks = stage_chunks(job.model, padded if rules.pads_weights else vocab_size, layout, stage)
+    chunks = stage_chunks(job.model, rules.vocab_rows(vocab_size, padded), layout, stage)
     if rules.states is None:
         parts = _native_states(job, layout, chunks)
     else:

@@ -14,8 +14,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from trainkit.jobs.optimizers import Role, kept_of, role_of
 from trainkit.jobs.ranks import share_of_rank
-from trainkit.jobs.schema import Model
+from trainkit.jobs.schema import Model, Training
 from trainkit.plan.arithmetic import norms_of
 from trainkit.plan.layout import Layout
 
@@ -37,6 +38,11 @@ class Weight:
     split: Literal["rows", "columns", "none"] = "none"
     parts: tuple[int, ...] = ()
     head: int = 0
+
+    @property
+    def role(self) -> Role:
+        """What it is to an optimizer."""
+        return role_of(1 if self.columns == 1 else 2)
 
     def local(self, tensor: int, rank: int | None = None) -> tuple[int, int]:
         """(rows, columns) on a tensor-parallel rank of the native trainer, which may split
@@ -155,3 +161,14 @@ def gathered_at_once(
 def shard(units: Sequence[Unit], tensor: int, rank: int | None, data: int) -> int:
     """Parameters of the largest shard under fully_shard."""
     return sum(_each(units, lambda weight: weight.shard(tensor, rank, data)))
+
+
+def optimizer_state(
+    units: Sequence[Unit], training: Training, size: Callable[[Weight], int] = Weight.numbers
+) -> int:
+    """Elements of all that the optimizer keeps of the weights of units.
+
+    Args:
+        size: how many elements of a weight are there; all of them without further words.
+    """
+    return sum(_each(units, lambda each: len(kept_of(training, each.role)) * size(each)))

@@ -43,18 +43,12 @@ from trainkit.plan.memory import Memory
 from trainkit.plan.notes import not_known, notes
 from trainkit.plan.objection import Objection, describe_changes, try_change
 from trainkit.plan.rules import Rules
-from trainkit.plan.storage import (
-    GIB,
-    NATIVE,
-    Storage,
-    checkpoint_bytes_per_parameter,
-    storage_of,
-    writes_checkpoints,
-)
+from trainkit.plan.storage import GIB, Storage, storage_of, writes_checkpoints
 from trainkit.plan.time.of_job import estimate_step, host_estimate
 from trainkit.plan.time.speed import predicted_speed
 
-__all__ = ["Objection", "Plan", "checkpoint_bytes_per_parameter", "make_plan"]
+__all__ = ["Objection", "Plan", "make_plan"]
+NATIVE = Rules()
 # The fewest ids and the most of a vocabulary that is not known: the bytes and an end of document,
 # and the largest published (Gemma's).
 VOCABULARIES = (257, 262_144)
@@ -251,7 +245,7 @@ def make_plan(
     counts = _counts(job, rules, vocab)
     speed = _speed(job, rules, counts, known.cores, measured)
     job = _saved_by_steps(job, rules, speed)
-    storage = _storage(job, rules, counts, known)
+    storage = _storage(job, rules, vocab, counts, known)
     costs = _costs(job, rules, counts, storage, memory)
     duration = duration_of(job, speed, tokens, costs) if speed else None
     limits = _limit_objections(job, known, sizes, memory, host, storage, duration)
@@ -366,7 +360,7 @@ def _counts(job: Job, rules: Rules, vocab_size: int) -> _ModelCounts:
     return _ModelCounts(
         padded_vocab_size=padded,
         parameters=parameters_of(job.model, vocab_size),
-        engine_parameters=parameters_of(job.model, padded if rules.pads_weights else vocab_size),
+        engine_parameters=parameters_of(job.model, rules.vocab_rows(vocab_size, padded)),
         model_flops_per_token=model_flops_per_token_of(job.model, vocab_size),
         hardware_flops_per_token=hardware_flops_per_token_of(
             job.model, vocab_size, job.training, native=rules.states is None
@@ -374,11 +368,14 @@ def _counts(job: Job, rules: Rules, vocab_size: int) -> _ModelCounts:
     )
 
 
-def _storage(job: Job, rules: Rules, counts: _ModelCounts, known: PreparedData) -> Storage | None:
+def _storage(
+    job: Job, rules: Rules, vocab_size: int, counts: _ModelCounts, known: PreparedData
+) -> Storage | None:
     """What is written; None where nothing is."""
     if not writes_checkpoints(job, rules):
         return None
-    return storage_of(job, rules, counts.engine_parameters, known.free_bytes)
+    rows = rules.vocab_rows(vocab_size, counts.padded_vocab_size)
+    return storage_of(job, rules, rows, known.free_bytes)
 
 
 def _costs(

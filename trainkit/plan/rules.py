@@ -5,11 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import assert_never
 
 from trainkit.jobs.devices import Precision
 from trainkit.jobs.job_tables import Parallelism
-from trainkit.jobs.schema import Job, Training
+from trainkit.jobs.schema import Job
 from trainkit.plan.objection import Objection
 
 ALL_STAGES = (0, 1, 2, 3)
@@ -95,6 +94,10 @@ class Rules:
     objections: Callable[[Job], Iterator[Objection]] = lambda job: iter(())
     memory_band: tuple[float, float] | None = None
 
+    def vocab_rows(self, vocab_size: int, padded: int) -> int:
+        """Rows of embedding and head as the engine keeps them."""
+        return padded if self.pads_weights else vocab_size
+
 
 def zero_bubble_problem(parallelism: Parallelism, torch: str) -> str:
     """Why the native trainer refuses ZB-V with a version of torch; "" where it takes it, or does
@@ -108,14 +111,3 @@ def zero_bubble_problem(parallelism: Parallelism, torch: str) -> str:
         "pipeline_schedule = 'zbv' needs torch 2.13 or newer for its backward in two halves; this"
         f" is {torch}"
     )
-
-
-def moments_of(training: Training) -> tuple[str, ...]:
-    """What the optimizer keeps of every parameter, by torch's names."""
-    match training.optimizer:
-        case "adam":
-            return ("exp_avg", "exp_avg_sq")
-        case "sgd":
-            return ("momentum_buffer",) if training.sgd_momentum else ()
-        case unknown:
-            assert_never(unknown)

@@ -9,17 +9,23 @@ from pathlib import PurePosixPath
 from trainkit.base.records import Record
 from trainkit.jobs.clusters import Filesystem
 from trainkit.jobs.schema import Job, Training
-from trainkit.plan.rules import Rules, moments_of
+from trainkit.plan.parameter_shapes import chunk_units, numbers, optimizer_state
+from trainkit.plan.rules import Rules
 
 GIB = 2**30
-NATIVE = Rules()
 
 
-def checkpoint_bytes_per_parameter(training: Training, rules: Rules = NATIVE) -> int:
-    """Bytes a parameter: native 12, the fp32 weight and Adam's two moments; Megatron-LM,
-    GPT-NeoX and NeMo 14, with the 16-bit weight (BLOOM-176B: 2.244 TiB, GPT-NeoX-20B: 268.0 GiB,
-    as published). SGD's one momentum makes 4 less, none 8 less."""
-    return rules.checkpoint_weights[training.precision] + 4 * len(moments_of(training))
+def checkpoint_bytes(job: Job, rules: Rules, vocab_size: int) -> int:
+    """Bytes of one checkpoint. Of a parameter, native 12, the fp32 weight and Adam's two moments;
+    Megatron-LM, GPT-NeoX and NeMo 14, with the 16-bit weight (BLOOM-176B: 2.244 TiB, GPT-NeoX-20B:
+    268.0 GiB, as published). SGD's one momentum makes 4 less, none 8 less.
+
+    Args:
+        vocab_size: rows of the embedding as the engine keeps it.
+    """
+    units = chunk_units(job.model, vocab_size, job.model.num_layers)
+    weight = rules.checkpoint_weights[job.training.precision]
+    return weight * numbers(units) + 4 * optimizer_state(units, job.training)
 
 
 def read_seconds(size: float, tier: Filesystem | None) -> float | None:
@@ -124,14 +130,14 @@ class Storage(Record):
     read_seconds: float | None
 
 
-def storage_of(job: Job, rules: Rules, parameters: int, free_bytes: int | None = None) -> Storage:
+def storage_of(job: Job, rules: Rules, vocab_size: int, free_bytes: int | None = None) -> Storage:
     """What `job` writes.
 
     Args:
-        parameters: as the engine keeps them.
+        vocab_size: as of `checkpoint_bytes`.
         free_bytes: what is free where a cluster without file systems of its own keeps runs.
     """
-    size = checkpoint_bytes_per_parameter(job.training, rules) * parameters
+    size = checkpoint_bytes(job, rules, vocab_size)
     tier = filesystem_of(job)
     at_once = checkpoints_on_disk(job, rules)
     bandwidth = tier[1].write_gib_per_second if tier else None

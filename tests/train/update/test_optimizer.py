@@ -4,7 +4,7 @@ skipped steps; shards; resume."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -17,11 +17,11 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.train.support import local_gradients
+from trainkit.jobs.optimizers import KEPT
 from trainkit.jobs.schema import Training
 from trainkit.ops import adamw
-from trainkit.plan.rules import moments_of
 from trainkit.train.torch_compat import local_part
-from trainkit.train.update.optimizer import Optimizer, divisor, squared_norm
+from trainkit.train.update.optimizer import UPDATES, Optimizer, divisor, squared_norm
 
 SHAPES = {"embed.weight": (7, 5), "mlp.weight": (5, 5), "mlp.bias": (5,), "norm.weight": (5,)}
 GO, SKIP = torch.tensor(False), torch.tensor(True)
@@ -218,13 +218,25 @@ def test_going_on_from_saved_state(optimizer: str) -> None:
     assert_same(everything(other, resumed), everything(whole, parameters))
 
 
-def test_an_optimizer_without_a_rule_ends_in_an_error() -> None:
-    """Not in SGD, and not in a plan for SGD."""
-    other = training("adam").model_copy(update={"optimizer": "lion"})
-    with pytest.raises(AssertionError, match="lion"):
-        Optimizer(new_parameters(), other)
-    with pytest.raises(AssertionError, match="lion"):
-        moments_of(other)
+def test_every_optimizer_of_jobs_toml_has_state_and_update() -> None:
+    names = set(get_args(Training.model_fields["optimizer"].annotation))
+    assert set(KEPT) == set(UPDATES) == names
+
+
+def test_state_by_role(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An optimizer may keep nothing, or something else, of biases and norms."""
+    monkeypatch.setitem(
+        KEPT,
+        "sgd",
+        lambda training, role: ("momentum_buffer",) if role == "matrix" else ("exp_avg",),
+    )
+    tensors = Optimizer(new_parameters(), training("sgd")).state_tensors()
+    assert list(tensors) == [
+        "momentum_buffer.embed.weight",
+        "momentum_buffer.mlp.weight",
+        "exp_avg.mlp.bias",
+        "exp_avg.norm.weight",
+    ]
 
 
 def test_names_of_the_state() -> None:

@@ -8,10 +8,9 @@ validate_args of each; gpt_builders.py; bigscience at 8b25137, experiments/gpt2.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import assert_never
 
 from trainkit.base.errors import ConfigError, Problem
 from trainkit.engines.job_values import counterpart_problems
@@ -19,7 +18,7 @@ from trainkit.engines.megatron_lm.data import MegatronData, put_data, put_tokeni
 from trainkit.engines.megatron_lm.rules import sharding_obstacle
 from trainkit.engines.megatron_lm.words import SET_BY, MegatronWords
 from trainkit.engines.options import OptionTable, check_engine_args, release
-from trainkit.jobs.schema import Job, Model
+from trainkit.jobs.schema import Job, Model, Training
 
 # keys that only have their default with Megatron-LM, and why
 NO_COUNTERPART: Mapping[str, str] = {
@@ -108,7 +107,8 @@ def _collected(job: Job, table: OptionTable) -> MegatronWords:
     _put_recompute(words, job)
     _put_parallelism(words, job)
     _put_intervals(words, job)
-    words.problems += counterpart_problems(job, "Megatron-LM", NO_COUNTERPART, CHOICES)
+    choices = {**CHOICES, "training.optimizer": tuple(OPTIMIZERS)}
+    words.problems += counterpart_problems(job, "Megatron-LM", NO_COUNTERPART, choices)
     _put_device(words, job)
     put_tokenizer(words, job)
     return words
@@ -232,16 +232,25 @@ def _put_optimizer(words: MegatronWords, job: Job) -> None:
         words.put_said("lr-warmup-init")
     if training.lr_decay_style == "WSD":
         words.put_said("lr-wsd-decay-style", "lr-wsd-decay-iters")
-    match training.optimizer:
-        case "sgd":
-            words.put_said("optimizer")
-            words.put_said_unless_default("sgd-momentum")
-        case "adam":
-            if (training.adam_beta1, training.adam_beta2) != (0.9, 0.999) or words.table.notice:
-                words.put_said("adam-beta1", "adam-beta2")
-            words.put_said_unless_default("adam-eps")
-        case unknown:
-            assert_never(unknown)
+    if training.optimizer in OPTIMIZERS:  # another one is refused by name
+        OPTIMIZERS[training.optimizer](words, training)
+
+
+def _put_adam(words: MegatronWords, training: Training) -> None:
+    if (training.adam_beta1, training.adam_beta2) != (0.9, 0.999) or words.table.notice:
+        words.put_said("adam-beta1", "adam-beta2")
+    words.put_said_unless_default("adam-eps")
+
+
+def _put_sgd(words: MegatronWords, training: Training) -> None:
+    words.put_said("optimizer")
+    words.put_said_unless_default("sgd-momentum")
+
+
+OPTIMIZERS: Mapping[str, Callable[[MegatronWords, Training], None]] = {
+    "adam": _put_adam,
+    "sgd": _put_sgd,
+}
 
 
 def _put_precision(words: MegatronWords, job: Job) -> None:

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from trainkit.jobs.schema import Job
+from trainkit.jobs.optimizers import kept_of, role_of
+from trainkit.jobs.schema import Job, Training
 from trainkit.ops.kernels import REFERENCE, Kernels
 from trainkit.train.model.transformer import Transformer, build_on_meta
 from trainkit.train.parallel import data_parallel, tensor_parallel
@@ -109,8 +110,11 @@ def build_model_parts(
     return ModelParts(modules, parameters, shapes, kernels)
 
 
-def expected(parts: ModelParts, kinds: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
-    """Shapes of all tensors of a checkpoint: "model.NAME", and "optimizer.KIND.NAME" of every
-    kind of state."""
-    prefixes = ["model.", *(f"optimizer.{kind}." for kind in kinds)]
-    return {prefix + name: shape for prefix in prefixes for name, shape in parts.shapes.items()}
+def expected(parts: ModelParts, training: Training) -> dict[str, tuple[int, ...]]:
+    """Shapes of all tensors of a checkpoint: "model.NAME", and "optimizer.KEPT.NAME" of all that
+    the optimizer keeps."""
+    found = {f"model.{name}": shape for name, shape in parts.shapes.items()}
+    for name, shape in parts.shapes.items():
+        for kept in kept_of(training, role_of(len(shape))):
+            found[f"optimizer.{kept}.{name}"] = shape
+    return found

@@ -4,18 +4,17 @@ device's word, does nothing."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from types import MappingProxyType
-from typing import NamedTuple, assert_never
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.optim.sgd import sgd
 
+from trainkit.jobs.optimizers import Role, kept_of, role_of
 from trainkit.jobs.schema import Training
 from trainkit.ops.adamw import Rule, Weights
 from trainkit.ops.kernels import REFERENCE, Kernels
-from trainkit.plan.rules import moments_of
 from trainkit.train.torch_compat import like, local_part, scale_in_place
 
 
@@ -25,15 +24,24 @@ class _Held(NamedTuple):
     Args:
         weight, gradient: its elements.
         state: its moments, by torch's names.
-        matrix: the whole parameter has two dimensions or more: it decays.
+        role: of the whole parameter; a matrix decays.
         copy: the weight as the model computes with it; None: the update does not write it.
     """
 
     weight: Tensor
     gradient: Tensor
     state: dict[str, Tensor]
-    matrix: bool
+    role: Role
     copy: Tensor | None
+
+
+class _Update(Protocol):
+    """One step of all weights; arguments as of `Optimizer.step`, which counts the updates before
+    it in `steps`."""
+
+    def __call__(
+        self, held: list[_Held], *, steps: Tensor, rate: Tensor, divisor: Tensor, skip: Tensor
+    ) -> None: ...
 
 
 class Optimizer:
@@ -57,6 +65,8 @@ class Optimizer:
         parameters: by name; those without a gradient at a step keep their weight and state.
         training: optimizer, its constants and weight_decay.
         kernels: what AdamW is computed with.
+
+    `writes_copies`: its kernel writes the weights as the model computes with them in the same pass.
     """
 
     def __init__(
@@ -66,23 +76,19 @@ class Optimizer:
         kernels: Kernels = REFERENCE,
     ) -> None:
         self._parameters = parameters
-        self.moments = moments_of(training)
         device = next(iter(parameters.values())).device
         # applied updates; the place in the table of learning rates
         self.steps = torch.zeros((), dtype=torch.int64, device=device)
         self._state = {
-            name: {moment: torch.zeros_like(local_part(p)) for moment in self.moments}
+            name: {
+                kept: torch.zeros_like(local_part(p))
+                for kept in kept_of(training, role_of(p.dim()))
+            }
             for name, p in parameters.items()
         }
-        self._update: Callable[[list[_Held], Tensor, Tensor, Tensor, Tensor], None]
-        match training.optimizer:
-            case "adam":
-                rule = Rule(training.adam_beta1, training.adam_beta2, training.adam_eps)
-                self._update = partial(_adamw, kernels, rule, training.weight_decay)
-            case "sgd":
-                self._update = partial(_sgd, training.sgd_momentum, training.weight_decay)
-            case unknown:
-                assert_never(unknown)
+        make, writes_copies = UPDATES[training.optimizer]
+        self._update = make(training, kernels)
+        self.writes_copies = writes_copies and kernels.name == "fused"
 
     @torch.no_grad()
     def step(
@@ -110,14 +116,20 @@ class Optimizer:
                 local_part(p),
                 local_part(p.grad),
                 self._state[name],
-                p.dim() > 1,
+                role_of(p.dim()),
                 copies.get(name),
             )
             for name, p in self._parameters.items()
             if p.grad is not None and local_part(p).numel()
         ]
         if held:
-            self._update(held, self.steps, rate.to(torch.float32), divisor.to(torch.float32), skip)
+            self._update(
+                held,
+                steps=self.steps,
+                rate=rate.to(torch.float32),
+                divisor=divisor.to(torch.float32),
+                skip=skip,
+            )
         self.steps += (1 - skip).to(torch.int64)
 
     def zero_grad(self) -> None:
@@ -128,10 +140,12 @@ class Optimizer:
     def state_tensors(self) -> dict[str, Tensor]:
         """What a checkpoint holds, as "exp_avg.NAME": tensors of the parameters' global shapes
         that share storage with the state, so that reading into them is loading."""
+        kinds = dict.fromkeys(kept for state in self._state.values() for kept in state)
         return {
-            f"{moment}.{name}": like(self._parameters[name], self._state[name][moment])
-            for moment in self.moments
-            for name in self._parameters
+            f"{kept}.{name}": like(self._parameters[name], state[kept])
+            for kept in kinds
+            for name, state in self._state.items()
+            if kept in state
         }
 
     def applied_steps(self) -> int:
@@ -144,53 +158,65 @@ class Optimizer:
         self.steps.fill_(steps)
 
 
-def _adamw(
-    kernels: Kernels,
-    rule: Rule,
-    decay: float,
-    held: list[_Held],
-    steps: Tensor,
-    rate: Tensor,
-    divisor: Tensor,
-    skip: Tensor,
-) -> None:
-    weights = Weights(
-        [h.weight for h in held],
-        [h.gradient for h in held],
-        [h.state["exp_avg"] for h in held],
-        [h.state["exp_avg_sq"] for h in held],
-        [h.copy for h in held if h.copy is not None],
-        [decay * h.matrix for h in held],
-    )
-    kernels.adamw(weights, rule, steps=steps, rate=rate, divisor=divisor, skip=skip)
+def _adamw(training: Training, kernels: Kernels) -> _Update:
+    rule = Rule(training.adam_beta1, training.adam_beta2, training.adam_eps)
+
+    def update(
+        held: list[_Held], *, steps: Tensor, rate: Tensor, divisor: Tensor, skip: Tensor
+    ) -> None:
+        weights = Weights(
+            [h.weight for h in held],
+            [h.gradient for h in held],
+            [h.state["exp_avg"] for h in held],
+            [h.state["exp_avg_sq"] for h in held],
+            [h.copy for h in held if h.copy is not None],
+            [training.weight_decay * (h.role == "matrix") for h in held],
+        )
+        kernels.adamw(weights, rule, steps=steps, rate=rate, divisor=divisor, skip=skip)
+
+    return update
 
 
-def _sgd(
-    momentum: float,
-    decay: float,
-    held: list[_Held],
-    steps: Tensor,
-    rate: Tensor,
-    divisor: Tensor,
-    skip: Tensor,
-) -> None:
+def _sgd(training: Training, kernels: Kernels) -> _Update:
     """torch's fused SGD, which counts no steps; decay is ours."""
-    if decay:
-        scale_in_place([h.weight for h in held if h.matrix], 1 - rate * decay * (1 - skip))
-    sgd(
-        [h.weight for h in held],
-        [h.gradient for h in held],
-        [h.state["momentum_buffer"] for h in held if momentum],
-        fused=True,
-        grad_scale=divisor,
-        found_inf=skip,
-        weight_decay=0.0,
-        momentum=momentum,
-        lr=rate,  # type: ignore[arg-type]
-        dampening=0.0,
-        nesterov=False,
-        maximize=False,
-    )
+    momentum = training.sgd_momentum
+    decay = training.weight_decay
+
+    def update(
+        held: list[_Held], *, steps: Tensor, rate: Tensor, divisor: Tensor, skip: Tensor
+    ) -> None:
+        if decay:
+            matrices = [h.weight for h in held if h.role == "matrix"]
+            scale_in_place(matrices, 1 - rate * decay * (1 - skip))
+        sgd(
+            [h.weight for h in held],
+            [h.gradient for h in held],
+            [h.state["momentum_buffer"] for h in held if momentum],
+            fused=True,
+            grad_scale=divisor,
+            found_inf=skip,
+            weight_decay=0.0,
+            momentum=momentum,
+            lr=rate,  # type: ignore[arg-type]
+            dampening=0.0,
+            nesterov=False,
+            maximize=False,
+        )
+
+    return update
+
+
+class _UpdateRule(NamedTuple):
+    """How an optimizer updates, and whether it writes copies of weights in the same pass."""
+
+    make: Callable[[Training, Kernels], _Update]
+    writes_copies: bool
+
+
+UPDATES: Mapping[str, _UpdateRule] = {
+    "adam": _UpdateRule(_adamw, writes_copies=True),
+    "sgd": _UpdateRule(_sgd, writes_copies=False),
+}
 
 
 def squared_norm(gradients: list[Tensor], kernels: Kernels = REFERENCE) -> Tensor:

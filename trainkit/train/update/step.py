@@ -99,8 +99,7 @@ class Step:
             self.zero_stage = 1
         # weights stay gathered: the update's kernel writes them as the model computes with them
         alone = mesh.degrees.data == mesh.degrees.pipeline == 1
-        fused = parts.kernels.name == "fused" and job.training.optimizer == "adam"
-        self.keeps = alone and fused
+        self.keeps = alone and self.optimizer.writes_copies
         self.pipeline: Pipeline | None = None
         if mesh.degrees.pipeline > 1:
             dtype = COMPUTE[job.training.precision] or next(iter(self.parameters.values())).dtype
@@ -269,7 +268,7 @@ class Step:
 
     def expected(self) -> dict[str, tuple[int, ...]]:
         """Shapes of all that a checkpoint holds, of all ranks."""
-        return expected(self.model_parts, self.optimizer.moments)
+        return expected(self.model_parts, self.job.training)
 
     def gradients(self) -> dict[str, Shards]:
         """This rank's part of all gradients after `backward`, by name; scaled as they are."""
@@ -285,12 +284,10 @@ class Step:
         """Make second copies of tied weights equal to the first, with their state: tensors were
         read into the first."""
         self.model_parts.release()
-        state = self.optimizer.state_tensors()
-        for key in [key for key in self.parameters if key.endswith(LAST)]:
-            first = key.removesuffix(LAST)
-            local_part(self.parameters[key]).copy_(local_part(self.parameters[first]))
-            for moment in self.optimizer.moments:
-                local_part(state[f"{moment}.{key}"]).copy_(local_part(state[f"{moment}.{first}"]))
+        held = {**self.parameters, **self.optimizer.state_tensors()}
+        for name, tensor in held.items():
+            if name.endswith(LAST):
+                local_part(tensor).copy_(local_part(held[name.removesuffix(LAST)]))
 
     def state(self) -> dict[str, int | float]:
         """What else the next step depends on; waits for the device."""
