@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from trainkit.base.errors import Problem
+from trainkit.jobs.containers import RUNTIME_TRAITS
 from trainkit.jobs.schema import Job
 
 
@@ -51,17 +52,16 @@ def launcher_problems(
         )
     if (
         container is not None
-        and container.runtime == "pyxis"
+        and container.runtime_traits.by_srun
         and not job.cluster.launcher_traits.pyxis
     ):
+        anywhere = [name for name, traits in RUNTIME_TRAITS.items() if not traits.by_srun]
         found.append(
             Problem(
-                f"containers.{container.name}.runtime = 'pyxis' is a part of srun, and launcher ="
-                f" '{job.cluster.launcher}' of cluster '{job.cluster.name}' runs none",
-                hint=(
-                    f"docker, podman, apptainer and enroot run anywhere; {sets}container=none"
-                    " runs without"
-                ),
+                f"containers.{container.name}.runtime = '{container.runtime}' is a part of srun,"
+                f" and launcher = '{job.cluster.launcher}' of cluster '{job.cluster.name}' runs"
+                " none",
+                hint=f"{', '.join(anywhere)} run anywhere; {sets}container=none runs without",
             )
         )
     return found

@@ -10,7 +10,7 @@ from typing import Protocol
 from trainkit.base.errors import ConfigError
 from trainkit.base.files import write_json
 from trainkit.base.records import Record
-from trainkit.jobs.containers import FILE_RUNTIMES, Container
+from trainkit.jobs.containers import Container
 
 RECORD_SUFFIX = ".json"  # of the record beside an image file: X.sqsh.json
 BASE_ARGUMENT = "BASE_IMAGE"  # the build argument that `base` becomes
@@ -180,7 +180,7 @@ class ImagePlan(Record):
     @property
     def image_file(self) -> Path | None:
         """The .sqsh or .sif file that ranks start; None for docker and podman."""
-        if self.container.runtime in FILE_RUNTIMES:
+        if self.container.runtime_traits.files:
             return Path(self.container.image)
         return None
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from trainkit.base.errors import Problem, SourceLocation
-from trainkit.jobs.containers import FILE_RUNTIMES, Container
+from trainkit.jobs.containers import RUNTIME_TRAITS, Container
 from trainkit.jobs.layers import ProblemList, compose, interpolate, overlay
 from trainkit.jobs.messages import NAME_RULE, describe_value, dotted_key, schema_problems, suggest
 from trainkit.jobs.provenance import BUILT_IN, SET, SourcedTable, SourcedValue
@@ -80,9 +80,9 @@ def _with_image(job: SourcedTable) -> SourcedTable:
     if "image" in container.entries or not made or not isinstance(root, str):
         return job
     runtime = container.value("runtime") or Container.model_fields["runtime"].default
-    endings = FILE_RUNTIMES.get(str(runtime), ())
-    if endings:
-        image = os.path.join(root, "images", f"{name}{endings[0]}")
+    traits = RUNTIME_TRAITS.get(str(runtime))
+    if traits is not None and traits.files:
+        image = os.path.join(root, "images", f"{name}{traits.files[0]}")
     elif isinstance(tag, str):
         image = tag
     else:

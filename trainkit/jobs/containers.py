@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -12,32 +14,53 @@ from trainkit.jobs.table import NAME, VARIABLE, Environment, Strings, Table, nee
 
 MOUNTABLE = r"/[^\s,:'\"]*"  # a path as every runtime takes it unquoted
 MOUNT = rf"^{MOUNTABLE}:{MOUNTABLE}(:ro)?$"
-IMAGES: dict[str, tuple[str, str]] = {  # what each runtime takes for an image, and how that is said
-    "pyxis": (
+
+
+@dataclass(frozen=True)
+class RuntimeTraits:
+    """What a job has to know of the runtime that starts its image. How it does that is a value in
+    trainkit/launch/containers.
+
+    Args:
+        image: a regular expression of the images that it takes.
+        takes: the same in words.
+        files: how an image file ends that `build-container` makes for it; without any it starts
+            images of a store.
+        stores: builders whose own store it starts images of; without any: those of all, by a file.
+        registry_end: the sign between a registry's name and the image's.
+        by_srun: it is a part of srun, whose tasks are in the image from their start.
+    """
+
+    image: str
+    takes: str
+    files: tuple[str, ...] = ()
+    stores: tuple[str, ...] = ()
+    registry_end: str = "/"
+    by_srun: bool = False
+
+
+OCI_IMAGE = r"(?!.*://)[a-z0-9][\w./:@-]*(?<!\.sqsh)(?<!\.sif)"
+OCI_WORDS = "a name, [REGISTRY/]IMAGE[:TAG]"
+RUNTIME_TRAITS: Mapping[str, RuntimeTraits] = {
+    "pyxis": RuntimeTraits(
         r"/\S+\.(sqsh|squashfs)|([a-z]+://)?([^\s/#@]+@)?([^\s/#]+#)?[^\s#:./]+(/[^\s#:]+)*(:[\w.-]+)?",
         "a path to a .sqsh or .squashfs file, or [REGISTRY#]IMAGE[:TAG]",
+        files=(".sqsh", ".squashfs"),
+        registry_end="#",
+        by_srun=True,
     ),
-    "enroot": (
+    "enroot": RuntimeTraits(
         r"/\S+\.(sqsh|squashfs)",
         "a path to a .sqsh or .squashfs file, which `enroot import` makes",
+        files=(".sqsh", ".squashfs"),
     ),
-    "apptainer": (
+    "apptainer": RuntimeTraits(
         r"/\S+(\.sif|/)|[a-z]+://\S+",
         "a path to a .sif file, a sandbox folder with / at its end, or a URI such as docker://NAME",
+        files=(".sif",),
     ),
-    "docker": (
-        r"(?!.*://)[a-z0-9][\w./:@-]*(?<!\.sqsh)(?<!\.sif)",
-        "a name, [REGISTRY/]IMAGE[:TAG]",
-    ),
-}
-IMAGES["podman"] = IMAGES["docker"]
-
-
-# runtimes whose image is a file that `build-container` makes, and how its name ends
-FILE_RUNTIMES: dict[str, tuple[str, ...]] = {
-    "enroot": (".sqsh", ".squashfs"),
-    "pyxis": (".sqsh", ".squashfs"),
-    "apptainer": (".sif",),
+    "docker": RuntimeTraits(OCI_IMAGE, OCI_WORDS, stores=("docker",)),
+    "podman": RuntimeTraits(OCI_IMAGE, OCI_WORDS, stores=("podman", "buildah")),
 }
 SOURCES = ("docker", "dockerd", "podman")  # schemes of `source`: those of enroot-import
 
@@ -193,15 +216,16 @@ class Container(Table):
 
     @model_validator(mode="after")
     def _fits_the_runtime(self) -> Container:
-        files = FILE_RUNTIMES.get(self.runtime, ())
+        files = self.runtime_traits.files
         if self.squashfs and ".sqsh" not in files:
             raise wrong("squashfs", f"runtime = '{self.runtime}' starts no .sqsh file")
         for key in ("source", "stripe", "stage_to"):
             if getattr(self, key) and not files:
+                others = [name for name, traits in RUNTIME_TRAITS.items() if traits.files]
                 raise wrong(
                     key,
                     f"{key} is of image files, and runtime = '{self.runtime}' has none: those of"
-                    f" {', '.join(FILE_RUNTIMES)} do",
+                    f" {', '.join(others)} do",
                 )
         if self.is_made and files and self.image and not self.image.endswith(files):
             raise wrong(
@@ -229,6 +253,11 @@ class Container(Table):
         return self
 
     @property
+    def runtime_traits(self) -> RuntimeTraits:
+        """What is special about the runtime."""
+        return RUNTIME_TRAITS[self.runtime]
+
+    @property
     def is_made(self) -> bool:
         """Whether the stage `build-container` makes the image."""
         return self.dockerfile is not None or self.source is not None
@@ -242,10 +271,12 @@ class Container(Table):
 
     @model_validator(mode="after")
     def _names_an_image(self) -> Container:
-        form, words = IMAGES[self.runtime]
-        if self.image and not re.fullmatch(form, self.image):
-            message = f"image = '{self.image}': runtime = '{self.runtime}' takes {words}"
-            if self.runtime == "pyxis" and re.match(r"[^/#]*[.:][^/#]*/", self.image):
-                message += f"; a registry ends with '#' there: {self.image.replace('/', '#', 1)}"
+        traits = self.runtime_traits
+        if self.image and not re.fullmatch(traits.image, self.image):
+            message = f"image = '{self.image}': runtime = '{self.runtime}' takes {traits.takes}"
+            end = traits.registry_end
+            if end != "/" and re.match(rf"[^/{end}]*[.:][^/{end}]*/", self.image):
+                meant = self.image.replace("/", end, 1)
+                message += f"; a registry ends with '{end}' there: {meant}"
             raise wrong("image", message)
         return self

@@ -133,7 +133,7 @@ def this_machine_in_image(
     host = Host("localhost", slots=(0,))
     tasks = len(os.sched_getaffinity(0))
     root = Path(job.cluster.root or ".")
-    if box.runtime != "pyxis":
+    if not box.by_srun:
         # its own agent, as of launcher = "local"; how other hosts are reached does not matter
         cluster = job.cluster.model_copy(update={"launcher": "local", "interface": None})
         job = job.model_copy(update={"cluster": cluster})

@@ -27,7 +27,8 @@ from trainkit.base.files import write_json, write_text
 from trainkit.base.process_marks import MARK_VARIABLE
 from trainkit.jobs.clusters import Cluster
 from trainkit.launch.containers import NodeContainer
-from trainkit.launch.containers.scripts import extra_files, inside_script, start_lines
+from trainkit.launch.containers.runtimes import extra_files, start_lines
+from trainkit.launch.containers.scripts import inside_script
 from trainkit.launch.hosts.hostfile import Host
 from trainkit.launch.programs import program_path
 from trainkit.launch.protocol.session_document import FILE_NAME, SessionDocument, SessionNode
@@ -180,7 +181,7 @@ class Session:
             self.container.script.name: inside_script(self.container, agent, marked),
             **extra_files(self.container),
         }
-        if self.container.settings.runtime == "pyxis":
+        if self.container.settings.runtime_traits.by_srun:
             return inside  # srun's task is in the container from its start
         return {self.script.name: "\n".join([*head, *start_lines(self.container)]) + "\n", **inside}
 

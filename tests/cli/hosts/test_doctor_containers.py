@@ -8,7 +8,7 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from trainkit.launch.cluster_care.container_checks import (
     find_container_problems,
 )
 from trainkit.launch.containers.pyxis import pyxis_options
+from trainkit.launch.containers.runtimes import RUNTIMES
 
 GIB = 2**30
 PROBE = Path(trainkit.__file__).parent / "launch" / "cluster_care" / "container_probe.py"
@@ -123,8 +124,10 @@ def test_an_image_that_is_not_made_yet(tmp_path: Path) -> None:
 
 def probe(tmp_path: Path, program: str, **values: object) -> dict[str, Any]:
     """What the program prints, with only `tmp_path/bin` and the system on PATH."""
+    questions = RUNTIMES[program].questions
     request = {
-        "program": program,
+        **asdict(questions),
+        "folders": {name: each.default for name, each in questions.folders.items()},
         "image": "/no/such.sqsh",
         "is_file": True,
         "start": "",

@@ -114,7 +114,7 @@ def srun_problems(job: Job) -> Iterator[Problem]:
             hint=use_ranks,
         )
     container = job.container
-    if container is not None and container.runtime != "pyxis":
+    if container is not None and not container.runtime_traits.by_srun:
         yield Problem(
             f"engines launch = 'srun' with containers.{container.name}.runtime ="
             f" '{container.runtime}': srun starts tasks in an image by pyxis",

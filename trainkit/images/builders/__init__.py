@@ -14,14 +14,11 @@ BUILDERS: dict[str, Builder] = {
     builder.name: builder for builder in (Docker(), Podman(), Buildah())
 }
 
-# whose images a runtime starts, where that is not a file
-STORES = {"docker": ("docker",), "podman": ("podman", "buildah")}
-
 
 def candidates(container: Container) -> tuple[Builder, ...]:
-    """Builders whose images the container's runtime can start: docker and podman start those of
-    their own store; others, where they come through a registry."""
-    names = STORES.get(container.runtime, tuple(BUILDERS))
+    """Builders whose images the container's runtime can start: of its own store, of a file, or
+    where they come through a registry."""
+    names = container.runtime_traits.stores or tuple(BUILDERS)
     if container.registry is not None:
         names = tuple(dict.fromkeys((*names, *BUILDERS)))
     return tuple(BUILDERS[name] for name in names)

@@ -59,7 +59,7 @@ class ApptainerBuild:
     )
 
     def serves(self, plan: ImagePlan) -> bool:
-        return plan.container.runtime == "apptainer"
+        return ".sif" in plan.container.runtime_traits.files
 
     def commands(self, plan: ImagePlan, file: Path) -> tuple[Argv, ...]:
         archive = file.with_name(file.name + ARCHIVE)

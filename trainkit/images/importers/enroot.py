@@ -7,7 +7,7 @@ from pathlib import Path
 
 from trainkit.images.contract import Argv, FailureHint, ImagePlan, OnStep
 from trainkit.images.importers.published import published
-from trainkit.images.importers.squash_options import ENROOT_VARIABLE, RUNTIMES, squash_options
+from trainkit.images.importers.squash_options import ENROOT_VARIABLE, SUFFIX, squash_options
 from trainkit.images.programs import run_program
 from trainkit.jobs.containers import Squashfs
 
@@ -69,7 +69,7 @@ class EnrootImport:
     )
 
     def serves(self, plan: ImagePlan) -> bool:
-        return plan.container.runtime in RUNTIMES and plan.builder != "buildah"
+        return SUFFIX in plan.container.runtime_traits.files and plan.builder != "buildah"
 
     def commands(self, plan: ImagePlan, file: Path) -> tuple[Argv, ...]:
         variables = import_variables(plan.container.squashfs)

@@ -21,7 +21,7 @@ from typing import Any
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.images.contract import Argv, FailureHint, ImagePlan, OnStep
 from trainkit.images.importers.published import published
-from trainkit.images.importers.squash_options import RUNTIMES, squash_options
+from trainkit.images.importers.squash_options import SUFFIX, squash_options
 from trainkit.images.programs import read_program, run_program
 from trainkit.jobs.containers import Squashfs
 
@@ -257,7 +257,7 @@ class SquashfsImport:
     def serves(self, plan: ImagePlan) -> bool:
         source = plan.container.source or "docker://"
         return (
-            plan.container.runtime in RUNTIMES
+            SUFFIX in plan.container.runtime_traits.files
             and plan.builder == "buildah"
             and source.startswith("docker://")
         )

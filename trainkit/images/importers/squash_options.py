@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from trainkit.jobs.containers import Squashfs
 
-RUNTIMES = ("enroot", "pyxis")  # that start .sqsh files
+SUFFIX = ".sqsh"  # of the files that are made
 ENROOT_VARIABLE = "ENROOT_SQUASH_OPTIONS"
 # enroot's own (enroot.in): data are not compressed, only names and tables
 ENROOT_DEFAULT = ("-comp", "lzo", "-noD", "-exit-on-error")

@@ -8,7 +8,7 @@ import os
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from trainkit.base.files import write_json, write_text
@@ -21,34 +21,15 @@ from trainkit.launch.cluster_care.remote_commands import (
     run_on_agents,
 )
 from trainkit.launch.containers import NodeContainer, node_container
-from trainkit.launch.containers.contract import line
-from trainkit.launch.containers.pyxis import pyxis_options
-from trainkit.launch.containers.scripts import extra_files, look_lines, start_lines
+from trainkit.launch.containers.contract import WorkFolder
+from trainkit.launch.containers.runtimes import RUNTIMES, extra_files, start_lines
 from trainkit.launch.supervise.agent_pool import AgentPool
 
 PROBE = Path("trainkit", "launch", "cluster_care", "container_probe.py")
-UNPACKED = 3.0  # an image file's contents beside the file: zstd makes 134 MB of 410 (measured)
 SLOW = 3.0  # times what most hosts take
 SLOW_SECONDS = 5.0  # more than what most hosts take
 LATE_SHARE = 0.5  # of watch.connect
-# of folders by variable: how many times the image's size has to be free
-ROOM: Mapping[str, Mapping[str, float]] = {
-    "pyxis": {"ENROOT_DATA_PATH": UNPACKED},
-    "image": {  # where the image is no file, and every node imports it
-        "ENROOT_CACHE_PATH": 1.0,
-        "ENROOT_TEMP_PATH": 1.0,
-        "APPTAINER_CACHEDIR": 1.0,
-        "APPTAINER_TMPDIR": 1.0,
-    },
-}
 LEAST = 2 * GIB  # where the image's size is not known
-# whose file system must be the node's own
-OWN = {
-    "ENROOT_RUNTIME_PATH": "the working folders of running containers",
-    "ENROOT_TEMP_PATH": "what is unpacked for a moment",
-    "APPTAINER_TMPDIR": "what is unpacked for a moment",
-}
-LOCKED = ("ENROOT_CACHE_PATH", "ENROOT_DATA_PATH", "APPTAINER_CACHEDIR")
 
 
 @dataclass(frozen=True)
@@ -149,13 +130,10 @@ def _write_request(job: Job, folder: Path, name: str, seconds: float) -> tuple[P
     container = node_container(job, folder, name, 0, since=0)
     assert container is not None
     settings = container.settings
-    pyxis = settings.runtime == "pyxis"
+    questions = RUNTIMES[settings.runtime].questions
     files = {
         container.script.name: "#!/bin/bash\nexit 0\n",
-        "node.sh": "\n".join(
-            ["#!/bin/bash", "set -e", *(_pyxis_lines if pyxis else start_lines)(container)]
-        )
-        + "\n",
+        "node.sh": "\n".join(["#!/bin/bash", "set -e", *start_lines(container)]) + "\n",
         **extra_files(container),
     }
     folder.mkdir(parents=True, exist_ok=True)
@@ -163,7 +141,8 @@ def _write_request(job: Job, folder: Path, name: str, seconds: float) -> tuple[P
         write_text(folder / file, text, 0o755)
     request = folder / "request.json"
     asked = {
-        "program": "enroot" if pyxis else settings.runtime,
+        **asdict(questions),
+        "folders": {name: each.default for name, each in questions.folders.items()},
         "image": settings.image,
         "is_file": container.file is not None,
         "start": str(folder / "node.sh"),
@@ -171,19 +150,6 @@ def _write_request(job: Job, folder: Path, name: str, seconds: float) -> tuple[P
     }
     write_json(request, asked)
     return request, container
-
-
-def _pyxis_lines(container: NodeContainer) -> list[str]:
-    """A step of the same job, on the one node that asks for it."""
-    step = ("--overlap", "--nodes=1", "--ntasks=1", "--input=none", "--mpi=none")
-    words = ("srun", *step, "--export=ALL", *pyxis_options(container))
-    exports = [f"export {line([f'{name}={value}'])}" for name, value in container.env.items()]
-    return [
-        *look_lines(container),
-        *exports,
-        f'exec {line(words)} --nodelist="$SLURMD_NODENAME" /bin/bash'
-        f" {line([str(container.script)])}",
-    ]
 
 
 def _report(host: str, container: NodeContainer, said: CommandResult) -> ContainerReport:
@@ -306,7 +272,8 @@ def _of_folder(report: ContainerReport, name: str, folder: RuntimeFolder) -> Ite
         yield Finding(
             report.host, "container", f"{place}: one cannot write there: {folder.unwritable}", sets
         )
-    if folder.unlockable is not None and name in LOCKED:
+    of_runtime = RUNTIMES[report.runtime].questions.folders[name]
+    if folder.unlockable is not None and of_runtime.locked:
         yield Finding(
             report.host,
             "container",
@@ -314,22 +281,22 @@ def _of_folder(report: ContainerReport, name: str, folder: RuntimeFolder) -> Ite
             " import at once",
             f"mount it with locks (Lustre: -o flock; NFS: lockd), or {sets}",
         )
-    if folder.shared and name in OWN:
+    if folder.shared and of_runtime.holds:
         yield Finding(
             report.host,
             "container",
-            f"{place} is shared with other hosts, and holds {OWN[name]}",
+            f"{place} is shared with other hosts, and holds {of_runtime.holds}",
             f"a folder of the node's own is quicker and in nobody's way: {sets}",
-            wrong=name == "ENROOT_RUNTIME_PATH",
+            wrong=of_runtime.runs,
         )
-    if folder.noexec and name in ("ENROOT_DATA_PATH", "ENROOT_RUNTIME_PATH"):
+    if folder.noexec and of_runtime.runs:
         yield Finding(
             report.host,
             "container",
             f"{place} is mounted noexec: no program of an image runs there",
             sets,
         )
-    needed = _room(report, name)
+    needed = _room(report, of_runtime)
     if needed and folder.free < needed:
         yield Finding(
             report.host,
@@ -340,12 +307,10 @@ def _of_folder(report: ContainerReport, name: str, folder: RuntimeFolder) -> Ite
         )
 
 
-def _room(report: ContainerReport, name: str) -> float:
+def _room(report: ContainerReport, folder: WorkFolder) -> float:
     """How many bytes have to be free in a folder."""
     is_file = report.image.startswith("/")
-    share = ROOM.get(report.runtime, {}).get(name, 0.0)
-    if not is_file:
-        share = max(share, ROOM["image"].get(name, 0.0))
+    share = folder.room if is_file else max(folder.room, folder.room_to_import)
     if share and report.size is None:
         return LEAST
     return share * (report.size or 0)

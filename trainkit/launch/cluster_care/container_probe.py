@@ -1,9 +1,10 @@
 """The program that looks at a node's container runtime for `doctor`: one document on stdout.
 
 `python -I -S container_probe.py REQUEST.json`, with the node's own Python, 3.8 or newer, and its
-standard library alone. Where a site's configuration names enroot's folders it is read as enroot
-does: a line "NAME VALUE" of /etc/enroot/enroot.conf counts unless the environment says otherwise,
-and its value is expanded by the shell (enroot 3.5, src/enroot.in).
+standard library alone. What it asks of a runtime is in the request: NodeQuestions of
+trainkit/launch/containers/contract.py. Where a site's configuration names the runtime's folders it
+is read as enroot does: a line "NAME VALUE" counts unless the environment says otherwise, and its
+value is expanded by the shell (enroot 3.5, src/enroot.in).
 """
 
 from __future__ import annotations
@@ -19,39 +20,30 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Mapping
+from typing import Any, Mapping
 
 VERSION_SECONDS = 20.0
 # kinds of file systems that other hosts see, too (mount(8), statfs(2))
 SHARED = ("nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb3", "9p", "afs", "wekafs")
-ENROOT_CONFIG = "enroot.conf"
-# by name: what it is where nobody has set it
-FOLDERS: dict[str, dict[str, str]] = {
-    "enroot": {
-        "ENROOT_RUNTIME_PATH": "${XDG_RUNTIME_DIR:-/run}/enroot",
-        "ENROOT_CACHE_PATH": "${XDG_CACHE_HOME:-$HOME/.cache}/enroot",
-        "ENROOT_DATA_PATH": "${XDG_DATA_HOME:-$HOME/.local/share}/enroot",
-        "ENROOT_TEMP_PATH": "${TMPDIR:-/tmp}",
-    },
-    "apptainer": {
-        "APPTAINER_CACHEDIR": "$HOME/.apptainer/cache",
-        "APPTAINER_TMPDIR": "${TMPDIR:-/tmp}",
-    },
-}
-VERSIONS = {"enroot": ["version"]}
 
 
 class Request:
     """What is asked for.
 
     Args:
-        value: of the file: the runtime's program; the image, and whether that is a file; the
-            script that starts a container, and its argument, none to start nothing; after how
-            many seconds a start is given up.
+        value: of the file: what is asked about the runtime; the image, and whether that is a
+            file; the script that starts a container, and its argument, none to start nothing;
+            after how many seconds a start is given up.
     """
 
-    def __init__(self, value: Mapping[str, object]) -> None:
+    def __init__(self, value: Mapping[str, Any]) -> None:
         self.program = str(value["program"])
+        self.version = [str(word) for word in value["version"]]
+        self.daemon = [str(word) for word in value["daemon"]]
+        self.inspect = [str(word) for word in value["inspect"]]
+        self.folders: dict[str, str] = value["folders"]
+        self.config = str(value["config"])
+        self.subordinate_ids = bool(value["subordinate_ids"])
         self.image = str(value["image"])
         self.is_file = bool(value["is_file"])
         self.start = str(value["start"])
@@ -78,38 +70,34 @@ def run(argv: list[str], seconds: float) -> tuple[int, str, str]:
     return code, said[0], (said[1].splitlines() or said[0].splitlines() or [""])[-1]
 
 
-def version(program: str) -> dict[str, object]:
+def version(request: Request) -> dict[str, object]:
     """Where the runtime's program is, what it says of itself, and why it does not."""
+    program = request.program
     path = shutil.which(program)
     if path is None:
         return {"path": None, "version": None, "error": f"{program} is not installed"}
-    code, out, last = run([path, *VERSIONS.get(program, ["--version"])], VERSION_SECONDS)
+    code, out, last = run([path, *request.version], VERSION_SECONDS)
     if code:
         return {"path": path, "version": None, "error": f"{program} ends with {code}: {last}"}
     words = [word.strip(",") for word in out.split() if word[:1].isdigit()]
-    return {"path": path, "version": (words or [out])[0], "error": None}
+    error = None
+    if request.daemon:  # which cannot be used from here, perhaps
+        code, _, last = run(request.daemon, VERSION_SECONDS)
+        error = last if code else None
+    return {"path": path, "version": (words or [out])[0], "error": error}
 
 
-def daemon_error() -> str | None:
-    """Why docker's daemon cannot be used from here."""
-    code, _, last = run(["docker", "version", "--format", "{{.Server.Version}}"], VERSION_SECONDS)
-    if code:
-        return last
-    return None
-
-
-def folder_values(program: str) -> dict[str, str]:
+def folder_values(request: Request) -> dict[str, str]:
     """The runtime's folders by variable: environment, site's configuration, default."""
     site: dict[str, str] = {}
-    if program == "enroot":
-        place = os.environ.get("ENROOT_SYSCONF_PATH", "/etc/enroot")
+    if request.config:
         with contextlib.suppress(OSError):
-            for line in Path(place, ENROOT_CONFIG).read_text().splitlines():
+            for line in Path(expanded(request.config)).read_text().splitlines():
                 name, _, value = line.strip().partition(" ")
                 if name and not name.startswith("#"):
                     site[name] = value.strip()
     found = {}
-    for name, default in FOLDERS.get(program, {}).items():
+    for name, default in request.folders.items():
         value = os.environ.get(name) or expanded(site.get(name) or default)
         found[name] = os.path.abspath(os.path.expanduser(value))
     return found
@@ -203,10 +191,9 @@ def image(request: Request) -> dict[str, object]:
         readable = os.access(name, os.R_OK)
         refusal = None if readable else "may not be read"
         return {"error": refusal, "size": status.st_size, "id": str(status.st_size)}
-    if request.program not in ("docker", "podman"):
+    if not request.inspect:
         return {"error": None, "size": None, "id": None}
-    argv = [request.program, "image", "inspect", "--format", "{{.Id}} {{.Size}}", name]
-    code, out, last = run(argv, VERSION_SECONDS)
+    code, out, last = run([*request.inspect, name], VERSION_SECONDS)
     id, _, size = out.partition(" ")
     if code or not size.isdigit():
         return {"error": last or "cannot be asked about", "size": None, "id": None}
@@ -242,14 +229,11 @@ def start(request: Request) -> dict[str, object]:
 def main() -> None:
     """The program."""
     request = Request(json.loads(Path(sys.argv[1]).read_text()))
-    program = request.program
-    said = version(program)
-    if said["error"] is None and program == "docker":
-        said["error"] = daemon_error()
-    folders = {name: folder(path) for name, path in folder_values(program).items()}
+    said = version(request)
+    folders = {name: folder(path) for name, path in folder_values(request).items()}
     seen = image(request)
     answer: dict[str, object] = {"runtime": said, "folders": folders, "image": seen}
-    if program == "podman":
+    if request.subordinate_ids:
         answer["lacks"] = subordinate_ids()
     if request.start and said["error"] is None and seen["error"] is None:
         answer["start"] = start(request)

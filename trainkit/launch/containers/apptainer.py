@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import shlex
 
-from trainkit.launch.containers.contract import NodeContainer, Runtime
+from trainkit.launch.containers.contract import NodeContainer, NodeQuestions, Runtime, WorkFolder
 
 INSIDE = "APPTAINERENV_"  # before the name of a variable that passes --cleanenv
 
@@ -44,4 +44,19 @@ def apptainer_lines(container: NodeContainer) -> tuple[str, ...]:
     )
 
 
-APPTAINER = Runtime("apptainer", apptainer_argv, before=apptainer_lines)
+APPTAINER = Runtime(
+    "apptainer",
+    apptainer_argv,
+    NodeQuestions(
+        "apptainer",
+        folders={
+            "APPTAINER_CACHEDIR": WorkFolder(
+                "$HOME/.apptainer/cache", room_to_import=1.0, locked=True
+            ),
+            "APPTAINER_TMPDIR": WorkFolder(
+                "${TMPDIR:-/tmp}", room_to_import=1.0, holds="what is unpacked for a moment"
+            ),
+        },
+    ),
+    before=apptainer_lines,
+)

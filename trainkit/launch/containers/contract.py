@@ -7,7 +7,7 @@ import os
 import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from trainkit.base.errors import ConfigError
@@ -114,22 +114,70 @@ class NodeContainer:
 
 
 @dataclass(frozen=True)
+class WorkFolder:
+    """A folder that a runtime works in on every node.
+
+    Args:
+        default: where it is unless its variable or the site's configuration says otherwise, as a
+            shell expands it.
+        room: how many times the image's size has to be free there.
+        room_to_import: the same where the image is no file, and every node imports it.
+        holds: what, where its file system must be the node's own; "": it may be shared.
+        locked: files are locked there.
+        runs: programs of images run there.
+    """
+
+    default: str
+    room: float = 0.0
+    room_to_import: float = 0.0
+    holds: str = ""
+    locked: bool = False
+    runs: bool = False
+
+
+@dataclass(frozen=True)
+class NodeQuestions:
+    """What `doctor` asks a node about a runtime.
+
+    Args:
+        program: of which it looks for the version, by these words.
+        daemon: a command that fails where its daemon cannot be used; (): it has none.
+        inspect: a command that prints an image's id and size; (): nodes keep no images by name.
+        folders: where it works, by the variable that names each.
+        config: the site's file of those variables, a line "NAME VALUE" each; "": none.
+        subordinate_ids: without root it needs those of the user (subuid(5)).
+    """
+
+    program: str
+    version: tuple[str, ...] = ("--version",)
+    daemon: tuple[str, ...] = ()
+    inspect: tuple[str, ...] = ()
+    folders: Mapping[str, WorkFolder] = field(default_factory=dict)
+    config: str = ""
+    subordinate_ids: bool = False
+
+
+@dataclass(frozen=True)
 class Runtime:
     """One value of containers.X.runtime.
 
     Args:
         program: what has to be on the nodes.
         argv: the program and its options, a pure function of the container.
+        questions: what `doctor` asks.
         files: small files it needs in the session's folder, by name.
         variables: set around it.
         before: lines of node.sh just before it starts.
+        exit_codes: what its own mean, in words.
     """
 
     program: str
     argv: Callable[[NodeContainer], tuple[str, ...]]
+    questions: NodeQuestions
     files: Callable[[NodeContainer], Mapping[str, str]] = lambda container: {}
-    variables: Mapping[str, str] | None = None
+    variables: Mapping[str, str] = field(default_factory=dict)
     before: Callable[[NodeContainer], Sequence[str]] = lambda container: ()
+    exit_codes: Mapping[int, str] = field(default_factory=dict)
 
 
 def reusable_since(run: RunFolder) -> int:

@@ -8,7 +8,13 @@ ends by itself when its supervisor is gone, and with it the container and everyt
 
 from __future__ import annotations
 
-from trainkit.launch.containers.contract import Mount, NodeContainer, Runtime, ShellText
+from trainkit.launch.containers.contract import (
+    Mount,
+    NodeContainer,
+    NodeQuestions,
+    Runtime,
+    ShellText,
+)
 
 ROOT = '[ "$(id -u)" = 0 ]'
 USER = '--user="$(id -u):$(id -g)"'
@@ -27,6 +33,12 @@ COMMON = (
     "--ulimit=memlock=-1",
     "--ulimit=stack=67108864",
 )
+# What the clients' own exit codes mean: docker-run(1), podman-run(1)
+EXIT_CODES = {
+    125: "it could not start the container",
+    126: "a program in the image cannot be run",
+    127: "a program is not in the image",
+}
 
 
 def oci_argv(container: NodeContainer, program: str, *devices: str) -> tuple[str, ...]:
@@ -93,5 +105,25 @@ def leftovers_line(program: str, age: str = LONG_AGO) -> str:
     )
 
 
-DOCKER = Runtime("docker", docker_argv, before=lambda container: (leftovers_line("docker"),))
-PODMAN = Runtime("podman", podman_argv, before=lambda container: (leftovers_line("podman"),))
+def _inspect(program: str) -> tuple[str, ...]:
+    return (program, "image", "inspect", "--format", "{{.Id}} {{.Size}}")
+
+
+DOCKER = Runtime(
+    "docker",
+    docker_argv,
+    NodeQuestions(
+        "docker",
+        daemon=("docker", "version", "--format", "{{.Server.Version}}"),
+        inspect=_inspect("docker"),
+    ),
+    before=lambda container: (leftovers_line("docker"),),
+    exit_codes=EXIT_CODES,
+)
+PODMAN = Runtime(
+    "podman",
+    podman_argv,
+    NodeQuestions("podman", inspect=_inspect("podman"), subordinate_ids=True),
+    before=lambda container: (leftovers_line("podman"),),
+    exit_codes=EXIT_CODES,
+)

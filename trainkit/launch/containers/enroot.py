@@ -6,7 +6,14 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 
-from trainkit.launch.containers.contract import Mount, NodeContainer, Runtime, ShellText
+from trainkit.launch.containers.contract import (
+    Mount,
+    NodeContainer,
+    NodeQuestions,
+    Runtime,
+    ShellText,
+    WorkFolder,
+)
 
 RC = "enroot.rc"
 # for images that do not say it themselves
@@ -59,4 +66,25 @@ def enroot_files(container: NodeContainer) -> Mapping[str, str]:
 # A login shell reads /etc/profile, where Debian sets PATH anew: the image's own, with its Python,
 # would be lost.
 SETTINGS = {"ENROOT_MOUNT_HOME": "no", "ENROOT_LOGIN_SHELL": "no"}
-ENROOT = Runtime("enroot", enroot_argv, enroot_files, SETTINGS)
+QUESTIONS = NodeQuestions(
+    "enroot",
+    version=("version",),
+    folders={
+        "ENROOT_RUNTIME_PATH": WorkFolder(
+            "${XDG_RUNTIME_DIR:-/run}/enroot",
+            holds="the working folders of running containers",
+            runs=True,
+        ),
+        "ENROOT_CACHE_PATH": WorkFolder(
+            "${XDG_CACHE_HOME:-$HOME/.cache}/enroot", room_to_import=1.0, locked=True
+        ),
+        "ENROOT_DATA_PATH": WorkFolder(
+            "${XDG_DATA_HOME:-$HOME/.local/share}/enroot", locked=True, runs=True
+        ),
+        "ENROOT_TEMP_PATH": WorkFolder(
+            "${TMPDIR:-/tmp}", room_to_import=1.0, holds="what is unpacked for a moment"
+        ),
+    },
+    config="${ENROOT_SYSCONF_PATH:-/etc/enroot}/enroot.conf",
+)
+ENROOT = Runtime("enroot", enroot_argv, QUESTIONS, enroot_files, SETTINGS)

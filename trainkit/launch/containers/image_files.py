@@ -19,7 +19,7 @@ from trainkit.images.squashfs import (
     TAIL_BYTES,
     fingerprint,
 )
-from trainkit.jobs.containers import FILE_RUNTIMES, Container
+from trainkit.jobs.containers import Container
 
 NOT_MADE = "not-made-yet"  # in place of the fingerprint in the name of a copy, in dry runs
 FAILED = f"exit {int(Exit.START)}"
@@ -57,8 +57,8 @@ class ImageFile:
 def image_file(container: Container) -> ImageFile | None:
     """What is known here of a container's image file: by its record, else by the file itself.
     None where its image is no file."""
-    endings = FILE_RUNTIMES.get(container.runtime, ())
-    if not (container.image.startswith("/") and container.image.endswith(endings or ("\0",))):
+    endings = container.runtime_traits.files
+    if not (container.image.startswith("/") and container.image.endswith(endings)):
         return None
     path = Path(container.image)
     size: int | None = None

@@ -10,9 +10,11 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from trainkit.base.errors import Exit
-from trainkit.launch.containers.contract import NodeContainer
+from trainkit.launch.containers.contract import NodeContainer, Runtime, ShellText
+from trainkit.launch.containers.enroot import QUESTIONS
 from trainkit.launch.containers.scripts import FAILED, look_lines
 
 # in the session's folder
@@ -80,6 +82,23 @@ def pyxis_options(container: NodeContainer) -> tuple[str, ...]:
     )
 
 
+def step_argv(container: NodeContainer) -> tuple[str, ...]:
+    """A step of the same job, on the one node that asks for it."""
+    return (
+        "srun",
+        "--overlap",
+        "--nodes=1",
+        "--ntasks=1",
+        "--input=none",
+        "--mpi=none",
+        "--export=ALL",
+        *pyxis_options(container),
+        ShellText('--nodelist="$SLURMD_NODENAME"'),
+        "/bin/bash",
+        str(container.script),
+    )
+
+
 def exported(names: str, env: Mapping[str, str]) -> str:
     """srun's --export with these variables, where it is a list."""
     listed = names.split(",")
@@ -141,3 +160,12 @@ def step_scripts(
         ),
         STEP: "\n".join(step) + "\n",
     }
+
+
+# zstd makes 134 MB of 410 (measured)
+UNPACKED = replace(QUESTIONS.folders["ENROOT_DATA_PATH"], room=3.0)
+PYXIS = Runtime(
+    "srun",
+    step_argv,
+    replace(QUESTIONS, folders={**QUESTIONS.folders, "ENROOT_DATA_PATH": UNPACKED}),
+)

@@ -1,25 +1,15 @@
-"""The scripts by which a node's agent comes to run in its container: what is looked at outside,
-and what is run inside."""
+"""What every runtime's scripts have in common: what is looked at outside of the container, and what
+is run inside."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from trainkit.base.errors import Exit
-from trainkit.launch.containers.apptainer import APPTAINER
-from trainkit.launch.containers.contract import NODE, SHARED_MEMORY, NodeContainer, Runtime, line
-from trainkit.launch.containers.docker import DOCKER, PODMAN
-from trainkit.launch.containers.enroot import ENROOT
+from trainkit.launch.containers.contract import NODE, SHARED_MEMORY, NodeContainer
 from trainkit.launch.containers.image_files import image_lines
 
-# pyxis is a part of srun's own options
-RUNTIMES: dict[str, Runtime] = {
-    "docker": DOCKER,
-    "podman": PODMAN,
-    "apptainer": APPTAINER,
-    "enroot": ENROOT,
-}
 FAILED = f"exit {int(Exit.START)}"
 # The host's home is not there, and an image may know another or none; caches go to it, which users
 # of a node must not share
@@ -27,12 +17,6 @@ HOME_LINE = (
     '[ -w "${HOME:-/}" ] || { export HOME="/tmp/home-$(id -u)"; mkdir -p -m 700 "$HOME"; [ -O'
     f' "$HOME" ]; }} || {{ echo "$HOSTNAME: $HOME cannot be the home of $(id -u)" >&2; {FAILED}; }}'
 )
-# What the clients' own exit codes mean: docker-run(1), podman-run(1)
-CODES = {
-    125: "it could not start the container",
-    126: "a program in the image cannot be run",
-    127: "a program is not in the image",
-}
 
 
 def mount_check_lines(container: NodeContainer) -> list[str]:
@@ -62,24 +46,6 @@ def look_lines(container: NodeContainer) -> list[str]:
     return [*mount_check_lines(container), *image]
 
 
-def start_lines(container: NodeContainer) -> list[str]:
-    """The last lines of node.sh: from the host into the container."""
-    runtime = RUNTIMES[container.settings.runtime]
-    there = (
-        f'command -v {runtime.program} > /dev/null || {{ echo "$HOSTNAME has no {runtime.program},'
-        f' the runtime of {container.label}" >&2; {FAILED}; }}'
-    )
-    variables = {**(runtime.variables or {}), **container.env}
-    exports = [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
-    return [
-        there,
-        *look_lines(container),
-        *exports,
-        *runtime.before(container),
-        f"exec {line(runtime.argv(container))}",
-    ]
-
-
 def inside_script(container: NodeContainer, agent: Sequence[str], marked: str) -> str:
     """inside.sh. `agent`: the arguments of the interpreter; `marked`: the line that says whose it
     is; "" for none."""
@@ -98,20 +64,3 @@ def inside_script(container: NodeContainer, agent: Sequence[str], marked: str) -
         f"exec {python} {shlex.join(agent)} {NODE}",
     ]
     return "\n".join(lines) + "\n"
-
-
-def extra_files(container: NodeContainer) -> Mapping[str, str]:
-    """What else the session's folder has to hold, by name."""
-    runtime = RUNTIMES.get(container.settings.runtime)
-    if runtime:
-        return runtime.files(container)
-    return {}
-
-
-def describe_exit(container: NodeContainer, code: int, last: str) -> str:
-    """How the start of a container ended, for a person."""
-    meaning = CODES.get(code, "") if container.settings.runtime in ("docker", "podman") else ""
-    return (
-        f"{container.settings.runtime} ended with {code}{f' ({meaning})' if meaning else ''}:"
-        f" {last or 'without a word'}"
-    )

@@ -19,12 +19,8 @@ from trainkit.engines.sources import source_tree
 from trainkit.jobs.schema import Job
 from trainkit.launch.containers.contract import NodeContainer, node_container
 from trainkit.launch.containers.pyxis import exported, pyxis_options
-from trainkit.launch.containers.scripts import (
-    extra_files,
-    inside_script,
-    look_lines,
-    start_lines,
-)
+from trainkit.launch.containers.runtimes import extra_files, start_lines
+from trainkit.launch.containers.scripts import inside_script, look_lines
 from trainkit.stages.array_task import CLIENT_VARIABLE
 
 # Stages that compute. The others need the network and what is outside: they build or fetch what
@@ -73,10 +69,10 @@ class StageBox:
         return self.job.container.python
 
     @property
-    def runtime(self) -> str:
-        """What starts it."""
+    def by_srun(self) -> bool:
+        """Whether only a task of srun comes into it."""
         assert self.job.container is not None
-        return self.job.container.runtime
+        return self.job.container.runtime_traits.by_srun
 
     @property
     def env(self) -> Mapping[str, str]:
@@ -141,7 +137,7 @@ def task_scripts(
     """
     inside = inside_script(container, words, _python_line(container))
     files = {container.script.name: inside, **extra_files(container)}
-    if container.settings.runtime == "pyxis":
+    if container.settings.runtime_traits.by_srun:
         return files
     head = [
         "#!/bin/bash",
@@ -172,7 +168,7 @@ def _python_line(container: NodeContainer) -> str:
 def task_argv(container: NodeContainer, variables: Sequence[str]) -> tuple[str, ...]:
     """The last words of srun's line: what a task is. `variables`: of the batch script's, those
     that its tasks get."""
-    if container.settings.runtime == "pyxis":
+    if container.settings.runtime_traits.by_srun:
         export = f"--export={exported(','.join(variables), container.env)}"
         return (export, *pyxis_options(container), "/bin/bash", str(container.script))
     return ("/bin/bash", "-l", str(container.folder / TASK))
@@ -180,7 +176,7 @@ def task_argv(container: NodeContainer, variables: Sequence[str]) -> tuple[str, 
 
 def before_tasks(container: NodeContainer) -> list[str]:
     """Lines of the batch script, on the one node of its element, before srun."""
-    if container.settings.runtime == "pyxis":
+    if container.settings.runtime_traits.by_srun:
         exports = [f"export {name}={shlex.quote(value)}" for name, value in container.env.items()]
         return [*look_lines(container), *exports]
     return []

@@ -94,7 +94,7 @@ class Slurm:
 
 def pyxis_container(session: Session) -> NodeContainer | None:
     """The container that srun itself puts the agents into."""
-    if session.container is not None and session.container.settings.runtime == "pyxis":
+    if session.container is not None and session.container.settings.runtime_traits.by_srun:
         return session.container
     return None
 

@@ -94,7 +94,7 @@ def supervise_batch(run: RunFolder, environment: Mapping[str, str], *, prolog: i
                 f"the prolog of clusters.{job.cluster.name} failed in the batch script on {host}"
                 f" (exit code {prolog})"
             )
-            if job.container is not None and job.container.runtime == "pyxis":
+            if job.container is not None and job.container.runtime_traits.by_srun:
                 launcher = FailedProlog(host, prolog)
             else:
                 launcher = None
@@ -144,7 +144,7 @@ def _remove_containers(run: RunFolder, job: Job, where: SlurmAllocation) -> None
     box = node_container(job, run.session(0), run.id, 0, reusable_since(run))
     if (
         box is not None
-        and box.settings.runtime == "pyxis"
+        and box.settings.runtime_traits.by_srun
         and (words := removal_argv(box, len(where.hosts)))
     ):
         with contextlib.suppress(TrainkitError):

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import TypeVar, cast
 
-from trainkit.launch.containers.scripts import CODES, describe_exit
+from trainkit.launch.containers.runtimes import NOT_STARTED, describe_exit
 from trainkit.launch.launchers.contract import Launcher, TransportExit, Transports
 from trainkit.launch.protocol.frames import (
     CommandRefused,
@@ -243,7 +243,7 @@ class AgentPool:
         host = self.host(node)
         if end is not None:
             words = end.last or f"{self.launcher.name} ended with {end.code} and said nothing"
-            if self.session.container is not None and end.code in CODES:
+            if self.session.container is not None and end.code in NOT_STARTED:
                 words = describe_exit(self.session.container, end.code, end.last)
             # bash's words, about no file but this
             unseen = re.search(
