@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal, TypeVar, assert_never
 
 import xxhash
 from pydantic import ValidationError
@@ -247,13 +247,16 @@ def _size(path: Path, expected: int) -> int:
 def files_to_hash(manifest: Manifest, how: VerifyLevel) -> list[DataFile]:
     """Which files `verify` = how reads: all, one of every SAMPLED (by the step, so that every
     reader looks at the same), or none."""
-    if how == "size":
-        return []
-    chosen = (
-        random.Random(manifest.step).sample(manifest.files, -(-len(manifest.files) // SAMPLED))
-        if how == "sample"
-        else manifest.files
-    )
+    files = manifest.files
+    match how:
+        case "size":
+            chosen = []
+        case "sample":
+            chosen = random.Random(manifest.step).sample(files, -(-len(files) // SAMPLED))
+        case "full":
+            chosen = list(files)
+        case unknown:
+            assert_never(unknown)
     return sorted(chosen, key=lambda file: file.path)
 
 

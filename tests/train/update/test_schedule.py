@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -266,3 +266,10 @@ def test_the_table_on_the_device_holds_the_same_rates(training: Training) -> Non
     ]
     steps = torch.tensor(7)
     assert rates.take(steps).shape == () and float(rates.take(steps)) == float(rates[7])
+
+
+def test_every_shape_of_jobs_toml_has_a_rate() -> None:
+    for key in ("lr_decay_style", "lr_wsd_decay_style"):
+        for style in get_args(Training.model_fields[key].annotation):
+            given = {**BASE, "lr_decay_style": "WSD", "lr_wsd_decay_iters": 4, key: style}
+            assert 0 <= learning_rate(Training.model_validate(given), 9) <= BASE["lr"]

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import assert_never
 
 from trainkit.base.errors import ConfigError
 from trainkit.data.indexed.dataset import IndexedDataset
@@ -61,6 +62,8 @@ def open_mixture(job: Job, dataset: Dataset, split: SplitName, vocab: int) -> Mi
     if job.sample_order == "megatron":
         order, of_index = open_order(job, dataset, split, pairs)
         return Mixture(order, of_index, names)
+    if job.sample_order != "native":
+        assert_never(job.sample_order)
     samples = [
         NativeSamples(IndexedDataset(pair.prefix), pair.split, split, length, pair.mmap)
         for pair in pairs

@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, assert_never
 
 from trainkit.base.errors import ConfigError
 from trainkit.data.indexed.paths import DataFolder
@@ -398,24 +398,28 @@ def warmup_fraction(training: Training) -> float:
 
 def precision_words(t: Training) -> Config:
     """The number format: DeepSpeed's blocks fp16 and bf16."""
-    if t.precision == "fp16":
-        block: Config = {
-            "enabled": True,
-            "loss_scale": t.loss_scale or 0,
-            "loss_scale_window": t.loss_scale_window,
-            "initial_scale_power": int(math.log2(t.initial_loss_scale)),
-            "hysteresis": t.hysteresis,
-            "min_loss_scale": _whole(t.min_loss_scale),
-        }
-        return {"precision": "fp16", "fp16": block}
-    if t.precision == "bf16":
-        # it warns that ZeRO-1 with bf16 gradients breaks (DeepSpeed issue 1835)
-        return {
-            "precision": "bfloat16",
-            "bf16": {"enabled": True},
-            "data_types": {"grad_accum_dtype": "fp32"},
-        }
-    return {"precision": "fp32"}
+    match t.precision:
+        case "fp32":
+            return {"precision": "fp32"}
+        case "bf16":
+            # it warns that ZeRO-1 with bf16 gradients breaks (DeepSpeed issue 1835)
+            return {
+                "precision": "bfloat16",
+                "bf16": {"enabled": True},
+                "data_types": {"grad_accum_dtype": "fp32"},
+            }
+        case "fp16":
+            block: Config = {
+                "enabled": True,
+                "loss_scale": t.loss_scale or 0,
+                "loss_scale_window": t.loss_scale_window,
+                "initial_scale_power": int(math.log2(t.initial_loss_scale)),
+                "hysteresis": t.hysteresis,
+                "min_loss_scale": _whole(t.min_loss_scale),
+            }
+            return {"precision": "fp16", "fp16": block}
+        case unknown:
+            assert_never(unknown)
 
 
 def _whole(number: float) -> int | float:

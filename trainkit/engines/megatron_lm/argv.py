@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import assert_never
 
 from trainkit.base.errors import ConfigError, Problem
 from trainkit.engines.job_values import counterpart_problems
@@ -18,7 +19,7 @@ from trainkit.engines.megatron_lm.data import MegatronData, put_data, put_tokeni
 from trainkit.engines.megatron_lm.rules import sharding_obstacle
 from trainkit.engines.megatron_lm.words import SET_BY, MegatronWords
 from trainkit.engines.options import OptionTable, check_engine_args, release
-from trainkit.jobs.schema import Job, Model, Training
+from trainkit.jobs.schema import Job, Model, RopeScaling, Training
 
 # keys that only have their default with Megatron-LM, and why
 NO_COUNTERPART: Mapping[str, str] = {
@@ -171,23 +172,34 @@ def _put_rotary(words: MegatronWords, model: Model) -> None:
     scaling = model.rope_scaling
     if scaling is None:
         return
-    if scaling.type == "linear":
-        if scaling.factor != int(scaling.factor):
-            words.refuse(
-                f"model.rope_scaling.factor {scaling.factor}: {words.version} takes whole numbers"
-            )
-        if release(words.table.version) < (0, 19):
-            # pretrain_gpt.py takes the option and gives it to no model: positions would not be
-            # scaled, without a word (seen in 0.12.0 and 0.16.1)
-            words.refuse(
-                f"model.rope_scaling.type = 'linear': {words.version} accepts"
-                " --rotary-seq-len-interpolation-factor and ignores it",
-                "use Megatron-LM core 0.19 or later, or engine = 'native'",
-            )
-            return
-        key = "rotary-seq-len-interpolation-factor"
-        words.put(key, int(scaling.factor), "model.rope_scaling.factor")
+    match scaling.type:
+        case "linear":
+            _put_linear_scaling(words, scaling)
+        case "llama3":
+            _put_llama3_scaling(words, scaling)
+        case unknown:
+            assert_never(unknown)
+
+
+def _put_linear_scaling(words: MegatronWords, scaling: RopeScaling) -> None:
+    if scaling.factor != int(scaling.factor):
+        words.refuse(
+            f"model.rope_scaling.factor {scaling.factor}: {words.version} takes whole numbers"
+        )
+    if release(words.table.version) < (0, 19):
+        # pretrain_gpt.py takes the option and gives it to no model: positions would not be
+        # scaled, without a word (seen in 0.12.0 and 0.16.1)
+        words.refuse(
+            f"model.rope_scaling.type = 'linear': {words.version} accepts"
+            " --rotary-seq-len-interpolation-factor and ignores it",
+            "use Megatron-LM core 0.19 or later, or engine = 'native'",
+        )
         return
+    key = "rotary-seq-len-interpolation-factor"
+    words.put(key, int(scaling.factor), "model.rope_scaling.factor")
+
+
+def _put_llama3_scaling(words: MegatronWords, scaling: RopeScaling) -> None:
     fixed = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
     fixed["original_max_position_embeddings"] = 8192
     for key, value in fixed.items():

@@ -352,17 +352,13 @@ def _groups(job: Job) -> int | None:
 
 def _recompute(job: Job, generation: NemoGeneration) -> Config:
     """Nothing is recomputed where 22.09's own files say "full", in blocks, none of them."""
-    what = job.training.recompute_granularity
+    nothing = (None, None, None) if generation.core else ("full", "block", 0)
+    granularity, method, layers = {
+        "none": nothing,
+        "selective": ("selective", None, None),
+        "full": ("full", "uniform", 1),
+    }[job.training.recompute_granularity]
     key = "activations_checkpoint"
-    granularity: object = None
-    method: object = None
-    layers: object = None
-    if what == "selective":
-        granularity = "selective"
-    elif what == "full":
-        granularity, method, layers = ("full", "uniform", 1)
-    elif not generation.core:
-        granularity, method, layers = ("full", "block", 0)
     return {
         f"{key}_granularity": granularity,
         f"{key}_method": method,

@@ -20,6 +20,17 @@ from trainkit.jobs.schema import Model, RopeScaling
 # transformers' values where a key is absent or null
 THETA = 10000.0
 MAX_POSITIONS = 2048
+# what is said of a stretching of rotary positions besides its type
+STRETCH_KEYS: Mapping[object, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": (
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "original_max_position_embeddings",
+    ),
+}
 
 
 def setting_of(model: Model, key: str) -> str:
@@ -59,17 +70,7 @@ def rotary_keys(model: Model) -> dict[str, object]:
 
 
 def _stretch(scaling: RopeScaling) -> dict[str, object]:
-    return scaling.model_dump(include=set(_stretch_keys(scaling.type)))
-
-
-def _stretch_keys(kind: object) -> tuple[str, ...]:
-    """What is said of a stretching besides its type."""
-    if kind == "default":
-        return ()
-    if kind == "llama3":
-        llama3 = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-        return ("factor", *llama3)
-    return ("factor",)
+    return scaling.model_dump(include=set(STRETCH_KEYS[scaling.type]))
 
 
 def position_problems(config: Mapping[str, Any], model: Model) -> Iterator[Problem]:
@@ -143,7 +144,7 @@ def _stretch_problems(
     here: dict[str, object] = {"type": "default"}
     if model.rope_scaling is not None:
         here = {"type": model.rope_scaling.type, **_stretch(model.rope_scaling)}
-    there = {"type": kind, **{key: rope.get(key) for key in _stretch_keys(kind)}}
+    there = {"type": kind, **{key: rope.get(key) for key in STRETCH_KEYS.get(kind, ("factor",))}}
     if kind == "llama3" and there["original_max_position_embeddings"] is None:
         there["original_max_position_embeddings"] = config.get("max_position_embeddings")
     if there == here:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import assert_never
 
 import torch
 import torch.nn.functional as F
@@ -42,14 +43,17 @@ def _stretched(plain: Tensor, scaling: RopeScaling) -> Tensor:
     below original / high_freq_factor stay, those above original / low_freq_factor are divided,
     between them the two are mixed linearly in original / wavelength."""
     divided = plain / scaling.factor
-    if scaling.type == "linear":
-        return divided
-    # original / wavelength
-    turns = scaling.original_max_position_embeddings * plain / (2 * math.pi)
-    kept = (
-        (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    ).clamp(0, 1)
-    return kept * plain + (1 - kept) * divided
+    match scaling.type:
+        case "linear":
+            return divided
+        case "llama3":
+            # original / wavelength
+            turns = scaling.original_max_position_embeddings * plain / (2 * math.pi)
+            low = scaling.low_freq_factor
+            kept = ((turns - low) / (scaling.high_freq_factor - low)).clamp(0, 1)
+            return kept * plain + (1 - kept) * divided
+        case unknown:
+            assert_never(unknown)
 
 
 def tables(model: Model, positions_S: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

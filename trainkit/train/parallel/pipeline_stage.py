@@ -4,7 +4,7 @@ that knows of their private parts."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, assert_never
 
 import torch
 import torch.distributed as dist
@@ -194,6 +194,8 @@ def make_schedule(
     loss = _summed if learning else None
     if parallelism.pipeline_schedule == "zbv":
         return ScheduleZBVZeroBubble(stages, micro_batches, loss_fn=loss, scale_grads=False)
+    if parallelism.pipeline_schedule != "1f1b":
+        assert_never(parallelism.pipeline_schedule)
     if len(stages) > 1:
         return ScheduleInterleaved1F1B(stages, micro_batches, loss_fn=loss, scale_grads=False)
     if micro_batches >= count:

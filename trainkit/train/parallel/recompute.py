@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, assert_never
 
 import torch
 from torch import Tensor
@@ -74,18 +74,20 @@ def run_block(block: Block, mode: Mode, random: bool, x_BSH: Tensor, context: Co
         y_BSH = checkpoint(
             forward, block, x_BSH, context, use_reentrant=False, preserve_rng_state=random
         )
-        return y_BSH
-    y_BSH = checkpoint(
-        forward,
-        block,
-        x_BSH,
-        context,
-        use_reentrant=False,
-        preserve_rng_state=random,
-        context_fn=partial(
-            create_selective_checkpoint_contexts, partial(_policy, frozenset(kept_operations()))
-        ),
-    )
+    elif mode == "selective":
+        y_BSH = checkpoint(
+            forward,
+            block,
+            x_BSH,
+            context,
+            use_reentrant=False,
+            preserve_rng_state=random,
+            context_fn=partial(
+                create_selective_checkpoint_contexts, partial(_policy, frozenset(kept_operations()))
+            ),
+        )
+    else:
+        assert_never(mode)
     return y_BSH
 
 

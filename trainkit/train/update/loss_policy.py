@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal, assert_never
 
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.jobs.schema import Training
@@ -66,7 +67,7 @@ def apply_loss_policy(
         RollbackRequest: the policy is "rollback".
         TrainkitError: exit 9, training stops here.
     """
-    policy: str
+    policy: Literal["ignore", "stop", "skip", "rollback"]
     advice = "lower training.lr or lengthen lr_warmup_iters"
     if values.nan:
         policy = training.on_nan
@@ -78,16 +79,20 @@ def apply_loss_policy(
     else:
         policy = training.on_spike
         what = f"{_numbers_of(info, values)}, a spike above {training.spike_factor} x its mean"
-    if policy == "rollback":
-        raise RollbackRequest(what, nan=bool(values.nan), find_cause=find_cause)
-    if policy == "skip" and values.skipped_in_a_row <= training.max_skipped_in_a_row:
-        return f"{what}; skipped"
-    why = f"{what}; training stops, this step has not touched the weights"
-    if policy == "skip":
-        why = (
-            f"{what}; {values.skipped_in_a_row:.0f} steps in a row were skipped"
-            f" (max_skipped_in_a_row {training.max_skipped_in_a_row})"
-        )
+    match policy:
+        case "rollback":
+            raise RollbackRequest(what, nan=bool(values.nan), find_cause=find_cause)
+        case "skip":
+            if values.skipped_in_a_row <= training.max_skipped_in_a_row:
+                return f"{what}; skipped"
+            why = (
+                f"{what}; {values.skipped_in_a_row:.0f} steps in a row were skipped"
+                f" (max_skipped_in_a_row {training.max_skipped_in_a_row})"
+            )
+        case "stop" | "ignore":  # no spike is withheld where they are ignored
+            why = f"{what}; training stops, this step has not touched the weights"
+        case unknown:
+            assert_never(unknown)
     further = "no checkpoint was written yet"
     if published_folders(run.checkpoints):
         further = "`resume` goes on from the last checkpoint"
