@@ -11,6 +11,7 @@ import pytest
 
 from trainkit.data.fetch.recipe import FetchRecipe, FetchSpec, ListingSpec, fetch_spec_from_json
 from trainkit.data.fetch.retry import RemoteFileInfo
+from trainkit.data.text.filters import FilterSettings
 from trainkit.data.unit_specs import (
     CheckSpec,
     EncodingSettings,
@@ -28,7 +29,7 @@ HERE = Path("/data/d")
 RECIPE = FetchRecipe(
     "https://h/a.jsonl", HERE / "a.jsonl", RemoteFileInfo(3, "e"), listing=HERE / "listing.json"
 )
-READING = ReadingSettings("text", drop={"meta.set": ("a",)})
+READING = ReadingSettings("text", filters=FilterSettings({"meta.set": ("a",)}))
 ENCODING = EncodingSettings("<eod>")
 SHARD = MergeShard("00000", HERE / "s", {"path": "a"}, {"tokens": HERE / "t"}, (0, 2, 0, 1))
 READING_KEYS = (

@@ -17,6 +17,7 @@ from trainkit.base.files import write_text
 from trainkit.base.worker import ProgressCallback, run_unit
 from trainkit.data.sums import file_sum, identity_of
 from trainkit.data.text.documents import BadLine, TextDocument
+from trainkit.data.text.filters import DocumentFilter
 from trainkit.data.text.formats import open_documents
 from trainkit.data.text.rejects import raise_bad
 from trainkit.data.unit_specs import TokenizerResult, TokenizerSettings, TokenizerSpec
@@ -148,7 +149,7 @@ def _texts(spec: TokenizerSpec, progress: ProgressCallback) -> Iterator[str]:
     limit = spec.settings.training_bytes
     total = min(limit, spec.total_bytes)
     options = spec.reading.options
-    wanted = spec.reading.filter()
+    wanted = DocumentFilter(spec.reading.filters)
     for shard in spec.shards:
         with open(shard, "rb") as file:
             documents = open_documents(shard.name, file, options, str(shard))

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from trainkit.base.records import INLINE, OMIT_NONE, Record
 from trainkit.data.fetch.recipe import FetchRecipe
 from trainkit.data.text.documents import ReadOptions
-from trainkit.data.text.filters import DocumentFilter
+from trainkit.data.text.filters import FilterSettings
 
 SpecialTokens = Literal["text", "parse"]
 EncoderKey = Literal["auto", "gigatoken", "tokenizers"]
@@ -28,10 +28,8 @@ class ReadingSettings(Record):
 
     text_key: str
     text_separator: str | None = None
-    drop: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    min_document_bytes: int = 0
+    filters: FilterSettings = field(default_factory=FilterSettings, metadata=INLINE)
     max_document_bytes: int = ReadOptions.max_document_bytes
-    fix_text: bool = False
     on_error: Literal["stop", "skip"] = "stop"
     max_reject_fraction: float = 0.001
 
@@ -39,12 +37,8 @@ class ReadingSettings(Record):
     def options(self) -> ReadOptions:
         """How documents are found."""
         return ReadOptions(
-            self.text_key, self.text_separator, self.max_document_bytes, tuple(self.drop)
+            self.text_key, self.text_separator, self.max_document_bytes, tuple(self.filters.drop)
         )
-
-    def filter(self) -> DocumentFilter:
-        """What is left out."""
-        return DocumentFilter(self.drop, self.min_document_bytes, self.fix_text)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
 import shlex
 import signal
 import threading
@@ -13,8 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from trainkit.base.errors import Exit
-from trainkit.base.extras import MissingExtra
 from trainkit.jobs.schema import Job
 from trainkit.launch.remote_units import (
     StageHosts,
@@ -170,15 +167,6 @@ def term_interrupts() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _lacks_ftfy(need: Need) -> bool:
-    """Whether a unit of this would fail for a package that `./inv` can install: asked before
-    there are workers."""
-    return (
-        any(key.endswith(".fix_text") and value for key, value in need.settings.items())
-        and importlib.util.find_spec("ftfy") is None
-    )
-
-
 @dataclass(frozen=True)
 class Preparation:
     """Brings stages up to date for a person who follows.
@@ -216,14 +204,10 @@ class Preparation:
             self.ui.agree(need.announcement)
         if (
             runner.on_this_machine
-            and _lacks_ftfy(need)
+            and need.lacking is not None  # said before there are workers
             and not check_freshness(need, stamps, force=self.force).fresh
         ):
-            raise MissingExtra(
-                "fix_text = true needs ftfy, which is not installed",
-                "data",
-                exit=Exit.STAGE_FAILED,
-            )
+            raise need.lacking
         execute = functools.partial(runner.run, workers=self.workers, on_counts=self.ui.on_counts)
         return update_stage(
             need, self.root, execute, self.ui.reporter, force=self.force, going=self.in_flight

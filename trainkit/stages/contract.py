@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from trainkit.base.extras import MissingExtra
 from trainkit.jobs.schema import Job
 
 if TYPE_CHECKING:  # every reader of files and sites comes with it
@@ -73,6 +74,7 @@ class Need:
         units: the work, in an order that respects `after`.
         scratch: outputs of units that nobody needs once the stage has succeeded; deleted then.
         announcement: a large download that its units begin with: somebody has to agree to it.
+        lacking: a package that its units need and this machine's Python does not have.
         memory: kept in the stamp, finished or not, for the next time somebody asks what is needed.
         evidence: for outputs that say themselves what they were made from: (fresh, because),
             instead of the stamp.
@@ -88,6 +90,7 @@ class Need:
     units: tuple[Unit, ...] = field(repr=False)
     scratch: tuple[Path, ...] = ()
     announcement: DownloadNotice | None = None
+    lacking: MissingExtra | None = None
     memory: Mapping[str, Any] = field(default_factory=dict, repr=False)
     evidence: Callable[[], tuple[bool, str]] | None = None
 

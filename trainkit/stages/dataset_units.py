@@ -181,6 +181,7 @@ class DatasetUnits:
             tuple(scratch),
             announcement=announcement,
             memory=memory or {},
+            lacking=self.reading.filters.lacking,
         )
 
     def _given_files(self) -> list[Path]:

@@ -15,6 +15,7 @@ from trainkit.data.fetch.recipe import FetchRecipe
 from trainkit.data.indexed.manifest import ranges_path
 from trainkit.data.indexed.paths import DataFolder, bin_path, idx_path, read_manifest
 from trainkit.data.sources import SOURCES, Shard, download_notice, fetch_units
+from trainkit.data.text.filters import FilterSettings
 from trainkit.data.unit_specs import (
     MergeShard,
     MergeSpec,
@@ -316,8 +317,7 @@ class TextUnits(DatasetUnits):
         declared = {}
         if dataset.documents is not None:
             declared["documents"] = dataset.documents
-        filtered = dataset.drop or dataset.min_document_bytes or dataset.fix_text
-        if dataset.text_bytes is not None and not filtered:
+        if dataset.text_bytes is not None and self.reading.filters == FilterSettings():
             declared["text_bytes"] = dataset.text_bytes
         return declared
 

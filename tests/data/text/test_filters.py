@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from trainkit.base.errors import ConfigError, Exit
 from trainkit.data.text.documents import BadLine, TextDocument
-from trainkit.data.text.filters import DocumentFilter
+from trainkit.data.text.filters import DocumentFilter, FilterSettings
 from trainkit.data.text.rejects import Rejects
+from trainkit.jobs.schema import Dataset
 
 
 def record(text: str | list[str] = "text", **fields: object) -> TextDocument:
@@ -24,7 +26,9 @@ def bad(line: int, kind: str = "not JSON") -> BadLine:
 
 def test_drop_by_field_as_slimpajama_drops_its_books() -> None:
     keep = DocumentFilter(
-        {"meta.redpajama_set_name": ["RedPajamaBook", "RedPajamaArXiv"], "flag": ["true", "3"]}
+        FilterSettings(
+            {"meta.redpajama_set_name": ("RedPajamaBook", "RedPajamaArXiv"), "flag": ("true", "3")}
+        )
     )
     assert keep(record(meta={"redpajama_set_name": "RedPajamaC4"})) == [b"text"]
     assert keep(record(meta={"redpajama_set_name": "RedPajamaBook"})) is None
@@ -53,7 +57,7 @@ def test_drop_by_field_as_slimpajama_drops_its_books() -> None:
 
 
 def test_length_counts_bytes() -> None:
-    keep = DocumentFilter(min_document_bytes=4)
+    keep = DocumentFilter(FilterSettings(min_document_bytes=4))
     assert (
         keep(record("ääx")) == ["ääx".encode()]
         and keep(record("äx")) is None
@@ -61,20 +65,26 @@ def test_length_counts_bytes() -> None:
     )
     assert keep(record(["ab", "cd"])) == [b"ab", b"cd"]
     assert keep.dropped == {"below 4 bytes": 2}
-    assert DocumentFilter()(record("")) == [b""] and DocumentFilter()(record([])) == []
+    assert (
+        DocumentFilter(FilterSettings())(record("")) == [b""]
+        and DocumentFilter(FilterSettings())(record([])) == []
+    )
 
 
 def test_mojibake_is_repaired_before_its_length_counts() -> None:
     pytest.importorskip("ftfy")
-    assert DocumentFilter(fix_text=True)(record("schÃ¶n")) == ["schön".encode()]
-    assert DocumentFilter(fix_text=True, min_document_bytes=7)(record("schÃ¶n")) is None
-    assert DocumentFilter()(record("schÃ¶n")) == ["schÃ¶n".encode()]
+    assert DocumentFilter(FilterSettings(fix_text=True))(record("schÃ¶n")) == ["schön".encode()]
+    assert (
+        DocumentFilter(FilterSettings(fix_text=True, min_document_bytes=7))(record("schÃ¶n"))
+        is None
+    )
+    assert DocumentFilter(FilterSettings())(record("schÃ¶n")) == ["schÃ¶n".encode()]
 
 
 def test_without_ftfy_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ftfy", None)
     with pytest.raises(ConfigError, match="needs ftfy") as caught:
-        DocumentFilter(fix_text=True)
+        DocumentFilter(FilterSettings(fix_text=True))
     assert caught.value.exit == Exit.STAGE_FAILED
 
 
@@ -145,3 +155,11 @@ def test_too_many_stop_all_the_same(
     ):
         go()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_every_filter_is_a_key_of_datasets() -> None:
+    """With its default, so that a dataset that asks for none counts as it was published."""
+    for each in fields(FilterSettings):
+        assert each.name in Dataset.model_fields
+    plain = Dataset.model_construct(source="files").model_dump(mode="json")
+    assert FilterSettings.from_json(plain) == FilterSettings()

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from trainkit.base.errors import Exit
 from trainkit.base.extras import MissingExtra
+from trainkit.base.records import Record
 from trainkit.data.text.documents import TextDocument, get_field
 
 
-@dataclass
-class DocumentFilter:
-    """The filters of a dataset, in this order: drop, ftfy, length.
+@dataclass(frozen=True)
+class FilterSettings(Record):
+    """The filters of a dataset, keys of its table: what differs from these values changes the text
+    that is encoded. A new one is a field here and of `Dataset`, and a step of `DocumentFilter`.
 
     Args:
         drop: field path -> values; a document with one of them is left out, as SlimPajama's
@@ -22,6 +25,22 @@ class DocumentFilter:
             "true", "3".
         min_document_bytes: documents of less text in UTF-8 are left out; at 0 empty ones stay.
         fix_text: repair mojibake with ftfy.
+    """
+
+    drop: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    min_document_bytes: int = 0
+    fix_text: bool = False
+
+    @property
+    def lacking(self) -> MissingExtra | None:
+        """What they need and this Python does not have."""
+        if self.fix_text and importlib.util.find_spec("ftfy") is None:
+            return _no_ftfy()
+        return None
+
+
+class DocumentFilter:
+    """Applies the filters of a dataset, in this order: drop, ftfy, length.
 
     Attributes:
         dropped: {reason: documents} so far. present: {field path of drop: documents that have
@@ -30,20 +49,12 @@ class DocumentFilter:
     Raises ConfigError (exit 6): fix_text without ftfy.
     """
 
-    drop: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    min_document_bytes: int = 0
-    fix_text: bool = False
-    dropped: dict[str, int] = field(default_factory=dict)
-    present: dict[str, int] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.present = dict.fromkeys(self.drop, 0)
-        self._fix: Callable[[str], str] | None
-        if self.fix_text:
-            self._fix = _ftfy()
-        else:
-            self._fix = None
-        self._drop = [(path, frozenset(values)) for path, values in self.drop.items()]
+    def __init__(self, settings: FilterSettings) -> None:
+        self.dropped: dict[str, int] = {}
+        self.present = dict.fromkeys(settings.drop, 0)
+        self.min_document_bytes = settings.min_document_bytes
+        self._fix = _ftfy() if settings.fix_text else None
+        self._drop = [(path, frozenset(values)) for path, values in settings.drop.items()]
 
     def __call__(self, record: TextDocument) -> list[bytes] | None:
         """The document's sequences in UTF-8, or None: it is left out."""
@@ -74,8 +85,12 @@ def _ftfy() -> Callable[[str], str]:
     try:
         import ftfy
     except ImportError:
-        raise MissingExtra(
-            "fix_text = true needs ftfy, which is not installed", "data", exit=Exit.STAGE_FAILED
-        ) from None
+        raise _no_ftfy() from None
     fix: Callable[[str], Any] = ftfy.fix_text
     return lambda text: str(fix(text))
+
+
+def _no_ftfy() -> MissingExtra:
+    return MissingExtra(
+        "fix_text = true needs ftfy, which is not installed", "data", exit=Exit.STAGE_FAILED
+    )

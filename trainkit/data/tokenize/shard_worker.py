@@ -31,6 +31,7 @@ from trainkit.data.indexed.paths import idx_path
 from trainkit.data.sums import file_sum, identity_of
 from trainkit.data.text.corpus import count_bytes, file_size, open_shard
 from trainkit.data.text.documents import BadLine, ParsedItem, SkippedMember
+from trainkit.data.text.filters import DocumentFilter
 from trainkit.data.text.formats import open_documents
 from trainkit.data.text.rejects import CHECK_EVERY, Rejects
 from trainkit.data.tokenize.encoders import (
@@ -192,7 +193,7 @@ class ShardReader:
         self.path = spec.shard
         self.recipe = spec.recipe
         self.options = spec.reading.options
-        self.filter = spec.reading.filter()
+        self.filter = DocumentFilter(spec.reading.filters)
         self.rejects = rejects
         self.lines = 0
         self.passed: dict[str, int] = {}
