@@ -1,12 +1,12 @@
 """How the code reads: sizes, width, density and names, of trainkit and of any other tree.
 
-`python benchmarks/readability.py [TREE ...]` prints a row of a table for each tree (trainkit
+`python benchmarks/readability.py [TREE ...]` prints a column of a table for each tree (trainkit
 without one), tests left out unless the tree is one. `--worst` names the longest and densest
 places, `--names` the public classes with several meanings. tests/test_house.py holds trainkit to
-limits of these numbers.
+the table of these figures in CONTRIBUTING.md.
 
-Tokens are counted without comments, strings and layout, over lines that are neither blank nor
-comments ("code lines"). A parallel assignment is `a, b = x, y`.
+Statements are counted without docstrings; tokens without comments, strings and layout, over lines
+that are neither blank nor comments ("code lines"). A parallel assignment is `a, b = x, y`.
 """
 
 from __future__ import annotations
@@ -41,11 +41,6 @@ BRANCHES = (
     ast.match_case,
     ast.Assert,
 )
-HEADER = (
-    "| tree | files, lines | file p50/p99/max | function p50/p99/max | complexity p99/max "
-    "| lines > 100 | tokens a line | parallel / kloc | conditional / kloc (nested) "
-    "| `dict[str, Any]` | homonyms | circles |"
-)
 
 
 @dataclass(frozen=True, order=True)
@@ -68,9 +63,9 @@ class Readability:
         lines: lines that are not blank.
         code: lines that are neither blank nor comments.
         tokens: tokens in them.
+        statements: statements, docstrings left out.
+        import_statements: those of them that import.
         parallel: assignments `a, b = x, y`.
-        conditional: expressions `x if c else y`.
-        nested: those of them that hold another one.
         untyped: places with `dict[str, Any]`.
         classes: files that define a public class of a name.
         imports: by module, the modules of the tree that it imports.
@@ -83,25 +78,40 @@ class Readability:
     lines: int = 0
     code: int = 0
     tokens: int = 0
+    statements: int = 0
+    import_statements: int = 0
     parallel: int = 0
-    conditional: int = 0
-    nested: int = 0
     untyped: int = 0
     classes: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
     imports: dict[str, set[str]] = field(default_factory=dict)
 
     @property
-    def tokens_per_line(self) -> float:
-        return self.tokens / max(1, self.code)
-
-    def per_thousand(self, count: int) -> float:
-        """A count for every thousand lines of code."""
-        return 1000 * count / max(1, self.code)
-
-    @property
     def homonyms(self) -> dict[str, set[str]]:
         """Public classes that several files define."""
         return {name: files for name, files in self.classes.items() if len(files) > 1}
+
+    @property
+    def figures(self) -> dict[str, tuple[float, ...]]:
+        """What the tables show, by their words."""
+        code = max(1, self.code)
+        return {
+            "files": (len(self.files),),
+            "statements": (self.statements,),
+            "imports, per cent of statements": (
+                100 * self.import_statements / max(1, self.statements),
+            ),
+            "lines of a file: median, 99th percentile, longest": spread(self.files),
+            "lines of a function: median, 99th percentile, longest": spread(self.functions),
+            "cyclomatic complexity: 99th percentile, highest": spread(self.complexity)[1:],
+            "lines over 100 columns, per cent": (100 * len(self.wide) / max(1, self.lines),),
+            "tokens per line of code": (self.tokens / code,),
+            "parallel assignments (`a, b = x, y`) per thousand lines": (
+                1000 * self.parallel / code,
+            ),
+            "`dict[str, Any]`": (self.untyped,),
+            "public classes whose name has two meanings": (len(self.homonyms),),
+            "import circles": (self.circles,),
+        }
 
     @property
     def circles(self) -> int:
@@ -138,9 +148,20 @@ def python_files(root: Path) -> Iterator[Path]:
             yield path
 
 
+def is_docstring(node: ast.stmt) -> bool:
+    """Whether a statement is a text alone."""
+    return (
+        isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+    )
+
+
 def count_nodes(found: Readability, tree: ast.AST, inside: str) -> None:
     """Add what the syntax tree of one file has."""
     for node in ast.walk(tree):
+        found.statements += isinstance(node, ast.stmt) and not is_docstring(node)
+        found.import_statements += isinstance(node, ast.Import | ast.ImportFrom)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             where = f"{inside}:{node.lineno} {node.name}"
             assert node.end_lineno is not None
@@ -152,10 +173,6 @@ def count_nodes(found: Readability, tree: ast.AST, inside: str) -> None:
             target, value = node.targets[0], node.value
             if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
                 found.parallel += len(target.elts) == len(value.elts)
-        elif isinstance(node, ast.IfExp):
-            found.conditional += 1
-            inner = (other for other in ast.walk(node) if other is not node)
-            found.nested += any(isinstance(other, ast.IfExp) for other in inner)
 
 
 def imported(tree: ast.AST) -> set[str]:
@@ -222,26 +239,14 @@ def quantile(places: Sequence[Place], share: float) -> int:
     return values[round(share * (len(values) - 1))]
 
 
-def row(name: str, found: Readability) -> str:
-    """A row of the table in Markdown."""
-    sizes = [
-        f"{quantile(places, 0.5)}/{quantile(places, 0.99)}/{quantile(places, 1)}"
-        for places in (found.files, found.functions)
-    ]
-    cells = [
-        name,
-        f"{len(found.files)}, {sum(file.value for file in found.files):,}",
-        *sizes,
-        f"{quantile(found.complexity, 0.99)}/{quantile(found.complexity, 1)}",
-        f"{100 * len(found.wide) / max(1, found.lines):.1f} %",
-        f"{found.tokens_per_line:.1f}",
-        f"{found.per_thousand(found.parallel):.1f}",
-        f"{found.per_thousand(found.conditional):.1f} ({found.nested})",
-        str(found.untyped),
-        str(len(found.homonyms)),
-        str(found.circles),
-    ]
-    return f"| {' | '.join(cells)} |"
+def spread(places: Sequence[Place]) -> tuple[int, int, int]:
+    """Median, 99th percentile, highest."""
+    return quantile(places, 0.5), quantile(places, 0.99), quantile(places, 1)
+
+
+def shown(values: Sequence[float]) -> str:
+    """Figures as tables have them."""
+    return ", ".join(f"{value:,.1f}".removesuffix(".0") for value in values)
 
 
 def print_worst(found: Readability) -> None:
@@ -264,11 +269,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--worst", action="store_true", help="the longest and densest places")
     parser.add_argument("--names", action="store_true", help="classes with several meanings")
     options = parser.parse_args(argv)
-    print(HEADER)
-    print("|" + "---|" * (HEADER.count("|") - 1))
-    for tree in options.trees:
-        found = measure(tree)
-        print(row(tree.name, found))
+    measured = {tree.name: measure(tree) for tree in options.trees}
+    print(f"| | {' | '.join(measured)} |")
+    print("|" + "---|" * (1 + len(measured)))
+    for name in Readability().figures:
+        print(f"| {name} | {' | '.join(shown(each.figures[name]) for each in measured.values())} |")
+    for found in measured.values():
         if options.names:
             for name, files in sorted(found.homonyms.items()):
                 print(f"  {name}: {', '.join(sorted(files))}")

@@ -15,10 +15,9 @@ import zstandard
 
 from trainkit.base.files import atomic_open
 from trainkit.data.fetch.recipe import FetchRecipe
-from trainkit.data.text.decompress import ByteStream
 
 
-class _Counted:
+class CountedStream:
     """A stream that knows how much of it was read, and the sum of that. A class of its own for
     files that can be sought: not all can.
 
@@ -57,11 +56,6 @@ def open_shard(path: Path, recipe: FetchRecipe | None = None) -> AbstractContext
     from trainkit.data.fetch.worker import open_stream
 
     return open_stream(recipe)
-
-
-def count_bytes(stream: ByteStream) -> _Counted:
-    """`stream`, with a `position`."""
-    return _Counted(stream)
 
 
 def file_size(path: Path) -> int | None:

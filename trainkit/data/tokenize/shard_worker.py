@@ -29,7 +29,7 @@ from trainkit.base.worker import ProgressCallback, run_unit
 from trainkit.data.indexed.dataset import IndexedWriter, best_dtype
 from trainkit.data.indexed.paths import idx_path
 from trainkit.data.sums import file_sum, identity_of
-from trainkit.data.text.corpus import count_bytes, file_size, open_shard
+from trainkit.data.text.corpus import CountedStream, file_size, open_shard
 from trainkit.data.text.documents import BadLine, ParsedItem, SkippedMember
 from trainkit.data.text.filters import DocumentFilter
 from trainkit.data.text.formats import open_documents
@@ -203,7 +203,7 @@ class ShardReader:
         """All of them. Raises ConfigError (exit 6) as `open_documents` and `Rejects` do."""
         identity = None if self.recipe else identity_of(self.path)
         with open_shard(self.path, self.recipe) as raw:
-            stream = count_bytes(raw)
+            stream = CountedStream(raw)
             documents = open_documents(self.path.name, stream, self.options, str(self.path))
             batch = TextBatch()
             with closing(documents):  # type: ignore[type-var]
