@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_type_hints
 
 import numpy as np
 import tomli
@@ -18,6 +19,7 @@ from trainkit.jobs.clusters import WatchLimits
 from trainkit.jobs.load import load
 from trainkit.jobs.schema import Job, Model, Parallelism, RetrySettings, Training
 from trainkit.launch.hosts.selection import choose_hosts, load_hosts
+from trainkit.runs.metrics import MetricsRow
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 GUIDES = sorted(DOCS.glob("*.md"))
@@ -41,6 +43,11 @@ def test_the_keys_of_the_training_guide() -> None:
             assert set(job) <= set(Job.model_fields)
             if "training" in job:
                 Training.model_validate(job["training"])
+
+
+def test_the_run_folder_names_every_metric() -> None:
+    metrics = (DOCS / "run-folder.md").read_text().partition("## Metrics")[2]
+    assert not [key for key in get_type_hints(MetricsRow) if f"`{key}`" not in metrics]
 
 
 def test_the_guide_to_parallelism() -> None:

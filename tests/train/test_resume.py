@@ -8,7 +8,7 @@ import re
 import signal
 import subprocess
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -19,7 +19,7 @@ from tests.ops.op_cases import why_no_kernels
 from tests.train.support import new_run, start_ranks, tiny_job
 from trainkit.runs.checkpoints import published_folders, verify
 from trainkit.runs.folder import RunFolder
-from trainkit.runs.metrics import read_rows
+from trainkit.runs.metrics import MetricsRow, read_rows
 
 HANGS = 600  # seconds; only against hanging
 TIMED = {
@@ -63,6 +63,8 @@ def test_killed_and_resumed_equals_uninterrupted(tmp_path: Path) -> None:
     assert finish(start_ranks(whole, 2), HANGS) == [0, 0]
     assert steps(whole) == list(range(1, 13))
     assert [row["step"] for row in read_rows(whole.metrics) if "eval" in row] == [0, 4, 8, 12]
+    keys = set(get_type_hints(MetricsRow)) - {"eval", "pipeline"}
+    assert all(set(row) == keys for row in read_rows(whole.metrics) if "eval" not in row)
     assert [p.name for p in published_folders(whole.checkpoints)] == [
         "step-00000010",
         "step-00000012",

@@ -7,7 +7,7 @@ import os
 import re
 import subprocess
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import tomli
@@ -16,7 +16,7 @@ from tests.conftest import Project
 from tests.launch.containers.container_jobs import FOLDER, IMAGES, box, job, session
 from trainkit.base.errors import ConfigError
 from trainkit.engines.registry import refuse_unlaunchable
-from trainkit.jobs.containers import RUNTIME_TRAITS, Container
+from trainkit.jobs.containers import Container
 from trainkit.jobs.load import load
 from trainkit.launch.containers import check_container, node_container
 from trainkit.launch.containers.apptainer import APPTAINER
@@ -231,15 +231,10 @@ def test_the_guide_to_containers() -> None:
     for table in (*document["containers"].values(), *files["containers"].values()):
         Container.model_validate(table)
     assert document["jobs"]["big"]["container"] in document["containers"]
-    assert set(re.findall(r"^\| `(\w+)` \|(?:[^|\n]*\|){3}$", text, re.M)) == set(IMAGES)
+    rows = set(re.findall(r"^\| `(\w+)` \|(?:[^|\n]*\|){3}$", text, re.M))
+    assert rows == set(IMAGES) == set(RUNTIMES)
     for word in (*COMMON, "--pull=never"):
         assert word in text
-
-
-def test_every_runtime_of_jobs_toml_is_whole() -> None:
-    """Its traits, how it is started, and a case in these tests."""
-    names = set(get_args(Container.model_fields["runtime"].annotation))
-    assert set(RUNTIME_TRAITS) == set(RUNTIMES) == set(IMAGES) == names
 
 
 def test_pyxis_needs_srun(tmp_path: Path) -> None:

@@ -1,0 +1,73 @@
+"""A table that is keyed by the values of a key of jobs.toml has all of them: one that is forgotten
+is found here, not in a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Literal, get_args, get_origin
+
+import pytest
+
+from trainkit.cli.completion import CHOICES
+from trainkit.data.sources import SOURCES
+from trainkit.engines.gpt_neox.config import INIT_METHODS
+from trainkit.engines.nemo.config import PRECISIONS
+from trainkit.engines.rank.readers import READERS
+from trainkit.engines.registry import ENGINES, PLACES
+from trainkit.families import FAMILIES
+from trainkit.images.builders import BUILDERS
+from trainkit.jobs.clusters import LAUNCHER_TRAITS
+from trainkit.jobs.containers import RUNTIME_TRAITS
+from trainkit.jobs.devices import Device
+from trainkit.jobs.job_tables import EngineSource
+from trainkit.jobs.optimizers import KEPT
+from trainkit.jobs.schema import Cluster, Container, Dataset, Job, Model, RopeScaling, Training
+from trainkit.jobs.table import Table
+from trainkit.launch.containers.runtimes import RUNTIMES
+from trainkit.launch.launchers import LAUNCHERS
+from trainkit.launch.scheduler_registry import SCHEDULERS
+from trainkit.plan.memory import RESERVE_BYTES, RESERVE_PART
+from trainkit.train.huggingface.config import GELU_NAMES, STRETCH_KEYS, TORCH_NAMES
+from trainkit.train.parallel.data_parallel import COMPUTE
+from trainkit.train.update.optimizer import UPDATES
+
+FOREIGN = [name for name in PLACES if name != "native"]
+TABLES: list[tuple[type[Table], str, Iterable[object]]] = [
+    (Training, "optimizer", KEPT),
+    (Training, "optimizer", UPDATES),
+    (Training, "precision", COMPUTE),
+    (Training, "precision", PRECISIONS),
+    (Training, "precision", TORCH_NAMES),
+    *((Training, "precision", ENGINES[name].rules.states or ()) for name in FOREIGN),
+    (Model, "family", FAMILIES),
+    (Model, "init_method", INIT_METHODS),
+    (Model, "gelu", GELU_NAMES),
+    (RopeScaling, "type", set(STRETCH_KEYS) - {"default"}),
+    (Dataset, "source", [*SOURCES, "mock", "blend"]),
+    (Container, "runtime", RUNTIME_TRAITS),
+    (Container, "runtime", RUNTIMES),
+    (Container, "builder", BUILDERS),
+    (Container, "builder", CHOICES["builder"]),
+    (Device, "kind", RESERVE_BYTES),
+    (Device, "kind", RESERVE_PART),
+    (Cluster, "launcher", LAUNCHER_TRAITS),
+    (Cluster, "launcher", LAUNCHERS),
+    (Cluster, "launcher", SCHEDULERS),
+    (Job, "engine", PLACES),
+    (EngineSource, "engine", FOREIGN),
+    (EngineSource, "engine", READERS),
+]
+
+
+def values_of(annotation: Any) -> set[str]:
+    """The values of a key that has a few."""
+    if get_origin(annotation) is Literal:
+        return set(get_args(annotation))
+    return {value for part in get_args(annotation) for value in values_of(part)}
+
+
+@pytest.mark.parametrize(("table", "key", "keys"), TABLES)
+def test_no_value_of_a_key_is_forgotten(
+    table: type[Table], key: str, keys: Iterable[object]
+) -> None:
+    assert set(keys) == values_of(table.model_fields[key].annotation)
