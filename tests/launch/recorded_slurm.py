@@ -19,7 +19,7 @@ from trainkit.jobs.load import load
 from trainkit.jobs.resolved import ResolvedJob
 from trainkit.jobs.schema import Job
 from trainkit.launch.hosts.selection import local_hosts
-from trainkit.launch.scheduler_contract import RunRequest
+from trainkit.launch.scheduler_contract import Start
 from trainkit.launch.slurm.arrays import array_place
 from trainkit.launch.slurm.job_graph import GraphPart, StageGraph, stages_folder, submit_graph
 from trainkit.plan.planner import make_plan
@@ -72,10 +72,11 @@ sample_order = "megatron"
 """
 
 
-def new_request(resolved: ResolvedJob, project: Path) -> RunRequest:
+def new_start(resolved: ResolvedJob, project: Path) -> Start:
     """A run whose stages are still to be made."""
     plan = make_plan(resolved.job)
-    return RunRequest(resolved, plan, None, project, local_hosts(resolved.job))
+    hosts = local_hosts(resolved.job)
+    return Start(resolved.job, resolved.to_json(), plan, hosts, project)
 
 
 @dataclass

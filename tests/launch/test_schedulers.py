@@ -32,8 +32,7 @@ from trainkit.launch.scheduler_contract import (
     JobAccount,
     QueueFollower,
     QueueReport,
-    ResumeRequest,
-    RunRequest,
+    Start,
     Submission,
 )
 from trainkit.launch.scheduler_registry import SCHEDULERS, scheduler_for, scheduler_of
@@ -79,18 +78,15 @@ class TinyScheduler(Direct):
     def nodes(self, cluster: Cluster) -> list[ClusterNode] | None:
         return [ClusterNode("teapot", "idle", "kitchen", "1", "", "")]
 
-    def dry_run(self, request: RunRequest, after: str = "") -> DryRun:
+    def dry_run(self, start: Start, after: str = "") -> DryRun:
         return DryRun(["would brew"], {"command": {}, "tiny": True})
 
-    def submit(self, request: RunRequest) -> Submission:
-        run = new_run_folder(Path(request.job.cluster.root or "."), request.job.name)
-        fill_run(run, request, {})
+    def submit(self, start: Start) -> Submission:
+        run = start.run or new_run_folder(start.root, start.job.name)
+        fill_run(run, start, {})
+        number = "1" if start.run is None else "2"
         self.jobs[run.id] = "queued"
-        return Submission(run, "1", "job 1 of Tiny")
-
-    def requeue(self, request: ResumeRequest) -> Submission:
-        self.jobs[request.run.id] = "queued"
-        return Submission(request.run, "2", "job 2 of Tiny")
+        return Submission(run, number, f"job {number} of Tiny")
 
     def supervise(
         self, run: RunFolder, environment: Mapping[str, str], *, share: bool, prolog_failed: int

@@ -13,7 +13,12 @@ from trainkit.experiment.cancel import Cancellation, cancel_run
 from trainkit.experiment.follow import POLL_SECONDS, RunFollower
 from trainkit.experiment.options import ResumeOptions, TrainOptions
 from trainkit.experiment.prepare import PrepareOptions, choose_target, prepare_target
-from trainkit.experiment.start import plan_new_run, plan_resumed_run
+from trainkit.experiment.start import (
+    has_finished,
+    plan_new_run,
+    plan_resumed_run,
+    prepare_and_submit,
+)
 from trainkit.jobs.load import Jobs, find_root
 from trainkit.jobs.load import load as load_jobs
 from trainkit.jobs.resolved import read_job
@@ -22,7 +27,6 @@ from trainkit.launch.job_plan import plan_of
 from trainkit.launch.preparation import StageUi
 from trainkit.launch.scheduler_registry import current
 from trainkit.launch.stage_lines import StageLines
-from trainkit.launch.supervise.observer import silent_observer
 from trainkit.plan.planner import Plan
 from trainkit.runs.event_tail import EventTail
 from trainkit.runs.find import all_runs as all_run_folders
@@ -178,15 +182,14 @@ class Run:
         samples have changed.
         """
         chosen = replace(options or ResumeOptions(), detach=True)
-        resumed = plan_resumed_run(_jobs(project), self.id, chosen)
-        if resumed.finished:
+        record, start = plan_resumed_run(_jobs(project), self.id, chosen)
+        if has_finished(record, start.job):
             raise TrainkitError(
-                f"run {self.id} has finished: step {resumed.record.step}",
+                f"run {self.id} has finished: step {record.step}",
                 exit=Exit.CONFIG,
                 hint='a longer run: ResumeOptions(set=["training.train_iters=..."])',
             )
-        resumed.prepare(_ui(say))
-        resumed.start(silent_observer())
+        prepare_and_submit(start, _ui(say))
         return self
 
 
@@ -206,8 +209,9 @@ def run(
     hosts, 4 where the plan objects, 5 or 6 where a stage fails, 17 where the slots are taken.
     """
     chosen = replace(options or TrainOptions(), detach=True)
-    new = plan_new_run(_jobs(project), job, chosen)
-    return Run(new.start(_ui(say), silent_observer()).run)
+    jobs = _jobs(project)
+    start = plan_new_run(jobs, jobs.resolve(job, chosen.overrides()), chosen)
+    return Run(prepare_and_submit(start, _ui(say), no_stages=chosen.no_stages).run)
 
 
 def find_run(text: str = "last", *, project: Project = ".") -> Run:

@@ -78,32 +78,31 @@ def hosts_of_job(job: Job, options: HostOptions, former: HostList | None = None)
     return choose_hosts(job, path, include=options.include, exclude=options.exclude, bad=bad)
 
 
-def resolve_on_hosts(
-    jobs: Jobs, name: str, overrides: Sequence[str], options: HostOptions
+def job_on_hosts(
+    jobs: Jobs, resolved: ResolvedJob, options: HostOptions
 ) -> tuple[ResolvedJob, HostList]:
-    """A job and its hosts. The hosts' slots are its ranks a node, whatever the cluster says.
+    """A job on its hosts, and these: the hosts' slots are its ranks a node, whatever the cluster
+    says.
 
     Args:
         jobs: those of a jobs.toml.
-        name: which of them.
-        overrides: KEY=VALUE each.
+        resolved: one of them, with what the options change of it.
         options: which hosts are asked for.
 
-    Raises ConfigError for everything that is wrong with either, and where an override asks for
+    Raises ConfigError for everything that is wrong with the hosts, and where an override asks for
     another number of ranks than there are slots.
     """
-    given = [*options.overrides(), *overrides]
-    resolved = jobs.resolve(name, given)
     hosts = hosts_of_job(resolved.job, options)
     if hosts.ranks_per_node == resolved.job.ranks_per_node:
         return resolved, hosts
     before = resolved.origins[RANKS]
     _refuse_other_ranks(before, hosts)
-    resolved = jobs.resolve(name, [*given, f"{RANKS}={hosts.ranks_per_node}"])
+    ranks = f"{RANKS}={hosts.ranks_per_node}"
+    changed = jobs.resolve(resolved.job.name, [*options.overrides(), ranks])
     slots = SourcedValue(
         hosts.ranks_per_node, SourceLocation(str(hosts.hostfile), hosts.hosts[0].line)
     ).over(before)
-    return replace(resolved, origins={**resolved.origins, RANKS: slots}), hosts
+    return replace(changed, origins={**changed.origins, RANKS: slots}), hosts
 
 
 def _refuse_other_ranks(asked: SourcedValue, hosts: HostList) -> None:

@@ -37,7 +37,7 @@ class HostOptions:
     )
 
     def overrides(self) -> list[str]:
-        """Those that are values of the job, as KEY=VALUE."""
+        """What they change of the job, as KEY=VALUE."""
         given = {
             "cluster": self.cluster,
             "cluster.hostfile": (
@@ -62,6 +62,9 @@ class LaunchOptions(HostOptions):
     foreground: bool = flag("end the run when this command ends", default=False)
     share: bool = flag("allow slots that another run uses", default=False)
 
+    def overrides(self) -> list[str]:
+        return [*super().overrides(), *self.set]
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions(LaunchOptions):
@@ -81,6 +84,9 @@ class RehearseOptions(HostOptions):
     )
     no_stages: bool = flag("what is stale is a failure (exit 5)", default=False)
     resume: str = flag("rehearse going on with this run of the job", default="")
+
+    def overrides(self) -> list[str]:
+        return [*super().overrides(), *self.set]
 
     @classmethod
     def of(cls, options: TrainOptions) -> RehearseOptions:

@@ -5,15 +5,13 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass, replace
-from functools import cached_property
-from pathlib import Path
+from dataclasses import replace
 
 from trainkit.base.errors import ConfigError, Exit, TrainkitError
 from trainkit.base.extras import MissingExtra
 from trainkit.data.fetch.retry import Unreachable
 from trainkit.engines.registry import ENGINES, refuse_unlaunchable
-from trainkit.experiment.hosts import hosts_of_job, rank_override, resolve_on_hosts
+from trainkit.experiment.hosts import hosts_of_job, job_on_hosts, rank_override
 from trainkit.experiment.options import LaunchOptions, ResumeOptions, TrainOptions
 from trainkit.jobs.load import Jobs
 from trainkit.jobs.resolved import ResolvedJob
@@ -30,16 +28,8 @@ from trainkit.launch.readiness import (
     refuse_without_wandb,
 )
 from trainkit.launch.run_inputs import refuse_other_inputs
-from trainkit.launch.scheduler_contract import (
-    DryRun,
-    ResumeRequest,
-    RunRequest,
-    Scheduler,
-    Submission,
-)
+from trainkit.launch.scheduler_contract import DryRun, Scheduler, Start, Submission
 from trainkit.launch.scheduler_registry import current, preparation_for, scheduler_for, scheduler_of
-from trainkit.launch.session_preview import StartPreview, preview_start
-from trainkit.launch.supervise.observer import RunObserver
 from trainkit.launch.supervise.rank_environment import secrets_of
 from trainkit.plan.planner import Plan, make_plan
 from trainkit.runs.find import find_run
@@ -60,208 +50,40 @@ def in_background(job: Job, options: LaunchOptions) -> bool:
     return job.cluster.launcher_traits.hostfile and not options.foreground
 
 
-def _scheduler(job: Job, options: LaunchOptions) -> Scheduler:
-    """Who starts the ranks: inside an allocation that is there already, this machine."""
-    if options.existing:
-        return DIRECT
-    return scheduler_for(job.cluster)
-
-
-@dataclass(frozen=True)
-class NewRun:
-    """A run that could be started: its job is checked, its hosts are chosen.
-
-    Args:
-        resolved: the job.
-        hosts: where it runs, and spares.
-        plan: its plan, as far as it is known before its data are prepared.
-        project: the folder of jobs.toml.
-        options: how it is to be started.
-        background: its supervisor is a process of its own.
-    """
-
-    resolved: ResolvedJob
-    hosts: HostList
-    plan: Plan
-    project: Path
-    options: TrainOptions
-    background: bool
-
-    @property
-    def job(self) -> Job:
-        return self.resolved.job
-
-    @property
-    def root(self) -> Path:
-        """The folder that holds data, stamps and runs."""
-        return Path(self.job.cluster.root or ".")
-
-    @property
-    def scheduler(self) -> Scheduler:
-        return _scheduler(self.job, self.options)
-
-    @cached_property
-    def _request(self) -> RunRequest:
-        return RunRequest(
-            self.resolved,
-            self.plan,
-            None,
-            self.project,
-            self.hosts,
-            share=self.options.share,
-            background=self.background,
-        )
-
-    def start(self, ui: StageUi, watch: RunObserver) -> Submission:
-        """Prepare what is stale, then start the run, or put it into its scheduler's queue.
-
-        Args:
-            ui: how a person follows the stages.
-            watch: how a person follows a supervisor of this process.
-
-        Raises TrainkitError: 5 where a stage is stale and shall not be made, 4 where the plan
-        objects, and what a stage or the scheduler raises.
-        """
-        job = self.job
-        preparation = preparation_for(job, self.root, ui)
-        # of all, before the first begins: what is hopeless is said at once
-        needs = needs_of(job, STAGES)
-        if self.options.no_stages:
-            refuse_stale(needs, self.root)
-        else:
-            submission = self.scheduler.prepare(self._request, preparation)
-            if submission is not None:
-                return submission
-        return self.scheduler.submit(replace(self._ready(), watch=watch))
-
-    def prepared(self, ui: StageUi) -> RunRequest:
-        """Make what is stale, wherever its units run, and wait for it: what `submit_array` takes.
-        Raises TrainkitError as `start`."""
-        preparation_for(self.job, self.root, ui).make(needs_in_turn(self.job, STAGES))
-        return self._ready()
-
-    def _ready(self) -> RunRequest:
-        """The request now that its stages are made."""
-        plan = refuse_infeasible(plan_of(self.job))
-        refuse_without_samples(self.job)
-        return replace(self._request, plan=plan, needs=needs_of(self.job, STAGES))
-
-    def show(self, ui: StageUi) -> tuple[Plan, DryRun]:
-        """What `start` would do. Nothing is written. Where the stages cannot be told, because a
-        file is missing, the dry run's `error` says so; where no server answers, or what asks it is
-        not installed here, its `not_seen`."""
-        try:
-            return self._show(ui)
-        except TrainkitError as error:
-            try:
-                shown = self.scheduler.dry_run(self._request)
-            except TrainkitError:
-                raise error from None
-            if isinstance(error, Unreachable | MissingExtra):
-                return self.plan, replace(shown, not_seen=str(error))
-            return self.plan, replace(shown, error=error)
-
-    def _show(self, ui: StageUi) -> tuple[Plan, DryRun]:
-        job = self.job
-        preparation = preparation_for(job, self.root, ui)
-        needs = needs_of(job, stages_asked_once())
-        if self.options.no_stages:
-            refuse_stale(needs, self.root)
-        elif after := self.scheduler.show_stages(job, needs, preparation):
-            return self.plan, self.scheduler.dry_run(self._request, after)
-        plan = refuse_infeasible(plan_of(job))
-        return plan, self.scheduler.dry_run(replace(self._request, plan=plan))
-
-
-def plan_new_run(jobs: Jobs, name: str, options: TrainOptions) -> NewRun:
+def plan_new_run(jobs: Jobs, resolved: ResolvedJob, options: TrainOptions) -> Start:
     """Check a job and choose its hosts. Nothing is written.
 
     Args:
         jobs: those of a jobs.toml.
-        name: which of them.
+        resolved: one of them, with what the options change of it.
         options: how it is to be started.
 
     Raises TrainkitError: 3 for what is wrong with the job, its hosts, secrets or reports, 4 where
     the plan objects.
     """
-    # before its hosts are looked for
-    refuse_unlaunchable(jobs.resolve(name, [*options.overrides(), *options.set]).job)
-    resolved, hosts = resolve_on_hosts(jobs, name, options.set, options)
-    job = resolved.job
+    refuse_unlaunchable(resolved.job)  # before its hosts are looked for
+    placed, hosts = job_on_hosts(jobs, resolved, options)
+    job = placed.job
     check_container(job)
     background = in_background(job, options)
     plan = refuse_infeasible(make_plan(job, rules=ENGINES[job.engine].rules))
     secrets_of(job, os.environ)
     refuse_without_wandb(job)
-    return NewRun(resolved, hosts, plan, jobs.root, options, background)
+    return Start(
+        job,
+        placed.to_json(),
+        plan,
+        hosts,
+        jobs.root,
+        existing=options.existing,
+        share=options.share,
+        background=background,
+    )
 
 
-@dataclass(frozen=True)
-class ResumedRun:
-    """A run that could go on: what is changed of its job is checked, its hosts are chosen.
-
-    Args:
-        run: the run.
-        record: how it ended.
-        job: its job as it goes on.
-        document: the job.json of that.
-        hosts: where it runs, and spares.
-        project: the folder of jobs.toml.
-        options: how it is to be started.
-        background: its supervisor is a process of its own.
-    """
-
-    run: RunFolder
-    record: RunRecord
-    job: Job
-    document: dict[str, object]
-    hosts: HostList
-    project: Path
-    options: ResumeOptions
-    background: bool
-
-    @property
-    def finished(self) -> bool:
-        """Whether it has made all its steps: there is nothing to go on with."""
-        return (
-            self.record.state == "succeeded" and self.record.step >= self.job.training.train_iters
-        )
-
-    def preview(self) -> StartPreview:
-        """What would be started where. Nothing is written."""
-        return preview_start(
-            self.run, self.job, self.record.attempt + 1, self.hosts, background=self.background
-        )
-
-    def prepare(self, ui: StageUi) -> None:
-        """Make the index that its order of samples needs. Raises TrainkitError as a stage does,
-        3 where a rank could not read its samples."""
-        root = Path(self.job.cluster.root or ".")
-        needs = IndexStage().needs(self.job, stamps_folder(root, IndexStage.name))
-        preparation_for(self.job, root, ui).make(needs)
-        refuse_without_samples(self.job)
-
-    def start(self, watch: RunObserver) -> Submission:
-        """Start the run again, or put it into its scheduler's queue."""
-        return _scheduler(self.job, self.options).requeue(replace(self.request, watch=watch))
-
-    @property
-    def request(self) -> ResumeRequest:
-        """What its scheduler takes."""
-        return ResumeRequest(
-            self.run,
-            self.job,
-            self.document,
-            self.project,
-            self.hosts,
-            new_code=self.options.code == "current",
-            share=self.options.share,
-            background=self.background,
-        )
-
-
-def plan_resumed_run(jobs: Jobs, text: str, options: ResumeOptions) -> ResumedRun:
-    """Find a run, check what is changed of its job and choose its hosts. Nothing is written.
+def plan_resumed_run(jobs: Jobs, text: str, options: ResumeOptions) -> tuple[RunRecord, Start]:
+    """Find a run, check what is changed of its job and choose its hosts: (how it ended, how it
+    would go on). Nothing is written.
 
     Args:
         jobs: those of a jobs.toml.
@@ -282,11 +104,26 @@ def plan_resumed_run(jobs: Jobs, text: str, options: ResumeOptions) -> ResumedRu
     background = in_background(job, options)
     _refuse_running(record)
     refuse_other_inputs(run)
-    refuse_infeasible(plan_of(job))
-    found = ResumedRun(run, record, job, document, hosts, jobs.root, options, background)
-    if not found.finished:
+    plan = refuse_infeasible(plan_of(job))
+    if not has_finished(record, job):
         refuse_without_wandb(job)
-    return found
+    return record, Start(
+        job,
+        document,
+        plan,
+        hosts,
+        jobs.root,
+        run,
+        new_code=options.code == "current",
+        existing=options.existing,
+        share=options.share,
+        background=background,
+    )
+
+
+def has_finished(record: RunRecord, job: Job) -> bool:
+    """Whether a run has made all steps that `job` has: there is nothing to go on with."""
+    return record.state == "succeeded" and record.step >= job.training.train_iters
 
 
 def _changed(
@@ -297,7 +134,7 @@ def _changed(
     moved = None
     if options.cluster:
         moved = jobs.resolve(run.job_name, [f"cluster={json.dumps(options.cluster)}"])
-    given = [*replace(options, cluster="").overrides(), *options.set]
+    given = replace(options, cluster="").overrides()
     _, job = changed_job(run.job, given, moved)
     refuse_unlaunchable(job)
     check_container(job)
@@ -336,3 +173,91 @@ def _refuse_running(record: RunRecord) -> None:
             exit=Exit.CONTACT_LOST,
             hint=hint,
         )
+
+
+def _scheduler(start: Start) -> Scheduler:
+    """Who starts the ranks: inside an allocation that is there already, this machine."""
+    if start.existing:
+        return DIRECT
+    return scheduler_for(start.job.cluster)
+
+
+def prepare(start: Start, ui: StageUi) -> Start:
+    """Make what is stale, wherever its units run, and wait for it: the start that can be submitted
+    then, also in an array. A run that goes on has its data, but may lack the index of its order of
+    samples.
+
+    Raises TrainkitError as a stage does, 4 where the plan objects, 3 where a rank could not read
+    its samples.
+    """
+    preparation = preparation_for(start.job, start.root, ui)
+    if start.run is None:
+        preparation.make(needs_in_turn(start.job, STAGES))
+        return _ready(start)
+    preparation.make(IndexStage().needs(start.job, stamps_folder(start.root, IndexStage.name)))
+    refuse_without_samples(start.job)
+    return start
+
+
+def _ready(start: Start) -> Start:
+    """The start of a new run now that its stages are made."""
+    plan = refuse_infeasible(plan_of(start.job))
+    refuse_without_samples(start.job)
+    return replace(start, plan=plan, needs=needs_of(start.job, STAGES))
+
+
+def submit(start: Start) -> Submission:
+    """Start a run that is prepared, or put it into its scheduler's queue. Raises TrainkitError as
+    the scheduler."""
+    return _scheduler(start).submit(start)
+
+
+def prepare_and_submit(start: Start, ui: StageUi, *, no_stages: bool = False) -> Submission:
+    """Prepare what is stale, then start the run, or put it into its scheduler's queue, where the
+    stages of a new run may be made too.
+
+    Args:
+        start: of a new run, or of one that goes on.
+        ui: how a person follows the stages.
+        no_stages: what is stale of a new run shall not be made.
+
+    Raises TrainkitError: 5 where a stage is stale and shall not be made, 4 where the plan
+    objects, and what a stage or the scheduler raises.
+    """
+    if start.run is not None:
+        return submit(prepare(start, ui))
+    preparation = preparation_for(start.job, start.root, ui)
+    # of all, before the first begins: what is hopeless is said at once
+    needs = needs_of(start.job, STAGES)
+    if no_stages:
+        refuse_stale(needs, start.root)
+    elif (submission := _scheduler(start).prepare(start, preparation)) is not None:
+        return submission
+    return submit(_ready(start))
+
+
+def show_new_run(start: Start, ui: StageUi, *, no_stages: bool = False) -> tuple[Plan, DryRun]:
+    """What `prepare_and_submit` would do with a new run. Nothing is written.
+
+    Where the stages cannot be known, because a file is missing, the dry run's `error` says so;
+    where no server answers, or what asks it is not installed here, its `not_seen`.
+    """
+    scheduler = _scheduler(start)
+    try:
+        needs = needs_of(start.job, stages_asked_once())
+        if no_stages:
+            refuse_stale(needs, start.root)
+        elif after := scheduler.show_stages(
+            start.job, needs, preparation_for(start.job, start.root, ui)
+        ):
+            return start.plan, scheduler.dry_run(start, after)
+        plan = refuse_infeasible(plan_of(start.job))
+        return plan, scheduler.dry_run(replace(start, plan=plan))
+    except TrainkitError as error:
+        try:
+            shown = scheduler.dry_run(start)
+        except TrainkitError:
+            raise error from None
+        if isinstance(error, Unreachable | MissingExtra):
+            return start.plan, replace(shown, not_seen=str(error))
+        return start.plan, replace(shown, error=error)

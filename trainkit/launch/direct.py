@@ -24,12 +24,11 @@ from trainkit.launch.scheduler_contract import (
     JobAccount,
     QueueFollower,
     QueueReport,
-    ResumeRequest,
-    RunRequest,
+    Start,
     Submission,
 )
 from trainkit.launch.session_preview import preview_start
-from trainkit.launch.start import resume_run, start_run
+from trainkit.launch.start import start_run
 from trainkit.launch.supervise.observer import silent_observer
 from trainkit.launch.supervise.outcome import Outcome
 from trainkit.launch.supervise.rank_environment import secrets_of
@@ -69,19 +68,19 @@ class Direct:
     def in_flight(self, notice: Notice) -> StillRunning:
         return refuse_in_flight
 
-    def prepare(self, request: RunRequest, preparation: Preparation) -> Submission | None:
-        preparation.make(needs_in_turn(request.job, STAGES))
+    def prepare(self, start: Start, preparation: Preparation) -> Submission | None:
+        preparation.make(needs_in_turn(start.job, STAGES))
         return None
 
     def show_stages(self, job: Job, needs: Sequence[Need], preparation: Preparation) -> str:
         preparation.show(needs)
         return ""
 
-    def dry_run(self, request: RunRequest, after: str = "") -> DryRun:
-        job = request.job
-        hosts = request.hosts
-        run = RunFolder(Path(job.cluster.root or ".") / "runs" / job.name / "RUN")
-        preview = preview_start(run, job, 1, hosts, background=request.background)
+    def dry_run(self, start: Start, after: str = "") -> DryRun:
+        job = start.job
+        hosts = start.hosts
+        run = RunFolder(start.root / "runs" / job.name / "RUN")
+        preview = preview_start(run, job, 1, hosts, background=start.background)
         ranks = job.ranks_per_node
         listed = [
             {
@@ -100,12 +99,9 @@ class Direct:
         }
         return DryRun(preview.lines, values)
 
-    def submit(self, request: RunRequest) -> Submission:
-        run, outcome = start_run(request)
+    def submit(self, start: Start) -> Submission:
+        run, outcome = start_run(start)
         return Submission(run, outcome=outcome)
-
-    def requeue(self, request: ResumeRequest) -> Submission:
-        return Submission(request.run, outcome=resume_run(request))
 
     def submit_array(self, asked: ArrayRequest) -> list[Submission]:
         raise ConfigError(f"{self.title} has no queue that {asked.name} could wait in")

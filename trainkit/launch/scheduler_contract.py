@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from trainkit.base.errors import TrainkitError
-from trainkit.jobs.resolved import ResolvedJob
 from trainkit.jobs.schema import Cluster, Job
 from trainkit.launch.hosts.hostfile import Host
 from trainkit.launch.hosts.selection import HostList
@@ -29,54 +28,42 @@ from trainkit.stages.in_flight import StillRunning
 
 
 @dataclass(frozen=True)
-class RunRequest:
-    """A run that is to be made and started.
+class Start:
+    """A run that is to be made and started, or one that has ended and is to go on. Its job is
+    checked, its hosts are chosen.
 
     Args:
-        resolved: the job.
-        plan: its plan.
-        needs: what it reads, up to date; None while its stages are still to be made.
-        project: the folder of jobs.toml.
+        job: the job as it will run.
+        document: job.json of it.
+        plan: its plan, as far as it is known before its data are prepared.
         hosts: where it runs, and spares; a scheduler with a queue finds others.
+        project: the folder of jobs.toml.
+        run: the run that goes on; None: a new one.
+        needs: what a new run reads, up to date; None while its stages are still to be made.
+        new_code: a run that goes on takes a new snapshot of `project`, instead of the code it has.
+        existing: in the allocation that this process is in, which `hosts` are of.
         share: run beside other runs on the same slots.
         background: return as soon as a supervisor that outlives this process has taken over.
         watch: how a person follows a supervisor of this process.
     """
 
-    resolved: ResolvedJob
+    job: Job
+    document: Mapping[str, object]
     plan: Plan
-    needs: Sequence[Need] | None
-    project: Path
     hosts: HostList
+    project: Path
+    run: RunFolder | None = None
+    needs: Sequence[Need] | None = None
+    new_code: bool = False
+    existing: bool = False
     share: bool = False
     background: bool = False
     watch: RunObserver = field(default_factory=silent_observer)
 
     @property
-    def job(self) -> Job:
-        return self.resolved.job
-
-
-@dataclass(frozen=True)
-class ResumeRequest:
-    """A run that has ended and is to go on. Fields that `RunRequest` has too mean the same.
-
-    Args:
-        run: the run.
-        job: its job as it goes on.
-        document: the job.json of that job.
-        new_code: take a new snapshot of `project`, instead of the code that the run has.
-    """
-
-    run: RunFolder
-    job: Job
-    document: dict[str, object]
-    project: Path
-    hosts: HostList
-    new_code: bool = False
-    share: bool = False
-    background: bool = False
-    watch: RunObserver = field(default_factory=silent_observer)
+    def root(self) -> Path:
+        """The folder that holds data, stamps and runs."""
+        return Path(self.job.cluster.root or ".")
 
 
 @dataclass(frozen=True)
@@ -86,13 +73,13 @@ class ArrayRequest:
     Args:
         name: of them all.
         folder: of what is written about them all.
-        requests: a run each, new or to go on.
+        starts: a run each, new or to go on.
         at_once: so many at the same time; None: as many as there is room.
     """
 
     name: str
     folder: Path
-    requests: Sequence[RunRequest | ResumeRequest]
+    starts: Sequence[Start]
     at_once: int | None = None
 
 
@@ -274,8 +261,8 @@ class Scheduler(Protocol):
 
     # Starting a run.
 
-    def prepare(self, request: RunRequest, preparation: Preparation) -> Submission | None:
-        """Make the stages of a run now, then return None: the caller submits the run. Or submit
+    def prepare(self, start: Start, preparation: Preparation) -> Submission | None:
+        """Make the stages of a new run now, then return None: the caller submits the run. Or submit
         the stages as jobs together with the run, which waits for them."""
 
     def show_stages(self, job: Job, needs: Sequence[Need], preparation: Preparation) -> str:
@@ -288,18 +275,16 @@ class Scheduler(Protocol):
             preparation: shows what this machine would do.
         """
 
-    def dry_run(self, request: RunRequest, after: str = "") -> DryRun:
+    def dry_run(self, start: Start, after: str = "") -> DryRun:
         """What `submit` would do. `after`: see `show_stages`."""
 
-    def submit(self, request: RunRequest) -> Submission:
-        """Make the run's folder and start it, or put it into the queue.
+    def submit(self, start: Start) -> Submission:
+        """Make the run's folder, or renew that of one that goes on, and start it, or put it into
+        the queue.
 
-        Raises TrainkitError, and then leaves nothing behind: 17 if the slots are taken, 8 if the
-        scheduler refuses, 3 if a secret is missing.
+        Raises TrainkitError, and then leaves nothing of a new run behind: 17 if the slots are
+        taken, or if the run is not over; 8 if the scheduler refuses, 3 if a secret is missing.
         """
-
-    def requeue(self, request: ResumeRequest) -> Submission:
-        """Start a run that has ended again, or put it back into the queue. Raises as `submit`."""
 
     def submit_array(self, asked: ArrayRequest) -> list[Submission]:
         """Put several runs into the queue at once, each of which ends alone. Only asked of a
@@ -310,7 +295,7 @@ class Scheduler(Protocol):
         was done, in words. Raises TrainkitError (exit 8) where the scheduler cannot be asked.
 
         Args:
-            folder: that of the requests, or one above it.
+            folder: that of a request, or one above it.
         """
 
     def supervise(

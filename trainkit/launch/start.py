@@ -1,4 +1,4 @@
-"""From a resolved job to a run: its folder, its code, its hosts, and a supervisor."""
+"""From a start to a run: its folder, its code, its hosts, and a supervisor."""
 
 from __future__ import annotations
 
@@ -15,12 +15,10 @@ from trainkit.base.documents import utc_now
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.files import write_json
 from trainkit.engines.sources import engine_tree
-from trainkit.jobs.resolved import write_job
-from trainkit.jobs.resume_changes import write_changed_job
 from trainkit.launch.hosts.selection import write_hosts
 from trainkit.launch.programs import program_path
 from trainkit.launch.run_inputs import write_inputs
-from trainkit.launch.scheduler_contract import ResumeRequest, RunRequest
+from trainkit.launch.scheduler_contract import Start
 from trainkit.launch.supervise.code_snapshot import link_code, take_snapshot
 from trainkit.launch.supervise.outcome import Outcome, signal_name
 from trainkit.launch.supervise.rank_environment import secrets_of
@@ -37,65 +35,60 @@ SPAWN_SECONDS = 600.0
 PACKAGE = Path(trainkit.__file__).parent
 
 
-def start_run(request: RunRequest) -> tuple[RunFolder, Outcome | None]:
-    """Make a run and supervise it to its end, or have a process of its own do that; the outcome
-    is None then.
+def start_run(start: Start) -> tuple[RunFolder, Outcome | None]:
+    """Make a run, or take one that goes on, and supervise it to its end, or have a process of its
+    own do that; the outcome is None then.
 
-    Raises TrainkitError: 17 if the slots are taken, 3 if a secret is missing; then nothing is
-    left behind.
+    Raises TrainkitError: 17 if the slots are taken, or if another process goes on with the run; 3
+    if a secret is missing. Then nothing is left of a new run, or of the attempt.
     """
-    job = request.job
-    secrets = secrets_of(job, os.environ)
-    run = new_run_folder(Path(job.cluster.root or "."), job.name)
+    secrets = secrets_of(start.job, os.environ)
+    run = start.run or new_run_folder(start.root, start.job.name)
     with locked_run(run):
         try:
-            fill_run(run, request, secrets)
-            write_hosts(run, request.hosts)
+            fill_run(run, start, secrets)
+            write_hosts(run, start.hosts)
         except BaseException:
-            shutil.rmtree(run.path, ignore_errors=True)
+            if start.run is None:
+                shutil.rmtree(run.path, ignore_errors=True)
             raise
-        if not request.background:
-            outcome = supervise(run, secrets, request.watch, share=request.share)
-            if _never_began(run, 0, outcome):
-                shutil.rmtree(run.path)
+        if start.run is not None:
+            write_starter(run)
+        if not start.background:
+            before = len(run.attempts())
+            outcome = supervise(run, secrets, start.watch, share=start.share)
+            if _never_began(run, before, outcome):
+                for folder in _made_by(run, start):
+                    shutil.rmtree(folder, ignore_errors=True)
                 raise _busy(outcome)
             return run, outcome
-    spawn_supervisor(run, share=request.share)
+    spawn_supervisor(run, share=start.share)
     return run, None
 
 
-def resume_run(request: ResumeRequest) -> Outcome | None:
-    """Go on with a run, as `start_run`.
+def fill_run(run: RunFolder, start: Start, secrets: Mapping[str, str]) -> None:
+    """Write what a start says into the run's folder. The caller holds the run's lock.
 
-    Raises TrainkitError (exit 17) if another process is just doing that, or if the slots are
-    taken.
+    Of a new run: code, plan, origin, inputs, and last job.json, which makes the folder a run.
+    There are no inputs while the stages are still to be made. Of one that goes on: its job and,
+    where that is asked for, new code.
     """
-    run = request.run
-    secrets = secrets_of(request.job, os.environ)
-    with locked_run(run):
-        renew_run(request)
-        write_hosts(run, request.hosts)
+    started = utc_now()  # the code, which is copied first, may take its time
+    if start.run is None or start.new_code:
+        snapshot = take_snapshot(PACKAGE, run.root / "code", start.project)
+        link_code(snapshot.folder, run.code)
+    if start.run is None:
+        write_json(run.plan, start.plan.to_json())
+        left_out = [vars(each) for each in snapshot.left_out]
+        engine = engine_tree(start.job)
+        made = made_image(start.job)
+        image = made.to_json() if made is not None else None
+        digest = snapshot.sha256
+        write_origin(run, start.project, digest, secrets, left_out, engine, image, started=started)
+        if start.needs is not None:
+            write_inputs(run, start.needs)
         write_starter(run)
-        if not request.background:
-            before = len(run.attempts())
-            outcome = supervise(run, secrets, request.watch, share=request.share)
-            if _never_began(run, before, outcome):
-                attempt = run.attempts()[-1]
-                shutil.rmtree(attempt.path)
-                shutil.rmtree(run.session(attempt.number), ignore_errors=True)
-                raise _busy(outcome)
-            return outcome
-    spawn_supervisor(run, share=request.share)
-    return None
-
-
-def renew_run(request: ResumeRequest) -> None:
-    """Write the job that a run goes on with and, where that is asked for, link it to new code.
-    The caller holds the run's lock."""
-    run = request.run
-    if request.new_code:
-        link_code(take_snapshot(PACKAGE, run.root / "code", request.project).folder, run.code)
-    write_changed_job(run.job, request.document)
+    write_json(run.job, start.document)
 
 
 def _never_began(run: RunFolder, before: int, outcome: Outcome) -> bool:
@@ -108,6 +101,14 @@ def _never_began(run: RunFolder, before: int, outcome: Outcome) -> bool:
         and len(attempts) == 1
         and first_event(read_events(attempts[0]), AllRanksStarted) is None
     )
+
+
+def _made_by(run: RunFolder, start: Start) -> list[Path]:
+    """Folders that a start has made whose supervisor found the slots taken."""
+    if start.run is None:
+        return [run.path]
+    attempt = run.attempts()[-1]
+    return [attempt.path, run.session(attempt.number)]
 
 
 def _busy(outcome: Outcome) -> TrainkitError:
@@ -169,22 +170,3 @@ def _ended_at_once(run: RunFolder, code: int, log: Path) -> TrainkitError:
         known = Exit(code)
     last = log.read_text(errors="replace").strip().splitlines()[-1:] or [f"exit code {code}"]
     return TrainkitError(f"the supervisor ended at once: {last[0]}", exit=known, hint=f"see {log}")
-
-
-def fill_run(run: RunFolder, request: RunRequest, secrets: Mapping[str, str]) -> None:
-    """Snapshot, plan, origin, inputs, and last job.json, which makes the folder a run. There are
-    no inputs while the stages are still to be made."""
-    started = utc_now()  # the code, which is copied first, may take its time
-    snapshot = take_snapshot(PACKAGE, run.root / "code", request.project)
-    link_code(snapshot.folder, run.code)
-    write_json(run.plan, request.plan.to_json())
-    left_out = [vars(each) for each in snapshot.left_out]
-    engine = engine_tree(request.resolved.job)
-    made = made_image(request.resolved.job)
-    image = made.to_json() if made is not None else None
-    digest = snapshot.sha256
-    write_origin(run, request.project, digest, secrets, left_out, engine, image, started=started)
-    if request.needs is not None:
-        write_inputs(run, request.needs)
-    write_starter(run)
-    write_job(run.job, request.resolved)

@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 
 from trainkit.base.errors import ConfigError, TrainkitError
-from trainkit.experiment.hosts import resolve_on_hosts
+from trainkit.experiment.hosts import job_on_hosts
 from trainkit.experiment.options import RehearseOptions, ResumeOptions
 from trainkit.experiment.start import plan_resumed_run
 from trainkit.jobs.load import Jobs
@@ -52,8 +52,10 @@ class RehearsalScene:
     @cached_property
     def hosts(self) -> HostList:
         """Where it would run. Raises ConfigError as the hostfile's reader does."""
-        _, hosts = resolve_on_hosts(self.jobs, self.job.name, list(self.options.set), self.options)
-        return hosts
+        resolved = self.resolved
+        if self.run is not None:  # a run's job has its hosts' ranks already
+            resolved = self.jobs.resolve(self.job.name, self.options.overrides())
+        return job_on_hosts(self.jobs, resolved, self.options)[1]
 
     @cached_property
     def plan(self) -> Plan:
@@ -102,11 +104,11 @@ def scene_of(jobs: Jobs, name: str, options: RehearseOptions) -> RehearsalScene:
 
     Raises ConfigError with everything that is wrong with the job's tables.
     """
-    resolved = jobs.resolve(name, [*options.overrides(), *options.set])
+    resolved = jobs.resolve(name, options.overrides())
     if not options.resume:
         return RehearsalScene(jobs, resolved, options)
-    going_on = plan_resumed_run(jobs, options.resume, ResumeOptions(set=options.set))
-    if going_on.run.job_name != name:
-        raise ConfigError(f"run {going_on.run.id} is of job {going_on.run.job_name}, not of {name}")
-    changed = ResolvedJob(going_on.job, resolved.origins)
-    return RehearsalScene(jobs, changed, options, going_on.run)
+    record, start = plan_resumed_run(jobs, options.resume, ResumeOptions(set=options.set))
+    run = record.run
+    if run.job_name != name:
+        raise ConfigError(f"run {run.id} is of job {run.job_name}, not of {name}")
+    return RehearsalScene(jobs, ResolvedJob(start.job, resolved.origins), options, run)

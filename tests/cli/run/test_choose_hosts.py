@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -14,12 +15,12 @@ from trainkit.base.errors import ConfigError
 from trainkit.cli.hosts.nodes import nodes
 from trainkit.cli.wrapper import TaskContext
 from trainkit.experiment.cancel import cancel_run
-from trainkit.experiment.hosts import hosts_of_job, rank_override, resolve_on_hosts
-from trainkit.experiment.options import HostOptions
+from trainkit.experiment.hosts import hosts_of_job, job_on_hosts, rank_override
+from trainkit.experiment.options import HostOptions, TrainOptions
 from trainkit.jobs.load import Jobs, load
-from trainkit.jobs.resolved import write_job
+from trainkit.jobs.resolved import ResolvedJob, write_job
 from trainkit.launch.hosts.quarantine import quarantine_host, read_quarantine
-from trainkit.launch.hosts.selection import write_hosts
+from trainkit.launch.hosts.selection import HostList, write_hosts
 from trainkit.launch.protocol.client import ask_supervisor
 from trainkit.launch.supervise.code_snapshot import link_code, take_snapshot
 from trainkit.runs.folder import RunFolder
@@ -40,14 +41,18 @@ def jobs(project: Project) -> Jobs:
     return load(project.path, {})
 
 
-def far(**words: object) -> HostOptions:
-    return HostOptions(cluster="far", **words)  # type: ignore[arg-type]
+def chosen(
+    jobs: Jobs, sets: Sequence[str] = (), cluster: str = "far", **words: object
+) -> tuple[ResolvedJob, HostList]:
+    """The job `random` and its hosts."""
+    options = TrainOptions(cluster=cluster, set=sets, **words)  # type: ignore[arg-type]
+    return job_on_hosts(jobs, jobs.resolve("random", options.overrides()), options)
 
 
 def test_slots_are_the_ranks_of_a_node_and_say_where_they_come_from(
     project: Project, jobs: Jobs
 ) -> None:
-    resolved, hosts = resolve_on_hosts(jobs, "random", [], far(nodes=2))
+    resolved, hosts = chosen(jobs, nodes=2)
     assert (
         [h.name for h in hosts.running],
         [h.name for h in hosts.spares],
@@ -57,38 +62,33 @@ def test_slots_are_the_ranks_of_a_node_and_say_where_they_come_from(
     assert str(origin.place) == f"{project.path}/hosts:1" and [
         older.value for older in origin.overrode
     ] == [2, None]
-    resolved, hosts = resolve_on_hosts(jobs, "random", [], far(nodes=2, include="n[3-4]:1-2"))
+    resolved, hosts = chosen(jobs, nodes=2, include="n[3-4]:1-2")
     assert ([h.slots for h in hosts.hosts], resolved.job.ranks_per_node) == ([(1, 2), (1, 2)], 2)
     with pytest.raises(
         ConfigError, match=r"cluster\.ranks_per_node = 3, but n1 has 4 slots in .*hosts"
     ):
-        resolve_on_hosts(jobs, "random", ["cluster.ranks_per_node=3"], far(nodes=2))
-    assert (
-        resolve_on_hosts(jobs, "random", ["cluster.ranks_per_node=4"], far(nodes=2))[
-            0
-        ].job.world_size
-        == 8
-    )
+        chosen(jobs, ["cluster.ranks_per_node=3"], nodes=2)
+    assert chosen(jobs, ["cluster.ranks_per_node=4"], nodes=2)[0].job.world_size == 8
 
 
 def test_never_fewer_hosts_than_asked_for(project: Project, jobs: Jobs) -> None:
     with pytest.raises(ConfigError, match=r"wants 9 nodes, and .*hosts has 4 hosts"):
-        resolve_on_hosts(jobs, "random", [], far(nodes=9))
+        chosen(jobs, nodes=9)
     (project.path / "hosts").unlink()
     with pytest.raises(ConfigError, match=r"clusters\.far\.hostfile = .*there is no such file"):
-        resolve_on_hosts(jobs, "random", [], far())
+        chosen(jobs)
 
 
 def test_hosts_in_quarantine_are_passed_over_and_let_in_again(
     project: Project, jobs: Jobs, capsys: pytest.CaptureFixture[str]
 ) -> None:
     quarantine_host(project.path, "n1", "Xid 79", "some-run", 1000)
-    chosen = resolve_on_hosts(jobs, "random", [], far(nodes=2))[1]
-    assert [h.name for h in chosen.hosts] == ["n2", "n3", "n4"] and chosen.left_out == ("n1",)
+    hosts = chosen(jobs, nodes=2)[1]
+    assert [h.name for h in hosts.hosts] == ["n2", "n3", "n4"] and hosts.left_out == ("n1",)
     with pytest.raises(
         ConfigError, match=r"wants 4 nodes.*; n1 is left out: Xid 79 \(run some-run\), until"
     ) as error:
-        resolve_on_hosts(jobs, "random", [], far(nodes=4))
+        chosen(jobs, nodes=4)
     assert error.value.exit == 8 and "--release" in str(error.value)
     task = TaskContext(json=False, dry_run=False, folder=project.path)
     assert (
@@ -100,7 +100,7 @@ def test_hosts_in_quarantine_are_passed_over_and_let_in_again(
 
 
 def test_a_run_that_goes_on_takes_the_hosts_it_had(project: Project, jobs: Jobs) -> None:
-    resolved, had = resolve_on_hosts(jobs, "random", [], far(nodes=2, exclude="n1"))
+    resolved, had = chosen(jobs, nodes=2, exclude="n1")
     job = resolved.job
     assert (
         [h.name for h in hosts_of_job(job, HostOptions(), had).hosts]
@@ -176,7 +176,7 @@ def test_a_run_whose_head_is_gone(
     """Its hosts are asked from here; one that will never answer again must not keep it from
     going on for ever."""
     (project.path / "hosts").write_text("nowhere-1.invalid slots=2\n")
-    resolved, hosts = resolve_on_hosts(jobs, "random", ['cluster.launcher="ssh"'], far())
+    resolved, hosts = chosen(jobs, ['cluster.launcher="ssh"'])
     run = RunFolder(project.path / "runs" / "random" / "20260101-000000-aaaa")
     run.path.mkdir(parents=True)
     write_job(run.job, resolved)

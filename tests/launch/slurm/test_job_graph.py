@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import trainkit
-from tests.launch.recorded_slurm import ARGV, Slurm, need, new_request, part, ready, submit, units
+from tests.launch.recorded_slurm import ARGV, Slurm, need, new_start, part, ready, submit, units
 from trainkit.base.documents import document
 from trainkit.base.errors import ConfigError, Exit, TrainkitError
 from trainkit.base.files import write_json
@@ -260,7 +260,7 @@ def test_nothing_is_left_where_sbatch_refuses(slurm: Slurm) -> None:
         locked(slurm.folder / "stamps" / "prep-data" / "a.lock", {}),
         pytest.raises(TrainkitError, match="Invalid account"),
     ):
-        submit_with_stages(new_request(resolved, slurm.folder), graph, lambda text: None)
+        submit_with_stages(new_start(resolved, slurm.folder), graph, lambda text: None)
     assert slurm.lines()[-1] == "scancel --quiet 101 102" and not list(
         (slurm.folder / "runs").glob("*/*/job.json")
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.recorded_slurm import Slurm, make_slurm, new_request
+from tests.launch.recorded_slurm import Slurm, make_slurm, new_start
 from tests.programs import put_program
 from trainkit.base.errors import TrainkitError
 from trainkit.jobs.load import load
@@ -35,10 +35,10 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slurm:
 def asked(slurm: Slurm, *nodes: int) -> ArrayRequest:
     jobs = load(slurm.folder)
     made = [jobs.resolve("small", [f"nodes={number}"]) for number in nodes]
-    requests = [new_request(each, slurm.folder) for each in made]
+    starts = [new_start(each, slurm.folder) for each in made]
     folder = slurm.folder / "sweeps" / "small" / "id"
     folder.mkdir(parents=True)
-    return ArrayRequest("sweep-small", folder, requests, 2)
+    return ArrayRequest("sweep-small", folder, starts, 2)
 
 
 def test_one_array_for_all_that_ask_for_the_same(slurm: Slurm) -> None:

@@ -19,7 +19,7 @@ import pytest
 
 from tests import forkserver
 from tests.conftest import wait_for
-from tests.launch.recorded_slurm import Slurm, need, new_request, part, ready, submit, units
+from tests.launch.recorded_slurm import Slurm, need, new_start, part, ready, submit, units
 from tests.launch.supervised import make_run
 from tests.programs import put_program
 from trainkit.base.documents import document
@@ -30,10 +30,9 @@ from trainkit.cli.run.cancel import cancel
 from trainkit.cli.run.stages import stage_ui
 from trainkit.jobs.load import load
 from trainkit.jobs.resolved import write_job
-from trainkit.launch.hosts.selection import local_hosts
 from trainkit.launch.preparation import term_interrupts
 from trainkit.launch.run_inputs import write_inputs
-from trainkit.launch.scheduler_contract import CancelledJob, ResumeRequest
+from trainkit.launch.scheduler_contract import CancelledJob
 from trainkit.launch.scheduler_registry import preparation_for
 from trainkit.launch.slurm import arrays
 from trainkit.launch.slurm.array_scripts import array_script
@@ -45,7 +44,7 @@ from trainkit.launch.slurm.sbatch import secrets_path
 from trainkit.launch.slurm.scheduler import cancel_newest_job
 from trainkit.launch.slurm.shared_arrays import SharedArrayStatus
 from trainkit.launch.slurm.stage_graph import hold_stage_graph
-from trainkit.launch.slurm.submit_run import submit_again, submit_with_stages
+from trainkit.launch.slurm.submit_run import submit_run, submit_with_stages
 from trainkit.launch.slurm.withdraw import withdraw_stage_jobs
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import read_run_record
@@ -210,9 +209,7 @@ def test_secrets_go_where_a_run_is_not_taken_back_either(
     write_job(run.job, resolved)
     (slurm.folder / "bin" / "sbatch").write_text("#!/bin/bash\necho no >&2; exit 1\n")
     with pytest.raises(TrainkitError, match="sbatch refuses"):
-        document = json.loads(run.job.read_text())
-        hosts = local_hosts(resolved.job)
-        submit_again(ResumeRequest(run, resolved.job, document, slurm.folder, hosts))
+        submit_run(replace(new_start(resolved, slurm.folder), run=run))
     assert not secrets_path(run).exists()
 
 
@@ -263,7 +260,7 @@ def test_a_closed_terminal_while_the_graph_is_submitted_leaves_no_half_of_it(
     job = resolved.job
     preparation = preparation_for(job, slurm.folder, stage_ui(slurm.task))
     with pytest.raises(KeyboardInterrupt), hold_stage_graph(job, preparation) as graph:
-        submit_with_stages(new_request(resolved, slurm.folder), graph, lambda text: None)
+        submit_with_stages(new_start(resolved, slurm.folder), graph, lambda text: None)
     assert slurm.lines()[-1].startswith("scancel --quiet 101") and not list(
         (slurm.folder / "runs").glob("*/*/job.json")
     )

@@ -33,7 +33,7 @@ from trainkit.launch.hosts.hostfile import Host
 from trainkit.launch.hosts.quarantine import read_quarantine
 from trainkit.launch.hosts.selection import local_hosts
 from trainkit.launch.protocol.frames import StartProcesses
-from trainkit.launch.scheduler_contract import RunRequest
+from trainkit.launch.scheduler_contract import Start
 from trainkit.launch.supervise import supervisor
 from trainkit.launch.supervise.code_snapshot import link_code, take_snapshot
 from trainkit.launch.supervise.outcome import RankExit, judge_outcome
@@ -117,7 +117,9 @@ def test_slots_taken_between_two_attempts_delete_nothing(
     try:
         plan = make_plan(resolved.job)
         hosts = local_hosts(resolved.job)
-        run, outcome = start.start_run(RunRequest(resolved, plan, [], tmp_path, hosts))
+        run, outcome = start.start_run(
+            Start(resolved.job, resolved.to_json(), plan, hosts, tmp_path, needs=[])
+        )
     finally:
         over.set()
         racer.join()

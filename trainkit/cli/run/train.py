@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rich.markup import escape
@@ -26,19 +27,27 @@ from trainkit.experiment.options import (
     ResumeOptions,
     TrainOptions,
 )
-from trainkit.experiment.start import NewRun, ResumedRun, plan_new_run, plan_resumed_run
-from trainkit.jobs.load import Jobs
+from trainkit.experiment.start import (
+    has_finished,
+    plan_new_run,
+    plan_resumed_run,
+    prepare,
+    prepare_and_submit,
+    show_new_run,
+    submit,
+)
 from trainkit.jobs.resolved import read_job
 from trainkit.jobs.schema import Job
-from trainkit.launch.scheduler_contract import StageFollower, Submission
+from trainkit.launch.scheduler_contract import StageFollower, Start, Submission
 from trainkit.launch.scheduler_registry import preparation_for
+from trainkit.launch.session_preview import preview_start
 from trainkit.launch.supervise.observer import RunObserver
 from trainkit.plan.planner import Plan
 from trainkit.runs.checkpoint_list import ListedCheckpoint
 from trainkit.runs.checkpoints import newest_valid, open_checkpoint
 from trainkit.runs.event_tail import EventTail
 from trainkit.runs.folder import RunFolder
-from trainkit.runs.record import read_run_record
+from trainkit.runs.record import RunRecord, read_run_record
 from trainkit.stages.execute import needs_in_turn
 from trainkit.stages.precompile import PrecompileStage
 from trainkit.stages.precompile import prune as prune_graphs
@@ -48,20 +57,15 @@ from trainkit.train.compiled_graphs import SCHEMA, GraphFiles
 BEFORE = ("build", "build-container", "prep-data")  # stages that say what is compiled
 
 
-def compile_graphs(
-    task: TaskContext, jobs: Jobs, name: str, options: TrainOptions, *, force: bool, prune: bool
-) -> TaskResult:
+def compile_graphs(task: TaskContext, job: Job, *, force: bool, prune: bool) -> TaskResult:
     """Make the graphs of a job, and say what that took.
 
     Args:
         task: how the task speaks.
-        jobs: those of a jobs.toml.
-        name: of the job.
-        options: what is set otherwise than in jobs.toml.
+        job: the job.
         force: also where they are fresh.
         prune: delete the oldest graphs of other jobs.
     """
-    job = jobs.resolve(name, [*options.overrides(), *options.set]).job
     refuse_unlaunchable(job)
     root = Path(job.cluster.root or ".")
     before = [stage for stage in STAGES if stage.name in BEFORE]
@@ -73,11 +77,11 @@ def compile_graphs(
     else:
         preparation_for(job, root, stage_ui(task)).make(needs_in_turn(job, before))
         verdicts = preparation.make(needs_in_turn(job, own))
-    values: dict[str, object] = {"job": name, "fresh": verdicts[0].fresh}
+    values: dict[str, object] = {"job": job.name, "fresh": verdicts[0].fresh}
     if not task.dry_run:
         values |= _numbers(task, GraphFiles.of(job), fresh=verdicts[0].fresh)
     if prune and not task.dry_run:
-        for folder, size in prune_graphs(root, [name]):
+        for folder, size in prune_graphs(root, [job.name]):
             task.say(f"deleted {folder} ({size / 1e6:,.1f} MB)")
     return TaskResult(document("precompile/1", because=verdicts[0].because, **values))
 
@@ -117,22 +121,19 @@ def train(task: TaskContext, name: str, options: TrainOptions) -> TaskResult:
         options: how the run is started.
     """
     jobs = load_jobs(task)
-    asked = jobs.resolve(name, [*options.overrides(), *options.set]).job
-    if options.rehearse or asked.rehearse:
+    resolved = jobs.resolve(name, options.overrides())
+    if options.rehearse or resolved.job.rehearse:
         refuse_failed(task, run_rehearsal(task, jobs, name, RehearseOptions.of(options)))
-    new = plan_new_run(jobs, name, options)
-    job = new.job
-    _print_plan(task, new.plan, job)
+    start = plan_new_run(jobs, resolved, options)
+    job = start.job
+    _print_plan(task, start.plan, job)
     _say_missing_graphs(task, job)
-    say_hosts(task, job, new.hosts)
+    say_hosts(task, job, start.hosts)
     say_unused_stages(task, job)
     if task.dry_run:
-        return _show(task, new)
-    view = TrainingView(task.console, job.training.train_iters)
-    try:
-        submission = new.start(stage_ui(task), RunObserver(view.begin, view.tick, view.notice))
-    finally:
-        view.end()
+        return _show(task, start, options)
+    with _watched(task, start) as watched:
+        submission = prepare_and_submit(watched, stage_ui(task), no_stages=options.no_stages)
     return _finish(task, job, submission, EventTail(submission.run), options)
 
 
@@ -150,18 +151,29 @@ def precompile(
     """
     compiling = TrainOptions(**{**vars(options), "set": (*options.set, "precompile=true")})
     jobs = load_jobs(task)
-    if jobs.resolve(name, [*compiling.overrides(), *compiling.set]).job.is_native:
-        return compile_graphs(task, jobs, name, compiling, force=force, prune=prune)
-    job = plan_new_run(jobs, name, compiling).job
+    resolved = jobs.resolve(name, compiling.overrides())
+    if resolved.job.is_native:
+        return compile_graphs(task, resolved.job, force=force, prune=prune)
+    job = plan_new_run(jobs, resolved, compiling).job
     if not force and ENGINES[job.engine].compiled_nodes(job) == job.nodes:
         task.say(f"the graphs of {name} are compiled on all {job.nodes} nodes")
         return TaskResult(document("precompile/1", job=name, nodes=job.nodes, fresh=True))
     return train(task, name, compiling)
 
 
-def _show(task: TaskContext, new: NewRun) -> TaskResult:
+@contextlib.contextmanager
+def _watched(task: TaskContext, start: Start) -> Iterator[Start]:
+    """The start with a view of its progress, which stands on the terminal in the block."""
+    view = TrainingView(task.console, start.job.training.train_iters)
+    try:
+        yield replace(start, watch=RunObserver(view.begin, view.tick, view.notice))
+    finally:
+        view.end()
+
+
+def _show(task: TaskContext, start: Start, options: TrainOptions) -> TaskResult:
     """Say what would be started where."""
-    plan, dry_run = new.show(stage_ui(task))
+    plan, dry_run = show_new_run(start, stage_ui(task), no_stages=options.no_stages)
     for line in dry_run.lines:
         task.say(line)
     if dry_run.error is not None:
@@ -251,43 +263,41 @@ def resume(task: TaskContext, text: str, options: ResumeOptions) -> TaskResult:
         text: which run.
         options: how it goes on.
     """
-    resumed = plan_resumed_run(load_jobs(task), text, options)
-    run = resumed.run
-    job = resumed.job
-    record = resumed.record
-    if resumed.finished:
+    record, start = plan_resumed_run(load_jobs(task), text, options)
+    run = record.run
+    job = start.job
+    if has_finished(record, job):
         task.say(
             f"run {run.id} has finished: step {record.step} of {job.training.train_iters}; there is"
             " nothing to resume"
         )
         return TaskResult(record.to_json())
     _say_lasting_longer(task, job)
-    say_hosts(task, job, resumed.hosts)
+    say_hosts(task, job, start.hosts)
     if task.dry_run:
-        return _show_resumed(task, resumed)
-    resumed.prepare(stage_ui(task))
+        return _show_resumed(task, record, start)
+    start = prepare(start, stage_ui(task))
     task.say(
         f"run {run.id} ({record.state}) is at step {record.step}; going on as attempt"
         f" {record.attempt + 1}"
     )
-    view = TrainingView(task.console, job.training.train_iters)
     events = EventTail(run, skip_existing=True)
-    try:
-        submission = resumed.start(RunObserver(view.begin, view.tick, view.notice))
-    finally:
-        view.end()
+    with _watched(task, start) as watched:
+        submission = submit(watched)
     return _finish(task, job, submission, events, options)
 
 
-def _show_resumed(task: TaskContext, resumed: ResumedRun) -> TaskResult:
-    run = resumed.run
+def _show_resumed(task: TaskContext, record: RunRecord, start: Start) -> TaskResult:
+    run = record.run
+    attempt = record.attempt + 1
     task.say(
-        f"would go on with run {run.id} in {run.path}, attempt {resumed.record.attempt + 1}, from"
+        f"would go on with run {run.id} in {run.path}, attempt {attempt}, from"
         f" {_beginning(task, run)}"
     )
-    for line in resumed.preview().lines:
+    preview = preview_start(run, start.job, attempt, start.hosts, background=start.background)
+    for line in preview.lines:
         task.say(line)
-    return TaskResult(resumed.record.to_json())
+    return TaskResult(record.to_json())
 
 
 def _finish(

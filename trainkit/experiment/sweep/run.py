@@ -18,7 +18,12 @@ from trainkit.experiment.cancel import cancel_run
 from trainkit.experiment.follow import GOING
 from trainkit.experiment.hosts import quarantine_reasons
 from trainkit.experiment.options import ResumeOptions, TrainOptions
-from trainkit.experiment.start import NewRun, plan_new_run, plan_resumed_run
+from trainkit.experiment.start import (
+    plan_new_run,
+    plan_resumed_run,
+    prepare,
+    prepare_and_submit,
+)
 from trainkit.experiment.sweep.record import (
     Member,
     SweepRecord,
@@ -36,9 +41,8 @@ from trainkit.jobs.schema import Job
 from trainkit.launch.hosts.hostfile import find_hostfile
 from trainkit.launch.hosts.selection import load_hosts
 from trainkit.launch.preparation import StageUi, term_interrupts
-from trainkit.launch.scheduler_contract import ArrayRequest, ResumeRequest, RunRequest
+from trainkit.launch.scheduler_contract import ArrayRequest, Start
 from trainkit.launch.scheduler_registry import current, current_all, scheduler_for
-from trainkit.launch.supervise.observer import silent_observer
 from trainkit.reports.sweep import MemberResult
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import RunRecord, read_run_record
@@ -226,16 +230,12 @@ def _submit(sweep: OpenedSweep, todo: Sequence[MemberResult], ui: StageUi) -> Sw
     if not todo:
         return sweep.record
     by_number = {member.number: member for member in sweep.record.members}
-    requests: list[RunRequest | ResumeRequest] = []
-    for each in todo:
-        member = by_number[each.number]
-        if each.state == "waiting":
-            requests.append(_new(sweep, member, Place()).prepared(ui))
-        else:
-            again = plan_resumed_run(sweep.jobs, member.run, ResumeOptions(detach=True))
-            requests.append(again.request)
+    starts = [
+        prepare(_start_of(sweep, by_number[each.number], Place(), new=each.state == "waiting"), ui)
+        for each in todo
+    ]
     name = f"sweep-{sweep.record.job}-{sweep.record.id}"
-    asked = ArrayRequest(name, sweep.record.folder, requests, sweep.at_once)
+    asked = ArrayRequest(name, sweep.record.folder, starts, sweep.at_once)
     done = scheduler_for(sweep.member_jobs[0].cluster).submit_array(asked)
     record = sweep.record.with_runs(
         {each.number: got.run.id for each, got in zip(todo, done, strict=True)}
@@ -268,11 +268,16 @@ def _line(member: Member, record: RunRecord) -> str:
     return f"{member.number}: {member.words}: {record.state}" + (f": {why}" if why else "")
 
 
-def _new(sweep: OpenedSweep, member: Member, place: Place) -> NewRun:
+def _start_of(sweep: OpenedSweep, member: Member, place: Place, *, new: bool) -> Start:
+    """How a member is started, or goes on."""
+    if not new:
+        going_on = ResumeOptions(detach=True, include=place.include)
+        return plan_resumed_run(sweep.jobs, member.run, going_on)[1]
     options = TrainOptions(
         set=(*sweep.record.sets, *member.overrides), detach=True, include=place.include
     )
-    return plan_new_run(sweep.jobs, sweep.record.job, options)
+    resolved = sweep.jobs.resolve(sweep.record.job, options.overrides())
+    return plan_new_run(sweep.jobs, resolved, options)
 
 
 class _Turns:
@@ -319,20 +324,12 @@ class _Turns:
         place = self.places[0]
         member = self._member(each.number)
         with place.entered():
-            run = self._begin(member, place, new=each.state == "waiting")
+            start = _start_of(self.sweep, member, place, new=each.state == "waiting")
+            run = prepare_and_submit(start, self.ui).run
         self.record = self.record.with_runs({member.number: run.id})
         self.places.remove(place)
         self.going[member.number] = run, place
         self.ui.say(f"{member.number}: {member.words}: run {run.id}")
-
-    def _begin(self, member: Member, place: Place, *, new: bool) -> RunFolder:
-        """Start a member, or go on with it."""
-        if new:
-            return _new(self.sweep, member, place).start(self.ui, silent_observer()).run
-        options = ResumeOptions(detach=True, include=place.include)
-        again = plan_resumed_run(self.sweep.jobs, member.run, options)
-        again.prepare(self.ui)
-        return again.start(silent_observer()).run
 
     def _look(self) -> None:
         for number, (run, place) in list(self.going.items()):

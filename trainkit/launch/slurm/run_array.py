@@ -22,7 +22,7 @@ from trainkit.base.errors import TrainkitError
 from trainkit.base.files import write_json, write_text
 from trainkit.jobs.clusters import SlurmOptions
 from trainkit.jobs.resolved import read_job
-from trainkit.launch.scheduler_contract import ArrayRequest, RunRequest, Submission
+from trainkit.launch.scheduler_contract import ArrayRequest, Submission
 from trainkit.launch.slurm.allocation import slurm_output
 from trainkit.launch.slurm.batch_script import (
     all_options,
@@ -32,7 +32,8 @@ from trainkit.launch.slurm.batch_script import (
 )
 from trainkit.launch.slurm.sbatch import forget_secrets, write_script
 from trainkit.launch.slurm.sbatch import sbatch as run_sbatch
-from trainkit.launch.slurm.submit_run import fill_new, renew
+from trainkit.launch.slurm.submit_run import fill
+from trainkit.launch.supervise.run_lock import locked_run
 from trainkit.runs.folder import RunFolder, new_run_folder
 from trainkit.runs.slurm import add_slurm_job, read_slurm_jobs, write_slurm_jobs
 
@@ -68,15 +69,12 @@ def submit_array(asked: ArrayRequest) -> list[Submission]:
     elements: list[_Element] = []
     submitted: list[str] = []
     try:
-        for request in asked.requests:
-            if isinstance(request, RunRequest):
-                root = Path(request.job.cluster.root or ".").absolute()
-                elements.append(_Element(new_run_folder(root, request.job.name), 1, True))
-                fill_new(elements[-1].run, request)
-            else:
-                newest = max((attempt.number for attempt in request.run.attempts()), default=0)
-                elements.append(_Element(request.run, newest + 1, False))
-                renew(request)
+        for start in asked.starts:
+            run = start.run or new_run_folder(start.root.absolute(), start.job.name)
+            newest = max((attempt.number for attempt in run.attempts()), default=0)
+            elements.append(_Element(run, newest + 1, new=start.run is None))
+            with locked_run(run):
+                fill(run, start)
         ids: dict[RunFolder, str] = {}
         for group in _groups(elements):
             ids |= _submit(group, asked, submitted)

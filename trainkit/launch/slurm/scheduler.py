@@ -27,7 +27,7 @@ from trainkit.launch.scheduler_contract import (
     JobAccount,
     QueueFollower,
     QueueReport,
-    RunRequest,
+    Start,
     Submission,
 )
 from trainkit.launch.session_preview import preview_session, script_lines
@@ -51,7 +51,7 @@ from trainkit.launch.slurm.sbatch import dependency_options, note_end, run_sbatc
 from trainkit.launch.slurm.shared_arrays import SharedArrayStatus
 from trainkit.launch.slurm.squeue import RUNNING, WAITING, job_accounts, job_statuses
 from trainkit.launch.slurm.stage_graph import hold_stage_graph, show_stage_graph
-from trainkit.launch.slurm.submit_run import submit_again, submit_new, submit_with_stages
+from trainkit.launch.slurm.submit_run import submit_run, submit_with_stages
 from trainkit.launch.slurm.withdraw import withdraw_stage_jobs
 from trainkit.launch.supervise.outcome import Outcome
 from trainkit.runs.folder import RunFolder
@@ -211,8 +211,7 @@ class SlurmScheduler:
 
     title = "Slurm"
     queues = True
-    submit = staticmethod(submit_new)
-    requeue = staticmethod(submit_again)
+    submit = staticmethod(submit_run)
     submit_array = staticmethod(submit_array)
     settle_arrays = staticmethod(settle_arrays)
     state = staticmethod(reconciled)
@@ -249,10 +248,10 @@ class SlurmScheduler:
     def in_flight(self, notice: Notice) -> StillRunning:
         return SharedArrayStatus(notice)
 
-    def prepare(self, request: RunRequest, preparation: Preparation) -> Submission | None:
-        with hold_stage_graph(request.job, preparation) as graph:
+    def prepare(self, start: Start, preparation: Preparation) -> Submission | None:
+        with hold_stage_graph(start.job, preparation) as graph:
             if graph.parts:
-                return submit_with_stages(request, graph, preparation.ui.say)
+                return submit_with_stages(start, graph, preparation.ui.say)
         return None
 
     def show_stages(self, job: Job, needs: Sequence[Need], preparation: Preparation) -> str:
@@ -260,8 +259,8 @@ class SlurmScheduler:
             return finish_job_name(job)
         return ""
 
-    def dry_run(self, request: RunRequest, after: str = "") -> DryRun:
-        return preview_batch_job(request.job, after)
+    def dry_run(self, start: Start, after: str = "") -> DryRun:
+        return preview_batch_job(start.job, after)
 
     def supervise(
         self, run: RunFolder, environment: Mapping[str, str], *, share: bool, prolog_failed: int
