@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,8 +23,9 @@ from trainkit.jobs.schema import Job
 from trainkit.launch import remote_units as units
 from trainkit.launch.hosts.hostfile import Host
 from trainkit.launch.hosts.quarantine import quarantine_host
-from trainkit.launch.remote_units import StageHosts, execute_on_hosts, stage_hosts
+from trainkit.launch.remote_units import StageHosts, stage_hosts
 from trainkit.stages.contract import Need, Unit
+from trainkit.stages.execute import StageWork
 from trainkit.stages.stamps import Freshness, unit_folder
 
 # all are this machine, which needs no ssh to itself
@@ -79,6 +80,9 @@ class Reporter:
     def started(self, need: Need, units: Sequence[Unit]) -> None: ...
     def finished(self, need: Need) -> None: ...
 
+    def counted(self, unit: Unit, counts: Mapping[str, int]) -> None:
+        self.counts[unit.name] = counts["tokens"]
+
     def progress(self, unit: Unit, fraction: float) -> None:
         if fraction == 1 and unit.name not in self.ended:
             self.ended.append(unit.name)
@@ -127,16 +131,7 @@ class Work:
 
     def run(self, *units: Unit) -> None:
         need = Need("stage", "thing", "thing", 1, {}, (), (), units)
-        execute_on_hosts(
-            self.place,
-            need,
-            units,
-            self.folder,
-            self.reporter,
-            on_counts=lambda unit, counts: self.reporter.counts.update(
-                {unit.name: counts["tokens"]}
-            ),
-        )
+        self.place.run(StageWork(need, units, self.folder, self.reporter))
 
     def log(self) -> list[list[str]]:
         """[unit, "begins" or "ends", pid of its parent (the agent), pid], in order."""

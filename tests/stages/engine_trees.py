@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import subprocess
 from pathlib import Path
@@ -104,9 +103,9 @@ class Bringer:
     def bring(self, job: Job, *, force: bool = False) -> Freshness:
         """Make it, and return what was found before."""
         root = Path(job.cluster.root or ".")
-        execute = functools.partial(execute_locally, workers=1)
         reporter = StageLines(self.lines.append)
-        return update_stage(self.need(job), root, execute, reporter, force=force)
+        need = self.need(job)
+        return update_stage(need, root, execute_locally, reporter, force=force, workers=1)
 
 
 def everything_below(folder: Path) -> str:

@@ -8,6 +8,7 @@ import os
 import random
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from trainkit.data.tokenize import merge_worker as merge
 from trainkit.data.tokenizer import train_bpe
 from trainkit.jobs.load import load
 from trainkit.stages.contract import Need, Unit
-from trainkit.stages.execute import missing_units, stamps_folder, update_stage
+from trainkit.stages.execute import StageWork, missing_units, stamps_folder, update_stage
 from trainkit.stages.local import execute_locally
 from trainkit.stages.prep_data import needs_of_dataset
 from trainkit.stages.stamps import Freshness, check_freshness
@@ -46,6 +47,7 @@ class Silent:
     def verdict(self, verdict: Freshness) -> None: ...
     def waiting(self, need: Need, holder: str) -> None: ...
     def started(self, need: Need, units: Any) -> None: ...
+    def counted(self, unit: Unit, counts: Any) -> None: ...
     def progress(self, unit: Unit, fraction: float) -> None: ...
     def finished(self, need: Need) -> None: ...
 
@@ -238,14 +240,15 @@ def test_growing_that_is_cut_off_goes_on(
     def killed(spec: Any, shards: Any) -> Any:
         raise KeyboardInterrupt
 
-    def until(need: Need, units: Any, stamps: Path, reporter: Any) -> None:
-        kept = [unit for unit in units if dies_after == "merge" or unit.name != "merge"]
-        execute_locally(need, kept, stamps, reporter)
+    def until(work: StageWork) -> None:
+        kept = [unit for unit in work.units if dies_after == "merge" or unit.name != "merge"]
+        execute_locally(replace(work, units=kept))
         if dies_after == "pair":
             with monkeypatch.context() as patch:
                 patch.setattr(merge, "write_manifest", killed)
                 merge.work(
-                    next(unit.spec for unit in units if unit.name == "merge"), lambda *done: None
+                    next(unit.spec for unit in work.units if unit.name == "merge"),
+                    lambda *done: None,
                 )
         raise KeyboardInterrupt
 

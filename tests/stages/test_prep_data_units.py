@@ -19,22 +19,26 @@ from trainkit.cli.run import stages as prepare
 from trainkit.cli.wrapper import TaskContext
 from trainkit.data.sources import DownloadNotice
 from trainkit.stages.contract import Need, Unit
-from trainkit.stages.execute import stamps_folder, update_stage
+from trainkit.stages.execute import StageWork, stamps_folder, update_stage
 from trainkit.stages.local import execute_locally
 from trainkit.stages.stamps import Freshness, unit_folder
 from trainkit.stages.unit_process import SMALL, UnitQueue
 
 
 class Silent:
-    """A reporter that keeps the order in which units ended."""
+    """A reporter that keeps the order in which units ended, and what they have written."""
 
     def __init__(self) -> None:
         self.ended: list[str] = []
+        self.counts: list[Mapping[str, int]] = []
 
     def verdict(self, verdict: Freshness) -> None: ...
     def waiting(self, need: Need, holder: str) -> None: ...
     def started(self, need: Need, units: Sequence[Unit]) -> None: ...
     def finished(self, need: Need) -> None: ...
+
+    def counted(self, unit: Unit, counts: Mapping[str, int]) -> None:
+        self.counts.append(dict(counts))
 
     def progress(self, unit: Unit, fraction: float) -> None:
         if fraction == 1 and unit.name not in self.ended:
@@ -81,10 +85,12 @@ def need(
     return Need("stage", "thing", "thing", 1, {}, (), (), tuple(units), scratch, announcement)
 
 
-def run(folder: Path, units: Sequence[Unit], workers: int, **words: Any) -> list[str]:
+def run(
+    folder: Path, units: Sequence[Unit], workers: int, reporter: Silent | None = None
+) -> list[str]:
     """Lines of the log: who began and ended, in order."""
     unit_folder(folder, "thing").mkdir(parents=True)
-    execute_locally(need(units), units, folder, Silent(), workers=workers, **words)
+    execute_locally(StageWork(need(units), units, folder, reporter or Silent(), workers))
     return [line.rpartition(" ")[0] for line in (folder / "log").read_text().splitlines()]
 
 
@@ -212,7 +218,7 @@ run_unit(lambda spec, progress: os.write(2, spec["name"].encode()) and {})
     ]
     folder = unit_folder(tmp_path, "thing")
     folder.mkdir(parents=True)
-    execute_locally(need(units), units, tmp_path, Silent(), workers=1)
+    execute_locally(StageWork(need(units), units, tmp_path, Silent(), workers=1))
     assert {p.name: p.read_text() for p in folder.glob("*.log")} == {
         f"u{i}.log": f"said by {i}" for i in range(20)
     }
@@ -220,12 +226,7 @@ run_unit(lambda spec, progress: os.write(2, spec["name"].encode()) and {})
 
 def test_units_that_wait_for_each_other_are_a_bug_and_not_success(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="wait for each other"):
-        execute_locally(
-            need([]),
-            [unit(tmp_path, "a", after=("b",)), unit(tmp_path, "b", after=("a",))],
-            tmp_path,
-            Silent(),
-        )
+        run(tmp_path, [unit(tmp_path, "a", after=("b",)), unit(tmp_path, "b", after=("a",))], 1)
 
 
 def test_a_hundred_thousand_units_are_sorted_quickly() -> None:
@@ -246,17 +247,10 @@ def test_a_hundred_thousand_units_are_sorted_quickly() -> None:
 
 
 def test_counts_reach_the_reporter(tmp_path: Path) -> None:
-    told: list[Mapping[str, int]] = []
-    run(
-        tmp_path,
-        [unit(tmp_path, "a", seconds=0.3)],
-        workers=1,
-        counted=lambda _, counts: told.append(dict(counts)),
-    )
-    assert told[0] == {"tokens": 7, "text_bytes": 9} and told[-1] == {
-        "tokens": 70,
-        "text_bytes": 90,
-    }
+    reporter = Silent()
+    run(tmp_path, [unit(tmp_path, "a", seconds=0.3)], 1, reporter)
+    assert reporter.counts[0] == {"tokens": 7, "text_bytes": 9}
+    assert reporter.counts[-1] == {"tokens": 70, "text_bytes": 90}
 
 
 def test_a_worker_killed_by_the_kernel_is_told_apart(tmp_path: Path) -> None:

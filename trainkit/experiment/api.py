@@ -57,8 +57,7 @@ def _jobs(project: Project) -> Jobs:
 
 
 def _ui(say: Say) -> StageUi:
-    lines = StageLines(say)
-    return StageUi(lines, say, lines.counted)
+    return StageUi(StageLines(say), say)
 
 
 def plan_job(job: str, *, project: Project = ".", set: Sequence[str] = ()) -> Plan:

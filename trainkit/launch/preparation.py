@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import shlex
 import signal
 import threading
@@ -14,17 +13,20 @@ from typing import TYPE_CHECKING, Protocol
 
 from trainkit.jobs.schema import Job
 from trainkit.launch.remote_units import (
-    StageHosts,
-    execute_on_hosts,
     stage_hosts,
     this_machine_in_image,
 )
 from trainkit.stages.contract import Need, Unit
-from trainkit.stages.execute import StageReporter, missing_units, stamps_folder, update_stage
+from trainkit.stages.execute import (
+    StageReporter,
+    StageWork,
+    missing_units,
+    stamps_folder,
+    update_stage,
+)
 from trainkit.stages.in_flight import StillRunning
 from trainkit.stages.local import execute_locally
 from trainkit.stages.stamps import Freshness, check_freshness, unit_folder
-from trainkit.stages.unit_process import OnCounts
 
 if TYPE_CHECKING:  # every reader of files and sites comes with it
     from trainkit.data.sources.announce import DownloadNotice
@@ -46,32 +48,23 @@ class StageUi:
     Args:
         reporter: is called as stages are judged and as their units progress.
         say: prints one line.
-        on_counts: is called with what a unit has written so far.
         agree: is called before a large download begins; raises ConfigError where nobody agrees.
     """
 
     reporter: StageReporter
     say: Notice
-    on_counts: OnCounts | None = None
     agree: Callable[[DownloadNotice], None] = refuse_download
 
 
 class UnitRunner(Protocol):
     """Runs the units of one stage somewhere."""
 
-    on_this_machine: bool
+    @property
+    def on_this_machine(self) -> bool:
+        """Whether they are processes of this machine."""
 
-    def run(
-        self,
-        need: Need,
-        units: Sequence[Unit],
-        stamps: Path,
-        reporter: StageReporter,
-        *,
-        workers: int | None = None,
-        on_counts: OnCounts | None = None,
-    ) -> None:
-        """Run `units` in the order their `after` asks for and stamp each that succeeds. Raises
+    def run(self, work: StageWork) -> None:
+        """Run units in the order their `after` asks for and stamp each that succeeds. Raises
         TrainkitError on the first failure."""
 
     def describe(self, need: Need, units: Sequence[Unit], folder: Path) -> list[str]:
@@ -82,18 +75,7 @@ class LocalUnits:
     """The units run as processes of this machine."""
 
     on_this_machine = True
-
-    def run(
-        self,
-        need: Need,
-        units: Sequence[Unit],
-        stamps: Path,
-        reporter: StageReporter,
-        *,
-        workers: int | None = None,
-        on_counts: OnCounts | None = None,
-    ) -> None:
-        execute_locally(need, units, stamps, reporter, workers=workers, counted=on_counts)
+    run = staticmethod(execute_locally)
 
     def describe(self, need: Need, units: Sequence[Unit], folder: Path) -> list[str]:
         lines = []
@@ -102,26 +84,6 @@ class LocalUnits:
             if unit.commands is not None:
                 lines += [f"  {shlex.join(argv)}" for argv in unit.commands()]
         return lines
-
-
-class HostUnits:
-    """The units run on hosts of a hostfile, but for those that wait for the network."""
-
-    on_this_machine = False
-
-    def __init__(self, place: StageHosts) -> None:
-        self.place = place
-        self.run = functools.partial(execute_on_hosts, place)
-
-    def describe(self, need: Need, units: Sequence[Unit], folder: Path) -> list[str]:
-        where = f" on one of {', '.join(host.name for host in self.place.hosts)}"
-        if self.place.box:
-            where += f", in {self.place.box.label}"
-        return [
-            f"would run {shlex.join(unit.argv)} {unit.name}.spec.json"
-            f"{'' if unit.network or (unit.here and self.place.box) else where}"
-            for unit in units
-        ]
 
 
 def direct_units(job: Job | None, stage: str, notice: Notice) -> UnitRunner:
@@ -139,10 +101,8 @@ def direct_units(job: Job | None, stage: str, notice: Notice) -> UnitRunner:
     """
     if job is None:
         return LocalUnits()
-    place = stage_hosts(job, stage, notice) or this_machine_in_image(job, stage, notice)
-    if place is None:
-        return LocalUnits()
-    return HostUnits(place)
+    hosts = stage_hosts(job, stage, notice) or this_machine_in_image(job, stage, notice)
+    return hosts or LocalUnits()
 
 
 @contextlib.contextmanager
@@ -176,8 +136,7 @@ class Preparation:
         ui: how the person follows.
         runner_of: what runs the units of a stage, by the stage's name.
         in_flight: whether jobs that another run has submitted may still write.
-        workers: units at once; by default one a core here, and clusters.X.stages.STAGE.
-            tasks_per_node on other hosts.
+        workers: see `StageWork`.
         force: make what is fresh, too.
     """
 
@@ -208,9 +167,14 @@ class Preparation:
             and not check_freshness(need, stamps, force=self.force).fresh
         ):
             raise need.lacking
-        execute = functools.partial(runner.run, workers=self.workers, on_counts=self.ui.on_counts)
         return update_stage(
-            need, self.root, execute, self.ui.reporter, force=self.force, going=self.in_flight
+            need,
+            self.root,
+            runner.run,
+            self.ui.reporter,
+            force=self.force,
+            going=self.in_flight,
+            workers=self.workers,
         )
 
     def show(self, needs: Iterable[Need]) -> list[Freshness]:

@@ -1,5 +1,5 @@
 """Runs the units of a stage over hosts: the same units, in the same order and with the same
-words as `execute_here`, on the agents of clusters.X.stages.STAGE. With a container around the
+words as `execute_locally`, on the agents of clusters.X.stages.STAGE. With a container around the
 agents, of the job's image, this machine may be the one host.
 
 Units that wait for the network stay on this machine: it has the credentials and the way out,
@@ -11,12 +11,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shlex
 import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from trainkit.base.errors import ConfigError, Exit, TrainkitError
 from trainkit.base.process import stop_children
@@ -40,9 +42,9 @@ from trainkit.launch.protocol.frames import (
 from trainkit.launch.supervise.agent_pool import AgentLost, AgentPool
 from trainkit.launch.supervise.orphan_sweep import open_agent_pool, wait_for_consistent_agents
 from trainkit.stages.contract import Need, Unit
-from trainkit.stages.execute import StageReporter
+from trainkit.stages.execute import StageWork
 from trainkit.stages.local import GRACE_SECONDS, POLL_SECONDS, LocalUnitProcess, process_limits
-from trainkit.stages.unit_process import OnCounts, UnitProcess, UnitTracker
+from trainkit.stages.unit_process import UnitProcess, UnitTracker
 
 GONE_SECONDS = 5.0  # beyond the grace, until an agent has nothing left of what it stopped
 # for what a host has written to be seen here: network file systems remember for a while that a file
@@ -59,7 +61,7 @@ RUN_MODULE = (
 
 @dataclass(frozen=True)
 class StageHosts:
-    """The hosts that run the units of a stage.
+    """The hosts that run the units of a stage, but for those that wait for the network.
 
     Args:
         job: whose stage it is; its cluster says how hosts are reached, and the limits of waiting.
@@ -76,6 +78,40 @@ class StageHosts:
     root: Path
     on_notice: Callable[[str], None] = lambda text: None
     box: StageBox | None = None
+
+    on_this_machine: ClassVar[bool] = False
+
+    def run(self, work: StageWork) -> None:
+        """Run units over the hosts. The first failure, or Ctrl-C, stops the others and leaves
+        finished ones stamped; of a host that is lost, what it had not finished is done by others,
+        once the host has stopped itself.
+
+        Raises TrainkitError: a unit's own; 8 if agents did not come, 7 if they disagree, 13 if all
+        hosts are lost.
+        """
+        former = signal.getsignal(signal.SIGTERM)
+        try:
+            asyncio.run(_execute(self, UnitTracker(work)))
+        except asyncio.CancelledError:
+            raise KeyboardInterrupt from None
+        finally:
+            with contextlib.suppress(ValueError):  # not in the main thread: nothing was changed
+                signal.signal(signal.SIGTERM, former)
+
+    def describe(self, need: Need, units: Sequence[Unit], folder: Path) -> list[str]:
+        """Lines that say what would run."""
+        where = f" on one of {', '.join(host.name for host in self.hosts)}"
+        if self.box:
+            where += f", in {self.box.label}"
+        return [
+            f"would run {shlex.join(unit.argv)} {unit.name}.spec.json"
+            f"{'' if self.keeps_here(unit) else where}"
+            for unit in units
+        ]
+
+    def keeps_here(self, unit: Unit) -> bool:
+        """Whether this machine runs a unit itself."""
+        return unit.network or (unit.here and self.box is not None)
 
 
 def stage_hosts(job: Job, stage: str, on_notice: Callable[[str], None]) -> StageHosts | None:
@@ -149,49 +185,21 @@ def this_machine_in_image(
     return StageHosts(job, (Host(node),), tasks, root, on_notice, box)
 
 
-def execute_on_hosts(
-    where: StageHosts,
-    need: Need,
-    units: Sequence[Unit],
-    stamps: Path,
-    reporter: StageReporter,
-    *,
-    workers: int | None = None,
-    on_counts: OnCounts | None = None,
-) -> None:
-    """Run `units` over the hosts of `where`. The first failure, or Ctrl-C, stops the others and
-    leaves finished ones stamped; of a host that is lost, what it had not finished is done by
-    others, once the host has stopped itself.
-
-    Args:
-        workers: units side by side on a host instead of `where.tasks`.
-        on_counts: called with what units have written.
-
-    Raises TrainkitError: a unit's own; 8 if agents did not come, 7 if they disagree, 13 if all
-    hosts are lost.
-    """
-    ledger = UnitTracker(need, units, stamps, reporter, on_counts)
-    former = signal.getsignal(signal.SIGTERM)
-    try:
-        asyncio.run(_execute(where, ledger, workers or where.tasks))
-    except asyncio.CancelledError:
-        raise KeyboardInterrupt from None
-    finally:
-        with contextlib.suppress(ValueError):  # not in the main thread: nothing was changed
-            signal.signal(signal.SIGTERM, former)
-
-
-async def _execute(where: StageHosts, ledger: UnitTracker, tasks: int) -> None:
+async def _execute(where: StageHosts, ledger: UnitTracker) -> None:
     task = asyncio.current_task()
     assert task is not None
     with contextlib.suppress(ValueError, RuntimeError):  # not in the main thread
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    name = f"{ledger.need.stage}-{ledger.need.name}"
+    need = ledger.work.need
     async with open_agent_pool(
-        where.job.cluster, where.hosts, where.root, name, container=_around(where, ledger.need)
+        where.job.cluster,
+        where.hosts,
+        where.root,
+        f"{need.stage}-{need.name}",
+        container=_around(where, need),
     ) as pool:
         await wait_for_consistent_agents(pool)
-        execution = _RemoteExecution(where, ledger, pool, tasks)
+        execution = _RemoteExecution(where, ledger, pool)
         try:
             await execution.run()
         finally:
@@ -274,11 +282,11 @@ class _RemoteUnitProcess(UnitProcess):
 class _RemoteExecution:
     """Units on their way over the hosts of a pool."""
 
-    def __init__(self, where: StageHosts, ledger: UnitTracker, pool: AgentPool, tasks: int) -> None:
+    def __init__(self, where: StageHosts, ledger: UnitTracker, pool: AgentPool) -> None:
         self.where = where
         self.ledger = ledger
         self.pool = pool
-        self.tasks = tasks
+        self.tasks = ledger.work.workers or where.tasks
         self.remote: dict[str, _RemoteUnitProcess] = {}
         self.ended: list[_RemoteUnitProcess] = []  # whose outputs are not all seen here yet
         self.local: list[LocalUnitProcess] = []
@@ -322,7 +330,7 @@ class _RemoteExecution:
         fetching = sum(batch.units[0].network for batch in self.local)
         computing = sum(free.values()) - (len(self.local) - fetching)
         for begun in list(queue.take({False: computing, True: most[True] - fetching}, most)):
-            if begun[0].network or (begun[0].here and self.where.box):
+            if self.where.keeps_here(begun[0]):
                 self.local.append(LocalUnitProcess(begun, self.ledger.folder))
                 continue
             node = max(free, key=lambda n: free[n])

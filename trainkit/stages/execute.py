@@ -6,7 +6,8 @@ import contextlib
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -53,6 +54,9 @@ class StageReporter(Protocol):
     def started(self, need: Need, units: Sequence[Unit]) -> None:
         """These units are about to run."""
 
+    def counted(self, unit: Unit, counts: Mapping[str, int]) -> None:
+        """A unit has written so many "tokens" of so many "text_bytes" by now."""
+
     def progress(self, unit: Unit, fraction: float) -> None:
         """A unit has done so much of its work."""
 
@@ -60,9 +64,29 @@ class StageReporter(Protocol):
         """All units of the stage have succeeded, or it was given up."""
 
 
+@dataclass(frozen=True)
+class StageWork:
+    """Units of a stage that are to run now.
+
+    Args:
+        need: whose units they are.
+        units: those that are missing, in an order that respects `after`.
+        stamps: the folder of the stage's stamps.
+        reporter: is called as they progress.
+        workers: units that compute at once; None: one a core of this machine, and
+            clusters.X.stages.STAGE.tasks_per_node on another host.
+    """
+
+    need: Need
+    units: Sequence[Unit]
+    stamps: Path
+    reporter: StageReporter
+    workers: int | None = None
+
+
 # Runs units in the order their `after` asks for and stamps each that succeeds; raises TrainkitError
 # on the first failure.
-Executor = Callable[[Need, Sequence[Unit], Path, StageReporter], None]
+Executor = Callable[[StageWork], None]
 
 
 def stamps_folder(root: Path, stage: str) -> Path:
@@ -107,11 +131,13 @@ def update_stage(
     *,
     force: bool = False,
     going: StillRunning = refuse_in_flight,
+    workers: int | None = None,
 ) -> Freshness:
     """Bring one stage up to date and return what was found before. Two callers at once: the
     second waits and finds it fresh.
 
     `going`: asked whether Slurm's jobs of a run are still making it; while they are, this waits.
+    `workers`: see `StageWork`.
     """
     stamps = stamps_folder(root, need.stage)
 
@@ -146,7 +172,9 @@ def update_stage(
                     remove_leftovers(stamp_path(stamps, need))
                     delete_scratch(need)  # whoever made it was killed before that
                 else:
-                    _run(need, stamps, execute, reporter, verdict, force)
+                    units, inputs = begin_need(need, stamps, verdict, force=force)
+                    _run(execute, StageWork(need, units, stamps, reporter, workers), verdict)
+                    complete_need(need, stamps, inputs)
                 return verdict
         if not said:
             reporter.waiting(need, making.words())
@@ -166,28 +194,19 @@ def wait_for_arrays(making: ArraysInFlight, going: StillRunning) -> None:
         gap = min(LONGEST_WAIT, gap * GROWTH)
 
 
-def _run(
-    need: Need,
-    stamps: Path,
-    execute: Executor,
-    reporter: StageReporter,
-    verdict: Freshness,
-    force: bool,
-) -> None:
-    units, inputs = begin_need(need, stamps, verdict, force=force)
-    reporter.started(need, units)
+def _run(execute: Executor, work: StageWork, verdict: Freshness) -> None:
+    need = work.need
+    work.reporter.started(need, work.units)
     try:
-        execute(need, units, stamps, reporter)
+        execute(work)
     except TrainkitError as error:
-        former = read_stamp(stamp_path(stamps, need)) or {}
+        former = read_stamp(stamp_path(work.stamps, need)) or {}
+        because = str(former.get("unfinished", verdict.because))
         with contextlib.suppress(OSError):  # a full disk, say: what failed counts more
-            write_unfinished(
-                need, stamps, str(former.get("unfinished", verdict.because)), failed=error.message
-            )
+            write_unfinished(need, work.stamps, because, failed=error.message)
         raise
     finally:
-        reporter.finished(need)
-    complete_need(need, stamps, inputs)
+        work.reporter.finished(need)
 
 
 def begin_need(

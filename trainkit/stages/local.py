@@ -11,9 +11,9 @@ from pathlib import Path
 
 from trainkit.base.process import is_running, reap_child, start_child, stop_children
 from trainkit.base.worker import PARENT_VARIABLE
-from trainkit.stages.contract import Need, Unit
-from trainkit.stages.execute import StageReporter
-from trainkit.stages.unit_process import OnCounts, UnitProcess, UnitTracker
+from trainkit.stages.contract import Unit
+from trainkit.stages.execute import StageWork
+from trainkit.stages.unit_process import UnitProcess, UnitTracker
 
 POLL_SECONDS = 0.05
 GRACE_SECONDS = 8.0  # pip takes its time to undo what it has done; other units end at once
@@ -61,25 +61,12 @@ def process_limits(workers: int | None) -> dict[bool, int]:
     return {False: computing, True: max(FETCHES, computing)}
 
 
-def execute_locally(
-    need: Need,
-    units: Sequence[Unit],
-    stamps: Path,
-    reporter: StageReporter,
-    *,
-    workers: int | None = None,
-    counted: OnCounts | None = None,
-) -> None:
-    """Run `units` in the order their `after` asks for. The first failure, or Ctrl-C, stops the
-    others and leaves finished ones stamped.
-
-    Args:
-        workers: processes that compute at once; by default one a core. As many again, and at
-            least 4, may fetch beside them.
-        counted: told what units have written.
-    """
-    ledger = UnitTracker(need, units, stamps, reporter, counted)
-    most = process_limits(workers)
+def execute_locally(work: StageWork) -> None:
+    """Run units in the order their `after` asks for: `work.workers` that compute, and as many
+    again, at least 4, that fetch beside them. The first failure, or Ctrl-C, stops the others and
+    leaves finished ones stamped."""
+    ledger = UnitTracker(work)
+    most = process_limits(work.workers)
     at_work: list[LocalUnitProcess] = []
     with selectors.DefaultSelector() as selector:
         try:

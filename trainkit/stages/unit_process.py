@@ -7,15 +7,15 @@ import contextlib
 import heapq
 import json
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.files import write_json
 from trainkit.base.worker import error_from_report
-from trainkit.stages.contract import Need, Unit
-from trainkit.stages.execute import StageReporter
+from trainkit.stages.contract import Unit
+from trainkit.stages.execute import StageWork
 from trainkit.stages.stamps import unit_folder, write_unit_stamp
 
 # bytes of units that share a process, how many do at most, and turns that are left for each process
@@ -86,9 +86,6 @@ class UnitQueue:
 
 
 COUNTS = ("tokens", "text_bytes")
-
-# Told now and then what a unit has written so far: {"tokens": .., "text_bytes": ..}.
-OnCounts = Callable[[Unit, Mapping[str, int]], None]
 
 
 class UnitProcess:
@@ -197,32 +194,18 @@ class UnitTracker:
     whoever watches.
 
     Args:
-        need: whose units they are.
-        units: those to be done.
-        stamps: the folder of the stage's stamps.
-        reporter: told how far each unit is.
-        counted: told what units have written.
+        work: what is to be done.
     """
 
-    def __init__(
-        self,
-        need: Need,
-        units: Sequence[Unit],
-        stamps: Path,
-        reporter: StageReporter,
-        counted: OnCounts | None,
-    ) -> None:
-        self.need = need
-        self.stamps = stamps
-        self.reporter = reporter
-        self.counted = counted
-        self.queue = UnitQueue(units)
-        self.folder = unit_folder(stamps, need.name)
+    def __init__(self, work: StageWork) -> None:
+        self.work = work
+        self.queue = UnitQueue(work.units)
+        self.folder = unit_folder(work.stamps, work.need.name)
 
     def take_results(self, batch: UnitProcess) -> None:
         """Stamp what a batch has finished, and let begin what waited for it."""
         for unit, result in batch.results:
-            write_unit_stamp(self.need, unit, self.stamps, result)
+            write_unit_stamp(self.work.need, unit, self.work.stamps, result)
             batch.forget_log(unit)
             self.queue.done(unit)
             self._report(unit, {name: result[name] for name in COUNTS if name in result}, 1.0)
@@ -234,9 +217,9 @@ class UnitTracker:
             self._report(batch.waiting[0], batch.counts, batch.fraction)
 
     def _report(self, unit: Unit, counts: Mapping[str, int], fraction: float) -> None:
-        if self.counted is not None and counts:
-            self.counted(unit, counts)
-        self.reporter.progress(unit, fraction)
+        if counts:
+            self.work.reporter.counted(unit, counts)
+        self.work.reporter.progress(unit, fraction)
 
     def close(self) -> None:
         """All units that could begin have been done."""

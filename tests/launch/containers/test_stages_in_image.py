@@ -10,7 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,9 @@ from trainkit.base.process_marks import find_descendants, find_marked
 from trainkit.jobs.load import load
 from trainkit.jobs.schema import Job
 from trainkit.launch.containers.stages import read_places, stage_box
-from trainkit.launch.remote_units import execute_on_hosts, this_machine_in_image
+from trainkit.launch.remote_units import this_machine_in_image
 from trainkit.stages.contract import Need, Unit
-from trainkit.stages.execute import StageReporter
+from trainkit.stages.execute import StageWork
 from trainkit.stages.stamps import Freshness, unit_folder
 
 SLEEPS = """
@@ -46,6 +46,7 @@ class Quiet:
     def verdict(self, verdict: Freshness) -> None: ...
     def waiting(self, need: Need, holder: str) -> None: ...
     def started(self, need: Need, units: Sequence[Unit]) -> None: ...
+    def counted(self, unit: Unit, counts: Mapping[str, int]) -> None: ...
     def progress(self, unit: Unit, fraction: float) -> None: ...
     def finished(self, need: Need) -> None: ...
 
@@ -107,8 +108,8 @@ def a_need(folder: Path, job: Job, do: str) -> tuple[Need, Path, Callable[[], No
     )
     need = Need("prep-data", "thing", "thing", 1, {}, (), (), (unit,))
     unit_folder(folder, "thing").mkdir(parents=True, exist_ok=True)
-    reporter: StageReporter = Quiet()
-    return need, said, lambda: execute_on_hosts(place, need, need.units, folder, reporter)
+    work = StageWork(need, need.units, folder, Quiet())
+    return need, said, lambda: place.run(work)
 
 
 def in_the_background(run: Callable[[], None]) -> int:

@@ -44,7 +44,14 @@ from trainkit.runs.record import read_run_record
 from trainkit.runs.slurm import change_slurm_job
 from trainkit.stages.array_task import run_once
 from trainkit.stages.contract import Need, Unit
-from trainkit.stages.execute import begin_need, needs_of, refuse_stale, stamps_folder, update_stage
+from trainkit.stages.execute import (
+    StageWork,
+    begin_need,
+    needs_of,
+    refuse_stale,
+    stamps_folder,
+    update_stage,
+)
 from trainkit.stages.in_flight import ArraysInFlight, all_in_flight, read_in_flight
 from trainkit.stages.index import IndexStage
 from trainkit.stages.prep_data import PrepDataStage
@@ -383,8 +390,8 @@ def test_whoever_makes_it_here_waits_for_arrays_of_a_run(
         asked.append(making.name)
         return len(asked) < 3
 
-    def execute(need: Need, units: Any, stamps: Path, reporter: Any) -> None:
-        begun.append([unit.name for unit in units])
+    def execute(work: StageWork) -> None:
+        begun.append([unit.name for unit in work.units])
 
     update_stage(made, slurm.folder, execute, reporter, going=going)
     assert (

@@ -52,7 +52,7 @@ from trainkit.runs.slurm import add_slurm_job, change_slurm_job
 from trainkit.runs.supervisor_status import write_starter
 from trainkit.stages.array_task import run_once
 from trainkit.stages.contract import Need, Unit
-from trainkit.stages.execute import wait_for_arrays
+from trainkit.stages.execute import StageWork, wait_for_arrays
 from trainkit.stages.in_flight import ArraysInFlight, all_in_flight, read_in_flight, write_in_flight
 
 SECRETS = {"schema": "secrets/1", "values": {"TOKEN": "abcdef"}}
@@ -292,7 +292,7 @@ def test_arrays_that_are_waited_for_have_a_record_too(
 
     monkeypatch.setattr(arrays, "follow_arrays", hangs_up)
     with term_interrupts(), pytest.raises(KeyboardInterrupt):
-        run_arrays(place, one, one.units, stamps, Silent())
+        run_arrays(place, StageWork(one, one.units, stamps, Silent()))
     assert seen[0].jobs == ("101", "102") and f"of pid {os.getpid()}" in seen[0].words()
     assert slurm.lines()[-1] == "scancel --quiet 101 102" and all_in_flight(stamps, "a") == seen, (
         "Slurm says that they still run"
@@ -300,7 +300,7 @@ def test_arrays_that_are_waited_for_have_a_record_too(
     (slurm.folder / "lines").unlink()
     cancelled_by_scancel(slurm)
     with term_interrupts(), pytest.raises(KeyboardInterrupt):
-        run_arrays(place, one, one.units, stamps, Silent())
+        run_arrays(place, StageWork(one, one.units, stamps, Silent()))
     assert all_in_flight(stamps, "a") == []
 
 
@@ -401,7 +401,7 @@ def test_a_slurmctld_that_is_away_is_waited_out_and_told_once(
     monkeypatch.setattr("trainkit.launch.slurm.squeue.FASTEST", 0.01)
     batch = arrays.ArrayUnit(Unit("u", (), {}), slurm.folder)
     monkeypatch.setattr(arrays, "POLL_SECONDS", 0.05)
-    follow_arrays(["1"], [batch], Silent(), None, said.append)
+    follow_arrays(["1"], [batch], Silent(), said.append)
     assert len(said) == 1 and batch.waiting
     squeue.write_text(works)
     monkeypatch.setenv("PATH", "/nowhere")

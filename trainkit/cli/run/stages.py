@@ -126,7 +126,7 @@ def ask_to_fetch(task: TaskContext, large: DownloadNotice) -> None:
 def stage_ui(task: TaskContext, bars: TerminalStageReporter | None = None) -> StageUi:
     """How the person at this terminal follows stages."""
     bars = bars or TerminalStageReporter(task.console)
-    return StageUi(bars, task.say, bars.counted, lambda large: ask_to_fetch(task, large))
+    return StageUi(bars, task.say, lambda large: ask_to_fetch(task, large))
 
 
 def bring_up_to_date(

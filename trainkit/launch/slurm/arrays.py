@@ -15,6 +15,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from trainkit.base.documents import document
@@ -40,11 +41,11 @@ from trainkit.launch.supervise.code_snapshot import take_snapshot
 from trainkit.launch.supervise.orphan_sweep import PACKAGE
 from trainkit.stages.array_task import FORM
 from trainkit.stages.contract import Need, Unit
-from trainkit.stages.execute import StageReporter
+from trainkit.stages.execute import StageReporter, StageWork
 from trainkit.stages.in_flight import ArraysInFlight, clear_in_flight, write_in_flight
 from trainkit.stages.local import execute_locally
 from trainkit.stages.stamps import spec_digest, unit_folder, unit_is_fresh, unit_stamp_path
-from trainkit.stages.unit_process import COUNTS, OnCounts, UnitProcess
+from trainkit.stages.unit_process import COUNTS, UnitProcess
 
 POLL_SECONDS = 0.5  # between two looks at what units have written
 END_SECONDS = 120.0  # for Slurm to end arrays: KillWait, and epilogs
@@ -138,17 +139,8 @@ def describe_arrays(
     return found, before
 
 
-def run_arrays(
-    place: ArrayPlace,
-    need: Need,
-    units: Sequence[Unit],
-    stamps: Path,
-    reporter: StageReporter,
-    *,
-    workers: int | None = None,
-    on_counts: OnCounts | None = None,
-) -> None:
-    """Run `units`: those for the network here, then the others as arrays. Ctrl-C takes them out
+def run_arrays(place: ArrayPlace, work: StageWork) -> None:
+    """Run units: those for the network here, then the others as arrays. Ctrl-C takes them out
     of Slurm.
 
     A unit that fails does not stop the others of its level; what comes after is not begun.
@@ -156,9 +148,11 @@ def run_arrays(
 
     Raises TrainkitError: a unit's own, naming it; 8 if sbatch refuses.
     """
-    here, there = split_units(place, units)
+    need = work.need
+    stamps = work.stamps
+    here, there = split_units(place, work.units)
     if here:
-        execute_locally(need, here, stamps, reporter, workers=workers, counted=on_counts)
+        execute_locally(replace(work, units=here))
     if not there:
         return
     code = take_snapshot(PACKAGE, place.root / "code").folder
@@ -176,7 +170,7 @@ def run_arrays(
             )
             before = f"job {ids[-2]}" if len(ids) > 1 else None
             place.notice(f"job {ids[-1]}: {describe_level(level, before)}")
-        follow_arrays(ids, batches, reporter, on_counts, place.notice)
+        follow_arrays(ids, batches, work.reporter, place.notice)
     except BaseException:
         if ids:
             _end_arrays(place, ids, stamps, need)
@@ -296,7 +290,6 @@ def follow_arrays(
     ids: Sequence[str],
     batches: Sequence[ArrayUnit],
     reporter: StageReporter,
-    on_counts: OnCounts | None,
     say: Callable[[str], None],
     asked: Callable[[], None] = lambda: None,
 ) -> None:
@@ -333,10 +326,8 @@ def follow_arrays(
                 batch.look()
                 unit = batch.units[0]
                 result = batch.results[0][1] if batch.results else batch.counts
-                if on_counts is not None and (
-                    counts := {name: result[name] for name in COUNTS if name in result}
-                ):
-                    on_counts(unit, counts)
+                if counts := {name: result[name] for name in COUNTS if name in result}:
+                    reporter.counted(unit, counts)
                 reporter.progress(unit, batch.fraction if batch.waiting else 1.0)
                 if not batch.waiting:
                     backoff.changed()

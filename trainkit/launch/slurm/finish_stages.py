@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from trainkit.base.locks import locked
 from trainkit.jobs.resolved import read_job
 from trainkit.launch.job_plan import plan_of
 from trainkit.launch.readiness import refuse_infeasible, refuse_without_samples
-from trainkit.launch.remote_units import execute_on_hosts, remote_argv, this_machine_in_image
+from trainkit.launch.remote_units import remote_argv, this_machine_in_image
 from trainkit.launch.run_inputs import write_inputs
 from trainkit.launch.slurm.job_graph import (
     is_made,
@@ -38,9 +38,8 @@ from trainkit.launch.slurm.sbatch import forget_secrets
 from trainkit.launch.slurm.shared_arrays import SharedArrayStatus
 from trainkit.launch.stage_lines import StageLines
 from trainkit.runs.folder import RunFolder
-from trainkit.stages.contract import Need, Unit
 from trainkit.stages.execute import (
-    StageReporter,
+    StageWork,
     complete_need,
     needs_in_turn,
     needs_of,
@@ -75,20 +74,16 @@ def finish_stages(run: RunFolder, graph: Mapping[str, Any]) -> None:
     reporter = StageLines(_say)
     array_status = SharedArrayStatus(_say)
 
-    def execute(need: Need, units: Sequence[Unit], stamps: Path, reporter: StageReporter) -> None:
-        code = run.code.resolve()
-        if place := this_machine_in_image(job, need.stage, _say):
-            execute_on_hosts(place, need, units, stamps, reporter)
+    def execute(work: StageWork) -> None:
+        if place := this_machine_in_image(job, work.need.stage, _say):
+            place.run(work)
             return
-        execute_locally(
-            need,
-            [
-                replace(unit, argv=tuple(remote_argv(unit.argv, sys.executable, code)))
-                for unit in units
-            ],
-            stamps,
-            reporter,
-        )
+        code = run.code.resolve()
+        units = [
+            replace(unit, argv=tuple(remote_argv(unit.argv, sys.executable, code)))
+            for unit in work.units
+        ]
+        execute_locally(replace(work, units=units))
 
     for need in needs_in_turn(job, [stage for stage in stages if stage.name in graph["deferred"]]):
         update_stage(need, run.root, execute, reporter, going=array_status)

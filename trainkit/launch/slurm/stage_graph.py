@@ -32,6 +32,7 @@ from trainkit.runs.folder import RunFolder
 from trainkit.stages.contract import Need
 from trainkit.stages.execute import (
     StageReporter,
+    StageWork,
     begin_need,
     complete_need,
     delete_scratch,
@@ -190,7 +191,7 @@ def _part(job: Job, place: ArrayPlace, need: Need, ui: StageUi) -> GraphPart | N
     if here:
         reporter.started(need, here)
         try:
-            execute_locally(need, here, stamps, reporter, counted=ui.on_counts)
+            execute_locally(StageWork(need, here, stamps, reporter))
         finally:
             reporter.finished(need)
     if not there:
@@ -247,6 +248,6 @@ class ArrayFollower:
         for each in self.followed:
             ui.reporter.started(each.part.need, each.part.units)
             try:
-                follow_arrays(each.ids, each.units, ui.reporter, ui.on_counts, ui.say, look)
+                follow_arrays(each.ids, each.units, ui.reporter, ui.say, look)
             finally:
                 ui.reporter.finished(each.part.need)
