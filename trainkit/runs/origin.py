@@ -87,16 +87,22 @@ def _engine(run: RunFolder, engine: EngineTree, redactor: Redactor) -> dict[str,
         return {**words, **nothing, "error": redactor.text(str(error))}
     if state is None:
         return {**words, **nothing}
-    kept = 0 < len(diff) <= DIFF_LIMIT
-    if kept:
-        write_text(run.engine_diff, redactor.text(diff))
     return {
         **words,
         "commit": state.commit,
         "changed": list(state.changed[:1000]),
-        "diff": run.engine_diff.name if kept else None,
+        "diff": _keep(diff, run.engine_diff, redactor),
         "diff_bytes": len(diff),
     }
+
+
+def _keep(diff: str, path: Path, redactor: Redactor) -> str | None:
+    """Write uncommitted changes without secrets: the file's name; None where there are none, or
+    too many."""
+    if not 0 < len(diff) <= DIFF_LIMIT:
+        return None
+    write_text(path, redactor.text(_printable(diff)))
+    return path.name
 
 
 def write_origin(
@@ -126,9 +132,6 @@ def write_origin(
     """
     redactor = Redactor(secrets.values())
     diff = git_answer(project, "diff", "HEAD", "--no-color", "--no-ext-diff")
-    kept = diff is not None and 0 < len(diff) <= DIFF_LIMIT
-    if diff is not None and kept:
-        write_text(run.diff, redactor.text(_printable(diff)))
     commit = git_answer(project, "rev-parse", "HEAD")
     untracked = git_answer(project, "ls-files", "--others", "--exclude-standard")
     value = document(
@@ -136,7 +139,7 @@ def write_origin(
         started=started or utc_now(),
         project=str(project),
         git_commit=commit.strip() if commit else None,
-        git_diff=run.diff.name if kept else None,
+        git_diff=_keep(diff or "", run.diff, redactor),
         git_diff_bytes=len(diff) if diff is not None else None,
         git_untracked=_printable(untracked).splitlines()[:1000] if untracked is not None else None,
         code_sha256=code_sha256,

@@ -88,7 +88,12 @@ def take_snapshot(package: Path, code: Path, project: Path | None = None) -> Sna
             }
             write_json(temporary / ORIGIN_FILE, document("snapshot/1", **about))
             write_text(temporary / COMPLETE_FILE, digest + "\n")
-            _published(temporary, target)
+            try:
+                publish_folder(temporary, target)
+            except OSError:
+                # else another run published the same content first
+                if not (target / COMPLETE_FILE).is_file():
+                    raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return Snapshot(digest, target, left_out)
@@ -123,15 +128,6 @@ def _copied(sources: dict[str, Path], folder: Path) -> str:
             )
         )
     return sha256_tree(folder, list(sources))
-
-
-def _published(temporary: Path, target: Path) -> None:
-    try:
-        publish_folder(temporary, target)
-    except OSError:
-        # else another run published the same content first
-        if not (target / COMPLETE_FILE).is_file():
-            raise
 
 
 def _repository(project: Path, package: Path) -> Path | None:
