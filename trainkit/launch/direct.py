@@ -13,7 +13,7 @@ from trainkit.jobs.resolved import read_job
 from trainkit.jobs.schema import Cluster, Job
 from trainkit.launch.hosts.hostfile import find_hostfile
 from trainkit.launch.hosts.selection import HostList, load_hosts, this_host
-from trainkit.launch.preparation import Notice, Preparation, UnitRunner, direct_units
+from trainkit.launch.preparation import Notice, Preparation, direct_units
 from trainkit.launch.protocol.client import supervisor_answers
 from trainkit.launch.scheduler_contract import (
     ArrayRequest,
@@ -48,6 +48,7 @@ class Direct:
 
     title = "this machine"
     queues = False
+    unit_runner = staticmethod(direct_units)
 
     def allocated_hosts(self, job: Job) -> HostList:
         raise ConfigError(
@@ -61,9 +62,6 @@ class Direct:
 
     def nodes(self, cluster: Cluster) -> list[ClusterNode] | None:
         return None
-
-    def unit_runner(self, job: Job, stage: str, notice: Notice) -> UnitRunner:
-        return direct_units(job, stage, notice)
 
     def in_flight(self, notice: Notice) -> StillRunning:
         return refuse_in_flight

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -159,7 +160,7 @@ def reconciled(record: RunRecord) -> RunRecord:
     return record
 
 
-def reconciled_all(records: list[RunRecord]) -> list[RunRecord]:
+def reconciled_all(records: Sequence[RunRecord]) -> list[RunRecord]:
     """As `reconciled`, with one question for all of them."""
     jobs = {
         record.run: job
@@ -171,7 +172,7 @@ def reconciled_all(records: list[RunRecord]) -> list[RunRecord]:
     try:
         seen = job_statuses([job.id for job in jobs.values()])
     except TrainkitError:
-        return records
+        return list(records)
     return [
         reconcile(record, seen.get(jobs[record.run].id)) if record.run in jobs else record
         for record in records

@@ -8,7 +8,6 @@ import shlex
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.engines.contract import engine_lines
@@ -25,7 +24,6 @@ from trainkit.launch.scheduler_contract import (
     DryRun,
     HostsToAsk,
     JobAccount,
-    QueueFollower,
     QueueReport,
     Start,
     Submission,
@@ -58,7 +56,6 @@ from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import RunRecord
 from trainkit.runs.slurm import SlurmJob, drop_slurm_job, read_slurm_jobs
 from trainkit.stages.contract import Need
-from trainkit.stages.in_flight import StillRunning
 
 CANCEL_SECONDS = 120.0  # for Slurm to end a job: KillWait, and epilogs
 POLL_SECONDS = 0.5
@@ -74,7 +71,7 @@ def end_job(run: RunFolder, job: SlurmJob) -> CancelledJob:
     except TrainkitError as error:  # as for a job that is over, by some versions
         refused = error.message
     deadline = time.monotonic() + CANCEL_SECONDS
-    stages = end_stages(run, deadline) if stages_pending(run) else []
+    stages = end_stages(run, deadline)
     while going := _still_going(ids, refused):
         if refused or time.monotonic() > deadline:
             if refused:
@@ -108,11 +105,13 @@ def _still_going(ids: Sequence[str], refused: str) -> dict[str, str]:
 
 def end_stages(run: RunFolder, deadline: float | None = None) -> list[str]:
     """scancel the jobs that make a run's stages, but for those that another run waits for too,
-    and wait for their end: their numbers.
+    and wait for their end: their numbers; none where its stages are made.
 
     Raises TrainkitError (exit 13) where they are not over by `deadline` (of time.monotonic();
     two minutes from now by default).
     """
+    if not stages_pending(run):
+        return []
     if deadline is None:
         deadline = time.monotonic() + CANCEL_SECONDS
     ids = withdraw_stage_jobs(run)
@@ -153,15 +152,15 @@ def end_after_supervisor(run: RunFolder) -> None:
         end_job(run, next((job for job in jobs if job.id == jobs[-1].follows), jobs[-1]))
 
 
-def preview_batch_job(job: Job, after: str) -> DryRun:
+def preview_batch_job(start: Start, after: str = "") -> DryRun:
     """The batch script, the line that submits it and the line of srun in it. Nothing is written.
 
     Args:
-        job: the job; its cluster is Slurm's.
+        start: of a run on a cluster of Slurm's.
         after: the job that completes its stages; "" where they are made.
     """
-    root = Path(job.cluster.root or ".")
-    run = RunFolder(root.absolute() / "runs" / job.name / "RUN")
+    job = start.job
+    run = RunFolder(start.root.absolute() / "runs" / job.name / "RUN")
     text = batch_script(job, run)
     submit_line = run_sbatch_argv(
         run, dependency_options(after, job.sbatch_options) if after else []
@@ -211,13 +210,18 @@ class SlurmScheduler:
 
     title = "Slurm"
     queues = True
+    in_flight = SharedArrayStatus
+    dry_run = staticmethod(preview_batch_job)
     submit = staticmethod(submit_run)
     submit_array = staticmethod(submit_array)
     settle_arrays = staticmethod(settle_arrays)
     state = staticmethod(reconciled)
+    states = staticmethod(reconciled_all)
+    follower = SlurmQueueFollower
     log = staticmethod(newest_job_output)
     cancel = staticmethod(cancel_newest_job)
     end_job = staticmethod(end_after_supervisor)
+    end_stages = staticmethod(end_stages)
 
     def allocated_hosts(self, job: Job) -> HostList:
         return allocation_hosts(job, current_allocation(os.environ))
@@ -245,9 +249,6 @@ class SlurmScheduler:
             return direct_units(job, stage, notice)
         return ArrayRunner(place)
 
-    def in_flight(self, notice: Notice) -> StillRunning:
-        return SharedArrayStatus(notice)
-
     def prepare(self, start: Start, preparation: Preparation) -> Submission | None:
         with hold_stage_graph(start.job, preparation) as graph:
             if graph.parts:
@@ -259,9 +260,6 @@ class SlurmScheduler:
             return finish_job_name(job)
         return ""
 
-    def dry_run(self, start: Start, after: str = "") -> DryRun:
-        return preview_batch_job(start.job, after)
-
     def supervise(
         self, run: RunFolder, environment: Mapping[str, str], *, share: bool, prolog_failed: int
     ) -> Outcome:
@@ -270,17 +268,11 @@ class SlurmScheduler:
     def owns(self, run: RunFolder) -> bool:
         return bool(read_slurm_jobs(run))
 
-    def states(self, records: Sequence[RunRecord]) -> list[RunRecord]:
-        return reconciled_all(list(records))
-
     def report(self, record: RunRecord) -> QueueReport | None:
         seen = newest_job_status(record)
         if seen is None:
             return None
         return QueueReport(seen.words(), {"slurm": asdict(seen)})
-
-    def follower(self, run: RunFolder) -> QueueFollower | None:
-        return SlurmQueueFollower(run)
 
     def accounts(self, run: RunFolder) -> list[JobAccount] | None:
         """Every start of the run's jobs, and what ended badly of their steps and of the jobs that
@@ -293,8 +285,3 @@ class SlurmScheduler:
         if rows is None:
             return None
         return [row for row in rows if row.id in ids or row.state_word not in UNREMARKABLE]
-
-    def end_stages(self, run: RunFolder) -> list[str]:
-        if stages_pending(run):
-            return end_stages(run)
-        return []
