@@ -8,8 +8,9 @@ import pytest
 
 from tests.jobs.jobs_toml import GOOD, Checkout
 from trainkit.base.errors import ConfigError
+from trainkit.base.files import write_json
 from trainkit.jobs.resolved import read_job, write_job
-from trainkit.jobs.resume_changes import changed_job, write_changed_job
+from trainkit.jobs.resume_changes import changed_job
 from trainkit.jobs.schema import Training
 from trainkit.train.update.schedule import learning_rate
 
@@ -24,7 +25,7 @@ def test_a_longer_run_has_the_rates_it_had(checkout: Checkout, tmp_path: Path) -
     before = written(checkout, path, "lr_warmup_fraction = 0.25\n")
     for iters in (30, 8):
         document, job = changed_job(path, [f"training.train_iters={iters}"])
-        write_changed_job(path, document)
+        write_json(path, document)
         after = read_job(path).training
         assert after == job.training and (after.train_iters, after.decay_iters) == (iters, 20)
         assert [learning_rate(after, step) for step in range(25)] == [
@@ -108,7 +109,7 @@ def test_where_a_run_goes_on(checkout: Checkout, tmp_path: Path) -> None:
         document["origins"]["nodes"]["overrode"][0]["value"] == 1
         and "retry" not in document["origins"]
     )
-    write_changed_job(path, document)
+    write_json(path, document)
     assert changed_job(path, ["nodes=1"])[1].retries.user == 2
     for wrong in (
         "cluster.root='/'",

@@ -11,12 +11,13 @@ from typing import Any
 import trainkit
 from tests.conftest import JOBS
 from trainkit.base.errors import Problem
+from trainkit.base.files import write_json
 from trainkit.engines.contract import Command
 from trainkit.jobs.load import load
 from trainkit.jobs.resolved import write_job
 from trainkit.jobs.schema import Job
 from trainkit.launch.hosts.hostfile import Host
-from trainkit.launch.hosts.selection import HostList, write_hosts
+from trainkit.launch.hosts.selection import HostList
 from trainkit.launch.launchers import Launcher
 from trainkit.launch.supervise.code_snapshot import link_code, take_snapshot
 from trainkit.launch.supervise.observer import RunObserver, silent_observer
@@ -113,7 +114,7 @@ def make_run(
         )
         for i in range(nodes)
     ]
-    write_hosts(run, HostList(tuple(hosts or default), nodes))
+    write_json(run.hosts, HostList(tuple(hosts or default), nodes).to_json())
     write_job(run.job, resolved)
     return run
 

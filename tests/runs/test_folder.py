@@ -33,6 +33,8 @@ def test_where_everything_lies(tmp_path: Path) -> None:
         "origin.json": run.origin,
         "origin.diff": run.diff,
         "engine.diff": run.engine_diff,
+        "launch/hosts.json": run.hosts,
+        "launch/inputs.json": run.inputs,
         "launch/world.json": run.world,
         "launch/supervisor.json": run.supervisor,
         "launch/maker.json": run.maker,

@@ -14,7 +14,7 @@ from trainkit.base.process_marks import MarkedProcess, send_signal
 from trainkit.jobs.resolved import read_job
 from trainkit.jobs.schema import Job
 from trainkit.launch.hosts.hostfile import Host
-from trainkit.launch.hosts.selection import hosts_path, local_hosts, read_hosts
+from trainkit.launch.hosts.selection import HostList, local_hosts
 from trainkit.launch.protocol.client import ask_supervisor
 from trainkit.launch.protocol.frames import CancelRun
 from trainkit.launch.scheduler_registry import current, scheduler_of
@@ -323,7 +323,8 @@ def _hosts_at_end(run: RunFolder, job: Job, ended: AttemptEnded) -> list[HostLef
 def _hosts(run: RunFolder, job: Job, attempts: Sequence[AttemptFolder]) -> list[Host]:
     """The hosts on which some attempts had an agent; where none is known, all that the run may
     have used."""
-    listed = (read_hosts(run) if hosts_path(run).is_file() else local_hosts(job)).hosts
+    found = HostList.from_file(run.hosts) if run.hosts.is_file() else local_hosts(job)
+    listed = found.hosts
     used = {
         event.host for attempt in attempts for event in events_of(read_events(attempt), AgentJoined)
     }

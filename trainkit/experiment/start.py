@@ -19,7 +19,7 @@ from trainkit.jobs.resume_changes import changed_job
 from trainkit.jobs.schema import Job
 from trainkit.launch.containers import check_container
 from trainkit.launch.direct import DIRECT
-from trainkit.launch.hosts.selection import HostList, hosts_path, read_hosts
+from trainkit.launch.hosts.selection import HostList
 from trainkit.launch.job_plan import plan_of
 from trainkit.launch.preparation import StageUi
 from trainkit.launch.readiness import (
@@ -139,8 +139,8 @@ def _changed(
     refuse_unlaunchable(job)
     check_container(job)
     former = None
-    if hosts_path(run).is_file() and moved is None:
-        former = read_hosts(run)
+    if run.hosts.is_file() and moved is None:
+        former = HostList.from_file(run.hosts)
     hosts = hosts_of_job(job, options, former)
     document, job = changed_job(run.job, [*given, *rank_override(job, hosts, options.set)], moved)
     return document, job, hosts

@@ -11,7 +11,6 @@ from pydantic import ValidationError
 
 from trainkit.base.documents import read_document
 from trainkit.base.errors import ConfigError, Problem
-from trainkit.base.files import write_json
 from trainkit.jobs.clusters import WatchLimits
 from trainkit.jobs.layers import parse_overrides
 from trainkit.jobs.messages import suggest
@@ -169,8 +168,3 @@ def _move(document: dict[str, Any], job: Job, moved: ResolvedJob) -> None:
     document["origins"] = origins | {
         key: origin.to_json() for key, origin in moved.origins.items() if key.startswith("cluster.")
     }
-
-
-def write_changed_job(path: Path, document: dict[str, object]) -> None:
-    """Write the changed job.json, whole or not at all."""
-    write_json(path, document)

@@ -16,12 +16,6 @@ from trainkit.stages.stamps import file_identity
 PROGRAMS = ("build", "build-container", "precompile")  # stages that make what runs, and no samples
 
 
-def inputs_path(run: RunFolder) -> Path:
-    """launch/inputs.json: the files that a run's samples come from. There once the run's stages
-    are made."""
-    return run.path / "launch" / "inputs.json"
-
-
 def write_inputs(run: RunFolder, needs: Sequence[Need]) -> None:
     """Write inputs.json. `needs` are up to date."""
     of_data = [need for need in needs if need.stage not in PROGRAMS]
@@ -29,20 +23,19 @@ def write_inputs(run: RunFolder, needs: Sequence[Need]) -> None:
     # pairs that nobody made here: the run reads them itself
     ready = [path for need in of_data for path in need.inputs if path.suffix in (".bin", ".idx")]
     files = [file_identity(path) for path in dict.fromkeys([*made, *ready])]
-    write_json(inputs_path(run), document("inputs/1", files=files))
+    write_json(run.inputs, document("inputs/1", files=files))
 
 
 def refuse_other_inputs(run: RunFolder) -> None:
     """Raise (exit 5) if a file that the run's samples come from is not the one it began with:
     its losses would jump."""
-    path = inputs_path(run)
-    if not path.is_file():
+    if not run.inputs.is_file():
         raise TrainkitError(
             f"run {run.id} has no samples: its stages were never made",
             exit=Exit.STAGE_STALE,
             hint=f"invoke train {run.job_name}",
         )
-    for old in read_document(path, "inputs/1")["files"]:
+    for old in read_document(run.inputs, "inputs/1")["files"]:
         new = file_identity(Path(old[0]))
         if new != old:
             what = "is missing" if new is None else "has changed"

@@ -15,7 +15,6 @@ from trainkit.base.documents import utc_now
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.files import write_json
 from trainkit.engines.sources import engine_tree
-from trainkit.launch.hosts.selection import write_hosts
 from trainkit.launch.programs import program_path
 from trainkit.launch.run_inputs import write_inputs
 from trainkit.launch.scheduler_contract import Start
@@ -47,7 +46,7 @@ def start_run(start: Start) -> tuple[RunFolder, Outcome | None]:
     with locked_run(run):
         try:
             fill_run(run, start, secrets)
-            write_hosts(run, start.hosts)
+            write_json(run.hosts, start.hosts.to_json())
         except BaseException:
             if start.run is None:
                 shutil.rmtree(run.path, ignore_errors=True)

@@ -91,6 +91,16 @@ class RunFolder:
         return self.path / "engine.diff"
 
     @property
+    def hosts(self) -> Path:
+        """The run's hosts in rank order, then its spares (who starts it)."""
+        return self.path / "launch" / "hosts.json"
+
+    @property
+    def inputs(self) -> Path:
+        """The files that the samples come from; there once the run's stages are made."""
+        return self.path / "launch" / "inputs.json"
+
+    @property
     def world(self) -> Path:
         return self.path / "launch" / "world.json"
 

@@ -12,6 +12,7 @@ import trainkit
 from tests.conftest import Project
 from tests.runs.test_record import begin, sign
 from trainkit.base.errors import ConfigError
+from trainkit.base.files import write_json
 from trainkit.cli.hosts.nodes import nodes
 from trainkit.cli.wrapper import TaskContext
 from trainkit.experiment.cancel import cancel_run
@@ -20,7 +21,7 @@ from trainkit.experiment.options import HostOptions, TrainOptions
 from trainkit.jobs.load import Jobs, load
 from trainkit.jobs.resolved import ResolvedJob, write_job
 from trainkit.launch.hosts.quarantine import quarantine_host, read_quarantine
-from trainkit.launch.hosts.selection import HostList, write_hosts
+from trainkit.launch.hosts.selection import HostList
 from trainkit.launch.protocol.client import ask_supervisor
 from trainkit.launch.supervise.code_snapshot import link_code, take_snapshot
 from trainkit.runs.folder import RunFolder
@@ -180,7 +181,7 @@ def test_a_run_whose_head_is_gone(
     run = RunFolder(project.path / "runs" / "random" / "20260101-000000-aaaa")
     run.path.mkdir(parents=True)
     write_job(run.job, resolved)
-    write_hosts(run, hosts)
+    write_json(run.hosts, hosts.to_json())
     link_code(take_snapshot(Path(trainkit.__file__).parent, project.path / "code").folder, run.code)
     begin(run, host="elsewhere")
     sign(run, ago=3600, host="elsewhere")

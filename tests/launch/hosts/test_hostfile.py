@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from tests.jobs.jobs_toml import GOOD
 from trainkit.base.errors import ConfigError
+from trainkit.base.files import write_json
 from trainkit.jobs.load import load
 from trainkit.jobs.schema import Job
 from trainkit.launch.hosts.hostfile import (
@@ -26,8 +27,6 @@ from trainkit.launch.hosts.selection import (
     HostList,
     choose_hosts,
     local_hosts,
-    read_hosts,
-    write_hosts,
 )
 from trainkit.runs.folder import RunFolder
 
@@ -392,8 +391,8 @@ def test_the_runs_own_list(tmp_path: Path) -> None:
         RunFolder(tmp_path / "runs/j/x"),
         HostList((Host("a", "u", 22, (0, 2), 3), Host("b", slots=(1, 3))), 1, "hosts"),
     )
-    write_hosts(run, hosts)
-    assert read_hosts(run) == hosts
+    write_json(run.hosts, hosts.to_json())
+    assert HostList.from_file(run.hosts) == hosts
     assert local_hosts(job_on_hosts(tmp_path)) == HostList(
         (Host(os.uname().nodename, slots=(0, 1)),), 1
     )

@@ -9,11 +9,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from trainkit.base.errors import ConfigError, Exit, Problem, SourceLocation
-from trainkit.base.files import write_json
 from trainkit.base.records import UNWRITTEN, Record
 from trainkit.jobs.schema import Job
 from trainkit.launch.hosts.hostfile import Host, filter_hosts, host_key, read_hostfile
-from trainkit.runs.folder import RunFolder
 
 HERE = "localhost"  # what a hostfile may call this machine
 
@@ -48,20 +46,6 @@ class HostList(Record):
     def ranks_per_node(self) -> int:
         """The same on every host."""
         return len(self.hosts[0].slots)
-
-
-def hosts_path(run: RunFolder) -> Path:
-    return run.path / "launch" / "hosts.json"
-
-
-def write_hosts(run: RunFolder, hosts: HostList) -> None:
-    """Write launch/hosts.json, whole or not at all."""
-    write_json(hosts_path(run), hosts.to_json())
-
-
-def read_hosts(run: RunFolder) -> HostList:
-    """Read launch/hosts.json. Raises ConfigError where it is missing or of another form."""
-    return HostList.from_file(hosts_path(run))
 
 
 def this_host() -> Host:

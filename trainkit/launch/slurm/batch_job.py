@@ -8,12 +8,12 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 
 from trainkit.base.errors import Exit, TrainkitError
+from trainkit.base.files import write_json
 from trainkit.jobs.resolved import read_job
 from trainkit.jobs.schema import Job
 from trainkit.launch.containers import node_container, reusable_since
 from trainkit.launch.containers.pyxis import REMOVAL_MINUTES, removal_argv
 from trainkit.launch.hosts.hostfile import Host
-from trainkit.launch.hosts.selection import write_hosts
 from trainkit.launch.launchers.contract import Transports
 from trainkit.launch.launchers.slurm import Slurm
 from trainkit.launch.run_inputs import refuse_other_inputs
@@ -76,7 +76,7 @@ def supervise_batch(run: RunFolder, environment: Mapping[str, str], *, prolog: i
                 exit=Exit.STAGE_STALE,
                 hint=f"invoke why {run.id}; invoke train {job.name} makes what is missing",
             )
-        write_hosts(run, allocation_hosts(job, where))
+        write_json(run.hosts, allocation_hosts(job, where).to_json())
         entry = _noted(run, where)
         if entry.follows and (ended := _ended_for_good(run)) is not None:
             drop_slurm_job(run, entry.id)

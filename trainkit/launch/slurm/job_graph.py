@@ -23,7 +23,6 @@ from trainkit.jobs.clusters import SlurmOptions
 from trainkit.jobs.schema import Job
 from trainkit.launch.launchers.transports import last_line
 from trainkit.launch.programs import program_path
-from trainkit.launch.run_inputs import inputs_path
 from trainkit.launch.slurm.array_scripts import (
     ArrayLevel,
     ArrayPlace,
@@ -321,7 +320,7 @@ def read_stage_jobs(run: RunFolder) -> list[StageJob]:
 
 def stages_pending(run: RunFolder) -> bool:
     """Whether the run waits for its stages, or would have to: they were never completed."""
-    return read_graph(run) is not None and not inputs_path(run).is_file()
+    return read_graph(run) is not None and not run.inputs.is_file()
 
 
 def describe_active_job(run: RunFolder) -> str:
@@ -351,7 +350,7 @@ def stage_failure(run: RunFolder) -> dict[str, Any] | None:
     """Why there are no ranks though the run's job is over: the stage's unit that failed, say.
     The form of SlurmJob.ended; None: not for its stages."""
     graph = read_graph(run)
-    if graph is None or inputs_path(run).is_file():
+    if graph is None or run.inputs.is_file():
         return None
     if (path := stages_folder(run) / "ended.json").is_file():
         return _failure(

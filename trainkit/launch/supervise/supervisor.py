@@ -17,11 +17,11 @@ from trainkit.base.process import identity
 from trainkit.engines.contract import Engine
 from trainkit.engines.registry import ENGINES
 from trainkit.jobs.resolved import read_job
-from trainkit.jobs.resume_changes import changed_job, write_changed_job
+from trainkit.jobs.resume_changes import changed_job
 from trainkit.jobs.schema import Job
 from trainkit.launch.hosts.hostfile import Host
 from trainkit.launch.hosts.quarantine import quarantine_host
-from trainkit.launch.hosts.selection import read_hosts
+from trainkit.launch.hosts.selection import HostList
 from trainkit.launch.launchers import LAUNCHERS, supervisor_address
 from trainkit.launch.launchers.contract import Launcher
 from trainkit.launch.protocol.frames import Accepted, CancelRun
@@ -98,7 +98,7 @@ class Supervisor:
         self.job = read_job(run.job)
         self.secrets = secrets_of_ranks(self.job, secrets)
         self.notifier = Notifier(run, self.job.notify, secrets)
-        self.hosts = HostChoice(read_hosts(run).hosts)
+        self.hosts = HostChoice(HostList.from_file(run.hosts).hosts)
         self.launcher = launcher or LAUNCHERS[self.job.cluster.launcher]
         self.engine = engine or ENGINES[self.job.engine]
         self.budgets = RetryBudgets(self.job.retries)
@@ -390,7 +390,7 @@ class Supervisor:
             )
             self.observer.notice(line)
             written, self.job = changed_job(self.run.job, [f"nodes={len(hosts)}"])
-            write_changed_job(self.run.job, written)
+            write_json(self.run.job, written)
             write_json(self.run.plan, make_plan(self.job, rules=self.engine.rules).to_json())
         return hosts
 
