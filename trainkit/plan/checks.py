@@ -31,16 +31,8 @@ def checks(job: Job, rules: Rules, tokenizer_size: int | None) -> Iterator[Objec
         rules: of the job's engine.
         tokenizer_size: ids of the prepared tokenizer; None: not prepared.
     """
-    layout = layout_of(job)
-    yield from _world(job, layout)
-    yield from _launcher(job)
-    yield from _tensor(job, layout, rules)
-    yield from _stages(job, layout, rules)
-    yield from _schedule(job, layout, rules)
-    yield from _zero(job, layout, rules)
-    yield from _replicas(job, layout, rules)
-    yield from rules.objections(job)
-    yield from _batches(job)
+    yield from _nodes(job)
+    yield from layout_objections(job, rules)
     yield from _family(job, rules)
     yield from _vocabulary(job, tokenizer_size)
     yield from _devices(job)
@@ -48,8 +40,27 @@ def checks(job: Job, rules: Rules, tokenizer_size: int | None) -> Iterator[Objec
     yield from _profile(job)
 
 
+def layout_objections(job: Job, rules: Rules) -> Iterator[Objection]:
+    """Why the ranks cannot share the work. The trainer's ranks ask it too, before their first
+    step.
+
+    Args:
+        job: the job.
+        rules: of its engine.
+    """
+    layout = layout_of(job)
+    yield from _world(job, layout)
+    yield from _tensor(job, layout, rules)
+    yield from _stages(job, layout, rules)
+    yield from _schedule(job, layout, rules)
+    yield from _zero(job, layout, rules)
+    yield from _replicas(job, layout, rules)
+    yield from rules.objections(job)
+    yield from _batches(job)
+
+
 def _world(job: Job, layout: Layout) -> Iterator[Objection]:
-    """The degrees divide the world; there are as many nodes."""
+    """The degrees divide the world."""
     rest = layout.tensor * layout.pipeline
     most = job.cluster.max_nodes
     if layout.world % rest:
@@ -72,6 +83,11 @@ def _world(job: Job, layout: Layout) -> Iterator[Objection]:
             message,
             (*({"nodes": n} for n in nodes), *({PP: p} for p in pipelines)),
         )
+
+
+def _nodes(job: Job) -> Iterator[Objection]:
+    """The cluster has as many nodes; launcher = "local" is one machine."""
+    most = job.cluster.max_nodes
     if most is not None and job.nodes > most:
         yield Objection(
             "too-many-nodes",
@@ -79,10 +95,6 @@ def _world(job: Job, layout: Layout) -> Iterator[Objection]:
             f"{job.nodes} nodes, but cluster {job.cluster.name} has {most} (cluster.max_nodes)",
             ({"nodes": most},),
         )
-
-
-def _launcher(job: Job) -> Iterator[Objection]:
-    """launcher = "local" is one machine."""
     if job.nodes > 1 and job.cluster.launcher_traits.one_machine:
         message = (
             f"{job.nodes} nodes, but launcher = 'local' of cluster {job.cluster.name} starts ranks"

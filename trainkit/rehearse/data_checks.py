@@ -21,7 +21,7 @@ from trainkit.rehearse.scene import RehearsalScene
 from trainkit.runs.checkpoints import Checkpoint, newest_valid, open_checkpoint
 from trainkit.train.batches import Feed, data_folder, vocab_size
 from trainkit.train.parallel.data_parallel import World
-from trainkit.train.preflight import layout_problems, refuse_what_cannot_run
+from trainkit.train.preflight import refuse_what_cannot_run
 
 LOOKED_AT = 2**20  # tokens at the beginning of a pair
 
@@ -130,17 +130,15 @@ def check_validation(scene: RehearsalScene) -> str:
 
 
 def check_layout(scene: RehearsalScene) -> str:
-    """The trainer's own rules of layouts, and of the weights that a new run begins with."""
+    """The ranks can share the work, and the weights that a new run begins with fit the model."""
     job = scene.job
     if not job.is_native:
         raise NotLookedAt(f"engine {job.engine} has its own, which the plan asks")
-    world = World(0, job.world_size)
-    if problems := list(layout_problems(job, world)):
-        raise ConfigError(problems)
+    scene.require_layout()
     begins = scene.run is None and job.init_from is not None
     if begins:
         scene.require_stages()
-        refuse_what_cannot_run(job, world, begins=True)
+        refuse_what_cannot_run(job, World(0, job.world_size), begins=True)
         return f"weights of {job.init_from} fit the model"
     degrees = degrees_of(job)
     return (

@@ -85,15 +85,12 @@ def traced_ranks(scene: RehearsalScene) -> tuple[list[int], int]:
     """(ranks that stand for all, rows of the embedding). Raises NotLookedAt where the ranks cannot
     be built yet."""
     from trainkit.train.batches import vocab_size
-    from trainkit.train.parallel.data_parallel import World
-    from trainkit.train.preflight import layout_problems
     from trainkit.train.rehearsal.trace import distinct_ranks
 
     job = scene.job
     if not job.is_native:
         raise NotLookedAt(f"engine {job.engine} builds its own ranks; only native's are built here")
-    if list(layout_problems(job, World(0, job.world_size))):
-        raise NotLookedAt("the ranks cannot share the work: see layout")
+    scene.require_layout()
     try:
         vocab = vocab_size(job)
     except ConfigError as error:

@@ -93,6 +93,13 @@ class RehearsalScene:
                 f" {self.job.name}, then rehearse again"
             )
 
+    def require_layout(self) -> None:
+        """Raise NotLookedAt where native's ranks cannot share the work."""
+        from trainkit.train.preflight import layout_problems
+
+        for problem in layout_problems(self.job):
+            raise NotLookedAt(f"the ranks cannot share the work: {problem.message}")
+
 
 def scene_of(jobs: Jobs, name: str, options: RehearseOptions) -> RehearsalScene:
     """The scene of a job.

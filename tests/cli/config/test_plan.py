@@ -104,8 +104,8 @@ def test_all_objections_at_once_with_exit_4(project: Project) -> None:
     found = project.document("plan", "large", "--set", "nodes=8", exit=4)
     assert found["schema"] == "plan/1" and not found["feasible"]
     assert [entry["code"] for entry in found["objections"]] == [
-        "world-not-divisible",
         "too-many-nodes",
+        "world-not-divisible",
         "batch-not-divisible",
     ]
     assert project.document("plan", "large", "--nodes", "3")["feasible"]

@@ -27,7 +27,6 @@ from trainkit.train.parallel.pipeline import (
     ModelChunk,
     chunks_on,
     chunks_per_stage,
-    schedule_problem,
     tied_at,
 )
 from trainkit.train.parallel.shards import Shards
@@ -104,14 +103,6 @@ def test_where_tied_weights_are(tmp_path: Path) -> None:
     assert at({}) is None and at(LAYOUTS["1f1b"]) == 1 and at(LAYOUTS["interleaved"]) == 1
     assert at(LAYOUTS["1f1b"], untied=True) is None  # nothing is tied
     assert at(LAYOUTS["zbv"]) is None  # both on stage 0
-
-
-def test_schedules_say_what_they_cannot() -> None:
-    interleaved = parallelism(4, virtual_pipeline_model_parallel_size=2)
-    # 1 round of 6, 2 of 4
-    assert schedule_problem(interleaved, 6) is None and schedule_problem(interleaved, 8) is None
-    assert "2 rounds" in (schedule_problem(interleaved, 9) or "")
-    assert schedule_problem(parallelism(4, pipeline_schedule="zbv"), 9) is None
 
 
 def _job(root: Path, ranks: int, keys: dict[str, Any], dropout: float, **training: Any) -> Job:

@@ -52,17 +52,6 @@ def tied_at(job: Job) -> int | None:
     return None
 
 
-def schedule_problem(parallelism: Parallelism, micro_batches: int) -> str | None:
-    """Why a schedule cannot run so many micro-batches, if it cannot: torch's own conditions."""
-    stages = parallelism.pipeline_model_parallel_size
-    if not parallelism.virtual_pipeline_model_parallel_size:
-        return None
-    rounds = max(1, micro_batches // stages)
-    if micro_batches % rounds:
-        return f"interleaved 1F1B needs them in {rounds} rounds of equal size"
-    return None
-
-
 @dataclass
 class PipelineState:
     """What the chunks of one rank do now, shared by them.
