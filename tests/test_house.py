@@ -39,7 +39,7 @@ ORDER = {  # of a folder's rooms and its files of their own: each imports only w
     "trainkit.launch": (
         "programs protocol hosts agent containers session launchers run_inputs supervise"
         " local_ranks remote_units cluster_care stage_lines preparation scheduler_contract job_plan"
-        " readiness session_preview start direct slurm scheduler_registry main"
+        " session_preview start direct slurm scheduler_registry main"
     ),
     "trainkit.experiment": "options hosts start prepare graph follow cancel sweep api",
     "trainkit.rehearse": (

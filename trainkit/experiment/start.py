@@ -10,6 +10,7 @@ from dataclasses import replace
 from trainkit.base.errors import ConfigError, Exit, TrainkitError
 from trainkit.base.extras import MissingExtra
 from trainkit.data.fetch.retry import Unreachable
+from trainkit.data.order.open import refuse_without_samples
 from trainkit.engines.registry import ENGINES, refuse_unlaunchable
 from trainkit.experiment.hosts import hosts_of_job, job_on_hosts, rank_override
 from trainkit.experiment.options import LaunchOptions, ResumeOptions, TrainOptions
@@ -22,16 +23,11 @@ from trainkit.launch.direct import DIRECT
 from trainkit.launch.hosts.selection import HostList
 from trainkit.launch.job_plan import plan_of
 from trainkit.launch.preparation import StageUi
-from trainkit.launch.readiness import (
-    refuse_infeasible,
-    refuse_without_samples,
-    refuse_without_wandb,
-)
 from trainkit.launch.run_inputs import refuse_other_inputs
 from trainkit.launch.scheduler_contract import DryRun, Scheduler, Start, Submission
 from trainkit.launch.scheduler_registry import current, preparation_for, scheduler_for, scheduler_of
-from trainkit.launch.supervise.rank_environment import secrets_of
-from trainkit.plan.planner import Plan, make_plan
+from trainkit.launch.supervise.rank_environment import refuse_without_wandb, secrets_of
+from trainkit.plan.planner import Plan, make_plan, refuse_infeasible
 from trainkit.runs.find import find_run
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import RunRecord, read_run_record

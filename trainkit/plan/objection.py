@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from trainkit.base.errors import Problem
 from trainkit.base.records import Record
 from trainkit.jobs.schema import Job, Table
 
@@ -30,6 +31,10 @@ class Objection(Record):
     key: str
     message: str
     changes: tuple[Change, ...] = ()
+
+    def problem(self, job: str) -> Problem:
+        """The same among what else is wrong with a job of this name."""
+        return Problem(f"{self.key}: {self.message}", hint=f"invoke plan {job} says more")
 
 
 def with_change(job: Job, change: Change) -> Job:

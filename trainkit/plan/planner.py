@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from trainkit.base.documents import document
-from trainkit.base.errors import Exit
+from trainkit.base.errors import ConfigError, Exit
 from trainkit.jobs.schema import Job
 from trainkit.plan.arithmetic import (
     hardware_flops_per_token_of,
@@ -47,7 +47,7 @@ from trainkit.plan.storage import GIB, Storage, storage_of, writes_checkpoints
 from trainkit.plan.time.of_job import estimate_step, host_estimate
 from trainkit.plan.time.speed import predicted_speed
 
-__all__ = ["Objection", "Plan", "make_plan"]
+__all__ = ["Objection", "Plan", "make_plan", "refuse_infeasible"]
 NATIVE = Rules()
 # The fewest ids and the most of a vocabulary that is not known: the bytes and an end of document,
 # and the largest published (Gemma's).
@@ -181,6 +181,13 @@ class Plan:
             between=[plan.to_json() for plan in self.between] if self.between else None,
             notes=[note.to_json() for note in self.notes],
         )
+
+
+def refuse_infeasible(plan: Plan) -> Plan:
+    """The plan itself. Raises ConfigError (exit 4) with every objection."""
+    if plan.objections:
+        raise ConfigError([each.problem(plan.job) for each in plan.objections], exit=Exit.PLAN)
+    return plan
 
 
 def _with_remedies(

@@ -9,12 +9,12 @@ import torch
 
 from trainkit.base.errors import ConfigError, Exit, Problem
 from trainkit.data.indexed.dataset import IndexedDataset
+from trainkit.data.order.open import refuse_without_samples
 from trainkit.data.order.resolve_pairs import pairs_of
 from trainkit.data.sources.tokenizers import FILES
 from trainkit.data.tokenizer import end_of_document, given_tokenizer, load_tokenizer
 from trainkit.jobs.ranks import degrees_of
 from trainkit.jobs.schema import Dataset, Job, Tokenizer
-from trainkit.launch.readiness import refuse_without_samples
 from trainkit.plan.batch import global_batch_size
 from trainkit.rehearse.report import NotLookedAt
 from trainkit.rehearse.scene import RehearsalScene

@@ -13,9 +13,9 @@ from pathlib import Path
 from trainkit.base.errors import ConfigError, Exit, Problem, TrainkitError
 from trainkit.engines.registry import ENGINES, refuse_unlaunchable
 from trainkit.launch.containers import check_container
-from trainkit.launch.readiness import refuse_without_wandb
 from trainkit.launch.scheduler_registry import scheduler_for
-from trainkit.launch.supervise.rank_environment import secret_values
+from trainkit.launch.supervise.rank_environment import refuse_without_wandb, secret_values
+from trainkit.plan.planner import refuse_infeasible
 from trainkit.plan.storage import GIB
 from trainkit.rehearse.report import NotLookedAt
 from trainkit.rehearse.scene import RehearsalScene
@@ -30,15 +30,7 @@ MISNAMED = 0.25  # share by which a name may be wrong about the number of parame
 
 def check_plan(scene: RehearsalScene) -> str:
     """The plan has no objection."""
-    plan = scene.plan
-    if plan.objections:
-        raise ConfigError(
-            [
-                Problem(f"{each.key}: {each.message}", hint=f"invoke plan {plan.job} says more")
-                for each in plan.objections
-            ],
-            exit=Exit.PLAN,
-        )
+    plan = refuse_infeasible(scene.plan)
     if plan.not_known:
         raise NotLookedAt("; ".join(each.message for each in plan.not_known))
     size = f"{(plan.parameters or 0) / 1e6:,.1f} million parameters"

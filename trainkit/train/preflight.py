@@ -46,10 +46,7 @@ def refuse_what_cannot_run(job: Job, world: World, *, begins: bool) -> None:
 
 def layout_problems(job: Job) -> Iterator[Problem]:
     """Why the ranks cannot share the work: what the plan objects to, and what this torch lacks."""
-    for objection in layout_objections(job, NATIVE):
-        yield Problem(
-            f"{objection.key}: {objection.message}", hint=f"invoke plan {job.name} says more"
-        )
+    yield from (objection.problem(job.name) for objection in layout_objections(job, NATIVE))
     if why := zero_bubble_problem(job.parallelism, torch.__version__):
         yield Problem(why, hint="use '1f1b'")
 

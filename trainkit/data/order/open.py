@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import assert_never
 
 from trainkit.base.errors import ConfigError
+from trainkit.base.process import raise_open_file_limit
 from trainkit.data.indexed.dataset import IndexedDataset
 from trainkit.data.order.megatron_worker import open_order
 from trainkit.data.order.native import NativeOrder, SampleOrder, SplitName
@@ -31,6 +32,17 @@ class Mixture:
     order: SampleOrder
     samples: Sequence[Samples]
     names: Sequence[str]
+
+
+def refuse_without_samples(job: Job) -> None:
+    """Open what every rank will read, before any of them starts. Raises ConfigError as
+    `open_mixture`."""
+    raise_open_file_limit()
+    vocab = job.model.vocab_size or 1
+    open_mixture(job, job.dataset, "train", vocab)
+    if job.training.eval_iters:
+        for dataset in (job.dataset, *job.validation.values()):
+            open_mixture(job, dataset, "valid", vocab)
 
 
 def open_mixture(job: Job, dataset: Dataset, split: SplitName, vocab: int) -> Mixture:

@@ -22,9 +22,9 @@ if __name__ == "__main__":  # by path: the snapshot this file is part of comes f
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.files import write_json
 from trainkit.base.locks import locked
+from trainkit.data.order.open import refuse_without_samples
 from trainkit.jobs.resolved import read_job
 from trainkit.launch.job_plan import plan_of
-from trainkit.launch.readiness import refuse_infeasible, refuse_without_samples
 from trainkit.launch.remote_units import remote_argv, this_machine_in_image
 from trainkit.launch.run_inputs import write_inputs
 from trainkit.launch.slurm.job_graph import (
@@ -37,6 +37,7 @@ from trainkit.launch.slurm.job_graph import (
 from trainkit.launch.slurm.sbatch import forget_secrets
 from trainkit.launch.slurm.shared_arrays import SharedArrayStatus
 from trainkit.launch.stage_lines import StageLines
+from trainkit.plan.planner import refuse_infeasible
 from trainkit.runs.folder import RunFolder
 from trainkit.stages.execute import (
     StageWork,

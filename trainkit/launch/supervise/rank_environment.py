@@ -4,10 +4,12 @@ world is made of: ports, slots, devices, secrets."""
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import os
 from collections.abc import Mapping
 
 from trainkit.base.errors import ConfigError
+from trainkit.base.extras import MissingExtra
 from trainkit.base.redact import SHORTEST
 from trainkit.jobs.schema import Job
 from trainkit.launch.hosts.hostfile import Host
@@ -102,6 +104,22 @@ def secret_values(names: tuple[str, ...], environment: Mapping[str, str]) -> dic
         )
     plain = [n.rstrip("?") for n in names]
     return {n: environment[n] for n in plain if environment.get(n)}
+
+
+def refuse_without_wandb(job: Job) -> None:
+    """Raise ConfigError where the job asks for Weights & Biases and its ranks could not have it;
+    before there is a run."""
+    if job.wandb is None:
+        return
+    from trainkit.train.metrics.wandb import wandb_problems
+
+    environment = {**job.environment, **secret_values(job.cluster.secrets, os.environ)}
+    problems = wandb_problems(job, environment)
+    # ./inv can mend that by itself
+    if len(problems) == 1 and importlib.util.find_spec("wandb") is None:
+        raise MissingExtra(problems[0].message, "wandb", otherwise="or leave out wandb")
+    if problems:
+        raise ConfigError(problems)
 
 
 def rank_environment(
