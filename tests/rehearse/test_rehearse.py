@@ -22,8 +22,8 @@ from trainkit.data.indexed.dataset import IndexedWriter
 from trainkit.experiment.options import RehearseOptions
 from trainkit.jobs.load import load
 from trainkit.rehearse.engine_checks import check_parser
-from trainkit.rehearse.report import NotLookedAt, RehearsalReport
-from trainkit.rehearse.scene import scene_of
+from trainkit.rehearse.rehearse import RehearsalReport
+from trainkit.rehearse.scene import NotLookedAt, scene_of
 from trainkit.train.rehearsal.trace import (
     RankTrace,
     distinct_ranks,

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from trainkit.base.errors import ConfigError
 from trainkit.jobs.load import load
-from trainkit.rehearse.data_checks import checkpoint_problems
+from trainkit.rehearse.rank_checks import checkpoint_problems
 from trainkit.runs.checkpoints import open_checkpoint
 from trainkit.train.parallel.mesh import Mesh
 from trainkit.train.rehearsal.compare import compare_traces

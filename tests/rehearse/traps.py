@@ -11,8 +11,9 @@ from unittest import mock
 
 from trainkit.experiment.options import RehearseOptions
 from trainkit.jobs.load import load
-from trainkit.rehearse import rehearse as module
-from trainkit.rehearse.report import NotLookedAt, RehearsedCheck, State
+from trainkit.rehearse import rank_checks
+from trainkit.rehearse.rehearse import RehearsedCheck, State, rehearse
+from trainkit.rehearse.scene import NotLookedAt
 
 JOBS = """
 [clusters.here]
@@ -417,11 +418,11 @@ def look_at(folder: Path, trap: Trap, checkout: Path) -> list[RehearsedCheck]:
     """All checks of a trap but those of ranks, which have tests of their own."""
     root = checkout if trap.published else folder
     with (
-        mock.patch.object(module, "traced_ranks", side_effect=NotLookedAt("not in this test")),
+        mock.patch.object(rank_checks, "traced_ranks", side_effect=NotLookedAt("not in this test")),
         mock.patch.dict(os.environ, trap.environment),
     ):
         sets = tuple(text.replace("{folder}", str(folder)) for text in trap.sets)
         options = RehearseOptions(set=sets)
-        report = module.rehearse(load(root), trap.job, options)
+        report = rehearse(load(root), trap.job, options)
     json.dumps(report.to_json())
     return list(report.checks)

@@ -1,5 +1,5 @@
 """Checks of what a job reads: tokenizer, the first batch of every data-parallel rank, validation
-sets, the weights or the checkpoint that it begins with."""
+sets, the weights that it begins with."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from trainkit.base.errors import ConfigError, Exit, Problem
+from trainkit.base.errors import ConfigError
 from trainkit.data.indexed.dataset import IndexedDataset
 from trainkit.data.order.open import refuse_without_samples
 from trainkit.data.order.resolve_pairs import pairs_of
@@ -16,9 +16,7 @@ from trainkit.data.tokenizer import end_of_document, given_tokenizer, load_token
 from trainkit.jobs.ranks import degrees_of
 from trainkit.jobs.schema import Dataset, Job, Tokenizer
 from trainkit.plan.batch import global_batch_size
-from trainkit.rehearse.report import NotLookedAt
-from trainkit.rehearse.scene import RehearsalScene
-from trainkit.runs.checkpoints import Checkpoint, newest_valid, open_checkpoint
+from trainkit.rehearse.scene import Check, NotLookedAt, RehearsalScene
 from trainkit.train.batches import Feed, data_folder, vocab_size
 from trainkit.train.parallel.data_parallel import World
 from trainkit.train.preflight import refuse_what_cannot_run
@@ -94,7 +92,8 @@ def check_batches(scene: RehearsalScene) -> str:
     refuse_without_samples(job)
     if not job.is_native:
         raise NotLookedAt(f"engine {job.engine} reads its data itself; the files can be opened")
-    consumed = _consumed(scene)
+    saved = scene.newest_checkpoint
+    consumed = saved.manifest.consumed_samples if saved else 0
     ranks = job.data_parallel_size
     samples = ranks * job.training.micro_batch_size
     if samples > global_batch_size(job, consumed):
@@ -147,66 +146,9 @@ def check_layout(scene: RehearsalScene) -> str:
     )
 
 
-def newest_checkpoint(scene: RehearsalScene) -> Checkpoint | None:
-    """What a run would go on from; None for a new run, or one without any. Raises TrainkitError
-    (exit 16) where none of several is right."""
-    if scene.run is None or not scene.job.is_native:
-        return None
-    return newest_valid(scene.run.checkpoints, lambda words: None, open_checkpoint)
-
-
-def _consumed(scene: RehearsalScene) -> int:
-    found = newest_checkpoint(scene)
-    if found is None:
-        return 0
-    return found.manifest.consumed_samples
-
-
-def checkpoint_problems(
-    job: Job, shapes: dict[str, tuple[int, ...]], saved: Checkpoint
-) -> list[Problem]:
-    """What of a checkpoint the job's ranks would not take.
-
-    Args:
-        job: as it goes on.
-        shapes: of all that a checkpoint of the job holds.
-        saved: what it would go on from.
-    """
-    tensors = saved.manifest.tensors
-    found = []
-    for name, shape in shapes.items():
-        entry = tensors.get(name)
-        if entry is None:
-            found.append(f"{name} is not in it")
-        elif tuple(entry.shape) != shape:
-            found.append(f"{name} is {list(entry.shape)} there and {list(shape)} in the job")
-    found += [f"{name} is none of the job's" for name in tensors if name not in shapes]
-    if not found:
-        return []
-    more = f"; {len(found) - 1} more tensors differ" if len(found) > 1 else ""
-    return [
-        Problem(
-            f"{saved.folder}: {found[0]}{more}",
-            hint=(
-                f"go on with the model that it was saved with, or begin a new run: invoke train"
-                f" {job.name}"
-            ),
-        )
-    ]
-
-
-def check_checkpoint(scene: RehearsalScene, shapes: dict[str, tuple[int, ...]]) -> str:
-    """The checkpoint to go on from has the tensors that the ranks expect, of their shapes."""
-    job = scene.job
-    if scene.run is None:
-        return "a new run goes on from none"
-    if not job.is_native:
-        raise NotLookedAt(f"engine {job.engine} reads its own: invoke checkpoints {scene.run.id}")
-    if not shapes:
-        raise NotLookedAt("the ranks could not be built")
-    saved = newest_checkpoint(scene)
-    if saved is None:
-        return f"run {scene.run.id} has none: it begins anew"
-    if problems := checkpoint_problems(job, shapes, saved):
-        raise ConfigError(problems, exit=Exit.NO_CHECKPOINT)
-    return f"step {saved.manifest.step}: {len(saved.manifest.tensors)} tensors fit"
+OF_THE_DATA: tuple[tuple[str, Check], ...] = (
+    ("tokenizer", check_tokenizer),
+    ("batches", check_batches),
+    ("validation", check_validation),
+    ("layout", check_layout),
+)

@@ -17,8 +17,7 @@ from trainkit.engines.own_parser import CHECKED, PARSED, REFUSED, OwnParser
 from trainkit.engines.registry import foreign_engine
 from trainkit.engines.sources import engine_python, source_tree
 from trainkit.jobs.schema import Job
-from trainkit.rehearse.report import NotLookedAt
-from trainkit.rehearse.scene import RehearsalScene
+from trainkit.rehearse.scene import NotLookedAt, RehearsalScene
 from trainkit.runs.folder import RunFolder
 
 SECONDS = 60.0

@@ -17,8 +17,7 @@ from trainkit.launch.scheduler_registry import scheduler_for
 from trainkit.launch.supervise.rank_environment import refuse_without_wandb, secret_values
 from trainkit.plan.planner import refuse_infeasible
 from trainkit.plan.storage import GIB
-from trainkit.rehearse.report import NotLookedAt
-from trainkit.rehearse.scene import RehearsalScene
+from trainkit.rehearse.scene import NotLookedAt, RehearsalScene
 from trainkit.runs.folder import RunFolder
 from trainkit.stages.execute import missing_units, stamps_folder
 

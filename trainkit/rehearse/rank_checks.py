@@ -1,4 +1,5 @@
-"""The distinct ranks of a job, built and taken through a step by processes beside this one."""
+"""Checks of the distinct ranks of a job, built and taken through a step by processes beside this
+one: they can be built, agree with each other, and take the checkpoint to go on from."""
 
 from __future__ import annotations
 
@@ -10,39 +11,68 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from trainkit.base.errors import ConfigError, Exit, Problem, TrainkitError
 from trainkit.base.files import write_json
 from trainkit.base.process import start_child, stop_children
 from trainkit.base.worker import PARENT_VARIABLE, error_from_report
 from trainkit.jobs.resolved import write_job
-from trainkit.rehearse.report import NotLookedAt
-from trainkit.rehearse.scene import RehearsalScene
+from trainkit.jobs.schema import Job
+from trainkit.rehearse.scene import Check, NotLookedAt, RehearsalScene
+from trainkit.runs.checkpoints import Checkpoint
+
+if TYPE_CHECKING:
+    from trainkit.train.rehearsal.trace import RankTrace
 
 WORKER = "trainkit.train.rehearsal.worker"
 TAIL = 8  # lines of a worker's log that an error shows
 
 
-class TracingProcess:
-    """The process that traces ranks while other checks are made.
+class RankChecks:
+    """Checks of the ranks that a process beside this one traces.
 
     Args:
-        child: the process.
+        child: the process; None: it was not started.
         folder: of its files.
+        why: it was not started.
     """
 
-    def __init__(self, child: subprocess.Popen[bytes], folder: Path) -> None:
+    def __init__(
+        self, child: subprocess.Popen[bytes] | None, folder: Path = Path(), why: str = ""
+    ) -> None:
         self.child = child
         self.folder = folder
+        self.why = why
+        self.traces: list[RankTrace] = []
+        self.checks: tuple[tuple[str, Check], ...] = (
+            ("ranks", self.check_ranks),
+            ("collectives", self.check_collectives),
+            ("checkpoint", self.check_checkpoint),
+        )
 
-    def result(self) -> dict[str, object]:
-        """What it found. Raises TrainkitError as it did."""
+    def check_ranks(self, scene: RehearsalScene) -> str:
+        """Every distinct rank can be built, with its optimizer, and a checkpoint of it written."""
+        from trainkit.train.rehearsal.trace import RankTrace
+
+        self.traces = [RankTrace.from_json(value) for value in self._traced()]
+        largest = max(trace.elements for trace in self.traces)
+        return (
+            f"{len(self.traces)} that stand for all {scene.job.world_size}: model, optimizer and"
+            f" checkpoint of each built without memory; the largest holds {largest / 1e6:,.1f}"
+            f" million parameters"
+        )
+
+    def _traced(self) -> list[object]:
+        """What the process found. Raises TrainkitError as it did."""
+        if self.child is None:
+            raise NotLookedAt(self.why)
         assert self.child.stdout is not None
         lines = [json.loads(line) for line in self.child.stdout.read().splitlines()]
         self.child.wait()
         for line in lines:
             if "result" in line:
-                found: dict[str, object] = line["result"]
+                found: list[object] = line["result"]["traces"]
                 return found
             if "error" in line:
                 raise error_from_report(line["error"])
@@ -53,10 +83,50 @@ class TracingProcess:
             hint="\n  ".join(log[-TAIL:]),
         )
 
+    def check_collectives(self, scene: RehearsalScene) -> str:
+        """They say the same to each other, in the same order."""
+        from trainkit.train.rehearsal.compare import compare_traces, compared_groups
+
+        self._require_traces()
+        hint = (
+            "they would wait for each other without end: every rank of a group must do the same"
+            " there, whatever its number"
+        )
+        if wrong := compare_traces(self.traces):
+            raise ConfigError([Problem(each.message, hint=hint) for each in wrong], exit=Exit.HANG)
+        calls = sum(len(trace.calls) for trace in self.traces)
+        return f"{calls:,} of one step, in {compared_groups(self.traces)} groups, agree"
+
+    def check_checkpoint(self, scene: RehearsalScene) -> str:
+        """The checkpoint to go on from has the tensors that the ranks expect, of their shapes."""
+        job = scene.job
+        if scene.run is None:
+            return "a new run goes on from none"
+        if not job.is_native:
+            raise NotLookedAt(
+                f"engine {job.engine} reads its own: invoke checkpoints {scene.run.id}"
+            )
+        self._require_traces()
+        saved = scene.newest_checkpoint
+        if saved is None:
+            return f"run {scene.run.id} has none: it begins from its first step"
+        if problems := checkpoint_problems(job, self.traces[0].checkpoint, saved):
+            raise ConfigError(problems, exit=Exit.NO_CHECKPOINT)
+        return f"step {saved.manifest.step}: {len(saved.manifest.tensors)} tensors fit"
+
+    def _require_traces(self) -> None:
+        if not self.traces:
+            raise NotLookedAt(self.why or "the ranks could not be built")
+
 
 @contextmanager
-def tracing(scene: RehearsalScene, ranks: list[int], vocab: int) -> Iterator[TracingProcess]:
-    """Trace ranks in a process of its own, which ends with the block."""
+def checks_of_ranks(scene: RehearsalScene) -> Iterator[RankChecks]:
+    """Trace the job's ranks in a process of its own, which ends with the block."""
+    try:
+        ranks, vocab = traced_ranks(scene)
+    except NotLookedAt as why:
+        yield RankChecks(None, why=str(why))
+        return
     with tempfile.TemporaryDirectory(prefix="rehearse-") as name:
         folder = Path(name)
         write_job(folder / "job.json", scene.resolved)
@@ -76,7 +146,7 @@ def tracing(scene: RehearsalScene, ranks: list[int], vocab: int) -> Iterator[Tra
                 stderr=log,
             )
         try:
-            yield TracingProcess(child, folder)
+            yield RankChecks(child, folder)
         finally:
             stop_children([child])
 
@@ -98,59 +168,34 @@ def traced_ranks(scene: RehearsalScene) -> tuple[list[int], int]:
     return distinct_ranks(job, vocab), vocab
 
 
-class RankChecks:
-    """What is said of the ranks that were traced.
+def checkpoint_problems(
+    job: Job, shapes: dict[str, tuple[int, ...]], saved: Checkpoint
+) -> list[Problem]:
+    """What of a checkpoint the job's ranks would not take.
 
     Args:
-        scene: the job.
-        process: traces them.
+        job: as it goes on.
+        shapes: of all that a checkpoint of the job holds.
+        saved: what it would go on from.
     """
-
-    def __init__(self, scene: RehearsalScene, process: TracingProcess) -> None:
-        self.scene = scene
-        self.process = process
-        self.shapes: dict[str, tuple[int, ...]] = {}
-
-    def check_ranks(self, scene: RehearsalScene) -> str:
-        """Every distinct rank can be built, with its optimizer, and a checkpoint of it written."""
-        from trainkit.train.rehearsal.trace import RankTrace
-
-        found = self.process.result()["traces"]
-        assert isinstance(found, list)
-        self.traces = [RankTrace.from_json(value) for value in found]
-        self.shapes = self.traces[0].checkpoint
-        largest = max(trace.elements for trace in self.traces)
-        return (
-            f"{len(self.traces)} that stand for all {scene.job.world_size}: model, optimizer and"
-            f" checkpoint of each built without memory; the largest holds {largest / 1e6:,.1f}"
-            f" million parameters"
+    tensors = saved.manifest.tensors
+    found = []
+    for name, shape in shapes.items():
+        entry = tensors.get(name)
+        if entry is None:
+            found.append(f"{name} is not in it")
+        elif tuple(entry.shape) != shape:
+            found.append(f"{name} is {list(entry.shape)} there and {list(shape)} in the job")
+    found += [f"{name} is none of the job's" for name in tensors if name not in shapes]
+    if not found:
+        return []
+    more = f"; {len(found) - 1} more tensors differ" if len(found) > 1 else ""
+    return [
+        Problem(
+            f"{saved.folder}: {found[0]}{more}",
+            hint=(
+                f"go on with the model that it was saved with, or begin a new run: invoke train"
+                f" {job.name}"
+            ),
         )
-
-    def check_collectives(self, scene: RehearsalScene) -> str:
-        """They say the same to each other, in the same order."""
-        from trainkit.train.rehearsal.compare import compare_traces, compared_groups
-
-        if not hasattr(self, "traces"):
-            raise NotLookedAt("the ranks could not be built")
-        if wrong := compare_traces(self.traces):
-            raise ConfigError(
-                [
-                    Problem(
-                        each.message,
-                        hint=(
-                            "they would wait for each other for ever: every rank of a group must"
-                            " do the same there, whatever its number"
-                        ),
-                    )
-                    for each in wrong
-                ],
-                exit=Exit.HANG,
-            )
-        calls = sum(len(trace.calls) for trace in self.traces)
-        return f"{calls:,} of one step, in {compared_groups(self.traces)} groups, agree"
-
-    def check_checkpoint(self, scene: RehearsalScene) -> str:
-        """See `data_checks.check_checkpoint`."""
-        from trainkit.rehearse.data_checks import check_checkpoint
-
-        return check_checkpoint(scene, self.shapes)
+    ]

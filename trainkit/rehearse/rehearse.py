@@ -1,27 +1,22 @@
-"""The rehearsal of a job: every check, in an order in which the first failure says most."""
+"""The rehearsal of a job: every check, in an order in which the first failure says most, and what
+was found."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from functools import partial
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
-from trainkit.base.errors import ConfigError, TrainkitError
+from trainkit.base.documents import document
+from trainkit.base.errors import ConfigError, Exit, TrainkitError
 from trainkit.experiment.options import RehearseOptions
 from trainkit.jobs.load import Jobs
 from trainkit.rehearse import engine_checks, place_checks
-from trainkit.rehearse.rank_checks import RankChecks, traced_ranks, tracing
-from trainkit.rehearse.report import (
-    NotLookedAt,
-    RehearsalReport,
-    RehearsedCheck,
-    failed_checks,
-)
-from trainkit.rehearse.scene import RehearsalScene, scene_of
+from trainkit.rehearse.rank_checks import checks_of_ranks
+from trainkit.rehearse.scene import Check, NotLookedAt, RehearsalScene, scene_of
 
-Check = Callable[[RehearsalScene], str]
-OnChecked = Callable[[RehearsedCheck], None]
+State = Literal["held", "failed", "not looked at"]
 OF_THE_PLACE: tuple[tuple[str, Check], ...] = (
     ("plan", place_checks.check_plan),
     ("engine", place_checks.check_launchable),
@@ -36,86 +31,134 @@ OF_THE_PLACE: tuple[tuple[str, Check], ...] = (
 )
 
 
-def rehearse(
-    jobs: Jobs,
-    name: str,
-    options: RehearseOptions,
-    on_checked: OnChecked = lambda check: None,
-) -> RehearsalReport:
+@dataclass(frozen=True)
+class RehearsedCheck:
+    """One check.
+
+    Args:
+        name: "hosts", "collectives", ...
+        state: how it went.
+        message: what held, what failed, or why it was not looked at.
+        hint: the way out of a failure.
+        place: file and line that a failure is about; "" for none.
+        exit: the code of the failure; DONE of all others.
+        seconds: it took.
+    """
+
+    name: str
+    state: State
+    message: str
+    hint: str = ""
+    place: str = ""
+    exit: Exit = Exit.DONE
+    seconds: float = 0.0
+
+    def to_json(self) -> dict[str, object]:
+        return {**vars(self), "exit": int(self.exit), "seconds": round(self.seconds, 3)}
+
+
+@dataclass(frozen=True)
+class RehearsalReport:
+    """All checks of a job, in order.
+
+    Args:
+        job: its name.
+        checks: what was found.
+        seconds: the whole rehearsal took.
+    """
+
+    job: str
+    checks: Sequence[RehearsedCheck]
+    seconds: float
+
+    @property
+    def exit(self) -> Exit:
+        """The code of the first failure; without any, NOT_KNOWN where something was not looked
+        at."""
+        failed = next((each.exit for each in self.checks if each.state == "failed"), None)
+        return failed or (Exit.NOT_KNOWN if self.not_known else Exit.DONE)
+
+    @property
+    def not_known(self) -> list[str]:
+        """The checks that could not be made."""
+        return [each.name for each in self.checks if each.state == "not looked at"]
+
+    def count(self, state: State) -> int:
+        """How many checks ended so."""
+        return sum(each.state == state for each in self.checks)
+
+    def to_json(self) -> dict[str, object]:
+        """The document rehearsal/1."""
+        return document(
+            "rehearsal/1",
+            job=self.job,
+            exit=int(self.exit),
+            seconds=round(self.seconds, 3),
+            held=self.count("held"),
+            failed=self.count("failed"),
+            not_looked_at=self.count("not looked at"),
+            not_known=self.not_known,
+            checks=[each.to_json() for each in self.checks],
+        )
+
+
+def rehearse(jobs: Jobs, name: str, options: RehearseOptions) -> RehearsalReport:
     """Look at a job from end to end. Nothing is written but a temporary folder.
 
     Args:
         jobs: those of a jobs.toml.
         name: which of them.
         options: how it would be started.
-        on_checked: is called with every check as it is made.
     """
     began = time.perf_counter()
-    checks: list[RehearsedCheck] = []
-    for check in _checks(jobs, name, options):
-        checks.append(check)
-        on_checked(check)
+    checks = list(_checks(jobs, name, options))
     return RehearsalReport(name, checks, time.perf_counter() - began)
 
 
 def _checks(jobs: Jobs, name: str, options: RehearseOptions) -> Iterator[RehearsedCheck]:
-    found = list(_resolve(jobs, name, options))
-    yield from (each for each in found if isinstance(each, RehearsedCheck))
-    scene = next((each for each in found if isinstance(each, RehearsalScene)), None)
-    if scene is None:
-        return
-    with ExitStack() as stack:
-        try:
-            ranks, vocab = traced_ranks(scene)
-            # beside all that follows
-            of_ranks = RankChecks(scene, stack.enter_context(tracing(scene, ranks, vocab)))
-        except NotLookedAt as why:
-            of_ranks = None
-            reason = str(why)
-        for title, check in OF_THE_PLACE:
-            yield from _made(title, check, scene)
-        from trainkit.rehearse import data_checks  # torch: a second, beside the ranks' process
-
-        yield from _made("tokenizer", data_checks.check_tokenizer, scene)
-        yield from _made("batches", data_checks.check_batches, scene)
-        yield from _made("validation", data_checks.check_validation, scene)
-        yield from _made("layout", data_checks.check_layout, scene)
-        if of_ranks is None:
-            for title in ("ranks", "collectives"):
-                yield RehearsedCheck(title, "not looked at", reason)
-            yield from _made("checkpoint", partial(data_checks.check_checkpoint, shapes={}), scene)
-            return
-        yield from _made("ranks", of_ranks.check_ranks, scene)
-        yield from _made("collectives", of_ranks.check_collectives, scene)
-        yield from _made("checkpoint", of_ranks.check_checkpoint, scene)
-
-
-def _resolve(
-    jobs: Jobs, name: str, options: RehearseOptions
-) -> Iterator[RehearsedCheck | RehearsalScene]:
-    """The check of the job's tables, and the scene where they are right."""
     began = time.perf_counter()
     try:
         scene = scene_of(jobs, name, options)
     except TrainkitError as error:
-        yield from failed_checks("job", error, time.perf_counter() - began)
+        yield from _failed("job", error, began)
         return
-    seconds = time.perf_counter() - began
-    yield RehearsedCheck("job", "held", f"all keys of job {name} are right", seconds=seconds)
-    yield scene
+    right = f"all keys of job {name} are right"
+    yield RehearsedCheck("job", "held", right, seconds=time.perf_counter() - began)
+    with checks_of_ranks(scene) as of_ranks:  # traced beside all that follows
+        for title, check in OF_THE_PLACE:
+            yield from _made(title, check, scene)
+        from trainkit.rehearse import data_checks  # torch: a second, beside the ranks' process
+
+        for title, check in (*data_checks.OF_THE_DATA, *of_ranks.checks):
+            yield from _made(title, check, scene)
 
 
 def _made(name: str, check: Check, scene: RehearsalScene) -> Iterator[RehearsedCheck]:
     """What became of one check."""
     began = time.perf_counter()
     try:
+        state: State = "held"
         message = check(scene)
     except NotLookedAt as why:
-        yield RehearsedCheck(name, "not looked at", str(why), seconds=time.perf_counter() - began)
+        state = "not looked at"
+        message = str(why)
     except TrainkitError as error:
-        yield from failed_checks(name, error, time.perf_counter() - began)
+        yield from _failed(name, error, began)
+        return
     except OSError as error:
         broken = ConfigError(f"{error.strerror or error}: {error.filename or name}")
-        yield from failed_checks(name, broken, time.perf_counter() - began)
-    else:
-        yield RehearsedCheck(name, "held", message, seconds=time.perf_counter() - began)
+        yield from _failed(name, broken, began)
+        return
+    yield RehearsedCheck(name, state, message, seconds=time.perf_counter() - began)
+
+
+def _failed(name: str, error: TrainkitError, began: float) -> Iterator[RehearsedCheck]:
+    """A check for every problem of an error."""
+    seconds = time.perf_counter() - began
+    for problem in error.problems():
+        place = str(problem["file"] or "")
+        if problem["line"]:
+            place += f":{problem['line']}"
+        message = str(problem["message"])
+        hint = str(problem["hint"] or "")
+        yield RehearsedCheck(name, "failed", message, hint, place, error.exit, seconds)

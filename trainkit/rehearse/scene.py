@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,12 +17,16 @@ from trainkit.jobs.schema import Job
 from trainkit.launch.hosts.selection import HostList
 from trainkit.launch.job_plan import plan_of
 from trainkit.plan.planner import Plan
-from trainkit.rehearse.report import NotLookedAt
+from trainkit.runs.checkpoints import Checkpoint, newest_valid, open_checkpoint
 from trainkit.runs.folder import RunFolder
 from trainkit.stages.contract import Need
 from trainkit.stages.execute import needs_of, stamps_folder
 from trainkit.stages.registry import stages_asked_once
 from trainkit.stages.stamps import Freshness, check_freshness
+
+
+class NotLookedAt(Exception):
+    """Raised by a check that cannot be made here; its text says why."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +67,14 @@ class RehearsalScene:
         return plan_of(self.job)
 
     @cached_property
+    def newest_checkpoint(self) -> Checkpoint | None:
+        """What a run would go on from; None for a new run, or one without any. Raises
+        TrainkitError (exit 16) where none of several is right."""
+        if self.run is None or not self.job.is_native:
+            return None
+        return newest_valid(self.run.checkpoints, lambda words: None, open_checkpoint)
+
+    @cached_property
     def _needs(self) -> list[Need] | TrainkitError:
         try:
             return needs_of(self.job, stages_asked_once())
@@ -99,6 +112,11 @@ class RehearsalScene:
 
         for problem in layout_problems(self.job):
             raise NotLookedAt(f"the ranks cannot share the work: {problem.message}")
+
+
+# It returns what held, and raises NotLookedAt where it cannot be made, TrainkitError or OSError
+# where it failed.
+Check = Callable[[RehearsalScene], str]
 
 
 def scene_of(jobs: Jobs, name: str, options: RehearseOptions) -> RehearsalScene:
