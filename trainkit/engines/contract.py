@@ -1,14 +1,15 @@
-"""What an engine gives the launcher: a command, as data."""
+"""What an engine gives the launcher, a command as data; and what none can be launched with."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
 
 from trainkit.base.errors import Problem
+from trainkit.jobs.containers import RUNTIME_TRAITS
 from trainkit.jobs.schema import Job
 from trainkit.plan.rules import Rules
 from trainkit.runs.checkpoint_list import ListedCheckpoint
@@ -121,3 +122,49 @@ class Engine(Protocol):
     def compiled_nodes(self, job: Job) -> int | None:
         """On how many of the job's nodes a run of its own has compiled the graphs that it trains
         with; None where the engine has no such runs."""
+
+
+def launcher_problems(
+    job: Job, devices: tuple[str, ...] = ("cpu", "cuda"), *, compiles: bool = False
+) -> Iterator[Problem]:
+    """What of a job no launcher of this version starts.
+
+    Args:
+        job: the job.
+        devices: kinds of device that its engine computes on.
+        compiles: whether its engine has graphs that are compiled before training.
+    """
+    cluster = job.cluster
+    planned = []
+    if job.nodes > 1 and cluster.launcher_traits.one_machine:
+        planned.append(f"nodes = {job.nodes} with launcher = 'local'")
+    if cluster.device_type not in devices:
+        planned.append(f"engine = '{job.engine}' on cluster.device = '{cluster.device.name}'")
+    for what in planned:
+        yield Problem(
+            f"{what} is planned for, but not launched by this version of trainkit",
+            hint=(
+                f"`invoke plan {job.name}` plans it; to try it here: --set cluster=here and smaller"
+                " degrees"
+            ),
+        )
+    if job.precompile and not compiles:
+        yield Problem(
+            f"precompile with engine = '{job.engine}': it has no graphs to compile before it"
+            " trains",
+            hint=f"`invoke train {job.name}` trains; --set engine=native has graphs",
+        )
+    if job.precompile and job.is_native and not job.training.compile:
+        yield Problem(
+            "precompile without training.compile: nothing would be compiled",
+            hint="--set training.compile=true compiles every block",
+        )
+    container = job.container
+    by_srun = container is not None and container.runtime_traits.by_srun
+    if container is not None and by_srun and not cluster.launcher_traits.pyxis:
+        anywhere = [name for name, traits in RUNTIME_TRAITS.items() if not traits.by_srun]
+        yield Problem(
+            f"containers.{container.name}.runtime = '{container.runtime}' is a part of srun, and"
+            f" launcher = '{cluster.launcher}' of cluster '{cluster.name}' runs none",
+            hint=f"{', '.join(anywhere)} run anywhere; --set container=none runs without",
+        )

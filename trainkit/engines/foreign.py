@@ -14,9 +14,8 @@ from typing import ClassVar
 from trainkit.base.errors import ConfigError, Problem
 from trainkit.base.files import write_text
 from trainkit.engines.compiled import engine_path
-from trainkit.engines.contract import Command
+from trainkit.engines.contract import Command, launcher_problems
 from trainkit.engines.imported import ImportedJob, ImportRequest
-from trainkit.engines.launchable import launcher_problems
 from trainkit.engines.options import OptionTable, load_table, version_at
 from trainkit.engines.own_parser import OwnParser
 from trainkit.engines.rank.node_setup import NodeSetup
@@ -297,7 +296,7 @@ class ForeignEngine(ABC):
     def problems(self, job: Job) -> list[Problem]:
         """What this version of the engine cannot do. Nothing of its options while the tree is
         still to be cloned: `command` says it then."""
-        found = launcher_problems(job, self.devices, compiles=self.compiles)
+        found = [*launcher_problems(job, self.devices, compiles=self.compiles)]
         try:
             table = self.known_table(job)
             if table is not None:

@@ -9,8 +9,7 @@ from collections.abc import Iterator, Mapping
 from trainkit.base.errors import Problem
 from trainkit.base.extras import install_command
 from trainkit.base.process import cpu_sharing
-from trainkit.engines.contract import Command
-from trainkit.engines.launchable import launcher_problems
+from trainkit.engines.contract import Command, launcher_problems
 from trainkit.engines.rank.versions import allows
 from trainkit.jobs.schema import Job
 from trainkit.ops.build import torch_version
@@ -89,7 +88,7 @@ class Native:
     rules = Rules(objections=native_objections)
 
     def problems(self, job: Job) -> list[Problem]:
-        found = launcher_problems(job, compiles=True)
+        found = [*launcher_problems(job, compiles=True)]
         if why := torch_problem(_torch_of_ranks(job)):
             found.append(Problem(why, hint=install_command()))
         return found

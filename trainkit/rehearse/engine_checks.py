@@ -18,7 +18,6 @@ from trainkit.engines.registry import foreign_engine
 from trainkit.engines.sources import engine_python, source_tree
 from trainkit.jobs.schema import Job
 from trainkit.rehearse.scene import NotLookedAt, RehearsalScene
-from trainkit.runs.folder import RunFolder
 
 SECONDS = 60.0
 
@@ -32,16 +31,13 @@ def check_parser(scene: RehearsalScene) -> str:
     if job.container is not None:
         raise NotLookedAt("the engine is in the job's image")
     engine = foreign_engine(job.engine)
-    if engine.problems(job):
-        raise NotLookedAt("the command cannot be made: see engine")
     if engine.parser is None:
         raise NotLookedAt(f"{job.engine} reads files: its keys were compared with its version's")
     tree = source_tree(job)
     python = str(engine_python(job))
     if shutil.which(python) is None or not (tree / "megatron").is_dir():
         raise NotLookedAt(f"{python} and {tree} are not both here: see stages")
-    run = RunFolder(scene.root.absolute() / "runs" / job.name / "RUN")
-    command = engine.command(job, run, 1)
+    command = scene.command
     with tempfile.TemporaryDirectory(prefix="rehearse-") as name:
         words = engine.parser.words(job, command, Path(name))
         done = _ask(job, engine.parser, command, words)

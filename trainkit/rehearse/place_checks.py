@@ -18,7 +18,6 @@ from trainkit.launch.supervise.rank_environment import refuse_without_wandb, sec
 from trainkit.plan.planner import refuse_infeasible
 from trainkit.plan.storage import GIB
 from trainkit.rehearse.scene import NotLookedAt, RehearsalScene
-from trainkit.runs.folder import RunFolder
 from trainkit.stages.execute import missing_units, stamps_folder
 
 # what a launcher's commands begin with on the machine where you type
@@ -93,11 +92,7 @@ def check_programs(scene: RehearsalScene) -> str:
                 "install it, rehearse and train where it is, or choose another cluster (--cluster)"
             ),
         )
-    if ENGINES[job.engine].problems(job):
-        raise NotLookedAt("the command cannot be made: see engine")
-    run = RunFolder(scene.root.absolute() / "runs" / job.name / "RUN")
-    command = ENGINES[job.engine].command(job, run, 1)
-    program = command.argv[0]
+    program = scene.command.argv[0]
     here = job.cluster.launcher_traits.one_machine and job.container is None
     if here and shutil.which(program) is None:
         raise ConfigError(

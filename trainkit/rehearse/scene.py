@@ -8,6 +8,8 @@ from functools import cached_property
 from pathlib import Path
 
 from trainkit.base.errors import ConfigError, TrainkitError
+from trainkit.engines.contract import Command
+from trainkit.engines.registry import ENGINES
 from trainkit.experiment.hosts import job_on_hosts
 from trainkit.experiment.options import RehearseOptions, ResumeOptions
 from trainkit.experiment.start import plan_resumed_run
@@ -65,6 +67,16 @@ class RehearsalScene:
     @cached_property
     def plan(self) -> Plan:
         return plan_of(self.job)
+
+    @cached_property
+    def command(self) -> Command:
+        """What its ranks would run, of a run that is not there. Raises NotLookedAt where it cannot
+        be made."""
+        engine = ENGINES[self.job.engine]
+        if engine.problems(self.job):
+            raise NotLookedAt("the command cannot be made: see engine")
+        run = RunFolder(self.root.absolute() / "runs" / self.job.name / "RUN")
+        return engine.command(self.job, run, 1)
 
     @cached_property
     def newest_checkpoint(self) -> Checkpoint | None:

@@ -9,15 +9,14 @@ from pathlib import Path
 from pydantic import JsonValue
 
 from trainkit.base.documents import document
-from trainkit.base.errors import ConfigError, Exit, Problem, TrainkitError
+from trainkit.base.errors import ConfigError, Exit, TrainkitError
 from trainkit.cli.config.jobs import load_jobs, refuse_weights
 from trainkit.cli.options import PlanOptions
 from trainkit.cli.wrapper import TaskContext, TaskResult
-from trainkit.engines.registry import ENGINES, refuse_unlaunchable
+from trainkit.engines.registry import ENGINES
 from trainkit.jobs.layers import LOCAL_FILE
 from trainkit.jobs.load import Jobs
 from trainkit.jobs.local_jobs import add_job, refuse_name
-from trainkit.jobs.schema import Job
 from trainkit.launch.job_plan import last_measured, measured_speeds, plan_of, prepared
 from trainkit.plan.cloud import cloud
 from trainkit.plan.objection import describe_changes
@@ -217,18 +216,9 @@ def plan(task: TaskContext, name: str, options: PlanOptions) -> TaskResult:
             job,
             made,
             task.command,
-            refused=_refused(job),
+            refused=ENGINES[job.engine].problems(job),
             engine=job.engine_source or jobs.engine(job.engine),
         )
         for said in ENGINES[job.engine].notes(job):
             task.console.print(f"[yellow]note[/] {escape(said)}")
     return TaskResult(made.to_json(), made.exit)
-
-
-def _refused(job: Job) -> list[Problem]:
-    """Why this version does not launch the job, though it plans for it; nothing where it does."""
-    try:
-        refuse_unlaunchable(job)
-    except ConfigError as error:
-        return list(error.list)
-    return []
