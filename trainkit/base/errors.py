@@ -44,8 +44,30 @@ class SourceLocation:
         return self.file
 
 
+@dataclass(frozen=True)
+class Problem:
+    """One of several things wrong with a configuration."""
+
+    message: str
+    place: SourceLocation | None = None
+    hint: str = ""
+
+    def __str__(self) -> str:
+        text = f"{self.place}: {self.message}" if self.place else self.message
+        if self.hint:
+            return f"{text}\n  {self.hint}"
+        return text
+
+    def to_json(self) -> dict[str, object]:
+        """For `--json`."""
+        place = {"file": self.place and self.place.file, "line": self.place and self.place.line}
+        return {"message": self.message, "hint": self.hint, **place}
+
+
 class TrainkitError(Exception):
     """An error the user can act on: printed without a traceback, ends the task with `exit`.
+
+    Its `list` has everything that is wrong, one problem but for a ConfigError.
 
     Args:
         message: what is wrong, with the value in it.
@@ -62,31 +84,14 @@ class TrainkitError(Exception):
         self.exit = exit
         self.hint = hint
         self.place = place
+        self.list = [Problem(message, place, hint)]
 
     def problems(self) -> list[dict[str, object]]:
         """The error as data, for `--json`."""
-        return [{"message": self.message, "hint": self.hint, **_place_keys(self.place)}]
+        return [problem.to_json() for problem in self.list]
 
     def __str__(self) -> str:
-        text = f"{self.place}: {self.message}" if self.place else self.message
-        if self.hint:
-            return f"{text}\n  {self.hint}"
-        return text
-
-
-@dataclass(frozen=True)
-class Problem:
-    """One of several things wrong with a configuration."""
-
-    message: str
-    place: SourceLocation | None = None
-    hint: str = ""
-
-    def __str__(self) -> str:
-        text = f"{self.place}: {self.message}" if self.place else self.message
-        if self.hint:
-            return f"{text}\n  {self.hint}"
-        return text
+        return "\n".join(map(str, self.list))
 
 
 class ConfigError(TrainkitError):
@@ -96,15 +101,6 @@ class ConfigError(TrainkitError):
     def __init__(
         self, problems: list[Problem] | str, *, exit: Exit = Exit.CONFIG, hint: str = ""
     ) -> None:
-        if isinstance(problems, str):
-            self.list = [Problem(problems, hint=hint)]
-        else:
-            self.list = list(problems)
-        super().__init__("\n".join(str(p) for p in self.list), exit=exit)
-
-    def problems(self) -> list[dict[str, object]]:
-        return [{"message": p.message, "hint": p.hint, **_place_keys(p.place)} for p in self.list]
-
-
-def _place_keys(place: SourceLocation | None) -> dict[str, object]:
-    return {"file": place.file if place else None, "line": place.line if place else None}
+        found = [Problem(problems, hint=hint)] if isinstance(problems, str) else list(problems)
+        super().__init__("\n".join(map(str, found)), exit=exit)
+        self.list = found

@@ -155,10 +155,8 @@ def _made(name: str, check: Check, scene: RehearsalScene) -> Iterator[RehearsedC
 def _failed(name: str, error: TrainkitError, began: float) -> Iterator[RehearsedCheck]:
     """A check for every problem of an error."""
     seconds = time.perf_counter() - began
-    for problem in error.problems():
-        place = str(problem["file"] or "")
-        if problem["line"]:
-            place += f":{problem['line']}"
-        message = str(problem["message"])
-        hint = str(problem["hint"] or "")
-        yield RehearsedCheck(name, "failed", message, hint, place, error.exit, seconds)
+    for problem in error.list:
+        place = str(problem.place or "")
+        yield RehearsedCheck(
+            name, "failed", problem.message, problem.hint, place, error.exit, seconds
+        )

@@ -423,20 +423,10 @@ def _failure(values: Mapping[str, Any]) -> dict[str, object]:
 
 def _words(error: TrainkitError) -> dict[str, str]:
     """An error's first message and its way out."""
-    first = error.list[0] if isinstance(error, ConfigError) else None
-    if first:
-        place = first.place
-        message = first.message
-        hint = first.hint
-    else:
-        place = error.place
-        message = error.message
-        hint = error.hint
-    if isinstance(error, ConfigError) and len(error.list) > 1:
-        more = f" (and {len(error.list) - 1} more)"
-    else:
-        more = ""
-    return {"message": f"{place}: {message}{more}" if place else f"{message}{more}", "advice": hint}
+    first = error.list[0]
+    words = f"{first.place}: {first.message}" if first.place else first.message
+    more = f" (and {len(error.list) - 1} more)" if len(error.list) > 1 else ""
+    return {"message": words + more, "advice": first.hint}
 
 
 def _end(unit: Mapping[str, Any]) -> dict[str, Any] | None:
