@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from trainkit.jobs.schema import Job
-from trainkit.plan.checks import BATCH, SCHEDULE, VIRTUAL
+from trainkit.plan.checks import SCHEDULE, VIRTUAL
 from trainkit.plan.duration import Duration
 from trainkit.plan.layout import layout_of
 from trainkit.plan.limits import Sizes
 from trainkit.plan.objection import Change, Objection, try_change
-from trainkit.plan.suggestions import MICRO
+from trainkit.plan.suggestions import smaller_micro_batches
 
 LARGE = 0.15  # of a step: below, a bubble is not worth a word
 LESS = 0.75  # a change that leaves more of the bubble is not worth a word
@@ -31,17 +31,8 @@ def _zero_bubble(job: Job) -> Iterator[Change]:
 
 
 def _smaller(job: Job) -> Iterator[Change]:
-    """More micro-batches, smaller ones, of the same global batch."""
-    size = job.training.micro_batch_size
-    for part in range(1, size):
-        if size % part == 0:
-            change: Change = {MICRO: part}
-            if job.training.gradient_accumulation_steps is not None:
-                steps = job.gradient_accumulation_steps * size // part
-                change = {**change, "training.gradient_accumulation_steps": steps}
-            elif job.training.global_batch_size is None:
-                change = {**change, BATCH: job.global_batch_size}
-            yield change
+    """More micro-batches, the smallest first, of the same global batch."""
+    yield from reversed(list(smaller_micro_batches(job)))
 
 
 def bubble_notes(job: Job, sizes: Sizes, duration: Duration | None) -> Iterator[Objection]:

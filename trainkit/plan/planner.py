@@ -190,29 +190,24 @@ def refuse_infeasible(plan: Plan) -> Plan:
     return plan
 
 
-def _with_remedies(
-    job: Job, rules: Rules, tokenizer_size: int | None, sizes: Sizes
-) -> Iterator[Objection]:
+def _with_remedies(job: Job, sizes: Sizes) -> Iterator[Objection]:
     """Objections of `checks`, each with the changes that remove it and raise no other, nor one
     of memory."""
-    found = list(checks(job, rules, tokenizer_size))
+    found = list(checks(job, sizes.rules, sizes.tokenizer_size))
     codes = {objection.code for objection in found}
     fitted = sizes.fits(job)
     for objection in found:
-        kept = []
-        for change in objection.changes:
-            if (tried := try_change(job, change)) is None:
-                continue
-            left = {other.code for other in checks(tried, rules, tokenizer_size)}
-            if left <= codes - {objection.code} and (not fitted or sizes.fits(tried)):
-                kept.append(change)
+        others = codes - {objection.code}
+        kept = [
+            change
+            for change in objection.changes
+            if (tried := try_change(job, change)) is not None
+            and sizes.codes(tried) <= others
+            and (not fitted or sizes.fits(tried))
+        ]
         way_out = describe_changes(kept, objection.key)
-        yield Objection(
-            objection.code,
-            objection.key,
-            objection.message + (f"; {way_out}" if way_out else ""),
-            tuple(kept),
-        )
+        message = f"{objection.message}; {way_out}" if way_out else objection.message
+        yield replace(objection, message=message, changes=tuple(kept))
 
 
 def make_plan(
@@ -271,7 +266,7 @@ def make_plan(
         duration=duration,
         epochs=epochs,
         measured=measured,
-        objections=(*_with_remedies(job, rules, trained, sizes), *limits),
+        objections=(*_with_remedies(job, sizes), *limits),
         not_known=tuple(not_known(job, rules, memory, host, duration)),
         notes=(*notes(job, memory, storage, duration, epochs), *bubble_notes(job, sizes, duration)),
     )

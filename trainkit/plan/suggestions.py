@@ -47,7 +47,7 @@ def _same_batch(job: Job, change: Change) -> Iterator[Change]:
             yield {**change, "training.gradient_accumulation_steps": steps}
 
 
-def _smaller(job: Job) -> Iterator[Change]:
+def smaller_micro_batches(job: Job) -> Iterator[Change]:
     """Smaller micro-batches: the same work in smaller products."""
     size = job.training.micro_batch_size
     for part in range(size - 1, 0, -1):
@@ -101,7 +101,7 @@ def _more_nodes(job: Job) -> Iterator[Change]:
 STEPS: tuple[Callable[[Job], Iterator[Change]], ...] = (
     _free,
     _selective,
-    _smaller,
+    smaller_micro_batches,
     _full,
     _sharded,
     _split,
