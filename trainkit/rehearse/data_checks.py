@@ -18,8 +18,8 @@ from trainkit.jobs.schema import Dataset, Job, Tokenizer
 from trainkit.plan.batch import global_batch_size
 from trainkit.rehearse.scene import Check, NotLookedAt, RehearsalScene
 from trainkit.train.batches import Feed, data_folder, vocab_size
+from trainkit.train.huggingface import check_weights, weights_folder
 from trainkit.train.parallel.data_parallel import World
-from trainkit.train.preflight import refuse_what_cannot_run
 
 LOOKED_AT = 2**20  # tokens at the beginning of a pair
 
@@ -137,7 +137,8 @@ def check_layout(scene: RehearsalScene) -> str:
     begins = scene.run is None and job.init_from is not None
     if begins:
         scene.require_stages()
-        refuse_what_cannot_run(job, World(0, job.world_size), begins=True)
+        if problems := check_weights(weights_folder(job), job.model, vocab_size(job)):
+            raise ConfigError(problems)
         return f"weights of {job.init_from} fit the model"
     degrees = degrees_of(job)
     return (

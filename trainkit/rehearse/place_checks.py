@@ -56,10 +56,7 @@ def check_launchable(scene: RehearsalScene) -> str:
     """This version can start it, and its engine takes all that it is given."""
     job = scene.job
     refuse_unlaunchable(job)
-    notes = ENGINES[job.engine].notes(job)
-    if notes:
-        return f"engine {job.engine} takes it; {'; '.join(notes)}"
-    return f"engine {job.engine} takes it"
+    return "; ".join([f"engine {job.engine} takes it", *ENGINES[job.engine].notes(job)])
 
 
 def check_hosts(scene: RehearsalScene) -> str:

@@ -53,9 +53,7 @@ class RankChecks:
 
     def check_ranks(self, scene: RehearsalScene) -> str:
         """Every distinct rank can be built, with its optimizer, and a checkpoint of it written."""
-        from trainkit.train.rehearsal.trace import RankTrace
-
-        self.traces = [RankTrace.from_json(value) for value in self._traced()]
+        self.traces = self._traced()
         largest = max(trace.elements for trace in self.traces)
         return (
             f"{len(self.traces)} that stand for all {scene.job.world_size}: model, optimizer and"
@@ -63,8 +61,10 @@ class RankChecks:
             f" million parameters"
         )
 
-    def _traced(self) -> list[object]:
+    def _traced(self) -> list[RankTrace]:
         """What the process found. Raises TrainkitError as it did."""
+        from trainkit.train.rehearsal.trace import RankTrace
+
         if self.child is None:
             raise NotLookedAt(self.why)
         assert self.child.stdout is not None
@@ -72,8 +72,7 @@ class RankChecks:
         self.child.wait()
         for line in lines:
             if "result" in line:
-                found: list[object] = line["result"]["traces"]
-                return found
+                return [RankTrace.from_json(value) for value in line["result"]["traces"]]
             if "error" in line:
                 raise error_from_report(line["error"])
         log = (self.folder / "log").read_text(errors="replace").splitlines()
