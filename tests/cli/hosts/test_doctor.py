@@ -15,10 +15,10 @@ from trainkit.jobs.clusters import Cluster
 from trainkit.jobs.devices import built_in_device
 from trainkit.launch.cluster_care.health_checks import (
     examine_hosts,
+    find_gpu_problems,
     find_pair_problems,
-    gpu_symptoms,
 )
-from trainkit.launch.cluster_care.host_checks import COLUMNS, find_host_problems
+from trainkit.launch.cluster_care.host_checks import COLUMNS, Finding, find_host_problems
 from trainkit.launch.cluster_care.pairwise_bandwidth import (
     PairBandwidth,
     find_slow_nodes,
@@ -243,7 +243,7 @@ def test_of_two_hosts_the_declared_network_is_the_measure() -> None:
 
 def test_findings_of_pairs_have_names(tmp_path: Path) -> None:
     here = session(tmp_path, 3)
-    findings = find_pair_problems(pairs_of({(0, 1): 10.0, (0, 2): 2.0, (1, 2): 2.0}), here)
+    findings = list(find_pair_problems(pairs_of({(0, 1): 10.0, (0, 2): 2.0, (1, 2): 2.0}), here))
     assert [(f.host, f.what, f.wrong) for f in findings] == [("n2", "all-reduce", True)]
     (way,) = find_pair_problems(pairs_of({(0, 1): None}), here)
     assert way.host == "n0 - n1" and "connection closed" in way.message
@@ -331,7 +331,7 @@ WELL = {
     ],
 )
 def test_gpus_that_are_ill(change: dict[str, str], wrong: bool, words: str) -> None:
-    (one,) = gpu_symptoms(CommandResult(0, SMI.format(**{**WELL, **change})))
+    (one,) = gpu_problems(CommandResult(0, SMI.format(**{**WELL, **change})))
     assert (
         one.wrong is wrong
         and words in one.message
@@ -340,20 +340,24 @@ def test_gpus_that_are_ill(change: dict[str, str], wrong: bool, words: str) -> N
     )
 
 
+def gpu_problems(said: CommandResult) -> list[Finding]:
+    return list(find_gpu_problems("n0", said))
+
+
 def test_gpus_that_are_well_or_cannot_be_seen() -> None:
-    assert gpu_symptoms(CommandResult(0, SMI.format(**WELL))) == []
+    assert gpu_problems(CommandResult(0, SMI.format(**WELL))) == []
     assert (
-        gpu_symptoms(CommandResult(error="[Errno 2] No such file or directory: 'nvidia-smi'"))
-        == gpu_symptoms(CommandResult(6, "No devices were found\n"))
+        gpu_problems(CommandResult(error="[Errno 2] No such file or directory: 'nvidia-smi'"))
+        == gpu_problems(CommandResult(6, "No devices were found\n"))
         == []
     )
-    (lost,) = gpu_symptoms(
+    (lost,) = gpu_problems(
         CommandResult(
             15, "", "Unable to determine the device handle for GPU 0000:1B:00.0: GPU is lost.\n"
         )
     )
     assert lost.wrong and "GPU is lost" in lost.message
-    assert not gpu_symptoms(CommandResult(0, "no XML"))[0].wrong
+    assert not gpu_problems(CommandResult(0, "no XML"))[0].wrong
 
 
 def test_doctor_asks_the_hosts_own_tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

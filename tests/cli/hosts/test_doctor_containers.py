@@ -48,7 +48,7 @@ FINE = ContainerReport(
 def said(tmp_path: Path, *reports: ContainerReport) -> list[tuple[str, bool, str, str]]:
     chosen = job(tmp_path, "pyxis", launcher="slurm")
     named = [replace(report, host=f"n{node}") for node, report in enumerate(reports)]
-    found = find_container_problems(named, [chosen])
+    found = list(find_container_problems(named, [chosen]))
     assert all(each.what == "container" and each.advice for each in found)
     return [(each.host, each.wrong, each.message, each.advice) for each in found]
 

@@ -177,15 +177,13 @@ def _report(host: str, container: NodeContainer, said: CommandResult) -> Contain
 
 def find_container_problems(
     reports: Sequence[ContainerReport], jobs: Sequence[Job]
-) -> list[Finding]:
+) -> Iterator[Finding]:
     """What is wrong with containers, host by host."""
-    found: list[Finding] = []
     for job in jobs:
         assert job.container is not None
         own = [report for report in reports if report.container == job.container.name]
         for report in own:
-            found += _host_problems(report, own, job)
-    return found
+            yield from _host_problems(report, own, job)
 
 
 def _host_problems(

@@ -52,49 +52,35 @@ SLOWED = {
 }
 
 
-@dataclass(frozen=True)
-class GpuSymptom:
-    """One thing to know about a GPU.
-
-    Args:
-        message: what was seen.
-        advice: the way out.
-        wrong: it will break runs, or make them slow.
-    """
-
-    message: str
-    advice: str
-    wrong: bool = True
-
-
-def gpu_symptoms(said: CommandResult) -> list[GpuSymptom]:
+def find_gpu_problems(host: str, said: CommandResult) -> Iterator[Finding]:
     """What is wrong with the GPUs of a host that has said this; nothing where it has no such
     tool."""
     # no such program, or no GPU to be seen: how many there are is another question
     if said.error is not None or NO_DEVICES in said.out:
-        return []
+        return
     advice = "`nvidia-smi` and `dmesg | grep -i xid` there"
     if said.code:
-        return [GpuSymptom(f"nvidia-smi ends with {said.code}: {said.last}", advice)]
+        yield Finding(host, "gpus", f"nvidia-smi ends with {said.code}: {said.last}", advice)
+        return
     try:
         log = ElementTree.fromstring(said.out)
     except ElementTree.ParseError as error:
-        return [GpuSymptom(f"nvidia-smi -q -x prints no XML: {error}", advice, wrong=False)]
-    return [
-        symptom for number, gpu in enumerate(log.iter("gpu")) for symptom in _of_gpu(number, gpu)
-    ]
+        message = f"nvidia-smi -q -x prints no XML: {error}"
+        yield Finding(host, "gpus", message, advice, wrong=False)
+        return
+    for number, gpu in enumerate(log.iter("gpu")):
+        yield from _of_gpu(host, number, gpu)
 
 
-def _of_gpu(number: int, gpu: ElementTree.Element) -> Iterator[GpuSymptom]:
+def _of_gpu(host: str, number: int, gpu: ElementTree.Element) -> Iterator[Finding]:
     name = f"GPU {number} ({gpu.get('id', '?')})"
     reset = f"`nvidia-smi -r -i {number}` when it is idle, or a reboot"
     if errors := sum(_uncorrectable(volatile) for volatile in gpu.iter("volatile")):
-        words = (
+        yield Finding(
+            host,
+            "gpus",
             f"{name}: {errors} uncorrectable memory error{'s' if errors > 1 else ''} since its"
-            " driver was loaded"
-        )
-        yield GpuSymptom(
-            words,
+            " driver was loaded",
             f"{reset}; where they come again leave the host out (--exclude) and have the GPU"
             " replaced",
         )
@@ -102,20 +88,25 @@ def _of_gpu(number: int, gpu: ElementTree.Element) -> Iterator[GpuSymptom]:
         element.tag for element in gpu.iter() if (element.text or "").strip() in ("Yes", "Active")
     }
     if "remapped_row_failure" in flags:
-        yield GpuSymptom(
+        yield Finding(
+            host,
+            "gpus",
             f"{name}: a broken row of its memory could not be remapped",
             "leave the host out (--exclude) and have the GPU replaced",
         )
     if flags & {"remapped_row_pending", "pending_retirement", "pending_blacklist"}:
-        yield GpuSymptom(f"{name}: broken memory waits to be taken out of use", reset, wrong=False)
+        message = f"{name}: broken memory waits to be taken out of use"
+        yield Finding(host, "gpus", message, reset, wrong=False)
     if slowed := [
         words for end, words in SLOWED.items() if any(flag.endswith(f"_{end}") for flag in flags)
     ]:
-        advice = (
+        yield Finding(
+            host,
+            "gpus",
+            f"{name}: its clocks are slowed down ({', '.join(slowed)})",
             "temperature, fans, power supply and power cap of the host: the slowest GPU is"
-            " everybody's speed"
+            " everybody's speed",
         )
-        yield GpuSymptom(f"{name}: its clocks are slowed down ({', '.join(slowed)})", advice)
 
 
 def _uncorrectable(volatile: ElementTree.Element) -> int:
@@ -212,15 +203,14 @@ async def _gpu_findings(pool: AgentPool) -> list[Finding]:
     query = {node: [RemoteCommand(LOOK, dict(session.cluster.env))] for node in pool.present}
     results = await run_on_agents(pool, query, LOOK_SECONDS, key_prefix="gpu-health-")
     return [
-        Finding(pool.host(node), "gpus", symptom.message, symptom.advice, symptom.wrong)
+        finding
         for (node, _), result in results.items()
-        for symptom in gpu_symptoms(result)
+        for finding in find_gpu_problems(pool.host(node), result)
     ]
 
 
-def find_pair_problems(pairs: Sequence[PairBandwidth], session: Session) -> list[Finding]:
+def find_pair_problems(pairs: Sequence[PairBandwidth], session: Session) -> Iterator[Finding]:
     """Findings of all-reduces."""
-    found = []
     for slow in find_slow_nodes(pairs, session.cluster.network_gb_per_second):
         name = " - ".join(session.hosts[node].name for node in slow.nodes)
         if len(slow.nodes) == 1:
@@ -233,5 +223,4 @@ def find_pair_problems(pairs: Sequence[PairBandwidth], session: Session) -> list
                 "the way between the two: switch ports, another subnet, a firewall; NCCL_DEBUG=INFO"
                 " says which transport was taken"
             )
-        found.append(Finding(name, "all-reduce", slow.why, advice))
-    return found
+        yield Finding(name, "all-reduce", slow.why, advice)

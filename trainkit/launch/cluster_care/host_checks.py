@@ -41,8 +41,15 @@ HostCheck = Literal[
 # of pairs, and `container` has a table of its own
 Check = Literal[HostCheck, "reach", "all-reduce", "container"]
 COLUMNS: tuple[HostCheck, ...] = get_args(HostCheck)
-# versions that hosts are compared by
-COMPARED: tuple[Check, ...] = ("python", "torch", "driver", "kernel")
+# versions that hosts are compared by, and what to do where one has another than most
+COMPARED: Mapping[Check, str] = {
+    "python": "install the same, or let clusters.X.python name an interpreter that all have",
+    "torch": "ranks of two versions fail or, worse, do not: install the same on all",
+    "driver": "most collectives bear it, some do not: bring all hosts to one driver",
+    "kernel": (
+        "harmless to ranks as a rule; a host that was not updated with the others often lacks more"
+    ),
+}
 # what the end of a transport says, and what to do about it
 UNREACHED = (
     (
@@ -162,34 +169,20 @@ def _advice(why: str) -> str:
 
 def _versions(
     agent: JoinedAgent, usual: Mapping[Check, tuple[str | None, int]], count: int
-) -> list[Finding]:
-    found = []
-    advice: dict[Check, str] = {
-        "python": "install the same, or let clusters.X.python name an interpreter that all have",
-        "torch": "ranks of two versions fail or, worse, do not: install the same on all",
-        "driver": "most collectives bear it, some do not: bring all hosts to one driver",
-        "kernel": (
-            "harmless to ranks as a rule; a host that was not updated with the others often lacks"
-            " more"
-        ),
-    }
+) -> Iterator[Finding]:
     for name, (value, times) in usual.items():
         own = _version(agent, name)
         if own != value:
             message = f"{name} {own or 'is missing'}; {value or 'none'} on {times} of {count} hosts"
-            found.append(
-                Finding(agent.host, name, message, advice[name], wrong=name in ("python", "torch"))
-            )
+            wrong = name in ("python", "torch")
+            yield Finding(agent.host, name, message, COMPARED[name], wrong=wrong)
     if _version(agent, "torch") is None and usual["torch"][0] is None:
-        found.append(
-            Finding(
-                agent.host,
-                "torch",
-                f"{agent.facts.executable} has no torch",
-                "install it there; `prep-data` alone does not need it",
-            )
+        yield Finding(
+            agent.host,
+            "torch",
+            f"{agent.facts.executable} has no torch",
+            "install it there; `prep-data` alone does not need it",
         )
-    return found
 
 
 def _clock(agent: JoinedAgent, session: Session) -> Iterator[Finding]:
@@ -320,7 +313,6 @@ def _proof_of_end(agent: JoinedAgent, session: Session) -> Iterator[Finding]:
         )
 
 
-# in the order in which a host's findings are printed
 def _own_code(agent: JoinedAgent, session: Session) -> Iterator[Finding]:
     if python_is_old(agent.facts):
         yield Finding(
@@ -341,6 +333,7 @@ def _own_code(agent: JoinedAgent, session: Session) -> Iterator[Finding]:
         )
 
 
+# in the order in which a host's findings are printed
 HOST_CHECKS: tuple[Callable[[JoinedAgent, Session], Iterator[Finding]], ...] = (
     _own_code,
     _clock,
@@ -356,34 +349,30 @@ HOST_CHECKS: tuple[Callable[[JoinedAgent, Session], Iterator[Finding]], ...] = (
 
 def _devices(
     agent: JoinedAgent, host: Host, cluster: Cluster, agents: Sequence[JoinedAgent]
-) -> list[Finding]:
+) -> Iterator[Finding]:
     if cluster.device_type != "cuda":
-        return []
-    gpus = list(agent.facts.gpus)
+        return
+    gpus = agent.facts.gpus
     wanted = max(host.slots, default=cluster.gpus_per_node - 1) + 1
-    found = []
     if objection := agent.facts.errors.get("triton"):
         why, _, advice = objection.rpartition(": ")
         what = "training.compile and kernels = 'fused' fail there"
-        found.append(Finding(agent.host, "gpus", f"{why}; {what}", advice, wrong=False))
+        yield Finding(agent.host, "gpus", f"{why}; {what}", advice, wrong=False)
     if len(gpus) < wanted:
-        advice = (
+        yield Finding(
+            agent.host,
+            "gpus",
+            f"{len(gpus)} GPUs; its slots need {wanted}",
             "`nvidia-smi` and `dmesg | grep -i xid` there: a GPU that fell off the bus needs a"
-            " reboot; or write fewer slots"
+            " reboot; or write fewer slots",
         )
-        found.append(
-            Finding(agent.host, "gpus", f"{len(gpus)} GPUs; its slots need {wanted}", advice)
-        )
-    kinds = Counter(h.facts.gpus[:1] for h in agents)
+    kinds = Counter(other.facts.gpus[:1] for other in agents)
     usual = kinds.most_common(1)[0][0]
     if gpus and usual and gpus[0] != usual[0]:
-        found.append(
-            Finding(
-                agent.host,
-                "gpus",
-                f"{gpus[0]}; most hosts have {usual[0]}",
-                "the slowest kind is everybody's speed: leave it out",
-                wrong=False,
-            )
+        yield Finding(
+            agent.host,
+            "gpus",
+            f"{gpus[0]}; most hosts have {usual[0]}",
+            "the slowest kind is everybody's speed: leave it out",
+            wrong=False,
         )
-    return found
