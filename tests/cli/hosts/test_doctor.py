@@ -18,7 +18,7 @@ from trainkit.launch.cluster_care.health_checks import (
     find_gpu_problems,
     find_pair_problems,
 )
-from trainkit.launch.cluster_care.host_checks import COLUMNS, Finding, find_host_problems
+from trainkit.launch.cluster_care.host_checks import COLUMNS, find_host_problems
 from trainkit.launch.cluster_care.pairwise_bandwidth import (
     PairBandwidth,
     find_slow_nodes,
@@ -29,6 +29,7 @@ from trainkit.launch.hosts.hostfile import Host
 from trainkit.launch.protocol.frames import HostFacts
 from trainkit.launch.session import Session
 from trainkit.launch.supervise.agent_pool import JoinedAgent, MissingAgent
+from trainkit.launch.supervise.host_consistency import Finding
 
 GIB = 2**30
 FINE: dict[str, Any] = {
@@ -116,7 +117,7 @@ VERSIONS = FINE["versions"]
         ({"versions": {**VERSIONS, "kernel": "5.15"}}, "kernel", False, "kernel 5.15"),
         ({"ahead": -121.0}, "clock", True, "its clock is 121 s behind; 30 s are allowed"),
         ({"nonce": "another"}, "root", True, "clusters.c.root is not shared"),
-        ({"snapshot": "other"}, "root", True, "sees other files"),
+        ({"snapshot": "other"}, "root", True, "sees other code"),
         ({"writable": "No space left on device"}, "root", True, "No space left on device"),
         ({"disk_free": GIB // 2}, "disk", True, "0.5 GiB are free"),
         ({"gpus": FINE["gpus"][:7]}, "gpus", True, "7 GPUs; its slots need 8"),
@@ -146,7 +147,7 @@ def test_a_python_or_a_torch_that_is_not_for_trainkit_itself(tmp_path: Path) -> 
     old = {"versions": {**VERSIONS, "python": "3.8.10"}}
     for host, what, wrong, message in found(session(tmp_path, 2), old, old):
         assert host in ("n0", "n1") and what == "python" and wrong
-        assert "is Python 3.8.10; trainkit's own trainer and the stages need 3.11" in message
+        assert "is 3.8.10; trainkit's own code needs 3.11" in message
     assert len(found(session(tmp_path, 2), old, old)) == 2
     new = {"versions": {**VERSIONS, "torch": "2.99.1"}}
     (one,) = found(session(tmp_path, 1), new)

@@ -244,8 +244,8 @@ def test_code_compiled_for_another_python(tmp_path: Path) -> None:
     )
     hellos = [JoinedAgent(0, "h", facts, 0.0)]
     assert host_inconsistencies(hellos, given, 0, own_code=False) == [], "other engines have none"
-    ((host, problem),) = host_inconsistencies(hellos, given, 0, own_code=True)
-    assert host == "h" and problem.startswith(
+    (found,) = host_inconsistencies(hellos, given, 0, own_code=True)
+    assert found.host == "h" and found.message.startswith(
         "its Python of reg/app:1 (/usr/bin/python3) cannot load the code's compiled part:"
         " _index.cpython-38"
     )
@@ -285,16 +285,16 @@ def test_a_python_or_a_torch_that_is_not_for_our_own_ranks(tmp_path: Path) -> No
     )
     hellos = [JoinedAgent(0, "h", facts, 0.0)]
     assert host_inconsistencies(hellos, given, 0, own_code=False) == []
-    ((_, problem),) = host_inconsistencies(hellos, given, 0, own_code=True)
-    assert problem == (
+    (found,) = host_inconsistencies(hellos, given, 0, own_code=True)
+    assert found.message == (
         "its Python of reg/app:1 (/usr/bin/python3) is 3.8.10; trainkit's own code needs 3.11 or"
         " newer: containers.box.python"
     )
     new = replace(facts, versions={"python": "3.12.1", "torch": "2.99.0"}, extension=None)
     hellos = [JoinedAgent(0, "h", new, 0.0)]
     assert host_inconsistencies(hellos, given, 0, own_code=False) == []
-    ((_, problem),) = host_inconsistencies(hellos, given, 0, own_code=True)
-    assert problem.startswith(
+    (found,) = host_inconsistencies(hellos, given, 0, own_code=True)
+    assert found.message.startswith(
         "its Python of reg/app:1 (/usr/bin/python3): torch 2.99.0 was not tried"
     )
     for version, old in (("3.10.13", True), ("3.11.0", False), ("3.14.0rc1", False), (None, False)):

@@ -19,9 +19,10 @@ from trainkit.jobs.load import Jobs
 from trainkit.jobs.schema import Cluster, Job
 from trainkit.launch.cluster_care.container_checks import pages_note
 from trainkit.launch.cluster_care.health_checks import ClusterExamination, examine_hosts
-from trainkit.launch.cluster_care.host_checks import COLUMNS, Finding
+from trainkit.launch.cluster_care.host_checks import COLUMNS
 from trainkit.launch.hosts.quarantine import read_quarantine
 from trainkit.launch.supervise.agent_pool import JoinedAgent, MissingAgent
+from trainkit.launch.supervise.host_consistency import Finding
 
 GIB = 2**30
 VERSIONS = ("python", "torch", "driver", "kernel")

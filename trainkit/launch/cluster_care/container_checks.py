@@ -14,7 +14,7 @@ from pathlib import Path
 from trainkit.base.files import write_json, write_text
 from trainkit.base.records import Record
 from trainkit.jobs.schema import Job
-from trainkit.launch.cluster_care.host_checks import GIB, Finding
+from trainkit.launch.cluster_care.host_checks import GIB
 from trainkit.launch.cluster_care.remote_commands import (
     CommandResult,
     RemoteCommand,
@@ -24,6 +24,7 @@ from trainkit.launch.containers import NodeContainer, node_container
 from trainkit.launch.containers.contract import WorkFolder
 from trainkit.launch.containers.runtimes import RUNTIMES, extra_files, start_lines
 from trainkit.launch.supervise.agent_pool import AgentPool
+from trainkit.launch.supervise.host_consistency import Finding
 
 PROBE = Path("trainkit", "launch", "cluster_care", "container_probe.py")
 SLOW = 3.0  # times what most hosts take

@@ -23,7 +23,7 @@ from trainkit.launch.cluster_care.container_checks import (
     find_container_problems,
     look_at_containers,
 )
-from trainkit.launch.cluster_care.host_checks import Finding, find_host_problems
+from trainkit.launch.cluster_care.host_checks import find_host_problems
 from trainkit.launch.cluster_care.pairwise_bandwidth import (
     PairBandwidth,
     find_slow_nodes,
@@ -39,6 +39,7 @@ from trainkit.launch.hosts.hostfile import Host
 from trainkit.launch.launchers.contract import Launcher
 from trainkit.launch.session import Session
 from trainkit.launch.supervise.agent_pool import AgentPool, JoinedAgent, MissingAgent
+from trainkit.launch.supervise.host_consistency import Finding
 from trainkit.launch.supervise.orphan_sweep import open_agent_pool
 
 LOOK = ("nvidia-smi", "-q", "-x")

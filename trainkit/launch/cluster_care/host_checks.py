@@ -1,21 +1,28 @@
 """The checks of `doctor` that look at one host's report: each is a function, HOST_CHECKS is their
-order."""
+order. Those that every start makes too are in supervise/host_consistency.py."""
 
 from __future__ import annotations
 
 import ipaddress
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal, get_args
+from collections.abc import Callable, Iterator, Sequence
+from typing import get_args
 
-from trainkit.engines.native import torch_problem
 from trainkit.jobs.clusters import Cluster
 from trainkit.launch.hosts.hostfile import Host
 from trainkit.launch.session import Session
 from trainkit.launch.supervise.agent_pool import JoinedAgent, MissingAgent
-from trainkit.launch.supervise.host_consistency import needed_python, python_is_old
+from trainkit.launch.supervise.host_consistency import (
+    COMPARED,
+    Finding,
+    HostCheck,
+    check_address,
+    check_clock,
+    check_own_code,
+    check_root,
+    other_versions,
+)
 
 MIB = 2**20
 GIB = 2**30
@@ -23,33 +30,7 @@ LEAST_DISK = 2 * GIB  # less is as good as full: a checkpoint's first file would
 LEAST_SHARED = 128 * 2**20  # a container has 64 MiB where nobody asks for more
 LEAST_FILES = 16_384  # a rank holds a file a shard of the data, and a socket a peer
 LEAST_LOCKED = 64 * 2**20
-HostCheck = Literal[
-    "python",
-    "torch",
-    "driver",
-    "kernel",
-    "clock",
-    "root",
-    "disk",
-    "gpus",
-    "address",
-    "files",
-    "shm",
-    "proof",
-]
-# those that are no column of a table of hosts: a host that is not reached has none, `all-reduce` is
-# of pairs, and `container` has a table of its own
-Check = Literal[HostCheck, "reach", "all-reduce", "container"]
 COLUMNS: tuple[HostCheck, ...] = get_args(HostCheck)
-# versions that hosts are compared by, and what to do where one has another than most
-COMPARED: Mapping[Check, str] = {
-    "python": "install the same, or let clusters.X.python name an interpreter that all have",
-    "torch": "ranks of two versions fail or, worse, do not: install the same on all",
-    "driver": "most collectives bear it, some do not: bring all hosts to one driver",
-    "kernel": (
-        "harmless to ranks as a rule; a host that was not updated with the others often lacks more"
-    ),
-}
 # what the end of a transport says, and what to do about it
 UNREACHED = (
     (
@@ -102,25 +83,6 @@ UNREACHED = (
 )
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One thing to know about a host.
-
-    Args:
-        host: its name; two with "-" between them for a pair.
-        what: which check found it.
-        message: what was seen.
-        advice: the way out.
-        wrong: it will break runs, or make them slow; else it is only worth knowing.
-    """
-
-    host: str
-    what: Check
-    message: str
-    advice: str
-    wrong: bool = True
-
-
 def find_host_problems(
     answers: Sequence[JoinedAgent | MissingAgent], hosts: Sequence[Host], session: Session
 ) -> list[Finding]:
@@ -132,32 +94,23 @@ def find_host_problems(
         session: theirs.
     """
     joined = [answer for answer in answers if isinstance(answer, JoinedAgent)]
-    usual = {name: _most(joined, name) for name in COMPARED}
+    others = list(other_versions(joined, COMPARED))
     found: list[Finding] = []
     for answer in answers:
         if isinstance(answer, MissingAgent):
             found.append(Finding(answer.host, "reach", answer.why, _advice(answer.why)))
             continue
-        found += _versions(answer, usual, len(joined))
+        own = [finding for finding in others if finding.host == answer.host]
+        found += own
+        torch = answer.facts.versions.get("torch")
+        if torch is None and not any(finding.what == "torch" for finding in own):
+            message = f"{answer.facts.executable} has no torch"
+            advice = "install it there; `prep-data` alone does not need it"
+            found.append(Finding(answer.host, "torch", message, advice))
         for check in HOST_CHECKS:
             found += check(answer, session)
         found += _devices(answer, hosts[answer.node], session.cluster, joined)
     return found
-
-
-def _most(agents: Sequence[JoinedAgent], name: str) -> tuple[str | None, int]:
-    """(what most hosts have of a version, how many of them)."""
-    counted = Counter(_version(agent, name) for agent in agents)
-    if counted:
-        return counted.most_common(1)[0]
-    return (None, 0)
-
-
-def _version(agent: JoinedAgent, name: str) -> str | None:
-    value = agent.facts.versions.get(name)
-    if value is None:
-        return None
-    return str(value)
 
 
 def _advice(why: str) -> str:
@@ -165,67 +118,6 @@ def _advice(why: str) -> str:
         (advice for pattern, advice in UNREACHED if re.search(pattern, why)),
         "`ssh HOST true` must work without a question",
     )
-
-
-def _versions(
-    agent: JoinedAgent, usual: Mapping[Check, tuple[str | None, int]], count: int
-) -> Iterator[Finding]:
-    for name, (value, times) in usual.items():
-        own = _version(agent, name)
-        if own != value:
-            message = f"{name} {own or 'is missing'}; {value or 'none'} on {times} of {count} hosts"
-            wrong = name in ("python", "torch")
-            yield Finding(agent.host, name, message, COMPARED[name], wrong=wrong)
-    if _version(agent, "torch") is None and usual["torch"][0] is None:
-        yield Finding(
-            agent.host,
-            "torch",
-            f"{agent.facts.executable} has no torch",
-            "install it there; `prep-data` alone does not need it",
-        )
-
-
-def _clock(agent: JoinedAgent, session: Session) -> Iterator[Finding]:
-    limit = session.cluster.watch.clock
-    if abs(agent.clock_offset) <= limit:
-        return
-    direction = "behind"
-    if agent.clock_offset > 0:
-        direction = "ahead"
-    yield Finding(
-        agent.host,
-        "clock",
-        f"its clock is {abs(agent.clock_offset):.0f} s {direction}; {limit:g} s are allowed",
-        "`chronyc makestep` (or ntpd) there; logs and time limits are compared by these clocks",
-    )
-
-
-def _shared_root(agent: JoinedAgent, session: Session) -> Iterator[Finding]:
-    facts = agent.facts
-    cluster = session.cluster
-    if facts.nonce != session.nonce:
-        yield Finding(
-            agent.host,
-            "root",
-            f"sees another {session.folder} than this machine: clusters.{cluster.name}.root is not"
-            " shared",
-            f"mount the same folder on every host: `setup-hosts --share {cluster.root or 'FOLDER'}`"
-            " prints how",
-        )
-    elif facts.snapshot != session.code.name:
-        yield Finding(
-            agent.host,
-            "root",
-            f"sees other files in {session.code}",
-            "a stale cache of the file system: mount it again (NFS: actimeo)",
-        )
-    if facts.writable:
-        yield Finding(
-            agent.host,
-            "root",
-            f"cannot write into {session.folder}: {facts.writable}",
-            "export it rw, and let the user have it (NFS: no root)",
-        )
 
 
 def _disk(agent: JoinedAgent, session: Session) -> Iterator[Finding]:
@@ -240,24 +132,16 @@ def _disk(agent: JoinedAgent, session: Session) -> Iterator[Finding]:
         )
 
 
-def _address(agent: JoinedAgent, session: Session) -> Iterator[Finding]:
-    facts = agent.facts
-    name = session.cluster.name
-    if facts.address_error:
-        yield Finding(
-            agent.host,
-            "address",
-            facts.address_error,
-            f"`ip -br address` there; clusters.{name}.interface is a name or a CIDR",
-        )
+def _loopback(agent: JoinedAgent, session: Session) -> Iterator[Finding]:
+    address = agent.facts.address
+    if agent.facts.address_error or not address or len(session.hosts) == 1:
         return
-    several = len(session.hosts) > 1
-    if facts.address and several and ipaddress.ip_address(facts.address).is_loopback:
+    if ipaddress.ip_address(address).is_loopback:
         yield Finding(
             agent.host,
             "address",
-            f"its address is {facts.address}, which others cannot reach",
-            f"name the network: clusters.{name}.interface = 'eth0' or a CIDR",
+            f"its address is {address}, which others cannot reach",
+            f"name the network: clusters.{session.cluster.name}.interface = 'eth0' or a CIDR",
         )
 
 
@@ -313,33 +197,14 @@ def _proof_of_end(agent: JoinedAgent, session: Session) -> Iterator[Finding]:
         )
 
 
-def _own_code(agent: JoinedAgent, session: Session) -> Iterator[Finding]:
-    if python_is_old(agent.facts):
-        yield Finding(
-            agent.host,
-            "python",
-            f"{agent.facts.executable} is Python {agent.facts.versions['python']}; trainkit's own"
-            f" trainer and the stages need {needed_python()} or newer",
-            f"clusters.{session.cluster.name}.python names an interpreter; engines other than"
-            " 'native' and ranks in containers run beside this one too",
-        )
-    if why := torch_problem(agent.facts.versions.get("torch") or ""):
-        yield Finding(
-            agent.host,
-            "torch",
-            why,
-            f"clusters.{session.cluster.name}.python names an interpreter with another; engines"
-            " other than 'native' have their own",
-        )
-
-
 # in the order in which a host's findings are printed
 HOST_CHECKS: tuple[Callable[[JoinedAgent, Session], Iterator[Finding]], ...] = (
-    _own_code,
-    _clock,
-    _shared_root,
+    check_own_code,
+    check_clock,
+    check_root,
     _disk,
-    _address,
+    check_address,
+    _loopback,
     _open_files,
     _shared_memory,
     _locked_memory,

@@ -25,7 +25,7 @@ from trainkit.launch.protocol.frames import (
 )
 from trainkit.launch.session import Session, is_this_machine
 from trainkit.launch.supervise.agent_pool import AgentPool, Answer, JoinedAgent, MissingAgent
-from trainkit.launch.supervise.host_consistency import host_inconsistencies, python_is_old, table
+from trainkit.launch.supervise.host_consistency import host_inconsistencies, table
 from trainkit.launch.supervise.outcome import Outcome
 from trainkit.launch.supervise.rank_environment import (
     port_candidates,
@@ -86,30 +86,16 @@ async def gather(
     if missing := [answer for answer in answers if isinstance(answer, MissingAgent)]:
         _refuse_missing(missing, len(answers), pool.session)
     if wrong := host_inconsistencies(hellos, pool.session, gpus, own_code=own_code):
-        hosts = list(dict.fromkeys(host for host, _ in wrong))
+        hosts = list(dict.fromkeys(finding.host for finding in wrong))
+        ways_out = dict.fromkeys(finding.advice for finding in wrong)
         raise StartError(
             Exit.HEALTH,
             f"{_count(len(hosts), len(hellos))} not fit to run together",
-            wrong,
-            hint=_hint(hellos, own_code=own_code),
+            [(finding.host, finding.message) for finding in wrong],
+            hint="; ".join([*ways_out, "or leave them out with --exclude"]),
             suspects=hosts,
         )
     return hellos
-
-
-def _hint(hellos: Sequence[JoinedAgent], *, own_code: bool) -> str:
-    """What to do about hosts that differ."""
-    if own_code and any(python_is_old(hello.facts) for hello in hellos):
-        return (
-            "name an interpreter that every host has; only engines other than 'native' run beside"
-            " an older one"
-        )
-    if own_code and any(hello.facts.extension for hello in hellos):
-        return (
-            "compile it there too, into the checkout: `PYTHON setup.py build_ext --inplace`"
-            " puts a file for that Python beside the other"
-        )
-    return "make them alike, or leave them out with --exclude"
 
 
 def _refuse_missing(missing: Sequence[MissingAgent], hosts: int, session: Session) -> None:
