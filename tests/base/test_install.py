@@ -1,5 +1,5 @@
-"""The installer: what makes an installation stale, two at once, and being stopped. pip itself is
-a fake here; the README's test runs the real one."""
+"""The installer: what makes an installation stale, two at once, and being stopped. pip and uv are
+fakes here; the README's test runs the real ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import sys
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -65,11 +64,12 @@ def _fake_python(root: Path, body: str = "exit 0") -> None:
 @pytest.fixture
 def commands(monkeypatch: pytest.MonkeyPatch) -> Commands:
     """What would have been run; `venv` makes the fake Python, setup.py an extension that holds
-    the hash of csrc/, pip does nothing."""
+    the hash of csrc/, uv and pip do nothing. pip is configured with nothing."""
     run: Commands = []
 
-    def fake(command: list[str], root: Path, lock: int) -> None:
-        run.append(command)
+    def fake(command: list[str], root: Path, lock: int, *_: object, shown: bool = False) -> None:
+        if "uv" not in command:
+            run.append(command)
         if "venv" in command:
             _fake_python(root, f"echo {sys.implementation.cache_tag}")
         elif "setup.py" in command:
@@ -82,18 +82,24 @@ def commands(monkeypatch: pytest.MonkeyPatch) -> Commands:
             made.write_text(csrc_sha256(root))
         elif command[0].startswith(str(root)):
             assert not (root / ".venv" / "trainkit-install.json").exists(), (
-                "nothing may count as installed while pip runs"
+                "nothing may count as installed meanwhile"
             )
 
     monkeypatch.setattr(installer, "run_step", fake)
+    monkeypatch.setattr(installer, "pip_settings", lambda environment: {})
     monkeypatch.setattr(installer, "missing_tools", list)
     return run
 
 
 def _steps(commands: Commands) -> list[str]:
+    """uv, or what Python was given: a module or setup.py."""
     return [
-        command[command.index("-m") + 1] if "-m" in command else command[1] for command in commands
+        next(word for word in (Path(command[0]).name, *command[1:]) if word in PROGRAMS)
+        for command in commands
     ]
+
+
+PROGRAMS = ("pip", "setup.py", "uv", "venv")
 
 
 def _rewrite(name: str) -> Callable[[Path], object]:
@@ -122,7 +128,7 @@ def test_every_input_changes_the_fingerprint(
     CHANGES[change](checkout)
     assert fingerprint(checkout, []) != before
     ensure(checkout, [])
-    assert _steps(commands) == ["venv", "pip", "pip"]
+    assert _steps(commands) == ["venv", "uv", "uv"]
 
 
 @pytest.mark.parametrize("change", SOURCES)
@@ -133,10 +139,10 @@ def test_a_changed_source_is_compiled_and_nothing_else_is_done(
     stamp = (checkout / ".venv" / "trainkit-install.json").read_bytes()
     SOURCES[change](checkout)
     ensure(checkout, ["test"])  # for a task that needs no extension, or compiles it itself
-    assert _steps(commands) == ["venv", "pip", "setup.py"]
+    assert _steps(commands) == ["venv", "uv", "setup.py"]
     ensure(checkout, ["test"], extension=True)
     ensure(checkout, ["test"], extension=True)
-    assert _steps(commands) == ["venv", "pip", "setup.py", "setup.py"]
+    assert _steps(commands) == ["venv", "uv", "setup.py", "setup.py"]
     assert (checkout / ".venv" / "trainkit-install.json").read_bytes() == stamp
     assert extension_path(checkout).read_text() == csrc_sha256(checkout) and not list(
         (checkout / "build").iterdir()
@@ -155,7 +161,7 @@ def test_being_killed_while_compiling_spoils_no_environment(
         with pytest.raises(RuntimeError):
             ensure(checkout, [], extension=True)
     ensure(checkout, [], extension=True)
-    assert _steps(commands) == ["venv", "pip", "setup.py", "setup.py"]
+    assert _steps(commands) == ["venv", "uv", "setup.py", "setup.py"]
 
 
 def test_the_fingerprint_knows_extras_folder_and_python(
@@ -194,7 +200,7 @@ def test_csrc_hash_is_about_csrc_only(checkout: Path) -> None:
 def test_extras_are_added_once_and_kept(checkout: Path, commands: Commands) -> None:
     for extras in ([], ["test"], [], ["test"]):
         ensure(checkout, extras)
-    assert _steps(commands) == ["venv", "pip", "pip"]
+    assert _steps(commands) == ["venv", "uv", "uv"]
     assert commands[-1][-4:] == ["-e", ".[test]", "-c", "constraints.txt"]
     (checkout / "setup.py").write_text("changed")
     ensure(checkout, [])
@@ -216,7 +222,7 @@ def test_a_damaged_stamp_is_not_fresh(content: str, checkout: Path, commands: Co
     ensure(checkout, [])
     (checkout / ".venv" / "trainkit-install.json").write_text(content)
     ensure(checkout, [])
-    assert _steps(commands) == ["venv", "pip", "pip"]
+    assert _steps(commands) == ["venv", "uv", "uv"]
 
 
 def test_a_broken_python_is_replaced(
@@ -226,18 +232,18 @@ def test_a_broken_python_is_replaced(
     _fake_python(checkout, "exit 1")
     (checkout / ".venv" / "trainkit-install.json").unlink()
     ensure(checkout, [])
-    assert _steps(commands) == ["venv", "pip", "venv", "pip"]
-    assert "has no working Python; it is made anew" in capfd.readouterr().err
+    assert _steps(commands) == ["venv", "uv", "venv", "uv"]
+    assert "has no working Python; it is made again" in capfd.readouterr().err
 
 
-def test_a_failed_pip_leaves_what_was_before(
+def test_a_failed_installation_leaves_what_was_before(
     checkout: Path, commands: Commands, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ensure(checkout, [])
     stamp = (checkout / ".venv" / "trainkit-install.json").read_bytes()
     with monkeypatch.context() as patch:
 
-        def fail(*_: object) -> None:
+        def fail(*_: object, **named: object) -> None:
             raise InstallError("no network")
 
         patch.setattr(installer, "run_step", fail)
@@ -245,7 +251,7 @@ def test_a_failed_pip_leaves_what_was_before(
             ensure(checkout, ["test"])
     assert (checkout / ".venv" / "trainkit-install.json").read_bytes() == stamp
     ensure(checkout, [])
-    assert _steps(commands) == ["venv", "pip"]
+    assert _steps(commands) == ["venv", "uv"]
 
 
 def test_the_build_stage_compiles_with_its_own_python(
@@ -255,12 +261,12 @@ def test_the_build_stage_compiles_with_its_own_python(
     (checkout / "csrc" / "index" / "a.cpp").write_text("changed")
     elsewhere = tmp_path / "elsewhere" / "bin" / "python"
     build_extension(checkout, elsewhere)
-    assert _steps(commands) == ["venv", "pip", "setup.py"] and commands[-1][0] == str(elsewhere)
+    assert _steps(commands) == ["venv", "uv", "setup.py"] and commands[-1][0] == str(elsewhere)
     ensure(checkout, ["test"], extension=True)
     assert len(commands) == 3
 
 
-def test_pips_last_words_are_shown(checkout: Path) -> None:
+def test_the_last_words_of_a_step_are_shown(checkout: Path) -> None:
     script = (
         "import sys; [print('line', i, flush=True) for i in range(100)]; print('no space left',"
         " file=sys.stderr); sys.exit(3)"
@@ -268,11 +274,11 @@ def test_pips_last_words_are_shown(checkout: Path) -> None:
     with open(checkout / ".venv.lock", "w") as lock, pytest.raises(InstallError) as caught:
         installer.run_step([sys.executable, "-c", script], checkout, lock.fileno())
     assert "exit code 3" in str(caught.value)
-    assert "| line 99\n  | no space left\n" in str(caught.value)
+    assert str(caught.value).endswith("| line 99\n  | no space left")
     assert "line 50" not in str(caught.value)
 
 
-def test_a_missing_compiler_or_header_is_said_before_pip(
+def test_a_missing_compiler_or_header_is_said_first(
     checkout: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler -O2")
@@ -286,16 +292,21 @@ def test_a_missing_compiler_or_header_is_said_before_pip(
     assert not (checkout / ".venv").exists()
 
 
-# -- as a program, by path, with pip replaced by a script
+# -- as a program, by path, with pip and uv replaced by scripts
 # --------------------------------------------------------------
 
 HANGS = 600.0  # seconds; only against a test that would never end
-PIP = """case "$*" in
+PYTHON = """case "$*" in
 *"import sys, pip"*) echo {tag} ;;
-*"-m pip"*) echo started >> "{root}/log"; {body}; echo ended >> "{root}/log" ;;
+*"pip config list"*) {config} ;;
+*"--only-binary uv"*) {get_uv} ;;
+*"-m pip"*) echo pip started >> "{root}/log"; {pip}; echo ended >> "{root}/log" ;;
 esac"""
-
-
+UV = """#!/bin/sh
+echo started >> "{root}/log"
+{body}
+echo ended >> "{root}/log"
+"""
 UNTIL_TOLD = "while [ ! -e '{root}/go' ]; do sleep 0.05; done"
 
 
@@ -310,7 +321,7 @@ def _start(root: Path) -> subprocess.Popen[str]:
 def _wait_for(root: Path, word: str) -> None:
     wait_for(
         lambda: (root / "log").exists() and word in (root / "log").read_text(),
-        f"pip to have {word}",
+        f"uv to have {word}",
         timeout=HANGS,
     )
 
@@ -319,14 +330,18 @@ def _words(root: Path) -> list[str]:
     return (root / "log").read_text().split()
 
 
-def _fake_pip(root: Path, body: str) -> None:
-    _fake_python(
-        root, PIP.format(tag=sys.implementation.cache_tag, root=root, body=body.format(root=root))
-    )
+def _fake_tools(
+    root: Path, uv: str = "true", pip: str = "true", config: str = "true", get_uv: str = "true"
+) -> None:
+    """Lines of shell for what uv and pip do, what `pip config list` says, and how pip gets uv."""
+    tag = sys.implementation.cache_tag
+    body = PYTHON.format(tag=tag, root=root, pip=pip, config=config, get_uv=get_uv)
+    _fake_python(root, body)
+    put_program(root / ".venv" / "bin", "uv", UV.format(root=root, body=uv.format(root=root)))
 
 
 def test_two_first_uses_at_once_wait_for_one_another(checkout: Path) -> None:
-    _fake_pip(checkout, UNTIL_TOLD)
+    _fake_tools(checkout, UNTIL_TOLD)
     first = _start(checkout)
     _wait_for(checkout, "started")
     second = _start(checkout)
@@ -347,19 +362,98 @@ def test_two_first_uses_at_once_wait_for_one_another(checkout: Path) -> None:
     assert _words(checkout) == ["started", "ended"]
 
 
-def test_a_failed_pip_ends_with_6_and_one_message(checkout: Path) -> None:
-    _fake_pip(checkout, "echo could not find torch; exit 1")
+def test_a_failed_installation_ends_with_6_and_its_words(checkout: Path) -> None:
+    _fake_tools(checkout, "echo uv finds no torch; exit 2", "echo could not find torch; exit 1")
     child = _start(checkout)
     _, words = child.communicate(timeout=HANGS)
     assert child.returncode == 6
-    assert words.count("trainkit: the installation failed (exit code 1)") == 1
-    assert "  | could not find torch" in words
+    assert "\nuv finds no torch\ntrainkit: pip does it, as uv cannot: " in words
+    assert "\ncould not find torch\ntrainkit: the installation failed (exit code 1)" in words
+    assert words.endswith("\n  The next ./inv tries again.\n")
     assert "Traceback" not in words
     assert not (checkout / ".venv" / "trainkit-install.json").exists()
 
 
+@pytest.mark.parametrize(
+    ("tools", "reason"),
+    [
+        ({"get_uv": "echo no such wheel; exit 1"}, "  | no such wheel"),
+        ({"config": "echo no such file >&2; exit 1"}, "read its configuration: no such file"),
+        (
+            {"config": """echo "global.no-binary='torch'" """},
+            "uv has no word for pip's setting no-binary = 'torch'",
+        ),
+        ({"uv": "exit 2"}, "exit code 2"),
+    ],
+    ids=["no uv", "a broken configuration", "an unknown setting", "uv fails"],
+)
+def test_pip_does_what_uv_cannot(tools: dict[str, str], reason: str, checkout: Path) -> None:
+    _fake_tools(checkout, **tools)
+    child = _start(checkout)
+    _, words = child.communicate(timeout=HANGS)
+    assert child.returncode == 0 and reason in words
+    assert "trainkit: pip does it, as uv cannot: " in words
+    assert _words(checkout)[-3:] == ["pip", "started", "ended"]
+
+
+def test_an_environment_that_uv_left_half_done_is_made_again(
+    checkout: Path, commands: Commands
+) -> None:
+    packages = checkout / ".venv" / "lib" / "python3" / "site-packages"
+    packages.mkdir(parents=True)
+    _fake_tools(checkout, f"mkdir '{packages}/torch'; exit 2")
+    child = _start(checkout)
+    child.communicate(timeout=HANGS)
+    assert child.returncode == 6 and _words(checkout) == ["started"]  # and not pip
+    ensure(checkout, [])
+    assert _steps(commands) == ["venv", "uv"]
+
+
+def test_uv_is_given_what_pip_is_configured_with(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PIP_* counts before pip's files, and what is said to uv itself before both."""
+    said = """
+        global.cert='/ca'
+        global.constraint='/etc/cpu.txt /etc/more.txt'
+        global.extra-index-url='\\nfile:///a\\nfile:///b'
+        global.find-links='/wheels'
+        global.timeout='7'
+        install.index-url='file:///c'
+        install.no-index='true'
+        list.format='columns'
+        :env:.find-links='/wheels /more'
+    """
+    for name in ("UV_INDEX", "UV_FIND_LINKS", "UV_DEFAULT_INDEX", "SSL_CERT_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("UV_HTTP_TIMEOUT", "9")
+    _fake_tools(
+        checkout,
+        f'env > "{checkout}/variables"; echo "$@" > "{checkout}/words"',
+        config="cat <<'END'\n" + "\n".join(map(str.strip, said.splitlines())) + "\nEND\n",
+    )
+    child = _start(checkout)
+    child.communicate(timeout=HANGS)
+    assert child.returncode == 0
+    found = (checkout / "variables").read_text().splitlines()
+    assert {
+        "SSL_CERT_FILE=/ca",
+        "UV_DEFAULT_INDEX=file:///c",
+        "UV_FIND_LINKS=/wheels,/more",
+        "UV_HTTP_TIMEOUT=9",
+        "UV_INDEX=file:///a file:///b",
+        "UV_INDEX_STRATEGY=unsafe-best-match",
+    } <= set(found)
+    words = (checkout / "words").read_text().strip()
+    python = checkout / ".venv" / "bin" / "python"
+    assert words == (
+        f"pip install --python {python} -c /etc/cpu.txt -c /etc/more.txt --no-index"
+        " -e . -c constraints.txt"
+    )
+
+
 def test_ctrl_c_ends_with_130_and_one_line(checkout: Path) -> None:
-    _fake_pip(checkout, UNTIL_TOLD)
+    _fake_tools(checkout, UNTIL_TOLD)
     child = _start(checkout)
     _wait_for(checkout, "started")
     os.killpg(child.pid, signal.SIGINT)
@@ -372,23 +466,6 @@ def test_ctrl_c_ends_with_130_and_one_line(checkout: Path) -> None:
     assert not (checkout / ".venv" / "trainkit-install.json").exists()
 
 
-def test_ctrl_c_while_pip_starts(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It comes when pip is there and nobody knows its number yet: pip is ended all the same."""
-    start = subprocess.Popen
-    started = []
-
-    def interrupted(*words: Any, **named: Any) -> subprocess.Popen[bytes]:
-        started.append(start(*words, **named))
-        os.kill(os.getpid(), signal.SIGINT)
-        return started[0]
-
-    monkeypatch.setattr(subprocess, "Popen", interrupted)
-    with open(checkout / ".venv.lock", "w") as lock, pytest.raises(KeyboardInterrupt):
-        installer.run_step(["sleep", str(HANGS)], checkout, lock.fileno())
-    assert started[0].returncode == -signal.SIGINT
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
 def test_sigkill_leaves_nothing_fresh_and_the_orphan_keeps_the_lock(
     checkout: Path,
     commands: Commands,
@@ -396,7 +473,7 @@ def test_sigkill_leaves_nothing_fresh_and_the_orphan_keeps_the_lock(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     holder = installer._holder
-    _fake_pip(checkout, UNTIL_TOLD)
+    _fake_tools(checkout, UNTIL_TOLD)
     child = _start(checkout)
     _wait_for(checkout, "started")
     child.kill()
@@ -408,10 +485,10 @@ def test_sigkill_leaves_nothing_fresh_and_the_orphan_keeps_the_lock(
         return holder(handle)
 
     monkeypatch.setattr(installer, "_holder", asked)
-    # begins when the killed one's pip has ended, and starts from an empty .venv
+    # begins when the killed one's uv has ended, and starts from an empty .venv
     ensure(checkout, [])
     assert _words(checkout) == ["started", "ended"]
-    assert _steps(commands) == ["venv", "pip"]
+    assert _steps(commands) == ["venv", "uv"]
     said = capfd.readouterr().err
     assert "waiting for it" in said and ".venv is unfinished" in said
     assert json.loads((checkout / ".venv" / "trainkit-install.json").read_text())["extras"] == []
@@ -441,7 +518,7 @@ def test_inv_passes_words_and_folder_on_through_links(checkout: Path, tmp_path: 
         f'case "$*" in *install.py*) exec "{real}" "$@" ;; *"-m trainkit"*) pwd; for w in "$@"; do'
         ' echo "[$w]"; done; exit 7 ;; esac'
     )
-    _fake_pip(checkout, "true")
+    _fake_tools(checkout)
     script = checkout / ".venv" / "bin" / "python"
     script.write_text(script.read_text() + body + "\n")
     (tmp_path / "bin").mkdir()

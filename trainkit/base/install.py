@@ -6,11 +6,14 @@ it, the build stage imports `build_extension`. So it imports the standard librar
 that little on the fast path.
 
 What counts as installed is said by one file, `.venv/trainkit-install.json`: the fingerprint of
-everything the installation depends on. It is gone while pip runs. csrc/ is no part of it: the
-compiled extension holds the hash of its source, and when that changed, only the extension is
-compiled again. Who installs holds a lock on `.venv.lock`, and writes into it which environment
-it is at. An environment that is still named there when the next one gets the lock was left half
-done, and is made again. All environments of a checkout share the lock: each compiles there.
+everything the installation depends on. It is gone meanwhile. csrc/ is no part of it: the compiled
+extension holds the hash of its source, and when that changed, only the extension is compiled
+again. Who installs holds a lock on `.venv.lock`, and writes into it which environment it is at.
+An environment that is still named there when the next one gets the lock was left half done, and
+is made again. All environments of a checkout share the lock: each compiles there.
+
+pip installs uv, and uv the rest: it is faster. It reads nothing of pip's configuration, so that is
+handed on. pip does it all where uv is not to be had or has no word for a setting of pip's.
 """
 
 from __future__ import annotations
@@ -19,21 +22,40 @@ import contextlib
 import hashlib
 import json
 import os
-import signal
 import sys
-import threading
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 CHECKOUT_FILES = ("pyproject.toml", "setup.py", "constraints.txt")
 # as trainkit.base.errors.Exit; this file cannot import it
 EXIT_FAILED = 6
 EXIT_INTERRUPTED = 130
-TAIL = 30  # of pip's lines shown when it fails
+TAIL = 30  # lines of a step shown when it fails
+UV_VARIABLES = {  # pip's setting: uv's
+    "cert": "SSL_CERT_FILE",
+    "default-timeout": "UV_HTTP_TIMEOUT",
+    "extra-index-url": "UV_INDEX",
+    "find-links": "UV_FIND_LINKS",
+    "index-url": "UV_DEFAULT_INDEX",
+    "no-cache-dir": "UV_NO_CACHE",
+    "proxy": "ALL_PROXY",
+    "timeout": "UV_HTTP_TIMEOUT",
+    "trusted-host": "UV_INSECURE_HOST",
+}
+# pip's settings that do not decide what is installed
+PIP_ALONE = (
+    *("break-system-packages", "cache-dir", "compile", "config-file", "disable-pip-version-check"),
+    *("log", "no-color", "no-compile", "no-input", "no-python-version-warning", "progress-bar"),
+    *("quiet", "require-virtualenv", "retries", "root-user-action", "verbose"),
+)
 
 
 class InstallError(Exception):
     """The installation failed; the text says why and what to do. Exit code 6."""
+
+
+class HalfDoneError(InstallError):
+    """It failed, and the environment is no longer what it was before."""
 
 
 def _say(text: str) -> None:
@@ -63,8 +85,7 @@ def extension_path(root: Path) -> Path:
 
 
 def extension_is_current(root: Path) -> bool:
-    """Whether the compiled extension is of the source in csrc/: it holds that source's hash as a
-    text. Nothing is loaded."""
+    """Whether the compiled extension holds the hash of the source in csrc/. Nothing is loaded."""
     try:
         return csrc_sha256(root).encode() in extension_path(root).read_bytes()
     except OSError:
@@ -79,20 +100,14 @@ class Environment:
         folder: the folder's name there.
         pins: a file of the checkout with more packages, each with its version. They are put in
             without what they ask for, so that packages that contradict each other may be there.
-        constraints: the file of the checkout that pip chooses versions by.
+        constraints: the file of the checkout that versions are chosen by; "": constraints.txt.
     """
 
-    def __init__(
-        self,
-        root: Path,
-        folder: str = ".venv",
-        pins: str = "",
-        constraints: str = "constraints.txt",
-    ) -> None:
+    def __init__(self, root: Path, folder: str, pins: str = "", constraints: str = "") -> None:
         self.root = root
         self.folder = folder
         self.pins = pins
-        self.constraints = constraints
+        self.constraints = constraints or "constraints.txt"
         self.path = root / folder
         self.python = self.path / "bin" / "python"
         self.stamp = self.path / "trainkit-install.json"
@@ -102,13 +117,8 @@ def fingerprint(root: Path, extras: Collection[str], pins: str = "") -> str:
     """What an installation depends on, as one hash: the files that describe it, this file, the
     folder, Python's ABI, the extras."""
     names = [*CHECKOUT_FILES, "trainkit/base/install.py", *filter(None, [pins])]
-    parts = [
-        _hash_files(root, names),
-        os.path.realpath(root),
-        sys.implementation.cache_tag,
-        os.uname().machine,
-        *sorted(set(extras)),
-    ]
+    place = [os.path.realpath(root), sys.implementation.cache_tag, os.uname().machine]
+    parts = [_hash_files(root, names), *place, *sorted(set(extras))]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
@@ -117,25 +127,21 @@ def _recorded_extras(environment: Environment) -> set[str] | None:
     try:
         stamp = json.loads(environment.stamp.read_bytes())
         extras = {str(e) for e in stamp["extras"]}
-        if stamp["fingerprint"] == fingerprint(environment.root, extras, environment.pins):
-            return extras
-        return None
+        current = stamp["fingerprint"] == fingerprint(environment.root, extras, environment.pins)
+        return extras if current else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
 def has_extra(root: Path, extra: str) -> bool:
     """Whether the checkout's own .venv was installed with this extra."""
-    return extra in (_recorded_extras(Environment(root)) or ())
+    return extra in (_recorded_extras(Environment(root, ".venv")) or ())
 
 
 def _fresh(environment: Environment, extras: Collection[str]) -> bool:
     recorded = _recorded_extras(environment)
-    return (
-        recorded is not None
-        and recorded.issuperset(extras)
-        and os.access(environment.python, os.X_OK)
-    )
+    has_all = recorded is not None and recorded.issuperset(extras)
+    return has_all and os.access(environment.python, os.X_OK)
 
 
 def _write_stamp(path: Path, content: bytes) -> None:
@@ -150,10 +156,7 @@ def _write_stamp(path: Path, content: bytes) -> None:
 @contextlib.contextmanager
 def locked(root: Path, environment: str = "") -> Iterator[tuple[int, bool]]:
     """Hold the lock; gives its file descriptor, and whether the former holder died while it
-    changed the same environment.
-
-    Without an environment: for what changes none of them, so that being killed in it spoils none.
-    """
+    changed the same environment. Without one: for what changes none, and spoils none if killed."""
     import fcntl
 
     handle = os.open(root / ".venv.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o660)
@@ -169,8 +172,9 @@ def locked(root: Path, environment: str = "") -> Iterator[tuple[int, bool]]:
         _write_words(handle, pid=os.getpid(), unfinished=sorted({*unfinished, environment} - {""}))
         try:
             yield handle, died
-        except InstallError:  # pip has undone what it did
-            _write_words(handle, unfinished=sorted(unfinished - {environment}))
+        except InstallError as error:
+            if not isinstance(error, HalfDoneError):
+                _write_words(handle, unfinished=sorted(unfinished - {environment}))
             raise
         _write_words(handle, unfinished=sorted(unfinished - {environment}))
     finally:
@@ -196,8 +200,7 @@ def _write_words(handle: int, **words: object) -> None:
 
 
 def missing_tools() -> list[str]:
-    """What the extension cannot be compiled without and is not here, each with the way to get
-    it."""
+    """What the extension needs to be compiled and is not here, each with the way to get it."""
     import shlex
     import shutil
     import sysconfig
@@ -206,136 +209,134 @@ def missing_tools() -> list[str]:
     # as setuptools chooses it
     compiler = shlex.split(os.environ.get("CXX") or sysconfig.get_config_var("CXX") or "g++")[0]
     if shutil.which(compiler) is None:
-        missing.append(
-            f"a C++ compiler (looked for {compiler}): apt-get install g++, or dnf install gcc-c++"
-        )
+        program = f"a C++ compiler (looked for {compiler})"
+        missing.append(f"{program}: apt-get install g++, or dnf install gcc-c++")
     folders = [sysconfig.get_path("include"), *os.environ.get("CPATH", "").split(os.pathsep)]
     if not any((Path(folder) / "Python.h").is_file() for folder in folders if folder):
-        missing.append(
-            f"Python's headers (looked for {folders[0]}/Python.h): apt-get install python3-dev, or"
-            " dnf install python3-devel"
-        )
+        headers = f"Python's headers (looked for {folders[0]}/Python.h)"
+        missing.append(f"{headers}: apt-get install python3-dev, or dnf install python3-devel")
     return missing
 
 
 def _require_tools() -> None:
-    missing = missing_tools()
-    if missing:
-        raise InstallError(
-            "the C++ extension cannot be compiled here; missing:\n"
-            + "\n".join(f"  - {m}" for m in missing)
-        )
+    lines = "".join(f"\n  - {missing}" for missing in missing_tools())
+    if lines:
+        raise InstallError(f"the C++ extension cannot be compiled here; missing:{lines}")
 
 
 def pip_command(environment: Environment, what: Sequence[str]) -> list[str]:
-    """What puts `what` into an environment, run in the checkout's folder."""
+    """What puts `what` into an environment by pip, in the checkout's folder."""
     pip = ["-P", "-m", "pip", "install", "--disable-pip-version-check"]
     return [str(environment.python), *pip, *what, "-c", environment.constraints]
 
 
-class _Progress:
-    """pip's output on stderr: one changing line on a terminal, else only the lines that say what
-    takes long."""
+def pip_settings(environment: Environment) -> dict[str, str]:
+    """What pip is configured with for an environment, by its files and by PIP_* variables.
 
-    LONG = (
-        "Installing build dependencies",
-        "Building editable",
-        "Installing collected packages",
-        "Successfully",
-    )
+    Raises InstallError if pip cannot say it.
+    """
+    import ast
+    import re
+    import subprocess
 
-    def __init__(self) -> None:
-        self.terminal = sys.stderr.isatty()
-
-    def show(self, line: str) -> None:
-        text = " ".join(line.split())
-        if self.terminal:
-            width = os.get_terminal_size(sys.stderr.fileno()).columns - 1
-            print(f"\r\033[K{f'  {text}'[:width]}", end="", file=sys.stderr, flush=True)
-        elif text.startswith(self.LONG) or (
-            text.startswith("Downloading") and text.endswith((" MB)", " GB)"))
-        ):
-            print(f"  {text[:150]}", file=sys.stderr, flush=True)
-
-    def end(self) -> None:
-        if self.terminal:
-            print("\r\033[K", end="", file=sys.stderr, flush=True)
+    argv = [str(environment.python), "-P", "-m", "pip", "config", "list"]
+    done = subprocess.run(argv, cwd=environment.root, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise InstallError(f"pip cannot read its configuration: {done.stderr.strip()}")
+    lines = re.findall(r"^(global|install|:env:)\.([a-z-]+)=(.+)$", done.stdout, re.MULTILINE)
+    settings = {}
+    for level in ("global", "install", ":env:"):  # the later one counts, as for pip
+        settings.update({key: ast.literal_eval(said) for at, key, said in lines if at == level})
+    return settings
 
 
-@contextlib.contextmanager
-def _interrupt_waits() -> Iterator[None]:
-    """A Ctrl-C meanwhile is raised at the end."""
-    handler = signal.getsignal(signal.SIGINT)
-    if not callable(handler) or threading.current_thread() is not threading.main_thread():
-        yield  # none is raised here
-        return
-    came = threading.Event()
-    signal.signal(signal.SIGINT, lambda *_: came.set())
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-    if came.is_set():
-        handler(signal.SIGINT, None)
+def _uv_command(environment: Environment) -> tuple[list[str], dict[str, str]]:
+    """uv's command and environment variables, with the settings that pip has there.
+
+    Raises InstallError for a setting that uv has no word for.
+    """
+    settings = pip_settings(environment)
+    command = [str(environment.path / "bin" / "uv"), "pip", "install"]
+    command += ["--python", str(environment.python)]
+    # the newest version of all indexes, as pip takes, not only of the first that has any
+    variables = {"UV_INDEX_STRATEGY": "unsafe-best-match"}
+    for key, value in settings.items():
+        if key in UV_VARIABLES:  # no arguments, which all users see: an index may hold a password
+            separator = "," if key == "find-links" else " "
+            variables[UV_VARIABLES[key]] = separator.join(value.split())
+        elif key == "constraint":
+            command += [word for path in value.split() for word in ("-c", path)]
+        elif key == "no-index":
+            command += ["--no-index"] * (value.lower() in ("1", "on", "t", "true", "y", "yes"))
+        elif key not in PIP_ALONE:
+            raise InstallError(f"uv has no word for pip's setting {key} = {value!r}")
+    return command, {**variables, **os.environ}  # what is said to uv itself counts
 
 
-def run_step(command: list[str], root: Path, lock: int) -> None:
-    """Run a step of the installation. It inherits the lock: should we be killed, nobody else
-    begins before it has ended too.
+def run_step(
+    command: list[str],
+    root: Path,
+    lock: int,
+    variables: Mapping[str, str] | None = None,
+    *,
+    shown: bool = False,
+) -> None:
+    """Run a step of the installation, with our environment variables or others. It inherits the
+    lock: should we be killed, nobody else begins before it has ended too. A Ctrl-C reaches it too.
 
-    Raises InstallError with its last lines if it fails.
+    Raises InstallError if it fails, with its last lines, unless all were `shown` on our stderr.
     """
     import subprocess
-    from collections import deque
 
-    tail: deque[str] = deque(maxlen=TAIL)
-    progress = _Progress()
-    child = None
-
-    def follow(output: Iterable[bytes]) -> None:
-        for raw in output:
-            line = raw.decode(errors="replace").rstrip()
-            if line:
-                tail.append(line)
-                progress.show(line)
-
-    try:
-        with _interrupt_waits():  # or Popen would be left before there is a child to end
-            child = subprocess.Popen(
-                command,
-                cwd=root,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                pass_fds=(lock,),
-                start_new_session=True,
-            )
-        reader = threading.Thread(target=follow, args=(child.stdout,), daemon=True)
-        reader.start()
-        # not read here: a signal just before a blocking read waits until that returns
-        while reader.is_alive():
-            reader.join(1.0)
-        code = child.wait()
-    except BaseException:
-        if child is not None:
-            with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
-                os.killpg(child.pid, signal.SIGINT)  # pip removes its temporary files
-                child.wait(timeout=5)
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)
-        raise
-    finally:
-        progress.end()
-    if code:
-        lines = "\n".join(f"  | {line}" for line in tail)
+    done = subprocess.run(
+        command,
+        cwd=root,
+        env=variables,
+        stdin=subprocess.DEVNULL,
+        stdout=sys.stderr if shown else subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        pass_fds=(lock,),
+        check=False,
+    )
+    if done.returncode:
+        tail = (done.stdout or b"").decode(errors="replace").rstrip().split("\n")[-TAIL:]
+        said = "\n".join(["the last lines of it:", *(f"  | {line}" for line in tail)])
         raise InstallError(
-            f"the installation failed (exit code {code}); the last lines of {' '.join(command)} in"
-            f" {root}:\n{lines}\n  The next ./inv tries again."
+            f"the installation failed (exit code {done.returncode}) at {' '.join(command)} in"
+            f" {root}; {'its words are above' if shown else said}"
         )
 
 
+def _changed(environment: Environment) -> list[int]:
+    """When packages came or went last, in ns."""
+    return [f.stat().st_mtime_ns for f in environment.path.glob("lib/python*/site-packages")]
+
+
+def _by_uv(environment: Environment, what: Sequence[str], lock: int) -> bool:
+    """Have pip put uv into an environment, and uv the rest; False, with the reason on stderr,
+    where pip has to do it: uv is not to be had, or fails before it changed anything.
+
+    Raises HalfDoneError if it fails later: pip undoes what it did, uv does not.
+    """
+    wheel = ["--quiet", "--only-binary", "uv", "uv"]  # never compiled here: it is Rust
+    before = []
+    try:
+        command, variables = _uv_command(environment)
+        run_step(pip_command(environment, wheel), environment.root, lock)
+        before = _changed(environment)
+        command += [*what, "-c", environment.constraints]
+        run_step(command, environment.root, lock, variables, shown=True)
+    except InstallError as error:
+        if before and before != _changed(environment):
+            raise HalfDoneError(str(error)) from None
+        _say(f"pip does it, as uv cannot: {error}")
+        return False
+    return True
+
+
 def _install(environment: Environment, extras: Collection[str], lock: int) -> None:
-    """Run pip; the environment's stamp is away meanwhile, and comes back as it was if pip fails."""
+    """Run uv, or pip; the environment's stamp is away meanwhile, and comes back as it was if that
+    fails."""
     import time
 
     root, stamp = environment.root, environment.stamp
@@ -345,21 +346,20 @@ def _install(environment: Environment, extras: Collection[str], lock: int) -> No
         with contextlib.suppress(ValueError, KeyError, TypeError):
             extras = {*extras, *json.loads(former)["extras"]}
         stamp.unlink()
-    words = {
-        "schema": "install/1",
-        "fingerprint": fingerprint(root, extras, environment.pins),
-        "extras": sorted(set(extras)),
-    }
-    target = f".[{','.join(sorted(set(extras)))}]" if extras else "."
-    what = target + (f" and {environment.pins}" if environment.pins else "")
-    _say(f"installing {what} into {environment.path} with pip; the first time this takes minutes")
+    made_from = fingerprint(root, extras, environment.pins)
+    words = {"schema": "install/1", "fingerprint": made_from, "extras": sorted(set(extras))}
+    steps = [["-e", f".[{','.join(words['extras'])}]" if extras else "."]]
+    if environment.pins:
+        steps.append(["--no-deps", "-r", environment.pins])
+    what = " and ".join(step[-1] for step in steps)
+    _say(f"installing {what} into {environment.path}; the first time this takes minutes")
     began = time.monotonic()
     try:
-        run_step(pip_command(environment, ["-e", target]), root, lock)
-        if environment.pins:
-            run_step(pip_command(environment, ["--no-deps", "-r", environment.pins]), root, lock)
-    except InstallError:
-        if former:
+        for step in steps:
+            if not _by_uv(environment, step, lock):
+                run_step(pip_command(environment, step), root, lock, shown=True)
+    except InstallError as error:
+        if former and not isinstance(error, HalfDoneError):
             _write_stamp(stamp, former)
         raise
     _write_stamp(stamp, json.dumps(words, indent=1).encode())
@@ -391,10 +391,8 @@ def build_extension(root: Path, python: Path) -> None:
     """Compile the extension of the checkout `root` for the Python `python`, in whose environment
     the checkout is installed.
 
-    Waits for another installation of the same checkout.
-
-    Raises:
-        InstallError: a compiler or header is missing, or the compilation failed.
+    Waits for another installation of the same checkout. Raises InstallError if a compiler or
+    header is missing, or the compilation failed.
     """
     _require_tools()
     with locked(root) as (lock, _):
@@ -407,10 +405,10 @@ def _works(python: Path) -> bool:
 
     argv = [str(python), "-I", "-c", "import sys, pip; print(sys.implementation.cache_tag)"]
     try:
-        done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, check=False)
-    except OSError:
+        tag = subprocess.check_output(argv, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    except (OSError, subprocess.CalledProcessError):
         return False
-    return done.returncode == 0 and done.stdout.strip() == sys.implementation.cache_tag.encode()
+    return tag.strip() == sys.implementation.cache_tag.encode()
 
 
 def _make_venv(environment: Environment, lock: int) -> None:
@@ -419,10 +417,8 @@ def _make_venv(environment: Environment, lock: int) -> None:
     # not the Python of the .venv that is about to be cleared
     base = str(getattr(sys, "_base_executable", sys.executable))
     if importlib.util.find_spec("venv") is None or importlib.util.find_spec("ensurepip") is None:
-        raise InstallError(
-            f"{base} cannot make an environment; missing:\n  - its venv module: apt-get install"
-            " python3-venv"
-        )
+        missing = "its venv module: apt-get install python3-venv"
+        raise InstallError(f"{base} cannot make an environment; missing:\n  - {missing}")
     _say(f"making {environment.folder} with {base} (Python {sys.version.split()[0]})")
     run_step([base, "-I", "-m", "venv", "--clear", str(environment.path)], environment.root, lock)
 
@@ -458,7 +454,7 @@ def ensure(
             if not _fresh(environment, extras):  # else who held the lock has done it
                 if died or not _works(environment.python):
                     if environment.path.exists():
-                        _say(f"{folder} is unfinished or has no working Python; it is made anew")
+                        _say(f"{folder} is unfinished or has no working Python; it is made again")
                     _make_venv(environment, lock)
                 _install(environment, extras, lock)
     if not compiled():
@@ -482,7 +478,7 @@ def main(argv: list[str]) -> int:
         extras = [word for word in argv[1:] if word != "--extension"]
         ensure(Path(__file__).resolve().parents[2], extras, extension="--extension" in argv)
     except InstallError as error:
-        _say(str(error))
+        _say(f"{error}\n  The next ./inv tries again.")
         return EXIT_FAILED
     except OSError as error:
         _say(f"the installation failed: {error}")

@@ -171,7 +171,7 @@ def test_peers_are_pinned_and_agree_with_the_constraints() -> None:
 
 @pytest.fixture
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """A checkout whose pip is a list of what it was told; `fail` is the word of a command that
+    """A checkout whose uv and pip are lists of their commands; `fail` is the word of a command that
     fails, `die` that of one its process dies at."""
     root = tmp_path / "clone"
     for name in (*installer.CHECKOUT_FILES, "csrc/a.cpp", PINS):
@@ -181,7 +181,9 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace
     shutil.copy(installer.__file__, root / "trainkit" / "base" / "install.py")
     state = SimpleNamespace(root=root, commands=[], fail="", die="")
 
-    def run(command: list[str], folder: Path, lock: int) -> None:
+    def run(command: list[str], folder: Path, lock: int, *_: object, shown: bool = False) -> None:
+        if "--only-binary" in command:
+            return  # pip gets uv
         state.commands.append(command)
         if state.fail in command:
             raise InstallError("no network")
@@ -194,6 +196,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace
             python.chmod(0o755)
 
     monkeypatch.setattr(installer, "run_step", run)
+    monkeypatch.setattr(installer, "pip_settings", lambda environment: {})
     monkeypatch.setattr(installer, "missing_tools", list)
     return state
 
