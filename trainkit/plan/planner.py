@@ -42,13 +42,12 @@ from trainkit.plan.measured import Measured, calibrated_speed, measured_excess, 
 from trainkit.plan.memory import Memory
 from trainkit.plan.notes import not_known, notes
 from trainkit.plan.objection import Objection, describe_changes, try_change
-from trainkit.plan.rules import Rules
+from trainkit.plan.rules import NATIVE, Rules
 from trainkit.plan.storage import GIB, Storage, storage_of, writes_checkpoints
 from trainkit.plan.time.of_job import estimate_step, host_estimate
 from trainkit.plan.time.speed import predicted_speed
 
 __all__ = ["Objection", "Plan", "make_plan", "refuse_infeasible"]
-NATIVE = Rules()
 # The fewest ids and the most of a vocabulary that is not known: the bytes and an end of document,
 # and the largest published (Gemma's).
 VOCABULARIES = (257, 262_144)

@@ -99,6 +99,10 @@ class Rules:
         return padded if self.pads_weights else vocab_size
 
 
+# of trainkit's own trainer
+NATIVE = Rules()
+
+
 def zero_bubble_problem(parallelism: Parallelism, torch: str) -> str:
     """Why the native trainer refuses ZB-V with a version of torch; "" where it takes it, or does
     not know the version. torch 2.11 takes the first result of an operation alone where a backward

@@ -11,8 +11,7 @@ import torch.distributed as dist
 from trainkit.base.errors import ConfigError, Problem
 from trainkit.jobs.schema import Job
 from trainkit.plan.checks import layout_objections
-from trainkit.plan.rules import zero_bubble_problem
-from trainkit.plan.storage import NATIVE
+from trainkit.plan.rules import NATIVE, zero_bubble_problem
 from trainkit.train.batches import vocab_size
 from trainkit.train.huggingface import check_weights, load_weights, weights_folder
 from trainkit.train.metrics.wandb import wandb_problems
