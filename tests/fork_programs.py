@@ -45,7 +45,6 @@ PRELOADED = (
     "trainkit.launch.main",
     "trainkit.launch.agent.loop",
     "trainkit.launch.agent.commands",
-    "trainkit.launch.agent.port_check",
     "trainkit.launch.agent.stack_dump",
     "trainkit.stages.prep_data",
     "trainkit.stages.build_container",

@@ -11,8 +11,8 @@ from trainkit.jobs.schema import Cluster, Dataset, EngineSource, Job, Model, Tra
 from trainkit.launch.stage_lines import StageLines
 from trainkit.stages.contract import Need, Stage
 from trainkit.stages.execute import stamps_folder, update_stage
-from trainkit.stages.local import execute_locally
 from trainkit.stages.stamps import Freshness, check_freshness
+from trainkit.stages.unit_process import execute_locally
 
 AUTHOR = {
     "GIT_AUTHOR_NAME": "a",

@@ -24,9 +24,9 @@ from trainkit.data.tokenizer import train_bpe
 from trainkit.jobs.load import load
 from trainkit.stages.contract import Need, Unit
 from trainkit.stages.execute import StageWork, missing_units, stamps_folder, update_stage
-from trainkit.stages.local import execute_locally
 from trainkit.stages.prep_data import needs_of_dataset
 from trainkit.stages.stamps import Freshness, check_freshness
+from trainkit.stages.unit_process import execute_locally
 
 JOBS = """
 [tokenizers.words]

@@ -20,9 +20,8 @@ from trainkit.cli.wrapper import TaskContext
 from trainkit.data.sources import DownloadNotice
 from trainkit.stages.contract import Need, Unit
 from trainkit.stages.execute import StageWork, stamps_folder, update_stage
-from trainkit.stages.local import execute_locally
 from trainkit.stages.stamps import Freshness, unit_folder
-from trainkit.stages.unit_process import SMALL, UnitQueue
+from trainkit.stages.unit_process import SMALL, UnitQueue, execute_locally
 
 
 class Silent:

@@ -25,8 +25,8 @@ from trainkit.stages.execute import (
     update_stage,
 )
 from trainkit.stages.in_flight import StillRunning
-from trainkit.stages.local import execute_locally
 from trainkit.stages.stamps import Freshness, check_freshness, unit_folder
+from trainkit.stages.unit_process import execute_locally
 
 if TYPE_CHECKING:  # every reader of files and sites comes with it
     from trainkit.data.sources.announce import DownloadNotice

@@ -43,8 +43,14 @@ from trainkit.launch.supervise.agent_pool import AgentLost, AgentPool
 from trainkit.launch.supervise.orphan_sweep import open_agent_pool, wait_for_consistent_agents
 from trainkit.stages.contract import Need, Unit
 from trainkit.stages.execute import StageWork
-from trainkit.stages.local import GRACE_SECONDS, POLL_SECONDS, LocalUnitProcess, process_limits
-from trainkit.stages.unit_process import UnitProcess, UnitTracker
+from trainkit.stages.unit_process import (
+    GRACE_SECONDS,
+    POLL_SECONDS,
+    LocalUnitProcess,
+    UnitProcess,
+    UnitTracker,
+    process_limits,
+)
 
 GONE_SECONDS = 5.0  # beyond the grace, until an agent has nothing left of what it stopped
 # for what a host has written to be seen here: network file systems remember for a while that a file
@@ -315,14 +321,16 @@ class _RemoteExecution:
         now = time.monotonic()
         queue = self.ledger.queue
         for unit in [unit for when, unit in self.again if when <= now]:
-            queue.again(unit)
+            queue.offer(unit)
         self.again = [(when, unit) for when, unit in self.again if when > now]
         free = dict.fromkeys(self.pool.present, self.tasks)
         for batch in self.remote.values():
             free[batch.node] -= 1
         if not free and (queue or self.again):
+            lost = sorted(self.pool.lost.items())
+            losses = "; ".join(f"{self.pool.host(node)}: {each.why}" for node, each in lost)
             raise TrainkitError(
-                f"all {len(self.where.hosts)} hosts are lost: {self._losses()}",
+                f"all {len(self.where.hosts)} hosts are lost: {losses}",
                 exit=Exit.CONTACT_LOST,
                 hint="what is finished is kept",
             )
@@ -341,11 +349,6 @@ class _RemoteExecution:
                 begun, self.ledger.folder, node, self.pool.host(node), self.where.box
             )
             self.pool.send(node, StartProcesses((batch.process(key, self.pool),)))
-
-    def _losses(self) -> str:
-        return "; ".join(
-            f"{self.pool.host(node)}: {lost.why}" for node, lost in sorted(self.pool.lost.items())
-        )
 
     def _take(self, node: int, frame: Frame) -> None:
         """Take in what an agent says."""

@@ -56,10 +56,7 @@ def start_run(start: Start) -> tuple[RunFolder, Outcome | None]:
         if not start.background:
             before = len(run.attempts())
             outcome = supervise(run, secrets, start.watch, share=start.share)
-            if _never_began(run, before, outcome):
-                for folder in _made_by(run, start):
-                    shutil.rmtree(folder, ignore_errors=True)
-                raise _busy(outcome)
+            _refuse_taken_slots(run, start, before, outcome)
             return run, outcome
     spawn_supervisor(run, share=start.share)
     return run, None
@@ -90,29 +87,21 @@ def fill_run(run: RunFolder, start: Start, secrets: Mapping[str, str]) -> None:
     write_json(run.job, start.document)
 
 
-def _never_began(run: RunFolder, before: int, outcome: Outcome) -> bool:
-    """Whether a supervisor found the slots taken at its very first try, so that what it has
-    written tells nothing. After any attempt that ran there is something to keep, however the
-    last one ended."""
+def _refuse_taken_slots(run: RunFolder, start: Start, before: int, outcome: Outcome) -> None:
+    """Raise TrainkitError (exit 17) where a supervisor found the slots taken at its very first try:
+    what it has written tells nothing, and is removed. After any attempt that ran there is something
+    to keep, however the last one ended. `before`: attempts that the run had."""
     attempts = run.attempts()[before:]
-    return (
-        outcome.exit == Exit.HOSTS_BUSY
-        and len(attempts) == 1
-        and first_event(read_events(attempts[0]), AllRanksStarted) is None
-    )
-
-
-def _made_by(run: RunFolder, start: Start) -> list[Path]:
-    """Folders that a start has made whose supervisor found the slots taken."""
-    if start.run is None:
-        return [run.path]
-    attempt = run.attempts()[-1]
-    return [attempt.path, run.session(attempt.number)]
-
-
-def _busy(outcome: Outcome) -> TrainkitError:
+    if outcome.exit != Exit.HOSTS_BUSY or len(attempts) != 1:
+        return
+    (attempt,) = attempts
+    if first_event(read_events(attempt), AllRanksStarted) is not None:
+        return
+    made = [run.path] if start.run is None else [attempt.path, run.session(attempt.number)]
+    for folder in made:
+        shutil.rmtree(folder, ignore_errors=True)
     cause = outcome.root_cause or {}
-    return TrainkitError(
+    raise TrainkitError(
         str(cause.get("message")), exit=Exit.HOSTS_BUSY, hint=str(cause.get("advice", ""))
     )
 

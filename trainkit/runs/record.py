@@ -105,9 +105,7 @@ class RunRecord:
 
 def _was_not_prepared(run: RunFolder) -> bool:
     """Whether a run of Slurm's ended before its stages were made: there is nothing to resume."""
-    return (run.path / "launch" / "stages").is_dir() and not (
-        run.path / "launch" / "inputs.json"
-    ).is_file()
+    return (run.path / "launch" / "stages").is_dir() and not run.inputs.is_file()
 
 
 def _uses_of_weights(run: RunFolder) -> list[str]:

@@ -21,7 +21,14 @@ from typing import Any
 from trainkit.base.documents import utc_now
 from trainkit.base.errors import ConfigError, Exit, TrainkitError
 from trainkit.base.files import publish_folder, remove, remove_leftovers, temporary_name, write_json
-from trainkit.base.git import GitFailed, run_git, tree_diff, tree_state, without_passwords
+from trainkit.base.git import (
+    GitFailed,
+    head_commit,
+    run_git,
+    tree_diff,
+    tree_state,
+    without_passwords,
+)
 from trainkit.base.process import die_with_parent_hook
 from trainkit.base.records import Record
 from trainkit.base.worker import ProgressCallback, run_unit
@@ -221,13 +228,6 @@ def read_record(tree: Path) -> CloneRecord:
     return CloneRecord.from_file(tree / ".git" / RECORD)
 
 
-def _head(tree: Path) -> str:
-    """The commit that is checked out, without git: clones of trainkit's are detached."""
-    with contextlib.suppress(OSError):
-        return (tree / ".git" / "HEAD").read_text().strip()
-    return ""
-
-
 def _judge(spec: CloneSpec) -> tuple[bool, str]:
     """Whether the tree is there, and why or why not. What a branch is on the server by now is not
     asked: `--force` does."""
@@ -243,7 +243,7 @@ def _judge(spec: CloneSpec) -> tuple[bool, str]:
     for key in ("source", "revision"):
         if (before := getattr(record, key)) != (now := getattr(spec, key)):
             return False, f"{key} changed from {json.dumps(before)} to {json.dumps(now)}"
-    if (head := _head(spec.tree)) != record.commit:
+    if (head := head_commit(spec.tree)) != record.commit:
         return False, f"somebody checked out {head or 'nothing'} in {spec.tree}"
     if missing := foreign_engine(spec.engine).lacks(spec.tree):
         return False, f"{spec.tree / missing[0]} is missing"

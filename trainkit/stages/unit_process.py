@@ -1,19 +1,25 @@
-"""In which order units begin, what the process of one or several units has said,
-wherever it runs, and what becomes of it: stamps, progress, the error to raise."""
+"""In which order units begin, what the process of one or several units has said, wherever it
+runs, and what becomes of it: stamps, progress, the error to raise. And units as processes of this
+machine, as many at once as there are cores."""
 
 from __future__ import annotations
 
 import contextlib
 import heapq
 import json
+import os
+import selectors
 import signal
+import subprocess
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.files import write_json
-from trainkit.base.worker import error_from_report
+from trainkit.base.process import is_running, reap_child, start_child, stop_children
+from trainkit.base.worker import PARENT_VARIABLE, error_from_report
 from trainkit.stages.contract import Unit
 from trainkit.stages.execute import StageWork
 from trainkit.stages.stamps import unit_folder, write_unit_stamp
@@ -23,6 +29,9 @@ from trainkit.stages.stamps import unit_folder, write_unit_stamp
 SMALL = 2**26
 BATCH = 16
 TURNS = 4
+POLL_SECONDS = 0.05
+GRACE_SECONDS = 8.0  # pip takes its time to undo what it has done; other units end at once
+FETCHES = 4  # units at once, at least, that wait for the network
 
 
 class UnitQueue:
@@ -38,9 +47,10 @@ class UnitQueue:
         for unit in units:
             for name in names.intersection(unit.after):
                 self._followers.setdefault(name, []).append(unit)
-            self._offer(unit)
+            self.offer(unit)
 
-    def _offer(self, unit: Unit) -> None:
+    def offer(self, unit: Unit) -> None:
+        """A unit can begin if it waits for none; one whose host was lost has to be done again."""
         if self._waits_for[unit.name] == 0:
             heapq.heappush(self._ready[unit.network], (-unit.size, self._number[unit.name], unit))
 
@@ -71,11 +81,7 @@ class UnitQueue:
         """A unit has succeeded: others may begin."""
         for follower in self._followers.pop(unit.name, ()):
             self._waits_for[follower.name] -= 1
-            self._offer(follower)
-
-    def again(self, unit: Unit) -> None:
-        """A unit that was taken has to be done once more: its host was lost."""
-        self._offer(unit)
+            self.offer(follower)
 
     def waiting(self) -> list[str]:
         """Names of units that still wait for another."""
@@ -142,25 +148,17 @@ class UnitProcess:
     def end(self, code: int) -> None:
         """The process has ended with `code` (negative: a signal). Raises TrainkitError if it
         failed or did not do all of its units."""
-        if code != 0 or self.waiting:
-            raise self._failure(code)
+        if code == 0 and not self.waiting:
+            return
+        unit = (self.waiting or self.units)[0]
+        name = unit.name if self.waiting or self.error is None else ""
+        raise unit_error(name, self.host, code, self.error, self.log(unit))
 
     def forget_log(self, unit: Unit) -> None:
         """Delete the log of a unit that had nothing to say."""
         with contextlib.suppress(FileNotFoundError):
             if self.log(unit).stat().st_size == 0:
                 self.log(unit).unlink()
-
-    def _failure(self, code: int) -> TrainkitError:
-        """The error to raise for a process that ended without a result."""
-        unit = (self.waiting or self.units)[0]
-        return unit_error(
-            unit.name if self.waiting or self.error is None else "",
-            self.host,
-            code,
-            self.error,
-            self.log(unit),
-        )
 
 
 def unit_error(
@@ -224,3 +222,77 @@ class UnitTracker:
     def close(self) -> None:
         """All units that could begin have been done."""
         assert not self.queue.waiting(), f"units wait for each other: {self.queue.waiting()[:5]}"
+
+
+class LocalUnitProcess(UnitProcess):
+    """A batch whose process is a child of this one."""
+
+    def __init__(self, units: Sequence[Unit], folder: Path) -> None:
+        super().__init__(units, folder)
+        with open(self.log(units[0]), "wb") as log:
+            env = {**os.environ, PARENT_VARIABLE: str(os.getpid())}
+            self.child = start_child(
+                [*units[0].argv, *map(str, self.specs)],
+                env=env,
+                cwd=folder,
+                stdout=subprocess.PIPE,
+                stderr=log,
+            )
+        assert self.child.stdout is not None
+        self.pipe = self.child.stdout
+        os.set_blocking(self.pipe.fileno(), False)
+
+    def read(self) -> bool:
+        """Take in what has been printed. Returns False at the end of the output."""
+        data = self.pipe.read(2**16)
+        if data is None:
+            return True
+        self.feed(data)
+        return bool(data)
+
+    def collect(self) -> None:
+        """Collect the process after the end of its output. Raises TrainkitError as `end`."""
+        while is_running(self.child):
+            time.sleep(0.005)  # its output has ended, so it is about to
+        code = reap_child(self.child)
+        self.pipe.close()
+        self.end(code)
+
+
+def process_limits(workers: int | None) -> dict[bool, int]:
+    """Processes of this machine at once: {False: that compute, True: that wait for the network}."""
+    computing = workers or len(os.sched_getaffinity(0))
+    return {False: computing, True: max(FETCHES, computing)}
+
+
+def execute_locally(work: StageWork) -> None:
+    """Run units in the order their `after` asks for: `work.workers` that compute, and as many
+    again, at least 4, that fetch beside them. The first failure, or Ctrl-C, stops the others and
+    leaves finished ones stamped."""
+    ledger = UnitTracker(work)
+    most = process_limits(work.workers)
+    at_work: list[LocalUnitProcess] = []
+    with selectors.DefaultSelector() as selector:
+        try:
+            while ledger.queue or at_work:
+                busy = sum(batch.units[0].network for batch in at_work)
+                for begun in list(
+                    ledger.queue.take(
+                        {False: most[False] - len(at_work) + busy, True: most[True] - busy}, most
+                    )
+                ):
+                    at_work.append(batch := LocalUnitProcess(begun, ledger.folder))
+                    selector.register(batch.pipe, selectors.EVENT_READ, batch)
+                for key, _ in selector.select(POLL_SECONDS):
+                    batch = key.data
+                    goes_on = batch.read()
+                    ledger.take_results(batch)
+                    if not goes_on:
+                        selector.unregister(key.fileobj)
+                        batch.collect()
+                        at_work.remove(batch)
+                for batch in at_work:
+                    ledger.report(batch)
+            ledger.close()
+        finally:
+            stop_children([batch.child for batch in at_work], GRACE_SECONDS)

@@ -25,8 +25,8 @@ from trainkit.base.errors import ConfigError, TrainkitError
 from trainkit.runs.checkpoints import checkpoint_folder, open_checkpoint
 from trainkit.stages import weights as stage
 from trainkit.stages.execute import stamps_folder, update_stage
-from trainkit.stages.local import execute_locally
 from trainkit.stages.stamps import check_freshness
+from trainkit.stages.unit_process import execute_locally
 from trainkit.stages.weights import WeightsStage
 from trainkit.train.checkpoint.save_load import load as load_checkpoint
 from trainkit.train.huggingface import check_weights, weights_folder

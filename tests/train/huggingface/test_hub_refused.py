@@ -24,8 +24,8 @@ from tests.train.huggingface.hub_server import (
 from trainkit.base.errors import ConfigError, TrainkitError
 from trainkit.jobs.schema import Job
 from trainkit.stages.execute import stamps_folder, update_stage
-from trainkit.stages.local import execute_locally
 from trainkit.stages.stamps import check_freshness
+from trainkit.stages.unit_process import execute_locally
 from trainkit.train.huggingface import weights_folder
 from trainkit.train.huggingface.hub import HubModel
 

@@ -13,7 +13,7 @@ from trainkit.stages.stamps import file_identity
 def warn_of_changed_tokenizer(run: RunFolder) -> None:
     """Warn on stderr if the run's tokenizer.json is not the file that the run began with: its ids
     may stand for other text now."""
-    inputs = run.path / "launch" / "inputs.json"
+    inputs = run.inputs
     if not inputs.is_file():  # a run folder made by hand
         return
     for identity in read_document(inputs, "inputs/1")["files"]:

@@ -282,17 +282,18 @@ def mounts_of(job: Job, further: Sequence[str] = ()) -> tuple[Mount, ...]:
 def _is_mounted(path: str, mounts: Sequence[Mount]) -> bool:
     """Whether the container has a folder already: by a mount of its own path, by a writable one
     above it, or as shared memory, which is the host's."""
-    if _below(path, SHARED_MEMORY):
+    inside = Path(path)
+    if inside.is_relative_to(SHARED_MEMORY):
         return True
     return any(
         mount.target == path
-        or (mount.source == mount.target and not mount.read_only and _below(path, mount.target))
+        or (
+            mount.source == mount.target
+            and not mount.read_only
+            and inside.is_relative_to(mount.target)
+        )
         for mount in mounts
     )
-
-
-def _below(path: str, folder: str) -> bool:
-    return Path(path).is_relative_to(folder)
 
 
 def outside_paths(job: Job) -> list[str]:

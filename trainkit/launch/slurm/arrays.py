@@ -43,9 +43,8 @@ from trainkit.stages.array_task import FORM
 from trainkit.stages.contract import Need, Unit
 from trainkit.stages.execute import StageReporter, StageWork
 from trainkit.stages.in_flight import ArraysInFlight, clear_in_flight, write_in_flight
-from trainkit.stages.local import execute_locally
 from trainkit.stages.stamps import spec_digest, unit_folder, unit_is_fresh, unit_stamp_path
-from trainkit.stages.unit_process import COUNTS, UnitProcess
+from trainkit.stages.unit_process import COUNTS, UnitProcess, execute_locally
 
 POLL_SECONDS = 0.5  # between two looks at what units have written
 END_SECONDS = 120.0  # for Slurm to end arrays: KillWait, and epilogs

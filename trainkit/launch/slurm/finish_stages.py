@@ -49,9 +49,9 @@ from trainkit.stages.execute import (
     update_stage,
 )
 from trainkit.stages.in_flight import clear_own_in_flight
-from trainkit.stages.local import execute_locally
 from trainkit.stages.registry import HERE_FIRST, STAGES
 from trainkit.stages.stamps import check_freshness
+from trainkit.stages.unit_process import execute_locally
 
 
 def _say(text: str) -> None:

@@ -29,13 +29,18 @@ from trainkit.launch.scheduler_contract import (
     Submission,
 )
 from trainkit.launch.session_preview import preview_session, script_lines
-from trainkit.launch.slurm.allocation import allocation_hosts, current_allocation, slurm_output
+from trainkit.launch.slurm.allocation import (
+    allocation_hosts,
+    available_nodes,
+    current_allocation,
+    immediate_options,
+    slurm_output,
+)
 from trainkit.launch.slurm.array_states import jobs_are_over
 from trainkit.launch.slurm.arrays import ArrayRunner, array_place
 from trainkit.launch.slurm.batch_job import supervise_batch
 from trainkit.launch.slurm.batch_script import all_options, allocation_variables, batch_script
 from trainkit.launch.slurm.job_graph import finish_job_name, read_stage_jobs, stages_pending
-from trainkit.launch.slurm.node_access import available_nodes, immediate_options
 from trainkit.launch.slurm.reconcile import (
     SlurmQueueFollower,
     newest_job_output,

@@ -41,9 +41,9 @@ from trainkit.stages.execute import (
     wait_for_arrays,
 )
 from trainkit.stages.in_flight import ArraysInFlight, all_in_flight, clear_in_flight, need_digest
-from trainkit.stages.local import execute_locally
 from trainkit.stages.registry import STAGES
 from trainkit.stages.stamps import check_freshness, input_identities
+from trainkit.stages.unit_process import execute_locally
 
 
 @dataclass(frozen=True)
