@@ -131,14 +131,15 @@ def _changed(
     if options.cluster:
         moved = jobs.resolve(run.job_name, [f"cluster={json.dumps(options.cluster)}"])
     given = replace(options, cluster="").overrides()
-    _, job = changed_job(run.job, given, moved)
+    document, job = changed_job(run.job, given, moved)
     refuse_unlaunchable(job)
     check_container(job)
     former = None
     if run.hosts.is_file() and moved is None:
         former = HostList.from_file(run.hosts)
     hosts = hosts_of_job(job, options, former)
-    document, job = changed_job(run.job, [*given, *rank_override(job, hosts, options.set)], moved)
+    if ranks := rank_override(job, hosts, options.set):
+        document, job = changed_job(run.job, [*given, *ranks], moved)
     return document, job, hosts
 
 

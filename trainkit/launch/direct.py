@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 
 from trainkit.base.errors import ConfigError
 from trainkit.jobs.resolved import read_job
@@ -18,12 +17,9 @@ from trainkit.launch.protocol.client import supervisor_answers
 from trainkit.launch.scheduler_contract import (
     ArrayRequest,
     CancelledJob,
-    ClusterNode,
     DryRun,
     HostsToAsk,
-    JobAccount,
-    QueueFollower,
-    QueueReport,
+    Scheduler,
     Start,
     Submission,
 )
@@ -43,7 +39,7 @@ from trainkit.stages.registry import STAGES
 ASKED_AT_ONCE = 16  # supervisors that are silent: each may take seconds not to answer
 
 
-class Direct:
+class Direct(Scheduler):
     """Runs that a supervisor of this machine starts at once."""
 
     title = "this machine"
@@ -59,9 +55,6 @@ class Direct:
         if cluster.launcher_traits.hostfile:
             return HostsToAsk(list(load_hosts(find_hostfile(cluster, hostfile))))
         return HostsToAsk([this_host()])
-
-    def nodes(self, cluster: Cluster) -> list[ClusterNode] | None:
-        return None
 
     def in_flight(self, notice: Notice) -> StillRunning:
         return refuse_in_flight
@@ -104,9 +97,6 @@ class Direct:
     def submit_array(self, asked: ArrayRequest) -> list[Submission]:
         raise ConfigError(f"{self.title} has no queue that {asked.name} could wait in")
 
-    def settle_arrays(self, folder: Path) -> list[str]:
-        return []
-
     def supervise(
         self, run: RunFolder, environment: Mapping[str, str], *, share: bool, prolog_failed: int
     ) -> Outcome:
@@ -125,18 +115,6 @@ class Direct:
         with ThreadPoolExecutor(ASKED_AT_ONCE) as pool:
             return list(pool.map(self.state, records))
 
-    def report(self, record: RunRecord) -> QueueReport | None:
-        return None
-
-    def follower(self, run: RunFolder) -> QueueFollower | None:
-        return None
-
-    def log(self, run: RunFolder) -> Path | None:
-        return None
-
-    def accounts(self, run: RunFolder) -> list[JobAccount] | None:
-        return None
-
     def cancel(self, run: RunFolder, *, queued: bool) -> CancelledJob:
         raise NotImplementedError(
             "a run that waits for nothing is cancelled through its supervisor"
@@ -144,9 +122,6 @@ class Direct:
 
     def end_job(self, run: RunFolder) -> None:
         """There is no job beside the supervisor."""
-
-    def end_stages(self, run: RunFolder) -> list[str]:
-        return []
 
 
 DIRECT = Direct()

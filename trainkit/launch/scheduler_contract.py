@@ -230,7 +230,8 @@ class HostsToAsk:
 
 class Scheduler(Protocol):
     """One way in which runs get their hosts. Methods about runs are only called for runs that
-    `owns` says are its own."""
+    `owns` says are its own. Those with a body answer for a scheduler that has no queue, whose
+    supervisor and run folder know all there is."""
 
     title: str  # its name for people
     queues: bool  # runs wait in its queue, and no process of ours has to live meanwhile
@@ -252,6 +253,7 @@ class Scheduler(Protocol):
 
     def nodes(self, cluster: Cluster) -> list[ClusterNode] | None:
         """What the scheduler knows of the cluster's nodes; None: ask each host itself."""
+        return None
 
     def unit_runner(self, job: Job, stage: str, notice: Notice) -> UnitRunner:
         """What runs the units of a stage of `job`: this machine, other hosts, or arrays."""
@@ -297,6 +299,7 @@ class Scheduler(Protocol):
         Args:
             folder: that of a request, or one above it.
         """
+        return []
 
     def supervise(
         self, run: RunFolder, environment: Mapping[str, str], *, share: bool, prolog_failed: int
@@ -325,16 +328,20 @@ class Scheduler(Protocol):
 
     def report(self, record: RunRecord) -> QueueReport | None:
         """What the scheduler says of the job of a run that has not ended; None for nothing."""
+        return None
 
     def follower(self, run: RunFolder) -> QueueFollower | None:
         """Follows the run through the queue; None where the run folder tells everything."""
+        return None
 
     def log(self, run: RunFolder) -> Path | None:
         """What the run's job printed before there were ranks; None where there is no job."""
+        return None
 
     def accounts(self, run: RunFolder) -> list[JobAccount] | None:
         """All that its accounting keeps of the run's jobs; None where there is none. Raises
         TrainkitError (exit 8) where that cannot be asked."""
+        return None
 
     def cancel(self, run: RunFolder, *, queued: bool) -> CancelledJob:
         """End the run's job and wait until it is over; `queued`: it had not begun, which is noted
@@ -347,3 +354,4 @@ class Scheduler(Protocol):
     def end_stages(self, run: RunFolder) -> list[str]:
         """End jobs that were to make the stages of a run which has ended; their names. Raises
         TrainkitError (exit 13) where they go on."""
+        return []
