@@ -88,12 +88,12 @@ def refuse_credentials(source: EngineSource) -> None:
 
 def engines_root(job: Job) -> Path:
     """<root>/engines: trees that trainkit cloned, and what it compiled for them."""
-    return Path(job.cluster.root or ".").absolute() / "engines"
+    return job.cluster.root_folder.absolute() / "engines"
 
 
 def _below(job: Job, path: str) -> Path:
     """A path of [engines.X]; a relative one is below the cluster's root."""
-    return Path(job.cluster.root or ".").absolute() / Path(path).expanduser()
+    return job.cluster.root_folder.absolute() / Path(path).expanduser()
 
 
 def in_image(job: Job) -> bool:

@@ -18,7 +18,7 @@ from trainkit.stages.stamps import check_freshness
 def graph_of_job(job: Job) -> JobGraph:
     """What a job needs, and the run that reads it all. Nothing is written; a server that does not
     answer, or a file that is missing, makes a stage unknown."""
-    root = Path(job.cluster.root or ".")
+    root = job.cluster.root_folder
     nodes: list[StageNode] = []
     outputs: dict[Path, str] = {}  # whose they are
     of_stage: dict[str, list[str]] = {}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from trainkit.base.errors import ConfigError, Problem, SourceLocation
 from trainkit.experiment.options import HostOptions
@@ -38,7 +37,7 @@ def refuse_unread_options(options: HostOptions, cluster: Cluster) -> None:
 
 def quarantine_reasons(cluster: Cluster) -> dict[str, str]:
     """Hosts in quarantine and why, by name in small letters."""
-    entries = read_quarantine(Path(cluster.root or "."))
+    entries = read_quarantine(cluster.root_folder)
     return {
         name: f"{entry.why} (run {entry.run}), until {entry.until}"
         for name, entry in entries.items()

@@ -87,7 +87,7 @@ def choose_target(jobs: Jobs, options: PrepareOptions, ui: StageUi) -> Target:
     if not options.job:
         ui.say(f"for the job {name}, named in [defaults]")
     job = jobs.resolve(name).job
-    root = Path(job.cluster.root or ".")
+    root = job.cluster.root_folder
     if options.dataset:
         return Target(root, None, options.dataset, job)
     return Target(root, job, job.dataset.name, job)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
@@ -351,6 +352,12 @@ class Cluster(Table):
         """watch.connect, or what it is by default."""
         usual = CONTAINER_CONNECT_SECONDS if container else self.launcher_traits.connect_seconds
         return self.watch.connect or usual
+
+    @property
+    def root_folder(self) -> Path:
+        """The folder that holds data, stamps, code and runs; by default the one that this process
+        is in."""
+        return Path(self.root or ".")
 
     @property
     def launcher_traits(self) -> LauncherTraits:

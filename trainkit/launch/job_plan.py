@@ -37,7 +37,7 @@ def prepared(job: Job) -> PreparedData:
     The disk counts where ranks run on this machine for sure: GPUs of a local cluster may be
     those of another one that is planned for.
     """
-    root = Path(job.cluster.root or ".")
+    root = job.cluster.root_folder
     manifest = DataFolder(root, job.dataset).manifest if job.dataset.tokenizer is not None else None
     if manifest is not None and manifest.is_file():
         found = read_document(manifest, "dataset/1")
@@ -146,7 +146,7 @@ def _free_bytes(root: Path) -> int | None:
 def _runs_of(job: Job) -> Iterator[tuple[RunFolder, Job]]:
     """Runs of this job on this cluster, newest first; those of another version of trainkit
     cannot be compared."""
-    folder = Path(job.cluster.root or ".") / "runs" / job.name
+    folder = job.cluster.root_folder / "runs" / job.name
     try:
         ids = sorted(
             (path.name for path in folder.iterdir() if (path / "job.json").is_file()), reverse=True

@@ -137,7 +137,7 @@ def stage_hosts(job: Job, stage: str, on_notice: Callable[[str], None]) -> Stage
     if asked is None or not cluster.launcher_traits.hostfile or stage in ALWAYS_LOCAL:
         return None
     path = find_hostfile(cluster)
-    root = Path(cluster.root or ".")
+    root = cluster.root_folder
     bad = read_quarantine(root)
     hosts = tuple(host for host in load_hosts(path) if host.name.lower() not in bad)
     if len(hosts) < asked.nodes:
@@ -174,7 +174,7 @@ def this_machine_in_image(
         return None
     host = Host("localhost", slots=(0,))
     tasks = len(os.sched_getaffinity(0))
-    root = Path(job.cluster.root or ".")
+    root = job.cluster.root_folder
     if not box.by_srun:
         # its own agent, as of launcher = "local"; how other hosts are reached does not matter
         cluster = job.cluster.model_copy(update={"launcher": "local", "interface": None})

@@ -63,7 +63,7 @@ class Start:
     @property
     def root(self) -> Path:
         """The folder that holds data, stamps and runs."""
-        return Path(self.job.cluster.root or ".")
+        return self.job.cluster.root_folder
 
 
 @dataclass(frozen=True)

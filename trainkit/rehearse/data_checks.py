@@ -72,7 +72,7 @@ def _refuse_foreign_ids(job: Job, settings: Tokenizer, size: int) -> None:
     if job.dataset.source != "indexed":
         return
     try:
-        pairs = pairs_of(Path(job.cluster.root or "."), job.dataset, "train")
+        pairs = pairs_of(job.cluster.root_folder, job.dataset, "train")
     except ConfigError:
         return  # said by stages
     for pair in pairs:

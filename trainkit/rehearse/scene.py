@@ -54,7 +54,7 @@ class RehearsalScene:
     @property
     def root(self) -> Path:
         """The folder that holds data, stamps and runs."""
-        return Path(self.job.cluster.root or ".")
+        return self.job.cluster.root_folder
 
     @cached_property
     def hosts(self) -> HostList:

@@ -99,7 +99,7 @@ def image_plan(job: Job, builder: str | None = None) -> ImagePlan | None:
     named = builder or container.builder
     # enroot and apptainer fetch a source themselves
     chosen = named or ("" if container.dockerfile is None else first_here(container))
-    return ImagePlan(container, Path(job.cluster.root or ".").absolute(), chosen)
+    return ImagePlan(container, job.cluster.root_folder.absolute(), chosen)
 
 
 def made_image(job: Job) -> ImageRecord | None:

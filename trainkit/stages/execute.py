@@ -96,14 +96,14 @@ def stamps_folder(root: Path, stage: str) -> Path:
 
 def needs_of(job: Job, stages: Sequence[Stage]) -> list[Need]:
     """What `job` needs, in order."""
-    root = Path(job.cluster.root or ".")
+    root = job.cluster.root_folder
     return [need for stage in stages for need in stage.needs(job, stamps_folder(root, stage.name))]
 
 
 def needs_in_turn(job: Job, stages: Sequence[Stage]) -> Iterator[Need]:
     """As `needs_of`, each stage asked when those before it are done: what it needs may depend on
     their outputs."""
-    root = Path(job.cluster.root or ".")
+    root = job.cluster.root_folder
     for stage in stages:
         yield from stage.needs(job, stamps_folder(root, stage.name))
 

@@ -51,7 +51,7 @@ def _need(job: Job, dataset: Dataset, splits: list[SplitName]) -> Need | None:
 
     if dataset.source == "mock" or dataset.tokenizer is None:
         return None
-    root = Path(job.cluster.root or ".")
+    root = job.cluster.root_folder
     try:
         asked = [
             order_request(job, dataset, split, pairs_of(root, dataset, split))

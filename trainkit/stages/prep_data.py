@@ -129,7 +129,7 @@ class PrepDataStage:
             need
             for dataset in datasets.values()
             for need in needs_of_dataset(
-                dataset, Path(job.cluster.root or "."), stamps, force=force, patience=self.patience
+                dataset, job.cluster.root_folder, stamps, force=force, patience=self.patience
             )
         ]
         return list({need.name: need for need in found}.values())  # a part of two blends once

@@ -7,7 +7,6 @@ Shapes: B samples of a micro-batch, S tokens of a sample.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -33,7 +32,7 @@ from trainkit.train.parallel.data_parallel import World
 
 def data_folder(job: Job, dataset: Dataset | None = None) -> DataFolder:
     """Where the tokens and the tokenizer of a dataset of the job lie, by default of its own."""
-    return DataFolder(Path(job.cluster.root or "."), dataset or job.dataset)
+    return DataFolder(job.cluster.root_folder, dataset or job.dataset)
 
 
 def vocab_size(job: Job) -> int:

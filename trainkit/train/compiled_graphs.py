@@ -79,7 +79,7 @@ class GraphFiles:
 
     @classmethod
     def of(cls, job: Job) -> GraphFiles:
-        return cls(Path(job.cluster.root or ".").absolute() / "compiled" / job.name)
+        return cls(job.cluster.root_folder.absolute() / "compiled" / job.name)
 
     @property
     def archive(self) -> Path:

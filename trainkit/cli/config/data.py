@@ -36,7 +36,7 @@ def _folders(task: TaskContext, name: str, job: str) -> list[tuple[Dataset, Data
     dataset = jobs.dataset(name)
     if dataset.source == "mock":
         raise ConfigError(f"dataset '{name}' is random tokens: it has no files")
-    root = Path(jobs.resolve(job).job.cluster.root or ".") if job else jobs.root
+    root = jobs.resolve(job).job.cluster.root_folder if job else jobs.root
     parts = {
         part.dataset.name: part.dataset
         for blend in (dataset.blend, dataset.valid_blend, dataset.test_blend)

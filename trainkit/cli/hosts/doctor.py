@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 
 from rich.markup import escape
 
@@ -39,7 +38,7 @@ def doctor(task: TaskContext, cluster: str, hostfile: str, *, all_reduce: bool) 
     """The task `doctor`."""
     jobs = load_jobs(task)
     chosen = jobs.cluster(cluster or usual_cluster(task, jobs))
-    root = Path(chosen.root or ".")
+    root = chosen.root_folder
     found = hosts_to_ask(chosen, hostfile, devices=all_reduce)
     if found.hosts:
         seen = examine_hosts(

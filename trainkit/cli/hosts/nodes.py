@@ -11,7 +11,6 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
 from rich.markup import escape
 
@@ -155,7 +154,7 @@ def nodes(task: TaskContext, cluster: str, hostfile: str, release_host: str) -> 
     """The task `nodes`."""
     jobs = load_jobs(task)
     chosen = jobs.cluster(cluster or usual_cluster(task, jobs))
-    root = Path(chosen.root or ".")
+    root = chosen.root_folder
     if release_host:
         released = [
             host
@@ -221,7 +220,7 @@ def nodes_top(task: TaskContext, cluster: str, hostfile: str) -> TaskResult:
         for host, said in run_on_hosts(
             chosen,
             found.hosts,
-            Path(chosen.root or "."),
+            chosen.root_folder,
             argv,
             TOP_SECONDS,
             launcher=found.launcher,
@@ -251,7 +250,7 @@ def _with_monitor(rows: list[TopRow], chosen: Cluster, found: HostsToAsk) -> lis
     said = run_on_hosts(
         chosen,
         found.hosts,
-        Path(chosen.root or "."),
+        chosen.root_folder,
         MONITOR,
         TOP_SECONDS,
         launcher=found.launcher,

@@ -94,7 +94,7 @@ def tokenizer_of(job: Job) -> TokenizerFile | None:
 
     if job.dataset.tokenizer is None:
         return None
-    path = DataFolder(Path(job.cluster.root or "."), job.dataset).tokenizer
+    path = DataFolder(job.cluster.root_folder, job.dataset).tokenizer
     if not path.is_file():
         raise ConfigError(
             f"the tokenizer of dataset {job.dataset.name!r} is missing: {path}",

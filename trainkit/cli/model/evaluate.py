@@ -166,7 +166,7 @@ def _prepare(task: TaskContext, job: Job, dataset: Dataset, tokenizer: Tokenizer
     """
     from trainkit.train.inference.evaluate import refuse_other_tokenizer
 
-    root = Path(job.cluster.root or ".")
+    root = job.cluster.root_folder
     own = DataFolder(root, job.dataset)
     folder = DataFolder(root, dataset)
     if folder.path == own.path:

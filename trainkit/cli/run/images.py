@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import dataclass
-from pathlib import Path
 
 from trainkit.base.documents import document
 from trainkit.base.errors import ConfigError
@@ -54,7 +53,7 @@ def build_container(task: TaskContext, job: str, options: ImageOptions) -> TaskR
     stage = BuildContainerStage(builder or None)
     plan = _plan(asked, stage)
     pushes = _pushes(plan) if options.push else ()
-    root = Path(asked.cluster.root or ".")
+    root = asked.cluster.root_folder
     if plan.container.dockerfile is not None and plan.builder:
         _, why = choose_builder(plan.builder, plan.container)
         named = builder or plan.container.builder

@@ -65,7 +65,7 @@ def sweep(task: TaskContext, name: str, options: SweepTaskOptions) -> TaskResult
 
 def _newest(jobs: Jobs, name: str, options: SweepTaskOptions) -> SweepRecord:
     job = jobs.resolve(name, options.set).job
-    record = read_newest(Path(job.cluster.root or ".").absolute(), name)
+    record = read_newest(job.cluster.root_folder.absolute(), name)
     if record is None:
         raise ConfigError(f"job {name} has no sweep yet", hint=f"invoke sweep {name} begins one")
     return record

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from rich.markup import escape
 
@@ -67,7 +66,7 @@ def compile_graphs(task: TaskContext, job: Job, *, force: bool, prune: bool) -> 
         prune: delete the oldest graphs of other jobs.
     """
     refuse_unlaunchable(job)
-    root = Path(job.cluster.root or ".")
+    root = job.cluster.root_folder
     before = [stage for stage in STAGES if stage.name in BEFORE]
     own = (PrecompileStage(),)
     preparation = preparation_for(job, root, stage_ui(task), force=force)

@@ -71,7 +71,7 @@ def order_request(
         "test": once,
     }[split]
     least = samples if split == "train" else once
-    folder = DataFolder(Path(job.cluster.root or "."), dataset).path / "megatron"
+    folder = DataFolder(job.cluster.root_folder, dataset).path / "megatron"
     if dataset.tokenizer and dataset.tokenizer.megatron:
         described = dataset.tokenizer.megatron
     else:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import assert_never
 
 from trainkit.base.errors import ConfigError
@@ -65,7 +64,7 @@ def open_mixture(job: Job, dataset: Dataset, split: SplitName, vocab: int) -> Mi
         return Mixture(
             NativeOrder([count], None, split, seed, [dataset.name]), [mock], [dataset.name]
         )
-    pairs = pairs_of(Path(job.cluster.root or "."), dataset, split)
+    pairs = pairs_of(job.cluster.root_folder, dataset, split)
     if not pairs:
         raise _no_sample(
             dataset, split, length, f"datasets.{dataset.name} has no files for the {split} split"

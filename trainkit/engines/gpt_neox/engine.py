@@ -141,7 +141,7 @@ class GptNeox(ForeignEngine):
             problems += deepspeed_problems(job)
         if found:
             return problems  # the configuration cannot be made
-        nowhere = RunFolder(Path(job.cluster.root or ".") / "runs" / "job" / "run")
+        nowhere = RunFolder(job.cluster.root_folder / "runs" / "job" / "run")
         config = neox_config(job, nowhere, NeoxData("data", job.dataset.split, {}))
         problems += [
             Problem(

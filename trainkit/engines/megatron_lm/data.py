@@ -53,7 +53,7 @@ def data_of(job: Job) -> MegatronData:
 
     if job.dataset.source == "mock":
         return MegatronData({}, None, mock=True)
-    root = Path(job.cluster.root or ".")
+    root = job.cluster.root_folder
     try:
         files = {split: tuple(pairs_of(root, job.dataset, split)) for split in SPLITS}
     except ConfigError:
@@ -124,7 +124,7 @@ def put_data(words: MegatronWords, job: Job, data: MegatronData) -> None:
 
 def cache_folder(job: Job) -> Path:
     """Where the engine keeps its indexes of samples, below the cluster's root."""
-    return Path(job.cluster.root or ".").absolute() / "data" / "megatron-lm-cache"
+    return job.cluster.root_folder.absolute() / "data" / "megatron-lm-cache"
 
 
 def _blend(words: MegatronWords, pairs: Sequence[SplitPair]) -> list[str]:
@@ -244,7 +244,7 @@ def _end_of_document(job: Job) -> int | None:
         return None
     paths = [Path(tokenizer.path)] if tokenizer.path else []
     if job.dataset.source not in ("indexed", "blend"):
-        paths.append(DataFolder(Path(job.cluster.root or "."), job.dataset).tokenizer)
+        paths.append(DataFolder(job.cluster.root_folder, job.dataset).tokenizer)
     if tokenizer.vocab_file:
         paths.append(Path(tokenizer.vocab_file))
     for path in paths:

@@ -10,7 +10,6 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.locks import LockBusy, locked
@@ -165,7 +164,7 @@ def opened_sweep(jobs: Jobs, name: str, sets: Sequence[str], *, new: bool) -> It
         TrainkitError: 17, another process goes on with it.
     """
     members, resolved = resolve_members(jobs, name, sets)
-    root = Path(resolved[1].job.cluster.root or ".").absolute()
+    root = resolved[1].job.cluster.root_folder.absolute()
     lock = sweeps_folder(root, name) / "sweep.lock"
     try:
         with locked(lock, {"sweep": name}, wait=False):

@@ -58,7 +58,7 @@ def array_place(job: Job, stage: str, notice: Callable[[str], None]) -> ArrayPla
     asked = cluster.stages.get(stage)
     if asked is None or stage in ALWAYS_LOCAL:
         return None
-    root = Path(cluster.root or ".").absolute()
+    root = cluster.root_folder.absolute()
     return ArrayPlace(cluster, asked, root, notice, stage_box(job, stage))
 
 

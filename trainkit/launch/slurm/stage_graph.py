@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from trainkit.base.locks import locked
 from trainkit.jobs.schema import Job
@@ -115,10 +114,6 @@ def hold_stage_graph(job: Job, preparation: Preparation) -> Iterator[StageGraph]
         wait_for_arrays(arrays, array_status)
 
 
-def _root(job: Job) -> Path:
-    return Path(job.cluster.root or ".")
-
-
 @contextlib.contextmanager
 def _held(job: Job, queued: SlurmNeeds, reporter: StageReporter) -> Iterator[None]:
     """Hold the locks of all queued needs, in an order that is the same for everybody."""
@@ -131,7 +126,7 @@ def _held(job: Job, queued: SlurmNeeds, reporter: StageReporter) -> Iterator[Non
 
             stack.enter_context(
                 locked(
-                    stamps_folder(_root(job), stage) / f"{lock}.lock",
+                    stamps_folder(job.cluster.root_folder, stage) / f"{lock}.lock",
                     {"stage": stage, "name": need.name},
                     on_wait=waits,
                 )
@@ -148,7 +143,7 @@ def _in_the_way(
     Records of arrays that are over are dropped.
     """
     for _, need in queued.needs:
-        stamps = stamps_folder(_root(job), need.stage)
+        stamps = stamps_folder(job.cluster.root_folder, need.stage)
         going = []
         for arrays in all_in_flight(stamps, need.lock):
             if (progress := array_status.progress(arrays)) == "over":
@@ -175,7 +170,7 @@ def _part(job: Job, place: ArrayPlace, need: Need, ui: StageUi) -> GraphPart | N
     """A need as part of the graph, after what only this machine can do of it; None where nothing
     is left for Slurm."""
     reporter = ui.reporter
-    stamps = stamps_folder(_root(job), need.stage)
+    stamps = stamps_folder(job.cluster.root_folder, need.stage)
     verdict = check_freshness(need, stamps)
     reporter.verdict(verdict)
     if verdict.fresh:
@@ -207,9 +202,9 @@ def show_stage_graph(job: Job, preparation: Preparation) -> StageGraph:
     parts = list[GraphPart]()
     before = None
     queued = _slurm_needs(job, preparation, dry_run=True)
-    run = RunFolder(_root(job).absolute() / "runs" / job.name / "RUN")
+    run = RunFolder(job.cluster.root_folder.absolute() / "runs" / job.name / "RUN")
     for place, need in queued.needs:
-        stamps = stamps_folder(_root(job), need.stage)
+        stamps = stamps_folder(job.cluster.root_folder, need.stage)
         ui.reporter.verdict(check_freshness(need, stamps))
         units = missing_units(need, stamps, force=False)
         lines, before = describe_arrays(place, need, units, stages_folder(run), before)

@@ -58,7 +58,7 @@ def parse(init_from: str) -> HubModel | Path:
 
 def root_of(job: Job) -> Path:
     """The folder that holds hub/."""
-    return Path(job.cluster.root or ".")
+    return job.cluster.root_folder
 
 
 @dataclass(frozen=True)

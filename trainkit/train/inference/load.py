@@ -4,7 +4,6 @@ device, in which precision, and the tokenizer it was trained with."""
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer
@@ -167,7 +166,7 @@ def load_own_tokenizer(job: Job) -> tuple[Tokenizer, int]:
             f"dataset {job.dataset.name or 'mock'!r} is random tokens without a tokenizer: there is"
             " no text"
         )
-    path = DataFolder(Path(job.cluster.root or "."), job.dataset).tokenizer
+    path = DataFolder(job.cluster.root_folder, job.dataset).tokenizer
     if not path.is_file():
         raise ConfigError(
             f"the tokenizer of dataset {job.dataset.name!r} is gone: {path}",
