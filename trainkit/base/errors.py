@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -104,3 +105,9 @@ class ConfigError(TrainkitError):
         found = [Problem(problems, hint=hint)] if isinstance(problems, str) else list(problems)
         super().__init__("\n".join(map(str, found)), exit=exit)
         self.list = found
+
+
+def raise_problems(problems: Iterable[Problem], exit: Exit = Exit.CONFIG) -> None:
+    """Raise ConfigError with everything that checks have found; nothing where that is nothing."""
+    if found := list(problems):
+        raise ConfigError(found, exit=exit)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
-from trainkit.base.errors import ConfigError, Problem
+from trainkit.base.errors import ConfigError, Problem, raise_problems
 from trainkit.base.files import write_text
 from trainkit.engines.compiled import engine_path
 from trainkit.engines.contract import Command, launcher_problems
@@ -362,8 +362,7 @@ class ForeignEngine(ABC):
         """Rows of metrics after the checkpoint from which the engine will go on are taken back:
         it makes them again."""
         self.ready_folder(run)
-        if problems := self.resume_problems(job, run):
-            raise ConfigError(problems)
+        raise_problems(self.resume_problems(job, run))
         truncate_metrics(run.metrics, READERS[self.name].tracked_step(run.checkpoints) or 0)
 
     def checkpoints(self, run: RunFolder, *, hashes: bool) -> list[ListedCheckpoint]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from trainkit.base.errors import ConfigError
+from trainkit.base.errors import raise_problems
 from trainkit.engines.contract import Engine
 from trainkit.jobs.schema import Job
 
@@ -48,5 +48,4 @@ def foreign_engine(name: str) -> ForeignEngine:
 def refuse_unlaunchable(job: Job) -> None:
     """Raise ConfigError (exit 3) with everything in `job` that this version plans for but cannot
     launch."""
-    if problems := ENGINES[job.engine].problems(job):
-        raise ConfigError(problems)
+    raise_problems(ENGINES[job.engine].problems(job))

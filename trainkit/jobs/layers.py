@@ -11,7 +11,7 @@ from typing import Any
 
 import tomli
 
-from trainkit.base.errors import ConfigError, Problem, SourceLocation
+from trainkit.base.errors import ConfigError, Problem, SourceLocation, raise_problems
 from trainkit.jobs.messages import describe_value, suggest
 from trainkit.jobs.provenance import SET, SourcedTable, SourcedValue
 from trainkit.jobs.toml_positions import KeyPath, TomlPosition, parse
@@ -77,8 +77,7 @@ def _included(root: Path, document: SourcedTable) -> SourcedTable:
             problems += _twice(document, part)
             # no table is in both: only the order of the listing hangs on it
             document = part.over(document, keep_place=True)
-    if problems:
-        raise ConfigError(problems)
+    raise_problems(problems)
     return document
 
 
@@ -115,8 +114,7 @@ def _read_file(path: Path, shown: str = "") -> SourcedTable:
             [Problem("not UTF-8, as TOML must be", SourceLocation(shown, line))]
         ) from None
     document = _section(values, (), spots, shown)
-    if problems := list(_too_large(document)):
-        raise ConfigError(problems)
+    raise_problems(_too_large(document))
     return document
 
 
@@ -260,8 +258,7 @@ def parse_overrides(words: Sequence[str]) -> list[SourcedValue]:
             )
             continue
         origins.append(SourcedValue(value, SET, path))
-    if problems:
-        raise ConfigError(problems)
+    raise_problems(problems)
     return origins
 
 

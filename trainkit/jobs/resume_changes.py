@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from trainkit.base.documents import read_document
-from trainkit.base.errors import ConfigError, Problem
+from trainkit.base.errors import ConfigError, Problem, raise_problems
 from trainkit.jobs.clusters import WatchLimits
 from trainkit.jobs.layers import parse_overrides
 from trainkit.jobs.messages import suggest
@@ -99,8 +99,7 @@ def changed_job(
             problems.append(problem)
         else:
             _override(values, origins, override)
-    if problems:
-        raise ConfigError(problems)
+    raise_problems(problems)
     try:
         return document, Job.model_validate(values)
     except ValidationError as error:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from trainkit.base.documents import document
-from trainkit.base.errors import ConfigError, Exit
+from trainkit.base.errors import Exit, raise_problems
 from trainkit.jobs.schema import Job
 from trainkit.plan.arithmetic import (
     hardware_flops_per_token_of,
@@ -184,8 +184,7 @@ class Plan:
 
 def refuse_infeasible(plan: Plan) -> Plan:
     """The plan itself. Raises ConfigError (exit 4) with every objection."""
-    if plan.objections:
-        raise ConfigError([each.problem(plan.job) for each in plan.objections], exit=Exit.PLAN)
+    raise_problems((each.problem(plan.job) for each in plan.objections), Exit.PLAN)
     return plan
 
 

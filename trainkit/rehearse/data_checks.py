@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from trainkit.base.errors import ConfigError
+from trainkit.base.errors import ConfigError, raise_problems
 from trainkit.data.indexed.dataset import IndexedDataset
 from trainkit.data.order.open import refuse_without_samples
 from trainkit.data.order.resolve_pairs import pairs_of
@@ -137,8 +137,7 @@ def check_layout(scene: RehearsalScene) -> str:
     begins = scene.run is None and job.init_from is not None
     if begins:
         scene.require_stages()
-        if problems := check_weights(weights_folder(job), job.model, vocab_size(job)):
-            raise ConfigError(problems)
+        raise_problems(check_weights(weights_folder(job), job.model, vocab_size(job)))
         return f"weights of {job.init_from} fit the model"
     degrees = degrees_of(job)
     return (

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainkit.base.errors import ConfigError, Exit, Problem, TrainkitError
+from trainkit.base.errors import ConfigError, Exit, Problem, TrainkitError, raise_problems
 from trainkit.base.files import write_json
 from trainkit.base.process import start_child, stop_children
 from trainkit.base.worker import PARENT_VARIABLE, error_from_report
@@ -109,8 +109,9 @@ class RankChecks:
         saved = scene.newest_checkpoint
         if saved is None:
             return f"run {scene.run.id} has none: it begins from its first step"
-        if problems := checkpoint_problems(job, self.traces[0].checkpoint, saved):
-            raise ConfigError(problems, exit=Exit.NO_CHECKPOINT)
+        raise_problems(
+            checkpoint_problems(job, self.traces[0].checkpoint, saved), Exit.NO_CHECKPOINT
+        )
         return f"step {saved.manifest.step}: {len(saved.manifest.tensors)} tensors fit"
 
     def _require_traces(self) -> None:

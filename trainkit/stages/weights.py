@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.base.documents import document, utc_now
-from trainkit.base.errors import ConfigError, Exit, Problem, TrainkitError
+from trainkit.base.errors import ConfigError, Exit, TrainkitError, raise_problems
 from trainkit.base.files import publish_folder, write_json
 from trainkit.base.records import Record
 from trainkit.base.redact import Redactor
@@ -85,12 +85,14 @@ class WeightsStage:
         source = parse(job.init_from)
         root = root_of(job)
         if isinstance(source, Path):
-            _refuse(check_weights(source, job.model, job.model.vocab_size))
+            raise_problems(check_weights(source, job.model, job.model.vocab_size))
             return []
         endpoint = job.cluster.hub_endpoint
         fresh, _ = _judge(source, root, endpoint)
         if fresh:
-            _refuse(check_weights(_commit_folder(source, root), job.model, job.model.vocab_size))
+            raise_problems(
+                check_weights(_commit_folder(source, root), job.model, job.model.vocab_size)
+            )
         return [self._need(job, source, root, endpoint)]
 
     def waits_for(self, job: Job) -> tuple[str, ...]:
@@ -121,11 +123,6 @@ class WeightsStage:
             (unit,),
             evidence=lambda: _judge(source, root, endpoint),
         )
-
-
-def _refuse(problems: list[Problem]) -> None:
-    if problems:
-        raise ConfigError(problems)
 
 
 def _commit_folder(source: HubModel, root: Path) -> Path:
@@ -303,7 +300,7 @@ class _Fetch:
                 exit=Exit.STAGE_FAILED,
             )
         self._get(CONFIG)
-        _refuse(config_problems(self.folder / CONFIG, self.model, self.model.vocab_size))
+        raise_problems(config_problems(self.folder / CONFIG, self.model, self.model.vocab_size))
         if INDEX in names:
             self._get(INDEX)
         try:
@@ -404,7 +401,9 @@ def work(value: Mapping[str, Any], progress: ProgressCallback) -> dict[str, obje
         fetched=utc_now(),
     )
     write_json(source.record(fetch.root), record)
-    _refuse(check_weights(source.folder(fetch.root) / commit, fetch.model, fetch.model.vocab_size))
+    raise_problems(
+        check_weights(source.folder(fetch.root) / commit, fetch.model, fetch.model.vocab_size)
+    )
     return {"commit": commit}
 
 

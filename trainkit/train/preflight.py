@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
-from trainkit.base.errors import ConfigError, Problem
+from trainkit.base.errors import ConfigError, Problem, raise_problems
 from trainkit.jobs.schema import Job
 from trainkit.plan.checks import layout_objections
 from trainkit.plan.rules import NATIVE, zero_bubble_problem
@@ -39,8 +39,7 @@ def refuse_what_cannot_run(job: Job, world: World, *, begins: bool) -> None:
         problems += error.list
     if begins and job.init_from and not problems:
         problems += check_weights(weights_folder(job), job.model, vocab_size(job))
-    if problems:
-        raise ConfigError(problems)
+    raise_problems(problems)
 
 
 def layout_problems(job: Job) -> Iterator[Problem]:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import trainkit
-from trainkit.base.errors import ConfigError, Problem
+from trainkit.base.errors import Problem, raise_problems
 from trainkit.jobs.ranks import degrees_of
 from trainkit.jobs.schema import Job
 from trainkit.ops.kernels import Choice
@@ -81,5 +81,4 @@ def refuse_disagreement(job: Job, world: World, chosen: Choice) -> None:
     everyone = [torch.zeros_like(own) for _ in range(world.size)]
     dist.all_gather(everyone, own)
     texts = [bytes(sent.tolist()).rstrip(b"\0").decode(errors="replace") for sent in everyone]
-    if wrong := [Problem(f"rank {rank} on {text}") for rank, text in enumerate(texts) if text]:
-        raise ConfigError(wrong)
+    raise_problems([Problem(f"rank {rank} on {text}") for rank, text in enumerate(texts) if text])

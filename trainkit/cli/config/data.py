@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.markup import escape
 
 from trainkit.base.documents import document
-from trainkit.base.errors import ConfigError, Exit, Problem
+from trainkit.base.errors import ConfigError, Exit, Problem, raise_problems
 from trainkit.cli.config.jobs import load_jobs
 from trainkit.cli.options import StatsOptions
 from trainkit.cli.tables import Listing, Page
@@ -150,8 +150,7 @@ def verify(task: TaskContext, name: str, job: str) -> TaskResult:
                 dataset.name, found.documents, found.sequences, found.tokens, found.checked_bytes
             )
         )
-    if problems:
-        raise ConfigError(problems, exit=Exit.STAGE_FAILED)
+    raise_problems(problems, Exit.STAGE_FAILED)
     for each in verified:
         checksums = "; ready-made pairs have no checksums"
         if each.checked_bytes:

@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.markup import escape
 
 from trainkit.base.documents import document
-from trainkit.base.errors import ConfigError
+from trainkit.base.errors import ConfigError, raise_problems
 from trainkit.base.toml_text import toml_key, toml_value
 from trainkit.cli.tables import Listing
 from trainkit.cli.wrapper import TaskContext, TaskResult
@@ -195,7 +195,6 @@ def check(task: TaskContext) -> TaskResult:
                 refuse_weights(job)
             except ConfigError as error:
                 problems += error.list
-    if problems:
-        raise ConfigError(problems)
+    raise_problems(problems)
     task.say(f"{loaded.root / 'jobs.toml'}: {len(loaded.names())} jobs, no problems")
     return TaskResult(document("check/1", root=str(loaded.root), jobs=loaded.names(), problems=[]))

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainkit.base.documents import document
-from trainkit.base.errors import ConfigError, Problem
+from trainkit.base.errors import ConfigError, Problem, raise_problems
 from trainkit.cli.config.jobs import load_jobs
 from trainkit.cli.model.tokenizer_warning import warn_of_changed_tokenizer
 from trainkit.cli.options import ConvertOptions, ExportOptions
@@ -83,8 +83,7 @@ def _refuse_invalid_export(options: ExportOptions) -> None:
         problems.append(Problem(f"--dtype {options.dtype!r} is not one of: {', '.join(DTYPES)}"))
     if not options.to:
         problems.append(Problem("--to DIR is missing: the folder to write, which must not exist"))
-    if problems:
-        raise ConfigError(problems)
+    raise_problems(problems)
 
 
 def tokenizer_of(job: Job) -> TokenizerFile | None:
@@ -186,5 +185,4 @@ def _refuse_invalid(options: ConvertOptions) -> None:
                 " and gpt-neox; a Hugging Face folder is whole"
             )
         )
-    if problems:
-        raise ConfigError(problems)
+    raise_problems(problems)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from trainkit.base.errors import ConfigError, Exit, Problem
+from trainkit.base.errors import Exit, Problem, raise_problems
 from trainkit.jobs.schema import Dataset
 
 ROUND = 4  # digits; a number with fewer before its zeros is somebody's "about"
@@ -51,5 +51,4 @@ def check_published(dataset: Dataset, found: Mapping[str, int]) -> None:
                     ),
                 )
             )
-    if problems:
-        raise ConfigError(problems, exit=Exit.STAGE_FAILED)
+    raise_problems(problems, Exit.STAGE_FAILED)

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from trainkit.base.errors import ConfigError, Exit, TrainkitError
+from trainkit.base.errors import Exit, TrainkitError, raise_problems
 from trainkit.engines.convert import gpt_neox, megatron_lm
 from trainkit.engines.convert.files import new_folder
 from trainkit.engines.convert.megatron_dist import DistributedWeights
@@ -64,8 +64,7 @@ class HuggingFaceWeights:
 def open_hugging_face(folder: Path, model: Model, vocab_size: int) -> Iterator[HuggingFaceWeights]:
     """Open a folder until the block ends. Raises ConfigError where it is of another model."""
     weights = open_weights(folder, model.architecture.hugging_face)
-    if problems := problems_of(folder, weights, model, vocab_size):
-        raise ConfigError(problems)
+    raise_problems(problems_of(folder, weights, model, vocab_size))
     with TensorFiles() as files:
         yield HuggingFaceWeights(folder, table(model, vocab_size), weights.tensors, files)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import assert_never
 
-from trainkit.base.errors import ConfigError, Problem
+from trainkit.base.errors import Problem, raise_problems
 from trainkit.engines.job_values import counterpart_problems
 from trainkit.engines.megatron_lm.data import MegatronData, put_data, put_tokenizer
 from trainkit.engines.megatron_lm.rules import sharding_obstacle
@@ -80,8 +80,7 @@ def megatron_argv(
     words = _collected(job, table)
     put_data(words, job, data)
     _put_places(words, job, places)
-    if words.problems:
-        raise ConfigError(words.problems)
+    raise_problems(words.problems)
     own = [
         word
         for name, value in job.engine_args.items()

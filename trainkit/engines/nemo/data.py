@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainkit.base.errors import ConfigError, Problem
+from trainkit.base.errors import Problem, raise_problems
 from trainkit.engines.megatron_lm.data import SPLITS, MegatronData
 from trainkit.engines.pair_weights import pair_weights
 from trainkit.jobs.schema import Job
@@ -97,8 +97,7 @@ def _given(job: Job, pairs: Sequence[SplitPair]) -> list[object]:
                 )
             )
         found += [weight, str(prefix)]
-    if problems:
-        raise ConfigError(problems)
+    raise_problems(problems)
     return found
 
 

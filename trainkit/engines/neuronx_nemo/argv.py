@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainkit.base.errors import ConfigError, Problem
+from trainkit.base.errors import ConfigError, Problem, raise_problems
 from trainkit.engines.hydra_words import hydra_value
 from trainkit.engines.job_values import counterpart_problems
 from trainkit.engines.megatron_lm.data import SPLITS, MegatronData
@@ -101,8 +101,7 @@ def neuronx_argv(
     Raises ConfigError: everything that the version cannot do, or the job says wrong.
     """
     words = _collected(job, generation, table, data, places)
-    if words.problems:
-        raise ConfigError(words.problems)
+    raise_problems(words.problems)
     return (*launch_words(job), SCRIPT, *_config(), *words.words(), *job.args)
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from ClusterShell.RangeSet import RangeSet
 
-from trainkit.base.errors import ConfigError, Problem, SourceLocation
+from trainkit.base.errors import ConfigError, Problem, SourceLocation, raise_problems
 from trainkit.jobs.messages import suggest
 from trainkit.jobs.schema import Cluster
 
@@ -153,8 +153,7 @@ def parse_hostfile(text: str, path: str) -> tuple[Host, ...]:
             )
     if not hosts and not problems:
         problems = [Problem("names no host", SourceLocation(path), "one line a host: HOST slots=N")]
-    if problems:
-        raise ConfigError(problems)
+    raise_problems(problems)
     return tuple(hosts)
 
 
@@ -315,8 +314,7 @@ def filter_hosts(hosts: Sequence[Host], include: str = "", exclude: str = "") ->
         if wanted[name].by_slots == unwanted[name].by_slots and both:
             shown = f"{name}:{','.join(map(str, sorted(both)))}" if wanted[name].by_slots else name
             problems.append(Problem(f"'{shown}' is both in --include and in --exclude"))
-    if problems:
-        raise ConfigError(problems)
+    raise_problems(problems)
     everything = {} if include else {host.name: frozenset(host.slots) for host in hosts}
     included = everything | {name: each.slots for name, each in wanted.items()}
     excluded = {name: each.slots for name, each in unwanted.items()}

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from trainkit.base.errors import ConfigError, Exit, Problem, SourceLocation
+from trainkit.base.errors import ConfigError, Exit, Problem, SourceLocation, raise_problems
 from trainkit.base.records import UNWRITTEN, Record
 from trainkit.jobs.schema import Job
 from trainkit.launch.hosts.hostfile import Host, filter_hosts, host_key, read_hostfile
@@ -147,5 +147,4 @@ def _refuse_unequal(hosts: Sequence[Host], path: Path) -> None:
         for host in hosts
         if len(host.slots) != len(first.slots)
     ]
-    if problems:
-        raise ConfigError(problems)
+    raise_problems(problems)

@@ -8,7 +8,7 @@ import importlib.util
 import os
 from collections.abc import Mapping
 
-from trainkit.base.errors import ConfigError
+from trainkit.base.errors import ConfigError, raise_problems
 from trainkit.base.extras import MissingExtra
 from trainkit.base.redact import SHORTEST
 from trainkit.jobs.schema import Job
@@ -118,8 +118,7 @@ def refuse_without_wandb(job: Job) -> None:
     # ./inv can mend that by itself
     if len(problems) == 1 and importlib.util.find_spec("wandb") is None:
         raise MissingExtra(problems[0].message, "wandb", otherwise="or leave out wandb")
-    if problems:
-        raise ConfigError(problems)
+    raise_problems(problems)
 
 
 def rank_environment(

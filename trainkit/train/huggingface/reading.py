@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import safe_open
 
-from trainkit.base.errors import ConfigError
+from trainkit.base.errors import raise_problems
 from trainkit.jobs.schema import Model
 from trainkit.train.huggingface.folder import StoredTensor, open_weights, problems_of
 from trainkit.train.huggingface.names import RowMapping, table
@@ -44,8 +44,7 @@ def load_weights(
     from trainkit.train.parallel.shards import slices
 
     weights = open_weights(folder, model.architecture.hugging_face)
-    if problems := problems_of(folder, weights, model, rows):
-        raise ConfigError(problems)
+    raise_problems(problems_of(folder, weights, model, rows))
     entries = table(model, rows)
     with torch.no_grad(), TensorFiles() as files:
         for sharded in parameters.values():

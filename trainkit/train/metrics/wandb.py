@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from trainkit.base.errors import ConfigError, Problem
+from trainkit.base.errors import Problem, raise_problems
 from trainkit.base.extras import install_command
 from trainkit.base.redact import Redactor
 from trainkit.jobs.schema import Job
@@ -54,8 +54,7 @@ def open_wandb(job: Job, run: RunFolder) -> WandbLog | None:
     ConfigError with `wandb_problems`."""
     if job.wandb is None:
         return None
-    if problems := wandb_problems(job):
-        raise ConfigError(problems)
+    raise_problems(wandb_problems(job))
     import wandb
 
     return WandbLog(wandb, job, run)
