@@ -21,7 +21,7 @@ from trainkit.base.errors import ConfigError, Exit
 from trainkit.data.indexed.dataset import IndexedWriter
 from trainkit.experiment.options import RehearseOptions
 from trainkit.jobs.load import load
-from trainkit.rehearse.engine_checks import check_parser
+from trainkit.rehearse.place_checks import check_parser
 from trainkit.rehearse.rehearse import RehearsalReport
 from trainkit.rehearse.scene import NotLookedAt, scene_of
 from trainkit.train.rehearsal.trace import (

@@ -5,24 +5,30 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from trainkit.jobs.schema import Job
+from trainkit.plan.checks import SCHEDULE, VIRTUAL
 from trainkit.plan.duration import Duration, Epochs, time_limit
 from trainkit.plan.host import HostMemory
 from trainkit.plan.layout import layout_of
+from trainkit.plan.limits import Sizes
 from trainkit.plan.memory import Memory
-from trainkit.plan.objection import Objection
+from trainkit.plan.objection import Change, Objection, try_change
 from trainkit.plan.rules import Rules
 from trainkit.plan.storage import GIB, Storage, elsewhere
+from trainkit.plan.suggestions import smaller_micro_batches
 
+LARGE = 0.15  # of a step: below, a bubble is not worth a word
+LESS = 0.75  # a change that leaves more of the bubble is not worth a word
 # up to four, repeated text is worth nearly as much as new text (Muennighoff et al. 2023,
 # arXiv:2305.16264)
 MANY_EPOCHS = 4
 MUCH = 0.1  # of the steps' time, for checkpoints
-LONG = 1000  # steps: whoever trains for so many wants a checkpoint before the end
+LONG = 1000  # steps: a training of so many wants a checkpoint before the end
 LOST = 0.01  # of the time: below, the interval of checkpoints is not worth a word
 
 
 def notes(
     job: Job,
+    sizes: Sizes,
     memory: Memory,
     storage: Storage | None,
     duration: Duration | None,
@@ -32,6 +38,7 @@ def notes(
 
     Args:
         job: the job.
+        sizes: how its memory follows from a layout.
         memory: of its ranks.
         storage: of its checkpoints; None where none is written.
         duration: of the run; None where no speed is known.
@@ -48,6 +55,7 @@ def notes(
             f"dataset {job.dataset.name} is read {epochs.epochs:,.1f} times",
         )
     yield from _interval(job, duration)
+    yield from _bubble(job, sizes, duration)
 
 
 def _settings(job: Job) -> Iterator[Objection]:
@@ -198,3 +206,55 @@ def _interval(job: Job, duration: Duration | None) -> Iterator[Objection]:
             f" failures; every {best:,} loses least, {least:.1%}"
         )
         yield Objection("save-interval", "training.save_interval", message)
+
+
+def _interleaved(job: Job) -> Iterator[Change]:
+    """More chunks of each stage, the most first: the bubble gets shorter, transfers more."""
+    parallelism = job.parallelism
+    layers = job.model.num_layers
+    now = parallelism.virtual_pipeline_model_parallel_size or 1
+    for virtual in range(layers // parallelism.pipeline_model_parallel_size, now, -1):
+        yield {VIRTUAL: virtual, SCHEDULE: "1f1b"} if now > 1 else {VIRTUAL: virtual}
+
+
+def _zero_bubble(job: Job) -> Iterator[Change]:
+    if job.parallelism.virtual_pipeline_model_parallel_size is None:
+        yield {SCHEDULE: "zbv"}
+
+
+def _smaller(job: Job) -> Iterator[Change]:
+    """More micro-batches, the smallest first, of the same global batch."""
+    yield from reversed(list(smaller_micro_batches(job)))
+
+
+def _bubble(job: Job, sizes: Sizes, duration: Duration | None) -> Iterator[Objection]:
+    """A note where a large part of each step is bubble and another layout would cut it: that with
+    the shortest, of those that fit and raise no other objection."""
+    now = layout_of(job).bubble_fraction
+    if now < LARGE:
+        return
+    raised = sizes.codes(job)
+    best = LESS * now
+    found = None
+    for kind in (_interleaved, _zero_bubble, _smaller):
+        for change in kind(job):
+            tried = try_change(job, change)
+            if tried is None or not sizes.codes(tried) <= raised or not sizes.fits(tried):
+                continue
+            if (bubble := layout_of(tried).bubble_fraction) < best:
+                best = bubble
+                found = change
+            break  # the first of a kind that can be is its best
+    message = f"{now:.1%} of each step is pipeline bubble"
+    if found is None:
+        more = "only more micro-batches a step (training.global_batch_size) would cut it"
+        yield Objection(
+            "large-bubble", "parallelism.pipeline_model_parallel_size", f"{message}; {more}"
+        )
+        return
+    words = " with ".join(f"{path} = {value}" for path, value in found.items())
+    message += f"; {words} leaves {best:.1%}"
+    if duration is not None:
+        days = duration.parts.steps / 86400
+        message += f": {days * (1 - now) / (1 - best):,.1f} days of steps instead of {days:,.1f}"
+    yield Objection("large-bubble", next(iter(found)), message, (found,))

@@ -17,7 +17,6 @@ from trainkit.plan.arithmetic import (
     parameters_of,
 )
 from trainkit.plan.batch import consumed_after
-from trainkit.plan.bubble import bubble_notes
 from trainkit.plan.checks import checks
 from trainkit.plan.duration import (
     COPY_GIB_PER_SECOND,
@@ -44,8 +43,7 @@ from trainkit.plan.notes import not_known, notes
 from trainkit.plan.objection import Objection, describe_changes, try_change
 from trainkit.plan.rules import NATIVE, Rules
 from trainkit.plan.storage import GIB, Storage, storage_of, writes_checkpoints
-from trainkit.plan.time.of_job import estimate_step, host_estimate
-from trainkit.plan.time.speed import predicted_speed
+from trainkit.plan.time.of_job import estimate_step, host_estimate, predicted_speed
 
 __all__ = ["Objection", "Plan", "make_plan", "refuse_infeasible"]
 # The fewest ids and the most of a vocabulary that is not known: the bytes and an end of document,
@@ -266,7 +264,7 @@ def make_plan(
         measured=measured,
         objections=(*_with_remedies(job, sizes), *limits),
         not_known=tuple(not_known(job, rules, memory, host, duration)),
-        notes=(*notes(job, memory, storage, duration, epochs), *bubble_notes(job, sizes, duration)),
+        notes=tuple(notes(job, sizes, memory, storage, duration, epochs)),
     )
 
 

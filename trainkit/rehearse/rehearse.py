@@ -12,7 +12,7 @@ from trainkit.base.documents import document
 from trainkit.base.errors import ConfigError, Exit, TrainkitError
 from trainkit.experiment.options import RehearseOptions
 from trainkit.jobs.load import Jobs
-from trainkit.rehearse import engine_checks, place_checks
+from trainkit.rehearse import place_checks
 from trainkit.rehearse.rank_checks import checks_of_ranks
 from trainkit.rehearse.scene import Check, NotLookedAt, RehearsalScene, scene_of
 
@@ -27,7 +27,7 @@ OF_THE_PLACE: tuple[tuple[str, Check], ...] = (
     ("root", place_checks.check_root),
     ("disk", place_checks.check_disk),
     ("stages", place_checks.check_stages),
-    ("engine's parser", engine_checks.check_parser),
+    ("engine's parser", place_checks.check_parser),
 )
 
 
