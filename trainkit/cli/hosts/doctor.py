@@ -21,10 +21,9 @@ from trainkit.launch.cluster_care.health_checks import ClusterExamination, exami
 from trainkit.launch.cluster_care.host_checks import COLUMNS
 from trainkit.launch.hosts.quarantine import read_quarantine
 from trainkit.launch.supervise.agent_pool import JoinedAgent, MissingAgent
-from trainkit.launch.supervise.host_consistency import Finding
+from trainkit.launch.supervise.host_consistency import COMPARED, Finding
 
 GIB = 2**30
-VERSIONS = ("python", "torch", "driver", "kernel")
 HEADINGS = {
     "disk": "disk free",
     "gpus": "GPUs",
@@ -230,7 +229,7 @@ def _cells(agent: JoinedAgent) -> dict[str, str]:
     address = str(facts.address)
     if facts.interface:
         address += f" ({facts.interface})"
-    cells = {name: facts.versions.get(name) or "-" for name in VERSIONS}
+    cells: dict[str, str] = {name: facts.versions.get(name) or "-" for name in COMPARED}
     return cells | {
         "clock": f"{agent.clock_offset:+.2f} s",
         "root": "seen" if facts.nonce else "-",
