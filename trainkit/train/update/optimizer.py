@@ -4,8 +4,9 @@ device's word, does nothing."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -33,15 +34,6 @@ class _Held(NamedTuple):
     state: dict[str, Tensor]
     role: Role
     copy: Tensor | None
-
-
-class _Update(Protocol):
-    """One step of all weights; arguments as of `Optimizer.step`, which counts the updates before
-    it in `steps`."""
-
-    def __call__(
-        self, held: list[_Held], *, steps: Tensor, rate: Tensor, divisor: Tensor, skip: Tensor
-    ) -> None: ...
 
 
 class Optimizer:
@@ -86,9 +78,9 @@ class Optimizer:
             }
             for name, p in parameters.items()
         }
-        make, writes_copies = UPDATES[training.optimizer]
-        self._update = make(training, kernels)
-        self.writes_copies = writes_copies and kernels.name == "fused"
+        rule = UPDATES[training.optimizer]
+        self._update = partial(rule.update, training, kernels)
+        self.writes_copies = rule.writes_copies and kernels.name == "fused"
 
     @torch.no_grad()
     def step(
@@ -123,13 +115,7 @@ class Optimizer:
             if p.grad is not None and local_part(p).numel()
         ]
         if held:
-            self._update(
-                held,
-                steps=self.steps,
-                rate=rate.to(torch.float32),
-                divisor=divisor.to(torch.float32),
-                skip=skip,
-            )
+            self._update(held, self.steps, rate.to(torch.float32), divisor.to(torch.float32), skip)
         self.steps += (1 - skip).to(torch.int64)
 
     def zero_grad(self) -> None:
@@ -158,58 +144,61 @@ class Optimizer:
         self.steps.fill_(steps)
 
 
-def _adamw(training: Training, kernels: Kernels) -> _Update:
+def _adamw(
+    training: Training,
+    kernels: Kernels,
+    held: list[_Held],
+    steps: Tensor,
+    rate: Tensor,
+    divisor: Tensor,
+    skip: Tensor,
+) -> None:
     rule = Rule(training.adam_beta1, training.adam_beta2, training.adam_eps)
-
-    def update(
-        held: list[_Held], *, steps: Tensor, rate: Tensor, divisor: Tensor, skip: Tensor
-    ) -> None:
-        weights = Weights(
-            [h.weight for h in held],
-            [h.gradient for h in held],
-            [h.state["exp_avg"] for h in held],
-            [h.state["exp_avg_sq"] for h in held],
-            [h.copy for h in held if h.copy is not None],
-            [training.weight_decay * (h.role == "matrix") for h in held],
-        )
-        kernels.adamw(weights, rule, steps=steps, rate=rate, divisor=divisor, skip=skip)
-
-    return update
+    weights = Weights(
+        [h.weight for h in held],
+        [h.gradient for h in held],
+        [h.state["exp_avg"] for h in held],
+        [h.state["exp_avg_sq"] for h in held],
+        [h.copy for h in held if h.copy is not None],
+        [training.weight_decay * (h.role == "matrix") for h in held],
+    )
+    kernels.adamw(weights, rule, steps=steps, rate=rate, divisor=divisor, skip=skip)
 
 
-def _sgd(training: Training, kernels: Kernels) -> _Update:
+def _sgd(
+    training: Training,
+    kernels: Kernels,
+    held: list[_Held],
+    steps: Tensor,
+    rate: Tensor,
+    divisor: Tensor,
+    skip: Tensor,
+) -> None:
     """torch's fused SGD, which counts no steps; decay is ours."""
-    momentum = training.sgd_momentum
-    decay = training.weight_decay
-
-    def update(
-        held: list[_Held], *, steps: Tensor, rate: Tensor, divisor: Tensor, skip: Tensor
-    ) -> None:
-        if decay:
-            matrices = [h.weight for h in held if h.role == "matrix"]
-            scale_in_place(matrices, 1 - rate * decay * (1 - skip))
-        sgd(
-            [h.weight for h in held],
-            [h.gradient for h in held],
-            [h.state["momentum_buffer"] for h in held if momentum],
-            fused=True,
-            grad_scale=divisor,
-            found_inf=skip,
-            weight_decay=0.0,
-            momentum=momentum,
-            lr=rate,  # type: ignore[arg-type]
-            dampening=0.0,
-            nesterov=False,
-            maximize=False,
-        )
-
-    return update
+    if training.weight_decay:
+        matrices = [h.weight for h in held if h.role == "matrix"]
+        scale_in_place(matrices, 1 - rate * training.weight_decay * (1 - skip))
+    sgd(
+        [h.weight for h in held],
+        [h.gradient for h in held],
+        [h.state["momentum_buffer"] for h in held if training.sgd_momentum],
+        fused=True,
+        grad_scale=divisor,
+        found_inf=skip,
+        weight_decay=0.0,
+        momentum=training.sgd_momentum,
+        lr=rate,  # type: ignore[arg-type]
+        dampening=0.0,
+        nesterov=False,
+        maximize=False,
+    )
 
 
 class _UpdateRule(NamedTuple):
-    """How an optimizer updates, and whether it writes copies of weights in the same pass."""
+    """One step of all weights: by training, kernels, what is held, the updates before it, and as
+    of `Optimizer.step` rate, divisor, skip. Whether it writes copies of weights as it goes."""
 
-    make: Callable[[Training, Kernels], _Update]
+    update: Callable[[Training, Kernels, list[_Held], Tensor, Tensor, Tensor, Tensor], None]
     writes_copies: bool
 
 
