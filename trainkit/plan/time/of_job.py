@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from trainkit.jobs.optimizers import kept_of
 from trainkit.jobs.schema import Job
 from trainkit.plan.duration import Speed
 from trainkit.plan.layout import Layout, layout_of
@@ -162,6 +163,7 @@ def split_of_job(job: Job, layout: Layout) -> RankSplit:
         recomputed=again,
         stage_layers=max(stages),
         last_layers=stages[layout.last_stage],
+        moments=len(kept_of(job.training, "matrix")),
     )
 
 

@@ -62,6 +62,7 @@ class RankSplit:
         recomputed: part of the layers that full recomputation is for.
         stage_layers: of the fullest stage; `last_layers`: of that with the head. 0: as equal as can
             be.
+        moments: numbers that the optimizer keeps of an element of a matrix.
     """
 
     world: int
@@ -81,6 +82,7 @@ class RankSplit:
     recomputed: float = 1.0
     stage_layers: int = 0
     last_layers: int = 0
+    moments: int = 2
 
     @property
     def micro_batches(self) -> float:

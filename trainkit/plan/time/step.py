@@ -11,7 +11,8 @@ from trainkit.plan.time.layer import CPU, HALF, OLD, Work, block, head, pace_of,
 from trainkit.plan.time.network import Links, links_of
 from trainkit.plan.time.setup import RankSplit, Setup
 
-OPTIMIZER_BYTES = 30  # a parameter: master and two moments read and written, gradient, weight
+UPDATE_BYTES = 14  # a parameter: master read and written, gradient, weight
+MOMENT_BYTES = 8  # a parameter and moment: read and written
 OWN = ("fsdp", "host")  # trainers that sum gradients in every micro-batch under ZeRO 2
 GLOO_SCATTER = 2  # all-gathers that a reduce-scatter takes: it reduces everywhere
 ADDED_BYTES = 10  # a parameter and micro-batch, as two-byte numbers: fp64 sums on a CPU
@@ -181,7 +182,8 @@ def step_time(setup: Setup, fitted: dict[str, float]) -> StepTime:
     )
     whole = sum(parameters_of_rank(shape, setup, full))
     held = whole / max(1, split.shard)
-    terms["optimizer"] = OPTIMIZER_BYTES * held / pace.memory + fitted[f"fixed.{setup.software}"]
+    moved = UPDATE_BYTES + MOMENT_BYTES * split.moments
+    terms["optimizer"] = moved * held / pace.memory + fitted[f"fixed.{setup.software}"]
     if setup.machine.generation == CPU:
         terms["optimizer"] += ADDED_BYTES * whole * micro_batches / pace.memory
     nodes = max(1.0, split.world / setup.machine.per_node)
