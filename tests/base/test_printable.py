@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from trainkit.base.printable import printable
+from trainkit.cli.inspect.logs import LogTail
 from trainkit.cli.run.summary import last_lines
 from trainkit.launch.supervise.outcome import RankExit, judge_outcome
-from trainkit.runs.log_tail import LogTail
 
 TITLE = "\x1b]0;owned\x07\x1b[2Jtext\x9b31m"
 SHOWN = "\\x1b]0;owned\\x07\\x1b[2Jtext\\x9b31m"

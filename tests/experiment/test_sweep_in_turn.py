@@ -17,8 +17,7 @@ from trainkit.jobs.load import load
 from trainkit.jobs.local_jobs import add_job
 from trainkit.launch.hosts.selection import local_hosts
 from trainkit.launch.supervise.rank_environment import visible_devices
-from trainkit.reports.sweep import MemberResult, SweepResults
-from trainkit.reports.sweep_page import sweep_page
+from trainkit.reports.sweep import MemberResult, SweepResults, sweep_page
 
 SWEEP = "\n[jobs.random.sweep]\ngrid.training.lr = [1e-2, 1e18, 1e-3]\n"
 SHORT = "training.train_iters = 30\ntraining.lr = 1e-2\ntraining.eval_iters = 1\n"

@@ -17,8 +17,7 @@ from tests.runs.test_record import begin, end
 from trainkit.base.errors import Exit
 from trainkit.cli.inspect.runs import runs, status
 from trainkit.cli.inspect.why import why
-from trainkit.cli.run.attach import attach
-from trainkit.cli.run.cancel import cancel
+from trainkit.cli.run.attach import attach, cancel
 from trainkit.cli.run.train import resume, train
 from trainkit.cli.wrapper import TaskContext
 from trainkit.experiment.options import ResumeOptions, TrainOptions

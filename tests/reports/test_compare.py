@@ -8,8 +8,7 @@ from typing import Any
 
 from tests.conftest import Project
 from tests.reports.test_page import HOSTILE, row
-from trainkit.reports.compare import ABSENT, compare_runs
-from trainkit.reports.compare_page import comparison_page
+from trainkit.reports.compare import ABSENT, compare_runs, comparison_page
 from trainkit.reports.read import RunReport, read_report
 from trainkit.runs.folder import RunFolder
 

@@ -16,13 +16,11 @@ from tests.reports.drill import three_kills
 from tests.reports.test_compare import make, reports
 from tests.reports.test_page import HOSTILE, with_rows
 from trainkit.reports.board import Board, serve
-from trainkit.reports.compare import compare_runs
-from trainkit.reports.compare_page import comparison_page
+from trainkit.reports.compare import compare_runs, comparison_page
 from trainkit.reports.graph import JobGraph, StageNode
 from trainkit.reports.page import report_page
 from trainkit.reports.read import read_report
-from trainkit.reports.sweep import MemberResult, SweepResults
-from trainkit.reports.sweep_page import sweep_page
+from trainkit.reports.sweep import MemberResult, SweepResults, sweep_page
 
 pytestmark = needs_chromium
 SMALLEST = 11.0  # pixels of a letter that people read

@@ -10,7 +10,7 @@ from tests.conftest import Project
 from trainkit.base.errors import ConfigError
 from trainkit.cli.inspect.runs import scaling_table
 from trainkit.reports.scaling import draw_scaling, scaling_of
-from trainkit.runs.results import RunResult
+from trainkit.runs.summary import RunResult
 
 # nodes of eight A100: samples/s, TFLOPs (LambdaLabsML/examples, gpt-neox-training, README)
 PUBLISHED = {1: (6.381, 127.2), 2: (9.074, 90.3), 3: (9.02, 59.8)}

@@ -14,8 +14,10 @@ from trainkit.base.errors import TrainkitError
 from trainkit.base.files import remove, write_json
 from trainkit.jobs.schema import CheckpointSettings
 from trainkit.runs import checkpoints, retention, sample_windows
-from trainkit.runs.checkpoint_errors import DamagedCheckpoint, MissingCheckpoint, NewerCheckpoint
 from trainkit.runs.checkpoints import (
+    DamagedCheckpoint,
+    MissingCheckpoint,
+    NewerCheckpoint,
     checkpoint_folder,
     files_to_hash,
     newest_valid,

@@ -15,11 +15,11 @@ from trainkit.base.errors import ConfigError
 from trainkit.base.files import read_json, write_json
 from trainkit.base.locks import locked
 from trainkit.base.process import identity
-from trainkit.runs.event_tail import EventTail
 from trainkit.runs.events import (
     AttemptEnded,
     AttemptStarted,
     EventLog,
+    EventTail,
     FailureClass,
     RankEnded,
     RetryPlanned,

@@ -3,8 +3,7 @@ data-stats, data-verify."""
 
 from __future__ import annotations
 
-from trainkit.cli.help_texts import DATASET, JOB, SET
-from trainkit.cli.options import PlanOptions, StatsOptions
+from trainkit.cli.options import DATASET, JOB, SET, PlanOptions, StatsOptions
 from trainkit.cli.wrapper import TaskContext, TaskResult, make_task
 
 

@@ -3,8 +3,7 @@ test, bench, docs."""
 
 from __future__ import annotations
 
-from trainkit.cli.help_texts import CLUSTER, HOSTFILE
-from trainkit.cli.options import SetupOptions
+from trainkit.cli.options import CLUSTER, HOSTFILE, SetupOptions
 from trainkit.cli.wrapper import TaskContext, TaskResult, make_task
 
 
@@ -64,7 +63,7 @@ def bench(
 )
 def docs(task: TaskContext, output: str = "") -> TaskResult:
     """Build the documentation of this checkout as a website (needs the extra `docs`)."""
-    from trainkit.cli.checkout.docs import docs as run
+    from trainkit.cli.checkout.test import docs as run
 
     return run(task, output)
 
@@ -139,6 +138,6 @@ def fleet(task: TaskContext, verb: str, cluster: str = "", wait: float = 900.0) 
 
     start and stop wait until it is done.
     """
-    from trainkit.cli.hosts.fleet import fleet as run
+    from trainkit.cli.hosts.setup_hosts import fleet as run
 
     return run(task, verb, cluster, wait)

@@ -4,8 +4,10 @@ programs."""
 
 from __future__ import annotations
 
-from trainkit.cli.help_texts import FLOPS, PICTURE, RUN
 from trainkit.cli.options import (
+    FLOPS,
+    PICTURE,
+    RUN,
     ConvertOptions,
     EvaluateOptions,
     ExportOptions,
@@ -21,7 +23,7 @@ def generate(task: TaskContext, run: str, options: GenerateOptions) -> TaskResul
 
     A text that is longer than the model's context is continued from its last tokens.
     """
-    from trainkit.cli.model.generate import generate as run_generate
+    from trainkit.cli.model.evaluate import generate as run_generate
 
     return run_generate(task, run, options)
 
@@ -94,7 +96,7 @@ def clean(
     task: TaskContext, run: str = "", keep: int = 1, damaged: bool = False, perform: bool = False
 ) -> TaskResult:
     """List or delete checkpoints that ended runs no longer need."""
-    from trainkit.cli.inspect.clean import clean as run_clean
+    from trainkit.cli.inspect.checkpoints import clean as run_clean
 
     return run_clean(task, run, keep, damaged=damaged, perform=perform)
 
@@ -224,7 +226,7 @@ def compare(
     task: TaskContext, run: str, other: str, also: tuple[str, ...] = (), html: str = ""
 ) -> TaskResult:
     """Compare runs: what differs in configuration, code and versions, and where losses part."""
-    from trainkit.cli.inspect.compare import compare as show
+    from trainkit.cli.inspect.report import compare as show
 
     return show(task, [run, other, *also], html)
 
@@ -232,6 +234,6 @@ def compare(
 @make_task(help={"port": "port to listen on, for this machine alone (0: any that is free)"})
 def board(task: TaskContext, port: int = 6007) -> None:
     """Show all runs on one live page, with the report of each, in a browser."""
-    from trainkit.cli.inspect.board import board as show
+    from trainkit.cli.inspect.tensorboard import board as show
 
     show(task, port)

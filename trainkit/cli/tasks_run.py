@@ -3,8 +3,7 @@ sweep, resume, attach, cancel."""
 
 from __future__ import annotations
 
-from trainkit.cli.help_texts import FORCE, JOB, RUN, SET
-from trainkit.cli.options import SweepTaskOptions
+from trainkit.cli.options import FORCE, JOB, RUN, SET, SweepTaskOptions
 from trainkit.cli.wrapper import TaskContext, TaskResult, make_task
 from trainkit.experiment.options import RehearseOptions, ResumeOptions, TrainOptions
 
@@ -171,6 +170,6 @@ def cancel(task: TaskContext, run: str, save: bool = False, force: bool = False)
 
     Exit 15, 12 with --save, 13 if a node does not answer.
     """
-    from trainkit.cli.run import cancel as canceller
+    from trainkit.cli.run.attach import cancel as run_cancel
 
-    return canceller.cancel(task, run, save=save, force=force)
+    return run_cancel(task, run, save=save, force=force)

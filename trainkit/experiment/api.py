@@ -28,7 +28,7 @@ from trainkit.launch.preparation import StageUi
 from trainkit.launch.scheduler_registry import current
 from trainkit.launch.stage_lines import StageLines
 from trainkit.plan.planner import Plan
-from trainkit.runs.event_tail import EventTail
+from trainkit.runs.events import EventTail
 from trainkit.runs.find import all_runs as all_run_folders
 from trainkit.runs.find import find_run as find_run_folder
 from trainkit.runs.folder import RunFolder

@@ -7,12 +7,12 @@ import time
 from collections.abc import Callable
 
 from trainkit.launch.scheduler_registry import SCHEDULERS, current, scheduler_of
-from trainkit.runs.event_tail import EventTail
 from trainkit.runs.events import (
     AllRanksStarted,
     AttemptStarted,
     ContactLost,
     Event,
+    EventTail,
     HangDetected,
     HostExcluded,
     RequeueFailed,

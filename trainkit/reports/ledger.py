@@ -2,15 +2,19 @@
 
 The boundaries are what was written when it happened: the supervisor's events, and rank 0's changes
 of phase (trainkit/runs/phases.py). Two spans never overlap and none is left out, so the bins sum to
-the wall clock. docs/reports.md says what counts as what.
+the wall clock. docs/reports.md says what counts as what. A page shows it as a bar of sums,
+a bar over time and a table.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
+from trainkit.reports.chart import text
+from trainkit.reports.words import duration
 from trainkit.runs.phases import PhaseChange
 
 Bin = Literal[
@@ -288,3 +292,65 @@ def _lost_beyond(span: Span, step: int) -> Span:
     if beyond:
         return replace(span, bin="lost")
     return span
+
+
+SLOTS = 800  # of the bar over time: what fills most of a slot is its colour
+
+
+def kind(bin: Bin) -> str:
+    """Its class in page.css."""
+    return "lost-bin" if bin == "lost" else bin
+
+
+def ledger_section(ledger: Ledger) -> Iterator[str]:
+    """The section of a page."""
+    yield "<h2>Where the time went</h2>"
+    wall = ledger.wall_seconds
+    if not wall:
+        yield "<p>No time has passed yet.</p>"
+        return
+    seconds = ledger.seconds
+    yield '<p class="soft">All of it</p>' + _bar([(bin, seconds[bin] / wall) for bin in BINS])
+    yield '<p class="soft">In its order</p>' + _bar(_in_order(ledger))
+    yield '<div class="scroll"><table><tbody>'
+    for bin in BINS:
+        if seconds[bin]:
+            yield (
+                '<tr><td><svg class="swatch" width="12" height="12">'
+                f'<rect class="{kind(bin)}" width="12" height="12"/></svg>{text(WORDS[bin])}</td>'
+                f'<td class="n">{text(duration(seconds[bin]))}</td>'
+                f'<td class="n">{100 * seconds[bin] / wall:.1f} %</td></tr>'
+            )
+    yield (
+        f'<tr><td><b>from submission to end</b></td><td class="n"><b>{text(duration(wall))}</b>'
+        '</td><td class="n">100 %</td></tr></tbody></table></div>'
+    )
+
+
+def _bar(parts: list[tuple[Bin, float]]) -> str:
+    cells = []
+    at = 0.0
+    for bin, part in parts:
+        if part > 0:
+            cells.append(
+                f'<rect class="{kind(bin)}" x="{100 * at:.3f}%" width="{100 * part:.3f}%"'
+                f' height="26"><title>{text(WORDS[bin])}</title></rect>'
+            )
+        at += part
+    return f'<div class="bar"><svg width="100%" height="26">{"".join(cells)}</svg></div>'
+
+
+def _in_order(ledger: Ledger) -> list[tuple[Bin, float]]:
+    """What fills most of each slot of time, neighbours put together."""
+    begin = ledger.spans[0].begin
+    slot = ledger.wall_seconds / SLOTS
+    filled: list[dict[Bin, float]] = [{} for _ in range(SLOTS)]
+    for span in ledger.spans:
+        first = int((span.begin - begin) / slot)
+        last = int((span.end - begin) / slot)
+        for number in range(first, min(last, SLOTS - 1) + 1):
+            left = max(span.begin, begin + number * slot)
+            right = min(span.end, begin + (number + 1) * slot)
+            filled[number][span.bin] = filled[number].get(span.bin, 0.0) + max(0.0, right - left)
+    chosen = [max(each, key=lambda bin: each[bin], default=BINS[-1]) for each in filled]
+    return [(bin, len(list(group)) / SLOTS) for bin, group in itertools.groupby(chosen)]

@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 from trainkit.base.printable import printable
 from trainkit.reports.chart import text
 from trainkit.reports.curves import charts_of
-from trainkit.reports.ledger_picture import ledger_section
+from trainkit.reports.ledger import ledger_section
 from trainkit.reports.read import RunReport
 from trainkit.reports.words import duration, moment, short
-from trainkit.runs.rank_times import RankTimes
+from trainkit.runs.phases import RankTimes
 
 COLUMNS = 120
 ROWS = 128

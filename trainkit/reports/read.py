@@ -36,8 +36,7 @@ from trainkit.runs.events import (
 )
 from trainkit.runs.folder import AttemptFolder, RunFolder
 from trainkit.runs.metrics import taken_back_path
-from trainkit.runs.phases import PhaseChange, read_phases
-from trainkit.runs.rank_times import RankTimes, read_rank_times
+from trainkit.runs.phases import PhaseChange, RankTimes, read_phases, read_rank_times
 from trainkit.runs.record import RunRecord, read_run_record
 from trainkit.runs.samples import SampleText, read_samples
 from trainkit.runs.slurm import read_slurm_jobs

@@ -15,7 +15,7 @@ from trainkit.base.errors import ConfigError
 from trainkit.base.extras import MissingExtra
 from trainkit.base.files import atomic_open
 from trainkit.runs.loss_plot import FORMATS
-from trainkit.runs.results import RunResult
+from trainkit.runs.summary import RunResult
 
 
 @dataclass(frozen=True)

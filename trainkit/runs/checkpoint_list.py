@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Literal
 
 from trainkit.jobs.resolved import read_job
-from trainkit.runs.checkpoint_errors import DamagedCheckpoint, NewerCheckpoint
 from trainkit.runs.checkpoints import (
+    DamagedCheckpoint,
+    NewerCheckpoint,
     open_checkpoint,
     published_folders,
     set_aside_in,

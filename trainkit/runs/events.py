@@ -2,7 +2,8 @@
 attempts/N/events.jsonl.
 
 A line is {"time": ISO 8601, "event": its name, ...}; the other keys are the dataclass's fields, in
-that order. docs/run-folder.md lists them.
+that order. docs/run-folder.md lists them. `EventTail` follows them while a supervisor writes them,
+from one attempt to the next.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any, ClassVar, Literal, NotRequired, TypedDict, TypeVar
 
 from trainkit.base.documents import utc_now
 from trainkit.base.locks import FULL
-from trainkit.runs.folder import AttemptFolder
+from trainkit.runs.folder import AttemptFolder, RunFolder
 
 # for the last words of an attempt: a cause holds up to 30 lines of 2,000 bytes
 RESERVE_BYTES = 2**17
@@ -454,3 +455,36 @@ def first_event(events: Iterable[Event], kind: type[Kind]) -> Kind | None:
 def last_event(events: Sequence[Event], kind: type[Kind]) -> Kind | None:
     """The last of one kind; None where there is none."""
     return next(events_of(reversed(events), kind), None)
+
+
+class EventTail:
+    """New events of all attempts, in order, by polling.
+
+    Args:
+        run: the run.
+        skip_existing: leave out what is there already.
+    """
+
+    def __init__(self, run: RunFolder, *, skip_existing: bool = False) -> None:
+        self.run = run
+        self._offsets: dict[int, int] = {}
+        if skip_existing:
+            self.new()
+
+    def new(self) -> list[tuple[int, Event]]:
+        """(attempt, event) of every whole line written since the last call; never waits."""
+        found = []
+        for attempt in self.run.attempts():
+            number = attempt.number
+            if number < max(self._offsets, default=0):
+                continue  # its supervisor has gone on to the next
+            try:
+                with open(attempt.events, "rb") as file:
+                    file.seek(self._offsets.get(number, 0))
+                    lines = file.readlines()
+            except FileNotFoundError:
+                continue
+            whole = [line for line in lines if line.endswith(b"\n")]
+            self._offsets[number] = self._offsets.get(number, 0) + sum(map(len, whole))
+            found += [(number, event) for line in whole if (event := parse_event(line))]
+        return found

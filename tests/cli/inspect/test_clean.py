@@ -12,7 +12,7 @@ from tests.conftest import JOBS, TASKS, Project
 from tests.runs.test_record import begin
 from trainkit.base.errors import TrainkitError
 from trainkit.base.locks import locked
-from trainkit.cli.inspect.clean import clean
+from trainkit.cli.inspect.checkpoints import clean
 from trainkit.cli.run import train as runner
 from trainkit.cli.wrapper import TaskContext
 from trainkit.experiment.options import ResumeOptions

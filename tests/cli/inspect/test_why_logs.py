@@ -20,11 +20,11 @@ from trainkit.cli.wrapper import TaskContext
 from trainkit.experiment.follow import describe_event
 from trainkit.jobs.load import load
 from trainkit.jobs.resolved import write_job
-from trainkit.runs.event_tail import EventTail
 from trainkit.runs.events import (
     AllRanksStarted,
     AttemptEnded,
     EventLog,
+    EventTail,
     HangDetected,
     RankEnded,
     RankStarted,

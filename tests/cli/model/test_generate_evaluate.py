@@ -18,8 +18,7 @@ from tests.trained import TEXTS, new_run, prepare, write_checkpoint
 from trainkit.base.documents import document
 from trainkit.base.errors import ConfigError, TrainkitError
 from trainkit.cli.inspect.report import ReportFiles, report
-from trainkit.cli.model.evaluate import evaluate
-from trainkit.cli.model.generate import generate, read_prompts
+from trainkit.cli.model.evaluate import evaluate, generate, read_prompts
 from trainkit.cli.options import EvaluateOptions, GenerateOptions
 from trainkit.cli.run import summary as ending
 from trainkit.cli.wrapper import TaskContext

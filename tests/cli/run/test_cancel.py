@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from trainkit.cli.run.cancel import leftovers_line
+from trainkit.cli.run.attach import leftovers_line
 from trainkit.experiment.cancel import HostLeftovers
 
 ASKED: dict[str, Any] = {"host": "n1", "answered": True, "error": None, "left": [], "killed": 0}

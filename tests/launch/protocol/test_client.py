@@ -27,7 +27,7 @@ from trainkit.launch.protocol.frames import Accepted, CancelRun, Ping
 from trainkit.launch.protocol.framing import Decoder, encode
 from trainkit.launch.protocol.handshake import ClientHandshake
 from trainkit.launch.protocol.server import ACCEPTS, Connection, Server
-from trainkit.runs.event_tail import EventTail
+from trainkit.runs.events import EventTail
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.supervisor_status import read_supervisor_status, write_supervisor_status
 

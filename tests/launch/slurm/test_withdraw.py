@@ -26,7 +26,7 @@ from trainkit.base.documents import document
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.files import write_json
 from trainkit.base.locks import locked
-from trainkit.cli.run.cancel import cancel
+from trainkit.cli.run.attach import cancel
 from trainkit.cli.run.stages import stage_ui
 from trainkit.jobs.load import load
 from trainkit.jobs.resolved import write_job

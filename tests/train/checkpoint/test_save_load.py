@@ -22,8 +22,13 @@ from torch.distributed.checkpoint.state_dict_saver import save as write_tensors
 from tests.train.support import MODEL, Arrays, whole
 from trainkit.base.errors import TrainkitError
 from trainkit.jobs.schema import CheckpointSettings
-from trainkit.runs.checkpoint_errors import DamagedCheckpoint
-from trainkit.runs.checkpoints import checkpoint_folder, newest_valid, open_checkpoint, verify
+from trainkit.runs.checkpoints import (
+    DamagedCheckpoint,
+    checkpoint_folder,
+    newest_valid,
+    open_checkpoint,
+    verify,
+)
 from trainkit.runs.manifest import MANIFEST, DataFile, Manifest, TensorChunk, TensorEntry
 from trainkit.runs.retention import prune
 from trainkit.train.checkpoint import dcp_storage as storage

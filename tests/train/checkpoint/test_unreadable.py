@@ -17,8 +17,15 @@ from trainkit.base.errors import TrainkitError
 from trainkit.base.locks import locked
 from trainkit.jobs.schema import CheckpointSettings
 from trainkit.runs import checkpoints, manifest, retention
-from trainkit.runs.checkpoint_errors import SET_ASIDE_SUFFIX, NewerCheckpoint, UnreadableCheckpoint
-from trainkit.runs.checkpoints import checkpoint_folder, newest_valid, set_aside_in, verify
+from trainkit.runs.checkpoints import (
+    SET_ASIDE_SUFFIX,
+    NewerCheckpoint,
+    UnreadableCheckpoint,
+    checkpoint_folder,
+    newest_valid,
+    set_aside_in,
+    verify,
+)
 from trainkit.runs.manifest import MANIFEST
 from trainkit.runs.retention import pin
 from trainkit.train.checkpoint import save_load as checkpoint

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from trainkit.base.documents import document
 from trainkit.base.errors import Exit
 from trainkit.cli.config.jobs import load_jobs
-from trainkit.cli.model.tokenizer_warning import warn_of_changed_tokenizer
+from trainkit.cli.model.evaluate import warn_of_changed_tokenizer
 from trainkit.cli.tables import Page
 from trainkit.cli.wrapper import TaskContext, TaskResult
 from trainkit.jobs.resolved import read_job

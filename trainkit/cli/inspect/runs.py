@@ -24,7 +24,7 @@ from trainkit.runs.devices import DeviceUsage, Gpu, observe_devices
 from trainkit.runs.find import all_runs, find_run
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import RunRecord, read_run_record
-from trainkit.runs.results import RunResult, refuse_unknown_convention, results_of_runs
+from trainkit.runs.summary import RunResult, refuse_unknown_convention, results_of_runs
 
 GIB = 2**30
 FIRST = ("run", "job")

@@ -1,8 +1,10 @@
-"""The task `tensorboard`."""
+"""The tasks that show runs in a browser: tensorboard, board."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import secrets
 import shlex
 import socket
 import sys
@@ -10,6 +12,7 @@ from collections.abc import Mapping
 
 from trainkit.cli.config.jobs import load_jobs
 from trainkit.cli.wrapper import TaskContext
+from trainkit.reports.board import Board, serve
 from trainkit.runs.find import find_run
 
 
@@ -57,3 +60,23 @@ def tunnel_command(environment: Mapping[str, str], port: int) -> list[str]:
     if user:
         host = f"{user}@{host}"
     return [*command, host]
+
+
+def board(task: TaskContext, port: int) -> None:
+    """The task `board`: answers until Ctrl-C.
+
+    Args:
+        task: how it was called.
+        port: where it listens, on this machine alone; 0: any that is free.
+
+    Raises:
+        ConfigError: the port is in use.
+    """
+    token = secrets.token_urlsafe(18)
+    with serve(Board(load_jobs(task).roots(), token), port) as server:
+        chosen = server.server_port
+        task.say(f"all runs: http://127.0.0.1:{chosen}/{token}/")
+        task.say(f"from your own machine: {shlex.join(tunnel_command(os.environ, chosen))}")
+        task.say("  and there in a browser the same address; Ctrl-C ends it")
+        with contextlib.suppress(KeyboardInterrupt):
+            server.serve_forever()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from trainkit.base.documents import document
 from trainkit.base.errors import ConfigError, Problem, raise_problems
 from trainkit.cli.config.jobs import load_jobs
-from trainkit.cli.model.tokenizer_warning import warn_of_changed_tokenizer
+from trainkit.cli.model.evaluate import warn_of_changed_tokenizer
 from trainkit.cli.options import ConvertOptions, ExportOptions
 from trainkit.cli.wrapper import TaskContext, TaskResult
 from trainkit.data.indexed.paths import DataFolder

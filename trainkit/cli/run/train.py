@@ -44,7 +44,7 @@ from trainkit.launch.supervise.observer import RunObserver
 from trainkit.plan.planner import Plan
 from trainkit.runs.checkpoint_list import ListedCheckpoint
 from trainkit.runs.checkpoints import newest_valid, open_checkpoint
-from trainkit.runs.event_tail import EventTail
+from trainkit.runs.events import EventTail
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import RunRecord, read_run_record
 from trainkit.stages.execute import needs_in_turn

@@ -10,10 +10,12 @@ import torch.distributed as dist
 
 from trainkit.base.errors import TrainkitError
 from trainkit.base.locks import LockBusy
-from trainkit.runs.checkpoint_errors import DamagedCheckpoint, NewerCheckpoint, UnreadableCheckpoint
 from trainkit.runs.checkpoints import (
     PINNED,
     Checkpoint,
+    DamagedCheckpoint,
+    NewerCheckpoint,
+    UnreadableCheckpoint,
     VerifyLevel,
     files_to_hash,
     newest_valid,

@@ -26,10 +26,11 @@ from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.files import publish_folder, remove
 from trainkit.base.locks import LockBusy, locked
 from trainkit.jobs.schema import Job
-from trainkit.runs.checkpoint_errors import DamagedCheckpoint, NewerCheckpoint
 from trainkit.runs.checkpoints import (
     UNFINISHED_SUFFIX,
     Checkpoint,
+    DamagedCheckpoint,
+    NewerCheckpoint,
     check_checkpoint,
     checkpoint_folder,
     file_problems,

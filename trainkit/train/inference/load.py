@@ -16,9 +16,9 @@ from trainkit.jobs.schema import Job
 from trainkit.ops.kernels import choose
 from trainkit.plan.checks import indivisible
 from trainkit.plan.rules import Rules
-from trainkit.runs.checkpoint_errors import DamagedCheckpoint
 from trainkit.runs.checkpoints import (
     Checkpoint,
+    DamagedCheckpoint,
     checkpoint_folder,
     newest_valid,
     open_checkpoint,

@@ -16,7 +16,7 @@ from trainkit.base.files import write_text
 from trainkit.jobs.schema import Job
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.metrics import MetricsRow, read_rows, truncate_metrics
-from trainkit.runs.rank_times import RankTimesLog, rank_times_path
+from trainkit.runs.phases import RankTimesLog, rank_times_path
 from trainkit.runs.sample_windows import SampleWindow, SampleWindowLog
 from trainkit.train.metrics.wandb import open_wandb
 
