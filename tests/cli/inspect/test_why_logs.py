@@ -104,7 +104,8 @@ def said(
     lines: int = 1,
 ) -> list[str]:
     """Lines that `logs` prints."""
-    logs.logs(task(project), "last", LogOptions(rank=rank, node=node, attempt=attempt, lines=lines))
+    asked = LogOptions(rank=rank, node=node, attempt=attempt, lines=lines)
+    task(project).show(logs.logs(task(project), "last", asked).page)
     return capsys.readouterr().out.splitlines()
 
 
@@ -278,7 +279,7 @@ def test_following_a_log_that_begins_anew(
     monkeypatch.setattr(logs, "time", SimpleNamespace(sleep=write))
     logs.logs(task(project), "last", LogOptions(rank="0-1", follow=True, lines=0))
     assert capsys.readouterr().out.splitlines() == ["[0] one", "[0] two", "[0] three", "[0] four"]
-    logs.logs(task(project), "last", LogOptions(rank="0", lines=3))
+    task(project).show(logs.logs(task(project), "last", LogOptions(rank="0", lines=3)).page)
     assert capsys.readouterr().out.splitlines()[-2:] == ["ee", "four"]
 
 

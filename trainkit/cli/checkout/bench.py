@@ -131,7 +131,7 @@ def bench(task: TaskContext, name: str, *, list_only: bool, quick: bool, device:
     root = checkout("benchmarks")
     found = benchmarks(root)
     if list_only:
-        return _list(task, found)
+        return _list(found)
     options = ["--quick"] if quick else []
     values = ["--device", device] if device else []
     selected, left_out = select(found, name, [*options, *values[:1]])
@@ -155,12 +155,11 @@ def bench(task: TaskContext, name: str, *, list_only: bool, quick: bool, device:
     )
 
 
-def _list(task: TaskContext, found: Sequence[Benchmark]) -> TaskResult:
+def _list(found: Sequence[Benchmark]) -> TaskResult:
     width = max(len(benchmark.name) for benchmark in found)
-    for benchmark in found:
-        task.say(f"{benchmark.name:{width}}  {benchmark.claim}")
+    lines = [f"{benchmark.name:{width}}  {benchmark.claim}" for benchmark in found]
     rows = [{"name": benchmark.name, "claim": benchmark.claim} for benchmark in found]
-    return TaskResult(document("benchmarks/1", benchmarks=rows))
+    return TaskResult(document("benchmarks/1", benchmarks=rows), page=lines)
 
 
 def _machine_of(python: Path, root: Path) -> Machine:

@@ -151,13 +151,17 @@ def verify(task: TaskContext, name: str, job: str) -> TaskResult:
             )
         )
     raise_problems(problems, Exit.STAGE_FAILED)
-    for each in verified:
-        checksums = "; ready-made pairs have no checksums"
-        if each.checked_bytes:
-            checksums = f", checksums of {each.checked_bytes / 1e6:,.1f} MB"
-        task.say(
-            f"{each.name} is sound: {each.documents:,} documents, {each.sequences:,} sequences,"
-            f" {each.tokens:,} tokens{checksums}"
-        )
     rows = [asdict(each) for each in verified]
-    return TaskResult(document("data-verify/1", dataset=name, datasets=rows))
+    return TaskResult(
+        document("data-verify/1", dataset=name, datasets=rows), page=map(_sound_line, verified)
+    )
+
+
+def _sound_line(found: VerifiedDataset) -> str:
+    checksums = "; ready-made pairs have no checksums"
+    if found.checked_bytes:
+        checksums = f", checksums of {found.checked_bytes / 1e6:,.1f} MB"
+    return (
+        f"{found.name} is sound: {found.documents:,} documents, {found.sequences:,} sequences,"
+        f" {found.tokens:,} tokens{checksums}"
+    )

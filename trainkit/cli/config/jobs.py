@@ -196,5 +196,7 @@ def check(task: TaskContext) -> TaskResult:
             except ConfigError as error:
                 problems += error.list
     raise_problems(problems)
-    task.say(f"{loaded.root / 'jobs.toml'}: {len(loaded.names())} jobs, no problems")
-    return TaskResult(document("check/1", root=str(loaded.root), jobs=loaded.names(), problems=[]))
+    return TaskResult(
+        document("check/1", root=str(loaded.root), jobs=loaded.names(), problems=[]),
+        page=[f"{loaded.root / 'jobs.toml'}: {len(loaded.names())} jobs, no problems"],
+    )

@@ -18,7 +18,7 @@ from trainkit.base.documents import document
 from trainkit.base.errors import ConfigError, Exit
 from trainkit.cli.config.jobs import load_jobs
 from trainkit.cli.host_options import hosts_to_ask
-from trainkit.cli.tables import Listing
+from trainkit.cli.tables import Listing, Page
 from trainkit.cli.wrapper import TaskContext, TaskResult
 from trainkit.experiment.hosts import refuse_unread_options
 from trainkit.experiment.options import HostOptions
@@ -168,8 +168,10 @@ def nodes(task: TaskContext, cluster: str, hostfile: str, release_host: str) -> 
                 f"host '{release_host}' is not left out of cluster '{chosen.name}'",
                 hint=f"left out: {', '.join(read_quarantine(root)) or 'none'}",
             )
-        task.say(f"{', '.join(released)} may run again")
-        return TaskResult(document("nodes/1", cluster=chosen.name, released=release_host, hosts=[]))
+        return TaskResult(
+            document("nodes/1", cluster=chosen.name, released=release_host, hosts=[]),
+            page=[f"{', '.join(released)} may run again"],
+        )
     refuse_unread_options(HostOptions(hostfile=hostfile), chosen)
     scheduler = scheduler_for(chosen)
     known = scheduler.nodes(chosen)
@@ -182,14 +184,12 @@ def nodes(task: TaskContext, cluster: str, hostfile: str, release_host: str) -> 
         _row(host, report, out.get(host.name.lower()))
         for host, report in zip(hosts, reports, strict=True)
     ]
-    if not task.json:
-        task.console.print(_table(rows))
     unreachable = sum(not row.reachable for row in rows)
-    if unreachable:
-        task.say(f"{unreachable} of {len(rows)} hosts cannot be used")
+    count = [f"{unreachable} of {len(rows)} hosts cannot be used"] if unreachable else []
     return TaskResult(
         document("nodes/1", cluster=chosen.name, hosts=[asdict(row) for row in rows]),
         Exit.HEALTH if unreachable else Exit.DONE,
+        [_table(rows), *count],
     )
 
 
@@ -225,24 +225,25 @@ def nodes_top(task: TaskContext, cluster: str, hostfile: str) -> TaskResult:
             TOP_SECONDS,
             launcher=found.launcher,
         ).items():
-            failed = said.last if said.error or said.code else None
-            rows.append(TopRow(host, failed, "\n".join(said.out.splitlines()[:lines])))
+            error = said.last if said.error or said.code else None
+            rows.append(TopRow(host, error, "\n".join(said.out.splitlines()[:lines])))
     if found.hosts and chosen.device_type == "neuron":
         rows = _with_monitor(rows, chosen, found)
-    for row in rows:
-        heading = f"== {row.host}"
-        if row.error:
-            heading += f": {row.error}"
-        task.say(heading)
-        if row.text:
-            task.say(row.text)
-    if chosen.device_type == "neuron":
-        task.say("to follow it: ssh -t HOST neuron-top")
-    failures = sum(row.error is not None for row in rows)
+    failed = any(row.error is not None for row in rows)
     return TaskResult(
         document("top/1", cluster=chosen.name, command=argv, hosts=[asdict(row) for row in rows]),
-        Exit.HEALTH if failures else Exit.DONE,
+        Exit.HEALTH if failed else Exit.DONE,
+        _top_page(rows, chosen.device_type),
     )
+
+
+def _top_page(rows: Sequence[TopRow], device_type: str) -> Page:
+    for row in rows:
+        yield f"== {row.host}: {row.error}" if row.error else f"== {row.host}"
+        if row.text:
+            yield row.text
+    if device_type == "neuron":
+        yield "to follow it: ssh -t HOST neuron-top"
 
 
 def _with_monitor(rows: list[TopRow], chosen: Cluster, found: HostsToAsk) -> list[TopRow]:

@@ -21,6 +21,7 @@ from trainkit.base.printable import printable
 from trainkit.cli.config.jobs import load_jobs
 from trainkit.cli.options import LogOptions
 from trainkit.cli.run.summary import last_lines
+from trainkit.cli.tables import Page
 from trainkit.cli.wrapper import TaskContext, TaskResult
 from trainkit.launch.scheduler_registry import current, scheduler_of
 from trainkit.runs.events import RankEnded, RankStarted, events_of, read_events
@@ -126,12 +127,12 @@ def logs(task: TaskContext, run_name: str, options: LogOptions) -> TaskResult:
     attempt = _attempt(run, options.attempt)
     hosts = {event.rank: event.host for event in events_of(read_events(attempt), RankStarted)}
     if options.node and options.node not in hosts.values():
-        return _connection_log(task, run, attempt, sorted(set(hosts.values())), options)
+        return _connection_log(run, attempt, sorted(set(hosts.values())), options)
     if options.rank == FAILED:
         asked = _failed_ranks(attempt)
         if not asked:
-            task.say(f"no rank of attempt {attempt.number} of run {run.id} failed by itself")
-            return _result(run, attempt, [])
+            none = f"no rank of attempt {attempt.number} of run {run.id} failed by itself"
+            return _result(run, attempt, [], [none])
     if options.node:
         on_node = {rank for rank, host in hosts.items() if host == options.node}
         asked = on_node if asked is None else on_node & asked
@@ -142,12 +143,11 @@ def logs(task: TaskContext, run_name: str, options: LogOptions) -> TaskResult:
     )
 
 
-def _result(run: RunFolder, attempt: AttemptFolder, found: Sequence[RankLog]) -> TaskResult:
-    return TaskResult(
-        document(
-            "logs/1", run=run.id, attempt=attempt.number, logs=[asdict(each) for each in found]
-        )
-    )
+def _result(
+    run: RunFolder, attempt: AttemptFolder, found: Sequence[RankLog], page: Page
+) -> TaskResult:
+    rows = [asdict(each) for each in found]
+    return TaskResult(document("logs/1", run=run.id, attempt=attempt.number, logs=rows), page=page)
 
 
 def _rank_logs(
@@ -166,15 +166,16 @@ def _rank_logs(
     prefix = "[{}] " if len(ranks) > 1 else ""
     tails = {rank: LogTail(attempt.log(rank), prefix.format(rank)) for rank in ranks}
     found = []
+    page = []
     for rank, tail in tails.items():
         lines = tail.last(options.lines or sys.maxsize, unfinished=not options.follow)
         found.append(RankLog(rank, ranks[rank], lines))
-        if not task.json:
-            for line in lines:
-                task.say(f"{tail.prefix}{line}")
+        page += [f"{tail.prefix}{line}" for line in lines]
     if options.follow:
+        task.show(page)
         _follow(run, list(tails.values()))
-    return _result(run, attempt, found)
+        page = []
+    return _result(run, attempt, found, page)
 
 
 def _refuse_missing(run: RunFolder, attempt: AttemptFolder, ranks: Mapping[int, object]) -> None:
@@ -188,11 +189,7 @@ def _refuse_missing(run: RunFolder, attempt: AttemptFolder, ranks: Mapping[int, 
 
 
 def _connection_log(
-    task: TaskContext,
-    run: RunFolder,
-    attempt: AttemptFolder,
-    hosts: list[str],
-    options: LogOptions,
+    run: RunFolder, attempt: AttemptFolder, hosts: list[str], options: LogOptions
 ) -> TaskResult:
     """What ssh or pdsh said about a host on which no rank was started. Raises ConfigError for a
     host that the attempt did not have.
@@ -208,11 +205,8 @@ def _connection_log(
             hint=f"its hosts: {', '.join(known) or 'none'}",
         )
     lines = last_lines(path, options.lines or sys.maxsize)
-    task.say(f"no rank was started on {options.node}; its connection said:")
-    if not task.json:
-        for line in lines:
-            task.say(line)
-    return _result(run, attempt, [RankLog(None, options.node, lines)])
+    page = [f"no rank was started on {options.node}; its connection said:", *lines]
+    return _result(run, attempt, [RankLog(None, options.node, lines)], page)
 
 
 def _failed_ranks(attempt: AttemptFolder) -> set[int]:

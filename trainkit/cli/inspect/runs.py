@@ -182,7 +182,7 @@ def runs(task: TaskContext, job: str, form: TableForm = LIST) -> TaskResult:
     if form.table:
         results = results_of_runs(records, flops, task.say)
         if form.scaling:
-            return _show_scaling(task, results, form)
+            return _scaling(task, results, form)
         rows = [result.to_json(flops) for result in results]
         return TaskResult(
             document("results/1", flops_convention=flops or None, runs=rows),
@@ -194,15 +194,16 @@ def runs(task: TaskContext, job: str, form: TableForm = LIST) -> TaskResult:
     )
 
 
-def _show_scaling(task: TaskContext, results: Sequence[RunResult], form: TableForm) -> TaskResult:
+def _scaling(task: TaskContext, results: Sequence[RunResult], form: TableForm) -> TaskResult:
     rows = scaling_of(results, form.flops)
-    if not task.json:
-        task.show(_list_page(task, scaling_table(rows, form.flops)))
     if form.picture:
         draw_scaling(rows, Path(form.picture))
         task.say(f"wrote {form.picture}")
     values = [asdict(row) for row in rows]
-    return TaskResult(document("scaling/1", flops_convention=form.flops or None, runs=values))
+    return TaskResult(
+        document("scaling/1", flops_convention=form.flops or None, runs=values),
+        page=_list_page(task, scaling_table(rows, form.flops)),
+    )
 
 
 def _list_page(task: TaskContext, table: Listing) -> Page:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from rich.markup import escape
 
@@ -15,7 +15,7 @@ from trainkit.base.errors import Exit, TrainkitError
 from trainkit.cli.config.jobs import load_jobs
 from trainkit.cli.run.progress import TrainingView
 from trainkit.cli.run.summary import print_ending
-from trainkit.cli.tables import Listing
+from trainkit.cli.tables import Listing, Page
 from trainkit.cli.wrapper import TaskContext, TaskResult
 from trainkit.experiment.cancel import Cancellation, HostLeftovers, cancel_run
 from trainkit.experiment.follow import GOING, POLL_SECONDS, RunFollower
@@ -40,33 +40,30 @@ def cancel(task: TaskContext, text: str, *, save: bool, force: bool = False) -> 
     """
     run = find_run(load_jobs(task).roots(), text)
     cancelled = cancel_run(run, save=save, force=force, say=task.say)
-    if cancelled.hosts is not None:
-        _print(task, cancelled, cancelled.hosts)
-    hosts = [host.to_json() for host in cancelled.hosts or ()]
-    return TaskResult(document("cancel/1", **_head(cancelled.record), hosts=hosts), cancelled.exit)
-
-
-def _head(record: RunRecord) -> dict[str, object]:
-    return {
-        "run": record.run.id,
-        "job": record.run.job_name,
-        "state": record.state,
-        "exit": record.exit,
-        "class": record.failure_class,
-    }
-
-
-def _print(task: TaskContext, cancelled: Cancellation, hosts: list[HostLeftovers]) -> None:
     record = cancelled.record
-    table = Listing("host", "left")
-    for host in hosts:
-        table.add_row(escape(host.host), escape(leftovers_line(host)))
-    if not task.json:
-        task.console.print(table)
+    values = document(
+        "cancel/1",
+        run=run.id,
+        job=run.job_name,
+        state=record.state,
+        exit=record.exit,
+        **{"class": record.failure_class},
+        hosts=[host.to_json() for host in cancelled.hosts or ()],
+    )
+    page = () if cancelled.hosts is None else _cancelled_page(task, cancelled, cancelled.hosts)
+    return TaskResult(values, cancelled.exit, page)
+
+
+def _cancelled_page(
+    task: TaskContext, cancelled: Cancellation, hosts: Sequence[HostLeftovers]
+) -> Page:
+    record = cancelled.record
+    cells = ((escape(host.host), escape(leftovers_line(host))) for host in hosts)
+    yield Listing("host", "left", rows=cells)
     if cancelled.exit == Exit.PREEMPTED:
-        task.say(f"saved at step {record.step}; {task.command} resume {record.run.id} goes on")
+        yield f"saved at step {record.step}; {task.command} resume {record.run.id} goes on"
     elif record.state == "preempted":
-        task.say("stopped before it had saved: it would go on from an older checkpoint")
+        yield "stopped before it had saved: it would go on from an older checkpoint"
 
 
 def leftovers_line(host: HostLeftovers) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.markup import escape
@@ -46,7 +47,7 @@ def sweep(task: TaskContext, name: str, options: SweepTaskOptions) -> TaskResult
     if options.html and Path(options.html).suffix not in (".html", ".htm"):
         raise ConfigError(f"{options.html} does not end in .html")
     if task.dry_run:
-        return _show_members(task, jobs, name, options)
+        return _members(jobs, name, options.set)
     if options.show:
         results = results_of(_newest(jobs, name, options))
     else:
@@ -70,15 +71,17 @@ def _newest(jobs: Jobs, name: str, options: SweepTaskOptions) -> SweepRecord:
     return record
 
 
-def _show_members(
-    task: TaskContext, jobs: Jobs, name: str, options: SweepTaskOptions
-) -> TaskResult:
+def _members(jobs: Jobs, name: str, sets: Sequence[str]) -> TaskResult:
     """Under a dry run: which runs there would be."""
-    members, _ = resolve_members(jobs, name, options.set)
-    for member in members:
-        task.say(f"{member.number}: {' '.join(member.overrides)}")
-    values = [{"number": each.number, "values": each.values} for each in members]
-    return TaskResult(document("sweep-members/1", job=name, members=values))
+    members, _ = resolve_members(jobs, name, sets)
+    return TaskResult(
+        document(
+            "sweep-members/1",
+            job=name,
+            members=[{"number": each.number, "values": each.values} for each in members],
+        ),
+        page=[f"{each.number}: {' '.join(each.overrides)}" for each in members],
+    )
 
 
 def _print(task: TaskContext, results: SweepResults) -> None:
