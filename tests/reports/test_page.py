@@ -15,8 +15,8 @@ from tests.reports.drill import Drill, iso, three_kills
 from trainkit.reports.chart import Chart, Series
 from trainkit.reports.page import report_page
 from trainkit.reports.read import read_report
-from trainkit.reports.rows import WHOLE_ROWS, read_thinned
 from trainkit.runs.folder import RunFolder
+from trainkit.runs.metrics import WHOLE_ROWS, read_thinned
 
 HOSTILE = "</script><script>document.title='owned'</script><img src=http://127.0.0.1:9/x onerror=1>"
 

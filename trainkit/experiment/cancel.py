@@ -25,7 +25,7 @@ from trainkit.runs.events import (
     AttemptEnded,
     EventLog,
     events_of,
-    last_event,
+    newest_end,
     read_events,
 )
 from trainkit.runs.folder import AttemptFolder, RunFolder
@@ -129,7 +129,7 @@ def cancel_run(run: RunFolder, *, save: bool, force: bool, say: Say) -> Cancella
     ):
         say(f"run {run.id}: its supervisor was told to {'save and stop' if save else 'stop'}")
         record = _wait(run, job, say, save=save)
-        ended = _last_end(run)
+        ended = newest_end(run)
         if record.state == "succeeded":
             say(f"run {run.id} finished before that")
         scheduler.end_job(run)
@@ -137,7 +137,7 @@ def cancel_run(run: RunFolder, *, save: bool, force: bool, say: Say) -> Cancella
         return Cancellation(record, _exit_of(record, hosts), hosts)
     if not scheduler.queues:
         _end_hung_supervisor(run, record, say, force=force)
-    ended = _last_end(run)
+    ended = newest_end(run)
     record = current(read_run_record(run))  # it may have ended while it was asked
     if record.state not in ("running", "unknown") and not _may_have_left(run, ended):
         if left := scheduler.end_stages(run):
@@ -148,7 +148,7 @@ def cancel_run(run: RunFolder, *, save: bool, force: bool, say: Say) -> Cancella
     hosts = _sweep(run, job)
     # the scheduler's TERM lets a supervisor that could not be reached write its last event
     nothing_left = not any(host.left for host in hosts)
-    if _last_end(run) is None and nothing_left and (force or all(host.answered for host in hosts)):
+    if newest_end(run) is None and nothing_left and (force or all(host.answered for host in hosts)):
         _close(run, record)
     record = read_run_record(run)
     return Cancellation(record, _exit_of(record, hosts, force=force), hosts)
@@ -267,14 +267,6 @@ def _close(run: RunFolder, record: RunRecord) -> None:
     status = read_supervisor_status(run)
     if status is not None:
         write_supervisor_status(run, replace(status, ended=True))
-
-
-def _last_end(run: RunFolder) -> AttemptEnded | None:
-    """The newest attempt's last event."""
-    attempts = run.attempts()
-    if attempts:
-        return last_event(read_events(attempts[-1]), AttemptEnded)
-    return None
 
 
 def _may_have_left(run: RunFolder, ended: AttemptEnded | None) -> bool:

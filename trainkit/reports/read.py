@@ -16,7 +16,6 @@ from trainkit.base.errors import TrainkitError
 from trainkit.base.printable import printable
 from trainkit.reports.documents import Table, as_number, as_table, read_table
 from trainkit.reports.ledger import AttemptTimes, Ledger, RunTimes, build_ledger
-from trainkit.reports.rows import ThinnedRows, read_thinned
 from trainkit.reports.words import event_in_words
 from trainkit.runs.attempt_report import AttemptReport, report_attempts
 from trainkit.runs.checkpoints import published_folders, step_of
@@ -35,7 +34,7 @@ from trainkit.runs.events import (
     read_events,
 )
 from trainkit.runs.folder import AttemptFolder, RunFolder
-from trainkit.runs.metrics import taken_back_path
+from trainkit.runs.metrics import ThinnedRows, read_thinned, taken_back_path
 from trainkit.runs.phases import PhaseChange, RankTimes, read_phases, read_rank_times
 from trainkit.runs.record import RunRecord, read_run_record
 from trainkit.runs.samples import SampleText, read_samples

@@ -14,8 +14,7 @@ from pathlib import Path
 from trainkit.base.errors import ConfigError
 from trainkit.base.extras import MissingExtra
 from trainkit.base.files import atomic_open
-from trainkit.runs.loss_plot import FORMATS
-from trainkit.runs.summary import RunResult
+from trainkit.runs.summary import FORMATS, RunResult
 
 
 @dataclass(frozen=True)

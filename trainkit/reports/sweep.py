@@ -92,7 +92,9 @@ class SweepResults:
     def keys(self) -> list[str]:
         """The keys whose values differ, in order."""
         found = list(dict.fromkeys(key for each in self.members for key in each.values))
-        return [key for key in found if len({_text(m.values.get(key)) for m in self.members}) > 1]
+        return [
+            key for key in found if len({json.dumps(m.values.get(key)) for m in self.members}) > 1
+        ]
 
     def points(self) -> list[PointResult]:
         """The members without their seeds, in order."""
@@ -141,10 +143,6 @@ def _point(values: Point, members: Sequence[MemberResult]) -> PointResult:
         if whole and len(numbers) > 1:
             deviation[key] = statistics.stdev(numbers)
     return PointResult(values, [each.number for each in members], mean, deviation)
-
-
-def _text(value: object) -> str:
-    return json.dumps(value)
 
 
 LOSS = "Training loss (nats per token)"

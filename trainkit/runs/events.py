@@ -457,6 +457,12 @@ def last_event(events: Sequence[Event], kind: type[Kind]) -> Kind | None:
     return next(events_of(reversed(events), kind), None)
 
 
+def newest_end(run: RunFolder) -> AttemptEnded | None:
+    """How the newest attempt ended; None before the first, and where no supervisor wrote it."""
+    attempts = run.attempts()
+    return last_event(read_events(attempts[-1]), AttemptEnded) if attempts else None
+
+
 class EventTail:
     """New events of all attempts, in order, by polling.
 

@@ -35,12 +35,12 @@ from trainkit.runs.checkpoints import published_folders, step_of
 from trainkit.runs.devices import DeviceUsage
 from trainkit.runs.find import find_run
 from trainkit.runs.folder import RunFolder
-from trainkit.runs.loss_plot import draw_losses
 from trainkit.runs.record import read_run_record
 from trainkit.runs.samples import SampleText, add_samples, read_samples
 from trainkit.runs.summary import (
     RunSummary,
     convention_tflops,
+    draw_losses,
     planned_speed,
     refuse_unknown_convention,
     summarize_run,

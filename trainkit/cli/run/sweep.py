@@ -22,8 +22,8 @@ from trainkit.experiment.sweep.run import SweepOptions, opened_sweep, run_sweep,
 from trainkit.jobs.layers import LOCAL_FILE, parse_overrides
 from trainkit.jobs.load import Jobs
 from trainkit.jobs.local_jobs import add_job, refuse_name
-from trainkit.reports.rows import read_thinned
 from trainkit.reports.sweep import WORDS, SweepResults, headings, member_row, sweep_page
+from trainkit.runs.metrics import read_thinned
 
 COLOURS = {"succeeded": "green", "failed": "red", "diverged": "red", "waiting": "blue"}
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from trainkit.experiment.sweep.record import Member, SweepRecord
 from trainkit.launch.scheduler_registry import current_all
-from trainkit.reports.rows import read_thinned
 from trainkit.reports.sweep import MemberResult, MemberState, SweepResults
+from trainkit.runs.metrics import read_thinned
 from trainkit.runs.record import RunRecord, read_run_record
 from trainkit.runs.summary import RunSummary
 

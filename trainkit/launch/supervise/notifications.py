@@ -29,8 +29,7 @@ from trainkit.runs.events import (
     AttemptEnded,
     Event,
     HangDetected,
-    last_event,
-    read_events,
+    newest_end,
 )
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import last_step
@@ -149,7 +148,7 @@ class Notifier:
         that, unless it was told."""
         attempts = self.run.attempts()
         number = attempts[-1].number if attempts else 0
-        ended = last_event(read_events(attempts[-1]), AttemptEnded) if attempts else None
+        ended = newest_end(self.run)
         if ended is None or ended.budget is not None:
             words = (
                 f"its supervisor (pid {pid}) was killed at step {last_step(self.run)}, attempt"

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.locks import LockBusy, locked
-from trainkit.runs.events import AttemptEnded, last_event, read_events
+from trainkit.runs.events import newest_end
 from trainkit.runs.folder import RunFolder
 
 # A supervisor holds the lock until its last messages are sent: somewhat longer than the run takes
@@ -40,6 +40,5 @@ def locked_run(run: RunFolder) -> Iterator[None]:
 
 def _has_ended(run: RunFolder) -> bool:
     """Whether the newest attempt was the last one."""
-    attempts = run.attempts()
-    ended = last_event(read_events(attempts[-1]), AttemptEnded) if attempts else None
+    ended = newest_end(run)
     return ended is not None and ended.budget is None
