@@ -24,8 +24,8 @@ from trainkit.launch.supervise.observer import RunObserver, silent_observer
 from trainkit.launch.supervise.outcome import Outcome
 from trainkit.launch.supervise.supervisor import supervise
 from trainkit.plan.rules import Rules
-from trainkit.runs.checkpoint_list import ListedCheckpoint
 from trainkit.runs.folder import RunFolder, new_run_folder
+from trainkit.runs.retention import ListedCheckpoint
 
 DONE = """
 import json, os

@@ -15,8 +15,8 @@ import trainkit
 from tests.conftest import Project
 from tests.runs.test_record import begin, end
 from trainkit.base.errors import Exit
+from trainkit.cli.inspect.logs import why
 from trainkit.cli.inspect.runs import runs, status
-from trainkit.cli.inspect.why import why
 from trainkit.cli.run.attach import attach, cancel
 from trainkit.cli.run.train import resume, train
 from trainkit.cli.wrapper import TaskContext

@@ -17,10 +17,9 @@ from tests.conftest import Project
 from trainkit.runs.checkpoints import newest_valid, open_verified, verify
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.metrics import read_rows
-from trainkit.runs.record import read_run_record
+from trainkit.runs.record import read_run_record, read_supervisor_status
 from trainkit.runs.sample_windows import find_sample_window
 from trainkit.runs.summary import summarize_run
-from trainkit.runs.supervisor_status import read_supervisor_status
 
 WRITTEN_AS = "20261122-153836-75df"
 # of this process: by its name a run ends what is left of it, and other suites run it too

@@ -29,8 +29,7 @@ from trainkit.runs.events import (
 )
 from trainkit.runs.find import all_runs, find_run
 from trainkit.runs.folder import RunFolder, new_run_folder
-from trainkit.runs.record import read_run_record
-from trainkit.runs.supervisor_status import write_starter
+from trainkit.runs.record import read_run_record, write_starter
 
 
 def make_run(root: Path, job: str, name: str) -> RunFolder:

@@ -13,7 +13,7 @@ from trainkit.base.errors import ConfigError
 from trainkit.base.files import read_json
 from trainkit.base.process import identity
 from trainkit.runs.folder import RunFolder
-from trainkit.runs.supervisor_status import (
+from trainkit.runs.record import (
     SILENCE_SECONDS,
     SupervisorStatus,
     is_starting,

@@ -162,7 +162,7 @@ def status(task: TaskContext, run: str, watch: bool = False) -> TaskResult:
 )
 def why(task: TaskContext, run: str, attempt: int = 0) -> TaskResult:
     """Show which rank failed first, why, and what to do about it."""
-    from trainkit.cli.inspect.why import why as explain
+    from trainkit.cli.inspect.logs import why as explain
 
     return explain(task, run, attempt)
 

@@ -12,8 +12,8 @@ from trainkit.base.errors import Problem
 from trainkit.jobs.containers import RUNTIME_TRAITS
 from trainkit.jobs.schema import Job
 from trainkit.plan.rules import Rules
-from trainkit.runs.checkpoint_list import ListedCheckpoint
 from trainkit.runs.folder import RunFolder
+from trainkit.runs.retention import ListedCheckpoint
 
 
 @dataclass(frozen=True)

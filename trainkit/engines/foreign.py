@@ -25,9 +25,9 @@ from trainkit.engines.sources import is_url, source_of, source_tree
 from trainkit.jobs.schema import Job
 from trainkit.plan.arithmetic import hardware_flops_per_token_of, model_flops_per_token_of
 from trainkit.plan.rules import Rules
-from trainkit.runs.checkpoint_list import ListedCheckpoint
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.metrics import truncate_metrics
+from trainkit.runs.retention import ListedCheckpoint
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from trainkit.ops.build import torch_version
 from trainkit.plan.checks import SCHEDULE
 from trainkit.plan.objection import Objection
 from trainkit.plan.rules import Rules, zero_bubble_problem
-from trainkit.runs.checkpoint_list import ListedCheckpoint, list_checkpoints
 from trainkit.runs.folder import RunFolder
+from trainkit.runs.retention import ListedCheckpoint, list_checkpoints
 
 # The releases that the trainer was tried with (./inv test --torch), as in pyproject.toml: it leans
 # on private names, which any release may change.

@@ -32,8 +32,6 @@ from trainkit.runs.folder import AttemptFolder, RunFolder
 from trainkit.runs.record import (
     RunRecord,
     read_run_record,
-)
-from trainkit.runs.supervisor_status import (
     read_starter,
     read_supervisor_status,
     write_supervisor_status,

@@ -26,7 +26,7 @@ from trainkit.launch.supervise.supervisor import supervise
 from trainkit.runs.events import AllRanksStarted, first_event, read_events
 from trainkit.runs.folder import RunFolder, new_run_folder
 from trainkit.runs.origin import write_origin
-from trainkit.runs.supervisor_status import read_supervisor_status, write_starter
+from trainkit.runs.record import read_supervisor_status, write_starter
 from trainkit.stages.build_container import made_image
 
 # a shared file system that stalls may take that long to give Python its modules

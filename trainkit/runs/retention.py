@@ -1,14 +1,15 @@
-"""Which checkpoints of a run stay, the deletion of the others, and what an ended run leaves below
-its checkpoints that nobody needs."""
+"""The checkpoints of a run with what a person asks about each: is it whole, and why is it kept; the
+deletion of the others, and what an ended run leaves below its checkpoints that nobody needs."""
 
 from __future__ import annotations
 
 import contextlib
 import math
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.files import fsync_folder, remove
@@ -19,6 +20,8 @@ from trainkit.runs.checkpoints import (
     PINNED,
     UNFINISHED_SUFFIX,
     Checkpoint,
+    DamagedCheckpoint,
+    NewerCheckpoint,
     checkpoint_folder,
     open_checkpoint,
     open_verified,
@@ -26,6 +29,7 @@ from trainkit.runs.checkpoints import (
     set_aside_in,
     step_of,
     unfinished_folder,
+    verify,
 )
 from trainkit.runs.folder import RunFolder
 
@@ -217,3 +221,77 @@ def _size(folder: Path) -> int:
     if folder.is_symlink():
         return 0
     return sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+@dataclass(frozen=True)
+class ListedCheckpoint:
+    """One folder: an entry of the document checkpoints/1.
+
+    Args:
+        step: of its name.
+        folder: where it is.
+        bytes: of its data files; None where its manifest cannot be read.
+        layout: the manifest's.
+        validation: losses by validation set, where they were measured at this step.
+        kept: why it is not deleted; none where the next save may delete it.
+        problems: what is wrong with it; none where it is whole.
+        checked: "full": every byte was read; "size": only the files' sizes.
+    """
+
+    step: int
+    folder: str
+    bytes: int | None = None
+    layout: Mapping[str, int | str] = field(default_factory=dict)
+    validation: Mapping[str, float] = field(default_factory=dict)
+    kept: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    checked: Literal["full", "size"] = "size"
+
+
+def list_checkpoints(run: RunFolder, *, hashes: bool) -> list[ListedCheckpoint]:
+    """Every published checkpoint, oldest first; then those that were set aside as damaged.
+
+    Args:
+        run: the run.
+        hashes: read every file and compare its checksum.
+    """
+    return [*_published(run, hashes=hashes), *_set_aside(run)]
+
+
+def _published(run: RunFolder, *, hashes: bool) -> Iterator[ListedCheckpoint]:
+    valid = valid_by_size(run.checkpoints)
+    newest = valid[-1].manifest.step if valid else 0
+    reasons = retention_reasons(valid, read_job(run.job).checkpoint, newest)
+    for folder in published_folders(run.checkpoints):
+        yield _listed(folder, reasons.get(step_of(folder), []), hashes=hashes)
+
+
+def _listed(folder: Path, kept: list[str], *, hashes: bool) -> ListedCheckpoint:
+    step = step_of(folder)
+    checked: Literal["full", "size"] = "full" if hashes else "size"
+    problems: list[str] = []
+    try:
+        checkpoint = open_checkpoint(folder)
+        if hashes:
+            problems = verify(folder)
+    except (DamagedCheckpoint, NewerCheckpoint) as damaged:
+        return ListedCheckpoint(
+            step, str(folder), kept=kept, problems=damaged.problem_list, checked=checked
+        )
+    manifest = checkpoint.manifest
+    return ListedCheckpoint(
+        step,
+        str(folder),
+        checkpoint.bytes,
+        manifest.layout,
+        manifest.validation,
+        kept,
+        problems,
+        checked,
+    )
+
+
+def _set_aside(run: RunFolder) -> Iterator[ListedCheckpoint]:
+    for folder in set_aside_in(run.checkpoints):
+        problem = f"damaged; set aside as {folder.name}"
+        yield ListedCheckpoint(step_of(folder), str(folder), problems=[problem])

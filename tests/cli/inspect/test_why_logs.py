@@ -14,7 +14,7 @@ from trainkit.base.errors import ConfigError
 from trainkit.base.files import rotated_log
 from trainkit.cli.inspect import logs
 from trainkit.cli.inspect import runs as follow
-from trainkit.cli.inspect.why import why
+from trainkit.cli.inspect.logs import why
 from trainkit.cli.options import LogOptions
 from trainkit.cli.wrapper import TaskContext
 from trainkit.experiment.follow import describe_event

@@ -29,7 +29,7 @@ from trainkit.launch.protocol.handshake import ClientHandshake
 from trainkit.launch.protocol.server import ACCEPTS, Connection, Server
 from trainkit.runs.events import EventTail
 from trainkit.runs.folder import RunFolder
-from trainkit.runs.supervisor_status import read_supervisor_status, write_supervisor_status
+from trainkit.runs.record import read_supervisor_status, write_supervisor_status
 
 TOKEN = b"t" * 32
 CANCEL = CancelRun(save=True)

@@ -13,7 +13,7 @@ import pytest
 from tests.launch.recorded_slurm import Slurm
 from tests.runs.test_record import begin, end
 from trainkit.base.errors import Exit, TrainkitError
-from trainkit.cli.inspect.why import why
+from trainkit.cli.inspect.logs import why
 from trainkit.cli.run import stages as prepare
 from trainkit.cli.run import summary as ending
 from trainkit.cli.run.attach import attach

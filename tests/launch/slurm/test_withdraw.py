@@ -47,9 +47,8 @@ from trainkit.launch.slurm.stage_graph import hold_stage_graph
 from trainkit.launch.slurm.submit_run import submit_run, submit_with_stages
 from trainkit.launch.slurm.withdraw import withdraw_stage_jobs
 from trainkit.runs.folder import RunFolder
-from trainkit.runs.record import read_run_record
+from trainkit.runs.record import read_run_record, write_starter
 from trainkit.runs.slurm import add_slurm_job, change_slurm_job
-from trainkit.runs.supervisor_status import write_starter
 from trainkit.stages.array_task import run_once
 from trainkit.stages.contract import Need, Unit
 from trainkit.stages.execute import StageWork, wait_for_arrays

@@ -12,7 +12,7 @@ from tests.launch.supervised import DONE, Program, make_run, supervised
 from trainkit.launch.supervise import root_watch, supervisor
 from trainkit.launch.supervise.root_watch import RootWatch
 from trainkit.runs.folder import RunFolder
-from trainkit.runs.supervisor_status import SupervisorStatus
+from trainkit.runs.record import SupervisorStatus
 
 # says nothing for longer than it may
 SILENT = f"import time; time.sleep(4)\n{DONE}"

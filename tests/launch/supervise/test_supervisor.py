@@ -248,7 +248,7 @@ def test_a_sign_that_the_file_system_holds_up_holds_up_nothing_else(
         write_json(path, value)
 
     monkeypatch.setattr("trainkit.launch.supervise.root_watch.SIGN_SECONDS", 0.05)
-    monkeypatch.setattr("trainkit.runs.supervisor_status.write_json", stalled)
+    monkeypatch.setattr("trainkit.runs.record.write_json", stalled)
     supervisor = Supervisor(run, {}, StopRequests(), silent_observer(), share=False)
     supervisor.root.start()
     assert begun.wait(600) and not run.supervisor.exists()

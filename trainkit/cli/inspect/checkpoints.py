@@ -18,11 +18,10 @@ from trainkit.cli.wrapper import TaskContext, TaskResult
 from trainkit.engines.registry import ENGINES
 from trainkit.jobs.resolved import read_job
 from trainkit.launch.scheduler_registry import current_all
-from trainkit.runs.checkpoint_list import ListedCheckpoint
 from trainkit.runs.find import all_runs, find_run
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import read_run_record
-from trainkit.runs.retention import Leftover, delete_leftovers, leftovers, pin
+from trainkit.runs.retention import Leftover, ListedCheckpoint, delete_leftovers, leftovers, pin
 
 GIB = 2**30
 ENDED = ("succeeded", "failed", "cancelled", "preempted")

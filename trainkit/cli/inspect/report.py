@@ -27,8 +27,7 @@ from trainkit.reports.compare import (
     numbers_of,
 )
 from trainkit.reports.ledger import Ledger
-from trainkit.reports.page import clip, report_page
-from trainkit.reports.picture import draw_report
+from trainkit.reports.page import clip, draw_report, report_page
 from trainkit.reports.read import read_report
 from trainkit.reports.words import duration
 from trainkit.runs.checkpoints import published_folders, step_of

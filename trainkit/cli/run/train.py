@@ -42,11 +42,11 @@ from trainkit.launch.scheduler_registry import preparation_for
 from trainkit.launch.session_preview import preview_start
 from trainkit.launch.supervise.observer import RunObserver
 from trainkit.plan.planner import Plan
-from trainkit.runs.checkpoint_list import ListedCheckpoint
 from trainkit.runs.checkpoints import newest_valid, open_checkpoint
 from trainkit.runs.events import EventTail
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import RunRecord, read_run_record
+from trainkit.runs.retention import ListedCheckpoint
 from trainkit.stages.execute import needs_in_turn
 from trainkit.stages.precompile import PrecompileStage
 from trainkit.stages.precompile import prune as prune_graphs

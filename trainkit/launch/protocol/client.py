@@ -10,7 +10,7 @@ from trainkit.launch.protocol.frames import Frame, Ping
 from trainkit.launch.protocol.framing import BadFrame, Decoder, encode
 from trainkit.launch.protocol.handshake import ClientHandshake
 from trainkit.runs.folder import RunFolder
-from trainkit.runs.supervisor_status import SupervisorStatus, read_supervisor_status
+from trainkit.runs.record import SupervisorStatus, read_supervisor_status
 
 RETRY_SECONDS = 0.2
 NODE = 0  # of no meaning for this role

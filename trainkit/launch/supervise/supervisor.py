@@ -52,7 +52,7 @@ from trainkit.runs.events import (
     read_events,
 )
 from trainkit.runs.folder import RunFolder
-from trainkit.runs.supervisor_status import (
+from trainkit.runs.record import (
     SupervisorStatus,
     read_supervisor_status,
     write_supervisor_status,
