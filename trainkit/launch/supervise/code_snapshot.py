@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -157,37 +156,28 @@ def _project_files(repository: Path, root: Path) -> tuple[list[str], tuple[Exclu
     names = []
     left_out = []
     total = 0
-    for name, size, why in _judged(
-        repository, [name for name in listed if not name.startswith(own)]
-    ):
-        if not why and total + size > WHOLE:
-            why = f"all files together are over {WHOLE // 2**20} MB"
-        if why:
-            left_out.append(ExcludedFile(name, size, why))
-            continue
-        names.append(name)
-        total += size
-    return names, tuple(left_out)
-
-
-def _judged(repository: Path, names: Sequence[str]) -> Iterator[tuple[str, int, str]]:
-    """(name, bytes, why it is left out) of files that are there; one that is tracked and deleted
-    is none."""
-    for name in names:
+    for name in [name for name in listed if not name.startswith(own)]:
         path = repository / name
+        size = 0
+        why = ""
         if path.is_file():
             size = path.stat().st_size
-            yield name, size, f"over {LARGEST // 2**20} MB" if size > LARGEST else ""
-        elif path.is_symlink() or path.is_dir():
-            yield (
-                name,
-                0,
-                (
-                    "a link that leads to no file"
-                    if path.is_symlink()
-                    else "a repository in the repository that is no submodule"
-                ),
-            )
+            if size > LARGEST:
+                why = f"over {LARGEST // 2**20} MB"
+            elif total + size > WHOLE:
+                why = f"all files together are over {WHOLE // 2**20} MB"
+        elif path.is_symlink():
+            why = "a link that leads to no file"
+        elif path.is_dir():
+            why = "a repository in the repository that is no submodule"
+        else:
+            continue  # tracked, and deleted
+        if why:
+            left_out.append(ExcludedFile(name, size, why))
+        else:
+            names.append(name)
+            total += size
+    return names, tuple(left_out)
 
 
 def link_code(snapshot: Path, link: Path) -> None:
