@@ -156,17 +156,14 @@ class Preparation:
     def _make(self, need: Need) -> Freshness:
         runner = self.runner_of(need.stage)
         stamps = stamps_folder(self.root, need.stage)
-        if (
-            need.announcement is not None
-            and not check_freshness(need, stamps, force=self.force).fresh
-        ):
-            self.ui.agree(need.announcement)
-        if (
-            runner.on_this_machine
-            and need.lacking is not None  # said before there are workers
-            and not check_freshness(need, stamps, force=self.force).fresh
-        ):
-            raise need.lacking
+        lacking = need.lacking if runner.on_this_machine else None
+        if (need.announcement is not None or lacking is not None) and not check_freshness(
+            need, stamps, force=self.force
+        ).fresh:
+            if need.announcement is not None:
+                self.ui.agree(need.announcement)
+            if lacking is not None:  # said before there are workers
+                raise lacking
         return update_stage(
             need,
             self.root,

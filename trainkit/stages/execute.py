@@ -25,7 +25,7 @@ from trainkit.stages.in_flight import (
 from trainkit.stages.stamps import (
     Freshness,
     check_freshness,
-    input_identities,
+    file_identities,
     read_stamp,
     stamp_path,
     unit_folder,
@@ -144,7 +144,7 @@ def update_stage(
     def waits(holder: dict[str, object]) -> None:
         reporter.waiting(need, f"pid {holder.get('pid', '?')}")
 
-    inputs = input_identities(need)
+    inputs = file_identities(need.inputs)
     verdict = check_freshness(need, stamps, force=force)
     if verdict.fresh and not any(
         folder.is_dir() for folder in {path.parent for path in need.scratch}
@@ -228,7 +228,7 @@ def begin_need(
     write_unfinished(need, stamps, str(former.get("unfinished", verdict.because)))
     remove_leftovers(stamp_path(stamps, need))
     _remove_leftovers(path for unit in need.units for path in unit.outputs)
-    inputs = input_identities(need)
+    inputs = file_identities(need.inputs)
     units = missing_units(need, stamps, force=force)
     folder = unit_folder(stamps, need.name)
     folder.mkdir(parents=True, exist_ok=True)

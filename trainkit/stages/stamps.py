@@ -65,7 +65,8 @@ def file_identity(path: Path) -> list[Any] | None:
     return [str(path), status.st_size, status.st_mtime_ns]
 
 
-def _identities(paths: Iterable[Path]) -> list[list[Any] | None]:
+def file_identities(paths: Iterable[Path]) -> list[list[Any] | None]:
+    """As `file_identity`, of each."""
     return [file_identity(p) for p in paths]
 
 
@@ -212,7 +213,7 @@ def write_stamp(need: Need, stamps: Path, inputs: list[Any]) -> None:
         settings=dict(need.settings),
         inputs=inputs,
         digests=_digests(need, stamps),
-        outputs=_identities(need.outputs),
+        outputs=file_identities(need.outputs),
         memory=dict(need.memory),
         made=utc_now(),
     )
@@ -220,7 +221,7 @@ def write_stamp(need: Need, stamps: Path, inputs: list[Any]) -> None:
 
 
 def write_times(need: Need, stamps: Path, inputs: list[Any]) -> None:
-    """Record other times of inputs of a stage that is fresh, as `input_identities` saw them
+    """Record other times of inputs of a stage that is fresh, as `file_identities` saw them
     before it was judged: they need not be read again."""
     stamp = read_stamp(stamp_path(stamps, need))
     if stamp is not None and "outputs" in stamp and stamp.get("inputs") != inputs:
@@ -237,11 +238,6 @@ def _digests(need: Need, stamps: Path) -> dict[str, str]:
         }
     names = {str(path) for path in need.inputs}
     return {path: digest for path, digest in found.items() if path in names}
-
-
-def input_identities(need: Need) -> list[Any]:
-    """Identities of the stage's inputs now."""
-    return _identities(need.inputs)
 
 
 def spec_digest(need: Need, unit: Unit) -> str:
@@ -300,7 +296,7 @@ def stamp_unit(
             SCHEMA,
             unit=name,
             spec=digest,
-            outputs=_identities(outputs),
+            outputs=file_identities(outputs),
             result=result,
             made=utc_now(),
         ),

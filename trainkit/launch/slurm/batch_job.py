@@ -96,8 +96,6 @@ def supervise_batch(run: RunFolder, environment: Mapping[str, str], *, prolog: i
             )
             if job.container is not None and job.container.runtime_traits.by_srun:
                 launcher = FailedProlog(host, prolog)
-            else:
-                launcher = None
         supervisor = BatchSupervisor(
             run, read_secrets(run), stop_requests, observer, where, launcher
         )

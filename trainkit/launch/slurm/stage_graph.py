@@ -41,7 +41,7 @@ from trainkit.stages.execute import (
 )
 from trainkit.stages.in_flight import ArraysInFlight, all_in_flight, clear_in_flight, need_digest
 from trainkit.stages.registry import STAGES
-from trainkit.stages.stamps import check_freshness, input_identities
+from trainkit.stages.stamps import check_freshness, file_identities
 from trainkit.stages.unit_process import execute_locally
 
 
@@ -162,7 +162,7 @@ def _is_same(arrays: ArraysInFlight, need: Need) -> bool:
     return (
         bool(arrays.runs)
         and arrays.name == need.name
-        and arrays.digest == need_digest(need, input_identities(need))
+        and arrays.digest == need_digest(need, file_identities(need.inputs))
     )
 
 
@@ -180,7 +180,7 @@ def _part(job: Job, place: ArrayPlace, need: Need, ui: StageUi) -> GraphPart | N
         (arrays for arrays in all_in_flight(stamps, need.lock) if _is_same(arrays, need)), None
     )
     if shared is not None:
-        return GraphPart(place, need, (), input_identities(need), shared)
+        return GraphPart(place, need, (), file_identities(need.inputs), shared)
     units, inputs = begin_need(need, stamps, verdict)
     here, there = split_units(place, units)
     if here:
