@@ -44,7 +44,7 @@ ORDER = {  # of a folder's rooms and its files of their own: each imports only w
     "trainkit.experiment": "options hosts start prepare graph follow cancel sweep api",
     "trainkit.rehearse": "scene place_checks data_checks rank_checks rehearse",
     "trainkit.cli": (
-        "completion parameters options tables wrapper config host_options init run hosts"
+        "completion parameters options tables wrapper config host_options run hosts"
         " model inspect checkout tasks_config tasks_run tasks_inspect tasks_hosts"
         " tasks program"
     ),

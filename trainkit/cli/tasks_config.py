@@ -21,7 +21,7 @@ from trainkit.cli.wrapper import TaskContext, TaskResult, make_task
 )
 def init(task: TaskContext, text: tuple[str, ...] = (), vocab_size: int = 4096) -> TaskResult:
     """Write a first jobs.toml: a small model on your own text."""
-    from trainkit.cli.init import init as run
+    from trainkit.cli.config.import_job import init as run
 
     return run(task, text, vocab_size)
 

@@ -17,8 +17,13 @@ from trainkit.cli.tables import Listing
 from trainkit.cli.wrapper import TaskContext, TaskResult
 from trainkit.experiment.follow import GOING
 from trainkit.experiment.sweep.record import SweepRecord, read_newest, resolve_members
-from trainkit.experiment.sweep.results import results_of
-from trainkit.experiment.sweep.run import SweepOptions, opened_sweep, run_sweep, unfinished
+from trainkit.experiment.sweep.run import (
+    SweepOptions,
+    opened_sweep,
+    results_of,
+    run_sweep,
+    unfinished,
+)
 from trainkit.jobs.layers import LOCAL_FILE, parse_overrides
 from trainkit.jobs.load import Jobs
 from trainkit.jobs.local_jobs import add_job, refuse_name

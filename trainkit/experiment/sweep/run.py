@@ -1,6 +1,6 @@
 """Makes the runs of a sweep: as an array of a scheduler that has a queue, else in turn where there
-is room. Each has a supervisor of its own and ends alone; what was done stays when this process
-ends.
+is room; and reads what they have come to. Each has a supervisor of its own and ends alone; what
+was done stays when this process ends.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from trainkit.experiment.sweep.record import (
     sweeps_folder,
     with_lost_runs,
 )
-from trainkit.experiment.sweep.results import results_of
 from trainkit.jobs.load import Jobs
 from trainkit.jobs.resolved import ResolvedJob
 from trainkit.jobs.schema import Job
@@ -42,9 +41,51 @@ from trainkit.launch.hosts.selection import load_hosts
 from trainkit.launch.preparation import StageUi, term_interrupts
 from trainkit.launch.scheduler_contract import ArrayRequest, Start
 from trainkit.launch.scheduler_registry import current, current_all, scheduler_for
-from trainkit.reports.sweep import MemberResult
+from trainkit.reports.sweep import MemberResult, MemberState, SweepResults
 from trainkit.runs.folder import RunFolder
+from trainkit.runs.metrics import read_thinned
 from trainkit.runs.record import RunRecord, read_run_record
+from trainkit.runs.summary import RunSummary
+
+LOSS = ": lm loss "  # of a trainer's last words where a loss ended it (train/update/loss_policy.py)
+
+
+def results_of(record: SweepRecord) -> SweepResults:
+    """Read the runs of a sweep."""
+    runs = {each.number: run for each in record.members if (run := record.folder_of(each))}
+    records = current_all([read_run_record(run) for run in runs.values()])
+    by_number = dict(zip(runs, records, strict=True))
+    members = [_result(each, by_number.get(each.number)) for each in record.members]
+    return SweepResults(record.id, record.job, record.folder, members)
+
+
+def _result(member: Member, record: RunRecord | None) -> MemberResult:
+    if record is None:
+        return MemberResult(member.number, member.values, "", "waiting")
+    rows = read_thinned(record.run.metrics)
+    summary = RunSummary(record.run, rows.rows, rows.regular)
+    training = summary.training_loss()
+    validation = summary.validation_loss()
+    message = str((record.root_cause or {}).get("message") or "")
+    return MemberResult(
+        member.number,
+        member.values,
+        record.run.id,
+        _state(record, message),
+        record.step,
+        training and training[1],
+        validation and validation[1],
+        summary.tokens_per_second,
+        message.partition(";")[0].partition("\n")[0],  # `invoke why` has all of it
+        record.failure_class == "user",
+    )
+
+
+def _state(record: RunRecord, message: str) -> MemberState:
+    if record.state == "failed" and record.failure_class == "user" and LOSS in message:
+        return "diverged"
+    return record.state
+
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"  # which GPUs a run of this machine may have, and takes first
 
