@@ -15,6 +15,7 @@ from trainkit.engines.nemo.config import PRECISIONS
 from trainkit.engines.rank.readers import READERS
 from trainkit.engines.registry import ENGINES, PLACES
 from trainkit.families import FAMILIES
+from trainkit.families.contract import FEEDFORWARDS
 from trainkit.images.builders import BUILDERS
 from trainkit.jobs.clusters import LAUNCHER_TRAITS
 from trainkit.jobs.containers import RUNTIME_TRAITS
@@ -27,7 +28,8 @@ from trainkit.launch.containers.runtimes import RUNTIMES
 from trainkit.launch.launchers import LAUNCHERS
 from trainkit.launch.scheduler_registry import SCHEDULERS
 from trainkit.plan.memory import RESERVE_BYTES, RESERVE_PART
-from trainkit.train.huggingface.config import GELU_NAMES, STRETCH_KEYS, TORCH_NAMES
+from trainkit.train.huggingface.config import GELU_NAMES, TORCH_NAMES
+from trainkit.train.huggingface.positions import STRETCH_KEYS
 from trainkit.train.parallel.data_parallel import COMPUTE
 from trainkit.train.update.optimizer import UPDATES
 
@@ -41,6 +43,7 @@ TABLES: list[tuple[type[Table], str, Iterable[object]]] = [
     *((Training, "precision", ENGINES[name].rules.states or ()) for name in FOREIGN),
     (Model, "family", FAMILIES),
     (Model, "init_method", INIT_METHODS),
+    (Model, "activation", FEEDFORWARDS),
     (Model, "gelu", GELU_NAMES),
     (RopeScaling, "type", set(STRETCH_KEYS) - {"default"}),
     (Dataset, "source", [*SOURCES, "mock", "blend"]),

@@ -10,12 +10,14 @@ import pytest
 
 import trainkit
 from trainkit.families import FAMILIES
+from trainkit.families.contract import FEEDFORWARDS
 from trainkit.jobs.schema import Model
 from trainkit.plan.arithmetic import parameters_of
 
 
 def model_of(family: str, **keys: object) -> Model:
     small = {"num_layers": 2, "hidden_size": 96, "num_attention_heads": 4, "seq_length": 32}
+    small["sliding_window"] = 16
     return Model.model_validate({"family": family, **small, **keys})
 
 
@@ -46,7 +48,7 @@ def test_a_family_names_what_models_have(name: str) -> None:
         assert not key.attribute or hasattr(model, key.attribute)
     for attribute in names.dropout.values():
         assert hasattr(model, attribute)
-    assert f"mlp.{family.mlp.module}" in names.inside
+    assert f"mlp.{FEEDFORWARDS[family.activation].module}" in names.inside
     assert ("embed_positions" in names.outside) == family.learned_positions
     assert (names.rotary is None) == family.learned_positions
 
@@ -61,6 +63,7 @@ def test_keys_of_other_families_are_refused(name: str) -> None:
         "gpt_j_residual": True,
         "gpt_j_tied": True,
         "gelu": "tanh",
+        "sliding_rotary_base": 500.0,
     }
     assert {key for family in FAMILIES.values() for key in family.settings} == set(values)
     for key, value in values.items():

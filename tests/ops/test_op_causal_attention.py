@@ -114,8 +114,8 @@ def test_what_it_is_not_made_for_is_torchs() -> None:
     assert torch.equal(causal_attention.fused(q, k, v), causal_attention.reference(q, k, v))
     with pytest.raises(RuntimeError, match="channels a multiple of 16"):
         causal_attention.forward(q, k, v, 1.0)
-    wide = [t.float() for t in inputs(1, 2, 2, 9, 16)[:3]]
-    assert torch.equal(causal_attention.fused(*wide), causal_attention.reference(*wide))
+    q, k, v = (t.float() for t in inputs(1, 2, 2, 9, 16)[:3])
+    assert torch.equal(causal_attention.fused(q, k, v), causal_attention.reference(q, k, v))
 
 
 def test_operations_are_declared_as_they_are() -> None:

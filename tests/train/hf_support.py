@@ -42,6 +42,18 @@ LLAMA: dict[str, Any] = {
     "ffn_hidden_size": 40,
 }
 NEOX: dict[str, Any] = {**COMMON, "family": "gpt-neox", "hidden_size": 48}
+WIDE: dict[str, Any] = {**LLAMA, "num_query_groups": 2, "kv_channels": 12}
+THEIR_WIDE: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "intermediate_size": 40,
+    "max_position_embeddings": 16,
+    "rms_norm_eps": 1e-5,
+    "pad_token_id": None,
+}
 LLAMA3 = RopeScaling(type="llama3", factor=8.0, original_max_position_embeddings=8)
 # Our shape, and the same in transformers' words, written by hand.
 CASES: dict[str, tuple[Model, dict[str, Any]]] = {
@@ -167,6 +179,62 @@ CASES: dict[str, tuple[Model, dict[str, Any]]] = {
                 "low_freq_factor": 1.0,
                 "high_freq_factor": 4.0,
                 "original_max_position_embeddings": 8,
+            },
+        },
+    ),
+    "mistral": (
+        Model(**{**WIDE, "family": "mistral"}, sliding_window=5),
+        {**THEIR_WIDE, "sliding_window": 5},
+    ),
+    "qwen2": (
+        Model(**{**LLAMA, "family": "qwen2"}, num_query_groups=2, rotary_base=300.0),
+        {
+            **{key: value for key, value in THEIR_WIDE.items() if key != "head_dim"},
+            "rope_parameters": {"rope_type": "default", "rope_theta": 300.0},
+        },
+    ),
+    "qwen3-tied": (
+        Model(
+            **{**WIDE, "family": "qwen3"},
+            untie_embeddings_and_output_weights=False,
+            rope_scaling=RopeScaling(
+                type="yarn", factor=4.0, original_max_position_embeddings=16, beta_fast=4.0
+            ),
+        ),
+        {
+            **THEIR_WIDE,
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e6,
+                "factor": 4.0,
+                "beta_fast": 4.0,
+                "original_max_position_embeddings": 16,
+            },
+        },
+    ),
+    "olmo2": (Model(**{**WIDE, "family": "olmo2"}, rotary_base=10000.0), {**THEIR_WIDE}),
+    "olmo3": (
+        Model(**{**WIDE, "family": "olmo3", "num_layers": 4}, sliding_window=5),
+        {**THEIR_WIDE, "num_hidden_layers": 4, "sliding_window": 5},
+    ),
+    "gemma3": (
+        Model(
+            **{**WIDE, "family": "gemma3"},
+            sliding_window=5,
+            sliding_window_pattern=2,
+            sliding_rotary_base=50.0,
+            query_pre_attn_scalar=24,
+            rope_scaling=RopeScaling(type="linear", factor=8.0),
+        ),
+        {
+            **THEIR_WIDE,
+            "sliding_window": 5,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "query_pre_attn_scalar": 24,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
             },
         },
     ),

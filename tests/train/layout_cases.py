@@ -134,6 +134,12 @@ SHORT = named(
         *unequal("llama", layout(2, sp=True), 2),
         *unequal("gpt", layout(1, 2, "zbv"), 2),
         Case("gpt-dropping", layout(1, 2, "interleaved"), 2),
+        Case("olmo3", layout(2, sp=True), 2, PAIRS),
+        Case("gemma3", layout(1, 2, "interleaved"), 2),
+        Case("qwen3", layout(2, zero=3), 4),
+        Case("olmo2-1-group", layout(4, sp=True), 4, FULL),
+        Case("gpt-changed", layout(2, 2, sp=True), 4),
+        apart("gemma3", layout(2), 2),
         Case("gpt", layout(2), 2, sabotage="tensor-parallel replicas are not summed"),
         Case("gpt", layout(1, 2), 2, sabotage="tied copies are not summed"),
         Case("llama", layout(4, sp=True), 4, PAIRS),
@@ -168,6 +174,7 @@ SHORT_FUSED = with_fused(
 
 _SCHEDULES = ("1f1b", "interleaved", "zbv")
 _FAMILIES = ("gpt", "neox", "llama")
+_MODERN = ("qwen2", "qwen3", "olmo2", "olmo3", "gemma3", "gpt-changed")
 LONG = named(
     [
         Case("gpt", layout(), 1),
@@ -233,6 +240,18 @@ LONG = named(
         *(Case("gpt", layout(1, 2, schedule), 2, COMPILE) for schedule in ("1f1b", "interleaved")),
         Case("neox", layout(1, 2, "interleaved"), 2, {**COMPILE, **FULL}),
         *(Case("gpt", layout(zero=stage), 2, COMPILE) for stage in range(4)),
+        # norms of queries and keys, windows, norms after attention and MLP
+        *(Case(model, layout(2, sp=sp), 2) for model in _MODERN for sp in (False, True)),
+        *(Case(model, layout(1, 2, schedule), 2) for model in _MODERN for schedule in _SCHEDULES),
+        *(Case(model, layout(zero=stage), 2) for model in _MODERN for stage in range(4)),
+        *(
+            Case(model, layout(2, sp=True), 2, mode)
+            for model in _MODERN
+            for mode in (FULL, SELECTIVE)
+        ),
+        *(apart(model, layout(2, sp=True), 2) for model in _MODERN),
+        *(Case(model, layout(4, sp=True), 4) for model in (*_MODERN, "olmo2-1-group")),
+        *(Case(model, layout(2, 2, "zbv", sp=True), 8) for model in _MODERN),
         # four ranks: fewer key-value heads than ranks, uneven stages, HSDP, two kinds together
         *(
             Case(model, layout(4, sp=sp), 4)

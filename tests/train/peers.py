@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
+from random import Random
 from typing import Any
 
 import pytest
@@ -60,6 +61,28 @@ def _llama(**changes: Any) -> Model:
     )
 
 
+YARN = RopeScaling(
+    type="yarn", factor=4.0, original_max_position_embeddings=64, beta_fast=4.0, beta_slow=1.0
+)
+
+
+def _modern(family: str, **changes: Any) -> Model:
+    """A shape whose heads are wider than the hidden size divided by them, with a window where
+    the family has one."""
+    shape: dict[str, Any] = {
+        "num_layers": 4 if family in ("olmo3", "gemma3") else 2,
+        "hidden_size": 48,
+        "num_attention_heads": 4,
+        "num_query_groups": 2,
+        "kv_channels": 16,
+        "ffn_hidden_size": 80,
+        "seq_length": POSITIONS,
+    }
+    if family in ("olmo3", "gemma3"):
+        shape["sliding_window"] = 7
+    return Model(**{"family": family, **shape, **changes})
+
+
 CASES: dict[str, Model] = {
     "gpt": _gpt(),
     "gpt-untied": _gpt(untie_embeddings_and_output_weights=True),
@@ -88,8 +111,68 @@ CASES: dict[str, Model] = {
         untie_embeddings_and_output_weights=False,
         max_position_embeddings=72,
     ),
+    "mistral": _modern("mistral", sliding_window=5),
+    "mistral-all": _modern("mistral", rotary_base=500.0),
+    "qwen2": _modern("qwen2", kv_channels=None),
+    "qwen2-tied": _modern(
+        "qwen2", num_query_groups=1, untie_embeddings_and_output_weights=False, kv_channels=8
+    ),
+    "qwen3": _modern("qwen3"),
+    "qwen3-tied": _modern(
+        "qwen3", num_query_groups=4, untie_embeddings_and_output_weights=False, kv_channels=6
+    ),
+    "qwen3-yarn": _modern("qwen3", rope_scaling=YARN, max_position_embeddings=80),
+    "olmo2": _modern("olmo2"),
+    "olmo2-1-group": _modern("olmo2", num_query_groups=1, layernorm_epsilon=1e-2),
+    "olmo3": _modern("olmo3"),
+    "olmo3-yarn": _modern("olmo3", rope_scaling=YARN, max_position_embeddings=80),
+    "gemma3": _modern("gemma3"),
+    "gemma3-4b": _modern(
+        "gemma3",
+        rope_scaling=RopeScaling(type="linear", factor=8.0),
+        query_pre_attn_scalar=24,
+        sliding_window_pattern=2,
+        num_query_groups=4,
+    ),
 }
-ONE_OF_EACH = ("gpt", "neox", "llama-3-groups")
+
+
+def random_shape(family: str, draw: Random) -> Model:
+    """A small shape of a family that rotary positions turn, with any of its keys."""
+    groups, per_group = draw.choice([1, 2, 3]), draw.choice([1, 2])
+    seq_length = draw.randint(5, 20)
+    heads = groups * per_group
+    keys: dict[str, Any] = {
+        "num_layers": draw.randint(1, 3),
+        "hidden_size": heads * draw.choice([10, 12, 24]),
+        "num_attention_heads": heads,
+        "num_query_groups": groups,
+        "ffn_hidden_size": draw.randint(10, 60),
+        "seq_length": seq_length,
+        "rotary_base": draw.choice([500.0, 1e4, 1e6]),
+        "layernorm_epsilon": draw.choice([1e-6, 1e-3]),
+        "untie_embeddings_and_output_weights": draw.choice([False, True]),
+    }
+    if draw.random() < 0.5:
+        keys["kv_channels"] = draw.choice([4, 8, 14])
+    if family in ("mistral", "olmo3", "gemma3"):
+        keys["sliding_window"] = draw.randint(2, seq_length)
+    if family in ("olmo3", "gemma3"):
+        keys["sliding_window_pattern"] = draw.randint(1, 3)
+    if family == "gemma3":
+        keys["query_pre_attn_scalar"] = draw.randint(3, 30)
+        keys["sliding_rotary_base"] = draw.choice([100.0, 1e4])
+    if draw.random() < 0.4:
+        keys["rope_scaling"] = {
+            "type": draw.choice(["linear", "yarn"]),
+            "factor": draw.choice([1.5, 8.0]),
+            "original_max_position_embeddings": 32,
+        }
+        keys["max_position_embeddings"] = 64
+    return Model.model_validate({"family": family, **keys})
+
+
+ONE_OF_EACH = ("gpt", "neox", "llama-3-groups", "qwen2", "qwen3", "olmo2", "olmo3", "gemma3")
 
 
 def random_model(
@@ -105,7 +188,7 @@ def random_model(
             if name.endswith(".bias"):
                 parameter.copy_(0.3 * noise)
             elif parameter.dim() == 1:
-                parameter.copy_(1 + 0.3 * noise)
+                parameter.copy_(1 - model.architecture.norm.offset + 0.3 * noise)
             else:
                 parameter.copy_(noise * parameter.shape[1] ** -0.5)
     return ours.to(dtype)
@@ -128,7 +211,7 @@ def documents_of(*bounds: int) -> DocumentBounds:
 def config_of(model: Model) -> Any:
     """transformers' configuration of the shape, in words that versions 4 and 5 both know."""
     transformers = pytest.importorskip("transformers")
-    shared = {
+    shared: dict[str, object] = {
         "vocab_size": VOCAB,
         "tie_word_embeddings": not model.untied,
         "use_cache": False,
@@ -160,7 +243,7 @@ def config_of(model: Model) -> Any:
         "num_attention_heads": model.num_attention_heads,
     }
     shared |= {"intermediate_size": model.ffn_width, "max_position_embeddings": model.positions}
-    theta = model.rotary_base or 10000.0
+    theta = model.theta
     if model.family == "gpt-neox":
         rotary = {"rotary_pct": model.rotary_percent or 0.25, "rotary_emb_base": theta}
         rest = {
@@ -172,29 +255,66 @@ def config_of(model: Model) -> Any:
     scaling = None
     if model.rope_scaling is not None:
         scaling = model.rope_scaling.model_dump(
-            include={"factor"} if model.rope_scaling.type == "linear" else None, exclude={"type"}
+            include={
+                "linear": {"factor"},
+                "llama3": {
+                    "factor",
+                    "low_freq_factor",
+                    "high_freq_factor",
+                    "original_max_position_embeddings",
+                },
+                "yarn": {"factor", "beta_fast", "beta_slow", "original_max_position_embeddings"},
+            }[model.rope_scaling.type]
         )
         scaling["rope_type"] = model.rope_scaling.type
     heads = {"num_key_value_heads": model.query_groups, "head_dim": model.head_size}
-    return transformers.LlamaConfig(
-        **shared,
-        **heads,
-        rope_theta=theta,
-        rope_scaling=scaling,
-        rms_norm_eps=model.layernorm_epsilon,
-    )
+    shared |= heads | {"rms_norm_eps": model.layernorm_epsilon, "pad_token_id": None}
+    shared |= {"rope_theta": theta, "rope_scaling": scaling}
+    if model.sliding_window is not None or model.family == "mistral":
+        shared["sliding_window"] = model.sliding_window
+    if model.family in ("olmo3", "gemma3"):
+        pattern = model.sliding_window_pattern or {"olmo3": 4, "gemma3": 6}[model.family]
+        shared["layer_types"] = [
+            "full_attention" if (i + 1) % pattern == 0 else "sliding_attention"
+            for i in range(model.num_layers)
+        ]
+    if model.family == "olmo3":
+        sliding = {"rope_type": "default", "rope_theta": theta}
+        full = {"rope_theta": theta, **(scaling or {"rope_type": "default"})}
+        shared["rope_parameters"] = {"full_attention": full, "sliding_attention": sliding}
+        del shared["rope_scaling"]
+    if model.family == "gemma3":
+        sliding = {"rope_type": "default", "rope_theta": model.sliding_theta}
+        full = {"rope_theta": theta, **(scaling or {"rope_type": "default"})}
+        shared["rope_parameters"] = {"full_attention": full, "sliding_attention": sliding}
+        del shared["rope_scaling"]
+        shared["query_pre_attn_scalar"] = model.query_pre_attn_scalar or model.head_size
+    return getattr(transformers, f"{THEIRS[model.family]}Config")(**shared)
+
+
+# what transformers' classes of a family begin with
+THEIRS = {
+    "llama": "Llama",
+    "mistral": "Mistral",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "olmo2": "Olmo2",
+    "olmo3": "Olmo3",
+    "gemma3": "Gemma3Text",
+}
 
 
 class WideRMSNorm(nn.Module):
     """RMSNorm (Zhang & Sennrich 2019, arXiv:1910.07467) in the input's dtype; transformers' is
     fp32 always."""
 
-    def __init__(self, replaced: Any) -> None:
+    def __init__(self, replaced: Any, offset: float) -> None:
         super().__init__()
-        self.weight, self.epsilon = replaced.weight, replaced.variance_epsilon
+        self.weight, self.offset = replaced.weight, offset
+        self.epsilon = getattr(replaced, "variance_epsilon", None) or replaced.eps
 
     def forward(self, x_BSH: Tensor) -> Tensor:
-        y_BSH: Tensor = self.weight * (
+        y_BSH: Tensor = (self.offset + self.weight) * (
             x_BSH * (x_BSH.square().mean(-1, keepdim=True) + self.epsilon).rsqrt()
         )
         return y_BSH
@@ -208,13 +328,17 @@ class WideRotary(nn.Module):
         super().__init__()
         self.model = model
 
-    def frequency(self, pair: int) -> float:
+    def frequency(self, pair: int, *, sliding: bool = False) -> float:
         """Radians a token; the stretching told in wavelengths, as Llama 3.1's authors and
         transformers do."""
-        scaling, theta = self.model.rope_scaling, self.model.rotary_base or 10000.0
+        scaling, theta = self.model.rope_scaling, self.model.theta
+        if sliding:
+            scaling, theta = None, self.model.sliding_theta
         plain: float = 1 / theta ** (2 * pair / self.model.rotary_channels)
         if scaling is None or scaling.type == "linear":
             return plain / (scaling.factor if scaling else 1)
+        if scaling.type == "yarn":
+            return self.yarn(pair, plain, scaling)
         original, wavelength = scaling.original_max_position_embeddings, 2 * math.pi / plain
         if wavelength < original / scaling.high_freq_factor:
             return plain
@@ -225,12 +349,33 @@ class WideRotary(nn.Module):
         )
         return (1 - smooth) * plain / scaling.factor + smooth * plain
 
-    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+    def yarn(self, pair: int, plain: float, scaling: RopeScaling) -> float:
+        """As the paper says it: by the turns in the original length, whole numbers of pairs."""
+        channels, theta = self.model.rotary_channels, self.model.theta
+        where = [
+            channels
+            * math.log(scaling.original_max_position_embeddings / (turns * 2 * math.pi))
+            / (2 * math.log(theta))
+            for turns in (scaling.beta_fast, scaling.beta_slow)
+        ]
+        low, high = max(0, math.floor(where[0])), min(channels - 1, math.ceil(where[1]))
+        share = min(1.0, max(0.0, (pair - low) / (high - low)))
+        return plain * (1 - share) + plain / scaling.factor * share
+
+    def forward(
+        self, x: Tensor, position_ids: Tensor, layer_type: str | None = None
+    ) -> tuple[Tensor, Tensor]:
+        sliding = layer_type == "sliding_attention"
         frequencies = torch.tensor(
-            [self.frequency(i) for i in range(self.model.rotary_channels // 2)], dtype=torch.float64
+            [self.frequency(i, sliding=sliding) for i in range(self.model.rotary_channels // 2)],
+            dtype=torch.float64,
         ).repeat(2)
         angles = position_ids[..., None].double() * frequencies
-        return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+        scaling = self.model.rope_scaling
+        factor = 1.0
+        if scaling is not None and scaling.type == "yarn" and not sliding:
+            factor = 0.1 * math.log(scaling.factor) + 1
+        return (angles.cos() * factor).to(x.dtype), (angles.sin() * factor).to(x.dtype)
 
 
 def transformers_model(model: Model, dtype: torch.dtype, *, widened: bool = False) -> Any:
@@ -240,15 +385,17 @@ def transformers_model(model: Model, dtype: torch.dtype, *, widened: bool = Fals
     kind = {
         "gpt": "GPT2LMHeadModel",
         "gpt-neox": "GPTNeoXForCausalLM",
-        "llama": "LlamaForCausalLM",
-    }[model.family]
+        "gemma3": "Gemma3ForCausalLM",
+    }.get(model.family) or f"{THEIRS[model.family]}ForCausalLM"
     theirs = getattr(transformers, kind)(config_of(model)).to(dtype).eval()
     if widened:
         for parent in list(theirs.modules()):
+            if hasattr(parent, "embed_scale"):  # an fp32 number
+                parent.embed_scale = torch.tensor(math.sqrt(model.hidden_size), dtype=dtype)
             for name, child in list(parent.named_children()):
-                if type(child).__name__ == "LlamaRMSNorm":
-                    setattr(parent, name, WideRMSNorm(child))
-                elif type(child).__name__ in ("LlamaRotaryEmbedding", "GPTNeoXRotaryEmbedding"):
+                if type(child).__name__.endswith("RMSNorm"):
+                    setattr(parent, name, WideRMSNorm(child, model.architecture.norm.offset))
+                elif type(child).__name__.endswith("RotaryEmbedding"):
                     setattr(parent, name, WideRotary(model))
     return theirs
 
@@ -271,10 +418,15 @@ NEOX_NAMES = {
 }
 LLAMA_NAMES = {
     "attention_norm": "input_layernorm",
+    "attention.q_norm": "self_attn.q_norm",
+    "attention.k_norm": "self_attn.k_norm",
     "attention.out": "self_attn.o_proj",
+    "post_attention_norm": "post_attention_layernorm",
     "mlp_norm": "post_attention_layernorm",
     "mlp.down": "mlp.down_proj",
+    "post_mlp_norm": "post_feedforward_layernorm",
 }
+GEMMA3_NAMES = LLAMA_NAMES | {"mlp_norm": "pre_feedforward_layernorm"}
 OUTSIDE = {
     "gpt": (
         "transformer",
@@ -322,7 +474,8 @@ def _in_a_layer(model: Model, name: str, kind: str, t: Tensor) -> dict[str, Tens
             f"mlp.{part}_proj.{kind}": rows
             for part, rows in zip(("gate", "up"), t.chunk(2), strict=True)
         }
-    return {f"{LLAMA_NAMES[name]}.{kind}": t}
+    names = GEMMA3_NAMES if model.family == "gemma3" else LLAMA_NAMES
+    return {f"{names[name]}.{kind}": t}
 
 
 def head_name(theirs: Any) -> str:
@@ -337,7 +490,7 @@ def head_name(theirs: Any) -> str:
 def in_their_layout(model: Model, ours: dict[str, Tensor], theirs: Any) -> dict[str, Tensor]:
     """Weights or gradients under transformers' names and in its layout: only moved, never
     summed."""
-    base, outside, layers = OUTSIDE[model.family]
+    base, outside, layers = OUTSIDE.get(model.family, OUTSIDE["llama"])
     moved: dict[str, Tensor] = {}
     for full, t in ours.items():
         name, _, kind = full.rpartition(".")
@@ -354,9 +507,9 @@ def in_their_layout(model: Model, ours: dict[str, Tensor], theirs: Any) -> dict[
     return moved
 
 
-def beside(name: str, dtype: torch.dtype) -> tuple[Model, Transformer, Any]:
+def beside(case: str | Model, dtype: torch.dtype) -> tuple[Model, Transformer, Any]:
     """A case's shape, our model and transformers' with the same random weights; widened in fp64."""
-    model = CASES[name]
+    model = CASES[case] if isinstance(case, str) else case
     ours, theirs = (
         random_model(model, dtype).eval(),
         transformers_model(model, dtype, widened=dtype == torch.float64),

@@ -89,6 +89,35 @@ MODELS = {
         **SIZES,
     ),
     "llama-1-group": Model(family="llama", num_layers=4, num_query_groups=1, **SIZES),
+    # a norm of each head; heads wider than their part of the hidden size
+    "qwen3": Model(family="qwen3", num_layers=4, num_query_groups=2, kv_channels=12, **SIZES),
+    "qwen2": Model(family="qwen2", num_layers=4, num_query_groups=1, **SIZES),
+    # norms of all heads together, which no rank has all of
+    "olmo2": Model(family="olmo2", num_layers=4, num_query_groups=2, **SIZES),
+    "olmo2-1-group": Model(family="olmo2", num_layers=4, num_query_groups=1, **SIZES),
+    # windows in layers of every stage
+    "olmo3": Model(
+        family="olmo3", num_layers=5, sliding_window=3, sliding_window_pattern=2, **SIZES
+    ),
+    "gemma3": Model(
+        family="gemma3",
+        num_layers=5,
+        num_query_groups=2,
+        sliding_window=3,
+        sliding_window_pattern=3,
+        **SIZES,
+    ),
+    "gpt-changed": Model(
+        family="gpt",
+        num_layers=5,
+        qk_norm="head",
+        norm_placement="both",
+        activation="squared_relu",
+        sliding_window=4,
+        embedding_scale=3.0,
+        query_pre_attn_scalar=5,
+        **SIZES,
+    ),
     "gpt-dropping": Model(
         family="gpt", num_layers=5, hidden_dropout=0.2, attention_dropout=0.2, **SIZES
     ),

@@ -22,7 +22,7 @@ from trainkit.engines.rank.node_setup import NodeSetup
 from trainkit.engines.rank.readers import READERS
 from trainkit.engines.rank.spec import RankSpec, RequiredModule
 from trainkit.engines.sources import is_url, source_of, source_tree
-from trainkit.jobs.schema import Job
+from trainkit.jobs.schema import Job, Model
 from trainkit.plan.arithmetic import hardware_flops_per_token_of, model_flops_per_token_of
 from trainkit.plan.rules import Rules
 from trainkit.runs.folder import RunFolder
@@ -178,6 +178,24 @@ def run_name(run: RunFolder) -> str:
     return f"{run.job_name}-{run.id}"
 
 
+def trait_problems(engine: str, model: Model, known: frozenset[str]) -> list[Problem]:
+    """What of a model an engine cannot compute, whatever its version.
+
+    Args:
+        engine: its name.
+        model: the shape.
+        known: traits that it can.
+    """
+    return [
+        Problem(
+            f"models.{model.name}: {engine} has no {key} = {value!r} (family {model.family!r})",
+            hint="engine = 'native' has it",
+        )
+        for key, value in model.traits.items()
+        if key not in known
+    ]
+
+
 class ForeignEngine(ABC):
     """An engine with a tree of its own, and with options that differ by its version.
 
@@ -197,6 +215,8 @@ class ForeignEngine(ABC):
     other_degrees: ClassVar[str] = ""
     # kinds of device that it computes on
     devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
+    # keys of [models.X] beyond those of GPT, GPT-NeoX and Llama that it can compute (Model.traits)
+    traits: ClassVar[frozenset[str]] = frozenset()
     # whether it has graphs that are compiled before training
     compiles: ClassVar[bool] = False
     # folders of its tree that are installed as wheels
@@ -296,7 +316,10 @@ class ForeignEngine(ABC):
     def problems(self, job: Job) -> list[Problem]:
         """What this version of the engine cannot do. Nothing of its options while the tree is
         still to be cloned: `command` says it then."""
-        found = [*launcher_problems(job, self.devices, compiles=self.compiles)]
+        found = [
+            *launcher_problems(job, self.devices, compiles=self.compiles),
+            *trait_problems(self.name, job.model, self.traits),
+        ]
         try:
             table = self.known_table(job)
             if table is not None:

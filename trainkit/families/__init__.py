@@ -4,8 +4,16 @@
 from __future__ import annotations
 
 from trainkit.families.contract import Family
+from trainkit.families.gemma3 import GEMMA3
 from trainkit.families.gpt import GPT
 from trainkit.families.gpt_neox import GPT_NEOX
 from trainkit.families.llama import LLAMA
+from trainkit.families.mistral import MISTRAL
+from trainkit.families.olmo import OLMO2, OLMO3
+from trainkit.families.qwen2 import QWEN2
+from trainkit.families.qwen3 import QWEN3
 
-FAMILIES: dict[str, Family] = {family.name: family for family in (GPT, GPT_NEOX, LLAMA)}
+FAMILIES: dict[str, Family] = {
+    family.name: family
+    for family in (GPT, GPT_NEOX, LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2, OLMO3, GEMMA3)
+}

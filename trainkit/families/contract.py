@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 
@@ -22,12 +22,14 @@ class Norm:
         statistics: fp32 numbers a token that forward keeps for backward.
         composed_on_cpu: torch has no fused kernel of it on the CPU, and keeps the normalized
             input there too.
+        offset: is added to the weight, which is saved without it and begins at 1 - offset.
     """
 
     kind: Literal["layer-norm", "rms-norm"]
     parameters: tuple[str, ...]
     statistics: int
     composed_on_cpu: bool = False
+    offset: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -36,15 +38,17 @@ class Feedforward:
 
     Args:
         module: our name of the projections up, which are one matrix.
-        projections: how many matrices of the MLP's width that is; 2: gate and value (SwiGLU).
+        projections: how many matrices of the MLP's width that is; 2: gate and value.
         saved_widths: so many times the MLP's width of channels a token stay for backward.
         saved_widths_fused: the same where activation and product are one kernel.
+        gelu: the activation is a form of GELU.
     """
 
     module: Literal["up", "gate_up"]
     projections: int
     saved_widths: int
     saved_widths_fused: int
+    gelu: bool = False
 
     @property
     def gated(self) -> bool:
@@ -54,10 +58,25 @@ class Feedforward:
 
 LAYER_NORM = Norm("layer-norm", ("weight", "bias"), statistics=2)
 RMS_NORM = Norm("rms-norm", ("weight",), statistics=1, composed_on_cpu=True)
-# What goes into GELU and what comes out.
-GELU_MLP = Feedforward("up", 1, saved_widths=2, saved_widths_fused=2)
-# Gate, value and product; unless it is fused also silu(gate).
-SWIGLU_MLP = Feedforward("gate_up", 2, saved_widths=4, saved_widths_fused=3)
+# Gemma 3 (arXiv:2503.19786) saves weights around 0.
+RMS_NORM_FROM_ZERO = replace(RMS_NORM, offset=1.0)
+
+Activation = Literal["gelu", "squared_relu", "swiglu", "geglu"]
+# Saved: what goes into the activation and what comes out; gated: gate, value and product, and
+# unless it is fused also the gate's activation.
+FEEDFORWARDS: dict[Activation, Feedforward] = {
+    "gelu": Feedforward("up", 1, saved_widths=2, saved_widths_fused=2, gelu=True),
+    # So et al. 2021, arXiv:2109.08668
+    "squared_relu": Feedforward("up", 1, saved_widths=2, saved_widths_fused=2),
+    "swiglu": Feedforward("gate_up", 2, saved_widths=4, saved_widths_fused=3),
+    "geglu": Feedforward("gate_up", 2, saved_widths=4, saved_widths_fused=3, gelu=True),
+}
+
+# Before a sublayer; after it, before its result is added (OLMo 2, arXiv:2501.00656); both.
+NormPlacement = Literal["before", "after", "both"]
+# Queries and keys: left as they are; every head by itself (Qwen3, arXiv:2505.09388); all heads of a
+# token together (OLMo 2).
+QueryKeyNorm = Literal["none", "head", "projection"]
 
 
 def four_times(hidden_size: int) -> int:
@@ -91,10 +110,34 @@ class RotaryKeys:
     Args:
         theta: the base of the angles.
         fraction: the part of a head's channels that turns.
+        sliding_theta: the base in layers with a window; "": the same.
+        by_layer: `rope_parameters` has one table for each kind of layer.
+        default, sliding_default: transformers' bases where nothing is said.
     """
 
     theta: str
     fraction: str
+    sliding_theta: str = ""
+    by_layer: bool = False
+    default: float = 10000.0
+    sliding_default: float = 10000.0
+
+
+@dataclass(frozen=True)
+class WindowKeys:
+    """How config.json says which layers have a window: `sliding_window` is its size.
+
+    Args:
+        default: the size where it is absent.
+        by_layer: `layer_types` names the kind of every layer; where it is absent, `switched` or
+            the family's pattern decides. Else all layers have the window.
+        switched: there is none unless `use_sliding_window`, and then from layer
+            `max_window_layers` on.
+    """
+
+    default: int
+    by_layer: bool = True
+    switched: bool = False
 
 
 @dataclass(frozen=True)
@@ -117,6 +160,7 @@ class HuggingFace:
         rotary: keys of rotary positions; None: positions are learned.
         conv1d: projections are stored (in, out).
         by_head: q, k and v of one head lie together.
+        windows: keys of windows; None: every layer sees all.
     """
 
     model_type: str
@@ -131,6 +175,7 @@ class HuggingFace:
     rotary: RotaryKeys | None = None
     conv1d: bool = False
     by_head: bool = False
+    windows: WindowKeys | None = None
 
 
 @dataclass(frozen=True)
@@ -142,28 +187,44 @@ class Family:
     Args:
         name: in jobs.toml.
         norm: before attention, before the MLP and after the last block.
-        mlp: of a block.
+        activation: of the MLP.
         bias: projections have biases; the head never has one.
         learned_positions: positions have an embedding; else they are rotary.
         rotary_percent: default part of a head's channels that turns with the position.
         parallel_residual: attention and MLP read the same residual stream unless a job says
             otherwise.
         untied: the head has a weight of its own unless a job says otherwise.
-        gelu: the usual form of GELU; None: the MLP has another activation.
+        gelu: the usual form of GELU.
         ffn_width: the MLP's default width for a hidden size.
         settings: keys of [models.X] that not every family has.
         hugging_face: the same model in transformers.
+        rotary_base: theta of rotary positions unless a job says otherwise.
+        qkv_bias: queries, keys and values have biases whatever `bias` says.
+        norm_placement, query_key_norm: the usual ones.
+        sliding_window_pattern: of so many layers the last sees all, where there is a window; 0:
+            none does.
+        sliding_rotary_base: theta in layers with a window; None: that of the others.
+        stretches_windows: rope_scaling is for layers with a window, too.
+        embedding_scale: what embeddings are multiplied with, of the hidden size; None: nothing.
     """
 
     name: str
     norm: Norm
-    mlp: Feedforward
+    activation: Activation
     bias: bool
     learned_positions: bool
     rotary_percent: float
     parallel_residual: bool
     untied: bool
-    gelu: Literal["tanh", "exact"] | None
+    gelu: Literal["tanh", "exact"]
     ffn_width: Callable[[int], int]
     settings: frozenset[str]
     hugging_face: HuggingFace
+    rotary_base: float = 10000.0
+    qkv_bias: bool = False
+    norm_placement: NormPlacement = "before"
+    query_key_norm: QueryKeyNorm = "none"
+    sliding_window_pattern: int = 0
+    sliding_rotary_base: float | None = None
+    stretches_windows: bool = True
+    embedding_scale: Callable[[int], float] | None = None

@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 
 from trainkit.families.contract import (
-    GELU_MLP,
     LAYER_NORM,
     ConfigKey,
     Family,
@@ -21,7 +20,7 @@ from trainkit.families.contract import (
 GPT = Family(
     name="gpt",
     norm=LAYER_NORM,
-    mlp=GELU_MLP,
+    activation="gelu",
     bias=True,
     learned_positions=True,
     rotary_percent=0.0,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 
 from trainkit.families.contract import (
-    GELU_MLP,
     LAYER_NORM,
     ConfigKey,
     Family,
@@ -21,7 +20,7 @@ from trainkit.families.contract import (
 GPT_NEOX = Family(
     name="gpt-neox",
     norm=LAYER_NORM,
-    mlp=GELU_MLP,
+    activation="gelu",
     bias=True,
     learned_positions=False,
     rotary_percent=0.25,
@@ -29,7 +28,16 @@ GPT_NEOX = Family(
     untied=True,
     gelu="exact",
     ffn_width=four_times,
-    settings=frozenset({"rotary_percent", "rotary_base", "gpt_j_residual", "gpt_j_tied", "gelu"}),
+    settings=frozenset(
+        {
+            "rotary_percent",
+            "rotary_base",
+            "sliding_rotary_base",
+            "gpt_j_residual",
+            "gpt_j_tied",
+            "gelu",
+        }
+    ),
     hugging_face=HuggingFace(
         model_type="gpt_neox",
         architecture="GPTNeoXForCausalLM",

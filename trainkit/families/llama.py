@@ -11,7 +11,6 @@ from collections.abc import Mapping
 
 from trainkit.families.contract import (
     RMS_NORM,
-    SWIGLU_MLP,
     ConfigKey,
     Family,
     HuggingFace,
@@ -25,22 +24,74 @@ def _ffn_width(hidden_size: int) -> int:
     return max(64, 8 * hidden_size // 3 // 64 * 64)
 
 
-def _head_dim(config: Mapping[str, int]) -> int:
-    return config.get("hidden_size", 4096) // config.get("num_attention_heads", 32)
+def shape_keys(
+    *,
+    layers: int = 32,
+    hidden: int = 4096,
+    heads: int = 32,
+    groups: int | None = None,
+    head_dim: int | None = None,
+    width: int = 11008,
+    epsilon: float = 1e-6,
+    tied: bool = False,
+) -> tuple[ConfigKey, ...]:
+    """The keys of config.json that say a shape, as Llama and its descendants name them, with
+    transformers' values where one is absent.
+
+    Args:
+        groups: None: as many as heads.
+        head_dim: None: the hidden size over the heads.
+        layers, hidden, heads, width, epsilon, tied: of the keys below.
+    """
+
+    def all_heads(config: Mapping[str, int]) -> int:
+        return config.get("num_attention_heads", heads)
+
+    def divided(config: Mapping[str, int]) -> int:
+        return config.get("hidden_size", hidden) // all_heads(config)
+
+    return (
+        ConfigKey("num_hidden_layers", "num_layers", layers, "num_layers"),
+        ConfigKey("hidden_size", "hidden_size", hidden, "hidden_size"),
+        ConfigKey("num_attention_heads", "num_attention_heads", heads, "num_attention_heads"),
+        ConfigKey(
+            "num_key_value_heads",
+            "query_groups",
+            groups,
+            "num_query_groups",
+            derived=all_heads if groups is None else None,
+        ),
+        ConfigKey(
+            "head_dim",
+            "head_size",
+            head_dim,
+            "kv_channels",
+            derived=divided if head_dim is None else None,
+        ),
+        ConfigKey("intermediate_size", "ffn_width", width, "ffn_hidden_size"),
+        ConfigKey("rms_norm_eps", "layernorm_epsilon", epsilon, "layernorm_epsilon"),
+        ConfigKey("tie_word_embeddings", "tied", tied, "untie_embeddings_and_output_weights"),
+    )
+
+
+# what families of rotary positions and grouped queries can say
+ROTARY_SETTINGS = frozenset(
+    {"num_query_groups", "rotary_base", "rope_scaling", "sliding_rotary_base"}
+)
 
 
 LLAMA = Family(
     name="llama",
     norm=RMS_NORM,
-    mlp=SWIGLU_MLP,
+    activation="swiglu",
     bias=False,
     learned_positions=False,
     rotary_percent=1.0,
     parallel_residual=False,
     untied=True,
-    gelu=None,
+    gelu="tanh",
     ffn_width=_ffn_width,
-    settings=frozenset({"num_query_groups", "rotary_base", "rope_scaling"}),
+    settings=ROTARY_SETTINGS,
     hugging_face=HuggingFace(
         model_type="llama",
         architecture="LlamaForCausalLM",
@@ -61,20 +112,8 @@ LLAMA = Family(
         },
         buffers=re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"),
         keys=(
-            ConfigKey("num_hidden_layers", "num_layers", 32, "num_layers"),
-            ConfigKey("hidden_size", "hidden_size", 4096, "hidden_size"),
-            ConfigKey("num_attention_heads", "num_attention_heads", 32, "num_attention_heads"),
-            ConfigKey(
-                "num_key_value_heads",
-                "query_groups",
-                setting="num_query_groups",
-                derived=lambda config: config.get("num_attention_heads", 32),
-            ),
-            ConfigKey("head_dim", "head_size", setting="kv_channels", derived=_head_dim),
-            ConfigKey("intermediate_size", "ffn_width", 11008, "ffn_hidden_size"),
+            *shape_keys(),
             ConfigKey("hidden_act", default="silu"),
-            ConfigKey("rms_norm_eps", "layernorm_epsilon", 1e-6, "layernorm_epsilon"),
-            ConfigKey("tie_word_embeddings", "tied", False, "untie_embeddings_and_output_weights"),
             ConfigKey("attention_bias", default=False),
             ConfigKey("mlp_bias", default=False),
         ),

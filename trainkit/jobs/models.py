@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 from pydantic import Field, model_validator
 
 from trainkit.families import FAMILIES
-from trainkit.families.contract import Family
+from trainkit.families.contract import (
+    FEEDFORWARDS,
+    Activation,
+    Family,
+    Feedforward,
+    NormPlacement,
+    QueryKeyNorm,
+)
 from trainkit.jobs.table import NAME, Table, wrong
 
 
@@ -21,9 +29,10 @@ class RopeScaling(Table):
     """How rotary positions are stretched beyond the length a model was first trained on. Keys
     are Hugging Face's."""
 
-    type: Literal["linear", "llama3"] = Field(
+    type: Literal["linear", "llama3", "yarn"] = Field(
         description=(
-            "linear: every position divided by factor; llama3: only low frequencies (Llama 3.1)"
+            "linear: every position divided by factor; llama3, yarn: only low frequencies, as in"
+            " Llama 3.1 or by Peng et al. 2023"
         )
     )
     factor: float = Field(gt=1, description="how many times longer")
@@ -42,7 +51,18 @@ class RopeScaling(Table):
         ),
     )
     original_max_position_embeddings: int = Field(
-        8192, ge=1, description="llama3: the length before stretching"
+        8192, ge=1, description="llama3, yarn: the length before stretching"
+    )
+    beta_fast: float = Field(
+        32.0, gt=0, description="yarn: channels that turn more often in that length stay"
+    )
+    beta_slow: float = Field(
+        1.0, gt=0, description="yarn: channels that turn less often in that length are divided"
+    )
+    attention_factor: float | None = Field(
+        None,
+        gt=0,
+        description="yarn: cosines and sines are multiplied by it; by default 0.1 ln(factor) + 1",
     )
 
     @model_validator(mode="after")
@@ -53,7 +73,19 @@ class RopeScaling(Table):
                 f"high_freq_factor {self.high_freq_factor} is not above low_freq_factor"
                 f" {self.low_freq_factor}",
             )
+        if self.beta_fast <= self.beta_slow:
+            raise wrong(
+                "beta_fast", f"beta_fast {self.beta_fast} is not above beta_slow {self.beta_slow}"
+            )
         return self
+
+    @property
+    def amplitude(self) -> float:
+        """What cosines and sines are multiplied with. YaRN: Peng et al. 2023, arXiv:2309.00071,
+        section 3.4."""
+        if self.type != "yarn":
+            return 1.0
+        return self.attention_factor or 0.1 * math.log(self.factor) + 1
 
 
 InitMethod = Literal["normal", "scaled", "small_init", "wang_init"]
@@ -64,12 +96,10 @@ class Model(Table):
     below give."""
 
     name: str = Field("", pattern=NAME, description="the table's name, filled in")
-    family: Literal["gpt", "gpt-neox", "llama"] = Field(
-        "gpt",
-        description=(
-            "gpt: learned positions, tied; gpt-neox: rotary, parallel residual; llama: RMSNorm,"
-            " SwiGLU, grouped queries"
-        ),
+    family: Literal[
+        "gpt", "gpt-neox", "llama", "mistral", "qwen2", "qwen3", "olmo2", "olmo3", "gemma3"
+    ] = Field(
+        "gpt", description="gives the usual value of what is left out; docs/models.md compares them"
     )
     num_layers: int = Field(ge=1, le=10_000, description="transformer blocks")
     hidden_size: int = Field(ge=1, description="width of the residual stream")
@@ -77,7 +107,7 @@ class Model(Table):
         ge=1, description="attention heads; must divide hidden_size unless kv_channels is given"
     )
     num_query_groups: int | None = Field(
-        None, ge=1, description="heads of keys and values (llama); by default num_attention_heads"
+        None, ge=1, description="heads of keys and values; by default num_attention_heads"
     )
     kv_channels: int | None = Field(
         None, ge=1, description="channels of a head; by default hidden_size / num_attention_heads"
@@ -86,7 +116,7 @@ class Model(Table):
         None,
         ge=1,
         description=(
-            "width of the MLP; by default 4 * hidden_size, llama: two thirds of it in steps of 64"
+            "width of the MLP; by default 4 * hidden_size, gated: two thirds of it in steps of 64"
         ),
     )
     seq_length: int = Field(ge=1, description="tokens of one sample")
@@ -109,7 +139,7 @@ class Model(Table):
         ),
     )
     untie_embeddings_and_output_weights: bool | None = Field(
-        None, description="a head of its own; by default false for gpt, true for the others"
+        None, description="a head of its own; by default false for gpt and gemma3, else true"
     )
     rotary_percent: float | None = Field(
         None,
@@ -118,10 +148,64 @@ class Model(Table):
         description="part of a head's channels that is rotated (gpt-neox); by default 0.25",
     )
     rotary_base: float | None = Field(
-        None, gt=1, description="theta of rotary positions; by default 10000"
+        None, gt=1, description="theta of rotary positions; by default the family's"
     )
     rope_scaling: RopeScaling | None = Field(
-        None, description="stretching of rotary positions (llama)"
+        None,
+        description=(
+            "stretching of rotary positions; olmo3 and gemma3 have it in layers without a window"
+        ),
+    )
+    sliding_window: int | None = Field(
+        None,
+        ge=1,
+        description="a token sees so many tokens, itself among them, in layers with a window",
+    )
+    sliding_window_pattern: int | None = Field(
+        None,
+        ge=0,
+        description=(
+            "of so many layers the last has no window; 0: all have it; by default 4 for olmo3, 6"
+            " for gemma3, else 0"
+        ),
+    )
+    sliding_rotary_base: float | None = Field(
+        None,
+        gt=1,
+        description="theta in layers with a window; by default 10000 for gemma3, else rotary_base",
+    )
+    qk_norm: QueryKeyNorm | None = Field(
+        None,
+        description=(
+            "RMSNorm of queries and keys before they turn: of each head, or of the whole"
+            " projection; by default head for qwen3 and gemma3, projection for olmo2 and olmo3"
+        ),
+    )
+    query_pre_attn_scalar: int | None = Field(
+        None,
+        ge=1,
+        description="scores are divided by its square root; by default the channels of a head",
+    )
+    norm_placement: NormPlacement | None = Field(
+        None,
+        description=(
+            "before attention and MLP, after them (olmo2, olmo3), or both (gemma3); by default"
+            " before"
+        ),
+    )
+    add_qkv_bias: bool | None = Field(
+        None, description="biases of queries, keys and values alone; by default true for qwen2"
+    )
+    embedding_scale: float | None = Field(
+        None,
+        gt=0,
+        description="embeddings are multiplied by it; by default sqrt(hidden_size) for gemma3",
+    )
+    activation: Activation | None = Field(
+        None,
+        description=(
+            "of the MLP; by default gelu for gpt and gpt-neox, geglu for gemma3, else swiglu"
+        ),
     )
     gpt_j_residual: bool | None = Field(
         None, description="attention and MLP side by side (gpt-neox); by default true"
@@ -132,7 +216,7 @@ class Model(Table):
     gelu: Literal["tanh", "exact"] | None = Field(
         None,
         description=(
-            "form of GELU; by default tanh for gpt, exact for gpt-neox (20B was trained with tanh)"
+            "form of GELU; by default exact for gpt-neox (20B was trained with tanh), else tanh"
         ),
     )
     attention_dropout: float = Field(0.0, ge=0, lt=1, description="dropout of attention weights")
@@ -186,6 +270,7 @@ class Model(Table):
                 raise wrong(
                     key, f"{key} is for family {' and '.join(families)}, not {self.family!r}"
                 )
+        self._refuse_alone()
         if self.gpt_j_tied and not self.parallel_residual:
             raise wrong(
                 "gpt_j_tied",
@@ -200,6 +285,30 @@ class Model(Table):
                 " positions turn pairs of channels",
             )
         return self
+
+    def _refuse_alone(self) -> None:
+        """Keys that say nothing, or nothing good, without another."""
+        if self.architecture.sliding_window_pattern and self.sliding_window is None:
+            raise wrong(
+                "family", f"family {self.family!r} has layers with a window: set sliding_window"
+            )
+        for key in ("sliding_window_pattern", "sliding_rotary_base"):
+            if getattr(self, key) is not None and self.sliding_window is None:
+                raise wrong(key, f"{key} without sliding_window: no layer has a window")
+        if self.sliding_window is not None and self.sliding_window > self.seq_length:
+            raise wrong(
+                "sliding_window",
+                f"sliding_window {self.sliding_window} is longer than seq_length"
+                f" {self.seq_length}: no layer would hide anything",
+            )
+        if self.gelu is not None and not self.mlp.gelu:
+            raise wrong("gelu", f"the MLP's activation is {self.activation or 'another'}, not GELU")
+        if self.parallel_residual and self.placement != "before":
+            raise wrong(
+                "norm_placement",
+                f"norm_placement {self.placement!r} with gpt_j_residual: side by side, both"
+                " read what one norm before them made",
+            )
 
     @property
     def architecture(self) -> Family:
@@ -222,9 +331,128 @@ class Model(Table):
         return self.ffn_hidden_size or self.architecture.ffn_width(self.hidden_size)
 
     @property
+    def mlp(self) -> Feedforward:
+        """Projections and activation of the MLP."""
+        return FEEDFORWARDS[self.activation or self.architecture.activation]
+
+    @property
     def gelu_form(self) -> Literal["tanh", "exact"] | None:
         """Form of GELU; None where the MLP has another activation."""
-        return self.gelu or self.architecture.gelu
+        return self.gelu or self.architecture.gelu if self.mlp.gelu else None
+
+    @property
+    def qkv_bias(self) -> bool:
+        """Whether queries, keys and values have biases."""
+        if self.add_qkv_bias is None:
+            return self.architecture.bias or self.architecture.qkv_bias
+        return self.architecture.bias or self.add_qkv_bias
+
+    @property
+    def traits(self) -> dict[str, object]:
+        """What a block of GPT-2, GPT-NeoX or Llama has not, by the keys that say it."""
+        found: dict[str, object] = {
+            "qk_norm": self.query_key_norm,
+            "norm_placement": self.placement,
+            "add_qkv_bias": self.qkv_bias and not self.architecture.bias,
+            "sliding_window": self.sliding_window,
+            "embedding_scale": self.embedding_factor,
+            "query_pre_attn_scalar": self.query_scalar,
+            "activation": self.activation or self.architecture.activation,
+            "norm_offset": self.architecture.norm.offset,
+        }
+        plain: dict[str, object] = {
+            "qk_norm": "none",
+            "norm_placement": "before",
+            "add_qkv_bias": False,
+            "sliding_window": None,
+            "embedding_scale": 1.0,
+            "query_pre_attn_scalar": self.head_size,
+            "activation": "swiglu" if self.mlp.gated else "gelu",
+            "norm_offset": 0.0,
+        }
+        return {key: value for key, value in found.items() if value != plain[key]}
+
+    @property
+    def departures(self) -> dict[str, object]:
+        """Traits, and an activation, that are not its family's."""
+        own = {key: None for key in (*self.traits, "activation") if key in type(self).model_fields}
+        usual = self.model_copy(update=own)
+        found = {key: value for key, value in self.traits.items() if usual.traits.get(key) != value}
+        if self.activation not in (None, self.architecture.activation):
+            found["activation"] = self.activation
+        return found
+
+    @property
+    def placement(self) -> NormPlacement:
+        """Where the norms of a block are."""
+        return self.norm_placement or self.architecture.norm_placement
+
+    @property
+    def norms(self) -> tuple[str, ...]:
+        """The norms of a block over the residual stream's channels, by their names in the model:
+        attention and MLP share one under gpt_j_tied."""
+        if self.gpt_j_tied:
+            return ("attention_norm",)
+        before = ("attention_norm", "mlp_norm")
+        after = ("post_attention_norm", "post_mlp_norm")
+        return {"before": before, "after": after, "both": before + after}[self.placement]
+
+    @property
+    def query_key_norm(self) -> QueryKeyNorm:
+        """Norm of queries and keys."""
+        return self.qk_norm or self.architecture.query_key_norm
+
+    def slides(self, layer: int) -> bool:
+        """Whether a layer, counted from 0, has a window."""
+        if self.sliding_window is None:
+            return False
+        every = self.sliding_window_pattern
+        if every is None:
+            every = self.architecture.sliding_window_pattern
+        return every == 0 or (layer + 1) % every != 0
+
+    def window(self, layer: int) -> int:
+        """Tokens that a token of a layer sees, itself among them; 0: all before it."""
+        return self.sliding_window or 0 if self.slides(layer) else 0
+
+    @property
+    def sliding_layers(self) -> int:
+        """Layers with a window."""
+        return sum(map(self.slides, range(self.num_layers)))
+
+    @property
+    def theta(self) -> float:
+        """Base of rotary positions, in layers without a window."""
+        return self.rotary_base or self.architecture.rotary_base
+
+    @property
+    def sliding_theta(self) -> float:
+        """Base of rotary positions in layers with a window."""
+        return self.sliding_rotary_base or self.architecture.sliding_rotary_base or self.theta
+
+    def stretching(self, sliding: bool) -> RopeScaling | None:
+        """How rotary positions are stretched in layers without a window, or (`sliding`) with."""
+        if sliding and not self.architecture.stretches_windows:
+            return None
+        return self.rope_scaling
+
+    @property
+    def query_scalar(self) -> int:
+        """The number by whose square root scores are divided."""
+        return self.query_pre_attn_scalar or self.head_size
+
+    @property
+    def score_scale(self) -> float | None:
+        """What products of queries and keys are multiplied with; None: 1 / sqrt(head size)."""
+        if self.query_pre_attn_scalar is None:
+            return None
+        return float(self.query_pre_attn_scalar**-0.5)
+
+    @property
+    def embedding_factor(self) -> float:
+        """What embeddings are multiplied with."""
+        scale = self.architecture.embedding_scale
+        return self.embedding_scale or (scale(self.hidden_size) if scale else 1.0)
 
     @property
     def positions(self) -> int:

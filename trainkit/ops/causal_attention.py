@@ -1,6 +1,6 @@
-"""Causal attention over whole samples: torch's, or on CPUs that multiply bf16 our own, whose scores
-never leave the cache and whose products, softmax and sums are fp32 (Dao et al. 2022,
-arXiv:2205.14135).
+"""Causal attention over whole samples, or a window of them: torch's, or on CPUs that multiply bf16
+our own, whose scores never leave the cache and whose products, softmax and sums are fp32 (Dao et
+al. 2022, arXiv:2205.14135).
 
 Shapes: B samples, S tokens, A heads, G heads of keys and values (A is a multiple of G), D channels
 of a head.
@@ -8,9 +8,8 @@ of a head.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -18,14 +17,83 @@ from torch import Tensor
 
 from trainkit.ops.library import declare, differentiate
 
-CausalAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
+# queries of a block at least: below it the kernels' own overhead decides
+SMALLEST_BLOCK = 64
 
 
-def reference(q_BASD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor) -> Tensor:
-    """softmax(q k^T / sqrt(D)) v, where a token sees the tokens up to itself."""
+class CausalAttention(Protocol):
+    """What computes it; see `reference`."""
+
+    def __call__(
+        self,
+        q_BASD: Tensor,
+        k_BGSD: Tensor,
+        v_BGSD: Tensor,
+        scale: float | None = None,
+        window: int = 0,
+    ) -> Tensor: ...
+
+
+def reference(
+    q_BASD: Tensor,
+    k_BGSD: Tensor,
+    v_BGSD: Tensor,
+    scale: float | None = None,
+    window: int = 0,
+) -> Tensor:
+    """softmax(scale q k^T) v, where a token sees the tokens up to itself: (B, A, S, D).
+
+    Args:
+        q_BASD, k_BGSD, v_BGSD: queries, keys, values.
+        scale: None: 1 / sqrt(D).
+        window: so many tokens, itself among them; 0: all before it.
+    """
+    if 0 < window < q_BASD.shape[2]:
+        return _windowed(q_BASD, k_BGSD, v_BGSD, scale, window)
     return F.scaled_dot_product_attention(
-        q_BASD, k_BGSD, v_BGSD, is_causal=True, enable_gqa=q_BASD.shape[1] != k_BGSD.shape[1]
+        q_BASD,
+        k_BGSD,
+        v_BGSD,
+        is_causal=True,
+        scale=scale,
+        enable_gqa=q_BASD.shape[1] != k_BGSD.shape[1],
     )
+
+
+def _windowed(
+    q_BASD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, scale: float | None, window: int
+) -> Tensor:
+    """Block of queries by block of queries, each with the keys that any of its queries sees: of
+    window + block - 1 scores a token all but block - 1 are visible."""
+    tokens = q_BASD.shape[2]
+    block = max(SMALLEST_BLOCK, window // 4)
+    parts = []
+    for start in range(0, tokens, block):
+        stop = min(start + block, tokens)
+        first = max(0, start - window + 1)
+        seen_QK = visible(start, stop, first, stop, window, q_BASD.device)
+        parts.append(
+            F.scaled_dot_product_attention(
+                q_BASD[:, :, start:stop],
+                k_BGSD[:, :, first:stop],
+                v_BGSD[:, :, first:stop],
+                attn_mask=seen_QK,
+                scale=scale,
+                enable_gqa=q_BASD.shape[1] != k_BGSD.shape[1],
+            )
+        )
+    return torch.cat(parts, dim=2)
+
+
+def visible(
+    start: int, stop: int, first: int, last: int, window: int, device: torch.device
+) -> Tensor:
+    """Which of the keys [first, last) each of the queries [start, stop) sees, (Q, K) booleans:
+    those up to itself, with a window the last so many of them."""
+    queries_Q1 = torch.arange(start, stop, device=device)[:, None]
+    keys_K = torch.arange(first, last, device=device)
+    seen_QK = keys_K <= queries_Q1
+    return seen_QK & (keys_K > queries_Q1 - window) if window else seen_QK
 
 
 def _by_tokens(x_BASD: Tensor) -> Tensor:
@@ -74,19 +142,26 @@ def runs_here() -> bool:
     return _asked()
 
 
-def fused(q_BASD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor) -> Tensor:
+def fused(
+    q_BASD: Tensor,
+    k_BGSD: Tensor,
+    v_BGSD: Tensor,
+    scale: float | None = None,
+    window: int = 0,
+) -> Tensor:
     """`reference`, by our own kernel for what it is made for: bf16 on a CPU that multiplies it,
-    heads of a multiple of 16 channels that lie one after another. torch's flash kernels do the
-    rest."""
+    heads of a multiple of 16 channels that lie one after another, no window. torch's flash
+    kernels do the rest."""
     channels = q_BASD.shape[-1]
     ours = (
         q_BASD.device.type == "cpu"
         and q_BASD.dtype == torch.bfloat16
         and channels > 0
+        and not 0 < window < q_BASD.shape[2]
         and channels % 16 == 0
         and all(x.stride(-1) == 1 for x in (q_BASD, k_BGSD, v_BGSD))
     )
     if not (ours and runs_here()):
-        return reference(q_BASD, k_BGSD, v_BGSD)
-    y: Tensor = forward(q_BASD, k_BGSD, v_BGSD, channels**-0.5)[0]
+        return reference(q_BASD, k_BGSD, v_BGSD, scale, window)
+    y: Tensor = forward(q_BASD, k_BGSD, v_BGSD, channels**-0.5 if scale is None else scale)[0]
     return y

@@ -18,8 +18,8 @@ from trainkit.ops.traffic import NormTraffic
 
 
 def reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x**2) + eps) * weight."""
-    return F.rms_norm(x, weight.shape, weight, eps)
+    """x / sqrt(mean(x**2) + eps) * weight; the weight may be wider than x."""
+    return F.rms_norm(x.to(weight.dtype), weight.shape, weight, eps).to(x.dtype)
 
 
 def add_reference(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trainkit.jobs.schema import Job
-from trainkit.plan.arithmetic import norms_of
 from trainkit.plan.layout import Layout
 from trainkit.plan.rules import Rules
 
@@ -98,13 +97,15 @@ def _key_heads(job: Job) -> int:
 
 def _attention(job: Job, rules: Rules) -> float:
     """Bytes of queries, keys and values, the result and what rotary positions add: 2Q + 2K,
-    turned queries and keys beside the projection that values keep alive. A fused rotation takes
-    values out of the projection too, which is freed."""
+    turned queries and keys beside the projection that values, or norms of queries and keys, keep
+    alive. A fused rotation takes values out of the projection too, which is freed."""
     model = job.model
     q = model.num_attention_heads * model.head_size
     k = _key_heads(job) * model.head_size
-    turned = q + k if model.rotary_channels and not _fused(job, rules) else 0
-    return width(job) * (2 * q + 2 * k + turned)
+    normed = model.query_key_norm != "none"
+    turned = q + k if normed or (model.rotary_channels and not _fused(job, rules)) else 0
+    own = (q + k) * _norm_width(job, rules) if normed else 0
+    return width(job) * (2 * q + 2 * k + turned) + own
 
 
 def _scores(job: Job, rules: Rules) -> float:
@@ -130,7 +131,7 @@ def _unfused(job: Job, rules: Rules) -> bool:
 def _mlp(job: Job, rules: Rules) -> int:
     """Channels of the MLP: what goes into GELU and what comes out; SwiGLU keeps gate, value and
     product, and unless it is fused silu(gate)."""
-    mlp = job.model.architecture.mlp
+    mlp = job.model.mlp
     if rules.states is None and not _fused(job, rules):
         return mlp.saved_widths * job.model.ffn_width
     return mlp.saved_widths_fused * job.model.ffn_width
@@ -151,20 +152,22 @@ def block_bytes(job: Job, rules: Rules, mode: str) -> PerToken:
     k = _key_heads(job) * model.head_size
     f = model.ffn_width
     if mode == "selective" and rules.states is None:
-        up = model.architecture.mlp.projections * f
+        up = model.mlp.projections * f
         if _unfused(job, rules):
             scores = w * model.num_attention_heads * model.seq_length
         else:
             scores = 4 * model.num_attention_heads
         parts = 2 * w * h if job.parallelism.tensor_model_parallel_size > 1 else 0
         return PerToken(whole=w * 3 * h, divided=w * (2 * q + 2 * k + up) + scores, gathered=parts)
-    norms = norms_of(model)
-    inputs = 1 if model.parallel_residual else 2
+    norms = len(model.norms)
+    read = 1 if model.gpt_j_tied else 2  # what attention and MLP read
+    # of the residual stream, or what comes out of attention and MLP: what norms read
+    inputs = norms if model.placement != "before" else 1 if model.parallel_residual else 2
     gathered = 2 * w * h if _gathers(job, rules) else 0
     masks = 2 * h * mask_width(job, rules) if model.hidden_dropout > 0 else 0
     statistics = 4 * norms * model.architecture.norm.statistics
     whole = (
-        w * h * (inputs + (0 if gathered else norms))
+        w * h * (inputs + (0 if gathered else read))
         + h * norms * _norm_width(job, rules)
         + masks
         + statistics

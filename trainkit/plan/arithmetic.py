@@ -29,26 +29,51 @@ def parameters_of(model: Model, vocab_size: int) -> int:
     family = model.architecture
     bias = int(family.bias)  # a product's bias is one more row of its matrix
     norm = len(family.norm.parameters) * h
-    up = family.mlp.projections * f
-    attention = (h + bias) * (q + 2 * k) + (q + bias) * h
+    up = model.mlp.projections * f
+    attention = (h + model.qkv_bias) * (q + 2 * k) + (q + bias) * h
     mlp = (h + bias) * up + (f + bias) * h
-    layer = attention + mlp + norms_of(model) * norm
+    layer = attention + mlp + len(model.norms) * norm + sum(head_norms(model))
     tables = 1 + model.untied
     positions = model.positions * family.learned_positions
     return model.num_layers * layer + (tables * vocab_size + positions) * h + norm
 
 
-def norms_of(model: Model) -> int:
-    """Norms of a block: attention and MLP share one under gpt_j_tied."""
-    return 1 if model.gpt_j_tied else 2
+def head_norms(model: Model) -> tuple[int, ...]:
+    """Parameters of the norms of queries and of keys; none where there are none."""
+    _, q, k, _ = _widths(model)
+    return {"none": (), "head": (model.head_size,) * 2, "projection": (q, k)}[model.query_key_norm]
 
 
-def _layer_flops(model: Model) -> int:
-    """Matmul FLOPs of one block's forward per token: 2(H(Q + 2K) + QH) + 4HF (gated: 6HF) + 2SQ.
-    Attention is causal: half of 4SQ."""
+def _attention_flops(model: Model, layer: int) -> int:
+    """Of one block's attention per token: 4Q for each token it sees. A token sees half a sample,
+    S / 2; with a window of W, W - W^2 / 2S."""
+    tokens = model.seq_length
+    window = model.window(layer) or tokens
+    return 2 * _widths(model)[1] * (2 * window * tokens - window * window) // tokens
+
+
+def attended_part(model: Model) -> float:
+    """What attention costs beside the same model without windows."""
+    layers = range(model.num_layers)
+    whole = 2 * _widths(model)[1] * model.seq_length * model.num_layers
+    return sum(_attention_flops(model, layer) for layer in layers) / whole
+
+
+def _layer_flops(model: Model, layer: int) -> int:
+    """Matmul FLOPs of one block's forward per token: 2(H(Q + 2K) + QH) + 4HF (gated: 6HF), and
+    attention's: 2SQ without a window."""
     h, q, k, f = _widths(model)
-    mlp = (model.architecture.mlp.projections + 1) * h * f
-    return 2 * (h * (q + 2 * k) + q * h + mlp) + 2 * model.seq_length * q
+    mlp = (model.mlp.projections + 1) * h * f
+    return 2 * (h * (q + 2 * k) + q * h + mlp) + _attention_flops(model, layer)
+
+
+def _total_flops(model: Model, layers: range) -> int:
+    """Forward's of several blocks. Those with a window are all alike, and so are the others."""
+    if not layers:
+        return 0
+    if model.sliding_window is None:
+        return len(layers) * _layer_flops(model, 0)
+    return sum(_layer_flops(model, layer) for layer in layers)
 
 
 def model_flops_per_token_of(model: Model, vocab_size: int) -> int:
@@ -59,14 +84,15 @@ def model_flops_per_token_of(model: Model, vocab_size: int) -> int:
     over whole samples: documents that do not see each other need less. Elementwise work, the
     padding of the vocabulary and recomputation are not counted.
     """
-    return 3 * (model.num_layers * _layer_flops(model) + 2 * model.hidden_size * vocab_size)
+    blocks = _total_flops(model, range(model.num_layers))
+    return 3 * (blocks + 2 * model.hidden_size * vocab_size)
 
 
-def recomputed_layers(model: Model, training: Training) -> int:
+def recomputed_layers(model: Model, training: Training) -> range:
     """Blocks whose forward is computed again: every n-th, from the first."""
     if training.recompute_granularity == "full":
-        return -(-model.num_layers // training.recompute_every)
-    return 0
+        return range(0, model.num_layers, training.recompute_every)
+    return range(0)
 
 
 def hardware_flops_per_token_of(
@@ -82,12 +108,14 @@ def hardware_flops_per_token_of(
     """
     model_flops = model_flops_per_token_of(model, vocab_size)
     if not native:
+        layers = range(model.num_layers)
         again = {
             "none": 0,
-            "selective": 2 * model.seq_length * _widths(model)[1],
-            "full": _layer_flops(model),
+            "selective": sum(_attention_flops(model, layer) for layer in layers),
+            "full": _total_flops(model, layers),
         }
-        return model_flops + model.num_layers * again[training.recompute_granularity]
+        return model_flops + again[training.recompute_granularity]
     down = 2 * model.hidden_size * model.ffn_width
     kept = 0 if model.hidden_dropout > 0 and not training.compile else down
-    return model_flops + recomputed_layers(model, training) * (_layer_flops(model) - kept)
+    layers = recomputed_layers(model, training)
+    return model_flops + _total_flops(model, layers) - len(layers) * kept

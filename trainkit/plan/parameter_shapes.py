@@ -17,7 +17,7 @@ from typing import Literal
 from trainkit.jobs.optimizers import Role, kept_of, role_of
 from trainkit.jobs.ranks import share_of_rank
 from trainkit.jobs.schema import Model, Training
-from trainkit.plan.arithmetic import norms_of
+from trainkit.plan.arithmetic import head_norms
 from trainkit.plan.layout import Layout
 
 
@@ -87,7 +87,7 @@ def block_unit(model: Model) -> Unit:
     q = model.num_attention_heads * model.head_size
     k = model.query_groups * model.head_size
     qkv = (q, k, k)
-    up = (f,) * model.architecture.mlp.projections
+    up = (f,) * model.mlp.projections
 
     def before(columns: int) -> Unit:
         return Weight(sum(qkv), columns, "rows", qkv, d), Weight(sum(up), columns, "rows", up)
@@ -97,7 +97,14 @@ def block_unit(model: Model) -> Unit:
     biases: Unit = ()
     if model.architecture.bias:
         biases = (*before(1), Weight(h), Weight(h))
-    return products + biases + _norm(model) * norms_of(model)
+    elif model.qkv_bias:
+        biases = before(1)[:1]
+    together = model.query_key_norm == "projection"
+    norms = (
+        Weight(width, split="rows", head=d) if together else Weight(width)
+        for width in head_norms(model)
+    )
+    return products + biases + _norm(model) * len(model.norms) + tuple(norms)
 
 
 def outer_unit(model: Model, vocab_size: int, *, first: bool, last: bool) -> Unit:

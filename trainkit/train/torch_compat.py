@@ -128,13 +128,21 @@ def scale_in_place(tensors: list[Tensor], factor: Tensor) -> None:
 
 
 def causal_varlen_attention(
-    q_NAD: Tensor, k_NGD: Tensor, v_NGD: Tensor, bounds_D: Tensor, longest: int
+    q_NAD: Tensor,
+    k_NGD: Tensor,
+    v_NGD: Tensor,
+    bounds_D: Tensor,
+    longest: int,
+    scale: float | None = None,
+    window: int = 0,
 ) -> Tensor:
-    """Causal attention within the documents between `bounds_D` (int32, CUDA): torch's
-    variable-length kernel, which knows grouped queries after 2.11 only."""
+    """Causal attention within the documents between `bounds_D` (int32, CUDA), over a window of so
+    many tokens or (0) all: torch's variable-length kernel, which knows grouped queries after 2.11
+    only."""
     from torch.nn.attention.varlen import varlen_attn
 
-    keywords: dict[str, object] = {"window_size": (-1, 0)}
+    # tokens to the left and to the right of a query, itself not counted; -1: all
+    keywords: dict[str, object] = {"window_size": (window - 1, 0), "scale": scale}
     if k_NGD.shape[1] != q_NAD.shape[1]:
         if "enable_gqa" in inspect.signature(varlen_attn).parameters:
             keywords["enable_gqa"] = True

@@ -434,12 +434,14 @@ def models(draw: st.DrawFn) -> Model:
     )
     heads = groups * per_group
     words: dict[str, Any] = (
-        {"num_query_groups": groups}
-        if family == "llama"
-        else {"gpt_j_tied": draw(st.booleans())}
+        {"gpt_j_tied": draw(st.booleans())}
         if family == "gpt-neox"
+        else {"num_query_groups": groups}
+        if family != "gpt"
         else {}
     )
+    if family in ("olmo3", "gemma3"):
+        words["sliding_window"] = 1
     if family == "gpt-neox":
         words["rotary_percent"] = 1.0
     untied = draw(st.booleans())

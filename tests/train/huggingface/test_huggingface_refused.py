@@ -131,9 +131,9 @@ class TestRefused:
             and "family = 'gpt-neox'" in problem.hint
         )
         (problem,) = check_weights(
-            change_config(copied("llama"), model_type="mistral"), CASES["llama"][0], VOCAB
+            change_config(copied("llama"), model_type="qwen3_next"), CASES["llama"][0], VOCAB
         )
-        assert "'mistral'" in problem.message and "gpt2, gpt_neox, llama" in problem.hint
+        assert "'qwen3_next'" in problem.message and "gpt2, gpt_neox, llama" in problem.hint
 
     @pytest.mark.parametrize(
         ("case", "values", "words"),
@@ -182,8 +182,51 @@ class TestRefused:
             ),
             (
                 "llama",
-                {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 300.0}},
-                "stretched by 'yarn'",
+                {"rope_scaling": {"rope_type": "longrope", "factor": 2.0, "rope_theta": 300.0}},
+                "stretched by 'longrope'",
+            ),
+            (
+                "qwen3-tied",
+                {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e6}},
+                "beta_fast = 32.0, beta_slow = 1.0, original_max_position_embeddings = 16 }",
+            ),
+            (
+                "qwen3-tied",
+                {
+                    "rope_scaling": {
+                        "rope_type": "yarn",
+                        "factor": 4.0,
+                        "beta_fast": 4.0,
+                        "rope_theta": 1e6,
+                        "truncate": False,
+                    }
+                },
+                "truncate of its rotary positions is False",
+            ),
+            (
+                "qwen3-tied",
+                {
+                    "use_sliding_window": True,
+                    "sliding_window": 8,
+                    "layer_types": None,
+                    "max_window_layers": 1,
+                },
+                "layers are 1 x all, 1 x 8 there, 2 x all for this job",
+            ),
+            ("mistral", {"sliding_window": None}, "leave models.tiny.sliding_window out"),
+            (
+                "olmo3",
+                {"layer_types": ["sliding_attention", "full_attention"] * 2},
+                "sliding_window = 5 and sliding_window_pattern = 2",
+            ),
+            ("olmo3", {"layer_types": ["chunked_attention"] * 4}, "sliding windows make no sense"),
+            ("gemma3", {"query_pre_attn_scalar": 12}, "models.tiny.query_pre_attn_scalar = 12"),
+            ("gemma3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0 there"),
+            ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention is"),
+            (
+                "qwen2",
+                {"rope_parameters": {"rope_theta": 1e6}},
+                "models.tiny.rotary_base = 1000000",
             ),
             (
                 "llama",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,13 +23,17 @@ from tests.train.peers import (
     random_tokens,
     transformers_model,
 )
+from trainkit.jobs.load import load
 from trainkit.jobs.schema import Model
 from trainkit.ops.causal_attention import CausalAttention
+from trainkit.plan.arithmetic import parameters_of
 from trainkit.train.model import attention
 from trainkit.train.model import head_loss as loss
 from trainkit.train.model.attention import KeyValueCache
 from trainkit.train.model.head_loss import Labels, Losses
 from trainkit.train.model.transformer import Block, Transformer, build_on_meta
+
+CHECKOUT = Path(__file__).resolve().parents[3]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -123,6 +128,29 @@ def test_parameters_of_published_models(shape: dict[str, Any], vocab: int, count
     assert sum(t.numel() for t in tensors) == count
 
 
+@pytest.mark.parametrize(
+    ("job", "count"),
+    [
+        ("qwen3-0-6b", 596_049_920),
+        ("qwen3-1-7b", 1_720_574_976),
+        ("qwen3-4b", 4_022_468_096),
+        ("qwen3-8b", 8_190_735_360),
+        ("qwen3-14b", 14_768_307_200),
+        ("qwen3-32b", 32_762_123_264),
+        ("olmo2-7b", 7_298_617_344),
+        ("gemma3-1b", 999_885_952),
+        ("gemma3-4b", 3_880_263_168),
+    ],
+)
+def test_parameters_of_published_jobs(job: str, count: int) -> None:
+    """Of jobs/modern.toml: the model's own, and what plan counts."""
+    model = load(CHECKOUT).resolve(job, []).job.model
+    assert model.vocab_size is not None
+    module = build_on_meta(model, model.vocab_size)
+    assert sum(t.numel() for t in module.parameters()) == count
+    assert parameters_of(model, model.vocab_size) == count
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_names_and_shapes(name: str) -> None:
     """As checkpoints, initialization and the layouts know them; vocabulary and positions
@@ -130,12 +158,18 @@ def test_names_and_shapes(name: str) -> None:
     model = CASES[name]
     h, f, kv = model.hidden_size, model.ffn_width, model.query_groups * model.head_size
     q = model.num_attention_heads * model.head_size
-    bias = model.family != "llama"
-    up = {"mlp.gate_up": (2 * f, h)} if model.family == "llama" else {"mlp.up": (f, h)}
+    bias = model.family in ("gpt", "gpt-neox")
+    up = {"mlp.up": (f, h)} if bias else {"mlp.gate_up": (2 * f, h)}
     matrices = {"attention.qkv": (q + 2 * kv, h), "attention.out": (h, q), **up, "mlp.down": (h, f)}
+    before = ["attention_norm", "mlp_norm"] if not model.family.startswith("olmo") else []
+    after = ["post_attention_norm", "post_mlp_norm"]
+    after = after if model.family in ("olmo2", "olmo3", "gemma3") else []
     norms = ["final_norm"] + [
-        f"layers.{i}.{n}" for i in range(model.num_layers) for n in ("attention_norm", "mlp_norm")
+        f"layers.{i}.{n}" for i in range(model.num_layers) for n in (*before, *after)
     ]
+    of_heads = {"olmo2": (q, kv), "olmo3": (q, kv)}.get(model.family)
+    if model.family in ("qwen3", "gemma3"):
+        of_heads = (model.head_size, model.head_size)
     expected: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (VOCAB, h)}
     expected |= {"embed_positions.weight": (model.positions, h)} if model.family == "gpt" else {}
     expected |= {"head.weight": (VOCAB, h)} if model.untied else {}
@@ -143,6 +177,10 @@ def test_names_and_shapes(name: str) -> None:
         if not (model.gpt_j_tied and "mlp_norm" in norm):
             expected |= {f"{norm}.weight": (h,)} | ({f"{norm}.bias": (h,)} if bias else {})
     for i in range(model.num_layers):
+        if model.family == "qwen2":
+            expected[f"layers.{i}.attention.qkv.bias"] = (q + 2 * kv,)
+        for name_of_norm, width in zip(("q_norm", "k_norm"), of_heads or (), strict=False):
+            expected[f"layers.{i}.attention.{name_of_norm}.weight"] = (width,)
         for matrix, shape in matrices.items():
             expected |= {f"layers.{i}.{matrix}.weight": shape} | (
                 {f"layers.{i}.{matrix}.bias": shape[:1]} if bias else {}
@@ -369,10 +407,16 @@ def test_dropout_is_for_training_only(
     rates = []
 
     def attend(
-        q: Tensor, k: Tensor, v: Tensor, documents: None, dropout: float, causal: CausalAttention
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        documents: None,
+        dropout: float,
+        causal: CausalAttention,
+        **words: Any,
     ) -> Tensor:
         rates.append(dropout)
-        return attention.attend(q, k, v, documents, dropout, causal)
+        return attention.attend(q, k, v, documents, dropout, causal, **words)
 
     monkeypatch.setattr("trainkit.train.model.transformer.attend", attend)
     module, without = dropping(family, **{kind: 0.2}), dropping(family)

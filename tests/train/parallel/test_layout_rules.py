@@ -45,11 +45,11 @@ from trainkit.train.update.step import Step
 @st.composite
 def jobs(draw: st.DrawFn) -> Job:
     """A job of the native engine on one node, of any layout that the schema takes."""
-    family = draw(st.sampled_from(["gpt", "gpt-neox", "llama"]))
+    family = draw(st.sampled_from(["gpt", "gpt-neox", "llama", "qwen3", "olmo2"]))
     heads = draw(st.sampled_from([1, 2, 3, 4, 6, 8]))
     groups = (
         draw(st.sampled_from([None, *(g for g in range(1, heads + 1) if heads % g == 0)]))
-        if family == "llama"
+        if family not in ("gpt", "gpt-neox")
         else None
     )
     sizes = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from random import Random
 from typing import Any
 
 import pytest
@@ -12,10 +13,12 @@ from torch import Tensor
 from tests.train.peers import (
     CASES,
     ONE_OF_EACH,
+    THEIRS,
     VOCAB,
     beside,
     in_their_layout,
     random_model,
+    random_shape,
     random_tokens,
 )
 from trainkit.jobs.schema import Model
@@ -24,6 +27,9 @@ from trainkit.train.model.head_loss import Labels, Losses
 from trainkit.train.model.transformer import Transformer
 
 Z_LOSS = 1e-2
+# Of the largest gradient of a random shape: smaller ones are differences of rounding, as those of
+# queries that see two tokens.
+FLOOR = 1e-2
 
 
 def labels_for(model: Model, batch: int) -> Tensor:
@@ -58,14 +64,16 @@ def their_gradients(
     return entropy.detach(), gradients
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_gradients_equal_transformers(name: str) -> None:
+def refuse_other_gradients(case: str | Model, floor: float = 0.0) -> None:
     """Of the mean loss over tokens with a label, z-loss included: each tensor within 1e-5 of its
     norm in fp32, within 1e-10 in fp64 (there with transformers' norms and rotary tables
     widened)."""
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.float64, 1e-10)):
-        model, ours, theirs = beside(name, dtype)
+        model, ours, theirs = beside(case, dtype)
         tokens_BS, labels_BS = random_tokens(2, model.positions), labels_for(model, 2)
+        with torch.no_grad():
+            logits_BSV = theirs(tokens_BS).logits
+            assert (ours(tokens_BS) - logits_BSV).norm() < tolerance * logits_BSV.norm()
         count = int((labels_BS != NO_LABEL).sum())
         entropy, expected = their_gradients(theirs, model, tokens_BS, labels_BS)
         losses, gradients = our_gradients(ours, tokens_BS, Labels(labels_BS, Z_LOSS, 1 / count))
@@ -75,8 +83,32 @@ def test_gradients_equal_transformers(name: str) -> None:
         if model.gpt_j_tied:
             moved = {n: g for n, g in moved.items() if "post_attention_layernorm" not in n}
         assert moved.keys() == expected.keys()
-        apart = {n: ((moved[n] - expected[n]).norm() / expected[n].norm()).item() for n in expected}
+        least = floor * max(g.norm().item() for g in expected.values())
+        apart = {
+            n: (moved[n] - expected[n]).norm().item() / max(g.norm().item(), least)
+            for n, g in expected.items()
+        }
         assert max(apart.values()) < tolerance, max(apart.items(), key=lambda item: item[1])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_equal_transformers(name: str) -> None:
+    refuse_other_gradients(name)
+
+
+@pytest.mark.parametrize("family", THEIRS)
+def test_gradients_of_random_shapes(family: str) -> None:
+    draw = Random(family)
+    for _ in range(4):
+        refuse_other_gradients(random_shape(family, draw), FLOOR)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", THEIRS)
+def test_gradients_of_many_random_shapes(family: str) -> None:
+    draw = Random(f"{family} again")
+    for _ in range(60):
+        refuse_other_gradients(random_shape(family, draw), FLOOR)
 
 
 @pytest.mark.parametrize("name", ONE_OF_EACH)

@@ -97,7 +97,9 @@ def plan(model: Model, names: str) -> list[EngineTensor]:
 
 def model_problems(model: Model) -> Iterator[str]:
     """What GPT-NeoX cannot be, by the key of [models.X]."""
-    if model.architecture.mlp.gated:
+    for key, value in model.traits.items():
+        yield f"{key} = {value!r} is not converted (family {model.family!r})"
+    if model.mlp.gated:
         yield f"family {model.family!r}: its gated MLP is not converted; gpt-neox and gpt are"
     if model.head_size * model.num_attention_heads != model.hidden_size:
         yield (

@@ -39,7 +39,11 @@ def model_problems(model: Model) -> Iterator[str]:
             "gpt_j_residual: Megatron-LM has no attention and MLP side by side"
             f" (family {model.family!r})"
         )
+    for key, value in model.traits.items():
+        yield f"{key} = {value!r} is not converted (family {model.family!r})"
     scaling = model.rope_scaling
+    if scaling is not None and scaling.type == "yarn":
+        yield "rope_scaling.type is 'yarn', which is not converted"
     if scaling is not None and scaling.type == "llama3":
         for key, value in LLAMA3.items():
             if getattr(scaling, key) != value:
@@ -74,14 +78,14 @@ def _shape(model: Model) -> dict[str, object]:
         "position_embedding_type": "learned_absolute" if family.learned_positions else "rope",
         "normalization": {"layer-norm": "LayerNorm", "rms-norm": "RMSNorm"}[family.norm.kind],
         "norm_epsilon": model.layernorm_epsilon,
-        "swiglu": family.mlp.gated,
+        "swiglu": model.mlp.gated,
         "untie_embeddings_and_output_weights": model.untied,
     }
     if not grouped:
         found["num_query_groups"] = 1  # the parser's value, not looked at
     if not family.learned_positions:
         found |= {
-            "rotary_base": int(model.rotary_base or 10000),
+            "rotary_base": int(model.theta),
             "rotary_percent": float(model.rotary_fraction),
             "use_rope_scaling": llama3,
         }

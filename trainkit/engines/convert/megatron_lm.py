@@ -97,7 +97,7 @@ def plan(model: Model) -> list[EngineTensor]:
 
 
 def _modules(model: Model) -> dict[str, str]:
-    unused = {"mlp.up", "mlp.gate_up"} - {f"mlp.{model.architecture.mlp.module}"}
+    unused = {"mlp.up", "mlp.gate_up"} - {f"mlp.{model.mlp.module}"}
     return {ours: theirs for ours, theirs in MODULES.items() if ours not in unused}
 
 

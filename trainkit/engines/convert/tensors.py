@@ -53,12 +53,12 @@ def block_tensors(model: Model, theirs: dict[str, str], row_bias: Split) -> list
     """
     family = model.architecture
     up: Split = "rows"
-    if family.mlp.gated:
+    if model.mlp.gated:
         up = "gated"
     splits: dict[str, tuple[Split, Split]] = {
         "attention.qkv": ("rows", "rows"),
         "attention.out": ("columns", row_bias),
-        f"mlp.{family.mlp.module}": (up, up),
+        f"mlp.{model.mlp.module}": (up, up),
         "mlp.down": ("columns", row_bias),
     }
     found = []

@@ -311,7 +311,7 @@ def _model_words(job: Job) -> Config:
     }
     if not m.architecture.learned_positions:
         words["rotary_pct"] = m.rotary_fraction
-        words["rotary_emb_base"] = int(m.rotary_base or 10000)
+        words["rotary_emb_base"] = int(m.theta)
     if m.query_groups != m.num_attention_heads:
         words["num_kv_heads"] = m.query_groups
     return words | _norm_and_mlp_words(job)
@@ -324,7 +324,7 @@ def _norm_and_mlp_words(job: Job) -> Config:
         words |= {"norm": "rmsnorm", "rms_norm_epsilon": m.layernorm_epsilon}
     else:
         words |= {"norm": "layernorm", "layernorm_epsilon": m.layernorm_epsilon}
-    if m.architecture.mlp.gated:
+    if m.mlp.gated:
         # it takes two thirds of intermediate_size for gate and value together
         # (megatron/model/transformer.py, ParallelMLP)
         words |= {"activation": "swiglu", "intermediate_size": 3 * m.ffn_width}

@@ -23,6 +23,7 @@ from trainkit.engines.gpt_neox.config import (
 from trainkit.engines.imported import ImportedJob
 from trainkit.engines.options import load_table, tables_of
 from trainkit.families import FAMILIES
+from trainkit.families.contract import FEEDFORWARDS
 from trainkit.jobs.messages import suggest
 
 
@@ -178,7 +179,7 @@ def _model(values: NeoxValues) -> dict[str, object]:
             f" '{shape[2]}'",
             hint="families: gpt, gpt-neox and llama",
         )
-    gated = FAMILIES[family].mlp.gated
+    gated = FEEDFORWARDS[FAMILIES[family].activation].gated
     width = _ffn_width(values, gated=gated)
     found: dict[str, object] = {
         "family": family,

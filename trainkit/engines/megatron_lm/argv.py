@@ -124,7 +124,7 @@ def _refuse_raw(words: MegatronWords, job: Job) -> None:
 def _put_model(words: MegatronWords, model: Model) -> None:
     words.put_said("num-layers", "hidden-size", "num-attention-heads", "seq-length")
     words.put("max-position-embeddings", model.positions, "model.max_position_embeddings")
-    gated = model.architecture.mlp.gated
+    gated = model.mlp.gated
     if gated or model.ffn_width != 4 * model.hidden_size:
         words.put("ffn-hidden-size", model.ffn_width, "model.ffn_hidden_size")
     if model.head_size * model.num_attention_heads != model.hidden_size:
@@ -141,6 +141,12 @@ def _put_model(words: MegatronWords, model: Model) -> None:
         words.put("swiglu", True, f"{family} SwiGLU")
     if not model.architecture.bias:
         words.put("disable-bias-linear", True, f"{family} lack of biases")
+    if model.qkv_bias and not model.architecture.bias:
+        words.put("add-qkv-bias", True, "model.add_qkv_bias")
+    if model.mlp.module == "up" and not model.mlp.gelu:
+        words.put("squared-relu", True, "model.activation")
+    if model.query_key_norm == "head":
+        words.put("qk-layernorm", True, "model.qk_norm")
     if model.untied:
         words.put(
             "untie-embeddings-and-output-weights",
@@ -164,7 +170,7 @@ def _put_rotary(words: MegatronWords, model: Model) -> None:
     family = f"model.family = '{model.family}': its rotary positions"
     words.put("position-embedding-type", "rope", family)
     words.put_unless_default("rotary-percent", model.rotary_fraction, "model.rotary_percent")
-    base = model.rotary_base or 10000.0
+    base = model.theta
     if base != int(base):
         words.refuse(f"model.rotary_base {base}: {words.version} takes whole numbers")
     words.put_unless_default("rotary-base", int(base), "model.rotary_base")
@@ -176,6 +182,12 @@ def _put_rotary(words: MegatronWords, model: Model) -> None:
             _put_linear_scaling(words, scaling)
         case "llama3":
             _put_llama3_scaling(words, scaling)
+        case "yarn":
+            words.refuse(
+                f"model.rope_scaling.type = 'yarn': {words.version} stretches by it in other"
+                " models",
+                "engine = 'native' has it",
+            )
         case unknown:
             assert_never(unknown)
 
@@ -212,6 +224,19 @@ def _put_llama3_scaling(words: MegatronWords, scaling: RopeScaling) -> None:
 
 
 def _refuse_shapes(words: MegatronWords, model: Model) -> None:
+    if model.query_key_norm == "projection" or (
+        model.query_key_norm == "head" and model.architecture.norm.kind != "rms-norm"
+    ):
+        words.refuse(
+            f"model.qk_norm = {model.query_key_norm!r}: {words.version} norms each head, and by"
+            " the kind of its other norms",
+            "engine = 'native' has it",
+        )
+    if model.mlp.gated and model.mlp.gelu:
+        words.refuse(
+            f"model.activation = 'geglu': {words.version} has SwiGLU alone",
+            "engine = 'native' has it",
+        )
     if model.parallel_residual:
         words.refuse(
             "model.gpt_j_residual: attention and MLP side by side is nothing that Megatron-LM has",

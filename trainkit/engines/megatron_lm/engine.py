@@ -163,6 +163,7 @@ class MegatronLm(ForeignEngine):
     name = "megatron-lm"
     rules = RULES
     entry_files = ("pretrain_gpt.py",)
+    traits = frozenset({"qk_norm", "add_qkv_bias", "activation"})
     keeps = "megatron-lm deletes none"
     # megatron/training/checkpointing.py get_checkpoint_tracker_filename
     tracker = "latest_checkpointed_iteration.txt"

@@ -328,7 +328,7 @@ def _model(job: Job, generation: NemoGeneration, places: NemoPlaces) -> Config:
 
 def _blocks(model: Model) -> Config:
     """What a family has otherwise than NeMo by itself."""
-    if not model.architecture.mlp.gated:
+    if not model.mlp.gated:
         return {}
     found = {key.removeprefix("model."): value for key, value in LLAMA_BLOCKS.items()}
     if model.rotary_base not in (None, 10000.0):

@@ -148,8 +148,9 @@ def _attention(setup: Setup, pace: Pace, fitted: dict[str, float], tokens: float
     the scores read and written by mask, softmax and dropout."""
     shape, split = setup.shape, setup.split
     size = shape.query / split.tensor
-    flops = 4 * tokens * shape.seq * size
-    scores = tokens * shape.seq * shape.heads / split.tensor
+    seen = shape.seq * shape.windows
+    flops = 4 * tokens * seen * size
+    scores = tokens * seen * shape.heads / split.tensor
     if setup.software != OLD:
         exponentials = scores / 2 / (setup.machine.cores * fitted["exponentials"])
         return flops / 2 / pace.attention + exponentials

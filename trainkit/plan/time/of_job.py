@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from trainkit.jobs.optimizers import kept_of
 from trainkit.jobs.schema import Job
+from trainkit.plan.arithmetic import attended_part
 from trainkit.plan.duration import Speed
 from trainkit.plan.layout import Layout, layout_of
 from trainkit.plan.rules import Rules
@@ -133,9 +134,10 @@ def shape_of(job: Job, vocab: int) -> Shape:
         key=model.query_groups * model.head_size,
         heads=model.num_attention_heads,
         ffn=model.ffn_width,
-        projections=model.architecture.mlp.projections,
+        projections=model.mlp.projections,
         seq=model.seq_length,
         vocab=vocab,
+        windows=attended_part(model),
     )
 
 

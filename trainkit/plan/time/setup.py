@@ -20,6 +20,8 @@ class Shape:
         vocab: padded vocabulary.
         experts: of a layer; 0: dense.
         topk: experts that a token goes to.
+        windows: part of a sample's tokens that attention of a layer is over, on average: 1 but
+            where layers have a window.
     """
 
     layers: int
@@ -33,6 +35,7 @@ class Shape:
     vocab: int
     experts: int = 0
     topk: int = 1
+    windows: float = 1.0
 
     @property
     def attention_parameters(self) -> int:

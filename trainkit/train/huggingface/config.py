@@ -1,162 +1,28 @@
 """A model's shape as config.json says it: written by `to_hf_config`, compared with a job by
 `contradictions`.
 
-The keys of each family stand in trainkit/families. Rotary positions stand in keys of their own up
-to transformers 4 (rope_theta, rope_scaling; rotary_pct, rotary_emb_base) and in `rope_parameters`
-since 5, which reads the old ones too: both are written, either is read. Imports no torch.
+The keys of each family stand in trainkit/families; those of positions and windows in positions.py.
+Imports no torch.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from trainkit.base.errors import ConfigError, Problem
 from trainkit.families import FAMILIES
-from trainkit.families.contract import ConfigKey, RotaryKeys
-from trainkit.jobs.schema import Model, RopeScaling
-
-# transformers' values where a key is absent or null
-THETA = 10000.0
-MAX_POSITIONS = 2048
-# what is said of a stretching of rotary positions besides its type
-STRETCH_KEYS: Mapping[object, tuple[str, ...]] = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": (
-        "factor",
-        "low_freq_factor",
-        "high_freq_factor",
-        "original_max_position_embeddings",
-    ),
-}
-
-
-def setting_of(model: Model, key: str) -> str:
-    """The name of a key of the job's model, to be named in a message."""
-    if model.name:
-        return f"models.{model.name}.{key}"
-    return f"model.{key}"
-
-
-def toml_value(value: object) -> str:
-    """A value as it is written in jobs.toml."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    return repr(value)
-
-
-def rotary_keys(model: Model) -> dict[str, object]:
-    """Rotary positions in the keys of transformers 4 and of 5; none where positions are learned."""
-    names = model.architecture.hugging_face.rotary
-    if names is None:
-        return {}
-    settings = model.architecture.settings
-    theta = model.rotary_base or THETA
-    keys: dict[str, object] = {"max_position_embeddings": model.positions}
-    parameters: dict[str, object] = {"rope_type": "default", "rope_theta": theta}
-    if "rotary_percent" in settings:
-        keys[names.fraction] = model.rotary_fraction
-        parameters["partial_rotary_factor"] = model.rotary_fraction
-    keys[names.theta] = theta
-    if "rope_scaling" in settings:
-        scaling = None
-        if model.rope_scaling is not None:
-            scaling = {"rope_type": model.rope_scaling.type, **_stretch(model.rope_scaling)}
-            parameters = {**scaling, "rope_theta": theta}
-        keys["rope_scaling"] = scaling
-    return {**keys, "rope_parameters": parameters}
-
-
-def _stretch(scaling: RopeScaling) -> dict[str, object]:
-    return scaling.model_dump(include=set(STRETCH_KEYS[scaling.type]))
-
-
-def position_problems(config: Mapping[str, Any], model: Model) -> Iterator[Problem]:
-    """What is wrong about rotary positions: length, theta, part and stretching."""
-    names = model.architecture.hugging_face.rotary
-    if names is None:
-        return
-    yield from _length_problems(config.get("max_position_embeddings"), model)
-    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
-        yield Problem(f"its rotary positions cannot be said in a job: {rope!r}")
-        return
-    theta = rope.get("rope_theta", config.get(names.theta, THETA))
-    here = model.rotary_base or THETA
-    if theta != here:
-        yield Problem(
-            f"theta of its rotary positions is {theta}, {here} for this job",
-            hint=f"set {setting_of(model, 'rotary_base')} = {theta}",
-        )
-    yield from _fraction_problems(rope, config, model, names)
-    yield from _stretch_problems(rope, config, model)
-
-
-def _length_problems(longest: object, model: Model) -> Iterator[Problem]:
-    if longest is None:
-        longest = MAX_POSITIONS
-    if type(longest) is not int:
-        yield Problem(f"its max_position_embeddings makes no sense: {longest!r}")
-    elif model.seq_length > longest:
-        hint = (
-            "shorten seq_length; to go beyond, copy the folder, raise max_position_embeddings in"
-            " its config.json and name the copy"
-        )
-        yield Problem(
-            f"it reads {longest} tokens (max_position_embeddings), the job's samples have"
-            f" {model.seq_length}",
-            hint=hint,
-        )
-
-
-def _fraction_problems(
-    rope: Mapping[str, Any], config: Mapping[str, Any], model: Model, names: RotaryKeys
-) -> Iterator[Problem]:
-    usual = model.architecture.rotary_percent
-    part = rope.get("partial_rotary_factor", config.get(names.fraction, usual))
-    is_number = isinstance(part, int) or (isinstance(part, float) and math.isfinite(part))
-    if is_number and int(model.head_size * part) == model.rotary_channels:
-        return
-    if "rotary_percent" in model.architecture.settings:
-        hint = f"set {setting_of(model, 'rotary_percent')} = {part}"
-    else:
-        hint = "trainkit has no such model"
-    yield Problem(
-        f"{part} of a head's channels turn there ({names.fraction}), {model.rotary_channels} of"
-        f" {model.head_size} for this job",
-        hint=hint,
-    )
-
-
-def _stretch_problems(
-    rope: Mapping[str, Any], config: Mapping[str, Any], model: Model
-) -> Iterator[Problem]:
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    stretches = "rope_scaling" in model.architecture.settings
-    if kind not in ("default", "linear", "llama3") or (kind != "default" and not stretches):
-        yield Problem(
-            f"its rotary positions are stretched by {kind!r}, which family {model.family!r} does"
-            " not have"
-        )
-        return
-    here: dict[str, object] = {"type": "default"}
-    if model.rope_scaling is not None:
-        here = {"type": model.rope_scaling.type, **_stretch(model.rope_scaling)}
-    there = {"type": kind, **{key: rope.get(key) for key in STRETCH_KEYS.get(kind, ("factor",))}}
-    if kind == "llama3" and there["original_max_position_embeddings"] is None:
-        there["original_max_position_embeddings"] = config.get("max_position_embeddings")
-    if there == here:
-        return
-    setting = setting_of(model, "rope_scaling")
-    if kind == "default":
-        hint = f"leave {setting} out"
-    else:
-        inline = ", ".join(f"{key} = {toml_value(value)}" for key, value in there.items())
-        hint = f"set {setting} = {{ {inline} }}"
-    yield Problem(f"its rotary positions are stretched as {there}, {here} for this job", hint=hint)
-
+from trainkit.families.contract import ConfigKey
+from trainkit.jobs.schema import Model
+from trainkit.train.huggingface.positions import (
+    FULL,
+    position_problems,
+    rotary_keys,
+    setting_of,
+    toml_value,
+    window_keys,
+    window_problems,
+)
 
 TORCH_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 # Names of one function: transformers, activations.py. gelu_new, gelu_fast and the like are the tanh
@@ -191,6 +57,14 @@ _NEUTRAL = """
     use_cache vocab_size
 """
 NEUTRAL = frozenset(_NEUTRAL.split())
+WINDOW_KEYS = {
+    "sliding_window",
+    "use_sliding_window",
+    "max_window_layers",
+    "layer_types",
+    "sliding_window_pattern",
+    "_sliding_window_pattern",
+}
 
 
 def to_hf_config(model: Model, vocab_size: int, dtype: str, eod: int | None) -> dict[str, object]:
@@ -214,6 +88,7 @@ def to_hf_config(model: Model, vocab_size: int, dtype: str, eod: int | None) -> 
         "vocab_size": vocab_size,
         **{key.name: _value(key, model) for key in names.keys},
         **rotary_keys(model),
+        **window_keys(model),
         **{name: getattr(model, ours) for name, ours in names.dropout.items()},
         "initializer_range": model.init_method_std,
         "bos_token_id": eod,
@@ -237,6 +112,12 @@ def _value(key: ConfigKey, model: Model) -> object:
 def _not_in_transformers(model: Model) -> Iterator[str]:
     names = model.architecture.hugging_face
     name = names.architecture
+    said = {key.setting for key in names.keys}
+    if names.windows is not None:
+        said.add("sliding_window")
+    for key, value in model.departures.items():
+        if key not in said:
+            yield f"{name} has no {key} = {toml_value(value)}"
     if model.hidden_size % model.num_attention_heads:
         yield (
             f"{name} takes no hidden_size {model.hidden_size} that does not divide by"
@@ -269,7 +150,8 @@ def contradictions(
     kind = config.get("model_type")
     if kind != names.model_type:
         return [_other_type(kind, model)]
-    problems = [problem for key in names.keys if (problem := _key_problem(config, key, model))]
+    problems = [Problem(reason) for reason in _not_in_transformers(model)]
+    problems += [problem for key in names.keys if (problem := _key_problem(config, key, model))]
     problems += _unknown(config, model)
     if config.get("quantization_config"):
         problems.append(
@@ -280,7 +162,7 @@ def contradictions(
         )
     if vocab_size is not None:
         problems += _vocabulary_problems(config.get("vocab_size"), model, vocab_size)
-    return [*problems, *position_problems(config, model)]
+    return [*problems, *window_problems(config, model), *position_problems(config, model)]
 
 
 def _other_type(kind: object, model: Model) -> Problem:
@@ -314,14 +196,16 @@ def _unknown(config: Mapping[str, Any], model: Model) -> Iterator[Problem]:
     absent, null or false asks for nothing."""
     names = model.architecture.hugging_face
     known = {key.name for key in names.keys} | set(names.dropout) | NEUTRAL
+    if names.windows is not None:
+        known |= WINDOW_KEYS
+    if names.rotary is not None:
+        known.add(names.rotary.sliding_theta)
     hint = (
         "if it changes nothing of what the model computes, copy the folder, take the key out of its"
         " config.json and name the copy"
     )
     for name, value in config.items():
-        whole = (
-            name == "layer_types" and isinstance(value, list) and set(value) <= {"full_attention"}
-        )
+        whole = name == "layer_types" and isinstance(value, list) and set(value) <= {FULL}
         if name not in known and value is not None and value is not False and not whole:
             yield Problem(
                 f"{name} is {value!r} there, which family {model.family!r} of trainkit does not"
@@ -348,7 +232,7 @@ def _key_problem(config: Mapping[str, Any], key: ConfigKey, model: Model) -> Pro
     except (TypeError, ArithmeticError):
         return Problem(f"its {key.name} makes no sense: {config.get(key.name)!r}")
     here = _value(key, model)
-    if there == here:
+    if there == SAME_ACTIVATION.get(str(here), here):
         return None
     if _kind(there) is not _kind(here):
         return Problem(f"its {key.name} makes no sense: {there!r}")

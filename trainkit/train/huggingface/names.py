@@ -88,22 +88,33 @@ def _block(model: Model) -> dict[str, TensorMapping]:
     rows: dict[str, Shape] = {
         "attention.qkv": (q, kv, kv),
         "attention.out": (hidden,),
-        f"mlp.{family.mlp.module}": (width,) * family.mlp.projections,
+        f"mlp.{model.mlp.module}": (width,) * model.mlp.projections,
         "mlp.down": (hidden,),
     }
     columns = {"attention.out": q, "mlp.down": width}
-    biases = ("bias",) if family.bias else ()
+    together = model.query_key_norm == "projection"
+    heads_norms = {
+        "attention.q_norm": q if together else model.head_size,
+        "attention.k_norm": kv if together else model.head_size,
+    }
     entries: dict[str, TensorMapping] = {}
     for module, theirs in family.hugging_face.inside.items():
         is_norm = module not in rows
-        for kind in family.norm.parameters if is_norm else ("weight", *biases):
+        if module in heads_norms:
+            kinds: tuple[str, ...] = ("weight",)
+        elif is_norm:
+            kinds = family.norm.parameters
+        else:
+            bias = model.qkv_bias if module == "attention.qkv" else family.bias
+            kinds = ("weight", "bias") if bias else ("weight",)
+        for kind in kinds:
             name = f"{module}.{kind}"
             sources = tuple(f"{their}.{kind}" for their in theirs)
             if module == "mlp_norm" and model.gpt_j_tied:
                 shared = f"attention_norm.{kind}"
                 entries[shared] = replace(entries[shared], again=sources)
             elif is_norm:
-                entries[name] = _whole((hidden,), sources[0])
+                entries[name] = _whole((heads_norms.get(module, hidden),), sources[0])
             else:
                 shape: Shape = (sum(rows[module]),)
                 if kind == "weight":

@@ -6,14 +6,16 @@ keys and values (A is a multiple of G), D channels of a head.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from trainkit.jobs.models import varlen_fits
-from trainkit.ops.causal_attention import CausalAttention, reference
+from trainkit.ops.causal_attention import CausalAttention, reference, visible
 from trainkit.train.torch_compat import causal_varlen_attention
 
 
@@ -31,6 +33,13 @@ class DocumentBounds:
     bounds: tuple[int, ...]
     bounds_D: Tensor
     longest: int
+
+
+def whole_samples(batch: int, tokens: int, device: torch.device) -> DocumentBounds:
+    """One document a sample."""
+    bounds = range(0, batch * tokens + 1, tokens)
+    bounds_D = torch.arange(0, batch * tokens + 1, tokens, dtype=torch.int32, device=device)
+    return DocumentBounds(tuple(bounds), bounds_D, tokens)
 
 
 class KeyValueCache:
@@ -76,34 +85,57 @@ def attend(
     documents: DocumentBounds | None,
     dropout: float,
     causal: CausalAttention = reference,
+    *,
+    scale: float | None = None,
+    window: int = 0,
 ) -> Tensor:
-    """Softmax attention, scaled by 1 / sqrt(D): (B, A, S, D). Query s is token T - S + s and
-    sees the tokens up to its own.
+    """Softmax attention: (B, A, S, D). Query s is token T - S + s and sees the tokens up to its
+    own.
 
     Args:
         documents: keep it within documents; then T must be S. By the variable-length kernel for
             16-bit numbers on CUDA, which has no dropout and not every D; else document by document.
         dropout: probability with which an attention weight is dropped.
         causal: what computes it where nothing is dropped and there is no cache.
+        scale: of the scores; None: 1 / sqrt(D).
+        window: a token sees so many tokens, itself among them; 0: all.
     """
+    flash = q_BASD.is_cuda and q_BASD.itemsize == 2 and not dropout and varlen_fits(q_BASD.shape[3])
+    if flash and documents is None and 0 < window < q_BASD.shape[2] == k_BGTD.shape[2]:
+        # torch's other kernels have no window
+        documents = whole_samples(q_BASD.shape[0], q_BASD.shape[2], q_BASD.device)
     if documents is not None:
-        if q_BASD.is_cuda and q_BASD.itemsize == 2 and not dropout and varlen_fits(q_BASD.shape[3]):
-            return _varlen(q_BASD, k_BGTD, v_BGTD, documents)
-        return _document_by_document(q_BASD, k_BGTD, v_BGTD, documents, dropout, causal)
+        if flash:
+            return _varlen(q_BASD, k_BGTD, v_BGTD, documents, scale, window)
+        attend_one = partial(attend, dropout=dropout, causal=causal, scale=scale, window=window)
+        return _document_by_document(q_BASD, k_BGTD, v_BGTD, documents, attend_one)
     gqa = q_BASD.shape[1] != k_BGTD.shape[1]
     queries = q_BASD.shape[2]
     tokens = k_BGTD.shape[2]
     if queries == tokens and dropout == 0:
-        return causal(q_BASD, k_BGTD, v_BGTD)
-    if queries in (1, tokens):
+        return causal(q_BASD, k_BGTD, v_BGTD, scale, window)
+    # what no query sees, as after long texts
+    first = max(0, tokens - queries - window + 1) if window else 0
+    k_BGTD, v_BGTD = k_BGTD[:, :, first:], v_BGTD[:, :, first:]
+    if queries == 1 or (queries == tokens and not 0 < window < tokens):
         return F.scaled_dot_product_attention(
-            q_BASD, k_BGTD, v_BGTD, dropout_p=dropout, is_causal=queries == tokens, enable_gqa=gqa
+            q_BASD,
+            k_BGTD,
+            v_BGTD,
+            dropout_p=dropout,
+            is_causal=queries == tokens,
+            scale=scale,
+            enable_gqa=gqa,
         )
-    seen_ST = torch.ones(queries, tokens, dtype=torch.bool, device=q_BASD.device).tril(
-        tokens - queries
-    )
+    seen_ST = visible(tokens - queries, tokens, first, tokens, window, q_BASD.device)
     return F.scaled_dot_product_attention(
-        q_BASD, k_BGTD, v_BGTD, attn_mask=seen_ST, dropout_p=dropout, enable_gqa=gqa
+        q_BASD,
+        k_BGTD,
+        v_BGTD,
+        attn_mask=seen_ST,
+        dropout_p=dropout,
+        scale=scale,
+        enable_gqa=gqa,
     )
 
 
@@ -112,8 +144,7 @@ def _document_by_document(
     k_BGSD: Tensor,
     v_BGSD: Tensor,
     documents: DocumentBounds,
-    dropout: float,
-    causal: CausalAttention,
+    attend_one: Callable[..., Tensor],
 ) -> Tensor:
     """One attention a document: no kernel for the CPU takes documents of several lengths at
     once."""
@@ -123,12 +154,21 @@ def _document_by_document(
         b = start // length
         inside = slice(start % length, start % length + end - start)
         q, k, v = (t[b : b + 1, :, inside] for t in (q_BASD, k_BGSD, v_BGSD))
-        parts[b].append(attend(q, k, v, None, dropout, causal))
+        parts[b].append(attend_one(q, k, v, None))
     return torch.cat([torch.cat(of_sample, dim=2) for of_sample in parts])
 
 
-def _varlen(q_BASD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, documents: DocumentBounds) -> Tensor:
+def _varlen(
+    q_BASD: Tensor,
+    k_BGSD: Tensor,
+    v_BGSD: Tensor,
+    documents: DocumentBounds,
+    scale: float | None = None,
+    window: int = 0,
+) -> Tensor:
     """All documents in one kernel, as one sequence of B * S tokens."""
     q_NAD, k_NGD, v_NGD = (t.transpose(1, 2).flatten(0, 1) for t in (q_BASD, k_BGSD, v_BGSD))
-    y_NAD = causal_varlen_attention(q_NAD, k_NGD, v_NGD, documents.bounds_D, documents.longest)
+    y_NAD = causal_varlen_attention(
+        q_NAD, k_NGD, v_NGD, documents.bounds_D, documents.longest, scale, window
+    )
     return y_NAD.reshape(q_BASD.shape[0], -1, *y_NAD.shape[1:]).transpose(1, 2)

@@ -21,27 +21,33 @@ from torch import Tensor, nn
 
 from trainkit.jobs.schema import Model, RopeScaling
 from trainkit.ops.kernels import REFERENCE, Kernels
-from trainkit.ops.rotary import split
+from trainkit.ops.rotary import Parts, rotate, split
 from trainkit.train.model.attention import DocumentBounds, KeyValueCache, attend
 from trainkit.train.model.head_loss import Labels, Losses, read_out
 
 
-def frequencies(model: Model, device: torch.device) -> Tensor:
+def frequencies(model: Model, device: torch.device, *, sliding: bool = False) -> Tensor:
     """Radians a token of every pair of channels, fp64: theta ** (-2i / R) for i < R / 2,
-    stretched as `rope_scaling` says."""
+    stretched as `rope_scaling` says.
+
+    Args:
+        model: the shape.
+        device: of the result.
+        sliding: in layers with a window, which have a theta of their own.
+    """
     rotated = model.rotary_channels
     exponents = torch.arange(0, rotated, 2, dtype=torch.float64, device=device) / rotated
-    plain = (model.rotary_base or 10000.0) ** -exponents
-    if model.rope_scaling is None:
-        return plain
-    return _stretched(plain, model.rope_scaling)
+    theta = model.sliding_theta if sliding else model.theta
+    plain = torch.pow(theta, -exponents)
+    scaling = model.stretching(sliding)
+    return plain if scaling is None else _stretched(plain, theta, scaling)
 
 
-def _stretched(plain: Tensor, scaling: RopeScaling) -> Tensor:
+def _stretched(plain: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
     """linear: Chen et al. 2023, arXiv:2306.15595. llama3: as Llama 3.1 was published
     (llama-models, apply_scaling), and transformers' `_compute_llama3_parameters`: wavelengths
     below original / high_freq_factor stay, those above original / low_freq_factor are divided,
-    between them the two are mixed linearly in original / wavelength."""
+    between them the two are mixed linearly in original / wavelength. yarn: `_yarn`."""
     divided = plain / scaling.factor
     match scaling.type:
         case "linear":
@@ -52,52 +58,120 @@ def _stretched(plain: Tensor, scaling: RopeScaling) -> Tensor:
             low = scaling.low_freq_factor
             kept = ((turns - low) / (scaling.high_freq_factor - low)).clamp(0, 1)
             return kept * plain + (1 - kept) * divided
+        case "yarn":
+            return _yarn(plain, theta, scaling)
         case unknown:
             assert_never(unknown)
 
 
-def tables(model: Model, positions_S: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosines and sines, (..., S, R) each, in fp32 or wider; both halves of R are the same."""
-    angles = positions_S[..., None].double() * frequencies(model, positions_S.device)
+def _yarn(plain: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
+    """Peng et al. 2023, arXiv:2309.00071, section 3.2, and transformers'
+    `_compute_yarn_parameters`: pairs that turn more than beta_fast times in the original length
+    stay, those that turn less than beta_slow times are divided, between them the two are mixed
+    linearly in the pair's number."""
+    last = 2 * len(plain) - 1
+
+    def pair(turns: float) -> float:
+        length = scaling.original_max_position_embeddings / (turns * 2 * math.pi)
+        return len(plain) * math.log(length) / math.log(theta)
+
+    low = max(math.floor(pair(scaling.beta_fast)), 0)
+    high = min(math.ceil(pair(scaling.beta_slow)), last)
+    numbers = torch.arange(len(plain), dtype=torch.float64, device=plain.device)
+    # a ramp of no width is a step
+    divided = ((numbers - low) / max(high - low, 0.001)).clamp(0, 1)
+    return divided * plain / scaling.factor + (1 - divided) * plain
+
+
+def tables(
+    model: Model, positions_S: Tensor, dtype: torch.dtype, *, sliding: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Cosines and sines, (..., S, R) each, in fp32 or wider; both halves of R are the same.
+    `sliding` as of `frequencies`."""
+    per_token = frequencies(model, positions_S.device, sliding=sliding)
+    angles = positions_S[..., None].double() * per_token
     angles = torch.cat([angles, angles], dim=-1)
     wide = torch.promote_types(dtype, torch.float32)
-    return angles.cos().to(wide), angles.sin().to(wide)
+    scaling = model.stretching(sliding)
+    amplitude = 1.0 if scaling is None else scaling.amplitude
+    return (angles.cos() * amplitude).to(wide), (angles.sin() * amplitude).to(wide)
 
 
 @dataclass(frozen=True)
 class Context:
-    """What every block gets besides the residual stream."""
+    """What every block gets besides the residual stream: tables of rotary positions for layers
+    without a window and with one, and what attention is kept within."""
 
     rotary: tuple[Tensor, Tensor] | None = None
+    sliding_rotary: tuple[Tensor, Tensor] | None = None
     documents: DocumentBounds | None = None
     caches: Sequence[KeyValueCache] | None = None
 
 
+class QueryKeyNorm(nn.Module):
+    """RMSNorm of queries or keys: of each head with one weight for all (Qwen3), or of all heads
+    of a token together (OLMo 2).
+
+    Args:
+        model: the shape.
+        heads: of queries, or of keys.
+        kernels: what it computes with.
+    """
+
+    def __init__(self, model: Model, heads: int, kernels: Kernels) -> None:
+        super().__init__()
+        self.together = model.query_key_norm == "projection"
+        self.epsilon = model.layernorm_epsilon
+        self.offset = model.architecture.norm.offset
+        self.of = kernels.rms_norm
+        width = model.head_size * (heads if self.together else 1)
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x_BSAD: Tensor) -> Tensor:
+        weight = plus_offset(self.weight, self.offset)
+        if not self.together:
+            return self.of(x_BSAD, weight, self.epsilon)
+        return self.of(x_BSAD.flatten(2), weight, self.epsilon).view_as(x_BSAD)
+
+
+def plus_offset(weight: Tensor, offset: float) -> Tensor:
+    """A norm's weight as it is multiplied with: in fp32 or wider where something is added."""
+    if not offset:
+        return weight
+    return weight.to(torch.promote_types(weight.dtype, torch.float32)) + offset
+
+
 class Attention(nn.Module):
     """Causal self-attention with one fused projection: rows of `qkv` are all queries, then all
-    keys, then all values."""
+    keys, then all values.
 
-    def __init__(self, model: Model, kernels: Kernels) -> None:
+    Args:
+        model: the shape.
+        layer: the block's number, which says whether there is a window.
+        kernels: what it computes with.
+    """
+
+    def __init__(self, model: Model, layer: int, kernels: Kernels) -> None:
         super().__init__()
         self.rotate_qkv = kernels.rotate_qkv
         self.causal_attention = kernels.causal_attention
         self.head_size = model.head_size
         self.dropout = model.attention_dropout
-        self.widths = [
-            heads * model.head_size
-            for heads in (model.num_attention_heads, model.query_groups, model.query_groups)
-        ]
-        bias = model.architecture.bias
-        self.qkv = nn.Linear(model.hidden_size, sum(self.widths), bias=bias)
-        self.out = nn.Linear(self.widths[0], model.hidden_size, bias=bias)
+        self.slides = model.slides(layer)
+        self.window = model.window(layer)
+        self.scale = model.score_scale
+        heads, groups = model.num_attention_heads, model.query_groups
+        self.widths = [count * model.head_size for count in (heads, groups, groups)]
+        self.qkv = nn.Linear(model.hidden_size, sum(self.widths), bias=model.qkv_bias)
+        self.out = nn.Linear(self.widths[0], model.hidden_size, bias=model.architecture.bias)
+        self.q_norm: QueryKeyNorm | None = None
+        self.k_norm: QueryKeyNorm | None = None
+        if model.query_key_norm != "none":
+            self.q_norm = QueryKeyNorm(model, heads, kernels)
+            self.k_norm = QueryKeyNorm(model, groups, kernels)
 
     def forward(self, x_BSH: Tensor, context: Context, cache: KeyValueCache | None) -> Tensor:
-        qkv_BSW = self.qkv(x_BSH)
-        heads, groups, _ = (width // self.head_size for width in self.widths)
-        if context.rotary is None:
-            parts = split(qkv_BSW, heads, groups)
-        else:
-            parts = self.rotate_qkv(qkv_BSW, *context.rotary, heads, groups)
+        parts = self._heads(self.qkv(x_BSH), context)
         q_BASD, k_BGSD, v_BGSD = (t.transpose(1, 2) for t in parts)
         if cache is not None:
             k_BGSD, v_BGSD = cache.extend(k_BGSD, v_BGSD)
@@ -108,40 +182,68 @@ class Attention(nn.Module):
             context.documents,
             self.dropout if self.training else 0.0,
             self.causal_attention,
+            scale=self.scale,
+            window=self.window,
         )
         y_BSH: Tensor = self.out(y_BASD.transpose(1, 2).flatten(2))
         return y_BSH
 
+    def _heads(self, qkv_BSW: Tensor, context: Context) -> Parts:
+        """Queries (B, S, A, D), keys and values (B, S, G, D), normed and turned."""
+        heads, groups, _ = (width // self.head_size for width in self.widths)
+        rotary = context.sliding_rotary if self.slides else context.rotary
+        if self.q_norm is None or self.k_norm is None:
+            if rotary is None:
+                return split(qkv_BSW, heads, groups)
+            return self.rotate_qkv(qkv_BSW, *rotary, heads, groups)
+        q_BSAD, k_BSGD, v_BSGD = split(qkv_BSW, heads, groups)
+        q_BSAD, k_BSGD = self.q_norm(q_BSAD), self.k_norm(k_BSGD)
+        if rotary is None:
+            return q_BSAD, k_BSGD, v_BSGD
+        return rotate(q_BSAD, *rotary), rotate(k_BSGD, *rotary), v_BSGD
+
 
 class MLP(nn.Module):
-    """Two projections around GELU, in GPT-2's tanh form or the exact one of most GPT-NeoX
-    models."""
+    """Two projections around GELU, in GPT-2's tanh form or the exact one of most GPT-NeoX models,
+    or around the square of ReLU."""
 
     def __init__(self, model: Model, kernels: Kernels) -> None:
         super().__init__()
-        self.gelu = kernels.gelu
-        self.approximate = "tanh" if model.gelu_form == "tanh" else "none"
+        self.gelu = kernels.gelu if model.mlp.gelu else None
+        self.approximate = approximation(model)
         bias = model.architecture.bias
         self.up = nn.Linear(model.hidden_size, model.ffn_width, bias=bias)
         self.down = nn.Linear(model.ffn_width, model.hidden_size, bias=bias)
 
     def forward(self, x_BSH: Tensor) -> Tensor:
-        y_BSH: Tensor = self.down(self.gelu(self.up(x_BSH), self.approximate))
+        y_BSF = self.up(x_BSH)
+        y_BSF = F.relu(y_BSF).square() if self.gelu is None else self.gelu(y_BSF, self.approximate)
+        y_BSH: Tensor = self.down(y_BSF)
         return y_BSH
 
 
+def approximation(model: Model) -> str:
+    """The form of GELU, by torch's word."""
+    return "tanh" if model.gelu_form == "tanh" else "none"
+
+
 class GatedMLP(nn.Module):
-    """SwiGLU (Shazeer 2020, arXiv:2002.05202): rows of `gate_up` are all gates, then all values."""
+    """SwiGLU or GeGLU (Shazeer 2020, arXiv:2002.05202): rows of `gate_up` are all gates, then all
+    values."""
 
     def __init__(self, model: Model, kernels: Kernels) -> None:
         super().__init__()
         self.swiglu = kernels.swiglu
+        self.geglu = kernels.geglu if model.mlp.gelu else None
+        self.approximate = approximation(model)
         bias = model.architecture.bias
         self.gate_up = nn.Linear(model.hidden_size, 2 * model.ffn_width, bias=bias)
         self.down = nn.Linear(model.ffn_width, model.hidden_size, bias=bias)
 
     def forward(self, x_BSH: Tensor) -> Tensor:
-        y_BSH: Tensor = self.down(self.swiglu(self.gate_up(x_BSH)))
+        x_BSF = self.gate_up(x_BSH)
+        h_BSF = self.swiglu(x_BSF) if self.geglu is None else self.geglu(x_BSF, self.approximate)
+        y_BSH: Tensor = self.down(h_BSF)
         return y_BSH
 
 
@@ -152,6 +254,7 @@ class ResidualNorm(nn.Module):
     def __init__(self, model: Model, kernels: Kernels) -> None:
         super().__init__()
         self.epsilon = model.layernorm_epsilon
+        self.offset = model.architecture.norm.offset
         self.weight = nn.Parameter(torch.ones(model.hidden_size))
         self.bias = None
         self.of: Callable[..., Tensor] = kernels.rms_norm
@@ -163,15 +266,17 @@ class ResidualNorm(nn.Module):
     def forward(
         self, x_BSH: Tensor, added_BSH: Tensor | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
-        weights = [weight for weight in (self.weight, self.bias) if weight is not None]
+        weights = [plus_offset(self.weight, self.offset)]
+        if self.bias is not None:
+            weights.append(self.bias)
         if added_BSH is None:
             return self.of(x_BSH, *weights, self.epsilon)
         return self.of_sum(x_BSH, added_BSH, *weights, self.epsilon)
 
 
 class Block(nn.Module):
-    """One pre-norm transformer block: attention then MLP, or both side by side on the same
-    residual stream (GPT-J, GPT-NeoX).
+    """One transformer block: attention then MLP, each with a norm before it, after it or both, or
+    both side by side on the same residual stream (GPT-J, GPT-NeoX).
 
     Args:
         model: the shape.
@@ -184,39 +289,38 @@ class Block(nn.Module):
         self.number = number
         self.parallel = model.parallel_residual
         self.dropout = model.hidden_dropout
-        self.attention_norm = ResidualNorm(model, kernels)
-        self.attention = Attention(model, kernels)
-        if model.gpt_j_tied:
-            self.mlp_norm = None
-        else:
-            self.mlp_norm = ResidualNorm(model, kernels)
-        if model.architecture.mlp.gated:
-            self.mlp: GatedMLP | MLP = GatedMLP(model, kernels)
-        else:
-            self.mlp = MLP(model, kernels)
+
+        def norm(name: str) -> ResidualNorm | None:
+            return ResidualNorm(model, kernels) if name in model.norms else None
+
+        self.attention_norm = norm("attention_norm")
+        self.attention = Attention(model, number, kernels)
+        self.post_attention_norm = norm("post_attention_norm")
+        self.mlp_norm = norm("mlp_norm")
+        self.mlp = GatedMLP(model, kernels) if model.mlp.gated else MLP(model, kernels)
+        self.post_mlp_norm = norm("post_mlp_norm")
 
     def forward(self, x_BSH: Tensor, context: Context) -> Tensor:
         cache = context.caches[self.number] if context.caches is not None else None
-        normed_BSH = self.attention_norm(x_BSH)
+        normed_BSH = x_BSH if self.attention_norm is None else self.attention_norm(x_BSH)
         a_BSH = F.dropout(self.attention(normed_BSH, context, cache), self.dropout, self.training)
-        if self.mlp_norm is None:
+        if self.post_attention_norm is not None:
+            a_BSH = self.post_attention_norm(a_BSH)
+        if self.parallel:
+            normed_BSH = normed_BSH if self.mlp_norm is None else self.mlp_norm(x_BSH)
             x_BSH = x_BSH + a_BSH
-        elif self.parallel:
-            normed_BSH = self.mlp_norm(x_BSH)
-            x_BSH = x_BSH + a_BSH
+        elif self.mlp_norm is None:
+            normed_BSH = x_BSH = x_BSH + a_BSH
         else:
             normed_BSH, x_BSH = self.mlp_norm(x_BSH, a_BSH)
         m_BSH = F.dropout(self.mlp(normed_BSH), self.dropout, self.training)
+        if self.post_mlp_norm is not None:
+            m_BSH = self.post_mlp_norm(m_BSH)
         return x_BSH + m_BSH
 
 
 class Transformer(nn.Module):
-    """A decoder-only language model.
-
-    gpt: GPT-2/3 (Radford 2019): learned positions, LayerNorm, biases, GELU, tied head. gpt-neox:
-    GPT-NeoX (Black 2022, arXiv:2204.06745): part of each head's channels turn with the position,
-    attention and MLP side by side, own head. llama: Llama 2 and 3: RMSNorm, SwiGLU, rotary
-    positions, grouped queries, no biases, own head.
+    """A decoder-only language model of any family (trainkit/families).
 
     Args:
         model: the shape.
@@ -268,6 +372,9 @@ class Transformer(nn.Module):
     def embed(self, tokens_BS: Tensor, positions_BS: Tensor) -> Tensor:
         """The residual stream that enters the first block."""
         x_BSH: Tensor = self.embed_tokens(tokens_BS)
+        if self.shape.embedding_factor != 1:
+            # rounded to the weights' dtype first, as Gemma 3 was trained
+            x_BSH = x_BSH * torch.tensor(self.shape.embedding_factor, dtype=x_BSH.dtype)
         if self.embed_positions is not None:
             x_BSH = x_BSH + self.embed_positions(positions_BS)
         return F.dropout(x_BSH, self.shape.hidden_dropout, self.training)
@@ -280,14 +387,22 @@ class Transformer(nn.Module):
         caches: Sequence[KeyValueCache] | None = None,
     ) -> Tensor:
         """The blocks."""
-        if self.shape.rotary_channels:
-            rotary = tables(self.shape, positions_BS, x_BSH.dtype)
-        else:
-            rotary = None
-        context = Context(rotary, documents, caches)
+        rotary, sliding = self._rotary(positions_BS, x_BSH.dtype)
+        context = Context(rotary, sliding, documents, caches)
         for block in self.layers.values():
             x_BSH = block(x_BSH, context)
         return x_BSH
+
+    def _rotary(
+        self, positions_BS: Tensor, dtype: torch.dtype
+    ) -> list[tuple[Tensor, Tensor] | None]:
+        """Tables for layers without a window and for those with one; None: nobody asks."""
+        layers = self.shape.num_layers if self.shape.rotary_channels else 0
+        kinds = {self.shape.slides(layer) for layer in range(layers)}
+        return [
+            tables(self.shape, positions_BS, dtype, sliding=kind) if kind in kinds else None
+            for kind in (False, True)
+        ]
 
     def finish(self, x_BSH: Tensor, labels: Labels | None) -> Tensor | Losses:
         """The last norm and the head."""

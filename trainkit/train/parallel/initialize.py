@@ -36,13 +36,13 @@ def deviation(method: str, model: Model) -> float:
 
 
 def initial_value(name: str, shape: tuple[int, ...], model: Model, seed: int) -> Tensor:
-    """The whole initial value of one parameter, fp32 on the CPU: biases 0, norms 1, weights
-    normal by `output_layer_init_method` for output projections and `init_method` for all others,
-    embeddings and head included."""
+    """The whole initial value of one parameter, fp32 on the CPU: biases 0, norms 1 less what is
+    added to them, weights normal by `output_layer_init_method` for output projections and
+    `init_method` for all others, embeddings and head included."""
     if name.endswith(".bias"):
         return torch.zeros(shape)
     if len(shape) == 1:
-        return torch.ones(shape)
+        return torch.full(shape, 1 - model.architecture.norm.offset)
     std = deviation(
         model.output_layer_init_method if name.endswith(OUTPUT_PROJECTIONS) else model.init_method,
         model,

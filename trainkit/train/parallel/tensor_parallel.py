@@ -33,10 +33,15 @@ from trainkit.ops.cross_entropy import NO_LABEL, SoftmaxLoss
 from trainkit.ops.kernels import REFERENCE, Kernels
 from trainkit.train.generators import seed_generators
 from trainkit.train.model.head_loss import Labels, Losses, head_loss, padded_linear
-from trainkit.train.model.transformer import Attention, Transformer
+from trainkit.train.model.transformer import (
+    Attention,
+    QueryKeyNorm,
+    Transformer,
+    plus_offset,
+)
 from trainkit.train.parallel.shards import Segment, TensorLayout
 from trainkit.train.parallel.tensor_group import TensorGroup, enter, leave, own_tokens
-from trainkit.train.torch_compat import gathered
+from trainkit.train.torch_compat import gathered, summed
 
 
 def read_out(
@@ -150,7 +155,11 @@ class _Split(nn.Module):
     `layouts` says so."""
 
     def __init__(
-        self, whole: nn.Linear | nn.Embedding, pieces: Sequence[Piece], dim: int, group: TensorGroup
+        self,
+        whole: nn.Linear | nn.Embedding | QueryKeyNorm,
+        pieces: Sequence[Piece],
+        dim: int,
+        group: TensorGroup,
     ) -> None:
         super().__init__()
         self.group = group
@@ -210,6 +219,24 @@ class VocabParallelEmbedding(_Split):
         return leave(found_BSH.masked_fill(others_BS[..., None], 0), self.group)
 
 
+class ProjectionNorm(_Split):
+    """RMSNorm of queries or keys of all heads together, of which each rank has some heads: one
+    sum over the ranks for each token."""
+
+    def __init__(self, whole: QueryKeyNorm, pieces: Sequence[Piece], group: TensorGroup) -> None:
+        super().__init__(whole, pieces, 0, group)
+        self.epsilon, self.offset = whole.epsilon, whole.offset
+        # several ranks may have the same heads of keys
+        self.channels = len(whole.weight) * self.segments[0].replicas
+
+    def forward(self, x_BSAD: Tensor) -> Tensor:
+        weight = plus_offset(self.weight, self.offset)
+        wide_BSW = x_BSAD.flatten(2).to(torch.promote_types(x_BSAD.dtype, torch.float32))
+        squares_BS = summed(wide_BSW.square().sum(-1, keepdim=True), self.group.name)
+        scale_BS = (squares_BS / self.channels + self.epsilon).rsqrt()
+        return (wide_BSW * scale_BS * weight).to(x_BSAD.dtype).view_as(x_BSAD)
+
+
 class PositionEmbedding(nn.Module):
     """Learned positions, whole on every rank, which looks up those of its own tokens."""
 
@@ -238,7 +265,11 @@ def rules(model: Model, vocab: int, group: TensorGroup) -> dict[str, tuple[Any, 
     projected = [queries, *((start + keys * head, count * head, replicas) for start in first)]
     start, width = share_of_rank(model.ffn_width, group.size, group.rank)
     rows = [(*share_of_rank(vocab, group.size, group.rank), 1)]
-    return {
+    norms: dict[str, tuple[Any, list[Piece]]] = {}
+    if model.query_key_norm == "projection":
+        norms["attention.q_norm"] = (ProjectionNorm, [queries])
+        norms["attention.k_norm"] = (ProjectionNorm, [(keys * head, count * head, replicas)])
+    return norms | {
         "attention.qkv": (ColumnParallel, projected),
         "attention.out": (RowParallel, [queries]),
         "mlp.up": (ColumnParallel, [(start, width, 1)]),
