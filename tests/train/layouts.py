@@ -57,6 +57,7 @@ WHAT_IS_TRAINED = (
     "z_loss",
     "train_iters",
     "adam_eps",
+    "optimizer",
     *APART,
 )
 

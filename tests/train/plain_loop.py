@@ -300,6 +300,27 @@ def _logits(model: Transformer, batch: Batch, job: Job, chunks: int) -> Tensor:
     return torch.cat(rows)
 
 
+def plain_muon(name: str, p: Tensor, momentum: Tensor, job: Job, rate: float) -> None:
+    """Muon of one whole parameter, from its definition: each matrix by itself, step by step."""
+    t, m = job.training, job.model
+    assert p.grad is not None
+    momentum.mul_(t.muon_momentum).add_((1 - t.muon_momentum) * p.grad)
+    u = momentum
+    if t.muon_nesterov:
+        u = t.muon_momentum * momentum + (1 - t.muon_momentum) * p.grad
+    p.mul_(1 - rate * t.weight_decay)
+    q, kv = (heads * m.head_size for heads in (m.num_attention_heads, m.query_groups))
+    rows = {"attention.qkv.weight": [q, kv, kv], "mlp.gate_up.weight": [m.ffn_width] * 2}
+    start = 0
+    for size in next((r for end, r in rows.items() if name.endswith(end)), [len(p)]):
+        x = u[start : start + size] / (u[start : start + size].norm() + 1e-7)
+        for _ in range(t.muon_num_ns_steps):
+            a, b, c = 3.4445, -4.7750, 2.0315
+            x = a * x + (b * x @ x.T + c * x @ x.T @ x @ x.T) @ x
+        p[start : start + size] -= rate * 0.2 * max(x.shape) ** 0.5 * x
+        start += size
+
+
 def reference(job: Job, dtype: torch.dtype, chunks: int = 1) -> list[StepFound]:
     """Train `job` by the plain loop. `chunks`: in how many parts random numbers are drawn, where
     there are any."""
@@ -307,8 +328,14 @@ def reference(job: Job, dtype: torch.dtype, chunks: int = 1) -> list[StepFound]:
     with torch.no_grad():
         for name, p in model.named_parameters():
             p.copy_(initial_value(name, tuple(p.shape), job.model, t.seed))
+    muon = {
+        name: torch.zeros_like(p)
+        for name, p in model.named_parameters()
+        if t.optimizer == "muon" and p.dim() > 1 and name.startswith("layers.")
+    }
     matrices, others = (
-        [p for p in model.parameters() if (p.dim() > 1) == many] for many in (True, False)
+        [p for n, p in model.named_parameters() if (p.dim() > 1) == many and n not in muon]
+        for many in (True, False)
     )
     groups = [
         {"params": matrices, "weight_decay": t.weight_decay},
@@ -335,8 +362,14 @@ def reference(job: Job, dtype: torch.dtype, chunks: int = 1) -> list[StepFound]:
         for p in model.parameters():
             assert p.grad is not None
             p.grad *= share / float(np.float32(divisor * share))
+        rate = float(np.float32(learning_rate(t, step)))
         for group in optimizer.param_groups:
-            group["lr"] = float(np.float32(learning_rate(t, step)))
+            group["lr"] = rate
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                if name in muon:
+                    plain_muon(name, p, muon[name], job, rate)
+                    p.grad = None
         optimizer.step()
         optimizer.zero_grad()
         found.append(StepFound(float(entropy.detach()), float(norm), gradients))

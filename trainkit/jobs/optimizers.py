@@ -13,13 +13,17 @@ from typing import Literal
 
 from trainkit.jobs.training import Training
 
-# what a parameter is to an optimizer: weights of products and embeddings, or biases and norms
-Role = Literal["matrix", "vector"]
+# what a parameter is to an optimizer: weights of a block's products; embeddings and the head, whose
+# rows are looked up or stand for one id each; biases and norms
+Role = Literal["matrix", "table", "vector"]
+TABLES = ("embed_tokens.", "embed_positions.", "head.")
 
 
-def role_of(dimensions: int) -> Role:
-    """The role of a parameter with so many dimensions."""
-    return "matrix" if dimensions > 1 else "vector"
+def role_of(name: str, dimensions: int) -> Role:
+    """The role of a parameter of the model by its name."""
+    if dimensions == 1:
+        return "vector"
+    return "table" if name.startswith(TABLES) else "matrix"
 
 
 def _adam(training: Training, role: Role) -> tuple[str, ...]:
@@ -30,9 +34,22 @@ def _sgd(training: Training, role: Role) -> tuple[str, ...]:
     return ("momentum_buffer",) if training.sgd_momentum else ()
 
 
+def _muon(training: Training, role: Role) -> tuple[str, ...]:
+    return ("momentum_buffer",) if role == "matrix" else _adam(training, role)
+
+
 # Names of the tensors that an optimizer keeps of a parameter of a role, each of its shape: torch's
 # names, by which checkpoints have them. By the optimizer's name in jobs.toml.
-KEPT: Mapping[str, Callable[[Training, Role], tuple[str, ...]]] = {"adam": _adam, "sgd": _sgd}
+KEPT: Mapping[str, Callable[[Training, Role], tuple[str, ...]]] = {
+    "adam": _adam,
+    "sgd": _sgd,
+    "muon": _muon,
+}
+
+
+# Numbers of matrices that a rank of Muon updates at a time, if no single one has more; it holds
+# four copies of them meanwhile: sent, put together, updated, taken back.
+MUON_ROUND = 2**24
 
 
 def kept_of(training: Training, role: Role) -> tuple[str, ...]:

@@ -32,8 +32,11 @@ class Training(Table):
         ),
     )
     train_iters: int = Field(ge=1, le=10**12, description="optimizer steps")
-    optimizer: Literal["adam", "sgd"] = Field(
-        "adam", description="adam: AdamW; sgd: with sgd_momentum"
+    optimizer: Literal["adam", "sgd", "muon"] = Field(
+        "adam",
+        description=(
+            "adam: AdamW; sgd: with sgd_momentum; muon: of the blocks' matrices, AdamW of all else"
+        ),
     )
     lr: float = Field(ge=0, description="highest learning rate")
     min_lr: float = Field(0.0, ge=0, description="learning rate at the end of the decay")
@@ -64,6 +67,29 @@ class Training(Table):
     adam_beta2: float = Field(0.95, ge=0, lt=1, description="decay of the second moment")
     adam_eps: float = Field(1e-8, gt=0, description="epsilon of Adam")
     sgd_momentum: float = Field(0.9, ge=0, lt=1, description="momentum of SGD")
+    muon_momentum: float = Field(0.95, ge=0, lt=1, description="momentum of Muon")
+    muon_nesterov: bool = Field(True, description="Nesterov's momentum in Muon")
+    muon_scale_mode: Literal["match_rms_adamw", "spectral", "original"] = Field(
+        "match_rms_adamw",
+        description=(
+            "what an update is multiplied with. spectral: sqrt(max(rows, columns));"
+            " match_rms_adamw: 0.2 of it, so that rates are AdamW's; original: sqrt(max(1, rows /"
+            " columns))"
+        ),
+    )
+    muon_num_ns_steps: int = Field(5, ge=1, le=100, description="Newton-Schulz iterations of Muon")
+    muon_coefficient_type: Literal["simple", "quintic", "polar_express"] = Field(
+        "simple",
+        description="their coefficients: Jordan's for all steps, or others for each step",
+    )
+    muon_precision: Literal["bf16", "fp32"] = Field(
+        "bf16", description="arithmetic of the iterations"
+    )
+    muon_scalar_lr: float | None = Field(
+        None,
+        ge=0,
+        description="with muon: AdamW's highest learning rate, on the same schedule; by default lr",
+    )
     clip_grad: float = Field(1.0, ge=0, description="highest global gradient norm; 0: no clipping")
     z_loss: float = Field(
         0.0,

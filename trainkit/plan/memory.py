@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
+from trainkit.jobs.optimizers import MUON_ROUND
 from trainkit.jobs.schema import Job
 from trainkit.jobs.table import EngineValue
 from trainkit.plan.activations import live_bytes, logit_bytes, saved_bytes, width
@@ -175,8 +176,18 @@ def _native_states(job: Job, layout: Layout, chunks: list[list[Unit]]) -> dict[s
         ),
         "gradient_bytes": max(accumulated, 4 * mine),
         "optimizer_bytes": 4 * kept,
-        "buffer_bytes": (reduced + computed) * unit,
+        "buffer_bytes": max((reduced + computed) * unit, _muon_bytes(job, units, t, rank, layout)),
     }
+
+
+def _muon_bytes(job: Job, units: list[Unit], tensor: int, rank: int, layout: Layout) -> int:
+    """What an update by Muon holds beside its state, in fp32: gradients are reduced by then."""
+    matrices = [w for unit in units for w in unit if w.role == "matrix"]
+    if job.training.optimizer != "muon" or not matrices:
+        return 0
+    mine = sum(weight.shard(tensor, rank, layout.shard) for weight in matrices)
+    largest = max(weight.rows * weight.columns for weight in matrices)
+    return 4 * 4 * max(largest, min(mine, MUON_ROUND))
 
 
 def _states(

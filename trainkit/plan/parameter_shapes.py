@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from trainkit.jobs.optimizers import Role, kept_of, role_of
+from trainkit.jobs.optimizers import Role, kept_of
 from trainkit.jobs.ranks import share_of_rank
 from trainkit.jobs.schema import Model, Training
 from trainkit.plan.arithmetic import head_norms
@@ -31,6 +31,7 @@ class Weight:
             each is split by itself.
         head: what is split are whole heads of so many channels; no rank has less than one of any
             part.
+        role: what it is to an optimizer.
     """
 
     rows: int
@@ -38,11 +39,7 @@ class Weight:
     split: Literal["rows", "columns", "none"] = "none"
     parts: tuple[int, ...] = ()
     head: int = 0
-
-    @property
-    def role(self) -> Role:
-        """What it is to an optimizer."""
-        return role_of(1 if self.columns == 1 else 2)
+    role: Role = "vector"
 
     def local(self, tensor: int, rank: int | None = None) -> tuple[int, int]:
         """(rows, columns) on a tensor-parallel rank of the native trainer, which may split
@@ -89,16 +86,22 @@ def block_unit(model: Model) -> Unit:
     qkv = (q, k, k)
     up = (f,) * model.mlp.projections
 
-    def before(columns: int) -> Unit:
-        return Weight(sum(qkv), columns, "rows", qkv, d), Weight(sum(up), columns, "rows", up)
+    def before(columns: int, role: Role) -> Unit:
+        return (
+            Weight(sum(qkv), columns, "rows", qkv, d, role),
+            Weight(sum(up), columns, "rows", up, role=role),
+        )
 
-    after = Weight(h, q, "columns", head=d), Weight(h, f, "columns")
-    products = (*before(h), *after)
+    after = (
+        Weight(h, q, "columns", head=d, role="matrix"),
+        Weight(h, f, "columns", role="matrix"),
+    )
+    products = (*before(h, "matrix"), *after)
     biases: Unit = ()
     if model.architecture.bias:
-        biases = (*before(1), Weight(h), Weight(h))
+        biases = (*before(1, "vector"), Weight(h), Weight(h))
     elif model.qkv_bias:
-        biases = before(1)[:1]
+        biases = before(1, "vector")[:1]
     together = model.query_key_norm == "projection"
     norms = (
         Weight(width, split="rows", head=d) if together else Weight(width)
@@ -111,11 +114,11 @@ def outer_unit(model: Model, vocab_size: int, *, first: bool, last: bool) -> Uni
     """What a stage holds besides blocks: embeddings on the first; final norm and head on the
     last, a copy of the embedding where the head is tied."""
     h = model.hidden_size
-    vocabulary = Weight(vocab_size, h, "rows")
+    vocabulary = Weight(vocab_size, h, "rows", role="table")
     begin: Unit
     begin = (vocabulary,) if first else ()
     if first and model.architecture.learned_positions:
-        begin += (Weight(model.positions, h),)
+        begin += (Weight(model.positions, h, role="table"),)
     if not last:
         return begin
     head: Unit

@@ -46,6 +46,7 @@ SIZES: dict[str, Any] = {
 MODELS = {
     "gpt": Model(name="gpt", num_layers=5, **SIZES),  # tied
     "llama": Model(name="llama", family="llama", num_layers=4, num_query_groups=2, **SIZES),
+    "muon": Model(name="muon", family="olmo2", num_layers=4, num_query_groups=2, **SIZES),
 }
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tensor 4": {"tensor_model_parallel_size": 4},
@@ -75,7 +76,8 @@ def value(name: str, shape: tuple[int, ...], factor: float = 1.0) -> Tensor:
 
 def made_in(root: Path, model: str, keys: dict[str, Any]) -> Step:
     world = World.from_environment()
-    job, device = job_in(root, model, world.size, keys), join_once(world)
+    optimizer = "muon" if model == "muon" else "adam"
+    job, device = job_in(root, model, world.size, keys, optimizer=optimizer), join_once(world)
     mesh = Mesh.of(
         degrees_of(job),
         world,
@@ -187,7 +189,7 @@ def test_every_layout_reads_what_every_other_wrote(tmp_path: Path) -> None:
     for rank, of_rank in enumerate(found):
         wrong = {what: names for what, names in of_rank.items() if names}
         assert not wrong, f"rank {rank}: {wrong}"
-        assert len(of_rank) == 2 * len(LAYOUTS) * (len(LAYOUTS) + 1)
+        assert len(of_rank) == len(MODELS) * len(LAYOUTS) * (len(LAYOUTS) + 1)
     for model in MODELS.values():
         module = build_on_meta(model, ROWS)
         module.to_empty(device="cpu")

@@ -90,3 +90,22 @@ class Mesh:
             pipeline_group=whole.get_group("pp") if degrees.pipeline > 1 else None,
             tied_group=tied_group,
         )
+
+    def replica_group(self) -> dist.ProcessGroup | None:
+        """The ranks that hold one copy of this stage's layers together; None where this one does.
+        A new group, which all ranks make together."""
+        d = self.degrees
+        if d.shard * d.tensor == 1:
+            return None
+        own: dist.ProcessGroup | None = None
+        for stage in range(d.pipeline):
+            for copy in range(d.replicate):
+                ranks = [
+                    rank_at(RankCoordinates(stage, copy, shard, tensor), d)
+                    for shard in range(d.shard)
+                    for tensor in range(d.tensor)
+                ]
+                group = dist.new_group(ranks)
+                if (stage, copy) == (self.place.pipeline, self.place.replicate):
+                    own = group
+        return own

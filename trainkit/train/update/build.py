@@ -115,6 +115,6 @@ def expected(parts: ModelParts, training: Training) -> dict[str, tuple[int, ...]
     the optimizer keeps."""
     found = {f"model.{name}": shape for name, shape in parts.shapes.items()}
     for name, shape in parts.shapes.items():
-        for kept in kept_of(training, role_of(len(shape))):
+        for kept in kept_of(training, role_of(name, len(shape))):
             found[f"optimizer.{kept}.{name}"] = shape
     return found

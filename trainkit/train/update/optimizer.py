@@ -1,10 +1,9 @@
-"""AdamW and SGD over sharded parameters: one fused pass that unscales, clips, updates or, on the
+"""AdamW, SGD and Muon over sharded parameters: one pass that unscales, clips, updates or, on the
 device's word, does nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -17,18 +16,21 @@ from trainkit.jobs.schema import Training
 from trainkit.ops.adamw import Rule, Weights
 from trainkit.ops.kernels import REFERENCE, Kernels
 from trainkit.train.torch_compat import like, local_part, scale_in_place
+from trainkit.train.update.muon import Matrices, MatrixShard, Muon
 
 
 class _Held(NamedTuple):
     """What this rank holds of a parameter that has a gradient.
 
     Args:
+        name: of the parameter.
         weight, gradient: its elements.
         state: its moments, by torch's names.
         role: of the whole parameter; a matrix decays.
         copy: the weight as the model computes with it; None: the update does not write it.
     """
 
+    name: str
     weight: Tensor
     gradient: Tensor
     state: dict[str, Tensor]
@@ -36,9 +38,18 @@ class _Held(NamedTuple):
     copy: Tensor | None
 
 
+class _Now(NamedTuple):
+    """The updates before this one, and what `Optimizer.step` is given."""
+
+    steps: Tensor
+    rate: Tensor
+    divisor: Tensor
+    skip: Tensor
+
+
 class Optimizer:
-    """AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101) or SGD with momentum, over the elements
-    that this rank holds.
+    """AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101), SGD with momentum, or Muon with AdamW,
+    over the elements that this rank holds.
 
     Matrices and embeddings decay, biases and norms (one dimension) do not. Decay is decoupled in
     both: a weight loses rate x weight_decay of itself, whatever its gradient, so that
@@ -57,6 +68,7 @@ class Optimizer:
         parameters: by name; those without a gradient at a step keep their weight and state.
         training: optimizer, its constants and weight_decay.
         kernels: what AdamW is computed with.
+        matrices: for an optimizer of whole matrices, those of this rank and its neighbours.
 
     `writes_copies`: its kernel writes the weights as the model computes with them in the same pass.
     """
@@ -66,6 +78,7 @@ class Optimizer:
         parameters: dict[str, nn.Parameter],
         training: Training,
         kernels: Kernels = REFERENCE,
+        matrices: Matrices | None = None,
     ) -> None:
         self._parameters = parameters
         device = next(iter(parameters.values())).device
@@ -74,13 +87,17 @@ class Optimizer:
         self._state = {
             name: {
                 kept: torch.zeros_like(local_part(p))
-                for kept in kept_of(training, role_of(p.dim()))
+                for kept in kept_of(training, role_of(name, p.dim()))
             }
             for name, p in parameters.items()
         }
-        rule = UPDATES[training.optimizer]
-        self._update = partial(rule.update, training, kernels)
-        self.writes_copies = rule.writes_copies and kernels.name == "fused"
+        self.training = training
+        self.kernels = kernels
+        self.muon = None if matrices is None else Muon(matrices, training)
+        # exchanged by all, also by ranks that have none of one
+        self._exchanged = frozenset(matrices.parameters if matrices else ())
+        self._rule = UPDATES[training.optimizer]
+        self.writes_copies = self._rule.writes_copies and kernels.name == "fused"
 
     @torch.no_grad()
     def step(
@@ -105,17 +122,19 @@ class Optimizer:
         # forward
         held = [
             _Held(
+                name,
                 local_part(p),
                 local_part(p.grad),
                 self._state[name],
-                role_of(p.dim()),
+                role_of(name, p.dim()),
                 copies.get(name),
             )
             for name, p in self._parameters.items()
-            if p.grad is not None and local_part(p).numel()
+            if p.grad is not None and (local_part(p).numel() or name in self._exchanged)
         ]
         if held:
-            self._update(held, self.steps, rate.to(torch.float32), divisor.to(torch.float32), skip)
+            now = _Now(self.steps, rate.to(torch.float32), divisor.to(torch.float32), skip)
+            self._rule.update(self, held, now)
         self.steps += (1 - skip).to(torch.int64)
 
     def zero_grad(self) -> None:
@@ -144,67 +163,69 @@ class Optimizer:
         self.steps.fill_(steps)
 
 
-def _adamw(
-    training: Training,
-    kernels: Kernels,
-    held: list[_Held],
-    steps: Tensor,
-    rate: Tensor,
-    divisor: Tensor,
-    skip: Tensor,
-) -> None:
-    rule = Rule(training.adam_beta1, training.adam_beta2, training.adam_eps)
+def _adamw(optimizer: Optimizer, held: list[_Held], now: _Now) -> None:
+    t = optimizer.training
     weights = Weights(
         [h.weight for h in held],
         [h.gradient for h in held],
         [h.state["exp_avg"] for h in held],
         [h.state["exp_avg_sq"] for h in held],
         [h.copy for h in held if h.copy is not None],
-        [training.weight_decay * (h.role == "matrix") for h in held],
+        [t.weight_decay * (h.role != "vector") for h in held],
     )
-    kernels.adamw(weights, rule, steps=steps, rate=rate, divisor=divisor, skip=skip)
+    optimizer.kernels.adamw(weights, Rule(t.adam_beta1, t.adam_beta2, t.adam_eps), **now._asdict())
 
 
-def _sgd(
-    training: Training,
-    kernels: Kernels,
-    held: list[_Held],
-    steps: Tensor,
-    rate: Tensor,
-    divisor: Tensor,
-    skip: Tensor,
-) -> None:
+def _sgd(optimizer: Optimizer, held: list[_Held], now: _Now) -> None:
     """torch's fused SGD, which counts no steps; decay is ours."""
-    if training.weight_decay:
-        matrices = [h.weight for h in held if h.role == "matrix"]
-        scale_in_place(matrices, 1 - rate * training.weight_decay * (1 - skip))
+    t = optimizer.training
+    if t.weight_decay:
+        decaying = [h.weight for h in held if h.role != "vector"]
+        scale_in_place(decaying, 1 - now.rate * t.weight_decay * (1 - now.skip))
     sgd(
         [h.weight for h in held],
         [h.gradient for h in held],
-        [h.state["momentum_buffer"] for h in held if training.sgd_momentum],
+        [h.state["momentum_buffer"] for h in held if t.sgd_momentum],
         fused=True,
-        grad_scale=divisor,
-        found_inf=skip,
+        grad_scale=now.divisor,
+        found_inf=now.skip,
         weight_decay=0.0,
-        momentum=training.sgd_momentum,
-        lr=rate,  # type: ignore[arg-type]
+        momentum=t.sgd_momentum,
+        lr=now.rate,  # type: ignore[arg-type]
         dampening=0.0,
         nesterov=False,
         maximize=False,
     )
 
 
-class _UpdateRule(NamedTuple):
-    """One step of all weights: by training, kernels, what is held, the updates before it, and as
-    of `Optimizer.step` rate, divisor, skip. Whether it writes copies of weights as it goes."""
+def _muon(optimizer: Optimizer, held: list[_Held], now: _Now) -> None:
+    """Muon of the matrices, AdamW of all else by its own rate."""
+    t = optimizer.training
+    assert optimizer.muon is not None
+    matrices = {
+        h.name: MatrixShard(h.weight, h.gradient, h.state["momentum_buffer"])
+        for h in held
+        if h.role == "matrix"
+    }
+    optimizer.muon.step(matrices, rate=now.rate, divisor=now.divisor, skip=now.skip)
+    if rest := [h for h in held if h.role != "matrix"]:
+        own = 1.0 if t.muon_scalar_lr is None or not t.lr else t.muon_scalar_lr / t.lr
+        _adamw(optimizer, rest, now._replace(rate=now.rate * own))
 
-    update: Callable[[Training, Kernels, list[_Held], Tensor, Tensor, Tensor, Tensor], None]
-    writes_copies: bool
+
+class _UpdateRule(NamedTuple):
+    """One step of all weights. Whether it writes copies of weights as it goes, and whether it is of
+    whole matrices."""
+
+    update: Callable[[Optimizer, list[_Held], _Now], None]
+    writes_copies: bool = False
+    of_matrices: bool = False
 
 
 UPDATES: Mapping[str, _UpdateRule] = {
     "adam": _UpdateRule(_adamw, writes_copies=True),
-    "sgd": _UpdateRule(_sgd, writes_copies=False),
+    "sgd": _UpdateRule(_sgd),
+    "muon": _UpdateRule(_muon, of_matrices=True),
 }
 
 

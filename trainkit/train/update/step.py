@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainkit.jobs.optimizers import role_of
 from trainkit.jobs.schema import Job
 from trainkit.train.generators import seed_generators
 from trainkit.train.metrics.readback import to_device
@@ -32,7 +33,8 @@ from trainkit.train.update.build import LAST, ModelParts, expected
 from trainkit.train.update.loss_guard import LossGuard
 from trainkit.train.update.loss_scale import STATE as SCALE_STATE
 from trainkit.train.update.loss_scale import LossScale
-from trainkit.train.update.optimizer import Optimizer, divisor
+from trainkit.train.update.muon import Matrices
+from trainkit.train.update.optimizer import UPDATES, Optimizer, divisor
 from trainkit.train.update.schedule import learning_rates
 
 
@@ -87,7 +89,15 @@ class Step:
         self.device = mesh.device
         self.timers = timers
         self.parameters = {key: sharded.parameter for key, sharded in parts.parameters.items()}
-        self.optimizer = Optimizer(self.parameters, job.training, parts.kernels)
+        matrices = None
+        if UPDATES[job.training.optimizer].of_matrices:
+            whole = {
+                key: sharded
+                for key, sharded in parts.parameters.items()
+                if role_of(key, len(sharded.layout.shape)) == "matrix"
+            }
+            matrices = Matrices(job.model, whole, mesh.replica_group(), mesh.place.tensor)
+        self.optimizer = Optimizer(self.parameters, job.training, parts.kernels, matrices)
         self.scale = LossScale(job.training, self.device)
         self.guard = LossGuard(job.training, self.device)
         self.rates = learning_rates(job.training, self.device)
