@@ -58,7 +58,7 @@ def test_init_method_std_scales_normal_and_scaled_only() -> None:
 )
 def test_which_parameters_get_which(name: str, method: str, output: str) -> None:
     """Output projections by output_layer_init_method; embeddings, head and all other matrices by
-    init_method; biases 0, norms 1."""
+    init_method; biases 0, norms 1 with what is added to them."""
     shape = {
         "num_layers": 3,
         "hidden_size": 192,
@@ -74,7 +74,7 @@ def test_which_parameters_get_which(name: str, method: str, output: str) -> None
         if n.endswith(".bias"):
             assert value.count_nonzero() == 0, n
         elif "norm" in n:
-            assert torch.equal(value, torch.ones(192)), n
+            assert torch.equal(value, torch.full_like(value, 1 - model.architecture.norm.offset)), n
         else:
             expected = deviation(output if n in outputs else method, model)
             count = value.numel()
