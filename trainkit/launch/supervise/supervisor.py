@@ -60,7 +60,8 @@ from trainkit.runs.record import (
 
 CONTROL_SECONDS = 10.0  # that somebody who has proved itself has to say what it wants
 LOOK_SECONDS = 1.0  # between two looks at whether the root answers
-SWEEP_SECONDS = 5.0  # for an agent to come to a host that has just lost one
+# for an agent to come to a host that has just lost one, which may be busy: what it leaves stays
+SWEEP_SECONDS = 15.0
 # before the tries that follow the first, second and later ones in a row that did not begin
 PAUSES = (0.0, 30.0, 300.0)
 # beyond lease and grace, until a host that we lost has surely stopped itself
