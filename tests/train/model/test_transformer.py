@@ -202,7 +202,20 @@ def test_a_token_does_not_see_the_next(name: str) -> None:
     assert (before - after)[:, 9:].abs().amax(-1).min() > 1e-6  # and every later one does
 
 
-@pytest.mark.parametrize("name", ["gpt", "neox", "neox-one-norm", "llama-3-groups", "llama-3.1"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gpt",
+        "neox",
+        "neox-one-norm",
+        "llama-3-groups",
+        "llama-3.1",
+        "mistral",
+        "qwen3",
+        "olmo3",
+        "gemma3",
+    ],
+)
 @settings(max_examples=8, deadline=None)
 @given(cuts=st.sets(st.integers(1, 11)), seed=st.integers(0, 9))
 @torch.no_grad()
