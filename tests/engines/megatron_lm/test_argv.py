@@ -289,6 +289,19 @@ def test_a_llama_on_gpus(version: str) -> None:
     assert words["--attention-dropout"] == words["--hidden-dropout"] == (0.0,)
 
 
+@pytest.mark.parametrize("version", CORE)
+def test_a_qwen3_norms_its_heads(version: str) -> None:
+    sets = ["engine=megatron-lm", "training.compile=false", "parallelism.zero_stage=1"]
+    words = argv_of(JOBS.resolve("qwen3-8b", sets).job, version)
+    assert words["--qk-layernorm"] == ()
+    assert words["--rotary-base"] == (1000000.0,)
+    assert "--add-qkv-bias" not in words and "--squared-relu" not in words
+    other = JOBS.resolve("qwen3-8b", [*sets, "model.activation=squared_relu"]).job
+    assert argv_of(other, version)["--squared-relu"] == ()
+    whole = JOBS.resolve("olmo2-7b", sets).job
+    assert any("qk_norm = 'projection'" in text for text in refusals(whole, version))
+
+
 def test_a_llama_is_more_than_2021_has() -> None:
     job = JOBS.resolve("llama-8b", ["engine=megatron-lm"]).job
     found = "\n".join(refusals(job, "2021"))
