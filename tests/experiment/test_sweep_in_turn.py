@@ -12,10 +12,20 @@ import pytest
 
 from tests.conftest import HANGS, Project, wait_for
 from trainkit.base.errors import ConfigError
-from trainkit.experiment.sweep.run import places_of
+from trainkit.base.slots import reserve_slots
+from trainkit.experiment.sweep import run as turns
+from trainkit.experiment.sweep.run import (
+    SweepOptions,
+    opened_sweep,
+    places_of,
+    results_of,
+    run_sweep,
+)
 from trainkit.jobs.load import load
 from trainkit.jobs.local_jobs import add_job
 from trainkit.launch.hosts.selection import local_hosts
+from trainkit.launch.preparation import StageUi
+from trainkit.launch.stage_lines import StageLines
 from trainkit.launch.supervise.rank_environment import visible_devices
 from trainkit.reports.sweep import MemberResult, SweepResults, sweep_page
 
@@ -79,6 +89,28 @@ def test_killed_and_gone_on_with(project: Project) -> None:
     assert again["sweep"] == value["sweep"] and len(project.runs()) == 3, "nothing is left to do"
     refused = project.invoke("sweep", "random", "--show", "--best", "validation_loss", exit=3)
     assert "there is a job of that name" in refused.stderr
+
+
+def test_waits_for_a_host_that_another_run_holds(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its members are not used up one after another meanwhile."""
+    shorten(project)
+    monkeypatch.setattr(turns, "BUSY_SECONDS", 0.5)
+    monkeypatch.setenv("HOOK", "http://127.0.0.1:9/nobody")
+    held = reserve_slots(project.path / "node", ["cpu"], {"run": "another"})
+    said: list[str] = []
+
+    def say(line: str) -> None:
+        said.append(line)
+        if "waits for the hosts" in line:
+            held.release()
+
+    with opened_sweep(load(project.path), "random", [], new=False) as found:
+        results = results_of(run_sweep(found, StageUi(StageLines(say), say), SweepOptions()))
+    assert sum("waits for the hosts" in line for line in said) == 1
+    assert [m.state for m in results.members] == ["succeeded", "diverged", "succeeded"]
+    assert len(project.runs()) == 3
 
 
 def test_what_cannot_be_swept(project: Project) -> None:

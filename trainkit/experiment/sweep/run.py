@@ -149,6 +149,7 @@ def _places_of_hosts(job: Job, nodes: int) -> list[Place]:
 Say = Callable[[str], None]
 LOOK_SECONDS = 1.0  # between two looks at runs of this machine
 QUEUE_SECONDS = 5.0  # and at those of a queue, which serves the whole cluster
+BUSY_SECONDS = 60.0  # until a host that other runs hold is asked again
 
 
 @dataclass(frozen=True)
@@ -334,6 +335,8 @@ class _Turns:
         self.record = sweep.record
         self.places = places_of(sweep.member_jobs)[: sweep.at_once]
         self.going: dict[int, tuple[RunFolder, Place | None]] = {}
+        self.waiting: list[MemberResult] = []
+        self.not_before = 0.0
 
     def adopt(self, members: Sequence[MemberResult]) -> None:
         """Members that another process has started: nobody knows on which places, so none is used
@@ -344,12 +347,13 @@ class _Turns:
 
     def run(self, todo: Sequence[MemberResult]) -> SweepRecord:
         """All to their end."""
-        waiting = list(todo)
+        self.waiting = list(todo)
         try:
-            while waiting or self.going:
+            while self.waiting or self.going:
                 adopted = any(place is None for _, place in self.going.values())
-                while waiting and self.places and not adopted:
-                    self._start(waiting.pop(0))
+                free = time.monotonic() >= self.not_before
+                while self.waiting and self.places and free and not adopted:
+                    self._start(self.waiting.pop(0))
                 time.sleep(LOOK_SECONDS)
                 self._look()
         except KeyboardInterrupt:
@@ -380,6 +384,11 @@ class _Turns:
             if place is not None:
                 self.places.append(place)
             self.ui.say(_line(self._member(number), record))
+            if record.exit == Exit.HOSTS_BUSY:
+                again = next(m for m in results_of(self.record).members if m.number == number)
+                self.waiting.insert(0, again)
+                self.not_before = time.monotonic() + BUSY_SECONDS
+                self.ui.say(f"{number}: waits for the hosts, which are asked every minute")
 
     def _stop(self) -> None:
         """Tell all to save and stop."""
