@@ -4,6 +4,7 @@ losses of all runs, and what each key does to them."""
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -240,19 +241,32 @@ def _curves(results: SweepResults, rows: Mapping[int, Sequence[MetricsRow]]) -> 
 
 
 def _by_key(results: SweepResults) -> Iterator[Chart]:
-    """The last losses over each key that has numbers."""
+    """The last losses over each key that has numbers: a line for each choice of the other keys,
+    means over seeds; dots where no two points share one. Over log2 of what spans a factor of 8."""
+    kind: Key = "training_loss"
+    if any(point.mean["validation_loss"] is not None for point in results.points()):
+        kind = "validation_loss"
+    title = kind.replace("_", " ")
     for key in results.keys:
-        points: dict[str, list[tuple[float, float | None]]] = {"training": [], "validation": []}
-        for member in results.members:
-            x = as_number(member.values.get(key))
-            if x is None or member.state != "succeeded":
-                continue
-            points["training"].append((x, member.training_loss))
-            points["validation"].append((x, member.validation_loss))
+        lines: dict[str, list[tuple[float, float | None]]] = {}
+        for point in results.points():
+            x = as_number(point.values.get(key))
+            if x is not None:
+                others = [name for name in results.keys if name not in (key, SEED)]
+                words = " ".join(f"{n.rpartition('.')[2]}={point.values.get(n)}" for n in others)
+                lines.setdefault(words or title, []).append((x, point.mean[kind]))
+        xs = [x for line in lines.values() for x, _ in line]
+        if not any(y is not None for line in lines.values() for _, y in line):
+            continue
+        name = key
+        if min(xs) > 0 and max(xs) >= 8 * min(xs):
+            name = f"log2 of {key}"
+            lines = {w: [(math.log2(x), y) for x, y in line] for w, line in lines.items()}
+        scattered = len(lines) == len(xs) > 1
+        if scattered:
+            lines = {title: [point for line in lines.values() for point in line]}
         series = [
-            Series(name, sorted(found, key=lambda point: point[0]), colour, dots=True)
-            for colour, (name, found) in enumerate(points.items())
-            if any(y is not None for _, y in found)
+            Series(words, sorted(line, key=lambda point: point[0]), colour, dots=scattered)
+            for colour, (words, line) in enumerate(lines.items())
         ]
-        if series:
-            yield Chart(f"Last loss over {key}", key, series)
+        yield Chart(f"Last {title} over {key}", name, series)
