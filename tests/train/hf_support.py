@@ -281,7 +281,7 @@ def save(module: Transformer, folder: Path, step: int = 7) -> Checkpoint:
 
 def write(saved: Checkpoint, model: Model, target: Path, **more: Any) -> Any:
     return export(
-        CheckpointWeights(saved),
+        CheckpointWeights(saved, model),
         model,
         target,
         **{"dtype": "fp32", "shard_bytes": 10**9, "tokenizer": None, "about": {}, **more},

@@ -147,6 +147,8 @@ SHORT = named(
         Case("qwen3", layout(1, 2, "zbv"), 2, MUON),
         Case("gpt", layout(copies=2, zero=1), 4, MUON),
         Case("gemma3", layout(1, 2, "interleaved"), 2),
+        Case("llama-mup", layout(2, sp=True, zero=3), 4),
+        Case("gpt-mup", layout(1, 2, "zbv"), 2, MUON),
         Case("qwen3", layout(2, zero=3), 4),
         Case("olmo2-1-group", layout(4, sp=True), 4, FULL),
         Case("gpt-changed", layout(2, 2, sp=True), 4),
@@ -273,6 +275,12 @@ LONG = named(
         *(apart(model, layout(2, sp=True), 2) for model in _MODERN),
         *(Case(model, layout(4, sp=True), 4) for model in (*_MODERN, "olmo2-1-group")),
         *(Case(model, layout(2, 2, "zbv", sp=True), 8) for model in _MODERN),
+        *(
+            Case(model, how, 2, optimizer)
+            for model in ("llama-mup", "gpt-mup")
+            for how in (layout(2, sp=True), layout(1, 2, "zbv"), layout(zero=3))
+            for optimizer in ({}, MUON)
+        ),
         # four ranks: fewer key-value heads than ranks, uneven stages, HSDP, two kinds together
         *(
             Case(model, layout(4, sp=sp), 4)

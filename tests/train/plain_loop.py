@@ -118,6 +118,19 @@ MODELS = {
         query_pre_attn_scalar=5,
         **SIZES,
     ),
+    # four times as wide as the model that rates were tuned on; heads twice
+    "llama-mup": Model(
+        family="llama",
+        num_layers=4,
+        num_query_groups=2,
+        parametrization="mup",
+        mup_base_hidden_size=8,
+        mup_base_kv_channels=4,
+        **SIZES,
+    ),
+    "gpt-mup": Model(
+        family="gpt", num_layers=5, parametrization="mup", mup_base_hidden_size=16, **SIZES
+    ),
     "gpt-dropping": Model(
         family="gpt", num_layers=5, hidden_dropout=0.2, attention_dropout=0.2, **SIZES
     ),
@@ -317,7 +330,7 @@ def plain_muon(name: str, p: Tensor, momentum: Tensor, job: Job, rate: float) ->
         for _ in range(t.muon_num_ns_steps):
             a, b, c = 3.4445, -4.7750, 2.0315
             x = a * x + (b * x @ x.T + c * x @ x.T @ x @ x.T) @ x
-        p[start : start + size] -= rate * 0.2 * max(x.shape) ** 0.5 * x
+        p[start : start + size] -= rate * 0.2 * (max(x.shape) / m.width_factor) ** 0.5 * x
         start += size
 
 
@@ -333,16 +346,16 @@ def reference(job: Job, dtype: torch.dtype, chunks: int = 1) -> list[StepFound]:
         for name, p in model.named_parameters()
         if t.optimizer == "muon" and p.dim() > 1 and name.startswith("layers.")
     }
-    matrices, others = (
-        [p for n, p in model.named_parameters() if (p.dim() > 1) == many and n not in muon]
-        for many in (True, False)
-    )
-    groups = [
-        {"params": matrices, "weight_decay": t.weight_decay},
-        {"params": others, "weight_decay": 0.0},
-    ]
+    wider = job.model.width_factor
+    groups = []
+    for name, p in model.named_parameters():
+        if name not in muon:
+            hidden = p.dim() > 1 and name.startswith("layers.")
+            factor = 1 / wider if hidden else 1.0
+            decay = t.weight_decay / factor if p.dim() > 1 else 0.0
+            groups.append({"params": [p], "weight_decay": decay, "factor": factor})
     optimizer = torch.optim.AdamW(
-        groups, betas=(t.adam_beta1, t.adam_beta2), eps=t.adam_eps, foreach=False
+        groups, betas=(t.adam_beta1, t.adam_beta2), eps=t.adam_eps / wider, foreach=False
     )
     found = []
     for step, batch in enumerate(whole_batches(job)):
@@ -364,7 +377,7 @@ def reference(job: Job, dtype: torch.dtype, chunks: int = 1) -> list[StepFound]:
             p.grad *= share / float(np.float32(divisor * share))
         rate = float(np.float32(learning_rate(t, step)))
         for group in optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = rate * group["factor"]
         with torch.no_grad():
             for name, p in model.named_parameters():
                 if name in muon:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Literal
 
 from pydantic import Field, model_validator
@@ -16,76 +15,14 @@ from trainkit.families.contract import (
     NormPlacement,
     QueryKeyNorm,
 )
-from trainkit.jobs.table import NAME, Table, wrong
+from trainkit.jobs.rope_scaling import RopeScaling
+from trainkit.jobs.table import NAME, Table, needs, wrong
 
 
 def varlen_fits(head_size: int) -> bool:
     """Whether the variable-length attention kernel has heads of this size (FlashAttention 2, as in
     torch.nn.attention.varlen)."""
     return head_size % 8 == 0 and head_size <= 256
-
-
-class RopeScaling(Table):
-    """How rotary positions are stretched beyond the length a model was first trained on. Keys
-    are Hugging Face's."""
-
-    type: Literal["linear", "llama3", "yarn"] = Field(
-        description=(
-            "linear: every position divided by factor; llama3, yarn: only low frequencies, as in"
-            " Llama 3.1 or by Peng et al. 2023"
-        )
-    )
-    factor: float = Field(gt=1, description="how many times longer")
-    low_freq_factor: float = Field(
-        1.0,
-        gt=0,
-        description=(
-            "llama3: wavelengths above original_max_position_embeddings / this are divided in full"
-        ),
-    )
-    high_freq_factor: float = Field(
-        4.0,
-        gt=0,
-        description=(
-            "llama3: wavelengths below original_max_position_embeddings / this stay as they are"
-        ),
-    )
-    original_max_position_embeddings: int = Field(
-        8192, ge=1, description="llama3, yarn: the length before stretching"
-    )
-    beta_fast: float = Field(
-        32.0, gt=0, description="yarn: channels that turn more often in that length stay"
-    )
-    beta_slow: float = Field(
-        1.0, gt=0, description="yarn: channels that turn less often in that length are divided"
-    )
-    attention_factor: float | None = Field(
-        None,
-        gt=0,
-        description="yarn: cosines and sines are multiplied by it; by default 0.1 ln(factor) + 1",
-    )
-
-    @model_validator(mode="after")
-    def _ordered(self) -> RopeScaling:
-        if self.high_freq_factor <= self.low_freq_factor:
-            raise wrong(
-                "high_freq_factor",
-                f"high_freq_factor {self.high_freq_factor} is not above low_freq_factor"
-                f" {self.low_freq_factor}",
-            )
-        if self.beta_fast <= self.beta_slow:
-            raise wrong(
-                "beta_fast", f"beta_fast {self.beta_fast} is not above beta_slow {self.beta_slow}"
-            )
-        return self
-
-    @property
-    def amplitude(self) -> float:
-        """What cosines and sines are multiplied with. YaRN: Peng et al. 2023, arXiv:2309.00071,
-        section 3.4."""
-        if self.type != "yarn":
-            return 1.0
-        return self.attention_factor or 0.1 * math.log(self.factor) + 1
 
 
 InitMethod = Literal["normal", "scaled", "small_init", "wang_init"]
@@ -226,6 +163,21 @@ class Model(Table):
         lt=1,
         description="dropout of embeddings and of what is added to the residual stream",
     )
+    parametrization: Literal["standard", "mup"] = Field(
+        "standard",
+        description=(
+            "mup: deviations and learning rates that suit mup_base_hidden_size suit every other"
+            " width (Yang et al. 2022)"
+        ),
+    )
+    mup_base_hidden_size: int | None = Field(
+        None, ge=1, description="mup: hidden_size of the model that they were tuned on"
+    )
+    mup_base_kv_channels: int | None = Field(
+        None,
+        ge=1,
+        description="mup: channels of a head of that model, where they grow with the width, too",
+    )
     init_method: InitMethod = Field(
         "normal", description="normal: init_method_std; small_init: sqrt(2 / (5 * hidden_size))"
     )
@@ -301,6 +253,7 @@ class Model(Table):
                 f"sliding_window {self.sliding_window} is longer than seq_length"
                 f" {self.seq_length}: no layer would hide anything",
             )
+        self._check_parametrization()
         if self.gelu is not None and not self.mlp.gelu:
             raise wrong("gelu", f"the MLP's activation is {self.activation or 'another'}, not GELU")
         if self.parallel_residual and self.placement != "before":
@@ -309,6 +262,37 @@ class Model(Table):
                 f"norm_placement {self.placement!r} with gpt_j_residual: side by side, both"
                 " read what one norm before them made",
             )
+
+    def _check_parametrization(self) -> None:
+        mup = self.parametrization == "mup"
+        if mup and self.mup_base_hidden_size is None:
+            raise needs(
+                "mup_base_hidden_size",
+                "parametrization = 'mup' needs mup_base_hidden_size, the width at which the"
+                " learning rate was tuned",
+            )
+        for key in ("mup_base_hidden_size", "mup_base_kv_channels"):
+            if getattr(self, key) is not None and not mup:
+                raise wrong(key, f"{key} is for parametrization = 'mup'")
+        for key in ("init_method", "output_layer_init_method"):
+            if mup and (method := getattr(self, key)) in ("small_init", "wang_init"):
+                raise wrong(
+                    key,
+                    f"{key} = {method!r} follows the width by itself; under muP set normal or"
+                    " scaled, with init_method_std",
+                )
+        base = self.mup_base_kv_channels
+        if base is not None and (self.head_size**2 % base or self.query_pre_attn_scalar):
+            raise wrong(
+                "mup_base_kv_channels",
+                f"mup_base_kv_channels {base} sets query_pre_attn_scalar to"
+                f" {self.head_size}^2 / {base}: that must be whole, and not be given, too",
+            )
+
+    @property
+    def width_factor(self) -> float:
+        """How many times wider than the model that deviations and rates were tuned on."""
+        return self.hidden_size / (self.mup_base_hidden_size or self.hidden_size)
 
     @property
     def architecture(self) -> Family:
@@ -359,6 +343,7 @@ class Model(Table):
             "query_pre_attn_scalar": self.query_scalar,
             "activation": self.activation or self.architecture.activation,
             "norm_offset": self.architecture.norm.offset,
+            "parametrization": self.parametrization,
         }
         plain: dict[str, object] = {
             "qk_norm": "none",
@@ -369,13 +354,16 @@ class Model(Table):
             "query_pre_attn_scalar": self.head_size,
             "activation": "swiglu" if self.mlp.gated else "gelu",
             "norm_offset": 0.0,
+            "parametrization": "standard",
         }
         return {key: value for key, value in found.items() if value != plain[key]}
 
     @property
     def departures(self) -> dict[str, object]:
         """Traits, and an activation, that are not its family's."""
-        own = {key: None for key in (*self.traits, "activation") if key in type(self).model_fields}
+        keys = {*self.traits, "activation", "mup_base_kv_channels"} & set(type(self).model_fields)
+        # weights know nothing of how they were found
+        own = dict.fromkeys(keys - {"parametrization"})
         usual = self.model_copy(update=own)
         found = {key: value for key, value in self.traits.items() if usual.traits.get(key) != value}
         if self.activation not in (None, self.architecture.activation):
@@ -439,14 +427,17 @@ class Model(Table):
     @property
     def query_scalar(self) -> int:
         """The number by whose square root scores are divided."""
+        if self.mup_base_kv_channels is not None:
+            # muP, table 8: 1 / head size, equal to the usual at the base
+            return self.head_size**2 // self.mup_base_kv_channels
         return self.query_pre_attn_scalar or self.head_size
 
     @property
     def score_scale(self) -> float | None:
         """What products of queries and keys are multiplied with; None: 1 / sqrt(head size)."""
-        if self.query_pre_attn_scalar is None:
+        if self.query_scalar == self.head_size:
             return None
-        return float(self.query_pre_attn_scalar**-0.5)
+        return float(self.query_scalar**-0.5)
 
     @property
     def embedding_factor(self) -> float:

@@ -52,6 +52,26 @@ KEPT: Mapping[str, Callable[[Training, Role], tuple[str, ...]]] = {
 MUON_ROUND = 2**24
 
 
+def rate_factor(role: Role, width: float, training: Training) -> float:
+    """What the learning rate of a parameter is multiplied with under muP: Yang et al. 2022,
+    arXiv:2203.03466, table 8; for Muon the spectral condition of Yang et al. 2023,
+    arXiv:2310.17813. Weight decay is divided by it, so that a step takes the same part of a weight
+    at every width.
+
+    Args:
+        role: of the parameter.
+        width: `Model.width_factor`.
+        training: optimizer and muon_scale_mode.
+    """
+    if training.optimizer == "sgd":
+        return 1.0 if role == "matrix" else width
+    if role != "matrix":
+        return 1.0
+    if training.optimizer == "adam":
+        return 1 / width
+    return 1.0 if training.muon_scale_mode == "original" else float(width**-0.5)
+
+
 def kept_of(training: Training, role: Role) -> tuple[str, ...]:
     """What the optimizer of a job keeps of a parameter of a role."""
     return KEPT[training.optimizer](training, role)

@@ -25,8 +25,9 @@ from trainkit.jobs.job_tables import (
     RetrySettings,
     WandbSettings,
 )
-from trainkit.jobs.models import Model, RopeScaling, varlen_fits
+from trainkit.jobs.models import Model, varlen_fits
 from trainkit.jobs.notify import NotifySettings
+from trainkit.jobs.rope_scaling import RopeScaling
 from trainkit.jobs.sweeps import Sweep
 from trainkit.jobs.table import NAME, EngineValue, Environment, Strings, Table, needs, wrong
 from trainkit.jobs.training import Training

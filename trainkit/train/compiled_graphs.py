@@ -46,7 +46,10 @@ SCHEMA = "graphs/2"
 READY = "ready"  # the folder of those that need no compiler
 VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 # of the model: they change no block
-UNREAD = ("name", "num_layers", "init_method", "init_method_std", "output_layer_init_method")
+UNREAD = (
+    *("name", "num_layers", "init_method", "init_method_std", "output_layer_init_method"),
+    *("parametrization", "mup_base_hidden_size"),
+)
 OF_TRAINING = (
     "micro_batch_size",
     "precision",

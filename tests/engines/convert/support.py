@@ -86,7 +86,7 @@ def layout(**given: Any) -> FileLayout:
 
 def saved(model: Model, folder: Path) -> RunWeights:
     """Weights of the model in a checkpoint of ours."""
-    return RunWeights(CheckpointWeights(save(ours(model), folder)), model, 7)
+    return RunWeights(CheckpointWeights(save(ours(model), folder), model), model, 7)
 
 
 def converted(source: RunWeights, target: str, folder: Path, **given: Any) -> Converted:

@@ -85,7 +85,7 @@ def same_logits(
 ) -> None:
     model = MODELS[name]
     module = shaken(model)
-    source = RunWeights(CheckpointWeights(save(module, tmp_path / "ours")), model, 7)
+    source = RunWeights(CheckpointWeights(save(module, tmp_path / "ours"), model), model, 7)
     converted(source, target, tmp_path / "out", **cut)
     (tmp_path / "scratch").mkdir()
     found = real_logits(engine, model, layout(**cut), tmp_path / "out", tmp_path / "scratch")

@@ -144,7 +144,7 @@ def open_run(run: RunFolder, job: Job, step: int | None) -> RunWeights:
     """
     if job.is_native:
         saved = choose_checkpoint(run, step)
-        weights = CheckpointWeights(saved)
+        weights = CheckpointWeights(saved, job.model)
         refuse_another_model(weights, job.model, vocabulary(weights))
         return RunWeights(weights, job.model, saved.manifest.step)
     if job.engine not in ENGINE_FORMATS:

@@ -12,9 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from trainkit.families.contract import HuggingFace
 from trainkit.jobs.schema import Model
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Shape = tuple[int, ...]
 
@@ -64,6 +68,15 @@ def table(model: Model, vocab_size: int) -> dict[str, TensorMapping]:
     if model.untied:
         entries["head.weight"] = _whole((vocab_size, hidden), f"{names.outside['head']}.weight")
     return entries
+
+
+def with_output_factor(name: str, found: Tensor, model: Model, factor: float) -> Tensor:
+    """One of our tensors with logits multiplied by `factor`: other programs know no multiplier of
+    muP, so that the last norm's weight has it there. Exact where the factor is a power of two."""
+    if factor == 1 or not name.startswith("final_norm."):
+        return found
+    offset = model.architecture.norm.offset if name.endswith(".weight") else 0.0
+    return (found.float() + offset) * factor - offset
 
 
 def _whole(shape: Shape, source: str) -> TensorMapping:

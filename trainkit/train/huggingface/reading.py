@@ -13,7 +13,7 @@ from safetensors import safe_open
 from trainkit.base.errors import raise_problems
 from trainkit.jobs.schema import Model
 from trainkit.train.huggingface.folder import StoredTensor, open_weights, problems_of
-from trainkit.train.huggingface.names import RowMapping, table
+from trainkit.train.huggingface.names import RowMapping, table, with_output_factor
 
 if TYPE_CHECKING:  # torch is imported where weights are read: stages import this package too
     from torch import Tensor
@@ -59,6 +59,7 @@ def load_weights(
                         found = files.read(
                             weights.tensors[piece.source], piece, start, stop, box[1:]
                         )
+                        found = with_output_factor(sharded.name, found, model, model.width_factor)
                         target[start - box[0].start : stop - box[0].start].copy_(found)
 
 

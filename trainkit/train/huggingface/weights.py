@@ -19,7 +19,7 @@ from trainkit.jobs.schema import Model
 from trainkit.runs.checkpoints import Checkpoint
 from trainkit.runs.manifest import TensorEntry
 from trainkit.train.checkpoint.dcp_storage import DTYPES, DcpReader, TensorLoadPlanner
-from trainkit.train.huggingface.names import Shape, table
+from trainkit.train.huggingface.names import Shape, table, with_output_factor
 
 NAMED = 20  # problems named in one message
 EMBEDDING = "embed_tokens.weight"
@@ -43,9 +43,10 @@ class NamedWeights(Protocol):
 
 @dataclass(frozen=True)
 class CheckpointWeights:
-    """The weights of a checkpoint of ours."""
+    """The weights of a checkpoint of ours, as other programs compute with them."""
 
     saved: Checkpoint
+    model: Model
 
     @property
     def folder(self) -> Path:
@@ -61,7 +62,8 @@ class CheckpointWeights:
 
     def read(self, name: str) -> Tensor:
         ours = f"model.{name}"
-        return _read(self.saved.folder, ours, self.saved.manifest.tensors[ours])
+        found = _read(self.saved.folder, ours, self.saved.manifest.tensors[ours])
+        return with_output_factor(name, found, self.model, 1 / self.model.width_factor)
 
 
 def _read(folder: Path, name: str, entry: TensorEntry) -> Tensor:

@@ -128,17 +128,17 @@ class QueryKeyNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(width))
 
     def forward(self, x_BSAD: Tensor) -> Tensor:
-        weight = plus_offset(self.weight, self.offset)
+        weight = effective(self.weight, self.offset)
         if not self.together:
             return self.of(x_BSAD, weight, self.epsilon)
         return self.of(x_BSAD.flatten(2), weight, self.epsilon).view_as(x_BSAD)
 
 
-def plus_offset(weight: Tensor, offset: float) -> Tensor:
-    """A norm's weight as it is multiplied with: in fp32 or wider where something is added."""
-    if not offset:
-        return weight
-    return weight.to(torch.promote_types(weight.dtype, torch.float32)) + offset
+def effective(weight: Tensor, offset: float = 0.0, factor: float = 1.0) -> Tensor:
+    """A norm's weight or bias as it is used: in fp32 or wider where something is added."""
+    if offset:
+        weight = weight.to(torch.promote_types(weight.dtype, torch.float32)) + offset
+    return weight if factor == 1 else weight * factor
 
 
 class Attention(nn.Module):
@@ -249,10 +249,17 @@ class GatedMLP(nn.Module):
 
 class ResidualNorm(nn.Module):
     """The family's norm over the hidden size: of x; or of x and what is added to it, then with
-    the sum itself."""
+    the sum itself.
 
-    def __init__(self, model: Model, kernels: Kernels) -> None:
+    Args:
+        model: the shape.
+        kernels: what it computes with.
+        factor: the result is multiplied by it, at no cost: its few weights are.
+    """
+
+    def __init__(self, model: Model, kernels: Kernels, factor: float = 1.0) -> None:
         super().__init__()
+        self.factor = factor
         self.epsilon = model.layernorm_epsilon
         self.offset = model.architecture.norm.offset
         self.weight = nn.Parameter(torch.ones(model.hidden_size))
@@ -266,9 +273,9 @@ class ResidualNorm(nn.Module):
     def forward(
         self, x_BSH: Tensor, added_BSH: Tensor | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
-        weights = [plus_offset(self.weight, self.offset)]
+        weights = [effective(self.weight, self.offset, self.factor)]
         if self.bias is not None:
-            weights.append(self.bias)
+            weights.append(effective(self.bias, factor=self.factor))
         if added_BSH is None:
             return self.of(x_BSH, *weights, self.epsilon)
         return self.of_sum(x_BSH, added_BSH, *weights, self.epsilon)
@@ -341,7 +348,8 @@ class Transformer(nn.Module):
         self.layers = nn.ModuleDict(
             {str(i): Block(model, i, kernels) for i in range(model.num_layers)}
         )
-        self.final_norm = ResidualNorm(model, kernels)
+        # muP's multiplier of the logits
+        self.final_norm = ResidualNorm(model, kernels, 1 / model.width_factor)
         self.head = nn.Linear(model.hidden_size, vocab_size, bias=False) if model.untied else None
 
     def forward(

@@ -9,6 +9,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from trainkit.jobs.optimizers import role_of
 from trainkit.jobs.schema import Model
 from trainkit.train.parallel.shards import sharded_parameters, slices
 
@@ -38,15 +39,19 @@ def deviation(method: str, model: Model) -> float:
 def initial_value(name: str, shape: tuple[int, ...], model: Model, seed: int) -> Tensor:
     """The whole initial value of one parameter, fp32 on the CPU: biases 0, norms 1 less what is
     added to them, weights normal by `output_layer_init_method` for output projections and
-    `init_method` for all others, embeddings and head included."""
+    `init_method` for all others, embeddings and head included. Under muP matrices begin smaller
+    by the root of the width's factor."""
     if name.endswith(".bias"):
         return torch.zeros(shape)
-    if len(shape) == 1:
+    role = role_of(name, len(shape))
+    if role == "vector":
         return torch.full(shape, 1 - model.architecture.norm.offset)
     std = deviation(
         model.output_layer_init_method if name.endswith(OUTPUT_PROJECTIONS) else model.init_method,
         model,
     )
+    if role == "matrix":
+        std /= math.sqrt(model.width_factor)
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     # in place: it may be the largest tensor there is

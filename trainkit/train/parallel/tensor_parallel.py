@@ -37,7 +37,7 @@ from trainkit.train.model.transformer import (
     Attention,
     QueryKeyNorm,
     Transformer,
-    plus_offset,
+    effective,
 )
 from trainkit.train.parallel.shards import Segment, TensorLayout
 from trainkit.train.parallel.tensor_group import TensorGroup, enter, leave, own_tokens
@@ -230,7 +230,7 @@ class ProjectionNorm(_Split):
         self.channels = len(whole.weight) * self.segments[0].replicas
 
     def forward(self, x_BSAD: Tensor) -> Tensor:
-        weight = plus_offset(self.weight, self.offset)
+        weight = effective(self.weight, self.offset)
         wide_BSW = x_BSAD.flatten(2).to(torch.promote_types(x_BSAD.dtype, torch.float32))
         squares_BS = summed(wide_BSW.square().sum(-1, keepdim=True), self.group.name)
         scale_BS = (squares_BS / self.channels + self.epsilon).rsqrt()

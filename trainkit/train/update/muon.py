@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainkit.jobs.optimizers import MUON_ROUND
+from trainkit.jobs.optimizers import MUON_ROUND, rate_factor
 from trainkit.jobs.schema import Model, Training
 from trainkit.train.parallel.shards import Offsets, ShardedParameter
 from trainkit.train.torch_compat import local_part
@@ -268,6 +268,7 @@ class Muon:
     def __init__(self, matrices: Matrices, training: Training) -> None:
         self.model = matrices.model
         self.training = training
+        self.factor = rate_factor("matrix", matrices.model.width_factor, training)
         self.rounds = [Exchange(each) for each in _rounds(matrices)]
 
     def step(
@@ -280,6 +281,7 @@ class Muon:
             rate, divisor, skip: as of Optimizer.step.
         """
         rate = rate.double()
+        own = rate * self.factor
         kept = 1 - rate * self.training.weight_decay * (1 - skip)
         for exchange in self.rounds:
             parts = {
@@ -292,7 +294,7 @@ class Muon:
             exchange.scatter(updates, parts)
             for name, part in parts.items():
                 # a skipped step's gradient may be NaN, and so is what was made of it
-                held[name].weight.mul_(kept).sub_(torch.where(skip > 0, 0, part * rate))
+                held[name].weight.mul_(kept).sub_(torch.where(skip > 0, 0, part * own))
 
     def _direction(self, part: MatrixShard, divisor: Tensor, skip: Tensor) -> Tensor:
         mu = self.training.muon_momentum

@@ -3,7 +3,7 @@ device's word, does nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.sgd import sgd
 
-from trainkit.jobs.optimizers import Role, kept_of, role_of
+from trainkit.jobs.optimizers import Role, kept_of, rate_factor, role_of
 from trainkit.jobs.schema import Training
 from trainkit.ops.adamw import Rule, Weights
 from trainkit.ops.kernels import REFERENCE, Kernels
@@ -26,7 +26,8 @@ class _Held(NamedTuple):
         name: of the parameter.
         weight, gradient: its elements.
         state: its moments, by torch's names.
-        role: of the whole parameter; a matrix decays.
+        role: of the whole parameter.
+        factor: of the learning rate.
         copy: the weight as the model computes with it; None: the update does not write it.
     """
 
@@ -35,6 +36,7 @@ class _Held(NamedTuple):
     gradient: Tensor
     state: dict[str, Tensor]
     role: Role
+    factor: float
     copy: Tensor | None
 
 
@@ -45,6 +47,10 @@ class _Now(NamedTuple):
     rate: Tensor
     divisor: Tensor
     skip: Tensor
+
+    def scaled(self, factor: float) -> _Now:
+        """With another learning rate."""
+        return self._replace(rate=self.rate * factor)
 
 
 class Optimizer:
@@ -69,6 +75,7 @@ class Optimizer:
         training: optimizer, its constants and weight_decay.
         kernels: what AdamW is computed with.
         matrices: for an optimizer of whole matrices, those of this rank and its neighbours.
+        width: of the model, in widths of the one that rates were tuned on (muP).
 
     `writes_copies`: its kernel writes the weights as the model computes with them in the same pass.
     """
@@ -79,15 +86,21 @@ class Optimizer:
         training: Training,
         kernels: Kernels = REFERENCE,
         matrices: Matrices | None = None,
+        width: float = 1.0,
     ) -> None:
         self._parameters = parameters
         device = next(iter(parameters.values())).device
         # applied updates; the place in the table of learning rates
         self.steps = torch.zeros((), dtype=torch.int64, device=device)
+        self._roles = {name: role_of(name, p.dim()) for name, p in parameters.items()}
+        self._factors = {
+            role: rate_factor(role, width, training) for role in set(self._roles.values())
+        }
+        self.adam_eps = training.adam_eps / width  # as gradients are
         self._state = {
             name: {
                 kept: torch.zeros_like(local_part(p))
-                for kept in kept_of(training, role_of(name, p.dim()))
+                for kept in kept_of(training, self._roles[name])
             }
             for name, p in parameters.items()
         }
@@ -126,7 +139,8 @@ class Optimizer:
                 local_part(p),
                 local_part(p.grad),
                 self._state[name],
-                role_of(name, p.dim()),
+                self._roles[name],
+                self._factors[self._roles[name]],
                 copies.get(name),
             )
             for name, p in self._parameters.items()
@@ -163,17 +177,25 @@ class Optimizer:
         self.steps.fill_(steps)
 
 
+def _by_factor(held: list[_Held]) -> Iterator[tuple[float, list[_Held]]]:
+    """One group where nothing is multiplied."""
+    for factor in dict.fromkeys(h.factor for h in held):
+        yield factor, [h for h in held if h.factor == factor]
+
+
 def _adamw(optimizer: Optimizer, held: list[_Held], now: _Now) -> None:
     t = optimizer.training
-    weights = Weights(
-        [h.weight for h in held],
-        [h.gradient for h in held],
-        [h.state["exp_avg"] for h in held],
-        [h.state["exp_avg_sq"] for h in held],
-        [h.copy for h in held if h.copy is not None],
-        [t.weight_decay * (h.role != "vector") for h in held],
-    )
-    optimizer.kernels.adamw(weights, Rule(t.adam_beta1, t.adam_beta2, t.adam_eps), **now._asdict())
+    rule = Rule(t.adam_beta1, t.adam_beta2, optimizer.adam_eps)
+    for factor, group in _by_factor(held):
+        weights = Weights(
+            [h.weight for h in group],
+            [h.gradient for h in group],
+            [h.state["exp_avg"] for h in group],
+            [h.state["exp_avg_sq"] for h in group],
+            [h.copy for h in group if h.copy is not None],
+            [t.weight_decay / factor * (h.role != "vector") for h in group],
+        )
+        optimizer.kernels.adamw(weights, rule, **now.scaled(factor)._asdict())
 
 
 def _sgd(optimizer: Optimizer, held: list[_Held], now: _Now) -> None:
@@ -182,20 +204,21 @@ def _sgd(optimizer: Optimizer, held: list[_Held], now: _Now) -> None:
     if t.weight_decay:
         decaying = [h.weight for h in held if h.role != "vector"]
         scale_in_place(decaying, 1 - now.rate * t.weight_decay * (1 - now.skip))
-    sgd(
-        [h.weight for h in held],
-        [h.gradient for h in held],
-        [h.state["momentum_buffer"] for h in held if t.sgd_momentum],
-        fused=True,
-        grad_scale=now.divisor,
-        found_inf=now.skip,
-        weight_decay=0.0,
-        momentum=t.sgd_momentum,
-        lr=now.rate,  # type: ignore[arg-type]
-        dampening=0.0,
-        nesterov=False,
-        maximize=False,
-    )
+    for factor, group in _by_factor(held):
+        sgd(
+            [h.weight for h in group],
+            [h.gradient for h in group],
+            [h.state["momentum_buffer"] for h in group if t.sgd_momentum],
+            fused=True,
+            grad_scale=now.divisor,
+            found_inf=now.skip,
+            weight_decay=0.0,
+            momentum=t.sgd_momentum,
+            lr=now.rate * factor,  # type: ignore[arg-type]
+            dampening=0.0,
+            nesterov=False,
+            maximize=False,
+        )
 
 
 def _muon(optimizer: Optimizer, held: list[_Held], now: _Now) -> None:
@@ -210,7 +233,7 @@ def _muon(optimizer: Optimizer, held: list[_Held], now: _Now) -> None:
     optimizer.muon.step(matrices, rate=now.rate, divisor=now.divisor, skip=now.skip)
     if rest := [h for h in held if h.role != "matrix"]:
         own = 1.0 if t.muon_scalar_lr is None or not t.lr else t.muon_scalar_lr / t.lr
-        _adamw(optimizer, rest, now._replace(rate=now.rate * own))
+        _adamw(optimizer, rest, now.scaled(own))
 
 
 class _UpdateRule(NamedTuple):

@@ -97,7 +97,9 @@ class Step:
                 if role_of(key, len(sharded.layout.shape)) == "matrix"
             }
             matrices = Matrices(job.model, whole, mesh.replica_group(), mesh.place.tensor)
-        self.optimizer = Optimizer(self.parameters, job.training, parts.kernels, matrices)
+        self.optimizer = Optimizer(
+            self.parameters, job.training, parts.kernels, matrices, job.model.width_factor
+        )
         self.scale = LossScale(job.training, self.device)
         self.guard = LossGuard(job.training, self.device)
         self.rates = learning_rates(job.training, self.device)
