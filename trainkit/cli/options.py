@@ -62,6 +62,15 @@ class PlanOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CoordCheckOptions:
+    """Those of `coord-check`."""
+
+    set: tuple[str, ...] = flag(SET["set"], default=())
+    widths: str = flag("hidden sizes, such as 64,128,256 (default: up to 1024)", default="")
+    html: str = flag("write the curves as one .html file", default="")
+
+
+@dataclass(frozen=True, kw_only=True)
 class SweepTaskOptions:
     """Those of `sweep`."""
 

@@ -28,7 +28,7 @@ from trainkit.cli.completion import SCRIPTS, TABLES, candidates, names_of
 from trainkit.cli.wrapper import command_in, end_without_reader
 
 GROUPS = {
-    "Start": ("init", "import", "jobs", "show", "check", "plan", "graph"),
+    "Start": ("init", "import", "jobs", "show", "check", "plan", "coord-check", "graph"),
     "Prepare": (
         "build",
         "build-container",

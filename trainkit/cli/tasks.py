@@ -17,6 +17,7 @@ namespace = Collection(
     tasks_config.show,
     tasks_config.check,
     tasks_config.plan,
+    tasks_config.coord_check,
     tasks_config.graph,
     tasks_config.import_,
     tasks_run.build,

@@ -1,9 +1,9 @@
-"""The tasks about jobs.toml and the data of its jobs: init, jobs, show, check, plan, graph,
-data-stats, data-verify."""
+"""The tasks about jobs.toml and the data of its jobs: init, jobs, show, check, plan, coord-check,
+graph, data-stats, data-verify."""
 
 from __future__ import annotations
 
-from trainkit.cli.options import DATASET, JOB, SET, PlanOptions, StatsOptions
+from trainkit.cli.options import DATASET, JOB, SET, CoordCheckOptions, PlanOptions, StatsOptions
 from trainkit.cli.wrapper import TaskContext, TaskResult, make_task
 
 
@@ -74,6 +74,18 @@ def plan(task: TaskContext, job: str, options: PlanOptions) -> TaskResult:
     Says also what is wrong with the job. Exit 4 if it cannot run as it is.
     """
     from trainkit.cli.config.plan import plan as run
+
+    return run(task, job, options)
+
+
+@make_task(options=CoordCheckOptions, help=JOB, takes_json=True)
+def coord_check(task: TaskContext, job: str, options: CoordCheckOptions) -> TaskResult:
+    """See whether activations grow with the width of a job's model.
+
+    Trains it for 8 steps at several widths, on this machine's CPU and random ids. What stays flat
+    lets a learning rate of a narrow model suit a wide one (muP).
+    """
+    from trainkit.cli.model.coord_check import coord_check as run
 
     return run(task, job, options)
 

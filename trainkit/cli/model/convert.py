@@ -40,7 +40,7 @@ def export(task: TaskContext, run_name: str, options: ExportOptions) -> TaskResu
     folder = Path(options.to).absolute()
     tokenizer = tokenizer_of(job)
     written = write(
-        CheckpointWeights(checkpoint),
+        CheckpointWeights(checkpoint, job.model),
         job.model,
         folder,
         dtype=options.dtype,

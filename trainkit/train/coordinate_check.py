@@ -1,0 +1,170 @@
+"""Sizes of activations at several widths in the first steps of training: flat under muP, growing
+with the width where rates or deviations do not suit it (Yang et al. 2022, arXiv:2203.03466,
+appendix D.1)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from trainkit.base.errors import ConfigError
+from trainkit.jobs.optimizers import role_of
+from trainkit.jobs.schema import Job, Model
+from trainkit.train.model.head_loss import Labels, Losses
+from trainkit.train.model.transformer import Block, Transformer
+from trainkit.train.parallel.initialize import initialize
+from trainkit.train.parallel.shards import sharded_parameters
+from trainkit.train.update.muon import Matrices
+from trainkit.train.update.optimizer import UPDATES, Optimizer, divisor, squared_norm
+
+STEPS = (0, 1, 2, 4, 8)  # updates before each look
+WIDTHS = (64, 1024, 5)  # the narrowest, the widest and how many, where the heads allow
+SAMPLES = 4
+TOKENS = 128  # of a sample, at most
+VOCABULARY = 1024  # ids, at most: sizes do not depend on it
+GROWS = 0.25  # slopes above it: half of what a root of the width, the least mistake, would give
+
+
+@dataclass(frozen=True)
+class Coordinates:
+    """Means of |x| over all numbers of an activation.
+
+    Args:
+        widths: hidden sizes.
+        sizes: by activation ("attention": of all layers), then by updates made before, then in
+            the order of `widths`.
+    """
+
+    widths: Sequence[int]
+    sizes: Mapping[str, Mapping[int, Sequence[float]]]
+
+    def slope(self, name: str) -> float:
+        """By how many powers of the width the activation grows after the last update."""
+        ys = [math.log(size) for size in self.sizes[name][STEPS[-1]]]
+        xs = [math.log(width) for width in self.widths]
+        x_mean, y_mean = sum(xs) / len(xs), sum(ys) / len(ys)
+        products = sum((x - x_mean) * (y - y_mean) for x, y in zip(xs, ys, strict=True))
+        return products / sum((x - x_mean) ** 2 for x in xs)
+
+    def grows(self, name: str) -> bool:
+        """Whether that is more than noise."""
+        return not self.slope(name) <= GROWS
+
+
+def of_width(model: Model, width: int) -> Model:
+    """The model with another hidden size and MLP, and as many heads of the same size as suit it.
+
+    Raises ConfigError for a width that is no whole number of heads.
+    """
+    heads = width * model.num_attention_heads / model.hidden_size
+    if heads < 1 or heads % 1:
+        unit = model.hidden_size / math.gcd(model.hidden_size, model.num_attention_heads)
+        raise ConfigError(
+            f"width {width} would have {heads:g} heads", hint=f"a multiple of {unit:g} has whole"
+        )
+    groups = max(1, int(heads) * model.query_groups // model.num_attention_heads)
+    while int(heads) % groups:
+        groups -= 1
+    changed = {
+        "hidden_size": width,
+        "num_attention_heads": int(heads),
+        "num_query_groups": groups,
+        "kv_channels": model.head_size,
+        "ffn_hidden_size": round(model.ffn_width * width / model.hidden_size),
+    }
+    return model.model_copy(update=changed)
+
+
+def usual_widths(model: Model) -> list[int]:
+    """Five from 64 to 1,024, each twice the one before; three where heads are wide."""
+    least, most, count = WIDTHS
+    unit = model.hidden_size // math.gcd(model.hidden_size, model.num_attention_heads)
+    first = unit * 2 ** max(0, math.ceil(math.log2(least / unit)))
+    widths = [first * 2**number for number in range(count)]
+    return [width for number, width in enumerate(widths) if width <= most or number < 3]
+
+
+def check_coordinates(
+    job: Job, widths: Sequence[int], progress: Callable[[int], None] = lambda width: None
+) -> Coordinates:
+    """Train the job's model for a few steps at each width, in fp32 on this machine's CPU: its
+    optimizer at its highest rate, on one batch of random ids again and again.
+
+    Args:
+        job: the job.
+        widths: hidden sizes, two or more.
+        progress: called with each before it begins.
+
+    Raises ConfigError as `of_width`.
+    """
+    models = [of_width(job.model, width) for width in widths]
+    sizes: dict[str, dict[int, list[float]]] = {}
+    for model in models:
+        progress(model.hidden_size)
+        for step, found in _train(model, job).items():
+            for name, size in found.items():
+                sizes.setdefault(name, {}).setdefault(step, []).append(size)
+    return Coordinates(widths, sizes)
+
+
+def _train(model: Model, job: Job) -> dict[int, dict[str, float]]:
+    """Means of |x| by updates made before, and by activation."""
+    training = job.training
+    vocabulary = min(model.vocab_size or VOCABULARY, VOCABULARY)
+    module = Transformer(model, vocabulary)
+    initialize(module, model, training.seed)
+    parameters = dict(module.named_parameters())
+    matrices = None
+    if UPDATES[training.optimizer].of_matrices:
+        whole = {
+            name: sharded
+            for name, sharded in sharded_parameters(module, 1).items()
+            if role_of(name, len(sharded.layout.shape)) == "matrix"
+        }
+        matrices = Matrices(model, whole)
+    optimizer = Optimizer(parameters, training, matrices=matrices, width=model.width_factor)
+    generator = torch.Generator().manual_seed(training.seed)
+    shape = (SAMPLES, min(model.seq_length, TOKENS) + 1)
+    ids = torch.randint(vocabulary, shape, generator=generator)
+    labels = Labels(ids[:, 1:], training.z_loss, 1 / ids[:, 1:].numel())
+    rate = torch.tensor(training.lr)
+    found = {}
+    for step in range(STEPS[-1] + 1):
+        if step in STEPS:
+            found[step] = _sizes(module, ids[:, :-1])
+        losses = module(ids[:, :-1], labels)
+        assert isinstance(losses, Losses)
+        losses.objective.backward()  # type: ignore[no-untyped-call]
+        gradients = [p.grad for p in parameters.values() if p.grad is not None]
+        norm = squared_norm(gradients).sqrt()
+        by = divisor(norm, training.clip_grad, torch.ones(()))
+        optimizer.step(rate, by, torch.zeros(()))
+        optimizer.zero_grad()
+    return found
+
+
+@torch.no_grad()
+def _sizes(module: Transformer, ids_BS: Tensor) -> dict[str, float]:
+    """Means of |x|: of the embedding, of what attention and MLP of all blocks add, of what leaves
+    the last block, of the logits."""
+    seen: dict[str, list[float]] = {}
+
+    def look(name: str) -> Callable[[nn.Module, object, Tensor], None]:
+        return lambda _, __, x: seen.setdefault(name, []).append(x.abs().mean().item())
+
+    watched: list[tuple[nn.Module, str]] = [(module.embed_tokens, "embedding")]
+    for block in module.layers.values():
+        assert isinstance(block, Block)
+        watched += [(block.attention, "attention"), (block.mlp, "MLP")]
+    watched.append((block, "last block"))
+    hooks = [each.register_forward_hook(look(name)) for each, name in watched]
+    logits_BSV = module(ids_BS)
+    for hook in hooks:
+        hook.remove()
+    seen["logits"] = [logits_BSV.abs().mean().item()]
+    order = ("embedding", "attention", "MLP", "last block", "logits")
+    return {name: sum(seen[name]) / len(seen[name]) for name in order}
