@@ -6,9 +6,10 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -16,6 +17,7 @@ from tests import forkserver
 from tests.distributed import ROOT
 from tests.once import once
 from tests.torture.faults import Fault
+from tests.train.layout_cases import layout, runs_here
 from tests.train.support import new_run
 from trainkit.jobs.schema import (
     CheckpointSettings,
@@ -28,14 +30,44 @@ from trainkit.jobs.schema import (
 )
 from trainkit.runs.folder import RunFolder
 
-# ranks, tensor, pipeline
+
+class Layout(NamedTuple):
+    """Where a job is trained, and by which optimizer.
+
+    Args:
+        ranks: of the whole world.
+        parallelism: keys of the table.
+        training: keys of the table.
+        layers: of the model.
+    """
+
+    ranks: int
+    parallelism: dict[str, Any]
+    training: Mapping[str, Any] = MappingProxyType({"micro_batch_size": 4})
+    layers: int = 2
+
+
+def by_muon(ranks: int, parallelism: dict[str, Any]) -> Layout:
+    """With two chunks for each of two stages, and micro-batches for two data-parallel ranks."""
+    return Layout(ranks, parallelism, {"micro_batch_size": 2, "optimizer": "muon"}, layers=4)
+
+
 LAYOUTS = {
-    "1": (1, 1, 1),
-    "DP2": (2, 1, 1),
-    "TP2": (2, 2, 1),
-    "PP2": (2, 1, 2),
-    "TP2 x PP2": (4, 2, 2),
+    "1": Layout(1, layout()),
+    "DP2": Layout(2, layout()),
+    "TP2": Layout(2, layout(2)),
+    "PP2": Layout(2, layout(1, 2)),
+    "TP2 x PP2": Layout(4, layout(2, 2)),
+    # matrices lie on several ranks, or on each of several
+    **{f"DP2 ZeRO {stage}, Muon": by_muon(2, layout(zero=stage)) for stage in range(4)},
+    "HSDP 2x2 ZeRO 3, Muon": by_muon(4, layout(copies=2, zero=3)),
+    "TP2 + SP, Muon": by_muon(2, layout(2, sp=True)),
+    "PP2 1F1B, Muon": by_muon(2, layout(1, 2)),
+    "PP2 interleaved, Muon": by_muon(2, layout(1, 2, "interleaved")),
+    "PP2 ZBV, Muon": by_muon(2, layout(1, 2, "zbv")),
+    "TP2 x PP2 x DP2, Muon": by_muon(8, layout(2, 2)),
 }
+LAYOUTS = {name: each for name, each in LAYOUTS.items() if runs_here(each.parallelism)}
 MODEL = Model(
     name="tiny", num_layers=2, hidden_size=16, num_attention_heads=4, seq_length=8, vocab_size=61
 )
@@ -50,7 +82,7 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 
 
 def job_of(
-    layout: str,
+    name: str,
     root: Path,
     *,
     keep: dict[str, Any] | None = None,
@@ -58,9 +90,8 @@ def job_of(
     **training: Any,
 ) -> Job:
     """A job of 12 steps with evaluations and saves that do not fall together."""
-    ranks, tensor, pipeline = LAYOUTS[layout]
+    ranks, parallelism, keys, layers = LAYOUTS[name]
     values: dict[str, Any] = {
-        "micro_batch_size": 4,
         "global_batch_size": 8,
         "train_iters": 12,
         "lr": 1e-2,
@@ -72,16 +103,15 @@ def job_of(
         "save_interval": SAVE_INTERVAL,
         "precision": precision,
         **PRECISIONS[precision],
+        **keys,
         **training,
     }
     return Job(
         name="tiny",
         cluster=Cluster(name="here", ranks_per_node=ranks, root=str(root)),
-        model=MODEL,
+        model=MODEL.model_copy(update={"num_layers": layers}),
         dataset=Dataset(name="mock", source="mock", split="90,10,0"),
-        parallelism=Parallelism(
-            tensor_model_parallel_size=tensor, pipeline_model_parallel_size=pipeline
-        ),
+        parallelism=Parallelism(**parallelism),
         training=Training(**values),
         checkpoint=CheckpointSettings(
             **{"keep_last": 2, "keep_every": 6, "keep_best": 1, **(keep or {})}

@@ -100,7 +100,7 @@ class Sweep:
             save_async,
             0,
         )
-        self.size = LAYOUTS[layout][0]
+        self.size = LAYOUTS[layout].ranks
         whole = self._new_run("whole")
         assert ranks.run(whole, self.size, [self._fault(whole)]) == [0] * self.size, log_of(whole)
         self.expected, self.calls = facts(whole), calls_in(root / "whole/report")

@@ -4,7 +4,7 @@ one rank has."""
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,31 +26,47 @@ def _sizes(rank: Rank, first: int, steps: int) -> list[tuple[int, int]]:
     return [(size * step, size) for step in range(first, first + steps)]
 
 
-def _go_on(rank: Rank) -> tuple[list[float], list[float]]:
-    """(losses, checksums of the samples) of the next steps."""
-    values = take_steps(rank, _sizes(rank, SAVED_AT, MORE))
-    return [v.loss for v in values], [v.checksum for v in values]
+class Stretch(NamedTuple):
+    """MORE steps of a training: what a checkpoint at their beginning holds and one at their end
+    would, whole, on rank 0, and what the steps were."""
+
+    state: State
+    end: State
+    losses: list[float]
+    checksums: list[float]
 
 
-def save_in(case: Case, root: Path) -> tuple[State, list[float], list[float]]:
-    """Train, save below `root`/checkpoints, go on; all that was saved, whole, on rank 0, and
-    what the next steps were."""
+def _go_on(rank: Rank, root: Path, first: int) -> Stretch:
+    """From step `first`, and save below `root`/checkpoints."""
+    state = gathered(rank.step.tensors())
+    values = take_steps(rank, _sizes(rank, first, MORE))
+    _save(rank, root, first + MORE)
+    end = gathered(rank.step.tensors())
+    return Stretch(state, end, [v.loss for v in values], [v.checksum for v in values])
+
+
+def _save(rank: Rank, root: Path, step: int) -> None:
+    metadata = CheckpointMetadata(step, step * rank.job.global_batch_size, state=rank.step.state())
+    checkpoint.save(root / "checkpoints", rank.step.tensors(), metadata)
+
+
+def save_in(case: Case, root: Path) -> Stretch:
+    """Train, save at SAVED_AT, go on, and save again."""
     with rank_of_world(case, root) as rank:
         take_steps(rank, _sizes(rank, 0, SAVED_AT))
-        consumed = SAVED_AT * rank.job.global_batch_size
-        metadata = CheckpointMetadata(SAVED_AT, consumed, state=rank.step.state())
-        checkpoint.save(root / "checkpoints", rank.step.tensors(), metadata)
-        return gathered(rank.step.tensors()), *_go_on(rank)
+        _save(rank, root, SAVED_AT)
+        return _go_on(rank, root, SAVED_AT)
 
 
-def load_in(case: Case, root: Path) -> tuple[State, list[float], list[float]]:
-    """Read that checkpoint in another layout, and go on."""
+def load_in(case: Case, root: Path, to: Path, first: int = SAVED_AT) -> Stretch:
+    """Read the checkpoint of step `first` below `root` in any layout, go on, and save below
+    `to`."""
     with rank_of_world(case, root) as rank:
-        saved = open_checkpoint(checkpoint_folder(root / "checkpoints", SAVED_AT))
+        saved = open_checkpoint(checkpoint_folder(root / "checkpoints", first))
         checkpoint.load(saved, rank.step.tensors(), rank.step.expected())
         rank.step.after_loading()
         rank.step.load_state(saved.manifest.state)
-        return gathered(rank.step.tensors()), *_go_on(rank)
+        return _go_on(rank, to, first)
 
 
 def overflow_in(case: Case, root: Path, where: int) -> dict[str, Any]:

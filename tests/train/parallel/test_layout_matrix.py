@@ -15,7 +15,9 @@ import torch
 from tests.once import once
 from tests.ops.op_cases import fused, why_no_kernels
 from tests.train.layout_cases import (
+    EXACT,
     LONG,
+    MUON,
     SHORT,
     SHORT_FUSED,
     in_fp32,
@@ -27,12 +29,14 @@ from tests.train.layout_cases import (
 from tests.train.layouts import (
     Apart,
     Case,
+    Tasks,
     apart,
     compare,
     comparisons,
     run_worlds,
 )
 from tests.train.plain_loop import StepFound, reference
+from tests.train.resharding import MORE, SAVED_AT, State
 from tests.train.support import same
 
 SMALL: dict[str, Any] = {"train_iters": 4, "global_batch_size": 8, "micro_batch_size": 2}
@@ -47,6 +51,31 @@ LOADED = [
     Case("gpt", layout(1, 2, "zbv"), 2, SMALL),  # tied weights twice on one rank
 ]
 LOADED = [case for case in LOADED if runs_here(case.parallelism)]
+# Muon, from layout to layout: each reads the last one's save. Then all of it on one rank.
+MUON_SMALL = {**SMALL, **MUON, "train_iters": 14}
+CHAIN = [
+    Case("llama-tied", each, 4, MUON_SMALL)
+    for each in (
+        layout(2, sp=True),
+        layout(1, 2, "zbv"),
+        layout(zero=1),
+        layout(zero=3),
+        layout(2, zero=2),
+    )
+    if runs_here(each)
+]
+ALONE = Case("llama-tied", layout(), 1, MUON_SMALL)
+# Muon again: of two saves the older is read, where it was written
+AGAIN = [
+    Case("llama-tied", each, 4, {**SMALL, **MUON, "micro_batch_size": 1}, "fp32")
+    for each in (
+        layout(2, sp=True, zero=0),
+        layout(copies=2, zero=1),
+        layout(copies=2, zero=3),
+        layout(1, 2, "zbv"),
+    )
+    if runs_here(each)
+]
 FP16 = {**SMALL, "precision": "fp16", "initial_loss_scale": 2.0**10, "hysteresis": 1}
 OVERFLOWS = {  # a layout, and the rank whose gradient is infinite: of the first stage, of the last
     "TP2, PP2 1F1B": (Case("gpt", layout(2, 2), 4, FP16, "fp32"), 1),
@@ -88,8 +117,19 @@ def _found(root: Path) -> dict[str, list[Any]]:
     for case in LOADED:
         tasks.setdefault(case.ranks, {})[f"loaded {words(case)}"] = (
             "tests.train.resharding:load_in",
-            (case, root),
+            (case, root, root / words(case)),
         )
+    tasks[4] |= _from_layout_to_layout(CHAIN, root / "chain")
+    tasks[1] |= _from_layout_to_layout([ALONE] * len(CHAIN), root / "alone")
+    for case in AGAIN:
+        of_case = root / f"again {words(case)}"
+        tasks[4] |= {
+            f"saved {words(case)}": ("tests.train.resharding:save_in", (case, of_case)),
+            f"again {words(case)}": (
+                "tests.train.resharding:load_in",
+                (case, of_case, of_case / "again"),
+            ),
+        }
     for name, (case, where) in OVERFLOWS.items():
         tasks[case.ranks][f"overflow {name}"] = (
             "tests.train.resharding:overflow_in",
@@ -98,6 +138,15 @@ def _found(root: Path) -> dict[str, list[Any]]:
     for case in (ONE, PAIRS, *(case for case, _ in ALIKE), ZERO_3, SPLIT):
         tasks[case.ranks][words(case)] = ("tests.train.layouts:train_case", (case, root))
     return run_worlds(tasks)
+
+
+def _from_layout_to_layout(cases: list[Case], root: Path) -> Tasks:
+    """Each goes on from the save of the one before it; by "FOLDER NUMBER"."""
+    tasks: Tasks = {f"{root.name} 0": ("tests.train.resharding:save_in", (cases[0], root))}
+    for i, case in enumerate(cases[1:], start=1):
+        words = (case, root, root, SAVED_AT + i * MORE)
+        tasks[f"{root.name} {i}"] = ("tests.train.resharding:load_in", words)
+    return tasks
 
 
 @pytest.mark.parametrize("name", [name for name, case in SHORT.items() if not case.sabotage])
@@ -152,7 +201,7 @@ def test_the_comparison_sees_one_element() -> None:
 def test_a_checkpoint_goes_from_any_layout_to_any(found: dict[str, list[Any]], name: str) -> None:
     """Weights and both moments bit for bit, by name and global shape; then the same samples and,
     in fp64, the same losses."""
-    state, losses, checksums = found["saved"][0]
+    state, _, losses, checksums = found["saved"][0]
     assert len(state) == 3 * 64 and all(np.isfinite(value).all() for value in state.values())
     matrix = state["model.layers.1.attention.qkv.weight"]
     assert matrix.shape == (96, 32) and all(
@@ -164,9 +213,42 @@ def test_a_checkpoint_goes_from_any_layout_to_any(found: dict[str, list[Any]], n
         for key in state
         if key.startswith("model.")
     )
-    loaded, losses_here, checksums_here = found[f"loaded {name}"][0]
+    loaded, _, losses_here, checksums_here = found[f"loaded {name}"][0]
     assert same(loaded, state)
     assert checksums_here == checksums and losses_here == pytest.approx(losses, rel=1e-12)
+
+
+def test_muon_goes_from_layout_to_layout(found: dict[str, list[Any]]) -> None:
+    """TP2, PP2, DP4, ZeRO 3 and TP2 again: at each step what one process has, in fp64, and what
+    is read is what was written, to the bit, on every rank that holds it."""
+    end = None
+    for i in range(len(CHAIN)):
+        here, alone = found[f"chain {i}"][0], found[f"alone {i}"][0]
+        whole_with_momenta(here.state)
+        assert end is None or same(here.state, end)
+        end = here.end
+        assert here.checksums == alone.checksums
+        assert here.losses == pytest.approx(alone.losses, rel=EXACT)
+        for name, value in alone.end.items():
+            assert np.abs(end[name] - value).max() <= EXACT * np.abs(value).max(), name
+
+
+@pytest.mark.parametrize("name", [words(case) for case in AGAIN])
+def test_muon_goes_on_from_the_older_save(found: dict[str, list[Any]], name: str) -> None:
+    """All ranks begin with what the older of two saves holds, before any step, and end with the
+    bits of the run that wrote it."""
+    saved, again = found[f"saved {name}"][0], found[f"again {name}"][0]
+    whole_with_momenta(saved.state)
+    assert same(again.state, saved.state) and same(again.end, saved.end)
+    assert not any(np.array_equal(saved.state[key], saved.end[key]) for key in saved.state)
+    assert again.losses == saved.losses and again.checksums == saved.checksums
+
+
+def whole_with_momenta(state: State) -> None:
+    """All of it is there, ranks that hold the same have the same, and matrices have a momentum."""
+    assert all(np.isfinite(value).all() for value in state.values())
+    momenta = [name for name in state if name.startswith("optimizer.momentum_buffer.")]
+    assert len(momenta) == 5 * 4 and all(np.abs(state[name]).max() > 0 for name in momenta)
 
 
 @pytest.mark.parametrize("name", OVERFLOWS)
