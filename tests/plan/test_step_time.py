@@ -13,6 +13,8 @@ from tests.plan.example import BIG, gpu, job_of, shape
 from trainkit.engines.registry import ENGINES
 from trainkit.jobs.devices import built_in_device
 from trainkit.jobs.load import load
+from trainkit.jobs.schema import Model, Training
+from trainkit.plan.parameter_shapes import newton_schulz_flops
 from trainkit.plan.planner import Plan, make_plan
 from trainkit.plan.time.constants import devices, fitted, machine
 from trainkit.plan.time.of_job import estimate_step
@@ -50,6 +52,23 @@ def test_bloom() -> None:
     assert seconds(bloom()) == pytest.approx(102.0, rel=0.1)
     wider = bloom(tensor=8, data=4, shard=4)
     assert seconds(bloom()) < seconds(wider) < 121.6 * 1.1
+
+
+def test_matrices_that_muon_makes_orthogonal() -> None:
+    """GPT-2 124M: q, k, v and out of 768 x 768, up and down of 768 x 3,072, five iterations of
+    4 m m n + 2 m m m each. On more ranks than there are matrices one has a whole one."""
+    keys: dict[str, Any] = {"micro_batch_size": 1, "train_iters": 1, "lr": 1e-3}
+    model = Model(
+        family="gpt", num_layers=12, hidden_size=768, num_attention_heads=12, seq_length=1
+    )
+    square = 5 * 6 * 768**3
+    wide = 5 * (4 * 768 * 768 * 3072 + 2 * 768**3)
+    flops = newton_schulz_flops(model, Training(optimizer="muon", **keys))
+    assert sum(flops) == 12 * (4 * square + 2 * wide) and len(flops) == 12 * 4
+    assert max(flops) == max(3 * square, wide)
+    assert newton_schulz_flops(model, Training(**keys)) == []
+    slower = bloom(update_flops=1e15)
+    assert seconds(slower) > seconds(bloom()) + 1e15 / slower.machine.peak
 
 
 SC21 = [  # layers, hidden, heads, TP, PP, GPUs, samples, TFLOP/s a GPU

@@ -46,7 +46,10 @@ class PlanOptions:
     )
     cluster: str = flag("plan for this cluster of jobs.toml", default="")
     set: tuple[str, ...] = flag(SET["set"], default=())
-    explain: str = flag("time: what a predicted step's time is spent on", default="")
+    explain: str = flag(
+        "time: what a predicted step's time is spent on; optimizer: what updates each parameter",
+        default="",
+    )
     search: bool = flag("rank all layouts that the job could have", default=False)
     price_per_gpu_hour: float = flag(
         "with --search: say what each layout costs", default=0.0, minimum=0

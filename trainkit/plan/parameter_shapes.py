@@ -41,6 +41,11 @@ class Weight:
     head: int = 0
     role: Role = "vector"
 
+    @property
+    def matrix_rows(self) -> tuple[int, ...]:
+        """Rows of each matrix that lies in it."""
+        return self.parts or (self.rows,)
+
     def local(self, tensor: int, rank: int | None = None) -> tuple[int, int]:
         """(rows, columns) on a tensor-parallel rank of the native trainer, which may split
         unevenly; without `rank` equal parts, as other engines have."""
@@ -141,6 +146,29 @@ def stage_chunks(model: Model, vocab_size: int, layout: Layout, stage: int) -> l
         chunk_units(model, vocab_size, layout.chunks[i], first=i == 0, last=i == end)
         for i in layout.chunks_of(stage)
     ]
+
+
+def block_matrices(model: Model) -> dict[str, Weight]:
+    """The matrices of each block by their names in it; `parts`: those that one holds."""
+    up = "mlp.gate_up" if model.mlp.gated else "mlp.up"
+    names = ("attention.qkv", up, "attention.out", "mlp.down")
+    found = (weight for weight in block_unit(model) if weight.role == "matrix")
+    return {f"{name}.weight": weight for name, weight in zip(names, found, strict=True)}
+
+
+def newton_schulz_flops(model: Model, training: Training) -> list[int]:
+    """Of Muon's iterations in a step, of each matrix or fused projection, which one rank makes
+    orthogonal: of m rows and n columns, m the fewer, 4 m m n + 2 m m m an iteration."""
+    if training.optimizer != "muon":
+        return []
+    found = []
+    for weight in block_matrices(model).values():
+        flops = 0
+        for rows in weight.matrix_rows:
+            least = min(rows, weight.columns)
+            flops += 4 * least * rows * weight.columns + 2 * least**3
+        found += [training.muon_num_ns_steps * flops] * model.num_layers
+    return found
 
 
 def _each(units: Sequence[Unit], size: Callable[[Weight], int]) -> list[int]:

@@ -135,7 +135,7 @@ def test_a_search_is_written_and_read_again(
         ({"nodes": "4..2", "search": True}, "the lower number first"),
         ({"nodes": "2..x", "search": True}, "takes a whole number"),
         ({"write": "x"}, "options of --search"),
-        ({"explain": "memory"}, "only 'time'"),
+        ({"explain": "memory"}, "only 'time' and 'optimizer'"),
         ({"search": True, "write": "A B"}, "no name of a job"),
     ],
 )

@@ -182,7 +182,7 @@ def _to_json(found: Search, options: PlanOptions) -> dict[str, object]:
     )
 
 
-EXPLAINED = "time"
+EXPLAINED = ("time", "optimizer")
 
 
 def plan(task: TaskContext, name: str, options: PlanOptions) -> TaskResult:
@@ -191,8 +191,9 @@ def plan(task: TaskContext, name: str, options: PlanOptions) -> TaskResult:
     Raises TrainkitError (exit 1): options that do not go together.
     """
     nodes = asked_nodes(options)
-    if options.explain not in ("", EXPLAINED):
-        raise usage(f"--explain '{options.explain}': only '{EXPLAINED}' is explained")
+    if options.explain not in ("", *EXPLAINED):
+        known = " and ".join(f"'{each}'" for each in EXPLAINED)
+        raise usage(f"--explain '{options.explain}': only {known} are explained")
     if options.search:
         return plan_search(task, name, options, nodes)
     if options.write or options.price_per_gpu_hour or options.picture:
@@ -205,11 +206,15 @@ def plan(task: TaskContext, name: str, options: PlanOptions) -> TaskResult:
     if not task.json:
         from rich.markup import escape
 
+        from trainkit.cli.config.render_optimizer import print_optimizer
         from trainkit.cli.config.render_plan import print_page
         from trainkit.cli.config.render_time import print_terms
 
         if options.explain:
-            print_terms(task.console, made)
+            if options.explain == "time":
+                print_terms(task.console, made)
+            else:
+                print_optimizer(task.console, job, made)
             return TaskResult(made.to_json(), made.exit)
         print_page(
             task.console,

@@ -122,16 +122,16 @@ def _rows(console: Console, job: Job, plan: Plan) -> Iterator[tuple[str, Rendera
 def _rows_between(few: Plan, many: Plan) -> Iterator[tuple[str, str]]:
     """Where the vocabulary is not known: what both ends of it come to."""
     assert few.memory and many.memory
-    sizes = [_gib(plan.memory.fullest.total_bytes) for plan in (few, many) if plan.memory]
+    sizes = [gib(plan.memory.fullest.total_bytes) for plan in (few, many) if plan.memory]
     device = few.memory.device_bytes
     yield (
         "memory",
-        " to ".join(sizes) + " on the fullest rank" + (f" of {_gib(device)}" if device else ""),
+        " to ".join(sizes) + " on the fullest rank" + (f" of {gib(device)}" if device else ""),
     )
     if few.days is not None and many.days is not None:
         yield "time", f"{_span(few.days * 86400)} to {_span(many.days * 86400)} in all"
     if few.checkpoint_bytes and many.checkpoint_bytes:
-        yield "disk", f"{_gib(few.checkpoint_bytes)} to {_gib(many.checkpoint_bytes)} a checkpoint"
+        yield "disk", f"{gib(few.checkpoint_bytes)} to {gib(many.checkpoint_bytes)} a checkpoint"
 
 
 def _count(number: float) -> str:
@@ -152,7 +152,7 @@ def _span(seconds: float) -> str:
     return f"{seconds * 1000:,.1f} ms"
 
 
-def _gib(size: float) -> str:
+def gib(size: float) -> str:
     """Bytes in GiB, or in the smaller unit that fits them."""
     for unit, word in ((GIB, "GiB"), (2**20, "MiB")):
         if size >= unit:
@@ -193,21 +193,21 @@ def _ranks(job: Job, plan: Plan) -> str:
     if layout.virtual > 1:
         split += f", {layout.virtual} chunks per stage"
     if layout.pipeline > 1:
-        split += f"; layers by stage: {_run_lengths(layout.layers_by_stage)}"
+        split += f"; layers by stage: {run_lengths(layout.layers_by_stage)}"
     return (
         f"{plan.world_size} = {nodes} of {escape(job.cluster.name)}, engine {plan.engine}: {split}"
     )
 
 
-def _run_lengths(numbers: Sequence[int]) -> str:
+def run_lengths(entries: Sequence[int | str]) -> str:
     """8 x2, 7 x4."""
-    groups: list[tuple[int, int]] = []
-    for number in numbers:
-        if groups and groups[-1][0] == number:
-            groups[-1] = (number, groups[-1][1] + 1)
+    groups: list[tuple[int | str, int]] = []
+    for entry in entries:
+        if groups and groups[-1][0] == entry:
+            groups[-1] = (entry, groups[-1][1] + 1)
         else:
-            groups.append((number, 1))
-    return ", ".join(f"{number} x{times}" if times > 1 else str(number) for number, times in groups)
+            groups.append((entry, 1))
+    return ", ".join(f"{entry} x{times}" if times > 1 else str(entry) for entry, times in groups)
 
 
 def _batch(job: Job, plan: Plan) -> str:
@@ -236,16 +236,16 @@ def _memory(console: Console, memory: Memory) -> RenderableType:
         False: "[red]does not fit[/]",
         None: "the device's memory is not known",
     }[memory.fits]
-    size = _gib(fullest.total_bytes)
+    size = gib(fullest.total_bytes)
     if device:
-        size += f" of {_gib(device)}"
+        size += f" of {gib(device)}"
     parts: list[RenderableType] = [
         Text.from_markup(f"{size} on the fullest rank: {verdict}"),
         _memory_bars(console, memory),
         _memory_legend(console, fullest),
     ]
     if memory.band_bytes is not None:
-        between = " to ".join(_gib(size) for size in memory.band_bytes)
+        between = " to ".join(gib(size) for size in memory.band_bytes)
         if memory.band:
             text = f"published runs of this engine took {between} for a plan of this size"
         else:
@@ -269,14 +269,14 @@ def _memory_bars(console: Console, memory: Memory) -> Table:
             name = "every rank"
         elif first == last:
             name = f"stage {first}"
-        bars.add_row(name, _gib(rank.total_bytes), _bar(console, rank, scale, device, width))
+        bars.add_row(name, gib(rank.total_bytes), _bar(console, rank, scale, device, width))
     return bars
 
 
 def _memory_legend(console: Console, rank: RankMemory) -> Table:
     """The parts of a rank's memory with their sizes, as many side by side as fit."""
     shown = [
-        Text(f"{_mark(console, part)} {PARTS[part][0]} {_gib(size)}", style=PARTS[part][2])
+        Text(f"{_mark(console, part)} {PARTS[part][0]} {gib(size)}", style=PARTS[part][2])
         for part, size in rank.parts.items()
         if size
     ]
@@ -293,11 +293,11 @@ def _memory_legend(console: Console, rank: RankMemory) -> Table:
 
 def _node(host: HostMemory) -> str:
     """Main memory of the fullest node."""
-    text = f"{_gib(host.needed_bytes)} of main memory for its ranks"
+    text = f"{gib(host.needed_bytes)} of main memory for its ranks"
     if host.available_bytes is None:
         return f"{text}; what a node has is unknown (clusters.X.memory_bytes)"
     verdict = "[green]fits[/]" if host.fits else "[red]does not fit[/]"
-    available = f"{_gib(host.available_bytes)} available ({escape(host.source or '')})"
+    available = f"{gib(host.available_bytes)} available ({escape(host.source or '')})"
     return f"{text}, {available}: {verdict}"
 
 
@@ -306,7 +306,7 @@ def _bars(memory: Memory) -> list[tuple[int, int, RankMemory]]:
     most ROWS bars."""
     groups: list[list[RankMemory]] = []
     for rank in memory.stages:
-        if groups and _gib(groups[-1][0].total_bytes) == _gib(rank.total_bytes):
+        if groups and gib(groups[-1][0].total_bytes) == gib(rank.total_bytes):
             groups[-1].append(rank)
         else:
             groups.append([rank])
@@ -403,15 +403,15 @@ def _whole(job: Job, duration: Duration) -> str:
 
 
 def _disk(storage: Storage, duration: Duration | None) -> str:
-    text = f"{_gib(storage.checkpoint_bytes)} a checkpoint"
+    text = f"{gib(storage.checkpoint_bytes)} a checkpoint"
     if storage.write_seconds is not None:
         text += f", written in {_span(storage.write_seconds)}"
     text += (
         f"; {storage.checkpoints:,} over the run, {storage.on_disk:,} at once ="
-        f" {_gib(storage.on_disk_bytes)}"
+        f" {gib(storage.on_disk_bytes)}"
     )
     if storage.capacity_bytes is not None:
-        text += f" of {_gib(storage.capacity_bytes)}"
+        text += f" of {gib(storage.capacity_bytes)}"
         if storage.filesystem:
             text += f" ({escape(storage.filesystem)})"
         else:
@@ -437,9 +437,9 @@ def _measured(plan: Plan) -> str:
     if measured.tokens_per_second:
         values["tokens_per_second"] = f"{measured.tokens_per_second:,.0f} tokens/s"
     if measured.peak_bytes:
-        values["peak_bytes"] = f"{_gib(measured.peak_bytes)} at most"
+        values["peak_bytes"] = f"{gib(measured.peak_bytes)} at most"
     if measured.checkpoint_bytes:
-        values["checkpoint_bytes"] = f"checkpoint {_gib(measured.checkpoint_bytes)}"
+        values["checkpoint_bytes"] = f"checkpoint {gib(measured.checkpoint_bytes)}"
     shown = []
     for name, value in values.items():
         error = measured.errors[name]

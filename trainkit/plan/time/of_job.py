@@ -10,6 +10,7 @@ from trainkit.jobs.schema import Job
 from trainkit.plan.arithmetic import attended_part
 from trainkit.plan.duration import Speed
 from trainkit.plan.layout import Layout, layout_of
+from trainkit.plan.parameter_shapes import newton_schulz_flops
 from trainkit.plan.rules import Rules
 from trainkit.plan.time.constants import fitted, fitted_rows, kind_of, machine, spread
 from trainkit.plan.time.host import SOFTWARE, host_constants, host_machine
@@ -166,7 +167,14 @@ def split_of_job(job: Job, layout: Layout) -> RankSplit:
         stage_layers=max(stages),
         last_layers=stages[layout.last_stage],
         moments=len(kept_of(job.training, "matrix")),
+        update_flops=_update_flops(job, layout),
     )
+
+
+def _update_flops(job: Job, layout: Layout) -> float:
+    """Of the rank with most: matrices are shared out, none is cut."""
+    flops = newton_schulz_flops(job.model, job.training)
+    return max(sum(flops) / layout.world, max(flops, default=0))
 
 
 def estimate_step(job: Job, rules: Rules, vocab: int) -> StepEstimate | None:

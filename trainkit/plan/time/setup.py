@@ -66,6 +66,7 @@ class RankSplit:
         stage_layers: of the fullest stage; `last_layers`: of that with the head. 0: as equal as can
             be.
         moments: numbers that the optimizer keeps of an element of a matrix.
+        update_flops: of an update's matrix products on the rank with most.
     """
 
     world: int
@@ -86,6 +87,7 @@ class RankSplit:
     stage_layers: int = 0
     last_layers: int = 0
     moments: int = 2
+    update_flops: float = 0.0
 
     @property
     def micro_batches(self) -> float:

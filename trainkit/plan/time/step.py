@@ -184,6 +184,9 @@ def step_time(setup: Setup, fitted: dict[str, float]) -> StepTime:
     held = whole / max(1, split.shard)
     moved = UPDATE_BYTES + MOMENT_BYTES * split.moments
     terms["optimizer"] = moved * held / pace.memory + fitted[f"fixed.{setup.software}"]
+    if split.update_flops:  # of whole matrices: to their owners, and back
+        terms["optimizer"] += split.update_flops / pace.products
+        terms["optimizer"] += 2 * links.exchange(4 * held, split.shard, split.tensor)
     if setup.machine.generation == CPU:
         terms["optimizer"] += ADDED_BYTES * whole * micro_batches / pace.memory
     nodes = max(1.0, split.world / setup.machine.per_node)
