@@ -21,7 +21,7 @@ EXACT, SMOKE = 1e-10, 1e-5  # of fp64 and of fp32
 FULL: dict[str, Any] = {"recompute_granularity": "full"}
 SELECTIVE: dict[str, Any] = {"recompute_granularity": "selective"}
 COMPILE: dict[str, Any] = {"compile": True}
-MUON: dict[str, Any] = {"optimizer": "muon", "muon_precision": "fp32"}
+MUON: dict[str, Any] = {"optimizer": "muon"}
 PAIRS: dict[str, Any] = {"micro_batch_size": 2}
 # By the default, 1e-8, AdamW moves a weight by the whole rate whatever its gradient's size: of one
 # that is 0 but for rounding, 1e-9 here and -1e-9 there, fp32
@@ -31,7 +31,6 @@ SMOOTH: dict[str, Any] = {"adam_eps": 1e-2}
 UNNAMED = (
     "train_iters",
     "global_batch_size",
-    "muon_precision",
     *SMOOTH,
     *APART,
 )  # not in a case's words

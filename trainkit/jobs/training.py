@@ -82,8 +82,9 @@ class Training(Table):
         "simple",
         description="their coefficients: Jordan's for all steps, or others for each step",
     )
-    muon_precision: Literal["bf16", "fp32"] = Field(
-        "bf16", description="arithmetic of the iterations"
+    muon_precision: Literal["bf16", "fp32"] | None = Field(
+        None,
+        description="arithmetic of the iterations; by default fp32 where training is, else bf16",
     )
     muon_scalar_lr: float | None = Field(
         None,

@@ -58,7 +58,12 @@ def test_a_matrix_that_is_one_is_torchs(scale_mode: Any, torchs: str, nesterov: 
     """torch.optim.Muon, whose iterations are bf16 always: the same weights after five steps, but
     for how bf16 rounds."""
     model = MODELS["gpt"]
-    t = training(muon_scale_mode=scale_mode, muon_nesterov=nesterov, weight_decay=0.3)
+    t = training(
+        muon_scale_mode=scale_mode,
+        muon_nesterov=nesterov,
+        weight_decay=0.3,
+        muon_precision="bf16",
+    )
     module = module_of(model)
     mine = optimizer_of(module, model, t)
     alone = {n: p for n, p in module.named_parameters() if n.endswith("mlp.up.weight")}
@@ -99,7 +104,7 @@ def test_what_is_stored_together_is_updated_apart(name: str) -> None:
         if role_of(n, p.dim()) != "matrix":
             continue
         update = (before[n] - p.detach()) / RATE.double()
-        rows = rows_of(n, model) or [len(p)]
+        rows = rows_of(n, model)
         assert len(rows) == {"qkv": 3, "gate_up": 2}.get(n.split(".")[-2], 1)
         for part in torch.split(update, rows):
             values = torch.linalg.svdvals(part) / max(part.shape) ** 0.5
@@ -157,6 +162,15 @@ def test_iterations_end_near_one(rows_and_columns: tuple[int, int], kind: Any) -
     inside = left.T @ x_MN @ right.T
     torch.testing.assert_close(inside, torch.diag(inside.diagonal()), rtol=0, atol=1e-9)
     assert not orthogonal(torch.zeros(4, 6), t).any()
+
+
+def test_arithmetic_follows_the_training() -> None:
+    """A CPU may have no bf16 of its own: a training in fp32 does not ask it to."""
+    u_MN = torch.randn(8, 32)
+    by = {p: orthogonal(u_MN, training(muon_precision=p)) for p in ("fp32", "bf16")}
+    assert not torch.equal(by["fp32"], by["bf16"])
+    for precision, usual in (("fp32", "fp32"), ("bf16", "bf16"), ("fp16", "bf16")):
+        assert torch.equal(orthogonal(u_MN, training(precision=precision)), by[usual])
 
 
 def test_a_rate_of_its_own_for_all_else() -> None:

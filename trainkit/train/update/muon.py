@@ -22,6 +22,7 @@ from torch import Tensor
 
 from trainkit.jobs.optimizers import MUON_ROUND, rate_factor
 from trainkit.jobs.schema import Model, Training
+from trainkit.plan.parameter_shapes import block_matrices
 from trainkit.train.parallel.shards import Offsets, ShardedParameter
 from trainkit.train.torch_compat import local_part
 
@@ -75,20 +76,18 @@ class MatrixShard(NamedTuple):
     momentum: Tensor
 
 
-def rows_of(name: str, model: Model) -> list[int]:
-    """Rows of each matrix of a parameter, in their order; [] where it is one."""
-    if name.endswith("attention.qkv.weight"):
-        heads = (model.num_attention_heads, model.query_groups, model.query_groups)
-        return [count * model.head_size for count in heads]
-    if name.endswith("mlp.gate_up.weight"):
-        return [model.ffn_width] * 2
-    return []
+def rows_of(name: str, model: Model) -> tuple[int, ...]:
+    """Rows of each matrix that a parameter of a block is made of, in their order."""
+    return block_matrices(model)[name.split(".", 2)[2]].matrix_rows
 
 
 def orthogonal(u_MN: Tensor, training: Training) -> Tensor:
     """A matrix of u's singular vectors whose singular values are near 1, in u's dtype; of zeros,
     zeros. The iterations are in `muon_precision`, of fp64 in fp64."""
-    dtype = u_MN.dtype if u_MN.dtype == torch.float64 else DTYPES[training.muon_precision]
+    dtype = u_MN.dtype
+    if dtype != torch.float64:
+        usual = "fp32" if training.precision == "fp32" else "bf16"
+        dtype = DTYPES[training.muon_precision or usual]
     x = (u_MN.T if len(u_MN) > u_MN.shape[1] else u_MN).to(dtype)
     x = x / (x.norm() + EPSILON)
     table = COEFFICIENTS[training.muon_coefficient_type]
@@ -304,11 +303,10 @@ class Muon:
         return torch.lerp(gradient, momentum, mu) if self.training.muon_nesterov else momentum
 
     def _update(self, name: str, u_MN: Tensor) -> Tensor:
-        rows = rows_of(name, self.model) or [len(u_MN)]
         return torch.cat(
             [
                 orthogonal(part_MN, self.training)
                 * scale_of(len(part_MN), part_MN.shape[1], self.training)
-                for part_MN in torch.split(u_MN, rows)
+                for part_MN in torch.split(u_MN, rows_of(name, self.model))
             ]
         )
