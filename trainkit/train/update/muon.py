@@ -76,9 +76,9 @@ class MatrixShard(NamedTuple):
     momentum: Tensor
 
 
-def rows_of(name: str, model: Model) -> tuple[int, ...]:
+def rows_of(name: str, model: Model) -> list[int]:
     """Rows of each matrix that a parameter of a block is made of, in their order."""
-    return block_matrices(model)[name.split(".", 2)[2]].matrix_rows
+    return list(block_matrices(model)[name.split(".", 2)[2]].matrix_rows)
 
 
 def orthogonal(u_MN: Tensor, training: Training) -> Tensor:
