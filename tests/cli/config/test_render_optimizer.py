@@ -49,7 +49,7 @@ def test_each_parameter_once_and_as_the_trainer_has_it(model: str) -> None:
 
 
 def test_fused_projections_are_taken_apart() -> None:
-    shapes = {row[0].split("*.")[-1]: row[2] for row in page("llama", optimizer="muon")[1:5]}
+    shapes = {row[0].split("*.")[-1]: row[3] for row in page("llama", optimizer="muon")[1:5]}
     assert shapes == {
         "attention.qkv.weight": "32 x 32, 16 x 32 x2",
         "mlp.gate_up.weight": "72 x 32 x2",
@@ -61,3 +61,6 @@ def test_fused_projections_are_taken_apart() -> None:
 def test_one_optimizer_for_all() -> None:
     _, *rows, memory = page("gpt")
     assert {row[1] for row in rows} == {"AdamW"} and memory[0].startswith("on the fullest rank")
+    assert {row[2] for row in rows} == {"x 1"}
+    _, *rows, _ = page("llama-mup")
+    assert [row[2] for row in rows] == ["x 0.25"] * 4 + ["x 1"] * 2

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from trainkit.cli.config.render_plan import gib, run_lengths
-from trainkit.jobs.optimizers import Role, kept_of
+from trainkit.jobs.optimizers import Role, kept_of, rate_factor
 from trainkit.jobs.schema import Job
 from trainkit.plan.parameter_shapes import Weight, block_matrices, chunk_units, newton_schulz_flops
 from trainkit.plan.planner import Plan
@@ -35,13 +35,14 @@ def print_optimizer(console: Console, job: Job, plan: Plan) -> None:
         return
     training = job.training
     table = Table(box=None)
-    for heading in ("parameters", "optimizer", "matrices of each", "elements", "state"):
-        numbers = heading in ("elements", "state")
+    for heading in ("parameters", "optimizer", "rate", "matrices of each", "elements", "state"):
+        numbers = heading in ("rate", "elements", "state")
         table.add_column(heading, justify="right" if numbers else "left", overflow="fold")
     for name, role, shapes, elements in _rows(job, plan.vocab_size):
         own = "adam" if training.optimizer == "muon" and role != "matrix" else training.optimizer
         state = 4 * len(kept_of(training, role)) * elements
-        table.add_row(name, NAMES[own], shapes, f"{elements:,}", gib(state))
+        rate = f"x {rate_factor(role, job.model.width_factor, training):.4g}"
+        table.add_row(name, NAMES[own], rate, shapes, f"{elements:,}", gib(state))
     console.print(table)
     if plan.memory:
         rank = plan.memory.fullest
