@@ -7,7 +7,8 @@ both is equal, bit for bit. docs/report.png is the page that `report --html` wri
 docs/phone.png the same on 400 pixels, docs/comparison.png what `compare --html` writes of it and of
 one with another learning rate, docs/board.png the page of `board`, docs/stages.svg what `graph`
 draws (all but that need chromium). Names as arguments make only those. docs/demo.svg is another:
-`./inv report last --picture docs/demo.svg`, after `./inv train demo`.
+`./inv report last --picture docs/demo.svg`, after `./inv train demo`. So is docs/widths.svg:
+`python docs/pictures.py widths.svg`, after `./inv sweep mup` and `./inv sweep width`.
 """
 
 from __future__ import annotations
@@ -204,13 +205,41 @@ def draw_stages(path: Path) -> None:
         subprocess.run(command(root, *words), cwd=root, check=True)
 
 
+TITLES = {"width": "standard", "mup": "muP"}
+
+
+def draw_widths(path: Path) -> None:
+    """Losses over rates of the sweeps `mup` and `width` of this checkout, a line for each width."""
+    with rc_context({"svg.hashsalt": "widths", "svg.fonttype": "none", "font.size": 10}):
+        figure = Figure(figsize=(8, 3.4), layout="constrained")
+        panels = figure.subplots(1, 2, sharey=True)
+        for axes, job in zip(panels, ("width", "mup"), strict=True):
+            words = command(DOCS.parent, "sweep", job, "--show", "--json")
+            shown = subprocess.run(words, cwd=DOCS.parent, check=True, stdout=subprocess.PIPE)
+            lines: dict[str, list[tuple[float, float]]] = {}
+            for point in json.loads(shown.stdout)["points"]:
+                place = (point["values"]["training.lr"], point["mean"]["validation_loss"])
+                lines.setdefault(point["values"]["model"].partition("-")[2], []).append(place)
+            for colour, (width, places) in enumerate(lines.items(), start=4 - len(lines)):
+                rates, heights = zip(*sorted(places), strict=True)
+                axes.plot(rates, heights, f"C{colour}o-", markersize=4, label=f"width {width}")
+            axes.set_xscale("log", base=2)
+            axes.set(xlabel="learning rate", title=TITLES[job])
+            axes.grid(alpha=0.3)
+            axes.legend(frameon=False)
+        panels[0].set_ylabel("validation loss (nats per token)")
+        figure.savefig(path, format="svg", metadata={"Date": None})
+
+
 PAGES = ("report.png", "phone.png", "comparison.png", "board.png")
 PICTURES = {"plan.svg": draw_plan, "resume.svg": draw_resume, "stages.svg": draw_stages}
+
+OF_SWEEPS = {"widths.svg": draw_widths}  # by name alone: they take half an hour
 
 if __name__ == "__main__":
     asked = sys.argv[1:] or [*PICTURES, *PAGES]
     for name in asked:
-        if name in PICTURES:
-            PICTURES[name](DOCS / name)
+        if draw := (PICTURES | OF_SWEEPS).get(name):
+            draw(DOCS / name)
     if set(PAGES).intersection(asked):  # they are of the same runs
         draw_pages(DOCS)
