@@ -4,6 +4,8 @@ back what one writer wrote."""
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -93,3 +95,17 @@ def test_a_recipe_and_a_shard_too() -> None:
         "listing",
     }
     assert set(SHARD.to_json()) == {"name", "prefix", "source", "stamps", "kept"}
+
+
+def test_programs_of_units_start_without_the_schema() -> None:
+    """Thousands of them start, each in an interpreter of its own: pydantic would be a third of
+    that. What a supervisor imports leaves out the stages, which it never makes."""
+    for program, left_out in (
+        ("trainkit.data.tokenize.shard_worker", {"pydantic", "torch"}),
+        ("trainkit.stages.array_task", {"pydantic", "numpy"}),
+        ("trainkit.launch.main", {"trainkit.stages.registry", "numpy", "torch"}),
+    ):
+        code = f"import sys, {program}; print(*sys.modules)"
+        argv = [sys.executable, "-c", code]
+        done = subprocess.run(argv, capture_output=True, text=True, check=True)
+        assert not left_out & set(done.stdout.split()), program

@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -21,7 +21,9 @@ from trainkit.data.text.filters import DocumentFilter
 from trainkit.data.text.formats import open_documents
 from trainkit.data.text.rejects import raise_bad
 from trainkit.data.unit_specs import TokenizerResult, TokenizerSettings, TokenizerSpec
-from trainkit.jobs.datasets import Tokenizer as TokenizerTable
+
+if TYPE_CHECKING:  # the schema of jobs.toml costs each unit a third of its start
+    from trainkit.jobs.datasets import Tokenizer as TokenizerTable
 
 # bytes of a file whose sum is taken: of a larger one that a BPE is trained on only a start is read
 MOST_SUMMED = 2**32

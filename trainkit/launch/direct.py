@@ -34,7 +34,6 @@ from trainkit.runs.record import RunRecord
 from trainkit.stages.contract import Need
 from trainkit.stages.execute import needs_in_turn
 from trainkit.stages.in_flight import StillRunning, refuse_in_flight
-from trainkit.stages.registry import STAGES
 
 ASKED_AT_ONCE = 16  # supervisors that are silent: each may take seconds not to answer
 
@@ -60,6 +59,9 @@ class Direct(Scheduler):
         return refuse_in_flight
 
     def prepare(self, start: Start, preparation: Preparation) -> Submission | None:
+        # no supervisor makes stages, and theirs is a quarter of its imports
+        from trainkit.stages.registry import STAGES
+
         preparation.make(needs_in_turn(start.job, STAGES))
         return None
 

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from trainkit.base.extras import MissingExtra
-from trainkit.jobs.schema import Job
 
 if TYPE_CHECKING:  # every reader of files and sites comes with it
     from trainkit.data.sources.announce import DownloadNotice
+    from trainkit.jobs.schema import Job
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from trainkit.base.errors import Exit, Problem, raise_problems
-from trainkit.jobs.schema import Dataset
+
+if TYPE_CHECKING:
+    from trainkit.jobs.schema import Dataset
 
 ROUND = 4  # digits; a number with fewer before its zeros is somebody's "about"
 ABOUT = 0.05

@@ -40,7 +40,6 @@ from trainkit.stages.execute import (
     wait_for_arrays,
 )
 from trainkit.stages.in_flight import ArraysInFlight, all_in_flight, clear_in_flight, need_digest
-from trainkit.stages.registry import STAGES
 from trainkit.stages.stamps import check_freshness, file_identities
 from trainkit.stages.unit_process import execute_locally
 
@@ -61,6 +60,9 @@ class SlurmNeeds:
 def _slurm_needs(job: Job, preparation: Preparation, *, dry_run: bool) -> SlurmNeeds:
     """Ask each stage in turn what the job needs of it. What is not Slurm's is brought up to date
     at once, or shown."""
+    # only what submits asks: no supervisor imports the stages
+    from trainkit.stages.registry import STAGES
+
     found = SlurmNeeds([], [])
     others = preparation.show if dry_run else preparation.make
     for stage in STAGES:
