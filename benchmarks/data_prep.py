@@ -187,7 +187,7 @@ class Workers:
         self.folder, self.tokenizer = corpus.folder, tokenizer
 
     def start(self, name: str, core: int | None = None) -> tuple[subprocess.Popen[bytes], float]:
-        """One unit, on a core of its own if told."""
+        """One unit, on a core of its own if asked for."""
         path, spec = self.folder / name, self.folder / f"{name}.spec.json"
         words = {
             "do": "tokens",

@@ -11,7 +11,7 @@ compared with Megatron's in the same run. Each by map and without. Microseconds 
 one thread, best of several rounds that take turns; all files in the page cache. Ratio: the
 peer's time over ours; of a batch, over a sample of the peer's batch.
 
-Then, each in a process of its own: seconds to the first batch, cold (the page cache told to drop
+Then, each in a process of its own: seconds to the first batch, cold (the page cache asked to drop
 the pair) and warm, imports not counted; and resident memory over an epoch. (A map is renewed
 after 256 MiB of it were touched: a file smaller than that stays mapped whole; --tokens 400000000
 makes a larger one.) Needs megatron-core: pip install --no-deps megatron-core.

@@ -1,5 +1,5 @@
 """Claim: on two cores no layout of two processes trains less than two fifths as fast as one
-process with two threads, and where the time goes is told apart.
+process with two threads, and where the time goes is shown.
 
     python benchmarks/layouts.py [--quick] [--rows FILE]
 

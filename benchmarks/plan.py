@@ -429,16 +429,16 @@ def answers(quick: bool) -> list[Row]:
             began = time.perf_counter()
             subprocess.run([sys.executable, *argv], cwd=CHECKOUT, capture_output=True, check=False)
             times.append(time.perf_counter() - began)
-        told = subprocess.run(
+        done = subprocess.run(
             [sys.executable, "-X", "importtime", *argv],
             cwd=CHECKOUT,
             capture_output=True,
             text=True,
             check=False,
         )
-        imported = {line.rpartition("|")[2].strip() for line in told.stderr.splitlines()}
+        imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
         heavy = sorted(imported & {"torch", "numpy"})
-        seconds, answered = min(times), told.stdout.startswith('{"schema": "plan/1"')
+        seconds, answered = min(times), done.stdout.startswith('{"schema": "plan/1"')
         rows.append(
             {
                 "case": name,

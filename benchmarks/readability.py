@@ -200,7 +200,7 @@ def keep_most_specific(names: set[str]) -> set[str]:
 
 
 def measure(root: Path) -> Readability:
-    """Count a tree of Python files. Files that are no Python 3 are left out.
+    """Count a tree of Python files. Files that are not Python 3 are left out.
 
     Args:
         root: its folder.

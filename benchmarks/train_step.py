@@ -4,7 +4,7 @@ litgpt's GPT.
     python benchmarks/train_step.py [--quick] [--device cuda] [--shape NAME] [--precision NAME]
 
 One step is forward, backward, clipping to norm 1, AdamW and zero_grad, over random tokens,
-without dropout. Each contender is a process of its own that steps when told. On the CPU they
+without dropout. Each contender is a process of its own that steps when asked. On the CPU they
 take turns, in another order every round, with 2 threads each, and a ratio is the median over the
 rounds of the peer's seconds over trainkit's in the same round: above 1 trainkit is faster. On a
 machine that others use too a second thread that has to wait for its core takes the first one's

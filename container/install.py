@@ -293,7 +293,7 @@ def main() -> int:
     parser.add_argument("step", choices=[*STEPS, "compile"])
     parser.add_argument("--folder", default="")
     parser.add_argument("--part", type=int, default=0)
-    os.umask(0o022)  # readable by whoever runs the image
+    os.umask(0o022)  # readable by all who run the image
     try:
         run(parser.parse_args())
     except InstallError as error:

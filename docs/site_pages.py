@@ -19,7 +19,7 @@ LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
 
 
 def page_text(text: str, source: str) -> str:
-    """The text with its links changed: to other pages, or, for a file that is no page, to its path.
+    """The text with its links changed: to other pages, or, for a file that is none, to its path.
 
     Args:
         text: Markdown.

@@ -31,8 +31,8 @@ pytest_plugins = ("tests.images.fixtures",)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-# No deadlines: an example that another process delays is no finding. ./inv test --slow asks for the
-# second.
+# No deadlines: an example that another process delays is not a finding. ./inv test --slow asks for
+# the second.
 settings.register_profile(
     "ci", deadline=None, max_examples=15, suppress_health_check=[HealthCheck.too_slow]
 )

@@ -83,7 +83,7 @@ PRELOADED = (
 )
 ARGV_ROOM, ENVIRONMENT_ROOM = 4096, 65536  # bytes that /proc can show of them
 PADDING = "TRAINKIT_TESTS_PADDING"
-# options by which the script's folder and the working folder are no places of modules
+# options by which the script's folder and the working folder are not places of modules
 ALONE = frozenset({"-I", "-P"})
 OPTIONS = ALONE | {"-S", "-u"}
 

@@ -18,7 +18,7 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
 def without_code(text: str) -> str:
-    """Without blocks and spans of code, whose brackets are no links."""
+    """Without blocks and spans of code, whose brackets are not links."""
     text = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
     return re.sub(r"`[^`\n]+`", lambda span: "`" + "x" * (len(span.group()) - 2) + "`", text)
 

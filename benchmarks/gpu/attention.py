@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 BOUNDS = {"float32": 2e-5, "bfloat16": 2e-2, "float16": 2e-3}
 REPEATS = 10
 STEPS = 6  # with documents of other lengths in each
-MOST_GRAPHS = 8  # a block's graphs by then: forward anew for dynamic lengths, and the loss
+MOST_GRAPHS = 8  # a block's graphs by then: forward again for dynamic lengths, and the loss
 
 
 @dataclass(frozen=True)

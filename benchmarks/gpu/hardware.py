@@ -218,7 +218,7 @@ class PowerLog:
 
 
 def summary(text: str) -> dict[str, dict[str, float]]:
-    """Least, median and most of every column of nvidia-smi's lines; cells that are no number
+    """Least, median and most of every column of nvidia-smi's lines; cells that are not numbers
     ("[N/A]") are left out."""
     columns: dict[str, list[float]] = {name: [] for name in SAMPLED}
     for row in csv.reader(text.splitlines()):

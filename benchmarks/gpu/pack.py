@@ -5,7 +5,7 @@
 Wheels of all that the trainer and its tasks import, in the versions of constraints.txt, for that
 Python on Linux x86-64 (torch never: it is there, built for its GPU); the compiled helper, where an
 interpreter of that version is here, else it is compiled there (pybind11 and setuptools are packed);
-the prepared text; a manifest with the hash of each file. FOLDER is made anew. Needs pip and a
+the prepared text; a manifest with the hash of each file. FOLDER is made afresh. Needs pip and a
 network or an index of its own.
 """
 
@@ -145,7 +145,7 @@ def pack(folder: Path, python_version: str, interpreter: str | None) -> dict[str
         interpreter: one of that version; None: looked for.
 
     Raises:
-        ConfigError: the folder is there and is no packed one.
+        ConfigError: the folder is there and is not a packed one.
         TrainkitError: pip failed, or it is too large (exit 6).
     """
     if folder.exists() and any(folder.iterdir()) and not (folder / MANIFEST).is_file():

@@ -81,7 +81,7 @@ def read_pack(folder: Path) -> Pack:
     path = folder / MANIFEST
     if not path.is_file():
         raise ConfigError(
-            f"{folder} is no packed folder: it has no {MANIFEST}",
+            f"{folder} is not a packed folder: it has no {MANIFEST}",
             hint="python -m benchmarks.gpu.pack FOLDER makes one, where there is a network",
         )
     said = read_document(path, SCHEMA)
@@ -149,7 +149,7 @@ def prepare_python(pack: Pack, folder: Path, *, root: Path = ROOT) -> Path:
 
     Args:
         pack: what is packed.
-        folder: where the venv and the unpacked wheels go; made anew.
+        folder: where the venv and the unpacked wheels go; made afresh.
         root: the checkout.
 
     Raises:

@@ -1,5 +1,5 @@
 """The document gpu-proof/1: what each part found, on which machine, with which code. It is written
-anew, whole, after each part, so that an end in the middle leaves a partial one.
+again, whole, after each part, so that an end in the middle leaves a partial one.
 
     {"schema": "gpu-proof/1", "size", "date", "code", "parts": {NAME: {
         "status": "done" | "timed out" | "failed" | "not run", "seconds", "device", "hardware": {},

@@ -86,7 +86,7 @@ def _last_step(run: RunFolder) -> int:
 
 
 def _end(child: subprocess.Popen[bytes], run: RunFolder, attempt: int) -> None:
-    """Wait for the end of an attempt. Raises RankFailed where it is no success."""
+    """Wait for the end of an attempt. Raises RankFailed where it is not a success."""
     if code := child.wait():
         words = (run.path / f"rank-{attempt}.log").read_text(errors="replace").splitlines()
         raise RankFailed(f"attempt {attempt} ended with {code}: {' | '.join(words[-5:])}")

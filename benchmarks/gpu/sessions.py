@@ -109,8 +109,8 @@ def trainer(job: Job) -> Iterator[Trainer]:
     from trainkit.train.parallel.data_parallel import World
     from trainkit.train.trainer import Trainer
 
-    # a trainer is in circles, and whoever had the last one held it to the end: its tensors would
-    # count in the peak of this one
+    # a trainer is in circles, and the caller that had the last one held it to the end: its tensors
+    # would count in the peak of this one
     gc.collect()
     if job.cluster.device_type == "cuda":
         torch.cuda.empty_cache()

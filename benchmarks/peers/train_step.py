@@ -1,5 +1,5 @@
 """The contenders of benchmarks/train_step.py: each runs in a process of its own that this file
-is the program of, and steps when told.
+is the program of, and steps when asked.
 
     python benchmarks/peers/train_step.py NAME CASE PRECISION DEVICE THREADS      (CASE as JSON)
 

@@ -176,7 +176,7 @@ def left_out(
     rows: Sequence[Row], folds: Sequence[object], start: np.ndarray
 ) -> dict[object, np.ndarray]:
     """Constants fitted on all rows but those of each fold: Newton's steps from the fit on all
-    rows with the slopes found there, and residuals found anew at every step.
+    rows with the slopes found there, and residuals found again at every step.
 
     Args:
         rows: all of them.

@@ -294,4 +294,4 @@ def test_what_init_writes_trains(tmp_path: Path) -> None:
 @pytest.mark.parametrize("release", ["new", "../x"])
 def test_what_is_no_release_of_torch(tmp_path: Path, release: str) -> None:
     said = trainkit(tmp_path, "test", "--torch", release, "tests/ops", exit=3).stderr
-    assert f"--torch {release!r} is no release of torch" in said
+    assert f"--torch {release!r} is not a release of torch" in said

@@ -100,7 +100,7 @@ boot() { # HOST: create its namespaces, plug it into the bridge
         fi
         # shellcheck disable=SC2086
         exec setsid unshare $flags bash "$HERE/host.sh" "$name" ) < /dev/null > "$h/log/host.log" 2>&1 &
-    disown                                                   # that it is killed is no news
+    disown                                                   # that it is killed is nothing new
     for _ in $(seq 30000); do [ ! -s "$h/pid" ] || break; sleep 0.02; done
     pid=$(cat "$h/pid") || die "$name did not start: $(cat "$h/log/host.log")"
     if [ "$name" = head ]; then

@@ -55,7 +55,7 @@ def seconds_of_bins(marks: Iterable[Mark]) -> dict[str, tuple[float, float]]:
         most[bin] = most.get(bin, 0.0) + high
 
     begin = found[0]
-    found[-1] = replace(found[-1], bin="")  # what comes after it is no part of the run
+    found[-1] = replace(found[-1], bin="")  # what comes after it is not part of the run
     for mark in found[1:]:
         if mark.bin == begin.bin:
             continue

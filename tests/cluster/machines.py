@@ -206,7 +206,7 @@ class Cluster:
         ]
 
     def kill(self, *processes: Process, number: int = signal.SIGKILL) -> None:
-        """Send a signal to processes of the hosts; one that has ended meanwhile is no failure."""
+        """Send a signal to processes of the hosts; one that has ended meanwhile is fine."""
         for process in processes:
             try:
                 os.kill(process.pid, number)

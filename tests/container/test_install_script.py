@@ -124,7 +124,7 @@ def test_what_only_tests_read_goes(install: ModuleType, tmp_path: Path) -> None:
 def test_compiled_files_are_the_same_whatever_the_times_are(
     install: ModuleType, tmp_path: Path
 ) -> None:
-    """They hold a hash of their source (PEP 552); what is no Python 3 stays as it is."""
+    """They hold a hash of their source (PEP 552); what is not Python 3 stays as it is."""
     found = []
     for n, name in enumerate(("one", "two")):
         folder = tmp_path / name / "package"

@@ -138,7 +138,7 @@ def test_neox_says_its_version_in_its_citation_or_by_the_deepspeed_it_requires(
 def test_another_tree_or_none_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is not at"):
         foreign_engine("gpt-neox").version_of_tree(tmp_path / "none")
-    with pytest.raises(ConfigError, match=r"no tree of gpt-neox: it has no train\.py"):
+    with pytest.raises(ConfigError, match=r"not a tree of gpt-neox: it has no train\.py"):
         foreign_engine("gpt-neox").version_of_tree(tmp_path)
 
 

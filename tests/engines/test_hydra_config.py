@@ -87,12 +87,12 @@ def test_what_is_not_said_is_known_as_such() -> None:
         ("a: ${multiply:x,2}\n", "it is for two numbers"),
         ("a: ${divide_ceil:1,0}\n", "division by zero"),
         ("a: 1\nb: {c: 1, c: 2}\n", "has c twice"),
-        ("a: [1\n", "is no YAML"),
-        ("- a\n", "is no table of names"),
-        ("a: {1: 2}\n", "the key 1 is no name"),
-        ("a: !!python/object/apply:os.system ['true']\n", "is no YAML"),
+        ("a: [1\n", "is not YAML"),
+        ("- a\n", "is not a table of names"),
+        ("a: {1: 2}\n", "the key 1 is not a name"),
+        ("a: !!python/object/apply:os.system ['true']\n", "is not YAML"),
         ("a: " + "[" * 60 + "]" * 60, "too deep"),
-        ("a: " + "[" * 5000, "no "),
+        ("a: " + "[" * 5000, "is not "),
         ("a0: &a0 [" + "1," * 9 + "1]\n" + "".join(
             f"a{n}: &a{n} [{','.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 9)
         ), "more than 20,000 values"),
@@ -160,7 +160,7 @@ def test_folders_that_are_none(tmp_path: Path) -> None:
         composed(folder, "training=gpt3/40b")
     with pytest.raises(ConfigError, match="outside of"):
         composed(folder, "training=../../x")
-    with pytest.raises(ConfigError, match="no override"):
+    with pytest.raises(ConfigError, match="not an override"):
         composed(folder, "training")
     with pytest.raises(ConfigError, match="no table"):
         composed(folder, "training.model.size.more=1")
@@ -171,7 +171,7 @@ def test_folders_that_are_none(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no list"):
         composed(folder)
     (training / "5b.yaml").write_text("defaults: [[a]]\n")
-    with pytest.raises(ConfigError, match="no entry of a defaults list"):
+    with pytest.raises(ConfigError, match="not an entry of a defaults list"):
         composed(folder)
     (folder / "config.yaml").write_text("defaults: [{cluster: bcm}]\n")
     with pytest.raises(ConfigError, match="have no training") as error:

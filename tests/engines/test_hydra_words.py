@@ -100,7 +100,7 @@ def test_overrides() -> None:
     )
     assert Override("model.x", None, "~").word() == "~model.x"
     for word in ("model.lr", "--config-name=x", "=3", "a b=3"):
-        with pytest.raises(ValueError, match="no override"):
+        with pytest.raises(ValueError, match="not an override"):
             read_override(word)
 
 

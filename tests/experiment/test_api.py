@@ -85,7 +85,7 @@ def test_a_run_is_cancelled(project: Project) -> None:
     cancelled = run.cancel(say=lines.append)
     assert cancelled.record.state == "cancelled" and run.status().state == "cancelled"
     assert cancelled.hosts is not None and not any(host.left for host in cancelled.hosts)
-    assert any("told to stop" in line for line in lines)
+    assert any("asked to stop" in line for line in lines)
     assert run.follow().state == "cancelled"
 
 

@@ -210,7 +210,7 @@ def test_a_packed_folder_that_was_changed_is_refused(tmp_path: Path) -> None:
     (folder / "a").write_text("texts")
     with pytest.raises(ConfigError, match="not what gpu-pack"):
         packed.read_pack(folder)
-    with pytest.raises(ConfigError, match="is no packed folder"):
+    with pytest.raises(ConfigError, match="is not a packed folder"):
         packed.read_pack(tmp_path / "none")
 
 

@@ -122,7 +122,7 @@ def test_sources(dockerfile: str, found: set[str], tmp_path: Path) -> None:
         ("COPY gone.py /x", "", "Dockerfile:2: gone.py is not in the context"),
         ("COPY ../a /x", "", "Dockerfile:2: ../a is outside of the context"),
         ("COPY a.py /x", "*.py\n", "a.py is left out of the context by its ignore file"),
-        ("COPY a.py /x", "a\n[b\n", ".dockerignore:2: '[b' is no pattern"),
+        ("COPY a.py /x", "a\n[b\n", ".dockerignore:2: '[b' is not a pattern"),
     ],
 )
 def test_what_is_not_there(dockerfile: str, rules: str, words: str, tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ def test_arguments_go_before_defaults(tmp_path: Path) -> None:
         ('ARG A=""\nFROM $A\n', "Dockerfile:2: FROM $A names no image: it is empty"),
         ("FROM a\n\nCOPY b\n", "Dockerfile:3: COPY takes SOURCE... DESTINATION"),
         ("FROM a\nRUN <<EOF\ntrue\n", "Dockerfile:2: the heredoc <<EOF does not end"),
-        ("FROM a\n@RUN b\n", "Dockerfile:2: '@RUN' is no instruction"),
+        ("FROM a\n@RUN b\n", "Dockerfile:2: '@RUN' is not an instruction"),
     ],
 )
 def test_what_is_wrong_is_said_with_its_line(text: str, words: str, tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def test_what_is_not_whole_says_why(tmp_path: Path) -> None:
     os.truncate(path, 0)
     assert squashfs_problem(path) == f"{path} is empty"
     path.write_bytes(b"PK\3\4" + bytes(200))
-    assert "is no squashfs image: it does not begin with 'hsqs'" in squashfs_problem(path)
+    assert "is not a squashfs image: it does not begin with 'hsqs'" in squashfs_problem(path)
     path.unlink()
     assert squashfs_problem(path) == f"{path} cannot be read: No such file or directory"
     assert "cannot be read: Is a directory" in squashfs_problem(tmp_path)
@@ -52,7 +52,7 @@ def test_an_older_format_is_no_image(tmp_path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[28] = 3  # s_major
     path.write_bytes(content)
-    assert read_superblock(path) is None and "is no squashfs image" in squashfs_problem(path)
+    assert read_superblock(path) is None and "is not a squashfs image" in squashfs_problem(path)
 
 
 def test_a_file_is_known_again(tmp_path: Path) -> None:

@@ -23,8 +23,11 @@ from trainkit.jobs.containers import Container
         ('dockerfile = "D"\nruntime = "apptainer"\nsquashfs = {}', "starts no .sqsh file"),
         ('dockerfile = "D"\nimage = "nvcr.io#a/b:1"', "is a file, *.sqsh or *.squashfs"),
         ('dockerfile = "D"\ntag = "a@sha256:' + "0" * 64 + '"', "a digest is not chosen"),
-        ('dockerfile = "D"\nbase = "A"', "base = 'A' is no image reference"),
-        ('dockerfile = "D"\nregistry = "https://r.io"', "registry = 'https://r.io' is no image"),
+        ('dockerfile = "D"\nbase = "A"', "base = 'A' is not an image reference"),
+        (
+            'dockerfile = "D"\nregistry = "https://r.io"',
+            "registry = 'https://r.io' is not an image",
+        ),
         ('dockerfile = "D"\nbuilder = "kaniko"', "kaniko"),
         ('dockerfile = "D"\nbuild_args = { "A B" = "1" }', "A B"),
         (

@@ -148,7 +148,7 @@ CASES = {
         ("[models.tiny]", "[models.Tiny]"),
         ["jobs.toml:4: 'Tiny' cannot name a table of [models]\n  names match [a-z0-9][a-z0-9_-]*"],
     ),
-    "a secret that is no name": (
+    "a secret that is not a name": (
         ("ranks_per_node = 2", "secrets = ['WANDB_API_KEY', 'HF_TOKEN?', 'hf-123']"),
         [
             r"jobs.toml:2: clusters.here.secrets: 'hf-123' does not match"

@@ -231,7 +231,7 @@ def wait_until(condition: Callable[[], object], seconds: float = LONG) -> bool:
 
 
 def alive(pid: int) -> bool:
-    """Whether the process runs, and is no zombie."""
+    """Whether the process runs, and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:

@@ -231,10 +231,10 @@ def test_what_a_unit_sees(work: Work) -> None:
         ("print('why it fails', file=sys.stderr); sys.exit(3)", "bad on NAME exited with 3"),
         (
             (
-                'print(json.dumps({"error": {"problems": [{"message": "line 7 is no JSON"}],'
+                'print(json.dumps({"error": {"problems": [{"message": "line 7 is not JSON"}],'
                 ' "exit": 6}}), flush=True); sys.exit(6)'
             ),
-            "bad on NAME: line 7 is no JSON",
+            "bad on NAME: line 7 is not JSON",
         ),
         ("sys.exit(0)", "bad on NAME exited with 0"),
     ],

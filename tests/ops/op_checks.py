@@ -152,7 +152,7 @@ def check_registration(operation: Any, arguments: tuple[Any, ...]) -> None:
 
 def check_compiled(operation: Operation, shape: tuple[int, ...]) -> None:
     """Without a break in the graph, with the same bits. (The compiler's front and autograd; what
-    an operation computes is no matter of the backend.)"""
+    an operation computes is not a matter of the backend.)"""
     kernels = fused()
     inputs = operation.inputs(shape, torch.float32)
     torch._dynamo.reset()  # it counts compilations of the lambda below

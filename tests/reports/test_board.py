@@ -33,7 +33,7 @@ def ask(port: int, path: str, host: str = "", method: str = "GET") -> tuple[int,
 
 @pytest.fixture
 def port(tmp_path: Path) -> Iterator[int]:
-    """A board of one good run, one that cannot be read, and a root that is no folder."""
+    """A board of one good run, one that cannot be read, and a root that is not a folder."""
     drill = three_kills(tmp_path)
     steps = [
         {"step": n, "consumed_samples": n, "lm_loss": 5 - n, "tokens_per_second": 30500.0}

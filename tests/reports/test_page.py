@@ -160,7 +160,7 @@ def test_axes_have_round_numbers() -> None:
         for points in ([(0.0, low), (1.0, high)], [(low, 1.0), (high, 2.0)]):
             Chart("t", "x", [Series("s", sorted(points))]).to_html()
     gap = Chart("t", "x", [Series("s", [(7.0, 4.0), (8.0, None), (9.0, 5.0)])]).to_html()
-    assert ">0</text>" not in gap, "a gap is no zero"
+    assert ">0</text>" not in gap, "a gap is not zero"
     page = Chart("t", "x", [Series("s", [(128.0, 5.94), (25_600.0, 0.21)])]).to_html()
     shown = re.findall(r"<text[^>]*>([^<]+)</text>", page)
     assert shown == ["0", "2", "4", "6", "0", "10 k", "20 k", "x"]

@@ -219,7 +219,7 @@ def test_bad_input(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
 
     table('tag = "Upper/Case"')
     said = refused(project, exit=3)
-    assert "jobs.toml:8: containers.app: tag = 'Upper/Case' is no image reference" in said
+    assert "jobs.toml:8: containers.app: tag = 'Upper/Case' is not an image reference" in said
     assert "names are in lower case" in said
     table('base = "nvcr.io#nvidia/pytorch:25.03-py3"')
     assert "'#' is enroot's; a registry ends with '/' here" in refused(project, exit=3)
@@ -232,7 +232,7 @@ def test_bad_input(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "https://***@index.example/simple' holds a user or password" in said
     assert "secret" not in said
     table('context = "nowhere"')
-    assert f"containers.app.context = '{project.path}/nowhere' is no folder" in refused(project)
+    assert f"containers.app.context = '{project.path}/nowhere' is not a folder" in refused(project)
     table()
     assert "builders are docker, podman, buildah" in refused(project, "--builder", "kaniko", exit=3)
     assert "runtime = 'podman' does not see what docker builds" in (

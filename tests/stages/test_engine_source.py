@@ -132,7 +132,7 @@ def test_no_such_repository_no_network_and_no_git(
 def test_an_empty_or_another_repository_is_refused(stage: Bringer, tmp_path: Path) -> None:
     other = repository(tmp_path / "other", {"train.py": "", "deepy.py": ""})
     error = failure(stage, tmp_path / "root", source=other.as_uri(), revision="main")
-    assert f"{other.as_uri()} at main is no tree of megatron-lm" in error.message
+    assert f"{other.as_uri()} at main is not a tree of megatron-lm" in error.message
     empty = tmp_path / "empty"
     empty.mkdir()
     git(empty, "init", "-q")
@@ -242,7 +242,7 @@ def test_a_folder_that_is_not_what_it_should_be(stage: Bringer, tmp_path: Path) 
         ({"source": str(tree), "revision": old}, f"is at commit {new[:12]}"),
         ({"source": str(tree), "revision": "v9"}, "a commit that is not there"),
         ({"source": str(tmp_path / "none")}, "is not at"),
-        ({"source": str(tree), "engine": "gpt-neox"}, "is no tree of gpt-neox"),
+        ({"source": str(tree), "engine": "gpt-neox"}, "is not a tree of gpt-neox"),
     ):
         with pytest.raises(TrainkitError, match=said) as raised:
             stage.need(job_of(tmp_path, source))

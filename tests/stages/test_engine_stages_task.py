@@ -96,7 +96,7 @@ def test_train_shows_and_makes_them_and_its_run_says_which_commit_it_was(
     assert order == sorted(order)
     assert "would run" in shown and "trainkit.stages.engine_source clone.spec.json" in shown
     assert not (project.path / "engines").exists()
-    # it prints a word and ends with 0, which is no training
+    # it prints a word and ends with 0, which is not a training
     project.invoke("train", "tiny", exit=9)
     tree = project.path / "engines" / f"megatron-lm-{REVISION}"
     assert made(tree).is_file()

@@ -136,7 +136,7 @@ def touch(path: Path) -> None:
 
 def test_a_file_more_is_all_that_is_made(corpus: Corpus) -> None:
     """Behind, between and before the others; a touched one and the tokenizer's file among them
-    are no work, nor is half of a pair that a task left which was killed as it deleted them."""
+    are not a work, nor is half of a pair that a task left which was killed as it deleted them."""
     prepared = corpus.folder / "data/lines/words"
     for name, seed in (("part-3", 3), ("part-1b", 4), ("a", 5)):
         (prepared / "shards").mkdir()

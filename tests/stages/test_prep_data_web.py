@@ -69,7 +69,7 @@ def test_enron_from_its_server(project: Project, site: Site) -> None:
 
 def test_a_dry_run_needs_no_network(project: Project, site: Site) -> None:
     """What would be fetched is not known before the server was asked; that is said, at once, and
-    is no failure."""
+    is not a failure."""
     config = project.path / "jobs.toml"
     config.write_text(config.read_text().replace(site.url, "http://127.0.0.1:9"))
     done = project.document("prep-data", "--dataset", "enron", "--dry-run")
@@ -83,7 +83,7 @@ def test_a_dry_run_needs_no_network(project: Project, site: Site) -> None:
 
 
 def test_a_dry_run_says_what_it_could_not_look_at(project: Project) -> None:
-    """Data of a store that nothing here can ask are no failure of a dry run."""
+    """Data of a store that nothing here can ask are not failures of a dry run."""
     config = project.path / "jobs.toml"
     stored = """
 [datasets.stored]

@@ -100,7 +100,7 @@ def write_beat(path: Path, text: str, *, durable: bool) -> None:
 def write_json(path: Path, value: object, permissions: int = 0o666) -> None:
     """Write one JSON document, indented for people, whole or not at all.
 
-    Texts from the system may hold bytes that are no UTF-8 (surrogates in Python); only then
+    Texts from the system may hold bytes that are not UTF-8 (surrogates in Python); only then
     everything is escaped.
     """
     text = json.dumps(value, indent=1, ensure_ascii=False)

@@ -82,7 +82,7 @@ def run_git(
         TrainkitError: exit 6, there is no git. GitFailed: it failed, or took too long.
     """
     settings = [word for name, value in _SETTINGS.items() for word in ("-c", f"{name}={value}")]
-    # whoever named the tree runs its programs: that another user owns it is no news
+    # who named the tree runs its programs: that another user owns it is nothing new
     argv = ["git", *settings, "-c", f"safe.directory={folder}", "-C", str(folder), *words]
     try:
         done = subprocess.run(

@@ -6,7 +6,7 @@ it, the build stage imports `build_extension`. So it imports the standard librar
 that little on the fast path.
 
 What counts as installed is said by one file, `.venv/trainkit-install.json`: the fingerprint of
-everything the installation depends on. It is gone meanwhile. csrc/ is no part of it: the compiled
+everything the installation depends on. It is gone meanwhile. csrc/ is not part of it: the compiled
 extension holds the hash of its source, and when that changed, only the extension is compiled
 again. Who installs holds a lock on `.venv.lock`, and writes into it which environment it is at.
 An environment that is still named there when the next one gets the lock was left half done, and

@@ -76,7 +76,7 @@ class Record:
 
     @classmethod
     def from_file(cls, path: Path) -> Self:
-        """Read a document. Raises ConfigError where the file is missing, is no JSON, is of
+        """Read a document. Raises ConfigError where the file is missing, is not JSON, is of
         another form, or a field is missing or of another type."""
         try:
             return cls.from_json(read_document(path, cls.SCHEMA), str(path))
@@ -201,7 +201,7 @@ def _reader(annotation: ast.expr, names: Mapping[str, object]) -> _Reader:
 def _parsed(annotation: object) -> ast.expr:
     """An annotation of a module with `from __future__ import annotations`: its text."""
     if not isinstance(annotation, str):
-        raise TypeError(f"no reader for fields of type {annotation}, which is no text")
+        raise TypeError(f"no reader for fields of type {annotation}, which is not text")
     return ast.parse(annotation, mode="eval").body
 
 

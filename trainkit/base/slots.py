@@ -146,7 +146,7 @@ def _take(path: Path, deadline: float) -> int:
 def _open(path: Path) -> int:
     """The lock file, which everyone may open. Linux refuses O_CREAT on another user's file in
     such a folder (fs.protected_regular): so without it first. Raises FileExistsError for what is
-    no lock."""
+    not a lock."""
     flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     for _ in range(3):
         try:
@@ -242,7 +242,7 @@ def _holder(path: Path, handle: int) -> dict[str, object]:
 
 
 def _locker(lock: os.stat_result) -> int | None:
-    """The process that has locked a file, from /proc/locks (proc_locks(5)). None: not told here."""
+    """The process that has locked a file, from /proc/locks (proc_locks(5)). None: unknown here."""
     device = f"{os.major(lock.st_dev):02x}:{os.minor(lock.st_dev):02x}:{lock.st_ino}"
     with contextlib.suppress(OSError), open("/proc/locks", "rb") as table:
         for line in table:

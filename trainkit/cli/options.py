@@ -81,7 +81,7 @@ class SweepTaskOptions:
         "KEY=VALUE: override a value of all its runs; may be repeated", default=()
     )
     show: bool = flag("only show what the newest sweep has come to", default=False)
-    new: bool = flag("begin anew, whatever there is already", default=False)
+    new: bool = flag("begin again, whatever there is already", default=False)
     failed: bool = flag("go on with runs that ended by their own fault, too", default=False)
     detach: bool = flag("return as soon as the queue has the runs", default=False)
     html: str = flag("write table and curves as one .html file", default="")

@@ -48,7 +48,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
     """Read a tokenizer.json. Special tokens written in a text are text: no document can end
     another.
 
-    Raises ConfigError (exit 6) where the file is missing or is no tokenizer.
+    Raises ConfigError (exit 6) where the file is missing or is not a tokenizer.
     """
     try:
         tokenizer = Tokenizer.from_file(str(path))
@@ -114,7 +114,7 @@ def gpt2_bpe(vocab_file: Path, merge_file: Path, eod_token: str) -> Tokenizer:
         isinstance(number, int) for number in vocabulary.values()
     ):
         raise ConfigError(
-            f"{vocab_file} is no object of tokens and ids",
+            f"{vocab_file} is not an object of tokens and ids",
             exit=Exit.STAGE_FAILED,
             hint="give GPT-2's vocab.json",
         )

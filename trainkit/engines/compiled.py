@@ -2,7 +2,7 @@
 
 torch compiles an extension at its first use into TORCH_EXTENSIONS_DIR/NAME, under a file `lock`
 that it creates and keeps open (torch/utils/file_baton.py). One that was killed leaves it, and all
-others wait for it for ever without a word.
+others wait for it without end and without a word.
 """
 
 from __future__ import annotations

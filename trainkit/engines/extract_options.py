@@ -42,7 +42,7 @@ class _Found:
 def megatron_options(tree: Tree) -> _Found:
     """The options of pretrain_gpt.py.
 
-    Raises FileNotFoundError: it is no tree of Megatron-LM.
+    Raises FileNotFoundError: it is not a tree of Megatron-LM.
     """
     path = next((path for path in _ARGUMENTS if tree.has(path)), None)
     if path is None:
@@ -263,7 +263,7 @@ def _action(node: ast.expr) -> Action:
 def neox_options(tree: Tree) -> _Found:
     """The options of GPT-NeoX: fields of the dataclasses that NeoXArgs is made of.
 
-    Raises FileNotFoundError: it is no tree of GPT-NeoX.
+    Raises FileNotFoundError: it is not a tree of GPT-NeoX.
     """
     path = "megatron/neox_arguments/arguments.py"
     if not tree.has(path):

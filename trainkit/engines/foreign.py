@@ -268,7 +268,7 @@ class ForeignEngine(ABC):
             )
         if missing := self.lacks(tree):
             raise ConfigError(
-                f"{tree} is no tree of {self.name}: it has no {missing[0]}",
+                f"{tree} is not a tree of {self.name}: it has no {missing[0]}",
                 hint=f"set engines.X.source to the top folder of {self.name}, or to its git URL",
             )
         version = self.version_in(tree)

@@ -48,7 +48,7 @@ def parse_yaml(text: str, place: str) -> dict[str, object]:
         text: of the file.
         place: its name, for messages.
 
-    Raises ConfigError: it is no YAML, no table of names, has a key twice, or is too deep.
+    Raises ConfigError: it is not YAML or a table of names, has a key twice, or is too deep.
     """
     import yaml  # 20 ms, for one task
 
@@ -71,13 +71,13 @@ def parse_yaml(text: str, place: str) -> dict[str, object]:
         found = yaml.load(text, ConfigLoader)
     except (yaml.YAMLError, TypeError, ValueError) as error:
         where = " ".join(str(error).split())
-        raise ConfigError(f"{place} is no YAML: {where}") from None
+        raise ConfigError(f"{place} is not YAML: {where}") from None
     except RecursionError:
-        raise ConfigError(f"{place} is no configuration: its tables are too deep") from None
+        raise ConfigError(f"{place} is not a configuration: its tables are too deep") from None
     if found is None:
         found = {}
     if not isinstance(found, dict):
-        raise ConfigError(f"{place} is no table of names")
+        raise ConfigError(f"{place} is not a table of names")
     _check(found, place)
     return found
 
@@ -92,7 +92,7 @@ def _check(found: Mapping[object, object], place: str) -> None:
         for each in level:
             if isinstance(each, Mapping):
                 if wrong := next((key for key in each if not isinstance(key, str)), None):
-                    raise ConfigError(f"{place}: the key {wrong!r} is no name")
+                    raise ConfigError(f"{place}: the key {wrong!r} is not a name")
                 below += each.values()
             elif isinstance(each, list):
                 below += each
@@ -102,14 +102,16 @@ def _check(found: Mapping[object, object], place: str) -> None:
             raise ConfigError(f"{place} has more than {MOST:,} values")
         if not level:
             return
-    raise ConfigError(f"{place} is no configuration: its tables are too deep")
+    raise ConfigError(f"{place} is not a configuration: its tables are too deep")
 
 
 def read_config(path: Path) -> dict[str, object]:
     """The table of a file. Raises ConfigError: it cannot be read, or see `parse_yaml`."""
     try:
         if path.stat().st_size > LARGEST:
-            raise ConfigError(f"{path} has more than {LARGEST >> 20} MiB: it is no configuration")
+            raise ConfigError(
+                f"{path} has more than {LARGEST >> 20} MiB: it is not a configuration"
+            )
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from None
@@ -176,7 +178,7 @@ def words_of(words: Sequence[str]) -> list[Override]:
 
 
 def put(root: dict[str, object], override: Override) -> None:
-    """Set one value of a table, where hydra would. Raises ConfigError where a value is no table,
+    """Set one value of a table, where hydra would. Raises ConfigError where a value is not a table,
     or a key is not there that only "+" adds."""
     *above, last = override.path.split(".")
     table = root
@@ -211,14 +213,16 @@ def _defaults(table: Mapping[str, object], place: str) -> list[_Default]:
                 found.append(_Default("", entry))
             continue
         if not isinstance(entry, dict) or len(entry) != 1:
-            raise ConfigError(f"{place}: {entry!r} is no entry of a defaults list")
+            raise ConfigError(f"{place}: {entry!r} is not an entry of a defaults list")
         (key, name), *_ = entry.items()
         words = str(key).split()
         group, _, package = words[-1].partition("@")
         if "override" in words:
             continue
         if name is not None and not isinstance(name, str):
-            raise ConfigError(f"{place}: defaults has {group}: {name!r}, which is no file's name")
+            raise ConfigError(
+                f"{place}: defaults has {group}: {name!r}, which is not a file's name"
+            )
         found.append(_Default(group, name or "", package, "optional" in words))
     return found
 

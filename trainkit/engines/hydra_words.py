@@ -120,10 +120,10 @@ def _escape_quote(found: re.Match[str]) -> str:
 
 
 def read_override(word: str) -> Override:
-    """The inverse of `Override.word`. Raises ValueError for what is no override."""
+    """The inverse of `Override.word`. Raises ValueError for what is not an override."""
     found = _OVERRIDE.fullmatch(word)
     if found is None or (found[3] is None and found[1] != "~"):
-        raise ValueError(f"{word!r} is no override of hydra's: KEY=VALUE is one")
+        raise ValueError(f"{word!r} is not an override of hydra's: KEY=VALUE is one")
     prefix: Prefix = found[1]  # type: ignore[assignment]
     if found[3] is None:
         return Override(found[2], None, prefix)

@@ -64,7 +64,7 @@ def kept_heap(environment: Mapping[str, str]) -> dict[str, str]:
     `environment` has settings of malloc.
 
     A step asks for the same tensors again and again, so what it frees is kept: tensors of more than
-    32 MiB would be mapped anew each time, and the system clears every page of them (a tenth of the
+    32 MiB would be mapped again each time, and the system clears every page of them (a tenth of the
     step of GPT-2 124M in bf16). torch asks for aligned memory, of which malloc cuts some bytes off
     at both ends. Put aside for small objects (tcache, fastbins) these keep a freed tensor's
     memory from ever being one piece again: the heap grew by 10 MiB a step. So nothing is put aside.

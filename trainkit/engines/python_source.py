@@ -148,7 +148,7 @@ def _comprehension(node: ast.ListComp, tree: Tree) -> object:
 
 
 def kind_of(node: ast.expr, tree: Tree) -> Kind:
-    """The kind of value that an annotation asks for; type "any" where it cannot be told."""
+    """The kind of value that an annotation asks for; type "any" where it cannot be known."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return kind_of(ast.parse(node.value, mode="eval").body, tree)
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):

@@ -125,7 +125,7 @@ def cancel_run(run: RunFolder, *, save: bool, force: bool, say: Say) -> Cancella
     if record.state in ("running", "unknown") and _ask_supervisor(
         record, say, save=save, force=force
     ):
-        say(f"run {run.id}: its supervisor was told to {'save and stop' if save else 'stop'}")
+        say(f"run {run.id}: its supervisor was asked to {'save and stop' if save else 'stop'}")
         record = _wait(run, job, say, save=save)
         ended = newest_end(run)
         if record.state == "succeeded":
@@ -290,7 +290,7 @@ def _wait(run: RunFolder, job: Job, say: Say, *, save: bool) -> RunRecord:
             seen = now
         if (not save and now - began > limit) or now - seen > limit:
             raise TrainkitError(
-                f"run {run.id} was told to stop {limit:.0f} s ago and still runs",
+                f"run {run.id} was asked to stop {limit:.0f} s ago and still runs",
                 exit=Exit.CONTACT_LOST,
                 hint=f"invoke logs {run.id}",
             )
@@ -302,7 +302,7 @@ def _wait(run: RunFolder, job: Job, say: Say, *, save: bool) -> RunRecord:
 
 
 def _hosts_at_end(run: RunFolder, job: Job, ended: AttemptEnded) -> list[HostLeftovers]:
-    """What the agents of the newest attempt told the supervisor about their hosts when it ended."""
+    """What the agents of the newest attempt reported about their hosts when it ended."""
     silent = ended.unanswered
     names = [host.name for host in _hosts(run, job, run.attempts()[-1:])]
     all_names = dict.fromkeys([*names, *silent, *(each["host"] for each in ended.survivors)])

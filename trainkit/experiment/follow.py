@@ -35,7 +35,7 @@ class RunFollower:
 
     Args:
         run: the run.
-        events: those that it gives are told to `notice`.
+        events: `notice` is called with those that it gives.
         notice: is called with one line when something happens that a person should know.
     """
 

@@ -187,7 +187,7 @@ def read_input(container: Container, builder: str) -> BuildInput:
     parsed = read_dockerfile(dockerfile, arguments)
     if not context.is_dir():
         raise ConfigError(
-            f"containers.{container.name}.context = '{context}' is no folder",
+            f"containers.{container.name}.context = '{context}' is not a folder",
             exit=Exit.STAGE_FAILED,
             hint="it is relative to the folder of jobs.toml, which it also is by default",
         )
@@ -273,7 +273,7 @@ def image_digests(builder: Builder, images: Sequence[str]) -> list[str | None]:
 
 def refuse_other_image(builder: Builder, record: ImageRecord) -> None:
     """Raises TrainkitError (exit 6) where the tag of a built image is another image in a builder's
-    store, or none: a tag is a name that everybody who builds there can give anew."""
+    store, or none: a tag is a name that everybody who builds there can give again."""
     (now,) = image_digests(builder, [record.tag])
     if now == record.digest:
         return

@@ -116,7 +116,7 @@ def read_ignore(path: Path | None) -> IgnoreRules:
                 raise re.error("it is empty")
             found.append(IgnorePattern(cleaned, included, pattern_regex(cleaned)))
         except re.error as error:
-            problem = Problem(f"'{line.strip()}' is no pattern: {error}", _place(path, number))
+            problem = Problem(f"'{line.strip()}' is not a pattern: {error}", _place(path, number))
             raise ConfigError([problem], exit=Exit.STAGE_FAILED) from None
     return IgnoreRules(tuple(found))
 

@@ -16,7 +16,7 @@ RECORD_SUFFIX = ".json"  # of the record beside an image file: X.sqsh.json
 BASE_ARGUMENT = "BASE_IMAGE"  # the build argument that `base` becomes
 
 Argv = tuple[str, ...]
-# Told by whoever makes something how much of it is done: (done, of).
+# Called with how much is done by what makes something: (done, of).
 OnStep = Callable[[int, int], None]
 
 

@@ -89,7 +89,7 @@ def read_dockerfile(path: Path, build_args: Mapping[str, str]) -> Dockerfile:
     """What a Dockerfile reads when it is built with these arguments.
 
     Raises ConfigError (exit 6) with its line where it has no FROM, a FROM with a variable that
-    nothing gives, or a line that is no instruction.
+    nothing gives, or a line that is not an instruction.
     """
     try:
         text = path.read_bytes().decode("utf-8-sig", "surrogateescape")
@@ -118,7 +118,7 @@ def instructions(text: str, path: Path) -> Iterator[Instruction]:
         if tab:
             rest = f"{behind} {rest}"
         if not re.fullmatch(r"[A-Za-z]+", name):
-            raise _wrong(path, begin + 1, f"'{name[:40]}' is no instruction")
+            raise _wrong(path, begin + 1, f"'{name[:40]}' is not an instruction")
         found = Instruction(name.upper(), rest.strip(), begin + 1)
         yield found
         number = _after_heredocs(lines, number, found, path)
@@ -137,7 +137,7 @@ def _escape_sign(lines: list[str]) -> str:
 
 def _joined(lines: list[str], number: int, continued: re.Pattern[str]) -> tuple[str, int]:
     """(the instruction that begins at this line or "", the number of the line after it). Comments
-    and empty lines within it are no part of it."""
+    and empty lines within it are not part of it."""
     whole = ""
     begun = False
     while number < len(lines):
@@ -278,7 +278,7 @@ class _Reader:
         self.here = {}
 
     def _base(self, image: str) -> None:
-        """An image that is read, where it is no stage of the file (a name, or a number)."""
+        """An image that is read, where it is not a stage of the file (a name, or a number)."""
         if image.lower() not in (SCRATCH, *filter(None, self.stages)):
             self.bases.append(image)
 

@@ -153,7 +153,7 @@ def _start(
 
 @contextlib.contextmanager
 def _ended(child: subprocess.Popen[bytes]) -> Iterator[None]:
-    """End a program where this process is told to end meanwhile."""
+    """End a program where this process is asked to end meanwhile."""
     try:
         yield
     except BaseException:

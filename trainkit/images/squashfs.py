@@ -59,7 +59,7 @@ def read_superblock(path: Path) -> Superblock | None:
 
 
 def squashfs_problem(path: Path) -> str:
-    """Why a file is no whole squashfs image, as a sentence; "" where it is one."""
+    """Why a file is not a whole squashfs image, as a sentence; "" where it is one."""
     try:
         size = path.stat().st_size
         superblock = read_superblock(path)
@@ -70,7 +70,7 @@ def squashfs_problem(path: Path) -> str:
     if superblock is None:
         if size < SUPERBLOCK_BYTES:
             return f"{path} is truncated: {size} bytes hold no squashfs image"
-        return f"{path} is no squashfs image: it does not begin with {MAGIC.decode()!r}"
+        return f"{path} is not a squashfs image: it does not begin with {MAGIC.decode()!r}"
     if size < superblock.bytes_used:
         return (
             f"{path} is truncated: it has {size} bytes, and its superblock says"

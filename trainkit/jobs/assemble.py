@@ -339,7 +339,7 @@ class TableBuilder:
         return section
 
     def _absolute(self, section: SourcedTable, key: str) -> SourcedTable:
-        """`section` with the path or paths under `key` made absolute; what is no path is left to
+        """`section` with the path or paths under `key` made absolute; what is not a path is left to
         the schema."""
         node = section.entries.get(key)
         if not isinstance(node, SourcedValue):
@@ -356,7 +356,7 @@ class TableBuilder:
         return os.path.abspath(self.root / os.path.expanduser(value))
 
     def _pattern(self, value: object) -> object:
-        """A glob pattern made absolute: brackets in the folder's own name are no pattern."""
+        """A glob pattern made absolute: brackets in the folder's own name are not a pattern."""
         if not isinstance(value, str) or not value:
             return value
         return os.path.normpath(

@@ -217,7 +217,7 @@ class Dataset(Table):
     fix_text: bool = Field(False, description="repair mojibake with ftfy (the extra `data`)")
     on_error: Literal["stop", "skip"] = Field(
         "stop",
-        description="at a line that is no document: stop, or write it to rejects.jsonl and go on",
+        description="at a line without a document: stop, or write it to rejects.jsonl and go on",
     )
     max_reject_fraction: float = Field(
         0.001,

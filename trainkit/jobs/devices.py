@@ -82,8 +82,8 @@ def reported_device(name: str) -> Device | None:
     """The row that comes with trainkit of a GPU by the name torch gives it; None for one that is
     not in the table, never a guess.
 
-    The whole end of a name must agree: a GH200 or an H200 NVL is no H200, a slice of a GPU (MIG)
-    has not its peak.
+    The whole end of a name must agree: a GH200 or an H200 NVL is not an H200, a slice of a GPU
+    (MIG) has not its peak.
     """
     return next(
         (row for row in map(built_in_device, BUILT_IN_DEVICES) if is_reported_as(row, name)), None

@@ -69,9 +69,9 @@ def objection_to(text: str) -> str:
     if parse_reference(text) is not None:
         return ""
     if "#" in text:
-        return f"'{text}' is no image reference: '#' is enroot's; a registry ends with '/' here"
+        return f"'{text}' is not an image reference: '#' is enroot's; a registry ends with '/' here"
     if "://" in text:
-        return f"'{text}' is no image reference: it has no scheme such as docker://"
+        return f"'{text}' is not an image reference: it has no scheme such as docker://"
     if text.lower() != text and parse_reference(text.lower()) is not None:
-        return f"'{text}' is no image reference: names are in lower case"
-    return f"'{text}' is no image reference: {WORDS}"
+        return f"'{text}' is not an image reference: names are in lower case"
+    return f"'{text}' is not an image reference: {WORDS}"

@@ -244,7 +244,7 @@ class RetrySettings(Table):
     infra: int = Field(3, ge=0, description="after a rank or host failed without fault of the job")
     hang: int = Field(2, ge=0, description="after a hang")
     user: int = Field(0, ge=0, description="after an error of the job's own code or data")
-    preempted: int = Field(0, ge=0, description="after it was told to save and stop")
+    preempted: int = Field(0, ge=0, description="after it was asked to save and stop")
     preemption: int = Field(
         100,
         ge=0,

@@ -276,7 +276,7 @@ def _split_override(word: str) -> tuple[str, str, str]:
 
 
 def _key_parts(key: str) -> list[str]:
-    """The parts of `a."b.c".d`; one of them is empty where it is no key."""
+    """The parts of `a."b.c".d`; one of them is empty where it is not a key."""
     parts: list[str] = []
     at = 0
     while at < len(key) or not parts:

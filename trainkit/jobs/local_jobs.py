@@ -25,7 +25,7 @@ def refuse_name(jobs: Jobs, name: str, option: str) -> None:
         option: of the command line, that gave it.
     """
     if not re.fullmatch(NAME, name):
-        raise ConfigError(f"{option} '{name}' is no name of a job: it has to match {NAME}")
+        raise ConfigError(f"{option} '{name}' is not a name of a job: it has to match {NAME}")
     if name in jobs.names():
         raise ConfigError(
             f"{option} '{name}': there is a job of that name", hint="give another name"

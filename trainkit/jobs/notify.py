@@ -1,4 +1,4 @@
-"""[notify]: who is told when a run ends, fails, stalls or goes on."""
+"""[notify]: who is notified when a run ends, fails, stalls or goes on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ OCCASIONS: tuple[Occasion, ...] = get_args(Occasion)
 
 
 class NotifySettings(Table):
-    """Told by the run's supervisor. What is secret is named here and lies in the environment."""
+    """Sent by the run's supervisor. What is secret is named here and lies in the environment."""
 
     command: Strings = Field(
         (), description="a program and its arguments, which gets the text on its standard input"
@@ -50,7 +50,7 @@ class NotifySettings(Table):
 
     @property
     def active(self) -> bool:
-        """Whether anybody is told anything."""
+        """Whether anybody is notified."""
         return bool(self.command or self.webhook or self.webhook_variable) and bool(self.occasions)
 
     @property

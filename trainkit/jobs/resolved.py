@@ -92,7 +92,7 @@ def write_job(path: Path, resolved: ResolvedJob) -> None:
 
 def read_job(path: Path) -> Job:
     """Read job.json; needs neither jobs.toml nor the environment. Raises ConfigError where it is
-    no job of this version."""
+    not a job of this version."""
     value = read_document(path, SCHEMA)
     try:
         return Job.model_validate(value.get("job"))

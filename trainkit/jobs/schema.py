@@ -144,7 +144,7 @@ class Job(Table):
     )
     notify: NotifySettings = Field(
         default_factory=NotifySettings,
-        description="who is told how it goes, over the [notify] of the file",
+        description="who is notified how it goes, over the [notify] of the file",
     )
     sweep: Sweep | None = Field(
         None, description="which values `invoke sweep` gives it, a run for each"

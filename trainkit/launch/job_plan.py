@@ -91,7 +91,7 @@ def _corpus_here(dataset: Dataset) -> tuple[int | None, int | None]:
 
 def _ids_of_files(job: Job) -> int | None:
     """Ids of a tokenizer that is not prepared, where no table says how many and the files that it
-    will be made of are here. Raises ConfigError (exit 6) for files that are no tokenizer."""
+    will be made of are here. Raises ConfigError (exit 6) for files that are not tokenizers."""
     settings = job.dataset.tokenizer
     if settings is None or settings.type == "bpe" or settings.vocab_size or job.model.vocab_size:
         return None

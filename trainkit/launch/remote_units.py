@@ -167,7 +167,7 @@ def this_machine_in_image(
         on_notice: see StageHosts.
 
     Raises:
-        ConfigError: the image can be entered only by Slurm, and this is no node of a job.
+        ConfigError: the image can be entered only by Slurm, and this is not a node of a job.
     """
     box = stage_box(job, stage)
     if box is None or stage in DOWNLOADS:

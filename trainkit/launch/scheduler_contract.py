@@ -117,9 +117,9 @@ class DryRun:
     Args:
         lines: for people.
         values: for the document dry-run/1, besides plan.
-        error: why the stages before it cannot be told, or are stale and shall not be made; what
+        error: why the stages before it cannot be known, or are stale and shall not be made; what
             would start after them is known all the same.
-        not_seen: why a stage could not be looked at from here, which is no failure; "": all were.
+        not_seen: why a stage could not be looked at from here, which is no error; "": all were.
     """
 
     lines: list[str]

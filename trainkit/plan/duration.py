@@ -23,7 +23,7 @@ START_SECONDS = {"cpu": 10.0, "cuda": 60.0, "neuron": 60.0}
 IMAGE_SECONDS = 120.0
 # from a device to the host's memory, before training goes on under checkpoint.save_async; assumed
 COPY_GIB_PER_SECOND = 4.0
-# before a time limit, when the run is told to save: so many, or that part of a short limit
+# before a time limit, when the run is asked to save: so many, or that part of a short limit
 SIGNAL_SECONDS = 300.0
 SIGNAL_PART = 0.25
 FORWARD = 1 / 3  # of a step's arithmetic without recomputation

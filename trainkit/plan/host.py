@@ -50,7 +50,7 @@ class HostMemory:
 def slurm_bytes(size: str | int) -> int | None:
     """sbatch's --mem in bytes: MiB without a unit; None for 0, which is all there is.
 
-    Raises ValueError for what is no size of Slurm.
+    Raises ValueError for what is not a size of Slurm.
     """
     found = re.fullmatch(sbatch.SIZE, str(size))
     if not found:

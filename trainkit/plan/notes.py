@@ -80,7 +80,7 @@ def _settings(job: Job) -> Iterator[Objection]:
             "saved-at-the-end-only",
             "training.save_interval",
             f"a checkpoint every {training.save_interval:,} steps of {training.train_iters:,}:"
-            " there is none before the end, so a run that is killed begins anew",
+            " there is none before the end, so a run that is killed begins again",
         )
     if device.peak_tflops and job.training.precision not in device.peak_tflops:
         yield Objection(

@@ -1,6 +1,6 @@
 """All runs of some roots on one live page, for this machine alone.
 
-It listens on 127.0.0.1 only; whoever asks must know the token in the address, for other users of a
+It listens on 127.0.0.1 only; who asks must know the token in the address, for other users of a
 login node can reach that address too. It only reads, and names runs by what it has found itself: no
 path of a request becomes a path of a file.
 """
@@ -45,7 +45,7 @@ class Board:
         self.token = token
 
     def answer(self, path: str) -> tuple[HTTPStatus, str]:
-        """A page for the path of a GET; whoever does not know the token learns nothing."""
+        """A page for the path of a GET; who does not know the token learns nothing."""
         _, *parts = [urllib.parse.unquote(part) for part in path.partition("?")[0].split("/")]
         if not parts or not secrets.compare_digest(parts[0].encode(), self.token.encode()):
             return HTTPStatus.NOT_FOUND, page("Not found", ["<p>There is nothing here.</p>"])

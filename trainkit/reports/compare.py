@@ -41,7 +41,7 @@ class LossesPart:
         common: logged steps that both have.
         bitwise: the first step whose losses are not equal in every bit; None where none is.
         beyond_noise: the first step from which the difference exceeds NOISE times the spread of
-            the first run's losses from row to row; None where it never does, or cannot be told.
+            the first run's losses from row to row; None where it never does, or is not known.
     """
 
     run: str

@@ -39,7 +39,7 @@ class StageNode:
     Args:
         name: stage and what it makes: "prep-data lines".
         state: fresh, or stale; waits: it is judged when what it comes after is made; unknown: it
-            cannot be told now.
+            is not known now.
         because: why.
         makes: files, below the root where they lie there.
         after: names of those that it waits for.

@@ -267,17 +267,17 @@ def _attempt(builder: _Builder, attempt: AttemptTimes) -> None:
 def _mark_lost(spans: Iterable[Span], kept_step: int | None) -> list[Span]:
     """The spans with those as lost whose steps were made again, or are gone with their attempt.
 
-    Whenever training begins anew at a step, what was done beyond that step before is lost.
+    Whenever training begins again at a step, what was done beyond that step before is lost.
     """
     done: list[Span] = []
-    anew = True
+    again = True
     attempt = 0
     for span in spans:
-        anew = anew or span.attempt != attempt or span.phase == "load"
+        again = again or span.attempt != attempt or span.phase == "load"
         attempt = span.attempt
-        if anew and span.phase in _WORK:
+        if again and span.phase in _WORK:
             done = [_lost_beyond(each, span.step) for each in done]
-            anew = False
+            again = False
         done.append(span)
     if kept_step is not None:
         done = [_lost_beyond(each, kept_step) for each in done]

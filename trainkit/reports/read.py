@@ -315,7 +315,7 @@ def read_report(run: RunFolder, record: RunRecord | None = None) -> RunReport:
         record: its state, where somebody else was asked for it too.
 
     Raises:
-        TrainkitError: its state cannot be told: files of another version.
+        TrainkitError: its state cannot be read: files of another version.
         OSError: its metrics cannot be read.
     """
     record = record or read_run_record(run)
@@ -351,7 +351,7 @@ def _attempts(run: RunFolder, record: RunRecord, notes: list[str]) -> Sequence[A
     try:
         return report_attempts(run, record)
     except (TrainkitError, TypeError, AttributeError) as error:
-        notes.append(f"the attempts cannot be told: {error}")
+        notes.append(f"the attempts cannot be read: {error}")
         return []
 
 

@@ -40,7 +40,7 @@ class MemberResult:
         training_loss: the mean of the last tenth of the rows.
         validation_loss: the last.
         tokens_per_second: the median.
-        why: the cause of an end that is no success.
+        why: the cause of an end that is not a success.
         own_fault: it ended by what it is, not by what befell it: it would end so again.
     """
 

@@ -34,7 +34,7 @@ def _rank_ended(event: RankEnded) -> str:
     if event.code < 0:
         how = f"was ended by signal {-event.code}"
     if event.stopped:
-        how += ", as it was told"
+        how += ", as it was asked"
     return f"rank {event.rank} {how}"
 
 
@@ -86,7 +86,7 @@ _SAYERS = (
 
 def event_in_words(event: Event) -> str | None:
     """One event; None for those that only matter to machines. An event whose values are not what
-    they should be is told by its name."""
+    they should be is known by its name."""
     for say in _SAYERS:
         try:
             words = say(event)

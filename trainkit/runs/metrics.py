@@ -194,7 +194,7 @@ class ThinnedRows:
         rows: those that were kept.
         regular: of them, the first training step's of each stretch: what medians may be taken of.
         total: how many the file has.
-        damaged: lines that are no row.
+        damaged: lines that are not rows.
     """
 
     rows: list[MetricsRow] = field(default_factory=list)

@@ -20,13 +20,13 @@ from trainkit.base.git import GitFailed, git_answer, tree_diff, tree_state
 from trainkit.base.redact import Redactor
 from trainkit.runs.folder import RunFolder
 
-DIFF_LIMIT = 2**24  # bytes of uncommitted changes kept; more is no change but data
+DIFF_LIMIT = 2**24  # bytes of uncommitted changes kept; more is not a change but data
 FIELD = re.compile(r"^(Name|Version):[ \t]*(.*?)[ \t]*$", re.MULTILINE)
 HIDDEN = ("KEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL", "AUTH", "COOKIE")
 
 
 def _printable(text: str) -> str:
-    """Without bytes that are no UTF-8, which git's answer holds as surrogates."""
+    """Without bytes that are not UTF-8, which git's answer holds as surrogates."""
     return text.encode(errors="surrogateescape").decode(errors="replace")
 
 

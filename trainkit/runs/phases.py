@@ -4,7 +4,7 @@ every second of an attempt went.
 A line is {"time": seconds since 1970 by the clock of rank 0's host, "phase", "step": optimizer
 steps done by then, "data_seconds": how long this process has waited for data so far,
 "checkpoint_seconds": for checkpoints, in steps too}. "compile" is the first step of an attempt
-whose job is compiled, "compile_eval" its first evaluation: their compilation cannot be told from
+whose job is compiled, "compile_eval" its first evaluation: their compilation cannot be split from
 the rest.
 
 And rank-times.jsonl: how long each rank computed, for a map of ranks over time. A line is {"step",

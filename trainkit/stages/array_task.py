@@ -3,7 +3,7 @@ stamps each that succeeds.
 
 `python -m trainkit.stages.array_task LEVEL.json` on a node; SLURM_ARRAY_TASK_ID and SLURM_PROCID
 say which share is its. The units after these may begin as soon as Slurm sees this one end well,
-so what they read of it has to be there by then: the stamps are written here and not by whoever
+so what they read of it has to be there by then: the stamps are written here and not by the one who
 waits on the head.
 """
 
@@ -48,7 +48,7 @@ def run_once(unit: Mapping[str, Any]) -> int:
     """Run one unit: its lines of JSON go to NAME.out, at last {"ended": code, "host": name};
     what it says to people to NAME.log. Returns its exit code.
 
-    One that is made is not made again: Slurm starts a task anew whose node failed or was taken
+    One that is made is not made again: Slurm starts a task again whose node failed or was taken
     back. One under which node after node fails is not begun again.
     """
     if stamp_holds(Path(unit["stamp"]), unit["digest"], tuple(map(Path, unit["outputs"]))):
@@ -123,7 +123,7 @@ def _result(out: Path) -> dict[str, Any] | None:
 
 def end_with_client(pid: int) -> None:
     """End as by Slurm's TERM when the process that has started our container is gone: with
-    docker and podman we are no child of it. Its pid is the host's, as are ours.
+    docker and podman we are not a child of it. Its pid is the host's, as are ours.
 
     Raises SystemExit (8) where there is no such process.
     """

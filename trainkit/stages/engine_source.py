@@ -177,7 +177,7 @@ def _refuse_revision(source: EngineSource) -> None:
 
 
 def _version_of(tree: Path, spec: CloneSpec) -> str:
-    """What the tree is; raises ConfigError where it is no tree of the engine, or says no
+    """What the tree is; raises ConfigError where it is not a tree of the engine, or says no
     version and jobs.toml does not either."""
     engine = foreign_engine(spec.engine)
     if spec.version is not None and tree.is_dir() and not engine.lacks(tree):

@@ -170,7 +170,7 @@ def update_stage(
                 reporter.verdict(verdict)
                 if verdict.fresh:
                     remove_leftovers(stamp_path(stamps, need))
-                    delete_scratch(need)  # whoever made it was killed before that
+                    delete_scratch(need)  # its maker was killed before that
                 else:
                     units, inputs = begin_need(need, stamps, verdict, force=force)
                     _run(execute, StageWork(need, units, stamps, reporter, workers), verdict)

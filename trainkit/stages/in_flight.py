@@ -1,7 +1,7 @@
 """What a run's Slurm jobs are making: a record beside the stamps, for as long as no process is
 there to hold the stage's lock.
 
-Whoever holds the lock reads and writes it.
+Only the holder of the lock reads and writes it.
 """
 
 from __future__ import annotations

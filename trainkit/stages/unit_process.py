@@ -120,7 +120,7 @@ class UnitProcess:
         self.error: dict[str, object] | None = None
 
     def log(self, unit: Unit) -> Path:
-        """What a unit says to people; of the first one, whoever starts the process has to write
+        """What a unit says to people; of the first one, what starts the process has to write
         it."""
         return self.folder / f"{unit.name}.log"
 
@@ -189,7 +189,7 @@ def unit_error(
 
 class UnitTracker:
     """What has been done of a need: stamps what succeeded, lets begin what waited for it, tells
-    whoever watches.
+    those who watch.
 
     Args:
         work: what is to be done.

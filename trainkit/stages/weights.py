@@ -296,7 +296,7 @@ class _Fetch:
         names = set(self.listing.sizes)
         if CONFIG not in names:
             raise TrainkitError(
-                f"hf:{self.source.name} has no {CONFIG}: it is no model that transformers wrote",
+                f"hf:{self.source.name} has no {CONFIG}: it is not a model that transformers wrote",
                 exit=Exit.STAGE_FAILED,
             )
         self._get(CONFIG)

@@ -122,7 +122,7 @@ def graph_fields(job: Job) -> GraphFields:
 
 
 def _of_compilers(environment: Mapping[str, str]) -> GraphFields:
-    """What the compilers read of an environment; where they keep what they make is no part of
+    """What the compilers read of an environment; where they keep what they make is not part of
     it."""
     return {
         f"env.{name}": environment[name]

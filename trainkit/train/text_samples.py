@@ -109,7 +109,7 @@ def reason_against(job: Job) -> str:
     if p.tensor_model_parallel_size > 1 or p.pipeline_model_parallel_size > 1:
         return "its model is split over ranks"
     if p.zero_stage == 3:
-        return "with ZeRO 3 every token would gather the whole model anew"
+        return "with ZeRO 3 every token would gather the whole model again"
     if job.training.compile:
         return "its blocks are compiled for samples, and would be again for texts of each length"
     return ""

@@ -136,7 +136,7 @@ def test_a_search_is_written_and_read_again(
         ({"nodes": "2..x", "search": True}, "takes a whole number"),
         ({"write": "x"}, "options of --search"),
         ({"explain": "memory"}, "only 'time' and 'optimizer'"),
-        ({"search": True, "write": "A B"}, "no name of a job"),
+        ({"search": True, "write": "A B"}, "not a name of a job"),
     ],
 )
 def test_options_that_do_not_go_together(options: dict[str, Any], said: str) -> None:

@@ -108,7 +108,7 @@ def test_saved_by_cancel_and_cancelled_without_a_supervisor(
     wait_for_rows(running, 2)
     out = project.invoke("cancel", "last", "--save", exit=12).stdout
     assert (
-        "its supervisor was told to save and stop" in out
+        "its supervisor was asked to save and stop" in out
         and "nothing" in out
         and f"invoke resume {running.name} goes on" in out
     )

@@ -58,7 +58,7 @@ def test_an_index_of_something_else_is_refused(tmp_path: Path) -> None:
         ({"seq_length": 0}, "seq_length is 0", Exit.CONFIG),
         ({"seq_length": 2**31}, "seq_length is 2147483648", Exit.CONFIG),
         ({"drop_last": False}, "the train split drops its last partial sample", Exit.CONFIG),
-        ({"first": 3, "last": 2}, "are no range", Exit.CONFIG),
+        ({"first": 3, "last": 2}, "are not a range", Exit.CONFIG),
         ({"first": 2, "last": 2}, "the train split has no document", Exit.STAGE_FAILED),
     ],
 )

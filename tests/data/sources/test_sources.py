@@ -121,7 +121,7 @@ class TestFiles:
 
     def test_what_is_no_text(self, folder: Path) -> None:
         (folder / "x.csv").touch()
-        with pytest.raises(ConfigError, match=r"x\.csv is no file of a format that is read"):
+        with pytest.raises(ConfigError, match=r"x\.csv is not a file of a format that is read"):
             FilesSource().shards(self.dataset(folder, "x.csv"), folder)
         (folder / "texts").mkdir()
         with pytest.raises(ConfigError, match=r"texts is a folder"):

@@ -127,7 +127,9 @@ class TestFetches:
         assert (tmp_path / "t.json").read_bytes() == b"{}"
 
     def test_a_path_is_no_url(self, tmp_path: Path) -> None:
-        with pytest.raises(ConfigError, match=r"tokenizers\.t\.url = 'some/file' is no address"):
+        with pytest.raises(
+            ConfigError, match=r"tokenizers\.t\.url = 'some/file' is not an address"
+        ):
             tokenizer_fetch_units(
                 Tokenizer(name="t", type="file", path=str(tmp_path / "t.json"), url="some/file")
             )

@@ -179,7 +179,9 @@ class TestWeb:
         assert "cannot have one sha256" in str(
             refused(web(f"{site.url}/{{0..1}}.jsonl", sha256=sums[:1]), tmp_path / "corpus")
         )
-        assert "is no SHA-256" in str(refused(web(urls[0], sha256=("abc",)), tmp_path / "corpus"))
+        assert "is not a SHA-256" in str(
+            refused(web(urls[0], sha256=("abc",)), tmp_path / "corpus")
+        )
 
     def test_not_kept_they_need_no_unit(self, site: Site, tmp_path: Path) -> None:
         dataset = web(f"{site.url}/train/{{00..02}}.jsonl.zst", keep_download=False)
@@ -224,8 +226,8 @@ class TestAddresses:
     @pytest.mark.parametrize(
         ("url", "words"),
         [
-            ("plain/path.jsonl", "is no address"),
-            ("https://", "is no address"),
+            ("plain/path.jsonl", "is not an address"),
+            ("https://", "is not an address"),
             ("https://user:password@host/x.jsonl", "holds a user's name"),
             ("hf://datasets/only-a-name/x.jsonl", "names no file of a hub"),
             ("hf://datasets/a/../x", "names no file of a hub"),

@@ -328,5 +328,5 @@ def test_parquet() -> None:
     assert isinstance(items[4], BadLine) and items[4].line == 5 and items[4].kind == "no text"
     assert texts("x.parquet", out.getvalue(), text_key="meta.text") == ["deep"] * 5
     error_of("x.parquet", out.getvalue(), "has no column 'txt'.*meta.set", text_key="txt")
-    error_of("x.parquet", out.getvalue()[:-20], "no parquet file, or a damaged one")
-    error_of("x.parquet", b"", "no parquet file, or a damaged one")
+    error_of("x.parquet", out.getvalue()[:-20], "not a parquet file, or a damaged one")
+    error_of("x.parquet", b"", "not a parquet file, or a damaged one")

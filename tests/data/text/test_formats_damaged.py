@@ -73,7 +73,7 @@ def test_cut_anywhere_it_is_never_taken_for_the_whole(name: str) -> None:
 
 def test_what_is_not_compressed_at_all_is_named() -> None:
     for kind in ("jsonl.gz", "jsonl.zst", "jsonl.bz2", "jsonl.xz", "zip", "tar", "tar.gz"):
-        error_of(f"x.{kind}", b"<html>404 not found</html>" * 100, "is no ")
+        error_of(f"x.{kind}", b"<html>404 not found</html>" * 100, "is not a ")
 
 
 def test_bombs_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,5 +180,5 @@ def test_a_damaged_member_of_a_zip_is_named(method: int) -> None:
         )
     data = bytearray(buffer.getvalue())
     data[200:230] = bytes(range(30))
-    with pytest.raises(ConfigError, match=r"x\.zip: is no zip file, or a damaged one"):
+    with pytest.raises(ConfigError, match=r"x\.zip: is not a zip file, or a damaged one"):
         list(open_documents("x.zip", io.BytesIO(bytes(data)), ReadOptions(), "x.zip"))

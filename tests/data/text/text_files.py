@@ -99,7 +99,7 @@ def error_of(name: str, data: bytes, words: str, **reading: Any) -> ConfigError:
 def read_documents(path: Path, text_key: str) -> Iterator[TextDocument]:
     """Documents of any file that `open_documents` reads, by its name.
 
-    Raises ConfigError (exit 6) with file and line for what is no document.
+    Raises ConfigError (exit 6) with file and line for what is not a document.
     """
     with open(path, "rb") as file:
         documents = open_documents(path.name, file, ReadOptions(text_key), str(path))

@@ -122,7 +122,7 @@ def test_gpt2_from_its_two_files_gives_the_published_ids(paths: dict[str, Path])
     ("vocabulary", "merges", "words"),
     [
         ("[", "a b", "cannot be read as GPT-2's files"),
-        ("[]", "a b", "is no object"),
+        ("[]", "a b", "is not an object"),
         (
             '{"a": 0, "b": 1, "ab": 2, "E": 3}',
             "#version: 0.2\na b\na b c\n",

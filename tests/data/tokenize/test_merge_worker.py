@@ -230,7 +230,7 @@ def test_manifest_of_a_merged_dataset(tmp_path: Path) -> None:
 
 
 def test_manifest_of_shards_that_stay_pairs(tmp_path: Path) -> None:
-    """A shard without a token is no pair to sample from, but it is counted and checked."""
+    """A shard without a token is not a pair to sample from, but it is counted and checked."""
     work(spec(tmp_path, [[[5, 0]], [[]], [[8, 0]]], merged=False), silent)
     manifest = read_manifest(tmp_path / "dataset.json")
     assert (

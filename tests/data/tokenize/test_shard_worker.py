@@ -470,7 +470,7 @@ def test_errors_of_other_threads_are_raised_here() -> None:
 
 @pytest.mark.parametrize("on_error", ["stop", "skip"])
 def test_a_damaged_gzip_is_no_bad_line(on_error: str, tokenizer: Path, tmp_path: Path) -> None:
-    """A bit flip in a stored block makes a line that is no JSON long before the sum at the end
+    """A bit flip in a stored block makes a line that is not JSON long before the sum at the end
     of the file is read."""
     spec = spec_of(
         tmp_path,
@@ -485,7 +485,7 @@ def test_a_damaged_gzip_is_no_bad_line(on_error: str, tokenizer: Path, tmp_path:
     stored[stored.index(b'"number 7"')] ^= 1
     Path(spec["shard"]).write_bytes(stored)
     with pytest.raises(
-        ConfigError, match=r"x\.jsonl\.gz: is no gzip file, or a damaged one"
+        ConfigError, match=r"x\.jsonl\.gz: is not a gzip file, or a damaged one"
     ) as caught:
         run(spec)
     assert caught.value.exit == Exit.STAGE_FAILED

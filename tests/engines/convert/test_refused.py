@@ -216,8 +216,8 @@ MEGATRON_CHANGES: list[tuple[Change, str]] = [
     (lambda c: c["model"].update(other=torch.ones(1)), "other is not in the job's model"),
     (lambda c: c["model"].update({QKV: torch.ones(72, 25)}), r"is \[72, 25\] there, \[72, 24\]"),
     (lambda c: c["model"].update({QKV: torch.ones(72, 24).int()}), "is of torch.int32"),
-    (lambda c: c["model"].update({QKV: 3}), "is no plain tensor, but a int"),
-    (lambda c: c["model"].update({QKV: torch.eye(72, 24).to_sparse()}), "no plain tensor"),
+    (lambda c: c["model"].update({QKV: 3}), "is not a plain tensor, but a int"),
+    (lambda c: c["model"].update({QKV: torch.eye(72, 24).to_sparse()}), "not a plain tensor"),
     (lambda c: c.pop("model"), "has no `model`"),
     (lambda c: c.update(model=[]), "its `model` at pipeline stage 0 is a list"),
     (lambda c: c["model"].update({"language_model.x": 1}), "before its core"),
@@ -325,7 +325,7 @@ class TestFolders:
     @pytest.mark.parametrize(
         ("files", "said"),
         [
-            ([], "it is no checkpoint of Megatron-LM"),
+            ([], "it is not a checkpoint of Megatron-LM"),
             (["__0_0.distcp", ".metadata"], "is not what torch writes"),
             (["mp_rank_00_000_001/model_optim_rng.pt"], "model with experts"),
             (["mp_rank_01/model_optim_rng.pt"], "lacks the folder of tensor-parallel rank 0"),
@@ -342,7 +342,7 @@ class TestFolders:
     @pytest.mark.parametrize(
         ("files", "said"),
         [
-            ([], "it is no checkpoint of GPT-NeoX"),
+            ([], "it is not a checkpoint of GPT-NeoX"),
             (["zero_pp_rank_0_mp_rank_00_model_states.pt"], "ZeRO stage 3"),
             (["mp_rank_01_model_states.pt"], "lacks some of its ranks"),
             (["layer_00-model_00-model_states.pt"], "is not a whole file"),

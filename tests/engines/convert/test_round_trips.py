@@ -268,7 +268,11 @@ class TestRefused:
         same(source.weights, back("gpt-neox", tmp_path / "empty", source.model))
         (tmp_path / "file").write_text("")
         (tmp_path / "link").symlink_to(tmp_path / "nowhere")
-        for name, said in (("empty", "not empty"), ("file", "no folder"), ("link", "no folder")):
+        for name, said in (
+            ("empty", "not empty"),
+            ("file", "not a folder"),
+            ("link", "not a folder"),
+        ):
             with pytest.raises(ConfigError, match=said):
                 converted(source, "hf", tmp_path / name)
         assert len(list(tmp_path.iterdir())) == 4

@@ -289,7 +289,7 @@ REFUSED: Sequence[tuple[str, str]] = [
     ("training.lr_decay_style=inverse-square-root", "it knows cosine, linear, constant"),
     ("training.lr_warmup_init=1e-6", "training.lr_warmup_init = 1e-06 has no counterpart"),
     ("training.seed=0", "training.seed = 0: gpt-neox takes 1 to 2^32 - 1"),
-    ("training.initial_loss_scale=5000.0", "this is no power of two"),
+    ("training.initial_loss_scale=5000.0", "this is not a power of two"),
     ("training.train_iters=400000", "gpt-neox's cosine rises again after its end"),
     ("model.kv_channels=64", "model.kv_channels = 64 has no counterpart"),
     ("model.rotary_base=500.5", "model.rotary_base = 500.5: gpt-neox takes a whole number"),

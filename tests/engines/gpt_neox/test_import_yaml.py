@@ -158,8 +158,8 @@ MINIMAL = (
     ' "vocab_file": "v.json", "merge_file": "m.txt", "data_path": "d"}'
 )
 BAD: Sequence[tuple[str, str]] = [
-    ("{", "is no YAML"),
-    ("[1, 2]", "is no table of gpt-neox's options"),
+    ("{", "is not YAML"),
+    ("[1, 2]", "is not a table of gpt-neox's options"),
     ('{"train_iters": 3}', "no num_layers"),
     (MINIMAL.replace('"train_iters"', '"train_epochs"'), "give no train_iters"),
     (MINIMAL.replace("}", ', "norm": "scalenorm"}'), "no family of models has norm"),

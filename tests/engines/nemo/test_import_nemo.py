@@ -289,14 +289,14 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
         ("model.data.data_prefix", [0.5, "a", 0.5], "no weight and file by turns"),
         ("model.hidden_size", "${model.hidden_size}", "in a circle"),
         ("run", 3, "no trainer"),
-        ("trainer.max_steps", 5, "no GPT of NeMo's"),
+        ("trainer.max_steps", 5, "not a GPT of NeMo's"),
     ],
 )  # fmt: skip
 def test_wrong_values(tmp_path: Path, key: str, value: object, said: str) -> None:
     values = published_22("126m")
     if key == "run":
         tree: dict[str, object] = {"run": 3}
-    elif "no GPT" in said:
+    elif "not a GPT" in said:
         tree = {"trainer": {"max_steps": value}, "model": {"encoder": {"hidden_size": 8}}}
     else:
         tree = nested({**values, key: value})
@@ -310,7 +310,7 @@ def test_a_file_that_is_too_large(tmp_path: Path) -> None:
     path = tmp_path / "a_hydra.yaml"
     with path.open("wb") as file:
         file.truncate(LARGEST + 1)
-    with pytest.raises(ConfigError, match="no configuration"):
+    with pytest.raises(ConfigError, match="not a configuration"):
         import_nemo(path, [], "", "")
     with pytest.raises(ConfigError, match="cannot be read"):
         import_nemo(tmp_path / "none.yaml", [], "", "")

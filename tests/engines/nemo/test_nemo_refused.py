@@ -50,7 +50,7 @@ def refused(job: Job) -> list[str]:
             ["engine_args.exp_manager.checkpoint_callback_params.filename='{step}'"],
             "it has to hold {step} and {consumed_samples}",
         ),
-        (["engine_args.exp_manager.resume_if_exists=false"], "would begin anew"),
+        (["engine_args.exp_manager.resume_if_exists=false"], "would begin again"),
         (["engine_args.model.optim.sched.constant_steps=5"], "less lr_decay_iters, 12500"),
     ],
 )
@@ -137,7 +137,7 @@ def test_weights_of_engine_args_are_of_the_dataset_s_files(tmp_path: Path) -> No
 
     found = data_options(given(0.3, names[0], 0.7, names[1]), data)["data_prefix"]
     assert found == [0.3, f"{tmp_path}/{names[0]}", 0.7, names[1]]
-    with pytest.raises(ConfigError, match="is no pair of dataset"):
+    with pytest.raises(ConfigError, match="is not a pair of dataset"):
         data_options(given(1.0, "another"), data)
     for wrong in ((1.0,), ("a", 1.0), (1.0, 2.0)):
         assert any("weights and names by turns" in each for each in refused(given(*wrong)))

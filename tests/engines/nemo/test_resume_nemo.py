@@ -172,7 +172,7 @@ def test_versions(tmp_path: Path, job: Job) -> None:
     assert any("checked against 22.09" in note for note in Nemo().notes(asked))
     source = job.engine_source.model_copy(update={"source": str(tmp_path)})
     (problem,) = Nemo().problems(job.model_copy(update={"engine_source": source}))
-    assert "is no tree of nemo" in problem.message
+    assert "is not a tree of nemo" in problem.message
 
 
 def test_notes() -> None:

@@ -222,7 +222,7 @@ def test_what_is_no_script(tmp_path: Path) -> None:
         import_neuronx(path, ["SLURM_NNODES=x"], "taken", "")
     with pytest.raises(ConfigError, match="no part of a job"):
         import_neuronx(path, ["COMPILE=1"], "taken", "")
-    with pytest.raises(ConfigError, match="no NAME=VALUE"):
+    with pytest.raises(ConfigError, match="not NAME=VALUE"):
         import_neuronx(path, ["1x=2"], "taken", "")
     (tmp_path / "test.sh").write_text("./gpt_size.sh\nsource ./test.sh\n")  # they name each other
     assert read_scripts(path).count("export HS") == 1
@@ -239,7 +239,7 @@ def test_what_is_no_script(tmp_path: Path) -> None:
         import_neuronx(path, [], "taken", "")
     with (tmp_path / "test.sh").open("wb") as file:
         file.truncate(LARGEST + 1)
-    with pytest.raises(ConfigError, match="no script"):
+    with pytest.raises(ConfigError, match="not a script"):
         import_neuronx(path, [], "taken", "")
     with pytest.raises(ConfigError, match="cannot be read"):
         import_neuronx(tmp_path / "none.sh", [], "taken", "")

@@ -126,7 +126,7 @@ def test_graphs_are_compiled_once(project: Project) -> None:
     assert variables["NEURON_PARALLEL_COMPILE_DUMP_RESULTS"] == "1"
     assert variables["NEURON_COMPILE_CACHE_URL"] == f"{variables['HOME']}/neuron_cache"
     assert not {"RANK", "LOCAL_RANK", "WORLD_SIZE"} & set(variables)
-    # losses of extracted graphs are no numbers of a training
+    # losses of extracted graphs are not numbers of a training
     assert not (run / "metrics.jsonl").exists() or not (run / "metrics.jsonl").read_text()
     (record,) = (project.path / "engines" / "graphs").glob("*/0.json")
     assert json.loads(record.read_text())["graphs"] == 3

@@ -67,7 +67,7 @@ def check_trainer(trainer: Mapping[str, Any], version: str) -> None:
     for key in ("devices", "num_nodes", "max_steps", "log_every_n_steps"):
         value = trainer.get(key)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise Refused(f"trainer.{key}={value!r} is no number of them")
+            raise Refused(f"trainer.{key}={value!r} is not a number of them")
     duration = trainer.get("max_time")
     if duration is not None and not (isinstance(duration, str) and DURATION.fullmatch(duration)):
         raise Refused(f"trainer.max_time={duration!r} is not dd:hh:mm:ss")

@@ -168,7 +168,7 @@ def _check_schedule(optim: Mapping[str, Any]) -> None:
     for name in ("warmup_steps", "constant_steps"):
         value = sched.get(name, 0)
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise Refused(f"model.optim.sched.{name}={value!r} is no number of steps")
+            raise Refused(f"model.optim.sched.{name}={value!r} is not a number of steps")
 
 
 def _check_data(model: Mapping[str, Any]) -> None:

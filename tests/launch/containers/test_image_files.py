@@ -85,9 +85,9 @@ def test_a_shared_file_that_is_not(tmp_path: Path) -> None:
         f"{path} is truncated: it has {size - 8192} bytes, and its superblock says" in done.stderr
     )
     path.write_bytes(b"\0ELF" * 100)
-    assert f"{path} is no squashfs image (containers.box.image)" in node(image).stderr
+    assert f"{path} is not a squashfs image (containers.box.image)" in node(image).stderr
     path.write_bytes(b"")
-    assert "is no squashfs image" in node(image).stderr
+    assert "is not a squashfs image" in node(image).stderr
     path.unlink()
     done = node(image)
     assert done.returncode == 8 and f"there is no image {path}" in done.stderr

@@ -390,7 +390,7 @@ def test_names_with_dashes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(ConfigError, match="wants 16 nodes, and allocation 7 has 5"):
         allocation_hosts(job("jean-zay-30b"), found)
     for outside in ({}, {"SLURM_JOB_ID": "7"}, {"SLURM_JOB_NODELIST": "a"}):
-        with pytest.raises(ConfigError, match="no allocation of Slurm"):
+        with pytest.raises(ConfigError, match="not an allocation of Slurm"):
             current_allocation(outside)
 
 

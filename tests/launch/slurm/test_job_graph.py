@@ -193,7 +193,7 @@ def test_a_unit_that_failed_is_named_by_the_record(slurm: Slurm) -> None:
 
 
 def test_units_of_the_element_that_did_not_end_well_are_named(slurm: Slurm) -> None:
-    """By what Slurm says of it; what Slurm did to those that waited for it is no cause."""
+    """By what Slurm says of it; what Slurm did to those that waited for it is not a cause."""
     run, _ = submit(slurm, "one", part(slurm, need("a", 40)))
     slurm.says(
         "101_0|COMPLETED", "101_1|CANCELLED", "101_2|RUNNING", "101_3|RUNNING", "102_0|PENDING"

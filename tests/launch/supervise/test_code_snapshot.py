@@ -117,7 +117,7 @@ def test_a_users_repository_as_it_is_now(package: Path, repository: Path) -> Non
     assert snapshot_hash(taken.folder) == taken.sha256
     assert json.loads((taken.folder / "origin.json").read_text())["project"] == str(repository)
     again = take_snapshot(package, repository / "code", repository)
-    assert again == taken  # the snapshot itself, and runs, are no part of it
+    assert again == taken  # the snapshot itself, and runs, are not part of it
 
 
 def test_data_in_a_repository_is_left_out_and_named(

@@ -75,7 +75,7 @@ def test_what_is_no_heartbeat_moves_nothing(tmp_path: Path, beat: Any) -> None:
 
 def test_an_engine_that_speaks_seldom_has_as_long_as_it_takes(tmp_path: Path) -> None:
     """Of the heartbeats of all ranks the longest silence counts, before and after the first step;
-    what is no number of seconds does not."""
+    what is not a number of seconds does not."""
     given, _ = beats(tmp_path)
     limits = given.limits
     assert given.limit == limits.start

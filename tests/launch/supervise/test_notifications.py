@@ -83,7 +83,7 @@ def test_what_events_say(run: RunFolder) -> None:
     assert list(said) == ["stall", "recovery", "failure", "end"]
     assert "missing ranks: 3, 4" in said["stall"] and "attempt 2" in said["recovery"]
     assert "failed (user, exit 9) at step 7" in said["failure"] and "step 30" in said["end"]
-    assert notification_of(run, 1, AllRanksStarted()) is None, "a beginning is no recovery"
+    assert notification_of(run, 1, AllRanksStarted()) is None, "a beginning is not a recovery"
     again = AttemptEnded(10, None, 3, (), (), "infra", budget="infra")
     assert notification_of(run, 1, again) is None, "it goes on by itself"
 

@@ -42,7 +42,7 @@ def test_of_a_real_run(project: Project) -> None:
     assert f"invoke resume {run.name}" in line
     project.invoke("resume", "last", "--set", "training.train_iters=1", HOOK=hook)
     occasions = [line.split()[0] for line in told.read_text().splitlines()]
-    assert occasions == ["failure", "recovery", "end"], "its end was no killing"
+    assert occasions == ["failure", "recovery", "end"], "its end was not a killing"
     files = [path for path in run.rglob("*") if path.is_file()]
     assert all(SECRET.encode() not in path.read_bytes() for path in files)
 

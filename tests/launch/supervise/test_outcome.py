@@ -46,7 +46,7 @@ SAVED = [left(0, 12), left(1, 12)]
 @pytest.mark.parametrize(
     ("ends", "asked", "judged"),
     [
-        # success is every rank's own word: an abort in teardown afterwards is no failure
+        # success is every rank's own word: an abort in teardown afterwards is not a failure
         ([left(0, 0, done=True), left(1, 0, done=True)], None, (0, "success", None)),
         ([left(0, 0, done=True), left(1, -6, done=True)], None, (0, "success", None)),
         (

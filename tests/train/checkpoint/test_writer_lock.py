@@ -127,7 +127,7 @@ def test_a_file_system_without_locks_is_told_before_the_first_step(
 
 
 def test_a_saver_begins_beside_a_writer(tmp_path: Path) -> None:
-    """The last attempt may still publish: that is no error before the first save."""
+    """The last attempt may still publish: that is not an error before the first save."""
     with locked(tmp_path / LOCK, {"host": "other"}):
         CheckpointManager(CheckpointSettings(), tmp_path)
 

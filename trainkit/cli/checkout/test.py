@@ -68,7 +68,7 @@ def torch_python(root: Path, release: str) -> Path:
         TrainkitError: pip failed, as where pyproject.toml leaves this torch out (exit 6).
     """
     if not re.fullmatch(r"\d+\.\d+", release):
-        raise ConfigError(f"--torch {release!r} is no release of torch", hint="--torch 2.15")
+        raise ConfigError(f"--torch {release!r} is not a release of torch", hint="--torch 2.15")
     lines = (root / "constraints.txt").read_text().splitlines()
     # torch 2.11 asks for a setuptools before 82
     kept = [line for line in lines if not line.startswith(("torch==", "setuptools=="))]

@@ -189,8 +189,8 @@ class ImportOptions:
 def import_job(task: TaskContext, request: ImportOptions) -> TaskResult:
     """The task `import`.
 
-    Raises ConfigError (exit 3): a file cannot be read or is no such configuration, the version is
-    not known, or the file to write is there already.
+    Raises ConfigError (exit 3): a file cannot be read or is not such a configuration, the version
+    is not known, or the file to write is there already.
     """
     paths = [task.folder / name for name in request.file.split(",") if "=" not in name]
     words = [word for word in request.file.split(",") if "=" in word]

@@ -109,14 +109,14 @@ def dataset_table(rows: Sequence[Mapping[str, Any]]) -> Listing:
             **row.get("left_out", {}),
             **({"empty": row["empty_documents"]} if row.get("empty_documents") else {}),
         }
-        told = (
+        detail = (
             ", ".join(f"{count:,} {reason}" for reason, count in reasons.items() if count) or "none"
         )
         size = f"{row['text_bytes'] / 1e6:,.1f}" if "text_bytes" in row else ""
         speed = [f"{row[key]:,.1f}" if key in row else "" for key in ("seconds", "mb_per_second")]
         counts = [f"{row[key]:,}" if key in row else "" for key in ("documents", "tokens")]
         table.add_row(
-            escape(row["name"]), *counts, size, escape(told), f"{row.get('rejects', 0):,}", *speed
+            escape(row["name"]), *counts, size, escape(detail), f"{row.get('rejects', 0):,}", *speed
         )
     return table
 
@@ -141,7 +141,7 @@ class TrainingView:
 
     def begin(self, run: RunFolder) -> None:
         """Start following; called before the ranks start. What an earlier attempt has logged is
-        not told again."""
+        not said again."""
         self.tail = MetricsTail(run.metrics)
         self.tail.new_rows()
         self.console.print(f"run [bold]{run.id}[/] in {escape(str(run.path))}")

@@ -27,7 +27,7 @@ LOG_LINES = 15
 
 
 def last_lines(path: Path, count: int) -> list[str]:
-    """The last lines of a text file and, where it has begun anew, of the part before it; none
+    """The last lines of a text file and, where it has begun again, of the part before it; none
     where there is no file. Reads at most the lines' worth into memory."""
     lines: collections.deque[str] = collections.deque(maxlen=count)
     for part in (rotated_log(path), path):

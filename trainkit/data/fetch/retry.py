@@ -188,7 +188,7 @@ def look(
 def read_with_retries(
     remote: RemoteFile, start: int, known: RemoteFileInfo, retry: FetchRetryPolicy
 ) -> Generator[bytes, None, None]:
-    """All bytes of a file from `start`, connecting anew where it breaks.
+    """All bytes of a file from `start`, connecting again where it breaks.
 
     Raises:
         TrainkitError: exit 6, the server was given up, or sends more than it said.

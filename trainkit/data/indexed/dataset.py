@@ -119,7 +119,7 @@ class IndexedDataset:
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
         """To another process goes where the pair lies, not what is in it: it is opened there
-        anew, by workers of a loader too."""
+        again, by workers of a loader too."""
         return partial(type(self), mmap=self.mmap), (self.prefix,)
 
     @property
@@ -368,7 +368,7 @@ class IndexedWriter:
             lengths: tokens of each of its sequences, summing to n; by default it is one sequence.
 
         Raises:
-            ValueError: lengths do not sum to n. TypeError: tokens are no integers. ConfigError
+            ValueError: lengths do not sum to n. TypeError: tokens are not integers. ConfigError
             (exit 6): an id does not fit the dtype, a sequence is longer than 2^31 - 1 tokens.
         """
         parts = np.asarray(

@@ -71,7 +71,7 @@ class DataFolder:
 
     @property
     def rejects(self) -> Path:
-        """Lines that were no documents, a file for each shard that had any."""
+        """Lines that were not documents, a file for each shard that had any."""
         return self.path / "rejects"
 
     @property

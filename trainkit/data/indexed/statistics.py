@@ -19,7 +19,7 @@ from trainkit.data.indexed.dataset import IndexedDataset
 
 BLOCK = 2**22  # tokens looked at at once
 DOCUMENTS = 2**18  # documents looked at at once
-LONGEST = 2**20  # lengths are told apart up to this; percentiles above it are "at least"
+LONGEST = 2**20  # lengths are counted singly up to this; percentiles above it are "at least"
 PERCENTILES = (1, 10, 50, 90, 99)
 FORMATS = (".svg", ".png", ".pdf")
 Int64 = NDArray[np.int64]

@@ -126,7 +126,7 @@ def plan_blend(
 
     With weights each dataset is to give ceil(size * weight), the blend is the sum of these, and
     each index is built for 0.5 % more, rounded up. Without weights each is one epoch. A single
-    dataset is no blend for Megatron if it has no weight, or if every split has datasets of its
+    dataset is not a blend for Megatron if it has no weight, or if every split has datasets of its
     own.
 
     Args:

@@ -111,7 +111,7 @@ class IndexRequest(Record):
         if not 0 <= self.first <= self.last:
             raise ConfigError(
                 f"{self.prefix}: the documents {self.first}..{self.last} of the {self.split_name}"
-                " split are no range"
+                " split are not a range"
             )
         if self.first == self.last:
             message = (

@@ -222,7 +222,7 @@ def work(value: Mapping[str, Any], progress: ProgressCallback) -> dict[str, obje
 
 
 def _there(asked: OrderRequest, part: IndexRequest | Blend) -> bool:
-    """Whether it need not be built; whoever else opens it meanwhile finds it untouched then."""
+    """Whether it need not be built; another that opens it meanwhile finds it untouched then."""
     kind = MegatronBlend if isinstance(part, Blend) else MegatronIndex
     try:
         kind(asked.folder, part, asked.tokenizer)  # type: ignore[arg-type]

@@ -37,7 +37,7 @@ class Address:
 def addresses_of(dataset: Dataset) -> list[Address]:
     """Every address that `urls` stands for, in order.
 
-    Raises ConfigError (exit 6): one is no address, holds a password, comes twice, or has a sum
+    Raises ConfigError (exit 6): one is not an address, holds a password, comes twice, or has a sum
     though it stands for several files.
     """
     found: dict[str, Address] = {}
@@ -54,7 +54,7 @@ def addresses_of(dataset: Dataset) -> list[Address]:
             len(wanted) != 64 or set(wanted.lower()) - set("0123456789abcdef")
         ):
             raise _wrong(
-                dataset, f"sha256 {wanted!r} of {given} is no SHA-256", "64 hexadecimal digits"
+                dataset, f"sha256 {wanted!r} of {given} is not a SHA-256", "64 hexadecimal digits"
             )
         for text in texts:
             if text in found:
@@ -68,7 +68,7 @@ def _kind(dataset: Dataset, text: str) -> Kind:
     if not colon or not rest or not scheme.isascii():
         raise _wrong(
             dataset,
-            f"{text!r} is no address",
+            f"{text!r} is not an address",
             "https://, hf://datasets/OWNER/NAME/PATH, s3://BUCKET/KEY or file:///PATH",
         )
     if scheme in ("http", "https"):

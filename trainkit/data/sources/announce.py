@@ -1,4 +1,4 @@
-"""What a person is told, and asked, before a large download starts."""
+"""What a person is shown, and asked, before a large download starts."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def refuse_unreadable(dataset: Dataset, path: Path) -> None:
         )
     if not path.is_file() or not path.name.endswith(READABLE):
         raise ConfigError(
-            f"datasets.{dataset.name}.paths: {path} is no file of a format that is read",
+            f"datasets.{dataset.name}.paths: {path} is not a file of a format that is read",
             exit=Exit.STAGE_FAILED,
             hint=f"read are {READABLE_IN_WORDS}; the name says the format",
         )

@@ -37,7 +37,7 @@ def tokenizer_fetch_units(
             continue
         address = _https(url, endpoint) if url.startswith(SCHEME) else url
         if not address.startswith(("http://", "https://", "s3://", "gs://")):
-            message = f"tokenizers.{tokenizer.name}.{url_key} = {url!r} is no address"
+            message = f"tokenizers.{tokenizer.name}.{url_key} = {url!r} is not an address"
             raise ConfigError(
                 message,
                 exit=Exit.STAGE_FAILED,

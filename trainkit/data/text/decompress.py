@@ -110,7 +110,7 @@ def _zstandard(stream: ByteStream, where: str) -> Iterator[bytes]:
                 "compress it again without --long",
             ) from None
         raise damaged_file(
-            where, f"is no zstandard file, or a damaged one, after {consumed:,} bytes: {error}"
+            where, f"is not a zstandard file, or a damaged one, after {consumed:,} bytes: {error}"
         ) from None
     if not consumed:
         raise damaged_file(where, "is empty, which no zstandard file is")
@@ -148,7 +148,7 @@ def _gzip(stream: ByteStream, where: str) -> Iterator[bytes]:
                     yield data
     except zlib.error as error:
         raise damaged_file(
-            where, f"is no gzip file, or a damaged one, after {consumed:,} bytes: {error}"
+            where, f"is not a gzip file, or a damaged one, after {consumed:,} bytes: {error}"
         ) from None
     if not consumed:
         raise damaged_file(where, "is empty, which no gzip file is")
@@ -184,7 +184,7 @@ def _streams(
         if isinstance(error, OSError) and error.errno is not None:
             raise  # the disk's
         raise damaged_file(
-            where, f"is no {kind} file, or a damaged one, after {consumed:,} bytes: {error}"
+            where, f"is not a {kind} file, or a damaged one, after {consumed:,} bytes: {error}"
         ) from None
     if not inner.eof:
         raise damaged_file(
@@ -194,7 +194,7 @@ def _streams(
 
 class BlockStream:
     """Blocks read as one stream. `zeros` says whether the last 512 bytes were zeros, as at the
-    end of a tar; `content`: where the last byte that is no zero ends."""
+    end of a tar; `content`: where the last byte that is not zero ends."""
 
     def __init__(self, source: Iterator[bytes]) -> None:
         self._source = source

@@ -26,7 +26,7 @@ class TextDocument(NamedTuple):
 
 
 class BadLine(NamedTuple):
-    """A line that is no document. `kind` is one of few words to count by; `around`: what stands
+    """A line that is not a document. `kind` is one of few words to count by; `around`: what stands
     there, cut."""
 
     line: int
@@ -38,7 +38,7 @@ class BadLine(NamedTuple):
 
 
 class SkippedMember(NamedTuple):
-    """A member of an archive that is no text, by its ending."""
+    """A member of an archive that is not text, by its ending."""
 
     where: str
     reason: str

@@ -21,7 +21,7 @@ class FilterSettings(Record):
 
     Args:
         drop: field path -> values; a document with one of them is left out, as SlimPajama's
-            extraction drops its books. A value that is no text is compared as JSON writes it:
+            extraction drops its books. A value that is not text is compared as JSON writes it:
             "true", "3".
         min_document_bytes: documents of less text in UTF-8 are left out; at 0 empty ones stay.
         fix_text: repair mojibake with ftfy.

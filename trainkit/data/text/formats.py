@@ -10,8 +10,8 @@ compressed or not. Nothing is extracted to disk.
 .zip and .parquet are read from their end, so not while they are fetched.
 
 A text may be a list of strings: several sequences of one document, as in Megatron's
-preprocess_data.py. What is no document is not raised but yielded as `BadLine`, so that the caller
-decides (on_error); a file that cannot be read at all is raised.
+preprocess_data.py. What is not a document is not raised but yielded as `BadLine`, so that the
+caller decides (on_error); a file that cannot be read at all is raised.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def _single(
 
 
 def _pieces(data: Iterator[bytes], reading: ReadOptions, where: str) -> Iterator[ParsedItem]:
-    """Documents of a .txt, numbered from 1. Nothing between two separators is no document."""
+    """Documents of a .txt, numbered from 1. Two separators in a row hold none between them."""
     separator = (reading.text_separator or "").encode()
     most = reading.max_document_bytes
     # `dropped`: bytes of a piece above the limit that are not held
@@ -198,7 +198,7 @@ def _tar(name: str, stream: ByteStream, reading: ReadOptions, where: str) -> Ite
         while joined.read(2**20):
             pass  # what follows the end: it belongs to the file, whose own end must be there
     except (tarfile.TarError, EOFError) as error:
-        raise damaged_file(where, f"is no tar file, or a truncated one: {error}") from None
+        raise damaged_file(where, f"is not a tar file, or a truncated one: {error}") from None
     if joined.content > end:
         hint = "fetch or write it again; of several tar files joined into one, give each by itself"
         raise damaged_file(
@@ -251,7 +251,7 @@ def _zip(stream: Any, reading: ReadOptions, where: str) -> Iterator[ParsedItem]:
         # number: bzip2's word for damage
         if isinstance(error, OSError) and error.errno is not None:
             raise
-        raise damaged_file(where, f"is no zip file, or a damaged one: {error}") from None
+        raise damaged_file(where, f"is not a zip file, or a damaged one: {error}") from None
     if not readable:
         raise damaged_file(
             where, f"holds no member that can be read: none ends in {', '.join(SINGLE)}"
@@ -290,7 +290,7 @@ def _parquet(stream: Any, reading: ReadOptions, where: str) -> Iterator[ParsedIt
     except (arrow.ArrowException, OSError, UnicodeDecodeError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise  # the disk's
-        raise damaged_file(where, f"is no parquet file, or a damaged one: {error}") from None
+        raise damaged_file(where, f"is not a parquet file, or a damaged one: {error}") from None
 
 
 def _checked_row(

@@ -1,4 +1,4 @@
-"""Lines that are no documents: the first one stops the shard (on_error = "stop"), or they are
+"""Lines that are not documents: the first one stops the shard (on_error = "stop"), or they are
 kept in a file (on_error = "skip") while they are few."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CHECK_EVERY = 10_000
 
 def read_to_end(where: str, rest: Iterable[object]) -> None:
     """Read what is left of a file that carries sums of its bytes: they lie behind what they are
-    of, and a damaged byte is a bad line before it is told as damage. Raises ConfigError (exit 6)
+    of, and a damaged byte is a bad line before it counts as damage. Raises ConfigError (exit 6)
     where the file or archive is damaged."""
     if any(part.lower().endswith((*COMPRESSED, ".tgz", ".zip")) for part in where.split("!")):
         for _ in rest:

@@ -1,7 +1,7 @@
 """Text to ids, in batches: one small contract, two encoders, what both of them together make,
 and the one checked against the other.
 
-The ids are those of Hugging Face's tokenizers, whoever makes them. gigatoken makes the same,
+The ids are those of Hugging Face's tokenizers, by whichever library. gigatoken makes the same,
 many times faster, of every document without a code point that the two see differently
 (trainkit/data/tokenize/proved.py); documents with one are encoded by tokenizers.
 

@@ -139,7 +139,7 @@ class _Layout:
                 f"{idx_path(part.prefix)} does not hold the sequences {part.from_sequence:,} to"
                 f" {last:,} as its dataset.json says"
             )
-            raise ConfigError(message, exit=Exit.STAGE_FAILED, hint="make it anew: --force")
+            raise ConfigError(message, exit=Exit.STAGE_FAILED, hint="make it again: --force")
         lengths = pair.lengths[part.from_sequence : last]
         size = int(lengths.sum(dtype=np.int64)) * pair.dtype.itemsize
         from_byte = int(pair.offsets[part.from_sequence]) if sequences else 0
@@ -173,8 +173,8 @@ def merge_pairs(
     Args:
         pairs: prefixes, or parts of pairs; one may be a part of what stands at `out_prefix` so far.
         threads: copies at once; each takes at most 8 MiB, whatever the sizes.
-        progress: told bytes of .bin.
-        before: told the whole .bin and .idx before they get their names.
+        progress: given bytes of .bin.
+        before: given the whole .bin and .idx before they get their names.
 
     Raises ConfigError (exit 6): no prefix is given, a pair is damaged, dtypes differ or one is
     multimodal. OSError as writing does.

@@ -21,7 +21,7 @@ def refuse_occupied(target: Path) -> None:
     if not os.path.lexists(target):
         return
     if target.is_symlink() or not target.is_dir():
-        raise ConfigError(f"{target} is there already, and is no folder", hint=HINT)
+        raise ConfigError(f"{target} is there already, and is not a folder", hint=HINT)
     if any(target.iterdir()):
         raise ConfigError(f"{target} is there already, and is not empty", hint=HINT)
 

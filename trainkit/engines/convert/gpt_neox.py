@@ -262,7 +262,7 @@ def _rank_tensors(folder: Path) -> list[dict[str, object]]:
     if not files:
         raise ConfigError(
             f"{folder} has neither layer_00-model_00-model_states.pt nor"
-            " mp_rank_00_model_states.pt: it is no checkpoint of GPT-NeoX"
+            " mp_rank_00_model_states.pt: it is not a checkpoint of GPT-NeoX"
         )
     if files != [f"mp_rank_{rank:02d}_model_states.pt" for rank in range(len(files))]:
         raise ConfigError(f"{folder} lacks some of its ranks: it has {', '.join(files)}")

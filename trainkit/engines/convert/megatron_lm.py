@@ -287,7 +287,7 @@ def _rank_files(folder: Path) -> dict[tuple[int, int], Path]:
         if match:
             files[int(match[1]), int(match[2] or 0)] = path / FILE
     if not files:
-        raise ConfigError(f"{folder} has no mp_rank_00: it is no checkpoint of Megatron-LM")
+        raise ConfigError(f"{folder} has no mp_rank_00: it is not a checkpoint of Megatron-LM")
     tensor = 1 + max(rank for rank, _ in files)
     stages = 1 + max(stage for _, stage in files)
     for rank in range(tensor):

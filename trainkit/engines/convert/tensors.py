@@ -169,7 +169,7 @@ def padded(found: Tensor, rows: int) -> Tensor:
 def as_tensor(value: object, name: str, place: Path) -> Tensor:
     """A value of a checkpoint that must be a dense tensor of numbers. Raises ConfigError."""
     if not isinstance(value, Tensor) or value.layout != torch.strided or value.is_quantized:
-        raise ConfigError(f"{name} in {place} is no plain tensor, but a {type(value).__name__}")
+        raise ConfigError(f"{name} in {place} is not a plain tensor, but a {type(value).__name__}")
     if value.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ConfigError(
             f"{name} in {place} is of {value.dtype}; only fp32, bf16 and fp16 are taken"

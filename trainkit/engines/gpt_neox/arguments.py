@@ -124,16 +124,16 @@ def both_configurations(
     values |= {**LAUNCHER, "user_script": "train.py", "config_files": dict(config_files)}
     # the defaults of the nearest version may not be those of this one
     in_any_case = frozenset(config) if table.notice else frozenset()
-    told = {
+    given = {
         name: value
         for name, value in values.items()
         if name in defaults
         and name not in OBJECTS
         and (value != defaults[name] or name in in_any_case)
     }
-    deepspeed = {name: value for name, value in told.items() if name in DEEPSPEED_FIELDS}
+    deepspeed = {name: value for name, value in given.items() if name in DEEPSPEED_FIELDS}
     deepspeed |= _table(values, "deepspeed_extra_args")
-    return deepspeed, told
+    return deepspeed, given
 
 
 def resolve(config: Mapping[str, object], defaults: Mapping[str, object]) -> Values:

@@ -45,7 +45,7 @@ class NeoxValues(Given):
     def read(cls, paths: Sequence[Path], defaults: Mapping[str, object]) -> NeoxValues:
         """The files together, as NeoXArgs.from_ymls reads them: dashes are underscores.
 
-        Raises ConfigError: a file cannot be read or is no table, or a key is in two of them.
+        Raises ConfigError: a file cannot be read or is not a table, or a key is in two of them.
         """
         given: dict[str, object] = {}
         places: dict[str, Path] = {}
@@ -71,7 +71,7 @@ class NeoxValues(Given):
 
 
 def read_yaml(path: Path) -> dict[str, object]:
-    """One configuration file. Raises ConfigError: it cannot be read, or is no table of names."""
+    """One configuration file. Raises ConfigError: it cannot be read, or is not a table of names."""
     import yaml  # 20 ms, for one task
 
     try:
@@ -80,9 +80,9 @@ def read_yaml(path: Path) -> dict[str, object]:
         raise ConfigError(f"{path} cannot be read: {error}") from None
     except yaml.YAMLError as error:
         where = " ".join(str(error).split())
-        raise ConfigError(f"{path} is no YAML: {where}") from None
+        raise ConfigError(f"{path} is not YAML: {where}") from None
     if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
-        raise ConfigError(f"{path} is no table of gpt-neox's options")
+        raise ConfigError(f"{path} is not a table of gpt-neox's options")
     return found
 
 

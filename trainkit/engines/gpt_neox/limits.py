@@ -104,7 +104,7 @@ def _number_problems(job: Job) -> Iterator[Problem]:
     if t.precision == "fp16" and not power.is_integer():
         yield Problem(
             f"training.initial_loss_scale = {t.initial_loss_scale}: gpt-neox takes its exponent,"
-            " and this is no power of two",
+            " and this is not a power of two",
             hint="65536.0, say",
         )
     base = job.model.rotary_base

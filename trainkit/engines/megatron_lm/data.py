@@ -129,7 +129,7 @@ def cache_folder(job: Job) -> Path:
 
 def _blend(words: MegatronWords, pairs: Sequence[SplitPair]) -> list[str]:
     """Prefixes, each after its weight where there are weights. All by size: the engine weighs
-    them itself, by their samples; that of 2021 has to be told, and takes one prefix without."""
+    them itself, by their samples; that of 2021 must be given them, and takes one prefix without."""
     prefixes = [str(pair.prefix) for pair in pairs]
     sized = all(pair.weight is None for pair in pairs)
     if sized and (len(pairs) == 1 or words.table.version != "2021"):

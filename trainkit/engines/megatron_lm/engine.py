@@ -71,7 +71,7 @@ def refuse_empty_splits(job: Job, data: MegatronData) -> None:
 def _empty(job: Job, split: str, name: str, pair: SplitPair, documents: int) -> ConfigError:
     return ConfigError(
         f"datasets.{pair.group}.split ({split!r}) leaves the {name} split no document of"
-        f" {pair.prefix}, which has {documents}: Megatron-LM would build its index for ever",
+        f" {pair.prefix}, which has {documents}: Megatron-LM would never finish its index",
         hint=(
             "text without lines of JSON is one document a file; give more documents, a larger"
             f" weight, or 0 for {name}"
@@ -84,7 +84,7 @@ _MODULES = ("torch", "numpy")
 _UNTIL_0_16 = ("regex", "six")  # of its tokenizers
 _SINCE_0_16 = ("triton",)  # imported at the top, used or not
 _IN_2021 = ("apex",)
-_TORCH_DIST = ("psutil",)  # without it 0.16's writers die and the parent waits for ever
+_TORCH_DIST = ("psutil",)  # without it 0.16's writers die and the parent never ends
 # else it trains and saves what it cannot load
 _DISTRIBUTED_OPTIMIZER = RequiredModule(
     "transformer_engine or apex",

@@ -76,7 +76,7 @@ def given_blend(job: Job) -> tuple[list[tuple[float, str]], list[Problem]]:
         for weight, name in pairs
     )
     if not right:
-        said = f"engine_args.'{PREFIX}' is no list of weights and names by turns"
+        said = f"engine_args.'{PREFIX}' is not a list of weights and names by turns"
         hint = '[0.0333, "my-gpt3_00_text_document", ..]: names of the dataset\'s pairs'
         return [], [Problem(said, hint=hint)]
     return [(float(str(weight)), str(name)) for weight, name in pairs], []
@@ -92,7 +92,8 @@ def _given(job: Job, pairs: Sequence[SplitPair]) -> list[object]:
         if prefix is None or ("/" in name and Path(name) != prefix):
             problems.append(
                 Problem(
-                    f"engine_args.'{PREFIX}': '{name}' is no pair of dataset '{job.dataset.name}'",
+                    f"engine_args.'{PREFIX}': '{name}' is not a pair of dataset"
+                    f" '{job.dataset.name}'",
                     hint=f"its pairs: {', '.join(sorted(there)[:5])}",
                 )
             )

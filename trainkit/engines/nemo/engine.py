@@ -193,7 +193,7 @@ class Nemo(ForeignEngine):
         if not saves(job):
             notes.append(
                 "engine_args 'exp_manager.create_checkpoint_callback' = false: nothing is saved,"
-                " and a run that is stopped begins anew"
+                " and a run that is stopped begins again"
             )
         elif generation.core and job.engine_args.get("trainer.max_time"):
             notes.append(
@@ -325,7 +325,7 @@ def checkpoint_folder(run: RunFolder) -> Path:
 
 
 def _link(run: RunFolder) -> None:
-    """<run>/checkpoints leads there too: whoever looks for a run's checkpoints finds them."""
+    """<run>/checkpoints leads there too: who looks for a run's checkpoints finds them."""
     if run.checkpoints.is_dir() and not run.checkpoints.is_symlink():
         if any(run.checkpoints.iterdir()):
             return

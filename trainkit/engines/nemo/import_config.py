@@ -120,11 +120,11 @@ def import_nemo(path: Path, words: Sequence[str], name: str, version: str) -> Im
     given = resolved.leaves("training")
     if not any(key.startswith("trainer.") for key in given):
         raise ConfigError(
-            f"{path} has no trainer, so it is no configuration of NeMo's training",
+            f"{path} has no trainer, so it is not a configuration of NeMo's training",
             hint="give the launcher's folder conf, a file of conf/training/gpt3, or a _hydra.yaml",
         )
     if "model.hidden_size" not in given:
-        raise ConfigError(f"{path} has no model.hidden_size, so it is no GPT of NeMo's")
+        raise ConfigError(f"{path} has no model.hidden_size, so it is not a GPT of NeMo's")
     generation = _generation(given, version)
     dialect = _dialect(generation)
     if not given.get("model.virtual_pipeline_model_parallel_size"):

@@ -134,7 +134,7 @@ def _added_problems(key: str, value: object, table: OptionTable) -> Iterator[Pro
             hint=f"write engine_args.'{path}', without the plus",
         )
     elif not re.fullmatch(r"[A-Za-z_][\w-]*(\.[A-Za-z_][\w-]*)*", path):
-        yield Problem(f"engine_args.'{key}' is no key with dots", hint="+model.name, say")
+        yield Problem(f"engine_args.'{key}' is not a key with dots", hint="+model.name, say")
     else:
         try:
             hydra_value(value)
@@ -222,7 +222,7 @@ def _saving_problems(job: Job) -> Iterator[Problem]:
     ):
         yield Problem(
             f"engine_args.'{_RESUMES}' = false: each attempt of a run that was stopped would begin"
-            " anew, beside the checkpoints of those before",
+            " again, beside the checkpoints of those before",
             hint="leave it out; `invoke train` begins a new run each time",
         )
     if training.eval_iters == 0:

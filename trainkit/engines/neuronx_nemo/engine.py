@@ -71,7 +71,7 @@ MEND = (
     " Neuron SDK (engines.X.python)"
 )
 DEVICES = "/dev/neuron[0-9]*"
-NO_DEVICE = "this is no Trainium instance, or aws-neuronx-dkms is not installed (neuron-ls)"
+NO_DEVICE = "this is not a Trainium instance, or aws-neuronx-dkms is not installed (neuron-ls)"
 
 
 def node_setup(job: Job, generation: ScriptGeneration) -> NodeSetup:

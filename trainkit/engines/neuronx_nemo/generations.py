@@ -109,7 +109,7 @@ class ScriptGeneration:
         compile_env: variables that compile.slurm adds.
         last_validation: steps beyond the last at which the first validation would be.
         sets_precision: its command line says model.megatron_amp_O2 and the ZeRO modes.
-        saves: it writes checkpoints unless it is told not to.
+        saves: it writes checkpoints unless it is asked not to.
         save_xser: model.save_xser.
         load_xser: model.load_xser is said in every run.
         lustre: it caps what each connection to Lustre holds back.

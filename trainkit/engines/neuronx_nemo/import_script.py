@@ -53,7 +53,7 @@ _SCRIPTS_OWN = {
     "CREATE_TB_LOGGER", "CHECKPOINT_CALLBACK", "COMPILE", "NODEID", "NTASKS", "HOSTS",
     "NEURON_PARALLEL_COMPILE_DUMP_RESULTS", "CCOM_SOCKET_IFNAME",
 }  # fmt: skip
-# what trainkit's command says of keys that are no key of jobs.toml
+# what trainkit's command says of keys that are not keys of jobs.toml
 _USUAL: Mapping[str, object] = {
     "trainer.precision": 32,
     "model.data.num_workers": 1,
@@ -108,7 +108,7 @@ def _script(path: Path, seen: set[str]) -> str:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from None
     if size > LARGEST:
-        raise ConfigError(f"{path} has more than {LARGEST >> 20} MiB: it is no script")
+        raise ConfigError(f"{path} has more than {LARGEST >> 20} MiB: it is not a script")
 
     def called(match: re.Match[str]) -> str:
         other = path.parent / match[1]
@@ -125,7 +125,7 @@ def _variables(given: Sequence[str]) -> dict[str, str]:
     for word in given:
         name, equals, value = word.partition("=")
         if not equals or not re.fullmatch(r"[A-Za-z_]\w*", name):
-            raise ConfigError(f"'{word}' is no NAME=VALUE of a variable")
+            raise ConfigError(f"'{word}' is not NAME=VALUE of a variable")
         found[name] = value
     if found.get("SLURM_NNODES", "1").isdecimal() and found.get("COMPILE", "0") == "0":
         return found

@@ -10,7 +10,7 @@ something the engine needs is missing on this host; 9 for any other end. Where a
 engine it ends this program too.
 """
 
-# without `from __future__ import annotations`: what is too old to know it is to be told so
+# without `from __future__ import annotations`: what is too old to know it is to get a message
 
 import os
 import resource

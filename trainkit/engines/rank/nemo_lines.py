@@ -23,7 +23,7 @@ from trainkit.engines.rank.spec import RankSpec
 class NemoLines:
     """The lines of one process.
 
-    The bar is drawn after each iteration; every log interval is a row. Its own speed is no good:
+    The bar is drawn after each iteration; every log interval is a row. Its own speed is not good:
     after a resume it counts the iterations of earlier attempts too. `val_loss` stays in the bar,
     and the bar is drawn with the old one while a validation runs.
 

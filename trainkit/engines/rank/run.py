@@ -231,8 +231,8 @@ class EngineProcess:
         self.line_before = line
 
     def end_hung_exit(self) -> None:
-        """KILL, where its script is over and it does not leave: a thread that is no daemon, or an
-        NCCL that waits for its peers, holds it, and the peers wait for this rank."""
+        """KILL, where its script is over and it does not leave: a thread that is not a daemon, or
+        an NCCL that waits for its peers, holds it, and the peers wait for this rank."""
         if self.hung_in_exit or self.raised_at is None:
             return
         if time.monotonic() - self.raised_at < EXIT_SECONDS:

@@ -84,7 +84,7 @@ def archive_problem(path: Path) -> str | None:
     except _DAMAGE as error:
         return f"{path.name} is cut off or damaged ({error})"
     if not any(name.endswith("data.pkl") for name in names):
-        return f"{path.name} is no file of torch: no data.pkl in it"
+        return f"{path.name} is not a file of torch: no data.pkl in it"
     return None
 
 
@@ -104,7 +104,7 @@ def json_problem(path: Path, key: str) -> str | None:
 def pickled_values(pickled: bytes) -> Iterator[str | int | None]:
     """Strings and whole numbers in the order in which they come, None for everything else.
 
-    Raises ValueError if it is no whole pickle.
+    Raises ValueError if it is not a whole pickle.
     """
     memo: dict[object, str | int | None] = {}
     last: str | int | None = None
@@ -196,7 +196,7 @@ def distributed_problems(folder: Path) -> list[str]:
 
 def core_problems(place: Path) -> list[str]:
     """Of the files that megatron.core.dist_checkpointing adds to those of torch in `place`. What
-    is no tensor lies in common.pt if metadata.json names a backend for it: from core 0.19 on it
+    is not a tensor lies in common.pt if metadata.json names a backend for it: from core 0.19 on it
     lies among the tensors."""
     wrong = [json_problem(place / "metadata.json", "sharded_backend")]
     named = json_problem(place / "metadata.json", "common_backend") is None

@@ -137,7 +137,7 @@ def resolve_members(
         sets: overrides of all of them.
 
     Raises:
-        ConfigError: the job has no sweep, a member is no job, or they are not all of one cluster.
+        ConfigError: the job has no sweep, a member is not a job, or their clusters differ.
     """
     base = jobs.resolve(name, sets).job
     if base.sweep is None:

@@ -199,7 +199,7 @@ def opened_sweep(jobs: Jobs, name: str, sets: Sequence[str], *, new: bool) -> It
         jobs: those of a jobs.toml.
         name: of the job.
         sets: overrides of all runs.
-        new: begin anew in any case.
+        new: begin again in any case.
 
     Raises:
         ConfigError: as `resolve_members`.
@@ -240,7 +240,7 @@ def run_sweep(sweep: OpenedSweep, ui: StageUi, options: SweepOptions) -> SweepRe
 
     Raises:
         TrainkitError: a run cannot be started; those that were started go on.
-        KeyboardInterrupt: Ctrl-C; runs that no queue has were told to save and stop.
+        KeyboardInterrupt: Ctrl-C; runs that no queue has were asked to save and stop.
     """
     scheduler = scheduler_for(sweep.member_jobs[0].cluster)
     # also those of other sweeps of the job: this may be a new one

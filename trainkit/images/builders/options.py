@@ -74,7 +74,7 @@ HINTS: tuple[FailureHint, ...] = (
     ),
     FailureHint(
         "buildx component is missing",
-        "docker is told to use BuildKit and does not have it",
+        "docker is set to use BuildKit and does not have it",
         "unset DOCKER_BUILDKIT, or install docker's buildx",
     ),
     FailureHint(

@@ -63,7 +63,7 @@ class EnrootImport:
         ),
         FailureHint(
             "invalid image reference",
-            "that is no image as enroot names them",
+            "that is not an image as enroot names them",
             "docker://[USER@][REGISTRY#]IMAGE[:TAG], dockerd://IMAGE[:TAG], podman://IMAGE[:TAG]",
         ),
     )

@@ -14,7 +14,7 @@ from trainkit.images.squashfs import SUFFIXES, fingerprint, squashfs_problem
 
 
 def file_problem(path: Path) -> str:
-    """Why a file is no whole image, as a sentence; "" where it is one, as far as can be seen."""
+    """Why a file is not a whole image, as a sentence; "" where it is one, as far as can be seen."""
     if path.name.endswith(SUFFIXES):
         return squashfs_problem(path)
     if not path.is_file():

@@ -9,7 +9,7 @@ supervisor cannot be reached or cannot prove itself; 13 contact lost; 15 stopped
 Nothing of the run is left on this host by then.
 """
 
-# without `from __future__ import annotations`: what is too old to know it is to be told so
+# without `from __future__ import annotations`: what is too old to know it is to get a message
 
 import os
 import sys

@@ -58,7 +58,7 @@ def change(
     fleet: Fleet,
     verb: str,
     seconds: float,
-    told: Callable[[FleetStatus], None] = lambda status: None,
+    notice: Callable[[FleetStatus], None] = lambda status: None,
     *,
     poll: float = POLL_SECONDS,
 ) -> FleetStatus:
@@ -66,18 +66,18 @@ def change(
 
     Args:
         seconds: how long to wait.
-        told: of every change on the way.
+        notice: called with every change on the way.
 
     Raises TrainkitError (exit 8) where it is not reached in time, or pcluster says that it goes
     another way (PROTECTED: nodes failed to boot).
     """
     seen = status(fleet)
-    told(seen)
+    notice(seen)
     if seen.status == REACHED[verb]:
         return seen
     if seen.status not in ON_THE_WAY[verb]:
         seen = _ask(pcluster_command(fleet, verb))
-        told(seen)
+        notice(seen)
     deadline = time.monotonic() + seconds
     asked = time.monotonic()
     while seen.status != REACHED[verb]:
@@ -108,7 +108,7 @@ def change(
         time.sleep(poll)
         newer = status(fleet)
         if newer.status != seen.status:
-            told(newer)
+            notice(newer)
         seen = newer
     return seen
 

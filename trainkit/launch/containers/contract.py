@@ -121,7 +121,7 @@ class WorkFolder:
         default: where it is unless its variable or the site's configuration says otherwise, as a
             shell expands it.
         room: how many times the image's size has to be free there.
-        room_to_import: the same where the image is no file, and every node imports it.
+        room_to_import: the same where the image is not a file, and every node imports it.
         holds: what, where its file system must be the node's own; "": it may be shared.
         locked: files are locked there.
         runs: programs of images run there.

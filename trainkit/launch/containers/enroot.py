@@ -63,7 +63,7 @@ def enroot_files(container: NodeContainer) -> Mapping[str, str]:
     return {RC: f'cd {shlex.quote(container.root)} && exec "$@"\n'}
 
 
-# A login shell reads /etc/profile, where Debian sets PATH anew: the image's own, with its Python,
+# A login shell reads /etc/profile, where Debian sets PATH again: the image's own, with its Python,
 # would be lost.
 SETTINGS = {"ENROOT_MOUNT_HOME": "no", "ENROOT_LOGIN_SHELL": "no"}
 QUESTIONS = NodeQuestions(

@@ -56,7 +56,7 @@ class ImageFile:
 
 def image_file(container: Container) -> ImageFile | None:
     """What is known here of a container's image file: by its record, else by the file itself.
-    None where its image is no file."""
+    None where its image is not a file."""
     endings = container.runtime_traits.files
     if not (container.image.startswith("/") and container.image.endswith(endings)):
         return None
@@ -83,7 +83,7 @@ def image_file(container: Container) -> ImageFile | None:
 def refuse_bad_file(container: Container) -> None:
     """Before anything is submitted or started: raise TrainkitError (exit 8) for an image file that
     can be seen from here and is not whole, or not the one of its record. One that is made here
-    is made anew instead; of one that only nodes see they tell themselves."""
+    is made again instead; of one that only nodes see they tell themselves."""
     image = image_file(container)
     if image is None or container.is_made or not image.path.exists():
         return
@@ -127,7 +127,7 @@ def _look(image: ImageFile) -> list[str]:
         used = f"od -An -v -t u8 -j {BYTES_USED_AT} -N 8 \"$image\" | tr -d ' '"
         lines += [
             f"""[ "$(head -c {len(MAGIC)} "$image" | tr -d '\\0')" = {MAGIC.decode()} ] ||"""
-            f' fail "$image is no squashfs image ({image.label}.image)"',
+            f' fail "$image is not a squashfs image ({image.label}.image)"',
             f"used=$({used})",
             '[ "$(size "$image")" -ge "${used:-0}" ] || fail "$image is truncated: it has'
             ' $(size "$image") bytes, and its superblock says $used"',

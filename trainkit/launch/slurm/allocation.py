@@ -46,7 +46,7 @@ def current_allocation(environment: Mapping[str, str]) -> SlurmAllocation:
     nodes = environment.get("SLURM_JOB_NODELIST")
     if not job or not nodes:
         raise ConfigError(
-            "this is no allocation of Slurm: SLURM_JOB_ID and SLURM_JOB_NODELIST are not set",
+            "this is not an allocation of Slurm: SLURM_JOB_ID and SLURM_JOB_NODELIST are not set",
             hint="salloc --nodes=N, then train --existing",
         )
     array = environment.get("SLURM_ARRAY_JOB_ID")

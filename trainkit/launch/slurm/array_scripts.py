@@ -39,7 +39,7 @@ INHERITED = (
 
 @dataclass(frozen=True)
 class ArrayPlace:
-    """Where the units of a stage run: clusters.X.stages.STAGE. `notice` is told what is
+    """Where the units of a stage run: clusters.X.stages.STAGE. `notice` is called with what is
     submitted; units are in `box`, None: outside of any container."""
 
     cluster: Cluster

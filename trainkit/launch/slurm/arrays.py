@@ -193,7 +193,7 @@ class ArrayRunner:
 
 def _end_arrays(place: ArrayPlace, ids: Sequence[str], stamps: Path, need: Need) -> None:
     """scancel, and wait for the end: tasks write until then. Where that is not to be had, the
-    record stays, and whoever comes next waits."""
+    record stays, and the next to come waits."""
     with contextlib.suppress(TrainkitError):
         slurm_output(["scancel", "--quiet", *ids])
         place.notice(f"jobs {', '.join(ids)} are taken out of Slurm; waiting for their end")
@@ -226,7 +226,7 @@ class ArrayUnit(UnitProcess):
     def look(self) -> None:
         """Take in what is new."""
         with contextlib.suppress(FileNotFoundError), open(self.out, "rb") as file:
-            # Slurm has put its task back, and it began anew
+            # Slurm has put its task back, and it began again
             if os.fstat(file.fileno()).st_size < self._read:
                 self._read = 0
                 self._rest = b""
@@ -300,26 +300,26 @@ def follow_arrays(
     """
     backoff = PollBackoff()
     over = False
-    told = False
+    said = False
     held: set[str] = set()
     while not over and any(batch.waiting for batch in batches):
         if backoff.due():
             try:
                 elements = element_statuses(ids)
                 over = all(each.over for each in elements)
-                told = False
+                said = False
                 now_held = {each.id: each for each in elements if each.held}
                 for id in now_held.keys() - held:
                     say(now_held[id].words())
                 held = set(now_held)
                 asked()
             except TrainkitError as error:
-                if not told:
+                if not said:
                     say(
                         f"Slurm cannot be asked about jobs {', '.join(ids)} ({error.message});"
                         " asking again"
                     )
-                told = True
+                said = True
         for batch in batches:
             if batch.waiting:
                 batch.look()
@@ -371,7 +371,7 @@ def _judge(
 
 def job_words(folder: Path, ids: Sequence[str]) -> str:
     """What the newest of some jobs said last that said anything, as the end of a sentence: why
-    its tasks did not come to their units. What Slurm says of it is told already."""
+    its tasks did not come to their units. What Slurm says of it is shown already."""
     for id in reversed(ids):
         for path in sorted(folder.glob(f"*-{id}_*.out")):
             with contextlib.suppress(OSError):

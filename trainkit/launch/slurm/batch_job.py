@@ -161,7 +161,7 @@ def _ended_for_good(run: RunFolder) -> Outcome | None:
 
 def _refuse_other_inputs(run: RunFolder, entry: SlurmJob) -> None:
     """As `resume` does: between the person's word and now, or between two allocations, somebody
-    may have made the data anew."""
+    may have made the data again."""
     try:
         refuse_other_inputs(run)
     except TrainkitError as error:

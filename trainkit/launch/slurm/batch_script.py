@@ -47,7 +47,7 @@ def batch_script(job: Job, run: RunFolder, *, seconds: int | None = None) -> str
     Args:
         job: the job; its cluster is Slurm's.
         run: its folder, below a root that the nodes share.
-        seconds: before the time limit, when the supervisor is told to save; by default 5 minutes,
+        seconds: before the time limit, when the supervisor is asked to save; by default 5 minutes,
             or a quarter of a shorter limit.
 
     Raises ConfigError for a root whose path does not fit into such a script.
@@ -102,7 +102,7 @@ def all_options(job: Job, run: RunFolder, *, seconds: int | None = None) -> Slur
     elif "requeue" not in given:
         ends["no-requeue"] = True
     if "dependency" in given:
-        ends["kill-on-invalid-dep"] = "yes"  # else a job whose dependency has failed waits for ever
+        ends["kill-on-invalid-dep"] = "yes"  # else a job whose dependency has failed never ends
     ends["signal"] = (
         f"B:USR1@{_within_limit(job, SIGNAL_SECONDS, LIMIT_SHARE) if seconds is None else seconds}"
     )
@@ -177,7 +177,7 @@ def allocation_variables(options: Mapping[str, str | int | bool]) -> dict[str, s
 
 
 def seconds_before_limit(run: RunFolder, job: Job) -> int:
-    """How long before its time limit a run must be told to save: twice the last step and save,
+    """How long before its time limit a run must be asked to save: twice the last step and save,
     and Slurm's own precision."""
     speed = summarize_run(run).tokens_per_second
     saved = sorted(run.checkpoints.glob("step-*/manifest.json")) if run.checkpoints.is_dir() else []
@@ -193,7 +193,7 @@ def seconds_before_limit(run: RunFolder, job: Job) -> int:
 
 def _within_limit(job: Job, seconds: int, share: int) -> int:
     """`seconds`, but no more than one part in `share` of the job's time limit, as far as
-    jobs.toml says it: a job that is told at once never trains."""
+    jobs.toml says it: a job that is asked at once never trains."""
     limit = sbatch.limit_seconds(job.sbatch_options)
     if limit is None:
         return seconds

@@ -83,7 +83,7 @@ class BatchStopRequests(StopRequests):
 
     def _on_signal(self, number: int, frame: object) -> None:
         if number == signal.SIGUSR1 and self.too_early:
-            self.too_early = False  # Slurm's own comes once; whoever sends another means it
+            self.too_early = False  # Slurm's own comes once; who sends another means it
             return
         if number == signal.SIGTERM:
             self.term_at = time.monotonic()
@@ -274,7 +274,7 @@ class BatchSupervisor(Supervisor):
         return status is not None and status.state == "RUNNING"
 
     def _until_saving(self) -> float | None:
-        """Seconds until the ranks must be told to save, or until it is worth asking again; None:
+        """Seconds until the ranks must be asked to save, or until it is worth asking again; None:
         never."""
         try:
             now = job_details(self.granted.job)
@@ -286,16 +286,16 @@ class BatchSupervisor(Supervisor):
 
     def _ahead(self, limit: float) -> float:
         """How many seconds before its end a job of `limit` seconds is to save: as Slurm was
-        told, unless that leaves no time to train. When a job is submitted nobody knows the time
+        asked, unless that leaves no time to train. When a job is submitted nobody knows the time
         limit that a partition has by default."""
-        told = signal_seconds(self.run)
-        fits = told < limit if "signal" in self.job.sbatch_options else told <= limit / 2
+        asked = signal_seconds(self.run)
+        fits = asked < limit if "signal" in self.job.sbatch_options else asked <= limit / 2
         if fits:
-            return told
+            return asked
         return limit / LIMIT_SHARE
 
     def check_before_start(self) -> None:
-        """Heed what Slurm wanted before we listened: its signals are ignored until then, and
+        """Follow what Slurm wanted before we listened: its signals are ignored until then, and
         those of a GraceTime go to steps only."""
         with contextlib.suppress(TrainkitError):
             now = job_details(self.granted.job)

@@ -235,7 +235,7 @@ def _stamps(run: RunFolder, part: GraphPart) -> Path:
 
 
 def _note(run: RunFolder, jobs: list[StageJob], job: StageJob) -> None:
-    """At once: whoever takes the run out must know of all that is submitted."""
+    """At once: who takes the run out must know of all that is submitted."""
     jobs.append(job)
     write_json(
         stages_folder(run) / "jobs.json", document(JOBS, jobs=[asdict(each) for each in jobs])

@@ -4,7 +4,7 @@ and batch script, which the array's script becomes.
 An element is called ARRAY_INDEX in launch/slurm.json, as Slurm's own commands name it.
 
 An array is submitted held, and its intent is on disk before that: array-N.held.json beside the
-script, until it is released. Whoever comes after a process that was killed in between finds by it
+script, until it is released. Who comes after a process that was killed in between finds by it
 what that process has left in the queue.
 """
 
@@ -90,7 +90,7 @@ def submit_array(asked: ArrayRequest) -> list[Submission]:
 
 
 def _groups(elements: Sequence[_Element]) -> list[list[_Element]]:
-    """Elements by their options, which an array shares; each run's script says when it is told
+    """Elements by their options, which an array shares; each run's script says when it is asked
     to save before its time limit, and the earliest of these holds for all."""
     found: dict[str, list[_Element]] = {}
     for each in elements:

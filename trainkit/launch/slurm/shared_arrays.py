@@ -1,4 +1,4 @@
-"""Arrays that another run has submitted: how far they are, for whoever needs what they make."""
+"""Arrays that another run has submitted: how far they are, for runs that need what they make."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def array_progress(arrays: ArraysInFlight) -> Literal["going", "failing", "over"
 
 
 class SharedArrayStatus:
-    """Asks about others' arrays for whoever waits for them. That Slurm cannot be asked is said
+    """Asks about others' arrays for runs that wait for them. That Slurm cannot be asked is said
     once, by `say`, and waited out: nobody knows that they are over.
 
     It is the `StillRunning` of `update_stage`. Raises TrainkitError (exit 8) only where Slurm's
@@ -42,7 +42,7 @@ class SharedArrayStatus:
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
-        self._told = False
+        self._said = False
 
     def progress(self, arrays: ArraysInFlight) -> Literal["going", "failing", "over"]:
         """As `array_progress`; failing where Slurm cannot be asked: nothing to join."""
@@ -51,13 +51,13 @@ class SharedArrayStatus:
         except TrainkitError as error:
             if shutil.which("squeue") is None:
                 raise
-            if not self._told:
+            if not self._said:
                 self._say(
                     f"Slurm cannot be asked about {arrays.words()} ({error.message}); asking again"
                 )
-            self._told = True
+            self._said = True
             return "failing"
-        self._told = False
+        self._said = False
         return found
 
     def __call__(self, arrays: ArraysInFlight) -> bool:

@@ -77,7 +77,7 @@ class JobStatus:
 
     @property
     def array(self) -> str:
-        """The number of its array; its own where it is no element."""
+        """The number of its array; its own where it is not an element."""
         return self.id.partition("_")[0]
 
     @property
@@ -249,7 +249,7 @@ class JobDetails:
         state: Slurm's word.
         restarts: how often it was put back into the queue.
         preempted: its nodes are wanted for another job; within a partition's GraceTime it runs on,
-            and only its steps are told (TERM).
+            and only its steps are asked to end (TERM).
         start: when it began, by time.time(); None where Slurm does not say.
         end: when its time is over; None: never, or Slurm does not say.
         excluded: nodes that it is not to have, as a node list; "" for none.

@@ -21,7 +21,7 @@ from trainkit.runs.record import read_run_record
 from trainkit.stages.execute import stamps_folder
 from trainkit.stages.in_flight import ArraysInFlight, read_in_flight, write_in_flight
 
-LOCK_SECONDS = 60.0  # for whoever just joins the arrays
+LOCK_SECONDS = 60.0  # for a run that just joins the arrays
 POLL_SECONDS = 0.2
 
 

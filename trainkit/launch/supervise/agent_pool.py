@@ -52,7 +52,7 @@ class JoinedAgent:
 
 @dataclass(frozen=True)
 class MissingAgent:
-    """An agent that did not come, and why as far as can be told from here.
+    """An agent that did not come, and why as far as is known here.
 
     `not_shared`: the host was reached and does not see the session's folder.
     """
@@ -159,7 +159,7 @@ class AgentPool:
             self.server.loop.call_soon_threadsafe(self._connections[node].write, data)
 
     def dismiss(self, nodes: list[int]) -> None:
-        """Say bye: these agents stop what is left and end, and their end is no loss."""
+        """Say bye: these agents stop what is left and end, and their end is not a loss."""
         for node in nodes:
             self.send(node, Goodbye())
             self._leaving.add(node)

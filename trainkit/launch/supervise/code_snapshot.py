@@ -169,7 +169,7 @@ def _project_files(repository: Path, root: Path) -> tuple[list[str], tuple[Exclu
         elif path.is_symlink():
             why = "a link that leads to no file"
         elif path.is_dir():
-            why = "a repository in the repository that is no submodule"
+            why = "a repository in the repository that is not a submodule"
         else:
             continue  # tracked, and deleted
         if why:

@@ -56,7 +56,7 @@ class Heartbeats:
 
     def take(self, rank: int, said: Any) -> None:
         """A rank has said how far it is. It can be any program, whose mistakes are not ours:
-        what is no heartbeat is not taken for one."""
+        what is not a heartbeat is not taken for one."""
         beat = {"phase": "", "step": 0, **said} if isinstance(said, Mapping) else {}
         phase = beat.get("phase")
         step = beat.get("step")

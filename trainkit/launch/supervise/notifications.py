@@ -1,7 +1,7 @@
 """Tells people what becomes of a run, by a command or a webhook. Nothing here can hold up or fail
 the run: each message has a thread of its own and a time limit, and how it went stands in
 launch/notifications.jsonl. Secrets reach neither that file nor a command line. That the supervisor
-itself was killed is told by a small process that outlives it (notify_survivor.py).
+itself was killed is reported by a small process that outlives it (notify_survivor.py).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ ROOM_SECONDS = 2.0  # beyond the time limit, for the end of a message that is gi
 
 @dataclass(frozen=True)
 class Notification:
-    """What people are told.
+    """What people are sent.
 
     Args:
         occasion: why.
@@ -145,7 +145,7 @@ class Notifier:
 
     def on_supervisor_lost(self, pid: int) -> None:
         """Begin to tell that the supervisor was killed; where it had written how the run ended,
-        that, unless it was told."""
+        that, unless it was sent."""
         attempts = self.run.attempts()
         number = attempts[-1].number if attempts else 0
         ended = newest_end(self.run)
@@ -162,7 +162,7 @@ class Notifier:
 
     def _was_told(self, what: Notification) -> bool:
         path = self.run.path / "launch" / LOG
-        with contextlib.suppress(OSError, ValueError):  # a torn line: told twice is better
+        with contextlib.suppress(OSError, ValueError):  # a torn line: sent twice is better
             for line in path.read_text(encoding="utf-8").splitlines():
                 value = json.loads(line)
                 if (value["occasion"], value["attempt"]) == (what.occasion, what.attempt):

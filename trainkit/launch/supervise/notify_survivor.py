@@ -1,8 +1,8 @@
 """The program that tells of a supervisor that was killed: python -I notify_survivor.py RUN_FOLDER.
 
-The supervisor starts it where somebody wants to be told of failures, and says at its end that it
-is over. On its standard input are one line of JSON (settings, secrets, the supervisor's pid), then
-a line that says so; an end without that one is the end of a supervisor that could not say it.
+The supervisor starts it where somebody wants to be notified of failures, and says at its end that
+it is over. On its standard input are one line of JSON (settings, secrets, the supervisor's pid),
+then a line that says so; an end without that one is the end of a supervisor that could not say it.
 """
 
 from __future__ import annotations

@@ -196,8 +196,8 @@ class _Evidence:
 
     @cached_property
     def first_failure(self) -> _Failure | None:
-        """The first that is no echo of a peer's end. Without a request to stop, exit code 0 is a
-        failure too where no success was recorded."""
+        """The first that is not an echo of a peer's end. Without a request to stop, exit code 0
+        is a failure too where no success was recorded."""
         own = [failure for failure in self.failures if not _is_echo(failure.cause)]
         if self.requested is None:
             own += [
@@ -254,7 +254,7 @@ def _judge_failed_rank(evidence: _Evidence) -> Outcome | None:
     there is nothing else."""
     if evidence.first_failure is not None:
         return _of_rank(evidence.first_failure.cause, evidence.rules)
-    # where one was asked to stop and left, the others' broken connections are no failure
+    # where one was asked to stop and left, the others' broken connections are not failures
     if evidence.failures and not evidence.leavers:
         return _of_rank(evidence.failures[0].cause, evidence.rules)
     return None

@@ -86,7 +86,7 @@ class StackDumps:
     ) -> Outcome:
         """The outcome of a hang: ranks that are behind, or do not run, or did not answer, are
         the missing ones. If they share a host and none of them answers although nobody stopped
-        it, that is suspected: code of the job's own that waits for ever answers, and would do so
+        it, that is suspected: code of the job's own that waits without end answers, and would do so
         anywhere."""
         held = {
             rank: STATES[state]

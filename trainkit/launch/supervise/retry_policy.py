@@ -11,7 +11,7 @@ from trainkit.launch.hosts.hostfile import Host
 from trainkit.launch.supervise.attempt import AttemptResult
 
 RetryDecision = Literal["again", "enough", "no-progress"]
-# the next attempt would be told the same
+# the next attempt would get the same answer
 NEVER_RETRIED = {Exit.CONFIG, Exit.PLAN, Exit.NO_CHECKPOINT, Exit.BUG}
 
 
@@ -33,7 +33,7 @@ class RetryBudgets:
 
     def decide(self, end: AttemptResult, kind: str = "") -> RetryDecision:
         """What follows from one more failure; `end.budget` says what it has used up. One that
-        was asked for, or success, is no failure: do not come with it.
+        was asked for, or success, is not a failure: do not come with it.
 
         Args:
             kind: the budget that it uses up; by default that of its class.

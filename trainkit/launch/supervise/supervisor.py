@@ -175,7 +175,7 @@ class Supervisor:
         if not hosts:
             return
         number = self.run.attempts()[-1].number
-        # whoever wants us to stop finds the token of that attempt
+        # who wants us to stop finds the token of that attempt
         with contextlib.suppress(OSError, ValueError):
             self.server.token = bytes.fromhex(
                 (self.run.session(number) / "token").read_text().strip()
@@ -271,7 +271,7 @@ class Supervisor:
         return end
 
     async def _sweep(self, hosts: Sequence[Host]) -> int:
-        """End what dead agents have left: their keepers see to it, but whoever kills an agent
+        """End what dead agents have left: their keepers see to it, but who kills an agent
         may have killed its keeper too. Returns how many hosts have proved that nothing is left."""
         if not hosts:
             return 0

@@ -53,7 +53,7 @@ class Pace:
         """(rows x depth) @ (depth x columns).
 
         The last wave of tiles is half empty (1 + wave x cores x tile / results), and a tile's
-        start and end cost as much as `depth` of its inner steps; widths that are no multiple of
+        start and end cost as much as `depth` of its inner steps; widths that are not a multiple of
         ALIGNED leave tensor cores idle, those that are none of TENSOR_CORES most of them; never
         faster than memory.
 

@@ -1,4 +1,4 @@
-"""What the time model is told: a model's shape, its split over ranks, machines, software."""
+"""What the time model is given: a model's shape, its split over ranks, machines, software."""
 
 from __future__ import annotations
 

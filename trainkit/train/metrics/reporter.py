@@ -135,8 +135,8 @@ class LineFile:
             os.stat(self.path), os.fstat(self._handle)
         ):
             words = (
-                f"{self.path} was begun anew by another process while this one trained: two of them"
-                " train one run, or its file was replaced by hand"
+                f"{self.path} was begun again by another process while this one trained: two of"
+                " them train one run, or its file was replaced by hand"
             )
             raise TrainkitError(
                 words,

@@ -31,7 +31,7 @@ class LeanStage(PipelineStage):
     Args:
         module: the stage's.
         number: which stage, of `count`.
-        shape, dtype: of what goes from one stage to the next. Told these, torch does not try a
+        shape, dtype: of what goes from one stage to the next. Given these, torch does not try a
             micro-batch to find them out.
         group: the stages.
     """

@@ -15,7 +15,7 @@ SHOWN = 4  # ranks of a group that a message names
 
 @dataclass(frozen=True)
 class Disagreement:
-    """Two ranks of a group that would wait for each other for ever, or mix up numbers.
+    """Two ranks of a group that would wait for each other without end, or mix up numbers.
 
     Args:
         group: the ranks of the group, or the two of a send and a recv.

@@ -160,7 +160,7 @@ class Exchange:
         self.owned = self._owners()
 
     def _owners(self) -> list[list[str]]:
-        """Names that each rank updates: the dearest first, to whoever has least to do."""
+        """Names that each rank updates: the dearest first, to the rank that has least to do."""
         shapes = {name: sharded.layout.shape for name, sharded in self.matrices.parameters.items()}
         cost = {name: min(m, n) ** 2 * max(m, n) for name, (m, n) in shapes.items()}
         owned: list[list[str]] = [[] for _ in range(self.size)]
