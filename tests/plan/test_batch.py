@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.megatron_core import megatron_file
 from trainkit.jobs.schema import Cluster, Dataset, Job, Model, Training
 from trainkit.plan.batch import batch_sizes, consumed_after, global_batch_size
 
@@ -103,7 +104,7 @@ def test_a_batch_derived_from_accumulation() -> None:
 def test_any_ramp_as_megatron_core_has_it(
     ramp: tuple[int, tuple[int, int, int]], data: st.DataObject
 ) -> None:
-    module = pytest.importorskip("megatron.core.num_microbatches_calculator")
+    module = megatron_file("num_microbatches_calculator.py")
     whole, (start, increment, samples) = ramp
     theirs = module.RampupBatchsizeNumMicroBatchesCalculator(
         whole, 1, 1, False, 1, start, increment, samples

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.megatron_core import megatron_file
 from trainkit.jobs.schema import Training
 from trainkit.train.update.schedule import learning_rate, learning_rates
 
@@ -217,7 +218,7 @@ def schedules(draw: st.DrawFn) -> Training:
 @settings(max_examples=60, deadline=None)
 @given(schedules())
 def test_any_schedule_as_megatron_core_has_it(training: Training) -> None:
-    module = pytest.importorskip("megatron.core.optimizer_param_scheduler")
+    module = megatron_file("optimizer_param_scheduler.py")
     theirs = module.OptimizerParamScheduler(
         optimizer=SimpleNamespace(param_groups=[]),
         init_lr=training.lr_warmup_init,
