@@ -116,10 +116,10 @@ def test_a_search_is_written_and_read_again(
 ) -> None:
     (project.path / "jobs.toml").open("a").write(GPUS)
     context = TaskContext(json=True, dry_run=False, folder=project.path)
-    asked = PlanOptions(search=True, nodes="1..3", write="found", price_per_gpu_hour=2.0)
+    asked = PlanOptions(search=True, nodes="1..2", write="found", price_per_gpu_hour=2.0)
     answer = plan(context, "large", asked)
     best = answer.document["layouts"][0]
-    assert answer.exit is Exit.DONE and best["nodes"] in (1, 2, 3)
+    assert answer.exit is Exit.DONE and best["nodes"] in (1, 2)
     again = plan(context, "found", PlanOptions()).document
     assert again["feasible"] and again["world_size"] % best["nodes"] == 0
     assert again["memory"]["fullest_rank"]["total_bytes"] == best["memory_bytes"]
