@@ -33,8 +33,8 @@ ORDER = {  # of a folder's rooms and its files of their own: each imports only w
     "trainkit.train": (
         "metrics torch_compat torch_compiler generators proved_graphs ready_graphs"
         " compiled_graphs model decoding parallel checkpoint rank_agreement"
-        " update coordinate_check batches huggingface preflight step_log validation text_samples rehearsal"
-        " trainer main inference"
+        " update coordinate_check batches huggingface preflight step_log validation text_samples"
+        " rehearsal trainer main inference"
     ),
     "trainkit.launch": (
         "programs protocol hosts agent containers session launchers run_inputs supervise"
