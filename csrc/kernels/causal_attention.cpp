@@ -1,6 +1,7 @@
 // Causal attention in bf16 for processors that multiply bf16 (AVX512-BF16): blocks of scores that
 // never leave the cache (Dao et al. 2022, arXiv:2205.14135), all sums in fp32. A key head, with the
-// query heads that share it, is one thread's work: every sum has its order.
+// query heads that share it, is one thread's work: every sum has its order. With a window a token
+// sees so many tokens, itself among them; blocks of which nobody sees anything are passed over.
 //
 // Products take the right factor "in pairs": as 32-bit words of two neighbours along the dimension
 // that is summed over, a row of words for each pair. So one instruction multiplies two and adds.
@@ -140,14 +141,14 @@ struct Forward {
     float sum[BLOCK];
 };
 
-// scores[r] of the first `seen` keys become weights, relative to the highest so far; what was
-// added up before is made relative to that too.
-void soften(Forward& f, int64_t r, int64_t seen, float scale, int64_t width) {
+// scores[r] of keys [unseen, seen) become weights, relative to the highest so far; what was added
+// up before is made relative to that too.
+void soften(Forward& f, int64_t r, int64_t unseen, int64_t seen, float scale, int64_t width) {
     float* scores = f.scores + r * BLOCK;
     bf16* weights = f.weights + r * BLOCK;
     float most = f.highest[r];
 #pragma omp simd reduction(max : most)
-    for (int64_t j = 0; j < seen; ++j) {
+    for (int64_t j = unseen; j < seen; ++j) {
         const float score = scores[j] * scale;
         most = score > most ? score : most;
     }
@@ -156,7 +157,8 @@ void soften(Forward& f, int64_t r, int64_t seen, float scale, int64_t width) {
     float sum = 0;
 #pragma omp simd reduction(+ : sum)
     for (int64_t j = 0; j < BLOCK; ++j) {
-        const float weight = j < seen ? exponential(scores[j] * scale - shift) : 0.0f;
+        const bool visible = j >= unseen && j < seen;
+        const float weight = visible ? exponential(scores[j] * scale - shift) : 0.0f;
         sum += weight;
         weights[j] = narrow<bf16>(weight);
     }
@@ -169,17 +171,26 @@ void soften(Forward& f, int64_t r, int64_t seen, float scale, int64_t width) {
     }
 }
 
+// Scores are multiplied by `scale`; a token sees `window` tokens.
+struct Rule {
+    float scale;
+    int64_t window;
+};
+
 // Queries [start, start + rows) of a head, whose keys and values are in pairs.
 void attend(Forward& f, const Head& queries, int64_t start, int64_t rows, int64_t padded,
-            int64_t width, float scale, bf16* y, int64_t y_stride, float* logsum) {
+            int64_t width, Rule rule, bf16* y, int64_t y_stride, float* logsum) {
     std::fill_n(f.highest, BLOCK, -INFINITY);
     std::fill_n(f.sum, BLOCK, 0.0f);
     std::fill(f.out.begin(), f.out.end(), 0.0f);
-    for (int64_t key = 0; key < start + rows; key += BLOCK) {
+    const int64_t oldest = std::max<int64_t>(0, start - rule.window + 1) / BLOCK * BLOCK;
+    for (int64_t key = oldest; key < start + rows; key += BLOCK) {
         multiply(queries.row(start), queries.stride, rows, f.keys.data() + key, padded, width / 2,
                  BLOCK, f.scores, BLOCK, false);
         for (int64_t r = 0; r < rows; ++r) {
-            soften(f, r, std::clamp<int64_t>(start + r + 1 - key, 0, BLOCK), scale, width);
+            const int64_t seen = start + r + 1 - key;
+            soften(f, r, std::max<int64_t>(0, seen - rule.window),
+                   std::clamp<int64_t>(seen, 0, BLOCK), rule.scale, width);
         }
         multiply(f.weights, BLOCK, rows, f.values.data() + key / 2 * width, width, BLOCK / 2, width,
                  f.out.data(), width, true);
@@ -207,9 +218,9 @@ struct Backward {
 };
 
 // One key's row of a block: weights and the gradient of scores from scores and from the products of
-// values and gradients. `unseen` queries come before the key.
-void differentiate(Backward& b, int64_t r, int64_t unseen, int64_t first, int64_t queries,
-                   float scale, const float* logsum) {
+// values and gradients. Queries [unseen, end) see the key.
+void differentiate(Backward& b, int64_t r, int64_t unseen, int64_t first, int64_t end, float scale,
+                   const float* logsum) {
     const float* scores = b.scores + r * BLOCK;
     const float* products = b.products + r * BLOCK;
     bf16* weights = b.weights + r * BLOCK;
@@ -217,7 +228,7 @@ void differentiate(Backward& b, int64_t r, int64_t unseen, int64_t first, int64_
     const float* delta = b.delta.data() + first;
 #pragma omp simd
     for (int64_t i = 0; i < BLOCK; ++i) {
-        const bool seen = i >= unseen && i < queries;
+        const bool seen = i >= unseen && i < end;
         const float weight = seen ? exponential(scores[i] * scale - logsum[first + i]) : 0.0f;
         weights[i] = narrow<bf16>(weight);
         slopes[i] = narrow<bf16>(seen ? weight * (products[i] - delta[i]) * scale : 0.0f);
@@ -262,7 +273,7 @@ struct Layout {
     }
 };
 
-void attend_head(Forward& f, const Tensor& q, const Tensor& k, const Tensor& v, float scale,
+void attend_head(Forward& f, const Tensor& q, const Tensor& k, const Tensor& v, Rule rule,
                  const Tensor& y, float* logsum, int64_t b, int64_t group) {
     const Layout of_q(q), of_k(k), of_v(v), of_y(y);
     const int64_t tokens = of_q.tokens, width = of_q.width, shared = of_q.heads / of_k.heads;
@@ -276,14 +287,14 @@ void attend_head(Forward& f, const Tensor& q, const Tensor& k, const Tensor& v, 
         bf16* out = of_y.at(mutable_data<bf16>(y), b, head);
         for (int64_t start = 0; start < tokens; start += BLOCK) {
             attend(f, of_q.head(q, b, head), start, std::min(BLOCK, tokens - start), padded, width,
-                   scale, out, of_y.of_token, logsum + (b * of_q.heads + head) * tokens);
+                   rule, out, of_y.of_token, logsum + (b * of_q.heads + head) * tokens);
         }
     }
 }
 
 // Adds one query head's part to the gradients of its keys and values, and makes its queries'.
 void differentiate_head(Backward& s, const Head& q, const Head& k, const Head& v, const Head& dy,
-                        const Head& y, int64_t tokens, int64_t padded, int64_t width, float scale,
+                        const Head& y, int64_t tokens, int64_t padded, int64_t width, Rule rule,
                         const float* logsum) {
     pair_channels(q, tokens, padded, width, s.queries_by_channels.data());
     pair_channels(dy, tokens, padded, width, s.gradients_by_channels.data());
@@ -300,7 +311,8 @@ void differentiate_head(Backward& s, const Head& q, const Head& k, const Head& v
     std::fill(s.dq.begin(), s.dq.end(), 0.0f);
     for (int64_t key = 0; key < tokens; key += BLOCK) {
         const int64_t keys = std::min(BLOCK, tokens - key);
-        for (int64_t first = key; first < tokens; first += BLOCK) {
+        const int64_t last = std::min(tokens, key + keys + rule.window - 1);
+        for (int64_t first = key; first < last; first += BLOCK) {
             const int64_t queries = std::min(BLOCK, tokens - first);
             multiply(k.row(key), k.stride, keys, s.queries_by_channels.data() + first, padded,
                      width / 2, BLOCK, s.scores, BLOCK, false);
@@ -308,7 +320,9 @@ void differentiate_head(Backward& s, const Head& q, const Head& k, const Head& v
                      width / 2, BLOCK, s.products, BLOCK, false);
             std::fill_n(s.turned, BLOCK * BLOCK, bf16{0});
             for (int64_t r = 0; r < keys; ++r) {
-                differentiate(s, r, key + r - first, first, queries, scale, logsum);
+                const int64_t own = key + r - first;
+                differentiate(s, r, own, first, std::min(queries, own + rule.window), rule.scale,
+                              logsum);
             }
             multiply(s.weights, BLOCK, keys, s.gradients_by_tokens.data() + first / 2 * width,
                      width, BLOCK / 2, width, s.dv.data() + key * width, width, true);
@@ -327,7 +341,7 @@ struct Gradients {
 };
 
 void differentiate_group(Backward& s, const Tensor& dy, const Tensor& q, const Tensor& k,
-                         const Tensor& v, const Tensor& y, const float* logsum, float scale,
+                         const Tensor& v, const Tensor& y, const float* logsum, Rule rule,
                          const Gradients& to, int64_t b, int64_t group) {
     const Layout of_q(q), of_k(k), of_v(v), of_y(y), of_dy(dy), of_dq(to.dq), of_dk(to.dk);
     const int64_t tokens = of_q.tokens, width = of_q.width, shared = of_q.heads / of_k.heads;
@@ -345,7 +359,7 @@ void differentiate_group(Backward& s, const Tensor& dy, const Tensor& q, const T
     pair_tokens(keys, tokens, padded, width, s.keys_by_tokens.data());
     for (int64_t head = group * shared; head < (group + 1) * shared; ++head) {
         differentiate_head(s, of_q.head(q, b, head), keys, values, of_dy.head(dy, b, head),
-                           of_y.head(y, b, head), tokens, padded, width, scale,
+                           of_y.head(y, b, head), tokens, padded, width, rule,
                            logsum + (b * of_q.heads + head) * tokens);
         round_rows(s.dq.data(), tokens, width, of_dq.at(mutable_data<bf16>(to.dq), b, head),
                    of_dq.of_token);
@@ -393,18 +407,19 @@ Tensor by_tokens(const Tensor& x) {
 }
 
 std::tuple<Tensor, Tensor> causal_attention(const Tensor& q, const Tensor& k, const Tensor& v,
-                                            double scale) {
+                                            double scale, int64_t window) {
     check_all(q, k, v);
     const Tensor y = by_tokens(q);
     const Tensor logsum =
         torch::stable::new_empty(q, {q.size(0), q.size(1), q.size(2)}, ScalarType::Float);
 #ifdef TRAINKIT_BF16
     float* sums = mutable_data<float>(logsum);
+    const Rule rule{float(scale), window > 0 ? window : q.size(2)};
     const int64_t groups = k.size(1);
     torch::stable::parallel_for(0, q.size(0) * groups, 1, [&](int64_t begin, int64_t end) {
         const auto work = std::make_unique<Forward>();
         for (int64_t i = begin; i < end; ++i) {
-            attend_head(*work, q, k, v, float(scale), y, sums, i / groups, i % groups);
+            attend_head(*work, q, k, v, rule, y, sums, i / groups, i % groups);
         }
     });
 #endif
@@ -414,7 +429,7 @@ std::tuple<Tensor, Tensor> causal_attention(const Tensor& q, const Tensor& k, co
 std::tuple<Tensor, Tensor, Tensor> causal_attention_backward(const Tensor& given, const Tensor& q,
                                                              const Tensor& k, const Tensor& v,
                                                              const Tensor& y, const Tensor& logsum,
-                                                             double scale) {
+                                                             double scale, int64_t window) {
     check_all(q, k, v);
     const Tensor dy = given.stride(3) == 1 ? given : torch::stable::contiguous(given);
     check(dy, "dy", q, q.size(1));
@@ -423,12 +438,12 @@ std::tuple<Tensor, Tensor, Tensor> causal_attention_backward(const Tensor& given
 #ifdef TRAINKIT_BF16
     const Tensor packed_sums = packed(logsum);
     const float* sums = data<float>(packed_sums);
+    const Rule rule{float(scale), window > 0 ? window : q.size(2)};
     const int64_t groups = k.size(1);
     torch::stable::parallel_for(0, q.size(0) * groups, 1, [&](int64_t begin, int64_t end) {
         const auto work = std::make_unique<Backward>();
         for (int64_t i = begin; i < end; ++i) {
-            differentiate_group(*work, dy, q, k, v, y, sums, float(scale), to, i / groups,
-                                i % groups);
+            differentiate_group(*work, dy, q, k, v, y, sums, rule, to, i / groups, i % groups);
         }
     });
 #endif

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.library import opcheck
 
@@ -84,6 +85,31 @@ def test_no_token_sees_a_later_one() -> None:
     assert not dk[:, :, 100:].any() and not dv[:, :, 100:].any()
 
 
+@pytest.mark.parametrize("window", [1, 2, 63, 64, 65, 130, 199, 300])
+@pytest.mark.parametrize("shape", [(1, 3, 1, 65, 80), (2, 4, 2, 200, 32)])
+def test_a_window(shape: tuple[int, int, int, int, int], window: int) -> None:
+    """Against a dense mask in fp64, and nothing beyond the window is looked at."""
+    *leaves, dy = inputs(*shape)
+    tokens = shape[3]
+
+    def dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        seen = causal_attention.visible(0, tokens, 0, tokens, window, q.device)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)
+
+    def ours(*leaves: Tensor) -> Tensor:
+        return causal_attention.fused(*leaves, None, window)
+
+    wanted = gradients(dense, [t.double() for t in leaves], dy.double())
+    for found, exact in zip(gradients(ours, leaves, dy), wanted, strict=True):
+        if exact.norm() > 1e-6:  # of one token, queries and keys have no gradient
+            assert error(found, exact) < 0.005
+    if window < tokens:
+        q, k, v = (t.clone() for t in leaves)
+        for t in (k, v):
+            t[:, :, : tokens - window] = torch.nan
+        assert ours(q, k, v)[:, :, -1].isfinite().all()
+
+
 def test_large_scores_and_nan() -> None:
     """Softmax of scores beyond what e^x holds; NaN is not hidden."""
     q, k, v, _ = inputs(1, 1, 1, 70, 16)
@@ -113,16 +139,16 @@ def test_what_it_is_not_made_for_is_torchs() -> None:
     q, k, v, _ = inputs(1, 2, 2, 9, 24)
     assert torch.equal(causal_attention.fused(q, k, v), causal_attention.reference(q, k, v))
     with pytest.raises(RuntimeError, match="channels a multiple of 16"):
-        causal_attention.forward(q, k, v, 1.0)
+        causal_attention.forward(q, k, v, 1.0, 0)
     q, k, v = (t.float() for t in inputs(1, 2, 2, 9, 16)[:3])
     assert torch.equal(causal_attention.fused(q, k, v), causal_attention.reference(q, k, v))
 
 
 def test_operations_are_declared_as_they_are() -> None:
     q, k, v, dy = inputs(1, 2, 1, 6, 16)
-    y, logsum = causal_attention.forward(q, k, v, 0.25)
-    opcheck(torch.ops.trainkit.causal_attention.default, (q, k, v, 0.25))
-    opcheck(torch.ops.trainkit.causal_attention_backward.default, (dy, q, k, v, y, logsum, 0.25))
+    y, logsum = causal_attention.forward(q, k, v, 0.25, 3)
+    opcheck(torch.ops.trainkit.causal_attention.default, (q, k, v, 0.25, 3))
+    opcheck(torch.ops.trainkit.causal_attention_backward.default, (dy, q, k, v, y, logsum, 0.25, 3))
 
 
 def test_compiled_is_eager() -> None:

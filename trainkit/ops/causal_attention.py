@@ -8,7 +8,7 @@ of a head.
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import Any, Protocol
 
 import torch
@@ -49,7 +49,7 @@ def reference(
         window: so many tokens, itself among them; 0: all before it.
     """
     if 0 < window < q_BASD.shape[2]:
-        return _windowed(q_BASD, k_BGSD, v_BGSD, scale, window)
+        return windowed(q_BASD, k_BGSD, v_BGSD, scale, window)
     return F.scaled_dot_product_attention(
         q_BASD,
         k_BGSD,
@@ -60,28 +60,60 @@ def reference(
     )
 
 
-def _windowed(
-    q_BASD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, scale: float | None, window: int
+class _Spans(torch.autograd.Function):
+    """Views [first, stop) of tokens, which overlap: their gradients are added up in one tensor,
+    where that of each slice would be a tensor as large as the whole."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BGSD: Tensor, spans: tuple[tuple[int, int], ...]) -> tuple[Tensor, ...]:
+        ctx.spans = spans
+        ctx.shape = x_BGSD.shape
+        return tuple(x_BGSD[:, :, first:stop] for first, stop in spans)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        total_BGSD = gradients[0].new_zeros(ctx.shape)
+        for (first, stop), gradient in zip(ctx.spans, gradients, strict=True):
+            total_BGSD[:, :, first:stop] += gradient
+        return total_BGSD, None
+
+
+def windowed(
+    q_BASD: Tensor,
+    k_BGSD: Tensor,
+    v_BGSD: Tensor,
+    scale: float | None,
+    window: int,
+    dropout: float = 0.0,
 ) -> Tensor:
-    """Block of queries by block of queries, each with the keys that any of its queries sees: of
-    window + block - 1 scores a token all but block - 1 are visible."""
+    """Block of queries by block of queries, each with the keys that any of its queries sees, under
+    one mask for all of them: of window + block scores a token all but a block are visible. The
+    first `window` queries are plain causal attention.
+
+    Args:
+        q_BASD, k_BGSD, v_BGSD, scale, window: as of `reference`; window is not 0.
+        dropout: probability with which an attention weight is dropped.
+    """
     tokens = q_BASD.shape[2]
-    block = max(SMALLEST_BLOCK, window // 4)
-    parts = []
-    for start in range(0, tokens, block):
-        stop = min(start + block, tokens)
-        first = max(0, start - window + 1)
-        seen_QK = visible(start, stop, first, stop, window, q_BASD.device)
-        parts.append(
-            F.scaled_dot_product_attention(
-                q_BASD[:, :, start:stop],
-                k_BGSD[:, :, first:stop],
-                v_BGSD[:, :, first:stop],
-                attn_mask=seen_QK,
-                scale=scale,
-                enable_gqa=q_BASD.shape[1] != k_BGSD.shape[1],
-            )
-        )
+    block = max(SMALLEST_BLOCK, window // 8)
+    starts = range(window, tokens, block)
+    spans = ((0, window), *((start - window, min(start + block, tokens)) for start in starts))
+    seen_QK = visible(window, window + block, 0, window + block, window, q_BASD.device)
+    hidden_QK = torch.zeros_like(seen_QK, dtype=q_BASD.dtype).masked_fill(~seen_QK, -torch.inf)
+    attention = partial(
+        F.scaled_dot_product_attention,
+        dropout_p=dropout,
+        scale=scale,
+        enable_gqa=q_BASD.shape[1] != k_BGSD.shape[1],
+    )
+    keys, values = _Spans.apply(k_BGSD, spans), _Spans.apply(v_BGSD, spans)
+    first, *blocks = q_BASD.split(
+        [window, *(stop - first - window for first, stop in spans[1:])], 2
+    )
+    parts = [attention(first, keys[0], values[0], is_causal=True)]
+    for q_BAQD, k_BGKD, v_BGKD in zip(blocks, keys[1:], values[1:], strict=True):
+        mask_QK = hidden_QK[: q_BAQD.shape[2], : k_BGKD.shape[2]]
+        parts.append(attention(q_BAQD, k_BGKD, v_BGKD, attn_mask=mask_QK))
     return torch.cat(parts, dim=2)
 
 
@@ -104,27 +136,27 @@ def _by_tokens(x_BASD: Tensor) -> Tensor:
 
 
 forward = declare(
-    "causal_attention(Tensor q, Tensor k, Tensor v, float scale) -> (Tensor, Tensor)",
-    lambda q, k, v, scale: (_by_tokens(q), q.new_empty(q.shape[:3], dtype=torch.float32)),
+    "causal_attention(Tensor q, Tensor k, Tensor v, float scale, int window) -> (Tensor, Tensor)",
+    lambda q, k, v, scale, window: (_by_tokens(q), q.new_empty(q.shape[:3], dtype=torch.float32)),
 )
 backward = declare(
     "causal_attention_backward(Tensor dy, Tensor q, Tensor k, Tensor v, Tensor y, Tensor logsum,"
-    " float scale) -> (Tensor, Tensor, Tensor)",
-    lambda dy, q, k, v, y, logsum, scale: (_by_tokens(q), _by_tokens(k), _by_tokens(v)),
+    " float scale, int window) -> (Tensor, Tensor, Tensor)",
+    lambda dy, q, k, v, y, logsum, scale, window: tuple(_by_tokens(x) for x in (q, k, v)),
 )
 runs = declare("causal_attention_runs() -> bool", lambda: False)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, ctx.scale = inputs
+    q, k, v, ctx.scale, ctx.window = inputs
     y, logsum = output
     ctx.mark_non_differentiable(logsum)
     ctx.save_for_backward(q, k, v, y, logsum)
 
 
-def _gradients(ctx: Any, dy: Tensor, _: Any) -> tuple[Tensor, Tensor, Tensor, None]:
-    dq, dk, dv = backward(dy, *ctx.saved_tensors, ctx.scale)
-    return dq, dk, dv, None
+def _gradients(ctx: Any, dy: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    dq, dk, dv = backward(dy, *ctx.saved_tensors, ctx.scale, ctx.window)
+    return dq, dk, dv, None, None
 
 
 differentiate(forward, _gradients, _save)
@@ -150,18 +182,18 @@ def fused(
     window: int = 0,
 ) -> Tensor:
     """`reference`, by our own kernel for what it is made for: bf16 on a CPU that multiplies it,
-    heads of a multiple of 16 channels that lie one after another, no window. torch's flash
-    kernels do the rest."""
+    heads of a multiple of 16 channels that lie one after another. torch's flash kernels do the
+    rest."""
     channels = q_BASD.shape[-1]
     ours = (
         q_BASD.device.type == "cpu"
         and q_BASD.dtype == torch.bfloat16
         and channels > 0
-        and not 0 < window < q_BASD.shape[2]
         and channels % 16 == 0
         and all(x.stride(-1) == 1 for x in (q_BASD, k_BGSD, v_BGSD))
     )
     if not (ours and runs_here()):
         return reference(q_BASD, k_BGSD, v_BGSD, scale, window)
-    y: Tensor = forward(q_BASD, k_BGSD, v_BGSD, channels**-0.5 if scale is None else scale)[0]
+    scale = channels**-0.5 if scale is None else scale
+    y: Tensor = forward(q_BASD, k_BGSD, v_BGSD, scale, window)[0]
     return y

@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.nn.attention import varlen
 
 from tests.train.peers import documents_of
+from trainkit.ops import causal_attention
 from trainkit.train.model import attention
 from trainkit.train.model.attention import KeyValueCache, attend
 from trainkit.train.torch_compat import causal_varlen_attention
@@ -43,9 +45,14 @@ def qkv(
 
 
 def dense(
-    q_BASD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, bounds: Sequence[int] | None = None
+    q_BASD: Tensor,
+    k_BGSD: Tensor,
+    v_BGSD: Tensor,
+    bounds: Sequence[int] | None = None,
+    window: int = 0,
 ) -> Tensor:
-    """softmax(q k^T / sqrt(D)) v over the tokens up to each one's own, of its document."""
+    """softmax(q k^T / sqrt(D)) v over the tokens up to each one's own, of its document; the last
+    `window` of them."""
     batch, length = q_BASD.shape[0], q_BASD.shape[2]
     each = q_BASD.shape[1] // k_BGSD.shape[1]  # heads that share a group, side by side
     k_BASD, v_BASD = k_BGSD.repeat_interleave(each, 1), v_BGSD.repeat_interleave(each, 1)
@@ -54,6 +61,8 @@ def dense(
         documents_BS[start:end] = number
     documents_BS = documents_BS.view(batch, length)
     seen_BSS = (documents_BS[:, :, None] == documents_BS[:, None, :]).tril()
+    if window:
+        seen_BSS = seen_BSS.triu(1 - window)
     scores_BASS = q_BASD @ k_BASD.mT / math.sqrt(q_BASD.shape[-1])
     return scores_BASS.masked_fill(~seen_BSS[:, None], -math.inf).softmax(-1) @ v_BASD
 
@@ -76,10 +85,10 @@ def test_equals_a_dense_product(batch: int, heads: tuple[int, int], length: int,
 
 
 @st.composite
-def packed(draw: st.DrawFn) -> tuple[int, int, list[int]]:
+def packed(draw: st.DrawFn, longest: int = 9) -> tuple[int, int, list[int]]:
     """(B, S, bounds): documents begin anywhere, also one token apart and where a sample begins
     anyway."""
-    batch, length = draw(st.integers(1, 3)), draw(st.integers(1, 9))
+    batch, length = draw(st.integers(1, 3)), draw(st.integers(1, longest))
     begun = draw(st.sets(st.integers(0, batch * length)))
     return batch, length, sorted(begun | {b * length for b in range(batch + 1)})
 
@@ -94,6 +103,39 @@ def test_documents_equal_a_dense_mask(
     leaves = qkv(batch, *heads, length, seed=seed)
     same_values_and_gradients(
         attend(*leaves, documents_of(*bounds), 0.0), dense(*leaves, bounds), leaves
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    micro_batch=packed(longest=40),
+    heads=heads,
+    window=st.integers(1, 20),
+    block=st.integers(1, 9),
+    seed=st.integers(0, 99),
+)
+def test_windows_equal_a_dense_mask(
+    micro_batch: tuple[int, int, list[int]],
+    heads: tuple[int, int],
+    window: int,
+    block: int,
+    seed: int,
+) -> None:
+    """Windows and samples that fill no block, of whole samples and of documents."""
+    batch, length, bounds = micro_batch
+    leaves = qkv(batch, *heads, length, seed=seed)
+    with patch.object(causal_attention, "SMALLEST_BLOCK", block):
+        whole = attend(*leaves, None, 0.0, window=window)
+        parts = attend(*leaves, documents_of(*bounds), 0.0, window=window)
+    same_values_and_gradients(whole, dense(*leaves, window=window), leaves)
+    same_values_and_gradients(parts, dense(*leaves, bounds, window), leaves)
+
+
+def test_windows_are_compiled_whole() -> None:
+    leaves = qkv(2, 4, 2, 200)
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    same_values_and_gradients(
+        compiled(*leaves, None, 0.0, window=70), dense(*leaves, window=70), leaves
     )
 
 
@@ -156,16 +198,17 @@ def test_a_full_cache_is_an_error() -> None:
     assert cache.length == 3
 
 
-@pytest.mark.parametrize("bounds", [None, (0, 40, 64, 128)])
-def test_dropout_of_attention_weights(bounds: tuple[int, ...] | None) -> None:
+@pytest.mark.parametrize(("bounds", "window"), [(None, 0), ((0, 40, 64, 128), 0), (None, 24)])
+def test_dropout_of_attention_weights(bounds: tuple[int, ...] | None, window: int) -> None:
     """With the unit matrix as values the output is the weights: a fifth of those a token gives
     are 0, the others grow by 1 / (1 - rate)."""
     length, rate = 64, 0.2
     q_BASD, k_BGSD, _ = qkv(2, 8, 8, length, head_size=length)
     v_BGSD = torch.eye(length, dtype=torch.float64).expand(2, 8, -1, -1)
     torch.manual_seed(0)
-    dropped = attend(q_BASD, k_BGSD, v_BGSD, documents_of(*bounds) if bounds else None, rate)
-    weights = dense(q_BASD, k_BGSD, v_BGSD, bounds)
+    documents = documents_of(*bounds) if bounds else None
+    dropped = attend(q_BASD, k_BGSD, v_BGSD, documents, rate, window=window)
+    weights = dense(q_BASD, k_BGSD, v_BGSD, bounds, window)
     kept = (dropped != 0) & (weights != 0)
     torch.testing.assert_close(dropped[kept], weights[kept] / (1 - rate), rtol=1e-12, atol=1e-12)
     assert dropped[weights == 0].count_nonzero() == 0

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trainkit.jobs.models import varlen_fits
-from trainkit.ops.causal_attention import CausalAttention, reference, visible
+from trainkit.ops.causal_attention import CausalAttention, reference, visible, windowed
 from trainkit.train.torch_compat import causal_varlen_attention
 
 
@@ -114,10 +114,12 @@ def attend(
     tokens = k_BGTD.shape[2]
     if queries == tokens and dropout == 0:
         return causal(q_BASD, k_BGTD, v_BGTD, scale, window)
+    if queries == tokens and 0 < window < tokens:
+        return windowed(q_BASD, k_BGTD, v_BGTD, scale, window, dropout)
     # what no query sees, as after long texts
     first = max(0, tokens - queries - window + 1) if window else 0
     k_BGTD, v_BGTD = k_BGTD[:, :, first:], v_BGTD[:, :, first:]
-    if queries == 1 or (queries == tokens and not 0 < window < tokens):
+    if queries in (1, tokens):
         return F.scaled_dot_product_attention(
             q_BASD,
             k_BGTD,
