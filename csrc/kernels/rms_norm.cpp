@@ -1,9 +1,6 @@
 // RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467), alone and after a residual sum, forward and
 // backward. A row comes from memory once and is in the cache when it is looked at again.
-//
-// With r = 1 / sqrt(mean(x^2) + eps): y = x r w; the gradient dy gives
-//   dx = r dy w - x r^3 mean(dy w x),  dw = sum over rows of dy x r.
-#include "common.h"
+#include "rms_row.h"
 
 namespace trainkit {
 namespace {
@@ -29,10 +26,11 @@ TRAINKIT_CLONES void forward(const Forward<T>& a, int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
         const T* x = a.x + row * width;
         T* y = a.y + row * width;
-        A squares = 0;
+        A r;
         if constexpr (kAdd) {
             const T* residual = a.residual + row * width;
             T* sum = a.sum + row * width;
+            A squares = 0;
 #pragma omp simd reduction(+ : squares)
             for (int64_t i = 0; i < width; ++i) {
                 sum[i] = narrow<T>(widen(x[i]) + widen(residual[i]));
@@ -40,19 +38,12 @@ TRAINKIT_CLONES void forward(const Forward<T>& a, int64_t begin, int64_t end) {
                 squares += value * value;
             }
             x = sum;
+            r = A(1) / std::sqrt(squares / A(width) + A(a.eps));
         } else {
-#pragma omp simd reduction(+ : squares)
-            for (int64_t i = 0; i < width; ++i) {
-                const A value = widen(x[i]);
-                squares += value * value;
-            }
+            r = inverse_rms(x, width, a.eps);
         }
-        const A r = A(1) / std::sqrt(squares / A(width) + A(a.eps));
         a.rstd[row] = r;
-#pragma omp simd
-        for (int64_t i = 0; i < width; ++i) {
-            y[i] = narrow<T>(widen(x[i]) * r * weight[i]);
-        }
+        scale_row(x, r, weight, width, y);
     }
 }
 
@@ -79,14 +70,7 @@ TRAINKIT_CLONES void backward(const Backward<T>& a, Wide<T>* dweight, int64_t be
         const T* dy = a.dy + row * width;
         T* dx = a.dx + row * width;
         const A r = a.rstd[row];
-        A product = 0;
-#pragma omp simd reduction(+ : product)
-        for (int64_t i = 0; i < width; ++i) {
-            const A both = widen(dy[i]) * widen(x[i]);
-            product += both * weight[i];
-            dweight[i] += both * r;
-        }
-        const A shrink = product * r * r * r / A(width);
+        const A shrink = weigh_row(dy, x, r, weight, width, dweight);
         if constexpr (kAdd) {
             const T* dsum = a.dsum + row * width;
 #pragma omp simd
@@ -95,10 +79,7 @@ TRAINKIT_CLONES void backward(const Backward<T>& a, Wide<T>* dweight, int64_t be
                 dx[i] = narrow<T>(own + widen(dsum[i]));
             }
         } else {
-#pragma omp simd
-            for (int64_t i = 0; i < width; ++i) {
-                dx[i] = narrow<T>(widen(dy[i]) * r * weight[i] - widen(x[i]) * shrink);
-            }
+            shrink_row(dy, x, r, weight, shrink, width, dx);
         }
     }
 }

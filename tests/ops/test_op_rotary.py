@@ -1,20 +1,23 @@
-"""rotate_qkv: right, the same every time, and hard to break."""
+"""rotate_qkv and norm_rotate_qkv: right, the same every time, and hard to break."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
 from tests.ops import op_checks
-from tests.ops.op_cases import BOUNDS, fused, numbers, same_bits
-from tests.ops.op_checks import Operation
+from tests.ops.op_cases import BOUNDS, assert_near, fused, numbers, same_bits
+from tests.ops.op_checks import FEW, Operation
 from trainkit.ops import rotary
 from trainkit.ops.kernels import Kernels
+
+EPS = 1e-6
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,16 @@ class Heads:
 
         return Operation(str(self), call, width=(self.heads + 2 * self.groups) * size)
 
+    def normed(self, size: int, hard: Sequence[str] = FEW) -> Operation:
+        """The same of normed queries and keys; what is small or 0 is what eps decides."""
+
+        def call(kernels: Kernels, qkv: Tensor, weights: Tensor) -> rotary.Parts:
+            tables = self.tables(qkv)
+            return kernels.norm_rotate_qkv(qkv, weights, *tables, self.heads, self.groups, EPS)
+
+        width = (self.heads + 2 * self.groups) * size
+        return Operation(f"normed {self}", call, lambda _: [(2, size)], width=width, hard=hard)
+
 
 CASES = {
     "all heads alike": Heads(2, 2, 6).operation(6),
@@ -57,6 +70,10 @@ CASES = {
     "one group, positions of each sample": Heads(3, 1, 8, per_sample=True).operation(8),
     "odd heads": Heads(1, 1, 2).operation(7),
     "nothing turns": Heads(2, 1, 0).operation(3),
+    "normed, all heads alike": Heads(2, 2, 8).normed(8, (*FEW, "large")),
+    "normed, groups, a part of the channels": Heads(6, 2, 4).normed(18),
+    "normed, one group, positions of each sample": Heads(3, 1, 64, per_sample=True).normed(64),
+    "normed, nothing turns": Heads(2, 1, 0).normed(9),
 }
 SHAPES = [(1, 1, 1), (2, 5, 1), (3, 17, 1)]
 each = pytest.mark.parametrize("operation", CASES.values(), ids=CASES)
@@ -94,6 +111,27 @@ def test_what_is_not_finite_comes_out_in_its_pair() -> None:
         assert torch.isfinite(k).all() and torch.isfinite(v).all()
 
 
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+def test_normed_has_the_bits_of_a_norm_and_a_turn(dtype: torch.dtype) -> None:
+    """Results and the projection's gradient; what the weights get is added up in another order.
+    Weights may be wider: Gemma's are 1 and more in fp32."""
+    kernels = fused()
+    heads = Heads(4, 2, 16, per_sample=True)
+    wide = torch.promote_types(dtype, torch.float32)
+    leaves = [numbers((2, 9, 8 * 24), dtype, 0), numbers((2, 24), wide, 1)]
+
+    def apart(qkv: Tensor, weights: Tensor) -> rotary.Parts:
+        q, k, v = rotary.split(qkv, 4, 2)
+        q, k = (kernels.rms_norm(x, w, EPS) for x, w in zip((q, k), weights, strict=True))
+        row = torch.cat([part.flatten(2) for part in (q, k, v)], dim=-1)
+        return kernels.rotate_qkv(row, *heads.tables(qkv), 4, 2)
+
+    found = heads.normed(24).compute(kernels, leaves)
+    expected = Operation("apart", lambda _, *t: apart(*t)).compute(kernels, leaves)
+    assert same_bits(found[:4], expected[:4])
+    assert_near(found[4], expected[4].double(), wide, "weights")
+
+
 def test_what_attention_gives_back() -> None:
     """Gradients in attention's own layout, heads before tokens, and of values alone."""
     kernels = fused()
@@ -127,6 +165,10 @@ def test_torch_knows_it() -> None:
     op_checks.check_registration(rotary.forward, (qkv, cos, sin, 2, 1))
     parts = rotary.forward(qkv.detach(), cos, sin, 2, 1)
     op_checks.check_registration(rotary.backward, (*parts, cos, sin))
+    weights = numbers((2, 8), torch.float32, 1).requires_grad_()
+    op_checks.check_registration(rotary.normed_forward, (qkv, weights, cos, sin, 2, 1, EPS))
+    given = (*parts, qkv.detach(), weights.detach(), cos, sin, EPS)
+    op_checks.check_registration(rotary.normed_backward, given)
 
 
 @pytest.mark.parametrize(
@@ -152,6 +194,26 @@ def test_what_makes_no_sense_is_refused(cos: Tensor, sin: Tensor, heads: int, wo
         rotate(torch.ones(2, 3, 32), cos, sin, heads, 1)
 
 
+@pytest.mark.parametrize(
+    ("weights", "words"),
+    [
+        (torch.ones(2, 4), "the weights have 8 elements, not 2 x 8"),
+        (torch.ones(16), "the weights have 16 elements, not 2 x 8"),
+        (torch.ones(2, 8).double(), "the weight is torch.Double and the input torch.Float"),
+    ],
+)
+def test_weights_that_make_no_sense_are_refused(weights: Tensor, words: str) -> None:
+    tables = torch.ones(3, 4), torch.ones(3, 4)
+    with pytest.raises(RuntimeError, match=words):
+        fused().norm_rotate_qkv(torch.ones(2, 3, 32), weights, *tables, 2, 1, EPS)
+
+
 def test_bytes() -> None:
     moved = rotary.bytes_moved((2, 8, 96), torch.bfloat16, (8, 16))
     assert moved == 2 * 2 * 8 * 96 * 2 + 2 * 8 * 8 * 4
+    normed = partial(
+        rotary.normed_bytes_moved, (2, 8, 96), torch.bfloat16, (8, 16), (4, 1), torch.float32
+    )
+    weights = 2 * 16 * 4
+    assert normed() == moved + weights
+    assert normed(backward=True) == moved + 2 * weights + 2 * 8 * 5 * 16 * 2

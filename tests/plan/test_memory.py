@@ -235,6 +235,7 @@ FAMILIES = [
     {"family": "gpt-neox", "gpt_j_residual": False, "rotary_percent": 1.0},
     {"family": "llama"},
     {"family": "llama", "num_query_groups": 2},
+    {"family": "llama", "num_query_groups": 2, "qk_norm": "head"},
 ]
 
 

@@ -47,6 +47,8 @@ class Kernels:
         layer_norm: (x, weight, bias, eps) -> y.
         add_layer_norm: (x, residual, weight, bias, eps) -> (y, x + residual).
         rotate_qkv: (qkv, cosines, sines, heads, groups) -> (q, k, v), as `rotary.reference`.
+        norm_rotate_qkv: (qkv, weights, cosines, sines, heads, groups, eps) -> (q, k, v), as
+            `rotary.normed_reference`.
         swiglu: (gate_up) -> silu(gate) * up.
         geglu: (gate_up, approximate) -> gelu(gate) * up.
         gelu: (x, approximate) -> y.
@@ -67,6 +69,7 @@ class Kernels:
     layer_norm: Callable[[Tensor, Tensor, Tensor, float], Tensor]
     add_layer_norm: Callable[[Tensor, Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
     rotate_qkv: Callable[[Tensor, Tensor, Tensor, int, int], rotary.Parts]
+    norm_rotate_qkv: Callable[[Tensor, Tensor, Tensor, Tensor, int, int, float], rotary.Parts]
     swiglu: Callable[[Tensor], Tensor]
     geglu: Callable[[Tensor, str], Tensor]
     gelu: Callable[[Tensor, str], Tensor]
@@ -88,6 +91,7 @@ REFERENCE = Kernels(
     layer_norm=layer_norm.reference,
     add_layer_norm=layer_norm.add_reference,
     rotate_qkv=rotary.reference,
+    norm_rotate_qkv=rotary.normed_reference,
     swiglu=swiglu.reference,
     geglu=swiglu.geglu_reference,
     gelu=gelu.reference,
@@ -108,6 +112,7 @@ FUSED = Kernels(
     layer_norm=layer_norm.fused,
     add_layer_norm=layer_norm.add_fused,
     rotate_qkv=rotary.fused,
+    norm_rotate_qkv=rotary.normed_fused,
     swiglu=swiglu.fused,
     geglu=swiglu.geglu_fused,
     gelu=gelu.fused,

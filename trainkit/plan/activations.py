@@ -98,10 +98,13 @@ def _key_heads(job: Job) -> int:
 def _attention(job: Job, rules: Rules) -> float:
     """Bytes of queries, keys and values, the result and what rotary positions add: 2Q + 2K,
     turned queries and keys beside the projection that values, or norms of queries and keys, keep
-    alive. A fused rotation takes values out of the projection too, which is freed."""
+    alive. A fused rotation takes values out of the projection too, which is freed, unless heads
+    are normed in the same pass."""
     model = job.model
     q = model.num_attention_heads * model.head_size
     k = _key_heads(job) * model.head_size
+    if model.query_key_norm == "head" and _fused(job, rules):
+        return width(job) * (3 * q + 4 * k)
     normed = model.query_key_norm != "none"
     turned = q + k if normed or (model.rotary_channels and not _fused(job, rules)) else 0
     own = (q + k) * _norm_width(job, rules) if normed else 0

@@ -13,7 +13,13 @@ from torch import Tensor
 # before the kernels, for triton decides at its import what `jit` makes
 from tests.ops.gpu.interpreted import metered  # isort: skip
 from tests.ops.gpu import kernel_cases
-from trainkit.ops.triton_kernels import activations, cross_entropy, norms, scaled_softmax
+from trainkit.ops.triton_kernels import (
+    activations,
+    cross_entropy,
+    norms,
+    rotary,
+    scaled_softmax,
+)
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 WIDTHS = [(1, F32), (33, BF16), (64, F16), (64, F32)]
@@ -24,7 +30,7 @@ class Parts:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.bytes = 0
-        for module in (norms, activations):
+        for module in (norms, activations, rotary):
             add_up = module.sum_columns
 
             def counting(parts: Tensor, dtype: torch.dtype, add_up=add_up) -> Tensor:  # type: ignore[no-untyped-def]
@@ -85,7 +91,8 @@ def test_activations(width: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(
-    ("size", "turning", "dtype"), [(16, 16, BF16), (12, 4, F16), (24, 6, F32), (2, 2, F32)]
+    ("size", "turning", "dtype"),
+    [(16, 16, BF16), (12, 4, F16), (24, 6, F32), (2, 2, F32), (8, 0, BF16)],
 )
 def test_rotary(
     size: int, turning: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch

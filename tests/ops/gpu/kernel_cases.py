@@ -175,8 +175,8 @@ def rotary_cases(made: Inputs, tokens: int, size: int, turning: int) -> Iterator
     qkv = made.new(2, tokens, (heads + 2 * groups) * size)
     for samples in ((), (2,)):
         half = made.new(*samples, tokens, turning // 2, dtype=made.wide)
-        cos = torch.cat([half, half], dim=-1)
-        sin = cos.flip(-2).contiguous()
+        angles = torch.cat([half, half], dim=-1)
+        cos, sin = angles.cos(), angles.sin()
         parts = rotary_op.reference(qkv.double(), cos.double(), sin.double(), heads, groups)
         back = rotary_op.reference(qkv.double(), cos.double(), -sin.double(), heads, groups)
         q, k, v = (part.contiguous() for part in rotary_op.split(qkv, heads, groups))
@@ -190,6 +190,57 @@ def rotary_cases(made: Inputs, tokens: int, size: int, turning: int) -> Iterator
             moved,
             ((q, 1), (k, 1), (v, 1)),
         )
+        yield from _normed_cases(qkv, made.new(2, size), (cos, sin), (heads, groups), (q, k, v))
+
+
+class _Rounded(torch.autograd.Function):
+    """fp64 rounded to a dtype, and its gradient too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.dtype = dtype
+        return x.to(dtype).double()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0].to(ctx.dtype).double(), None
+
+
+def _normed_cases(
+    qkv: Tensor,
+    weights: Tensor,
+    tables: tuple[Tensor, Tensor],
+    heads: tuple[int, int],
+    upstream: tuple[Tensor, Tensor, Tensor],
+) -> Iterator[Case]:
+    """Both directions of heads that are normed, rounded and turned."""
+    leaves = [t.double().requires_grad_() for t in (qkv, weights)]
+    cos, sin = (t.double() for t in tables)
+    q, k, v = rotary_op.split(leaves[0], *heads)
+    normed = [
+        _Rounded.apply(rms_norm_op.reference(x, weight, EPS), qkv.dtype)
+        for x, weight in zip((q, k), leaves[1], strict=True)
+    ]
+    parts = (*(rotary_op.rotate(x, cos, sin) for x in normed), v)
+    gradients = torch.autograd.grad(parts, leaves, [t.double() for t in upstream])
+    moved = partial(
+        rotary_op.normed_bytes_moved,
+        qkv.shape, qkv.dtype, tables[0].shape, heads, weights.dtype,
+    )  # fmt: skip
+    yield Case(
+        "norm_rotate_qkv",
+        partial(rotary.norm_rotate_qkv, qkv, weights, *tables, *heads, EPS),
+        tuple(part.detach() for part in parts),
+        moved(),
+        ((qkv, 1),),
+    )
+    yield Case(
+        "norm_rotate_qkv_backward",
+        partial(rotary.norm_rotate_qkv_backward, *upstream, qkv, weights, *tables, EPS),
+        gradients,
+        moved(backward=True),
+        tuple((t, 1) for t in upstream),
+    )
 
 
 def loss_cases(made: Inputs, rows: int, vocab: int, columns: int) -> Iterator[Case]:

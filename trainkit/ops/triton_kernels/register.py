@@ -39,6 +39,8 @@ IMPLEMENTATIONS: tuple[Callable[..., Any], ...] = (
     activations.bias_gelu_backward,
     rotary.rotate_qkv,
     rotary.rotate_qkv_backward,
+    rotary.norm_rotate_qkv,
+    rotary.norm_rotate_qkv_backward,
     cross_entropy.softmax_loss_,
     cross_entropy.softmax_statistics,
     cross_entropy.softmax_gradient_,

@@ -108,9 +108,21 @@ class Context:
     caches: Sequence[KeyValueCache] | None = None
 
 
+class HeadNorm(nn.Module):
+    """The weight that all heads of queries, or of keys, are normed with, each by itself (Qwen3);
+    the norm is one operation with the turn, `Kernels.norm_rotate_qkv`.
+
+    Args:
+        model: the shape.
+    """
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(model.head_size))
+
+
 class QueryKeyNorm(nn.Module):
-    """RMSNorm of queries or keys: of each head with one weight for all (Qwen3), or of all heads
-    of a token together (OLMo 2).
+    """RMSNorm of queries or keys, of all heads of a token together (OLMo 2).
 
     Args:
         model: the shape.
@@ -120,18 +132,21 @@ class QueryKeyNorm(nn.Module):
 
     def __init__(self, model: Model, heads: int, kernels: Kernels) -> None:
         super().__init__()
-        self.together = model.query_key_norm == "projection"
         self.epsilon = model.layernorm_epsilon
         self.offset = model.architecture.norm.offset
         self.of = kernels.rms_norm
-        width = model.head_size * (heads if self.together else 1)
-        self.weight = nn.Parameter(torch.ones(width))
+        self.weight = nn.Parameter(torch.ones(model.head_size * heads))
 
     def forward(self, x_BSAD: Tensor) -> Tensor:
         weight = effective(self.weight, self.offset)
-        if not self.together:
-            return self.of(x_BSAD, weight, self.epsilon)
         return self.of(x_BSAD.flatten(2), weight, self.epsilon).view_as(x_BSAD)
+
+
+def no_turn(qkv_BSW: Tensor) -> tuple[Tensor, Tensor]:
+    """Tables by which no channel turns, (S, 0) each."""
+    wide = torch.promote_types(qkv_BSW.dtype, torch.float32)
+    none_S0 = qkv_BSW.new_empty(qkv_BSW.shape[1], 0, dtype=wide)
+    return none_S0, none_S0
 
 
 def effective(weight: Tensor, offset: float = 0.0, factor: float = 1.0) -> Tensor:
@@ -164,9 +179,15 @@ class Attention(nn.Module):
         self.widths = [count * model.head_size for count in (heads, groups, groups)]
         self.qkv = nn.Linear(model.hidden_size, sum(self.widths), bias=model.qkv_bias)
         self.out = nn.Linear(self.widths[0], model.hidden_size, bias=model.architecture.bias)
-        self.q_norm: QueryKeyNorm | None = None
-        self.k_norm: QueryKeyNorm | None = None
-        if model.query_key_norm != "none":
+        self.norm_heads: Callable[..., Parts] | None = None
+        self.q_norm: nn.Module | None = None
+        self.k_norm: nn.Module | None = None
+        if model.query_key_norm == "head":
+            self.norm_heads = kernels.norm_rotate_qkv
+            self.epsilon = model.layernorm_epsilon
+            self.offset = model.architecture.norm.offset
+            self.q_norm, self.k_norm = HeadNorm(model), HeadNorm(model)
+        elif model.query_key_norm == "projection":
             self.q_norm = QueryKeyNorm(model, heads, kernels)
             self.k_norm = QueryKeyNorm(model, groups, kernels)
 
@@ -196,6 +217,11 @@ class Attention(nn.Module):
             if rotary is None:
                 return split(qkv_BSW, heads, groups)
             return self.rotate_qkv(qkv_BSW, *rotary, heads, groups)
+        if self.norm_heads is not None:
+            weights_2D = torch.stack([self.q_norm.weight, self.k_norm.weight])
+            weights_2D = effective(weights_2D, self.offset)
+            turn = rotary or no_turn(qkv_BSW)
+            return self.norm_heads(qkv_BSW, weights_2D, *turn, heads, groups, self.epsilon)
         q_BSAD, k_BSGD, v_BSGD = split(qkv_BSW, heads, groups)
         q_BSAD, k_BSGD = self.q_norm(q_BSAD), self.k_norm(k_BSGD)
         if rotary is None:
