@@ -96,8 +96,8 @@ def test_a_window(shape: tuple[int, int, int, int, int], window: int) -> None:
         seen = causal_attention.visible(0, tokens, 0, tokens, window, q.device)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)
 
-    def ours(*leaves: Tensor) -> Tensor:
-        return causal_attention.fused(*leaves, None, window)
+    def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return causal_attention.fused(q, k, v, None, window)
 
     wanted = gradients(dense, [t.double() for t in leaves], dy.double())
     for found, exact in zip(gradients(ours, leaves, dy), wanted, strict=True):

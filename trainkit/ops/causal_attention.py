@@ -106,10 +106,9 @@ def windowed(
         scale=scale,
         enable_gqa=q_BASD.shape[1] != k_BGSD.shape[1],
     )
-    keys, values = _Spans.apply(k_BGSD, spans), _Spans.apply(v_BGSD, spans)
-    first, *blocks = q_BASD.split(
-        [window, *(stop - first - window for first, stop in spans[1:])], 2
-    )
+    keys, values = (_Spans.apply(x, spans) for x in (k_BGSD, v_BGSD))  # type: ignore[no-untyped-call]
+    sizes = [window, *(stop - first - window for first, stop in spans[1:])]
+    first, *blocks = torch.split(q_BASD, sizes, 2)
     parts = [attention(first, keys[0], values[0], is_causal=True)]
     for q_BAQD, k_BGKD, v_BGKD in zip(blocks, keys[1:], values[1:], strict=True):
         mask_QK = hidden_QK[: q_BAQD.shape[2], : k_BGKD.shape[2]]

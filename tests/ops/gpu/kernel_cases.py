@@ -218,7 +218,7 @@ def _normed_cases(
     cos, sin = (t.double() for t in tables)
     q, k, v = rotary_op.split(leaves[0], *heads)
     normed = [
-        _Rounded.apply(rms_norm_op.reference(x, weight, EPS), qkv.dtype)
+        _Rounded.apply(rms_norm_op.reference(x, weight, EPS), qkv.dtype)  # type: ignore[no-untyped-call]
         for x, weight in zip((q, k), leaves[1], strict=True)
     ]
     parts = (*(rotary_op.rotate(x, cos, sin) for x in normed), v)

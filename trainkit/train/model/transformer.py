@@ -180,8 +180,8 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(model.hidden_size, sum(self.widths), bias=model.qkv_bias)
         self.out = nn.Linear(self.widths[0], model.hidden_size, bias=model.architecture.bias)
         self.norm_heads: Callable[..., Parts] | None = None
-        self.q_norm: nn.Module | None = None
-        self.k_norm: nn.Module | None = None
+        self.q_norm: HeadNorm | QueryKeyNorm | None = None
+        self.k_norm: HeadNorm | QueryKeyNorm | None = None
         if model.query_key_norm == "head":
             self.norm_heads = kernels.norm_rotate_qkv
             self.epsilon = model.layernorm_epsilon
