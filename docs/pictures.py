@@ -8,7 +8,7 @@ docs/phone.png the same on 400 pixels, docs/comparison.png what `compare --html`
 one with another learning rate, docs/board.png the page of `board`, docs/stages.svg what `graph`
 draws (all but that need chromium). Names as arguments make only those. docs/demo.svg is another:
 `./inv report last --picture docs/demo.svg`, after `./inv train demo`. So is docs/widths.svg:
-`python docs/pictures.py widths.svg`, after `./inv sweep mup` and `./inv sweep width`.
+`python docs/pictures.py widths.svg`, after `./inv sweep mup` and `./inv sweep mup-standard`.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ def draw_stages(path: Path) -> None:
         subprocess.run(command(root, *words), cwd=root, check=True)
 
 
-TITLES = {"width": "standard", "mup": "muP"}
+TITLES = {"mup-standard": "standard", "mup": "muP"}
 
 
 def draw_widths(path: Path) -> None:
@@ -213,7 +213,7 @@ def draw_widths(path: Path) -> None:
     with rc_context({"svg.hashsalt": "widths", "svg.fonttype": "none", "font.size": 10}):
         figure = Figure(figsize=(8, 3.4), layout="constrained")
         panels = figure.subplots(1, 2, sharey=True)
-        for axes, job in zip(panels, ("width", "mup"), strict=True):
+        for axes, job in zip(panels, ("mup-standard", "mup"), strict=True):
             words = command(DOCS.parent, "sweep", job, "--show", "--json")
             shown = subprocess.run(words, cwd=DOCS.parent, check=True, stdout=subprocess.PIPE)
             lines: dict[str, list[tuple[float, float]]] = {}

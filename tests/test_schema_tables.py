@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args, get_origin
 import pytest
 
 from trainkit.cli.completion import CHOICES
+from trainkit.cli.config.render_optimizer import NAMES
 from trainkit.data.sources import SOURCES
 from trainkit.engines.gpt_neox.config import INIT_METHODS
 from trainkit.engines.nemo.config import PRECISIONS
@@ -21,7 +22,7 @@ from trainkit.jobs.clusters import LAUNCHER_TRAITS
 from trainkit.jobs.containers import RUNTIME_TRAITS
 from trainkit.jobs.devices import Device
 from trainkit.jobs.job_tables import EngineSource
-from trainkit.jobs.optimizers import KEPT
+from trainkit.jobs.optimizers import KEPT, RATE_FACTORS
 from trainkit.jobs.schema import Cluster, Container, Dataset, Job, Model, RopeScaling, Training
 from trainkit.jobs.table import Table
 from trainkit.launch.containers.runtimes import RUNTIMES
@@ -37,6 +38,8 @@ FOREIGN = [name for name in PLACES if name != "native"]
 TABLES: list[tuple[type[Table], str, Iterable[object]]] = [
     (Training, "optimizer", KEPT),
     (Training, "optimizer", UPDATES),
+    (Training, "optimizer", RATE_FACTORS),
+    (Training, "optimizer", NAMES),
     (Training, "precision", COMPUTE),
     (Training, "precision", PRECISIONS),
     (Training, "precision", TORCH_NAMES),

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from tests.conftest import Project
 from tests.train.hf_support import TOKENS_BS, VOCAB, equal, loaded, ours, save, write
-from tests.train.plain_loop import TRAINING
+from tests.train.plain_loop import TRAINING, job_of
 from trainkit.jobs.optimizers import rate_factor, role_of
 from trainkit.jobs.schema import Model, Training
+from trainkit.train.coordinate_check import check_coordinates
 from trainkit.train.model.head_loss import Labels, Losses
 from trainkit.train.model.transformer import Transformer
 from trainkit.train.parallel.initialize import initial_value, initialize
@@ -53,7 +54,7 @@ def trained(model: Model, optimizer: str, steps: int = 3) -> dict[str, Tensor]:
     if UPDATES[training.optimizer].of_matrices:
         whole = {n: s for n, s in sharded.items() if role_of(n, len(s.layout.shape)) == "matrix"}
         matrices = Matrices(model, whole)
-    update = Optimizer(parameters, training, matrices=matrices, width=model.width_factor)
+    update = Optimizer(parameters, training, matrices=matrices, width_factor=model.width_factor)
     ids_BS = torch.arange(2 * 33).view(2, 33) % 31
     for _ in range(steps):
         losses = module(ids_BS[:, :-1], Labels(ids_BS[:, 1:], 0.0, 1 / 64))
@@ -100,7 +101,7 @@ def test_rates_by_role() -> None:
 
     def factors(**keys: Any) -> list[float]:
         training = Training(**{**TRAINING, **keys})
-        return [rate_factor(role, 4.0, training) for role in ("matrix", "table", "vector")]
+        return [rate_factor(training, role, 4.0) for role in ("matrix", "table", "vector")]
 
     assert factors(optimizer="sgd") == [1, 4, 4]
     assert factors(optimizer="muon", muon_scale_mode="spectral") == [0.5, 1, 1]
@@ -116,7 +117,11 @@ def test_other_programs_find_the_multiplier_in_the_last_norm(family: Any, tmp_pa
     transformers: Any = importlib.import_module("transformers")
     own: dict[str, dict[str, Any]] = {
         "gpt": {"num_query_groups": None},
-        "gemma3": {"sliding_window": 8, "query_pre_attn_scalar": 16},
+        "gemma3": {
+            "sliding_window": 8,
+            "query_pre_attn_scalar": 16,
+            "embedding_scale": 8.0,  # what transformers multiplies with at this width
+        },
     }
     model = mup(16, family=family, vocab_size=VOCAB, **own[family])
     module = ours(model)
@@ -127,6 +132,22 @@ def test_other_programs_find_the_multiplier_in_the_last_norm(family: Any, tmp_pa
     equal(back(TOKENS_BS), module(TOKENS_BS))
     if family == "gpt":
         assert torch.equal(back.final_norm.weight, module.final_norm.weight)
+
+
+@pytest.mark.parametrize("family", ["gpt", "gpt-neox", "qwen3", "olmo2", "gemma3"])
+def test_sizes_stay_in_each_family(family: Any, tmp_path: Path) -> None:
+    own: dict[str, dict[str, Any]] = {
+        "gpt": {"num_query_groups": None},
+        "gpt-neox": {"num_query_groups": None},
+        "gemma3": {"sliding_window": 8, "embedding_scale": 4.0},
+    }
+    model = mup(64, family=family, init_method_std=0.05, **own.get(family, {}))
+    job = job_of("gpt", 1, tmp_path, {}, lr=5e-3).model_copy(update={"model": model})
+    found = check_coordinates(job, [64, 128, 256])
+    assert found.growing() == found.shrinking() == []
+    standard = model.model_copy(update={"mup_base_hidden_size": None})
+    found = check_coordinates(job.model_copy(update={"model": standard}), [64, 128, 256])
+    assert found.growing()
 
 
 def test_sizes_stay_as_they_are_at_any_width(project: Project) -> None:
@@ -145,7 +166,7 @@ init_method_std = 0.05
 [models.mup]
 extends = "width"
 parametrization = "mup"
-mup_base_hidden_size = 64
+mup_base_hidden_size = 32
 [jobs.width]
 extends = "random"
 model = "width"
@@ -157,15 +178,18 @@ model = "mup"
         )
     widths = ("--widths", "32,64,128")
     flat = project.document("coord-check", "mup", *widths, "--html", "mup.html")
-    assert flat["growing"] == [] and flat["parametrization"] == "mup"
+    assert flat["growing"] == flat["shrinking"] == [] and flat["parametrization"] == "mup"
     assert "slope" in (project.path / "mup.html").read_text()
     growing = project.document("coord-check", "width", *widths)
     assert {"attention", "MLP", "last block"} <= set(growing["growing"])
     muon = ("--set", "training.optimizer=muon", "--set", "training.lr=0.005")
-    assert project.document("coord-check", "mup", *widths, *muon)["growing"] == []
+    flat = project.document("coord-check", "mup", *widths, *muon)
+    assert flat["growing"] == flat["shrinking"] == []
     said = project.invoke("coord-check", "width", "--widths", "16,32").stdout
     assert "mup_base_hidden_size" in said and "grows" in said
     assert "6.25 heads" in project.invoke("coord-check", "mup", "--widths=64,100", exit=3).stderr
+    diverged = ("coord-check", "mup", "--widths=32,64", "--set", "training.lr=1e30")
+    assert "lower training.lr" in project.invoke(*diverged, exit=3).stderr
     assert "two or more" in project.invoke("coord-check", "mup", "--widths=64", exit=3).stderr
 
 
@@ -187,6 +211,7 @@ def test_what_says_nothing_alone(keys: dict[str, Any], said: str) -> None:
     [
         ({"init_method": "small_init"}, "'small_init' follows the width by itself"),
         ({"output_layer_init_method": "wang_init"}, "'wang_init' follows the width by itself"),
+        ({"family": "gemma3", "sliding_window": 8}, "under muP set embedding_scale"),
         ({"mup_base_kv_channels": 24}, "16\\^2 / 24"),
         ({"mup_base_kv_channels": 8, "query_pre_attn_scalar": 16}, "not be given, too"),
     ],

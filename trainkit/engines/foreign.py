@@ -186,12 +186,15 @@ def trait_problems(engine: str, model: Model, known: frozenset[str]) -> list[Pro
         model: the shape.
         known: traits that it can.
     """
+    asked = model.traits
+    if model.parametrization != "standard":
+        asked["parametrization"] = model.parametrization
     return [
         Problem(
             f"models.{model.name}: {engine} has no {key} = {value!r} (family {model.family!r})",
             hint="engine = 'native' has it",
         )
-        for key, value in model.traits.items()
+        for key, value in asked.items()
         if key not in known
     ]
 

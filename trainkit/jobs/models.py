@@ -274,6 +274,12 @@ class Model(Table):
         for key in ("mup_base_hidden_size", "mup_base_kv_channels"):
             if getattr(self, key) is not None and not mup:
                 raise wrong(key, f"{key} is for parametrization = 'mup'")
+        if mup and self.architecture.embedding_scale and self.embedding_scale is None:
+            raise needs(
+                "embedding_scale",
+                f"embeddings of family {self.family!r} are multiplied by what follows the width;"
+                " under muP set embedding_scale, the same number at every width",
+            )
         for key in ("init_method", "output_layer_init_method"):
             if mup and (method := getattr(self, key)) in ("small_init", "wang_init"):
                 raise wrong(
@@ -343,7 +349,6 @@ class Model(Table):
             "query_pre_attn_scalar": self.query_scalar,
             "activation": self.activation or self.architecture.activation,
             "norm_offset": self.architecture.norm.offset,
-            "parametrization": self.parametrization,
         }
         plain: dict[str, object] = {
             "qk_norm": "none",
@@ -354,7 +359,6 @@ class Model(Table):
             "query_pre_attn_scalar": self.head_size,
             "activation": "swiglu" if self.mlp.gated else "gelu",
             "norm_offset": 0.0,
-            "parametrization": "standard",
         }
         return {key: value for key, value in found.items() if value != plain[key]}
 
@@ -362,8 +366,7 @@ class Model(Table):
     def departures(self) -> dict[str, object]:
         """Traits, and an activation, that are not its family's."""
         keys = {*self.traits, "activation", "mup_base_kv_channels"} & set(type(self).model_fields)
-        # weights know nothing of how they were found
-        own = dict.fromkeys(keys - {"parametrization"})
+        own = dict.fromkeys(keys)
         usual = self.model_copy(update=own)
         found = {key: value for key, value in self.traits.items() if usual.traits.get(key) != value}
         if self.activation not in (None, self.architecture.activation):

@@ -52,24 +52,41 @@ KEPT: Mapping[str, Callable[[Training, Role], tuple[str, ...]]] = {
 MUON_ROUND = 2**24
 
 
-def rate_factor(role: Role, width: float, training: Training) -> float:
-    """What the learning rate of a parameter is multiplied with under muP: Yang et al. 2022,
-    arXiv:2203.03466, table 8; for Muon the spectral condition of Yang et al. 2023,
-    arXiv:2310.17813. Weight decay is divided by it, so that a step takes the same part of a weight
-    at every width.
+def _adam_factor(training: Training, role: Role, width_factor: float) -> float:
+    return 1 / width_factor if role == "matrix" else 1.0
 
-    Args:
-        role: of the parameter.
-        width: `Model.width_factor`.
-        training: optimizer and muon_scale_mode.
-    """
-    if training.optimizer == "sgd":
-        return 1.0 if role == "matrix" else width
-    if role != "matrix":
+
+def _sgd_factor(training: Training, role: Role, width_factor: float) -> float:
+    return 1.0 if role == "matrix" else width_factor
+
+
+def _muon_factor(training: Training, role: Role, width_factor: float) -> float:
+    if role != "matrix" or training.muon_scale_mode == "original":
         return 1.0
-    if training.optimizer == "adam":
-        return 1 / width
-    return 1.0 if training.muon_scale_mode == "original" else float(width**-0.5)
+    return float(width_factor**-0.5)
+
+
+# What the learning rate of a parameter is multiplied with under muP, by its role and
+# `Model.width_factor`: Yang et al. 2022, arXiv:2203.03466, table 8; for Muon the spectral condition
+# of Yang et al. 2023, arXiv:2310.17813. Weight decay is divided by it, so that a step takes the
+# same part of a weight at every width.
+RATE_FACTORS: Mapping[str, Callable[[Training, Role, float], float]] = {
+    "adam": _adam_factor,
+    "sgd": _sgd_factor,
+    "muon": _muon_factor,
+}
+
+
+def rate_factor(training: Training, role: Role, width_factor: float) -> float:
+    """Of a parameter of a role, in a model so many times wider than the base."""
+    return RATE_FACTORS[training.optimizer](training, role, width_factor)
+
+
+def scalar_rate(training: Training) -> float:
+    """AdamW's rate beside Muon, in rates of Muon."""
+    if training.muon_scalar_lr is None or not training.lr:
+        return 1.0
+    return training.muon_scalar_lr / training.lr
 
 
 def kept_of(training: Training, role: Role) -> tuple[str, ...]:

@@ -50,9 +50,14 @@ class Coordinates:
         products = sum((x - x_mean) * (y - y_mean) for x, y in zip(xs, ys, strict=True))
         return products / sum((x - x_mean) ** 2 for x in xs)
 
-    def grows(self, name: str) -> bool:
-        """Whether that is more than noise."""
-        return not self.slope(name) <= GROWS
+    def growing(self) -> list[str]:
+        """The activations of which that is more than noise."""
+        return [name for name in self.sizes if self.slope(name) > GROWS]
+
+    def shrinking(self) -> list[str]:
+        """Those that fall as clearly: their weights learn less, the wider they are. (Logits do,
+        under muP, until they have been learned.)"""
+        return [name for name in self.sizes if self.slope(name) < -GROWS and name != "logits"]
 
 
 def of_width(model: Model, width: int) -> Model:
@@ -80,8 +85,10 @@ def of_width(model: Model, width: int) -> Model:
 
 
 def usual_widths(model: Model) -> list[int]:
-    """Five from 64 to 1,024, each twice the one before; three where heads are wide."""
+    """Five up to 1,024, each twice the one before, from 64 or the base of muP: below it rates are
+    higher than they were tuned; three where that is wide."""
     least, most, count = WIDTHS
+    least = max(least, model.mup_base_hidden_size or 0)
     unit = model.hidden_size // math.gcd(model.hidden_size, model.num_attention_heads)
     first = unit * 2 ** max(0, math.ceil(math.log2(least / unit)))
     widths = [first * 2**number for number in range(count)]
@@ -99,7 +106,7 @@ def check_coordinates(
         widths: hidden sizes, two or more.
         progress: called with each before it begins.
 
-    Raises ConfigError as `of_width`.
+    Raises ConfigError as `of_width`, and where training diverges.
     """
     models = [of_width(job.model, width) for width in widths]
     sizes: dict[str, dict[int, list[float]]] = {}
@@ -107,6 +114,11 @@ def check_coordinates(
         progress(model.hidden_size)
         for step, found in _train(model, job).items():
             for name, size in found.items():
+                if not math.isfinite(size) or size == 0:
+                    raise ConfigError(
+                        f"width {model.hidden_size}: {name} is {size} after {step} steps",
+                        hint="lower training.lr, for one: --set training.lr=1e-3",
+                    )
                 sizes.setdefault(name, {}).setdefault(step, []).append(size)
     return Coordinates(widths, sizes)
 
@@ -126,7 +138,7 @@ def _train(model: Model, job: Job) -> dict[int, dict[str, float]]:
             if role_of(name, len(sharded.layout.shape)) == "matrix"
         }
         matrices = Matrices(model, whole)
-    optimizer = Optimizer(parameters, training, matrices=matrices, width=model.width_factor)
+    optimizer = Optimizer(parameters, training, matrices=matrices, width_factor=model.width_factor)
     generator = torch.Generator().manual_seed(training.seed)
     shape = (SAMPLES, min(model.seq_length, TOKENS) + 1)
     ids = torch.randint(vocabulary, shape, generator=generator)
@@ -149,22 +161,26 @@ def _train(model: Model, job: Job) -> dict[int, dict[str, float]]:
 
 @torch.no_grad()
 def _sizes(module: Transformer, ids_BS: Tensor) -> dict[str, float]:
-    """Means of |x|: of the embedding, of what attention and MLP of all blocks add, of what leaves
-    the last block, of the logits."""
+    """Means of |x|: of what enters the first block, of what attention and MLP of all blocks make
+    (before a norm that follows), of what leaves the last block, of the logits."""
     seen: dict[str, list[float]] = {}
 
     def look(name: str) -> Callable[[nn.Module, object, Tensor], None]:
         return lambda _, __, x: seen.setdefault(name, []).append(x.abs().mean().item())
 
-    watched: list[tuple[nn.Module, str]] = [(module.embed_tokens, "embedding")]
+    watched: list[tuple[nn.Module, str]] = []
     for block in module.layers.values():
         assert isinstance(block, Block)
         watched += [(block.attention, "attention"), (block.mlp, "MLP")]
     watched.append((block, "last block"))
+    module.eval()
     hooks = [each.register_forward_hook(look(name)) for each, name in watched]
     logits_BSV = module(ids_BS)
+    positions_BS = torch.arange(ids_BS.shape[1]).expand(ids_BS.shape)
+    seen["embedding"] = [module.embed(ids_BS, positions_BS).abs().mean().item()]
     for hook in hooks:
         hook.remove()
+    module.train()
     seen["logits"] = [logits_BSV.abs().mean().item()]
     order = ("embedding", "attention", "MLP", "last block", "logits")
     return {name: sum(seen[name]) / len(seen[name]) for name in order}

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from trainkit.cli.config.render_plan import gib, run_lengths
-from trainkit.jobs.optimizers import Role, kept_of, rate_factor
+from trainkit.jobs.optimizers import Role, kept_of, rate_factor, scalar_rate
 from trainkit.jobs.schema import Job
 from trainkit.plan.parameter_shapes import Weight, block_matrices, chunk_units, newton_schulz_flops
 from trainkit.plan.planner import Plan
@@ -41,7 +41,10 @@ def print_optimizer(console: Console, job: Job, plan: Plan) -> None:
     for name, role, shapes, elements in _rows(job, plan.vocab_size):
         own = "adam" if training.optimizer == "muon" and role != "matrix" else training.optimizer
         state = 4 * len(kept_of(training, role)) * elements
-        rate = f"x {rate_factor(role, job.model.width_factor, training):.4g}"
+        factor = rate_factor(training, role, job.model.width_factor)
+        if own != training.optimizer:
+            factor *= scalar_rate(training)
+        rate = f"x {factor:.4g}"
         table.add_row(name, NAMES[own], rate, shapes, f"{elements:,}", gib(state))
     console.print(table)
     if plan.memory:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,10 +28,15 @@ def coord_check(task: TaskContext, name: str, options: CoordCheckOptions) -> Tas
     if options.html and Path(options.html).suffix not in (".html", ".htm"):
         raise ConfigError(f"{options.html} does not end in .html")
     job = load_jobs(task).resolve(name, options.set).job
+    if not job.is_native:
+        raise ConfigError(
+            f"job {name} is of engine {job.engine}: its widths are not trainkit's to check",
+            hint="--set engine=native",
+        )
     widths = _widths(options.widths) or usual_widths(job.model)
-    found = check_coordinates(job, widths, lambda width: task.say(f"width {width}"))
-    names = list(found.sizes)
-    growing = [each for each in names if found.grows(each)]
+    found = check_coordinates(
+        job, widths, lambda width: task.say(f"width {width}, {job.model.num_layers} layers")
+    )
     if options.html:
         write_text(Path(options.html), page(f"Widths of {name}", _sections(name, found)))
         task.say(f"wrote {options.html}")
@@ -42,10 +47,11 @@ def coord_check(task: TaskContext, name: str, options: CoordCheckOptions) -> Tas
             parametrization=job.model.parametrization,
             widths=widths,
             sizes=found.sizes,
-            slopes={each: found.slope(each) for each in names},
-            growing=growing,
+            slopes={each: found.slope(each) for each in found.sizes},
+            growing=found.growing(),
+            shrinking=found.shrinking(),
         ),
-        page=_page(found, growing, job.model.parametrization),
+        page=_page(found, job.model.parametrization),
     )
 
 
@@ -60,25 +66,27 @@ def _widths(given: str) -> list[int]:
     return widths
 
 
-def _page(found: Coordinates, growing: Sequence[str], parametrization: str) -> Page:
+def _page(found: Coordinates, parametrization: str) -> Page:
+    growing = found.growing()
+    shrinking = found.shrinking()
     last = max(next(iter(found.sizes.values())))
     numbers = [str(width) for width in found.widths]
     listing = Listing("mean |x|", *numbers, "slope", "", right=[*numbers, "slope"])
     for name, sizes in found.sizes.items():
         cells = [f"{size:.4g}" for size in sizes[last]]
-        listing.add_row(
-            name, *cells, f"{found.slope(name):+.2f}", "grows" if name in growing else ""
-        )
+        word = "grows" if name in growing else "shrinks" if name in shrinking else ""
+        listing.add_row(name, *cells, f"{found.slope(name):+.2f}", word)
     yield listing
-    if not growing:
-        yield f"after {last} steps no activation grows with the width"
+    if not growing and not shrinking:
+        yield f"after {last} steps activations are as large at every width"
         return
     advice = "check what differs between the widths besides the width"
     if parametrization == "standard":
         advice = "parametrization = 'mup' with mup_base_hidden_size keeps them"
+    changing = ", ".join(growing + shrinking)
     yield (
-        f"after {last} steps {', '.join(growing)} grow with the width: the best learning rate of a"
-        f" narrow model is not that of a wide one; {advice}"
+        f"after {last} steps {changing} change with the width: the best learning rate of a narrow"
+        f" model is not that of a wide one; {advice}"
     )
 
 

@@ -336,7 +336,7 @@ class _Turns:
         self.places = places_of(sweep.member_jobs)[: sweep.at_once]
         self.going: dict[int, tuple[RunFolder, Place | None]] = {}
         self.waiting: list[MemberResult] = []
-        self.not_before = 0.0
+        self.resting: list[tuple[float, Place]] = []  # until when, by the monotonic clock
 
     def adopt(self, members: Sequence[MemberResult]) -> None:
         """Members that another process has started: nobody knows on which places, so none is used
@@ -351,8 +351,7 @@ class _Turns:
         try:
             while self.waiting or self.going:
                 adopted = any(place is None for _, place in self.going.values())
-                free = time.monotonic() >= self.not_before
-                while self.waiting and self.places and free and not adopted:
+                while self.waiting and self.places and not adopted:
                     self._start(self.waiting.pop(0))
                 time.sleep(LOOK_SECONDS)
                 self._look()
@@ -376,18 +375,23 @@ class _Turns:
         self.ui.say(f"{member.number}: {member.words}: run {run.id}")
 
     def _look(self) -> None:
+        now = time.monotonic()
+        self.places += [place for until, place in self.resting if until <= now]
+        self.resting = [each for each in self.resting if each[0] > now]
         for number, (run, place) in list(self.going.items()):
             record = current(read_run_record(run))
             if record.state in GOING:
                 continue
             del self.going[number]
-            if place is not None:
+            busy = record.exit == Exit.HOSTS_BUSY
+            if place is not None and busy:
+                self.resting.append((now + BUSY_SECONDS, place))
+            elif place is not None:
                 self.places.append(place)
             self.ui.say(_line(self._member(number), record))
-            if record.exit == Exit.HOSTS_BUSY:
+            if busy:
                 again = next(m for m in results_of(self.record).members if m.number == number)
                 self.waiting.insert(0, again)
-                self.not_before = time.monotonic() + BUSY_SECONDS
                 self.ui.say(f"{number}: waits for the hosts, which are asked every minute")
 
     def _stop(self) -> None:

@@ -174,7 +174,8 @@ def split_of_job(job: Job, layout: Layout) -> RankSplit:
 def _update_flops(job: Job, layout: Layout) -> float:
     """Of the rank with most: matrices are shared out, none is cut."""
     flops = newton_schulz_flops(job.model, job.training)
-    return max(sum(flops) / layout.world, max(flops, default=0))
+    sharing = layout.shard * layout.tensor * layout.pipeline
+    return max(sum(flops) / sharing, max(flops, default=0))
 
 
 def estimate_step(job: Job, rules: Rules, vocab: int) -> StepEstimate | None:

@@ -267,7 +267,7 @@ class Muon:
     def __init__(self, matrices: Matrices, training: Training) -> None:
         self.model = matrices.model
         self.training = training
-        self.factor = rate_factor("matrix", matrices.model.width_factor, training)
+        self.factor = rate_factor(training, "matrix", matrices.model.width_factor)
         self.rounds = [Exchange(each) for each in _rounds(matrices)]
 
     def step(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.sgd import sgd
 
-from trainkit.jobs.optimizers import Role, kept_of, rate_factor, role_of
+from trainkit.jobs.optimizers import Role, kept_of, rate_factor, role_of, scalar_rate
 from trainkit.jobs.schema import Training
 from trainkit.ops.adamw import Rule, Weights
 from trainkit.ops.kernels import REFERENCE, Kernels
@@ -75,7 +75,7 @@ class Optimizer:
         training: optimizer, its constants and weight_decay.
         kernels: what AdamW is computed with.
         matrices: for an optimizer of whole matrices, those of this rank and its neighbours.
-        width: of the model, in widths of the one that rates were tuned on (muP).
+        width_factor: width of the model, in widths of the one that rates were tuned on (muP).
 
     `writes_copies`: its kernel writes the weights as the model computes with them in the same pass.
     """
@@ -86,7 +86,7 @@ class Optimizer:
         training: Training,
         kernels: Kernels = REFERENCE,
         matrices: Matrices | None = None,
-        width: float = 1.0,
+        width_factor: float = 1.0,
     ) -> None:
         self._parameters = parameters
         device = next(iter(parameters.values())).device
@@ -94,9 +94,9 @@ class Optimizer:
         self.steps = torch.zeros((), dtype=torch.int64, device=device)
         self._roles = {name: role_of(name, p.dim()) for name, p in parameters.items()}
         self._factors = {
-            role: rate_factor(role, width, training) for role in set(self._roles.values())
+            role: rate_factor(training, role, width_factor) for role in set(self._roles.values())
         }
-        self.adam_eps = training.adam_eps / width  # as gradients are
+        self.adam_eps = training.adam_eps / width_factor  # as gradients are
         self._state = {
             name: {
                 kept: torch.zeros_like(local_part(p))
@@ -232,8 +232,7 @@ def _muon(optimizer: Optimizer, held: list[_Held], now: _Now) -> None:
     }
     optimizer.muon.step(matrices, rate=now.rate, divisor=now.divisor, skip=now.skip)
     if rest := [h for h in held if h.role != "matrix"]:
-        own = 1.0 if t.muon_scalar_lr is None or not t.lr else t.muon_scalar_lr / t.lr
-        _adamw(optimizer, rest, now.scaled(own))
+        _adamw(optimizer, rest, now.scaled(scalar_rate(t)))
 
 
 class _UpdateRule(NamedTuple):
