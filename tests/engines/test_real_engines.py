@@ -14,9 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.conftest import Project, alive, wait_for
+from tests.engines.convert.real_logits import TOKENS_BS, real_logits
+from tests.engines.convert.support import layout as file_layout
 from tests.engines.real import RealEngine, environment_toml, parameters, write_job
+from tests.train.hf_support import equal
+from trainkit.jobs.schema import Model
 
 pytestmark = pytest.mark.slow
 
@@ -207,3 +212,30 @@ def test_a_run_that_its_engine_ends_early_has_failed(tmp_path: Path, real: RealE
     assert "training is not done" in said.stdout + said.stderr
     why: dict[str, Any] = project.document("why", "last", exit=0)
     assert why["root_cause"]["type"] == "EngineEndedEarly"
+
+
+@pytest.mark.parametrize("real", parameters("megatron-lm"))
+@torch.no_grad()
+def test_a_trained_qwen3_is_transformers_own(tmp_path: Path, real: RealEngine) -> None:
+    """Trained on two tensor-parallel ranks and converted to Hugging Face, where it computes what
+    the engine does."""
+    transformers = pytest.importorskip("transformers")
+    project = project_of(tmp_path, real)
+    shape = {"family": "qwen3", "kv_channels": 32, "num_query_groups": 2}
+    sets = [f"model.{key}={value}" for key, value in shape.items()]
+    sets += [TENSOR, "training.train_iters=4", "training.eval_iters=0"]
+    project.invoke("train", "tiny", *(word for each in sets for word in ("--set", each)))
+    (run,) = project.runs()
+    project.invoke("convert", run.name, "--to", "hf", "--out", "hf")
+    theirs: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
+    assert type(theirs).__name__ == "Qwen3ForCausalLM"
+    fixed: dict[str, Any] = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
+    model = Model(**fixed, **shape, seq_length=64)
+    cut = file_layout(tensor=2, divisor=128)
+    rows = theirs.config.vocab_size
+    (tmp_path / "scratch").mkdir()
+    found = real_logits(real, model, cut, run / "checkpoints", tmp_path / "scratch", rows)
+    logits = theirs(TOKENS_BS).logits
+    print(f"{real.tree.name}: {(found - logits).abs().max():.2e} of {logits.std():.2f}")
+    assert (theirs.model.layers[0].self_attn.q_norm.weight != 1).any()
+    equal(found, logits)

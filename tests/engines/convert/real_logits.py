@@ -22,7 +22,7 @@ TOKENS_BS = torch.randint(0, ROWS, (2, 16), generator=torch.Generator().manual_s
 HERE = Path(__file__).parent
 
 
-def megatron_words(model: Model, layout: FileLayout, folder: Path) -> list[str]:
+def megatron_words(model: Model, layout: FileLayout, folder: Path, rows: int) -> list[str]:
     """The options with which Megatron-LM has the model, as a person would write them."""
     family = model.architecture
     scaling = model.rope_scaling
@@ -39,7 +39,7 @@ def megatron_words(model: Model, layout: FileLayout, folder: Path) -> list[str]:
         "tensor-model-parallel-size": layout.tensor,
         "pipeline-model-parallel-size": layout.pipeline,
         "tokenizer-type": "NullTokenizer",
-        "vocab-size": ROWS - 1,  # it adds one
+        "vocab-size": rows - 1,  # it adds one
         "micro-batch-size": len(TOKENS_BS),
         "global-batch-size": len(TOKENS_BS),
         "train-iters": 1,
@@ -64,13 +64,17 @@ def megatron_words(model: Model, layout: FileLayout, folder: Path) -> list[str]:
     if not family.learned_positions:
         numbers["position-embedding-type"] = "rope"
         numbers["rotary-percent"] = model.rotary_fraction
-        numbers["rotary-base"] = int(model.rotary_base or 10000)
+        numbers["rotary-base"] = int(model.theta)
     if model.query_groups != model.num_attention_heads:
         flags.append("group-query-attention")
         numbers["num-query-groups"] = model.query_groups
-    if family.name == "llama":
+    if family.norm.kind == "rms-norm":
         flags += ["swiglu", "disable-bias-linear", "no-bias-swiglu-fusion"]
         numbers["normalization"] = "RMSNorm"
+    if family.qkv_bias:
+        flags.append("add-qkv-bias")
+    if family.query_key_norm == "head":
+        flags.append("qk-layernorm")
     if scaling is not None and scaling.type == "llama3":
         flags.append("use-rope-scaling")
         numbers["rope-scaling-factor"] = scaling.factor
@@ -121,7 +125,12 @@ def neox_config(model: Model, layout: FileLayout, folder: Path) -> dict[str, Any
 
 
 def real_logits(
-    engine: RealEngine, model: Model, layout: FileLayout, folder: Path, scratch: Path
+    engine: RealEngine,
+    model: Model,
+    layout: FileLayout,
+    folder: Path,
+    scratch: Path,
+    rows: int = ROWS,
 ) -> Tensor:
     """What the engine computes of `TOKENS_BS`, the padding of the vocabulary left out.
 
@@ -129,15 +138,16 @@ def real_logits(
         engine: a tree that runs here.
         model: the shape.
         layout: of the converted files, and of the ranks that load them.
-        folder: converted.
+        folder: converted, or of Megatron-LM's own checkpoints.
         scratch: for what is given to the engine and what it says.
+        rows: of the vocabulary; GPT-NeoX has `ROWS`.
     """
     tokens = scratch / "tokens.json"
     tokens.write_text(json.dumps(TOKENS_BS.tolist()))
     result = scratch / "logits.pt"
     if engine.engine == "megatron-lm":
         words = [str(HERE / "megatron_logits.py"), str(tokens), str(result)]
-        words += megatron_words(model, layout, folder)
+        words += megatron_words(model, layout, folder, rows)
     else:
         config = scratch / "config.yml"
         text = json.dumps(neox_config(model, layout, folder))
@@ -146,7 +156,7 @@ def real_logits(
         words = [str(HERE / "neox_logits.py"), str(tokens), str(result), str(config)]
     _run_ranks(engine, words, layout.tensor * max(1, layout.pipeline), scratch)
     found: Tensor = torch.load(result, weights_only=True)
-    return found[..., :ROWS]
+    return found[..., :rows]
 
 
 def _run_ranks(engine: RealEngine, words: list[str], ranks: int, scratch: Path) -> None:

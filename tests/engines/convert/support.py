@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.train.hf_support import CASES, COMMON, VOCAB, ours, save
+from tests.train.hf_support import CASES, COMMON, VOCAB, WIDE, ours, save
 from trainkit.engines.convert.formats import (
     ENGINE_FORMATS,
     Converted,
@@ -22,6 +22,7 @@ from trainkit.engines.convert.weights import EngineWeights
 from trainkit.jobs.schema import Model, RopeScaling
 from trainkit.train.huggingface.weights import CheckpointWeights, NamedWeights
 
+QWEN3: dict[str, Any] = {**WIDE, "family": "qwen3"}
 NOTHING = HuggingFaceExtras(shard_bytes=10**9, tokenizer=None, about={})
 MODELS = {name: model for name, (model, _) in CASES.items()} | {
     "gpt-neox-one-after-the-other": Model(
@@ -50,6 +51,11 @@ MODELS = {name: model for name, (model, _) in CASES.items()} | {
         rotary_base=500000.0,
         rope_scaling=RopeScaling(type="llama3", factor=8.0),
     ),
+    "qwen3": Model(**QWEN3),
+    "qwen3-one-matrix": Model(**QWEN3, untie_embeddings_and_output_weights=False),
+    "qwen2-one-matrix": CASES["qwen2"][0].model_copy(
+        update={"untie_embeddings_and_output_weights": False}
+    ),
 }
 EXPRESSIBLE = {
     "megatron-lm": (
@@ -59,6 +65,10 @@ EXPRESSIBLE = {
         "llama",
         "llama-tied",
         "llama-3",
+        "qwen2",
+        "qwen2-one-matrix",
+        "qwen3",
+        "qwen3-one-matrix",
     ),
     "gpt-neox": (
         "gpt",

@@ -54,7 +54,7 @@ def written(source: RunWeights, folder: Path, change: Change = lambda tensors: N
     return folder
 
 
-@pytest.mark.parametrize("case", ["gpt", "gpt-untied", "llama-3", "llama-tied"])
+@pytest.mark.parametrize("case", ["gpt", "gpt-untied", "llama-3", "llama-tied", "qwen2", "qwen3"])
 def test_read(case: str, tmp_path: Path) -> None:
     source = saved(MODELS[case], tmp_path / "ours")
     folder = written(source, tmp_path / "iter_0000003")

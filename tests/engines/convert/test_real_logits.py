@@ -38,6 +38,9 @@ MODELS = {
     "llama": Model(**LLAMA, rotary_base=500000.0),
     "llama-3": Model(**LLAMA, kv_channels=16, rope_scaling=RopeScaling(type="llama3", factor=8.0)),
     "llama-tied": Model(**LLAMA, untie_embeddings_and_output_weights=False),
+    "qwen2": Model(**{**LLAMA, "family": "qwen2"}),
+    "qwen3": Model(**{**LLAMA, "family": "qwen3"}, kv_channels=16),
+    "qwen3-tied": Model(**{**LLAMA, "family": "qwen3"}, untie_embeddings_and_output_weights=False),
     "gpt-neox": Model(**NEOX),
     "gpt-neox-tanh": Model(**NEOX, gelu="tanh", rotary_percent=0.5, rotary_base=500.0),
     "gpt-j-tied": Model(**NEOX, gpt_j_tied=True, rotary_percent=1.0),
@@ -50,6 +53,9 @@ MEGATRON: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"tensor": 2}),
     ("llama-3", {"pipeline": 2}),
     ("llama-tied", {"pipeline": 2}),
+    ("qwen2", {"tensor": 2}),
+    ("qwen3", {"tensor": 2}),
+    ("qwen3-tied", {"pipeline": 2}),
 ]
 NEOX_CUTS: list[tuple[str, dict[str, Any]]] = [
     ("gpt", {"pipeline": 0}),

@@ -49,6 +49,10 @@ LAYOUTS: list[tuple[str, str, dict[str, Any]]] = [
     ("megatron-lm", "llama-3", {"tensor": 2, "pipeline": 4}),
     ("megatron-lm", "llama-3", {"pipeline": 2, "names": "transformer_engine"}),
     ("megatron-lm", "llama-tied", {"pipeline": 2}),
+    ("megatron-lm", "qwen2", {"tensor": 2}),
+    ("megatron-lm", "qwen2-one-matrix", {"tensor": 2, "pipeline": 2}),
+    ("megatron-lm", "qwen3", {"tensor": 2, "names": "transformer_engine"}),
+    ("megatron-lm", "qwen3-one-matrix", {"tensor": 2, "pipeline": 2}),
     ("megatron-lm", "gpt", {"tensor": 3, "pipeline": 2, "names": "transformer_engine"}),
     ("gpt-neox", "gpt-neox", {"pipeline": 0}),
     ("gpt-neox", "gpt-neox", {"tensor": 3, "pipeline": 2}),
@@ -101,7 +105,15 @@ def test_zeros_keep_their_sign(tmp_path: Path) -> None:
     assert found.signbit().all()
 
 
-@pytest.mark.parametrize(("target", "case"), [("megatron-lm", "llama-3"), ("gpt-neox", "gpt-neox")])
+@pytest.mark.parametrize(
+    ("target", "case"),
+    [
+        ("megatron-lm", "llama-3"),
+        ("megatron-lm", "qwen2"),
+        ("megatron-lm", "qwen3-one-matrix"),
+        ("gpt-neox", "gpt-neox"),
+    ],
+)
 @torch.no_grad()
 def test_by_an_engine_to_transformers(target: str, case: str, tmp_path: Path) -> None:
     """Ours to the engine's, from there to Hugging Face: the logits are ours."""
@@ -216,6 +228,8 @@ class TestRefused:
                 "rope_scaling.original_max_position_embeddings is",
             ),
             ("megatron-lm", "llama-tied-linear", "rope_scaling.type is 'linear'"),
+            ("megatron-lm", "olmo2", "qk_norm = 'projection' is not converted"),
+            ("gpt-neox", "qwen3", "qk_norm = 'head' is not converted"),
             ("gpt-neox", "llama", "family 'llama'"),
         ],
     )
@@ -232,6 +246,7 @@ class TestRefused:
             ("gpt-neox", {"ffn_hidden_size": 39}, "even widths only"),
             ("megatron-lm", {"num_layers": 3}, "num_layers 3 does not divide"),
             ("megatron-lm", {"family": "llama", "rotary_base": 500.5}, "rotary_base is 500.5"),
+            ("megatron-lm", {"family": "llama", "qk_norm": "head"}, "qk_norm = 'head' is not"),
         ],
     )
     def test_shapes(self, target: str, change: dict[str, Any], said: str) -> None:

@@ -24,12 +24,14 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "no_rope_freq": (None,),
     "num_experts": (None, 0),
     "qk_l2_norm": (False,),
-    "qk_layernorm": (False,),
     "rotary_interleaved": (False,),
     "rotary_seq_len_interpolation_factor": (None,),
     "squared_relu": (False,),
     "window_size": (None,),
 }
+# What is converted beyond a block of GPT-2 or Llama (Model.traits), where it is the family's own:
+# other modules have no names in trainkit/train/huggingface/names.py.
+CONVERTED = {("qk_norm", "head"), ("add_qkv_bias", True)}
 
 
 def model_problems(model: Model) -> Iterator[str]:
@@ -40,7 +42,8 @@ def model_problems(model: Model) -> Iterator[str]:
             f" (family {model.family!r})"
         )
     for key, value in model.traits.items():
-        yield f"{key} = {value!r} is not converted (family {model.family!r})"
+        if (key, value) not in CONVERTED or key in model.departures:
+            yield f"{key} = {value!r} is not converted (family {model.family!r})"
     scaling = model.rope_scaling
     if scaling is not None and scaling.type == "yarn":
         yield "rope_scaling.type is 'yarn', which is not converted"
@@ -78,6 +81,7 @@ def _shape(model: Model) -> dict[str, object]:
         "position_embedding_type": "learned_absolute" if family.learned_positions else "rope",
         "normalization": {"layer-norm": "LayerNorm", "rms-norm": "RMSNorm"}[family.norm.kind],
         "norm_epsilon": model.layernorm_epsilon,
+        "qk_layernorm": model.query_key_norm == "head",
         "swiglu": model.mlp.gated,
         "untie_embeddings_and_output_weights": model.untied,
     }
@@ -110,7 +114,7 @@ def megatron_args(model: Model, layout: FileLayout, rows: int) -> dict[str, obje
         "max_position_embeddings": model.positions,
         "use_rotary_position_embeddings": not family.learned_positions,
         "add_bias_linear": family.bias,
-        "add_qkv_bias": False,
+        "add_qkv_bias": model.qkv_bias,
         "bias_gelu_fusion": model.gelu_form == "tanh",
         "hidden_dropout": model.hidden_dropout,
         "attention_dropout": model.attention_dropout,

@@ -56,6 +56,8 @@ GELU_NOTE = "it was trained with the {} form of GELU (bias_gelu_fusion)"
 MODULES = {
     "attention_norm": "input_layernorm",
     "attention.qkv": "self_attention.linear_qkv",
+    "attention.q_norm": "self_attention.q_layernorm",
+    "attention.k_norm": "self_attention.k_layernorm",
     "attention.out": "self_attention.linear_proj",
     "mlp_norm": "pre_mlp_layernorm",
     "mlp.up": "mlp.linear_fc1",
@@ -98,6 +100,8 @@ def plan(model: Model) -> list[EngineTensor]:
 
 def _modules(model: Model) -> dict[str, str]:
     unused = {"mlp.up", "mlp.gate_up"} - {f"mlp.{model.mlp.module}"}
+    if model.query_key_norm == "none":
+        unused |= {"attention.q_norm", "attention.k_norm"}
     return {ours: theirs for ours, theirs in MODULES.items() if ours not in unused}
 
 

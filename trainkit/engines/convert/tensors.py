@@ -67,7 +67,7 @@ def block_tensors(model: Model, theirs: dict[str, str], row_bias: Split) -> list
             weight, bias = splits[ours]
             by_group = ours == "attention.qkv"
             found.append(EngineTensor(f"{ours}.weight", f"{their}.weight", weight, by_group))
-            if family.bias:
+            if model.qkv_bias if by_group else family.bias:
                 found.append(EngineTensor(f"{ours}.bias", f"{their}.bias", bias, by_group))
         elif ours.endswith("norm"):
             found += [
