@@ -298,6 +298,7 @@ def test_a_qwen3_norms_its_heads(version: str) -> None:
     assert "--add-qkv-bias" not in words and "--squared-relu" not in words
     other = JOBS.resolve("qwen3-8b", [*sets, "model.activation=squared_relu"]).job
     assert argv_of(other, version)["--squared-relu"] == ()
+    assert argv_of(other, version)["--no-bias-gelu-fusion"] == ()
     whole = JOBS.resolve("olmo2-7b", sets).job
     assert any("qk_norm = 'projection'" in text for text in refusals(whole, version))
 

@@ -153,8 +153,9 @@ def _put_model(words: MegatronWords, model: Model) -> None:
             True,
             "model.untie_embeddings_and_output_weights",
         )
-    if model.gelu_form == "exact":
-        # with the fusion, GELU is its tanh approximation (core/fusions/fused_bias_gelu.py)
+    if model.mlp.module == "up" and model.gelu_form != "tanh":
+        # with the fusion, GELU is its tanh approximation (core/fusions/fused_bias_gelu.py), and
+        # squared ReLU a ValueError (core/transformer/transformer_config.py)
         words.put("no-bias-gelu-fusion", True, "model.gelu = 'exact'")
     epsilon = "norm-epsilon" if words.has("norm-epsilon") else "layernorm-epsilon"
     words.put_said_unless_default(
