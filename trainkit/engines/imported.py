@@ -10,11 +10,26 @@ from pathlib import Path
 
 from trainkit.base.errors import ConfigError
 from trainkit.base.toml_text import toml_table
+from trainkit.jobs.training import ramp_problem
 
 
 def job_name(text: str) -> str:
     """A name that a job can have."""
     return re.sub(r"[^a-z0-9_-]+", "-", text.lower()).strip("-_") or "imported"
+
+
+def refuse_ramp(key: str, ramp: object, batch: object) -> None:
+    """Raise ConfigError where a batch does not grow to the global one.
+
+    Args:
+        key: the engine's own for it.
+        ramp: start, increment and samples.
+        batch: the global one, where it is known.
+    """
+    if not (isinstance(ramp, list) and len(ramp) == 3 and all(type(n) is int for n in ramp)):
+        raise ConfigError(f"{key} {ramp!r}: start, increment and samples are needed here")
+    if isinstance(batch, int) and (problem := ramp_problem((ramp[0], ramp[1], ramp[2]), batch)):
+        raise ConfigError(f"{key} {ramp!r}: {problem}", hint="the engine would refuse it too")
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,15 @@ from pydantic import Field, model_validator
 from trainkit.jobs.table import Table, needs, wrong
 
 
+def ramp_problem(ramp: tuple[int, int, int], total: int) -> str | None:
+    """Why a batch cannot grow by (start, increment, samples) to the global batch; None: it can.
+    Megatron-LM asserts it (core/num_microbatches_calculator.py)."""
+    start, increment, samples = ramp
+    if min(start, increment) < 1 or samples < 0 or start > total or (total - start) % increment:
+        return f"{start} does not grow to global_batch_size {total} in steps of {increment}"
+    return None
+
+
 class Training(Table):
     """How long, how fast, how exact."""
 
@@ -223,19 +232,14 @@ class Training(Table):
         RampupBatchsizeNumMicroBatchesCalculator: what it asserts."""
         if self.rampup_batch_size is None:
             return
-        start, increment, samples = self.rampup_batch_size
         total = self.global_batch_size
         if total is None:
             raise needs(
                 "rampup_batch_size",
                 "rampup_batch_size needs global_batch_size, the batch it grows to",
             )
-        if min(start, increment) < 1 or samples < 0 or start > total or (total - start) % increment:
-            raise wrong(
-                "rampup_batch_size",
-                f"rampup_batch_size: {start} does not grow to global_batch_size {total} in steps of"
-                f" {increment}",
-            )
+        if problem := ramp_problem(self.rampup_batch_size, total):
+            raise wrong("rampup_batch_size", f"rampup_batch_size: {problem}")
 
     @property
     def decay_iters(self) -> int:

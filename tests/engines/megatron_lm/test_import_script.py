@@ -261,6 +261,19 @@ def test_what_is_counted_in_samples_is_counted_in_steps() -> None:
     assert (training["train_iters"], training["lr_warmup_iters"]) == (10, 2)
 
 
+@pytest.mark.parametrize(
+    ("ramp", "said"),
+    [
+        ("4 5 100", r"--rampup-batch-size \[4, 5, 100\]: 4 does not grow to global_batch_size 16"),
+        ("20 4 100", "20 does not grow to global_batch_size 16 in steps of 4"),
+        ("4 4", r"--rampup-batch-size \[4, 4\]: start, increment and samples are needed here"),
+    ],
+)
+def test_a_batch_that_does_not_grow_to_the_global_one_is_refused(ramp: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        imported(f"{COMMAND} --global-batch-size 16 --train-samples 160 --rampup-batch-size {ramp}")
+
+
 def test_samples_of_a_growing_batch_are_more_steps() -> None:
     """(2, 4, 8, 14 consumed while it grows, and 26 more by 6; megatron/training/training.py,
     update_train_iters.)"""

@@ -283,6 +283,8 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
         ("trainer.max_steps", -1, "it is 1 at least"),
         ("model.optim.lr", "fast", "a number is needed"),
         ("model.optim.betas", [0.9], "two numbers are needed"),
+        ("model.rampup_batch_size", [4, 5], "start, increment and samples are needed"),
+        ("model.rampup_batch_size", [7, 2, 99], "model.rampup_batch_size .*7 does not grow to"),
         ("model.sequence_parallel", "yes", "true or false is needed"),
         ("trainer.precision", "fp8", "trainkit has bf16, 16, 32"),
         ("model.activations_checkpoint_granularity", "some", "it is 'full', 'selective' or null"),

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from trainkit.base.errors import ConfigError
-from trainkit.engines.imported import ImportedJob
+from trainkit.engines.imported import ImportedJob, refuse_ramp
 from trainkit.engines.megatron_lm.words import SET_BY
 from trainkit.engines.options import Option, OptionTable
 from trainkit.engines.shell_words import find_command
@@ -300,7 +300,9 @@ def _training(options: _Options) -> dict[str, object]:
                 key = name.replace("-", "_")
                 training[key] = _real(name, training[key])
     if words := options.take("rampup-batch-size"):
-        training["rampup_batch_size"] = [_whole("rampup-batch-size", word) for word in words]
+        ramp = [_whole("rampup-batch-size", word) for word in words]
+        refuse_ramp("--rampup-batch-size", ramp, training.get("global_batch_size"))
+        training["rampup_batch_size"] = ramp
     _samples(options, training)
     if options.flag("checkpoint-activations"):
         training["recompute_granularity"] = "full"
@@ -340,7 +342,7 @@ def _samples(options: _Options, training: dict[str, object]) -> None:
 def _iterations(samples: int, batch: int, ramp: object) -> int:
     """As Megatron-LM counts them, a last batch that is not full left out
     (megatron/training/training.py, update_train_iters)."""
-    if not isinstance(ramp, list) or len(ramp) != 3 or (batch - ramp[0]) % ramp[1]:
+    if not isinstance(ramp, list):
         return samples // batch
     consumed = 0
     iterations = 0

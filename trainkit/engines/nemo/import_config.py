@@ -21,7 +21,7 @@ from trainkit.engines.hydra_config import (
     read_config,
     words_of,
 )
-from trainkit.engines.imported import ImportedJob, job_name
+from trainkit.engines.imported import ImportedJob, job_name, refuse_ramp
 from trainkit.engines.nemo.config import FILENAME, SET_BY
 from trainkit.engines.nemo.generations import ENGINE, GENERATIONS, NUMA, NemoGeneration
 from trainkit.engines.nemo_values import (
@@ -199,6 +199,9 @@ def _job(values: NemoValues, generation: NemoGeneration, name: str) -> ImportedJ
         "global_batch_size": values.count("model.global_batch_size"),
         **_precision(values),
     }
+    if "rampup_batch_size" in training:
+        batch = training["global_batch_size"]
+        refuse_ramp("model.rampup_batch_size", training["rampup_batch_size"], batch)
     saves = bool(values.peek("exp_manager.create_checkpoint_callback"))
     if saves and "eval_interval" in training:
         training.setdefault("save_interval", training["eval_interval"])
