@@ -45,9 +45,9 @@ FINE: dict[str, Any] = {
 
 
 def session(tmp_path: Path, count: int, **more: Any) -> Session:
-    cluster = Cluster.model_validate(
-        {"name": "c", "launcher": "ssh", "device": built_in_device("h100-sxm-80gb"), **more}
-    )
+    values = {"name": "c", "root": str(tmp_path), "launcher": "ssh"}
+    device = built_in_device("h100-sxm-80gb")
+    cluster = Cluster.model_validate({**values, "device": device, **more})
     hosts = [Host(f"n{i}", slots=tuple(range(8))) for i in range(count)]
     return Session(
         tmp_path / "s", "doctor", 0, hosts, cluster, tmp_path / "code" / "abc", tmp_path, {}
@@ -82,6 +82,16 @@ def found(session: Session, *changes: dict[str, Any] | str) -> list[tuple[str, s
 
 def test_hosts_that_are_well_have_no_finding(tmp_path: Path) -> None:
     assert found(session(tmp_path, 3), {}, {}, {}) == []
+
+
+@pytest.mark.parametrize(("mode", "open_"), [(0o777, True), (0o1777, False), (0o775, False)])
+def test_a_root_that_everybody_may_write(tmp_path: Path, mode: int, open_: bool) -> None:
+    tmp_path.chmod(mode)
+    here = session(tmp_path, 2)
+    findings = find_host_problems([], here.hosts, here)
+    assert [(f.host, f.what, f.wrong, f.advice) for f in findings] == [
+        ("n0", "root", False, f"`chmod o-w {tmp_path}`")
+    ] * open_
 
 
 VERSIONS = FINE["versions"]

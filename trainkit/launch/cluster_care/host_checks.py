@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
+import stat
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import get_args
@@ -95,7 +96,7 @@ def find_host_problems(
     """
     joined = [answer for answer in answers if isinstance(answer, JoinedAgent)]
     others = list(other_versions(joined, COMPARED))
-    found: list[Finding] = []
+    found = list(_open_root(hosts[0], session.cluster))
     for answer in answers:
         if isinstance(answer, MissingAgent):
             found.append(Finding(answer.host, "reach", answer.why, _advice(answer.why)))
@@ -193,6 +194,21 @@ def _proof_of_end(agent: JoinedAgent, session: Session) -> Iterator[Finding]:
             " keeper are killed at once, only marks are left to look for",
             "run as root, let systemd delegate (`systemd-run --user --scope -p Delegate=yes`), or"
             " mount cgroup2 writable; runs go well without",
+            wrong=False,
+        )
+
+
+def _open_root(host: Host, cluster: Cluster) -> Iterator[Finding]:
+    """Whether others can put files in place of those that hosts run. It is one folder on all
+    hosts, looked at from here."""
+    root = cluster.root_folder.absolute()
+    mode = root.stat().st_mode
+    if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+        yield Finding(
+            host.name,
+            "root",
+            f"every user may write into {root}: they could change what runs as you",
+            f"`chmod o-w {root}`",
             wrong=False,
         )
 
