@@ -221,7 +221,7 @@ def test_a_trained_qwen3_is_transformers_own(tmp_path: Path, real: RealEngine) -
     the engine does."""
     transformers = pytest.importorskip("transformers")
     project = project_of(tmp_path, real)
-    shape = {"family": "qwen3", "kv_channels": 32, "num_query_groups": 2}
+    shape: dict[str, Any] = {"family": "qwen3", "kv_channels": 32, "num_query_groups": 2}
     sets = [f"model.{key}={value}" for key, value in shape.items()]
     sets += [TENSOR, "training.train_iters=4", "training.eval_iters=0"]
     project.invoke("train", "tiny", *(word for each in sets for word in ("--set", each)))
