@@ -142,6 +142,24 @@ def _join(
 
 
 @triton.jit
+def _turned_back(dy, half, there, cos, sin, inside, like, WIDE: tl.constexpr):
+    """Both halves of a gradient, rounded as it is between the two operations."""
+    c = tl.load(cos, mask=inside, other=0).to(WIDE)
+    s = tl.load(sin, mask=inside, other=0).to(WIDE)
+    a = tl.load(dy, mask=there, other=0).to(WIDE)
+    b = tl.load(dy + half, mask=there, other=0).to(WIDE)
+    low = (a * c + b * s).to(like.dtype.element_ty).to(WIDE)
+    high = (b * c - a * s).to(like.dtype.element_ty).to(WIDE)
+    return low, high
+
+
+@triton.jit
+def _store_sum(dw, there, to, inside):
+    """Of a weight's gradient, over the heads that there are."""
+    tl.store(to, tl.sum(tl.where(there, dw, 0), axis=0, keep_dims=True), mask=inside)
+
+
+@triton.jit
 def _unnorm(
     dy, x, weight, dx, part, cos, sin, places, tokens, dy_stride, stride, table_sample,
     first, heads, eps, WIDE: tl.constexpr, SIZE: tl.constexpr, TURNING: tl.constexpr,
@@ -163,7 +181,7 @@ def _unnorm(
     # the weight, if it were kept in registers from token to token, would leave too few
     for number in tl.range(tl.program_id(0), places, tl.num_programs(0), disable_licm=True):
         place = tl.full((), number, tl.int64)
-        table = place // tokens * table_sample + place % tokens * TURNING
+        table = place // tokens * table_sample + place % tokens * TURNING + channel
         from_dy = dy + place * dy_stride
         from_x = x + place * stride
         to = dx + place * stride
@@ -176,13 +194,9 @@ def _unnorm(
         scale = 1 / tl.sqrt(squares / SIZE + eps)
         n_low *= scale
         n_high *= scale
-        c = tl.load(cos + table + channel, mask=channel < half, other=0).to(WIDE)
-        s = tl.load(sin + table + channel, mask=channel < half, other=0).to(WIDE)
-        a = tl.load(from_dy + own, mask=there, other=0).to(WIDE)
-        b = tl.load(from_dy + own + half, mask=there, other=0).to(WIDE)
-        # rounded as it is between the two operations
-        g_low = (a * c + b * s).to(dx.dtype.element_ty).to(WIDE)
-        g_high = (b * c - a * s).to(dx.dtype.element_ty).to(WIDE)
+        g_low, g_high = _turned_back(
+            from_dy + own, half, there, cos + table, sin + table, channel < half, dx, WIDE,
+        )  # fmt: skip
         dw_low += g_low * n_low
         dw_high += g_high * n_high
         g_low *= tl.load(weight + channel, mask=channel < half, other=0).to(WIDE)
@@ -202,13 +216,10 @@ def _unnorm(
         if STILL > 0:
             rest = (g_still - n_still * dot) * scale
             tl.store(to + other_own, rest.to(dx.dtype.element_ty), mask=other_there)
-    low = tl.sum(tl.where(head < heads, dw_low, 0), axis=0, keep_dims=True)
-    high = tl.sum(tl.where(head < heads, dw_high, 0), axis=0, keep_dims=True)
-    tl.store(part + channel, low, mask=channel < half)
-    tl.store(part + half + channel, high, mask=channel < half)
+    _store_sum(dw_low, head < heads, part + channel, channel < half)
+    _store_sum(dw_high, head < heads, part + half + channel, channel < half)
     if STILL > 0:
-        rest = tl.sum(tl.where(head < heads, dw_still, 0), axis=0, keep_dims=True)
-        tl.store(part + other, rest, mask=other < SIZE)
+        _store_sum(dw_still, head < heads, part + other, other < SIZE)
 
 
 @triton.jit

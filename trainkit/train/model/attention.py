@@ -119,23 +119,16 @@ def attend(
     # what no query sees, as after long texts
     first = max(0, tokens - queries - window + 1) if window else 0
     k_BGTD, v_BGTD = k_BGTD[:, :, first:], v_BGTD[:, :, first:]
-    if queries in (1, tokens):
-        return F.scaled_dot_product_attention(
-            q_BASD,
-            k_BGTD,
-            v_BGTD,
-            dropout_p=dropout,
-            is_causal=queries == tokens,
-            scale=scale,
-            enable_gqa=gqa,
-        )
-    seen_ST = visible(tokens - queries, tokens, first, tokens, window, q_BASD.device)
+    seen_ST = None
+    if queries not in (1, tokens):
+        seen_ST = visible(tokens - queries, tokens, first, tokens, window, q_BASD.device)
     return F.scaled_dot_product_attention(
         q_BASD,
         k_BGTD,
         v_BGTD,
         attn_mask=seen_ST,
         dropout_p=dropout,
+        is_causal=queries == tokens,
         scale=scale,
         enable_gqa=gqa,
     )
