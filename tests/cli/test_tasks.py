@@ -22,6 +22,7 @@ TASK_NAMES = [
     "clean",
     "compare",
     "convert",
+    "coord-check",
     "data-stats",
     "data-verify",
     "docs",
