@@ -21,14 +21,16 @@ Contenders, all with fp32 master weights and moments unless their name says othe
   guard and logging's numbers are in its time,
                      the peers get their tokens for nothing. bf16: parameters are cast once a
                      step, products and residual stream are bf16.
-  transformers       GPT2LMHeadModel or LlamaForCausalLM, SDPA attention, loss as the model
+  transformers       GPT2LMHeadModel, LlamaForCausalLM or Qwen3ForCausalLM, SDPA attention, loss
+  as the model
   computes it, clip_grad_norm_, AdamW(fused=True).
                      bf16: torch.autocast.
   litgpt             its GPT with the loss of its pretraining (chunked_cross_entropy), the same
   loop. It has no learned positions: for the GPT-2
                      shapes a GPT of equal width and depth with 25 % rotary positions and a tied
                      head, as its Pythia but for the parallel residual; its vocabulary is padded
-                     to a multiple of 128. For the Llama shape its own Llama. bf16:
+                     to a multiple of 128. For the Llama and Qwen3 shapes its own.
+                     bf16:
                      torch.autocast, what its pretraining does.
   ... bf16 weights   the same loop over a model cast to bf16: weights, gradients and moments lose
   their fp32, so it is shown, not compared with.
@@ -113,6 +115,29 @@ DEMO_LLAMA = {
     "num_query_groups": 2,
     "ffn_hidden_size": 704,
 }
+# the vocabulary is what litgpt would pad it to: all contenders have as many parameters
+QWEN3 = {
+    "family": "qwen3",
+    "num_layers": 12,
+    "hidden_size": 768,
+    "num_attention_heads": 12,
+    "num_query_groups": 4,
+    "kv_channels": 64,
+    "ffn_hidden_size": 2432,
+    "seq_length": 1024,
+    "vocab_size": 50304,
+    "untie_embeddings_and_output_weights": False,
+}
+DEMO_QWEN3 = {
+    **QWEN3,
+    "num_layers": 4,
+    "hidden_size": 256,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "ffn_hidden_size": 704,
+    "seq_length": 256,
+    "vocab_size": 4096,
+}
 LLAMA = {
     "family": "llama",
     "num_layers": 32,
@@ -126,6 +151,8 @@ CASES: dict[str, dict[str, Case]] = {
         "demo": Case(DEMO, 4, 4, 15),
         "demo-llama": Case(DEMO_LLAMA, 4, 4, 15),
         "gpt2-124m": Case(GPT2, 1, 1, 7),
+        "demo-qwen3": Case(DEMO_QWEN3, 4, 4, 15),
+        "qwen3-124m": Case(QWEN3, 1, 1, 7),
     },
     "cuda": {
         "gpt2-124m": Case(GPT2, 32, 4, 20),

@@ -45,6 +45,7 @@ class Case:
 
 
 WARMUP = 2  # steps before the first that counts
+GATED = ("llama", "qwen3")  # families of gated MLPs and RMSNorm
 BETAS, EPSILON, DECAY, RATE = (0.9, 0.95), 1e-8, 0.1, 1e-4
 
 
@@ -216,7 +217,11 @@ class PlainLoop:
 
 
 def _hf_llama(hf: Any, m: dict[str, Any]) -> Any:
-    return hf.LlamaConfig(
+    """LlamaForCausalLM, or Qwen3ForCausalLM with its own theta and heads of a size apart."""
+    qwen3 = m["family"] == "qwen3"
+    more = {"head_dim": m["kv_channels"], "rope_theta": 1e6} if qwen3 else {}
+    kind = "Qwen3" if qwen3 else "Llama"
+    config = getattr(hf, f"{kind}Config")(
         vocab_size=m["vocab_size"],
         hidden_size=m["hidden_size"],
         intermediate_size=m["ffn_hidden_size"],
@@ -226,11 +231,14 @@ def _hf_llama(hf: Any, m: dict[str, Any]) -> Any:
         max_position_embeddings=m["seq_length"],
         attn_implementation="sdpa",
         use_cache=False,
+        tie_word_embeddings=qwen3,
+        **more,
     )
+    return getattr(hf, f"{kind}ForCausalLM")(config)
 
 
 def transformers_loop(case: Case, precision: str, device: str, *, pure: bool) -> PlainLoop:
-    """GPT2LMHeadModel or LlamaForCausalLM with its own loss: of the tokens it is given, each but
+    """GPT2LMHeadModel or one of `_hf_llama` with its own loss: of the tokens it is given, each but
     the last against the next."""
     import torch
 
@@ -250,8 +258,8 @@ def transformers_loop(case: Case, precision: str, device: str, *, pure: bool) ->
         "eos_token_id": None,
         "use_cache": False,
     }
-    if m["family"] == "llama":
-        model = hf.LlamaForCausalLM(_hf_llama(hf, m))
+    if m["family"] in GATED:
+        model = _hf_llama(hf, m)
     else:
         config = hf.GPT2Config(
             vocab_size=m["vocab_size"], attn_implementation="sdpa", **shape, **plain
@@ -283,8 +291,7 @@ def litgpt_loop(case: Case, precision: str, device: str, *, pure: bool) -> Plain
         "n_head": m["num_attention_heads"],
         "block_size": m["seq_length"],
     }
-    llama = m["family"] == "llama"
-    if llama:
+    if m["family"] in GATED:
         like = {
             "parallel_residual": False,
             "rotary_percentage": 1.0,
@@ -294,13 +301,15 @@ def litgpt_loop(case: Case, precision: str, device: str, *, pure: bool) -> Plain
             "intermediate_size": m["ffn_hidden_size"],
             "n_query_groups": m["num_query_groups"],
         }
+        if m["family"] == "qwen3":
+            like |= {"norm_qk": True, "head_size": m["kv_channels"], "rope_base": 1000000}
     else:
         like = {"parallel_residual": False, "rotary_percentage": 0.25, "gelu_approximate": "tanh"}
     vocab = {"vocab_size": m["vocab_size"], "padded_vocab_size": -(-m["vocab_size"] // 128) * 128}
     with torch.device(device):
         model = gpt.GPT(config.Config(name="bench", **vocab, **shape, **like)).train()
     model.apply(model._init_weights)
-    if not llama:
+    if m["family"] != "llama":  # tied
         model.transformer.wte.weight = model.lm_head.weight
     model.to(torch.bfloat16 if pure else torch.float32)
     forward: Any = torch.compile(model) if device == "cuda" else model
@@ -357,7 +366,7 @@ class Products:
             (model.num_attention_heads + 2 * model.query_groups) * model.head_size,
             model.num_attention_heads * model.head_size,
         )
-        up = 2 * f if model.family == "llama" else f
+        up = model.mlp.projections * f
         layers = model.num_layers
         # (in, out, how often)
         self.layers = [
