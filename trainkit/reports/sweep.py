@@ -248,25 +248,36 @@ def _by_key(results: SweepResults) -> Iterator[Chart]:
         kind = "validation_loss"
     title = kind.replace("_", " ")
     for key in results.keys:
-        lines: dict[str, list[tuple[float, float | None]]] = {}
-        for point in results.points():
-            x = as_number(point.values.get(key))
-            if x is not None:
-                others = [name for name in results.keys if name not in (key, SEED)]
-                words = " ".join(f"{n.rpartition('.')[2]}={point.values.get(n)}" for n in others)
-                lines.setdefault(words or title, []).append((x, point.mean[kind]))
-        xs = [x for line in lines.values() for x, _ in line]
-        if not any(y is not None for line in lines.values() for _, y in line):
+        lines = _lines(results, key, kind)
+        points = [point for line in lines.values() for point in line]
+        if all(y is None for _, y in points):
             continue
-        name = key
-        if min(xs) > 0 and max(xs) >= 8 * min(xs):
-            name = f"log2 of {key}"
-            lines = {w: [(math.log2(x), y) for x, y in line] for w, line in lines.items()}
-        scattered = len(lines) == len(xs) > 1
+        xs = [x for x, _ in points]
+        log2 = min(xs) > 0 and max(xs) >= 8 * min(xs)
+        scattered = len(lines) == len(points) > 1
         if scattered:
-            lines = {title: [point for line in lines.values() for point in line]}
+            lines = {title: points}
         series = [
-            Series(words, sorted(line, key=lambda point: point[0]), colour, dots=scattered)
+            Series(
+                words or title,
+                [(math.log2(x) if log2 else x, y) for x, y in sorted(line, key=lambda p: p[0])],
+                colour,
+                dots=scattered,
+            )
             for colour, (words, line) in enumerate(lines.items())
         ]
-        yield Chart(f"Last {title} over {key}", name, series)
+        yield Chart(f"Last {title} over {key}", f"log2 of {key}" if log2 else key, series)
+
+
+def _lines(
+    results: SweepResults, key: str, kind: Key
+) -> dict[str, list[tuple[float, float | None]]]:
+    """(number of `key`, loss) of all points, by the words of their other keys."""
+    others = [name for name in results.keys if name not in (key, SEED)]
+    lines: dict[str, list[tuple[float, float | None]]] = {}
+    for point in results.points():
+        x = as_number(point.values.get(key))
+        if x is not None:
+            words = " ".join(f"{n.rpartition('.')[2]}={point.values.get(n)}" for n in others)
+            lines.setdefault(words, []).append((x, point.mean[kind]))
+    return lines
