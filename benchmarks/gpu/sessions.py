@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 DeviceType = Literal["cpu", "cuda"]
 Size = Literal["small", "full"]
-Family = Literal["gpt", "gpt-neox", "llama"]
+Family = Literal["gpt", "gpt-neox", "llama", "qwen3", "olmo2", "gemma3"]
 FAMILIES: tuple[Family, ...] = get_args(Family)
 MANY = 10**6  # steps: a run that the part ends itself
 
@@ -38,8 +38,10 @@ def small_model(family: Family, size: Size = "small", *, vocab: int = 512) -> Mo
     if size == "full":
         wide = {"num_layers": 4, "hidden_size": 512, "num_attention_heads": 8}
         length = 256
-    if family == "llama":
+    if family in ("llama", "qwen3", "gemma3"):
         wide["num_query_groups"] = 2
+    if family == "gemma3":
+        wide.update(sliding_window=length // 4, sliding_window_pattern=2)
     return Model(name=f"small-{family}", family=family, seq_length=length, vocab_size=vocab, **wide)
 
 
