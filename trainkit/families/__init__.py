@@ -9,11 +9,17 @@ from trainkit.families.gpt import GPT
 from trainkit.families.gpt_neox import GPT_NEOX
 from trainkit.families.llama import LLAMA
 from trainkit.families.mistral import MISTRAL
+from trainkit.families.mixtral import MIXTRAL
 from trainkit.families.olmo import OLMO2, OLMO3
+from trainkit.families.olmoe import OLMOE
 from trainkit.families.qwen2 import QWEN2
 from trainkit.families.qwen3 import QWEN3
+from trainkit.families.qwen3_moe import QWEN3_MOE
 
 FAMILIES: dict[str, Family] = {
     family.name: family
-    for family in (GPT, GPT_NEOX, LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2, OLMO3, GEMMA3)
+    for family in (
+        *(GPT, GPT_NEOX, LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2, OLMO3, GEMMA3),
+        *(MIXTRAL, OLMOE, QWEN3_MOE),
+    )
 }

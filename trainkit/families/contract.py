@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 
@@ -71,6 +71,35 @@ FEEDFORWARDS: dict[Activation, Feedforward] = {
     "swiglu": Feedforward("gate_up", 2, saved_widths=4, saved_widths_fused=3),
     "geglu": Feedforward("gate_up", 2, saved_widths=4, saved_widths_fused=3, gelu=True),
 }
+
+# Of a router's products: weights are their softmax, or the sigmoid of each (DeepSeek-V3).
+Score = Literal["softmax", "sigmoid"]
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How a token finds its experts, with the family's defaults.
+
+    Args:
+        score: what is made of the router's products.
+        pre_softmax: softmax over all experts; else over the chosen alone.
+        normalized: weights of a token's experts sum to 1.
+        expert_bias: a bias that only chooses, moved against uneven loads.
+        wide: products are in fp32, whatever the activations are in.
+        experts, chosen, scale, groups, kept_groups: as the job says; 0 groups: none.
+    """
+
+    score: Score = "softmax"
+    pre_softmax: bool = True
+    normalized: bool = True
+    expert_bias: bool = False
+    wide: bool = False
+    experts: int = 0
+    chosen: int = 0
+    scale: float = 1.0
+    groups: int = 0
+    kept_groups: int = 0
+
 
 # Before a sublayer; after it, before its result is added (OLMo 2, arXiv:2501.00656); both.
 NormPlacement = Literal["before", "after", "both"]
@@ -161,6 +190,8 @@ class HuggingFace:
         conv1d: projections are stored (in, out).
         by_head: q, k and v of one head lie together.
         windows: keys of windows; None: every layer sees all.
+        experts: our matrices of all experts of a block, and theirs of expert N; what comes second
+            is stored (in, out) by us.
     """
 
     model_type: str
@@ -176,6 +207,7 @@ class HuggingFace:
     conv1d: bool = False
     by_head: bool = False
     windows: WindowKeys | None = None
+    experts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -206,6 +238,7 @@ class Family:
         sliding_rotary_base: theta in layers with a window; None: that of the others.
         stretches_windows: rope_scaling is for layers with a window, too.
         embedding_scale: what embeddings are multiplied with, of the hidden size; None: nothing.
+        routing: how tokens find experts; None: the family has none.
     """
 
     name: str
@@ -228,3 +261,4 @@ class Family:
     sliding_rotary_base: float | None = None
     stretches_windows: bool = True
     embedding_scale: Callable[[int], float] | None = None
+    routing: Routing | None = None

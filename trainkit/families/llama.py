@@ -78,6 +78,8 @@ def shape_keys(
 ROTARY_SETTINGS = frozenset(
     {"num_query_groups", "rotary_base", "rope_scaling", "sliding_rotary_base"}
 )
+# what families with experts can say besides
+EXPERT_SETTINGS = frozenset({"moe"})
 
 
 LLAMA = Family(

@@ -14,7 +14,9 @@ from trainkit.families.contract import (
     Feedforward,
     NormPlacement,
     QueryKeyNorm,
+    Routing,
 )
+from trainkit.jobs.experts import Experts, check_routing, routing_of
 from trainkit.jobs.rope_scaling import RopeScaling
 from trainkit.jobs.table import NAME, Table, needs, wrong
 
@@ -25,6 +27,10 @@ def varlen_fits(head_size: int) -> bool:
     return head_size % 8 == 0 and head_size <= 256
 
 
+FamilyName = Literal[
+    "gpt", "gpt-neox", "llama", "mistral", "qwen2", "qwen3", "olmo2", "olmo3", "gemma3",
+    "mixtral", "olmoe", "qwen3-moe",
+]  # fmt: skip
 InitMethod = Literal["normal", "scaled", "small_init", "wang_init"]
 
 
@@ -33,9 +39,7 @@ class Model(Table):
     below give."""
 
     name: str = Field("", pattern=NAME, description="the table's name, filled in")
-    family: Literal[
-        "gpt", "gpt-neox", "llama", "mistral", "qwen2", "qwen3", "olmo2", "olmo3", "gemma3"
-    ] = Field(
+    family: FamilyName = Field(
         "gpt", description="gives the usual value of what is left out; docs/models.md compares them"
     )
     num_layers: int = Field(ge=1, le=10_000, description="transformer blocks")
@@ -156,6 +160,7 @@ class Model(Table):
             "form of GELU; by default exact for gpt-neox (20B was trained with tanh), else tanh"
         ),
     )
+    moe: Experts | None = Field(None, description="experts in place of MLPs (qwen3-moe, ...)")
     attention_dropout: float = Field(0.0, ge=0, lt=1, description="dropout of attention weights")
     hidden_dropout: float = Field(
         0.0,
@@ -223,6 +228,7 @@ class Model(Table):
                     key, f"{key} is for family {' and '.join(families)}, not {self.family!r}"
                 )
         self._refuse_alone()
+        check_routing(self)
         if self.gpt_j_tied and not self.parallel_residual:
             raise wrong(
                 "gpt_j_tied",
@@ -326,6 +332,15 @@ class Model(Table):
         return FEEDFORWARDS[self.activation or self.architecture.activation]
 
     @property
+    def routing(self) -> Routing:
+        """How tokens find experts in layers that have them."""
+        return routing_of(self)
+
+    def sparse(self, layer: int) -> bool:
+        """Whether a layer, counted from 0, has experts."""
+        return self.moe is not None and layer >= self.moe.first_dense_layers
+
+    @property
     def gelu_form(self) -> Literal["tanh", "exact"] | None:
         """Form of GELU; None where the MLP has another activation."""
         return self.gelu or self.architecture.gelu if self.mlp.gelu else None
@@ -349,6 +364,7 @@ class Model(Table):
             "query_pre_attn_scalar": self.query_scalar,
             "activation": self.activation or self.architecture.activation,
             "norm_offset": self.architecture.norm.offset,
+            "moe": self.moe is not None,
         }
         plain: dict[str, object] = {
             "qk_norm": "none",
@@ -359,6 +375,7 @@ class Model(Table):
             "query_pre_attn_scalar": self.head_size,
             "activation": "swiglu" if self.mlp.gated else "gelu",
             "norm_offset": 0.0,
+            "moe": False,
         }
         return {key: value for key, value in found.items() if value != plain[key]}
 
@@ -366,6 +383,7 @@ class Model(Table):
     def departures(self) -> dict[str, object]:
         """Traits, and an activation, that are not its family's."""
         keys = {*self.traits, "activation", "mup_base_kv_channels"} & set(type(self).model_fields)
+        keys.discard("moe")
         own = dict.fromkeys(keys)
         usual = self.model_copy(update=own)
         found = {key: value for key, value in self.traits.items() if usual.traits.get(key) != value}

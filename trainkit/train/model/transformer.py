@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import assert_never
 
 import torch
@@ -23,6 +24,7 @@ from trainkit.jobs.schema import Model, RopeScaling
 from trainkit.ops.kernels import REFERENCE, Kernels
 from trainkit.ops.rotary import Parts, rotate, split
 from trainkit.train.model.attention import DocumentBounds, KeyValueCache, attend
+from trainkit.train.model.experts import MixtureOfExperts
 from trainkit.train.model.head_loss import Labels, Losses, read_out
 
 
@@ -100,12 +102,14 @@ def tables(
 @dataclass(frozen=True)
 class Context:
     """What every block gets besides the residual stream: tables of rotary positions for layers
-    without a window and with one, and what attention is kept within."""
+    without a window and with one, what attention is kept within, and for experts the factor of a
+    loss summed over tokens in the objective."""
 
     rotary: tuple[Tensor, Tensor] | None = None
     sliding_rotary: tuple[Tensor, Tensor] | None = None
     documents: DocumentBounds | None = None
     caches: Sequence[KeyValueCache] | None = None
+    objective: Tensor | float | None = None
 
 
 class HeadNorm(nn.Module):
@@ -257,14 +261,14 @@ class GatedMLP(nn.Module):
     """SwiGLU or GeGLU (Shazeer 2020, arXiv:2002.05202): rows of `gate_up` are all gates, then all
     values."""
 
-    def __init__(self, model: Model, kernels: Kernels) -> None:
+    def __init__(self, model: Model, kernels: Kernels, width: int) -> None:
         super().__init__()
         self.swiglu = kernels.swiglu
         self.geglu = kernels.geglu if model.mlp.gelu else None
         self.approximate = approximation(model)
         bias = model.architecture.bias
-        self.gate_up = nn.Linear(model.hidden_size, 2 * model.ffn_width, bias=bias)
-        self.down = nn.Linear(model.ffn_width, model.hidden_size, bias=bias)
+        self.gate_up = nn.Linear(model.hidden_size, 2 * width, bias=bias)
+        self.down = nn.Linear(width, model.hidden_size, bias=bias)
 
     def forward(self, x_BSH: Tensor) -> Tensor:
         x_BSF = self.gate_up(x_BSH)
@@ -330,7 +334,14 @@ class Block(nn.Module):
         self.attention = Attention(model, number, kernels)
         self.post_attention_norm = norm("post_attention_norm")
         self.mlp_norm = norm("mlp_norm")
-        self.mlp = GatedMLP(model, kernels) if model.mlp.gated else MLP(model, kernels)
+        self.mlp: nn.Module
+        self.sparse = model.sparse(number)
+        if self.sparse:
+            self.mlp = MixtureOfExperts(model, kernels, partial(GatedMLP, model, kernels))
+        elif model.mlp.gated:
+            self.mlp = GatedMLP(model, kernels, model.ffn_width)
+        else:
+            self.mlp = MLP(model, kernels)
         self.post_mlp_norm = norm("post_mlp_norm")
 
     def forward(self, x_BSH: Tensor, context: Context) -> Tensor:
@@ -346,7 +357,8 @@ class Block(nn.Module):
             normed_BSH = x_BSH = x_BSH + a_BSH
         else:
             normed_BSH, x_BSH = self.mlp_norm(x_BSH, a_BSH)
-        m_BSH = F.dropout(self.mlp(normed_BSH), self.dropout, self.training)
+        m_BSH: Tensor = self.mlp(normed_BSH, *((context.objective,) if self.sparse else ()))
+        m_BSH = F.dropout(m_BSH, self.dropout, self.training)
         if self.post_mlp_norm is not None:
             m_BSH = self.post_mlp_norm(m_BSH)
         return x_BSH + m_BSH
@@ -400,7 +412,13 @@ class Transformer(nn.Module):
         if positions_BS is None:
             start = caches[0].length if caches else 0
             positions_BS = torch.arange(start, start + tokens_BS.shape[1], device=tokens_BS.device)
-        x_BSH = self.transform(self.embed(tokens_BS, positions_BS), positions_BS, documents, caches)
+        x_BSH = self.transform(
+            self.embed(tokens_BS, positions_BS),
+            positions_BS,
+            documents,
+            caches,
+            objective=None if labels is None else labels.scale,
+        )
         return self.finish(x_BSH, labels)
 
     def embed(self, tokens_BS: Tensor, positions_BS: Tensor) -> Tensor:
@@ -419,10 +437,13 @@ class Transformer(nn.Module):
         positions_BS: Tensor,
         documents: DocumentBounds | None = None,
         caches: Sequence[KeyValueCache] | None = None,
+        objective: Tensor | float | None = None,
     ) -> Tensor:
-        """The blocks."""
+        """The blocks. `objective`: what a loss summed over tokens is multiplied with in the
+        objective, for experts; None: there is none."""
         rotary, sliding = self._rotary(positions_BS, x_BSH.dtype)
-        context = Context(rotary, sliding, documents, caches)
+        objective = objective if self.shape.moe else None
+        context = Context(rotary, sliding, documents, caches, objective)
         for block in self.layers.values():
             x_BSH = block(x_BSH, context)
         return x_BSH

@@ -110,7 +110,7 @@ class ModelChunk(Transformer):
             positions_BS = torch.arange(batch.tokens_BS.shape[1], device=batch.tokens_BS.device)
         if self.first:
             x_BSH = self.embed(batch.tokens_BS, positions_BS)
-        x_BSH = self.transform(x_BSH, positions_BS, batch.documents)
+        x_BSH = self.transform(x_BSH, positions_BS, batch.documents, objective=work.scale)
         if not self.last:
             return x_BSH
         losses = self.finish(x_BSH, Labels(batch.labels_BS, work.z_loss, work.scale))

@@ -1,0 +1,146 @@
+"""[models.X.moe]: experts in place of MLPs. Key names are Megatron's without its `moe_`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field, model_validator
+
+from trainkit.families.contract import Routing, Score
+from trainkit.jobs.table import Table, needs, wrong
+
+if TYPE_CHECKING:
+    from trainkit.jobs.models import Model
+
+
+class Experts(Table):
+    """Several MLPs in a layer, of which each token takes a few (Shazeer et al. 2017,
+    arXiv:1701.06538)."""
+
+    num_experts: int = Field(ge=2, description="experts of a layer")
+    router_topk: int = Field(ge=1, description="experts that a token takes")
+    ffn_hidden_size: int = Field(ge=1, description="width of one expert")
+    shared_expert_intermediate_size: int | None = Field(
+        None, ge=1, description="width of an expert that every token takes besides"
+    )
+    first_dense_layers: int = Field(
+        0, ge=0, description="so many layers from the first have an MLP of ffn_hidden_size instead"
+    )
+    router_score_function: Score | None = Field(
+        None, description="what is made of a router's products; by default the family's"
+    )
+    router_pre_softmax: bool | None = Field(
+        None,
+        description=(
+            "softmax over all experts, then the best; false: over the best alone; by default the"
+            " family's"
+        ),
+    )
+    router_norm_topk_prob: bool | None = Field(
+        None, description="weights of a token's experts sum to 1; by default the family's"
+    )
+    router_topk_scaling_factor: float = Field(1.0, gt=0, description="weights are multiplied by it")
+    router_num_groups: int | None = Field(
+        None, ge=1, description="groups of experts; a token takes experts of the best groups alone"
+    )
+    router_group_topk: int | None = Field(None, ge=1, description="groups that a token keeps")
+    router_enable_expert_bias: bool | None = Field(
+        None,
+        description=(
+            "a bias that only chooses, moved after each step against uneven loads (Wang et al."
+            " 2024, arXiv:2408.15664); by default the family's"
+        ),
+    )
+    router_bias_update_rate: float = Field(1e-3, ge=0, description="how far it moves in a step")
+    router_load_balancing_type: Literal["aux_loss", "seq_aux_loss"] = Field(
+        "aux_loss", description="loads are balanced over a micro-batch, or within each sample"
+    )
+    aux_loss_coeff: float = Field(
+        0.0, ge=0, description="weight of the loss of balance, which is 1 for even loads"
+    )
+    z_loss_coeff: float = Field(
+        0.0, ge=0, description="weight of logsumexp(logits)**2 of routers (arXiv:2202.08906)"
+    )
+
+    @model_validator(mode="after")
+    def _fits(self) -> Experts:
+        experts, chosen = self.num_experts, self.router_topk
+        if chosen > experts:
+            raise wrong("router_topk", f"router_topk {chosen} is above num_experts {experts}")
+        groups, kept = self.router_num_groups, self.router_group_topk
+        if (groups is None) != (kept is None):
+            raise wrong("router_group_topk", "router_num_groups and router_group_topk go together")
+        if groups is None or kept is None:
+            return self
+        if experts % groups:
+            raise wrong(
+                "router_num_groups",
+                f"num_experts {experts} does not divide by router_num_groups {groups}",
+            )
+        size = experts // groups
+        if kept > groups or chosen > kept * size:
+            raise wrong(
+                "router_group_topk",
+                f"router_group_topk {kept} of {groups} groups of {size} experts has not"
+                f" router_topk {chosen} experts",
+            )
+        if chosen % kept or chosen // kept > size:
+            raise wrong(
+                "router_group_topk",
+                f"a group is judged by its best router_topk / router_group_topk experts; {chosen} /"
+                f" {kept} is not 1 to {size}",
+            )
+        return self
+
+
+def routing_of(model: Model) -> Routing:
+    """How tokens of a model with experts find them: as its table says, else as its family."""
+    usual, moe = model.architecture.routing, model.moe
+    assert usual is not None and moe is not None
+    given = {
+        "score": moe.router_score_function,
+        "pre_softmax": moe.router_pre_softmax,
+        "normalized": moe.router_norm_topk_prob,
+        "expert_bias": moe.router_enable_expert_bias,
+    }
+    return replace(
+        usual,
+        **{key: value for key, value in given.items() if value is not None},  # type: ignore[arg-type]
+        experts=moe.num_experts,
+        chosen=moe.router_topk,
+        scale=moe.router_topk_scaling_factor,
+        groups=moe.router_num_groups or 0,
+        kept_groups=moe.router_group_topk or 0,
+    )
+
+
+def check_routing(model: Model) -> None:
+    """Rules between [models.X.moe] and the rest of the model. Raises an error of a rule."""
+    moe = model.moe
+    if model.architecture.routing is None:
+        return
+    if moe is None:
+        raise needs("moe", f"family {model.family!r} has experts: write [models.X.moe]")
+    if moe.first_dense_layers >= model.num_layers:
+        raise wrong(
+            "moe",
+            f"first_dense_layers {moe.first_dense_layers} leaves no layer of"
+            f" {model.num_layers} with experts",
+        )
+    if model.parametrization == "mup":
+        raise wrong("parametrization", "parametrization 'mup' is not for models with experts")
+    routing = model.routing
+    alone = routing.score == "softmax" and routing.chosen == 1
+    if alone and (routing.normalized or not routing.pre_softmax):
+        raise wrong(
+            "moe",
+            "router_topk 1 with weights that sum to 1: the one weight is always 1 and the router"
+            " learns nothing; set router_pre_softmax = true and router_norm_topk_prob = false",
+        )
+    if routing.expert_bias and routing.score == "softmax":
+        raise wrong(
+            "moe",
+            "router_enable_expert_bias needs router_score_function = 'sigmoid': softmax makes one"
+            " expert's score depend on all others",
+        )

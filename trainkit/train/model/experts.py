@@ -1,0 +1,215 @@
+"""Experts in place of an MLP: a router sends each token to a few of them, and their results come
+back weighted.
+
+Shapes: B samples, S tokens of a sample, T = B S tokens, K experts of a token, R = T K rows of
+tokens beside one another by expert, E experts, H hidden size, I width of an expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from trainkit.jobs.schema import Model
+from trainkit.ops.kernels import Kernels
+from trainkit.train.model.router import balanced, loads, route
+
+
+class _Sent(torch.autograd.Function):
+    """Rows of tokens in the order of experts. Backward adds up a token's rows in the order of its
+    choices, the same bits on every device and in every layout; that of indexing adds in any."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TH: Tensor, order_R: Tensor, place_R: Tensor, chosen: int) -> Tensor:
+        ctx.save_for_backward(place_R)
+        ctx.chosen = chosen
+        return x_TH[order_R // chosen]
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        (place_R,) = ctx.saved_tensors
+        dx_RH = upstream[0][place_R]
+        return dx_RH.view(-1, ctx.chosen, dx_RH.shape[-1]).sum(1), None, None, None
+
+
+class _Returned(torch.autograd.Function):
+    """Rows in the order of experts back in the order of tokens and their choices, (R, H): a
+    permutation, and so is its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, y_RH: Tensor, order_R: Tensor, place_R: Tensor) -> Tensor:
+        ctx.save_for_backward(order_R)
+        return y_RH[place_R]
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        (order_R,) = ctx.saved_tensors
+        return upstream[0][order_R], None, None
+
+
+class _WithLoss(torch.autograd.Function):
+    """Its input, with a loss attached: backward gives that a gradient of 1, as if it were a part
+    of the objective, and counts the loads. Backward runs once a micro-batch whatever is
+    recomputed, and never in evaluation; forward does not."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, y: Tensor, loss: Tensor, loads_E: Tensor, count: Callable[[Tensor], None]
+    ) -> Tensor:
+        ctx.save_for_backward(loads_E)
+        ctx.count, ctx.like = count, loss
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        (loads_E,) = ctx.saved_tensors
+        ctx.count(loads_E)
+        return upstream[0], torch.ones_like(ctx.like), None, None
+
+
+class Stacked(nn.Module):
+    """The matrices of several experts, one below the other."""
+
+    def __init__(self, rows: int, columns: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(rows, columns))
+
+
+class ExpertMLPs(nn.Module):
+    """SwiGLU of `count` experts: E times (2I, H), gates above values, and E times (I, H), stored
+    (in, out) so that one expert is a block of rows in both.
+
+    Args:
+        model: the shape.
+        count: experts.
+        kernels: what they compute with.
+    """
+
+    def __init__(self, model: Model, count: int, kernels: Kernels) -> None:
+        super().__init__()
+        assert model.moe is not None
+        self.count, self.swiglu = count, kernels.swiglu
+        width = model.moe.ffn_hidden_size
+        self.gate_up = Stacked(count * 2 * width, model.hidden_size)
+        self.down = Stacked(count * width, model.hidden_size)
+
+    def forward(self, x_RH: Tensor, loads: Sequence[int]) -> Tensor:
+        """Rows lie by expert, so many each."""
+        hidden = x_RH.shape[-1]
+        gate_up_E2IH = self.gate_up.weight.view(self.count, -1, hidden)
+        down_EIH = self.down.weight.view(self.count, -1, hidden)
+        if grouped(x_RH, down_EIH):
+            ends = torch.tensor(loads).cumsum(0).to(x_RH.device, torch.int32)
+            h = F.grouped_mm(x_RH, gate_up_E2IH.transpose(1, 2), offs=ends)
+            return F.grouped_mm(self.swiglu(h), down_EIH, offs=ends)
+        rows = torch.split(x_RH, list(loads))
+        parts = zip(rows, gate_up_E2IH.unbind(), down_EIH.unbind(), strict=True)
+        return torch.cat([self.swiglu(x @ up.T) @ down for x, up, down in parts])
+
+
+def grouped(x_RH: Tensor, down_EIH: Tensor) -> bool:
+    """Whether torch has one product for all experts: on GPUs, in bf16, of rows of whole 16
+    bytes."""
+    widths = (x_RH.shape[-1], down_EIH.shape[1])
+    return x_RH.is_cuda and x_RH.dtype == torch.bfloat16 and not any(w % 8 for w in widths)
+
+
+class Router(nn.Module):
+    """A product for each expert. Its `expert_bias`, where it has one, is no parameter: it moves by
+    a rule of its own (train/update/expert_bias.py), in fp32 whatever the model computes in."""
+
+    expert_bias: Tensor | None
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.routing = model.routing
+        self.weight = nn.Parameter(torch.empty(self.routing.experts, model.hidden_size))
+        bias = torch.zeros(self.routing.experts) if self.routing.expert_bias else None
+        self.register_buffer("expert_bias", bias)
+
+    def forward(self, x_TH: Tensor) -> Tensor:
+        if self.routing.wide:
+            wide = torch.promote_types(x_TH.dtype, torch.float32)
+            return F.linear(x_TH.to(wide), self.weight.to(wide))
+        return F.linear(x_TH, self.weight)
+
+
+def _unchanged(x: Tensor) -> Tensor:
+    return x
+
+
+class MixtureOfExperts(nn.Module):
+    """What stands in a block in place of its MLP. No token is dropped.
+
+    `take`, `give` and `over_all` are what the layout makes of them: this rank's tokens of what the
+    block has, what the block goes on with of their results, and counts of all tokens of a
+    micro-batch. `experts` may be replaced by what sends rows to other ranks.
+
+    Args:
+        model: the shape.
+        kernels: what it computes with.
+        shared: the expert that all tokens take, by its width.
+    """
+
+    def __init__(self, model: Model, kernels: Kernels, shared: Callable[[int], nn.Module]) -> None:
+        super().__init__()
+        assert model.moe is not None
+        self.moe, self.routing = model.moe, model.routing
+        self.router = Router(model)
+        self.experts: nn.Module = ExpertMLPs(model, model.moe.num_experts, kernels)
+        width = model.moe.shared_expert_intermediate_size
+        self.shared_expert = shared(width) if width else None
+        self.take: Callable[[Tensor], Tensor] = _unchanged
+        self.give: Callable[[Tensor, Tensor], Tensor] = lambda y, _: y
+        self.over_all: Callable[[Tensor], Tensor] = _unchanged
+        # of this rank's tokens, since the last update
+        self.loads_E: Tensor | None = None
+
+    def forward(self, x_BSH: Tensor, objective: Tensor | float | None) -> Tensor:
+        """`objective`: what losses are multiplied with in the objective, for a sum over tokens;
+        None: there is no backward."""
+        own_BSH = self.take(x_BSH)
+        x_TH = own_BSH.flatten(0, 1)
+        logits_TE = self.router(x_TH)
+        routed = route(logits_TE, self.router.expert_bias, self.routing)
+        experts_R = routed.experts_TK.flatten()
+        order_R = experts_R.argsort(stable=True)
+        place_R = torch.empty_like(order_R)
+        place_R[order_R] = torch.arange(len(order_R), device=order_R.device)
+        loads_E = loads(routed.experts_TK, self.routing.experts)
+        rows_RH = _Sent.apply(x_TH, order_R, place_R, self.routing.chosen)  # type: ignore[no-untyped-call]
+        rows_RH = self.experts(rows_RH, loads_E.tolist())
+        y_RH = _Returned.apply(rows_RH, order_R, place_R)  # type: ignore[no-untyped-call]
+        y_TKH = y_RH.view(len(x_TH), self.routing.chosen, -1) * routed.weights_TK[..., None]
+        y_TH = y_TKH.sum(1).to(x_TH.dtype)
+        if objective is not None and torch.is_grad_enabled():
+            loss = self._balance(logits_TE, routed, own_BSH.shape[:2]) * objective
+            y_TH = _WithLoss.apply(y_TH, loss, loads_E, self._count)  # type: ignore[no-untyped-call]
+        y_BSH = self.give(y_TH.view(own_BSH.shape), x_BSH)
+        return y_BSH if self.shared_expert is None else y_BSH + self.shared_expert(x_BSH)
+
+    def _balance(self, logits_TE: Tensor, routed: Any, samples: Sequence[int]) -> Tensor:
+        """This rank's part of the layer's losses, summed over tokens: of balance, E sum_e f_e P_e,
+        which is 1 for even loads (Fedus et al. 2021, arXiv:2101.03961, section 2.2; f of k
+        choices), and of the router's logits, z (Zoph et al. 2022, arXiv:2202.08906)."""
+        shares_TE, chosen_TK = balanced(logits_TE, routed, self.routing)
+        shares_BSE = shares_TE.view(*samples, -1)
+        chosen_BSK = chosen_TK.view(*samples, -1)
+        counts_BE = loads(chosen_BSK, self.routing.experts)
+        if self.moe.router_load_balancing_type == "aux_loss":
+            counts_BE = counts_BE.sum(0, keepdim=True)
+        counts_BE = self.over_all(counts_BE)
+        part_BE = counts_BE / counts_BE.sum(-1, keepdim=True).to(shares_BSE.dtype)
+        balance = self.routing.experts * (shares_BSE.sum(1) * part_BE).sum()
+        found: Tensor = self.moe.aux_loss_coeff * balance
+        if self.moe.z_loss_coeff:
+            wide_TE = logits_TE.to(shares_TE.dtype)
+            found = found + self.moe.z_loss_coeff * wide_TE.logsumexp(-1).square().sum()
+        return found
+
+    def _count(self, loads_E: Tensor) -> None:
+        self.loads_E = loads_E if self.loads_E is None else self.loads_E + loads_E
