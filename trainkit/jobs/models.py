@@ -382,10 +382,9 @@ class Model(Table):
     @property
     def departures(self) -> dict[str, object]:
         """Traits, and an activation, that are not its family's."""
-        keys = {*self.traits, "activation", "mup_base_kv_channels"} & set(type(self).model_fields)
-        keys.discard("moe")
-        own = dict.fromkeys(keys)
-        usual = self.model_copy(update=own)
+        known = {*type(self).model_fields} - {"moe"}
+        keys = {*self.traits, "activation", "mup_base_kv_channels"} & known
+        usual = self.model_copy(update=dict.fromkeys(keys))
         found = {key: value for key, value in self.traits.items() if usual.traits.get(key) != value}
         if self.activation not in (None, self.architecture.activation):
             found["activation"] = self.activation
