@@ -28,6 +28,14 @@ class Parallelism(Table):
     sequence_parallel: bool = Field(
         False, description="activations between blocks split over the tensor-parallel ranks"
     )
+    expert_model_parallel_size: int = Field(
+        1, ge=1, description="ranks that the experts of a layer lie on"
+    )
+    expert_tensor_parallel_size: int | None = Field(
+        None,
+        ge=1,
+        description="ranks that one expert is split over; by default tensor_model_parallel_size",
+    )
     zero_stage: int = Field(
         1,
         ge=0,

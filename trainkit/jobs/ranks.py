@@ -20,12 +20,16 @@ class ParallelDegrees:
         tensor, pipeline: model-parallel sizes.
         replicate: whole copies that data-parallel ranks hold together (HSDP's outer axis).
         shard: ranks that one copy is sharded over.
+        expert: ranks that the experts of a layer lie on.
+        expert_tensor: ranks that one expert is split over.
     """
 
     tensor: int = 1
     pipeline: int = 1
     replicate: int = 1
     shard: int = 1
+    expert: int = 1
+    expert_tensor: int = 1
 
     @property
     def data(self) -> int:
@@ -36,6 +40,20 @@ class ParallelDegrees:
     def world(self) -> int:
         """All ranks."""
         return self.pipeline * self.data * self.tensor
+
+    @property
+    def expert_ranks(self) -> int:
+        """Ranks that hold all experts of a layer together: neighbours in the order of ranks, with
+        those of one expert beside one another (Megatron-LM, core/parallel_state.py)."""
+        return self.expert * self.expert_tensor
+
+    @property
+    def expert_copies(self) -> tuple[int, int]:
+        """(replicate, shard) of experts: the ranks of a stage that hold the same experts are laid
+        out as those that hold the same layers."""
+        data = max(1, self.data * self.tensor // self.expert_ranks)
+        replicate = data if self.replicate == self.data > 1 else self.replicate
+        return replicate, max(1, data // replicate)
 
 
 @dataclass(frozen=True)
@@ -63,6 +81,8 @@ def degrees_of(job: Job) -> ParallelDegrees:
         p.pipeline_model_parallel_size,
         replicate,
         max(1, data // replicate),
+        p.expert_model_parallel_size,
+        (p.expert_tensor_parallel_size or p.tensor_model_parallel_size) if job.model.moe else 1,
     )
 
 
