@@ -44,6 +44,8 @@ def layout(
     sp: bool = False,
     zero: int = 1,
     copies: int = 1,
+    ep: int = 1,
+    etp: int = 1,
 ) -> dict[str, Any]:
     """Keys of [jobs.X.parallelism]; schedule "interleaved": two chunks a stage."""
     keys: dict[str, Any] = {
@@ -57,6 +59,8 @@ def layout(
         if schedule == "interleaved"
         else {"pipeline_schedule": schedule}
     )
+    if ep * etp > 1:
+        keys |= {"expert_model_parallel_size": ep, "expert_tensor_parallel_size": etp}
     return {**keys, "data_parallel_replicate_size": copies}
 
 
@@ -79,6 +83,8 @@ def words(case: Case) -> str:
     parts = [
         f"TP{tensor}{' + SP' if p['sequence_parallel'] else ''}" if tensor > 1 else "",
         f"PP{pipeline} {schedule}" if pipeline > 1 else "",
+        f"EP{p['expert_model_parallel_size']}" if "expert_model_parallel_size" in p else "",
+        f"ETP{etp}" if (etp := p.get("expert_tensor_parallel_size", 1)) > 1 else "",
         (
             (f"HSDP {copies}x{data // copies}" if copies > 1 else f"DP{data}")
             + f" ZeRO {p['zero_stage']}"

@@ -28,6 +28,7 @@ from tests.distributed import run_ranks
 from tests.train.plain_loop import (
     APART,
     DTYPES,
+    MODELS,
     VOCAB,
     StepFound,
     job_of,
@@ -98,8 +99,14 @@ class Case:
             root,
             {},
             self.data,
-            **{key: value for key, value in self.training.items() if key in WHAT_IS_TRAINED},
+            **{key: value for key, value in self.training.items() if key in self._trained},
         )
+
+    @property
+    def _trained(self) -> tuple[str, ...]:
+        """Loads of experts are balanced within a micro-batch."""
+        experts = MODELS[self.model].moe is not None
+        return (*WHAT_IS_TRAINED, *(("micro_batch_size",) if experts else ()))
 
     @property
     def chunks(self) -> int:
@@ -165,6 +172,7 @@ def rank_of_world(case: Case, root: Path) -> Iterator[Rank]:
         device,
         sequence=job.parallelism.sequence_parallel,
         tied_at=tied_at(job),
+        experts=job.model.moe is not None,
     )
     kernels = choose(case.kernels, "cpu").kernels
     parts = build_model_parts(job, mesh, VOCAB, DTYPES[case.precision], kernels)
@@ -178,12 +186,18 @@ def rank_of_world(case: Case, root: Path) -> Iterator[Rank]:
         dist.destroy_process_group()
 
 
-def take_steps(rank: Rank, sizes: list[tuple[int, int]]) -> list[StepValues]:
-    """So many steps by the real Step; `sizes`: of each the samples before it, and its own."""
+def take_steps(
+    rank: Rank, sizes: list[tuple[int, int]], loads: list[list[float]] | None = None
+) -> list[StepValues]:
+    """So many steps by the real Step; `sizes`: of each the samples before it, and its own. Loads
+    of experts are added to `loads`."""
     found = []
     for consumed, size in sizes:
         batches = masked(rank.job, rank.feed.read(consumed, size))
-        found.append(StepValues(*rank.step.run(batches, size, stop=False).tolist()))
+        values = rank.step.run(batches, size, stop=False).tolist()
+        found.append(StepValues(*values[: len(StepValues._fields)]))
+        if loads is not None:
+            loads.append(values[len(StepValues._fields) :])
     return found
 
 
@@ -198,8 +212,12 @@ def train_case(case: Case, root: Path) -> list[StepFound]:
             return update(*words)
 
         rank.step._update = spy  # type: ignore[method-assign, assignment]
-        values = take_steps(rank, sizes_of(rank.job))
-    return [StepFound(v.loss, v.norm, g) for v, g in zip(values, gradients, strict=True)]
+        loads: list[list[float]] = []
+        values = take_steps(rank, sizes_of(rank.job), loads)
+    return [
+        StepFound(v.loss, v.norm, g, np.array(of_experts) if of_experts else None)
+        for v, g, of_experts in zip(values, gradients, loads, strict=True)
+    ]
 
 
 @dataclass(frozen=True)
@@ -220,6 +238,8 @@ def apart(found: list[StepFound], expected: list[StepFound], seconds: float) -> 
     pairs = list(zip(found, expected, strict=True))
     loss = float(np.max([abs(f.loss / e.loss - 1) for f, e in pairs]))
     norm = float(np.max([abs(f.norm / e.norm - 1) for f, e in pairs]))
+    for f, e in pairs:
+        np.testing.assert_array_equal(f.loads, e.loads)
     differences: dict[str, float] = {}
     for f, e in pairs:
         assert f.gradients.keys() == e.gradients.keys(), (

@@ -26,8 +26,10 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tests.train.plain_experts import balance, move_biases, routers_watched
 from trainkit.data.indexed.dataset import IndexedWriter
 from trainkit.data.indexed.paths import DataFolder
+from trainkit.jobs.experts import Experts
 from trainkit.jobs.schema import Cluster, Dataset, Job, Model, Parallelism, Tokenizer, Training
 from trainkit.ops.cross_entropy import NO_LABEL
 from trainkit.plan.layout import split_layers
@@ -131,6 +133,38 @@ MODELS = {
     "gpt-mup": Model(
         family="gpt", num_layers=5, parametrization="mup", mup_base_hidden_size=16, **SIZES
     ),
+    # experts: softmax, balance over a micro-batch; sigmoid, groups and a bias, balance within a
+    # sample, an expert for all, and layers without experts before the others
+    "moe": Model(
+        family="qwen3-moe",
+        num_layers=4,
+        num_query_groups=2,
+        moe=Experts(
+            num_experts=8, router_topk=2, ffn_hidden_size=24, aux_loss_coeff=0.5, z_loss_coeff=0.1
+        ),
+        **SIZES,
+    ),
+    "moe-biased": Model(
+        family="qwen3-moe",
+        num_layers=5,
+        num_query_groups=2,
+        moe=Experts(
+            num_experts=8,
+            router_topk=4,
+            ffn_hidden_size=20,
+            shared_expert_intermediate_size=36,
+            first_dense_layers=1,
+            router_score_function="sigmoid",
+            router_topk_scaling_factor=2.5,
+            router_num_groups=4,
+            router_group_topk=2,
+            router_enable_expert_bias=True,
+            router_bias_update_rate=0.05,
+            router_load_balancing_type="seq_aux_loss",
+            aux_loss_coeff=0.5,
+        ),
+        **SIZES,
+    ),
     "gpt-dropping": Model(
         family="gpt", num_layers=5, hidden_dropout=0.2, attention_dropout=0.2, **SIZES
     ),
@@ -155,11 +189,13 @@ TRAINING: dict[str, Any] = {
 class StepFound:
     """One step: mean cross-entropy, gradient norm, and the gradient of every parameter by name
     and global shape before clipping, of all losses' sum over the number of all tokens; where
-    labels are masked, loss and norm are those of the mean over the others."""
+    labels are masked, loss and norm are those of the mean over the others. With experts, how many
+    rows each of every layer had."""
 
     loss: float
     norm: float
     gradients: dict[str, NDArray[Any]]
+    loads: NDArray[Any] | None = None
 
 
 DATASETS = {
@@ -324,6 +360,13 @@ def plain_muon(name: str, p: Tensor, momentum: Tensor, job: Job, rate: float) ->
     p.mul_(1 - rate * t.weight_decay)
     q, kv = (heads * m.head_size for heads in (m.num_attention_heads, m.query_groups))
     rows = {"attention.qkv.weight": [q, kv, kv], "mlp.gate_up.weight": [m.ffn_width] * 2}
+    if m.moe is not None:
+        each, shared = m.moe.ffn_hidden_size, m.moe.shared_expert_intermediate_size or 0
+        rows |= {
+            "mlp.experts.gate_up.weight": [each] * 2 * m.moe.num_experts,
+            "mlp.experts.down.weight": [each] * m.moe.num_experts,
+            "mlp.shared_expert.gate_up.weight": [shared] * 2,
+        }
     start = 0
     for size in next((r for end, r in rows.items() if name.endswith(end)), [len(p)]):
         x = u[start : start + size] / (u[start : start + size].norm() + 1e-7)
@@ -359,12 +402,16 @@ def reference(job: Job, dtype: torch.dtype, chunks: int = 1) -> list[StepFound]:
     )
     found = []
     for step, batch in enumerate(whole_batches(job)):
-        logits_NV, labels_N = _logits(model, batch, job, chunks), batch.labels_BS.flatten()
+        with routers_watched(model) as routers:
+            logits_NV = _logits(model, batch, job, chunks)
+        labels_N = batch.labels_BS.flatten()
         counted_N = labels_N != NO_LABEL
         entropy = F.cross_entropy(logits_NV, labels_N)  # the mean of those that have a label
         objective = entropy + t.z_loss * logits_NV[counted_N].logsumexp(-1).square().mean()
-        objective.backward()  # type: ignore[no-untyped-call]
         share = float(counted_N.double().mean())
+        for logits_TE in routers.values():
+            objective = objective + balance(logits_TE, job) / share
+        objective.backward()  # type: ignore[no-untyped-call]
         gradients = {
             name: share * p.grad.numpy()
             for name, p in model.named_parameters()
@@ -385,5 +432,8 @@ def reference(job: Job, dtype: torch.dtype, chunks: int = 1) -> list[StepFound]:
                     p.grad = None
         optimizer.step()
         optimizer.zero_grad()
-        found.append(StepFound(float(entropy.detach()), float(norm), gradients))
+        loads = None
+        if routers:
+            loads = move_biases(model, routers, job)
+        found.append(StepFound(float(entropy.detach()), float(norm), gradients, loads))
     return found

@@ -14,13 +14,16 @@ from typing import Literal
 from trainkit.jobs.training import Training
 
 # what a parameter is to an optimizer: weights of a block's products; embeddings and the head, whose
-# rows are looked up or stand for one id each; biases and norms
-Role = Literal["matrix", "table", "vector"]
+# rows are looked up or stand for one id each; biases and norms; what has no gradient and moves by
+# a rule of its own
+Role = Literal["matrix", "table", "vector", "rule"]
 TABLES = ("embed_tokens.", "embed_positions.", "head.")
 
 
 def role_of(name: str, dimensions: int) -> Role:
     """The role of a parameter of the model by its name."""
+    if name.endswith(".expert_bias"):
+        return "rule"
     if dimensions == 1:
         return "vector"
     return "table" if name.startswith(TABLES) else "matrix"
@@ -91,4 +94,4 @@ def scalar_rate(training: Training) -> float:
 
 def kept_of(training: Training, role: Role) -> tuple[str, ...]:
     """What the optimizer of a job keeps of a parameter of a role."""
-    return KEPT[training.optimizer](training, role)
+    return () if role == "rule" else KEPT[training.optimizer](training, role)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar, cast
 
 import torch
@@ -13,6 +14,7 @@ import torch.distributed as dist
 # registers the operations below and their gradients
 import torch.distributed._functional_collectives
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
@@ -91,6 +93,48 @@ def summed(x: Tensor, group: str, operation: str = "sum") -> Tensor:
     return cast(Tensor, ops.wait_tensor(ops.all_reduce(x.contiguous(), operation, group)))
 
 
+class _Exchange(torch.autograd.Function):
+    """As `exchanged`; 2.11's own operation has its gradient in another place than 2.13's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, taken: list[int], sent: list[int], group: str) -> Tensor:
+        ctx.words = (sent, taken, group)
+        ops = torch.ops._c10d_functional
+        found = ops.all_to_all_single(x.contiguous(), taken, sent, group)
+        return cast(Tensor, ops.wait_tensor(found))
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        return _Exchange.forward(ctx, upstream[0], *ctx.words), None, None, None
+
+
+def exchanged(x: Tensor, taken: list[int], sent: list[int], group: str) -> Tensor:
+    """Rows from all ranks of a group, `taken` from each, for this one's, `sent` to each; the
+    gradient goes the other way."""
+    return cast(Tensor, _Exchange.apply(x, taken, sent, group))  # type: ignore[no-untyped-call]
+
+
+def placed_apart(parameters: frozenset[nn.Parameter], mesh: DeviceMesh) -> Callable[..., Any]:
+    """What fully_shard asks where each parameter goes: these are sharded over `mesh`, the first
+    dimension of two over copies, and all others over its own. torch 2.13 has it, 2.11 not."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_common
+
+    apart = _fsdp_common.ShardPlacementResult(None, _mesh_info(mesh))
+
+    def place(parameter: nn.Parameter) -> Any:
+        return apart if parameter in parameters else None
+
+    return place
+
+
+def _mesh_info(mesh: DeviceMesh) -> Any:
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
+
+    if mesh.ndim == 1:
+        return FSDPMeshInfo(mesh, shard_mesh_dim=0)
+    return HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+
+
 def widen_gradients(module: nn.Module) -> None:
     """Add what backward left in `.grad` of fully_shard's units to their sums in `reduce_dtype`,
     as they do themselves when the gradient of what a unit was given is made: for a backward that
@@ -98,13 +142,19 @@ def widen_gradients(module: nn.Module) -> None:
     if not hasattr(FSDPParam, "accumulate_unsharded_grad_if_needed"):
         return
     for unit in module.modules():
-        if (
-            isinstance(unit, FSDPModule)
-            and (group := unit._get_fsdp_state()._fsdp_param_group) is not None
-        ):
+        for group in _groups(unit) if isinstance(unit, FSDPModule) else ():
             for parameter in group.fsdp_params:
                 parameter.accumulate_unsharded_grad_if_needed()
                 parameter.to_accumulated_grad_if_needed()  # the first: there is no sum yet
+
+
+def _groups(unit: FSDPModule) -> Iterable[Any]:
+    """What a unit of fully_shard gathers and reduces at once; one before there were several."""
+    state: Any = unit._get_fsdp_state()
+    several = getattr(state, "_fsdp_param_groups", None)
+    if several is not None:
+        return cast(Iterable[Any], several)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
 def forget_forward(stage: Any, chunk: int) -> None:

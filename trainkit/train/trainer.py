@@ -85,6 +85,7 @@ class Trainer:
             self.device,
             sequence=job.parallelism.sequence_parallel,
             tied_at=tied_at(job),
+            experts=job.model.moe is not None,
         )
         vocab = vocab_size(job)
         self.graphs = graphs or ReadyGraphs()
@@ -256,7 +257,7 @@ class Trainer:
         """
         stopping = False
         for info, numbers in self.readback.take(all=all):
-            values = StepValues(*numbers)
+            values = StepValues(*numbers[: len(StepValues._fields)])
             reports = self.reporter is not None
             row = self.step_log.add(info, values, self.rollbacks, reports=reports)
             if self.reporter and row:

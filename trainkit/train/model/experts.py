@@ -7,7 +7,8 @@ tokens beside one another by expert, E experts, H hidden size, I width of an exp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -33,7 +34,8 @@ class _Sent(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         (place_R,) = ctx.saved_tensors
         dx_RH = upstream[0][place_R]
-        return dx_RH.view(-1, ctx.chosen, dx_RH.shape[-1]).sum(1), None, None, None
+        tokens = len(dx_RH) // ctx.chosen
+        return dx_RH.view(tokens, ctx.chosen, dx_RH.shape[-1]).sum(1), None, None, None
 
 
 class _Returned(torch.autograd.Function):
@@ -72,11 +74,19 @@ class _WithLoss(torch.autograd.Function):
 
 
 class Stacked(nn.Module):
-    """The matrices of several experts, one below the other."""
+    """The matrices of several experts, one below the other.
 
-    def __init__(self, rows: int, columns: int) -> None:
+    Args:
+        weight: all of them.
+        layouts: how tensors here lie in the whole model's, by name.
+    """
+
+    def __init__(
+        self, weight: Tensor, layouts: Mapping[str, object] = MappingProxyType({})
+    ) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(rows, columns))
+        self.layouts = layouts
+        self.weight = nn.Parameter(weight)
 
 
 class ExpertMLPs(nn.Module):
@@ -94,8 +104,8 @@ class ExpertMLPs(nn.Module):
         assert model.moe is not None
         self.count, self.swiglu = count, kernels.swiglu
         width = model.moe.ffn_hidden_size
-        self.gate_up = Stacked(count * 2 * width, model.hidden_size)
-        self.down = Stacked(count * width, model.hidden_size)
+        self.gate_up = Stacked(torch.empty(count * 2 * width, model.hidden_size))
+        self.down = Stacked(torch.empty(count * width, model.hidden_size))
 
     def forward(self, x_RH: Tensor, loads: Sequence[int]) -> Tensor:
         """Rows lie by expert, so many each."""
@@ -184,7 +194,9 @@ class MixtureOfExperts(nn.Module):
         rows_RH = _Sent.apply(x_TH, order_R, place_R, self.routing.chosen)  # type: ignore[no-untyped-call]
         rows_RH = self.experts(rows_RH, loads_E.tolist())
         y_RH = _Returned.apply(rows_RH, order_R, place_R)  # type: ignore[no-untyped-call]
-        y_TKH = y_RH.view(len(x_TH), self.routing.chosen, -1) * routed.weights_TK[..., None]
+        y_TKH = (
+            y_RH.view(len(x_TH), self.routing.chosen, x_TH.shape[-1]) * routed.weights_TK[..., None]
+        )
         y_TH = y_TKH.sum(1).to(x_TH.dtype)
         if objective is not None and torch.is_grad_enabled():
             loss = self._balance(logits_TE, routed, own_BSH.shape[:2]) * objective
@@ -197,8 +209,8 @@ class MixtureOfExperts(nn.Module):
         which is 1 for even loads (Fedus et al. 2021, arXiv:2101.03961, section 2.2; f of k
         choices), and of the router's logits, z (Zoph et al. 2022, arXiv:2202.08906)."""
         shares_TE, chosen_TK = balanced(logits_TE, routed, self.routing)
-        shares_BSE = shares_TE.view(*samples, -1)
-        chosen_BSK = chosen_TK.view(*samples, -1)
+        shares_BSE = shares_TE.view(*samples, self.routing.experts)
+        chosen_BSK = chosen_TK.view(*samples, self.routing.chosen)
         counts_BE = loads(chosen_BSK, self.routing.experts)
         if self.moe.router_load_balancing_type == "aux_loss":
             counts_BE = counts_BE.sum(0, keepdim=True)

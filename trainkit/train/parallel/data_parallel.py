@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from trainkit.jobs.schema import Job
 from trainkit.plan.batch import batch_sizes
 from trainkit.train.model.transformer import Transformer
+from trainkit.train.torch_compat import placed_apart
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,7 @@ def shard(
     *,
     stage: int = 1,
     sums: bool = True,
+    apart: tuple[frozenset[nn.Parameter], DeviceMesh] | None = None,
 ) -> FSDPModule:
     """Apply ZeRO in place: each block, and the rest of the model, is one unit of communication.
 
@@ -124,6 +126,7 @@ def shard(
             step.
         sums: whether a step adds gradients up at all, of several ranks or micro-batches. Without,
             fp64 on the CPU would be a detour of 40 bytes a parameter to the same numbers.
+        apart: parameters that lie on other ranks, and which these are.
     """
     reduce_dtype = reduced_type(mesh.device_type) if sums else torch.float32
     # What goes from block to block is in 16 bits already; what is not (rotary tables, the factor of
@@ -131,15 +134,17 @@ def shard(
     policy = MixedPrecisionPolicy(
         param_dtype=COMPUTE[precision], reduce_dtype=reduce_dtype, cast_forward_inputs=False
     )
+    place = None if apart is None else placed_apart(*apart)
     for module in (*model.layers.values(), model):
         fully_shard(
             module,
             mesh=mesh,
+            shard_placement_fn=place,
             reshard_after_forward=stage == 3 and mesh.size() > 1,
             mp_policy=policy,
         )
         unit = cast(FSDPModule, module)
-        if mesh.size() == 1 and mesh.device_type == "cpu":
+        if mesh.size() == 1 and mesh.device_type == "cpu" and apart is None:
             unit.set_custom_reduce_scatter(cast(Any, OneRank()))
             continue
         unit.set_gradient_divide_factor(1.0)

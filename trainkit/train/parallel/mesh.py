@@ -10,8 +10,49 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trainkit.jobs.ranks import ParallelDegrees, RankCoordinates, coordinates_of, rank_at
 from trainkit.train.parallel.data_parallel import World
+from trainkit.train.parallel.expert_parallel import EXPERT, ExpertGroup
 from trainkit.train.parallel.tensor_group import TENSOR, TensorGroup
 from trainkit.train.torch_compat import name_group
+
+
+@dataclass(frozen=True)
+class ExpertMesh:
+    """This rank in the grid of experts, which lies over the ranks of a stage.
+
+    Args:
+        data: the ranks that hold the same experts, one-dimensional, or two (replicate, shard).
+        group: those that hold all experts together.
+        copy_group: those that hold one copy of all experts together; None where this one does.
+    """
+
+    data: DeviceMesh
+    group: ExpertGroup
+    copy_group: dist.ProcessGroup | None
+
+    @classmethod
+    def of(cls, degrees: ParallelDegrees, rank: int, device: torch.device) -> ExpertMesh:
+        """Make its groups; called by all ranks together."""
+        replicate, shard = degrees.expert_copies
+        sizes = {
+            "pp": degrees.pipeline,
+            "edp_replicate": replicate,
+            "edp_shard": shard,
+            "ep": degrees.expert_ranks,
+        }
+        whole = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        if degrees.expert_ranks > 1:
+            name_group(EXPERT, whole.get_group("ep"))
+        together = shard * degrees.expert_ranks
+        copy_group: dist.ProcessGroup | None = None
+        for first in range(0, degrees.world if together > 1 else 0, together):
+            group = dist.new_group(list(range(first, first + together)))  # all ranks make all
+            if first <= rank < first + together:
+                copy_group = group
+        return cls(
+            whole["edp_replicate", "edp_shard"] if replicate > 1 else whole["edp_shard"],
+            ExpertGroup(degrees.expert, degrees.expert_tensor, rank % degrees.expert_ranks),
+            copy_group,
+        )
 
 
 @dataclass(frozen=True)
@@ -27,6 +68,8 @@ class Mesh:
         pipeline_group: the stages of one model; None where there is one stage.
         tied_group: first and last stage of one model, on these two only; None elsewhere and where
             they are one rank.
+        experts: this rank in the grid of experts; None: there are none, or they lie as all other
+            weights do.
     """
 
     degrees: ParallelDegrees
@@ -37,6 +80,7 @@ class Mesh:
     tensor_group: dist.ProcessGroup | None
     pipeline_group: dist.ProcessGroup | None
     tied_group: dist.ProcessGroup | None
+    experts: ExpertMesh | None = None
 
     @property
     def data_world(self) -> World:
@@ -52,12 +96,14 @@ class Mesh:
         *,
         sequence: bool = False,
         tied_at: int | None = None,
+        experts: bool = False,
     ) -> Mesh:
         """Make all groups; called by all ranks together, after `data_parallel.join`.
 
         Args:
             sequence: of the tensor-parallel group; means nothing for one rank.
             tied_at: the stage beside the first that holds tied weights; None: no other.
+            experts: the model has some.
         """
         sizes = {
             "pp": degrees.pipeline,
@@ -80,6 +126,7 @@ class Mesh:
                 group = dist.new_group(ends)  # all ranks make all groups
                 if world.rank in ends:
                     tied_group = group
+        apart = degrees.tensor * degrees.expert_ranks > 1
         return cls(
             degrees=degrees,
             place=place,
@@ -89,6 +136,7 @@ class Mesh:
             tensor_group=tensor_group,
             pipeline_group=whole.get_group("pp") if degrees.pipeline > 1 else None,
             tied_group=tied_group,
+            experts=ExpertMesh.of(degrees, world.rank, device) if experts and apart else None,
         )
 
     def replica_group(self) -> dist.ProcessGroup | None:

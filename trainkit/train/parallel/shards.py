@@ -87,12 +87,14 @@ class ShardedParameter:
         layout: how tensor parallelism cuts it.
         counts: whether its elements count in the gradient's norm; the second copy of tied weights
             does not.
+        copies: data-parallel copies of it (HSDP, ZeRO 0).
     """
 
     name: str
-    parameter: nn.Parameter
+    parameter: Tensor
     layout: TensorLayout
     counts: bool = True
+    copies: int = 1
 
     @cached_property
     def boxes(self) -> tuple[ShardBox, ...]:
@@ -133,8 +135,13 @@ def slices(offsets: Offsets, view: Tensor) -> tuple[slice, ...]:
     )
 
 
+def saved_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """What training changes: parameters, and buffers that are saved."""
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
 def sharded_parameters(module: nn.Module, replicas: int) -> dict[str, ShardedParameter]:
-    """Every parameter of a module with its layout, which swapped modules name (`layouts`); the
+    """Every tensor that is saved with its layout, which swapped modules name (`layouts`); the
     others are whole on each of `replicas` ranks."""
     named = {
         f"{prefix}.{name}": layout
@@ -145,7 +152,7 @@ def sharded_parameters(module: nn.Module, replicas: int) -> dict[str, ShardedPar
         name: ShardedParameter(
             name, p, named.get(name) or replicated_layout(tuple(p.shape), replicas)
         )
-        for name, p in module.named_parameters()
+        for name, p in saved_tensors(module).items()
     }
 
 

@@ -13,11 +13,11 @@ from trainkit.jobs.optimizers import kept_of, role_of
 from trainkit.jobs.schema import Job, Training
 from trainkit.ops.kernels import REFERENCE, Kernels
 from trainkit.train.model.transformer import Transformer, build_on_meta
-from trainkit.train.parallel import data_parallel, tensor_parallel
+from trainkit.train.parallel import data_parallel, expert_parallel, tensor_parallel
 from trainkit.train.parallel.mesh import Mesh
 from trainkit.train.parallel.pipeline import ModelChunk, chunks_on, chunks_per_stage
 from trainkit.train.parallel.recompute import wrap_blocks
-from trainkit.train.parallel.shards import ShardedParameter, sharded_parameters
+from trainkit.train.parallel.shards import ShardedParameter, saved_tensors, sharded_parameters
 from trainkit.train.ready_graphs import ReadyGraphs
 from trainkit.train.update.schedule import batch_sizes
 
@@ -81,7 +81,7 @@ def build_model_parts(
     p = job.parallelism
     t = job.training
     whole = build_on_meta(job.model, vocab, kernels)
-    shapes = {name: tuple(parameter.shape) for name, parameter in whole.named_parameters()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in saved_tensors(whole).items()}
     modules: list[Transformer] = [whole]
     if mesh.degrees.pipeline > 1:
         with torch.device("meta"):
@@ -95,17 +95,27 @@ def build_model_parts(
     for module in modules:
         module.to(dtype)
         tensor_parallel.apply(module, vocab, mesh.tensor, kernels)
+        if mesh.experts is not None:
+            expert_parallel.apply(module, mesh.experts.group, mesh.tensor, kernels)
         wrap_blocks(module, job.model, t, graphs)
         layouts = {
             name: h.layout for name, h in sharded_parameters(module, mesh.degrees.tensor).items()
         }
-        data_parallel.shard(module, mesh.data, t.precision, stage=p.zero_stage, sums=sums)
+        copies = dict.fromkeys(layouts, mesh.degrees.replicate)
+        apart = None
+        if mesh.experts is not None:
+            experts = expert_parallel.parameters_of(module)
+            copies |= dict.fromkeys(experts, mesh.degrees.expert_copies[0])
+            apart = (frozenset(experts.values()), mesh.experts.data)
+        data_parallel.shard(
+            module, mesh.data, t.precision, stage=p.zero_stage, sums=sums, apart=apart
+        )
         module.to_empty(device=mesh.device)
         second = isinstance(module, ModelChunk) and not module.first
-        for name, parameter in module.named_parameters():
+        for name, parameter in saved_tensors(module).items():
             tied = second and name == "embed_tokens.weight"
             parameters[name + LAST if name in parameters else name] = ShardedParameter(
-                name, parameter, layouts[name], counts=not tied
+                name, parameter, layouts[name], counts=not tied, copies=copies[name]
             )
     return ModelParts(modules, parameters, shapes, kernels)
 

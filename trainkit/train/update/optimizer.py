@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim.sgd import sgd
 
 from trainkit.jobs.optimizers import Role, kept_of, rate_factor, role_of, scalar_rate
@@ -82,7 +82,7 @@ class Optimizer:
 
     def __init__(
         self,
-        parameters: dict[str, nn.Parameter],
+        parameters: Mapping[str, Tensor],
         training: Training,
         kernels: Kernels = REFERENCE,
         matrices: Matrices | None = None,

@@ -131,12 +131,13 @@ def squared_norm(
             continue
         local = local_part(h.parameter.grad)
         if mesh.degrees.tensor == 1:
-            by_weight.setdefault(float(h.counts), []).append(local)
+            by_weight.setdefault(h.counts / h.copies, []).append(local)
             continue
         for box in h.boxes:
-            by_weight.setdefault(h.counts / box.replicas, []).append(box.of(local))
+            weight = h.counts / (h.copies * box.replicas)
+            by_weight.setdefault(weight, []).append(box.of(local))
     parts = [
-        optimizer.squared_norm(gradients, kernels) * (weight / mesh.degrees.replicate)
+        optimizer.squared_norm(gradients, kernels) * weight
         for weight, gradients in by_weight.items()
     ]
     if parts:

@@ -30,12 +30,15 @@ from trainkit.train.parallel.shards import Shards, model_tensors, shards_of
 from trainkit.train.torch_compat import local_part
 from trainkit.train.update import replicas
 from trainkit.train.update.build import LAST, ModelParts, expected
+from trainkit.train.update.expert_loads import move_biases, take_loads
 from trainkit.train.update.loss_guard import LossGuard
 from trainkit.train.update.loss_scale import STATE as SCALE_STATE
 from trainkit.train.update.loss_scale import LossScale
 from trainkit.train.update.muon import Matrices
 from trainkit.train.update.optimizer import UPDATES, Optimizer, divisor
 from trainkit.train.update.schedule import learning_rates
+
+AGREED = 5  # numbers of a step that all ranks sum up, before the loads of experts
 
 
 class StepValues(NamedTuple):
@@ -135,7 +138,8 @@ class Step:
             before_update: called when all gradients are there and weights and moments are still as
                 they were.
 
-        Returns StepValues as an fp64 vector on the device, the same on all ranks.
+        Returns StepValues as an fp64 vector on the device, the same on all ranks, and after them
+        the loads of all experts, layer after layer.
         """
         entropy, tokens, checksum = self.backward(batches, samples)
         with self.timers("communication"):
@@ -144,6 +148,9 @@ class Step:
             # In fp64 the checksums' sum is exact up to 2**21 samples a step.
             local = to_device(torch.tensor([checksum, stop], dtype=torch.float64), self.device)
             agreed = torch.cat([torch.stack([entropy, tokens.double(), square]), local])
+            if self.job.model.moe is not None:
+                loads = take_loads(parts.modules, self.job.model, self.device)
+                agreed = torch.cat([agreed, loads])
             dist.all_reduce(agreed)
         before_update()
         with self.timers("optimizer"):
@@ -241,7 +248,8 @@ class Step:
     def _update(self, agreed: Tensor, samples: int) -> Tensor:
         """Judge the gradients and apply them."""
         t = self.job.training
-        entropy, tokens, square, checksum, stops = agreed.unbind()
+        entropy, tokens, square, checksum, stops = agreed[:AGREED].unbind()
+        loads = agreed[AGREED:]
         # where labels are masked, the mean is over those that are left
         share = tokens.clamp(min=1) / (samples * self.job.model.seq_length)
         loss = entropy / tokens.clamp(min=1)
@@ -252,6 +260,8 @@ class Step:
         copies = dict(self.model_parts.modules[0].named_parameters()) if self.keeps else {}
         self.optimizer.step(rate, divisor(norm, t.clip_grad, scale) * share, verdict.skip, copies)
         self.optimizer.zero_grad()
+        if self.job.model.moe is not None:
+            move_biases(self.model_parts.modules, self.job.model, loads, verdict.skip)
         values = [
             loss,
             norm / scale,
@@ -265,7 +275,7 @@ class Step:
         values = [value.double() for value in values]  # copies: what follows changes some in place
         # at the lowest scale this only restarts the count of good steps
         self.scale.update(verdict.overflow | verdict.nan)
-        return torch.stack(values)
+        return torch.cat([torch.stack(values), loads])
 
     def tensors(self) -> dict[str, Shards]:
         """What a checkpoint holds, by name, as far as it is here; reading into it is loading. Of

@@ -1,0 +1,70 @@
+"""What the plain loop of tests/train/plain_loop.py adds for experts, from definitions: losses of
+balance of the routers' logits, loads, and biases that move."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from trainkit.jobs.schema import Job
+from trainkit.train.model.router import route
+from trainkit.train.model.transformer import Transformer
+
+
+@contextlib.contextmanager
+def routers_watched(model: Transformer) -> Iterator[dict[int, Tensor]]:
+    """The logits (T, E) that each layer's router makes inside, by the layer's number."""
+    found: dict[int, Tensor] = {}
+    hooks = []
+    for number, block in model.layers.items():
+        router = getattr(block.mlp, "router", None)
+        if router is not None:
+
+            def keep(_: nn.Module, __: Any, logits: Tensor, number: int = int(number)) -> None:
+                found[number] = logits
+
+            hooks.append(router.register_forward_hook(keep))
+    yield found
+    for hook in hooks:
+        hook.remove()
+
+
+def balance(logits_TE: Tensor, job: Job) -> Tensor:
+    """The mean over micro-batches, or samples, of E sum_e f_e P_e, and of logsumexp^2 over
+    tokens, each by its coefficient."""
+    moe, routing = job.model.moe, job.model.routing
+    assert moe is not None
+    scores_TE = logits_TE.sigmoid() if routing.score == "sigmoid" else logits_TE.softmax(-1)
+    shares_TE = scores_TE / scores_TE.sum(-1, keepdim=True)
+    samples = 1 if moe.router_load_balancing_type == "seq_aux_loss" else 0
+    together = (samples or job.training.micro_batch_size) * job.model.seq_length
+    losses = []
+    for shares_NE in shares_TE.split(together):
+        best = shares_NE.topk(routing.chosen, dim=-1).indices
+        counts_E = torch.bincount(best.flatten(), minlength=routing.experts)
+        f_E = counts_E / counts_E.sum()
+        losses.append(routing.experts * (f_E * shares_NE.mean(0)).sum())
+    z = logits_TE.logsumexp(-1).square().mean()
+    return moe.aux_loss_coeff * torch.stack(losses).mean() + moe.z_loss_coeff * z
+
+
+@torch.no_grad()
+def move_biases(model: Transformer, routers: dict[int, Tensor], job: Job) -> NDArray[Any]:
+    """Move the biases by the loads of a step; returns these, layer after layer."""
+    moe, routing = job.model.moe, job.model.routing
+    assert moe is not None
+    loads_LE = torch.zeros(job.model.num_layers, routing.experts, dtype=torch.float64)
+    for number, logits_TE in routers.items():
+        bias_E = model.layers[str(number)].mlp.router.expert_bias
+        chosen = route(logits_TE, bias_E, routing).experts_TK.flatten()
+        loads_E = torch.bincount(chosen, minlength=routing.experts).double()
+        loads_LE[number] = loads_E
+        if bias_E is not None:
+            bias_E += moe.router_bias_update_rate * (loads_E.mean() - loads_E).sign()
+    return np.array(loads_LE.flatten())

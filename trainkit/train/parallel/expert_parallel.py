@@ -1,0 +1,176 @@
+"""Expert parallelism, put into a plain model from outside: experts lie on several ranks, one expert
+on one or on several, and rows of tokens travel to them and back (Lepikhin et al. 2020,
+arXiv:2006.16668; the grid of ranks: Megatron-LM, core/parallel_state.py).
+
+Neighbours in the order of ranks hold all experts of a layer together: `EP` parts of the experts,
+each on `ETP` ranks that have a part of every one's width. A row goes to all ranks of its expert;
+what they make of it is added up where it came from. Ranks of a tensor-parallel group route a part
+of the tokens each, also without sequence parallelism.
+
+Shapes: B samples, S tokens of a sample, R rows of tokens on this rank by expert, N rows that
+arrive, H hidden size, I width of an expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from trainkit.jobs.ranks import share_of_rank
+from trainkit.jobs.schema import Model
+from trainkit.ops.kernels import REFERENCE, Kernels
+from trainkit.train.model.experts import ExpertMLPs, MixtureOfExperts, Stacked
+from trainkit.train.model.transformer import Transformer
+from trainkit.train.parallel.shards import Segment, TensorLayout
+from trainkit.train.parallel.tensor_group import TensorGroup, leave
+from trainkit.train.torch_compat import exchanged, summed
+
+# what every rank calls the ranks that hold all experts with it
+EXPERT = "trainkit-expert"
+
+
+@dataclass(frozen=True)
+class ExpertGroup:
+    """The ranks that hold all experts of a layer together.
+
+    Args:
+        parts: EP, parts of the experts.
+        split: ETP, ranks of one expert.
+        rank: of the group; those of one part are beside one another.
+        name: the group's.
+    """
+
+    parts: int = 1
+    split: int = 1
+    rank: int = 0
+    name: str = EXPERT
+
+    @property
+    def size(self) -> int:
+        return self.parts * self.split
+
+
+def _stacked(whole: Stacked, pieces: int, model: Model, group: ExpertGroup) -> Stacked:
+    """This rank's rows of experts, each of which has `pieces` matrices one below the other."""
+    assert model.moe is not None
+    width = model.moe.ffn_hidden_size
+    count = model.moe.num_experts // group.parts
+    part, slot = divmod(group.rank, group.split)
+    start, length = share_of_rank(width, group.split, slot)
+    first = part * count * pieces
+    segments = tuple(
+        Segment(n * length, (first + n) * width + start, length) for n in range(count * pieces)
+    )
+    if length == width:  # one stretch
+        segments = (Segment(0, first * width, count * pieces * width),)
+    layout = TensorLayout(tuple(whole.weight.shape), 0, segments)
+    return Stacked(whole.weight.new_empty(layout.local_shape), {"weight": layout})
+
+
+class ParallelExperts(ExpertMLPs):
+    """As ExpertMLPs of the whole model, where this rank holds some of the experts, or a part of
+    each.
+
+    Args:
+        model: the shape.
+        whole: what is cut.
+        group: where the others are.
+        kernels: what they compute with.
+    """
+
+    def __init__(
+        self, model: Model, whole: ExpertMLPs, group: ExpertGroup, kernels: Kernels
+    ) -> None:
+        nn.Module.__init__(self)
+        self.group, self.swiglu = group, kernels.swiglu
+        self.count = whole.count // group.parts
+        self.gate_up = _stacked(whole.gate_up, 2, model, group)
+        self.down = _stacked(whole.down, 1, model, group)
+
+    def forward(self, x_RH: Tensor, loads: Sequence[int]) -> Tensor:
+        """Rows lie by expert of all, so many each."""
+        group = self.group
+        if group.size == 1:
+            return super().forward(x_RH, loads)
+        by_part = [list(loads[i : i + self.count]) for i in range(0, len(loads), self.count)]
+        sent = [sum(of_part) for of_part in by_part for _ in range(group.split)]
+        arriving = self._arriving(by_part, x_RH.device)
+        taken = [sum(of_rank) for of_rank in arriving]
+        # to every rank of a part the same rows
+        parts = torch.split(x_RH, [sum(of_part) for of_part in by_part])
+        given_H = torch.cat([part for part in parts for _ in range(group.split)])
+        x_NH = exchanged(given_H, taken, sent, group.name)
+        # by rank and expert, and by expert and rank
+        x_NH = _reordered(x_NH, arriving)
+        by_expert = [list(of_expert) for of_expert in zip(*arriving, strict=True)]
+        y_NH = super().forward(x_NH, [sum(of_expert) for of_expert in by_expert])
+        y_NH = _reordered(y_NH, by_expert)
+        back_H = exchanged(y_NH, sent, taken, group.name)
+        returned = torch.split(back_H, sent)
+        if group.split == 1:
+            return torch.cat(returned)
+        rounds = [returned[i : i + group.split] for i in range(0, len(sent), group.split)]
+        return torch.cat([torch.stack(of_part).sum(0) for of_part in rounds])
+
+    def _arriving(self, by_part: list[list[int]], device: torch.device) -> list[list[int]]:
+        """Rows of each of this rank's experts from each rank. The host waits for them."""
+        counts = torch.tensor([of for of in by_part for _ in range(self.group.split)])
+        whole = [self.count] * self.group.size
+        flat = counts.flatten().to(device)
+        found: list[int] = exchanged(flat, whole, whole, self.group.name).tolist()
+        return [found[i : i + self.count] for i in range(0, len(found), self.count)]
+
+
+def _reordered(x_NH: Tensor, lengths: list[list[int]]) -> Tensor:
+    """From runs of rows by (i, j) to runs by (j, i)."""
+    runs = torch.split(x_NH, [length for of in lengths for length in of])
+    inner = len(lengths[0])
+    return torch.cat([run for j in range(inner) for run in runs[j::inner]])
+
+
+def _own_tokens(x_BSH: Tensor, group: TensorGroup) -> Tensor:
+    """A part of every sample's tokens, of those that all ranks of a group have."""
+    return torch.tensor_split(x_BSH, group.size, dim=1)[group.rank]
+
+
+def _all_tokens(y_BSH: Tensor, x_BSH: Tensor, group: TensorGroup) -> Tensor:
+    """The results of all ranks' tokens, out of this one's."""
+    lengths = [part.shape[1] for part in torch.tensor_split(x_BSH, group.size, dim=1)]
+    before, after = sum(lengths[: group.rank]), sum(lengths[group.rank + 1 :])
+    return leave(F.pad(y_BSH, (0, 0, before, after)), group)
+
+
+def apply(
+    module: Transformer, group: ExpertGroup, tensor: TensorGroup, kernels: Kernels = REFERENCE
+) -> None:
+    """Cut the experts of a model, or of a part of one, in place; it must be on the meta device."""
+    for part in module.modules():
+        if isinstance(part, MixtureOfExperts):
+            assert isinstance(part.experts, ExpertMLPs)
+            part.experts = ParallelExperts(module.shape, part.experts, group, kernels)
+            if tensor.size > 1:
+                part.over_all = cast(Callable[[Tensor], Tensor], partial(_total, group=tensor))
+            if tensor.size > 1 and not tensor.sequence:
+                part.take = partial(_own_tokens, group=tensor)
+                part.give = partial(_all_tokens, group=tensor)
+
+
+def _total(counts: Tensor, group: TensorGroup) -> Tensor:
+    """Over the ranks that have the tokens of a micro-batch together."""
+    return summed(counts, group.name)
+
+
+def parameters_of(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters of experts, which lie on ranks of their own, by name."""
+    return {
+        f"{prefix}.{name}": parameter
+        for prefix, part in module.named_modules()
+        if isinstance(part, ParallelExperts)
+        for name, parameter in part.named_parameters()
+    }
