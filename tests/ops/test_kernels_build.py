@@ -160,8 +160,16 @@ def test_a_library_that_cannot_be_used(nowhere: Path) -> None:
     assert words in kernels.choose("auto", "cpu").because
     say(nowhere, ours)  # of this torch, and cut short
     assert "cannot be loaded" in kernels.choose("auto", "cpu").because
-    assert "no GPU has run" in kernels.choose("auto", "cuda").because
     assert "no fused operations for devices of type 'mps'" in kernels.choose("auto", "mps").because
+
+
+def test_auto_on_a_gpu_without_triton(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same rule as on CPUs."""
+    monkeypatch.setattr(kernels, "triton_objection", lambda: "no C compiler is here")
+    chosen = kernels.choose("auto", "cuda")
+    assert chosen.kernels is kernels.REFERENCE and "no C compiler is here" in chosen.because
+    with pytest.raises(kernels.Unavailable, match="no C compiler is here"):
+        kernels.choose("fused", "cuda")
 
 
 def test_a_machine_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,8 +116,8 @@ class Job(Table):
         "auto",
         description=(
             "what computes norms, activations, the loss and the update; fused: trainkit's own"
-            " kernels, refused where they are not built; reference: plain torch; auto: fused on"
-            " CPUs where they are built, plain torch on GPUs"
+            " kernels, refused where they are not there; reference: plain torch; auto: fused where"
+            " they are there (built on CPUs, Triton on GPUs), else plain torch"
         ),
     )
     sample_order: Literal["native", "megatron"] = Field(

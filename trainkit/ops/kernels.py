@@ -172,12 +172,6 @@ def _load(device_type: str) -> None:
         )
 
 
-UNMEASURED = (
-    "no GPU has run the fused ones yet, and what is faster there is not measured; kernels = 'fused'"
-    " takes them"
-)
-
-
 @dataclass(frozen=True)
 class Choice:
     """What `choose` found.
@@ -216,8 +210,6 @@ def choose(wanted: Wanted, device_type: str) -> Choice:
     """
     if wanted == "reference":
         return Choice(REFERENCE)
-    if wanted == "auto" and device_type == "cuda":
-        return Choice(REFERENCE, UNMEASURED)
     try:
         load(device_type)
     except Unavailable as error:

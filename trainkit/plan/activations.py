@@ -60,11 +60,8 @@ def _on_cpu(job: Job, rules: Rules) -> bool:
 
 
 def _fused(job: Job, rules: Rules) -> bool:
-    """Whether trainkit's own kernels compute; kernels = "auto" counts on CPUs as if they were
-    built, and on other devices takes plain torch."""
-    if job.kernels == "auto":
-        return _on_cpu(job, rules)
-    return rules.states is None and job.kernels == "fused"
+    """Whether trainkit's own kernels compute; kernels = "auto" counts as if they were there."""
+    return rules.states is None and job.kernels != "reference"
 
 
 def _gathers(job: Job, rules: Rules) -> bool:
