@@ -22,15 +22,15 @@ from tests.plan.example import BIG, gpu, job_of, shape
 from tests.plan.test_arithmetic import shapes
 from trainkit.base.errors import Exit
 from trainkit.engines.registry import ENGINES, PLACES
+from trainkit.jobs.devices import Device
 from trainkit.jobs.schema import Job, Model
 from trainkit.ops.kernels import choose
-from trainkit.plan.activations import CHUNK_BYTES, block_bytes, head_gradient_bytes, saved_bytes
+from trainkit.plan.activations import block_bytes, head_gradient_bytes, saved_bytes
 from trainkit.plan.arithmetic import parameters_of
 from trainkit.plan.layout import layout_of
 from trainkit.plan.memory import Memory, fits, memory_of
 from trainkit.plan.parameter_shapes import chunk_units, largest, numbers, shard
 from trainkit.plan.planner import make_plan
-from trainkit.train.model import head_loss as loss
 from trainkit.train.model.head_loss import Labels
 from trainkit.train.model.transformer import Transformer, build_on_meta
 from trainkit.train.parallel.recompute import wrap_blocks
@@ -337,8 +337,28 @@ def test_activations_where_the_v_turns(tmp_path: Path) -> None:
     assert found["predicted"] == found["measured"], found
 
 
-def test_the_chunks_of_the_loss() -> None:
-    assert CHUNK_BYTES == loss.CHUNK_BYTES
+@pytest.mark.parametrize(
+    ("device", "kernels", "chunk", "each"),
+    [
+        (gpu(80 * GIB), "fused", 4864, 2),
+        (gpu(80 * GIB), "auto", 4864, 2),
+        (gpu(80 * GIB), "reference", 4864, 8),
+        (None, "fused", 1536, 8),
+    ],
+    ids=["fused", "auto", "reference", "cpu"],
+)
+def test_logits_are_those_of_a_chunk(
+    device: Device | None, kernels: str, chunk: int, each: int
+) -> None:
+    """32 x 1,024 tokens: 7 chunks of at most 2^30 bytes in fp32 on CUDA, 25 of 2^28 elsewhere, in
+    multiples of 256 tokens. Fused kernels on a GPU have no more than the logits, and beside them
+    the product that is added to the head's gradient."""
+    columns, hidden = 50304, 64
+    model = shape(layers=2, hidden=hidden, heads=4, length=1024, vocab_size=columns)
+    job = job_of(model, device=device, micro_batch_size=32, precision="bf16")
+    found = memory(job.model_copy(update={"kernels": kernels})).stages[-1].logit_bytes
+    product = columns * hidden * 2 if each == 2 else 0
+    assert found == columns * hidden * 4 + product + chunk * columns * each
 
 
 def test_the_published_20b() -> None:

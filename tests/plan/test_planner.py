@@ -400,11 +400,11 @@ LARGE: dict[str, Any] = {
         (3.6, {}, {"training.recompute_granularity": "selective"}),
         (3.2, {}, {"training.micro_batch_size": 1, "training.global_batch_size": 16}),
         (
-            3.3,
+            3.2,
             {"gradient_accumulation_steps": 2},
             {"training.micro_batch_size": 1, "training.gradient_accumulation_steps": 8},
         ),
-        (3.0, {}, {"training.recompute_granularity": "full"}),
+        (2.85, {}, {"training.recompute_granularity": "full"}),
         (
             2.6,
             {

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 
 from trainkit.jobs.schema import Job
 from trainkit.plan.layout import Layout
+from trainkit.plan.loss_chunks import chunk_tokens
 from trainkit.plan.rules import Rules
 
-CHUNK_BYTES = 2**28  # of one chunk's logits in fp32 (trainkit.train.model.head_loss)
 ID_BYTES = 8
 
 
@@ -226,22 +226,24 @@ def logit_bytes(job: Job, layout: Layout, rules: Rules, vocab_size: int, padded:
     """Logits and their gradients on the last stage.
 
     Published engines: all tokens of a micro-batch at once, so many bytes a logit. Native: chunks
-    of CHUNK_BYTES in fp32 (16-bit logits and gradients beside them), and the head's gradient,
-    which is made in forward: summed in fp32, then rounded to w.
+    of tokens, and the head's gradient, which is made in forward: summed in fp32, then rounded to w.
+    In 16 bits plain torch has a chunk's logits in fp32 too (8 bytes a logit); a fused kernel on a
+    GPU leaves the gradient in the logits' place, and what is highest is the product that is added
+    to the sum.
     """
     columns = -(-padded // layout.tensor)
     tokens = _micro_batch_tokens(job)
     w = width(job)
     if rules.logit_bytes:
         return tokens * columns * rules.logit_bytes
-    most = max(1, CHUNK_BYTES // (4 * columns))
-    chunk = -(-tokens // -(-tokens // most))
-    chunk += -chunk % 256 if chunk > 256 else 0
-    logits = min(chunk, tokens) * columns * (4 if w == 4 else 8)
+    chunk = min(chunk_tokens(tokens, columns, job.cluster.device_type), tokens)
     summed = columns * job.model.hidden_size * 4
-    return summed + max(
-        logits, head_gradient_bytes(job, layout, vocab_size, padded) if w == 2 else 0
-    )
+    if w == 4:
+        return summed + chunk * columns * 4
+    rounded = head_gradient_bytes(job, layout, vocab_size, padded)
+    if _fused(job, rules) and not _on_cpu(job, rules):
+        return summed + rounded + chunk * columns * w
+    return summed + max(chunk * columns * 8, rounded)
 
 
 def head_gradient_bytes(job: Job, layout: Layout, vocab_size: int, padded: int) -> int:

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from trainkit.ops import cross_entropy
 from trainkit.ops.cross_entropy import NO_LABEL
+from trainkit.plan import loss_chunks
 from trainkit.train.model import head_loss as loss
 from trainkit.train.model.head_loss import Labels, Losses, head_loss, padded_linear
 
@@ -28,7 +29,7 @@ from trainkit.train.model.head_loss import Labels, Losses, head_loss, padded_lin
 @contextmanager
 def chunks_of(tokens: int, columns: int) -> Iterator[None]:
     """Logits of so many tokens at a time, for a product of so many columns."""
-    with mock.patch.object(loss, "CHUNK_BYTES", 4 * tokens * columns):
+    with mock.patch.object(loss_chunks, "ELSEWHERE", 4 * tokens * columns):
         yield
 
 
@@ -123,8 +124,8 @@ def test_equals_cross_entropy(
 def test_chunks(tokens: int, columns: int, limit: int) -> None:
     """Every token in one chunk; of one size but the last; no larger than the limit but for one
     token, or rounding up to 256 of them."""
-    with mock.patch.object(loss, "CHUNK_BYTES", limit):
-        sizes = [len(range(tokens)[inside]) for inside in loss._chunks(tokens, columns)]
+    with mock.patch.object(loss_chunks, "ELSEWHERE", limit):
+        sizes = [len(range(tokens)[inside]) for inside in loss._chunks(tokens, columns, "cpu")]
     assert sum(sizes) == tokens and set(sizes[:-1]) <= {sizes[0]} and 0 < sizes[-1] <= sizes[0]
     most = max(1, limit // (4 * columns))
     assert sizes[0] <= most + (255 if most > 256 else 0)

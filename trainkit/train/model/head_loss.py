@@ -16,8 +16,7 @@ from torch import Tensor
 
 from trainkit.ops import cross_entropy
 from trainkit.ops.cross_entropy import NO_LABEL, SoftmaxLoss
-
-CHUNK_BYTES = 2**28  # of one chunk's logits in fp32
+from trainkit.plan.loss_chunks import chunk_tokens
 
 
 @dataclass(frozen=True)
@@ -111,7 +110,7 @@ class _HeadLoss(torch.autograd.Function):
         dweight_PH: Tensor | None = None
         entropy = torch.zeros((), dtype=torch.float64, device=x_NH.device)
         scale = torch.as_tensor(labels.scale, dtype=wide, device=x_NH.device)
-        chunks = _chunks(len(x_NH), options.widest or columns)
+        chunks = _chunks(len(x_NH), options.widest or columns, x_NH.device.type)
         for inside in chunks:
             # a name for the logits would keep them alive
             dlogits_CP, part = options.softmax(
@@ -161,12 +160,9 @@ class _HeadLoss(torch.autograd.Function):
         return dx_NH, dweight_VH, None, None, None
 
 
-def _chunks(tokens: int, padded_vocab: int) -> list[slice]:
-    """Tokens in equal chunks whose logits take about CHUNK_BYTES in fp32; multiples of 256 where
-    there are so many."""
-    most = max(1, CHUNK_BYTES // (4 * padded_vocab))
-    size = -(-tokens // -(-tokens // most))
-    size += -size % 256 if size > 256 else 0
+def _chunks(tokens: int, columns: int, device_type: str) -> list[slice]:
+    """All tokens, in chunks of `chunk_tokens`."""
+    size = chunk_tokens(tokens, columns, device_type)
     return [slice(start, start + size) for start in range(0, tokens, size)]
 
 
