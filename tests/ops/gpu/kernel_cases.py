@@ -46,6 +46,11 @@ class Case:
         moved: bytes as `bytes_moved` has them, and those of the same operation that it does not
             count: what is as small as a row or a column, and not as a matrix.
         streams: tensors that a kernel reads a whole number of times, and how often.
+        besides: by output, how much farther off a number may be than the bound of its dtype: where
+            large terms cancel, the bound of the sum's dtype, of the largest term; where a number
+            is rounded to the dtype on the way, one unit of the largest such number, for from fp32
+            it may be rounded to the neighbour of what it is rounded to from fp64. Outputs that
+            have none here: 0.
     """
 
     name: str
@@ -53,6 +58,7 @@ class Case:
     wanted: tuple[Tensor, ...]
     moved: int
     streams: tuple[tuple[Tensor, int], ...]
+    besides: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -106,6 +112,8 @@ def norm_cases(made: Inputs, rows: int, width: int, times: tuple[int, int]) -> I
             rstd = ((total.double() - mean[:, None]).square().mean(-1) + EPS).rsqrt()
             statistics = (rstd,) if kind == "rms_norm" else (mean, rstd)
             saved = tuple(t.to(made.wide) for t in statistics)
+            # dx = rstd (dy w - ...): with few channels most of it cancels
+            term = (rstd[:, None] * dy.double() * weights[0].double()).abs().max()
             moved = partial(operation.bytes_moved, (rows, width), made.dtype, made.dtype)
             yield Case(
                 name,
@@ -123,6 +131,7 @@ def norm_cases(made: Inputs, rows: int, width: int, times: tuple[int, int]) -> I
                 (dx + dsum.double() if added else dx, *dweights),
                 moved(added=added, backward=True),
                 ((dy, times[1]), (total, times[1])),
+                (BOUNDS[made.wide] * float(term),),
             )  # fmt: skip
 
 
@@ -233,6 +242,7 @@ def _normed_cases(
         tuple(part.detach() for part in parts),
         moved(),
         ((qkv, 1),),
+        tuple(torch.finfo(qkv.dtype).eps * float(x.detach().abs().max()) for x in normed),
     )
     yield Case(
         "norm_rotate_qkv_backward",
@@ -378,10 +388,13 @@ def outputs(case: Case) -> tuple[Tensor, ...]:
 
 
 def check_numbers(case: Case, dtype: torch.dtype, found: tuple[Tensor, ...]) -> None:
-    """Every output within the bound of its dtype, or of the inputs' where it is wider."""
+    """Every output within the bound of its dtype, or of the inputs' where it is wider, and what its
+    case has besides."""
     assert len(found) == len(case.wanted), case.name
+    besides = case.besides + (0.0,) * len(found)
     for number, (got, wanted) in enumerate(zip(found, case.wanted, strict=True)):
         assert got.shape == wanted.shape, (case.name, number, got.shape, wanted.shape)
         bound = max(BOUNDS[got.dtype], BOUNDS[torch.promote_types(dtype, torch.float32)])
         error = (got.double() - wanted).abs().max()
-        assert error <= bound * max(1.0, float(wanted.abs().max())), (case.name, number, error)
+        allowed = bound * max(1.0, float(wanted.abs().max())) + besides[number]
+        assert error <= allowed, (case.name, number, error)
