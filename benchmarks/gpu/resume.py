@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -54,12 +53,10 @@ class RankFailed(Exception):
 
 def _start(job: Job, run: RunFolder, attempt: int) -> subprocess.Popen[bytes]:
     """Start the only rank of a run."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     made = Native().command(job, run, attempt)
     who = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", PARENT_VARIABLE: str(os.getpid())}
-    met = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    # 0: the store of one rank takes a free port itself, and nobody else must know it
+    met = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     program = ROOT / "trainkit" / "train" / "main.py"
     argv = [sys.executable, "-I", str(program), str(run.path), "--attempt", str(attempt)]
     with open(run.path / f"rank-{attempt}.log", "wb") as log:

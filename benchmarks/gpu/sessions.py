@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -116,9 +115,8 @@ def trainer(job: Job) -> Iterator[Trainer]:
     gc.collect()
     if job.cluster.device_type == "cuda":
         torch.cuda.empty_cache()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free.getsockname()[1]))
+    # 0: the store of one rank takes a free port itself, and nobody else must know it
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     run = new_run_folder(Path(str(job.cluster.root)), job.name)
     try:
         made = Trainer(job, run, World(0, 1), Heartbeat(None, 0), threading.Event())

@@ -102,17 +102,14 @@ class Trainkit:
     """The Trainer of a run, as rank 0 of 1."""
 
     def __init__(self, case: Case, precision: str, device: str, kernels: str = "auto") -> None:
-        import socket
-
         from trainkit.plan.arithmetic import model_flops_per_token_of
         from trainkit.runs.folder import new_run_folder
         from trainkit.train.metrics.heartbeat import Heartbeat
         from trainkit.train.parallel.data_parallel import World
         from trainkit.train.trainer import Trainer
 
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free.getsockname()[1]))
+        # 0: the store of one rank takes a free port itself, and nobody else must know it
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
         self.folder = tempfile.TemporaryDirectory()
         job = _job(case, precision, device, self.folder.name, kernels)
         run = new_run_folder(Path(self.folder.name), "bench")
