@@ -32,6 +32,8 @@ Contenders, all with fp32 master weights and moments unless their name says othe
                      to a multiple of 128. For the Llama and Qwen3 shapes its own.
                      bf16:
                      torch.autocast, what its pretraining does.
+  trainkit, plain torch kernels; plain loop
+                     of benchmarks/gpu alone: kernels = "reference"; peers/plain_model.py, compiled
   ... bf16 weights   the same loop over a model cast to bf16: weights, gradients and moments lose
   their fp32, so it is shown, not compared with.
 """

@@ -157,14 +157,12 @@ def dry_run(names: list[str], proof: Proof, setting: Setting) -> str:
         else:
             expected += part.expected_seconds
             limits += setting.limit(part)
-        rows.append(
-            [name, what, f"{part.expected_seconds} s", f"{setting.limit(part):.0f} s", part.shows]
-        )
+        likely = f"{part.expected_seconds} s{', a guess' if part.guessed else ''}"
+        rows.append([name, what, likely, f"{setting.limit(part):.0f} s", part.shows])
     lines = table(rows, head=("part", "", "expected", "limit", "shows"))
     return (
         f"{setting.hardware.words()}\n\n{lines}\n\n"
-        f"expected {expected / 60:.0f} minutes on one H100 or H200 (a guess, nobody has measured"
-        f" it), {limits / 60:.0f} minutes at most"
+        f"expected {expected / 60:.0f} minutes on one H200, {limits / 60:.0f} minutes at most"
     )
 
 

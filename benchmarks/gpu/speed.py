@@ -4,9 +4,8 @@ run: the contenders' processes of benchmarks/train_step.py.
 
 from __future__ import annotations
 
-import importlib.util
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +19,8 @@ if TYPE_CHECKING:
 THREADS = 2  # on a CPU
 GOAL_ROW = "h200-sxm-141gb"  # of the device table
 BLOCKS = 3  # of steps in a row, without a stop between them; the median counts
+CONTENDERS = ("trainkit", "plain loop")
+PLAIN_KERNELS = "trainkit, plain torch kernels"  # where `auto` takes the fused ones
 
 
 @dataclass(frozen=True)
@@ -47,16 +48,11 @@ def measure(name: str, case: Case, device: DeviceType) -> Measured:
     return Measured(statistics.median(worker.seconds), worker.peak, worker.about)
 
 
-def contenders(device: DeviceType) -> list[str]:
-    """Who takes part: with its fused kernels on a GPU, where `auto` takes plain torch, and Triton
-    is there."""
-    fused = device == "cuda" and importlib.util.find_spec("triton") is not None
-    return ["trainkit", *(["trainkit, fused kernels"] if fused else []), "plain loop"]
-
-
-def contend(words: str, case: Case, device: DeviceType) -> Iterator[tuple[str, Measured | Finding]]:
+def contend(
+    words: str, case: Case, device: DeviceType, names: Sequence[str] = CONTENDERS
+) -> Iterator[tuple[str, Measured | Finding]]:
     """Each contender's measure, or the finding that it failed."""
-    for name in contenders(device):
+    for name in names:
         try:
             yield name, measure(name, case, device)
         except Failed as error:

@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING
 from benchmarks.gpu.findings import Finding, judged, judged_if
 from benchmarks.gpu.sessions import DeviceType, Size, small_model
 from benchmarks.gpu.shapes import GPT2_124M
-from benchmarks.gpu.speed import Measured, contend, is_goal_gpu, peak_tflops, rates
+from benchmarks.gpu.speed import (
+    CONTENDERS,
+    PLAIN_KERNELS,
+    Measured,
+    contend,
+    is_goal_gpu,
+    peak_tflops,
+    rates,
+)
 from benchmarks.train_step import Case
 
 if TYPE_CHECKING:
@@ -30,11 +38,15 @@ def cases(size: Size) -> dict[str, Case]:
 
 
 def run(device: DeviceType, size: Size, folder: Path) -> Iterator[Finding]:
-    """Two rows a case: the trainer against the goal, and against the plain loop."""
+    """The trainer against the goal, and against the plain loop; at the first length of a GPU also
+    without its fused kernels."""
     peak = peak_tflops(device)
     for words, case in cases(size).items():
         found: dict[str, Measured] = {}
-        for name, outcome in contend(words, case, device):
+        names: tuple[str, ...] = CONTENDERS
+        if device == "cuda" and "1,024" in words:
+            names = ("trainkit", PLAIN_KERNELS, "plain loop")
+        for name, outcome in contend(words, case, device, names):
             if isinstance(outcome, Finding):
                 yield outcome
                 continue

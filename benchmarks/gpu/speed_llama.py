@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from benchmarks.gpu.findings import Finding, judged, not_shown
 from benchmarks.gpu.sessions import DeviceType, Size, make_job, small_model
 from benchmarks.gpu.shapes import LLAMA_3_8B, llama_3_8b, too_large
-from benchmarks.gpu.speed import contend, contenders, is_goal_gpu, peak_tflops, rates
+from benchmarks.gpu.speed import CONTENDERS, contend, is_goal_gpu, peak_tflops, rates
 from benchmarks.train_step import Case
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def run(device: DeviceType, size: Size, folder: Path, recompute: str = "full") -
     depths = DEPTHS
     if size == "small":
         depths = (1, 2)
-    seconds: dict[str, list[tuple[int, float]]] = {name: [] for name in contenders(device)}
+    seconds: dict[str, list[tuple[int, float]]] = {name: [] for name in CONTENDERS}
     for layers in depths:
         words = f"{layers} layers of {NAMES[size]}, recompute {recompute}"
         if size == "full" and (why := _too_large(device, folder, layers, recompute)):

@@ -405,7 +405,7 @@ class Products:
 
 BUILDERS: dict[str, Callable[[Case, str, str], Any]] = {
     "trainkit": Trainkit,
-    "trainkit, fused kernels": partial(Trainkit, kernels="fused"),
+    "trainkit, plain torch kernels": partial(Trainkit, kernels="reference"),
     "transformers": lambda *words: transformers_loop(*words, pure=False),
     "litgpt": lambda *words: litgpt_loop(*words, pure=False),
     "transformers, bf16 weights": lambda *words: transformers_loop(*words, pure=True),
