@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 DeviceType = Literal["cpu", "cuda"]
 Size = Literal["small", "full"]
-Family = Literal["gpt", "gpt-neox", "llama", "qwen3", "olmo2", "gemma3"]
+Family = Literal["gpt", "gpt-neox", "llama", "qwen3", "olmo2", "gemma3", "qwen3-moe"]
 FAMILIES: tuple[Family, ...] = get_args(Family)
 MANY = 10**6  # steps: a run that the part ends itself
 
@@ -41,6 +41,11 @@ def small_model(family: Family, size: Size = "small", *, vocab: int = 512) -> Mo
         wide["num_query_groups"] = 2
     if family == "gemma3":
         wide.update(sliding_window=length // 4, sliding_window_pattern=2)
+    if family == "qwen3-moe":
+        # all of them, for of two that are nearly equal another dtype may choose the other
+        width = int(wide["hidden_size"]) // 2
+        wide["moe"] = {"num_experts": 4, "router_topk": 4, "ffn_hidden_size": width}
+        wide["moe"] |= {"aux_loss_coeff": 0.01, "z_loss_coeff": 0.01}
     return Model(name=f"small-{family}", family=family, seq_length=length, vocab_size=vocab, **wide)
 
 
