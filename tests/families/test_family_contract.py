@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from operator import attrgetter
 from pathlib import Path
 from typing import get_args
 
@@ -11,13 +12,18 @@ import pytest
 import trainkit
 from trainkit.families import FAMILIES
 from trainkit.families.contract import FEEDFORWARDS
+from trainkit.jobs.experts import Experts
 from trainkit.jobs.schema import Model
 from trainkit.plan.arithmetic import parameters_of
+
+EXPERTS = {"num_experts": 4, "router_topk": 2, "ffn_hidden_size": 24}
 
 
 def model_of(family: str, **keys: object) -> Model:
     small = {"num_layers": 2, "hidden_size": 96, "num_attention_heads": 4, "seq_length": 32}
     small["sliding_window"] = 16
+    if FAMILIES[family].routing is not None:
+        keys = {"moe": EXPERTS, **keys}
     return Model.model_validate({"family": family, **small, **keys})
 
 
@@ -44,8 +50,10 @@ def test_a_family_names_what_models_have(name: str) -> None:
     model = model_of(name)
     assert family.settings <= set(Model.model_fields)
     for key in names.keys:
-        assert not key.setting or key.setting in Model.model_fields
-        assert not key.attribute or hasattr(model, key.attribute)
+        table, _, inner = key.setting.rpartition(".")
+        settings = {"": {"", *Model.model_fields}, "moe": set(Experts.model_fields)}
+        assert inner in settings[table]
+        assert not key.attribute or attrgetter(key.attribute)(model) is not None
     for attribute in names.dropout.values():
         assert hasattr(model, attribute)
     assert f"mlp.{FEEDFORWARDS[family.activation].module}" in names.inside
@@ -64,6 +72,7 @@ def test_keys_of_other_families_are_refused(name: str) -> None:
         "gpt_j_tied": True,
         "gelu": "tanh",
         "sliding_rotary_base": 500.0,
+        "moe": EXPERTS,
     }
     assert {key for family in FAMILIES.values() for key in family.settings} == set(values)
     for key, value in values.items():

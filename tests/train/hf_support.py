@@ -239,6 +239,50 @@ CASES: dict[str, tuple[Model, dict[str, Any]]] = {
         },
     ),
 }
+EXPERTS = {"num_experts": 5, "router_topk": 2, "ffn_hidden_size": 20}
+DENSE_FIRST = EXPERTS | {"first_dense_layers": 1}
+CASES |= {
+    "qwen3-moe": (
+        Model(
+            **{**WIDE, "family": "qwen3-moe", "num_layers": 3, "moe": DENSE_FIRST},
+            sliding_window=5,
+        ),
+        {
+            **THEIR_WIDE,
+            "num_hidden_layers": 3,
+            "mlp_only_layers": [0],
+            "moe_intermediate_size": 20,
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": True,
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+        },
+    ),
+    "mixtral-tied": (
+        Model(
+            **{**WIDE, "family": "mixtral", "moe": EXPERTS},
+            untie_embeddings_and_output_weights=False,
+        ),
+        {
+            **THEIR_WIDE,
+            "tie_word_embeddings": True,
+            "intermediate_size": 20,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+        },
+    ),
+    "olmoe": (
+        Model(**{**LLAMA, "family": "olmoe", "moe": EXPERTS}, num_query_groups=2),
+        {
+            **{key: value for key, value in THEIR_WIDE.items() if key != "head_dim"},
+            "intermediate_size": 20,
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+        },
+    ),
+}
 TOKENS_BS = torch.randint(0, VOCAB, (3, 16), generator=torch.Generator().manual_seed(3))
 Weights = dict[str, Tensor]
 

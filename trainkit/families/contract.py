@@ -119,10 +119,12 @@ class ConfigKey:
 
     Args:
         name: Hugging Face's.
-        attribute: of our `Model`, which has its value; "": it is always `default`.
+        attribute: of our `Model`, which has its value, or of a part of it: "moe.num_experts"; "":
+            it is always `default`.
         default: what transformers takes where the key is absent or null.
         setting: the key of [models.X] that says it; "" where ours has no choice.
         derived: gives the default from the other keys of config.json.
+        other_name: transformers reads this too, and some versions write it.
     """
 
     name: str
@@ -130,6 +132,7 @@ class ConfigKey:
     default: object = None
     setting: str = ""
     derived: Callable[[Mapping[str, int]], int] | None = None
+    other_name: str = ""
 
 
 @dataclass(frozen=True)
@@ -160,7 +163,7 @@ class WindowKeys:
         default: the size where it is absent.
         by_layer: `layer_types` names the kind of every layer; where it is absent, `switched` or
             the family's pattern decides. Else all layers have the window.
-        switched: there is none unless `use_sliding_window`, and then from layer
+        switched: there is none unless `use_sliding_window`, and then, `by_layer`, from layer
             `max_window_layers` on.
     """
 
@@ -190,8 +193,8 @@ class HuggingFace:
         conv1d: projections are stored (in, out).
         by_head: q, k and v of one head lie together.
         windows: keys of windows; None: every layer sees all.
-        experts: our matrices of all experts of a block, and theirs of expert N; what comes second
-            is stored (in, out) by us.
+        experts: our matrices of all experts of a block, and theirs of expert {}; those down
+            are stored (in, out) by us.
     """
 
     model_type: str

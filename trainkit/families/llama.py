@@ -7,7 +7,7 @@ Parameters: N = L(2H^2 + 2HK + 3HF + 2H) + 2VH + H.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from trainkit.families.contract import (
     RMS_NORM,
@@ -73,6 +73,35 @@ def shape_keys(
         ConfigKey("tie_word_embeddings", "tied", tied, "untie_embeddings_and_output_weights"),
     )
 
+
+def without(keys: Iterable[ConfigKey], *names: str) -> tuple[ConfigKey, ...]:
+    """Keys but those of these names."""
+    return tuple(key for key in keys if key.name not in names)
+
+
+def expert_keys(
+    names: tuple[str, str, str], *, experts: int, chosen: int, width: int
+) -> tuple[ConfigKey, ...]:
+    """The keys of config.json that say how many experts there are, how many of them a token takes
+    and how wide they are.
+
+    Args:
+        names: transformers' name of the number of experts, another of it, and that of the width.
+        experts, chosen, width: transformers' values where a key is absent.
+    """
+    count, other_name, of_width = names
+    number, size = "moe.num_experts", "moe.ffn_hidden_size"
+    return (
+        ConfigKey(count, number, experts, number, other_name=other_name),
+        ConfigKey("num_experts_per_tok", "moe.router_topk", chosen, "moe.router_topk"),
+        ConfigKey(of_width, size, width, size),
+    )
+
+
+# whether weights of a token's experts sum to 1
+NORMALIZED = ConfigKey(
+    "norm_topk_prob", "routing.normalized", default=False, setting="moe.router_norm_topk_prob"
+)
 
 # what families of rotary positions and grouped queries can say
 ROTARY_SETTINGS = frozenset(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from trainkit.families.contract import ConfigKey, Routing, WindowKeys
-from trainkit.families.llama import EXPERT_SETTINGS, LLAMA, shape_keys
+from trainkit.families.llama import EXPERT_SETTINGS, LLAMA, expert_keys, shape_keys, without
 
 MIXTRAL = replace(
     LLAMA,
@@ -30,9 +30,15 @@ MIXTRAL = replace(
             "mlp.experts.down": ("block_sparse_moe.experts.{}.w2",),
         },
         keys=(
-            *shape_keys(groups=8, width=14336, epsilon=1e-5),
+            *without(shape_keys(groups=8, epsilon=1e-5), "intermediate_size"),
+            *expert_keys(
+                ("num_local_experts", "num_experts", "intermediate_size"),
+                experts=8,
+                chosen=2,
+                width=14336,
+            ),
             ConfigKey("hidden_act", default="silu"),
         ),
-        windows=WindowKeys(4096, by_layer=False),
+        windows=WindowKeys(0, by_layer=False),
     ),
 )

@@ -10,7 +10,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from trainkit.families.contract import ConfigKey, Routing
-from trainkit.families.llama import EXPERT_SETTINGS, LLAMA, shape_keys
+from trainkit.families.llama import (
+    EXPERT_SETTINGS,
+    LLAMA,
+    NORMALIZED,
+    expert_keys,
+    shape_keys,
+    without,
+)
 
 OLMOE = replace(
     LLAMA,
@@ -33,7 +40,19 @@ OLMOE = replace(
             "mlp.experts.down": ("mlp.experts.{}.down_proj",),
         },
         keys=(
-            *shape_keys(layers=16, hidden=2048, heads=16, width=2048, epsilon=1e-5),
+            # its norms of queries and keys are as wide as the hidden size and its part
+            *without(
+                shape_keys(layers=16, hidden=2048, heads=16, epsilon=1e-5),
+                "intermediate_size",
+                "head_dim",
+            ),
+            *expert_keys(
+                ("num_experts", "num_local_experts", "intermediate_size"),
+                experts=64,
+                chosen=8,
+                width=2048,
+            ),
+            NORMALIZED,
             ConfigKey("hidden_act", default="silu"),
             ConfigKey("attention_bias", default=False),
             ConfigKey("clip_qkv", default=None),

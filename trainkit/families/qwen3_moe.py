@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from trainkit.families.contract import ConfigKey, Routing, WindowKeys
-from trainkit.families.llama import EXPERT_SETTINGS, shape_keys
+from trainkit.families.llama import EXPERT_SETTINGS, NORMALIZED, expert_keys, shape_keys
 from trainkit.families.qwen3 import QWEN3
 
 QWEN3_MOE = replace(
@@ -28,9 +28,18 @@ QWEN3_MOE = replace(
         },
         keys=(
             *shape_keys(layers=24, hidden=2048, groups=4, width=6144),
+            *expert_keys(
+                ("num_experts", "num_local_experts", "moe_intermediate_size"),
+                experts=128,
+                chosen=8,
+                width=768,
+            ),
+            NORMALIZED,
+            ConfigKey("decoder_sparse_step", default=1),
+            ConfigKey("mlp_only_layers", "moe.dense_layers", [], "moe.first_dense_layers"),
             ConfigKey("hidden_act", default="silu"),
             ConfigKey("attention_bias", default=False),
         ),
-        windows=WindowKeys(4096, by_layer=False),
+        windows=WindowKeys(4096, by_layer=False, switched=True),
     ),
 )

@@ -93,6 +93,11 @@ class Experts(Table):
             )
         return self
 
+    @property
+    def dense_layers(self) -> list[int]:
+        """Layers without experts, counted from 0."""
+        return list(range(self.first_dense_layers))
+
 
 def routing_of(model: Model) -> Routing:
     """How tokens of a model with experts find them: as its table says, else as its family."""
@@ -115,6 +120,25 @@ def routing_of(model: Model) -> Routing:
     )
 
 
+def departures_of(model: Model) -> dict[str, object]:
+    """What [models.X.moe] says that is not usual in its family, by its keys; sizes left out."""
+    usual, moe = model.architecture.routing, model.moe
+    if usual is None or moe is None:
+        return {}
+    here = model.routing
+    found: dict[str, tuple[object, object]] = {
+        "shared_expert_intermediate_size": (moe.shared_expert_intermediate_size, None),
+        "first_dense_layers": (moe.first_dense_layers, 0),
+        "router_score_function": (here.score, usual.score),
+        "router_pre_softmax": (here.pre_softmax, usual.pre_softmax),
+        "router_norm_topk_prob": (here.normalized, usual.normalized),
+        "router_topk_scaling_factor": (here.scale, usual.scale),
+        "router_num_groups": (here.groups, usual.groups),
+        "router_enable_expert_bias": (here.expert_bias, usual.expert_bias),
+    }
+    return {f"moe.{key}": value for key, (value, plain) in found.items() if value != plain}
+
+
 def check_routing(model: Model) -> None:
     """Rules between [models.X.moe] and the rest of the model. Raises an error of a rule."""
     moe = model.moe
@@ -128,6 +152,8 @@ def check_routing(model: Model) -> None:
             f"first_dense_layers {moe.first_dense_layers} leaves no layer of"
             f" {model.num_layers} with experts",
         )
+    if model.activation not in (None, "swiglu"):
+        raise wrong("activation", f"activation {model.activation!r}: experts are SwiGLU")
     if model.parametrization == "mup":
         raise wrong("parametrization", "parametrization 'mup' is not for models with experts")
     routing = model.routing

@@ -18,9 +18,11 @@ import torch
 from tests.train.hf_support import (
     CASES,
     COMMON,
+    EXPERTS,
     LLAMA,
     LLAMA3,
     VOCAB,
+    WIDE,
     change_config,
     change_index,
     change_tensors,
@@ -36,9 +38,21 @@ from tests.train.hf_support import (
 from trainkit.base.errors import ConfigError
 from trainkit.jobs.schema import Model
 from trainkit.train.huggingface import check_weights, load_weights
-from trainkit.train.huggingface.config import contradictions
+from trainkit.train.huggingface.config import contradictions, to_hf_config
 from trainkit.train.parallel.shards import sharded_parameters
 
+# what [models.X.moe] can say and Mixtral's class cannot
+SIGMOID = {"router_score_function": "sigmoid"}
+NOT_THERE: dict[str, dict[str, Any]] = {
+    "shared_expert_intermediate_size": {"shared_expert_intermediate_size": 8},
+    "first_dense_layers": {"first_dense_layers": 1},
+    "router_score_function": SIGMOID,
+    "router_pre_softmax": {"router_pre_softmax": False},
+    "router_norm_topk_prob": {"router_norm_topk_prob": False},
+    "router_topk_scaling_factor": {"router_topk_scaling_factor": 2.5},
+    "router_num_groups": {"router_num_groups": 5, "router_group_topk": 2},
+    "router_enable_expert_bias": {"router_enable_expert_bias": True, **SIGMOID},
+}
 __all__ = ["copied", "folders"]  # fixtures
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -239,6 +253,26 @@ class TestRefused:
                 "cannot be said",
             ),
             ("llama", {"rope_parameters": 3}, "cannot be said"),
+            ("qwen3-moe", {"decoder_sparse_step": 2}, "is 2 there; family 'qwen3-moe' has 1 only"),
+            ("qwen3-moe", {"mlp_only_layers": [1]}, "mlp_only_layers is [1] there, [0] for this"),
+            ("qwen3-moe", {"mlp_only_layers": [0, 1]}, "moe.first_dense_layers = 2"),
+            ("qwen3-moe", {"mlp_only_layers": None}, "models.tiny.moe.first_dense_layers = 0"),
+            ("qwen3-moe", {"mlp_only_layers": 0}, "mlp_only_layers makes no sense: 0"),
+            ("qwen3-moe", {"intermediate_size": 44}, "models.tiny.ffn_hidden_size = 44"),
+            ("qwen3-moe", {"moe_intermediate_size": 24}, "models.tiny.moe.ffn_hidden_size = 24"),
+            ("qwen3-moe", {"num_local_experts": 8}, "num_experts is 8 there, 5 for this job"),
+            ("qwen3-moe", {"norm_topk_prob": False}, "tiny.moe.router_norm_topk_prob = false"),
+            ("qwen3-moe", {"use_sliding_window": False}, "leave models.tiny.sliding_window out"),
+            (
+                "qwen3-moe",
+                {"shared_expert_intermediate_size": 8},
+                "shared_expert_intermediate_size is 8 there, which family 'qwen3-moe' of trainkit",
+            ),
+            ("mixtral-tied", {"intermediate_size": 24}, "models.tiny.moe.ffn_hidden_size = 24"),
+            ("mixtral-tied", {"num_local_experts": 6}, "models.tiny.moe.num_experts = 6"),
+            ("mixtral-tied", {"sliding_window": 5}, "models.tiny.sliding_window = 5"),
+            ("olmoe", {"num_experts_per_tok": 3}, "models.tiny.moe.router_topk = 3"),
+            ("olmoe", {"clip_qkv": 8.0}, "clip_qkv is 8.0 there; family 'olmoe' has None only"),
             ("llama", {"head_dim": 4}, "kv_channels = 4"),
             ("llama", {"mlp_bias": True}, "mlp_bias is True"),
             (
@@ -292,7 +326,19 @@ class TestRefused:
         }
         assert contradictions(config, CASES["llama"][0], VOCAB) == []
 
-    @pytest.mark.parametrize("case", ["gpt", "gpt-neox", "llama"])
+    def test_how_experts_are_trained_says_nothing_of_weights(self) -> None:
+        """Nor does the width of layers that are not there."""
+        config = theirs("mixtral-tied").config.to_dict()
+        config |= {"router_aux_loss_coef": 0.5, "output_router_logits": True}
+        config |= {"router_jitter_noise": 0.1}
+        assert contradictions(config, CASES["mixtral-tied"][0], VOCAB) == []
+        model = Model(**{**WIDE, "family": "qwen3-moe", "moe": EXPERTS})
+        config = to_hf_config(model, VOCAB, "fp32", 0)
+        assert contradictions(config | {"intermediate_size": 6144}, model, VOCAB) == []
+
+    @pytest.mark.parametrize(
+        "case", ["gpt", "gpt-neox", "llama", "qwen3-moe", "mixtral-tied", "olmoe"]
+    )
     def test_all_that_transformers_writes_is_known(self, case: str) -> None:
         config = theirs(case).config.to_dict()
         assert not [
@@ -400,6 +446,21 @@ class TestRefused:
                 "no hidden_size 25 that does not divide by num_attention_heads 3",
             ),
             (Model(**{**LLAMA, "hidden_size": 30}, kv_channels=8), "no hidden_size 30"),
+            (
+                Model(**{**WIDE, "family": "mistral"}, sliding_window=5, sliding_window_pattern=2),
+                "a window in all layers or in none, not in 1",
+            ),
+            (
+                Model(**{**WIDE, "family": "olmoe", "moe": EXPERTS}),
+                "OlmoeForCausalLM has hidden_size / num_attention_heads = 8 channels a head",
+            ),
+            *(
+                (
+                    Model(**{**WIDE, "family": "mixtral", "moe": EXPERTS | keys}),
+                    f"MixtralForCausalLM has no moe.{key} = ",
+                )
+                for key, keys in NOT_THERE.items()
+            ),
         ],
     )
     def test_a_model_that_transformers_has_not(

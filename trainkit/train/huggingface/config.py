@@ -8,11 +8,13 @@ Imports no torch.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from operator import attrgetter
 from typing import Any
 
 from trainkit.base.errors import ConfigError, Problem
 from trainkit.families import FAMILIES
 from trainkit.families.contract import ConfigKey
+from trainkit.jobs.experts import departures_of
 from trainkit.jobs.schema import Model
 from trainkit.train.huggingface.positions import (
     FULL,
@@ -37,24 +39,24 @@ GELU_NAMES = {"tanh": "gelu_new", "exact": "gelu"}
 # What says nothing of the weights' arithmetic: of transformers' PretrainedConfig and of older
 # versions of it, of its three classes, of generation and training.
 _NEUTRAL = """
-    _attn_implementation _attn_implementation_autoset _commit_hash _name_or_path
-    _output_attentions add_prefix_space architectures attention_probs_dropout_prob auto_map
-    bad_words_ids begin_suppress_tokens bos_token_id chunk_size_feed_forward classifier_dropout
+    _attn_implementation _attn_implementation_autoset _commit_hash _name_or_path _output_attentions
+    add_prefix_space architectures attention_probs_dropout_prob auto_map bad_words_ids
+    begin_suppress_tokens bos_token_id chunk_size_feed_forward classifier_dropout
     decoder_start_token_id diversity_penalty do_sample dtype early_stopping
     encoder_no_repeat_ngram_size eos_token_id exponential_decay_length_penalty finetuning_task
     forced_bos_token_id forced_eos_token_id gradient_checkpointing hidden_dropout_prob id2label
     initializer_range is_decoder is_encoder_decoder is_llama_config keys_to_ignore_at_inference
     label2id length_penalty license max_length max_position_embeddings max_sequence_length
-    min_length model_type n_ctx no_repeat_ngram_size num_beam_groups num_beams
-    num_return_sequences output_attentions output_hidden_states output_past output_scores
+    min_length model_type n_ctx no_repeat_ngram_size num_beam_groups num_beams num_return_sequences
+    output_attentions output_hidden_states output_past output_router_logits output_scores
     pad_token_id prefix pretraining_tp problem_type pruned_heads quantization_config
     remove_invalid_values reorder_and_upcast_attn repetition_penalty return_dict
     return_dict_in_generate rope_parameters rope_scaling rope_theta rotary_emb_base rotary_pct
-    partial_rotary_factor sep_token_id suppress_tokens summary_activation summary_first_dropout
-    summary_proj_to_labels summary_type summary_use_proj task_specific_params temperature
-    tf_legacy_loss tie_encoder_decoder tokenizer_class tokenizer_name top_k top_p torch_dtype
-    torchscript transformers_version typical_p unsloth_fixed unsloth_version use_bfloat16
-    use_cache vocab_size
+    partial_rotary_factor router_aux_loss_coef router_jitter_noise sep_token_id suppress_tokens
+    summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj
+    task_specific_params temperature tf_legacy_loss tie_encoder_decoder tokenizer_class
+    tokenizer_name top_k top_p torch_dtype torchscript transformers_version typical_p unsloth_fixed
+    unsloth_version use_bfloat16 use_cache vocab_size
 """
 NEUTRAL = frozenset(_NEUTRAL.split())
 WINDOW_KEYS = {
@@ -103,7 +105,7 @@ def _value(key: ConfigKey, model: Model) -> object:
     """What a key is for a model of ours."""
     if not key.attribute:
         return key.default
-    value: object = getattr(model, key.attribute)
+    value: object = attrgetter(key.attribute)(model)
     if key.setting == "gelu":
         return GELU_NAMES[str(value)]
     return value
@@ -115,7 +117,9 @@ def _not_in_transformers(model: Model) -> Iterator[str]:
     said = {key.setting for key in names.keys}
     if names.windows is not None:
         said.add("sliding_window")
-    for key, value in model.departures.items():
+        if not names.windows.by_layer and 0 < model.sliding_layers < model.num_layers:
+            yield f"{name} has a window in all layers or in none, not in {model.sliding_layers}"
+    for key, value in {**model.departures, **departures_of(model)}.items():
         if key not in said:
             yield f"{name} has no {key} = {toml_value(value)}"
     if model.hidden_size % model.num_attention_heads:
@@ -151,7 +155,10 @@ def contradictions(
     if kind != names.model_type:
         return [_other_type(kind, model)]
     problems = [Problem(reason) for reason in _not_in_transformers(model)]
-    problems += [problem for key in names.keys if (problem := _key_problem(config, key, model))]
+    # where all layers have experts, the width of the others says nothing
+    unused = model.moe is not None and not model.moe.first_dense_layers
+    keys = [key for key in names.keys if key.setting != "ffn_hidden_size" or not unused]
+    problems += [problem for key in keys if (problem := _key_problem(config, key, model))]
     problems += _unknown(config, model)
     if config.get("quantization_config"):
         problems.append(
@@ -195,7 +202,8 @@ def _unknown(config: Mapping[str, Any], model: Model) -> Iterator[Problem]:
     """Keys that may change what the weights mean, and that nothing here knows. One that is
     absent, null or false asks for nothing."""
     names = model.architecture.hugging_face
-    known = {key.name for key in names.keys} | set(names.dropout) | NEUTRAL
+    known = {name for key in names.keys for name in (key.name, key.other_name)}
+    known |= set(names.dropout) | NEUTRAL
     if names.windows is not None:
         known |= WINDOW_KEYS
     if names.rotary is not None:
@@ -216,7 +224,7 @@ def _unknown(config: Mapping[str, Any], model: Model) -> Iterator[Problem]:
 
 def _effective(config: Mapping[str, Any], key: ConfigKey) -> object:
     """What transformers makes of a key, absent ones included."""
-    value = config.get(key.name)
+    value = config.get(key.name, config.get(key.other_name))
     if isinstance(value, str):
         return SAME_ACTIVATION.get(value, value)
     if value is not None:
@@ -234,10 +242,10 @@ def _key_problem(config: Mapping[str, Any], key: ConfigKey, model: Model) -> Pro
     here = _value(key, model)
     if there == SAME_ACTIVATION.get(str(here), here):
         return None
-    if _kind(there) is not _kind(here):
-        return Problem(f"its {key.name} makes no sense: {there!r}")
     if not key.setting:
         return Problem(f"{key.name} is {there!r} there; family {model.family!r} has {here!r} only")
+    if _kind(there) is not _kind(here):
+        return Problem(f"its {key.name} makes no sense: {there!r}")
     value = _our_value(key, there)
     hint = "trainkit has no such model"
     if value is not None:
@@ -251,6 +259,9 @@ def _our_value(key: ConfigKey, there: object) -> object:
         return not there
     if key.setting == "gelu":
         return next((ours for ours, name in GELU_NAMES.items() if name == there), None)
+    if key.setting == "moe.first_dense_layers":
+        assert isinstance(there, list)  # as ours, which _key_problem held it against
+        return len(there) if there == list(range(len(there))) else None
     return there
 
 

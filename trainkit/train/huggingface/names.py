@@ -2,10 +2,11 @@
 stand in trainkit/families.
 
 Our tensors are rows of theirs: all of one (a norm), some of each of several (Llama's q, k and v
-projections are rows of our `qkv`), or many small runs (GPT-NeoX lays q, k and v out head by
-head). GPT-2's projections are Conv1D, which stores (in, out): there rows are columns. Layouts:
-transformers, models/{gpt2,gpt_neox,llama}/modeling_*.py. Imports no torch: stages look at names
-before anything is loaded.
+projections are rows of our `qkv`), many small runs (GPT-NeoX lays q, k and v out head by head), or
+all of each of many (a matrix of ours holds that of every expert). GPT-2's projections are Conv1D,
+which stores (in, out): there rows are columns, as in experts' projections down, which we store so.
+Layouts: transformers, models/{gpt2,gpt_neox,llama,mixtral}/modeling_*.py and
+conversion_mapping.py. Imports no torch: stages look at names before anything is loaded.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def table(model: Model, vocab_size: int) -> dict[str, TensorMapping]:
     """Every parameter of a model by its name here, in the order of the network."""
     family = model.architecture
     names = family.hugging_face
-    hidden = model.hidden_size
+    hidden, layers = model.hidden_size, model.num_layers
     entries = {
         "embed_tokens.weight": _whole(
             (vocab_size, hidden), f"{names.outside['embed_tokens']}.weight"
@@ -58,8 +59,9 @@ def table(model: Model, vocab_size: int) -> dict[str, TensorMapping]:
         entries["embed_positions.weight"] = _whole(
             (model.positions, hidden), f"{names.outside['embed_positions']}.weight"
         )
-    for i in range(model.num_layers):
-        for name, entry in _block(model).items():
+    blocks = {sparse: _block(model, sparse=sparse) for sparse in map(model.sparse, range(layers))}
+    for i in range(layers):
+        for name, entry in blocks[model.sparse(i)].items():
             entries[f"layers.{i}.{name}"] = _in_block(entry, names.block.format(i))
     entries |= {
         f"final_norm.{kind}": _whole((hidden,), f"{names.outside['final_norm']}.{kind}")
@@ -91,8 +93,8 @@ def _in_block(entry: TensorMapping, prefix: str) -> TensorMapping:
     return TensorMapping(entry.shape, pieces, tuple(prefix + name for name in entry.again))
 
 
-def _block(model: Model) -> dict[str, TensorMapping]:
-    """One block's parameters, with names from within the block."""
+def _block(model: Model, *, sparse: bool) -> dict[str, TensorMapping]:
+    """One block's parameters, with names from within the block. `sparse`: it has experts."""
     family = model.architecture
     hidden = model.hidden_size
     width = model.ffn_width
@@ -104,6 +106,9 @@ def _block(model: Model) -> dict[str, TensorMapping]:
         f"mlp.{model.mlp.module}": (width,) * model.mlp.projections,
         "mlp.down": (hidden,),
     }
+    absent: set[str] = {f"mlp.{model.mlp.module}", "mlp.down"} if sparse else {"mlp.router"}
+    if model.moe is not None:
+        rows["mlp.router"] = (model.moe.num_experts,)
     columns = {"attention.out": q, "mlp.down": width}
     together = model.query_key_norm == "projection"
     heads_norms = {
@@ -112,6 +117,8 @@ def _block(model: Model) -> dict[str, TensorMapping]:
     }
     entries: dict[str, TensorMapping] = {}
     for module, theirs in family.hugging_face.inside.items():
+        if module in absent:
+            continue
         is_norm = module not in rows
         if module in heads_norms:
             kinds: tuple[str, ...] = ("weight",)
@@ -134,6 +141,29 @@ def _block(model: Model) -> dict[str, TensorMapping]:
                     shape = (*shape, columns.get(module, hidden))
                 pieces = _pieces(model, name, rows[module], sources)
                 entries[name] = TensorMapping(shape, tuple(pieces))
+    return entries | (_experts(model) if sparse else {})
+
+
+def _experts(model: Model) -> dict[str, TensorMapping]:
+    """The matrices of a block's experts, of all of them one below the other, and of the one that
+    every token takes besides. That has the names of Qwen2-MoE: no family here has it there."""
+    moe, hidden = model.moe, model.hidden_size
+    assert moe is not None
+    entries: dict[str, TensorMapping] = {}
+    for module, theirs in model.architecture.hugging_face.experts.items():
+        sources = [f"{name.format(i)}.weight" for i in range(moe.num_experts) for name in theirs]
+        width, transposed = moe.ffn_hidden_size, module == "mlp.experts.down"
+        pieces = tuple(
+            RowMapping(i * width, width, source, transposed=transposed)
+            for i, source in enumerate(sources)
+        )
+        entries[f"{module}.weight"] = TensorMapping((len(sources) * width, hidden), pieces)
+    if shared := moe.shared_expert_intermediate_size:
+        gate, up, down = (f"mlp.shared_expert.{of}_proj.weight" for of in ("gate", "up", "down"))
+        entries["mlp.shared_expert.gate_up.weight"] = TensorMapping(
+            (2 * shared, hidden), (RowMapping(0, shared, gate), RowMapping(shared, shared, up))
+        )
+        entries["mlp.shared_expert.down.weight"] = _whole((hidden, shared), down)
     return entries
 
 
@@ -169,11 +199,13 @@ def published(entries: Mapping[str, TensorMapping]) -> dict[str, PublishedTensor
     """The Hugging Face tensors that our tensors make up; every one comes from one of ours."""
     found: dict[str, PublishedTensor] = {}
     for name, entry in entries.items():
-        for source in dict.fromkeys(piece.source for piece in entry.pieces):
-            pieces = tuple(piece for piece in entry.pieces if piece.source == source)
+        of_source: dict[str, list[RowMapping]] = {}
+        for piece in entry.pieces:
+            of_source.setdefault(piece.source, []).append(piece)
+        for source, pieces in of_source.items():
             shape = (sum(piece.rows for piece in pieces), *entry.shape[1:])
             found[source] = PublishedTensor(
-                shape[::-1] if pieces[0].transposed else shape, name, pieces
+                shape[::-1] if pieces[0].transposed else shape, name, tuple(pieces)
             )
         found |= {copy: PublishedTensor(entry.shape, name, entry.pieces) for copy in entry.again}
     return found

@@ -89,8 +89,9 @@ def window_keys(model: Model) -> dict[str, object]:
     keys: dict[str, object] = {"sliding_window": model.sliding_window}
     if names.switched:
         keys["use_sliding_window"] = model.sliding_window is not None
-        keys["max_window_layers"] = model.num_layers
     if names.by_layer:
+        if names.switched:
+            keys["max_window_layers"] = model.num_layers
         kinds = (SLIDING if model.slides(i) else FULL for i in range(model.num_layers))
         keys["layer_types"] = list(kinds)
     return keys
@@ -131,7 +132,8 @@ def _windows(config: Mapping[str, Any], model: Model) -> Iterator[int]:
     size = config.get("sliding_window", names.default if names else None)
     off = names is not None and names.switched and not config.get("use_sliding_window")
     kinds = config.get("layer_types") if names and names.by_layer else None
-    first = config.get("max_window_layers", 28) if names and names.switched else 0
+    by_number = names is not None and names.switched and names.by_layer
+    first = config.get("max_window_layers", 28) if by_number else 0
     every = config.get("sliding_window_pattern", model.architecture.sliding_window_pattern)
     for layer in range(model.num_layers):
         if kinds is not None:

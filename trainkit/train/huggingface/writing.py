@@ -83,12 +83,12 @@ def export(
         )
     rows = vocabulary(saved)
     tensors = published(table(model, rows))
-    refuse_another_model(saved, model, rows)
     if tokenizer:
         eod = end_of_document(load_tokenizer(tokenizer.path), tokenizer.eod_token, tokenizer.path)
     else:
         eod = None
     config = to_hf_config(model, rows, dtype, eod)
+    refuse_another_model(saved, model, rows)
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = temporary_name(target)
     temporary.mkdir()
@@ -119,10 +119,10 @@ class _Source:
     def read(self, name: str, wanted: PublishedTensor) -> Tensor:
         """One tensor, contiguous."""
         ours = self._ours(wanted.ours)
-        if wanted.pieces[0].transposed:
-            found = ours.T.contiguous()
-        elif len(wanted.pieces) == 1 and wanted.pieces[0].rows == len(ours):
-            found = ours
+        first = wanted.pieces[0]
+        if len(wanted.pieces) == 1:
+            found = ours[first.start : first.start + first.rows]
+            found = found.T.contiguous() if first.transposed else found
         else:
             found = ours.new_empty(wanted.shape)
             for piece in wanted.pieces:
