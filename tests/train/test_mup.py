@@ -19,7 +19,7 @@ from tests.train.hf_support import TOKENS_BS, VOCAB, equal, loaded, ours, save, 
 from tests.train.plain_loop import TRAINING, job_of
 from trainkit.jobs.optimizers import rate_factor, role_of
 from trainkit.jobs.schema import Model, Training
-from trainkit.train.coordinate_check import check_coordinates
+from trainkit.train.coordinate_check import check_coordinates, of_width
 from trainkit.train.model.head_loss import Labels, Losses
 from trainkit.train.model.transformer import Transformer
 from trainkit.train.parallel.initialize import initial_value, initialize
@@ -148,6 +148,18 @@ def test_sizes_stay_in_each_family(family: Any, tmp_path: Path) -> None:
     standard = model.model_copy(update={"mup_base_hidden_size": None})
     found = check_coordinates(job.model_copy(update={"model": standard}), [64, 128, 256])
     assert found.growing()
+
+
+def test_experts_go_with_the_width(tmp_path: Path) -> None:
+    moe = {"num_experts": 4, "router_topk": 2, "ffn_hidden_size": 24}
+    moe |= {"shared_expert_intermediate_size": 16}
+    shape: dict[str, Any] = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4}
+    model = Model(**shape, family="qwen3-moe", seq_length=16, moe=moe)
+    wide = of_width(model, 128).moe
+    assert wide is not None
+    assert (wide.ffn_hidden_size, wide.shared_expert_intermediate_size) == (96, 64)
+    job = job_of("gpt", 1, tmp_path, {}, lr=5e-3).model_copy(update={"model": model})
+    assert check_coordinates(job, [32, 64]).sizes["MLP"]
 
 
 def test_sizes_stay_as_they_are_at_any_width(project: Project) -> None:

@@ -61,7 +61,8 @@ class Coordinates:
 
 
 def of_width(model: Model, width: int) -> Model:
-    """The model with another hidden size and MLP, and as many heads of the same size as suit it.
+    """The model with another hidden size, with MLP and experts that go with it, and as many heads
+    of the same size as suit it.
 
     Raises ConfigError for a width that is no whole number of heads.
     """
@@ -74,13 +75,21 @@ def of_width(model: Model, width: int) -> Model:
     groups = max(1, int(heads) * model.query_groups // model.num_attention_heads)
     while int(heads) % groups:
         groups -= 1
-    changed = {
+
+    def scaled(size: int) -> int:
+        return round(size * width / model.hidden_size)
+
+    changed: dict[str, object] = {
         "hidden_size": width,
         "num_attention_heads": int(heads),
         "num_query_groups": groups,
         "kv_channels": model.head_size,
-        "ffn_hidden_size": round(model.ffn_width * width / model.hidden_size),
+        "ffn_hidden_size": scaled(model.ffn_width),
     }
+    if moe := model.moe:
+        keys = ("ffn_hidden_size", "shared_expert_intermediate_size")
+        sizes = {key: scaled(size) for key in keys if (size := getattr(moe, key))}
+        changed["moe"] = moe.model_copy(update=sizes)
     return model.model_copy(update=changed)
 
 
