@@ -4,6 +4,7 @@ that is built and what its forward saves."""
 from __future__ import annotations
 
 import weakref
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from trainkit.plan.activations import block_bytes, head_gradient_bytes, saved_by
 from trainkit.plan.arithmetic import parameters_of
 from trainkit.plan.layout import layout_of
 from trainkit.plan.memory import Memory, fits, memory_of
-from trainkit.plan.parameter_shapes import chunk_units, largest, numbers, shard
+from trainkit.plan.parameter_shapes import Place, chunk_units, largest, numbers, shard
 from trainkit.plan.planner import make_plan
 from trainkit.train.model.head_loss import Labels
 from trainkit.train.model.transformer import Transformer, build_on_meta
@@ -56,12 +57,14 @@ def memory(job: Job) -> Memory:
 def test_parameters_one_by_one(model: Model, vocab: int, ranks: int) -> None:
     """The units have the parameters of the model that is built, and their shards are those of
     fully_shard, which splits rows as torch.chunk does."""
-    units = chunk_units(model, vocab, model.num_layers)
+    units = chunk_units(model, vocab)
     built = build_on_meta(model, vocab)
     assert (
         numbers(units) == parameters_of(model, vocab) == sum(p.numel() for p in built.parameters())
     )
-    assert shard(units, 1, 0, ranks) == sum(p.chunk(ranks)[0].numel() for p in built.parameters())
+    assert shard(units, Place(rank=0, data=ranks)) == sum(
+        p.chunk(ranks)[0].numel() for p in built.parameters()
+    )
     assert largest(units) == max(numbers([unit]) for unit in units)
 
 
@@ -70,10 +73,9 @@ def test_stages_hold_the_model_once_but_for_tied_heads(
     model: Model, vocab: int, pipeline: int
 ) -> None:
     model = model.model_copy(update={"num_layers": 3})
+    ends = [0, *accumulate(3 // pipeline + (s < 3 % pipeline) for s in range(pipeline))]
     held = [
-        chunk_units(
-            model, vocab, 3 // pipeline + (s < 3 % pipeline), first=s == 0, last=s == pipeline - 1
-        )
+        chunk_units(model, vocab, range(*ends[s : s + 2]), first=s == 0, last=s == pipeline - 1)
         for s in range(pipeline)
     ]
     copies = vocab * model.hidden_size if pipeline > 1 and not model.untied else 0
@@ -178,7 +180,9 @@ def test_activations_as_korthikanti(tensor: int, sequence: bool, mode: str, form
         parallelism=parallelism,
         micro_batch_size=2,
     )
-    per_token = block_bytes(job, ENGINES["nemo"].rules, mode).on_rank(layout_of(job))
+    per_token = block_bytes(job, layout_of(job), ENGINES["nemo"].rules, mode).on_rank(
+        layout_of(job)
+    )
     assert per_token * 2 * 2048 == pytest.approx(formula(2048, 2, 12288, 96, tensor), rel=1e-3)
 
 
@@ -186,9 +190,9 @@ def test_without_dropout_masks_go() -> None:
     """34 becomes 32, 5as/h becomes 2as/h."""
     job = job_of(shape(**GPT_175B), engine="nemo", device=BIG, precision="bf16")
     expected = 12288 * (32 + 2 * 96 * 2048 / 12288)
-    assert block_bytes(job, ENGINES["nemo"].rules, "none").on_rank(layout_of(job)) == pytest.approx(
-        expected, rel=1e-3
-    )
+    assert block_bytes(job, layout_of(job), ENGINES["nemo"].rules, "none").on_rank(
+        layout_of(job)
+    ) == pytest.approx(expected, rel=1e-3)
 
 
 def test_activations_of_llama() -> None:
@@ -197,7 +201,12 @@ def test_activations_of_llama() -> None:
     model = shape("llama", 32, 4096, 32, 4096, num_query_groups=8, ffn_hidden_size=14336)
     job = job_of(model, engine="megatron-lm", device=BIG, precision="bf16")
     turned, logsumexp, statistics = 2 * (1 + 8 / 32), 4 * 32 / 4096, 8 / 4096
-    found = block_bytes(job, ENGINES["megatron-lm"].rules, "none").on_rank(layout_of(job)) / 4096
+    found = (
+        block_bytes(job, layout_of(job), ENGINES["megatron-lm"].rules, "none").on_rank(
+            layout_of(job)
+        )
+        / 4096
+    )
     assert found == pytest.approx(
         12 + 4 * 8 / 32 + 6 * 14336 / 4096 - 1 + turned + 1 + logsumexp + statistics, abs=0.05
     )
@@ -226,7 +235,9 @@ def saved_by_forward(job: Job, vocab: int) -> int:
 
 
 WIDE = {"layers": 2, "hidden": 64, "heads": 4, "length": 64}
-FAMILIES = [
+EXPERTS = {"num_experts": 8, "router_topk": 3, "ffn_hidden_size": 32}
+SIGMOID = {"router_score_function": "sigmoid", "router_enable_expert_bias": True}
+FAMILIES: list[dict[str, Any]] = [
     {"family": "gpt"},
     {"family": "gpt", "hidden_dropout": 0.1},
     {"family": "gpt", "attention_dropout": 0.1},
@@ -236,6 +247,13 @@ FAMILIES = [
     {"family": "llama"},
     {"family": "llama", "num_query_groups": 2},
     {"family": "llama", "num_query_groups": 2, "qk_norm": "head"},
+    {"family": "mixtral", "moe": {**EXPERTS, "aux_loss_coeff": 0.01}},
+    {"family": "olmoe", "moe": {**EXPERTS, "aux_loss_coeff": 0.01, "z_loss_coeff": 1e-3}},
+    {
+        "family": "qwen3-moe",
+        "moe": {**EXPERTS, "first_dense_layers": 1, "shared_expert_intermediate_size": 48},
+    },
+    {"family": "qwen3-moe", "moe": {**EXPERTS, **SIGMOID}},
 ]
 
 

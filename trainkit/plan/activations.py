@@ -9,18 +9,27 @@ dropout 34 becomes 32 and 5as/h becomes 2as/h.
 Symbols as in arithmetic.py; w bytes of an activation (2, in fp32 4), t tensor-parallel size. The
 native trainer's blocks were read with torch.autograd.graph.saved_tensors_hooks; torch.compile
 may leave less.
+
+Experts: a rank routes T tokens, its part of a micro-batch, to k experts each of width I, and sends
+every row to the r ranks that an expert is split over. It gets f T k r rows, f = FULLEST where
+experts lie on several ranks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from trainkit.jobs.schema import Job
+from trainkit.jobs.schema import Job, Model
 from trainkit.plan.layout import Layout
 from trainkit.plan.loss_chunks import chunk_tokens
 from trainkit.plan.rules import Rules
 
 ID_BYTES = 8
+# Rows of the rank whose experts get most, over the mean, where they lie on several ranks: assumed,
+# of a balanced router. All tokens may choose the experts of one rank: then it is the number of
+# ranks, or as much less as a rank has fewer experts than a token takes.
+FULLEST = 1.25
 
 
 @dataclass(frozen=True)
@@ -128,56 +137,128 @@ def _unfused(job: Job, rules: Rules) -> bool:
     return _on_cpu(job, rules) and job.model.attention_dropout > 0
 
 
-def _mlp(job: Job, rules: Rules) -> int:
-    """Channels of the MLP: what goes into GELU and what comes out; SwiGLU keeps gate, value and
-    product, and unless it is fused silu(gate)."""
+def _mlp(job: Job, rules: Rules, channels: int) -> int:
+    """Channels of an MLP of this width: what goes into GELU and what comes out; SwiGLU keeps gate,
+    value and product, and unless it is fused silu(gate)."""
     mlp = job.model.mlp
     if rules.states is None and not _fused(job, rules):
-        return mlp.saved_widths * job.model.ffn_width
-    return mlp.saved_widths_fused * job.model.ffn_width
+        return mlp.saved_widths * channels
+    return mlp.saved_widths_fused * channels
 
 
-def block_bytes(job: Job, rules: Rules, mode: str) -> PerToken:
+def _always_width(job: Job, *, sparse: bool) -> int:
+    """Width of the MLP that all tokens of a block take; 0: none."""
+    moe = job.model.moe
+    if moe is not None and sparse:
+        return moe.shared_expert_intermediate_size or 0
+    return job.model.ffn_width
+
+
+def load_factor(layout: Layout) -> float:
+    """f of the fullest rank."""
+    return FULLEST if layout.expert > 1 else 1.0
+
+
+def _experts(job: Job, layout: Layout, rules: Rules, mode: str) -> float:
+    """Bytes a token that a layer's router and experts keep (train/model/experts.py).
+
+    none: scores in fp32 and the numbers of sorted experts, the weights and the order of rows; rows
+    as experts read them, what is in their MLPs, their results. selective: results of products,
+    and where rows go to other ranks what comes from there.
+    """
+    model, moe, w = job.model, job.model.moe, width(job)
+    assert moe is not None
+    h = model.hidden_size
+    ranks = layout.expert_tensor
+    got = moe.router_topk * load_factor(layout)
+    if mode == "selective":
+        exchanged = layout.expert * ranks > 1
+        there = got * ranks * (1 + exchanged) + moe.router_topk * ranks * exchanged
+        up = got * model.mlp.projections * moe.ffn_hidden_size
+        return w * (moe.num_experts + up + there * h)
+    routing = model.routing
+    scores = moe.num_experts * (4 + ID_BYTES + (4 if moe.z_loss_coeff else 0))
+    divided = routing.normalized or not routing.pre_softmax
+    choice = 2 * ID_BYTES + (8 if divided else 4)  # the order there and back, weights
+    inside = got * (ranks * h + _mlp(job, rules, moe.ffn_hidden_size))
+    return scores + moe.router_topk * (choice + w * h) + w * inside
+
+
+def passing_bytes(job: Job, layout: Layout) -> int:
+    """What a layer with experts has for a moment besides what it keeps: rows that are sent and
+    those that come, before they are in the order of experts; or results times their weights, in
+    fp32."""
+    moe = job.model.moe
+    if moe is None:
+        return 0
+    exchanged = layout.expert * layout.expert_tensor > 1
+    rows = (1 + layout.expert_tensor * load_factor(layout)) * exchanged
+    per_token = moe.router_topk * job.model.hidden_size * max(width(job) * rows, 4)
+    return round(per_token / layout.tensor * _micro_batch_tokens(job))
+
+
+def block_bytes(
+    job: Job, layout: Layout, rules: Rules, mode: str, *, sparse: bool = False
+) -> PerToken:
     """One block under a mode of recomputation.
 
     none: inputs and results of norms, attention, MLP, dropout masks. selective: of the published
     engines attention weights are recomputed; of the native trainer all but the results of
     matrix products, attention and sums over ranks: of split layers both the parts of a sum and
     the sum. full: the block's input alone.
+
+    Args:
+        sparse: of a block that has experts.
     """
     model, w, h = job.model, width(job), job.model.hidden_size
     if mode == "full":
         return PerToken(whole=w * h)
     q = model.num_attention_heads * model.head_size
     k = _key_heads(job) * model.head_size
-    f = model.ffn_width
+    f = _always_width(job, sparse=sparse)
+    experts = _experts(job, layout, rules, mode) if sparse else 0.0
+    sums = 2 if f else 1  # of results over ranks: attention's, the MLP's
     if mode == "selective" and rules.states is None:
         up = model.mlp.projections * f
         if _unfused(job, rules):
             scores = w * model.num_attention_heads * model.seq_length
         else:
             scores = 4 * model.num_attention_heads
-        parts = 2 * w * h if job.parallelism.tensor_model_parallel_size > 1 else 0
-        return PerToken(whole=w * 3 * h, divided=w * (2 * q + 2 * k + up) + scores, gathered=parts)
+        parts = sums * w * h if job.parallelism.tensor_model_parallel_size > 1 else 0
+        products = w * (2 * q + 2 * k + up) + scores
+        return PerToken(w * (1 + sums) * h, products + experts, parts)
     norms = len(model.norms)
-    read = 1 if model.gpt_j_tied else 2  # what attention and MLP read
     # of the residual stream, or what comes out of attention and MLP: what norms read
     inputs = norms if model.placement != "before" else 1 if model.parallel_residual else 2
-    gathered = 2 * w * h if _gathers(job, rules) else 0
+    gathered, read = _reads(job, rules, experts=sparse, mlp=f > 0)
     masks = 2 * h * mask_width(job, rules) if model.hidden_dropout > 0 else 0
     statistics = 4 * norms * model.architecture.norm.statistics
-    whole = (
-        w * h * (inputs + (0 if gathered else read))
-        + h * norms * _norm_width(job, rules)
-        + masks
-        + statistics
-    )
+    whole = w * h * (inputs + read) + h * norms * _norm_width(job, rules) + masks + statistics
     weights = 0.0 if mode == "selective" and rules.saves_scores else _scores(job, rules)
-    return PerToken(whole, _attention(job, rules) + w * _mlp(job, rules) + weights, gathered)
+    mlp = w * _mlp(job, rules, f)
+    return PerToken(whole, _attention(job, rules) + mlp + weights + experts, w * h * gathered)
+
+
+def _reads(job: Job, rules: Rules, *, experts: bool, mlp: bool) -> tuple[int, int]:
+    """(gathered, not gathered) inputs of a block's attention, MLP and router, which reads this
+    rank's tokens."""
+    if not _gathers(job, rules):
+        return 0, 1 if job.model.gpt_j_tied else 2
+    return 1 + mlp, int(experts)
 
 
 def _micro_batch_tokens(job: Job) -> int:
     return job.training.micro_batch_size * job.model.seq_length
+
+
+def _kinds(model: Model, layers: Sequence[int]) -> dict[bool, Sequence[int]]:
+    """Layers without experts (False) and with (True); kinds that are there."""
+    if model.moe is None:
+        return {False: layers}
+    found: dict[bool, Sequence[int]] = {
+        kind: [layer for layer in layers if model.sparse(layer) == kind] for kind in (False, True)
+    }
+    return {kind: those for kind, those in found.items() if those}
 
 
 def saved_bytes(job: Job, layout: Layout, rules: Rules, stage: int) -> int:
@@ -188,11 +269,13 @@ def saved_bytes(job: Job, layout: Layout, rules: Rules, stage: int) -> int:
     model = job.model
     w = width(job)
     every = t.recompute_every if t.recompute_granularity == "full" else 1
-    layers = layout.stage_layers(stage)
-    again = sum(layer % every == 0 for layer in layers)
-    per_token = again * block_bytes(job, rules, t.recompute_granularity).on_rank(layout)
-    if again < len(layers):
-        per_token += (len(layers) - again) * block_bytes(job, rules, "none").on_rank(layout)
+    per_token = 0.0
+    for sparse, layers in _kinds(model, layout.stage_layers(stage)).items():
+        again = sum(layer % every == 0 for layer in layers)
+        for mode, count in ((t.recompute_granularity, again), ("none", len(layers) - again)):
+            if count:
+                kept = block_bytes(job, layout, rules, mode, sparse=sparse)
+                per_token += count * kept.on_rank(layout)
     if stage == 0:
         mask = mask_width(job, rules) * model.hidden_size if model.hidden_dropout > 0 else 0
         per_token += ID_BYTES + PerToken(whole=mask).on_rank(layout)
@@ -218,8 +301,14 @@ def live_bytes(job: Job, layout: Layout, rules: Rules) -> int:
     mode = job.training.recompute_granularity
     if mode == "none":
         return 0
-    whole, kept = (block_bytes(job, rules, m).on_rank(layout) for m in ("none", mode))
-    return round(max(0.0, whole - kept) * _micro_batch_tokens(job))
+    most = 0.0
+    for sparse in _kinds(job.model, range(job.model.num_layers)):
+        whole, kept = (
+            block_bytes(job, layout, rules, m, sparse=sparse).on_rank(layout)
+            for m in ("none", mode)
+        )
+        most = max(most, whole - kept)
+    return round(most * _micro_batch_tokens(job))
 
 
 def logit_bytes(job: Job, layout: Layout, rules: Rules, vocab_size: int, padded: int) -> int:

@@ -1,7 +1,8 @@
 """Parameters and FLOPs of a model, exactly, from its shape alone.
 
 Symbols: L layers, H hidden size, Q = heads * head size, K = key and value heads * head size, F
-width of the MLP, V vocabulary, P positions, S tokens of a sample.
+width of the MLP, V vocabulary, P positions, S tokens of a sample; E experts of a layer, of which
+a token takes k, I width of one.
 """
 
 from __future__ import annotations
@@ -19,23 +20,64 @@ def _widths(model: Model) -> tuple[int, int, int, int]:
     )
 
 
+def sparse_layers(model: Model) -> int:
+    """Layers that have experts."""
+    return model.num_layers - model.moe.first_dense_layers if model.moe else 0
+
+
 def parameters_of(model: Model, vocab_size: int) -> int:
     """Parameters of a model, its vocabulary not padded.
 
     This is the general form; what it comes to for a family stands at the top of the family's
     file (trainkit/families). Untied or tied heads, kv_channels and ffn_hidden_size may change it.
     """
-    h, q, k, f = _widths(model)
+    h, q, k, _ = _widths(model)
     family = model.architecture
     bias = int(family.bias)  # a product's bias is one more row of its matrix
     norm = len(family.norm.parameters) * h
-    up = model.mlp.projections * f
     attention = (h + model.qkv_bias) * (q + 2 * k) + (q + bias) * h
-    mlp = (h + bias) * up + (f + bias) * h
-    layer = attention + mlp + len(model.norms) * norm + sum(head_norms(model))
+    layer = attention + len(model.norms) * norm + sum(head_norms(model))
     tables = 1 + model.untied
     positions = model.positions * family.learned_positions
-    return model.num_layers * layer + (tables * vocab_size + positions) * h + norm
+    layers = model.num_layers * layer + _mlp_parameters(model)
+    return layers + (tables * vocab_size + positions) * h + norm
+
+
+def _mlp_parameters(model: Model) -> int:
+    """Of all layers: an MLP (H + 1)F + (F + 1)H with biases, gated (2F)H + FH; or EH of a router,
+    3HI of each expert and of the shared one."""
+    h, _, _, f = _widths(model)
+    bias = int(model.architecture.bias)
+    mlp = (h + bias) * model.mlp.projections * f + (f + bias) * h
+    sparse = sparse_layers(model)
+    return (model.num_layers - sparse) * mlp + sparse * _expert_weights(model, active=False)
+
+
+def _expert_weights(model: Model, *, active: bool) -> int:
+    """Parameters of router and experts of one layer; `active`: of what a token is multiplied
+    with."""
+    moe = model.moe
+    if moe is None:
+        return 0
+    experts = moe.router_topk if active else moe.num_experts
+    widths = experts * moe.ffn_hidden_size + (moe.shared_expert_intermediate_size or 0)
+    return model.hidden_size * (moe.num_experts + (model.mlp.projections + 1) * widths)
+
+
+def active_parameters_of(model: Model, vocab_size: int, *, embedding: bool = True) -> int:
+    """Parameters that one token meets: those of k experts instead of E.
+
+    The head counts, and so does the whole embedding, as DeepSeek-V3 (37B) and OLMoE (1.3B) count
+    them; gpt-oss (3.6B of 20B) leaves the embedding of the input out.
+
+    Args:
+        model: the shape.
+        vocab_size: ids, without padding.
+        embedding: count the embedding of the input, too, where it is not the head's.
+    """
+    idle = _expert_weights(model, active=False) - _expert_weights(model, active=True)
+    tables = 0 if embedding or model.tied else vocab_size * model.hidden_size
+    return parameters_of(model, vocab_size) - sparse_layers(model) * idle - tables
 
 
 def head_norms(model: Model) -> tuple[int, ...]:
@@ -60,25 +102,28 @@ def attended_part(model: Model) -> float:
 
 
 def _layer_flops(model: Model, layer: int) -> int:
-    """Matmul FLOPs of one block's forward per token: 2(H(Q + 2K) + QH) + 4HF (gated: 6HF), and
-    attention's: 2SQ without a window."""
+    """Matmul FLOPs of one block's forward per token: 2(H(Q + 2K) + QH) + 4HF (gated: 6HF; with
+    experts 2EH + 6kHI), and attention's: 2SQ without a window."""
     h, q, k, f = _widths(model)
-    mlp = (model.mlp.projections + 1) * h * f
+    if model.sparse(layer):
+        mlp = _expert_weights(model, active=True)
+    else:
+        mlp = (model.mlp.projections + 1) * h * f
     return 2 * (h * (q + 2 * k) + q * h + mlp) + _attention_flops(model, layer)
 
 
 def _total_flops(model: Model, layers: range) -> int:
-    """Forward's of several blocks. Those with a window are all alike, and so are the others."""
+    """Forward's of several blocks. Those of a kind are all alike."""
     if not layers:
         return 0
-    if model.sliding_window is None:
+    if model.sliding_window is None and model.moe is None:
         return len(layers) * _layer_flops(model, 0)
     return sum(_layer_flops(model, layer) for layer in layers)
 
 
 def model_flops_per_token_of(model: Model, vocab_size: int) -> int:
     """Matmul FLOPs that training needs per token, three times those of forward: 3 (L (8H^2 + 4HF
-    + 2SH) + 2HV) for gpt.
+    + 2SH) + 2HV) for gpt. Of experts those count that a token takes, and the router.
 
     Backward is twice forward. The head counts with the vocabulary as it is, attention as causal
     over whole samples: documents that do not see each other need less. Elementwise work, the
@@ -100,11 +145,12 @@ def hardware_flops_per_token_of(
 ) -> int:
     """As `model_flops_per_token_of`, and what recomputation does again.
 
-    full: the forward of the blocks it is for, but for the last product (2HF) whose result
-    backward does not need: torch stops before it. (Dropout after it makes it needed, unless the
-    block is compiled.) Published figures often count the whole forward, and so do we for engines
-    that are not native. selective: no products at all; of engines that are not native
-    attention's two, 2SQ (Korthikanti et al. 2022, arXiv:2205.05198, section 5).
+    full: the forward of the blocks it is for, but for the last product (2HF, of a layer with
+    experts that of the shared one) whose result backward does not need: torch stops before it.
+    (Dropout after it makes it needed, unless the block is compiled.) Published figures often
+    count the whole forward, and so do we for engines that are not native. selective: no products
+    at all; of engines that are not native attention's two, 2SQ (Korthikanti et al. 2022,
+    arXiv:2205.05198, section 5).
     """
     model_flops = model_flops_per_token_of(model, vocab_size)
     if not native:
@@ -115,7 +161,15 @@ def hardware_flops_per_token_of(
             "full": _total_flops(model, layers),
         }
         return model_flops + again[training.recompute_granularity]
-    down = 2 * model.hidden_size * model.ffn_width
-    kept = 0 if model.hidden_dropout > 0 and not training.compile else down
     layers = recomputed_layers(model, training)
-    return model_flops + _total_flops(model, layers) - len(layers) * kept
+    needed = model.hidden_dropout > 0 and not training.compile
+    kept = 0 if needed else sum(_last_width(model, layer) for layer in layers)
+    return model_flops + _total_flops(model, layers) - 2 * model.hidden_size * kept
+
+
+def _last_width(model: Model, layer: int) -> int:
+    """Inner width of a block's last product whose result backward does not need; experts' are
+    needed for the gradient of their weights."""
+    if model.moe and model.sparse(layer):
+        return model.moe.shared_expert_intermediate_size or 0
+    return model.ffn_width

@@ -36,6 +36,8 @@ class Layout:
         sequence: activations between blocks are split over tensor-parallel ranks (off where there
             is one, as Megatron-LM has it).
         micro_batches: of one step, on one rank.
+        expert, expert_tensor: ranks that the experts of a layer lie on, that one is split over.
+        expert_shard: ranks that one copy of a stage's experts is sharded over.
     """
 
     world: int
@@ -49,6 +51,9 @@ class Layout:
     chunks: tuple[int, ...]
     sequence: bool
     micro_batches: int
+    expert: int
+    expert_tensor: int
+    expert_shard: int
 
     @property
     def shard(self) -> int:
@@ -70,10 +75,14 @@ class Layout:
         """The stage of the model's last chunk, where head and loss are."""
         return self.stage_of(len(self.chunks) - 1)
 
+    def chunk_layers(self, chunk: int) -> range:
+        """Numbers of the layers of a chunk."""
+        bounds = [0, *accumulate(self.chunks)]
+        return range(bounds[chunk], bounds[chunk + 1])
+
     def stage_layers(self, stage: int) -> list[int]:
         """Numbers of the layers on a stage."""
-        bounds = [0, *accumulate(self.chunks)]
-        return [layer for i in self.chunks_of(stage) for layer in range(bounds[i], bounds[i + 1])]
+        return [layer for i in self.chunks_of(stage) for layer in self.chunk_layers(i)]
 
     @property
     def layers_by_stage(self) -> tuple[int, ...]:
@@ -145,6 +154,7 @@ def layout_of(job: Job) -> Layout:
     p = job.parallelism
     virtual = p.virtual_pipeline_model_parallel_size or 1
     v_shaped = p.pipeline_schedule == "zbv"
+    degrees = degrees_of(job)
     return Layout(
         world=job.world_size,
         ranks_per_node=job.ranks_per_node,
@@ -152,11 +162,14 @@ def layout_of(job: Job) -> Layout:
         pipeline=p.pipeline_model_parallel_size,
         virtual=virtual,
         data=job.data_parallel_size,
-        replicate=degrees_of(job).replicate,
+        replicate=degrees.replicate,
         v_shaped=v_shaped,
         chunks=split_of(job, p.pipeline_model_parallel_size, 2 if v_shaped else virtual).chunks,
         sequence=p.sequence_parallel and p.tensor_model_parallel_size > 1,
         micro_batches=job.gradient_accumulation_steps,
+        expert=degrees.expert,
+        expert_tensor=degrees.expert_tensor,
+        expert_shard=degrees.expert_copies[1],
     )
 
 

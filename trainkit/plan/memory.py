@@ -10,20 +10,23 @@ what computes is a gathered copy in 2 or 4 bytes, under ZeRO 3 of two blocks and
 around them; gradients accumulate whole in fp32 (on the CPU in fp64) under ZeRO 0 and 1 while
 there are several micro-batches, else as fp32 shards. In a pipeline ZeRO 3 shards weights and
 moments at rest alone: torch's stages (PipelineStage.backward_maybe_with_nosync) neither free
-gathered weights after a backward nor reduce gradients before the last.
+gathered weights after a backward nor reduce gradients before the last. Experts likewise, but over
+the ranks that hold the same ones.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from trainkit.jobs.optimizers import MUON_ROUND
 from trainkit.jobs.schema import Job
 from trainkit.jobs.table import EngineValue
-from trainkit.plan.activations import live_bytes, logit_bytes, saved_bytes, width
+from trainkit.plan.activations import live_bytes, logit_bytes, passing_bytes, saved_bytes, width
 from trainkit.plan.layout import Layout
 from trainkit.plan.parameter_shapes import (
+    Place,
     Unit,
     gathered_at_once,
     largest,
@@ -153,16 +156,34 @@ class Memory:
         }
 
 
+def _fullest(layout: Layout, units: list[Unit]) -> Place:
+    """The rank of a stage that holds most of its units."""
+
+    def place(rank: int) -> Place:
+        return Place(
+            layout.tensor,
+            rank % layout.tensor,
+            layout.shard,
+            layout.expert,
+            layout.expert_tensor,
+            rank % layout.expert_tensor,
+            layout.expert_shard,
+        )
+
+    ranks = range(math.lcm(layout.tensor, layout.expert_tensor))
+    return max(map(place, reversed(ranks)), key=lambda place: numbers(units, place))
+
+
 def _native_states(job: Job, layout: Layout, chunks: list[list[Unit]]) -> dict[str, int]:
     zero = job.parallelism.zero_stage
     w = width(job)
-    t = layout.tensor
     reduced = 8 if job.cluster.device_type == "cpu" else 4
     units = [unit for chunk in chunks for unit in chunk]
-    whole, rank = max((numbers(units, t, rank), rank) for rank in range(t))
-    unit = largest(units, t, rank)
-    mine = shard(units, t, rank, layout.shard)
-    kept = optimizer_state(units, job.training, lambda weight: weight.shard(t, rank, layout.shard))
+    place = _fullest(layout, units)
+    whole = numbers(units, place)
+    unit = largest(units, place)
+    mine = shard(units, place)
+    kept = optimizer_state(units, job.training, lambda weight: weight.shard(place))
     # torch's stages reduce gradients and free gathered weights once a step, whatever zero_stage
     in_rounds = layout.pipeline > 1
     accumulated = reduced * whole if (zero < 2 or in_rounds) and layout.micro_batches > 1 else 0
@@ -172,21 +193,22 @@ def _native_states(job: Job, layout: Layout, chunks: list[list[Unit]]) -> dict[s
     return {
         "parameter_bytes": 4 * mine,
         "gathered_bytes": (
-            w * (gathered_at_once(chunks, t, rank) if zero == 3 and not in_rounds else whole)
+            w * (gathered_at_once(chunks, place) if zero == 3 and not in_rounds else whole)
         ),
         "gradient_bytes": max(accumulated, 4 * mine),
         "optimizer_bytes": 4 * kept,
-        "buffer_bytes": max((reduced + computed) * unit, _muon_bytes(job, units, t, rank, layout)),
+        "buffer_bytes": max((reduced + computed) * unit, _muon_bytes(job, units, place)),
     }
 
 
-def _muon_bytes(job: Job, units: list[Unit], tensor: int, rank: int, layout: Layout) -> int:
+def _muon_bytes(job: Job, units: list[Unit], place: Place) -> int:
     """What an update by Muon holds beside its state, in fp32: gradients are reduced by then."""
     matrices = [w for unit in units for w in unit if w.role == "matrix"]
     if job.training.optimizer != "muon" or not matrices:
         return 0
-    mine = sum(weight.shard(tensor, rank, layout.shard) for weight in matrices)
-    largest = max(weight.rows * weight.columns for weight in matrices)
+    mine = sum(weight.shard(place) for weight in matrices)
+    # experts of other expert-parallel ranks stay there
+    largest = max(w.numbers(Place(expert=place.expert)) for w in matrices)
     return 4 * 4 * max(largest, min(mine, MUON_ROUND))
 
 
@@ -194,8 +216,9 @@ def _states(
     job: Job, layout: Layout, chunks: list[list[Unit]], held: StateBytes, buckets: int
 ) -> dict[str, int]:
     units = [unit for chunk in chunks for unit in chunk]
-    n = numbers(units, layout.tensor)
-    moments = optimizer_state(units, job.training, lambda each: each.numbers(layout.tensor))
+    place = Place(layout.tensor)
+    n = numbers(units, place)
+    moments = optimizer_state(units, job.training, lambda each: each.numbers(place))
     zero = job.parallelism.zero_stage
 
     def kept(size: int, from_stage: int) -> int:
@@ -203,9 +226,7 @@ def _states(
 
     return {
         "parameter_bytes": kept(held.weights, 3),
-        "gathered_bytes": (
-            held.weights * gathered_at_once(chunks, layout.tensor) if zero == 3 else 0
-        ),
+        "gathered_bytes": held.weights * gathered_at_once(chunks, place) if zero == 3 else 0,
         "gradient_bytes": kept(held.gradients, 2),
         "optimizer_bytes": kept(held.master, 1) + held.moment * kept(1, 1) * moments // max(1, n),
         "buffer_bytes": width(job) * buckets,
@@ -251,8 +272,10 @@ def stage_memory(
             rules.states[job.training.precision],
             _buckets(rules, job.engine_args),
         )
-    parts["activation_bytes"] = saved_bytes(job, layout, rules, stage) + live_bytes(
-        job, layout, rules
+    parts["activation_bytes"] = (
+        saved_bytes(job, layout, rules, stage)
+        + live_bytes(job, layout, rules)
+        + passing_bytes(job, layout)
     )
     if last:
         parts["logit_bytes"] = logit_bytes(job, layout, rules, vocab_size, padded)

@@ -5,20 +5,46 @@ Symbols as in arithmetic.py. Tensor parallelism splits the rows of what comes fi
 and MLP, with its biases, the columns of what comes second, and the vocabulary's rows; norms,
 positions and the second's biases are whole on every rank (Shoeybi et al. 2019, arXiv:1909.08053,
 section 3). Where there are fewer heads of keys and values than ranks, several ranks have the
-same one.
+same one. Experts lie on ranks of their own order, in units of their own; routers are whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from trainkit.jobs.optimizers import Role, kept_of
 from trainkit.jobs.ranks import share_of_rank
 from trainkit.jobs.schema import Model, Training
-from trainkit.plan.arithmetic import head_norms
+from trainkit.plan.arithmetic import head_norms, sparse_layers
 from trainkit.plan.layout import Layout
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank stands among those that hold a stage; one that holds all of it without
+    further words.
+
+    Args:
+        tensor: ranks that layers are split over.
+        rank: which of them, of the native trainer, which may split unevenly; None: equal parts,
+            as other engines have.
+        data: ranks that fully_shard splits over.
+        expert: ranks that the experts of a layer lie on.
+        expert_tensor, expert_rank, expert_data: `tensor`, `rank` and `data` of experts.
+    """
+
+    tensor: int = 1
+    rank: int | None = None
+    data: int = 1
+    expert: int = 1
+    expert_tensor: int = 1
+    expert_rank: int | None = None
+    expert_data: int = 1
+
+
+WHOLE = Place()
 
 
 @dataclass(frozen=True)
@@ -28,10 +54,13 @@ class Weight:
     Args:
         split: what is split.
         parts: where several matrices lie behind one another in the split dimension, their sizes:
-            each is split by itself.
+            each is split by itself. Of experts those of one.
         head: what is split are whole heads of so many channels; no rank has less than one of any
             part.
         role: what it is to an optimizer.
+        experts: so many lie one below the other: whole ones go to expert-parallel ranks, where
+            the rows of each are split; 0: it is none of experts.
+        transposed: its matrices are stored (in, out).
     """
 
     rows: int
@@ -40,38 +69,42 @@ class Weight:
     parts: tuple[int, ...] = ()
     head: int = 0
     role: Role = "vector"
+    experts: int = 0
+    transposed: bool = False
 
     @property
     def matrix_rows(self) -> tuple[int, ...]:
         """Rows of each matrix that lies in it."""
-        return self.parts or (self.rows,)
+        return (self.parts or (self.rows,)) * max(1, self.experts)
 
-    def local(self, tensor: int, rank: int | None = None) -> tuple[int, int]:
-        """(rows, columns) on a tensor-parallel rank of the native trainer, which may split
-        unevenly; without `rank` equal parts, as other engines have."""
+    def local(self, place: Place) -> tuple[int, int]:
+        """(rows, columns) on a rank."""
         if self.split == "none":
             return self.rows, self.columns
-        parts = self.parts or (self.rows if self.split == "rows" else self.columns,)
-        size = sum(self._local(part, tensor, rank) for part in parts)
+        if self.experts:
+            each = self._share(place.expert_tensor, place.expert_rank)
+            return -(-self.experts // place.expert) * each, self.columns
+        size = self._share(place.tensor, place.rank)
         if self.split == "rows":
             return (size, self.columns)
         return (self.rows, size)
 
-    def _local(self, part: int, tensor: int, rank: int | None) -> int:
+    def _share(self, ranks: int, rank: int | None) -> int:
+        """Of the split dimension, of one expert's."""
+        parts = self.parts or (self.rows if self.split == "rows" else self.columns,)
         if self.head or rank is None:
-            return max(self.head, -(-part // tensor))
-        return share_of_rank(part, tensor, rank)[1]
+            return sum(max(self.head, -(-part // ranks)) for part in parts)
+        return sum(share_of_rank(part, ranks, rank)[1] for part in parts)
 
-    def numbers(self, tensor: int = 1, rank: int | None = None) -> int:
+    def numbers(self, place: Place = WHOLE) -> int:
         """Elements on that rank."""
-        rows, columns = self.local(tensor, rank)
+        rows, columns = self.local(place)
         return rows * columns
 
-    def shard(self, tensor: int, rank: int | None, data: int) -> int:
-        """Elements of the largest shard where fully_shard splits the first dimension over `data`
-        ranks."""
-        rows, columns = self.local(tensor, rank)
-        return -(-rows // data) * columns
+    def shard(self, place: Place) -> int:
+        """Elements of the largest shard where fully_shard splits the first dimension."""
+        rows, columns = self.local(place)
+        return -(-rows // (place.expert_data if self.experts else place.data)) * columns
 
 
 Unit = tuple[Weight, ...]
@@ -81,38 +114,81 @@ def _norm(model: Model) -> Unit:
     return (Weight(model.hidden_size),) * len(model.architecture.norm.parameters)
 
 
-def block_unit(model: Model) -> Unit:
-    """The parameters of one block."""
+def _mlp_matrices(model: Model, name: str, width: int) -> dict[str, Weight]:
+    """Of an MLP of this name and width: what comes first, what comes second."""
+    up = (width,) * model.mlp.projections
     h = model.hidden_size
-    f = model.ffn_width
+    return {
+        f"{name}.{model.mlp.module}.weight": Weight(sum(up), h, "rows", up, role="matrix"),
+        f"{name}.down.weight": Weight(h, width, "columns", role="matrix"),
+    }
+
+
+def _expert_matrices(model: Model) -> dict[str, Weight]:
+    """Of a layer with experts: the router, all experts, the shared one."""
+    moe = model.moe
+    assert moe is not None
+    h, count, width = model.hidden_size, moe.num_experts, moe.ffn_hidden_size
+    up = (width,) * model.mlp.projections
+    found = {
+        "mlp.router.weight": Weight(count, h, role="matrix"),
+        f"mlp.experts.{model.mlp.module}.weight": Weight(
+            count * sum(up), h, "rows", up, role="matrix", experts=count
+        ),
+        "mlp.experts.down.weight": Weight(
+            count * width, h, "rows", (width,), role="matrix", experts=count, transposed=True
+        ),
+    }
+    if moe.shared_expert_intermediate_size:
+        found |= _mlp_matrices(model, "mlp.shared_expert", moe.shared_expert_intermediate_size)
+    return found
+
+
+def matrices_of(model: Model, *, sparse: bool) -> dict[str, Weight]:
+    """The matrices of a block by their names in it; `parts`: those that one holds.
+
+    Args:
+        model: the shape.
+        sparse: of a block that has experts.
+    """
+    h = model.hidden_size
     d = model.head_size
-    q = model.num_attention_heads * model.head_size
-    k = model.query_groups * model.head_size
+    q = model.num_attention_heads * d
+    k = model.query_groups * d
     qkv = (q, k, k)
-    up = (f,) * model.mlp.projections
+    mlp = _expert_matrices(model) if sparse else _mlp_matrices(model, "mlp", model.ffn_width)
+    return {
+        "attention.qkv.weight": Weight(sum(qkv), h, "rows", qkv, d, "matrix"),
+        "attention.out.weight": Weight(h, q, "columns", head=d, role="matrix"),
+        **mlp,
+    }
 
-    def before(columns: int, role: Role) -> Unit:
-        return (
-            Weight(sum(qkv), columns, "rows", qkv, d, role),
-            Weight(sum(up), columns, "rows", up, role=role),
-        )
 
-    after = (
-        Weight(h, q, "columns", head=d, role="matrix"),
-        Weight(h, f, "columns", role="matrix"),
+def _biases(matrices: Iterable[Weight]) -> Unit:
+    """One each, split as the rows of what they belong to."""
+    return tuple(
+        Weight(m.rows, 1, "rows", m.parts, m.head) if m.split == "rows" else Weight(m.rows)
+        for m in matrices
     )
-    products = (*before(h, "matrix"), *after)
+
+
+def block_units(model: Model, *, sparse: bool) -> list[Unit]:
+    """The parameters of one block, and its experts', which are gathered by themselves."""
+    matrices = matrices_of(model, sparse=sparse)
+    experts = tuple(weight for weight in matrices.values() if weight.experts)
+    products = tuple(weight for weight in matrices.values() if not weight.experts)
     biases: Unit = ()
     if model.architecture.bias:
-        biases = (*before(1, "vector"), Weight(h), Weight(h))
+        biases = _biases(products)
     elif model.qkv_bias:
-        biases = before(1, "vector")[:1]
+        biases = _biases([matrices["attention.qkv.weight"]])
     together = model.query_key_norm == "projection"
     norms = (
-        Weight(width, split="rows", head=d) if together else Weight(width)
+        Weight(width, split="rows", head=model.head_size) if together else Weight(width)
         for width in head_norms(model)
     )
-    return products + biases + _norm(model) * len(model.norms) + tuple(norms)
+    block = products + biases + _norm(model) * len(model.norms) + tuple(norms)
+    return [block, experts] if experts else [block]
 
 
 def outer_unit(model: Model, vocab_size: int, *, first: bool, last: bool) -> Unit:
@@ -132,42 +208,66 @@ def outer_unit(model: Model, vocab_size: int, *, first: bool, last: bool) -> Uni
 
 
 def chunk_units(
-    model: Model, vocab_size: int, layers: int, *, first: bool = True, last: bool = True
+    model: Model,
+    vocab_size: int,
+    layers: range | None = None,
+    *,
+    first: bool = True,
+    last: bool = True,
 ) -> list[Unit]:
-    """The units of a chunk of `layers` blocks, what is around them last; a whole model without
-    further words. Each is gathered and reduced at once."""
-    return [*([block_unit(model)] * layers), outer_unit(model, vocab_size, first=first, last=last)]
+    """The units of a chunk of these layers, what is around them last; a whole model without
+    further words. Each is gathered and reduced at once; a layer's experts come behind it."""
+    layers = range(model.num_layers) if layers is None else layers
+    dense = max(0, min(layers.stop, model.num_layers - sparse_layers(model)) - layers.start)
+    units = block_units(model, sparse=False) * dense
+    if dense < len(layers):
+        units += block_units(model, sparse=True) * (len(layers) - dense)
+    return [
+        *units,
+        outer_unit(model, vocab_size, first=first, last=last),
+    ]
 
 
 def stage_chunks(model: Model, vocab_size: int, layout: Layout, stage: int) -> list[list[Unit]]:
     """The units of each chunk on a stage of a pipeline."""
     end = len(layout.chunks) - 1
     return [
-        chunk_units(model, vocab_size, layout.chunks[i], first=i == 0, last=i == end)
+        chunk_units(model, vocab_size, layout.chunk_layers(i), first=i == 0, last=i == end)
         for i in layout.chunks_of(stage)
     ]
 
 
 def block_matrices(model: Model) -> dict[str, Weight]:
-    """The matrices of each block by their names in it; `parts`: those that one holds."""
-    up = "mlp.gate_up" if model.mlp.gated else "mlp.up"
-    names = ("attention.qkv", up, "attention.out", "mlp.down")
-    found = (weight for weight in block_unit(model) if weight.role == "matrix")
-    return {f"{name}.weight": weight for name, weight in zip(names, found, strict=True)}
+    """The matrices of blocks of all kinds that the model has, by their names in a block."""
+    return {
+        name: weight
+        for sparse, count in layers_by_kind(model).items()
+        if count
+        for name, weight in matrices_of(model, sparse=sparse).items()
+    }
+
+
+def layers_by_kind(model: Model) -> dict[bool, int]:
+    """Layers without experts (False) and with (True)."""
+    sparse = sparse_layers(model)
+    return {False: model.num_layers - sparse, True: sparse}
 
 
 def newton_schulz_flops(model: Model, training: Training) -> list[int]:
-    """Of Muon's iterations in a step, of each matrix or fused projection, which one rank makes
-    orthogonal: of m rows and n columns, m the fewer, 4 m m n + 2 m m m an iteration."""
+    """Of Muon's iterations in a step, of each matrix or fused projection (of experts of each
+    expert), which one rank makes orthogonal: of m rows and n columns, m the fewer, 4 m m n + 2 m
+    m m an iteration."""
     if training.optimizer != "muon":
         return []
     found = []
-    for weight in block_matrices(model).values():
-        flops = 0
-        for rows in weight.matrix_rows:
-            least = min(rows, weight.columns)
-            flops += 4 * least * rows * weight.columns + 2 * least**3
-        found += [training.muon_num_ns_steps * flops] * model.num_layers
+    for sparse, layers in layers_by_kind(model).items():
+        for weight in matrices_of(model, sparse=sparse).values() if layers else ():
+            flops = 0
+            for rows in weight.parts if weight.experts else weight.matrix_rows:
+                least = min(rows, weight.columns)
+                flops += 4 * least * rows * weight.columns + 2 * least**3
+            times = layers * max(1, weight.experts)
+            found += [training.muon_num_ns_steps * flops] * times
     return found
 
 
@@ -177,28 +277,31 @@ def _each(units: Sequence[Unit], size: Callable[[Weight], int]) -> list[int]:
     return [known[unit] for unit in units]
 
 
-def numbers(units: Sequence[Unit], tensor: int = 1, rank: int | None = None) -> int:
-    """Parameters on one tensor-parallel rank."""
-    return sum(_each(units, lambda weight: weight.numbers(tensor, rank)))
+def numbers(units: Sequence[Unit], place: Place = WHOLE) -> int:
+    """Parameters on one rank."""
+    return sum(_each(units, lambda weight: weight.numbers(place)))
 
 
-def largest(units: Sequence[Unit], tensor: int = 1, rank: int | None = None) -> int:
-    """Parameters of the largest unit on one tensor-parallel rank."""
-    return max(_each(units, lambda weight: weight.numbers(tensor, rank)))
+def largest(units: Sequence[Unit], place: Place = WHOLE) -> int:
+    """Parameters of the largest unit on one rank."""
+    return max(_each(units, lambda weight: weight.numbers(place)))
 
 
-def gathered_at_once(
-    chunks: Sequence[Sequence[Unit]], tensor: int = 1, rank: int | None = None
-) -> int:
-    """Parameters on one tensor-parallel rank where blocks are gathered one after another, the
-    next one ahead; what is around them stays."""
-    blocks = [unit for chunk in chunks for unit in chunk[:-1]]
-    return numbers([*blocks[:2], *(chunk[-1] for chunk in chunks)], tensor, rank)
+def gathered_at_once(chunks: Sequence[Sequence[Unit]], place: Place) -> int:
+    """Parameters on one rank where blocks are gathered one after another, the next one ahead;
+    what is around them stays."""
+    layers: list[int] = []
+    for unit in (unit for chunk in chunks for unit in chunk[:-1]):
+        if unit[0].experts:
+            layers[-1] += numbers([unit], place)
+        else:
+            layers.append(numbers([unit], place))
+    return sum(sorted(layers)[-2:]) + numbers([chunk[-1] for chunk in chunks], place)
 
 
-def shard(units: Sequence[Unit], tensor: int, rank: int | None, data: int) -> int:
+def shard(units: Sequence[Unit], place: Place) -> int:
     """Parameters of the largest shard under fully_shard."""
-    return sum(_each(units, lambda weight: weight.shard(tensor, rank, data)))
+    return sum(_each(units, lambda weight: weight.shard(place)))
 
 
 def optimizer_state(

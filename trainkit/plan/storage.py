@@ -23,7 +23,7 @@ def checkpoint_bytes(job: Job, rules: Rules, vocab_size: int) -> int:
     Args:
         vocab_size: rows of the embedding as the engine keeps it.
     """
-    units = chunk_units(job.model, vocab_size, job.model.num_layers)
+    units = chunk_units(job.model, vocab_size)
     weight = rules.checkpoint_weights[job.training.precision]
     return weight * numbers(units) + 4 * optimizer_state(units, job.training)
 

@@ -10,7 +10,14 @@ from rich.table import Table
 from trainkit.cli.config.render_plan import gib, run_lengths
 from trainkit.jobs.optimizers import Role, kept_of, rate_factor, scalar_rate
 from trainkit.jobs.schema import Job
-from trainkit.plan.parameter_shapes import Weight, block_matrices, chunk_units, newton_schulz_flops
+from trainkit.plan.parameter_shapes import (
+    Weight,
+    block_matrices,
+    chunk_units,
+    layers_by_kind,
+    matrices_of,
+    newton_schulz_flops,
+)
 from trainkit.plan.planner import Plan
 
 NAMES = {"adam": "AdamW", "sgd": "SGD", "muon": "Muon"}
@@ -19,13 +26,23 @@ OTHERS: dict[Role, str] = {"table": "embeddings, head", "vector": "norms, biases
 
 def _rows(job: Job, vocab_size: int) -> Iterator[tuple[str, Role, str, int]]:
     """(parameters, their role, matrices that one is made of, elements of all)."""
-    layers = job.model.num_layers
+    kinds = [
+        (layers, matrices_of(job.model, sparse=sparse))
+        for sparse, layers in layers_by_kind(job.model).items()
+    ]
     for name, weight in block_matrices(job.model).items():
-        shapes = [f"{rows:,} x {weight.columns:,}" for rows in weight.matrix_rows]
+        layers = sum(count for count, matrices in kinds if name in matrices)
+        shapes = [_size(rows, weight) for rows in weight.matrix_rows]
         yield f"layers.*.{name}", "matrix", run_lengths(shapes), layers * weight.numbers()
-    weights: list[Weight] = [w for unit in chunk_units(job.model, vocab_size, layers) for w in unit]
+    weights: list[Weight] = [w for unit in chunk_units(job.model, vocab_size) for w in unit]
     for role, name in OTHERS.items():
         yield name, role, "", sum(w.numbers() for w in weights if w.role == role)
+
+
+def _size(rows: int, weight: Weight) -> str:
+    """Of a matrix, (out, in)."""
+    first, second = (weight.columns, rows) if weight.transposed else (rows, weight.columns)
+    return f"{first:,} x {second:,}"
 
 
 def print_optimizer(console: Console, job: Job, plan: Plan) -> None:
