@@ -22,6 +22,8 @@ ZERO = "parallelism.zero_stage"
 BATCH = "training.global_batch_size"
 SCHEDULE = "parallelism.pipeline_schedule"
 REPLICAS = "parallelism.data_parallel_replicate_size"
+EP = "parallelism.expert_model_parallel_size"
+ETP = "parallelism.expert_tensor_parallel_size"
 
 
 def checks(job: Job, rules: Rules, tokenizer_size: int | None) -> Iterator[Objection]:
@@ -55,6 +57,7 @@ def layout_objections(job: Job, rules: Rules) -> Iterator[Objection]:
     yield from _schedule(job, layout, rules)
     yield from _zero(job, layout, rules)
     yield from _replicas(job, layout, rules)
+    yield from _experts(job, layout)
     yield from rules.objections(job)
     yield from _batches(job)
 
@@ -107,16 +110,26 @@ def indivisible(model: Model, rules: Rules, tensor: int) -> dict[str, tuple[str,
     """What tensor parallelism of this size cannot split: code, key and size of each."""
     heads = model.num_attention_heads
     groups = model.query_groups
-    width = model.ffn_width
     found = {}
     if heads % tensor:
         found["heads-not-divisible"] = ("num_attention_heads", heads)
     elif groups % tensor and not (rules.repeats_groups and tensor % groups == 0):
         found["query-groups-not-divisible"] = ("num_query_groups", groups)
-    if width % tensor and not (rules.uneven_shares and width >= tensor):
-        found["mlp-not-divisible"] = ("ffn_hidden_size", width)
+    for key, width in _mlp_widths(model).items():
+        if width % tensor and not (rules.uneven_shares and width >= tensor):
+            found["mlp-not-divisible"] = (key, width)
     if model.vocab_size is not None and model.vocab_size < tensor:
         found["vocabulary-not-divisible"] = ("vocab_size", model.vocab_size)
+    return found
+
+
+def _mlp_widths(model: Model) -> dict[str, int]:
+    """Of the MLPs that all tokens take, by their keys."""
+    found = {}
+    if not model.sparse(0):
+        found["ffn_hidden_size"] = model.ffn_width
+    if model.moe and model.moe.shared_expert_intermediate_size:
+        found["shared_expert_intermediate_size"] = model.moe.shared_expert_intermediate_size
     return found
 
 
@@ -140,17 +153,31 @@ def _tensor(job: Job, layout: Layout, rules: Rules) -> Iterator[Objection]:
         yield Objection(
             code, TP, f"{name} {size} does not divide by tensor-parallel size {t}", changes
         )
-    if layout.sequence and model.seq_length % t:
-        message = (
-            f"sequence_parallel: seq_length {model.seq_length} does not divide by tensor-parallel"
-            f" size {t}"
-        )
-        yield Objection(
+    if model.seq_length % t and (layout.sequence or model.moe):
+        yield _sequence(model, t, fitting)
+
+
+def _sequence(model: Model, tensor: int, fitting: list[int]) -> Objection:
+    """Tensor-parallel ranks that cannot share a sample's tokens equally.
+
+    Args:
+        fitting: sizes that divide what else tensor parallelism splits.
+    """
+    message = f"seq_length {model.seq_length} does not divide by tensor-parallel size {tensor}"
+    if model.moe:
+        equal = nearest(tensor, lambda n: model.seq_length % n == 0 and n in fitting)
+        return Objection(
             "sequence-not-divisible",
-            "parallelism.sequence_parallel",
-            message,
-            ({"parallelism.sequence_parallel": False},),
+            TP,
+            f"{message}, whose ranks route a part of each sample",
+            tuple({TP: n} for n in equal),
         )
+    return Objection(
+        "sequence-not-divisible",
+        "parallelism.sequence_parallel",
+        f"sequence_parallel: {message}",
+        ({"parallelism.sequence_parallel": False},),
+    )
 
 
 def _pipeline_change(job: Job, layout: Layout, pipeline: int) -> Change:
@@ -302,6 +329,73 @@ def _replicas(job: Job, layout: Layout, rules: Rules) -> Iterator[Objection]:
             message,
             tuple({REPLICAS: n} for n in nearest(asked, lambda n: layout.data % n == 0)),
         )
+
+
+def _experts(job: Job, layout: Layout) -> Iterator[Objection]:
+    """Experts divide over their ranks, and those over the ranks of a stage."""
+    moe = job.model.moe
+    if moe is None:
+        yield from _no_experts(job)
+        return
+    split = layout.expert_tensor
+    yield from _expert_ranks(job, layout, moe.num_experts)
+    if moe.ffn_hidden_size < split:
+        message = (
+            f"an expert of width {moe.ffn_hidden_size} (moe.ffn_hidden_size) has no row for some of"
+            f" expert_tensor_parallel_size {split} ranks"
+        )
+        yield Objection("expert-too-narrow", ETP, message, ({ETP: 1},))
+    if job.training.compile:
+        message = "compile = true: a model with experts cannot be compiled yet"
+        without: Change = {"training.compile": False}
+        yield Objection("no-compiled-experts", "training.compile", message, (without,))
+
+
+def _no_experts(job: Job) -> Iterator[Objection]:
+    """Keys of experts for a model that has none."""
+    parallelism = job.parallelism
+    for key, ranks in (
+        (EP, parallelism.expert_model_parallel_size),
+        (ETP, parallelism.expert_tensor_parallel_size or 1),
+    ):
+        if ranks > 1:
+            message = (
+                f"{key.rpartition('.')[2]} {ranks}, but family {job.model.family!r} of model"
+                f" {job.model.name!r} has no experts"
+            )
+            yield Objection("no-experts", key, message, ({key: 1},))
+
+
+def _expert_ranks(job: Job, layout: Layout, count: int) -> Iterator[Objection]:
+    """`count` experts of a layer over the ranks of a stage, and copies of them over the others."""
+    expert, split = layout.expert, layout.expert_tensor
+    stage = layout.tensor * layout.data
+
+    def fits(expert: int) -> bool:
+        return count % expert == 0 and stage % (expert * split) == 0
+
+    nearby: tuple[Change, ...] = tuple({EP: n} for n in nearest(expert, fits, most=count))
+    if count % expert:
+        message = f"num_experts {count} does not divide by expert_model_parallel_size {expert}"
+        yield Objection("experts-not-divisible", EP, message, nearby)
+        return
+    both = f"expert_model_parallel_size {expert} x expert_tensor_parallel_size {split}"
+    copies, rest = divmod(stage, expert * split)
+    if rest:
+        message = (
+            f"{both} does not divide the ranks of a stage, tensor-parallel {layout.tensor} x"
+            f" data-parallel {layout.data} = {stage}"
+        )
+        whole: tuple[Change, ...] = ({ETP: 1},) if split > 1 else ()
+        yield Objection("expert-ranks-not-divisible", EP, message, (*nearby, *whole))
+    elif layout.shard > 1 and copies % layout.replicate:
+        message = (
+            f"data_parallel_replicate_size {layout.replicate} does not divide the {copies} ranks of"
+            f" a stage that hold the same experts under {both}"
+        )
+        fewer = nearest(layout.replicate, lambda n: copies % n == 0, most=layout.data)
+        changes: tuple[Change, ...] = tuple({REPLICAS: n} for n in fewer)
+        yield Objection("expert-copies-not-divisible", REPLICAS, message, (*changes, *nearby))
 
 
 def _batches(job: Job) -> Iterator[Objection]:

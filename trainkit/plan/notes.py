@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from trainkit.jobs.schema import Job
-from trainkit.plan.checks import SCHEDULE, VIRTUAL
+from trainkit.plan.activations import FULLEST
+from trainkit.plan.checks import EP, SCHEDULE, VIRTUAL
 from trainkit.plan.duration import Duration, Epochs, time_limit
 from trainkit.plan.host import HostMemory
 from trainkit.plan.layout import layout_of
@@ -45,6 +46,7 @@ def notes(
         epochs: of its dataset; None where its size is unknown.
     """
     yield from _settings(job)
+    yield from _loads(job)
     yield from _memory(job, memory)
     if storage is not None:
         yield from _storage(job, storage)
@@ -88,6 +90,23 @@ def _settings(job: Job) -> Iterator[Objection]:
             "training.precision",
             f"the device table knows no {job.training.precision} of {device.label or device.name}",
         )
+
+
+def _loads(job: Job) -> Iterator[Objection]:
+    """Experts on several ranks: what is assumed of their loads."""
+    moe = job.model.moe
+    ranks = job.parallelism.expert_model_parallel_size
+    if moe is None or ranks == 1:
+        return
+    here = moe.num_experts / ranks
+    worst = ranks * min(moe.router_topk, here) / moe.router_topk
+    yield Objection(
+        "expert-loads",
+        EP,
+        f"memory counts {FULLEST:g} times the mean of tokens on the rank whose experts get most,"
+        f" time even loads; at worst it is {worst:,.4g} times: watch the loads of experts in"
+        " metrics",
+    )
 
 
 def not_known(

@@ -12,6 +12,7 @@ from trainkit.base.documents import document
 from trainkit.base.errors import Exit, raise_problems
 from trainkit.jobs.schema import Job
 from trainkit.plan.arithmetic import (
+    active_parameters_of,
     hardware_flops_per_token_of,
     model_flops_per_token_of,
     parameters_of,
@@ -82,8 +83,9 @@ class Plan:
 
     `global_batch_size` is that of a step after the ramp-up, if there is one; `tokens` counts the
     smaller batches before. `parameters` are the native model's; `engine_parameters` count the
-    padded vocabulary where the engine keeps it. `duration` is None where no speed is known or
-    assumed.
+    padded vocabulary where the engine keeps it; `active_parameters` those that a token meets, the
+    embedding among them, None of a model without experts. `duration` is None where no speed is
+    known or assumed.
     """
 
     job: str
@@ -96,6 +98,7 @@ class Plan:
     padded_vocab_size: int | None
     parameters: int | None
     engine_parameters: int | None
+    active_parameters: int | None
     model_flops_per_token: int | None
     hardware_flops_per_token: int | None
     memory: Memory | None
@@ -151,6 +154,7 @@ class Plan:
             "padded_vocab_size",
             "parameters",
             "engine_parameters",
+            *(("active_parameters",) if self.active_parameters else ()),
             "model_flops_per_token",
             "hardware_flops_per_token",
             "checkpoint_bytes",
@@ -289,6 +293,7 @@ def _between(few: Plan, many: Plan) -> Plan:
         padded_vocab_size=None,
         parameters=None,
         engine_parameters=None,
+        active_parameters=None,
         model_flops_per_token=None,
         hardware_flops_per_token=None,
         memory=None,
@@ -339,6 +344,7 @@ class _ModelCounts:
     padded_vocab_size: int
     parameters: int
     engine_parameters: int
+    active_parameters: int | None
     model_flops_per_token: int
     hardware_flops_per_token: int
 
@@ -359,6 +365,7 @@ def _counts(job: Job, rules: Rules, vocab_size: int) -> _ModelCounts:
         padded_vocab_size=padded,
         parameters=parameters_of(job.model, vocab_size),
         engine_parameters=parameters_of(job.model, rules.vocab_rows(vocab_size, padded)),
+        active_parameters=active_parameters_of(job.model, vocab_size) if job.model.moe else None,
         model_flops_per_token=model_flops_per_token_of(job.model, vocab_size),
         hardware_flops_per_token=hardware_flops_per_token_of(
             job.model, vocab_size, job.training, native=rules.states is None

@@ -9,7 +9,18 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 from trainkit.jobs.schema import Job
-from trainkit.plan.checks import BATCH, PP, REPLICAS, SCHEDULE, TP, VIRTUAL, ZERO, checks
+from trainkit.plan.checks import (
+    BATCH,
+    EP,
+    ETP,
+    PP,
+    REPLICAS,
+    SCHEDULE,
+    TP,
+    VIRTUAL,
+    ZERO,
+    checks,
+)
 from trainkit.plan.layout import layout_of, padded_vocab_size
 from trainkit.plan.measured import Measured
 from trainkit.plan.memory import fits
@@ -167,10 +178,23 @@ def layouts(job: Job, rules: Rules) -> Iterator[dict[str, Value]]:
                 break
             degrees: dict[str, Value] = {TP: tensor, PP: pipeline}
             sizes = _micro_batches(job, world // tensor // pipeline)
+            kinds = list(_experts(job, tensor, world // pipeline))
             for schedule in _schedules(job, pipeline, rules):
                 for zero in rules.zero_stages:
                     for micro in sizes:
-                        yield {**degrees, **schedule, ZERO: zero, MICRO: micro}
+                        for experts in kinds:
+                            yield {**degrees, **schedule, ZERO: zero, MICRO: micro, **experts}
+
+
+def _experts(job: Job, tensor: int, stage: int) -> Iterator[dict[str, Value]]:
+    """Ways to lay experts on the ranks of a stage: each on one of them, or split as layers are."""
+    if job.model.moe is None:
+        yield {}
+        return
+    for split in sorted({1, tensor}):
+        for expert in divisors(job.model.moe.num_experts):
+            if stage % (expert * split) == 0:
+                yield {EP: expert, ETP: split}
 
 
 def _changed(job: Job, change: dict[str, Value]) -> Job:
@@ -372,6 +396,10 @@ def describe(change: dict[str, Value]) -> str:
         if VIRTUAL in change:
             text += f" x {change[VIRTUAL]}"
         text += ")"
+    if EP in change:
+        text += f", EP {change[EP]}"
+        if change[ETP] != 1:
+            text += f" x ETP {change[ETP]}"
     text += f", ZeRO {change[ZERO]}, micro-batch {change[MICRO]}"
     if RECOMPUTE in change:
         text += f", recompute {change[RECOMPUTE]}"

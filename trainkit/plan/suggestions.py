@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from trainkit.jobs.schema import Job
-from trainkit.plan.checks import BATCH, PP, TP, ZERO
+from trainkit.plan.checks import BATCH, EP, PP, TP, ZERO
 from trainkit.plan.objection import Change, try_change, with_change
 
 RECOMPUTE = "training.recompute_granularity"
@@ -63,6 +63,13 @@ def _full(job: Job) -> Iterator[Change]:
         yield {"training.recompute_every": 1}
 
 
+def _spread(job: Job) -> Iterator[Change]:
+    """Experts on more ranks: their rows are sent."""
+    if job.model.moe is not None:
+        now, count = job.parallelism.expert_model_parallel_size, job.model.moe.num_experts
+        yield from ({EP: n} for n in range(now + 1, count + 1) if count % n == 0)
+
+
 def _sharded(job: Job) -> Iterator[Change]:
     """More communication a micro-batch."""
     yield from ({ZERO: stage} for stage in range(max(2, job.parallelism.zero_stage + 1), 4))
@@ -103,6 +110,7 @@ STEPS: tuple[Callable[[Job], Iterator[Change]], ...] = (
     _selective,
     smaller_micro_batches,
     _full,
+    _spread,
     _sharded,
     _split,
 )

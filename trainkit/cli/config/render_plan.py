@@ -166,6 +166,8 @@ def _size(job: Job, plan: Plan) -> str:
         f"{model.family}, {model.num_layers} layers of {model.hidden_size:,},"
         f" {model.num_attention_heads} heads, {model.seq_length:,} tokens a sample"
     )
+    if model.moe:
+        shape += f", {model.moe.num_experts} experts of which a token takes {model.moe.router_topk}"
     if plan.between:
         few, many = plan.between
         return (
@@ -173,7 +175,10 @@ def _size(job: Job, plan: Plan) -> str:
             f" vocabulary not known, {few.vocab_size:,} to {many.vocab_size:,} ids"
         )
     assert plan.parameters is not None
-    text = f"{_count(plan.parameters)} parameters: {shape}, vocabulary {plan.vocab_size:,}"
+    count = f"{_count(plan.parameters)} parameters"
+    if plan.active_parameters:
+        count += f", {_count(plan.active_parameters)} of them active"
+    text = f"{count}: {shape}, vocabulary {plan.vocab_size:,}"
     if plan.padded_vocab_size != plan.vocab_size:
         text += f" (padded to {plan.padded_vocab_size:,})"
     return text
@@ -190,6 +195,10 @@ def _ranks(job: Job, plan: Plan) -> str:
         f"tensor {layout.tensor}, pipeline {layout.pipeline}, data {layout.data}, ZeRO"
         f" {job.parallelism.zero_stage}"
     )
+    if job.model.moe:
+        split += f", experts {layout.expert}"
+        if layout.expert_tensor > 1:
+            split += f" x {layout.expert_tensor}"
     if layout.virtual > 1:
         split += f", {layout.virtual} chunks per stage"
     if layout.pipeline > 1:

@@ -91,20 +91,34 @@ def pace_of(machine: Hardware, software: str, fitted: dict[str, float]) -> Pace:
 
 def _mlp(setup: Setup, pace: Pace, fitted: dict[str, float], tokens: float) -> tuple[float, float]:
     """Seconds of the products, and results of them that are read and written again."""
-    shape, split = setup.shape, setup.split
+    shape = setup.shape
     if not shape.experts:
-        width = shape.ffn / split.tensor
-        up = pace.product(tokens, shape.hidden, shape.projections * width)
-        return up + pace.product(tokens, width, shape.hidden), tokens * width * (
-            shape.projections + 1
-        )
+        return _dense(setup, pace, tokens, shape.ffn)
+    products, results = _sparse(setup, pace, fitted, tokens)
+    products, results = (1 - shape.dense) * products, (1 - shape.dense) * results
+    for part, width in ((1 - shape.dense, shape.shared), (shape.dense, shape.dense_ffn)):
+        if part and width:
+            more = _dense(setup, pace, tokens, width)
+            products, results = products + part * more[0], results + part * more[1]
+    return products, results
+
+
+def _dense(setup: Setup, pace: Pace, tokens: float, ffn: int) -> tuple[float, float]:
+    """`_mlp` of one that all tokens take."""
+    hidden, projections = setup.shape.hidden, setup.shape.projections
+    width = ffn / setup.split.tensor
+    up = pace.product(tokens, hidden, projections * width)
+    return up + pace.product(tokens, width, hidden), tokens * width * (projections + 1)
+
+
+def _sparse(
+    setup: Setup, pace: Pace, fitted: dict[str, float], tokens: float
+) -> tuple[float, float]:
+    """`_mlp` of a rank's experts, whose loads are even."""
+    shape, split = setup.shape, setup.split
     here = shape.experts / split.expert
-    width = shape.ffn
-    if split.expert <= split.data * split.context:
-        width = shape.ffn / split.tensor
-        rows = tokens * shape.topk
-    else:  # tensor-parallel ranks hold different experts
-        rows = tokens * shape.topk / split.tensor
+    width = shape.ffn / split.expert_parts
+    rows = tokens * shape.topk * split.expert_parts / split.tensor
     padded = rows + EXPERT_ROWS * here
     products = pace.product(padded, shape.hidden, shape.projections * width)
     products += pace.product(padded, width, shape.hidden)
@@ -184,8 +198,7 @@ def parameters_of_rank(shape: Shape, setup: Setup, layers: float) -> tuple[float
     split = setup.split
     dense = layers * shape.attention_parameters + shape.vocab * shape.hidden
     if shape.experts:
-        experts = layers * shape.experts / split.expert * shape.expert_parameters
-        if split.expert <= split.data * split.context:
-            experts /= split.tensor
-        return dense / split.tensor, experts
+        each = (1 - shape.dense) * shape.experts / split.expert * shape.expert_parameters
+        dense += layers * shape.always_parameters
+        return dense / split.tensor, layers * each / split.expert_parts
     return (dense + layers * shape.expert_parameters) / split.tensor, 0.0

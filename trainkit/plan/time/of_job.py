@@ -127,8 +127,8 @@ def software_of(rules: Rules) -> str:
 
 def shape_of(job: Job, vocab: int) -> Shape:
     """The job's model."""
-    model = job.model
-    return Shape(
+    model, moe = job.model, job.model.moe
+    shape = Shape(
         layers=model.num_layers,
         hidden=model.hidden_size,
         query=model.num_attention_heads * model.head_size,
@@ -139,6 +139,17 @@ def shape_of(job: Job, vocab: int) -> Shape:
         seq=model.seq_length,
         vocab=vocab,
         windows=attended_part(model),
+    )
+    if moe is None:
+        return shape
+    return replace(
+        shape,
+        ffn=moe.ffn_hidden_size,
+        experts=moe.num_experts,
+        topk=moe.router_topk,
+        shared=moe.shared_expert_intermediate_size or 0,
+        dense=moe.first_dense_layers / model.num_layers,
+        dense_ffn=model.ffn_width,
     )
 
 
@@ -155,7 +166,7 @@ def split_of_job(job: Job, layout: Layout) -> RankSplit:
         virtual=layout.virtual,
         data=layout.data,
         context=1,
-        expert=1,
+        expert=layout.expert,
         zero=zero,
         shard=layout.shard if zero else 1,
         sequence=layout.sequence,
@@ -168,6 +179,8 @@ def split_of_job(job: Job, layout: Layout) -> RankSplit:
         last_layers=stages[layout.last_stage],
         moments=len(kept_of(job.training, "matrix")),
         update_flops=_update_flops(job, layout),
+        expert_tensor=layout.expert_tensor if job.model.moe else None,
+        expert_shard=(layout.expert_shard if zero else 1) if job.model.moe else None,
     )
 
 
@@ -192,7 +205,7 @@ def estimate_step(job: Job, rules: Rules, vocab: int) -> StepEstimate | None:
     split = split_of_job(job, layout_of(job))
     software = software_of(rules)
     setup = Setup(shape_of(job, vocab), split, device, software)
-    variance = spread()["dense"] ** 2
+    variance = spread()["experts" if job.model.moe else "dense"] ** 2
     not_fitted = ""
     if kind_of(device, software) not in fitted_rows():
         not_fitted = kind_of(device, software)

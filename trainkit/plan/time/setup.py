@@ -19,6 +19,8 @@ class Shape:
         seq: tokens of a sample.
         vocab: padded vocabulary.
         experts: of a layer; 0: dense.
+        shared: width of an expert that all tokens take besides; 0: none.
+        dense: part of the layers that have no experts, but an MLP of width `dense_ffn`.
         topk: experts that a token goes to.
         windows: part of a sample's tokens that attention of a layer is over, on average: 1 but
             where layers have a window.
@@ -36,6 +38,9 @@ class Shape:
     experts: int = 0
     topk: int = 1
     windows: float = 1.0
+    shared: int = 0
+    dense: float = 0.0
+    dense_ffn: int = 0
 
     @property
     def attention_parameters(self) -> int:
@@ -46,6 +51,12 @@ class Shape:
     def expert_parameters(self) -> int:
         """Of one layer's MLP, or of one of its experts."""
         return self.hidden * self.ffn * (self.projections + 1)
+
+    @property
+    def always_parameters(self) -> float:
+        """Of a layer of a model with experts, on average: of the MLPs that all tokens take."""
+        widths = (1 - self.dense) * self.shared + self.dense * self.dense_ffn
+        return self.hidden * widths * (self.projections + 1)
 
 
 @dataclass(frozen=True)
@@ -67,6 +78,10 @@ class RankSplit:
             be.
         moments: numbers that the optimizer keeps of an element of a matrix.
         update_flops: of an update's matrix products on the rank with most.
+        expert_tensor: ranks that an expert is split over, which lie beside one another in a group
+            of expert x expert_tensor; None: tensor of them where experts lie on data-parallel
+            ranks, else one.
+        expert_shard: ranks that experts' state is split over; None: `shard`.
     """
 
     world: int
@@ -88,11 +103,35 @@ class RankSplit:
     last_layers: int = 0
     moments: int = 2
     update_flops: float = 0.0
+    expert_tensor: int | None = None
+    expert_shard: int | None = None
 
     @property
     def micro_batches(self) -> float:
         """Of one rank in a step."""
         return max(1.0, self.global_batch / (self.data * self.micro_batch))
+
+    @property
+    def expert_parts(self) -> int:
+        """Ranks that an expert is split over."""
+        if self.expert_tensor is not None:
+            return self.expert_tensor
+        return self.tensor if self.expert <= self.data * self.context else 1
+
+    @property
+    def expert_group(self) -> tuple[int, int]:
+        """(ranks that tokens are sent among, stride between them)."""
+        if self.expert_tensor is not None:
+            return self.expert * self.expert_tensor, 1
+        return self.expert, self.tensor
+
+    @property
+    def expert_copies(self) -> tuple[int, int]:
+        """(ranks that hold the same experts, stride between them)."""
+        if self.expert_tensor is not None:
+            ranks = self.expert * self.expert_tensor
+            return max(1, self.data * self.context * self.tensor // ranks), ranks
+        return max(1, self.data * self.context // self.expert), self.tensor * self.expert
 
 
 @dataclass(frozen=True)

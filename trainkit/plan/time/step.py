@@ -62,7 +62,9 @@ def _exchanges(setup: Setup, links: Links, fitted: dict[str, float]) -> tuple[fl
     experts = context = 0.0
     if shape.experts:
         size = HALF * tokens * shape.topk * shape.hidden / split.tensor
-        experts = 2 * links.exchange(size, split.expert, split.tensor) * fitted["exchange"]
+        size *= split.expert_tensor or 1  # a row goes to all ranks of its expert
+        sent = links.exchange(size, *split.expert_group)
+        experts = 2 * sent * fitted["exchange"] * (1 - shape.dense)
     if split.context > 1:
         size = HALF * split.micro_batch * shape.seq * 2 * shape.key / split.tensor
         context = links.gather(size, split.context, split.tensor) * fitted["context"]
@@ -76,10 +78,15 @@ def _sharded(setup: Setup, links: Links, layers: float) -> float:
     if split.shard <= 1 or not (split.zero == 3 or _scatters(setup)):
         return 0.0
     dense, experts = parameters_of_rank(setup.shape, setup, layers)
-    size = HALF * (dense + experts)
     scatters = GLOO_SCATTER if setup.machine.generation == CPU else 1
     times = scatters + 2 * (split.zero == 3)
-    return times * links.gather(size, split.shard, split.tensor, messages=layers)
+    if split.expert_shard is None:
+        size = HALF * (dense + experts)
+        return times * links.gather(size, split.shard, split.tensor, messages=layers)
+    time = links.gather(HALF * dense, split.shard, split.tensor, messages=layers)
+    _, stride = split.expert_copies
+    time += links.gather(HALF * experts, split.expert_shard, stride, messages=layers)
+    return times * time
 
 
 def _scatters(setup: Setup) -> bool:
@@ -107,8 +114,7 @@ def _data_sums(setup: Setup, links: Links, fitted: dict[str, float], layers: flo
                 time += links.gather(size, split.shard, split.tensor, messages)
             copies = ranks // split.shard
             time += links.all_reduce(size / split.shard, copies, split.tensor * split.shard)
-        apart = max(1, ranks // split.expert)
-        time += links.all_reduce(HALF * experts, apart, split.tensor * split.expert)
+        time += links.all_reduce(HALF * experts, *split.expert_copies)
     elif split.shard < ranks:
         copies = ranks // split.shard
         size = HALF * (dense + experts) / split.shard
@@ -180,8 +186,10 @@ def step_time(setup: Setup, fitted: dict[str, float]) -> StepTime:
     terms["data-parallel"] = _beyond(
         _data_sums(setup, links, fitted, full), hidden_by, fitted, setup.software
     )
-    whole = sum(parameters_of_rank(shape, setup, full))
-    held = whole / max(1, split.shard)
+    dense, of_experts = parameters_of_rank(shape, setup, full)
+    whole = dense + of_experts
+    sharded = split.shard if split.expert_shard is None else split.expert_shard
+    held = dense / max(1, split.shard) + of_experts / max(1, sharded)
     moved = UPDATE_BYTES + MOMENT_BYTES * split.moments
     terms["optimizer"] = moved * held / pace.memory + fitted[f"fixed.{setup.software}"]
     if split.update_flops:  # of whole matrices: to their owners, and back
