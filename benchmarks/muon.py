@@ -32,7 +32,7 @@ from trainkit.ops.kernels import choose
 from trainkit.train.model.head_loss import Labels
 from trainkit.train.model.transformer import Transformer
 from trainkit.train.parallel.shards import sharded_parameters
-from trainkit.train.update.muon import DTYPES, Matrices, orthogonal, rows_of
+from trainkit.train.update.muon import DTYPES, Matrices, items_of, orthogonal
 from trainkit.train.update.optimizer import Optimizer
 
 GOAL = 1.10
@@ -91,7 +91,7 @@ def updates(
     whole = Matrices(model, {name: sharded[name] for name in matrices_of(module)})
     one = torch.ones((), device=words.device)
     for name in ("adam", "muon"):
-        matrices = whole if name == "muon" else None
+        matrices = [whole] if name == "muon" else []
         ours = Optimizer(parameters, training_of(name, words.precision), kernels, matrices)
         yield name, lambda ours=ours: ours.step(one * 1e-4, one, one * 0)  # type: ignore[misc]
     if words.peer:
@@ -133,7 +133,8 @@ def show_rates(model: Model, module: Transformer, words: argparse.Namespace) -> 
     shapes = Counter(
         (rows, p.shape[1])
         for name, p in matrices_of(module).items()
-        for rows in rows_of(name, model)
+        for item in items_of(name, tuple(p.shape), model)
+        for rows in item.parts
     )
     print(f"\n{'matrices':>16} {'iterations':>14} {'of products':>11}   (of products by CPU)")
     for (m, n), count in shapes.items():

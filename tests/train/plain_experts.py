@@ -45,7 +45,7 @@ def balance(logits_TE: Tensor, job: Job) -> Tensor:
     samples = 1 if moe.router_load_balancing_type == "seq_aux_loss" else 0
     together = (samples or job.training.micro_batch_size) * job.model.seq_length
     losses = []
-    for shares_NE in shares_TE.split(together):
+    for shares_NE in torch.split(shares_TE, together):
         best = shares_NE.topk(routing.chosen, dim=-1).indices
         counts_E = torch.bincount(best.flatten(), minlength=routing.experts)
         f_E = counts_E / counts_E.sum()
@@ -61,7 +61,8 @@ def move_biases(model: Transformer, routers: dict[int, Tensor], job: Job) -> NDA
     assert moe is not None
     loads_LE = torch.zeros(job.model.num_layers, routing.experts, dtype=torch.float64)
     for number, logits_TE in routers.items():
-        bias_E = model.layers[str(number)].mlp.router.expert_bias
+        block: Any = model.layers[str(number)]
+        bias_E = block.mlp.router.expert_bias
         chosen = route(logits_TE, bias_E, routing).experts_TK.flatten()
         loads_E = torch.bincount(chosen, minlength=routing.experts).double()
         loads_LE[number] = loads_E

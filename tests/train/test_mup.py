@@ -50,10 +50,10 @@ def trained(model: Model, optimizer: str, steps: int = 3) -> dict[str, Tensor]:
     initialize(module, model, 1)
     sharded = sharded_parameters(module, 1)
     parameters = {name: each.parameter for name, each in sharded.items()}
-    matrices = None
+    matrices = []
     if UPDATES[training.optimizer].of_matrices:
         whole = {n: s for n, s in sharded.items() if role_of(n, len(s.layout.shape)) == "matrix"}
-        matrices = Matrices(model, whole)
+        matrices = [Matrices(model, whole)]
     update = Optimizer(parameters, training, matrices=matrices, width_factor=model.width_factor)
     ids_BS = torch.arange(2 * 33).view(2, 33) % 31
     for _ in range(steps):

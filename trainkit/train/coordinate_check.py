@@ -139,14 +139,14 @@ def _train(model: Model, job: Job) -> dict[int, dict[str, float]]:
     module = Transformer(model, vocabulary)
     initialize(module, model, training.seed)
     parameters = dict(module.named_parameters())
-    matrices = None
+    matrices = []
     if UPDATES[training.optimizer].of_matrices:
         whole = {
             name: sharded
             for name, sharded in sharded_parameters(module, 1).items()
             if role_of(name, len(sharded.layout.shape)) == "matrix"
         }
-        matrices = Matrices(model, whole)
+        matrices = [Matrices(model, whole)]
     optimizer = Optimizer(parameters, training, matrices=matrices, width_factor=model.width_factor)
     generator = torch.Generator().manual_seed(training.seed)
     shape = (SAMPLES, min(model.seq_length, TOKENS) + 1)

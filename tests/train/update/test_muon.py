@@ -14,7 +14,7 @@ from trainkit.jobs.optimizers import role_of
 from trainkit.jobs.schema import Model, Training
 from trainkit.train.model.transformer import Transformer
 from trainkit.train.parallel.shards import sharded_parameters
-from trainkit.train.update.muon import Matrices, orthogonal, rows_of
+from trainkit.train.update.muon import Matrices, items_of, orthogonal
 from trainkit.train.update.optimizer import Optimizer
 
 ONE, GO, SKIP = torch.tensor(1.0), torch.tensor(False), torch.tensor(True)
@@ -29,7 +29,7 @@ def optimizer_of(module: Transformer, model: Model, t: Training) -> Optimizer:
     sharded = sharded_parameters(module, 1)
     whole = {n: s for n, s in sharded.items() if role_of(n, len(s.layout.shape)) == "matrix"}
     parameters = {name: each.parameter for name, each in sharded.items()}
-    return Optimizer(parameters, t, matrices=Matrices(model, whole))
+    return Optimizer(parameters, t, matrices=[Matrices(model, whole)])
 
 
 def module_of(model: Model, dtype: torch.dtype = torch.float32) -> Transformer:
@@ -104,7 +104,7 @@ def test_what_is_stored_together_is_updated_apart(name: str) -> None:
         if role_of(n, p.dim()) != "matrix":
             continue
         update = (before[n] - p.detach()) / RATE.double()
-        rows = rows_of(n, model)
+        rows = [r for item in items_of(n, tuple(p.shape), model) for r in item.parts]
         assert len(rows) == {"qkv": 3, "gate_up": 2}.get(n.split(".")[-2], 1)
         for part in torch.split(update, rows):
             values = torch.linalg.svdvals(part) / max(part.shape) ** 0.5

@@ -76,9 +76,48 @@ class MatrixShard(NamedTuple):
     momentum: Tensor
 
 
-def rows_of(name: str, model: Model) -> list[int]:
-    """Rows of each matrix that a parameter of a block is made of, in their order."""
-    return list(block_matrices(model)[name.split(".", 2)[2]].matrix_rows)
+class Item(NamedTuple):
+    """What is put together, updated and taken apart by itself: a parameter, or of stacked experts
+    the rows of one.
+
+    Args:
+        name: the parameter's.
+        start, rows: its rows of that.
+        parts: rows of each matrix in it.
+        columns: of all of them.
+        transposed: they are stored (in, out).
+    """
+
+    name: str
+    start: int
+    rows: int
+    parts: tuple[int, ...]
+    columns: int
+    transposed: bool
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.rows, self.columns
+
+    @property
+    def numbers(self) -> int:
+        return self.rows * self.columns
+
+    @property
+    def cost(self) -> int:
+        """About the products that it takes."""
+        return sum(min(m, self.columns) ** 2 * max(m, self.columns) for m in self.parts)
+
+
+def items_of(name: str, shape: tuple[int, ...], model: Model) -> list[Item]:
+    """A parameter of a block, cut into what is updated by itself."""
+    weight = block_matrices(model)[name.split(".", 2)[2]]
+    count = max(1, weight.experts)
+    rows = shape[0] // count
+    parts = weight.parts if weight.experts else weight.matrix_rows
+    return [
+        Item(name, n * rows, rows, tuple(parts), shape[1], weight.transposed) for n in range(count)
+    ]
 
 
 def orthogonal(u_MN: Tensor, training: Training) -> Tensor:
@@ -111,22 +150,53 @@ def scale_of(rows: int, columns: int, training: Training) -> float:
 
 @dataclass(frozen=True)
 class _Box:
-    """Where a part of a parameter lies in the whole, and whether its rank sends it: of several
-    that hold the same the first does."""
+    """A part of an item on a rank.
+
+    Args:
+        offsets: of the box of the parameter's that it lies in.
+        inside: its first row in that box.
+        place: where it lies in the item: first row, first column.
+        shape: rows and columns.
+        sent: whether its rank sends it: of several that hold the same the first does.
+    """
 
     offsets: Offsets
-    shape: tuple[int, ...]
+    inside: int
+    place: tuple[int, int]
+    shape: tuple[int, int]
     sent: bool
-
-    @property
-    def place(self) -> tuple[slice, ...]:
-        return tuple(
-            slice(start, start + size) for start, size in zip(self.offsets, self.shape, strict=True)
-        )
 
     @property
     def numbers(self) -> int:
         return self.shape[0] * self.shape[1]
+
+    def of(self, views: Mapping[Offsets, Tensor]) -> Tensor:
+        """The part, of the parameter's boxes on this rank."""
+        return views[self.offsets].narrow(0, self.inside, self.shape[0])
+
+    def whole(self, item: Tensor) -> Tensor:
+        """The part, of the item put together."""
+        return item.narrow(0, self.place[0], self.shape[0]).narrow(1, self.place[1], self.shape[1])
+
+
+def _boxes(item: Item, sharded: ShardedParameter, tensor_rank: int) -> list[_Box]:
+    """What this rank holds of an item."""
+    found = []
+    for box in sharded.boxes:
+        rows, columns = box.of(local_part(sharded.parameter)).shape
+        start = max(box.offsets[0], item.start)
+        stop = min(box.offsets[0] + rows, item.start + item.rows)
+        if start < stop:
+            found.append(
+                _Box(
+                    box.offsets,
+                    start - box.offsets[0],
+                    (start - item.start, box.offsets[1]),
+                    (stop - start, columns),
+                    tensor_rank % box.replicas == 0,
+                )
+            )
+    return found
 
 
 class Exchange:
@@ -136,89 +206,89 @@ class Exchange:
 
     Args:
         matrices: of this rank.
+        items: what is updated in this round, the same on all ranks.
     """
 
-    def __init__(self, matrices: Matrices) -> None:
+    def __init__(self, matrices: Matrices, items: Sequence[Item]) -> None:
         self.matrices = matrices
+        self.items = items
         self.size = 1 if matrices.group is None else dist.get_world_size(matrices.group)
         self.rank = 0 if matrices.group is None else dist.get_rank(matrices.group)
-        mine = {
-            name: [
-                _Box(
-                    box.offsets,
-                    tuple(box.of(local_part(sharded.parameter)).shape),
-                    matrices.tensor_rank % box.replicas == 0,
-                )
-                for box in sharded.boxes
-            ]
-            for name, sharded in matrices.parameters.items()
-        }
-        # of each rank
-        self.boxes: list[dict[str, list[_Box]]] = [mine] * self.size
+        mine = [
+            _boxes(item, matrices.parameters[item.name], matrices.tensor_rank) for item in items
+        ]
+        # of each rank, of each item
+        self.boxes: list[list[list[_Box]]] = [mine] * self.size
         if matrices.group is not None:
             dist.all_gather_object(self.boxes, mine, matrices.group)
         self.owned = self._owners()
 
-    def _owners(self) -> list[list[str]]:
-        """Names that each rank updates: the dearest first, to the rank that has least to do."""
-        shapes = {name: sharded.layout.shape for name, sharded in self.matrices.parameters.items()}
-        cost = {name: min(m, n) ** 2 * max(m, n) for name, (m, n) in shapes.items()}
-        owned: list[list[str]] = [[] for _ in range(self.size)]
+    def _owners(self) -> list[list[int]]:
+        """Numbers of the items that each rank updates: the dearest first, to that rank of those
+        that hold parts of it that has least to do."""
+        owned: list[list[int]] = [[] for _ in range(self.size)]
         load = [0] * self.size
-        for name in sorted(cost, key=lambda each: -cost[each]):
-            rank = load.index(min(load))
-            owned[rank].append(name)
-            load[rank] += cost[name]
+        for number in sorted(range(len(self.items)), key=lambda each: -self.items[each].cost):
+            holders = [rank for rank in range(self.size) if self.boxes[rank][number]]
+            rank = min(holders, key=lambda each: load[each])
+            owned[rank].append(number)
+            load[rank] += self.items[number].cost
         return owned
 
-    def gather(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The whole tensors that this rank owns.
+    def _views(self, parts: Mapping[str, Tensor]) -> dict[str, dict[Offsets, Tensor]]:
+        return {name: self.matrices.parameters[name].views(part) for name, part in parts.items()}
+
+    def gather(self, parts: Mapping[str, Tensor]) -> dict[int, Tensor]:
+        """The whole items that this rank owns, by number.
 
         Args:
-            parts: this rank's part of every one, like the parameter's.
+            parts: this rank's part of every parameter, like that.
         """
-        views = {name: self.matrices.parameters[name].views(part) for name, part in parts.items()}
+        views = self._views(parts)
+        mine = self.boxes[self.rank]
         sent = [
             [
-                views[name][box.offsets]
-                for name in names
-                for box in self.boxes[self.rank][name]
+                box.of(views[self.items[number].name])
+                for number in numbers
+                for box in mine[number]
                 if box.sent
             ]
-            for names in self.owned
+            for numbers in self.owned
         ]
-        names = self.owned[self.rank]
+        own = self.owned[self.rank]
         taken = [
-            [(name, box) for name in names for box in boxes[name] if box.sent]
+            [(number, box) for number in own for box in boxes[number] if box.sent]
             for boxes in self.boxes
         ]
         any_part = next(iter(parts.values()))
         flat = self._swap(sent, [sum(box.numbers for _, box in each) for each in taken], any_part)
-        whole = {
-            name: any_part.new_empty(self.matrices.parameters[name].layout.shape) for name in names
-        }
+        whole = {number: any_part.new_empty(self.items[number].shape) for number in own}
         for part, each in zip(flat, taken, strict=True):
             start = 0
-            for name, box in each:
-                whole[name][box.place] = part[start : start + box.numbers].view(box.shape)
+            for number, box in each:
+                given = part[start : start + box.numbers].view(box.shape)
+                box.whole(whole[number]).copy_(given)
                 start += box.numbers
         return whole
 
-    def scatter(self, whole: Mapping[str, Tensor], parts: Mapping[str, Tensor]) -> None:
-        """Write this rank's part of every tensor into `parts`, from the owners' whole ones."""
+    def scatter(self, whole: Mapping[int, Tensor], parts: Mapping[str, Tensor]) -> None:
+        """Write this rank's part of every item into `parts`, from the owners' whole ones."""
         sent = [
-            [whole[name][box.place] for name in self.owned[self.rank] for box in boxes[name]]
+            [box.whole(whole[number]) for number in self.owned[self.rank] for box in boxes[number]]
             for boxes in self.boxes
         ]
         mine = self.boxes[self.rank]
-        taken = [[(name, box) for name in names for box in mine[name]] for names in self.owned]
+        taken = [
+            [(number, box) for number in numbers for box in mine[number]] for numbers in self.owned
+        ]
         any_part = next(iter(parts.values()))
         flat = self._swap(sent, [sum(box.numbers for _, box in each) for each in taken], any_part)
+        views = self._views(parts)
         for part, each in zip(flat, taken, strict=True):
             start = 0
-            for name, box in each:
-                view = self.matrices.parameters[name].views(parts[name])[box.offsets]
-                view.copy_(part[start : start + box.numbers].view(box.shape))
+            for number, box in each:
+                given = part[start : start + box.numbers].view(box.shape)
+                box.of(views[self.items[number].name]).copy_(given)
                 start += box.numbers
 
     def _swap(
@@ -237,19 +307,19 @@ class Exchange:
         return list(torch.split(taken, list(sizes)))
 
 
-def _rounds(matrices: Matrices) -> list[Matrices]:
-    """Matrices that are updated together: as many as MUON_ROUND allows a rank, at least one."""
+def _rounds(matrices: Matrices) -> list[Exchange]:
+    """Items that are updated together: as many as MUON_ROUND allows a rank, at least one."""
     size = 1 if matrices.group is None else dist.get_world_size(matrices.group)
-    rounds: list[dict[str, ShardedParameter]] = [{}]
+    rounds: list[list[Item]] = [[]]
     filled = 0
     for name, sharded in matrices.parameters.items():
-        numbers = math.prod(sharded.layout.shape)
-        if rounds[-1] and filled + numbers > MUON_ROUND * size:
-            rounds.append({})
-            filled = 0
-        rounds[-1][name] = sharded
-        filled += numbers
-    return [matrices._replace(parameters=each) for each in rounds if each]
+        for item in items_of(name, sharded.layout.shape, matrices.model):
+            if rounds[-1] and filled + item.numbers > MUON_ROUND * size:
+                rounds.append([])
+                filled = 0
+            rounds[-1].append(item)
+            filled += item.numbers
+    return [Exchange(matrices, items) for items in rounds if items]
 
 
 class Muon:
@@ -260,15 +330,20 @@ class Muon:
     mu momentum + (1 - mu) gradient is made orthogonal. Decay is decoupled, by the rate itself.
 
     Args:
-        matrices: of this rank.
+        matrices: of this rank, of each group of ranks that it is in.
         training: the keys muon_*, and weight_decay.
     """
 
-    def __init__(self, matrices: Matrices, training: Training) -> None:
-        self.model = matrices.model
+    def __init__(self, matrices: Sequence[Matrices], training: Training) -> None:
         self.training = training
-        self.factor = rate_factor(training, "matrix", matrices.model.width_factor)
-        self.rounds = [Exchange(each) for each in _rounds(matrices)]
+        self.factor = rate_factor(training, "matrix", matrices[0].model.width_factor)
+        self.rounds = [exchange for each in matrices for exchange in _rounds(each)]
+        # stacked experts may take several rounds
+        self._last = {
+            item.name: number
+            for number, exchange in enumerate(self.rounds)
+            for item in exchange.items
+        }
 
     def step(
         self, held: Mapping[str, MatrixShard], *, rate: Tensor, divisor: Tensor, skip: Tensor
@@ -282,18 +357,21 @@ class Muon:
         rate = rate.double()
         own = rate * self.factor
         kept = 1 - rate * self.training.weight_decay * (1 - skip)
-        for exchange in self.rounds:
-            parts = {
-                name: self._direction(held[name], divisor, skip)
-                for name in exchange.matrices.parameters
-            }
+        parts: dict[str, Tensor] = {}
+        for number, exchange in enumerate(self.rounds):
+            names = dict.fromkeys(item.name for item in exchange.items)
+            for name in names:
+                if name not in parts:
+                    parts[name] = self._direction(held[name], divisor, skip)
             updates = {
-                name: self._update(name, whole) for name, whole in exchange.gather(parts).items()
+                item: self._update(exchange.items[item], whole)
+                for item, whole in exchange.gather({name: parts[name] for name in names}).items()
             }
             exchange.scatter(updates, parts)
-            for name, part in parts.items():
+            for name in [name for name in names if self._last[name] == number]:
                 # a skipped step's gradient may be NaN, and so is what was made of it
-                held[name].weight.mul_(kept).sub_(torch.where(skip > 0, 0, part * own))
+                part = torch.where(skip > 0, 0, parts.pop(name) * own)
+                held[name].weight.mul_(kept).sub_(part)
 
     def _direction(self, part: MatrixShard, divisor: Tensor, skip: Tensor) -> Tensor:
         mu = self.training.muon_momentum
@@ -302,11 +380,11 @@ class Muon:
         part.momentum.copy_(torch.where(skip > 0, part.momentum, momentum))
         return torch.lerp(gradient, momentum, mu) if self.training.muon_nesterov else momentum
 
-    def _update(self, name: str, u_MN: Tensor) -> Tensor:
-        return torch.cat(
-            [
-                orthogonal(part_MN, self.training)
-                * scale_of(len(part_MN), part_MN.shape[1], self.training)
-                for part_MN in torch.split(u_MN, rows_of(name, self.model))
-            ]
-        )
+    def _update(self, item: Item, u_MN: Tensor) -> Tensor:
+        found = []
+        for part_MN in torch.split(u_MN, list(item.parts)):  # type: ignore[no-untyped-call]
+            rows, columns = part_MN.shape[::-1] if item.transposed else part_MN.shape
+            found.append(
+                orthogonal(part_MN, self.training) * scale_of(rows, columns, self.training)
+            )
+        return torch.cat(found)

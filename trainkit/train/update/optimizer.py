@@ -3,7 +3,7 @@ device's word, does nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -74,7 +74,8 @@ class Optimizer:
         parameters: by name; those without a gradient at a step keep their weight and state.
         training: optimizer, its constants and weight_decay.
         kernels: what AdamW is computed with.
-        matrices: for an optimizer of whole matrices, those of this rank and its neighbours.
+        matrices: for an optimizer of whole matrices, those of this rank and its neighbours, by
+            the groups of ranks that hold them together.
         width_factor: width of the model, in widths of the one that rates were tuned on (muP).
 
     `writes_copies`: its kernel writes the weights as the model computes with them in the same pass.
@@ -85,7 +86,7 @@ class Optimizer:
         parameters: Mapping[str, Tensor],
         training: Training,
         kernels: Kernels = REFERENCE,
-        matrices: Matrices | None = None,
+        matrices: Sequence[Matrices] = (),
         width_factor: float = 1.0,
     ) -> None:
         self._parameters = parameters
@@ -106,9 +107,9 @@ class Optimizer:
         }
         self.training = training
         self.kernels = kernels
-        self.muon = None if matrices is None else Muon(matrices, training)
+        self.muon = Muon(matrices, training) if matrices else None
         # exchanged by all, also by ranks that have none of one
-        self._exchanged = frozenset(matrices.parameters if matrices else ())
+        self._exchanged = frozenset(name for each in matrices for name in each.parameters)
         self._rule = UPDATES[training.optimizer]
         self.writes_copies = self._rule.writes_copies and kernels.name == "fused"
 

@@ -7,7 +7,7 @@ Shapes: B samples of a micro-batch, S tokens of a sample.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
 from typing import NamedTuple, cast
 
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainkit.jobs.optimizers import role_of
-from trainkit.jobs.schema import Job
+from trainkit.jobs.schema import Job, Model
 from trainkit.train.generators import seed_generators
 from trainkit.train.metrics.readback import to_device
 from trainkit.train.metrics.timers import Timers
@@ -24,9 +24,10 @@ from trainkit.train.model.batch import Batch
 from trainkit.train.model.head_loss import Labels, Losses
 from trainkit.train.parallel import data_parallel
 from trainkit.train.parallel.data_parallel import COMPUTE
+from trainkit.train.parallel.initialize import STACKED
 from trainkit.train.parallel.mesh import Mesh
 from trainkit.train.parallel.pipeline import ModelChunk, Pipeline
-from trainkit.train.parallel.shards import Shards, model_tensors, shards_of
+from trainkit.train.parallel.shards import ShardedParameter, Shards, model_tensors, shards_of
 from trainkit.train.torch_compat import local_part
 from trainkit.train.update import replicas
 from trainkit.train.update.build import LAST, ModelParts, expected
@@ -75,6 +76,18 @@ def dropout_seed(seed: int, position: int, part: int) -> int:
     )
 
 
+def _groups_of_matrices(
+    model: Model, whole: Mapping[str, ShardedParameter], mesh: Mesh
+) -> list[Matrices]:
+    """Those of experts may lie on other ranks than the others."""
+    dense, group = dict(whole), mesh.replica_group()
+    if mesh.experts is None:
+        return [Matrices(model, dense, group, mesh.place.tensor)]
+    stacked = {name: dense.pop(name) for name in whole if name.endswith(STACKED)}
+    found = [Matrices(model, dense, group, mesh.place.tensor)]
+    return [*found, Matrices(model, stacked, mesh.experts.copy_group)] if stacked else found
+
+
 class Step:
     """Makes steps.
 
@@ -92,14 +105,14 @@ class Step:
         self.device = mesh.device
         self.timers = timers
         self.parameters = {key: sharded.parameter for key, sharded in parts.parameters.items()}
-        matrices = None
+        matrices: list[Matrices] = []
         if UPDATES[job.training.optimizer].of_matrices:
             whole = {
                 key: sharded
                 for key, sharded in parts.parameters.items()
                 if role_of(key, len(sharded.layout.shape)) == "matrix"
             }
-            matrices = Matrices(job.model, whole, mesh.replica_group(), mesh.place.tensor)
+            matrices = _groups_of_matrices(job.model, whole, mesh)
         self.optimizer = Optimizer(
             self.parameters, job.training, parts.kernels, matrices, job.model.width_factor
         )
