@@ -382,7 +382,7 @@ class Muon:
 
     def _update(self, item: Item, u_MN: Tensor) -> Tensor:
         found = []
-        for part_MN in torch.split(u_MN, list(item.parts)):  # type: ignore[no-untyped-call]
+        for part_MN in torch.split(u_MN, list(item.parts)):
             rows, columns = part_MN.shape[::-1] if item.transposed else part_MN.shape
             found.append(
                 orthogonal(part_MN, self.training) * scale_of(rows, columns, self.training)
