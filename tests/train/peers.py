@@ -5,174 +5,16 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
-from random import Random
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.train.peer_shapes import CASES, VOCAB
 from trainkit.jobs.schema import Model, RopeScaling
 from trainkit.train.model.attention import DocumentBounds
 from trainkit.train.model.transformer import Transformer
-
-VOCAB = 97  # a prime: padding is always at work
-POSITIONS = 24
-# of four frequencies one stays, one is mixed, two are divided
-LLAMA3 = RopeScaling(type="llama3", factor=8.0, original_max_position_embeddings=64)
-
-
-def _gpt(**changes: Any) -> Model:
-    return Model(
-        **{
-            "family": "gpt",
-            "num_layers": 2,
-            "hidden_size": 36,
-            "num_attention_heads": 3,
-            "seq_length": POSITIONS,
-            **changes,
-        }
-    )
-
-
-def _neox(**changes: Any) -> Model:
-    return Model(
-        **{
-            "family": "gpt-neox",
-            "num_layers": 2,
-            "hidden_size": 48,
-            "num_attention_heads": 3,
-            "seq_length": POSITIONS,
-            **changes,
-        }
-    )
-
-
-def _llama(**changes: Any) -> Model:
-    return Model(
-        **{
-            "family": "llama",
-            "num_layers": 2,
-            "hidden_size": 48,
-            "num_attention_heads": 6,
-            "seq_length": POSITIONS,
-            **changes,
-        }
-    )
-
-
-YARN = RopeScaling(
-    type="yarn", factor=4.0, original_max_position_embeddings=64, beta_fast=4.0, beta_slow=1.0
-)
-
-
-def _modern(family: str, **changes: Any) -> Model:
-    """A shape whose heads are wider than the hidden size divided by them, with a window where
-    the family has one."""
-    shape: dict[str, Any] = {
-        "num_layers": 4 if family in ("olmo3", "gemma3") else 2,
-        "hidden_size": 48,
-        "num_attention_heads": 4,
-        "num_query_groups": 2,
-        "kv_channels": 16,
-        "ffn_hidden_size": 80,
-        "seq_length": POSITIONS,
-    }
-    if family in ("olmo3", "gemma3"):
-        shape["sliding_window"] = 7
-    return Model(**{"family": family, **shape, **changes})
-
-
-CASES: dict[str, Model] = {
-    "gpt": _gpt(),
-    "gpt-untied": _gpt(untie_embeddings_and_output_weights=True),
-    "gpt-exact-gelu": _gpt(gelu="exact", ffn_hidden_size=50, layernorm_epsilon=1e-2),
-    "gpt-more-positions": _gpt(max_position_embeddings=40),
-    "neox": _neox(),
-    "neox-tied": _neox(untie_embeddings_and_output_weights=False),
-    "neox-rotary-all": _neox(rotary_percent=1.0, rotary_base=500.0),
-    "neox-rotary-rounded-down": _neox(rotary_percent=0.4),  # 6.4 of 16 channels
-    "neox-tanh": _neox(gelu="tanh", ffn_hidden_size=50, layernorm_epsilon=1e-2),
-    "neox-sequential": _neox(gpt_j_residual=False),
-    "neox-one-norm": _neox(gpt_j_tied=True),
-    "llama": _llama(),
-    "llama-tied": _llama(untie_embeddings_and_output_weights=False),
-    "llama-3-groups": _llama(num_query_groups=3, rotary_base=500000.0),
-    "llama-2-groups": _llama(num_query_groups=2, ffn_hidden_size=50, layernorm_epsilon=1e-2),
-    "llama-1-group": _llama(num_query_groups=1),
-    "llama-wide-heads": _llama(num_query_groups=2, kv_channels=10),
-    "llama-linear": _llama(
-        rope_scaling=RopeScaling(type="linear", factor=4.0), max_position_embeddings=40
-    ),
-    "llama-3.1": _llama(num_query_groups=2, rope_scaling=LLAMA3, max_position_embeddings=72),
-    "llama-3.1-tied": _llama(
-        rope_scaling=LLAMA3,
-        rotary_base=500000.0,
-        untie_embeddings_and_output_weights=False,
-        max_position_embeddings=72,
-    ),
-    "mistral": _modern("mistral", sliding_window=5),
-    "mistral-all": _modern("mistral", rotary_base=500.0),
-    "qwen2": _modern("qwen2", kv_channels=None),
-    "qwen2-tied": _modern(
-        "qwen2", num_query_groups=1, untie_embeddings_and_output_weights=False, kv_channels=8
-    ),
-    "qwen3": _modern("qwen3"),
-    "qwen3-tied": _modern(
-        "qwen3", num_query_groups=4, untie_embeddings_and_output_weights=False, kv_channels=6
-    ),
-    "qwen3-yarn": _modern("qwen3", rope_scaling=YARN, max_position_embeddings=80),
-    "olmo2": _modern("olmo2"),
-    "olmo2-1-group": _modern("olmo2", num_query_groups=1, layernorm_epsilon=1e-2),
-    "olmo3": _modern("olmo3"),
-    "olmo3-yarn": _modern("olmo3", rope_scaling=YARN, max_position_embeddings=80),
-    "gemma3": _modern("gemma3"),
-    "gemma3-4b": _modern(
-        "gemma3",
-        rope_scaling=RopeScaling(type="linear", factor=8.0),
-        query_pre_attn_scalar=24,
-        sliding_window_pattern=2,
-        num_query_groups=4,
-    ),
-}
-
-
-def random_shape(family: str, draw: Random) -> Model:
-    """A small shape of a family that rotary positions turn, with any of its keys."""
-    groups, per_group = draw.choice([1, 2, 3]), draw.choice([1, 2])
-    seq_length = draw.randint(5, 20)
-    heads = groups * per_group
-    keys: dict[str, Any] = {
-        "num_layers": draw.randint(1, 3),
-        "hidden_size": heads * draw.choice([10, 12, 24]),
-        "num_attention_heads": heads,
-        "num_query_groups": groups,
-        "ffn_hidden_size": draw.randint(10, 60),
-        "seq_length": seq_length,
-        "rotary_base": draw.choice([500.0, 1e4, 1e6]),
-        "layernorm_epsilon": draw.choice([1e-6, 1e-3]),
-        "untie_embeddings_and_output_weights": draw.choice([False, True]),
-    }
-    if draw.random() < 0.5:
-        keys["kv_channels"] = draw.choice([4, 8, 14])
-    if family in ("mistral", "olmo3", "gemma3"):
-        keys["sliding_window"] = draw.randint(2, seq_length)
-    if family in ("olmo3", "gemma3"):
-        keys["sliding_window_pattern"] = draw.randint(1, 3)
-    if family == "gemma3":
-        keys["query_pre_attn_scalar"] = draw.randint(3, 30)
-        keys["sliding_rotary_base"] = draw.choice([100.0, 1e4])
-    if draw.random() < 0.4:
-        keys["rope_scaling"] = {
-            "type": draw.choice(["linear", "yarn"]),
-            "factor": draw.choice([1.5, 8.0]),
-            "original_max_position_embeddings": 32,
-        }
-        keys["max_position_embeddings"] = 64
-    return Model.model_validate({"family": family, **keys})
-
-
-ONE_OF_EACH = ("gpt", "neox", "llama-3-groups", "qwen2", "qwen3", "olmo2", "olmo3", "gemma3")
 
 
 def random_model(
@@ -189,6 +31,9 @@ def random_model(
                 parameter.copy_(0.3 * noise)
             elif parameter.dim() == 1:
                 parameter.copy_(1 - model.architecture.norm.offset + 0.3 * noise)
+            elif name.endswith("experts.down.weight"):  # stored (in, out)
+                assert model.moe is not None
+                parameter.copy_(noise * model.moe.ffn_hidden_size**-0.5)
             else:
                 parameter.copy_(noise * parameter.shape[1] ** -0.5)
     return ours.to(dtype)
@@ -289,7 +134,33 @@ def config_of(model: Model) -> Any:
         shared["rope_parameters"] = {"full_attention": full, "sliding_attention": sliding}
         del shared["rope_scaling"]
         shared["query_pre_attn_scalar"] = model.query_pre_attn_scalar or model.head_size
+    if model.moe is not None:
+        shared |= experts_of(model)
     return getattr(transformers, f"{THEIRS[model.family]}Config")(**shared)
+
+
+def experts_of(model: Model) -> dict[str, object]:
+    """Experts in transformers' words. Its usual products of many experts know no fp64."""
+    moe = model.moe
+    assert moe is not None
+    words: dict[str, object] = {
+        "num_experts_per_tok": moe.router_topk,
+        "norm_topk_prob": model.routing.normalized,
+        "experts_implementation": "eager",
+    }
+    if model.family == "mixtral":
+        return words | {
+            "num_local_experts": moe.num_experts,
+            "intermediate_size": moe.ffn_hidden_size,
+        }
+    words["num_experts"] = moe.num_experts
+    if model.family == "olmoe":
+        return words | {"intermediate_size": moe.ffn_hidden_size}
+    return words | {
+        "moe_intermediate_size": moe.ffn_hidden_size,
+        "mlp_only_layers": list(range(moe.first_dense_layers)),
+        "use_sliding_window": model.sliding_window is not None,
+    }
 
 
 # what transformers' classes of a family begin with
@@ -301,6 +172,9 @@ THEIRS = {
     "olmo2": "Olmo2",
     "olmo3": "Olmo3",
     "gemma3": "Gemma3Text",
+    "mixtral": "Mixtral",
+    "olmoe": "Olmoe",
+    "qwen3-moe": "Qwen3Moe",
 }
 
 
@@ -318,6 +192,22 @@ class WideRMSNorm(nn.Module):
             x_BSH * (x_BSH.square().mean(-1, keepdim=True) + self.epsilon).rsqrt()
         )
         return y_BSH
+
+
+class WideRouter(nn.Module):
+    """A router in the input's dtype, its softmax too; transformers' is fp32 always."""
+
+    def __init__(self, replaced: Any, model: Model) -> None:
+        super().__init__()
+        self.weight, self.chosen = replaced.weight, replaced.top_k
+        self.normalized = model.routing.normalized
+
+    def forward(self, x_TH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits_TE = x_TH @ self.weight.T
+        weights_TK, experts_TK = logits_TE.softmax(-1).topk(self.chosen)
+        if self.normalized:
+            weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
+        return logits_TE, weights_TK, experts_TK
 
 
 class WideRotary(nn.Module):
@@ -395,6 +285,8 @@ def transformers_model(model: Model, dtype: torch.dtype, *, widened: bool = Fals
             for name, child in list(parent.named_children()):
                 if type(child).__name__.endswith("RMSNorm"):
                     setattr(parent, name, WideRMSNorm(child, model.architecture.norm.offset))
+                elif type(child).__name__.endswith("TopKRouter"):
+                    setattr(parent, name, WideRouter(child, model))
                 elif type(child).__name__.endswith("RotaryEmbedding"):
                     setattr(parent, name, WideRotary(model))
     return theirs
@@ -424,6 +316,7 @@ LLAMA_NAMES = {
     "post_attention_norm": "post_attention_layernorm",
     "mlp_norm": "post_attention_layernorm",
     "mlp.down": "mlp.down_proj",
+    "mlp.router": "mlp.gate",
     "post_mlp_norm": "post_feedforward_layernorm",
 }
 GEMMA3_NAMES = LLAMA_NAMES | {"mlp_norm": "pre_feedforward_layernorm"}
@@ -474,6 +367,12 @@ def _in_a_layer(model: Model, name: str, kind: str, t: Tensor) -> dict[str, Tens
             f"mlp.{part}_proj.{kind}": rows
             for part, rows in zip(("gate", "up"), t.chunk(2), strict=True)
         }
+    if name.startswith("mlp.experts."):
+        assert model.moe is not None
+        by_expert = t.view(model.moe.num_experts, -1, model.hidden_size)
+        if name == "mlp.experts.down":
+            return {"mlp.experts.down_proj": by_expert.transpose(1, 2)}
+        return {"mlp.experts.gate_up_proj": by_expert}
     names = GEMMA3_NAMES if model.family == "gemma3" else LLAMA_NAMES
     return {f"{names[name]}.{kind}": t}
 

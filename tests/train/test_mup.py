@@ -153,8 +153,8 @@ def test_sizes_stay_in_each_family(family: Any, tmp_path: Path) -> None:
 def test_experts_go_with_the_width(tmp_path: Path) -> None:
     moe = {"num_experts": 4, "router_topk": 2, "ffn_hidden_size": 24}
     moe |= {"shared_expert_intermediate_size": 16}
-    shape: dict[str, Any] = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4}
-    model = Model(**shape, family="qwen3-moe", seq_length=16, moe=moe)
+    shape = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 16}
+    model = Model.model_validate({**shape, "family": "qwen3-moe", "moe": moe})
     wide = of_width(model, 128).moe
     assert wide is not None
     assert (wide.ffn_hidden_size, wide.shared_expert_intermediate_size) == (96, 64)

@@ -15,7 +15,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.train.peers import CASES, ONE_OF_EACH, beside, random_model, random_tokens
+from tests.train.peer_shapes import CASES, ONE_OF_EACH
+from tests.train.peers import beside, random_model, random_tokens
 from tests.train.support import tiny_job
 from tests.trained import EOD, MODEL, new_run, prepare, text_job, write_checkpoint
 from trainkit.base.errors import ConfigError, TrainkitError

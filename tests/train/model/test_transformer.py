@@ -12,17 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from tests.train.peers import (
-    CASES,
-    ONE_OF_EACH,
-    POSITIONS,
-    VOCAB,
-    beside,
-    documents_of,
-    random_model,
-    random_tokens,
-    transformers_model,
-)
+from tests.train.peer_shapes import CASES, ONE_OF_EACH, POSITIONS, VOCAB
+from tests.train.peers import beside, documents_of, random_model, random_tokens, transformers_model
 from trainkit.jobs.load import load
 from trainkit.jobs.schema import Model
 from trainkit.ops.causal_attention import CausalAttention
@@ -57,8 +48,13 @@ def test_logits_equal_transformers(name: str) -> None:
 @torch.no_grad()
 def test_16_bits_are_as_exact_as_transformers(name: str, dtype: torch.dtype) -> None:
     """Weights cast to 16 bits, as mixed precision computes: no farther from the fp32 logits than
-    transformers' model in the same numbers."""
-    model, ours, theirs = beside(name, torch.float32)
+    transformers' model in the same numbers. Tokens take all experts: at which of two equal ones a
+    rounding falls is nobody's merit."""
+    shape = CASES[name]
+    if shape.moe is not None:
+        everyone = shape.moe.model_copy(update={"router_topk": shape.moe.num_experts})
+        shape = shape.model_copy(update={"moe": everyone})
+    model, ours, theirs = beside(shape, torch.float32)
     tokens_BS = random_tokens(4, model.positions)
     exact_BSV = ours(tokens_BS)
     off, theirs_off = (
@@ -160,15 +156,22 @@ def test_names_and_shapes(name: str) -> None:
     q = model.num_attention_heads * model.head_size
     bias = model.family in ("gpt", "gpt-neox")
     up = {"mlp.up": (f, h)} if bias else {"mlp.gate_up": (2 * f, h)}
-    matrices = {"attention.qkv": (q + 2 * kv, h), "attention.out": (h, q), **up, "mlp.down": (h, f)}
-    before = ["attention_norm", "mlp_norm"] if not model.family.startswith("olmo") else []
+    attention, dense = {"attention.qkv": (q + 2 * kv, h), "attention.out": (h, q)}, {**up}
+    dense["mlp.down"] = (h, f)
+    sparse, first_sparse = {}, model.num_layers
+    if model.moe is not None:
+        experts, width = model.moe.num_experts, model.moe.ffn_hidden_size
+        first_sparse = model.moe.first_dense_layers
+        sparse = {"mlp.router": (experts, h), "mlp.experts.gate_up": (experts * 2 * width, h)}
+        sparse["mlp.experts.down"] = (experts * width, h)
+    before = ["attention_norm", "mlp_norm"] if model.family not in ("olmo2", "olmo3") else []
     after = ["post_attention_norm", "post_mlp_norm"]
     after = after if model.family in ("olmo2", "olmo3", "gemma3") else []
     norms = ["final_norm"] + [
         f"layers.{i}.{n}" for i in range(model.num_layers) for n in (*before, *after)
     ]
-    of_heads = {"olmo2": (q, kv), "olmo3": (q, kv)}.get(model.family)
-    if model.family in ("qwen3", "gemma3"):
+    of_heads = dict.fromkeys(("olmo2", "olmo3", "olmoe"), (q, kv)).get(model.family)
+    if model.family in ("qwen3", "qwen3-moe", "gemma3"):
         of_heads = (model.head_size, model.head_size)
     expected: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (VOCAB, h)}
     expected |= {"embed_positions.weight": (model.positions, h)} if model.family == "gpt" else {}
@@ -181,7 +184,8 @@ def test_names_and_shapes(name: str) -> None:
             expected[f"layers.{i}.attention.qkv.bias"] = (q + 2 * kv,)
         for name_of_norm, width in zip(("q_norm", "k_norm"), of_heads or (), strict=False):
             expected[f"layers.{i}.attention.{name_of_norm}.weight"] = (width,)
-        for matrix, shape in matrices.items():
+        mlp = dense if i < first_sparse else sparse
+        for matrix, shape in {**attention, **mlp}.items():
             expected |= {f"layers.{i}.{matrix}.weight": shape} | (
                 {f"layers.{i}.{matrix}.bias": shape[:1]} if bias else {}
             )

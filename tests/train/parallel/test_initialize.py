@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.train.peers import CASES, ONE_OF_EACH
+from tests.train.peer_shapes import CASES, ONE_OF_EACH
 from trainkit.jobs.schema import Model
 from trainkit.train.model.transformer import Transformer, build_on_meta
 from trainkit.train.parallel.initialize import deviation, initial_value, initialize
@@ -67,7 +67,8 @@ def test_which_parameters_get_which(name: str, method: str, output: str) -> None
     }
     model = CASES[name].model_copy(update=shape)
     parameters = dict(initialized(model, vocab=300).named_parameters())
-    outputs = {n for n in parameters if n.endswith((".attention.out.weight", ".mlp.down.weight"))}
+    down = (".attention.out.weight", ".mlp.down.weight", ".experts.down.weight")
+    outputs = {n for n in parameters if n.endswith(down)}
     assert len(outputs) == 6
     for n, p in parameters.items():
         value = p.detach()

@@ -10,20 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.train.peers import (
-    CASES,
-    ONE_OF_EACH,
-    THEIRS,
-    VOCAB,
-    beside,
-    in_their_layout,
-    random_model,
-    random_shape,
-    random_tokens,
-)
+from tests.train.peer_shapes import CASES, ONE_OF_EACH, VOCAB, random_shape
+from tests.train.peers import THEIRS, beside, in_their_layout, random_model, random_tokens
 from trainkit.jobs.schema import Model
 from trainkit.ops.cross_entropy import NO_LABEL
+from trainkit.train.model.experts import Router
 from trainkit.train.model.head_loss import Labels, Losses
+from trainkit.train.model.router import route
 from trainkit.train.model.transformer import Transformer
 
 Z_LOSS = 1e-2
@@ -64,6 +57,29 @@ def their_gradients(
     return entropy.detach(), gradients
 
 
+def refuse_other_experts(ours: Transformer, theirs: Any, tokens_BS: Tensor) -> None:
+    """Every token takes the same experts in every layer, the best first."""
+    chosen: list[Tensor] = []
+
+    def here(router: Router, _: Any, logits_TE: Tensor) -> None:
+        chosen.append(route(logits_TE, None, router.routing).experts_TK)
+
+    hooks = [m.register_forward_hook(here) for m in ours.modules() if isinstance(m, Router)]
+    hooks += [
+        block.mlp.gate.register_forward_hook(lambda _, __, found: chosen.append(found[2]))
+        for block in theirs.model.layers
+        if hasattr(block.mlp, "gate")
+    ]
+    ours(tokens_BS)
+    theirs(tokens_BS)
+    for hook in hooks:
+        hook.remove()
+    layers = len(chosen) // 2
+    assert layers and len(chosen) == 2 * layers
+    for one, other in zip(chosen[:layers], chosen[layers:], strict=True):
+        assert torch.equal(one, other)
+
+
 def refuse_other_gradients(case: str | Model, floor: float = 0.0) -> None:
     """Of the mean loss over tokens with a label, z-loss included: each tensor within 1e-5 of its
     norm in fp32, within 1e-10 in fp64 (there with transformers' norms and rotary tables
@@ -74,6 +90,8 @@ def refuse_other_gradients(case: str | Model, floor: float = 0.0) -> None:
         with torch.no_grad():
             logits_BSV = theirs(tokens_BS).logits
             assert (ours(tokens_BS) - logits_BSV).norm() < tolerance * logits_BSV.norm()
+            if model.moe is not None:
+                refuse_other_experts(ours, theirs, tokens_BS)
         count = int((labels_BS != NO_LABEL).sum())
         entropy, expected = their_gradients(theirs, model, tokens_BS, labels_BS)
         losses, gradients = our_gradients(ours, tokens_BS, Labels(labels_BS, Z_LOSS, 1 / count))
