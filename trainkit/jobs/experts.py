@@ -157,14 +157,17 @@ def check_routing(model: Model) -> None:
     if model.parametrization == "mup":
         raise wrong("parametrization", "parametrization 'mup' is not for models with experts")
     routing = model.routing
-    alone = routing.score == "softmax" and routing.chosen == 1
-    if alone and (routing.normalized or not routing.pre_softmax):
+    softmax = routing.score == "softmax"
+    after = softmax and not routing.pre_softmax
+    if routing.chosen == 1 and (routing.normalized or after):
         raise wrong(
             "moe",
             "router_topk 1 with weights that sum to 1: the one weight is always 1 and the router"
-            " learns nothing; set router_pre_softmax = true and router_norm_topk_prob = false",
+            " learns nothing; set router_norm_topk_prob = false"
+            + " and router_pre_softmax = true"
+            * softmax,
         )
-    if routing.expert_bias and routing.score == "softmax":
+    if routing.expert_bias and softmax:
         raise wrong(
             "moe",
             "router_enable_expert_bias needs router_score_function = 'sigmoid': softmax makes one"
