@@ -20,7 +20,7 @@ from tests.engines.convert.support import (
     saved,
     tensors,
 )
-from tests.train.hf_support import TOKENS_BS, VOCAB, equal, loaded, ours
+from tests.train.hf_support import EXPERTS, TOKENS_BS, VOCAB, equal, loaded, ours
 from trainkit.base.errors import ConfigError, TrainkitError
 from trainkit.engines.convert import files, formats, gpt_neox, megatron_lm
 from trainkit.engines.convert.formats import RunWeights
@@ -247,6 +247,8 @@ class TestRefused:
             ("megatron-lm", {"num_layers": 3}, "num_layers 3 does not divide"),
             ("megatron-lm", {"family": "llama", "rotary_base": 500.5}, "rotary_base is 500.5"),
             ("megatron-lm", {"family": "llama", "qk_norm": "head"}, "qk_norm = 'head' is not"),
+            ("gpt-neox", {"family": "mixtral", "moe": EXPERTS}, "moe = True is not converted"),
+            ("megatron-lm", {"family": "mixtral", "moe": EXPERTS}, "moe = True is not converted"),
         ],
     )
     def test_shapes(self, target: str, change: dict[str, Any], said: str) -> None:
