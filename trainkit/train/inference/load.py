@@ -155,7 +155,9 @@ def load_model(
     tensor_parallel.apply(model, vocabulary(saved), group)
     model.to_empty(device="cpu")
     checkpoint.load(saved, model_tensors(sharded_parameters(model, group.size)))
-    return model.to(device, dtype).eval().requires_grad_(False)
+    for parameter in model.parameters():  # buffers are not cast: experts' biases are fp32 always
+        parameter.data = parameter.data.to(dtype)
+    return model.to(device).eval().requires_grad_(False)
 
 
 def load_own_tokenizer(job: Job) -> tuple[Tokenizer, int]:
