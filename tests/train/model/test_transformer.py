@@ -218,6 +218,7 @@ def test_a_token_does_not_see_the_next(name: str) -> None:
         "qwen3",
         "olmo3",
         "gemma3",
+        "qwen3-moe",
     ],
 )
 @settings(max_examples=8, deadline=None)
