@@ -55,6 +55,8 @@ READERS = {
     ("RopeScaling", "type"): ("train/model/transformer.py", "scaling.type"),
     ("Tokenizer", "vocab_size"): ("plan/planner.py", "tokenizer.vocab_size"),
     ("Model", "vocab_size"): ("plan/planner.py", "job.model.vocab_size"),
+    ("Model", "ffn_hidden_size"): ("jobs/models.py", "self.ffn_hidden_size"),
+    ("Experts", "ffn_hidden_size"): ("train/model/experts.py", "model.moe.ffn_hidden_size"),
     ("BlendPart", "dataset"): ("jobs/datasets.py", "part.dataset"),
     ("Job", "dataset"): ("plan/planner.py", "job.dataset"),
 }
