@@ -96,6 +96,8 @@ def _attention_flops(model: Model, layer: int) -> int:
 
 def attended_part(model: Model) -> float:
     """What attention costs beside the same model without windows."""
+    if model.sliding_window is None:
+        return 1.0
     layers = range(model.num_layers)
     whole = 2 * _widths(model)[1] * model.seq_length * model.num_layers
     return sum(_attention_flops(model, layer) for layer in layers) / whole

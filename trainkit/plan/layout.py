@@ -87,9 +87,10 @@ class Layout:
     @property
     def layers_by_stage(self) -> tuple[int, ...]:
         """How many layers each stage has."""
-        return tuple(
-            sum(self.chunks[i] for i in self.chunks_of(stage)) for stage in range(self.pipeline)
-        )
+        layers = [0] * self.pipeline
+        for chunk, size in enumerate(self.chunks):
+            layers[self.stage_of(chunk)] += size
+        return tuple(layers)
 
     def in_flight(self, stage: int) -> float:
         """Micro-batches whose activations a stage holds at once, for all of its layers.

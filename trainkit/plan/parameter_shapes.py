@@ -10,6 +10,7 @@ same one. Experts lie on ranks of their own order, in units of their own; router
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -19,6 +20,12 @@ from trainkit.jobs.ranks import share_of_rank
 from trainkit.jobs.schema import Model, Training
 from trainkit.plan.arithmetic import head_norms, sparse_layers
 from trainkit.plan.layout import Layout
+
+
+@functools.cache
+def _length(size: int, parts: int, index: int) -> int:
+    """Rows of part `index` of `size`."""
+    return share_of_rank(size, parts, index)[1]
 
 
 @dataclass(frozen=True)
@@ -94,7 +101,7 @@ class Weight:
         parts = self.parts or (self.rows if self.split == "rows" else self.columns,)
         if self.head or rank is None:
             return sum(max(self.head, -(-part // ranks)) for part in parts)
-        return sum(share_of_rank(part, ranks, rank)[1] for part in parts)
+        return sum(_length(part, ranks, rank) for part in parts)
 
     def numbers(self, place: Place = WHOLE) -> int:
         """Elements on that rank."""
@@ -218,21 +225,34 @@ def chunk_units(
     """The units of a chunk of these layers, what is around them last; a whole model without
     further words. Each is gathered and reduced at once; a layer's experts come behind it."""
     layers = range(model.num_layers) if layers is None else layers
-    dense = max(0, min(layers.stop, model.num_layers - sparse_layers(model)) - layers.start)
-    units = block_units(model, sparse=False) * dense
-    if dense < len(layers):
-        units += block_units(model, sparse=True) * (len(layers) - dense)
-    return [
-        *units,
-        outer_unit(model, vocab_size, first=first, last=last),
-    ]
+    outer = outer_unit(model, vocab_size, first=first, last=last)
+    return [*_blocks(model, layers, _kinds(model)), outer]
+
+
+def _kinds(model: Model) -> dict[bool, list[Unit]]:
+    """Units of a block without experts and of one with, where the model has those."""
+    return {
+        sparse: block_units(model, sparse=sparse)
+        for sparse, count in layers_by_kind(model).items()
+        if count
+    }
+
+
+def _blocks(model: Model, layers: range, kinds: dict[bool, list[Unit]]) -> list[Unit]:
+    """The units of these layers."""
+    dense = max(0, min(layers.stop, layers_by_kind(model)[False]) - layers.start)
+    return kinds.get(False, []) * dense + kinds.get(True, []) * (len(layers) - dense)
 
 
 def stage_chunks(model: Model, vocab_size: int, layout: Layout, stage: int) -> list[list[Unit]]:
     """The units of each chunk on a stage of a pipeline."""
     end = len(layout.chunks) - 1
+    kinds = _kinds(model)
     return [
-        chunk_units(model, vocab_size, layout.chunk_layers(i), first=i == 0, last=i == end)
+        [
+            *_blocks(model, layout.chunk_layers(i), kinds),
+            outer_unit(model, vocab_size, first=i == 0, last=i == end),
+        ]
         for i in layout.chunks_of(stage)
     ]
 
@@ -272,9 +292,10 @@ def newton_schulz_flops(model: Model, training: Training) -> list[int]:
 
 
 def _each(units: Sequence[Unit], size: Callable[[Weight], int]) -> list[int]:
-    """Sizes of units; equal ones are reckoned once."""
-    known = {unit: sum(map(size, unit)) for unit in set(units)}
-    return [known[unit] for unit in units]
+    """Sizes of units; one that is there several times is reckoned once."""
+    known = {id(unit): unit for unit in units}
+    sizes = {key: sum(map(size, unit)) for key, unit in known.items()}
+    return [sizes[id(unit)] for unit in units]
 
 
 def numbers(units: Sequence[Unit], place: Place = WHOLE) -> int:
@@ -290,12 +311,13 @@ def largest(units: Sequence[Unit], place: Place = WHOLE) -> int:
 def gathered_at_once(chunks: Sequence[Sequence[Unit]], place: Place) -> int:
     """Parameters on one rank where blocks are gathered one after another, the next one ahead;
     what is around them stays."""
+    blocks = [unit for chunk in chunks for unit in chunk[:-1]]
     layers: list[int] = []
-    for unit in (unit for chunk in chunks for unit in chunk[:-1]):
+    for unit, size in zip(blocks, _each(blocks, lambda w: w.numbers(place)), strict=True):
         if unit[0].experts:
-            layers[-1] += numbers([unit], place)
+            layers[-1] += size
         else:
-            layers.append(numbers([unit], place))
+            layers.append(size)
     return sum(sorted(layers)[-2:]) + numbers([chunk[-1] for chunk in chunks], place)
 
 

@@ -5,7 +5,7 @@ none as it is: the nearest numbers of nodes and global batches for which it has 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from trainkit.jobs.schema import Job
@@ -178,42 +178,52 @@ def layouts(job: Job, rules: Rules) -> Iterator[dict[str, Value]]:
                 break
             degrees: dict[str, Value] = {TP: tensor, PP: pipeline}
             sizes = _micro_batches(job, world // tensor // pipeline)
-            kinds = list(_experts(job, tensor, world // pipeline))
             for schedule in _schedules(job, pipeline, rules):
                 for zero in rules.zero_stages:
                     for micro in sizes:
-                        for experts in kinds:
-                            yield {**degrees, **schedule, ZERO: zero, MICRO: micro, **experts}
+                        yield {**degrees, **schedule, ZERO: zero, MICRO: micro}
 
 
-def _experts(job: Job, tensor: int, stage: int) -> Iterator[dict[str, Value]]:
-    """Ways to lay experts on the ranks of a stage: each on one of them, or split as layers are."""
-    if job.model.moe is None:
-        yield {}
-        return
-    for split in sorted({1, tensor}):
-        for expert in divisors(job.model.moe.num_experts):
-            if stage % (expert * split) == 0:
-                yield {EP: expert, ETP: split}
+def expert_layouts(job: Job, tensor: int, stage: int) -> list[dict[str, Value]]:
+    """Ways to lay experts on the ranks of a stage, each on one of them or split as layers are;
+    where the fewest hold all experts of a layer first.
+
+    Args:
+        job: of a model with experts.
+        tensor: ranks that layers are split over.
+        stage: ranks of a stage.
+    """
+    assert job.model.moe is not None
+    found: list[dict[str, Value]] = [
+        {EP: expert, ETP: split}
+        for expert in divisors(job.model.moe.num_experts)
+        for split in sorted({1, tensor})
+        if stage % (expert * split) == 0
+    ]
+    return sorted(found, key=lambda each: int(each[EP]) * int(each[ETP]))
 
 
 def _changed(job: Job, change: dict[str, Value]) -> Job:
     """The job with a layout, not validated: thousands are tried, and the few that are shown are
     made again through the schema."""
-    tables: dict[str, dict[str, Value]] = {"parallelism": {}, "training": {}}
+    plain: dict[str, Value | None] = {
+        VIRTUAL: None,
+        "training.global_batch_size": job.global_batch_size,
+        "training.gradient_accumulation_steps": None,
+    }
+    return _with(job, {**plain, **change})
+
+
+def _with(job: Job, change: Mapping[str, Value | None]) -> Job:
+    """The job with these values, not validated."""
+    tables: dict[str, dict[str, Value | None]] = {"parallelism": {}, "training": {}}
     for path, value in change.items():
         table, _, key = path.partition(".")
         tables[table][key] = value
-    parallelism = {"virtual_pipeline_model_parallel_size": None, **tables["parallelism"]}
-    training = {
-        "global_batch_size": job.global_batch_size,
-        "gradient_accumulation_steps": None,
-        **tables["training"],
-    }
     return job.model_copy(
         update={
-            "parallelism": job.parallelism.model_copy(update=parallelism),
-            "training": job.training.model_copy(update=training),
+            "parallelism": job.parallelism.model_copy(update=tables["parallelism"]),
+            "training": job.training.model_copy(update=tables["training"]),
         }
     )
 
@@ -258,6 +268,10 @@ class Searcher:
         self.considered = 0
         self.candidates: list[Ranked] = []  # of the last search, fastest first
         self.known = True
+        # by degrees, whether they fit where least is kept
+        self.possible: dict[tuple[Value, ...], bool] = {}
+        # by nodes and degrees, what is worth a look
+        self.expert_layouts: dict[tuple[Value, ...], list[dict[str, Value]]] = {}
 
     def _candidate(self, job: Job, change: dict[str, Value]) -> Ranked:
         padded = padded_vocab_size(
@@ -289,8 +303,41 @@ class Searcher:
             if found:
                 self.refuse(found.code, change, len(kinds))
                 continue
-            for kind in kinds:
-                yield self._candidate(_changed(job, kind), {**kind, "nodes": job.nodes})
+            for experts in self._experts(tried, change, len(kinds)):
+                for kind in kinds:
+                    laid = {**kind, **experts}
+                    yield self._candidate(_changed(job, laid), {**laid, "nodes": job.nodes})
+
+    def _experts(self, job: Job, change: dict[str, Value], kinds: int) -> list[dict[str, Value]]:
+        """How experts are laid out under a layout: of all ways the fastest, that on most ranks,
+        which needs least memory, and the fastest between them. Which these are hardly depends on
+        schedule and recomputation.
+
+        Args:
+            job: with the layout.
+            change: that gave it.
+            kinds: layouts that differ from it in recomputation alone; they are counted.
+        """
+        if job.model.moe is None:
+            return [{}]
+        layout = layout_of(job)
+        ways = expert_layouts(job, layout.tensor, layout.tensor * layout.data)
+        key = (job.nodes, *(change[each] for each in (TP, PP, ZERO, MICRO)))
+        if key not in self.expert_layouts:
+            plain = {TP: change[TP], PP: change[PP], ZERO: change[ZERO], MICRO: change[MICRO]}
+            seconds = [
+                self._candidate(_changed(job, {**plain, **each}), {}).seconds for each in ways
+            ]
+            fastest = seconds.index(min(seconds))
+            between = range(fastest + 1, len(ways) - 1)
+            second = min(between, key=seconds.__getitem__, default=fastest)
+            kept = sorted({fastest, second, len(ways) - 1})
+            self.expert_layouts[key] = [ways[index] for index in kept]
+        found = self.expert_layouts[key]
+        self.considered += kinds * (len(ways) - 1)
+        if len(ways) > len(found):
+            self.refused["slower"] += kinds * (len(ways) - len(found))
+        return found
 
     def refuse(self, code: str, change: dict[str, Value], count: int = 1) -> None:
         """Count layouts that are left out; the first of a reason is kept as its example."""
@@ -304,6 +351,23 @@ class Searcher:
         )
         return fits(job, layout, self.rules, self.vocab, padded)
 
+    def _has_room(self, found: Ranked) -> bool:
+        """Whether it fits. Of layouts that differ in micro-batch, recomputation and sequence
+        parallelism alone, none is looked at where that with the least of them does not fit."""
+        job = found.job
+        several = job.gradient_accumulation_steps > 1  # gradients are added up
+        least: dict[str, Value] = {RECOMPUTE: "full", SEQUENCE: True}
+        if several:
+            least[MICRO] = 1
+        key = (several, *(value for path, value in found.change.items() if path not in least))
+        if self.possible.get(key) is False:
+            return False
+        if self._fits(job):
+            return True
+        if key not in self.possible:
+            self.possible[key] = self._fits(_with(job, least))
+        return False
+
     def search(self, nodes: list[int], top: int = 10) -> Search:
         """The `top` fastest layouts on any of these numbers of nodes.
 
@@ -312,6 +376,7 @@ class Searcher:
             top: how many.
         """
         self.refused.clear()
+        self.possible.clear()
         candidates: list[Ranked] = []
         for number in nodes:
             candidates += self._legal(self.job.model_copy(update={"nodes": number}))
@@ -322,7 +387,7 @@ class Searcher:
             if len(ranked) == top:
                 self.refused["slower"] += len(candidates) - index
                 break
-            if not self._fits(found.job):
+            if not self._has_room(found):
                 self.refuse("memory", found.change)
                 continue
             if planned := self._planned(found):
