@@ -231,16 +231,12 @@ def chunk_units(
 
 def _kinds(model: Model) -> dict[bool, list[Unit]]:
     """Units of a block without experts and of one with, where the model has those."""
-    return {
-        sparse: block_units(model, sparse=sparse)
-        for sparse, count in layers_by_kind(model).items()
-        if count
-    }
+    return {sparse: block_units(model, sparse=sparse) for sparse in layers_by_kind(model)}
 
 
 def _blocks(model: Model, layers: range, kinds: dict[bool, list[Unit]]) -> list[Unit]:
     """The units of these layers."""
-    dense = max(0, min(layers.stop, layers_by_kind(model)[False]) - layers.start)
+    dense = max(0, min(layers.stop, model.num_layers - sparse_layers(model)) - layers.start)
     return kinds.get(False, []) * dense + kinds.get(True, []) * (len(layers) - dense)
 
 
@@ -261,16 +257,16 @@ def block_matrices(model: Model) -> dict[str, Weight]:
     """The matrices of blocks of all kinds that the model has, by their names in a block."""
     return {
         name: weight
-        for sparse, count in layers_by_kind(model).items()
-        if count
+        for sparse in layers_by_kind(model)
         for name, weight in matrices_of(model, sparse=sparse).items()
     }
 
 
 def layers_by_kind(model: Model) -> dict[bool, int]:
-    """Layers without experts (False) and with (True)."""
+    """How many layers have no experts (False) and have (True); kinds that are there."""
     sparse = sparse_layers(model)
-    return {False: model.num_layers - sparse, True: sparse}
+    counts = {False: model.num_layers - sparse, True: sparse}
+    return {kind: count for kind, count in counts.items() if count}
 
 
 def newton_schulz_flops(model: Model, training: Training) -> list[int]:
@@ -281,7 +277,7 @@ def newton_schulz_flops(model: Model, training: Training) -> list[int]:
         return []
     found = []
     for sparse, layers in layers_by_kind(model).items():
-        for weight in matrices_of(model, sparse=sparse).values() if layers else ():
+        for weight in matrices_of(model, sparse=sparse).values():
             flops = 0
             for rows in weight.parts if weight.experts else weight.matrix_rows:
                 least = min(rows, weight.columns)
