@@ -136,6 +136,8 @@ def test_parameters_of_published_models(shape: dict[str, Any], vocab: int, count
         ("olmo2-7b", 7_298_617_344),
         ("gemma3-1b", 999_885_952),
         ("gemma3-4b", 3_880_263_168),
+        ("qwen3-30b-a3b", 30_532_122_624),
+        ("olmoe-1b-7b", 6_919_161_856),
     ],
 )
 def test_parameters_of_published_jobs(job: str, count: int) -> None:
