@@ -39,7 +39,7 @@ from trainkit.plan.time.constants import devices, fitted
 from trainkit.plan.time.of_job import estimate_step
 from trainkit.train.model.transformer import Transformer, build_on_meta
 from trainkit.train.parallel.recompute import wrap_blocks
-from trainkit.train.update.muon import rows_of
+from trainkit.train.update.muon import items_of
 
 H100 = built_in_device("h100-sxm-80gb")
 NATIVE = ENGINES["native"].rules
@@ -179,10 +179,16 @@ def test_parameters_are_those_of_the_model_that_is_built(
 def test_matrices_of_experts() -> None:
     """By which Muon takes a stack apart; the second of an expert is stored (in, out)."""
     model = shape("mixtral", moe={**MOE, "shared_expert_intermediate_size": 40})
-    assert rows_of("layers.0.mlp.experts.gate_up.weight", model) == [24] * 16
-    assert rows_of("layers.0.mlp.experts.down.weight", model) == [24] * 8
-    assert rows_of("layers.0.mlp.shared_expert.gate_up.weight", model) == [40, 40]
-    assert rows_of("layers.0.mlp.router.weight", model) == [8]
+    stacks = {
+        "mlp.experts.gate_up.weight": (8 * 48, [(24, 24)] * 8),
+        "mlp.experts.down.weight": (8 * 24, [(24,)] * 8),
+        "mlp.shared_expert.gate_up.weight": (80, [(40, 40)]),
+        "mlp.router.weight": (8, [(8,)]),
+    }
+    for name, (rows, parts) in stacks.items():
+        items = items_of(f"layers.0.{name}", (rows, model.hidden_size), model)
+        assert [item.parts for item in items] == parts
+        assert sum(item.rows for item in items) == rows
     transposed = {name for name, w in block_matrices(model).items() if w.transposed}
     assert transposed == {"mlp.experts.down.weight"}
 
@@ -341,8 +347,8 @@ def test_rows_of_the_fullest_rank(mode: str) -> None:
     )
     found = [saved_bytes(job, layout_of(job), NATIVE, 0) for job in (alone, apart)]
     rows = 2 * 64 * 2  # two choices of 64 tokens in two layers
-    if mode == "none":  # rows as experts read them, gate, value, silu and product
-        more = (FULLEST - 1) * 2 * (64 + 4 * 24)
+    if mode == "none":  # rows as experts read them, gate, value and product
+        more = (FULLEST - 1) * 2 * (64 + 3 * 24)
     else:  # gate and value; besides results what came and what came back
         more = (FULLEST - 1) * 2 * (64 + 2 * 24) + 2 * 64 * (FULLEST + 1)
     assert found[1] - found[0] == pytest.approx(rows * more)

@@ -177,9 +177,9 @@ def _experts(job: Job, layout: Layout, rules: Rules, mode: str) -> float:
         up = got * model.mlp.projections * moe.ffn_hidden_size
         return w * (moe.num_experts + up + there * h)
     routing = model.routing
-    scores = moe.num_experts * (4 + ID_BYTES + (4 if moe.z_loss_coeff else 0))
+    scores = moe.num_experts * (4 + (4 if moe.z_loss_coeff else 0))
     divided = routing.normalized or not routing.pre_softmax
-    choice = 2 * ID_BYTES + (8 if divided else 4)  # the order there and back, weights
+    choice = 3 * ID_BYTES + (8 if divided else 4)  # numbers, the order there and back, weights
     inside = got * (ranks * h + _mlp(job, rules, moe.ffn_hidden_size))
     return scores + moe.router_topk * (choice + w * h) + w * inside
 

@@ -165,9 +165,13 @@ def forget_forward(stage: Any, chunk: int) -> None:
 
 
 def group_operations() -> list[object]:
-    """The operations of `scattered` and `summed`."""
+    """The operations of `scattered`, `summed` and `exchanged`."""
     ops = torch.ops._c10d_functional
-    return [ops.reduce_scatter_tensor.default, ops.all_reduce.default]
+    return [
+        ops.reduce_scatter_tensor.default,
+        ops.all_reduce.default,
+        ops.all_to_all_single.default,
+    ]
 
 
 def scale_in_place(tensors: list[Tensor], factor: Tensor) -> None:

@@ -33,7 +33,8 @@ class Routed(NamedTuple):
 def best(scores: Tensor, count: int) -> Tensor:
     """Indices of the `count` highest of the last dimension, the highest first. Of equal ones the
     first is taken, on every device: torch.topk takes any."""
-    return torch.sort(scores, dim=-1, descending=True, stable=True).indices[..., :count]
+    first = torch.sort(scores, dim=-1, descending=True, stable=True).indices[..., :count]
+    return first.clone()  # a view would keep the numbers of all experts
 
 
 def _of_kept_groups(choice_TE: Tensor, routing: Routing) -> Tensor:

@@ -36,6 +36,7 @@ def kept_operations() -> list[Any]:
         aten.bmm.default,
         aten.baddbmm.default,
         aten.linear.default,
+        aten._grouped_mm.default,
     ]
     attention = [
         aten._scaled_dot_product_flash_attention.default,
