@@ -39,9 +39,10 @@ class Throughput(TypedDict, total=False):
 
 class MetricsRow(Throughput, total=False):
     """A row: those of training steps have all keys but `eval` (`ranks` and `pipeline` where there
-    are several), and sum up the steps since the row before; those of evaluations have `eval`, the
-    validation set, and the first three. In the file losses and norms that are not finite are null.
-    Rows of older versions and of other engines may lack some."""
+    are several, `experts` where a model has them), and sum up the steps since the row before; those
+    of evaluations have `eval`, the validation set, and the first three. In the file losses and
+    norms that are not finite are null. Rows of older versions and of other engines may lack some.
+    """
 
     step: Required[int]
     consumed_samples: Required[int]
@@ -62,6 +63,7 @@ class MetricsRow(Throughput, total=False):
     memory_bytes: dict[str, int]
     ranks: dict[str, float]
     pipeline: dict[str, float]
+    experts: dict[str, float]
 
 
 def parse_row(line: bytes) -> MetricsRow | None:

@@ -14,11 +14,12 @@ run goes on: the file of 1,024 ranks stays at a few megabytes.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -36,14 +37,47 @@ class RankTimes:
     compute_ms: Sequence[float]
 
 
-class RankTimesLog:
-    """Appends lines; rank 0's. A disk that fails costs the line."""
+class PictureLines:
+    """Appends lines that a picture is drawn of. A disk that fails costs the line, no training.
+
+    Args:
+        path: the file.
+        what: in words, is lost then.
+    """
+
+    def __init__(self, path: Path, what: str) -> None:
+        self.path = path
+        self.what = what
+        self._failed = False
+
+    def append(self, line: bytes) -> None:
+        """Write a line, newline and all."""
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+        with self.warned():
+            handle = os.open(self.path, flags, 0o666)
+            try:
+                os.write(handle, line)
+            finally:
+                os.close(handle)
+
+    @contextlib.contextmanager
+    def warned(self) -> Iterator[None]:
+        """An OSError inside is a warning, the first one."""
+        try:
+            yield
+        except OSError as error:
+            if not self._failed:
+                print(f"WARNING: no {self.what}: {error}", file=sys.stderr, flush=True)
+            self._failed = True
+
+
+class RankTimesLog(PictureLines):
+    """Appends lines; rank 0's."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        super().__init__(path, "times of ranks")
         self._first: float | None = None
         self._last = 0.0
-        self._failed = False
 
     def note(self, step: int, compute_ms: Sequence[float]) -> None:
         """Write a line, if one is due."""
@@ -55,18 +89,7 @@ class RankTimesLog:
             self._first = now
         self._last = now
         row = {"step": step, "compute_ms": [round(each, 2) for each in compute_ms]}
-        try:
-            handle = os.open(
-                self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666
-            )
-            try:
-                os.write(handle, json.dumps(row).encode() + b"\n")
-            finally:
-                os.close(handle)
-        except OSError as error:  # a picture's loss, no training's
-            if not self._failed:
-                print(f"WARNING: no times of ranks: {error}", file=sys.stderr, flush=True)
-            self._failed = True
+        self.append(json.dumps(row).encode() + b"\n")
 
 
 def rank_times_path(run: RunFolder) -> Path:

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -14,6 +15,7 @@ from torch import Tensor
 from trainkit.jobs.ranks import coordinates_of
 from trainkit.jobs.schema import Job
 from trainkit.plan.layout import layout_of
+from trainkit.runs.expert_loads import Counts, ExpertLoads
 from trainkit.runs.metrics import MetricsRow
 from trainkit.train.metrics.timers import Timers
 from trainkit.train.metrics.utilization import Utilization
@@ -103,6 +105,7 @@ class _Interval:
     skipped: int = 0
     nan: int = 0
     began: float = 0.0
+    loads_LE: Counts = field(default_factory=lambda: np.zeros((), np.int64))
 
 
 class StepLog:
@@ -126,6 +129,7 @@ class StepLog:
         self.utilization = utilization
         self._since = _Interval()
         self.compute_ms: Sequence[float] = ()  # of every rank, by the last row
+        self.expert_loads: ExpertLoads | None = None  # of the last row
 
     def state(self) -> dict[str, int]:
         """For the checkpoint: the next row counts these, whichever attempt writes it."""
@@ -151,13 +155,20 @@ class StepLog:
         self._since.nan += nan
 
     def add(
-        self, info: StepInfo, values: StepValues, rollbacks: int, *, reports: bool
+        self,
+        info: StepInfo,
+        values: StepValues,
+        loads: Sequence[float],
+        rollbacks: int,
+        *,
+        reports: bool,
     ) -> MetricsRow | None:
         """One more step. Called by all ranks together.
 
         Args:
             info: the step.
             values: its numbers.
+            loads: of all experts, layer after layer; none without experts.
             rollbacks: of the run so far.
             reports: this rank wants the row.
         """
@@ -167,20 +178,39 @@ class StepLog:
         since.samples += info.samples
         since.skipped += bool(values.overflow or values.nan or values.spike)
         since.nan += bool(values.nan)
+        if loads and reports:
+            counts_LE = np.array(loads, np.int64).reshape(self.job.model.num_layers, -1)
+            since.loads_LE = since.loads_LE + counts_LE
         if info.step % t.log_interval and info.step != t.train_iters:
             return None
         times = self.timers.take(since.steps)
-        now = time.perf_counter()
-        seconds = now - since.began
-        self._since = _Interval(began=now)
+        seconds = time.perf_counter() - since.began
+        self._since = _Interval(began=since.began + seconds)
         memory = self.memory.now()
         compared = compare_ranks(self.job, self.mesh, times, memory, info.samples)
         self.compute_ms = compared.compute_ms
         if not reports:
             return None
+        row = self._row(info, values, since, seconds)
+        row["rollbacks"] = rollbacks
+        row["times_ms"] = times
+        row["memory_bytes"] = memory
+        if compared.ranks is not None:
+            row["ranks"] = compared.ranks
+        if compared.pipeline is not None:
+            row["pipeline"] = compared.pipeline
+        if loads:
+            self.expert_loads = ExpertLoads(info.step, since.steps, since.loads_LE)
+            row["experts"] = self.expert_loads.row()
+        return row
+
+    def _row(
+        self, info: StepInfo, values: StepValues, since: _Interval, seconds: float
+    ) -> MetricsRow:
+        """What the steps of a row were, and how fast."""
         tokens_per_second = since.samples * self.job.model.seq_length / seconds
         used = self.utilization.throughput(tokens_per_second)
-        row: MetricsRow = {
+        return {
             "step": info.step,
             "consumed_samples": info.consumed_samples,
             "global_batch_size": info.samples,
@@ -190,7 +220,6 @@ class StepLog:
             "loss_scale": values.scale,
             "skipped_iterations": since.skipped,
             "nan_iterations": since.nan,
-            "rollbacks": rollbacks,
             "elapsed_ms": 1000 * seconds / since.steps,
             "tokens_per_second": tokens_per_second,
             "samples_per_second": since.samples / seconds,
@@ -200,11 +229,4 @@ class StepLog:
             "hfu": used["hfu"],
             "peak": used["peak"],
             "batch_checksum": int(values.checksum),
-            "times_ms": times,
-            "memory_bytes": memory,
         }
-        if compared.ranks is not None:
-            row["ranks"] = compared.ranks
-        if compared.pipeline is not None:
-            row["pipeline"] = compared.pipeline
-        return row

@@ -257,11 +257,12 @@ class Trainer:
         """
         stopping = False
         for info, numbers in self.readback.take(all=all):
-            values = StepValues(*numbers[: len(StepValues._fields)])
+            count = len(StepValues._fields)
+            values, loads = StepValues(*numbers[:count]), numbers[count:]
             reports = self.reporter is not None
-            row = self.step_log.add(info, values, self.rollbacks, reports=reports)
+            row = self.step_log.add(info, values, loads, self.rollbacks, reports=reports)
             if self.reporter and row:
-                self.reporter.step(row, self.step_log.compute_ms)
+                self.reporter.step(row, self.step_log.compute_ms, self.step_log.expert_loads)
             self._apply_policy(info, values)
             stopping = stopping or values.stops > 0
         return stopping

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.files import write_text
 from trainkit.jobs.schema import Job
+from trainkit.runs.expert_loads import ExpertLoads, ExpertLoadsLog, expert_loads_path
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.metrics import MetricsRow, read_rows, truncate_metrics
 from trainkit.runs.phases import RankTimesLog, rank_times_path
@@ -55,6 +56,8 @@ def scalars(row: MetricsRow) -> Iterator[tuple[str, float]]:
         values[f"{phase}-time"] = milliseconds / 1000
     for kind, size in row["memory_bytes"].items():
         values[f"mem-{kind.replace('_', '-')}-bytes"] = size
+    for key, number in row.get("experts", {}).items():
+        values[f"expert-{key.replace('_', '-')}"] = number
     for tag, value in values.items():
         if value is not None and math.isfinite(value):
             yield tag, value
@@ -62,7 +65,7 @@ def scalars(row: MetricsRow) -> Iterator[tuple[str, float]]:
 
 def log_line(row: MetricsRow, train_iters: int) -> str:
     """Megatron's log line; after it, what Megatron prints under --log-throughput, and MFU (HFU,
-    where it differs)."""
+    where it differs); and how many experts had no row, if any."""
     line = (
         f" iteration {row['step']:8d}/{train_iters:8d} |"
         f" consumed samples: {row['consumed_samples']:12d} |"
@@ -78,7 +81,9 @@ def log_line(row: MetricsRow, train_iters: int) -> str:
         f" MFU: {_percent(row['mfu'])} |"
     )
     if row["hardware_tflops"] != row["model_tflops"]:
-        return f"{line} HFU: {_percent(row['hfu'])} |"
+        line += f" HFU: {_percent(row['hfu'])} |"
+    if dead := row.get("experts", {}).get("dead"):
+        line += f" dead experts: {dead} |"
     return line
 
 
@@ -229,6 +234,7 @@ class Reporter:
         self.board = TensorBoardFiles(run.tensorboard, step)
         self.windows = SampleWindowLog(run)
         self.rank_times = RankTimesLog(rank_times_path(run))
+        self.expert_loads = ExpertLoadsLog(expert_loads_path(run), step)
         self.peak_reported = False
         self.missed_window = False
 
@@ -245,7 +251,12 @@ class Reporter:
                 )
             self.missed_window = True
 
-    def step(self, row: MetricsRow, compute_ms: Sequence[float] = ()) -> None:
+    def step(
+        self,
+        row: MetricsRow,
+        compute_ms: Sequence[float] = (),
+        expert_loads: ExpertLoads | None = None,
+    ) -> None:
         """One training row (docs/run-folder.md): to the metrics, to TensorBoard under Megatron's
         names, to W&B, and as log lines to stdout.
 
@@ -255,8 +266,11 @@ class Reporter:
         Args:
             row: its values; those that are not finite are null in the metrics.
             compute_ms: what every rank computed, where there are several.
+            expert_loads: of the steps of the row, where the model has experts.
         """
         self._append(row)
+        if expert_loads is not None:
+            self.expert_loads.note(expert_loads)
         if compute_ms:
             self.rank_times.note(row["step"], compute_ms)
         for tag, value in scalars(row):

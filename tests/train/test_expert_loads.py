@@ -1,0 +1,126 @@
+"""Loads of experts in a run's files: as routers sent rows, over kill and resume, and bounded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tests.conftest import wait_for
+from tests.distributed import finish, run_ranks
+from tests.train.plain_loop import job_of
+from tests.train.starved import STARVED
+from tests.train.support import new_run, start_ranks
+from trainkit.runs.expert_loads import (
+    CELLS,
+    MOST,
+    RECENT,
+    ExpertLoads,
+    ExpertLoadsLog,
+    expert_loads_path,
+    loads_now,
+    read_expert_loads,
+    thinned,
+)
+from trainkit.runs.folder import RunFolder
+from trainkit.runs.metrics import read_rows
+
+HANGS = 600  # seconds; only against hanging
+
+
+def test_rows_tell_what_routers_sent(tmp_path: Path) -> None:
+    """Of two ranks with several micro-batches each, over the steps of a row."""
+    folder, sent = run_ranks(2, "tests.train.starved:watched", tmp_path)[0]
+    run, loads_NLE = RunFolder(folder), np.array(sent)
+    assert loads_NLE[:, 1:].sum((1, 2)).tolist() == [4 * 4 * 8 * 16] * 5
+    lines = read_expert_loads(run)
+    assert [(line.step, line.steps) for line in lines] == [(2, 2), (4, 2), (5, 1)]
+    rows = [row for row in read_rows(run.metrics) if "eval" not in row]
+    for line, row, steps in zip(lines, rows, ((0, 1), (2, 3), (4,)), strict=True):
+        loads_LE = loads_NLE[[*steps]].sum(0)
+        assert line.loads_LE.tolist() == loads_LE.tolist()
+        ratios = [[load / (sum(layer) / 8) for load in layer] for layer in loads_LE[1:].tolist()]
+        most = [max(layer) for layer in ratios]
+        table = row["experts"]
+        assert table["load_most"] == pytest.approx(max(most))
+        assert table["layer"] == 1 + most.index(max(most))
+        away = [abs(ratio - 1) for layer in ratios for ratio in layer]
+        assert table["load_deviation"] == pytest.approx(sum(away) / len(away))
+        assert table["dead"] == sum(ratio == 0 for layer in ratios for ratio in layer) >= 1
+        assert STARVED in line.dead()
+    board = EventAccumulator(str(run.tensorboard)).Reload()
+    seen = [(event.step, event.value) for event in board.Scalars("expert-dead")]
+    assert seen == [(row["step"], row["experts"]["dead"]) for row in rows]
+
+
+def steps(run: RunFolder) -> list[int]:
+    return [json.loads(line)["step"] for line in expert_loads_path(run).read_bytes().splitlines()]
+
+
+def test_killed_and_resumed_has_each_step_once(tmp_path: Path) -> None:
+    made: dict[str, Any] = {
+        "micro_batch_size": 4,
+        "train_iters": 12,
+        "save_interval": 5,
+        "eval_iters": 0,
+    }
+    whole = new_run(job_of("moe", 1, tmp_path / "whole", {}, **made))
+    assert finish(start_ranks(whole, 1), HANGS) == [0]
+    broken = new_run(job_of("moe", 1, tmp_path / "broken", {}, **made))
+    children = start_ranks(broken, 1)
+    wait_for(lambda: expert_loads_path(broken).exists() and len(steps(broken)) >= 7, "step 7")
+    children[0].kill()
+    finish(children, HANGS)
+    with open(expert_loads_path(broken), "a") as file:
+        file.write('{"step": 99, "steps": 1')
+    assert finish(start_ranks(broken, 1), HANGS) == [0]
+    assert steps(broken) == list(range(1, 13))
+    assert expert_loads_path(broken).read_bytes() == expert_loads_path(whole).read_bytes()
+    tables = [[row.get("experts") for row in read_rows(run.metrics)] for run in (broken, whole)]
+    assert tables[0] == tables[1] and all(tables[0])
+
+
+def loads(step: int, *, steps: int = 10) -> ExpertLoads:
+    return ExpertLoads(step, steps, np.array([[step, 1], [0, 0]]))
+
+
+def test_the_file_stays_small_and_even(tmp_path: Path) -> None:
+    """Whatever the run's length: the newest lines as they were, the others far apart."""
+    path = tmp_path / "expert-loads.jsonl"
+    log = ExpertLoadsLog(path, -1)
+    for step in range(10, 20_001, 10):
+        log.note(loads(step))
+        assert path.read_bytes().count(b"\n") <= MOST
+    lines = read_expert_loads(RunFolder(tmp_path))
+    newest = [line.step for line in lines[-RECENT:]]
+    assert newest == list(range(20_010 - 10 * RECENT, 20_001, 10))
+    even = thinned(lines)
+    apart = np.diff([line.step for line in even])
+    assert even[0].step == 10 and CELLS / 2 <= len(even) <= CELLS
+    assert apart[:-1].max() <= 2 * apart.min()
+    now = loads_now(lines)
+    assert now is not None and (now.step, now.steps) == (20_000, 100)
+    ExpertLoadsLog(path, 19_990)
+    assert read_expert_loads(RunFolder(tmp_path))[-1].step == 19_990
+    assert not read_expert_loads(RunFolder(tmp_path / "dense"))
+
+
+def test_lines_of_steps_that_come_again(tmp_path: Path) -> None:
+    """An attempt that was taken for dead still writes: later lines count."""
+    log = ExpertLoadsLog(tmp_path / "expert-loads.jsonl", -1)
+    for step in (10, 20, 30, 20, 30):
+        log.note(loads(step))
+    assert [line.step for line in read_expert_loads(RunFolder(tmp_path))] == [10, 20, 30]
+
+
+def test_a_disk_that_fails_costs_lines_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = ExpertLoadsLog(tmp_path / "gone" / "expert-loads.jsonl", -1)
+    for step in range(1, MOST + 3):
+        log.note(loads(step))
+    assert capsys.readouterr().err.count("WARNING: no loads of experts: ") == 1
