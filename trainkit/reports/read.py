@@ -33,6 +33,7 @@ from trainkit.runs.events import (
     last_event,
     read_events,
 )
+from trainkit.runs.expert_loads import ExpertLoads, read_expert_loads
 from trainkit.runs.folder import AttemptFolder, RunFolder
 from trainkit.runs.metrics import ThinnedRows, read_thinned, taken_back_path
 from trainkit.runs.phases import PhaseChange, RankTimes, read_phases, read_rank_times
@@ -228,6 +229,7 @@ class RunReport:
         plan: plan/1.
         checkpoints: those that are there.
         rank_times: of every rank, now and then.
+        expert_loads: of every expert, now and then.
         samples: what the models of checkpoints wrote.
         notes: what could not be read.
     """
@@ -244,6 +246,7 @@ class RunReport:
     plan: Table
     checkpoints: Sequence[SavedCheckpoint]
     rank_times: Sequence[RankTimes]
+    expert_loads: Sequence[ExpertLoads]
     samples: Sequence[SampleText] = ()
     notes: list[str] = field(default_factory=list)
 
@@ -342,6 +345,7 @@ def read_report(run: RunFolder, record: RunRecord | None = None) -> RunReport:
         read_table(run.plan),
         list(_checkpoints(run.checkpoints)),
         read_rank_times(run),
+        read_expert_loads(run),
         read_samples(run),
         notes,
     )
