@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.conftest import wait_for
+from tests.conftest import Project, wait_for
 from tests.distributed import finish, run_ranks
 from tests.train.plain_loop import job_of
 from tests.train.starved import STARVED
@@ -30,6 +30,27 @@ from trainkit.runs.folder import RunFolder
 from trainkit.runs.metrics import read_rows
 
 HANGS = 600  # seconds; only against hanging
+# 16 rows a layer and step for 64 experts: most get none, whatever the router does
+SPARSE = """
+[models.sparse]
+family = "olmoe"
+num_layers = 3
+hidden_size = 16
+num_attention_heads = 2
+seq_length = 4
+vocab_size = 128
+moe = { num_experts = 64, router_topk = 2, ffn_hidden_size = 8, first_dense_layers = 1 }
+
+[jobs.sparse]
+cluster = "here"
+model = "sparse"
+dataset = "mock"
+training.micro_batch_size = 1
+training.global_batch_size = 2
+training.train_iters = 2
+training.lr = 1e-2
+training.eval_iters = 1
+"""
 
 
 def test_rows_tell_what_routers_sent(tmp_path: Path) -> None:
@@ -124,3 +145,42 @@ def test_a_disk_that_fails_costs_lines_alone(
     for step in range(1, MOST + 3):
         log.note(loads(step))
     assert capsys.readouterr().err.count("WARNING: no loads of experts: ") == 1
+
+
+def test_people_hear_of_dead_experts(project: Project) -> None:
+    """By the log, `status` and the page; nothing where no loads were logged."""
+    project.add_to_jobs(SPARSE)
+    project.invoke("train", "sparse")
+    (run,) = (project.path / "runs" / "sparse").iterdir()
+    now = loads_now(read_expert_loads(RunFolder(run)))
+    assert now is not None and now.layers == [1, 2] and now.steps == 2
+    dead = [
+        (layer, expert)
+        for layer in (1, 2)
+        for expert in range(64)
+        if not now.loads_LE[layer, expert]
+    ]
+    named = ", ".join(f"layer {layer} expert {expert}" for layer, expert in dead[:8])
+    words = f"Experts without a row in 2 steps up to step 2: {named}, and {len(dead) - 8} more"
+    log = RunFolder(run).attempt(1).log(0).read_text()
+    for row in read_rows(RunFolder(run).metrics):
+        assert "eval" in row or f" dead experts: {row['experts']['dead']:.0f} |" in log
+    said = project.invoke("status", "last").stdout
+    assert words in said and "aux_loss_coeff" in said and "router_enable_expert_bias" in said
+    value: Any = project.document("status", "last")["experts"]
+    assert value == {
+        "step": 2,
+        "steps": 2,
+        "dead": [{"layer": layer, "expert": expert} for layer, expert in dead],
+    }
+    project.invoke("report", "last", "--html", "r.html")
+    page = (project.path / "r.html").read_text()
+    most = now.loads_LE[1:] / now.loads_LE[1:].mean(1, keepdims=True)
+    at, expert = np.unravel_index(most.argmax(), most.shape)
+    assert words in page and f"layer {at + 1} expert {expert} ({most.max():.2f})" in page
+    maps = page.split("<h2>Experts</h2>")[1].split("<h2>")[0]
+    assert maps.count('class="heat"') == 2 and maps.count('class="h0"') == 2
+    cells = maps.split('class="h0" d="')[1].split('"')[0].count("M")
+    assert len(dead) <= cells  # all of them in the darkest colour
+    expert_loads_path(RunFolder(run)).unlink()
+    assert "experts" not in project.document("status", "last")

@@ -21,6 +21,7 @@ from trainkit.jobs.resolved import read_job
 from trainkit.launch.scheduler_registry import current, current_all, scheduler_of
 from trainkit.reports.scaling import ScalingRow, draw_scaling, scaling_of
 from trainkit.runs.devices import DeviceUsage, Gpu, observe_devices
+from trainkit.runs.expert_loads import dead_in_words, loads_now, read_expert_loads
 from trainkit.runs.find import all_runs, find_run
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import RunRecord, read_run_record
@@ -269,9 +270,10 @@ def status(task: TaskContext, run_name: str, *, watch: bool = False) -> TaskResu
             if seen is not None:
                 task.say(seen.text)
         if not watch or record.state not in ("queued", "starting", "running"):
-            return TaskResult(
-                {**record.to_json(), **view.to_json(), **(seen.values if seen else {})}
-            )
+            loads = loads_now(read_expert_loads(run))
+            experts = {"experts": loads.to_json()} if loads is not None else {}
+            values = seen.values if seen else {}
+            return TaskResult({**record.to_json(), **view.to_json(), **values, **experts})
         time.sleep(WATCH_SECONDS)
 
 
@@ -344,6 +346,9 @@ def status_page(task: TaskContext, record: RunRecord, view: DeviceUsage) -> Page
             f" {survivor['host']}"
         )
     yield facts_table(run)
+    loads = loads_now(read_expert_loads(run))
+    if loads is not None and (words := dead_in_words(loads)):
+        yield words
     if view.ranks:
         yield devices_table(view)
     if view.note:
