@@ -17,8 +17,9 @@ from trainkit.families.contract import (
     Routing,
 )
 from trainkit.jobs.experts import Experts, check_routing, routing_of
+from trainkit.jobs.parametrization import check_parametrization
 from trainkit.jobs.rope_scaling import RopeScaling
-from trainkit.jobs.table import NAME, Table, needs, wrong
+from trainkit.jobs.table import NAME, Table, wrong
 
 
 def varlen_fits(head_size: int) -> bool:
@@ -259,7 +260,7 @@ class Model(Table):
                 f"sliding_window {self.sliding_window} is longer than seq_length"
                 f" {self.seq_length}: no layer would hide anything",
             )
-        self._check_parametrization()
+        check_parametrization(self)
         if self.gelu is not None and not self.mlp.gelu:
             raise wrong("gelu", f"the MLP's activation is {self.activation or 'another'}, not GELU")
         if self.parallel_residual and self.placement != "before":
@@ -267,38 +268,6 @@ class Model(Table):
                 "norm_placement",
                 f"norm_placement {self.placement!r} with gpt_j_residual: side by side, both"
                 " read what one norm before them made",
-            )
-
-    def _check_parametrization(self) -> None:
-        mup = self.parametrization == "mup"
-        if mup and self.mup_base_hidden_size is None:
-            raise needs(
-                "mup_base_hidden_size",
-                "parametrization = 'mup' needs mup_base_hidden_size, the width at which the"
-                " learning rate was tuned",
-            )
-        for key in ("mup_base_hidden_size", "mup_base_kv_channels"):
-            if getattr(self, key) is not None and not mup:
-                raise wrong(key, f"{key} is for parametrization = 'mup'")
-        if mup and self.architecture.embedding_scale and self.embedding_scale is None:
-            raise needs(
-                "embedding_scale",
-                f"embeddings of family {self.family!r} are multiplied by what follows the width;"
-                " under muP set embedding_scale, the same number at every width",
-            )
-        for key in ("init_method", "output_layer_init_method"):
-            if mup and (method := getattr(self, key)) in ("small_init", "wang_init"):
-                raise wrong(
-                    key,
-                    f"{key} = {method!r} follows the width by itself; under muP set normal or"
-                    " scaled, with init_method_std",
-                )
-        base = self.mup_base_kv_channels
-        if base is not None and (self.head_size**2 % base or self.query_pre_attn_scalar):
-            raise wrong(
-                "mup_base_kv_channels",
-                f"mup_base_kv_channels {base} sets query_pre_attn_scalar to"
-                f" {self.head_size}^2 / {base}: that must be whole, and not be given, too",
             )
 
     @property
