@@ -13,10 +13,12 @@ import trainkit
 from trainkit.families import FAMILIES
 from trainkit.families.contract import FEEDFORWARDS
 from trainkit.jobs.experts import Experts
+from trainkit.jobs.latent import Latent
 from trainkit.jobs.schema import Model
 from trainkit.plan.arithmetic import parameters_of
 
 EXPERTS = {"num_experts": 4, "router_topk": 2, "ffn_hidden_size": 24}
+LATENTS = {"kv_lora_rank": 8, "qk_head_dim": 16, "qk_pos_emb_head_dim": 8, "v_head_dim": 16}
 
 
 def model_of(family: str, **keys: object) -> Model:
@@ -24,6 +26,8 @@ def model_of(family: str, **keys: object) -> Model:
     small["sliding_window"] = 16
     if FAMILIES[family].routing is not None:
         keys = {"moe": EXPERTS, **keys}
+    if "mla" in FAMILIES[family].settings:
+        keys = {"mla": LATENTS, **keys}
     return Model.model_validate({"family": family, **small, **keys})
 
 
@@ -52,6 +56,7 @@ def test_a_family_names_what_models_have(name: str) -> None:
     for key in names.keys:
         table, _, inner = key.setting.rpartition(".")
         settings = {"": {"", *Model.model_fields}, "moe": set(Experts.model_fields)}
+        settings["mla"] = set(Latent.model_fields)
         assert inner in settings[table]
         assert not key.attribute or attrgetter(key.attribute)(model) is not None
     for attribute in names.dropout.values():
@@ -73,6 +78,7 @@ def test_keys_of_other_families_are_refused(name: str) -> None:
         "gelu": "tanh",
         "sliding_rotary_base": 500.0,
         "moe": EXPERTS,
+        "mla": LATENTS,
     }
     assert {key for family in FAMILIES.values() for key in family.settings} == set(values)
     for key, value in values.items():

@@ -248,7 +248,9 @@ class WideRotary(nn.Module):
             / (2 * math.log(theta))
             for turns in (scaling.beta_fast, scaling.beta_slow)
         ]
-        low, high = max(0, math.floor(where[0])), min(channels - 1, math.ceil(where[1]))
+        if scaling.truncate:
+            where = [math.floor(where[0]), math.ceil(where[1])]
+        low, high = max(0, where[0]), min(channels - 1, where[1])
         share = min(1.0, max(0.0, (pair - low) / (high - low)))
         return plain * (1 - share) + plain / scaling.factor * share
 
@@ -264,7 +266,9 @@ class WideRotary(nn.Module):
         scaling = self.model.rope_scaling
         factor = 1.0
         if scaling is not None and scaling.type == "yarn" and not sliding:
-            factor = 0.1 * math.log(scaling.factor) + 1
+            over, under = scaling.mscale or 1, scaling.mscale_all_dim or 0
+            factor, least = (0.1 * m * math.log(scaling.factor) + 1 for m in (over, under))
+            factor /= least
         return (angles.cos() * factor).to(x.dtype), (angles.sin() * factor).to(x.dtype)
 
 

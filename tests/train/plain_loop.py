@@ -30,6 +30,8 @@ from tests.train.plain_experts import balance, move_biases, routers_watched
 from trainkit.data.indexed.dataset import IndexedWriter
 from trainkit.data.indexed.paths import DataFolder
 from trainkit.jobs.experts import Experts
+from trainkit.jobs.latent import Latent
+from trainkit.jobs.rope_scaling import RopeScaling
 from trainkit.jobs.schema import Cluster, Dataset, Job, Model, Parallelism, Tokenizer, Training
 from trainkit.ops.cross_entropy import NO_LABEL
 from trainkit.plan.layout import split_layers
@@ -159,6 +161,35 @@ MODELS = {
             router_num_groups=4,
             router_group_topk=2,
             router_enable_expert_bias=True,
+            router_bias_update_rate=0.05,
+            router_load_balancing_type="seq_aux_loss",
+            aux_loss_coeff=0.5,
+        ),
+        **SIZES,
+    ),
+    # attention by latents, in layers with experts and without
+    "deepseek": Model(
+        family="deepseek-v3",
+        num_layers=5,
+        rope_scaling=RopeScaling(
+            type="yarn",
+            factor=4.0,
+            original_max_position_embeddings=8,
+            mscale=0.7,
+            mscale_all_dim=1.0,
+        ),
+        mla=Latent(
+            q_lora_rank=20, kv_lora_rank=12, qk_head_dim=10, qk_pos_emb_head_dim=4, v_head_dim=6
+        ),
+        moe=Experts(
+            num_experts=8,
+            router_topk=4,
+            ffn_hidden_size=20,
+            shared_expert_intermediate_size=40,
+            first_dense_layers=1,
+            router_topk_scaling_factor=2.5,
+            router_num_groups=4,
+            router_group_topk=2,
             router_bias_update_rate=0.05,
             router_load_balancing_type="seq_aux_loss",
             aux_loss_coeff=0.5,

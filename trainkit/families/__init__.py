@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from trainkit.families.contract import Family
+from trainkit.families.deepseek_v3 import DEEPSEEK_V3
 from trainkit.families.gemma3 import GEMMA3
 from trainkit.families.gpt import GPT
 from trainkit.families.gpt_neox import GPT_NEOX
@@ -20,6 +21,6 @@ FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
         *(GPT, GPT_NEOX, LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2, OLMO3, GEMMA3),
-        *(MIXTRAL, OLMOE, QWEN3_MOE),
+        *(MIXTRAL, OLMOE, QWEN3_MOE, DEEPSEEK_V3),
     )
 }

@@ -17,6 +17,7 @@ from trainkit.families.contract import (
     Routing,
 )
 from trainkit.jobs.experts import Experts, check_routing, routing_of
+from trainkit.jobs.latent import Latent, check_latent
 from trainkit.jobs.parametrization import check_parametrization
 from trainkit.jobs.rope_scaling import RopeScaling
 from trainkit.jobs.table import NAME, Table, wrong
@@ -30,7 +31,7 @@ def varlen_fits(head_size: int) -> bool:
 
 FamilyName = Literal[
     "gpt", "gpt-neox", "llama", "mistral", "qwen2", "qwen3", "olmo2", "olmo3", "gemma3",
-    "mixtral", "olmoe", "qwen3-moe",
+    "mixtral", "olmoe", "qwen3-moe", "deepseek-v3",
 ]  # fmt: skip
 InitMethod = Literal["normal", "scaled", "small_init", "wang_init"]
 
@@ -46,7 +47,8 @@ class Model(Table):
     num_layers: int = Field(ge=1, le=10_000, description="transformer blocks")
     hidden_size: int = Field(ge=1, description="width of the residual stream")
     num_attention_heads: int = Field(
-        ge=1, description="attention heads; must divide hidden_size unless kv_channels is given"
+        ge=1,
+        description=("attention heads; must divide hidden_size unless kv_channels or mla is given"),
     )
     num_query_groups: int | None = Field(
         None, ge=1, description="heads of keys and values; by default num_attention_heads"
@@ -161,6 +163,7 @@ class Model(Table):
             "form of GELU; by default exact for gpt-neox (20B was trained with tanh), else tanh"
         ),
     )
+    mla: Latent | None = Field(None, description="attention by latents (deepseek-v3)")
     moe: Experts | None = Field(None, description="experts in place of MLPs (qwen3-moe, ...)")
     attention_dropout: float = Field(0.0, ge=0, lt=1, description="dropout of attention weights")
     hidden_dropout: float = Field(
@@ -201,7 +204,8 @@ class Model(Table):
 
     @model_validator(mode="after")
     def _fits(self) -> Model:
-        if self.kv_channels is None and self.hidden_size % self.num_attention_heads:
+        shaped = self.kv_channels or self.mla
+        if not shaped and self.hidden_size % self.num_attention_heads:
             raise wrong(
                 "num_attention_heads",
                 f"hidden_size {self.hidden_size} does not divide by num_attention_heads"
@@ -229,6 +233,7 @@ class Model(Table):
                     key, f"{key} is for family {' and '.join(families)}, not {self.family!r}"
                 )
         self._refuse_alone()
+        check_latent(dict(self), self.architecture)
         check_routing(self)
         if self.gpt_j_tied and not self.parallel_residual:
             raise wrong(
@@ -260,7 +265,7 @@ class Model(Table):
                 f"sliding_window {self.sliding_window} is longer than seq_length"
                 f" {self.seq_length}: no layer would hide anything",
             )
-        check_parametrization(self)
+        check_parametrization(dict(self), self.architecture, self.head_size)
         if self.gelu is not None and not self.mlp.gelu:
             raise wrong("gelu", f"the MLP's activation is {self.activation or 'another'}, not GELU")
         if self.parallel_residual and self.placement != "before":
@@ -282,7 +287,9 @@ class Model(Table):
 
     @property
     def head_size(self) -> int:
-        """Channels of one attention head."""
+        """Channels of one attention head; of its queries and keys, where values have fewer."""
+        if self.mla is not None:
+            return self.mla.head_size
         return self.kv_channels or self.hidden_size // self.num_attention_heads
 
     @property
@@ -333,6 +340,7 @@ class Model(Table):
             "query_pre_attn_scalar": self.query_scalar,
             "activation": self.activation or self.architecture.activation,
             "norm_offset": self.architecture.norm.offset,
+            "mla": self.mla is not None,
             "moe": self.moe is not None,
         }
         plain: dict[str, object] = {
@@ -344,6 +352,7 @@ class Model(Table):
             "query_pre_attn_scalar": self.head_size,
             "activation": "swiglu" if self.mlp.gated else "gelu",
             "norm_offset": 0.0,
+            "mla": False,
             "moe": False,
         }
         return {key: value for key, value in found.items() if value != plain[key]}
@@ -351,7 +360,7 @@ class Model(Table):
     @property
     def departures(self) -> dict[str, object]:
         """Traits, and an activation, that are not its family's."""
-        known = {*type(self).model_fields} - {"moe"}
+        known = {*type(self).model_fields} - {"mla", "moe"}
         keys = {*self.traits, "activation", "mup_base_kv_channels"} & known
         usual = self.model_copy(update=dict.fromkeys(keys))
         found = {key: value for key, value in self.traits.items() if usual.traits.get(key) != value}
@@ -424,9 +433,11 @@ class Model(Table):
     @property
     def score_scale(self) -> float | None:
         """What products of queries and keys are multiplied with; None: 1 / sqrt(head size)."""
-        if self.query_scalar == self.head_size:
+        stretched = self.rope_scaling if self.mla else None
+        factor = stretched.score_factor if stretched else 1.0
+        if self.query_scalar == self.head_size and factor == 1:
             return None
-        return float(self.query_scalar**-0.5)
+        return float(self.query_scalar**-0.5 * factor)
 
     @property
     def embedding_factor(self) -> float:
@@ -461,6 +472,8 @@ class Model(Table):
     def rotary_channels(self) -> int:
         """Channels of a head that are rotated; 0 for learned positions. Rounded down as GPT-NeoX
         does: int(head_size * rotary_percent)."""
+        if self.mla is not None:
+            return self.mla.qk_pos_emb_head_dim
         return int(self.head_size * self.rotary_fraction)
 
     @property

@@ -47,7 +47,20 @@ class RopeScaling(Table):
     attention_factor: float | None = Field(
         None,
         gt=0,
-        description="yarn: cosines and sines are multiplied by it; by default 0.1 ln(factor) + 1",
+        description=(
+            "yarn: cosines and sines are multiplied by it; by default mscale's 0.1 m ln(factor) + 1"
+            " over that of mscale_all_dim, without these 0.1 ln(factor) + 1"
+        ),
+    )
+    mscale: float | None = Field(None, gt=0, description="yarn: m of attention_factor's numerator")
+    mscale_all_dim: float | None = Field(
+        None,
+        gt=0,
+        description=("yarn: m of its denominator; with mla, scores are multiplied by that squared"),
+    )
+    truncate: bool = Field(
+        True,
+        description="yarn: channels between those that stay and those divided are rounded to whole",
     )
 
     @model_validator(mode="after")
@@ -62,6 +75,8 @@ class RopeScaling(Table):
             raise wrong(
                 "beta_fast", f"beta_fast {self.beta_fast} is not above beta_slow {self.beta_slow}"
             )
+        if (self.mscale is None) != (self.mscale_all_dim is None):
+            raise wrong("mscale", "mscale and mscale_all_dim go together")
         return self
 
     @property
@@ -70,4 +85,19 @@ class RopeScaling(Table):
         section 3.4."""
         if self.type != "yarn":
             return 1.0
-        return self.attention_factor or 0.1 * math.log(self.factor) + 1
+        if self.attention_factor:
+            return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return self._at(self.mscale) / self._at(self.mscale_all_dim)
+        return self._at(1.0)
+
+    @property
+    def score_factor(self) -> float:
+        """What scores of attention by latents are multiplied with (DeepSeek-V3's published code,
+        inference/model.py)."""
+        if self.type != "yarn" or not self.mscale_all_dim:
+            return 1.0
+        return self._at(self.mscale_all_dim) ** 2
+
+    def _at(self, weight: float) -> float:
+        return 0.1 * weight * math.log(self.factor) + 1

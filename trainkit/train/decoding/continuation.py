@@ -61,7 +61,7 @@ class DecodingState:
         self.caches = [
             KeyValueCache(
                 1,
-                block.attention.widths[1] // shape.head_size,
+                block.attention.groups,
                 self.window,
                 shape.head_size,
                 dtype=computes or weight.dtype,

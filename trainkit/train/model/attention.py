@@ -6,7 +6,7 @@ keys and values (A is a multiple of G), D channels of a head.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -76,6 +76,19 @@ class KeyValueCache:
         self.v_BGTD[:, :, self.length : end] = v_BGSD
         self.length = end
         return self.k_BGTD[:, :, :end], self.v_BGTD[:, :, :end]
+
+
+@dataclass(frozen=True)
+class Context:
+    """What every block gets besides the residual stream: tables of rotary positions for layers
+    without a window and with one, what attention is kept within, and for experts the factor of a
+    loss summed over tokens in the objective."""
+
+    rotary: tuple[Tensor, Tensor] | None = None
+    sliding_rotary: tuple[Tensor, Tensor] | None = None
+    documents: DocumentBounds | None = None
+    caches: Sequence[KeyValueCache] | None = None
+    objective: Tensor | float | None = None
 
 
 def attend(

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import assert_never
 
@@ -23,9 +22,10 @@ from torch import Tensor, nn
 from trainkit.jobs.schema import Model, RopeScaling
 from trainkit.ops.kernels import REFERENCE, Kernels
 from trainkit.ops.rotary import Parts, rotate, split
-from trainkit.train.model.attention import DocumentBounds, KeyValueCache, attend
+from trainkit.train.model.attention import Context, DocumentBounds, KeyValueCache, attend
 from trainkit.train.model.experts import MixtureOfExperts
 from trainkit.train.model.head_loss import Labels, Losses, read_out
+from trainkit.train.model.latent_attention import LatentAttention
 
 
 def frequencies(model: Model, device: torch.device, *, sliding: bool = False) -> Tensor:
@@ -77,8 +77,10 @@ def _yarn(plain: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
         length = scaling.original_max_position_embeddings / (turns * 2 * math.pi)
         return len(plain) * math.log(length) / math.log(theta)
 
-    low = max(math.floor(pair(scaling.beta_fast)), 0)
-    high = min(math.ceil(pair(scaling.beta_slow)), last)
+    low, high = pair(scaling.beta_fast), pair(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, last)
     numbers = torch.arange(len(plain), dtype=torch.float64, device=plain.device)
     # a ramp of no width is a step
     divided = ((numbers - low) / max(high - low, 0.001)).clamp(0, 1)
@@ -97,19 +99,6 @@ def tables(
     scaling = model.stretching(sliding)
     amplitude = 1.0 if scaling is None else scaling.amplitude
     return (angles.cos() * amplitude).to(wide), (angles.sin() * amplitude).to(wide)
-
-
-@dataclass(frozen=True)
-class Context:
-    """What every block gets besides the residual stream: tables of rotary positions for layers
-    without a window and with one, what attention is kept within, and for experts the factor of a
-    loss summed over tokens in the objective."""
-
-    rotary: tuple[Tensor, Tensor] | None = None
-    sliding_rotary: tuple[Tensor, Tensor] | None = None
-    documents: DocumentBounds | None = None
-    caches: Sequence[KeyValueCache] | None = None
-    objective: Tensor | float | None = None
 
 
 class HeadNorm(nn.Module):
@@ -212,6 +201,11 @@ class Attention(nn.Module):
         )
         y_BSH: Tensor = self.out(y_BASD.transpose(1, 2).flatten(2))
         return y_BSH
+
+    @property
+    def groups(self) -> int:
+        """Heads of keys and values that are here."""
+        return self.widths[1] // self.head_size
 
     def _heads(self, qkv_BSW: Tensor, context: Context) -> Parts:
         """Queries (B, S, A, D), keys and values (B, S, G, D), normed and turned."""
@@ -331,7 +325,8 @@ class Block(nn.Module):
             return ResidualNorm(model, kernels) if name in model.norms else None
 
         self.attention_norm = norm("attention_norm")
-        self.attention = Attention(model, number, kernels)
+        of = Attention if model.mla is None else LatentAttention
+        self.attention = of(model, number, kernels)
         self.post_attention_norm = norm("post_attention_norm")
         self.mlp_norm = norm("mlp_norm")
         self.mlp: nn.Module

@@ -19,7 +19,8 @@ from torch.utils.checkpoint import (
 
 from trainkit.jobs.schema import Model, Training
 from trainkit.ops import causal_attention, cross_entropy
-from trainkit.train.model.transformer import Block, Context, Transformer
+from trainkit.train.model.attention import Context
+from trainkit.train.model.transformer import Block, Transformer
 from trainkit.train.ready_graphs import ReadyGraphs
 from trainkit.train.torch_compat import group_operations, varlen_operations
 

@@ -27,12 +27,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trainkit.jobs.latent import Latent
 from trainkit.jobs.ranks import key_value_heads, share_of_rank
 from trainkit.jobs.schema import Model
 from trainkit.ops.cross_entropy import NO_LABEL, SoftmaxLoss
 from trainkit.ops.kernels import REFERENCE, Kernels
 from trainkit.train.generators import seed_generators
 from trainkit.train.model.head_loss import Labels, Losses, head_loss, padded_linear
+from trainkit.train.model.latent_attention import LatentAttention
 from trainkit.train.model.transformer import (
     Attention,
     QueryKeyNorm,
@@ -269,7 +271,7 @@ def rules(model: Model, vocab: int, group: TensorGroup) -> dict[str, tuple[Any, 
     if model.query_key_norm == "projection":
         norms["attention.q_norm"] = (ProjectionNorm, [queries])
         norms["attention.k_norm"] = (ProjectionNorm, [(keys * head, count * head, replicas)])
-    return norms | {
+    found = norms | {
         "attention.qkv": (ColumnParallel, projected),
         "attention.out": (RowParallel, [queries]),
         "mlp.up": (ColumnParallel, [(start, width, 1)]),
@@ -278,6 +280,23 @@ def rules(model: Model, vocab: int, group: TensorGroup) -> dict[str, tuple[Any, 
         "embed_tokens": (VocabParallelEmbedding, rows),
         "embed_positions": (PositionEmbedding, []),
         "head": (ColumnParallel, rows),
+    }
+    return found if model.mla is None else found | _latent_rules(model.mla, size, group)
+
+
+def _latent_rules(
+    mla: Latent, heads: int, group: TensorGroup
+) -> dict[str, tuple[Any, list[Piece]]]:
+    """Of attention by latents, by heads; what makes latents is whole everywhere."""
+
+    def own(channels: int) -> list[Piece]:
+        return [(group.rank * heads * channels, heads * channels, 1)]
+
+    return {
+        "attention.q": (ColumnParallel, own(mla.head_size)),
+        "attention.q_b": (ColumnParallel, own(mla.head_size)),
+        "attention.kv_b": (ColumnParallel, own(mla.qk_head_dim + mla.v_head_dim)),
+        "attention.out": (RowParallel, own(mla.v_head_dim)),
     }
 
 
@@ -298,14 +317,16 @@ def apply(
     for part in module.modules():
         if isinstance(part, Attention):
             part.widths = [segment.length for segment in part.qkv.segments]  # type: ignore[union-attr]
-            if apart:
-                _draw_apart(part, group)
+        if isinstance(part, LatentAttention):
+            part.whole = partial(enter, group=group)
+        if isinstance(part, Attention | LatentAttention) and apart:
+            _draw_apart(part, group)
     module.read_out = partial(read_out, group=group, vocab=vocab)
     start, _ = share_of_rank(vocab, group.size, group.rank)
     module.softmax_loss = VocabularyPart(group, start, vocab, kernels).softmax_loss
 
 
-def _draw_apart(attention: Attention, group: TensorGroup) -> None:
+def _draw_apart(attention: Attention | LatentAttention, group: TensorGroup) -> None:
     """Let attention drop by random numbers of its own on each rank, whose heads differ, while
     what lies between the layers, the same on all ranks, drops the same: attention's are seeded
     by a number drawn from the common ones, which go on after it. (With sequence parallelism all
