@@ -48,7 +48,7 @@ def balance(logits_TE: Tensor, job: Job) -> Tensor:
     for shares_NE in torch.split(shares_TE, together):
         best = shares_NE.topk(routing.chosen, dim=-1).indices
         counts_E = torch.bincount(best.flatten(), minlength=routing.experts)
-        f_E = counts_E / counts_E.sum()
+        f_E = counts_E / counts_E.sum().to(shares_NE.dtype)
         losses.append(routing.experts * (f_E * shares_NE.mean(0)).sum())
     z = logits_TE.logsumexp(-1).square().mean()
     return moe.aux_loss_coeff * torch.stack(losses).mean() + moe.z_loss_coeff * z
