@@ -1,5 +1,5 @@
-"""transformers' DeepSeek-V3 beside ours: the same shape, the same weights in its layout; in fp64
-all that it casts to fp32 is fp64, too."""
+"""transformers' DeepSeek-V3 and gpt-oss beside ours: the same shape, the same weights in its
+layout; in fp64 all that it casts to fp32 is fp64, too."""
 
 from __future__ import annotations
 
@@ -63,6 +63,39 @@ def deepseek(draw: Random, **changes: Any) -> Model:
     return Model.model_validate({"family": "deepseek-v3", **keys, **changes})
 
 
+def gpt_oss(draw: Random, **changes: Any) -> Model:
+    """A small shape with any of the family's keys."""
+    groups, per_group = draw.choice([1, 2]), draw.choice([1, 2, 3])
+    seq_length, heads = changes.get("seq_length") or draw.randint(5, 20), groups * per_group
+    experts = draw.randint(3, 6)
+    keys: dict[str, Any] = {
+        "num_layers": draw.randint(2, 3),
+        "hidden_size": heads * draw.choice([10, 16]),
+        "num_attention_heads": heads,
+        "num_query_groups": groups,
+        "kv_channels": draw.choice([4, 8]),
+        "seq_length": seq_length,
+        "sliding_window": draw.randint(2, seq_length),
+        "sliding_window_pattern": draw.choice([None, 3]),
+        "layernorm_epsilon": draw.choice([1e-5, 1e-3]),
+        "untie_embeddings_and_output_weights": draw.choice([False, True]),
+        "moe": {
+            "num_experts": experts,
+            "router_topk": draw.randint(2, experts),
+            "ffn_hidden_size": draw.randint(6, 20),
+        },
+    }
+    if draw.random() < 0.7:
+        keys["rope_scaling"] = {
+            "type": "yarn",
+            "factor": draw.choice([4.0, 32.0]),
+            "original_max_position_embeddings": 32,
+            "truncate": draw.choice([False, True]),
+        }
+        keys["max_position_embeddings"] = 64
+    return Model.model_validate({"family": "gpt-oss", **keys, **changes})
+
+
 def config_of(model: Model) -> Any:
     """transformers' configuration of the shape."""
     transformers = pytest.importorskip("transformers")
@@ -86,6 +119,16 @@ def config_of(model: Model) -> Any:
         "experts_implementation": "eager",
         "use_cache": False,
     }
+    if mla is None:
+        kinds = {False: "full_attention", True: "sliding_attention"}
+        return transformers.GptOssConfig(
+            **shared,
+            head_dim=model.head_size,
+            intermediate_size=moe.ffn_hidden_size,
+            num_local_experts=moe.num_experts,
+            sliding_window=model.sliding_window,
+            layer_types=[kinds[model.slides(layer)] for layer in range(model.num_layers)],
+        )
     assert mla is not None and moe.shared_expert_intermediate_size is not None
     return transformers.DeepseekV3Config(
         **shared,
@@ -123,6 +166,12 @@ NAMES = {
     "mlp.router.expert_bias": "mlp.gate.e_score_correction_bias",
     "mlp.shared_expert.down.weight": "mlp.shared_experts.down_proj.weight",
 }
+GPT_OSS_NAMES = {
+    "attention.out.bias": "self_attn.o_proj.bias",
+    "attention.sinks.weight": "self_attn.sinks",
+    "mlp.router.weight": "mlp.router.weight",
+    "mlp.router.bias": "mlp.router.bias",
+}
 HALVES = {"mlp.gate_up.weight": "mlp.", "mlp.shared_expert.gate_up.weight": "mlp.shared_experts."}
 OUTSIDE = {
     "embed_tokens.weight": "model.embed_tokens.weight",
@@ -131,10 +180,37 @@ OUTSIDE = {
 }
 
 
+def _of_gpt_oss(model: Model, name: str, t: Tensor) -> dict[str, Tensor]:
+    """What has names of its own there, or lies in another way: rows of gates and values in turn,
+    matrices (in, out)."""
+    assert model.moe is not None
+    experts = model.moe.num_experts
+    kind = name.rpartition(".")[2]
+    if name.startswith("attention.qkv."):
+        widths = [
+            n * model.head_size for n in (model.num_attention_heads, *[model.query_groups] * 2)
+        ]
+        parts = zip("qkv", torch.split(t, widths), strict=True)
+        return {f"self_attn.{part}_proj.{kind}": rows for part, rows in parts}
+    if name.startswith("mlp.experts.gate_up."):
+        halves_EIH2 = torch.stack(t.view(experts, 2, -1, *t.shape[1:]).unbind(1), 2)
+        turns = halves_EIH2.flatten(1, 2)
+        if kind == "bias":
+            return {"mlp.experts.gate_up_proj_bias": turns}
+        return {"mlp.experts.gate_up_proj": turns.mT}
+    if name == "mlp.experts.down.weight":
+        return {"mlp.experts.down_proj": t.view(experts, -1, t.shape[1])}
+    if name == "mlp.experts.down.bias":
+        return {"mlp.experts.down_proj_bias": t.view(experts, -1)}
+    return {GPT_OSS_NAMES[name]: t} if name in GPT_OSS_NAMES else {}
+
+
 def _in_a_layer(model: Model, name: str, t: Tensor) -> dict[str, Tensor]:
     """One tensor of a block under transformers' names, without the layer."""
     assert model.moe is not None
     experts = model.moe.num_experts
+    if model.family == "gpt-oss" and (found := _of_gpt_oss(model, name, t)):
+        return found
     if name in HALVES:
         gate, up = t.chunk(2)
         return {f"{HALVES[name]}gate_proj.weight": gate, f"{HALVES[name]}up_proj.weight": up}
@@ -158,6 +234,16 @@ def in_their_layout(model: Model, ours: dict[str, Tensor]) -> dict[str, Tensor]:
     return moved
 
 
+class HalfTables(WideRotary):
+    """Without the second half of the tables, which is the first again."""
+
+    def forward(
+        self, x: Tensor, position_ids: Tensor, layer_type: str | None = None
+    ) -> tuple[Tensor, Tensor]:
+        cos_SR, sin_SR = super().forward(x, position_ids, layer_type)
+        return cos_SR.chunk(2, -1)[0], sin_SR.chunk(2, -1)[0]
+
+
 @contextlib.contextmanager
 def all_in(dtype: torch.dtype) -> Iterator[None]:
     """What asks for fp32 by torch's word gets `dtype`."""
@@ -173,13 +259,18 @@ def beside(model: Model, dtype: torch.dtype) -> tuple[Transformer, Any]:
     for name, bias_E in ours.named_buffers():
         assert name.endswith(".expert_bias")
         bias_E.copy_(-3 + torch.rand(len(bias_E), generator=torch.Generator().manual_seed(4)))
-    theirs = transformers.DeepseekV3ForCausalLM(config_of(model)).to(dtype).eval()
+    for name, p in ours.named_parameters():
+        if dtype == torch.float64 and name.endswith("experts.gate_up.weight"):
+            p.data *= 5  # some are beyond gpt-oss's limits; fp32 would round more
+    kind = {"deepseek-v3": "DeepseekV3", "gpt-oss": "GptOss"}[model.family]
+    theirs = getattr(transformers, f"{kind}ForCausalLM")(config_of(model)).to(dtype).eval()
     if dtype == torch.float64:
-        theirs.model.rotary_emb = WideRotary(model)
+        wide = HalfTables if model.family == "gpt-oss" else WideRotary
+        theirs.model.rotary_emb = wide(model)
     weights = in_their_layout(model, {n: p.detach() for n, p in ours.state_dict().items()})
     missing, unexpected = theirs.load_state_dict(weights, strict=False)
     assert not unexpected and set(missing) <= (set() if model.untied else {"lm_head.weight"})
     return ours, theirs
 
 
-SHAPES = {"deepseek-v3": deepseek}
+SHAPES = {"deepseek-v3": deepseek, "gpt-oss": gpt_oss}

@@ -196,6 +196,19 @@ MODELS = {
         ),
         **SIZES,
     ),
+    # sinks, windows, biases of all that experts have
+    "gpt-oss": Model(
+        family="gpt-oss",
+        num_layers=5,
+        num_query_groups=2,
+        kv_channels=12,
+        sliding_window=3,
+        rope_scaling=RopeScaling(
+            type="yarn", factor=4.0, original_max_position_embeddings=8, truncate=False
+        ),
+        moe=Experts(num_experts=8, router_topk=3, ffn_hidden_size=20, aux_loss_coeff=0.5),
+        **SIZES,
+    ),
     "gpt-dropping": Model(
         family="gpt", num_layers=5, hidden_dropout=0.2, attention_dropout=0.2, **SIZES
     ),

@@ -8,6 +8,7 @@ from trainkit.families.deepseek_v3 import DEEPSEEK_V3
 from trainkit.families.gemma3 import GEMMA3
 from trainkit.families.gpt import GPT
 from trainkit.families.gpt_neox import GPT_NEOX
+from trainkit.families.gpt_oss import GPT_OSS
 from trainkit.families.llama import LLAMA
 from trainkit.families.mistral import MISTRAL
 from trainkit.families.mixtral import MIXTRAL
@@ -21,6 +22,6 @@ FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
         *(GPT, GPT_NEOX, LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2, OLMO3, GEMMA3),
-        *(MIXTRAL, OLMOE, QWEN3_MOE, DEEPSEEK_V3),
+        *(MIXTRAL, OLMOE, QWEN3_MOE, DEEPSEEK_V3, GPT_OSS),
     )
 }

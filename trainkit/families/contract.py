@@ -86,6 +86,8 @@ class Routing:
         normalized: weights of a token's experts sum to 1.
         expert_bias: a bias that only chooses, moved against uneven loads.
         wide: products are in fp32, whatever the activations are in.
+        bias: the router and its experts have biases, which are trained.
+        clamped: experts' gates and values are kept within limits (gpt-oss).
         experts, chosen, scale, groups, kept_groups: as the job says; 0 groups: none.
     """
 
@@ -94,6 +96,8 @@ class Routing:
     normalized: bool = True
     expert_bias: bool = False
     wide: bool = False
+    bias: bool = False
+    clamped: bool = False
     experts: int = 0
     chosen: int = 0
     scale: float = 1.0
@@ -235,6 +239,8 @@ class Family:
         hugging_face: the same model in transformers.
         rotary_base: theta of rotary positions unless a job says otherwise.
         qkv_bias: queries, keys and values have biases whatever `bias` says.
+        out_bias: attention's output has one whatever `bias` says.
+        sinks: the softmax of each head has one more logit, which is learned.
         norm_placement, query_key_norm: the usual ones.
         sliding_window_pattern: of so many layers the last sees all, where there is a window; 0:
             none does.
@@ -258,6 +264,8 @@ class Family:
     hugging_face: HuggingFace
     rotary_base: float = 10000.0
     qkv_bias: bool = False
+    out_bias: bool = False
+    sinks: bool = False
     norm_placement: NormPlacement = "before"
     query_key_norm: QueryKeyNorm = "none"
     sliding_window_pattern: int = 0

@@ -31,7 +31,7 @@ def varlen_fits(head_size: int) -> bool:
 
 FamilyName = Literal[
     "gpt", "gpt-neox", "llama", "mistral", "qwen2", "qwen3", "olmo2", "olmo3", "gemma3",
-    "mixtral", "olmoe", "qwen3-moe", "deepseek-v3",
+    "mixtral", "olmoe", "qwen3-moe", "deepseek-v3", "gpt-oss",
 ]  # fmt: skip
 InitMethod = Literal["normal", "scaled", "small_init", "wang_init"]
 
@@ -109,8 +109,8 @@ class Model(Table):
         None,
         ge=0,
         description=(
-            "of so many layers the last has no window; 0: all have it; by default 4 for olmo3, 6"
-            " for gemma3, else 0"
+            "of so many layers the last has no window; 0: all have it; by default 2 for gpt-oss,"
+            " 4 for olmo3, 6 for gemma3, else 0"
         ),
     )
     sliding_rotary_base: float | None = Field(
@@ -138,7 +138,9 @@ class Model(Table):
         ),
     )
     add_qkv_bias: bool | None = Field(
-        None, description="biases of queries, keys and values alone; by default true for qwen2"
+        None,
+        description="biases of queries, keys and values alone; by default true for qwen2 and"
+        " gpt-oss",
     )
     embedding_scale: float | None = Field(
         None,
@@ -268,6 +270,11 @@ class Model(Table):
         check_parametrization(dict(self), self.architecture, self.head_size)
         if self.gelu is not None and not self.mlp.gelu:
             raise wrong("gelu", f"the MLP's activation is {self.activation or 'another'}, not GELU")
+        if self.architecture.sinks and self.attention_dropout:
+            raise wrong(
+                "attention_dropout",
+                f"attention_dropout is not for family {self.family!r}, whose attention has sinks",
+            )
         if self.parallel_residual and self.placement != "before":
             raise wrong(
                 "norm_placement",

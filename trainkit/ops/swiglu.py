@@ -29,6 +29,14 @@ def geglu_reference(gate_up: Tensor, approximate: str) -> Tensor:
     return F.gelu(gate, approximate=approximate) * up
 
 
+def clamped(gate_up: Tensor) -> Tensor:
+    """gpt-oss's: (up + 1) * gate * sigmoid(1.702 gate), gates at most 7, values within 7 of 0
+    (openai/gpt-oss, gpt_oss/torch/model.py)."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    return (up + 1) * (gate * torch.sigmoid(1.702 * gate))
+
+
 def _half(gate_up: Tensor, _: str = "") -> Tensor:
     return gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2))
 

@@ -1,9 +1,8 @@
-"""Attention by latents: gradients by differences, texts read in parts, keys that contradict it.
+"""Attention by latents: gradients by differences, keys that contradict it, scores of YaRN.
 Against transformers: test_expert_families.py."""
 
 from __future__ import annotations
 
-from itertools import pairwise
 from random import Random
 from typing import Any
 
@@ -12,10 +11,9 @@ import torch
 from torch import Tensor
 
 from tests.train.expert_peers import deepseek
-from tests.train.peers import config_of, documents_of, random_model, random_tokens
+from tests.train.peers import config_of, documents_of
 from trainkit.jobs.schema import Model, RopeScaling
 from trainkit.ops.kernels import REFERENCE
-from trainkit.train.decoding.continuation import DecodingState
 from trainkit.train.model.attention import Context
 from trainkit.train.model.latent_attention import LatentAttention
 from trainkit.train.model.transformer import frequencies, tables
@@ -44,19 +42,6 @@ def test_gradients_by_differences(latent_of_queries: int | None) -> None:
         return found
 
     assert torch.autograd.gradcheck(of, (x_BSH, *weights))
-
-
-@torch.no_grad()
-def test_a_text_in_parts() -> None:
-    model = deepseek(Random(3), seq_length=12)
-    ours = random_model(model, torch.float64).eval()
-    tokens_S = random_tokens(1, 12)[0]
-    expected_SV = ours(tokens_S[None])[0]
-    for cuts in ((1, 2, 7), (5,), (11,)):
-        text = DecodingState(ours)
-        for first, stop in pairwise((0, *cuts, 12)):
-            found_V = text.read(tokens_S[first:stop].tolist())
-            torch.testing.assert_close(found_V, expected_SV[stop - 1], rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from trainkit.jobs.models import varlen_fits
 from trainkit.ops.causal_attention import CausalAttention, reference, visible, windowed
+from trainkit.ops.sink_attention import sink_attention
 from trainkit.train.torch_compat import causal_varlen_attention
 
 
@@ -145,6 +146,31 @@ def attend(
         scale=scale,
         enable_gqa=gqa,
     )
+
+
+def attend_with_sinks(
+    q_BASD: Tensor,
+    k_BGTD: Tensor,
+    v_BGTD: Tensor,
+    sinks_A: Tensor,
+    documents: DocumentBounds | None,
+    *,
+    scale: float | None = None,
+    window: int = 0,
+) -> Tensor:
+    """As `attend` where the softmax of each head has one more logit, that no value stands behind.
+
+    Args:
+        sinks_A: the logits.
+        documents, scale, window: as of `attend`.
+    """
+    if documents is None:
+        return sink_attention(q_BASD, k_BGTD, v_BGTD, sinks_A, scale, window)
+
+    def attend_one(q: Tensor, k: Tensor, v: Tensor, _: None) -> Tensor:
+        return sink_attention(q, k, v, sinks_A, scale, window)
+
+    return _document_by_document(q_BASD, k_BGTD, v_BGTD, documents, attend_one)
 
 
 def _document_by_document(

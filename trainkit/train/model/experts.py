@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainkit.jobs.schema import Model
+from trainkit.ops import swiglu
 from trainkit.ops.kernels import Kernels
 from trainkit.train.model.router import balanced, loads, route
 
@@ -74,19 +75,24 @@ class _WithLoss(torch.autograd.Function):
 
 
 class Stacked(nn.Module):
-    """The matrices of several experts, one below the other.
+    """The matrices of several experts, one below the other, and their biases, if they have some.
 
     Args:
-        weight: all of them.
+        weight: all matrices.
+        bias: all biases.
         layouts: how tensors here lie in the whole model's, by name.
     """
 
     def __init__(
-        self, weight: Tensor, layouts: Mapping[str, object] = MappingProxyType({})
+        self,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        layouts: Mapping[str, object] = MappingProxyType({}),
     ) -> None:
         super().__init__()
         self.layouts = layouts
         self.weight = nn.Parameter(weight)
+        self.bias = None if bias is None else nn.Parameter(bias)
 
 
 class ExpertMLPs(nn.Module):
@@ -102,10 +108,12 @@ class ExpertMLPs(nn.Module):
     def __init__(self, model: Model, count: int, kernels: Kernels) -> None:
         super().__init__()
         assert model.moe is not None
-        self.count, self.swiglu = count, kernels.swiglu
-        width = model.moe.ffn_hidden_size
-        self.gate_up = Stacked(torch.empty(count * 2 * width, model.hidden_size))
-        self.down = Stacked(torch.empty(count * width, model.hidden_size))
+        self.count, self.swiglu = count, swiglu_of(model, kernels)
+        width, hidden = model.moe.ffn_hidden_size, model.hidden_size
+        biased = model.routing.bias
+        ups, outs = (torch.empty(count * size) if biased else None for size in (2 * width, hidden))
+        self.gate_up = Stacked(torch.empty(count * 2 * width, hidden), ups)
+        self.down = Stacked(torch.empty(count * width, hidden), outs)
 
     def forward(self, x_RH: Tensor, loads: Sequence[int]) -> Tensor:
         """Rows lie by expert, so many each."""
@@ -115,10 +123,34 @@ class ExpertMLPs(nn.Module):
         if grouped(x_RH, down_EIH):
             ends = torch.tensor(loads).cumsum(0).to(x_RH.device, torch.int32)
             h = F.grouped_mm(x_RH, gate_up_E2IH.transpose(1, 2), offs=ends)
-            return F.grouped_mm(self.swiglu(h), down_EIH, offs=ends)
-        rows = torch.split(x_RH, list(loads))
-        parts = zip(rows, gate_up_E2IH.unbind(), down_EIH.unbind(), strict=True)
-        return torch.cat([self.swiglu(x @ up.T) @ down for x, up, down in parts])
+            h = self.swiglu(_biased(h, self.gate_up.bias, loads))
+            y_RH = F.grouped_mm(h, down_EIH, offs=ends)
+        else:
+            rows = torch.split(x_RH, list(loads))
+            h = torch.cat([x @ up.T for x, up in zip(rows, gate_up_E2IH.unbind(), strict=True)])
+            h = self.swiglu(_biased(h, self.gate_up.bias, loads))
+            rows = torch.split(h, list(loads))
+            y_RH = torch.cat([x @ down for x, down in zip(rows, down_EIH.unbind(), strict=True)])
+        return _biased(y_RH, self.out_bias(hidden), loads)
+
+    def out_bias(self, hidden: int) -> Tensor | None:
+        """Of all experts here."""
+        return self.down.bias
+
+
+def swiglu_of(model: Model, kernels: Kernels) -> Callable[[Tensor], Tensor]:
+    """What experts make of their gates and values."""
+    return swiglu.clamped if model.routing.clamped else kernels.swiglu
+
+
+def _biased(y_RW: Tensor, biases: Tensor | None, loads: Sequence[int]) -> Tensor:
+    """Rows by expert, `loads` each, with the expert's bias. A bias is laid beside its rows, so that
+    its gradient is their sum in their order."""
+    if biases is None:
+        return y_RW
+    of_experts = biases.view(len(loads), -1)
+    pairs = zip(of_experts.unbind(), loads, strict=True)
+    return y_RW + torch.cat([bias_W.expand(rows, -1) for bias_W, rows in pairs])
 
 
 def grouped(x_RH: Tensor, down_EIH: Tensor) -> bool:
@@ -138,14 +170,17 @@ class Router(nn.Module):
         super().__init__()
         self.routing = model.routing
         self.weight = nn.Parameter(torch.empty(self.routing.experts, model.hidden_size))
+        biased = self.routing.bias
+        self.bias = nn.Parameter(torch.zeros(self.routing.experts)) if biased else None
         bias = torch.zeros(self.routing.experts) if self.routing.expert_bias else None
         self.register_buffer("expert_bias", bias)
 
     def forward(self, x_TH: Tensor) -> Tensor:
         if self.routing.wide:
             wide = torch.promote_types(x_TH.dtype, torch.float32)
-            return F.linear(x_TH.to(wide), self.weight.to(wide))
-        return F.linear(x_TH, self.weight)
+            wide_E = None if self.bias is None else self.bias.to(wide)
+            return F.linear(x_TH.to(wide), self.weight.to(wide), wide_E)
+        return F.linear(x_TH, self.weight, self.bias)
 
 
 def _unchanged(x: Tensor) -> Tensor:

@@ -22,7 +22,13 @@ from torch import Tensor, nn
 from trainkit.jobs.schema import Model, RopeScaling
 from trainkit.ops.kernels import REFERENCE, Kernels
 from trainkit.ops.rotary import Parts, rotate, split
-from trainkit.train.model.attention import Context, DocumentBounds, KeyValueCache, attend
+from trainkit.train.model.attention import (
+    Context,
+    DocumentBounds,
+    KeyValueCache,
+    attend,
+    attend_with_sinks,
+)
 from trainkit.train.model.experts import MixtureOfExperts
 from trainkit.train.model.head_loss import Labels, Losses, read_out
 from trainkit.train.model.latent_attention import LatentAttention
@@ -149,6 +155,14 @@ def effective(weight: Tensor, offset: float = 0.0, factor: float = 1.0) -> Tenso
     return weight if factor == 1 else weight * factor
 
 
+class Sinks(nn.Module):
+    """The logit that every head's softmax has besides its scores."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(heads))
+
+
 class Attention(nn.Module):
     """Causal self-attention with one fused projection: rows of `qkv` are all queries, then all
     keys, then all values.
@@ -171,7 +185,9 @@ class Attention(nn.Module):
         heads, groups = model.num_attention_heads, model.query_groups
         self.widths = [count * model.head_size for count in (heads, groups, groups)]
         self.qkv = nn.Linear(model.hidden_size, sum(self.widths), bias=model.qkv_bias)
-        self.out = nn.Linear(self.widths[0], model.hidden_size, bias=model.architecture.bias)
+        bias = model.architecture.bias or model.architecture.out_bias
+        self.out = nn.Linear(self.widths[0], model.hidden_size, bias=bias)
+        self.sinks = Sinks(heads) if model.architecture.sinks else None
         self.norm_heads: Callable[..., Parts] | None = None
         self.q_norm: HeadNorm | QueryKeyNorm | None = None
         self.k_norm: HeadNorm | QueryKeyNorm | None = None
@@ -189,16 +205,27 @@ class Attention(nn.Module):
         q_BASD, k_BGSD, v_BGSD = (t.transpose(1, 2) for t in parts)
         if cache is not None:
             k_BGSD, v_BGSD = cache.extend(k_BGSD, v_BGSD)
-        y_BASD = attend(
-            q_BASD,
-            k_BGSD,
-            v_BGSD,
-            context.documents,
-            self.dropout if self.training else 0.0,
-            self.causal_attention,
-            scale=self.scale,
-            window=self.window,
-        )
+        if self.sinks is None:
+            y_BASD = attend(
+                q_BASD,
+                k_BGSD,
+                v_BGSD,
+                context.documents,
+                self.dropout if self.training else 0.0,
+                self.causal_attention,
+                scale=self.scale,
+                window=self.window,
+            )
+        else:
+            y_BASD = attend_with_sinks(
+                q_BASD,
+                k_BGSD,
+                v_BGSD,
+                self.sinks.weight,
+                context.documents,
+                scale=self.scale,
+                window=self.window,
+            )
         y_BSH: Tensor = self.out(y_BASD.transpose(1, 2).flatten(2))
         return y_BSH
 

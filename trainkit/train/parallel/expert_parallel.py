@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from trainkit.jobs.ranks import share_of_rank
 from trainkit.jobs.schema import Model
 from trainkit.ops.kernels import REFERENCE, Kernels
-from trainkit.train.model.experts import ExpertMLPs, MixtureOfExperts, Stacked
+from trainkit.train.model.experts import ExpertMLPs, MixtureOfExperts, Stacked, swiglu_of
 from trainkit.train.model.transformer import Transformer
 from trainkit.train.parallel.shards import Segment, TensorLayout
 from trainkit.train.parallel.tensor_group import TensorGroup, leave
@@ -56,12 +56,11 @@ class ExpertGroup:
         return self.parts * self.split
 
 
-def _stacked(whole: Stacked, pieces: int, model: Model, group: ExpertGroup) -> Stacked:
-    """This rank's rows of experts, each of which has `pieces` matrices one below the other."""
-    assert model.moe is not None
-    width = model.moe.ffn_hidden_size
-    count = model.moe.num_experts // group.parts
+def _layout(whole: Tensor, count: int, pieces: int, group: ExpertGroup) -> TensorLayout:
+    """This rank's rows of `count` experts of all that lie in `whole`, each of which has `pieces`
+    matrices, or vectors, one below the other."""
     part, slot = divmod(group.rank, group.split)
+    width = len(whole) // (count * group.parts * pieces)
     start, length = share_of_rank(width, group.split, slot)
     first = part * count * pieces
     segments = tuple(
@@ -69,8 +68,18 @@ def _stacked(whole: Stacked, pieces: int, model: Model, group: ExpertGroup) -> S
     )
     if length == width:  # one stretch
         segments = (Segment(0, first * width, count * pieces * width),)
-    layout = TensorLayout(tuple(whole.weight.shape), 0, segments)
-    return Stacked(whole.weight.new_empty(layout.local_shape), {"weight": layout})
+    return TensorLayout(tuple(whole.shape), 0, segments)
+
+
+def _stacked(whole: Stacked, count: int, pieces: int, group: ExpertGroup) -> Stacked:
+    """This rank's part. Biases of what comes second are parts, too, of the hidden size: the sum of
+    what several ranks make has each once."""
+    layouts = {name: _layout(p, count, pieces, group) for name, p in whole.named_parameters()}
+    parts = {
+        name: whole.get_parameter(name).new_empty(layout.local_shape)
+        for name, layout in layouts.items()
+    }
+    return Stacked(**parts, layouts=layouts)
 
 
 class ParallelExperts(ExpertMLPs):
@@ -88,10 +97,10 @@ class ParallelExperts(ExpertMLPs):
         self, model: Model, whole: ExpertMLPs, group: ExpertGroup, kernels: Kernels
     ) -> None:
         nn.Module.__init__(self)
-        self.group, self.swiglu = group, kernels.swiglu
+        self.group, self.swiglu = group, swiglu_of(model, kernels)
         self.count = whole.count // group.parts
-        self.gate_up = _stacked(whole.gate_up, 2, model, group)
-        self.down = _stacked(whole.down, 1, model, group)
+        self.gate_up = _stacked(whole.gate_up, self.count, 2, group)
+        self.down = _stacked(whole.down, self.count, 1, group)
 
     def forward(self, x_RH: Tensor, loads: Sequence[int]) -> Tensor:
         """Rows lie by expert of all, so many each."""
@@ -117,6 +126,13 @@ class ParallelExperts(ExpertMLPs):
             return torch.cat(returned)
         rounds = [returned[i : i + group.split] for i in range(0, len(sent), group.split)]
         return torch.cat([torch.stack(of_part).sum(0) for of_part in rounds])
+
+    def out_bias(self, hidden: int) -> Tensor | None:
+        if self.down.bias is None:
+            return None
+        start, length = share_of_rank(hidden, self.group.split, self.group.rank % self.group.split)
+        own = self.down.bias.view(self.count, length)
+        return F.pad(own, (start, hidden - start - length))
 
     def _arriving(self, by_part: list[list[int]], device: torch.device) -> list[list[int]]:
         """Rows of each of this rank's experts from each rank. The host waits for them."""

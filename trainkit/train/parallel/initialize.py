@@ -62,12 +62,12 @@ def initial_parts(
     name: str, shape: tuple[int, ...], model: Model, seed: int, wanted: range
 ) -> Iterator[tuple[int, Tensor]]:
     """The initial value of one parameter, fp32 on the CPU, in parts of rows with the first row of
-    each, as far as there are `wanted` rows in them: biases 0, norms 1 less what is added to them,
-    weights normal by `output_layer_init_method` for output projections and `init_method` for all
-    others, embeddings and head included. Under muP matrices begin smaller by the root of the
-    width's factor."""
+    each, as far as there are `wanted` rows in them: biases and sinks 0, norms 1 less what is added
+    to them, weights normal by `output_layer_init_method` for output projections and `init_method`
+    for all others, embeddings and head included. Under muP matrices begin smaller by the root of
+    the width's factor."""
     role = role_of(name, len(shape))
-    if name.endswith(".bias") or role == "rule":
+    if name.endswith((".bias", ".sinks.weight")) or role == "rule":
         yield 0, torch.zeros(shape)
     elif role == "vector":
         yield 0, torch.full(shape, 1 - model.architecture.norm.offset)

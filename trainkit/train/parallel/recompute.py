@@ -18,7 +18,7 @@ from torch.utils.checkpoint import (
 )
 
 from trainkit.jobs.schema import Model, Training
-from trainkit.ops import causal_attention, cross_entropy
+from trainkit.ops import causal_attention, cross_entropy, sink_attention
 from trainkit.train.model.attention import Context
 from trainkit.train.model.transformer import Block, Transformer
 from trainkit.train.ready_graphs import ReadyGraphs
@@ -45,6 +45,7 @@ def kept_operations() -> list[Any]:
         aten._scaled_dot_product_efficient_attention.default,
         aten._scaled_dot_product_cudnn_attention.default,
         causal_attention.forward.default,
+        sink_attention.forward.default,
     ]
     return [*products, *attention, *varlen_operations(), *group_operations()]
 

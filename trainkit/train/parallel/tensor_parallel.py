@@ -38,6 +38,7 @@ from trainkit.train.model.latent_attention import LatentAttention
 from trainkit.train.model.transformer import (
     Attention,
     QueryKeyNorm,
+    Sinks,
     Transformer,
     effective,
 )
@@ -158,7 +159,7 @@ class _Split(nn.Module):
 
     def __init__(
         self,
-        whole: nn.Linear | nn.Embedding | QueryKeyNorm,
+        whole: nn.Linear | nn.Embedding | QueryKeyNorm | Sinks,
         pieces: Sequence[Piece],
         dim: int,
         group: TensorGroup,
@@ -239,6 +240,13 @@ class ProjectionNorm(_Split):
         return (wide_BSW * scale_BS * weight).to(x_BSAD.dtype).view_as(x_BSAD)
 
 
+class SplitSinks(_Split):
+    """Sinks of this rank's heads."""
+
+    def __init__(self, whole: Sinks, pieces: Sequence[Piece], group: TensorGroup) -> None:
+        super().__init__(whole, pieces, 0, group)
+
+
 class PositionEmbedding(nn.Module):
     """Learned positions, whole on every rank, which looks up those of its own tokens."""
 
@@ -281,6 +289,8 @@ def rules(model: Model, vocab: int, group: TensorGroup) -> dict[str, tuple[Any, 
         "embed_positions": (PositionEmbedding, []),
         "head": (ColumnParallel, rows),
     }
+    if model.architecture.sinks:
+        found["attention.sinks"] = (SplitSinks, [(group.rank * size, size, 1)])
     return found if model.mla is None else found | _latent_rules(model.mla, size, group)
 
 
