@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.train.peers import VOCAB, WideRotary, random_model
+from tests.train.peer_shapes import VOCAB
+from tests.train.peers import WideRotary, random_model
 from trainkit.jobs.schema import Model
 from trainkit.train.model.transformer import Transformer
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from trainkit.families.contract import Routing, Score
+from trainkit.families.contract import Family, Routing, Score
 from trainkit.jobs.table import Table, needs, wrong
-
-if TYPE_CHECKING:
-    from trainkit.jobs.models import Model
 
 
 class Experts(Table):
@@ -99,10 +97,8 @@ class Experts(Table):
         return list(range(self.first_dense_layers))
 
 
-def routing_of(model: Model) -> Routing:
-    """How tokens of a model with experts find them: as its table says, else as its family."""
-    usual, moe = model.architecture.routing, model.moe
-    assert usual is not None and moe is not None
+def routing_of(moe: Experts, usual: Routing) -> Routing:
+    """How tokens find experts: as a model's table says, else as its family does."""
     given = {
         "score": moe.router_score_function,
         "pre_softmax": moe.router_pre_softmax,
@@ -120,12 +116,9 @@ def routing_of(model: Model) -> Routing:
     )
 
 
-def departures_of(model: Model) -> dict[str, object]:
+def departures_of(moe: Experts, usual: Routing) -> dict[str, object]:
     """What [models.X.moe] says that is not usual in its family, by its keys; sizes left out."""
-    usual, moe = model.architecture.routing, model.moe
-    if usual is None or moe is None:
-        return {}
-    here = model.routing
+    here = routing_of(moe, usual)
     found: dict[str, tuple[object, object]] = {
         "shared_expert_intermediate_size": (moe.shared_expert_intermediate_size, None),
         "first_dense_layers": (moe.first_dense_layers, 0),
@@ -139,24 +132,25 @@ def departures_of(model: Model) -> dict[str, object]:
     return {f"moe.{key}": value for key, (value, plain) in found.items() if value != plain}
 
 
-def check_routing(model: Model) -> None:
-    """Rules between [models.X.moe] and the rest of the model. Raises an error of a rule."""
-    moe = model.moe
-    if model.architecture.routing is None:
+def check_routing(said: Mapping[str, Any], family: Family) -> None:
+    """Rules between [models.X.moe] and the rest of the model, `said` by its keys. Raises an error
+    of a rule."""
+    moe: Experts | None = said["moe"]
+    if family.routing is None:
         return
     if moe is None:
-        raise needs("moe", f"family {model.family!r} has experts: write [models.X.moe]")
-    if moe.first_dense_layers >= model.num_layers:
+        raise needs("moe", f"family {family.name!r} has experts: write [models.X.moe]")
+    if moe.first_dense_layers >= said["num_layers"]:
         raise wrong(
             "moe",
             f"first_dense_layers {moe.first_dense_layers} leaves no layer of"
-            f" {model.num_layers} with experts",
+            f" {said['num_layers']} with experts",
         )
-    if model.activation not in (None, "swiglu"):
-        raise wrong("activation", f"activation {model.activation!r}: experts are SwiGLU")
-    if model.parametrization == "mup":
+    if said["activation"] not in (None, "swiglu"):
+        raise wrong("activation", f"activation {said['activation']!r}: experts are SwiGLU")
+    if said["parametrization"] == "mup":
         raise wrong("parametrization", "parametrization 'mup' is not for models with experts")
-    routing = model.routing
+    routing = routing_of(moe, family.routing)
     softmax = routing.score == "softmax"
     after = softmax and not routing.pre_softmax
     if routing.chosen == 1 and (routing.normalized or after):

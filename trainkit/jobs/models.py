@@ -236,7 +236,7 @@ class Model(Table):
                 )
         self._refuse_alone()
         check_latent(dict(self), self.architecture)
-        check_routing(self)
+        check_routing(dict(self), self.architecture)
         if self.gpt_j_tied and not self.parallel_residual:
             raise wrong(
                 "gpt_j_tied",
@@ -317,7 +317,9 @@ class Model(Table):
     @property
     def routing(self) -> Routing:
         """How tokens find experts in layers that have them."""
-        return routing_of(self)
+        usual = self.architecture.routing
+        assert usual is not None and self.moe is not None
+        return routing_of(self.moe, usual)
 
     def sparse(self, layer: int) -> bool:
         """Whether a layer, counted from 0, has experts."""

@@ -119,7 +119,9 @@ def _not_in_transformers(model: Model) -> Iterator[str]:
         said.add("sliding_window")
         if not names.windows.by_layer and 0 < model.sliding_layers < model.num_layers:
             yield f"{name} has a window in all layers or in none, not in {model.sliding_layers}"
-    for key, value in {**model.departures, **departures_of(model)}.items():
+    routing = model.architecture.routing
+    of_experts = {} if model.moe is None or routing is None else departures_of(model.moe, routing)
+    for key, value in {**model.departures, **of_experts}.items():
         if key not in said:
             yield f"{name} has no {key} = {toml_value(value)}"
     if model.hidden_size % model.num_attention_heads:

@@ -190,9 +190,9 @@ def _unchanged(x: Tensor) -> Tensor:
 class MixtureOfExperts(nn.Module):
     """What stands in a block in place of its MLP. No token is dropped.
 
-    `take`, `give` and `over_all` are what the layout makes of them: this rank's tokens of what the
-    block has, what the block goes on with of their results, and counts of all tokens of a
-    micro-batch. `experts` may be replaced by what sends rows to other ranks.
+    What is put around it from outside may set `take` (of the block's tokens those that are routed
+    here), `give` (what the block goes on with, of their results), `over_all` (counts of all tokens
+    of a batch, of those here) and `experts` (what sends rows elsewhere).
 
     Args:
         model: the shape.
@@ -211,7 +211,7 @@ class MixtureOfExperts(nn.Module):
         self.take: Callable[[Tensor], Tensor] = _unchanged
         self.give: Callable[[Tensor, Tensor], Tensor] = lambda y, _: y
         self.over_all: Callable[[Tensor], Tensor] = _unchanged
-        # of this rank's tokens, since the last update
+        # since the last update
         self.loads_E: Tensor | None = None
 
     def forward(self, x_BSH: Tensor, objective: Tensor | float | None) -> Tensor:
@@ -240,9 +240,8 @@ class MixtureOfExperts(nn.Module):
         return y_BSH if self.shared_expert is None else y_BSH + self.shared_expert(x_BSH)
 
     def _balance(self, logits_TE: Tensor, routed: Any, samples: Sequence[int]) -> Tensor:
-        """This rank's part of the layer's losses, summed over tokens: of balance, E sum_e f_e P_e,
-        which is 1 for even loads (Fedus et al. 2021, arXiv:2101.03961, section 2.2; f of k
-        choices), and of the router's logits, z (Zoph et al. 2022, arXiv:2202.08906)."""
+        """The layer's losses, summed over the tokens here: of balance, E sum_e f_e P_e, which is 1
+        for even loads (Fedus et al. 2021, arXiv:2101.03961, section 2.2; f of k choices), and of the router's logits, z (Zoph et al. 2022, arXiv:2202.08906)."""
         shares_TE, chosen_TK = balanced(logits_TE, routed, self.routing)
         shares_BSE = shares_TE.view(*samples, self.routing.experts)
         chosen_BSK = chosen_TK.view(*samples, self.routing.chosen)

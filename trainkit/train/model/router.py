@@ -38,10 +38,11 @@ def best(scores: Tensor, count: int) -> Tensor:
 
 
 def _of_kept_groups(choice_TE: Tensor, routing: Routing) -> Tensor:
-    """-inf for experts of groups that a token does not keep. A group counts what its best
-    chosen / kept_groups experts count together (DeepSeek-V3, arXiv:2412.19437, section 2.1.2:
+    """-inf for experts of groups that a token does not keep. Each counts what its best chosen /
+    kept_groups experts count together (DeepSeek-V3, arXiv:2412.19437, section 2.1.2:
     the best two). Not 0: a bias may make scores of the others lower."""
-    by_group_TGE = choice_TE.view(len(choice_TE), routing.groups, -1)
+    size = routing.experts // routing.groups
+    by_group_TGE = choice_TE.view(len(choice_TE), routing.groups, size)
     judged = routing.chosen // routing.kept_groups
     of_group_TG = by_group_TGE.topk(judged, dim=-1).values.sum(-1)
     kept_TG = torch.zeros_like(of_group_TG, dtype=torch.bool)
