@@ -20,6 +20,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from trainkit.jobs.models import varlen_fits
+
 
 def local_part(tensor: Tensor) -> Tensor:
     """The elements this rank holds, sharing storage: the local shard of a DTensor, else the
@@ -93,15 +95,25 @@ def summed(x: Tensor, group: str, operation: str = "sum") -> Tensor:
     return cast(Tensor, ops.wait_tensor(ops.all_reduce(x.contiguous(), operation, group)))
 
 
+def begin_exchange(x: Tensor, taken: list[int], sent: list[int], group: str) -> Tensor:
+    """As `exchanged`, without a gradient: what comes may be read after `finish_exchange`, and `x`
+    must stay as it is until then."""
+    ops = torch.ops._c10d_functional
+    return cast(Tensor, ops.all_to_all_single(x.contiguous(), taken, sent, group))
+
+
+def finish_exchange(coming: Tensor) -> Tensor:
+    """Wait for what `begin_exchange` returned."""
+    return cast(Tensor, torch.ops._c10d_functional.wait_tensor(coming))
+
+
 class _Exchange(torch.autograd.Function):
     """As `exchanged`; 2.11's own operation has its gradient in another place than 2.13's."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, taken: list[int], sent: list[int], group: str) -> Tensor:
         ctx.words = (sent, taken, group)
-        ops = torch.ops._c10d_functional
-        found = ops.all_to_all_single(x.contiguous(), taken, sent, group)
-        return cast(Tensor, ops.wait_tensor(found))
+        return finish_exchange(begin_exchange(x, taken, sent, group))
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
@@ -206,6 +218,58 @@ def causal_varlen_attention(
             )
     bounds = (bounds_D, bounds_D, longest, longest)
     return cast(Tensor, varlen_attn(q_NAD, k_NGD, v_NGD, *bounds, **keywords))  # type: ignore[arg-type]
+
+
+def has_flash(q: Tensor) -> bool:
+    """Whether `flash_attention` takes such queries: on CPUs all, on GPUs 16 bits and heads of a
+    multiple of 8 channels up to 256."""
+    return not q.is_cuda or (q.itemsize == 2 and varlen_fits(q.shape[-1]))
+
+
+def flash_attention(
+    q_BAQD: Tensor, k_BGKD: Tensor, v_BGKD: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """softmax(scale q k^T) v and logsumexp of the scores, (B, A, Q), in fp32 or wider; without
+    gradients, `flash_attention_backward` has them. `causal`: query i sees the keys up to i."""
+    aten = torch.ops.aten
+    q_BAQD, k_BGKD, v_BGKD = (x.contiguous() for x in (q_BAQD, k_BGKD, v_BGKD))
+    if q_BAQD.is_cuda:
+        found = aten._scaled_dot_product_flash_attention(
+            q_BAQD, k_BGKD, v_BGKD, 0.0, causal, False, scale=scale
+        )
+    else:
+        found = aten._scaled_dot_product_flash_attention_for_cpu(
+            q_BAQD, k_BGKD, v_BGKD, 0.0, causal, scale=scale
+        )
+    return found[0], found[1]
+
+
+def flash_attention_backward(
+    dy_BAQD: Tensor,
+    q_BAQD: Tensor,
+    k_BGKD: Tensor,
+    v_BGKD: Tensor,
+    y_BAQD: Tensor,
+    logsum_BAQ: Tensor,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of queries, keys and values. `y` and `logsum` may be of more keys than these:
+    then they are these keys' part."""
+    aten = torch.ops.aten
+    given = (dy_BAQD, q_BAQD, k_BGKD, v_BGKD, y_BAQD, logsum_BAQ)
+    dy, q, k, v, y, logsum = (x.contiguous() for x in given)
+    if q.is_cuda:
+        none = torch.empty((), dtype=torch.int64, device=q.device)  # nothing is drawn
+        lengths = (None, None, q.shape[2], k.shape[2])
+        found = aten._scaled_dot_product_flash_attention_backward(
+            dy, q, k, v, y, logsum, *lengths, 0.0, causal, none, none, scale=scale
+        )
+    else:
+        found = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            dy, q, k, v, y, logsum, 0.0, causal, scale=scale
+        )
+    return found[0], found[1], found[2]
 
 
 def varlen_operations() -> list[object]:
