@@ -46,8 +46,10 @@ def layout(
     copies: int = 1,
     ep: int = 1,
     etp: int = 1,
+    **context: Any,
 ) -> dict[str, Any]:
-    """Keys of [jobs.X.parallelism]; schedule "interleaved": two chunks a stage."""
+    """Keys of [jobs.X.parallelism]; schedule "interleaved": two chunks a stage. `context`: cp, and
+    comm where it is not "p2p"."""
     keys: dict[str, Any] = {
         "tensor_model_parallel_size": tensor,
         "pipeline_model_parallel_size": pipeline,
@@ -61,6 +63,9 @@ def layout(
     )
     if ep * etp > 1:
         keys |= {"expert_model_parallel_size": ep, "expert_tensor_parallel_size": etp}
+    if context:
+        names = {"cp": "context_parallel_size", "comm": "cp_comm_type"}
+        keys |= {"cp_comm_type": "p2p"} | {names[key]: value for key, value in context.items()}
     return {**keys, "data_parallel_replicate_size": copies}
 
 
@@ -73,7 +78,8 @@ def words(case: Case) -> str:
     """A case in a few words: its name in the table."""
     p, t = case.parallelism, case.training
     tensor, pipeline = p["tensor_model_parallel_size"], p["pipeline_model_parallel_size"]
-    data = case.ranks // (tensor * pipeline)
+    context = p.get("context_parallel_size", 1)
+    data = case.ranks // (tensor * context * pipeline)
     schedule = (
         "interleaved"
         if "virtual_pipeline_model_parallel_size" in p
@@ -82,14 +88,15 @@ def words(case: Case) -> str:
     copies = p["data_parallel_replicate_size"]
     parts = [
         f"TP{tensor}{' + SP' if p['sequence_parallel'] else ''}" if tensor > 1 else "",
+        f"CP{context} {p['cp_comm_type']}" if context > 1 else "",
         f"PP{pipeline} {schedule}" if pipeline > 1 else "",
         f"EP{p['expert_model_parallel_size']}" if "expert_model_parallel_size" in p else "",
         f"ETP{etp}" if (etp := p.get("expert_tensor_parallel_size", 1)) > 1 else "",
         (
-            (f"HSDP {copies}x{data // copies}" if copies > 1 else f"DP{data}")
+            (f"HSDP {copies}x{data * context // copies}" if copies > 1 else f"DP{data}")
             + f" ZeRO {p['zero_stage']}"
             if data > 1
-            else ""
+            else (f"ZeRO {p['zero_stage']}" if context > 1 and p["zero_stage"] != 1 else "")
         ),
         ", ".join(
             [
@@ -164,6 +171,14 @@ SHORT = named(
         Case("gpt-oss", layout(1, 2, "zbv"), 2),
         apart("gpt-oss", layout(ep=2), 2),
         apart("gemma3", layout(2), 2),
+        Case("gpt", layout(cp=2), 2, FULL),
+        Case("llama", layout(cp=2, comm="a2a"), 2, SELECTIVE),
+        apart("llama", layout(cp=2), 2),
+        Case("moe-biased", layout(cp=2, ep=2), 2),
+        Case("gpt", layout(zero=0, cp=2), 4),
+        Case("gemma3", layout(1, 2, "zbv", cp=2), 4),
+        *unequal("qwen3", layout(2, sp=True, cp=2), 4),
+        Case("llama-1-group", layout(cp=4, comm="a2a"), 4),
         Case("gpt", layout(2), 2, sabotage="tensor-parallel replicas are not summed"),
         Case("gpt", layout(1, 2), 2, sabotage="tied copies are not summed"),
         Case("llama", layout(4, sp=True), 4, PAIRS),

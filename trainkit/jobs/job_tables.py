@@ -28,6 +28,16 @@ class Parallelism(Table):
     sequence_parallel: bool = Field(
         False, description="activations between blocks split over the tensor-parallel ranks"
     )
+    context_parallel_size: int = Field(
+        1, ge=1, description="context-parallel size: ranks that the tokens of a sample are dealt to"
+    )
+    cp_comm_type: Literal["p2p", "a2a"] = Field(
+        "p2p",
+        description=(
+            "how attention sees all tokens: p2p, keys and values go round the context-parallel"
+            " ranks; a2a, each has all tokens of some heads"
+        ),
+    )
     expert_model_parallel_size: int = Field(
         1, ge=1, description="ranks that the experts of a layer lie on"
     )
@@ -52,6 +62,15 @@ class Parallelism(Table):
             " ranks, and gradients are summed over copies"
         ),
     )
+
+    @property
+    def ranks_of_a_sample(self) -> int:
+        """Ranks that compute each sample together."""
+        return (
+            self.tensor_model_parallel_size
+            * self.context_parallel_size
+            * self.pipeline_model_parallel_size
+        )
 
     @model_validator(mode="after")
     def _fits(self) -> Parallelism:

@@ -78,6 +78,7 @@ SYNONYMS = {
     "steps": "train_iters",
     "tensor_parallel_size": "tensor_model_parallel_size",
     "tp": "tensor_model_parallel_size",
+    "cp": "context_parallel_size",
     "train_steps": "train_iters",
     "pipeline_parallel_size": "pipeline_model_parallel_size",
     "warmup_iters": "lr_warmup_iters",

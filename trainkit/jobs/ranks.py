@@ -18,10 +18,14 @@ class ParallelDegrees:
 
     Args:
         tensor, pipeline: model-parallel sizes.
-        replicate: whole copies that data-parallel ranks hold together (HSDP's outer axis).
+        replicate: whole copies that data- and context-parallel ranks hold together (HSDP's outer
+            axis).
         shard: ranks that one copy is sharded over.
         expert: ranks that the experts of a layer lie on.
         expert_tensor: ranks that one expert is split over.
+        context: ranks that the tokens of a sample are dealt to. They hold the same weights, so
+            these are sharded over them too: `replicate * shard` ranks are data- and
+            context-parallel ones together.
     """
 
     tensor: int = 1
@@ -30,16 +34,22 @@ class ParallelDegrees:
     shard: int = 1
     expert: int = 1
     expert_tensor: int = 1
+    context: int = 1
+
+    @property
+    def data_context(self) -> int:
+        """Ranks of a stage that hold the same weights together."""
+        return self.replicate * self.shard
 
     @property
     def data(self) -> int:
-        """Data-parallel size."""
-        return self.replicate * self.shard
+        """Data-parallel size: of ranks that read samples of their own."""
+        return self.data_context // self.context
 
     @property
     def world(self) -> int:
         """All ranks."""
-        return self.pipeline * self.data * self.tensor
+        return self.pipeline * self.data_context * self.tensor
 
     @property
     def expert_ranks(self) -> int:
@@ -51,8 +61,8 @@ class ParallelDegrees:
     def expert_copies(self) -> tuple[int, int]:
         """(replicate, shard) of experts: the ranks of a stage that hold the same experts are laid
         out as those that hold the same layers."""
-        data = max(1, self.data * self.tensor // self.expert_ranks)
-        replicate = data if self.replicate == self.data > 1 else self.replicate
+        data = max(1, self.data_context * self.tensor // self.expert_ranks)
+        replicate = data if self.replicate == self.data_context > 1 else self.replicate
         return replicate, max(1, data // replicate)
 
 
@@ -67,36 +77,42 @@ class RankCoordinates:
 
     def data(self, degrees: ParallelDegrees) -> int:
         """The data-parallel rank: neighbours in it share a copy of the model."""
-        return self.replicate * degrees.shard + self.shard
+        return (self.replicate * degrees.shard + self.shard) // degrees.context
+
+    def context(self, degrees: ParallelDegrees) -> int:
+        """The context-parallel rank: neighbours in it read the same samples."""
+        return (self.replicate * degrees.shard + self.shard) % degrees.context
 
 
 def degrees_of(job: Job) -> ParallelDegrees:
     """The degrees a job asks for; ZeRO 0 is a whole copy on every data-parallel rank. Where they
     do not divide the world, of the ranks that fit in."""
     p = job.parallelism
-    data = job.data_parallel_size
-    replicate = data if p.zero_stage == 0 else p.data_parallel_replicate_size
+    ranks = job.data_parallel_size * p.context_parallel_size
+    replicate = ranks if p.zero_stage == 0 else p.data_parallel_replicate_size
     return ParallelDegrees(
         p.tensor_model_parallel_size,
         p.pipeline_model_parallel_size,
         replicate,
-        max(1, data // replicate),
+        max(1, ranks // replicate),
         p.expert_model_parallel_size,
         (p.expert_tensor_parallel_size or p.tensor_model_parallel_size) if job.model.moe else 1,
+        p.context_parallel_size,
     )
 
 
 def rank_at(place: RankCoordinates, degrees: ParallelDegrees) -> int:
-    """rank = (pp * DP + dp) * TP + tp: tensor-parallel neighbours are neighbours, stages lie far
-    apart (as Megatron-LM and DeepSpeed have it)."""
-    return (place.pipeline * degrees.data + place.data(degrees)) * degrees.tensor + place.tensor
+    """rank = ((pp * DP + dp) * CP + cp) * TP + tp: tensor-parallel neighbours are neighbours, then
+    context-parallel ones, and stages lie far apart (Megatron-LM's order tp-cp-ep-dp-pp)."""
+    among = place.replicate * degrees.shard + place.shard
+    return (place.pipeline * degrees.data_context + among) * degrees.tensor + place.tensor
 
 
 def coordinates_of(rank: int, degrees: ParallelDegrees) -> RankCoordinates:
     """The inverse of `rank_at`."""
     rest, tensor = divmod(rank, degrees.tensor)
-    pipeline, data = divmod(rest, degrees.data)
-    return RankCoordinates(pipeline, *divmod(data, degrees.shard), tensor)
+    pipeline, among = divmod(rest, degrees.data_context)
+    return RankCoordinates(pipeline, *divmod(among, degrees.shard), tensor)
 
 
 def share_of_rank(size: int, parts: int, index: int) -> tuple[int, int]:

@@ -360,12 +360,9 @@ class Job(Table):
 
     @property
     def data_parallel_size(self) -> int:
-        """Ranks over tensor and pipeline degrees (at least 1, rounded down where the plan
-        objects)."""
-        p = self.parallelism
-        return max(
-            1, self.world_size // (p.tensor_model_parallel_size * p.pipeline_model_parallel_size)
-        )
+        """Ranks over tensor, context and pipeline degrees (at least 1, rounded down where the
+        plan objects)."""
+        return max(1, self.world_size // self.parallelism.ranks_of_a_sample)
 
     @property
     def global_batch_size(self) -> int:

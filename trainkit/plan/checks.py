@@ -16,6 +16,8 @@ from trainkit.plan.split import EMBEDDING, LOSS, split_of
 MANY = 4  # batch sizes named in one message
 ENDS_COUNTED: Change = {f"engine_args.{EMBEDDING}": True, f"engine_args.{LOSS}": True}
 TP = "parallelism.tensor_model_parallel_size"
+CP = "parallelism.context_parallel_size"
+COMM = "parallelism.cp_comm_type"
 PP = "parallelism.pipeline_model_parallel_size"
 VIRTUAL = "parallelism.virtual_pipeline_model_parallel_size"
 ZERO = "parallelism.zero_stage"
@@ -53,6 +55,7 @@ def layout_objections(job: Job, rules: Rules) -> Iterator[Objection]:
     layout = layout_of(job)
     yield from _world(job, layout)
     yield from _tensor(job, layout, rules)
+    yield from _context(job, layout)
     yield from _stages(job, layout, rules)
     yield from _schedule(job, layout, rules)
     yield from _zero(job, layout, rules)
@@ -64,7 +67,8 @@ def layout_objections(job: Job, rules: Rules) -> Iterator[Objection]:
 
 def _world(job: Job, layout: Layout) -> Iterator[Objection]:
     """The degrees divide the world."""
-    rest = layout.tensor * layout.pipeline
+    rest = job.parallelism.ranks_of_a_sample
+    context = f" x context-parallel {layout.context}" if layout.context > 1 else ""
     most = job.cluster.max_nodes
     if layout.world % rest:
         there = (
@@ -72,19 +76,24 @@ def _world(job: Job, layout: Layout) -> Iterator[Objection]:
             f" {layout.world}"
         )
         message = (
-            f"{there}, which tensor-parallel {layout.tensor} x pipeline-parallel {layout.pipeline}"
-            f" = {rest} does not divide"
+            f"{there}, which tensor-parallel {layout.tensor}{context} x pipeline-parallel"
+            f" {layout.pipeline} = {rest} does not divide"
         )
         step = rest // math.gcd(rest, layout.ranks_per_node)
         nodes = nearest(
             job.nodes, lambda n: n % step == 0, most=most if most is not None else job.nodes + step
         )
-        pipelines = nearest(layout.pipeline, lambda p: layout.world % (layout.tensor * p) == 0)
+        others = rest // layout.pipeline
+        pipelines = nearest(layout.pipeline, lambda p: layout.world % (others * p) == 0)
         yield Objection(
             "world-not-divisible",
             "nodes",
             message,
-            (*({"nodes": n} for n in nodes), *({PP: p} for p in pipelines)),
+            (
+                *({"nodes": n} for n in nodes),
+                *({PP: p} for p in pipelines),
+                *({CP: n} for n in _contexts(job, layout)),
+            ),
         )
 
 
@@ -180,10 +189,85 @@ def _sequence(model: Model, tensor: int, fitting: list[int]) -> Objection:
     )
 
 
+def _contexts(job: Job, layout: Layout) -> list[int]:
+    """The nearest context-parallel sizes that divide the world and the sequence; none where there
+    is no context parallelism."""
+    others = layout.tensor * layout.pipeline
+    if layout.context == 1:
+        return []
+    return nearest(
+        layout.context,
+        lambda n: (
+            layout.world % (others * n) == 0
+            and (n == 1 or job.model.seq_length % (2 * n * layout.sequence_parts) == 0)
+        ),
+    )
+
+
+def _context(job: Job, layout: Layout) -> Iterator[Objection]:
+    """The tokens of a sample can be dealt to its ranks, and attention can see them all."""
+    size, length = layout.context, job.model.seq_length
+    if size == 1:
+        return
+    chunks = 2 * size * layout.sequence_parts
+    if length % chunks:
+        split = f" x tensor-parallel {layout.tensor} (sequence_parallel)" if layout.sequence else ""
+        message = (
+            f"seq_length {length} does not divide by 2 x context-parallel {size}{split} = {chunks}"
+        )
+        lengths = [n for n in (length // chunks * chunks, -(-length // chunks) * chunks) if n]
+        changes = ({CP: n} for n in _contexts(job, layout))
+        yield Objection(
+            "context-not-divisible",
+            CP,
+            message,
+            (*changes, *({"model.seq_length": n} for n in lengths)),
+        )
+    if job.parallelism.cp_comm_type == "a2a":
+        yield from _dealt_heads(job, layout)
+    if job.model.attention_dropout > 0:
+        yield Objection(
+            "dropout-in-context",
+            "model.attention_dropout",
+            f"attention_dropout {job.model.attention_dropout} with context-parallel size {size}:"
+            " no rank draws random numbers for the tokens of others",
+            ({"model.attention_dropout": 0}, {CP: 1}),
+        )
+    if job.training.compile:
+        yield Objection(
+            "compile-in-context",
+            "training.compile",
+            f"training.compile with context-parallel size {size}: attention that talks to other"
+            " ranks is not compiled",
+            ({"training.compile": False}, {CP: 1}),
+        )
+
+
+def _dealt_heads(job: Job, layout: Layout) -> Iterator[Objection]:
+    """cp_comm_type = "a2a": each rank has as many heads, and whole heads of keys and values, or
+    one that several ranks have."""
+    tensor, size = layout.tensor, layout.context
+    heads = job.model.num_attention_heads
+    groups = max(1, job.model.query_groups // tensor)
+    if heads % (tensor * size):
+        name, count = "num_attention_heads", heads
+    elif groups % size and size % groups:
+        name, count = "num_query_groups", job.model.query_groups
+    else:
+        return
+    across = f"tensor-parallel {tensor} x context-parallel {size}"
+    yield Objection(
+        "heads-not-dealt",
+        COMM,
+        f"cp_comm_type = 'a2a': {name} {count} does not divide by {across}",
+        ({COMM: "p2p"},),
+    )
+
+
 def _pipeline_change(job: Job, layout: Layout, pipeline: int) -> Change:
     """Another number of stages, with the number of nodes that then keeps the data-parallel size,
     where the present one would not divide."""
-    ranks = layout.tensor * pipeline
+    ranks = layout.tensor * layout.context * pipeline
     if layout.world % ranks == 0:
         return {PP: pipeline}
     step = ranks // math.gcd(ranks, layout.ranks_per_node)

@@ -28,8 +28,9 @@ class Layout:
     Args:
         tensor, pipeline, virtual, data: degrees.
         virtual: chunks of the model on each stage under an interleaved schedule.
-        replicate: whole copies of the model among the data-parallel ranks; each is sharded over
-            data / replicate of them.
+        context: ranks that the tokens of a sample are dealt to.
+        replicate: whole copies of the model among the data- and context-parallel ranks; each is
+            sharded over data x context / replicate of them.
         v_shaped: the zero-bubble schedule ZB-V, which has two chunks on each stage, the first and
             the last of the model on the first stage.
         chunks: layers of each chunk in the model's order.
@@ -46,6 +47,7 @@ class Layout:
     pipeline: int
     virtual: int
     data: int
+    context: int
     replicate: int
     v_shaped: bool
     chunks: tuple[int, ...]
@@ -56,9 +58,19 @@ class Layout:
     expert_shard: int
 
     @property
+    def data_context(self) -> int:
+        """Ranks of a stage that hold the same weights together."""
+        return self.data * self.context
+
+    @property
     def shard(self) -> int:
         """Ranks that one copy of a stage is sharded over."""
-        return max(1, self.data // self.replicate)
+        return max(1, self.data_context // self.replicate)
+
+    @property
+    def sequence_parts(self) -> int:
+        """Ranks of a tensor-parallel group that share the tokens between its blocks."""
+        return self.tensor if self.sequence else 1
 
     def stage_of(self, chunk: int) -> int:
         """Which stage a chunk is on: round and round, or down and up again."""
@@ -133,7 +145,7 @@ class Layout:
     @property
     def fills_world(self) -> bool:
         """Whether each rank has a place: only then has a step a time."""
-        return self.tensor * self.pipeline * self.data == self.world
+        return self.tensor * self.pipeline * self.data_context == self.world
 
     @property
     def bubble_fraction(self) -> float:
@@ -163,6 +175,7 @@ def layout_of(job: Job) -> Layout:
         pipeline=p.pipeline_model_parallel_size,
         virtual=virtual,
         data=job.data_parallel_size,
+        context=p.context_parallel_size,
         replicate=degrees.replicate,
         v_shaped=v_shaped,
         chunks=split_of(job, p.pipeline_model_parallel_size, 2 if v_shaped else virtual).chunks,

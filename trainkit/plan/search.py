@@ -40,7 +40,8 @@ def data_degrees(job: Job, rules: Rules) -> Iterator[int]:
     layers = job.model.num_layers
     for tensor in range(1, job.ranks_per_node + 1):
         for pipeline in range(1, layers + 1):
-            data, rest = divmod(job.world_size, tensor * pipeline)
+            sharing = tensor * pipeline * job.parallelism.context_parallel_size
+            data, rest = divmod(job.world_size, sharing)
             if not rest and (rules.uneven_stages or layers % pipeline == 0):
                 yield data
 
@@ -168,8 +169,9 @@ def _micro_batches(job: Job, data: int) -> list[int]:
 
 def layouts(job: Job, rules: Rules) -> Iterator[dict[str, Value]]:
     """Every layout of the job's ranks: degrees that divide them, all that the engine has of
-    schedules, ZeRO stages and recomputation; tensor parallelism stays within a node."""
-    world = job.world_size
+    schedules, ZeRO stages and recomputation; tensor parallelism stays within a node, and context
+    parallelism as it is."""
+    world = job.world_size // job.parallelism.context_parallel_size
     for tensor in divisors(world):
         if tensor > job.ranks_per_node:
             break

@@ -82,8 +82,9 @@ def _split(job: Job) -> Iterator[Change]:
     for n in range(tensor + 1, job.ranks_per_node + 1):
         if job.ranks_per_node % n == 0:
             yield from _same_batch(job, {TP: n})
+    others = job.parallelism.ranks_of_a_sample // pipeline
     for n in range(pipeline + 1, job.model.num_layers + 1):
-        if job.world_size % (tensor * n) == 0:
+        if job.world_size % (others * n) == 0:
             yield from _same_batch(job, {PP: n})
 
 

@@ -140,8 +140,9 @@ def check_layout(scene: RehearsalScene) -> str:
         raise_problems(check_weights(weights_folder(job), job.model, vocab_size(job)))
         return f"weights of {job.init_from} fit the model"
     degrees = degrees_of(job)
+    context = f"{degrees.context} context-parallel x " if degrees.context > 1 else ""
     return (
-        f"{degrees.pipeline} stages x {degrees.data} data-parallel x {degrees.tensor}"
+        f"{degrees.pipeline} stages x {degrees.data} data-parallel x {context}{degrees.tensor}"
         " tensor-parallel ranks"
     )
 

@@ -108,6 +108,8 @@ def reason_against(job: Job) -> str:
         return "its dataset has random tokens, which stand for no text"
     if p.tensor_model_parallel_size > 1 or p.pipeline_model_parallel_size > 1:
         return "its model is split over ranks"
+    if p.context_parallel_size > 1:
+        return "its attention sees the tokens of several ranks"
     if p.zero_stage == 3:
         return "with ZeRO 3 every token would gather the whole model again"
     if job.training.compile:

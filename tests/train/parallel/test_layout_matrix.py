@@ -49,16 +49,20 @@ LOADED = [
     Case("gpt", layout(1, 4), 4, SMALL),
     Case("gpt", layout(2, 1, sp=True, zero=0), 4, SMALL),
     Case("gpt", layout(1, 2, "zbv"), 2, SMALL),  # tied weights twice on one rank
+    Case("gpt", layout(zero=3, cp=2), 4, SMALL),
+    Case("gpt", layout(zero=0, cp=4, comm="a2a"), 4, SMALL),
 ]
 LOADED = [case for case in LOADED if runs_here(case.parallelism)]
 # Muon, from layout to layout: each reads the last one's save. Then all of it on one rank.
-MUON_SMALL = {**SMALL, **MUON, "train_iters": 14}
+MUON_SMALL = {**SMALL, **MUON, "train_iters": 18}
 CHAIN = [
     Case("llama-tied", each, 4, MUON_SMALL)
     for each in (
         layout(2, sp=True),
         layout(1, 2, "zbv"),
         layout(zero=1),
+        layout(zero=3, cp=2),
+        layout(cp=4),
         layout(zero=3),
         layout(2, zero=2),
     )
@@ -219,8 +223,8 @@ def test_a_checkpoint_goes_from_any_layout_to_any(found: dict[str, list[Any]], n
 
 
 def test_muon_goes_from_layout_to_layout(found: dict[str, list[Any]]) -> None:
-    """TP2, PP2, DP4, ZeRO 3 and TP2 again: at each step what one process has, in fp64, and what
-    is read is what was written, to the bit, on every rank that holds it."""
+    """TP2, PP2, DP4, CP2, CP4, ZeRO 3 and TP2 again: at each step what one process has, in
+    fp64, and what is read is what was written, to the bit, on every rank that holds it."""
     end = None
     for i in range(len(CHAIN)):
         here, alone = found[f"chain {i}"][0], found[f"alone {i}"][0]

@@ -61,7 +61,7 @@ def jobs(draw: st.DrawFn) -> Job:
         draw(st.integers(1, 9)),
         8 * heads,
         heads,
-        draw(st.sampled_from([4, 6, 8])),
+        draw(st.sampled_from([4, 6, 8, 12])),
         num_query_groups=groups,
         **sizes,
     )
@@ -74,6 +74,8 @@ def jobs(draw: st.DrawFn) -> Job:
         sp=draw(st.booleans()),
         zero=zero,
         copies=draw(st.integers(1, 3)) if zero else 1,
+        cp=draw(st.sampled_from([1, 1, 2, 3])),
+        comm=draw(st.sampled_from(["p2p", "a2a"])),
     )
     training: dict[str, Any] = {
         "micro_batch_size": draw(st.integers(1, 2)),
@@ -92,7 +94,7 @@ def jobs(draw: st.DrawFn) -> Job:
             50,
         )
     ranks = draw(st.integers(1, 16))
-    fitting = keys["tensor_model_parallel_size"] * pipeline * draw(st.integers(1, 4))
+    fitting = Parallelism.model_validate(keys).ranks_of_a_sample * draw(st.integers(1, 4))
     return job_of(model, draw(st.sampled_from([ranks, fitting])), parallelism=keys, **training)
 
 
@@ -121,10 +123,21 @@ def shares_work(job: Job) -> bool:
     p = job.parallelism
     tensor = p.tensor_model_parallel_size
     stages = p.pipeline_model_parallel_size
+    context = p.context_parallel_size
     model = job.model
     assert model.vocab_size
+    groups = max(1, model.query_groups // tensor)
     split = [
-        job.world_size % (tensor * stages) == 0,
+        job.world_size % (tensor * context * stages) == 0,
+        context == 1
+        or model.seq_length % (2 * context * (tensor if p.sequence_parallel else 1)) == 0,
+        context == 1
+        or p.cp_comm_type == "p2p"
+        or (
+            model.num_attention_heads % (tensor * context) == 0
+            and (groups % context == 0 or context % groups == 0)
+        ),
+        job.data_parallel_size % p.data_parallel_replicate_size == 0,
         degrees_of(job).world == job.world_size,
         model.num_attention_heads % tensor == 0,
         model.query_groups % tensor == 0 or tensor % model.query_groups == 0,
@@ -153,6 +166,9 @@ TAKEN = {
     "pp4 zbv, 3 micro-batches": ("llama-deep", 4, layout(1, 4, "zbv")),
     "3-d": ("gpt", 8, layout(2, 2, "interleaved", sp=True)),
     "hsdp of a stage": ("neox-tied", 8, layout(1, 2, copies=2, zero=3)),
+    "tokens of a sample on two ranks": ("llama", 8, layout(2, sp=True, zero=3, cp=2)),
+    "context, of two copies": ("gpt", 8, layout(copies=2, cp=2, comm="a2a")),
+    "context, a copy on each": ("gpt", 4, layout(1, 2, zero=0, cp=2)),
     "all at once": ("llama-tied", 16, layout(2, 2, "zbv", sp=True, copies=2)),
 }
 

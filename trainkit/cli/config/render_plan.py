@@ -191,8 +191,9 @@ def _ranks(job: Job, plan: Plan) -> str:
         f"{job.nodes} node{'s' if job.nodes > 1 else ''} x {job.ranks_per_node}"
         f" {device.label or device.name}"
     )
+    context = f"context {layout.context}, " if layout.context > 1 else ""
     split = (
-        f"tensor {layout.tensor}, pipeline {layout.pipeline}, data {layout.data}, ZeRO"
+        f"tensor {layout.tensor}, {context}pipeline {layout.pipeline}, data {layout.data}, ZeRO"
         f" {job.parallelism.zero_stage}"
     )
     if job.model.moe:

@@ -167,7 +167,10 @@ def _layout_cell(layout: Mapping[str, int | str]) -> str:
     """2 ranks: TP 1 x PP 1 x DP 2, ZeRO 1."""
     if "world_size" not in layout:
         return ""
-    degrees = " x ".join(f"{name} {layout.get(key, '?')}" for name, key in DEGREES.items())
+    keys = {**DEGREES}
+    if layout.get("context_parallel_size", 1) != 1:
+        keys["CP"] = "context_parallel_size"
+    degrees = " x ".join(f"{name} {layout.get(key, '?')}" for name, key in keys.items())
     return f"{layout['world_size']} ranks: {degrees}, ZeRO {layout.get('zero_stage', '?')}"
 
 

@@ -52,6 +52,7 @@ NO_COUNTERPART: dict[str, str] = {
     "training.reset_attention_mask": "its tokens see the whole sample",
     "training.reset_position_ids": "its positions go through the whole sample",
     "parallelism.virtual_pipeline_model_parallel_size": "DeepSpeed's stages have one chunk",
+    "parallelism.context_parallel_size": "its ranks have whole samples",
     "parallelism.pipeline_schedule": "DeepSpeed's pipeline has one schedule, 1F1B",
     "parallelism.data_parallel_replicate_size": "its ZeRO shards over all data-parallel ranks",
     "model.kv_channels": "its heads have hidden_size / num_attention_heads channels",

@@ -32,6 +32,7 @@ NO_COUNTERPART: Mapping[str, str] = {
     "training.on_nan": "engine native does that",
     "training.on_spike": "engine native does that",
     "training.compile": "engine native does that",
+    "parallelism.context_parallel_size": "engine_args context-parallel-size says it",
     "parallelism.pipeline_schedule": "its pipeline is 1F1B",
     "checkpoint.save_first": "engine native does that",
     "checkpoint.keep_best": "it deletes no checkpoint",

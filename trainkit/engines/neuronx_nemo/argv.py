@@ -51,6 +51,7 @@ NO_COUNTERPART: Mapping[str, str] = {
     "training.rampup_batch_size": "its schedule counts steps of one batch size",
     "training.lr_warmup_init": "its warmup begins at lr / warmup steps",
     "training.recompute_every": "it recomputes every block, or none",
+    "parallelism.context_parallel_size": "its ranks have whole samples",
 }
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "model.init_method": ("normal",),

@@ -18,7 +18,8 @@ class Batch:
     its samples' tokens.
 
     `position` is its first sample's in the order of samples. `positions_BS` and `documents` are
-    there where the job asks for them.
+    there where the job asks for them. Of samples of which only some tokens are here, positions are
+    those in the whole, (S,) where they are alike in all samples, and documents those of the whole.
     """
 
     tokens_BS: Tensor

@@ -241,7 +241,8 @@ class MixtureOfExperts(nn.Module):
 
     def _balance(self, logits_TE: Tensor, routed: Any, samples: Sequence[int]) -> Tensor:
         """The layer's losses, summed over the tokens here: of balance, E sum_e f_e P_e, which is 1
-        for even loads (Fedus et al. 2021, arXiv:2101.03961, section 2.2; f of k choices), and of the router's logits, z (Zoph et al. 2022, arXiv:2202.08906)."""
+        for even loads (Fedus et al. 2021, arXiv:2101.03961, section 2.2; f of k choices), and z of
+        the router's logits (Zoph et al. 2022, arXiv:2202.08906)."""
         shares_TE, chosen_TK = balanced(logits_TE, routed, self.routing)
         shares_BSE = shares_TE.view(*samples, self.routing.experts)
         chosen_BSK = chosen_TK.view(*samples, self.routing.chosen)

@@ -177,6 +177,7 @@ class Attention(nn.Module):
         super().__init__()
         self.rotate_qkv = kernels.rotate_qkv
         self.causal_attention = kernels.causal_attention
+        self.attend = attend
         self.head_size = model.head_size
         self.dropout = model.attention_dropout
         self.slides = model.slides(layer)
@@ -206,7 +207,7 @@ class Attention(nn.Module):
         if cache is not None:
             k_BGSD, v_BGSD = cache.extend(k_BGSD, v_BGSD)
         if self.sinks is None:
-            y_BASD = attend(
+            y_BASD = self.attend(
                 q_BASD,
                 k_BGSD,
                 v_BGSD,

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trainkit.jobs.ranks import ParallelDegrees, RankCoordinates, coordinates_of, rank_at
+from trainkit.train.parallel.context_group import CONTEXT, ContextGroup
 from trainkit.train.parallel.data_parallel import World
 from trainkit.train.parallel.expert_parallel import EXPERT, ExpertGroup
 from trainkit.train.parallel.tensor_group import TENSOR, TensorGroup
@@ -63,8 +64,10 @@ class Mesh:
         degrees: sizes of the axes.
         place: where this rank stands.
         device: this rank's device.
-        data: the data-parallel axis, one-dimensional, or two (replicate, shard).
+        data: the ranks that hold the same weights together, data- and context-parallel ones,
+            one-dimensional, or two (replicate, shard).
         tensor: the tensor-parallel group.
+        context: the context-parallel group.
         pipeline_group: the stages of one model; None where there is one stage.
         tied_group: first and last stage of one model, on these two only; None elsewhere and where
             they are one rank.
@@ -77,6 +80,7 @@ class Mesh:
     device: torch.device
     data: DeviceMesh
     tensor: TensorGroup
+    context: ContextGroup
     tensor_group: dist.ProcessGroup | None
     pipeline_group: dist.ProcessGroup | None
     tied_group: dist.ProcessGroup | None
@@ -117,15 +121,17 @@ class Mesh:
         if tensor_group is not None:
             name_group(TENSOR, tensor_group)
         tied_group = None
-        for data in range(degrees.data) if tied_at else ():
+        for among in range(degrees.data_context) if tied_at else ():
             for tensor in range(degrees.tensor):
                 ends = [
-                    rank_at(RankCoordinates(stage, *divmod(data, degrees.shard), tensor), degrees)
+                    rank_at(RankCoordinates(stage, *divmod(among, degrees.shard), tensor), degrees)
                     for stage in (0, tied_at or 0)
                 ]
                 group = dist.new_group(ends)  # all ranks make all groups
                 if world.rank in ends:
                     tied_group = group
+        if degrees.context > 1:
+            _name_context_group(degrees, world.rank)
         apart = degrees.tensor * degrees.expert_ranks > 1
         return cls(
             degrees=degrees,
@@ -137,6 +143,7 @@ class Mesh:
             pipeline_group=whole.get_group("pp") if degrees.pipeline > 1 else None,
             tied_group=tied_group,
             experts=ExpertMesh.of(degrees, world.rank, device) if experts and apart else None,
+            context=ContextGroup(degrees.context, place.context(degrees)),
         )
 
     def replica_group(self) -> dist.ProcessGroup | None:
@@ -157,3 +164,14 @@ class Mesh:
                 if (stage, copy) == (self.place.pipeline, self.place.replicate):
                     own = group
         return own
+
+
+def _name_context_group(degrees: ParallelDegrees, rank: int) -> None:
+    """Make the groups of ranks that read the same samples, and name this rank's."""
+    block = degrees.context * degrees.tensor
+    for first in range(0, degrees.world, block):
+        for tensor in range(degrees.tensor):
+            ranks = list(range(first + tensor, first + block, degrees.tensor))
+            group = dist.new_group(ranks)  # all ranks make all groups
+            if rank in ranks:
+                name_group(CONTEXT, group)

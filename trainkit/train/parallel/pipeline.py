@@ -146,7 +146,8 @@ class Pipeline:
         self.timers = timers
         self.dtype = dtype
         self.seed = seed
-        tokens = job.model.seq_length // (mesh.tensor.size if mesh.tensor.sequence else 1)
+        parts = mesh.context.size * (mesh.tensor.size if mesh.tensor.sequence else 1)
+        tokens = job.model.seq_length // parts
         self.shape = (job.training.micro_batch_size, tokens, job.model.hidden_size)
         self._schedules: dict[tuple[int, bool], Any] = {}
 

@@ -13,7 +13,12 @@ from trainkit.jobs.optimizers import kept_of, role_of
 from trainkit.jobs.schema import Job, Training
 from trainkit.ops.kernels import REFERENCE, Kernels
 from trainkit.train.model.transformer import Transformer, build_on_meta
-from trainkit.train.parallel import data_parallel, expert_parallel, tensor_parallel
+from trainkit.train.parallel import (
+    context_parallel,
+    data_parallel,
+    expert_parallel,
+    tensor_parallel,
+)
 from trainkit.train.parallel.mesh import Mesh
 from trainkit.train.parallel.pipeline import ModelChunk, chunks_on, chunks_per_stage
 from trainkit.train.parallel.recompute import wrap_blocks
@@ -90,13 +95,14 @@ def build_model_parts(
                 ModelChunk(job.model, vocab, number, count, kernels)
                 for number in chunks_on(mesh.place.pipeline, p)
             ]
-    sums = mesh.degrees.data > 1 or max(batch_sizes(job)) > t.micro_batch_size
+    sums = mesh.degrees.data_context > 1 or max(batch_sizes(job)) > t.micro_batch_size
     parameters: dict[str, ShardedParameter] = {}
     for module in modules:
         module.to(dtype)
         tensor_parallel.apply(module, vocab, mesh.tensor, kernels)
         if mesh.experts is not None:
             expert_parallel.apply(module, mesh.experts.group, mesh.tensor, kernels)
+        context_parallel.apply(module, mesh.context, p.cp_comm_type)
         wrap_blocks(module, job.model, t, graphs)
         layouts = {
             name: h.layout for name, h in sharded_parameters(module, mesh.degrees.tensor).items()

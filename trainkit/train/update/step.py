@@ -7,7 +7,7 @@ Shapes: B samples of a micro-batch, S tokens of a sample.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import NamedTuple, cast
 
@@ -22,7 +22,7 @@ from trainkit.train.metrics.readback import to_device
 from trainkit.train.metrics.timers import Timers
 from trainkit.train.model.batch import Batch
 from trainkit.train.model.head_loss import Labels, Losses
-from trainkit.train.parallel import data_parallel
+from trainkit.train.parallel import context_parallel, data_parallel
 from trainkit.train.parallel.data_parallel import COMPUTE
 from trainkit.train.parallel.initialize import STACKED
 from trainkit.train.parallel.mesh import Mesh
@@ -121,12 +121,12 @@ class Step:
         self.rates = learning_rates(job.training, self.device)
         self.random = job.model.hidden_dropout > 0 or job.model.attention_dropout > 0
         # one rank has no other to share with
-        if mesh.degrees.data > 1:
+        if mesh.degrees.data_context > 1:
             self.zero_stage = job.parallelism.zero_stage
         else:
             self.zero_stage = 1
         # weights stay gathered: the update's kernel writes them as the model computes with them
-        alone = mesh.degrees.data == mesh.degrees.pipeline == 1
+        alone = mesh.degrees.data_context == mesh.degrees.pipeline == 1
         self.keeps = alone and self.optimizer.writes_copies
         self.pipeline: Pipeline | None = None
         if mesh.degrees.pipeline > 1:
@@ -176,6 +176,7 @@ class Step:
         of: what several ranks know alike, one of them adds.
         """
         t = self.job.training
+        batches = self._own(batches)
         count = samples // (t.micro_batch_size * self.mesh.degrees.data)
         scale = self.scale.scale.double() / (samples * self.job.model.seq_length)
         if self.pipeline is not None:
@@ -184,12 +185,17 @@ class Step:
             entropy, tokens = self.pipeline.run(read, learning=True, z_loss=t.z_loss, scale=scale)
             checksum = sum(batch.checksum for batch in read)
         else:
-            entropy, tokens, checksum = self._accumulate(iter(batches), count, scale)
+            entropy, tokens, checksum = self._accumulate(batches, count, scale)
         with self.timers("communication"):
             replicas.add_up(self.model_parts.parameters, self.mesh)
         place = self.mesh.place
-        reports = place.tensor == 0
-        return entropy * reports, tokens * reports, checksum * (reports and place.pipeline == 0)
+        reports = place.tensor == 0  # context-parallel ranks have tokens of their own
+        first = reports and place.pipeline == self.mesh.context.rank == 0
+        return entropy * reports, tokens * reports, checksum * first
+
+    def _own(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """This rank's tokens of its micro-batches."""
+        return (context_parallel.own_tokens(batch, self.mesh.context) for batch in batches)
 
     def _accumulate(
         self, batches: Iterable[Batch], count: int, scale: Tensor
@@ -226,23 +232,21 @@ class Step:
     def _seed(self, batch: Batch, chunk: int) -> None:
         """Seed dropout by position in the order of samples: a resumed run drops the same. Chunks
         of the model draw different numbers, and so do the ranks of a tensor-parallel group where
-        each has its own tokens; where they hold the same activations they draw the same."""
+        each has its own tokens; where they hold the same activations they draw the same. Those of
+        a context-parallel group have their own tokens always."""
         if not self.random:
             return
-        group = self.mesh.tensor
-        seed_generators(
-            dropout_seed(
-                self.job.training.seed,
-                batch.position,
-                chunk * group.size + (group.rank if group.sequence else 0),
-            )
-        )
+        group, context = self.mesh.tensor, self.mesh.context
+        part = chunk * group.size + (group.rank if group.sequence else 0)
+        part = part * context.size + context.rank
+        seed_generators(dropout_seed(self.job.training.seed, batch.position, part))
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> Tensor:
         """(cross-entropy, labelled tokens) of these micro-batches, fp64 (2,), to be summed over
         all ranks. The modules must be in the state of evaluation."""
         reports = self.mesh.place.tensor == 0
+        batches = self._own(batches)
         if self.pipeline is not None:
             entropy, tokens = self.pipeline.run(list(batches), learning=False)
             return torch.stack([entropy, tokens.double()]) * reports
