@@ -30,6 +30,16 @@ def declare(schema: str, fake: Callable[..., Any]) -> Any:
     return getattr(getattr(torch.ops, NAMESPACE), name)
 
 
+def implement(operation: Any, function: Callable[..., Any]) -> None:
+    """Compute an operation by Python, on every device.
+
+    Args:
+        operation: as of `declare`.
+        function: of the same parameters.
+    """
+    LIBRARY.impl(operation.default, function, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+
+
 def differentiate(
     operation: Any, backward: Callable[..., Any], setup_context: Callable[..., None]
 ) -> None:

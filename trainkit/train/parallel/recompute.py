@@ -21,6 +21,7 @@ from trainkit.jobs.schema import Model, Training
 from trainkit.ops import causal_attention, cross_entropy, sink_attention
 from trainkit.train.model.attention import Context
 from trainkit.train.model.transformer import Block, Transformer
+from trainkit.train.parallel import ring_attention
 from trainkit.train.ready_graphs import ReadyGraphs
 from trainkit.train.torch_compat import group_operations, varlen_operations
 
@@ -46,6 +47,7 @@ def kept_operations() -> list[Any]:
         aten._scaled_dot_product_cudnn_attention.default,
         causal_attention.forward.default,
         sink_attention.forward.default,
+        ring_attention.forward.default,
     ]
     return [*products, *attention, *varlen_operations(), *group_operations()]
 

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from trainkit.ops.library import declare, differentiate, implement, packed_like
 from trainkit.train.model.attention import DocumentBounds
 from trainkit.train.parallel.context_group import ContextGroup, chunks_of, positions_of
 from trainkit.train.torch_compat import (
@@ -240,54 +241,102 @@ def first_seen(
     return torch.maximum((starts_N % tokens).view(-1, tokens), after_S)
 
 
-class _Ring(torch.autograd.Function):
-    """Attention of a rank's queries over the keys and values of all ranks of its group."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, q_BATD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, part: Part, group: ContextGroup
-    ) -> Tensor:
-        wide = torch.promote_types(q_BATD.dtype, torch.float32)
-        y_BATD = torch.zeros_like(q_BATD, dtype=wide)  # with the heads of a token side by side
-        logsum_BAT = y_BATD.new_full(y_BATD.shape[:3], -torch.inf)
-        held = torch.stack([k_BGTD, v_BGTD])
-        for step in range(group.size):
-            coming = _pass_on(held, group) if step + 1 < group.size else None
-            part.add(q_BATD, held, (group.rank - step) % group.size, y_BATD, logsum_BAT)
-            if coming is not None:
-                held = finish_exchange(coming).view_as(held)
-        y_BATD = y_BATD.to(q_BATD.dtype)
-        ctx.save_for_backward(q_BATD, k_BGTD, v_BGTD, y_BATD, logsum_BAT)
-        ctx.part, ctx.group = part, group
-        return y_BATD
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
-        q_BATD, k_BGTD, v_BGTD, y_BATD, logsum_BAT = ctx.saved_tensors
-        part, group = ctx.part, ctx.group
-        dq_BATD = torch.zeros_like(y_BATD, dtype=logsum_BAT.dtype)
-        held = torch.stack([k_BGTD, v_BGTD])
-        gradient: Tensor | None = None  # of `held`, coming from the rank before
-        for step in range(group.size):
-            coming = _pass_on(held, group) if step + 1 < group.size else None
-            origin = (group.rank - step) % group.size
-            found = part.gradients(upstream[0], q_BATD, held, origin, y_BATD, logsum_BAT, dq_BATD)
-            if gradient is not None:
-                found += finish_exchange(gradient).view_as(found)
-            gradient = _pass_on(found, group)  # after the last step it comes home
-            if coming is not None:
-                held = finish_exchange(coming).view_as(held)
-        assert gradient is not None
-        dk_BGTD, dv_BGTD = finish_exchange(gradient).view_as(held).to(k_BGTD.dtype).unbind()
-        return dq_BATD.to(q_BATD.dtype), dk_BGTD, dv_BGTD, None, None
+def _forward(
+    q_BATD: Tensor,
+    k_BGTD: Tensor,
+    v_BGTD: Tensor,
+    first_BS: Tensor | None,
+    first: Tensor | None,
+    scale: float,
+    group: list[int],
+    name: str,
+) -> tuple[Tensor, Tensor]:
+    """This rank's results, and the logsumexp of its scores, (B, A, T)."""
+    rank, size = group
+    part = Part(rank, size, scale, first_BS, first)
+    # the heads of a token are side by side, as in the queries
+    y_BATD = torch.zeros_like(q_BATD, dtype=torch.promote_types(q_BATD.dtype, torch.float32))
+    logsum_BAT = y_BATD.new_full(y_BATD.shape[:3], -torch.inf)
+    held = torch.stack([k_BGTD, v_BGTD])
+    for step in range(size):
+        coming = _pass_on(held, rank, size, name) if step + 1 < size else None
+        part.add(q_BATD, held, (rank - step) % size, y_BATD, logsum_BAT)
+        if coming is not None:
+            held = finish_exchange(coming).view_as(held)
+    return y_BATD.to(q_BATD.dtype), logsum_BAT
 
 
-def _pass_on(x: Tensor, group: ContextGroup) -> Tensor:
+def _backward(
+    dy_BATD: Tensor,
+    q_BATD: Tensor,
+    k_BGTD: Tensor,
+    v_BGTD: Tensor,
+    y_BATD: Tensor,
+    logsum_BAT: Tensor,
+    *words: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of this rank's queries, keys and values; `words` as of `_forward`."""
+    first_BS, first, scale, (rank, size), name = words
+    part = Part(rank, size, scale, first_BS, first)
+    dq_BATD = torch.zeros_like(y_BATD, dtype=logsum_BAT.dtype)
+    held = torch.stack([k_BGTD, v_BGTD])
+    gradient: Tensor | None = None  # of `held`, coming from the rank before
+    for step in range(size):
+        coming = _pass_on(held, rank, size, name) if step + 1 < size else None
+        given = (dy_BATD, q_BATD, held, (rank - step) % size, y_BATD, logsum_BAT)
+        found = part.gradients(*given, dq_BATD)
+        if gradient is not None:
+            found += finish_exchange(gradient).view_as(found)
+        gradient = _pass_on(found, rank, size, name)  # after the last step it comes home
+        if coming is not None:
+            held = finish_exchange(coming).view_as(held)
+    assert gradient is not None
+    home = finish_exchange(gradient).view_as(held)
+    dk_BGTD, dv_BGTD = (x.to(k_BGTD.dtype, copy=True) for x in home)  # each memory of its own
+    return dq_BATD.to(q_BATD.dtype), dk_BGTD, dv_BGTD
+
+
+def _pass_on(x: Tensor, rank: int, size: int, name: str) -> Tensor:
     """Begin to give it to the next rank; what comes from the one before, flat."""
-    sent, taken = [0] * group.size, [0] * group.size
-    sent[(group.rank + 1) % group.size] = x.numel()
-    taken[(group.rank - 1) % group.size] = x.numel()
-    return begin_exchange(x.flatten(), taken, sent, group.name)
+    sent, taken = [0] * size, [0] * size
+    sent[(rank + 1) % size] = x.numel()
+    taken[(rank - 1) % size] = x.numel()
+    return begin_exchange(x.flatten(), taken, sent, name)
+
+
+# One operation for torch: selective recomputation keeps what it returns, and sends nothing again.
+forward = declare(
+    "ring_attention(Tensor q, Tensor k, Tensor v, Tensor? first_host, Tensor? first, float scale,"
+    " int[] group, str name) -> (Tensor, Tensor)",
+    lambda q, *_: (
+        torch.empty_like(q),
+        q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32)),
+    ),
+)
+backward = declare(
+    "ring_attention_backward(Tensor dy, Tensor q, Tensor k, Tensor v, Tensor y, Tensor logsum,"
+    " Tensor? first_host, Tensor? first, float scale, int[] group, str name)"
+    " -> (Tensor, Tensor, Tensor)",
+    lambda dy, q, k, v, y, *_: (torch.empty_like(y), packed_like(k), packed_like(v)),
+)
+implement(forward, _forward)
+implement(backward, _backward)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, first_BS, first, *ctx.words = inputs
+    y, logsum = output
+    ctx.mark_non_differentiable(logsum)
+    ctx.first_BS, ctx.first = first_BS, first
+    ctx.save_for_backward(q, k, v, y, logsum)
+
+
+def _gradients(ctx: Any, dy: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    found = backward(dy, *ctx.saved_tensors, ctx.first_BS, ctx.first, *ctx.words)
+    return *found, *(None,) * 5
+
+
+differentiate(forward, _gradients, _save)
 
 
 def ring_attention(
@@ -310,6 +359,6 @@ def ring_attention(
     first_BS = first = first_seen(documents, tokens, window, host)
     if q_BATD.device != host:
         first = first_seen(documents, tokens, window, q_BATD.device)
-    part = Part(group.rank, group.size, scale, first_BS, first)
-    y: Tensor = _Ring.apply(q_BATD, k_BGTD, v_BGTD, part, group)  # type: ignore[no-untyped-call]
+    words = (scale, [group.rank, group.size], group.name)
+    y: Tensor = forward(q_BATD, k_BGTD, v_BGTD, first_BS, first, *words)[0]
     return y
