@@ -97,8 +97,15 @@ def _norm_width(job: Job, rules: Rules) -> int:
 
 def _key_heads(job: Job) -> int:
     """Heads of keys and values on all tensor-parallel ranks of a group together: no rank has
-    less than one."""
-    return max(job.model.query_groups, job.parallelism.tensor_model_parallel_size)
+    less than one, nor where attention exchanges tokens for heads."""
+    ranks = job.parallelism.tensor_model_parallel_size * _exchanging(job)
+    return max(job.model.query_groups, ranks)
+
+
+def _exchanging(job: Job) -> int:
+    """Ranks that exchange tokens for heads before attention, and back after it."""
+    p = job.parallelism
+    return p.context_parallel_size if p.cp_comm_type == "a2a" else 1
 
 
 def _attention(job: Job, rules: Rules) -> float:
@@ -109,11 +116,14 @@ def _attention(job: Job, rules: Rules) -> float:
     model = job.model
     q = model.num_attention_heads * model.head_size
     k = _key_heads(job) * model.head_size
-    if model.query_key_norm == "head" and _fused(job, rules):
+    if model.query_key_norm == "head" and _fused(job, rules) and _exchanging(job) == 1:
         return width(job) * (3 * q + 4 * k)
     normed = model.query_key_norm != "none"
     turned = q + k if normed or (model.rotary_channels and not _fused(job, rules)) else 0
     own = (q + k) * _norm_width(job, rules) if normed else 0
+    if _exchanging(job) > 1:  # the kernel's own copies, and its result once more as it came back
+        read_by_norms = q + 2 * k if normed else 0
+        return width(job) * (3 * q + 2 * k + read_by_norms) + own
     return width(job) * (2 * q + 2 * k + turned) + own
 
 
@@ -248,7 +258,9 @@ def _reads(job: Job, rules: Rules, *, experts: bool, mlp: bool) -> tuple[int, in
 
 
 def _micro_batch_tokens(job: Job) -> int:
-    return job.training.micro_batch_size * job.model.seq_length
+    """On a context-parallel rank."""
+    tokens = job.training.micro_batch_size * job.model.seq_length
+    return tokens // job.parallelism.context_parallel_size
 
 
 def _kinds(model: Model, layers: Sequence[int]) -> dict[bool, Sequence[int]]:

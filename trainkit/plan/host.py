@@ -95,7 +95,7 @@ def host_memory_of(
         here: memory of this machine, where the ranks run on it.
     """
     each = [_of_rank(job, rules, memory, stage) for stage in range(layout.pipeline)]
-    stage_ranks = layout.data * layout.tensor
+    stage_ranks = layout.data_context * layout.tensor
     node_ranks = layout.ranks_per_node
     most = 0
     fullest = 0

@@ -235,7 +235,7 @@ def _states(
     zero = job.parallelism.zero_stage
 
     def kept(size: int, from_stage: int) -> int:
-        return size * -(-n // (layout.data if zero >= from_stage else 1))
+        return size * -(-n // (layout.data_context if zero >= from_stage else 1))
 
     return {
         "parameter_bytes": kept(held.weights, 3),

@@ -82,6 +82,8 @@ class RankSplit:
             of expert x expert_tensor; None: tensor of them where experts lie on data-parallel
             ranks, else one.
         expert_shard: ranks that experts' state is split over; None: `shard`.
+        exchanges: context-parallel ranks exchange tokens for heads; False: keys and values go
+            round.
     """
 
     world: int
@@ -105,6 +107,7 @@ class RankSplit:
     update_flops: float = 0.0
     expert_tensor: int | None = None
     expert_shard: int | None = None
+    exchanges: bool = False
 
     @property
     def micro_batches(self) -> float:

@@ -65,7 +65,11 @@ def _exchanges(setup: Setup, links: Links, fitted: dict[str, float]) -> tuple[fl
         size *= split.expert_tensor or 1  # a row goes to all ranks of its expert
         sent = links.exchange(size, *split.expert_group)
         experts = 2 * sent * fitted["exchange"] * (1 - shape.dense)
-    if split.context > 1:
+    if split.context > 1 and split.exchanges:  # queries, keys, values, and the result back
+        width = 2 * (shape.query + shape.key)
+        size = HALF * tokens * width / split.tensor
+        context = links.exchange(size, split.context, split.tensor) * fitted["context"]
+    elif split.context > 1:
         size = HALF * split.micro_batch * shape.seq * 2 * shape.key / split.tensor
         context = links.gather(size, split.context, split.tensor) * fitted["context"]
     return experts, context
