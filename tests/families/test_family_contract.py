@@ -18,7 +18,13 @@ from trainkit.jobs.schema import Model
 from trainkit.plan.arithmetic import parameters_of
 
 EXPERTS = {"num_experts": 4, "router_topk": 2, "ffn_hidden_size": 24}
-LATENTS = {"kv_lora_rank": 8, "qk_head_dim": 16, "qk_pos_emb_head_dim": 8, "v_head_dim": 16}
+LATENTS = {
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_head_dim": 16,
+    "qk_pos_emb_head_dim": 8,
+    "v_head_dim": 16,
+}
 
 
 def model_of(family: str, **keys: object) -> Model:

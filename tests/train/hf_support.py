@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from trainkit.base.errors import Problem
+from trainkit.jobs.experts import Experts
 from trainkit.jobs.schema import Model, RopeScaling
 from trainkit.runs.checkpoints import Checkpoint, checkpoint_folder, open_checkpoint
 from trainkit.train.checkpoint import save_load as checkpoint
@@ -24,7 +25,7 @@ from trainkit.train.huggingface import load_weights
 from trainkit.train.huggingface.weights import CheckpointWeights
 from trainkit.train.huggingface.writing import export
 from trainkit.train.model.transformer import Transformer, build_on_meta
-from trainkit.train.parallel.shards import sharded_parameters
+from trainkit.train.parallel.shards import saved_tensors, sharded_parameters
 
 VOCAB = 53  # divides by nothing used here
 COMMON: dict[str, Any] = {
@@ -283,6 +284,100 @@ CASES |= {
         },
     ),
 }
+LATENTS = {"kv_lora_rank": 10, "qk_head_dim": 6, "qk_pos_emb_head_dim": 4, "v_head_dim": 5}
+THEIR_LATENTS: dict[str, Any] = {
+    **{key: value for key, value in THEIR_WIDE.items() if key != "head_dim"},
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 10,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 5,
+    "n_routed_experts": 6,
+    "moe_intermediate_size": 12,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}
+GPT_OSS_YARN: dict[str, Any] = {
+    "factor": 4.0,
+    "original_max_position_embeddings": 8,
+    "truncate": False,
+}
+CASES |= {
+    "deepseek-v3": (
+        Model(
+            **{**LLAMA, "family": "deepseek-v3", "mla": LATENTS | {"q_lora_rank": 9}},
+            moe=Experts(
+                num_experts=6,
+                router_topk=4,
+                ffn_hidden_size=12,
+                shared_expert_intermediate_size=24,
+                first_dense_layers=1,
+                router_num_groups=3,
+                router_group_topk=2,
+                router_topk_scaling_factor=2.5,
+            ),
+            rope_scaling=RopeScaling(
+                type="yarn",
+                factor=4.0,
+                original_max_position_embeddings=8,
+                mscale=0.7,
+                mscale_all_dim=1.0,
+            ),
+        ),
+        {
+            **THEIR_LATENTS,
+            "q_lora_rank": 9,
+            "num_experts_per_tok": 4,
+            "n_shared_experts": 2,
+            "first_k_dense_replace": 1,
+            "n_group": 3,
+            "topk_group": 2,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 8,
+                "mscale": 0.7,
+                "mscale_all_dim": 1.0,
+            },
+        },
+    ),
+    "deepseek-v3-whole-queries": (
+        Model(
+            **{**LLAMA, "family": "deepseek-v3", "mla": LATENTS},
+            moe=Experts(
+                num_experts=6,
+                router_topk=2,
+                ffn_hidden_size=12,
+                shared_expert_intermediate_size=12,
+            ),
+        ),
+        {
+            **THEIR_LATENTS,
+            "q_lora_rank": None,
+            "num_experts_per_tok": 2,
+            "first_k_dense_replace": 0,
+            "n_group": 1,
+            "topk_group": 1,
+            "routed_scaling_factor": 1.0,
+        },
+    ),
+    "gpt-oss": (
+        Model(
+            **{**WIDE, "family": "gpt-oss", "num_layers": 3, "moe": EXPERTS},
+            sliding_window=5,
+            rope_scaling=RopeScaling(type="yarn", **GPT_OSS_YARN),
+        ),
+        {
+            **THEIR_WIDE,
+            "num_hidden_layers": 3,
+            "intermediate_size": 20,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "sliding_window": 5,
+            "rope_parameters": {"rope_type": "yarn", "rope_theta": 150000.0, **GPT_OSS_YARN},
+        },
+    ),
+}
 TOKENS_BS = torch.randint(0, VOCAB, (3, 16), generator=torch.Generator().manual_seed(3))
 Weights = dict[str, Tensor]
 
@@ -292,6 +387,9 @@ def shake(module: nn.Module) -> None:
     torch.manual_seed(1)
     for parameter in module.parameters():
         nn.init.normal_(parameter, std=0.3)
+    for name, buffer in module.named_buffers():
+        if name.endswith(("expert_bias", "e_score_correction_bias")):
+            nn.init.normal_(buffer, std=0.3)
 
 
 def ours(model: Model) -> Transformer:
@@ -318,7 +416,7 @@ def theirs(case: str) -> Any:
 
 
 def save(module: Transformer, folder: Path, step: int = 7) -> Checkpoint:
-    tensors = {f"model.{name}": p.detach() for name, p in module.named_parameters()}
+    tensors = {f"model.{name}": p.detach() for name, p in saved_tensors(module).items()}
     checkpoint.save(folder, tensors, CheckpointMetadata(step, consumed_samples=0))
     return open_checkpoint(checkpoint_folder(folder, step))
 

@@ -135,7 +135,7 @@ class ConfigKey:
     attribute: str = ""
     default: object = None
     setting: str = ""
-    derived: Callable[[Mapping[str, int]], int] | None = None
+    derived: Callable[[Mapping[str, int]], int | None] | None = None
     other_name: str = ""
 
 
@@ -198,7 +198,10 @@ class HuggingFace:
         by_head: q, k and v of one head lie together.
         windows: keys of windows; None: every layer sees all.
         experts: our matrices of all experts of a block, and theirs of expert {}; those down
-            are stored (in, out) by us.
+            are stored (in, out) by us. Without {}: one of theirs is of all experts, (experts, in,
+            out) with gates and values in turn, and their biases end in _bias.
+        vectors: our vectors of a block that are no module's weight there, and theirs.
+        more_layers: what lies in layers after the last is not of the model.
     """
 
     model_type: str
@@ -215,6 +218,8 @@ class HuggingFace:
     by_head: bool = False
     windows: WindowKeys | None = None
     experts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    vectors: Mapping[str, str] = field(default_factory=dict)
+    more_layers: bool = False
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,78 @@ not built: the published files' layer after the last is left out.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
-from trainkit.families.contract import Routing
-from trainkit.families.llama import EXPERT_SETTINGS, LLAMA
+from trainkit.families.contract import ConfigKey, Routing
+from trainkit.families.llama import (
+    EXPERT_SETTINGS,
+    LLAMA,
+    NORMALIZED,
+    expert_keys,
+    shape_keys,
+    without,
+)
+
+
+def _latent_of_queries(config: Mapping[str, int]) -> int | None:
+    """transformers' value where the key is absent; null: there is none."""
+    return None if "q_lora_rank" in config else 1536
+
+
+def _turning(config: Mapping[str, int]) -> int:
+    return config.get("qk_rope_head_dim", 64)
+
+
+def _head_size(config: Mapping[str, int]) -> int:
+    return config.get("qk_nope_head_dim", 128) + _turning(config)
+
+
+_RANK = "mla.q_lora_rank"
+_KEYS = (
+    *without(
+        shape_keys(layers=61, hidden=7168, heads=128, groups=128, width=18432),
+        "head_dim",
+        "num_key_value_heads",
+    ),
+    # transformers writes these two, and reads neither
+    ConfigKey("head_dim", "rotary_channels", derived=_turning),
+    ConfigKey("qk_head_dim", "head_size", derived=_head_size),
+    ConfigKey("num_key_value_heads", "query_groups", 128),
+    ConfigKey("q_lora_rank", _RANK, setting=_RANK, derived=_latent_of_queries),
+    *(
+        ConfigKey(name, f"mla.{ours}", default, f"mla.{ours}")
+        for name, ours, default in (
+            ("kv_lora_rank", "kv_lora_rank", 512),
+            ("qk_nope_head_dim", "qk_head_dim", 128),
+            ("qk_rope_head_dim", "qk_pos_emb_head_dim", 64),
+            ("v_head_dim", "v_head_dim", 128),
+        )
+    ),
+    *expert_keys(
+        ("n_routed_experts", "num_local_experts", "moe_intermediate_size"),
+        experts=256,
+        chosen=8,
+        width=2048,
+    ),
+    ConfigKey("n_shared_experts", "moe.shared_experts", 1, "moe.shared_expert_intermediate_size"),
+    ConfigKey("first_k_dense_replace", "moe.first_dense_layers", 3, "moe.first_dense_layers"),
+    ConfigKey("n_group", "moe.groups", 8, "moe.router_num_groups"),
+    ConfigKey("topk_group", "moe.kept_groups", 4, "moe.router_group_topk"),
+    ConfigKey(
+        "routed_scaling_factor",
+        "moe.router_topk_scaling_factor",
+        2.5,
+        "moe.router_topk_scaling_factor",
+    ),
+    replace(NORMALIZED, default=True),
+    ConfigKey("scoring_func", default="sigmoid"),
+    ConfigKey("topk_method", default="noaux_tc"),
+    ConfigKey("moe_layer_freq", default=1),
+    ConfigKey("rope_interleave", default=True),
+    ConfigKey("hidden_act", default="silu"),
+    ConfigKey("attention_bias", default=False),
+)
 
 DEEPSEEK_V3 = replace(
     LLAMA,
@@ -24,4 +92,36 @@ DEEPSEEK_V3 = replace(
     | EXPERT_SETTINGS
     | {"mla"},
     routing=Routing(score="sigmoid", expert_bias=True, wide=True),
+    hugging_face=replace(
+        LLAMA.hugging_face,
+        model_type="deepseek_v3",
+        architecture="DeepseekV3ForCausalLM",
+        inside={
+            "attention_norm": ("input_layernorm",),
+            "attention.q": ("self_attn.q_proj",),
+            "attention.q_a": ("self_attn.q_a_proj",),
+            "attention.q_a_norm": ("self_attn.q_a_layernorm",),
+            "attention.q_b": ("self_attn.q_b_proj",),
+            "attention.kv_a": ("self_attn.kv_a_proj_with_mqa",),
+            "attention.kv_a_norm": ("self_attn.kv_a_layernorm",),
+            "attention.kv_b": ("self_attn.kv_b_proj",),
+            "attention.out": ("self_attn.o_proj",),
+            "mlp_norm": ("post_attention_layernorm",),
+            "mlp.gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+            "mlp.down": ("mlp.down_proj",),
+            "mlp.router": ("mlp.gate",),
+            "mlp.shared_expert.gate_up": (
+                "mlp.shared_experts.gate_proj",
+                "mlp.shared_experts.up_proj",
+            ),
+            "mlp.shared_expert.down": ("mlp.shared_experts.down_proj",),
+        },
+        vectors={"mlp.router.expert_bias": "mlp.gate.e_score_correction_bias"},
+        experts={
+            "mlp.experts.gate_up": ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"),
+            "mlp.experts.down": ("mlp.experts.{}.down_proj",),
+        },
+        keys=_KEYS,
+        more_layers=True,
+    ),
 )

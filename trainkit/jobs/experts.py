@@ -96,6 +96,21 @@ class Experts(Table):
         """Layers without experts, counted from 0."""
         return list(range(self.first_dense_layers))
 
+    @property
+    def groups(self) -> int:
+        """Groups of experts; where there are none, all are one."""
+        return self.router_num_groups or 1
+
+    @property
+    def kept_groups(self) -> int:
+        """Groups that a token keeps."""
+        return self.router_group_topk or 1
+
+    @property
+    def shared_experts(self) -> int:
+        """How many experts wide the one for all tokens is, rounded down."""
+        return (self.shared_expert_intermediate_size or 0) // self.ffn_hidden_size
+
 
 def routing_of(moe: Experts, usual: Routing) -> Routing:
     """How tokens find experts: as a model's table says, else as its family does."""

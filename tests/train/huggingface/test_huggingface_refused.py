@@ -202,7 +202,7 @@ class TestRefused:
             (
                 "qwen3-tied",
                 {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e6}},
-                "beta_fast = 32.0, beta_slow = 1.0, original_max_position_embeddings = 16 }",
+                "beta_slow = 1.0, original_max_position_embeddings = 16, truncate = true }",
             ),
             (
                 "qwen3-tied",
@@ -215,7 +215,7 @@ class TestRefused:
                         "truncate": False,
                     }
                 },
-                "truncate of its rotary positions is False",
+                "truncate = false }",
             ),
             (
                 "qwen3-tied",

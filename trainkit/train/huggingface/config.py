@@ -40,23 +40,24 @@ GELU_NAMES = {"tanh": "gelu_new", "exact": "gelu"}
 # versions of it, of its three classes, of generation and training.
 _NEUTRAL = """
     _attn_implementation _attn_implementation_autoset _commit_hash _name_or_path _output_attentions
-    add_prefix_space architectures attention_probs_dropout_prob auto_map bad_words_ids
-    begin_suppress_tokens bos_token_id chunk_size_feed_forward classifier_dropout
+    add_prefix_space architectures attention_probs_dropout_prob auto_map aux_loss_alpha
+    bad_words_ids begin_suppress_tokens bos_token_id chunk_size_feed_forward classifier_dropout
     decoder_start_token_id diversity_penalty do_sample dtype early_stopping
-    encoder_no_repeat_ngram_size eos_token_id exponential_decay_length_penalty finetuning_task
-    forced_bos_token_id forced_eos_token_id gradient_checkpointing hidden_dropout_prob id2label
-    initializer_range is_decoder is_encoder_decoder is_llama_config keys_to_ignore_at_inference
-    label2id length_penalty license max_length max_position_embeddings max_sequence_length
-    min_length model_type n_ctx no_repeat_ngram_size num_beam_groups num_beams num_return_sequences
-    output_attentions output_hidden_states output_past output_router_logits output_scores
-    pad_token_id prefix pretraining_tp problem_type pruned_heads quantization_config
-    remove_invalid_values reorder_and_upcast_attn repetition_penalty return_dict
-    return_dict_in_generate rope_parameters rope_scaling rope_theta rotary_emb_base rotary_pct
-    partial_rotary_factor router_aux_loss_coef router_jitter_noise sep_token_id suppress_tokens
+    encoder_no_repeat_ngram_size eos_token_id ep_size experts_per_token
+    exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id
+    gradient_checkpointing hidden_dropout_prob id2label initial_context_length initializer_range
+    is_decoder is_encoder_decoder is_llama_config keys_to_ignore_at_inference label2id
+    length_penalty license max_length max_position_embeddings max_sequence_length min_length
+    model_type n_ctx no_repeat_ngram_size num_beam_groups num_beams num_mtp_layers
+    num_nextn_predict_layers num_return_sequences output_attentions output_hidden_states output_past
+    output_router_logits output_scores pad_token_id partial_rotary_factor prefix pretraining_tp
+    problem_type pruned_heads quantization_config remove_invalid_values reorder_and_upcast_attn
+    repetition_penalty return_dict return_dict_in_generate rope_parameters rope_scaling rope_theta
+    rotary_emb_base rotary_pct router_aux_loss_coef router_jitter_noise sep_token_id seq_aux
     summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj
-    task_specific_params temperature tf_legacy_loss tie_encoder_decoder tokenizer_class
-    tokenizer_name top_k top_p torch_dtype torchscript transformers_version typical_p unsloth_fixed
-    unsloth_version use_bfloat16 use_cache vocab_size
+    suppress_tokens task_specific_params temperature tf_legacy_loss tie_encoder_decoder
+    tokenizer_class tokenizer_name top_k top_p torch_dtype torchscript transformers_version
+    typical_p unsloth_fixed unsloth_version use_bfloat16 use_cache vocab_size
 """
 NEUTRAL = frozenset(_NEUTRAL.split())
 WINDOW_KEYS = {
@@ -124,6 +125,8 @@ def _not_in_transformers(model: Model) -> Iterator[str]:
     for key, value in {**model.departures, **of_experts}.items():
         if key not in said:
             yield f"{name} has no {key} = {toml_value(value)}"
+    if any(key.name == "n_shared_experts" for key in names.keys):
+        yield from _not_of_deepseek(name, model)
     if model.hidden_size % model.num_attention_heads:
         yield (
             f"{name} takes no hidden_size {model.hidden_size} that does not divide by"
@@ -135,6 +138,22 @@ def _not_in_transformers(model: Model) -> Iterator[str]:
         yield (
             f"{name} has hidden_size / num_attention_heads = {usual} channels a head; kv_channels"
             f" {model.head_size} cannot be said"
+        )
+
+
+def _not_of_deepseek(name: str, model: Model) -> Iterator[str]:
+    moe = model.moe
+    assert moe is not None
+    width = moe.shared_expert_intermediate_size
+    if not width or width % moe.ffn_hidden_size:
+        yield (
+            f"{name} has an expert for all tokens whose width is a multiple of the others'"
+            f" {moe.ffn_hidden_size}, not {width}"
+        )
+    if moe.groups > 1 and moe.router_topk != 2 * moe.kept_groups:
+        yield (
+            f"{name} judges a group by its best two experts, not by {moe.router_topk} /"
+            f" {moe.kept_groups}"
         )
 
 
@@ -246,24 +265,27 @@ def _key_problem(config: Mapping[str, Any], key: ConfigKey, model: Model) -> Pro
         return None
     if not key.setting:
         return Problem(f"{key.name} is {there!r} there; family {model.family!r} has {here!r} only")
-    if _kind(there) is not _kind(here):
+    if None not in (there, here) and _kind(there) is not _kind(here):
         return Problem(f"its {key.name} makes no sense: {there!r}")
-    value = _our_value(key, there)
+    value = _our_value(key, there, model)
     hint = "trainkit has no such model"
+    if there is None:
+        hint = f"leave {setting_of(model, key.setting)} out"
     if value is not None:
         hint = f"set {setting_of(model, key.setting)} = {toml_value(value)}"
     return Problem(f"{key.name} is {there!r} there, {here!r} for this job", hint=hint)
 
 
-def _our_value(key: ConfigKey, there: object) -> object:
+def _our_value(key: ConfigKey, there: object, model: Model) -> object:
     """What a key of [models.X] must be for `there` in config.json; None: it cannot be."""
     if key.setting == "untie_embeddings_and_output_weights":
         return not there
     if key.setting == "gelu":
         return next((ours for ours, name in GELU_NAMES.items() if name == there), None)
-    if key.setting == "moe.first_dense_layers":
-        assert isinstance(there, list)  # as ours, which _key_problem held it against
+    if key.setting == "moe.first_dense_layers" and isinstance(there, list):
         return len(there) if there == list(range(len(there))) else None
+    if key.name == "n_shared_experts" and isinstance(there, int) and model.moe is not None:
+        return there * model.moe.ffn_hidden_size or None
     return there
 
 

@@ -8,6 +8,7 @@ be compared.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -250,7 +251,16 @@ def _tensor_problems(
     missing = [name for name in wanted if name not in tensors]
     if missing:
         yield Problem(f"lacks {_some(missing)}")
-    surplus = [name for name in tensors if name not in wanted]
+    names = model.architecture.hugging_face
+    last = re.compile(re.escape(names.block).replace(r"\{\}", r"(\d+)"))
+    surplus = [
+        name
+        for name in tensors
+        if name not in wanted
+        and not (
+            names.more_layers and (layer := last.match(name)) and int(layer[1]) >= model.num_layers
+        )
+    ]
     if embedding in tensors and head in surplus:
         surplus.remove(head)
     if surplus:

@@ -26,14 +26,22 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class RowMapping:
-    """Rows [start, start + rows) of one of our tensors are rows [source_start, source_start +
-    rows) of `source`; columns, where that is transposed."""
+    """Rows [start, start + rows) of one of our tensors are rows of `source` from source_start on,
+    each `step` after the one before it; columns, where that is transposed. `expert`: of what has
+    that place in the first dimension of `source`."""
 
     start: int
     rows: int
     source: str
     source_start: int = 0
     transposed: bool = False
+    step: int = 1
+    expert: int | None = None
+
+    def part(self, start: int, stop: int) -> slice:
+        """Where rows [start, stop) of ours lie in `source`."""
+        first = self.source_start + (start - self.start) * self.step
+        return slice(first, first + (stop - start - 1) * self.step + 1, self.step)
 
 
 @dataclass(frozen=True)
@@ -86,85 +94,158 @@ def _whole(shape: Shape, source: str) -> TensorMapping:
 
 
 def _in_block(entry: TensorMapping, prefix: str) -> TensorMapping:
-    pieces = tuple(
-        RowMapping(p.start, p.rows, prefix + p.source, p.source_start, p.transposed)
-        for p in entry.pieces
-    )
+    pieces = tuple(replace(piece, source=prefix + piece.source) for piece in entry.pieces)
     return TensorMapping(entry.shape, pieces, tuple(prefix + name for name in entry.again))
+
+
+def _rows(model: Model, *, sparse: bool) -> dict[str, Shape]:
+    """The products of a block by their names: rows of what each is put together from."""
+    hidden = model.hidden_size
+    heads, size = model.num_attention_heads, model.head_size
+    rows: dict[str, Shape] = {"attention.out": (hidden,)}
+    if mla := model.mla:
+        rows["attention.kv_a"] = (mla.kv_lora_rank + mla.qk_pos_emb_head_dim,)
+        rows["attention.kv_b"] = (heads * (mla.qk_head_dim + mla.v_head_dim),)
+        if mla.q_lora_rank:
+            rows["attention.q_a"] = (mla.q_lora_rank,)
+        rows["attention.q_b" if mla.q_lora_rank else "attention.q"] = (heads * size,)
+    else:
+        rows["attention.qkv"] = (heads * size, *(model.query_groups * size,) * 2)
+    if not sparse or model.moe is None:
+        rows[f"mlp.{model.mlp.module}"] = (model.ffn_width,) * model.mlp.projections
+        return rows | {"mlp.down": (hidden,)}
+    rows["mlp.router"] = (model.moe.num_experts,)
+    if shared := model.moe.shared_expert_intermediate_size:
+        rows |= {"mlp.shared_expert.gate_up": (shared, shared), "mlp.shared_expert.down": (hidden,)}
+    return rows
+
+
+def _columns(model: Model) -> dict[str, int]:
+    """Those of products that do not read the residual stream."""
+    heads = model.num_attention_heads
+    columns = {"attention.out": heads * model.head_size, "mlp.down": model.ffn_width}
+    if mla := model.mla:
+        columns |= {"attention.out": heads * mla.v_head_dim, "attention.kv_b": mla.kv_lora_rank}
+        columns["attention.q_b"] = mla.q_lora_rank or 0
+    if model.moe is not None:
+        columns["mlp.shared_expert.down"] = model.moe.shared_expert_intermediate_size or 0
+    return columns
+
+
+def _norms(model: Model) -> dict[str, int]:
+    """Widths of the norms of a block."""
+    together = model.query_key_norm == "projection"
+    heads, groups = model.num_attention_heads, model.query_groups
+    norms = dict.fromkeys(model.norms, model.hidden_size)
+    if model.query_key_norm != "none":
+        norms["attention.q_norm"] = model.head_size * (heads if together else 1)
+        norms["attention.k_norm"] = model.head_size * (groups if together else 1)
+    if mla := model.mla:
+        norms["attention.kv_a_norm"] = mla.kv_lora_rank
+        if mla.q_lora_rank:
+            norms["attention.q_a_norm"] = mla.q_lora_rank
+    return norms
+
+
+def _vectors(model: Model, *, sparse: bool) -> dict[str, int]:
+    """Lengths of a block's other vectors, by their whole names."""
+    found: dict[str, int] = {}
+    if model.architecture.sinks:
+        found["attention.sinks.weight"] = model.num_attention_heads
+    if sparse and model.routing.expert_bias:
+        found["mlp.router.expert_bias"] = model.routing.experts
+    return found
+
+
+# Qwen2-MoE's names of the expert that every token takes, for families that have none
+_SHARED = {
+    "mlp.shared_expert.gate_up": ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
+    "mlp.shared_expert.down": ("mlp.shared_expert.down_proj",),
+}
 
 
 def _block(model: Model, *, sparse: bool) -> dict[str, TensorMapping]:
     """One block's parameters, with names from within the block. `sparse`: it has experts."""
     family = model.architecture
-    hidden = model.hidden_size
-    width = model.ffn_width
-    q = model.num_attention_heads * model.head_size
-    kv = model.query_groups * model.head_size
-    rows: dict[str, Shape] = {
-        "attention.qkv": (q, kv, kv),
-        "attention.out": (hidden,),
-        f"mlp.{model.mlp.module}": (width,) * model.mlp.projections,
-        "mlp.down": (hidden,),
-    }
-    absent: set[str] = {f"mlp.{model.mlp.module}", "mlp.down"} if sparse else {"mlp.router"}
-    if model.moe is not None:
-        rows["mlp.router"] = (model.moe.num_experts,)
-    columns = {"attention.out": q, "mlp.down": width}
-    together = model.query_key_norm == "projection"
-    heads_norms = {
-        "attention.q_norm": q if together else model.head_size,
-        "attention.k_norm": kv if together else model.head_size,
+    names = family.hugging_face
+    rows, columns, norms = _rows(model, sparse=sparse), _columns(model), _norms(model)
+    biased = {
+        "attention.qkv": model.qkv_bias,
+        "attention.out": family.bias or family.out_bias,
+        "mlp.router": sparse and model.routing.bias,
     }
     entries: dict[str, TensorMapping] = {}
-    for module, theirs in family.hugging_face.inside.items():
-        if module in absent:
-            continue
-        is_norm = module not in rows
-        if module in heads_norms:
-            kinds: tuple[str, ...] = ("weight",)
-        elif is_norm:
+    for module, theirs in {**names.inside, **_SHARED, **names.inside}.items():
+        kinds: tuple[str, ...] = ()  # this block has no such module
+        if module in rows:
+            kinds = ("weight", "bias") if biased.get(module, family.bias) else ("weight",)
+        elif module.startswith("attention."):
+            kinds = ("weight",) if module in norms else ()
+        elif module in norms or (module == "mlp_norm" and model.gpt_j_tied):
             kinds = family.norm.parameters
-        else:
-            bias = model.qkv_bias if module == "attention.qkv" else family.bias
-            kinds = ("weight", "bias") if bias else ("weight",)
         for kind in kinds:
             name = f"{module}.{kind}"
             sources = tuple(f"{their}.{kind}" for their in theirs)
             if module == "mlp_norm" and model.gpt_j_tied:
                 shared = f"attention_norm.{kind}"
                 entries[shared] = replace(entries[shared], again=sources)
-            elif is_norm:
-                entries[name] = _whole((heads_norms.get(module, hidden),), sources[0])
+            elif module in norms:
+                entries[name] = _whole((norms[module],), sources[0])
             else:
                 shape: Shape = (sum(rows[module]),)
                 if kind == "weight":
-                    shape = (*shape, columns.get(module, hidden))
+                    shape = (*shape, columns.get(module, model.hidden_size))
                 pieces = _pieces(model, name, rows[module], sources)
                 entries[name] = TensorMapping(shape, tuple(pieces))
+    for name, length in _vectors(model, sparse=sparse).items():
+        if theirs_too := names.vectors.get(name):
+            entries[name] = _whole((length,), theirs_too)
     return entries | (_experts(model) if sparse else {})
 
 
 def _experts(model: Model) -> dict[str, TensorMapping]:
-    """The matrices of a block's experts, of all of them one below the other, and of the one that
-    every token takes besides. That has the names of Qwen2-MoE: no family here has it there."""
+    """The matrices of a block's experts, of all of them one below the other."""
     moe, hidden = model.moe, model.hidden_size
     assert moe is not None
+    count, width = moe.num_experts, moe.ffn_hidden_size
+    theirs = model.architecture.hugging_face.experts
+    if all("{}" not in name for names in theirs.values() for name in names):
+        return _stacked_experts(model)
     entries: dict[str, TensorMapping] = {}
-    for module, theirs in model.architecture.hugging_face.experts.items():
-        sources = [f"{name.format(i)}.weight" for i in range(moe.num_experts) for name in theirs]
-        width, transposed = moe.ffn_hidden_size, module == "mlp.experts.down"
+    for module, names in theirs.items():
+        sources = [f"{name.format(i)}.weight" for i in range(count) for name in names]
+        transposed = module == "mlp.experts.down"
         pieces = tuple(
             RowMapping(i * width, width, source, transposed=transposed)
             for i, source in enumerate(sources)
         )
         entries[f"{module}.weight"] = TensorMapping((len(sources) * width, hidden), pieces)
-    if shared := moe.shared_expert_intermediate_size:
-        gate, up, down = (f"mlp.shared_expert.{of}_proj.weight" for of in ("gate", "up", "down"))
-        entries["mlp.shared_expert.gate_up.weight"] = TensorMapping(
-            (2 * shared, hidden), (RowMapping(0, shared, gate), RowMapping(shared, shared, up))
-        )
-        entries["mlp.shared_expert.down.weight"] = _whole((hidden, shared), down)
     return entries
+
+
+def _stacked_experts(model: Model) -> dict[str, TensorMapping]:
+    """Where one of their tensors is of all experts."""
+    moe, hidden = model.moe, model.hidden_size
+    assert moe is not None
+    count, width = moe.num_experts, moe.ffn_hidden_size
+    theirs = model.architecture.hugging_face.experts
+    (up,), (down,) = theirs["mlp.experts.gate_up"], theirs["mlp.experts.down"]
+    gates_and_values = [
+        RowMapping((2 * i + half) * width, width, up, half, True, 2, i)
+        for i in range(count)
+        for half in (0, 1)
+    ]
+    of_bias = [replace(p, source=f"{up}_bias", transposed=False) for p in gates_and_values]
+    downs = [RowMapping(i * width, width, down, expert=i) for i in range(count)]
+    outs = [RowMapping(i * hidden, hidden, f"{down}_bias", expert=i) for i in range(count)]
+    return {
+        "mlp.experts.gate_up.weight": TensorMapping(
+            (2 * count * width, hidden), tuple(gates_and_values)
+        ),
+        "mlp.experts.gate_up.bias": TensorMapping((2 * count * width,), tuple(of_bias)),
+        "mlp.experts.down.weight": TensorMapping((count * width, hidden), tuple(downs)),
+        "mlp.experts.down.bias": TensorMapping((count * hidden,), tuple(outs)),
+    }
 
 
 def _pieces(model: Model, name: str, rows: Shape, sources: Sequence[str]) -> Iterator[RowMapping]:
@@ -203,10 +284,12 @@ def published(entries: Mapping[str, TensorMapping]) -> dict[str, PublishedTensor
         for piece in entry.pieces:
             of_source.setdefault(piece.source, []).append(piece)
         for source, pieces in of_source.items():
-            shape = (sum(piece.rows for piece in pieces), *entry.shape[1:])
-            found[source] = PublishedTensor(
-                shape[::-1] if pieces[0].transposed else shape, name, tuple(pieces)
-            )
+            experts = {piece.expert for piece in pieces}
+            rows = sum(piece.rows for piece in pieces) // len(experts)
+            shape = (rows, *entry.shape[1:])
+            shape = shape[::-1] if pieces[0].transposed else shape
+            shape = shape if experts == {None} else (len(experts), *shape)
+            found[source] = PublishedTensor(shape, name, tuple(pieces))
         found |= {copy: PublishedTensor(entry.shape, name, entry.pieces) for copy in entry.again}
     return found
 

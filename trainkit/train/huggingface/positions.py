@@ -35,6 +35,9 @@ STRETCH_KEYS: Mapping[object, tuple[str, ...]] = {
         "beta_slow",
         "original_max_position_embeddings",
         "attention_factor",
+        "mscale",
+        "mscale_all_dim",
+        "truncate",
     ),
 }
 # its names of layers without a window and with one
@@ -227,7 +230,8 @@ def _fraction_problems(
     usual = model.architecture.rotary_percent
     part = rope.get("partial_rotary_factor", config.get(names.fraction, usual))
     is_number = isinstance(part, int) or (isinstance(part, float) and math.isfinite(part))
-    if is_number and int(model.head_size * part) == model.rotary_channels:
+    whole = model.head_size if model.mla is None else model.mla.qk_pos_emb_head_dim
+    if is_number and int(whole * part) == model.rotary_channels:
         return
     if "rotary_percent" in model.architecture.settings:
         hint = f"set {setting_of(model, 'rotary_percent')} = {part}"
@@ -251,9 +255,6 @@ def _stretch_problems(
             " not have"
         )
         return
-    for key, usual in (("mscale", None), ("mscale_all_dim", None), ("truncate", True)):
-        if kind == "yarn" and rope.get(key, usual) not in (usual, None):
-            yield Problem(f"{key} of its rotary positions is {rope[key]!r}; trainkit has no such")
     here: dict[str, object] = {"type": "default"}
     if model.rope_scaling is not None:
         here = {"type": model.rope_scaling.type, **_stretch(model.rope_scaling)}
@@ -262,6 +263,7 @@ def _stretch_problems(
         "original_max_position_embeddings": config.get("max_position_embeddings"),
         "beta_fast": 32.0,
         "beta_slow": 1.0,
+        "truncate": True,
     }
     missing = [key for key, value in there.items() if value is None and key in usually]
     there |= {key: usually[key] for key in missing}

@@ -96,9 +96,13 @@ class TensorFiles:
             self._open[stored.file] = self._stack.enter_context(
                 safe_open(stored.file, framework="pt")
             )
-        first = piece.source_start - piece.start
-        rows = slice(first + start, first + stop)
+        rows = piece.part(start, stop)
+        whole = slice(rows.start, rows.stop)  # files are read without steps
+        at = (*columns, whole) if piece.transposed else (whole, *columns)
         part = self._open[stored.file].get_slice(stored.name)
         found: Tensor
-        found = part[*columns, rows].T if piece.transposed else part[rows, *columns]
-        return found
+        if piece.expert is None:
+            found = part[*at]
+        else:
+            found = part[slice(piece.expert, piece.expert + 1), *at][0]
+        return (found.T if piece.transposed else found)[:: rows.step]

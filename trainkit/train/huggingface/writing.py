@@ -30,7 +30,7 @@ from trainkit.train.huggingface.weights import (
     vocabulary,
 )
 
-SAFETENSORS_NAMES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
+SAFETENSORS_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 HEADER_ALIGNMENT = 8  # bytes; safetensors' own writer pads its header to it
 
 
@@ -113,7 +113,7 @@ class _Source:
 
     def __init__(self, saved: NamedWeights, dtype: str) -> None:
         self.saved = saved
-        self.dtype, self.dtype_name = TARGETS[dtype], SAFETENSORS_NAMES[dtype]
+        self.dtype = TARGETS[dtype]
         self._last: tuple[str, Tensor] = ("", torch.empty(0))
 
     def read(self, name: str, wanted: PublishedTensor) -> Tensor:
@@ -126,10 +126,15 @@ class _Source:
         else:
             found = ours.new_empty(wanted.shape)
             for piece in wanted.pieces:
-                found[piece.source_start : piece.source_start + piece.rows] = ours[
-                    piece.start : piece.start + piece.rows
-                ]
-        return in_dtype(name, found, self.dtype)
+                stop = piece.start + piece.rows
+                part = found if piece.expert is None else found[piece.expert]
+                part = part.T if piece.transposed else part
+                part[piece.part(piece.start, stop)] = ours[piece.start : stop]
+        return in_dtype(name, found, self.dtype_of(wanted))
+
+    def dtype_of(self, wanted: PublishedTensor) -> torch.dtype:
+        """fp32 for biases that choose experts: they move by less than 16 bits hold."""
+        return torch.float32 if wanted.ours.endswith(".expert_bias") else self.dtype
 
     def _ours(self, name: str) -> Tensor:
         if self._last[0] != name:
@@ -146,7 +151,8 @@ def _write_weights(
     about: dict[str, str],
 ) -> ExportedWeights:
     size_of = {
-        name: math.prod(tensor.shape) * source.dtype.itemsize for name, tensor in tensors.items()
+        name: math.prod(tensor.shape) * source.dtype_of(tensor).itemsize
+        for name, tensor in tensors.items()
     }
     shards = list(_shards(size_of, shard_bytes))
     if len(shards) == 1:
@@ -194,9 +200,10 @@ def _write_file(
     header: dict[str, object] = {"__metadata__": {"format": "pt", **about}}
     start = 0
     for name, tensor in tensors.items():
-        end = start + math.prod(tensor.shape) * source.dtype.itemsize
+        dtype = source.dtype_of(tensor)
+        end = start + math.prod(tensor.shape) * dtype.itemsize
         header[name] = {
-            "dtype": source.dtype_name,
+            "dtype": SAFETENSORS_NAMES[dtype],
             "shape": list(tensor.shape),
             "data_offsets": [start, end],
         }
