@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -152,13 +153,14 @@ def attend_with_sinks(
     q_BASD: Tensor,
     k_BGTD: Tensor,
     v_BGTD: Tensor,
-    sinks_A: Tensor,
     documents: DocumentBounds | None,
-    *,
+    *_: Any,
+    sinks_A: Tensor,
     scale: float | None = None,
     window: int = 0,
 ) -> Tensor:
-    """As `attend` where the softmax of each head has one more logit, that no value stands behind.
+    """As `attend` without dropout, where the softmax of each head has one more logit, that no
+    value stands behind.
 
     Args:
         sinks_A: the logits.

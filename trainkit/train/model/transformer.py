@@ -177,7 +177,9 @@ class Attention(nn.Module):
         super().__init__()
         self.rotate_qkv = kernels.rotate_qkv
         self.causal_attention = kernels.causal_attention
-        self.attend = attend
+        self.attend: Callable[..., Tensor] = (
+            attend_with_sinks if model.architecture.sinks else attend
+        )
         self.head_size = model.head_size
         self.dropout = model.attention_dropout
         self.slides = model.slides(layer)
@@ -206,27 +208,17 @@ class Attention(nn.Module):
         q_BASD, k_BGSD, v_BGSD = (t.transpose(1, 2) for t in parts)
         if cache is not None:
             k_BGSD, v_BGSD = cache.extend(k_BGSD, v_BGSD)
-        if self.sinks is None:
-            y_BASD = self.attend(
-                q_BASD,
-                k_BGSD,
-                v_BGSD,
-                context.documents,
-                self.dropout if self.training else 0.0,
-                self.causal_attention,
-                scale=self.scale,
-                window=self.window,
-            )
-        else:
-            y_BASD = attend_with_sinks(
-                q_BASD,
-                k_BGSD,
-                v_BGSD,
-                self.sinks.weight,
-                context.documents,
-                scale=self.scale,
-                window=self.window,
-            )
+        y_BASD = self.attend(
+            q_BASD,
+            k_BGSD,
+            v_BGSD,
+            context.documents,
+            self.dropout if self.training else 0.0,
+            self.causal_attention,
+            scale=self.scale,
+            window=self.window,
+            **({} if self.sinks is None else {"sinks_A": self.sinks.weight}),
+        )
         y_BSH: Tensor = self.out(y_BASD.transpose(1, 2).flatten(2))
         return y_BSH
 

@@ -18,9 +18,10 @@ from typing import Any, Literal, assert_never, cast
 import torch
 from torch import Tensor
 
-from trainkit.train.model.attention import DocumentBounds, attend
+from trainkit.train.model.attention import DocumentBounds, attend, attend_with_sinks
 from trainkit.train.model.batch import Batch
 from trainkit.train.model.experts import MixtureOfExperts
+from trainkit.train.model.latent_attention import LatentAttention
 from trainkit.train.model.transformer import Attention, Transformer
 from trainkit.train.parallel.context_group import ContextGroup, dealt, joined, positions_of
 from trainkit.train.parallel.ring_attention import ring_attention
@@ -50,7 +51,7 @@ def apply(module: Transformer, group: ContextGroup, how: Literal["p2p", "a2a"]) 
     if group.size == 1:
         return
     for part in module.modules():
-        if isinstance(part, Attention):
+        if isinstance(part, Attention | LatentAttention):
             match how:
                 case "p2p":
                     part.attend = partial(_by_ring, group=group)
@@ -76,12 +77,15 @@ def _by_ring(
     documents: DocumentBounds | None,
     *_: Any,
     scale: float | None,
-    window: int,
+    window: int = 0,
+    sinks_A: Tensor | None = None,
     group: ContextGroup,
 ) -> Tensor:
     """As attention.attend over whole samples, of this rank's tokens; nothing is dropped."""
     scale = q_BATD.shape[-1] ** -0.5 if scale is None else scale
-    return ring_attention(q_BATD, k_BGTD, v_BGTD, documents, group, scale=scale, window=window)
+    return ring_attention(
+        q_BATD, k_BGTD, v_BGTD, documents, group, scale=scale, window=window, sinks_A=sinks_A
+    )
 
 
 def _by_heads(
@@ -99,7 +103,10 @@ def _by_heads(
         times = group.size // groups
         k_BGTD, v_BGTD = (x.repeat_interleave(times, 1) for x in (k_BGTD, v_BGTD))
     q, k, v = (_all_tokens(x, group) for x in (q_BATD, k_BGTD, v_BGTD))
-    return _all_heads(attend(q, k, v, *words, **more), group)
+    if (sinks_A := more.pop("sinks_A", None)) is None:
+        return _all_heads(attend(q, k, v, *words, **more), group)
+    own_A = sinks_A.chunk(group.size)[group.rank]
+    return _all_heads(attend_with_sinks(q, k, v, *words, sinks_A=own_A, **more), group)
 
 
 def _all_tokens(x_BATD: Tensor, group: ContextGroup) -> Tensor:

@@ -245,14 +245,12 @@ def _forward(
     q_BATD: Tensor,
     k_BGTD: Tensor,
     v_BGTD: Tensor,
-    first_BS: Tensor | None,
-    first: Tensor | None,
-    scale: float,
-    group: list[int],
-    name: str,
+    sinks_A: Tensor | None,
+    *words: Any,
 ) -> tuple[Tensor, Tensor]:
-    """This rank's results, and the logsumexp of its scores, (B, A, T)."""
-    rank, size = group
+    """This rank's results, and the logsumexp of its scores and sinks, (B, A, T). `words`: which
+    keys are seen first, on the host and on the device; the scale; rank and size; the group."""
+    first_BS, first, scale, (rank, size), name = words
     part = Part(rank, size, scale, first_BS, first)
     # the heads of a token are side by side, as in the queries
     y_BATD = torch.zeros_like(q_BATD, dtype=torch.promote_types(q_BATD.dtype, torch.float32))
@@ -263,6 +261,10 @@ def _forward(
         part.add(q_BATD, held, (rank - step) % size, y_BATD, logsum_BAT)
         if coming is not None:
             held = finish_exchange(coming).view_as(held)
+    if sinks_A is not None:  # one more score of every query, behind which there is no value
+        total_BAT = torch.logaddexp(logsum_BAT, sinks_A.to(logsum_BAT.dtype)[:, None])
+        y_BATD.mul_(_share(logsum_BAT, total_BAT))
+        logsum_BAT = total_BAT
     return y_BATD.to(q_BATD.dtype), logsum_BAT
 
 
@@ -306,8 +308,8 @@ def _pass_on(x: Tensor, rank: int, size: int, name: str) -> Tensor:
 
 # One operation for torch: selective recomputation keeps what it returns, and sends nothing again.
 forward = declare(
-    "ring_attention(Tensor q, Tensor k, Tensor v, Tensor? first_host, Tensor? first, float scale,"
-    " int[] group, str name) -> (Tensor, Tensor)",
+    "ring_attention(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? first_host, Tensor? first,"
+    " float scale, int[] group, str name) -> (Tensor, Tensor)",
     lambda q, *_: (
         torch.empty_like(q),
         q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32)),
@@ -324,16 +326,24 @@ implement(backward, _backward)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, first_BS, first, *ctx.words = inputs
+    q, k, v, sinks, first_BS, first, *ctx.words = inputs
     y, logsum = output
     ctx.mark_non_differentiable(logsum)
     ctx.first_BS, ctx.first = first_BS, first
-    ctx.save_for_backward(q, k, v, y, logsum)
+    ctx.save_for_backward(q, k, v, y, logsum, sinks)
 
 
 def _gradients(ctx: Any, dy: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-    found = backward(dy, *ctx.saved_tensors, ctx.first_BS, ctx.first, *ctx.words)
-    return *found, *(None,) * 5
+    *saved, sinks_A = ctx.saved_tensors
+    found = backward(dy, *saved, ctx.first_BS, ctx.first, *ctx.words)
+    dsinks_A: Tensor | None = None
+    if sinks_A is not None:
+        y_BATD, logsum_BAT = saved[3:]
+        wide = logsum_BAT.dtype
+        share_BAT = (sinks_A.to(wide)[:, None] - logsum_BAT).exp()
+        dot_BAT = (y_BATD.to(wide) * dy.to(wide)).sum(-1)
+        dsinks_A = -(share_BAT * dot_BAT).sum((0, 2)).to(sinks_A.dtype)
+    return *found, dsinks_A, *(None,) * 5
 
 
 differentiate(forward, _gradients, _save)
@@ -348,11 +358,14 @@ def ring_attention(
     *,
     scale: float,
     window: int = 0,
+    sinks_A: Tensor | None = None,
 ) -> Tensor:
     """As attention.attend over whole samples, of this rank's tokens: (B, A, T, D).
 
     Args:
         documents: of whole samples.
+        sinks_A: as of attention.attend_with_sinks: L is then of the scores and the sink, and so
+            are all shares; d sink = - sum over queries of exp(sink - L) (O dO).
     """
     tokens = q_BATD.shape[2] * group.size
     host = torch.device("cpu")
@@ -360,5 +373,5 @@ def ring_attention(
     if q_BATD.device != host:
         first = first_seen(documents, tokens, window, q_BATD.device)
     words = (scale, [group.rank, group.size], group.name)
-    y: Tensor = forward(q_BATD, k_BGTD, v_BGTD, first_BS, first, *words)[0]
+    y: Tensor = forward(q_BATD, k_BGTD, v_BGTD, sinks_A, first_BS, first, *words)[0]
     return y
