@@ -307,6 +307,31 @@ LONG = named(
             for how in (layout(2, sp=True), layout(1, 2, "zbv"), layout(zero=3))
             for optimizer in ({}, MUON)
         ),
+        # tokens of a sample on several ranks
+        *(
+            Case(model, layout(cp=2), 2)
+            for model in (*_FAMILIES, *_MODERN, "gpt-mup", "moe", "moe-biased")
+        ),
+        *(Case(model, layout(cp=2, comm="a2a"), 2) for model in ("gpt", "llama", "gemma3", "moe")),
+        *(apart(model, layout(cp=2), 2) for model in ("gpt", "llama", "gemma3")),
+        apart("llama", layout(cp=2, comm="a2a"), 2),
+        *unequal("gpt", layout(cp=2), 2),
+        *unequal("llama", layout(cp=2, comm="a2a"), 2),
+        *(Case("gpt", layout(zero=stage, cp=2), 2) for stage in (0, 2, 3)),
+        *(Case("llama", layout(cp=2), 2, mode) for mode in (FULL, SELECTIVE, PAIRS, MUON)),
+        Case("moe-biased", layout(ep=2, cp=2), 2),
+        *(Case(model, layout(cp=4), 4) for model in ("gpt", "llama-1-group")),
+        Case("llama-1-group", layout(cp=4, comm="a2a"), 4),
+        *(Case("qwen3", layout(2, sp=sp, cp=2), 4) for sp in (False, True)),
+        Case("qwen3", layout(2, sp=True, cp=2, comm="a2a"), 4),
+        *(Case("gpt", layout(1, 2, schedule, cp=2), 4) for schedule in _SCHEDULES),
+        Case("gemma3", layout(1, 2, "zbv", cp=2, comm="a2a"), 4),
+        apart("llama", layout(1, 2, "zbv", cp=2), 4),
+        *(Case("gpt", layout(zero=stage, cp=2), 4) for stage in range(4)),
+        *(Case("gpt", layout(copies=2, zero=stage, cp=2), 4) for stage in (1, 3)),
+        *(Case("moe", layout(ep=ep, cp=2), 4) for ep in (2, 4)),
+        Case("moe", layout(2, sp=True, ep=2, cp=2), 4, PAIRS),
+        Case("moe-biased", layout(2, ep=2, etp=2, cp=2), 4, PAIRS),
         # four ranks: fewer key-value heads than ranks, uneven stages, HSDP, two kinds together
         *(
             Case(model, layout(4, sp=sp), 4)
