@@ -56,6 +56,8 @@ from typing import IO, Any
 from trainkit.cli.checkout.machine import describe, machine
 from trainkit.engines.native import kept_heap
 
+PEERS = ("transformers", "litgpt")
+
 
 @dataclass(frozen=True)
 class Case:
@@ -67,7 +69,7 @@ class Case:
         accumulation: micro-batches of a step.
         rounds: steps that are timed.
         recompute: training.recompute_granularity.
-        peers: whether they fit the device as well.
+        peers: who else takes part: those that have such a model and fit the device.
     """
 
     model: dict[str, Any]
@@ -75,7 +77,7 @@ class Case:
     accumulation: int
     rounds: int
     recompute: str = "none"
-    peers: bool = True
+    peers: tuple[str, ...] = PEERS
 
     @property
     def words(self) -> str:
@@ -140,6 +142,12 @@ DEMO_QWEN3 = {
     "seq_length": 256,
     "vocab_size": 4096,
 }
+# as many active parameters
+DEMO_QWEN3_MOE = {
+    **DEMO_QWEN3,
+    "family": "qwen3-moe",
+    "moe": {"num_experts": 16, "router_topk": 2, "ffn_hidden_size": 352},
+}
 LLAMA = {
     "family": "llama",
     "num_layers": 32,
@@ -155,6 +163,7 @@ CASES: dict[str, dict[str, Case]] = {
         "gpt2-124m": Case(GPT2, 1, 1, 7),
         "demo-qwen3": Case(DEMO_QWEN3, 4, 4, 15),
         "qwen3-124m": Case(QWEN3, 1, 1, 7),
+        "demo-qwen3-moe": Case(DEMO_QWEN3_MOE, 4, 4, 15, peers=("transformers",)),
     },
     "cuda": {
         "gpt2-124m": Case(GPT2, 32, 4, 20),
@@ -165,13 +174,12 @@ CASES: dict[str, dict[str, Case]] = {
             1,
             10,
             recompute="full",
-            peers=False,
+            peers=(),
         ),
     },
 }
 QUICK = {"cpu": (("demo", 3),), "cuda": (("gpt2-124m", 5),)}
 CONTENDERS = Path(__file__).parent / "peers" / "train_step.py"
-PEERS = ("transformers", "litgpt")
 
 
 class Failed(Exception):
@@ -248,8 +256,8 @@ class Worker:
 
 def contenders(case: Case, precision: str) -> list[str]:
     """Who takes part."""
-    peers = [*PEERS, *(f"{name}, bf16 weights" for name in PEERS if precision == "bf16")]
-    return ["trainkit", *(peers if case.peers else [])]
+    pure = [f"{name}, bf16 weights" for name in case.peers if precision == "bf16"]
+    return ["trainkit", *case.peers, *pure]
 
 
 class Field:

@@ -45,7 +45,7 @@ class Case:
 
 
 WARMUP = 2  # steps before the first that counts
-GATED = ("llama", "qwen3")  # families of gated MLPs and RMSNorm
+GATED = ("llama", "qwen3", "qwen3-moe")  # families of gated MLPs and RMSNorm
 BETAS, EPSILON, DECAY, RATE = (0.9, 0.95), 1e-8, 0.1, 1e-4
 
 
@@ -214,10 +214,19 @@ class PlainLoop:
 
 
 def _hf_llama(hf: Any, m: dict[str, Any]) -> Any:
-    """LlamaForCausalLM, or Qwen3ForCausalLM with its own theta and heads of a size apart."""
-    qwen3 = m["family"] == "qwen3"
+    """LlamaForCausalLM, or Qwen3ForCausalLM with its own theta and heads of a size apart, or with
+    experts, by its own grouped products and without a loss of balance."""
+    qwen3 = m["family"].startswith("qwen3")
     more = {"head_dim": m["kv_channels"], "rope_theta": 1e6} if qwen3 else {}
     kind = "Qwen3" if qwen3 else "Llama"
+    if moe := m.get("moe"):
+        kind = "Qwen3Moe"
+        more |= {
+            "num_experts": moe["num_experts"],
+            "num_experts_per_tok": moe["router_topk"],
+            "moe_intermediate_size": moe["ffn_hidden_size"],
+            "norm_topk_prob": True,
+        }
     config = getattr(hf, f"{kind}Config")(
         vocab_size=m["vocab_size"],
         hidden_size=m["hidden_size"],
@@ -365,31 +374,36 @@ class Products:
         )
         up = model.mlp.projections * f
         layers = model.num_layers
-        # (in, out, how often)
+        tokens = case.micro_batch * model.seq_length
+        # (rows, in, out, how often)
         self.layers = [
-            (h, qkv, layers),
-            (out, h, layers),
-            (h, up, layers),
-            (f, h, layers),
-            (h, padded, 1),
+            (tokens, h, qkv, layers),
+            (tokens, out, h, layers),
+            (tokens, h, padded, 1),
         ]
-        self.tokens, self.accumulation, self.device = (
-            case.micro_batch * model.seq_length,
-            case.accumulation,
-            device,
-        )
+        if model.moe is None:
+            self.layers += [(tokens, h, up, layers), (tokens, f, h, layers)]
+        else:  # evenly loaded
+            experts, width = model.moe.num_experts, model.moe.ffn_hidden_size
+            rows = tokens * model.moe.router_topk // experts
+            self.layers += [
+                (tokens, h, experts, layers),
+                (rows, h, 2 * width, layers * experts),
+                (rows, width, h, layers * experts),
+            ]
+        self.accumulation, self.device = case.accumulation, device
         self.dtype = torch.bfloat16 if precision == "bf16" else torch.float32
         self.parameters = 0
-        self.flops_per_token = 3 * sum(2 * i * o * n for i, o, n in self.layers)
+        self.flops_per_token = 3 * sum(2 * r * i * o * n for r, i, o, n in self.layers) // tokens
 
     def steps(self, count: int) -> float:
         import torch
 
         total = 0.0
-        for i, o, often in self.layers:
+        for rows, i, o, often in self.layers:
             x, y, w = (
                 torch.randn(*shape, device=self.device).to(self.dtype)
-                for shape in ((self.tokens, i), (self.tokens, o), (o, i))
+                for shape in ((rows, i), (rows, o), (o, i))
             )
             # forward, the input's gradient, the weight's
             for left, right in ((x, w.T), (y, w), (y.T, x)):
