@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from tests.train.layouts import Case, compare
-from tests.train.plain_loop import APART, MASKS
+from tests.train.plain_loop import APART, MASKS, MODELS
 from trainkit.jobs.schema import Parallelism
-from trainkit.plan.rules import zero_bubble_problem
+from trainkit.plan.rules import experts_apart_problem, zero_bubble_problem
 
 EXACT, SMOKE = 1e-10, 1e-5  # of fp64 and of fp32
 FULL: dict[str, Any] = {"recompute_granularity": "full"}
@@ -69,9 +69,12 @@ def layout(
     return {**keys, "data_parallel_replicate_size": copies}
 
 
-def runs_here(parallelism: Mapping[str, Any]) -> bool:
-    """Whether this torch takes it: ZBV is refused before 2.13 (test_layout_rules.py)."""
-    return not zero_bubble_problem(Parallelism.model_validate(parallelism), torch.__version__)
+def runs_here(parallelism: Mapping[str, Any], *, experts: bool = False) -> bool:
+    """Whether this torch takes it: before 2.13 ZBV is refused, and `experts` apart
+    (test_layout_rules.py)."""
+    p = Parallelism.model_validate(parallelism)
+    apart = experts_apart_problem(p, torch.__version__) if experts else ""
+    return not (apart or zero_bubble_problem(p, torch.__version__))
 
 
 def words(case: Case) -> str:
@@ -115,7 +118,11 @@ def words(case: Case) -> str:
 
 def named(cases: list[Case], **training: Any) -> dict[str, Case]:
     """By their words, what runs here; `training` for all of them, under their own."""
-    here = [case for case in cases if runs_here(case.parallelism)]
+    here = [
+        case
+        for case in cases
+        if runs_here(case.parallelism, experts=MODELS[case.model].moe is not None)
+    ]
     found = {words(case): replace(case, training={**training, **case.training}) for case in here}
     assert len(found) == len(here), "two cases have the same name"
     return found

@@ -13,9 +13,9 @@ from trainkit.engines.contract import Command, launcher_problems
 from trainkit.engines.rank.versions import allows
 from trainkit.jobs.schema import Job
 from trainkit.ops.build import torch_version
-from trainkit.plan.checks import SCHEDULE
+from trainkit.plan.checks import EP, ETP, SCHEDULE, TP
 from trainkit.plan.objection import Objection
-from trainkit.plan.rules import Rules, zero_bubble_problem
+from trainkit.plan.rules import Rules, experts_apart_problem, zero_bubble_problem
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.retention import ListedCheckpoint, list_checkpoints
 
@@ -35,6 +35,8 @@ def native_objections(job: Job) -> Iterator[Objection]:
     """What the torch of the job's ranks cannot do."""
     if why := zero_bubble_problem(job.parallelism, _torch_of_ranks(job)):
         yield Objection("no-zero-bubble", SCHEDULE, why, ({SCHEDULE: "1f1b"},))
+    if job.model.moe and (why := experts_apart_problem(job.parallelism, _torch_of_ranks(job))):
+        yield Objection("no-experts-apart", EP, why, ({TP: 1, EP: 1, ETP: 1},))
 
 
 def rank_variables(job: Job) -> dict[str, str]:

@@ -107,11 +107,29 @@ def zero_bubble_problem(parallelism: Parallelism, torch: str) -> str:
     """Why the native trainer refuses ZB-V with a version of torch; "" where it takes it, or does
     not know the version. torch 2.11 takes the first result of an operation alone where a backward
     is made in two halves, and finds no graph where the operation is Python's."""
-    if parallelism.pipeline_schedule != "zbv" or not torch:
-        return ""
-    if tuple(map(int, torch.split(".")[:2])) >= (2, 13):
+    if parallelism.pipeline_schedule != "zbv" or _not_before_2_13(torch):
         return ""
     return (
         "pipeline_schedule = 'zbv' needs torch 2.13 or newer for its backward in two halves; this"
         f" is {torch}"
     )
+
+
+def experts_apart_problem(parallelism: Parallelism, torch: str) -> str:
+    """Why the native trainer refuses a model with experts in a layout with a version of torch; ""
+    where it takes it, or does not know the version. Under any of the three sizes experts are
+    sharded over other ranks than the rest of a block; torch 2.11's fully_shard knows one mesh."""
+    keys = ("tensor_model", "expert_model", "expert_tensor")
+    values = {f"{key}_parallel_size": getattr(parallelism, f"{key}_parallel_size") for key in keys}
+    above_1 = [f"{key} {value}" for key, value in values.items() if (value or 1) > 1]
+    if not above_1 or _not_before_2_13(torch):
+        return ""
+    return (
+        f"{above_1[0]} for a model with experts needs torch 2.13 or newer, which shards experts"
+        f" over ranks of their own; this is {torch}"
+    )
+
+
+def _not_before_2_13(torch: str) -> bool:
+    """Whether a version of torch is that new, or not known."""
+    return not torch or tuple(map(int, torch.split(".")[:2])) >= (2, 13)

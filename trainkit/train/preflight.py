@@ -11,7 +11,7 @@ import torch.distributed as dist
 from trainkit.base.errors import ConfigError, Problem, raise_problems
 from trainkit.jobs.schema import Job
 from trainkit.plan.checks import layout_objections
-from trainkit.plan.rules import NATIVE, zero_bubble_problem
+from trainkit.plan.rules import NATIVE, experts_apart_problem, zero_bubble_problem
 from trainkit.train.batches import vocab_size
 from trainkit.train.huggingface import check_weights, load_weights, weights_folder
 from trainkit.train.metrics.wandb import wandb_problems
@@ -47,6 +47,8 @@ def layout_problems(job: Job) -> Iterator[Problem]:
     yield from (objection.problem(job.name) for objection in layout_objections(job, NATIVE))
     if why := zero_bubble_problem(job.parallelism, torch.__version__):
         yield Problem(why, hint="use '1f1b'")
+    if job.model.moe and (why := experts_apart_problem(job.parallelism, torch.__version__)):
+        yield Problem(why, hint="use data and pipeline parallelism alone")
 
 
 @torch.no_grad()

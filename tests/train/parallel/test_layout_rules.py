@@ -329,3 +329,26 @@ def test_an_older_torch_is_not_given_a_backward_in_halves(monkeypatch: pytest.Mo
     assert objection.code == "no-zero-bubble"
     assert re.search(words, objection.message)
     assert objection.changes == ({"parallelism.pipeline_schedule": "1f1b"},)
+
+
+@pytest.mark.parametrize(
+    ("parallelism", "key"),
+    [(layout(2), "tensor_model"), (layout(ep=2), "expert_model"), (layout(etp=2), "expert_tensor")],
+)
+def test_an_older_torch_is_not_given_experts_apart(
+    parallelism: dict[str, Any], key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.12.1+cpu")
+    monkeypatch.setattr("trainkit.engines.native.torch_version", lambda: "2.12.1+cpu")
+    job = matrix_job("moe", 2, Path(), parallelism)
+    words = rf"{key}_parallel_size 2 for .* experts needs torch 2\.13 .* this is 2\.12\.1\+cpu"
+    with pytest.raises(ConfigError, match=words):
+        preflight.refuse_what_cannot_run(job, World(0, 2), begins=False)
+    (objection,) = make_plan(job, rules=ENGINES["native"].rules).objections
+    assert objection.code == "no-experts-apart" and re.search(words, objection.message)
+    for taken in (
+        matrix_job("moe", 2, Path(), layout()),
+        matrix_job("llama", 2, Path(), layout(2)),
+    ):
+        preflight.refuse_what_cannot_run(taken, World(0, 2), begins=False)
+        assert not make_plan(taken, rules=ENGINES["native"].rules).objections
