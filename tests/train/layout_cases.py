@@ -143,6 +143,22 @@ def unequal(model: str, parallelism: dict[str, Any], ranks: int) -> list[Case]:
     return [Case(model, parallelism, ranks, data=name) for name in MASKS]
 
 
+_EP, _TP_EP = layout(ep=2), layout(2, sp=True, ep=2)
+# of a model with experts, and where each would be seen
+_MISTAKES: list[tuple[str, dict[str, Any], int, dict[str, Any], str]] = [
+    ("moe", _EP, 2, {}, "gradients of experts are multiplied"),
+    ("moe", _EP, 2, {}, "the norm leaves experts out"),
+    ("moe", _TP_EP, 2, {}, "the norm has half of experts"),
+    ("moe", _EP, 2, {}, "each rank clips by its own norm"),
+    ("moe", _EP, 2, {}, "rows lie by rank, not by expert"),
+    ("moe", _TP_EP, 2, {}, "balance is of one rank's tokens"),
+    ("moe", layout(), 1, {}, "losses of balance are not attached"),
+    ("moe", layout(), 1, {}, "routers learn by balance alone"),
+    ("moe-biased", layout(), 1, {}, "biases do not move"),
+    ("moe-biased", _TP_EP, 2, {}, "loads are of one rank's tokens"),
+    ("moe-biased", layout(), 1, FULL, "loads are counted in forward"),
+]
+
 # In CI: every mechanism once, three steps each.
 SHORT = named(
     [
@@ -193,6 +209,19 @@ SHORT = named(
         Case("gpt-untied", layout(2, sp=True, zero=3), 4, FULL),
         Case("llama", layout(copies=2, zero=3), 4),
         Case("gpt", layout(2, 2, "1f1b", sp=True), 8, SELECTIVE),
+        # experts over data-parallel and over tensor-parallel ranks, each whole or split
+        Case("moe", layout(ep=2, zero=3), 2, SELECTIVE),
+        Case("moe-biased", layout(ep=2), 2, MUON, data="one-label"),
+        Case("moe-biased", layout(2, sp=True, ep=2), 2, data="unequal-labels"),
+        apart("moe", layout(2), 2),
+        Case("moe-biased", layout(1, 2), 2),
+        Case("moe-biased", layout(1, 2, "zbv", ep=2), 4),
+        Case("moe-biased", layout(2, sp=True, ep=2, etp=2), 4, FULL),
+        Case("moe", layout(copies=2, zero=3, ep=2), 4, MUON),
+        *(
+            Case(model, how, ranks, mode, sabotage=mistake)
+            for model, how, ranks, mode, mistake in _MISTAKES
+        ),
     ],
     train_iters=3,
     global_batch_size=4,

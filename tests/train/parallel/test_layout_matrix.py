@@ -69,17 +69,39 @@ CHAIN = [
     if runs_here(each)
 ]
 ALONE = Case("llama-tied", layout(), 1, MUON_SMALL)
+# Experts, whose biases are no parameters, from layout to layout, and at last on one rank.
+_EXPERTS = [
+    (4, layout(ep=4)),
+    (4, layout(zero=3)),
+    (4, layout(2, sp=True, ep=2, etp=2)),
+    (4, layout(1, 2, "zbv", ep=2)),
+    (1, layout()),
+]
+EXPERT_CHAINS = {
+    "experts": [
+        Case("moe-biased", each, ranks, {**SMALL, "train_iters": 14}) for ranks, each in _EXPERTS
+    ],
+    "experts by Muon": [
+        Case("moe-biased", each, ranks, MUON_SMALL) for ranks, each in _EXPERTS[::2]
+    ],
+}
+EXPERT_CHAINS = {
+    name: [case for case in chain if runs_here(case.parallelism, experts=True)]
+    for name, chain in EXPERT_CHAINS.items()
+}
 # Muon again: of two saves the older is read, where it was written
 AGAIN = [
-    Case("llama-tied", each, 4, {**SMALL, **MUON, "micro_batch_size": 1}, "fp32")
-    for each in (
-        layout(2, sp=True, zero=0),
-        layout(copies=2, zero=1),
-        layout(copies=2, zero=3),
-        layout(1, 2, "zbv"),
+    Case(model, each, 4, {**SMALL, **MUON, "micro_batch_size": 1}, "fp32")
+    for model, each in (
+        ("llama-tied", layout(2, sp=True, zero=0)),
+        ("llama-tied", layout(copies=2, zero=1)),
+        ("llama-tied", layout(copies=2, zero=3)),
+        ("llama-tied", layout(1, 2, "zbv")),
+        ("moe-biased", layout(2, sp=True, ep=2)),
     )
-    if runs_here(each)
+    if runs_here(each, experts=model == "moe-biased")
 ]
+FORGETFUL = replace(AGAIN[-1], sabotage="some ranks forget momenta")
 FP16 = {**SMALL, "precision": "fp16", "initial_loss_scale": 2.0**10, "hysteresis": 1}
 OVERFLOWS = {  # a layout, and the rank whose gradient is infinite: of the first stage, of the last
     "TP2, PP2 1F1B": (Case("gpt", layout(2, 2), 4, FP16, "fp32"), 1),
@@ -123,8 +145,12 @@ def _found(root: Path) -> dict[str, list[Any]]:
             "tests.train.resharding:load_in",
             (case, root, root / words(case)),
         )
-    tasks[4] |= _from_layout_to_layout(CHAIN, root / "chain")
-    tasks[1] |= _from_layout_to_layout([ALONE] * len(CHAIN), root / "alone")
+    chains = {"chain": CHAIN, "alone": [ALONE] * len(CHAIN), **EXPERT_CHAINS}
+    for name, chain in EXPERT_CHAINS.items():
+        chains[f"{name} alone"] = chain[-1:] * len(chain)
+    for name, chain in chains.items():
+        for ranks, of_world in _from_layout_to_layout(chain, root / name).items():
+            tasks[ranks] |= of_world
     for case in AGAIN:
         of_case = root / f"again {words(case)}"
         tasks[4] |= {
@@ -134,6 +160,9 @@ def _found(root: Path) -> dict[str, list[Any]]:
                 (case, of_case, of_case / "again"),
             ),
         }
+    of_case = root / f"again {words(AGAIN[-1])}"
+    forgets = (FORGETFUL, of_case, of_case / "forgetful")
+    tasks[4]["forgetful"] = ("tests.train.resharding:load_in", forgets)
     for name, (case, where) in OVERFLOWS.items():
         tasks[case.ranks][f"overflow {name}"] = (
             "tests.train.resharding:overflow_in",
@@ -144,12 +173,15 @@ def _found(root: Path) -> dict[str, list[Any]]:
     return run_worlds(tasks)
 
 
-def _from_layout_to_layout(cases: list[Case], root: Path) -> Tasks:
-    """Each goes on from the save of the one before it; by "FOLDER NUMBER"."""
-    tasks: Tasks = {f"{root.name} 0": ("tests.train.resharding:save_in", (cases[0], root))}
+def _from_layout_to_layout(cases: list[Case], root: Path) -> dict[int, Tasks]:
+    """Each goes on from the save of the one before it, on as many ranks or fewer; by "FOLDER
+    NUMBER"."""
+    first: Tasks = {f"{root.name} 0": ("tests.train.resharding:save_in", (cases[0], root))}
+    tasks = {cases[0].ranks: first}
     for i, case in enumerate(cases[1:], start=1):
         words = (case, root, root, SAVED_AT + i * MORE)
-        tasks[f"{root.name} {i}"] = ("tests.train.resharding:load_in", words)
+        of_world = tasks.setdefault(case.ranks, {})
+        of_world[f"{root.name} {i}"] = ("tests.train.resharding:load_in", words)
     return tasks
 
 
@@ -169,13 +201,14 @@ def test_a_layout_with_fused_kernels_equals_the_plain_loop(
 
 @pytest.mark.parametrize("name", [name for name, case in SHORT.items() if case.sabotage])
 def test_a_mistake_would_be_seen(found: dict[str, list[Any]], name: str) -> None:
-    """The same comparison, of a trainer that leaves out one sum."""
-    assert found[name][0].loss > 1e5 * limit(SHORT[name]) and found[name][0].gradient > 1e-3
+    """The same comparison, of a trainer with a mistake."""
+    a = found[name][0]
+    assert max(a.norm, a.gradient) > 1e-3 or a.loads > 0, a
 
 
 def close(case: Case, a: Apart) -> None:
     assert a.loss <= limit(case) and a.norm <= limit(case), a
-    assert a.gradient <= limit(case), a
+    assert a.gradient <= limit(case) and a.loads == 0, a
 
 
 def test_the_comparison_sees_one_element() -> None:
@@ -225,16 +258,34 @@ def test_a_checkpoint_goes_from_any_layout_to_any(found: dict[str, list[Any]], n
 def test_muon_goes_from_layout_to_layout(found: dict[str, list[Any]]) -> None:
     """TP2, PP2, DP4, CP2, CP4, ZeRO 3 and TP2 again: at each step what one process has, in
     fp64, and what is read is what was written, to the bit, on every rank that holds it."""
-    end = None
+    _equals_one_process(found, "chain", "alone", len(CHAIN))
     for i in range(len(CHAIN)):
-        here, alone = found[f"chain {i}"][0], found[f"alone {i}"][0]
-        whole_with_momenta(here.state)
+        whole_with_momenta(found[f"chain {i}"][0].state)
+
+
+@pytest.mark.parametrize("name", EXPERT_CHAINS)
+def test_experts_go_from_layout_to_layout(found: dict[str, list[Any]], name: str) -> None:
+    """EP4, EP1, TP2 with EP2 x ETP2, PP2 with EP2 and one rank. Biases are to the bit those of
+    one process: they move by loads, which are whole numbers."""
+    _equals_one_process(found, name, f"{name} alone", len(EXPERT_CHAINS[name]))
+    for i in range(len(EXPERT_CHAINS[name])):
+        here, alone = found[f"{name} {i}"][0], found[f"{name} alone {i}"][0]
+        biases = {key: bias for key, bias in here.end.items() if key.endswith(".expert_bias")}
+        assert len(biases) == 4 and all(np.abs(bias).max() > 0 for bias in biases.values())
+        assert all(np.array_equal(alone.end[key], bias) for key, bias in biases.items())
+
+
+def _equals_one_process(found: dict[str, list[Any]], name: str, one: str, count: int) -> None:
+    end = None
+    for i in range(count):
+        here, alone = found[f"{name} {i}"][0], found[f"{one} {i}"][0]
+        assert all(np.isfinite(value).all() for value in here.state.values())
         assert end is None or same(here.state, end)
         end = here.end
         assert here.checksums == alone.checksums
         assert here.losses == pytest.approx(alone.losses, rel=EXACT)
-        for name, value in alone.end.items():
-            assert np.abs(end[name] - value).max() <= EXACT * np.abs(value).max(), name
+        for key, value in alone.end.items():
+            assert np.abs(end[key] - value).max() <= EXACT * np.abs(value).max(), key
 
 
 @pytest.mark.parametrize("name", [words(case) for case in AGAIN])
@@ -248,11 +299,20 @@ def test_muon_goes_on_from_the_older_save(found: dict[str, list[Any]], name: str
     assert again.losses == saved.losses and again.checksums == saved.checksums
 
 
+def test_momenta_that_some_ranks_forget_would_be_seen(found: dict[str, list[Any]]) -> None:
+    saved, again = found[f"saved {words(AGAIN[-1])}"][0], found["forgetful"][0]
+    assert not same(again.end, saved.end)
+
+
 def whole_with_momenta(state: State) -> None:
     """All of it is there, ranks that hold the same have the same, and matrices have a momentum."""
     assert all(np.isfinite(value).all() for value in state.values())
     momenta = [name for name in state if name.startswith("optimizer.momentum_buffer.")]
-    assert len(momenta) == 5 * 4 and all(np.abs(state[name]).max() > 0 for name in momenta)
+    matrices = [
+        name for name, value in state.items() if name.startswith("model.layers.") and value.ndim > 1
+    ]
+    assert len(momenta) == len(matrices) > 0
+    assert all(np.abs(state[name]).max() > 0 for name in momenta)
 
 
 @pytest.mark.parametrize("name", OVERFLOWS)

@@ -162,7 +162,7 @@ def grouped(x_RH: Tensor, down_EIH: Tensor) -> bool:
 
 class Router(nn.Module):
     """A product for each expert. Its `expert_bias`, where it has one, is no parameter: it moves by
-    a rule of its own (train/update/expert_bias.py), in fp32 whatever the model computes in."""
+    a rule of its own (train/update/expert_loads.py), in fp32 whatever the model computes in."""
 
     expert_bias: Tensor | None
 
