@@ -19,6 +19,7 @@ from tests.once import once
 from tests.torture.faults import Fault
 from tests.train.layout_cases import layout, runs_here
 from tests.train.support import new_run
+from trainkit.jobs.experts import Experts
 from trainkit.jobs.schema import (
     CheckpointSettings,
     Cluster,
@@ -39,12 +40,14 @@ class Layout(NamedTuple):
         parallelism: keys of the table.
         training: keys of the table.
         layers: of the model.
+        experts: the model has some.
     """
 
     ranks: int
     parallelism: dict[str, Any]
     training: Mapping[str, Any] = MappingProxyType({"micro_batch_size": 4})
     layers: int = 2
+    experts: bool = False
 
 
 def by_muon(ranks: int, parallelism: dict[str, Any]) -> Layout:
@@ -66,10 +69,31 @@ LAYOUTS = {
     "PP2 interleaved, Muon": by_muon(2, layout(1, 2, "interleaved")),
     "PP2 ZBV, Muon": by_muon(2, layout(1, 2, "zbv")),
     "TP2 x PP2 x DP2, Muon": by_muon(8, layout(2, 2)),
+    "DP2, EP2": Layout(2, layout(ep=2), experts=True),
+    "TP2 + SP, EP2, Muon": by_muon(2, layout(2, sp=True, ep=2))._replace(experts=True),
 }
-LAYOUTS = {name: each for name, each in LAYOUTS.items() if runs_here(each.parallelism)}
+LAYOUTS = {
+    name: each
+    for name, each in LAYOUTS.items()
+    if runs_here(each.parallelism, experts=each.experts)
+}
 MODEL = Model(
     name="tiny", num_layers=2, hidden_size=16, num_attention_heads=4, seq_length=8, vocab_size=61
+)
+WITH_EXPERTS = MODEL.model_copy(
+    update={
+        "family": "qwen3-moe",
+        "moe": Experts(
+            num_experts=4,
+            router_topk=2,
+            ffn_hidden_size=12,
+            router_score_function="sigmoid",
+            router_enable_expert_bias=True,
+            router_bias_update_rate=0.01,
+            router_load_balancing_type="seq_aux_loss",
+            aux_loss_coeff=0.1,
+        ),
+    }
 )
 SAVE_INTERVAL = 3
 PRECISIONS: dict[str, dict[str, Any]] = {
@@ -90,7 +114,7 @@ def job_of(
     **training: Any,
 ) -> Job:
     """A job of 12 steps with evaluations and saves that do not fall together."""
-    ranks, parallelism, keys, layers = LAYOUTS[name]
+    ranks, parallelism, keys, layers, experts = LAYOUTS[name]
     values: dict[str, Any] = {
         "global_batch_size": 8,
         "train_iters": 12,
@@ -109,7 +133,7 @@ def job_of(
     return Job(
         name="tiny",
         cluster=Cluster(name="here", ranks_per_node=ranks, root=str(root)),
-        model=MODEL.model_copy(update={"num_layers": layers}),
+        model=(WITH_EXPERTS if experts else MODEL).model_copy(update={"num_layers": layers}),
         dataset=Dataset(name="mock", source="mock", split="90,10,0"),
         parallelism=Parallelism(**parallelism),
         training=Training(**values),

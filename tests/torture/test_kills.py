@@ -188,6 +188,7 @@ FEW = [
     ("HSDP 2x2 ZeRO 3, Muon", "bf16", True, 2),
     ("TP2 + SP, Muon", "fp16", False, 2),
     ("PP2 ZBV, Muon", "fp32", False, 2),
+    ("DP2, EP2", "fp32", False, 3),
 ]
 FEW = [few for few in FEW if few[0] in LAYOUTS]
 
