@@ -1,0 +1,37 @@
+"""Models with experts in random layouts against a plain loop over one process: ten steps, with
+losses, norms, every gradient and the loads of all experts."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from pathlib import Path
+
+import pytest
+
+from tests.train.layout_cases import EXACT
+from tests.train.layouts import Case, compare
+from tests.train.random_cells import cells
+
+CELLS, SEED = 300, 20
+TOGETHER = 10  # cells of one world
+
+
+def _worlds() -> list[dict[str, Case]]:
+    """Cells of one number of ranks, which share processes."""
+    found = []
+    by_ranks = sorted(cells(CELLS, SEED).items(), key=lambda each: each[1].ranks)
+    for _, of_ranks in groupby(by_ranks, key=lambda each: each[1].ranks):
+        listed = list(of_ranks)
+        found += [dict(listed[i : i + TOGETHER]) for i in range(0, len(listed), TOGETHER)]
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)  # against hanging
+@pytest.mark.parametrize("number", range(len(_worlds())))
+def test_random_cells_equal_the_plain_loop(number: int, tmp_path: Path) -> None:
+    found = compare(_worlds()[number], tmp_path)
+    for name, a in found.items():
+        print(name, a)
+    off = {n: a for n, a in found.items() if not max(a.loss, a.norm, a.gradient) <= EXACT}
+    assert not off
