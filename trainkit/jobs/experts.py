@@ -63,10 +63,12 @@ class Experts(Table):
 
     @model_validator(mode="after")
     def _fits(self) -> Experts:
-        experts, chosen = self.num_experts, self.router_topk
+        experts = self.num_experts
+        chosen = self.router_topk
         if chosen > experts:
             raise wrong("router_topk", f"router_topk {chosen} is above num_experts {experts}")
-        groups, kept = self.router_num_groups, self.router_group_topk
+        groups = self.router_num_groups
+        kept = self.router_group_topk
         if (groups is None) != (kept is None):
             raise wrong("router_group_topk", "router_num_groups and router_group_topk go together")
         if groups is None or kept is None:

@@ -55,11 +55,13 @@ def _by_groups(x_BAS: Tensor, groups: int) -> Tensor:
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, scale: float, window: int
 ) -> tuple[Tensor, Tensor]:
-    groups, before = k.shape[1], k.shape[2] - q.shape[2]
+    groups = k.shape[1]
+    before = k.shape[2] - q.shape[2]
     q_BGESD = _by_groups(q, groups)
     wide = torch.promote_types(q.dtype, torch.float32)
     sinks_BGES = sinks.to(wide).view(1, groups, -1, 1)
-    parts, logsums = [], []
+    parts = []
+    logsums = []
     for at in _blocks(q.shape[2], k.shape[2], window):
         mine, keys = at
         scores = _scores(q_BGESD[:, :, :, mine], k[:, :, keys], scale, window, at, before)
@@ -67,13 +69,15 @@ def _forward(
         weights = (scores - logsum_BGEQ[..., None]).exp_().to(q.dtype)
         parts.append(torch.einsum("bgeqk,bgkd->bgeqd", weights, v[:, :, keys]))
         logsums.append(logsum_BGEQ)
-    y, logsum = torch.cat(parts, 3), torch.cat(logsums, 3)
+    y = torch.cat(parts, 3)
+    logsum = torch.cat(logsums, 3)
     return y.flatten(1, 2), logsum.flatten(1, 2)
 
 
 def _backward(dy: Tensor, *saved: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     q, k, v, sinks, y, logsum, scale, window = saved
-    groups, before = k.shape[1], k.shape[2] - q.shape[2]
+    groups = k.shape[1]
+    before = k.shape[2] - q.shape[2]
     q_BGESD, dy_BGESD, logsum_BGES = (_by_groups(x, groups) for x in (q, dy, logsum))
     through_BAS = (dy.to(logsum.dtype) * y).sum(-1)
     through_BGES = _by_groups(through_BAS, groups)
@@ -81,7 +85,8 @@ def _backward(dy: Tensor, *saved: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     parts = []
     for at in _blocks(q.shape[2], k.shape[2], window):
         mine, keys = at
-        q_BGEQD, dy_BGEQD = q_BGESD[:, :, :, mine], dy_BGESD[:, :, :, mine]
+        q_BGEQD = q_BGESD[:, :, :, mine]
+        dy_BGEQD = dy_BGESD[:, :, :, mine]
         scores = _scores(q_BGEQD, k[:, :, keys], scale, window, at, before)
         weights = (scores - logsum_BGES[:, :, :, mine, None]).exp_()
         dweights = torch.einsum("bgeqd,bgkd->bgeqk", dy_BGEQD, v[:, :, keys])

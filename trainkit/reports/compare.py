@@ -130,7 +130,9 @@ def _beyond_noise(
     """The first step where the losses are further apart than steps of one run are."""
     changes: list[float] = []
     for before, step in pairwise(common):
-        here, there, last = mine[step], theirs[step], mine[before]
+        here = mine[step]
+        there = theirs[step]
+        last = mine[before]
         if here is None or there is None or last is None:
             if (here is None) != (there is None):
                 return step

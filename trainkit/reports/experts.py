@@ -50,7 +50,8 @@ def _map(title: str, columns: tuple[str, str], values: Values) -> Iterator[str]:
 
 def _extreme(ratios: Values) -> float:
     """The one furthest from 1, by how many times: an expert without rows does not vanish."""
-    least, most = float(ratios.min()), float(ratios.max())
+    least = float(ratios.min())
+    most = float(ratios.max())
     return least if least * most < 1 else most
 
 

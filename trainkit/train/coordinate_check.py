@@ -46,7 +46,8 @@ class Coordinates:
         """By how many powers of the width the activation grows after the last update."""
         ys = [math.log(size) for size in self.sizes[name][STEPS[-1]]]
         xs = [math.log(width) for width in self.widths]
-        x_mean, y_mean = sum(xs) / len(xs), sum(ys) / len(ys)
+        x_mean = sum(xs) / len(xs)
+        y_mean = sum(ys) / len(ys)
         products = sum((x - x_mean) * (y - y_mean) for x, y in zip(xs, ys, strict=True))
         return products / sum((x - x_mean) ** 2 for x in xs)
 

@@ -258,7 +258,8 @@ class Trainer:
         stopping = False
         for info, numbers in self.readback.take(all=all):
             count = len(StepValues._fields)
-            values, loads = StepValues(*numbers[:count]), numbers[count:]
+            values = StepValues(*numbers[:count])
+            loads = numbers[count:]
             reports = self.reporter is not None
             row = self.step_log.add(info, values, loads, self.rollbacks, reports=reports)
             if self.reporter and row:

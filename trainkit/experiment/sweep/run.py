@@ -91,7 +91,7 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"  # which GPUs a run of this machine may have, a
 
 
 @dataclass(frozen=True)
-class Place:
+class SweepPlace:
     """Room for one run.
 
     Args:
@@ -119,7 +119,7 @@ class Place:
                 os.environ[VISIBLE] = before
 
 
-def places_of(jobs: Sequence[Job]) -> list[Place]:
+def places_of(jobs: Sequence[Job]) -> list[SweepPlace]:
     """Places that do not overlap, each with room for any of the jobs, which share a cluster; at
     least one. Raises ConfigError as the reader of hostfiles."""
     job = jobs[0]
@@ -131,19 +131,21 @@ def places_of(jobs: Sequence[Job]) -> list[Place]:
     devices = devices or [str(number) for number in range(job.cluster.gpus_per_node)]
     named = any(VISIBLE in each.environment for each in jobs)  # by jobs.toml, which comes first
     if job.cluster.device_type != "cuda" or named or len(devices) < 2 * ranks:
-        return [Place()]
+        return [SweepPlace()]
     last = len(devices) - ranks
-    return [Place(devices=devices[first : first + ranks]) for first in range(0, last + 1, ranks)]
+    return [
+        SweepPlace(devices=devices[first : first + ranks]) for first in range(0, last + 1, ranks)
+    ]
 
 
-def _places_of_hosts(job: Job, nodes: int) -> list[Place]:
+def _places_of_hosts(job: Job, nodes: int) -> list[SweepPlace]:
     bad = quarantine_reasons(job.cluster)
     found = load_hosts(find_hostfile(job.cluster, "").absolute(), slots=job.ranks_per_node)
     names = [host.name for host in found if host.name.lower() not in bad]
     groups = [names[at : at + nodes] for at in range(0, len(names) - nodes + 1, nodes)]
     if len(groups) < 2:
-        return [Place()]
-    return [Place(include="@".join(group)) for group in groups]
+        return [SweepPlace()]
+    return [SweepPlace(include="@".join(group)) for group in groups]
 
 
 Say = Callable[[str], None]
@@ -272,7 +274,9 @@ def _submit(sweep: OpenedSweep, todo: Sequence[MemberResult], ui: StageUi) -> Sw
         return sweep.record
     by_number = {member.number: member for member in sweep.record.members}
     starts = [
-        prepare(_start_of(sweep, by_number[each.number], Place(), new=each.state == "waiting"), ui)
+        prepare(
+            _start_of(sweep, by_number[each.number], SweepPlace(), new=each.state == "waiting"), ui
+        )
         for each in todo
     ]
     name = f"sweep-{sweep.record.job}-{sweep.record.id}"
@@ -309,7 +313,7 @@ def _line(member: Member, record: RunRecord) -> str:
     return f"{member.number}: {member.words}: {record.state}" + (f": {why}" if why else "")
 
 
-def _start_of(sweep: OpenedSweep, member: Member, place: Place, *, new: bool) -> Start:
+def _start_of(sweep: OpenedSweep, member: Member, place: SweepPlace, *, new: bool) -> Start:
     """How a member is started, or goes on."""
     if not new:
         going_on = ResumeOptions(detach=True, include=place.include)
@@ -334,9 +338,9 @@ class _Turns:
         self.ui = ui
         self.record = sweep.record
         self.places = places_of(sweep.member_jobs)[: sweep.at_once]
-        self.going: dict[int, tuple[RunFolder, Place | None]] = {}
+        self.going: dict[int, tuple[RunFolder, SweepPlace | None]] = {}
         self.waiting: list[MemberResult] = []
-        self.resting: list[tuple[float, Place]] = []  # until when, by the monotonic clock
+        self.resting: list[tuple[float, SweepPlace]] = []  # until when, by the monotonic clock
 
     def adopt(self, members: Sequence[MemberResult]) -> None:
         """Members that another process has started: nobody knows on which places, so none is used

@@ -57,7 +57,8 @@ def table(model: Model, vocab_size: int) -> dict[str, TensorMapping]:
     """Every parameter of a model by its name here, in the order of the network."""
     family = model.architecture
     names = family.hugging_face
-    hidden, layers = model.hidden_size, model.num_layers
+    hidden = model.hidden_size
+    layers = model.num_layers
     entries = {
         "embed_tokens.weight": _whole(
             (vocab_size, hidden), f"{names.outside['embed_tokens']}.weight"
@@ -101,7 +102,8 @@ def _in_block(entry: TensorMapping, prefix: str) -> TensorMapping:
 def _rows(model: Model, *, sparse: bool) -> dict[str, Shape]:
     """The products of a block by their names: rows of what each is put together from."""
     hidden = model.hidden_size
-    heads, size = model.num_attention_heads, model.head_size
+    heads = model.num_attention_heads
+    size = model.head_size
     rows: dict[str, Shape] = {"attention.out": (hidden,)}
     if mla := model.mla:
         rows["attention.kv_a"] = (mla.kv_lora_rank + mla.qk_pos_emb_head_dim,)
@@ -135,7 +137,8 @@ def _columns(model: Model) -> dict[str, int]:
 def _norms(model: Model) -> dict[str, int]:
     """Widths of the norms of a block."""
     together = model.query_key_norm == "projection"
-    heads, groups = model.num_attention_heads, model.query_groups
+    heads = model.num_attention_heads
+    groups = model.query_groups
     norms = dict.fromkeys(model.norms, model.hidden_size)
     if model.query_key_norm != "none":
         norms["attention.q_norm"] = model.head_size * (heads if together else 1)
@@ -168,7 +171,9 @@ def _block(model: Model, *, sparse: bool) -> dict[str, TensorMapping]:
     """One block's parameters, with names from within the block. `sparse`: it has experts."""
     family = model.architecture
     names = family.hugging_face
-    rows, columns, norms = _rows(model, sparse=sparse), _columns(model), _norms(model)
+    rows = _rows(model, sparse=sparse)
+    columns = _columns(model)
+    norms = _norms(model)
     biased = {
         "attention.qkv": model.qkv_bias,
         "attention.out": family.bias or family.out_bias,
@@ -205,9 +210,11 @@ def _block(model: Model, *, sparse: bool) -> dict[str, TensorMapping]:
 
 def _experts(model: Model) -> dict[str, TensorMapping]:
     """The matrices of a block's experts, of all of them one below the other."""
-    moe, hidden = model.moe, model.hidden_size
+    moe = model.moe
+    hidden = model.hidden_size
     assert moe is not None
-    count, width = moe.num_experts, moe.ffn_hidden_size
+    count = moe.num_experts
+    width = moe.ffn_hidden_size
     theirs = model.architecture.hugging_face.experts
     if all("{}" not in name for names in theirs.values() for name in names):
         return _stacked_experts(model)
@@ -225,9 +232,11 @@ def _experts(model: Model) -> dict[str, TensorMapping]:
 
 def _stacked_experts(model: Model) -> dict[str, TensorMapping]:
     """Where one of their tensors is of all experts."""
-    moe, hidden = model.moe, model.hidden_size
+    moe = model.moe
+    hidden = model.hidden_size
     assert moe is not None
-    count, width = moe.num_experts, moe.ffn_hidden_size
+    count = moe.num_experts
+    width = moe.ffn_hidden_size
     theirs = model.architecture.hugging_face.experts
     (up,), (down,) = theirs["mlp.experts.gate_up"], theirs["mlp.experts.down"]
     gates_and_values = [

@@ -41,7 +41,8 @@ STRETCH_KEYS: Mapping[object, tuple[str, ...]] = {
     ),
 }
 # its names of layers without a window and with one
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL = "full_attention"
+SLIDING = "sliding_attention"
 
 
 def setting_of(model: Model, key: str) -> str:

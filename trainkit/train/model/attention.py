@@ -133,7 +133,8 @@ def attend(
         return windowed(q_BASD, k_BGTD, v_BGTD, scale, window, dropout)
     # what no query sees, as after long texts
     first = max(0, tokens - queries - window + 1) if window else 0
-    k_BGTD, v_BGTD = k_BGTD[:, :, first:], v_BGTD[:, :, first:]
+    k_BGTD = k_BGTD[:, :, first:]
+    v_BGTD = v_BGTD[:, :, first:]
     seen_ST = None
     if queries not in (1, tokens):
         seen_ST = visible(tokens - queries, tokens, first, tokens, window, q_BASD.device)

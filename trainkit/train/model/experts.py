@@ -64,7 +64,8 @@ class _WithLoss(torch.autograd.Function):
         ctx: Any, y: Tensor, loss: Tensor, loads_E: Tensor, count: Callable[[Tensor], None]
     ) -> Tensor:
         ctx.save_for_backward(loads_E)
-        ctx.count, ctx.like = count, loss
+        ctx.count = count
+        ctx.like = loss
         return y.view_as(y)
 
     @staticmethod
@@ -108,8 +109,10 @@ class ExpertMLPs(nn.Module):
     def __init__(self, model: Model, count: int, kernels: Kernels) -> None:
         super().__init__()
         assert model.moe is not None
-        self.count, self.swiglu = count, swiglu_of(model, kernels)
-        width, hidden = model.moe.ffn_hidden_size, model.hidden_size
+        self.count = count
+        self.swiglu = swiglu_of(model, kernels)
+        width = model.moe.ffn_hidden_size
+        hidden = model.hidden_size
         biased = model.routing.bias
         ups, outs = (torch.empty(count * size) if biased else None for size in (2 * width, hidden))
         self.gate_up = Stacked(torch.empty(count * 2 * width, hidden), ups)
@@ -203,7 +206,8 @@ class MixtureOfExperts(nn.Module):
     def __init__(self, model: Model, kernels: Kernels, shared: Callable[[int], nn.Module]) -> None:
         super().__init__()
         assert model.moe is not None
-        self.moe, self.routing = model.moe, model.routing
+        self.moe = model.moe
+        self.routing = model.routing
         self.router = Router(model)
         self.experts: nn.Module = ExpertMLPs(model, model.moe.num_experts, kernels)
         width = model.moe.shared_expert_intermediate_size

@@ -68,7 +68,8 @@ class LatentAttention(nn.Module):
         self.slides = model.slides(layer)
         self.window = model.window(layer)
         self.scale = model.score_scale
-        hidden, heads = model.hidden_size, model.num_attention_heads
+        hidden = model.hidden_size
+        heads = model.num_attention_heads
 
         def linear(inputs: int, outputs: int) -> nn.Linear:
             return nn.Linear(inputs, outputs, bias=False)
@@ -123,7 +124,8 @@ class LatentAttention(nn.Module):
             q_BSW = self.q_b(self.q_a_norm(self.q_a(x_BSH)))
         else:
             q_BSW = self.q(x_BSH)
-        still, turning = mla.qk_head_dim, mla.qk_pos_emb_head_dim
+        still = mla.qk_head_dim
+        turning = mla.qk_pos_emb_head_dim
         q_BSAN, q_BSAR = q_BSW.unflatten(-1, (-1, mla.head_size)).split([still, turning], -1)
         latent_BSC, k_BSR = self.kv_a(x_BSH).split([mla.kv_lora_rank, turning], -1)
         kv_BSW = self.kv_b(self.kv_a_norm(latent_BSC))

@@ -83,10 +83,13 @@ def _yarn(plain: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
         length = scaling.original_max_position_embeddings / (turns * 2 * math.pi)
         return len(plain) * math.log(length) / math.log(theta)
 
-    low, high = pair(scaling.beta_fast), pair(scaling.beta_slow)
+    low = pair(scaling.beta_fast)
+    high = pair(scaling.beta_slow)
     if scaling.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, last)
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, last)
     numbers = torch.arange(len(plain), dtype=torch.float64, device=plain.device)
     # a ramp of no width is a step
     divided = ((numbers - low) / max(high - low, 0.001)).clamp(0, 1)
@@ -185,7 +188,8 @@ class Attention(nn.Module):
         self.slides = model.slides(layer)
         self.window = model.window(layer)
         self.scale = model.score_scale
-        heads, groups = model.num_attention_heads, model.query_groups
+        heads = model.num_attention_heads
+        groups = model.query_groups
         self.widths = [count * model.head_size for count in (heads, groups, groups)]
         self.qkv = nn.Linear(model.hidden_size, sum(self.widths), bias=model.qkv_bias)
         bias = model.architecture.bias or model.architecture.out_bias
@@ -198,7 +202,8 @@ class Attention(nn.Module):
             self.norm_heads = kernels.norm_rotate_qkv
             self.epsilon = model.layernorm_epsilon
             self.offset = model.architecture.norm.offset
-            self.q_norm, self.k_norm = HeadNorm(model), HeadNorm(model)
+            self.q_norm = HeadNorm(model)
+            self.k_norm = HeadNorm(model)
         elif model.query_key_norm == "projection":
             self.q_norm = QueryKeyNorm(model, heads, kernels)
             self.k_norm = QueryKeyNorm(model, groups, kernels)
@@ -241,7 +246,8 @@ class Attention(nn.Module):
             turn = rotary or no_turn(qkv_BSW)
             return self.norm_heads(qkv_BSW, weights_2D, *turn, heads, groups, self.epsilon)
         q_BSAD, k_BSGD, v_BSGD = split(qkv_BSW, heads, groups)
-        q_BSAD, k_BSGD = self.q_norm(q_BSAD), self.k_norm(k_BSGD)
+        q_BSAD = self.q_norm(q_BSAD)
+        k_BSGD = self.k_norm(k_BSGD)
         if rotary is None:
             return q_BSAD, k_BSGD, v_BSGD
         return rotate(q_BSAD, *rotary), rotate(k_BSGD, *rotary), v_BSGD
@@ -312,7 +318,8 @@ class ResidualNorm(nn.Module):
         self.of_sum: Callable[..., tuple[Tensor, Tensor]] = kernels.add_rms_norm
         if model.architecture.norm.kind == "layer-norm":
             self.bias = nn.Parameter(torch.zeros(model.hidden_size))
-            self.of, self.of_sum = kernels.layer_norm, kernels.add_layer_norm
+            self.of = kernels.layer_norm
+            self.of_sum = kernels.add_layer_norm
 
     def forward(
         self, x_BSH: Tensor, added_BSH: Tensor | None = None

@@ -97,7 +97,8 @@ class ParallelExperts(ExpertMLPs):
         self, model: Model, whole: ExpertMLPs, group: ExpertGroup, kernels: Kernels
     ) -> None:
         nn.Module.__init__(self)
-        self.group, self.swiglu = group, swiglu_of(model, kernels)
+        self.group = group
+        self.swiglu = swiglu_of(model, kernels)
         self.count = whole.count // group.parts
         self.gate_up = _stacked(whole.gate_up, self.count, 2, group)
         self.down = _stacked(whole.down, self.count, 1, group)
@@ -158,7 +159,8 @@ def _own_tokens(x_BSH: Tensor, group: TensorGroup) -> Tensor:
 def _all_tokens(y_BSH: Tensor, x_BSH: Tensor, group: TensorGroup) -> Tensor:
     """The results of all ranks' tokens, out of this one's."""
     lengths = [part.shape[1] for part in torch.tensor_split(x_BSH, group.size, dim=1)]
-    before, after = sum(lengths[: group.rank]), sum(lengths[group.rank + 1 :])
+    before = sum(lengths[: group.rank])
+    after = sum(lengths[group.rank + 1 :])
     return leave(F.pad(y_BSH, (0, 0, before, after)), group)
 
 

@@ -105,7 +105,8 @@ def initialize(module: nn.Module, model: Model, seed: int) -> None:
         )
         for first, part in initial_parts(sharded.name, shape, model, seed, wanted):
             for at, view in views.items():
-                start, stop = max(at[0], first), min(at[0] + len(view), first + len(part))
+                start = max(at[0], first)
+                stop = min(at[0] + len(view), first + len(part))
                 if start < stop:
                     taken = (slice(start - first, stop - first), *slices(at, view)[1:])
                     view[start - at[0] : stop - at[0]] = part[taken]

@@ -85,7 +85,9 @@ class ModelChunk(Transformer):
         self, model: Model, vocab_size: int, number: int, count: int, kernels: Kernels = REFERENCE
     ) -> None:
         super().__init__(model, vocab_size, kernels)
-        self.number, self.first, self.last = number, number == 0, number == count - 1
+        self.number = number
+        self.first = number == 0
+        self.last = number == count - 1
         self.work = PipelineState()
         self.micro_batch = 0
         sizes = split_layers(model.num_layers, count)
@@ -103,7 +105,8 @@ class ModelChunk(Transformer):
     def forward(self, x_BSH: Tensor) -> Tensor:  # type: ignore[override]
         """From activations to activations. The first chunk is given nothing of use; the last
         returns the objective, to call backward on."""
-        work, batch = self.work, self.work.batches[self.micro_batch]
+        work = self.work
+        batch = self.work.batches[self.micro_batch]
         work.seed(batch, self.number)
         positions_BS = batch.positions_BS
         if positions_BS is None:

@@ -36,7 +36,7 @@ from trainkit.train.torch_compat import (
 TILE = 256  # queries of a block with a mask
 
 
-class Block(NamedTuple):
+class SeenBlock(NamedTuple):
     """Queries and keys of two ranks that see one another: where they lie on their ranks, and
     whether all keys are seen, those up to the query (of equal places), or some ("all", "causal",
     "some")."""
@@ -64,16 +64,16 @@ class Part:
     first_BS: Tensor | None = None
     first: Tensor | None = None
 
-    def blocks(self, origin: int, tokens: int) -> Iterator[Block]:
+    def blocks(self, origin: int, tokens: int) -> Iterator[SeenBlock]:
         """What this rank's queries see of the keys of rank `origin`; T `tokens` are on each."""
         half = tokens // 2
         if self.first_BS is None:
             if origin == self.rank:
-                yield Block(slice(0, tokens), slice(0, tokens), "causal")
+                yield SeenBlock(slice(0, tokens), slice(0, tokens), "causal")
             elif origin < self.rank:  # its first chunk is before both of ours, its second after
-                yield Block(slice(0, tokens), slice(0, half), "all")
+                yield SeenBlock(slice(0, tokens), slice(0, half), "all")
             else:  # its two chunks are between ours
-                yield Block(slice(half, tokens), slice(0, tokens), "all")
+                yield SeenBlock(slice(half, tokens), slice(0, tokens), "all")
             return
         for number, own in enumerate(chunks_of(self.rank, self.size)):
             for other, theirs in enumerate(chunks_of(origin, self.size)):
@@ -82,8 +82,9 @@ class Part:
                     found = self._tile(own * half + start, length, theirs * half, half)
                     if found is not None:
                         low, high, kind = found
-                        begin, there = number * half + start, other * half - theirs * half
-                        yield Block(
+                        begin = number * half + start
+                        there = other * half - theirs * half
+                        yield SeenBlock(
                             slice(begin, begin + length), slice(low + there, high + there), kind
                         )
 
@@ -92,13 +93,16 @@ class Part:
         the keys that any of them sees, and whether all do."""
         assert self.first_BS is not None
         first_BQ = self.first_BS[:, query : query + length]
-        low, high = max(key, int(first_BQ.min())), min(key + keys, query + length)
+        low = max(key, int(first_BQ.min()))
+        high = min(key + keys, query + length)
         if low >= high:
             return None
         whole = int(first_BQ.max()) <= low and high - 1 <= query
         return low, high, "all" if whole else "some"
 
-    def hidden(self, block: Block, origin: int, tokens: int, device: torch.device) -> Tensor | None:
+    def hidden(
+        self, block: SeenBlock, origin: int, tokens: int, device: torch.device
+    ) -> Tensor | None:
         """Which keys a query of the block does not see, (B or 1, 1, 1, Q, K)."""
         if block.kind == "all":
             return None
@@ -125,7 +129,8 @@ class Part:
             else:
                 hidden = self.hidden(block, origin, tokens, q_BATD.device)
                 o, lse = _plain(q_BAQD, k_BGKD, v_BGKD, hidden, self.scale)
-            y, logsum = y_BATD[:, :, block.queries], logsum_BAT[:, :, block.queries]
+            y = y_BATD[:, :, block.queries]
+            logsum = logsum_BAT[:, :, block.queries]
             total = torch.logaddexp(logsum, lse)
             y.mul_(_share(logsum, total)).add_(_share(lse, total) * o)
             logsum.copy_(total)
@@ -164,7 +169,7 @@ class Part:
             dkv_2BGTD[1][:, :, block.keys] += dv
         return dkv_2BGTD
 
-    def _flash(self, block: Block, q: Tensor) -> bool:
+    def _flash(self, block: SeenBlock, q: Tensor) -> bool:
         return block.kind != "some" and has_flash(q)
 
 
@@ -300,7 +305,8 @@ def _backward(
 
 def _pass_on(x: Tensor, rank: int, size: int, name: str) -> Tensor:
     """Begin to give it to the next rank; what comes from the one before, flat."""
-    sent, taken = [0] * size, [0] * size
+    sent = [0] * size
+    taken = [0] * size
     sent[(rank + 1) % size] = x.numel()
     taken[(rank - 1) % size] = x.numel()
     return begin_exchange(x.flatten(), taken, sent, name)
@@ -329,7 +335,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     q, k, v, sinks, first_BS, first, *ctx.words = inputs
     y, logsum = output
     ctx.mark_non_differentiable(logsum)
-    ctx.first_BS, ctx.first = first_BS, first
+    ctx.first_BS = first_BS
+    ctx.first = first
     ctx.save_for_backward(q, k, v, y, logsum, sinks)
 
 

@@ -228,7 +228,8 @@ class ProjectionNorm(_Split):
 
     def __init__(self, whole: QueryKeyNorm, pieces: Sequence[Piece], group: TensorGroup) -> None:
         super().__init__(whole, pieces, 0, group)
-        self.epsilon, self.offset = whole.epsilon, whole.offset
+        self.epsilon = whole.epsilon
+        self.offset = whole.offset
         # several ranks may have the same heads of keys
         self.channels = len(whole.weight) * self.segments[0].replicas
 

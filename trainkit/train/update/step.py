@@ -80,7 +80,8 @@ def _groups_of_matrices(
     model: Model, whole: Mapping[str, ShardedParameter], mesh: Mesh
 ) -> list[Matrices]:
     """Those of experts may lie on other ranks than the others."""
-    dense, group = dict(whole), mesh.replica_group()
+    dense = dict(whole)
+    group = mesh.replica_group()
     if mesh.experts is None:
         return [Matrices(model, dense, group, mesh.place.tensor)]
     stacked = {name: dense.pop(name) for name in whole if name.endswith(STACKED)}
@@ -236,7 +237,8 @@ class Step:
         a context-parallel group have their own tokens always."""
         if not self.random:
             return
-        group, context = self.mesh.tensor, self.mesh.context
+        group = self.mesh.tensor
+        context = self.mesh.context
         part = chunk * group.size + (group.rank if group.sequence else 0)
         part = part * context.size + context.rank
         seed_generators(dropout_seed(self.job.training.seed, batch.position, part))
