@@ -1,5 +1,5 @@
 """The rules of the house, kept by tests: import order, quick listing, small files, a trainer
-that can be read in an afternoon."""
+that can be read in a day."""
 
 from __future__ import annotations
 
@@ -293,13 +293,14 @@ READ_TOO = [
     ),
     *(f"train/update/{name}" for name in ("build", "schedule", "step")),
 ]
-MOST_LINES = 3400
+MOST_LINES = 4800
 
 
-def test_model_parallelism_and_loop_can_be_read_in_an_afternoon() -> None:
+def test_model_parallelism_and_loop_can_be_read_in_a_day() -> None:
     """Lines of all that makes a job a loop over steps in any layout: comments and docstrings
-    count, blank lines do not. Left out are an update's arithmetic (optimizer, loss scale,
-    guard), the feed of samples, checkpoints, metrics, inference."""
+    count, blank lines do not. Without experts, latents and context parallelism it was an
+    afternoon's reading. Left out are an update's arithmetic (optimizer, loss scale, guard), the
+    feed of samples, checkpoints, metrics, inference."""
     paths = [path for room in READ for path in (PACKAGE / "train" / room).glob("*.py")] + [
         PACKAGE / f"{name}.py" for name in READ_TOO
     ]
