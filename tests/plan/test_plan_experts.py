@@ -23,7 +23,8 @@ from trainkit.plan.arithmetic import (
     model_flops_per_token_of,
     parameters_of,
 )
-from trainkit.plan.checks import EP, ETP, REPLICAS, TP
+from trainkit.plan.checks import TP
+from trainkit.plan.grid_checks import EP, ETP, REPLICAS
 from trainkit.plan.layout import layout_of
 from trainkit.plan.objection import Change, with_change
 from trainkit.plan.parameter_shapes import (

@@ -11,17 +11,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainkit.train.model import experts
-from trainkit.train.model.router import Routed
+from trainkit.train.model.router import Routed, route
 from trainkit.train.parallel import expert_parallel
 from trainkit.train.parallel.initialize import STACKED
 from trainkit.train.parallel.mesh import Mesh
 from trainkit.train.parallel.shards import ShardedParameter
 from trainkit.train.torch_compat import local_part
 from trainkit.train.update import replicas, step
+from trainkit.train.update.expert_loads import take_loads
 
 Parameters = Mapping[str, ShardedParameter]
-add_up, squared_norm, take_loads = replicas.add_up, replicas.squared_norm, step.take_loads
-update, route = step.Step._update, experts.route
+add_up, squared_norm = replicas.add_up, replicas.squared_norm
+update = step.Step._update
 
 
 def _nothing(*_: Any) -> None:

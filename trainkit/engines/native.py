@@ -13,7 +13,8 @@ from trainkit.engines.contract import Command, launcher_problems
 from trainkit.engines.rank.versions import allows
 from trainkit.jobs.schema import Job
 from trainkit.ops.build import torch_version
-from trainkit.plan.checks import EP, ETP, SCHEDULE, TP
+from trainkit.plan.checks import SCHEDULE, TP
+from trainkit.plan.grid_checks import EP, ETP
 from trainkit.plan.objection import Objection
 from trainkit.plan.rules import Rules, experts_apart_problem, zero_bubble_problem
 from trainkit.runs.folder import RunFolder

@@ -8,6 +8,13 @@ from collections.abc import Iterator
 
 from trainkit.jobs.schema import Job, Model
 from trainkit.plan.batch import batch_sizes
+from trainkit.plan.grid_checks import (
+    CP,
+    REPLICAS,
+    context_objections,
+    contexts,
+    expert_objections,
+)
 from trainkit.plan.layout import Layout, layout_of, nearest
 from trainkit.plan.objection import Change, Objection
 from trainkit.plan.rules import Rules
@@ -16,16 +23,11 @@ from trainkit.plan.split import EMBEDDING, LOSS, split_of
 MANY = 4  # batch sizes named in one message
 ENDS_COUNTED: Change = {f"engine_args.{EMBEDDING}": True, f"engine_args.{LOSS}": True}
 TP = "parallelism.tensor_model_parallel_size"
-CP = "parallelism.context_parallel_size"
-COMM = "parallelism.cp_comm_type"
 PP = "parallelism.pipeline_model_parallel_size"
 VIRTUAL = "parallelism.virtual_pipeline_model_parallel_size"
 ZERO = "parallelism.zero_stage"
 BATCH = "training.global_batch_size"
 SCHEDULE = "parallelism.pipeline_schedule"
-REPLICAS = "parallelism.data_parallel_replicate_size"
-EP = "parallelism.expert_model_parallel_size"
-ETP = "parallelism.expert_tensor_parallel_size"
 
 
 def checks(job: Job, rules: Rules, tokenizer_size: int | None) -> Iterator[Objection]:
@@ -55,12 +57,12 @@ def layout_objections(job: Job, rules: Rules) -> Iterator[Objection]:
     layout = layout_of(job)
     yield from _world(job, layout)
     yield from _tensor(job, layout, rules)
-    yield from _context(job, layout)
+    yield from context_objections(job, layout)
     yield from _stages(job, layout, rules)
     yield from _schedule(job, layout, rules)
     yield from _zero(job, layout, rules)
     yield from _replicas(job, layout, rules)
-    yield from _experts(job, layout)
+    yield from expert_objections(job, layout)
     yield from rules.objections(job)
     yield from _batches(job)
 
@@ -92,7 +94,7 @@ def _world(job: Job, layout: Layout) -> Iterator[Objection]:
             (
                 *({"nodes": n} for n in nodes),
                 *({PP: p} for p in pipelines),
-                *({CP: n} for n in _contexts(job, layout)),
+                *({CP: n} for n in contexts(job, layout)),
             ),
         )
 
@@ -186,81 +188,6 @@ def _sequence(model: Model, tensor: int, fitting: list[int]) -> Objection:
         "parallelism.sequence_parallel",
         f"sequence_parallel: {message}",
         ({"parallelism.sequence_parallel": False},),
-    )
-
-
-def _contexts(job: Job, layout: Layout) -> list[int]:
-    """The nearest context-parallel sizes that divide the world and the sequence; none where there
-    is no context parallelism."""
-    others = layout.tensor * layout.pipeline
-    if layout.context == 1:
-        return []
-    return nearest(
-        layout.context,
-        lambda n: (
-            layout.world % (others * n) == 0
-            and (n == 1 or job.model.seq_length % (2 * n * layout.sequence_parts) == 0)
-        ),
-    )
-
-
-def _context(job: Job, layout: Layout) -> Iterator[Objection]:
-    """The tokens of a sample can be dealt to its ranks, and attention can see them all."""
-    size, length = layout.context, job.model.seq_length
-    if size == 1:
-        return
-    chunks = 2 * size * layout.sequence_parts
-    if length % chunks:
-        split = f" x tensor-parallel {layout.tensor} (sequence_parallel)" if layout.sequence else ""
-        message = (
-            f"seq_length {length} does not divide by 2 x context-parallel {size}{split} = {chunks}"
-        )
-        lengths = [n for n in (length // chunks * chunks, -(-length // chunks) * chunks) if n]
-        changes = ({CP: n} for n in _contexts(job, layout))
-        yield Objection(
-            "context-not-divisible",
-            CP,
-            message,
-            (*changes, *({"model.seq_length": n} for n in lengths)),
-        )
-    if job.parallelism.cp_comm_type == "a2a":
-        yield from _dealt_heads(job, layout)
-    if job.model.attention_dropout > 0:
-        yield Objection(
-            "dropout-in-context",
-            "model.attention_dropout",
-            f"attention_dropout {job.model.attention_dropout} with context-parallel size {size}:"
-            " no rank draws random numbers for the tokens of others",
-            ({"model.attention_dropout": 0}, {CP: 1}),
-        )
-    if job.training.compile:
-        yield Objection(
-            "compile-in-context",
-            "training.compile",
-            f"training.compile with context-parallel size {size}: attention that talks to other"
-            " ranks is not compiled",
-            ({"training.compile": False}, {CP: 1}),
-        )
-
-
-def _dealt_heads(job: Job, layout: Layout) -> Iterator[Objection]:
-    """cp_comm_type = "a2a": each rank has as many heads, and whole heads of keys and values, or
-    one that several ranks have."""
-    tensor, size = layout.tensor, layout.context
-    heads = job.model.num_attention_heads
-    groups = max(1, job.model.query_groups // tensor)
-    if heads % (tensor * size):
-        name, count = "num_attention_heads", heads
-    elif groups % size and size % groups:
-        name, count = "num_query_groups", job.model.query_groups
-    else:
-        return
-    across = f"tensor-parallel {tensor} x context-parallel {size}"
-    yield Objection(
-        "heads-not-dealt",
-        COMM,
-        f"cp_comm_type = 'a2a': {name} {count} does not divide by {across}",
-        ({COMM: "p2p"},),
     )
 
 
@@ -413,73 +340,6 @@ def _replicas(job: Job, layout: Layout, rules: Rules) -> Iterator[Objection]:
             message,
             tuple({REPLICAS: n} for n in nearest(asked, lambda n: layout.data % n == 0)),
         )
-
-
-def _experts(job: Job, layout: Layout) -> Iterator[Objection]:
-    """Experts divide over their ranks, and those over the ranks of a stage."""
-    moe = job.model.moe
-    if moe is None:
-        yield from _no_experts(job)
-        return
-    split = layout.expert_tensor
-    yield from _expert_ranks(job, layout, moe.num_experts)
-    if moe.ffn_hidden_size < split:
-        message = (
-            f"an expert of width {moe.ffn_hidden_size} (moe.ffn_hidden_size) has no row for some of"
-            f" expert_tensor_parallel_size {split} ranks"
-        )
-        yield Objection("expert-too-narrow", ETP, message, ({ETP: 1},))
-    if job.training.compile:
-        message = "compile = true: a model with experts cannot be compiled yet"
-        without: Change = {"training.compile": False}
-        yield Objection("no-compiled-experts", "training.compile", message, (without,))
-
-
-def _no_experts(job: Job) -> Iterator[Objection]:
-    """Keys of experts for a model that has none."""
-    parallelism = job.parallelism
-    for key, ranks in (
-        (EP, parallelism.expert_model_parallel_size),
-        (ETP, parallelism.expert_tensor_parallel_size or 1),
-    ):
-        if ranks > 1:
-            message = (
-                f"{key.rpartition('.')[2]} {ranks}, but family {job.model.family!r} of model"
-                f" {job.model.name!r} has no experts"
-            )
-            yield Objection("no-experts", key, message, ({key: 1},))
-
-
-def _expert_ranks(job: Job, layout: Layout, count: int) -> Iterator[Objection]:
-    """`count` experts of a layer over the ranks of a stage, and copies of them over the others."""
-    expert, split = layout.expert, layout.expert_tensor
-    stage = layout.tensor * layout.data
-
-    def fits(expert: int) -> bool:
-        return count % expert == 0 and stage % (expert * split) == 0
-
-    nearby: tuple[Change, ...] = tuple({EP: n} for n in nearest(expert, fits, most=count))
-    if count % expert:
-        message = f"num_experts {count} does not divide by expert_model_parallel_size {expert}"
-        yield Objection("experts-not-divisible", EP, message, nearby)
-        return
-    both = f"expert_model_parallel_size {expert} x expert_tensor_parallel_size {split}"
-    copies, rest = divmod(stage, expert * split)
-    if rest:
-        message = (
-            f"{both} does not divide the ranks of a stage, tensor-parallel {layout.tensor} x"
-            f" data-parallel {layout.data} = {stage}"
-        )
-        whole: tuple[Change, ...] = ({ETP: 1},) if split > 1 else ()
-        yield Objection("expert-ranks-not-divisible", EP, message, (*nearby, *whole))
-    elif layout.shard > 1 and copies % layout.replicate:
-        message = (
-            f"data_parallel_replicate_size {layout.replicate} does not divide the {copies} ranks of"
-            f" a stage that hold the same experts under {both}"
-        )
-        fewer = nearest(layout.replicate, lambda n: copies % n == 0, most=layout.data)
-        changes: tuple[Change, ...] = tuple({REPLICAS: n} for n in fewer)
-        yield Objection("expert-copies-not-divisible", REPLICAS, message, (*changes, *nearby))
 
 
 def _batches(job: Job) -> Iterator[Objection]:

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 from trainkit.jobs.schema import Job
 from trainkit.plan.activations import FULLEST
-from trainkit.plan.checks import EP, SCHEDULE, VIRTUAL
+from trainkit.plan.checks import SCHEDULE, VIRTUAL
 from trainkit.plan.duration import Duration, Epochs, time_limit
+from trainkit.plan.grid_checks import EP
 from trainkit.plan.host import HostMemory
 from trainkit.plan.layout import layout_of
 from trainkit.plan.limits import Sizes

@@ -9,18 +9,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from trainkit.jobs.schema import Job
-from trainkit.plan.checks import (
-    BATCH,
-    EP,
-    ETP,
-    PP,
-    REPLICAS,
-    SCHEDULE,
-    TP,
-    VIRTUAL,
-    ZERO,
-    checks,
-)
+from trainkit.plan.checks import BATCH, PP, SCHEDULE, TP, VIRTUAL, ZERO, checks
+from trainkit.plan.grid_checks import EP, ETP, REPLICAS
 from trainkit.plan.layout import layout_of, padded_vocab_size
 from trainkit.plan.measured import Measured
 from trainkit.plan.memory import fits

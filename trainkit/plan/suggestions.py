@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from trainkit.jobs.schema import Job
-from trainkit.plan.checks import BATCH, EP, PP, TP, ZERO
+from trainkit.plan.checks import BATCH, PP, TP, ZERO
+from trainkit.plan.grid_checks import EP
 from trainkit.plan.objection import Change, try_change, with_change
 
 RECOMPUTE = "training.recompute_granularity"
