@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.plan.example import BIG, job_of, shape
+from tests.train.plain_loop import MODELS
 from trainkit.engines.registry import ENGINES
 from trainkit.jobs.devices import built_in_device
 from trainkit.jobs.ranks import degrees_of
@@ -39,7 +40,10 @@ from trainkit.plan.search import Search, Searcher, describe
 from trainkit.plan.time.constants import devices, fitted
 from trainkit.plan.time.of_job import estimate_step
 from trainkit.train.model.transformer import Transformer, build_on_meta
+from trainkit.train.parallel import expert_parallel, tensor_parallel
+from trainkit.train.parallel.expert_parallel import ExpertGroup
 from trainkit.train.parallel.recompute import wrap_blocks
+from trainkit.train.parallel.tensor_group import TensorGroup
 from trainkit.train.update.muon import items_of
 
 H100 = built_in_device("h100-sxm-80gb")
@@ -51,10 +55,34 @@ def published(family: str, layers: int, hidden: int, heads: int, vocab: int, **k
     width = keys.pop("width")
     experts, chosen = keys.pop("experts")
     moe = {"num_experts": experts, "router_topk": chosen, "ffn_hidden_size": width}
+    moe |= keys.pop("more", {})
     return shape(family, layers, hidden, heads, 4096, vocab_size=vocab, moe=moe, **keys)
 
 
+def gpt_oss(layers: int, experts: int) -> Model:
+    return published(
+        "gpt-oss",
+        layers,
+        2880,
+        64,
+        201088,
+        num_query_groups=8,
+        kv_channels=64,
+        sliding_window=128,
+        experts=(experts, 4),
+        width=2880,
+    )
+
+
+LATENTS = {
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_head_dim": 128,
+    "qk_pos_emb_head_dim": 64,
+    "v_head_dim": 128,
+}
 # Model, all parameters, those that a token meets, the same without the embedding of the input.
+# DeepSeek-V3's counts have the biases that only choose, 256 in each of 58 layers.
 PUBLISHED: dict[str, tuple[Model, int, int, int]] = {
     "Mixtral 8x7B": (
         published("mixtral", 32, 4096, 32, 32000, num_query_groups=8, experts=(8, 2), width=14336),
@@ -106,6 +134,30 @@ PUBLISHED: dict[str, tuple[Model, int, int, int]] = {
         1_282_017_280,
         1_178_994_688,
     ),
+    "DeepSeek-V3": (
+        published(
+            "deepseek-v3",
+            61,
+            7168,
+            128,
+            129280,
+            ffn_hidden_size=18432,
+            mla=LATENTS,
+            experts=(256, 8),
+            width=2048,
+            more={
+                "first_dense_layers": 3,
+                "shared_expert_intermediate_size": 2048,
+                "router_num_groups": 8,
+                "router_group_topk": 4,
+            },
+        ),
+        671_026_419_200,
+        37_552_297_472,
+        36_625_618_432,
+    ),
+    "gpt-oss-20b": (gpt_oss(24, 32), 20_914_757_184, 4_187_440_704, 3_608_307_264),
+    "gpt-oss-120b": (gpt_oss(36, 128), 116_829_156_672, 5_711_982_912, 5_132_849_472),
 }
 
 
@@ -114,10 +166,13 @@ def test_published_counts(name: str) -> None:
     model, count, active, without_embedding = PUBLISHED[name]
     assert model.vocab_size is not None
     vocab = model.vocab_size
-    assert parameters_of(model, vocab) == count
-    assert sum(p.numel() for p in build_on_meta(model, vocab).parameters()) == count
-    assert active_parameters_of(model, vocab) == active
-    assert active_parameters_of(model, vocab, embedding=False) == without_embedding
+    built = build_on_meta(model, vocab)
+    biases = sum(b.numel() for name, b in built.named_buffers() if name.endswith("expert_bias"))
+    assert biases == (14_848 if name == "DeepSeek-V3" else 0)
+    assert parameters_of(model, vocab) + biases == count
+    assert sum(p.numel() for p in built.parameters()) + biases == count
+    assert active_parameters_of(model, vocab) + biases == active
+    assert active_parameters_of(model, vocab, embedding=False) + biases == without_embedding
 
 
 def test_a_dense_model_is_active_as_a_whole() -> None:
@@ -141,14 +196,31 @@ def sparse_shapes(draw: st.DrawFn) -> Model:
         "shared_expert_intermediate_size": draw(st.none() | st.integers(1, 20)),
     }
     groups, share = draw(st.integers(1, 2)), draw(st.integers(1, 2))
+    family = draw(st.sampled_from(["mixtral", "olmoe", "qwen3-moe", "gpt-oss", "deepseek-v3"]))
+    attention: dict[str, Any] = {
+        "num_query_groups": groups,
+        "kv_channels": draw(st.sampled_from([4, 8])),
+    }
+    if family == "gpt-oss":
+        attention["sliding_window"] = 2
+    if family == "deepseek-v3":
+        still, turning = draw(st.integers(1, 6)), 2 * draw(st.integers(1, 3))
+        attention = {
+            "mla": {
+                "q_lora_rank": draw(st.none() | st.integers(1, 20)),
+                "kv_lora_rank": draw(st.integers(1, 20)),
+                "qk_head_dim": still,
+                "qk_pos_emb_head_dim": turning,
+                "v_head_dim": draw(st.integers(1, still + turning)),
+            }
+        }
     return shape(
-        draw(st.sampled_from(["mixtral", "olmoe", "qwen3-moe"])),
+        family,
         layers,
         draw(st.integers(1, 5)) * 8 * groups * share,
         groups * share,
         draw(st.integers(2, 9)),
-        num_query_groups=groups,
-        kv_channels=draw(st.sampled_from([4, 8])),
+        **attention,
         ffn_hidden_size=draw(st.integers(1, 30)),
         untie_embeddings_and_output_weights=draw(st.booleans()),
         moe=moe,
@@ -175,6 +247,24 @@ def test_parameters_are_those_of_the_model_that_is_built(
     }
     assert {name: (w.rows, w.columns) for name, w in matrices.items()} == of_blocks
     assert all(sum(w.matrix_rows) == w.rows for w in matrices.values())
+
+
+@pytest.mark.parametrize("family", ["deepseek", "gpt-oss"])
+def test_parameters_of_a_rank_are_those_that_the_trainer_cuts(family: str) -> None:
+    """Two tensor-parallel ranks, each of which has a half of the experts, or of all of them."""
+    model = MODELS[family]
+    assert model.moe is not None
+    alone = model.moe.model_copy(update={"shared_expert_intermediate_size": None})
+    model = model.model_copy(update={"moe": alone})
+    for rank in range(2):
+        for split in (1, 2):
+            built = build_on_meta(model, 61)
+            tensor_parallel.apply(built, 61, TensorGroup(2, rank, sequence=True))
+            group = ExpertGroup(2 // split, split, rank)
+            expert_parallel.apply(built, group, TensorGroup(2, rank, sequence=True))
+            place = Place(2, rank, expert=2 // split, expert_tensor=split, expert_rank=rank % split)
+            count = sum(p.numel() for p in built.parameters())
+            assert numbers(chunk_units(model, 61), place) == count
 
 
 def test_matrices_of_experts() -> None:

@@ -20,22 +20,49 @@ def _widths(model: Model) -> tuple[int, int, int, int]:
     )
 
 
+def attention_matrices(model: Model) -> dict[str, tuple[int, int]]:
+    """(rows, columns) of the matrices of a block's attention, by their names in it: what comes out
+    and what goes in. By latents: a head of `kv_b` has keys and values, of `out` values alone."""
+    h, q, k, _ = _widths(model)
+    mla, heads = model.mla, model.num_attention_heads
+    if mla is None:
+        return {"qkv": (q + 2 * k, h), "out": (h, q)}
+    rank, latent = mla.q_lora_rank, mla.kv_lora_rank
+    queries = {"q": (q, h)} if rank is None else {"q_a": (rank, h), "q_b": (q, rank)}
+    return queries | {
+        "kv_a": (latent + mla.qk_pos_emb_head_dim, h),
+        "kv_b": (heads * (mla.qk_head_dim + mla.v_head_dim), latent),
+        "out": (h, heads * mla.v_head_dim),
+    }
+
+
+def _attention_weights(model: Model) -> int:
+    """What a token is multiplied with in a block's attention."""
+    return sum(rows * columns for rows, columns in attention_matrices(model).values())
+
+
+def out_bias(model: Model) -> bool:
+    """Whether attention's output has a bias."""
+    return model.architecture.bias or model.architecture.out_bias
+
+
 def sparse_layers(model: Model) -> int:
     """Layers that have experts."""
     return model.num_layers - model.moe.first_dense_layers if model.moe else 0
 
 
 def parameters_of(model: Model, vocab_size: int) -> int:
-    """Parameters of a model, its vocabulary not padded.
+    """Parameters of a model, its vocabulary not padded. A bias that only chooses experts is none:
+    it is a buffer, of E numbers in each of their layers, which published counts include.
 
     This is the general form; what it comes to for a family stands at the top of the family's
     file (trainkit/families). Untied or tied heads, kv_channels and ffn_hidden_size may change it.
     """
     h, q, k, _ = _widths(model)
     family = model.architecture
-    bias = int(family.bias)  # a product's bias is one more row of its matrix
     norm = len(family.norm.parameters) * h
-    attention = (h + model.qkv_bias) * (q + 2 * k) + (q + bias) * h
+    biases = model.qkv_bias * (q + 2 * k) + out_bias(model) * h
+    attention = _attention_weights(model) + biases + family.sinks * model.num_attention_heads
     layer = attention + len(model.norms) * norm + sum(head_norms(model))
     tables = 1 + model.untied
     positions = model.positions * family.learned_positions
@@ -45,16 +72,16 @@ def parameters_of(model: Model, vocab_size: int) -> int:
 
 def _mlp_parameters(model: Model) -> int:
     """Of all layers: an MLP (H + 1)F + (F + 1)H with biases, gated (2F)H + FH; or EH of a router,
-    3HI of each expert and of the shared one."""
+    3HI of each expert and of the shared one, with biases E and 2I + H more."""
     h, _, _, f = _widths(model)
     bias = int(model.architecture.bias)
     mlp = (h + bias) * model.mlp.projections * f + (f + bias) * h
     sparse = sparse_layers(model)
-    return (model.num_layers - sparse) * mlp + sparse * _expert_weights(model, active=False)
+    return (model.num_layers - sparse) * mlp + sparse * _expert_parameters(model, active=False)
 
 
 def _expert_weights(model: Model, *, active: bool) -> int:
-    """Parameters of router and experts of one layer; `active`: of what a token is multiplied
+    """Of router and experts of one layer, without biases; `active`: what a token is multiplied
     with."""
     moe = model.moe
     if moe is None:
@@ -62,6 +89,17 @@ def _expert_weights(model: Model, *, active: bool) -> int:
     experts = moe.router_topk if active else moe.num_experts
     widths = experts * moe.ffn_hidden_size + (moe.shared_expert_intermediate_size or 0)
     return model.hidden_size * (moe.num_experts + (model.mlp.projections + 1) * widths)
+
+
+def _expert_parameters(model: Model, *, active: bool) -> int:
+    """`_expert_weights` with the biases of the router and of the experts."""
+    moe = model.moe
+    if moe is None:
+        return 0
+    experts = moe.router_topk if active else moe.num_experts
+    each = model.mlp.projections * moe.ffn_hidden_size + model.hidden_size
+    biases = model.routing.bias * (moe.num_experts + experts * each)
+    return _expert_weights(model, active=active) + biases
 
 
 def active_parameters_of(model: Model, vocab_size: int, *, embedding: bool = True) -> int:
@@ -75,15 +113,27 @@ def active_parameters_of(model: Model, vocab_size: int, *, embedding: bool = Tru
         vocab_size: ids, without padding.
         embedding: count the embedding of the input, too, where it is not the head's.
     """
-    idle = _expert_weights(model, active=False) - _expert_weights(model, active=True)
+    idle = _expert_parameters(model, active=False) - _expert_parameters(model, active=True)
     tables = 0 if embedding or model.tied else vocab_size * model.hidden_size
     return parameters_of(model, vocab_size) - sparse_layers(model) * idle - tables
 
 
 def head_norms(model: Model) -> tuple[int, ...]:
-    """Parameters of the norms of queries and of keys; none where there are none."""
+    """Parameters of the norms of queries and of keys, or of their latents; none where there are
+    none."""
+    if model.mla is not None:
+        widths = (model.mla.q_lora_rank, model.mla.kv_lora_rank)
+        return tuple(width for width in widths if width is not None)
     _, q, k, _ = _widths(model)
     return {"none": (), "head": (model.head_size,) * 2, "projection": (q, k)}[model.query_key_norm]
+
+
+def _seen_flops(model: Model) -> int:
+    """Of one block's attention, half of those for each token that is seen: 2Q, of scores and of
+    values alike. By latents values may be narrower than queries; zeros that a kernel wants beside
+    them do not count."""
+    values = model.mla.v_head_dim if model.mla else model.head_size
+    return model.num_attention_heads * (model.head_size + values)
 
 
 def _attention_flops(model: Model, layer: int) -> int:
@@ -91,7 +141,7 @@ def _attention_flops(model: Model, layer: int) -> int:
     S / 2; with a window of W, W - W^2 / 2S."""
     tokens = model.seq_length
     window = model.window(layer) or tokens
-    return 2 * _widths(model)[1] * (2 * window * tokens - window * window) // tokens
+    return _seen_flops(model) * (2 * window * tokens - window * window) // tokens
 
 
 def attended_part(model: Model) -> float:
@@ -99,19 +149,20 @@ def attended_part(model: Model) -> float:
     if model.sliding_window is None:
         return 1.0
     layers = range(model.num_layers)
-    whole = 2 * _widths(model)[1] * model.seq_length * model.num_layers
+    whole = _seen_flops(model) * model.seq_length * model.num_layers
     return sum(_attention_flops(model, layer) for layer in layers) / whole
 
 
 def _layer_flops(model: Model, layer: int) -> int:
     """Matmul FLOPs of one block's forward per token: 2(H(Q + 2K) + QH) + 4HF (gated: 6HF; with
-    experts 2EH + 6kHI), and attention's: 2SQ without a window."""
-    h, q, k, f = _widths(model)
+    experts 2EH + 6kHI), and attention's: 2SQ without a window. By latents, 2 of each number of
+    the matrices of attention."""
+    h, _, _, f = _widths(model)
     if model.sparse(layer):
         mlp = _expert_weights(model, active=True)
     else:
         mlp = (model.mlp.projections + 1) * h * f
-    return 2 * (h * (q + 2 * k) + q * h + mlp) + _attention_flops(model, layer)
+    return 2 * (_attention_weights(model) + mlp) + _attention_flops(model, layer)
 
 
 def _total_flops(model: Model, layers: range) -> int:

@@ -5,7 +5,8 @@ Symbols as in arithmetic.py. Tensor parallelism splits the rows of what comes fi
 and MLP, with its biases, the columns of what comes second, and the vocabulary's rows; norms,
 positions and the second's biases are whole on every rank (Shoeybi et al. 2019, arXiv:1909.08053,
 section 3). Where there are fewer heads of keys and values than ranks, several ranks have the
-same one. Experts lie on ranks of their own order, in units of their own; routers are whole.
+same one. What makes latents is whole everywhere, what is made of them is split by heads. Experts
+lie on ranks of their own order, in units of their own; routers are whole.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Literal
 from trainkit.jobs.optimizers import Role, kept_of
 from trainkit.jobs.ranks import share_of_rank
 from trainkit.jobs.schema import Model, Training
-from trainkit.plan.arithmetic import head_norms, sparse_layers
+from trainkit.plan.arithmetic import attention_matrices, head_norms, out_bias, sparse_layers
 from trainkit.plan.layout import Layout
 
 
@@ -158,17 +159,31 @@ def matrices_of(model: Model, *, sparse: bool) -> dict[str, Weight]:
         model: the shape.
         sparse: of a block that has experts.
     """
-    h = model.hidden_size
-    d = model.head_size
-    q = model.num_attention_heads * d
-    k = model.query_groups * d
-    qkv = (q, k, k)
     mlp = _expert_matrices(model) if sparse else _mlp_matrices(model, "mlp", model.ffn_width)
-    return {
-        "attention.qkv.weight": Weight(sum(qkv), h, "rows", qkv, d, "matrix"),
-        "attention.out.weight": Weight(h, q, "columns", head=d, role="matrix"),
-        **mlp,
-    }
+    return _attention_matrices(model) | mlp
+
+
+def _attention_matrices(model: Model) -> dict[str, Weight]:
+    """Of a block's attention: queries, keys and values are three matrices; by latents each
+    projection is one, as keys and values of a head lie together."""
+    d, heads, mla = model.head_size, model.num_attention_heads, model.mla
+    parts = tuple(count * d for count in (heads, *(model.query_groups,) * 2))
+    # channels of a head in what is split by heads
+    split = {"qkv": d, "q": d, "q_b": d, "out": d}
+    if mla is not None:
+        split |= {"kv_b": mla.qk_head_dim + mla.v_head_dim, "out": mla.v_head_dim}
+    found = {}
+    for name, (rows, columns) in attention_matrices(model).items():
+        how: Literal["rows", "columns", "none"] = "rows" if name in split else "none"
+        found[f"attention.{name}.weight"] = Weight(
+            rows,
+            columns,
+            "columns" if name == "out" else how,
+            parts if name == "qkv" else (),
+            split.get(name, 0),
+            "matrix",
+        )
+    return found
 
 
 def _biases(matrices: Iterable[Weight]) -> Unit:
@@ -179,23 +194,54 @@ def _biases(matrices: Iterable[Weight]) -> Unit:
     )
 
 
+def _small(model: Model, matrices: dict[str, Weight]) -> Unit:
+    """Biases and sinks of a block, not of its experts."""
+    family = model.architecture
+    found: list[Weight] = []
+    if family.bias:
+        found += _biases(weight for weight in matrices.values() if not weight.experts)
+    else:
+        if model.qkv_bias:
+            found += _biases([matrices["attention.qkv.weight"]])
+        if out_bias(model):
+            found += _biases([matrices["attention.out.weight"]])
+    if family.sinks:
+        found.append(Weight(model.num_attention_heads, split="rows", head=1))
+    router = matrices.get("mlp.router.weight")
+    if router is not None and model.routing.bias:
+        found += _biases([router])
+    return tuple(found)
+
+
+def _expert_biases(model: Model) -> Unit:
+    """Of all experts of a layer. Those of what comes second are cut, too: each rank adds its
+    own."""
+    moe = model.moe
+    if moe is None or not model.routing.bias:
+        return ()
+    up, h, count = (
+        (moe.ffn_hidden_size,) * model.mlp.projections,
+        model.hidden_size,
+        moe.num_experts,
+    )
+    return tuple(
+        Weight(count * sum(parts), split="rows", parts=parts, experts=count) for parts in (up, (h,))
+    )
+
+
 def block_units(model: Model, *, sparse: bool) -> list[Unit]:
     """The parameters of one block, and its experts', which are gathered by themselves."""
     matrices = matrices_of(model, sparse=sparse)
     experts = tuple(weight for weight in matrices.values() if weight.experts)
     products = tuple(weight for weight in matrices.values() if not weight.experts)
-    biases: Unit = ()
-    if model.architecture.bias:
-        biases = _biases(products)
-    elif model.qkv_bias:
-        biases = _biases([matrices["attention.qkv.weight"]])
     together = model.query_key_norm == "projection"
     norms = (
         Weight(width, split="rows", head=model.head_size) if together else Weight(width)
         for width in head_norms(model)
     )
-    block = products + biases + _norm(model) * len(model.norms) + tuple(norms)
-    return [block, experts] if experts else [block]
+    small = _small(model, matrices)
+    block = products + small + _norm(model) * len(model.norms) + tuple(norms)
+    return [block, experts + _expert_biases(model)] if experts else [block]
 
 
 def outer_unit(model: Model, vocab_size: int, *, first: bool, last: bool) -> Unit:
