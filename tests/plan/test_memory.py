@@ -237,6 +237,7 @@ def saved_by_forward(job: Job, vocab: int) -> int:
 WIDE = {"layers": 2, "hidden": 64, "heads": 4, "length": 64}
 EXPERTS = {"num_experts": 8, "router_topk": 3, "ffn_hidden_size": 32}
 SIGMOID = {"router_score_function": "sigmoid", "router_enable_expert_bias": True}
+HEADS = {"qk_head_dim": 16, "qk_pos_emb_head_dim": 8, "v_head_dim": 12}
 FAMILIES: list[dict[str, Any]] = [
     {"family": "gpt"},
     {"family": "gpt", "hidden_dropout": 0.1},
@@ -254,6 +255,25 @@ FAMILIES: list[dict[str, Any]] = [
         "moe": {**EXPERTS, "first_dense_layers": 1, "shared_expert_intermediate_size": 48},
     },
     {"family": "qwen3-moe", "moe": {**EXPERTS, **SIGMOID}},
+    {
+        "family": "gpt-oss",
+        "num_query_groups": 2,
+        "kv_channels": 12,
+        "sliding_window": 16,
+        "moe": EXPERTS,
+    },
+    {
+        "family": "deepseek-v3",
+        "mla": {"q_lora_rank": 48, "kv_lora_rank": 32, **HEADS},
+        "moe": {
+            **EXPERTS,
+            "first_dense_layers": 1,
+            "shared_expert_intermediate_size": 48,
+            "router_load_balancing_type": "seq_aux_loss",
+            "aux_loss_coeff": 1e-4,
+        },
+    },
+    {"family": "deepseek-v3", "mla": {"kv_lora_rank": 40, **HEADS}, "moe": EXPERTS},
 ]
 
 

@@ -30,6 +30,9 @@ ID_BYTES = 8
 # of a balanced router. All tokens may choose the experts of one rank: then it is the number of
 # ranks, or as much less as a rank has fewer experts than a token takes.
 FULLEST = 1.25
+# gpt-oss's experts, in torch's own operations: gate, value, both within limits, a sigmoid, a gate
+# times that, the product
+CLAMPED_WIDTHS = 7
 
 
 @dataclass(frozen=True)
@@ -112,10 +115,16 @@ def _attention(job: Job, rules: Rules) -> float:
     """Bytes of queries, keys and values, the result and what rotary positions add: 2Q + 2K,
     turned queries and keys beside the projection that values, or norms of queries and keys, keep
     alive. A fused rotation takes values out of the projection too, which is freed, unless heads
-    are normed in the same pass."""
+    are normed in the same pass. By latents: queries, keys, values and the result, all as wide as
+    queries, and the result as wide as values are. With sinks the result once more, by tokens."""
     model = job.model
     q = model.num_attention_heads * model.head_size
     k = _key_heads(job) * model.head_size
+    if model.mla is not None:
+        apart = model.mla.v_head_dim < model.head_size or _exchanging(job) > 1
+        values = model.num_attention_heads * model.mla.v_head_dim
+        returned = q if _exchanging(job) > 1 else 0
+        return width(job) * (4 * q + returned + values * apart)
     if model.query_key_norm == "head" and _fused(job, rules) and _exchanging(job) == 1:
         return width(job) * (3 * q + 4 * k)
     normed = model.query_key_norm != "none"
@@ -124,7 +133,24 @@ def _attention(job: Job, rules: Rules) -> float:
     if _exchanging(job) > 1:  # the kernel's own copies, and its result once more as it came back
         read_by_norms = q + 2 * k if normed else 0
         return width(job) * (3 * q + 2 * k + read_by_norms) + own
-    return width(job) * (2 * q + 2 * k + turned) + own
+    again = q if model.architecture.sinks else 0
+    return width(job) * (2 * q + 2 * k + turned + again) + own
+
+
+def _latents(job: Job, rules: Rules, mode: str) -> PerToken:
+    """Bytes of the latents that queries, keys and values are made of: before their norms and
+    after them, where they are read; with sequence parallelism of all tokens. selective: before
+    them."""
+    mla, w = job.model.mla, width(job)
+    if mla is None:
+        return PerToken()
+    latents = (mla.q_lora_rank or 0) + mla.kv_lora_rank
+    made = w * (latents + mla.qk_pos_emb_head_dim)
+    if mode == "selective":
+        return PerToken(made)
+    made += latents * _norm_width(job, rules)
+    gathers = _gathers(job, rules)
+    return PerToken(made + (0 if gathers else w * latents), gathered=w * latents * gathers)
 
 
 def _scores(job: Job, rules: Rules) -> float:
@@ -151,6 +177,8 @@ def _mlp(job: Job, rules: Rules, channels: int) -> int:
     """Channels of an MLP of this width: what goes into GELU and what comes out; SwiGLU keeps gate,
     value and product, and unless it is fused silu(gate)."""
     mlp = job.model.mlp
+    if job.model.routing.clamped:
+        return CLAMPED_WIDTHS * channels
     if rules.states is None and not _fused(job, rules):
         return mlp.saved_widths * channels
     return mlp.saved_widths_fused * channels
@@ -188,6 +216,8 @@ def _experts(job: Job, layout: Layout, rules: Rules, mode: str) -> float:
         return w * (moe.num_experts + up + there * h)
     routing = model.routing
     scores = moe.num_experts * (4 + (4 if moe.z_loss_coeff else 0))
+    if routing.wide and w < 4:  # what the router reads, in fp32
+        scores += 4 * h
     divided = routing.normalized or not routing.pre_softmax
     choice = 3 * ID_BYTES + (8 if divided else 4)  # numbers, the order there and back, weights
     inside = got * (ranks * h + _mlp(job, rules, moe.ffn_hidden_size))
@@ -223,9 +253,8 @@ def block_bytes(
     model, w, h = job.model, width(job), job.model.hidden_size
     if mode == "full":
         return PerToken(whole=w * h)
-    q = model.num_attention_heads * model.head_size
-    k = _key_heads(job) * model.head_size
     f = _always_width(job, sparse=sparse)
+    latents = _latents(job, rules, mode)
     experts = _experts(job, layout, rules, mode) if sparse else 0.0
     sums = 2 if f else 1  # of results over ranks: attention's, the MLP's
     if mode == "selective" and rules.states is None:
@@ -235,26 +264,38 @@ def block_bytes(
         else:
             scores = 4 * model.num_attention_heads
         parts = sums * w * h if job.parallelism.tensor_model_parallel_size > 1 else 0
-        products = w * (2 * q + 2 * k + up) + scores
-        return PerToken(w * (1 + sums) * h, products + experts, parts)
+        products = w * (_attention_products(job) + up) + scores
+        return PerToken(w * (1 + sums) * h + latents.whole, products + experts, parts)
     norms = len(model.norms)
     # of the residual stream, or what comes out of attention and MLP: what norms read
     inputs = norms if model.placement != "before" else 1 if model.parallel_residual else 2
-    gathered, read = _reads(job, rules, experts=sparse, mlp=f > 0)
+    gathers, read = _reads(job, rules, experts=sparse, mlp=f > 0)
     masks = 2 * h * mask_width(job, rules) if model.hidden_dropout > 0 else 0
     statistics = 4 * norms * model.architecture.norm.statistics
     whole = w * h * (inputs + read) + h * norms * _norm_width(job, rules) + masks + statistics
+    whole += latents.whole
+    gathered = w * h * gathers + latents.gathered
     weights = 0.0 if mode == "selective" and rules.saves_scores else _scores(job, rules)
     mlp = w * _mlp(job, rules, f)
-    return PerToken(whole, _attention(job, rules) + mlp + weights + experts, w * h * gathered)
+    return PerToken(whole, _attention(job, rules) + mlp + weights + experts, gathered)
+
+
+def _attention_products(job: Job) -> int:
+    """Channels of attention's products, without latents, and of its result."""
+    model, mla = job.model, job.model.mla
+    q = model.num_attention_heads * model.head_size
+    if mla is not None:
+        return 2 * q + model.num_attention_heads * (mla.qk_head_dim + mla.v_head_dim)
+    return 2 * q + 2 * _key_heads(job) * model.head_size
 
 
 def _reads(job: Job, rules: Rules, *, experts: bool, mlp: bool) -> tuple[int, int]:
     """(gathered, not gathered) inputs of a block's attention, MLP and router, which reads this
-    rank's tokens."""
+    rank's tokens, and so does what makes latents."""
     if not _gathers(job, rules):
         return 0, 1 if job.model.gpt_j_tied else 2
-    return 1 + mlp, int(experts)
+    latent = int(job.model.mla is not None)
+    return 1 - latent + mlp, int(experts) + latent
 
 
 def _micro_batch_tokens(job: Job) -> int:
