@@ -272,8 +272,8 @@ def block_bytes(
     gathers, read = _reads(job, rules, experts=sparse, mlp=f > 0)
     masks = 2 * h * mask_width(job, rules) if model.hidden_dropout > 0 else 0
     statistics = 4 * norms * model.architecture.norm.statistics
-    whole = w * h * (inputs + read) + h * norms * _norm_width(job, rules) + masks + statistics
-    whole += latents.whole
+    streams = w * h * (inputs + read) + h * norms * _norm_width(job, rules) + masks + statistics
+    whole = streams + latents.whole
     gathered = w * h * gathers + latents.gathered
     weights = 0.0 if mode == "selective" and rules.saves_scores else _scores(job, rules)
     mlp = w * _mlp(job, rules, f)
