@@ -104,7 +104,7 @@ def dead_in_words(loads: ExpertLoads) -> str:
     return (
         f"Experts without a row in {loads.steps} steps up to step {loads.step}:"
         f" {', '.join(named)}; in [models.X.moe] raise aux_loss_coeff, or set"
-        " router_enable_expert_bias = true"
+        " router_enable_expert_bias = true under router_score_function = 'sigmoid'"
     )
 
 
