@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.plan.example import BIG, gpu, job_of, shape
 from trainkit.engines.registry import ENGINES
+from trainkit.jobs.devices import built_in_device
+from trainkit.jobs.load import load
 from trainkit.jobs.schema import Job
 from trainkit.plan.planner import make_plan
 from trainkit.plan.search import Search, Searcher, describe, divisors
@@ -86,3 +90,15 @@ def test_more_nodes() -> None:
 
 def test_divisors() -> None:
     assert divisors(12) == [1, 2, 3, 4, 6, 12] and divisors(7) == [1, 7]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["h100-sxm-80gb", "h200-sxm-141gb"])
+def test_deepseek_v3_fits_256_devices(name: str) -> None:
+    job = load(Path(__file__).resolve().parents[2], {}).resolve("deepseek-v3", []).job
+    cluster = job.cluster.model_copy(update={"device": built_in_device(name)})
+    job = job.model_copy(update={"cluster": cluster})
+    assert job.world_size == 256
+    found = Searcher(job, ENGINES["native"].rules, 129280).search([job.nodes])
+    assert len(found.ranked) == 10 and found.refused["memory"]
+    assert all(each.plan and each.plan.feasible for each in found.ranked)
