@@ -177,7 +177,7 @@ def _mlp(job: Job, rules: Rules, channels: int) -> int:
     """Channels of an MLP of this width: what goes into GELU and what comes out; SwiGLU keeps gate,
     value and product, and unless it is fused silu(gate)."""
     mlp = job.model.mlp
-    if job.model.routing.clamped:
+    if job.model.moe is not None and job.model.routing.clamped:
         return CLAMPED_WIDTHS * channels
     if rules.states is None and not _fused(job, rules):
         return mlp.saved_widths * channels
