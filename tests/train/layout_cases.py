@@ -192,6 +192,7 @@ SHORT = named(
         Case("deepseek", layout(1, 2, "zbv"), 2),
         Case("gpt-oss", layout(2, sp=True), 2, SELECTIVE),
         Case("gpt-oss", layout(1, 2, "zbv"), 2),
+        *(Case(model, layout(2, sp=True), 2, MUON) for model in ("deepseek", "gpt-oss")),
         apart("gpt-oss", layout(ep=2), 2),
         apart("gemma3", layout(2), 2),
         Case("gpt", layout(cp=2), 2, FULL),

@@ -411,6 +411,7 @@ def plain_muon(name: str, p: Tensor, momentum: Tensor, job: Job, rate: float) ->
             "mlp.experts.down.weight": [each] * m.moe.num_experts,
             "mlp.shared_expert.gate_up.weight": [shared] * 2,
         }
+    # each projection of attention by latents is one matrix
     start = 0
     for size in next((r for end, r in rows.items() if name.endswith(end)), [len(p)]):
         x = u[start : start + size] / (u[start : start + size].norm() + 1e-7)
