@@ -274,7 +274,6 @@ def rules(model: Model, vocab: int, group: TensorGroup) -> dict[str, tuple[Any, 
         (model.num_attention_heads + model.query_groups) * head,
     ]
     projected = [queries, *((start + keys * head, count * head, replicas) for start in first)]
-    start, width = share_of_rank(model.ffn_width, group.size, group.rank)
     rows = [(*share_of_rank(vocab, group.size, group.rank), 1)]
     norms: dict[str, tuple[Any, list[Piece]]] = {}
     if model.query_key_norm == "projection":
@@ -283,16 +282,26 @@ def rules(model: Model, vocab: int, group: TensorGroup) -> dict[str, tuple[Any, 
     found = norms | {
         "attention.qkv": (ColumnParallel, projected),
         "attention.out": (RowParallel, [queries]),
-        "mlp.up": (ColumnParallel, [(start, width, 1)]),
-        "mlp.gate_up": (ColumnParallel, [(start, width, 1), (model.ffn_width + start, width, 1)]),
-        "mlp.down": (RowParallel, [(start, width, 1)]),
+        **_mlp_rules("mlp", model.ffn_width, group),
         "embed_tokens": (VocabParallelEmbedding, rows),
         "embed_positions": (PositionEmbedding, []),
         "head": (ColumnParallel, rows),
     }
+    if model.moe is not None and (shared := model.moe.shared_expert_intermediate_size):
+        found |= _mlp_rules("mlp.shared_expert", shared, group)
     if model.architecture.sinks:
         found["attention.sinks"] = (SplitSinks, [(group.rank * size, size, 1)])
     return found if model.mla is None else found | _latent_rules(model.mla, size, group)
+
+
+def _mlp_rules(name: str, whole: int, group: TensorGroup) -> dict[str, tuple[Any, list[Piece]]]:
+    """Of an MLP, by its width."""
+    start, width = share_of_rank(whole, group.size, group.rank)
+    return {
+        f"{name}.up": (ColumnParallel, [(start, width, 1)]),
+        f"{name}.gate_up": (ColumnParallel, [(start, width, 1), (whole + start, width, 1)]),
+        f"{name}.down": (RowParallel, [(start, width, 1)]),
+    }
 
 
 def _latent_rules(
