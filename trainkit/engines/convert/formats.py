@@ -21,8 +21,9 @@ from trainkit.engines.convert.weights import EngineWeights
 from trainkit.jobs.schema import Job, Model
 from trainkit.runs.folder import RunFolder
 from trainkit.train.batches import vocab_size
-from trainkit.train.huggingface.folder import StoredTensor, open_weights, problems_of
+from trainkit.train.huggingface.folder import open_weights, problems_of
 from trainkit.train.huggingface.names import Shape, TensorMapping, table
+from trainkit.train.huggingface.quantized import StoredTensor
 from trainkit.train.huggingface.reading import TensorFiles
 from trainkit.train.huggingface.weights import (
     CheckpointWeights,

@@ -25,6 +25,7 @@ from trainkit.train.huggingface.positions import (
     window_keys,
     window_problems,
 )
+from trainkit.train.huggingface.quantized import quantization_problems
 
 TORCH_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 # Names of one function: transformers, activations.py. gelu_new, gelu_fast and the like are the tanh
@@ -181,13 +182,7 @@ def contradictions(
     keys = [key for key in names.keys if key.setting != "ffn_hidden_size" or not unused]
     problems += [problem for key in keys if (problem := _key_problem(config, key, model))]
     problems += _unknown(config, model)
-    if config.get("quantization_config"):
-        problems.append(
-            Problem(
-                "its weights are quantized (quantization_config)",
-                hint="take the weights it was quantized from",
-            )
-        )
+    problems += quantization_problems(config)
     if vocab_size is not None:
         problems += _vocabulary_problems(config.get("vocab_size"), model, vocab_size)
     return [*problems, *window_problems(config, model), *position_problems(config, model)]

@@ -20,25 +20,15 @@ from trainkit.base.errors import Problem, SourceLocation
 from trainkit.families.contract import HuggingFace
 from trainkit.jobs.schema import Model
 from trainkit.train.huggingface.config import contradictions
-from trainkit.train.huggingface.names import Shape, TensorMapping, canonical, published, table
+from trainkit.train.huggingface.names import TensorMapping, canonical, published, table
+from trainkit.train.huggingface.quantized import DTYPES, StoredTensor, join_scales, quantization
 
 CONFIG = "config.json"
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-DTYPES = ("F32", "BF16", "F16")
 NAMED = 5  # tensors named in one problem
 COMPARED_BYTES = 2**26  # of one tensor at a time
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """Where a tensor lies: its file, and its name there."""
-
-    file: Path
-    name: str
-    shape: Shape
-    dtype: str
 
 
 @dataclass(frozen=True)
@@ -160,6 +150,7 @@ def open_weights(folder: Path, hugging_face: HuggingFace) -> WeightFiles:
     tensors: dict[str, StoredTensor] = {}
     for name in files:
         problems += _read_header(folder / name, hugging_face, tensors)
+    problems += join_scales(tensors, quantization(config or {}))
     return WeightFiles(config, tensors, problems)
 
 
@@ -261,7 +252,9 @@ def _tensor_problems(
             names.more_layers and (layer := last.match(name)) and int(layer[1]) >= model.num_layers
         )
     ]
-    if embedding in tensors and head in surplus:
+    copies = [tensors[name] for name in (embedding, head) if name in tensors]
+    # packed ones are not compared
+    if len(copies) == 2 and head in surplus and not any(copy.scales for copy in copies):
         surplus.remove(head)
     if surplus:
         yield Problem(f"has, and the job's model has not, {_some(surplus)}")
@@ -275,6 +268,8 @@ def _tensor_problems(
             yield Problem(
                 f"{stored.name} is {list(stored.shape)} there, {list(shape)} in the job's model"
             )
+        if stored.scales is not None:
+            continue
         if stored.dtype not in DTYPES:
             odd.append(f"{stored.name} ({stored.dtype})")
         elif stored.shape == shape:

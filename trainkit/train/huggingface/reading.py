@@ -12,8 +12,9 @@ from safetensors import safe_open
 
 from trainkit.base.errors import raise_problems
 from trainkit.jobs.schema import Model
-from trainkit.train.huggingface.folder import StoredTensor, open_weights, problems_of
+from trainkit.train.huggingface.folder import open_weights, problems_of
 from trainkit.train.huggingface.names import RowMapping, table, with_output_factor
+from trainkit.train.huggingface.quantized import StoredTensor, unpacked
 
 if TYPE_CHECKING:  # torch is imported where weights are read: stages import this package too
     from torch import Tensor
@@ -25,7 +26,7 @@ def load_weights(
     folder: Path, parameters: Mapping[str, ShardedParameter], model: Model, rows: int
 ) -> None:
     """Fill parameters, in whole or what is here of them, with the weights of a Hugging Face
-    folder; fp16 and bf16 become the parameters' dtype.
+    folder; fp16, bf16 and what is packed become the parameters' dtype.
 
     Everything is checked before the first weight is written. Files are mapped and read part by
     part: never more than one tensor is in memory.
@@ -92,17 +93,23 @@ class TensorFiles:
             start, stop: rows of ours, which lie in `piece`.
             columns: of these rows.
         """
+        rows = piece.part(start, stop)
+        whole = slice(rows.start, rows.stop)  # files are read without steps
+        at = (*columns, whole) if piece.transposed else (whole, *columns)
+        if piece.expert is not None:
+            at = (slice(piece.expert, piece.expert + 1), *at)
+        found: Tensor
+        if stored.scales is None:
+            found = self._part(stored)[*at]
+        else:
+            found = unpacked(stored, at, self._part)
+        if piece.expert is not None:
+            found = found[0]
+        return (found.T if piece.transposed else found)[:: rows.step]
+
+    def _part(self, stored: StoredTensor) -> Any:
         if stored.file not in self._open:
             self._open[stored.file] = self._stack.enter_context(
                 safe_open(stored.file, framework="pt")
             )
-        rows = piece.part(start, stop)
-        whole = slice(rows.start, rows.stop)  # files are read without steps
-        at = (*columns, whole) if piece.transposed else (whole, *columns)
-        part = self._open[stored.file].get_slice(stored.name)
-        found: Tensor
-        if piece.expert is None:
-            found = part[*at]
-        else:
-            found = part[slice(piece.expert, piece.expert + 1), *at][0]
-        return (found.T if piece.transposed else found)[:: rows.step]
+        return self._open[stored.file].get_slice(stored.name)
