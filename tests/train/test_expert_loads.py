@@ -57,7 +57,7 @@ def test_rows_tell_what_routers_sent(tmp_path: Path) -> None:
     """Of two ranks with several micro-batches each, over the steps of a row."""
     folder, sent = run_ranks(2, "tests.train.starved:watched", tmp_path)[0]
     run, loads_NLE = RunFolder(folder), np.array(sent)
-    assert loads_NLE[:, 1:].sum((1, 2)).tolist() == [4 * 4 * 8 * 16] * 5
+    assert loads_NLE[:, 1:].sum((1, 2)).tolist() == [4 * 2 * 8 * 16] * 5
     lines = read_expert_loads(run)
     assert [(line.step, line.steps) for line in lines] == [(2, 2), (4, 2), (5, 1)]
     rows = [row for row in read_rows(run.metrics) if "eval" not in row]
