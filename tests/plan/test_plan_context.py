@@ -160,7 +160,7 @@ def saved_and_sent() -> dict[tuple[int, str], tuple[int, int]]:
 
 def test_the_plan_is_what_a_rank_saves_and_sends() -> None:
     """Ring: 2 g d B (S / C) (C - 1); exchange: (2 h + 2 g) d B (S / C) (C - 1) / C numbers."""
-    (found,) = run_ranks(1, "tests.plan.test_context:saved_and_sent", timeout=300)
+    (found,) = run_ranks(1, "tests.plan.test_plan_context:saved_and_sent", timeout=300)
     rules = ENGINES["native"].rules
     for number, keys in enumerate(FAMILIES):
         model = shape(**{**WIDE, **keys})
