@@ -194,8 +194,8 @@ def _native_states(job: Job, layout: Layout, chunks: list[list[Unit]]) -> dict[s
     buffers = [(reduced + computed) * unit, _muon_bytes(job, units, place)]
     if accumulated and job.cluster.device_type != "cpu":
         # A unit's gradients as they are sent, and as they come. What was gathered is freed first,
-        # but where the update writes into it. (On one H200 the peaks of Llama's widest unit were
-        # 0.998 and 1.00 of this.)
+        # but where the update writes into it. (Reckoned after peaks of two layers of Llama on one
+        # H200, docs/benchmarks.md; not run again.)
         buffers.append(reduced * unit + 4 * -(-unit // layout.shard))
         buffers[-1] -= 0 if _keeps_gathered(job, layout) else gathered
     return {

@@ -8,7 +8,7 @@ what they make of it is added up where it came from. Ranks of a tensor-parallel 
 of the tokens each, also without sequence parallelism.
 
 Shapes: B samples, S tokens of a sample, R rows of tokens on this rank by expert, N rows that
-arrive, H hidden size, I width of an expert.
+arrive, Q that are sent, H hidden size, I width of an expert.
 """
 
 from __future__ import annotations
@@ -114,15 +114,15 @@ class ParallelExperts(ExpertMLPs):
         taken = [sum(of_rank) for of_rank in arriving]
         # to every rank of a part the same rows
         parts = torch.split(x_RH, [sum(of_part) for of_part in by_part])
-        given_H = torch.cat([part for part in parts for _ in range(group.split)])
-        x_NH = exchanged(given_H, taken, sent, group.name)
+        given_QH = torch.cat([part for part in parts for _ in range(group.split)])
+        x_NH = exchanged(given_QH, taken, sent, group.name)
         # by rank and expert, and by expert and rank
         x_NH = _reordered(x_NH, arriving)
         by_expert = [list(of_expert) for of_expert in zip(*arriving, strict=True)]
         y_NH = super().forward(x_NH, [sum(of_expert) for of_expert in by_expert])
         y_NH = _reordered(y_NH, by_expert)
-        back_H = exchanged(y_NH, sent, taken, group.name)
-        returned = torch.split(back_H, sent)
+        back_QH = exchanged(y_NH, sent, taken, group.name)
+        returned = torch.split(back_QH, sent)
         if group.split == 1:
             return torch.cat(returned)
         rounds = [returned[i : i + group.split] for i in range(0, len(sent), group.split)]
