@@ -19,8 +19,21 @@ if TYPE_CHECKING:
 
 DeviceType = Literal["cpu", "cuda"]
 Size = Literal["small", "full"]
-Family = Literal["gpt", "gpt-neox", "llama", "qwen3", "olmo2", "gemma3", "qwen3-moe"]
+Family = Literal[
+    "gpt",
+    "gpt-neox",
+    "llama",
+    "qwen3",
+    "olmo2",
+    "gemma3",
+    "mixtral",
+    "olmoe",
+    "qwen3-moe",
+    "deepseek-v3",
+    "gpt-oss",
+]
 FAMILIES: tuple[Family, ...] = get_args(Family)
+SPARSE = ("mixtral", "olmoe", "qwen3-moe", "deepseek-v3", "gpt-oss")
 MANY = 10**6  # steps: a run that the part ends itself
 
 
@@ -37,15 +50,25 @@ def small_model(family: Family, size: Size = "small", *, vocab: int = 512) -> Mo
     if size == "full":
         wide = {"num_layers": 4, "hidden_size": 512, "num_attention_heads": 8}
         length = 256
-    if family in ("llama", "qwen3", "gemma3"):
+    if family in ("llama", "qwen3", "gemma3", "mixtral", "gpt-oss"):
         wide["num_query_groups"] = 2
-    if family == "gemma3":
+    if family in ("gemma3", "gpt-oss"):
         wide.update(sliding_window=length // 4, sliding_window_pattern=2)
-    if family == "qwen3-moe":
+    if family in SPARSE:
         # all of them, for of two that are nearly equal another dtype may choose the other
         width = int(wide["hidden_size"]) // 2
         wide["moe"] = {"num_experts": 4, "router_topk": 4, "ffn_hidden_size": width}
         wide["moe"] |= {"aux_loss_coeff": 0.01, "z_loss_coeff": 0.01}
+    if family == "deepseek-v3":
+        head = int(wide["hidden_size"]) // int(wide["num_attention_heads"])
+        wide["mla"] = {
+            "q_lora_rank": 2 * head,
+            "kv_lora_rank": head,
+            "qk_head_dim": head,
+            "qk_pos_emb_head_dim": head // 2,
+            "v_head_dim": head,
+        }
+        wide["moe"] |= {"z_loss_coeff": 0.0, "shared_expert_intermediate_size": width}
     return Model(name=f"small-{family}", family=family, seq_length=length, vocab_size=vocab, **wide)
 
 
