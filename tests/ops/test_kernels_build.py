@@ -140,6 +140,17 @@ def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     kernels._load.cache_clear()
 
 
+def test_a_gpu_leaves_compiled_blocks_to_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "load", lambda device_type: None)
+    around = kernels.choose("auto", "cuda", graphs=True).kernels
+    assert around.rms_norm is kernels.REFERENCE.rms_norm
+    assert around.softmax_loss is kernels.FUSED.softmax_loss
+    assert around.adamw is kernels.FUSED.adamw
+    assert kernels.choose("auto", "cuda").kernels is kernels.FUSED
+    assert kernels.choose("fused", "cuda", graphs=True).kernels is kernels.FUSED
+    assert kernels.choose("auto", "cpu", graphs=True).kernels is kernels.FUSED
+
+
 def test_auto_says_why_and_fused_refuses(nowhere: Path) -> None:
     chosen = kernels.choose("auto", "cpu")
     assert chosen.kernels is kernels.REFERENCE

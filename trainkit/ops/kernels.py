@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from typing import Literal
 
@@ -19,6 +19,7 @@ from torch import Tensor
 from trainkit.base.documents import document
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.toolchain import triton_objection
+from trainkit.jobs.schema import Job
 from trainkit.ops import (
     adamw,
     causal_attention,
@@ -41,7 +42,7 @@ class Kernels:
     """One implementation of every operation.
 
     Args:
-        name: "reference" or "fused".
+        name: "reference", "fused", or "fused-around-graphs".
         rms_norm: (x, weight, eps) -> y.
         add_rms_norm: (x, residual, weight, eps) -> (y, x + residual).
         layer_norm: (x, weight, bias, eps) -> y.
@@ -63,7 +64,7 @@ class Kernels:
         squared_norm: of many tensors together, fp64.
     """
 
-    name: Literal["reference", "fused"]
+    name: Literal["reference", "fused", "fused-around-graphs"]
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
     layer_norm: Callable[[Tensor, Tensor, Tensor, float], Tensor]
@@ -120,6 +121,18 @@ FUSED = Kernels(
     scaled_causal_softmax=scaled_softmax.causal_fused,
     scaled_masked_softmax=scaled_softmax.fused,
     causal_attention=causal_attention.fused,
+    softmax_loss=cross_entropy.fused,
+    softmax_statistics=cross_entropy.statistics_fused,
+    softmax_gradient=cross_entropy.gradient_fused,
+    adamw=adamw.fused,
+    squared_norm=adamw.norm_fused,
+)
+# of a GPU where blocks are compiled: there the compiler's kernels take no longer, and
+# launching them is less work (docs/benchmarks.md, "On one H200"); the loss and the
+# update are in no graph
+AROUND_GRAPHS = replace(
+    REFERENCE,
+    name="fused-around-graphs",
     softmax_loss=cross_entropy.fused,
     softmax_statistics=cross_entropy.statistics_fused,
     softmax_gradient=cross_entropy.gradient_fused,
@@ -202,8 +215,13 @@ class Choice:
         )
 
 
-def choose(wanted: Wanted, device_type: str) -> Choice:
-    """The kernels for a job's `kernels` and the type of its device ("cpu", "cuda").
+def choose(wanted: Wanted, device_type: str, *, graphs: bool = False) -> Choice:
+    """The kernels of a process.
+
+    Args:
+        wanted: a job's `kernels`.
+        device_type: "cpu" or "cuda".
+        graphs: whole blocks are compiled.
 
     Raises:
         Unavailable: "fused" is wanted and is not there.
@@ -216,4 +234,13 @@ def choose(wanted: Wanted, device_type: str) -> Choice:
         if wanted == "fused":
             raise
         return Choice(REFERENCE, f"{error.message}; {error.hint}")
+    if wanted == "auto" and graphs and device_type == "cuda":
+        return Choice(AROUND_GRAPHS)
     return Choice(FUSED)
+
+
+def choose_for(job: Job) -> Choice:
+    """The kernels of a job's ranks. A block with experts is compiled in parts. Raises
+    Unavailable."""
+    whole = job.training.compile and job.model.moe is None
+    return choose(job.kernels, job.cluster.device_type, graphs=whole)

@@ -172,10 +172,10 @@ def machine_fields(job: Job) -> GraphFields:
     trainkit's own operations stand in them; and what the compilers read of the environment."""
     import torch
 
-    from trainkit.ops.kernels import choose
+    from trainkit.ops.kernels import choose_for
 
     common: GraphFields = {
-        "kernels in use": choose(job.kernels, job.cluster.device_type).kernels.name,
+        "kernels in use": choose_for(job).kernels.name,
         **_of_compilers(os.environ),
     }
     if job.cluster.device_type == "cuda":

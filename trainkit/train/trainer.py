@@ -16,7 +16,7 @@ from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.process import FlatHeap
 from trainkit.jobs.ranks import degrees_of
 from trainkit.jobs.schema import Job
-from trainkit.ops.kernels import Choice, choose
+from trainkit.ops.kernels import Choice, choose_for
 from trainkit.runs.checkpoints import published_folders
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.sample_windows import SampleWindow
@@ -398,7 +398,7 @@ class Trainer:
 
 def _meet(job: Job, world: World) -> tuple[torch.device, Choice]:
     """Have all ranks agree on what they are about to do; this one's device and kernels."""
-    chosen = choose(job.kernels, job.cluster.device_type)
+    chosen = choose_for(job)
     device = data_parallel.join(world, job.cluster.device_type)
     refuse_disagreement(job, world, chosen)
     if job.training.deterministic:

@@ -28,7 +28,7 @@ from trainkit.base.process import on_this_node
 from trainkit.base.worker import ProgressCallback, run_unit
 from trainkit.jobs.ranks import coordinates_of, degrees_of
 from trainkit.jobs.schema import Job
-from trainkit.ops.kernels import choose
+from trainkit.ops.kernels import choose_for
 from trainkit.train.compiled_graphs import (
     READY,
     VARIABLE,
@@ -105,7 +105,7 @@ def compile_rank(job: Job, vocab: int, folder: Path, rank: int) -> dict[str, obj
         sequence=job.parallelism.sequence_parallel,
         tied_at=tied_at(job),
     )
-    kernels = choose(job.kernels, device.type).kernels
+    kernels = choose_for(job).kernels
     graphs = ReadyGraphs(folder, making=True)
     parts = build_model_parts(short, mesh, vocab, kernels=kernels, graphs=graphs)
     step = Step(short, parts, mesh, Timers(device))

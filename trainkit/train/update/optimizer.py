@@ -111,7 +111,7 @@ class Optimizer:
         # exchanged by all, also by ranks that have none of one
         self._exchanged = frozenset(name for each in matrices for name in each.parameters)
         self._rule = UPDATES[training.optimizer]
-        self.writes_copies = self._rule.writes_copies and kernels.name == "fused"
+        self.writes_copies = self._rule.writes_copies and kernels.name != "reference"
 
     @torch.no_grad()
     def step(
