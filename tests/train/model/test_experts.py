@@ -14,7 +14,8 @@ from trainkit.jobs.schema import Model, Training
 from trainkit.ops.kernels import REFERENCE
 from trainkit.train.model.experts import MixtureOfExperts
 from trainkit.train.model.head_loss import Labels, Losses
-from trainkit.train.model.transformer import Block, GatedMLP, Transformer
+from trainkit.train.model.mlp import GatedMLP
+from trainkit.train.model.transformer import Block, Transformer
 from trainkit.train.parallel.recompute import wrap_blocks
 
 WIDTH, EXPERTS = 12, 5

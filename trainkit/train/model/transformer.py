@@ -1,6 +1,6 @@
 """The language model of all families, read from top to bottom. It knows of one device.
 
-Shapes: B samples of a micro-batch, S tokens of a sample, H hidden size, F width of the MLP, A
+Shapes: B samples of a micro-batch, S tokens of a sample, H hidden size, A
 attention heads, G heads of keys and values, D channels of a head, R channels of it that turn, V
 vocabulary, P learned positions, W = (A + 2 G) D.
 
@@ -32,6 +32,7 @@ from trainkit.train.model.attention import (
 from trainkit.train.model.experts import MixtureOfExperts
 from trainkit.train.model.head_loss import Labels, Losses, read_out
 from trainkit.train.model.latent_attention import LatentAttention
+from trainkit.train.model.mlp import MLP, GatedMLP
 
 
 def frequencies(model: Model, device: torch.device, *, sliding: bool = False) -> Tensor:
@@ -253,50 +254,6 @@ class Attention(nn.Module):
         return rotate(q_BSAD, *rotary), rotate(k_BSGD, *rotary), v_BSGD
 
 
-class MLP(nn.Module):
-    """Two projections around GELU, in GPT-2's tanh form or the exact one of most GPT-NeoX models,
-    or around the square of ReLU."""
-
-    def __init__(self, model: Model, kernels: Kernels) -> None:
-        super().__init__()
-        self.gelu = kernels.gelu if model.mlp.gelu else None
-        self.approximate = approximation(model)
-        bias = model.architecture.bias
-        self.up = nn.Linear(model.hidden_size, model.ffn_width, bias=bias)
-        self.down = nn.Linear(model.ffn_width, model.hidden_size, bias=bias)
-
-    def forward(self, x_BSH: Tensor) -> Tensor:
-        y_BSF = self.up(x_BSH)
-        y_BSF = F.relu(y_BSF).square() if self.gelu is None else self.gelu(y_BSF, self.approximate)
-        y_BSH: Tensor = self.down(y_BSF)
-        return y_BSH
-
-
-def approximation(model: Model) -> str:
-    """The form of GELU, by torch's word."""
-    return "tanh" if model.gelu_form == "tanh" else "none"
-
-
-class GatedMLP(nn.Module):
-    """SwiGLU or GeGLU (Shazeer 2020, arXiv:2002.05202): rows of `gate_up` are all gates, then all
-    values."""
-
-    def __init__(self, model: Model, kernels: Kernels, width: int) -> None:
-        super().__init__()
-        self.swiglu = kernels.swiglu
-        self.geglu = kernels.geglu if model.mlp.gelu else None
-        self.approximate = approximation(model)
-        bias = model.architecture.bias
-        self.gate_up = nn.Linear(model.hidden_size, 2 * width, bias=bias)
-        self.down = nn.Linear(width, model.hidden_size, bias=bias)
-
-    def forward(self, x_BSH: Tensor) -> Tensor:
-        x_BSF = self.gate_up(x_BSH)
-        h_BSF = self.swiglu(x_BSF) if self.geglu is None else self.geglu(x_BSF, self.approximate)
-        y_BSH: Tensor = self.down(h_BSF)
-        return y_BSH
-
-
 class ResidualNorm(nn.Module):
     """The family's norm over the hidden size: of x; or of x and what is added to it, then with
     the sum itself.
@@ -367,6 +324,15 @@ class Block(nn.Module):
         self.post_mlp_norm = norm("post_mlp_norm")
 
     def forward(self, x_BSH: Tensor, context: Context) -> Tensor:
+        normed_BSH, x_BSH = self.attended(x_BSH, context)
+        m_BSH: Tensor = self.mlp(normed_BSH, *((context.objective,) if self.sparse else ()))
+        m_BSH = F.dropout(m_BSH, self.dropout, self.training)
+        if self.post_mlp_norm is not None:
+            m_BSH = self.post_mlp_norm(m_BSH)
+        return x_BSH + m_BSH
+
+    def attended(self, x_BSH: Tensor, context: Context) -> tuple[Tensor, Tensor]:
+        """What the MLP reads, and what its result is added to."""
         cache = context.caches[self.number] if context.caches is not None else None
         normed_BSH = x_BSH if self.attention_norm is None else self.attention_norm(x_BSH)
         a_BSH = F.dropout(self.attention(normed_BSH, context, cache), self.dropout, self.training)
@@ -379,11 +345,7 @@ class Block(nn.Module):
             normed_BSH = x_BSH = x_BSH + a_BSH
         else:
             normed_BSH, x_BSH = self.mlp_norm(x_BSH, a_BSH)
-        m_BSH: Tensor = self.mlp(normed_BSH, *((context.objective,) if self.sparse else ()))
-        m_BSH = F.dropout(m_BSH, self.dropout, self.training)
-        if self.post_mlp_norm is not None:
-            m_BSH = self.post_mlp_norm(m_BSH)
-        return x_BSH + m_BSH
+        return normed_BSH, x_BSH
 
 
 class Transformer(nn.Module):
