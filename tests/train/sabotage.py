@@ -62,7 +62,7 @@ def _weights_without_gradient(*words: Any) -> Routed:
 
 
 class _CountedInForward(torch.autograd.Function):
-    """As experts._WithLoss, which counts in backward."""
+    """As experts._BalanceLossAttached, which counts in backward."""
 
     @staticmethod
     def forward(
@@ -109,7 +109,7 @@ SABOTAGE: dict[str, tuple[Any, str, Any]] = {
     # torchtitan#4154
     "loads are of one rank's tokens": (step, "take_loads", _loads_of_one_rank),
     # prime-rl#2953
-    "loads are counted in forward": (experts, "_WithLoss", _CountedInForward),
+    "loads are counted in forward": (experts, "_BalanceLossAttached", _CountedInForward),
     "rows lie by rank, not by expert": (expert_parallel, "_reordered", lambda x_NH, lengths: x_NH),
     # Megatron-LM#6920
     "some ranks forget momenta": (step.Step, "after_loading", _forgets_momenta),

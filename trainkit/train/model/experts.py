@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from trainkit.jobs.schema import Model
 from trainkit.ops import swiglu
 from trainkit.ops.kernels import Kernels
+from trainkit.train.model.attention import unchanged
 from trainkit.train.model.router import balanced, loads, route
 
 
-class _Sent(torch.autograd.Function):
+class _RowsByExpert(torch.autograd.Function):
     """Rows of tokens in the order of experts. Backward adds up a token's rows in the order of its
     choices, the same bits on every device and in every layout; that of indexing adds in any."""
 
@@ -39,7 +40,7 @@ class _Sent(torch.autograd.Function):
         return dx_RH.view(tokens, ctx.chosen, dx_RH.shape[-1]).sum(1), None, None, None
 
 
-class _Returned(torch.autograd.Function):
+class _RowsByToken(torch.autograd.Function):
     """Rows in the order of experts back in the order of tokens and their choices, (R, H): a
     permutation, and so is its backward."""
 
@@ -54,7 +55,7 @@ class _Returned(torch.autograd.Function):
         return upstream[0][order_R], None, None
 
 
-class _WithLoss(torch.autograd.Function):
+class _BalanceLossAttached(torch.autograd.Function):
     """Its input, with a loss attached: backward gives that a gradient of 1, as if it were a part
     of the objective, and counts the loads. Backward runs once a micro-batch whatever is
     recomputed, and never in evaluation; forward does not."""
@@ -186,10 +187,6 @@ class Router(nn.Module):
         return F.linear(x_TH, self.weight, self.bias)
 
 
-def _unchanged(x: Tensor) -> Tensor:
-    return x
-
-
 class MixtureOfExperts(nn.Module):
     """What stands in a block in place of its MLP. No token is dropped.
 
@@ -212,9 +209,9 @@ class MixtureOfExperts(nn.Module):
         self.experts: nn.Module = ExpertMLPs(model, model.moe.num_experts, kernels)
         width = model.moe.shared_expert_intermediate_size
         self.shared_expert = shared(width) if width else None
-        self.take: Callable[[Tensor], Tensor] = _unchanged
+        self.take: Callable[[Tensor], Tensor] = unchanged
         self.give: Callable[[Tensor, Tensor], Tensor] = lambda y, _: y
-        self.over_all: Callable[[Tensor], Tensor] = _unchanged
+        self.over_all: Callable[[Tensor], Tensor] = unchanged
         # since the last update
         self.loads_E: Tensor | None = None
 
@@ -230,16 +227,16 @@ class MixtureOfExperts(nn.Module):
         place_R = torch.empty_like(order_R)
         place_R[order_R] = torch.arange(len(order_R), device=order_R.device)
         loads_E = loads(routed.experts_TK, self.routing.experts)
-        rows_RH = _Sent.apply(x_TH, order_R, place_R, self.routing.chosen)  # type: ignore[no-untyped-call]
+        rows_RH = _RowsByExpert.apply(x_TH, order_R, place_R, self.routing.chosen)  # type: ignore[no-untyped-call]
         rows_RH = self.experts(rows_RH, loads_E.tolist())
-        y_RH = _Returned.apply(rows_RH, order_R, place_R)  # type: ignore[no-untyped-call]
+        y_RH = _RowsByToken.apply(rows_RH, order_R, place_R)  # type: ignore[no-untyped-call]
         y_TKH = (
             y_RH.view(len(x_TH), self.routing.chosen, x_TH.shape[-1]) * routed.weights_TK[..., None]
         )
         y_TH = y_TKH.sum(1).to(x_TH.dtype)
         if objective is not None and torch.is_grad_enabled():
             loss = self._balance(logits_TE, routed, own_BSH.shape[:2]) * objective
-            y_TH = _WithLoss.apply(y_TH, loss, loads_E, self._count)  # type: ignore[no-untyped-call]
+            y_TH = _BalanceLossAttached.apply(y_TH, loss, loads_E, self._count)  # type: ignore[no-untyped-call]
         y_BSH = self.give(y_TH.view(own_BSH.shape), x_BSH)
         return y_BSH if self.shared_expert is None else y_BSH + self.shared_expert(x_BSH)
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from trainkit.jobs.schema import Model
 from trainkit.ops.kernels import Kernels
 from trainkit.ops.rotary import rotate
-from trainkit.train.model.attention import Context, KeyValueCache, attend
+from trainkit.train.model.attention import Context, KeyValueCache, attend, unchanged
 
 # of both latents' norms, whatever that of the others is: transformers and Megatron-LM alike
 EPSILON = 1e-6
@@ -37,14 +37,10 @@ class LatentNorm(nn.Module):
         return self.of(x, self.weight, EPSILON)
 
 
-def _apart(x: Tensor) -> Tensor:
+def _pairs_to_halves(x: Tensor) -> Tensor:
     """Of each pair of neighbours the first channel, then of each the second: as `rotate` has
     them. Products of queries and keys are the same."""
     return torch.unflatten(x, -1, (-1, 2)).mT.flatten(-2)
-
-
-def _itself(x: Tensor) -> Tensor:
-    return x
 
 
 class LatentAttention(nn.Module):
@@ -87,7 +83,7 @@ class LatentAttention(nn.Module):
         self.kv_b = linear(mla.kv_lora_rank, heads * (mla.qk_head_dim + mla.v_head_dim))
         self.out = linear(heads * mla.v_head_dim, hidden)
         # what the layout makes of the shared key: that of all tokens that heads see
-        self.whole: Callable[[Tensor], Tensor] = _itself
+        self.whole: Callable[[Tensor], Tensor] = unchanged
 
     @property
     def groups(self) -> int:
@@ -131,10 +127,10 @@ class LatentAttention(nn.Module):
         kv_BSW = self.kv_b(self.kv_a_norm(latent_BSC))
         kv_BSAW = kv_BSW.unflatten(-1, (-1, still + mla.v_head_dim))
         k_BSAN, v_BSAV = kv_BSAW.split([still, mla.v_head_dim], -1)
-        k_BS1R = rotate(_apart(self.whole(k_BSR).unsqueeze(2)), *rotary)
+        k_BS1R = rotate(_pairs_to_halves(self.whole(k_BSR).unsqueeze(2)), *rotary)
         k_BSAR = k_BS1R.expand(-1, -1, k_BSAN.shape[2], -1)
         return (
-            torch.cat([q_BSAN, rotate(_apart(q_BSAR), *rotary)], -1),
+            torch.cat([q_BSAN, rotate(_pairs_to_halves(q_BSAR), *rotary)], -1),
             torch.cat([k_BSAN, k_BSAR], -1),
             F.pad(v_BSAV, (0, mla.head_size - mla.v_head_dim)),
         )
