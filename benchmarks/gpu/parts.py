@@ -43,8 +43,7 @@ PARTS: dict[str, Part] = {
         "speed_llama",
         "Llama-3-8B from two shorter stacks, beside the same plain loop",
         480,
-        220,
-        True,
+        145,
     ),
     "memory": Part("memory", "the plan's memory beside the allocator's peak", 300, 60),
     "speed-llama-none": Part(

@@ -348,7 +348,15 @@ REFUSED: list[tuple[dict[str, Any], str, tuple[Change, ...]]] = [
         "expert-too-narrow",
         ({ETP: 1},),
     ),
-    ({"compile": True}, "no-compiled-experts", ({"training.compile": False},)),
+    (
+        {"compile": True, "recompute_granularity": "selective"},
+        "compiled-selective-experts",
+        (
+            {"training.recompute_granularity": "full"},
+            {"training.recompute_granularity": "none"},
+            {"training.compile": False},
+        ),
+    ),
     (
         {"model": shape("llama", 2, 64, 4, 64), "parallelism": degrees(expert=2)},
         "no-experts",

@@ -104,10 +104,16 @@ def expert_objections(job: Job, layout: Layout) -> Iterator[Objection]:
             f" expert_tensor_parallel_size {split} ranks"
         )
         yield Objection("expert-too-narrow", ETP, message, ({ETP: 1},))
-    if job.training.compile:
-        message = "compile = true: a model with experts cannot be compiled yet"
-        without: Change = {"training.compile": False}
-        yield Objection("no-compiled-experts", "training.compile", message, (without,))
+    if job.training.compile and job.training.recompute_granularity == "selective":
+        message = (
+            "compile = true with recompute_granularity 'selective': what is compiled of a block"
+            " with experts would all be computed again"
+        )
+        ways: tuple[Change, ...] = tuple(
+            {"training.recompute_granularity": other} for other in ("full", "none")
+        )
+        ways = (*ways, {"training.compile": False})
+        yield Objection("compiled-selective-experts", "training.compile", message, ways)
 
 
 def _no_experts(job: Job) -> Iterator[Objection]:

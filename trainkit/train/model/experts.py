@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -119,23 +119,25 @@ class ExpertMLPs(nn.Module):
         self.gate_up = Stacked(torch.empty(count * 2 * width, hidden), ups)
         self.down = Stacked(torch.empty(count * width, hidden), outs)
 
-    def forward(self, x_RH: Tensor, loads: Sequence[int]) -> Tensor:
-        """Rows lie by expert, so many each."""
+    def forward(self, x_RH: Tensor, loads_E: Tensor) -> Tensor:
+        """Rows lie by expert, so many each. Grouped products do not have the host wait for how
+        many."""
         hidden = x_RH.shape[-1]
         gate_up_E2IH = self.gate_up.weight.view(self.count, -1, hidden)
         down_EIH = self.down.weight.view(self.count, -1, hidden)
         if grouped(x_RH, down_EIH):
-            ends = torch.tensor(loads).cumsum(0).to(x_RH.device, torch.int32)
-            h = F.grouped_mm(x_RH, gate_up_E2IH.transpose(1, 2), offs=ends)
-            h = self.swiglu(_biased(h, self.gate_up.bias, loads))
-            y_RH = F.grouped_mm(h, down_EIH, offs=ends)
+            ends_E = loads_E.cumsum(0).to(torch.int32)
+            h = F.grouped_mm(x_RH, gate_up_E2IH.transpose(1, 2), offs=ends_E)
+            h = self.swiglu(_biased(h, self.gate_up.bias, loads_E))
+            y_RH = F.grouped_mm(h, down_EIH, offs=ends_E)
         else:
-            rows = torch.split(x_RH, list(loads))
+            lengths = loads_E.tolist()
+            rows = torch.split(x_RH, lengths)
             h = torch.cat([x @ up.T for x, up in zip(rows, gate_up_E2IH.unbind(), strict=True)])
-            h = self.swiglu(_biased(h, self.gate_up.bias, loads))
-            rows = torch.split(h, list(loads))
+            h = self.swiglu(_biased(h, self.gate_up.bias, loads_E))
+            rows = torch.split(h, lengths)
             y_RH = torch.cat([x @ down for x, down in zip(rows, down_EIH.unbind(), strict=True)])
-        return _biased(y_RH, self.out_bias(hidden), loads)
+        return _biased(y_RH, self.out_bias(hidden), loads_E)
 
     def out_bias(self, hidden: int) -> Tensor | None:
         """Of all experts here."""
@@ -147,13 +149,13 @@ def swiglu_of(model: Model, kernels: Kernels) -> Callable[[Tensor], Tensor]:
     return swiglu.clamped if model.routing.clamped else kernels.swiglu
 
 
-def _biased(y_RW: Tensor, biases: Tensor | None, loads: Sequence[int]) -> Tensor:
+def _biased(y_RW: Tensor, biases: Tensor | None, loads_E: Tensor) -> Tensor:
     """Rows by expert, `loads` each, with the expert's bias. A bias is laid beside its rows, so that
     its gradient is their sum in their order."""
     if biases is None:
         return y_RW
-    of_experts = biases.view(len(loads), -1)
-    pairs = zip(of_experts.unbind(), loads, strict=True)
+    of_experts = biases.view(len(loads_E), -1)
+    pairs = zip(of_experts.unbind(), loads_E.tolist(), strict=True)
     return y_RW + torch.cat([bias_W.expand(rows, -1) for bias_W, rows in pairs])
 
 
@@ -185,6 +187,26 @@ class Router(nn.Module):
             wide_E = None if self.bias is None else self.bias.to(wide)
             return F.linear(x_TH.to(wide), self.weight.to(wide), wide_E)
         return F.linear(x_TH, self.weight, self.bias)
+
+
+class Dispatched(NamedTuple):
+    """Tokens on their way to experts.
+
+    Args:
+        rows_RH: of the tokens, by expert.
+        loads_E: rows of each expert.
+        weights_TK: of what comes back.
+        order_R: of (T, K) in the rows.
+        place_R: of each of (T, K) among the rows.
+        loss: of balance, summed over the tokens; None: nothing is learned.
+    """
+
+    rows_RH: Tensor
+    loads_E: Tensor
+    weights_TK: Tensor
+    order_R: Tensor
+    place_R: Tensor
+    loss: Tensor | None
 
 
 class MixtureOfExperts(nn.Module):
@@ -219,26 +241,40 @@ class MixtureOfExperts(nn.Module):
         """`objective`: what losses are multiplied with in the objective, for a sum over tokens;
         None: there is no backward."""
         own_BSH = self.take(x_BSH)
-        x_TH = own_BSH.flatten(0, 1)
+        learns = objective is not None and torch.is_grad_enabled()
+        sent = self.dispatched(own_BSH, learns)
+        y_RH = self.experts(sent.rows_RH, sent.loads_E)
+        y_BSH = self.combined(y_RH, sent).view(own_BSH.shape)
+        if objective is not None and sent.loss is not None:
+            loss = sent.loss * objective
+            y_BSH = _BalanceLossAttached.apply(y_BSH, loss, sent.loads_E, self._count)  # type: ignore[no-untyped-call]
+        y_BSH = self.give(y_BSH, x_BSH)
+        return y_BSH if self.shared_expert is None else y_BSH + self.shared_expert(x_BSH)
+
+    def dispatched(self, x_BSH: Tensor, learns: bool) -> Dispatched:
+        """Tokens as rows for the experts that the router chooses; losses where it learns."""
+        x_TH = x_BSH.flatten(0, 1)
         logits_TE = self.router(x_TH)
         routed = route(logits_TE, self.router.expert_bias, self.routing)
         experts_R = routed.experts_TK.flatten()
         order_R = experts_R.argsort(stable=True)
         place_R = torch.empty_like(order_R)
         place_R[order_R] = torch.arange(len(order_R), device=order_R.device)
-        loads_E = loads(routed.experts_TK, self.routing.experts)
         rows_RH = _RowsByExpert.apply(x_TH, order_R, place_R, self.routing.chosen)  # type: ignore[no-untyped-call]
-        rows_RH = self.experts(rows_RH, loads_E.tolist())
-        y_RH = _RowsByToken.apply(rows_RH, order_R, place_R)  # type: ignore[no-untyped-call]
-        y_TKH = (
-            y_RH.view(len(x_TH), self.routing.chosen, x_TH.shape[-1]) * routed.weights_TK[..., None]
+        return Dispatched(
+            rows_RH,
+            loads(routed.experts_TK, self.routing.experts),
+            routed.weights_TK,
+            order_R,
+            place_R,
+            self._balance(logits_TE, routed, x_BSH.shape[:2]) if learns else None,
         )
-        y_TH = y_TKH.sum(1).to(x_TH.dtype)
-        if objective is not None and torch.is_grad_enabled():
-            loss = self._balance(logits_TE, routed, own_BSH.shape[:2]) * objective
-            y_TH = _BalanceLossAttached.apply(y_TH, loss, loads_E, self._count)  # type: ignore[no-untyped-call]
-        y_BSH = self.give(y_TH.view(own_BSH.shape), x_BSH)
-        return y_BSH if self.shared_expert is None else y_BSH + self.shared_expert(x_BSH)
+
+    def combined(self, y_RH: Tensor, sent: Dispatched) -> Tensor:
+        """The experts' results of each token, weighted, in one."""
+        y_RH = _RowsByToken.apply(y_RH, sent.order_R, sent.place_R)  # type: ignore[no-untyped-call]
+        y_TKH = y_RH.view(*sent.weights_TK.shape, y_RH.shape[-1]) * sent.weights_TK[..., None]
+        return y_TKH.sum(1).to(y_RH.dtype)
 
     def _balance(self, logits_TE: Tensor, routed: Any, samples: Sequence[int]) -> Tensor:
         """The layer's losses, summed over the tokens here: of balance, E sum_e f_e P_e, which is 1

@@ -13,7 +13,7 @@ arrive, Q that are sent, H hidden size, I width of an expert.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import cast
@@ -103,12 +103,13 @@ class ParallelExperts(ExpertMLPs):
         self.gate_up = _stacked(whole.gate_up, self.count, 2, group)
         self.down = _stacked(whole.down, self.count, 1, group)
 
-    def forward(self, x_RH: Tensor, loads: Sequence[int]) -> Tensor:
+    def forward(self, x_RH: Tensor, loads_E: Tensor) -> Tensor:
         """Rows lie by expert of all, so many each."""
         group = self.group
         if group.size == 1:
-            return super().forward(x_RH, loads)
-        by_part = [list(loads[i : i + self.count]) for i in range(0, len(loads), self.count)]
+            return super().forward(x_RH, loads_E)
+        loads: list[int] = loads_E.tolist()
+        by_part = [loads[i : i + self.count] for i in range(0, len(loads), self.count)]
         sent = [sum(of_part) for of_part in by_part for _ in range(group.split)]
         arriving = self._arriving(by_part, x_RH.device)
         taken = [sum(of_rank) for of_rank in arriving]
@@ -119,7 +120,8 @@ class ParallelExperts(ExpertMLPs):
         # by rank and expert, and by expert and rank
         x_NH = _reordered(x_NH, arriving)
         by_expert = [list(of_expert) for of_expert in zip(*arriving, strict=True)]
-        y_NH = super().forward(x_NH, [sum(of_expert) for of_expert in by_expert])
+        here = [sum(of_expert) for of_expert in by_expert]
+        y_NH = super().forward(x_NH, torch.tensor(here, device=x_NH.device))
         y_NH = _reordered(y_NH, by_expert)
         back_QH = exchanged(y_NH, sent, taken, group.name)
         returned = torch.split(back_QH, sent)

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import (
 from trainkit.jobs.schema import Model, Training
 from trainkit.ops import causal_attention, cross_entropy, sink_attention
 from trainkit.train.model.attention import Context
+from trainkit.train.model.experts import Dispatched, MixtureOfExperts
 from trainkit.train.model.transformer import Block, Transformer
 from trainkit.train.parallel import ring_attention
 from trainkit.train.ready_graphs import ReadyGraphs
@@ -96,6 +97,30 @@ def run_block(block: Block, mode: Mode, random: bool, x_BSH: Tensor, context: Co
     return y_BSH
 
 
+def run_attended(block: Block, x_BSH: Tensor, context: Context) -> tuple[Tensor, Tensor]:
+    """What stands before a block's experts; one graph for all blocks, as of `run_block`."""
+    return type(block).attended(block, x_BSH, context)
+
+
+def run_dispatched(experts: MixtureOfExperts, x_BSH: Tensor, learns: bool) -> Dispatched:
+    """Routing, and tokens on their way to experts."""
+    return type(experts).dispatched(experts, x_BSH, learns)
+
+
+def run_combined(experts: MixtureOfExperts, y_RH: Tensor, sent: Dispatched) -> Tensor:
+    """What experts made, by token."""
+    return type(experts).combined(experts, y_RH, sent)
+
+
+def _compile_around_experts(block: Block, graphs: ReadyGraphs) -> None:
+    """Compile a block but for its experts: how many rows one has is known when they are there."""
+    experts = block.mlp
+    assert isinstance(experts, MixtureOfExperts)
+    block.attended = partial(graphs.compile(run_attended), block)  # type: ignore[method-assign]
+    for name, function in (("dispatched", run_dispatched), ("combined", run_combined)):
+        setattr(experts, name, partial(graphs.compile(function), experts))
+
+
 def wrap_blocks(
     module: Transformer, model: Model, training: Training, graphs: ReadyGraphs | None = None
 ) -> None:
@@ -110,10 +135,8 @@ def wrap_blocks(
     """
     if training.recompute_granularity == "none" and not training.compile:
         return
-    run: Callable[..., Tensor] = run_block
     graphs = graphs or ReadyGraphs()
-    if training.compile:
-        run = graphs.compile(run_block)
+    whole: Callable[..., Tensor] = graphs.compile(run_block) if training.compile else run_block
     # a kernel is one already; split over ranks, it talks to them in between
     if training.compile and module.softmax_loss is cross_entropy.reference:
         module.softmax_loss = cross_entropy.in_blocks(graphs.compile(cross_entropy.plain))
@@ -123,4 +146,7 @@ def wrap_blocks(
         mode: Mode = "none"
         if block.number % training.recompute_every == 0:
             mode = training.recompute_granularity
+        run = run_block if block.sparse else whole
         block.forward = partial(run, block, mode, random)  # type: ignore[method-assign]
+        if block.sparse and training.compile:
+            _compile_around_experts(block, graphs)
