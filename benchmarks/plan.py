@@ -54,10 +54,14 @@ TENSOR, SEQUENCE, PIPELINE = (
     "parallelism.sequence_parallel=true",
     "parallelism.pipeline_model_parallel_size=2",
 )
+CONTEXT = "parallelism.context_parallel_size=2"
+LONG = "model.seq_length=2048"  # of samples that are split
 # Ranks, and what makes them one model's.
 LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "TP2": (2, [TENSOR]),
     "TP2 + SP": (2, [TENSOR, SEQUENCE]),
+    "CP2 ring": (2, [CONTEXT]),
+    "CP2 all-to-all": (2, [CONTEXT, 'parallelism.cp_comm_type="a2a"']),
     "PP2 1F1B": (2, [PIPELINE]),
     "PP2 interleaved": (2, [PIPELINE, "parallelism.virtual_pipeline_model_parallel_size=2"]),
     "PP2 ZBV": (2, [PIPELINE, 'parallelism.pipeline_schedule="zbv"']),
@@ -144,10 +148,11 @@ def trained(folder: Path, name: str, ranks: int, sets: list[str], what: str = ""
     ]
 
 
-def kept(folder: Path, name: str) -> list[Row]:
+def kept(folder: Path, name: str, what: str = "", sets: Iterable[str] = ()) -> list[Row]:
     """Train many steps on two ranks; what the plan said beside what the process of rank 0 had
     after ten steps, and at most from then on."""
-    words = ["--set", f"training.train_iters={MANY_STEPS}"]
+    sets = (f"training.train_iters={MANY_STEPS}", *sets)
+    words = [word for value in sets for word in ("--set", value)]
     plan = json.loads(invoke(folder, "plan", f"plan-{name}", *words, "--json"))
     run = Path(
         json.loads(invoke(folder, "train", f"plan-{name}", *words, "--share", "--json"))["folder"]
@@ -156,8 +161,8 @@ def kept(folder: Path, name: str) -> list[Row]:
     resident = [each["memory_bytes"]["resident"] for each in rows if "memory_bytes" in each][9:]
     planned = plan["memory"]["fullest_rank"]["total_bytes"]
     return [
-        row(FAMILIES[name], what, planned, seen, RESIDENT)
-        for what, seen in (
+        row(f"{FAMILIES[name]} {what}".strip(), found, planned, seen, RESIDENT)
+        for found, seen in (
             ("resident after 10 steps", resident[0]),
             (f"resident, most until {MANY_STEPS}", max(resident)),
         )
@@ -289,7 +294,8 @@ def saved_bytes(job_json: str, rank: int) -> int:
     for held in parts.parameters.values():
         torch.nn.init.zeros_(held.parameter)
     step = Step(job, parts, mesh, Timers(device))
-    tokens = torch.zeros(job.training.micro_batch_size, job.model.seq_length, dtype=torch.int64)
+    length = job.model.seq_length // mesh.degrees.context
+    tokens = torch.zeros(job.training.micro_batch_size, length, dtype=torch.int64)
     watch = Watch()
     watch.watch_caches()
     if step.pipeline is None:
@@ -473,6 +479,10 @@ def main() -> None:
                 rows += show(trained(folder, name, ranks, []))
             if not arguments.quick:
                 rows += show(kept(folder, name))
+                for what in ("CP2 ring", "CP2 all-to-all"):
+                    ranks, sets = LAYOUTS[what]
+                    words = [f"cluster.ranks_per_node={ranks}", *sets, LONG]
+                    rows += show(kept(folder, name, f"{what}, {LONG}", words))
                 rows += show(trained(folder, name, 2, ['training.optimizer="sgd"']))
             rows += [
                 each
