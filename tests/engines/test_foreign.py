@@ -30,7 +30,7 @@ def test_flops_are_those_of_the_plan(name: str) -> None:
     assert spec.hardware_flops == plan.hardware_flops_per_token
 
 
-@pytest.mark.parametrize("name", [name for name in PLACES if name != "native"])
+@pytest.mark.parametrize("name", [n for n in PLACES if n not in ("native", "megatron-lm")])
 def test_models_with_experts_are_refused(name: str) -> None:
     engine = foreign_engine(name)
     shape = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "seq_length": 16}

@@ -85,6 +85,19 @@ CASES: Mapping[str, tuple[str, Values, Values]] = {
         {**MEGATRON, **LLAMA_MEGATRON},
         {"use-rotary-position-embeddings": True},
     ),
+    "megatron experts": (
+        "megatron-lm",
+        {
+            **MEGATRON,
+            **LLAMA_MEGATRON,
+            "num-experts": 64,
+            "moe-router-num-groups": 4,
+            "moe-router-group-topk": 2,
+            "moe-aux-loss-coeff": 0.5,
+            "moe-router-dtype": "fp64",
+        },
+        {"use-rotary-position-embeddings": True},
+    ),
     "neox gpt": (
         "gpt-neox",
         {**NEOX, "precision": "fp16", "fp16": {"enabled": True}},

@@ -145,8 +145,7 @@ def test_any_reference_natively() -> None:
 @pytest.mark.parametrize(
     ("name", "engine", "option"),
     [
-        ("azure-gpt3-175b", "megatron-lm", "num-experts"),
-        ("azure-gpt3-175b", "megatron-lm", "context-parallel-size"),
+        ("azure-gpt3-175b", "megatron-lm", "mtp-num-layers"),
         ("nemo-gpt3-5b", "nemo", "+model.num_moe_experts"),
         ("gpt-neox-20b", "gpt-neox", "moe_num_experts"),
     ],

@@ -345,25 +345,26 @@ class ForeignEngine(ABC):
         """What of a job a version is given otherwise than it stands there, in words."""
         return []
 
-    def saved_degrees(self, run: RunFolder) -> tuple[Path, int, int] | None:
+    def saved_degrees(self, run: RunFolder) -> tuple[Path, Mapping[str, int]] | None:
         """The checkpoint that the engine goes on from where only ranks of the same degrees read
-        it, and these: tensor- and pipeline-parallel size. None where any do."""
+        it, and these by the keys of [jobs.X.parallelism]. None where any do."""
         return None
 
     def resume_problems(self, job: Job, run: RunFolder) -> list[Problem]:
-        """That the checkpoint has a file of each tensor- and pipeline-parallel rank and the job
-        has other degrees."""
-        p = job.parallelism
-        asked = (p.tensor_model_parallel_size, p.pipeline_model_parallel_size)
-        saved = self.saved_degrees(run)
-        if saved is None or saved[1:] == asked:
+        """That the checkpoint has a file of each rank that holds other weights, and the job has
+        other degrees."""
+        found = self.saved_degrees(run)
+        if found is None:
             return []
-        place, tensor, stages = saved
+        place, saved = found
+        asked = {key: getattr(job.parallelism, key) for key in saved}
+        other = [key for key in saved if saved[key] != asked[key]]
+        if not other:
+            return []
         return [
             Problem(
-                f"{place} was saved with tensor_model_parallel_size {tensor} and"
-                f" pipeline_model_parallel_size {stages}, and the job has {asked[0]} and"
-                f" {asked[1]}",
+                f"{place} was saved with {' and '.join(f'{key} {saved[key]}' for key in other)},"
+                f" and the job has {' and '.join(str(asked[key]) for key in other)}",
                 hint=f"resume with the same degrees{self.other_degrees}",
             )
         ]

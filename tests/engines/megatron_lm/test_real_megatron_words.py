@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.engines.megatron_lm.test_argv import JOBS, tiny
+from tests.engines.megatron_lm.test_megatron_experts import NO_BALANCE, YARN, big
 from tests.engines.real import RealEngine, parameters
 from trainkit.engines.extract_options import read_tree
 from trainkit.engines.megatron_lm.argv import RunPlaces, megatron_argv
@@ -108,6 +109,33 @@ def test_its_own_parser_takes_the_words(real: RealEngine) -> None:
     assert cpu["ckpt_format"] == "torch"
     assert cpu["transformer_impl"] == "local"
     assert (cpu["eval_interval"], cpu["save_interval"]) == (21, 10)
+
+
+@pytest.mark.parametrize("real", TREES)
+def test_its_own_parser_takes_experts(real: RealEngine) -> None:
+    if foreign_engine("megatron-lm").version_of_tree(real.tree) == "2021":
+        pytest.skip("2021 has no experts")
+    grid = [
+        f"parallelism.{key}={value}"
+        for key, value in {
+            "tensor_model_parallel_size": 4,
+            "sequence_parallel": "true",
+            "context_parallel_size": 2,
+            "cp_comm_type": "a2a",
+            "expert_model_parallel_size": 8,
+            "expert_tensor_parallel_size": 1,
+        }.items()
+    ]
+    qwen3, deepseek = parsed_by(
+        real, [big("qwen3-30b-a3b", *grid), big("deepseek-v3", YARN, NO_BALANCE)]
+    )
+    assert (qwen3["num_experts"], qwen3["moe_router_topk"]) == (128, 8)
+    assert (qwen3["expert_model_parallel_size"], qwen3["expert_tensor_parallel_size"]) == (8, 1)
+    assert (qwen3["context_parallel_size"], qwen3["cp_comm_type"]) == (2, ["a2a"])
+    assert qwen3["data_parallel_size"] == 4
+    assert deepseek["moe_layer_freq"] == [0] * 3 + [1] * 58
+    assert deepseek["multi_latent_attention"] is True and deepseek["qk_layernorm"] is True
+    assert deepseek["rotary_scaling_factor"] == 40 and deepseek["kv_channels"] == 56
 
 
 @pytest.mark.parametrize("real", TREES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import zipfile
 from pathlib import Path
 
@@ -33,6 +34,25 @@ def saved(run: RunFolder, step: int, tensor: int = 1, stages: int = 1) -> None:
             with zipfile.ZipFile(folder / "model_optim_rng.pt", "w") as archive:
                 archive.writestr("archive/data.pkl", b"x" * 100)
     (run.checkpoints / MegatronLm.tracker).write_text(str(step))
+
+
+def saved_with_experts(run: RunFolder, tensor: int, experts: int, split: int) -> None:
+    """The same where a name's second number is of experts, as the arguments in it say. An expert
+    that is split otherwise than the rest has ranks of other experts in one tensor-parallel group.
+    """
+    sizes = {
+        "tensor_model_parallel_size": tensor,
+        "pipeline_model_parallel_size": 1,
+        "expert_model_parallel_size": experts,
+        "expert_tensor_parallel_size": split,
+    }
+    for rank in range(max(tensor, experts) if split < tensor else tensor * experts):
+        name = f"mp_rank_{rank % tensor:02d}_{rank // split % experts:03d}"
+        folder = run.checkpoints / "iter_0000004" / name
+        folder.mkdir(parents=True)
+        with zipfile.ZipFile(folder / "model_optim_rng.pt", "w") as archive:
+            archive.writestr("archive/data.pkl", pickle.dumps(sizes, protocol=2))
+    (run.checkpoints / MegatronLm.tracker).write_text("4")
 
 
 def job_in(tmp_path: Path, *sets: str) -> Job:
@@ -83,13 +103,38 @@ def test_rows_after_the_checkpoint_are_made_again(tmp_path: Path) -> None:
     assert run.metrics.read_text().splitlines()[-1] == '{"step": 4}'
 
 
+EXPERTS = "model.moe={num_experts=4,router_topk=2,ffn_hidden_size=96}"
+
+
+@pytest.mark.parametrize(("tensor", "split"), [(1, 1), (2, 2), (2, 1)])
+def test_experts_lie_on_other_ranks(tmp_path: Path, tensor: int, split: int) -> None:
+    run = run_of(tmp_path)
+    saved_with_experts(run, tensor, 2, split)
+    sets = ["model.family=mixtral", EXPERTS, "cluster.ranks_per_node=4"]
+    sets += [f"parallelism.tensor_model_parallel_size={tensor}"]
+    sets += [f"parallelism.expert_tensor_parallel_size={split}"]
+    MegatronLm().before_attempt(
+        job_in(tmp_path, *sets, "parallelism.expert_model_parallel_size=2"), run
+    )
+    assert not MegatronLm().checkpoints(run, hashes=False)[0].problems
+    with pytest.raises(ConfigError, match="with expert_model_parallel_size 2, and the job has 1"):
+        MegatronLm().before_attempt(job_in(tmp_path, *sets), run)
+
+
+def test_a_rank_of_experts_is_missing(tmp_path: Path) -> None:
+    run = run_of(tmp_path)
+    saved_with_experts(run, 2, 2, 2)
+    folder = run.checkpoints / "iter_0000004/mp_rank_01_001"
+    folder.rename(run.root / "gone")
+    (listed,) = MegatronLm().checkpoints(run, hashes=False)
+    assert listed.problems == ["mp_rank 1_1 of 2 x 2 missing"]
+
+
 def test_other_degrees_cannot_load_files_of_ranks(tmp_path: Path) -> None:
     run = run_of(tmp_path)
     saved(run, 4, tensor=2, stages=2)
     degrees = ["parallelism.tensor_model_parallel_size=2", "cluster.ranks_per_node=4"]
-    with pytest.raises(
-        ConfigError, match="pipeline_model_parallel_size 2, and the job has 2 and 1"
-    ):
+    with pytest.raises(ConfigError, match="with pipeline_model_parallel_size 2, and the job has 1"):
         MegatronLm().before_attempt(job_in(tmp_path, *degrees), run)
     same = [*degrees, "parallelism.pipeline_model_parallel_size=2"]
     MegatronLm().before_attempt(job_in(tmp_path, *same), run)

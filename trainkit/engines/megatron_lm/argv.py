@@ -16,6 +16,7 @@ from typing import assert_never
 from trainkit.base.errors import Problem, raise_problems
 from trainkit.engines.job_values import counterpart_problems
 from trainkit.engines.megatron_lm.data import MegatronData, put_data, put_tokenizer
+from trainkit.engines.megatron_lm.experts import put_experts, put_latents
 from trainkit.engines.megatron_lm.rules import sharding_obstacle
 from trainkit.engines.megatron_lm.words import SET_BY, MegatronWords
 from trainkit.engines.options import OptionTable, check_engine_args, release
@@ -32,7 +33,6 @@ NO_COUNTERPART: Mapping[str, str] = {
     "training.on_nan": "engine native does that",
     "training.on_spike": "engine native does that",
     "training.compile": "engine native does that",
-    "parallelism.context_parallel_size": "engine_args context-parallel-size says it",
     "parallelism.pipeline_schedule": "its pipeline is 1F1B",
     "checkpoint.save_first": "engine native does that",
     "checkpoint.keep_best": "it deletes no checkpoint",
@@ -101,6 +101,8 @@ def _collected(job: Job, table: OptionTable) -> MegatronWords:
     words.problems += check_engine_args(job, table, SET_BY)
     _refuse_raw(words, job)
     _put_model(words, job.model)
+    put_latents(words, job.model)
+    put_experts(words, job)
     _refuse_shapes(words, job.model)
     _put_batches(words, job)
     _put_optimizer(words, job)
@@ -128,7 +130,7 @@ def _put_model(words: MegatronWords, model: Model) -> None:
     gated = model.mlp.gated
     if gated or model.ffn_width != 4 * model.hidden_size:
         words.put("ffn-hidden-size", model.ffn_width, "model.ffn_hidden_size")
-    if model.head_size * model.num_attention_heads != model.hidden_size:
+    if not model.mla and model.head_size * model.num_attention_heads != model.hidden_size:
         words.put("kv-channels", model.head_size, "model.kv_channels")
     if model.query_groups != model.num_attention_heads:
         words.put("group-query-attention", True, "model.num_query_groups")
@@ -177,7 +179,7 @@ def _put_rotary(words: MegatronWords, model: Model) -> None:
         words.refuse(f"model.rotary_base {base}: {words.version} takes whole numbers")
     words.put_unless_default("rotary-base", int(base), "model.rotary_base")
     scaling = model.rope_scaling
-    if scaling is None:
+    if scaling is None or model.mla:
         return
     match scaling.type:
         case "linear":
@@ -330,6 +332,8 @@ def _put_parallelism(words: MegatronWords, job: Job) -> None:
     p = job.parallelism
     words.put_said("tensor-model-parallel-size", "pipeline-model-parallel-size")
     _put_stages(words, job)
+    if p.context_parallel_size > 1:
+        words.put_said("context-parallel-size", "cp-comm-type")
     if p.sequence_parallel and p.tensor_model_parallel_size > 1:
         words.put_said("sequence-parallel")
     if p.zero_stage > 1:

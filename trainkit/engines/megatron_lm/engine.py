@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -163,7 +163,7 @@ class MegatronLm(ForeignEngine):
     name = "megatron-lm"
     rules = RULES
     entry_files = ("pretrain_gpt.py",)
-    traits = frozenset({"qk_norm", "add_qkv_bias", "activation"})
+    traits = frozenset({"qk_norm", "add_qkv_bias", "activation", "mla", "moe"})
     keeps = "megatron-lm deletes none"
     # megatron/training/checkpointing.py get_checkpoint_tracker_filename
     tracker = "latest_checkpointed_iteration.txt"
@@ -247,18 +247,12 @@ class MegatronLm(ForeignEngine):
         )
         return rank_command(job, run, attempt, program)
 
-    def saved_degrees(self, run: RunFolder) -> tuple[Path, int, int] | None:
-        """Of ckpt-format torch: mp_rank_TT, mp_rank_TT_PPP."""
+    def saved_degrees(self, run: RunFolder) -> tuple[Path, Mapping[str, int]] | None:
+        """Of ckpt-format torch."""
         tracked = reader.tracked_step(run.checkpoints)
         folder = _whole_steps(run).get(-1 if tracked is None else tracked)
-        if folder is None:
-            return None
-        ranks = [re.fullmatch(r"mp_rank_(\d+)(?:_(\d+))?", each.name) for each in folder.iterdir()]
-        degrees = [(int(found[1]), int(found[2] or 0)) for found in ranks if found]
-        if not degrees:
-            return None
-        tensor = max(tensor for tensor, _ in degrees) + 1
-        return folder, tensor, max(stage for _, stage in degrees) + 1
+        degrees = None if folder is None else reader.saved_degrees(folder)
+        return None if folder is None or degrees is None else (folder, degrees)
 
 
 def _whole_steps(run: RunFolder) -> dict[int, Path]:

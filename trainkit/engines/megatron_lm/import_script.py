@@ -8,13 +8,23 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from trainkit.base.errors import ConfigError
 from trainkit.engines.imported import ImportedJob, refuse_ramp
+from trainkit.engines.megatron_lm.import_experts import family_with_experts, take_experts
+from trainkit.engines.megatron_lm.script_options import (
+    Options,
+    default_of,
+    is_number,
+    parsed,
+    real,
+    take_value,
+    typed,
+    whole,
+)
 from trainkit.engines.megatron_lm.words import SET_BY
-from trainkit.engines.options import Option, OptionTable
+from trainkit.engines.options import OptionTable
 from trainkit.engines.shell_words import find_command
 from trainkit.families import FAMILIES
 from trainkit.plan.batch import ramped_batch_size
@@ -52,29 +62,6 @@ _FAMILIES: Mapping[str, Mapping[str, str | None]] = {
 }
 
 
-@dataclass
-class _Options:
-    """The options of a command line, and what has been done with them."""
-
-    table: OptionTable
-    given: dict[str, list[str]]
-    raw: list[str] = field(default_factory=list)
-    not_taken: list[str] = field(default_factory=list)
-
-    def take(self, name: str) -> list[str] | None:
-        """An option's words; None where it is not there. It is done with."""
-        return self.given.pop(name, None)
-
-    def flag(self, name: str) -> bool:
-        """Whether a flag is there. It is done with."""
-        return self.take(name) is not None
-
-    def leave(self, name: str, why: str) -> None:
-        """Take an option, and note that the job does not have it."""
-        words = " ".join(self.given.pop(name))
-        self.not_taken.append(f"{f'--{name} {words}'.rstrip()}: {why}")
-
-
 def import_megatron(text: str, name: str, table: OptionTable) -> ImportedJob:
     """The job that a script or command line stands for.
 
@@ -94,7 +81,7 @@ def import_megatron(text: str, name: str, table: OptionTable) -> ImportedJob:
             f"nothing in it runs {SCRIPT}",
             hint="give the script that does, or a file with the command line itself",
         )
-    options = _parsed(command.words, table)
+    options = parsed(command.words, table)
     options.not_taken += [f"{each}: its value is not in the file" for each in command.unknown]
     options.not_taken += [*command.notes, *filter(None, [table.notice])]
     model = _model(options)
@@ -124,112 +111,30 @@ def import_megatron(text: str, name: str, table: OptionTable) -> ImportedJob:
     )
 
 
-def _parsed(words: Sequence[str], table: OptionTable) -> _Options:
-    """Options with their values; a later one of the same name counts, as argparse has it."""
-    options = _Options(table, {})
-    current = ""
-    for word in words:
-        if word.startswith("--"):
-            current, _, value = word.partition("=")
-            option = table.find(current)
-            name = option.name if option else current.removeprefix("--")
-            options.given[name] = [value] if value else []
-            current = name
-        elif current:
-            options.given[current].append(word)
-        elif word not in ("$@",):
-            options.not_taken.append(f"{word}: a word without an option before it")
-    _leave_surplus(options)
-    return options
-
-
-def _leave_surplus(options: _Options) -> None:
-    """Say which words follow an option that takes fewer; argparse would refuse them."""
-    for name, words in options.given.items():
-        option = options.table.find(name)
-        if option is None or option.nargs is not None:
-            continue
-        taken = int(option.action == "store")
-        if surplus := words[taken:]:
-            options.given[name] = words[:taken]
-            options.not_taken.append(f"{' '.join(surplus)}: --{name} takes {taken or 'no'} value")
-
-
-def _typed(option: Option | None, words: Sequence[str]) -> object:
-    """Words as TOML's values, by the option's type."""
-    if option is None:  # of another version
-        option = Option("", type="any", action="store" if words else "store_true")
-    if option.action != "store":
-        return True
-    values = [_number(word, option.type) for word in words]
-    if option.nargs is not None:
-        return values
-    return values[0] if values else ""
-
-
-def _number(word: str, type_: str) -> object:
-    """A word as argparse's types read it; itself where they would not."""
-    for kind, names in ((int, ("int", "any")), (float, ("float", "any"))):
-        if type_ in names:
-            try:
-                return kind(word)
-            except ValueError:
-                continue
-    return word
-
-
-def _whole(name: str, value: object) -> int:
-    """The value of an option that others are computed from. Raises ConfigError where it is no
-    number from 1, as where the script leaves it to a variable of its caller."""
-    found = _number(str(value), "int")  # as argparse does, with 2_000_000
-    if isinstance(found, int) and found > 0:
-        return found
-    raise _no_number(name, value)
-
-
-def _real(name: str, value: object) -> float:
-    """The same of a number with a fraction."""
-    if _is_number(str(value)):
-        return float(str(value))
-    raise _no_number(name, value)
-
-
-def _no_number(name: str, value: object) -> ConfigError:
-    return ConfigError(
-        f"--{name} {value}: a number is needed here",
-        hint="write it into the script, or import the command line that `bash -x` prints",
-    )
-
-
-def _default(options: _Options, name: str) -> object:
-    option = options.table.find(name)
-    return option.default if option is not None else None
-
-
-def _taken(options: _Options, section: str, into: dict[str, object]) -> None:
+def _taken(options: Options, section: str, into: dict[str, object]) -> None:
     """Every option whose key of jobs.toml is `section`.NAME with the option's own name."""
     for option, key in SET_BY.items():
         table, _, leaf = key.partition(".")
         if table == section and leaf == option.replace("-", "_") and option in options.given:
             words = options.given.pop(option)
-            into[leaf] = _typed(options.table.find(option), words)
+            into[leaf] = typed(options.table.find(option), words)
     for option in _DEFAULTS:
         table, _, leaf = SET_BY[option].partition(".")
-        default = _default(options, option)
+        default = default_of(options, option)
         if table == section and default is not None:
             into.setdefault(leaf, default)
 
 
-def _model(options: _Options) -> dict[str, object]:
+def _model(options: Options) -> dict[str, object]:
     model: dict[str, object] = {"family": _family(options)}
     _taken(options, "model", model)
     for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length"):
         if name not in model:
             raise ConfigError(f"the command has no --{name.replace('_', '-')}")
     if words := options.take("norm-epsilon"):
-        model["layernorm_epsilon"] = _real("norm-epsilon", words[0])
+        model["layernorm_epsilon"] = real("norm-epsilon", words[0])
     if options.flag("group-query-attention"):
-        groups = _default(options, "num-query-groups")
+        groups = default_of(options, "num-query-groups")
         model.setdefault("num_query_groups", groups)
     elif "num_query_groups" in model:
         groups = model.pop("num_query_groups")
@@ -241,20 +146,22 @@ def _model(options: _Options) -> dict[str, object]:
     model.setdefault("untie_embeddings_and_output_weights", False)
     if model["family"] == "gpt":
         model["gelu"] = "exact" if options.flag("no-bias-gelu-fusion") else "tanh"
-    if model["family"] == "llama":
+    if model["family"] != "gpt":
         model.setdefault("rotary_base", 10000.0)
     if "rotary_base" in model:
-        model["rotary_base"] = _real("rotary-base", model["rotary_base"])
+        model["rotary_base"] = real("rotary-base", model["rotary_base"])
     for key, implied in (("rotary_base", None), ("rotary_percent", 1.0)):
         if key in model and key not in FAMILIES[str(model["family"])].settings:
             value = model.pop(key)
             if value != implied:
                 said = f"--{key.replace('_', '-')} {value}"
                 options.not_taken.append(f"{said}: family '{model['family']}' does not read it")
+    if FAMILIES[str(model["family"])].routing is not None:
+        take_experts(options, model)
     return model
 
 
-def _family(options: _Options) -> str:
+def _family(options: Options) -> str:
     """The family most of whose blocks these are. What it has otherwise than asked for is said."""
     asked = dict(_FAMILIES["gpt"])  # Megatron-LM's own defaults
     rotary = options.flag("use-rotary-position-embeddings")
@@ -267,8 +174,9 @@ def _family(options: _Options) -> str:
         family: sum(asked[name] == value for name, value in blocks.items())
         for family, blocks in _FAMILIES.items()
     }
-    family = max(same, key=lambda each: same[each])
-    for name, value in _FAMILIES[family].items():
+    with_experts = family_with_experts(options)
+    family = with_experts or max(same, key=lambda each: same[each])
+    for name, value in _FAMILIES["llama" if with_experts else family].items():
         if asked[name] != value:
             said = _spelled(name, asked[name])
             if rotary and asked[name] == "rope":
@@ -283,7 +191,7 @@ def _spelled(name: str, value: str | None) -> str:
     return f"no --{name}" if value is None else f"--{name} {value}".rstrip()
 
 
-def _training(options: _Options) -> dict[str, object]:
+def _training(options: Options) -> dict[str, object]:
     training: dict[str, object] = {"precision": "fp32"}
     for precision in ("fp16", "bf16"):
         if precision in options.given:
@@ -294,13 +202,13 @@ def _training(options: _Options) -> dict[str, object]:
     _taken(options, "training", training)
     if training["precision"] == "fp16":
         for name in _FP16:
-            default = _default(options, name)
+            default = default_of(options, name)
             training.setdefault(name.replace("-", "_"), default)
             if name in ("initial-loss-scale", "min-loss-scale"):
                 key = name.replace("-", "_")
-                training[key] = _real(name, training[key])
+                training[key] = real(name, training[key])
     if words := options.take("rampup-batch-size"):
-        ramp = [_whole("rampup-batch-size", word) for word in words]
+        ramp = [whole("rampup-batch-size", word) for word in words]
         refuse_ramp("--rampup-batch-size", ramp, training.get("global_batch_size"))
         training["rampup_batch_size"] = ramp
     _samples(options, training)
@@ -313,7 +221,7 @@ def _training(options: _Options) -> dict[str, object]:
     return training
 
 
-def _samples(options: _Options, training: dict[str, object]) -> None:
+def _samples(options: Options, training: dict[str, object]) -> None:
     """What is counted in samples, in iterations of the global batch."""
     pairs = {
         "train-samples": "train_iters",
@@ -328,7 +236,7 @@ def _samples(options: _Options, training: dict[str, object]) -> None:
             continue
         (word,) = options.take(name) or [""]
         ramp = training.get("rampup_batch_size")
-        samples = _whole(name, word) if word.strip("0_") else 0
+        samples = whole(name, word) if word.strip("0_") else 0
         training[pairs[name]] = _iterations(samples, batch, ramp)
         if samples % batch and name != "train-samples":
             options.not_taken.append(f"--{name} {word}: whole iterations of {batch} samples here")
@@ -352,18 +260,23 @@ def _iterations(samples: int, batch: int, ramp: object) -> int:
     return iterations + max(0, samples - consumed) // batch
 
 
-def _parallelism(options: _Options, model: dict[str, object]) -> dict[str, object]:
+def _parallelism(options: Options, model: dict[str, object]) -> dict[str, object]:
     parallelism: dict[str, object] = {}
+    comm = options.given.get("cp-comm-type")
+    if comm is not None and comm not in (["p2p"], ["a2a"]):
+        options.leave("cp-comm-type", "here it is p2p or a2a, the same for all layers")
+    elif comm is not None:
+        parallelism["cp_comm_type"] = take_value(options, "cp-comm-type")
     _taken(options, "parallelism", parallelism)
     if words := options.take("model-parallel-size"):
-        parallelism["tensor_model_parallel_size"] = _whole("model-parallel-size", words[0])
+        parallelism["tensor_model_parallel_size"] = whole("model-parallel-size", words[0])
     parallelism["zero_stage"] = int(options.flag("use-distributed-optimizer"))
     if words := options.take("num-layers-per-virtual-pipeline-stage"):
-        stages = _whole(
+        stages = whole(
             "pipeline-model-parallel-size", parallelism.get("pipeline_model_parallel_size", 1)
         )
-        layers = _whole("num-layers", model["num_layers"])
-        chunks = layers // (stages * _whole("num-layers-per-virtual-pipeline-stage", words[0]))
+        layers = whole("num-layers", model["num_layers"])
+        chunks = layers // (stages * whole("num-layers-per-virtual-pipeline-stage", words[0]))
         if chunks > 1:
             parallelism["virtual_pipeline_model_parallel_size"] = chunks
         else:
@@ -374,7 +287,7 @@ def _parallelism(options: _Options, model: dict[str, object]) -> dict[str, objec
     return parallelism
 
 
-def _data(options: _Options) -> tuple[dict[str, object], dict[str, object]]:
+def _data(options: Options) -> tuple[dict[str, object], dict[str, object]]:
     """The dataset and its tokenizer."""
     tokenizer: dict[str, object] = {}
     if {"vocab-file", "merge-file"} <= set(options.given):
@@ -392,10 +305,10 @@ def _data(options: _Options) -> tuple[dict[str, object], dict[str, object]]:
     dataset: dict[str, object] = {}
     words = options.take("data-path") or options.take("train-data-path")
     if words:
-        weights = [word for word in words if _is_number(word)]
+        weights = [word for word in words if is_number(word)]
         dataset = {
             "source": "indexed",
-            "prefixes": [word for word in words if not _is_number(word)],
+            "prefixes": [word for word in words if not is_number(word)],
         }
         if len(weights) > 1:
             options.not_taken.append(
@@ -407,15 +320,7 @@ def _data(options: _Options) -> tuple[dict[str, object], dict[str, object]]:
     return dataset, tokenizer
 
 
-def _is_number(word: str) -> bool:
-    try:
-        float(word)
-    except ValueError:
-        return False
-    return True
-
-
-def _nodes(before: Sequence[str], options: _Options) -> dict[str, object]:
+def _nodes(before: Sequence[str], options: Options) -> dict[str, object]:
     """`nodes` of torchrun; ranks of a node belong to the cluster."""
     job: dict[str, object] = {}
     words = [part for word in before for part in word.split("=", 1)]
@@ -428,7 +333,7 @@ def _nodes(before: Sequence[str], options: _Options) -> dict[str, object]:
     return job
 
 
-def _environment(exported: Mapping[str, str], options: _Options) -> dict[str, str]:
+def _environment(exported: Mapping[str, str], options: Options) -> dict[str, str]:
     """`env` of the job: variables whose whole value is in the script. Others are named, and none
     of a secret's value is."""
     taken = {}
@@ -448,7 +353,7 @@ def _environment(exported: Mapping[str, str], options: _Options) -> dict[str, st
     return taken
 
 
-def _rest(options: _Options, training: dict[str, object]) -> None:
+def _rest(options: Options, training: dict[str, object]) -> None:
     """What is left: implied, trainkit's own, or for engine_args."""
     method = (options.given.get("recompute-method"), options.given.get("recompute-num-layers"))
     if training.get("recompute_granularity") == "full" and method == (["uniform"], ["1"]):
@@ -475,11 +380,11 @@ def _rest(options: _Options, training: dict[str, object]) -> None:
             options.leave(name, f"{version} does not know it; it stands in args")
 
 
-def _engine_args(options: _Options) -> dict[str, object]:
+def _engine_args(options: Options) -> dict[str, object]:
     found = {}
     for name, words in options.given.items():
         option = options.table.find(name)
-        value = _typed(option, words)
+        value = typed(option, words)
         if option is not None and option.action == "switch" and name.startswith("no-"):
             value = False
         found[name] = value

@@ -1,7 +1,7 @@
 """Megatron-LM's rules for `trainkit.plan`.
 
 Sources: [mlm] its docs of the distributed optimizer (bytes a parameter), arguments.py
-validate_args (divisibility).
+validate_args (divisibility), core/parallel_state.py (the grid of experts, which is the plan's).
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from dataclasses import replace
 
 from trainkit.engines.rules import FP32, PUBLISHED, WRITTEN
 from trainkit.jobs.schema import Job
+from trainkit.plan.checks import TP
+from trainkit.plan.grid_checks import COMM, CP, ETP
 from trainkit.plan.layout import layout_of
 from trainkit.plan.objection import Objection
 from trainkit.plan.rules import StateBytes
@@ -55,6 +57,55 @@ def _megatron_objections(job: Job) -> Iterator[Objection]:
         key = "parallelism.virtual_pipeline_model_parallel_size"
         message = f"{key}: Megatron-LM frees what gloo still sends, on CPUs; leave it out"
         yield Objection("no-virtual-stages", key, message)
+    yield from _context_objections(job)
+    yield from _expert_objections(job)
+
+
+def _context_objections(job: Job) -> Iterator[Objection]:
+    """Attention over several ranks is Transformer Engine's (core/transformer/
+    dot_product_attention.py asserts it), which deals whole heads of keys and values (its
+    context_parallel.py, AttnFuncWithCPAndQKVOA2A)."""
+    size = layout_of(job).context
+    if size == 1:
+        return
+    if job.cluster.device_type == "cpu":
+        message = f"{CP} {size}: attention over several ranks is Transformer Engine's, {_NONE}"
+        yield Objection("no-context-parallelism", CP, message, ({CP: 1},))
+    tensor = layout_of(job).tensor
+    if job.parallelism.cp_comm_type == "a2a" and job.model.query_groups % (tensor * size):
+        yield Objection(
+            "groups-not-dealt",
+            COMM,
+            f"cp_comm_type = 'a2a': num_query_groups {job.model.query_groups} does not divide by"
+            f" tensor-parallel {tensor} x context-parallel {size}, as Transformer Engine wants it",
+            ({COMM: "p2p"},),
+        )
+
+
+def _expert_objections(job: Job) -> Iterator[Objection]:
+    """MoELayer refuses to train without sequence parallelism; an expert is cut evenly (core/
+    tensor_parallel/layers.py)."""
+    moe = job.model.moe
+    if moe is None:
+        return
+    layout = layout_of(job)
+    if layout.tensor > 1 and not layout.sequence:
+        key = "parallelism.sequence_parallel"
+        yield Objection(
+            "experts-without-sequence-parallelism",
+            key,
+            f"{TP} {layout.tensor} with experts: Megatron-LM trains them with sequence_parallel"
+            " alone",
+            ({TP: 1} if job.cluster.device_type == "cpu" else {key: True},),
+        )
+    if moe.ffn_hidden_size % layout.expert_tensor:
+        yield Objection(
+            "expert-not-divisible",
+            ETP,
+            f"moe.ffn_hidden_size {moe.ffn_hidden_size} does not divide by"
+            f" expert_tensor_parallel_size {layout.expert_tensor}",
+            ({ETP: 1},),
+        )
 
 
 RULES = replace(
@@ -73,7 +124,7 @@ RULES = replace(
     logit_bytes=10,  # 16-bit logits, the fp32 copy that softmax works in, its gradient
     checkpoint_weights=WRITTEN,
     deletes_old=False,
-    uncounted=("num_experts", "context_parallel_size", "multi_latent_attention", "mtp_num_layers"),
+    uncounted=("mtp_num_layers",),
     objections=_megatron_objections,
     # 42 runs of 1.3B to 205B with Megatron-DeepSpeed on V100 and A100 (bigscience at 9e64edec2ad1,
     # chronicles); median 1.17, BLOOM itself 1.39

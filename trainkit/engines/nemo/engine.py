@@ -256,19 +256,19 @@ class Nemo(ForeignEngine):
             return _over_srun(job, run, attempt, program)
         return rank_command(job, run, attempt, program)
 
-    def saved_degrees(self, run: RunFolder) -> tuple[Path, int, int] | None:
+    def saved_degrees(self, run: RunFolder) -> tuple[Path, Mapping[str, int]] | None:
         """A distributed one is read by any."""
         whole = _whole(checkpoint_folder(run))
         last = [each for each in whole if each.is_last] or whole
         if not last or last[-1].folder is not None:
             return None
         ranks = list(last[-1].ranks)
-        tensor = max((rank[0] for rank in ranks if rank), default=0) + 1
-        return (
-            last[-1].place,
-            tensor,
-            max((rank[1] for rank in ranks if len(rank) > 1), default=0) + 1,
-        )
+        return last[-1].place, {
+            "tensor_model_parallel_size": max((rank[0] for rank in ranks if rank), default=0) + 1,
+            "pipeline_model_parallel_size": (
+                max((rank[1] for rank in ranks if len(rank) > 1), default=0) + 1
+            ),
+        }
 
     def ready_folder(self, run: RunFolder) -> None:
         """Leave one checkpoint for NeMo to go on from, the newest whole "-last": of several it

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 from trainkit.base.documents import canonical_json, read_document
@@ -197,13 +198,16 @@ class NeuronxNemo(ForeignEngine):
         )
         return rank_command(_as_run(job), run, attempt, whole)
 
-    def saved_degrees(self, run: RunFolder) -> tuple[Path, int, int] | None:
+    def saved_degrees(self, run: RunFolder) -> tuple[Path, Mapping[str, int]] | None:
         newest = reader.newest_whole(run.checkpoints)
         grid = reader.grid(run.checkpoints)
         if newest is None or not grid:
             return None
         tensor, stages = (*grid, 1)[:2]
-        return newest, tensor, stages
+        return newest, {
+            "tensor_model_parallel_size": tensor,
+            "pipeline_model_parallel_size": stages,
+        }
 
     def checkpoint_names(self, run: RunFolder) -> list[str]:
         return finished_names(run.checkpoints)

@@ -36,6 +36,12 @@ _FOLDER = re.compile(r"iter_([0-9]{7,})")
 _RANK = re.compile(r"mp_rank_([0-9]{2,})(?:_([0-9]{3,}))?(?:_([0-9]{3,}))?")
 # One of them is in every rank's folder; the second in releases of early 2023.
 _MODEL_FILES = ("model_optim_rng.pt", "model_rng.pt")
+_DEGREES = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+)
 # With the distributed optimizer, beside it: if one rank has it, all have.
 _OPTIMIZER_FILES = ("distrib_optim.pt", "optim.pt")
 
@@ -143,17 +149,46 @@ def _problems(place: Path) -> list[str]:
     return ["there is neither mp_rank_00 nor .metadata in it: nothing that can be loaded"]
 
 
+def _saved_sizes(folder: Path) -> dict[str, int]:
+    """What the arguments in a rank's folder say of `_DEGREES`."""
+    files = [folder / name for name in _MODEL_FILES if (folder / name).is_file()]
+    return pickled_numbers(files[-1], _DEGREES) if files else {}
+
+
+def saved_degrees(place: Path) -> dict[str, int] | None:
+    """By the keys of [jobs.X.parallelism], on how many ranks a whole checkpoint with a folder a
+    rank was saved; None where it is of another format.
+
+    With pipelines or with experts a name has two numbers, with both three: the arguments in it say
+    whether the last is of experts.
+    """
+    named = {folder: _RANK.fullmatch(folder.name) for folder in subfolders(place)}
+    ranks = {
+        tuple(int(number) for number in found.groups() if number is not None): folder
+        for folder, found in named.items()
+        if found is not None
+    }
+    if not ranks:
+        return None
+    sizes = [1 + max(numbers) for numbers in zip(*ranks)]
+    experts = 1
+    if _saved_sizes(ranks[min(ranks)]).get("expert_model_parallel_size", 1) > 1:
+        experts = sizes.pop()
+    return dict(zip(_DEGREES, (*(*sizes, 1)[:2], experts)))
+
+
 def _torch_problems(ranks: dict[tuple[int, ...], Path]) -> list[str]:
     """Of a checkpoint with a folder a rank (--ckpt-format torch)."""
     problems = []
-    first = ranks[min(ranks)]
-    world = None
-    for name in _MODEL_FILES:
-        if (first / name).is_file():
-            keys = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
-            sizes = pickled_numbers(first / name, keys)
-            world = tuple(sizes.get(key, 1) for key in keys)[: len(min(ranks))]
-    problems += grid_problems(set(ranks), world or (), "mp_rank")
+    sizes = _saved_sizes(ranks[min(ranks)])
+    tensor = sizes.get("tensor_model_parallel_size", 1)
+    experts = sizes.get("expert_model_parallel_size", 1)
+    # ranks with parts of other experts are other tensor-parallel ranks too where one expert is
+    # split otherwise: then there are fewer folders than numbers
+    if experts == 1 or sizes.get("expert_tensor_parallel_size", 1) == tensor:
+        stages = sizes.get("pipeline_model_parallel_size", 1)
+        world = (tensor, *(size for size in (stages, experts) if size > 1))
+        problems += grid_problems(set(ranks), world, "mp_rank")
     optimizer = [n for n in _OPTIMIZER_FILES if any((f / n).is_file() for f in ranks.values())]
     for _, folder in sorted(ranks.items()):
         model = [name for name in _MODEL_FILES if (folder / name).is_file()]
