@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -55,6 +56,17 @@ def model_of(family: str = "qwen3-moe", moe: object = EXPERTS, **keys: object) -
         ({"num_experts": 1, "router_topk": 1}, "greater than or equal to 2"),
         ({"router_topk_scaling_factor": 0.0}, "greater than 0"),
         ({"aux_loss_coeff": -0.1}, "greater than or equal to 0"),
+        ({"expert_capacity_factor": 0}, "expert_capacity_factor\n.*greater than 0"),
+        ({"expert_capacity_factor": -1.5}, "expert_capacity_factor\n.*greater than 0"),
+        ({"expert_capacity_factor": math.inf}, "expert_capacity_factor\n.*finite number"),
+        (
+            {"token_drop_policy": "position"},
+            "token_drop_policy 'position' is for expert_capacity_factor: without it nothing",
+        ),
+        (
+            {"expert_capacity_factor": 1.0, "token_drop_policy": "first"},
+            "token_drop_policy\n.*'probs' or 'position'",
+        ),
         ({"top_k": 2}, "top_k\n.*not permitted"),
     ],
 )

@@ -455,6 +455,16 @@ def test_rows_of_the_fullest_rank(mode: str) -> None:
     assert passing_bytes(apart, layout_of(apart)) == 64 * 2 * 64 * 2 * (1 + FULLEST)
 
 
+@pytest.mark.parametrize(("factor", "most"), [(1.0, 1.0), (3.0, FULLEST)])
+def test_a_capacity_bounds_rows(factor: float, most: float) -> None:
+    moe = {"expert_capacity_factor": factor}
+    job = sparse_job(moe=moe, parallelism=degrees(expert=8))
+    assert passing_bytes(job, layout_of(job)) == 64 * 2 * 64 * 2 * (1 + most)
+    (note,) = (note for note in make_plan(job).notes if note.code == "expert-loads")
+    assert f"memory counts {most:g} times" in note.message
+    assert f"at worst it is {factor:g} times" in note.message
+
+
 def test_the_plan_says_what_is_active_and_assumed() -> None:
     plan = make_plan(sparse_job(parallelism=degrees(expert=8)))
     assert plan.to_json()["active_parameters"] == plan.active_parameters

@@ -157,6 +157,8 @@ _MISTAKES: list[tuple[str, dict[str, Any], int, dict[str, Any], str]] = [
     ("moe-biased", layout(), 1, {}, "biases do not move"),
     ("moe-biased", _TP_EP, 2, {}, "loads are of one rank's tokens"),
     ("moe-biased", layout(), 1, FULL, "loads are counted in forward"),
+    ("moe-global", _EP, 2, {}, "loads of the step before are not there"),
+    ("moe-capped", _TP_EP, 2, {}, "capacities are of one rank's tokens"),
 ]
 
 # In CI: every mechanism once, three steps each.
@@ -219,6 +221,12 @@ SHORT = named(
         Case("moe-biased", layout(1, 2, "zbv", ep=2), 4),
         Case("moe-biased", layout(2, sp=True, ep=2, etp=2), 4, FULL),
         Case("moe", layout(copies=2, zero=3, ep=2), 4, MUON),
+        # choices above a capacity, which is of whole samples wherever their tokens are
+        Case("moe-capped", layout(2, sp=True, ep=2), 2, FULL),
+        Case("moe-capped", layout(2, sp=True, ep=2, cp=2), 4, PAIRS),
+        # loads of the step before, of all ranks
+        Case("moe-global", layout(ep=2), 2, PAIRS),
+        Case("moe-global", layout(1, 2, "zbv", ep=2), 4),
         *(
             Case(model, how, ranks, mode, sabotage=mistake)
             for model, how, ranks, mode, mistake in _MISTAKES
@@ -369,6 +377,20 @@ LONG = named(
         *(Case("moe", layout(ep=ep, cp=2), 4) for ep in (2, 4)),
         Case("moe", layout(2, sp=True, ep=2, cp=2), 4, PAIRS),
         Case("moe-biased", layout(2, ep=2, etp=2, cp=2), 4, PAIRS),
+        # choices above a capacity dropped; balance by the loads of the step before
+        *(
+            Case(model, layout(ep=2), 2, mode)
+            for model in ("moe-capped", "moe-global")
+            for mode in (FULL, PAIRS)
+        ),
+        *(
+            Case(model, layout(1, 2, schedule), 2)
+            for model in ("moe-capped", "moe-global")
+            for schedule in ("1f1b", "zbv")
+        ),
+        *(Case("moe-capped", layout(2, sp=sp, ep=2), 2, SELECTIVE) for sp in (False, True)),
+        Case("moe-global", layout(2, sp=True, ep=2), 2),
+        Case("moe-capped", layout(2, sp=True, ep=2, cp=2), 4, PAIRS),
         # four ranks: fewer key-value heads than ranks, uneven stages, HSDP, two kinds together
         *(
             Case(model, layout(4, sp=sp), 4)

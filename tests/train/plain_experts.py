@@ -4,6 +4,7 @@ balance of the routers' logits, loads, and biases that move."""
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -35,9 +36,9 @@ def routers_watched(model: Transformer) -> Iterator[dict[int, Tensor]]:
         hook.remove()
 
 
-def balance(logits_TE: Tensor, job: Job) -> Tensor:
+def balance(logits_TE: Tensor, job: Job, before_E: Tensor | None) -> Tensor:
     """The mean over micro-batches, or samples, of E sum_e f_e P_e, and of logsumexp^2 over
-    tokens, each by its coefficient."""
+    tokens, each by its coefficient. `before_E`: loads of the step before, None in the first."""
     moe, routing = job.model.moe, job.model.routing
     assert moe is not None
     scores_TE = logits_TE.sigmoid() if routing.score == "sigmoid" else logits_TE.softmax(-1)
@@ -48,24 +49,40 @@ def balance(logits_TE: Tensor, job: Job) -> Tensor:
     for shares_NE in torch.split(shares_TE, together):
         best = shares_NE.topk(routing.chosen, dim=-1).indices
         counts_E = torch.bincount(best.flatten(), minlength=routing.experts)
+        if moe.router_load_balancing_type == "global_aux_loss":
+            counts_E = torch.ones(routing.experts) if before_E is None else before_E
         f_E = counts_E / counts_E.sum().to(shares_NE.dtype)
         losses.append(routing.experts * (f_E * shares_NE.mean(0)).sum())
     z = logits_TE.logsumexp(-1).square().mean()
     return moe.aux_loss_coeff * torch.stack(losses).mean() + moe.z_loss_coeff * z
 
 
+def dropped(experts_TK: Tensor, job: Job) -> int:
+    """How many choices of a step are above the capacity of their expert in their sample."""
+    moe = job.model.moe
+    assert moe is not None
+    if moe.expert_capacity_factor is None:
+        return 0
+    tokens = job.model.seq_length
+    capacity = math.ceil(tokens * moe.router_topk / moe.num_experts * moe.expert_capacity_factor)
+    samples = experts_TK.view(-1, tokens * moe.router_topk)
+    counts = [torch.bincount(sample, minlength=moe.num_experts) for sample in samples]
+    return sum(int((each - capacity).clamp(min=0).sum()) for each in counts)
+
+
 @torch.no_grad()
 def move_biases(model: Transformer, routers: dict[int, Tensor], job: Job) -> NDArray[Any]:
-    """Move the biases by the loads of a step; returns these, layer after layer."""
+    """Move the biases by the choices of a step; returns these and how many were dropped, layer
+    after layer."""
     moe, routing = job.model.moe, job.model.routing
     assert moe is not None
-    loads_LE = torch.zeros(job.model.num_layers, routing.experts, dtype=torch.float64)
+    found = torch.zeros(job.model.num_layers, routing.experts + 1, dtype=torch.float64)
     for number, logits_TE in routers.items():
         block: Any = model.layers[str(number)]
         bias_E = block.mlp.router.expert_bias
-        chosen = route(logits_TE, bias_E, routing).experts_TK.flatten()
-        loads_E = torch.bincount(chosen, minlength=routing.experts).double()
-        loads_LE[number] = loads_E
+        chosen_TK = route(logits_TE, bias_E, routing).experts_TK
+        loads_E = torch.bincount(chosen_TK.flatten(), minlength=routing.experts).double()
+        found[number, :-1], found[number, -1] = loads_E, dropped(chosen_TK, job)
         if bias_E is not None:
             bias_E += moe.router_bias_update_rate * (loads_E.mean() - loads_E).sign()
-    return np.array(loads_LE.flatten())
+    return np.array(found.flatten())

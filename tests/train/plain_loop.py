@@ -215,6 +215,17 @@ MODELS = {
 }
 
 
+# as `moe`: balance over a global batch; a capacity below what tokens choose
+_FURTHER: dict[str, dict[str, Any]] = {
+    "moe-global": {"router_load_balancing_type": "global_aux_loss"},
+    "moe-capped": {"expert_capacity_factor": 1.0, "shared_expert_intermediate_size": 36},
+}
+for _name, _keys in _FURTHER.items():
+    _moe = MODELS["moe"].moe
+    assert _moe is not None
+    MODELS[_name] = MODELS["moe"].model_copy(update={"moe": _moe.model_copy(update=_keys)})
+
+
 TRAINING: dict[str, Any] = {
     "micro_batch_size": 1,
     "global_batch_size": 8,
@@ -446,6 +457,7 @@ def reference(job: Job, dtype: torch.dtype, chunks: int = 1) -> list[StepFound]:
         groups, betas=(t.adam_beta1, t.adam_beta2), eps=t.adam_eps / wider, foreach=False
     )
     found = []
+    before: Tensor | None = None  # loads of the last step
     for step, batch in enumerate(whole_batches(job)):
         with routers_watched(model) as routers:
             logits_NV = _logits(model, batch, job, chunks)
@@ -454,8 +466,9 @@ def reference(job: Job, dtype: torch.dtype, chunks: int = 1) -> list[StepFound]:
         entropy = F.cross_entropy(logits_NV, labels_N)  # the mean of those that have a label
         objective = entropy + t.z_loss * logits_NV[counted_N].logsumexp(-1).square().mean()
         share = float(counted_N.double().mean())
-        for logits_TE in routers.values():
-            objective = objective + balance(logits_TE, job) / share
+        for number, logits_TE in routers.items():
+            before_E = None if before is None else before[number]
+            objective = objective + balance(logits_TE, job, before_E) / share
         objective.backward()  # type: ignore[no-untyped-call]
         gradients = {
             name: share * p.grad.numpy()
@@ -480,5 +493,6 @@ def reference(job: Job, dtype: torch.dtype, chunks: int = 1) -> list[StepFound]:
         loads = None
         if routers:
             loads = move_biases(model, routers, job)
+            before = torch.tensor(loads).view(job.model.num_layers, -1)[:, :-1]
         found.append(StepFound(float(entropy.detach()), float(norm), gradients, loads))
     return found

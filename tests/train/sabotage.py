@@ -66,9 +66,9 @@ class _CountedInForward(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, y: Tensor, loss: Tensor, loads_E: Tensor, count: Callable[[Tensor], None]
+        ctx: Any, y: Tensor, loss: Tensor, counts: Tensor, count: Callable[[Tensor], None]
     ) -> Tensor:
-        count(loads_E)
+        count(counts)
         ctx.like = loss
         return y.view_as(y)
 
@@ -110,6 +110,19 @@ SABOTAGE: dict[str, tuple[Any, str, Any]] = {
     "loads are of one rank's tokens": (step, "take_loads", _loads_of_one_rank),
     # prime-rl#2953
     "loads are counted in forward": (experts, "_BalanceLossAttached", _CountedInForward),
+    "loads of the step before are not there": (
+        step,
+        "hold_loads",
+        lambda modules, model, device: torch.zeros(
+            model.num_layers * model.moe.num_experts, dtype=torch.float64
+        ),
+    ),
+    # Megatron-LM's own definition
+    "capacities are of one rank's tokens": (
+        expert_parallel,
+        "_of_all_ranks",
+        lambda x, group: torch.cat([x] * group.size, dim=1),
+    ),
     "rows lie by rank, not by expert": (expert_parallel, "_reordered", lambda x_NH, lengths: x_NH),
     # Megatron-LM#6920
     "some ranks forget momenta": (step.Step, "after_loading", _forgets_momenta),

@@ -83,15 +83,16 @@ def steps(run: RunFolder) -> list[int]:
 
 
 def test_killed_and_resumed_has_each_step_once(tmp_path: Path) -> None:
+    """With the same bits of loss and gradients, which hang on the loads of the step before."""
     made: dict[str, Any] = {
         "micro_batch_size": 4,
         "train_iters": 12,
         "save_interval": 5,
         "eval_iters": 0,
     }
-    whole = new_run(job_of("moe", 1, tmp_path / "whole", {}, **made))
+    whole = new_run(job_of("moe-global", 1, tmp_path / "whole", {}, **made))
     assert finish(start_ranks(whole, 1), HANGS) == [0]
-    broken = new_run(job_of("moe", 1, tmp_path / "broken", {}, **made))
+    broken = new_run(job_of("moe-global", 1, tmp_path / "broken", {}, **made))
     children = start_ranks(broken, 1)
     wait_for(lambda: expert_loads_path(broken).exists() and len(steps(broken)) >= 7, "step 7")
     children[0].kill()
@@ -101,12 +102,15 @@ def test_killed_and_resumed_has_each_step_once(tmp_path: Path) -> None:
     assert finish(start_ranks(broken, 1), HANGS) == [0]
     assert steps(broken) == list(range(1, 13))
     assert expert_loads_path(broken).read_bytes() == expert_loads_path(whole).read_bytes()
-    tables = [[row.get("experts") for row in read_rows(run.metrics)] for run in (broken, whole)]
-    assert tables[0] == tables[1] and all(tables[0])
+    tables = [
+        [(row.get("experts"), row["lm_loss"], row["grad_norm"]) for row in read_rows(run.metrics)]
+        for run in (broken, whole)
+    ]
+    assert tables[0] == tables[1] and all(table[0] for table in tables[0])
 
 
 def loads(step: int, *, steps: int = 10) -> ExpertLoads:
-    return ExpertLoads(step, steps, np.array([[step, 1], [0, 0]]))
+    return ExpertLoads(step, steps, np.array([[step, 1], [0, 0]]), np.zeros(2, np.int64))
 
 
 def test_the_file_stays_small_and_even(tmp_path: Path) -> None:
@@ -172,6 +176,7 @@ def test_people_hear_of_dead_experts(project: Project) -> None:
         "step": 2,
         "steps": 2,
         "dead": [{"layer": layer, "expert": expert} for layer, expert in dead],
+        "dropped": 0.0,
     }
     project.invoke("report", "last", "--html", "r.html")
     page = (project.path / "r.html").read_text()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
@@ -51,14 +52,34 @@ class Experts(Table):
         ),
     )
     router_bias_update_rate: float = Field(1e-3, ge=0, description="how far it moves in a step")
-    router_load_balancing_type: Literal["aux_loss", "seq_aux_loss"] = Field(
-        "aux_loss", description="loads are balanced over a micro-batch, or within each sample"
+    router_load_balancing_type: Literal["aux_loss", "seq_aux_loss", "global_aux_loss"] = Field(
+        "aux_loss",
+        description=(
+            "loads are balanced over a micro-batch, within each sample, or over a global batch, by"
+            " the loads of the step before"
+        ),
     )
     aux_loss_coeff: float = Field(
         0.0, ge=0, description="weight of the loss of balance, which is 1 for even loads"
     )
     z_loss_coeff: float = Field(
         0.0, ge=0, description="weight of logsumexp(logits)**2 of routers (arXiv:2202.08906)"
+    )
+    expert_capacity_factor: float | None = Field(
+        None,
+        gt=0,
+        allow_inf_nan=False,
+        description=(
+            "in training an expert takes at most so many times its even share of a sample's"
+            " choices; those above are dropped; by default none is"
+        ),
+    )
+    token_drop_policy: Literal["probs", "position"] | None = Field(
+        None,
+        description=(
+            "which choices an expert keeps: those of the highest weights (the default), or of the"
+            " first tokens"
+        ),
     )
 
     @model_validator(mode="after")
@@ -67,6 +88,12 @@ class Experts(Table):
         chosen = self.router_topk
         if chosen > experts:
             raise wrong("router_topk", f"router_topk {chosen} is above num_experts {experts}")
+        if self.token_drop_policy and self.expert_capacity_factor is None:
+            raise wrong(
+                "token_drop_policy",
+                f"token_drop_policy {self.token_drop_policy!r} is for expert_capacity_factor:"
+                " without it nothing is dropped",
+            )
         groups = self.router_num_groups
         kept = self.router_group_topk
         if (groups is None) != (kept is None):
@@ -107,6 +134,13 @@ class Experts(Table):
     def kept_groups(self) -> int:
         """Groups that a token keeps."""
         return self.router_group_topk or 1
+
+    def capacity(self, tokens: int) -> int:
+        """How often so many tokens may choose each expert (Lepikhin et al. 2020, arXiv:2006.16668,
+        section 2.2); without a factor, once each."""
+        if self.expert_capacity_factor is None:
+            return tokens
+        return math.ceil(tokens * self.router_topk / self.num_experts * self.expert_capacity_factor)
 
     @property
     def shared_experts(self) -> int:

@@ -12,7 +12,7 @@ may leave less.
 
 Experts: a rank routes T tokens, its part of a micro-batch, to k experts each of width I, and sends
 every row to the r ranks that an expert is split over. It gets f T k r rows, f = FULLEST where
-experts lie on several ranks.
+experts lie on several ranks, or a capacity's factor that is less.
 """
 
 from __future__ import annotations
@@ -192,9 +192,15 @@ def _always_width(job: Job, *, sparse: bool) -> int:
     return job.model.ffn_width
 
 
-def load_factor(layout: Layout) -> float:
+def fullest(job: Job) -> float:
+    """FULLEST, or a capacity's factor where that is less."""
+    assert job.model.moe is not None
+    return min(FULLEST, job.model.moe.expert_capacity_factor or FULLEST)
+
+
+def load_factor(job: Job, layout: Layout) -> float:
     """f of the fullest rank."""
-    return FULLEST if layout.expert > 1 else 1.0
+    return fullest(job) if layout.expert > 1 else 1.0
 
 
 def _experts(job: Job, layout: Layout, rules: Rules, mode: str) -> float:
@@ -208,7 +214,7 @@ def _experts(job: Job, layout: Layout, rules: Rules, mode: str) -> float:
     assert moe is not None
     h = model.hidden_size
     ranks = layout.expert_tensor
-    got = moe.router_topk * load_factor(layout)
+    got = moe.router_topk * load_factor(job, layout)
     if mode == "selective":
         exchanged = layout.expert * ranks > 1
         there = got * ranks * (1 + exchanged) + moe.router_topk * ranks * exchanged
@@ -232,7 +238,7 @@ def passing_bytes(job: Job, layout: Layout) -> int:
     if moe is None:
         return 0
     exchanged = layout.expert * layout.expert_tensor > 1
-    rows = (1 + layout.expert_tensor * load_factor(layout)) * exchanged
+    rows = (1 + layout.expert_tensor * load_factor(job, layout)) * exchanged
     per_token = moe.router_topk * job.model.hidden_size * max(width(job) * rows, 4)
     return round(per_token / layout.tensor * _micro_batch_tokens(job))
 

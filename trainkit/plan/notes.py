@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from trainkit.jobs.schema import Job
-from trainkit.plan.activations import FULLEST
+from trainkit.plan.activations import fullest
 from trainkit.plan.checks import SCHEDULE, VIRTUAL
 from trainkit.plan.duration import Duration, Epochs, time_limit
 from trainkit.plan.grid_checks import EP
@@ -101,11 +101,12 @@ def _loads(job: Job) -> Iterator[Objection]:
         return
     here = moe.num_experts / ranks
     worst = ranks * min(moe.router_topk, here) / moe.router_topk
+    worst = min(worst, moe.expert_capacity_factor or worst)
     yield Objection(
         "expert-loads",
         EP,
-        f"memory counts {FULLEST:g} times the mean of tokens on the rank whose experts get most,"
-        f" time even loads; at worst it is {worst:,.4g} times: watch the loads of experts in"
+        f"memory counts {fullest(job):g} times the mean of tokens on the rank whose experts get"
+        f" most, time even loads; at worst it is {worst:,.4g} times: watch the loads of experts in"
         " metrics",
     )
 

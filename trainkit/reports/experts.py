@@ -16,6 +16,7 @@ from trainkit.runs.expert_loads import (
     OVERFULL,
     ExpertLoads,
     dead_in_words,
+    dropped_in_words,
     loads_now,
     thinned,
 )
@@ -64,5 +65,7 @@ def _sentences(now: ExpertLoads) -> Iterator[str]:
         yield f"<p>{text(words)}</p>"
     else:
         yield f"<p>Every expert had rows in the last {now.steps} steps.</p>"
+    if words := dropped_in_words(now):
+        yield f"<p>{text(words)}</p>"
     if overfull:
         yield f"<p>Fullest experts, times the mean: {text(', '.join(overfull))}</p>"

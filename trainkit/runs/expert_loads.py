@@ -1,6 +1,7 @@
-"""expert-loads.jsonl: how many rows of tokens each expert had, for maps of them. A line is {"step",
+"""expert-loads.jsonl: how often tokens chose each expert, for maps of that. A line is {"step",
 "steps": so many up to that one, "loads": a list a layer with a count an expert, zeros where a layer
-has no experts}.
+has no experts, "dropped": a count a layer of the choices above an expert's capacity; lines of older
+versions have none}.
 
 Each row of metrics has its line at first. Beyond MOST lines the file is thinned: the newest RECENT
 stay, of older ones the first of each stretch of 2^n steps, at most CELLS stretches. So it never
@@ -41,12 +42,14 @@ class ExpertLoads:
     Args:
         step: the last of them.
         steps: how many.
-        loads_LE: rows of tokens that each expert had in them together, of all ranks.
+        loads_LE: how often tokens chose each expert in them together, of all ranks.
+        dropped_L: how many of a layer's choices were above the capacity.
     """
 
     step: int
     steps: int
     loads_LE: Counts
+    dropped_L: Counts
 
     @property
     def layers(self) -> list[int]:
@@ -76,6 +79,14 @@ class ExpertLoads:
         ]
         return sorted(found, key=lambda each: -each[2])
 
+    def dropped(self) -> tuple[float, int, float]:
+        """Of choices of all layers the share that was dropped, and of which layer it is the largest
+        and what it is there."""
+        shares_L = self.dropped_L / self.loads_LE.sum(1).clip(1)
+        layer = int(shares_L.argmax())
+        whole = self.dropped_L.sum() / self.loads_LE.sum()
+        return float(whole), layer, float(shares_L[layer])
+
     def row(self) -> dict[str, float]:
         """The table `experts` of a row of metrics (docs/run-folder.md)."""
         ratios_LE = self.over_mean()
@@ -85,12 +96,18 @@ class ExpertLoads:
             "layer": self.layers[int(most_L.argmax())],
             "load_deviation": float(abs(ratios_LE - 1).mean()),
             "dead": len(self.dead()),
+            "dropped": self.dropped()[0],
         }
 
     def to_json(self) -> dict[str, object]:
         """What `status --json` says of experts."""
         dead = [{"layer": layer, "expert": expert} for layer, expert in self.dead()]
-        return {"step": self.step, "steps": self.steps, "dead": dead}
+        return {
+            "step": self.step,
+            "steps": self.steps,
+            "dead": dead,
+            "dropped": self.dropped()[0],
+        }
 
 
 def dead_in_words(loads: ExpertLoads) -> str:
@@ -105,6 +122,18 @@ def dead_in_words(loads: ExpertLoads) -> str:
         f"Experts without a row in {loads.steps} steps up to step {loads.step}:"
         f" {', '.join(named)}; in [models.X.moe] raise aux_loss_coeff, or set"
         " router_enable_expert_bias = true under router_score_function = 'sigmoid'"
+    )
+
+
+def dropped_in_words(loads: ExpertLoads) -> str:
+    """A sentence on choices above the capacity; "" where there are none."""
+    share, layer, there = loads.dropped()
+    if not share:
+        return ""
+    return (
+        f"Choices dropped in {loads.steps} steps up to step {loads.step}: {share:.2%} of all,"
+        f" {there:.2%} in layer {layer}; in [models.X.moe] raise expert_capacity_factor or"
+        " aux_loss_coeff for less"
     )
 
 
@@ -166,12 +195,21 @@ def loads_now(lines: Sequence[ExpertLoads]) -> ExpertLoads | None:
     newest = lines[-NOW:]
     if not newest:
         return None
-    steps = sum(line.steps for line in newest)
-    return ExpertLoads(newest[-1].step, steps, np.sum([line.loads_LE for line in newest], axis=0))
+    return ExpertLoads(
+        newest[-1].step,
+        sum(line.steps for line in newest),
+        np.sum([line.loads_LE for line in newest], axis=0),
+        np.sum([line.dropped_L for line in newest], axis=0),
+    )
 
 
 def _line(loads: ExpertLoads) -> bytes:
-    row = {"step": loads.step, "steps": loads.steps, "loads": loads.loads_LE.tolist()}
+    row = {
+        "step": loads.step,
+        "steps": loads.steps,
+        "loads": loads.loads_LE.tolist(),
+        "dropped": loads.dropped_L.tolist(),
+    }
     return json.dumps(row, separators=(",", ":")).encode() + b"\n"
 
 
@@ -183,7 +221,8 @@ def _read(path: Path) -> list[ExpertLoads]:
         try:
             value = json.loads(line)
             loads_LE = np.array(value["loads"], dtype=np.int64)
-            new = ExpertLoads(int(value["step"]), int(value["steps"]), loads_LE)
+            dropped_L = np.array(value.get("dropped", [0] * len(loads_LE)), dtype=np.int64)
+            new = ExpertLoads(int(value["step"]), int(value["steps"]), loads_LE, dropped_L)
         except (ValueError, KeyError, TypeError):
             continue
         while found and found[-1].step >= new.step:

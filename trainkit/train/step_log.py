@@ -106,6 +106,7 @@ class _Interval:
     nan: int = 0
     began: float = 0.0
     loads_LE: Counts = field(default_factory=lambda: np.zeros((), np.int64))
+    dropped_L: Counts = field(default_factory=lambda: np.zeros((), np.int64))
 
 
 class StepLog:
@@ -168,7 +169,7 @@ class StepLog:
         Args:
             info: the step.
             values: its numbers.
-            loads: of all experts, layer after layer; none without experts.
+            loads: of all layers, as `take_loads` has them; none without experts.
             rollbacks: of the run so far.
             reports: this rank wants the row.
         """
@@ -179,8 +180,9 @@ class StepLog:
         since.skipped += bool(values.overflow or values.nan or values.spike)
         since.nan += bool(values.nan)
         if loads and reports:
-            counts_LE = np.array(loads, np.int64).reshape(self.job.model.num_layers, -1)
-            since.loads_LE = since.loads_LE + counts_LE
+            counts = np.array(loads, np.int64).reshape(self.job.model.num_layers, -1)
+            since.loads_LE = since.loads_LE + counts[:, :-1]
+            since.dropped_L = since.dropped_L + counts[:, -1]
         if info.step % t.log_interval and info.step != t.train_iters:
             return None
         times = self.timers.take(since.steps)
@@ -200,7 +202,7 @@ class StepLog:
         if compared.pipeline is not None:
             row["pipeline"] = compared.pipeline
         if loads:
-            self.expert_loads = ExpertLoads(info.step, since.steps, since.loads_LE)
+            self.expert_loads = ExpertLoads(info.step, since.steps, since.loads_LE, since.dropped_L)
             row["experts"] = self.expert_loads.row()
         return row
 

@@ -158,6 +158,23 @@ def test_gradients_of_balance_alone(scope: str, score: str, aux: float, z: float
     assert not gradient(layer, GATE_UP).any()
 
 
+def test_balance_over_a_global_batch_goes_by_the_loads_before() -> None:
+    """E sum_e f_e P_e with f of the step before: no gradient where there was none, then that of P
+    alone, whatever this batch's loads are."""
+    layer = layer_of(router_load_balancing_type="global_aux_loss", aux_loss_coeff=0.7)
+    torch.autograd.backward(layer(input_of(), 0.25), torch.zeros_like(input_of()))
+    assert not gradient(layer, "router.weight").any()
+    layer.previous_E = torch.tensor([1.0, 2, 3, 4, 10], dtype=torch.float64)
+    torch.autograd.backward(layer(input_of(), 0.25), torch.zeros_like(input_of()))
+    weight_EH = layer.router.weight.detach().clone().requires_grad_()
+    shares_BSE = (input_of() @ weight_EH.T).softmax(-1)
+    torch.autograd.backward(0.25 * 0.7 * EXPERTS * (shares_BSE @ (layer.previous_E / 20)).sum())
+    assert weight_EH.grad is not None and weight_EH.grad.norm() > 0.01
+    torch.testing.assert_close(
+        gradient(layer, "router.weight"), weight_EH.grad, rtol=1e-10, atol=1e-10
+    )
+
+
 def test_balance_without_a_coefficient_has_no_gradient() -> None:
     layer = layer_of()
     torch.autograd.backward(layer(input_of(), 0.25), torch.zeros_like(input_of()))
@@ -190,7 +207,7 @@ def step(module: Transformer) -> None:
 def counted(module: Transformer) -> list[list[int] | None]:
     """Loads of each layer with experts."""
     layers = [each for each in module.modules() if isinstance(each, MixtureOfExperts)]
-    return [None if each.loads_E is None else each.loads_E.tolist() for each in layers]
+    return [None if each.counts is None else each.counts.tolist() for each in layers]
 
 
 MODES = [

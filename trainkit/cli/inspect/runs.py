@@ -21,7 +21,7 @@ from trainkit.jobs.resolved import read_job
 from trainkit.launch.scheduler_registry import current, current_all, scheduler_of
 from trainkit.reports.scaling import ScalingRow, draw_scaling, scaling_of
 from trainkit.runs.devices import DeviceUsage, Gpu, observe_devices
-from trainkit.runs.expert_loads import dead_in_words, loads_now, read_expert_loads
+from trainkit.runs.expert_loads import dead_in_words, dropped_in_words, loads_now, read_expert_loads
 from trainkit.runs.find import all_runs, find_run
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import RunRecord, read_run_record
@@ -347,8 +347,8 @@ def status_page(task: TaskContext, record: RunRecord, view: DeviceUsage) -> Page
         )
     yield facts_table(run)
     loads = loads_now(read_expert_loads(run))
-    if loads is not None and (words := dead_in_words(loads)):
-        yield words
+    if loads is not None:
+        yield from filter(None, (dead_in_words(loads), dropped_in_words(loads)))
     if view.ranks:
         yield devices_table(view)
     if view.note:

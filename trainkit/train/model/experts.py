@@ -19,7 +19,7 @@ from trainkit.jobs.schema import Model
 from trainkit.ops import swiglu
 from trainkit.ops.kernels import Kernels
 from trainkit.train.model.attention import unchanged
-from trainkit.train.model.router import balanced, loads, route
+from trainkit.train.model.router import Routed, balanced, loads, route, within_capacity
 
 
 class _RowsByExpert(torch.autograd.Function):
@@ -62,17 +62,17 @@ class _BalanceLossAttached(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, y: Tensor, loss: Tensor, loads_E: Tensor, count: Callable[[Tensor], None]
+        ctx: Any, y: Tensor, loss: Tensor, counts: Tensor, count: Callable[[Tensor], None]
     ) -> Tensor:
-        ctx.save_for_backward(loads_E)
+        ctx.save_for_backward(counts)
         ctx.count = count
         ctx.like = loss
         return y.view_as(y)
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
-        (loads_E,) = ctx.saved_tensors
-        ctx.count(loads_E)
+        (counts,) = ctx.saved_tensors
+        ctx.count(counts)
         return upstream[0], torch.ones_like(ctx.like), None, None
 
 
@@ -194,27 +194,32 @@ class Dispatched(NamedTuple):
 
     Args:
         rows_RH: of the tokens, by expert.
-        loads_E: rows of each expert.
+        rows_E: how many each expert has.
         weights_TK: of what comes back.
         order_R: of (T, K) in the rows.
         place_R: of each of (T, K) among the rows.
         loss: of balance, summed over the tokens; None: nothing is learned.
+        counts: how often each expert was chosen, and choices that were dropped.
     """
 
     rows_RH: Tensor
-    loads_E: Tensor
+    rows_E: Tensor
     weights_TK: Tensor
     order_R: Tensor
     place_R: Tensor
     loss: Tensor | None
+    counts: Tensor | None
 
 
 class MixtureOfExperts(nn.Module):
-    """What stands in a block in place of its MLP. No token is dropped.
+    """What stands in a block in place of its MLP. Above a capacity, if there is one, choices are
+    dropped in training: the others' weights stay as they are, and a token without any keeps the
+    residual stream and the shared expert.
 
     What is put around it from outside may set `take` (of the block's tokens those that are routed
     here), `give` (what the block goes on with, of their results), `over_all` (counts of all tokens
-    of a batch, of those here) and `experts` (what sends rows elsewhere).
+    of a batch, of those here), `whole` (all tokens of the samples in their order, (B, S, ...), of
+    what those here have), `own` (its inverse) and `experts` (what sends rows elsewhere).
 
     Args:
         model: the shape.
@@ -234,8 +239,13 @@ class MixtureOfExperts(nn.Module):
         self.take: Callable[[Tensor], Tensor] = unchanged
         self.give: Callable[[Tensor, Tensor], Tensor] = lambda y, _: y
         self.over_all: Callable[[Tensor], Tensor] = unchanged
-        # since the last update
-        self.loads_E: Tensor | None = None
+        self.whole: Callable[[Tensor], Tensor] = unchanged
+        self.own: Callable[[Tensor], Tensor] = unchanged
+        # since the last update: choices of each expert, and how many of all were dropped, (E + 1,)
+        self.counts: Tensor | None = None
+        # of the global batch before; whoever trains keeps them. Zeros have no gradient, as even
+        # loads have none
+        self.previous_E = torch.zeros(self.routing.experts)
 
     def forward(self, x_BSH: Tensor, objective: Tensor | float | None) -> Tensor:
         """`objective`: what losses are multiplied with in the objective, for a sum over tokens;
@@ -243,11 +253,11 @@ class MixtureOfExperts(nn.Module):
         own_BSH = self.take(x_BSH)
         learns = objective is not None and torch.is_grad_enabled()
         sent = self.dispatched(own_BSH, learns)
-        y_RH = self.experts(sent.rows_RH, sent.loads_E)
+        y_RH = self._computed(sent.rows_RH, sent.rows_E)
         y_BSH = self.combined(y_RH, sent).view(own_BSH.shape)
         if objective is not None and sent.loss is not None:
             loss = sent.loss * objective
-            y_BSH = _BalanceLossAttached.apply(y_BSH, loss, sent.loads_E, self._count)  # type: ignore[no-untyped-call]
+            y_BSH = _BalanceLossAttached.apply(y_BSH, loss, sent.counts, self._count)  # type: ignore[no-untyped-call]
         y_BSH = self.give(y_BSH, x_BSH)
         return y_BSH if self.shared_expert is None else y_BSH + self.shared_expert(x_BSH)
 
@@ -256,19 +266,19 @@ class MixtureOfExperts(nn.Module):
         x_TH = x_BSH.flatten(0, 1)
         logits_TE = self.router(x_TH)
         routed = route(logits_TE, self.router.expert_bias, self.routing)
-        experts_R = routed.experts_TK.flatten()
+        experts_TK = self._within_capacity(routed, x_BSH.shape[:2])
+        experts_R = experts_TK.flatten()
         order_R = experts_R.argsort(stable=True)
         place_R = torch.empty_like(order_R)
         place_R[order_R] = torch.arange(len(order_R), device=order_R.device)
+        rows_E = loads(experts_TK, self.routing.experts + 1)[:-1]
         rows_RH = _RowsByExpert.apply(x_TH, order_R, place_R, self.routing.chosen)  # type: ignore[no-untyped-call]
-        return Dispatched(
-            rows_RH,
-            loads(routed.experts_TK, self.routing.experts),
-            routed.weights_TK,
-            order_R,
-            place_R,
-            self._balance(logits_TE, routed, x_BSH.shape[:2]) if learns else None,
-        )
+        loss = counts = None
+        if learns:
+            loss = self._balance(logits_TE, routed, x_BSH.shape[:2])
+            chosen_E = loads(routed.experts_TK, self.routing.experts)
+            counts = torch.cat([chosen_E, (chosen_E.sum() - rows_E.sum())[None]])
+        return Dispatched(rows_RH, rows_E, routed.weights_TK, order_R, place_R, loss, counts)
 
     def combined(self, y_RH: Tensor, sent: Dispatched) -> Tensor:
         """The experts' results of each token, weighted, in one."""
@@ -276,18 +286,56 @@ class MixtureOfExperts(nn.Module):
         y_TKH = y_RH.view(*sent.weights_TK.shape, y_RH.shape[-1]) * sent.weights_TK[..., None]
         return y_TKH.sum(1).to(y_RH.dtype)
 
-    def _balance(self, logits_TE: Tensor, routed: Any, samples: Sequence[int]) -> Tensor:
+    def _within_capacity(self, routed: Routed, samples: Sequence[int]) -> Tensor:
+        """Experts of each token, (T, K): E, which is none, where a choice is dropped. The capacity
+        is of a sample, so that it is the same in every layout. In evaluation nothing is dropped:
+        by weights, a later token could take an earlier one's place."""
+        experts_TK = routed.experts_TK
+        if not self._drops:
+            return experts_TK
+        by_position = self.moe.token_drop_policy == "position"
+        weights_TK = routed.weights_TK.detach()
+        scores_TE = torch.full_like(routed.scores_TE, -torch.inf)
+        scores_TE.scatter_(
+            -1, experts_TK, torch.zeros_like(weights_TK) if by_position else weights_TK
+        )
+        scores_BSE = self.whole(scores_TE.view(*samples, -1))
+        capacity = self.moe.capacity(scores_BSE.shape[1])
+        kept_TE = self.own(within_capacity(scores_BSE, capacity)).flatten(0, 1)
+        return experts_TK.where(kept_TE.gather(-1, experts_TK), self.routing.experts)
+
+    def _computed(self, rows_RH: Tensor, rows_E: Tensor) -> Tensor:
+        """What experts make of their rows; of dropped ones, which lie last and stay here, 0."""
+        if not self._drops:
+            y_RH: Tensor = self.experts(rows_RH, rows_E)
+            return y_RH
+        kept = int(rows_E.sum())
+        return F.pad(self.experts(rows_RH[:kept], rows_E), (0, 0, 0, len(rows_RH) - kept))
+
+    @property
+    def _drops(self) -> bool:
+        return self.training and self.moe.expert_capacity_factor is not None
+
+    def _balance(self, logits_TE: Tensor, routed: Routed, samples: Sequence[int]) -> Tensor:
         """The layer's losses, summed over the tokens here: of balance, E sum_e f_e P_e, which is 1
         for even loads (Fedus et al. 2021, arXiv:2101.03961, section 2.2; f of k choices), and z of
-        the router's logits (Zoph et al. 2022, arXiv:2202.08906)."""
+        the router's logits (Zoph et al. 2022, arXiv:2202.08906).
+
+        f of the global batch (Qiu et al. 2025, arXiv:2501.11873) is that of the step before: this
+        step's is not known before its last micro-batch, and what is known of it so far depends on
+        the layout."""
         shares_TE, chosen_TK = balanced(logits_TE, routed, self.routing)
         shares_BSE = shares_TE.view(*samples, self.routing.experts)
         chosen_BSK = chosen_TK.view(*samples, self.routing.chosen)
-        counts_BE = loads(chosen_BSK, self.routing.experts)
-        if self.moe.router_load_balancing_type == "aux_loss":
-            counts_BE = counts_BE.sum(0, keepdim=True)
-        counts_BE = self.over_all(counts_BE)
-        part_BE = counts_BE / counts_BE.sum(-1, keepdim=True).to(shares_BSE.dtype)
+        if self.moe.router_load_balancing_type == "global_aux_loss":
+            counts_BE = self.previous_E[None]
+        else:
+            counts_BE = loads(chosen_BSK, self.routing.experts)
+            if self.moe.router_load_balancing_type == "aux_loss":
+                counts_BE = counts_BE.sum(0, keepdim=True)
+            counts_BE = self.over_all(counts_BE)
+        whole_B1 = counts_BE.sum(-1, keepdim=True).clamp(min=1)
+        part_BE = counts_BE.to(shares_BSE.dtype) / whole_B1.to(shares_BSE.dtype)
         balance = self.routing.experts * (shares_BSE.sum(1) * part_BE).sum()
         found: Tensor = self.moe.aux_loss_coeff * balance
         if self.moe.z_loss_coeff:
@@ -295,5 +343,5 @@ class MixtureOfExperts(nn.Module):
             found = found + self.moe.z_loss_coeff * wide_TE.logsumexp(-1).square().sum()
         return found
 
-    def _count(self, loads_E: Tensor) -> None:
-        self.loads_E = loads_E if self.loads_E is None else self.loads_E + loads_E
+    def _count(self, counts: Tensor) -> None:
+        self.counts = counts if self.counts is None else self.counts + counts

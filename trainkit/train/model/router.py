@@ -82,6 +82,17 @@ def route(logits_TE: Tensor, bias_E: Tensor | None, routing: Routing) -> Routed:
     return Routed(weights_TK * routing.scale, experts_TK, scores_TE)
 
 
+def within_capacity(scores_BSE: Tensor, capacity: int) -> Tensor:
+    """Which choices the experts keep, (B, S, E) of truth: of each sample and expert the `capacity`
+    with the highest scores; of equal ones those of the first tokens.
+
+    Args:
+        scores_BSE: of what was chosen; -inf of what was not.
+    """
+    kept_BES = torch.zeros_like(scores_BSE.mT, dtype=torch.bool)
+    return kept_BES.scatter(-1, best(scores_BSE.mT, capacity), value=True).mT
+
+
 class Balanced(NamedTuple):
     """What a loss of balance is made of.
 

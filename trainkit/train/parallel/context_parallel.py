@@ -25,7 +25,7 @@ from trainkit.train.model.latent_attention import LatentAttention
 from trainkit.train.model.transformer import Attention, Transformer
 from trainkit.train.parallel.context_group import ContextGroup, dealt, joined, positions_of
 from trainkit.train.parallel.ring_attention import ring_attention
-from trainkit.train.torch_compat import exchanged, summed
+from trainkit.train.torch_compat import exchanged, gathered, summed
 
 
 def own_tokens(batch: Batch, group: ContextGroup) -> Batch:
@@ -63,11 +63,24 @@ def apply(module: Transformer, group: ContextGroup, how: Literal["p2p", "a2a"]) 
             part.over_all = cast(
                 Callable[[Tensor], Tensor], partial(_total, inside=part.over_all, group=group)
             )
+            part.whole = partial(_whole, inside=part.whole, group=group)
+            part.own = partial(_own, inside=part.own, group=group)
 
 
 def _total(counts: Tensor, inside: Callable[[Tensor], Tensor], group: ContextGroup) -> Tensor:
     """Of all tokens of a micro-batch, where `inside` counts those of a tensor-parallel group."""
     return summed(inside(counts), group.name)
+
+
+def _whole(x: Tensor, inside: Callable[[Tensor], Tensor], group: ContextGroup) -> Tensor:
+    """All tokens of samples in their order, dimension 1; `inside` has those of a tensor-parallel
+    group."""
+    return joined(list(gathered(inside(x), group.size, group.name).chunk(group.size)), 1)
+
+
+def _own(x: Tensor, inside: Callable[[Tensor], Tensor], group: ContextGroup) -> Tensor:
+    """The inverse of `_whole`."""
+    return inside(dealt(x, group.size, 1)[group.rank])
 
 
 def _by_ring(

@@ -29,7 +29,7 @@ from trainkit.train.model.experts import ExpertMLPs, MixtureOfExperts, Stacked, 
 from trainkit.train.model.transformer import Transformer
 from trainkit.train.parallel.shards import Segment, TensorLayout
 from trainkit.train.parallel.tensor_group import TensorGroup, leave
-from trainkit.train.torch_compat import exchanged, summed
+from trainkit.train.torch_compat import exchanged, gathered, summed
 
 # what every rank calls the ranks that hold all experts with it
 EXPERT = "trainkit-expert"
@@ -176,6 +176,8 @@ def apply(
             part.experts = ParallelExperts(module.shape, part.experts, group, kernels)
             if tensor.size > 1:
                 part.over_all = cast(Callable[[Tensor], Tensor], partial(_total, group=tensor))
+                part.whole = partial(_of_all_ranks, group=tensor)
+                part.own = partial(_own_tokens, group=tensor)
             if tensor.size > 1 and not tensor.sequence:
                 part.take = partial(_own_tokens, group=tensor)
                 part.give = partial(_all_tokens, group=tensor)
@@ -184,6 +186,11 @@ def apply(
 def _total(counts: Tensor, group: TensorGroup) -> Tensor:
     """Over the ranks that have the tokens of a micro-batch together."""
     return summed(counts, group.name)
+
+
+def _of_all_ranks(x: Tensor, group: TensorGroup) -> Tensor:
+    """Along the tokens, dimension 1: what the ranks have of a sample, each an equal part."""
+    return torch.cat(gathered(x, group.size, group.name).chunk(group.size), dim=1)
 
 
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter]:

@@ -1,4 +1,4 @@
-"""How many rows each expert had in a step, and the bias that moves against uneven loads (Wang et
+"""How often each expert was chosen in a step, and the bias that moves against uneven loads (Wang et
 al. 2024, arXiv:2408.15664; DeepSeek-V3, arXiv:2412.19437, section 2.1.2).
 
 Shapes: L layers of the whole model, E experts.
@@ -25,17 +25,30 @@ def _sparse(modules: Sequence[Transformer]) -> Iterator[tuple[int, MixtureOfExpe
 
 
 def take_loads(modules: Sequence[Transformer], model: Model, device: torch.device) -> Tensor:
-    """Rows that this rank's tokens sent to each expert since this was last asked, (L E,) in fp64,
-    where sums of ranks are exact; 0 for layers that are elsewhere or have no experts."""
+    """How often this rank's tokens chose each expert since this was last asked and, after the
+    experts of each layer, how many of these choices were dropped: (L (E + 1),) in fp64, where sums
+    of ranks are exact; 0 for layers that are elsewhere or have no experts."""
     assert model.moe is not None
-    found_LE = torch.zeros(
-        model.num_layers, model.moe.num_experts, dtype=torch.float64, device=device
+    found = torch.zeros(
+        model.num_layers, model.moe.num_experts + 1, dtype=torch.float64, device=device
     )
     for number, mixture in _sparse(modules):
-        if mixture.loads_E is not None:
-            found_LE[number] = mixture.loads_E
-        mixture.loads_E = None
-    return found_LE.flatten()
+        if mixture.counts is not None:
+            found[number] = mixture.counts
+        mixture.counts = None
+    return found.flatten()
+
+
+def hold_loads(modules: Sequence[Transformer], model: Model, device: torch.device) -> Tensor:
+    """Loads of a global batch, (L E,) in fp64 and 0 at first, that losses of balance read from now
+    on: what is written into them counts for the next step."""
+    assert model.moe is not None
+    loads = torch.zeros(
+        model.num_layers * model.moe.num_experts, dtype=torch.float64, device=device
+    )
+    for number, mixture in _sparse(modules):
+        mixture.previous_E = loads.view(model.num_layers, -1)[number]
+    return loads
 
 
 @torch.no_grad()
@@ -48,7 +61,7 @@ def move_biases(modules: Sequence[Transformer], model: Model, loads: Tensor, ski
         skip: shape (), true where nothing may change.
     """
     assert model.moe is not None
-    loads_LE = loads.view(model.num_layers, -1)
+    loads_LE = loads.view(model.num_layers, -1)[:, :-1]
     for number, mixture in _sparse(modules):
         bias_E = mixture.router.expert_bias
         if bias_E is not None:

@@ -31,7 +31,7 @@ from trainkit.train.parallel.shards import ShardedParameter, Shards, model_tenso
 from trainkit.train.torch_compat import local_part
 from trainkit.train.update import replicas
 from trainkit.train.update.build import LAST, ModelParts, expected
-from trainkit.train.update.expert_loads import move_biases, take_loads
+from trainkit.train.update.expert_loads import hold_loads, move_biases, take_loads
 from trainkit.train.update.loss_guard import LossGuard
 from trainkit.train.update.loss_scale import STATE as SCALE_STATE
 from trainkit.train.update.loss_scale import LossScale
@@ -39,6 +39,7 @@ from trainkit.train.update.muon import Matrices
 from trainkit.train.update.optimizer import UPDATES, Optimizer, divisor
 from trainkit.train.update.schedule import learning_rates
 
+LOADS = "expert_loads"  # of the step before, in a checkpoint
 AGREED = 5  # numbers of a step that all ranks sum up, before the loads of experts
 
 
@@ -120,6 +121,11 @@ class Step:
         self.scale = LossScale(job.training, self.device)
         self.guard = LossGuard(job.training, self.device)
         self.rates = learning_rates(job.training, self.device)
+        # of the step before, where losses balance the loads of global batches
+        self.loads: Tensor | None = None
+        moe = job.model.moe
+        if moe is not None and moe.router_load_balancing_type == "global_aux_loss":
+            self.loads = hold_loads(parts.modules, job.model, self.device)
         self.random = job.model.hidden_dropout > 0 or job.model.attention_dropout > 0
         # one rank has no other to share with
         if mesh.degrees.data_context > 1:
@@ -281,6 +287,9 @@ class Step:
         self.optimizer.zero_grad()
         if self.job.model.moe is not None:
             move_biases(self.model_parts.modules, self.job.model, loads, verdict.skip)
+        if self.loads is not None:
+            chosen = loads.view(self.job.model.num_layers, -1)[:, :-1].flatten()
+            self.loads.copy_(torch.where(verdict.skip > 0, self.loads, chosen))
         values = [
             loss,
             norm / scale,
@@ -305,11 +314,14 @@ class Step:
             moment, _, name = key.partition(".")
             if name in parameters and parameters[name].name == name:
                 found[f"optimizer.{moment}.{name}"] = shards_of(parameters[name], tensor)
+        if self.loads is not None:
+            found[LOADS] = Shards({(0,): self.loads}, tuple(self.loads.shape), self.loads.dtype)
         return found
 
     def expected(self) -> dict[str, tuple[int, ...]]:
         """Shapes of all that a checkpoint holds, of all ranks."""
-        return expected(self.model_parts, self.job.training)
+        found = expected(self.model_parts, self.job.training)
+        return found if self.loads is None else {**found, LOADS: tuple(self.loads.shape)}
 
     def gradients(self) -> dict[str, Shards]:
         """This rank's part of all gradients after `backward`, by name; scaled as they are."""
