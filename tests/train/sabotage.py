@@ -18,7 +18,7 @@ from trainkit.train.parallel.mesh import Mesh
 from trainkit.train.parallel.shards import ShardedParameter
 from trainkit.train.torch_compat import local_part
 from trainkit.train.update import replicas, step
-from trainkit.train.update.expert_loads import take_loads
+from trainkit.train.update.expert_loads import hold_loads, take_loads
 
 Parameters = Mapping[str, ShardedParameter]
 add_up, squared_norm = replicas.add_up, replicas.squared_norm
@@ -113,9 +113,7 @@ SABOTAGE: dict[str, tuple[Any, str, Any]] = {
     "loads of the step before are not there": (
         step,
         "hold_loads",
-        lambda modules, model, device: torch.zeros(
-            model.num_layers * model.moe.num_experts, dtype=torch.float64
-        ),
+        lambda *words: hold_loads(*words).clone(),
     ),
     # Megatron-LM's own definition
     "capacities are of one rank's tokens": (
