@@ -52,7 +52,7 @@ READERS = {
     ("Job", "engine"): ("engines/registry.py", "job.engine"),
     ("EngineSource", "python"): ("engines/sources.py", "source.python"),
     ("Tokenizer", "type"): ("stages/dataset_units.py", "tokenizer.type"),
-    ("RopeScaling", "type"): ("train/model/transformer.py", "scaling.type"),
+    ("RopeScaling", "type"): ("train/model/frequencies.py", "scaling.type"),
     ("Tokenizer", "vocab_size"): ("plan/planner.py", "tokenizer.vocab_size"),
     ("Model", "vocab_size"): ("plan/planner.py", "job.model.vocab_size"),
     ("Model", "ffn_hidden_size"): ("jobs/models.py", "self.ffn_hidden_size"),

@@ -15,8 +15,8 @@ from tests.train.peers import config_of, documents_of
 from trainkit.jobs.schema import Model, RopeScaling
 from trainkit.ops.kernels import REFERENCE
 from trainkit.train.model.attention import Context
+from trainkit.train.model.frequencies import frequencies, tables
 from trainkit.train.model.latent_attention import LatentAttention
-from trainkit.train.model.transformer import frequencies, tables
 
 CPU = torch.device("cpu")
 MLA = {"kv_lora_rank": 5, "qk_head_dim": 3, "qk_pos_emb_head_dim": 4, "v_head_dim": 2}

@@ -14,7 +14,7 @@ from torch import Tensor
 from tests.train.peers import config_of
 from trainkit.jobs.schema import Model, RopeScaling
 from trainkit.ops.rotary import rotate
-from trainkit.train.model.transformer import frequencies, tables
+from trainkit.train.model.frequencies import frequencies, tables
 
 CPU = torch.device("cpu")
 
