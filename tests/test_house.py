@@ -293,14 +293,14 @@ READ_TOO = [
     ),
     *(f"train/update/{name}" for name in ("build", "schedule", "step")),
 ]
-MOST_LINES = 4800
+MOST_LINES = 4900
 
 
 def test_model_parallelism_and_loop_can_be_read_in_a_day() -> None:
     """Lines of all that makes a job a loop over steps in any layout: comments and docstrings
-    count, blank lines do not. Without experts, latents and context parallelism it was an
-    afternoon's reading. Left out are an update's arithmetic (optimizer, loss scale, guard), the
-    feed of samples, checkpoints, metrics, inference."""
+    count, blank lines do not. Without experts, latents, context parallelism and a further token
+    it was an afternoon's reading. Left out are an update's arithmetic (optimizer, loss scale,
+    guard), the feed of samples, checkpoints, metrics, inference."""
     paths = [path for room in READ for path in (PACKAGE / "train" / room).glob("*.py")] + [
         PACKAGE / f"{name}.py" for name in READ_TOO
     ]

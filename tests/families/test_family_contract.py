@@ -85,11 +85,14 @@ def test_keys_of_other_families_are_refused(name: str) -> None:
         "sliding_rotary_base": 500.0,
         "moe": EXPERTS,
         "mla": LATENTS,
+        "mtp_num_layers": 1,
+        "mtp_loss_scaling_factor": 0.3,
     }
+    needed = {"mtp_loss_scaling_factor": {"mtp_num_layers": 1}}
     assert {key for family in FAMILIES.values() for key in family.settings} == set(values)
     for key, value in values.items():
         if key in FAMILIES[name].settings:
-            assert getattr(model_of(name, **{key: value}), key) is not None
+            assert getattr(model_of(name, **{key: value}, **needed.get(key, {})), key) is not None
         else:
             owners = [other for other, family in FAMILIES.items() if key in family.settings]
             with pytest.raises(ValueError, match=f"{key} is for family {' and '.join(owners)}"):

@@ -196,6 +196,13 @@ SHORT = named(
         Case("gpt-oss", layout(1, 2, "zbv"), 2),
         *(Case(model, layout(2, sp=True), 2, MUON) for model in ("deepseek", "gpt-oss")),
         apart("gpt-oss", layout(ep=2), 2),
+        # one token more: on the last stage, with an embedding of its own there
+        Case("deepseek-mtp", layout(2, sp=True, ep=2), 2, SELECTIVE),
+        apart("deepseek-mtp", layout(2), 2),
+        Case("deepseek-mtp", layout(1, 2), 2, data="unequal-labels"),
+        Case("deepseek-mtp", layout(1, 2, "zbv", ep=2), 4, FULL),
+        Case("deepseek-mtp", layout(2, zero=3, ep=2), 4, MUON),
+        Case("deepseek-mtp", layout(1, 2), 2, sabotage="tied copies are not summed"),
         apart("gemma3", layout(2), 2),
         Case("gpt", layout(cp=2), 2, FULL),
         Case("llama", layout(cp=2, comm="a2a"), 2, SELECTIVE),

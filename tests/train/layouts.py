@@ -210,7 +210,7 @@ def train_case(case: Case, root: Path) -> list[StepFound]:
         loads: list[list[float]] = []
         values = take_steps(rank, sizes_of(rank.job), loads)
     return [
-        StepFound(v.loss, v.norm, g, np.array(of_experts) if of_experts else None)
+        StepFound(v.loss, v.norm, g, np.array(of_experts) if of_experts else None, v.mtp_loss)
         for v, g, of_experts in zip(values, gradients, loads, strict=True)
     ]
 
@@ -234,6 +234,8 @@ def apart(found: list[StepFound], expected: list[StepFound], seconds: float) -> 
     """Compare losses, norms and gradients of all steps."""
     pairs = list(zip(found, expected, strict=True))
     loss = float(np.max([abs(f.loss / e.loss - 1) for f, e in pairs]))
+    further = [abs(f.mtp_loss / e.mtp_loss - 1) for f, e in pairs if e.mtp_loss]
+    loss = float(np.max([loss, *further]))
     norm = float(np.max([abs(f.norm / e.norm - 1) for f, e in pairs]))
     loads = sum(float(np.abs(f.loads - e.loads).sum()) for f, e in pairs if e.loads is not None)
     differences: dict[str, float] = {}

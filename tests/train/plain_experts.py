@@ -76,7 +76,7 @@ def move_biases(model: Transformer, routers: dict[int, Tensor], job: Job) -> NDA
     after layer."""
     moe, routing = job.model.moe, job.model.routing
     assert moe is not None
-    found = torch.zeros(job.model.num_layers, routing.experts + 1, dtype=torch.float64)
+    found = torch.zeros(job.model.blocks, routing.experts + 1, dtype=torch.float64)
     for number, logits_TE in routers.items():
         block: Any = model.layers[str(number)]
         bias_E = block.mlp.router.expert_bias

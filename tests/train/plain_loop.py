@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tests.train.plain_experts import balance, move_biases, routers_watched
+from tests.train.plain_further import further_entropies, last_norm_watched
 from trainkit.data.indexed.dataset import IndexedWriter
 from trainkit.data.indexed.paths import DataFolder
 from trainkit.jobs.experts import Experts
@@ -214,6 +215,11 @@ MODELS = {
     ),
 }
 
+# one token more; with as much weight as would be seen
+MODELS["deepseek-mtp"] = MODELS["deepseek"].model_copy(
+    update={"num_layers": 4, "mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.7}
+)
+
 
 # as `moe`: balance over a global batch; a capacity below what tokens choose
 _FURTHER: dict[str, dict[str, Any]] = {
@@ -245,12 +251,13 @@ class StepFound:
     """One step: mean cross-entropy, gradient norm, and the gradient of every parameter by name
     and global shape before clipping, of all losses' sum over the number of all tokens; where
     labels are masked, loss and norm are those of the mean over the others. With experts, how many
-    rows each of every layer had."""
+    rows each of every layer had; the mean cross-entropy of what predicts one token more."""
 
     loss: float
     norm: float
     gradients: dict[str, NDArray[Any]]
     loads: NDArray[Any] | None = None
+    mtp_loss: float = 0.0
 
 
 DATASETS = {
@@ -443,13 +450,13 @@ def reference(job: Job, dtype: torch.dtype, chunks: int = 1) -> list[StepFound]:
     muon = {
         name: torch.zeros_like(p)
         for name, p in model.named_parameters()
-        if t.optimizer == "muon" and p.dim() > 1 and name.startswith("layers.")
+        if t.optimizer == "muon" and p.dim() > 1 and name.startswith(("layers.", "mtp."))
     }
     wider = job.model.width_factor
     groups = []
     for name, p in model.named_parameters():
         if name not in muon:
-            hidden = p.dim() > 1 and name.startswith("layers.")
+            hidden = p.dim() > 1 and name.startswith(("layers.", "mtp."))
             factor = 1 / wider if hidden else 1.0
             decay = t.weight_decay / factor if p.dim() > 1 else 0.0
             groups.append({"params": [p], "weight_decay": decay, "factor": factor})
@@ -459,12 +466,16 @@ def reference(job: Job, dtype: torch.dtype, chunks: int = 1) -> list[StepFound]:
     found = []
     before: Tensor | None = None  # loads of the last step
     for step, batch in enumerate(whole_batches(job)):
-        with routers_watched(model) as routers:
+        with routers_watched(model) as routers, last_norm_watched(model) as made:
             logits_NV = _logits(model, batch, job, chunks)
+            further = further_entropies(model, made[0], batch) if model.mtp else torch.zeros(1)
         labels_N = batch.labels_BS.flatten()
         counted_N = labels_N != NO_LABEL
         entropy = F.cross_entropy(logits_NV, labels_N)  # the mean of those that have a label
         objective = entropy + t.z_loss * logits_NV[counted_N].logsumexp(-1).square().mean()
+        objective = objective + (job.model.mtp_loss_scaling_factor or 0) * (
+            further.sum() / counted_N.sum()
+        )
         share = float(counted_N.double().mean())
         for number, logits_TE in routers.items():
             before_E = None if before is None else before[number]
@@ -493,6 +504,7 @@ def reference(job: Job, dtype: torch.dtype, chunks: int = 1) -> list[StepFound]:
         loads = None
         if routers:
             loads = move_biases(model, routers, job)
-            before = torch.tensor(loads).view(job.model.num_layers, -1)[:, :-1]
-        found.append(StepFound(float(entropy.detach()), float(norm), gradients, loads))
+            before = torch.tensor(loads).view(job.model.blocks, -1)[:, :-1]
+        mtp_loss = float(further.detach().mean())
+        found.append(StepFound(float(entropy.detach()), float(norm), gradients, loads, mtp_loss))
     return found

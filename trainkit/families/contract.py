@@ -201,7 +201,10 @@ class HuggingFace:
             are stored (in, out) by us. Without {}: one of theirs is of all experts, (experts, in,
             out) with gates and values in turn, and their biases end in _bias.
         vectors: our vectors of a block that are no module's weight there, and theirs.
-        more_layers: what lies in layers after the last is not of the model.
+        further: our modules, besides a block, of what predicts one token more, and theirs in the
+            layer after the last; {}: the family has no such layer.
+        further_copies: our modules outside of the blocks of which that layer has a copy, and
+            theirs.
     """
 
     model_type: str
@@ -219,7 +222,8 @@ class HuggingFace:
     windows: WindowKeys | None = None
     experts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     vectors: Mapping[str, str] = field(default_factory=dict)
-    more_layers: bool = False
+    further: Mapping[str, str] = field(default_factory=dict)
+    further_copies: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ Parameters: N = L(H(C + R) + C + CA(N + U) + AUH + q + 2H) + M(3HF) + (L - M)(E(
 + 2VH + H, with q = HC' + C' + C'A(N + R), or HA(N + R) without a latent of queries; C' and C the
 widths of the latents of queries and of keys and values, A heads, N, R and U channels of a head, M
 layers without experts, E experts of width I, S the width of the one for all. A bias of E numbers
-in each layer with experts is no parameter. The module that predicts one token more (section 2.2) is
-not built: the published files' layer after the last is left out.
+in each layer with experts is no parameter. The module that predicts one token more (section 2.2),
+if it is asked for, has those of one more layer with experts, 2HH and 3H.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ DEEPSEEK_V3 = replace(
     name="deepseek-v3",
     settings=(LLAMA.settings - {"num_query_groups", "sliding_rotary_base"})
     | EXPERT_SETTINGS
-    | {"mla"},
+    | {"mla", "mtp_num_layers", "mtp_loss_scaling_factor"},
     routing=Routing(score="sigmoid", expert_bias=True, wide=True),
     hugging_face=replace(
         LLAMA.hugging_face,
@@ -122,6 +122,12 @@ DEEPSEEK_V3 = replace(
             "mlp.experts.down": ("mlp.experts.{}.down_proj",),
         },
         keys=_KEYS,
-        more_layers=True,
+        further={
+            "mtp.enorm": "enorm",
+            "mtp.hnorm": "hnorm",
+            "mtp.eh_proj": "eh_proj",
+            "mtp.final_norm": "shared_head.norm",
+        },
+        further_copies={"embed_tokens": "embed_tokens", "head": "shared_head.head"},
     ),
 )

@@ -21,6 +21,7 @@ from trainkit.jobs.latent import Latent, check_latent
 from trainkit.jobs.parametrization import check_parametrization
 from trainkit.jobs.rope_scaling import RopeScaling
 from trainkit.jobs.table import NAME, Table, wrong
+from trainkit.jobs.windows import check_windows
 
 
 def varlen_fits(head_size: int) -> bool:
@@ -167,6 +168,12 @@ class Model(Table):
     )
     mla: Latent | None = Field(None, description="attention by latents (deepseek-v3)")
     moe: Experts | None = Field(None, description="experts in place of MLPs (qwen3-moe, ...)")
+    mtp_num_layers: int | None = Field(
+        None, ge=1, le=1, description="modules that predict one token more (deepseek-v3)"
+    )
+    mtp_loss_scaling_factor: float | None = Field(
+        None, gt=0, description="weight of their loss beside the other; by default 0.1"
+    )
     attention_dropout: float = Field(0.0, ge=0, lt=1, description="dropout of attention weights")
     hidden_dropout: float = Field(
         0.0,
@@ -254,20 +261,11 @@ class Model(Table):
 
     def _refuse_alone(self) -> None:
         """Keys that say nothing, or nothing good, without another."""
-        if self.architecture.sliding_window_pattern and self.sliding_window is None:
-            raise wrong(
-                "family", f"family {self.family!r} has layers with a window: set sliding_window"
-            )
-        for key in ("sliding_window_pattern", "sliding_rotary_base"):
-            if getattr(self, key) is not None and self.sliding_window is None:
-                raise wrong(key, f"{key} without sliding_window: no layer has a window")
-        if self.sliding_window is not None and self.sliding_window > self.seq_length:
-            raise wrong(
-                "sliding_window",
-                f"sliding_window {self.sliding_window} is longer than seq_length"
-                f" {self.seq_length}: no layer would hide anything",
-            )
+        check_windows(dict(self), self.architecture)
         check_parametrization(dict(self), self.architecture, self.head_size)
+        if self.mtp_loss_scaling_factor is not None and self.mtp_num_layers is None:
+            key = "mtp_loss_scaling_factor"
+            raise wrong(key, f"{key} without mtp_num_layers: there is no such loss")
         if self.gelu is not None and not self.mlp.gelu:
             raise wrong("gelu", f"the MLP's activation is {self.activation or 'another'}, not GELU")
         if self.architecture.sinks and self.attention_dropout:
@@ -324,6 +322,11 @@ class Model(Table):
     def sparse(self, layer: int) -> bool:
         """Whether a layer, counted from 0, has experts."""
         return self.moe is not None and layer >= self.moe.first_dense_layers
+
+    @property
+    def blocks(self) -> int:
+        """Transformer blocks, with that of the module that predicts one token more, the last."""
+        return self.num_layers + (self.mtp_num_layers or 0)
 
     @property
     def gelu_form(self) -> Literal["tanh", "exact"] | None:

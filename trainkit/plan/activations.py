@@ -349,10 +349,18 @@ def saved_bytes(job: Job, layout: Layout, rules: Rules, stage: int) -> int:
         result = w * model.hidden_size
         gathers = _gathers(job, rules)
         norm = model.hidden_size * (w + _norm_width(job, rules))
-        flying += PerToken(
+        flying += (1 + layout.further) * PerToken(
             whole=norm + (0 if gathers else result), gathered=result if gathers else 0
         ).on_rank(layout)
+        flying += layout.further * _further(job, rules).on_rank(layout)
     return round(flying * _micro_batch_tokens(job))
+
+
+def _further(job: Job, rules: Rules) -> PerToken:
+    """What predicts one token more keeps besides its block and its end: ids, and what both norms
+    and the product read."""
+    h = job.model.hidden_size
+    return PerToken(whole=4 * width(job) * h + 2 * h * _norm_width(job, rules), gathered=ID_BYTES)
 
 
 def live_bytes(job: Job, layout: Layout, rules: Rules) -> int:
@@ -361,7 +369,7 @@ def live_bytes(job: Job, layout: Layout, rules: Rules) -> int:
     if mode == "none":
         return 0
     most = 0.0
-    for sparse in _kinds(job.model, range(job.model.num_layers)):
+    for sparse in _kinds(job.model, range(job.model.blocks)):
         whole, kept = (
             block_bytes(job, layout, rules, m, sparse=sparse).on_rank(layout)
             for m in ("none", mode)
@@ -371,7 +379,8 @@ def live_bytes(job: Job, layout: Layout, rules: Rules) -> int:
 
 
 def logit_bytes(job: Job, layout: Layout, rules: Rules, vocab_size: int, padded: int) -> int:
-    """Logits and their gradients on the last stage.
+    """Logits and their gradients on the last stage; of what predicts one token more they come while
+    the head's gradient by the other loss is kept.
 
     Published engines: all tokens of a micro-batch at once, so many bytes a logit. Native: chunks
     of tokens, and the head's gradient, which is made in forward: summed in fp32, then rounded to w.
@@ -385,10 +394,10 @@ def logit_bytes(job: Job, layout: Layout, rules: Rules, vocab_size: int, padded:
     if rules.logit_bytes:
         return tokens * columns * rules.logit_bytes
     chunk = min(chunk_tokens(tokens, columns, job.cluster.device_type), tokens)
-    summed = columns * job.model.hidden_size * 4
+    rounded = head_gradient_bytes(job, layout, vocab_size, padded)
+    summed = columns * job.model.hidden_size * 4 + layout.further * rounded
     if w == 4:
         return summed + chunk * columns * 4
-    rounded = head_gradient_bytes(job, layout, vocab_size, padded)
     if _fused(job, rules) and not _on_cpu(job, rules):
         return summed + rounded + chunk * columns * w
     return summed + max(chunk * columns * 8, rounded)

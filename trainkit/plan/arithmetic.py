@@ -47,8 +47,8 @@ def out_bias(model: Model) -> bool:
 
 
 def sparse_layers(model: Model) -> int:
-    """Layers that have experts."""
-    return model.num_layers - model.moe.first_dense_layers if model.moe else 0
+    """Layers that have experts, with that of what predicts one token more."""
+    return model.blocks - model.moe.first_dense_layers if model.moe else 0
 
 
 def parameters_of(model: Model, vocab_size: int) -> int:
@@ -66,8 +66,9 @@ def parameters_of(model: Model, vocab_size: int) -> int:
     layer = attention + len(model.norms) * norm + sum(head_norms(model))
     tables = 1 + model.untied
     positions = model.positions * family.learned_positions
-    layers = model.num_layers * layer + _mlp_parameters(model)
-    return layers + (tables * vocab_size + positions) * h + norm
+    layers = model.blocks * layer + _mlp_parameters(model)
+    further = (model.mtp_num_layers or 0) * (2 * h * h + 3 * norm)
+    return layers + further + (tables * vocab_size + positions) * h + norm
 
 
 def _mlp_parameters(model: Model) -> int:
@@ -77,7 +78,7 @@ def _mlp_parameters(model: Model) -> int:
     bias = int(model.architecture.bias)
     mlp = (h + bias) * model.mlp.projections * f + (f + bias) * h
     sparse = sparse_layers(model)
-    return (model.num_layers - sparse) * mlp + sparse * _expert_parameters(model, active=False)
+    return (model.blocks - sparse) * mlp + sparse * _expert_parameters(model, active=False)
 
 
 def _expert_weights(model: Model, *, active: bool) -> int:
@@ -180,16 +181,19 @@ def model_flops_per_token_of(model: Model, vocab_size: int) -> int:
 
     Backward is twice forward. The head counts with the vocabulary as it is, attention as causal
     over whole samples: documents that do not see each other need less. Elementwise work, the
-    padding of the vocabulary and recomputation are not counted.
+    padding of the vocabulary and recomputation are not counted. What predicts one token more is a
+    block, 4H^2 and a head more.
     """
-    blocks = _total_flops(model, range(model.num_layers))
-    return 3 * (blocks + 2 * model.hidden_size * vocab_size)
+    h = model.hidden_size
+    blocks = _total_flops(model, range(model.blocks))
+    further = model.mtp_num_layers or 0
+    return 3 * (blocks + 2 * h * vocab_size * (1 + further) + 4 * h * h * further)
 
 
 def recomputed_layers(model: Model, training: Training) -> range:
     """Blocks whose forward is computed again: every n-th, from the first."""
     if training.recompute_granularity == "full":
-        return range(0, model.num_layers, training.recompute_every)
+        return range(0, model.blocks, training.recompute_every)
     return range(0)
 
 

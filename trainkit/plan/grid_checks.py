@@ -59,6 +59,14 @@ def context_objections(job: Job, layout: Layout) -> Iterator[Objection]:
             " no rank draws random numbers for the tokens of others",
             ({"model.attention_dropout": 0}, {CP: 1}),
         )
+    if job.model.mtp_num_layers:
+        yield Objection(
+            "mtp-in-context",
+            "model.mtp_num_layers",
+            f"mtp_num_layers with context-parallel size {size}: the token after the next one may"
+            " lie on another rank, which is not built",
+            ({CP: 1},),
+        )
     if job.training.compile:
         yield Objection(
             "compile-in-context",

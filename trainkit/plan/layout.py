@@ -39,6 +39,7 @@ class Layout:
         micro_batches: of one step, on one rank.
         expert, expert_tensor: ranks that the experts of a layer lie on, that one is split over.
         expert_shard: ranks that one copy of a stage's experts is sharded over.
+        further: blocks of the last chunk besides, that predict one token more.
     """
 
     world: int
@@ -56,6 +57,7 @@ class Layout:
     expert: int
     expert_tensor: int
     expert_shard: int
+    further: int = 0
 
     @property
     def data_context(self) -> int:
@@ -88,8 +90,9 @@ class Layout:
         return self.stage_of(len(self.chunks) - 1)
 
     def chunk_layers(self, chunk: int) -> range:
-        """Numbers of the layers of a chunk."""
+        """Numbers of the blocks of a chunk."""
         bounds = [0, *accumulate(self.chunks)]
+        bounds[-1] += self.further
         return range(bounds[chunk], bounds[chunk + 1])
 
     def stage_layers(self, stage: int) -> list[int]:
@@ -98,7 +101,7 @@ class Layout:
 
     @property
     def layers_by_stage(self) -> tuple[int, ...]:
-        """How many layers each stage has."""
+        """How many of the model's layers each stage has."""
         layers = [0] * self.pipeline
         for chunk, size in enumerate(self.chunks):
             layers[self.stage_of(chunk)] += size
@@ -184,6 +187,7 @@ def layout_of(job: Job) -> Layout:
         expert=degrees.expert,
         expert_tensor=degrees.expert_tensor,
         expert_shard=degrees.expert_copies[1],
+        further=job.model.blocks - job.model.num_layers,
     )
 
 

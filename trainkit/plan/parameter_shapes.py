@@ -244,9 +244,15 @@ def block_units(model: Model, *, sparse: bool) -> list[Unit]:
     return [block, experts + _expert_biases(model)] if experts else [block]
 
 
+def further_matrices(model: Model) -> dict[str, Weight]:
+    """Of what predicts one token more, besides its block, by their whole names."""
+    h = model.hidden_size
+    return {"mtp.eh_proj.weight": Weight(h, 2 * h, role="matrix")} if model.mtp_num_layers else {}
+
+
 def outer_unit(model: Model, vocab_size: int, *, first: bool, last: bool) -> Unit:
     """What a stage holds besides blocks: embeddings on the first; final norm and head on the
-    last, a copy of the embedding where the head is tied."""
+    last, what predicts one token more, and for a tied head or for that a copy of the embedding."""
     h = model.hidden_size
     vocabulary = Weight(vocab_size, h, "rows", role="table")
     begin: Unit
@@ -255,9 +261,10 @@ def outer_unit(model: Model, vocab_size: int, *, first: bool, last: bool) -> Uni
         begin += (Weight(model.positions, h, role="table"),)
     if not last:
         return begin
-    head: Unit
-    head = (vocabulary,) if model.untied or not first else ()
-    return begin + _norm(model) + head
+    further = tuple(further_matrices(model).values())
+    embedding = not first and (model.tied or bool(further))
+    tables = (vocabulary,) * (model.untied + embedding)
+    return begin + _norm(model) * (1 + 3 * len(further)) + further + tables
 
 
 def chunk_units(
@@ -270,7 +277,7 @@ def chunk_units(
 ) -> list[Unit]:
     """The units of a chunk of these layers, what is around them last; a whole model without
     further words. Each is gathered and reduced at once; a layer's experts come behind it."""
-    layers = range(model.num_layers) if layers is None else layers
+    layers = range(model.blocks) if layers is None else layers
     outer = outer_unit(model, vocab_size, first=first, last=last)
     return [*_blocks(model, layers, _kinds(model)), outer]
 
@@ -282,7 +289,7 @@ def _kinds(model: Model) -> dict[bool, list[Unit]]:
 
 def _blocks(model: Model, layers: range, kinds: dict[bool, list[Unit]]) -> list[Unit]:
     """The units of these layers."""
-    dense = max(0, min(layers.stop, model.num_layers - sparse_layers(model)) - layers.start)
+    dense = max(0, min(layers.stop, model.blocks - sparse_layers(model)) - layers.start)
     return kinds.get(False, []) * dense + kinds.get(True, []) * (len(layers) - dense)
 
 
@@ -311,7 +318,7 @@ def block_matrices(model: Model) -> dict[str, Weight]:
 def layers_by_kind(model: Model) -> dict[bool, int]:
     """How many layers have no experts (False) and have (True); kinds that are there."""
     sparse = sparse_layers(model)
-    counts = {False: model.num_layers - sparse, True: sparse}
+    counts = {False: model.blocks - sparse, True: sparse}
     return {kind: count for kind, count in counts.items() if count}
 
 
@@ -322,15 +329,21 @@ def newton_schulz_flops(model: Model, training: Training) -> list[int]:
     if training.optimizer != "muon":
         return []
     found = []
+    for weight in further_matrices(model).values():
+        found.append(training.muon_num_ns_steps * _orthogonal_flops(weight.rows, weight.columns))
     for sparse, layers in layers_by_kind(model).items():
         for weight in matrices_of(model, sparse=sparse).values():
-            flops = 0
-            for rows in weight.parts if weight.experts else weight.matrix_rows:
-                least = min(rows, weight.columns)
-                flops += 4 * least * rows * weight.columns + 2 * least**3
+            parts = weight.parts if weight.experts else weight.matrix_rows
+            flops = sum(_orthogonal_flops(rows, weight.columns) for rows in parts)
             times = layers * max(1, weight.experts)
             found += [training.muon_num_ns_steps * flops] * times
     return found
+
+
+def _orthogonal_flops(rows: int, columns: int) -> int:
+    """Of one iteration."""
+    least = min(rows, columns)
+    return 4 * least * rows * columns + 2 * least**3
 
 
 def _each(units: Sequence[Unit], size: Callable[[Weight], int]) -> list[int]:

@@ -179,7 +179,7 @@ def _sizes(module: Transformer, ids_BS: Tensor) -> dict[str, float]:
         return lambda _, __, x: seen.setdefault(name, []).append(x.abs().mean().item())
 
     watched: list[tuple[nn.Module, str]] = []
-    for block in module.layers.values():
+    for block in list(module.layers.values())[: module.shape.num_layers]:
         assert isinstance(block, Block)
         watched += [(block.attention, "attention"), (block.mlp, "MLP")]
     watched.append((block, "last block"))

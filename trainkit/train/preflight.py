@@ -59,9 +59,14 @@ def begin_weights(job: Job, parts: ModelParts) -> None:
         for module in parts.modules:
             initialize(module, job.model, job.training.seed)
         return
-    load_weights(
-        weights_folder(job), parts.parameters, job.model, parts.shapes["embed_tokens.weight"][0]
-    )
+    rows = parts.shapes["embed_tokens.weight"][0]
+    left_out = load_weights(weights_folder(job), parts.parameters, job.model, rows)
+    if left_out and dist.get_rank() == 0:
+        print(
+            f" init_from = {job.init_from!r}: layers {left_out} are not read: they are after the"
+            " model's last, and predict further tokens (mtp_num_layers)",
+            flush=True,
+        )
     bad = dict.fromkeys(parts.shapes, 0)
     for sharded in parts.parameters.values():
         bad[sharded.name] += int((~torch.isfinite(local_part(sharded.parameter))).sum())

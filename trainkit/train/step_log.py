@@ -180,7 +180,7 @@ class StepLog:
         since.skipped += bool(values.overflow or values.nan or values.spike)
         since.nan += bool(values.nan)
         if loads and reports:
-            counts = np.array(loads, np.int64).reshape(self.job.model.num_layers, -1)
+            counts = np.array(loads, np.int64).reshape(self.job.model.blocks, -1)
             since.loads_LE = since.loads_LE + counts[:, :-1]
             since.dropped_L = since.dropped_L + counts[:, -1]
         if info.step % t.log_interval and info.step != t.train_iters:
@@ -212,7 +212,7 @@ class StepLog:
         """What the steps of a row were, and how fast."""
         tokens_per_second = since.samples * self.job.model.seq_length / seconds
         used = self.utilization.throughput(tokens_per_second)
-        return {
+        row: MetricsRow = {
             "step": info.step,
             "consumed_samples": info.consumed_samples,
             "global_batch_size": info.samples,
@@ -232,3 +232,6 @@ class StepLog:
             "peak": used["peak"],
             "batch_checksum": int(values.checksum),
         }
+        if self.job.model.mtp_num_layers:
+            row["mtp_loss"] = values.mtp_loss
+        return row

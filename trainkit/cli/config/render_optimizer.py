@@ -14,6 +14,7 @@ from trainkit.plan.parameter_shapes import (
     Weight,
     block_matrices,
     chunk_units,
+    further_matrices,
     layers_by_kind,
     matrices_of,
     newton_schulz_flops,
@@ -34,6 +35,8 @@ def _rows(job: Job, vocab_size: int) -> Iterator[tuple[str, Role, str, int]]:
         layers = sum(count for count, matrices in kinds if name in matrices)
         shapes = [_size(rows, weight) for rows in weight.matrix_rows]
         yield f"layers.*.{name}", "matrix", run_lengths(shapes), layers * weight.numbers()
+    for name, weight in further_matrices(job.model).items():
+        yield name, "matrix", _size(weight.rows, weight), weight.numbers()
     weights: list[Weight] = [w for unit in chunk_units(job.model, vocab_size) for w in unit]
     for role, name in OTHERS.items():
         yield name, role, "", sum(w.numbers() for w in weights if w.role == role)

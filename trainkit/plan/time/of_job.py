@@ -129,7 +129,7 @@ def shape_of(job: Job, vocab: int) -> Shape:
     """The job's model."""
     model, moe = job.model, job.model.moe
     shape = Shape(
-        layers=model.num_layers,
+        layers=model.blocks,
         hidden=model.hidden_size,
         query=model.num_attention_heads * model.head_size,
         key=model.query_groups * model.head_size,
@@ -148,7 +148,7 @@ def shape_of(job: Job, vocab: int) -> Shape:
         experts=moe.num_experts,
         topk=moe.router_topk,
         shared=moe.shared_expert_intermediate_size or 0,
-        dense=moe.first_dense_layers / model.num_layers,
+        dense=moe.first_dense_layers / model.blocks,
         dense_ffn=model.ffn_width,
     )
 
@@ -156,8 +156,9 @@ def shape_of(job: Job, vocab: int) -> Shape:
 def split_of_job(job: Job, layout: Layout) -> RankSplit:
     """The job's layout."""
     stages = layout.layers_by_stage
+    last = stages[layout.last_stage] + layout.further
     zero = job.parallelism.zero_stage
-    layers = job.model.num_layers
+    layers = job.model.blocks
     again = -(-layers // job.training.recompute_every) / layers
     return RankSplit(
         world=layout.world,
@@ -176,8 +177,8 @@ def split_of_job(job: Job, layout: Layout) -> RankSplit:
         global_batch=job.global_batch_size,
         zero_bubble=layout.v_shaped,
         recomputed=again,
-        stage_layers=max(stages),
-        last_layers=stages[layout.last_stage],
+        stage_layers=max(*stages, last),
+        last_layers=last,
         moments=len(kept_of(job.training, "matrix")),
         update_flops=_update_flops(job, layout),
         expert_tensor=layout.expert_tensor if job.model.moe else None,

@@ -67,7 +67,7 @@ class DecodingState:
                 dtype=computes or weight.dtype,
                 device=weight.device,
             )
-            for block in model.layers.values()
+            for block in list(model.layers.values())[: shape.num_layers]
             if isinstance(block, Block)
         ]
 

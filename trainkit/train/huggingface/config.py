@@ -94,6 +94,7 @@ def to_hf_config(model: Model, vocab_size: int, dtype: str, eod: int | None) -> 
         **rotary_keys(model),
         **window_keys(model),
         **{name: getattr(model, ours) for name, ours in names.dropout.items()},
+        **({"num_nextn_predict_layers": model.mtp_num_layers} if model.mtp_num_layers else {}),
         "initializer_range": model.init_method_std,
         "bos_token_id": eod,
         "eos_token_id": eod,

@@ -232,6 +232,15 @@ def problems_of(
     ]
 
 
+def further_layers(tensors: Mapping[str, StoredTensor], model: Model) -> dict[str, int]:
+    """Tensors of layers after the model's last, where its family may have some, and the layers'
+    numbers: they predict further tokens, and are not read."""
+    names = model.architecture.hugging_face
+    layer = re.compile(re.escape(names.block).replace(r"\{\}", r"(\d+)"))
+    numbers = {name: int(found[1]) for name in tensors if (found := layer.match(name))}
+    return {n: number for n, number in numbers.items() if names.further and number >= model.blocks}
+
+
 def _tensor_problems(
     tensors: Mapping[str, StoredTensor], entries: Mapping[str, TensorMapping], model: Model
 ) -> Iterator[Problem]:
@@ -242,16 +251,8 @@ def _tensor_problems(
     missing = [name for name in wanted if name not in tensors]
     if missing:
         yield Problem(f"lacks {_some(missing)}")
-    names = model.architecture.hugging_face
-    last = re.compile(re.escape(names.block).replace(r"\{\}", r"(\d+)"))
-    surplus = [
-        name
-        for name in tensors
-        if name not in wanted
-        and not (
-            names.more_layers and (layer := last.match(name)) and int(layer[1]) >= model.num_layers
-        )
-    ]
+    further = further_layers(tensors, model)
+    surplus = [name for name in tensors if name not in wanted and name not in further]
     copies = [tensors[name] for name in (embedding, head) if name in tensors]
     # packed ones are not compared
     if len(copies) == 2 and head in surplus and not any(copy.scales for copy in copies):
@@ -293,7 +294,8 @@ def _copy_problems(
     embedding: str,
 ) -> Iterator[Problem]:
     """Tensors that are one tensor here must be equal there: the head of a tied model, where it
-    is stored at all, and the two norms of gpt_j_tied.
+    is stored at all, the two norms of gpt_j_tied, and what a layer that predicts one token more has
+    a copy of.
 
     `tensors` have the shapes of the table, but for such a head.
     """
@@ -304,14 +306,17 @@ def _copy_problems(
             " job's model has none",
             hint=hint,
         )
-    for entry in entries.values():
+    for name, entry in entries.items():
+        norm = ".attention_norm." in name
+        hint = "leave mtp_num_layers out of the job's model"
+        if norm:
+            hint = "set gpt_j_tied = false for the job's model"
         for copy in entry.again:
             first = entry.pieces[0].source
             if copy in tensors and first in tensors and not _equal(tensors[copy], tensors[first]):
-                hint = "set gpt_j_tied = false for the job's model"
                 yield Problem(
-                    f"{tensors[copy].name} is not {tensors[first].name}, one norm in the job's"
-                    " model",
+                    f"{tensors[copy].name} is not {tensors[first].name}, one"
+                    f" {'norm' if norm else 'tensor'} in the job's model",
                     hint=hint,
                 )
 

@@ -58,7 +58,7 @@ def table(model: Model, vocab_size: int) -> dict[str, TensorMapping]:
     family = model.architecture
     names = family.hugging_face
     hidden = model.hidden_size
-    layers = model.num_layers
+    layers = model.blocks
     entries = {
         "embed_tokens.weight": _whole(
             (vocab_size, hidden), f"{names.outside['embed_tokens']}.weight"
@@ -78,7 +78,25 @@ def table(model: Model, vocab_size: int) -> dict[str, TensorMapping]:
     }
     if model.untied:
         entries["head.weight"] = _whole((vocab_size, hidden), f"{names.outside['head']}.weight")
-    return entries
+    return entries | _further(model, entries) if model.mtp_num_layers else entries
+
+
+def _further(model: Model, entries: Mapping[str, TensorMapping]) -> dict[str, TensorMapping]:
+    """What predicts one token more, besides its block, and what that layer has a copy of, of
+    `entries`."""
+    names = model.architecture.hugging_face
+    prefix = names.block.format(model.num_layers)
+    hidden = model.hidden_size
+    shapes: dict[str, Shape] = {"mtp.eh_proj": (hidden, 2 * hidden)}
+    found = {
+        f"{ours}.weight": _whole(shapes.get(ours, (hidden,)), f"{prefix}{theirs}.weight")
+        for ours, theirs in names.further.items()
+    }
+    for ours, theirs in names.further_copies.items():
+        name = f"{ours if ours != 'head' or model.untied else 'embed_tokens'}.weight"
+        entry = found.get(name) or entries[name]
+        found[name] = replace(entry, again=(*entry.again, f"{prefix}{theirs}.weight"))
+    return found
 
 
 def with_output_factor(name: str, found: Tensor, model: Model, factor: float) -> Tensor:

@@ -12,7 +12,7 @@ from safetensors import safe_open
 
 from trainkit.base.errors import raise_problems
 from trainkit.jobs.schema import Model
-from trainkit.train.huggingface.folder import open_weights, problems_of
+from trainkit.train.huggingface.folder import further_layers, open_weights, problems_of
 from trainkit.train.huggingface.names import RowMapping, table, with_output_factor
 from trainkit.train.huggingface.quantized import StoredTensor, unpacked
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # torch is imported where weights are read: stages import thi
 
 def load_weights(
     folder: Path, parameters: Mapping[str, ShardedParameter], model: Model, rows: int
-) -> None:
+) -> list[int]:
     """Fill parameters, in whole or what is here of them, with the weights of a Hugging Face
     folder; fp16, bf16 and what is packed become the parameters' dtype.
 
@@ -36,6 +36,8 @@ def load_weights(
         parameters: of the model or a part of it, on their device.
         model: its shape.
         rows: of its embedding.
+
+    Returns the numbers of the folder's layers that are not read: `further_layers`.
 
     Raises:
         ConfigError: exit 3, the folder is not of this model; all reasons.
@@ -62,6 +64,7 @@ def load_weights(
                         )
                         found = with_output_factor(sharded.name, found, model, model.width_factor)
                         target[start - box[0].start : stop - box[0].start].copy_(found)
+    return sorted({*further_layers(weights.tensors, model).values()})
 
 
 class TensorFiles:

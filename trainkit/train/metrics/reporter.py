@@ -42,6 +42,7 @@ def scalars(row: MetricsRow) -> Iterator[tuple[str, float]]:
     device."""
     values: dict[str, float | None] = {
         "lm loss": row["lm_loss"],
+        "mtp_1 loss": row.get("mtp_loss"),
         "learning-rate": row["learning_rate"],
         "grad-norm": row["grad_norm"],
         "loss-scale": row["loss_scale"],

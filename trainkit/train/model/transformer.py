@@ -29,6 +29,7 @@ from trainkit.train.model.frequencies import tables
 from trainkit.train.model.head_loss import Labels, Losses, read_out
 from trainkit.train.model.latent_attention import LatentAttention
 from trainkit.train.model.mlp import MLP, GatedMLP
+from trainkit.train.model.multi_token import MultiToken, one_further
 
 
 class HeadNorm(nn.Module):
@@ -287,12 +288,13 @@ class Transformer(nn.Module):
         if model.architecture.learned_positions:
             self.embed_positions = nn.Embedding(model.positions, model.hidden_size)
         # A dict, not a list: a layer keeps its number in a model that has only some of them.
-        self.layers = nn.ModuleDict(
-            {str(i): Block(model, i, kernels) for i in range(model.num_layers)}
-        )
+        self.layers = nn.ModuleDict({str(i): Block(model, i, kernels) for i in range(model.blocks)})
         # muP's multiplier of the logits
         self.final_norm = ResidualNorm(model, kernels, 1 / model.width_factor)
         self.head = nn.Linear(model.hidden_size, vocab_size, bias=False) if model.untied else None
+        self.mtp: MultiToken | None = None
+        if model.mtp_num_layers:
+            self.mtp = MultiToken(model, partial(ResidualNorm, model, kernels))
 
     def forward(
         self,
@@ -323,7 +325,7 @@ class Transformer(nn.Module):
             caches,
             objective=None if labels is None else labels.scale,
         )
-        return self.finish(x_BSH, labels)
+        return self.finish(x_BSH, labels, tokens_BS, positions_BS, documents)
 
     def embed(self, tokens_BS: Tensor, positions_BS: Tensor) -> Tensor:
         """The residual stream that enters the first block."""
@@ -342,37 +344,57 @@ class Transformer(nn.Module):
         documents: DocumentBounds | None = None,
         caches: Sequence[KeyValueCache] | None = None,
         objective: Tensor | float | None = None,
+        *,
+        further: bool = False,
     ) -> Tensor:
-        """The blocks. `objective`: what a loss summed over tokens is multiplied with in the
-        objective, for experts; None: there is none."""
+        """The blocks; `further`: that of `mtp` instead. `objective`: what a loss summed over
+        tokens is multiplied with in the objective, for experts; None: there is none."""
         rotary, sliding = self._rotary(positions_BS, x_BSH.dtype)
         objective = objective if self.shape.moe else None
         context = Context(rotary, sliding, documents, caches, objective)
-        for block in self.layers.values():
-            x_BSH = block(x_BSH, context)
+        for name, block in self.layers.items():
+            if further == (int(name) >= self.shape.num_layers):
+                x_BSH = block(x_BSH, context)
         return x_BSH
 
     def _rotary(
         self, positions_BS: Tensor, dtype: torch.dtype
     ) -> list[tuple[Tensor, Tensor] | None]:
         """Tables for layers without a window and for those with one; None: nobody asks."""
-        layers = self.shape.num_layers if self.shape.rotary_channels else 0
+        layers = self.shape.blocks if self.shape.rotary_channels else 0
         kinds = {self.shape.slides(layer) for layer in range(layers)}
         return [
             tables(self.shape, positions_BS, dtype, sliding=kind) if kind in kinds else None
             for kind in (False, True)
         ]
 
-    def finish(self, x_BSH: Tensor, labels: Labels | None) -> Tensor | Losses:
-        """The last norm and the head."""
+    def finish(
+        self,
+        x_BSH: Tensor,
+        labels: Labels | None,
+        tokens_BS: Tensor,
+        positions_BS: Tensor,
+        documents: DocumentBounds | None,
+    ) -> Tensor | Losses:
+        """The last norm and the head, and in training what predicts one token more, whose loss is
+        in the objective alone. `x_BSH`: of the blocks; the rest as of `forward`."""
+        x_BSH = self.final_norm(x_BSH)
+        found = self._read_out(x_BSH, labels)
+        if self.mtp is None or labels is None or not self.training:
+            return found
+        next_BS, labels_BS = one_further(tokens_BS, labels, positions_BS, documents)
+        x_BSH = self.mtp(self.embed(next_BS, positions_BS), x_BSH)
+        x_BSH = self.transform(x_BSH, positions_BS, documents, objective=labels.scale, further=True)
+        more = self._read_out(self.mtp.final_norm(x_BSH), self.mtp.labels(labels_BS, labels))
+        assert isinstance(found, Losses) and isinstance(more, Losses)
+        self.mtp.count(more)
+        return found._replace(objective=found.objective + more.objective)
+
+    def _read_out(self, x_BSH: Tensor, labels: Labels | None) -> Tensor | Losses:
+        """The head."""
         weight_VH = self.embed_tokens.weight if self.head is None else self.head.weight
-        return self.read_out(
-            self.final_norm(x_BSH),
-            weight_VH,
-            labels,
-            self.shape.make_vocab_size_divisible_by,
-            self.softmax_loss,
-        )
+        multiple = self.shape.make_vocab_size_divisible_by
+        return self.read_out(x_BSH, weight_VH, labels, multiple, self.softmax_loss)
 
 
 def build_on_meta(model: Model, vocab_size: int, kernels: Kernels = REFERENCE) -> Transformer:

@@ -44,10 +44,11 @@ def chunks_on(stage: int, parallelism: Parallelism) -> tuple[int, ...]:
 
 
 def tied_at(job: Job) -> int | None:
-    """The stage that holds the second copy of tied weights: the last chunk's, where that is not
-    the first stage too."""
+    """The stage that holds the second copy of the embedding, of tied weights or for what predicts
+    one token more: the last chunk's, where that is not the first stage too."""
     p = job.parallelism
-    if not job.model.untied and p.pipeline_model_parallel_size > 1 and p.pipeline_schedule != "zbv":
+    twice = job.model.tied or job.model.mtp_num_layers
+    if twice and p.pipeline_model_parallel_size > 1 and p.pipeline_schedule != "zbv":
         return p.pipeline_model_parallel_size - 1
     return None
 
@@ -73,7 +74,8 @@ class PipelineState:
 
 class ModelChunk(Transformer):
     """Consecutive layers of a model, with what comes before them in the first chunk and after
-    them in the last. Parameters keep their names; of tied weights the last chunk has a copy.
+    them in the last. Parameters keep their names; where it needs the embedding too the last chunk
+    has a copy.
 
     Args:
         model, vocab_size: of the whole model.
@@ -93,14 +95,15 @@ class ModelChunk(Transformer):
         sizes = split_layers(model.num_layers, count)
         start = sum(sizes[:number])
         for name in list(self.layers):
-            if not start <= int(name) < start + sizes[number]:
+            further = self.last and int(name) >= model.num_layers
+            if not (further or start <= int(name) < start + sizes[number]):
                 del self.layers[name]
         if not self.first:
             self.embed_positions = None
-        if not (self.first or (self.last and self.head is None)):
+        if not (self.first or (self.last and (self.head is None or self.mtp is not None))):
             self.embed_tokens = None  # type: ignore[assignment]
         if not self.last:
-            self.final_norm, self.head = None, None  # type: ignore[assignment]
+            self.final_norm, self.head, self.mtp = None, None, None  # type: ignore[assignment]
 
     def forward(self, x_BSH: Tensor) -> Tensor:  # type: ignore[override]
         """From activations to activations. The first chunk is given nothing of use; the last
@@ -116,7 +119,8 @@ class ModelChunk(Transformer):
         x_BSH = self.transform(x_BSH, positions_BS, batch.documents, objective=work.scale)
         if not self.last:
             return x_BSH
-        losses = self.finish(x_BSH, Labels(batch.labels_BS, work.z_loss, work.scale))
+        labels = Labels(batch.labels_BS, work.z_loss, work.scale)
+        losses = self.finish(x_BSH, labels, batch.tokens_BS, positions_BS, batch.documents)
         assert isinstance(losses, Losses)
         work.cross_entropy = work.cross_entropy + losses.cross_entropy
         work.tokens = work.tokens + losses.tokens

@@ -1,7 +1,7 @@
 """How often each expert was chosen in a step, and the bias that moves against uneven loads (Wang et
 al. 2024, arXiv:2408.15664; DeepSeek-V3, arXiv:2412.19437, section 2.1.2).
 
-Shapes: L layers of the whole model, E experts.
+Shapes: L blocks of the whole model, E experts.
 """
 
 from __future__ import annotations
@@ -29,9 +29,7 @@ def take_loads(modules: Sequence[Transformer], model: Model, device: torch.devic
     experts of each layer, how many of these choices were dropped: (L (E + 1),) in fp64, where sums
     of ranks are exact; 0 for layers that are elsewhere or have no experts."""
     assert model.moe is not None
-    found = torch.zeros(
-        model.num_layers, model.moe.num_experts + 1, dtype=torch.float64, device=device
-    )
+    found = torch.zeros(model.blocks, model.moe.num_experts + 1, dtype=torch.float64, device=device)
     for number, mixture in _sparse(modules):
         if mixture.counts is not None:
             found[number] = mixture.counts
@@ -43,11 +41,9 @@ def hold_loads(modules: Sequence[Transformer], model: Model, device: torch.devic
     """Loads of a global batch, (L E,) in fp64 and 0 at first, that losses of balance read from now
     on: what is written into them counts for the next step."""
     assert model.moe is not None
-    loads = torch.zeros(
-        model.num_layers * model.moe.num_experts, dtype=torch.float64, device=device
-    )
+    loads = torch.zeros(model.blocks * model.moe.num_experts, dtype=torch.float64, device=device)
     for number, mixture in _sparse(modules):
-        mixture.previous_E = loads.view(model.num_layers, -1)[number]
+        mixture.previous_E = loads.view(model.blocks, -1)[number]
     return loads
 
 
@@ -61,7 +57,7 @@ def move_biases(modules: Sequence[Transformer], model: Model, loads: Tensor, ski
         skip: shape (), true where nothing may change.
     """
     assert model.moe is not None
-    loads_LE = loads.view(model.num_layers, -1)[:, :-1]
+    loads_LE = loads.view(model.blocks, -1)[:, :-1]
     for number, mixture in _sparse(modules):
         bias_E = mixture.router.expert_bias
         if bias_E is not None:

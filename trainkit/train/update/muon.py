@@ -22,7 +22,7 @@ from torch import Tensor
 
 from trainkit.jobs.optimizers import MUON_ROUND, rate_factor
 from trainkit.jobs.schema import Model, Training
-from trainkit.plan.parameter_shapes import block_matrices
+from trainkit.plan.parameter_shapes import block_matrices, further_matrices
 from trainkit.train.parallel.shards import Offsets, ShardedParameter
 from trainkit.train.torch_compat import local_part
 
@@ -110,8 +110,9 @@ class Item(NamedTuple):
 
 
 def items_of(name: str, shape: tuple[int, ...], model: Model) -> list[Item]:
-    """A parameter of a block, cut into what is updated by itself."""
-    weight = block_matrices(model)[name.split(".", 2)[2]]
+    """A matrix, most of a block, cut into what is updated by itself."""
+    inside = name.split(".", 2)[2] if name.startswith("layers.") else name
+    weight = {**block_matrices(model), **further_matrices(model)}[inside]
     count = max(1, weight.experts)
     rows = shape[0] // count
     parts = weight.parts if weight.experts else weight.matrix_rows

@@ -257,7 +257,7 @@ def find_cause(again: RecheckedStep, world: World, where: Callable[[int], str]) 
 
 def recompute_step(again: RecheckedStep, rank: int) -> RecheckResult:
     """Forward and backward of a step once more, on all ranks together, of which this is `rank`;
-    gradients are dropped afterwards."""
+    gradients and counts are dropped afterwards."""
     step = again.step
     watch = NonFiniteDetector(step.model_parts.modules, rank)
     parameters = step.model_parts.parameters
@@ -280,6 +280,7 @@ def recompute_step(again: RecheckedStep, rank: int) -> RecheckResult:
     finally:
         step.scale.scale = before
         step.optimizer.zero_grad()
+        step.take_counts()
     everyone: list[NonFinite | None] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, watch.first)
     found = [finding for finding in everyone if finding is not None]

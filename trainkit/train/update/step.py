@@ -40,7 +40,7 @@ from trainkit.train.update.optimizer import UPDATES, Optimizer, divisor
 from trainkit.train.update.schedule import learning_rates
 
 LOADS = "expert_loads"  # of the step before, in a checkpoint
-AGREED = 5  # numbers of a step that all ranks sum up, before the loads of experts
+AGREED = 7  # numbers of a step that all ranks sum up, before the loads of experts
 
 
 class StepValues(NamedTuple):
@@ -55,6 +55,7 @@ class StepValues(NamedTuple):
         stops: ranks that were asked to stop.
         overflow, nan, spike: 1.0 where the guard found that; each leaves the weights as they were.
         skipped_in_a_row: steps that nan, spike or a fixed scale have skipped one after another.
+        mtp_loss: mean cross-entropy of what predicts one token more; 0 where nothing does.
     """
 
     loss: float
@@ -67,6 +68,7 @@ class StepValues(NamedTuple):
     nan: float
     spike: float
     skipped_in_a_row: float
+    mtp_loss: float
 
 
 def dropout_seed(seed: int, position: int, part: int) -> int:
@@ -167,10 +169,8 @@ class Step:
             square = replicas.squared_norm(parts.parameters, self.mesh, parts.kernels)
             # In fp64 the checksums' sum is exact up to 2**21 samples a step.
             local = to_device(torch.tensor([checksum, stop], dtype=torch.float64), self.device)
-            agreed = torch.cat([torch.stack([entropy, tokens.double(), square]), local])
-            if self.job.model.moe is not None:
-                loads = take_loads(parts.modules, self.job.model, self.device)
-                agreed = torch.cat([agreed, loads])
+            sums = torch.stack([entropy, tokens.double(), square])
+            agreed = torch.cat([sums, local, *self.take_counts()])
             dist.all_reduce(agreed)
         before_update()
         with self.timers("optimizer"):
@@ -199,6 +199,19 @@ class Step:
         reports = place.tensor == 0  # context-parallel ranks have tokens of their own
         first = reports and place.pipeline == self.mesh.context.rank == 0
         return entropy * reports, tokens * reports, checksum * first
+
+    def take_counts(self) -> list[Tensor]:
+        """What modules have counted since this was last asked, fp64, which all ranks' sums are to
+        be made of: (cross-entropy, labelled tokens) of what predicts one token more; the loads of
+        experts."""
+        modules = self.model_parts.modules
+        found = [torch.zeros(2, dtype=torch.float64, device=self.device)]
+        for module in modules:
+            if module.mtp is not None and (sums := module.mtp.take()) is not None:
+                found = [sums * (self.mesh.place.tensor == 0)]
+        if self.job.model.moe is not None:
+            found.append(take_loads(modules, self.job.model, self.device))
+        return found
 
     def _own(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """This rank's tokens of its micro-batches."""
@@ -273,7 +286,7 @@ class Step:
     def _update(self, agreed: Tensor, samples: int) -> Tensor:
         """Judge the gradients and apply them."""
         t = self.job.training
-        entropy, tokens, square, checksum, stops = agreed[:AGREED].unbind()
+        entropy, tokens, square, checksum, stops, further, predicted = agreed[:AGREED].unbind()
         loads = agreed[AGREED:]
         # where labels are masked, the mean is over those that are left
         share = tokens.clamp(min=1) / (samples * self.job.model.seq_length)
@@ -288,7 +301,7 @@ class Step:
         if self.job.model.moe is not None:
             move_biases(self.model_parts.modules, self.job.model, loads, verdict.skip)
         if self.loads is not None:
-            chosen = loads.view(self.job.model.num_layers, -1)[:, :-1].flatten()
+            chosen = loads.view(self.job.model.blocks, -1)[:, :-1].flatten()
             self.loads.copy_(torch.where(verdict.skip > 0, self.loads, chosen))
         values = [
             loss,
@@ -299,6 +312,7 @@ class Step:
             stops,
             *verdict[1:],
             self.guard.skipped_in_a_row,
+            further / predicted.clamp(min=1),
         ]
         values = [value.double() for value in values]  # copies: what follows changes some in place
         # at the lowest scale this only restarts the count of good steps
