@@ -201,6 +201,11 @@ class ConvertOptions:
         default=1,
         minimum=0,
     )
+    expert_parallel_size: int = flag(
+        "megatron-lm: number of ranks that the experts of a layer will lie on",
+        default=1,
+        minimum=1,
+    )
     names: str = flag(
         "names of tensors; megatron-lm: local (default) or transformer_engine; gpt-neox: linear1"
         " (default) or dense_h_to_4h (before 2024-09)",

@@ -33,6 +33,9 @@ def main() -> None:
     enums = importlib.import_module("megatron.core.enums")
     parallel = importlib.import_module("megatron.core.parallel_state")
     schedules = importlib.import_module("megatron.core.pipeline_parallel")
+    router = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+    # some versions ask for it, and import it with Transformer Engine alone
+    vars(router).setdefault("te_general_gemm", None)
     build = provider()
     initialize()
     model = training.get_model(build, enums.ModelType.encoder_or_decoder, wrap_with_ddp=False)
@@ -62,7 +65,7 @@ def main() -> None:
         group = parallel.get_tensor_model_parallel_group()
         parts = [torch.empty_like(found[0]) for _ in range(group.size())]
         torch.distributed.all_gather(parts, found[0].contiguous(), group=group)
-        if group.rank() == 0:
+        if group.rank() == 0 and parallel.get_expert_model_parallel_rank() == 0:
             torch.save(torch.cat(parts, dim=-1), logits_path)
     torch.distributed.barrier()
 

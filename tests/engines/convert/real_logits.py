@@ -41,7 +41,7 @@ def megatron_words(model: Model, layout: FileLayout, folder: Path, rows: int) ->
         "tokenizer-type": "NullTokenizer",
         "vocab-size": rows - 1,  # it adds one
         "micro-batch-size": len(TOKENS_BS),
-        "global-batch-size": len(TOKENS_BS),
+        "global-batch-size": len(TOKENS_BS) * layout.expert,
         "train-iters": 1,
         "lr": 1e-3,
         "distributed-backend": "gloo",
@@ -78,10 +78,35 @@ def megatron_words(model: Model, layout: FileLayout, folder: Path, rows: int) ->
     if scaling is not None and scaling.type == "llama3":
         flags.append("use-rope-scaling")
         numbers["rope-scaling-factor"] = scaling.factor
+    if model.moe is not None:
+        numbers |= experts_of(model)
+        numbers["expert-model-parallel-size"] = layout.expert
+        if not model.routing.normalized:
+            flags.append("moe-router-pre-softmax")
     words = [f"--{flag}" for flag in flags]
     for name, value in numbers.items():
         words += [f"--{name}", str(value)]
     return words
+
+
+def experts_of(model: Model) -> dict[str, object]:
+    """Experts in the same words."""
+    moe = model.moe
+    assert moe is not None
+    found: dict[str, object] = {
+        "num-experts": moe.num_experts,
+        "moe-router-topk": moe.router_topk,
+        "moe-ffn-hidden-size": moe.ffn_hidden_size,
+        "moe-router-topk-scaling-factor": moe.router_topk_scaling_factor,
+        "moe-router-dtype": "fp32",
+        "moe-token-dispatcher-type": "alltoall",
+    }
+    if shared := moe.shared_expert_intermediate_size:
+        found["moe-shared-expert-intermediate-size"] = shared
+    if moe.first_dense_layers:
+        sparse = [int(model.sparse(i)) for i in range(model.num_layers)]
+        found["moe-layer-freq"] = str(sparse).replace(" ", "")
+    return found
 
 
 def neox_config(model: Model, layout: FileLayout, folder: Path) -> dict[str, Any]:
@@ -154,7 +179,8 @@ def real_logits(
         # 1e-05 is a text in YAML 1.1, 1.0e-05 a number
         config.write_text(re.sub(r"(?<= )(\d+)e-", r"\1.0e-", text))
         words = [str(HERE / "neox_logits.py"), str(tokens), str(result), str(config)]
-    _run_ranks(engine, words, layout.tensor * max(1, layout.pipeline), scratch)
+    ranks = layout.tensor * max(1, layout.pipeline) * layout.expert
+    _run_ranks(engine, words, ranks, scratch)
     found: Tensor = torch.load(result, weights_only=True)
     return found[..., :rows]
 

@@ -23,6 +23,7 @@ from trainkit.jobs.schema import Model, RopeScaling
 from trainkit.train.huggingface.weights import CheckpointWeights, NamedWeights
 
 QWEN3: dict[str, Any] = {**WIDE, "family": "qwen3"}
+FOUR_EXPERTS = {"num_experts": 4, "router_topk": 2, "ffn_hidden_size": 20}
 NOTHING = HuggingFaceExtras(shard_bytes=10**9, tokenizer=None, about={})
 MODELS = {name: model for name, (model, _) in CASES.items()} | {
     "gpt-neox-one-after-the-other": Model(
@@ -53,6 +54,21 @@ MODELS = {name: model for name, (model, _) in CASES.items()} | {
     ),
     "qwen3": Model(**QWEN3),
     "qwen3-one-matrix": Model(**QWEN3, untie_embeddings_and_output_weights=False),
+    "mixtral": Model(**{**WIDE, "family": "mixtral", "moe": FOUR_EXPERTS}),
+    "qwen3-moe-after-dense": Model(
+        **{
+            **WIDE,
+            "family": "qwen3-moe",
+            "num_layers": 4,
+            "moe": {
+                **FOUR_EXPERTS,
+                "first_dense_layers": 1,
+                "shared_expert_intermediate_size": 12,
+                "router_topk_scaling_factor": 1.5,
+                "router_norm_topk_prob": False,
+            },
+        }
+    ),
     "qwen2-one-matrix": CASES["qwen2"][0].model_copy(
         update={"untie_embeddings_and_output_weights": False}
     ),
@@ -69,6 +85,8 @@ EXPRESSIBLE = {
         "qwen2-one-matrix",
         "qwen3",
         "qwen3-one-matrix",
+        "mixtral",
+        "qwen3-moe-after-dense",
     ),
     "gpt-neox": (
         "gpt",

@@ -20,8 +20,10 @@ from tests.engines.convert.support import MODELS, layout, same, saved
 from tests.train.hf_support import VOCAB
 from trainkit.base.errors import ConfigError
 from trainkit.engines.convert import megatron_lm
+from trainkit.engines.convert.experts import Apart
 from trainkit.engines.convert.formats import RunWeights
 from trainkit.engines.convert.megatron_args import megatron_args
+from trainkit.engines.convert.megatron_names import GROUPED, LAYER, is_sparse, named, plan
 from trainkit.engines.convert.tensors import padded, part
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -34,17 +36,30 @@ def written(source: RunWeights, folder: Path, change: Change = lambda tensors: N
     model = source.model
     content: dict[str, Any] = {"rng_state/shard_0": torch.zeros(3)}
     layers: dict[str, list[Tensor]] = {}
-    for how in megatron_lm.plan(model):
-        tensor = source.weights.read(how.ours)
+    experts: dict[str, list[Tensor]] = {}
+    weights = Apart(source.weights, model)
+    for how in plan(model):
+        tensor = weights.read(how.ours)
         if how.split == "vocabulary":
             tensor = padded(tensor, 56)
         tensor = part(tensor, how, model, 0, 1)
-        name = megatron_lm._named(how.theirs, "transformer_engine")
-        match = megatron_lm.LAYER.fullmatch(name)
-        if match:
+        name = named(how.theirs, "transformer_engine", sparse=is_sparse(how, model))
+        match = LAYER.fullmatch(name)
+        of_expert = GROUPED.fullmatch(name)
+        if of_expert:
+            # all of a layer in one, by their number; where layers differ, each by itself
+            experts.setdefault(f"{of_expert[1]}experts.{of_expert[2]}.weight", []).append(tensor)
+        elif match and not (model.moe and model.moe.first_dense_layers):
             layers.setdefault(f"decoder.layers.{match[2]}", []).append(tensor)
         else:
             content[name] = tensor
+    for name, of_layer in experts.items():
+        match = LAYER.fullmatch(name)
+        assert match is not None and model.moe is not None
+        if model.moe.first_dense_layers:
+            content[name] = torch.stack(of_layer)
+        else:
+            layers.setdefault(f"decoder.layers.{match[2]}", []).append(torch.stack(of_layer))
     for name, tensors in layers.items():
         content[name] = torch.stack(tensors)
     change(content)
@@ -54,7 +69,11 @@ def written(source: RunWeights, folder: Path, change: Change = lambda tensors: N
     return folder
 
 
-@pytest.mark.parametrize("case", ["gpt", "gpt-untied", "llama-3", "llama-tied", "qwen2", "qwen3"])
+CASES = ["gpt", "gpt-untied", "llama-3", "llama-tied", "qwen2", "qwen3"]
+CASES += ["mixtral", "qwen3-moe-after-dense"]
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_read(case: str, tmp_path: Path) -> None:
     source = saved(MODELS[case], tmp_path / "ours")
     folder = written(source, tmp_path / "iter_0000003")

@@ -11,10 +11,11 @@ import torch
 from torch import nn
 
 from tests.engines.convert.real_logits import ROWS, TOKENS_BS, real_logits
-from tests.engines.convert.support import converted, layout
+from tests.engines.convert.support import FOUR_EXPERTS, converted, layout
 from tests.engines.real import RealEngine, parameters
 from tests.train.hf_support import equal, save
 from trainkit.engines.convert.formats import RunWeights
+from trainkit.jobs.experts import Experts
 from trainkit.jobs.schema import Model, RopeScaling
 from trainkit.train.huggingface.weights import CheckpointWeights
 from trainkit.train.model.transformer import Transformer, build_on_meta
@@ -41,6 +42,20 @@ MODELS = {
     "qwen2": Model(**{**LLAMA, "family": "qwen2"}),
     "qwen3": Model(**{**LLAMA, "family": "qwen3"}, kv_channels=16),
     "qwen3-tied": Model(**{**LLAMA, "family": "qwen3"}, untie_embeddings_and_output_weights=False),
+    "mixtral": Model(**{**LLAMA, "family": "mixtral", "moe": FOUR_EXPERTS}),
+    "qwen3-moe": Model(
+        **{**LLAMA, "family": "qwen3-moe"},
+        kv_channels=16,
+        moe=Experts.model_validate(
+            {
+                **FOUR_EXPERTS,
+                "first_dense_layers": 1,
+                "shared_expert_intermediate_size": 12,
+                "router_norm_topk_prob": False,
+                "router_topk_scaling_factor": 1.5,
+            }
+        ),
+    ),
     "gpt-neox": Model(**NEOX),
     "gpt-neox-tanh": Model(**NEOX, gelu="tanh", rotary_percent=0.5, rotary_base=500.0),
     "gpt-j-tied": Model(**NEOX, gpt_j_tied=True, rotary_percent=1.0),
@@ -56,6 +71,9 @@ MEGATRON: list[tuple[str, dict[str, Any]]] = [
     ("qwen2", {"tensor": 2}),
     ("qwen3", {"tensor": 2}),
     ("qwen3-tied", {"pipeline": 2}),
+    ("mixtral", {"expert": 2}),
+    ("mixtral", {"tensor": 2}),
+    ("qwen3-moe", {"pipeline": 2}),
 ]
 NEOX_CUTS: list[tuple[str, dict[str, Any]]] = [
     ("gpt", {"pipeline": 0}),

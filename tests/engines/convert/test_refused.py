@@ -245,6 +245,26 @@ def test_other_checkpoints_of_megatron_lm(change: Change, said: str, tmp_path: P
         megatron_case("gpt", change, tmp_path)
 
 
+ROUTER = "decoder.layers.1.mlp.router.weight"
+EXPERT = "decoder.layers.1.mlp.experts.local_experts.3.linear_fc2.weight"
+EXPERT_CHANGES: list[tuple[Change, str]] = [
+    (lambda c: c["model"].pop(ROUTER), f"{ROUTER} is not in it"),
+    (lambda c: c["model"].pop(EXPERT), f"{EXPERT} is not in it"),
+    (lambda c: c["model"].update({EXPERT: torch.ones(20, 32)}), r"is \[20, 32\] there, \[32, 20\]"),
+    (lambda c: setattr(c["args"], "num_experts", 8), "num_experts is 8 there, 4"),
+    (lambda c: setattr(c["args"], "moe_router_topk", 3), "moe_router_topk is 3 there, 2"),
+    (lambda c: setattr(c["args"], "moe_layer_freq", 2), "moe_layer_freq is 2 there; every layer"),
+    (lambda c: setattr(c["args"], "moe_router_pre_softmax", True), "pre_softmax is True there"),
+    (lambda c: setattr(c["args"], "expert_tensor_parallel_size", 2), "split over 2 ranks, and all"),
+]
+
+
+@pytest.mark.parametrize(("change", "said"), EXPERT_CHANGES)
+def test_other_experts_of_megatron_lm(change: Change, said: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=said):
+        megatron_case("mixtral", change, tmp_path)
+
+
 def test_what_older_versions_do_not_say_is_not_compared(tmp_path: Path) -> None:
     megatron_case("gpt", lambda c: c.pop("args"), tmp_path)
 
@@ -327,9 +347,9 @@ class TestFolders:
         [
             ([], "it is not a checkpoint of Megatron-LM"),
             (["__0_0.distcp", ".metadata"], "is not what torch writes"),
-            (["mp_rank_00_000_001/model_optim_rng.pt"], "model with experts"),
-            (["mp_rank_01/model_optim_rng.pt"], "lacks the folder of tensor-parallel rank 0"),
-            (["mp_rank_00_001/model_optim_rng.pt"], "pipeline stage 0"),
+            (["mp_rank_00_000_001/model_optim_rng.pt"], "lacks mp_rank_00_000_000"),
+            (["mp_rank_01/model_optim_rng.pt"], "lacks mp_rank_00"),
+            (["mp_rank_00_001/model_optim_rng.pt"], "lacks mp_rank_00_000"),
         ],
     )
     def test_megatron_lm(self, files: list[str], said: str, tmp_path: Path) -> None:

@@ -53,6 +53,11 @@ LAYOUTS: list[tuple[str, str, dict[str, Any]]] = [
     ("megatron-lm", "qwen2-one-matrix", {"tensor": 2, "pipeline": 2}),
     ("megatron-lm", "qwen3", {"tensor": 2, "names": "transformer_engine"}),
     ("megatron-lm", "qwen3-one-matrix", {"tensor": 2, "pipeline": 2}),
+    ("megatron-lm", "mixtral", {"expert": 4}),
+    ("megatron-lm", "mixtral", {"tensor": 2, "expert": 2, "names": "transformer_engine"}),
+    ("megatron-lm", "qwen3-moe-after-dense", {"tensor": 2, "names": "transformer_engine"}),
+    ("megatron-lm", "qwen3-moe-after-dense", {"pipeline": 2}),
+    ("megatron-lm", "qwen3-moe-after-dense", {"tensor": 2, "pipeline": 4, "expert": 2}),
     ("megatron-lm", "gpt", {"tensor": 3, "pipeline": 2, "names": "transformer_engine"}),
     ("gpt-neox", "gpt-neox", {"pipeline": 0}),
     ("gpt-neox", "gpt-neox", {"tensor": 3, "pipeline": 2}),
@@ -248,7 +253,31 @@ class TestRefused:
             ("megatron-lm", {"family": "llama", "rotary_base": 500.5}, "rotary_base is 500.5"),
             ("megatron-lm", {"family": "llama", "qk_norm": "head"}, "qk_norm = 'head' is not"),
             ("gpt-neox", {"family": "mixtral", "moe": EXPERTS}, "moe = True is not converted"),
-            ("megatron-lm", {"family": "mixtral", "moe": EXPERTS}, "moe = True is not converted"),
+            ("megatron-lm", {"family": "olmoe", "moe": EXPERTS}, "qk_norm = 'projection' is not"),
+            (
+                "megatron-lm",
+                {
+                    "family": "mixtral",
+                    "moe": {
+                        **EXPERTS,
+                        "router_score_function": "sigmoid",
+                        "router_norm_topk_prob": False,
+                    },
+                },
+                "Megatron-LM makes these weights sum to 1",
+            ),
+            (
+                "megatron-lm",
+                {
+                    "family": "mixtral",
+                    "moe": {
+                        **EXPERTS,
+                        "router_score_function": "sigmoid",
+                        "router_enable_expert_bias": True,
+                    },
+                },
+                "router_enable_expert_bias = true is not converted",
+            ),
         ],
     )
     def test_shapes(self, target: str, change: dict[str, Any], said: str) -> None:

@@ -30,8 +30,11 @@ def big(name: str, *sets: str) -> Job:
     return JOBS.resolve(name, [*SETS, *SCALED, *sets]).job
 
 
-def small(*moe: str, family: str = "mixtral", sets: tuple[str, ...] = ()) -> Job:
-    """Four experts on this machine's CPUs."""
+GPUS = ("cluster.device=h100-sxm-80gb", "cluster.gpus_per_node=4")
+
+
+def small(*moe: str, family: str = "mixtral", sets: tuple[str, ...] = GPUS) -> Job:
+    """Four experts, on GPUs unless `sets` leave them out."""
     sizes = ("num_experts=4", "router_topk=2", "ffn_hidden_size=96")
     table = ",".join((*sizes, *moe))
     return tiny(f"model.family={family}", f"model.moe={{{table}}}", *sets)
@@ -88,7 +91,7 @@ def test_deepseek_v3(version: str) -> None:
 
 
 def test_on_cpus_experts_are_one_by_one() -> None:
-    words = argv_of(small("z_loss_coeff=0.5"))
+    words = argv_of(small("z_loss_coeff=0.5", sets=()), "core-0.12.0")
     assert words["--moe-z-loss-coeff"] == (0.5,)
     assert "--moe-grouped-gemm" not in words and "--moe-aux-loss-coeff" not in words
 
@@ -113,24 +116,26 @@ SIGMOID = "router_score_function='sigmoid'"
 GROUPS = ("router_num_groups=2", "router_group_topk=1")
 NO_BALANCE = "model.moe.aux_loss_coeff=0"
 LINEAR = "model.rope_scaling={type='linear',factor=2}"
-CPU_EXPERTS = ("parallelism.expert_model_parallel_size=2",)
+SPREAD = (*GPUS, "parallelism.expert_model_parallel_size=2")
 
 
 @pytest.mark.parametrize(
     ("job", "version", "said"),
     [
         (small(), "2021", "Megatron-LM 2021 has no experts"),
+        (small(sets=()), "core-0.16.1", "the router of Megatron-LM core-0.16.1 is Transformer"),
+        (small(sets=()), "core-0.17.1", ""),
         (small(SIGMOID, "router_norm_topk_prob=false"), "core-0.19.0", "these weights sum to 1"),
         (small(*GROUPS), "core-0.16.1", "judges groups by sums of logits"),
         (small(*GROUPS, "router_pre_softmax=false"), "core-0.16.1", ""),
         (small(SIGMOID, *GROUPS, "aux_loss_coeff=0.1"), "core-0.12.0", "that these choose"),
         (small(SIGMOID, *GROUPS, "aux_loss_coeff=0.1"), "core-0.13.0", ""),
         (
-            small(sets=(*CPU_EXPERTS, "training.precision=fp16")),
+            small(sets=(*SPREAD, "training.precision=fp16")),
             "core-0.15.0",
             "in bf16 and fp32 alone",
         ),
-        (small(sets=(*CPU_EXPERTS, "training.precision=fp16")), "core-0.16.1", ""),
+        (small(sets=(*SPREAD, "training.precision=fp16")), "core-0.16.1", ""),
         (big("olmoe-1b-7b"), "core-0.19.0", "model.qk_norm = 'projection'"),
         (big("deepseek-v3"), "core-0.12.0", "that these choose"),
         (big("deepseek-v3", "model.layernorm_epsilon=1e-5"), "core-0.16.1", "latents' norms"),
@@ -177,7 +182,6 @@ def objections(job: Job) -> dict[str, str]:
     return {each.code: each.message for each in plan.objections}
 
 
-GPUS = ("cluster.device=h100-sxm-80gb", "cluster.gpus_per_node=4")
 TENSOR = "parallelism.tensor_model_parallel_size=2"
 CONTEXT = "parallelism.context_parallel_size=2"
 

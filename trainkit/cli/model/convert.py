@@ -131,6 +131,7 @@ def convert(task: TaskContext, run_name: str, options: ConvertOptions) -> TaskRe
             names=options.names,
             dtype=weights.TARGETS[options.dtype],
             divisor=job.model.make_vocab_size_divisible_by,
+            expert=options.expert_parallel_size,
         ),
         folder,
         formats.HuggingFaceExtras(
@@ -178,6 +179,8 @@ def _refuse_invalid(options: ConvertOptions) -> None:
     if not options.out:
         problems.append(Problem("--out DIR is missing: the folder to write, new or empty"))
     cut = (options.tensor_parallel_size, options.pipeline_parallel_size, options.names)
+    if options.to != "megatron-lm" and options.expert_parallel_size != 1:
+        problems.append(Problem("--expert-parallel-size is for megatron-lm"))
     if options.to == "hf" and cut != (1, 1, ""):
         problems.append(
             Problem(

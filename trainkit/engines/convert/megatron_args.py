@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from trainkit.engines.convert.options import FileLayout
+from trainkit.engines.megatron_lm.experts import routing_problems, softmax_of_all
 from trainkit.jobs.schema import Model
 
 # Fixed numbers of --use-rope-scaling (core/models/common/embeddings/rotary_pos_embedding.py).
@@ -15,11 +16,21 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-# What would make the tensors mean something else. trainkit's models have none of it.
+# What would make the tensors mean something else, unless a model's shape says it.
 NEUTRAL: dict[str, tuple[object, ...]] = {
     "apply_layernorm_1p": (False,),
     "apply_residual_connection_post_layernorm": (False,),
     "heterogeneous_layers_config_path": (None,),
+    "moe_apply_probs_on_input": (False,),
+    "moe_expert_capacity_factor": (None,),
+    "moe_latent_size": (None,),
+    "moe_router_enable_expert_bias": (False,),
+    "moe_router_group_topk": (None,),
+    "moe_router_num_groups": (None,),
+    "moe_router_pre_softmax": (False,),
+    "moe_router_topk_scaling_factor": (None, 1.0),
+    "moe_shared_expert_gate": (False,),
+    "moe_shared_expert_intermediate_size": (None,),
     "multi_latent_attention": (False,),
     "no_rope_freq": (None,),
     "num_experts": (None, 0),
@@ -31,7 +42,7 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
 }
 # What is converted beyond a block of GPT-2 or Llama (Model.traits), where it is the family's own:
 # other modules have no names in trainkit/train/huggingface/names.py.
-CONVERTED = {("qk_norm", "head"), ("add_qkv_bias", True)}
+CONVERTED = {("qk_norm", "head"), ("add_qkv_bias", True), ("moe", True)}
 
 
 def model_problems(model: Model) -> Iterator[str]:
@@ -44,6 +55,10 @@ def model_problems(model: Model) -> Iterator[str]:
     for key, value in model.traits.items():
         if (key, value) not in CONVERTED or key in model.departures:
             yield f"{key} = {value!r} is not converted (family {model.family!r})"
+    if model.moe is not None:
+        yield from (f"moe.{problem}" for problem in routing_problems(model.routing))
+        if model.routing.expert_bias:
+            yield "moe.router_enable_expert_bias = true is not converted"
     scaling = model.rope_scaling
     if scaling is not None and scaling.type == "yarn":
         yield "rope_scaling.type is 'yarn', which is not converted"
@@ -95,6 +110,29 @@ def _shape(model: Model) -> dict[str, object]:
         }
     if llama3 and scaling is not None:
         found["rope_scaling_factor"] = scaling.factor
+    return found | _experts(model)
+
+
+def _experts(model: Model) -> dict[str, object]:
+    """The same of experts; nothing of what is NEUTRAL."""
+    moe = model.moe
+    if moe is None:
+        return {}
+    found: dict[str, object] = {
+        "num_experts": moe.num_experts,
+        "moe_router_topk": moe.router_topk,
+        "moe_ffn_hidden_size": moe.ffn_hidden_size,
+        "moe_router_score_function": model.routing.score,
+    }
+    if softmax_of_all(model.routing):
+        found["moe_router_pre_softmax"] = True
+    if moe.router_topk_scaling_factor != 1:
+        found["moe_router_topk_scaling_factor"] = moe.router_topk_scaling_factor
+    for key in ("router_num_groups", "router_group_topk", "shared_expert_intermediate_size"):
+        if (value := getattr(moe, key)) is not None:
+            found[f"moe_{key}"] = value
+    if dense := moe.first_dense_layers:
+        found["moe_layer_freq"] = [0] * dense + [1] * (model.num_layers - dense)
     return found
 
 
@@ -108,8 +146,8 @@ def megatron_args(model: Model, layout: FileLayout, rows: int) -> dict[str, obje
     """
     family = model.architecture
     return {
-        **_shape(model),
         **{name: values[0] for name, values in NEUTRAL.items()},
+        **_shape(model),
         "seq_length": model.seq_length,
         "max_position_embeddings": model.positions,
         "use_rotary_position_embeddings": not family.learned_positions,
@@ -124,6 +162,8 @@ def megatron_args(model: Model, layout: FileLayout, rows: int) -> dict[str, obje
         "tensor_model_parallel_size": layout.tensor,
         "pipeline_model_parallel_size": layout.pipeline,
         "virtual_pipeline_model_parallel_size": None,
+        "expert_model_parallel_size": layout.expert,
+        "expert_tensor_parallel_size": layout.tensor,
         "transformer_impl": layout.names or "local",
         "params_dtype": layout.dtype,
         "ckpt_format": "torch",
@@ -145,14 +185,21 @@ def args_problems(
         tensor, stages: tensor-parallel ranks and pipeline stages that there are.
     """
     yield from model_problems(model)
+    shape = _shape(model)
     for name, values in NEUTRAL.items():
-        if args.get(name) not in (None, *values):
-            yield f"{name} is {args[name]!r} there, which trainkit's models do not have"
+        if name not in shape and args.get(name) not in (None, *values):
+            yield f"{name} is {args[name]!r} there, which the job's model does not have"
     wanted: dict[str, object] = {
-        **_shape(model),
+        **shape,
         "tensor_model_parallel_size": tensor,
         "pipeline_model_parallel_size": stages,
     }
+    if model.moe is not None and not model.moe.first_dense_layers:
+        every = args.get("moe_layer_freq")
+        if every not in (None, 1, [1] * model.num_layers):
+            yield f"moe_layer_freq is {every!r} there; every layer of the job's model has experts"
+    if model.sparse(0):
+        del wanted["ffn_hidden_size"]  # of no layer
     for name in ("group_query_attention", "num_query_groups"):
         del wanted[name]
     groups = args.get("num_attention_heads")

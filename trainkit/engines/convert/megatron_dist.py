@@ -3,8 +3,9 @@
 iter_0000003/ holds .metadata, a pickle of torch's distributed checkpoint (torch,
 distributed/checkpoint/metadata.py: tensors by name with their boxes, and for each box the file,
 the place and the length of what torch.save made of it), __R_N.distcp with these, and common.pt with
-`args`. Tensors are whole, not split over ranks, and layers are the first dimension; names are
-those of transformer_impl "transformer_engine" (Megatron-LM, core/transformer, sharded_state_dict).
+`args`. Tensors are whole, not split over ranks, and layers are the first dimension, experts the
+next; where layers differ, each has names of its own. Names are those of transformer_impl
+"transformer_engine" (Megatron-LM, core/transformer, sharded_state_dict).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 from torch import Tensor
 
 from trainkit.base.errors import ConfigError
+from trainkit.engines.convert.experts import read_together
 from trainkit.engines.convert.pickles import HARMLESS, InertValue, read_pickle, read_tensor
 from trainkit.engines.convert.tensors import EngineTensor, as_tensor, whole
 from trainkit.jobs.schema import Model
@@ -65,7 +67,8 @@ class DistributedWeights:
         folder: of the checkpoint.
         model: the job's.
         vocab_size: rows of the embedding without padding.
-        plan: by our name, how each is stored; in a block, without the layer's number.
+        plan: by our name, experts apart, how each is stored, and its place in the first
+            dimensions of what is stored: the layer, the expert.
         sizes, boxes: by the engine's name.
         notes: what a reader should know of how they were read.
     """
@@ -73,36 +76,34 @@ class DistributedWeights:
     folder: Path
     model: Model
     vocab_size: int
-    plan: Mapping[str, tuple[EngineTensor, int | None]]
+    plan: Mapping[str, tuple[EngineTensor, Shape]]
     sizes: Mapping[str, Shape]
     boxes: Mapping[str, Sequence[_Box]]
     notes: tuple[str, ...] = ()
 
     @cached_property
     def shapes(self) -> Mapping[str, Shape]:
-        entries = table(self.model, self.vocab_size)
-        return {name: entries[name].shape for name in self.plan}
+        return {name: entry.shape for name, entry in table(self.model, self.vocab_size).items()}
 
     def read(self, name: str) -> Tensor:
-        how, layer = self.plan[name]
-        shape = self.sizes[how.theirs]
+        return read_together(name, self.model, self._read_one)
+
+    def _read_one(self, name: str) -> Tensor:
+        how, place = self.plan[name]
+        shape = self.sizes[how.theirs][len(place) :]
         found: Tensor | None = None
         filled = 0
         for box in self.boxes.get(how.theirs, ()):
-            first = 0
-            if layer is not None:
-                first = layer - box.offsets[0]
-                if not 0 <= first < box.sizes[0]:
-                    continue
+            first = tuple(n - o for n, o in zip(place, box.offsets, strict=False))
+            if not all(0 <= n < size for n, size in zip(first, box.sizes, strict=False)):
+                continue
             tensor = as_tensor(_read_box(self.folder, box), how.theirs, self.folder)
             if tensor.shape != box.sizes:
                 raise ConfigError(f"{self.folder}: a part of {how.theirs} has another shape")
-            offsets = box.offsets
-            if layer is not None:
-                tensor = tensor[first]
-                offsets = offsets[1:]
+            tensor = tensor[first]
+            offsets = box.offsets[len(place) :]
             if found is None:
-                found = tensor.new_empty(shape if layer is None else shape[1:])
+                found = tensor.new_empty(shape)
             where = tuple(slice(o, o + n) for o, n in zip(offsets, tensor.shape, strict=True))
             found[where] = tensor
             filled += tensor.numel()

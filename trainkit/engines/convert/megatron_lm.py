@@ -12,6 +12,7 @@ for weights without an optimizer.
 from __future__ import annotations
 
 import argparse
+import itertools
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from trainkit.base.errors import ConfigError, Exit, TrainkitError
 from trainkit.base.files import write_text
+from trainkit.engines.convert.experts import Apart, shapes_apart
 from trainkit.engines.convert.files import existing, save_pickle, tracked_name
 from trainkit.engines.convert.megatron_args import (
     args_problems,
@@ -30,11 +32,22 @@ from trainkit.engines.convert.megatron_args import (
     model_problems,
 )
 from trainkit.engines.convert.megatron_dist import DistributedWeights, args_of, read_metadata
+from trainkit.engines.convert.megatron_names import (
+    EXPERT,
+    EXTRA,
+    LAYER,
+    global_experts,
+    is_sparse,
+    linears,
+    local_name,
+    named,
+    of_expert_rank,
+    plan,
+)
 from trainkit.engines.convert.options import FileLayout, refuse
 from trainkit.engines.convert.pickles import InertValue, read_pickle
 from trainkit.engines.convert.tensors import (
     EngineTensor,
-    block_tensors,
     indivisible_problem,
     padded,
     part,
@@ -42,7 +55,7 @@ from trainkit.engines.convert.tensors import (
 from trainkit.engines.convert.weights import EngineWeights, gather
 from trainkit.jobs.schema import Model
 from trainkit.plan.layout import padded_vocab_size
-from trainkit.train.huggingface.names import table
+from trainkit.train.huggingface.names import Shape
 from trainkit.train.huggingface.weights import NamedWeights, in_dtype, vocabulary
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -50,59 +63,14 @@ RELEASE = "release"
 FILE = "model_optim_rng.pt"
 VERSION = 3.0  # of the order of rows in linear_qkv
 NAMES = ("local", "transformer_engine")  # as --transformer-impl
-EXTRA = "_extra_state"
+SPLIT_HINT = (
+    "copy it whole; where experts are split over other ranks than all else"
+    " (expert_tensor_parallel_size) it is read as it was saved with --ckpt-format torch_dist"
+)
 PARTS = ("embedding.", "decoder.", "output_layer.")  # the model's names in torch_dist
 GELU_NOTE = "it was trained with the {} form of GELU (bias_gelu_fusion)"
-MODULES = {
-    "attention_norm": "input_layernorm",
-    "attention.qkv": "self_attention.linear_qkv",
-    "attention.q_norm": "self_attention.q_layernorm",
-    "attention.k_norm": "self_attention.k_layernorm",
-    "attention.out": "self_attention.linear_proj",
-    "mlp_norm": "pre_mlp_layernorm",
-    "mlp.up": "mlp.linear_fc1",
-    "mlp.gate_up": "mlp.linear_fc1",
-    "mlp.down": "mlp.linear_fc2",
-}
-# Transformer Engine has the norm inside the projection that follows.
-FUSED = {
-    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
-    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
-}
-LINEARS = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1")
-LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 RANK_FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 CHUNK = re.compile(r"model(\d*)")
-
-
-def plan(model: Model) -> list[EngineTensor]:
-    """All tensors of a model, with the names of transformer_impl "local"."""
-    family = model.architecture
-    found = [
-        EngineTensor("embed_tokens.weight", "embedding.word_embeddings.weight", "vocabulary"),
-    ]
-    if family.learned_positions:
-        found.append(EngineTensor("embed_positions.weight", "embedding.position_embeddings.weight"))
-    block = block_tensors(model, _modules(model), "replicated")
-    for i in range(model.num_layers):
-        found += [
-            replace(how, ours=f"layers.{i}.{how.ours}", theirs=f"decoder.layers.{i}.{how.theirs}")
-            for how in block
-        ]
-    found += [
-        EngineTensor(f"final_norm.{kind}", f"decoder.final_layernorm.{kind}")
-        for kind in family.norm.parameters
-    ]
-    if model.untied:
-        found.append(EngineTensor("head.weight", "output_layer.weight", "vocabulary"))
-    return found
-
-
-def _modules(model: Model) -> dict[str, str]:
-    unused = {"mlp.up", "mlp.gate_up"} - {f"mlp.{model.mlp.module}"}
-    if model.query_key_norm == "none":
-        unused |= {"attention.q_norm", "attention.k_norm"}
-    return {ours: theirs for ours, theirs in MODULES.items() if ours not in unused}
 
 
 def refuse_impossible(model: Model, layout: FileLayout) -> None:
@@ -116,6 +84,11 @@ def refuse_impossible(model: Model, layout: FileLayout) -> None:
         problems.append(
             f"num_layers {model.num_layers} does not divide by --pipeline-parallel-size"
             f" {layout.pipeline}"
+        )
+    experts = model.moe.num_experts if model.moe else 1
+    if experts % layout.expert:
+        problems.append(
+            f"num_experts {experts} does not divide by --expert-parallel-size {layout.expert}"
         )
     if layout.names not in ("", *NAMES):
         problems.append(f"--names {layout.names!r} is not one of: {', '.join(NAMES)}")
@@ -132,45 +105,49 @@ def write(weights: NamedWeights, model: Model, layout: FileLayout, folder: Path)
         folder: where; it is made.
     """
     rows = padded_vocab_size(vocabulary(weights), layout.divisor, layout.tensor)
-    for stage in range(layout.pipeline):
-        for rank in range(layout.tensor):
-            name = f"mp_rank_{rank:02d}"
-            if layout.pipeline > 1:
-                name += f"_{stage:03d}"
-            content = {
-                "args": argparse.Namespace(**megatron_args(model, layout, rows)),
-                "checkpoint_version": VERSION,
-                "iteration": 0,
-                "model": _stage_tensors(weights, model, layout, stage, rank),
-            }
-            save_pickle(content, folder / RELEASE / name / FILE)
+    apart = Apart(weights, model)
+    ranks = (range(layout.pipeline), range(layout.tensor), range(layout.expert))
+    for stage, rank, expert in itertools.product(*ranks):
+        name = f"mp_rank_{rank:02d}"
+        if layout.pipeline > 1:
+            name += f"_{stage:03d}"
+        if layout.expert > 1:
+            name += f"_{expert:03d}"
+        content = {
+            "args": argparse.Namespace(**megatron_args(model, layout, rows)),
+            "checkpoint_version": VERSION,
+            "iteration": 0,
+            "model": _stage_tensors(apart, model, layout, (stage, rank, expert)),
+        }
+        save_pickle(content, folder / RELEASE / name / FILE)
     write_text(folder / TRACKER, RELEASE)
 
 
 def _stage_tensors(
-    weights: NamedWeights, model: Model, layout: FileLayout, stage: int, rank: int
+    weights: Apart, model: Model, layout: FileLayout, place: tuple[int, int, int]
 ) -> dict[str, Tensor | None]:
-    """What one rank has, by the names it has there."""
-    rows = padded_vocab_size(vocabulary(weights), layout.divisor, layout.tensor)
+    """What one rank has, by the names it has there. `place`: its pipeline stage, its
+    tensor-parallel rank, its part of the experts."""
+    stage, rank, expert = place
+    rows = padded_vocab_size(vocabulary(weights.weights), layout.divisor, layout.tensor)
     per_stage = model.num_layers // layout.pipeline
     found: dict[str, Tensor | None] = {}
     for how, theirs in _of_stage(model, layout.pipeline, stage):
+        local = of_expert_rank(theirs, model, layout.expert, expert)
+        if local is None:
+            continue
         tensor = in_dtype(how.ours, weights.read(how.ours), layout.dtype)
         if how.split == "vocabulary":
             tensor = padded(tensor, rows)
-        found[_named(theirs, layout.names)] = part(tensor, how, model, rank, layout.tensor)
+        name = named(local, layout.names, sparse=is_sparse(how, model))
+        found[name] = part(tensor, how, model, rank, layout.tensor)
     # what modules of the engine ask for besides tensors; they have nothing to say
     for i in range(per_stage):
-        found |= {f"decoder.layers.{i}.{name}.{EXTRA}": None for name in _linears(layout.names)}
+        asked = linears(model, layout, sparse=model.sparse(stage * per_stage + i))
+        found |= {f"decoder.layers.{i}.{name}.{EXTRA}": None for name in asked}
     if stage == layout.pipeline - 1:
         found[f"output_layer.{EXTRA}"] = None
     return found
-
-
-def _linears(names: str) -> Iterator[str]:
-    yield from (*LINEARS, "mlp.linear_fc2")
-    if names == "transformer_engine":
-        yield "self_attention.core_attention"
 
 
 def _of_stage(model: Model, stages: int, stage: int) -> Iterator[tuple[EngineTensor, str]]:
@@ -190,23 +167,6 @@ def _of_stage(model: Model, stages: int, stage: int) -> Iterator[tuple[EngineTen
             yield how, how.theirs
 
 
-def _named(name: str, names: str) -> str:
-    """A name of transformer_impl "local" as the asked one has it."""
-    if names == "transformer_engine":
-        for local, fused in FUSED.items():
-            if f".{local}" in name:
-                return name.replace(local, fused)
-    return name
-
-
-def _local(name: str) -> str:
-    """A name of either transformer_impl as "local" has it."""
-    for local, fused in FUSED.items():
-        if f".{fused}" in name:
-            return name.replace(fused, local)
-    return name
-
-
 def read(folder: Path, model: Model, vocab_size: int) -> EngineWeights | DistributedWeights:
     """The weights of a checkpoint.
 
@@ -221,24 +181,24 @@ def read(folder: Path, model: Model, vocab_size: int) -> EngineWeights | Distrib
     """
     if any(folder.glob("*.distcp")):
         return _read_distributed(folder, model, vocab_size)
-    files = _rank_files(folder)
-    contents = {place: read_pickle(path) for place, path in files.items()}
-    tensor = 1 + max(rank for rank, _ in files)
-    stages = 1 + max(stage for _, stage in files)
-    args = _attributes(contents[0, 0].get("args"))
+    contents, args = _rank_contents(folder)
+    tensor, stages, experts = (1 + max(numbers) for numbers in zip(*contents, strict=True))
     refuse([*args_problems(args, model, tensor, stages)], "named weights", folder)
-    gathered = [
-        _whole_model([contents[rank, stage] for stage in range(stages)], folder)
-        for rank in range(tensor)
-    ]
+    gathered = []
+    for rank in range(tensor):
+        found = dict[str, object]()
+        for expert in range(experts):
+            whole = _whole_model([contents[rank, stage, expert] for stage in range(stages)], folder)
+            found |= global_experts(whole, expert, model, experts)
+        gathered.append(found)
     for names in gathered:
         _drop_tied_head(names, model, folder)
     trained = gelu_of(args, model)
-    found = gather(folder, trained, vocab_size, plan(model), gathered)
+    weights = gather(folder, trained, vocab_size, plan(model), gathered)
     if trained.gelu_form != model.gelu_form:
         note = GELU_NOTE.format(trained.gelu_form)
-        return replace(found, notes=(*found.notes, note))
-    return found
+        return replace(weights, notes=(*weights.notes, note))
+    return weights
 
 
 def _read_distributed(folder: Path, model: Model, vocab_size: int) -> DistributedWeights:
@@ -248,18 +208,21 @@ def _read_distributed(folder: Path, model: Model, vocab_size: int) -> Distribute
     refuse([*args_problems(args, model, *degrees)], "named weights", folder)
     trained = gelu_of(args, model)
     sizes, boxes = read_metadata(folder)
-    there = {_local(name): name for name in sizes if name.startswith(PARTS)}
-    entries = table(trained, vocab_size)
-    found: dict[str, tuple[EngineTensor, int | None]] = {}
+    there = {local_name(name): name for name in sizes if name.startswith(PARTS)}
+    shapes = shapes_apart(trained, vocab_size)
+    found: dict[str, tuple[EngineTensor, Shape]] = {}
     problems = []
     for how in plan(trained):
-        layer = LAYER.fullmatch(how.theirs)
         name = how.theirs
-        number = None
-        shape = entries[how.ours].shape
+        place: Shape = ()
+        shape = shapes[how.ours]
+        expert = EXPERT.fullmatch(name)
+        if expert:
+            name, place = f"{expert[1]}experts.{expert[3]}.weight", (int(expert[2]),)
+            shape = (trained.moe.num_experts if trained.moe else 0, *shape)
+        layer = LAYER.fullmatch(name)
         if layer and name not in there:
-            name = f"decoder.layers.{layer[2]}"
-            number = int(layer[1])
+            name, place = f"decoder.layers.{layer[2]}", (int(layer[1]), *place)
             shape = (trained.num_layers, *shape)
         theirs = there.get(name)
         if theirs is None:
@@ -269,7 +232,7 @@ def _read_distributed(folder: Path, model: Model, vocab_size: int) -> Distribute
         rows = how.split == "vocabulary" and size[0] >= vocab_size
         if size != shape and not (rows and size[1:] == shape[1:]):
             problems.append(f"{theirs} is {list(size)} there, {list(shape)} in the job's model")
-        found[how.ours] = (replace(how, theirs=theirs), number)
+        found[how.ours] = (replace(how, theirs=theirs), place)
     used = {how.theirs for how, _ in found.values()}
     problems += [f"{name} is not in the job's model" for name in there.values() if name not in used]
     refuse(list(dict.fromkeys(problems)), "named weights", folder)
@@ -279,29 +242,40 @@ def _read_distributed(folder: Path, model: Model, vocab_size: int) -> Distribute
     return DistributedWeights(folder, trained, vocab_size, found, sizes, boxes, notes)
 
 
-def _rank_files(folder: Path) -> dict[tuple[int, int], Path]:
-    """The file of each (tensor-parallel rank, pipeline stage). Raises ConfigError."""
+def _rank_contents(
+    folder: Path,
+) -> tuple[dict[tuple[int, int, int], dict[str, object]], Mapping[str, object]]:
+    """What each (tensor-parallel rank, pipeline stage, part of the experts) has saved, and the
+    arguments. A name has the second number with stages alone, and the third with several parts
+    alone: of two, the arguments say which. Raises ConfigError."""
     if not folder.is_dir():
         raise ConfigError(f"{folder} is missing")
     files = {}
     for path in sorted(folder.iterdir()):
-        match = RANK_FOLDER.fullmatch(path.name)
-        if match and match[3] is not None:
-            raise ConfigError(f"{path} is of a model with experts, which trainkit does not have")
-        if match:
-            files[int(match[1]), int(match[2] or 0)] = path / FILE
+        if match := RANK_FOLDER.fullmatch(path.name):
+            files[tuple(int(number) for number in match.groups() if number)] = path / FILE
     if not files:
         raise ConfigError(f"{folder} has no mp_rank_00: it is not a checkpoint of Megatron-LM")
-    tensor = 1 + max(rank for rank, _ in files)
-    stages = 1 + max(stage for _, stage in files)
-    for rank in range(tensor):
-        for stage in range(stages):
-            if (rank, stage) not in files:
-                raise ConfigError(
-                    f"{folder} lacks the folder of tensor-parallel rank {rank}, pipeline stage"
-                    f" {stage}"
-                )
-    return files
+    for numbers in itertools.product(*(range(1 + max(n)) for n in zip(*files, strict=False))):
+        if numbers not in files:
+            name = "_".join(f"{n:0{2 + (place > 0)}d}" for place, n in enumerate(numbers))
+            raise ConfigError(f"{folder} lacks mp_rank_{name}", hint=SPLIT_HINT)
+    read = {numbers: read_pickle(path) for numbers, path in files.items()}
+    args = _attributes(read[min(read)].get("args"))
+    tensor = 1 + max(numbers[0] for numbers in read)
+    split = args.get("expert_tensor_parallel_size")
+    if args.get("num_experts") and split not in (None, tensor):
+        raise ConfigError(
+            f"{folder} has experts split over {split!r} ranks, and all else over {tensor}",
+            hint=SPLIT_HINT,
+        )
+    by_experts = args.get("expert_model_parallel_size") not in (None, 1)
+    contents = {}
+    for numbers, content in read.items():
+        rank, *others = numbers
+        expert = others.pop() if by_experts and others else 0
+        contents[rank, others[0] if others else 0, expert] = content
+    return contents, args
 
 
 def _attributes(args: object) -> Mapping[str, object]:
@@ -351,7 +325,7 @@ def _add_chunk(
     """
     layers = before
     for key, value in chunk.items():
-        name = _local(str(key))
+        name = local_name(str(key))
         if name.endswith(EXTRA):
             continue
         if name.startswith("language_model"):

@@ -20,6 +20,7 @@ class FileLayout:
         names: which of a format's sets of names; "": its usual one.
         dtype: of the weights.
         divisor: the vocabulary is padded to a multiple of this and of the tensor-parallel ranks.
+        expert: ranks that the experts of a layer lie on.
     """
 
     tensor: int
@@ -27,6 +28,7 @@ class FileLayout:
     names: str
     dtype: torch.dtype
     divisor: int
+    expert: int = 1
 
 
 def refuse(problems: list[str], target: str, place: Path | None = None) -> None:

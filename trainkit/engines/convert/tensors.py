@@ -60,6 +60,9 @@ def block_tensors(model: Model, theirs: dict[str, str], row_bias: Split) -> list
         "attention.out": ("columns", row_bias),
         f"mlp.{model.mlp.module}": (up, up),
         "mlp.down": ("columns", row_bias),
+        "mlp.router": ("replicated", "replicated"),
+        "mlp.shared_expert.gate_up": ("gated", "gated"),
+        "mlp.shared_expert.down": ("columns", row_bias),
     }
     found = []
     for ours, their in theirs.items():
@@ -89,11 +92,17 @@ def _order(model: Model) -> Tensor:
 
 def indivisible_problem(model: Model, ranks: int) -> str | None:
     """Why so many tensor-parallel ranks cannot share a model; None: they can."""
-    for key, size in {
+    sizes = {
         "num_attention_heads": model.num_attention_heads,
         "num_query_groups": model.query_groups,
-        "ffn_hidden_size": model.ffn_width,
-    }.items():
+    }
+    if not model.sparse(0):
+        sizes["ffn_hidden_size"] = model.ffn_width
+    if model.moe is not None:
+        sizes["moe.ffn_hidden_size"] = model.moe.ffn_hidden_size
+        shared = model.moe.shared_expert_intermediate_size
+        sizes["moe.shared_expert_intermediate_size"] = shared or ranks
+    for key, size in sizes.items():
         if size % ranks:
             return f"{key} {size} does not divide by --tensor-parallel-size {ranks}"
     return None

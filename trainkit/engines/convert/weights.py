@@ -11,6 +11,7 @@ from pathlib import Path
 from torch import Tensor
 
 from trainkit.base.errors import ConfigError, Problem, SourceLocation
+from trainkit.engines.convert.experts import read_together, shapes_apart
 from trainkit.engines.convert.tensors import EngineTensor, as_tensor, part_shape, whole
 from trainkit.jobs.schema import Model
 from trainkit.train.huggingface.names import Shape, table
@@ -26,7 +27,8 @@ class EngineWeights:
         folder: of the checkpoint.
         model: the job's.
         vocab_size: rows of the embedding.
-        stored: by our name, how each is stored and the parts of the tensor-parallel ranks.
+        stored: by our name, experts apart, how each is stored and the parts of the tensor-parallel
+            ranks.
         notes: what a reader should know of how they were read.
     """
 
@@ -38,10 +40,12 @@ class EngineWeights:
 
     @cached_property
     def shapes(self) -> Mapping[str, Shape]:
-        entries = table(self.model, self.vocab_size)
-        return {name: entries[name].shape for name in self.stored}
+        return {name: entry.shape for name, entry in table(self.model, self.vocab_size).items()}
 
     def read(self, name: str) -> Tensor:
+        return read_together(name, self.model, self._read_one)
+
+    def _read_one(self, name: str) -> Tensor:
         how, parts = self.stored[name]
         found = whole(parts, how, self.model)
         if how.split == "vocabulary":
@@ -101,10 +105,10 @@ def _shape_problems(
     vocab_size: int,
     stored: Mapping[str, tuple[EngineTensor, tuple[Tensor, ...]]],
 ) -> Iterator[str]:
-    entries = table(model, vocab_size)
+    shapes = shapes_apart(model, vocab_size)
     padding = set[int]()
     for name, (how, parts) in stored.items():
-        shape = entries[name].shape
+        shape = shapes[name]
         if how.split == "vocabulary":
             rows = sum(len(part) for part in parts)
             padding.add(rows)

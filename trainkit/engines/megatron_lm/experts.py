@@ -6,6 +6,8 @@ core/transformer/multi_latent_attention.py of core 0.12 to 0.19.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from trainkit.engines.megatron_lm.words import MegatronWords
 from trainkit.engines.options import release
 from trainkit.families.contract import Routing
@@ -24,12 +26,20 @@ def put_experts(words: MegatronWords, job: Job) -> None:
     if not words.has("num-experts"):
         words.refuse(f"model.moe: {words.version} has no experts", "use core 0.12 or later")
         return
+    if job.cluster.device_type == "cpu" and (0, 13) <= release(words.table.version) < (0, 17):
+        words.refuse(  # te_general_gemm of moe_utils.py: NameError
+            f"model.moe on CPUs: the router of {words.version} is Transformer Engine's, which there"
+            " is none of there",
+            "use core 0.12, or 0.17 or later",
+        )
     words.put_said("num-experts", "moe-router-topk", "moe-ffn-hidden-size")
     words.put_said("moe-shared-expert-intermediate-size")
-    if dense := moe.first_dense_layers:
-        pattern = f"([0]*{dense}+[1]*{model.num_layers - dense})"
+    if moe.first_dense_layers:
+        pattern = f"([0]*{moe.first_dense_layers}+[1]*{model.num_layers - moe.first_dense_layers})"
         words.put("moe-layer-freq", pattern, "model.moe.first_dense_layers")
-    _refuse_routing(words, moe, model.routing)
+    for problem in routing_problems(model.routing):
+        words.refuse(f"model.moe.{problem}", _NATIVE)
+    _refuse_balance(words, moe, model.routing)
     _put_router(words, moe, model.routing)
     p = job.parallelism
     if p.expert_model_parallel_size > 1:
@@ -53,8 +63,7 @@ def _put_router(words: MegatronWords, moe: Experts, routing: Routing) -> None:
     words.put("moe-router-dtype", "fp32", "model.moe")
     key = "model.moe.router_score_function"
     words.put_unless_default("moe-router-score-function", routing.score, key)
-    # The softmax of the best alone is that of all, made to sum to 1 over the best.
-    if routing.score == "softmax" and routing.pre_softmax and not routing.normalized:
+    if softmax_of_all(routing):
         words.put("moe-router-pre-softmax", True, "model.moe.router_pre_softmax")
     if routing.scale != 1:
         words.put_said("moe-router-topk-scaling-factor")
@@ -68,21 +77,29 @@ def _put_router(words: MegatronWords, moe: Experts, routing: Routing) -> None:
         words.put_said("moe-z-loss-coeff")
 
 
-def _refuse_routing(words: MegatronWords, moe: Experts, routing: Routing) -> None:
-    """Routers that a version does not have."""
+def softmax_of_all(routing: Routing) -> bool:
+    """Whether a router needs --moe-router-pre-softmax: softmax of all experts that is made to sum
+    to 1 over the best is that of the best alone, which Megatron-LM takes by itself."""
+    return routing.score == "softmax" and routing.pre_softmax and not routing.normalized
+
+
+def routing_problems(routing: Routing) -> Iterator[str]:
+    """Routers that no version has, by their keys of [models.X.moe]
+    (topk_routing_with_score_function of core/transformer/moe/moe_utils.py)."""
     if routing.score == "sigmoid" and routing.chosen > 1 and not routing.normalized:
-        words.refuse(
-            "model.moe.router_norm_topk_prob = false with router_score_function = 'sigmoid':"
-            f" in {words.version} these weights sum to 1",
-            _NATIVE,
+        yield (
+            "router_norm_topk_prob = false with router_score_function = 'sigmoid': Megatron-LM"
+            " makes these weights sum to 1"
         )
     summed = routing.groups and routing.chosen > routing.kept_groups
     if summed and routing.score == "softmax" and routing.pre_softmax and routing.normalized:
-        words.refuse(
-            f"model.moe.router_num_groups {routing.groups} with router_pre_softmax and"
-            f" router_norm_topk_prob: {words.version} judges groups by sums of logits there",
-            f"set router_pre_softmax = false for its choice; {_NATIVE}",
+        yield (
+            f"router_num_groups {routing.groups} with router_pre_softmax and router_norm_topk_prob:"
+            " Megatron-LM judges groups by sums of logits there, as router_pre_softmax = false does"
         )
+
+
+def _refuse_balance(words: MegatronWords, moe: Experts, routing: Routing) -> None:
     chooses = routing.groups or routing.expert_bias
     if moe.aux_loss_coeff and chooses and release(words.table.version) < (0, 13):
         words.refuse(
