@@ -30,7 +30,8 @@ from trainkit.runs.folder import RunFolder
 from trainkit.runs.metrics import read_rows
 
 HANGS = 600  # seconds; only against hanging
-# 16 rows a layer and step for 64 experts: most get none, whatever the router does
+# 16 choices a layer and step for 64 experts: most get none, whatever the router does; an expert
+# takes one of a sample, and 4 tokens that choose alike lose some
 SPARSE = """
 [models.sparse]
 family = "olmoe"
@@ -39,7 +40,11 @@ hidden_size = 16
 num_attention_heads = 2
 seq_length = 4
 vocab_size = 128
-moe = { num_experts = 64, router_topk = 2, ffn_hidden_size = 8, first_dense_layers = 1 }
+moe.num_experts = 64
+moe.router_topk = 2
+moe.ffn_hidden_size = 8
+moe.first_dense_layers = 1
+moe.expert_capacity_factor = 1.0
 
 [jobs.sparse]
 cluster = "here"
@@ -142,6 +147,13 @@ def test_lines_of_steps_that_come_again(tmp_path: Path) -> None:
     assert [line.step for line in read_expert_loads(RunFolder(tmp_path))] == [10, 20, 30]
 
 
+def test_lines_of_older_versions_have_nothing_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "expert-loads.jsonl"
+    path.write_text('{"step":3,"steps":1,"loads":[[0,0],[4,2]]}\n')
+    (line,) = read_expert_loads(RunFolder(tmp_path))
+    assert line.dropped_L.tolist() == [0, 0] and line.row()["dropped"] == 0
+
+
 def test_a_disk_that_fails_costs_lines_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -171,17 +183,24 @@ def test_people_hear_of_dead_experts(project: Project) -> None:
         assert "eval" in row or f" dead experts: {row['experts']['dead']:.0f} |" in log
     said = project.invoke("status", "last").stdout
     assert words in said and "aux_loss_coeff" in said and "router_enable_expert_bias" in said
+    share, layer, there = now.dropped()
+    assert share == now.dropped_L.sum() / (2 * 2 * 16) and 0 < share <= there == max(
+        now.dropped_L / (2 * 16)
+    )
+    drops = f"in 2 steps up to step 2: {share:.2%} of all, {there:.2%} in layer {layer}; in [models"
+    assert drops in said and "expert_capacity_factor" in said
     value: Any = project.document("status", "last")["experts"]
     assert value == {
         "step": 2,
         "steps": 2,
         "dead": [{"layer": layer, "expert": expert} for layer, expert in dead],
-        "dropped": 0.0,
+        "dropped": share,
     }
     project.invoke("report", "last", "--html", "r.html")
     page = (project.path / "r.html").read_text()
     most = now.loads_LE[1:] / now.loads_LE[1:].mean(1, keepdims=True)
     at, expert = np.unravel_index(most.argmax(), most.shape)
+    assert drops in page
     assert words in page and f"layer {at + 1} expert {expert} ({most.max():.2f})" in page
     maps = page.split("<h2>Experts</h2>")[1].split("<h2>")[0]
     assert maps.count('class="heat"') == 2 and maps.count('class="h0"') == 2

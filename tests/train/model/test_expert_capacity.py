@@ -50,11 +50,11 @@ def plain(layer: MixtureOfExperts, x_BSH: Tensor) -> tuple[Tensor, int]:
         best_SK = scores_SE.topk(moe.router_topk).indices
         weights_SE = torch.zeros_like(scores_SE).scatter(1, best_SK, scores_SE.gather(1, best_SK))
         weights_SE = weights_SE / weights_SE.sum(1, keepdim=True)
-        stays_SE = torch.zeros_like(weights_SE)
+        stays_SE, compared_SE = torch.zeros_like(weights_SE), weights_SE.bfloat16()
         for expert in range(EXPERTS):
             chose = [token for token in range(TOKENS) if weights_SE[token, expert]]
             if moe.token_drop_policy != "position":
-                chose.sort(key=lambda token: -weights_SE[token, expert].item())
+                chose.sort(key=lambda token: -compared_SE[token, expert].item())
             stays_SE[chose[:capacity], expert] = 1
             dropped += len(chose[capacity:])
         weights_SE = weights_SE * stays_SE
@@ -91,11 +91,13 @@ def test_results_are_those_of_what_stays(
     assert layer.counts[:-1].sum() == 3 * TOKENS * 2
 
 
-def test_equal_tokens_stay_in_their_order() -> None:
-    """A capacity of 4 of 8 tokens that choose alike; the others keep the shared expert alone."""
+@pytest.mark.parametrize("rounding", [0.0, 1e-12, -1e-12])
+def test_equal_tokens_stay_in_their_order(rounding: float) -> None:
+    """A capacity of 4 of 8 tokens that choose alike, but for rounding; the others keep the shared
+    expert alone."""
     layer = layer_of(expert_capacity_factor=1.25, shared_expert_intermediate_size=6)
     assert layer.shared_expert is not None
-    x_BSH = input_of().detach()[:, :1].expand(-1, TOKENS, -1)
+    x_BSH = input_of().detach()[:, :1] * (1 + rounding * torch.arange(TOKENS)[:, None])
     y_BSH, shared_BSH = layer(x_BSH, None), layer.shared_expert(x_BSH)
     assert torch.equal(y_BSH[:, 4:], shared_BSH[:, 4:])
     torch.testing.assert_close(y_BSH[:, :4], layer.eval()(x_BSH, None)[:, :4])

@@ -289,13 +289,16 @@ class MixtureOfExperts(nn.Module):
     def _within_capacity(self, routed: Routed, samples: Sequence[int]) -> Tensor:
         """Experts of each token, (T, K): E, which is none, where a choice is dropped. The capacity
         is of a sample, so that it is the same in every layout. In evaluation nothing is dropped:
-        by weights, a later token could take an earlier one's place."""
+        by weights, a later token could take an earlier one's place.
+
+        Weights are compared in bf16. Tokens that begin a sample and are equal have equal weights
+        but for rounding, which is not the same in every layout: there the first must count."""
         experts_TK = routed.experts_TK
         if not self._drops:
             return experts_TK
         by_position = self.moe.token_drop_policy == "position"
-        weights_TK = routed.weights_TK.detach()
-        scores_TE = torch.full_like(routed.scores_TE, -torch.inf)
+        weights_TK = routed.weights_TK.detach().bfloat16()
+        scores_TE = torch.full_like(routed.scores_TE, -torch.inf, dtype=torch.bfloat16)
         scores_TE.scatter_(
             -1, experts_TK, torch.zeros_like(weights_TK) if by_position else weights_TK
         )
