@@ -8,6 +8,7 @@ tokens beside one another by expert, E experts, H hidden size, I width of an exp
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -97,6 +98,10 @@ class Stacked(nn.Module):
         self.bias = None if bias is None else nn.Parameter(bias)
 
 
+def nothing() -> None:
+    """There is no other work."""
+
+
 class ExpertMLPs(nn.Module):
     """SwiGLU of `count` experts: E times (2I, H), gates above values, and E times (I, H), stored
     (in, out) so that one expert is a block of rows in both.
@@ -119,9 +124,13 @@ class ExpertMLPs(nn.Module):
         self.gate_up = Stacked(torch.empty(count * 2 * width, hidden), ups)
         self.down = Stacked(torch.empty(count * width, hidden), outs)
 
-    def forward(self, x_RH: Tensor, loads_E: Tensor) -> Tensor:
-        """Rows lie by expert, so many each. Grouped products do not have the host wait for how
-        many."""
+    def forward(
+        self, x_RH: Tensor, loads_E: Tensor, meanwhile: Callable[[], None] = nothing
+    ) -> Tensor:
+        """Rows lie by expert, so many each; grouped products do not have the host wait for how
+        many. `meanwhile` is called once: what it computes needs no rows, and hides the time that
+        they travel where experts lie elsewhere."""
+        meanwhile()
         hidden = x_RH.shape[-1]
         gate_up_E2IH = self.gate_up.weight.view(self.count, -1, hidden)
         down_EIH = self.down.weight.view(self.count, -1, hidden)
@@ -253,13 +262,14 @@ class MixtureOfExperts(nn.Module):
         own_BSH = self.take(x_BSH)
         learns = objective is not None and torch.is_grad_enabled()
         sent = self.dispatched(own_BSH, learns)
-        y_RH = self._computed(sent.rows_RH, sent.rows_E)
+        shared: list[Tensor] = []
+        y_RH = self._computed(sent, partial(self._share, x_BSH, shared))
         y_BSH = self.combined(y_RH, sent).view(own_BSH.shape)
         if objective is not None and sent.loss is not None:
             loss = sent.loss * objective
             y_BSH = _BalanceLossAttached.apply(y_BSH, loss, sent.counts, self._count)  # type: ignore[no-untyped-call]
         y_BSH = self.give(y_BSH, x_BSH)
-        return y_BSH if self.shared_expert is None else y_BSH + self.shared_expert(x_BSH)
+        return y_BSH + shared[0] if shared else y_BSH
 
     def dispatched(self, x_BSH: Tensor, learns: bool) -> Dispatched:
         """Tokens as rows for the experts that the router chooses; losses where it learns."""
@@ -286,6 +296,10 @@ class MixtureOfExperts(nn.Module):
         y_TKH = y_RH.view(*sent.weights_TK.shape, y_RH.shape[-1]) * sent.weights_TK[..., None]
         return y_TKH.sum(1).to(y_RH.dtype)
 
+    def _share(self, x_BSH: Tensor, shared: list[Tensor]) -> None:
+        if self.shared_expert is not None:
+            shared.append(self.shared_expert(x_BSH))
+
     def _within_capacity(self, routed: Routed, samples: Sequence[int]) -> Tensor:
         """Experts of each token, (T, K): E, which is none, where a choice is dropped. The capacity
         is of a sample, so that it is the same in every layout. In evaluation nothing is dropped:
@@ -307,13 +321,14 @@ class MixtureOfExperts(nn.Module):
         kept_TE = self.own(within_capacity(scores_BSE, capacity)).flatten(0, 1)
         return experts_TK.where(kept_TE.gather(-1, experts_TK), self.routing.experts)
 
-    def _computed(self, rows_RH: Tensor, rows_E: Tensor) -> Tensor:
+    def _computed(self, sent: Dispatched, meanwhile: Callable[[], None]) -> Tensor:
         """What experts make of their rows; of dropped ones, which lie last and stay here, 0."""
         if not self._drops:
-            y_RH: Tensor = self.experts(rows_RH, rows_E)
+            y_RH: Tensor = self.experts(sent.rows_RH, sent.rows_E, meanwhile)
             return y_RH
-        kept = int(rows_E.sum())
-        return F.pad(self.experts(rows_RH[:kept], rows_E), (0, 0, 0, len(rows_RH) - kept))
+        kept = int(sent.rows_E.sum())
+        y_RH = self.experts(sent.rows_RH[:kept], sent.rows_E, meanwhile)
+        return F.pad(y_RH, (0, 0, 0, len(sent.rows_RH) - kept))
 
     @property
     def _drops(self) -> bool:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -25,11 +25,11 @@ from torch import Tensor, nn
 from trainkit.jobs.ranks import share_of_rank
 from trainkit.jobs.schema import Model
 from trainkit.ops.kernels import REFERENCE, Kernels
-from trainkit.train.model.experts import ExpertMLPs, MixtureOfExperts, Stacked, swiglu_of
+from trainkit.train.model.experts import ExpertMLPs, MixtureOfExperts, Stacked, nothing, swiglu_of
 from trainkit.train.model.transformer import Transformer
 from trainkit.train.parallel.shards import Segment, TensorLayout
 from trainkit.train.parallel.tensor_group import TensorGroup, leave
-from trainkit.train.torch_compat import exchanged, gathered, summed
+from trainkit.train.torch_compat import begin_exchange, exchanged, finish_exchange, gathered, summed
 
 # what every rank calls the ranks that hold all experts with it
 EXPERT = "trainkit-expert"
@@ -82,6 +82,47 @@ def _stacked(whole: Stacked, count: int, pieces: int, group: ExpertGroup) -> Sta
     return Stacked(**parts, layouts=layouts)
 
 
+@dataclass
+class _Journey:
+    """Rows on their way between ranks, `taken` from each, `sent` to each; `back`: their gradients,
+    while these are."""
+
+    taken: list[int]
+    sent: list[int]
+    group: str
+    back: Tensor | None = None
+
+
+class _Departing(torch.autograd.Function):
+    """Sends rows off; nothing may read what it returns before `_Arriving`. Autograd goes through
+    what was computed between the two in between, too, while gradients are on their way."""
+
+    @staticmethod
+    def forward(ctx: Any, x_QH: Tensor, journey: _Journey) -> Tensor:
+        ctx.journey = journey
+        return begin_exchange(x_QH, journey.taken, journey.sent, journey.group)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
+        back, ctx.journey.back = ctx.journey.back, None
+        return finish_exchange(back), None
+
+
+class _Arriving(torch.autograd.Function):
+    """Waits for the rows."""
+
+    @staticmethod
+    def forward(ctx: Any, coming_NH: Tensor, journey: _Journey) -> Tensor:
+        ctx.journey = journey
+        return finish_exchange(coming_NH)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        j = ctx.journey
+        j.back = begin_exchange(upstream[0], j.sent, j.taken, j.group)
+        return upstream[0], None  # of the right shape, and not read
+
+
 class ParallelExperts(ExpertMLPs):
     """As ExpertMLPs of the whole model, where this rank holds some of the experts, or a part of
     each.
@@ -103,11 +144,13 @@ class ParallelExperts(ExpertMLPs):
         self.gate_up = _stacked(whole.gate_up, self.count, 2, group)
         self.down = _stacked(whole.down, self.count, 1, group)
 
-    def forward(self, x_RH: Tensor, loads_E: Tensor) -> Tensor:
-        """Rows lie by expert of all, so many each."""
+    def forward(
+        self, x_RH: Tensor, loads_E: Tensor, meanwhile: Callable[[], None] = nothing
+    ) -> Tensor:
+        """Rows lie by expert of all, so many each; they travel while `meanwhile` computes."""
         group = self.group
         if group.size == 1:
-            return super().forward(x_RH, loads_E)
+            return super().forward(x_RH, loads_E, meanwhile)
         loads: list[int] = loads_E.tolist()
         by_part = [loads[i : i + self.count] for i in range(0, len(loads), self.count)]
         sent = [sum(of_part) for of_part in by_part for _ in range(group.split)]
@@ -116,7 +159,10 @@ class ParallelExperts(ExpertMLPs):
         # to every rank of a part the same rows
         parts = torch.split(x_RH, [sum(of_part) for of_part in by_part])
         given_QH = torch.cat([part for part in parts for _ in range(group.split)])
-        x_NH = exchanged(given_QH, taken, sent, group.name)
+        journey = _Journey(taken, sent, group.name)
+        coming_NH = _Departing.apply(given_QH, journey)  # type: ignore[no-untyped-call]
+        meanwhile()
+        x_NH = _Arriving.apply(coming_NH, journey)  # type: ignore[no-untyped-call]
         # by rank and expert, and by expert and rank
         x_NH = _reordered(x_NH, arriving)
         by_expert = [list(of_expert) for of_expert in zip(*arriving, strict=True)]
