@@ -218,11 +218,13 @@ def _read_distributed(folder: Path, model: Model, vocab_size: int) -> Distribute
         shape = shapes[how.ours]
         expert = EXPERT.fullmatch(name)
         if expert:
-            name, place = f"{expert[1]}experts.{expert[3]}.weight", (int(expert[2]),)
+            name = f"{expert[1]}experts.{expert[3]}.weight"
+            place = (int(expert[2]),)
             shape = (trained.moe.num_experts if trained.moe else 0, *shape)
         layer = LAYER.fullmatch(name)
         if layer and name not in there:
-            name, place = f"decoder.layers.{layer[2]}", (int(layer[1]), *place)
+            name = f"decoder.layers.{layer[2]}"
+            place = (int(layer[1]), *place)
             shape = (trained.num_layers, *shape)
         theirs = there.get(name)
         if theirs is None:

@@ -143,7 +143,8 @@ def _take_latents(options: Options, model: dict[str, object]) -> None:
     factor = real("rotary-scaling-factor", take_value(options, "rotary-scaling-factor"))
     if factor <= 1 or options.given.get("rope-type") == ["rope"]:
         return
-    scale, whole_scale = (take_value(options, name) for name in ("mscale", "mscale-all-dim"))
+    scale = take_value(options, "mscale")
+    whole_scale = take_value(options, "mscale-all-dim")
     scaling: dict[str, object] = {"type": "yarn", "factor": factor}
     scaling["original_max_position_embeddings"] = 4096
     if whole_scale:
