@@ -97,7 +97,7 @@ def test_the_factor_is_a_multiple_of_the_gradient() -> None:
         gradients.append(module.mtp.eh_proj.weight.grad)
     assert sums[0] == sums[1] == sums[2]
     assert torch.equal(gradients[0], gradients[1])
-    torch.testing.assert_close(gradients[2], 3 * gradients[1], rtol=1e-12, atol=0)
+    torch.testing.assert_close(gradients[2], 3 * gradients[1], rtol=1e-9, atol=1e-15)
 
 
 def test_evaluation_and_generation_go_without_it() -> None:
@@ -131,7 +131,7 @@ def test_a_run_reports_its_loss_beside_the_other(tmp_path: Path) -> None:
     for row in steps:  # of random tokens, by weights that know nothing
         assert row["mtp_loss"] != row["lm_loss"]
         assert row["mtp_loss"] == pytest.approx(row["lm_loss"], rel=0.2)
-        assert row["experts"]["layer"] in range(1, 4)
+        assert row["experts"]["layer"] in range(1, 5)  # the last is its own
 
 
 @pytest.mark.parametrize(

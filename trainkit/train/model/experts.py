@@ -128,9 +128,8 @@ class ExpertMLPs(nn.Module):
         self, x_RH: Tensor, loads_E: Tensor, meanwhile: Callable[[], None] = nothing
     ) -> Tensor:
         """Rows lie by expert, so many each; grouped products do not have the host wait for how
-        many. `meanwhile` is called once: what it computes needs no rows, and hides the time that
-        they travel where experts lie elsewhere."""
-        meanwhile()
+        many. `meanwhile` is called where rows travel to experts elsewhere: what it computes needs
+        none of them. Here all are there."""
         hidden = x_RH.shape[-1]
         gate_up_E2IH = self.gate_up.weight.view(self.count, -1, hidden)
         down_EIH = self.down.weight.view(self.count, -1, hidden)
@@ -269,6 +268,8 @@ class MixtureOfExperts(nn.Module):
             loss = sent.loss * objective
             y_BSH = _BalanceLossAttached.apply(y_BSH, loss, sent.counts, self._count)  # type: ignore[no-untyped-call]
         y_BSH = self.give(y_BSH, x_BSH)
+        if not shared:
+            self._share(x_BSH, shared)
         return y_BSH + shared[0] if shared else y_BSH
 
     def dispatched(self, x_BSH: Tensor, learns: bool) -> Dispatched:

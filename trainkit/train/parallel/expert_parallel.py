@@ -150,7 +150,7 @@ class ParallelExperts(ExpertMLPs):
         """Rows lie by expert of all, so many each; they travel while `meanwhile` computes."""
         group = self.group
         if group.size == 1:
-            return super().forward(x_RH, loads_E, meanwhile)
+            return super().forward(x_RH, loads_E)
         loads: list[int] = loads_E.tolist()
         by_part = [loads[i : i + self.count] for i in range(0, len(loads), self.count)]
         sent = [sum(of_part) for of_part in by_part for _ in range(group.split)]
