@@ -63,6 +63,14 @@ def test_the_sequence_divides(length: int, parallelism: dict[str, Any], words: s
     assert {"model.seq_length": 16} in objection.changes
 
 
+def test_ranks_that_route_a_part_each_divide_the_sequence_too() -> None:
+    moe = {"num_experts": 4, "router_topk": 2, "ffn_hidden_size": 8}
+    model = shape("mixtral", length=12, moe=moe)
+    objection = refused(job_of(model, 4, parallelism=over(2, tensor_model_parallel_size=2)))
+    assert objection.code == "context-not-divisible"
+    assert "x tensor-parallel 2 (whose ranks route a part each) = 8" in objection.message
+
+
 @pytest.mark.parametrize(
     ("heads", "groups", "words"),
     [

@@ -172,7 +172,10 @@ class Model(Table):
         None, ge=1, le=1, description="modules that predict one token more (deepseek-v3)"
     )
     mtp_loss_scaling_factor: float | None = Field(
-        None, gt=0, description="weight of their loss beside the other; by default 0.1"
+        None,
+        gt=0,
+        allow_inf_nan=False,
+        description="weight of their loss beside the other; by default 0.1",
     )
     attention_dropout: float = Field(0.0, ge=0, lt=1, description="dropout of attention weights")
     hidden_dropout: float = Field(

@@ -127,9 +127,9 @@ FUSED = Kernels(
     adamw=adamw.fused,
     squared_norm=adamw.norm_fused,
 )
-# of a GPU where blocks are compiled: there the compiler's kernels take no longer, and
-# launching them is less work (docs/benchmarks.md, "On one H200"); the loss and the
-# update are in no graph
+# of a GPU where whole blocks are compiled: there the compiler's kernels took no longer for GPT-2,
+# and launching them is less work (docs/benchmarks.md, "On one H200"); the loss and the update are
+# in no graph
 AROUND_GRAPHS = replace(
     REFERENCE,
     name="fused-around-graphs",

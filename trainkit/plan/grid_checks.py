@@ -25,9 +25,15 @@ def contexts(job: Job, layout: Layout) -> list[int]:
         layout.context,
         lambda n: (
             layout.world % (others * n) == 0
-            and (n == 1 or job.model.seq_length % (2 * n * layout.sequence_parts) == 0)
+            and (n == 1 or job.model.seq_length % (2 * n * _parts(job, layout)) == 0)
         ),
     )
+
+
+def _parts(job: Job, layout: Layout) -> int:
+    """What a tensor-parallel group cuts a rank's tokens into, for sequence parallelism or to route
+    them."""
+    return layout.tensor if job.model.moe else layout.sequence_parts
 
 
 def context_objections(job: Job, layout: Layout) -> Iterator[Objection]:
@@ -35,9 +41,12 @@ def context_objections(job: Job, layout: Layout) -> Iterator[Objection]:
     size, length = layout.context, job.model.seq_length
     if size == 1:
         return
-    chunks = 2 * size * layout.sequence_parts
+    chunks = 2 * size * _parts(job, layout)
     if length % chunks:
-        split = f" x tensor-parallel {layout.tensor} (sequence_parallel)" if layout.sequence else ""
+        split = ""
+        if _parts(job, layout) > 1:
+            why = "sequence_parallel" if layout.sequence else "whose ranks route a part each"
+            split = f" x tensor-parallel {layout.tensor} ({why})"
         message = (
             f"seq_length {length} does not divide by 2 x context-parallel {size}{split} = {chunks}"
         )

@@ -76,6 +76,8 @@ def test_deepseek_v3(version: str) -> None:
         "--mscale": (1.0,),
         "--mscale-all-dim": (1.0,),
         "--moe-layer-freq": ("([0]*3+[1]*58)",),
+        "--mtp-num-layers": (1.0,),
+        "--mtp-loss-scaling-factor": (0.3,),
         "--ffn-hidden-size": (18432.0,),
         "--moe-ffn-hidden-size": (2048.0,),
         "--moe-shared-expert-intermediate-size": (2048.0,),
@@ -130,6 +132,12 @@ SPREAD = (*GPUS, "parallelism.expert_model_parallel_size=2")
         (small(*GROUPS, "router_pre_softmax=false"), "core-0.16.1", ""),
         (small(SIGMOID, *GROUPS, "aux_loss_coeff=0.1"), "core-0.12.0", "that these choose"),
         (small(SIGMOID, *GROUPS, "aux_loss_coeff=0.1"), "core-0.13.0", ""),
+        (small("expert_capacity_factor=1.5"), "core-0.19.0", "each layout drops others"),
+        (
+            small("aux_loss_coeff=0.1", 'router_load_balancing_type="global_aux_loss"'),
+            "core-0.19.0",
+            "not the step before",
+        ),
         (
             small(sets=(*SPREAD, "training.precision=fp16")),
             "core-0.15.0",

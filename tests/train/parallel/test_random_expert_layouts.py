@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.train.layout_cases import EXACT
+from tests.train.layout_cases import COMPILE, EXACT, FULL, layout, named
 from tests.train.layouts import Case, compare
 from tests.train.random_cells import cells
 
@@ -35,3 +35,25 @@ def test_random_cells_equal_the_plain_loop(number: int, tmp_path: Path) -> None:
         print(name, a)
     off = {n: a for n, a in found.items() if not max(a.loss, a.norm, a.gradient) <= EXACT}
     assert not off
+
+
+COMPILED = named(
+    [
+        Case("moe", layout(ep=2), 2, COMPILE),
+        Case("moe-global", layout(2, sp=True, ep=2), 4, {**COMPILE, **FULL}),
+        Case("moe-capped", layout(2, ep=2), 2, COMPILE),
+        Case("deepseek-mtp", layout(1, 2, ep=2), 4, COMPILE),
+    ],
+    train_iters=3,
+    global_batch_size=4,
+)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)  # against hanging
+@pytest.mark.parametrize("name", COMPILED)
+def test_blocks_compiled_around_their_experts_equal_the_plain_loop(
+    name: str, tmp_path: Path
+) -> None:
+    (a,) = compare({name: COMPILED[name]}, tmp_path).values()
+    assert max(a.loss, a.norm, a.gradient) <= EXACT and a.loads == 0

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainkit.jobs.schema import Model, Training
 from trainkit.train.model.head_loss import Labels
-from trainkit.train.model.transformer import Transformer, build_on_meta
+from trainkit.train.model.transformer import Block, Transformer, build_on_meta
 from trainkit.train.parallel.recompute import wrap_blocks
 
 SIZES = {"num_layers": 3, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 16}
@@ -113,3 +113,27 @@ def test_compiled_blocks_give_the_same() -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
     # one serves all blocks, one is the loss
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+
+
+@pytest.mark.parametrize("mode", [{}, MODES[0]], ids=["none", "full"])
+def test_experts_between_compiled_parts_give_the_same(mode: dict[str, Any]) -> None:
+    """Losses of balance are in the gradients, and each choice is counted once."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    moe = {"num_experts": 6, "router_topk": 2, "ffn_hidden_size": 12, "aux_loss_coeff": 0.1}
+    keys = {"moe": {**moe, "shared_expert_intermediate_size": 20}, "num_query_groups": 2}
+    plain, compiled = (
+        built("qwen3-moe", torch.float64, training, **keys)
+        for training in ({}, {"compile": True, **mode})
+    )
+    expected = gradients(plain)
+    with torch._inductor.config.patch({"cpp.vec_isa_ok": False}):
+        found = gradients(compiled)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
+    for one, other in zip(compiled.layers.values(), plain.layers.values(), strict=True):
+        counts = [each.mlp.counts for each in (one, other) if isinstance(each, Block)]
+        assert isinstance(counts[0], Tensor) and isinstance(counts[1], Tensor)
+        assert torch.equal(counts[0], counts[1])
+    # attention, the way to experts, the way back, the loss: one of each serves all blocks
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 4

@@ -100,6 +100,18 @@ def routing_problems(routing: Routing) -> Iterator[str]:
 
 
 def _refuse_balance(words: MegatronWords, moe: Experts, routing: Routing) -> None:
+    if moe.expert_capacity_factor is not None:
+        words.refuse(
+            f"model.moe.expert_capacity_factor {moe.expert_capacity_factor:g}: Megatron-LM's is of"
+            " the tokens of a rank, so that each layout drops others",
+            _NATIVE,
+        )
+    if moe.aux_loss_coeff and moe.router_load_balancing_type == "global_aux_loss":
+        words.refuse(
+            "model.moe.router_load_balancing_type = 'global_aux_loss': Megatron-LM counts the"
+            " micro-batches of the step so far, not the step before",
+            _NATIVE,
+        )
     chooses = routing.groups or routing.expert_bias
     if moe.aux_loss_coeff and chooses and release(words.table.version) < (0, 13):
         words.refuse(
@@ -110,7 +122,8 @@ def _refuse_balance(words: MegatronWords, moe: Experts, routing: Routing) -> Non
 
 
 def put_latents(words: MegatronWords, model: Model) -> None:
-    """What [models.X.mla] says, and the stretching of its rotary positions."""
+    """What [models.X.mla] says, the stretching of its rotary positions, and modules that predict
+    one token more, which families with latents have."""
     if model.mla is None:
         return
     if not words.has("multi-latent-attention"):
@@ -118,7 +131,7 @@ def put_latents(words: MegatronWords, model: Model) -> None:
         return
     words.put("multi-latent-attention", True, "model.mla")
     words.put_said("q-lora-rank", "kv-lora-rank", "qk-head-dim", "qk-pos-emb-head-dim")
-    words.put_said("v-head-dim")
+    words.put_said("v-head-dim", "mtp-num-layers", "mtp-loss-scaling-factor")
     words.put("qk-layernorm", True, "model.mla")  # of the latents
     if model.layernorm_epsilon != 1e-6:
         words.refuse(

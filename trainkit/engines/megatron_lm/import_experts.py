@@ -84,8 +84,8 @@ def _take_balance(options: Options, moe: dict[str, object]) -> None:
         return
     if kind not in _BALANCED or isinstance(coefficient, list):
         options.not_taken.append(
-            f"--moe-router-load-balancing-type {kind} --moe-aux-loss-coeff {coefficient}: there is"
-            f" one of {' and '.join(_BALANCED)} here, so that there is no loss of balance"
+            f"--moe-router-load-balancing-type {kind} --moe-aux-loss-coeff {coefficient}: of its"
+            f" losses {' and '.join(_BALANCED)} are taken, so that there is no loss of balance"
         )
         return
     if coefficient:

@@ -58,6 +58,8 @@ SET_BY: Mapping[str, str] = {
     "moe-router-load-balancing-type": "model.moe.router_load_balancing_type",
     "moe-aux-loss-coeff": "model.moe.aux_loss_coeff",
     "moe-z-loss-coeff": "model.moe.z_loss_coeff",
+    "mtp-num-layers": "model.mtp_num_layers",
+    "mtp-loss-scaling-factor": "model.mtp_loss_scaling_factor",
     "multi-latent-attention": "model.mla",
     "q-lora-rank": "model.mla.q_lora_rank",
     "kv-lora-rank": "model.mla.kv_lora_rank",

@@ -149,8 +149,12 @@ def shortened(job: Job) -> Job:
     kinds = LEAST_LAYERS if chunks == 1 else 1
     if job.training.recompute_granularity != "none":
         kinds = max(kinds, job.training.recompute_every)
-    layers = chunks * min(least, kinds)
-    return job.model_copy(update={"model": job.model.model_copy(update={"num_layers": layers})})
+    moe = job.model.moe
+    if moe is not None and moe.first_dense_layers:
+        kinds = max(kinds, 2)
+        moe = moe.model_copy(update={"first_dense_layers": 1})
+    sizes = {"num_layers": chunks * min(least, kinds), "moe": moe}
+    return job.model_copy(update={"model": job.model.model_copy(update=sizes)})
 
 
 def traced_micro_batches(job: Job) -> int:
