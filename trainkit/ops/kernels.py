@@ -128,8 +128,8 @@ FUSED = Kernels(
     squared_norm=adamw.norm_fused,
 )
 # of a GPU where whole blocks are compiled: there the compiler's kernels took no longer for GPT-2,
-# and launching them is less work (docs/benchmarks.md, "On one H200"); the loss and the update are
-# in no graph
+# and the GPU waited less between them (docs/benchmarks.md, "On one H200"); the loss and the update
+# are in no graph
 AROUND_GRAPHS = replace(
     REFERENCE,
     name="fused-around-graphs",
