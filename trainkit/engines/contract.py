@@ -34,6 +34,7 @@ class Command:
             whole of it.
         own_code: it is trainkit's own, and asks of each node the Python that trainkit needs.
         port: of rank 0, where it is free; 0: any.
+        parent: the program from which each agent has its ranks forked; None: there is none.
     """
 
     argv: tuple[str, ...]
@@ -47,6 +48,7 @@ class Command:
     engine_cwd: str = ""
     own_code: bool = False
     port: int = 0
+    parent: tuple[str, ...] | None = None
 
     def to_json(self) -> dict[str, object]:
         """As kept in world.json."""

@@ -55,6 +55,8 @@ __all__ = [  # the tables that other packages name
     "WandbSettings",
 ]
 
+OWN_RANKS_GRACE = 1.0  # seconds from TERM to KILL that our own trainer needs at most
+
 
 class Job(Table):
     """One experiment, complete: after `trainkit.jobs` nobody reads jobs.toml or the environment
@@ -331,6 +333,13 @@ class Job(Table):
         """One srun starts the ranks in their image, and agents are outside of it."""
         source = self.engine_source
         return not self.is_native and source is not None and source.launch == "srun"
+
+    @property
+    def stop_grace(self) -> float:
+        """Seconds from TERM to KILL of ranks that are stopped. Our own trainer has nothing to save
+        then and ends at once, unless something holds its interpreter."""
+        grace = self.cluster.watch.grace
+        return min(grace, OWN_RANKS_GRACE) if self.is_native else grace
 
     @property
     def environment(self) -> dict[str, str]:

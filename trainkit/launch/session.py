@@ -52,6 +52,7 @@ class Session:
         logs: where the transports' output goes, a file a host.
         environment: what local agents get to see of the caller's environment.
         container: that agents, and so all that they start, run in.
+        grace: seconds from TERM to KILL; None: the cluster's.
         token: what both sides prove to know.
         nonce: what can be known only by what sees this folder.
     """
@@ -65,6 +66,7 @@ class Session:
     logs: Path
     environment: Mapping[str, str]
     container: NodeContainer | None = None
+    grace: float | None = None
     token: bytes = field(default_factory=lambda: secrets.token_bytes(32))
     nonce: str = field(default_factory=lambda: secrets.token_hex(16))
 
@@ -135,8 +137,7 @@ class Session:
         self.folder.mkdir(parents=True, mode=0o700)
         self.logs.mkdir(parents=True, exist_ok=True)
         write_text(self.folder / "token", self.token.hex() + "\n", 0o600)
-        if secret_values:
-            write_json(self.folder / SECRETS, dict(secret_values), 0o600)
+        self.write_secrets(secret_values)
         traits = cluster.launcher_traits
         session = SessionDocument(
             run=self.run,
@@ -148,7 +149,7 @@ class Session:
             root=str(root),
             snapshot=self.code.name,
             lease=self.lease,
-            grace=cluster.watch.grace,
+            grace=cluster.watch.grace if self.grace is None else self.grace,
             node_folder=cluster.node_folder,
             nonce=self.nonce,
             folder=str(self.folder.parent.parent),
@@ -159,6 +160,11 @@ class Session:
         write_json(self.folder / FILE_NAME, session.to_json())
         for name, text in self.scripts().items():
             write_text(self.folder / name, text, 0o755)
+
+    def write_secrets(self, values: Mapping[str, str]) -> None:
+        """Have the values of secrets there until `forget_secrets`."""
+        if values:
+            write_json(self.folder / SECRETS, dict(values), 0o600)
 
     def scripts(self) -> dict[str, str]:
         """What nodes run, by its name in the folder."""

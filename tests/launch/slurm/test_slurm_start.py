@@ -26,7 +26,7 @@ from trainkit.launch.slurm.batch_supervisor import (
     BatchStopRequests,
     BatchSupervisor,
 )
-from trainkit.launch.supervise.attempt import AttemptResult
+from trainkit.launch.supervise.attempt_context import AttemptResult
 from trainkit.launch.supervise.observer import silent_observer
 from trainkit.launch.supervise.outcome import Outcome, StopRequest
 from trainkit.runs.events import AttemptEnded, EventLog, RootCause

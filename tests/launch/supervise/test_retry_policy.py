@@ -24,7 +24,7 @@ from trainkit.launch.hosts.quarantine import read_quarantine
 from trainkit.launch.protocol.client import ask_supervisor
 from trainkit.launch.protocol.frames import CancelRun, ReserveSlots, StartProcesses
 from trainkit.launch.supervise import supervisor
-from trainkit.launch.supervise.attempt import AttemptResult
+from trainkit.launch.supervise.attempt_context import AttemptResult
 from trainkit.launch.supervise.observer import RunObserver
 from trainkit.launch.supervise.outcome import Outcome
 from trainkit.launch.supervise.retry_policy import HostChoice, RetryBudgets
@@ -325,12 +325,9 @@ def test_what_a_killed_agent_and_its_killed_keeper_leave_is_swept(tmp_path: Path
     told = events(run, 1)
     ended = next(e for e in told if e["event"] == "ended")
     assert outcome.exit == 0 and (ended["exit"], ended["class"]) == (10, "infra")
-    pid, swept = int((tmp_path / "pid").read_text()), told[-2]
-    assert (
-        swept["event"] == "swept"
-        and pid in [each["pid"] for each in swept["killed"]]
-        and swept["left"] == []
-    )
+    pid = int((tmp_path / "pid").read_text())
+    swept = next(e for e in told if e["event"] == "swept")
+    assert pid in [each["pid"] for each in swept["killed"]] and swept["left"] == []
     assert not alive(pid) and not list((tmp_path / "sessions").iterdir())
 
 

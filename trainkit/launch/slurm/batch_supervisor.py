@@ -32,7 +32,7 @@ from trainkit.launch.slurm.squeue import (
     requeue,
     usable_nodes,
 )
-from trainkit.launch.supervise.attempt import AttemptResult
+from trainkit.launch.supervise.attempt_context import AttemptResult
 from trainkit.launch.supervise.observer import RunObserver
 from trainkit.launch.supervise.outcome import Outcome, StopRequest
 from trainkit.launch.supervise.retry_policy import RetryBudgets
@@ -221,7 +221,7 @@ class BatchSupervisor(Supervisor):
             return 0
         return await super()._sweep(hosts)
 
-    def _stop_between_attempts(self, end: AttemptResult | None) -> Outcome | None:
+    async def _stop_between_attempts(self, end: AttemptResult | None) -> Outcome | None:
         """None: who ends the job, and whether it goes on, is judged at an attempt's end; one
         that begins now ends at once."""
         return None

@@ -118,11 +118,7 @@ class AgentPool:
         self._beating: Future[None] | None = None
 
     async def __aenter__(self) -> AgentPool:
-        self._home = asyncio.get_running_loop()
-        self.server.token = self.session.token
-        self.server.handlers["agent"] = self._serve
-        self._transports = self.launcher.start(self.session, self.session.hosts)
-        self._beating = asyncio.run_coroutine_threadsafe(self._beat(), self.server.loop)
+        await self.open()
         return self
 
     async def __aexit__(
@@ -131,6 +127,18 @@ class AgentPool:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        await self.close()
+
+    async def open(self) -> None:
+        """Send the agents on their way."""
+        self._home = asyncio.get_running_loop()
+        self.server.token = self.session.token
+        self.server.handlers["agent"] = self._serve
+        self._transports = self.launcher.start(self.session, self.session.hosts)
+        self._beating = asyncio.run_coroutine_threadsafe(self._beat(), self.server.loop)
+
+    async def close(self) -> None:
+        """Dismiss all agents and wait for their end, bounded."""
         if self._beating is not None:
             self._beating.cancel()
         self.server.handlers.pop("agent", None)

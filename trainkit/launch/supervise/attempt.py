@@ -6,20 +6,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-import traceback
-from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Coroutine, Sequence
+from dataclasses import replace
 
-from trainkit.base.errors import Exit, TrainkitError
+from trainkit.base.errors import Exit
 from trainkit.base.files import write_text
-from trainkit.base.locks import FULL
 from trainkit.base.process import identity
 from trainkit.base.redact import Redactor
 from trainkit.engines.contract import Command
 from trainkit.jobs.schema import Job
-from trainkit.launch.containers import node_container, reusable_since
 from trainkit.launch.hosts.hostfile import Host
-from trainkit.launch.launchers.contract import Launcher
 from trainkit.launch.protocol.frames import (
     DumpStacks,
     ProcessSpec,
@@ -27,12 +23,14 @@ from trainkit.launch.protocol.frames import (
     StartProcesses,
     StopProcesses,
 )
-from trainkit.launch.protocol.server import Server
-from trainkit.launch.session import Session
 from trainkit.launch.supervise.agent_pool import AgentPool, JoinedAgent
-from trainkit.launch.supervise.failure_rules import FailureRules
+from trainkit.launch.supervise.attempt_context import (
+    AttemptContext,
+    AttemptResult,
+    new_session,
+    outcome_of_error,
+)
 from trainkit.launch.supervise.heartbeats import Heartbeats
-from trainkit.launch.supervise.observer import GuardedObserver
 from trainkit.launch.supervise.outcome import (
     Outcome,
     RankExit,
@@ -40,7 +38,6 @@ from trainkit.launch.supervise.outcome import (
     judge_outcome,
 )
 from trainkit.launch.supervise.rank_environment import (
-    passed_environment,
     rank_environment,
 )
 from trainkit.launch.supervise.rank_tracker import RankTracker
@@ -51,19 +48,14 @@ from trainkit.launch.supervise.rendezvous import (
     rendezvous,
     reserve,
 )
-from trainkit.launch.supervise.root_watch import RootWatch
-from trainkit.launch.supervise.stop_requests import StopRequests
 from trainkit.runs.events import (
     AgentJoined,
     AllRanksStarted,
     AttemptStarted,
     EventLog,
-    FailureClass,
     HangDetected,
     RanksStopped,
-    RootCause,
     SaveRequested,
-    SurvivingProcess,
 )
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.world import HOSTFILE, RunWorld, write_world
@@ -75,62 +67,6 @@ ECHO_SECONDS = 0.5
 # reports to finish (W&B waits up to 60 s)
 TEARDOWN_SECONDS = 90.0
 STOP_SECONDS = 8.0  # beyond the grace, for an agent to prove that nothing is left
-
-
-@dataclass(frozen=True)
-class AttemptContext:
-    """What all attempts of one supervisor share.
-
-    Args:
-        launcher: what starts the agents.
-        server: where they knock.
-        secrets: names and values that only the ranks' environment holds.
-        rules: what failures mean.
-        share: run beside other runs on the same slots.
-        stop_requests: what asks the supervisor to end the run.
-        observer: how a person follows.
-        root: whose clock stands still while the shared root does not answer.
-    """
-
-    launcher: Launcher
-    server: Server
-    secrets: Mapping[str, str]
-    rules: FailureRules
-    share: bool
-    stop_requests: StopRequests
-    observer: GuardedObserver
-    root: RootWatch
-
-
-@dataclass
-class AttemptResult:
-    """How an attempt ended, and what the next one must know.
-
-    Args:
-        outcome: exit class and root cause.
-        began: all ranks were started.
-        step: the furthest step of any rank.
-        survivors: processes that outlived everything.
-        unanswered: hosts that did not say what is left on them.
-        uncertain: hosts on which something may still run: contact was lost, or they did not say
-            that nothing is left.
-        lost: how many contacts were lost.
-        lost_at: when the lease of the last of the uncertain hosts began to run out, by
-            time.monotonic(); None: there are none, or nothing is left there.
-        again: another attempt follows; the supervisor decides.
-        budget: what another attempt, here or later, has used up; "": there is to be none.
-    """
-
-    outcome: Outcome
-    began: bool = False
-    step: int = 0
-    survivors: list[SurvivingProcess] = field(default_factory=list)
-    unanswered: list[str] = field(default_factory=list)
-    uncertain: list[str] = field(default_factory=list)
-    lost: int = 0
-    lost_at: float | None = None
-    again: bool = False
-    budget: str = ""
 
 
 class _StopRequested(Exception):
@@ -147,6 +83,7 @@ class Attempt:
         hosts: nodes in order of ranks.
         command: what the ranks run.
         context: of the supervisor.
+        kept: the agents of the attempt before, on the same hosts, which go on; None: new ones.
     """
 
     def __init__(
@@ -157,30 +94,16 @@ class Attempt:
         hosts: Sequence[Host],
         command: Command,
         context: AttemptContext,
+        kept: AgentPool | None = None,
     ) -> None:
         self.run = run
         self.job = job
         self.command = command
         self.context = context
         self.folder = run.attempt(number)
-        code = run.root / "code" / run.code.resolve().name
-        logs = self.folder.path / "launch"
-        folder = run.session(number)
-        if job.starts_by_srun:
-            box = None
-        else:
-            box = node_container(job, folder, run.id, number, reusable_since(run))
-        self.session: Session = Session(
-            folder,
-            run.id,
-            number,
-            hosts,
-            job.cluster,
-            code,
-            logs,
-            passed_environment(),
-            box,
-        )
+        self.kept = kept
+        self.pool: AgentPool | None = kept  # whose agents are there
+        self.session = kept.session if kept is not None else new_session(run, number, job, hosts)
         self.events = EventLog(self.folder)
         self.redactor = Redactor(context.secrets.values())
         self.clock = context.root.clock
@@ -200,22 +123,22 @@ class Attempt:
         )
 
     async def execute(self) -> AttemptResult:
-        """Start the ranks, follow them to their end, judge it. Leaves nothing running on any
-        host that can be reached. Writes no AttemptEnded."""
+        """Start the ranks, follow them to their end, judge it. Leaves no rank on any host that can
+        be reached; where the agents `can_go_on`, they wait for the next attempt or `dismiss`.
+        Writes no AttemptEnded."""
         outcome: Outcome | None = None
         try:
-            server = self.context.server
-            self.session.write(self.run.root, server.address, server.port, self.context.secrets)
-            launcher = self.context.launcher
-            async with AgentPool(self.session, launcher, server, self.clock) as pool:
-                try:
-                    outcome = await self._run_ranks(pool)
-                finally:
-                    await self._stop_all(pool, "the supervisor ends")
+            pool = await self._open_pool()
+            try:
+                outcome = await self._run_ranks(pool)
+            finally:
+                await self._stop_all(pool, "the supervisor ends")
         except Exception as error:
-            outcome = _outcome_of_error(error)
+            outcome = outcome_of_error(error)
         finally:
             self.session.forget_secrets()
+            if not self.can_go_on:
+                await self.close_pool()
         if outcome is None:
             outcome = judge_outcome(
                 self.ranks.ends,
@@ -226,33 +149,89 @@ class Attempt:
             )
         return self._result(outcome)
 
-    def _result(self, outcome: Outcome) -> AttemptResult:
+    async def _open_pool(self) -> AgentPool:
+        """New agents on their way, or those of the attempt before."""
+        context = self.context
+        if self.kept is not None:
+            self.kept.session.write_secrets(context.secrets)
+            # who looks for this attempt's session finds that of the agents
+            self.run.session(self.folder.number).symlink_to(self.kept.session.folder.name)
+            return self.kept
+        server = context.server
+        self.session.write(self.run.root, server.address, server.port, context.secrets)
+        pool = AgentPool(self.session, context.launcher, server, self.clock)
+        await pool.open()
+        self.pool = pool
+        return pool
+
+    async def close_pool(self) -> None:
+        """Let the agents end, if there are any."""
+        if self.pool is not None:
+            pool, self.pool = self.pool, None
+            await pool.close()
+
+    async def agents_for(self, hosts: Sequence[Host]) -> AgentPool | None:
+        """The agents, if they can start the ranks of an attempt on these hosts; else they end."""
+        if self.pool is not None and self.can_go_on and tuple(self.session.hosts) == tuple(hosts):
+            return self.pool
+        await self.close_pool()
+        return None
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether the agents can start the ranks of another attempt: all of them are there, and
+        have said that nothing is left of the ranks of this one."""
         ranks = self.ranks
-        unanswered = []
-        if ranks.node_of:
-            unanswered = [
-                host.name
-                for node, host in enumerate(self.session.hosts)
-                if node not in ranks.stopped
-            ]
-        uncertain = {
-            *unanswered,
-            *(lost.host for lost in ranks.losses),
-            *(each["host"] for each in ranks.survivors),
-        }
-        if uncertain - {lost.host for lost in ranks.losses}:
-            ranks.lost_at = time.monotonic()
-        clean = replace(outcome, root_cause=self.redactor.value(outcome.root_cause))
-        return AttemptResult(
-            clean,
-            began=self.began,
-            step=ranks.heartbeats.step(),
-            survivors=ranks.survivors,
-            unanswered=unanswered,
-            uncertain=sorted(uncertain),
-            lost=len(ranks.losses),
-            lost_at=ranks.lost_at,
+        return (
+            self.keeps_agents
+            and self.pool is not None
+            and self.began
+            and not ranks.losses
+            and not ranks.survivors
+            and len(ranks.stopped) == len(self.session.hosts) == len(self.pool.present)
         )
+
+    @property
+    def keeps_agents(self) -> bool:
+        """Whether only the ranks are stopped where a rank has failed."""
+        ends = self.ranks.ends
+        return (
+            self.command.parent is not None
+            and self.context.stop_requests.first is None
+            and any(not end.done for end in ends)
+        )
+
+    async def dismiss(self, end: AttemptResult) -> None:
+        """No attempt follows on these agents: stop all that they have started, and let them end.
+        `end` says then what is left."""
+        if self.pool is None:
+            return
+        self.ranks.stopped.clear()
+        try:
+            await self._stop_all(self.pool, "no attempt follows", everything=True)
+        finally:
+            await self.close_pool()
+        self._tell_left(end)
+
+    def _result(self, outcome: Outcome) -> AttemptResult:
+        clean = replace(outcome, root_cause=self.redactor.value(outcome.root_cause))
+        end = AttemptResult(clean, began=self.began, step=self.ranks.heartbeats.step())
+        self._tell_left(end)
+        return end
+
+    def _tell_left(self, end: AttemptResult) -> None:
+        """What hosts have said so far of what is left on them."""
+        ranks = self.ranks
+        lost = {each.host for each in ranks.losses}
+        hosts = self.session.hosts if ranks.node_of else ()
+        end.survivors = ranks.survivors
+        end.unanswered = [h.name for node, h in enumerate(hosts) if node not in ranks.stopped]
+        uncertain = {*end.unanswered, *lost, *(each["host"] for each in ranks.survivors)}
+        if uncertain - lost:
+            ranks.lost_at = time.monotonic()
+        end.uncertain = sorted(uncertain)
+        end.lost = len(ranks.losses)
+        end.lost_at = ranks.lost_at
 
     async def _run_ranks(self, pool: AgentPool) -> Outcome | None:
         """The attempt up to the point where everything has ended or has to be stopped; the
@@ -282,13 +261,21 @@ class Attempt:
 
     async def _prepare_hosts(self, pool: AgentPool) -> None:
         """Agents there and alike, slots held, rank 0's port proved, world.json written."""
-        gpus = 0
-        if self.job.cluster.device_type == "cuda":
-            gpus = self.job.ranks_per_node
-        await gather(pool, gpus=gpus, own_code=self.command.own_code, on_joined=self._note_agent)
-        await reserve(pool, self.job, share=self.context.share)
+        if self.kept is None:
+            gpus = 0
+            if self.job.cluster.device_type == "cuda":
+                gpus = self.job.ranks_per_node
+            await gather(
+                pool, gpus=gpus, own_code=self.command.own_code, on_joined=self._note_agent
+            )
+            await reserve(pool, self.job, share=self.context.share)
+        else:
+            for agent in pool.hellos.values():
+                self._note_agent(agent)
         address, port = await rendezvous(pool, self.command.port)
-        self.world = build_world(pool, self.job, self.command, address, port)
+        number = self.folder.number
+        self.world = build_world(pool, number, self.job, self.command, address, port)
+        await self.context.fence()
         write_world(self.run, self.world)
         for name, text in self.command.files.items():
             write_text(self.run.path / name, text)
@@ -458,19 +445,27 @@ class Attempt:
             self.ranks.handle(pool, *pool.received.get_nowait())
         self.context.observer.tick()
 
-    async def _stop_all(self, pool: AgentPool, reason: str) -> None:
-        """TERM, KILL after the grace, on every host that has not said yet what is left on it."""
+    async def _stop_all(self, pool: AgentPool, reason: str, *, everything: bool = False) -> None:
+        """TERM, KILL after the grace, on every host that has not said yet what is left on it: to
+        all that runs there, or, where the agents may go on and not `everything` is to end, to the
+        ranks."""
         if not self.ranks.node_of:
             return
         stopped = self.ranks.stopped
         nodes = [node for node in pool.present if node not in stopped]
         if not nodes:
             return
-        grace = self.job.cluster.watch.grace
+        grace = self.job.stop_grace
+        only_ranks = self.keeps_agents and not self.ranks.losses and not everything
         if self.context.stop_requests.killed_soon:
             grace = 0.0
         for node in nodes:
-            pool.send(node, StopProcesses(grace))
+            keys = None
+            if only_ranks:
+                keys = tuple(
+                    str(rank) for rank, where in self.ranks.node_of.items() if where == node
+                )
+            pool.send(node, StopProcesses(grace, keys))
         if self.ranks.running:
             with contextlib.suppress(OSError):
                 self.events.write(RanksStopped(reason, sorted(self.ranks.running)))
@@ -479,22 +474,3 @@ class Attempt:
             node not in stopped and node not in pool.lost for node in nodes
         ):
             await self._handle_frames(pool)
-
-
-def _outcome_of_error(error: Exception) -> Outcome:
-    """How an attempt ends that an error of our own process ended."""
-    if isinstance(error, StartError):
-        return error.outcome
-    if isinstance(error, TrainkitError):
-        failure_class: FailureClass = "user" if error.exit == Exit.CONFIG else "infra"
-        return Outcome(error.exit, failure_class, {"message": error.message, "advice": error.hint})
-    if isinstance(error, OSError):
-        cause: RootCause = {"message": f"the supervisor cannot go on: {error}"}
-        if error.errno in FULL:
-            cause["advice"] = f"make room on the file system of {error.filename}"
-        return Outcome(Exit.RANK_INFRA, "infra", cause)
-    # a mistake of ours, or a report of a host that nobody foresaw: the result still has to say
-    # what is left on the hosts
-    traceback.print_exception(error)
-    message = f"the supervisor failed: {type(error).__name__}: {error}"
-    return Outcome(Exit.BUG, "infra", {"message": message})

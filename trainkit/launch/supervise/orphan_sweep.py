@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,10 +35,14 @@ from trainkit.launch.supervise.code_snapshot import take_snapshot
 from trainkit.launch.supervise.host_consistency import table
 from trainkit.launch.supervise.rank_environment import passed_environment
 from trainkit.launch.supervise.rendezvous import StartError, gather
+from trainkit.runs.events import AgentJoined, AttemptEnded, events_of, last_event, read_events
 from trainkit.runs.folder import RunFolder
+from trainkit.runs.record import read_supervisor_status
 
 PACKAGE = Path(trainkit.__file__).parent
 SWEEP_SECONDS = 15.0  # for an agent to look at every process of its host, and to end some
+# for an agent to come to a host that has just lost one, which may be busy: what it leaves stays
+COME_SECONDS = 15.0
 
 
 @contextlib.asynccontextmanager
@@ -200,3 +205,42 @@ async def sweep_orphans_on(
         else:
             reports.append(SweepReport(answer.host, None, frame.left, frame.killed, frame.proof))
     return reports
+
+
+async def sweep_dead_agents(
+    run: RunFolder, cluster: Cluster, hosts: Sequence[Host], launcher: Launcher
+) -> list[SweepReport]:
+    """End what agents that died have left on hosts of a run that goes on."""
+    try:
+        async with asyncio.timeout(2 * COME_SECONDS):
+            return await sweep_orphans_on(
+                run, cluster, hosts, COME_SECONDS, kill=True, launcher=launcher
+            )
+    except (TrainkitError, OSError, TimeoutError) as error:
+        return [SweepReport(host.name, str(error) or "no answer in time") for host in hosts]
+
+
+def hosts_left_by_last_attempt(
+    run: RunFolder, job: Job, hosts: Sequence[Host]
+) -> tuple[list[Host], float]:
+    """(Hosts on which something of a run's last attempt may still run, when its supervisor was last
+    seen, by time.time()): that supervisor died, or could not learn of every host that nothing is
+    left.
+
+    Args:
+        run: whose supervisor is another one now.
+        job: as the next attempt runs it.
+        hosts: those of the run.
+    """
+    attempts = run.attempts()
+    if not attempts or job.cluster.launcher_traits.batch:  # it ends what its jobs leave
+        return [], 0.0
+    events = read_events(attempts[-1])
+    sign = read_supervisor_status(run)
+    ended = last_event(events, AttemptEnded)
+    if ended is not None and not ended.survivors and not ended.unanswered:
+        return [], 0.0
+    names = dict.fromkeys(event.host for event in events_of(events, AgentJoined))
+    known = {host.name: host for host in hosts}
+    seen = sign.time if sign is not None else time.time()
+    return [known.get(name) or Host(name) for name in names], seen

@@ -330,11 +330,14 @@ async def rendezvous(pool: AgentPool, wanted: int = 0) -> tuple[str, int]:
     return address, int(port)
 
 
-def build_world(pool: AgentPool, job: Job, command: Command, address: str, port: int) -> RunWorld:
+def build_world(
+    pool: AgentPool, attempt: int, job: Job, command: Command, address: str, port: int
+) -> RunWorld:
     """Ranks over the session's hosts, in order.
 
     Args:
         pool: all of whose agents are there.
+        attempt: its number; the agents may be those of an earlier one.
         job: as the attempt runs it.
         command: what the ranks run.
         address: where rank 0 listens.
@@ -361,7 +364,7 @@ def build_world(pool: AgentPool, job: Job, command: Command, address: str, port:
         )
     return RunWorld(
         session.run,
-        session.attempt,
+        attempt,
         address,
         port,
         network=job.cluster.interface is not None,

@@ -8,7 +8,7 @@ from typing import Literal
 from trainkit.base.errors import Exit
 from trainkit.jobs.schema import RetrySettings
 from trainkit.launch.hosts.hostfile import Host
-from trainkit.launch.supervise.attempt import AttemptResult
+from trainkit.launch.supervise.attempt_context import AttemptResult
 
 RetryDecision = Literal["again", "enough", "no-progress"]
 # the next attempt would get the same answer

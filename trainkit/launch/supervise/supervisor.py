@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
-from trainkit.base.errors import ConfigError, Exit, TrainkitError
+from trainkit.base.errors import ConfigError, Exit
 from trainkit.base.files import write_json
 from trainkit.base.process import identity
 from trainkit.engines.contract import Engine
@@ -27,11 +27,15 @@ from trainkit.launch.launchers.contract import Launcher
 from trainkit.launch.protocol.frames import Accepted, CancelRun
 from trainkit.launch.protocol.server import Connection, Server
 from trainkit.launch.session import SECRETS
-from trainkit.launch.supervise.attempt import Attempt, AttemptContext, AttemptResult
+from trainkit.launch.supervise.attempt import Attempt
+from trainkit.launch.supervise.attempt_context import AttemptContext, AttemptResult
 from trainkit.launch.supervise.failure_rules import load_failure_rules
 from trainkit.launch.supervise.notifications import Notifier
 from trainkit.launch.supervise.observer import GuardedObserver, RunObserver
-from trainkit.launch.supervise.orphan_sweep import SweepReport, sweep_orphans_on
+from trainkit.launch.supervise.orphan_sweep import (
+    hosts_left_by_last_attempt,
+    sweep_dead_agents,
+)
 from trainkit.launch.supervise.outcome import Outcome, StopRequest, judge_outcome
 from trainkit.launch.supervise.rank_environment import secrets_of_ranks
 from trainkit.launch.supervise.retry_policy import HostChoice, RetryBudgets
@@ -39,7 +43,6 @@ from trainkit.launch.supervise.root_watch import SIGN_SECONDS, RootWatch
 from trainkit.launch.supervise.stop_requests import StopRequests
 from trainkit.plan.planner import make_plan
 from trainkit.runs.events import (
-    AgentJoined,
     AttemptEnded,
     HostExcluded,
     HostSwept,
@@ -47,21 +50,15 @@ from trainkit.runs.events import (
     RootStalled,
     StrangerRefused,
     ViewLost,
-    events_of,
-    last_event,
-    read_events,
 )
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import (
     SupervisorStatus,
-    read_supervisor_status,
     write_supervisor_status,
 )
 
 CONTROL_SECONDS = 10.0  # that somebody who has proved itself has to say what it wants
 LOOK_SECONDS = 1.0  # between two looks at whether the root answers
-# for an agent to come to a host that has just lost one, which may be busy: what it leaves stays
-SWEEP_SECONDS = 15.0
 # before the tries that follow the first, second and later ones in a row that did not begin
 PAUSES = (0.0, 30.0, 300.0)
 # beyond lease and grace, until a host that we lost has surely stopped itself
@@ -107,6 +104,8 @@ class Supervisor:
         self.root = RootWatch(self._write_sign_of_life)
         self.pen = threading.Lock()  # of our sign: the last word must be written last
         self.attempt: Attempt | None = None
+        self.fence_until = 0.0  # by time.monotonic(): ranks of hosts that we lost may live so long
+        self.sweeping: asyncio.Task[None] | None = None  # of those hosts
         self.false_starts = 0  # attempts in a row whose ranks did not begin
         self.began = self.ended = self.goes_on = False
 
@@ -115,26 +114,33 @@ class Supervisor:
         that can be reached."""
         await self.server.listen(self.address())
         self.server.handlers["control"] = self._control
-        former = self._read_former_attempt()
+        former = hosts_left_by_last_attempt(self.run, self.job, self.hosts.hosts)
         self.root.start()
         noting = asyncio.create_task(self._note_stalls())
         self.notifier.open()
         try:
             await self._fence(*former)
-            if (outcome := self._stop_between_attempts(None)) is not None:
+            if (outcome := await self._stop_between_attempts(None)) is not None:
                 return outcome
+            hosts = self._choose_hosts()
             while True:
-                end = await self._one_attempt()
+                end = await self._one_attempt(hosts)
                 if not self._starts_again(end):
                     return end.outcome
-                await self._until_lost_hosts_have_stopped(end)
+                hosts = self._choose_hosts()
+                if any(host.name in end.uncertain for host in hosts):
+                    # it would end what comes there now
+                    await self._finish_sweep()
+                    await self._until_lost_hosts_have_stopped()
                 await self._pause(end)
-                if (outcome := self._stop_between_attempts(end)) is not None:
+                if (outcome := await self._stop_between_attempts(end)) is not None:
                     return outcome
         finally:
             noting.cancel()
-            await asyncio.gather(noting, return_exceptions=True)
+            ending = [noting] if self.sweeping is None else [noting, self.sweeping]
+            await asyncio.gather(*ending, return_exceptions=True)
             if self.attempt is not None:
+                await self.attempt.close_pool()
                 self.attempt.events.close()
             self.root.close()
             self.ended = True
@@ -151,24 +157,6 @@ class Supervisor:
             return "127.0.0.1"
         return supervisor_address(self.job.cluster, self.hosts.hosts)
 
-    def _read_former_attempt(self) -> tuple[list[Host], float]:
-        """(Hosts on which something of the attempt before our first may still run, when their
-        supervisor was last seen, by time.time()): of an attempt whose supervisor died, or could
-        not learn of every host that nothing is left."""
-        attempts = self.run.attempts()
-        if not attempts or self.job.cluster.launcher_traits.batch:  # it ends what its jobs leave
-            return [], 0.0
-        events = read_events(attempts[-1])
-        sign = read_supervisor_status(self.run)
-        ended = last_event(events, AttemptEnded)
-        if ended is not None and not ended.survivors and not ended.unanswered:
-            return [], 0.0
-        names = dict.fromkeys(event.host for event in events_of(events, AgentJoined))
-        known = {host.name: host for host in self.hosts.hosts}
-        return [known.get(name) or Host(name) for name in names], (
-            sign.time if sign is not None else time.time()
-        )
-
     async def _fence(self, hosts: Sequence[Host], seen: float) -> None:
         """Let nothing of an earlier attempt write beside the first of ours: ask its hosts; one
         that cannot prove that nothing is left has until its lease and its grace are over."""
@@ -184,7 +172,13 @@ class Supervisor:
         if await self._sweep(hosts) == len(hosts):
             return
         watch = self.job.cluster.watch
-        until = min(seen, time.time()) + SIGN_SECONDS + watch.lease + watch.grace + OWN_STOP_SECONDS
+        until = (
+            min(seen, time.time())
+            + SIGN_SECONDS
+            + watch.lease
+            + self.job.stop_grace
+            + OWN_STOP_SECONDS
+        )
         if until > time.time():
             line = (
                 "not every host of the attempt before can be asked: waiting"
@@ -193,13 +187,15 @@ class Supervisor:
             self.observer.notice(line)
         await self._wait(until - time.time())
 
-    def _stop_between_attempts(self, end: AttemptResult | None) -> Outcome | None:
+    async def _stop_between_attempts(self, end: AttemptResult | None) -> Outcome | None:
         """The outcome where somebody asks to stop while no attempt is under way; `end`: of the
         one before, whose last word that becomes."""
         if not self.stop_requests.first:
             return None
         outcome = judge_outcome([], 1, self.stop_requests.first)
         if end is not None:
+            assert self.attempt is not None
+            await self.attempt.dismiss(end)
             end.outcome = outcome
             end.budget = ""
             self._record_end(end)
@@ -208,10 +204,7 @@ class Supervisor:
     async def _pause(self, end: AttemptResult) -> None:
         """Wait before another try where one did not even begin: a switch that reboots takes
         minutes, and the budget is small."""
-        if end.began:
-            self.false_starts = 0
-        else:
-            self.false_starts = self.false_starts + 1
+        self.false_starts = 0 if end.began else self.false_starts + 1
         if self.false_starts:
             await self._wait(PAUSES[min(self.false_starts, len(PAUSES)) - 1])
 
@@ -222,13 +215,12 @@ class Supervisor:
             self.observer.tick()
             await asyncio.sleep(0.1)
 
-    async def _one_attempt(self) -> AttemptResult:
+    async def _one_attempt(self, hosts: Sequence[Host]) -> AttemptResult:
         former = self.run.attempts()
         for old in former:  # what a supervisor that was killed could not take away
             (self.run.session(old.number) / SECRETS).unlink(missing_ok=True)
         number = max((a.number for a in former), default=0) + 1
         first = self.attempt is None
-        hosts = self._choose_hosts()
         self.engine.before_attempt(self.job, self.run)
         command = self.engine.command(self.job, self.run, number)
         context = AttemptContext(
@@ -240,10 +232,13 @@ class Supervisor:
             self.stop_requests,
             self.observer,
             self.root,
+            self._until_lost_hosts_have_stopped,
         )
+        kept = None
         if self.attempt is not None:
+            kept = await self.attempt.agents_for(hosts)
             self.attempt.events.close()
-        self.attempt = attempt = Attempt(self.run, number, self.job, hosts, command, context)
+        self.attempt = attempt = Attempt(self.run, number, self.job, hosts, command, context, kept)
         attempt.events.on_write = functools.partial(self.notifier.on_event, number)
         attempt.record_start()
         self._write_sign_of_life()
@@ -263,34 +258,41 @@ class Supervisor:
             attempt.events.close()
             raise
         end = self._judge(end)
+        if not end.again or end.outcome.suspects:
+            await attempt.dismiss(end)
         self._record_end(end)
-        if end.uncertain and await self._sweep(
-            [host for host in hosts if host.name in end.uncertain]
-        ) == len(end.uncertain):
-            end.lost_at = None
+        if end.uncertain:
+            await self._finish_sweep()
+            uncertain = [host for host in hosts if host.name in end.uncertain]
+            before = self.fence_until
+            if end.lost_at is not None:
+                limits = self.job.cluster.watch.lease + self.job.stop_grace + OWN_STOP_SECONDS
+                self.fence_until = max(before, end.lost_at + limits)
+            self.sweeping = asyncio.create_task(self._sweep_uncertain(uncertain, before))
+            if not end.again:
+                await self._finish_sweep()
         return end
+
+    async def _finish_sweep(self) -> None:
+        if self.sweeping is not None:
+            await self.sweeping
 
     async def _sweep(self, hosts: Sequence[Host]) -> int:
         """End what dead agents have left: their keepers see to it, but who kills an agent
         may have killed its keeper too. Returns how many hosts have proved that nothing is left."""
         if not hosts:
             return 0
-        try:
-            async with asyncio.timeout(2 * SWEEP_SECONDS):
-                reports = await sweep_orphans_on(
-                    self.run,
-                    self.job.cluster,
-                    hosts,
-                    SWEEP_SECONDS,
-                    kill=True,
-                    launcher=self.launcher,
-                )
-        except (TrainkitError, OSError, TimeoutError) as error:
-            reports = [SweepReport(host.name, str(error) or "no answer in time") for host in hosts]
+        reports = await sweep_dead_agents(self.run, self.job.cluster, hosts, self.launcher)
         if self.attempt is not None:
             for report in reports:
                 self.attempt.events.write(HostSwept(**asdict(report)))
         return sum(report.error is None and not report.left for report in reports)
+
+    async def _sweep_uncertain(self, hosts: Sequence[Host], fence: float) -> None:
+        """Once every host has proved that nothing is left, nothing of it need be waited for.
+        `fence`: until when there is to be waited all the same."""
+        if await self._sweep(hosts) == len(hosts):
+            self.fence_until = fence
 
     def _judge(self, end: AttemptResult) -> AttemptResult:
         """The end with its verdict: whether there will be another attempt."""
@@ -300,11 +302,8 @@ class Supervisor:
         self.began = self.began or end.began
         cause = outcome.root_cause or {}
         whys = {row["host"]: row["why"] for row in cause.get("hosts", ())}
-        if len(self.hosts.hosts) > 1:
-            suspects = {
-                host: str(whys.get(host) or cause.get("message")) for host in outcome.suspects
-            }
-        else:
+        suspects = {host: str(whys.get(host) or cause.get("message")) for host in outcome.suspects}
+        if len(self.hosts.hosts) == 1:
             suspects = {}
         # this machine, its network or the shared root is to blame, not all of them
         if 2 * max(len(suspects), end.lost) > max(2, self.job.nodes):
@@ -408,15 +407,14 @@ class Supervisor:
             return None
         return job
 
-    async def _until_lost_hosts_have_stopped(self, end: AttemptResult) -> None:
+    async def _until_lost_hosts_have_stopped(self) -> None:
         """Ranks of a host that we lost end when its lease does, if it cannot tell that they
         have; two attempts must never write at the same time."""
-        if end.lost_at is None:
-            return
-        watch = self.job.cluster.watch
-        await self._wait(
-            end.lost_at + watch.lease + watch.grace + OWN_STOP_SECONDS - time.monotonic()
-        )
+        if self.sweeping is not None:
+            left = max(0.0, self.fence_until - time.monotonic())
+            await asyncio.wait({self.sweeping}, timeout=left)
+        if (seconds := self.fence_until - time.monotonic()) > 0:
+            await self._wait(seconds)
 
     def _note_lost_observer(self, reason: str) -> None:
         if self.attempt is not None:
