@@ -34,7 +34,7 @@ ORDER = {  # of a folder's rooms and its files of their own: each imports only w
         "metrics torch_compat torch_compiler generators proved_graphs ready_graphs"
         " compiled_graphs model decoding parallel checkpoint rank_agreement"
         " update coordinate_check batches huggingface preflight step_log validation text_samples"
-        " rehearsal trainer main inference"
+        " rehearsal trainer main parent inference"
     ),
     "trainkit.launch": (
         "programs protocol hosts agent containers session launchers run_inputs supervise"

@@ -36,6 +36,12 @@ class Cgroup:
             path.mkdir()
         return Cgroup(path)
 
+    def parts(self) -> list[Cgroup]:
+        """The groups in it."""
+        with contextlib.suppress(OSError):
+            return [Cgroup(path) for path in self.path.iterdir() if path.is_dir()]
+        return []
+
     def entrance(self) -> int:
         """An open file: a process that writes b"0" into it is in the group from then on. Raises
         OSError."""

@@ -130,6 +130,32 @@ def set_process_title(title: str) -> None:
             memory.write(title.encode()[: room - 1].ljust(room, b"\0"))
 
 
+def show_as(argv: Sequence[str], variable: str, value: str) -> None:
+    """Have /proc/self show another command line, as far as the old one leaves room, and another
+    value of a variable of the environment that this process began with (proc(5): arg_start to
+    env_end). What the program itself reads of its environment stays.
+
+    Raises:
+        OSError: the memory cannot be written.
+        ValueError: the variable is not there, or its value too short for another.
+    """
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    arguments, arguments_end, begin, end = (int(field) for field in fields[45:49])
+    with open("/proc/self/mem", "r+b", buffering=0) as memory:
+        memory.seek(begin)
+        shown = b"\0" + memory.read(end - begin)
+        name = b"\0" + os.fsencode(variable) + b"="
+        at = shown.index(name) + len(name)
+        room = shown.index(b"\0", at) - at
+        if len(os.fsencode(value)) > room:
+            raise ValueError(f"{variable} has room for {room} bytes, not for {value!r}")
+        memory.seek(begin + at - 1)
+        memory.write(os.fsencode(value).ljust(room, b"\0"))
+        room = arguments_end - arguments
+        memory.seek(arguments)
+        memory.write(b"\0".join(map(os.fsencode, argv))[: room - 1].ljust(room, b"\0"))
+
+
 def raise_open_file_limit() -> None:
     """As many open files as this process may have at all: a blend of a thousand datasets holds
     some thousand."""

@@ -138,16 +138,21 @@ def kill_processes(processes: Iterable[MarkedProcess]) -> None:
             send_signal(process, number)
 
 
-def kill_children() -> None:
-    """SIGKILL to this process's own children, some times in a row. Of a subreaper, what forks
-    and ends as fast as it can is a child at any moment; a look at all of /proc is too slow for
-    it."""
+def own_children() -> list[int]:
+    """The pids of this process's children (proc(5))."""
+    return [
+        int(pid)
+        for thread in os.listdir("/proc/self/task")
+        for pid in _read(f"/proc/self/task/{thread}/children").split()
+    ]
+
+
+def kill_children(spared: int | None = None) -> None:
+    """SIGKILL to this process's own children but one, some times in a row. Of a subreaper, what
+    forks and ends as fast as it can is a child at any moment; a look at all of /proc is too slow
+    for it."""
     for _ in range(ROUNDS):
-        there = [
-            int(pid)
-            for thread in os.listdir("/proc/self/task")
-            for pid in _read(f"/proc/self/task/{thread}/children").split()
-        ]
+        there = [pid for pid in own_children() if pid != spared]
         if not there:
             return
         for pid in there:

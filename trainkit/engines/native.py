@@ -98,6 +98,8 @@ class Native:
 
     def command(self, job: Job, run: RunFolder, attempt: int) -> Command:
         main = run.code / "trainkit" / "train" / "main.py"
+        parent = main.with_name("parent.py")
+        warm = job.recovery == "warm" and parent.exists()  # older runs' code has none
         return Command(
             # -I: neither the working folder nor PYTHON* variables decide which code runs
             argv=(_python(job), "-I", str(main), str(run.path), "--attempt", str(attempt)),
@@ -106,6 +108,7 @@ class Native:
             cwd=run.path,
             ranks_per_node=job.ranks_per_node,
             own_code=True,
+            parent=(_python(job), "-I", str(parent), str(run.path)) if warm else None,
         )
 
     def resume_problems(self, job: Job, run: RunFolder) -> list[Problem]:

@@ -114,6 +114,13 @@ class Job(Table):
             " it is"
         ),
     )
+    recovery: Literal["warm", "cold"] = Field(
+        "warm",
+        description=(
+            "native: warm: each host keeps a process that has imported everything, from which its"
+            " ranks are forked; cold: every rank is a program that imports by itself"
+        ),
+    )
     kernels: Literal["auto", "reference", "fused"] = Field(
         "auto",
         description=(

@@ -10,9 +10,10 @@ import re
 import selectors
 import signal
 import socket
+import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -26,7 +27,9 @@ from trainkit.base.process_marks import MarkedProcess
 from trainkit.base.redact import Redactor
 from trainkit.launch.agent.loop import Agent, Command, Task
 from trainkit.launch.agent.oom import OomDetector
-from trainkit.launch.agent.process import CannotStart, ChildProcess, StartContext, child_mark
+from trainkit.launch.agent.process import ChildProcess, StartContext, child_mark
+from trainkit.launch.agent.rank_parent import KEY, RankParent, parent_environment
+from trainkit.launch.agent.spawn import CannotStart, Start, expanded, start_error
 from trainkit.launch.agent.stack_dump import collect_stacks
 from trainkit.launch.protocol import frames
 from trainkit.launch.protocol.frames import Frame, LeftProcess, ProcessSpec, ReportedProcess
@@ -229,6 +232,7 @@ def start(agent: Agent, frame: frames.StartProcesses) -> Task:
         )
     except (OSError, ValueError) as error:
         for spec in frame.processes:
+            agent.starting.discard(spec.key)
             agent.send(frames.StartFailed(spec.key, str(error)))
         return
     agent.oom = agent.oom or OomDetector()
@@ -238,26 +242,63 @@ def start(agent: Agent, frame: frames.StartProcesses) -> Task:
         agent.mark, lease=agent.session.lease, folders=[agent.heartbeats], group=group
     )
     redactor = Redactor(secrets.values())
-    context = StartContext(secrets, redactor, agent.writer, agent.heartbeats, group)
+    context = StartContext(
+        secrets,
+        redactor,
+        agent.writer,
+        agent.heartbeats,
+        group,
+        agent.processes.parent,
+        agent.processes.cold,
+    )
     for spec in frame.processes:
         try:
-            child = _start_one(agent, spec, context)
+            child = yield from _start_one(agent, spec, context)
         except CannotStart as error:
             agent.send(frames.StartFailed(spec.key, redactor.text(str(error))))
             continue
+        finally:
+            agent.starting.discard(spec.key)
         agent.watch(child)
         agent.send(frames.ProcessStarted(spec.key, child.pid))
 
 
-def _start_one(agent: Agent, spec: ProcessSpec, context: StartContext) -> ChildProcess:
+def start_parent(agent: Agent, frame: frames.StartParent) -> Task:
+    """Start what ranks are forked from, in place of an earlier one that has ended or is another.
+    Why it cannot be started is said of the ranks that wanted it."""
+    processes = agent.processes
+    if (earlier := processes.parent) and earlier.code is None:
+        if earlier.frame == frame:
+            return
+        earlier.kill()
+        while earlier.code is None:
+            yield
+    if agent.leaving is not None:
+        return
+    mark = child_mark(agent.mark, KEY)
+    processes.any_started = True
+    try:
+        environment = parent_environment(expanded(frame.env), mark)
+        group = processes.group.inside(KEY) if processes.group else None
+        start = Start(frame.argv, environment, frame.cwd, mark, group)
+        processes.parent = RankParent(frame, start, agent.selector)
+    except CannotStart as error:
+        processes.cold = str(error)
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        processes.cold = f"its parent cannot be started: {start_error(error, frame.argv)}"
+
+
+def _start_one(
+    agent: Agent, spec: ProcessSpec, context: StartContext
+) -> Generator[None, None, ChildProcess]:
     if agent.leaving is not None:
         raise CannotStart("this agent is about to leave")
     if spec.key not in agent.starting:
         raise CannotStart("it was stopped before it began")
-    agent.starting.discard(spec.key)
     if spec.key in agent.children:
         raise CannotStart(f"process {spec.key} runs already")
     child = ChildProcess(spec, child_mark(agent.mark, spec.key), context)
+    yield from child.start(context, lambda: spec.key in agent.starting)
     agent.children[spec.key] = child
     return child
 
@@ -295,7 +336,7 @@ def send_signal(agent: Agent, frame: frames.SignalProcesses) -> None:
 
 def stop(agent: Agent, frame: frames.StopProcesses) -> Task:
     """End programs, or everything; what is left is looked for, not assumed."""
-    yield from agent.stop(frame.keys, frame.grace)
+    yield from agent.stop(frame.keys, frame.grace, keep_parent=frame.keep_parent)
     if frame.keys is None:
         found = agent.processes.strays()
     else:
@@ -379,6 +420,7 @@ COMMANDS: Mapping[str, Command] = dict(
         _command(frames.Listen, listen),
         _command(frames.StopListening, stop_listening),
         _command(frames.ConnectToPort, connect),
+        _command(frames.StartParent, start_parent),
         _command(frames.StartProcesses, start),
         _command(frames.SignalProcesses, send_signal),
         _command(frames.StopProcesses, stop),

@@ -277,9 +277,12 @@ class Agent:
             child for child in self.children.values() if child.running and self._collect_one(child)
         ]
         self.ended += ended
+        parent = self.processes.parent
+        if parent and parent.collect() and self.oom:  # a kill that is none of a rank's
+            self.oom.killed(parent, self.children.values())
         if not self.tasks:
             self.processes.reap_orphans()
-        if ended and not any(child.running for child in self.children.values()):
+        if ended and not self.starting and not any(c.running for c in self.children.values()):
             # what overwrote its environment; the last of the run here has ended
             process_marks.kill_processes(self.processes.strays())
         for child in [c for c in self.ended if c.logged()]:
@@ -392,22 +395,27 @@ class Agent:
                 self.connection.drain(LEAVE_SECONDS)
         self.code = self.leaving
 
-    def stop(self, keys: Collection[str] | None, grace: float) -> Task:
+    def stop(
+        self, keys: Collection[str] | None, grace: float, *, keep_parent: bool = False
+    ) -> Task:
         """End these programs, or with None everything; returns once their ends are reported.
 
         Args:
             keys: of programs.
             grace: seconds from TERM to KILL.
+            keep_parent: of everything, all but the rank parent.
         """
         children = self.processes.by_keys(keys)
         self.starting -= self.starting if keys is None else set(keys)
-        yield from self.processes.terminate(keys, grace)
+        yield from self.processes.terminate(keys, grace, keep_parent=keep_parent)
         while any(child in self.ended for child in children):
             yield
 
     def _close(self) -> None:
         for child in self.children.values():
             child.kill()
+        if self.processes.parent:
+            self.processes.parent.kill()
         if self.heartbeats:
             shutil.rmtree(self.heartbeats, ignore_errors=True)
         if self.processes.group:

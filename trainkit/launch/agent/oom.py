@@ -10,6 +10,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from trainkit.launch.agent.process import ChildProcess
+from trainkit.launch.agent.rank_parent import RankParent
 
 
 class OomDetector:
@@ -19,7 +20,7 @@ class OomDetector:
     def __init__(self) -> None:
         self._seen = _oom_kills()
 
-    def killed(self, child: ChildProcess, others: Collection[ChildProcess]) -> bool:
+    def killed(self, child: ChildProcess | RankParent, others: Collection[ChildProcess]) -> bool:
         """Whether `child`, ended by a SIGKILL that we did not send, was killed for that.
 
         Args:

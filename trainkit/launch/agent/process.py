@@ -7,23 +7,29 @@ import contextlib
 import json
 import os
 import re
-import resource
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from trainkit.base import process_marks
 from trainkit.base.cgroup import Cgroup
 from trainkit.base.files import write_json, write_text
-from trainkit.base.process import die_with_parent_hook, on_this_node
 from trainkit.base.process_marks import MARK_VARIABLE
 from trainkit.base.redact import Redactor
 from trainkit.base.worker import PARENT_VARIABLE
 from trainkit.launch.agent.file_work import FileWork
 from trainkit.launch.agent.output import LogWriter, Output, Pipes
+from trainkit.launch.agent.rank_parent import CannotFork, ForkedProcess, RankParent
+from trainkit.launch.agent.spawn import (
+    CannotStart,
+    Start,
+    exec_program,
+    expanded,
+    start_error,
+)
 from trainkit.launch.protocol.frames import ProcessEnded, ProcessSpec
 
 HEARTBEAT_VARIABLE = "TRAINKIT_HEARTBEAT_FILE"
@@ -32,10 +38,6 @@ BEAT_BYTES = 1024
 LARGEST = 2**20  # bytes of a heartbeat or an error file that are read
 GONE_SECONDS = 1.0  # that a killed group may take to be empty
 LOG_SECONDS = 2.0  # how long the report of a process's end waits for its log
-
-
-class CannotStart(Exception):
-    """The program could not be started; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ class StartContext:
         heartbeats: the folder on this node where heartbeat files go.
         group: the cgroup of the agent, in which each program gets one of its own; None: this
             machine has none.
+        parent: what ranks are forked from; None: there is nothing, and `cold` says why.
     """
 
     secrets: Mapping[str, str]
@@ -56,23 +59,24 @@ class StartContext:
     writer: LogWriter
     heartbeats: Path
     group: Cgroup | None
+    parent: RankParent | None
+    cold: str
 
 
 class ChildProcess:
-    """A running or ended program.
+    """A program: `start` makes it run.
 
     Args:
         spec: what to start.
         mark: of this process, exported as TRAINKIT_RUN.
         context: what it has in common with others.
-
-    Raises:
-        CannotStart: with the reason.
     """
 
     def __init__(self, spec: ProcessSpec, mark: str, context: StartContext) -> None:
+        self.spec = spec
         self.key = spec.key
         self.mark = mark
+        self.group: Cgroup | None = None
         self.log = _path(spec.log)
         self.error = _path(spec.error)
         self.heartbeat: Path | None = None
@@ -95,28 +99,70 @@ class ChildProcess:
         self._log_until = 0.0
         self.stopped = False  # we ended it
         self._last_beat = (0, 0)  # (modification time, inode) of the heartbeat file
-        environment = self._environment(spec, context.secrets)
+
+    def start(
+        self, context: StartContext, wanted: Callable[[], bool]
+    ) -> Generator[None, None, None]:
+        """For a task: start it. Raises CannotStart with the reason.
+
+        Args:
+            context: as above.
+            wanted: whether it is still to begin.
+        """
         try:
+            environment = self._environment(context.secrets)
             if self.heartbeat:
                 write_text(self.heartbeat, " " * BEAT_BYTES)
-            self.group = context.group.inside(_file_name(self.key)) if context.group else None
-            self.process = _spawn(spec, mark, environment, self.group)
-        except (OSError, ValueError, subprocess.SubprocessError) as error:
+            if context.group:
+                self.group = context.group.inside(_file_name(self.key))
+            start = Start(self.spec.argv, environment, self.spec.cwd, self.mark, self.group)
+            yield from self._begin(start, context, wanted)
+        except (OSError, ValueError, subprocess.SubprocessError, CannotStart) as error:
             if self.log:
                 context.writer.close(self.log)
-            raise CannotStart(_start_error(error, spec)) from None
-        assert self.process.stdout and self.process.stderr
-        self.pipes = Pipes(
-            self.output, os.dup(self.process.stdout.fileno()), os.dup(self.process.stderr.fileno())
-        )
-        self.process.stdout.close()
-        self.process.stderr.close()
+            if isinstance(error, CannotStart):
+                raise
+            raise CannotStart(start_error(error, self.spec.argv)) from None
 
-    def _environment(self, spec: ProcessSpec, secrets: Mapping[str, str]) -> dict[str, str]:
+    def _begin(
+        self, start: Start, context: StartContext, wanted: Callable[[], bool]
+    ) -> Generator[None, None, None]:
+        out, err = os.pipe(), os.pipe()
+        try:
+            self.process = yield from self._forked_or_executed(
+                start, context, wanted, (out[1], err[1])
+            )
+        except BaseException:
+            os.close(out[0])
+            os.close(err[0])
+            raise
+        finally:
+            os.close(out[1])
+            os.close(err[1])
+        self.pipes = Pipes(self.output, out[0], err[0])
+
+    def _forked_or_executed(
+        self,
+        start: Start,
+        context: StartContext,
+        wanted: Callable[[], bool],
+        pipes: tuple[int, int],
+    ) -> Generator[None, None, subprocess.Popen[bytes] | ForkedProcess]:
+        if self.spec.forked:
+            try:
+                if context.parent is None:
+                    raise CannotFork(context.cold)
+                return (yield from context.parent.fork(start, pipes, context.secrets, wanted))
+            except CannotFork as why:
+                self.output.note(f"rank {self.key} is started as a program of its own: {why}")
+        out, err = pipes
+        return exec_program(start, stdin=subprocess.DEVNULL, stdout=out, stderr=err)
+
+    def _environment(self, secrets: Mapping[str, str]) -> dict[str, str]:
         own = {MARK_VARIABLE: self.mark, PARENT_VARIABLE: str(os.getpid())}
         if self.heartbeat:
             own[HEARTBEAT_VARIABLE] = str(self.heartbeat)
-        return {**os.environ, **_expanded(spec.env), **secrets, **own}
+        return {**os.environ, **expanded(self.spec.env), **secrets, **own}
 
     @property
     def pid(self) -> int:
@@ -232,55 +278,6 @@ class ChildProcess:
         return shown
 
 
-def _spawn(
-    spec: ProcessSpec, mark: str, environment: Mapping[str, str], group: Cgroup | None
-) -> subprocess.Popen[bytes]:
-    """Start the program, in its cgroup from its first instruction on. Raises as Popen does."""
-    entrance = -1
-    try:
-        if group:
-            entrance = group.entrance()
-        limit = process_marks.limit_mark(mark.partition("/")[0])
-        return subprocess.Popen(
-            list(spec.argv),
-            env=dict(environment),
-            cwd=spec.cwd,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-            # two calls of the system; other threads only read and write files
-            preexec_fn=_contained(  # noqa: PLW1509
-                entrance, limit, die_with_parent_hook(os.getpid())
-            ),
-        )
-    finally:
-        if entrance >= 0:
-            os.close(entrance)
-
-
-def _start_error(error: Exception, spec: ProcessSpec) -> str:
-    """Why a program could not be started, with the file that is to blame."""
-    file = getattr(error, "filename", None) or next(iter(spec.argv), "")
-    return f"{getattr(error, 'strerror', None) or error}: {file}"
-
-
-def _contained(
-    entrance: int, limit: tuple[int, int] | None, then: Callable[[], None]
-) -> Callable[[], None]:
-    """For a child between fork and exec: enter the group behind an open file, take the limit
-    that is a mark, where there are such, and go on."""
-
-    def prepare() -> None:
-        if entrance >= 0:
-            os.write(entrance, b"0")
-        if limit is not None:
-            resource.setrlimit(resource.RLIMIT_MSGQUEUE, limit)
-        then()
-
-    return prepare
-
-
 def _path(text: str | None) -> Path | None:
     if text:
         return Path(text)
@@ -294,18 +291,6 @@ def _file_name(key: str) -> str:
 def child_mark(mark: str, key: str) -> str:
     """The mark of one process below the node's."""
     return f"{mark}/{_file_name(key)}"
-
-
-def _expanded(environment: Mapping[str, str]) -> dict[str, str]:
-    """Values with ${node:VAR} replaced from this node's environment. Raises CannotStart naming
-    every one that is not there."""
-    try:
-        return on_this_node(environment)
-    except KeyError as missing:
-        raise CannotStart(
-            f"${{node:VAR}} asks for what is not in the environment of {os.uname().nodename}:"
-            f" {', '.join(missing.args)}"
-        ) from None
 
 
 def _read_object(path: Path) -> dict[str, object] | None:

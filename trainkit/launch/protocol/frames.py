@@ -46,36 +46,6 @@ class Frame:
         return {"type": self.TYPE, **write_fields(self)}
 
 
-# The handshake; `protocol.handshake` makes and checks these.
-
-
-@dataclass(frozen=True)
-class ConnectRequest(Frame):
-    """The first frame of a connection. `role`: what it is for; `node`: whose."""
-
-    TYPE = "knock"
-    role: str
-    node: int
-    nonce: str
-
-
-@dataclass(frozen=True)
-class Challenge(Frame):
-    """The supervisor's nonce, and its proof that it knows the token."""
-
-    TYPE = "challenge"
-    nonce: str
-    proof: str
-
-
-@dataclass(frozen=True)
-class ChallengeAnswer(Frame):
-    """The other side's proof that it knows the token."""
-
-    TYPE = "answer"
-    proof: str
-
-
 # Role "control": a command line to a supervisor.
 
 
@@ -162,6 +132,7 @@ class ProcessSpec:
         heartbeat: it writes a heartbeat file, whose path is in its environment.
         whole: no line of its output may be dropped.
         output: the supervisor gets its output.
+        forked: from the rank parent of its host, where there is one.
     """
 
     key: str
@@ -173,6 +144,27 @@ class ProcessSpec:
     heartbeat: bool = False
     whole: bool = False
     output: bool = True
+    forked: bool = False
+
+
+@dataclass(frozen=True)
+class StartParent(Frame):
+    """Start the process from which ranks are forked; one that lives and is the same stays.
+
+    Args:
+        argv: the command line.
+        env: what all ranks of the node have in common, as in ProcessSpec.
+        cwd: its working directory.
+        late: variables that a rank may have otherwise: they are read after the fork.
+        seconds: how long a rank waits for it to be ready; it is started without it then.
+    """
+
+    TYPE = "parent"
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    cwd: str
+    late: tuple[str, ...]
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -195,11 +187,18 @@ class SignalProcesses(Frame):
 
 @dataclass(frozen=True)
 class StopProcesses(Frame):
-    """End programs by key, None: everything. `grace`: seconds from TERM to KILL."""
+    """End programs by key, None: everything.
+
+    Args:
+        grace: seconds from TERM to KILL.
+        keys: of the programs.
+        keep_parent: of everything, all but the rank parent: ranks are to follow.
+    """
 
     TYPE = "stop"
     grace: float
     keys: tuple[str, ...] | None = None
+    keep_parent: bool = False
 
 
 @dataclass(frozen=True)
@@ -479,6 +478,7 @@ _COMMANDS = _by_type(
     Listen,
     StopListening,
     ConnectToPort,
+    StartParent,
     StartProcesses,
     SignalProcesses,
     StopProcesses,

@@ -14,12 +14,40 @@ import hashlib
 import hmac
 import secrets
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Literal
 
-from trainkit.launch.protocol.frames import Challenge, ChallengeAnswer, ConnectRequest
+from trainkit.launch.protocol.frames import Frame
 from trainkit.launch.protocol.framing import BadFrame
 
 Role = Literal["agent", "control"]  # what may connect to a supervisor
+
+
+@dataclass(frozen=True)
+class ConnectRequest(Frame):
+    """The first frame of a connection. `role`: what it is for; `node`: whose."""
+
+    TYPE = "knock"
+    role: str
+    node: int
+    nonce: str
+
+
+@dataclass(frozen=True)
+class Challenge(Frame):
+    """The supervisor's nonce, and its proof that it knows the token."""
+
+    TYPE = "challenge"
+    nonce: str
+    proof: str
+
+
+@dataclass(frozen=True)
+class ChallengeAnswer(Frame):
+    """The other side's proof that it knows the token."""
+
+    TYPE = "answer"
+    proof: str
 
 
 def new_nonce() -> str:

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 from trainkit.base.process import raise_open_file_limit
-from trainkit.launch.protocol.frames import ConnectRequest, Frame, Ping
+from trainkit.launch.protocol.frames import Frame, Ping
 from trainkit.launch.protocol.framing import (
     MAX_FRAME_BYTES,
     BadFrame,
@@ -23,7 +23,7 @@ from trainkit.launch.protocol.framing import (
     encode,
     retransmit_soon,
 )
-from trainkit.launch.protocol.handshake import ServerHandshake
+from trainkit.launch.protocol.handshake import ConnectRequest, ServerHandshake
 
 # for the proof: as long as an agent waits, of which a thousand may connect at once
 PROOF_SECONDS = 30.0

@@ -38,7 +38,9 @@ from trainkit.launch.supervise.outcome import (
     judge_outcome,
 )
 from trainkit.launch.supervise.rank_environment import (
+    parent_frame,
     rank_environment,
+    started_ranks,
 )
 from trainkit.launch.supervise.rank_tracker import RankTracker
 from trainkit.launch.supervise.rendezvous import (
@@ -265,9 +267,9 @@ class Attempt:
             gpus = 0
             if self.job.cluster.device_type == "cuda":
                 gpus = self.job.ranks_per_node
-            await gather(
-                pool, gpus=gpus, own_code=self.command.own_code, on_joined=self._note_agent
-            )
+            own = self.command.own_code
+            parent = parent_frame(self.command, self.session.connect)
+            await gather(pool, own_code=own, gpus=gpus, parent=parent, on_joined=self._note_agent)
             await reserve(pool, self.job, share=self.context.share)
         else:
             for agent in pool.hellos.values():
@@ -294,11 +296,12 @@ class Attempt:
         )
 
     async def _start(self, pool: AgentPool) -> None:
-        """Start every rank. Raises StartError (8) with all that could not be started."""
+        """Start every rank; a rank parent has as long again to import. Raises StartError (8) with
+        all that could not be started."""
         for path in (self.folder.log(0), self.folder.error(0), self.folder.heartbeat(0)):
             path.parent.mkdir(parents=True, exist_ok=True)
         self._send_processes(pool)
-        deadline = self.clock() + self.session.connect
+        deadline = self.clock() + self.session.connect * (2 if self.command.parent else 1)
         while self.ranks.starting and not self.ranks.losses:
             if self.clock() > deadline:
                 hosts = sorted({self._host_of(pool, rank) for rank in self.ranks.starting})
@@ -320,7 +323,7 @@ class Attempt:
         """Have each agent start its ranks. A program that starts the node's ranks itself goes by
         the first of them."""
         assert self.world is not None
-        started = [self._started_ranks(node) for node in range(len(self.world.nodes))]
+        started = started_ranks(self.world, self.command.spawn)
         self.ranks.expect({rank: node for node, ranks in enumerate(started) for rank in ranks})
         for number, ranks in enumerate(started):
             processes = tuple(
@@ -328,16 +331,6 @@ class Attempt:
                 for local_rank, rank in enumerate(ranks)
             )
             pool.send(number, StartProcesses(processes, tuple(self.context.secrets)))
-
-    def _started_ranks(self, node: int) -> Sequence[int]:
-        """The ranks of a node that its agent starts."""
-        assert self.world is not None
-        ranks = self.world.nodes[node].ranks
-        if self.command.spawn == "per_rank":
-            return ranks
-        if self.command.spawn == "per_run" and node > 0:
-            return ()
-        return ranks[:1]
 
     def _process(self, world: RunWorld, node: int, local_rank: int, rank: int) -> ProcessSpec:
         return ProcessSpec(
@@ -349,6 +342,7 @@ class Attempt:
             error=str(self.folder.error(rank)),
             heartbeat=True,
             output=False,
+            forked=self.command.parent is not None,
         )
 
     def _host_of(self, pool: AgentPool, rank: int) -> str:

@@ -6,13 +6,15 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from trainkit.base.errors import ConfigError, raise_problems
 from trainkit.base.extras import MissingExtra
 from trainkit.base.redact import SHORTEST
+from trainkit.engines.contract import Command
 from trainkit.jobs.schema import Job
 from trainkit.launch.hosts.hostfile import Host
+from trainkit.launch.protocol.frames import StartParent
 from trainkit.runs.folder import AttemptFolder
 from trainkit.runs.world import RunWorld, WorldNode
 
@@ -35,6 +37,22 @@ PASSED_VARIABLES = (
     "LD_LIBRARY_PATH",
     "VIRTUAL_ENV",
     "CUDA_VISIBLE_DEVICES",
+)
+# what a rank has beside what all ranks of its node have in common: read when a process group is
+# made or a GPU first used, not while importing
+OWN_VARIABLES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "TORCHELASTIC_ERROR_FILE",
+    "CUDA_VISIBLE_DEVICES",
+    "GLOO_SOCKET_IFNAME",
+    "NCCL_SOCKET_IFNAME",
 )
 
 
@@ -119,6 +137,28 @@ def refuse_without_wandb(job: Job) -> None:
     if len(problems) == 1 and importlib.util.find_spec("wandb") is None:
         raise MissingExtra(problems[0].message, "wandb", otherwise="or leave out wandb")
     raise_problems(problems)
+
+
+def started_ranks(world: RunWorld, spawn: str) -> list[Sequence[int]]:
+    """The ranks that each node's agent starts, by `Command.spawn`."""
+    if spawn == "per_rank":
+        return [node.ranks for node in world.nodes]
+    return [
+        node.ranks[:1] if number == 0 or spawn == "per_node" else ()
+        for number, node in enumerate(world.nodes)
+    ]
+
+
+def parent_frame(command: Command, seconds: float) -> StartParent | None:
+    """What has an agent start the command's rank parent; None where it has none.
+
+    Args:
+        command: of the ranks.
+        seconds: that ranks wait for it.
+    """
+    if command.parent is None:
+        return None
+    return StartParent(command.parent, dict(command.env), str(command.cwd), OWN_VARIABLES, seconds)
 
 
 def rank_environment(

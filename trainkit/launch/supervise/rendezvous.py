@@ -21,6 +21,7 @@ from trainkit.launch.protocol.frames import (
     ReserveSlots,
     SlotsBusy,
     SlotsReserved,
+    StartParent,
     StopListening,
 )
 from trainkit.launch.session import Session, is_this_machine
@@ -68,6 +69,7 @@ async def gather(
     *,
     own_code: bool,
     gpus: int = 0,
+    parent: StartParent | None = None,
     on_joined: Callable[[JoinedAgent], None] = lambda hello: None,
 ) -> list[JoinedAgent]:
     """Every agent's hello, once they all agree. Raises StartError: 8 with all hosts that did not
@@ -77,12 +79,15 @@ async def gather(
         pool: entered, and not yet spoken to.
         own_code: trainkit's own code is to run there.
         gpus: how many each host must have.
+        parent: what each host starts at once, beside all that comes before its ranks.
         on_joined: called with each that came.
     """
     answers = await pool.gather(pool.session.connect)
     hellos = [answer for answer in answers if isinstance(answer, JoinedAgent)]
     for hello in hellos:
         on_joined(hello)
+        if parent is not None:
+            pool.send(hello.node, parent)
     if missing := [answer for answer in answers if isinstance(answer, MissingAgent)]:
         _refuse_missing(missing, len(answers), pool.session)
     if wrong := host_inconsistencies(hellos, pool.session, gpus, own_code=own_code):
