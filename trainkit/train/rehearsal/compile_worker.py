@@ -41,6 +41,7 @@ from trainkit.train.compiled_graphs import (
 )
 from trainkit.train.metrics.timers import Timers
 from trainkit.train.model.batch import Batch
+from trainkit.train.parallel.context_parallel import own_tokens
 from trainkit.train.parallel.data_parallel import COMPUTE, World
 from trainkit.train.parallel.mesh import Mesh
 from trainkit.train.parallel.pipeline import ModelChunk, PipelineState, tied_at
@@ -104,6 +105,7 @@ def compile_rank(job: Job, vocab: int, folder: Path, rank: int) -> dict[str, obj
         device,
         sequence=job.parallelism.sequence_parallel,
         tied_at=tied_at(job),
+        experts=job.model.moe is not None,
     )
     kernels = choose_for(job).kernels
     graphs = ReadyGraphs(folder, making=True)
@@ -119,7 +121,8 @@ def compile_rank(job: Job, vocab: int, folder: Path, rank: int) -> dict[str, obj
     else:
         for module in parts.modules:
             assert isinstance(module, ModelChunk)
-            _run_chunk(job, step, module, batches)
+            own = [own_tokens(batch, mesh.context) for batch in batches]
+            _run_chunk(job, step, module, own)
     return {
         "rank": rank,
         **graph_cache_counts(graphs),
