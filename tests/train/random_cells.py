@@ -20,8 +20,8 @@ SCHEDULES = ("", "", "1f1b", "interleaved", "zbv")  # "": one stage
 RECOMPUTED: list[dict[str, Any]] = [{}, FULL, {**FULL, "recompute_every": 2}, SELECTIVE]
 
 
-def _drawn(dice: random.Random, ranks: int, schedule: str) -> Case:
-    """Any cell; most cannot be."""
+def _drawn(dice: random.Random, ranks: int, schedule: str, *, context: bool) -> Case:
+    """Any cell; most cannot be. `context`: with samples that are split."""
     tensor, zero = dice.choice((1, 2, 4)), dice.choice((0, 1, 1, 2, 3, 3))
     parallelism = layout(
         tensor,
@@ -30,6 +30,7 @@ def _drawn(dice: random.Random, ranks: int, schedule: str) -> Case:
         sp=tensor > 1 and dice.random() < 0.5,
         zero=zero,
         copies=dice.choice((1, 1, 1, 2, 2, 4)) if zero else 1,
+        **({"cp": dice.choice((2, 2, 4)), "comm": dice.choice(("p2p", "a2a"))} if context else {}),
     )
     parallelism["expert_model_parallel_size"] = dice.choice((1, 2, 2, 4, 8))
     if split := dice.choice((0, 1, 1, 2, 3, 4)):  # 0: as many as of the rest
@@ -43,30 +44,33 @@ def _drawn(dice: random.Random, ranks: int, schedule: str) -> Case:
         **dice.choice(({}, MUON)),
         **(APART if data == "documents" else {}),
     }
-    return Case(dice.choice(("moe", "moe-biased")), parallelism, ranks, training, data=data)
+    models = ("moe", "moe-biased", *(("deepseek", "gpt-oss") if context else ()))
+    return Case(dice.choice(models), parallelism, ranks, training, data=data)
 
 
 def _can_be(case: Case) -> bool:
     """The plan takes it, and experts lie or route otherwise than in one process."""
     p = case.parallelism
     tensor, pipeline = p["tensor_model_parallel_size"], p["pipeline_model_parallel_size"]
+    context = p.get("context_parallel_size", 1)
     experts = p["expert_model_parallel_size"] * p.get("expert_tensor_parallel_size", 1)
-    if tensor * experts == 1 or case.ranks % (tensor * pipeline):
+    if tensor * context * experts == 1 or case.ranks % (tensor * context * pipeline):
         return False
     return runs_here(p, experts=True) and not list(layout_objections(case.job(Path()), NATIVE))
 
 
-def _all(seed: int) -> Iterator[tuple[str, Case]]:
+def _all(seed: int, *, context: bool) -> Iterator[tuple[str, Case]]:
     dice = random.Random(seed)
     while True:
         ranks = dice.choices([*RANKS], [*RANKS.values()])[0]
         schedule = dice.choice(SCHEDULES)
-        for case in (_drawn(dice, ranks, schedule) for _ in range(200)):
+        for case in (_drawn(dice, ranks, schedule, context=context) for _ in range(200)):
             if _can_be(case):
                 yield f"{words(case)}, {case.training['global_batch_size']} samples", case
                 break
 
 
-def cells(number: int, seed: int) -> dict[str, Case]:
-    """So many that train, by their place and words."""
-    return {f"{i}: {name}": case for i, (name, case) in enumerate(islice(_all(seed), number))}
+def cells(number: int, seed: int, *, context: bool = False) -> dict[str, Case]:
+    """So many that train, by their place and words; `context`: all with samples that are split."""
+    found = islice(_all(seed, context=context), number)
+    return {f"{i}: {name}": case for i, (name, case) in enumerate(found)}

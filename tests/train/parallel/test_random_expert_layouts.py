@@ -12,17 +12,18 @@ from tests.train.layout_cases import COMPILE, EXACT, FULL, layout, named
 from tests.train.layouts import Case, compare
 from tests.train.random_cells import cells
 
-CELLS, SEED = 300, 20
+CELLS, SPLIT, SEED = 300, 60, 20  # SPLIT: with context parallelism
 TOGETHER = 10  # cells of one world
 
 
 def _worlds() -> list[dict[str, Case]]:
     """Cells of one number of ranks, which share processes."""
     found = []
-    by_ranks = sorted(cells(CELLS, SEED).items(), key=lambda each: each[1].ranks)
-    for _, of_ranks in groupby(by_ranks, key=lambda each: each[1].ranks):
-        listed = list(of_ranks)
-        found += [dict(listed[i : i + TOGETHER]) for i in range(0, len(listed), TOGETHER)]
+    for drawn in (cells(CELLS, SEED), cells(SPLIT, SEED, context=True)):
+        by_ranks = sorted(drawn.items(), key=lambda each: each[1].ranks)
+        for _, of_ranks in groupby(by_ranks, key=lambda each: each[1].ranks):
+            listed = list(of_ranks)
+            found += [dict(listed[i : i + TOGETHER]) for i in range(0, len(listed), TOGETHER)]
     return found
 
 
