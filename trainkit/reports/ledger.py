@@ -35,13 +35,14 @@ WORDS: dict[Bin, str] = {
 _BIN_OF_PHASE: dict[str, Bin] = {
     "compile": "compile",
     "compile_eval": "compile",
+    "again": "training",
     "train": "training",
     "eval": "evaluation",
     "save": "checkpoint",
     "load": "checkpoint",  # going back to a checkpoint; the first load is part of the start
 }
-_WORK = ("compile", "train", "compile_eval", "eval", "save")
-STEPS = ("compile", "train")
+STEPS = ("compile", "again", "train")
+WORK = (*STEPS, "compile_eval", "eval", "save")
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ class Span:
         cut: it was ended by the end of the ranks, not by another phase.
         data_seconds: of it, waiting for data.
         checkpoint_seconds: of it, waiting for a checkpoint.
+        sign: a later moment, and the steps that were done by then.
     """
 
     begin: float
@@ -69,10 +71,40 @@ class Span:
     cut: bool = False
     data_seconds: float = 0.0
     checkpoint_seconds: float = 0.0
+    sign: tuple[float, int] = (0.0, 0)
 
     @property
     def seconds(self) -> float:
         return self.end - self.begin
+
+    def time_of(self, step: int) -> float:
+        """When so many steps were done, if all of them took equally long."""
+        later, done = self.sign
+        if step <= self.step:
+            return self.begin
+        if done <= self.step:
+            return self.end
+        pace = (later - self.begin) / (done - self.step)
+        return min(max(self.begin, self.begin + pace * (step - self.step)), self.end)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What an attempt failed of.
+
+    Args:
+        what: in words.
+        failure_class: infra, hang and so on.
+        time: when it happened, by the supervisor's clock.
+        known: when it was decided to stop what still ran.
+        step: the furthest step of any rank.
+    """
+
+    what: str
+    failure_class: str
+    time: float
+    known: float
+    step: int
 
 
 @dataclass(frozen=True)
@@ -87,6 +119,9 @@ class AttemptTimes:
         go: when all ranks ran; None where they never did.
         phases: rank 0's.
         requeued: Slurm put the job back into its queue afterwards.
+        sign: rank 0's last sign of life, and its step then.
+        fault: what it failed of; None where it did not.
+        source: what it went on from: disk, memory or partner.
     """
 
     number: int
@@ -96,6 +131,14 @@ class AttemptTimes:
     go: float | None = None
     phases: Sequence[PhaseChange] = ()
     requeued: bool = False
+    sign: tuple[float, int] = (0.0, 0)
+    fault: Fault | None = None
+    source: str = "disk"
+
+    @property
+    def resumed_at(self) -> int | None:
+        """The step that its training went on from; None where it did not come so far."""
+        return next((each.step for each in self.phases if each.phase in STEPS), None)
 
 
 @dataclass(frozen=True)
@@ -232,7 +275,7 @@ def _after(builder: _Builder, times: RunTimes, *, requeued: bool) -> None:
 def _attempt(builder: _Builder, attempt: AttemptTimes) -> None:
     number = attempt.number
     phases = list(attempt.phases)
-    first = next((i for i, each in enumerate(phases) if each.phase in _WORK), len(phases))
+    first = next((i for i, each in enumerate(phases) if each.phase in WORK), len(phases))
     if not phases and attempt.go is not None:
         builder.until(attempt.go, _blank("start", number))
         builder.until(attempt.ranks_ended, _blank("training", number))
@@ -257,6 +300,7 @@ def _attempt(builder: _Builder, attempt: AttemptTimes) -> None:
             following is None,
             waited,
             saved,
+            attempt.sign if following is None else (following.time, following.step),
         )
         builder.until(attempt.ranks_ended if following is None else following.time, span)
     if first == len(phases):
@@ -275,23 +319,38 @@ def _mark_lost(spans: Iterable[Span], kept_step: int | None) -> list[Span]:
     for span in spans:
         again = again or span.attempt != attempt or span.phase == "load"
         attempt = span.attempt
-        if again and span.phase in _WORK:
-            done = [_lost_beyond(each, span.step) for each in done]
+        if again and span.phase in WORK:
+            done = [part for each in done for part in _lost_beyond(each, span.step)]
             again = False
         done.append(span)
     if kept_step is not None:
-        done = [_lost_beyond(each, kept_step) for each in done]
+        done = [part for each in done for part in _lost_beyond(each, kept_step)]
     return done
 
 
-def _lost_beyond(span: Span, step: int) -> Span:
-    """The span, lost if training went on from `step` and what it did lies beyond."""
-    if span.phase not in _WORK:
-        return span
-    beyond = span.step >= step if span.phase in STEPS else span.step > step
-    if beyond:
-        return replace(span, bin="lost")
-    return span
+def _lost_beyond(span: Span, step: int) -> Iterator[Span]:
+    """The span, lost where training went on from `step` and what it did lies beyond."""
+    if span.phase not in STEPS:
+        gone = span.phase in WORK and span.step > step
+        yield replace(span, bin="lost") if gone else span
+        return
+    at = span.time_of(step)
+    kept = (at - span.begin) / span.seconds
+    if kept > 0:
+        yield _part(span, span.begin, at, kept)
+    if kept < 1:
+        yield replace(_part(span, at, span.end, 1 - kept), step=max(span.step, step), bin="lost")
+
+
+def _part(span: Span, begin: float, end: float, share: float) -> Span:
+    """A stretch of a span, with its share of what the span waited for."""
+    return replace(
+        span,
+        begin=begin,
+        end=end,
+        data_seconds=share * span.data_seconds,
+        checkpoint_seconds=share * span.checkpoint_seconds,
+    )
 
 
 SLOTS = 800  # of the bar over time: what fills most of a slot is its colour

@@ -25,6 +25,7 @@ from trainkit.base.printable import printable
 from trainkit.reports.chart import Chart, Series, text, thinned
 from trainkit.reports.curves import charts_of
 from trainkit.reports.experts import expert_maps
+from trainkit.reports.faults import HEADINGS, faults_in_words
 from trainkit.reports.heat_map import rank_map
 from trainkit.reports.ledger import WORDS, Bin, Ledger, ledger_section
 from trainkit.reports.read import RunReport
@@ -179,6 +180,7 @@ def _sections(report: RunReport) -> Iterator[str]:
         yield f"<p>{text(record.root_cause['message'])}</p>"
     yield _cards(report)
     yield from ledger_section(report.ledger)
+    yield from _faults(report)
     yield '<h2>Training</h2><p class="soft hint">Drag to zoom, double-click for all.</p>'
     yield '<div class="grid">'
     yield from (chart.to_html() for chart in charts_of(report))
@@ -262,6 +264,14 @@ def clip(value: object) -> str:
     if len(words) > MOST_CHARACTERS:
         return f"{words[:MOST_CHARACTERS]}… ({len(words)} characters)"
     return words
+
+
+def _faults(report: RunReport) -> Iterator[str]:
+    if not report.faults:
+        return
+    yield "<h2>What faults cost</h2>"
+    yield from (f"<p>{text(line)}</p>" for line in faults_in_words(report.faults))
+    yield table(HEADINGS, (fault.cells for fault in report.faults), 2)
 
 
 def _plan(report: RunReport) -> Iterator[str]:

@@ -15,7 +15,8 @@ from pathlib import Path
 from trainkit.base.errors import TrainkitError
 from trainkit.base.printable import printable
 from trainkit.reports.documents import Table, as_number, as_table, read_table
-from trainkit.reports.ledger import AttemptTimes, Ledger, RunTimes, build_ledger
+from trainkit.reports.faults import FaultCost, build_faults
+from trainkit.reports.ledger import STEPS, AttemptTimes, Fault, Ledger, RunTimes, build_ledger
 from trainkit.reports.words import event_in_words
 from trainkit.runs.attempt_report import AttemptReport, report_attempts
 from trainkit.runs.checkpoints import published_folders, step_of
@@ -24,7 +25,9 @@ from trainkit.runs.events import (
     AllRanksStarted,
     AttemptEnded,
     AttemptStarted,
+    ContactLost,
     Event,
+    HangDetected,
     RankEnded,
     RankStarted,
     RetryPlanned,
@@ -114,6 +117,7 @@ def _attempt_times(folder: AttemptFolder, *, live: bool) -> AttemptTimes | None:
     go = first_event(events, AllRanksStarted)
     ended = last_event(events, AttemptEnded)
     ranks_ended = _end_of_rank_0(events)
+    beat = _last_beat(folder, offset)
     sign = _last_sign(folder, [e for e in events if e is not ended], phases, offset)
     if ended is None and live:
         sign = time.time()
@@ -127,7 +131,39 @@ def _attempt_times(folder: AttemptFolder, *, live: bool) -> AttemptTimes | None:
         seconds_of(go.time) if go else None,
         phases,
         requeued=retry is not None and retry.by is not None,
+        sign=beat,
+        fault=None if ended is None and live else _fault(events, sign, beat),
+        source=str(read_table(folder.path / "restored.json").get("source", "disk")),
     )
+
+
+def _fault(events: Sequence[Event], sign: float, beat: tuple[float, int]) -> Fault | None:
+    """What an attempt failed of; None where it succeeded, was stopped or has not ended.
+
+    Args:
+        events: its events.
+        sign: when it was last heard of, where its supervisor did not say how it ended.
+        beat: rank 0's last sign of life, which a hang begins with, and its step.
+    """
+    ended = last_event(events, AttemptEnded)
+    if ended is None:
+        return Fault("its supervisor is gone", "infra", sign, sign, beat[1])
+    if ended.failure_class in ("success", "cancelled", "preempted"):
+        return None
+    cause = ended.root_cause or {}
+    known = [
+        seconds_of(each.time)
+        for each in events
+        if isinstance(each, ContactLost | HangDetected)
+        or (isinstance(each, RankEnded) and not each.stopped and not each.done)
+    ]
+    end = seconds_of(ended.time) or sign
+    at = min((each for each in known if each is not None), default=end)
+    begin = seconds_of(cause.get("time"))
+    if begin is None:
+        begin = beat[0] if ended.failure_class == "hang" else at
+    words = printable(str(cause.get("message", "")))
+    return Fault(words, ended.failure_class, min(begin, at), at, ended.step or 0)
 
 
 def _end_of_rank_0(events: Iterable[Event]) -> float | None:
@@ -157,12 +193,17 @@ def _last_sign(
     signs += [change.time for change in phases[-1:]]
     with contextlib.suppress(OSError):
         signs.append(folder.log(0).stat().st_mtime - offset)
+    return max([*signs, _last_beat(folder, offset)[0]])
+
+
+def _last_beat(folder: AttemptFolder, offset: float) -> tuple[float, int]:
+    """When rank 0 last said where it is, by the supervisor's clock, and how many steps it had made;
+    zeros where it never did."""
     try:
         beat = json.loads(folder.heartbeat(0).read_text())
-        signs.append(float(beat["time"]) - offset)
+        return float(beat["time"]) - offset, int(beat["step"])
     except (OSError, ValueError, KeyError, TypeError):
-        pass
-    return max(signs, default=0.0)
+        return 0.0, 0
 
 
 MOST_EVENTS = 500  # of a run of many ranks, those that say most
@@ -221,6 +262,7 @@ class RunReport:
         rows: of its metrics, thinned.
         taken_back: rows of steps that were lost and made again, thinned.
         ledger: where its time went.
+        faults: what each of them cost.
         attempts: how each ended.
         resumed_at: (attempt, step) from which each attempt went on.
         events: in words.
@@ -238,6 +280,7 @@ class RunReport:
     rows: ThinnedRows
     taken_back: ThinnedRows
     ledger: Ledger
+    faults: Sequence[FaultCost]
     attempts: Sequence[AttemptReport]
     resumed_at: Sequence[tuple[int, int]]
     events: Sequence[EventLine]
@@ -294,6 +337,7 @@ class RunReport:
         """What report/1 says besides the summary's numbers."""
         return {
             "ledger": self.ledger.to_json(),
+            "faults": [fault.to_json() for fault in self.faults],
             "attempts": [attempt.to_json() for attempt in self.attempts],
             "resumed_at": [{"attempt": attempt, "step": step} for attempt, step in self.resumed_at],
             "events": [vars(event) for event in self.events],
@@ -322,7 +366,8 @@ def read_report(run: RunFolder, record: RunRecord | None = None) -> RunReport:
         OSError: its metrics cannot be read.
     """
     record = record or read_run_record(run)
-    ledger = build_ledger(read_run_times(record))
+    times = read_run_times(record)
+    ledger = build_ledger(times)
     rows = read_thinned(run.metrics)
     notes = list(ledger.notes)
     if rows.damaged:
@@ -337,6 +382,7 @@ def read_report(run: RunFolder, record: RunRecord | None = None) -> RunReport:
         rows,
         read_thinned(taken_back_path(run.metrics)),
         ledger,
+        build_faults(times),
         _attempts(run, record, notes),
         list(_resumed_at(run)),
         _events(run, notes),
@@ -362,7 +408,7 @@ def _attempts(run: RunFolder, record: RunRecord, notes: list[str]) -> Sequence[A
 def _resumed_at(run: RunFolder) -> Iterator[tuple[int, int]]:
     for attempt in run.attempts():
         for change in read_phases(attempt):
-            if change.phase in ("compile", "train"):
+            if change.phase in STEPS:
                 if change.step:
                     yield attempt.number, change.step
                 break

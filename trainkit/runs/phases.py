@@ -5,7 +5,7 @@ A line is {"time": seconds since 1970 by the clock of rank 0's host, "phase", "s
 steps done by then, "data_seconds": how long this process has waited for data so far,
 "checkpoint_seconds": for checkpoints, in steps too}. "compile" is the first step of an attempt
 whose job is compiled, "compile_eval" its first evaluation: their compilation cannot be split from
-the rest.
+the rest. "again" are steps that an attempt before had made already, and lost.
 
 And rank-times.jsonl: how long each rank computed, for a map of ranks over time. A line is {"step",
 "compute_ms": milliseconds of forward and backward a step, one number a rank}. Lines get rarer as a
@@ -119,7 +119,7 @@ class PhaseChange:
 
     Args:
         time: when the phase began, seconds since 1970.
-        phase: start, load, compile, train, compile_eval, eval, save or done.
+        phase: start, load, compile, again, train, compile_eval, eval, save or done.
         step: optimizer steps done by then.
         data_seconds: seconds that the process had waited for data by then.
         checkpoint_seconds: seconds that it had waited for checkpoints by then.
@@ -142,6 +142,7 @@ class PhaseLog:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.failed: OSError | None = None
+        self._furthest: int | None = None  # step that attempts before have made
         self._phase: str | None = None
         self._handle = -1
 
@@ -156,6 +157,8 @@ class PhaseLog:
             data_seconds: waited for data so far.
             checkpoint_seconds: waited for checkpoints so far.
         """
+        if phase == "train" and step < self._made_before():
+            phase = "again"
         if phase == self._phase:
             return
         self._phase = phase
@@ -171,6 +174,15 @@ class PhaseLog:
             if self.failed is None:
                 print(f"WARNING: no ledger of this attempt: {error}", file=sys.stderr, flush=True)
             self.failed = error
+
+    def _made_before(self) -> int:
+        """The furthest step of attempts before, looked up as this one is about to train."""
+        if self._furthest is None:
+            # not above: a rank says that it has started before it imports readers of metrics
+            from trainkit.runs.sample_windows import furthest_step
+
+            self._furthest = furthest_step(RunFolder(self.path.parents[2]))
+        return self._furthest
 
 
 def phases_path(attempt: AttemptFolder) -> Path:

@@ -53,6 +53,17 @@ class SampleWindowLog:
             self._handle = -1  # the number may be somebody else's file soon
 
 
+def furthest_step(run: RunFolder) -> int:
+    """The furthest step that was ever made: the newest that began has not ended where it was killed
+    in it. 0 before the first."""
+    try:
+        ring = windows_path(run).read_bytes()
+    except OSError:
+        return 0
+    whole = ring[: len(ring) // RECORD.size * RECORD.size]
+    return max((step - 1 for step, _, _ in RECORD.iter_unpack(whole) if step), default=0)
+
+
 def find_sample_window(run: RunFolder, step: int) -> SampleWindow | None:
     """What `step` took, the last time it was made: from the ring, else from the metrics; None
     where neither knows."""

@@ -23,12 +23,15 @@ from trainkit.base.errors import ConfigError, Exit, TrainkitError
 from trainkit.base.files import rotated_log
 from trainkit.base.printable import printable
 from trainkit.cli.config.jobs import load_jobs
+from trainkit.cli.inspect.runs import faults_table
 from trainkit.cli.options import LogOptions
 from trainkit.cli.run.summary import last_lines, next_page
 from trainkit.cli.tables import Listing, Page
 from trainkit.cli.wrapper import TaskContext, TaskResult
 from trainkit.launch.scheduler_contract import JobAccount
 from trainkit.launch.scheduler_registry import current, scheduler_of
+from trainkit.reports.faults import build_faults, faults_in_words
+from trainkit.reports.read import read_run_times
 from trainkit.runs.attempt_report import (
     AttemptReport,
     RankFailure,
@@ -77,6 +80,7 @@ def why(task: TaskContext, run_name: str, attempt: int) -> TaskResult:
     record = current(read_run_record(run))
     reports = report_attempts(run, record)
     failure = _failure(run, find_failed_attempt(record, reports, attempt))
+    faults = build_faults(read_run_times(record))
     scheduler = scheduler_of(run)
     try:
         kept = scheduler.accounts(run)
@@ -90,6 +94,8 @@ def why(task: TaskContext, run_name: str, attempt: int) -> TaskResult:
     else:
         words = f"[bold]{run.id}[/] ({run.job_name}) is {record.state}: nothing has failed"
         page.append([Text.from_markup(words)])
+    if faults:
+        page.append([faults_table(faults), *faults_in_words(faults)])
     if kept:
         page.append([f"what {scheduler.title} kept of it:", _accounts_table(kept)])
     if failed:
@@ -105,6 +111,7 @@ def why(task: TaskContext, run_name: str, attempt: int) -> TaskResult:
             root_cause=failure.cause if failed else None,
             others=[asdict(each) for each in failure.later],
             attempts=[report.to_json() for report in reports],
+            faults=[fault.to_json() for fault in faults],
             slurm=None if kept is None else [asdict(each) for each in kept],
             next=[command for command in record.next_tasks() if " why " not in command],
             **{"class": record.failure_class},

@@ -13,7 +13,7 @@ from trainkit.base.documents import document
 from trainkit.base.errors import ConfigError
 from trainkit.base.files import write_text
 from trainkit.cli.config.jobs import load_jobs
-from trainkit.cli.inspect.runs import status_page
+from trainkit.cli.inspect.runs import faults_table, status_page
 from trainkit.cli.tables import Listing, Page
 from trainkit.cli.wrapper import TaskContext, TaskResult
 from trainkit.jobs.resolved import read_job
@@ -150,7 +150,11 @@ def report(task: TaskContext, run_name: str, files: ReportFiles, flops: str) -> 
     found = summary.to_json() | {"planned_tokens_per_second": planned}
     return TaskResult(
         found | whole.to_json() | counted,
-        page=chain(status_page(task, record, DeviceUsage([])), lines),
+        page=chain(
+            status_page(task, record, DeviceUsage([])),
+            lines,
+            [faults_table(whole.faults)] if whole.faults else [],
+        ),
     )
 
 

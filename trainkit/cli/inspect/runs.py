@@ -19,6 +19,14 @@ from trainkit.cli.tables import Listing, Page
 from trainkit.cli.wrapper import TaskContext, TaskResult
 from trainkit.jobs.resolved import read_job
 from trainkit.launch.scheduler_registry import current, current_all, scheduler_of
+from trainkit.reports.faults import (
+    HEADINGS,
+    STAGES,
+    FaultCost,
+    build_faults,
+    faults_in_words,
+)
+from trainkit.reports.read import read_run_times
 from trainkit.reports.scaling import ScalingRow, draw_scaling, scaling_of
 from trainkit.runs.devices import DeviceUsage, Gpu, observe_devices
 from trainkit.runs.expert_loads import dead_in_words, dropped_in_words, loads_now, read_expert_loads
@@ -329,6 +337,13 @@ def devices_table(view: DeviceUsage) -> Listing:
     return table
 
 
+def faults_table(faults: Sequence[FaultCost]) -> Listing:
+    """What each fault of a run cost."""
+    rows = (map(escape, fault.cells) for fault in faults)
+    drop = (*STAGES, "went on from", "attempt")
+    return Listing(*HEADINGS, right=HEADINGS[2:-1], drop=drop, rows=rows)
+
+
 def status_page(task: TaskContext, record: RunRecord, view: DeviceUsage) -> Page:
     """A run's state, why it ended, its numbers, what its ranks use, and what to try next."""
     run = record.run
@@ -349,6 +364,7 @@ def status_page(task: TaskContext, record: RunRecord, view: DeviceUsage) -> Page
     loads = loads_now(read_expert_loads(run))
     if loads is not None:
         yield from filter(None, (dead_in_words(loads), dropped_in_words(loads)))
+    yield from faults_in_words(build_faults(read_run_times(record)))
     if view.ranks:
         yield devices_table(view)
     if view.note:
