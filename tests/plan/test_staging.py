@@ -26,6 +26,16 @@ def test_a_save_behind_training_holds_its_bytes_once_more() -> None:
     assert rank.total_bytes == plain.fullest.total_bytes + rank.staging_bytes
 
 
+def test_copies_in_memory_hold_them_twice_more() -> None:
+    """On a CPU in the rank's own memory, beside what a save behind training holds."""
+    behind, both = (
+        make_plan(job_of(checkpoint={"save_async": True, **more})).memory
+        for more in ({}, {"memory_interval": 5})
+    )
+    assert behind is not None and both is not None
+    assert both.fullest.staging_bytes == 3 * behind.fullest.staging_bytes > 0
+
+
 @pytest.mark.parametrize(
     ("keep", "count"),
     [

@@ -209,6 +209,14 @@ class CheckpointSettings(Table):
             " the run then (exit 10)"
         ),
     )
+    memory_interval: int | None = Field(
+        None,
+        ge=1,
+        description=(
+            "every so many steps copy the state into the memory of the hosts, where it outlives the"
+            " ranks: twice 12 bytes for every parameter that a rank holds"
+        ),
+    )
     filesystem: str | None = Field(
         None, description="which of the cluster's filesystems they go to; by default its only one"
     )

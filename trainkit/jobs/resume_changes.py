@@ -50,7 +50,15 @@ CHANGEABLE = (
     "training.save_interval",
     *(
         f"checkpoint.{name}"
-        for name in ("keep_last", "keep_every", "keep_best", "verify", "save_async", "save_first")
+        for name in (
+            "keep_last",
+            "keep_every",
+            "keep_best",
+            "verify",
+            "save_async",
+            "save_first",
+            "memory_interval",
+        )
     ),
     "generate.prompt",
     "generate.max_new_tokens",

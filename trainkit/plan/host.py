@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from trainkit.jobs import sbatch
 from trainkit.jobs.schema import Job
 from trainkit.plan.layout import Layout
-from trainkit.plan.memory import Memory
+from trainkit.plan.memory import Memory, copies_of_state
 from trainkit.plan.rules import Rules
 
 GIB = 2**30
@@ -80,8 +80,7 @@ def _of_rank(job: Job, rules: Rules, memory: Memory, stage: int) -> int:
     rank = memory.stages[stage]
     if job.cluster.device_type == "cpu":
         return rank.total_bytes
-    staged = job.checkpoint.save_async and rules.states is None
-    return RANK_BYTES + (rank.parameter_bytes + rank.optimizer_bytes if staged else 0)
+    return RANK_BYTES + copies_of_state(job, rules) * (rank.parameter_bytes + rank.optimizer_bytes)
 
 
 def host_memory_of(

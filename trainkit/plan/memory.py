@@ -60,8 +60,8 @@ class RankMemory:
         activation_bytes: what forward leaves for backward, and the block that is computed again.
         logit_bytes: logits of the last stage and their gradients.
         buffer_bytes: buffers of communication.
-        staging_bytes: the copy that a save behind training is written from; it lies in the host's
-            memory, so it is 0 on other devices than the CPU.
+        staging_bytes: the copy that a save behind training is written from, and those that outlive
+            ranks; in the host's memory, so it is 0 on other devices than the CPU.
         reserve_bytes: assumed, for all the rest; more where a run was measured to take more.
     """
 
@@ -296,13 +296,18 @@ def stage_memory(
         parts["logit_bytes"] = 0
     kind = job.cluster.device_type
     reserve = RESERVE_BYTES[kind] + RESERVE_PART[kind] * sum(parts.values())
-    staged = job.checkpoint.save_async and rules.states is None and kind == "cpu"
-    if staged:
-        parts["staging_bytes"] = parts["parameter_bytes"] + parts["optimizer_bytes"]
-    else:
-        parts["staging_bytes"] = 0
+    copies = copies_of_state(job, rules) if kind == "cpu" else 0
+    parts["staging_bytes"] = copies * (parts["parameter_bytes"] + parts["optimizer_bytes"])
     reserve += (excess - 1) * (sum(parts.values()) + reserve)
     return RankMemory(stage=stage, reserve_bytes=round(reserve), **parts)
+
+
+def copies_of_state(job: Job, rules: Rules) -> int:
+    """How often a rank's weights and moments are in the host's memory beside themselves: what a
+    save behind training writes, and two copies that outlive the rank."""
+    if rules.states is not None:
+        return 0
+    return job.checkpoint.save_async + 2 * (job.checkpoint.memory_interval is not None)
 
 
 def memory_of(

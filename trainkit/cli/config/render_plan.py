@@ -34,7 +34,7 @@ PARTS = {
     "activation_bytes": ("activations", "A", "green"),
     "logit_bytes": ("logits", "L", "red"),
     "buffer_bytes": ("buffers", "B", "bright_blue"),
-    "staging_bytes": ("copy for saves", "S", "bright_yellow"),
+    "staging_bytes": ("copies of the state", "S", "bright_yellow"),
     "reserve_bytes": ("assumed reserve", "r", "bright_black"),
 }
 

@@ -58,6 +58,7 @@ NO_COUNTERPART: dict[str, str] = {
     "model.kv_channels": "its heads have hidden_size / num_attention_heads channels",
     "model.rope_scaling": "its rotary positions are not stretched",
     "checkpoint.keep_every": "it keeps the newest only, keep_last",
+    "checkpoint.memory_interval": "engine native does that",
     "checkpoint.keep_best": "it keeps the newest only, keep_last",
     "checkpoint.save_async": "it waits for its saves",
     "generate": "its training ends without a sample",

@@ -35,6 +35,7 @@ NO_COUNTERPART: Mapping[str, str] = {
     "training.compile": "engine native does that",
     "parallelism.pipeline_schedule": "its pipeline is 1F1B",
     "checkpoint.save_first": "engine native does that",
+    "checkpoint.memory_interval": "engine native does that",
     "checkpoint.keep_best": "it deletes no checkpoint",
     "init_from": "it begins with weights of its own format only: engine_args",
     "kernels": "it chooses its kernels by options of its own: engine_args",

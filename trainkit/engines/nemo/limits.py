@@ -58,6 +58,7 @@ NO_COUNTERPART: dict[str, str] = {
     "parallelism.data_parallel_replicate_size": "its optimizer shards over all of them",
     "model.rope_scaling": "engine_args 'model.scale_positional_embedding' is Llama 3.1's",
     "checkpoint.keep_every": "it keeps the best, keep_last of them, and the newest",
+    "checkpoint.memory_interval": "engine native does that",
     "checkpoint.keep_best": "it keeps the best, keep_last of them, and the newest",
     "checkpoint.save_first": "it saves after a validation",
     "validation": "it has one validation set, the dataset's",

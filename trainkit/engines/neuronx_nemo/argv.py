@@ -52,6 +52,7 @@ NO_COUNTERPART: Mapping[str, str] = {
     "training.lr_warmup_init": "its warmup begins at lr / warmup steps",
     "training.recompute_every": "it recomputes every block, or none",
     "parallelism.context_parallel_size": "its ranks have whole samples",
+    "checkpoint.memory_interval": "engine native does that",
 }
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "model.init_method": ("normal",),
