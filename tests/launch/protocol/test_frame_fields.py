@@ -54,6 +54,7 @@ COMMANDS: list[tuple[Frame, dict[str, Any]]] = [
                     "heartbeat": False,
                     "whole": False,
                     "output": True,
+                    "memory": False,
                 }
             ],
             "secret_names": ["KEY"],
@@ -62,8 +63,11 @@ COMMANDS: list[tuple[Frame, dict[str, Any]]] = [
     (frames.SignalProcesses("USR1"), {"type": "signal", "signal": "USR1", "keys": None}),
     (frames.StopProcesses(1.5, ("0",)), {"type": "stop", "grace": 1.5, "keys": ["0"]}),
     (frames.DumpStacks(py_spy=True), {"type": "stacks", "py_spy": True}),
-    (frames.SweepRun("r", kill=True), {"type": "sweep", "run": "r", "kill": True}),
-    (frames.Goodbye(), {"type": "bye"}),
+    (
+        frames.SweepRun("r", kill=True),
+        {"type": "sweep", "run": "r", "kill": True, "forget": False},
+    ),
+    (frames.Goodbye(), {"type": "bye", "run_ends": False}),
 ]
 REPORTS: list[tuple[Frame, dict[str, Any]]] = [
     (frames.SlotsReserved(({"run": "x"},)), {"type": "reserved", "cleared": [{"run": "x"}]}),

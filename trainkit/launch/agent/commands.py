@@ -26,6 +26,11 @@ from trainkit.base.old_python import without_prefix
 from trainkit.base.process_marks import MarkedProcess
 from trainkit.base.redact import Redactor
 from trainkit.launch.agent.loop import Agent, Command, Task
+from trainkit.launch.agent.memory_folder import (
+    open_memory_folder,
+    remove_memory_folder,
+    remove_of_slots,
+)
 from trainkit.launch.agent.oom import OomDetector
 from trainkit.launch.agent.process import ChildProcess, StartContext, child_mark
 from trainkit.launch.agent.rank_parent import KEY, RankParent, parent_environment
@@ -137,6 +142,9 @@ def reserve(agent: Agent, frame: frames.ReserveSlots) -> Task:
         agent.send(frames.SlotsBusy(slots.slot_name(busy.path), busy.holder))
         return
     agent.slots = reserved
+    agent.slot_names = frame.slots
+    if not frame.share:
+        remove_of_slots(folder, agent.session.run, frame.slots)
     agent.watchdog.hold(reserved.handles, lease=agent.session.lease)
     stale = [
         mark for dead in reserved.cleared if NODE_MARK.fullmatch(mark := str(dead.get("mark")))
@@ -227,9 +235,11 @@ def start(agent: Agent, frame: frames.StartProcesses) -> Task:
     agent.starting |= {spec.key for spec in frame.processes}
     try:
         secrets = yield from agent.beside(partial(_prepared_files, agent, frame))
-        agent.heartbeats = agent.heartbeats or _private_folder(
-            Path(agent.session.node_folder), agent.mark
-        )
+        node_folder = Path(agent.session.node_folder)
+        agent.heartbeats = agent.heartbeats or _private_folder(node_folder, agent.mark)
+        memory = None
+        if keys := [spec.key for spec in frame.processes if spec.memory]:
+            memory = open_memory_folder(node_folder, agent.session.run, agent.slot_names, keys)
     except (OSError, ValueError) as error:
         for spec in frame.processes:
             agent.starting.discard(spec.key)
@@ -250,6 +260,7 @@ def start(agent: Agent, frame: frames.StartProcesses) -> Task:
         group,
         agent.processes.parent,
         agent.processes.cold,
+        memory,
     )
     for spec in frame.processes:
         try:
@@ -374,6 +385,8 @@ def sweep(agent: Agent, frame: frames.SweepRun) -> Task:
             break
         yield
         left = _left_of(frame.run)
+    if frame.forget:
+        remove_memory_folder(Path(agent.session.node_folder), frame.run)
     agent.send(
         frames.SweepDone(
             left=_reported(left),
@@ -403,6 +416,7 @@ def _left_of(run: str) -> list[MarkedProcess]:
 
 def say_goodbye(agent: Agent, frame: frames.Goodbye) -> None:
     """Stop what is left and end."""
+    agent.run_ends = frame.run_ends
     agent.leave(0, "the supervisor said goodbye", agent.session.grace)
 
 

@@ -24,6 +24,7 @@ from trainkit.base.watchdog import START_LEASE, WatchdogLink
 from trainkit.launch.agent.connection import SupervisorConnection, SupervisorLost, dial
 from trainkit.launch.agent.file_work import FileWork
 from trainkit.launch.agent.host_report import host_facts
+from trainkit.launch.agent.memory_folder import remove_memory_folder
 from trainkit.launch.agent.oom import OomDetector
 from trainkit.launch.agent.output import LogWriter
 from trainkit.launch.agent.process import ChildProcess
@@ -112,12 +113,14 @@ class Agent:
         self.writer = LogWriter()
         self.oom: OomDetector | None = None
         self.slots: SlotReservation | None = None
+        self.slot_names: tuple[str, ...] = ()
         self.heartbeats: Path | None = None
         self.listener: socket.socket | None = None
         self.heard_at = time.monotonic()
         self.beaten_at = 0.0
         self.batched_at = 0.0
         self.heartbeat_seconds = heartbeat_interval(session.lease)
+        self.run_ends = False  # nothing goes on from what its ranks have kept in memory
         self.leaving: int | None = None  # the exit code of why we leave
         self.code: int | None = None
 
@@ -418,6 +421,8 @@ class Agent:
             self.processes.parent.kill()
         if self.heartbeats:
             shutil.rmtree(self.heartbeats, ignore_errors=True)
+        if self.run_ends:
+            remove_memory_folder(Path(self.session.node_folder), self.session.run)
         if self.processes.group:
             self.processes.group.remove()
         if self.slots and not self.children:

@@ -20,6 +20,7 @@ from trainkit.base.files import write_json, write_text
 from trainkit.base.process_marks import MARK_VARIABLE
 from trainkit.base.redact import Redactor
 from trainkit.base.worker import PARENT_VARIABLE
+from trainkit.launch.agent import memory_folder
 from trainkit.launch.agent.file_work import FileWork
 from trainkit.launch.agent.output import LogWriter, Output, Pipes
 from trainkit.launch.agent.rank_parent import CannotFork, ForkedProcess, RankParent
@@ -52,6 +53,7 @@ class StartContext:
         group: the cgroup of the agent, in which each program gets one of its own; None: this
             machine has none.
         parent: what ranks are forked from; None: there is nothing, and `cold` says why.
+        memory: the folder of those that keep copies of their state; None: none does.
     """
 
     secrets: Mapping[str, str]
@@ -61,6 +63,7 @@ class StartContext:
     group: Cgroup | None
     parent: RankParent | None
     cold: str
+    memory: Path | None = None
 
 
 class ChildProcess:
@@ -110,7 +113,7 @@ class ChildProcess:
             wanted: whether it is still to begin.
         """
         try:
-            environment = self._environment(context.secrets)
+            environment = self._environment(context)
             if self.heartbeat:
                 write_text(self.heartbeat, " " * BEAT_BYTES)
             if context.group:
@@ -158,11 +161,13 @@ class ChildProcess:
         out, err = pipes
         return exec_program(start, stdin=subprocess.DEVNULL, stdout=out, stderr=err)
 
-    def _environment(self, secrets: Mapping[str, str]) -> dict[str, str]:
+    def _environment(self, context: StartContext) -> dict[str, str]:
         own = {MARK_VARIABLE: self.mark, PARENT_VARIABLE: str(os.getpid())}
         if self.heartbeat:
             own[HEARTBEAT_VARIABLE] = str(self.heartbeat)
-        return {**os.environ, **expanded(self.spec.env), **secrets, **own}
+        if self.spec.memory and context.memory:
+            own[memory_folder.VARIABLE] = str(context.memory)
+        return {**os.environ, **expanded(self.spec.env), **context.secrets, **own}
 
     @property
     def pid(self) -> int:

@@ -1,9 +1,8 @@
 """What supervisor and agents say to each other: a class for each type of frame.
 
-Each class has one reader (`from_json`) and one writer (`to_json`), which follow from its fields:
-names here are names on the wire. docs/dispatch.md says when each is sent. Agents of an older
-run's snapshot talk with newer supervisors: a field that is added needs a default, and no field is
-ever renamed.
+A class is read and written by its fields: names here are names on the wire. docs/dispatch.md says
+when each is sent. Agents of an older run's snapshot talk with newer supervisors: a field that is
+added needs a default, and no field is ever renamed.
 
 Standard library only: the agent imports this on nodes that may have nothing else.
 """
@@ -130,9 +129,9 @@ class ProcessSpec:
         log: where its output goes, None for nowhere.
         error: where it writes its failure; an agent reads it at the end.
         heartbeat: it writes a heartbeat file, whose path is in its environment.
-        whole: no line of its output may be dropped.
-        output: the supervisor gets its output.
+        whole, output: no line of its output may be dropped; the supervisor gets it.
         forked: from the rank parent of its host, where there is one.
+        memory: it keeps copies of its state in the host's memory: in a folder that it is told.
     """
 
     key: str
@@ -145,6 +144,7 @@ class ProcessSpec:
     whole: bool = False
     output: bool = True
     forked: bool = False
+    memory: bool = False
 
 
 @dataclass(frozen=True)
@@ -211,18 +211,20 @@ class DumpStacks(Frame):
 
 @dataclass(frozen=True)
 class SweepRun(Frame):
-    """Say what is left on the host of a run that this agent did not start; `kill`: end it."""
+    """Say what is left here of a dead run. `kill`: end it. `forget`: and its copies in memory."""
 
     TYPE = "sweep"
     run: str
     kill: bool = False
+    forget: bool = False
 
 
 @dataclass(frozen=True)
 class Goodbye(Frame):
-    """Stop what is left and end."""
+    """Stop what is left and end. `run_ends`: copies in memory are not needed any more."""
 
     TYPE = "bye"
+    run_ends: bool = False
 
 
 # Reports: agent to supervisor.
@@ -236,8 +238,7 @@ class HostFacts(Frame):
         node: the host's number in the session.
         host: what it calls itself.
         pid, identity: of the agent's process; boot and start time.
-        address, interface: on the wanted network.
-        address_error: why they are not on it.
+        address, interface: on the wanted network; address_error: why they are not on it.
         versions: of python, torch, kernel, driver.
         executable: the interpreter.
         snapshot: SHA-256 of the code that runs.
@@ -246,8 +247,7 @@ class HostFacts(Frame):
         writable: why it cannot write into the session's folder.
         gpus: names by number.
         cpus: how many this process may use.
-        disk_free: bytes on the root.
-        shared_memory: bytes free in /dev/shm.
+        disk_free, shared_memory: bytes on the root, and free in /dev/shm.
         open_files, locked_memory: hard limits, -1 for none.
         slots: those that are held, with what their holders say.
         errors: why a fact could not be found out, by its name.

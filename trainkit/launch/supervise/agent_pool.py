@@ -109,6 +109,7 @@ class AgentPool:
         self._given = self._arrived = 0
         self.hellos: dict[int, JoinedAgent] = {}
         self.lost: dict[int, AgentLost] = {}
+        self.run_ends = False  # when we say bye
         self._connections: dict[int, Connection] = {}
         self._phase = "gather"
         self._leaving: set[int] = set()
@@ -169,7 +170,7 @@ class AgentPool:
     def dismiss(self, nodes: list[int]) -> None:
         """Say bye: these agents stop what is left and end, and their end is not a loss."""
         for node in nodes:
-            self.send(node, Goodbye())
+            self.send(node, Goodbye(self.run_ends))
             self._leaving.add(node)
 
     async def gather(self, timeout: float) -> list[JoinedAgent | MissingAgent]:

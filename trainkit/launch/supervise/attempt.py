@@ -128,28 +128,27 @@ class Attempt:
         """Start the ranks, follow them to their end, judge it. Leaves no rank on any host that can
         be reached; where the agents `can_go_on`, they wait for the next attempt or `dismiss`.
         Writes no AttemptEnded."""
-        outcome: Outcome | None = None
         try:
             pool = await self._open_pool()
             try:
                 outcome = await self._run_ranks(pool)
             finally:
                 await self._stop_all(pool, "the supervisor ends")
+            outcome = outcome or self._judge()
+            pool.run_ends = outcome.is_settled
         except Exception as error:
             outcome = outcome_of_error(error)
         finally:
             self.session.forget_secrets()
             if not self.can_go_on:
                 await self.close_pool()
-        if outcome is None:
-            outcome = judge_outcome(
-                self.ranks.ends,
-                len(self.ranks.node_of),
-                self.context.stop_requests.first,
-                self.ranks.losses,
-                self.context.rules,
-            )
         return self._result(outcome)
+
+    def _judge(self) -> Outcome:
+        first, ranks = self.context.stop_requests.first, self.ranks
+        return judge_outcome(
+            ranks.ends, len(ranks.node_of), first, ranks.losses, self.context.rules
+        )
 
     async def _open_pool(self) -> AgentPool:
         """New agents on their way, or those of the attempt before."""
@@ -209,6 +208,7 @@ class Attempt:
         if self.pool is None:
             return
         self.ranks.stopped.clear()
+        self.pool.run_ends = end.outcome.is_settled
         try:
             await self._stop_all(self.pool, "no attempt follows", everything=True)
         finally:
@@ -343,6 +343,7 @@ class Attempt:
             heartbeat=True,
             output=False,
             forked=self.command.parent is not None,
+            memory=self.job.checkpoint.memory_interval is not None,
         )
 
     def _host_of(self, pool: AgentPool, rank: int) -> str:

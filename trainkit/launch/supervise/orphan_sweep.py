@@ -168,10 +168,17 @@ def survey_hosts(
 def sweep_orphans(
     run: RunFolder, job: Job, hosts: Sequence[Host], *, kill: bool, launcher: Launcher | None = None
 ) -> list[SweepReport]:
-    """Ask every host what a run without a supervisor has left there, and end it if `kill`."""
+    """Ask every host what a run without a supervisor has left there, and end it if `kill`. What
+    its ranks have kept in memory goes."""
     return asyncio.run(
         sweep_orphans_on(
-            run, job.cluster, hosts, job.cluster.connect_seconds(), kill=kill, launcher=launcher
+            run,
+            job.cluster,
+            hosts,
+            job.cluster.connect_seconds(),
+            kill=kill,
+            launcher=launcher,
+            forget=True,
         )
     )
 
@@ -184,14 +191,16 @@ async def sweep_orphans_on(
     *,
     kill: bool,
     launcher: Launcher | None = None,
+    forget: bool = False,
 ) -> list[SweepReport]:
-    """As `sweep`, in a running loop; agents have so many `seconds` to come."""
+    """As `sweep_orphans`, in a running loop; agents have so many `seconds` to come. `forget`: what
+    is kept in memory goes."""
     code = run.root / "code" / run.code.resolve().name
     async with open_agent_pool(
         cluster, hosts, run.root, "sweep", code=code, launcher=launcher
     ) as pool:
         answers = await pool.gather(seconds)
-        frames = {node: SweepRun(run.id, kill) for node in pool.present}
+        frames = {node: SweepRun(run.id, kill, forget) for node in pool.present}
         got, silent = await pool.ask(frames, (SweepDone,), SWEEP_SECONDS)
     reports = []
     for node, answer in enumerate(answers):

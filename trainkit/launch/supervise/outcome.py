@@ -94,6 +94,13 @@ class Outcome:
     root_cause: RootCause | None
     suspects: tuple[str, ...] = field(default=())
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether nobody goes on from what ranks have kept in memory: all is on the disk, or the
+        run was stopped at once."""
+        saved = bool(self.root_cause and self.root_cause.get("saved"))
+        return saved or self.failure_class in ("success", "cancelled")
+
 
 def signal_name(number: int) -> str:
     """ "SIGKILL"; "signal 77" for one that Python does not know."""

@@ -195,8 +195,8 @@ class Supervisor:
         outcome = judge_outcome([], 1, self.stop_requests.first)
         if end is not None:
             assert self.attempt is not None
-            await self.attempt.dismiss(end)
             end.outcome = outcome
+            await self.attempt.dismiss(end)
             end.budget = ""
             self._record_end(end)
         return outcome
