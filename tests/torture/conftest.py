@@ -161,12 +161,21 @@ class Ranks:
         ranks: int,
         faults: list[Fault] | None = None,
         during: Callable[[list[int]], None] = lambda pids: None,
+        more: Mapping[str, str] = MappingProxyType({}),
     ) -> list[int]:
         """Exit codes of the ranks, a signal as its negative number. `during`: told their process
-        ids as soon as they run."""
+        ids as soon as they run; `more`: of their environment."""
         assert self._process.stdin is not None
         self._process.stdin.write(
-            json.dumps({"run": str(run.path), "ranks": ranks, "faults": faults or []}) + "\n"
+            json.dumps(
+                {
+                    "run": str(run.path),
+                    "ranks": ranks,
+                    "faults": faults or [],
+                    "environment": dict(more),
+                }
+            )
+            + "\n"
         )
         self._process.stdin.flush()
         during(self._answer())

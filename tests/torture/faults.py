@@ -25,13 +25,16 @@ import torch.utils.tensorboard  # once, in the process that forks the ranks  # n
 import trainkit.runs.retention
 import trainkit.train.checkpoint.dcp_storage
 import trainkit.train.checkpoint.manager
+import trainkit.train.checkpoint.memory
 import trainkit.train.checkpoint.save_load
+import trainkit.train.checkpoint.staging
 import trainkit.train.metrics.reporter
 import trainkit.train.trainer
 from tests.torture import writes
 from trainkit.runs.manifest import Manifest
 from trainkit.train.checkpoint.dcp_storage import DcpWriter
-from trainkit.train.checkpoint.manager import StagingBuffers
+from trainkit.train.checkpoint.memory import MemorySlot
+from trainkit.train.checkpoint.staging import StagingBuffers
 from trainkit.train.update.step import Step
 from trainkit.train.validation import Validator
 
@@ -41,7 +44,9 @@ PHASES: dict[str, tuple[Any, str]] = {
     "step": (Step, "run"),
     "eval": (Validator, "measure"),
     "stage": (StagingBuffers, "stage"),
-    "copy": (trainkit.train.checkpoint.manager, "_copy"),
+    "copy": (trainkit.train.checkpoint.staging, "copy_all"),
+    "memory": (trainkit.train.checkpoint.memory, "copy_all"),
+    "seal": (MemorySlot, "seal"),
     "prepare": (trainkit.train.checkpoint.save_load, "_prepare"),
     "write": (DcpWriter, "write_data"),
     "manifest": (Manifest, "write"),

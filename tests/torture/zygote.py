@@ -38,6 +38,7 @@ def _child(
     os.environ |= {
         "TORCHELASTIC_ERROR_FILE": str(attempt.error(rank)),
         "TRAINKIT_HEARTBEAT_FILE": str(attempt.heartbeat(rank)),
+        **order["environment"],
     }
     faults.install(order["faults"], rank)
     main.leave(main.run_rank(run.path))

@@ -35,6 +35,11 @@ class AttemptFolder:
         return self.path / "kernels.json"
 
     @property
+    def restored(self) -> Path:
+        """What the ranks went on from (rank 0)."""
+        return self.path / "restored.json"
+
+    @property
     def transports(self) -> Path:
         """What ssh or pdsh said, HOST.log (supervisor)."""
         return self.path / "launch"

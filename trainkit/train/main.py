@@ -127,8 +127,13 @@ def run_rank(run_folder: Path, attempt: int = 1) -> int:
             agree_on_graphs(trainer.graphs)
         if heartbeat.rank == 0:
             print(f" {trainer.chosen}", flush=True)
+            folder = run.attempt(attempt)
             try:
-                write_json(run.attempt(attempt).kernels, trainer.chosen.document(job.kernels))
+                write_json(folder.kernels, trainer.chosen.document(job.kernels))
+                if restored := trainer.checkpoints.restored:
+                    where = f"step {restored.step} from {restored.source}"
+                    print(f" goes on with {where}; newest checkpoint: {restored.disk_step}")
+                    write_json(folder.restored, restored.to_json())
             except OSError as error:  # costs the record, no more
                 print(f"WARNING: no record of the kernels: {error}", file=sys.stderr, flush=True)
         ended = trainer.train()

@@ -7,6 +7,7 @@ import math
 import sys
 import threading
 import time
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -23,6 +24,7 @@ from trainkit.runs.sample_windows import SampleWindow
 from trainkit.train.batches import Feed, vocab_size
 from trainkit.train.checkpoint import save_load as checkpoint
 from trainkit.train.checkpoint.manager import CheckpointManager, CheckpointObserver
+from trainkit.train.checkpoint.memory import MemoryCopies
 from trainkit.train.checkpoint.save_load import CheckpointMetadata, layout_entry
 from trainkit.train.compiled_graphs import report_compilation
 from trainkit.train.metrics.heartbeat import Heartbeat
@@ -107,8 +109,9 @@ class Trainer:
         utilization = Utilization(job, vocab, self.device)
         self.heap = FlatHeap()
         self.step_log = StepLog(job, mesh, self.timers, memory, utilization)
+        copies = MemoryCopies.of(job, run, world, self.step_runner.tensors())
         self.checkpoints = CheckpointManager(
-            job.checkpoint, run.checkpoints, _TrainerObserver(self)
+            job.checkpoint, run.checkpoints, _TrainerObserver(self), copies
         )
         self.begins = not self._load_newest()
         if self.begins:
@@ -121,19 +124,21 @@ class Trainer:
             else None
         )
 
-    def _load_newest(self) -> bool:
-        """Go on from the newest valid checkpoint; returns whether there is one."""
-        saved = self.checkpoints.newest()
+    def _load_newest(self, *, memory: bool = True) -> bool:
+        """Go on from the newest valid state; returns whether there is one."""
+        runner = self.step_runner
+        saved = self.checkpoints.load_newest(runner.tensors(), runner.expected(), memory=memory)
         if saved is None:
             return False
-        checkpoint.load(saved, self.step_runner.tensors(), self.step_runner.expected())
-        self.step_runner.after_loading()
-        self.step_runner.load_state(saved.manifest.state)
-        self.step = saved.manifest.step
-        self.consumed_samples = saved.manifest.consumed_samples
-        self.evaluation_due = bool(saved.manifest.state.get("evaluation_due", False))
-        self.rollbacks = int(saved.manifest.state.get("rollbacks", 0))
-        self.step_log.load_state(saved.manifest.state)
+        runner.after_loading()
+        runner.load_state(saved.state)
+        self.step = saved.step
+        self.consumed_samples = saved.consumed_samples
+        self.validation = dict(saved.validation)
+        self.evaluation_due = bool(saved.state.get("evaluation_due", False))
+        self.rollbacks = int(saved.state.get("rollbacks", 0))
+        self.step_log.load_state(saved.state)
+        self.heartbeat.unsaved = self.checkpoints.unsaved
         return True
 
     def train(self) -> Exit:
@@ -164,8 +169,9 @@ class Trainer:
             last = self.step == t.train_iters
             evaluating = last or _is_due(self.step, t.eval_interval)
             saving = last or _is_due(self.step, t.save_interval)
+            copying = not last and _is_due(self.step, self.job.checkpoint.memory_interval)
             try:
-                stopping = self._judge_results(all=evaluating or saving)
+                stopping = self._judge_results(all=evaluating or saving or copying)
             except RollbackRequest as request:
                 self._roll_back(request)  # a rank that shall stop says so again at the next step
                 continue
@@ -181,6 +187,9 @@ class Trainer:
                 self.save(last=last or stopping)
                 # a save takes long: do not wait for another step to hear of a stop
                 stopping = stopping or self.any_rank_stopping()
+            if copying and not stopping:
+                with self.timers("checkpoint"):
+                    self.checkpoints.copy(self._metadata())
         if stopping:
             self.checkpoints.prepare_to_stop()
         self.checkpoints.wait_for_save(last=True)
@@ -205,11 +214,12 @@ class Trainer:
 
     def _save_first(self) -> bool:
         """Where the job wants it, the checkpoint that a run begins with: before the first
-        evaluation, for that may be the first to compile. Returns whether any rank was asked to
-        stop meanwhile. Raises NotSaved: on such a disk it would be in vain to train."""
-        if not (self.begins and self.job.checkpoint.save_first):
+        evaluation, which may be the first to compile; or one that was lost as training goes on from
+        memory. Returns whether any rank was asked to stop meanwhile. Raises NotSaved."""
+        wanted = self.begins and self.job.checkpoint.save_first
+        if not (wanted or self.checkpoints.owes_save(self.job.training.save_interval)):
             return False
-        self.save(last=True)
+        self.save(last=wanted)
         return self.any_rank_stopping()
 
     def any_rank_stopping(self) -> bool:
@@ -305,7 +315,7 @@ class Trainer:
         if self.reporter:
             self.reporter.close(failed=True)  # later rows than the checkpoint's are taken back
             self.reporter = None
-        if not self._load_newest():
+        if not self._load_newest(memory=False):
             raise TrainkitError(
                 f"{why}; there is no checkpoint to roll back to{why.cause()}",
                 exit=Exit.RANK_USER,
@@ -378,22 +388,21 @@ class Trainer:
         there when this returns."""
         began = time.perf_counter()
         self.heartbeat.beat("save", self.step)
-        metadata = CheckpointMetadata(
-            step=self.step,
-            consumed_samples=self.consumed_samples,
-            layout=layout_entry(self.job, self.world.size),
-            job=self.job.model_dump(mode="json"),
-            state={
-                **self.step_runner.state(),
-                **self.step_log.state(),
-                "rollbacks": self.rollbacks,
-                "evaluation_due": self.evaluation_due,
-            },
-            validation=self.validation,
-        )
+        metadata = replace(self._metadata(), job=self.job.model_dump(mode="json"))
         with self.timers("checkpoint"):
             self.checkpoints.save(self.step_runner.tensors(), metadata, last=last)
         self.step_log.exclude(time.perf_counter() - began)
+
+    def _metadata(self) -> CheckpointMetadata:
+        """What the next step depends on besides the tensors."""
+        state = {"rollbacks": self.rollbacks, "evaluation_due": self.evaluation_due}
+        return CheckpointMetadata(
+            step=self.step,
+            consumed_samples=self.consumed_samples,
+            layout=layout_entry(self.job, self.world.size),
+            state={**self.step_runner.state(), **self.step_log.state(), **state},
+            validation=self.validation,
+        )
 
 
 def _meet(job: Job, world: World) -> tuple[torch.device, Choice]:

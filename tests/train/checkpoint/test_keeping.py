@@ -36,9 +36,9 @@ from trainkit.runs.manifest import MANIFEST, DataFile, Manifest
 from trainkit.runs.retention import pin, prune, retention_reasons, valid_by_size
 from trainkit.train.checkpoint import save_load as checkpoint
 from trainkit.train.checkpoint.dcp_storage import DcpReader, TensorLoadPlanner
-from trainkit.train.checkpoint.manager import StagingBuffers
 from trainkit.train.checkpoint.newest import newest_valid_together
 from trainkit.train.checkpoint.save_load import LOCK, CheckpointMetadata, NotSaved
+from trainkit.train.checkpoint.staging import StagingBuffers
 from trainkit.train.parallel.shards import Shards
 
 pytestmark = pytest.mark.usefixtures("one_rank")

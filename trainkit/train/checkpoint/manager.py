@@ -1,6 +1,5 @@
 """When and how a run saves: in the step's way or behind its back, what becomes of a full disk,
-and which checkpoints stay. Behind its back it is written from copies in host memory that is used
-again."""
+which checkpoints stay, and whether training goes on from one of them or from a copy in memory."""
 
 from __future__ import annotations
 
@@ -21,99 +20,14 @@ from trainkit.base.errors import TrainkitError
 from trainkit.base.locks import LockBusy
 from trainkit.jobs.schema import CheckpointSettings
 from trainkit.runs.checkpoints import Checkpoint, published_folders, step_of
+from trainkit.runs.manifest import Manifest
+from trainkit.runs.restored import Restored
 from trainkit.runs.retention import prune
 from trainkit.train.checkpoint import save_load as checkpoint
+from trainkit.train.checkpoint.memory import MemoryCopies
 from trainkit.train.checkpoint.newest import newest_valid_together
 from trainkit.train.checkpoint.save_load import CheckpointMetadata, NotSaved, SaveOptions
-from trainkit.train.parallel.shards import Offsets, Shards
-from trainkit.train.torch_compat import like, local_part
-
-
-def parts_of(tensor: Tensor) -> dict[Offsets, Tensor]:
-    """What this rank holds of a tensor that a checkpoint is written from."""
-    if isinstance(tensor, Shards):
-        return tensor.parts
-    return {(): local_part(tensor)}
-
-
-class StagingBuffers:
-    """Host memory for one checkpoint's tensors; page-locked where they come from a CUDA device, so
-    that the copy does not keep the host waiting.
-
-    It is made at the first copy and kept: the system would clear every page of new memory again.
-    Nor does training wait for a copy from host memory: it goes on beside the next step's forward
-    and backward, which only read the weights; `wait_for_staging` is for the moment before they
-    change.
-    """
-
-    def __init__(self) -> None:
-        self._room: dict[tuple[str, Offsets], Tensor] = {}
-        self._arrived: torch.cuda.Event | None = None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="stage")
-        self._staging_future: Future[None] | None = None
-
-    @property
-    def bytes(self) -> int:
-        """Held on this rank."""
-        return sum(room.nbytes for room in self._room.values())
-
-    def stage(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The same tensors in host memory: there after `wait_for_copies`, as the originals are
-        now, which must not change before `wait_for_staging` has returned. The copies of the time
-        before must no longer be in use."""
-        copies: dict[str, Tensor] = {}
-        moves: list[tuple[Tensor, Tensor]] = []
-        for name, tensor in tensors.items():
-            parts = {
-                at: (self._room_for(name, at, part), part) for at, part in parts_of(tensor).items()
-            }
-            moves += parts.values()
-            rooms = {at: room for at, (room, _) in parts.items()}
-            if isinstance(tensor, Shards):
-                copies[name] = Shards(rooms, tuple(tensor.shape), tensor.dtype)
-            else:
-                copies[name] = like(tensor, rooms[()])
-        if any(part.is_cuda for _, part in moves):
-            _copy(moves)
-            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._arrived.record()
-        else:
-            self._staging_future = self._thread.submit(_copy, moves)
-        return copies
-
-    @property
-    def staging(self) -> bool:
-        """Whether `wait_for_staging` would wait."""
-        return self._staging_future is not None and not self._staging_future.done()
-
-    def wait_for_staging(self) -> None:
-        """Wait until the originals may change. On CUDA that is at once: the device does what it
-        gets later after the copy."""
-        if self._staging_future is not None:
-            self._staging_future.result()
-
-    def wait_for_copies(self) -> None:
-        """Wait until the copies are there. In a thread of its own: without the device of the
-        copies as its current one it would make a context on GPU 0."""
-        self.wait_for_staging()
-        if self._arrived is not None:
-            with torch.cuda.device(self._arrived.device):
-                self._arrived.synchronize()
-
-    def _room_for(self, name: str, at: Offsets, part: Tensor) -> Tensor:
-        room = self._room.get((name, at))
-        if room is None or room.shape != part.shape:
-            room = self._room[name, at] = torch.empty(
-                part.shape, dtype=part.dtype, pin_memory=part.is_cuda
-            )
-        return room
-
-
-@torch.no_grad()
-def _copy(moves: list[tuple[Tensor, Tensor]]) -> None:
-    for room, part in moves:
-        room.copy_(part, non_blocking=True)
-
+from trainkit.train.checkpoint.staging import StagingBuffers
 
 BEAT = 0.5  # seconds between two signs of life of one who waits
 MAX_FAILURES = 2  # so many saves in a row that the disk does not take, and training stops
@@ -154,6 +68,7 @@ class CheckpointManager:
         settings: the job's `checkpoint` table.
         folder: the run's checkpoints.
         observer: is called as its class says.
+        copies: in the host's memory, where the job wants some.
 
     Raises:
         TrainkitError: as `refuse_without_locks` does: no save would succeed.
@@ -164,6 +79,7 @@ class CheckpointManager:
         settings: CheckpointSettings,
         folder: Path,
         observer: CheckpointObserver | None = None,
+        copies: MemoryCopies | None = None,
     ) -> None:
         self.settings = settings
         self.folder = folder
@@ -191,6 +107,66 @@ class CheckpointManager:
         self._passed_over: set[int] = set()  # steps of checkpoints that could not be loaded
         self._staging = StagingBuffers()
         self._failures = 0
+        self._copies = copies
+        self.restored: Restored | None = None  # what training went on from last
+
+    def load_newest(
+        self,
+        tensors: Mapping[str, Tensor],
+        expected: Mapping[str, tuple[int, ...]],
+        *,
+        memory: bool = True,
+    ) -> Manifest | CheckpointMetadata | None:
+        """Read the newest state there is into the tensors: of two of the same step the one in
+        memory.
+
+        Args:
+            tensors, expected: as of `save_load.load`.
+            memory: copies there count too.
+
+        Returns what was saved with it; None where there is none. Raises TrainkitError as `newest`
+        and `save_load.load`.
+        """
+        published = -1
+        if self._copies and memory:
+            if dist.get_rank() == 0:
+                there = set(map(step_of, published_folders(self.folder)))
+                self._known_steps |= there
+                published = max(there, default=-1)
+            published = self._copies.find(published)
+            if copy := self._copies.load(published):
+                self.restored = Restored("memory", copy.step, published)
+                return copy
+        saved = self.newest()
+        step = saved.manifest.step if saved else -1
+        if self._copies and step < published and (copy := self._copies.load(step + 1)):
+            self.restored = Restored("memory", copy.step, step)
+            return copy
+        if self._copies:
+            self._copies.begin_timeline()
+        if saved is None:
+            return None
+        checkpoint.load(saved, tensors, expected)
+        self.restored = Restored("disk", step, step)
+        return saved.manifest
+
+    def copy(self, metadata: CheckpointMetadata) -> None:
+        """Begin to copy the tensors in memory. They may change when `wait_for_staging` has
+        returned."""
+        assert self._copies
+        self._copies.copy(metadata)
+
+    def owes_save(self, interval: int | None) -> bool:
+        """Whether training went on from memory, and a checkpoint that was due by then is not on the
+        disk: it was under way, or the disk did not take it."""
+        if not interval or self.restored is None or self.restored.source == "disk":
+            return False
+        return self.restored.step // interval > max(0, self.restored.disk_step) // interval
+
+    @property
+    def unsaved(self) -> bool:
+        """Whether training went on with steps that no checkpoint holds."""
+        return self.restored is not None and self.restored.step > self.restored.disk_step
 
     def newest(self) -> Checkpoint | None:
         """The newest whole checkpoint, the same on all ranks. Raises TrainkitError (exit 16)
@@ -240,12 +216,14 @@ class CheckpointManager:
     @property
     def staging(self) -> bool:
         """Whether `wait_for_staging` would wait."""
-        return self._staging.staging
+        return self._staging.staging or (self._copies is not None and self._copies.copying)
 
     def wait_for_staging(self) -> None:
-        """Wait until the tensors of the last save may change; to be called before every update.
-        It talks to no other rank."""
+        """Wait until the tensors of the last save and copy may change; to be called before every
+        update. It talks to no other rank."""
         self._staging.wait_for_staging()
+        if self._copies:
+            self._copies.wait_for_copying()
 
     def wait_for_save(self, *, last: bool = False) -> None:
         """Wait for the save under way. Raises NotSaved as `save` does."""

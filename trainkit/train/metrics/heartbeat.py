@@ -38,6 +38,7 @@ class Heartbeat:
         self.phase: Phase | None = None
         # what a stop needs for its checkpoint, by the saves so far
         self.save_seconds: float | None = None
+        self.unsaved = False  # training went on with steps that no checkpoint holds
         self._first: int | None = None
         self._evaluated = False
         self._last = 0.0
@@ -77,7 +78,7 @@ class Heartbeat:
     def nothing_new(self) -> bool:
         """Whether nothing was trained yet that a checkpoint could hold: from the start through
         the first step, with its compilation."""
-        return self._first is None or self.step <= self._first
+        return not self.unsaved and (self._first is None or self.step <= self._first)
 
     @property
     def may_leave(self) -> bool:
