@@ -189,10 +189,12 @@ class Feed:
         Raises ConfigError for an id beyond the vocabulary (exit 3), and where a file cannot be
         read (exit 6).
         """
-        for batch in self.loader.read(consumed, global_batch):
-            if batch.ids.highest >= self.vocab or batch.ids.lowest < 0:
-                raise self._foreign_id(batch)
-            yield self._batch(batch)
+        yield from map(self._batch, self.loader.read(consumed, global_batch))
+
+    def first_of(self, world: World, consumed: int, global_batch: int) -> Batch:
+        """The first micro-batch of another data-parallel rank, read now. Raises as `read`."""
+        micro = self.training.micro_batch_size
+        return self._batch(self.loader.load(micro_batches(consumed, global_batch, micro, world)[0]))
 
     def where(self, position: int) -> str:
         """Names the sample at a position."""
@@ -215,6 +217,8 @@ class Feed:
         )
 
     def _batch(self, batch: MicroBatch) -> Batch:
+        if batch.ids.highest >= self.vocab or batch.ids.lowest < 0:
+            raise self._foreign_id(batch)
         samples = batch.tokens
         checksum = sum(int(xxhash.xxh32_intdigest(row.data)) for row in samples)
         if self.end is None and not batch.ids.missing:  # one copy to the device for both

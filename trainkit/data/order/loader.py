@@ -188,14 +188,14 @@ class Loader:
             if not self._planned:
                 return
             positions = self._planned.popleft()
-            self._waiting.append((positions, self._pool.submit(self._load, positions)))
+            self._waiting.append((positions, self._pool.submit(self.load, positions)))
 
     def _window(self, positions: range) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
         with self._order_lock:  # an order may keep where it was
             return self.order.window(positions.start, len(positions))
 
-    def _load(self, positions: range) -> MicroBatch:
-        """Read one micro-batch, dataset by dataset."""
+    def load(self, positions: range) -> MicroBatch:
+        """Read one micro-batch, dataset by dataset: now, whatever is read ahead."""
         dataset_B, number_B = self._window(positions)
         parts = [
             (self.samples[d], rows := np.flatnonzero(dataset_B == d), number_B[rows])

@@ -185,7 +185,7 @@ class Step:
         t = self.job.training
         batches = self._own(batches)
         count = samples // (t.micro_batch_size * self.mesh.degrees.data)
-        scale = self.scale.scale.double() / (samples * self.job.model.seq_length)
+        scale = self.loss_factor(samples)
         if self.pipeline is not None:
             with self.timers("data"):
                 read = list(islice(batches, count))
@@ -225,29 +225,34 @@ class Step:
         tokens = torch.zeros((), dtype=torch.int64, device=self.device)
         checksum = 0
         rest = iter(batches)
-        (module,) = self.model_parts.modules
-        (unit,) = self.model_parts.units
         for m in range(count):
             with self.timers("data"):
                 batch = next(rest)
-            self._seed(batch, 0)
-            data_parallel.prepare_backward(
-                unit, last=m + 1 == count, stage=self.zero_stage, keeps=self.keeps
-            )
-            labels = Labels(batch.labels_BS, self.job.training.z_loss, scale)
-            with self.timers("forward"):
-                losses: Losses = module(
-                    batch.tokens_BS,
-                    labels,
-                    positions_BS=batch.positions_BS,
-                    documents=batch.documents,
-                )
+            losses = self.forward(batch, scale, last=m + 1 == count)
             with self.timers("backward"):
                 losses.objective.backward()  # type: ignore[no-untyped-call]
             entropy += losses.cross_entropy
             tokens += losses.tokens
             checksum += batch.checksum
         return entropy, tokens, checksum
+
+    def forward(self, batch: Batch, scale: Tensor, *, last: bool) -> Losses:
+        """One micro-batch of this rank's own tokens, without a pipeline; its objective, times
+        `scale`, is there to call backward on. `last`: of those whose gradients are summed."""
+        (module,) = self.model_parts.modules
+        (unit,) = self.model_parts.units
+        self._seed(batch, 0)
+        data_parallel.prepare_backward(unit, last=last, stage=self.zero_stage, keeps=self.keeps)
+        labels = Labels(batch.labels_BS, self.job.training.z_loss, scale)
+        with self.timers("forward"):
+            losses: Losses = module(
+                batch.tokens_BS, labels, positions_BS=batch.positions_BS, documents=batch.documents
+            )
+        return losses
+
+    def loss_factor(self, samples: int) -> Tensor:
+        """What the loss of a token is multiplied with, in a global batch of so many samples."""
+        return self.scale.scale.double() / (samples * self.job.model.seq_length)
 
     def _seed(self, batch: Batch, chunk: int) -> None:
         """Seed dropout by position in the order of samples: a resumed run drops the same. Chunks
