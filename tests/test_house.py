@@ -33,7 +33,7 @@ ORDER = {  # of a folder's rooms and its files of their own: each imports only w
     "trainkit.train": (
         "metrics torch_compat torch_compiler generators proved_graphs ready_graphs"
         " compiled_graphs model decoding parallel checkpoint rank_agreement"
-        " update coordinate_check batches huggingface preflight step_log validation text_samples"
+        " batches update coordinate_check huggingface preflight step_log validation text_samples"
         " rehearsal trainer main parent inference"
     ),
     "trainkit.launch": (

@@ -379,6 +379,34 @@ def test_stages_of_zero(engine: str, zero: int, pipeline: int, found: list[str])
         assert plan_of(job).objections[0].changes == ({"parallelism.zero_stage": 1},)
 
 
+@pytest.mark.parametrize(
+    ("ranks", "keys", "found"),
+    [
+        (2, {}, []),
+        (4, {"parallelism": layout(2)}, []),
+        (1, {}, ["nobody-to-replay"]),
+        (4, {"parallelism": layout(2, context_parallel_size=2)}, ["nobody-to-replay"]),
+        (4, {"parallelism": layout(1, 2)}, ["replay-in-pipeline"]),
+        (2, {"device": BIG}, ["replay-not-deterministic"]),
+        (2, {"device": BIG, "deterministic": True}, []),
+    ],
+)
+def test_who_can_compute_a_micro_batch_too(
+    ranks: int, keys: dict[str, Any], found: list[str]
+) -> None:
+    job = job_of(shape(layers=2, length=16), ranks, replay_interval=10, **keys)
+    assert codes(job) == found
+    for objection in plan_of(job).objections:
+        assert all(codes(with_change(job, change)) == [] for change in objection.changes)
+
+
+def test_experts_on_all_ranks_leave_nobody_to_compute_them_too() -> None:
+    model = shape("qwen3-moe", moe={"num_experts": 4, "router_topk": 2, "ffn_hidden_size": 8})
+    for experts, found in ((2, []), (4, ["nobody-to-replay"])):
+        spread = {"expert_model_parallel_size": experts}
+        assert codes(job_of(model, 4, replay_interval=10, parallelism=spread)) == found
+
+
 def test_more_nodes_than_there_are() -> None:
     (objection,) = plan_of(job_of(nodes=4, cluster={"max_nodes": 3})).objections
     assert (objection.code, objection.changes) == ("too-many-nodes", ({"nodes": 3},))

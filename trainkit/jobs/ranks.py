@@ -3,6 +3,7 @@ over tensor-parallel ranks."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from trainkit.jobs.models import Model
@@ -56,6 +57,12 @@ class ParallelDegrees:
         """Ranks that hold all experts of a layer together: neighbours in the order of ranks, with
         those of one expert beside one another (Megatron-LM, core/parallel_state.py)."""
         return self.expert * self.expert_tensor
+
+    @property
+    def together(self) -> int:
+        """Ranks of a stage that compute a micro-batch each or one together, and need no other for
+        it: neighbours in the order of ranks."""
+        return math.lcm(self.tensor * self.context, self.expert_ranks)
 
     @property
     def expert_copies(self) -> tuple[int, int]:

@@ -41,6 +41,7 @@ CHANGEABLE = (
     "training.spike_factor",
     "training.max_skipped_in_a_row",
     "training.max_rollbacks",
+    "training.replay_interval",
     "training.recompute_granularity",
     "training.recompute_every",
     "training.compile",

@@ -162,6 +162,14 @@ class Training(Table):
             " has none ends the run. On CPUs it always is so"
         ),
     )
+    replay_interval: int | None = Field(
+        None,
+        ge=1,
+        description=(
+            "steps between those whose first micro-batch is computed by another data-parallel rank"
+            " too: gradients of other bits are a silent fault of a host, which is named"
+        ),
+    )
     reset_attention_mask: bool = Field(
         False, description="tokens attend within their own document only"
     )

@@ -14,6 +14,7 @@ from trainkit.plan.grid_checks import (
     context_objections,
     contexts,
     expert_objections,
+    replay_objections,
 )
 from trainkit.plan.layout import Layout, layout_of, nearest
 from trainkit.plan.objection import Change, Objection
@@ -63,6 +64,7 @@ def layout_objections(job: Job, rules: Rules) -> Iterator[Objection]:
     yield from _zero(job, layout, rules)
     yield from _replicas(job, layout, rules)
     yield from expert_objections(job, layout)
+    yield from replay_objections(job)
     yield from rules.objections(job)
     yield from _batches(job)
 

@@ -93,7 +93,7 @@ class DurationParts(Record):
     """Seconds of a whole run, by what they are spent on. None: not known, and in no sum.
 
     Args:
-        steps: forward, backward and update.
+        steps: forward, backward and update, and what is computed twice.
         evaluations: of all validation sets.
         saves: that training waits for checkpoints, those before time limits included.
         starts: of all starts: until the first step, and to read a checkpoint at each but the first.
@@ -255,6 +255,8 @@ def duration_of(job: Job, speed: Speed, tokens: int, costs: Costs) -> Duration:
     """
     training = job.training
     steps = tokens / speed.tokens_per_second
+    if training.replay_interval:
+        steps *= 1 + 1 / (training.replay_interval * job.gradient_accumulation_steps)
     step = job.global_batch_size * job.model.seq_length / speed.tokens_per_second
     evaluated = evaluations_of(job, before=costs.first_evaluation)
     sets = 1 + len(job.validation)

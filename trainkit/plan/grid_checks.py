@@ -1,9 +1,11 @@
-"""Why experts, or the tokens of a sample, cannot be dealt to the ranks of a stage."""
+"""Why experts, or the tokens of a sample, cannot be dealt to the ranks of a stage, or what they
+compute cannot be compared."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from trainkit.jobs.ranks import degrees_of
 from trainkit.jobs.schema import Job
 from trainkit.plan.layout import Layout, nearest
 from trainkit.plan.objection import Change, Objection
@@ -13,6 +15,7 @@ COMM = "parallelism.cp_comm_type"
 REPLICAS = "parallelism.data_parallel_replicate_size"
 EP = "parallelism.expert_model_parallel_size"
 ETP = "parallelism.expert_tensor_parallel_size"
+REPLAY = "training.replay_interval"
 
 
 def contexts(job: Job, layout: Layout) -> list[int]:
@@ -179,3 +182,34 @@ def _expert_ranks(job: Job, layout: Layout, count: int) -> Iterator[Objection]:
         fewer = nearest(layout.replicate, lambda n: copies % n == 0, most=layout.data)
         changes: tuple[Change, ...] = tuple({REPLICAS: n} for n in fewer)
         yield Objection("expert-copies-not-divisible", REPLICAS, message, (*changes, *nearby))
+
+
+def replay_objections(job: Job) -> Iterator[Objection]:
+    """training.replay_interval: another rank can compute the same, to the bit."""
+    if job.training.replay_interval is None:
+        return
+    degrees = degrees_of(job)
+    asked = f"replay_interval {job.training.replay_interval}"
+    if degrees.pipeline > 1:
+        yield Objection(
+            "replay-in-pipeline",
+            REPLAY,
+            f"{asked} with {degrees.pipeline} pipeline stages: a micro-batch by itself would leave"
+            " all stages but one idle, which is not built; leave replay_interval out",
+            ({"parallelism.pipeline_model_parallel_size": 1},),
+        )
+    elif degrees.world < 2 * degrees.together:
+        yield Objection(
+            "nobody-to-replay",
+            REPLAY,
+            f"{asked}, but all {degrees.world} ranks compute each micro-batch together, so that"
+            " none can compute it too: more ranks, or leave replay_interval out",
+        )
+    if job.cluster.device_type == "cuda" and not job.training.deterministic:
+        yield Objection(
+            "replay-not-deterministic",
+            REPLAY,
+            f"{asked} without training.deterministic: on GPUs two ranks then round differently"
+            " without any fault",
+            ({"training.deterministic": True},),
+        )

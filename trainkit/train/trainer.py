@@ -45,6 +45,7 @@ from trainkit.train.step_log import StepLog
 from trainkit.train.text_samples import TextSampler
 from trainkit.train.torch_compat import be_deterministic
 from trainkit.train.update.build import build_model_parts
+from trainkit.train.update.gradient_replay import GradientReplay
 from trainkit.train.update.loss_policy import RollbackRequest, StepInfo, apply_loss_policy
 from trainkit.train.update.recheck import RecheckedStep, find_cause
 from trainkit.train.update.schedule import global_batch_size
@@ -96,11 +97,10 @@ class Trainer:
         self.timers = heartbeat.watch(Timers(self.device), compiled=job.training.compile)
         self.step_runner = Step(job, self.model_parts, mesh, self.timers)
         self.train_feed = Feed(job, job.dataset, "train", mesh.data_world, self.device)
+        self.replay = GradientReplay(self.step_runner, self.train_feed)
         self.validator = Validator(job, mesh, self.step_runner, heartbeat, self.any_rank_stopping)
         self.texts = TextSampler(job, run, self.model_parts, reports=world.rank == 0)
-        self.step = 0
-        self.consumed_samples = 0
-        self.rollbacks = 0
+        self.step = self.consumed_samples = self.rollbacks = 0
         self.evaluation_due = True  # the next thing to do at this step
         self.validation: dict[str, float] = {}  # losses measured at this step (rank 0)
         states = self.step_runner.optimizer.state_tensors().values()
@@ -240,7 +240,7 @@ class Trainer:
         if self.reporter:
             self.reporter.on_step_begin(SampleWindow(self.step + 1, self.consumed_samples, samples))
         values = self.step_runner.run(
-            self.train_feed.read(self.consumed_samples, samples),
+            self.replay.read(self.step + 1, self.consumed_samples, samples),
             samples,
             self.stop_requested.is_set(),
             self._before_update,
@@ -254,10 +254,11 @@ class Trainer:
 
     def _before_update(self) -> None:
         """What is saved behind training was copied beside forward and backward so far, and may
-        not be any more when the weights change."""
+        not be any more when the weights change. Nor may they by what was computed wrong."""
         if self.checkpoints.staging:
             with self.timers("checkpoint"):
                 self.checkpoints.wait_for_staging()
+        self.replay.compare()
 
     def process_results(self, *, all: bool = False) -> bool:
         """Log and judge the steps whose numbers are due; with `all` every one. Returns whether

@@ -176,6 +176,14 @@ FAILURES = [
         "nvidia-smi",
     ),
     ("RuntimeError", "No CUDA GPUs are available", "infra", True, "nvidia-smi"),
+    ("TrainkitError", "step 3: a silent fault of host n", "infra", True, "doctor"),
+    (
+        "TrainkitError",
+        "step 3: a silent fault of one of the hosts n, m",
+        "infra",
+        False,
+        "test each",
+    ),
     (
         "DistBackendError",
         "NCCL error in: x.cpp, ncclSystemError: System call failed",

@@ -49,6 +49,7 @@ NO_COUNTERPART: dict[str, str] = {
     "training.recompute_every": "its checkpoint_num_layers is the length of a chunk",
     "training.compile": "it compiles no blocks",
     "training.deterministic": "it has no such switch",
+    "training.replay_interval": "engine native does that",
     "training.reset_attention_mask": "its tokens see the whole sample",
     "training.reset_position_ids": "its positions go through the whole sample",
     "parallelism.virtual_pipeline_model_parallel_size": "DeepSpeed's stages have one chunk",

@@ -33,6 +33,7 @@ NO_COUNTERPART: Mapping[str, str] = {
     "training.on_nan": "engine native does that",
     "training.on_spike": "engine native does that",
     "training.compile": "engine native does that",
+    "training.replay_interval": "engine native does that",
     "parallelism.pipeline_schedule": "its pipeline is 1F1B",
     "checkpoint.save_first": "engine native does that",
     "checkpoint.memory_interval": "engine native does that",
