@@ -6,7 +6,7 @@ import os
 import signal
 from pathlib import Path
 
-from tests.conftest import Project, alive
+from tests.conftest import Project, alive, wait_for
 from tests.launch.live_runs import events, rank_pids, slow_down, wait_for_step
 
 RETRIES = "\nretry = { infra = 5, same_step = 10 }\n"
@@ -68,3 +68,19 @@ def test_an_end_without_a_retry_leaves_no_agent(project: Project) -> None:
     assert process.returncode == 10 and not alive(agent)
     ended = next(e for e in events(project.runs()[-1]) if e["event"] == "ended")
     assert ended["survivors"] == [] and ended["unanswered"] == []
+
+
+def test_ctrl_c_while_a_rank_parent_imports_ends_the_run(project: Project) -> None:
+    slow_down(project)
+    process = project.start("train", "random")
+    wait_for(lambda: any("agent_joined" in text for text in told(project)), "the agent")
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=600)
+    assert process.returncode == 130
+    ended = next(e for e in events(project.runs()[-1]) if e["event"] == "ended")
+    assert ended["survivors"] == [] and ended["unanswered"] == []
+
+
+def told(project: Project) -> list[str]:
+    """Events of the first attempt so far, as they are written."""
+    return [path.read_text() for path in project.path.glob("runs/*/*/attempts/1/events.jsonl")]

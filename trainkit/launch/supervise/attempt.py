@@ -268,7 +268,7 @@ class Attempt:
             if self.job.cluster.device_type == "cuda":
                 gpus = self.job.ranks_per_node
             own = self.command.own_code
-            parent = parent_frame(self.command, self.session.connect)
+            parent = parent_frame(self.command, self.job.cluster.watch.start)
             await gather(pool, own_code=own, gpus=gpus, parent=parent, on_joined=self._note_agent)
             await reserve(pool, self.job, share=self.context.share)
         else:
@@ -296,13 +296,17 @@ class Attempt:
         )
 
     async def _start(self, pool: AgentPool) -> None:
-        """Start every rank; a rank parent has as long again to import. Raises StartError (8) with
-        all that could not be started."""
+        """Start every rank, once its rank parent has imported what it needs. Raises StartError (8)
+        with all that could not be started, and _StopRequested."""
         for path in (self.folder.log(0), self.folder.error(0), self.folder.heartbeat(0)):
             path.parent.mkdir(parents=True, exist_ok=True)
         self._send_processes(pool)
-        deadline = self.clock() + self.session.connect * (2 if self.command.parent else 1)
+        deadline = self.clock() + self.session.connect
+        if self.command.parent is not None:
+            deadline += self.job.cluster.watch.start
         while self.ranks.starting and not self.ranks.losses:
+            if self.context.stop_requests.first:
+                raise _StopRequested
             if self.clock() > deadline:
                 hosts = sorted({self._host_of(pool, rank) for rank in self.ranks.starting})
                 raise StartError(
@@ -442,8 +446,8 @@ class Attempt:
 
     async def _stop_all(self, pool: AgentPool, reason: str, *, everything: bool = False) -> None:
         """TERM, KILL after the grace, on every host that has not said yet what is left on it: to
-        all that runs there, or, where the agents may go on and not `everything` is to end, to the
-        ranks."""
+        all that runs there, but the rank parent where the agents may go on and not `everything`
+        is to end."""
         if not self.ranks.node_of:
             return
         stopped = self.ranks.stopped
@@ -451,16 +455,11 @@ class Attempt:
         if not nodes:
             return
         grace = self.job.stop_grace
-        only_ranks = self.keeps_agents and not self.ranks.losses and not everything
+        keep_parent = self.keeps_agents and not self.ranks.losses and not everything
         if self.context.stop_requests.killed_soon:
             grace = 0.0
         for node in nodes:
-            keys = None
-            if only_ranks:
-                keys = tuple(
-                    str(rank) for rank, where in self.ranks.node_of.items() if where == node
-                )
-            pool.send(node, StopProcesses(grace, keys))
+            pool.send(node, StopProcesses(grace, keep_parent=keep_parent))
         if self.ranks.running:
             with contextlib.suppress(OSError):
                 self.events.write(RanksStopped(reason, sorted(self.ranks.running)))
