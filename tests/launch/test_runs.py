@@ -15,7 +15,8 @@ import pytest
 
 from tests import forkserver
 from tests.conftest import Project, alive, wait_for
-from tests.launch.live_runs import rank_pids, slow_down, wait_for_step
+from tests.launch.live_runs import events, rank_pids, slow_down, wait_for_step
+from trainkit.base.process_marks import find_marked
 
 STATUS_KEYS = {
     "schema",
@@ -169,6 +170,23 @@ def test_sigkill_of_everything_then_resume_is_bit_equal(project: Project) -> Non
         torn.write('{"step": 31, "lm_lo')
     assert project.document("resume", "last")["attempt"] == 2
     assert project.losses(run) == expected, f"killed at step {step}"
+
+
+def test_forked_ranks_train_as_others_do(project: Project) -> None:
+    """Bit by bit, and whatever becomes of the process that they were forked from."""
+    slow_down(project, 60)
+    process = project.start("train", "random", "--set", "cluster.watch.connect=600")
+    rank_pids(project)
+    wait_for_step(project, 1)
+    (warm,) = project.runs()
+    (parent,) = find_marked(f"{warm.name}/1/0/parent")
+    os.kill(parent.pid, signal.SIGKILL)
+    out, err = process.communicate()
+    assert process.returncode == 0, out + err
+    assert "agent_said" not in {event["event"] for event in events(warm)}
+    project.invoke("train", "random", "--set", "recovery=cold")
+    assert project.losses(warm) == project.losses(project.runs()[-1])
+    assert len(project.losses(warm)) >= 60
 
 
 def test_death_of_the_supervisor_takes_the_ranks(project: Project) -> None:

@@ -30,13 +30,13 @@ from trainkit.base import slots
 from trainkit.base.process_marks import find_marked
 
 PACKAGE = Path(trainkit.__file__).parent
-SCRIPT = Path(__file__).with_name("run_words.py")  # what a rank runs, forked or not
+SCRIPT = Path(__file__).parent / "words" / "main.py"  # what a rank runs, forked or not
 # the real parent without what it imports
 PARENT = f"""
 import os, socket, sys
 sys.path.insert(0, {str(PACKAGE.parent)!r})
-from trainkit.train import main, parent
-main.__file__ = {str(SCRIPT)!r}
+from trainkit.train import parent
+parent.__file__ = {str(SCRIPT)!r}
 print("imported", file=sys.stderr, flush=True)
 with socket.socket(fileno=0) as line:
     line.send(b"ready")
