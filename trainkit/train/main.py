@@ -19,6 +19,11 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from trainkit.runs.folder import AttemptFolder
+    from trainkit.train.trainer import Trainer
 
 MACHINE_FAULTS = {
     errno.ENOSPC,
@@ -95,11 +100,27 @@ def record_error(error: BaseException, code: int, step: int) -> None:
         )
 
 
+def record_beginning(trainer: Trainer, attempt: AttemptFolder) -> None:
+    """Say and write down, on rank 0, what is computed with and what training goes on from."""
+    from trainkit.base.files import write_json
+
+    print(f" {trainer.chosen}", flush=True)
+    restored = trainer.checkpoints.restored
+    if restored:
+        where = f"step {restored.step} from {restored.source}"
+        print(f" goes on with {where}; newest checkpoint: {restored.disk_step}", flush=True)
+    try:
+        write_json(attempt.kernels, trainer.chosen.document(trainer.job.kernels))
+        if restored:
+            write_json(attempt.restored, restored.to_json())
+    except OSError as error:  # costs the records, no more
+        print(f"WARNING: no record of the beginning: {error}", file=sys.stderr, flush=True)
+
+
 def run_rank(run_folder: Path, attempt: int = 1) -> int:
     """Train as this rank; returns the exit code. A failure is on stderr and in the error file by
     then."""
     from trainkit.base.errors import Exit, TrainkitError
-    from trainkit.base.files import write_json
     from trainkit.base.process import no_garbage_collection
     from trainkit.runs.folder import RunFolder
     from trainkit.runs.phases import PhaseLog, phases_path
@@ -126,16 +147,7 @@ def run_rank(run_folder: Path, attempt: int = 1) -> int:
         if job.precompile:
             agree_on_graphs(trainer.graphs)
         if heartbeat.rank == 0:
-            print(f" {trainer.chosen}", flush=True)
-            folder = run.attempt(attempt)
-            try:
-                write_json(folder.kernels, trainer.chosen.document(job.kernels))
-                if restored := trainer.checkpoints.restored:
-                    where = f"step {restored.step} from {restored.source}"
-                    print(f" goes on with {where}; newest checkpoint: {restored.disk_step}")
-                    write_json(folder.restored, restored.to_json())
-            except OSError as error:  # costs the record, no more
-                print(f"WARNING: no record of the kernels: {error}", file=sys.stderr, flush=True)
+            record_beginning(trainer, run.attempt(attempt))
         ended = trainer.train()
         if ended == Exit.DONE:
             heartbeat.beat("done", trainer.step)
