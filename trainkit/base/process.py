@@ -21,6 +21,8 @@ from typing import IO, Any
 from trainkit.base.records import Record
 
 CORES = "cores/"
+# asks a rank of our own trainer which collectives it waits in; who does not know it passes it over
+WAITS_SIGNAL = signal.SIGURG
 NODE_VALUE = re.compile(rf"\$\{{node:([A-Za-z_][A-Za-z0-9_]*|{CORES}[0-9]+)\}}")
 
 
@@ -46,6 +48,11 @@ def start_time(pid: int) -> int:
     if fields[0] == "Z":
         return 0
     return int(fields[19])
+
+
+def waits_path(heartbeat: Path) -> Path:
+    """Where a rank answers that, beside its heartbeat."""
+    return heartbeat.with_suffix(".waits")
 
 
 def _boot_id() -> str:

@@ -50,7 +50,8 @@ def rank_variables(job: Job) -> dict[str, str]:
         if job.training.deterministic:
             # what torch's deterministic mode demands (cuBLAS, "Results reproducibility")
             sharing["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-    return {**sharing, **job.environment}
+    # so many of the last collectives are known of each rank, to say in which it hangs
+    return {**sharing, "TORCH_FR_BUFFER_SIZE": "256", **job.environment}
 
 
 def _python(job: Job) -> str:

@@ -196,6 +196,14 @@ class WatchLimits(Table):
     heartbeat: float = Field(
         600, gt=0, description="without a sign of progress of any rank; longer is a hang"
     )
+    hang_floor: float = Field(
+        20,
+        gt=0,
+        description=(
+            "without a sign of progress that are no hang however short the steps are; a hang is"
+            " ten times the longest step so far, but at most `heartbeat`"
+        ),
+    )
     lease: float = Field(
         15,
         gt=0,

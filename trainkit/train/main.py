@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import errno
 import faulthandler
+import json
 import os
 import signal
 import sys
@@ -42,6 +43,18 @@ STOP_SIGNALS = {signal.SIGTERM, signal.SIGUSR1}
 LEAVE_SECONDS = 2.0
 
 
+def answer_waits() -> None:
+    """Write down which collectives this process waits in, beside its heartbeat. Nothing is imported
+    here: the main thread may hang in an import."""
+    from trainkit.base.files import write_beat
+    from trainkit.base.process import waits_path
+
+    collectives = sys.modules.get("trainkit.train.metrics.collectives")
+    if heartbeat := os.environ.get("TRAINKIT_HEARTBEAT_FILE"):
+        text = json.dumps(collectives.known_collectives() if collectives else {})
+        write_beat(waits_path(Path(heartbeat)), text, durable=False)
+
+
 def listen(stop: threading.Event, leaves: Callable[[], bool] = lambda: False) -> None:
     """Take TERM and USR1 in a thread of their own. Must run before torch starts threads: they
     inherit the blocked signals.
@@ -50,18 +63,24 @@ def listen(stop: threading.Event, leaves: Callable[[], bool] = lambda: False) ->
     scheduler's) and USR1 ask for a checkpoint at the end of the step. While there is nothing new
     to save (starting, loading, compiling the first step, which may take longer than anyone's
     grace) the process leaves. USR2 prints all threads' stacks on stderr, from C: where Python
-    hangs in a library it still answers.
+    hangs in a library it still answers. URG asks for the collectives that are waited in.
     """
-    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    from trainkit.base.process import WAITS_SIGNAL
+
+    signal.pthread_sigmask(signal.SIG_BLOCK, {*STOP_SIGNALS, WAITS_SIGNAL})
     faulthandler.register(signal.SIGUSR2, all_threads=True)
 
     def wait() -> None:
         leaving = False
         while True:
-            info = signal.sigtimedwait(STOP_SIGNALS, LEAVE_SECONDS if stop.is_set() else 3600.0)
+            seconds = LEAVE_SECONDS if stop.is_set() else 3600.0
+            info = signal.sigtimedwait({*STOP_SIGNALS, WAITS_SIGNAL}, seconds)
             if info is None:
                 if leaving and leaves():
                     os._exit(12)
+            elif info.si_signo == WAITS_SIGNAL:
+                with contextlib.suppress(Exception):  # TERM must still be heard
+                    answer_waits()
             elif info.si_signo == signal.SIGTERM and info.si_pid == os.getppid():
                 os._exit(128 + signal.SIGTERM)
             else:
@@ -136,6 +155,7 @@ def run_rank(run_folder: Path, attempt: int = 1) -> int:
     try:
         heartbeat.beat("start", 0)
         with no_garbage_collection():
+            import trainkit.train.metrics.collectives  # noqa: F401  for `answer_waits`
             from trainkit.jobs.resolved import read_job
             from trainkit.train.compiled_graphs import agree_on_graphs, prepare_to_compile
             from trainkit.train.parallel.data_parallel import World

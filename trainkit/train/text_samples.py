@@ -74,7 +74,7 @@ class TextSampler:
             heartbeat: shows that this goes on.
         """
         began = time.perf_counter()
-        heartbeat.beat("eval", step)
+        heartbeat.beat("eval", step, regular=False)
         (model,) = self.parts.modules
         for unit in model.modules():
             if isinstance(unit, FSDPModule):

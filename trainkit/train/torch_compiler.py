@@ -97,3 +97,10 @@ def eager_is_asked() -> bool:
     from torch._dynamo import eval_frame
 
     return bool(eval_frame._stance.stance == "force_eager")
+
+
+def on_compilation(call: Callable[[], None]) -> None:
+    """Call it from now on whenever this process begins to compile something."""
+    from torch._dynamo.callback import on_compile_start
+
+    on_compile_start(lambda *about: call())

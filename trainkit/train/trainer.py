@@ -44,6 +44,7 @@ from trainkit.train.ready_graphs import ReadyGraphs
 from trainkit.train.step_log import StepLog
 from trainkit.train.text_samples import TextSampler
 from trainkit.train.torch_compat import be_deterministic
+from trainkit.train.torch_compiler import on_compilation
 from trainkit.train.update.build import build_model_parts
 from trainkit.train.update.gradient_replay import GradientReplay
 from trainkit.train.update.loss_policy import RollbackRequest, StepInfo, apply_loss_policy
@@ -95,6 +96,8 @@ class Trainer:
         kernels = self.chosen.kernels
         self.model_parts = build_model_parts(job, mesh, vocab, kernels=kernels, graphs=self.graphs)
         self.timers = heartbeat.watch(Timers(self.device), compiled=job.training.compile)
+        if job.training.compile:
+            on_compilation(heartbeat.surprise)
         self.step_runner = Step(job, self.model_parts, mesh, self.timers)
         self.train_feed = Feed(job, job.dataset, "train", mesh.data_world, self.device)
         self.replay = GradientReplay(self.step_runner, self.train_feed)
@@ -150,6 +153,7 @@ class Trainer:
             self._train()
             failed = False
         finally:
+            self.heartbeat.surprise()
             self.checkpoints.close()
             self.train_feed.close()
             self.validator.close()
@@ -236,6 +240,8 @@ class Trainer:
         self.heap.before_step()
         self.model_parts.train()
         self.profiler.before(self.step + 1)
+        if self.profiler.running:
+            self.heartbeat.surprise()
         samples = global_batch_size(self.job, self.consumed_samples)
         if self.reporter:
             self.reporter.on_step_begin(SampleWindow(self.step + 1, self.consumed_samples, samples))
@@ -292,7 +298,7 @@ class Trainer:
     def _find_cause(self, info: StepInfo, values: StepValues) -> str:
         """Where a step's numbers went wrong, asked by all ranks together. On CUDA they come one
         step late: the weights may have gone one step on."""
-        self.heartbeat.beat("train", info.step)
+        self.heartbeat.beat("train", info.step, regular=False)
         self.readback.forget()
         batches = self.train_feed.read(info.consumed_samples - info.samples, info.samples)
         again = RecheckedStep(self.step_runner, batches, info.samples, values.scale)
@@ -388,7 +394,7 @@ class Trainer:
         """Publish the checkpoint of this step, then delete what is too old. `last`: it must be
         there when this returns."""
         began = time.perf_counter()
-        self.heartbeat.beat("save", self.step)
+        self.heartbeat.beat("save", self.step, regular=not last)
         metadata = replace(self._metadata(), job=self.job.model_dump(mode="json"))
         with self.timers("checkpoint"):
             self.checkpoints.save(self.step_runner.tensors(), metadata, last=last)

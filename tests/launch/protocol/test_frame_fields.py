@@ -108,8 +108,14 @@ REPORTS: list[tuple[Frame, dict[str, Any]]] = [
         {"type": "stopped", "left": [{"pid": 1, "argv0": "a"}], "proof": None},
     ),
     (
-        frames.StackReport({"0": "s"}, ("1",), {"0": "S"}),
-        {"type": "stacks", "stacks": {"0": "s"}, "silent": ["1"], "states": {"0": "S"}},
+        frames.StackReport({"0": "s"}, ("1",), {"0": "S"}, {"0": "{}"}),
+        {
+            "type": "stacks",
+            "stacks": {"0": "s"},
+            "silent": ["1"],
+            "states": {"0": "S"},
+            "waits": {"0": "{}"},
+        },
     ),
     (
         frames.SweepDone((ReportedProcess(1, "r", "a"),), (), "cgroup"),

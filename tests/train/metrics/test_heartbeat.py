@@ -28,6 +28,7 @@ def test_beats_are_whole_files_at_most_two_a_second(
     beats = Heartbeat(path, rank=3)
     now = 1000.0
     monkeypatch.setattr("time.time", lambda: now)
+    monkeypatch.setattr("time.monotonic", lambda: now)
 
     def said() -> dict[str, Any]:
         return dict(json.loads(path.read_text()))
@@ -41,6 +42,7 @@ def test_beats_are_whole_files_at_most_two_a_second(
         "phase": "train",
         "time": 1000.0,
         "save_seconds": None,
+        "usual_seconds": None,
     }
     now += 0.4
     beats.beat("train", 8)
@@ -60,6 +62,7 @@ def test_beats_are_whole_files_at_most_two_a_second(
         "phase": "eval",
         "time": now,
         "save_seconds": None,
+        "usual_seconds": None,
     }
     beats.beat("done", 9)
     assert said()["phase"] == "done"
@@ -134,3 +137,55 @@ def test_where_nothing_can_be_written_training_goes_on_to_the_last_word(
 
 def test_nobody_watches() -> None:
     Heartbeat(None, rank=0).beat("done", 1)
+
+
+def test_a_clock_that_is_set_back_silences_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beats = Heartbeat(tmp_path / "0.json", rank=3)
+    for number, (wall, since_boot) in enumerate([(9000.0, 1.0), (5000.0, 2.0)]):
+        monkeypatch.setattr("time.time", lambda wall=wall: wall)
+        monkeypatch.setattr("time.monotonic", lambda now=since_boot: now)
+        beats.beat("train", number)
+        assert json.loads((tmp_path / "0.json").read_text())["time"] == wall
+
+
+def test_a_beat_says_how_long_parts_took_so_far_once_that_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beats = Heartbeat(tmp_path / "0.json", rank=3)
+    now = 0.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+
+    def usual(seconds: float, phase: Any, *, regular: bool = True) -> float | None:
+        nonlocal now
+        now += seconds
+        beats.beat(phase, 7 + int(now), regular=regular)
+        found: float | None = json.loads((tmp_path / "0.json").read_text())["usual_seconds"]
+        return found
+
+    assert usual(1, "load") is None
+    # the first step compiles; then too few are known
+    assert [usual(seconds, "train") for seconds in (1, 900, 2, 3, *[2] * 7)] == [None] * 11
+    assert [usual(seconds, "train") for seconds in (2, 4, 1)] == [3, 4, 4]
+    # the first evaluation takes long, and what is called a surprise does
+    assert [usual(seconds, "eval") for seconds in (1, *[300] * 12)] == [None] * 13
+    assert usual(1, "train") == 4
+    beats.surprise()
+    assert json.loads((tmp_path / "0.json").read_text())["usual_seconds"] is None
+    assert usual(50, "train") == 4
+    assert [usual(seconds, "eval") for seconds in (1, 2, 2, 3, *[2] * 6)] == [None] * 10
+    assert usual(2, "eval") == 3
+    # a save by the saves before it, unless it is the last
+    assert usual(1, "save") is None
+    beats.on_saved(20.0)
+    assert usual(1, "train") == 4
+    assert usual(1, "save") == 20
+    beats.refresh()
+    assert usual(1, "save", regular=False) is None
+    now += 1
+    beats.refresh()
+    assert json.loads((tmp_path / "0.json").read_text())["usual_seconds"] is None
+    # after a rollback nothing is known again
+    usual(1, "load")
+    assert usual(1, "train") is None

@@ -1,9 +1,10 @@
 """Where processes that do not move stand: stacks by faulthandler and py-spy, states by the
-kernel."""
+kernel, and from ranks of our own trainer which collectives they wait in."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import subprocess
 import tempfile
@@ -12,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
+from trainkit.base.process import WAITS_SIGNAL, waits_path
 from trainkit.launch.agent.process import ChildProcess
 from trainkit.launch.protocol.frames import StackReport
 
@@ -19,6 +21,9 @@ ANSWER_SECONDS = 3.0  # how long a process has for its own stacks
 QUIET_SECONDS = 0.3  # no more output for so long: the dump is complete
 PY_SPY_SECONDS = 10.0
 DUMP_SIGN = b"most recent call first"  # in what faulthandler writes
+WAITS_BYTES = 2**16
+BUSY = 0.2  # of a core: more than a thread that waits
+STUCK = ("D", "t")  # states that something else ends: a disk or a driver, a debugger
 
 
 def collect_stacks(
@@ -26,15 +31,19 @@ def collect_stacks(
 ) -> Iterator[StackReport | None]:
     """Asks every process for its stacks; yields None while it waits, at the end the dump.
 
-    A process that does not catch USR2 is not sent it: the signal would end it.
+    A process that does not catch USR2 is not sent it: the signal would end it. Nor is one asked
+    for its collectives that does not wait for that signal.
     """
-    states = {child.key: state(child.pid) for child in children}
-    for child in children:
-        child.output.captured = bytearray()
-        if catches(child.pid, signal.SIGUSR2):
-            child.signal(signal.SIGUSR2)
+    began = {child.key: (time.monotonic(), cpu_seconds(child.pid)) for child in children}
+    asked = _ask(children)
     spies = _start_py_spy(children) if py_spy else {}
-    yield from _until_answered([child for child in children if catches(child.pid, signal.SIGUSR2)])
+    yield from _until_answered(
+        [child for child in children if catches(child.pid, signal.SIGUSR2)], list(asked.values())
+    )
+    states = {
+        child.key: state(child.pid) + _busy(child.pid, *began[child.key]) for child in children
+    }
+    waits = {key: _read_waits(path) for key, path in asked.items()}
     stacks = {child.key: _captured(child) for child in children}
     deadline = time.monotonic() + PY_SPY_SECONDS
     for child in children:
@@ -44,7 +53,34 @@ def collect_stacks(
                 yield None
             stacks[child.key] += _report(child, spy, report)
     silent = tuple(child.key for child in children if not stacks[child.key])
-    yield StackReport(stacks, silent, states)
+    yield StackReport(stacks, silent, states, waits)
+
+
+def _ask(children: Sequence[ChildProcess]) -> dict[str, Path]:
+    """Send the signals; where the answers of those come that can say what they wait in."""
+    asked = {}
+    for child in children:
+        child.output.captured = bytearray()
+        if child.heartbeat and has_signal(child.pid, "SigBlk", WAITS_SIGNAL):
+            asked[child.key] = waits_path(child.heartbeat)
+            asked[child.key].unlink(missing_ok=True)
+            child.signal(WAITS_SIGNAL)
+        if catches(child.pid, signal.SIGUSR2):
+            child.signal(signal.SIGUSR2)
+    return asked
+
+
+def _read_waits(path: Path) -> str:
+    """What a rank has answered; "" where it has not."""
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        return file.read(WAITS_BYTES).decode("utf-8", "replace")
+    return ""
+
+
+def _busy(pid: int, since: float, before: float) -> str:
+    """How much of a core the process's main thread has had since then, if it is much."""
+    share = (cpu_seconds(pid) - before) / max(1e-9, time.monotonic() - since)
+    return f", {share:.0%} of a core" if share > BUSY else ""
 
 
 def _captured(child: ChildProcess) -> str:
@@ -57,7 +93,7 @@ def _captured(child: ChildProcess) -> str:
     return ""
 
 
-def _until_answered(asked: Sequence[ChildProcess]) -> Iterator[None]:
+def _until_answered(asked: Sequence[ChildProcess], answers: Sequence[Path]) -> Iterator[None]:
     deadline = time.monotonic() + ANSWER_SECONDS
     sizes = {child.key: 0 for child in asked}
     since = {child.key: 0.0 for child in asked}
@@ -70,7 +106,7 @@ def _until_answered(asked: Sequence[ChildProcess]) -> Iterator[None]:
         if all(
             DUMP_SIGN in (child.output.captured or b"") and now - since[child.key] > QUIET_SECONDS
             for child in asked
-        ):
+        ) and all(path.exists() for path in answers):
             return
         yield None
 
@@ -108,21 +144,47 @@ def _report(child: ChildProcess, spy: subprocess.Popen[bytes], report: IO[bytes]
 
 def state(pid: int) -> str:
     """The process's state as ps shows it (R, S, D, T, Z), with what it waits for in the kernel
-    where that can be read; "" where it is gone."""
+    where that can be read; "" where it is gone. Where another of its threads waits for a disk or a
+    driver, or is traced, its state follows: "S, a thread D"."""
+    own = _thread_state(Path(f"/proc/{pid}"))
+    if own[:1] in STUCK:
+        return own
+    with contextlib.suppress(OSError):
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            if (found := _thread_state(thread))[:1] in STUCK:
+                return f"{own}, a thread {found}"
+    return own
+
+
+def _thread_state(folder: Path) -> str:
     with contextlib.suppress(OSError, IndexError):
-        letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        letter = (folder / "stat").read_text().rpartition(")")[2].split()[0]
         waits = ""
         if letter == "D":
             with contextlib.suppress(OSError):
-                waits = Path(f"/proc/{pid}/wchan").read_text().strip("0\n")
+                waits = (folder / "wchan").read_text().strip("0\n")
         return f"{letter} {waits}".strip()
     return ""
 
 
+def cpu_seconds(pid: int) -> float:
+    """Seconds of a CPU that the process's main thread has had; 0.0 where it is gone (proc(5):
+    utime and stime)."""
+    with contextlib.suppress(OSError, IndexError, ValueError):
+        stat = Path(f"/proc/{pid}/task/{pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(stat[11]) + int(stat[12])) / os.sysconf("SC_CLK_TCK")
+    return 0.0
+
+
 def catches(pid: int, number: int) -> bool:
-    """Whether the process has a handler for the signal (proc(5): SigCgt)."""
+    """Whether the process has a handler for the signal."""
+    return has_signal(pid, "SigCgt", number)
+
+
+def has_signal(pid: int, mask: str, number: int) -> bool:
+    """Whether the signal is in one of the process's masks (proc(5): SigCgt, SigBlk)."""
     with contextlib.suppress(OSError, ValueError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-            if line.startswith("SigCgt:"):
+            if line.startswith(f"{mask}:"):
                 return bool(int(line.split()[1], 16) >> (number - 1) & 1)
     return False

@@ -420,21 +420,21 @@ class StackReport(Frame):
     """Where programs stand, by key.
 
     Args:
-        stacks: what faulthandler and py-spy said, "" for nothing.
-        silent: keys of those that did not answer.
+        stacks: what faulthandler and py-spy said, "" for nothing; `silent` did not answer.
         states: as ps shows them (R, S, D, T, Z), with what they wait for in the kernel.
+        waits: of who was asked, what train/metrics/collectives.py says in JSON; "": no answer.
     """
 
     TYPE = "stacks"
     stacks: Mapping[str, str] = field(default_factory=dict)
     silent: tuple[str, ...] = ()
     states: Mapping[str, str] = field(default_factory=dict)
+    waits: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class SweepDone(Frame):
-    """What was found of a run. `proof` that nothing is left: "cgroup"; None: nothing can be
-    seen, which is not the same."""
+    """What was found of a run. `proof` that nothing is left: "cgroup"; None: it cannot be seen."""
 
     TYPE = "swept"
     left: tuple[ReportedProcess, ...] = ()

@@ -30,6 +30,7 @@ from trainkit.launch.supervise.attempt_context import (
     new_session,
     outcome_of_error,
 )
+from trainkit.launch.supervise.hang import StackDumps, hang_event
 from trainkit.launch.supervise.heartbeats import Heartbeats
 from trainkit.launch.supervise.outcome import (
     Outcome,
@@ -55,7 +56,6 @@ from trainkit.runs.events import (
     AllRanksStarted,
     AttemptStarted,
     EventLog,
-    HangDetected,
     RanksStopped,
     SaveRequested,
 )
@@ -372,8 +372,8 @@ class Attempt:
                 return None
             if await self._obey_stop_requests(pool):
                 return None
-            if deadline == float("inf") and (seconds := self.ranks.heartbeats.stalled()):
-                return await self._handle_hang(pool, seconds)
+            if deadline == float("inf") and (hang := await self._find_hang(pool)):
+                return hang
         return None
 
     def _peers_have(self, pool: AgentPool, end: RankExit) -> float:
@@ -411,12 +411,14 @@ class Attempt:
         for node in pool.present:
             pool.send(node, SignalProcesses("USR1"))
 
-    async def _handle_hang(self, pool: AgentPool, seconds: float) -> Outcome:
-        """Nobody moves: have all stacks written, name who is missing, stop."""
-        self.context.observer.notice(
-            f"no rank has moved for {seconds:.0f} s: looking at their stacks, then stopping"
-        )
+    async def _find_hang(self, pool: AgentPool) -> Outcome | None:
+        """Where nobody moves: have all stacks written, name who is missing, stop."""
         ranks = self.ranks
+        if not (seconds := ranks.heartbeats.stalled()):
+            return None
+        notice = self.context.observer.notice
+        notice(f"no rank has moved for {seconds:.0f} s: looking at their stacks")
+        ranks.stacks = StackDumps(self.folder)
         nodes = pool.present
         for node in nodes:
             pool.send(node, DumpStacks(py_spy=True))
@@ -424,14 +426,12 @@ class Attempt:
         while time.monotonic() < deadline and not ranks.losses and not ranks.stacks.complete(nodes):
             await self._handle_frames(pool)
         ranks.stacks.write()
+        if ranks.stacks.may_pass and ranks.heartbeats.bear(seconds):
+            return None
         hang = ranks.stacks.judge(
             ranks.heartbeats, ranks.running, lambda rank: self._host_of(pool, rank), seconds
         )
-        cause = hang.root_cause
-        assert cause is not None
-        self.events.write(
-            HangDetected(cause["missing"], cause["silent"], cause["states"], cause["stacks"])
-        )
+        self.events.write(hang_event(hang))
         await self._stop_all(pool, "it hangs")
         return hang
 

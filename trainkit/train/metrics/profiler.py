@@ -32,6 +32,11 @@ class StepProfiler:
         self._running: torch.profiler.profile | None = None
         self._steps: list[int] = []
 
+    @property
+    def running(self) -> bool:
+        """Whether the step that was begun is profiled: it takes longer, to write it down too."""
+        return self._running is not None
+
     def before(self, step: int) -> None:
         """Call before a step begins. One outside the range ends a profile that still runs:
         training went back to an earlier step."""
