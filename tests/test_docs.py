@@ -118,6 +118,16 @@ def test_the_guide_to_clusters(tmp_path: Path) -> None:
         job.cluster.failures["cable"].match,
         "NET/IB : Got completion with error 12, opcode 0, len 0, vendor err 129",
     )
+    assert commands_that_exist(text) > 12
+
+
+def test_the_guide_to_recovery() -> None:
+    assert commands_that_exist((DOCS / "recovery.md").read_text()) > 3
+
+
+def commands_that_exist(text: str) -> int:
+    """How many commands a guide has; each has words that its task has, and each key of a watch or
+    of retries exists."""
     for path in re.findall(r"`((?:watch|retry)\.[a-z_]+)`", text):
         table, key = path.split(".")
         assert key in (WatchLimits if table == "watch" else RetrySettings).model_fields, path
@@ -126,7 +136,6 @@ def test_the_guide_to_clusters(tmp_path: Path) -> None:
         for block in re.findall(r"^```sh\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
         for line in block.splitlines()
     ]
-    assert len(commands) > 12
     for _, task, *words in commands:
         known = {
             name for argument in namespace[task].get_arguments() for name in argument.names
@@ -134,6 +143,7 @@ def test_the_guide_to_clusters(tmp_path: Path) -> None:
         assert {word[2:] for word in words if word.startswith("--")} <= {
             name.replace("_", "-") for name in known
         }, (task, words)
+    return len(commands)
 
 
 def test_the_guide_to_dispatch_names_every_frame() -> None:

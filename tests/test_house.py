@@ -42,7 +42,7 @@ ORDER = {  # of a folder's rooms and its files of their own: each imports only w
         " session_preview start direct slurm scheduler_registry main"
     ),
     "trainkit.experiment": "options hosts start prepare graph follow cancel sweep api",
-    "trainkit.rehearse": "scene place_checks data_checks rank_checks rehearse",
+    "trainkit.rehearse": "scene place_checks data_checks rank_checks rehearse harm drill",
     "trainkit.cli": (
         "completion parameters options tables wrapper config host_options run hosts"
         " model inspect checkout tasks_config tasks_run tasks_inspect tasks_hosts"

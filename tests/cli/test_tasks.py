@@ -27,6 +27,7 @@ TASK_NAMES = [
     "data-verify",
     "docs",
     "doctor",
+    "drill",
     "evaluate",
     "export",
     "fleet",

@@ -35,6 +35,7 @@ GROUPS = {
         "prep-data",
         "precompile",
         "rehearse",
+        "drill",
         "data-stats",
         "data-verify",
     ),

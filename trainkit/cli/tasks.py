@@ -27,6 +27,7 @@ namespace = Collection(
     tasks_config.data_verify,
     tasks_run.precompile,
     tasks_run.rehearse,
+    tasks_run.drill,
     tasks_run.train,
     tasks_run.sweep,
     tasks_run.resume,

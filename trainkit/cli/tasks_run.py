@@ -1,5 +1,5 @@
-"""The tasks that make runs: build, build-container, prep-data, precompile, rehearse, train,
-sweep, resume, attach, cancel."""
+"""The tasks that make runs: build, build-container, prep-data, precompile, rehearse, drill,
+train, sweep, resume, attach, cancel."""
 
 from __future__ import annotations
 
@@ -95,6 +95,23 @@ def rehearse(task: TaskContext, job: str, options: RehearseOptions) -> TaskResul
     from trainkit.cli.run import rehearse as rehearser
 
     return rehearser.rehearse(task, job, options)
+
+
+@make_task(
+    options=TrainOptions,
+    help={**JOB, "html": "write the report of the run that is hurt as one .html file"},
+    takes_json=True,
+    takes_dry_run=True,
+)
+def drill(task: TaskContext, job: str, options: TrainOptions, html: str = "") -> TaskResult:
+    """Hurt a short run of a job again and again, and see how it goes on.
+
+    Exit 7 where it did not, where its numbers are not those of a run that was left alone, or where
+    anything is left of it.
+    """
+    from trainkit.cli.run import drill as driller
+
+    return driller.drill(task, job, options, html)
 
 
 @make_task(
