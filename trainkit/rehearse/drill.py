@@ -25,7 +25,7 @@ from trainkit.reports.read import read_run_times
 from trainkit.runs.checkpoints import published_folders, step_of
 from trainkit.runs.events import AttemptEnded, HostSwept, events_of, last_event, read_events
 from trainkit.runs.folder import AttemptFolder, RunFolder
-from trainkit.runs.metrics import newest_row, read_rows
+from trainkit.runs.metrics import newest_row, read_rows, taken_back_path
 from trainkit.runs.phases import read_phases
 from trainkit.runs.record import read_run_record
 
@@ -43,7 +43,7 @@ RECOVERY_SECONDS = 300.0  # for a fault that is known to be recovered from
 POLL_SECONDS = 0.2
 AFTER = 3  # steps that are made after the last fault
 Say = Callable[[str], None]
-Numbers = Mapping[tuple[int, str], tuple[object, object]]
+Numbers = Mapping[tuple[int, str], set[tuple[object, object]]]
 
 
 @dataclass(frozen=True)
@@ -261,11 +261,13 @@ def _end(run: RunFolder, say: Say) -> list[str]:
 
 
 def _numbers(run: RunFolder) -> Numbers:
-    """Loss and norm of each row, in all their bits."""
-    return {
-        (row["step"], row.get("eval", "")): (row["lm_loss"], row.get("grad_norm"))
-        for row in read_rows(run.metrics)
-    }
+    """Loss and norm of each row, in all their bits; of steps that were lost too."""
+    found: dict[tuple[int, str], set[tuple[object, object]]] = {}
+    for path in (run.metrics, taken_back_path(run.metrics)):
+        for row in read_rows(path):
+            key = row["step"], row.get("eval", "")
+            found.setdefault(key, set()).add((row["lm_loss"], row.get("grad_norm")))
+    return found
 
 
 def _judge(scores: Sequence[Score], run: RunFolder, reference: RunFolder | None) -> list[Score]:
@@ -280,7 +282,7 @@ def _judge(scores: Sequence[Score], run: RunFolder, reference: RunFolder | None)
         if bill is not None and bill.step is not None:
             begin = bill.step
         later = (bills.get(each.attempt) for each in scores[number + 1 :])
-        end = next((each.step for each in later if each and each.step is not None), None)
+        end = next((each.reached for each in later if each and each.step is not None), None)
         steps = [key for key in hurt.keys() & alone if begin < key[0] <= (end or key[0])]
         equal = all(hurt[key] == alone[key] for key in steps) if score.made and steps else None
         judged.append(replace(_with_bill(score, bill, run) if bill else score, equal=equal))

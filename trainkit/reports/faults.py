@@ -57,6 +57,11 @@ class FaultCost:
         return sum(self.seconds.values())
 
     @property
+    def reached(self) -> int:
+        """The furthest step that the attempt had made, where training has gone on."""
+        return (self.step or 0) + (self.steps_lost or 0)
+
+    @property
     def cells(self) -> list[str]:
         """As `HEADINGS`."""
         stages = [f"{self.seconds[stage]:.2f}" for stage in STAGES]
