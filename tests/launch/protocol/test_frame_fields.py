@@ -54,14 +54,29 @@ COMMANDS: list[tuple[Frame, dict[str, Any]]] = [
                     "heartbeat": False,
                     "whole": False,
                     "output": True,
+                    "forked": False,
                     "memory": False,
                 }
             ],
             "secret_names": ["KEY"],
         },
     ),
+    (
+        frames.StartParent(("a",), {"X": "1"}, "/", ("RANK",), 2.5),
+        {
+            "type": "parent",
+            "argv": ["a"],
+            "env": {"X": "1"},
+            "cwd": "/",
+            "late": ["RANK"],
+            "seconds": 2.5,
+        },
+    ),
     (frames.SignalProcesses("USR1"), {"type": "signal", "signal": "USR1", "keys": None}),
-    (frames.StopProcesses(1.5, ("0",)), {"type": "stop", "grace": 1.5, "keys": ["0"]}),
+    (
+        frames.StopProcesses(1.5, ("0",)),
+        {"type": "stop", "grace": 1.5, "keys": ["0"], "keep_parent": False},
+    ),
     (frames.DumpStacks(py_spy=True), {"type": "stacks", "py_spy": True}),
     (
         frames.SweepRun("r", kill=True),
