@@ -88,8 +88,8 @@ def rank_map(times: Sequence[RankTimes]) -> Iterator[str]:
     yield "<h2>Ranks</h2>"
     yield (
         '<p class="soft">Forward and backward of each rank beside the median of its step: dark is'
-        f" {LEAST:g} of it or less, bright {MOST:g} times or more. Ranks of a tensor-parallel"
-        " group wait for each other within these.</p>"
+        f" {LEAST:g} of it or less, bright {MOST:g} times or more. Waiting for each other is not in"
+        " them on CPUs.</p>"
     )
     steps = f"step {times[0].step}", f"step {times[-1].step}"
     names = "rank 0", f"{ranks - 1}"

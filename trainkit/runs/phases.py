@@ -8,7 +8,7 @@ whose job is compiled, "compile_eval" its first evaluation: their compilation ca
 the rest. "again" are steps that an attempt before had made already, and lost.
 
 And rank-times.jsonl: how long each rank computed, for a map of ranks over time. A line is {"step",
-"compute_ms": milliseconds of forward and backward a step, one number a rank}. Lines get rarer as a
+"compute_ms": milliseconds that it computed in a step, one number a rank}. Lines get rarer as a
 run goes on: the file of 1,024 ranks stays at a few megabytes.
 """
 

@@ -17,6 +17,7 @@ from trainkit.jobs.schema import Job
 from trainkit.plan.layout import layout_of
 from trainkit.runs.expert_loads import Counts, ExpertLoads
 from trainkit.runs.metrics import MetricsRow
+from trainkit.train.metrics.stragglers import Stragglers
 from trainkit.train.metrics.timers import Timers
 from trainkit.train.metrics.utilization import Utilization
 from trainkit.train.parallel.memory import MemoryStats
@@ -33,14 +34,13 @@ class RankComparison:
     """Two further tables of a row of metrics (docs/run-folder.md).
 
     Args:
-        ranks: least, mean and most milliseconds of `forward` and `backward`, the rank that took
-            most, and the mean of `communication`. Ranks of a tensor-parallel group wait for each
-            other within these, so there a slow one shows as a slow group. None for one rank.
+        ranks: least, mean and most milliseconds that ranks computed themselves, the rank that took
+            most, and the mean of `communication`. None for one rank.
         pipeline: `idle`, the part of forward, backward and what lies between that stages wait,
             mean of all ranks; `predicted_idle`, the schedule's bubble where all stages take
             equally long (plan.layout.Layout.bubble_fraction); `memory_stage_K`, the highest peak
             of the stage's ranks. None without a pipeline.
-        compute_ms: of every rank, what `ranks` sums up; none for one rank.
+        compute_ms: of every rank, what `ranks` sums up (Timers.own_ms); none for one rank.
     """
 
     ranks: dict[str, float] | None = None
@@ -49,7 +49,12 @@ class RankComparison:
 
 
 def compare_ranks(
-    job: Job, mesh: Mesh, times: Mapping[str, float], memory: Mapping[str, int], samples: int
+    job: Job,
+    mesh: Mesh,
+    times: Mapping[str, float],
+    own_ms: float,
+    memory: Mapping[str, int],
+    samples: int,
 ) -> RankComparison:
     """How the ranks did in the steps of a row. Called by all ranks together, for steps whose
     numbers are known.
@@ -58,6 +63,7 @@ def compare_ranks(
         job: the job.
         mesh: this rank among the others.
         times: this rank's, a step.
+        own_ms: this rank's (Timers.own_ms).
         memory: this rank's.
         samples: of the global batch.
     """
@@ -65,9 +71,9 @@ def compare_ranks(
         return RankComparison()
     own = [sum(times.get(phase, 0.0) for phase in group) for group in COMPARED]
     peak = next((memory[kind] for kind in PEAKS if kind in memory), 0)
-    everyone = [torch.zeros(4, dtype=torch.float64) for _ in range(mesh.degrees.world)]
-    dist.all_gather(everyone, torch.tensor([*own, peak], dtype=torch.float64))
-    compute, communication, waiting, peaks = torch.stack(everyone, dim=1)
+    everyone = [torch.zeros(5, dtype=torch.float64) for _ in range(mesh.degrees.world)]
+    dist.all_gather(everyone, torch.tensor([*own, peak, own_ms], dtype=torch.float64))
+    busy, communication, waiting, peaks, compute = torch.stack(everyone, dim=1)
     ranks = {
         "compute_ms_least": float(compute.min()),
         "compute_ms_mean": float(compute.mean()),
@@ -77,7 +83,7 @@ def compare_ranks(
     }
     if mesh.degrees.pipeline == 1:
         return RankComparison(ranks, None, compute.tolist())
-    whole = float((compute + waiting).sum())
+    whole = float((busy + waiting).sum())
     idle = float(waiting.sum()) / whole if whole else 0.0
     micro_batches = samples // (job.training.micro_batch_size * mesh.degrees.data)
     layout = replace(layout_of(job), micro_batches=micro_batches)
@@ -130,6 +136,7 @@ class StepLog:
         self.utilization = utilization
         self._since = _Interval()
         self.compute_ms: Sequence[float] = ()  # of every rank, by the last row
+        self._slow = Stragglers(mesh.degrees)
         self.expert_loads: ExpertLoads | None = None  # of the last row
 
     def state(self) -> dict[str, int]:
@@ -189,7 +196,8 @@ class StepLog:
         seconds = time.perf_counter() - since.began
         self._since = _Interval(began=since.began + seconds)
         memory = self.memory.now()
-        compared = compare_ranks(self.job, self.mesh, times, memory, info.samples)
+        own = self.timers.own_ms
+        compared = compare_ranks(self.job, self.mesh, times, own, memory, info.samples)
         self.compute_ms = compared.compute_ms
         if not reports:
             return None
@@ -199,6 +207,8 @@ class StepLog:
         row["memory_bytes"] = memory
         if compared.ranks is not None:
             row["ranks"] = compared.ranks
+            if slow := self._slow.add(since.steps, compared.compute_ms):
+                row["ranks"] |= {"slow": slow.rank, "slow_times": slow.times}
         if compared.pipeline is not None:
             row["pipeline"] = compared.pipeline
         if loads:

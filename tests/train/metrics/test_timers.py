@@ -18,7 +18,8 @@ class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
         monkeypatch.setattr(
-            "trainkit.train.metrics.timers.time", SimpleNamespace(perf_counter=lambda: self.now)
+            "trainkit.train.metrics.timers.time",
+            SimpleNamespace(perf_counter=lambda: self.now, thread_time=lambda: self.now),
         )
 
     def spend(self, timers: Timers, phase: Phase, seconds: float) -> None:

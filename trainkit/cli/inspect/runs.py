@@ -33,6 +33,7 @@ from trainkit.runs.expert_loads import dead_in_words, dropped_in_words, loads_no
 from trainkit.runs.find import all_runs, find_run
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import RunRecord, read_run_record
+from trainkit.runs.slow_rank import slow_rank
 from trainkit.runs.summary import RunResult, refuse_unknown_convention, results_of_runs
 
 GIB = 2**30
@@ -280,6 +281,8 @@ def status(task: TaskContext, run_name: str, *, watch: bool = False) -> TaskResu
         if not watch or record.state not in ("queued", "starting", "running"):
             loads = loads_now(read_expert_loads(run))
             experts = {"experts": loads.to_json()} if loads is not None else {}
+            slow = slow_rank(run)
+            experts |= {"slow_rank": asdict(slow)} if slow else {}
             values = seen.values if seen else {}
             return TaskResult({**record.to_json(), **view.to_json(), **values, **experts})
         time.sleep(WATCH_SECONDS)
@@ -361,6 +364,8 @@ def status_page(task: TaskContext, record: RunRecord, view: DeviceUsage) -> Page
             f" {survivor['host']}"
         )
     yield facts_table(run)
+    if slow := slow_rank(run):
+        yield slow.in_words()
     loads = loads_now(read_expert_loads(run))
     if loads is not None:
         yield from filter(None, (dead_in_words(loads), dropped_in_words(loads)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -22,14 +23,17 @@ Phase = Literal[
 ]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 LAST: Phase = "optimizer"  # the phase that ends a step
+COMPUTING = ("forward", "backward")
 
 
 @dataclass
 class _Span:
-    """One stretch of a phase: seconds of the host's clock, or two events in the device's queue."""
+    """One stretch of a phase: seconds of the host's clock, or two events in the device's queue.
+    `own`: seconds of it that this thread had a CPU."""
 
     phase: Phase
     start: float | torch.cuda.Event
+    own: float
     end: float | torch.cuda.Event | None = None
 
     def milliseconds(self) -> float:
@@ -66,6 +70,10 @@ class Timers:
     between the device's reaching its beginning and its end, so work of the host that the device
     does not wait for (data, as a rule) counts as nothing.
 
+    `own_ms`: of the steps taken last, in the median, what this rank computed of forward and
+    backward itself. On the CPU that is the time of a CPU, so waiting for other ranks is not in it,
+    nor is what this rank's other threads do; on CUDA it is all of both phases.
+
     A phase is not begun within another. Every step ends with one phase `optimizer`; an
     evaluation or a checkpoint counts with the step after it.
 
@@ -80,6 +88,7 @@ class Timers:
         self.data_seconds = 0.0  # waited for data so far; on CUDA by the steps that were taken
         # waited for checkpoints so far; on CUDA no step waits for one
         self.checkpoint_seconds = 0.0
+        self.own_ms = 0.0
 
     def __call__(self, phase: Phase) -> _Timing:
         return _Timing(self, phase)
@@ -95,12 +104,13 @@ class Timers:
         """Raises RuntimeError within another phase."""
         if self._open is not None:
             raise RuntimeError(f"phase {phase!r} begins within phase {self._open.phase!r}")
-        self._open = _Span(phase, self._now())
+        self._open = _Span(phase, self._now(), -time.thread_time())
 
     def end(self) -> None:
         """The end of the phase that was begun last."""
         assert self._open is not None
         self._open.end = self._now()
+        self._open.own += time.thread_time()
         if not self.cuda and self._open.phase == "data":
             self.data_seconds += self._open.milliseconds() / 1000
         if not self.cuda and self._open.phase == "checkpoint":
@@ -115,11 +125,16 @@ class Timers:
         Call it for steps whose results have reached the host: on CUDA it would wait for others.
         """
         total: dict[Phase, float] = {}
-        ended = 0
-        while self._spans and ended < steps:
+        own = [0.0]  # of every step
+        while self._spans and len(own) <= steps:
             span = self._spans.popleft()
-            total[span.phase] = total.get(span.phase, 0.0) + span.milliseconds()
-            ended += span.phase == LAST
+            milliseconds = span.milliseconds()
+            total[span.phase] = total.get(span.phase, 0.0) + milliseconds
+            if span.phase in COMPUTING:
+                own[-1] += milliseconds if self.cuda else 1000 * span.own
+            if span.phase == LAST:
+                own.append(0.0)
+        self.own_ms = statistics.median(own[:-1] or [0.0])
         if self.cuda:
             self.data_seconds += total.get("data", 0.0) / 1000
         return {phase: total[phase] / steps for phase in PHASES if phase in total}
