@@ -41,6 +41,7 @@ SETTINGS = (
 )
 RECOVERY_SECONDS = 300.0  # for a fault that is known to be recovered from
 POLL_SECONDS = 0.2
+NO_COPIES = "the job keeps none: checkpoint.memory_interval"
 AFTER = 3  # steps that are made after the last fault
 Say = Callable[[str], None]
 Numbers = Mapping[tuple[int, str], set[tuple[object, object]]]
@@ -212,6 +213,8 @@ class Drill:
     def _hurt(self, run: RunFolder, fault: Harm) -> Score:
         """Make a fault once the run has saved since the last one, and wait until its steps are
         made again."""
+        if fault.of_copies and self.start.job.checkpoint.memory_interval is None:
+            return Score(fault.name, NO_COPIES)
         if not self._until(run, lambda: _is_steady(run)):
             return Score(fault.name, "the run did not come so far", made=True)
         attempt = run.attempts()[-1].number

@@ -7,8 +7,10 @@ import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from trainkit.jobs.schema import Job
+from trainkit.launch.agent.memory_folder import memory_folder
 from trainkit.launch.cluster_care.remote_commands import run_on_hosts
 from trainkit.launch.hosts.hostfile import Host
 from trainkit.runs.events import AgentJoined, RankStarted, events_of, read_events
@@ -23,11 +25,17 @@ OF_RUN = (
 )
 NOW = "date +%s.%N; "
 AGENT = '$(of | sed -n "s/^TRAINKIT_PARENT_PID=//p")'
-DAMAGE = (
-    "step=$(ls -d FOLDER/step-???????? | tail -n 1) || exit 4; "
-    "file=$step/$(ls -S $step | head -n 1); at=$(($(stat -c %s $file) / 2)); "
+FLIP = (  # a bit of $file at $at
     "byte=$(od -An -tu1 -j $at -N 1 $file); "
     'printf "\\$(printf %o $((byte ^ 1)))" | dd of=$file bs=1 seek=$at conv=notrunc 2> /dev/null; '
+)
+DAMAGE = (
+    "step=$(ls -d FOLDER/step-???????? | tail -n 1) || exit 4; "
+    f"file=$step/$(ls -S $step | head -n 1); at=$(($(stat -c %s $file) / 2)); {FLIP}"
+)
+DAMAGE_COPIES = (  # in each of the two halves of a file, of which the newer one is believed
+    "for file in MEMORY/*.state; do size=$(stat -c %s $file) || exit 4; "
+    f"for part in 1 3 5 7; do at=$((size * part / 8)); {FLIP}done; done; "
 )
 
 
@@ -56,10 +64,15 @@ class Victim:
 
     def do(self, line: str, seconds: float = 0.0) -> float:
         """Run a line of sh on the host of that rank, which prints the time; that, by the
-        supervisor's clock. PID, RUN and FOLDER in it are the rank's, the run's id and the folder of
-        its checkpoints. Raises NotMade."""
+        supervisor's clock. PID, RUN, FOLDER and MEMORY in it are the rank's, the run's id, and the
+        folders of its checkpoints and of its copies in memory. Raises NotMade."""
         rank = self.rank()
-        words = {"PID": rank.pid, "RUN": self.run.id, "FOLDER": self.run.checkpoints}
+        words = {
+            "PID": rank.pid,
+            "RUN": self.run.id,
+            "FOLDER": self.run.checkpoints,
+            "MEMORY": memory_folder(Path(self.job.cluster.node_folder), self.run.id),
+        }
         whole = OF_RUN + line
         for word, value in words.items():
             whole = re.sub(rf"\b{word}\b", shlex.quote(str(value)), whole)
@@ -86,6 +99,7 @@ class Harm:
         line: of sh that does it, and prints the time.
         ends_attempt: the run has to start its ranks again.
         seconds: it lasts.
+        of_copies: it is one of copies in memory.
     """
 
     name: str
@@ -93,6 +107,7 @@ class Harm:
     line: str
     ends_attempt: bool = True
     seconds: float = 0.0
+    of_copies: bool = False
 
 
 TURN = SLOW_SECONDS / SLOW_TURNS
@@ -105,6 +120,12 @@ FAULTS = (
         "checkpoint damaged",
         "one bit of the newest checkpoint is another, and a rank is killed",
         DAMAGE + KILL,
+    ),
+    Harm(
+        "copies damaged",
+        "bits of the copies in a host's memory are others, and a rank is killed",
+        DAMAGE_COPIES + KILL,
+        of_copies=True,
     ),
     Harm(
         "rank slow",
