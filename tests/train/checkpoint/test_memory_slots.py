@@ -86,7 +86,7 @@ class Rank:
             self.copies.wait_for_copying()
 
     def close(self) -> None:
-        self.copies.wait_until_sealed()
+        self.copies.close()
 
     def load(self, least: int = -1, published: int = -1) -> int | None:
         """The step that it goes on from; its tensors and numbers are of that step."""

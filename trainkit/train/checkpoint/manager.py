@@ -258,6 +258,8 @@ class CheckpointManager:
         self._save_future = None
         if future is not None:
             future.exception()
+        if self._copies:
+            self._copies.close()
         if not self._stopping.is_set():
             self.wait_for_purge()
 

@@ -17,7 +17,7 @@ import secrets
 import struct
 import sys
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
@@ -315,6 +315,12 @@ class MemoryCopies:
                 write_text(self._timeline_file, self._timeline)
             except OSError as error:
                 _warn(f"{self._timeline_file}: {error}; copies in memory are of no use")
+
+    def close(self) -> None:
+        """Wait for the copy under way, whatever comes of it: the run has ended, perhaps with
+        something worse."""
+        if self._sealed is not None:
+            wait([self._sealed])
 
     def wait_until_sealed(self) -> None:
         """Wait until the last copy is one that `load` takes."""
