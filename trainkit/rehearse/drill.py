@@ -295,7 +295,7 @@ def _judge(scores: Sequence[Score], run: RunFolder, reference: RunFolder | None)
 def _with_bill(score: Score, bill: FaultCost, run: RunFolder) -> Score:
     """The score of a fault that ended an attempt, with what that cost and left."""
     assert score.at is not None
-    begin = bill.time - score.at
+    begin = bill.time - score.at  # an agent that is killed was heard before
     events = read_events(run.attempt(score.attempt))
     swept = {each.host for each in events_of(events, HostSwept) if not (each.error or each.left)}
     ended = last_event(events, AttemptEnded) or AttemptEnded(0, None)
@@ -306,7 +306,7 @@ def _with_bill(score: Score, bill: FaultCost, run: RunFolder) -> Score:
         recovered = begin + bill.total - bill.seconds["repeat"]
     return replace(
         score,
-        detected=begin + bill.seconds["detection"],
+        detected=max(0.0, begin + bill.seconds["detection"]),  # clocks are known to some 10 ms
         recovered=recovered,
         steps_lost=bill.steps_lost,
         source=bill.source,
