@@ -1,5 +1,5 @@
 """The process from which a host's ranks are forked (`trainkit.train.parent`): it has imported what
-they need, so that a rank begins in tens of milliseconds.
+they need, so that a rank need not.
 
 It is no rank: its end is never reported, and a rank that cannot be forked from it is started like
 any other program.
