@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.train.hf_support import CASES, COMMON, VOCAB, WIDE, ours, save
+from tests.train.hf_support import CASES, COMMON, LATENTS, LLAMA, VOCAB, WIDE, ours, save
 from trainkit.engines.convert.formats import (
     ENGINE_FORMATS,
     Converted,
@@ -69,6 +69,29 @@ MODELS = {name: model for name, (model, _) in CASES.items()} | {
             },
         }
     ),
+    "latents": Model(
+        **{
+            **LLAMA,
+            "family": "deepseek-v3",
+            "num_layers": 4,
+            "layernorm_epsilon": 1e-6,
+            "mla": LATENTS | {"q_lora_rank": 9},
+            "moe": {
+                **FOUR_EXPERTS,
+                "first_dense_layers": 1,
+                "shared_expert_intermediate_size": 20,
+            },
+        }
+    ),
+    "latents-whole-queries": Model(
+        **{
+            **LLAMA,
+            "family": "deepseek-v3",
+            "layernorm_epsilon": 1e-6,
+            "mla": LATENTS,
+            "moe": FOUR_EXPERTS,
+        }
+    ),
     "qwen2-one-matrix": CASES["qwen2"][0].model_copy(
         update={"untie_embeddings_and_output_weights": False}
     ),
@@ -87,6 +110,8 @@ EXPRESSIBLE = {
         "qwen3-one-matrix",
         "mixtral",
         "qwen3-moe-after-dense",
+        "latents",
+        "latents-whole-queries",
     ),
     "gpt-neox": (
         "gpt",

@@ -20,14 +20,20 @@ from tests.engines.convert.support import (
     saved,
     tensors,
 )
-from tests.train.hf_support import EXPERTS, TOKENS_BS, VOCAB, equal, loaded, ours
+from tests.train.hf_support import EXPERTS, LATENTS, TOKENS_BS, VOCAB, equal, loaded, ours
 from trainkit.base.errors import ConfigError, TrainkitError
 from trainkit.engines.convert import files, formats, gpt_neox, megatron_lm
-from trainkit.engines.convert.formats import RunWeights
+from trainkit.engines.convert.formats import RunWeights, open_hugging_face
 from trainkit.engines.convert.pickles import read_pickle
 from trainkit.jobs.schema import Model
 
 pytestmark = pytest.mark.usefixtures("one_rank")
+SMALL_LATENTS = {
+    "family": "deepseek-v3",
+    "layernorm_epsilon": 1e-6,
+    "mla": LATENTS,
+    "moe": EXPERTS,
+}
 CASES = [(target, case) for target, cases in EXPRESSIBLE.items() for case in cases]
 
 
@@ -37,7 +43,7 @@ def test_there_and_back(target: str, case: str, tmp_path: Path) -> None:
     source = saved(model, tmp_path / "ours")
     written = converted(source, target, tmp_path / "out")
     same(source.weights, back(target, tmp_path / "out", model))
-    assert written.parameters == sum(p.numel() for p in ours(model).parameters())
+    assert written.parameters == sum(t.numel() for t in ours(model).state_dict().values())
     files = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
     assert {str(path.relative_to(tmp_path / "out")) for path in files} == set(written.files)
     assert written.bytes == sum(path.stat().st_size for path in files)
@@ -58,6 +64,8 @@ LAYOUTS: list[tuple[str, str, dict[str, Any]]] = [
     ("megatron-lm", "qwen3-moe-after-dense", {"tensor": 2, "names": "transformer_engine"}),
     ("megatron-lm", "qwen3-moe-after-dense", {"pipeline": 2}),
     ("megatron-lm", "qwen3-moe-after-dense", {"tensor": 2, "pipeline": 4, "expert": 2}),
+    ("megatron-lm", "latents", {"pipeline": 2, "expert": 2, "names": "transformer_engine"}),
+    ("megatron-lm", "latents-whole-queries", {"names": "transformer_engine"}),
     ("megatron-lm", "gpt", {"tensor": 3, "pipeline": 2, "names": "transformer_engine"}),
     ("gpt-neox", "gpt-neox", {"pipeline": 0}),
     ("gpt-neox", "gpt-neox", {"tensor": 3, "pipeline": 2}),
@@ -149,6 +157,15 @@ def test_sixteen_bits(target: str, tmp_path: Path) -> None:
         assert torch.equal(wide[name], tensor.bfloat16())
 
 
+def test_sixteen_bits_of_a_bias_that_chooses(tmp_path: Path) -> None:
+    """It keeps its 32."""
+    source = saved(MODELS["latents"], tmp_path / "ours")
+    converted(source, "hf", tmp_path / "out", dtype=torch.bfloat16)
+    name = "layers.1.mlp.router.expert_bias"
+    with open_hugging_face(tmp_path / "out", source.model, VOCAB) as found:
+        assert torch.equal(found.read(name), source.weights.read(name))
+
+
 def test_what_fp16_cannot_hold_is_refused_and_nothing_is_left(tmp_path: Path) -> None:
     module = ours(MODELS["gpt"])
     with torch.no_grad():
@@ -220,6 +237,38 @@ def test_neox_files_and_padding(tmp_path: Path) -> None:
     assert len(rows) == 72 and not rows[VOCAB:].any() and rows[:VOCAB].any()
 
 
+def test_names_of_latents_and_of_the_bias_that_chooses(tmp_path: Path) -> None:
+    """Those of MLASelfAttention and of the router in Megatron-core 0.16.1; the bias keeps fp32."""
+    source = saved(MODELS["latents"], tmp_path / "ours")
+    attention = "decoder.layers.1.self_attention."
+    projections = {"linear_q_down_proj", "linear_kv_down_proj", "linear_proj"}
+    both = {f"{attention}{name}.weight" for name in projections}
+    both |= {f"{attention}linear_{name}_up_proj.weight" for name in ("q", "kv")}
+    norms = {
+        "local": ("q_layernorm.weight", "kv_layernorm.weight"),
+        "transformer_engine": (
+            "linear_q_up_proj.layer_norm_weight",
+            "linear_kv_up_proj.layer_norm_weight",
+        ),
+    }
+    for names in megatron_lm.NAMES:
+        converted(source, "megatron-lm", tmp_path / names, names=names, dtype=torch.bfloat16)
+        content: Any = read_pickle(tmp_path / names / "release/mp_rank_00/model_optim_rng.pt")
+        there = {name: value for name, value in content["model"].items() if value is not None}
+        found = {name for name in there if name.startswith(attention)}
+        assert found == both | {f"{attention}{name}" for name in norms[names]}
+        assert "decoder.layers.1.input_layernorm.weight" in there
+        bias = there["decoder.layers.1.mlp.router.expert_bias"]
+        assert bias.dtype == torch.float32 and bias.any()
+        assert torch.equal(bias, source.weights.read("layers.1.mlp.router.expert_bias"))
+
+
+def test_latents_are_not_cut_into_tensor_parallel_files(tmp_path: Path) -> None:
+    source = saved(MODELS["latents"], tmp_path / "ours")
+    with pytest.raises(ConfigError, match="format torch for one tensor-parallel rank, not 2"):
+        converted(source, "megatron-lm", tmp_path / "out", tensor=2)
+
+
 class TestRefused:
     """What a format cannot say, and places that are taken."""
 
@@ -266,17 +315,12 @@ class TestRefused:
                 },
                 "Megatron-LM makes these weights sum to 1",
             ),
+            ("megatron-lm", {**SMALL_LATENTS, "mtp_num_layers": 1}, "mtp_num_layers 1 is not conv"),
+            ("megatron-lm", {**SMALL_LATENTS, "layernorm_epsilon": 1e-5}, "in the latents' norms"),
             (
                 "megatron-lm",
-                {
-                    "family": "mixtral",
-                    "moe": {
-                        **EXPERTS,
-                        "router_score_function": "sigmoid",
-                        "router_enable_expert_bias": True,
-                    },
-                },
-                "router_enable_expert_bias = true is not converted",
+                {**SMALL_LATENTS, "rope_scaling": {"type": "yarn", "factor": 2.0, "beta_fast": 16}},
+                "rope_scaling.beta_fast is 16.0 with mla; it is 32.0 there",
             ),
         ],
     )

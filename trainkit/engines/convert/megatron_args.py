@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from trainkit.engines.convert.options import FileLayout
-from trainkit.engines.megatron_lm.experts import routing_problems, softmax_of_all
+from trainkit.engines.megatron_lm.experts import FIXED_YARN, routing_problems, softmax_of_all
 from trainkit.jobs.schema import Model
 
 # Fixed numbers of --use-rope-scaling (core/models/common/embeddings/rotary_pos_embedding.py).
@@ -40,9 +40,10 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "squared_relu": (False,),
     "window_size": (None,),
 }
+EPSILON = 1e-6  # of the norms of latents
 # What is converted beyond a block of GPT-2 or Llama (Model.traits), where it is the family's own:
 # other modules have no names in trainkit/train/huggingface/names.py.
-CONVERTED = {("qk_norm", "head"), ("add_qkv_bias", True), ("moe", True)}
+CONVERTED = {("qk_norm", "head"), ("add_qkv_bias", True), ("moe", True), ("mla", True)}
 
 
 def model_problems(model: Model) -> Iterator[str]:
@@ -57,10 +58,12 @@ def model_problems(model: Model) -> Iterator[str]:
             yield f"{key} = {value!r} is not converted (family {model.family!r})"
     if model.moe is not None:
         yield from (f"moe.{problem}" for problem in routing_problems(model.routing))
-        if model.routing.expert_bias:
-            yield "moe.router_enable_expert_bias = true is not converted"
+    if model.mtp_num_layers:
+        yield f"mtp_num_layers {model.mtp_num_layers} is not converted"
     scaling = model.rope_scaling
-    if scaling is not None and scaling.type == "yarn":
+    if model.mla is not None:
+        yield from _latent_problems(model)
+    elif scaling is not None and scaling.type == "yarn":
         yield "rope_scaling.type is 'yarn', which is not converted"
     if scaling is not None and scaling.type == "llama3":
         for key, value in LLAMA3.items():
@@ -77,6 +80,24 @@ def model_problems(model: Model) -> Iterator[str]:
         )
     if model.rotary_base is not None and model.rotary_base % 1:
         yield f"rotary_base is {model.rotary_base:g}; --rotary-base is a whole number"
+
+
+def _latent_problems(model: Model) -> Iterator[str]:
+    """The same of attention by latents."""
+    if model.layernorm_epsilon != EPSILON:
+        yield (
+            f"layernorm_epsilon {model.layernorm_epsilon:g} with mla: Megatron-LM has it in the"
+            f" latents' norms, too, which have {EPSILON:g}"
+        )
+    scaling = model.rope_scaling
+    if scaling is None:
+        return
+    if scaling.type != "yarn":
+        yield f"rope_scaling.type is {scaling.type!r} with mla; Megatron-LM has 'yarn' there"
+        return
+    for key, value in FIXED_YARN.items():
+        if getattr(scaling, key) != value:
+            yield f"rope_scaling.{key} is {getattr(scaling, key)} with mla; it is {value} there"
 
 
 def _shape(model: Model) -> dict[str, object]:
@@ -110,7 +131,26 @@ def _shape(model: Model) -> dict[str, object]:
         }
     if llama3 and scaling is not None:
         found["rope_scaling_factor"] = scaling.factor
+    if model.mla is not None:
+        found |= _latents(model)
+        del found["kv_channels"]  # of no head
     return found | _experts(model)
+
+
+def _latents(model: Model) -> dict[str, object]:
+    """The same of attention by latents. Rotary positions are stretched by themselves, by 1 without
+    a change."""
+    assert model.mla is not None
+    scaling = model.rope_scaling
+    return {
+        **model.mla.model_dump(),
+        "multi_latent_attention": True,
+        "qk_layernorm": True,
+        "rotary_percent": 1.0,
+        "rotary_scaling_factor": scaling.factor if scaling else 1.0,
+        "mscale": (scaling.mscale if scaling else None) or 1.0,
+        "mscale_all_dim": (scaling.mscale_all_dim if scaling else None) or 0.0,
+    }
 
 
 def _experts(model: Model) -> dict[str, object]:
@@ -126,6 +166,8 @@ def _experts(model: Model) -> dict[str, object]:
     }
     if softmax_of_all(model.routing):
         found["moe_router_pre_softmax"] = True
+    if model.routing.expert_bias:
+        found["moe_router_enable_expert_bias"] = True
     if moe.router_topk_scaling_factor != 1:
         found["moe_router_topk_scaling_factor"] = moe.router_topk_scaling_factor
     for key in ("router_num_groups", "router_group_topk", "shared_expert_intermediate_size"):

@@ -75,7 +75,7 @@ CHUNK = re.compile(r"model(\d*)")
 
 def refuse_impossible(model: Model, layout: FileLayout) -> None:
     """Raise ConfigError, with all reasons, where Megatron-LM has no such model or layout."""
-    problems = list(model_problems(model))
+    problems = [*model_problems(model), *_split_problems(model, layout.tensor)]
     if found := indivisible_problem(model, layout.tensor):
         problems.append(found)
     if layout.pipeline < 1:
@@ -93,6 +93,13 @@ def refuse_impossible(model: Model, layout: FileLayout) -> None:
     if layout.names not in ("", *NAMES):
         problems.append(f"--names {layout.names!r} is not one of: {', '.join(NAMES)}")
     refuse(problems, "megatron-lm")
+
+
+def _split_problems(model: Model, tensor: int) -> Iterator[str]:
+    """What files of so many tensor-parallel ranks do not say: projections to latents are split in
+    some versions and transformer_impl, and whole on every rank in others."""
+    if model.mla is not None and tensor > 1:
+        yield f"mla is converted in format torch for one tensor-parallel rank, not {tensor}"
 
 
 def write(weights: NamedWeights, model: Model, layout: FileLayout, folder: Path) -> None:
@@ -139,7 +146,8 @@ def _stage_tensors(
         tensor = in_dtype(how.ours, weights.read(how.ours), layout.dtype)
         if how.split == "vocabulary":
             tensor = padded(tensor, rows)
-        name = named(local, layout.names, sparse=is_sparse(how, model))
+        latents = model.mla is not None
+        name = named(local, layout.names, sparse=is_sparse(how, model), latents=latents)
         found[name] = part(tensor, how, model, rank, layout.tensor)
     # what modules of the engine ask for besides tensors; they have nothing to say
     for i in range(per_stage):
@@ -183,7 +191,8 @@ def read(folder: Path, model: Model, vocab_size: int) -> EngineWeights | Distrib
         return _read_distributed(folder, model, vocab_size)
     contents, args = _rank_contents(folder)
     tensor, stages, experts = (1 + max(numbers) for numbers in zip(*contents, strict=True))
-    refuse([*args_problems(args, model, tensor, stages)], "named weights", folder)
+    problems = [*args_problems(args, model, tensor, stages), *_split_problems(model, tensor)]
+    refuse(problems, "named weights", folder)
     gathered = []
     for rank in range(tensor):
         found = dict[str, object]()

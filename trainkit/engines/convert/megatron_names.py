@@ -18,6 +18,13 @@ MODULES = {
     "attention.qkv": "self_attention.linear_qkv",
     "attention.q_norm": "self_attention.q_layernorm",
     "attention.k_norm": "self_attention.k_layernorm",
+    "attention.q": "self_attention.linear_q_proj",
+    "attention.q_a": "self_attention.linear_q_down_proj",
+    "attention.q_a_norm": "self_attention.q_layernorm",
+    "attention.q_b": "self_attention.linear_q_up_proj",
+    "attention.kv_a": "self_attention.linear_kv_down_proj",
+    "attention.kv_a_norm": "self_attention.kv_layernorm",
+    "attention.kv_b": "self_attention.linear_kv_up_proj",
     "attention.out": "self_attention.linear_proj",
     "mlp_norm": "pre_mlp_layernorm",
     "mlp.up": "mlp.linear_fc1",
@@ -36,7 +43,11 @@ FUSED = {
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
 }
-LINEARS = ("self_attention.linear_qkv", "self_attention.linear_proj")
+# The same of latents, before whose projections the block's norm stays by itself.
+FUSED_LATENTS = {
+    "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
+    "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
+}
 LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 
 
@@ -76,9 +87,12 @@ def _block(model: Model, *, sparse: bool) -> list[EngineTensor]:
         unused |= {"mlp.shared_expert.gate_up", "mlp.shared_expert.down"}
     if model.query_key_norm == "none":
         unused |= {"attention.q_norm", "attention.k_norm"}
+    unused |= _not_of_attention(model)
     modules = {ours: theirs for ours, theirs in MODULES.items() if ours not in unused}
     found = block_tensors(model, modules, "replicated")
     if sparse and moe is not None:
+        if model.routing.expert_bias:
+            found.append(EngineTensor("mlp.router.expert_bias", "mlp.router.expert_bias"))
         for e in range(moe.num_experts):
             theirs = f"mlp.experts.local_experts.{e}"
             found += [
@@ -90,6 +104,17 @@ def _block(model: Model, *, sparse: bool) -> list[EngineTensor]:
                 ),
             ]
     return found
+
+
+def _not_of_attention(model: Model) -> set[str]:
+    """What makes queries, keys and values in other models."""
+    if model.mla is None:
+        return {f"attention.{name}" for name in ("q", "q_a", "q_a_norm", "q_b")} | {
+            f"attention.{name}" for name in ("kv_a", "kv_a_norm", "kv_b")
+        }
+    if model.mla.q_lora_rank is None:
+        return {"attention.qkv", "attention.q_a", "attention.q_a_norm", "attention.q_b"}
+    return {"attention.qkv", "attention.q"}
 
 
 def is_sparse(how: EngineTensor, model: Model) -> bool:
@@ -107,7 +132,10 @@ def of_expert_rank(theirs: str, model: Model, ranks: int, rank: int) -> str | No
 
 
 def linears(model: Model, layout: FileLayout, *, sparse: bool) -> Iterator[str]:
-    yield from LINEARS
+    unused = _not_of_attention(model)
+    for ours, theirs in MODULES.items():
+        if ".linear_" in theirs and ours.startswith("attention.") and ours not in unused:
+            yield theirs
     engine = layout.names == "transformer_engine"
     if engine:
         yield "self_attention.core_attention"
@@ -122,12 +150,15 @@ def linears(model: Model, layout: FileLayout, *, sparse: bool) -> Iterator[str]:
         yield from (f"{parent}.linear_fc1", f"{parent}.linear_fc2")
 
 
-def named(name: str, names: str, *, sparse: bool) -> str:
+def named(name: str, names: str, *, sparse: bool, latents: bool) -> str:
     """A name of transformer_impl "local" as the asked one has it. Before experts the norm stays by
     itself, since the router reads what it makes."""
     if names == "transformer_engine":
-        for local, fused in FUSED.items():
-            if f".{local}" in name and not (sparse and local == "pre_mlp_layernorm."):
+        by_itself = {"pre_mlp_layernorm."} if sparse else set()
+        if latents:
+            by_itself.add("input_layernorm.")
+        for local, fused in {**FUSED, **(FUSED_LATENTS if latents else {})}.items():
+            if f".{local}" in name and local not in by_itself:
                 return name.replace(local, fused)
         return EXPERT.sub(r"\1\3.weight\2", name)
     return name
@@ -135,7 +166,7 @@ def named(name: str, names: str, *, sparse: bool) -> str:
 
 def local_name(name: str) -> str:
     """A name of either transformer_impl as "local" has it."""
-    for local, fused in FUSED.items():
+    for local, fused in {**FUSED, **FUSED_LATENTS}.items():
         if f".{fused}" in name:
             return name.replace(fused, local)
     return GROUPED.sub(r"\1local_experts.\3.\2.weight", name)

@@ -57,6 +57,7 @@ def block_tensors(model: Model, theirs: dict[str, str], row_bias: Split) -> list
         up = "gated"
     splits: dict[str, tuple[Split, Split]] = {
         "attention.qkv": ("rows", "rows"),
+        **{f"attention.{name}": ("rows", "rows") for name in ("q", "q_a", "q_b", "kv_a", "kv_b")},
         "attention.out": ("columns", row_bias),
         f"mlp.{model.mlp.module}": (up, up),
         "mlp.down": ("columns", row_bias),

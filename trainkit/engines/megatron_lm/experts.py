@@ -6,7 +6,8 @@ core/transformer/multi_latent_attention.py of core 0.12 to 0.19.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 
 from trainkit.engines.megatron_lm.words import MegatronWords
 from trainkit.engines.options import release
@@ -121,6 +122,18 @@ def _refuse_balance(words: MegatronWords, moe: Experts, routing: Routing) -> Non
         )
 
 
+# of the stretching that attention by latents has
+FIXED_YARN: Mapping[str, object] = MappingProxyType(
+    {
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": True,
+        "attention_factor": None,
+    }
+)
+
+
 def put_latents(words: MegatronWords, model: Model) -> None:
     """What [models.X.mla] says, the stretching of its rotary positions, and modules that predict
     one token more, which families with latents have."""
@@ -155,14 +168,7 @@ def _put_stretching(words: MegatronWords, model: Model) -> None:
             _NATIVE,
         )
         return
-    fixed = {
-        "original_max_position_embeddings": 4096,
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        "truncate": True,
-        "attention_factor": None,
-    }
-    for name, value in fixed.items():
+    for name, value in FIXED_YARN.items():
         found = getattr(scaling, name)
         if found != value:
             words.refuse(

@@ -81,7 +81,10 @@ def _read(folder: Path, name: str, entry: TensorEntry) -> Tensor:
 
 
 def in_dtype(name: str, found: Tensor, dtype: torch.dtype) -> Tensor:
-    """A tensor in the dtype that is asked for. Raises ConfigError where fp16 cannot hold it."""
+    """A tensor in the dtype that is asked for; biases that choose experts in fp32, for they move by
+    less than 16 bits hold. Raises ConfigError where fp16 cannot hold it."""
+    if name.endswith(".expert_bias"):
+        dtype = torch.float32
     converted = found.to(dtype)
     if dtype == torch.float16 and not torch.equal(converted.isfinite(), found.isfinite()):
         raise ConfigError(
