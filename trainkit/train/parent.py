@@ -109,9 +109,9 @@ def become(rank: Mapping[str, Any], middle: int, handles: Sequence[int]) -> None
     from trainkit.base.process import die_with_parent, show_as
     from trainkit.base.process_marks import MARK_VARIABLE
 
-    python, program = rank["argv"][0], Path(rank["argv"][2])
+    program = Path(rank["argv"][2])
     if not program.samefile(Path(__file__).with_name("main.py")):
-        raise ValueError(f"{python} {program} is not the program that was imported")
+        raise ValueError(f"{program} is not the program that was imported")
     while os.getppid() == middle:
         time.sleep(0.0005)
     die_with_parent(rank["agent"])

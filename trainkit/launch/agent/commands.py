@@ -34,7 +34,7 @@ from trainkit.launch.agent.memory_folder import (
 from trainkit.launch.agent.oom import OomDetector
 from trainkit.launch.agent.process import ChildProcess, StartContext, child_mark
 from trainkit.launch.agent.rank_parent import KEY, RankParent, parent_environment
-from trainkit.launch.agent.spawn import CannotStart, Start, expanded, start_error
+from trainkit.launch.agent.spawn import Beginning, CannotStart, expanded, start_error
 from trainkit.launch.agent.stack_dump import collect_stacks
 from trainkit.launch.protocol import frames
 from trainkit.launch.protocol.frames import Frame, LeftProcess, ProcessSpec, ReportedProcess
@@ -291,7 +291,7 @@ def start_parent(agent: Agent, frame: frames.StartParent) -> Task:
     try:
         environment = parent_environment(expanded(frame.env), mark)
         group = processes.group.inside(KEY) if processes.group else None
-        start = Start(frame.argv, environment, frame.cwd, mark, group)
+        start = Beginning(frame.argv, environment, frame.cwd, mark, group)
         processes.parent = RankParent(frame, start, agent.selector)
     except CannotStart as error:
         processes.cold = str(error)

@@ -25,8 +25,8 @@ from trainkit.launch.agent.file_work import FileWork
 from trainkit.launch.agent.output import LogWriter, Output, Pipes
 from trainkit.launch.agent.rank_parent import CannotFork, ForkedProcess, RankParent
 from trainkit.launch.agent.spawn import (
+    Beginning,
     CannotStart,
-    Start,
     exec_program,
     expanded,
     start_error,
@@ -118,7 +118,7 @@ class ChildProcess:
                 write_text(self.heartbeat, " " * BEAT_BYTES)
             if context.group:
                 self.group = context.group.inside(_file_name(self.key))
-            start = Start(self.spec.argv, environment, self.spec.cwd, self.mark, self.group)
+            start = Beginning(self.spec.argv, environment, self.spec.cwd, self.mark, self.group)
             yield from self._begin(start, context, wanted)
         except (OSError, ValueError, subprocess.SubprocessError, CannotStart) as error:
             if self.log:
@@ -128,9 +128,10 @@ class ChildProcess:
             raise CannotStart(start_error(error, self.spec.argv)) from None
 
     def _begin(
-        self, start: Start, context: StartContext, wanted: Callable[[], bool]
+        self, start: Beginning, context: StartContext, wanted: Callable[[], bool]
     ) -> Generator[None, None, None]:
-        out, err = os.pipe(), os.pipe()
+        out = os.pipe()
+        err = os.pipe()
         try:
             self.process = yield from self._forked_or_executed(
                 start, context, wanted, (out[1], err[1])
@@ -146,7 +147,7 @@ class ChildProcess:
 
     def _forked_or_executed(
         self,
-        start: Start,
+        start: Beginning,
         context: StartContext,
         wanted: Callable[[], bool],
         pipes: tuple[int, int],

@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Generator, Iterator
 from trainkit.base.old_python import exit_code_of, send_handles
 from trainkit.base.process_marks import MARK_VARIABLE
 from trainkit.base.worker import PARENT_VARIABLE
-from trainkit.launch.agent.spawn import CannotStart, Start, exec_program
+from trainkit.launch.agent.spawn import Beginning, CannotStart, exec_program
 from trainkit.launch.protocol.frames import StartParent
 
 KEY = "parent"  # of its mark and its cgroup
@@ -57,7 +57,9 @@ class RankParent:
         OSError, ValueError, subprocess.SubprocessError: it could not be started.
     """
 
-    def __init__(self, frame: StartParent, start: Start, selector: selectors.BaseSelector) -> None:
+    def __init__(
+        self, frame: StartParent, start: Beginning, selector: selectors.BaseSelector
+    ) -> None:
         self.frame = frame
         self.began = time.monotonic()
         self.stopped = False  # we ended it
@@ -94,7 +96,7 @@ class RankParent:
 
     def fork(
         self,
-        start: Start,
+        start: Beginning,
         pipes: tuple[int, int],
         secrets: Collection[str],
         wanted: Callable[[], bool],
@@ -127,7 +129,7 @@ class RankParent:
                 raise CannotFork(f"process {pid} ended before it began") from None
         return ForkedProcess(pid)
 
-    def _read_at_import(self, start: Start, secrets: Collection[str]) -> list[str]:
+    def _read_at_import(self, start: Beginning, secrets: Collection[str]) -> list[str]:
         """Variables that differ from ours and may not."""
         may = {*self.frame.late, *secrets}
         own = self._environment
@@ -163,7 +165,7 @@ class RankParent:
         last = f": {said[-1]}" if said else ""
         return f"the rank parent has ended with {self.process.wait()}{last}"
 
-    def _ask(self, start: Start, handles: tuple[int, ...]) -> None:
+    def _ask(self, start: Beginning, handles: tuple[int, ...]) -> None:
         """Send what the rank is to be, with its open files. The request itself lies in memory: an
         environment may be longer than a message, and must not be seen by others."""
         request = {

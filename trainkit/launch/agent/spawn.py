@@ -18,7 +18,7 @@ class CannotStart(Exception):
 
 
 @dataclass(frozen=True)
-class Start:
+class Beginning:
     """A program that is about to begin.
 
     Args:
@@ -47,7 +47,9 @@ class Start:
         return process_marks.limit_mark(self.mark.partition("/")[0])
 
 
-def exec_program(start: Start, *, stdin: int, stdout: int, stderr: int) -> subprocess.Popen[bytes]:
+def exec_program(
+    start: Beginning, *, stdin: int, stdout: int, stderr: int
+) -> subprocess.Popen[bytes]:
     """Start a program in a session of its own, in its cgroup from its first instruction on; it
     dies with us. Raises as Popen does."""
     entrance = start.entrance()
