@@ -39,11 +39,15 @@ class SlotReservation:
     Args:
         handles: open files, locks and our words; another process with a copy of them holds the
             slots too.
+        names: of the slots.
         cleared: what dead runs of this user had written there, a holder each.
     """
 
-    def __init__(self, handles: list[int], cleared: list[dict[str, object]]) -> None:
+    def __init__(
+        self, handles: list[int], names: list[str], cleared: list[dict[str, object]]
+    ) -> None:
         self.handles = handles
+        self.names = names
         self.cleared = cleared
 
     def release(self) -> None:
@@ -91,7 +95,8 @@ def reserve_slots(
         for handle in (*(lock for _, lock in locks), *notes):
             os.close(handle)
         raise
-    return SlotReservation([*(lock for _, lock in locks), *notes], cleared)
+    held = [slot_name(path) for path, _ in locks]
+    return SlotReservation([*(lock for _, lock in locks), *notes], held, cleared)
 
 
 def slot_holders(folder: Path) -> dict[str, dict[str, object]]:

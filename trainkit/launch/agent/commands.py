@@ -142,9 +142,7 @@ def reserve(agent: Agent, frame: frames.ReserveSlots) -> Task:
         agent.send(frames.SlotsBusy(slots.slot_name(busy.path), busy.holder))
         return
     agent.slots = reserved
-    agent.slot_names = frame.slots
-    if not frame.share:
-        remove_of_slots(folder, agent.session.run, frame.slots)
+    remove_of_slots(folder, agent.session.run, reserved.names)
     agent.watchdog.hold(reserved.handles, lease=agent.session.lease)
     stale = [
         mark for dead in reserved.cleared if NODE_MARK.fullmatch(mark := str(dead.get("mark")))
@@ -239,7 +237,8 @@ def start(agent: Agent, frame: frames.StartProcesses) -> Task:
         agent.heartbeats = agent.heartbeats or _private_folder(node_folder, agent.mark)
         memory = None
         if keys := [spec.key for spec in frame.processes if spec.memory]:
-            memory = open_memory_folder(node_folder, agent.session.run, agent.slot_names, keys)
+            held = agent.slots.names if agent.slots else ()
+            memory = open_memory_folder(node_folder, agent.session.run, held, keys)
     except (OSError, ValueError) as error:
         for spec in frame.processes:
             agent.starting.discard(spec.key)

@@ -113,7 +113,6 @@ class Agent:
         self.writer = LogWriter()
         self.oom: OomDetector | None = None
         self.slots: SlotReservation | None = None
-        self.slot_names: tuple[str, ...] = ()
         self.heartbeats: Path | None = None
         self.listener: socket.socket | None = None
         self.heard_at = time.monotonic()

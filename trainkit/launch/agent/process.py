@@ -158,6 +158,8 @@ class ChildProcess:
                     raise CannotFork(context.cold)
                 return (yield from context.parent.fork(start, pipes, context.secrets, wanted))
             except CannotFork as why:
+                if not wanted():
+                    raise CannotStart("it was stopped before it began") from None
                 self.output.note(f"rank {self.key} is started as a program of its own: {why}")
         out, err = pipes
         return exec_program(start, stdin=subprocess.DEVNULL, stdout=out, stderr=err)

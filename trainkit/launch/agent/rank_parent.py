@@ -67,6 +67,7 @@ class RankParent:
         self._selector = selector
         self._deadline = self.began + frame.seconds
         self._ready = False
+        self._refused = ""  # why it forks nothing
         self._said = os.memfd_create("rank-parent")  # what it prints: its ranks repeat it
         self._line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._line.setblocking(False)
@@ -147,7 +148,8 @@ class RankParent:
                 with contextlib.suppress(BlockingIOError):
                     words = self._line.recv(2**16)
                     if words != READY:
-                        raise CannotFork(words.decode(errors="replace") or self._how_it_ended())
+                        self._refused = words.decode(errors="replace") or self._refused
+                        raise CannotFork(self._refused or self._how_it_ended())
                     self._ready = True
                     return
                 if time.monotonic() > self._deadline:
@@ -163,6 +165,7 @@ class RankParent:
     def _how_it_ended(self) -> str:
         said = os.pread(self._said, 2**16, 0).decode(errors="replace").strip().splitlines()
         last = f": {said[-1]}" if said else ""
+        self.kill()  # it has closed its line: it is of no use
         return f"the rank parent has ended with {self.process.wait()}{last}"
 
     def _ask(self, start: Beginning, handles: tuple[int, ...]) -> None:

@@ -115,6 +115,8 @@ class Attempt:
         self.save_announced = False
         self.save_requested = False
         self.began = False
+        self.asked: set[int] = set()  # nodes that were asked to stop what runs there
+        self.asked_again = False  # one of them is slow: its answers may come in the next attempt
 
     def record_start(self) -> None:
         """Write the first event: from now on the run's state hangs on this process's life."""
@@ -189,17 +191,18 @@ class Attempt:
             and self.began
             and not ranks.losses
             and not ranks.survivors
+            and not self.asked_again
             and len(ranks.stopped) == len(self.session.hosts) == len(self.pool.present)
         )
 
     @property
     def keeps_agents(self) -> bool:
-        """Whether only the ranks are stopped where a rank has failed."""
-        ends = self.ranks.ends
+        """Whether the rank parent stays where all else is stopped: another attempt may follow."""
+        done = sum(end.done for end in self.ranks.ends)
         return (
             self.command.parent is not None
             and self.context.stop_requests.first is None
-            and any(not end.done for end in ends)
+            and done < len(self.ranks.node_of)
         )
 
     async def dismiss(self, end: AttemptResult) -> None:
@@ -272,8 +275,11 @@ class Attempt:
             await gather(pool, own_code=own, gpus=gpus, parent=parent, on_joined=self._note_agent)
             await reserve(pool, self.job, share=self.context.share)
         else:
+            parent = parent_frame(self.command, self.job.cluster.watch.start)
             for agent in pool.hellos.values():
                 self._note_agent(agent)
+                if parent is not None:  # one that lives stays
+                    pool.send(agent.node, parent)
         address, port = await rendezvous(pool, self.command.port)
         number = self.folder.number
         self.world = build_world(pool, number, self.job, self.command, address, port)
@@ -301,6 +307,8 @@ class Attempt:
         for path in (self.folder.log(0), self.folder.error(0), self.folder.heartbeat(0)):
             path.parent.mkdir(parents=True, exist_ok=True)
         self._send_processes(pool)
+        for node, gone in list(pool.lost.items()):  # while others were asked
+            self.ranks.handle(pool, node, gone)
         deadline = self.clock() + self.session.connect
         if self.command.parent is not None:
             deadline += self.job.cluster.watch.start
@@ -460,6 +468,8 @@ class Attempt:
             grace = 0.0
         for node in nodes:
             pool.send(node, StopProcesses(grace, keep_parent=keep_parent))
+        self.asked_again = self.asked_again or not self.asked.isdisjoint(nodes)
+        self.asked.update(nodes)
         if self.ranks.running:
             with contextlib.suppress(OSError):
                 self.events.write(RanksStopped(reason, sorted(self.ranks.running)))

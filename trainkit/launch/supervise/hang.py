@@ -51,8 +51,8 @@ class Collectives:
     waits: Sequence[Wait]
 
     @classmethod
-    def read(cls, text: str) -> Collectives:
-        """Of a rank's answer; nothing of one that cannot be read."""
+    def read(cls, text: str) -> Collectives | None:
+        """Of a rank's answer; None of one that cannot be read: it may have been too long."""
         try:
             value = json.loads(text)
             return cls(
@@ -63,7 +63,7 @@ class Collectives:
                 ],
             )
         except (ValueError, TypeError, KeyError, AttributeError):
-            return cls({}, ())
+            return None
 
 
 def absent_ranks(known: Mapping[int, Collectives]) -> list[int]:
@@ -101,10 +101,10 @@ class StackDumps:
         self.silent |= {int(key) for key in frame.silent}
         self.states |= {int(key): state for key, state in frame.states.items()}
         for key, text in frame.waits.items():
-            if text:
-                self.known[int(key)] = Collectives.read(text)
-            else:
+            if not text:
                 self.mute.add(int(key))
+            elif (known := Collectives.read(text)) is not None:
+                self.known[int(key)] = known
 
     def complete(self, nodes: Collection[int]) -> bool:
         """Whether all of them have answered."""

@@ -35,7 +35,15 @@ from trainkit.launch.supervise.code_snapshot import take_snapshot
 from trainkit.launch.supervise.host_consistency import table
 from trainkit.launch.supervise.rank_environment import passed_environment
 from trainkit.launch.supervise.rendezvous import StartError, gather
-from trainkit.runs.events import AgentJoined, AttemptEnded, events_of, last_event, read_events
+from trainkit.runs.events import (
+    AgentJoined,
+    AllRanksStarted,
+    AttemptEnded,
+    events_of,
+    first_event,
+    last_event,
+    read_events,
+)
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import read_supervisor_status
 
@@ -232,9 +240,9 @@ async def sweep_dead_agents(
 def hosts_left_by_last_attempt(
     run: RunFolder, job: Job, hosts: Sequence[Host]
 ) -> tuple[list[Host], float]:
-    """(Hosts on which something of a run's last attempt may still run, when its supervisor was last
-    seen, by time.time()): that supervisor died, or could not learn of every host that nothing is
-    left.
+    """(Hosts on which something of a run's last attempts may still run, when its supervisor was
+    last seen, by time.time()): that supervisor died, or could not learn of every host that nothing
+    is left. What an attempt began after is over.
 
     Args:
         run: whose supervisor is another one now.
@@ -244,12 +252,15 @@ def hosts_left_by_last_attempt(
     attempts = run.attempts()
     if not attempts or job.cluster.launcher_traits.batch:  # it ends what its jobs leave
         return [], 0.0
-    events = read_events(attempts[-1])
+    names: dict[str, None] = {}
+    for attempt in reversed(attempts):
+        events = read_events(attempt)
+        ended = last_event(events, AttemptEnded)
+        if ended is None or ended.survivors or ended.unanswered:
+            names |= dict.fromkeys(event.host for event in events_of(events, AgentJoined))
+        if first_event(events, AllRanksStarted) is not None:
+            break
     sign = read_supervisor_status(run)
-    ended = last_event(events, AttemptEnded)
-    if ended is not None and not ended.survivors and not ended.unanswered:
-        return [], 0.0
-    names = dict.fromkeys(event.host for event in events_of(events, AgentJoined))
     known = {host.name: host for host in hosts}
     seen = sign.time if sign is not None else time.time()
     return [known.get(name) or Host(name) for name in names], seen

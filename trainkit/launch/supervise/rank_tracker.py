@@ -153,7 +153,8 @@ class RankTracker:
 
     def _agent_lost(self, node: int, host: str, frame: AgentLost) -> None:
         gone = {rank for rank, where in self.node_of.items() if where == node}
-        if node not in self.stopped or gone & self.running:
+        known = any(loss.host == host for loss in self.losses)
+        if not known and (node not in self.stopped or gone & self.running):
             heard = time.time() - (time.monotonic() - frame.heard)
             self.losses.append(LostContact(host, frame.why, heard, frame.silent))
             run_out = self.heartbeats.limits.lease if frame.closed else 0.0

@@ -105,6 +105,7 @@ class Supervisor:
         self.pen = threading.Lock()  # of our sign: the last word must be written last
         self.attempt: Attempt | None = None
         self.fence_until = 0.0  # by time.monotonic(): ranks of hosts that we lost may live so long
+        self.swept: set[str] = set()  # hosts of the last sweep, which may still be under way
         self.sweeping: asyncio.Task[None] | None = None  # of those hosts
         self.false_starts = 0  # attempts in a row whose ranks did not begin
         self.began = self.ended = self.goes_on = False
@@ -128,7 +129,7 @@ class Supervisor:
                 if not self._starts_again(end):
                     return end.outcome
                 hosts = self._choose_hosts()
-                if any(host.name in end.uncertain for host in hosts):
+                if any(host.name in self.swept for host in hosts):
                     # it would end what comes there now
                     await self._finish_sweep()
                     await self._until_lost_hosts_have_stopped()
@@ -221,6 +222,7 @@ class Supervisor:
             (self.run.session(old.number) / SECRETS).unlink(missing_ok=True)
         number = max((a.number for a in former), default=0) + 1
         first = self.attempt is None
+        self._shrink(hosts)
         self.engine.before_attempt(self.job, self.run)
         command = self.engine.command(self.job, self.run, number)
         context = AttemptContext(
@@ -268,6 +270,7 @@ class Supervisor:
             if end.lost_at is not None:
                 limits = self.job.cluster.watch.lease + self.job.stop_grace + OWN_STOP_SECONDS
                 self.fence_until = max(before, end.lost_at + limits)
+            self.swept = set(end.uncertain)
             self.sweeping = asyncio.create_task(self._sweep_uncertain(uncertain, before))
             if not end.again:
                 await self._finish_sweep()
@@ -377,12 +380,14 @@ class Supervisor:
         return True
 
     def _choose_hosts(self) -> tuple[Host, ...]:
-        """Hosts of the next attempt; the job is changed where there are fewer of them than it
-        had."""
-        hosts = self.hosts.choose(
+        """Hosts of the next attempt, fewer than it had where the job can do with them."""
+        return self.hosts.choose(
             self.job.nodes,
             lambda nodes: self.job.retries.shrink and self._shrunk_job(nodes) is not None,
         )
+
+    def _shrink(self, hosts: Sequence[Host]) -> None:
+        """Change the job where there are fewer hosts than it had."""
         if len(hosts) < self.job.nodes and (job := self._shrunk_job(len(hosts))) is not None:
             line = (
                 f"{len(hosts)} of {self.job.nodes} hosts are left: going on with {job.world_size}"
@@ -392,7 +397,6 @@ class Supervisor:
             written, self.job = changed_job(self.run.job, [f"nodes={len(hosts)}"])
             write_json(self.run.job, written)
             write_json(self.run.plan, make_plan(self.job, rules=self.engine.rules).to_json())
-        return hosts
 
     def _shrunk_job(self, nodes: int) -> Job | None:
         """The job on fewer nodes; None where the plan or the engine objects, which may read a

@@ -24,7 +24,7 @@ from trainkit.runs.manifest import Manifest
 from trainkit.runs.restored import Restored
 from trainkit.runs.retention import prune
 from trainkit.train.checkpoint import save_load as checkpoint
-from trainkit.train.checkpoint.memory import MemoryCopies
+from trainkit.train.checkpoint.memory import MemoryCopies, end_timeline
 from trainkit.train.checkpoint.newest import newest_valid_together
 from trainkit.train.checkpoint.save_load import CheckpointMetadata, NotSaved, SaveOptions
 from trainkit.train.checkpoint.staging import StagingBuffers
@@ -144,6 +144,8 @@ class CheckpointManager:
             return copy
         if self._copies:
             self._copies.begin_timeline()
+        elif dist.get_rank() == 0:
+            end_timeline(self.folder.parent)
         if saved is None:
             return None
         checkpoint.load(saved, tensors, expected)

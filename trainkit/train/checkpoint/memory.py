@@ -181,7 +181,7 @@ class MemoryCopies:
             )
         self._world = world
         self._node_ranks = job.ranks_per_node
-        self._timeline_file = run.path / "launch" / "timeline"
+        self._timeline_file = _timeline_file(run.path)
         self._timeline = ""
         self._tensors = tensors
         table, size = table_of(tensors)
@@ -388,3 +388,18 @@ def _seal(slot: MemorySlot, copy: Mapping[str, object], arrived: torch.cuda.Even
 
 def _warn(message: str) -> None:
     print(f"WARNING: {message}", file=sys.stderr, flush=True)
+
+
+def _timeline_file(run: Path) -> Path:
+    """Says which copies of a run belong together."""
+    return run / "launch" / "timeline"
+
+
+def end_timeline(run: Path) -> None:
+    """Of a run whose ranks keep no copies now: those that are there are never believed again.
+
+    Args:
+        run: its folder.
+    """
+    with contextlib.suppress(OSError):
+        _timeline_file(run).unlink(missing_ok=True)

@@ -43,4 +43,6 @@ def known_collectives() -> dict[str, object]:
                     "ranks": ranks.get(group, []),
                 }
             )
-    return {"entered": entered, "waits": waits}
+    # a GPU has many on their way: the oldest of each group is the one that is waited for
+    oldest = {wait["group"]: wait for wait in reversed(waits)}
+    return {"entered": entered, "waits": list(oldest.values())}
