@@ -62,6 +62,7 @@ hostfile = "{path}/hostfile"
 env = {{ OMP_NUM_THREADS = "1", OMP_WAIT_POLICY = "PASSIVE" }}
 watch = {{ lease = {lease}, grace = 1 }}
 quarantine_seconds = 0
+spares = 1
 
 [models.tiny]
 num_layers = 2
