@@ -29,14 +29,23 @@ from trainkit.launch.protocol.server import Connection, Server
 from trainkit.launch.session import Session
 
 POLL_SECONDS = 0.05
-# of silence end the pings: a host that we do not hear must not live on by them when we have given
-# it up
-HEARD_SECONDS = 3.0
+# heartbeats that do not come end the pings: a host that we do not hear must not live on by them
+# when we have given it up
+HEARD_BEATS = 3
+# beyond lease and grace, until a host that we lost has surely stopped itself: it may have heard
+# pings for so long, then looks at its lease once a beat, and ends what it has started
+OWN_STOP_BEATS = HEARD_BEATS + 2
+LEAST_OWN_STOP = 1.5  # seconds, however short the beat
 # for agents that have nothing left to stop, and their transports, to end by themselves
 BYE_SECONDS = 3.0
 # of all agents together that nobody has looked at; more have to wait in their connections
 HELD_FRAMES = 10_000
 Answer = TypeVar("Answer", bound=Frame)
+
+
+def own_stop_seconds(lease: float) -> float:
+    """Beyond lease and grace, until a host that we lost has surely stopped its ranks itself."""
+    return max(LEAST_OWN_STOP, OWN_STOP_BEATS * heartbeat_interval(lease))
 
 
 @dataclass(frozen=True)
@@ -263,7 +272,8 @@ class AgentPool:
             return MissingAgent(node, host, f"its agent came and went: {self.lost[node].why}")
         if node in self._connections:
             why = f"its agent connected and then hung: no hello within {timeout:g} s"
-            if time.monotonic() - self._connections[node].heard < HEARD_SECONDS:
+            heard = time.monotonic() - self._connections[node].heard
+            if heard < HEARD_BEATS * heartbeat_interval(self.session.lease):
                 why += f", though it is heard: {self.session.cluster.root} does not answer there"
             return MissingAgent(node, host, why)
         return MissingAgent(
@@ -340,7 +350,7 @@ class AgentPool:
                 if node not in self.lost and node not in self._leaving
             }
             for connection in connections.values():
-                if now - connection.heard < HEARD_SECONDS:
+                if now - connection.heard < HEARD_BEATS * gap:
                     connection.send(Ping())
             ended = await self._look_once()
             for node, connection in connections.items():

@@ -27,6 +27,7 @@ from trainkit.launch.launchers.contract import Launcher
 from trainkit.launch.protocol.frames import Accepted, CancelRun
 from trainkit.launch.protocol.server import Connection, Server
 from trainkit.launch.session import SECRETS
+from trainkit.launch.supervise.agent_pool import own_stop_seconds
 from trainkit.launch.supervise.attempt import Attempt
 from trainkit.launch.supervise.attempt_context import AttemptContext, AttemptResult
 from trainkit.launch.supervise.failure_rules import load_failure_rules
@@ -61,8 +62,6 @@ CONTROL_SECONDS = 10.0  # that somebody who has proved itself has to say what it
 LOOK_SECONDS = 1.0  # between two looks at whether the root answers
 # before the tries that follow the first, second and later ones in a row that did not begin
 PAUSES = (0.0, 30.0, 300.0)
-# beyond lease and grace, until a host that we lost has surely stopped itself
-OWN_STOP_SECONDS = 5.0
 
 
 class Supervisor:
@@ -172,14 +171,7 @@ class Supervisor:
         self._write_sign_of_life()
         if await self._sweep(hosts) == len(hosts):
             return
-        watch = self.job.cluster.watch
-        until = (
-            min(seen, time.time())
-            + SIGN_SECONDS
-            + watch.lease
-            + self.job.stop_grace
-            + OWN_STOP_SECONDS
-        )
+        until = min(seen, time.time()) + SIGN_SECONDS + self._stop_seconds()
         if until > time.time():
             line = (
                 "not every host of the attempt before can be asked: waiting"
@@ -268,13 +260,17 @@ class Supervisor:
             uncertain = [host for host in hosts if host.name in end.uncertain]
             before = self.fence_until
             if end.lost_at is not None:
-                limits = self.job.cluster.watch.lease + self.job.stop_grace + OWN_STOP_SECONDS
-                self.fence_until = max(before, end.lost_at + limits)
+                self.fence_until = max(before, end.lost_at + self._stop_seconds())
             self.swept = set(end.uncertain)
             self.sweeping = asyncio.create_task(self._sweep_uncertain(uncertain, before))
             if not end.again:
                 await self._finish_sweep()
         return end
+
+    def _stop_seconds(self) -> float:
+        """From the last word of a host that we lost until it has surely stopped its ranks."""
+        lease = self.job.cluster.watch.lease
+        return lease + self.job.stop_grace + own_stop_seconds(lease)
 
     async def _finish_sweep(self) -> None:
         if self.sweeping is not None:
