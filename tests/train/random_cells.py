@@ -20,6 +20,10 @@ SCHEDULES = ("", "", "1f1b", "interleaved", "zbv")  # "": one stage
 RECOMPUTED: list[dict[str, Any]] = [{}, FULL, {**FULL, "recompute_every": 2}, SELECTIVE]
 
 
+def _split_samples(dice: random.Random) -> dict[str, Any]:
+    return {"cp": dice.choice((2, 2, 4)), "comm": dice.choice(("p2p", "a2a"))}
+
+
 def _drawn(dice: random.Random, ranks: int, schedule: str, *, context: bool) -> Case:
     """Any cell; most cannot be. `context`: with samples that are split."""
     tensor, zero = dice.choice((1, 2, 4)), dice.choice((0, 1, 1, 2, 3, 3))
@@ -30,7 +34,7 @@ def _drawn(dice: random.Random, ranks: int, schedule: str, *, context: bool) -> 
         sp=tensor > 1 and dice.random() < 0.5,
         zero=zero,
         copies=dice.choice((1, 1, 1, 2, 2, 4)) if zero else 1,
-        **({"cp": dice.choice((2, 2, 4)), "comm": dice.choice(("p2p", "a2a"))} if context else {}),
+        **(_split_samples(dice) if context else {}),
     )
     parallelism["expert_model_parallel_size"] = dice.choice((1, 2, 2, 4, 8))
     if split := dice.choice((0, 1, 1, 2, 3, 4)):  # 0: as many as of the rest

@@ -43,7 +43,7 @@ def written(source: RunWeights, folder: Path, change: Change = lambda tensors: N
         if how.split == "vocabulary":
             tensor = padded(tensor, 56)
         tensor = part(tensor, how, model, 0, 1)
-        name = named(how.theirs, "transformer_engine", sparse=is_sparse(how, model))
+        name = named(how.theirs, "transformer_engine", sparse=is_sparse(how, model), latents=False)
         match = LAYER.fullmatch(name)
         of_expert = GROUPED.fullmatch(name)
         if of_expert:
