@@ -161,7 +161,7 @@ def test_ranks_with_a_gpu_each_have_one_thread(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     assert environment_of(
         Cluster(name="c", gpus_per_node=1, device=built_in_device("a100-sxm-40gb"))
-    ) == {"OMP_NUM_THREADS": "1"}
+    ) == {"OMP_NUM_THREADS": "1", "TORCH_FR_BUFFER_SIZE": "256"}
 
 
 def test_deterministic_kernels_of_cublas_need_a_workspace() -> None:

@@ -35,7 +35,7 @@ READERS = {
     ("Cluster", "env"): ("jobs/schema.py", "self.cluster.env"),
     ("Container", "env"): ("jobs/schema.py", "self.container.env"),
     ("Job", "env"): ("jobs/schema.py", "self.env"),
-    ("WatchLimits", "start"): ("launch/supervise/heartbeats.py", "self.limits.start"),
+    ("WatchLimits", "start"): ("launch/supervise/heartbeats.py", "limits.start"),
     ("ProfileSettings", "start"): ("train/metrics/profiler.py", "self.profile.start"),
     ("StagePlace", "nodes"): ("launch/remote_units.py", "asked.nodes"),
     ("Job", "nodes"): ("launch/hosts/selection.py", "job.nodes"),

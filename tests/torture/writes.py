@@ -148,9 +148,9 @@ def install(fault: dict[str, Any]) -> None:
         disk.begins()
         return run(self, *args, **kwargs)
 
-    def beats(self: Heartbeat, phase: Any, step: int) -> None:
+    def beats(self: Heartbeat, phase: Any, step: int, **kwargs: Any) -> None:
         disk.beat = AGAIN if phase == self.phase else f":{phase}@{step}"
-        beat(self, phase, step)
+        beat(self, phase, step, **kwargs)
 
     setattr(Step, "run", begun)  # noqa: B010
     setattr(Heartbeat, "beat", beats)  # noqa: B010

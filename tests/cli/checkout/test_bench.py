@@ -87,7 +87,7 @@ def test_an_unknown_benchmark_or_option_is_refused_before_anything_is_installed(
     assert (
         "there are: checkpoint, data_prep, demo, fetching, kernels, launch, layouts, moe,"
         " muon, mutations, permutation, plan, plan_search, plan_time, precompile,"
-        " readability, report_page, sample_order, train_step"
+        " readability, recovery, report_page, sample_order, train_step"
         in project.invoke("bench", "--name", "nope", exit=3).stderr
     )
     assert (

@@ -394,8 +394,8 @@ def test_a_signal_between_two_attempts_is_judged_like_any_other(control: Control
     made = supervisor(control)
     made.stop_requests.request_save(StopRequest.SAVE)
     assert (
-        made._stop_between_attempts(no_start()) is None
-        and made._stop_between_attempts(None) is None
+        asyncio.run(made._stop_between_attempts(no_start())) is None
+        and asyncio.run(made._stop_between_attempts(None)) is None
     )
 
 

@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import selectors
+import shutil
 import signal
 import socket
 import time
@@ -117,6 +118,8 @@ class RankParent:
         if names := self._read_at_import(start, secrets):
             raise CannotFork(f"it needs another {', '.join(names)}, which is read while importing")
         yield from self._until_ready(wanted)
+        if not self._runs(start):
+            raise CannotFork(f"{start.argv[0]} is a program that starts another one")
         own, theirs = socket.socketpair()
         with own, theirs, self._watched(own):
             own.setblocking(False)
@@ -129,6 +132,15 @@ class RankParent:
             except (ChildProcessError, BrokenPipeError):
                 raise CannotFork(f"process {pid} ended before it began") from None
         return ForkedProcess(pid)
+
+    def _runs(self, start: Beginning) -> bool:
+        """Whether the program that was asked for is the interpreter itself, and no script around
+        it, which may do for each rank what we could not."""
+        asked = shutil.which(start.argv[0], path=start.environment.get("PATH"))
+        try:
+            return asked is not None and os.path.samefile(asked, f"/proc/{self.pid}/exe")
+        except OSError:  # it has ended, which is seen when it is asked
+            return True
 
     def _read_at_import(self, start: Beginning, secrets: Collection[str]) -> list[str]:
         """Variables that differ from ours and may not."""
@@ -187,8 +199,8 @@ class RankParent:
                 file.write(json.dumps(request).encode())
             given = [words, *handles] + ([entrance] if entrance >= 0 else [])
             send_handles(self._line, b"fork", given)
-        except OSError as error:
-            raise CannotFork(f"the rank parent does not listen: {error.strerror}") from None
+        except OSError:  # nobody is at the other end
+            raise CannotFork(self._how_it_ended()) from None
         finally:
             os.close(words)
             if entrance >= 0:

@@ -147,7 +147,8 @@ class Attempt:
         return self._result(outcome)
 
     def _judge(self) -> Outcome:
-        first, ranks = self.context.stop_requests.first, self.ranks
+        ranks = self.ranks
+        first = self.context.stop_requests.first
         return judge_outcome(
             ranks.ends, len(ranks.node_of), first, ranks.losses, self.context.rules
         )
@@ -170,7 +171,8 @@ class Attempt:
     async def close_pool(self) -> None:
         """Let the agents end, if there are any."""
         if self.pool is not None:
-            pool, self.pool = self.pool, None
+            pool = self.pool
+            self.pool = None
             await pool.close()
 
     async def agents_for(self, hosts: Sequence[Host]) -> AgentPool | None:
