@@ -179,7 +179,7 @@ def test_a_parent_serves_attempt_after_attempt(session: Session, tmp_path: Path)
         stopped = peer.hear("stopped")
         assert stopped["left"] == [] and stopped["proof"] and not alive(hidden)
         assert [p.pid for p in session.left()] == [parent]
-        assert log.read_text().endswith("forked\n")
+        assert "forked\n" in log.read_text()  # what the parent printed goes another way
     end = [f for f in peer.heard if f["type"] == "ended" and f["key"] == "0"][-1]
     assert (end["done"], end["code"]) == (False, -signal.SIGTERM)
     with_parent(peer, PARENT + "\n")  # another one
