@@ -125,8 +125,8 @@ def test_why_names_rank_host_and_line(
         and "later: rank 0 on node1 ended with -6" in out
         and "invoke why" not in out
     )
-    first = [line for line in out.splitlines() if line.split()[:1] == ["1"]]
-    assert any("contact with node1 was lost" in line for line in first)  # the table of attempts
+    rows = [line for line in out.splitlines() if line.split()[:1] == ["1"]]
+    assert any("contact with node1 was lost" in row for row in rows)  # the table of attempts
     assert [row["attempt"] for row in document["attempts"]] == [1, 2] and document["attempts"][1][
         "hosts"
     ] == ["node1", "node2"]
