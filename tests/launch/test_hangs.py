@@ -56,7 +56,7 @@ main.main()
 def test_a_rank_that_does_not_go_on_is_named(tmp_path: Path, fault: str, said: str) -> None:
     run = make_run(
         tmp_path,
-        ["training.train_iters=1000000", "cluster.watch.lease=5", "cluster.watch.hang_floor=1"],
+        ["training.train_iters=1000000", "cluster.watch.lease=5", "cluster.watch.hang_floor=5"],
     )
     program = RANK.format(fault=fault)
     engine = Program(

@@ -116,6 +116,16 @@ def words(case: Case) -> str:
     return f"{case.model}: {', '.join(part for part in parts if part) or 'one rank'}"
 
 
+def short(case: Case) -> Case:
+    """Two steps of two micro-batches; of four with a pipeline, or masks, which go by four samples."""
+    p = case.parallelism
+    stages = p["pipeline_model_parallel_size"]
+    split = p["tensor_model_parallel_size"] * stages * p.get("context_parallel_size", 1)
+    at_once = case.ranks // split * case.training.get("micro_batch_size", 1)
+    batch = at_once * (2 if stages == 1 and case.data not in MASKS else 4)
+    return replace(case, training={"train_iters": 2, "global_batch_size": batch, **case.training})
+
+
 def named(cases: list[Case], **training: Any) -> dict[str, Case]:
     """By their words, what runs here; `training` for all of them, under their own."""
     here = [
@@ -161,87 +171,84 @@ _MISTAKES: list[tuple[str, dict[str, Any], int, dict[str, Any], str]] = [
     ("moe-capped", _TP_EP, 2, {}, "capacities are of one rank's tokens"),
 ]
 
-# In CI: every mechanism once, three steps each.
-SHORT = named(
-    [
-        Case("gpt", layout(2), 2),
-        Case("llama", layout(2, sp=True), 2, PAIRS),
-        Case("gpt", layout(1, 2, "zbv"), 2),
-        Case("neox", layout(1, 2, "interleaved"), 2),
-        Case("llama-tied", layout(1, 2), 2, {**FULL, "rampup_batch_size": (2, 2, 6)}),
-        *(Case("gpt", layout(zero=stage), 2) for stage in (0, 2)),
-        in_fp32(Case("neox", layout(2), 2)),
-        in_fp32(Case("llama", layout(zero=3), 2)),
-        apart("llama", layout(2, sp=True), 2),
-        apart("gpt", layout(1, 2, "zbv"), 2),
-        *unequal("gpt", layout(zero=1), 2),
-        *unequal("llama", layout(2, sp=True), 2),
-        *unequal("gpt", layout(1, 2, "zbv"), 2),
-        Case("gpt-dropping", layout(1, 2, "interleaved"), 2),
-        Case("olmo3", layout(2, sp=True), 2, PAIRS),
-        Case("gpt", layout(), 1, MUON),
-        Case("llama-1-group", layout(2, sp=True, zero=3), 4, MUON),
-        Case("qwen3", layout(1, 2, "zbv"), 2, MUON),
-        Case("gpt", layout(copies=2, zero=1), 4, MUON),
-        Case("gemma3", layout(1, 2, "interleaved"), 2),
-        Case("llama-mup", layout(2, sp=True, zero=3), 4),
-        Case("gpt-mup", layout(1, 2, "zbv"), 2, MUON),
-        Case("qwen3", layout(2, zero=3), 4),
-        Case("olmo2-1-group", layout(4, sp=True), 4, FULL),
-        Case("gpt-changed", layout(2, 2, sp=True), 4),
-        Case("deepseek", layout(2, sp=True), 2, SELECTIVE),
-        Case("deepseek", layout(ep=2), 2),
-        Case("deepseek", layout(1, 2, "zbv"), 2),
-        Case("gpt-oss", layout(2, sp=True), 2, SELECTIVE),
-        Case("gpt-oss", layout(1, 2, "zbv"), 2),
-        *(Case(model, layout(2, sp=True), 2, MUON) for model in ("deepseek", "gpt-oss")),
-        apart("gpt-oss", layout(ep=2), 2),
-        # one token more: on the last stage, with an embedding of its own there
-        Case("deepseek-mtp", layout(2, sp=True, ep=2), 2, SELECTIVE),
-        apart("deepseek-mtp", layout(2), 2),
-        Case("deepseek-mtp", layout(1, 2), 2, data="unequal-labels"),
-        Case("deepseek-mtp", layout(1, 2, "zbv", ep=2), 4, FULL),
-        Case("deepseek-mtp", layout(2, zero=3, ep=2), 4, MUON),
-        Case("deepseek-mtp", layout(1, 2), 2, sabotage="tied copies are not summed"),
-        apart("gemma3", layout(2), 2),
-        Case("gpt", layout(cp=2), 2, FULL),
-        Case("llama", layout(cp=2, comm="a2a"), 2, SELECTIVE),
-        apart("llama", layout(cp=2), 2),
-        Case("moe-biased", layout(cp=2, ep=2), 2),
-        Case("gpt", layout(zero=0, cp=2), 4),
-        Case("gemma3", layout(1, 2, "zbv", cp=2), 4),
-        *unequal("qwen3", layout(2, sp=True, cp=2), 4),
-        Case("llama-1-group", layout(cp=4, comm="a2a"), 4),
-        Case("gpt", layout(2), 2, sabotage="tensor-parallel replicas are not summed"),
-        Case("gpt", layout(1, 2), 2, sabotage="tied copies are not summed"),
-        Case("llama", layout(4, sp=True), 4, PAIRS),
-        Case("gpt", layout(1, 4), 4),
-        Case("gpt-untied", layout(2, sp=True, zero=3), 4, FULL),
-        Case("llama", layout(copies=2, zero=3), 4),
-        Case("gpt", layout(2, 2, "1f1b", sp=True), 8, SELECTIVE),
-        # experts over data-parallel and over tensor-parallel ranks, each whole or split
-        Case("moe", layout(ep=2, zero=3), 2, SELECTIVE),
-        Case("moe-biased", layout(ep=2), 2, MUON, data="one-label"),
-        Case("moe-biased", layout(2, sp=True, ep=2), 2, data="unequal-labels"),
-        apart("moe", layout(2), 2),
-        Case("moe-biased", layout(1, 2), 2),
-        Case("moe-biased", layout(1, 2, "zbv", ep=2), 4),
-        Case("moe-biased", layout(2, sp=True, ep=2, etp=2), 4, FULL),
-        Case("moe", layout(copies=2, zero=3, ep=2), 4, MUON),
-        # choices above a capacity, which is of whole samples wherever their tokens are
-        Case("moe-capped", layout(2, sp=True, ep=2), 2, FULL),
-        Case("moe-capped", layout(2, sp=True, ep=2, cp=2), 4, PAIRS),
-        # loads of the step before, of all ranks
-        Case("moe-global", layout(ep=2), 2, PAIRS),
-        Case("moe-global", layout(1, 2, "zbv", ep=2), 4),
-        *(
-            Case(model, how, ranks, mode, sabotage=mistake)
-            for model, how, ranks, mode, mistake in _MISTAKES
-        ),
-    ],
-    train_iters=3,
-    global_batch_size=4,
-)
+# In CI: every mechanism once.
+_SHORT = [
+    Case("gpt", layout(2), 2),
+    Case("llama", layout(2, sp=True), 2, PAIRS),
+    Case("gpt", layout(1, 2, "zbv"), 2),
+    Case("neox", layout(1, 2, "interleaved"), 2),
+    Case("llama-tied", layout(1, 2), 2, {**FULL, "train_iters": 3, "rampup_batch_size": (2, 2, 6)}),
+    *(Case("gpt", layout(zero=stage), 2) for stage in (0, 2)),
+    in_fp32(Case("neox", layout(2), 2)),
+    in_fp32(Case("llama", layout(zero=3), 2)),
+    apart("llama", layout(2, sp=True), 2),
+    apart("gpt", layout(1, 2, "zbv"), 2),
+    *unequal("gpt", layout(zero=1), 2),
+    *unequal("llama", layout(2, sp=True), 2),
+    *unequal("gpt", layout(1, 2, "zbv"), 2),
+    Case("gpt-dropping", layout(1, 2, "interleaved"), 2),
+    Case("olmo3", layout(2, sp=True), 2, PAIRS),
+    Case("gpt", layout(), 1, MUON),
+    Case("llama-1-group", layout(2, sp=True, zero=3), 4, MUON),
+    Case("qwen3", layout(1, 2, "zbv"), 2, MUON),
+    Case("gpt", layout(copies=2, zero=1), 4, MUON),
+    Case("gemma3", layout(1, 2, "interleaved"), 2),
+    Case("llama-mup", layout(2, sp=True, zero=3), 4),
+    Case("gpt-mup", layout(1, 2, "zbv"), 2, MUON),
+    Case("qwen3", layout(2, zero=3), 4),
+    Case("olmo2-1-group", layout(4, sp=True), 4, FULL),
+    Case("gpt-changed", layout(2, 2, sp=True), 4),
+    Case("deepseek", layout(2, sp=True), 2, SELECTIVE),
+    Case("deepseek", layout(ep=2), 2),
+    Case("deepseek", layout(1, 2, "zbv"), 2),
+    Case("gpt-oss", layout(2, sp=True), 2, SELECTIVE),
+    Case("gpt-oss", layout(1, 2, "zbv"), 2),
+    *(Case(model, layout(2, sp=True), 2, MUON) for model in ("deepseek", "gpt-oss")),
+    apart("gpt-oss", layout(ep=2), 2),
+    # one token more: on the last stage, with an embedding of its own there
+    Case("deepseek-mtp", layout(2, sp=True, ep=2), 2, SELECTIVE),
+    apart("deepseek-mtp", layout(2), 2),
+    Case("deepseek-mtp", layout(1, 2), 2, data="unequal-labels"),
+    Case("deepseek-mtp", layout(1, 2, "zbv", ep=2), 4, FULL),
+    Case("deepseek-mtp", layout(2, zero=3, ep=2), 4, MUON),
+    Case("deepseek-mtp", layout(1, 2), 2, sabotage="tied copies are not summed"),
+    apart("gemma3", layout(2), 2),
+    Case("gpt", layout(cp=2), 2, FULL),
+    Case("llama", layout(cp=2, comm="a2a"), 2, SELECTIVE),
+    apart("llama", layout(cp=2), 2),
+    Case("moe-biased", layout(cp=2, ep=2), 2),
+    Case("gpt", layout(zero=0, cp=2), 4),
+    Case("gemma3", layout(1, 2, "zbv", cp=2), 4),
+    *unequal("qwen3", layout(2, sp=True, cp=2), 4),
+    Case("llama-1-group", layout(cp=4, comm="a2a"), 4),
+    Case("gpt", layout(2), 2, sabotage="tensor-parallel replicas are not summed"),
+    Case("gpt", layout(1, 2), 2, sabotage="tied copies are not summed"),
+    Case("llama", layout(4, sp=True), 4, PAIRS),
+    Case("gpt", layout(1, 4), 4),
+    Case("gpt-untied", layout(2, sp=True, zero=3), 4, FULL),
+    Case("llama", layout(copies=2, zero=3), 4),
+    Case("gpt", layout(2, 2, "1f1b", sp=True), 8, SELECTIVE),
+    # experts over data-parallel and over tensor-parallel ranks, each whole or split
+    Case("moe", layout(ep=2, zero=3), 2, SELECTIVE),
+    Case("moe-biased", layout(ep=2), 2, MUON, data="one-label"),
+    Case("moe-biased", layout(2, sp=True, ep=2), 2, data="unequal-labels"),
+    apart("moe", layout(2), 2),
+    Case("moe-biased", layout(1, 2), 2),
+    Case("moe-biased", layout(1, 2, "zbv", ep=2), 4),
+    Case("moe-biased", layout(2, sp=True, ep=2, etp=2), 4, FULL),
+    Case("moe", layout(copies=2, zero=3, ep=2), 4, MUON),
+    # choices above a capacity, which is of whole samples wherever their tokens are
+    Case("moe-capped", layout(2, sp=True, ep=2), 2, FULL),
+    Case("moe-capped", layout(2, sp=True, ep=2, cp=2), 4, PAIRS),
+    # loads of the step before, of all ranks
+    Case("moe-global", layout(ep=2), 2, PAIRS),
+    Case("moe-global", layout(1, 2, "zbv", ep=2), 4),
+    *(
+        Case(model, how, ranks, mode, sabotage=mistake)
+        for model, how, ranks, mode, mistake in _MISTAKES
+    ),
+]
+SHORT = named([short(case) for case in _SHORT])
 
 
 def with_fused(cases: dict[str, Case]) -> dict[str, Case]:
@@ -251,17 +258,12 @@ def with_fused(cases: dict[str, Case]) -> dict[str, Case]:
 
 
 # In CI: every operation, split and whole, recomputed and kept.
-SHORT_FUSED = with_fused(
-    named(
-        [
-            Case("llama", layout(2, sp=True), 2, {**PAIRS, **SELECTIVE}),
-            Case("neox", layout(1, 2, "zbv"), 2),
-            Case("gpt", layout(2, 2, "1f1b", sp=True), 8, FULL),
-        ],
-        train_iters=3,
-        global_batch_size=4,
-    )
-)
+_SHORT_FUSED = [
+    Case("llama", layout(2, sp=True), 2, {**PAIRS, **SELECTIVE}),
+    Case("neox", layout(1, 2, "zbv"), 2),
+    Case("gpt", layout(2, 2, "1f1b", sp=True), 8, FULL),
+]
+SHORT_FUSED = with_fused(named([short(case) for case in _SHORT_FUSED]))
 
 _SCHEDULES = ("1f1b", "interleaved", "zbv")
 _FAMILIES = ("gpt", "neox", "llama")

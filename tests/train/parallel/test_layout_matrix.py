@@ -99,7 +99,7 @@ EXPERT_CHAINS = {
 }
 # Muon again: of two saves the older is read, where it was written
 AGAIN = [
-    Case(model, each, 4, {**SMALL, **MUON, "micro_batch_size": 1}, "fp32")
+    Case(model, each, 4, {**SMALL, **MUON, "global_batch_size": 4, "micro_batch_size": 1}, "fp32")
     for model, each in (
         ("llama-tied", layout(2, sp=True, zero=0)),
         ("llama-tied", layout(copies=2, zero=1)),
