@@ -117,7 +117,7 @@ def words(case: Case) -> str:
 
 
 def short(case: Case) -> Case:
-    """Two steps of two micro-batches; of four with a pipeline, or masks, which go by four samples."""
+    """Two steps of two micro-batches; of four with a pipeline or masks, which go by samples."""
     p = case.parallelism
     stages = p["pipeline_model_parallel_size"]
     split = p["tensor_model_parallel_size"] * stages * p.get("context_parallel_size", 1)
