@@ -33,7 +33,8 @@ import trainkit.train.trainer
 from tests.torture import writes
 from trainkit.runs.manifest import Manifest
 from trainkit.train.checkpoint.dcp_storage import DcpWriter
-from trainkit.train.checkpoint.memory import MemorySlot
+from trainkit.train.checkpoint.memory_slot import MemorySlot
+from trainkit.train.checkpoint.partner import PartnerCopy
 from trainkit.train.checkpoint.staging import StagingBuffers
 from trainkit.train.update.step import Step
 from trainkit.train.validation import Validator
@@ -47,6 +48,8 @@ PHASES: dict[str, tuple[Any, str]] = {
     "copy": (trainkit.train.checkpoint.staging, "copy_all"),
     "memory": (trainkit.train.checkpoint.memory, "copy_all"),
     "seal": (MemorySlot, "seal"),
+    "ship": (PartnerCopy, "ship"),
+    "send": (PartnerCopy, "_exchange"),
     "prepare": (trainkit.train.checkpoint.save_load, "_prepare"),
     "write": (DcpWriter, "write_data"),
     "manifest": (Manifest, "write"),

@@ -304,10 +304,11 @@ def stage_memory(
 
 def copies_of_state(job: Job, rules: Rules) -> int:
     """How often a rank's weights and moments are in the host's memory beside themselves: what a
-    save behind training writes, and two copies that outlive the rank."""
+    save behind training writes, two copies that outlive the rank, two of a rank of another host."""
     if rules.states is not None:
         return 0
-    return job.checkpoint.save_async + 2 * (job.checkpoint.memory_interval is not None)
+    copies = 4 if job.nodes > 1 else 2
+    return job.checkpoint.save_async + copies * (job.checkpoint.memory_interval is not None)
 
 
 def memory_of(

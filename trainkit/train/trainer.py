@@ -437,6 +437,10 @@ class _TrainerObserver(CheckpointObserver):
                 reporter.metrics.refuse_another()
             reporter.sync()
 
+    def before_shipping(self) -> None:
+        if self.trainer.reporter:
+            self.trainer.reporter.metrics.make_durable()
+
     def after_publish(self) -> None:
         """As `before_write`; what was trained is saved by then."""
         if self.trainer.reporter:

@@ -51,8 +51,8 @@ def open_memory_folder(
             str(folder),
         )
     write_text(folder / SLOTS, json.dumps(sorted(slots)))
-    for each in folder.glob("*.state"):
-        if each.stem not in keys:
+    for each in folder.iterdir():
+        if each.suffix in (".state", ".partner") and each.stem not in keys:
             each.unlink()
     return folder
 

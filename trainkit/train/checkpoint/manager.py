@@ -40,6 +40,10 @@ class CheckpointObserver:
         """On rank 0, in the thread that called `save`, before files are written. An OSError
         counts as the disk's."""
 
+    def before_shipping(self) -> None:
+        """In a thread of its own, before another host gets a copy of the state: what a lost host
+        would take with it must be on the disk."""
+
     def after_publish(self) -> None:
         """On rank 0, when the checkpoint is published and nothing is deleted yet. What it raises
         is raised on all ranks."""
@@ -135,12 +139,12 @@ class CheckpointManager:
                 published = max(there, default=-1)
             published = self._copies.find(published)
             if copy := self._copies.load(published):
-                self.restored = Restored("memory", copy.step, published)
+                self.restored = Restored(self._copies.source, copy.step, published)
                 return copy
         saved = self.newest()
         step = saved.manifest.step if saved else -1
         if self._copies and step < published and (copy := self._copies.load(step + 1)):
-            self.restored = Restored("memory", copy.step, step)
+            self.restored = Restored(self._copies.source, copy.step, step)
             return copy
         if self._copies:
             self._copies.begin_timeline()
@@ -156,7 +160,7 @@ class CheckpointManager:
         """Begin to copy the tensors in memory. They may change when `wait_for_staging` has
         returned."""
         assert self._copies
-        self._copies.copy(metadata)
+        self._copies.copy(metadata, self.observer.before_shipping)
 
     def owes_save(self, interval: int | None) -> bool:
         """Whether training went on from memory, and a checkpoint that was due by then is not on the

@@ -2,25 +2,23 @@
 host's memory, which outlives the ranks. Ranks that begin again go on from it.
 
 A rank's file has two slots, written by turns: a kill in the middle of a copy leaves the other one
-whole. Of a slot the data are written first, then its description and the hash of both, and last
-the word that says of which step it is: where that word stands, all else does. Nothing that is read
-is executed: JSON and the bytes of tensors.
+whole. Where there are several hosts a copy goes on to a partner host, and no slot is written again
+before the other's copy is there, of all ranks: so all of them have one step in common, whichever
+host is lost.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import mmap
 import os
 import secrets
-import struct
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
-from math import prod
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -31,131 +29,28 @@ from trainkit.base.errors import ConfigError, Exit, TrainkitError
 from trainkit.base.files import write_text
 from trainkit.jobs.schema import Job
 from trainkit.runs.folder import RunFolder
-from trainkit.runs.manifest import ALIGNMENT, DTYPE_BYTES
-from trainkit.train.checkpoint.dcp_storage import DTYPE_NAMES, DTYPES
+from trainkit.train.checkpoint.memory_slot import MemorySlot, map_slots, table_of
+from trainkit.train.checkpoint.partner import Copy, PartnerCopy
 from trainkit.train.checkpoint.save_load import CheckpointMetadata, layout_entry
 from trainkit.train.checkpoint.staging import copy_all, parts_of
 from trainkit.train.parallel.data_parallel import World
-from trainkit.train.parallel.shards import Offsets
 
 FOLDER_VARIABLE = "TRAINKIT_MEMORY_FOLDER"  # the agent's, on each of its ranks
-FORM = b"tkmem/1\0"
-# form; the step + 1, 0 where nothing may be believed; bytes of the description; xxh3_128 of it and
-# of the data
-HEAD = struct.Struct("<8sQQ16s")
-STEP = struct.Struct("<Q")
-STEP_AT = 8
-ROOM = 16384  # bytes of a description for what changes from copy to copy
-HASHED_AT_ONCE = 2**24  # bytes; between two such pieces other threads may run
-PAGE = 4096
 
 
 @dataclass(frozen=True)
-class SavedPart:
-    """A box of a tensor that this rank holds, and where its bytes begin in a slot's data."""
-
-    name: str
-    offsets: Offsets
-    shape: tuple[int, ...]
-    dtype: str
-    start: int
-
-
-def table_of(tensors: Mapping[str, Tensor]) -> tuple[list[SavedPart], int]:
-    """(Where everything goes in a slot's data, its bytes.)"""
-    table: list[SavedPart] = []
-    end = 0
-    for name, tensor in tensors.items():
-        for at, part in parts_of(tensor).items():
-            if part.numel():
-                dtype = DTYPE_NAMES[part.dtype]
-                table.append(SavedPart(name, at, tuple(part.shape), dtype, end))
-                size = part.numel() * DTYPE_BYTES[dtype]
-                end += -(-size // ALIGNMENT) * ALIGNMENT
-    return table, end
-
-
-class MemorySlot:
-    """One copy's place in a rank's file.
+class _Said:
+    """What a rank tells the others that it has.
 
     Args:
-        memory: the file's.
-        start: where the slot begins, at a page.
-        of: whose state it is, as JSON text: a description of another one is not believed.
-        table, size: as `table_of` has them.
+        state: whose state it writes, in short.
+        own: copies of it that it has.
+        held: others' on its host, by whose they are.
     """
 
-    def __init__(
-        self, memory: mmap.mmap, start: int, of: str, table: list[SavedPart], size: int
-    ) -> None:
-        self._memory = memory
-        self._start = start
-        self._of = of
-        self._room = len(of) + ROOM
-        self._data = start + _pages(HEAD.size + self._room)
-        self._size = size
-        self.rooms: dict[tuple[str, Offsets], Tensor] = {}  # tensors over its data
-        for part in table:
-            at = self._data + part.start
-            count = prod(part.shape)
-            flat = torch.frombuffer(memory, dtype=DTYPES[part.dtype], count=count, offset=at)
-            self.rooms[part.name, part.offsets] = flat.view(part.shape)
-
-    @staticmethod
-    def size_of(of: str, size: int) -> int:
-        """What one takes; arguments as above."""
-        return _pages(HEAD.size + len(of) + ROOM) + _pages(size)
-
-    def forget(self) -> None:
-        """From now on it holds nothing."""
-        STEP.pack_into(self._memory, self._start + STEP_AT, 0)
-
-    def seal(self, copy: Mapping[str, object]) -> None:
-        """Say of the data that are there what they are.
-
-        Args:
-            copy: its "step", and what else belongs to it.
-        """
-        text = f'{{"of":{self._of},"copy":{json.dumps(copy)}}}'.encode()
-        assert len(text) <= self._room, f"{len(text)} bytes in a room of {self._room}"
-        at = self._start + HEAD.size
-        self._memory[at : at + len(text)] = text
-        head = HEAD.pack(FORM, 0, len(text), self._digest(len(text)))
-        self._memory[self._start : self._start + HEAD.size] = head
-        STEP.pack_into(self._memory, self._start + STEP_AT, int(str(copy["step"])) + 1)
-
-    def read(self) -> dict[str, object] | None:
-        """What it says it holds, not yet compared with the hash; None where that is nothing, or
-        another rank's, run's or layout's."""
-        form, word, length, _ = HEAD.unpack_from(self._memory, self._start)
-        if form != FORM or not word or length > self._room:
-            return None
-        at = self._start + HEAD.size
-        try:
-            found = json.loads(self._memory[at : at + length])
-        except (ValueError, RecursionError):
-            return None
-        if not isinstance(found, dict) or found.get("of") != json.loads(self._of):
-            return None
-        copy = found.get("copy")
-        if isinstance(copy, dict) and copy.get("step") == word - 1 and "timeline" in copy:
-            return copy
-        return None
-
-    def is_whole(self) -> bool:
-        """Whether the hash is that of what is there."""
-        _, _, length, digest = HEAD.unpack_from(self._memory, self._start)
-        return length <= self._room and bool(digest == self._digest(length))
-
-    def _digest(self, length: int) -> bytes:
-        digest = xxhash.xxh3_128()
-        at = self._start + HEAD.size
-        with memoryview(self._memory) as memory:
-            digest.update(memory[at : at + length])
-            for begin in range(self._data, self._data + self._size, HASHED_AT_ONCE):
-                end = min(begin + HASHED_AT_ONCE, self._data + self._size)
-                digest.update(memory[begin:end])
-        return digest.digest()
+    state: str
+    own: set[Copy]
+    held: dict[str, set[Copy]]
 
 
 class MemoryCopies:
@@ -193,17 +88,27 @@ class MemoryCopies:
                 "tensors": [list(asdict(part).values()) for part in table],
             }
         )
+        self._state = _short(of)
         length = MemorySlot.size_of(of, size)
-        self._memory = self._map(Path(folder), 2 * length)
+        self._partner: PartnerCopy | None = None
+        with self._refusal(Path(folder), 2 * length):
+            self._memory = map_slots(Path(folder) / f"{world.rank}.state", 2 * length)
+            if world.size > self._node_ranks:
+                self._partner = PartnerCopy(Path(folder), world, self._node_ranks, length)
         self._slots = [MemorySlot(self._memory, start, of, table, size) for start in (0, length)]
         self._next = 0  # the slot of the next copy
+        self._said: list[_Said] = []
         self._common: list[int] = []
+        self.source: Literal["memory", "partner"] = "memory"  # of what `load` has found
         self._cuda = any(part.is_cuda for t in tensors.values() for part in parts_of(t).values())
         if self._cuda:
             self._lock_pages()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="memory")
         self._copied: Future[None] | None = None
         self._sealed: Future[None] | None = None
+        self._line = ThreadPoolExecutor(1, thread_name_prefix="partner")
+        self._shipped: Future[None] | None = None
+        self._cut = False  # the way to a partner, of any rank
 
     @classmethod
     def of(
@@ -222,9 +127,19 @@ class MemoryCopies:
         if self._copied is not None:
             self._copied.result()
 
-    def copy(self, metadata: CheckpointMetadata) -> None:
+    def copy(
+        self, metadata: CheckpointMetadata, before_shipping: Callable[[], None] = lambda: None
+    ) -> None:
         """Begin to copy the state of this step behind training: the tensors must not change before
-        `wait_for_copying` has returned."""
+        `wait_for_copying` has returned. Where the last copy is still on its way to a partner, this
+        step is left out, by all ranks.
+
+        Args:
+            metadata: what belongs to it.
+            before_shipping: called, in another thread, before a partner gets it.
+        """
+        if self._partner and not self._may_overwrite():
+            return
         slot = self._slots[self._next]
         self._next = 1 - self._next
         moves = [
@@ -243,6 +158,33 @@ class MemoryCopies:
         else:
             self._copied = self._thread.submit(_overwrite, slot, moves)
         self._sealed = self._thread.submit(_seal, slot, description, arrived)
+        self._ship(slot, before_shipping)
+
+    def _may_overwrite(self) -> bool:
+        """Whether the partners have the last copy of all ranks, or can have none any more."""
+        shipping = self._shipped is not None and not self._shipped.done()
+        cut = self._shipped is not None and not shipping and self._shipped.exception() is not None
+        said = torch.tensor([shipping, cut], dtype=torch.int32)
+        dist.all_reduce(said, dist.ReduceOp.MAX)
+        shipping, cut = map(bool, said)
+        if cut and not self._cut and self._world.rank == 0:
+            _warn("a line between two hosts is cut: no other host has copies in memory from now on")
+        self._cut = self._cut or cut
+        return self._cut or not shipping
+
+    def _ship(self, slot: MemorySlot, before: Callable[[], None] = lambda: None) -> None:
+        """Begin to bring a copy to the partner host."""
+        if not self._partner or self._cut:
+            return
+        sealed, partner = self._sealed, self._partner
+
+        def ship() -> None:
+            if sealed is not None:
+                sealed.result()
+            before()
+            partner.ship(slot)
+
+        self._shipped = self._line.submit(ship)
 
     def find(self, published: int) -> int:
         """Look which steps all ranks have, in memory of the run as it went on last; `load` takes
@@ -262,11 +204,18 @@ class MemoryCopies:
             for slot in self._slots
             if (copy := slot.read())
         }
-        said: list[tuple[set[tuple[int, str]], int, str]] = [(set(), 0, "")] * self._world.size
-        dist.all_gather_object(said, (mine, published, timeline))
+        said: list[tuple[_Said, int, str]] = [(_Said("", set(), {}), 0, "")] * self._world.size
+        held = self._partner.held() if self._partner else {}
+        held = {_short(of): copies for of, copies in held.items()}
+        dist.all_gather_object(said, (_Said(self._state, mine, held), published, timeline))
         _, published, self._timeline = said[0]
-        held = set.intersection(*(steps for steps, _, _ in said))
-        found = {step for step, timeline in held if timeline and timeline == self._timeline}
+        self._said = [of_rank for of_rank, _, _ in said]
+        everywhere: dict[str, set[Copy]] = {}
+        for of_rank in self._said:
+            for state, copies in ((of_rank.state, of_rank.own), *of_rank.held.items()):
+                everywhere.setdefault(state, set()).update(copies)
+        common = set.intersection(*(everywhere[of_rank.state] for of_rank in self._said))
+        found = {step for step, timeline in common if timeline and timeline == self._timeline}
         self._common = sorted(found, reverse=True)
         return published
 
@@ -282,20 +231,61 @@ class MemoryCopies:
         for step in self._common:
             if step < least:
                 break
-            slot = next(slot for slot in self._slots if self._holds(slot, step))
-            whole = torch.tensor(int(slot.is_whole()))
-            if not whole:
-                _warn(f"rank {self._world.rank}: the copy of step {step} in memory is damaged")
-            dist.all_reduce(whole, dist.ReduceOp.MIN)
-            if whole:
-                for name, tensor in self._tensors.items():
-                    for at, part in parts_of(tensor).items():
-                        if part.numel():
-                            part.copy_(slot.rooms[name, at])
-                self._keep(slot)
-                copy = {k: v for k, v in (slot.read() or {}).items() if k != "timeline"}
-                return CheckpointMetadata(**copy)  # type: ignore[arg-type]
+            slot = self._verified(step)
+            if slot is None:
+                continue
+            for name, tensor in self._tensors.items():
+                for at, part in parts_of(tensor).items():
+                    if part.numel():
+                        part.copy_(slot.rooms[name, at])
+            self._keep(slot)
+            if self._partner:
+                self._partner.keep((step, self._timeline))
+                self._ship(slot)
+            copy = {k: v for k, v in (slot.read() or {}).items() if k != "timeline"}
+            return CheckpointMetadata(**copy)  # type: ignore[arg-type]
         return None
+
+    def _verified(self, step: int) -> MemorySlot | None:
+        """The slot with the copy of a step, which is whole: here, or at a partner, from where it is
+        fetched. None where any rank's is whole nowhere."""
+        slot = self._whole_slot(step)
+        there = [False] * self._world.size
+        dist.all_gather_object(there, slot is not None)
+        if all(there):
+            self.source = "memory"
+            return slot
+        self._fetch(step, there)
+        slot = slot or self._whole_slot(step)
+        dist.all_gather_object(there, slot is not None)
+        self.source = "partner"
+        return slot if all(there) else None
+
+    def _whole_slot(self, step: int) -> MemorySlot | None:
+        slot = next((slot for slot in self._slots if self._holds(slot, step)), None)
+        if slot is not None and not slot.is_whole():
+            _warn(f"rank {self._world.rank}: the copy of step {step} in memory is damaged")
+            slot.forget()
+            return None
+        return slot
+
+    def _fetch(self, step: int, there: list[bool]) -> None:
+        """Bring copies to the ranks that have none from those that hold one for them."""
+        copy = (step, self._timeline)
+        for rank, has_it in enumerate(there):
+            state = self._said[rank].state
+            holders = [
+                number
+                for number, said in enumerate(self._said)
+                if not has_it and copy in said.held.get(state, ())
+            ]
+            if self._partner and self._world.rank in holders[:1]:
+                for piece in self._partner.slot_with(copy).pieces():
+                    dist.send(piece, rank)
+            elif self._world.rank == rank and holders:
+                free = (slot for slot in self._slots if slot.read() is None)
+                for piece in next(free, self._slots[0]).pieces():
+                    dist.recv(piece, holders[0])
 
     def _holds(self, slot: MemorySlot, step: int) -> bool:
         copy = slot.read()
@@ -319,8 +309,8 @@ class MemoryCopies:
     def close(self) -> None:
         """Wait for the copy under way, whatever comes of it: the run has ended, perhaps with
         something worse."""
-        if self._sealed is not None:
-            wait([self._sealed])
+        shipped = None if self._cut else self._shipped
+        wait([future for future in (self._sealed, shipped) if future is not None])
 
     def wait_until_sealed(self) -> None:
         """Wait until the last copy is one that `load` takes."""
@@ -335,29 +325,24 @@ class MemoryCopies:
             else:
                 slot.forget()
 
-    def _map(self, folder: Path, size: int) -> mmap.mmap:
-        """This rank's file. All of it is there before the first byte is written: what a full tmpfs
-        cannot take would end the process with SIGBUS later."""
-        path = folder / f"{self._world.rank}.state"
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    @contextlib.contextmanager
+    def _refusal(self, folder: Path, size: int) -> Iterator[None]:
+        """Memory that has no room is refused with the sizes."""
         try:
-            if os.fstat(handle).st_size != size:
-                os.ftruncate(handle, 0)  # it is of another layout
-            os.posix_fallocate(handle, 0, size)
-            return mmap.mmap(handle, size, mmap.MAP_SHARED | mmap.MAP_POPULATE)
+            yield
         except OSError as error:
-            path.unlink()
             disk = os.statvfs(folder)
+            copies = "two copies of its state"
+            if self._world.size > self._node_ranks:
+                copies, size = f"{copies} and two of a rank of another node", 2 * size
             raise TrainkitError(
                 f"checkpoint.memory_interval: rank {self._world.rank} needs {size / 1e9:.3f} GB in"
-                f" {folder} for two copies of its state, the {self._node_ranks} ranks of its node"
+                f" {folder} for {copies}, the {self._node_ranks} ranks of its node"
                 f" {self._node_ranks * size / 1e9:.3f} GB, and there are"
                 f" {disk.f_bavail * disk.f_frsize / 1e9:.3f} GB free: {error.strerror}",
                 exit=Exit.CONFIG,
                 hint="give the node a larger tmpfs (clusters.X.node_folder), or leave it out",
             ) from None
-        finally:
-            os.close(handle)
 
     def _lock_pages(self) -> None:
         """So that copies from the device do not keep the host waiting."""
@@ -367,9 +352,8 @@ class MemoryCopies:
         torch.cuda.check_error(int(cudart.cudaHostRegister(address, len(self._memory), 0)))
 
 
-def _pages(size: int) -> int:
-    """Bytes of the pages that so many bytes take."""
-    return -(-size // PAGE) * PAGE
+def _short(state: str) -> str:
+    return xxhash.xxh3_128_hexdigest(state.encode())
 
 
 def _overwrite(slot: MemorySlot, moves: list[tuple[Tensor, Tensor]]) -> None:

@@ -3,6 +3,7 @@ log lines, and which samples each step took."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -133,6 +134,11 @@ class LineFile:
         os.fsync(self._handle)
         self._warned = False
         self._durable = True
+
+    def make_durable(self) -> None:
+        """What is in the file, from whatever thread; a disk that fails is for `flush` to say."""
+        with contextlib.suppress(OSError):
+            os.fsync(self._handle)
 
     def refuse_another(self) -> None:
         """Raises TrainkitError (exit 17) where the file is not ours any more: another attempt
