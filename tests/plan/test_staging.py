@@ -27,13 +27,15 @@ def test_a_save_behind_training_holds_its_bytes_once_more() -> None:
 
 
 def test_copies_in_memory_hold_them_twice_more() -> None:
-    """On a CPU in the rank's own memory, beside what a save behind training holds."""
-    behind, both = (
-        make_plan(job_of(checkpoint={"save_async": True, **more})).memory
-        for more in ({}, {"memory_interval": 5})
-    )
-    assert behind is not None and both is not None
-    assert both.fullest.staging_bytes == 3 * behind.fullest.staging_bytes > 0
+    """On a CPU in the rank's own memory, beside what a save behind training holds; on several nodes
+    those of a rank of another one too."""
+    for nodes, times in ((1, 3), (2, 5)):
+        behind, both = (
+            make_plan(job_of(nodes=nodes, checkpoint={"save_async": True, **more})).memory
+            for more in ({}, {"memory_interval": 5})
+        )
+        assert behind is not None and both is not None
+        assert both.fullest.staging_bytes == times * behind.fullest.staging_bytes > 0
 
 
 @pytest.mark.parametrize(

@@ -176,7 +176,8 @@ class MemoryCopies:
         """Begin to bring a copy to the partner host."""
         if not self._partner or self._cut:
             return
-        sealed, partner = self._sealed, self._partner
+        sealed = self._sealed
+        partner = self._partner
 
         def ship() -> None:
             if sealed is not None:
@@ -334,7 +335,8 @@ class MemoryCopies:
             disk = os.statvfs(folder)
             copies = "two copies of its state"
             if self._world.size > self._node_ranks:
-                copies, size = f"{copies} and two of a rank of another node", 2 * size
+                copies += " and two of a rank of another node"
+                size *= 2
             raise TrainkitError(
                 f"checkpoint.memory_interval: rank {self._world.rank} needs {size / 1e9:.3f} GB in"
                 f" {folder} for {copies}, the {self._node_ranks} ranks of its node"
