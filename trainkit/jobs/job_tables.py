@@ -214,7 +214,7 @@ class CheckpointSettings(Table):
         ge=1,
         description=(
             "every so many steps copy the state into the memory of the hosts, where it outlives the"
-            " ranks: twice 12 bytes for every parameter that a rank holds, and where there are several"
+            " ranks: twice 12 bytes for every parameter that a rank holds; where there are several"
             " nodes as much again, of a rank of another node"
         ),
     )
