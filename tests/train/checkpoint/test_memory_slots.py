@@ -194,6 +194,18 @@ def test_copies_go_on_beside_the_one_that_was_loaded(tmp_path: Path) -> None:
     assert Rank(tmp_path).load() == 3
 
 
+def test_steps_made_another_time_are_not_mixed(tmp_path: Path) -> None:
+    """A host comes back with a copy of step 4, which the others made again from 3."""
+    path = trained(tmp_path, 4)
+    before = path.read_bytes()
+    content = bytearray(before)
+    content[len(content) // 2 + 8] ^= 1  # step 4 is in the second slot
+    path.write_bytes(content)
+    assert Rank(tmp_path).load() == 3
+    path.write_bytes(before)
+    assert Rank(tmp_path).load() == 3
+
+
 def test_ranks_that_no_agent_started_are_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

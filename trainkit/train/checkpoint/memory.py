@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -29,8 +29,8 @@ from trainkit.base.errors import ConfigError, Exit, TrainkitError
 from trainkit.base.files import write_text
 from trainkit.jobs.schema import Job
 from trainkit.runs.folder import RunFolder
-from trainkit.train.checkpoint.memory_slot import MemorySlot, map_slots, table_of
-from trainkit.train.checkpoint.partner import Copy, PartnerCopy
+from trainkit.train.checkpoint.memory_slot import Copy, MemorySlot, map_slots, table_of
+from trainkit.train.checkpoint.partner import PartnerCopy
 from trainkit.train.checkpoint.save_load import CheckpointMetadata, layout_entry
 from trainkit.train.checkpoint.staging import copy_all, parts_of
 from trainkit.train.parallel.data_parallel import World
@@ -98,7 +98,7 @@ class MemoryCopies:
         self._slots = [MemorySlot(self._memory, start, of, table, size) for start in (0, length)]
         self._next = 0  # the slot of the next copy
         self._said: list[_Said] = []
-        self._common: list[int] = []
+        self._common: list[Copy] = []
         self.source: Literal["memory", "partner"] = "memory"  # of what `load` has found
         self._cuda = any(part.is_cuda for t in tensors.values() for part in parts_of(t).values())
         if self._cuda:
@@ -196,27 +196,26 @@ class MemoryCopies:
 
         Returns rank 0's `published`.
         """
-        timeline = ""
+        # which copies are believed: those of a timeline, and the one that it began from
+        believed: list[Any] = ["", None]
         if self._world.rank == 0:
-            with contextlib.suppress(OSError):
-                timeline = self._timeline_file.read_text()
-        mine = {
-            (int(str(copy["step"])), str(copy["timeline"]))
-            for slot in self._slots
-            if (copy := slot.read())
-        }
-        said: list[tuple[_Said, int, str]] = [(_Said("", set(), {}), 0, "")] * self._world.size
+            with contextlib.suppress(OSError, ValueError):
+                word, origin = json.loads(self._timeline_file.read_text())
+                believed = [word, origin and tuple(origin)]
+        mine = {copy for slot in self._slots if (copy := slot.copy)}
+        said: list[tuple[_Said, int, list[Any]]] = [(_Said("", set(), {}), 0, [])]
+        said *= self._world.size
         held = self._partner.held() if self._partner else {}
         held = {_short(of): copies for of, copies in held.items()}
-        dist.all_gather_object(said, (_Said(self._state, mine, held), published, timeline))
-        _, published, self._timeline = said[0]
+        dist.all_gather_object(said, (_Said(self._state, mine, held), published, believed))
+        _, published, (self._timeline, origin) = said[0]
         self._said = [of_rank for of_rank, _, _ in said]
         everywhere: dict[str, set[Copy]] = {}
         for of_rank in self._said:
             for state, copies in ((of_rank.state, of_rank.own), *of_rank.held.items()):
                 everywhere.setdefault(state, set()).update(copies)
         common = set.intersection(*(everywhere[of_rank.state] for of_rank in self._said))
-        found = {step for step, timeline in common if timeline and timeline == self._timeline}
+        found = {copy for copy in common if copy == origin or copy[1] == self._timeline != ""}
         self._common = sorted(found, reverse=True)
         return published
 
@@ -229,10 +228,10 @@ class MemoryCopies:
 
         Returns what was saved with it; None where there is none.
         """
-        for step in self._common:
-            if step < least:
+        for copy in self._common:
+            if copy[0] < least:
                 break
-            slot = self._verified(step)
+            slot = self._verified(copy)
             if slot is None:
                 continue
             for name, tensor in self._tensors.items():
@@ -241,38 +240,38 @@ class MemoryCopies:
                         part.copy_(slot.rooms[name, at])
             self._keep(slot)
             if self._partner:
-                self._partner.keep((step, self._timeline))
+                self._partner.keep(copy)
                 self._ship(slot)
-            copy = {k: v for k, v in (slot.read() or {}).items() if k != "timeline"}
-            return CheckpointMetadata(**copy)  # type: ignore[arg-type]
+            self._begin_timeline(copy)
+            saved = {k: v for k, v in (slot.read() or {}).items() if k != "timeline"}
+            return CheckpointMetadata(**saved)
         return None
 
-    def _verified(self, step: int) -> MemorySlot | None:
-        """The slot with the copy of a step, which is whole: here, or at a partner, from where it is
+    def _verified(self, copy: Copy) -> MemorySlot | None:
+        """The slot with a copy, which is whole: here, or at a partner, from where it is
         fetched. None where any rank's is whole nowhere."""
-        slot = self._whole_slot(step)
+        slot = self._whole_slot(copy)
         there = [False] * self._world.size
         dist.all_gather_object(there, slot is not None)
         if all(there):
             self.source = "memory"
             return slot
-        self._fetch(step, there)
-        slot = slot or self._whole_slot(step)
+        self._fetch(copy, there)
+        slot = slot or self._whole_slot(copy)
         dist.all_gather_object(there, slot is not None)
         self.source = "partner"
         return slot if all(there) else None
 
-    def _whole_slot(self, step: int) -> MemorySlot | None:
-        slot = next((slot for slot in self._slots if self._holds(slot, step)), None)
+    def _whole_slot(self, copy: Copy) -> MemorySlot | None:
+        slot = next((slot for slot in self._slots if slot.copy == copy), None)
         if slot is not None and not slot.is_whole():
-            _warn(f"rank {self._world.rank}: the copy of step {step} in memory is damaged")
+            _warn(f"rank {self._world.rank}: the copy of step {copy[0]} in memory is damaged")
             slot.forget()
             return None
         return slot
 
-    def _fetch(self, step: int, there: list[bool]) -> None:
+    def _fetch(self, copy: Copy, there: list[bool]) -> None:
         """Bring copies to the ranks that have none from those that hold one for them."""
-        copy = (step, self._timeline)
         for rank, has_it in enumerate(there):
             state = self._said[rank].state
             holders = [
@@ -288,22 +287,23 @@ class MemoryCopies:
                 for piece in next(free, self._slots[0]).pieces():
                     dist.recv(piece, holders[0])
 
-    def _holds(self, slot: MemorySlot, step: int) -> bool:
-        copy = slot.read()
-        return copy is not None and (copy["step"], copy["timeline"]) == (step, self._timeline)
-
     def begin_timeline(self) -> None:
-        """Training goes on from elsewhere than from a copy. What is in memory now, here and on
-        hosts that do not take part, is never believed again: a later look could mix it with copies
-        of the same steps made another time, which on GPUs need not be equal."""
+        """Training goes on from elsewhere than from a copy: those that are here are never believed
+        again."""
         self._keep(None)
+        self._begin_timeline(None)
+
+    def _begin_timeline(self, origin: Copy | None) -> None:
+        """Of other copies than the one that training goes on from, on hosts that do not take part
+        too, none is believed from now on: a later look could mix them with copies of the same steps
+        made another time, which on GPUs need not be equal."""
         said = [secrets.token_hex(8)]
         dist.broadcast_object_list(said, src=0)
         self._timeline = said[0]
         if self._world.rank == 0:
             try:
                 self._timeline_file.parent.mkdir(exist_ok=True)
-                write_text(self._timeline_file, self._timeline)
+                write_text(self._timeline_file, json.dumps([self._timeline, origin]))
             except OSError as error:
                 _warn(f"{self._timeline_file}: {error}; copies in memory are of no use")
 

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 import xxhash
@@ -34,6 +35,7 @@ STEP_AT = 8
 ROOM = 16384  # bytes of a description for what changes from copy to copy
 PIECE = 2**24  # bytes; between two such pieces other threads may run
 PAGE = 4096
+Copy = tuple[int, str]  # its step and its timeline
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ class Slot:
         """From now on it holds nothing."""
         STEP.pack_into(self.memory, self.start + STEP_AT, 0)
 
-    def describe(self) -> tuple[str, dict[str, object]] | None:
+    def describe(self) -> tuple[str, Any] | None:
         """(Whose state it is, as JSON text; what belongs to the copy), as it says, not yet compared
         with the hash; None where it holds nothing."""
         form, word, length, _ = HEAD.unpack_from(self.memory, self.start)
@@ -93,12 +95,23 @@ class Slot:
         at = self.start + HEAD.size
         try:
             found = json.loads(self.memory[at : at + length])
-        except (ValueError, RecursionError):
-            return None
-        copy = found.get("copy") if isinstance(found, dict) else None
-        if isinstance(copy, dict) and copy.get("step") == word - 1 and "timeline" in copy:
-            return json.dumps(found.get("of")), copy
+            of, copy = found["of"], found["copy"]
+            if copy["step"] == word - 1 and isinstance(copy["timeline"], str):
+                return json.dumps(of), copy
+        except (ValueError, RecursionError, LookupError, TypeError):
+            pass
         return None
+
+    def read(self) -> Any:
+        """What belongs to the copy here, a table; None as `describe`."""
+        described = self.describe()
+        return described[1] if described else None
+
+    @property
+    def copy(self) -> Copy | None:
+        """Which one it says it holds."""
+        found = self.read()
+        return (found["step"], found["timeline"]) if found else None
 
 
 class MemorySlot(Slot):
@@ -145,11 +158,10 @@ class MemorySlot(Slot):
         self.memory[self.start : self.start + HEAD.size] = head
         STEP.pack_into(self.memory, self.start + STEP_AT, int(str(copy["step"])) + 1)
 
-    def read(self) -> dict[str, object] | None:
-        """What it says it holds, not yet compared with the hash; None where that is nothing, or
-        another rank's, run's or layout's."""
-        found = self.describe()
-        return found[1] if found and found[0] == self._of else None
+    def describe(self) -> tuple[str, Any] | None:
+        """As Slot's; None too where it is another rank's, run's or layout's."""
+        found = super().describe()
+        return found if found and found[0] == self._of else None
 
     def is_whole(self) -> bool:
         """Whether the hash is that of what is there."""

@@ -16,10 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainkit.train.checkpoint.memory_slot import PAGE, STEP_AT, Slot, map_slots
+from trainkit.train.checkpoint.memory_slot import PAGE, STEP_AT, Copy, Slot, map_slots
 from trainkit.train.parallel.data_parallel import World
-
-Copy = tuple[int, str]  # its step and its timeline
 
 
 def keeper_of(node: int, nodes: int) -> int:
@@ -67,19 +65,19 @@ class PartnerCopy:
         """What is here, as it says, by whose it is."""
         found: dict[str, set[Copy]] = {}
         for slot in self._slots:
-            if (described := slot.describe()) and (copy := _copy_in(slot)):
+            if (described := slot.describe()) and (copy := slot.copy):
                 found.setdefault(described[0], set()).add(copy)
         return found
 
     def slot_with(self, copy: Copy) -> Slot:
         """Where one of those that are held is."""
-        return next(slot for slot in self._slots if _copy_in(slot) == copy)
+        return next(slot for slot in self._slots if slot.copy == copy)
 
     def keep(self, copy: Copy) -> None:
         """Training goes on from this one: what is received next does not take its place, and any
         other one is never believed again."""
         for number, slot in enumerate(self._slots):
-            if _copy_in(slot) == copy:
+            if slot.copy == copy:
                 self._next = 1 - number
             else:
                 slot.forget()
@@ -112,11 +110,6 @@ class PartnerCopy:
         for work in works:
             assert work is not None  # this rank is in both groups
             work.wait()
-
-
-def _copy_in(slot: Slot) -> Copy | None:
-    described = slot.describe()
-    return (int(str(described[1]["step"])), str(described[1]["timeline"])) if described else None
 
 
 def _pair(a: int, b: int) -> tuple[int, int]:
