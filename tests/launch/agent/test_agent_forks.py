@@ -92,7 +92,8 @@ import time; time.sleep(10_000)
     peer.go(*ranks, secret_names=("KEY",))
     pids = {key: peer.hear("started", key)["pid"] for key in ("0", "12", "2")}
     for key, begun in (("0", "forked"), ("12", "forked"), ("2", "executed")):
-        peer.until_output(key, begun)
+        peer.until_output(key, begun)  # by two pipes: which comes first is open
+        peer.until_output(key, "errors\n")
         assert "words\n" in peer.output(key, "out") and "errors\n" in peer.output(key, "err")
         assert peer.output(key).count("imported") == (begun == "forked")
     seen = {key: json.loads((tmp_path / f"{key}.json").read_text()) for key in pids}
