@@ -4,7 +4,6 @@ kernel, and from ranks of our own trainer which collectives they wait in."""
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import subprocess
 import tempfile
@@ -34,7 +33,7 @@ def collect_stacks(
     A process that does not catch USR2 is not sent it: the signal would end it. Nor is one asked
     for its collectives that does not wait for that signal.
     """
-    began = {child.key: (time.monotonic(), cpu_seconds(child.pid)) for child in children}
+    began = {child.key: (time.monotonic(), runnable_seconds(child.pid)) for child in children}
     asked = _ask(children)
     spies = _start_py_spy(children) if py_spy else {}
     yield from _until_answered(
@@ -78,8 +77,9 @@ def _read_waits(path: Path) -> str:
 
 
 def _busy(pid: int, since: float, before: float) -> str:
-    """How much of a core the process's main thread has had since then, if it is much."""
-    share = (cpu_seconds(pid) - before) / max(1e-9, time.monotonic() - since)
+    """How much of a core the process's main thread has had, or wanted, since then, if it is
+    much."""
+    share = (runnable_seconds(pid) - before) / max(1e-9, time.monotonic() - since)
     return f", {share:.0%} of a core" if share > BUSY else ""
 
 
@@ -167,12 +167,12 @@ def _thread_state(folder: Path) -> str:
     return ""
 
 
-def cpu_seconds(pid: int) -> float:
-    """Seconds of a CPU that the process's main thread has had; 0.0 where it is gone (proc(5):
-    utime and stime)."""
+def runnable_seconds(pid: int) -> float:
+    """Seconds in which the process's main thread ran or waited for a core, which on a busy machine
+    is most of it; 0.0 where it is gone, or the kernel does not count them (proc(5): schedstat)."""
     with contextlib.suppress(OSError, IndexError, ValueError):
-        stat = Path(f"/proc/{pid}/task/{pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(stat[11]) + int(stat[12])) / os.sysconf("SC_CLK_TCK")
+        ran, waited = Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[:2]
+        return (int(ran) + int(waited)) / 1e9
     return 0.0
 
 
