@@ -92,11 +92,16 @@ def test_hosts_of_the_next_attempt() -> None:
 
     assert names(choice.choose(2, lambda n: False)) == ["h0", "h1"]
     choice.excluded["h0"] = "x"
-    assert names(choice.choose(2, lambda n: False)) == ["h1", "h2"]
+    assert names(choice.choose(2, lambda n: False)) == ["h2", "h1"], "h1 keeps its place"
     choice.excluded["h1"] = "x"
     choice.excluded["h2"] = "x"
     assert names(choice.choose(2, lambda n: True)) == ["h3"]
     assert names(choice.choose(2, lambda n: False)) == ["h0", "h1"] and not choice.excluded
+    again = HostChoice(HOSTS, ["h2", "h1"])  # as `resume` finds it
+    again.excluded["h2"] = "x"
+    assert names(again.choose(2, lambda n: False)) == ["h0", "h1"]
+    assert names(HostChoice(HOSTS, ["h9", "h1"]).choose(2, lambda n: False)) == ["h0", "h1"]
+    assert names(HostChoice(HOSTS, ["h1", "h0"]).choose(2, lambda n: False)) == ["h1", "h0"]
 
 
 FAILS_ONCE = f"""

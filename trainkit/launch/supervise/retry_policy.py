@@ -8,7 +8,10 @@ from typing import Literal
 from trainkit.base.errors import Exit
 from trainkit.jobs.schema import RetrySettings
 from trainkit.launch.hosts.hostfile import Host
+from trainkit.launch.hosts.selection import HostList
 from trainkit.launch.supervise.attempt_context import AttemptResult
+from trainkit.runs.folder import RunFolder
+from trainkit.runs.world import read_world
 
 RetryDecision = Literal["again", "enough", "no-progress"]
 # the next attempt would get the same answer
@@ -63,11 +66,23 @@ class RetryBudgets:
 
 
 class HostChoice:
-    """The hosts of a run, and which of them are left out."""
+    """The hosts of a run, and which of them are left out.
 
-    def __init__(self, hosts: Sequence[Host]) -> None:
+    Args:
+        hosts: all, spares too.
+        places: names of the hosts of the attempt before, in order of their ranks.
+    """
+
+    def __init__(self, hosts: Sequence[Host], places: Sequence[str] = ()) -> None:
         self.hosts = tuple(hosts)
+        self.places = tuple(places)
         self.excluded: dict[str, str] = {}  # why, by name: not taken while others will do
+
+    @classmethod
+    def of_run(cls, run: RunFolder) -> HostChoice:
+        """Those of a run, as its last attempt left them."""
+        places = [node.host for node in read_world(run).nodes] if run.world.exists() else []
+        return cls(HostList.from_file(run.hosts).hosts, places)
 
     def available(self) -> list[Host]:
         """Those not left out, in order."""
@@ -75,10 +90,16 @@ class HostChoice:
 
     def choose(self, nodes: int, fits: Callable[[int], bool]) -> tuple[Host, ...]:
         """Hosts of the next attempt: `nodes` of the usable ones; fewer if `fits` says that the
-        job can run on so many; else all again, in the hope that those left out are back."""
+        job can run on so many; else all again, in the hope that those left out are back. Where
+        there are as many as before each keeps its place, and with it the state in its memory."""
         usable = self.available()
         most = next((n for n in range(min(nodes, len(usable)), 0, -1) if n == nodes or fits(n)), 0)
-        if most:
-            return tuple(usable[:most])
-        self.excluded.clear()
-        return self.hosts[:nodes]
+        if not most:
+            self.excluded.clear()
+        chosen = {host.name: host for host in (usable[:most] if most else self.hosts[:nodes])}
+        if len(chosen) == len(self.places):
+            others = iter([name for name in chosen if name not in self.places])
+            self.places = tuple(n if n in chosen else next(others) for n in self.places)
+        else:
+            self.places = tuple(chosen)
+        return tuple(chosen[name] for name in self.places)

@@ -21,7 +21,6 @@ from trainkit.jobs.resume_changes import changed_job
 from trainkit.jobs.schema import Job
 from trainkit.launch.hosts.hostfile import Host
 from trainkit.launch.hosts.quarantine import quarantine_host
-from trainkit.launch.hosts.selection import HostList
 from trainkit.launch.launchers import LAUNCHERS, supervisor_address
 from trainkit.launch.launchers.contract import Launcher
 from trainkit.launch.protocol.frames import Accepted, CancelRun
@@ -95,7 +94,7 @@ class Supervisor:
         self.job = read_job(run.job)
         self.secrets = secrets_of_ranks(self.job, secrets)
         self.notifier = Notifier(run, self.job.notify, secrets)
-        self.hosts = HostChoice(HostList.from_file(run.hosts).hosts)
+        self.hosts = HostChoice.of_run(run)
         self.launcher = launcher or LAUNCHERS[self.job.cluster.launcher]
         self.engine = engine or ENGINES[self.job.engine]
         self.budgets = RetryBudgets(self.job.retries)
