@@ -371,6 +371,9 @@ class AgentPool:
                     )
 
     async def _all_gone(self, timeout: float) -> None:
+        """What leads to a host that we do not hear any more does not end by itself."""
+        silent = {node for node, lost in self.lost.items() if lost.silent}
+        others = set(range(len(self.session.hosts))) - silent
         deadline = time.monotonic() + timeout
-        while time.monotonic() < deadline and len(await self._ended()) < len(self.session.hosts):
+        while time.monotonic() < deadline and others - set(await self._ended()):
             await asyncio.sleep(POLL_SECONDS / 5)
