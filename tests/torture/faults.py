@@ -26,6 +26,7 @@ import trainkit.runs.retention
 import trainkit.train.checkpoint.dcp_storage
 import trainkit.train.checkpoint.manager
 import trainkit.train.checkpoint.memory
+import trainkit.train.checkpoint.memory_slot
 import trainkit.train.checkpoint.save_load
 import trainkit.train.checkpoint.staging
 import trainkit.train.metrics.reporter
@@ -81,6 +82,8 @@ def install(faults: list[Fault], rank: int) -> None:
             _leave_no_room()
         elif fault["at"] == "writes":
             writes.install(fault)
+        elif fault["at"] == "pieces":  # as of a large model
+            trainkit.train.checkpoint.memory_slot.PIECE = fault["bytes"]
         elif fault["at"] == "metrics":
             _fill_disk(fault["calls"])
         else:
@@ -111,6 +114,8 @@ def _happen(fault: Fault) -> None:
         while "until" in fault and not Path(fault["until"]).exists():
             time.sleep(0.01)
         time.sleep(fault["seconds"])
+    elif fault["do"] == "cut":  # what gloo says
+        raise RuntimeError("Connection closed by peer")
     else:
         raise OSError(fault["do"], os.strerror(fault["do"]))
 

@@ -22,6 +22,8 @@ from tests.train.test_resume import facts
 from trainkit.runs.folder import RunFolder
 from trainkit.train.checkpoint.partner import keeper_of
 
+PIECES: Fault = {"at": "pieces", "bytes": 8192}  # of a copy
+
 
 @given(st.integers(2, 200))
 def test_each_host_keeps_one_other(nodes: int) -> None:
@@ -59,7 +61,8 @@ def restored(run: RunFolder) -> dict[str, Any]:
 
 def kill_everyone(run: RunFolder, ranks: Ranks, count: int, step: int, folder: Path) -> None:
     memory = {"TRAINKIT_MEMORY_FOLDER": str(folder)}
-    assert any(ranks.run(run, count, during=kill_at(run, step, slice(0, count)), more=memory))
+    kill = kill_at(run, step, slice(0, count))
+    assert any(ranks.run(run, count, [PIECES], kill, more=memory))
 
 
 @pytest.mark.parametrize(
@@ -68,6 +71,8 @@ def kill_everyone(run: RunFolder, ranks: Ranks, count: int, step: int, folder: P
         ("DP2", 2, 2, (1,)),
         ("DP2 ZeRO 3, Muon", 2, 2, (0,)),
         ("PP2", 2, 2, (1,)),
+        # stages of other sizes, of which the first and the last share weights; partners in a ring
+        ("PP3", 3, 3, (1,)),
         ("TP2 x PP2", 4, 2, (2, 3)),
         ("HSDP 2x2 ZeRO 3, Muon", 4, 4, (1, 2)),
     ],
@@ -106,17 +111,17 @@ def test_of_two_partners_that_are_lost_together_the_disk_has_the_state(
 @pytest.mark.parametrize("lost", [(0,), (1,)])
 @pytest.mark.parametrize(
     ("part", "when", "call"),
-    [("ship", "before", 5), ("ship", "after", 5), ("send", "before", 9), ("send", "after", 10)],
+    [("ship", "before", 5), ("ship", "after", 5), *(("send", "before", n) for n in range(40, 44))],
 )
 def test_a_host_that_is_lost_in_a_transfer_leaves_the_one_before(
     part: str, when: str, call: int, lost: tuple[int, ...], ranks: Ranks, tmp_path: Path
 ) -> None:
-    """The first call of "send" says how long a slot is; then two a copy."""
+    """Before the first piece, between two, before the one with the step, and after it."""
     left, killed = pair("DP2", tmp_path, 2)
     assert ranks.run(left, 2) == [0, 0]
     memory = {"TRAINKIT_MEMORY_FOLDER": str(tmp_path)}
     fault: Fault = {"do": "kill", "at": part, "when": when, "call": call, "rank": lost[0]}
-    assert -signal.SIGKILL in ranks.run(killed, 2, [fault], more=memory)
+    assert -signal.SIGKILL in ranks.run(killed, 2, [PIECES, fault], more=memory)
     lose_host(tmp_path, *lost)
     assert ranks.run(killed, 2, more=memory) == [0, 0], log_of(killed)
     found = restored(killed)
@@ -171,4 +176,17 @@ def test_a_partner_that_is_slow_keeps_no_step_waiting(ranks: Ranks, tmp_path: Pa
     assert ranks.run(killed, 2, more=memory) == [0, 0], log_of(killed)
     # the second copy never arrived: the checkpoint of step 6 is newer than what both have
     assert restored(killed)["source"] == "disk" and restored(killed)["step"] == 6
+    assert facts(killed) == facts(left) and end_of(killed) == end_of(left)
+
+
+@pytest.mark.parametrize("call", [2, 30])
+def test_a_line_that_is_cut_ends_no_training(call: int, ranks: Ranks, tmp_path: Path) -> None:
+    """Nor does a copy that never arrives at the end of the run, when its peer has given up."""
+    left, killed = pair("DP2", tmp_path, 2)
+    assert ranks.run(left, 2) == [0, 0]
+    memory = {"TRAINKIT_MEMORY_FOLDER": str(tmp_path)}
+    cut: Fault = {"do": "cut", "at": "send", "when": "before", "call": call, "rank": 1}
+    assert ranks.run(killed, 2, [PIECES, cut], more=memory) == [0, 0], log_of(killed)
+    said = killed.attempt(1).log(1).read_text()
+    assert "to rank 0, from 0: Connection closed by peer" in said, said
     assert facts(killed) == facts(left) and end_of(killed) == end_of(left)

@@ -438,8 +438,8 @@ class _TrainerObserver(CheckpointObserver):
             reporter.sync()
 
     def before_shipping(self) -> None:
-        if self.trainer.reporter:
-            self.trainer.reporter.metrics.make_durable()
+        if reporter := self.trainer.reporter:
+            reporter.metrics.make_durable()
 
     def after_publish(self) -> None:
         """As `before_write`; what was trained is saved by then."""

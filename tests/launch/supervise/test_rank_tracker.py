@@ -80,7 +80,7 @@ WAITING = answer({"0": 7}, ("0", 7))
         # another has not come, and computes
         (
             [WAITING, WAITING, answer({"0": 6})],
-            ["S", "S", "R, 99% of a core"],
+            ["S", "S", "R, ran or wanted to 99% of the time"],
             [2],
             r"rank 2 on h2 \(step 7, train, runs at inner.py:7 \(inner\)\); ranks 0, 1 wait in"
             r" all_reduce #7 of group 0 \(about 0\)$",
@@ -138,7 +138,7 @@ def test_who_keeps_the_others_waiting(
 @pytest.mark.parametrize("state", ["S, a thread D folio_wait", "t", "D"])
 def test_what_a_disk_or_a_debugger_holds_may_pass(tmp_path: Path, state: str) -> None:
     stacks = StackDumps(AttemptFolder(tmp_path))
-    stacks.take(0, frame({"0": "S", "1": "R, 30% of a core", "2": "T"}))
+    stacks.take(0, frame({"0": "S", "1": "R, ran or wanted to 30% of the time", "2": "T"}))
     assert not stacks.may_pass
     stacks.take(1, frame({"3": state}))
     assert stacks.may_pass

@@ -21,7 +21,7 @@ QUIET_SECONDS = 0.3  # no more output for so long: the dump is complete
 PY_SPY_SECONDS = 10.0
 DUMP_SIGN = b"most recent call first"  # in what faulthandler writes
 WAITS_BYTES = 2**16
-BUSY = 0.2  # of a core: more than a thread that waits
+BUSY = 0.2  # of the time: more than a thread that waits
 STUCK = ("D", "t")  # states that something else ends: a disk or a driver, a debugger
 
 
@@ -77,10 +77,10 @@ def _read_waits(path: Path) -> str:
 
 
 def _busy(pid: int, since: float, before: float) -> str:
-    """How much of a core the process's main thread has had, or wanted, since then, if it is
-    much."""
+    """The share of the time since then in which the process's main thread ran, or wanted a core, if
+    it is much."""
     share = (runnable_seconds(pid) - before) / max(1e-9, time.monotonic() - since)
-    return f", {share:.0%} of a core" if share > BUSY else ""
+    return f", ran or wanted to {share:.0%} of the time" if share > BUSY else ""
 
 
 def _captured(child: ChildProcess) -> str:

@@ -202,8 +202,7 @@ class StackDumps:
         if waits := self._waits(rank):
             yield f"waits in {waits[0]}"
         elif frame:
-            share = state.partition(", ")[2]
-            yield f"{'runs' if share.endswith('core') else 'is'} at {frame}"
+            yield f"{'runs' if state.endswith('of the time') else 'is'} at {frame}"
 
     def _others(self, missing: Collection[int]) -> str:
         """In which collective others wait for the missing ones."""

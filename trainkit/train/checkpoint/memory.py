@@ -22,7 +22,6 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-import xxhash
 from torch import Tensor
 
 from trainkit.base.errors import ConfigError, Exit, TrainkitError
@@ -36,6 +35,8 @@ from trainkit.train.checkpoint.staging import copy_all, parts_of
 from trainkit.train.parallel.data_parallel import World
 
 FOLDER_VARIABLE = "TRAINKIT_MEMORY_FOLDER"  # the agent's, on each of its ranks
+LEFT_OUT = 10  # copies in a row that are worth a warning
+CLOSE_SECONDS = 2.0  # for a copy to arrive at a partner when the run ends
 
 
 @dataclass(frozen=True)
@@ -88,13 +89,14 @@ class MemoryCopies:
                 "tensors": [list(asdict(part).values()) for part in table],
             }
         )
-        self._state = _short(of)
         length = MemorySlot.size_of(of, size)
-        self._partner: PartnerCopy | None = None
-        with self._refusal(Path(folder), 2 * length):
+        with self._refusal(Path(folder), 2 * length, "its state"):
             self._memory = map_slots(Path(folder) / f"{world.rank}.state", 2 * length)
-            if world.size > self._node_ranks:
-                self._partner = PartnerCopy(Path(folder), world, self._node_ranks, length)
+        self._partner: PartnerCopy | None = None
+        if world.size > self._node_ranks:
+            self._partner = partner = PartnerCopy(world, self._node_ranks, length)
+            with self._refusal(Path(folder), partner.bytes, f"that of rank {partner.ward}"):
+                partner.open(Path(folder) / f"{world.rank}.partner")
         self._slots = [MemorySlot(self._memory, start, of, table, size) for start in (0, length)]
         self._next = 0  # the slot of the next copy
         self._said: list[_Said] = []
@@ -108,7 +110,8 @@ class MemoryCopies:
         self._sealed: Future[None] | None = None
         self._line = ThreadPoolExecutor(1, thread_name_prefix="partner")
         self._shipped: Future[None] | None = None
-        self._cut = False  # the way to a partner, of any rank
+        self._cut = False  # the way to a partner, of this rank or another
+        self._left_out = 0  # copies in a row, for the last one was still on its way
 
     @classmethod
     def of(
@@ -161,16 +164,20 @@ class MemoryCopies:
         self._ship(slot, before_shipping)
 
     def _may_overwrite(self) -> bool:
-        """Whether the partners have the last copy of all ranks, or can have none any more."""
+        """Whether no copy is on its way to a partner, of any rank."""
         shipping = self._shipped is not None and not self._shipped.done()
-        cut = self._shipped is not None and not shipping and self._shipped.exception() is not None
-        said = torch.tensor([shipping, cut], dtype=torch.int32)
+        if self._shipped is not None and not shipping:
+            self._shipped.result()
+        said = torch.tensor([shipping, self._cut], dtype=torch.int32)
         dist.all_reduce(said, dist.ReduceOp.MAX)
-        shipping, cut = map(bool, said)
-        if cut and not self._cut and self._world.rank == 0:
-            _warn("a line between two hosts is cut: no other host has copies in memory from now on")
-        self._cut = self._cut or cut
-        return self._cut or not shipping
+        shipping, self._cut = map(bool, said)
+        self._left_out = self._left_out + 1 if shipping else 0
+        if self._left_out == LEFT_OUT and self._world.rank == 0:
+            _warn(
+                f"{LEFT_OUT} copies in memory in a row were left out: the last one is still on its"
+                " way to another host; a larger checkpoint.memory_interval leaves more time"
+            )
+        return not shipping
 
     def _ship(self, slot: MemorySlot, before: Callable[[], None] = lambda: None) -> None:
         """Begin to bring a copy to the partner host."""
@@ -183,7 +190,14 @@ class MemoryCopies:
             if sealed is not None:
                 sealed.result()
             before()
-            partner.ship(slot)
+            try:
+                partner.ship(slot)
+            except RuntimeError as error:
+                self._cut = True  # all ranks hear of it at the next copy
+                _warn(
+                    f"rank {self._world.rank}: no copies in memory go to another host until the"
+                    f" ranks start again: to rank {partner.keeper}, from {partner.ward}: {error}"
+                )
 
         self._shipped = self._line.submit(ship)
 
@@ -199,15 +213,15 @@ class MemoryCopies:
         # which copies are believed: those of a timeline, and the one that it began from
         believed: list[Any] = ["", None]
         if self._world.rank == 0:
-            with contextlib.suppress(OSError, ValueError):
+            with contextlib.suppress(OSError, ValueError, TypeError):
                 word, origin = json.loads(self._timeline_file.read_text())
                 believed = [word, origin and tuple(origin)]
-        mine = {copy for slot in self._slots if (copy := slot.copy)}
+        mine = {found.which for slot in self._slots if (found := slot.describe())}
+        held = self._partner.held() if self._partner else {}
         said: list[tuple[_Said, int, list[Any]]] = [(_Said("", set(), {}), 0, [])]
         said *= self._world.size
-        held = self._partner.held() if self._partner else {}
-        held = {_short(of): copies for of, copies in held.items()}
-        dist.all_gather_object(said, (_Said(self._state, mine, held), published, believed))
+        own = _Said(self._slots[0].state, mine, held)
+        dist.all_gather_object(said, (own, published, believed))
         _, published, (self._timeline, origin) = said[0]
         self._said = [of_rank for of_rank, _, _ in said]
         everywhere: dict[str, set[Copy]] = {}
@@ -215,8 +229,10 @@ class MemoryCopies:
             for state, copies in ((of_rank.state, of_rank.own), *of_rank.held.items()):
                 everywhere.setdefault(state, set()).update(copies)
         common = set.intersection(*(everywhere[of_rank.state] for of_rank in self._said))
-        found = {copy for copy in common if copy == origin or copy[1] == self._timeline != ""}
-        self._common = sorted(found, reverse=True)
+        self._common = sorted(
+            (copy for copy in common if copy == origin or copy[1] == self._timeline != ""),
+            reverse=True,
+        )
         return published
 
     @torch.no_grad()
@@ -243,8 +259,9 @@ class MemoryCopies:
                 self._partner.keep(copy)
                 self._ship(slot)
             self._begin_timeline(copy)
-            saved = {k: v for k, v in (slot.read() or {}).items() if k != "timeline"}
-            return CheckpointMetadata(**saved)
+            found = slot.describe()
+            assert found
+            return CheckpointMetadata(**found.saved)
         return None
 
     def _verified(self, copy: Copy) -> MemorySlot | None:
@@ -263,12 +280,13 @@ class MemoryCopies:
         return slot if all(there) else None
 
     def _whole_slot(self, copy: Copy) -> MemorySlot | None:
-        slot = next((slot for slot in self._slots if slot.copy == copy), None)
-        if slot is not None and not slot.is_whole():
-            _warn(f"rank {self._world.rank}: the copy of step {copy[0]} in memory is damaged")
-            slot.forget()
-            return None
-        return slot
+        for slot in self._slots:
+            if (found := slot.describe()) and found.which == copy:
+                if slot.is_whole():
+                    return slot
+                _warn(f"rank {self._world.rank}: the copy of step {copy[0]} in memory is damaged")
+                slot.forget()
+        return None
 
     def _fetch(self, copy: Copy, there: list[bool]) -> None:
         """Bring copies to the ranks that have none from those that hold one for them."""
@@ -280,10 +298,10 @@ class MemoryCopies:
                 if not has_it and copy in said.held.get(state, ())
             ]
             if self._partner and self._world.rank in holders[:1]:
-                for piece in self._partner.slot_with(copy).pieces():
+                for piece in self._partner.slot_with(state, copy).pieces():
                     dist.send(piece, rank)
             elif self._world.rank == rank and holders:
-                free = (slot for slot in self._slots if slot.read() is None)
+                free = (slot for slot in self._slots if slot.describe() is None)
                 for piece in next(free, self._slots[0]).pieces():
                     dist.recv(piece, holders[0])
 
@@ -305,13 +323,17 @@ class MemoryCopies:
                 self._timeline_file.parent.mkdir(exist_ok=True)
                 write_text(self._timeline_file, json.dumps([self._timeline, origin]))
             except OSError as error:
+                self._timeline_file.unlink(missing_ok=True)
                 _warn(f"{self._timeline_file}: {error}; copies in memory are of no use")
 
     def close(self) -> None:
         """Wait for the copy under way, whatever comes of it: the run has ended, perhaps with
-        something worse."""
-        shipped = None if self._cut else self._shipped
-        wait([future for future in (self._sealed, shipped) if future is not None])
+        something worse. On its way to a partner it need not arrive."""
+        if self._sealed is not None:
+            wait([self._sealed])
+        if self._partner and self._shipped is not None:
+            self._partner.hurries = True
+            wait([self._shipped], CLOSE_SECONDS)
 
     def wait_until_sealed(self) -> None:
         """Wait until the last copy is one that `load` takes."""
@@ -327,19 +349,15 @@ class MemoryCopies:
                 slot.forget()
 
     @contextlib.contextmanager
-    def _refusal(self, folder: Path, size: int) -> Iterator[None]:
-        """Memory that has no room is refused with the sizes."""
+    def _refusal(self, folder: Path, size: int, whose: str) -> Iterator[None]:
+        """Memory that has no room for two copies is refused with the sizes."""
         try:
             yield
         except OSError as error:
             disk = os.statvfs(folder)
-            copies = "two copies of its state"
-            if self._world.size > self._node_ranks:
-                copies += " and two of a rank of another node"
-                size *= 2
             raise TrainkitError(
                 f"checkpoint.memory_interval: rank {self._world.rank} needs {size / 1e9:.3f} GB in"
-                f" {folder} for {copies}, the {self._node_ranks} ranks of its node"
+                f" {folder} for two copies of {whose}, the {self._node_ranks} ranks of its node"
                 f" {self._node_ranks * size / 1e9:.3f} GB, and there are"
                 f" {disk.f_bavail * disk.f_frsize / 1e9:.3f} GB free: {error.strerror}",
                 exit=Exit.CONFIG,
@@ -352,10 +370,6 @@ class MemoryCopies:
             address = torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr()
         cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         torch.cuda.check_error(int(cudart.cudaHostRegister(address, len(self._memory), 0)))
-
-
-def _short(state: str) -> str:
-    return xxhash.xxh3_128_hexdigest(state.encode())
 
 
 def _overwrite(slot: MemorySlot, moves: list[tuple[Tensor, Tensor]]) -> None:

@@ -63,6 +63,26 @@ def table_of(tensors: Mapping[str, Tensor]) -> tuple[list[SavedPart], int]:
     return table, end
 
 
+@dataclass(frozen=True)
+class Description:
+    """What a slot says it holds.
+
+    Args:
+        state: whose, as `short_name` says it.
+        which: of that state's copies.
+        saved: a table of what belongs to it.
+    """
+
+    state: str
+    which: Copy
+    saved: Any
+
+
+def short_name(of: str) -> str:
+    """Of what says whose a state is."""
+    return xxhash.xxh3_128_hexdigest(of.encode())
+
+
 class Slot:
     """A copy's place in a file, whosever it is.
 
@@ -86,32 +106,21 @@ class Slot:
         """From now on it holds nothing."""
         STEP.pack_into(self.memory, self.start + STEP_AT, 0)
 
-    def describe(self) -> tuple[str, Any] | None:
-        """(Whose state it is, as JSON text; what belongs to the copy), as it says, not yet compared
-        with the hash; None where it holds nothing."""
+    def describe(self) -> Description | None:
+        """What it says it holds, not yet compared with the hash; None where that is nothing."""
         form, word, length, _ = HEAD.unpack_from(self.memory, self.start)
         if form != FORM or not word or length > self.length - HEAD.size:
             return None
         at = self.start + HEAD.size
         try:
             found = json.loads(self.memory[at : at + length])
-            of, copy = found["of"], found["copy"]
+            copy = found["copy"]
             if copy["step"] == word - 1 and isinstance(copy["timeline"], str):
-                return json.dumps(of), copy
-        except (ValueError, RecursionError, LookupError, TypeError):
+                which = (copy["step"], copy.pop("timeline"))
+                return Description(short_name(json.dumps(found["of"])), which, copy)
+        except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
             pass
         return None
-
-    def read(self) -> Any:
-        """What belongs to the copy here, a table; None as `describe`."""
-        described = self.describe()
-        return described[1] if described else None
-
-    @property
-    def copy(self) -> Copy | None:
-        """Which one it says it holds."""
-        found = self.read()
-        return (found["step"], found["timeline"]) if found else None
 
 
 class MemorySlot(Slot):
@@ -129,6 +138,7 @@ class MemorySlot(Slot):
     ) -> None:
         super().__init__(memory, start, self.size_of(of, size))
         self._of = of
+        self.state = short_name(of)
         self._room = len(of) + ROOM
         self._data = start + _pages(HEAD.size + self._room)
         self._size = size
@@ -158,10 +168,10 @@ class MemorySlot(Slot):
         self.memory[self.start : self.start + HEAD.size] = head
         STEP.pack_into(self.memory, self.start + STEP_AT, int(str(copy["step"])) + 1)
 
-    def describe(self) -> tuple[str, Any] | None:
+    def describe(self) -> Description | None:
         """As Slot's; None too where it is another rank's, run's or layout's."""
         found = super().describe()
-        return found if found and found[0] == self._of else None
+        return found if found and found.state == self.state else None
 
     def is_whole(self) -> bool:
         """Whether the hash is that of what is there."""

@@ -9,6 +9,7 @@ receives that rank's own, or its ward's, into a file of two slots like its own.
 from __future__ import annotations
 
 import time
+from datetime import timedelta
 from itertools import zip_longest
 from pathlib import Path
 
@@ -18,6 +19,9 @@ from torch import Tensor
 
 from trainkit.train.checkpoint.memory_slot import PAGE, STEP_AT, Copy, Slot, map_slots
 from trainkit.train.parallel.data_parallel import World
+
+# a piece that takes longer never comes; no copy is made meanwhile, but nothing else waits for it
+LINE_SECONDS = 300.0
 
 
 def keeper_of(node: int, nodes: int) -> int:
@@ -32,67 +36,73 @@ class PartnerCopy:
     together.
 
     Args:
-        folder: of the host's copies.
         world: this rank among the others.
         node_ranks: ranks of each host, of which there are at least two.
         length: bytes of a slot of this rank.
-
-    Raises OSError where the memory of the host has no room.
     """
 
-    def __init__(self, folder: Path, world: World, node_ranks: int, length: int) -> None:
+    def __init__(self, world: World, node_ranks: int, length: int) -> None:
         nodes = world.size // node_ranks
         keepers = [keeper_of(node, nodes) for node in range(nodes)]
         node, place = divmod(world.rank, node_ranks)
-        self._keeper = keepers[node] * node_ranks + place
-        self._ward = keepers.index(node) * node_ranks + place
-        pairs = sorted({_pair(world.rank, self._keeper), _pair(world.rank, self._ward)})
-        # Groups of their own: two threads that talk in the default one abort it.
-        groups = {
-            pair: dist.new_group(list(pair), backend="gloo", use_local_synchronization=True)
-            for pair in pairs
-        }
-        self._to = groups[_pair(world.rank, self._keeper)]
-        self._from = groups[_pair(world.rank, self._ward)]
+        self.keeper = keepers[node] * node_ranks + place
+        self.ward = keepers.index(node) * node_ranks + place
+        # Of all ranks, for one of a pair could have another name at each of the two; and apart from
+        # the default one, for two threads that talk in one group abort it.
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=LINE_SECONDS))
         theirs = torch.zeros(1, dtype=torch.int64)
         self._exchange(torch.tensor([length]), theirs)
-        length = int(theirs)
-        memory = map_slots(folder / f"{world.rank}.partner", 2 * length)
-        self._slots = [Slot(memory, start, length) for start in (0, length)]
+        self._length = int(theirs)
+        self.bytes = 2 * self._length  # of the file
+        self._slots: list[Slot] = []
         self._next = 0
+        self.hurries = False  # the line is not shared any more
+
+    def open(self, path: Path) -> None:
+        """Map the file. Raises OSError where the memory of the host has no room for it."""
+        memory = map_slots(path, self.bytes)
+        self._slots = [Slot(memory, start, self._length) for start in (0, self._length)]
 
     def held(self) -> dict[str, set[Copy]]:
         """What is here, as it says, by whose it is."""
         found: dict[str, set[Copy]] = {}
         for slot in self._slots:
-            if (described := slot.describe()) and (copy := slot.copy):
-                found.setdefault(described[0], set()).add(copy)
+            if described := slot.describe():
+                found.setdefault(described.state, set()).add(described.which)
         return found
 
-    def slot_with(self, copy: Copy) -> Slot:
+    def slot_with(self, state: str, copy: Copy) -> Slot:
         """Where one of those that are held is."""
-        return next(slot for slot in self._slots if slot.copy == copy)
+        return next(
+            slot
+            for slot in self._slots
+            if (found := slot.describe()) and (found.state, found.which) == (state, copy)
+        )
 
     def keep(self, copy: Copy) -> None:
         """Training goes on from this one: what is received next does not take its place, and any
         other one is never believed again."""
         for number, slot in enumerate(self._slots):
-            if slot.copy == copy:
+            if (found := slot.describe()) and found.which == copy:
                 self._next = 1 - number
             else:
                 slot.forget()
 
     def ship(self, own: Slot) -> None:
         """Send a copy to the keeper, and receive the ward's; for a thread of its own. Half of the
-        time the line is left to training. Raises RuntimeError where a peer is gone."""
+        time the line is left to training. Raises RuntimeError where a peer is gone, or silent for
+        LINE_SECONDS."""
         room = self._slots[self._next]
         self._next = 1 - self._next
         room.forget()
         nothing = torch.empty(0)
+        shortest = float("inf")
         for sent, received in zip_longest(own.pieces(PAGE), room.pieces(PAGE), fillvalue=nothing):
             began = time.perf_counter()
             self._exchange(sent, received)
-            time.sleep(time.perf_counter() - began)
+            # a piece that took longer waited for its peer, which must not wait for us then
+            shortest = min(shortest, time.perf_counter() - began)
+            time.sleep(0 if self.hurries else shortest)
         # the first page has the word of the step, which is written last
         head = torch.empty(PAGE, dtype=torch.uint8)
         self._exchange(own.bytes[:PAGE], head)
@@ -104,13 +114,9 @@ class PartnerCopy:
     def _exchange(self, sent: Tensor, received: Tensor) -> None:
         works = []
         if sent.numel():
-            works.append(dist.isend(sent, self._keeper, group=self._to))
+            works.append(dist.isend(sent, self.keeper, group=self._group))
         if received.numel():
-            works.append(dist.irecv(received, self._ward, group=self._from))
+            works.append(dist.irecv(received, self.ward, group=self._group))
         for work in works:
-            assert work is not None  # this rank is in both groups
+            assert work is not None  # this rank is in the group
             work.wait()
-
-
-def _pair(a: int, b: int) -> tuple[int, int]:
-    return min(a, b), max(a, b)
