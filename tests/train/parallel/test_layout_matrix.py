@@ -99,13 +99,15 @@ EXPERT_CHAINS = {
 }
 # Muon again: of two saves the older is read, where it was written
 AGAIN = [
-    Case(model, each, 4, {**SMALL, **MUON, "global_batch_size": 4, "micro_batch_size": 1}, "fp32")
-    for model, each in (
-        ("llama-tied", layout(2, sp=True, zero=0)),
-        ("llama-tied", layout(copies=2, zero=1)),
-        ("llama-tied", layout(copies=2, zero=3)),
-        ("llama-tied", layout(1, 2, "zbv")),
-        ("moe-biased", layout(2, sp=True, ep=2)),
+    Case(
+        model, each, ranks, {**SMALL, **MUON, "global_batch_size": 4, "micro_batch_size": 1}, "fp32"
+    )
+    for model, each, ranks in (
+        ("llama-tied", layout(2, sp=True), 2),
+        ("llama-tied", layout(copies=2, zero=1), 4),
+        ("llama-tied", layout(copies=2, zero=3), 4),
+        ("llama-tied", layout(1, 2, "zbv"), 2),
+        ("moe-biased", layout(2, sp=True, ep=2), 2),
     )
     if runs_here(each, experts=model == "moe-biased")
 ]
@@ -161,7 +163,7 @@ def _found(root: Path) -> dict[str, list[Any]]:
             tasks[ranks] |= of_world
     for case in AGAIN:
         of_case = root / f"again {words(case)}"
-        tasks[4] |= {
+        tasks[case.ranks] |= {
             f"saved {words(case)}": ("tests.train.resharding:save_in", (case, of_case)),
             f"again {words(case)}": (
                 "tests.train.resharding:load_in",
@@ -170,7 +172,7 @@ def _found(root: Path) -> dict[str, list[Any]]:
         }
     of_case = root / f"again {words(AGAIN[-1])}"
     forgets = (FORGETFUL, of_case, of_case / "forgetful")
-    tasks[4]["forgetful"] = ("tests.train.resharding:load_in", forgets)
+    tasks[FORGETFUL.ranks]["forgetful"] = ("tests.train.resharding:load_in", forgets)
     for name, (case, where) in OVERFLOWS.items():
         tasks[case.ranks][f"overflow {name}"] = (
             "tests.train.resharding:overflow_in",
