@@ -291,12 +291,10 @@ class MemoryCopies:
     def _fetch(self, copy: Copy, there: list[bool]) -> None:
         """Bring copies to the ranks that have none from those that hold one for them."""
         for rank, has_it in enumerate(there):
+            if has_it:
+                continue
             state = self._said[rank].state
-            holders = [
-                number
-                for number, said in enumerate(self._said)
-                if not has_it and copy in said.held.get(state, ())
-            ]
+            holders = [n for n, said in enumerate(self._said) if copy in said.held.get(state, ())]
             if self._partner and self._world.rank in holders[:1]:
                 for piece in self._partner.slot_with(state, copy).pieces():
                     dist.send(piece, rank)
@@ -323,7 +321,8 @@ class MemoryCopies:
                 self._timeline_file.parent.mkdir(exist_ok=True)
                 write_text(self._timeline_file, json.dumps([self._timeline, origin]))
             except OSError as error:
-                self._timeline_file.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):
+                    self._timeline_file.unlink(missing_ok=True)
                 _warn(f"{self._timeline_file}: {error}; copies in memory are of no use")
 
     def close(self) -> None:
