@@ -12,7 +12,8 @@ host's network is cut without a word; a spare host takes its place. Each kind so
 torchrun: the same trainer on a run folder that is there already, started by one `torchrun
 --max-restarts` a host; it starts all ranks again where one has died, and these go on from the
 newest checkpoint as trainkit's do. Nobody starts a torchrun that was killed again, nor one on
-another host: n/a. The sides take turns, five kills each.
+another host: n/a; inf: it did not train again within 180 s. The sides take turns, five kills
+each.
 
 Seconds are from just before the kill to the moment when the first step that is made again can be
 read in metrics.jsonl, looked for every 5 ms: all hosts have the clock of this machine. Lost: steps
@@ -110,13 +111,13 @@ class Measured:
 
 
 def wait_for(what: str, ready: Callable[[], bool]) -> float:
-    """When it came true, by this machine's clock. Ends the program where it does not."""
+    """When it came true, by this machine's clock. Raises TimeoutError."""
     deadline = time.time() + LONGEST
     while (now := time.time()) < deadline:
         if ready():
             return time.time()
         time.sleep(0.005)
-    sys.exit(f"no {what} within {LONGEST:.0f} s ({time.time() - now:.1f} s for the last look)")
+    raise TimeoutError(f"no {what} within {LONGEST:.0f} s ({time.time() - now:.1f} s for a look)")
 
 
 def newest_step(run: RunFolder) -> int:
@@ -159,6 +160,10 @@ class Side:
             try:
                 for _ in range(times):
                     yield self._hurt(run, fault, dice)
+            except TimeoutError:
+                if isinstance(self, Trainkit):
+                    raise
+                yield Recovery(float("inf"), 0)
             finally:
                 self.end(run)
 
