@@ -60,7 +60,6 @@ LAYOUTS = {
     "DP2": Layout(2, layout()),
     "TP2": Layout(2, layout(2)),
     "PP2": Layout(2, layout(1, 2)),
-    "PP3": Layout(3, layout(1, 3), layers=4),
     "TP2 x PP2": Layout(4, layout(2, 2)),
     # matrices lie on several ranks, or on each of several
     **{f"DP2 ZeRO {stage}, Muon": by_muon(2, layout(zero=stage)) for stage in range(4)},
@@ -72,6 +71,7 @@ LAYOUTS = {
     "TP2 x PP2 x DP2, Muon": by_muon(8, layout(2, 2)),
     "DP2, EP2": Layout(2, layout(ep=2), experts=True),
     "TP2 + SP, EP2, Muon": by_muon(2, layout(2, sp=True, ep=2))._replace(experts=True),
+    "PP3": Layout(3, layout(1, 3), layers=4),
 }
 LAYOUTS = {
     name: each
