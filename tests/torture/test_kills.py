@@ -186,7 +186,7 @@ FEW = [
     ("TP2", "bf16", False, 2),
     ("TP2 x PP2", "fp16", False, 2),
     ("HSDP 2x2 ZeRO 3, Muon", "bf16", True, 2),
-    ("TP2 + SP, Muon", "fp16", False, 2),
+    ("TP2 + SP, EP2, Muon", "fp16", False, 2),
     ("PP2 ZBV, Muon", "fp32", False, 2),
     ("DP2, EP2", "fp32", False, 3),
 ]
