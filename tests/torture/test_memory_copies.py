@@ -50,6 +50,14 @@ def kill_at(
     return during
 
 
+def damage(path: Path) -> None:
+    """A bit of the data in both slots of a file."""
+    content = bytearray(path.read_bytes())
+    for slot in (0, len(content) // 2):
+        content[slot + len(content) // 2 - 5000] ^= 1
+    path.write_bytes(content)
+
+
 @pytest.mark.parametrize("layout", ["DP2", "DP2 ZeRO 3, Muon", "TP2", "PP2"])
 def test_killed_ranks_lose_a_step_at_most(layout: str, ranks: Ranks, tmp_path: Path) -> None:
     left, killed = pair(layout, tmp_path)
@@ -99,11 +107,7 @@ def test_a_damaged_copy_of_one_rank_is_no_copy(ranks: Ranks, tmp_path: Path) -> 
     assert ranks.run(left, 2) == [0, 0]
     memory = {"TRAINKIT_MEMORY_FOLDER": str(tmp_path)}
     assert any(ranks.run(killed, 2, during=kill_at(killed, 9, slice(0, 2)), more=memory))
-    path = tmp_path / "1.state"
-    content = bytearray(path.read_bytes())
-    for slot in (0, len(content) // 2):
-        content[slot + len(content) // 2 - 5000] ^= 1
-    path.write_bytes(content)
+    damage(tmp_path / "1.state")
     assert ranks.run(killed, 2, more=memory) == [0, 0], log_of(killed)
     restored = json.loads(killed.attempt(1).restored.read_text())
     assert restored == {

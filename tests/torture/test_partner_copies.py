@@ -16,7 +16,7 @@ from tests.torture.conftest import Ranks, job_of
 from tests.torture.faults import Fault
 from tests.torture.test_disk import log_of
 from tests.torture.test_kills import end_of
-from tests.torture.test_memory_copies import KEEP, kill_at
+from tests.torture.test_memory_copies import KEEP, damage, kill_at
 from tests.train.support import new_run
 from tests.train.test_resume import facts
 from trainkit.runs.folder import RunFolder
@@ -130,13 +130,6 @@ def test_a_host_that_is_lost_in_a_transfer_leaves_the_one_before(
     found = restored(killed)
     assert found["source"] == "partner" and found["step"] >= 1, log_of(killed)
     assert facts(killed) == facts(left) and end_of(killed) == end_of(left)
-
-
-def damage(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    for slot in (0, len(content) // 2):
-        content[slot + len(content) // 2 - 5000] ^= 1
-    path.write_bytes(content)
 
 
 @pytest.mark.parametrize("partner_too", [False, True])
