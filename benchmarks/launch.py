@@ -61,8 +61,8 @@ from trainkit.jobs.clusters import Cluster as Description  # noqa: E402
 from trainkit.jobs.clusters import WatchLimits  # noqa: E402
 from trainkit.launch.hosts.hostfile import Host  # noqa: E402
 from trainkit.launch.launchers.contract import Launcher, TransportExit, Transports  # noqa: E402
-from trainkit.launch.launchers.local import local_argv  # noqa: E402
-from trainkit.launch.launchers.transports import TransportPerHost, start_transport  # noqa: E402
+from trainkit.launch.launchers.local import local_argv, start_local_agent  # noqa: E402
+from trainkit.launch.launchers.transports import TransportPerHost  # noqa: E402
 from trainkit.launch.protocol.frames import (  # noqa: E402
     Frame,
     ProcessesStopped,
@@ -73,7 +73,7 @@ from trainkit.launch.protocol.frames import (  # noqa: E402
 )
 from trainkit.launch.protocol.framing import HEARTBEAT_SECONDS  # noqa: E402
 from trainkit.launch.protocol.session_document import read_session  # noqa: E402
-from trainkit.launch.session import Session, transport_log  # noqa: E402
+from trainkit.launch.session import Session  # noqa: E402
 from trainkit.launch.supervise.orphan_sweep import open_agent_pool, wait_for_consistent_agents  # noqa: E402
 
 LIMIT = 1.2  # trainkit's seconds over torchrun's
@@ -367,23 +367,11 @@ class Many:
 
     name = "many"
 
-    def commands(self, session: Session, hosts: Sequence[Host]) -> list[tuple[str, ...]]:
-        return [local_argv(session, node) for node in range(len(hosts))]
+    def commands(self, session: Session, nodes: Sequence[int]) -> list[tuple[str, ...]]:
+        return [local_argv(session, node) for node in nodes]
 
-    def start(self, session: Session, hosts: Sequence[Host]) -> Transports:
-        outputs = [transport_log(session, node) for node in range(len(hosts))]
-        words = self.commands(session, hosts)
-        return TransportPerHost(
-            {
-                n: (
-                    start_transport(
-                        words[n], outputs[n], environment=session.environment, keep_stdin=False
-                    ),
-                    outputs[n],
-                )
-                for n in range(len(hosts))
-            }
-        )
+    def start(self, session: Session, nodes: Sequence[int]) -> Transports:
+        return TransportPerHost({node: start_local_agent(session, node) for node in nodes})
 
 
 class Idle(StubAgent):
@@ -410,11 +398,11 @@ class Stubs:
 
     name = "stubs"
 
-    def commands(self, session: Session, hosts: Sequence[Host]) -> list[tuple[str, ...]]:
+    def commands(self, session: Session, nodes: Sequence[int]) -> list[tuple[str, ...]]:
         return []
 
-    def start(self, session: Session, hosts: Sequence[Host]) -> Transports:
-        self.hosts = len(hosts)
+    def start(self, session: Session, nodes: Sequence[int]) -> Transports:
+        self.hosts = len(nodes)
         self.process = get_context("fork").Process(
             target=lambda: asyncio.run(run_stubs(session, self.hosts))
         )

@@ -19,7 +19,6 @@ from pathlib import Path
 from trainkit.base.files import read_json
 from trainkit.base.process import identity, on_this_node
 from trainkit.base.worker import PARENT_VARIABLE
-from trainkit.launch.hosts.hostfile import Host
 from trainkit.launch.launchers.contract import TransportExit, Transports
 from trainkit.launch.protocol import frames
 from trainkit.launch.protocol.frames import HostFacts, ProcessSpec, read_command
@@ -227,30 +226,30 @@ class Debug:
     def __init__(self, make: Callable[[Session, int], StubAgent] = StubAgent) -> None:
         self.make = make
 
-    def commands(self, session: Session, hosts: Sequence[Host]) -> list[tuple[str, ...]]:
+    def commands(self, session: Session, nodes: Sequence[int]) -> list[tuple[str, ...]]:
         return []
 
-    def start(self, session: Session, hosts: Sequence[Host]) -> Transports:
+    def start(self, session: Session, nodes: Sequence[int]) -> Transports:
         document = read_session(session.folder)
-        agents = [self.make(session, node) for node in range(len(hosts))]
+        agents = [self.make(session, node) for node in nodes]
         for agent in agents:
             agent.document = document
-        return _Tasks([asyncio.create_task(agent.run()) for agent in agents])
+        return _Tasks({agent.node: asyncio.create_task(agent.run()) for agent in agents})
 
 
 class _Tasks:
-    def __init__(self, tasks: Sequence[asyncio.Task[None]]) -> None:
+    def __init__(self, tasks: Mapping[int, asyncio.Task[None]]) -> None:
         self.tasks = tasks
 
     def poll(self) -> Mapping[int, TransportExit]:
         return {
             node: TransportExit(_code(task), _error_text(task))
-            for node, task in enumerate(self.tasks)
+            for node, task in self.tasks.items()
             if task.done()
         }
 
     def close(self) -> None:
-        for task in self.tasks:
+        for task in self.tasks.values():
             task.cancel()
 
 

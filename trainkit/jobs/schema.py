@@ -55,8 +55,6 @@ __all__ = [  # the tables that other packages name
     "WandbSettings",
 ]
 
-OWN_RANKS_GRACE = 1.0  # seconds from TERM to KILL that our own trainer needs at most
-
 
 class Job(Table):
     """One experiment, complete: after `trainkit.jobs` nobody reads jobs.toml or the environment
@@ -343,10 +341,9 @@ class Job(Table):
 
     @property
     def stop_grace(self) -> float:
-        """Seconds from TERM to KILL of ranks that are stopped. Our own trainer has nothing to save
-        then and ends at once, unless something holds its interpreter."""
-        grace = self.cluster.watch.grace
-        return min(grace, OWN_RANKS_GRACE) if self.is_native else grace
+        """Seconds from TERM to KILL of ranks that are stopped: 0 of our own trainer, which has
+        nothing to save then."""
+        return 0.0 if self.is_native else self.cluster.watch.grace
 
     @property
     def environment(self) -> dict[str, str]:

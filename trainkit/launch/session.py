@@ -18,7 +18,7 @@ import shutil
 import socket
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from trainkit.base.address import local_addresses
@@ -31,14 +31,19 @@ from trainkit.launch.containers.runtimes import extra_files, start_lines
 from trainkit.launch.containers.scripts import inside_script
 from trainkit.launch.hosts.hostfile import Host
 from trainkit.launch.programs import program_path
-from trainkit.launch.protocol.session_document import FILE_NAME, SessionDocument, SessionNode
+from trainkit.launch.protocol.session_document import (
+    FILE_NAME,
+    SessionDocument,
+    SessionNode,
+    read_session,
+)
 
 LOCAL_LEASE = 1e6
 SECRETS = "secrets.json"  # in a session's folder, 0600, until every rank runs
 SAFE_PATH = re.compile(r"[A-Za-z0-9_./+=:@,-]+")
 
 
-@dataclass(frozen=True)
+@dataclass
 class Session:
     """One session as its supervisor knows it; nobody else knows it before `write`.
 
@@ -46,7 +51,7 @@ class Session:
         folder: on the shared root.
         run: the run's id, or a name of its own where there is no run.
         attempt: its number, 0 where there is no run.
-        hosts: nodes in order.
+        hosts: by the numbers of their agents; more may come.
         cluster: limits, prolog, interpreter, ssh's arguments.
         code: the folder of the code snapshot, <root>/code/<sha256>, or a link to it.
         logs: where the transports' output goes, a file a host.
@@ -72,7 +77,7 @@ class Session:
 
     def __post_init__(self) -> None:
         # the snapshot's own folder, whose name is its hash, and not a link to it
-        object.__setattr__(self, "code", self.code.resolve())
+        self.code = self.code.resolve()
 
     @property
     def local(self) -> bool:
@@ -114,6 +119,14 @@ class Session:
     def mark(self, node: int) -> str:
         """TRAINKIT_RUN of every process of this session on one node."""
         return f"{self.run}/{self.attempt}/{node}"
+
+    def add(self, host: Host) -> int:
+        """The number of one more agent, which may come now."""
+        self.hosts = (*self.hosts, host)
+        document = read_session(self.folder)
+        nodes = tuple(SessionNode(each.name) for each in self.hosts)
+        write_json(self.folder / FILE_NAME, replace(document, nodes=nodes).to_json())
+        return len(self.hosts) - 1
 
     def write(self, root: Path, address: str, port: int, secret_values: Mapping[str, str]) -> None:
         """Make the folder. Only now can an agent connect: it has to know where to.

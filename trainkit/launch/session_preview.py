@@ -73,7 +73,7 @@ def preview_start(
     command = ENGINES[job.engine].command(job, run, attempt)
     session = preview_session(job, run, attempt, hosts.running)
     commands = [
-        list(argv) for argv in LAUNCHERS[job.cluster.launcher].commands(session, hosts.running)
+        list(argv) for argv in LAUNCHERS[job.cluster.launcher].commands(session, range(hosts.nodes))
     ]
     lines = []
     if background:

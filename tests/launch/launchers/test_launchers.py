@@ -58,7 +58,7 @@ def test_ssh_lines_carry_only_safe_words(tmp_path: Path) -> None:
         env={"X": "$(id)"},
         prolog=("module load 'x y'",),
     )
-    lines = Ssh().commands(given, AWAY)
+    lines = Ssh().commands(given, range(3))
     end = ("bash", f"{tmp_path}/s/node.sh")
     assert lines[0] == ("ssh", "-oStrictHostKeyChecking=accept-new", *OPTIONS, "node1", *end, "0")
     assert lines[1] == (
@@ -86,7 +86,7 @@ def test_ssh_lines_carry_only_safe_words(tmp_path: Path) -> None:
 def test_pdsh_line(tmp_path: Path) -> None:
     hosts = [Host("localhost"), *AWAY[:2]]
     given = session(tmp_path, hosts, launcher="pdsh")
-    away, here = Pdsh().commands(given, hosts)
+    away, here = Pdsh().commands(given, range(3))
     assert away == (
         "pdsh",
         "-R",
@@ -117,7 +117,7 @@ def test_what_pdsh_cannot_do_is_refused_with_a_way_out(
     tmp_path: Path, hosts: list[Host], said: str
 ) -> None:
     with pytest.raises(ConfigError, match=said) as caught:
-        Pdsh().commands(session(tmp_path, hosts, launcher="pdsh"), hosts)
+        Pdsh().commands(session(tmp_path, hosts, launcher="pdsh"), range(len(hosts)))
     assert "launcher = 'ssh'" in str(caught.value)
 
 
@@ -136,7 +136,7 @@ def test_a_root_that_would_need_quoting_is_refused_for_ssh_and_fine_here(tmp_pat
 
 def test_several_hosts_are_not_local(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nodes = 3 need launcher = 'ssh'"):
-        Local().commands(session(tmp_path, AWAY, launcher="local"), AWAY)
+        Local().commands(session(tmp_path, AWAY, launcher="local"), range(3))
     assert set(LAUNCHERS) == {"local", "ssh", "pdsh", "slurm"}
 
 
@@ -301,7 +301,7 @@ def test_a_start_that_fails_half_way_leaves_nothing(
     monkeypatch.setattr("trainkit.launch.launchers.local.start_transport", noted)
     monkeypatch.setenv("PATH", str(tools))
     with pytest.raises(FileNotFoundError):
-        launcher.start(given, hosts)
+        launcher.start(given, range(2))
     assert len(started) == 1 and started[0].poll() == -signal.SIGKILL
 
 

@@ -345,7 +345,7 @@ def test_a_node_finds_its_number_by_its_name(tmp_path: Path) -> None:
     hosts = [Host(name, slots=(0,)) for name in ("a-1", "a-2", "b-1")]
     made = Session(tmp_path, "run", 1, hosts, job("jean-zay-7-5b").cluster, tmp_path, tmp_path, {})
     made.script.write_text('echo "node $1"\n')
-    (tmp_path / "srun.sh").write_text(node_text(made, hosts))
+    (tmp_path / "srun.sh").write_text(node_text(made, dict(enumerate(hosts))))
 
     def said(name: str, number: int) -> subprocess.CompletedProcess[str]:
         env = {"PATH": "/usr/bin:/bin", "SLURMD_NODENAME": name, "SLURM_NODEID": str(number)}

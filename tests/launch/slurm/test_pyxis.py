@@ -109,7 +109,9 @@ def test_pyxis_looks_at_the_mounts_first(tmp_path: Path) -> None:
     step = scripts["step.sh"].splitlines()[2:]
     assert step[0].startswith(f"said=$(timeout --kill-after=5 81 {shlex.join(look)} 2>&1)")
     assert step[-1] == f"exec {shlex.join(srun_argv(given, hosts, {}))}"
-    assert "exec /bin/bash " + f'{RUN.session(1)}/inside.sh "$node"' in node_text(given, hosts)
+    assert "exec /bin/bash " + f'{RUN.session(1)}/inside.sh "$node"' in node_text(
+        given, dict(enumerate(hosts))
+    )
     (tmp_path / "mounts.sh").write_text(scripts["mounts.sh"])
     said = subprocess.run(
         ["bash", str(tmp_path / "mounts.sh")], capture_output=True, text=True, check=False

@@ -238,10 +238,11 @@ def test_a_shared_root_that_fails_or_stalls_stops_no_ping(tmp_path: Path) -> Non
 
     async def act(pool: AgentPool, server: Server) -> None:
         await pool.gather(300)
-        assert pool._transports is not None
+        (transports,) = pool._transports
         try:
             for trouble in (fail, answers.wait):
-                pool._transports = sick = Sick(pool._transports, trouble)
+                sick = Sick(transports, trouble)
+                pool._transports = [sick]
                 Beaten.pings[0] = []
                 async with asyncio.timeout(600):
                     while len(Beaten.pings[0]) < 2 or not sick.most:

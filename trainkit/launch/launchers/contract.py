@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from trainkit.launch.hosts.hostfile import Host
 from trainkit.launch.session import Session
 
 
@@ -39,12 +38,12 @@ class Launcher(Protocol):
 
     name: str
 
-    def commands(self, session: Session, hosts: Sequence[Host]) -> list[tuple[str, ...]]:
+    def commands(self, session: Session, nodes: Sequence[int]) -> list[tuple[str, ...]]:
         """The command lines that `start` would run, for a dry run."""
 
-    def start(self, session: Session, hosts: Sequence[Host]) -> Transports:
-        """Start an agent for every host of the session, in order; node K is hosts[K]. Does not
-        wait for them.
+    def start(self, session: Session, nodes: Sequence[int]) -> Transports:
+        """Start an agent for each of these nodes of the session, which follow each other. Does not
+        wait for them. No node is started twice.
 
         Raises TrainkitError (exit 3 or 8) where it cannot even try: a host name that does not
         fit, a program that is not installed; NoStart where a host is to blame for that.

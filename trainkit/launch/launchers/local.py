@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trainkit.base.errors import ConfigError
-from trainkit.launch.hosts.hostfile import Host
 from trainkit.launch.launchers.contract import Transports
 from trainkit.launch.launchers.transports import TransportPerHost, start_transport
 from trainkit.launch.session import Session, transport_log
@@ -19,17 +18,17 @@ class Local:
 
     name = "local"
 
-    def commands(self, session: Session, hosts: Sequence[Host]) -> list[tuple[str, ...]]:
-        if len(hosts) != 1:
+    def commands(self, session: Session, nodes: Sequence[int]) -> list[tuple[str, ...]]:
+        if len(nodes) != 1:
             raise ConfigError(
-                f"launcher = 'local' is this machine alone; nodes = {len(hosts)} need launcher ="
+                f"launcher = 'local' is this machine alone; nodes = {len(nodes)} need launcher ="
                 " 'ssh' or 'pdsh' and a hostfile"
             )
-        return [local_argv(session, 0)]
+        return [local_argv(session, node) for node in nodes]
 
-    def start(self, session: Session, hosts: Sequence[Host]) -> Transports:
-        self.commands(session, hosts)
-        return TransportPerHost({0: start_local_agent(session, 0)})
+    def start(self, session: Session, nodes: Sequence[int]) -> Transports:
+        self.commands(session, nodes)
+        return TransportPerHost({node: start_local_agent(session, node) for node in nodes})
 
 
 def start_local_agent(session: Session, node: int) -> tuple[subprocess.Popen[bytes], Path]:

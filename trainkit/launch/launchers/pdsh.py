@@ -21,7 +21,6 @@ from pathlib import Path
 
 from trainkit.base.errors import ConfigError, Exit, TrainkitError
 from trainkit.base.files import write_text
-from trainkit.launch.hosts.hostfile import Host
 from trainkit.launch.launchers.contract import TransportExit, Transports
 from trainkit.launch.launchers.local import local_argv, start_local_agent
 from trainkit.launch.launchers.ssh import ssh_options
@@ -44,37 +43,37 @@ class Pdsh:
 
     name = "pdsh"
 
-    def commands(self, session: Session, hosts: Sequence[Host]) -> list[tuple[str, ...]]:
-        here = [
-            local_argv(session, node) for node, host in enumerate(hosts) if is_this_machine(host)
-        ]
-        return [*([self._argv(session, _away(hosts))] if _away(hosts) else []), *here]
+    def commands(self, session: Session, nodes: Sequence[int]) -> list[tuple[str, ...]]:
+        away = _away(session, nodes)
+        here = [local_argv(session, node) for node in nodes if node not in away]
+        return [*([self._argv(session, nodes)] if away else []), *here]
 
-    def start(self, session: Session, hosts: Sequence[Host]) -> Transports:
+    def start(self, session: Session, nodes: Sequence[int]) -> Transports:
         if shutil.which("pdsh") is None:
             raise TrainkitError(
                 "pdsh is not installed on this machine",
                 exit=Exit.START,
                 hint="install it, or set launcher = 'ssh'",
             )
-        away = _away(hosts)
-        output = session.logs / "pdsh.log"
+        away = _away(session, nodes)
+        output = session.logs / f"pdsh{nodes[0] or ''}.log"
         if away:
-            argv = self._argv(session, away)
+            argv = self._argv(session, nodes)
             variables = ssh_variables(session)
         else:
             argv = ()
             variables = {}
         if away:
             write_text(
-                _script(session),
+                _script(session, nodes[0]),
                 f"#!/bin/bash\nnodes=({' '.join(map(str, away))})\nexec bash {session.script}"
                 ' "${nodes[$1]}"\n',
                 0o755,
             )
         with kill_on_error() as children:
-            for node in (node for node, host in enumerate(hosts) if is_this_machine(host)):
-                children[node] = start_local_agent(session, node)
+            for node in nodes:
+                if node not in away:
+                    children[node] = start_local_agent(session, node)
             if not away:
                 return TransportPerHost(children)
             child = start_transport(
@@ -84,12 +83,12 @@ class Pdsh:
             child,
             output,
             {node: transport_log(session, node) for node in away},
-            labels({n: hosts[n].name for n in away}),
+            labels({n: session.hosts[n].name for n in away}),
             TransportPerHost(children),
         )
 
-    def _argv(self, session: Session, away: Sequence[int]) -> tuple[str, ...]:
-        hosts = [session.hosts[node] for node in away]
+    def _argv(self, session: Session, nodes: Sequence[int]) -> tuple[str, ...]:
+        hosts = [session.hosts[node] for node in _away(session, nodes)]
         odd = [host.name for host in hosts if not FITTING.fullmatch(host.name)]
         if odd:
             raise ConfigError(
@@ -118,18 +117,18 @@ class Pdsh:
             "-w",
             names,
             "bash",
-            str(_script(session)),
+            str(_script(session, nodes[0])),
             "%n",
         )
 
 
-def _away(hosts: Sequence[Host]) -> list[int]:
-    return [node for node, host in enumerate(hosts) if not is_this_machine(host)]
+def _away(session: Session, nodes: Sequence[int]) -> list[int]:
+    return [node for node in nodes if not is_this_machine(session.hosts[node])]
 
 
-def _script(session: Session) -> Path:
+def _script(session: Session, first: int) -> Path:
     """What pdsh runs: from its own count of hosts (%n) to the node."""
-    return session.folder / "pdsh.sh"
+    return session.folder / f"pdsh{first or ''}.sh"
 
 
 def labels(names: Mapping[int, str]) -> dict[str, int]:

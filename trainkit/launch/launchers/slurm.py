@@ -57,38 +57,41 @@ class Slurm:
     def __init__(self, further: Sequence[str] = ()) -> None:
         self.further = tuple(further)
 
-    def commands(self, session: Session, hosts: Sequence[Host]) -> list[tuple[str, ...]]:
+    def commands(self, session: Session, nodes: Sequence[int]) -> list[tuple[str, ...]]:
+        hosts = [session.hosts[node] for node in nodes]
         looks = [mount_check_argv(session, hosts, os.environ)] if pyxis_container(session) else []
         return [
             (argv[0], *self.further, *argv[1:])
-            for argv in (*looks, srun_argv(session, hosts, os.environ))
+            for argv in (*looks, srun_argv(session, hosts, os.environ, nodes[0]))
         ]
 
-    def start(self, session: Session, hosts: Sequence[Host]) -> Transports:
+    def start(self, session: Session, nodes: Sequence[int]) -> Transports:
         if shutil.which("srun") is None:
             raise TrainkitError(
                 "srun is not installed on this machine",
                 exit=Exit.START,
                 hint="the supervisor of a Slurm run has to run inside its allocation",
             )
-        lines = self.commands(session, hosts)
+        lines = self.commands(session, nodes)
+        first = nodes[0]
+        hosts = {node: session.hosts[node] for node in nodes}
         argv = lines[-1]
         environment = {
             name: value for name, value in os.environ.items() if not NOT_FOR_AGENTS.fullmatch(name)
         }
-        write_text(node_script(session), node_text(session, hosts), 0o755)
+        write_text(node_script(session, first), node_text(session, hosts), 0o755)
         if container := pyxis_container(session):
             for name, text in step_scripts(container, lines, session.connect).items():
-                write_text(session.folder / name, text, 0o755)
-            argv = ("/bin/bash", str(session.folder / STEP))
+                write_text(session.folder / f"{first or ''}{name}", text, 0o755)
+            argv = ("/bin/bash", f"{session.folder}/{first or ''}{STEP}")
             environment = {**environment, **container.env}
-        output = session.logs / "srun.log"
+        output = session.logs / f"srun{first or ''}.log"
         child = start_transport(argv, output, environment=environment, keep_stdin=False)
         return _Step(
             child,
             output,
-            {node: transport_log(session, node) for node in range(len(hosts))},
-            {host.name: node for node, host in enumerate(hosts)},
+            {node: transport_log(session, node) for node in nodes},
+            {host.name: node for node, host in hosts.items()},
         )
 
 
@@ -100,13 +103,14 @@ def pyxis_container(session: Session) -> NodeContainer | None:
 
 
 def srun_argv(
-    session: Session, hosts: Sequence[Host], environment: Mapping[str, str]
+    session: Session, hosts: Sequence[Host], environment: Mapping[str, str], first: int = 0
 ) -> tuple[str, ...]:
     """The line of srun that starts the agents.
 
     Args:
         environment: the allocation's: srun itself no longer takes --cpus-per-task from it (Slurm
             22.05 and later).
+        first: the number of the first of these hosts in the session.
     """
     # which agents stop, and how, is the supervisor's word: a step that srun ends saves nothing
     ends = ("--kill-on-bad-exit=0", "--wait=60")
@@ -125,7 +129,7 @@ def srun_argv(
         *_output_options(session),
         *further,
     )
-    return (*argv, *task, str(node_script(session)))
+    return (*argv, *task, str(node_script(session, first)))
 
 
 def mount_check_argv(
@@ -183,19 +187,19 @@ def cpu_options(environment: Mapping[str, str]) -> tuple[str, ...]:
     return ((f"--cpus-per-task={least}",) if least and bound else ()) + bound
 
 
-def node_script(session: Session) -> Path:
+def node_script(session: Session, first: int) -> Path:
     """What srun runs on each node: from Slurm's name of it to its number in the session."""
-    return session.folder / "srun.sh"
+    return session.folder / f"srun{first or ''}.sh"
 
 
-def node_text(session: Session, hosts: Sequence[Host]) -> str:
-    """The script. SLURM_NODEID counts the nodes of the step in the same order; the name is proof
-    against any other (--distribution, a node left out)."""
+def node_text(session: Session, hosts: Mapping[int, Host]) -> str:
+    """The script, for these hosts by their numbers. The first step's SLURM_NODEID counts them in
+    the same order; the name is proof against any other (--distribution, a node left out)."""
     container = pyxis_container(session)
     runs = f"/bin/bash {container.script}" if container else f"/bin/bash -l {session.script}"
     lines = [
         "#!/bin/bash",
-        f"nodes=({' '.join(host.name for host in hosts)})",
+        f"nodes=({' '.join(f'[{node}]={host.name}' for node, host in hosts.items())})",
         'for node in "$SLURM_NODEID" "${!nodes[@]}"; do',
         f'    [ "${{nodes[node]}}" != "$SLURMD_NODENAME" ] || exec {runs} "$node"',
         "done",

@@ -45,26 +45,29 @@ class Ssh:
 
     name = "ssh"
 
-    def commands(self, session: Session, hosts: Sequence[Host]) -> list[tuple[str, ...]]:
-        return [self._argv(session, node, host) for node, host in enumerate(hosts)]
+    def commands(self, session: Session, nodes: Sequence[int]) -> list[tuple[str, ...]]:
+        return [self._argv(session, node) for node in nodes]
 
-    def start(self, session: Session, hosts: Sequence[Host]) -> Transports:
-        if not all(map(is_this_machine, hosts)) and shutil.which("ssh") is None:
+    def start(self, session: Session, nodes: Sequence[int]) -> Transports:
+        here = [node for node in nodes if is_this_machine(session.hosts[node])]
+        if len(here) < len(nodes) and shutil.which("ssh") is None:
             raise TrainkitError(
                 "ssh is not installed on this machine",
                 exit=Exit.START,
                 hint="install OpenSSH's client",
             )
         with kill_on_error() as children:
-            for node, argv in enumerate(self.commands(session, hosts)):
+            for node in nodes:
                 output = transport_log(session, node)
-                if is_this_machine(hosts[node]):
+                if node in here:
                     children[node] = start_local_agent(session, node)
                 else:
+                    argv = self._argv(session, node)
                     children[node] = (start_transport(argv, output, keep_stdin=True), output)
             return TransportPerHost(children)
 
-    def _argv(self, session: Session, node: int, host: Host) -> tuple[str, ...]:
+    def _argv(self, session: Session, node: int) -> tuple[str, ...]:
+        host = session.hosts[node]
         if is_this_machine(host):
             return local_argv(session, node)
         port = ("-p", str(host.port)) if host.port else ()

@@ -13,7 +13,6 @@ from trainkit.jobs.resolved import read_job
 from trainkit.jobs.schema import Job
 from trainkit.launch.containers import node_container, reusable_since
 from trainkit.launch.containers.pyxis import REMOVAL_MINUTES, removal_argv
-from trainkit.launch.hosts.hostfile import Host
 from trainkit.launch.launchers.contract import Transports
 from trainkit.launch.launchers.slurm import Slurm
 from trainkit.launch.run_inputs import refuse_other_inputs
@@ -125,7 +124,7 @@ class FailedProlog(Slurm):
         self.host = host
         self.code = code
 
-    def start(self, session: Session, hosts: Sequence[Host]) -> Transports:
+    def start(self, session: Session, nodes: Sequence[int]) -> Transports:
         why = (
             f"the prolog of clusters.{session.cluster.name} failed in the batch script (exit code"
             f" {self.code})"

@@ -7,13 +7,14 @@ import asyncio
 import contextlib
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import TypeVar, cast
 
 from trainkit.launch.containers.runtimes import NOT_STARTED, describe_exit
+from trainkit.launch.hosts.hostfile import Host
 from trainkit.launch.launchers.contract import Launcher, TransportExit, Transports
 from trainkit.launch.protocol.frames import (
     CommandRefused,
@@ -22,6 +23,7 @@ from trainkit.launch.protocol.frames import (
     HeartbeatReport,
     HostFacts,
     Ping,
+    StartParent,
     read_report,
 )
 from trainkit.launch.protocol.framing import BadFrame, encode, heartbeat_interval
@@ -92,14 +94,15 @@ class AgentLost(Frame):
 
 
 class AgentPool:
-    """All agents of a session, by node. The server's thread hears them and pings them, whatever
-    the loop that asks them waits for.
+    """All agents of a session, by their numbers. The server's thread hears them and pings them,
+    whatever the loop that asks them waits for.
 
     Args:
         session: already written.
         launcher: what starts the agents.
         server: where they knock; it listens already.
         clock: seconds, by which agents are waited for.
+        standbys: how many of the session's last hosts are not in use yet.
     """
 
     def __init__(
@@ -108,8 +111,12 @@ class AgentPool:
         launcher: Launcher,
         server: Server,
         clock: Callable[[], float] = time.monotonic,
+        standbys: int = 0,
     ) -> None:
         self.session = session
+        # the agents in use, in order of the nodes of ranks; others stand by
+        self.nodes = list(range(len(session.hosts) - standbys))
+        self.parent: StartParent | None = None  # what each agent starts at once, as it comes
         self.launcher = launcher
         self.server = server
         self.clock = clock
@@ -122,7 +129,7 @@ class AgentPool:
         self._connections: dict[int, Connection] = {}
         self._phase = "gather"
         self._leaving: set[int] = set()
-        self._transports: Transports | None = None
+        self._transports: list[Transports] = []
         self._ends: Mapping[int, TransportExit] = {}
         self._looking: asyncio.Task[None] | None = None
         self._beating: Future[None] | None = None
@@ -144,8 +151,33 @@ class AgentPool:
         self._home = asyncio.get_running_loop()
         self.server.token = self.session.token
         self.server.handlers["agent"] = self._serve
-        self._transports = self.launcher.start(self.session, self.session.hosts)
+        self._launch(self.nodes)
+        for node in range(len(self.nodes), len(self.session.hosts)):
+            self._launch([node])  # one that is down is not to keep the others from starting
         self._beating = asyncio.run_coroutine_threadsafe(self._beat(), self.server.loop)
+
+    def _launch(self, nodes: Sequence[int]) -> None:
+        self._transports.append(self.launcher.start(self.session, nodes))
+
+    def use(self, hosts: Sequence[Host]) -> list[int]:
+        """From now on the agents in use are those of these hosts, in this order: where none is
+        there, or on its way, a new one starts; one in use so far that is not wanted ends.
+
+        Returns:
+            Those that were not in use before.
+
+        Raises as `Launcher.start`.
+        """
+        former = set(self.nodes)
+        gone = self.lost.keys() | self._leaving | self._ends.keys()
+        there = {self.host(n): n for n in range(len(self.session.hosts)) if n not in gone}
+        wanted = [host for host in hosts if host.name not in there]
+        new = {host.name: self.session.add(host) for host in wanted}
+        self.nodes = [{**there, **new}[host.name] for host in hosts]
+        self.dismiss(sorted(former - {*self.nodes}))
+        if new:
+            self._launch(list(new.values()))
+        return [node for node in self.nodes if node not in former]
 
     async def close(self) -> None:
         """Dismiss all agents and wait for their end, bounded."""
@@ -158,13 +190,26 @@ class AgentPool:
         finally:
             for connection in list(self._connections.values()):
                 self.server.loop.call_soon_threadsafe(connection.close)
-            if self._transports is not None:
-                self._transports.close()
+            for transports in self._transports:
+                transports.close()
 
     @property
     def present(self) -> list[int]:
-        """Nodes whose agents are there, in order."""
+        """Agents that are there, in order."""
         return sorted(node for node in list(self.hellos) if node not in self.lost)
+
+    @property
+    def at_work(self) -> list[int]:
+        """Those of them that are in use."""
+        return [node for node in self.present if node in self.nodes]
+
+    def start_parents(self, frame: StartParent | None) -> None:
+        """Have this run on every host, of agents that are still to come too; one that lives
+        stays."""
+        self.parent = frame
+        if frame is not None:
+            for node in self.present:
+                self.send(node, frame)
 
     def host(self, node: int) -> str:
         """A node's name in the hostfile."""
@@ -183,10 +228,10 @@ class AgentPool:
             self._leaving.add(node)
 
     async def gather(self, timeout: float) -> list[JoinedAgent | MissingAgent]:
-        """Wait until every agent has said hello or cannot come any more, at most `timeout`
-        seconds; the answers by node."""
+        """Wait until every agent in use has said hello or cannot come any more, at most `timeout`
+        seconds; the answers in order."""
         deadline = self.clock() + timeout
-        nodes = range(len(self.session.hosts))
+        nodes = self.nodes
         ended = await self._ended()
         while self.clock() < deadline and not all(
             node in self.hellos or node in self.lost or node in ended for node in nodes
@@ -247,15 +292,16 @@ class AgentPool:
     async def _look_once(self) -> Mapping[int, TransportExit]:
         """A look reads files on the shared root: it has a thread, one at a time, and while that
         waits for the file system we go on with what we knew."""
-        if self._transports is not None and (self._looking is None or self._looking.done()):
-            self._looking = asyncio.create_task(asyncio.to_thread(self._look, self._transports))
+        if self._looking is None or self._looking.done():
+            looked_at = list(self._transports)
+            self._looking = asyncio.create_task(asyncio.to_thread(self._look, looked_at))
         if self._looking is not None:
             await asyncio.wait({self._looking}, timeout=POLL_SECONDS)
         return self._ends
 
-    def _look(self, transports: Transports) -> None:
+    def _look(self, transports: Sequence[Transports]) -> None:
         with contextlib.suppress(OSError):
-            self._ends = dict(transports.poll())
+            self._ends = {node: end for each in transports for node, end in each.poll().items()}
 
     def _missing(self, node: int, end: TransportExit | None, timeout: float) -> MissingAgent:
         host = self.host(node)
@@ -265,7 +311,7 @@ class AgentPool:
                 words = describe_exit(self.session.container, end.code, end.last)
             # bash's words, about no file but this
             unseen = re.search(
-                re.escape(f"{self.session.folder}/") + r"[a-z]+\.sh: No such file", end.last
+                re.escape(f"{self.session.folder}/") + r"[a-z]+\d*\.sh: No such file", end.last
             )
             return MissingAgent(node, host, words, unseen is not None)
         if node in self.lost:
@@ -292,6 +338,8 @@ class AgentPool:
                 frame = read_report(received)
                 if isinstance(frame, HostFacts) and node not in self.hellos:
                     self.hellos[node] = self._hello(node, frame)
+                    if self.parent is not None:
+                        self.send(node, self.parent)
                 elif frame is not None:
                     self._compare_clocks(node, frame)
                     while self._given - self._arrived + self.received.qsize() >= HELD_FRAMES:

@@ -23,7 +23,7 @@ from trainkit.launch.protocol.frames import (
     StartProcesses,
     StopProcesses,
 )
-from trainkit.launch.supervise.agent_pool import AgentPool, JoinedAgent
+from trainkit.launch.supervise.agent_pool import AgentPool
 from trainkit.launch.supervise.attempt_context import (
     AttemptContext,
     AttemptResult,
@@ -82,10 +82,10 @@ class Attempt:
         run: the run.
         number: the attempt's number; its folders do not exist yet.
         job: as the attempt runs it; `job.nodes` is the number of hosts.
-        hosts: nodes in order of ranks.
+        hosts: nodes in order of ranks, then those that stand by.
         command: what the ranks run.
         context: of the supervisor.
-        kept: the agents of the attempt before, on the same hosts, which go on; None: new ones.
+        kept: the agents of the attempt before, those that are left of them; None: new ones.
     """
 
     def __init__(
@@ -106,6 +106,10 @@ class Attempt:
         self.kept = kept
         self.pool: AgentPool | None = kept  # whose agents are there
         self.session = kept.session if kept is not None else new_session(run, number, job, hosts)
+        self.hosts = hosts[: job.nodes]
+        self.agents: Sequence[int] = range(job.nodes)  # of these hosts, by their numbers
+        self.new_agents: Sequence[int] = self.agents  # those of them that have no slots yet
+        self.noted: set[int] = set()  # agents whose coming was written down
         self.events = EventLog(self.folder)
         self.redactor = Redactor(context.secrets.values())
         self.clock = context.root.clock
@@ -154,16 +158,22 @@ class Attempt:
         )
 
     async def _open_pool(self) -> AgentPool:
-        """New agents on their way, or those of the attempt before."""
+        """New agents on their way, beside those that are left of the attempt before."""
         context = self.context
+        parent = parent_frame(self.command, self.job.cluster.watch.start)
         if self.kept is not None:
             self.kept.session.write_secrets(context.secrets)
             # who looks for this attempt's session finds that of the agents
             self.run.session(self.folder.number).symlink_to(self.kept.session.folder.name)
+            self.new_agents = self.kept.use(self.hosts)
+            self.agents = self.kept.nodes
+            self.kept.start_parents(parent)
             return self.kept
         server = context.server
         self.session.write(self.run.root, server.address, server.port, context.secrets)
-        pool = AgentPool(self.session, context.launcher, server, self.clock)
+        standbys = len(self.session.hosts) - len(self.hosts)
+        pool = AgentPool(self.session, context.launcher, server, self.clock, standbys)
+        pool.start_parents(parent)
         await pool.open()
         self.pool = pool
         return pool
@@ -175,26 +185,26 @@ class Attempt:
             self.pool = None
             await pool.close()
 
-    async def agents_for(self, hosts: Sequence[Host]) -> AgentPool | None:
-        """The agents, if they can start the ranks of an attempt on these hosts; else they end."""
-        if self.pool is not None and self.can_go_on and tuple(self.session.hosts) == tuple(hosts):
+    async def agents_for_next(self) -> AgentPool | None:
+        """The agents, if they can start the ranks of another attempt; else they end."""
+        if self.can_go_on:
             return self.pool
         await self.close_pool()
         return None
 
     @property
     def can_go_on(self) -> bool:
-        """Whether the agents can start the ranks of another attempt: all of them are there, and
-        have said that nothing is left of the ranks of this one."""
+        """Whether the agents can start the ranks of another attempt: some are there, and all that
+        are have said that nothing is left of the ranks of this one."""
         ranks = self.ranks
         return (
             self.keeps_agents
             and self.pool is not None
             and self.began
-            and not ranks.losses
             and not ranks.survivors
             and not self.asked_again
-            and len(ranks.stopped) == len(self.session.hosts) == len(self.pool.present)
+            and bool(self.pool.at_work)
+            and ranks.stopped.keys() >= {*self.pool.at_work}
         )
 
     @property
@@ -230,9 +240,9 @@ class Attempt:
         """What hosts have said so far of what is left on them."""
         ranks = self.ranks
         lost = {each.host for each in ranks.losses}
-        hosts = self.session.hosts if ranks.node_of else ()
+        agents = zip(self.agents, self.hosts, strict=True) if ranks.node_of else ()
         end.survivors = ranks.survivors
-        end.unanswered = [h.name for node, h in enumerate(hosts) if node not in ranks.stopped]
+        end.unanswered = [host.name for agent, host in agents if agent not in ranks.stopped]
         uncertain = {*end.unanswered, *lost, *(each["host"] for each in ranks.survivors)}
         if uncertain - lost:
             ranks.lost_at = time.monotonic()
@@ -268,20 +278,14 @@ class Attempt:
 
     async def _prepare_hosts(self, pool: AgentPool) -> None:
         """Agents there and alike, slots held, rank 0's port proved, world.json written."""
-        if self.kept is None:
-            gpus = 0
-            if self.job.cluster.device_type == "cuda":
-                gpus = self.job.ranks_per_node
-            own = self.command.own_code
-            parent = parent_frame(self.command, self.job.cluster.watch.start)
-            await gather(pool, own_code=own, gpus=gpus, parent=parent, on_joined=self._note_agent)
-            await reserve(pool, self.job, share=self.context.share)
-        else:
-            parent = parent_frame(self.command, self.job.cluster.watch.start)
-            for agent in pool.hellos.values():
-                self._note_agent(agent)
-                if parent is not None:  # one that lives stays
-                    pool.send(agent.node, parent)
+        gpus = 0
+        if self.job.cluster.device_type == "cuda":
+            gpus = self.job.ranks_per_node
+        try:
+            await gather(pool, own_code=self.command.own_code, gpus=gpus)
+        finally:
+            self._note_agents(pool)
+        await reserve(pool, self.new_agents, self.job, share=self.context.share)
         address, port = await rendezvous(pool, self.command.port)
         number = self.folder.number
         self.world = build_world(pool, number, self.job, self.command, address, port)
@@ -292,16 +296,21 @@ class Attempt:
         if self.command.spawn == "per_run":
             write_text(self.run.path / HOSTFILE, self.world.hostfile)
 
-    def _note_agent(self, agent: JoinedAgent) -> None:
-        self.events.write_soon(
-            AgentJoined(
-                agent.node,
-                agent.host,
-                agent.facts.address,
-                round(agent.clock_offset, 3),
-                agent.facts.proof,
-            )
-        )
+    def _note_agents(self, pool: AgentPool) -> None:
+        """Write down who is there, of those that stand by too."""
+        for number in pool.present:
+            if number not in self.noted:
+                self.noted.add(number)
+                agent = pool.hellos[number]
+                self.events.write_soon(
+                    AgentJoined(
+                        number,
+                        agent.host,
+                        agent.facts.address,
+                        round(agent.clock_offset, 3),
+                        agent.facts.proof,
+                    )
+                )
 
     async def _start(self, pool: AgentPool) -> None:
         """Start every rank, once its rank parent has imported what it needs. Raises StartError (8)
@@ -338,13 +347,14 @@ class Attempt:
         the first of them."""
         assert self.world is not None
         started = started_ranks(self.world, self.command.spawn)
-        self.ranks.expect({rank: node for node, ranks in enumerate(started) for rank in ranks})
-        for number, ranks in enumerate(started):
+        by_agent = list(zip(pool.nodes, started, strict=True))
+        self.ranks.expect({rank: agent for agent, ranks in by_agent for rank in ranks})
+        for node, (agent, ranks) in enumerate(by_agent):
             processes = tuple(
-                self._process(self.world, number, local_rank, rank)
+                self._process(self.world, node, local_rank, rank)
                 for local_rank, rank in enumerate(ranks)
             )
-            pool.send(number, StartProcesses(processes, tuple(self.context.secrets)))
+            pool.send(agent, StartProcesses(processes, tuple(self.context.secrets)))
 
     def _process(self, world: RunWorld, node: int, local_rank: int, rank: int) -> ProcessSpec:
         return ProcessSpec(
@@ -418,7 +428,7 @@ class Attempt:
             return
         self.save_requested = True
         self.events.write(SaveRequested(sorted(self.ranks.running)))
-        for node in pool.present:
+        for node in pool.at_work:
             pool.send(node, SignalProcesses("USR1"))
 
     async def _find_hang(self, pool: AgentPool) -> Outcome | None:
@@ -429,7 +439,7 @@ class Attempt:
         notice = self.context.observer.notice
         notice(f"no rank has moved for {seconds:.0f} s: looking at their stacks")
         ranks.stacks = StackDumps(self.folder)
-        nodes = pool.present
+        nodes = pool.at_work
         for node in nodes:
             pool.send(node, DumpStacks(py_spy=True))
         deadline = time.monotonic() + ranks.stacks.seconds
@@ -452,6 +462,7 @@ class Attempt:
                 self.ranks.handle(pool, *await pool.received.get())
         while not pool.received.empty():
             self.ranks.handle(pool, *pool.received.get_nowait())
+        self._note_agents(pool)
         self.context.observer.tick()
 
     async def _stop_all(self, pool: AgentPool, reason: str, *, everything: bool = False) -> None:
@@ -461,11 +472,11 @@ class Attempt:
         if not self.ranks.node_of:
             return
         stopped = self.ranks.stopped
-        nodes = [node for node in pool.present if node not in stopped]
+        nodes = [node for node in pool.at_work if node not in stopped]
         if not nodes:
             return
         grace = self.job.stop_grace
-        keep_parent = self.keeps_agents and not self.ranks.losses and not everything
+        keep_parent = self.keeps_agents and not everything
         if self.context.stop_requests.killed_soon:
             grace = 0.0
         for node in nodes:

@@ -79,7 +79,9 @@ class RankTracker:
         return [left for found in self.stopped.values() for left in found]
 
     def handle(self, pool: AgentPool, node: int, frame: Frame) -> None:
-        """Take in one frame of a node's agent."""
+        """Take in one frame of an agent; of one that is not in use nothing is of our ranks."""
+        if node not in pool.nodes:
+            return
         host = pool.host(node)
         match frame:
             case HeartbeatReport():

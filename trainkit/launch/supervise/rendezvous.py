@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from trainkit.base.errors import Exit
 from trainkit.engines.contract import Command
@@ -21,7 +21,6 @@ from trainkit.launch.protocol.frames import (
     ReserveSlots,
     SlotsBusy,
     SlotsReserved,
-    StartParent,
     StopListening,
 )
 from trainkit.launch.session import Session, is_this_machine
@@ -64,30 +63,17 @@ class StartError(Exception):
         self.outcome = Outcome(exit, failure_class, cause, tuple(suspects))
 
 
-async def gather(
-    pool: AgentPool,
-    *,
-    own_code: bool,
-    gpus: int = 0,
-    parent: StartParent | None = None,
-    on_joined: Callable[[JoinedAgent], None] = lambda hello: None,
-) -> list[JoinedAgent]:
-    """Every agent's hello, once they all agree. Raises StartError: 8 with all hosts that did not
-    come, 7 with all that differ.
+async def gather(pool: AgentPool, *, own_code: bool, gpus: int = 0) -> list[JoinedAgent]:
+    """The hello of every agent in use, once they all agree. Raises StartError: 8 with all hosts
+    that did not come, 7 with all that differ.
 
     Args:
-        pool: entered, and not yet spoken to.
+        pool: entered.
         own_code: trainkit's own code is to run there.
         gpus: how many each host must have.
-        parent: what each host starts at once, beside all that comes before its ranks.
-        on_joined: called with each that came.
     """
     answers = await pool.gather(pool.session.connect)
     hellos = [answer for answer in answers if isinstance(answer, JoinedAgent)]
-    for hello in hellos:
-        on_joined(hello)
-        if parent is not None:
-            pool.send(hello.node, parent)
     if missing := [answer for answer in answers if isinstance(answer, MissingAgent)]:
         _refuse_missing(missing, len(answers), pool.session)
     if wrong := host_inconsistencies(hellos, pool.session, gpus, own_code=own_code):
@@ -182,15 +168,16 @@ async def _asked(
     if rows:
         raise StartError(
             Exit.START,
-            f"{_count(len(rows), len(pool.session.hosts))} there, but did not go on",
+            f"{_count(len(rows), len(pool.nodes))} there, but did not go on",
             rows,
             suspects=[host for host, _ in rows],
         )
     return done
 
 
-async def reserve(pool: AgentPool, job: Job, *, share: bool) -> None:
-    """Hold the job's slots on every host. Raises StartError (17) naming the runs that hold them.
+async def reserve(pool: AgentPool, nodes: Sequence[int], job: Job, *, share: bool) -> None:
+    """Hold the job's slots on the hosts of these agents. Raises StartError (17) naming the runs
+    that hold them.
 
     What an earlier attempt of the same run still holds is waited for: its agents let go when
     nothing of it is left.
@@ -201,11 +188,11 @@ async def reserve(pool: AgentPool, job: Job, *, share: bool) -> None:
         node: ReserveSlots(
             session.run,
             session.attempt,
-            tuple(slot_names(job, host)),
+            tuple(slot_names(job, session.hosts[node])),
             share=share,
             mark=session.mark(node),
         )
-        for node, host in enumerate(session.hosts)
+        for node in nodes
     }
     hosts = len(frames)
     deadline = time.monotonic() + watch.lease + watch.grace + OWN_SECONDS
@@ -249,7 +236,7 @@ def _refuse_twins(pool: AgentPool, busy: Mapping[int, Mapping[str, object]]) -> 
     """Raise StartError (7) where a host's slots are held by another agent of this very attempt: two
     names of one machine, or one folder of several."""
     session = pool.session
-    nodes = {session.mark(node): node for node in range(len(session.hosts))}
+    nodes = {session.mark(node): node for node in pool.nodes}
     pairs = [
         (node, nodes[mark])
         for node, holder in busy.items()
@@ -277,7 +264,7 @@ def _refuse_twins(pool: AgentPool, busy: Mapping[int, Mapping[str, object]]) -> 
         " is a folder of each node's own, such as /dev/shm"
     )
     raise StartError(
-        Exit.HEALTH, f"{_count(len(rows), len(session.hosts))} not by themselves", rows, hint=hint
+        Exit.HEALTH, f"{_count(len(rows), len(pool.nodes))} not by themselves", rows, hint=hint
     )
 
 
@@ -290,31 +277,32 @@ async def rendezvous(pool: AgentPool, wanted: int = 0) -> tuple[str, int]:
     """(address, port) of rank 0: free there, and reached from every node. Raises StartError (8).
 
     Args:
-        pool: all of whose agents are there.
+        pool: all of whose used agents are there.
         wanted: the port that is tried before others; 0: none.
     """
     session, timeout = pool.session, pool.session.connect
     ports = port_candidates(f"{session.run}/{session.attempt}")
     if wanted:
         ports = [wanted, *ports]
+    first = pool.nodes[0]
     listening = (
         await _asked(
             pool,
             "listening for the others",
-            {0: Listen(tuple(ports))},
+            {first: Listen(tuple(ports))},
             (Listening,),
             timeout,
         )
-    )[0]
-    address = str(pool.hellos[0].facts.address)
+    )[first]
+    address = str(pool.hellos[first].facts.address)
     port = listening.port
     if port is None:
         raise StartError(
             Exit.START,
-            f"none of {len(ports)} ports tried on {pool.host(0)} is free: {listening.error}",
+            f"none of {len(ports)} ports tried on {pool.host(first)} is free: {listening.error}",
         )
-    if len(session.hosts) > 1:
-        frames = {node: ConnectToPort(address, port) for node in range(len(session.hosts))}
+    if len(pool.nodes) > 1:
+        frames = {node: ConnectToPort(address, port) for node in pool.nodes}
         phase = f"connecting to {address}:{port}"
         got = await _asked(pool, phase, frames, (PortChecked,), timeout)
         if rows := [
@@ -326,22 +314,23 @@ async def rendezvous(pool: AgentPool, wanted: int = 0) -> tuple[str, int]:
             )
             raise StartError(
                 Exit.START,
-                f"{_count(len(rows), len(got))} unable to reach rank 0's host {pool.host(0)} at"
+                f"{_count(len(rows), len(got))} unable to reach rank 0's host {pool.host(first)} at"
                 f" {address}:{port}",
                 rows,
                 hint=hint,
             )
-    await _asked(pool, "freeing the port again", {0: StopListening()}, (ListeningStopped,), timeout)
+    freed = {first: StopListening()}
+    await _asked(pool, "freeing the port again", freed, (ListeningStopped,), timeout)
     return address, int(port)
 
 
 def build_world(
     pool: AgentPool, attempt: int, job: Job, command: Command, address: str, port: int
 ) -> RunWorld:
-    """Ranks over the session's hosts, in order.
+    """Ranks over the hosts of the used agents, in order.
 
     Args:
-        pool: all of whose agents are there.
+        pool: all of whose used agents are there.
         attempt: its number; the agents may be those of an earlier one.
         job: as the attempt runs it.
         command: what the ranks run.
@@ -351,15 +340,15 @@ def build_world(
     session = pool.session
     devices_by_hostfile = job.cluster.device_type == "cuda" and job.cluster.launcher_traits.hostfile
     nodes = []
-    for number, host in enumerate(session.hosts):
-        facts = pool.hellos[number].facts
+    for number, agent in enumerate(pool.nodes):
+        facts = pool.hellos[agent].facts
         visible = None
         if devices_by_hostfile:
-            visible = ",".join(visible_devices(job, host))
+            visible = ",".join(visible_devices(job, session.hosts[agent]))
         first = number * command.ranks_per_node
         nodes.append(
             WorldNode(
-                pool.host(number),
+                pool.host(agent),
                 str(facts.address),
                 number,
                 tuple(range(first, first + command.ranks_per_node)),

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from trainkit.base.errors import ConfigError, Exit
 from trainkit.base.files import write_json
 from trainkit.base.process import identity
-from trainkit.engines.contract import Engine
+from trainkit.engines.contract import Command, Engine
 from trainkit.engines.registry import ENGINES
 from trainkit.jobs.resolved import read_job
 from trainkit.jobs.resume_changes import changed_job
@@ -52,10 +52,7 @@ from trainkit.runs.events import (
     ViewLost,
 )
 from trainkit.runs.folder import RunFolder
-from trainkit.runs.record import (
-    SupervisorStatus,
-    write_supervisor_status,
-)
+from trainkit.runs.record import SupervisorStatus, write_supervisor_status
 
 CONTROL_SECONDS = 10.0  # that somebody who has proved itself has to say what it wants
 LOOK_SECONDS = 1.0  # between two looks at whether the root answers
@@ -229,9 +226,10 @@ class Supervisor:
         )
         kept = None
         if self.attempt is not None:
-            kept = await self.attempt.agents_for(hosts)
+            kept = await self.attempt.agents_for_next()
             self.attempt.events.close()
-        self.attempt = attempt = Attempt(self.run, number, self.job, hosts, command, context, kept)
+        ready = (*hosts, *self._standbys(command))
+        self.attempt = attempt = Attempt(self.run, number, self.job, ready, command, context, kept)
         attempt.events.on_write = functools.partial(self.notifier.on_event, number)
         attempt.record_start()
         self._write_sign_of_life()
@@ -251,7 +249,7 @@ class Supervisor:
             attempt.events.close()
             raise
         end = self._judge(end)
-        if not end.again or end.outcome.suspects:
+        if not end.again:
             await attempt.dismiss(end)
         self._record_end(end)
         if end.uncertain:
@@ -380,6 +378,13 @@ class Supervisor:
             self.job.nodes,
             lambda nodes: self.job.retries.shrink and self._shrunk_job(nodes) is not None,
         )
+
+    def _standbys(self, command: Command) -> Sequence[Host]:
+        """Spare hosts whose agents wait with all that ranks need imported, where these are forked
+        from that."""
+        if command.parent is None:
+            return ()
+        return [host for host in self.hosts.available() if host.name not in self.hosts.places]
 
     def _shrink(self, hosts: Sequence[Host]) -> None:
         """Change the job where there are fewer hosts than it had."""
