@@ -250,7 +250,8 @@ class Cluster(Table):
         0,
         ge=0,
         description=(
-            "ssh, pdsh: hosts of the hostfile beyond `nodes` that are kept to replace bad ones"
+            "ssh, pdsh: hosts of the hostfile beyond `nodes` that replace bad ones; they wait with"
+            " what ranks need imported, and hold no slots"
         ),
     )
     interface: str | None = Field(

@@ -70,7 +70,12 @@ RESERVE = ReserveSlots("run", 1, ())
 
 
 def with_crew(
-    folder: Path, hosts: int, make: Callable[[Session, int], StubAgent], act: Act, **limits: float
+    folder: Path,
+    hosts: int,
+    make: Callable[[Session, int], StubAgent],
+    act: Act,
+    standbys: int = 0,
+    **limits: float,
 ) -> tuple[Any, list[tuple[str, str]]]:
     """(what `act` returns, strangers) of a pool of agents in this process."""
     strangers: list[tuple[str, str]] = []
@@ -85,7 +90,8 @@ def with_crew(
         )
         session.write(folder, server.address, server.port, {})
         try:
-            async with asyncio.timeout(600), AgentPool(session, Debug(make), server) as pool:
+            made = AgentPool(session, Debug(make), server, standbys=standbys)
+            async with asyncio.timeout(600), made as pool:
                 return await act(pool, server)
         finally:
             await server.close()
@@ -102,6 +108,26 @@ def test_a_hundred_agents_come_and_answer(tmp_path: Path) -> None:
         return len(got)
 
     assert with_crew(tmp_path, 100, StubAgent, act) == (100, [])
+
+
+def test_agents_are_used_by_their_hosts(tmp_path: Path) -> None:
+    async def act(pool: AgentPool, server: Server) -> None:
+        await pool.gather(600)
+        assert pool.use([Host("h2"), Host("h0")]) == [2] and pool.nodes == [2, 0]
+        assert pool.at_work == [0, 2]
+        # h1's has been sent away, and none was there of h9
+        assert pool.use([Host("h1"), Host("h0"), Host("h9")]) == [3, 4] and pool.nodes == [3, 0, 4]
+        joined = await pool.gather(600)
+        assert [(answer.node, answer.host) for answer in joined] == [
+            (3, "h1"),
+            (0, "h0"),
+            (4, "h9"),
+        ]
+        assert all(isinstance(answer, JoinedAgent) for answer in joined)
+        while not {1, 2} <= (await pool._ended()).keys():
+            await asyncio.sleep(0.02)
+
+    with_crew(tmp_path, 3, StubAgent, act, standbys=1)
 
 
 class Odd(StubAgent):
