@@ -2,7 +2,7 @@
 2.5 s after that of a host.
 
     python benchmarks/recovery.py [--hosts 1,2,4] [--kills 20] [--faults rank,agent,host]
-    [--lease 3] [--set KEY=VALUE ...] [--quick]
+    [--peer-kills N] [--lease 3] [--set KEY=VALUE ...] [--quick]
 
 A tiny job, one rank a host, on the cluster of namespaces that tests/cluster uses (real sshd,
 addresses of their own, one shared disk; all hosts share this machine's cores, so what every rank
@@ -352,7 +352,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Seconds from a death to the first step again.")
     parser.add_argument("--hosts", default="1,2,4")
     parser.add_argument("--faults", default="rank,agent,host")
-    parser.add_argument("--kills", type=int, default=20, help="of each kind on each side")
+    parser.add_argument("--kills", type=int, default=20, help="of each kind")
+    parser.add_argument("--peer-kills", type=int, help="on torchrun's side; by default as many")
     parser.add_argument("--lease", type=float, default=3.0, help="seconds until a host is lost")
     parser.add_argument("--set", action="append", default=[], help="KEY=VALUE of trainkit's job")
     parser.add_argument("--rows", help="a file for the rows as JSON")
@@ -360,6 +361,7 @@ def main() -> None:
     words = parser.parse_args()
     counts = [int(word) for word in words.hosts.split(",")]
     kills = 3 if words.quick else words.kills
+    peers = min(kills, words.peer_kills or kills)
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -382,8 +384,9 @@ def main() -> None:
                     found = [Measured() for _ in sides]
                     dice = random.Random(hosts)
                     for begun in range(0, kills, AT_ONCE):
-                        for side, into in zip(sides, found, strict=True):
-                            measure(side, fault, min(AT_ONCE, kills - begun), dice, into)
+                        for side, into, most in zip(sides, found, (kills, peers), strict=False):
+                            if begun < most:
+                                measure(side, fault, min(AT_ONCE, most - begun), dice, into)
                     for side, into in zip(sides, found, strict=True):
                         rows.append(show(hosts, fault, type(side).__name__.lower(), into))
                     if fault != "rank":

@@ -194,8 +194,9 @@ class Attempt:
 
     @property
     def can_go_on(self) -> bool:
-        """Whether the agents can start the ranks of another attempt: some are there, and all that
-        are have said that nothing is left of the ranks of this one."""
+        """Whether the agents can start the ranks of another attempt: some are there, if only those
+        that stand by, and of those in use all have said that nothing is left of the ranks of this
+        one."""
         ranks = self.ranks
         return (
             self.keeps_agents
@@ -203,7 +204,7 @@ class Attempt:
             and self.began
             and not ranks.survivors
             and not self.asked_again
-            and bool(self.pool.at_work)
+            and bool(self.pool.present)
             and ranks.stopped.keys() >= {*self.pool.at_work}
         )
 
