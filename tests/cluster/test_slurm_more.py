@@ -13,6 +13,7 @@ import pytest
 from tests.cluster.conftest import bring_up
 from tests.cluster.machines import HEAD, Cluster
 from tests.cluster.slurm_project import SlurmProject, make_slurm_project
+from tests.cluster.test_endings import of_agent
 from tests.conftest import HANGS, wait_for
 
 
@@ -54,12 +55,24 @@ def test_inside_salloc(slurm: SlurmProject) -> None:
 
 
 @pytest.mark.slow
-def test_a_killed_rank_goes_on_in_the_same_allocation(slurm: SlurmProject) -> None:
+@pytest.mark.parametrize("victim", ["rank", "agent"])
+def test_what_is_killed_starts_again_in_the_same_allocation(
+    slurm: SlurmProject, victim: str
+) -> None:
     slurm.ranks_count(50)
     run, id = slurm.submit()
     slurm.wait_step(3)
-    (victim,) = [p for p in slurm.cluster.processes_of(run.name) if p.mark == f"{run.name}/1/1/3"]
-    slurm.cluster.kill(victim)
+    found = slurm.cluster.processes_of(run.name)
+    agents = {p.pid: p.host for p in found if of_agent(p)}
+    assert sorted(agents.values()) == ["node1", "node2"]
+    (killed,) = [p for p in found if p.mark == f"{run.name}/1/1/3"]
+    if victim == "agent":
+        (killed,) = [p for p in found if of_agent(p) and p.host == killed.host]
+    slurm.cluster.kill(killed)
+    wait_for(lambda: "rank_started" in slurm.events(run, 2), "ranks of the next", timeout=600)
+    again = {p.pid: p.host for p in slurm.cluster.processes_of(run.name) if of_agent(p)}
+    assert sorted(again.values()) == ["node1", "node2"]
+    assert len(again.keys() & agents.keys()) == (2 if victim == "rank" else 1)
     slurm.may_end()
     slurm.wait_state(run, "succeeded")
     assert (

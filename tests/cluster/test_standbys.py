@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -28,22 +29,33 @@ def hosts_of_ranks(run: Path, attempt: int) -> dict[int, str]:
     return {event["rank"]: event["host"] for event in told if event["event"] == "rank_started"}
 
 
+def hosts_of_agents(run: Path, attempt: int = 1) -> set[str]:
+    told = events(run, attempt)
+    return {event["host"] for event in told if event["event"] == "agent_joined"}
+
+
 @pytest.mark.parametrize("launcher", ["ssh", "pdsh"])
 def test_a_spare_takes_the_place_of_a_lost_host(
     head: ClusterProject, cluster: Cluster, launcher: str
 ) -> None:
     head.hosts("node1 slots=2", "node2 slots=2", "node3 slots=2")
-    head.ranks_do(STEPS)
-    options = ("cluster.spares=1", f"cluster.launcher={launcher}", "cluster.watch.lease=3")
+    options = ["cluster.spares=1", f"cluster.launcher={launcher}", "cluster.watch.lease=3"]
+    forked = launcher == "ssh"
+    if forked:  # the project's interpreter is a script, from which nothing is forked
+        options += [f"cluster.python={sys.executable}", "training.train_iters=1000000"]
+    else:
+        head.ranks_do(STEPS)
     process = head.start("train", "random", *(f"--set={each}" for each in options))
     run = begun(head, process, ranks=4)
-    wait_for(lambda: {host for host, _ in agents(cluster, run)} >= {"node3"}, "the spare's agent")
+    wait_for(lambda: "node3" in hosts_of_agents(run), "the spare's agent", timeout=600)
     before = agents(cluster, run)
     cluster.cut("node1")
     try:
         begun(head, process, attempt=2, ranks=4)
         assert hosts_of_ranks(run, 2) == {0: "node3", 1: "node3", 2: "node2", 3: "node2"}
         assert agents(cluster, run) == {each for each in before if each[0] != "node1"}
+        cold = [event for event in events(run, 2) if "program of its own" in event.get("text", "")]
+        assert bool(cold) != forked, cold
     finally:
         cluster.heal("node1")
         head.invoke("cancel", "last", exit=15)

@@ -196,6 +196,15 @@ def test_only_an_integer_is_a_number_of_nodes(value: str, got: str, checkout: Ch
     assert words.startswith(f"--set: nodes: expected an integer, got {got}")
 
 
+@pytest.mark.parametrize("value", ["0", "-1", "'0s'", "'30'", "'30 s'", "'soon'"])
+def test_an_interval_of_copies_in_memory(value: str, checkout: Checkout) -> None:
+    (words,) = refused(checkout(), sets=[f"checkpoint.memory_interval={value}"])
+    assert f"memory_interval = {value} is neither a number of steps (10) nor of" in words
+    for good, expected in (("3", (3, 0.0)), ("'0.5s'", (0, 0.5))):
+        keep = checkout().resolve("demo", [f"checkpoint.memory_interval={good}"]).job.checkpoint
+        assert (keep.memory_steps, keep.memory_seconds) == expected
+
+
 def test_allowed_values_are_listed(checkout: Checkout) -> None:
     (words,) = refused(checkout(GOOD.replace("lr = 1e-3", 'lr = 1e-3\nprecision = "fp8"')))
     assert (

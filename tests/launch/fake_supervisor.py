@@ -51,7 +51,6 @@ class Session:
             "attempt": 1,
             "address": "127.0.0.1",
             "port": self.server.getsockname()[1],
-            "nodes": [{"host": "here"}],
         }
         session |= {
             "interface": None,

@@ -21,11 +21,18 @@ from trainkit.base.process import identity, on_this_node
 from trainkit.base.worker import PARENT_VARIABLE
 from trainkit.launch.launchers.contract import TransportExit, Transports
 from trainkit.launch.protocol import frames
-from trainkit.launch.protocol.frames import HostFacts, ProcessSpec, read_command
+from trainkit.launch.protocol.frames import Frame, HostFacts, ProcessSpec
 from trainkit.launch.protocol.handshake import ClientHandshake
 from trainkit.launch.protocol.server import Connection
 from trainkit.launch.protocol.session_document import SessionDocument, read_session
 from trainkit.launch.session import Session
+
+
+def read_command(value: Mapping[str, object]) -> Frame | None:
+    """What a supervisor says; None for a type that is not known. Raises BadFrame."""
+    kinds = {kind.TYPE: kind for kind in Frame.__subclasses__()}
+    kind = kinds.get(str(value.get("type")))
+    return kind.from_json(value) if kind else None
 
 
 class StubAgent:

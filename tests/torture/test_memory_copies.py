@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,24 @@ def damage(path: Path) -> None:
     for slot in (0, len(content) // 2):
         content[slot + len(content) // 2 - 5000] ^= 1
     path.write_bytes(content)
+
+
+@pytest.mark.parametrize(("interval", "steps_of"), [("0.001s", range(2, 12)), ("1000s", [2])])
+def test_copies_by_time(
+    interval: str, steps_of: Sequence[int], ranks: Ranks, tmp_path: Path
+) -> None:
+    more = {"memory_interval": interval, **KEEP}
+    left, killed = (
+        new_run(job_of("DP2", tmp_path / name, keep=keep, save_interval=12))
+        for name, keep in (("left", KEEP), ("killed", more))
+    )
+    memory = {"TRAINKIT_MEMORY_FOLDER": str(tmp_path)}
+    assert ranks.run(left, 2) == [0, 0]
+    assert any(ranks.run(killed, 2, during=kill_at(killed, 4, slice(0, 2)), more=memory))
+    assert ranks.run(killed, 2, more=memory) == [0, 0], log_of(killed)
+    restored = json.loads(killed.attempt(1).restored.read_text())
+    assert restored["source"] == "memory" and restored["step"] in steps_of
+    assert facts(killed) == facts(left) and end_of(killed) == end_of(left)
 
 
 @pytest.mark.parametrize("layout", ["DP2", "DP2 ZeRO 3, Muon", "TP2", "PP2"])

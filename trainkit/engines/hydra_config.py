@@ -9,6 +9,7 @@ divide_ceil, which NeMo's launcher adds (hydra 1.1 to 1.3, "The Defaults List"; 
 from __future__ import annotations
 
 import math
+import operator
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -275,22 +276,10 @@ def merged(first: object, second: object) -> dict[str, object]:
     return result
 
 
-def _ceil(first: float, second: float) -> int:
-    return math.ceil(first / second)
-
-
-def _floor(first: float, second: float) -> int:
-    return math.floor(first / second)
-
-
-def _times(first: float, second: float) -> float:
-    return first * second
-
-
 _RESOLVERS: Mapping[str, Callable[[float, float], float]] = {
-    "multiply": _times,
-    "divide_ceil": _ceil,
-    "divide_floor": _floor,
+    "multiply": operator.mul,
+    "divide_ceil": lambda first, second: math.ceil(first / second),
+    "divide_floor": lambda first, second: math.floor(first / second),
 }
 _KEY = re.compile(r"(\.*)([\w@$/-]+(?:\.[\w@$/-]+)*)")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import time
@@ -330,7 +331,8 @@ def _sweep(run: RunFolder, job: Job) -> list[HostLeftovers]:
         scheduler.cancel(run, queued=False)
         return [HostLeftovers(host.name, True, None, []) for host in hosts]
     try:
-        reports = sweep_orphans(run, job, hosts, kill=True)
+        seconds = job.cluster.connect_seconds()
+        reports = asyncio.run(sweep_orphans(run, job.cluster, hosts, seconds, forget=True))
     except TrainkitError as error:  # no way leads to any of them
         return [HostLeftovers(host.name, False, error.message, [], 0) for host in hosts]
     return [

@@ -212,7 +212,9 @@ class WatchLimits(Table):
             " its ranks"
         ),
     )
-    grace: float = Field(10, ge=0, description="from TERM to KILL of ranks that are stopped")
+    grace: float = Field(
+        10, ge=0, description="from TERM to KILL of ranks that are stopped; 0 of engine native's"
+    )
     clock: float = Field(30, gt=0, description="that the clocks of two hosts may differ")
 
 

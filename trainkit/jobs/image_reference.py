@@ -47,14 +47,10 @@ class ImageReference:
         return text
 
 
-def _is_host(text: str) -> bool:
-    return "." in text or ":" in text or text == "localhost"
-
-
 def parse_reference(text: str) -> ImageReference | None:
     """The parts of an image's name; None where it is none."""
     host, slash, rest = text.partition("/")
-    if not (slash and _is_host(host)):
+    if not (slash and ("." in host or ":" in host or host == "localhost")):
         host, rest = "", text
     elif not _HOST.fullmatch(host):
         return None

@@ -3,6 +3,7 @@ engine comes from."""
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -209,18 +210,38 @@ class CheckpointSettings(Table):
             " the run then (exit 10)"
         ),
     )
-    memory_interval: int | None = Field(
+    memory_interval: int | str | None = Field(
         None,
-        ge=1,
         description=(
-            "every so many steps copy the state into the memory of the hosts, where it outlives the"
-            " ranks: twice 12 bytes for every parameter that a rank holds; where there are several"
-            " nodes as much again, of a rank of another node"
+            "every so many steps (10), or seconds (\"30s\"), copy the state into the memory of the"
+            " hosts, where it outlives the ranks: twice 12 bytes for every parameter that a rank"
+            " holds; where there are several nodes as much again, of a rank of another node"
         ),
     )
     filesystem: str | None = Field(
         None, description="which of the cluster's filesystems they go to; by default its only one"
     )
+
+    @model_validator(mode="after")
+    def _is_an_interval(self) -> CheckpointSettings:
+        if self.memory_interval is not None and not (self.memory_steps or self.memory_seconds):
+            raise wrong(
+                "memory_interval",
+                f"memory_interval = {self.memory_interval!r} is neither a number of steps (10) nor"
+                ' of seconds ("30s")',
+            )
+        return self
+
+    @property
+    def memory_steps(self) -> int:
+        """Steps between two copies in memory; 0: none, or by time."""
+        return max(0, self.memory_interval) if isinstance(self.memory_interval, int) else 0
+
+    @property
+    def memory_seconds(self) -> float:
+        """Seconds between two copies in memory; 0: none, or by steps."""
+        found = re.fullmatch(r"(\d{1,9}(\.\d{1,3})?)s", str(self.memory_interval))
+        return float(found[1]) if found else 0.0
 
 
 class GenerateSettings(Table):

@@ -18,7 +18,7 @@ import shutil
 import socket
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from trainkit.base.address import local_addresses
@@ -31,12 +31,7 @@ from trainkit.launch.containers.runtimes import extra_files, start_lines
 from trainkit.launch.containers.scripts import inside_script
 from trainkit.launch.hosts.hostfile import Host
 from trainkit.launch.programs import program_path
-from trainkit.launch.protocol.session_document import (
-    FILE_NAME,
-    SessionDocument,
-    SessionNode,
-    read_session,
-)
+from trainkit.launch.protocol.session_document import FILE_NAME, SessionDocument
 
 LOCAL_LEASE = 1e6
 SECRETS = "secrets.json"  # in a session's folder, 0600, until every rank runs
@@ -123,9 +118,6 @@ class Session:
     def add(self, host: Host) -> int:
         """The number of one more agent, which may come now."""
         self.hosts = (*self.hosts, host)
-        document = read_session(self.folder)
-        nodes = tuple(SessionNode(each.name) for each in self.hosts)
-        write_json(self.folder / FILE_NAME, replace(document, nodes=nodes).to_json())
         return len(self.hosts) - 1
 
     def write(self, root: Path, address: str, port: int, secret_values: Mapping[str, str]) -> None:
@@ -157,7 +149,6 @@ class Session:
             attempt=self.attempt,
             address=address,
             port=port,
-            nodes=tuple(SessionNode(host.name) for host in self.hosts),
             interface=cluster.interface,
             root=str(root),
             snapshot=self.code.name,

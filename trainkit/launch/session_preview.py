@@ -3,35 +3,16 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trainkit.engines.contract import Command, engine_lines
 from trainkit.engines.registry import ENGINES
 from trainkit.jobs.schema import Job
-from trainkit.launch.containers import node_container, reusable_since
-from trainkit.launch.hosts.hostfile import Host
 from trainkit.launch.hosts.selection import HostList
 from trainkit.launch.launchers import LAUNCHERS
 from trainkit.launch.session import Session
+from trainkit.launch.supervise.attempt_context import new_session
 from trainkit.runs.folder import RunFolder
-
-
-def preview_session(job: Job, run: RunFolder, attempt: int, hosts: Sequence[Host]) -> Session:
-    """The session of an attempt as it would be; the code's hash is not known yet.
-
-    Args:
-        job: the job.
-        run: its folder, which need not be there.
-        attempt: the attempt's number.
-        hosts: where it would run.
-    """
-    folder = run.session(attempt)
-    code = run.root / "code" / "SHA256"
-    box = node_container(job, folder, run.id, attempt, reusable_since(run))
-    return Session(
-        folder, run.id, attempt, hosts, job.cluster, code, run.attempt(attempt).transports, {}, box
-    )
 
 
 def script_lines(session: Session) -> list[str]:
@@ -71,7 +52,7 @@ def preview_start(
         background: by a supervisor in a session of its own.
     """
     command = ENGINES[job.engine].command(job, run, attempt)
-    session = preview_session(job, run, attempt, hosts.running)
+    session = new_session(run, attempt, job, hosts.running)
     commands = [
         list(argv) for argv in LAUNCHERS[job.cluster.launcher].commands(session, range(hosts.nodes))
     ]

@@ -167,29 +167,3 @@ def bytes_moved(shape: Sequence[int], dtype: torch.dtype, tables: Sequence[int])
     """
     wide = torch.promote_types(dtype, torch.float32)
     return 2 * math.prod(shape) * dtype.itemsize + math.prod(tables) * wide.itemsize
-
-
-def normed_bytes_moved(
-    shape: Sequence[int],
-    dtype: torch.dtype,
-    tables: Sequence[int],
-    heads: tuple[int, int],
-    weight: torch.dtype,
-    *,
-    backward: bool = False,
-) -> int:
-    """Bytes that forward or backward of heads that are normed moves at least: `bytes_moved` and
-    the weights; backward reads what was normed too, and writes the weights' gradient.
-
-    Args:
-        shape, dtype, tables: as of `bytes_moved`.
-        heads: A and G.
-        weight: dtype of the norms' weights.
-        backward: of backward.
-    """
-    size = shape[-1] // (heads[0] + 2 * heads[1])
-    weights = 2 * size * weight.itemsize
-    moved = bytes_moved(shape, dtype, tables) + weights
-    if backward:
-        moved += math.prod(shape[:-1]) * sum(heads) * size * dtype.itemsize + weights
-    return moved

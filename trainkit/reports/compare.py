@@ -148,9 +148,11 @@ def numbers_of(reports: Sequence[RunReport]) -> Iterator[tuple[str, list[str]]]:
     """(what, a value a run) of what people compare first."""
     summaries = [report.summary for report in reports]
     trained = [summary.training_loss() for summary in summaries]
+    validated = [summary.validation_loss() for summary in summaries]
     yield "state", [report.record.state for report in reports]
     yield "step", [str(report.record.step) for report in reports]
     yield "training loss", [f"{both[1]:.4f}" if both else "n/a" for both in trained]
+    yield "validation loss", [f"{both[1]:.4f}" if both else "n/a" for both in validated]
     yield "tokens per second", [short(summary.tokens_per_second) for summary in summaries]
     yield "MFU", [short(summary.median("mfu")) for summary in summaries]
     yield "wall clock", [duration(report.ledger.wall_seconds) for report in reports]

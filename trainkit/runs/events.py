@@ -122,7 +122,7 @@ class AgentJoined(Event):
     """A host's agent is there.
 
     Args:
-        node: its number, from 0.
+        node: its number, from 0; of hosts that stand by too.
         host: its name in the hostfile.
         address: by which other nodes reach it.
         clock_offset: seconds its clock is ahead of the supervisor's.

@@ -112,7 +112,8 @@ class Trainer:
         utilization = Utilization(job, vocab, self.device)
         self.heap = FlatHeap()
         self.step_log = StepLog(job, mesh, self.timers, memory, utilization)
-        copies = MemoryCopies.of(job, run, world, self.step_runner.tensors())
+        tensors = self.step_runner.tensors()
+        copies = MemoryCopies(job, run, world, tensors) if job.checkpoint.memory_interval else None
         self.checkpoints = CheckpointManager(
             job.checkpoint, run.checkpoints, _TrainerObserver(self), copies
         )
@@ -173,7 +174,7 @@ class Trainer:
             last = self.step == t.train_iters
             evaluating = last or _is_due(self.step, t.eval_interval)
             saving = last or _is_due(self.step, t.save_interval)
-            copying = not last and _is_due(self.step, self.job.checkpoint.memory_interval)
+            copying = not last and self.checkpoints.copy_is_due(self.step)
             try:
                 stopping = self._judge_results(all=evaluating or saving or copying)
             except RollbackRequest as request:

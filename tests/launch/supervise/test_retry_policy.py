@@ -102,6 +102,10 @@ def test_hosts_of_the_next_attempt() -> None:
     assert names(again.choose(2, lambda n: False)) == ["h0", "h1"]
     assert names(HostChoice(HOSTS, ["h9", "h1"]).choose(2, lambda n: False)) == ["h0", "h1"]
     assert names(HostChoice(HOSTS, ["h1", "h0"]).choose(2, lambda n: False)) == ["h1", "h0"]
+    waiting = HostChoice(HOSTS, ["h0", "h1"])
+    waiting.excluded["h0"] = "lost"
+    chosen = waiting.choose(2, lambda n: False, ready=["h1", "h3"])
+    assert names(chosen) == ["h3", "h1"], "the spare whose agent is there"
 
 
 FAILS_ONCE = f"""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+import math
 from functools import partial
 from typing import Any
 
@@ -232,15 +233,15 @@ def _normed_cases(
     ]
     parts = (*(rotary_op.rotate(x, cos, sin) for x in normed), v)
     gradients = torch.autograd.grad(parts, leaves, [t.double() for t in upstream])
-    moved = partial(
-        rotary_op.normed_bytes_moved,
-        qkv.shape, qkv.dtype, tables[0].shape, heads, weights.dtype,
-    )  # fmt: skip
+    size = qkv.shape[-1] // (heads[0] + 2 * heads[1])
+    of_weights = 2 * size * weights.dtype.itemsize
+    moved = rotary_op.bytes_moved(qkv.shape, qkv.dtype, tables[0].shape) + of_weights
+    normed_once_more = math.prod(qkv.shape[:-1]) * sum(heads) * size * qkv.dtype.itemsize
     yield Case(
         "norm_rotate_qkv",
         partial(rotary.norm_rotate_qkv, qkv, weights, *tables, *heads, EPS),
         tuple(part.detach() for part in parts),
-        moved(),
+        moved,
         ((qkv, 1),),
         tuple(torch.finfo(qkv.dtype).eps * float(x.detach().abs().max()) for x in normed),
     )
@@ -248,7 +249,7 @@ def _normed_cases(
         "norm_rotate_qkv_backward",
         partial(rotary.norm_rotate_qkv_backward, *upstream, qkv, weights, *tables, EPS),
         gradients,
-        moved(backward=True),
+        moved + normed_once_more + of_weights,
         tuple((t, 1) for t in upstream),
     )
 

@@ -94,7 +94,7 @@ def _load(source: Path | io.BytesIO, path: Path, *, mmap: bool) -> object:
             wanted = torch.serialization.get_unsafe_globals_in_checkpoint(source)
     except Exception as error:  # whatever a wrong pickle makes torch raise
         raise _unreadable(path, error) from None
-    if refused := sorted(name for name in wanted if not _is_harmless(name)):
+    if refused := sorted(n for n in {*wanted} - HARMLESS if not n.startswith(ENGINE_PACKAGES)):
         raise ConfigError(
             f"{path} is not loaded: it asks for {', '.join(refused)}, which could execute code",
             hint="only tensors, plain values and the engines' own settings are read",
@@ -121,10 +121,6 @@ def _nothing_allowed() -> Iterator[None]:
         yield
     finally:
         torch.serialization.add_safe_globals(allowed)
-
-
-def _is_harmless(name: str) -> bool:
-    return name in HARMLESS or name.startswith(ENGINE_PACKAGES)
 
 
 def _refuse_damaged(source: Path | io.BytesIO, path: Path) -> None:

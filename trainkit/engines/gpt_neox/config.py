@@ -242,7 +242,10 @@ def neox_config(job: Job, run: RunFolder, data: NeoxData) -> Config:
         **_layout_words(job),
         **_model_words(job),
         **_optimizer_words(job),
-        **_batch_words(job),
+        "train_micro_batch_size_per_gpu": job.training.micro_batch_size,
+        "gradient_accumulation_steps": job.gradient_accumulation_steps,
+        "eod_mask_loss": job.training.eod_mask_loss,
+        "seed": job.training.seed,
         **_schedule_words(job),
         **precision_words(job.training),
         **_recompute_words(job.training),
@@ -359,15 +362,6 @@ def _optimizer_words(job: Job) -> Config:
         },
         "weight_decay": t.weight_decay,
         "gradient_clipping": t.clip_grad,
-    }
-
-
-def _batch_words(job: Job) -> Config:
-    return {
-        "train_micro_batch_size_per_gpu": job.training.micro_batch_size,
-        "gradient_accumulation_steps": job.gradient_accumulation_steps,
-        "eod_mask_loss": job.training.eod_mask_loss,
-        "seed": job.training.seed,
     }
 
 

@@ -231,7 +231,8 @@ class MegatronLm(ForeignEngine):
         data = data_of(job)
         if table.version != "2021":
             refuse_empty_splits(job, data)
-        places = RunPlaces(run.path, run_name(run), load=_can_load(run))
+        can_load = reader.tracked_step(run.checkpoints) in _whole_steps(run)
+        places = RunPlaces(run.path, run_name(run), load=can_load)
         words = megatron_argv(job, table, data, places)
         tree = source_tree(job)
         program = EngineProgram(
@@ -262,10 +263,6 @@ def _whole_steps(run: RunFolder) -> dict[int, Path]:
         for found in reader.found_checkpoints(run.checkpoints)
         if not found.problems
     }
-
-
-def _can_load(run: RunFolder) -> bool:
-    return reader.tracked_step(run.checkpoints) in _whole_steps(run)
 
 
 def _modules(table: OptionTable, words: tuple[str, ...]) -> tuple[RequiredModule, ...]:

@@ -61,6 +61,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "training.optimizer": ("adam",),
 }
 SCRIPT = "megatron_gpt_pretraining.py"
+CONFIG = ("--config-path=conf", "--config-name=megatron_gpt_config")
 COMPILE_STEPS = 4  # train_setup.sh: TRAIN_ITERS of COMPILE=1
 PORT = 41000  # MASTER_PORT
 CREATES = "exp_manager.create_checkpoint_callback"
@@ -104,7 +105,7 @@ def neuronx_argv(
     """
     words = _collected(job, generation, table, data, places)
     raise_problems(words.problems)
-    return (*launch_words(job), SCRIPT, *_config(), *words.words(), *job.args)
+    return (*launch_words(job), SCRIPT, *CONFIG, *words.words(), *job.args)
 
 
 def launch_words(job: Job) -> tuple[str, ...]:
@@ -124,10 +125,6 @@ def launch_words(job: Job) -> tuple[str, ...]:
         "--master_port",
         "${MASTER_PORT}",
     )
-
-
-def _config() -> tuple[str, ...]:
-    return ("--config-path=conf", "--config-name=megatron_gpt_config")
 
 
 def argv_problems(job: Job, generation: ScriptGeneration, table: OptionTable) -> list[Problem]:

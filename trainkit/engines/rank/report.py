@@ -68,7 +68,7 @@ class PhaseLines:
         elif begin - self.at > GAP_SECONDS:
             self._note(self.at, self._pause(), self.step)
             self._note(begin, "train", self.step)
-        elif self._saves_at(self.step):
+        elif self.save_interval and self.step and self.step % self.save_interval == 0:
             self._note(begin, "train", self.step)
         if self.save_interval:
             saved = step // self.save_interval * self.save_interval
@@ -90,9 +90,6 @@ class PhaseLines:
         if self.evaluated:
             return "eval"
         return "save"
-
-    def _saves_at(self, step: int) -> bool:
-        return self.save_interval > 0 and step > 0 and step % self.save_interval == 0
 
     def _note(self, at: float, phase: str, step: int) -> None:
         """One write a line. A disk that fails costs the line."""

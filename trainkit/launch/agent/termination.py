@@ -55,7 +55,8 @@ class HostProcesses:
         deadline = time.monotonic() + grace
         if keys is None and not keep_parent and self.parent:
             self.parent.kill()
-        self._send_term(children, everything=keys is None)
+        if grace:
+            self._send_term(children, everything=keys is None)
         while time.monotonic() < deadline and (
             any(child.running for child in children) or (keys is None and self.strays())
         ):
@@ -75,11 +76,7 @@ class HostProcesses:
                     process_marks.send_signal(process, number)
 
     def _kill(self, children: Sequence[ChildProcess], *, everything: bool) -> bool:
-        """KILL what there is; whether there was nothing."""
-        if everything:
-            left = self.strays()
-        else:
-            left = [p for child in children for p in process_marks.find_marked(child.mark)]
+        """KILL what there is, first what need not be looked for; whether there was nothing."""
         for child in children:
             child.kill()
         if everything:
@@ -87,6 +84,9 @@ class HostProcesses:
                 with contextlib.suppress(OSError):
                     group.kill()
             process_marks.kill_children(self._kept)
+            left = self.strays()
+        else:
+            left = [p for child in children for p in process_marks.find_marked(child.mark)]
         process_marks.kill_processes(left)
         if left or any(child.running for child in children):
             return False

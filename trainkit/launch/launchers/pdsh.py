@@ -57,28 +57,21 @@ class Pdsh:
             )
         away = _away(session, nodes)
         output = session.logs / f"pdsh{nodes[0] or ''}.log"
-        if away:
-            argv = self._argv(session, nodes)
-            variables = ssh_variables(session)
-        else:
-            argv = ()
-            variables = {}
-        if away:
-            write_text(
-                _script(session, nodes[0]),
-                f"#!/bin/bash\nnodes=({' '.join(map(str, away))})\nexec bash {session.script}"
-                ' "${nodes[$1]}"\n',
-                0o755,
-            )
         with kill_on_error() as children:
             for node in nodes:
                 if node not in away:
                     children[node] = start_local_agent(session, node)
             if not away:
                 return TransportPerHost(children)
-            child = start_transport(
-                argv, output, environment={**os.environ, **variables}, keep_stdin=True
+            argv = self._argv(session, nodes)
+            write_text(
+                _script(session, nodes[0]),
+                f"#!/bin/bash\nnodes=({' '.join(map(str, away))})\nexec bash {session.script}"
+                ' "${nodes[$1]}"\n',
+                0o755,
             )
+            variables = {**os.environ, **ssh_variables(session)}
+            child = start_transport(argv, output, environment=variables, keep_stdin=True)
         return PdshTransport(
             child,
             output,
@@ -178,7 +171,6 @@ class PdshTransport:
         self.nodes = nodes
         self.local = local
         self._read = 0
-        self._clients = set[int]()
         self._failed: dict[int, TransportExit] = {}
         self._lock = threading.Lock()  # `poll` may have a thread of its own
 

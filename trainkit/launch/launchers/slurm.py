@@ -81,9 +81,11 @@ class Slurm:
         }
         write_text(node_script(session, first), node_text(session, hosts), 0o755)
         if container := pyxis_container(session):
-            for name, text in step_scripts(container, lines, session.connect).items():
-                write_text(session.folder / f"{first or ''}{name}", text, 0o755)
-            argv = ("/bin/bash", f"{session.folder}/{first or ''}{STEP}")
+            scripts = step_scripts(container, lines, session.connect)
+            step = session.folder / f"{first or ''}{STEP}"
+            write_text(session.folder / LOOK, scripts[LOOK], 0o755)
+            write_text(step, scripts[STEP], 0o755)
+            argv = ("/bin/bash", str(step))
             environment = {**environment, **container.env}
         output = session.logs / f"srun{first or ''}.log"
         child = start_transport(argv, output, environment=environment, keep_stdin=False)
@@ -113,7 +115,7 @@ def srun_argv(
         first: the number of the first of these hosts in the session.
     """
     # which agents stop, and how, is the supervisor's word: a step that srun ends saves nothing
-    ends = ("--kill-on-bad-exit=0", "--wait=60")
+    ends = ("--kill-on-bad-exit=0", "--wait=0")
     container = pyxis_container(session)
     # prolog and login are the host's
     task = (*pyxis_options(container), "/bin/bash") if container else ("/bin/bash", "-l")

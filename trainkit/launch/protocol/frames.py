@@ -451,50 +451,29 @@ class CommandRefused(Frame):
     error: str
 
 
-def _by_type(*kinds: type[Frame]) -> Mapping[str, type[Frame]]:
-    return {kind.TYPE: kind for kind in kinds}
-
-
-_REPORTS = _by_type(
-    HostFacts,
-    SlotsReserved,
-    SlotsBusy,
-    Listening,
-    ListeningStopped,
-    PortChecked,
-    ProcessStarted,
-    StartFailed,
-    HeartbeatReport,
-    ProcessOutput,
-    ProcessEnded,
-    ProcessesStopped,
-    StackReport,
-    SweepDone,
-    CommandRefused,
-)
-_COMMANDS = _by_type(
-    Ping,
-    ReserveSlots,
-    Listen,
-    StopListening,
-    ConnectToPort,
-    StartParent,
-    StartProcesses,
-    SignalProcesses,
-    StopProcesses,
-    DumpStacks,
-    SweepRun,
-    Goodbye,
-)
+_REPORTS: Mapping[str, type[Frame]] = {
+    kind.TYPE: kind
+    for kind in (
+        HostFacts,
+        SlotsReserved,
+        SlotsBusy,
+        Listening,
+        ListeningStopped,
+        PortChecked,
+        ProcessStarted,
+        StartFailed,
+        HeartbeatReport,
+        ProcessOutput,
+        ProcessEnded,
+        ProcessesStopped,
+        StackReport,
+        SweepDone,
+        CommandRefused,
+    )
+}
 
 
 def read_report(value: Mapping[str, object]) -> Frame | None:
     """What an agent says; None for a type that this version does not know. Raises BadFrame."""
     kind = _REPORTS.get(str(value.get("type")))
-    return kind.from_json(value) if kind else None
-
-
-def read_command(value: Mapping[str, object]) -> Frame | None:
-    """What a supervisor says; None for a type that this version does not know. Raises BadFrame."""
-    kind = _COMMANDS.get(str(value.get("type")))
     return kind.from_json(value) if kind else None

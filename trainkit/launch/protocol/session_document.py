@@ -14,13 +14,6 @@ FILE_NAME = "session.json"
 
 
 @dataclass(frozen=True)
-class SessionNode:
-    """A host by its name in the hostfile."""
-
-    host: str
-
-
-@dataclass(frozen=True)
 class SessionDocument(Record):
     """One session as its agents see it.
 
@@ -31,7 +24,6 @@ class SessionDocument(Record):
         lease: seconds of silence that are a lost contact.
         grace: seconds from TERM to KILL.
         node_folder: each node's own, for locks and heartbeats.
-        nodes: in order.
         interface: the network of the ranks.
         root: the folder that all hosts share.
         snapshot: SHA-256 of the code.
@@ -48,7 +40,6 @@ class SessionDocument(Record):
     attempt: int
     address: str
     port: int
-    nodes: tuple[SessionNode, ...]
     interface: str | None
     root: str
     lease: float

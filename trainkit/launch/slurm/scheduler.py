@@ -28,7 +28,8 @@ from trainkit.launch.scheduler_contract import (
     Start,
     Submission,
 )
-from trainkit.launch.session_preview import preview_session, script_lines
+from trainkit.launch.session_preview import script_lines
+from trainkit.launch.supervise.attempt_context import new_session
 from trainkit.launch.slurm.allocation import (
     allocation_hosts,
     available_nodes,
@@ -172,7 +173,7 @@ def preview_batch_job(start: Start, after: str = "") -> DryRun:
     )
     slots = tuple(range(job.ranks_per_node))
     hosts = [Host(f"NODE{node}", slots=slots) for node in range(job.nodes)]
-    session = preview_session(job, run, 1, hosts)
+    session = new_session(run, 1, job, hosts)
     variables = {
         "SLURM_JOB_CPUS_PER_NODE": "CPUS_OF_A_NODE",
         **allocation_variables(all_options(job, run)),

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import TypeVar, cast
 
+from trainkit.base.errors import TrainkitError
 from trainkit.launch.containers.runtimes import NOT_STARTED, describe_exit
 from trainkit.launch.hosts.hostfile import Host
 from trainkit.launch.launchers.contract import Launcher, TransportExit, Transports
@@ -127,7 +128,6 @@ class AgentPool:
         self.lost: dict[int, AgentLost] = {}
         self.run_ends = False  # when we say bye
         self._connections: dict[int, Connection] = {}
-        self._phase = "gather"
         self._leaving: set[int] = set()
         self._transports: list[Transports] = []
         self._ends: Mapping[int, TransportExit] = {}
@@ -153,7 +153,8 @@ class AgentPool:
         self.server.handlers["agent"] = self._serve
         self._launch(self.nodes)
         for node in range(len(self.nodes), len(self.session.hosts)):
-            self._launch([node])  # one that is down is not to keep the others from starting
+            with contextlib.suppress(TrainkitError, OSError):  # of no use, and no harm
+                self._launch([node])
         self._beating = asyncio.run_coroutine_threadsafe(self._beat(), self.server.loop)
 
     def _launch(self, nodes: Sequence[int]) -> None:
@@ -183,11 +184,11 @@ class AgentPool:
         """Dismiss all agents and wait for their end, bounded."""
         if self._beating is not None:
             self._beating.cancel()
-        self.server.handlers.pop("agent", None)
-        self.dismiss(list(self._connections))
+        self.dismiss(range(len(self.session.hosts)))
         try:
             await self._all_gone(BYE_SECONDS)
         finally:
+            self.server.handlers.pop("agent", None)
             for connection in list(self._connections.values()):
                 self.server.loop.call_soon_threadsafe(connection.close)
             for transports in self._transports:
@@ -196,12 +197,14 @@ class AgentPool:
     @property
     def present(self) -> list[int]:
         """Agents that are there, in order."""
-        return sorted(node for node in list(self.hellos) if node not in self.lost)
+        gone = self.lost.keys() | self._leaving
+        return sorted(node for node in list(self.hellos) if node not in gone)
 
     @property
     def at_work(self) -> list[int]:
         """Those of them that are in use."""
-        return [node for node in self.present if node in self.nodes]
+        in_use = set(self.nodes)
+        return [node for node in self.present if node in in_use]
 
     def start_parents(self, frame: StartParent | None) -> None:
         """Have this run on every host, of agents that are still to come too; one that lives
@@ -221,8 +224,9 @@ class AgentPool:
             data = encode(frame.to_json())
             self.server.loop.call_soon_threadsafe(self._connections[node].write, data)
 
-    def dismiss(self, nodes: list[int]) -> None:
-        """Say bye: these agents stop what is left and end, and their end is not a loss."""
+    def dismiss(self, nodes: Sequence[int]) -> None:
+        """Say bye: these agents stop what is left and end, and their end is not a loss. Who is
+        still on the way hears it on arrival."""
         for node in nodes:
             self.send(node, Goodbye(self.run_ends))
             self._leaving.add(node)
@@ -331,6 +335,8 @@ class AgentPool:
         if node in self._connections or not 0 <= node < len(self.session.hosts):
             raise BadFrame(f"node {node} is there already or is none of ours")
         self._connections[node] = connection
+        if node in self._leaving:
+            self.send(node, Goodbye(self.run_ends))
         why = "its agent's connection ended"
         closed = True
         try:

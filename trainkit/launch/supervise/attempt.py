@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Collection, Coroutine, Sequence
 from dataclasses import replace
 
 from trainkit.base.errors import Exit
@@ -165,6 +165,7 @@ class Attempt:
             self.kept.session.write_secrets(context.secrets)
             # who looks for this attempt's session finds that of the agents
             self.run.session(self.folder.number).symlink_to(self.kept.session.folder.name)
+            self.folder.transports.symlink_to(f"../{self.kept.session.attempt}/launch")
             self.new_agents = self.kept.use(self.hosts)
             self.agents = self.kept.nodes
             self.kept.start_parents(parent)
@@ -174,8 +175,8 @@ class Attempt:
         standbys = len(self.session.hosts) - len(self.hosts)
         pool = AgentPool(self.session, context.launcher, server, self.clock, standbys)
         pool.start_parents(parent)
-        await pool.open()
         self.pool = pool
+        await pool.open()
         return pool
 
     async def close_pool(self) -> None:
@@ -184,6 +185,12 @@ class Attempt:
             pool = self.pool
             self.pool = None
             await pool.close()
+
+    @property
+    def ready_hosts(self) -> Collection[str]:
+        """Where agents are that another attempt may have."""
+        pool = self.pool
+        return {pool.host(node) for node in pool.present} if pool is not None else ()
 
     async def agents_for_next(self) -> AgentPool | None:
         """The agents, if they can start the ranks of another attempt; else they end."""
@@ -202,6 +209,7 @@ class Attempt:
             self.keeps_agents
             and self.pool is not None
             and self.began
+            and not ranks.starting
             and not ranks.survivors
             and not self.asked_again
             and bool(self.pool.present)
@@ -241,9 +249,9 @@ class Attempt:
         """What hosts have said so far of what is left on them."""
         ranks = self.ranks
         lost = {each.host for each in ranks.losses}
-        agents = zip(self.agents, self.hosts, strict=True) if ranks.node_of else ()
+        agents = sorted({*self.agents, *self.asked} - ranks.stopped.keys()) if ranks.node_of else ()
         end.survivors = ranks.survivors
-        end.unanswered = [host.name for agent, host in agents if agent not in ranks.stopped]
+        end.unanswered = [self.session.hosts[agent].name for agent in agents]
         uncertain = {*end.unanswered, *lost, *(each["host"] for each in ranks.survivors)}
         if uncertain - lost:
             ranks.lost_at = time.monotonic()
@@ -283,7 +291,7 @@ class Attempt:
         if self.job.cluster.device_type == "cuda":
             gpus = self.job.ranks_per_node
         try:
-            await gather(pool, own_code=self.command.own_code, gpus=gpus)
+            await gather(pool, self.new_agents, own_code=self.command.own_code, gpus=gpus)
         finally:
             self._note_agents(pool)
         await reserve(pool, self.new_agents, self.job, share=self.context.share)
@@ -303,14 +311,10 @@ class Attempt:
             if number not in self.noted:
                 self.noted.add(number)
                 agent = pool.hellos[number]
-                self.events.write_soon(
-                    AgentJoined(
-                        number,
-                        agent.host,
-                        agent.facts.address,
-                        round(agent.clock_offset, 3),
-                        agent.facts.proof,
-                    )
+                offset = round(agent.clock_offset, 3)
+                address = agent.facts.address
+                self.ranks.note(
+                    AgentJoined(number, agent.host, address, offset, agent.facts.proof)
                 )
 
     async def _start(self, pool: AgentPool) -> None:
@@ -473,7 +477,8 @@ class Attempt:
         if not self.ranks.node_of:
             return
         stopped = self.ranks.stopped
-        nodes = [node for node in pool.at_work if node not in stopped]
+        asked = pool.present if everything else pool.at_work
+        nodes = [node for node in asked if node not in stopped]
         if not nodes:
             return
         grace = self.job.stop_grace

@@ -86,8 +86,10 @@ class AttemptResult:
 
 
 def new_session(run: RunFolder, number: int, job: Job, hosts: Sequence[Host]) -> Session:
-    """The session of an attempt whose agents are still to be started."""
+    """The session of an attempt whose agents are still to be started; of a run that is not there
+    yet the code's hash is not known."""
     folder = run.session(number)
+    code = run.code.resolve().name if run.code.exists() else "SHA256"
     box = None
     if not job.starts_by_srun:
         box = node_container(job, folder, run.id, number, reusable_since(run))
@@ -97,8 +99,8 @@ def new_session(run: RunFolder, number: int, job: Job, hosts: Sequence[Host]) ->
         number,
         hosts,
         job.cluster,
-        run.root / "code" / run.code.resolve().name,
-        run.attempt(number).path / "launch",
+        run.root / "code" / code,
+        run.attempt(number).transports,
         passed_environment(),
         box,
         job.stop_grace,

@@ -106,7 +106,7 @@ async def wait_for_consistent_agents(pool: AgentPool) -> list[JoinedAgent]:
     """All agents, once they have come and agree, and guard what they will start. Raises
     TrainkitError: 8 or 7, with a table of hosts."""
     try:
-        hellos = await gather(pool, own_code=True)
+        hellos = await gather(pool, pool.nodes, own_code=True)
     except StartError as error:
         cause = error.outcome.root_cause or {}
         raise TrainkitError(
@@ -173,42 +173,31 @@ def survey_hosts(
     return asyncio.run(look())
 
 
-def sweep_orphans(
-    run: RunFolder, job: Job, hosts: Sequence[Host], *, kill: bool, launcher: Launcher | None = None
-) -> list[SweepReport]:
-    """Ask every host what a run without a supervisor has left there, and end it if `kill`. What
-    its ranks have kept in memory goes."""
-    return asyncio.run(
-        sweep_orphans_on(
-            run,
-            job.cluster,
-            hosts,
-            job.cluster.connect_seconds(),
-            kill=kill,
-            launcher=launcher,
-            forget=True,
-        )
-    )
-
-
-async def sweep_orphans_on(
+async def sweep_orphans(
     run: RunFolder,
     cluster: Cluster,
     hosts: Sequence[Host],
     seconds: float,
-    *,
-    kill: bool,
     launcher: Launcher | None = None,
+    *,
     forget: bool = False,
 ) -> list[SweepReport]:
-    """As `sweep_orphans`, in a running loop; agents have so many `seconds` to come. `forget`: what
-    is kept in memory goes."""
+    """Ask every host what a run without a supervisor has left there, and end it.
+
+    Args:
+        run: the run.
+        cluster: how its hosts are reached.
+        hosts: that are asked.
+        seconds: that agents have to come.
+        launcher: another than the cluster's.
+        forget: what ranks have kept in memory goes too.
+    """
     code = run.root / "code" / run.code.resolve().name
     async with open_agent_pool(
         cluster, hosts, run.root, "sweep", code=code, launcher=launcher
     ) as pool:
         answers = await pool.gather(seconds)
-        frames = {node: SweepRun(run.id, kill, forget) for node in pool.present}
+        frames = {node: SweepRun(run.id, kill=True, forget=forget) for node in pool.present}
         got, silent = await pool.ask(frames, (SweepDone,), SWEEP_SECONDS)
     reports = []
     for node, answer in enumerate(answers):
@@ -230,9 +219,7 @@ async def sweep_dead_agents(
     """End what agents that died have left on hosts of a run that goes on."""
     try:
         async with asyncio.timeout(2 * COME_SECONDS):
-            return await sweep_orphans_on(
-                run, cluster, hosts, COME_SECONDS, kill=True, launcher=launcher
-            )
+            return await sweep_orphans(run, cluster, hosts, COME_SECONDS, launcher)
     except (TrainkitError, OSError, TimeoutError) as error:
         return [SweepReport(host.name, str(error) or "no answer in time") for host in hosts]
 

@@ -79,10 +79,12 @@ class RankTracker:
         return [left for found in self.stopped.values() for left in found]
 
     def handle(self, pool: AgentPool, node: int, frame: Frame) -> None:
-        """Take in one frame of an agent; of one that is not in use nothing is of our ranks."""
-        if node not in pool.nodes:
-            return
+        """Take in one frame of an agent; one that stands by has nothing of our ranks."""
         host = pool.host(node)
+        if node not in pool.nodes and not isinstance(frame, ProcessesStopped):
+            if isinstance(frame, AgentLost):
+                self.note(AgentOutput(node, host, f"stands by no more: {frame.why}"))
+            return
         match frame:
             case HeartbeatReport():
                 for key, beat in frame.beats.items():
@@ -102,14 +104,14 @@ class RankTracker:
             case StackReport():
                 self.stacks.take(node, frame)
             case ProcessOutput():
-                self._note(AgentOutput(node, host, frame.text))
+                self.note(AgentOutput(node, host, frame.text))
             case AgentLost():
                 self._agent_lost(node, host, frame)
 
     def _rank_started(self, rank: int, host: str, pid: int) -> None:
         self.starting.discard(rank)
         self.running.add(rank)
-        self._note(RankStarted(rank, host, pid))
+        self.note(RankStarted(rank, host, pid))
 
     def _rank_ended(self, host: str, clock_offset: float, frame: ProcessEnded) -> None:
         rank = int(frame.key)
@@ -131,10 +133,10 @@ class RankTracker:
             log=str(self.folder.log(rank)),
         )
         self.ends.append(end)
-        self._note(RankEnded(rank, end.code, end.stopped, end.done))
+        self.note(RankEnded(rank, end.code, end.stopped, end.done))
 
-    def _note(self, event: Event) -> None:
-        """Write an event of one rank. What is decided is decided by what is held in memory: a
+    def note(self, event: Event) -> None:
+        """Write an event of one rank or agent. What is decided is decided by what is held in memory: a
         full disk loses the line, not the run."""
         with contextlib.suppress(OSError):
             self.events.write_soon(event)

@@ -63,12 +63,15 @@ class StartError(Exception):
         self.outcome = Outcome(exit, failure_class, cause, tuple(suspects))
 
 
-async def gather(pool: AgentPool, *, own_code: bool, gpus: int = 0) -> list[JoinedAgent]:
+async def gather(
+    pool: AgentPool, new: Sequence[int], *, own_code: bool, gpus: int = 0
+) -> list[JoinedAgent]:
     """The hello of every agent in use, once they all agree. Raises StartError: 8 with all hosts
     that did not come, 7 with all that differ.
 
     Args:
         pool: entered.
+        new: agents that are judged; others were before, and what they said then may be old.
         own_code: trainkit's own code is to run there.
         gpus: how many each host must have.
     """
@@ -76,7 +79,9 @@ async def gather(pool: AgentPool, *, own_code: bool, gpus: int = 0) -> list[Join
     hellos = [answer for answer in answers if isinstance(answer, JoinedAgent)]
     if missing := [answer for answer in answers if isinstance(answer, MissingAgent)]:
         _refuse_missing(missing, len(answers), pool.session)
-    if wrong := host_inconsistencies(hellos, pool.session, gpus, own_code=own_code):
+    judged = {pool.host(node) for node in new}
+    found = host_inconsistencies(hellos, pool.session, gpus, own_code=own_code)
+    if wrong := [finding for finding in found if finding.host in judged]:
         hosts = list(dict.fromkeys(finding.host for finding in wrong))
         ways_out = dict.fromkeys(finding.advice for finding in wrong)
         raise StartError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Literal
 
 from trainkit.base.errors import Exit
@@ -88,11 +88,13 @@ class HostChoice:
         """Those not left out, in order."""
         return [host for host in self.hosts if host.name not in self.excluded]
 
-    def choose(self, nodes: int, fits: Callable[[int], bool]) -> tuple[Host, ...]:
-        """Hosts of the next attempt: `nodes` of the usable ones; fewer if `fits` says that the
+    def choose(
+        self, nodes: int, fits: Callable[[int], bool], ready: Collection[str] = ()
+    ) -> tuple[Host, ...]:
+        """Hosts of the next attempt: `nodes` of the usable ones, `ready` ones first; fewer if `fits` says that the
         job can run on so many; else all again, in the hope that those left out are back. Where
         there are as many as before each keeps its place, and with it the state in its memory."""
-        usable = self.available()
+        usable = sorted(self.available(), key=lambda host: host.name not in ready)
         most = next((n for n in range(min(nodes, len(usable)), 0, -1) if n == nodes or fits(n)), 0)
         if not most:
             self.excluded.clear()

@@ -228,7 +228,7 @@ class Supervisor:
         if self.attempt is not None:
             kept = await self.attempt.agents_for_next()
             self.attempt.events.close()
-        ready = (*hosts, *self._standbys(command))
+        ready = (*hosts, *self._standbys(hosts, command))
         self.attempt = attempt = Attempt(self.run, number, self.job, ready, command, context, kept)
         attempt.events.on_write = functools.partial(self.notifier.on_event, number)
         attempt.record_start()
@@ -377,14 +377,16 @@ class Supervisor:
         return self.hosts.choose(
             self.job.nodes,
             lambda nodes: self.job.retries.shrink and self._shrunk_job(nodes) is not None,
+            self.attempt.ready_hosts if self.attempt is not None else (),
         )
 
-    def _standbys(self, command: Command) -> Sequence[Host]:
+    def _standbys(self, hosts: Sequence[Host], command: Command) -> Sequence[Host]:
         """Spare hosts whose agents wait with all that ranks need imported, where these are forked
         from that."""
         if command.parent is None:
             return ()
-        return [host for host in self.hosts.available() if host.name not in self.hosts.places]
+        others = {host.name for host in hosts} | self.swept
+        return [host for host in self.hosts.available() if host.name not in others]
 
     def _shrink(self, hosts: Sequence[Host]) -> None:
         """Change the job where there are fewer hosts than it had."""

@@ -156,6 +156,10 @@ class CheckpointManager:
         self.restored = Restored("disk", step, step)
         return saved.manifest
 
+    def copy_is_due(self, step: int) -> bool:
+        """Whether the tensors of this step are to be copied in memory."""
+        return self._copies is not None and self._copies.due(step)
+
     def copy(self, metadata: CheckpointMetadata) -> None:
         """Begin to copy the tensors in memory. They may change when `wait_for_staging` has
         returned."""

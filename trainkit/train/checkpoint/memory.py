@@ -14,6 +14,7 @@ import json
 import os
 import secrets
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
@@ -110,15 +111,12 @@ class MemoryCopies:
         self._sealed: Future[None] | None = None
         self._line = ThreadPoolExecutor(1, thread_name_prefix="partner")
         self._shipped: Future[None] | None = None
+        self._every = job.checkpoint.memory_steps
+        self._seconds = job.checkpoint.memory_seconds
+        self._due = 0  # of copies by time: the step of the next one
+        self._last: tuple[int, float] | None = None  # step of the last one, by time.monotonic()
         self._cut = False  # the way to a partner, of this rank or another
         self._left_out = 0  # copies in a row, for the last one was still on its way
-
-    @classmethod
-    def of(
-        cls, job: Job, run: RunFolder, world: World, tensors: Mapping[str, Tensor]
-    ) -> MemoryCopies | None:
-        """Those of a job; None where it wants none. As the class says."""
-        return cls(job, run, world, tensors) if job.checkpoint.memory_interval else None
 
     @property
     def copying(self) -> bool:
@@ -129,6 +127,21 @@ class MemoryCopies:
         """Wait until the tensors may change; on CUDA that is at once."""
         if self._copied is not None:
             self._copied.result()
+
+    def due(self, step: int) -> bool:
+        """Whether this step is to be copied."""
+        return step % self._every == 0 if self._every else step >= self._due
+
+    def _plan_next(self, step: int) -> None:
+        """Of copies by time: which step is the next, by the slowest rank's time of a step since the
+        last copy. All ranks get the same answer."""
+        former = self._last
+        self._last = (step, time.monotonic())
+        self._due = step + 1
+        if former is not None:
+            took = torch.tensor((self._last[1] - former[1]) / (step - former[0]))
+            dist.all_reduce(took, dist.ReduceOp.MAX)
+            self._due = step + max(1, int(self._seconds / float(took)))
 
     def copy(
         self, metadata: CheckpointMetadata, before_shipping: Callable[[], None] = lambda: None
@@ -141,6 +154,8 @@ class MemoryCopies:
             metadata: what belongs to it.
             before_shipping: called, in another thread, before a partner gets it.
         """
+        if self._seconds:
+            self._plan_next(metadata.step)
         if self._partner and not self._may_overwrite():
             return
         slot = self._slots[self._next]
