@@ -213,7 +213,7 @@ class CheckpointSettings(Table):
     memory_interval: int | str | None = Field(
         None,
         description=(
-            "every so many steps (10), or seconds (\"30s\"), copy the state into the memory of the"
+            'every so many steps (10), or seconds ("30s"), copy the state into the memory of the'
             " hosts, where it outlives the ranks: twice 12 bytes for every parameter that a rank"
             " holds; where there are several nodes as much again, of a rank of another node"
         ),

@@ -3,9 +3,9 @@ move. The interpreter runs them small, a GPU at any size."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-import math
 from functools import partial
 from typing import Any
 

@@ -29,7 +29,6 @@ from trainkit.launch.scheduler_contract import (
     Submission,
 )
 from trainkit.launch.session_preview import script_lines
-from trainkit.launch.supervise.attempt_context import new_session
 from trainkit.launch.slurm.allocation import (
     allocation_hosts,
     available_nodes,
@@ -57,6 +56,7 @@ from trainkit.launch.slurm.squeue import RUNNING, WAITING, job_accounts, job_sta
 from trainkit.launch.slurm.stage_graph import hold_stage_graph, show_stage_graph
 from trainkit.launch.slurm.submit_run import submit_run, submit_with_stages
 from trainkit.launch.slurm.withdraw import withdraw_stage_jobs
+from trainkit.launch.supervise.attempt_context import new_session
 from trainkit.launch.supervise.outcome import Outcome
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import RunRecord

@@ -311,10 +311,14 @@ class Attempt:
             if number not in self.noted:
                 self.noted.add(number)
                 agent = pool.hellos[number]
-                offset = round(agent.clock_offset, 3)
-                address = agent.facts.address
                 self.ranks.note(
-                    AgentJoined(number, agent.host, address, offset, agent.facts.proof)
+                    AgentJoined(
+                        number,
+                        agent.host,
+                        agent.facts.address,
+                        round(agent.clock_offset, 3),
+                        agent.facts.proof,
+                    )
                 )
 
     async def _start(self, pool: AgentPool) -> None:

@@ -136,8 +136,8 @@ class RankTracker:
         self.note(RankEnded(rank, end.code, end.stopped, end.done))
 
     def note(self, event: Event) -> None:
-        """Write an event of one rank or agent. What is decided is decided by what is held in memory: a
-        full disk loses the line, not the run."""
+        """Write an event of one rank or agent. What is decided is decided by what is held in
+        memory: a full disk loses the line, not the run."""
         with contextlib.suppress(OSError):
             self.events.write_soon(event)
 

@@ -91,9 +91,10 @@ class HostChoice:
     def choose(
         self, nodes: int, fits: Callable[[int], bool], ready: Collection[str] = ()
     ) -> tuple[Host, ...]:
-        """Hosts of the next attempt: `nodes` of the usable ones, `ready` ones first; fewer if `fits` says that the
-        job can run on so many; else all again, in the hope that those left out are back. Where
-        there are as many as before each keeps its place, and with it the state in its memory."""
+        """Hosts of the next attempt: `nodes` of the usable ones, those `ready` before others; fewer
+        if `fits` says that the job can run on so many; else all again, in the hope that those left
+        out are back. Where there are as many as before each keeps its place, and with it the state
+        in its memory."""
         usable = sorted(self.available(), key=lambda host: host.name not in ready)
         most = next((n for n in range(min(nodes, len(usable)), 0, -1) if n == nodes or fits(n)), 0)
         if not most:
