@@ -29,8 +29,9 @@ from trainkit.launch.session import Session
 
 
 def read_command(value: Mapping[str, object]) -> Frame | None:
-    """What a supervisor says; None for a type that is not known. Raises BadFrame."""
-    kinds = {kind.TYPE: kind for kind in Frame.__subclasses__()}
+    """What a supervisor says; None for a type that is not known. Raises BadFrame. Reports, which
+    stand behind the commands, have some of their types."""
+    kinds = {kind.TYPE: kind for kind in reversed(Frame.__subclasses__())}
     kind = kinds.get(str(value.get("type")))
     return kind.from_json(value) if kind else None
 

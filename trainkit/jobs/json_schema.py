@@ -112,9 +112,8 @@ def _for_toml(value: Any, names: bool = False) -> Any:
     if isinstance(left.get("description"), str):
         left["description"] = " ".join(left["description"].split())  # docstrings are wrapped
     options = [option for option in left.get("anyOf", []) if option != {"type": "null"}]
-    if len(options) == 1:
-        del left["anyOf"]
-        left |= options[0]
+    left.pop("anyOf", None)
+    left |= {"anyOf": options} if len(options) > 1 else dict(*options)
     return {
         key: _for_toml(item, names=key in ("properties", "patternProperties"))
         for key, item in left.items()

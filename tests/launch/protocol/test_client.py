@@ -199,7 +199,8 @@ def test_an_agent_that_had_to_go_proves_itself_again(monkeypatch: pytest.MonkeyP
         agent.sock.setblocking(True)
         while Accepted.TYPE not in [frame["type"] for frame in agent.receive()]:
             pass
-        assert heard == [CANCEL.to_json()]
+        # of a proof that came just as its connection went nothing is heard but the end
+        assert [word for word in heard if word] == [CANCEL.to_json()]
         for each in (*strangers, agent.sock):
             each.close()
 

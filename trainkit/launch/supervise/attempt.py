@@ -52,7 +52,6 @@ from trainkit.launch.supervise.rendezvous import (
     reserve,
 )
 from trainkit.runs.events import (
-    AgentJoined,
     AllRanksStarted,
     AttemptStarted,
     EventLog,
@@ -109,7 +108,6 @@ class Attempt:
         self.hosts = hosts[: job.nodes]
         self.agents: Sequence[int] = range(job.nodes)  # of these hosts, by their numbers
         self.new_agents: Sequence[int] = self.agents  # those of them that have no slots yet
-        self.noted: set[int] = set()  # agents whose coming was written down
         self.events = EventLog(self.folder)
         self.redactor = Redactor(context.secrets.values())
         self.clock = context.root.clock
@@ -293,7 +291,7 @@ class Attempt:
         try:
             await gather(pool, self.new_agents, own_code=self.command.own_code, gpus=gpus)
         finally:
-            self._note_agents(pool)
+            self.ranks.note_agents(pool)
         await reserve(pool, self.new_agents, self.job, share=self.context.share)
         address, port = await rendezvous(pool, self.command.port)
         number = self.folder.number
@@ -304,22 +302,6 @@ class Attempt:
             write_text(self.run.path / name, text)
         if self.command.spawn == "per_run":
             write_text(self.run.path / HOSTFILE, self.world.hostfile)
-
-    def _note_agents(self, pool: AgentPool) -> None:
-        """Write down who is there, of those that stand by too."""
-        for number in pool.present:
-            if number not in self.noted:
-                self.noted.add(number)
-                agent = pool.hellos[number]
-                self.ranks.note(
-                    AgentJoined(
-                        number,
-                        agent.host,
-                        agent.facts.address,
-                        round(agent.clock_offset, 3),
-                        agent.facts.proof,
-                    )
-                )
 
     async def _start(self, pool: AgentPool) -> None:
         """Start every rank, once its rank parent has imported what it needs. Raises StartError (8)
@@ -471,7 +453,7 @@ class Attempt:
                 self.ranks.handle(pool, *await pool.received.get())
         while not pool.received.empty():
             self.ranks.handle(pool, *pool.received.get_nowait())
-        self._note_agents(pool)
+        self.ranks.note_agents(pool)
         self.context.observer.tick()
 
     async def _stop_all(self, pool: AgentPool, reason: str, *, everything: bool = False) -> None:

@@ -23,6 +23,7 @@ from trainkit.launch.supervise.hang import StackDumps
 from trainkit.launch.supervise.heartbeats import Heartbeats
 from trainkit.launch.supervise.outcome import LostContact, RankExit
 from trainkit.runs.events import (
+    AgentJoined,
     AgentOutput,
     ContactLost,
     Event,
@@ -58,6 +59,7 @@ class RankTracker:
         self.stacks = StackDumps(folder)
         self.node_of: dict[int, int] = {}  # by rank; empty until the ranks are started
         self.running: set[int] = set()
+        self._noted: set[int] = set()  # agents whose coming was written down
         self.starting: set[int] = set()  # ranks whose start is not confirmed
         self.start_failures: list[tuple[str, str]] = []  # (host, why)
         self.ends: list[RankExit] = []
@@ -140,6 +142,22 @@ class RankTracker:
         memory: a full disk loses the line, not the run."""
         with contextlib.suppress(OSError):
             self.events.write_soon(event)
+
+    def note_agents(self, pool: AgentPool) -> None:
+        """Write down who is there, of those that stand by too."""
+        for number in pool.present:
+            if number not in self._noted:
+                self._noted.add(number)
+                agent = pool.hellos[number]
+                self.note(
+                    AgentJoined(
+                        number,
+                        agent.host,
+                        agent.facts.address,
+                        round(agent.clock_offset, 3),
+                        agent.facts.proof,
+                    )
+                )
 
     def _redacted_error(self, rank: int) -> dict[str, object] | None:
         """What the rank wrote down about its failure, with secrets taken out, of the file too."""

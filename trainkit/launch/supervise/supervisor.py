@@ -238,13 +238,8 @@ class Supervisor:
         try:
             end = await attempt.execute()
         except BaseException as error:
-            end = AttemptResult(
-                Outcome(
-                    Exit.BUG,
-                    "infra",
-                    {"message": f"the supervisor failed: {type(error).__name__}: {error}"},
-                )
-            )
+            why = f"the supervisor failed: {type(error).__name__}: {error}"
+            end = AttemptResult(Outcome(Exit.BUG, "infra", {"message": why}))
             self._record_end(end)
             attempt.events.close()
             raise
@@ -254,7 +249,7 @@ class Supervisor:
         self._record_end(end)
         if end.uncertain:
             await self._finish_sweep()
-            uncertain = [host for host in hosts if host.name in end.uncertain]
+            uncertain = [host for host in ready if host.name in end.uncertain]
             before = self.fence_until
             if end.lost_at is not None:
                 self.fence_until = max(before, end.lost_at + self._stop_seconds())
