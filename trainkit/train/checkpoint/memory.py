@@ -111,8 +111,7 @@ class MemoryCopies:
         self._sealed: Future[None] | None = None
         self._line = ThreadPoolExecutor(1, thread_name_prefix="partner")
         self._shipped: Future[None] | None = None
-        self._every = job.checkpoint.memory_steps
-        self._seconds = job.checkpoint.memory_seconds
+        self._asked = job.checkpoint
         self._due = 0  # of copies by time: the step of the next one
         self._last: tuple[int, float] | None = None  # step of the last one, by time.monotonic()
         self._cut = False  # the way to a partner, of this rank or another
@@ -130,7 +129,9 @@ class MemoryCopies:
 
     def due(self, step: int) -> bool:
         """Whether this step is to be copied."""
-        return step % self._every == 0 if self._every else step >= self._due
+        if steps := self._asked.memory_steps:
+            return step % steps == 0
+        return step >= self._due
 
     def _plan_next(self, step: int) -> None:
         """Of copies by time: which step is the next, by the slowest rank's time of a step since the
@@ -141,7 +142,7 @@ class MemoryCopies:
         if former is not None:
             took = torch.tensor((self._last[1] - former[1]) / (step - former[0]))
             dist.all_reduce(took, dist.ReduceOp.MAX)
-            self._due = step + max(1, int(self._seconds / float(took)))
+            self._due = step + max(1, int(self._asked.memory_seconds / float(took)))
 
     def copy(
         self, metadata: CheckpointMetadata, before_shipping: Callable[[], None] = lambda: None
@@ -154,7 +155,7 @@ class MemoryCopies:
             metadata: what belongs to it.
             before_shipping: called, in another thread, before a partner gets it.
         """
-        if self._seconds:
+        if self._asked.memory_seconds:
             self._plan_next(metadata.step)
         if self._partner and not self._may_overwrite():
             return
