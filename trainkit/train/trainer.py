@@ -114,9 +114,8 @@ class Trainer:
         self.step_log = StepLog(job, mesh, self.timers, memory, utilization)
         tensors = self.step_runner.tensors()
         copies = MemoryCopies(job, run, world, tensors) if job.checkpoint.memory_interval else None
-        self.checkpoints = CheckpointManager(
-            job.checkpoint, run.checkpoints, _TrainerObserver(self), copies
-        )
+        observer = _TrainerObserver(self)
+        self.checkpoints = CheckpointManager(job.checkpoint, run.checkpoints, observer, copies)
         self.begins = not self._load_newest()
         if self.begins:
             begin_weights(job, self.model_parts)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import secrets
 import sys
@@ -113,7 +114,7 @@ class MemoryCopies:
         self._shipped: Future[None] | None = None
         self._asked = job.checkpoint
         self._due = 0  # of copies by time: the step of the next one
-        self._last: tuple[int, float] | None = None  # step of the last one, by time.monotonic()
+        self._last = (-1, -math.inf)  # step of the last one, and when it began
         self._cut = False  # the way to a partner, of this rank or another
         self._left_out = 0  # copies in a row, for the last one was still on its way
 
@@ -136,13 +137,10 @@ class MemoryCopies:
     def _plan_next(self, step: int) -> None:
         """Of copies by time: which step is the next, by the slowest rank's time of a step since the
         last copy. All ranks get the same answer."""
-        former = self._last
+        took = torch.tensor((time.monotonic() - self._last[1]) / (step - self._last[0]))
+        dist.all_reduce(took, dist.ReduceOp.MAX)
+        self._due = step + max(1, int(self._asked.memory_seconds / float(took)))
         self._last = (step, time.monotonic())
-        self._due = step + 1
-        if former is not None:
-            took = torch.tensor((self._last[1] - former[1]) / (step - former[0]))
-            dist.all_reduce(took, dist.ReduceOp.MAX)
-            self._due = step + max(1, int(self._asked.memory_seconds / float(took)))
 
     def copy(
         self, metadata: CheckpointMetadata, before_shipping: Callable[[], None] = lambda: None
