@@ -23,9 +23,8 @@ from trainkit.base.errors import ConfigError, Exit, TrainkitError
 from trainkit.base.files import rotated_log
 from trainkit.base.printable import printable
 from trainkit.cli.config.jobs import load_jobs
-from trainkit.cli.inspect.runs import faults_table
 from trainkit.cli.options import LogOptions
-from trainkit.cli.run.summary import last_lines, next_page
+from trainkit.cli.run.summary import faults_table, last_lines, next_page
 from trainkit.cli.tables import Listing, Page
 from trainkit.cli.wrapper import TaskContext, TaskResult
 from trainkit.launch.scheduler_contract import JobAccount

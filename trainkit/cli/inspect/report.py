@@ -13,7 +13,8 @@ from trainkit.base.documents import document
 from trainkit.base.errors import ConfigError
 from trainkit.base.files import write_text
 from trainkit.cli.config.jobs import load_jobs
-from trainkit.cli.inspect.runs import faults_table, status_page
+from trainkit.cli.inspect.runs import status_page
+from trainkit.cli.run.summary import faults_table
 from trainkit.cli.tables import Listing, Page
 from trainkit.cli.wrapper import TaskContext, TaskResult
 from trainkit.jobs.resolved import read_job

@@ -19,13 +19,7 @@ from trainkit.cli.tables import Listing, Page
 from trainkit.cli.wrapper import TaskContext, TaskResult
 from trainkit.jobs.resolved import read_job
 from trainkit.launch.scheduler_registry import current, current_all, scheduler_of
-from trainkit.reports.faults import (
-    HEADINGS,
-    STAGES,
-    FaultCost,
-    build_faults,
-    faults_in_words,
-)
+from trainkit.reports.faults import build_faults, faults_in_words
 from trainkit.reports.read import read_run_times
 from trainkit.reports.scaling import ScalingRow, draw_scaling, scaling_of
 from trainkit.runs.devices import DeviceUsage, Gpu, observe_devices
@@ -338,13 +332,6 @@ def devices_table(view: DeviceUsage) -> Listing:
             cells += _gpu_cells(rank.gpu)
         table.add_row(*cells)
     return table
-
-
-def faults_table(faults: Sequence[FaultCost]) -> Listing:
-    """What each fault of a run cost."""
-    rows = (map(escape, fault.cells) for fault in faults)
-    drop = (*STAGES, "went on from", "attempt")
-    return Listing(*HEADINGS, right=HEADINGS[2:-1], drop=drop, rows=rows)
 
 
 def status_page(task: TaskContext, record: RunRecord, view: DeviceUsage) -> Page:

@@ -10,6 +10,7 @@ from trainkit.base.documents import document
 from trainkit.base.files import write_text
 from trainkit.cli.config.jobs import load_jobs
 from trainkit.cli.run.stages import stage_ui
+from trainkit.cli.run.summary import faults_table
 from trainkit.cli.tables import Listing, Page
 from trainkit.cli.wrapper import TaskContext, TaskResult
 from trainkit.experiment.options import TrainOptions
@@ -51,16 +52,16 @@ def drill(task: TaskContext, name: str, options: TrainOptions, html: str) -> Tas
     if html:
         write_text(Path(html), report_page(read_report(report.run)))
         task.say(f"wrote {html}")
-    return TaskResult(report.to_json(), report.exit, page=_page(task, report))
+    return TaskResult(report.to_json(), report.exit, page=_page(report))
 
 
-def _page(task: TaskContext, report: DrillReport) -> Page:
+def _page(report: DrillReport) -> Page:
     table = Listing("fault", *NUMBERS, "from", "equal", "nothing left", "", right=NUMBERS)
     for score in report.scores:
         table.add_row(escape(score.fault), *_cells(score), escape("; ".join(_wrong(score))))
     yield table
     yield from (f"left behind: {line}" for line in report.left)
-    yield f"where the seconds went: {task.command} report {report.run.id}"
+    yield faults_table(read_report(report.run).faults)
 
 
 def _cells(score: Score) -> list[str]:
@@ -77,7 +78,5 @@ def _cells(score: Score) -> list[str]:
 
 
 def _wrong(score: Score) -> list[str]:
-    words = [score.error] if score.error else []
-    if score.error and not score.made:
-        words = [f"not made: {score.error}"]
-    return [*words, *score.left]
+    why = score.error if score.made else f"not made: {score.error}"
+    return [*([why] if score.error else []), *score.left]

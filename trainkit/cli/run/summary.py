@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console, RenderableType
@@ -19,6 +20,7 @@ from trainkit.cli.wrapper import TaskContext
 from trainkit.engines.registry import ENGINES
 from trainkit.jobs.schema import Job
 from trainkit.launch.local_ranks import run_local_ranks
+from trainkit.reports.faults import HEADINGS, STAGES, FaultCost
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import RunRecord
 from trainkit.runs.summary import summarize_run
@@ -151,6 +153,13 @@ def print_ending(
     else:
         _print_failure(task, record)
     task.show(next_page(task, record))
+
+
+def faults_table(faults: Sequence[FaultCost]) -> Listing:
+    """What each fault of a run cost."""
+    rows = (map(escape, fault.cells) for fault in faults)
+    drop = (*STAGES, "went on from", "attempt")
+    return Listing(*HEADINGS, right=HEADINGS[2:-1], drop=drop, rows=rows)
 
 
 def next_page(task: TaskContext, record: RunRecord, without: str = "") -> Page:
