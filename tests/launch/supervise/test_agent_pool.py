@@ -583,7 +583,7 @@ def test_after_a_cut_both_sides_are_soon_heard_again() -> None:
 
     asyncio.run(both())
     assert seen == [(1, GIVE_UP_MS, LONGEST_GAP_MS)] * 2
-    assert (heartbeat_interval(15), heartbeat_interval(5)) == (
+    assert (heartbeat_interval(30), heartbeat_interval(5)) == (
         1,
-        0.5,
+        0.25,
     ), "a short lease is not half spent on waiting for the next sign of life"

@@ -50,7 +50,7 @@ def retransmit_soon(sock: socket.socket) -> None:
 def heartbeat_interval(lease: float) -> float:
     """Seconds between two signs of life of each side: a small part of a short lease, so that a
     cut may take most of it."""
-    return min(HEARTBEAT_SECONDS, lease / 10)
+    return min(HEARTBEAT_SECONDS, lease / 20)
 
 
 class BadFrame(Exception):

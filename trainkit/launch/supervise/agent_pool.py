@@ -38,7 +38,7 @@ HEARD_BEATS = 3
 # beyond lease and grace, until a host that we lost has surely stopped itself: it may have heard
 # pings for so long, then looks at its lease once a beat, and ends what it has started
 OWN_STOP_BEATS = HEARD_BEATS + 2
-LEAST_OWN_STOP = 1.5  # seconds, however short the beat
+LEAST_OWN_STOP = 1.0  # seconds, however short the beat
 # for agents that have nothing left to stop, and their transports, to end by themselves
 BYE_SECONDS = 3.0
 # of all agents together that nobody has looked at; more have to wait in their connections
