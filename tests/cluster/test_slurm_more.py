@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.conftest import bring_up
-from tests.cluster.machines import HEAD, Cluster
+from tests.cluster.machines import HEAD, Cluster, Process
 from tests.cluster.slurm_project import SlurmProject, make_slurm_project
 from tests.cluster.test_endings import of_agent
 from tests.conftest import HANGS, wait_for
@@ -62,13 +62,16 @@ def test_what_is_killed_starts_again_in_the_same_allocation(
     slurm.ranks_count(50)
     run, id = slurm.submit()
     slurm.wait_step(3)
-    found = slurm.cluster.processes_of(run.name)
-    agents = {p.pid: p.host for p in found if of_agent(p)}
+    agents = {p.pid: p.host for p in slurm.cluster.processes_of(run.name) if of_agent(p)}
     assert sorted(agents.values()) == ["node1", "node2"]
-    (killed,) = [p for p in found if p.mark == f"{run.name}/1/1/3"]
-    if victim == "agent":
-        (killed,) = [p for p in found if of_agent(p) and p.host == killed.host]
-    slurm.cluster.kill(killed)
+
+    def victims() -> list[Process]:
+        found = slurm.cluster.processes_of(run.name)
+        if victim == "agent":
+            return [p for p in found if of_agent(p) and p.host == "node2"]
+        return [p for p in found if p.mark == f"{run.name}/1/1/3"]
+
+    slurm.cluster.kill(*wait_for(victims, "what is killed", timeout=600))
     wait_for(lambda: "rank_started" in slurm.events(run, 2), "ranks of the next", timeout=600)
     again = {p.pid: p.host for p in slurm.cluster.processes_of(run.name) if of_agent(p)}
     assert sorted(again.values()) == ["node1", "node2"]
