@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.conftest import bring_up
-from tests.cluster.machines import HEAD, Cluster, Process
+from tests.cluster.machines import HEAD, Cluster
 from tests.cluster.slurm_project import SlurmProject, make_slurm_project
 from tests.cluster.test_endings import of_agent
 from tests.conftest import HANGS, wait_for
@@ -54,28 +54,28 @@ def test_inside_salloc(slurm: SlurmProject) -> None:
     slurm.invoke("train", "random", "--existing", exit=3)
 
 
+def agents_of(slurm: SlurmProject, run: Path) -> dict[str, int]:
+    """The pid of the one agent of each node."""
+    found = [p for p in slurm.cluster.processes_of(run.name) if of_agent(p)]
+    assert len({p.host for p in found}) == len(found)
+    return {p.host: p.pid for p in found}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("victim", ["rank", "agent"])
-def test_what_is_killed_starts_again_in_the_same_allocation(
-    slurm: SlurmProject, victim: str
-) -> None:
+def test_a_killed_rank_goes_on_in_the_same_allocation(slurm: SlurmProject) -> None:
     slurm.ranks_count(50)
     run, id = slurm.submit()
     slurm.wait_step(3)
-    agents = {p.pid: p.host for p in slurm.cluster.processes_of(run.name) if of_agent(p)}
-    assert sorted(agents.values()) == ["node1", "node2"]
-
-    def victims() -> list[Process]:
-        found = slurm.cluster.processes_of(run.name)
-        if victim == "agent":
-            return [p for p in found if of_agent(p) and p.host == "node2"]
-        return [p for p in found if p.mark == f"{run.name}/1/1/3"]
-
-    slurm.cluster.kill(*wait_for(victims, "what is killed", timeout=600))
-    wait_for(lambda: "rank_started" in slurm.events(run, 2), "ranks of the next", timeout=600)
-    again = {p.pid: p.host for p in slurm.cluster.processes_of(run.name) if of_agent(p)}
-    assert sorted(again.values()) == ["node1", "node2"]
-    assert len(again.keys() & agents.keys()) == (2 if victim == "rank" else 1)
+    agents = agents_of(slurm, run)
+    assert sorted(agents) == ["node1", "node2"]
+    victims = wait_for(
+        lambda: [p for p in slurm.cluster.processes_of(run.name) if p.mark == f"{run.name}/1/1/3"],
+        "rank 3",
+        timeout=600,
+    )
+    slurm.cluster.kill(*victims)
+    wait_for(lambda: "go" in slurm.events(run, 2), "the next attempt", timeout=600)
+    assert agents_of(slurm, run) == agents
     slurm.may_end()
     slurm.wait_state(run, "succeeded")
     assert (
@@ -83,6 +83,30 @@ def test_what_is_killed_starts_again_in_the_same_allocation(
         and "by" not in slurm.events(run, 1)["retry"]
     )
     assert [entry["id"] for entry in slurm.slurm_jobs(run)] == [id] and slurm.count() == 50
+
+
+@pytest.mark.slow
+def test_a_killed_agent_starts_again_in_a_step_of_its_own(slurm: SlurmProject) -> None:
+    """In salloc, where no other node can be had."""
+    slurm.ranks_count(50)
+    words = ["train", "random", "--existing", "--set=retry.shrink=false", "--set=retry.infra=3"]
+    argv = slurm.cluster.command(
+        HEAD, "salloc", "--nodes=2", "--nodelist=node[2-3]", sys.executable, "-m", "invoke", *words
+    )
+    with subprocess.Popen(
+        argv, cwd=slurm.path, env=slurm.environment(), stdout=subprocess.PIPE, text=True
+    ) as process:
+        slurm.wait_step(3)
+        (run,) = slurm.runs()
+        agents = agents_of(slurm, run)
+        victims = [p for p in slurm.cluster.processes_of(run.name) if p.pid == agents["node3"]]
+        slurm.cluster.kill(*victims)
+        wait_for(lambda: "go" in slurm.events(run, 2), "the next attempt", timeout=600)
+        again = agents_of(slurm, run)
+        slurm.may_end()
+        said = process.communicate()[0]
+    assert process.returncode == 0, said
+    assert again["node2"] == agents["node2"] and again["node3"] != agents["node3"]
 
 
 @pytest.mark.slow
