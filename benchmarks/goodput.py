@@ -65,7 +65,7 @@ def main() -> None:
                 kills += 1
             time.sleep(max(0.0, began + 60 * minutes - time.time()))
             kept = newest_step(run)
-            side.end(run)
+            side.end(run, "--save")  # else all since the last checkpoint is lost
             wall = time.time() - began
             ledger = build_ledger(read_run_times(read_run_record(run)))
             rows = [row for row in read_rows(run.metrics) if "eval" not in row]

@@ -231,8 +231,8 @@ class Trainkit(Side):
         wait_for("first step", lambda: newest_step(run) > 0)
         return run
 
-    def end(self, run: RunFolder) -> None:
-        words = (sys.executable, "-m", "invoke", "cancel", run.id)
+    def end(self, run: RunFolder, *options: str) -> None:
+        words = (sys.executable, "-m", "invoke", "cancel", run.id, *options)
         subprocess.run(
             self.cluster.command(HEAD, *words), cwd=self.project, capture_output=True, check=False
         )
