@@ -5,8 +5,9 @@
 
 The tiny job of benchmarks/recovery.py on its cluster of namespaces, with a copy of the state in
 memory every step, from `invoke train` to the stop. Ledger: what `report` says, the part of the wall
-clock in training that was kept. Own clock: kept steps times the median step, over the seconds of
-this program from before the start to after the end. Needs root and the packages that
+clock in training that was kept. Own clock: this program looks at metrics.jsonl, and counts as lost
+the seconds to the first step, those from each kill to the first step that is new, and those from
+the order to stop to the end, checkpoint included. Needs root and the packages that
 tests/cluster/cluster.sh names.
 """
 
@@ -24,12 +25,18 @@ from statistics import median
 CHECKOUT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(CHECKOUT))
 
-from benchmarks.recovery import Trainkit, make_project, newest_step  # noqa: E402
+from benchmarks.recovery import Trainkit, make_project, newest_step, wait_for  # noqa: E402
 from tests.cluster.machines import Cluster, NoCluster  # noqa: E402
 from trainkit.reports.ledger import build_ledger  # noqa: E402
 from trainkit.reports.read import read_run_times  # noqa: E402
-from trainkit.runs.metrics import read_rows  # noqa: E402
+from trainkit.runs.folder import RunFolder  # noqa: E402
 from trainkit.runs.record import read_run_record  # noqa: E402
+
+
+def wait_for_new_step(run: RunFolder) -> float:
+    """When a step was done that none did before, by this machine's clock."""
+    done = newest_step(run)
+    return wait_for("new step", lambda: newest_step(run) > done)
 
 
 def main() -> None:
@@ -56,27 +63,29 @@ def main() -> None:
             dice = random.Random(words.hosts)
             began = time.time()
             run = side.begin()
-            kills = 0
+            lost = [time.time() - began]
             for at in range(1, round(60 * minutes / every) + 1):
                 time.sleep(max(0.0, began + every * at - every / 2 - time.time()))
                 ranks = side.ranks(run)
                 host = dice.choice(sorted(ranks))
-                side.kill(host, ranks[host], agent=False)
-                kills += 1
+                killed = side.kill(host, ranks[host], agent=False)
+                lost.append(wait_for_new_step(run) - killed)
             time.sleep(max(0.0, began + 60 * minutes - time.time()))
-            kept = newest_step(run)
+            stopped = time.time()
             side.end(run, "--save")  # else all since the last checkpoint is lost
             wall = time.time() - began
+            lost.append(time.time() - stopped)
+            steps = newest_step(run)
             ledger = build_ledger(read_run_times(read_run_record(run)))
-            rows = [row for row in read_rows(run.metrics) if "eval" not in row]
-            step = median(row["elapsed_ms"] for row in rows) / 1000
         finally:
             cluster.close()
-    print(f"{kills} kills in {wall:.0f} s on {words.hosts} hosts, {kept} steps of {step:.3f} s")
+    first, *kills, last = lost
+    print(f"{len(kills)} kills in {wall:.0f} s on {words.hosts} hosts, {steps} steps")
     shares = {name: seconds / ledger.wall_seconds for name, seconds in ledger.seconds.items()}
     parts = ", ".join(f"{name} {share:.1%}" for name, share in shares.items() if share)
     print(f"ledger: {shares['training']:.1%} in kept steps ({parts})")
-    print(f"own clock: {kept * step / wall:.1%}")
+    parts = f"start {first:.1f} s, a kill {median(kills):.2f} s, end {last:.1f} s"
+    print(f"own clock: {1 - sum(lost) / wall:.1%} ({parts})")
 
 
 if __name__ == "__main__":
