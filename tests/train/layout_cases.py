@@ -154,7 +154,7 @@ def unequal(model: str, parallelism: dict[str, Any], ranks: int) -> list[Case]:
 
 
 _EP, _TP_EP = layout(ep=2), layout(2, sp=True, ep=2)
-# of a model with experts, and where each would be seen
+# of peers, and where each would be seen
 _MISTAKES: list[tuple[str, dict[str, Any], int, dict[str, Any], str]] = [
     ("moe", _EP, 2, {}, "gradients of experts are multiplied"),
     ("moe", _EP, 2, {}, "the norm leaves experts out"),
@@ -169,6 +169,8 @@ _MISTAKES: list[tuple[str, dict[str, Any], int, dict[str, Any], str]] = [
     ("moe-biased", layout(), 1, FULL, "loads are counted in forward"),
     ("moe-global", _EP, 2, {}, "loads of the step before are not there"),
     ("moe-capped", _TP_EP, 2, {}, "capacities are of one rank's tokens"),
+    ("gpt-oss", layout(cp=2), 2, {}, "the ring drops sinks"),
+    ("llama", layout(cp=2), 2, {}, "the ring doubles gradients of keys"),
 ]
 
 # In CI: every mechanism once.

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from trainkit.train.model import experts
 from trainkit.train.model.router import Routed, route
-from trainkit.train.parallel import expert_parallel
+from trainkit.train.parallel import context_parallel, expert_parallel
 from trainkit.train.parallel.initialize import STACKED
 from trainkit.train.parallel.mesh import Mesh
+from trainkit.train.parallel.ring_attention import ring_attention
 from trainkit.train.parallel.shards import ShardedParameter
 from trainkit.train.torch_compat import local_part
 from trainkit.train.update import replicas, step
@@ -83,19 +84,23 @@ def _forgets_momenta(self: step.Step) -> None:
             local_part(tensor).zero_()
 
 
+def _ring_without_sinks(*words: Any, sinks_A: Tensor, **more: Any) -> Tensor:
+    return ring_attention(*words, sinks_A=sinks_A - 1e4, **more)
+
+
 # What a mistake would be like: (object, attribute, what takes its place).
 SABOTAGE: dict[str, tuple[Any, str, Any]] = {
     "tensor-parallel replicas are not summed": (replicas, "_over_tensor_ranks", _nothing),
     "tied copies are not summed": (replicas, "_over_tied", _nothing),
-    # pytorch#160285, Megatron-LM#5956
+    # pytorch#160285, Megatron-LM#5956, Megatron-LM#7165
     "gradients of experts are multiplied": (replicas, "add_up", _experts_times_two),
     # Megatron-LM#5916
     "the norm leaves experts out": (replicas, "squared_norm", _squared_norm(0.0)),
-    # radixark/Megatron-LM#80
+    # radixark/Megatron-LM#80, DeepSpeed#8613
     "the norm has half of experts": (replicas, "squared_norm", _squared_norm(0.5)),
-    # Automodel#3816
+    # Automodel#3816, DeepSpeed#8478
     "each rank clips by its own norm": (step.Step, "_update", _own_norm),
-    # Megatron-LM#5047, #3768
+    # Megatron-LM#5047, #3768, Automodel#1412
     "balance is of one rank's tokens": (expert_parallel, "_total", lambda counts, group: counts),
     # Automodel#1408
     "losses of balance are not attached": (
@@ -121,7 +126,16 @@ SABOTAGE: dict[str, tuple[Any, str, Any]] = {
         "_of_all_ranks",
         lambda x, group: torch.cat([x] * group.size, dim=1),
     ),
+    # as Megatron-LM#1603: two ways of dispatch that differ
     "rows lie by rank, not by expert": (expert_parallel, "_reordered", lambda x_NH, lengths: x_NH),
+    # prime-rl#3397
+    "the ring drops sinks": (context_parallel, "ring_attention", _ring_without_sinks),
+    # Megatron-LM#1464, TransformerEngine#1557
+    "the ring doubles gradients of keys": (
+        context_parallel,
+        "ring_attention",
+        lambda q, k, *words, **more: ring_attention(q, 2 * k - k.detach(), *words, **more),
+    ),
     # Megatron-LM#6920
     "some ranks forget momenta": (step.Step, "after_loading", _forgets_momenta),
 }

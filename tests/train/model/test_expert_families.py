@@ -17,7 +17,9 @@ from tests.train.expert_peers import SHAPES, all_in, beside, gpt_oss, in_their_l
 from tests.train.peers import documents_of, random_model, random_tokens
 from trainkit.jobs.schema import Model
 from trainkit.ops import swiglu
+from trainkit.ops.sink_attention import sink_attention
 from trainkit.train.decoding.continuation import DecodingState
+from trainkit.train.model import attention
 from trainkit.train.model.experts import Router
 from trainkit.train.model.head_loss import Labels
 from trainkit.train.model.router import route
@@ -105,6 +107,23 @@ def test_a_family_with_experts_equals_transformers(family: str) -> None:
 @pytest.mark.parametrize("family", SHAPES)
 def test_many_shapes_of_a_family_with_experts_equal_transformers(family: str) -> None:
     compare(family, f"{family} again", 60)
+
+
+def test_sinks_without_gradient_through_the_log_sum_would_be_seen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torchtitan#4796: results are right, gradients of queries and keys are not."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, sinks_A: Tensor, *words: Any) -> Tensor:
+        alone = sinks_A.detach() - 1e4
+        constant = sink_attention(q.detach(), k.detach(), v.detach(), sinks_A, *words)
+        plain = sink_attention(q.detach(), k.detach(), v.detach(), alone, *words)
+        factor = (constant * plain).sum(-1, keepdim=True) / plain.square().sum(-1, keepdim=True)
+        return factor * sink_attention(q, k, v, alone, *words)
+
+    monkeypatch.setattr(attention, "sink_attention", attend)
+    with pytest.raises(AssertionError, match=r"^\('model\."):
+        refuse_another(gpt_oss(Random("sinks")), torch.float64, 1e-10)
 
 
 @pytest.mark.parametrize("family", SHAPES)

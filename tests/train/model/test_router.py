@@ -112,8 +112,8 @@ def test_every_rule_against_sorting() -> None:
 
 
 def test_groups_masked_with_0_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers#45440: where a bias makes all scores of the kept groups negative, experts of the
-    others are taken."""
+    """transformers#45440, vLLM#13474: where a bias makes all scores of the kept groups negative,
+    experts of the others are taken."""
     masked = router._of_kept_groups
 
     def with_0(choice_TE: Tensor, routing: Routing) -> Tensor:
