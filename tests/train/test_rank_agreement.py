@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import platform
+import socket
+import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -14,6 +17,7 @@ from tests.train.support import tiny_job
 from trainkit.base.errors import ConfigError
 from trainkit.ops.kernels import FUSED, REFERENCE, Choice
 from trainkit.train import rank_agreement as agree
+from trainkit.train.parallel import data_parallel
 from trainkit.train.parallel.data_parallel import World, join
 
 
@@ -74,3 +78,24 @@ def test_differences_are_cut_short_not_hidden() -> None:
     first, other = {str(i): "a" for i in range(9)}, {str(i): "b" for i in range(9)}
     assert len(agree.differences(first, other)) == 9
     assert agree.differences({"a": "1"}, {}) == ["a is missing, on rank 0 1"]
+
+
+def test_nobody_knocks_at_rank_0_before_it_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's own client, refused once, stays away for half a second."""
+    with socket.socket() as rank_0:
+        rank_0.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(rank_0.getsockname()[1]))
+        waited: list[float] = []
+
+        def sleep(seconds: float) -> None:
+            waited.append(seconds)
+            if len(waited) == 3:
+                rank_0.listen()
+
+        monkeypatch.setattr(time, "sleep", sleep)
+        data_parallel._wait_for_rank_0()
+        assert len(waited) == 3
+        rank_0.accept()[0].close()
+    monkeypatch.setenv("MASTER_ADDR", "no such host")
+    data_parallel._wait_for_rank_0()  # what is wrong torch says

@@ -3,7 +3,10 @@ code for one rank and for many."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
@@ -18,6 +21,8 @@ from trainkit.jobs.schema import Job
 from trainkit.plan.batch import batch_sizes
 from trainkit.train.model.transformer import Transformer
 from trainkit.train.torch_compat import placed_apart
+
+LOOK_SECONDS = 0.02  # between two looks whether rank 0 is there
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,8 @@ class World:
 
 def join(world: World, device_type: str) -> torch.device:
     """Meet the other ranks at MASTER_ADDR:MASTER_PORT; returns this rank's device."""
+    if world.rank:
+        _wait_for_rank_0()
     if device_type == "cuda":
         device = torch.device("cuda", world.local_rank)
         torch.cuda.set_device(device)
@@ -50,6 +57,18 @@ def join(world: World, device_type: str) -> torch.device:
         device = torch.device("cpu")
         dist.init_process_group("gloo", rank=world.rank, world_size=world.size)
     return device
+
+
+def _wait_for_rank_0() -> None:
+    """Return as soon as it listens: torch's client, refused once, tries again after half a second
+    (TCPStore.cpp of 2.13). What else is wrong torch says better."""
+    place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    deadline = time.monotonic() + dist.default_pg_timeout.total_seconds()
+    with contextlib.suppress(OSError):
+        while time.monotonic() < deadline:
+            with contextlib.suppress(ConnectionRefusedError), socket.create_connection(place):
+                return
+            time.sleep(LOOK_SECONDS)
 
 
 COMPUTE = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -84,9 +103,7 @@ class OneRank:
 
 def reduced_type(device_type: str) -> torch.dtype:
     """What gradients are summed in; see `shard`."""
-    if device_type == "cpu":
-        return torch.float64
-    return torch.float32
+    return torch.float64 if device_type == "cpu" else torch.float32
 
 
 def accumulates_whole(job: Job) -> bool:
