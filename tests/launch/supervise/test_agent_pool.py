@@ -130,6 +130,22 @@ def test_agents_are_used_by_their_hosts(tmp_path: Path) -> None:
     with_crew(tmp_path, 3, StubAgent, act, standbys=1)
 
 
+def test_a_standby_that_cannot_be_launched_is_told(tmp_path: Path) -> None:
+    def make(session: Session, node: int) -> StubAgent:
+        if node == 1:
+            raise OSError("no file is left to open")
+        return StubAgent(session, node)
+
+    async def act(pool: AgentPool, server: Server) -> None:
+        await pool.gather(600)
+        assert pool.lost[1].why == "no file is left to open" and pool.at_work == pool.present == [0]
+        assert pool.use([Host("h1")]) == [2]  # needed, it is tried again
+        (joined,) = await pool.gather(600)
+        assert isinstance(joined, JoinedAgent) and joined.host == "h1"
+
+    with_crew(tmp_path, 2, make, act, standbys=1)
+
+
 class Odd(StubAgent):
     """Agents with a fault each: 1 ends before it knocks, 2 never says hello, 3 hangs after it."""
 

@@ -153,8 +153,10 @@ class AgentPool:
         self.server.handlers["agent"] = self._serve
         self._launch(self.nodes)
         for node in range(len(self.nodes), len(self.session.hosts)):
-            with contextlib.suppress(TrainkitError, OSError):  # of no use, and no harm
+            try:
                 self._launch([node])
+            except (TrainkitError, OSError) as error:  # nobody waits for it
+                self.lost[node] = AgentLost(str(error), silent=True, heard=time.monotonic())
         self._beating = asyncio.run_coroutine_threadsafe(self._beat(), self.server.loop)
 
     def _launch(self, nodes: Sequence[int]) -> None:
