@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,8 +17,7 @@ SLOWER = 1.07  # times its peers: of a rank that is 10 % slower, noise may take 
 OFTEN = 0.8  # of the rows, and more
 
 
-@dataclass(frozen=True)
-class Straggler:
+class Straggler(NamedTuple):
     """A rank and how many times the median of its peers it computes."""
 
     rank: int
