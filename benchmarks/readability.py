@@ -234,9 +234,7 @@ def measure(root: Path) -> Readability:
 def quantile(places: Sequence[Place], share: float) -> int:
     """The value that so many of the places do not exceed; 0 of none."""
     values = sorted(place.value for place in places)
-    if not values:
-        return 0
-    return values[round(share * (len(values) - 1))]
+    return 0 if not values else values[round(share * (len(values) - 1))]
 
 
 def spread(places: Sequence[Place]) -> tuple[int, int, int]:

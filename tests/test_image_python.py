@@ -157,9 +157,7 @@ def _is_new_method(node: ast.Attribute) -> bool:
 
 
 def _last_name(node: ast.AST) -> str:
-    if isinstance(node, ast.Attribute):
-        return node.attr
-    return getattr(node, "id", "")
+    return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
 
 
 def _is_union(node: ast.BinOp) -> bool:

@@ -50,9 +50,7 @@ def run(device: DeviceType, size: Size, folder: Path) -> Iterator[Finding]:
     if device == "cuda":
         name = torch.cuda.get_device_name()
         row = reported_device(name)
-        label = f"{name!r} is not in it: no MFU"
-        if row is not None:
-            label = row.label
+        label = row.label if row is not None else f"{name!r} is not in it: no MFU"
         yield Finding("row of the device table", "shown", label)
         probe = torch.ones(4, device=device).mul_(2).sum()
         yield judged("a kernel runs", float(probe) == 8.0, "yes", goal="its result is right")

@@ -67,9 +67,7 @@ def judged(
         holds: whether the goal is met.
         value, unit, goal, note: as of `Finding`.
     """
-    verdict: Verdict = "fail"
-    if holds:
-        verdict = "pass"
+    verdict: Verdict = "pass" if holds else "fail"
     return Finding(name, verdict, value, unit, goal, note)
 
 

@@ -111,9 +111,7 @@ def _speed(device: DeviceType, size: Size, rows: Path) -> Iterator[Finding]:
     if rows.is_file():
         yield from rows_of(json.loads(rows.read_text()), judge=size == "full")
     words = " | ".join((done.stdout + done.stderr).splitlines()[-LAST_LINES:])
-    note = ""
-    if done.returncode:
-        note = words
+    note = words if done.returncode else ""
     yield judged("benchmarks/kernels.py came through", done.returncode == 0, note=note)
 
 

@@ -54,9 +54,7 @@ def _step(made: Trainer) -> list[int]:
 def _readback(made: Trainer, device: DeviceType) -> Finding:
     """Which steps' numbers each step brings."""
     brought = [_step(made) for _ in range(WARM)]
-    late = 0
-    if device == "cuda":
-        late = 1
+    late = 1 if device == "cuda" else 0
     expected = [[step - late] if step > late else [] for step in range(1, WARM + 1)]
     rest = [facts.step for facts, _ in made.readback.take(all=True)]
     expected_rest = list(range(WARM - late + 1, WARM + 1))

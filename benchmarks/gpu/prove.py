@@ -66,16 +66,12 @@ class Setting:
 
     def limit(self, part: Part) -> float:
         """Seconds that a part may take."""
-        if self.device == "cpu":
-            return CPU_LIMIT_SECONDS
-        return part.limit_seconds
+        return CPU_LIMIT_SECONDS if self.device == "cpu" else part.limit_seconds
 
     def expected(self, part: Part) -> float:
         """Seconds that a part is likely to take: with less of the time limit left it is for the
         next call."""
-        if self.device == "cpu":
-            return LEAST_SECONDS
-        return part.expected_seconds
+        return LEAST_SECONDS if self.device == "cpu" else part.expected_seconds
 
 
 def run_part(name: str, setting: Setting, seconds: float) -> PartResult:
@@ -132,9 +128,7 @@ def _watch(child: subprocess.Popen[bytes], seconds: float) -> tuple[Status, str]
             return "timed out", f"it was ended after {seconds:.0f} s; this is what it had found"
         time.sleep(0.1)
     code = reap_child(child)
-    if code:
-        return "failed", f"its process ended with {code}"
-    return "done", ""
+    return ("failed", f"its process ended with {code}") if code else ("done", "")
 
 
 def _last_lines(log: Path, at: int) -> list[str]:

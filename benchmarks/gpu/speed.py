@@ -65,9 +65,7 @@ def rates(
 ) -> str:
     """Model TFLOP/s and MFU of a rate, for a note. The peak is the table's, or there is no MFU."""
     tflops = tokens_per_second * flops_per_token / 1e12
-    mfu = "n/a"
-    if peak_tflops:
-        mfu = f"{tflops / peak_tflops:.1%}"
+    mfu = f"{tflops / peak_tflops:.1%}" if peak_tflops else "n/a"
     return f"{words}{tflops:.0f} model TFLOP/s, MFU {mfu}"
 
 
@@ -83,9 +81,7 @@ def _row(device: DeviceType) -> Device | None:
 def peak_tflops(device: DeviceType) -> float | None:
     """Its bf16 peak; None where it is not known."""
     row = _row(device)
-    if row is None:
-        return None
-    return row.peak_tflops.get("bf16")
+    return None if row is None else row.peak_tflops.get("bf16")
 
 
 def is_goal_gpu(device: DeviceType) -> bool:

@@ -68,9 +68,7 @@ def run(device: DeviceType, size: Size, folder: Path, recompute: str = "full") -
         device, size, folder: as of every part.
         recompute: training.recompute_granularity; the plain loop knows "full" and "none".
     """
-    depths = DEPTHS
-    if size == "small":
-        depths = (1, 2)
+    depths = (1, 2) if size == "small" else DEPTHS
     seconds: dict[str, list[tuple[int, float]]] = {name: [] for name in CONTENDERS}
     for layers in depths:
         words = f"{layers} layers of {NAMES[size]}, recompute {recompute}"

@@ -60,9 +60,7 @@ def fail(message: str) -> NoReturn:
 def says(name: str, default: bool = False) -> bool:
     """Whether a variable of ENROOT_* is on."""
     value = os.environ.get(name)
-    if value is None:
-        return default
-    return not (value == "" or NO.fullmatch(value))
+    return default if value is None else not (value == "" or NO.fullmatch(value))
 
 
 def data_path() -> Path:

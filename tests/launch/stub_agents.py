@@ -269,6 +269,4 @@ def _code(task: asyncio.Task[None]) -> int:
 
 def _error_text(task: asyncio.Task[None]) -> str:
     error = None if task.cancelled() else task.exception()
-    if error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+    return f"{type(error).__name__}: {error}" if error else ""

@@ -40,9 +40,7 @@ class SourceLocation:
     line: int = 0
 
     def __str__(self) -> str:
-        if self.line:
-            return f"{self.file}:{self.line}"
-        return self.file
+        return f"{self.file}:{self.line}" if self.line else self.file
 
 
 @dataclass(frozen=True)
@@ -55,9 +53,7 @@ class Problem:
 
     def __str__(self) -> str:
         text = f"{self.place}: {self.message}" if self.place else self.message
-        if self.hint:
-            return f"{text}\n  {self.hint}"
-        return text
+        return f"{text}\n  {self.hint}" if self.hint else text
 
     def to_json(self) -> dict[str, object]:
         """For `--json`."""

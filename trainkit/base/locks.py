@@ -60,9 +60,7 @@ def _read_holder(handle: int) -> dict[str, object]:
         value = json.loads(os.pread(handle, 65536, 0) or b"{}")
     except ValueError:
         return {}
-    if isinstance(value, dict):
-        return value
-    return {}
+    return value if isinstance(value, dict) else {}
 
 
 def _hide_from_readers(handle: int) -> None:

@@ -24,16 +24,12 @@ NEEDED_PYTHON = (3, 11)  # by trainkit's own code, as pyproject.toml says; agent
 
 def without_prefix(text: str, prefix: str) -> str:
     """str.removeprefix (3.9)."""
-    if text.startswith(prefix):
-        return text[len(prefix) :]
-    return text
+    return text[len(prefix) :] if text.startswith(prefix) else text
 
 
 def without_suffix(text: str, suffix: str) -> str:
     """str.removesuffix (3.9)."""
-    if suffix and text.endswith(suffix):
-        return text[: -len(suffix)]
-    return text
+    return text[: -len(suffix)] if suffix and text.endswith(suffix) else text
 
 
 def exit_code_of(status: int) -> int:

@@ -45,9 +45,7 @@ def start_time(pid: int) -> int:
     except OSError:
         return 0
     fields = text.rpartition(")")[2].split()
-    if fields[0] == "Z":
-        return 0
-    return int(fields[19])
+    return 0 if fields[0] == "Z" else int(fields[19])
 
 
 def waits_path(heartbeat: Path) -> Path:

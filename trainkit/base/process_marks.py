@@ -175,16 +175,12 @@ def _mark(pid: int) -> str:
     _, found, rest = (b"\0" + _read(f"/proc/{pid}/environ")).partition(
         f"\0{MARK_VARIABLE}=".encode()
     )
-    if found:
-        return os.fsdecode(rest.partition(b"\0")[0])
-    return ""
+    return os.fsdecode(rest.partition(b"\0")[0]) if found else ""
 
 
 def _parent(pid: int) -> int:
     fields = _read(f"/proc/{pid}/stat").rpartition(b")")[2].split()
-    if fields:
-        return int(fields[1])
-    return 0
+    return int(fields[1]) if fields else 0
 
 
 def describe_process(pid: int, mark: str | None = None) -> MarkedProcess | None:

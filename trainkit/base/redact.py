@@ -81,9 +81,7 @@ class RedactedStream:
         """What was kept back: nothing follows."""
         held = self._held
         self._held = b""
-        if self._any:
-            return self._any.sub(b"***", held)
-        return held
+        return self._any.sub(b"***", held) if self._any else held
 
     def _overlap(self, data: bytes) -> int:
         """Bytes at the end of `data` that are the beginning, not the whole, of a secret: the

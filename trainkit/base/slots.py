@@ -284,6 +284,4 @@ def _read_words(handle: int) -> dict[str, object]:
         value = json.loads(os.pread(handle, MOST, 0) or b"{}")
     except (OSError, ValueError):
         return {}
-    if isinstance(value, dict):
-        return value
-    return {}
+    return value if isinstance(value, dict) else {}

@@ -9,9 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 def toml_key(key: str) -> str:
     """A key, in quotes if it is not a bare one, such as an option of another engine."""
-    if re.fullmatch(r"[A-Za-z0-9_-]+", key):
-        return key
-    return toml_value(key)
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else toml_value(key)
 
 
 def toml_value(value: object) -> str:

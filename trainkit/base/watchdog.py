@@ -145,9 +145,7 @@ class _Keeper:
                 os.ftruncate(handle, 0)
             os.close(handle)
         assert self.code is not None
-        if self.code >= 0:
-            return self.code
-        return 128 - self.code
+        return self.code if self.code >= 0 else 128 - self.code
 
     def _listen(self) -> bool:
         """One message of the worker; False once it is dead, or as good as."""

@@ -74,9 +74,7 @@ def candidates(
 
 def _kind(name: str) -> str:
     """What kind of name an argument or flag takes, for `names_of`."""
-    if name == "set":
-        return "keys"
-    return TABLES.get(name, name)
+    return "keys" if name == "set" else TABLES.get(name, name)
 
 
 def _starting_with(current: str, names: Iterable[str]) -> list[str]:
@@ -159,9 +157,7 @@ def _runs(root: Path, tables: Tables) -> list[str]:
             names.update(ids)
             if ids:
                 names.add(job.name)
-    if len(names) > 1:
-        return sorted(names)
-    return []
+    return sorted(names) if len(names) > 1 else []
 
 
 def _folders(path: Path) -> list[os.DirEntry[str]]:

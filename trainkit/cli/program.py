@@ -144,9 +144,7 @@ class TrainkitProgram(Program):
 
     def _explain_flag(self, flag: str, context: ParserContext | None) -> str:
         command = self.command
-        known: list[str] = []
-        if context is not None:
-            known = list(context.flags)
+        known: list[str] = list(context.flags) if context is not None else []
         if context is not None and context.name:
             command = f"{self.command} {context.name}"
             hint = f"its options: {self.command} --help {context.name}"
@@ -266,9 +264,7 @@ def _first_line(task: object) -> str:
 def _nearest(token: str, known: Iterable[object]) -> str:
     """A question that names the nearest of `known`, or ""."""
     close = difflib.get_close_matches(token, [str(name) for name in known], 1)
-    if close:
-        return f"did you mean {close[0]}?"
-    return ""
+    return f"did you mean {close[0]}?" if close else ""
 
 
 def _flags_for(token: str, context: ParserContext, folder: Path) -> list[str]:

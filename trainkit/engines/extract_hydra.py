@@ -58,9 +58,7 @@ def _kind(value: object) -> str:
     for kind, name in ((bool, "bool"), (int, "int"), (float, "float"), (list, "list")):
         if isinstance(value, kind):
             return name
-    if isinstance(value, Mapping):
-        return "dict"
-    return "str"
+    return "dict" if isinstance(value, Mapping) else "str"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -286,9 +286,7 @@ def neox_options(tree: Tree) -> _Found:
             if kind.type == "any":
                 annotation = ast.unparse(field_.annotation)
                 found.not_seen.append(f"{attribute}, of {name}: the type {annotation}")
-            type_ = kind.type
-            if kind.nargs:
-                type_ = "list"
+            type_ = "list" if kind.nargs else kind.type
             found.add(Option(attribute, type_, choices=kind.choices, default=_known(default)))
     return found
 

@@ -160,9 +160,7 @@ def _flops(job: Job) -> tuple[float, float]:
 def _seen_seconds(job: Job) -> float:
     """Until a file that one rank has written is seen by all: file systems over a network keep
     what they know of a file for some seconds (nfs(5), "acregmin")."""
-    if job.cluster.launcher_traits.one_machine:
-        return 1.0
-    return 10.0
+    return 1.0 if job.cluster.launcher_traits.one_machine else 10.0
 
 
 def _peak_words(job: Job) -> str | None:

@@ -114,9 +114,7 @@ def _text(text: str) -> str:
 
 
 def _escape_quote(found: re.Match[str]) -> str:
-    if found[2]:
-        return f"{found[1] * 2}\\'"
-    return found[1] * 2
+    return f"{found[1] * 2}\\'" if found[2] else found[1] * 2
 
 
 def read_override(word: str) -> Override:
@@ -244,6 +242,4 @@ def _unquoted(text: str) -> str:
     mark = text[0]
     # with the mark of the end, whose backslashes count too
     inner = re.sub(rf"\\+{mark}", lambda found: found[0][1::2], text[1:])
-    if text[1:-1].endswith("\\"):
-        return inner
-    return inner[:-1]
+    return inner if text[1:-1].endswith("\\") else inner[:-1]

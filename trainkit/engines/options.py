@@ -96,9 +96,7 @@ class Option:
 
 def _word(value: Value) -> str:
     """A value as argparse reads it: `type=bool` takes every word for true but the empty one."""
-    if value is False:
-        return ""
-    return str(value)
+    return "" if value is False else str(value)
 
 
 @dataclass(frozen=True)
@@ -172,9 +170,7 @@ def release(version: str) -> tuple[int, ...]:
     if not version.startswith("core"):
         parts = [0, 0, 0] if version.isdigit() else parts
     parts += [0] * (3 - len(parts))
-    if candidate:
-        return (*parts, 0, int(candidate[1]))
-    return (*parts, 1, 0)
+    return (*parts, 0, int(candidate[1])) if candidate else (*parts, 1, 0)
 
 
 def tables_of(engine: str) -> dict[str, str]:

@@ -178,9 +178,7 @@ def _plain_kind(name: str, tree: Tree) -> Kind:
     if name == "Signals":  # of the standard library: SIGTERM and the rest
         return Kind("str")
     members = tree.members(name)
-    if members:
-        return Kind("str", choices=tuple(members))
-    return Kind("any")
+    return Kind("str", choices=tuple(members)) if members else Kind("any")
 
 
 def _union(parts: list[ast.expr], tree: Tree) -> Kind:
@@ -192,6 +190,4 @@ def _union(parts: list[ast.expr], tree: Tree) -> Kind:
     for kind in kinds:
         words += kind.type.split("|")
         words += ["list"] * (kind.nargs is not None)
-    if "any" in words:
-        return Kind("any")
-    return Kind("|".join(dict.fromkeys(words)))
+    return Kind("any") if "any" in words else Kind("|".join(dict.fromkeys(words)))

@@ -47,18 +47,14 @@ def known_lines(engine: str, version: str) -> tuple[str, ...]:
         for each in tomllib.loads(KNOWN.read_text(encoding="utf-8"))["lines"]
         if each["engine"] == engine and version.startswith(each["version"])
     ]
-    if fitting:
-        return max(fitting, key=lambda each: len(each.version)).pip
-    return ()
+    return max(fitting, key=lambda each: len(each.version)).pip if fitting else ()
 
 
 def package_of(line: str) -> str | None:
     """The package that a line requires, in the spelling that names it once (PEP 503); None for
     an option, a path or a URL alone."""
     said = _NAME.match(line)
-    if said is None:
-        return None
-    return re.sub(r"[-_.]+", "-", said[1]).lower()
+    return None if said is None else re.sub(r"[-_.]+", "-", said[1]).lower()
 
 
 def merged_lines(known: Sequence[str], given: Sequence[str]) -> tuple[str, ...]:

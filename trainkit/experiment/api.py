@@ -51,9 +51,7 @@ def load(path: Path | str = ".") -> Jobs:
 
 
 def _jobs(project: Project) -> Jobs:
-    if isinstance(project, Jobs):
-        return project
-    return load(project)
+    return project if isinstance(project, Jobs) else load(project)
 
 
 def _ui(say: Say) -> StageUi:

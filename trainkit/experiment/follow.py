@@ -66,9 +66,7 @@ class RunFollower:
             if line := describe_event(attempt, event):
                 self.notice(line)
         self._looked = time.monotonic()
-        if record.state in GOING:
-            return None
-        return record
+        return None if record.state in GOING else record
 
 
 def wait_until_started(run: RunFolder, events: EventTail) -> bool:

@@ -74,9 +74,7 @@ def _node(need: Need, name: str, root: Path, stamps: Path, after: Sequence[str])
 
 
 def _below(path: Path, root: Path) -> str:
-    if path.is_relative_to(root):
-        return str(path.relative_to(root))
-    return str(path)
+    return str(path.relative_to(root)) if path.is_relative_to(root) else str(path)
 
 
 def _judged_after(node: StageNode, before: Sequence[StageNode]) -> StageNode:

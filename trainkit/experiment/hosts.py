@@ -70,9 +70,7 @@ def hosts_of_job(job: Job, options: HostOptions, former: HostList | None = None)
                 former.hostfile,
                 passed_over,
             )
-    before = ""
-    if former is not None and former.hostfile:
-        before = former.hostfile
+    before = former.hostfile if former is not None and former.hostfile else ""
     path = find_hostfile(job.cluster, options.hostfile or before).absolute()
     return choose_hosts(job, path, include=options.include, exclude=options.exclude, bad=bad)
 

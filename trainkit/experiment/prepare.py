@@ -177,6 +177,4 @@ def prepare_target(jobs: Jobs, target: Target, options: PrepareOptions, ui: Stag
 
 
 def _bring(preparation: Preparation, needs: Iterable[Need], dry_run: bool) -> list[Freshness]:
-    if dry_run:
-        return preparation.show(needs)
-    return preparation.make(needs)
+    return preparation.show(needs) if dry_run else preparation.make(needs)

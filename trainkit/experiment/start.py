@@ -174,9 +174,7 @@ def _refuse_running(record: RunRecord) -> None:
 
 def _scheduler(start: Start) -> Scheduler:
     """Who starts the ranks: inside an allocation that is there already, this machine."""
-    if start.existing:
-        return DIRECT
-    return scheduler_for(start.job.cluster)
+    return DIRECT if start.existing else scheduler_for(start.job.cluster)
 
 
 def prepare(start: Start, ui: StageUi) -> Start:

@@ -76,9 +76,7 @@ def content_commit(context: Path, files: Sequence[Path]) -> ContentCommit:
 def source_date_epoch(content: ContentCommit) -> int:
     """What times in the image are set to: SOURCE_DATE_EPOCH of the caller, or the commit's."""
     given = os.environ.get(EPOCH_ARGUMENT, "")
-    if given.isdecimal():
-        return int(given)
-    return content.time
+    return int(given) if given.isdecimal() else content.time
 
 
 def labels_of(content: ContentCommit, base: str) -> dict[str, str]:

@@ -126,9 +126,7 @@ def _cleaned(pattern: str) -> str:
     if not pattern:
         return ""
     cleaned = posixpath.normpath(pattern)
-    if len(cleaned) > 1:
-        return cleaned.lstrip("/")
-    return cleaned
+    return cleaned.lstrip("/") if len(cleaned) > 1 else cleaned
 
 
 def _place(path: Path, line: int) -> SourceLocation:

@@ -118,9 +118,7 @@ class TableBuilder:
     def tables(self, kind: str) -> dict[str, SourcedTable]:
         """The tables of a kind, as written."""
         group = self.document.entries.get(kind)
-        if isinstance(group, SourcedTable):
-            return dict(group.sections())
-        return {}
+        return dict(group.sections()) if isinstance(group, SourcedTable) else {}
 
     def build(
         self,

@@ -265,9 +265,7 @@ class Container(Table):
     @property
     def built_tag(self) -> str:
         """The name that the built image gets."""
-        if self.tag is not None:
-            return self.tag
-        return f"trainkit-{self.name}"
+        return self.tag if self.tag is not None else f"trainkit-{self.name}"
 
     @model_validator(mode="after")
     def _names_an_image(self) -> Container:

@@ -293,9 +293,7 @@ def _parse_value(text: str) -> Any:
         values = tomli.loads(f"value = {text}")
     except (tomli.TOMLDecodeError, RecursionError):
         return text
-    if len(values) == 1:
-        return values["value"]
-    return text
+    return values["value"] if len(values) == 1 else text
 
 
 def overlay(section: SourcedTable, path: tuple[str, ...], origin: SourcedValue) -> SourcedTable:

@@ -49,9 +49,7 @@ class Jobs:
         """The job that tasks without one serve: [defaults] job."""
         defaults = dict(self._builder.document.sections()).get("defaults")
         name = defaults.value("job") if defaults else None
-        if isinstance(name, str):
-            return name
-        return None
+        return name if isinstance(name, str) else None
 
     def roots(self) -> list[Path]:
         """Folders that runs may lie in: that of jobs.toml first, then every cluster's root."""
@@ -153,9 +151,7 @@ class Jobs:
 def _row(name: str, job: SourcedTable) -> JobSummary:
     def given(key: str) -> str:
         value = job.value(key)
-        if value is None:
-            return ""
-        return str(value)
+        return "" if value is None else str(value)
 
     nodes = job.value("nodes")
     return JobSummary(

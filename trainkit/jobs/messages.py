@@ -100,9 +100,7 @@ def closest_name(word: str, known: Iterable[str]) -> str | None:
     if len(beginning) > 1:
         return None  # which of them?
     close = difflib.get_close_matches(word, words, n=1, cutoff=0.6) or beginning
-    if close:
-        return close[0]
-    return None
+    return close[0] if close else None
 
 
 def suggest(word: str, known: Iterable[str], prefix: str = "") -> str:
@@ -240,9 +238,7 @@ def _named_tables(field: FieldInfo | None) -> type[Table] | None:
     if field is None or typing.get_origin(field.annotation) is not dict:
         return None
     _, kind = typing.get_args(field.annotation)
-    if isinstance(kind, type) and issubclass(kind, Table):
-        return kind
-    return None
+    return kind if isinstance(kind, type) and issubclass(kind, Table) else None
 
 
 def _problem(found: ErrorDetails, spot: _Spot) -> Problem:
@@ -376,9 +372,7 @@ def _allowed(field: FieldInfo | None) -> str:
 
 
 def _short(bound: Any) -> str:
-    if isinstance(bound, float):
-        return f"{bound:g}"
-    return str(bound)
+    return f"{bound:g}" if isinstance(bound, float) else str(bound)
 
 
 def _toml(value: Any) -> str:

@@ -469,9 +469,7 @@ class Model(Table):
     def untied(self) -> bool:
         """Whether the head has a weight of its own."""
         given = self.untie_embeddings_and_output_weights
-        if given is None:
-            return self.architecture.untied
-        return given
+        return self.architecture.untied if given is None else given
 
     @property
     def tied(self) -> bool:

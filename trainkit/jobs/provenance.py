@@ -74,9 +74,7 @@ class SourcedTable:
     def value(self, key: str) -> Any:
         """The value of a leaf; None where there is none."""
         node = self.entries.get(key)
-        if isinstance(node, SourcedValue):
-            return node.value
-        return None
+        return node.value if isinstance(node, SourcedValue) else None
 
     def over(self, older: SourcedTable, *, keep_place: bool = False) -> SourcedTable:
         """This table laid over `older`: tables merge, scalars and arrays replace.

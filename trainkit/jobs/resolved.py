@@ -80,9 +80,7 @@ def _origin(value: Any, written: SourcedValue | None, default: SourcedValue | No
         return default
     origin = replace(written, value=value)
     known = any(each.place == BUILT_IN for each in (written, *written.overrode))
-    if known or default is None:
-        return origin
-    return origin.over(default)
+    return origin if known or default is None else origin.over(default)
 
 
 def write_job(path: Path, resolved: ResolvedJob) -> None:

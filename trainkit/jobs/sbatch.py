@@ -86,9 +86,7 @@ def signal_time(options: Mapping[str, object]) -> int | None:
     if "signal" not in options:
         return None
     seconds = str(options["signal"]).partition("@")[2] or "60"
-    if seconds.isdigit():
-        return int(seconds)
-    return None
+    return int(seconds) if seconds.isdigit() else None
 
 
 def signal_objection(options: Mapping[str, object]) -> str:

@@ -183,9 +183,7 @@ class _Scanner:
         """The path of a table that is passed through; of an array of tables, its newest element."""
         path = (*path, name)
         self.spots.setdefault(path, self._spot(offset))
-        if path in self.elements:
-            return (*path, self.elements[path])
-        return path
+        return (*path, self.elements[path]) if path in self.elements else path
 
     def _pair(self, path: KeyPath) -> None:
         known = False

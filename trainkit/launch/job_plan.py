@@ -138,9 +138,7 @@ def _free_bytes(root: Path) -> int | None:
     there = next(
         (folder for folder in (root.absolute(), *root.absolute().parents) if folder.is_dir()), None
     )
-    if there:
-        return shutil.disk_usage(there).free
-    return None
+    return shutil.disk_usage(there).free if there else None
 
 
 def _runs_of(job: Job) -> Iterator[tuple[RunFolder, Job]]:

@@ -194,6 +194,4 @@ def _code(child: subprocess.Popen[bytes]) -> int:
         info = os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     else:
         info = None
-    if info is None:
-        return child.returncode or 0
-    return info.si_status
+    return child.returncode or 0 if info is None else info.si_status

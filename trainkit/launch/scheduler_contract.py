@@ -177,9 +177,7 @@ class JobAccount:
     @property
     def state_word(self) -> str:
         """The state without who brought it about."""
-        if self.state:
-            return self.state.split()[0]
-        return "UNKNOWN"
+        return self.state.split()[0] if self.state else "UNKNOWN"
 
 
 @dataclass(frozen=True)

@@ -91,9 +91,7 @@ class Session:
     def lease(self) -> float:
         """Seconds of silence that are a lost contact. On one machine an end is always heard, and
         a stopped terminal (Ctrl-Z) is not a loss."""
-        if self.local:
-            return LOCAL_LEASE
-        return self.cluster.watch.lease
+        return LOCAL_LEASE if self.local else self.cluster.watch.lease
 
     @property
     def script(self) -> Path:

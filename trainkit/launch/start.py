@@ -153,8 +153,6 @@ def _ended_at_once(run: RunFolder, code: int, log: Path) -> TrainkitError:
             exit=Exit.RANK_INFRA,
             hint=f"invoke resume {run.id}",
         )
-    known = Exit.BUG
-    if code in {each.value for each in Exit}:
-        known = Exit(code)
+    known = Exit(code) if code in {each.value for each in Exit} else Exit.BUG
     last = log.read_text(errors="replace").strip().splitlines()[-1:] or [f"exit code {code}"]
     return TrainkitError(f"the supervisor ended at once: {last[0]}", exit=known, hint=f"see {log}")

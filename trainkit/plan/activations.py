@@ -55,16 +55,12 @@ class PerToken:
 
 def width(job: Job) -> int:
     """w: bytes of an activation."""
-    if job.training.precision == "fp32":
-        return 4
-    return 2
+    return 4 if job.training.precision == "fp32" else 2
 
 
 def mask_width(job: Job, rules: Rules) -> int:
     """Bytes of a dropout mask's element: a boolean; on the CPU torch keeps the scaled mask."""
-    if _on_cpu(job, rules):
-        return width(job)
-    return 1
+    return width(job) if _on_cpu(job, rules) else 1
 
 
 def _on_cpu(job: Job, rules: Rules) -> bool:

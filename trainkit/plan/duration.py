@@ -321,9 +321,7 @@ def _requeues(busy: float, limit: int | None, again: float, write: float) -> int
     if limit is None:
         return None
     useful = limit - spare_seconds(limit, write) - again
-    if useful > 0:
-        return max(0, math.ceil(busy / useful) - 1)
-    return None
+    return max(0, math.ceil(busy / useful) - 1) if useful > 0 else None
 
 
 @dataclass(frozen=True)

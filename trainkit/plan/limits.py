@@ -148,9 +148,7 @@ def _device_objection(
 
 
 def _value(value: str | int | bool) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    return str(value)
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def storage_objections(job: Job, storage: Storage, rules: Rules) -> Iterator[Objection]:

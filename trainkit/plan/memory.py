@@ -249,12 +249,8 @@ def _states(
 def _buckets(rules: Rules, arguments: Mapping[str, EngineValue]) -> int:
     """Elements of the reduction's buffer: the engine's own, or what engine_args says."""
     zero = arguments.get("zero_optimization")
-    given = None
-    if isinstance(zero, Mapping):
-        given = zero.get("reduce_bucket_size")
-    if isinstance(given, int | float):
-        return int(given)
-    return rules.bucket_elements
+    given = zero.get("reduce_bucket_size") if isinstance(zero, Mapping) else None
+    return int(given) if isinstance(given, int | float) else rules.bucket_elements
 
 
 def stage_memory(

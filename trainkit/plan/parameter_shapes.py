@@ -93,9 +93,7 @@ class Weight:
             each = self._share(place.expert_tensor, place.expert_rank)
             return -(-self.experts // place.expert) * each, self.columns
         size = self._share(place.tensor, place.rank)
-        if self.split == "rows":
-            return (size, self.columns)
-        return (self.rows, size)
+        return (size, self.columns) if self.split == "rows" else (self.rows, size)
 
     def _share(self, ranks: int, rank: int | None) -> int:
         """Of the split dimension, of one expert's."""

@@ -135,17 +135,13 @@ class Plan:
     @property
     def checkpoint_bytes(self) -> int | None:
         """Of one checkpoint."""
-        if self.storage:
-            return self.storage.checkpoint_bytes
-        return None
+        return self.storage.checkpoint_bytes if self.storage else None
 
     @property
     def days(self) -> float | None:
         """Of the whole run: steps, evaluations, checkpoints, starts, what failures repeat. None
         where no speed is known."""
-        if self.duration:
-            return self.duration.days
-        return None
+        return self.duration.days if self.duration else None
 
     def to_json(self) -> dict[str, Any]:
         """The document plan/1."""

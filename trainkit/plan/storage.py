@@ -32,9 +32,7 @@ def read_seconds(size: float, tier: Filesystem | None) -> float | None:
     """Seconds to read a checkpoint that all ranks read at once, at the file system's bandwidth;
     as fast as it is written where nobody says more."""
     bandwidth = tier and (tier.read_gib_per_second or tier.write_gib_per_second)
-    if bandwidth:
-        return write_seconds(size, bandwidth)
-    return None
+    return write_seconds(size, bandwidth) if bandwidth else None
 
 
 def write_seconds(size: float, gib_per_second: float) -> float:
@@ -101,9 +99,7 @@ def elsewhere(job: Job) -> str | None:
     it."""
     found = filesystem_of(job)
     path = found[1].path if found else None
-    if path and job.cluster.root and not _holds(path, job):
-        return path
-    return None
+    return path if path and job.cluster.root and not _holds(path, job) else None
 
 
 @dataclass(frozen=True)

@@ -245,9 +245,7 @@ def quota_left(folder: Path) -> int | None:
     except (OSError, ValueError, subprocess.SubprocessError):
         return None
     limit = hard or soft
-    if not limit:
-        return None
-    return max(0, limit - used) * 1024
+    return None if not limit else max(0, limit - used) * 1024
 
 
 def check_stages(scene: RehearsalScene) -> str:

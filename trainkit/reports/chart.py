@@ -102,9 +102,7 @@ class Chart:
 
     def _legend(self) -> str:
         names = {each.name: each for each in self.series if each.points}
-        marks = []
-        if self.marks:
-            marks = [_key("mark", "resumed")]
+        marks = [_key("mark", "resumed")] if self.marks else []
         keys = [_key(each.kind, name, dots=each.dots) for name, each in names.items()]
         return f'<p class="legend">{"".join([*keys, *marks])}</p>'
 

@@ -29,9 +29,7 @@ def points_of(rows: Iterable[MetricsRow], key: str, x: X, factor: float = 1.0) -
         if key in row:
             value = as_number(row.get(key))
             found.append((x(row), None if value is None else value * factor))
-    if all(y is None for _, y in found):
-        return []
-    return found
+    return [] if all(y is None for _, y in found) else found
 
 
 def tokens_of(report: RunReport) -> X:
@@ -42,9 +40,7 @@ def tokens_of(report: RunReport) -> X:
 
 def x_name(report: RunReport) -> str:
     """What `tokens_of` counts."""
-    if report.tokens_per_sample == 1:
-        return "samples"
-    return "tokens"
+    return "samples" if report.tokens_per_sample == 1 else "tokens"
 
 
 def charts_of(report: RunReport) -> Iterator[Chart]:

@@ -19,9 +19,7 @@ def read_table(path: Path) -> Table:
 
 def as_table(value: object) -> Table:
     """The value if it is a table, else an empty one."""
-    if isinstance(value, dict):
-        return value
-    return {}
+    return value if isinstance(value, dict) else {}
 
 
 def as_number(value: object) -> float | None:

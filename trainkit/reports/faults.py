@@ -89,9 +89,7 @@ def build_faults(times: RunTimes) -> list[FaultCost]:
 def _cost(attempt: AttemptTimes, following: AttemptTimes) -> FaultCost:
     fault = attempt.fault
     assert fault is not None
-    limit = following.ended
-    if following.fault is not None:
-        limit = following.fault.time
+    limit = following.fault.time if following.fault is not None else following.ended
     marks = [fault.known, attempt.ended, *_marks(following)]
     seconds: dict[Stage, float] = {}
     before = fault.time

@@ -171,9 +171,7 @@ class Ledger:
     @property
     def wall_seconds(self) -> float:
         """From submission to end."""
-        if not self.spans:
-            return 0.0
-        return self.spans[-1].end - self.spans[0].begin
+        return 0.0 if not self.spans else self.spans[-1].end - self.spans[0].begin
 
     @property
     def seconds(self) -> dict[Bin, float]:

@@ -136,9 +136,7 @@ def page(title: str, body: Iterable[str], *, again: int = 0) -> str:
     """
     style = (FOLDER / "page.css").read_text()
     code = (FOLDER / "page.js").read_text()
-    refresh = ""
-    if again:
-        refresh = f'<meta http-equiv="refresh" content="{again}">'
+    refresh = f'<meta http-equiv="refresh" content="{again}">' if again else ""
     policy = (
         f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(code)}; base-uri 'none';"
         " form-action 'none'"
@@ -277,9 +275,7 @@ def _faults(report: RunReport) -> Iterator[str]:
 def _plan(report: RunReport) -> Iterator[str]:
     rows = []
     for each in report.planned_and_measured():
-        error = "n/a"
-        if each.error is not None:
-            error = f"{100 * each.error:+.1f} %"
+        error = f"{100 * each.error:+.1f} %" if each.error is not None else "n/a"
         rows.append(
             (each.what, short(each.planned, each.unit), short(each.measured, each.unit), error)
         )

@@ -100,9 +100,7 @@ def read_run_times(record: RunRecord) -> RunTimes:
 def time_of_id(run: str) -> float | None:
     """When a run was named, in seconds since 1970; None where its id is not of ours."""
     match = ID_TIME.match(run)
-    if match is None:
-        return None
-    return seconds_of(f"{match[1]}T{match[2]}+00:00")
+    return None if match is None else seconds_of(f"{match[1]}T{match[2]}+00:00")
 
 
 def _attempt_times(folder: AttemptFolder, *, live: bool) -> AttemptTimes | None:

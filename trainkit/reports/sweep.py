@@ -173,9 +173,7 @@ def member_row(results: SweepResults, member: MemberResult) -> list[str]:
 
 
 def _number(value: float | None, form: str) -> str:
-    if value is None:
-        return "-"
-    return format(value, form)
+    return "-" if value is None else format(value, form)
 
 
 def sweep_page(results: SweepResults, rows: Mapping[int, Sequence[MetricsRow]]) -> str:

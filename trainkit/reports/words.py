@@ -58,9 +58,7 @@ def _joined(event: AgentJoined) -> str:
 
 def _sayer(kind: type[Kind], say: Callable[[Kind], str]) -> Callable[[Event], str | None]:
     def words(event: Event) -> str | None:
-        if isinstance(event, kind):
-            return say(event)
-        return None
+        return say(event) if isinstance(event, kind) else None
 
     return words
 
@@ -111,9 +109,7 @@ def duration(seconds: float) -> str:
 def moment(time: str) -> str:
     """A time of ISO 8601 in UTC for people: 2026-11-23 06:48:23; other words as they are."""
     day, letter, rest = time.partition("T")
-    if not letter or not rest.endswith("Z"):
-        return time
-    return f"{day} {rest[:8]}"
+    return time if not letter or not rest.endswith("Z") else f"{day} {rest[:8]}"
 
 
 def short(value: float | None, unit: str = "") -> str:

@@ -68,9 +68,7 @@ def report_attempt(attempt: AttemptFolder) -> AttemptReport:
     )
     if ended is None:
         return report
-    cause = ended.root_cause or None
-    if ended.failure_class == "success":
-        cause = None
+    cause = None if ended.failure_class == "success" else ended.root_cause or None
     return replace(
         report,
         ended=ended.time,

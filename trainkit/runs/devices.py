@@ -181,9 +181,7 @@ def _number(cell: str) -> float | None:
 
 def _memory(cell: str) -> int | None:
     number = _number(cell)
-    if number is None:
-        return None
-    return int(number * MIB)
+    return None if number is None else int(number * MIB)
 
 
 def _gpus(program: str) -> list[Gpu]:

@@ -116,17 +116,13 @@ def write_starter(run: RunFolder) -> None:
 def read_starter(run: RunFolder) -> RunStarter | None:
     """Who started the run last; None where no process has said so. Raises ConfigError for a file
     of another schema."""
-    if not run.maker.is_file():
-        return None
-    return RunStarter.from_file(run.maker)
+    return None if not run.maker.is_file() else RunStarter.from_file(run.maker)
 
 
 def _signature(status: SupervisorStatus | None) -> list[Any] | None:
     """Tells one sign of life from another without comparing clocks, which are those of two
     hosts."""
-    if status is not None:
-        return [status.identity.to_json(), status.time]
-    return None
+    return [status.identity.to_json(), status.time] if status is not None else None
 
 
 def is_starting(run: RunFolder, status: SupervisorStatus | None) -> bool:

@@ -47,9 +47,7 @@ class RunSummary:
         """Median over the logged steps that have a number there."""
         found = [r.get(key) for r in self.training]
         values = [float(value) for value in found if isinstance(value, int | float)]
-        if values:
-            return statistics.median(values)
-        return None
+        return statistics.median(values) if values else None
 
     @property
     def training_seconds(self) -> float:
@@ -87,9 +85,7 @@ class RunSummary:
         """(first, last) evaluation on a validation set, by default the valid split of the job's
         own dataset."""
         losses = [r["lm_loss"] for r in self.evaluations(name) if r["lm_loss"] is not None]
-        if losses:
-            return (losses[0], losses[-1])
-        return None
+        return (losses[0], losses[-1]) if losses else None
 
     def further_validation_losses(self) -> dict[str, tuple[float, float]]:
         """(first, last) evaluation on every set that the job names in `validation`."""

@@ -39,9 +39,7 @@ def unit_share(level: Mapping[str, Any], environment: Mapping[str, str]) -> list
     number = int(environment["SLURM_ARRAY_TASK_ID"]) * int(level["tasks"]) + int(
         environment["SLURM_PROCID"]
     )
-    if number < len(level["shares"]):
-        return list(level["shares"][number])
-    return []
+    return list(level["shares"][number]) if number < len(level["shares"]) else []
 
 
 def run_once(unit: Mapping[str, Any]) -> int:

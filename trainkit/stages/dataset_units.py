@@ -156,9 +156,7 @@ class DatasetUnits:
         inputs = [Path(identity[0]) for identity in stamp["inputs"] if identity]
         outputs = [Path(identity[0]) for identity in stamp["outputs"] if identity]
         need = self._need(inputs, outputs, (), self.left_of(stamp))
-        if check_freshness(need, self.stamps).fresh:
-            return need
-        return None
+        return need if check_freshness(need, self.stamps).fresh else None
 
     def _need(
         self,

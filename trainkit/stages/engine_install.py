@@ -222,9 +222,7 @@ def python_version(python: Path) -> str:
         )
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    if done.returncode == 0:
-        return done.stdout.strip()
-    return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
 
 
 def _judge(spec: InstallSpec) -> tuple[bool, str]:

@@ -119,9 +119,7 @@ def _changed_file(
             return f"{kind} {name} is missing"
         if not _same_file(before[name], new, (digests or {}).get(name)):
             return f"{kind} {name} changed"
-    if names == list(before):
-        return None
-    return f"the order of the {kind}s changed"
+    return None if names == list(before) else f"the order of the {kind}s changed"
 
 
 def _changed_setting(old: object, new: Mapping[str, Any]) -> str | None:

@@ -383,9 +383,7 @@ def softmax_cases(made: Inputs, queries: int, keys: int) -> Iterator[Case]:
 def outputs(case: Case) -> tuple[Tensor, ...]:
     """What the case's kernel returns."""
     found = case.run()
-    if isinstance(found, Tensor):
-        return (found,)
-    return found
+    return (found,) if isinstance(found, Tensor) else found
 
 
 def check_numbers(case: Case, dtype: torch.dtype, found: tuple[Tensor, ...]) -> None:

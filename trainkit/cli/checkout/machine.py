@@ -87,9 +87,7 @@ def _gpu_names() -> list[str]:
         )
     except (OSError, subprocess.TimeoutExpired):
         return []
-    if done.returncode == 0:
-        return done.stdout.splitlines()
-    return []
+    return done.stdout.splitlines() if done.returncode == 0 else []
 
 
 if __name__ == "__main__":

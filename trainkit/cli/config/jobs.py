@@ -123,9 +123,7 @@ def explain_value(key: str, found: SourcedValue) -> str:
 
 
 def _assignment(key: str, value: object) -> str:
-    if value is None:
-        return f"{key} is not set"
-    return f"{key} = {toml_value(value)}"
+    return f"{key} is not set" if value is None else f"{key} = {toml_value(value)}"
 
 
 def load_jobs(task: TaskContext) -> Jobs:

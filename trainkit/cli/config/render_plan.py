@@ -147,9 +147,7 @@ def _span(seconds: float) -> str:
     for size, word in ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes")):
         if seconds >= 2 * size:
             return f"{seconds / size:,.1f} {word}"
-    if seconds >= 0.1:
-        return f"{seconds:,.1f} s"
-    return f"{seconds * 1000:,.1f} ms"
+    return f"{seconds:,.1f} s" if seconds >= 0.1 else f"{seconds * 1000:,.1f} ms"
 
 
 def gib(size: float) -> str:
@@ -335,9 +333,7 @@ def _bars(memory: Memory) -> list[tuple[int, int, RankMemory]]:
 
 
 def _mark(console: Console, part: str) -> str:
-    if console.color_system:
-        return "█"
-    return PARTS[part][1]
+    return "█" if console.color_system else PARTS[part][1]
 
 
 def _bar(console: Console, rank: RankMemory, scale: int, device: int | None, width: int) -> Text:

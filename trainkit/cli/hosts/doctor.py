@@ -251,12 +251,8 @@ def _limit(number: int | None) -> str:
 
 
 def _image_size(size: int | None) -> str:
-    if size is None or size >= GIB:
-        return _gib(size)
-    return f"{size / 2**20:,.1f} MiB"
+    return _gib(size) if size is None or size >= GIB else f"{size / 2**20:,.1f} MiB"
 
 
 def _gib(size: int | None) -> str:
-    if size is None:
-        return "-"
-    return f"{size / GIB:,.1f} GiB"
+    return "-" if size is None else f"{size / GIB:,.1f} GiB"

@@ -88,15 +88,11 @@ def _part(value: object, *names: str) -> Mapping[str, object]:
         if not isinstance(value, Mapping):
             return {}
         value = value.get(name)
-    if isinstance(value, Mapping):
-        return value
-    return {}
+    return value if isinstance(value, Mapping) else {}
 
 
 def _number(value: object) -> float:
-    if isinstance(value, (int, float)):
-        return float(value)
-    return 0.0
+    return float(value) if isinstance(value, (int, float)) else 0.0
 
 
 GIB = 2**30
@@ -310,9 +306,7 @@ def _table(rows: Sequence[HostRow]) -> Listing:
         runs = dict.fromkeys(
             str(holder.get("run") or holder.get("user", "?")) for holder in row.busy
         )
-        gpus = ""
-        if row.reachable:
-            gpus = str(len(row.gpus) or "none")
+        gpus = str(len(row.gpus) or "none") if row.reachable else ""
         free = ""
         if row.disk_free is not None:
             free = f"{row.disk_free / GIB:,.0f} GiB"

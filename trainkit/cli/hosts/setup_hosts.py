@@ -139,9 +139,7 @@ def setup_hosts(task: TaskContext, options: SetupOptions) -> TaskResult:
     if not failed:
         task.say(f"to check the hosts: {task.command} doctor --cluster {cluster.name}")
     result = _result(cluster, [_row(each) for each in done], performed=True)
-    if failed:
-        return replace(result, exit=Exit.HEALTH)
-    return result
+    return replace(result, exit=Exit.HEALTH) if failed else result
 
 
 def _result(cluster: Cluster, rows: Sequence[StepRow], *, performed: bool) -> TaskResult:
@@ -168,9 +166,7 @@ def _wanted(cluster: Cluster, options: SetupOptions) -> SetupPlan:
         path = Path(options.hostfile or cluster.hostfile or DEFAULT).expanduser().absolute()
     else:
         hosts = read_hostfile(find_hostfile(cluster, options.hostfile))
-    share: Path | None = None
-    if options.share:
-        share = Path(options.share).expanduser()
+    share: Path | None = Path(options.share).expanduser() if options.share else None
     slots = options.slots or cluster.ranks_per_node or cluster.gpus_per_node or 1
     address = options.address or _own_address(cluster, hosts)
     return SetupPlan(cluster, hosts, path, slots, share, address)

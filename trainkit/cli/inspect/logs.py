@@ -306,9 +306,7 @@ def logs(task: TaskContext, run_name: str, options: LogOptions) -> TaskResult:
             "--follow and --json cannot be combined",
             hint="one document is printed at the end: leave out --follow",
         )
-    asked = None
-    if options.rank not in ("", FAILED):
-        asked = _parse_ranks(options.rank)
+    asked = _parse_ranks(options.rank) if options.rank not in ("", FAILED) else None
     run = find_run(load_jobs(task).roots(), run_name)
     attempt = _attempt(run, options.attempt)
     hosts = {event.rank: event.host for event in events_of(read_events(attempt), RankStarted)}

@@ -118,15 +118,11 @@ def _planned(result: RunResult) -> str:
 
 
 def _number(value: float | None, form: str) -> str:
-    if value is None:
-        return "-"
-    return format(value, form)
+    return "-" if value is None else format(value, form)
 
 
 def _gib(size: int | None) -> str:
-    if size is None:
-        return "-"
-    return f"{size / GIB:,.2f} GiB"
+    return "-" if size is None else f"{size / GIB:,.2f} GiB"
 
 
 COLOURS = {
@@ -283,15 +279,11 @@ def status(task: TaskContext, run_name: str, *, watch: bool = False) -> TaskResu
 
 
 def _bytes(size: int | None) -> str:
-    if size is None:
-        return "?"
-    return f"{size / 2**30:,.2f} GiB"
+    return "?" if size is None else f"{size / 2**30:,.2f} GiB"
 
 
 def _figure(value: float | None, unit: str) -> str:
-    if value is None:
-        return "?"
-    return f"{value:.0f}{unit}"
+    return "?" if value is None else f"{value:.0f}{unit}"
 
 
 def _gpu_cells(gpu: Gpu | None) -> list[str]:

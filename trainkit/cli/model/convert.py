@@ -119,9 +119,7 @@ def convert(task: TaskContext, run_name: str, options: ConvertOptions) -> TaskRe
     refuse_occupied(folder)
     warn_of_changed_tokenizer(run)
     source = formats.open_run(run, job, options.step)
-    tokenizer = None
-    if options.to == formats.HUGGING_FACE:
-        tokenizer = tokenizer_of(job)
+    tokenizer = tokenizer_of(job) if options.to == formats.HUGGING_FACE else None
     written = formats.convert(
         source,
         options.to,

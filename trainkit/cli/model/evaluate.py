@@ -157,9 +157,7 @@ def evaluate(task: TaskContext, run_name: str, options: EvaluateOptions) -> Task
     jobs = load_jobs(task)
     run = find_run(jobs.roots(), run_name)
     job = read_job(run.job)
-    dataset = job.dataset
-    if options.dataset:
-        dataset = jobs.dataset(options.dataset)
+    dataset = jobs.dataset(options.dataset) if options.dataset else job.dataset
     refuse_unreadable(dataset, options.split)
     tokenizer, end_of_document = load_own_tokenizer(job)
     device = choose_device(job, options.device)

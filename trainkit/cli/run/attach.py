@@ -79,9 +79,7 @@ def leftovers_line(host: HostLeftovers) -> str:
     unproved = ""
     if host.proof is None:
         unproved = " that can be seen (no cgroup there: see `doctor`)"
-    killed = ""
-    if host.killed:
-        killed = f" ({host.killed} ended just now)"
+    killed = f" ({host.killed} ended just now)" if host.killed else ""
     return f"nothing{unproved}{killed}"
 
 

@@ -123,9 +123,7 @@ def dataset_table(rows: Sequence[Mapping[str, Any]]) -> Listing:
 
 def _shown(loss: float | None) -> str:
     """A loss for people; metrics hold null where it is not finite."""
-    if loss is None:
-        return "not finite"
-    return f"{loss:.4f}"
+    return "not finite" if loss is None else f"{loss:.4f}"
 
 
 class TrainingView:

@@ -147,9 +147,7 @@ def bring_up_to_date(
         force: make what is fresh, too.
     """
     preparation = preparation_for(None, root, stage_ui(task, bars), force=force)
-    if task.dry_run:
-        return preparation.show(needs)
-    return preparation.make(needs)
+    return preparation.show(needs) if task.dry_run else preparation.make(needs)
 
 
 def _result(

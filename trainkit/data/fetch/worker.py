@@ -140,9 +140,7 @@ def _already_fetched(
         same = known.sha256 == stamp.known.sha256
     else:
         same = stamp.url == recipe.url and (known is None or known.difference(stamp.known) is None)
-    if same:
-        return stamp.result
-    return None
+    return stamp.result if same else None
 
 
 def _put_there_by_hand(

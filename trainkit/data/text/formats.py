@@ -92,9 +92,7 @@ def open_documents(
 
 
 def _unpacked_name(name: str) -> str:
-    if name.endswith(".tgz"):
-        return name.removesuffix(".tgz") + ".tar.gz"
-    return name
+    return name.removesuffix(".tgz") + ".tar.gz" if name.endswith(".tgz") else name
 
 
 def _single(

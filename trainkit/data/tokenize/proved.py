@@ -80,9 +80,7 @@ def unproved_reason(
 def differing_code_points(value: Mapping[str, Any]) -> Sequence[tuple[int, int]]:
     """The code points, as inclusive ranges, whose documents tokenizers has to encode, for a
     tokenizer.json that is proved."""
-    if value.get("normalizer") is None:
-        return CLASSES
-    return (*CLASSES, *NFC)
+    return CLASSES if value.get("normalizer") is None else (*CLASSES, *NFC)
 
 
 def _model(model: Mapping[str, Any]) -> str | None:

@@ -76,9 +76,7 @@ def plan(model: Model, names: str) -> list[EngineTensor]:
     if model.architecture.learned_positions:
         found.append(EngineTensor("embed_positions.weight", "0.position_embeddings.weight"))
     # Side by side, attention and MLP are summed over ranks with their biases.
-    row_bias: Split = "replicated"
-    if model.parallel_residual:
-        row_bias = "summed"
+    row_bias: Split = "summed" if model.parallel_residual else "replicated"
     block = block_tensors(model, theirs, row_bias)
     for i in range(blocks):
         found += [

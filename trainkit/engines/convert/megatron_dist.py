@@ -171,6 +171,4 @@ def args_of(folder: Path) -> Mapping[str, object]:
     if not (folder / COMMON).is_file():
         return {}
     args = read_pickle(folder / COMMON).get("args")
-    if isinstance(args, InertValue):
-        return args.attributes
-    return {}
+    return args.attributes if isinstance(args, InertValue) else {}

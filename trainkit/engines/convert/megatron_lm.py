@@ -291,9 +291,7 @@ def _rank_contents(
 
 def _attributes(args: object) -> Mapping[str, object]:
     """`args` of a checkpoint by name."""
-    if isinstance(args, InertValue):
-        return args.attributes
-    return {}
+    return args.attributes if isinstance(args, InertValue) else {}
 
 
 def _whole_model(stages: list[dict[str, object]], folder: Path) -> dict[str, object]:

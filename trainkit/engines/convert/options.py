@@ -39,9 +39,7 @@ def refuse(problems: list[str], target: str, place: Path | None = None) -> None:
         target: the format.
         place: the checkpoint that is read, if it is one.
     """
-    what = "this model"
-    if place is not None:
-        what = str(place)
+    what = str(place) if place is not None else "this model"
     if problems:
         raise ConfigError(
             [Problem(f"{what} cannot be converted to {target}: {problem}") for problem in problems]

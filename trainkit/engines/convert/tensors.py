@@ -52,9 +52,7 @@ def block_tensors(model: Model, theirs: dict[str, str], row_bias: Split) -> list
         row_bias: how ranks share the biases of the two projections that they sum up.
     """
     family = model.architecture
-    up: Split = "rows"
-    if model.mlp.gated:
-        up = "gated"
+    up: Split = "gated" if model.mlp.gated else "rows"
     splits: dict[str, tuple[Split, Split]] = {
         "attention.qkv": ("rows", "rows"),
         **{f"attention.{name}": ("rows", "rows") for name in ("q", "q_a", "q_b", "kv_a", "kv_b")},

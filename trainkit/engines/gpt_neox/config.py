@@ -418,9 +418,7 @@ def precision_words(t: Training) -> Config:
 
 def _whole(number: float) -> int | float:
     """DeepSpeed types some of its numbers as integers."""
-    if number.is_integer():
-        return int(number)
-    return number
+    return int(number) if number.is_integer() else number
 
 
 def _recompute_words(t: Training) -> Config:

@@ -210,9 +210,7 @@ class GptNeox(ForeignEngine):
 def takes_json(job: Job, table: OptionTable) -> bool:
     """Whether its train.py takes both words as plain JSON, as until March 2023 (e897c23e)."""
     text = text_of(source_tree(job) / ARGUMENTS)
-    if text:
-        return "b64decode" not in text
-    return table.version == "1.0.0"
+    return "b64decode" not in text if text else table.version == "1.0.0"
 
 
 def attempt_config(job: Job, run: RunFolder, data: NeoxData) -> Config:

@@ -431,9 +431,7 @@ def _put_device(words: MegatronWords, job: Job) -> None:
 
 
 def _backend(job: Job) -> str:
-    if job.cluster.device_type == "cpu":
-        return "gloo"
-    return "nccl"
+    return "gloo" if job.cluster.device_type == "cpu" else "nccl"
 
 
 def _put_places(words: MegatronWords, job: Job, places: RunPlaces) -> None:

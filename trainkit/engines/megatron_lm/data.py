@@ -232,9 +232,7 @@ def _ids_in(vocab_file: str | None) -> int | None:
             found = json.load(file)
     except ValueError:
         return None
-    if isinstance(found, dict):
-        return len(found)
-    return None
+    return len(found) if isinstance(found, dict) else None
 
 
 def _end_of_document(job: Job) -> int | None:
@@ -267,15 +265,11 @@ def _id_in(path: Path, token: str) -> int | None:
         if added.get("content") == token:
             return _whole(added.get("id"))
     vocabulary = model.get("vocab")
-    if isinstance(vocabulary, dict):
-        return _whole(vocabulary.get(token))
-    return None
+    return _whole(vocabulary.get(token)) if isinstance(vocabulary, dict) else None
 
 
 def _whole(value: object) -> int | None:
-    if isinstance(value, int):
-        return value
-    return None
+    return value if isinstance(value, int) else None
 
 
 def _refuse_suffixes(words: MegatronWords, dataset: Dataset) -> None:

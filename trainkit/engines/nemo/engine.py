@@ -379,9 +379,7 @@ def numa_words(job: Job, generation: NemoGeneration) -> tuple[str, ...]:
 
 
 def _numa_words(job: Job, generation: NemoGeneration) -> tuple[str, ...]:
-    if job.cluster.device_type != "cuda":
-        return ()
-    return numa_words(job, generation)
+    return () if job.cluster.device_type != "cuda" else numa_words(job, generation)
 
 
 def _places(job: Job, run: RunFolder) -> NemoPlaces:

@@ -76,9 +76,7 @@ def _evaluation(chart: str, where: str, said: dict[str, str]) -> EvaluationLine 
     if chart == "test" or re.search(r"\btest data\b", where):
         name = "test"
     at = _AT.search(where)
-    step = None
-    if at is not None:
-        step = to_whole(at.group(1))
+    step = to_whole(at.group(1)) if at is not None else None
     return EvaluationLine(step, name, to_float(said["lm_loss value"]))
 
 
@@ -86,9 +84,7 @@ def tracked_step(folder: Path) -> int | None:
     """The step that the file `latest` names (`global_step3`); None without it, or if it names
     something else."""
     named = _FOLDER.fullmatch(read_tracker(folder / TRACKER) or "")
-    if named is None:
-        return None
-    return int(named.group(1))
+    return None if named is None else int(named.group(1))
 
 
 def found_checkpoints(folder: Path) -> list[FoundCheckpoint]:
@@ -136,9 +132,7 @@ def _problems(place: Path) -> list[str]:
 
 def _zero_3(models: dict[tuple[int, ...], Path], sizes: dict[str, int]) -> tuple[int, ...]:
     """With ZeRO-3 the model's states are a file a rank too, and have one number more."""
-    if len(min(models)) == 1:
-        return ()
-    return (sizes.get("dp_world_size", 1),)
+    return () if len(min(models)) == 1 else (sizes.get("dp_world_size", 1),)
 
 
 def _numbered(files: list[Path], pattern: re.Pattern[str]) -> dict[tuple[int, ...], Path]:

@@ -84,15 +84,11 @@ def _evaluation(which: str | None, where: str, said: dict[str, str]) -> Evaluati
     """The fields of a line of an evaluation."""
     if "lm loss value" not in said:
         return None
-    name = "valid"
-    if re.search(r"\btest\b", where):
-        name = "test"
+    name = "test" if re.search(r"\btest\b", where) else "valid"
     if which is not None and which != "0":
         name = f"{name}-{which}"
     at = _AT.search(where)
-    step = None
-    if at is not None:
-        step = to_whole(at.group(1))
+    step = to_whole(at.group(1)) if at is not None else None
     return EvaluationLine(step, name, to_float(said["lm loss value"]))
 
 
@@ -100,9 +96,7 @@ def tracked_step(folder: Path) -> int | None:
     """The iteration that the tracker file names: what `--load` of `folder` would load. 0 for
     `release`; None without a tracker, or with one that the engine cannot read either."""
     said = read_tracker(folder / TRACKER)
-    if said == "release":
-        return 0
-    return to_whole(said)
+    return 0 if said == "release" else to_whole(said)
 
 
 def found_checkpoints(folder: Path) -> list[FoundCheckpoint]:

@@ -69,9 +69,7 @@ def read_bar(text: str) -> BarLine | None:
 def read_validation(text: str) -> tuple[int, int] | None:
     """(batches done, all) of a validation's bar; None where there is none."""
     found = list(_VALIDATION.finditer(plain(text)))
-    if not found:
-        return None
-    return int(found[-1].group(1)), int(found[-1].group(2))
+    return None if not found else (int(found[-1].group(1)), int(found[-1].group(2)))
 
 
 def iteration_of(bar: BarLine) -> int | None:
@@ -103,9 +101,7 @@ def read_line(text: str) -> Iteration | EvaluationLine | None:
     """What a line of any rank's output says of training, or None. Rank 0 prints them. Its
     evaluations, times and log intervals are known to who saw the lines before: `NemoLines`."""
     bar = read_bar(text)
-    if bar is None:
-        return None
-    return iteration_line(bar, iteration_of(bar))
+    return None if bar is None else iteration_line(bar, iteration_of(bar))
 
 
 def iteration_line(
@@ -163,9 +159,7 @@ class SavedName:
         if self.folder is not None:
             return self.folder
         rank, path = min(self.ranks.items())
-        if rank:
-            return path.parent.parent / path.name
-        return path
+        return path.parent.parent / path.name if rank else path
 
 
 def saved_names(folder: Path) -> list[SavedName]:
@@ -210,9 +204,7 @@ def _rank_of(name: str) -> tuple[int, ...] | None:
 
 def _step_of(name: str) -> int | None:
     found = list(_STEP.finditer(name))
-    if not found:
-        return None
-    return int(found[-1].group(1))
+    return None if not found else int(found[-1].group(1))
 
 
 def tracked_step(folder: Path) -> int | None:

@@ -73,9 +73,7 @@ class NemoLines:
             return step
         whole, rest = divmod(bar.count - 1, interval + self.spec.eval_iters)
         exact = whole * interval + min(rest, interval - 1) + 1
-        if as_tqdm(exact - 1) == said:
-            return exact
-        return step
+        return exact if as_tqdm(exact - 1) == said else step
 
     def _evaluation(self, bar: BarLine, step: int | None) -> list[Reading]:
         said = bar.said.get("val_loss")
@@ -111,6 +109,4 @@ class NemoLines:
         if step > base[0]:
             elapsed = (now - base[1]) * 1000.0 / (step - base[0])
         found = iteration_line(bar, step, elapsed)
-        if found is None:
-            return []
-        return [found]
+        return [] if found is None else [found]

@@ -18,26 +18,20 @@ __all__ = ["found_checkpoints", "grid", "newest_whole", "read_line", "tracked_st
 def newest(folder: Path) -> FoundCheckpoint | None:
     """The newest whole checkpoint; None where there is none."""
     whole = [each for each in found_checkpoints(folder) if not each.problems]
-    if whole:
-        return whole[-1]
-    return None
+    return whole[-1] if whole else None
 
 
 def newest_whole(folder: Path) -> Path | None:
     """The path of the newest whole checkpoint, without the folders of its ranks, which the engine
     puts in by itself."""
     found = newest(folder)
-    if found is None:
-        return None
-    return found.folder
+    return None if found is None else found.folder
 
 
 def tracked_step(folder: Path) -> int | None:
     """The iteration of the newest whole checkpoint: one that was cut short is passed over."""
     found = newest(folder)
-    if found is None:
-        return None
-    return found.step
+    return None if found is None else found.step
 
 
 def grid(folder: Path) -> tuple[int, ...]:

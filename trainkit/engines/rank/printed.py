@@ -31,9 +31,7 @@ def to_whole(text: str | None) -> int | None:
     if text is None:
         return None
     found = _WHOLE.fullmatch(text.strip())
-    if found is None:
-        return None
-    return int(found.group(1))
+    return None if found is None else int(found.group(1))
 
 
 def fields(text: str) -> dict[str, str]:

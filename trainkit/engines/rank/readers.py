@@ -25,8 +25,6 @@ def line_reader(spec: RankSpec) -> LineReader:
 
     def read(text: str) -> list[Reading]:
         reading = reader.read_line(text)
-        if reading is None:
-            return []
-        return [reading]
+        return [] if reading is None else [reading]
 
     return read

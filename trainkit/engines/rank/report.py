@@ -87,9 +87,7 @@ class PhaseLines:
         self._note(now, "done", self.step)
 
     def _pause(self) -> str:
-        if self.evaluated:
-            return "eval"
-        return "save"
+        return "eval" if self.evaluated else "save"
 
     def _note(self, at: float, phase: str, step: int) -> None:
         """One write a line. A disk that fails costs the line."""
@@ -302,6 +300,4 @@ KEPT = ("lm_loss", "mfu", "hfu", "peak")
 
 def finite(value: object) -> object:
     """The value of a row; JSON has no NaN and no infinity."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -453,6 +453,4 @@ def _conclude(spec: RankSpec, report: RankReport, end: EngineEnd, verdict: Verdi
         report.step = max(report.step, last_iteration(spec, end))
         report.fail(verdict)
         sys.stderr.write(f"trainkit: {verdict.message}\n")
-    if end.code < 0 and verdict.exit != 12:
-        return end.code
-    return verdict.exit
+    return end.code if end.code < 0 and verdict.exit != 12 else verdict.exit

@@ -152,9 +152,7 @@ def grid_problems(found: Collection[tuple[int, ...]], sizes: Sequence[int], what
         return [f"folders of different layouts ({what}) in one checkpoint"]
     whole = []
     for axis in range(dimensions):
-        known = 1
-        if axis < len(sizes):
-            known = sizes[axis]
+        known = sizes[axis] if axis < len(sizes) else 1
         whole.append(max(known, 1 + max(rank[axis] for rank in found)))
     missing = []
     for rank in product(*(range(size) for size in whole)):

@@ -56,9 +56,7 @@ class Member:
 
 
 def _plain(value: object) -> str:
-    if isinstance(value, str):
-        return value
-    return json.dumps(value)
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 @dataclass(frozen=True)
@@ -91,9 +89,7 @@ class SweepRecord:
     def folder_of(self, member: Member) -> RunFolder | None:
         """A member's run; None where it has none, or that was removed."""
         run = RunFolder(self.root / "runs" / self.job / member.run)
-        if member.run and run.job.is_file():
-            return run
-        return None
+        return run if member.run and run.job.is_file() else None
 
     def with_runs(self, runs: Mapping[int, str]) -> SweepRecord:
         """The record, written, with further runs by their member's number."""
@@ -207,9 +203,7 @@ def with_lost_runs(record: SweepRecord, resolved: Mapping[int, ResolvedJob]) -> 
             if not made and _same(resolved[member.number].job, job):
                 found[member.number] = run.id
                 break
-    if not found:
-        return record
-    return record.with_runs(found)
+    return record if not found else record.with_runs(found)
 
 
 def _same(one: Job, other: Job) -> bool:

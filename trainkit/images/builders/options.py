@@ -105,9 +105,7 @@ def recipe_options(recipe: BuildRecipe) -> Argv:
 def version_numbers(text: str) -> tuple[int, ...]:
     """The first version number in what a program says of itself; none: ()."""
     found = re.search(r"\d+(\.\d+)+", text)
-    if found is None:
-        return ()
-    return tuple(map(int, found[0].split(".")))
+    return () if found is None else tuple(map(int, found[0].split(".")))
 
 
 def isolation_options() -> Argv:
@@ -122,6 +120,4 @@ def isolation_options() -> Argv:
         return ()
     hybrid = (CGROUPS / "unified").is_dir() and not (CGROUPS / "cgroup.controllers").exists()
     sealed = os.geteuid() == 0 and not os.access(CGROUPS, os.W_OK)
-    if hybrid or sealed:
-        return ("--isolation", "chroot")
-    return ()
+    return ("--isolation", "chroot") if hybrid or sealed else ()

@@ -65,9 +65,7 @@ class ApptainerBuild:
         archive = file.with_name(file.name + ARCHIVE)
         save = save_argv(plan, archive)
         build = build_argv(file, apptainer_source(plan, archive))
-        if save:
-            return (save, build, ("rm", str(archive)))
-        return (build,)
+        return (save, build, ("rm", str(archive))) if save else (build,)
 
     def run(self, plan: ImagePlan, file: Path, on_step: OnStep) -> None:
         with published(file) as made:

@@ -76,9 +76,7 @@ class EnrootImport:
         # as a person types it: the variable's value has blanks
         env = ("env", *(f"{name}={value}" for name, value in variables.items()))
         argv = import_argv(file, enroot_source(plan))
-        if variables:
-            return ((*env, *argv),)
-        return (argv,)
+        return ((*env, *argv),) if variables else (argv,)
 
     def run(self, plan: ImagePlan, file: Path, on_step: OnStep) -> None:
         on_step(0, 1)

@@ -191,9 +191,7 @@ def driver_version(driver: Path = NVIDIA) -> str | None:
     except FileNotFoundError:
         return None
     match = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", text)
-    if match:
-        return match[1]
-    return None
+    return match[1] if match else None
 
 
 def _write_error(folder: Path, node: int) -> str | None:

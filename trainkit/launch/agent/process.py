@@ -287,9 +287,7 @@ class ChildProcess:
 
 
 def _path(text: str | None) -> Path | None:
-    if text:
-        return Path(text)
-    return None
+    return Path(text) if text else None
 
 
 def _file_name(key: str) -> str:
@@ -308,6 +306,4 @@ def _read_object(path: Path) -> dict[str, object] | None:
             value = json.loads(file.read(LARGEST))
     except (OSError, ValueError, RecursionError):
         return None
-    if isinstance(value, dict):
-        return value
-    return None
+    return value if isinstance(value, dict) else None

@@ -38,9 +38,7 @@ class Beginning:
     def entrance(self) -> int:
         """An open file by which one enters the group, ours to close; -1: there is none. Raises
         OSError."""
-        if self.group:
-            return self.group.entrance()
-        return -1
+        return self.group.entrance() if self.group else -1
 
     def limit(self) -> tuple[int, int] | None:
         """The limit by which it is known as the run's."""

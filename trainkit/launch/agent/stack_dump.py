@@ -88,9 +88,7 @@ def _captured(child: ChildProcess) -> str:
     captured."""
     text = bytes(child.output.captured or b"").decode("utf-8", "replace")
     child.output.captured = None
-    if DUMP_SIGN.decode() in text:
-        return text
-    return ""
+    return text if DUMP_SIGN.decode() in text else ""
 
 
 def _until_answered(asked: Sequence[ChildProcess], answers: Sequence[Path]) -> Iterator[None]:
@@ -137,9 +135,7 @@ def _report(child: ChildProcess, spy: subprocess.Popen[bytes], report: IO[bytes]
     with report:
         report.seek(0)
         text = child.redactor.bytes(report.read(2**18)).decode("utf-8", "replace")
-    if text.strip():
-        return f"\npy-spy:\n{text}"
-    return ""
+    return f"\npy-spy:\n{text}" if text.strip() else ""
 
 
 def state(pid: int) -> str:

@@ -123,9 +123,7 @@ class HostProcesses:
     def proof(self) -> str:
         """How this host can prove that nothing is left: "cgroup", which a later agent finds too,
         or "children": this process has none."""
-        if self.group:
-            return "cgroup"
-        return "children"
+        return "cgroup" if self.group else "children"
 
     def proved_empty(self) -> bool:
         """Whether the kernel says that nothing is left: no child, and so no descendant, for

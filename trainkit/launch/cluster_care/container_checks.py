@@ -259,9 +259,7 @@ def _of_image(
 
 def _short(id: str) -> str:
     """An image's id as docker shows it; of a file its bytes."""
-    if id.isdigit():
-        return f"{int(id):,} bytes"
-    return id[:19]
+    return f"{int(id):,} bytes" if id.isdigit() else id[:19]
 
 
 def _of_folder(report: ContainerReport, name: str, folder: RuntimeFolder) -> Iterator[Finding]:
@@ -310,9 +308,7 @@ def _room(report: ContainerReport, folder: WorkFolder) -> float:
     """How many bytes have to be free in a folder."""
     is_file = report.image.startswith("/")
     share = folder.room if is_file else max(folder.room, folder.room_to_import)
-    if share and report.size is None:
-        return LEAST
-    return share * (report.size or 0)
+    return LEAST if share and report.size is None else share * (report.size or 0)
 
 
 def _of_start(

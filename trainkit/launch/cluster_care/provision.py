@@ -255,9 +255,7 @@ def _entry(host: Host) -> str:
 
 
 def _bracketed(address: str) -> str:
-    if ":" in address:
-        return f"[{address}]"
-    return address
+    return f"[{address}]" if ":" in address else address
 
 
 def ssh_command(cluster: Cluster, host: Host, *, person: bool) -> list[str]:

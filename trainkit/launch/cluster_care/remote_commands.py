@@ -55,9 +55,7 @@ class CommandResult:
             for line in (self.error or self.err or self.out).splitlines()
             if line.strip()
         ]
-        if lines:
-            return lines[-1]
-        return f"it ended with {self.code} and said nothing"
+        return lines[-1] if lines else f"it ended with {self.code} and said nothing"
 
 
 @dataclass(frozen=True)
@@ -204,6 +202,4 @@ def run_on_hosts(
 
 
 def _why(answer: JoinedAgent | MissingAgent) -> str:
-    if isinstance(answer, MissingAgent):
-        return answer.why
-    return "its agent was lost"
+    return answer.why if isinstance(answer, MissingAgent) else "its agent was lost"

@@ -88,9 +88,7 @@ class NodeContainer:
     @property
     def image(self) -> str:
         """What the runtime starts: the image, or the node's own copy of its file."""
-        if self.file is None:
-            return self.settings.image
-        return self.file.started
+        return self.settings.image if self.file is None else self.file.started
 
     @property
     def script(self) -> Path:

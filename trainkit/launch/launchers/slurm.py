@@ -168,9 +168,7 @@ def _output_options(session: Session) -> tuple[str, ...]:
 
 def _export_options(environment: Mapping[str, str], further: Mapping[str, str]) -> tuple[str, ...]:
     names = environment.get("SLURM_EXPORT_ENV")
-    if names:
-        return (f"--export={exported(names, further)}",)
-    return ()
+    return (f"--export={exported(names, further)}",) if names else ()
 
 
 def cpu_options(environment: Mapping[str, str]) -> tuple[str, ...]:

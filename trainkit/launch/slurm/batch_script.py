@@ -142,9 +142,7 @@ def _resources(job: Job, given: SlurmOptions) -> SlurmOptions:
         )
     found["exclusive"] = True
     # all of it: exclusive gives CPUs and GPUs only
-    if MEMORY_OPTIONS & set(given):
-        return found
-    return found | {"mem": 0}
+    return found if MEMORY_OPTIONS & set(given) else found | {"mem": 0}
 
 
 def script_path(run: RunFolder) -> Path:
@@ -159,9 +157,7 @@ def option_lines(options: SlurmOptions) -> list[str]:
 def _quoted(word: str) -> str:
     """A word as sbatch reads #SBATCH lines: quotes as in a shell, and a # begins a comment."""
     name, equals, value = word.partition("=")
-    if equals:
-        return f"{name}{equals}{shlex.quote(value)}"
-    return word
+    return f"{name}{equals}{shlex.quote(value)}" if equals else word
 
 
 def allocation_variables(options: Mapping[str, str | int | bool]) -> dict[str, str]:
@@ -195,14 +191,10 @@ def _within_limit(job: Job, seconds: int, share: int) -> int:
     """`seconds`, but no more than one part in `share` of the job's time limit, as far as
     jobs.toml says it: a job that is asked at once never trains."""
     limit = sbatch.limit_seconds(job.sbatch_options)
-    if limit is None:
-        return seconds
-    return max(1, min(seconds, limit // share))
+    return seconds if limit is None else max(1, min(seconds, limit // share))
 
 
 def signal_seconds(run: RunFolder) -> int:
     """How long before its time limit the script of a run has Slurm tell it to save."""
     line = re.search(r"^#SBATCH --signal=(\S+)", script_path(run).read_text(), re.MULTILINE)
-    if line:
-        return sbatch.signal_time({"signal": line.group(1)}) or 0
-    return 0
+    return sbatch.signal_time({"signal": line.group(1)}) or 0 if line else 0

@@ -217,9 +217,7 @@ class BatchSupervisor(Supervisor):
     async def _sweep(self, hosts: Sequence[Host]) -> int:
         """Where another job goes on, Slurm has ended this one's processes before; a dead node
         could not be asked anyway."""
-        if self.continue_kind:
-            return 0
-        return await super()._sweep(hosts)
+        return 0 if self.continue_kind else await super()._sweep(hosts)
 
     async def _stop_between_attempts(self, end: AttemptResult | None) -> Outcome | None:
         """None: who ends the job, and whether it goes on, is judged at an attempt's end; one
@@ -290,9 +288,7 @@ class BatchSupervisor(Supervisor):
         limit that a partition has by default."""
         asked = signal_seconds(self.run)
         fits = asked < limit if "signal" in self.job.sbatch_options else asked <= limit / 2
-        if fits:
-            return asked
-        return limit / LIMIT_SHARE
+        return asked if fits else limit / LIMIT_SHARE
 
     def check_before_start(self) -> None:
         """Follow what Slurm wanted before we listened: its signals are ignored until then, and
@@ -471,6 +467,4 @@ def used_budget(events: Sequence[Event]) -> str:
         (event for event in reversed(events) if isinstance(event, AttemptEnded | RequeueFailed)),
         None,
     )
-    if isinstance(last, AttemptEnded):
-        return last.budget or ""
-    return ""
+    return last.budget or "" if isinstance(last, AttemptEnded) else ""

@@ -221,9 +221,7 @@ def _join(
         ArraysInFlight(**{**asdict(arrays), "runs": (*arrays.runs, str(run.path))}),
     )
     notice(f"{part.need.stage} {part.need.name}: {arrays.words()} make it")
-    if jobs_are_over(arrays.jobs[-1:]):
-        return []
-    return [arrays.jobs[-1]]
+    return [] if jobs_are_over(arrays.jobs[-1:]) else [arrays.jobs[-1]]
 
 
 def _named(ids: Sequence[str]) -> str | None:
@@ -273,9 +271,7 @@ def _write_graph(run: RunFolder, graph: StageGraph) -> None:
 def read_graph(run: RunFolder) -> dict[str, Any] | None:
     """graph.json; None where the run's stages were made before it was submitted."""
     path = stages_folder(run) / "graph.json"
-    if path.is_file():
-        return read_document(path, GRAPH)
-    return None
+    return read_document(path, GRAPH) if path.is_file() else None
 
 
 def need_from_json(written: Mapping[str, Any]) -> Need:
@@ -444,6 +440,4 @@ def _end(unit: Mapping[str, Any]) -> dict[str, Any] | None:
             continue
         if isinstance(said, dict):
             found |= {key: said[key] for key in ("error", "ended", "host") if key in said}
-    if isinstance(found.get("ended"), int):
-        return found
-    return None
+    return found if isinstance(found.get("ended"), int) else None

@@ -251,6 +251,4 @@ class SlurmQueueFollower:
 def newest_job_output(run: RunFolder) -> Path | None:
     """What the newest job's batch script and supervisor printed."""
     job = newest_slurm_job(run)
-    if job:
-        return run.path / "launch" / f"slurm-{job.id}.out"
-    return None
+    return run.path / "launch" / f"slurm-{job.id}.out" if job else None

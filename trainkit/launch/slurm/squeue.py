@@ -144,9 +144,7 @@ def element_statuses(ids: Sequence[str]) -> list[JobStatus]:
 
 def _parsed(line: str) -> JobStatus | None:
     parts = [part.strip() for part in line.split("|")]
-    if len(parts) == FIELDS.count("|") + 1:
-        return JobStatus(*parts)
-    return None
+    return JobStatus(*parts) if len(parts) == FIELDS.count("|") + 1 else None
 
 
 def account_status(account: JobAccount) -> JobStatus:
@@ -164,9 +162,7 @@ def account_status(account: JobAccount) -> JobStatus:
 def _why(account: JobAccount) -> str:
     """What is known besides the state."""
     who = account.state.partition(" by ")[2]
-    if who:
-        return f"by {_user(who)}"
-    return f"exit code {account.code}"
+    return f"by {_user(who)}" if who else f"exit code {account.code}"
 
 
 def job_accounts(ids: Sequence[str]) -> list[JobAccount] | None:

@@ -136,9 +136,7 @@ def _repository(project: Path, package: Path) -> Path | None:
     if not top:
         return None
     path = Path(top[:-1])
-    if (path / package.name).resolve() == package.resolve():
-        return None
-    return path
+    return None if (path / package.name).resolve() == package.resolve() else path
 
 
 def _project_files(repository: Path, root: Path) -> tuple[list[str], tuple[ExcludedFile, ...]]:

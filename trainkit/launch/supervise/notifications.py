@@ -67,9 +67,7 @@ def notification_of(run: RunFolder, attempt: int, event: Event) -> Notification 
         event: what happened.
     """
     found = _words(attempt, event)
-    if found is None:
-        return None
-    return _notification(run, attempt, *found)
+    return None if found is None else _notification(run, attempt, *found)
 
 
 def _notification(run: RunFolder, attempt: int, occasion: Occasion, words: str) -> Notification:

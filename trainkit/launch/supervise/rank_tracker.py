@@ -119,9 +119,7 @@ class RankTracker:
         rank = int(frame.key)
         self.starting.discard(rank)
         self.running.discard(rank)
-        error = None
-        if frame.error:
-            error = self._redacted_error(rank)
+        error = self._redacted_error(rank) if frame.error else None
         end = RankExit(
             rank=rank,
             host=host,
@@ -169,9 +167,7 @@ class RankTracker:
                 write_json(path, clean)
         except (OSError, ValueError):
             return None
-        if isinstance(clean, dict):
-            return clean
-        return None
+        return clean if isinstance(clean, dict) else None
 
     def _agent_lost(self, node: int, host: str, frame: AgentLost) -> None:
         gone = {rank for rank, where in self.node_of.items() if where == node}

@@ -73,6 +73,4 @@ class RootWatch:
 
 
 def _beyond_patience(since: float | None, now: float) -> float:
-    if since is None:
-        return 0.0
-    return max(0.0, now - since - PATIENCE_SECONDS)
+    return 0.0 if since is None else max(0.0, now - since - PATIENCE_SECONDS)

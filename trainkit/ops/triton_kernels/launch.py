@@ -83,6 +83,4 @@ def rows_of(x: Tensor) -> Tensor:
 
 def wide_of(dtype: torch.dtype) -> tl.dtype:
     """What is computed in."""
-    if dtype == torch.float64:
-        return tl.float64
-    return tl.float32
+    return tl.float64 if dtype == torch.float64 else tl.float32

@@ -406,6 +406,4 @@ def norm_rotate_qkv_backward(
 
 def _table_stride(cos: Tensor) -> int:
     """From sample to sample; one table serves all where it has no samples."""
-    if cos.dim() == 3:
-        return cos.shape[1] * cos.shape[2]
-    return 0
+    return cos.shape[1] * cos.shape[2] if cos.dim() == 3 else 0

@@ -264,6 +264,4 @@ def _bubble(split: RankSplit, others: float, moved: float) -> float:
         moved: of what each stage waits for besides computing.
     """
     waiting = others + (split.pipeline - 1) * moved
-    if split.zero_bubble:
-        return waiting / 6
-    return waiting / split.virtual
+    return waiting / 6 if split.zero_bubble else waiting / split.virtual

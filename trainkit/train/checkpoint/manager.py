@@ -324,9 +324,7 @@ class CheckpointManager:
             raise_error()
             self._stale_renamed.wait()
 
-        wait_for_deletion = None
-        if self._stopping.is_set():
-            wait_for_deletion = self.wait_for_purge
+        wait_for_deletion = self.wait_for_purge if self._stopping.is_set() else None
         options = SaveOptions(
             group=self._group,
             before_write=before_write,

@@ -421,9 +421,7 @@ def _mismatches(
         if name not in saved:
             continue
         entry = saved[name]
-        dtype = entry.dtype
-        if name in tensors:
-            dtype = DTYPE_NAMES[tensors[name].dtype]
+        dtype = DTYPE_NAMES[tensors[name].dtype] if name in tensors else entry.dtype
         if (entry.shape, entry.dtype) != (shape, dtype):
             problems.append(
                 f"{name} is {list(entry.shape)} {entry.dtype} there, {list(shape)} {dtype} here"

@@ -14,9 +14,7 @@ from trainkit.train.torch_compat import like, local_part
 
 def parts_of(tensor: Tensor) -> dict[Offsets, Tensor]:
     """What this rank holds of a tensor that a checkpoint is written from."""
-    if isinstance(tensor, Shards):
-        return tensor.parts
-    return {(): local_part(tensor)}
+    return tensor.parts if isinstance(tensor, Shards) else {(): local_part(tensor)}
 
 
 class StagingBuffers:

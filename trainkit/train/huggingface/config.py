@@ -109,9 +109,7 @@ def _value(key: ConfigKey, model: Model) -> object:
     if not key.attribute:
         return key.default
     value: object = attrgetter(key.attribute)(model)
-    if key.setting == "gelu":
-        return GELU_NAMES[str(value)]
-    return value
+    return GELU_NAMES[str(value)] if key.setting == "gelu" else value
 
 
 def _not_in_transformers(model: Model) -> Iterator[str]:

@@ -262,9 +262,7 @@ def _tensor_problems(
     fitting = {}
     odd = []
     for name, stored in tensors.items():
-        shape = stored.shape
-        if name in wanted:
-            shape = wanted[name].shape
+        shape = wanted[name].shape if name in wanted else stored.shape
         if stored.shape != shape:
             yield Problem(
                 f"{stored.name} is {list(stored.shape)} there, {list(shape)} in the job's model"

@@ -47,16 +47,12 @@ SLIDING = "sliding_attention"
 
 def setting_of(model: Model, key: str) -> str:
     """The name of a key of the job's model, to be named in a message."""
-    if model.name:
-        return f"models.{model.name}.{key}"
-    return f"model.{key}"
+    return f"models.{model.name}.{key}" if model.name else f"model.{key}"
 
 
 def toml_value(value: object) -> str:
     """A value as it is written in jobs.toml."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    return repr(value)
+    return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
 def rotary_keys(model: Model) -> dict[str, object]:

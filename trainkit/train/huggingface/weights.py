@@ -97,9 +97,7 @@ def in_dtype(name: str, found: Tensor, dtype: torch.dtype) -> Tensor:
 def vocabulary(weights: NamedWeights) -> int:
     """Rows of the embedding; 1 without it: `refuse_another_model` says what is wrong then."""
     shape = weights.shapes.get(EMBEDDING)
-    if shape:
-        return shape[0]
-    return 1
+    return shape[0] if shape else 1
 
 
 def refuse_another_model(weights: NamedWeights, model: Model, rows: int) -> None:

@@ -90,9 +90,7 @@ def replay(run: RunFolder, job: Job, step: int) -> ReplayedBatch:
         for i, row in enumerate(rows)
     ]
     logged = _logged_checksum(run, step)
-    same = None
-    if logged is not None:
-        same = logged == checksum
+    same = logged == checksum if logged is not None else None
     return ReplayedBatch(window, samples, checksum, same)
 
 
@@ -111,9 +109,7 @@ def _logged_checksum(run: RunFolder, step: int) -> int | None:
         for row in read_rows(run.metrics)
         if row["step"] == step and "batch_checksum" in row
     ]
-    if logged:
-        return logged[-1]
-    return None
+    return logged[-1] if logged else None
 
 
 def _decode(tokenizer: Tokenizer | None, tokens: list[int]) -> str | None:

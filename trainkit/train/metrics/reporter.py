@@ -90,9 +90,7 @@ def log_line(row: MetricsRow, train_iters: int) -> str:
 
 
 def _percent(part: float | None) -> str:
-    if part is None:
-        return "n/a"
-    return f"{100 * part:.1f}%"
+    return "n/a" if part is None else f"{100 * part:.1f}%"
 
 
 def take_back(metrics: Path, step: int, *, evaluated: bool) -> None:

@@ -26,9 +26,7 @@ def device_row(wanted: Device, reported: str | None) -> Device | None:
             return wanted
         return found
     own = bool(reported and wanted.reported_as) and is_reported_as(wanted, reported or "")
-    if own or wanted.name == found.name:
-        return wanted
-    return None
+    return wanted if own or wanted.name == found.name else None
 
 
 class Utilization:

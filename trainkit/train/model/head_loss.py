@@ -57,9 +57,7 @@ def padded(weight_VH: Tensor, multiple: int) -> Tensor:
     """W with rows of zeros up to a multiple of `multiple`; itself where none are missing, for
     F.pad would copy it."""
     missing = -weight_VH.shape[0] % multiple
-    if missing:
-        return F.pad(weight_VH, (0, 0, 0, missing))
-    return weight_VH
+    return F.pad(weight_VH, (0, 0, 0, missing)) if missing else weight_VH
 
 
 def padded_linear(x_NH: Tensor, weight_VH: Tensor, multiple: int) -> Tensor:

@@ -53,6 +53,4 @@ def leave(x_BSH: Tensor, group: TensorGroup) -> Tensor:
 
 def own_tokens(x_S: Tensor, group: TensorGroup) -> Tensor:
     """With sequence parallelism this rank's part of the last dimension."""
-    if group.sequence:
-        return x_S.chunk(group.size, dim=-1)[group.rank]
-    return x_S
+    return x_S.chunk(group.size, dim=-1)[group.rank] if group.sequence else x_S

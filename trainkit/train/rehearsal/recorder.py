@@ -106,9 +106,7 @@ class CollectiveRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         plain = name.strip("_")
         group = next(found for each in reversed(args) if (found := self._ranks(each)))
-        peer = -1
-        if plain in PEERS:
-            peer = group[args[PEERS[plain]]]
+        peer = group[args[PEERS[plain]]] if plain in PEERS else -1
         sizes: tuple[tuple[int, str], ...] = ()
         if plain not in UNEQUAL:
             sizes = tuple(_sizes(args))

@@ -39,9 +39,7 @@ class RollbackRequest(Exception):
     def cause(self) -> str:
         """Where it went wrong, as the end of a message; nothing for a spike. All ranks ask
         together."""
-        if self.nan:
-            return f"; {self._find_cause()}"
-        return ""
+        return f"; {self._find_cause()}" if self.nan else ""
 
 
 def apply_loss_policy(
