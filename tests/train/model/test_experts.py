@@ -64,7 +64,7 @@ def one_expert(layer: MixtureOfExperts, number: int, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("chosen", [2, EXPERTS])
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
 def test_equal_experts_are_one_mlp(chosen: int, score: str) -> None:
-    """Weights that sum to 1, of results that are equal."""
+    """Weights that sum to 1, of results that are equal (Megatron-LM#894)."""
     layer = layer_of(router_topk=chosen, router_score_function=score)
     dense = GatedMLP(model_of(), REFERENCE, WIDTH).double()
     random_weights(dense)
