@@ -70,7 +70,7 @@ class SlurmProject(ClusterProject):
     def count(self) -> int:
         """The step that rank 0 has counted to."""
         path = self.path / "count-0"
-        return int(path.read_text()) if path.exists() else 0
+        return int(path.read_text() or 0) if path.exists() else 0  # it may be half written
 
     def jobs(self) -> list[str]:
         """Slurm's jobs that are not over."""
