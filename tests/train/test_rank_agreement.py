@@ -94,8 +94,8 @@ def test_nobody_knocks_at_rank_0_before_it_listens(monkeypatch: pytest.MonkeyPat
                 rank_0.listen()
 
         monkeypatch.setattr(time, "sleep", sleep)
-        data_parallel._wait_for_rank_0()
+        data_parallel._wait_for_rank_0(World(1, 2))
         assert len(waited) == 3
         rank_0.accept()[0].close()
     monkeypatch.setenv("MASTER_ADDR", "no such host")
-    data_parallel._wait_for_rank_0()  # what is wrong torch says
+    data_parallel._wait_for_rank_0(World(1, 2))  # what is wrong torch says

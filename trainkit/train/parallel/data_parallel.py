@@ -22,7 +22,8 @@ from trainkit.plan.batch import batch_sizes
 from trainkit.train.model.transformer import Transformer
 from trainkit.train.torch_compat import placed_apart
 
-LOOK_SECONDS = 0.02  # between two looks whether rank 0 is there
+# seconds between two looks whether rank 0 is there: after more, torch's client does as well
+LEAST_WAIT, MOST_WAIT = 0.02, 1.0
 
 
 @dataclass(frozen=True)
@@ -45,30 +46,32 @@ class World:
 
 def join(world: World, device_type: str) -> torch.device:
     """Meet the other ranks at MASTER_ADDR:MASTER_PORT; returns this rank's device."""
-    if world.rank:
-        _wait_for_rank_0()
     if device_type == "cuda":
         device = torch.device("cuda", world.local_rank)
         torch.cuda.set_device(device)
+        _wait_for_rank_0(world)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl", rank=world.rank, world_size=world.size, device_id=device
         )
     else:
         device = torch.device("cpu")
+        _wait_for_rank_0(world)
         dist.init_process_group("gloo", rank=world.rank, world_size=world.size)
     return device
 
 
-def _wait_for_rank_0() -> None:
+def _wait_for_rank_0(world: World) -> None:
     """Return as soon as it listens: torch's client, refused once, tries again after half a second
     (TCPStore.cpp of 2.13). What else is wrong torch says better."""
     place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    deadline = time.monotonic() + dist.default_pg_timeout.total_seconds()
+    wait = LEAST_WAIT
     with contextlib.suppress(OSError):
-        while time.monotonic() < deadline:
-            with contextlib.suppress(ConnectionRefusedError), socket.create_connection(place):
+        while world.rank and wait < MOST_WAIT:
+            with contextlib.suppress(ConnectionRefusedError):
+                socket.create_connection(place, timeout=MOST_WAIT).close()
                 return
-            time.sleep(LOOK_SECONDS)
+            time.sleep(wait)
+            wait *= 1.05
 
 
 COMPUTE = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
