@@ -194,4 +194,4 @@ def _code(child: subprocess.Popen[bytes]) -> int:
         info = os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     else:
         info = None
-    return child.returncode or 0 if info is None else info.si_status
+    return (child.returncode or 0) if info is None else info.si_status

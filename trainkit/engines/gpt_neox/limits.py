@@ -190,7 +190,7 @@ def _pair_count(dataset: Dataset) -> int:
     """How many pairs a dataset with source = "indexed" names, as far as its names tell."""
     named = [text for given in dataset.prefixes for text in expand(given)]
     fetched = [text for given in dataset.urls for text in expand(given) if text.endswith(".idx")]
-    return len(named) or len(fetched) if dataset.source == "indexed" else 1
+    return (len(named) or len(fetched)) if dataset.source == "indexed" else 1
 
 
 def _device_problems(job: Job) -> Iterator[Problem]:

@@ -197,4 +197,4 @@ def _within_limit(job: Job, seconds: int, share: int) -> int:
 def signal_seconds(run: RunFolder) -> int:
     """How long before its time limit the script of a run has Slurm tell it to save."""
     line = re.search(r"^#SBATCH --signal=(\S+)", script_path(run).read_text(), re.MULTILINE)
-    return sbatch.signal_time({"signal": line.group(1)}) or 0 if line else 0
+    return (sbatch.signal_time({"signal": line.group(1)}) or 0) if line else 0

@@ -467,4 +467,4 @@ def used_budget(events: Sequence[Event]) -> str:
         (event for event in reversed(events) if isinstance(event, AttemptEnded | RequeueFailed)),
         None,
     )
-    return last.budget or "" if isinstance(last, AttemptEnded) else ""
+    return (last.budget or "") if isinstance(last, AttemptEnded) else ""
