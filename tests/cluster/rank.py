@@ -1,8 +1,8 @@
 """A rank without torch, for tests of what happens around ranks: runs the Python file that
 RANK_DOES names, with these names in it.
 
-rank, host, attempt: who it is. heartbeat: as the trainer's. beat(step, phase="train"): what that
-says. done(): its word of success. steps(n, seconds): n steps of so many seconds each, with their
+rank, host, attempt: who it is. beat(step, phase="train"): what the trainer's heartbeat says.
+done(): its word of success. steps(n, seconds): n steps of so many seconds each, with their
 beats. Told by USR1 to save, it exits with 12, as a trainer does.
 """
 
@@ -46,7 +46,6 @@ def main() -> None:
         "rank": rank,
         "host": os.uname().nodename,
         "attempt": int(sys.argv[-1]),
-        "heartbeat": heartbeat,
         "beat": beat,
         "steps": steps,
         "done": done,

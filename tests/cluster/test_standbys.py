@@ -81,24 +81,3 @@ def test_a_lost_agent_is_the_only_one_to_start_again(
     head.invoke("cancel", "last", exit=15)
     process.communicate()
     nothing_left(cluster, run.name)
-
-
-def test_a_spare_takes_the_place_of_a_slow_host(head: ClusterProject, cluster: Cluster) -> None:
-    """All save first. That a trainer says which rank is slow, tests/launch/test_slow_rank.py
-    sees."""
-    head.ranks_do(f"heartbeat.slow = (1, 1.5) if attempt == 1 and rank == 0 else None\n{STEPS}")
-    head.hosts("node1 slots=1", "node2 slots=1", "node3 slots=1")
-    options = ("cluster.spares=1", "cluster.replace_slower=1.2")
-    process = head.start("train", "random", *(f"--set={each}" for each in options))
-    run = begun(head, process, attempt=2)
-    assert hosts_of_ranks(run, 1) == {0: "node1", 1: "node2"}
-    assert hosts_of_ranks(run, 2) == {0: "node1", 1: "node3"}
-    (end,) = (event for event in events(run, 1) if event["event"] == "ended")
-    assert "rank 1 on node2 computes 50 % slower" in end["root_cause"]["message"]
-    codes = {event["code"] for event in events(run, 1) if event["event"] == "rank_ended"}
-    assert codes == {12}
-    shown = head.invoke("nodes", "--cluster", "pair").stdout
-    assert "rank 1 on node2 computes" in " ".join(shown.split())
-    head.invoke("cancel", "last", exit=15)
-    process.communicate()
-    nothing_left(cluster, run.name)

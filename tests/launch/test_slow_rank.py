@@ -3,7 +3,6 @@ work."""
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
@@ -52,8 +51,6 @@ def test_a_slow_rank_is_named_within_fifty_steps(tmp_path: Path) -> None:
     found = slow_rank(run)
     assert found is not None and (found.rank, found.host) == (1, "localhost")
     assert 1.07 < found.times < 1.3
-    beat = json.loads(run.attempt(1).heartbeat(0).read_text())
-    assert beat["slow"][0] == 1  # by which the host may be replaced
     project = Project(tmp_path)
     (tmp_path / "tasks.py").write_text(TASKS)
     assert found.in_words() in project.invoke("status", "last").stdout

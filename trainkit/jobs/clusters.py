@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from trainkit.jobs import sbatch
 from trainkit.jobs.devices import Device, built_in_device
@@ -298,15 +298,6 @@ class Cluster(Table):
         ge=0,
         description="ssh, pdsh: how long a host that is suspected of a failure is left out",
     )
-    replace_slower: float | None = Field(
-        None,
-        ge=1.1,
-        description=(
-            "ssh, pdsh: a host with a rank that computes so many times as long as its peers over 50"
-            " steps, such as 1.2, gives its place to a spare after a save, and is left out for"
-            " quarantine_seconds; by default `status` names it, and no more"
-        ),
-    )
     prolog: Strings = Field(
         (), description="shell lines that a node must run before anything else (modules, venv)"
     )
@@ -367,13 +358,6 @@ class Cluster(Table):
     @classmethod
     def _known_to_sbatch(cls, value: SlurmOptions) -> SlurmOptions:
         return refuse_unknown_options(value)
-
-    @model_validator(mode="after")
-    def _somebody_takes_its_place(self) -> Self:
-        if self.replace_slower and not self.spares:
-            message = "replace_slower wants a host that can take the place of another: spares = 1"
-            raise wrong("replace_slower", message)
-        return self
 
     def connect_seconds(self, *, container: bool = False) -> float:
         """watch.connect, or what it is by default."""

@@ -28,7 +28,6 @@ CHANGEABLE = (
     "cluster.python",
     "cluster.quarantine_seconds",
     "cluster.ranks_per_node",
-    "cluster.replace_slower",
     "cluster.spares",
     "cluster.ssh_args",
     *(f"cluster.watch.{name}" for name in WatchLimits.model_fields),

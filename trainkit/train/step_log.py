@@ -17,7 +17,7 @@ from trainkit.jobs.schema import Job
 from trainkit.plan.layout import layout_of
 from trainkit.runs.expert_loads import Counts, ExpertLoads
 from trainkit.runs.metrics import MetricsRow
-from trainkit.train.metrics.stragglers import Straggler, Stragglers
+from trainkit.train.metrics.stragglers import Stragglers
 from trainkit.train.metrics.timers import Timers
 from trainkit.train.metrics.utilization import Utilization
 from trainkit.train.parallel.memory import MemoryStats
@@ -136,8 +136,7 @@ class StepLog:
         self.utilization = utilization
         self._since = _Interval()
         self.compute_ms: Sequence[float] = ()  # of every rank, by the last row
-        self._stragglers = Stragglers(mesh.degrees)
-        self.slow: Straggler | None = None  # by the last row
+        self._slow = Stragglers(mesh.degrees)
         self.expert_loads: ExpertLoads | None = None  # of the last row
 
     def state(self) -> dict[str, int]:
@@ -208,9 +207,8 @@ class StepLog:
         row["memory_bytes"] = memory
         if compared.ranks is not None:
             row["ranks"] = compared.ranks
-            self.slow = self._stragglers.add(since.steps, compared.compute_ms)
-            if self.slow:
-                row["ranks"] |= {"slow": self.slow.rank, "slow_times": self.slow.times}
+            if slow := self._slow.add(since.steps, compared.compute_ms):
+                row["ranks"] |= {"slow": slow.rank, "slow_times": slow.times}
         if compared.pipeline is not None:
             row["pipeline"] = compared.pipeline
         if loads:

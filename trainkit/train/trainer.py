@@ -279,7 +279,6 @@ class Trainer:
             loads = numbers[count:]
             reports = self.reporter is not None
             row = self.step_log.add(info, values, loads, self.rollbacks, reports=reports)
-            self.heartbeat.slow = self.step_log.slow
             if self.reporter and row:
                 self.reporter.step(row, self.step_log.compute_ms, self.step_log.expert_loads)
             self._apply_policy(info, values)

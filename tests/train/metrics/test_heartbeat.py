@@ -43,7 +43,6 @@ def test_beats_are_whole_files_at_most_two_a_second(
         "time": 1000.0,
         "save_seconds": None,
         "usual_seconds": None,
-        "slow": None,
     }
     now += 0.4
     beats.beat("train", 8)
@@ -64,7 +63,6 @@ def test_beats_are_whole_files_at_most_two_a_second(
         "time": now,
         "save_seconds": None,
         "usual_seconds": None,
-        "slow": None,
     }
     beats.beat("done", 9)
     assert said()["phase"] == "done"

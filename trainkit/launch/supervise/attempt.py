@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import time
 from collections.abc import Collection, Coroutine, Sequence
 from dataclasses import replace
@@ -38,7 +37,6 @@ from trainkit.launch.supervise.outcome import (
     RankExit,
     StopRequest,
     judge_outcome,
-    slow_host,
 )
 from trainkit.launch.supervise.rank_environment import (
     parent_frame,
@@ -120,7 +118,6 @@ class Attempt:
         self.save_requested = False
         self.began = False
         self.asked: set[int] = set()  # nodes that were asked to stop what runs there
-        self.slow_host: Outcome | None = None  # which is to be replaced
         self.asked_again = False  # one of them is slow: its answers may come in the next attempt
 
     def record_start(self) -> None:
@@ -154,12 +151,9 @@ class Attempt:
     def _judge(self) -> Outcome:
         ranks = self.ranks
         first = self.context.stop_requests.first
-        outcome = judge_outcome(
+        return judge_outcome(
             ranks.ends, len(ranks.node_of), first, ranks.losses, self.context.rules
         )
-        if self.slow_host and outcome.failure_class == "preempted" and first is None:
-            return self.slow_host
-        return outcome
 
     async def _open_pool(self) -> AgentPool:
         """New agents on their way, beside those that are left of the attempt before."""
@@ -391,7 +385,6 @@ class Attempt:
                 return None
             if deadline == float("inf") and (hang := await self._find_hang(pool)):
                 return hang
-            self._find_slow_host(pool)
         return None
 
     def _peers_have(self, pool: AgentPool, end: RankExit) -> float:
@@ -428,14 +421,6 @@ class Attempt:
         self.events.write(SaveRequested(sorted(self.ranks.running)))
         for node in pool.at_work:
             pool.send(node, SignalProcesses("USR1"))
-
-    def _find_slow_host(self, pool: AgentPool) -> None:
-        """Where one computes slower than the cluster wants and another stands by, have all ranks
-        save and leave: the next attempt is without it."""
-        rank, times = self.ranks.heartbeats.slow
-        if times >= (self.job.cluster.replace_slower or math.inf) and pool.present != pool.at_work:
-            self.slow_host = slow_host(self._host_of(pool, rank), rank, times)
-            self._request_save(pool)
 
     async def _find_hang(self, pool: AgentPool) -> Outcome | None:
         """Where nobody moves: have all stacks written, name who is missing, stop."""

@@ -125,22 +125,15 @@ class Heartbeats:
         self.last = min(now, self.last + asleep)
         self._looked = now
         still = now - self.last
-        return still if still > self.limit else 0.0
+        if still > self.limit:
+            return still
+        return 0.0
 
     def bear(self, seconds: float) -> bool:
         """Nobody has moved for so long, for a reason that may pass, such as a disk: ranks have
         as long again. Returns False where the longest limit is over too."""
         self._borne = 2 * seconds
         return seconds < self.longest
-
-    @property
-    def slow(self) -> tuple[int, float]:
-        """The slowest rank, and how many times as long as its peers it computes; 1 where none is
-        slow."""
-        match self.beats.get(0, {}).get("slow"):
-            case [int(rank), float(times)] if rank in self.beats:
-                return rank, times
-        return 0, 1.0
 
     def step(self) -> int:
         """The furthest step of any rank."""

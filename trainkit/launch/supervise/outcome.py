@@ -14,7 +14,6 @@ from trainkit.base.errors import Exit
 from trainkit.base.printable import printable
 from trainkit.launch.supervise.failure_rules import FailureRules
 from trainkit.runs.events import FailureClass, RootCause
-from trainkit.runs.slow_rank import SlowRank
 
 # What a rank says when a peer died under it: never the root cause while another rank says something
 # else.
@@ -332,24 +331,6 @@ def judge_outcome(
     """
     evidence = _Evidence(ends, world_size, requested, lost, rules)
     return next(outcome for judge in JUDGEMENTS if (outcome := judge(evidence)) is not None)
-
-
-def slow_host(host: str, rank: int, times: float) -> Outcome:
-    """Of an attempt that ends because a host computes slower than the others and another can take
-    its place."""
-    cause: RootCause = {
-        "rank": rank,
-        "host": host,
-        "message": SlowRank(rank, host, times).in_words(),
-        "exit": int(Exit.RANK_INFRA),
-        "class": "infra",
-        "advice": (
-            f"look at what else runs on {host}, at its clocks and its cooling (`invoke nodes"
-            " --top`, `nvidia-smi -q -d PERFORMANCE`); `invoke nodes --release"
-            f" {host}` lets it in again"
-        ),
-    }
-    return Outcome(Exit.RANK_INFRA, "infra", cause, (host,))
 
 
 def _of_rank(cause: RootCause, rules: FailureRules) -> Outcome:

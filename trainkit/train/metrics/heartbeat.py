@@ -16,7 +16,6 @@ from trainkit.base.files import write_beat
 from trainkit.runs.phases import PhaseLog
 
 if TYPE_CHECKING:
-    from trainkit.train.metrics.stragglers import Straggler
     from trainkit.train.metrics.timers import Timers
 
 Phase = Literal["start", "load", "train", "eval", "save", "done"]
@@ -68,7 +67,6 @@ class Heartbeat:
         self.phase: Phase | None = None
         # what a stop needs for its checkpoint, by the saves so far
         self.save_seconds: float | None = None
-        self.slow: Straggler | None = None  # among all ranks, where this one knows
         self.unsaved = False  # training went on with steps that no checkpoint holds
         self._first: int | None = None
         self._evaluated = False
@@ -166,7 +164,6 @@ class Heartbeat:
                 time=time.time(),
                 save_seconds=self.save_seconds,
                 usual_seconds=self._usual(phase) if regular else None,
-                slow=self.slow,
             )
         )
         if phase == "done":
@@ -180,7 +177,9 @@ class Heartbeat:
             self._failed = True
 
     def _usual(self, phase: Phase) -> float | None:
-        return self.save_seconds if phase == "save" else self._pace.longest(phase)
+        if phase == "save":
+            return self.save_seconds
+        return self._pace.longest(phase)
 
     def _say_done(self, path: Path, text: str) -> None:
         """Durable. Raises TrainkitError (exit 10): this rank would look as if it had failed."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +17,8 @@ SLOWER = 1.07  # times its peers: of a rank that is 10 % slower, noise may take 
 OFTEN = 0.8  # of the rows, and more
 
 
-class Straggler(NamedTuple):
+@dataclass(frozen=True)
+class Straggler:
     """A rank and how many times the median of its peers it computes."""
 
     rank: int
