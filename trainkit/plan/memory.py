@@ -40,10 +40,12 @@ from trainkit.plan.rules import Rules, StateBytes
 # What is neither of the parts: context, communication and matmul workspaces, what the allocator
 # cannot use. Assumed; two published runs measured 27 GB where
 # the parts are 22.5 GiB (GPT-NeoX-20B on 24 A100-40GB) and 14.3 GiB where they are 9.6 GiB (7.5B on
-# V100-16GB, an older trainer with copies of its own). On a CPU: interpreter and libraries, and what
-# lies unused between the tensors of malloc's heap; measured by benchmarks/plan.py.
-RESERVE_BYTES = {"cpu": 49 * 2**23, "cuda": 2**30, "neuron": 2**30}
-RESERVE_PART = {"cpu": 0.2, "cuda": 0.1, "neuron": 0.1}
+# V100-16GB, an older trainer with copies of its own).
+RESERVE_BYTES, RESERVE_PART = 2**30, 0.1
+# On a CPU: interpreter and libraries, and what lies unused between the tensors of malloc's heap
+# where several micro-batches come and go; measured (docs/plan.md).
+LIBRARY_BYTES = {"warm": 313 * 2**20, "cold": 365 * 2**20}
+HEAP_PART = 0.2
 TIGHT = 0.9  # of the device: above, what fits may still not run
 
 
@@ -177,7 +179,8 @@ def _fullest(layout: Layout, units: list[Unit]) -> Place:
 def _native_states(job: Job, layout: Layout, chunks: list[list[Unit]]) -> dict[str, int]:
     zero = job.parallelism.zero_stage
     w = width(job)
-    reduced = 8 if job.cluster.device_type == "cpu" else 4
+    on_cpu = job.cluster.device_type == "cpu"
+    reduced = 8 if on_cpu else 4
     units = [unit for chunk in chunks for unit in chunk]
     place = _fullest(layout, units)
     whole = numbers(units, place)
@@ -189,10 +192,13 @@ def _native_states(job: Job, layout: Layout, chunks: list[list[Unit]]) -> dict[s
     accumulated = reduced * whole if (zero < 2 or in_rounds) and layout.micro_batches > 1 else 0
     # Beside a unit's gradients as they are reduced those that were computed, if they are not added
     # up before. (On a CPU the process keeps their memory.)
-    computed = 0 if accumulated and job.cluster.device_type != "cpu" else w
+    computed = 0 if accumulated and not on_cpu else w
     gathered = w * (gathered_at_once(chunks, place) if zero == 3 and not in_rounds else whole)
-    buffers = [(reduced + computed) * unit, _muon_bytes(job, units, place)]
-    if accumulated and job.cluster.device_type != "cpu":
+    # Gloo copies what it reduces and what it gathers, out of which fully_shard copies again; under
+    # ZeRO 3 the next block is gathered while one is reduced.
+    copied = (2 if zero == 3 else 1) * (reduced + 2 * w) if on_cpu and layout.shard > 1 else 0
+    buffers = [(reduced + computed + copied) * unit, _muon_bytes(job, units, place)]
+    if accumulated and not on_cpu:
         # A unit's gradients as they are sent, and as they come. What was gathered is freed first,
         # but where the update writes into it. (Reckoned after peaks of two layers of Llama on one
         # H200, docs/benchmarks.md; not run again.)
@@ -290,9 +296,11 @@ def stage_memory(
         parts["logit_bytes"] = logit_bytes(job, layout, rules, vocab_size, padded)
     else:
         parts["logit_bytes"] = 0
-    kind = job.cluster.device_type
-    reserve = RESERVE_BYTES[kind] + RESERVE_PART[kind] * sum(parts.values())
-    copies = copies_of_state(job, rules) if kind == "cpu" else 0
+    on_cpu = job.cluster.device_type == "cpu"
+    unused = (HEAP_PART if layout.micro_batches > 1 else 0) if on_cpu else RESERVE_PART
+    reserve = LIBRARY_BYTES[job.recovery] if on_cpu else RESERVE_BYTES
+    reserve += unused * sum(parts.values())
+    copies = copies_of_state(job, rules) if on_cpu else 0
     parts["staging_bytes"] = copies * (parts["parameter_bytes"] + parts["optimizer_bytes"])
     reserve += (excess - 1) * (sum(parts.values()) + reserve)
     return RankMemory(stage=stage, reserve_bytes=round(reserve), **parts)
