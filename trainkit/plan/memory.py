@@ -41,7 +41,8 @@ from trainkit.plan.rules import Rules, StateBytes
 # cannot use. Assumed; two published runs measured 27 GB where
 # the parts are 22.5 GiB (GPT-NeoX-20B on 24 A100-40GB) and 14.3 GiB where they are 9.6 GiB (7.5B on
 # V100-16GB, an older trainer with copies of its own).
-RESERVE_BYTES, RESERVE_PART = 2**30, 0.1
+RESERVE_BYTES = 2**30
+RESERVE_PART = 0.1
 # On a CPU: interpreter and libraries, and what lies unused between the tensors of malloc's heap
 # where several micro-batches come and go; measured (docs/plan.md).
 LIBRARY_BYTES = {"warm": 313 * 2**20, "cold": 365 * 2**20}
@@ -298,7 +299,7 @@ def stage_memory(
         parts["logit_bytes"] = 0
     on_cpu = job.cluster.device_type == "cpu"
     unused = (HEAP_PART if layout.micro_batches > 1 else 0) if on_cpu else RESERVE_PART
-    reserve = LIBRARY_BYTES[job.recovery] if on_cpu else RESERVE_BYTES
+    reserve = float(LIBRARY_BYTES[job.recovery] if on_cpu else RESERVE_BYTES)
     reserve += unused * sum(parts.values())
     copies = copies_of_state(job, rules) if on_cpu else 0
     parts["staging_bytes"] = copies * (parts["parameter_bytes"] + parts["optimizer_bytes"])
