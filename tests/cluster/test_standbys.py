@@ -81,3 +81,28 @@ def test_a_lost_agent_is_the_only_one_to_start_again(
     head.invoke("cancel", "last", exit=15)
     process.communicate()
     nothing_left(cluster, run.name)
+
+
+def test_a_host_left_out_by_hand_gives_its_place_to_a_spare(
+    head: ClusterProject, cluster: Cluster
+) -> None:
+    """The run keeps it until it is resumed, and other runs never begin on it."""
+    head.ranks_do(STEPS)
+    head.hosts("node1 slots=1", "node2 slots=1", "node3 slots=1")
+    process = head.start("train", "random", "--set=cluster.spares=1")
+    run = begun(head, process)
+    refused = head.invoke("nodes", "--cluster=pair", "--leave-out=node2,node9", exit=3)
+    assert "no host 'node9' in cluster 'pair'" in refused.stderr
+    shown = head.invoke("nodes", "--cluster=pair", "--leave-out=node2").stdout
+    assert "resume RUN" in shown
+    assert not run.joinpath("attempts/0002").exists()
+    head.invoke("cancel", "last", exit=15)
+    process.communicate()
+    process = head.start("resume", "last")
+    begun(head, process, attempt=2)
+    assert hosts_of_ranks(run, 2) == {0: "node1", 1: "node3"}
+    head.invoke("cancel", "last", exit=15)
+    process.communicate()
+    told = head.invoke("train", "random", "--nodes=1", "--include=node2", "--dry-run", exit=8)
+    assert "node2" in told.stderr and "left out by hand" in told.stderr + told.stdout
+    nothing_left(cluster, run.name)

@@ -72,13 +72,19 @@ def docs(task: TaskContext, output: str = "") -> TaskResult:
     help={
         **CLUSTER,
         **HOSTFILE,
+        "leave-out": "put these hosts (NAME,NAME) into quarantine, such as slow ones",
         "release": "let these hosts in quarantine (NAME,NAME or all) run again",
         "top": "show what runs on each host: nvidia-smi, neuron-ls or top, once",
     },
     takes_json=True,
 )
 def nodes(
-    task: TaskContext, cluster: str = "", hostfile: str = "", release: str = "", top: bool = False
+    task: TaskContext,
+    cluster: str = "",
+    hostfile: str = "",
+    leave_out: str = "",
+    release: str = "",
+    top: bool = False,
 ) -> TaskResult:
     """Show which hosts are reachable, busy or in quarantine.
 
@@ -88,7 +94,9 @@ def nodes(
 
     if top:
         return room.nodes_top(task, cluster, hostfile)
-    return room.nodes(task, cluster, hostfile, release)
+    if leave_out:
+        return room.leave_out(task, cluster, hostfile, leave_out)
+    return room.release(task, cluster, release) if release else room.nodes(task, cluster, hostfile)
 
 
 @make_task(

@@ -17,7 +17,7 @@ from rich.markup import escape
 from trainkit.base.documents import document
 from trainkit.base.errors import ConfigError, Exit
 from trainkit.cli.config.jobs import load_jobs
-from trainkit.cli.host_options import hosts_to_ask
+from trainkit.cli.host_options import hosts_to_ask, named
 from trainkit.cli.tables import Listing, Page
 from trainkit.cli.wrapper import TaskContext, TaskResult
 from trainkit.experiment.hosts import refuse_unread_options
@@ -26,7 +26,12 @@ from trainkit.jobs.load import Jobs
 from trainkit.jobs.schema import Cluster
 from trainkit.launch.cluster_care.remote_commands import run_on_hosts
 from trainkit.launch.hosts.hostfile import Host
-from trainkit.launch.hosts.quarantine import QuarantineEntry, end_quarantine, read_quarantine
+from trainkit.launch.hosts.quarantine import (
+    QuarantineEntry,
+    end_quarantine,
+    quarantine_host,
+    read_quarantine,
+)
 from trainkit.launch.protocol.frames import HostFacts
 from trainkit.launch.scheduler_contract import ClusterNode, HostsToAsk
 from trainkit.launch.scheduler_registry import scheduler_for
@@ -146,28 +151,58 @@ class TopRow:
     text: str
 
 
-def nodes(task: TaskContext, cluster: str, hostfile: str, release_host: str) -> TaskResult:
+def leave_out(task: TaskContext, cluster: str, hostfile: str, names: str) -> TaskResult:
+    """The task `nodes` with --leave-out: no run that begins has these hosts."""
+    jobs = load_jobs(task)
+    chosen = jobs.cluster(cluster or usual_cluster(task, jobs))
+    if not chosen.launcher_traits.hostfile:
+        raise ConfigError(
+            f"hosts of cluster '{chosen.name}' are not trainkit's to leave out: its launcher is"
+            f" {chosen.launcher}",
+            hint="Slurm drains a node: scontrol update NodeName=NAME State=DRAIN Reason=WHY",
+        )
+    known = scheduler_for(chosen).hosts_to_ask(chosen, hostfile, devices=False).hosts
+    wanted = [name.lower() for name in names.split(",")]
+    if unknown := set(wanted) - {host.name.lower() for host in known}:
+        raise ConfigError(
+            f"no host {', '.join(map(repr, sorted(unknown)))} in cluster '{chosen.name}'",
+            hint=f"its hosts: {named(known)}",
+        )
+    seconds = chosen.quarantine_seconds
+    entries = [
+        quarantine_host(chosen.root_folder, name, "left out by hand", "", seconds)
+        for name in wanted
+    ]
+    page = [
+        f"{', '.join(wanted)} left out until {entries[0].until}; a run that has one keeps it:"
+        f" `{task.command} cancel RUN`, then `{task.command} resume RUN` goes on without it"
+    ]
+    return TaskResult(document("nodes/1", cluster=chosen.name, left_out=names, hosts=[]), page=page)
+
+
+def release(task: TaskContext, cluster: str, names: str) -> TaskResult:
+    """The task `nodes` with --release: hosts in quarantine may run again."""
+    jobs = load_jobs(task)
+    chosen = jobs.cluster(cluster or usual_cluster(task, jobs))
+    root = chosen.root_folder
+    wanted = list(read_quarantine(root)) if names == "all" else names.split(",")
+    released = [host for host in wanted if end_quarantine(root, host)]
+    if not released:
+        raise ConfigError(
+            f"host '{names}' is not left out of cluster '{chosen.name}'",
+            hint=f"left out: {', '.join(read_quarantine(root)) or 'none'}",
+        )
+    return TaskResult(
+        document("nodes/1", cluster=chosen.name, released=names, hosts=[]),
+        page=[f"{', '.join(released)} may run again"],
+    )
+
+
+def nodes(task: TaskContext, cluster: str, hostfile: str) -> TaskResult:
     """The task `nodes`."""
     jobs = load_jobs(task)
     chosen = jobs.cluster(cluster or usual_cluster(task, jobs))
     root = chosen.root_folder
-    if release_host:
-        released = [
-            host
-            for host in (
-                list(read_quarantine(root)) if release_host == "all" else release_host.split(",")
-            )
-            if end_quarantine(root, host)
-        ]
-        if not released:
-            raise ConfigError(
-                f"host '{release_host}' is not left out of cluster '{chosen.name}'",
-                hint=f"left out: {', '.join(read_quarantine(root)) or 'none'}",
-            )
-        return TaskResult(
-            document("nodes/1", cluster=chosen.name, released=release_host, hosts=[]),
-            page=[f"{', '.join(released)} may run again"],
-        )
     refuse_unread_options(HostOptions(hostfile=hostfile), chosen)
     scheduler = scheduler_for(chosen)
     known = scheduler.nodes(chosen)

@@ -329,10 +329,10 @@ def devices_table(view: DeviceUsage) -> Listing:
 def status_page(task: TaskContext, record: RunRecord, view: DeviceUsage) -> Page:
     """A run's state, why it ended, its numbers, what its ranks use, and what to try next."""
     run = record.run
-    iters = read_job(run.job).training.train_iters
+    job = read_job(run.job)
     yield Text.from_markup(
         f"[bold]{run.id}[/] ({run.job_name}): {_state_cell(record)}, step {record.step} of"
-        f" {iters}, attempt {record.attempt}"
+        f" {job.training.train_iters}, attempt {record.attempt}"
     )
     if record.root_cause:
         kind = f", class {record.failure_class}" if record.failure_class else ""
@@ -344,7 +344,9 @@ def status_page(task: TaskContext, record: RunRecord, view: DeviceUsage) -> Page
         )
     yield facts_table(run)
     if slow := slow_rank(run):
-        yield slow.in_words()
+        way_out = f"nodes --cluster {job.cluster.name} --leave-out {slow.host}"
+        by_hand = job.cluster.launcher_traits.hostfile and job.nodes > 1
+        yield slow.in_words() + (f" ({task.command} {way_out})" if by_hand else "")
     loads = loads_now(read_expert_loads(run))
     if loads is not None:
         yield from filter(None, (dead_in_words(loads), dropped_in_words(loads)))
