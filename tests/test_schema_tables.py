@@ -20,7 +20,6 @@ from trainkit.families.contract import FEEDFORWARDS
 from trainkit.images.builders import BUILDERS
 from trainkit.jobs.clusters import LAUNCHER_TRAITS
 from trainkit.jobs.containers import RUNTIME_TRAITS
-from trainkit.jobs.devices import Device
 from trainkit.jobs.job_tables import EngineSource
 from trainkit.jobs.optimizers import KEPT, RATE_FACTORS
 from trainkit.jobs.schema import Cluster, Container, Dataset, Job, Model, RopeScaling, Training
@@ -28,7 +27,7 @@ from trainkit.jobs.table import Table
 from trainkit.launch.containers.runtimes import RUNTIMES
 from trainkit.launch.launchers import LAUNCHERS
 from trainkit.launch.scheduler_registry import SCHEDULERS
-from trainkit.plan.memory import RESERVE_BYTES, RESERVE_PART
+from trainkit.plan.memory import LIBRARY_BYTES
 from trainkit.train.huggingface.config import GELU_NAMES, TORCH_NAMES
 from trainkit.train.huggingface.positions import STRETCH_KEYS
 from trainkit.train.parallel.data_parallel import COMPUTE
@@ -54,8 +53,7 @@ TABLES: list[tuple[type[Table], str, Iterable[object]]] = [
     (Container, "runtime", RUNTIMES),
     (Container, "builder", BUILDERS),
     (Container, "builder", CHOICES["builder"]),
-    (Device, "kind", RESERVE_BYTES),
-    (Device, "kind", RESERVE_PART),
+    (Job, "recovery", LIBRARY_BYTES),
     (Cluster, "launcher", LAUNCHER_TRAITS),
     (Cluster, "launcher", LAUNCHERS),
     (Cluster, "launcher", SCHEDULERS),

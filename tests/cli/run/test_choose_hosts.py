@@ -13,7 +13,7 @@ from tests.conftest import Project
 from tests.runs.test_record import begin, sign
 from trainkit.base.errors import ConfigError
 from trainkit.base.files import write_json
-from trainkit.cli.hosts.nodes import nodes
+from trainkit.cli.hosts.nodes import release
 from trainkit.cli.wrapper import TaskContext
 from trainkit.experiment.cancel import cancel_run
 from trainkit.experiment.hosts import hosts_of_job, job_on_hosts, rank_override
@@ -93,11 +93,11 @@ def test_hosts_in_quarantine_are_passed_over_and_let_in_again(
     assert error.value.exit == 8 and "--release" in str(error.value)
     task = TaskContext(json=False, dry_run=False, folder=project.path)
     assert (
-        nodes(task, "far", "", "N1").document["released"] == "N1"
+        release(task, "far", "N1").document["released"] == "N1"
         and read_quarantine(project.path) == {}
     )
     with pytest.raises(ConfigError, match="'n1' is not left out"):
-        nodes(task, "far", "", "n1")
+        release(task, "far", "n1")
 
 
 def test_a_run_that_goes_on_takes_the_hosts_it_had(project: Project, jobs: Jobs) -> None:
