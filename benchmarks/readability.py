@@ -157,8 +157,11 @@ def is_docstring(node: ast.stmt) -> bool:
     )
 
 
-def count_nodes(found: Readability, tree: ast.AST, inside: str) -> None:
+def count_nodes(found: Readability, tree: ast.Module, inside: str) -> None:
     """Add what the syntax tree of one file has."""
+    for top in tree.body:  # a class within another one is called by both names
+        if isinstance(top, ast.ClassDef) and not top.name.startswith("_"):
+            found.classes[top.name].add(inside)
     for node in ast.walk(tree):
         found.statements += isinstance(node, ast.stmt) and not is_docstring(node)
         found.import_statements += isinstance(node, ast.Import | ast.ImportFrom)
@@ -167,8 +170,6 @@ def count_nodes(found: Readability, tree: ast.AST, inside: str) -> None:
             assert node.end_lineno is not None
             found.functions.append(Place(node.end_lineno - node.lineno + 1, where))
             found.complexity.append(Place(complexity_of(node), where))
-        elif isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-            found.classes[node.name].add(inside)
         elif isinstance(node, ast.Assign):
             target, value = node.targets[0], node.value
             if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):

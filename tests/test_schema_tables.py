@@ -42,7 +42,11 @@ TABLES: list[tuple[type[Table], str, Iterable[object]]] = [
     (Training, "precision", COMPUTE),
     (Training, "precision", PRECISIONS),
     (Training, "precision", TORCH_NAMES),
-    *((Training, "precision", ENGINES[name].rules.states or ()) for name in FOREIGN),
+    *(
+        (Training, "precision", states)
+        for name in FOREIGN
+        if (states := ENGINES[name].rules.states) is not None  # as the native trainer's
+    ),
     (Model, "family", FAMILIES),
     (Model, "init_method", INIT_METHODS),
     (Model, "activation", FEEDFORWARDS),

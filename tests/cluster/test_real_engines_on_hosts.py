@@ -1,8 +1,9 @@
-"""Unmodified trees of GPT-NeoX and Megatron-LM over two hosts, by ssh, pdsh and Slurm: the losses
-of one machine, also after a host is lost. Where none is named: tests/engines/real.py."""
+"""Unmodified trees of GPT-NeoX, Megatron-LM and torchtitan over two hosts, by ssh, pdsh and Slurm:
+the losses of one machine, also after a host is lost. No tree named: see tests/engines/real.py."""
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 from pathlib import Path
@@ -16,7 +17,7 @@ from tests.conftest import wait_for
 from tests.engines.real import RealEngine, environment_toml, parameters, write_job
 
 pytestmark = pytest.mark.slow
-ENGINES = [*parameters("megatron-lm"), *parameters("gpt-neox")]
+ENGINES = [*parameters("megatron-lm"), *parameters("gpt-neox"), *parameters("torchtitan")]
 ONE_THREAD = '{ OMP_NUM_THREADS = "1" }'
 
 
@@ -24,8 +25,8 @@ def add_job(project: ClusterProject, real: RealEngine, cluster: str) -> None:
     """The engine's job for two nodes with a rank each, and a cluster `alone` with two ranks."""
     path = project.path / "jobs.toml"
     environment = environment_toml(real)
-    text = path.read_text().replace(ONE_THREAD, environment)
-    text = text.replace("[clusters.here]\nranks_per_node = 4\n", "")
+    text = re.sub(r"\[clusters\.here\]\n(.+\n)+", "", path.read_text())
+    text = text.replace(ONE_THREAD, environment)
     alone = f"[clusters.alone]\nranks_per_node = 2\nenv = {environment}\n"
     path.write_text(f"{text}\n{alone}{write_job(project.path, real, cluster, 2)}")
 

@@ -1,7 +1,7 @@
-"""Real trees of GPT-NeoX and Megatron-LM for tests, where the caller names them.
+"""Real trees of GPT-NeoX, Megatron-LM and torchtitan for tests, where the caller names them.
 
-TRAINKIT_MEGATRON_SOURCE and TRAINKIT_NEOX_SOURCE name trees (several, separated by ":"),
-TRAINKIT_MEGATRON_PYTHON and TRAINKIT_NEOX_PYTHON interpreters that have what they need.
+TRAINKIT_MEGATRON_SOURCE, TRAINKIT_NEOX_SOURCE and TRAINKIT_TORCHTITAN_SOURCE name trees (several,
+separated by ":"), TRAINKIT_MEGATRON_PYTHON and so on interpreters that have what they need.
 TRAINKIT_FAKECUDA names a folder for PYTHONPATH whose sitecustomize.py lets them run without a GPU;
 by default ../shared/lab/fakecuda beside the checkout.
 """
@@ -19,7 +19,12 @@ import pytest
 from tests.shared import golden
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-VARIABLES = {"megatron-lm": "TRAINKIT_MEGATRON", "gpt-neox": "TRAINKIT_NEOX"}
+VARIABLES = {
+    "megatron-lm": "TRAINKIT_MEGATRON",
+    "gpt-neox": "TRAINKIT_NEOX",
+    "torchtitan": "TRAINKIT_TORCHTITAN",
+}
+TORCHTITAN_ON_CPUS = Path(__file__).with_name("stand_ins") / "torchtitan_cpu"
 
 
 TABLES = """
@@ -93,6 +98,15 @@ WITHOUT_GPU: dict[str, dict[str, str]] = {
         # with stock DeepSpeed its pipeline engine cannot evaluate
         "engine_args": "pipe_parallel_size = 0",
     },
+    "torchtitan": {
+        "family": "llama",
+        "model": "",
+        "job": "parallelism = { zero_stage = 2 }",
+        "precision": "fp32",
+        "eval_iters": "1",
+        # the default is of a torch newer than 2.13
+        "engine_args": '"parallelism.spmd_backend" = "partial_dtensor"',
+    },
 }
 
 
@@ -104,7 +118,7 @@ class RealEngine:
         engine: its name in jobs.toml.
         tree: its source.
         python: the interpreter that has what it needs.
-        fakecuda: the folder of the stand-in for torch.cuda.
+        fakecuda: the folder of the stand-in for torch.cuda, or for all GPUs.
     """
 
     engine: str
@@ -131,9 +145,10 @@ def real_engines(engine: str) -> list[RealEngine]:
     """The trees of an engine that are named; none where there are none."""
     prefix = VARIABLES[engine]
     trees = os.environ.get(f"{prefix}_SOURCE", "")
-    fakecuda = Path(
-        os.environ.get("TRAINKIT_FAKECUDA", CHECKOUT.parent / "shared" / "lab" / "fakecuda")
-    )
+    usual = CHECKOUT.parent / "shared" / "lab" / "fakecuda"
+    fakecuda = Path(os.environ.get("TRAINKIT_FAKECUDA", usual))
+    if engine == "torchtitan":
+        fakecuda = TORCHTITAN_ON_CPUS
     python = os.environ.get(f"{prefix}_PYTHON", "")
     if not trees or not python or not (fakecuda / "sitecustomize.py").is_file():
         return []

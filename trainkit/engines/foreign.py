@@ -411,7 +411,7 @@ class ForeignEngine(ABC):
         found = {
             int(match[1]): folder.name
             for folder in run.checkpoints.iterdir()
-            if (match := re.fullmatch(r"(?:iter_|global_step)(\d+)", folder.name))
+            if (match := re.fullmatch(r"(?:iter_|global_step|step-)(\d+)", folder.name))
         }
         return [name for step, name in sorted(found.items()) if step <= newest]
 

@@ -18,6 +18,7 @@ PLACES = {
     "native": ("trainkit.engines.native", "Native"),
     "nemo": ("trainkit.engines.nemo.engine", "Nemo"),
     "neuronx-nemo": ("trainkit.engines.neuronx_nemo.engine", "NeuronxNemo"),
+    "torchtitan": ("trainkit.engines.torchtitan.engine", "Torchtitan"),
     "gpt-neox": ("trainkit.engines.gpt_neox.engine", "GptNeox"),
     "megatron-lm": ("trainkit.engines.megatron_lm.engine", "MegatronLm"),
 }

@@ -100,10 +100,16 @@ class Parallelism(Table):
 class EngineSource(Table):
     """Where an engine that is not trainkit's own comes from, and what runs it."""
 
-    NAMES: ClassVar[tuple[str, ...]] = ("gpt-neox", "megatron-lm", "nemo", "neuronx-nemo")
+    NAMES: ClassVar[tuple[str, ...]] = (
+        "gpt-neox",
+        "megatron-lm",
+        "nemo",
+        "neuronx-nemo",
+        "torchtitan",
+    )
 
     name: str = Field("", pattern=NAME, description="the table's name, filled in")
-    engine: Literal["gpt-neox", "megatron-lm", "nemo", "neuronx-nemo"] | None = Field(
+    engine: Literal["gpt-neox", "megatron-lm", "nemo", "neuronx-nemo", "torchtitan"] | None = Field(
         None, description="which engine it is; by default the one the table is named after"
     )
     source: str = Field(min_length=1, description="a git URL, or a folder")

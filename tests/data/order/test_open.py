@@ -16,6 +16,8 @@ from trainkit.data.order.megatron_worker import work
 from trainkit.data.order.native import SplitName
 from trainkit.data.order.open import open_mixture
 from trainkit.data.order.resolve_pairs import pairs_of
+from trainkit.engines.torchtitan.data import splits_of
+from trainkit.engines.torchtitan.inside.positions import Order, RandomTokens, Windows
 from trainkit.jobs.load import load
 from trainkit.jobs.schema import Job
 from trainkit.stages.index import IndexStage
@@ -285,3 +287,26 @@ def test_a_blend_that_is_there_is_left_alone(root: Path, tmp_path: Path) -> None
     (need,) = IndexStage().needs(job, tmp_path)
     work(dict(need.units[0].spec), lambda done, total: None)
     assert before == {path: path.stat().st_ino for path in tmp_path.glob("data/mix/t/megatron/*")}
+
+
+@pytest.mark.parametrize("dataset", ["web", "held", "code", "mix", "by-size", "apart", "mock"])
+def test_an_interpreter_without_compiled_code_reads_the_same(root: Path, dataset: str) -> None:
+    """Other engines' (engines/torchtitan/inside)."""
+    sets = ("training.eval_interval=5", "training.eval_iters=2", f"model.seq_length={SEQ}")
+    job = job_of(root, dataset, *sets)
+    splits = splits_of(job, 512)
+    names: tuple[SplitName, ...] = ("train", "valid")
+    for split in names:
+        said: Any = splits[split]
+        order = Order(*(said[key] for key in ("names", "sizes", "weights", "split", "seed")))
+        sources = (
+            [RandomTokens(said["mock"], SEQ)]
+            if dataset == "mock"
+            else [Windows(pair, SEQ) for pair in said["pairs"]]
+        )
+        for consumed in (0, 1000):
+            places = [order.at(consumed + number) for number in range(40)]
+            found = np.stack([sources[part].read(number) for part, number in places])
+            datasets, expected = read(job, split, consumed, 40)
+            np.testing.assert_array_equal(found, expected)
+            assert [part for part, _ in places] == datasets.tolist()

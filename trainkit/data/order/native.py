@@ -107,6 +107,7 @@ class NativeOrder:
         self.seed = seed
         self.names = tuple(names)
         shares = size_weights(sizes) if weights is None else integer_weights(weights, names)
+        self.shares = shares  # whole numbers in proportion to which datasets are drawn
         self._blend = _index.Blend(shares) if shares.any() else None
         missing = np.flatnonzero((shares > 0) & (np.array(self.sizes) == 0))
         # drawn from, but without a sample

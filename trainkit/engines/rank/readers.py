@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainkit.engines.rank import gpt_neox, megatron_lm, nemo, neuronx_nemo
+from trainkit.engines.rank import gpt_neox, megatron_lm, nemo, neuronx_nemo, torchtitan
 from trainkit.engines.rank.contract import EngineReader, LineReader, Reading
 from trainkit.engines.rank.nemo_lines import NemoLines
 from trainkit.engines.rank.spec import RankSpec
@@ -12,6 +12,7 @@ READERS: dict[str, EngineReader] = {
     "gpt-neox": gpt_neox,
     "nemo": nemo,
     "neuronx-nemo": neuronx_nemo,
+    "torchtitan": torchtitan,
 }
 # whose lines say less than what the lines before them make of them
 _BARS = ("nemo", "neuronx-nemo")
