@@ -38,13 +38,12 @@ def vocabulary(job: Job) -> int:
 def splits_of(job: Job, vocab: int) -> Values:
     """`train`, `valid` ({} where nothing is evaluated) and `end_of_document` (None where
     positions go through the whole sample). Raises as `open_mixture`."""
-    evaluates = bool(job.training.eval_interval and job.training.eval_iters)
     end = None
     if job.training.reset_attention_mask:
         end = _end_of_document(job)
     return {
         "train": _split(job, "train", vocab),
-        "valid": _split(job, "valid", vocab) if evaluates else {},
+        "valid": _split(job, "valid", vocab) if job.training.eval_iters else {},
         "end_of_document": end,
     }
 

@@ -153,7 +153,6 @@ def document(job: Job, run: Path, load_step: int | None, vocab: int, splits: Val
         splits: `train` and `valid`, as inside/samples.py takes them, and `end_of_document`.
     """
     t = job.training
-    evaluates = bool(t.eval_interval and t.eval_iters)
     return {
         "dump_folder": str(run),
         "model": _model(job, vocab),
@@ -185,9 +184,9 @@ def document(job: Job, run: Path, load_step: int | None, vocab: int, splits: Val
             "enable_structured_logging": False,
         },
         "validation": {
-            "enable": evaluates,
-            "freq": t.eval_interval if evaluates else t.train_iters,
-            "steps": _eval_steps(job) if evaluates else 1,
+            "enable": t.eval_iters > 0,
+            "freq": t.eval_interval or t.train_iters,
+            "steps": _eval_steps(job) or 1,
         },
         **splits,
     }
