@@ -17,7 +17,7 @@ from trainkit.data.order.native import SplitName
 from trainkit.data.order.open import open_mixture
 from trainkit.data.order.resolve_pairs import pairs_of
 from trainkit.engines.torchtitan.data import splits_of
-from trainkit.engines.torchtitan.inside.positions import Order, RandomTokens, Windows
+from trainkit.engines.torchtitan.inside.native_rules import Order, RandomTokens, Windows
 from trainkit.jobs.load import load
 from trainkit.jobs.schema import Job
 from trainkit.stages.index import IndexStage

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from trainkit.base.errors import Problem
 from trainkit.engines.job_values import counterpart_problems, said
-from trainkit.jobs.schema import Job
+from trainkit.jobs.schema import Job, Training
 from trainkit.plan.layout import layout_of
 
 Values = dict[str, object]
@@ -165,7 +165,7 @@ def document(job: Job, run: Path, load_step: int | None, vocab: int, splits: Val
             "weight_decay": t.weight_decay,
         },
         "implementation": "foreach" if job.cluster.device_type == "cpu" else "fused",
-        "schedule": _schedule(job),
+        "schedule": schedule_of(t),
         "training": _training(job),
         "parallelism": _parallelism(job),
         "checkpoint": {
@@ -216,8 +216,8 @@ def _model(job: Job, vocab: int) -> Values:
     }
 
 
-def _schedule(job: Job) -> Values:
-    t = job.training
+def schedule_of(t: Training) -> Values:
+    """Learning rates, as inside/native_rules.py takes them."""
     return {
         "lr": t.lr,
         "begin": t.lr_warmup_init,

@@ -123,7 +123,7 @@ def config_of(document: str) -> Trainer.Config:
             loss_fn=CrossEntropyLoss.Config(global_vocab_size=said["model"]["vocab_size"])
         ),
         optimizer=_optimizer(said),
-        lr_scheduler=Schedule.Config(**said["schedule"]),
+        lr_scheduler=Schedule.Config(rates=said["schedule"]),
         training=TrainingConfig(**said["training"]),
         parallelism=ParallelismConfig(**said["parallelism"]),
         checkpoint=CheckpointManager.Config(**said["checkpoint"]),

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torchtitan.components.dataloader import BaseDataLoader
 
-from trainkit.engines.torchtitan.inside.positions import Order, RandomTokens, Windows
+from trainkit.engines.torchtitan.inside.native_rules import Order, RandomTokens, Windows
 
 
 class SampleLoader(BaseDataLoader):

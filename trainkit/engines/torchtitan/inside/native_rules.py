@@ -1,6 +1,7 @@
-"""Which sample stands at a position of a run, and its tokens, without trainkit's compiled code:
-interpreters of other engines have none. The same as `trainkit.data.order.native` and `samples`;
-csrc/index/permutation.h and blend.h say how the order is made."""
+"""What engine native does, without trainkit's compiled code, which interpreters of other engines
+have not: which sample stands at a position of a run, its tokens, and the learning rate of a step.
+The same as `trainkit.data.order.native` and `samples` (csrc/index/permutation.h and blend.h say how
+the order is made) and as `trainkit.train.update.schedule`."""
 
 from __future__ import annotations
 
@@ -128,3 +129,26 @@ class RandomTokens:
         bits = np.random.Philox(key=np.array([self.seed, number], np.uint64))
         raw = bits.random_raw(self.length + 1) % np.uint64(self.vocab_size)
         return raw.astype(np.int64)
+
+
+def rate_factor(rates: Mapping[str, Any], completed: int) -> float:
+    """The rate of the step that follows `completed` steps, as a part of `lr`.
+
+    Args:
+        rates: lr; begin, at which the warmup begins, and warmup, its steps; decay, the step at
+            which min_lr is reached; style: cosine, linear or constant.
+        completed: steps.
+    """
+    lr, begin, warmup, decay, low = (
+        float(rates[key]) for key in ("lr", "begin", "warmup", "decay", "min_lr")
+    )
+    if warmup > 0 and completed <= warmup:
+        return (begin + (lr - begin) * completed / warmup) / lr
+    if rates["style"] == "constant":
+        return 1.0
+    if completed > decay:
+        return low / lr
+    done = (completed - warmup) / (decay - warmup) if decay > warmup else completed - warmup
+    done = min(1.0, max(0.0, done))
+    left = 0.5 * (math.cos(math.pi * done) + 1) if rates["style"] == "cosine" else 1 - done
+    return (low + left * (lr - low)) / lr
