@@ -113,6 +113,8 @@ def test_a_hundred_agents_come_and_answer(tmp_path: Path) -> None:
 def test_agents_are_used_by_their_hosts(tmp_path: Path) -> None:
     async def act(pool: AgentPool, server: Server) -> None:
         await pool.gather(600)
+        while 2 not in pool.hellos:  # gather waits for no standby
+            await asyncio.sleep(0.02)
         assert pool.use([Host("h2"), Host("h0")]) == [2] and pool.nodes == [2, 0]
         assert pool.at_work == [0, 2]
         # h1's has been sent away, and none was there of h9
