@@ -39,7 +39,7 @@ def quarantine_reasons(cluster: Cluster) -> dict[str, str]:
     """Hosts in quarantine and why, by name in small letters."""
     entries = read_quarantine(cluster.root_folder)
     return {
-        name: f"{entry.why} (run {entry.run}), until {entry.until}"
+        name: entry.why + (f" (run {entry.run})" if entry.run else "") + f", until {entry.until}"
         for name, entry in entries.items()
     }
 

@@ -75,6 +75,11 @@ LAYOUTS = {
     "zero 2": [],
     "zero 3": ["parallelism.zero_stage=3"],
     "copies": ["parallelism.zero_stage=0"],
+    "copies of shards": [
+        "cluster.ranks_per_node=4",
+        "parallelism.data_parallel_replicate_size=2",
+        "training.micro_batch_size=1",
+    ],
     "tensor": ["parallelism.tensor_model_parallel_size=2"],
     "sequence": [
         "parallelism.tensor_model_parallel_size=2",

@@ -159,7 +159,11 @@ def leave_out(task: TaskContext, cluster: str, hostfile: str, names: str) -> Tas
         raise ConfigError(
             f"hosts of cluster '{chosen.name}' are not trainkit's to leave out: its launcher is"
             f" {chosen.launcher}",
-            hint="Slurm drains a node: scontrol update NodeName=NAME State=DRAIN Reason=WHY",
+            hint=(
+                "Slurm drains a node: scontrol update NodeName=NAME State=DRAIN Reason=WHY"
+                if chosen.launcher_traits.batch
+                else "ssh and pdsh take hosts of a hostfile"
+            ),
         )
     known = scheduler_for(chosen).hosts_to_ask(chosen, hostfile, devices=False).hosts
     wanted = [name.lower() for name in names.split(",")]

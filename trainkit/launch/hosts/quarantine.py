@@ -24,7 +24,7 @@ class QuarantineEntry:
         since: when it was suspected last.
         until: when it may run again.
         why: what it did.
-        run: the run that it failed in.
+        run: the run that it failed in; "": a person left it out.
     """
 
     host: str
