@@ -16,7 +16,10 @@ from trainkit.jobs.schema import Job, Training
 from trainkit.plan.layout import layout_of
 
 Values = dict[str, object]
-FAMILIES = ("llama", "qwen3")
+# models that it has, and how queries and keys of their heads are normalized
+NORMS_OF_HEADS = {"llama": "none", "qwen3": "head"}
+FAMILIES = tuple(NORMS_OF_HEADS)
+WIDE_HEADS = ("qwen3",)  # those whose heads may be wider than hidden_size / num_attention_heads
 NO_COUNTERPART: dict[str, str] = {
     "training.rampup_batch_size": "its batch does not grow",
     "training.z_loss": "it has none",
@@ -96,19 +99,6 @@ SET_BY = {
 def job_problems(job: Job) -> Iterator[Problem]:
     """Everything in the job that torchtitan has no word for."""
     yield from counterpart_problems(job, "torchtitan", NO_COUNTERPART, CHOICES)
-    if job.model.family not in FAMILIES:
-        yield Problem(
-            f"models.{job.model.name}.family = '{job.model.family}': with engine = 'torchtitan'"
-            f" this version trains {' and '.join(FAMILIES)}",
-            hint="engine = 'native' has it",
-        )
-    heads = job.model.num_attention_heads
-    if job.model.family == "llama" and job.model.head_size * heads != job.model.hidden_size:
-        yield Problem(
-            f"models.{job.model.name}.kv_channels: torchtitan's Llama has heads of hidden_size /"
-            " num_attention_heads",
-            hint="leave kv_channels out",
-        )
     if job.training.reset_attention_mask != job.training.reset_position_ids:
         yield Problem(
             "training.reset_attention_mask and reset_position_ids: torchtitan has both or none",
@@ -121,20 +111,33 @@ def job_problems(job: Job) -> Iterator[Problem]:
         )
     if job.training.lr == 0:
         yield Problem("training.lr = 0: torchtitan has rates as parts of lr", hint="raise it")
-    yield from _block_problems(job)
+    if job.model.family not in FAMILIES:
+        yield Problem(
+            f"models.{job.model.name}.family = '{job.model.family}': with engine = 'torchtitan'"
+            f" this version trains {' and '.join(FAMILIES)}",
+            hint="engine = 'native' has it",
+        )
+    else:
+        yield from _block_problems(job)
 
 
 def _block_problems(job: Job) -> Iterator[Problem]:
-    """Its blocks are those of Llama and of Qwen3."""
+    """Its blocks are those of the published models."""
     m = job.model
-    norm = "head" if m.family == "qwen3" else "none"
+    heads = m.num_attention_heads * m.head_size
+    if m.family not in WIDE_HEADS and heads != m.hidden_size:
+        yield Problem(
+            f"models.{m.name}.kv_channels: torchtitan's {m.family} has heads of hidden_size /"
+            " num_attention_heads",
+            hint="leave kv_channels out",
+        )
     for key, value, known in (
-        ("qk_norm", m.query_key_norm, norm),
+        ("qk_norm", m.query_key_norm, NORMS_OF_HEADS[m.family]),
         ("activation", m.activation or m.architecture.activation, "swiglu"),
         ("rotary_percent", m.rotary_percent or 1.0, 1.0),
         ("add_qkv_bias", m.qkv_bias, False),
     ):
-        if m.family in FAMILIES and value != known:
+        if value != known:
             yield Problem(
                 f"models.{m.name}: {key} = {said(value)}; torchtitan's {m.family} has"
                 f" {said(known)}",
