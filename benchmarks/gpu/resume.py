@@ -139,8 +139,25 @@ def _judged(name: str, one: Trained, other: Trained) -> Finding:
     return judged(name, whole and same, value, goal="bit-equal losses and checkpoint")
 
 
+def _forked(job: Job, folder: Path) -> Finding:
+    """Whether ranks of a job can be forked from a process that has imported what they need."""
+    run = new_run_folder(folder, job.name)
+    write_json(run.job, document("job/1", job=job.model_dump(mode="json"), origins={}))
+    code = (
+        "import pathlib, sys; sys.path.insert(0, sys.argv[1]); from trainkit.train import parent;"
+        " parent.import_all(pathlib.Path(sys.argv[2])); sys.exit(parent.objection() or 0)"
+    )
+    argv = [sys.executable, "-I", "-c", code, str(ROOT), str(run.path)]
+    done = subprocess.run(
+        argv, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False
+    )
+    why = " | ".join(done.stderr.splitlines()[-5:])
+    return judged("ranks can be forked after all imports", done.returncode == 0, note=why)
+
+
 def run(device: DeviceType, size: Size, folder: Path) -> Iterator[Finding]:
     """Deterministic, eager and (where there is time) compiled; then without."""
+    yield _forked(_job(device, size, folder, compile=size == "full"), folder / "forked")
     ways: list[tuple[str, dict[str, Any]]] = [("deterministic", {"deterministic": True})]
     if size == "full":
         ways.append(("deterministic, compiled", {"deterministic": True, "compile": True}))

@@ -59,7 +59,6 @@ class Session:
             "grace": 1,
             "node_folder": str(self.node_folder),
             "nonce": "abc",
-            "python_paths": [],
         }
         (self.folder / "session.json").write_text(json.dumps(session | values))
         (self.folder / "token").write_text(self.token.hex())

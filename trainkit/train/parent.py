@@ -30,6 +30,9 @@ def import_all(run_folder: Path) -> None:
     """Import what a rank of this run will."""
     from trainkit.base.process import no_garbage_collection
 
+    # torch's compiler asks whether there is a GPU while it is imported: of the driver's library
+    # that lists GPUs, or of CUDA itself, which no fork survives (torch.cuda.is_available)
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     with no_garbage_collection():
         import torch.utils.tensorboard
 

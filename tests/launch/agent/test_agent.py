@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+import venv
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,18 @@ print(len(ours))
         [sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0 and int(done.stdout) > 10, done.stderr
+
+
+def test_torch_is_found_through_a_pth_file(session: Session, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere" / "torch"
+    elsewhere.mkdir(parents=True)
+    (elsewhere / "version.py").write_text("__version__ = '2.99.1'\n")
+    venv.create(tmp_path / "venv", symlinks=True, with_pip=False)
+    (site,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
+    lines = ("# a comment", "import absent_module", "/no/such/folder", str(elsewhere.parent))
+    (site / "others.pth").write_text("\n".join(lines))
+    peer = session.begin(python=str(tmp_path / "venv" / "bin" / "python"))
+    assert peer.hello["versions"]["torch"] == "2.99.1" and not peer.hello["errors"]
 
 
 def test_hello(session: Session) -> None:

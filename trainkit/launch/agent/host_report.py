@@ -12,7 +12,7 @@ import resource
 import secrets
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import TypeVar
@@ -83,7 +83,7 @@ def host_facts(
         ),
         versions={
             "python": platform.python_version(),
-            "torch": find("torch", lambda: version_of("torch", session.python_paths)),
+            "torch": find("torch", lambda: version_of("torch")),
             "kernel": os.uname().release,
             "driver": find("driver", driver_version),
         },
@@ -107,13 +107,13 @@ def host_facts(
     )
 
 
-def version_of(package: str, further: Sequence[str] = ()) -> str | None:
+def version_of(package: str) -> str | None:
     """The version of a package that `python -I` would import here, from its version.py or its
     metadata; None where it is not installed.
 
     This process has no site-packages on its path (`-S`), and importing torch takes seconds.
     """
-    for folder in (*map(Path, further), *_site_folders()):
+    for folder in _site_folders():
         with contextlib.suppress(OSError):
             if match := re.search(
                 r"^__version__\s*=\s*['\"]([^'\"]+)",
@@ -169,6 +169,19 @@ def _site_folders() -> Iterator[Path]:
         ):
             if (prefix / inner).is_dir():
                 yield prefix / inner
+                yield from _linked_folders(prefix / inner)
+
+
+def _linked_folders(site: Path) -> Iterator[Path]:
+    """Folders that the .pth files of a folder of packages add, as Python's own `site` reads them;
+    their lines of code are not run."""
+    for file in sorted(site.glob("*.pth")):
+        with contextlib.suppress(OSError, ValueError):
+            for line in file.read_text("utf-8").splitlines():
+                if line.strip() and not line.startswith(("#", "import ", "import\t")):
+                    folder = site / line.rstrip()
+                    if folder.is_dir():
+                        yield folder
 
 
 def gpus(devices: Path = Path("/dev"), driver: Path = NVIDIA) -> list[str]:

@@ -29,7 +29,6 @@ class SessionDocument(Record):
         snapshot: SHA-256 of the code.
         nonce: what only who sees this folder can know.
         folder: the run's, for messages of other runs.
-        python_paths: further folders of packages.
         term: "save" where TERM is sent to every process of a job and the supervisor says what is
             next.
         stdin: "none" where its end means nothing.
@@ -48,7 +47,6 @@ class SessionDocument(Record):
     nonce: str
     snapshot: str = ""
     folder: str | None = None
-    python_paths: tuple[str, ...] = ()
     term: str = "stop"
     stdin: str = "held"
 
