@@ -48,7 +48,7 @@ def export(task: TaskContext, run: str, options: ExportOptions) -> TaskResult:
 def convert(task: TaskContext, run: str, options: ConvertOptions) -> TaskResult:
     """Convert a run's weights from one engine's format to another's.
 
-    The run may be of engine native, megatron-lm or gpt-neox.
+    The run may be of engine native, megatron-lm, gpt-neox or torchtitan.
     """
     from trainkit.cli.model.convert import convert as run_convert
 

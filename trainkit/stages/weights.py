@@ -80,7 +80,7 @@ class WeightsStage:
     name = "weights"
 
     def needs(self, job: Job, stamps: Path) -> list[Need]:
-        if job.init_from is None or not job.is_native:
+        if job.init_from is None:
             return []
         source = parse(job.init_from)
         root = root_of(job)

@@ -13,12 +13,11 @@ from trainkit.engines.convert.formats import (
     ENGINE_FORMATS,
     Converted,
     HuggingFaceExtras,
+    ReadWeights,
     RunWeights,
     convert,
 )
-from trainkit.engines.convert.megatron_dist import DistributedWeights
 from trainkit.engines.convert.options import FileLayout
-from trainkit.engines.convert.weights import EngineWeights
 from trainkit.jobs.schema import Model, RopeScaling
 from trainkit.train.huggingface.weights import CheckpointWeights, NamedWeights
 
@@ -146,7 +145,7 @@ def converted(source: RunWeights, target: str, folder: Path, **given: Any) -> Co
     return convert(source, target, layout(**given), folder, NOTHING)
 
 
-def back(target: str, folder: Path, model: Model) -> EngineWeights | DistributedWeights:
+def back(target: str, folder: Path, model: Model) -> ReadWeights:
     """What an engine's folder holds."""
     there, _ = ENGINE_FORMATS[target].choose(folder, None)
     return ENGINE_FORMATS[target].read(there, model, VOCAB)

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from trainkit.base.errors import Exit, TrainkitError, raise_problems
-from trainkit.engines.convert import gpt_neox, megatron_lm
+from trainkit.engines.convert import gpt_neox, megatron_lm, torchtitan
 from trainkit.engines.convert.files import new_folder
 from trainkit.engines.convert.megatron_dist import DistributedWeights
 from trainkit.engines.convert.options import FileLayout
+from trainkit.engines.convert.torchtitan import TorchtitanWeights
 from trainkit.engines.convert.weights import EngineWeights
 from trainkit.jobs.schema import Job, Model
 from trainkit.runs.folder import RunFolder
@@ -34,6 +35,8 @@ from trainkit.train.huggingface.weights import (
 )
 from trainkit.train.huggingface.writing import TokenizerFile, export
 from trainkit.train.inference.load import choose_checkpoint
+
+ReadWeights = EngineWeights | DistributedWeights | TorchtitanWeights
 
 
 @dataclass(frozen=True)
@@ -71,21 +74,30 @@ def open_hugging_face(folder: Path, model: Model, vocab_size: int) -> Iterator[H
 
 
 @dataclass(frozen=True)
-class EngineFormat:
+class ReadFormat:
     """Checkpoints of one engine.
 
     Args:
         choose: the folder and the step of a run's checkpoint: of that step, or the one that the
             engine would load.
         read: the weights of such a folder, for a model and its vocabulary.
+    """
+
+    choose: Callable[[Path, int | None], tuple[Path, int]]
+    read: Callable[[Path, Model, int], ReadWeights]
+
+
+@dataclass(frozen=True)
+class EngineFormat(ReadFormat):
+    """Checkpoints of one engine, also to be written.
+
+    Args:
         refuse_impossible: raises ConfigError where it cannot say a model, or be cut so.
         write: weights of a model into a new folder.
         written: the folder in it that `read` takes.
         use: how the engine begins with them.
     """
 
-    choose: Callable[[Path, int | None], tuple[Path, int]]
-    read: Callable[[Path, Model, int], EngineWeights | DistributedWeights]
     refuse_impossible: Callable[[Model, FileLayout], None]
     write: Callable[[NamedWeights, Model, FileLayout, Path], None]
     written: str
@@ -109,6 +121,10 @@ ENGINE_FORMATS: Mapping[str, EngineFormat] = {
         gpt_neox.STEP,
         'GPT-NeoX begins with it by "load": "{folder}", "finetune": true',
     ),
+}
+READ_FORMATS: Mapping[str, ReadFormat] = {
+    **ENGINE_FORMATS,
+    "torchtitan": ReadFormat(torchtitan.choose, torchtitan.read),
 }
 HUGGING_FACE = "hf"
 TARGETS = (HUGGING_FACE, *ENGINE_FORMATS)
@@ -148,13 +164,13 @@ def open_run(run: RunFolder, job: Job, step: int | None) -> RunWeights:
         weights = CheckpointWeights(saved, job.model)
         refuse_another_model(weights, job.model, vocabulary(weights))
         return RunWeights(weights, job.model, saved.manifest.step)
-    if job.engine not in ENGINE_FORMATS:
+    if job.engine not in READ_FORMATS:
         raise TrainkitError(
             f"checkpoints of engine {job.engine!r} are not read",
             exit=Exit.CONFIG,
-            hint=f"those of native, {', '.join(ENGINE_FORMATS)} are",
+            hint=f"those of native, {', '.join(READ_FORMATS)} are",
         )
-    format_ = ENGINE_FORMATS[job.engine]
+    format_ = READ_FORMATS[job.engine]
     folder, found_step = format_.choose(run.checkpoints, step)
     found = format_.read(folder, job.model, vocab_size(job))
     return RunWeights(found, found.model, found_step, found.notes)

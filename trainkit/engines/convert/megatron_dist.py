@@ -49,7 +49,7 @@ class _MetadataReader(pickle.Unpickler):
 
 
 @dataclass(frozen=True)
-class _Box:
+class Box:
     """A part of a tensor, and where it lies."""
 
     offsets: Shape
@@ -78,7 +78,7 @@ class DistributedWeights:
     vocab_size: int
     plan: Mapping[str, tuple[EngineTensor, Shape]]
     sizes: Mapping[str, Shape]
-    boxes: Mapping[str, Sequence[_Box]]
+    boxes: Mapping[str, Sequence[Box]]
     notes: tuple[str, ...] = ()
 
     @cached_property
@@ -90,32 +90,50 @@ class DistributedWeights:
 
     def _read_one(self, name: str) -> Tensor:
         how, place = self.plan[name]
-        shape = self.sizes[how.theirs][len(place) :]
-        found: Tensor | None = None
-        filled = 0
-        for box in self.boxes.get(how.theirs, ()):
-            first = tuple(n - o for n, o in zip(place, box.offsets, strict=False))
-            if not all(0 <= n < size for n, size in zip(first, box.sizes, strict=False)):
-                continue
-            tensor = as_tensor(_read_box(self.folder, box), how.theirs, self.folder)
-            if tensor.shape != box.sizes:
-                raise ConfigError(f"{self.folder}: a part of {how.theirs} has another shape")
-            tensor = tensor[first]
-            offsets = box.offsets[len(place) :]
-            if found is None:
-                found = tensor.new_empty(shape)
-            where = tuple(slice(o, o + n) for o, n in zip(offsets, tensor.shape, strict=True))
-            found[where] = tensor
-            filled += tensor.numel()
-        if found is None or filled != found.numel():
-            raise ConfigError(f"{self.folder}: parts of {how.theirs} are missing")
+        boxes = self.boxes.get(how.theirs, ())
+        found = read_boxes(self.folder, how.theirs, self.sizes[how.theirs], boxes, place)
         made = whole([found], how, self.model)
         if how.split == "vocabulary":
             return made[: self.vocab_size].clone()
         return made
 
 
-def _read_box(folder: Path, box: _Box) -> object:
+def read_boxes(
+    folder: Path, name: str, size: Shape, boxes: Sequence[Box], place: Shape = ()
+) -> Tensor:
+    """A tensor put together from its parts.
+
+    Args:
+        folder: of the checkpoint.
+        name: the engine's.
+        size: of all of it.
+        boxes: its parts.
+        place: which of its first dimensions are meant.
+
+    Raises ConfigError where a part is missing or another than .metadata says.
+    """
+    found: Tensor | None = None
+    filled = 0
+    for box in boxes:
+        first = tuple(n - o for n, o in zip(place, box.offsets, strict=False))
+        if not all(0 <= n < length for n, length in zip(first, box.sizes, strict=False)):
+            continue
+        tensor = as_tensor(_read_box(folder, box), name, folder)
+        if tensor.shape != box.sizes:
+            raise ConfigError(f"{folder}: a part of {name} has another shape")
+        tensor = tensor[first]
+        offsets = box.offsets[len(place) :]
+        if found is None:
+            found = tensor.new_empty(size[len(place) :])
+        where = tuple(slice(o, o + n) for o, n in zip(offsets, tensor.shape, strict=True))
+        found[where] = tensor
+        filled += tensor.numel()
+    if found is None or filled != found.numel():
+        raise ConfigError(f"{folder}: parts of {name} are missing")
+    return found
+
+
+def _read_box(folder: Path, box: Box) -> object:
     path = folder / box.file
     if box.file != path.name:
         raise ConfigError(f"{folder / METADATA}: {box.file!r} is not a plain file name")
@@ -128,7 +146,7 @@ def _read_box(folder: Path, box: _Box) -> object:
     return read_tensor(content, path)
 
 
-def read_metadata(folder: Path) -> tuple[dict[str, Shape], dict[str, list[_Box]]]:
+def read_metadata(folder: Path) -> tuple[dict[str, Shape], dict[str, list[Box]]]:
     """Sizes and boxes of all tensors by the engine's names. Raises ConfigError."""
     path = folder / METADATA
     try:
@@ -141,12 +159,12 @@ def read_metadata(folder: Path) -> tuple[dict[str, Shape], dict[str, list[_Box]]
                 for chunk in entry.attributes["chunks"]:
                     place = chunk.attributes
                     sizes[name, _numbers(place["offsets"])] = _numbers(place["sizes"])
-        boxes: dict[str, list[_Box]] = {}
+        boxes: dict[str, list[Box]] = {}
         for index, info in found.attributes["storage_data"].items():
             name = index.attributes["fqn"]
             if name in tensors:
                 offsets = _numbers(index.attributes["offset"])
-                box = _Box(
+                box = Box(
                     offsets,
                     sizes[name, offsets],
                     str(info.attributes["relative_path"]),

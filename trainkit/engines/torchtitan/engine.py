@@ -32,6 +32,8 @@ from trainkit.jobs.schema import Job
 from trainkit.plan.objection import Objection
 from trainkit.plan.rules import ALL_STAGES
 from trainkit.runs.folder import RunFolder
+from trainkit.train.huggingface.folder import CONFIG
+from trainkit.train.huggingface.hub import weights_folder
 
 INSTALL = "`pip install torchtitan` brings it, or engines.X.venv"
 MODULES = tuple(
@@ -129,7 +131,9 @@ class Torchtitan(ForeignEngine):
         table = self.table_of(job)
         vocab = vocabulary(job)
         splits = splits_of(job, vocab)
-        said = document(job, run.path, reader.tracked_step(run.checkpoints), vocab, splits)
+        weights = weights_folder(job) if job.init_from else None
+        newest = reader.tracked_step(run.checkpoints)
+        said = document(job, run.path, newest, vocab, splits, weights)
         tree = source_tree(job)
         name = f"launch/torchtitan-{attempt}.json"
         words = [word for key, value in job.engine_args.items() for word in _word(key, value)]
@@ -148,7 +152,7 @@ class Torchtitan(ForeignEngine):
             files={name: json.dumps(said, indent=1) + "\n"},
             modules=MODULES,
             versions=required_versions(source_of(job), self.name, table.version),
-            reads=read_by(splits),
+            reads=(*read_by(splits), *([weights / CONFIG] if weights else [])),
             python_path=(str(run.code), str(tree)),
         )
         return rank_command(job, run, attempt, program)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from trainkit.base.errors import Problem
 from trainkit.engines.job_values import counterpart_problems, said
-from trainkit.jobs.schema import Job, Training
+from trainkit.jobs.schema import Job, Model, Training
 from trainkit.plan.layout import layout_of
 
 Values = dict[str, object]
@@ -48,7 +48,6 @@ NO_COUNTERPART: dict[str, str] = {
     "validation": "it has one validation set, the dataset's",
     "sample_order": "trainkit gives it its own order",
     "kernels": "it has its own",
-    "init_from": "convert the weights: engine_args.checkpoint.initial_load_path",
 }
 CHOICES: dict[str, tuple[str, ...]] = {
     "training.optimizer": ("adam",),
@@ -109,6 +108,11 @@ def job_problems(job: Job) -> Iterator[Problem]:
             "checkpoint.keep_last = 1: torchtitan keeps two at least, for one may be half written",
             hint="--set checkpoint.keep_last=2",
         )
+    if job.init_from and "checkpoint.initial_load_path" in job.engine_args:
+        yield Problem(
+            "init_from and engine_args.checkpoint.initial_load_path: a run begins with one of them",
+            hint="init_from is a folder of Hugging Face's form, initial_load_path one of its own",
+        )
     if job.training.lr == 0:
         yield Problem("training.lr = 0: torchtitan has rates as parts of lr", hint="raise it")
     if job.model.family not in FAMILIES:
@@ -145,7 +149,14 @@ def _block_problems(job: Job) -> Iterator[Problem]:
             )
 
 
-def document(job: Job, run: Path, load_step: int | None, vocab: int, splits: Values) -> Values:
+def document(
+    job: Job,
+    run: Path,
+    load_step: int | None,
+    vocab: int,
+    splits: Values,
+    weights: Path | None = None,
+) -> Values:
     """What inside/config.py reads.
 
     Args:
@@ -154,11 +165,13 @@ def document(job: Job, run: Path, load_step: int | None, vocab: int, splits: Val
         load_step: of the checkpoint that it goes on from; None: from the beginning.
         vocab: rows of the embedding.
         splits: `train` and `valid`, as inside/samples.py takes them, and `end_of_document`.
+        weights: a folder of Hugging Face's form that a new run begins with.
     """
     t = job.training
+    begins = {"initial_load_path": str(weights), "initial_load_in_hf": True} if weights else {}
     return {
         "dump_folder": str(run),
-        "model": _model(job, vocab),
+        "model": shape_of(job.model, vocab),
         "recompute": t.recompute_granularity,
         "compile": t.compile,
         "adamw": {
@@ -179,6 +192,7 @@ def document(job: Job, run: Path, load_step: int | None, vocab: int, splits: Val
             "keep_latest_k": job.checkpoint.keep_last or 0,
             "async_mode": "async" if job.checkpoint.save_async else "disabled",
             "load_step": -1 if load_step is None else load_step,
+            **begins,
         },
         "metrics": {"log_freq": t.log_interval, "disable_color_printing": True},
         "debug": {
@@ -201,8 +215,8 @@ def _eval_steps(job: Job) -> int:
     return job.training.eval_iters * (1 if whole else job.gradient_accumulation_steps)
 
 
-def _model(job: Job, vocab: int) -> Values:
-    m = job.model
+def shape_of(m: Model, vocab: int) -> Values:
+    """A model as inside/config.py takes it, with so many rows of the embedding."""
     return {
         "family": m.family,
         "dim": m.hidden_size,

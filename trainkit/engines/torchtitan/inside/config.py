@@ -59,7 +59,7 @@ class NativeValidator(Validator):
         self.metrics_processor.since += time.perf_counter() - began
 
 
-def _model(shape: Mapping[str, Any]) -> Any:
+def model_spec(shape: Mapping[str, Any]) -> Any:
     """The specification of a model, with torchtitan's own initial values."""
     dim = shape["dim"]
     vocab = shape["vocab_size"]
@@ -115,7 +115,7 @@ def config_of(document: str) -> Trainer.Config:
     policy = RECOMPUTE.get(said["recompute"])
     end = said["end_of_document"]
     return Trainer.Config(
-        model_spec=_model(said["model"]),
+        model_spec=model_spec(said["model"]),
         hf_assets_path=said["dump_folder"],
         dump_folder=said["dump_folder"],
         tokenizer=NoTokenizer.Config(),
