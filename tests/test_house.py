@@ -41,7 +41,7 @@ ORDER = {  # of a folder's rooms and its files of their own: each imports only w
         " local_ranks remote_units cluster_care stage_lines preparation scheduler_contract job_plan"
         " session_preview start direct slurm scheduler_registry main"
     ),
-    "trainkit.experiment": "options hosts start prepare graph follow cancel sweep api",
+    "trainkit.experiment": "options hosts start prepare graph follow cancel sweep diff_engines api",
     "trainkit.rehearse": "scene place_checks data_checks rank_checks rehearse harm drill",
     "trainkit.cli": (
         "completion parameters options tables wrapper config host_options run hosts"

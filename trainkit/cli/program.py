@@ -36,6 +36,7 @@ GROUPS = {
         "precompile",
         "rehearse",
         "drill",
+        "diff-engines",
         "data-stats",
         "data-verify",
     ),

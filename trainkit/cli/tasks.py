@@ -28,6 +28,7 @@ namespace = Collection(
     tasks_run.precompile,
     tasks_run.rehearse,
     tasks_run.drill,
+    tasks_run.diff_engines,
     tasks_run.train,
     tasks_run.sweep,
     tasks_run.resume,

@@ -1,5 +1,5 @@
 """The tasks that make runs: build, build-container, prep-data, precompile, rehearse, drill,
-train, sweep, resume, attach, cancel."""
+diff-engines, train, sweep, resume, attach, cancel."""
 
 from __future__ import annotations
 
@@ -112,6 +112,38 @@ def drill(task: TaskContext, job: str, options: TrainOptions, html: str = "") ->
     from trainkit.cli.run import drill as driller
 
     return driller.drill(task, job, options, html)
+
+
+@make_task(
+    options=TrainOptions,
+    help={
+        **JOB,
+        "engines": "two engines, or jobs that differ in their engine: native,torchtitan",
+        "steps": "steps that each makes",
+        "tolerance": "how far apart a loss or a gradient norm may be, in parts of it",
+        "html": "write both curves as one .html file",
+    },
+    takes_json=True,
+    takes_dry_run=True,
+    minimum={"steps": 1, "tolerance": 0},
+)
+def diff_engines(
+    task: TaskContext,
+    job: str,
+    options: TrainOptions,
+    engines: str = "",
+    steps: int = 10,
+    tolerance: float = 1e-3,
+    html: str = "",
+) -> TaskResult:
+    """Train a job on two engines for a few steps, and see where their numbers part.
+
+    Both begin with the same weights and read the same samples. Exit 7 where a loss, a gradient norm
+    or a tensor at the end is further apart than rounding explains.
+    """
+    from trainkit.cli.run import diff_engines as differ
+
+    return differ.diff_engines(task, job, options, engines, steps, tolerance, html)
 
 
 @make_task(

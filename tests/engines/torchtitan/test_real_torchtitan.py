@@ -150,3 +150,18 @@ def test_an_end_before_the_last_step_is_a_failure(project: Project) -> None:
     sets = ("--set=cluster.ranks_per_node=1", f"--set={seed}", "--set=retry.infra=0")
     project.invoke("train", "tiny", *sets, exit=9)
     assert project.document("status", "last")["state"] == "failed"
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_it_computes_what_native_computes(project: Project, family: str, precision: str) -> None:
+    """From the same weights, on the same samples: `diff-engines`."""
+    with open(project.path / "jobs.toml", "a") as file:
+        file.write('[jobs.ours]\nextends = "tiny"\nengine = "native"\nengine_args = {}\n')
+    sets = [f'--set=model.family="{family}"', f'--set=training.precision="{precision}"']
+    asked = ("diff-engines", "tiny", "--engines=ours,torchtitan", "--steps=5", *sets)
+    found = project.document(*asked, f"--tolerance={1e-5 if precision == 'fp32' else 1e-2}")
+    worst = max(each["relative"] for each in found["steps"])
+    moved = max(each["parts"] for each in found["tensors"])
+    print(f"{family} {precision}: numbers {worst:.1e} apart, tensors {moved:.1e} of their way")
+    assert len(found["steps"]) == 10

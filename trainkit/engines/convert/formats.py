@@ -96,12 +96,14 @@ class EngineFormat(ReadFormat):
         write: weights of a model into a new folder.
         written: the folder in it that `read` takes.
         use: how the engine begins with them.
+        begin: the same as `engine_args` of a job, of the folder.
     """
 
     refuse_impossible: Callable[[Model, FileLayout], None]
     write: Callable[[NamedWeights, Model, FileLayout, Path], None]
     written: str
     use: str
+    begin: Callable[[Path], dict[str, str | bool]]
 
 
 ENGINE_FORMATS: Mapping[str, EngineFormat] = {
@@ -112,6 +114,7 @@ ENGINE_FORMATS: Mapping[str, EngineFormat] = {
         megatron_lm.write,
         megatron_lm.RELEASE,
         "Megatron-LM begins with it by --pretrained-checkpoint {folder}",
+        lambda folder: {"pretrained-checkpoint": str(folder)},
     ),
     "gpt-neox": EngineFormat(
         gpt_neox.choose,
@@ -120,11 +123,19 @@ ENGINE_FORMATS: Mapping[str, EngineFormat] = {
         gpt_neox.write,
         gpt_neox.STEP,
         'GPT-NeoX begins with it by "load": "{folder}", "finetune": true',
+        lambda folder: {"load": str(folder), "finetune": True},
     ),
 }
 READ_FORMATS: Mapping[str, ReadFormat] = {
     **ENGINE_FORMATS,
     "torchtitan": ReadFormat(torchtitan.choose, torchtitan.read),
+}
+# whose order of samples an engine can read
+SAMPLE_ORDERS: Mapping[str, str] = {
+    "native": "any",
+    "torchtitan": "native",
+    "megatron-lm": "megatron",
+    "gpt-neox": "megatron",
 }
 HUGGING_FACE = "hf"
 TARGETS = (HUGGING_FACE, *ENGINE_FORMATS)
