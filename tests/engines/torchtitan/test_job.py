@@ -94,6 +94,7 @@ def test_its_document_says_the_job(project: Project) -> None:
         ("profile={start=3,stop=4}", "profile = {...} has no counterpart", 3),
         ("model.init_method_std=0.01", "it begins by a rule of its own", 3),
         ("checkpoint.keep_last=1", "keeps two at least", 3),
+        ('model.rope_scaling={type="llama3",factor=8}', "torchtitan's qwen3 has none", 3),
         ("parallelism.context_parallel_size=2", "must be a multiple of 512", 4),
         ("training.reset_position_ids=true", "has both or none", 3),
     ],

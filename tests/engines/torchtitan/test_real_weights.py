@@ -19,6 +19,7 @@ from tests.train.hf_support import save
 from trainkit.engines.convert import torchtitan
 from trainkit.engines.convert.formats import RunWeights
 from trainkit.engines.torchtitan.values import shape_of
+from trainkit.jobs.schema import RopeScaling
 from trainkit.train.huggingface.weights import CheckpointWeights
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -26,11 +27,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_rank")]
 LENGTH = 128  # of a block of FlexAttention
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-tied", "qwen3", "qwen3-tied"])
+@pytest.mark.parametrize("name", ["llama", "llama-tied", "stretched", "qwen3", "qwen3-tied"])
 @pytest.mark.parametrize("engine", parameters("torchtitan"))
 @torch.no_grad()
 def test_there_and_back(engine: RealEngine, name: str, tmp_path: Path) -> None:
-    model = MODELS[name].model_copy(update={"seq_length": LENGTH})
+    scaling = RopeScaling(type="llama3", factor=8.0, original_max_position_embeddings=32)
+    models = {**MODELS, "stretched": MODELS["llama"].model_copy(update={"rope_scaling": scaling})}
+    model = models[name].model_copy(update={"seq_length": LENGTH})
     module = shaken(model)
     source = RunWeights(CheckpointWeights(save(module, tmp_path / "ours"), model), model, 7)
     converted(source, "hf", tmp_path / "hf")

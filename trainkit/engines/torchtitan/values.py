@@ -19,6 +19,7 @@ Values = dict[str, object]
 # models that it has, and how queries and keys of their heads are normalized
 NORMS_OF_HEADS = {"llama": "none", "qwen3": "head"}
 FAMILIES = tuple(NORMS_OF_HEADS)
+STRETCHED = ("llama",)  # those whose positions can be stretched, as in Llama 3.1 alone
 WIDE_HEADS = ("qwen3",)  # those whose heads may be wider than hidden_size / num_attention_heads
 NO_COUNTERPART: dict[str, str] = {
     "training.rampup_batch_size": "its batch does not grow",
@@ -32,7 +33,6 @@ NO_COUNTERPART: dict[str, str] = {
     "parallelism.virtual_pipeline_model_parallel_size": (
         "its schedules have names: engine_args.parallelism.pipeline_parallel_schedule"
     ),
-    "model.rope_scaling": "this version of trainkit does not pass it on",
     "model.attention_dropout": "it has no dropout",
     "model.hidden_dropout": "it has no dropout",
     "checkpoint.keep_every": "it keeps the newest only, keep_last",
@@ -135,6 +135,12 @@ def _block_problems(job: Job) -> Iterator[Problem]:
             " num_attention_heads",
             hint="leave kv_channels out",
         )
+    if m.rope_scaling and (m.family not in STRETCHED or m.rope_scaling.type != "llama3"):
+        yield Problem(
+            f"models.{m.name}.rope_scaling of type '{m.rope_scaling.type}': torchtitan's {m.family}"
+            f" has {'that of llama3 alone' if m.family in STRETCHED else 'none'}",
+            hint="engine = 'native' has it",
+        )
     for key, value, known in (
         ("qk_norm", m.query_key_norm, NORMS_OF_HEADS[m.family]),
         ("activation", m.activation or m.architecture.activation, "swiglu"),
@@ -227,9 +233,23 @@ def shape_of(m: Model, vocab: int) -> Values:
         "hidden_dim": m.ffn_width,
         "vocab_size": vocab,
         "theta": m.theta,
+        "scaling": _scaling(m),
         "max_seq_len": m.seq_length,
         "eps": m.layernorm_epsilon,
         "tied": m.tied,
+    }
+
+
+def _scaling(m: Model) -> Values:
+    """Of positions, as its RoPE.Config has it."""
+    if m.rope_scaling is None:
+        return {}
+    return {
+        "scaling": "llama",
+        "scaling_factor": m.rope_scaling.factor,
+        "low_freq_factor": m.rope_scaling.low_freq_factor,
+        "high_freq_factor": m.rope_scaling.high_freq_factor,
+        "original_max_position_embeddings": m.rope_scaling.original_max_position_embeddings,
     }
 
 

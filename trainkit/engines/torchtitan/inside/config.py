@@ -65,7 +65,8 @@ def model_spec(shape: Mapping[str, Any]) -> Any:
     vocab = shape["vocab_size"]
     common = {key: shape[key] for key in ("n_layers", "dim", "n_heads", "n_kv_heads", "hidden_dim")}
     common["attn_backend"] = "flex"
-    turned = {key: shape[key] for key in ("max_seq_len", "theta")} | {"dim": shape["head_dim"]}
+    turned = {"dim": shape["head_dim"], **shape["scaling"]}
+    turned |= {key: shape[key] for key in ("max_seq_len", "theta")}
     if shape["family"] == "llama":
         family: Any = llama3
         layers = llama3._build_llama3_layers(**common, rope=ComplexRoPE.Config(**turned))
