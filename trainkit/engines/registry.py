@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 # whose a file is that is imported, the one that takes any last
 PLACES = {
     "native": ("trainkit.engines.native", "Native"),
+    "torchtitan": ("trainkit.engines.torchtitan.engine", "Torchtitan"),
     "nemo": ("trainkit.engines.nemo.engine", "Nemo"),
     "neuronx-nemo": ("trainkit.engines.neuronx_nemo.engine", "NeuronxNemo"),
-    "torchtitan": ("trainkit.engines.torchtitan.engine", "Torchtitan"),
     "gpt-neox": ("trainkit.engines.gpt_neox.engine", "GptNeox"),
     "megatron-lm": ("trainkit.engines.megatron_lm.engine", "MegatronLm"),
 }

@@ -30,16 +30,23 @@ def test_it_is_the_native_order(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(60))
 def test_rates_are_those_of_native(seed: int) -> None:
     draw = random.Random(seed)
-    t = Training(
-        micro_batch_size=1,
-        train_iters=draw.randint(1, 40),
-        lr=1e-3,
-        min_lr=draw.choice([0, 1e-4]),
-        lr_decay_style=draw.choice(["cosine", "linear", "constant"]),
-        lr_decay_iters=draw.choice([None, draw.randint(1, 60)]),
-        lr_warmup_iters=draw.choice([0, 1, 5, 70]),
-        lr_warmup_init=draw.choice([0, 1e-5]),
-    )
+    wsd = {}
+    style = draw.choice(["cosine", "linear", "constant", "WSD"])
+    if style == "WSD":
+        shape = draw.choice(["exponential", "linear", "cosine", "minus_sqrt"])
+        wsd = {"lr_wsd_decay_style": shape, "lr_wsd_decay_iters": draw.randint(1, 20)}
+    ends = [draw.randint(30, 60)] if wsd else [None, draw.randint(1, 60)]
+    keys = {
+        "micro_batch_size": 1,
+        "train_iters": draw.randint(1, 40),
+        "lr": 1e-3,
+        "min_lr": draw.choice([0, 1e-4]),
+        "lr_decay_style": style,
+        "lr_decay_iters": draw.choice(ends),
+        "lr_warmup_iters": draw.choice([0, 1, 5] if wsd else [0, 1, 5, 70]),
+        "lr_warmup_init": draw.choice([0, 1e-5]),
+    }
+    t = Training.model_validate({**keys, **wsd})
     rates = schedule_of(t)
     found = [rate_factor(rates, completed) * t.lr for completed in range(80)]
     assert found == pytest.approx([learning_rate(t, step) for step in range(80)], rel=1e-12)

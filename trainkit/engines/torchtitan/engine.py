@@ -15,18 +15,24 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from trainkit.base.errors import ConfigError, Problem
+from trainkit.base.errors import Problem
 from trainkit.base.process import cpu_sharing
 from trainkit.engines.contract import Command
 from trainkit.engines.foreign import EngineProgram, ForeignEngine, rank_command
 from trainkit.engines.imported import ImportedJob, ImportRequest
-from trainkit.engines.options import OptionTable, check_engine_args
+from trainkit.engines.options import (
+    OptionTable,
+    check_engine_args,
+    load_table,
+    newest_version,
+)
 from trainkit.engines.rank import torchtitan as reader
 from trainkit.engines.rank.spec import RequiredModule
 from trainkit.engines.requirements import required_versions
 from trainkit.engines.rules import PUBLISHED
 from trainkit.engines.sources import engine_python, source_of, source_tree, text_of
 from trainkit.engines.torchtitan.data import read_by, splits_of, vocabulary
+from trainkit.engines.torchtitan.import_config import import_torchtitan
 from trainkit.engines.torchtitan.values import FAMILIES, SET_BY, document, job_problems
 from trainkit.jobs.schema import Job
 from trainkit.plan.objection import Objection
@@ -109,14 +115,12 @@ class Torchtitan(ForeignEngine):
         ]
 
     def is_its_file(self, path: Path, text: str) -> bool:
-        """Its configurations are Python functions, which are not read by this version."""
-        return False
+        """A script that runs it, or its tree."""
+        return "torchtitan.train" in text or (path / "torchtitan" / "train.py").is_file()
 
     def import_job(self, request: ImportRequest) -> ImportedJob:
-        raise ConfigError(
-            "torchtitan's configurations are not imported by this version of trainkit",
-            hint="write the job: docs/engines.md shows one",
-        )
+        table = load_table(self.name, request.version or newest_version(self.name))
+        return import_torchtitan(request, table)
 
     def ready_folder(self, run: RunFolder) -> None:
         """What cannot be loaded has no name of torchtitan's: it would load the newest of these,

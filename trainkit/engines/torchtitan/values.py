@@ -52,7 +52,7 @@ NO_COUNTERPART: dict[str, str] = {
 CHOICES: dict[str, tuple[str, ...]] = {
     "training.optimizer": ("adam",),
     "training.precision": ("fp32", "bf16"),
-    "training.lr_decay_style": ("cosine", "linear", "constant"),
+    "training.lr_decay_style": ("cosine", "linear", "constant", "WSD"),
     "parallelism.pipeline_schedule": ("1f1b",),
     "parallelism.cp_comm_type": ("p2p",),
 }
@@ -255,13 +255,15 @@ def _scaling(m: Model) -> Values:
 
 def schedule_of(t: Training) -> Values:
     """Learning rates, as inside/native_rules.py takes them."""
+    stable = t.lr_decay_style == "WSD"
     return {
         "lr": t.lr,
         "begin": t.lr_warmup_init,
         "min_lr": t.min_lr,
         "warmup": t.warmup_iters,
+        "fall": t.decay_iters - (t.lr_wsd_decay_iters or 0) if stable else t.warmup_iters,
         "decay": t.decay_iters,
-        "style": t.lr_decay_style,
+        "shape": t.lr_wsd_decay_style if stable else t.lr_decay_style,
     }
 
 

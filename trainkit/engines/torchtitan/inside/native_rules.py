@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -131,24 +131,31 @@ class RandomTokens:
         return raw.astype(np.int64)
 
 
+LEFT: Mapping[str, Callable[[float], float]] = {
+    "linear": lambda done: 1 - done,
+    "cosine": lambda done: 0.5 * (math.cos(math.pi * done) + 1),
+    "exponential": lambda done: 2 * 0.5**done - 1,
+    "minus_sqrt": lambda done: 1 - math.sqrt(done),
+}
+
+
 def rate_factor(rates: Mapping[str, Any], completed: int) -> float:
     """The rate of the step that follows `completed` steps, as a part of `lr`.
 
     Args:
-        rates: lr; begin, at which the warmup begins, and warmup, its steps; decay, the step at
-            which min_lr is reached; style: cosine, linear or constant.
+        rates: lr; begin, at which the warmup begins, and warmup, its steps; fall and decay, the
+            steps from which it falls and at which min_lr is reached; shape: of LEFT, or constant.
         completed: steps.
     """
-    lr, begin, warmup, decay, low = (
-        float(rates[key]) for key in ("lr", "begin", "warmup", "decay", "min_lr")
+    lr, begin, warmup, fall, decay, low = (
+        float(rates[key]) for key in ("lr", "begin", "warmup", "fall", "decay", "min_lr")
     )
     if warmup > 0 and completed <= warmup:
         return (begin + (lr - begin) * completed / warmup) / lr
-    if rates["style"] == "constant":
+    if rates["shape"] == "constant":
         return 1.0
     if completed > decay:
         return low / lr
-    done = (completed - warmup) / (decay - warmup) if decay > warmup else completed - warmup
-    done = min(1.0, max(0.0, done))
-    left = 0.5 * (math.cos(math.pi * done) + 1) if rates["style"] == "cosine" else 1 - done
+    done = (completed - fall) / (decay - fall) if decay > fall else completed - fall
+    left = LEFT[rates["shape"]](min(1.0, max(0.0, done)))
     return (low + left * (lr - low)) / lr
