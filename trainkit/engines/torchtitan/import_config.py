@@ -168,7 +168,7 @@ def _named(words: Sequence[str]) -> str:
     return found.replace("_", "-").lower()
 
 
-def _asked(source: str, python: str, words: Sequence[str]) -> dict[str, Any]:
+def _asked(source: str, python: str, words: Sequence[str]) -> Mapping[str, Any]:
     """What torchtitan itself makes of the words. Raises ConfigError with its last line."""
     paths = [str(ROOT), source, *filter(None, [os.environ.get("PYTHONPATH")])]
     argv = [python, "-m", "trainkit.engines.torchtitan.inside.describe", *words]
@@ -190,7 +190,7 @@ def _asked(source: str, python: str, words: Sequence[str]) -> dict[str, Any]:
             f"torchtitan in {source} does not take {' '.join(words)}: {' '.join(last)}",
             hint="python=... names the interpreter that has what torchtitan asks for",
         )
-    described: dict[str, Any] = json.loads(found)
+    described: Mapping[str, Any] = json.loads(found)
     return described
 
 

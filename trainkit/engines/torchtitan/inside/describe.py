@@ -53,7 +53,7 @@ def plain(value: Any) -> Any:
     return getattr(value, "__qualname__", type(value).__qualname__)
 
 
-def shape_of(spec: Any) -> dict[str, Any]:
+def shape_of(spec: Any) -> Mapping[str, Any]:
     """A model as config.py takes it. Raises ValueError where it has no such."""
     model = spec.model
     if spec.name not in FAMILIES:
@@ -98,7 +98,7 @@ def differences(spec: Any, shape: Mapping[str, Any]) -> dict[str, tuple[Any, Any
     return found
 
 
-def _by_layer(model: Any) -> dict[str, Any]:
+def _by_layer(model: Any) -> Mapping[str, Any]:
     found: dict[str, list[Any]] = {}
     for name, value, _ in leaves(model):
         values = found.setdefault(re.sub(r"^layers\.\d+\.", "layers.", name), [])
@@ -109,15 +109,14 @@ def _by_layer(model: Any) -> dict[str, Any]:
 
 def main() -> None:
     config = ConfigManager().parse_args(sys.argv[1:])
-    said: dict[str, Any] = {"why": ""}
     try:
-        said["model"] = shape_of(config.model_spec)
-        said["differences"] = differences(config.model_spec, said["model"])
+        shape = shape_of(config.model_spec)
+        said = {"why": "", "model": shape, "differences": differences(config.model_spec, shape)}
     except ValueError as error:
-        said["why"] = str(error)
+        said = {"why": str(error)}
     config.model_spec = None
-    said["options"] = {name: (value, usual) for name, value, usual in leaves(config)}
-    print(MARK + json.dumps(said), flush=True)
+    options = {name: (value, usual) for name, value, usual in leaves(config)}
+    print(MARK + json.dumps({**said, "options": options}), flush=True)
 
 
 if __name__ == "__main__":
