@@ -24,7 +24,7 @@ from trainkit.engines.megatron_lm.data import SPLITS, MegatronData, data_of
 from trainkit.engines.megatron_lm.rules import RULES, sharding_obstacle
 from trainkit.engines.megatron_lm.words import SET_BY
 from trainkit.engines.options import OptionTable, load_table, newest_version, release
-from trainkit.engines.own_parser import CHECKED, PARSED, REFUSAL, OwnParser
+from trainkit.engines.own_parser import ASK, CHECKED, PARSED, REFUSAL, OwnParser
 from trainkit.engines.rank import megatron_lm as reader
 from trainkit.engines.rank.spec import RequiredModule
 from trainkit.engines.requirements import required_versions
@@ -148,6 +148,13 @@ try:
 except (AssertionError, ValueError) as error:
     refused(error)
 """
+# pretrain_gpt.py knows whether options of others are added to its own
+OPTIONS = f"""{ASK}
+import pretrain_gpt
+from megatron.training import arguments
+more = getattr(pretrain_gpt, "has_nvidia_modelopt", False)
+arguments.parse_args(pretrain_gpt.add_modelopt_args if more else None)
+"""
 
 
 def _parser_words(job: Job, command: Command, folder: Path) -> Sequence[str]:
@@ -177,6 +184,7 @@ class MegatronLm(ForeignEngine):
         _parser_words,
         "megatron-lm's own parser and checks take all {words} words",
         SET_BY,
+        OPTIONS,
     )
 
     def version_in(self, tree: Path) -> str | None:
