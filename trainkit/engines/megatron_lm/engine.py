@@ -19,7 +19,12 @@ from trainkit.base.process import cpu_sharing
 from trainkit.engines.contract import Command
 from trainkit.engines.foreign import EngineProgram, ForeignEngine, rank_command, run_name
 from trainkit.engines.imported import ImportedJob, ImportRequest
-from trainkit.engines.megatron_lm.argv import RunPlaces, argv_problems, megatron_argv
+from trainkit.engines.megatron_lm.argv import (
+    RunPlaces,
+    argv_problems,
+    leaves_muon_blockwise,
+    megatron_argv,
+)
 from trainkit.engines.megatron_lm.data import SPLITS, MegatronData, data_of
 from trainkit.engines.megatron_lm.rules import RULES, sharding_obstacle
 from trainkit.engines.megatron_lm.words import SET_BY
@@ -213,6 +218,12 @@ class MegatronLm(ForeignEngine):
             notes.append(
                 f"parallelism.zero_stage 1 is left out: {obstacle}, and with data-parallel size 1"
                 " there is nothing to share"
+            )
+        if leaves_muon_blockwise(job, table):
+            notes.append(
+                "--muon-tp-mode duplicated is passed: by default (blockwise) Megatron-LM"
+                f" {table.version} updates each tensor-parallel shard alone, and losses follow the"
+                " layout. engine_args.muon-tp-mode says another"
             )
         notes += _native_only(job)
         if job.training.log_interval > job.training.train_iters:
