@@ -17,7 +17,7 @@ from trainkit.engines.compiled import engine_path
 from trainkit.engines.contract import Command, launcher_problems
 from trainkit.engines.imported import ImportedJob, ImportRequest
 from trainkit.engines.options import OptionTable, load_table, version_at
-from trainkit.engines.own_parser import OwnParser
+from trainkit.engines.own_parser import OwnParser, asked_table, asks, not_asked
 from trainkit.engines.rank.node_setup import NodeSetup
 from trainkit.engines.rank.readers import READERS
 from trainkit.engines.rank.spec import RankSpec, RequiredModule
@@ -304,15 +304,22 @@ class ForeignEngine(ABC):
         return None
 
     def known_table(self, job: Job) -> OptionTable | None:
-        """The options of the job's version; None where that is not known yet. Raises as
-        `version_of`."""
+        """The options of the job's version; None where they are not known yet. Raises as
+        `version_of`, and ConfigError where the tree's own parser cannot be asked."""
         version = self.version_of(job)
-        return None if version is None else load_table(self.name, version)
+        if version is None:
+            return None
+        return asked_table(job, version) if asks(job) else load_table(self.name, version)
 
     def table_of(self, job: Job) -> OptionTable:
-        """The options of the job's version. Raises ConfigError where it is not known."""
+        """The options of the job's version. Raises ConfigError where they are not known."""
         found = self.known_table(job)
-        return found or load_table(self.name, self.version_of_tree(source_tree(job)))
+        if found is not None:
+            return found
+        version = self.version_of_tree(source_tree(job))
+        if asks(job):
+            raise not_asked(job)
+        return load_table(self.name, version)
 
     def problems(self, job: Job) -> list[Problem]:
         """What this version of the engine cannot do. Nothing of its options while the tree is

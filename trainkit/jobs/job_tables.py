@@ -121,6 +121,13 @@ class EngineSource(Table):
         min_length=1,
         description="whose options it has, such as core-0.12.0; by default what its tree says",
     )
+    options: Literal["table", "from-source"] = Field(
+        "table",
+        description=(
+            "what engine_args are checked against: trainkit's table of the version, or"
+            " (megatron-lm) the parser of the tree itself, which the stage engine-prebuild asks"
+        ),
+    )
     python: str | None = Field(
         None,
         min_length=1,
@@ -163,6 +170,10 @@ class EngineSource(Table):
             raise wrong("requirements", "requirements are installed into venv, which is not given")
         if self.launch == "deepspeed" and self.kind not in ("gpt-neox", ""):
             raise wrong("launch", f"launch = 'deepspeed' is gpt-neox's; {self.kind} has none")
+        if self.options == "from-source" and self.kind not in ("megatron-lm", ""):
+            raise wrong(
+                "options", f"options = 'from-source' is megatron-lm's; {self.kind} has none"
+            )
         if self.launch == "srun" and self.kind not in ("nemo", ""):
             raise wrong("launch", f"launch = 'srun' is nemo's; {self.kind} has none")
         return self

@@ -16,6 +16,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from typing import Any
 from trainkit.base.documents import utc_now
 from trainkit.base.errors import ConfigError, Exit, TrainkitError
 from trainkit.base.files import TEMPORARY, sha256_file, write_json, write_text
+from trainkit.base.git import head_commit
 from trainkit.base.process import die_with_parent_hook
 from trainkit.base.records import Record
 from trainkit.base.worker import ProgressCallback, run_unit
@@ -38,6 +40,8 @@ from trainkit.engines.compiled import (
     remove_dead_locks,
     tools_folder,
 )
+from trainkit.engines.options import OptionTable, dump_table
+from trainkit.engines.own_parser import asks, options_file, read_options
 from trainkit.engines.registry import foreign_engine
 from trainkit.engines.sources import (
     engine_python,
@@ -83,6 +87,7 @@ class PrebuildSpec(Record):
         shared: whether other hosts may compile there, too.
         image: which image the unit is in; "" outside of any. Its interpreter cannot be asked from
             outside: what it is follows from the image.
+        options: where the options go that the tree's own parser has; None: it is not asked.
     """
 
     name: str
@@ -95,6 +100,7 @@ class PrebuildSpec(Record):
     kernels: bool
     shared: bool
     image: str = ""
+    options: Path | None = None
 
     def lock_folders(self) -> tuple[Path, ...]:
         """Where compilers leave locks."""
@@ -103,7 +109,8 @@ class PrebuildSpec(Record):
 
 @dataclass(frozen=True)
 class Compiled(Record):
-    """What was compiled, as <root>/engines/prebuilt/KEY.json keeps it.
+    """What was compiled, as <root>/engines/prebuilt/KEY.json keeps it; with options that are asked
+    for under their KEY: both kinds of jobs of a tree go on beside each other.
 
     Args:
         sources: SHA-256 of each source, by name.
@@ -135,7 +142,8 @@ class EnginePrebuildStage:
         if job.container is not None and (not inside or in_image(job)):
             return []
         source = source_of(job)
-        key = build_key(job)
+        options = options_file(job) if asks(job) else None
+        record = options.name if options else f"{build_key(job)}.json"
         spec = PrebuildSpec(
             source.name,
             job.engine,
@@ -143,10 +151,11 @@ class EnginePrebuildStage:
             str(engine_python(job)),
             extensions_folder(job),
             tools_folder(job),
-            engines_root(job) / "prebuilt" / f"{key}.json",
+            engines_root(job) / "prebuilt" / record,
             job.cluster.device_type == "cuda" and foreign_engine(job.engine).needs_kernels(job),
             not job.cluster.launcher_traits.one_machine,
             image_of(job),
+            options,
         )
         unit = Unit(
             "compile",
@@ -187,11 +196,13 @@ def helper_folder(spec: PrebuildSpec) -> Path | None:
 
 
 def _sources(spec: PrebuildSpec) -> dict[str, str]:
-    """SHA-256 of everything that is compiled, by its name in the tree."""
+    """SHA-256 of everything that is compiled or asked, by its name in the tree."""
     folder = helper_folder(spec)
     paths = _kernel_sources(spec)
     if folder is not None:
         paths += [folder / "Makefile", *sorted(folder.glob("*.cpp"))]
+    if spec.options is not None:  # what a parser is made of may stand in any of them
+        paths += [*sorted(spec.tree.glob("*.py")), *sorted(spec.tree.glob("megatron/**/*.py"))]
     return {os.path.relpath(path, spec.tree): sha256_file(path) for path in paths}
 
 
@@ -293,6 +304,8 @@ class _Prebuild:
         if (folder := helper_folder(spec)) is not None:
             files.append(self._helper(folder))
         kernels = self._kernels()
+        if spec.options is not None:
+            files.append(self._options(spec.options))
         identities = {str(path): identity for path in files if (identity := _identity(path))}
         compiled = Compiled(
             sources,
@@ -417,6 +430,33 @@ class _Prebuild:
         if code:
             raise self._failure(f"{self.spec.tree / KERNELS}", code, said)
         return "made"
+
+    def _options(self, target: Path) -> Path:
+        """The options that the tree's own parser has, written into `target`."""
+        spec = self.spec
+        engine = foreign_engine(spec.engine)
+        assert engine.parser is not None, "only where the schema lets options be from-source"
+        with tempfile.TemporaryDirectory(prefix="options-") as folder:
+            found = Path(folder) / "options.json"
+            words = (str(self.python.path), "-c", engine.parser.options, str(found))
+            code, said = self._call(*words, cwd=spec.tree)
+            if code or not found.is_file():
+                last = (said.strip() or "it said nothing").splitlines()[-1]
+                raise TrainkitError(
+                    f"engines.{spec.name}.options = 'from-source': the parser of {spec.tree} could"
+                    f" not be asked (exit {code}): {last}",
+                    exit=Exit.STAGE_FAILED,
+                    hint=(
+                        f"install what it misses for {self.python.path}, or set options = 'table';"
+                        " where only nodes have it, give them the stage:"
+                        " [clusters.X.stages.engine-prebuild]"
+                    ),
+                )
+            options = read_options(found.read_text(encoding="utf-8"))
+        version = engine.version_in(spec.tree) or ""
+        table = OptionTable(spec.engine, version, head_commit(spec.tree), options)
+        write_text(target, dump_table(table))
+        return target
 
 
 def work(value: Mapping[str, Any], progress: ProgressCallback) -> dict[str, object]:

@@ -37,6 +37,9 @@ def main() -> None:
     # some versions ask for it, and import it with Transformer Engine alone
     vars(router).setdefault("te_general_gemm", None)
     build = provider()
+    arguments = importlib.import_module("megatron.training.arguments")
+    if hasattr(arguments, "parse_and_validate_args"):  # since 0.18 the script parses
+        arguments.parse_and_validate_args()
     initialize()
     model = training.get_model(build, enums.ModelType.encoder_or_decoder, wrap_with_ddp=False)
     checkpointing.load_checkpoint(model, None, None)

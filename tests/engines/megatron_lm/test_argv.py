@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,12 @@ from tests.engines.megatron_lm.megatron_published import (
     published,
 )
 from trainkit.base.errors import ConfigError
-from trainkit.engines.megatron_lm.argv import RunPlaces, argv_problems, megatron_argv
+from trainkit.engines.megatron_lm.argv import (
+    RunPlaces,
+    argv_problems,
+    leaves_muon_blockwise,
+    megatron_argv,
+)
 from trainkit.engines.megatron_lm.data import MegatronData, data_of
 from trainkit.engines.megatron_lm.engine import MegatronLm
 from trainkit.engines.options import load_table
@@ -354,6 +360,32 @@ def test_defaults_are_left_out_only_where_the_table_is_of_that_version() -> None
     assert "--hidden-dropout" not in exact
     assert near["--hidden-dropout"] == (0.1,)
     assert near["--seed"] == (1234.0,)
+
+
+MUON = ("--optimizer", "muon")
+
+
+@pytest.mark.parametrize("version", CORE[CORE.index("core-0.16.1") :])
+def test_muon_is_the_same_in_every_layout_unless_the_job_says_otherwise(version: str) -> None:
+    """By default these versions update each tensor-parallel shard alone."""
+    for args in (MUON, ("--optimizer=adaptive_muon",)):
+        job = tiny(version=version, args=args)
+        assert argv_of(job)["--muon-tp-mode"] == ("duplicated",)
+        assert "follow the layout" in " ".join(MegatronLm().notes(job))
+    own = tiny(version=version, args=MUON, engine_args={"muon_tp_mode": "blockwise"})
+    assert argv_of(own)["--muon-tp-mode"] == ("blockwise",)
+    raw = tiny(version=version, args=(*MUON, "--muon-tp-mode=distributed"))
+    assert "--muon-tp-mode" not in argv_of(raw)
+    for job in (own, raw, tiny(version=version)):
+        assert "follow the layout" not in " ".join(MegatronLm().notes(job))
+
+
+def test_muon_of_a_version_whose_own_mode_is_the_same_in_every_layout() -> None:
+    table = load_table("megatron-lm", "core-0.19.0")
+    mode = replace(table.options["muon-tp-mode"], default="duplicated")
+    newer = replace(table, options={**table.options, "muon-tp-mode": mode})
+    assert not leaves_muon_blockwise(tiny(args=MUON), newer)
+    assert leaves_muon_blockwise(tiny(args=MUON), table)
 
 
 def test_an_optimizer_without_words_of_the_engine_is_refused_by_name() -> None:

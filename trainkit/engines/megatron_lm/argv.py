@@ -18,6 +18,7 @@ from trainkit.engines.job_values import counterpart_problems
 from trainkit.engines.megatron_lm.data import MegatronData, put_data, put_tokenizer
 from trainkit.engines.megatron_lm.experts import put_experts, put_latents
 from trainkit.engines.megatron_lm.rules import sharding_obstacle
+from trainkit.engines.megatron_lm.script_options import parsed
 from trainkit.engines.megatron_lm.words import SET_BY, MegatronWords
 from trainkit.engines.options import OptionTable, check_engine_args, release
 from trainkit.jobs.schema import Job, Model, RopeScaling, Training
@@ -276,6 +277,24 @@ def _put_optimizer(words: MegatronWords, job: Job) -> None:
         words.put_said("lr-wsd-decay-style", "lr-wsd-decay-iters")
     if training.optimizer in OPTIMIZERS:  # another one is refused by name
         OPTIMIZERS[training.optimizer](words, training)
+    if leaves_muon_blockwise(job, words.table):
+        words.put("muon-tp-mode", "duplicated", "--optimizer muon")
+
+
+def leaves_muon_blockwise(job: Job, table: OptionTable) -> bool:
+    """Whether a job asks for Muon (by `args`), and says nothing of a mode whose default is
+    "blockwise": each tensor-parallel shard is orthogonalized alone, so that the layout changes
+    what is learned. "duplicated" and "distributed" work on whole matrices.
+
+    Source: core/optimizer/muon.py of 0.16.1, emerging_optimizers.py of 0.19.0; d98e8a64, whose
+    default is "duplicated".
+    """
+    mode = table.find("muon-tp-mode")
+    if mode is None or mode.default != "blockwise":
+        return False
+    raw = parsed(job.args, table).given
+    said = any(table.find(name) is mode for name in (*job.engine_args, *raw))
+    return not said and "muon" in "".join(raw.get("optimizer", ()))
 
 
 def _put_adam(words: MegatronWords, training: Training) -> None:

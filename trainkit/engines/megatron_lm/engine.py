@@ -19,12 +19,17 @@ from trainkit.base.process import cpu_sharing
 from trainkit.engines.contract import Command
 from trainkit.engines.foreign import EngineProgram, ForeignEngine, rank_command, run_name
 from trainkit.engines.imported import ImportedJob, ImportRequest
-from trainkit.engines.megatron_lm.argv import RunPlaces, argv_problems, megatron_argv
+from trainkit.engines.megatron_lm.argv import (
+    RunPlaces,
+    argv_problems,
+    leaves_muon_blockwise,
+    megatron_argv,
+)
 from trainkit.engines.megatron_lm.data import SPLITS, MegatronData, data_of
 from trainkit.engines.megatron_lm.rules import RULES, sharding_obstacle
 from trainkit.engines.megatron_lm.words import SET_BY
 from trainkit.engines.options import OptionTable, load_table, newest_version, release
-from trainkit.engines.own_parser import CHECKED, PARSED, REFUSAL, OwnParser
+from trainkit.engines.own_parser import ASK, CHECKED, PARSED, REFUSAL, OwnParser
 from trainkit.engines.rank import megatron_lm as reader
 from trainkit.engines.rank.spec import RequiredModule
 from trainkit.engines.requirements import required_versions
@@ -148,6 +153,13 @@ try:
 except (AssertionError, ValueError) as error:
     refused(error)
 """
+# pretrain_gpt.py knows whether options of others are added to its own
+OPTIONS = f"""{ASK}
+import pretrain_gpt
+from megatron.training import arguments
+more = getattr(pretrain_gpt, "has_nvidia_modelopt", False)
+arguments.parse_args(pretrain_gpt.add_modelopt_args if more else None)
+"""
 
 
 def _parser_words(job: Job, command: Command, folder: Path) -> Sequence[str]:
@@ -177,6 +189,7 @@ class MegatronLm(ForeignEngine):
         _parser_words,
         "megatron-lm's own parser and checks take all {words} words",
         SET_BY,
+        OPTIONS,
     )
 
     def version_in(self, tree: Path) -> str | None:
@@ -205,6 +218,12 @@ class MegatronLm(ForeignEngine):
             notes.append(
                 f"parallelism.zero_stage 1 is left out: {obstacle}, and with data-parallel size 1"
                 " there is nothing to share"
+            )
+        if leaves_muon_blockwise(job, table):
+            notes.append(
+                "--muon-tp-mode duplicated is passed: by default (blockwise) Megatron-LM"
+                f" {table.version} updates each tensor-parallel shard alone, and losses follow the"
+                " layout. engine_args.muon-tp-mode says another"
             )
         notes += _native_only(job)
         if job.training.log_interval > job.training.train_iters:
