@@ -79,7 +79,7 @@ def context_objections(job: Job, layout: Layout) -> Iterator[Objection]:
             " lie on another rank, which is not built",
             ({CP: 1},),
         )
-    if job.training.compile:
+    if job.training.compile and job.is_native:
         yield Objection(
             "compile-in-context",
             "training.compile",

@@ -62,6 +62,8 @@ NO_COUNTERPART: dict[str, str] = {
     "checkpoint.memory_interval": "engine native does that",
     "checkpoint.keep_best": "it keeps the newest only, keep_last",
     "checkpoint.save_async": "it waits for its saves",
+    "checkpoint.save_first": "it saves every save_interval steps and at the end",
+    "profile": "its own profilers: engine_args.profile, engine_args.memory_profiling",
     "generate": "its training ends without a sample",
     "validation": "it has one validation set, the dataset's",
     "sample_order": "it builds its own index of samples, beside the data",
