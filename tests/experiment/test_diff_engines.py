@@ -51,7 +51,8 @@ hidden_size = 64
 
 @pytest.fixture
 def project(project: Project) -> Project:
-    (project.path / "jobs.toml").write_text(JOBS)
+    place = f'[clusters.here]\nnode_folder = "{project.path}/node"'
+    (project.path / "jobs.toml").write_text(JOBS.replace("[clusters.here]", place))
     return project
 
 
