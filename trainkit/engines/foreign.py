@@ -17,7 +17,7 @@ from trainkit.engines.compiled import engine_path
 from trainkit.engines.contract import Command, launcher_problems
 from trainkit.engines.imported import ImportedJob, ImportRequest
 from trainkit.engines.options import OptionTable, load_table, version_at
-from trainkit.engines.own_parser import OwnParser, asked_table, asks, not_asked
+from trainkit.engines.own_parser import OwnParser, asked_table, asks, has_changed, not_asked
 from trainkit.engines.rank.node_setup import NodeSetup
 from trainkit.engines.rank.readers import READERS
 from trainkit.engines.rank.spec import RankSpec, RequiredModule
@@ -309,7 +309,10 @@ class ForeignEngine(ABC):
         version = self.version_of(job)
         if version is None:
             return None
-        return asked_table(job, version) if asks(job) else load_table(self.name, version)
+        if not asks(job):
+            return load_table(self.name, version)
+        # of a tree that has changed since, the stage asks first
+        return None if has_changed(job) else asked_table(job, version)
 
     def table_of(self, job: Job) -> OptionTable:
         """The options of the job's version. Raises ConfigError where they are not known."""
@@ -317,9 +320,11 @@ class ForeignEngine(ABC):
         if found is not None:
             return found
         version = self.version_of_tree(source_tree(job))
-        if asks(job):
+        if not asks(job):
+            return load_table(self.name, version)
+        if (asked := asked_table(job, version)) is None:
             raise not_asked(job)
-        return load_table(self.name, version)
+        return asked
 
     def problems(self, job: Job) -> list[Problem]:
         """What this version of the engine cannot do. Nothing of its options while the tree is

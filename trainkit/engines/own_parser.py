@@ -138,6 +138,17 @@ def asked_table(job: Job, version: str) -> OptionTable | None:
     return replace(parse_table(path.read_text(encoding="utf-8")), version=version)
 
 
+def has_changed(job: Job) -> bool:
+    """Whether a file that the tree's parser may be made of is newer than what was asked of it."""
+    table = options_file(job)
+    tree = source_tree(job)
+    if not table.is_file():
+        return False
+    asked = table.stat().st_mtime
+    files = (*tree.glob("*.py"), *tree.glob("megatron/**/*.py"))
+    return any(file.stat().st_mtime > asked for file in files)
+
+
 def not_asked(job: Job) -> ConfigError:
     """What to raise (exit 5) where options are needed that were not asked for yet."""
     return ConfigError(

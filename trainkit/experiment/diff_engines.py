@@ -4,6 +4,7 @@ their losses, their gradient norms and, at the end, their tensors part?"""
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -67,9 +68,8 @@ class EnginesDiff:
         names: of the two, as they were asked for.
         runs: of theirs.
         steps: what both have logged, in order.
-        tensors: in the order of the network; none where an engine's checkpoints are not read.
+        tensors: in the order of the network.
         tolerance: of the numbers of steps.
-        note: why there are no tensors; "": there are.
     """
 
     names: Sequence[str]
@@ -77,7 +77,10 @@ class EnginesDiff:
     steps: Sequence[StepDifference]
     tensors: Sequence[TensorDifference]
     tolerance: float
-    note: str = ""
+
+    def compared(self, number: str) -> bool:
+        """Whether both engines have logged it."""
+        return any(each.number == number for each in self.steps)
 
     def first(self, number: str) -> StepDifference | None:
         """The first step whose `number` is further apart than the tolerance."""
@@ -108,7 +111,7 @@ class EnginesDiff:
                 number: found.step if (found := self.first(number)) else None for number in NUMBERS
             },
             first_tensor=self.tensor.name if self.tensor else None,
-            note=self.note,
+            not_compared=[number for number in NUMBERS if not self.compared(number)],
             exit=int(self.exit),
         )
 
@@ -145,34 +148,43 @@ class Contest:
         for word in (*words, "native"):
             self._start(word)  # what is wrong with any of them is said before one begins
 
+    def _options(self, word: str, *more: str) -> TrainOptions:
+        """How a run of one of the two is started."""
+        engine = [f'engine="{word}"'] if word in PLACES else []
+        return replace(self.options, set=(*engine, *self.options.set, *more))
+
     def _resolved(self, word: str, *more: str) -> ResolvedJob:
-        if word in PLACES:
-            sets = [f'engine="{word}"', *self.options.overrides(), *more]
-            return self.jobs.resolve(self.name, sets)
-        return self.jobs.resolve(word, [*self.options.overrides(), *more])
+        name = self.name if word in PLACES else word
+        return self.jobs.resolve(name, self._options(word, *more).overrides())
 
     def _start(self, word: str, *more: str) -> Start:
         """A run of its own, not of the job's: nobody is told how it goes."""
         whole = self._resolved(word).job
         t = whole.training
+        warmup = "lr_warmup_iters" if t.lr_warmup_fraction is None else "lr_warmup_fraction"
         sets = [
             f"training.train_iters={self.steps}",
             f"training.lr_decay_iters={t.decay_iters}",
+            # with a warmup from 0 the first step would move nothing
+            f"training.{warmup}=0",
             "training.log_interval=1",
             "training.eval_iters=0",
             f"training.save_interval={self.steps}",
             *([f'sample_order="{self.order}"'] if whole.is_native else []),
             *more,
         ]
-        start = plan_new_run(self.jobs, self._resolved(word, *sets), self.options)
-        own = {"name": f"{self.name}-diff", "notify": NotifySettings(), "wandb": None}
-        job = start.job.model_copy(update=own)
+        resolved = self._resolved(word, *sets)
+        own = {"notify": NotifySettings(), "wandb": None}
+        resolved = replace(resolved, job=resolved.job.model_copy(update=own))
+        start = plan_new_run(self.jobs, resolved, self._options(word, *sets))
+        job = start.job.model_copy(update={**own, "name": f"{self.name}-diff"})
         shown = {**start.document, "job": job.model_dump(mode="json")}
         return replace(start, job=job, document=shown)
 
     def conduct(self, ui: StageUi, say: Say, tolerance: float) -> EnginesDiff:
-        """All of it; nothing is left running, also where a person interrupts it. Raises
-        TrainkitError where a run does not come to its end."""
+        """All of it; nothing is left running, also where a person interrupts it. The runs stay.
+        Raises TrainkitError where a run does not come to its end, or logs other steps than the
+        other."""
         begin = self._begin(ui, say)
         runs = []
         for word, job in zip(self.words, self.seen, strict=True):
@@ -180,21 +192,15 @@ class Contest:
             say(f"{word}: {self.steps} steps")
             runs.append(_run(start, ui, say))
         steps = list(_step_differences(*(_numbers(run) for run in runs)))
-        if not steps:
-            raise TrainkitError("the runs have no step in common", exit=Exit.STAGE_FAILED)
-        tensors: list[TensorDifference] = []
-        note = ""
-        try:
-            both = [_weights(run) for run in runs]
-            tensors = list(_tensor_differences(begin.weights, both[0], both[1]))
-        except ConfigError as error:
-            note = f"no tensors: {error}"
-        return EnginesDiff(self.words, runs, steps, tensors, tolerance, note)
+        both = [_weights(run) for run in runs]
+        tensors = list(_tensor_differences(begin.weights, both[0], both[1]))
+        return EnginesDiff(self.words, runs, steps, tensors, tolerance)
 
     def _begin(self, ui: StageUi, say: Say) -> InitialWeights:
         """The weights that both begin with: those of a native run before its first step."""
         say("native: the weights that both begin with")
-        sets = ("training.train_iters=1", "training.save_interval=1", "checkpoint.save_first=true")
+        steps = ("training.train_iters=1", "training.save_interval=1")
+        sets = (*steps, "checkpoint.save_first=true", "checkpoint.keep_last=2")
         return InitialWeights(_run(self._start("native", *sets), ui, say))
 
 
@@ -234,7 +240,7 @@ class InitialWeights:
 
 
 def _refuse_other_jobs(jobs: Sequence[Job]) -> None:
-    """Raise ConfigError unless both train the same model on the same data."""
+    """Raise ConfigError unless both train the same model on the same samples."""
     one, other = jobs
     apart = [
         what
@@ -242,6 +248,7 @@ def _refuse_other_jobs(jobs: Sequence[Job]) -> None:
             ("model", one.model, other.model),
             ("dataset", one.dataset, other.dataset),
             ("global_batch_size", one.global_batch_size, other.global_batch_size),
+            ("training.seed", one.training.seed, other.training.seed),
         )
         if mine != theirs
     ]
@@ -265,6 +272,7 @@ def _sample_order(jobs: Sequence[Job]) -> str:
 def _run(start: Start, ui: StageUi, say: Say) -> RunFolder:
     """A run to its end. Raises TrainkitError where it is another than its last step."""
     run = submit(prepare(start, ui)).run
+    say(f"  run {run.id}")
     ended = False
     try:
         while (record := current(read_run_record(run))).state in GOING:
@@ -283,19 +291,27 @@ def _run(start: Start, ui: StageUi, say: Say) -> RunFolder:
 
 
 def _numbers(run: RunFolder) -> Mapping[tuple[int, str], float]:
+    """What is not finite stands as null there, and is nan here."""
     found = {}
     for row in read_rows(run.metrics):
-        if "eval" not in row:
-            for number in NUMBERS:
+        for number in NUMBERS:
+            if "eval" not in row and number in row:
                 value = row.get(number)
-                if isinstance(value, float):
-                    found[row["step"], number] = value
+                found[row["step"], number] = value if isinstance(value, float) else math.nan
     return found
 
 
 def _step_differences(
     first: Mapping[tuple[int, str], float], second: Mapping[tuple[int, str], float]
 ) -> Iterator[StepDifference]:
+    """Of the numbers that both have. Raises TrainkitError where one has a step that the other has
+    not."""
+    for number in NUMBERS:
+        steps = [{step for step, name in each if name == number} for each in (first, second)]
+        if steps[0] and steps[1] and steps[0] != steps[1]:
+            raise TrainkitError(
+                f"the runs have logged {number} of other steps", exit=Exit.STAGE_FAILED
+            )
     for step, number in sorted(first.keys() & second.keys()):
         yield StepDifference(step, number, first[step, number], second[step, number])
 
@@ -310,7 +326,7 @@ def _weights(run: RunFolder, step: int | None = None) -> RunWeights:
 def _tensor_differences(
     begin: RunWeights, first: RunWeights, second: RunWeights
 ) -> Iterator[TensorDifference]:
-    """Raises ConfigError where a checkpoint is of another model."""
+    """Raises ConfigError where a checkpoint is of another model, or damaged."""
     for name in begin.weights.shapes:
         start = begin.weights.read(name).double()
         mine = first.weights.read(name).double()

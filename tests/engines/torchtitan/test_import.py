@@ -171,6 +171,15 @@ def test_what_the_model_has_besides_is_named(tmp_path: Path) -> None:
     assert line in found.not_taken
 
 
+def test_without_checkpoints_nothing_is_loaded(tmp_path: Path) -> None:
+    published = {"checkpoint.initial_load_path": "/hf", "checkpoint.initial_load_in_hf": True}
+    changed = {**published, "checkpoint.enable": False, "lr_scheduler.warmup_steps": 1000}
+    found = imported(tmp_path, changed)
+    assert "init_from" not in found.job and "save_interval" not in found.training
+    assert any(line.startswith("checkpoint.initial_load_path") for line in found.not_taken)
+    assert found.training["lr_warmup_iters"] == 100
+
+
 def test_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="my_llama: experts are not trained"):
         imported(tmp_path, {}, why="experts are not trained by this version of trainkit")
@@ -184,6 +193,11 @@ def test_refused(tmp_path: Path) -> None:
     asked = ImportRequest((script,), (f"source={tmp_path}", f"python={program}"))
     with pytest.raises(ConfigError, match="--config x: ModuleNotFoundError: no tyro"):
         Torchtitan().import_job(asked)
+    script.write_text('torchrun -m torchtitan.train --config x --training.steps $N "$@"\n')
+    with pytest.raises(ConfigError, match="--config x: ModuleNotFoundError: no tyro"):
+        Torchtitan().import_job(asked)
+    with pytest.raises(ConfigError, match="is no tree of torchtitan"):
+        Torchtitan().import_job(ImportRequest((script,), ("source=/nonexistent",)))
     script.write_text("echo nothing\n")
     with pytest.raises(ConfigError, match=r"runs torchtitan\.train"):
         Torchtitan().import_job(asked)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 from rich.markup import escape
@@ -48,6 +49,8 @@ def diff_engines(
         task.say(f"{' and '.join(contest.words)}: {steps} steps each, from the same weights")
         words = list(contest.words)
         return TaskResult(document("engines-diff-plan/1", engines=words, steps=steps))
+    for ending in (signal.SIGHUP, signal.SIGTERM):  # as Ctrl-C: no run is left behind
+        signal.signal(ending, signal.default_int_handler)
     found = contest.conduct(stage_ui(task), task.say, tolerance)
     if html:
         write_text(Path(html), comparison_page(compare_runs([read_report(r) for r in found.runs])))
@@ -68,10 +71,9 @@ def _page(found: EnginesDiff) -> Page:
     for number in NUMBERS:
         part = found.first(number)
         said = f"at step {part.step}" if part else "never"
+        if not found.compared(number):
+            said = "not compared: one of them does not log it"
         yield f"{WORDS[number]} apart by more than {found.tolerance:g}: {said}"
-    if found.note:
-        yield escape(found.note)
-        return
     worst = max(found.tensors, key=lambda each: each.parts)
     first = found.tensor.name if found.tensor else "none"
     yield f"first tensor apart by more than {TENSOR_TOLERANCE:g} of its way: {first}"

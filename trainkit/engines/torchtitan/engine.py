@@ -135,8 +135,8 @@ class Torchtitan(ForeignEngine):
         table = self.table_of(job)
         vocab = vocabulary(job)
         splits = splits_of(job, vocab)
-        weights = weights_folder(job) if job.init_from else None
         newest = reader.tracked_step(run.checkpoints)
+        weights = weights_folder(job) if job.init_from and newest is None else None
         said = document(job, run.path, newest, vocab, splits, weights)
         tree = source_tree(job)
         name = f"launch/torchtitan-{attempt}.json"

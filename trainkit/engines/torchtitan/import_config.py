@@ -9,8 +9,9 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,15 @@ from trainkit.engines.torchtitan.values import SET_BY
 
 PROGRAM = "torchtitan.train"
 MARK = "[trainkit] "
+# nothing of the folder that the caller stands in
+ASK = (
+    "import sys; sys.path.remove('');"
+    " from trainkit.engines.torchtitan.inside.describe import main; main()"
+)
+BOXED = re.compile(r"^│ (.*?) *│$", re.MULTILINE)  # how tyro prints a refusal
 ROOT = Path(__file__).resolve().parents[3]
 OWN_WORDS = ("source", "python")
+ALL_WORDS = ("$@", "${@}", "$*")  # what a script's caller adds
 # keys of the same meaning and value
 SAME = {
     "training.steps": "training.train_iters",
@@ -118,8 +126,11 @@ def import_torchtitan(request: ImportRequest, table: OptionTable) -> ImportedJob
     given = dict(word.split("=", 1) for word in request.words)
     own = {name: given.pop(name) for name in OWN_WORDS if name in given}
     if path.is_dir():
-        words = [word for pair in given.items() for word in (f"--{pair[0]}", pair[1])]
-        command = ShellCommand(words=words)
+        if not {"module", "config"} <= given.keys():
+            raise ConfigError(
+                "which configuration is not said", hint=f"{path},module=llama3,config=llama3_8b"
+            )
+        command = ShellCommand(words=[_word(name, value) for name, value in given.items()])
         own.setdefault("source", str(path))
     else:
         command = _command(path, given)
@@ -127,6 +138,9 @@ def import_torchtitan(request: ImportRequest, table: OptionTable) -> ImportedJob
         raise ConfigError(
             "where torchtitan is, is not known", hint=f"{path},source=/opt/torchtitan,python=..."
         )
+    if not (Path(own["source"]) / "torchtitan" / "train.py").is_file():
+        raise ConfigError(f"source={own['source']} is no tree of torchtitan")
+    command.words = list(_known(command.words))
     described = _asked(own["source"], own.get("python", "python3"), command.words)
     if described["why"]:
         raise ConfigError(f"{' '.join(command.words)}: {described['why']}")
@@ -151,6 +165,25 @@ def import_torchtitan(request: ImportRequest, table: OptionTable) -> ImportedJob
     )
 
 
+def _word(name: str, value: str) -> str:
+    """An option as tyro reads it: a switch has two names."""
+    if value.lower() not in ("true", "false"):
+        return f"--{name}={value}"
+    section, _, last = name.rpartition(".")
+    return f"--{name}" if value.lower() == "true" else f"--{section}.no-{last}"
+
+
+def _known(words: Sequence[str]) -> Iterator[str]:
+    """Words without those whose value only the script's caller knows, and their options."""
+    for number, word in enumerate(words):
+        after = words[number + 1] if number + 1 < len(words) else ""
+        unknown = "$" in word or "`" in word
+        valueless = word.startswith("--") and "=" not in word
+        asks = valueless and ("$" in after or "`" in after) and after not in ALL_WORDS
+        if not (unknown or asks):
+            yield word
+
+
 def _command(path: Path, caller: Mapping[str, str]) -> ShellCommand:
     try:
         command = find_command(path.read_text(errors="replace"), PROGRAM, caller)
@@ -171,7 +204,7 @@ def _named(words: Sequence[str]) -> str:
 def _asked(source: str, python: str, words: Sequence[str]) -> Mapping[str, Any]:
     """What torchtitan itself makes of the words. Raises ConfigError with its last line."""
     paths = [str(ROOT), source, *filter(None, [os.environ.get("PYTHONPATH")])]
-    argv = [python, "-m", "trainkit.engines.torchtitan.inside.describe", *words]
+    argv = [python, "-c", ASK, *words]
     try:
         done = subprocess.run(
             argv,
@@ -185,12 +218,15 @@ def _asked(source: str, python: str, words: Sequence[str]) -> Mapping[str, Any]:
         raise ConfigError(f"{python} cannot be started: {error.strerror}") from None
     _, mark, found = done.stdout.rpartition(MARK)
     if done.returncode or not mark:
-        last = (done.stderr or done.stdout).strip().splitlines()[-1:]
+        text = done.stderr or done.stdout
+        last = BOXED.findall(text) or text.strip().splitlines()[-1:]
+        hint = ""
+        if "ModuleNotFoundError" in text or "ImportError" in text:
+            hint = "python=... names the interpreter that has what torchtitan asks for"
         raise ConfigError(
-            f"torchtitan in {source} does not take {' '.join(words)}: {' '.join(last)}",
-            hint="python=... names the interpreter that has what torchtitan asks for",
+            f"torchtitan in {source} does not take {' '.join(words)}: {' '.join(last)}", hint=hint
         )
-    described: Mapping[str, Any] = json.loads(found)
+    described: Mapping[str, Any] = json.loads(found.splitlines()[0])
     return described
 
 
@@ -206,19 +242,35 @@ def _fill(said: Said, shape: Mapping[str, Any]) -> None:
     _rates(said)
     _layout(said)
     _evaluations(said)
-    enabled = said.options["checkpoint.enable"][0]
-    said.job["training.save_interval"] = said.take("checkpoint.interval") if enabled else None
-    keep = said.take("checkpoint.keep_latest_k")
-    mode = said.take("checkpoint.async_mode")
-    if enabled:
-        said.job["job.checkpoint"] = {"keep_last": keep or 2, "save_async": mode != "disabled"}
-        if keep == 0:
-            said.leave("checkpoint.keep_latest_k", 0, "trainkit keeps some")
-        if mode == "async_with_pinned_mem":
-            said.leave("checkpoint.async_mode", mode, "the job has async")
-    path = said.options["checkpoint.initial_load_path"][0]
-    if path and said.options["checkpoint.initial_load_in_hf"][0]:
-        said.job["job.init_from"] = path
+    if said.job["training.clip_grad"] == 0:
+        said.leave("training.max_norm", 0, "torchtitan makes gradients 0, the job does not clip")
+    _checkpoints(said)
+
+
+def _checkpoints(said: Said) -> None:
+    """Without checkpoints torchtitan loads nothing either."""
+    names = ("interval", "keep_latest_k", "async_mode", "initial_load_path", "initial_load_in_hf")
+    given = {name: said.options.get(f"checkpoint.{name}", (None, True)) for name in names}
+    values = {name: said.take(f"checkpoint.{name}") for name in names[:3]}
+    path = given["initial_load_path"][0]
+    if not said.options["checkpoint.enable"][0]:
+        for name, (value, usual) in given.items():
+            said.take(f"checkpoint.{name}")
+            if not usual:
+                said.leave(f"checkpoint.{name}", value, "not read where checkpoint.enable is false")
+        return
+    keep = values["keep_latest_k"]
+    said.job["training.save_interval"] = values["interval"]
+    said.job["job.checkpoint"] = {
+        "keep_last": keep or 2,
+        "save_async": values["async_mode"] != "disabled",
+    }
+    if keep == 0:
+        said.leave("checkpoint.keep_latest_k", 0, "it keeps all, the job as keep_last says")
+    if values["async_mode"] == "async_with_pinned_mem":
+        said.leave("checkpoint.async_mode", values["async_mode"], "the job has async")
+    if given["initial_load_in_hf"][0]:
+        said.job["job.init_from"] = path or said.options["hf_assets_path"][0]
         for name in ("initial_load_path", "initial_load_in_hf", "initial_load_model_only"):
             said.take(f"checkpoint.{name}")
 
@@ -242,6 +294,10 @@ def _batch(said: Said) -> None:
     stages = said.job["parallelism.pipeline_model_parallel_size"]
     staged = isinstance(stages, int) and stages > 1
     said.job["training.micro_batch_size"] = micro if staged else local
+    if staged and local != micro:
+        said.leave(
+            "training.local_batch_size", local, "all of a step's micro-batches go through at once"
+        )
     whole = said.take("training.global_batch_size")
     if whole > 0:
         said.job["training.global_batch_size"] = whole
@@ -274,7 +330,7 @@ def _optimizer(said: Said) -> None:
             continue
         betas = values.pop("betas", (0.9, 0.999))
         said.job |= {
-            "training.lr": values.pop("lr"),
+            "training.lr": values.pop("lr", 1e-3),
             "training.adam_beta1": betas[0],
             "training.adam_beta2": betas[1],
             "training.adam_eps": values.pop("eps", 1e-8),
@@ -287,8 +343,10 @@ def _optimizer(said: Said) -> None:
 
 def _rates(said: Said) -> None:
     """Rises from 0, stays and falls over the last part; native's rates differ by a step's."""
-    warmup: Any = said.job["training.lr_warmup_iters"]
     total: Any = said.job["training.lr_decay_iters"] or said.job["training.train_iters"]
+    given: Any = said.job["training.lr_warmup_iters"]
+    warmup = min(given, total)
+    said.job["training.lr_warmup_iters"] = warmup
     part = said.take("lr_scheduler.decay_ratio")
     shape = said.take("lr_scheduler.decay_type")
     least = said.take("lr_scheduler.min_lr_factor")
@@ -324,7 +382,7 @@ def _layout(said: Said) -> None:
             said.leave(name, less, "all stages have as many layers")
     freed = policy == "always" or (policy == "default" and not staged)
     said.job["parallelism.zero_stage"] = 3 if freed else 2
-    if shards == 1:
+    if shards == 1 and said.job["parallelism.context_parallel_size"] == 1:
         said.job["parallelism.zero_stage"] = 0
     elif copies > 1:
         said.job["parallelism.data_parallel_replicate_size"] = copies
@@ -337,6 +395,9 @@ def _evaluations(said: Said) -> None:
     every = said.take("validator.freq")
     steps = said.take("validator.steps")
     said.job["training.eval_iters"] = max(1, steps) if enabled else 0
+    if enabled:
+        why = "its steps are local batches (-1: all there are) and it begins at step 1; eval_iters"
+        said.leave("validator.steps", steps, f"{why} counts global ones")
     said.job["training.eval_interval"] = every if enabled else None
 
 

@@ -50,6 +50,8 @@ def plain(value: Any) -> Any:
         return {str(key): plain(each) for key, each in value.items()}
     if isinstance(value, functools.partial):
         return [plain(value.func), plain(value.args), plain(value.keywords)]
+    if type(value).__module__ == "torch":
+        return str(value)  # a dtype
     return getattr(value, "__qualname__", type(value).__qualname__)
 
 
