@@ -219,7 +219,9 @@ def _asked(source: str, python: str, words: Sequence[str]) -> Mapping[str, Any]:
     _, mark, found = done.stdout.rpartition(MARK)
     if done.returncode or not mark:
         text = done.stderr or done.stdout
-        last = BOXED.findall(text) or text.strip().splitlines()[-1:]
+        last = [
+            line for line in BOXED.findall(text) if "─" not in line
+        ] or text.strip().splitlines()[-1:]
         hint = ""
         if "ModuleNotFoundError" in text or "ImportError" in text:
             hint = "python=... names the interpreter that has what torchtitan asks for"
