@@ -191,7 +191,12 @@ class Contest:
             start = self._start(word, *begin.words(job))
             say(f"{word}: {self.steps} steps")
             runs.append(_run(start, ui, say))
-        steps = list(_step_differences(*(_numbers(run) for run in runs)))
+        means = {step for job in self.seen for step in _mean_losses(job)}
+        steps = [
+            each
+            for each in _step_differences(*(_numbers(run) for run in runs))
+            if each.number != "lm_loss" or each.step not in means
+        ]
         both = [_weights(run) for run in runs]
         tensors = list(_tensor_differences(begin.weights, both[0], both[1]))
         return EnginesDiff(self.words, runs, steps, tensors, tolerance)
@@ -267,6 +272,13 @@ def _sample_order(jobs: Sequence[Job]) -> str:
             hint=f"native beside any of {', '.join(formats.SAMPLE_ORDERS)}",
         )
     return next(iter(orders), "native")
+
+
+def _mean_losses(job: Job) -> Sequence[int]:
+    """Steps whose loss is printed as a mean of several, which nothing is compared with."""
+    from trainkit.engines.convert import formats
+
+    return formats.MEAN_LOSSES.get(job.engine, ())
 
 
 def _run(start: Start, ui: StageUi, say: Say) -> RunFolder:

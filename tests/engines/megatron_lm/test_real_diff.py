@@ -24,7 +24,8 @@ def test_it_computes_what_native_computes(real: RealEngine, tmp_path: Path) -> N
     (tmp_path / "tasks.py").write_text("from trainkit.cli.tasks import namespace\n")
     asked = ("diff-engines", "tiny", "--engines=ours,megatron-lm", "--steps=4")
     found = Project(tmp_path).document(*asked)
-    assert len(found["steps"]) == 8
+    compared = [(each["step"], each["number"]) for each in found["steps"]]
+    assert len(compared) == 7 and (2, "lm_loss") not in compared  # a mean from core 0.16 on
     worst = max(each["relative"] for each in found["steps"])
     moved = max(each["parts"] for each in found["tensors"])
     print(f"{real.tree.name}: numbers {worst:.1e} apart, tensors {moved:.1e} of their way")

@@ -137,6 +137,9 @@ SAMPLE_ORDERS: Mapping[str, str] = {
     "megatron-lm": "megatron",
     "gpt-neox": "megatron",
 }
+# steps of a run begun with given weights whose loss an engine prints as a mean with others': from
+# core 0.16 on the line of the first is printed without beginning a new sum
+MEAN_LOSSES: Mapping[str, tuple[int, ...]] = {"megatron-lm": (2,)}
 HUGGING_FACE = "hf"
 TARGETS = (HUGGING_FACE, *ENGINE_FORMATS)
 
