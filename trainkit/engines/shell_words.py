@@ -73,6 +73,20 @@ class ShellCommand:
     notes: list[str] = field(default_factory=list)
 
 
+def torchrun_nodes(before: Sequence[str], not_taken: list[str]) -> dict[str, object]:
+    """`nodes` of a job, by the words before torchrun's script; ranks of a node belong to the
+    cluster, and are named in `not_taken`."""
+    job: dict[str, object] = {}
+    words = [part for word in before for part in word.split("=", 1)]
+    for word, value in itertools.pairwise(words):
+        name = word.lstrip("-").replace("_", "-")
+        if name == "nnodes" and value.isdigit():
+            job["nodes"] = int(value)
+        elif name in ("nnodes", "nproc-per-node"):
+            not_taken.append(f"{word} {value}: hosts and their ranks stand in [clusters.X]")
+    return job
+
+
 def find_command(
     text: str, script: str, caller: Mapping[str, str] | None = None
 ) -> ShellCommand | None:

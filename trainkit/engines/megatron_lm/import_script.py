@@ -5,9 +5,8 @@ What the script leaves to Megatron-LM's defaults is written down, where trainkit
 
 from __future__ import annotations
 
-import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from trainkit.base.errors import ConfigError
@@ -25,7 +24,7 @@ from trainkit.engines.megatron_lm.script_options import (
 )
 from trainkit.engines.megatron_lm.words import SET_BY
 from trainkit.engines.options import OptionTable
-from trainkit.engines.shell_words import find_command
+from trainkit.engines.shell_words import find_command, torchrun_nodes
 from trainkit.families import FAMILIES
 from trainkit.plan.batch import ramped_batch_size
 
@@ -87,7 +86,7 @@ def import_megatron(text: str, name: str, table: OptionTable) -> ImportedJob:
     model = _model(options)
     training = _training(options)
     parallelism = _parallelism(options, model)
-    job = _nodes(command.before, options)
+    job = torchrun_nodes(command.before, options.not_taken)
     if environment := _environment(command.environment, options):
         job["env"] = environment
     dataset, tokenizer = _data(options)
@@ -318,19 +317,6 @@ def _data(options: Options) -> tuple[dict[str, object], dict[str, object]]:
         if split := options.take("split"):
             dataset["split"] = split[0]
     return dataset, tokenizer
-
-
-def _nodes(before: Sequence[str], options: Options) -> dict[str, object]:
-    """`nodes` of torchrun; ranks of a node belong to the cluster."""
-    job: dict[str, object] = {}
-    words = [part for word in before for part in word.split("=", 1)]
-    for word, value in itertools.pairwise(words):
-        name = word.lstrip("-").replace("_", "-")
-        if name == "nnodes" and value.isdigit():
-            job["nodes"] = int(value)
-        elif name in ("nnodes", "nproc-per-node"):
-            options.not_taken.append(f"{word} {value}: hosts and their ranks stand in [clusters.X]")
-    return job
 
 
 def _environment(exported: Mapping[str, str], options: Options) -> dict[str, str]:

@@ -19,11 +19,11 @@ from typing import Any
 from trainkit.base.errors import ConfigError
 from trainkit.engines.imported import ImportedJob, ImportRequest
 from trainkit.engines.options import OptionTable
-from trainkit.engines.shell_words import ShellCommand, find_command
+from trainkit.engines.rank.torchtitan import MARK
+from trainkit.engines.shell_words import ShellCommand, find_command, torchrun_nodes
 from trainkit.engines.torchtitan.values import SET_BY
 
 PROGRAM = "torchtitan.train"
-MARK = "[trainkit] "
 # nothing of the folder that the caller stands in
 ASK = (
     "import sys; sys.path.remove('');"
@@ -152,7 +152,10 @@ def import_torchtitan(request: ImportRequest, table: OptionTable) -> ImportedJob
         why = f"the job's model has {json.dumps(ours)}"
         said.leave(f"model.{name}", theirs, why)
     engine_args = _rest(said, table)
-    job = _launch(command, said)
+    job = torchrun_nodes(command.before, said.not_taken)
+    said.not_taken += [
+        f"export {name}: set it in env, or in clusters.X.env" for name in command.environment
+    ]
     return ImportedJob(
         name=request.name or _named(command.words) or request.job_name,
         engine="torchtitan",
@@ -422,18 +425,3 @@ def _rest(said: Said, table: OptionTable) -> dict[str, object]:
         elif not usual:
             said.leave(name, value, "no option of its command line says it")
     return found
-
-
-def _launch(command: ShellCommand, said: Said) -> dict[str, object]:
-    """`nodes` of torchrun, and what the script exports."""
-    job: dict[str, object] = {}
-    words = [part for word in command.before for part in word.split("=", 1)]
-    for word, value in itertools.pairwise(words):
-        name = word.lstrip("-").replace("_", "-")
-        if name == "nnodes" and value.isdigit():
-            job["nodes"] = int(value)
-        elif name in ("nnodes", "nproc-per-node"):
-            said.not_taken.append(f"{word} {value}: hosts and their ranks stand in [clusters.X]")
-    for name in command.environment:
-        said.not_taken.append(f"export {name}: set it in env, or in clusters.X.env")
-    return job
