@@ -1,7 +1,8 @@
-"""Real trees of GPT-NeoX, Megatron-LM and torchtitan for tests, where the caller names them.
+"""Real trees of GPT-NeoX, Megatron-LM, Megatron-Bridge and torchtitan for tests, where the caller names them.
 
-TRAINKIT_MEGATRON_SOURCE, TRAINKIT_NEOX_SOURCE and TRAINKIT_TORCHTITAN_SOURCE name trees (several,
-separated by ":"), TRAINKIT_MEGATRON_PYTHON and so on interpreters that have what they need.
+TRAINKIT_MEGATRON_SOURCE, TRAINKIT_BRIDGE_SOURCE, TRAINKIT_NEOX_SOURCE and
+TRAINKIT_TORCHTITAN_SOURCE name trees (several, separated by ":"), TRAINKIT_MEGATRON_PYTHON and so
+on interpreters that have what they need.
 TRAINKIT_FAKECUDA names a folder for PYTHONPATH whose sitecustomize.py lets them run without a GPU;
 by default ../shared/lab/fakecuda beside the checkout.
 """
@@ -21,9 +22,12 @@ from tests.shared import golden
 CHECKOUT = Path(__file__).resolve().parents[2]
 VARIABLES = {
     "megatron-lm": "TRAINKIT_MEGATRON",
+    "megatron-bridge": "TRAINKIT_BRIDGE",
     "gpt-neox": "TRAINKIT_NEOX",
     "torchtitan": "TRAINKIT_TORCHTITAN",
 }
+# for what has no wheel for CPUs
+BRIDGE_ON_CPUS = Path(__file__).with_name("stand_ins") / "megatron_bridge_cpu"
 TORCHTITAN_ON_CPUS = Path(__file__).with_name("stand_ins") / "torchtitan_cpu"
 
 
@@ -89,6 +93,14 @@ WITHOUT_GPU: dict[str, dict[str, str]] = {
         "eval_iters": "1",
         "engine_args": "",
     },
+    "megatron-bridge": {
+        "family": "gpt",
+        "model": "",
+        "job": "parallelism = { zero_stage = 0 }",
+        "precision": "fp32",
+        "eval_iters": "1",
+        "engine_args": "",
+    },
     "gpt-neox": {
         "family": "gpt-neox",
         "model": "",
@@ -138,6 +150,9 @@ class RealEngine:
         }
         if self.engine == "megatron-lm":
             return {**common, "FAKECUDA_TYPES": "1"}
+        if self.engine == "megatron-bridge":
+            path = f"{BRIDGE_ON_CPUS}:{self.fakecuda}"
+            return {**common, "FAKECUDA_TYPES": "1", "PYTHONPATH": path}
         return {**common, "DS_ACCELERATOR": "cpu"}
 
 

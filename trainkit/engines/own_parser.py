@@ -145,8 +145,14 @@ def has_changed(job: Job) -> bool:
     if not table.is_file():
         return False
     asked = table.stat().st_mtime
-    files = (*tree.glob("*.py"), *tree.glob("megatron/**/*.py"))
-    return any(file.stat().st_mtime > asked for file in files)
+    return any(file.stat().st_mtime > asked for file in parser_sources(tree))
+
+
+def parser_sources(tree: Path) -> list[Path]:
+    """Files of a tree that its parser may be made of: its packages, and the scripts that ask."""
+    folders = ("megatron", "src", "scripts", "3rdparty/*/megatron")
+    places = ("*.py", *(f"{folder}/**/*.py" for folder in folders))
+    return [path for place in places for path in sorted(tree.glob(place))]
 
 
 def not_asked(job: Job) -> ConfigError:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 PLACES = {
     "native": ("trainkit.engines.native", "Native"),
     "torchtitan": ("trainkit.engines.torchtitan.engine", "Torchtitan"),
+    "megatron-bridge": ("trainkit.engines.megatron_bridge.engine", "MegatronBridge"),
     "nemo": ("trainkit.engines.nemo.engine", "Nemo"),
     "neuronx-nemo": ("trainkit.engines.neuronx_nemo.engine", "NeuronxNemo"),
     "gpt-neox": ("trainkit.engines.gpt_neox.engine", "GptNeox"),

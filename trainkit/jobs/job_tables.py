@@ -102,6 +102,7 @@ class EngineSource(Table):
 
     NAMES: ClassVar[tuple[str, ...]] = (
         "gpt-neox",
+        "megatron-bridge",
         "megatron-lm",
         "nemo",
         "neuronx-nemo",
@@ -109,9 +110,10 @@ class EngineSource(Table):
     )
 
     name: str = Field("", pattern=NAME, description="the table's name, filled in")
-    engine: Literal["gpt-neox", "megatron-lm", "nemo", "neuronx-nemo", "torchtitan"] | None = Field(
-        None, description="which engine it is; by default the one the table is named after"
-    )
+    engine: (
+        Literal["gpt-neox", "megatron-bridge", "megatron-lm", "nemo", "neuronx-nemo", "torchtitan"]
+        | None
+    ) = Field(None, description="which engine it is; by default the one the table is named after")
     source: str = Field(min_length=1, description="a git URL, or a folder")
     revision: str | None = Field(
         None, min_length=1, description="commit, tag or branch of the git URL"
@@ -125,7 +127,8 @@ class EngineSource(Table):
         "table",
         description=(
             "what engine_args are checked against: trainkit's table of the version, or"
-            " (megatron-lm) the parser of the tree itself, which the stage engine-prebuild asks"
+            " (megatron-lm, megatron-bridge) what the tree itself says, which the stage"
+            " engine-prebuild asks"
         ),
     )
     python: str | None = Field(
@@ -170,10 +173,12 @@ class EngineSource(Table):
             raise wrong("requirements", "requirements are installed into venv, which is not given")
         if self.launch == "deepspeed" and self.kind not in ("gpt-neox", ""):
             raise wrong("launch", f"launch = 'deepspeed' is gpt-neox's; {self.kind} has none")
-        if self.options == "from-source" and self.kind not in ("megatron-lm", ""):
-            raise wrong(
-                "options", f"options = 'from-source' is megatron-lm's; {self.kind} has none"
-            )
+        if self.options == "from-source" and self.kind not in (
+            "megatron-lm",
+            "megatron-bridge",
+            "",
+        ):
+            raise wrong("options", f"options = 'from-source' is Megatron's; {self.kind} has none")
         if self.launch == "srun" and self.kind not in ("nemo", ""):
             raise wrong("launch", f"launch = 'srun' is nemo's; {self.kind} has none")
         return self

@@ -62,11 +62,17 @@ class Job(Table):
 
     name: str = Field("", pattern=NAME, description="the table's name, filled in")
     description: str = Field("", description="one line: what it is and where it comes from")
-    engine: Literal["native", "gpt-neox", "megatron-lm", "nemo", "neuronx-nemo", "torchtitan"] = (
-        Field(
-            "native",
-            description=("what is executed: trainkit's own trainer, or another engine as it is"),
-        )
+    engine: Literal[
+        "native",
+        "gpt-neox",
+        "megatron-bridge",
+        "megatron-lm",
+        "nemo",
+        "neuronx-nemo",
+        "torchtitan",
+    ] = Field(
+        "native",
+        description="what is executed: trainkit's own trainer, or another engine as it is",
     )
     engine_source: EngineSource | None = Field(
         None,

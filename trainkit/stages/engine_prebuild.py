@@ -41,7 +41,7 @@ from trainkit.engines.compiled import (
     tools_folder,
 )
 from trainkit.engines.options import OptionTable, dump_table
-from trainkit.engines.own_parser import asks, options_file, read_options
+from trainkit.engines.own_parser import asks, options_file, parser_sources, read_options
 from trainkit.engines.registry import foreign_engine
 from trainkit.engines.sources import (
     engine_python,
@@ -202,7 +202,7 @@ def _sources(spec: PrebuildSpec) -> dict[str, str]:
     if folder is not None:
         paths += [folder / "Makefile", *sorted(folder.glob("*.cpp"))]
     if spec.options is not None:  # what a parser is made of may stand in any of them
-        paths += [*sorted(spec.tree.glob("*.py")), *sorted(spec.tree.glob("megatron/**/*.py"))]
+        paths += parser_sources(spec.tree)
     return {os.path.relpath(path, spec.tree): sha256_file(path) for path in paths}
 
 

@@ -348,6 +348,8 @@ class _Clone:
         self._git("remote", "add", OUR_REMOTE, self.spec.source)
         commit = self._fetch()
         self._git("checkout", "--quiet", "--detach", commit, network=True)
+        if (self.folder / ".gitmodules").is_file():
+            self._git("submodule", "update", "--quiet", "--init", "--depth=1", network=True)
         found = self._git("rev-parse", "--verify", "HEAD").strip()
         if found != commit:
             raise TrainkitError(

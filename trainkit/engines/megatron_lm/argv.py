@@ -81,9 +81,10 @@ def megatron_argv(
 
     Raises ConfigError: everything that the version cannot do, or the job says wrong.
     """
-    words = _collected(job, table)
+    raise_problems(argv_problems(job, table))
+    words = collected(MegatronWords(table, job))
     put_data(words, job, data)
-    _put_places(words, job, places)
+    put_places(words, job, places)
     raise_problems(words.problems)
     own = [
         word
@@ -96,13 +97,15 @@ def megatron_argv(
 
 def argv_problems(job: Job, table: OptionTable) -> list[Problem]:
     """What of a job a version cannot do, before anything of its data is there."""
-    return _collected(job, table).problems
-
-
-def _collected(job: Job, table: OptionTable) -> MegatronWords:
     words = MegatronWords(table, job)
     words.problems += check_engine_args(job, table, SET_BY)
     _refuse_raw(words, job)
+    return collected(words).problems
+
+
+def collected(words: MegatronWords) -> MegatronWords:
+    """The same with all that its job says, but for data and places."""
+    job = words.job
     _put_model(words, job.model)
     put_latents(words, job.model)
     put_experts(words, job)
@@ -298,7 +301,7 @@ def leaves_muon_blockwise(job: Job, table: OptionTable) -> bool:
 
 
 def _put_adam(words: MegatronWords, training: Training) -> None:
-    if (training.adam_beta1, training.adam_beta2) != (0.9, 0.999) or words.table.notice:
+    if (training.adam_beta1, training.adam_beta2) != (0.9, 0.999) or not words.defaults:
         words.put_said("adam-beta1", "adam-beta2")
     words.put_said_unless_default("adam-eps")
 
@@ -453,7 +456,8 @@ def _backend(job: Job) -> str:
     return "gloo" if job.cluster.device_type == "cpu" else "nccl"
 
 
-def _put_places(words: MegatronWords, job: Job, places: RunPlaces) -> None:
+def put_places(words: MegatronWords, job: Job, places: RunPlaces) -> None:
+    """Where the attempt reads and writes."""
     checkpoints = str(places.run / "checkpoints")
     words.put("save", checkpoints, "the run's folder")
     if places.load:

@@ -148,21 +148,28 @@ SET_BY: Mapping[str, str] = {
 
 
 class MegatronWords:
-    """Words and problems so far.
+    """Options with their values, and problems so far.
 
     Args:
         table: the options of the version.
         job: an option of its engine_args is its own word, and trainkit's is left out.
+        defaults: options with the version's own defaults are left out.
     """
 
-    def __init__(self, table: OptionTable, job: Job) -> None:
+    def __init__(self, table: OptionTable, job: Job, *, defaults: bool = True) -> None:
         self.table = table
         self.job = job
-        self.words: list[str] = []
+        self.defaults = defaults and not table.notice
+        self.options: list[tuple[Option, Value]] = []
         self.problems: list[Problem] = []
         self._given = {
             option.name for name in job.engine_args if (option := table.find(name)) is not None
         }
+
+    @property
+    def words(self) -> list[str]:
+        """Of the command line."""
+        return [word for option, value in self.options for word in option.words(value)]
 
     @property
     def version(self) -> str:
@@ -193,13 +200,13 @@ class MegatronWords:
                 f" {', '.join(str(choice) for choice in option.choices)}"
             )
             return
-        self.words += option.words(value)
+        self.options.append((option, value))
 
     def put_unless_default(self, name: str, value: Value, key: str) -> None:
         """As `put`, but for what the version takes by itself. Where its table is not of exactly
         that version, everything is said."""
         option = self.table.find(name)
-        if option is not None and not self.table.notice and _same(option, value):
+        if option is not None and self.defaults and _same(option, value):
             return
         self.put(name, value, key)
 

@@ -9,6 +9,7 @@ from trainkit.engines.rank.spec import RankSpec
 
 READERS: dict[str, EngineReader] = {
     "megatron-lm": megatron_lm,
+    "megatron-bridge": megatron_lm,
     "gpt-neox": gpt_neox,
     "nemo": nemo,
     "neuronx-nemo": neuronx_nemo,

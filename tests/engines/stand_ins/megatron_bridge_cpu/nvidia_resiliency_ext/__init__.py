@@ -1,0 +1,1 @@
+"""Its wheels ask for a newer glibc than there may be; Megatron-Bridge imports one name of it."""
