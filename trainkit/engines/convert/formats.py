@@ -128,6 +128,7 @@ ENGINE_FORMATS: Mapping[str, EngineFormat] = {
 }
 READ_FORMATS: Mapping[str, ReadFormat] = {
     **ENGINE_FORMATS,
+    "megatron-bridge": ReadFormat(megatron_lm.choose, megatron_lm.read),
     "torchtitan": ReadFormat(torchtitan.choose, torchtitan.read),
 }
 # whose order of samples an engine can read
@@ -135,6 +136,7 @@ SAMPLE_ORDERS: Mapping[str, str] = {
     "native": "any",
     "torchtitan": "native",
     "megatron-lm": "megatron",
+    "megatron-bridge": "megatron",
     "gpt-neox": "megatron",
 }
 # steps of a run begun with given weights whose loss an engine prints as a mean with others': from

@@ -22,6 +22,7 @@ from trainkit.engines.megatron_lm.words import SET_BY as MEGATRON_SET_BY
 from trainkit.engines.megatron_lm.words import MegatronWords
 from trainkit.engines.options import OptionTable, Value, check_engine_args
 from trainkit.jobs.schema import Job
+from trainkit.plan.layout import padded_vocab_size
 
 VANILLA = "vanilla_gpt_pretrain_config"
 RECIPE = "recipe"
@@ -170,6 +171,8 @@ OTHERS: Mapping[str, str] = {
     "inprocess_restart.enabled": "`invoke train`, whose supervisor starts ranks again",
     "ft.enable_ft_package": "`invoke train`, whose agents watch ranks",
 }
+# whose folders of Hugging Face's form it reads, of those that it trains here
+CAUSAL = ("llama", "mistral", "qwen2", "qwen3")
 # of `args`: a run would end, begin or save elsewhere than its records say
 NEVER_RAW = ("checkpoint.save", "checkpoint.load", "train.train_iters", "train.train_samples")
 
@@ -233,9 +236,32 @@ def _own_problems(job: Job) -> Iterator[Problem]:
             f" positions as a sample has, {job.model.seq_length}",
             hint="leave max_position_embeddings out",
         )
+    if job.init_from:
+        yield from _initial_problems(job)
     for word in job.args:
         if word.lstrip("+~").partition("=")[0] in NEVER_RAW:
             yield Problem(f"args has {word}, which trainkit sets itself")
+
+
+def _initial_problems(job: Job) -> Iterator[Problem]:
+    """models/conversion/auto_bridge.py takes names that end with ForCausalLM, and
+    model_bridge.py no other number of rows than there are."""
+    model = job.model
+    if model.family not in CAUSAL:
+        yield Problem(
+            f"init_from: Megatron-Bridge reads no folder of family '{model.family}'",
+            hint=f"it reads those of {', '.join(CAUSAL)}; engine = 'native' has this one",
+        )
+    tokenizer = job.dataset.tokenizer
+    rows = model.vocab_size or (tokenizer.vocab_size if tokenizer else None)
+    divisor = model.make_vocab_size_divisible_by
+    tensor = job.parallelism.tensor_model_parallel_size
+    if rows and (padded := padded_vocab_size(rows, divisor, tensor)) != rows:
+        yield Problem(
+            f"init_from: Megatron-Bridge pads a vocabulary of {rows} to {padded}, and fills no"
+            f" padding (models.{model.name}.make_vocab_size_divisible_by {divisor} x TP {tensor})",
+            hint="set make_vocab_size_divisible_by = 1, and a degree that divides the vocabulary",
+        )
 
 
 def _collected(job: Job, megatron: OptionTable) -> MegatronWords:
