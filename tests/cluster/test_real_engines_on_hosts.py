@@ -1,5 +1,5 @@
-"""Unmodified trees of GPT-NeoX, Megatron-LM and torchtitan over two hosts, by ssh, pdsh and Slurm:
-the losses of one machine, also after a host is lost. No tree named: see tests/engines/real.py."""
+"""Unmodified trees of GPT-NeoX, Megatron-LM, Megatron-Bridge and torchtitan over two hosts, by ssh,
+pdsh and Slurm: the losses of one machine, also after a host is lost. No tree named: see tests/engines/real.py."""
 
 from __future__ import annotations
 
@@ -17,7 +17,12 @@ from tests.conftest import wait_for
 from tests.engines.real import RealEngine, environment_toml, parameters, write_job
 
 pytestmark = pytest.mark.slow
-ENGINES = [*parameters("megatron-lm"), *parameters("gpt-neox"), *parameters("torchtitan")]
+ENGINES = [
+    *parameters("megatron-lm"),
+    *parameters("megatron-bridge"),
+    *parameters("gpt-neox"),
+    *parameters("torchtitan"),
+]
 ONE_THREAD = '{ OMP_NUM_THREADS = "1" }'
 
 

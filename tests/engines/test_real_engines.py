@@ -1,4 +1,4 @@
-"""Unmodified trees of GPT-NeoX and Megatron-LM train, are killed, and go on, under our agents.
+"""Unmodified trees of GPT-NeoX, Megatron-LM and Megatron-Bridge train, are killed, and go on, under our agents.
 
 They are slow (each rank imports torch and the engine), and run where tests/engines/real.py finds
 trees.
@@ -31,7 +31,7 @@ ranks_per_node = 2
 node_folder = "{folder}/node"
 env = {environment}
 """
-ENGINES = [*parameters("megatron-lm"), *parameters("gpt-neox")]
+ENGINES = [*parameters("megatron-lm"), *parameters("megatron-bridge"), *parameters("gpt-neox")]
 
 
 def project_of(tmp_path: Path, real: RealEngine) -> Project:
@@ -178,7 +178,8 @@ def engine_processes(run: Path) -> list[int]:
         except OSError:
             continue
         ours = f"TRAINKIT_RUN={run.name}/".encode() in environment
-        engines = b"pretrain_gpt.py" in command or b"train.py" in command
+        scripts = (b"pretrain_gpt.py", b"run_recipe.py", b"train.py")
+        engines = any(script in command for script in scripts)
         if ours and engines and alive(int(folder.name)):
             found.append(int(folder.name))
     return found
@@ -207,8 +208,9 @@ def test_asked_to_stop_it_is_stopped_and_goes_on(tmp_path: Path, real: RealEngin
 def test_a_run_that_its_engine_ends_early_has_failed(tmp_path: Path, real: RealEngine) -> None:
     """--exit-interval and the like: exit code 0, and training is not done."""
     project = project_of(tmp_path, real)
-    option = "exit-interval" if real.engine == "megatron-lm" else "exit_interval"
-    said = project.invoke("train", "tiny", "--set", f"engine_args.{option}=5", exit=9)
+    options = {"megatron-lm": "exit-interval", "megatron-bridge": "train.exit_interval"}
+    option = options.get(real.engine, "exit_interval")
+    said = project.invoke("train", "tiny", "--set", f'engine_args."{option}"=5', exit=9)
     assert "training is not done" in said.stdout + said.stderr
     why: dict[str, Any] = project.document("why", "last", exit=0)
     assert why["root_cause"]["type"] == "EngineEndedEarly"
