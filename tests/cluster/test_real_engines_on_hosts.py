@@ -1,5 +1,6 @@
 """Unmodified trees of GPT-NeoX, Megatron-LM, Megatron-Bridge and torchtitan over two hosts, by ssh,
-pdsh and Slurm: the losses of one machine, also after a host is lost. No tree named: see tests/engines/real.py."""
+pdsh and Slurm: the losses of one machine, also after a host is lost. No tree named: see
+tests/engines/real.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Real trees of GPT-NeoX, Megatron-LM, Megatron-Bridge and torchtitan for tests, where the caller names them.
+"""Real trees of GPT-NeoX, Megatron-LM, Megatron-Bridge and torchtitan for tests, where the caller
+names them.
 
 TRAINKIT_MEGATRON_SOURCE, TRAINKIT_BRIDGE_SOURCE, TRAINKIT_NEOX_SOURCE and
 TRAINKIT_TORCHTITAN_SOURCE name trees (several, separated by ":"), TRAINKIT_MEGATRON_PYTHON and so

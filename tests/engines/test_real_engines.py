@@ -1,4 +1,5 @@
-"""Unmodified trees of GPT-NeoX, Megatron-LM and Megatron-Bridge train, are killed, and go on, under our agents.
+"""Unmodified trees of GPT-NeoX, Megatron-LM and Megatron-Bridge train, are killed, and go on, under
+our agents.
 
 They are slow (each rank imports torch and the engine), and run where tests/engines/real.py finds
 trees.
