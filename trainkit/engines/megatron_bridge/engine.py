@@ -16,7 +16,13 @@ from trainkit.engines.contract import Command
 from trainkit.engines.foreign import EngineProgram, ForeignEngine, rank_command, run_name
 from trainkit.engines.imported import ImportedJob, ImportRequest
 from trainkit.engines.megatron_bridge.own_parser import OPTIONS, PARSER
-from trainkit.engines.megatron_bridge.words import Places, bridge_words, word_problems
+from trainkit.engines.megatron_bridge.words import (
+    MIXED,
+    RECIPE,
+    Places,
+    bridge_words,
+    word_problems,
+)
 from trainkit.engines.megatron_lm.data import data_of
 from trainkit.engines.megatron_lm.engine import (
     engine_environment,
@@ -94,6 +100,11 @@ class MegatronBridge(ForeignEngine):
         found = []
         if job.generate.model_fields_set:
             found.append("generate has no effect: a run of Megatron-Bridge ends without a sample")
+        if RECIPE in job.engine_args and MIXED not in job.engine_args:
+            found.append(
+                f"mixed_precision is that of {job.engine_args[RECIPE]} where training.precision is"
+                f" bf16: engine_args.{MIXED} says another"
+            )
         return found
 
     def is_its_file(self, path: Path, text: str) -> bool:
@@ -101,7 +112,11 @@ class MegatronBridge(ForeignEngine):
         return "run_recipe.py" in text or (path / SCRIPT).is_file()
 
     def import_job(self, request: ImportRequest) -> ImportedJob:
-        raise NotImplementedError
+        from trainkit.engines.megatron_bridge.import_recipe import import_recipe
+
+        table = load_table(self.name, request.version or newest_version(self.name))
+        megatron = load_table("megatron-lm", newest_version("megatron-lm"))
+        return import_recipe(request, table, megatron)
 
     def helper_folders(self, tree: Path, python: str) -> list[Path]:
         return [tree / CORE / "megatron/core/datasets"]

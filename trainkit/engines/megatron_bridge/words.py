@@ -106,14 +106,9 @@ ALWAYS: Mapping[str, Value] = {
     "model.normalization": "LayerNorm",
     "model.position_embedding_type": "learned_absolute",
     "model.share_embeddings_and_output_weights": True,
-    "model.num_query_groups": None,
-    "model.kv_channels": None,
-    "model.ffn_hidden_size": None,
     "model.rope_scaling": False,
     "model.seq_len_interpolation_factor": None,
     "model.bias_activation_fusion": True,
-    "model.bias_dropout_fusion": True,
-    "model.apply_rope_fusion": True,
     "model.recompute_granularity": None,
     "model.recompute_method": None,
     "model.recompute_num_layers": None,
@@ -130,6 +125,11 @@ ALWAYS: Mapping[str, Value] = {
     "checkpoint.async_save": False,
     "checkpoint.load": None,
     "tokenizer.use_tokenizer_vocab_size": True,
+}
+# that Megatron-LM has by itself; a recipe of a published model says which it has
+FUSIONS: Mapping[str, Value] = {
+    "model.bias_dropout_fusion": True,
+    "model.apply_rope_fusion": True,
 }
 # without a recipe of mixed precision; numbers are no override's, and its stages ask for a type
 FP32: Mapping[str, Value] = {
@@ -194,13 +194,13 @@ def set_by(table: OptionTable) -> Mapping[str, str]:
     """Fields that trainkit sets from a job, and the keys of jobs.toml that say them."""
     found = dict(OTHERS)
     for option, key in MEGATRON_SET_BY.items():
-        names = FIELDS.get(option) or tuple(SWITCHES.get(option, ())) or _of_name(option, table)
+        names = FIELDS.get(option) or tuple(SWITCHES.get(option, ())) or field_of(option, table)
         found |= {each: key for each in names if each != MIXED}
     return found
 
 
-def _of_name(option: str, table: OptionTable) -> tuple[str, ...]:
-    """The field of an option's name; none where there is no such."""
+def field_of(option: str, table: OptionTable) -> tuple[str, ...]:
+    """The field that has an option's name; none where there is no such."""
     name = option.replace("-", "_")
     fields = (f"{section}.{name}" for section in SECTIONS)
     return tuple(each for each in fields if each in table.options)[:1]
@@ -288,9 +288,21 @@ def bridge_words(
     put_places(said, said.job, places)
     put_data(said, said.job, data)
     values = {**ALWAYS, **(FP32 if job.training.precision == "fp32" else {})}
+    if RECIPE not in job.engine_args:
+        values |= FUSIONS
+    recipe = str(job.engine_args.get(RECIPE, VANILLA))
+    # of swiglu alone; and a recipe of bf16 may compute in 8 bits what it has chosen
+    spared = {"no-bias-swiglu-fusion"} if not job.model.mlp.gated else set()
+    spared |= {"bf16"} if recipe != VANILLA else set()
     for option, value in said.options:
-        if option.name != "no-bias-swiglu-fusion" or job.model.mlp.gated:
+        if option.name not in spared:
             values |= _values(option.name, value, table)
+    model = job.model
+    values |= {
+        "model.kv_channels": model.head_size,
+        "model.ffn_hidden_size": model.ffn_width,
+        "model.num_query_groups": model.query_groups,
+    }
     if chunks := job.parallelism.virtual_pipeline_model_parallel_size:
         values["model.virtual_pipeline_model_parallel_size"] = chunks
     values["checkpoint.most_recent_k"] = job.checkpoint.keep_last
@@ -301,7 +313,7 @@ def bridge_words(
     values |= {key: value for key, value in job.engine_args.items() if key != RECIPE}
     return (
         "--recipe",
-        str(job.engine_args.get(RECIPE, VANILLA)),
+        recipe,
         "--mode",
         "pretrain",
         "--dataset",
@@ -317,7 +329,7 @@ def _values(option: str, value: Value, table: OptionTable) -> Mapping[str, Value
         return SWITCHES[option]
     if option in PER_SPLIT:
         return {}
-    names = FIELDS.get(option, _of_name(option, table))
+    names = FIELDS.get(option, field_of(option, table))
     if not names and option not in FIELDS:
         raise ConfigError(f"Megatron-Bridge {table.version} has no field for --{option}")
     return dict.fromkeys(names, value)

@@ -83,13 +83,13 @@ def import_megatron(text: str, name: str, table: OptionTable) -> ImportedJob:
     options = parsed(command.words, table)
     options.not_taken += [f"{each}: its value is not in the file" for each in command.unknown]
     options.not_taken += [*command.notes, *filter(None, [table.notice])]
-    model = _model(options)
-    training = _training(options)
-    parallelism = _parallelism(options, model)
+    model = model_of(options)
+    training = training_of(options)
+    parallelism = parallelism_of(options, model)
     job = torchrun_nodes(command.before, options.not_taken)
     if environment := _environment(command.environment, options):
         job["env"] = environment
-    dataset, tokenizer = _data(options)
+    dataset, tokenizer = data_of_script(options)
     if options.flag("mock-data"):
         job["dataset"] = "mock"
         dataset = {}
@@ -124,7 +124,8 @@ def _taken(options: Options, section: str, into: dict[str, object]) -> None:
             into.setdefault(leaf, default)
 
 
-def _model(options: Options) -> dict[str, object]:
+def model_of(options: Options) -> dict[str, object]:
+    """Keys of [models.X]. Raises ConfigError where the options say no model."""
     model: dict[str, object] = {"family": _family(options)}
     _taken(options, "model", model)
     for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length"):
@@ -190,7 +191,8 @@ def _spelled(name: str, value: str | None) -> str:
     return f"no --{name}" if value is None else f"--{name} {value}".rstrip()
 
 
-def _training(options: Options) -> dict[str, object]:
+def training_of(options: Options) -> dict[str, object]:
+    """Keys of [jobs.X.training]."""
     training: dict[str, object] = {"precision": "fp32"}
     for precision in ("fp16", "bf16"):
         if precision in options.given:
@@ -259,7 +261,8 @@ def _iterations(samples: int, batch: int, ramp: object) -> int:
     return iterations + max(0, samples - consumed) // batch
 
 
-def _parallelism(options: Options, model: dict[str, object]) -> dict[str, object]:
+def parallelism_of(options: Options, model: dict[str, object]) -> dict[str, object]:
+    """Keys of [jobs.X.parallelism]."""
     parallelism: dict[str, object] = {}
     comm = options.given.get("cp-comm-type")
     if comm is not None and comm not in (["p2p"], ["a2a"]):
@@ -286,7 +289,7 @@ def _parallelism(options: Options, model: dict[str, object]) -> dict[str, object
     return parallelism
 
 
-def _data(options: Options) -> tuple[dict[str, object], dict[str, object]]:
+def data_of_script(options: Options) -> tuple[dict[str, object], dict[str, object]]:
     """The dataset and its tokenizer."""
     tokenizer: dict[str, object] = {}
     if {"vocab-file", "merge-file"} <= set(options.given):
