@@ -125,6 +125,7 @@ NAMES_ONE = {  # and the few that remain, each with its reason
     "engines/extract_options.py": "reads trees for engines/option_tables, by hand",
     "jobs/models.py": "a family of models of that name",
     "engines/neuronx_nemo/engine.py": "nemo is a package of its tree",
+    "engines/megatron_bridge/engine.py": "Megatron-LM is a submodule of its tree",
     "launch/supervise/host_consistency.py": "imports native: which torch the trainer takes",
     "stages/precompile.py": "imports native: the stage is the trainer's own",
 }

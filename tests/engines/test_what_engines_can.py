@@ -37,7 +37,10 @@ BASE = {
     "nemo": "nemo-gpt3-5b",
     "neuronx-nemo": "neuron-gpt3-23b",
     "torchtitan": "llama-8b",
+    "megatron-bridge": "llama-8b",
 }
+# over that job, which has ZeRO 3
+MORE = {"megatron-bridge": ("parallelism.zero_stage=1",)}
 PLAIN = ("training.compile=false", "model.attention_dropout=0.0", "model.hidden_dropout=0.0")
 P = "parallelism."
 TENSOR = f"{P}tensor_model_parallel_size=2"
@@ -88,7 +91,7 @@ JOBS = load(ROOT, environ={})
 
 def objections(jobs: Jobs, engine: str, sets: tuple[str, ...]) -> set[str]:
     """What plan and engine say of a job, but for the memory of its chip."""
-    own = [f'engine="{engine}"', *PLAIN, *sets]
+    own = [f'engine="{engine}"', *PLAIN, *MORE.get(engine, ()), *sets]
     job = jobs.resolve(BASE[engine], own).job
     found = make_plan(job, 50304, rules=ENGINES[engine].rules).objections
     said = {each.message for each in found if "GiB" not in each.message}

@@ -89,7 +89,10 @@ class Job(Table):
         ),
     )
     args: Strings = Field(
-        (), description="words added to the engine's command line as they are (megatron-lm)"
+        (),
+        description=(
+            "words added to the engine's command line as they are (megatron-lm, megatron-bridge)"
+        ),
     )
     precompile: bool = Field(
         False,
@@ -192,8 +195,8 @@ class Job(Table):
                 f"engine_source '{source.name}' is of engine {source.kind}, and engine ="
                 f" '{self.engine}'",
             )
-        if self.args and self.engine != "megatron-lm":
-            raise wrong("args", f"args are megatron-lm's; engine = '{self.engine}' takes none")
+        if self.args and self.engine not in ("megatron-lm", "megatron-bridge"):
+            raise wrong("args", f"args are Megatron's; engine = '{self.engine}' takes none")
         return self
 
     @model_validator(mode="after")

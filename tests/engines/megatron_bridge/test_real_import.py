@@ -29,6 +29,9 @@ RECIPES = [
     "gpt3_175b_pretrain_32gpu_h100_bf16_config",
 ]
 
+# a recipe without a model
+BARE = ("model.num_layers=2", "model.hidden_size=64", "model.num_attention_heads=4")
+
 
 @pytest.fixture(autouse=True)
 def on_cpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,12 +49,13 @@ def imported(engine: RealEngine, *words: str) -> ImportedJob:
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("engine", parameters("megatron-bridge"))
 def test_nothing_is_lost(engine: RealEngine, name: str) -> None:
-    found = imported(engine, f"recipe={name}")
+    words = BARE if name.startswith("vanilla") else ()
+    found = imported(engine, f"recipe={name}", *words)
     assert found.engine_args["recipe"] == name
     tables = [load_table(each, newest_version(each)) for each in ("megatron-bridge", "megatron-lm")]
     asked = Interpreter(engine.tree, engine.python)
     ours = asked.configuration(job_words(found, engine.tree, tables[0], tables[1]))
-    theirs = asked.configuration([f"--recipe={name}"])
+    theirs = asked.configuration([f"--recipe={name}", *words])
     named = {line.partition(" = ")[0] for line in found.not_taken} | set(PLACES)
     lost = {
         leaf: (theirs.get(leaf), ours.get(leaf))
@@ -80,16 +84,17 @@ def test_what_it_cannot_train_is_said(engine: RealEngine, words: tuple[str, ...]
 
 @pytest.mark.parametrize("engine", parameters("megatron-bridge"))
 def test_a_slurm_script(engine: RealEngine, tmp_path: Path) -> None:
-    """Its short options and overrides are over the recipe's, the caller's variables over its own."""
+    """Its own words are over the recipe's, the caller's variables over the script's."""
     (tmp_path / "run.sh").write_text(
         "export WANDB_API_KEY=abc\n"
         'RECIPE=${RECIPE:-"vanilla_gpt_pretrain_config"}\n'
         "srun torchrun --nnodes 4 --nproc_per_node=8 scripts/training/run_recipe.py \\\n"
-        " --recipe $RECIPE --mode pretrain -tp 2 --max_steps $STEPS train.manual_gc_interval=70 \\\n"
+        " --recipe $RECIPE --mode pretrain -tp 2 --max_steps $STEPS \\\n"
+        " train.manual_gc_interval=70 \\\n"
         " 'dataset.data_path=[0.3,/d/one,0.7,/d/two]' logger.wandb_project=p\n"
     )
-    words = (f"source={engine.tree}", f"python={engine.python}", "STEPS=70")
-    words += ("RECIPE=llama32_1b_pretrain_config",)
+    own = (f"source={engine.tree}", f"python={engine.python}")
+    words = (*own, "STEPS=70", "RECIPE=llama32_1b_pretrain_config")
     found = MegatronBridge().import_job(ImportRequest((tmp_path / "run.sh",), words))
     assert found.name == "llama32_1b_pretrain" and found.job["nodes"] == 4
     assert found.training["train_iters"] == 70

@@ -88,8 +88,10 @@ class MegatronBridge(ForeignEngine):
         return ".".join(map(str, numbers)) if numbers else None
 
     def megatron_table(self, job: Job) -> OptionTable:
-        """The options of the Megatron-LM that the tree has as a submodule."""
-        numbers = package_version(source_tree(job) / CORE / "megatron" / "core" / "package_info.py")
+        """The options of the Megatron-LM that the tree has as a submodule; the newest where it is
+        not here."""
+        info = Path(CORE) / "megatron" / "core" / "package_info.py"
+        numbers = package_version(source_tree(job) / info) if job.engine_source else None
         version = ".".join(map(str, numbers)) if numbers else newest_version("megatron-lm")
         return load_table("megatron-lm", f"core-{version.removeprefix('core-')}")
 

@@ -29,7 +29,7 @@ from trainkit.engines.megatron_bridge.words import (
     field_of,
     set_by,
 )
-from trainkit.engines.megatron_lm.data import MegatronData, data_of
+from trainkit.engines.megatron_lm.data import MegatronData
 from trainkit.engines.megatron_lm.import_script import (
     data_of_script,
     model_of,
@@ -51,6 +51,7 @@ REASONS = {
     "checkpoint.most_recent_k": "it keeps all, the job as checkpoint.keep_last says",
     "dataset._target_": "it names no text: dataset = 'mock', until the job names one",
     "optimizer.weight_decay": "what the scheduler says counts",
+    "tokenizer": "the job's tokens are made before: [tokenizers.X]",
 }
 OF_OTHER_MODELS = ("model.moe", "model.mla", "model.mtp")
 # what belongs to a run or a machine, or follows from other fields
@@ -276,7 +277,7 @@ def _job(
         model["rope_scaling"] = {"type": "llama3", "factor": float(factor[0]), **LLAMA3}
     rows = leaves.get("model.vocab_size")
     if rows is None or leaves.get("tokenizer.use_tokenizer_vocab_size"):
-        rows = leaves.get("tokenizer.vocab_size")
+        rows = leaves.get("tokenizer.vocab_size") or rows
     if isinstance(rows, int):
         model["vocab_size"] = rows
     training = training_of(options)
@@ -288,7 +289,9 @@ def _job(
     job = torchrun_nodes(command.before, options.not_taken)
     options.given |= _data_words(leaves)
     dataset, _ = data_of_script(options)
-    if not dataset:
+    if dataset:
+        options.not_taken.append("datasets.X.tokenizer: name that of its tokens")
+    else:
         job["dataset"] = "mock"
     if project:
         job["wandb"] = {"project": project[0]}
@@ -335,11 +338,18 @@ def job_words(
     found: ImportedJob, tree: Path, table: OptionTable, megatron: OptionTable
 ) -> tuple[str, ...]:
     """Those that the job would be started with."""
+    from trainkit.data.order.resolve_pairs import SplitPair
+
+    # its text is not here, and has no tokenizer yet
+    plain = replace(found, dataset={}, job={**found.job, "dataset": "mock"})
     with tempfile.TemporaryDirectory(prefix="recipe-") as folder:
-        text = JOBS.format(source=json.dumps(str(tree.absolute()))) + found.to_toml("there")
+        text = JOBS.format(source=json.dumps(str(tree.absolute()))) + plain.to_toml("there")
         (Path(folder) / "jobs.toml").write_text(text, encoding="utf-8")
         job: Job = load(Path(folder), environ={}).resolve(found.name, ()).job
-        data = data_of(job) if found.dataset else MegatronData({}, None, mock=True)
+    data = MegatronData({}, None, mock=True)
+    if found.dataset:
+        pair = SplitPair(found.name, Path("/text"), "1,0,0", True, found.name, None)
+        data = MegatronData({"train": (pair,)}, str(found.dataset["split"]))
     return bridge_words(job, table, megatron, data, Places(Path("/run"), "run"))
 
 
@@ -356,9 +366,11 @@ def _differences(
         if value == mine:
             continue
         option = table.options.get(name)
-        if option and name not in own and value is not None and not wrong_value(option, value):
+        sayable = value is not None and not name.startswith("tokenizer.")
+        if option and name not in own and sayable and not wrong_value(option, value):
             engine_args[name] = value
         else:
-            why = REASONS.get(name, f"the job has {json.dumps(mine)}")
+            why = REASONS.get(name.partition(".")[0]) or REASONS.get(name)
+            why = why or f"the job has {json.dumps(mine)}"
             lines.append(f"{name} = {json.dumps(value)}: {why}")
     return engine_args, lines
