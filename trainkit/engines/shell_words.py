@@ -73,16 +73,21 @@ class ShellCommand:
     notes: list[str] = field(default_factory=list)
 
 
+# of torchrun and of deepspeed
+_NODES = ("nnodes", "num-nodes")
+_HOSTS = ("nproc-per-node", "num-gpus", "hostfile", "H", "include", "i", "exclude", "e")
+
+
 def torchrun_nodes(before: Sequence[str], not_taken: list[str]) -> dict[str, object]:
-    """`nodes` of a job, by the words before torchrun's script; ranks of a node belong to the
-    cluster, and are named in `not_taken`."""
+    """`nodes` of a job, by the words before the script of torchrun or deepspeed; hosts and ranks of
+    a node belong to the cluster, and are named in `not_taken`."""
     job: dict[str, object] = {}
     words = [part for word in before for part in word.split("=", 1)]
     for word, value in itertools.pairwise(words):
-        name = word.lstrip("-").replace("_", "-")
-        if name == "nnodes" and value.isdigit():
+        name = word.lstrip("-").replace("_", "-") if word.startswith("-") else ""
+        if name in _NODES and value.isdigit():
             job["nodes"] = int(value)
-        elif name in ("nnodes", "nproc-per-node"):
+        elif name in (*_NODES, *_HOSTS):
             not_taken.append(f"{word} {value}: hosts and their ranks stand in [clusters.X]")
     return job
 

@@ -17,6 +17,7 @@ from trainkit.engines.gpt_neox.arguments import Values, both_configurations, dec
 from trainkit.engines.gpt_neox.config import NeoxData, neox_config, yaml_text
 from trainkit.engines.gpt_neox.engine import GptNeox
 from trainkit.engines.gpt_neox.import_yaml import import_neox, read_yaml
+from trainkit.engines.imported import ImportRequest
 from trainkit.jobs.load import Jobs, load
 from trainkit.jobs.schema import Job
 from trainkit.runs.folder import RunFolder
@@ -135,6 +136,31 @@ def test_the_published_form_is_read(tmp_path: Path) -> None:
     said = "\n".join(left)
     assert "num_workerz = 3: gpt-neox 2.0.0 has no such option" in said and "num_workers" in said
     assert "save = 'checkpoints': a run keeps its checkpoints in its own folder" in said
+
+
+def test_a_script_names_its_files(tmp_path: Path) -> None:
+    """As deepy.py reads them: below -d, with or without their ending."""
+    (tmp_path / "configs").mkdir()
+    model = "num_layers: 2\nhidden_size: 64\nnum_attention_heads: 4\nseq_length: 64\n"
+    model += "max_position_embeddings: 64\ntrain_iters: 10\nlr_decay_iters: 10\n"
+    (tmp_path / "configs" / "19M.yml").write_text(model)
+    (tmp_path / "configs" / "local.yml").write_text("log_interval: 7\n")
+    script = tmp_path / "scripts" / "run.sh"
+    script.parent.mkdir()
+    script.write_text(
+        "export WANDB_API_KEY=abc\nSIZE=${SIZE:-2B}\n"
+        "python ./deepy.py train.py -d configs $SIZE local.yml\n"
+    )
+    assert GptNeox().is_its_file(script, script.read_text())
+    found = GptNeox().import_job(ImportRequest((script,), ("SIZE=19M",)))
+    assert found.name == "run" and found.model["num_layers"] == 2
+    assert found.training["log_interval"] == 7
+    assert "abc" not in found.to_toml()
+    with pytest.raises(ConfigError, match=r"configs/2B\.yml, configs/local\.yml, which are not"):
+        GptNeox().import_job(ImportRequest((script,)))
+    script.write_text("deepspeed train.py\n")
+    with pytest.raises(ConfigError, match=r"runs deepy\.py"):
+        GptNeox().import_job(ImportRequest((script,)))
 
 
 def test_flash_attention_is_written_layer_by_layer(tmp_path: Path) -> None:

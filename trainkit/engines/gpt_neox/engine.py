@@ -37,11 +37,14 @@ from trainkit.engines.own_parser import CHECKED, REFUSAL, OwnParser
 from trainkit.engines.rank import gpt_neox as reader
 from trainkit.engines.rank.spec import RequiredModule
 from trainkit.engines.requirements import required_versions
+from trainkit.engines.shell_words import find_command
 from trainkit.engines.sources import engine_python, source_of, source_tree, text_of
 from trainkit.jobs.schema import Job
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.world import HOSTFILE
 
+LAUNCHER = "deepy.py"
+YAML = (".yml", ".yaml")
 INSTALL = "`pip install -r requirements/requirements.txt` of its tree, or engines.X.venv"
 MODULES = (
     RequiredModule("torch", "install a build of torch for this machine"),
@@ -84,6 +87,37 @@ def _parser_words(job: Job, command: Command, folder: Path) -> Sequence[str]:
     config = folder / f"{job.name}.yml"
     config.write_text(command.files[f"launch/{config.name}"])
     return str(config), str(job.world_size)
+
+
+def _files_of(script: Path, caller: Mapping[str, str]) -> tuple[list[Path], list[str]]:
+    """The YAML files that a script gives to deepy.py, below its folder or one above, and what else
+    it says. Raises ConfigError where it runs no deepy.py, or a file is not there."""
+    try:
+        command = find_command(script.read_text(encoding="utf-8"), LAUNCHER, caller)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{script} cannot be read: {error}") from None
+    if command is None:
+        raise ConfigError(f"nothing in {script} runs {LAUNCHER}")
+    folder = Path()
+    names = []
+    words = iter(command.words)
+    for word in words:
+        if word in ("-d", "--conf_dir"):
+            folder = Path(next(words, ""))
+        elif not word.startswith("-") and not word.endswith(".py"):
+            name = folder / word
+            names.append(name if name.suffix in YAML else name.with_name(f"{name.name}.yml"))
+    above = script.absolute().parents
+    base = next((each for each in above if all((each / n).is_file() for n in names)), None)
+    if base is None or not names:
+        raise ConfigError(
+            f"{script} gives {LAUNCHER} {', '.join(map(str, names)) or 'no file'}, which"
+            f" {'is' if len(names) < 2 else 'are'} not below {script.absolute().parent}",
+            hint="name the YAML files themselves: invoke import A.yml,B.yml",
+        )
+    left = [*command.notes, *(f"{each}: its value is not in the file" for each in command.unknown)]
+    left += [f"export {name}: set it in env, or in clusters.X.env" for name in command.environment]
+    return [base / name for name in names], left
 
 
 class GptNeox(ForeignEngine):
@@ -169,13 +203,19 @@ class GptNeox(ForeignEngine):
         return any(given.get(name) is True for name in FUSIONS)
 
     def is_its_file(self, path: Path, text: str) -> bool:
-        return path.suffix in (".yml", ".yaml")
+        return path.suffix in YAML or LAUNCHER in text
 
     def import_job(self, request: ImportRequest) -> ImportedJob:
         from trainkit.engines.gpt_neox.import_yaml import import_neox
 
-        request.refuse_words("GPT-NeoX's files")
-        return import_neox(request.paths, request.job_name, request.version)
+        path = request.paths[0]
+        if path.suffix in YAML:
+            request.refuse_words("GPT-NeoX's files")
+            return import_neox(request.paths, request.job_name, request.version)
+        caller = dict(word.split("=", 1) for word in request.words)
+        paths, not_taken = _files_of(request.only_file("GPT-NeoX's script"), caller)
+        found = import_neox(paths, request.job_name, request.version)
+        return replace(found, not_taken=(*found.not_taken, *not_taken))
 
     def command(self, job: Job, run: RunFolder, attempt: int) -> Command:
         table = self.known_table(job)

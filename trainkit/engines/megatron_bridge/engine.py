@@ -27,12 +27,11 @@ from trainkit.engines.megatron_lm.data import data_of
 from trainkit.engines.megatron_lm.engine import (
     engine_environment,
     refuse_empty_splits,
-    whole_steps,
 )
 from trainkit.engines.megatron_lm.rules import RULES as MEGATRON_RULES
 from trainkit.engines.options import OptionTable, load_table, newest_version
 from trainkit.engines.own_parser import OwnParser
-from trainkit.engines.rank import megatron_lm as reader
+from trainkit.engines.rank import megatron_bridge as reader
 from trainkit.engines.rank.spec import RequiredModule
 from trainkit.engines.requirements import required_versions
 from trainkit.engines.sources import engine_python, package_version, source_of, source_tree
@@ -127,8 +126,9 @@ class MegatronBridge(ForeignEngine):
         table = self.table_of(job)
         data = data_of(job)
         refuse_empty_splits(job, data)
+        saved = reader.found_checkpoints(run.checkpoints)
         step = reader.tracked_step(run.checkpoints)
-        if step not in whole_steps(run):
+        if step not in {each.step for each in saved if not each.problems}:
             step = None
         weights = weights_folder(job) if job.init_from and step is None else None
         places = Places(run.path, run_name(run), step is not None, step, weights)

@@ -250,7 +250,7 @@ class MegatronLm(ForeignEngine):
         data = data_of(job)
         if table.version != "2021":
             refuse_empty_splits(job, data)
-        can_load = reader.tracked_step(run.checkpoints) in whole_steps(run)
+        can_load = reader.tracked_step(run.checkpoints) in _whole_steps(run)
         places = RunPlaces(run.path, run_name(run), load=can_load)
         words = megatron_argv(job, table, data, places)
         tree = source_tree(job)
@@ -270,12 +270,12 @@ class MegatronLm(ForeignEngine):
     def saved_degrees(self, run: RunFolder) -> tuple[Path, Mapping[str, int]] | None:
         """Of ckpt-format torch."""
         tracked = reader.tracked_step(run.checkpoints)
-        folder = whole_steps(run).get(-1 if tracked is None else tracked)
+        folder = _whole_steps(run).get(-1 if tracked is None else tracked)
         degrees = None if folder is None else reader.saved_degrees(folder)
         return None if folder is None or degrees is None else (folder, degrees)
 
 
-def whole_steps(run: RunFolder) -> dict[int, Path]:
+def _whole_steps(run: RunFolder) -> dict[int, Path]:
     """The folders of whole checkpoints by their steps."""
     return {
         found.step: found.folder

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from trainkit.engines.rank import gpt_neox, megatron_lm, nemo, neuronx_nemo, torchtitan
+from trainkit.engines.rank import (
+    gpt_neox,
+    megatron_bridge,
+    megatron_lm,
+    nemo,
+    neuronx_nemo,
+    torchtitan,
+)
 from trainkit.engines.rank.contract import EngineReader, LineReader, Reading
 from trainkit.engines.rank.nemo_lines import NemoLines
 from trainkit.engines.rank.spec import RankSpec
 
 READERS: dict[str, EngineReader] = {
     "megatron-lm": megatron_lm,
-    "megatron-bridge": megatron_lm,
+    "megatron-bridge": megatron_bridge,
     "gpt-neox": gpt_neox,
     "nemo": nemo,
     "neuronx-nemo": neuronx_nemo,
