@@ -45,12 +45,15 @@ def sets_of(family: str) -> list[str]:
 def test_it_computes_what_native_computes(
     engine: RealEngine, tmp_path: Path, family: str, precision: str
 ) -> None:
-    """From the same weights, on the same samples: `diff-engines`."""
+    """From the same weights, on the same samples: `diff-engines`. In bf16 its checkpoint has the
+    rounded weights, so that tensors are apart by that."""
     project: Project = project_of(tmp_path, engine)
     sets = [*sets_of(family), f'--set=training.precision="{precision}"']
     tolerance = 1e-3 if precision == "fp32" else 1e-2
     asked = ("diff-engines", "tiny", "--engines=native,megatron-bridge", "--steps=5", *sets)
-    found = project.document(*asked, f"--tolerance={tolerance}")
+    ends = 0 if precision == "fp32" else 7
+    found = project.document(*asked, f"--tolerance={tolerance}", exit=ends)
+    assert found["first"] == {"lm_loss": None, "grad_norm": None}
     losses = max(each["relative"] for each in found["steps"] if each["number"] == "lm_loss")
     norms = max(each["relative"] for each in found["steps"] if each["number"] == "grad_norm")
     moved = max(each["parts"] for each in found["tensors"])
