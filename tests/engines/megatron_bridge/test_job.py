@@ -154,6 +154,13 @@ def test_a_tree_without_its_submodule_is_named(project: Project, tmp_path: Path)
     assert "it has no 3rdparty/Megatron-LM/pretrain_gpt.py" in " ".join(done.stderr.split())
 
 
+def test_an_older_version_is_refused(project: Project, tmp_path: Path) -> None:
+    info = tmp_path / "bridge" / "src" / "megatron" / "bridge" / "package_info.py"
+    info.write_text("MAJOR = 0\nMINOR = 5\nPATCH = 1\n")
+    done = project.invoke("train", "tiny", "--dry-run", exit=3)
+    assert "Megatron-Bridge 0.5.1: this version of trainkit" in " ".join(done.stderr.split())
+
+
 def test_its_fields_are_in_the_table() -> None:
     table = load_table("megatron-bridge", newest_version("megatron-bridge"))
     names = {*ALWAYS, *FUSIONS, *FP32, *OTHERS}

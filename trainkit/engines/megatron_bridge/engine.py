@@ -29,7 +29,7 @@ from trainkit.engines.megatron_lm.engine import (
     refuse_empty_splits,
 )
 from trainkit.engines.megatron_lm.rules import RULES as MEGATRON_RULES
-from trainkit.engines.options import OptionTable, load_table, newest_version
+from trainkit.engines.options import OptionTable, load_table, newest_version, release
 from trainkit.engines.own_parser import OwnParser
 from trainkit.engines.rank import megatron_bridge as reader
 from trainkit.engines.rank.spec import RequiredModule
@@ -57,7 +57,7 @@ MODULES = tuple(
         "megatron.energon",
     )
 )
-TRIED = (0, 6)
+OLDEST = (0, 6)  # whose run_recipe.py takes these words
 RULES = replace(MEGATRON_RULES, engine="megatron-bridge", deletes_old=True)
 
 
@@ -95,7 +95,17 @@ class MegatronBridge(ForeignEngine):
         return load_table("megatron-lm", f"core-{version.removeprefix('core-')}")
 
     def option_problems(self, job: Job, table: OptionTable) -> list[Problem]:
-        return word_problems(job, table, self.megatron_table(job))
+        found = word_problems(job, table, self.megatron_table(job))
+        version = self.version_of(job) if job.engine_source else None
+        if version is not None and release(version)[:2] < OLDEST:
+            found.append(
+                Problem(
+                    f"Megatron-Bridge {version}: this version of trainkit writes the words of 0.6"
+                    " and later",
+                    hint=f"give engines.{source_of(job).name}.source a newer tree",
+                )
+            )
+        return found
 
     def version_notes(self, job: Job, table: OptionTable) -> list[str]:
         found = []
