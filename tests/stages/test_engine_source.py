@@ -350,3 +350,32 @@ def test_two_at_once_clone_once(
     first.join()
     second.join()
     assert found[0] == "it was never cloned" and "when it was cloned" in found[1]
+
+
+def test_a_submodule_that_the_engine_needs_is_fetched(
+    stage: Bringer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Megatron-Bridge's Megatron-LM, and no other that its tree may have."""
+    monkeypatch.setenv("GIT_CONFIG_COUNT", "1")
+    monkeypatch.setenv("GIT_CONFIG_KEY_0", "protocol.file.allow")
+    monkeypatch.setenv("GIT_CONFIG_VALUE_0", "always")
+    core = repository(tmp_path / "core")
+    other = repository(tmp_path / "other")
+    bridge = repository(
+        tmp_path / "bridge",
+        {
+            "scripts/training/run_recipe.py": "",
+            "src/megatron/bridge/package_info.py": "MAJOR = 0\nMINOR = 6\nPATCH = 1\n",
+        },
+    )
+    for source, place in ((core, "3rdparty/Megatron-LM"), (other, "3rdparty/Other")):
+        git(bridge, "submodule", "add", "-q", source.as_uri(), place)
+    wanted = commit(bridge, {})
+    job = job_of(tmp_path / "root", {"engine": "megatron-bridge", "source": bridge.as_uri()})
+    stage.bring(job)
+    tree = source_tree(job)
+    assert git(tree, "rev-parse", "HEAD") == wanted
+    assert (tree / "3rdparty/Megatron-LM/pretrain_gpt.py").is_file()
+    assert not list((tree / "3rdparty/Other").iterdir())
+    assert git(tree, "status", "--porcelain") == ""
+    assert stage.verdict(job).fresh

@@ -3,6 +3,7 @@ ours on every rank, which reads what it prints and judges how it ended."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from abc import ABC, abstractmethod
@@ -220,6 +221,8 @@ class ForeignEngine(ABC):
     traits: ClassVar[frozenset[str]] = frozenset()
     # whether it has graphs that are compiled before training
     compiles: ClassVar[bool] = False
+    # folders of its tree that are submodules, and needed
+    submodules: ClassVar[tuple[str, ...]] = ()
     # folders of its tree that are installed as wheels
     wheels: ClassVar[tuple[str, ...]] = ()
     # Python of one line that compiles its CUDA kernels as it does itself; "": it has none
@@ -270,7 +273,11 @@ class ForeignEngine(ABC):
         if missing := self.lacks(tree):
             raise ConfigError(
                 f"{tree} is not a tree of {self.name}: it has no {missing[0]}",
-                hint=f"set engines.X.source to the top folder of {self.name}, or to its git URL",
+                hint=(
+                    f"git -C {tree} submodule update --init"
+                    if missing[0].startswith(self.submodules)
+                    else f"set engines.X.source to the top folder of {self.name}, or to its git URL"
+                ),
             )
         version = self.version_in(tree)
         if version is None:
@@ -394,6 +401,15 @@ class ForeignEngine(ABC):
             write_text(tracker, self.tracks.format(step=max(whole)))  # without a newline, as theirs
         else:
             tracker.unlink(missing_ok=True)
+
+    def put_aside(self, run: RunFolder) -> None:
+        """Give checkpoints that cannot be loaded a name that is none of the engine's: it would
+        load the newest, count them as kept, delete whole ones for them, or save over them."""
+        for found in READERS[self.name].found_checkpoints(run.checkpoints):
+            if found.problems:
+                names = (f"damaged-{found.step}-{n}" for n in itertools.count(1))
+                free = next(name for name in names if not (run.checkpoints / name).exists())
+                found.folder.rename(run.checkpoints / free)
 
     def before_attempt(self, job: Job, run: RunFolder) -> None:
         """Rows of metrics after the checkpoint from which the engine will go on are taken back:

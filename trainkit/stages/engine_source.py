@@ -348,8 +348,9 @@ class _Clone:
         self._git("remote", "add", OUR_REMOTE, self.spec.source)
         commit = self._fetch()
         self._git("checkout", "--quiet", "--detach", commit, network=True)
-        if (self.folder / ".gitmodules").is_file():
-            self._git("submodule", "update", "--quiet", "--init", "--depth=1", network=True)
+        if parts := foreign_engine(self.spec.engine).submodules:
+            words = ("submodule", "update", "--quiet", "--init", "--depth=1", "--", *parts)
+            self._git(*words, network=True)
         found = self._git("rev-parse", "--verify", "HEAD").strip()
         if found != commit:
             raise TrainkitError(

@@ -43,9 +43,9 @@ def test_one_without_or_cut_short_is_damaged(place: Path, name: str, cut: int | 
     assert name in said
 
 
-def test_a_tracker_without_its_folder_is_said(place: Path) -> None:
-    for path in place.iterdir():
-        path.unlink()
-    place.rmdir()
+def test_no_tracker_counts(place: Path) -> None:
+    """They are written before the save is whole, and one may be empty."""
+    (place.parent / "latest_checkpointed_iteration.txt").write_text("")
+    assert own_problems(place) == []
     (found,) = megatron_bridge.found_checkpoints(place.parent)
-    assert "there is no such folder" in found.problems[0]
+    assert not any("latest" in said for said in found.problems)

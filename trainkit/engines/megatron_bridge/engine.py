@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from trainkit.base.errors import Problem
+from trainkit.base.files import write_text
 from trainkit.engines.contract import Command
 from trainkit.engines.foreign import EngineProgram, ForeignEngine, rank_command, run_name
 from trainkit.engines.imported import ImportedJob, ImportRequest
@@ -32,6 +33,7 @@ from trainkit.engines.megatron_lm.rules import RULES as MEGATRON_RULES
 from trainkit.engines.options import OptionTable, load_table, newest_version, release
 from trainkit.engines.own_parser import OwnParser
 from trainkit.engines.rank import megatron_bridge as reader
+from trainkit.engines.rank.megatron_lm import TRACKER
 from trainkit.engines.rank.spec import RequiredModule
 from trainkit.engines.requirements import required_versions
 from trainkit.engines.sources import engine_python, package_version, source_of, source_tree
@@ -76,8 +78,7 @@ class MegatronBridge(ForeignEngine):
     entry_files = (SCRIPT, "src/megatron/bridge/package_info.py", f"{CORE}/pretrain_gpt.py")
     keeps = "megatron-bridge keeps the newest, as many as checkpoint.keep_last says"
     traits = frozenset({"qk_norm", "add_qkv_bias", "activation"})
-    # training/utils/checkpoint_utils.py; with checkpoint.ckpt_step it looks whether it is there
-    tracker = "latest_checkpointed_iteration.txt"
+    submodules = (CORE,)
     parser = OwnParser(
         PARSER, _parser_words, "megatron-bridge's own dry run takes all {words} words", {}, OPTIONS
     )
@@ -129,6 +130,14 @@ class MegatronBridge(ForeignEngine):
         megatron = load_table("megatron-lm", newest_version("megatron-lm"))
         return import_recipe(request, table, megatron)
 
+    def ready_folder(self, run: RunFolder) -> None:
+        """Without a tracker it would begin anew (training/utils/checkpoint_utils.py,
+        checkpoint_exists), whatever step it is told."""
+        self.put_aside(run)
+        step = reader.tracked_step(run.checkpoints)
+        if step is not None:
+            write_text(run.checkpoints / TRACKER, str(step))
+
     def helper_folders(self, tree: Path, python: str) -> list[Path]:
         return [tree / CORE / "megatron/core/datasets"]
 
@@ -136,10 +145,7 @@ class MegatronBridge(ForeignEngine):
         table = self.table_of(job)
         data = data_of(job)
         refuse_empty_splits(job, data)
-        saved = reader.found_checkpoints(run.checkpoints)
         step = reader.tracked_step(run.checkpoints)
-        if step not in {each.step for each in saved if not each.problems}:
-            step = None
         weights = weights_folder(job) if job.init_from and step is None else None
         places = Places(run.path, run_name(run), step is not None, step, weights)
         megatron = self.megatron_table(job)

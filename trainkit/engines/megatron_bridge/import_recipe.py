@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -51,8 +52,11 @@ REASONS = {
     "checkpoint.most_recent_k": "it keeps all, the job as checkpoint.keep_last says",
     "dataset._target_": "it names no text: dataset = 'mock', until the job names one",
     "optimizer.weight_decay": "what the scheduler says counts",
+    "model.cp_comm_type": "null is p2p",
+    "env_vars": "trainkit sets what a deterministic run asks for",
     "tokenizer": "the job's tokens are made before: [tokenizers.X]",
 }
+SECRET = re.compile(r"(key|secret|password|token)$", re.IGNORECASE)
 OF_OTHER_MODELS = ("model.moe", "model.mla", "model.mtp")
 # what belongs to a run or a machine, or follows from other fields
 PLACES = (
@@ -105,6 +109,23 @@ def import_recipe(request: ImportRequest, table: OptionTable, megatron: OptionTa
 
     Raises ConfigError: nothing runs a recipe, it fails, or its model is of another kind.
     """
+    command, asked = _asked_for(request)
+    leaves = asked.configuration(command.words)
+    _refuse_other_models(leaves)
+    options = Options(megatron, dict(_options(leaves, table)))
+    options.not_taken += [f"{each}: its value is not in the file" for each in command.unknown]
+    options.not_taken += command.notes
+    found = _job(command, options, leaves, request)
+    engine_args = {RECIPE: _recipe(command.words)}
+    found = replace(found, engine_args=engine_args)
+    ours = asked.configuration(job_words(found, asked.tree, table, megatron))
+    more, lines = _differences(leaves, ours, table)
+    options.not_taken += lines
+    return replace(found, engine_args={**engine_args, **more}, not_taken=tuple(options.not_taken))
+
+
+def _asked_for(request: ImportRequest) -> tuple[ShellCommand, RecipeRunner]:
+    """The command line, and what understands it."""
     path = request.only_file("Megatron-Bridge")
     given = dict(word.split("=", 1) for word in request.words)
     own = {name: given.pop(name) for name in OWN_WORDS if name in given}
@@ -120,20 +141,12 @@ def import_recipe(request: ImportRequest, table: OptionTable, megatron: OptionTa
             "which recipe of which tree is not said",
             hint=f"{path},source=/opt/Megatron-Bridge,python=...,recipe=llama32_1b_pretrain_config",
         )
-    tree = Path(own["source"])
-    asked = Interpreter(tree, own.get("python", "python3"))
-    leaves = asked.configuration(command.words)
-    _refuse_other_models(leaves)
-    options = Options(megatron, dict(_options(leaves, table)))
-    options.not_taken += [f"{each}: its value is not in the file" for each in command.unknown]
-    options.not_taken += command.notes
-    found = _job(command, options, leaves, request)
-    engine_args = {RECIPE: _recipe(command.words)}
-    found = replace(found, engine_args=engine_args)
-    ours = asked.configuration(job_words(found, tree, table, megatron))
-    more, lines = _differences(leaves, ours, table)
-    options.not_taken += lines
-    return replace(found, engine_args={**engine_args, **more}, not_taken=tuple(options.not_taken))
+    mode = _said(command.words, "--mode")
+    if mode not in ("", "pretrain"):
+        raise ConfigError(
+            f"--mode {mode}: fine-tuning and adapters are not trained by this version of trainkit"
+        )
+    return command, RecipeRunner(Path(own["source"]), own.get("python", "python3"))
 
 
 def _command(path: Path, caller: Mapping[str, str]) -> ShellCommand:
@@ -148,12 +161,20 @@ def _command(path: Path, caller: Mapping[str, str]) -> ShellCommand:
 
 def _recipe(words: Sequence[str]) -> str:
     """The recipe's name, as run_recipe.py makes it of --model."""
-    said = [part for word in words for part in word.split("=", 1)]
-    pairs = dict(itertools.pairwise(said))
-    return pairs.get("--recipe") or f"{pairs.get('--model', '')}_pretrain_config"
+    return _said(words, "--recipe") or f"{_said(words, '--model')}_pretrain_config"
 
 
-class Interpreter:
+def _said(words: Sequence[str], option: str) -> str:
+    """The value of an option; "" where it is not there."""
+    parts = [part for word in words for part in word.split("=", 1)]
+    return dict(itertools.pairwise(parts)).get(option, "")
+
+
+def _is_secret(name: str) -> bool:
+    return bool(SECRET.search(name.partition("=")[0]))
+
+
+class RecipeRunner:
     """Bridge's own Python in its tree."""
 
     def __init__(self, tree: Path, python: str) -> None:
@@ -167,7 +188,8 @@ class Interpreter:
         paths += filter(None, [os.environ.get("PYTHONPATH")])
         with tempfile.TemporaryDirectory(prefix="recipe-") as folder:
             target = Path(folder) / "config.yaml"
-            last = ("--mode", "pretrain", "--dry-run", f"logger.save_config_filepath={target}")
+            last = ["--dry-run", f"logger.save_config_filepath={target}"]
+            last += [] if _said(words, "--mode") else ["--mode", "pretrain"]
             script = tree / "scripts" / "training" / SCRIPT
             try:
                 done = subprocess.run(
@@ -186,8 +208,11 @@ class Interpreter:
                 hint = ""
                 if "ModuleNotFoundError" in done.stderr or "ImportError" in done.stderr:
                     hint = "python=... names the interpreter that has what Megatron-Bridge asks for"
+                shown = " ".join(
+                    word.partition("=")[0] if _is_secret(word) else word for word in words
+                )
                 raise ConfigError(
-                    f"Megatron-Bridge in {tree} does not take {' '.join(words)}: {''.join(said)}",
+                    f"Megatron-Bridge in {tree} does not take {shown}: {''.join(said)}",
                     hint=hint,
                 )
             return dict(_flat(parse_yaml(target.read_text(encoding="utf-8"), SCRIPT)))
@@ -263,26 +288,9 @@ def _job(
     command: ShellCommand, options: Options, leaves: Leaves, request: ImportRequest
 ) -> ImportedJob:
     """All that has a key."""
-    rope = options.flag("use-rope-scaling")
-    factor = options.take("rope-scaling-factor")
-    traits = {key: options.flag(key) for key in ("qk-layernorm", "add-qkv-bias")}
-    squared = options.flag("squared-relu")
-    deterministic = options.flag("deterministic-mode")
     project = options.take("wandb-project")
-    model = model_of(options)
-    model |= {"qk_norm": "head"} if traits["qk-layernorm"] else {}
-    model |= {"add_qkv_bias": True} if traits["add-qkv-bias"] else {}
-    model |= {"activation": "squared-relu"} if squared else {}
-    if rope and factor:
-        model["rope_scaling"] = {"type": "llama3", "factor": float(factor[0]), **LLAMA3}
-    rows = leaves.get("model.vocab_size")
-    if rows is None or leaves.get("tokenizer.use_tokenizer_vocab_size"):
-        rows = leaves.get("tokenizer.vocab_size") or rows
-    if isinstance(rows, int):
-        model["vocab_size"] = rows
-    training = training_of(options)
-    if deterministic:
-        training["deterministic"] = True
+    model = _model(options, leaves)
+    training = _training(options)
     parallelism = parallelism_of(options, model)
     if isinstance(chunks := leaves.get(CHUNKS), int) and chunks > 1:
         parallelism["virtual_pipeline_model_parallel_size"] = chunks
@@ -311,6 +319,31 @@ def _job(
         training=training,
         dataset=dataset,
     )
+
+
+def _model(options: Options, leaves: Leaves) -> dict[str, object]:
+    flags = ("use-rope-scaling", "qk-layernorm", "add-qkv-bias", "squared-relu")
+    there = {flag: options.flag(flag) for flag in flags}
+    factor = options.take("rope-scaling-factor")
+    model = model_of(options)
+    model |= {"qk_norm": "head"} if there["qk-layernorm"] else {}
+    model |= {"add_qkv_bias": True} if there["add-qkv-bias"] else {}
+    model |= {"activation": "squared-relu"} if there["squared-relu"] else {}
+    if there["use-rope-scaling"] and factor:
+        model["rope_scaling"] = {"type": "llama3", "factor": float(factor[0]), **LLAMA3}
+    rows = leaves.get("model.vocab_size")
+    if rows is None or leaves.get("tokenizer.use_tokenizer_vocab_size"):
+        rows = leaves.get("tokenizer.vocab_size") or rows
+    return model | ({"vocab_size": rows} if isinstance(rows, int) else {})
+
+
+def _training(options: Options) -> dict[str, object]:
+    deterministic = options.flag("deterministic-mode")
+    training = training_of(options)
+    if training.get("lr_decay_style") == "WSD":  # config.py, _calculate_scheduler_steps
+        whole = training.get("lr_decay_iters") or training["train_iters"]
+        training.setdefault("lr_wsd_decay_iters", whole)
+    return training | ({"deterministic": True} if deterministic else {})
 
 
 def _data_words(leaves: Leaves) -> dict[str, list[str]]:
@@ -345,7 +378,10 @@ def job_words(
     with tempfile.TemporaryDirectory(prefix="recipe-") as folder:
         text = JOBS.format(source=json.dumps(str(tree.absolute()))) + plain.to_toml("there")
         (Path(folder) / "jobs.toml").write_text(text, encoding="utf-8")
-        job: Job = load(Path(folder), environ={}).resolve(found.name, ()).job
+        try:
+            job: Job = load(Path(folder), environ={}).resolve(found.name, ()).job
+        except ConfigError as error:  # of a file that nobody has
+            raise ConfigError([replace(each, place=None) for each in error.list]) from None
     data = MegatronData({}, None, mock=True)
     if found.dataset:
         pair = SplitPair(found.name, Path("/text"), "1,0,0", True, found.name, None)
@@ -367,7 +403,9 @@ def _differences(
             continue
         option = table.options.get(name)
         sayable = value is not None and not name.startswith("tokenizer.")
-        if option and name not in own and sayable and not wrong_value(option, value):
+        if _is_secret(name):
+            lines.append(f"{name}: a secret is not copied; name it in clusters.X.secrets")
+        elif option and name not in own and sayable and not wrong_value(option, value):
             engine_args[name] = value
         else:
             why = REASONS.get(name.partition(".")[0]) or REASONS.get(name)

@@ -7,6 +7,8 @@ from trainkit.engines.own_parser import CHECKED, PARSED, REFUSAL
 
 # of the packages that its interpreter does not have installed: a clone with its submodule
 PATHS = ("src", "3rdparty/Megatron-LM", "scripts/training")
+# the model's class, as the file has it
+GPT = "_target_: megatron.bridge.models.gpt_provider.GPTModelProvider"
 HERE = f"""
 import os, sys
 sys.path[:0] = [os.path.abspath(each) for each in {PATHS!r}]
@@ -16,6 +18,7 @@ sys.path[:0] = [os.path.abspath(each) for each in {PATHS!r}]
 OPTIONS = f"""{HERE}
 import dataclasses, enum, json, types, typing
 from megatron.bridge.recipes.gpt.vanilla_gpt import vanilla_gpt_pretrain_config
+from megatron.bridge.training.mixed_precision import MIXED_PRECISION_RECIPES
 
 KINDS = {{bool: "bool", int: "int", float: "float", str: "str"}}
 
@@ -59,17 +62,23 @@ def leaves(owner, value, name):
 
 recipe = vanilla_gpt_pretrain_config()
 found = {{"recipe": {{"type": "str"}}, **dict(leaves(type(recipe), recipe, ""))}}
+found["mixed_precision"] = {{"type": "str", "choices": sorted(MIXED_PRECISION_RECIPES)}}
 with open(sys.argv[1], "w", encoding="utf-8") as file:
     json.dump(found, file)
 os._exit(0)
 """
-# argv: the words of run_recipe.py. Its dry run writes the whole configuration into a file.
+# argv: the words of run_recipe.py, at last the file into which its dry run writes the whole
+# configuration.
 PARSER = f"""{REFUSAL}{HERE}
 import run_recipe
 try:
     run_recipe.parse_args(sys.argv[1:])
     print({PARSED!r}, flush=True)
     run_recipe.main([*sys.argv[1:], "--dry-run"])
+    with open(sys.argv[-1].partition("=")[2], encoding="utf-8") as file:
+        text = file.read()
+    if {GPT!r} not in text:
+        raise ValueError("its recipe is of another model than a GPT")
     print({CHECKED!r}, flush=True)
 except (AssertionError, ValueError, SystemExit) as error:
     refused(error)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from trainkit.base.errors import ConfigError, Problem, raise_problems
 from trainkit.engines.hydra_words import Override
-from trainkit.engines.job_values import counterpart_problems
+from trainkit.engines.megatron_lm.argv import NO_COUNTERPART as MEGATRON_NO_COUNTERPART
 from trainkit.engines.megatron_lm.argv import RunPlaces, collected, put_places
 from trainkit.engines.megatron_lm.data import SPLITS, MegatronData, put_data
 from trainkit.engines.megatron_lm.words import SET_BY as MEGATRON_SET_BY
@@ -106,6 +106,10 @@ ALWAYS: Mapping[str, Value] = {
     "model.normalization": "LayerNorm",
     "model.position_embedding_type": "learned_absolute",
     "model.share_embeddings_and_output_weights": True,
+    "model.num_moe_experts": None,
+    "model.mtp_num_layers": None,
+    "model.multi_latent_attention": False,
+    "model.pipeline_model_parallel_layout": None,
     "model.rope_scaling": False,
     "model.seq_len_interpolation_factor": None,
     "model.bias_activation_fusion": True,
@@ -126,23 +130,31 @@ ALWAYS: Mapping[str, Value] = {
     "checkpoint.load": None,
     "tokenizer.use_tokenizer_vocab_size": True,
 }
+# what needs the distributed optimizer (megatron/training/arguments.py, validate_args), as does
+# comm_overlap, which turns it on by itself (training/comm_overlap.py)
+GATHERS = ("ddp.overlap_param_gather", "optimizer.overlap_param_gather")
 # that Megatron-LM has by itself; a recipe of a published model says which it has
 FUSIONS: Mapping[str, Value] = {
     "model.bias_dropout_fusion": True,
     "model.apply_rope_fusion": True,
 }
 # without a recipe of mixed precision; numbers are no override's, and its stages ask for a type
+DTYPES = ("model.params_dtype", "model.pipeline_dtype", "optimizer.params_dtype")
 FP32: Mapping[str, Value] = {
     MIXED: None,
     "optimizer.bf16": False,
     "optimizer.fp16": False,
     "model.bf16": False,
     "model.fp16": False,
-    "model.pipeline_dtype": {"_target_": "torch.float32", "_call_": False},
+    "model.enable_autocast": False,
+    **{name: {"_target_": "torch.float32", "_call_": False} for name in DTYPES},
 }
 SCALES = "its recipe of fp16 has its own"
+NEWEST = "it keeps the newest only, keep_last"
 NO_COUNTERPART: Mapping[str, str] = {
-    "checkpoint.keep_every": "it keeps the newest only, keep_last",
+    **MEGATRON_NO_COUNTERPART,
+    "checkpoint.keep_best": NEWEST,
+    "checkpoint.keep_every": NEWEST,
     "training.max_skipped_in_a_row": "it counts skipped steps and goes on",
     "training.initial_loss_scale": SCALES,
     "training.min_loss_scale": SCALES,
@@ -150,17 +162,49 @@ NO_COUNTERPART: Mapping[str, str] = {
     "training.hysteresis": SCALES,
     "training.loss_scale": SCALES,
 }
+STAGES = "parallelism.pipeline_model_parallel_size"
+SUPERVISED = "`invoke train`, whose agents watch ranks and start them again"
 # more fields that trainkit sets, or that would undo what a job says
 OTHERS: Mapping[str, str] = {
     "dataset.blend": "dataset",
     "dataset.blend_per_split": "dataset",
+    "dataset.mock": "dataset = 'mock'",
     "dataset.sequence_length": "model.seq_length",
     "model.num_moe_experts": "model.moe.num_experts",
+    "model.pipeline_model_parallel_layout": STAGES,
+    "model.num_layers_in_first_pipeline_stage": STAGES,
+    "model.num_layers_in_last_pipeline_stage": STAGES,
+    "model.account_for_embedding_in_pipeline_split": STAGES,
+    "model.account_for_loss_in_pipeline_split": STAGES,
+    "model.enable_autocast": "training.precision",
+    **dict.fromkeys(DTYPES, "training.precision"),
     "model.vocab_size": "model.vocab_size",
     "tokenizer.use_tokenizer_vocab_size": "model.vocab_size",
     "checkpoint.most_recent_k": "checkpoint.keep_last",
     "checkpoint.ckpt_step": "`invoke resume`",
+    "checkpoint.finetune": "init_from",
+    "checkpoint.pretrained_checkpoint": "init_from",
+    "checkpoint.load_optim": "`invoke resume`, which goes on with all",
+    "checkpoint.load_rng": "`invoke resume`, which goes on with all",
+    "checkpoint.save_optim": "`invoke resume`, which goes on with all",
+    "checkpoint.save_rng": "`invoke resume`, which goes on with all",
+    "checkpoint.non_persistent_ckpt_type": "training.save_interval",
     "scheduler.max_steps": "training.lr_decay_iters",
+    "scheduler.lr_decay_steps": "training.lr_decay_iters",
+    "scheduler.lr_warmup_steps": "training.lr_warmup_iters",
+    "scheduler.wsd_decay_steps": "training.lr_wsd_decay_iters",
+    "train.rampup_batch_size": "training.rampup_batch_size",
+    "train.step_batch_size_schedule": "training.rampup_batch_size",
+    "train.decrease_batch_size_if_needed": "training.global_batch_size",
+    "train.skip_train": "training.train_iters",
+    "validation.skip_train": "training.train_iters",
+    "train.exit_signal": "`invoke cancel --save`",
+    "train.exit_signal_handler": "`invoke cancel --save`",
+    "logger.skip_train_metrics_log": "training.log_interval",
+    "ddp.use_megatron_fsdp": "parallelism.zero_stage",
+    "ddp.data_parallel_sharding_strategy": "parallelism.zero_stage",
+    "dist.use_megatron_fsdp": "parallelism.zero_stage",
+    "dist.use_torch_fsdp2": "parallelism.zero_stage",
     "train.num_epochs": "training.train_iters",
     "train.eval_iters": "training.eval_iters",
     "train.eval_interval": "training.eval_interval",
@@ -168,13 +212,11 @@ OTHERS: Mapping[str, str] = {
     "optimizer.fp16": "training.precision",
     "model.bf16": "training.precision",
     "model.fp16": "training.precision",
-    "inprocess_restart.enabled": "`invoke train`, whose supervisor starts ranks again",
-    "ft.enable_ft_package": "`invoke train`, whose agents watch ranks",
+    **dict.fromkeys(("inprocess_restart", "inprocess_restart.enabled"), SUPERVISED),
+    **dict.fromkeys(("ft", "ft.enable_ft_package"), SUPERVISED),
 }
 # whose folders of Hugging Face's form it reads, of those that it trains here
 CAUSAL = ("llama", "mistral", "qwen2", "qwen3")
-# of `args`: a run would end, begin or save elsewhere than its records say
-NEVER_RAW = ("checkpoint.save", "checkpoint.load", "train.train_iters", "train.train_samples")
 
 
 @dataclass(frozen=True)
@@ -216,19 +258,18 @@ def word_problems(job: Job, table: OptionTable, megatron: OptionTable) -> list[P
     """
     return [
         *check_engine_args(job, table, set_by(table)),
-        *counterpart_problems(job, "Megatron-Bridge", NO_COUNTERPART, {}),
-        *_own_problems(job),
+        *_own_problems(job, table),
         *_collected(job, megatron).problems,
     ]
 
 
-def _own_problems(job: Job) -> Iterator[Problem]:
+def _own_problems(job: Job, table: OptionTable) -> Iterator[Problem]:
     precision = job.training.precision
     mixed = str(job.engine_args.get(MIXED, precision))
-    if not mixed.startswith(precision):
+    if precision not in mixed:
         yield Problem(
             f"engine_args.{MIXED} = '{mixed}' with training.precision = '{precision}'",
-            hint=f"name a recipe that begins with {precision}",
+            hint=f"name a recipe of {precision}",
         )
     if job.model.architecture.learned_positions and job.model.positions != job.model.seq_length:
         yield Problem(
@@ -238,9 +279,16 @@ def _own_problems(job: Job) -> Iterator[Problem]:
         )
     if job.init_from:
         yield from _initial_problems(job)
+    own = set_by(table)
     for word in job.args:
-        if word.lstrip("+~").partition("=")[0] in NEVER_RAW:
-            yield Problem(f"args has {word}, which trainkit sets itself")
+        name = word.lstrip("+~").partition("=")[0]
+        if word.startswith("-"):
+            yield Problem(
+                f"args has {word}: options of run_recipe.py are trainkit's",
+                hint="args are fields, KEY=VALUE",
+            )
+        elif name in own:
+            yield Problem(f"args has {word}, which trainkit sets itself", hint=f"use {own[name]}")
 
 
 def _initial_problems(job: Job) -> Iterator[Problem]:
@@ -267,7 +315,8 @@ def _initial_problems(job: Job) -> Iterator[Problem]:
 def _collected(job: Job, megatron: OptionTable) -> MegatronWords:
     """What Megatron-LM would be told of the job, without what is of Bridge alone."""
     own: dict[str, object] = {"engine_args": {}, "args": (), "init_from": None}
-    return collected(MegatronWords(megatron, job.model_copy(update=own), defaults=False))
+    words = MegatronWords(megatron, job.model_copy(update=own), defaults=False)
+    return collected(words, "Megatron-Bridge", NO_COUNTERPART)
 
 
 def bridge_words(
@@ -287,25 +336,7 @@ def bridge_words(
     said = _collected(job, megatron)
     put_places(said, said.job, places)
     put_data(said, said.job, data)
-    values = {**ALWAYS, **(FP32 if job.training.precision == "fp32" else {})}
-    if RECIPE not in job.engine_args:
-        values |= FUSIONS
-    recipe = str(job.engine_args.get(RECIPE, VANILLA))
-    # of swiglu alone; and a recipe of bf16 may compute in 8 bits what it has chosen
-    spared = {"no-bias-swiglu-fusion"} if not job.model.mlp.gated else set()
-    spared |= {"bf16"} if recipe != VANILLA else set()
-    for option, value in said.options:
-        if option.name not in spared:
-            values |= _values(option.name, value, table)
-    model = job.model
-    values |= {
-        "model.kv_channels": model.head_size,
-        "model.ffn_hidden_size": model.ffn_width,
-        "model.num_query_groups": model.query_groups,
-    }
-    if chunks := job.parallelism.virtual_pipeline_model_parallel_size:
-        values["model.virtual_pipeline_model_parallel_size"] = chunks
-    values["checkpoint.most_recent_k"] = job.checkpoint.keep_last
+    values = _fields(job, said, table)
     values |= {"checkpoint.ckpt_step": places.step} if places.step is not None else {}
     values |= {"checkpoint.pretrained_checkpoint": str(places.weights)} if places.weights else {}
     if not (data.mock or data.split):
@@ -313,7 +344,7 @@ def bridge_words(
     values |= {key: value for key, value in job.engine_args.items() if key != RECIPE}
     return (
         "--recipe",
-        recipe,
+        str(job.engine_args.get(RECIPE, VANILLA)),
         "--mode",
         "pretrain",
         "--dataset",
@@ -321,6 +352,29 @@ def bridge_words(
         *(Override(name, value).word() for name, value in values.items()),
         *job.args,
     )
+
+
+def _fields(job: Job, said: MegatronWords, table: OptionTable) -> dict[str, Value]:
+    """All that the job says, but for data and places."""
+    named = RECIPE in job.engine_args
+    values = {**ALWAYS, **({} if named else FUSIONS)}
+    values |= FP32 if job.training.precision == "fp32" else {}
+    # of swiglu alone; and a recipe of bf16 may compute in 8 bits what it has chosen
+    spared = {"no-bias-swiglu-fusion"} if not job.model.mlp.gated else set()
+    spared |= {"bf16"} if named else set()
+    for option, value in said.options:
+        if option.name not in spared:
+            values |= _values(option.name, value, table)
+    if chunks := job.parallelism.virtual_pipeline_model_parallel_size:
+        values["model.virtual_pipeline_model_parallel_size"] = chunks
+    if not values["ddp.use_distributed_optimizer"]:
+        values |= {"comm_overlap": None, **dict.fromkeys(GATHERS, False)}
+    return values | {
+        "model.kv_channels": job.model.head_size,
+        "model.ffn_hidden_size": job.model.ffn_width,
+        "model.num_query_groups": job.model.query_groups,
+        "checkpoint.most_recent_k": job.checkpoint.keep_last,
+    }
 
 
 def _values(option: str, value: Value, table: OptionTable) -> Mapping[str, Value]:

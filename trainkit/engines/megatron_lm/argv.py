@@ -103,8 +103,18 @@ def argv_problems(job: Job, table: OptionTable) -> list[Problem]:
     return collected(words).problems
 
 
-def collected(words: MegatronWords) -> MegatronWords:
-    """The same with all that its job says, but for data and places."""
+def collected(
+    words: MegatronWords,
+    engine: str = "Megatron-LM",
+    without: Mapping[str, str] = NO_COUNTERPART,
+) -> MegatronWords:
+    """The same with all that its job says, but for data and places.
+
+    Args:
+        words: none so far.
+        engine: as messages name it.
+        without: keys that only have their default with it, and why.
+    """
     job = words.job
     _put_model(words, job.model)
     put_latents(words, job.model)
@@ -117,7 +127,7 @@ def collected(words: MegatronWords) -> MegatronWords:
     _put_parallelism(words, job)
     _put_intervals(words, job)
     choices = {**CHOICES, "training.optimizer": tuple(OPTIMIZERS)}
-    words.problems += counterpart_problems(job, "Megatron-LM", NO_COUNTERPART, choices)
+    words.problems += counterpart_problems(job, engine, without, choices)
     _put_device(words, job)
     put_tokenizer(words, job)
     return words

@@ -1,36 +1,40 @@
 """Megatron-Bridge's lines and checkpoints: Megatron-LM's, with two files more in each folder.
 
-Source: Megatron-Bridge 0.6, training/checkpointing.py, save_checkpoint: train_state.pt, the tracker
-and then run_config.yaml, without which a folder is taken for one of Megatron-LM's and not loaded.
+Source: Megatron-Bridge 0.6, training/checkpointing.py, save_checkpoint: train_state.pt, two
+trackers, and at the end run_config.yaml. A folder without it is taken for one of Megatron-LM's, and
+not loaded. trainkit says which step is loaded, so that no tracker counts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
-from trainkit.engines.rank import megatron_lm
-from trainkit.engines.rank.megatron_lm import read_line, tracked_step
+from trainkit.engines.rank.megatron_lm import load_problems, read_line, saved_steps
 from trainkit.engines.rank.readings import FoundCheckpoint
-from trainkit.engines.rank.saved_files import archive_problem
+from trainkit.engines.rank.saved_files import archive_problem, folder_bytes
 
 __all__ = ["found_checkpoints", "read_line", "tracked_step"]
 CONFIG = "run_config.yaml"
 STATE = "train_state.pt"
 
 
+def tracked_step(folder: Path) -> int | None:
+    """The newest whole checkpoint."""
+    whole = [found.step for found in found_checkpoints(folder) if not found.problems]
+    return max(whole, default=None)
+
+
 def found_checkpoints(folder: Path) -> list[FoundCheckpoint]:
     """Every checkpoint in `folder`, the oldest first."""
     return [
-        replace(found, problems=(*found.problems, *_problems(found.folder)))
-        for found in megatron_lm.found_checkpoints(folder)
+        FoundCheckpoint(step, place, folder_bytes(place), tuple(_problems(place)))
+        for step, place in sorted(saved_steps(folder).items())
     ]
 
 
 def _problems(place: Path) -> Iterator[str]:
-    if not place.is_dir():
-        return
+    yield from load_problems(place)
     try:
         text = (place / CONFIG).read_bytes()
     except OSError:

@@ -103,11 +103,8 @@ def found_checkpoints(folder: Path) -> list[FoundCheckpoint]:
     """Every checkpoint in `folder`, the oldest first; that which the tracker names also if it is
     not there."""
     tracked = tracked_step(folder)
-    steps = {}
+    steps = saved_steps(folder)
     for place in subfolders(folder):
-        named = _FOLDER.fullmatch(place.name)
-        if named is not None:
-            steps[int(named.group(1))] = place
         if place.name == "release" and read_tracker(folder / TRACKER) == "release":
             steps[0] = place
     if tracked is not None and tracked not in steps:
@@ -115,12 +112,18 @@ def found_checkpoints(folder: Path) -> list[FoundCheckpoint]:
     found = []
     for step in sorted(steps):
         place = steps[step]
-        problems = (*cut_short(step, tracked, TRACKER), *_problems(place))
+        problems = (*cut_short(step, tracked, TRACKER), *load_problems(place))
         found.append(FoundCheckpoint(step, place, folder_bytes(place), problems))
     return found
 
 
-def _problems(place: Path) -> list[str]:
+def saved_steps(folder: Path) -> dict[int, Path]:
+    """The folders of iterations in `folder`, whole or not."""
+    named = {place: _FOLDER.fullmatch(place.name) for place in subfolders(folder)}
+    return {int(found.group(1)): place for place, found in named.items() if found is not None}
+
+
+def load_problems(place: Path) -> list[str]:
     """Why the engine could not load `place`."""
     if not place.is_dir():
         return [f"{TRACKER} names {place.name}, but there is no such folder"]

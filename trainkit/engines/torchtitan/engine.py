@@ -7,7 +7,6 @@ interpreter (inside/config.py). Its samples are those of engine native, in the s
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import re
@@ -123,13 +122,7 @@ class Torchtitan(ForeignEngine):
         return import_torchtitan(request, table)
 
     def ready_folder(self, run: RunFolder) -> None:
-        """What cannot be loaded has no name of torchtitan's: it would load the newest of these,
-        count them as kept, and save over them part by part."""
-        for found in reader.found_checkpoints(run.checkpoints):
-            if found.problems:
-                names = (f"damaged-{found.step}-{n}" for n in itertools.count(1))
-                free = next(name for name in names if not (run.checkpoints / name).exists())
-                found.folder.rename(run.checkpoints / free)
+        self.put_aside(run)
 
     def command(self, job: Job, run: RunFolder, attempt: int) -> Command:
         table = self.table_of(job)

@@ -111,7 +111,6 @@ def test_its_words_say_the_job(project: Project) -> None:
         "validation.eval_interval": 5,
     }
     assert {key: found[key] for key in expected} == expected
-    assert "transformer_impl" not in str(found)
 
 
 def test_a_recipe_keeps_what_no_key_says(project: Project) -> None:
@@ -124,6 +123,10 @@ def test_a_recipe_keeps_what_no_key_says(project: Project) -> None:
     assert "mixed_precision is that of llama32_1b_pretrain_config" in said
     _, found = words_of(project, named, 'training.precision="fp32"', "parallelism.zero_stage=0")
     assert found["mixed_precision"] is None
+    dtype = {"_target_": "torch.float32", "_call_": False}
+    assert found["model.params_dtype"] == found["optimizer.params_dtype"] == dtype
+    gathers = {found[f"{part}.overlap_param_gather"] for part in ("ddp", "optimizer")}
+    assert gathers == {False} and found["comm_overlap"] is None
 
 
 @pytest.mark.parametrize(
@@ -135,7 +138,13 @@ def test_a_recipe_keeps_what_no_key_says(project: Project) -> None:
         ('engine_args={"checkpoint.save"="x"}', "trainkit sets checkpoint.save itself", 3),
         ('engine_args={"checkpoint.ckpt_format"="zarr"}', "torch_dist", 3),
         ('engine_args={mixed_precision="fp16_mixed"}', "training.precision = 'bf16'", 3),
+        ('engine_args={mixed_precision="bf16_nonsense"}', "is none of its values", 3),
+        ('engine_args={"dataset.mock"=true}', "trainkit sets dataset.mock itself", 3),
+        ('engine_args={"ddp.use_megatron_fsdp"=true}', "use parallelism.zero_stage for it", 3),
+        ('engine_args={"checkpoint.finetune"=true}', "use init_from for it", 3),
         ('args=["train.train_iters=5"]', "which trainkit sets itself", 3),
+        ('args=["--dry-run"]', "options of run_recipe.py are trainkit's", 3),
+        ("checkpoint.keep_best=2", "in Megatron-Bridge: it keeps the newest only", 3),
         ("checkpoint.keep_every=4", "checkpoint.keep_every = 4 has no counterpart", 3),
         ("training.z_loss=1e-4", "training.z_loss = 0.0001 has no counterpart", 3),
         ('init_from="hf"', "pads a vocabulary of 512 to 768", 3),

@@ -12,7 +12,7 @@ from tests.engines.real import RealEngine, parameters, real_engines
 from trainkit.base.errors import ConfigError
 from trainkit.engines.imported import ImportedJob, ImportRequest
 from trainkit.engines.megatron_bridge.engine import MegatronBridge
-from trainkit.engines.megatron_bridge.import_recipe import PLACES, Interpreter, job_words
+from trainkit.engines.megatron_bridge.import_recipe import PLACES, RecipeRunner, job_words
 from trainkit.engines.options import load_table, newest_version
 
 pytestmark = pytest.mark.slow
@@ -53,7 +53,7 @@ def test_nothing_is_lost(engine: RealEngine, name: str) -> None:
     found = imported(engine, f"recipe={name}", *words)
     assert found.engine_args["recipe"] == name
     tables = [load_table(each, newest_version(each)) for each in ("megatron-bridge", "megatron-lm")]
-    asked = Interpreter(engine.tree, engine.python)
+    asked = RecipeRunner(engine.tree, engine.python)
     ours = asked.configuration(job_words(found, engine.tree, tables[0], tables[1]))
     theirs = asked.configuration([f"--recipe={name}", *words])
     named = {line.partition(" = ")[0] for line in found.not_taken} | set(PLACES)
