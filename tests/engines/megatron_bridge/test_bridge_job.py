@@ -9,8 +9,10 @@ import pytest
 
 from tests.conftest import Project
 from trainkit.engines.hydra_words import read_override
+from trainkit.engines.megatron_bridge.engine import MegatronBridge
 from trainkit.engines.megatron_bridge.words import ALWAYS, FIELDS, FP32, FUSIONS, OTHERS, SWITCHES
 from trainkit.engines.options import load_table, newest_version
+from trainkit.runs.folder import RunFolder
 
 JOBS = """
 [engines.megatron-bridge]
@@ -161,6 +163,16 @@ def test_a_tree_without_its_submodule_is_named(project: Project, tmp_path: Path)
     (tmp_path / "bridge" / "3rdparty" / "Megatron-LM" / "pretrain_gpt.py").unlink()
     done = project.invoke("train", "tiny", "--dry-run", exit=3)
     assert "it has no 3rdparty/Megatron-LM/pretrain_gpt.py" in " ".join(done.stderr.split())
+
+
+def test_what_cannot_be_loaded_is_put_aside_and_kept(tmp_path: Path) -> None:
+    """most_recent_k would count it, and delete a whole one."""
+    run = RunFolder(tmp_path / "run")
+    (run.checkpoints / "iter_0000004").mkdir(parents=True)
+    (run.checkpoints / "iter_0000004" / "part").write_text("4")
+    MegatronBridge().ready_folder(run)
+    assert [path.name for path in run.checkpoints.iterdir()] == ["damaged-4-1"]
+    assert (run.checkpoints / "damaged-4-1" / "part").read_text() == "4"
 
 
 def test_an_older_version_is_refused(project: Project, tmp_path: Path) -> None:
