@@ -206,7 +206,7 @@ def test_each_key_is_read_by_its_type(tmp_path: Path) -> None:
         ),
         (
             '[engines.megatron]\nsource = "x"\n',
-            "there is no engine 'megatron'; engines: gpt-neox, megatron-lm",
+            "there is no engine 'megatron'; engines: gpt-neox, megatron-bridge",
         ),
     ],
 )
