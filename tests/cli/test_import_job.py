@@ -68,11 +68,14 @@ def test_a_configuration_of_nemo(project: Project) -> None:
     (project.path / "gpt3_hydra.yaml").write_text(text)
     refused = project.invoke("import", "gpt3_hydra.yaml", exit=3).stderr
     assert "data_dir, which is not there" in refused and "FILE,data_dir=VALUE" in refused
-    found = project.document("import", "gpt3_hydra.yaml,+data_dir=/fs,model.num_layers=4")
+    betas = "model.optim.betas=[0.8,0.9]"  # the comma of a list parts nothing
+    found = project.document("import", f"gpt3_hydra.yaml,+data_dir=/fs,{betas},model.num_layers=4")
     tables = tomli.loads(found["toml"])
     assert found["engine"] == "nemo" and found["job"] == "gpt3"
     assert tables["datasets"]["gpt3"]["prefixes"] == ["/fs/a_text_document"]
     assert tables["models"]["gpt3"]["num_layers"] == 4
+    training = tables["jobs"]["gpt3"]["training"]
+    assert (training["adam_beta1"], training["adam_beta2"]) == (0.8, 0.9)
 
 
 def test_a_script_for_neuron(project: Project) -> None:

@@ -39,6 +39,13 @@ training.micro_batch_size = 4
 extends = "one"
 training.lr = 2e-2
 
+[models.twin]
+extends = "tiny"
+
+[jobs.twin]
+extends = "one"
+model = "twin"
+
 [jobs.wider]
 extends = "one"
 model = "wide"
@@ -76,6 +83,11 @@ def test_other_rates_are_seen(project: Project) -> None:
     assert "<svg" in (project.path / "apart.html").read_text()
 
 
+def test_models_are_compared_by_what_they_say(project: Project) -> None:
+    asked = ("diff-engines", "one", "--engines=one,twin", "--dry-run")
+    assert "one and twin: 10 steps each" in project.invoke(*asked).stdout
+
+
 @pytest.mark.parametrize(
     ("engines", "why"),
     [
@@ -83,9 +95,11 @@ def test_other_rates_are_seen(project: Project) -> None:
         ("one,wider", "differ in model"),
         ("one,nemo", "native and nemo read no samples in the same order"),
         ("one,absent", "no job 'absent'"),
+        ("one,twin --foreground", "--foreground is nothing that diff-engines does"),
+        ("one,twin --no-stages", "--no-stages is nothing that diff-engines does"),
     ],
 )
 def test_refused(project: Project, engines: str, why: str) -> None:
-    done = project.invoke("diff-engines", "one", f"--engines={engines}", exit=3)
+    done = project.invoke("diff-engines", "one", *f"--engines={engines}".split(), exit=3)
     assert why in done.stderr + done.stdout
     assert not (project.path / "runs").exists()

@@ -63,6 +63,7 @@ class ShellCommand:
         unknown: variables and commands in `words` whose value the script does not say.
         environment: variables that the script exports, or sets for this command alone. What
             the script does not know of a value stands in it as it was written.
+        nodes: that the script asks of Slurm; None: it asks for none.
         notes: what of the script was assumed, or not read, a line each.
     """
 
@@ -71,18 +72,22 @@ class ShellCommand:
     unknown: list[str] = field(default_factory=list)
     environment: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    nodes: int | None = None
 
 
+# sbatch(1)
+_SBATCH_NODES = re.compile(r"^#SBATCH\s+(?:--nodes(?:=|\s+)|-N\s*)([0-9]{1,6})\s*$", re.MULTILINE)
 # of torchrun and of deepspeed
 _NODES = ("nnodes", "num-nodes")
 _HOSTS = ("nproc-per-node", "num-gpus", "hostfile", "H", "include", "i", "exclude", "e")
 
 
-def torchrun_nodes(before: Sequence[str], not_taken: list[str]) -> dict[str, object]:
-    """`nodes` of a job, by the words before the script of torchrun or deepspeed; hosts and ranks of
-    a node belong to the cluster, and are named in `not_taken`."""
-    job: dict[str, object] = {}
-    words = [part for word in before for part in word.split("=", 1)]
+def torchrun_nodes(command: ShellCommand, not_taken: list[str]) -> dict[str, object]:
+    """`nodes` of a job, by the words before the script of torchrun or deepspeed, else by what is
+    asked of Slurm; hosts and ranks of a node belong to the cluster, and are named in
+    `not_taken`."""
+    job: dict[str, object] = {"nodes": command.nodes} if command.nodes else {}
+    words = [part for word in command.before for part in word.split("=", 1)]
     for word, value in itertools.pairwise(words):
         name = word.lstrip("-").replace("_", "-") if word.startswith("-") else ""
         if name in _NODES and value.isdigit():
@@ -128,6 +133,8 @@ def find_command(
         if found is not None:
             found.environment = _values(exported, variables)
     if found is not None:
+        asked = _SBATCH_NODES.findall(text)
+        found.nodes = int(asked[-1]) if asked else None
         found.notes = list(branches.notes)
         if times > 1:
             found.notes.append(f"{script}: {times} commands run it; this is the last one")

@@ -21,6 +21,7 @@ from trainkit.jobs.load import Jobs
 from trainkit.jobs.notify import NotifySettings
 from trainkit.jobs.resolved import ResolvedJob
 from trainkit.jobs.schema import Job
+from trainkit.jobs.table import Table
 from trainkit.launch.preparation import StageUi
 from trainkit.launch.scheduler_contract import Start
 from trainkit.launch.scheduler_registry import current
@@ -137,6 +138,12 @@ class Contest:
                 f"--engines {','.join(words)!r} is not two",
                 hint="--engines native,torchtitan; a word may be a job that differs in its engine",
             )
+        for key in ("foreground", "no_stages", "rehearse"):
+            if getattr(options, key):
+                raise ConfigError(
+                    f"--{key.replace('_', '-')} is nothing that diff-engines does",
+                    hint="it prepares and starts its runs itself, and waits for them",
+                )
         self.jobs = jobs
         self.name = name
         self.words = words
@@ -244,19 +251,21 @@ class InitialWeights:
         ]
 
 
+def _unnamed(table: Table) -> Table:
+    """A table by what it says: two of one content are the same."""
+    return table.model_copy(update={"name": ""})
+
+
 def _refuse_other_jobs(jobs: Sequence[Job]) -> None:
     """Raise ConfigError unless both train the same model on the same samples."""
     one, other = jobs
-    apart = [
-        what
-        for what, mine, theirs in (
-            ("model", one.model, other.model),
-            ("dataset", one.dataset, other.dataset),
-            ("global_batch_size", one.global_batch_size, other.global_batch_size),
-            ("training.seed", one.training.seed, other.training.seed),
-        )
-        if mine != theirs
-    ]
+    alike = {
+        "model": _unnamed(one.model) == _unnamed(other.model),
+        "dataset": _unnamed(one.dataset) == _unnamed(other.dataset),
+        "global_batch_size": one.global_batch_size == other.global_batch_size,
+        "training.seed": one.training.seed == other.training.seed,
+    }
+    apart = [what for what, same in alike.items() if not same]
     if apart:
         raise ConfigError(f"'{one.name}' and '{other.name}' differ in {', '.join(apart)}")
 

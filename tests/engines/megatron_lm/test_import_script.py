@@ -309,6 +309,9 @@ def test_one_query_group_is_what_megatron_takes_by_itself() -> None:
     assert tables["models"]["x"]["num_query_groups"] == 1
     tables, not_taken = imported(f"torchrun --nnodes=4 --nproc-per-node=2 {COMMAND}")
     assert tables["jobs"]["x"]["nodes"] == 4 and "--nproc-per-node 2: hosts" in not_taken[0]
+    asked = "#SBATCH -N 6\n#SBATCH --nodes=8\n#SBATCH --ntasks-per-node 8\n"
+    tables, not_taken = imported(f"{asked}srun torchrun --nnodes $SLURM_NNODES {COMMAND}")
+    assert tables["jobs"]["x"]["nodes"] == 8
     tables, not_taken = imported(f"deepspeed --num_nodes 3 -H hosts --num_gpus=8 {COMMAND}")
     assert tables["jobs"]["x"]["nodes"] == 3
     assert [line.partition(":")[0] for line in not_taken[:2]] == ["-H hosts", "--num_gpus 8"]

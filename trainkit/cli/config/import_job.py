@@ -186,14 +186,23 @@ class ImportOptions:
     out: str
 
 
+# a list or a table, whose commas part nothing
+_WITHIN = re.compile(r"=(\[[^\]]*\]|\{[^}]*\})")
+
+
+def _kept(found: re.Match[str]) -> str:
+    return found[0].replace(",", "\0")
+
+
 def import_job(task: TaskContext, request: ImportOptions) -> TaskResult:
     """The task `import`.
 
     Raises ConfigError (exit 3): a file cannot be read or is not such a configuration, the version
     is not known, or the file to write is there already.
     """
-    paths = [task.folder / name for name in request.file.split(",") if "=" not in name]
-    words = [word for word in request.file.split(",") if "=" in word]
+    parts = [part.replace("\0", ",") for part in _WITHIN.sub(_kept, request.file).split(",")]
+    paths = [task.folder / name for name in parts if "=" not in name]
+    words = [word for word in parts if "=" in word]
     if not paths:
         raise ConfigError(f"'{request.file}' names no file", hint="FILE, or FILE,KEY=VALUE")
     engine = request.engine or engine_of(paths[0])

@@ -294,7 +294,7 @@ def _job(
     parallelism = parallelism_of(options, model)
     if isinstance(chunks := leaves.get(CHUNKS), int) and chunks > 1:
         parallelism["virtual_pipeline_model_parallel_size"] = chunks
-    job = torchrun_nodes(command.before, options.not_taken)
+    job = torchrun_nodes(command, options.not_taken)
     options.given |= _data_words(leaves)
     dataset, _ = data_of_script(options)
     if dataset:

@@ -86,7 +86,7 @@ def import_megatron(text: str, name: str, table: OptionTable) -> ImportedJob:
     model = model_of(options)
     training = training_of(options)
     parallelism = parallelism_of(options, model)
-    job = torchrun_nodes(command.before, options.not_taken)
+    job = torchrun_nodes(command, options.not_taken)
     if environment := _environment(command.environment, options):
         job["env"] = environment
     dataset, tokenizer = data_of_script(options)

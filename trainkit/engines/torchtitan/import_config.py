@@ -152,7 +152,7 @@ def import_torchtitan(request: ImportRequest, table: OptionTable) -> ImportedJob
         why = f"the job's model has {json.dumps(ours)}"
         said.leave(f"model.{name}", theirs, why)
     engine_args = _rest(said, table)
-    job = torchrun_nodes(command.before, said.not_taken)
+    job = torchrun_nodes(command, said.not_taken)
     said.not_taken += [
         f"export {name}: set it in env, or in clusters.X.env" for name in command.environment
     ]
