@@ -274,7 +274,7 @@ def _count(units: Sequence[object]) -> str:
 
 
 def check_parser(scene: RehearsalScene) -> str:
-    """Megatron-LM's and GPT-NeoX's own parsers take what they would get. Other engines read files,
+    """The own parsers of Megatron-LM, Megatron-Bridge and GPT-NeoX take what they would get. Other engines read files,
     whose keys were compared with the table of their version."""
     job = scene.job
     if job.is_native:
@@ -286,7 +286,7 @@ def check_parser(scene: RehearsalScene) -> str:
         raise NotLookedAt(f"{job.engine} reads files: its keys were compared with its version's")
     tree = source_tree(job)
     python = str(engine_python(job))
-    if shutil.which(python) is None or not (tree / "megatron").is_dir():
+    if shutil.which(python) is None or engine.lacks(tree):
         raise NotLookedAt(f"{python} and {tree} are not both here: see stages")
     command = scene.command
     with tempfile.TemporaryDirectory(prefix="rehearse-") as name:
