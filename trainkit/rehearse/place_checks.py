@@ -274,8 +274,8 @@ def _count(units: Sequence[object]) -> str:
 
 
 def check_parser(scene: RehearsalScene) -> str:
-    """The own parsers of Megatron-LM, Megatron-Bridge and GPT-NeoX take what they would get. Other engines read files,
-    whose keys were compared with the table of their version."""
+    """The own parsers of Megatron-LM, Megatron-Bridge and GPT-NeoX take what they would get. Other
+    engines read files, whose keys were compared with the table of their version."""
     job = scene.job
     if job.is_native:
         return "native reads job.json itself"

@@ -60,7 +60,7 @@ MODULES = tuple(
     )
 )
 OLDEST = (0, 6)  # whose run_recipe.py takes these words
-RULES = replace(MEGATRON_RULES, engine="megatron-bridge", deletes_old=True)
+RULES = replace(MEGATRON_RULES, engine="megatron-bridge", deletes_old=True, memory_band=None)
 
 
 def _parser_words(job: Job, command: Command, folder: Path) -> Sequence[str]:
