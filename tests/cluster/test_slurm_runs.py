@@ -122,6 +122,8 @@ def test_ranks_that_outlast_scancel_leave_a_record(slurm: SlurmProject) -> None:
     slurm.ranks_do(DEAF.format(folder=slurm.path))
     run, id = slurm.submit()
     slurm.wait_step(1)
+    # a rank may count before its supervisor has heard that all have begun
+    wait_for(lambda: "go" in slurm.events(run, 1), "all ranks to have begun", timeout=HANGS)
     slurm.cluster.on(HEAD, "scancel", id)
     wait_for(lambda: slurm.job_state(id) == "CANCELLED", "the batch job to end", timeout=HANGS)
     ended = slurm.events(run, 1)["ended"]
