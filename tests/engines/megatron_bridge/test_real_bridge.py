@@ -19,6 +19,7 @@ from tests.distributed import free_port
 from tests.engines.convert.real_logits import ROWS, TOKENS_BS
 from tests.engines.convert.support import converted, same
 from tests.engines.convert.test_real_logits import MODELS, shaken
+from tests.engines.megatron_bridge.hub_cache import write_cache
 from tests.engines.real import RealEngine, parameters
 from tests.engines.test_real_engines import project_of
 from tests.train.hf_support import save
@@ -60,6 +61,23 @@ def test_it_computes_what_native_computes(
     print(f"{family} {precision}: losses {losses:.1e}, norms {norms:.1e}, tensors {moved:.1e}")
     assert len(found["steps"]) == 10
     assert losses < (2e-6 if precision == "fp32" else 1e-3)
+
+
+@pytest.mark.parametrize("engine", parameters("megatron-bridge"))
+def test_a_recipe_leaves_the_job_what_it_is(engine: RealEngine, tmp_path: Path) -> None:
+    """A recipe of a model of billions, with the model, batch and rates of a tiny job over it: the
+    losses of that job without a recipe."""
+    project = project_of(tmp_path, engine)
+    jobs = project.path / "jobs.toml"
+    home = write_cache(tmp_path / "hub")
+    jobs.write_text(jobs.read_text().replace("env = { ", f'env = {{ HF_HOME = "{home}", '))
+    sets = [*sets_of("llama"), "--set=training.eval_iters=0", "--set=training.train_iters=4"]
+    # its cross entropy is Transformer Engine's
+    recipe = '{recipe="llama32_1b_pretrain_config","model.cross_entropy_fusion_impl"="native"}'
+    project.invoke("train", "tiny", *sets)
+    project.invoke("train", "tiny", *sets, f"--set=engine_args={recipe}")
+    plain, named = (project.losses(run) for run in project.runs())
+    assert sorted(plain) == [1, 2, 3, 4] and named == plain
 
 
 @pytest.mark.usefixtures("one_rank")
