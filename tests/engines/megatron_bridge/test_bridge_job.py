@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Project
+from trainkit.base.errors import ConfigError
 from trainkit.engines.hydra_words import read_override
+from trainkit.engines.imported import ImportRequest
 from trainkit.engines.megatron_bridge.engine import MegatronBridge
 from trainkit.engines.megatron_bridge.words import ALWAYS, FIELDS, FP32, FUSIONS, OTHERS, SWITCHES
 from trainkit.engines.options import load_table, newest_version
@@ -173,6 +175,14 @@ def test_what_cannot_be_loaded_is_put_aside_and_kept(tmp_path: Path) -> None:
     MegatronBridge().ready_folder(run)
     assert [path.name for path in run.checkpoints.iterdir()] == ["damaged-4-1"]
     assert (run.checkpoints / "damaged-4-1" / "part").read_text() == "4"
+
+
+@pytest.mark.parametrize("mode", ["--mode lora", "--mode=sft"])
+def test_fine_tuning_is_not_imported_as_pretraining(tmp_path: Path, mode: str) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(f"torchrun scripts/training/run_recipe.py --model llama3_8b {mode}\n")
+    with pytest.raises(ConfigError, match="fine-tuning and adapters are not trained"):
+        MegatronBridge().import_job(ImportRequest((script,), (f"source={tmp_path}",)))
 
 
 def test_an_older_version_is_refused(project: Project, tmp_path: Path) -> None:
