@@ -17,6 +17,9 @@ import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+
+from trainkit.base.errors import ConfigError
 
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 _NAME = re.compile(r"[A-Za-z_]\w*(=|$)")
@@ -139,6 +142,17 @@ def find_command(
         if times > 1:
             found.notes.append(f"{script}: {times} commands run it; this is the last one")
     return found
+
+
+def command_of(path: Path, script: str, caller: Mapping[str, str]) -> ShellCommand:
+    """The same of a file. Raises ConfigError: it cannot be read, or runs no such program."""
+    try:
+        command = find_command(path.read_text(encoding="utf-8", errors="replace"), script, caller)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None
+    if command is None:
+        raise ConfigError(f"nothing in {path} runs {script}", hint="give the script that does")
+    return command
 
 
 def _exported_names(words: Sequence[str], *, for_command: bool) -> list[str]:

@@ -37,7 +37,7 @@ from trainkit.engines.own_parser import CHECKED, REFUSAL, OwnParser
 from trainkit.engines.rank import gpt_neox as reader
 from trainkit.engines.rank.spec import RequiredModule
 from trainkit.engines.requirements import required_versions
-from trainkit.engines.shell_words import find_command
+from trainkit.engines.shell_words import command_of
 from trainkit.engines.sources import engine_python, source_of, source_tree, text_of
 from trainkit.jobs.schema import Job
 from trainkit.runs.folder import RunFolder
@@ -92,12 +92,7 @@ def _parser_words(job: Job, command: Command, folder: Path) -> Sequence[str]:
 def _files_of(script: Path, caller: Mapping[str, str]) -> tuple[list[Path], list[str]]:
     """The YAML files that a script gives to deepy.py, below its folder or one above, and what else
     it says. Raises ConfigError where it runs no deepy.py, or a file is not there."""
-    try:
-        command = find_command(script.read_text(encoding="utf-8"), LAUNCHER, caller)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{script} cannot be read: {error}") from None
-    if command is None:
-        raise ConfigError(f"nothing in {script} runs {LAUNCHER}")
+    command = command_of(script, LAUNCHER, caller)
     folder = Path()
     names = []
     words = iter(command.words)

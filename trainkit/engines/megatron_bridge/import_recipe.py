@@ -40,7 +40,7 @@ from trainkit.engines.megatron_lm.import_script import (
 from trainkit.engines.megatron_lm.script_options import Options
 from trainkit.engines.megatron_lm.words import SET_BY
 from trainkit.engines.options import OptionTable, wrong_value
-from trainkit.engines.shell_words import ShellCommand, find_command, torchrun_nodes
+from trainkit.engines.shell_words import ShellCommand, command_of, torchrun_nodes
 from trainkit.jobs.load import load
 from trainkit.jobs.schema import Job
 
@@ -135,7 +135,7 @@ def _asked_for(request: ImportRequest) -> tuple[ShellCommand, RecipeRunner]:
         words = [f"--recipe={name}", *(f"{key}={value}" for key, value in given.items())]
         command = ShellCommand(words=words if name else [])
     else:
-        command = _command(path, given)
+        command = command_of(path, SCRIPT, given)
     if not command.words or "source" not in own:
         raise ConfigError(
             "which recipe of which tree is not said",
@@ -147,16 +147,6 @@ def _asked_for(request: ImportRequest) -> tuple[ShellCommand, RecipeRunner]:
             f"--mode {mode}: fine-tuning and adapters are not trained by this version of trainkit"
         )
     return command, RecipeRunner(Path(own["source"]), own.get("python", "python3"))
-
-
-def _command(path: Path, caller: Mapping[str, str]) -> ShellCommand:
-    try:
-        command = find_command(path.read_text(errors="replace"), SCRIPT, caller)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from None
-    if command is None:
-        raise ConfigError(f"nothing in {path} runs {SCRIPT}", hint="give the script that does")
-    return command
 
 
 def _recipe(words: Sequence[str]) -> str:

@@ -20,7 +20,7 @@ from trainkit.base.errors import ConfigError
 from trainkit.engines.imported import ImportedJob, ImportRequest
 from trainkit.engines.options import OptionTable
 from trainkit.engines.rank.torchtitan import MARK
-from trainkit.engines.shell_words import ShellCommand, find_command, torchrun_nodes
+from trainkit.engines.shell_words import ShellCommand, command_of, torchrun_nodes
 from trainkit.engines.torchtitan.values import SET_BY
 
 PROGRAM = "torchtitan.train"
@@ -133,7 +133,7 @@ def import_torchtitan(request: ImportRequest, table: OptionTable) -> ImportedJob
         command = ShellCommand(words=[_word(name, value) for name, value in given.items()])
         own.setdefault("source", str(path))
     else:
-        command = _command(path, given)
+        command = command_of(path, PROGRAM, given)
     if "source" not in own:
         raise ConfigError(
             "where torchtitan is, is not known", hint=f"{path},source=/opt/torchtitan,python=..."
@@ -185,16 +185,6 @@ def _known(words: Sequence[str]) -> Iterator[str]:
         asks = valueless and ("$" in after or "`" in after) and after not in ALL_WORDS
         if not (unknown or asks):
             yield word
-
-
-def _command(path: Path, caller: Mapping[str, str]) -> ShellCommand:
-    try:
-        command = find_command(path.read_text(errors="replace"), PROGRAM, caller)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from None
-    if command is None:
-        raise ConfigError(f"nothing in {path} runs {PROGRAM}", hint="give the script that does")
-    return command
 
 
 def _named(words: Sequence[str]) -> str:
