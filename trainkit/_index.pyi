@@ -126,3 +126,89 @@ def write_blend(
     number_at: int,
     tick: Callable[[int], None] | None = None,
 ) -> list[int]: ...
+
+Finding = tuple[str, float, float]  # reason, value, limit
+
+class TextWords:
+    def __init__(
+        self,
+        flags: NDArray[np.uint16],
+        folds: Sequence[tuple[int, str]],
+        exceptions: Sequence[str],
+        split: Callable[[list[str]], list[list[int]]],
+    ) -> None: ...
+    def words(self, text: str) -> list[str]: ...
+    def count(self, text: str) -> int: ...
+    def sentences(self, line: str) -> int: ...
+    def simplify(self, lower: str, numbers: bool) -> str: ...
+
+class GopherQuality:
+    def __init__(
+        self,
+        *,
+        min_words: float,
+        max_words: float,
+        min_average_length: float,
+        max_average_length: float,
+        max_symbol_ratio: float,
+        max_bullet_lines: float,
+        max_ellipsis_lines: float,
+        min_alphabetic_words: float,
+        min_stop_words: float,
+        stop_words: Sequence[str],
+    ) -> None: ...
+    def __call__(self, words: TextWords, text: str) -> Finding | None: ...
+
+class GopherRepetition:
+    def __init__(
+        self,
+        *,
+        max_lines: float,
+        max_paragraphs: float,
+        max_line_characters: float,
+        max_paragraph_characters: float,
+        top_grams: Sequence[tuple[int, float]],
+        repeated_grams: Sequence[tuple[int, float]],
+    ) -> None: ...
+    def __call__(self, words: TextWords, text: str) -> Finding | None: ...
+
+class FinewebQuality:
+    def __init__(
+        self,
+        *,
+        min_terminal_lines: float,
+        max_short_lines: float,
+        short_line: int,
+        max_repeated_characters: float,
+        max_feeds_per_word: float,
+    ) -> None: ...
+    def __call__(self, words: TextWords, text: str) -> Finding | None: ...
+
+class C4Quality:
+    def __init__(
+        self,
+        *,
+        terminal_punctuation: bool,
+        min_sentences: float,
+        min_words: int,
+        max_word: int,
+        lorem_ipsum: bool,
+        javascript: bool,
+        curly_bracket: bool,
+        policy: bool,
+        citations: bool,
+    ) -> None: ...
+    def __call__(self, words: TextWords, text: str) -> tuple[Finding | None, str]: ...
+
+class MinHash:
+    def __init__(self, n: int, a: Sequence[int], b: Sequence[int]) -> None: ...
+    def __call__(self, words: TextWords, lower: str) -> NDArray[np.int64]: ...
+
+class BenchmarkIndex:
+    def __init__(self, n: int) -> None: ...
+    def add(self, words: TextWords, lower: str, entry: int, least: int) -> tuple[int, int]: ...
+    def forget_common(self, most: int) -> int: ...
+    def find(self, words: TextWords, lower: str) -> list[tuple[int, int, str]]: ...
+
+def unite(parents: NDArray[np.uint32], edges: NDArray[np.uint64]) -> None: ...
+def find_roots(parents: NDArray[np.uint32]) -> None: ...

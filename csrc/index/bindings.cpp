@@ -7,6 +7,7 @@
 #include <string>
 
 #include "bindings_blend.h"
+#include "bindings_curation.h"
 #include "bindings_megatron.h"
 #include "bindings_reader.h"
 #include "bindings_text.h"
@@ -53,6 +54,7 @@ PYBIND11_MODULE(_index, m) {
           "out[i] = P_key(start + i), P_key a permutation of [0, n). ValueError: a size or the "
           "array does not fit; TypeError: not a 64-bit integer.");
     bind_blend(m);
+    bind_curation(m);
     bind_megatron(m);
     bind_reader(m);
     bind_text(m);

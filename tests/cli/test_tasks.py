@@ -25,6 +25,7 @@ TASK_NAMES = [
     "coord-check",
     "data-stats",
     "data-verify",
+    "data-why",
     "diff-engines",
     "docs",
     "doctor",

@@ -34,6 +34,9 @@ class StatsOptions:
     )
     samples: int = flag("number of documents to show the beginning of", default=3, minimum=0)
     seed: int = flag("random seed for the choice of these documents", default=1234, minimum=0)
+    curation: bool = flag(
+        "of a curated dataset: what each step let through, and why not the rest", default=False
+    )
     picture: str = flag(PICTURE.format("lengths and token frequencies"), default="")
 
 

@@ -39,6 +39,7 @@ GROUPS = {
         "diff-engines",
         "data-stats",
         "data-verify",
+        "data-why",
     ),
     "Run": ("train", "sweep", "resume", "attach", "cancel"),
     "Follow": (

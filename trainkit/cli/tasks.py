@@ -25,6 +25,7 @@ namespace = Collection(
     tasks_run.prep_data,
     tasks_config.data_stats,
     tasks_config.data_verify,
+    tasks_config.data_why,
     tasks_run.precompile,
     tasks_run.rehearse,
     tasks_run.drill,

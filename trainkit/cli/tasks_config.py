@@ -151,6 +151,21 @@ def data_stats(task: TaskContext, dataset: str, options: StatsOptions) -> TaskRe
     return stats(task, dataset, options)
 
 
+@make_task(
+    help={**DATASET, "document": "what its field trainkit_id says, or its published id"},
+    takes_json=True,
+)
+def data_why(task: TaskContext, dataset: str, document: str, job: str = "") -> TaskResult:
+    """Say why curation left a document out.
+
+    Names the step, the rule, the value and the limit, and shows the text; of a duplicate also the
+    document that was kept. `data-stats DATASET --curation` shows examples of each reason.
+    """
+    from trainkit.cli.config.curation import why
+
+    return why(task, dataset, document, job)
+
+
 @make_task(help=DATASET, takes_json=True)
 def data_verify(task: TaskContext, dataset: str, job: str = "") -> TaskResult:
     """Check a prepared dataset for damage.

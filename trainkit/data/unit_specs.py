@@ -255,6 +255,7 @@ class MergeSpec(Record):
             are used.
         manifest: dataset.json.
         rejects: the folder of bad lines.
+        curation: curation.json, which goes into dataset.json; None: the text is as it was read.
     """
 
     name: str
@@ -267,6 +268,7 @@ class MergeSpec(Record):
     former: tuple[object, ...] = field(default=(), kw_only=True)
     manifest: Path
     rejects: Path
+    curation: Path | None = field(default=None, metadata=OMIT_NONE)
 
 
 @dataclass(frozen=True)

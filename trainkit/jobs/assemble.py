@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from trainkit.base.errors import Problem, SourceLocation
 from trainkit.jobs.containers import RUNTIME_TRAITS, Container
+from trainkit.jobs.curation import STEP_PATHS
 from trainkit.jobs.layers import ProblemList, compose, interpolate, overlay
 from trainkit.jobs.messages import NAME_RULE, describe_value, dotted_key, schema_problems, suggest
 from trainkit.jobs.provenance import BUILT_IN, SET, SourcedTable, SourcedValue
@@ -163,6 +164,8 @@ class TableBuilder:
         )
         for key in _PATHS.get(kind, ()):
             section = self._absolute(section, key)
+        if kind == "datasets":
+            section = self._absolute_steps(section)
         if kind == "jobs" and _says_none(section.entries.get("container")):
             section = section.without("container")
         for key, other in references.items():
@@ -347,6 +350,26 @@ class TableBuilder:
                 key, replace(node, value=[self._pattern(item) for item in node.value])
             )
         return section.with_entry(key, replace(node, value=self._path(node.value)))
+
+    def _absolute_steps(self, section: SourcedTable) -> SourcedTable:
+        """`section` with the paths of its curation's steps made absolute."""
+        curate = section.entries.get("curate")
+        steps = curate.entries.get("steps") if isinstance(curate, SourcedTable) else None
+        if not isinstance(steps, SourcedValue) or not isinstance(steps.value, list):
+            return section
+        assert isinstance(curate, SourcedTable)
+        whole = [
+            {key: self._step_value(key, value) for key, value in step.items()}
+            if isinstance(step, dict)
+            else step
+            for step in steps.value
+        ]
+        return section.with_entry("curate", curate.with_entry("steps", replace(steps, value=whole)))
+
+    def _step_value(self, key: str, value: object) -> object:
+        if key not in STEP_PATHS:
+            return value
+        return [*map(self._pattern, value)] if isinstance(value, list) else self._path(value)
 
     def _path(self, value: object) -> object:
         if not isinstance(value, str) or not value or _is_remote(value):

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from trainkit.jobs.curation import Curation
 from trainkit.jobs.table import NAME, Strings, Table, needs, wrong
 
 
@@ -225,6 +226,9 @@ class Dataset(Table):
         le=1,
         description="on_error = skip: stop all the same above this part of a shard's lines",
     )
+    curate: Curation | None = Field(
+        None, description="what becomes of the text before it is tokenized, step after step"
+    )
     merge: bool = Field(
         True, description="false: every shard stays a .bin/.idx pair of its own, blended by size"
     )
@@ -263,6 +267,8 @@ class Dataset(Table):
             if getattr(self, key) and self.source not in sources:
                 words = " or ".join(f"'{source}'" for source in sources)
                 raise wrong(key, f"{key} is for source = {words}, not '{self.source}'")
+        if self.curate is not None and self.source not in ("files", "web"):
+            raise wrong("curate", f"curate is for source = 'files' or 'web', not '{self.source}'")
         if self.source not in ("mock", "blend") and self.tokenizer is None:
             raise needs("source", f"source = '{self.source}' needs tokenizer")
 

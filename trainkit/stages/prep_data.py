@@ -19,6 +19,7 @@ from trainkit.stages.dataset_units import (
     module_argv,
     tokenizer_settings,
 )
+from trainkit.stages.prep_curation import needs_of_curated
 from trainkit.stages.prep_text import TextUnits
 
 
@@ -107,6 +108,8 @@ def needs_of_dataset(
             for need in needs_of_dataset(part, root, stamps, force=force, patience=patience)
         ]
         return [*needs, PairsUnits(dataset, tokenizer, root, stamps, patience).need(force=force)]
+    if dataset.curate is not None:
+        return needs_of_curated(dataset, root, stamps, force=force, patience=patience)
     kind = PairsUnits if dataset.source == "indexed" else TextUnits
     work = kind(dataset, tokenizer, root, stamps, patience)
     made = None if force else work.as_made()

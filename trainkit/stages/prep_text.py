@@ -127,6 +127,8 @@ class TextUnits(DatasetUnits):
     """From text to one pair, or to one of each shard: a shard's text or download, the tokenizer,
     a shard's tokens, and what joins them."""
 
+    curation: Path | None = None  # curation.json of text that was curated
+
     def settings(self) -> dict[str, object]:
         return text_settings(self.dataset, self.tokenizer, SOURCES[self.dataset.source])
 
@@ -140,13 +142,8 @@ class TextUnits(DatasetUnits):
         stamp = {}
         if not force:
             stamp = read_stamp(self.stamps / f"{self.name}.json") or {}
-        shards = SOURCES[self.dataset.source].shards(
-            self.dataset, self.folder.corpus, retry=self.patience
-        )
-        self.shards = with_former_names(shards, stamp.get("memory", {}).get("names", {}))
+        earlier, before = self._find_shards(stamp)
         self.former = MergedBefore(self.folder, stamp, self.stamps / f"{self.name}.units")
-        earlier = self._fetches() or self._texts()
-        before = {unit.name.partition("-")[2]: unit for unit in earlier if unit.name != LISTING}
         trained_on = self._trained_on()
         make = self._tokenizer_unit(
             trained_on, [before[shard.name].name for shard in trained_on if shard.name in before]
@@ -169,6 +166,18 @@ class TextUnits(DatasetUnits):
             announcement=download_notice(self.dataset, self.folder.corpus, self.shards),
             memory={"names": {str(shard.path): shard.name for shard in self.shards}},
         )
+
+    def _find_shards(self, stamp: Mapping[str, Any]) -> tuple[list[Unit], dict[str, Unit]]:
+        """Set `shards`; returns the units that bring their files here, and those of each shard by
+        its name."""
+        shards = SOURCES[self.dataset.source].shards(
+            self.dataset, self.folder.corpus, retry=self.patience
+        )
+        self.shards = with_former_names(shards, stamp.get("memory", {}).get("names", {}))
+        earlier = self._fetches() or self._texts()
+        return earlier, {
+            unit.name.partition("-")[2]: unit for unit in earlier if unit.name != LISTING
+        }
 
     def _fetches(self) -> list[Unit]:
         """The listing and every remote shard's file; nothing where all is here, the listing
@@ -288,6 +297,7 @@ class TextUnits(DatasetUnits):
             self.folder.manifest,
             self.folder.rejects,
             former=tuple(self.former.identity),
+            curation=self.curation,
         )
         return Unit(
             name,
@@ -306,10 +316,13 @@ class TextUnits(DatasetUnits):
         return MergeShard(
             shard.name,
             self._prefix(shard),
-            _origin(shard, self.folder.root),
+            self._origin(shard),
             stamps,
             self.former.ranges.get(shard.name),
         )
+
+    def _origin(self, shard: Shard) -> dict[str, object]:
+        return origin_of(shard, self.folder.root)
 
     def _declared(self) -> dict[str, int]:
         """Counts that were published, and can be compared: not of text that is left out."""
@@ -322,7 +335,7 @@ class TextUnits(DatasetUnits):
         return declared
 
 
-def _origin(shard: Shard, root: Path) -> dict[str, object]:
+def origin_of(shard: Shard, root: Path) -> dict[str, object]:
     """Where a shard's text is from, for dataset.json: a file (relative to `root` if it is below
     it), an address, or the folder it is made of."""
     recipe = shard.recipe

@@ -8,8 +8,9 @@ from pathlib import Path
 from rich.markup import escape
 
 from trainkit.base.documents import document
-from trainkit.base.errors import ConfigError, Exit, Problem, raise_problems
-from trainkit.cli.config.jobs import load_jobs
+from trainkit.base.errors import Exit, Problem, raise_problems
+from trainkit.cli.config.curation import curation_stats
+from trainkit.cli.config.dataset_folders import dataset_folders
 from trainkit.cli.options import StatsOptions
 from trainkit.cli.tables import Listing, Page
 from trainkit.cli.wrapper import TaskContext, TaskResult
@@ -29,25 +30,6 @@ from trainkit.jobs.schema import Dataset
 BAR = 40  # columns of the longest bar
 
 
-def _folders(task: TaskContext, name: str, job: str) -> list[tuple[Dataset, DataFolder]]:
-    """The dataset and its folder; for a blend, those of its parts. Raises ConfigError (exit 3)
-    for random tokens."""
-    jobs = load_jobs(task)
-    dataset = jobs.dataset(name)
-    if dataset.source == "mock":
-        raise ConfigError(f"dataset '{name}' is random tokens: it has no files")
-    root = jobs.resolve(job).job.cluster.root_folder if job else jobs.root
-    parts = {
-        part.dataset.name: part.dataset
-        for blend in (dataset.blend, dataset.valid_blend, dataset.test_blend)
-        for part in blend.values()
-    }
-    return [
-        (found, DataFolder(root, found))
-        for found in (parts.values() if dataset.source == "blend" else [dataset])
-    ]
-
-
 def _prefixes(dataset: Dataset, folder: DataFolder) -> list[Path]:
     read_manifest(folder.manifest)  # raises ConfigError if it is not prepared
     if dataset.source == "indexed":
@@ -57,7 +39,9 @@ def _prefixes(dataset: Dataset, folder: DataFolder) -> list[Path]:
 
 def stats(task: TaskContext, name: str, options: StatsOptions) -> TaskResult:
     """The task `data-stats`."""
-    folders = _folders(task, name, options.job)
+    folders = dataset_folders(task, name, options.job)
+    if options.curation:
+        return curation_stats(task, name, folders, options)
     prefixes = [prefix for dataset, folder in folders for prefix in _prefixes(dataset, folder)]
     if options.count_only:
         counts = count(prefixes)
@@ -138,7 +122,7 @@ def verify(task: TaskContext, name: str, job: str) -> TaskResult:
     """The task `data-verify`. Raises ConfigError (exit 6) with everything that is wrong."""
     problems: list[Problem] = []
     verified = []
-    for dataset, folder in _folders(task, name, job):
+    for dataset, folder in dataset_folders(task, name, job):
         manifest = read_manifest(folder.manifest)
         assert dataset.tokenizer is not None
         found = verify_dataset(

@@ -15,10 +15,12 @@ from trainkit.base.documents import document
 from trainkit.base.errors import TrainkitError
 from trainkit.base.extras import MissingExtra
 from trainkit.base.install import extension_path
+from trainkit.cli.config.curation import funnel_table
 from trainkit.cli.config.jobs import load_jobs
 from trainkit.cli.run.progress import TerminalStageReporter, dataset_table
 from trainkit.cli.tables import Listing, Page
 from trainkit.cli.wrapper import TaskContext, TaskResult
+from trainkit.data.curate.funnel import CURATION, read_curation
 from trainkit.data.fetch.retry import Unreachable
 from trainkit.data.indexed.manifest import COUNTS, REASONS
 from trainkit.data.indexed.paths import MANIFEST, read_manifest
@@ -198,11 +200,20 @@ def prep_data(task: TaskContext, options: PrepareOptions) -> TaskResult:
         return _not_listed(task, target.dataset, error)
     if task.dry_run:
         return _result(task, prepared.verdicts)
-    rows = [_row(need, bars) for need in prepared.datasets]
-    return _result(task, prepared.verdicts, _datasets_page(rows), datasets=rows)
+    made = [path for need in prepared.datasets for path in need.outputs]
+    rows = [
+        _row(need, bars)
+        for need in prepared.datasets
+        if any(path.name == MANIFEST for path in need.outputs)
+    ]
+    curated = [read_curation(path.parent) for path in made if path.name == CURATION]
+    return _result(task, prepared.verdicts, _datasets_page(rows, curated), datasets=rows)
 
 
-def _datasets_page(rows: Sequence[Mapping[str, Any]]) -> Page:
+def _datasets_page(rows: Sequence[Mapping[str, Any]], curated: Sequence[Mapping[str, Any]]) -> Page:
+    for curation in curated:
+        yield f"{curation['name']}: {curation['documents']:,} of {curation['lines']:,} documents"
+        yield funnel_table(curation)
     if rows:
         yield dataset_table(rows)
     for row in rows:

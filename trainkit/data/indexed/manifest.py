@@ -248,6 +248,7 @@ def write_manifest(spec: MergeSpec, shards: Sequence[ShardResult]) -> DatasetTot
         pairs=[str(pair.relative_to(folder)) for pair in pairs],
         shards=[_shard_entry(given, shard) for given, shard in entries],
         **({"shuffled": True} if spec.shuffle else {}),
+        **({"curation": read_json(spec.curation)} if spec.curation else {}),
         checksums=[asdict(each) for each in _checksums(spec, shards, folder, dtype.itemsize)],
     )
     write_json(spec.manifest, manifest)

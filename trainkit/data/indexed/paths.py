@@ -55,6 +55,11 @@ class DataFolder:
         return Path(self.root) / "data" / self.dataset.name / "corpus"
 
     @property
+    def curated(self) -> Path:
+        """What curation makes of the corpus, the same for every tokenizer."""
+        return Path(self.root) / "data" / self.dataset.name / "curated"
+
+    @property
     def path(self) -> Path:
         """Everything that depends on the tokenizer."""
         assert self.dataset.tokenizer is not None, "mock data has no folder"

@@ -1,0 +1,53 @@
+"""What a step of curation is: it sees one document after another, may change it, and says why one
+is left out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+
+class Dropped(NamedTuple):
+    """Why a document is left out.
+
+    reason: one of few words to count by: those of datatrove where it has the rule.
+    value, limit: what was found, and what the rule allows.
+    detail: what a person wants to see: a place, a name.
+    """
+
+    reason: str
+    value: float = 0.0
+    limit: float = 0.0
+    detail: str = ""
+
+
+@dataclass
+class CrawledDocument:
+    """A document on its way.
+
+    Attributes:
+        text: steps may change it.
+        fields: everything else that was read of it; steps may add to it.
+        key: 64 bits of text and fields as they were read: the same wherever it lies.
+        copies: how often it is written.
+    """
+
+    text: str
+    fields: dict[str, object]
+    key: int
+    copies: int = 1
+
+
+class CurationStep(Protocol):
+    """One step, made once for many documents. The same document, the same answer: nothing may
+    hang on the documents before it."""
+
+    def __call__(self, document: CrawledDocument) -> Dropped | None:
+        """None: it stays, perhaps changed."""
+
+
+def read_lists(paths: tuple[str, ...]) -> frozenset[str]:
+    """The lines of some files, in lower case; what follows "#" at the start of a line is none."""
+    lines = (line.strip().lower() for path in paths for line in Path(path).read_text().split("\n"))
+    return frozenset(line for line in lines if line and not line.startswith("#"))

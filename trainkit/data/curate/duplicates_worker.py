@@ -1,0 +1,200 @@
+"""The units that find duplicates: `python -m trainkit.data.curate.duplicates_worker SPEC.json ...`
+
+keys: each shard's documents as sorted keys. number: which numbers they have among all. join: equal
+keys of all shards, a part of their range at a time, so that memory is bounded whatever the
+corpus's size. cluster: of pairs, groups.
+
+The result depends on the documents alone, not on how they lie in shards: of a group the longest
+text is kept, of those the one with the least key; of equal lines and paragraphs that of the
+document with the least key.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from tempfile import TemporaryFile
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainkit import _index
+from trainkit.base.errors import ConfigError, Exit
+from trainkit.base.files import write_json
+from trainkit.base.worker import ProgressCallback, run_unit
+from trainkit.data.curate.key_files import (
+    DUPLICATES,
+    KeyNumbers,
+    Words64,
+    key_range,
+    open_keys,
+    read_words,
+    write_keys,
+    write_words,
+)
+from trainkit.data.curate.read_back import read_shard
+from trainkit.data.curate.signatures import ExactKeys, MinHashKeys, step_keys
+from trainkit.data.curate.specs import ClusterSpec, JoinSpec, KeysSpec, NumberSpec
+from trainkit.data.sums import file_sum, identity_of
+
+MEMORY = 2**27  # bytes of records that are joined at once
+KEYS = 2**64
+MOST_DOCUMENTS = 2**32
+
+
+def write_shard_keys(spec: KeysSpec, progress: ProgressCallback) -> dict[str, object]:
+    """Write a shard's key file."""
+    identity = identity_of(spec.shard)
+    maker: ExactKeys | MinHashKeys = step_keys(spec.step, spec.language)
+    documents: list[tuple[int, int]] = []
+    for number, document in enumerate(read_shard(spec.shard, spec.text_key)):
+        documents.append((document.key, len(document.text)))
+        maker.add(number, document)
+        if number % 256 == 0:
+            progress(min(number, 2**20), 2**20)
+    write_keys(spec.output, np.array(documents, np.uint64).reshape(-1, 2), maker.records())
+    read = (str(spec.shard), *identity[1:], file_sum(spec.shard))
+    return {"documents": len(documents), "read": [read]}
+
+
+def _ranges(spec: JoinSpec, sections: Sequence[Words64]) -> list[tuple[int, int]]:
+    """The unit's part of all keys as ranges of which each fits into memory: [(low, high)]."""
+    low = KEYS * spec.part // spec.parts
+    high = KEYS * (spec.part + 1) // spec.parts - 1
+    size = sum(key_range(section, low, high).nbytes for section in sections)
+    count = -(-size // MEMORY) or 1
+    edges = [low + (high + 1 - low) * i // count for i in range(count + 1)]
+    return [(a, b - 1) for a, b in itertools.pairwise(edges)]
+
+
+def _gather(sections: Sequence[Words64], firsts: Sequence[int], low: int, high: int) -> Words64:
+    """Records of a range of keys from all shards, their documents numbered through."""
+    parts = []
+    for section, first in zip(sections, firsts, strict=False):
+        part = np.array(key_range(section, low, high))
+        if len(part):
+            part[:, -1] += np.uint64(first)
+            parts.append(part)
+    columns = sections[0].shape[1] if sections else 2
+    return np.concatenate(parts) if parts else np.zeros((0, columns), np.uint64)
+
+
+def _groups(keys: Words64) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Of sorted keys: where each one's group begins, and how many are in it: int64 [n] each."""
+    starts = np.flatnonzero(np.concatenate(([True], keys[1:] != keys[:-1])))
+    counts = np.diff(np.append(starts, len(keys)))
+    return np.repeat(starts, counts), np.repeat(counts, counts)
+
+
+def join(spec: JoinSpec, progress: ProgressCallback) -> dict[str, object]:
+    """Find equal keys in the unit's part."""
+    numbers = KeyNumbers.from_file(spec.numbers_file)
+    sections = [open_keys(path).records[spec.band] for path in numbers.paths]
+    ranges = _ranges(spec, sections)
+    found = []
+    for number, (low, high) in enumerate(ranges):
+        records = _gather(sections, numbers.firsts, low, high)
+        if len(records):
+            found.append(_pairs(records) if spec.edges else _later(records, numbers.first_own))
+        progress(number + 1, len(ranges))
+    columns = 2 if spec.edges else DUPLICATES
+    rows = np.concatenate(found) if found else np.zeros((0, columns), np.uint64)
+    write_words(spec.output, rows[np.argsort(rows[:, 0], kind="stable")])
+    return {"pairs": len(rows), "read": []}
+
+
+def _pairs(records: Words64) -> Words64:
+    """(least document of a group, another of it) for records (key, document)."""
+    records = records[np.lexsort((records[:, 1], records[:, 0]))]
+    starts, counts = _groups(records[:, 0])
+    others = np.flatnonzero((counts > 1) & (np.arange(len(records)) != starts))
+    return np.stack([records[starts[others], 1], records[others, 1]], axis=1)
+
+
+def _later(records: Words64, ours: int) -> Words64:
+    """`Duplicates` of records (key, document's key, document): all of a group but the first, by
+    (another dataset's, document's key)."""
+    own = records[:, 2] >= np.uint64(ours)
+    records = records[np.lexsort((records[:, 2], records[:, 1], own, records[:, 0]))]
+    starts, counts = _groups(records[:, 0])
+    kept = records[starts, 2]
+    # a text that stands twice in the document that keeps it is that document's matter
+    others = np.flatnonzero((records[:, 2] != kept) & (records[:, 2] >= np.uint64(ours)))
+    rows = records[others]
+    return np.stack(
+        [rows[:, 2], rows[:, 0], kept[others], counts[others].astype(np.uint64)], axis=1
+    )
+
+
+def cluster(spec: ClusterSpec, progress: ProgressCallback) -> dict[str, object]:
+    """Find groups of documents that pairs join, and in each the one that is kept. Memory: 24
+    bytes a document, in files that the kernel may write back."""
+    numbers = KeyNumbers.from_file(spec.numbers_file)
+    count = numbers.firsts[-1]
+    if count >= MOST_DOCUMENTS:
+        raise ConfigError(
+            f"{count:,} documents are to be compared, but 2^32 - 1 can be",
+            exit=Exit.STAGE_FAILED,
+            hint="make two datasets of them, the second with against = [the first]",
+        )
+    with TemporaryFile(dir=spec.output.parent) as scratch:
+        parents = _scratch(scratch, count)
+        parents[:] = np.arange(count, dtype=np.uint32)
+        for done, path in enumerate(spec.edges):
+            edges = read_words(path, 2)
+            for start in range(0, len(edges), 2**22):
+                _index.unite(parents, np.ascontiguousarray(edges[start : start + 2**22]))
+            progress(done + 1, len(spec.edges) + 1)
+        _index.find_roots(parents)
+        rows = _left_out(parents, numbers)
+    write_words(spec.output, rows)
+    return {"duplicates": len(rows), "read": []}
+
+
+def _scratch(file: Any, count: int) -> NDArray[np.uint32]:
+    file.truncate(max(4, 4 * count))
+    whole: NDArray[np.uint32] = np.memmap(file, np.uint32, "r+", shape=(max(1, count),))
+    return whole[:count]
+
+
+def _left_out(parents: NDArray[np.uint32], numbers: KeyNumbers) -> Words64:
+    """`Duplicates` of all groups of two documents or more, sorted by document."""
+    nodes = np.flatnonzero(parents != np.arange(len(parents), dtype=np.uint32))
+    members = np.unique(np.concatenate([nodes, parents[nodes].astype(np.int64)]))
+    if not len(members):
+        return np.zeros((0, DUPLICATES), np.uint64)
+    facts = np.zeros((len(members), 2), np.uint64)
+    ours = numbers.first_own
+    firsts = numbers.firsts
+    places = np.searchsorted(members, firsts)
+    for path, first, low, high in zip(numbers.paths, firsts, places, places[1:], strict=False):
+        if high > low:
+            facts[low:high] = open_keys(path).documents[members[low:high] - first]
+    roots = parents[members]
+    length = np.iinfo(np.uint64).max - facts[:, 1]
+    order = np.lexsort((members, facts[:, 0], length, members >= ours, roots))
+    starts, counts = _groups(roots[order].astype(np.uint64))
+    kept = members[order][starts]
+    numbered = members[order]
+    rows: Words64 = np.stack([numbered, 0 * numbered, kept, counts], axis=1).astype(np.uint64)
+    rows = rows[(numbered != kept) & (numbered >= ours)]
+    return rows[np.argsort(rows[:, 0], kind="stable")]
+
+
+def work(value: Mapping[str, Any], progress: ProgressCallback) -> dict[str, object]:
+    """What `value["do"]` names."""
+    if value["do"] == "keys":
+        return write_shard_keys(KeysSpec.from_json(value), progress)
+    if value["do"] == "number":
+        spec = NumberSpec.from_json(value)
+        numbers = KeyNumbers.count(spec.against, spec.keys)
+        write_json(spec.output, numbers.to_json())
+        return {"documents": numbers.firsts[-1], "read": []}
+    if value["do"] == "join":
+        return join(JoinSpec.from_json(value), progress)
+    return cluster(ClusterSpec.from_json(value), progress)
+
+
+if __name__ == "__main__":
+    run_unit(work)

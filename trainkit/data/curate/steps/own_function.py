@@ -1,0 +1,94 @@
+"""step = "function": a Python function of the user's, from a file."""
+
+from __future__ import annotations
+
+import importlib.util
+import signal
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from trainkit.base.errors import ConfigError, Exit
+from trainkit.data.curate.contract import CrawledDocument, Dropped
+from trainkit.jobs.curation import FunctionStep
+
+Answer = bool | str | None
+
+
+class _TooLong(BaseException):
+    """Not an Exception, which the function may catch."""
+
+
+class OwnFunction:
+    """Calls function(text, fields): True keeps the document, False or None leaves it out, a text
+    replaces its own; `fields` is its to change."""
+
+    def __init__(self, table: FunctionStep, language: str) -> None:
+        self._name = table.function
+        self._seconds = table.timeout_seconds
+        self._function = _imported(table.function)
+
+    def __call__(self, document: CrawledDocument) -> Dropped | None:
+        try:
+            with _at_most(self._seconds):
+                answer = self._function(document.text, document.fields)
+        except _TooLong:
+            raise self._error(
+                document,
+                f"did not return within {self._seconds:g} s",
+                "mend it, or give the step more by timeout_seconds",
+            ) from None
+        except Exception as error:
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            what = f"raised {type(error).__name__}: {error} ({last.filename}:{last.lineno})"
+            raise self._error(document, what, "mend it: what is done is kept") from None
+        if isinstance(answer, str):
+            document.text = answer
+        elif not isinstance(answer, bool) and answer is not None:
+            raise self._error(
+                document,
+                f"returned {type(answer).__name__}",
+                "return True, False or the text that is to stand there",
+            )
+        elif not answer:
+            return Dropped("function", detail=self._name.rpartition("/")[2])
+        return None
+
+    def _error(self, document: CrawledDocument, what: str, hint: str) -> ConfigError:
+        origin = document.fields.get("trainkit_origin", "")
+        return ConfigError(
+            f"the function {self._name} {what}, at {origin}", exit=Exit.STAGE_FAILED, hint=hint
+        )
+
+
+def _imported(name: str) -> Callable[[str, dict[str, object]], Answer]:
+    """The function. Raises ConfigError (exit 6): no file, no such name, an import that fails."""
+    path, _, attribute = name.rpartition(":")
+    spec = importlib.util.spec_from_file_location("trainkit_own_function", path)
+    assert spec is not None and spec.loader is not None, "the schema wants .py"
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+        function: Callable[[str, dict[str, object]], Answer] = getattr(module, attribute)
+    except Exception as error:
+        raise ConfigError(
+            f"the function {name} cannot be imported: {type(error).__name__}: {error}",
+            exit=Exit.STAGE_FAILED,
+            hint="the file must be importable by itself, and define that name",
+        ) from None
+    return function
+
+
+@contextmanager
+def _at_most(seconds: float) -> Iterator[None]:
+    def end(number: int, frame: FrameType | None) -> None:
+        raise _TooLong
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

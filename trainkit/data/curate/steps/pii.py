@@ -1,0 +1,61 @@
+"""step = "pii": addresses of people and machines become examples."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Callable
+
+from trainkit.data.curate.contract import CrawledDocument, Dropped
+from trainkit.jobs.curation import PiiStep
+
+# what datatrove's PIIFormatter looks for and writes
+_ATOM = r"[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]+"
+_LABEL = r"[A-Za-z0-9](?:[A-Za-z0-9-]*[A-Za-z0-9])?"
+_OCTET = r"(?:25[0-5]|2[0-4][0-9]|[01]?[0-9][0-9]?)"
+EMAIL = re.compile(
+    rf"\b{_ATOM}(?:\.{_ATOM})*@(?:(?:{_LABEL}\.)+{_LABEL}"
+    rf"|\[(?:{_OCTET}\.){{3}}(?:{_OCTET}|[A-Za-z0-9-]*[A-Za-z0-9]:)])"
+)
+IPV4 = re.compile(rf"(?:{_OCTET}\.){{3}}{_OCTET}")
+EMAILS = ("email@example.com", "firstname.lastname@example.org")
+IPS = (
+    *("22.214.171.124", "126.96.36.199", "188.8.131.52", "184.108.40.206", "220.127.116.11"),
+    "18.104.22.168",
+)
+
+
+class PiiMask:
+    """Replaces in rotation from the document's start: its text alone decides what is written."""
+
+    def __init__(self, table: PiiStep, language: str) -> None:
+        self._table = table
+
+    def __call__(self, document: CrawledDocument) -> Dropped | None:
+        if self._table.emails and "@" in document.text:
+            document.text = EMAIL.sub(_rotation(EMAILS, lambda found: True), document.text)
+        if self._table.ips:
+            document.text = IPV4.sub(_rotation(IPS, _is_public), document.text)
+        return None
+
+
+def _rotation(
+    examples: tuple[str, ...], chosen: Callable[[str], bool]
+) -> Callable[[re.Match[str]], str]:
+    count = 0
+
+    def replace(found: re.Match[str]) -> str:
+        nonlocal count
+        if not chosen(found[0]):
+            return found[0]
+        count += 1
+        return examples[(count - 1) % len(examples)]
+
+    return replace
+
+
+def _is_public(text: str) -> bool:
+    try:
+        return ipaddress.ip_address(text).is_global
+    except ValueError:  # "010.1.1.1" is none
+        return False

@@ -1,0 +1,63 @@
+"""Words of a text, by spaCy's rules of a language: they need no model, and thresholds that others
+published count these."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+from trainkit import _index
+from trainkit.base.errors import ConfigError, Exit
+from trainkit.base.extras import MissingExtra
+from trainkit.data.curate.characters import character_classes
+
+
+def lacking_spacy() -> MissingExtra | None:
+    """The error where spaCy is not installed."""
+    if importlib.util.find_spec("spacy") is None:
+        return MissingExtra(
+            "datasets.X.curate counts words with spaCy, which is not installed",
+            "curate",
+            exit=Exit.STAGE_FAILED,
+        )
+    return None
+
+
+@lru_cache(maxsize=2)
+def load_words(language: str) -> _index.TextWords:
+    """What splits texts into words.
+
+    Raises MissingExtra (exit 6) without spaCy; ConfigError (exit 6) for a language whose rules
+    need more than spaCy itself.
+    """
+    if (missing := lacking_spacy()) is not None:
+        raise missing
+    import spacy
+    from spacy.pipeline import Sentencizer
+
+    try:
+        pipeline = spacy.blank(language)
+        tokenizer: Any = pipeline.tokenizer
+        rules = list(tokenizer.rules)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"datasets.X.curate.words = {language!r}: {error}",
+            exit=Exit.STAGE_FAILED,
+            hint="name a language whose words spaCy finds by rules, such as en, de or fr",
+        ) from None
+
+    def split(pieces: Sequence[str]) -> list[list[int]]:
+        with pipeline.memory_zone():  # else its vocabulary holds every word ever seen
+            return [[len(word.text.encode()) for word in tokenizer(piece)] for piece in pieces]
+
+    flags, folds = character_classes("".join(Sentencizer.default_punct_chars))
+    return _index.TextWords(flags, folds, rules, split)
+
+
+def words_identity() -> str:
+    """What words depend on beside the language: spaCy's version."""
+    from importlib.metadata import version
+
+    return f"spacy {version('spacy')}"

