@@ -129,6 +129,20 @@ py::array_t<std::int64_t> sign(const trainkit::MinHash& hash, TextWords& words,
     return py::array_t<std::int64_t>(static_cast<py::ssize_t>(values.size()), values.data());
 }
 
+// The XXH64 of each band of `rows` values, one after another; nothing of a text without a shingle.
+py::bytes band_keys(const trainkit::MinHash& hash, TextWords& words, const py::str& lower,
+                    std::size_t rows) {
+    const std::string simple = words.characters().simplify(utf8(lower), true);
+    const std::vector<std::int64_t> values = hash(simple, words.of_view(simple));
+    if (rows == 0 || values.size() % rows != 0)
+        throw py::value_error("rows must divide the number of hashes");
+    std::vector<std::uint64_t> keys;
+    for (std::size_t at = 0; at < values.size(); at += rows)
+        keys.push_back(
+            trainkit::xxh64(reinterpret_cast<const char*>(values.data() + at), 8 * rows));
+    return {reinterpret_cast<const char*>(keys.data()), 8 * keys.size()};
+}
+
 // Words between white space of a simplified text that keeps its numbers.
 struct PlainWords {
     std::string text;
@@ -266,7 +280,8 @@ inline void bind_curation(py::module_& module) {
     py::class_<trainkit::MinHash>(module, "MinHash")
         .def(py::init<std::size_t, std::vector<std::uint64_t>, std::vector<std::uint64_t>>(), "n"_a,
              "a"_a, "b"_a)
-        .def("__call__", &sign, "words"_a, "lower"_a);
+        .def("__call__", &sign, "words"_a, "lower"_a)
+        .def("band_keys", &band_keys, "words"_a, "lower"_a, "rows"_a);
     py::class_<trainkit::BenchmarkIndex>(module, "BenchmarkIndex")
         .def(py::init<std::size_t>(), "n"_a)
         .def("add", &add_entry, "words"_a, "lower"_a, "entry"_a, "least"_a)

@@ -12,6 +12,7 @@ document with the least key.
 from __future__ import annotations
 
 import itertools
+from array import array
 from collections.abc import Mapping, Sequence
 from tempfile import TemporaryFile
 from typing import Any
@@ -47,15 +48,15 @@ def write_shard_keys(spec: KeysSpec, progress: ProgressCallback) -> dict[str, ob
     """Write a shard's key file."""
     identity = identity_of(spec.shard)
     maker: ExactKeys | MinHashKeys = step_keys(spec.step, spec.language)
-    documents: list[tuple[int, int]] = []
+    documents = array("Q")
     for number, document in enumerate(read_shard(spec.shard, spec.text_key)):
-        documents.append((document.key, len(document.text)))
+        documents.extend((document.key, len(document.text)))
         maker.add(number, document)
         if number % 256 == 0:
             progress(min(number, 2**20), 2**20)
     write_keys(spec.output, np.array(documents, np.uint64).reshape(-1, 2), maker.records())
     read = (str(spec.shard), *identity[1:], file_sum(spec.shard))
-    return {"documents": len(documents), "read": [read]}
+    return {"documents": len(documents) // 2, "read": [read]}
 
 
 def _ranges(spec: JoinSpec, sections: Sequence[Words64]) -> list[tuple[int, int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from array import array
 from collections.abc import Mapping
 
 import numpy as np
@@ -36,12 +37,12 @@ class ExactKeys:
 
     def __init__(self, step: ExactStep) -> None:
         self._step = step
-        self._records: list[tuple[int, int, int]] = []
+        self._records = array("Q")
 
     def add(self, number: int, document: CrawledDocument) -> None:
         """Take in a document."""
         for key in self.keys(document.text):
-            self._records.append((key, document.key, number))
+            self._records.extend((key, document.key, number))
 
     def keys(self, text: str) -> set[int]:
         """The keys of a text."""
@@ -76,8 +77,8 @@ class MinHashKeys:
         self._step = step
         self._words = load_words(language)
         self._hash = _index.MinHash(step.ngram, *hash_parameters(step))
-        self._numbers: list[int] = []
-        self._keys: list[list[int]] = []
+        self._numbers = array("Q")
+        self._keys = bytearray()
 
     def values(self, text: str) -> NDArray[np.int64]:
         """The signature: int64 [bands * rows], or [0] of fewer words than a shingle has."""
@@ -85,22 +86,14 @@ class MinHashKeys:
 
     def add(self, number: int, document: CrawledDocument) -> None:
         """Take in a document."""
-        values = self.values(document.text)
-        if len(values):
-            data = values.astype("<i8", copy=False).tobytes()
-            size = 8 * self._step.rows
+        keys = self._hash.band_keys(self._words, document.text.lower(), self._step.rows)
+        if keys:
             self._numbers.append(number)
-            self._keys.append(
-                [
-                    xxhash.xxh64_intdigest(data[size * band : size * (band + 1)])
-                    for band in range(self._step.bands)
-                ]
-            )
+            self._keys += keys
 
     def records(self) -> Words64:
         """uint64 [bands, R, 2]."""
-        bands = self._step.bands
-        keys = np.array(self._keys, np.uint64).reshape(-1, bands).T
+        keys = np.frombuffer(self._keys, "<u8").reshape(-1, self._step.bands).T
         numbers = np.broadcast_to(np.array(self._numbers, np.uint64), keys.shape)
         return np.stack([keys, numbers], axis=2)
 
