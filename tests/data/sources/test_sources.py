@@ -6,15 +6,12 @@ import sysconfig
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tests.data.text.text_files import read_documents
 from trainkit.base.errors import ConfigError
 from trainkit.data.sources import Shard
 from trainkit.data.sources.files import FilesSource
 from trainkit.data.sources.stdlib import StdlibSource, source_files
-from trainkit.data.text.corpus import write_documents
 from trainkit.data.text.formats import READABLE
 from trainkit.data.unit_specs import TextRecipe
 from trainkit.jobs.schema import Dataset, Tokenizer
@@ -48,16 +45,6 @@ def test_what_is_not_text_is_left_out_and_counted(tmp_path: Path) -> None:
         "left_out": {"not_utf8": 1, "empty": 1},
     }
     assert [d.text for d in read_documents(path, "text")] == ["print(1)\n"]
-
-
-@settings(deadline=None)
-@given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=30), max_size=20))
-def test_what_is_written_is_read(
-    tmp_path_factory: pytest.TempPathFactory, texts: list[str]
-) -> None:
-    path = tmp_path_factory.mktemp("corpus") / "shard.jsonl.zst"
-    assert write_documents(path, texts, "body") == (len(texts), sum(len(t.encode()) for t in texts))
-    assert [d.text for d in read_documents(path, "body")] == texts
 
 
 def test_another_ending_is_refused(tmp_path: Path) -> None:

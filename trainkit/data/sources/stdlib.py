@@ -6,13 +6,12 @@ from __future__ import annotations
 import os
 import platform
 import sysconfig
-from collections.abc import Iterator
 from pathlib import Path
 
 from trainkit.base.errors import ConfigError, Exit
 from trainkit.data.fetch.retry import DEFAULT_RETRY, FetchRetryPolicy
 from trainkit.data.sources.contract import Shard
-from trainkit.data.text.corpus import write_documents
+from trainkit.data.text.write_shards import DocumentWriter
 from trainkit.data.unit_specs import TextRecipe, TextResult
 from trainkit.jobs.schema import Dataset
 
@@ -75,8 +74,7 @@ class StdlibSource:
 
     def write(self, recipe: TextRecipe, path: Path, text_key: str) -> TextResult:
         left_out = {"not_utf8": 0, "empty": 0}
-
-        def texts() -> Iterator[str]:
+        with DocumentWriter(path, text_key) as writer:
             for name in recipe.files:
                 try:
                     text = (recipe.folder / name).read_bytes().decode("utf-8")
@@ -84,9 +82,7 @@ class StdlibSource:
                     left_out["not_utf8"] += 1
                     continue
                 if text:
-                    yield text
+                    writer.add(text, {})
                 else:
                     left_out["empty"] += 1
-
-        documents, size = write_documents(path, texts(), text_key)
-        return TextResult(documents, size, left_out)
+        return TextResult(writer.documents, writer.text_bytes, left_out)

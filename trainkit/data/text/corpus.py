@@ -1,19 +1,14 @@
-"""One shard of text: opened where it lies or while it is fetched, read as documents, and
-written."""
+"""One shard of text: opened where it lies or while it is fetched."""
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import IO, Any
 
 import xxhash
-import zstandard
 
-from trainkit.base.files import atomic_open
 from trainkit.data.fetch.recipe import FetchRecipe
 
 
@@ -64,18 +59,3 @@ def file_size(path: Path) -> int | None:
         return os.stat(path).st_size
     except OSError:
         return None
-
-
-def write_documents(path: Path, texts: Iterable[str], text_key: str) -> tuple[int, int]:
-    """Write texts as .jsonl.zst, whole or not at all. Returns (documents, bytes of text in
-    UTF-8)."""
-    documents = size = 0
-    with (
-        atomic_open(path) as raw,
-        zstandard.ZstdCompressor(level=3).stream_writer(raw, closefd=False) as file,
-    ):
-        for text in texts:
-            file.write((json.dumps({text_key: text}, ensure_ascii=False) + "\n").encode())
-            documents += 1
-            size += len(text.encode())
-    return documents, size

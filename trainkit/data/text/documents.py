@@ -16,7 +16,7 @@ class TextDocument(NamedTuple):
     line: from 1, in its file or archive member; a row of a table, a piece of a .txt.
     text: one sequence, or several.
     where: the file, and the member of an archive behind "!".
-    fields: everything else that was read of it, for filters.
+    fields: everything that was read of it, for filters; of a JSON line and a row its text too.
     """
 
     line: int
@@ -53,13 +53,14 @@ class ReadOptions:
         text_separator: what stands between the documents of a .txt; None: it is one document.
         max_document_bytes: of text, in UTF-8; longer ones are bad. A JSON line may have three times
             that.
-        fields: further keys that are wanted, for columns.
+        fields: further keys that are wanted, for columns; None: all, as they stand in the file
+            (whole numbers beyond 64 bit too, which JSON lines else have as floats).
     """
 
     text_key: str = "text"
     text_separator: str | None = None
     max_document_bytes: int = 2**26
-    fields: tuple[str, ...] = ()
+    fields: tuple[str, ...] | None = ()
 
 
 ParsedItem = TextDocument | BadLine | SkippedMember

@@ -5,9 +5,9 @@ compressed or not. Nothing is extracted to disk.
     .txt              one document, or what stands between `text_separator`
     .gz .zst .bz2 .xz behind one of these: compressed
     .tar, .tgz, .zip  of all of those; also members without an ending, read as .txt (enwik8)
-    .parquet          one document a row
+    .parquet, .arrow  one document a row
 
-.zip and .parquet are read from their end, so not while they are fetched.
+.zip, .parquet and .arrow are read from their end, so not while they are fetched.
 
 A text may be a list of strings: several sequences of one document, as in Megatron's
 preprocess_data.py. What is not a document is not raised but yielded as `BadLine`, so that the
@@ -25,7 +25,6 @@ from collections.abc import Iterator
 from pathlib import PurePosixPath
 from typing import IO, Any, cast
 
-from trainkit.base.extras import install_command
 from trainkit.data.text.decompress import (
     COMPRESSED,
     BlockStream,
@@ -40,18 +39,19 @@ from trainkit.data.text.documents import (
     ReadOptions,
     SkippedMember,
     TextDocument,
-    get_field,
 )
-from trainkit.data.text.json_lines import checked_document, json_lines, shown_around, too_long
+from trainkit.data.text.json_lines import json_lines, shown_around, too_long
+from trainkit.data.text.tables import TABLES, table_rows
 
 LINES = (".jsonl", ".json")
 TEXT = (".txt",)
 SINGLE = tuple(kind + packed for kind in (*LINES, *TEXT) for packed in ("", *COMPRESSED))
 TAR = (".tar", *(f".tar{packed}" for packed in COMPRESSED), ".tgz")
-READABLE = (*SINGLE, *TAR, ".zip", ".parquet")
+FROM_END = (".zip", *TABLES)
+READABLE = (*SINGLE, *TAR, *FROM_END)
 READABLE_IN_WORDS = (
     f"{', '.join((*LINES, *TEXT))}, each also with {', '.join(COMPRESSED[:-1])} or"
-    f" {COMPRESSED[-1]} behind it, .tar, .tgz, .zip and .parquet"
+    f" {COMPRESSED[-1]} behind it, .tar, .tgz, .zip, .parquet and .arrow"
 )
 
 
@@ -62,7 +62,7 @@ def open_documents(
 
     Args:
         name: its name, whose ending says the format.
-        stream: its bytes as they are stored; .zip and .parquet need seek and tell too.
+        stream: its bytes as they are stored; those of `FROM_END` need seek and tell too.
         where: what errors call it; by default `name`.
 
     Raises ConfigError (exit 6): an ending not known, a file cut off or damaged, a bomb, a
@@ -72,7 +72,7 @@ def open_documents(
     lower = name.lower()
     if lower.endswith(TAR):
         return _tar(_unpacked_name(lower), stream, reading, where)
-    if lower.endswith((".zip", ".parquet")):
+    if lower.endswith(FROM_END):
         if not (hasattr(stream, "seek") and getattr(stream, "seekable", lambda: True)()):
             raise damaged_file(
                 where,
@@ -81,7 +81,7 @@ def open_documents(
             )
         if lower.endswith(".zip"):
             return _zip(stream, reading, where)
-        return _parquet(stream, reading, where)
+        return table_rows(lower, stream, reading, where)
     if lower.endswith(SINGLE):
         return _single(lower, decompressed_blocks(lower, stream, where), reading, where)
     raise damaged_file(
@@ -254,56 +254,3 @@ def _zip(stream: Any, reading: ReadOptions, where: str) -> Iterator[ParsedItem]:
         raise damaged_file(
             where, f"holds no member that can be read: none ends in {', '.join(SINGLE)}"
         )
-
-
-# ---- tables
-
-
-def _parquet(stream: Any, reading: ReadOptions, where: str) -> Iterator[ParsedItem]:
-    try:
-        import pyarrow as arrow
-        from pyarrow import parquet
-    except ImportError:
-        raise damaged_file(
-            where, ".parquet is read by pyarrow, which is not installed", install_command()
-        ) from None
-    try:
-        table = parquet.ParquetFile(stream, pre_buffer=False)
-        columns = [reading.text_key, *reading.fields]
-        known = {table.schema.column(i).path for i in range(len(table.schema))}
-        if not any(
-            path == reading.text_key or path.startswith(f"{reading.text_key}.") for path in known
-        ):
-            hint = "set datasets.X.text_key to the column that holds the text"
-            raise damaged_file(
-                where,
-                f"has no column {reading.text_key!r} (it has {', '.join(sorted(known)[:20])})",
-                hint,
-            )
-        number = 0
-        for batch in table.iter_batches(batch_size=256, columns=columns, use_threads=False):
-            for row in batch.to_pylist():
-                number += 1
-                yield _checked_row(number, row, where, reading)
-    except (arrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        if isinstance(error, OSError) and error.errno is not None:
-            raise  # the disk's
-        raise damaged_file(where, f"is not a parquet file, or a damaged one: {error}") from None
-
-
-def _checked_row(
-    number: int, row: dict[str, object], where: str, reading: ReadOptions
-) -> TextDocument | BadLine:
-    text = get_field(row, reading.text_key)
-    if isinstance(text, bytes):
-        try:
-            text = text.decode()
-        except UnicodeDecodeError as error:
-            return BadLine(
-                number,
-                where,
-                "invalid UTF-8",
-                f"holds invalid UTF-8: {error.reason} at byte {error.start}",
-                shown_around(text, error.start),
-            )
-    return checked_document(number, text, where, row, b"", reading)

@@ -48,6 +48,7 @@ def _lines(data: Iterator[bytes], limit: int) -> Iterator[bytes | memoryview | i
 def json_lines(data: Iterator[bytes], reading: ReadOptions, where: str) -> Iterator[ParsedItem]:
     key = reading.text_key
     nested = "." in reading.text_key
+    exact = reading.fields is None
     most = reading.max_document_bytes
     for number, line in enumerate(_lines(data, 3 * most + 2**20), 1):
         if not line:
@@ -56,6 +57,8 @@ def json_lines(data: Iterator[bytes], reading: ReadOptions, where: str) -> Itera
             yield too_long(number, where, line, "", most)
             continue
         try:
+            if exact and _LONG_NUMBER.search(line):
+                raise ValueError("orjson would make a float of it")
             value = orjson.loads(line)
         except ValueError:
             if not bytes(line).strip():
@@ -190,6 +193,7 @@ def _lone_surrogate(field: object) -> int | None:
     return None
 
 
+_LONG_NUMBER = re.compile(rb"[0-9]{19}")
 _SURROGATE_ESCAPE = re.compile(
     r"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F][0-9a-fA-F]{2}"
 )
