@@ -16,6 +16,7 @@ from trainkit.data.indexed.manifest import ranges_path
 from trainkit.data.indexed.paths import DataFolder, bin_path, idx_path, read_manifest
 from trainkit.data.sources import SOURCES, Shard, download_notice, fetch_units
 from trainkit.data.text.filters import FilterSettings
+from trainkit.data.text.web_archives import lacking_for
 from trainkit.data.unit_specs import (
     MergeShard,
     MergeSpec,
@@ -161,7 +162,7 @@ class TextUnits(DatasetUnits):
             scratch = self._scratch(shard.name for shard in self.shards)
         else:
             outputs += pairs
-        return self._need(
+        need = self._need(
             inputs,
             outputs,
             (*earlier, *self.tokenizer_fetches, make, *tokens, last),
@@ -169,6 +170,8 @@ class TextUnits(DatasetUnits):
             announcement=download_notice(self.dataset, self.folder.corpus, self.shards),
             memory={"names": {str(shard.path): shard.name for shard in self.shards}},
         )
+        lacking = need.lacking or lacking_for(shard.path.name for shard in self.shards)
+        return dataclasses.replace(need, lacking=lacking)
 
     def _fetches(self) -> list[Unit]:
         """The listing and every remote shard's file; nothing where all is here, the listing
