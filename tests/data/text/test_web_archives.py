@@ -252,6 +252,13 @@ class TestDamage:
         damaged = self.texts.replace(b"Content-Length: 3\r", b"Content-Length: %b\r" % length)
         error_of("x.wet", damaged, "web archive|truncated record|without WARC-Type")
 
+    def test_text_between_records_has_its_place(self) -> None:
+        damaged = self.texts.replace(b"Content-Length: 3\r", b"Content-Length: 2\r")
+        error = error_of("x.wet", damaged, "text stands between two records")
+        assert "x.wet:2" in str(error)
+        damaged = self.texts.replace(b"Content-Length: 300\r", b"Content-Length: 299\r")
+        error_of("x.wet", damaged, "its last record has no end")
+
     @pytest.mark.parametrize(
         "data", [b"", b"hello\n" * 9, b"\n\n", b"\0" * 999, b'{"text": "a"}\n']
     )

@@ -57,9 +57,9 @@ def json_lines(data: Iterator[bytes], reading: ReadOptions, where: str) -> Itera
             yield too_long(number, where, line, "", most)
             continue
         try:
-            if exact and _LONG_NUMBER.search(line):
-                raise ValueError("orjson would make a float of it")
             value = orjson.loads(line)
+            if exact and _has_large_float(value):
+                raise ValueError("orjson may have made it of a whole number")
         except ValueError:
             if not bytes(line).strip():
                 continue
@@ -183,6 +183,14 @@ def _second_try(line: bytes, number: int, where: str, key: str) -> Any:
     )
 
 
+def _has_large_float(value: object) -> bool:
+    if isinstance(value, dict):
+        return any(map(_has_large_float, value.values()))
+    if isinstance(value, list):
+        return any(map(_has_large_float, value))
+    return isinstance(value, float) and abs(value) >= 2**63
+
+
 def _lone_surrogate(field: object) -> int | None:
     """Where the text of a field, or one of several, has a character that UTF-8 cannot hold."""
     for part in field if isinstance(field, list) else [field]:
@@ -193,7 +201,6 @@ def _lone_surrogate(field: object) -> int | None:
     return None
 
 
-_LONG_NUMBER = re.compile(rb"[0-9]{19}")
 _SURROGATE_ESCAPE = re.compile(
     r"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F][0-9a-fA-F]{2}"
 )

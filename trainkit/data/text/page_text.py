@@ -76,7 +76,9 @@ def _serve(pipe: Connection, seconds: int) -> None:
     from trafilatura import extract
 
     logging.disable()
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    soft = MEMORY if hard == resource.RLIM_INFINITY else min(MEMORY, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
     pipe.send(None)
     while True:
         page = pipe.recv_bytes()
