@@ -29,7 +29,7 @@ ORDER = {  # of a folder's rooms and its files of their own: each imports only w
     "trainkit.images": (
         "contract builders dockerfile context programs leftovers build squashfs stripe importers"
     ),
-    "trainkit.data": "fetch sums text unit_specs tokenizer indexed sources order tokenize",
+    "trainkit.data": "fetch sums text unit_specs tokenizer curate indexed sources order tokenize",
     "trainkit.train": (
         "metrics torch_compat torch_compiler generators proved_graphs ready_graphs"
         " compiled_graphs model decoding parallel checkpoint rank_agreement"

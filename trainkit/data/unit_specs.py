@@ -141,7 +141,7 @@ class TokensResult(Record):
         lines: documents, left out and rejected ones.
         left_out: {reason: documents}.
         drop_present: {field of `drop`: documents that have it}.
-        passed_over: {reason: members of archives}.
+        passed_over: {reason: members of archives, records of web archives}.
         rejects: bad lines.
         rejected: {kind: lines}.
         encoder: what encoded.

@@ -193,7 +193,10 @@ class Dataset(Table):
     homepage: str | None = Field(None, description="where it is described")
     paths: Strings = Field(
         (),
-        description="source = files: files or glob patterns, relative to the folder of jobs.toml",
+        description=(
+            "source = files: files, folders of them or glob patterns, relative to the folder of"
+            " jobs.toml"
+        ),
     )
     text_key: str = Field(
         "text",

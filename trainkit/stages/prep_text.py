@@ -16,6 +16,7 @@ from trainkit.data.indexed.manifest import ranges_path
 from trainkit.data.indexed.paths import DataFolder, bin_path, idx_path, read_manifest
 from trainkit.data.sources import SOURCES, Shard, download_notice, fetch_units
 from trainkit.data.text.filters import FilterSettings
+from trainkit.data.text.web_archives import lacking_for
 from trainkit.data.unit_specs import (
     MergeShard,
     MergeSpec,
@@ -158,7 +159,7 @@ class TextUnits(DatasetUnits):
             scratch = self._scratch(shard.name for shard in self.shards)
         else:
             outputs += pairs
-        return self._need(
+        need = self._need(
             inputs,
             outputs,
             (*earlier, *self.tokenizer_fetches, make, *tokens, last),
@@ -166,6 +167,8 @@ class TextUnits(DatasetUnits):
             announcement=download_notice(self.dataset, self.folder.corpus, self.shards),
             memory={"names": {str(shard.path): shard.name for shard in self.shards}},
         )
+        lacking = need.lacking or lacking_for(shard.path.name for shard in self.shards)
+        return dataclasses.replace(need, lacking=lacking)
 
     def _find_shards(self, stamp: Mapping[str, Any]) -> tuple[list[Unit], dict[str, Unit]]:
         """Set `shards`; returns the units that bring their files here, and those of each shard by

@@ -131,21 +131,31 @@ def test_a_longer_run_is_told_where_its_decay_ends(
     assert "min_lr" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("package", "extra", "old", "new"),
+    [
+        ("ftfy", "data", 'source = "files"', 'source = "files"\nfix_text = true'),
+        ("trafilatura", "curate", "corpus/*.jsonl", "corpus"),
+    ],
+)
 def test_an_extra_of_the_data_is_missed_before_a_worker_starts(
-    project: Project, monkeypatch: pytest.MonkeyPatch
+    project: Project,
+    monkeypatch: pytest.MonkeyPatch,
+    package: str,
+    extra: str,
+    old: str,
+    new: str,
 ) -> None:
-    monkeypatch.setitem(sys.modules, "ftfy", None)
-    path = project.path / "jobs.toml"
-    path.write_text(
-        path.read_text().replace('source = "files"', 'source = "files"\nfix_text = true')
-    )
-    with pytest.raises(MissingExtra, match="needs ftfy") as caught:
+    monkeypatch.setitem(sys.modules, package, None)
+    project.edit_jobs(old, new)
+    (project.path / "corpus" / "part-2.warc.gz").touch()
+    with pytest.raises(MissingExtra, match=f"{package}, which is not installed") as caught:
         prepare.prep_data(
             TaskContext(json=False, dry_run=False, folder=project.path),
             PrepareOptions("lines"),
         )
     assert (
-        caught.value.extra == "data"
+        caught.value.extra == extra
         and caught.value.exit == 6
         and not list(project.path.glob("data/**/*.bin"))
     )

@@ -16,8 +16,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-from curation_cases import documents, near_duplicates
+sys.path.insert(0, str(Path(__file__).parents[3]))
+from tests.data.curate.curation_cases import documents, near_duplicates
 
 RULES = ("gopher-repetition", "gopher-quality", "c4", "c4-fineweb", "fineweb")
 

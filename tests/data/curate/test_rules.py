@@ -25,11 +25,12 @@ from trainkit.jobs.curation import (
     GopherQualityStep,
     GopherRepetitionStep,
     MinHashStep,
+    Step,
 )
 
 GOLDEN = Path(__file__).parent / "golden"
 PEER = os.environ.get("TRAINKIT_DATATROVE_PYTHON", "")
-TABLES = {
+TABLES: dict[str, Step] = {
     "gopher-repetition": GopherRepetitionStep(step="gopher-repetition"),
     "gopher-quality": GopherQualityStep(step="gopher-quality"),
     "c4": C4Step(step="c4"),

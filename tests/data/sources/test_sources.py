@@ -110,6 +110,10 @@ class TestFiles:
         (folder / "x.csv").touch()
         with pytest.raises(ConfigError, match=r"x\.csv is not a file of a format that is read"):
             FilesSource().shards(self.dataset(folder, "x.csv"), folder)
-        (folder / "texts").mkdir()
-        with pytest.raises(ConfigError, match=r"texts is a folder"):
-            FilesSource().shards(self.dataset(folder, "texts"), folder)
+
+    def test_a_folder_is_its_files(self, folder: Path) -> None:
+        (folder / "more").mkdir()
+        (folder / "more" / "z.txt").write_text("text")
+        shards = FilesSource().shards(self.dataset(folder, "part-03.jsonl", "", "mor*"), folder)
+        names = [f"part-{i:02d}.jsonl" for i in range(12) if i != 3]
+        assert [shard.path.name for shard in shards] == ["part-03.jsonl", "z.txt", *names]

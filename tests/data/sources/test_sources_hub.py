@@ -137,6 +137,9 @@ class TestHub:
         assert "knows no such dataset" in str(
             refused(web("hf://datasets/org/corpse/x.jsonl", endpoint=hub.url), tmp_path / "corpus")
         )
+        assert "pattern: hf://datasets/org/corpus/train/chunk1/*.parquet" in str(
+            refused(self.dataset(hub, "train/chunk1"), tmp_path / "corpus")
+        )
         hub.answers["/api"] = [(429, {"Retry_After": "0"}), (503, {})]
         assert len(WEB.shards(self.dataset(hub), tmp_path)) == 16
 

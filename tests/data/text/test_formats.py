@@ -330,3 +330,20 @@ def test_parquet() -> None:
     error_of("x.parquet", out.getvalue(), "has no column 'txt'.*meta.set", text_key="txt")
     error_of("x.parquet", out.getvalue()[:-20], "not a parquet file, or a damaged one")
     error_of("x.parquet", b"", "not a parquet file, or a damaged one")
+
+
+@pytest.mark.parametrize("make", ["new_stream", "new_file"])
+def test_arrow(make: str) -> None:
+    """As a stream, of which a part is one too but for its end, and as a file."""
+    arrow = pytest.importorskip("pyarrow")
+    table = arrow.table({"text": TEXTS, "meta": [{"set": "B"}] * len(TEXTS)})
+    out = io.BytesIO()
+    with getattr(arrow.ipc, make)(out, table.schema) as writer:
+        writer.write_table(table, max_chunksize=1)
+    data = out.getvalue()
+    items = found("x.arrow", data)
+    assert [item.text for item in items if isinstance(item, TextDocument)] == TEXTS
+    assert isinstance(items[0], TextDocument) and get_field(items[0].fields, "meta.set") == "B"
+    error_of("x.arrow", data, "has no column 'txt'.*meta.set", text_key="txt")
+    for cut in range(0, len(data), 4):
+        error_of("x.arrow", data[:cut], "not an Arrow file, or a damaged one|truncated Arrow")

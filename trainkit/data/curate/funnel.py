@@ -87,7 +87,7 @@ def add_steps(results: Iterable[Sequence[StepCounts]]) -> list[StepCounts]:
     return [found[number] for number in sorted(found)]
 
 
-def read_curation(folder: Path) -> dict[str, Any]:
+def read_curation(folder: Path) -> Mapping[str, Any]:
     """The curation.json of a folder. Raises ConfigError (exit 6) where there is none."""
     path = folder / CURATION
     if not path.is_file():

@@ -59,7 +59,7 @@ def _sum(counters: Iterable[Mapping[str, int]]) -> dict[str, int]:
 @dataclass(frozen=True)
 class DatasetTotals(Record):
     """Counts over all shards; `left_out`: {reason: documents}, `rejected`: {kind: lines},
-    `passed_over`: {reason: members of archives}."""
+    `passed_over`: {reason: members of archives, records of web archives}."""
 
     documents: int
     empty_documents: int

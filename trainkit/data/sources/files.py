@@ -1,5 +1,5 @@
 """source = "files": files that are there already, by path or glob pattern; {00..29} stands for
-every number of a range."""
+every number of a range, a folder for its files."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from trainkit.data.fetch.ranges import expand
 from trainkit.data.fetch.retry import DEFAULT_RETRY, FetchRetryPolicy
 from trainkit.data.indexed.published import check_published
 from trainkit.data.sources.contract import Shard
+from trainkit.data.sources.folders import folder_files
 from trainkit.data.text.formats import READABLE, READABLE_IN_WORDS
 from trainkit.data.unit_specs import TextRecipe, TextResult
 from trainkit.jobs.schema import Dataset
 
 
 class FilesSource:
-    """Every matching file is a shard, in the order of `paths` and sorted within a pattern.
+    """Every matching file is a shard, in the order of `paths` and sorted within a pattern; of a
+    folder those of `folder_files`.
     Nothing is copied."""
 
     def identity(self, dataset: Dataset) -> dict[str, str]:
@@ -31,17 +33,20 @@ class FilesSource:
         refresh: bool = False,
         retry: FetchRetryPolicy = DEFAULT_RETRY,
     ) -> list[Shard]:
+        place = f"datasets.{dataset.name}.paths"
         found: dict[Path, None] = {}
         missing = []
         for pattern in (text for given in dataset.paths for text in expand(given)):
             matches = [Path(m) for m in sorted(glob.glob(pattern, recursive=True))]
             if not matches:
                 missing.append(pattern)
-            found.update(dict.fromkeys(matches))
+            for path in matches:
+                files = folder_files(path, place) if path.is_dir() else [path]
+                found.update(dict.fromkeys(files))
         if missing and (dataset.missing_files == "refuse" or not found):
             more = f" ({len(missing) - 1:,} more match none)" if len(missing) > 1 else ""
             raise ConfigError(
-                f"datasets.{dataset.name}.paths: {missing[0]!r} matches no file{more}",
+                f"{place}: {missing[0]!r} matches no file{more}",
                 exit=Exit.STAGE_FAILED,
             )
         for path in found:
@@ -67,12 +72,6 @@ class FilesSource:
 
 def refuse_unreadable(dataset: Dataset, path: Path) -> None:
     """Raises ConfigError (exit 6): not a file, or of no format that is known."""
-    if path.is_dir():
-        raise ConfigError(
-            f"datasets.{dataset.name}.paths: {path} is a folder",
-            exit=Exit.STAGE_FAILED,
-            hint=f"name its files, such as {path}/**/*.txt",
-        )
     if not path.is_file() or not path.name.endswith(READABLE):
         raise ConfigError(
             f"datasets.{dataset.name}.paths: {path} is not a file of a format that is read",

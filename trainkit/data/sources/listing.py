@@ -247,6 +247,8 @@ def _check(dataset: Dataset, found: Sequence[ListedFile], missing: Sequence[str]
             "look at urls; where some numbers of a range never existed, say how many files there"
             " are: missing_files = 'allow', files = N"
         )
+        if missing[0].startswith("hf://") and "." not in missing[0].rpartition("/")[2]:
+            hint = f"the files of a folder are named by a pattern: {missing[0]}/*.parquet"
         raise ConfigError(message, exit=Exit.STAGE_FAILED, hint=hint)
     if not found:
         raise ConfigError(f"datasets.{dataset.name}: urls name no file", exit=Exit.STAGE_FAILED)

@@ -38,7 +38,8 @@ class BadLine(NamedTuple):
 
 
 class SkippedMember(NamedTuple):
-    """A member of an archive that is not text, by its ending."""
+    """A member of an archive that is not text, by its ending; a record of a web archive without
+    any."""
 
     where: str
     reason: str

@@ -6,6 +6,7 @@ compressed or not. Nothing is extracted to disk.
     .gz .zst .bz2 .xz behind one of these: compressed
     .tar, .tgz, .zip  of all of those; also members without an ending, read as .txt (enwik8)
     .parquet, .arrow  one document a row
+    .warc, .wet       and compressed: an HTML page, or a text, a document (web_archives.py)
 
 .zip, .parquet and .arrow are read from their end, so not while they are fetched.
 
@@ -42,15 +43,16 @@ from trainkit.data.text.documents import (
 )
 from trainkit.data.text.json_lines import json_lines, shown_around, too_long
 from trainkit.data.text.tables import TABLES, table_rows
+from trainkit.data.text.web_archives import WEB_ARCHIVES, archived_documents
 
 LINES = (".jsonl", ".json")
 TEXT = (".txt",)
 SINGLE = tuple(kind + packed for kind in (*LINES, *TEXT) for packed in ("", *COMPRESSED))
 TAR = (".tar", *(f".tar{packed}" for packed in COMPRESSED), ".tgz")
 FROM_END = (".zip", *TABLES)
-READABLE = (*SINGLE, *TAR, *FROM_END)
+READABLE = (*SINGLE, *TAR, *FROM_END, *WEB_ARCHIVES)
 READABLE_IN_WORDS = (
-    f"{', '.join((*LINES, *TEXT))}, each also with {', '.join(COMPRESSED[:-1])} or"
+    f"{', '.join((*LINES, *TEXT))}, .warc, .wet, each also with {', '.join(COMPRESSED[:-1])} or"
     f" {COMPRESSED[-1]} behind it, .tar, .tgz, .zip, .parquet and .arrow"
 )
 
@@ -82,6 +84,8 @@ def open_documents(
         if lower.endswith(".zip"):
             return _zip(stream, reading, where)
         return table_rows(lower, stream, reading, where)
+    if lower.endswith(WEB_ARCHIVES):
+        return archived_documents(decompressed_blocks(lower, stream, where), reading, where)
     if lower.endswith(SINGLE):
         return _single(lower, decompressed_blocks(lower, stream, where), reading, where)
     raise damaged_file(

@@ -60,6 +60,8 @@ def json_lines(data: Iterator[bytes], reading: ReadOptions, where: str) -> Itera
             if exact and _LONG_NUMBER.search(line):
                 raise ValueError("orjson would make a float of it")
             value = orjson.loads(line)
+            if exact and _has_large_float(value):
+                raise ValueError("orjson may have made it of a whole number")
         except ValueError:
             if not bytes(line).strip():
                 continue
@@ -181,6 +183,14 @@ def _second_try(line: bytes, number: int, where: str, key: str) -> Any:
         f"holds a lone surrogate, half of a character, at character {character} of its text",
         shown_around(line, byte),
     )
+
+
+def _has_large_float(value: object) -> bool:
+    if isinstance(value, dict):
+        return any(map(_has_large_float, value.values()))
+    if isinstance(value, list):
+        return any(map(_has_large_float, value))
+    return isinstance(value, float) and abs(value) >= 2**63
 
 
 def _lone_surrogate(field: object) -> int | None:

@@ -33,7 +33,7 @@ def table_rows(name: str, stream: Any, reading: ReadOptions, where: str) -> Iter
             where, "is read by pyarrow, which is not installed", install_command()
         ) from None
     try:
-        schema, batches = _parquet(stream, reading) if is_parquet else _arrow(stream, where)
+        schema, batches, rows = _parquet(stream, reading) if is_parquet else _arrow(stream, where)
         encoded = _json_columns(schema)
         paths = sorted(_paths(schema))
         if reading.text_key not in paths and reading.text_key.partition(".")[0] not in encoded:
@@ -48,6 +48,8 @@ def table_rows(name: str, stream: Any, reading: ReadOptions, where: str) -> Iter
                 for row in batch.slice(start, ROWS).to_pylist():
                     number += 1
                     yield _checked_row(number, _decoded(row, encoded), where, reading)
+        if rows not in (None, number):  # a header of a page, which no sum covers
+            raise arrow.ArrowInvalid(f"{number:,} of {rows:,} rows are there")
     except (
         arrow.ArrowException,
         OSError,
@@ -59,7 +61,8 @@ def table_rows(name: str, stream: Any, reading: ReadOptions, where: str) -> Iter
         raise damaged_file(where, f"is not {kind} file, or a damaged one: {error}") from None
 
 
-def _parquet(stream: Any, reading: ReadOptions) -> tuple[Any, Iterable[Any]]:
+def _parquet(stream: Any, reading: ReadOptions) -> tuple[Any, Iterable[Any], int | None]:
+    """Schema, batches of the columns that are wanted, and the number of rows."""
     from pyarrow import parquet
 
     table = parquet.ParquetFile(stream, pre_buffer=False, page_checksum_verification=True)
@@ -69,24 +72,25 @@ def _parquet(stream: Any, reading: ReadOptions) -> tuple[Any, Iterable[Any]]:
         columns = [reading.text_key, *reading.fields]
         heads = {path.partition(".")[0] for path in columns} | {OTHER_FIELDS}
         columns += [name for name in _json_columns(schema) if name in heads]
-    return schema, table.iter_batches(batch_size=ROWS, columns=columns, use_threads=False)
+    batches = table.iter_batches(batch_size=ROWS, columns=columns, use_threads=False)
+    return schema, batches, table.metadata.num_rows
 
 
-def _arrow(stream: Any, where: str) -> tuple[Any, Iterable[Any]]:
-    """Of a file of record batches, or of a stream, as Hugging Face's `datasets` keeps."""
+def _arrow(stream: Any, where: str) -> tuple[Any, Iterable[Any], int | None]:
+    """Schema, batches and no count of a file of batches, or of a stream, as `datasets` saves."""
     from pyarrow import ipc
 
     begins = stream.read(6)
     if begins == b"ARROW1":
         reader = ipc.open_file(stream)
-        return reader.schema, map(reader.get_batch, range(reader.num_record_batches))
+        return reader.schema, map(reader.get_batch, range(reader.num_record_batches)), None
     stream.seek(0, 2)
     stream.seek(max(0, stream.tell() - len(STREAM_END)))
     if begins and stream.read(8) != STREAM_END:
         raise damaged_file(where, "is a truncated Arrow stream: its last bytes are not its end")
     stream.seek(0)
     reader = ipc.open_stream(stream)
-    return reader.schema, reader
+    return reader.schema, reader, None
 
 
 def _paths(fields: Iterable[Any], front: str = "") -> Iterator[str]:

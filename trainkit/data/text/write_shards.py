@@ -165,6 +165,7 @@ class _RowGroups:
                 compression="zstd",
                 compression_level=3,
                 write_page_checksum=True,
+                write_statistics=list(self._columns),  # of texts they would be no use
             )
         )
 
