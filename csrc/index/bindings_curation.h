@@ -40,7 +40,9 @@ class TextWords {
     TextWords(const py::array_t<std::uint16_t, py::array::c_style>& flags,
               const trainkit::Characters::Folds& folds, const std::vector<std::string>& exceptions,
               py::function split)
-        : characters_(checked(flags), folds), memory_(exceptions), split_(std::move(split)) {}
+        : characters_(checked(flags), checked(folds)),
+          memory_(exceptions),
+          split_(std::move(split)) {}
 
     const trainkit::Characters& characters() const { return characters_; }
 
@@ -48,22 +50,23 @@ class TextWords {
     const std::vector<trainkit::Word>& of(const py::str& text) {
         if (!last_.is(text)) {
             last_ = py::none();
-            memory_.bound();
-            learn(utf8(text));
-            words_ = trainkit::split_words(characters_, memory_, utf8(text));
+            split(utf8(text), words_);
             last_ = text;
         }
         return words_;
     }
 
     std::vector<trainkit::Word> of_view(std::string_view text) {
-        learn(text);
-        return trainkit::split_words(characters_, memory_, text);
+        std::vector<trainkit::Word> words;
+        split(text, words);
+        return words;
     }
 
     std::size_t sentences(std::string_view line) {
-        learn(line);
-        return trainkit::count_sentences(characters_, memory_, line);
+        std::size_t count = 0;
+        while (learn(trainkit::count_sentences(characters_, memory_, line, count))) {
+        }
+        return count;
     }
 
   private:
@@ -74,10 +77,26 @@ class TextWords {
         return {flags.data(), flags.data() + flags.size()};
     }
 
-    void learn(std::string_view text) {
-        const auto unknown = trainkit::unknown_pieces(characters_, memory_, text);
+    void split(std::string_view text, std::vector<trainkit::Word>& words) {
+        memory_.bound();
+        while (learn(trainkit::split_words(characters_, memory_, text, words))) {
+        }
+    }
+
+    static const trainkit::Characters::Folds& checked(const trainkit::Characters::Folds& folds) {
+        for (const auto& [point, text] : folds) {
+            const std::size_t size = point < 0x800 ? 2 : point < 0x10000 ? 3 : 4;
+            if (point < 0x80 || point >= trainkit::Characters::kPoints ||
+                text.size() > trainkit::Characters::kLongestFold * size)
+                throw py::value_error("a fold must be of no ASCII character, and thrice as long");
+        }
+        return folds;
+    }
+
+    // Whether there was something to learn: the text has to be read again.
+    bool learn(const std::vector<std::string_view>& unknown) {
         if (unknown.empty())
-            return;
+            return false;
         py::list pieces;
         for (const std::string_view piece : unknown)
             pieces.append(py::str(piece.data(), piece.size()));
@@ -93,6 +112,7 @@ class TextWords {
                                       std::string(unknown[i]));
             memory_.learn(unknown[i], sizes[i]);
         }
+        return true;
     }
 
     trainkit::Characters characters_;

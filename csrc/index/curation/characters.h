@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <string>
 #include <string_view>
 #include <unordered_map>
@@ -58,6 +59,7 @@ inline std::uint32_t next_point(std::string_view text, std::size_t& at) {
 class Characters {
   public:
     static constexpr std::size_t kPoints = 0x110000;
+    static constexpr std::size_t kLongestFold = 3;  // times the character's bytes
     using Folds = std::vector<std::pair<std::uint32_t, std::string>>;
 
     // `flags`: of kPoints code points. `folds`: those that simplify() writes as something else,
@@ -159,38 +161,43 @@ class Characters {
     // the number of line feeds before each word.
     std::string simplify(std::string_view text, bool numbers,
                          std::vector<std::uint32_t>* lines = nullptr) const {
-        std::string out;
-        out.reserve(text.size());
+        std::string out(kLongestFold * text.size(), '\0');
+        char* end = out.data();
         bool pending = false;  // white space that is written before the next character
         std::uint32_t line = 0;
-        const auto write = [&](std::uint32_t point, std::string_view raw) {
-            if (point >= 0x80) {
-                const auto fold = folds_.find(point);
-                if (fold != folds_.end())
-                    raw = fold->second;
-            }
-            if (raw.empty())
-                return;
-            if ((pending || out.empty()) && lines)
+        const auto write = [&](std::string_view raw) {
+            const bool first = end == out.data();
+            if ((pending || first) && lines)
                 lines->push_back(line);
-            if (pending && !out.empty())
-                out += ' ';
+            if (pending && !first)
+                *end++ = ' ';
             pending = false;
-            out += raw;
+            std::memcpy(end, raw.data(), raw.size());
+            end += raw.size();
         };
         for (std::size_t at = 0; at < text.size();) {
             const std::size_t here = at;
             const std::uint32_t point = next_point(text, at);
             if (numbers && is(point, kDecimal)) {
                 at = number_end(text, at);
-                write('0', "0");
+                write("0");
             } else if (is(point, kSpace | kBlank)) {
                 line += point == '\n';
                 pending = true;
+            } else if (point < 0x80) {
+                if (pending || end == out.data())
+                    write(text.substr(here, 1));
+                else
+                    *end++ = text[here];
             } else {
-                write(point, text.substr(here, at - here));
+                const auto fold = folds_.find(point);
+                if (fold == folds_.end())
+                    write(text.substr(here, at - here));
+                else if (!fold->second.empty())
+                    write(fold->second);
             }
         }
+        out.resize(static_cast<std::size_t>(end - out.data()));
         return out;
     }
 

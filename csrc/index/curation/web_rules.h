@@ -161,12 +161,13 @@ struct C4Quality {
 };
 
 // Sentences of a line as spaCy's sentencizer counts them: a word that is no punctuation, behind one
-// that ends a sentence, begins the next.
-inline std::size_t count_sentences(const Characters& characters, PieceMemory& memory,
-                                   std::string_view line) {
-    std::size_t count = 1;
+// that ends a sentence, begins the next. Returns pieces that are not known, as `each_word`.
+inline std::vector<std::string_view> count_sentences(const Characters& characters,
+                                                     PieceMemory& memory, std::string_view line,
+                                                     std::size_t& count) {
+    count = 1;
     bool ended = false;
-    each_word(
+    return each_word(
         characters, memory, line,
         [&](std::string_view word, std::size_t) {
             std::size_t at = 0;
@@ -182,7 +183,6 @@ inline std::size_t count_sentences(const Characters& characters, PieceMemory& me
             count += ended;
             ended = false;
         });
-    return count;
 }
 
 }  // namespace trainkit

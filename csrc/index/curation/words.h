@@ -6,8 +6,7 @@
 #include <cstdint>
 #include <string>
 #include <string_view>
-#include <unordered_map>
-#include <utility>
+#include <unordered_set>
 #include <vector>
 
 #include "characters.h"
@@ -21,40 +20,87 @@ struct Word {
     std::uint32_t points;  // code points
 };
 
-// Splits known pieces; pieces of ASCII letters alone are words of their own unless they were
-// declared to be exceptions.
+// How pieces are split: those that were asked for, and those of ASCII letters alone, which are
+// words of their own unless they were declared to be exceptions.
 class PieceMemory {
   public:
-    static constexpr std::size_t kMost = std::size_t{1} << 20;
+    struct Sizes {
+        const std::uint32_t* first;  // of each word, in bytes; nullptr: the piece is not known
+        std::size_t count;
+    };
 
-    explicit PieceMemory(const std::vector<std::string>& exceptions) {
-        for (const std::string& piece : exceptions)
-            exceptions_[xxh64(piece.data(), piece.size())] = true;
+    explicit PieceMemory(const std::vector<std::string>& exceptions) : likely_(kFilter) {
+        forget();
+        for (const std::string& piece : exceptions) {
+            const std::uint64_t key = xxh64(piece.data(), piece.size());
+            exceptions_.insert(key);
+            likely_[key % kFilter] = true;
+        }
     }
 
-    // The sizes of a piece's words in bytes, which sum to the piece's; nullptr: not known.
-    const std::vector<std::uint32_t>* find(std::string_view piece) {
-        const std::uint64_t key = xxh64(piece.data(), piece.size());
-        const auto found = known_.find(key);
-        if (found != known_.end())
-            return &found->second;
-        if (!letters(piece) || exceptions_.count(key) != 0)
-            return nullptr;
-        whole_.assign(1, static_cast<std::uint32_t>(piece.size()));
-        return &whole_;
-    }
-
-    void learn(std::string_view piece, std::vector<std::uint32_t> sizes) {
-        known_[xxh64(piece.data(), piece.size())] = std::move(sizes);
-    }
-
-    // Forget all if there is too much of it: to be called between texts.
+    // Forget all if it is much; not within a text, of which all pieces have to be known.
     void bound() {
-        if (known_.size() > kMost)
-            known_.clear();
+        if (known_ > kMost)
+            forget();
+    }
+
+    // Valid until the next call.
+    Sizes find(std::string_view piece) {
+        const std::uint64_t key = xxh64(piece.data(), piece.size());
+        if (letters(piece) && !(likely_[key % kFilter] && exceptions_.count(key) != 0)) {
+            whole_ = static_cast<std::uint32_t>(piece.size());
+            return {&whole_, 1};
+        }
+        const Entry& entry = entries_[slot(key)];
+        if (entry.count == 0)
+            return {nullptr, 0};
+        return {sizes_.data() + entry.first, entry.count};
+    }
+
+    void learn(std::string_view piece, const std::vector<std::uint32_t>& sizes) {
+        if (2 * known_ >= entries_.size())
+            grow();
+        const std::uint64_t key = xxh64(piece.data(), piece.size());
+        Entry& entry = entries_[slot(key)];
+        known_ += entry.count == 0;
+        entry = {key, static_cast<std::uint32_t>(sizes_.size()),
+                 static_cast<std::uint32_t>(sizes.size())};
+        sizes_.insert(sizes_.end(), sizes.begin(), sizes.end());
     }
 
   private:
+    static constexpr std::size_t kMost = std::size_t{1} << 19;
+    static constexpr std::size_t kFilter = std::size_t{1} << 16;
+
+    struct Entry {
+        std::uint64_t key;
+        std::uint32_t first;
+        std::uint32_t count;  // 0: free
+    };
+
+    std::size_t slot(std::uint64_t key) const {
+        const std::size_t mask = entries_.size() - 1;
+        std::size_t at = key & mask;
+        while (entries_[at].count != 0 && entries_[at].key != key)
+            at = (at + 1) & mask;
+        return at;
+    }
+
+    void forget() {
+        entries_.assign(kFilter, Entry{0, 0, 0});
+        sizes_.clear();
+        known_ = 0;
+    }
+
+    void grow() {
+        std::vector<Entry> before(2 * entries_.size(), Entry{0, 0, 0});
+        before.swap(entries_);
+        for (const Entry& entry : before) {
+            if (entry.count != 0)
+                entries_[slot(entry.key)] = entry;
+        }
+    }
+
     static bool letters(std::string_view piece) {
         for (const char byte : piece) {
             const int lower = byte | 0x20;
@@ -64,54 +110,45 @@ class PieceMemory {
         return true;
     }
 
-    std::unordered_map<std::uint64_t, bool> exceptions_;
-    std::unordered_map<std::uint64_t, std::vector<std::uint32_t>> known_;
-    std::vector<std::uint32_t> whole_;
+    std::unordered_set<std::uint64_t> exceptions_;
+    std::vector<bool> likely_;  // a quick look at them
+    std::vector<Entry> entries_;
+    std::vector<std::uint32_t> sizes_;
+    std::size_t known_ = 0;
+    std::uint32_t whole_ = 0;
 };
 
-// Pieces of `text` that `memory` does not know, each once.
-inline std::vector<std::string_view> unknown_pieces(const Characters& characters,
-                                                    PieceMemory& memory, std::string_view text) {
-    std::unordered_map<std::string_view, bool> found;
-    characters.walk(
-        text,
-        [&](std::size_t start, std::size_t size) {
-            const std::string_view piece = text.substr(start, size);
-            if (memory.find(piece) == nullptr)
-                found.emplace(piece, true);
-        },
-        [](std::size_t, std::size_t) {});
-    std::vector<std::string_view> pieces;
-    pieces.reserve(found.size());
-    for (const auto& [piece, _] : found)
-        pieces.push_back(piece);
-    return pieces;
-}
-
-// Words of a text of which all pieces are known. `on_word` takes each; `on_space` runs of white
-// space that stand for a word of their own in spaCy: all but a single space behind a word.
+// Words of a text: `on_word` takes each; `on_space` runs of white space that stand for a word of
+// their own in spaCy: all but a single space behind a word. Pieces that are not known are passed
+// over, and returned, each once.
 template <typename OnWord, typename OnSpace>
-void each_word(const Characters& characters, PieceMemory& memory, std::string_view text,
-               OnWord on_word, OnSpace on_space) {
+std::vector<std::string_view> each_word(const Characters& characters, PieceMemory& memory,
+                                        std::string_view text, OnWord on_word, OnSpace on_space) {
+    std::unordered_set<std::string_view> unknown;
     characters.walk(
         text,
         [&](std::size_t start, std::size_t size) {
-            for (const std::uint32_t part : *memory.find(text.substr(start, size))) {
-                on_word(text.substr(start, part), start);
-                start += part;
+            const PieceMemory::Sizes parts = memory.find(text.substr(start, size));
+            if (parts.first == nullptr)
+                unknown.insert(text.substr(start, size));
+            for (std::size_t i = 0; i < parts.count; ++i) {
+                on_word(text.substr(start, parts.first[i]), start);
+                start += parts.first[i];
             }
         },
         [&](std::size_t start, std::size_t size) {
             if (size > 1 || text[start] != ' ' || start == 0)
                 on_space();
         });
+    return {unknown.begin(), unknown.end()};
 }
 
-inline std::vector<Word> split_words(const Characters& characters, PieceMemory& memory,
-                                     std::string_view text) {
-    std::vector<Word> words;
+// Fills `words`; returns the pieces that are not known, as `each_word`.
+inline std::vector<std::string_view> split_words(const Characters& characters, PieceMemory& memory,
+                                                 std::string_view text, std::vector<Word>& words) {
+    words.clear();
     words.reserve(text.size() / 5);
-    each_word(
+    return each_word(
         characters, memory, text,
         [&](std::string_view word, std::size_t start) {
             words.push_back({static_cast<std::uint32_t>(start),
@@ -119,7 +156,6 @@ inline std::vector<Word> split_words(const Characters& characters, PieceMemory& 
                              static_cast<std::uint32_t>(count_points(word))});
         },
         [] {});
-    return words;
 }
 
 }  // namespace trainkit

@@ -18,6 +18,7 @@ EMAIL = re.compile(
     rf"|\[(?:{_OCTET}\.){{3}}(?:{_OCTET}|[A-Za-z0-9-]*[A-Za-z0-9]:)])"
 )
 IPV4 = re.compile(rf"(?:{_OCTET}\.){{3}}{_OCTET}")
+DOTTED = re.compile("[0-9][.][0-9]")  # a quick look: few texts have one
 EMAILS = ("email@example.com", "firstname.lastname@example.org")
 IPS = (
     *("22.214.171.124", "126.96.36.199", "188.8.131.52", "184.108.40.206", "220.127.116.11"),
@@ -34,7 +35,7 @@ class PiiMask:
     def __call__(self, document: CrawledDocument) -> Dropped | None:
         if self._table.emails and "@" in document.text:
             document.text = EMAIL.sub(_rotation(EMAILS, lambda found: True), document.text)
-        if self._table.ips:
+        if self._table.ips and DOTTED.search(document.text):
             document.text = IPV4.sub(_rotation(IPS, _is_public), document.text)
         return None
 
