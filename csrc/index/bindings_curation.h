@@ -39,9 +39,9 @@ class TextWords {
   public:
     TextWords(const py::array_t<std::uint16_t, py::array::c_style>& flags,
               const trainkit::Characters::Folds& folds, const std::vector<std::string>& exceptions,
-              py::function split)
+              py::function split, bool english)
         : characters_(checked(flags), checked(folds)),
-          memory_(exceptions),
+          memory_(exceptions, english),
           split_(std::move(split)) {}
 
     const trainkit::Characters& characters() const { return characters_; }
@@ -272,8 +272,8 @@ inline void bind_curation(py::module_& module) {
                           "another size, or `split` does not answer for every piece.")
         .def(py::init<const py::array_t<std::uint16_t, py::array::c_style>&,
                       const trainkit::Characters::Folds&, const std::vector<std::string>&,
-                      py::function>(),
-             "flags"_a, "folds"_a, "exceptions"_a, "split"_a)
+                      py::function, bool>(),
+             "flags"_a, "folds"_a, "exceptions"_a, "split"_a, "english"_a)
         .def(
             "words",
             [](TextWords& self, const py::str& text) {

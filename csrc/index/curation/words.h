@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "characters.h"
+#include "english.h"
 #include "xxh64.h"
 
 namespace trainkit {
@@ -29,7 +30,8 @@ class PieceMemory {
         std::size_t count;
     };
 
-    explicit PieceMemory(const std::vector<std::string>& exceptions) : likely_(kFilter) {
+    PieceMemory(const std::vector<std::string>& exceptions, bool english)
+        : english_(english), likely_(kFilter) {
         forget();
         for (const std::string& piece : exceptions) {
             const std::uint64_t key = xxh64(piece.data(), piece.size());
@@ -52,8 +54,12 @@ class PieceMemory {
             return {&whole_, 1};
         }
         const Entry& entry = entries_[slot(key)];
-        if (entry.count == 0)
-            return {nullptr, 0};
+        if (entry.count == 0) {
+            if (!english_ || !EnglishRules::split(piece, exceptions_, split_))
+                return {nullptr, 0};
+            learn(piece, split_);
+            return {split_.data(), split_.size()};
+        }
         return {sizes_.data() + entry.first, entry.count};
     }
 
@@ -110,6 +116,8 @@ class PieceMemory {
         return true;
     }
 
+    bool english_;
+    std::vector<std::uint32_t> split_;
     std::unordered_set<std::uint64_t> exceptions_;
     std::vector<bool> likely_;  // a quick look at them
     std::vector<Entry> entries_;

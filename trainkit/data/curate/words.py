@@ -53,7 +53,7 @@ def load_words(language: str) -> _index.TextWords:
             return [[len(word.text.encode()) for word in tokenizer(piece)] for piece in pieces]
 
     flags, folds = character_classes("".join(Sentencizer.default_punct_chars))
-    return _index.TextWords(flags, folds, rules, split)
+    return _index.TextWords(flags, folds, rules, split, language == "en")
 
 
 def words_identity() -> str:
