@@ -117,6 +117,10 @@ def test_show_prints_toml(checkout: Checkout) -> None:
         (["phases.0.shares=0.1"], "unknown key 'phases.0.shares'"),
         (["phases.3.share=0.1"], "phases.3: jobs.base.phases has no such entry"),
         (["phases.last.share=0.1"], "phases.last: jobs.base.phases has no such entry"),
+        (
+            ["dataset=mix", "dataset.max_epochs=2"],
+            "phases.1.dataset is 'mix' as its table says, and the job's is changed by --set",
+        ),
         (["phases=0.1"], "phases: expected an array, got the number 0.1"),
         (["phases=[0.1]"], "phases: expected a table in the array, got the number 0.1"),
         (['phases=[{ dataset = "mix" }]'], "missing key 'share' in [phases.0]"),

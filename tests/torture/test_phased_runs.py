@@ -16,7 +16,8 @@ from tests.train.support import new_run
 from tests.train.test_resume import facts
 from trainkit.data.indexed.dataset import IndexedWriter
 from trainkit.data.order.megatron_worker import work
-from trainkit.jobs.datasets import BlendPart, DataPhase
+from trainkit.jobs.data_phases import DataPhase
+from trainkit.jobs.datasets import BlendPart
 from trainkit.jobs.schema import Dataset, Job, Tokenizer
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.metrics import read_rows

@@ -369,16 +369,5 @@ class BlendPart(Table):
     dataset: Dataset = Field(description="name of a [datasets.X] table, filled in")
 
 
-class DataPhase(Table):
-    """The last part of a training, or one of several, on other data."""
-
-    dataset: Dataset = Field(description="name of a [datasets.X] table with the job's tokenizer")
-    share: float = Field(
-        gt=0,
-        lt=1,
-        description="of training.train_iters, rounded to the nearest step, a half up",
-    )
-
-
 Blend = dict[Annotated[str, Field(pattern=NAME)], BlendPart]
 Dataset.model_rebuild()

@@ -7,7 +7,6 @@ line of help: it becomes the JSON schema that editors use. Keys that are still t
 
 from __future__ import annotations
 
-from fractions import Fraction
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -15,7 +14,8 @@ from pydantic import Field, field_validator, model_validator
 from trainkit.jobs import sbatch
 from trainkit.jobs.clusters import Cluster, SlurmOptions, refuse_unknown_options
 from trainkit.jobs.containers import Container
-from trainkit.jobs.datasets import DataPhase, Dataset, Tokenizer
+from trainkit.jobs.data_phases import DataPhase, phase_objection, steps_by_phase
+from trainkit.jobs.datasets import Dataset, Tokenizer
 from trainkit.jobs.devices import BUILT_IN_DEVICES, Device
 from trainkit.jobs.job_tables import (
     CheckpointSettings,
@@ -247,22 +247,9 @@ class Job(Table):
                 f"phases are engine native's: engine = '{self.engine}' reads one dataset from its"
                 " first step to its last; leave them out, or train with engine = 'native'",
             )
-        own, *others = self.steps_by_phase
-        for at, steps in enumerate(others):
-            if not steps:
-                key = f"phases.{at}.share"
-                raise wrong(
-                    key,
-                    f"{key} = {self.phases[at].share:g} of {self.training.train_iters} steps is no"
-                    " step; give it more, or leave the phase out",
-                )
-        total = sum(Fraction(repr(phase.share)) for phase in self.phases)
-        if own < 1 or total >= 1:
-            raise wrong(
-                "phases",
-                f"the shares of phases sum to {float(total):g}, {sum(others)} of"
-                f" {sum(others) + own} steps; leave some to dataset '{self.dataset.name}'",
-            )
+        said = phase_objection(self.dataset, self.phases, self.training.train_iters)
+        if said is not None:
+            raise said
         return self
 
     @model_validator(mode="after")
@@ -379,9 +366,7 @@ class Job(Table):
     @property
     def steps_by_phase(self) -> list[int]:
         """Steps on the job's own dataset, then those of each phase."""
-        steps = self.training.train_iters
-        phases = [int(Fraction(repr(each.share)) * steps + Fraction(1, 2)) for each in self.phases]
-        return [steps - sum(phases), *phases]
+        return steps_by_phase(self.phases, self.training.train_iters)
 
     @property
     def training_datasets(self) -> list[Dataset]:

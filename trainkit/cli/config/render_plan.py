@@ -127,7 +127,7 @@ def read_lines(plan: Plan) -> Iterator[str]:
         source = "" if read.source == read.dataset else f" of {read.source}"
         line = f"{steps}: {read.dataset}{source}"
         if read.share is None or read.tokens is None:
-            yield f"{line}, its weight follows from sizes that are not known yet"
+            yield f"{line}, weighed by sizes that were not looked at yet"
             continue
         epochs = "" if read.epochs is None else f", {read.epochs:,.2f} epochs"
         yield f"{line}, {read.share:.1%}, {_count(read.tokens)} tokens{epochs}"
