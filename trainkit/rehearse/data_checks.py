@@ -70,10 +70,10 @@ def _given_size(settings: Tokenizer) -> int:
 def _refuse_foreign_ids(job: Job, settings: Tokenizer, size: int) -> None:
     """Of pairs that somebody else wrote, and that were not read yet: raise ConfigError for an id
     beyond the tokenizer's at their beginnings."""
-    if job.dataset.source != "indexed":
-        return
+    root = job.cluster.root_folder
+    indexed = [each for each in job.training_datasets if each.source == "indexed"]
     try:
-        pairs = pairs_of(job.cluster.root_folder, job.dataset, "train")
+        pairs = [pair for dataset in indexed for pair in pairs_of(root, dataset, "train")]
     except ConfigError:
         return  # said by stages
     for pair in pairs:
