@@ -83,6 +83,8 @@ def test_the_guide_to_sample_order_is_a_jobs_toml(tmp_path: Path) -> None:
     jobs = load(tmp_path, {})
     assert jobs.resolve("as-megatron").job.sample_order == "megatron"
     assert jobs.resolve("from-files").job.dataset.blend["web"].dataset.valid_files == 15
+    annealed = jobs.resolve("annealed").job
+    assert annealed.steps_by_phase == [45_000, 5_000] and not jobs.check()
     with IndexedWriter(tmp_path / "tokens/code_text_document", np.uint16) as writer:
         writer.add_documents(np.arange(400), np.full(40, 10))
     (code,) = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)

@@ -58,6 +58,7 @@ READERS = {
     ("Model", "ffn_hidden_size"): ("jobs/models.py", "self.ffn_hidden_size"),
     ("Experts", "ffn_hidden_size"): ("train/model/experts.py", "model.moe.ffn_hidden_size"),
     ("BlendPart", "dataset"): ("jobs/datasets.py", "part.dataset"),
+    ("DataPhase", "dataset"): ("jobs/schema.py", "phase.dataset"),
     ("Job", "dataset"): ("plan/planner.py", "job.dataset"),
 }
 # travel to the stage prep-data as JSON, and are read there by their keys

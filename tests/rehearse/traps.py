@@ -160,6 +160,9 @@ OWN = {
     "missing validation file": Trap(
         "stages", ("lost_text_document",), sets=["validation.other=lost"]
     ),
+    "missing file of a phase": Trap(
+        "stages", ("lost_text_document",), sets=["phases=[{ dataset = 'lost', share = 0.5 }]"]
+    ),
     "secret not set": Trap(
         "secrets", ("NO_SUCH_SECRET", "export"), sets=['cluster.secrets=["NO_SUCH_SECRET"]']
     ),

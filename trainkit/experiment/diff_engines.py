@@ -262,6 +262,7 @@ def _refuse_other_jobs(jobs: Sequence[Job]) -> None:
     alike = {
         "model": _unnamed(one.model) == _unnamed(other.model),
         "dataset": _unnamed(one.dataset) == _unnamed(other.dataset),
+        "phases": one.phases == other.phases,
         "global_batch_size": one.global_batch_size == other.global_batch_size,
         "training.seed": one.training.seed == other.training.seed,
     }

@@ -20,6 +20,7 @@ from trainkit.jobs.layers import ProblemList, compose, interpolate, overlay
 from trainkit.jobs.messages import NAME_RULE, describe_value, dotted_key, schema_problems, suggest
 from trainkit.jobs.provenance import BUILT_IN, SET, SourcedTable, SourcedValue
 from trainkit.jobs.schema import (
+    ARRAYS_OF_TABLES,
     BLENDS,
     BUILT_IN_TABLES,
     NAME,
@@ -181,8 +182,43 @@ class TableBuilder:
         for key in BLENDS if kind == "datasets" else ():
             section = self._refer_blend(section, key, findings, (*at, key))
         if kind == "jobs":
-            section = _with_image(section)
+            section = _with_image(self._refer_arrays(section, kind, findings, at))
         return section
+
+    def _refer_arrays(
+        self, section: SourcedTable, kind: str, findings: ProblemList, at: KeyPath
+    ) -> SourcedTable:
+        """`section` with the names in its arrays of tables replaced by the tables they name."""
+        for key, references in ARRAYS_OF_TABLES[kind].items():
+            section = self._refer_array(section, key, references, findings, (*at, key))
+        return section
+
+    def _refer_array(
+        self,
+        section: SourcedTable,
+        key: str,
+        references: Mapping[str, str],
+        findings: ProblemList,
+        at: KeyPath,
+    ) -> SourcedTable:
+        array = section.entries.get(key)
+        if not isinstance(array, SourcedTable) or not array.is_array:
+            return section  # not there, or for the schema to refuse
+        known = [str(number) for number in range(len(array.entries))]
+        for number, table in array.sections():
+            if number not in known:
+                findings.add(
+                    f"{dotted_key(table)}: {dotted_key(array)} has no such entry",
+                    table.place,
+                    f"its entries are counted from 0: {', '.join(known[:-1])}",
+                )
+                findings.reported.add(at)
+                return section
+            for name, kind in references.items():
+                place = (*at, int(number), name)
+                table = self._refer(table, name, kind, [], findings, place)
+            array = array.with_entry(number, table)
+        return section.with_entry(key, array)
 
     def _refer_blend(
         self, section: SourcedTable, key: str, findings: ProblemList, at: KeyPath

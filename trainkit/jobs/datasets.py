@@ -118,6 +118,23 @@ class Dataset(Table):
             "source = blend: what test samples come from instead, whole datasets then, as in train"
         ),
     )
+    temperature: float | None = Field(
+        None,
+        gt=0,
+        description=(
+            "source = blend without weights: a dataset weighs size^(1 / temperature), the exponent"
+            " alpha of multilingual BERT and XLM (arXiv:1901.07291); 1: by size, above: small ones"
+            " more often"
+        ),
+    )
+    max_epochs: float | None = Field(
+        None,
+        gt=0,
+        description=(
+            "source = blend: no part is read more often in a training; the others share what it"
+            " would exceed in proportion, as in UniMax (arXiv:2304.09151)"
+        ),
+    )
     urls: Strings = Field(
         (),
         description=(
@@ -306,11 +323,19 @@ class Dataset(Table):
             "test_blend": self.test_blend,
         }
         if self.source != "blend":
-            if given := [key for key, parts in blends.items() if parts]:
+            if given := [
+                key for key in (*blends, "temperature", "max_epochs") if getattr(self, key)
+            ]:
                 raise wrong(given[0], f"{given[0]} is for source = 'blend', not '{self.source}'")
             return
         if not self.blend:
             raise needs("source", "source = 'blend' needs blend")
+        if self.temperature and None not in (part.weight for part in self.blend.values()):
+            raise wrong(
+                "temperature",
+                "temperature makes weights of sizes, and blend gives weights; leave one of them"
+                " out",
+            )
         for key, parts in blends.items():
             weights = [part.weight for part in parts.values()]
             if parts and None not in weights and not any(weights):

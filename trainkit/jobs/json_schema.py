@@ -13,6 +13,7 @@ from typing import Any
 from pydantic.json_schema import models_json_schema
 
 from trainkit.jobs.schema import (
+    ARRAYS_OF_TABLES,
     BLENDS,
     NAME,
     REFERENCES,
@@ -66,6 +67,10 @@ def json_schema() -> dict[str, Any]:
                 "description": properties[key]["description"],
                 "anyOf": [weights, _STRING_LIST],
             }
+        for key, references in ARRAYS_OF_TABLES.get(kind, {}).items():
+            items = definitions[properties[key]["items"]["$ref"].removeprefix(_REF)]["properties"]
+            for name in references:
+                items[name] = {"description": items[name]["description"], "type": "string"}
         properties["extends"] = _EXTENDS
     groups: dict[str, object] = {
         kind: {

@@ -14,6 +14,7 @@ import tomli
 from trainkit.base.errors import ConfigError, Problem, SourceLocation, raise_problems
 from trainkit.jobs.messages import describe_value, suggest
 from trainkit.jobs.provenance import SET, SourcedTable, SourcedValue
+from trainkit.jobs.schema import ARRAYS_OF_TABLES
 from trainkit.jobs.toml_positions import KeyPath, TomlPosition, parse
 
 JOBS_FILE = "jobs.toml"
@@ -113,7 +114,8 @@ def _read_file(path: Path, shown: str = "") -> SourcedTable:
         raise ConfigError(
             [Problem("not UTF-8, as TOML must be", SourceLocation(shown, line))]
         ) from None
-    document = _section(values, (), spots, shown)
+    places = {tuple(map(str, path)): spot for path, spot in spots.items()}
+    document = _section(values, (), places, shown)
     raise_problems(_too_large(document))
     return document
 
@@ -141,7 +143,7 @@ def _has_large(value: Any) -> bool:
 def _section(
     values: Mapping[str, Any],
     path: tuple[str, ...],
-    spots: Mapping[KeyPath, TomlPosition],
+    spots: Mapping[tuple[str, ...], TomlPosition],
     file: str,
 ) -> SourcedTable:
     """A parsed table with places. A table without a line of its own (the document itself) stands
@@ -151,9 +153,31 @@ def _section(
         inner = (*path, key)
         if isinstance(value, dict):
             entries[key] = _section(value, inner, spots, file)
+        elif _holds_tables(inner, value):
+            array = _section(_by_number(value), inner, spots, file)
+            entries[key] = replace(array, is_array=True)
         else:
             entries[key] = SourcedValue(value, SourceLocation(file, spots[inner].line), inner)
     return SourcedTable(SourceLocation(file, spots[path].line if path else 1), path, entries)
+
+
+def _holds_tables(path: Sequence[str], value: Any) -> bool:
+    """Whether the value of a key is an array of tables with a schema.
+
+    Args:
+        path: kind and name of its table, and the key.
+        value: it.
+    """
+    known = len(path) == 3 and path[2] in ARRAYS_OF_TABLES.get(path[0], {})
+    return known and bool(value) and isinstance(value, list) and all(map(_is_table, value))
+
+
+def _is_table(value: object) -> bool:
+    return isinstance(value, dict)
+
+
+def _by_number(values: Sequence[object]) -> Mapping[str, object]:
+    return {str(number): value for number, value in enumerate(values)}
 
 
 def compose(
@@ -299,7 +323,13 @@ def _parse_value(text: str) -> Any:
 def overlay(section: SourcedTable, path: tuple[str, ...], origin: SourcedValue) -> SourcedTable:
     """`section` with `origin` laid over it at `path`."""
     node: SourcedTable | SourcedValue
-    node = _as_section(origin, origin.path) if isinstance(origin.value, dict) else origin
+    if isinstance(origin.value, dict):
+        node = _as_section(origin, origin.path)
+    elif _holds_tables(("jobs", "", *origin.path), origin.value):
+        tables = replace(origin, value=_by_number(origin.value))
+        node = replace(_as_section(tables, origin.path), is_array=True)
+    else:
+        node = origin
     for depth in range(len(path) - 1, -1, -1):
         above = origin.path[: len(origin.path) - len(path) + depth]
         node = SourcedTable(origin.place, above, {path[depth]: node})

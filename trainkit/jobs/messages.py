@@ -187,9 +187,10 @@ class _Spot:
         self.key = ""
         self.above: tuple[str | int, ...] = ()
         for depth, part in enumerate(loc):
-            if isinstance(part, int) or part == "[key]" or not isinstance(self.node, SourcedTable):
+            if part == "[key]" or not isinstance(self.node, SourcedTable):
                 # inside an array, or about a key of `env`: the whole value is as near as it gets
                 break
+            part = str(part)  # of an array of tables
             inner = _table_of(self.field) if self.field else self.model
             named = _named_tables(self.field)
             self.section = self.node
@@ -234,10 +235,10 @@ def _table_of(field: FieldInfo) -> type[Table] | None:
 
 
 def _named_tables(field: FieldInfo | None) -> type[Table] | None:
-    """The model of the tables in a key that holds tables by name."""
-    if field is None or typing.get_origin(field.annotation) is not dict:
+    """The model of the tables in a key that holds tables by name, or an array of them."""
+    if field is None or typing.get_origin(field.annotation) not in (dict, tuple):
         return None
-    _, kind = typing.get_args(field.annotation)
+    kind = next(each for each in typing.get_args(field.annotation)[::-1] if each is not ...)
     return kind if isinstance(kind, type) and issubclass(kind, Table) else None
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -46,18 +46,27 @@ def _as_json(origin: SourcedValue) -> dict[str, object]:
 
 @dataclass(frozen=True)
 class SourcedTable:
-    """A table whose leaves are Origins."""
+    """A table whose leaves are Origins.
+
+    Args:
+        place: file and line of its header.
+        path: its key as written there.
+        entries: its values and tables.
+        is_array: it is an array of tables, whose keys are "0", "1", ..
+    """
 
     place: SourceLocation
     path: tuple[str, ...] = ()
     entries: dict[str, SourcedTable | SourcedValue] = field(default_factory=dict)
+    is_array: bool = False
 
-    def plain(self) -> dict[str, object]:
+    def plain(self) -> Mapping[str, object] | Sequence[object]:
         """The values alone."""
-        return {
+        values = {
             key: node.plain() if isinstance(node, SourcedTable) else node.value
             for key, node in self.entries.items()
         }
+        return list(values.values()) if self.is_array else values
 
     def with_entry(self, key: str, node: SourcedTable | SourcedValue) -> SourcedTable:
         """This table with one entry more, or another in its place."""
@@ -77,12 +86,15 @@ class SourcedTable:
         return node.value if isinstance(node, SourcedValue) else None
 
     def over(self, older: SourcedTable, *, keep_place: bool = False) -> SourcedTable:
-        """This table laid over `older`: tables merge, scalars and arrays replace.
+        """This table laid over `older`: tables merge, scalars and arrays replace, also arrays of
+        tables; what is laid over an array by its numbers merges.
 
         Args:
             older: the table below.
             keep_place: the result stands where `older` stood, as it does under an overlay.
         """
+        if self.is_array:
+            return self
         merged = dict(older.entries)
         for key, node in self.entries.items():
             below = older.entries.get(key)
@@ -93,4 +105,4 @@ class SourcedTable:
             else:
                 merged[key] = node
         home = older if keep_place else self
-        return SourcedTable(home.place, home.path, merged)
+        return SourcedTable(home.place, home.path, merged, older.is_array)

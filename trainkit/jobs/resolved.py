@@ -49,8 +49,8 @@ def provenance_of(
         inner = node if isinstance(node, SourcedTable) else SourcedTable(section.place)
         if isinstance(value, Table):
             yield from provenance_of(value, inner, f"{path}.")
-        elif isinstance(value, dict) and any(isinstance(item, Table) for item in value.values()):
-            for name, item in value.items():
+        elif tables := _tables_in(value):
+            for name, item in tables.items():
                 node = inner.entries[name]
                 assert isinstance(node, SourcedTable)
                 yield from provenance_of(item, node, f"{path}.{name}.")
@@ -62,6 +62,14 @@ def provenance_of(
             else:
                 default = SourcedValue(field.get_default(call_default_factory=True), BUILT_IN)
             yield path, _origin(value, node if isinstance(node, SourcedValue) else None, default)
+
+
+def _tables_in(value: object) -> dict[str, Table]:
+    """The tables of a key that holds tables by name, or an array of them."""
+    if isinstance(value, tuple):
+        value = {str(number): item for number, item in enumerate(value)}
+    items = value.items() if isinstance(value, dict) else ()
+    return {name: item for name, item in items if isinstance(item, Table)}
 
 
 def _written(section: SourcedTable, path: str) -> Iterator[tuple[str, SourcedValue]]:

@@ -125,6 +125,14 @@ def _objection(job: Job, override: SourcedValue) -> Problem | None:
     key = ".".join(override.path)
     if key not in CHANGEABLE:
         return Problem(f"{key} cannot change once a run has begun", SET, suggest(key, CHANGEABLE))
+    decides = _fixes_steps(job)
+    if key == "training.train_iters" and decides:
+        return Problem(
+            f"{key} cannot change in a run with {decides}: they follow from it, so other samples"
+            " would follow",
+            SET,
+            "a run without them can",
+        )
     if job.sample_order == "megatron" and key in FIXED_BY_MEGATRON:
         why = (
             "Megatron's order of samples depends on how many are asked for, so other samples"
@@ -136,6 +144,14 @@ def _objection(job: Job, override: SourcedValue) -> Problem | None:
             "a run with sample_order = 'native' can",
         )
     return None
+
+
+def _fixes_steps(job: Job) -> str:
+    """Keys of a job by which its samples depend on the number of steps; "": none do."""
+    if job.phases:
+        return "phases"
+    capped = next((each.name for each in job.training_datasets if each.max_epochs), None)
+    return f"datasets.{capped}.max_epochs" if capped else ""
 
 
 def _override(values: dict[str, Any], origins: dict[str, Any], override: SourcedValue) -> None:

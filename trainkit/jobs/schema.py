@@ -14,6 +14,7 @@ from pydantic import Field, field_validator, model_validator
 from trainkit.jobs import sbatch
 from trainkit.jobs.clusters import Cluster, SlurmOptions, refuse_unknown_options
 from trainkit.jobs.containers import Container
+from trainkit.jobs.data_phases import DataPhase, phase_objection, steps_by_phase
 from trainkit.jobs.datasets import Dataset, Tokenizer
 from trainkit.jobs.devices import BUILT_IN_DEVICES, Device
 from trainkit.jobs.job_tables import (
@@ -37,6 +38,7 @@ __all__ = [  # the tables that other packages name
     "CheckpointSettings",
     "Cluster",
     "Container",
+    "DataPhase",
     "Dataset",
     "Defaults",
     "EngineSource",
@@ -116,6 +118,13 @@ class Job(Table):
     training: Training
     checkpoint: CheckpointSettings = Field(default_factory=CheckpointSettings)
     generate: GenerateSettings = Field(default_factory=GenerateSettings)
+    phases: Annotated[tuple[DataPhase, ...], Field(strict=False)] = Field(
+        (),
+        description=(
+            "native: the end of training on other data, one [[jobs.X.phases]] after another, as"
+            " annealing on better text; what their shares leave is trained on `dataset` before"
+        ),
+    )
     validation: dict[Annotated[str, Field(pattern=NAME)], Dataset] = Field(
         default_factory=dict,
         description=(
@@ -200,21 +209,23 @@ class Job(Table):
         return self
 
     @model_validator(mode="after")
-    def _validation_sets_share_the_tokenizer(self) -> Job:
-        for name, dataset in self.validation.items():
-            if name == "valid":
-                raise wrong(
-                    "validation.valid",
-                    "validation.valid: that name is taken by the job's own dataset",
-                )
+    def _further_datasets_share_the_tokenizer(self) -> Job:
+        if "valid" in self.validation:
+            raise wrong(
+                "validation.valid",
+                "validation.valid: that name is taken by the job's own dataset",
+            )
+        others = {f"validation.{name}": dataset for name, dataset in self.validation.items()}
+        others |= {f"phases.{at}.dataset": each.dataset for at, each in enumerate(self.phases)}
+        for key, dataset in others.items():
             if dataset.tokenizer != self.dataset.tokenizer:
                 ours, theirs = (
                     d.tokenizer.name if d.tokenizer else "none" for d in (self.dataset, dataset)
                 )
                 raise wrong(
-                    f"validation.{name}",
-                    f"validation.{name}: tokenizer {theirs}, but dataset '{self.dataset.name}' has"
-                    f" {ours}; losses cannot be compared",
+                    f"{key}.name",
+                    f"{key}: tokenizer {theirs}, but dataset '{self.dataset.name}' has {ours}:"
+                    " its ids are others, and losses cannot be compared",
                 )
             if (
                 dataset.tokenizer
@@ -222,10 +233,23 @@ class Job(Table):
                 and dataset.name != self.dataset.name
             ):
                 raise wrong(
-                    f"validation.{name}",
-                    f"validation.{name}: its tokenizer is trained on each dataset separately"
-                    " (type = 'bpe'); several datasets need type = 'file'",
+                    f"{key}.name",
+                    f"{key}: its tokenizer is trained on each dataset separately (type = 'bpe');"
+                    " several datasets need type = 'file'",
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _phases_fit(self) -> Job:
+        if self.phases and not self.is_native:
+            raise wrong(
+                "phases",
+                f"phases are engine native's: engine = '{self.engine}' reads one dataset from its"
+                " first step to its last; leave them out, or train with engine = 'native'",
+            )
+        said = phase_objection(self.dataset, self.phases, self.training.train_iters)
+        if said is not None:
+            raise said
         return self
 
     @model_validator(mode="after")
@@ -340,6 +364,23 @@ class Job(Table):
         return self.engine == "native"
 
     @property
+    def steps_by_phase(self) -> list[int]:
+        """Steps on the job's own dataset, then those of each phase."""
+        return steps_by_phase(self.phases, self.training.train_iters)
+
+    @property
+    def training_datasets(self) -> list[Dataset]:
+        """What training reads, each once."""
+        read = (self.dataset, *(phase.dataset for phase in self.phases))
+        return list({dataset.name: dataset for dataset in read}.values())
+
+    @property
+    def datasets(self) -> list[Dataset]:
+        """All that it reads, each once."""
+        read = (*self.training_datasets, *self.validation.values())
+        return list({dataset.name: dataset for dataset in read}.values())
+
+    @property
     def ranks_per_node(self) -> int:
         """Processes a node."""
         return self.cluster.ranks_per_node or max(1, self.cluster.gpus_per_node)
@@ -433,6 +474,8 @@ REFERENCES = {
 }
 # keys of a dataset that hold { NAME = weight } or [NAME] of other datasets
 BLENDS = ("blend", "valid_blend", "test_blend")
+# keys that hold arrays of tables, and what their tables refer to
+ARRAYS_OF_TABLES = {"jobs": {"phases": {"dataset": "datasets"}}}
 # keys that hold tables whose values are such names
 TABLES_OF_REFERENCES = {"jobs": {"validation": "datasets"}}
 BUILT_IN_TABLES: dict[str, dict[str, dict[str, object]]] = {

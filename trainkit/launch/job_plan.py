@@ -18,6 +18,7 @@ from trainkit.engines.registry import ENGINES
 from trainkit.jobs.resolved import read_job
 from trainkit.jobs.schema import Dataset, Job
 from trainkit.plan.measured import Measured, layout_key
+from trainkit.plan.mixtures import planned_reads
 from trainkit.plan.planner import Plan, PreparedData, make_plan
 from trainkit.plan.time.of_job import estimate_step, host_estimate
 from trainkit.runs.folder import RunFolder
@@ -57,7 +58,21 @@ def prepared(job: Job) -> PreparedData:
         tokens, text = found.get("tokens"), None
     else:
         tokens, text = _corpus_here(job.dataset)
-    return PreparedData(ids, tokens, text, free, memory, cores)
+    return PreparedData(ids, tokens, text, free, memory, cores, _tokens_read(job))
+
+
+def _tokens_read(job: Job) -> dict[str, int]:
+    """Tokens of what training reads, where the plan needs them of every dataset."""
+    found: dict[str, int] = {}
+    for dataset in job.training_datasets if planned_reads(job, {}) else ():
+        for part in [part.dataset for part in dataset.blend.values()] or [dataset]:
+            if part.tokenizer is None:
+                continue
+            manifest = DataFolder(job.cluster.root_folder, part).manifest
+            made = read_document(manifest, "dataset/1") if manifest.is_file() else {}
+            if tokens := made.get("tokens") or _corpus_here(part)[0]:
+                found[part.name] = tokens
+    return found
 
 
 def _corpus_here(dataset: Dataset) -> tuple[int | None, int | None]:

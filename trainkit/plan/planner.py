@@ -3,13 +3,14 @@ once."""
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from trainkit.base.documents import document
-from trainkit.base.errors import Exit, raise_problems
+from trainkit.base.errors import ConfigError, Exit, raise_problems
 from trainkit.jobs.schema import Job
 from trainkit.plan.arithmetic import (
     active_parameters_of,
@@ -40,6 +41,7 @@ from trainkit.plan.limits import (
 )
 from trainkit.plan.measured import Measured, calibrated_speed, measured_excess, measured_speed
 from trainkit.plan.memory import Memory
+from trainkit.plan.mixtures import PlannedRead, planned_reads, samples_of
 from trainkit.plan.notes import not_known, notes
 from trainkit.plan.objection import Objection, describe_changes, try_change
 from trainkit.plan.rules import NATIVE, Rules
@@ -64,6 +66,8 @@ class PreparedData:
         free_bytes: what is free where a cluster without file systems of its own keeps runs.
         host_bytes: memory of this machine, where the ranks run on it.
         cores: that processes may use on this machine, where the ranks run on them.
+        tokens: of every dataset that training reads and that is prepared or here, by name, where
+            the plan says what is read when.
     """
 
     vocab_size: int | None = None
@@ -72,6 +76,7 @@ class PreparedData:
     free_bytes: int | None = None
     host_bytes: int | None = None
     cores: int | None = None
+    tokens: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -111,6 +116,7 @@ class Plan:
     not_known: tuple[Objection, ...]
     notes: tuple[Objection, ...]
     between: tuple[Plan, Plan] | None = None
+    reads: Sequence[PlannedRead] = ()
 
     @property
     def feasible(self) -> bool | None:
@@ -177,6 +183,7 @@ class Plan:
             not_known=[entry.to_json() for entry in self.not_known],
             between=[plan.to_json() for plan in self.between] if self.between else None,
             notes=[note.to_json() for note in self.notes],
+            **({"reads": [read.to_json() for read in self.reads]} if self.reads else {}),
         )
 
 
@@ -234,10 +241,8 @@ def make_plan(
         )
         return _between(*plans)
     tokens = consumed_after(job, job.training.train_iters) * job.model.seq_length
-    epochs = epochs_of(job.dataset, tokens, known.dataset_tokens, known.text_bytes)
-    sizes = Sizes(rules, vocab, trained, known.host_bytes)
-    if measured is not None:
-        sizes = replace(sizes, excess=measured_excess(measured, sizes.memory(job)))
+    epochs = _epochs(job, known)
+    sizes = _sizes(job, Sizes(rules, vocab, trained, known.host_bytes), measured)
     memory = sizes.memory(job)
     host = sizes.host(job, memory)
     counts = _counts(job, rules, vocab)
@@ -265,7 +270,15 @@ def make_plan(
         objections=(*_with_remedies(job, sizes), *limits),
         not_known=tuple(not_known(job, rules, memory, host, duration)),
         notes=tuple(notes(job, sizes, memory, storage, duration, epochs)),
+        reads=_reads(job, known),
     )
+
+
+def _sizes(job: Job, sizes: Sizes, measured: Measured | None) -> Sizes:
+    """`sizes` with what a run took beyond its plan."""
+    if measured is None:
+        return sizes
+    return replace(sizes, excess=measured_excess(measured, sizes.memory(job)))
 
 
 def _between(few: Plan, many: Plan) -> Plan:
@@ -307,6 +320,29 @@ def _between(few: Plan, many: Plan) -> Plan:
     )
 
 
+def _epochs(job: Job, known: PreparedData) -> Epochs | None:
+    """Of the job's own dataset, in all of its steps that read it."""
+    tokens = samples_of(job, job.dataset) * job.model.seq_length
+    return epochs_of(job.dataset, tokens, known.dataset_tokens, known.text_bytes)
+
+
+def _reads(job: Job, known: PreparedData) -> Sequence[PlannedRead]:
+    """What is read when; nothing where a blend's `max_epochs` do not allow it."""
+    with contextlib.suppress(ConfigError):  # `_epoch_objections` says it
+        return planned_reads(job, known.tokens)
+    return ()
+
+
+def _epoch_objections(job: Job, known: PreparedData) -> Iterator[Objection]:
+    """A blend of which every part would be read more often than its `max_epochs`."""
+    try:
+        planned_reads(job, known.tokens)
+    except ConfigError as error:
+        said = error.list[0]
+        message = f"{said.message}; {said.hint}"
+        yield Objection("max-epochs", "training.train_iters", message)
+
+
 def _limit_objections(
     job: Job,
     known: PreparedData,
@@ -324,6 +360,7 @@ def _limit_objections(
         yield from time_objections(job, duration, storage)
     if sizes.rules.states is None:
         yield from sample_objections(job, known.dataset_tokens or known.text_bytes)
+    yield from _epoch_objections(job, known)
 
 
 def _refuse_other_rules(job: Job, rules: Rules) -> None:

@@ -16,6 +16,7 @@ from trainkit.data.tokenizer import end_of_document, given_tokenizer, load_token
 from trainkit.jobs.ranks import degrees_of
 from trainkit.jobs.schema import Dataset, Job, Tokenizer
 from trainkit.plan.batch import global_batch_size
+from trainkit.plan.mixtures import spans_of
 from trainkit.rehearse.scene import Check, NotLookedAt, RehearsalScene
 from trainkit.train.batches import Feed, data_folder, vocab_size
 from trainkit.train.huggingface import check_weights, weights_folder
@@ -69,10 +70,10 @@ def _given_size(settings: Tokenizer) -> int:
 def _refuse_foreign_ids(job: Job, settings: Tokenizer, size: int) -> None:
     """Of pairs that somebody else wrote, and that were not read yet: raise ConfigError for an id
     beyond the tokenizer's at their beginnings."""
-    if job.dataset.source != "indexed":
-        return
+    root = job.cluster.root_folder
+    indexed = [each for each in job.training_datasets if each.source == "indexed"]
     try:
-        pairs = pairs_of(job.cluster.root_folder, job.dataset, "train")
+        pairs = [pair for dataset in indexed for pair in pairs_of(root, dataset, "train")]
     except ConfigError:
         return  # said by stages
     for pair in pairs:
@@ -86,7 +87,8 @@ def _refuse_foreign_ids(job: Job, settings: Tokenizer, size: int) -> None:
 
 
 def check_batches(scene: RehearsalScene) -> str:
-    """The first micro-batch of every data-parallel rank can be read, and has ids of the model."""
+    """The first micro-batch of every data-parallel rank can be read, now and where a phase begins,
+    and has ids of the model."""
     job = scene.job
     scene.require_stages()
     refuse_without_samples(job)
@@ -98,16 +100,18 @@ def check_batches(scene: RehearsalScene) -> str:
     samples = ranks * job.training.micro_batch_size
     if samples > global_batch_size(job, consumed):
         raise NotLookedAt("the batch does not divide over the ranks: see plan")
+    starts = [consumed, *(span.first for span in spans_of(job) if span.first > consumed)]
     # One reader of all: data-parallel rank r has the r-th micro-batch of these.
-    feed = Feed(job, job.dataset, "train", World(0, 1), torch.device("cpu"))
+    feed = Feed(job, None, "train", World(0, 1), torch.device("cpu"))
     try:
-        seen = [batch.checksum for batch in feed.read(consumed, samples)]
+        seen = [batch.checksum for at in starts for batch in feed.read(at, samples)]
     finally:
         feed.close()
-    if len(seen) != ranks:
+    if len(seen) != ranks * len(starts):
         raise ConfigError(f"{len(seen)} micro-batches for {ranks} data-parallel ranks")
     tokens = job.model.seq_length
-    return f"one of each of {ranks} ranks, {samples} samples of {tokens} tokens, from {consumed}"
+    words = " and ".join(map(str, starts))
+    return f"one of each of {ranks} ranks, {samples} samples of {tokens} tokens, from {words}"
 
 
 def check_validation(scene: RehearsalScene) -> str:

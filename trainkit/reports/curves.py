@@ -7,6 +7,7 @@ from itertools import pairwise
 
 from trainkit.reports.chart import Chart, Series
 from trainkit.reports.documents import as_number
+from trainkit.reports.mixture import phase_begins
 from trainkit.reports.read import RunReport
 from trainkit.runs.metrics import MetricsRow
 
@@ -52,6 +53,11 @@ def charts_of(report: RunReport) -> Iterator[Chart]:
         (at, f"attempt {attempt} went on from step {step}")
         for attempt, step in report.resumed_at
         if (at := _tokens_at(report.rows.rows, step, x)) is not None
+    ]
+    reads = {phase.phase: phase.reads for phase in report.phases}
+    marks += [
+        (x(row), f"phase {row['phase']} began: {reads.get(row['phase'], '?')}")
+        for row in phase_begins(training)
     ]
     yield Chart("Loss (nats per token)", name, list(_losses(report, training, x)), marks)
     for title, keys in CURVES:

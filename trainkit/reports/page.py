@@ -28,6 +28,7 @@ from trainkit.reports.experts import expert_maps
 from trainkit.reports.faults import HEADINGS, faults_in_words
 from trainkit.reports.heat_map import rank_map
 from trainkit.reports.ledger import WORDS, Bin, Ledger, ledger_section
+from trainkit.reports.mixture import HEADINGS as PHASE_HEADINGS
 from trainkit.reports.read import RunReport
 from trainkit.reports.words import duration, moment, short
 
@@ -185,6 +186,7 @@ def _sections(report: RunReport) -> Iterator[str]:
     yield "</div>"
     yield from rank_map(report.rank_times)
     yield from expert_maps(report.expert_loads)
+    yield from _phases(report)
     yield from _plan(report)
     yield from _attempts(report)
     yield from _checkpoints(report)
@@ -270,6 +272,12 @@ def _faults(report: RunReport) -> Iterator[str]:
     yield "<h2>What faults cost</h2>"
     yield from (f"<p>{text(line)}</p>" for line in faults_in_words(report.faults))
     yield table(HEADINGS, (fault.cells for fault in report.faults), 2)
+
+
+def _phases(report: RunReport) -> Iterator[str]:
+    if report.phases:
+        yield "<h2>What was read when</h2>"
+        yield table(PHASE_HEADINGS, (phase.cells() for phase in report.phases), 3)
 
 
 def _plan(report: RunReport) -> Iterator[str]:

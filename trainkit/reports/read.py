@@ -17,6 +17,7 @@ from trainkit.base.printable import printable
 from trainkit.reports.documents import Table, as_number, as_table, read_table
 from trainkit.reports.faults import FaultCost, build_faults
 from trainkit.reports.ledger import STEPS, AttemptTimes, Fault, Ledger, RunTimes, build_ledger
+from trainkit.reports.mixture import TrainedPhase, trained_phases
 from trainkit.reports.words import event_in_words
 from trainkit.runs.attempt_report import AttemptReport, report_attempts
 from trainkit.runs.checkpoints import published_folders, step_of
@@ -308,6 +309,11 @@ class RunReport:
                 return max(1, setting.value)
         return 1
 
+    @property
+    def phases(self) -> Sequence[TrainedPhase]:
+        """What it read in which steps."""
+        return trained_phases(self.plan, self.rows.rows)
+
     def planned_and_measured(self) -> list[PlannedAndMeasured]:
         """Memory, speed and checkpoints: the plan beside the run."""
         memory = as_table(as_table(self.plan.get("memory")).get("fullest_rank"))
@@ -343,6 +349,7 @@ class RunReport:
                 {**vars(each), "error": each.error} for each in self.planned_and_measured()
             ],
             "checkpoints": [vars(checkpoint) for checkpoint in self.checkpoints],
+            **({"phases": [vars(phase) for phase in self.phases]} if self.phases else {}),
             "samples": [vars(sample) for sample in self.samples],
             "settings": [vars(setting) for setting in self.settings],
             "versions": dict(as_table(self.origin.get("packages"))),

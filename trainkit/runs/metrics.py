@@ -39,10 +39,10 @@ class Throughput(TypedDict, total=False):
 
 class MetricsRow(Throughput, total=False):
     """A row: those of training steps have all keys but `eval` (`ranks` and `pipeline` where there
-    are several, `experts` and `mtp_loss` where a model has them), and sum up the steps since the
-    row before; those of evaluations have `eval`, the validation set, and the first three. In the
-    file losses and norms that are not finite are null. Rows of older versions and of other engines
-    may lack some.
+    are several, `experts` and `mtp_loss` where a model has them, `phase` where a job has phases),
+    and sum up the steps since the row before; those of evaluations have `eval`, the validation set,
+    and the first three. In the file losses and norms that are not finite are null. Rows of older
+    versions and of other engines may lack some.
     """
 
     step: Required[int]
@@ -50,6 +50,7 @@ class MetricsRow(Throughput, total=False):
     lm_loss: Required[float | None]
     eval: str
     global_batch_size: int
+    phase: int
     mtp_loss: float | None
     grad_norm: float | None
     learning_rate: float

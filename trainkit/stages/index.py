@@ -28,15 +28,15 @@ class IndexStage:
     def needs(self, job: Job, stamps: Path) -> list[Need]:
         if job.sample_order != "megatron" or not job.is_native:
             return []
-        splits: dict[str, list[SplitName]] = {job.dataset.name: ["train"]}
-        datasets = {job.dataset.name: job.dataset}
+        splits: dict[str, list[SplitName]] = {
+            dataset.name: ["train"] for dataset in job.training_datasets
+        }
         for dataset in (job.dataset, *job.validation.values()) if job.training.eval_iters else ():
-            datasets[dataset.name] = dataset
             splits.setdefault(dataset.name, []).append("valid")
         return [
             need
-            for name, dataset in datasets.items()
-            if (need := _need(job, dataset, splits[name]))
+            for dataset in job.datasets
+            if dataset.name in splits and (need := _need(job, dataset, splits[dataset.name]))
         ]
 
     def waits_for(self, job: Job) -> tuple[str, ...]:
@@ -47,18 +47,19 @@ class IndexStage:
 
 def _need(job: Job, dataset: Dataset, splits: list[SplitName]) -> Need | None:
     from trainkit.data.order.megatron_worker import order_request  # numpy
-    from trainkit.data.order.resolve_pairs import pairs_of
+    from trainkit.data.order.resolve_pairs import weighed_pairs
 
     if dataset.source == "mock" or dataset.tokenizer is None:
         return None
-    root = job.cluster.root_folder
     try:
         asked = [
-            order_request(job, dataset, split, pairs_of(root, dataset, split))
+            order_request(
+                job, dataset, split, weighed_pairs(job, dataset, split, by_documents=True)
+            )
             for split in dict.fromkeys(splits)
         ]
     except ConfigError:
-        if DataFolder(root, dataset).manifest.is_file():
+        if DataFolder(job.cluster.root_folder, dataset).manifest.is_file():
             raise
         # which files there are is known when prep-data has made them: this is asked again then
         return None

@@ -117,7 +117,7 @@ def needs_of_dataset(
 
 
 class PrepDataStage:
-    """Prepares the dataset of a job and its further validation sets. Mock data needs nothing.
+    """Prepares the datasets of a job. Mock data needs nothing.
     `patience`: as `needs_of_dataset`."""
 
     name = STAGE
@@ -126,11 +126,9 @@ class PrepDataStage:
         self.patience = patience
 
     def needs(self, job: Job, stamps: Path, *, force: bool = False) -> list[Need]:
-        # each once
-        datasets = {dataset.name: dataset for dataset in (job.dataset, *job.validation.values())}
         found = [
             need
-            for dataset in datasets.values()
+            for dataset in job.datasets
             for need in needs_of_dataset(
                 dataset, job.cluster.root_folder, stamps, force=force, patience=self.patience
             )

@@ -18,7 +18,7 @@ from trainkit.base.errors import ConfigError
 from trainkit.data.indexed.paths import DataFolder
 from trainkit.data.order.loader import Loader, MicroBatch, ReadSchedule, plain_memory
 from trainkit.data.order.native import SampleOrder, SplitName
-from trainkit.data.order.open import open_mixture
+from trainkit.data.order.open import open_mixture, open_training
 from trainkit.data.order.samples import NO_TOKEN, Numbers
 from trainkit.data.tokenizer import end_of_document, load_tokenizer
 from trainkit.jobs.schema import Dataset, Job
@@ -148,7 +148,7 @@ class Feed:
 
     Args:
         job: the job.
-        dataset: its dataset, or one of its further validation sets.
+        dataset: one of its datasets; None: all that training reads, phase after phase.
         split: which part of it.
         world: whose micro-batches.
         device: where they go.
@@ -159,16 +159,23 @@ class Feed:
     """
 
     def __init__(
-        self, job: Job, dataset: Dataset, split: SplitName, world: World, device: torch.device
+        self,
+        job: Job,
+        dataset: Dataset | None,
+        split: SplitName,
+        world: World,
+        device: torch.device,
     ) -> None:
         self.device = device
         self.split = split
         self.training = job.training
-        self.name = dataset.name
         self.length = job.model.seq_length
         self.vocab = vocab_size(job)
-        self.mixture = open_mixture(job, dataset, split, self.vocab)
-        self.end = _end_token(job, dataset)
+        if dataset is None:
+            self.mixture = open_training(job, self.vocab)
+        else:
+            self.mixture = open_mixture(job, dataset, split, self.vocab)
+        self.end = _end_token(job, dataset or job.dataset)
         self.loader = self._loader(
             self.mixture.order, (train_plan if split == "train" else valid_plan)(job, world)
         )

@@ -15,6 +15,7 @@ from torch import Tensor
 from trainkit.jobs.ranks import coordinates_of
 from trainkit.jobs.schema import Job
 from trainkit.plan.layout import layout_of
+from trainkit.plan.mixtures import phase_at, spans_of
 from trainkit.runs.expert_loads import Counts, ExpertLoads
 from trainkit.runs.metrics import MetricsRow
 from trainkit.train.metrics.stragglers import Stragglers
@@ -137,6 +138,7 @@ class StepLog:
         self._since = _Interval()
         self.compute_ms: Sequence[float] = ()  # of every rank, by the last row
         self._slow = Stragglers(mesh.degrees)
+        self._spans = spans_of(job)
         self.expert_loads: ExpertLoads | None = None  # of the last row
 
     def state(self) -> dict[str, int]:
@@ -242,6 +244,8 @@ class StepLog:
             "peak": used["peak"],
             "batch_checksum": int(values.checksum),
         }
+        if self.job.phases:
+            row["phase"] = phase_at(self._spans, info.consumed_samples - info.samples)
         if self.job.model.mtp_num_layers:
             row["mtp_loss"] = values.mtp_loss
         return row

@@ -99,7 +99,7 @@ class Trainer:
         if job.training.compile:
             on_compilation(heartbeat.surprise)
         self.step_runner = Step(job, self.model_parts, mesh, self.timers)
-        self.train_feed = Feed(job, job.dataset, "train", mesh.data_world, self.device)
+        self.train_feed = Feed(job, None, "train", mesh.data_world, self.device)
         self.replay = GradientReplay(self.step_runner, self.train_feed)
         self.validator = Validator(job, mesh, self.step_runner, heartbeat, self.any_rank_stopping)
         self.texts = TextSampler(job, run, self.model_parts, reports=world.rank == 0)

@@ -47,24 +47,31 @@ def jobs_table(jobs: Iterable[JobSummary], default: str | None) -> Listing:
 def job_as_toml(resolved: ResolvedJob) -> str:
     """The resolved job as TOML, each value with its origin as a comment. A value that is not set
     is a comment only."""
-    lines = list(_lines(resolved.job.model_dump(mode="json"), (), resolved.origins))
+    lines = list(_lines(resolved.job.model_dump(mode="json"), (), (), resolved.origins))
     width = min(MAX_COLUMN, max((len(text) for text, place in lines if place), default=0))
     with_places = (f"{text:<{width}}  # {place}" if place else text for text, place in lines)
     return "\n".join(with_places) + "\n"
 
 
 def _lines(
-    table: Mapping[str, object], path: tuple[str, ...], origins: Mapping[str, SourcedValue]
+    table: Mapping[str, object],
+    path: tuple[str, ...],
+    header: tuple[str, ...],
+    origins: Mapping[str, SourcedValue],
 ) -> Iterator[tuple[str, str]]:
-    """(line, place where it was written) of a table, values before the tables in it."""
-    if path:
-        yield "", ""
-        yield f"[{'.'.join(path)}]", ""
+    """(line, place where it was written) of a table, values before the tables in it.
+
+    Args:
+        table: its values.
+        path: its key, with the numbers of arrays of tables in it.
+        header: the same without them.
+        origins: of the job's values.
+    """
     inner = {
         key: value
         for key, value in table.items()
         # one of engine_args may be a table that was given as one value, by --set
-        if isinstance(value, dict) and ".".join((*path, key)) not in origins
+        if isinstance(value, dict | list) and ".".join((*path, key)) not in origins
     }
     for key, value in table.items():
         if key in inner:
@@ -75,7 +82,14 @@ def _lines(
         else:
             yield f"{toml_key(key)} = {toml_value(value)}", place
     for key, value in inner.items():
-        yield from _lines(value, (*path, key), origins)
+        name = (*header, key)
+        if isinstance(value, list):
+            for number, item in enumerate(value):
+                yield from (("", ""), (f"[[{'.'.join(name)}]]", ""))
+                yield from _lines(item, (*path, key, str(number)), name, origins)
+        else:
+            yield from (("", ""), (f"[{'.'.join(name)}]", ""))
+            yield from _lines(value, (*path, key), name, origins)
 
 
 def find_value(resolved: ResolvedJob, key: str) -> SourcedValue:

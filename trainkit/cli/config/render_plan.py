@@ -115,8 +115,22 @@ def _rows(console: Console, job: Job, plan: Plan) -> Iterator[tuple[str, Rendera
         if plan.epochs.estimated:
             tokens = f"about {tokens}"
         yield "data", f"{plan.epochs.epochs:,.2f} epochs of {escape(job.dataset.name)}, {tokens}"
+    yield from (("reads", escape(line)) for line in read_lines(plan))
     if plan.measured:
         yield "measured", _measured(plan)
+
+
+def read_lines(plan: Plan) -> Iterator[str]:
+    """What is read in which steps, a line for each dataset; none where `data` says it all."""
+    for read in plan.reads:
+        steps = f"steps {read.first_step:,} to {read.last_step:,}"
+        source = "" if read.source == read.dataset else f" of {read.source}"
+        line = f"{steps}: {read.dataset}{source}"
+        if read.share is None or read.tokens is None:
+            yield f"{line}, weighed by sizes that were not looked at yet"
+            continue
+        epochs = "" if read.epochs is None else f", {read.epochs:,.2f} epochs"
+        yield f"{line}, {read.share:.1%}, {_count(read.tokens)} tokens{epochs}"
 
 
 def _rows_between(few: Plan, many: Plan) -> Iterator[tuple[str, str]]:

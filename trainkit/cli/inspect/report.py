@@ -14,7 +14,7 @@ from trainkit.base.errors import ConfigError
 from trainkit.base.files import write_text
 from trainkit.cli.config.jobs import load_jobs
 from trainkit.cli.inspect.runs import status_page
-from trainkit.cli.run.summary import faults_table
+from trainkit.cli.run.summary import faults_table, phases_table
 from trainkit.cli.tables import Listing, Page
 from trainkit.cli.wrapper import TaskContext, TaskResult
 from trainkit.jobs.resolved import read_job
@@ -154,6 +154,7 @@ def report(task: TaskContext, run_name: str, files: ReportFiles, flops: str) -> 
         page=chain(
             status_page(task, record, DeviceUsage([])),
             lines,
+            [phases_table(whole.phases)] if whole.phases else [],
             [faults_table(whole.faults)] if whole.faults else [],
         ),
     )

@@ -21,6 +21,8 @@ from trainkit.engines.registry import ENGINES
 from trainkit.jobs.schema import Job
 from trainkit.launch.local_ranks import run_local_ranks
 from trainkit.reports.faults import HEADINGS, STAGES, FaultCost
+from trainkit.reports.mixture import HEADINGS as PHASE_HEADINGS
+from trainkit.reports.mixture import TrainedPhase
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import RunRecord
 from trainkit.runs.summary import summarize_run
@@ -160,6 +162,15 @@ def faults_table(faults: Sequence[FaultCost]) -> Listing:
     rows = (map(escape, fault.cells) for fault in faults)
     drop = (*STAGES, "went on from", "attempt")
     return Listing(*HEADINGS, right=HEADINGS[2:-1], drop=drop, rows=rows)
+
+
+def phases_table(phases: Sequence[TrainedPhase]) -> Listing:
+    """What a run read in which steps."""
+    return Listing(
+        *PHASE_HEADINGS,
+        right=PHASE_HEADINGS[3:],
+        rows=(map(escape, phase.cells()) for phase in phases),
+    )
 
 
 def next_page(task: TaskContext, record: RunRecord, without: str = "") -> Page:

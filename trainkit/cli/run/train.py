@@ -11,6 +11,7 @@ from rich.markup import escape
 from trainkit.base.documents import document, read_document
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.cli.config.jobs import load_jobs
+from trainkit.cli.config.render_plan import read_lines
 from trainkit.cli.host_options import say_hosts
 from trainkit.cli.run.attach import follow_run
 from trainkit.cli.run.progress import TrainingView
@@ -215,6 +216,8 @@ def _print_plan(task: TaskContext, plan: Plan, job: Job) -> None:
         f"[bold]{job.name}[/]: {size}, {ranks}, {job.training.train_iters} steps of {batch} ="
         f" {plan.tokens / 1e6:,.2f} million tokens"
     )
+    for line in read_lines(plan):
+        task.say(f"  {line}")
 
 
 def _beginning(task: TaskContext, run: RunFolder) -> str:

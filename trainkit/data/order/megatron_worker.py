@@ -28,6 +28,7 @@ from trainkit.data.order.resolve_pairs import WHOLE_SPLIT, SplitPair, weights_of
 from trainkit.data.order.samples import MegatronSamples
 from trainkit.jobs.schema import Dataset, Job
 from trainkit.plan.batch import consumed_after
+from trainkit.plan.mixtures import samples_of
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ def order_request(
     evaluations = t.train_iters // (t.eval_interval or t.train_iters) + 1
     once = t.eval_iters * batch
     samples = {
-        "train": consumed_after(job, t.train_iters),
+        "train": samples_of(job, dataset) or consumed_after(job, t.train_iters),
         "valid": evaluations * once,
         "test": once,
     }[split]

@@ -11,7 +11,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate
 from typing import Literal, Protocol
@@ -21,7 +22,7 @@ from numpy.typing import NDArray
 
 from trainkit import _index
 from trainkit.base.errors import ConfigError
-from trainkit.data.order.weights import check_names, integer_weights, size_weights
+from trainkit.data.order.weights import MAX_SUM, check_names, integer_weights, size_weights
 
 SplitName = Literal["train", "valid", "test"]
 SPLITS: tuple[SplitName, ...] = ("train", "valid", "test")
@@ -68,6 +69,22 @@ class SampleOrder(Protocol):
         sample_number int64 [n]). ConfigError: there are none."""
 
 
+@dataclass(frozen=True)
+class Drawn:
+    """What training has read of a dataset before an order begins.
+
+    Args:
+        samples: how many, through its epochs.
+        named: whether its keys have its name.
+    """
+
+    samples: int
+    named: bool
+
+
+NOTHING: Mapping[str, Drawn] = {}
+
+
 class NativeOrder:
     """One dataset or a blend of several, without an index: nothing grows with the data or the
     length of the training.
@@ -81,10 +98,12 @@ class NativeOrder:
     Args:
         sizes: samples of an epoch of each dataset, in this split.
         weights: their shares; None: their sizes, so that the first sum(sizes) positions hold every
-            sample exactly once. One dataset needs none.
+            sample exactly once. One dataset needs none. int64 [D]: whole samples, so that the first
+            sum(weights) positions hold exactly so many of each.
         split: the name of the split; salts the keys.
         seed: the run's seed.
         names: what the datasets are called.
+        goes_on: of a dataset that an earlier order has read from, what was drawn.
 
     Raises:
         ConfigError: weights negative, NaN, infinite, all 0, or not one a dataset; no dataset,
@@ -94,10 +113,12 @@ class NativeOrder:
     def __init__(
         self,
         sizes: Sequence[int],
-        weights: Sequence[float] | None,
+        weights: Sequence[float] | NDArray[np.int64] | None,
         split: SplitName,
         seed: int,
         names: Sequence[str],
+        *,
+        goes_on: Mapping[str, Drawn] = NOTHING,
     ) -> None:
         if len(sizes) != len(names) or min(sizes, default=0) < 0:
             raise ValueError(f"sizes {sizes} do not fit the datasets {names}")
@@ -106,7 +127,12 @@ class NativeOrder:
         self.split = split
         self.seed = seed
         self.names = tuple(names)
-        shares = size_weights(sizes) if weights is None else integer_weights(weights, names)
+        begins = Drawn(0, named=len(names) > 1)
+        self._drawn = [goes_on.get(name, begins) for name in names]
+        if isinstance(weights, np.ndarray):
+            shares = weights
+        else:
+            shares = size_weights(sizes) if weights is None else integer_weights(weights, names)
         self.shares = shares  # whole numbers in proportion to which datasets are drawn
         self._blend = _index.Blend(shares) if shares.any() else None
         missing = np.flatnonzero((shares > 0) & (np.array(self.sizes) == 0))
@@ -141,6 +167,15 @@ class NativeOrder:
                 done += drawn
         return datasets, numbers
 
+    def drawn(self, samples: int) -> dict[str, Drawn]:
+        """What has been drawn of each dataset after the first `samples` positions, and before
+        them. Raises as `window`."""
+        counts = self._checked_blend().counts(samples).tolist()
+        return {
+            name: Drawn(before.samples + count, before.named)
+            for name, before, count in zip(self.names, self._drawn, counts, strict=True)
+        }
+
     def epochs(self, samples: int) -> NDArray[np.float64]:
         """How often each dataset has been seen after the first `samples` positions, float64 [D]:
         1.5 is once and half of it again; 0 without samples.
@@ -163,9 +198,9 @@ class NativeOrder:
 
     def _key(self, dataset: int, epoch: int) -> int:
         """The first 8 bytes, little endian, of BLAKE2b-64 over the text "trainkit-order/1 SEED
-        SPLIT EPOCH", in a blend with " NAME" behind it."""
+        SPLIT EPOCH", in a blend with " NAME" behind it; of what goes on, as it began."""
         text = f"trainkit-order/1 {self.seed} {self.split} {epoch}"
-        if len(self.sizes) > 1:
+        if self._drawn[dataset].named:
             text += f" {self.names[dataset]}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
@@ -173,6 +208,7 @@ class NativeOrder:
         """The numbers of samples first .. first + n - 1 that a dataset gives, counted through
         its epochs, int64 [n]."""
         size = self.sizes[dataset]
+        first += self._drawn[dataset].samples
         numbers = np.empty(n, np.int64)
         done = 0
         while done < n:
@@ -181,6 +217,48 @@ class NativeOrder:
             _index.permute(size, self._key(dataset, epoch), start, numbers[done : done + count])
             done += count
         return numbers
+
+
+@dataclass(frozen=True)
+class OrderPart:
+    """A stretch of positions, and the order that it is read in.
+
+    Args:
+        first: position at which it begins.
+        order: which sample stands where.
+        offset: position in `order` at which it begins.
+        datasets: number of the first of the order's datasets among those of all.
+    """
+
+    first: int
+    order: SampleOrder
+    offset: int
+    datasets: int
+
+
+class PhasedOrder:
+    """Orders one after another (a `SampleOrder`); the last one goes on to its own end.
+
+    Args:
+        parts: one or more, by `first`, of which the lowest is 0.
+    """
+
+    def __init__(self, parts: Sequence[OrderPart]) -> None:
+        self.parts = tuple(parts)
+        self._ends = [part.first for part in parts[1:]] + [MAX_SUM]
+
+    def window(self, consumed: int, n: int) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
+        """As `NativeOrder`; raises as the orders do."""
+        datasets = [np.empty(0, np.int16)]
+        numbers = [np.empty(0, np.int64)]
+        for part, end in zip(self.parts, self._ends, strict=True):
+            low = max(consumed, part.first)
+            high = min(consumed + n, end)
+            if low < high:
+                found = part.order.window(low - part.first + part.offset, high - low)
+                datasets.append(found[0] + np.int16(part.datasets))
+                numbers.append(found[1])
+        return np.concatenate(datasets), np.concatenate(numbers)
 
 
 def _empty(message: str) -> ConfigError:

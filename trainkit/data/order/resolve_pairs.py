@@ -1,23 +1,26 @@
-"""Which .bin/.idx pairs a dataset is made of, split by split. Reads file names, and the list of
-shards that were not merged."""
+"""Which .bin/.idx pairs a dataset is made of, split by split, and what each weighs. Reads file
+names, the list of shards that were not merged, and sizes where weights follow from them."""
 
 from __future__ import annotations
 
 import glob
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainkit.base.errors import ConfigError, Exit
 from trainkit.data.fetch.ranges import expand
 from trainkit.data.indexed.paths import DataFolder
-from trainkit.jobs.schema import Dataset
+from trainkit.jobs.schema import Dataset, Job
+from trainkit.plan.mixtures import blend_weights, samples_of
 
 if TYPE_CHECKING:
     from trainkit.data.order.native import SplitName
 
+PairPart = tuple[str, Path, str]
+NOTHING_DRAWN: Mapping[PairPart, int] = {}
 # a split of which one part is everything
 WHOLE_SPLIT = {"train": "1,0,0", "valid": "0,1,0", "test": "0,0,1"}
 
@@ -42,6 +45,11 @@ class SplitPair:
     mmap: bool
     group: str
     weight: float | None
+
+    @property
+    def part(self) -> PairPart:
+        """What it is, whatever it weighs: the same in two blends that hold the same samples."""
+        return self.name, self.prefix, self.split
 
 
 def prefixes_of(dataset: Dataset, root: Path) -> list[Path]:
@@ -99,6 +107,66 @@ def pairs_of(root: Path, dataset: Dataset, split: SplitName) -> list[SplitPair]:
             cut = part.dataset
         pairs += _pairs_of_one(root, cut, split, part.weight)
     return pairs
+
+
+def weighed_pairs(
+    job: Job,
+    dataset: Dataset,
+    split: SplitName,
+    *,
+    by_documents: bool,
+    samples: int = 0,
+    drawn: Mapping[PairPart, int] = NOTHING_DRAWN,
+) -> list[SplitPair]:
+    """`pairs_of`, with weights of their own where the blend has `temperature` or `max_epochs`: the
+    one place where these become numbers, for both orders of samples and for other engines.
+
+    Args:
+        job: its root, seq_length and steps count.
+        dataset: any but random tokens.
+        split: which; `max_epochs` is about the training.
+        by_documents: a split is cut between documents, as Megatron does, not between samples.
+        samples: that training draws of it; 0: in all of its steps.
+        drawn: samples of each `part` that training has drawn before.
+
+    Raises as `pairs_of`; ConfigError: the training is longer than `max_epochs` allow.
+    """
+    pairs = pairs_of(job.cluster.root_folder, dataset, split)
+    if dataset.temperature is None and dataset.max_epochs is None:
+        return pairs
+    sizes = [_samples_in(job, pair, split, by_documents) for pair in pairs]
+    if not any(sizes):
+        return pairs  # the order says what is missing
+    wanted = samples or samples_of(job, dataset)
+    weights = blend_weights(
+        dataset,
+        [pair.group for pair in pairs],
+        {pair.group: pair.weight for pair in pairs},
+        sizes,
+        samples=wanted if wanted and split == "train" else None,
+        drawn=[drawn.get(pair.part, 0) for pair in pairs],
+    )
+    return [
+        replace(pair, group=pair.name, weight=weight)
+        for pair, weight in zip(pairs, weights, strict=True)
+        if weight  # else it is never drawn
+    ]
+
+
+def _samples_in(job: Job, pair: SplitPair, split: SplitName, by_documents: bool) -> int:
+    """Samples of an epoch of a pair in a split, by its order's own cut."""
+    from trainkit.data.indexed.dataset import IndexedDataset
+    from trainkit.data.order.megatron_cache import split_ranges
+    from trainkit.data.order.native import SPLITS, parse_split, split_bounds
+
+    data = IndexedDataset(pair.prefix)
+    at = SPLITS.index(split)
+    length = job.model.seq_length
+    if by_documents:
+        first, last = split_ranges(pair.split, len(data))[at] or (0, 0)
+        return max(0, int(data.lengths[first:last].sum()) - 1) // length
+    first, last = split_bounds(parse_split(pair.split), (data.num_tokens - 1) // length)[at]
+    return last - first
 
 
 def _pairs_of_one(

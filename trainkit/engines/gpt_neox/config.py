@@ -171,10 +171,9 @@ def neox_data(job: Job) -> NeoxData:
     Raises ConfigError: pairs that are not there (exit 6), or a dataset of several pairs that are
     to be cut, which GPT-NeoX cannot (it reads the pairs of a blend whole).
     """
-    root = Path(job.cluster.root or "")
-    from trainkit.data.order.resolve_pairs import pairs_of
+    from trainkit.data.order.resolve_pairs import weighed_pairs
 
-    pairs = {name: pairs_of(root, job.dataset, name) for name in SPLITS}
+    pairs = {name: weighed_pairs(job, job.dataset, name, by_documents=True) for name in SPLITS}
     train = pairs["train"]
     if len(train) == 1 and all(pairs[name] == train for name in SPLITS):
         return NeoxData(str(train[0].prefix), train[0].split, {})

@@ -49,15 +49,17 @@ def data_of(job: Job) -> MegatronData:
     Raises ConfigError: a pair is not there (exit 6), or parts of a blend are cut differently,
     where the engine has one --split for all.
     """
-    from trainkit.data.order.resolve_pairs import WHOLE_SPLIT, pairs_of
+    from trainkit.data.order.resolve_pairs import WHOLE_SPLIT, weighed_pairs
 
     if job.dataset.source == "mock":
         return MegatronData({}, None, mock=True)
-    root = job.cluster.root_folder
     try:
-        files = {split: tuple(pairs_of(root, job.dataset, split)) for split in SPLITS}
+        files = {
+            split: tuple(weighed_pairs(job, job.dataset, split, by_documents=True))
+            for split in SPLITS
+        }
     except ConfigError:
-        named = _named_pairs(job.dataset, root)
+        named = _named_pairs(job.dataset, job.cluster.root_folder)
         if not named:
             raise
         files = dict.fromkeys(SPLITS, named)

@@ -13,7 +13,7 @@ from pathlib import Path
 from trainkit.base.errors import ConfigError
 from trainkit.data.fetch.ranges import expand
 from trainkit.jobs.containers import MOUNTABLE, Container
-from trainkit.jobs.schema import Dataset, Job
+from trainkit.jobs.schema import Job
 from trainkit.launch.containers.image_files import ImageFile, image_file, refuse_bad_file
 from trainkit.runs.events import AllRanksStarted, first_event, read_events
 from trainkit.runs.folder import RunFolder
@@ -297,7 +297,7 @@ def _is_mounted(path: str, mounts: Sequence[Mount]) -> bool:
 def outside_paths(job: Job) -> list[str]:
     """Folders outside of the root that the job's own table sends its ranks to: pairs of
     `prefixes`, a model of `init_from`."""
-    datasets: list[Dataset] = [job.dataset, *job.validation.values()]
+    datasets = [*job.datasets]
     for dataset in datasets:  # blends may hold blends
         datasets += [
             part.dataset

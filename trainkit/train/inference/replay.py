@@ -9,7 +9,7 @@ import xxhash
 from tokenizers import Tokenizer
 
 from trainkit.base.errors import ConfigError
-from trainkit.data.order.open import open_mixture
+from trainkit.data.order.open import open_training
 from trainkit.data.order.samples import NO_TOKEN
 from trainkit.data.tokenizer import load_tokenizer
 from trainkit.jobs.schema import Job
@@ -65,7 +65,7 @@ def replay(run: RunFolder, job: Job, step: int) -> ReplayedBatch:
     window = find_sample_window(run, step)
     if window is None:
         raise _not_recorded(run, step)
-    mixture = open_mixture(job, job.dataset, "train", vocab_size(job))
+    mixture = open_training(job, vocab_size(job))
     datasets, numbers = mixture.order.window(window.first, window.samples)
     rows = np.empty((window.samples, job.model.seq_length + 1), dtype=np.int64)
     for index in np.unique(datasets):
