@@ -3,7 +3,6 @@ paths made absolute."""
 
 from __future__ import annotations
 
-import glob
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -14,8 +13,8 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from trainkit.base.errors import Problem, SourceLocation
+from trainkit.jobs.absolute_paths import absolute_paths
 from trainkit.jobs.containers import RUNTIME_TRAITS, Container
-from trainkit.jobs.curation import STEP_PATHS
 from trainkit.jobs.layers import ProblemList, compose, interpolate, overlay
 from trainkit.jobs.messages import NAME_RULE, describe_value, dotted_key, schema_problems, suggest
 from trainkit.jobs.provenance import BUILT_IN, SET, SourcedTable, SourcedValue
@@ -34,14 +33,6 @@ from trainkit.jobs.schema import (
 from trainkit.jobs.toml_positions import KeyPath
 
 SINGLE = ("defaults", "notify")  # tables of which the file has one
-_PATHS = {  # keys that hold paths, relative to the folder of jobs.toml
-    "clusters": ("root", "hostfile"),
-    "datasets": ("paths", "prefixes"),
-    "tokenizers": ("path", "vocab_file", "merge_file"),
-    "jobs": ("init_from",),
-    "engines": ("source", "venv"),
-    "containers": ("dockerfile", "context"),
-}
 
 T = TypeVar("T", bound=Table)
 
@@ -55,12 +46,6 @@ def _built_in(path: tuple[str, ...], values: Mapping[str, Any]) -> SourcedTable:
         else:
             entries[key] = SourcedValue(value, BUILT_IN, (*path, key))
     return SourcedTable(BUILT_IN, path, entries)
-
-
-def _is_remote(value: str) -> bool:
-    """Whether it names a model of the hub (jobs.X.init_from), or a git repository elsewhere
-    (git-clone(1), "GIT URLS": with a scheme, or HOST:PATH)."""
-    return value.startswith("hf:") or "://" in value or ":" in value.partition("/")[0]
 
 
 def _says_none(node: SourcedTable | SourcedValue | None) -> bool:
@@ -163,10 +148,7 @@ class TableBuilder:
         section = interpolate(section, self.environ, findings, at).with_entry(
             "name", SourcedValue(name, section.place, (*section.path, "name"))
         )
-        for key in _PATHS.get(kind, ()):
-            section = self._absolute(section, key)
-        if kind == "datasets":
-            section = self._absolute_steps(section)
+        section = absolute_paths(section, kind, self.root)
         if kind == "jobs" and _says_none(section.entries.get("container")):
             section = section.without("container")
         for key, other in references.items():
@@ -374,51 +356,6 @@ class TableBuilder:
             return section.with_entry(key, table.with_entry("name", node))
         findings.reported.add(at)
         return section
-
-    def _absolute(self, section: SourcedTable, key: str) -> SourcedTable:
-        """`section` with the path or paths under `key` made absolute; what is not a path is left to
-        the schema."""
-        node = section.entries.get(key)
-        if not isinstance(node, SourcedValue):
-            return section
-        if isinstance(node.value, list):
-            return section.with_entry(
-                key, replace(node, value=[self._pattern(item) for item in node.value])
-            )
-        return section.with_entry(key, replace(node, value=self._path(node.value)))
-
-    def _absolute_steps(self, section: SourcedTable) -> SourcedTable:
-        """`section` with the paths of its curation's steps made absolute."""
-        curate = section.entries.get("curate")
-        steps = curate.entries.get("steps") if isinstance(curate, SourcedTable) else None
-        if not isinstance(steps, SourcedValue) or not isinstance(steps.value, list):
-            return section
-        assert isinstance(curate, SourcedTable)
-        whole = [
-            {key: self._step_value(key, value) for key, value in step.items()}
-            if isinstance(step, dict)
-            else step
-            for step in steps.value
-        ]
-        return section.with_entry("curate", curate.with_entry("steps", replace(steps, value=whole)))
-
-    def _step_value(self, key: str, value: object) -> object:
-        if key not in STEP_PATHS:
-            return value
-        return [*map(self._pattern, value)] if isinstance(value, list) else self._path(value)
-
-    def _path(self, value: object) -> object:
-        if not isinstance(value, str) or not value or _is_remote(value):
-            return value
-        return os.path.abspath(self.root / os.path.expanduser(value))
-
-    def _pattern(self, value: object) -> object:
-        """A glob pattern made absolute: brackets in the folder's own name are not a pattern."""
-        if not isinstance(value, str) or not value:
-            return value
-        return os.path.normpath(
-            os.path.join(glob.escape(str(self.root)), os.path.expanduser(value))
-        )
 
     def outline_problems(self) -> list[Problem]:
         """What is wrong at the top level: unknown tables, and [defaults]."""

@@ -231,8 +231,9 @@ LocalStep = (
 )
 GlobalStep = ExactStep | MinHashStep
 Step = LocalStep | GlobalStep
-# keys of steps that hold paths, relative to the folder of jobs.toml
-STEP_PATHS = ("domains", "urls", "model", "benchmarks", "function")
+# keys of steps that hold paths, and patterns of them, relative to the folder of jobs.toml
+STEP_PATHS = ("domains", "urls", "model", "function")
+STEP_PATTERNS = ("benchmarks",)
 RECIPES: dict[str, tuple[Step, ...]] = {
     "gopher": (
         GopherRepetitionStep(step="gopher-repetition"),

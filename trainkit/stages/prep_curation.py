@@ -150,39 +150,37 @@ class CurationUnits(TextUnits):
         passes = passes_of(curation)
         units: list[Unit] = []
         comparison = _Comparison()
-        results: list[list[Path]] = []
-        keys: dict[int, list[Path]] = {}
+        keys: dict[str, tuple[Path, ...]] = {}
         for number, each in enumerate(passes):
-            filters = [
+            units += [
                 self._filter(shard, before.get(shard.name), passes, number, comparison)
                 for shard in self.shards
             ]
-            units += filters
-            results.append([self._stamp(unit) for unit in filters])
             if each.comparison is not None:
                 comparison = self._compare(number, *each.comparison)
-                keys[each.comparison[0]] = list(comparison.keys.values())
+                keys[str(each.comparison[0])] = tuple(comparison.keys.values())
                 units += comparison.units
-        last = self._summary(curation, units, results, keys)
-        step_inputs = [Path(name) for step in curation.all_steps() for name in step_files(step)]
-        inputs = [
-            *(shard.path for shard in self.shards if not shard.recipe),
-            *dict.fromkeys(step_inputs),
-            *(path for step in curation.all_steps() for path in self._others(step)),
-        ]
+        last = self._summary(units, len(passes), keys)
+        written = [self._written(shard, passes, len(passes) - 1) for shard in self.shards]
         return self._need(
-            inputs,
-            [
-                *(self._written(shard, passes, len(passes) - 1) for shard in self.shards),
-                *last.outputs,
-            ],
+            self._inputs(curation),
+            [*written, *last.outputs],
             (*earlier, *units, last),
             announcement=download_notice(self.dataset, self.folder.corpus, self.shards),
             memory={"names": {str(shard.path): shard.name for shard in self.shards}},
         )
 
-    def _stamp(self, unit: Unit) -> Path:
-        return unit_stamp_path(self.stamps, self.name, unit.name)
+    def _inputs(self, curation: Curation) -> list[Path]:
+        """Files from outside: the shards that are here, and what steps read beside them."""
+        beside = [
+            path
+            for step in curation.all_steps()
+            for path in (*map(Path, step_files(step)), *self._others(step))
+        ]
+        return [
+            *(shard.path for shard in self.shards if not shard.recipe),
+            *dict.fromkeys(beside),
+        ]
 
     def _written(self, shard: Shard, passes: Sequence[CurationPass], number: int) -> Path:
         """What a pass makes of a shard."""
@@ -335,24 +333,29 @@ class CurationUnits(TextUnits):
         return found
 
     def _summary(
-        self,
-        curation: Curation,
-        units: Sequence[Unit],
-        results: Sequence[Sequence[Path]],
-        keys: Mapping[int, Sequence[Path]],
+        self, units: Sequence[Unit], passes: int, keys: Mapping[str, tuple[Path, ...]]
     ) -> Unit:
+        curation = self.dataset.curate
+        assert curation is not None
         path = self.folder.curated / CURATION
+        stamps = tuple(
+            tuple(
+                unit_stamp_path(self.stamps, self.name, f"curate{number}-{shard.name}")
+                for shard in self.shards
+            )
+            for number in range(passes)
+        )
         spec = SummarySpec(
             self.dataset.name,
             self.folder.root,
             tuple(_table(step) for step in curation.all_steps()),
             words_identity(),
-            tuple(tuple(each) for each in results),
+            stamps,
             tuple(
                 SummaryShard(shard.name, origin_of(shard, self.folder.root))
                 for shard in self.shards
             ),
-            {str(number): tuple(paths) for number, paths in keys.items()},
+            keys,
             self.dataset.documents,
             path,
         )

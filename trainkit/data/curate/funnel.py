@@ -24,17 +24,32 @@ def summarize(spec: SummarySpec) -> dict[str, object]:
         [FilterResult.from_json(read_json(path)["result"]) for path in stamps]
         for stamps in spec.stamps
     ]
-    first, last = passes[0], passes[-1]
-    lines = sum(result.lines for result in first)
-    if spec.documents is not None and lines != spec.documents:
+    totals = _totals(passes[0], passes[-1])
+    if spec.documents is not None and totals["lines"] != spec.documents:
         raise ConfigError(
-            f"datasets.{spec.name}: {lines:,} documents were read, {spec.documents:,} were"
-            " published",
+            f"datasets.{spec.name}: {totals['lines']:,} documents were read, {spec.documents:,}"
+            " were published",
             exit=Exit.STAGE_FAILED,
             hint="some files are missing or of another version; or correct `documents`",
         )
-    totals = {
-        "lines": lines,
+    counts = add_steps(result.steps for results in passes for result in results)
+    value = document(
+        SCHEMA,
+        name=spec.name,
+        words=spec.words,
+        **totals,
+        steps=[{**each.to_json(), **_step_facts(spec, each.number)} for each in counts],
+        passes=len(spec.stamps),
+        shards=[shard.to_json() for shard in spec.shards],
+    )
+    write_json(spec.output, value)
+    return {"documents": totals["documents"], "text_bytes": totals["text_bytes"], "read": []}
+
+
+def _totals(first: Sequence[FilterResult], last: Sequence[FilterResult]) -> dict[str, object]:
+    """What was read in the first pass and written in the last."""
+    return {
+        "lines": sum(result.lines for result in first),
         "documents": sum(result.documents for result in last),
         "text_bytes": sum(result.text_bytes for result in last),
         "left_out": added(result.left_out for result in first),
@@ -42,27 +57,15 @@ def summarize(spec: SummarySpec) -> dict[str, object]:
         "rejected": added(result.rejected for result in first),
         "passed_over": added(result.passed_over for result in first),
     }
-    counts = add_steps(result.steps for results in passes for result in results)
-    value = document(
-        SCHEMA,
-        name=spec.name,
-        words=spec.words,
-        **totals,
-        steps=[
-            {
-                **each.to_json(),
-                "table": dict(spec.steps[each.number]),
-                "keys": [
-                    str(path.relative_to(spec.root)) for path in spec.keys.get(str(each.number), ())
-                ],
-            }
-            for each in counts
-        ],
-        passes=len(spec.stamps),
-        shards=[shard.to_json() for shard in spec.shards],
-    )
-    write_json(spec.output, value)
-    return {"documents": totals["documents"], "text_bytes": totals["text_bytes"], "read": []}
+
+
+def _step_facts(spec: SummarySpec, number: int) -> dict[str, object]:
+    """A step's table, and where what it compared lies."""
+    keys = spec.keys.get(str(number), ())
+    return {
+        "table": dict(spec.steps[number]),
+        "keys": [str(path.relative_to(spec.root)) for path in keys],
+    }
 
 
 def added(counters: Iterable[Mapping[str, int]]) -> dict[str, int]:
