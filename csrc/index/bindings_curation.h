@@ -13,6 +13,7 @@
 
 #include "curation/benchmark_index.h"
 #include "curation/characters.h"
+#include "curation/fasttext.h"
 #include "curation/finding.h"
 #include "curation/gopher.h"
 #include "curation/minhash.h"
@@ -307,6 +308,27 @@ inline void bind_curation(py::module_& module) {
         .def("add", &add_entry, "words"_a, "lower"_a, "entry"_a, "least"_a)
         .def("forget_common", &trainkit::BenchmarkIndex::forget_common, "most"_a)
         .def("find", &find_entries, "words"_a, "lower"_a);
+    py::class_<trainkit::FastTextModel>(module, "FastTextModel")
+        .def(py::init<const std::string&>(), "path"_a)
+        .def_readonly("labels", &trainkit::FastTextModel::labels)
+        .def(
+            "best",
+            [](trainkit::FastTextModel& self, const py::str& text) {
+                const std::vector<float> found = self.predict(utf8(text));
+                if (found.empty())
+                    return std::make_pair(std::string(), 0.0f);
+                const auto at = std::max_element(found.begin(), found.end()) - found.begin();
+                return std::make_pair(self.labels[static_cast<std::size_t>(at)],
+                                      found[static_cast<std::size_t>(at)]);
+            },
+            "text"_a)
+        .def(
+            "score",
+            [](trainkit::FastTextModel& self, const py::str& text, std::size_t label) {
+                const std::vector<float> found = self.predict(utf8(text));
+                return found.empty() ? 0.0f : found.at(label);
+            },
+            "text"_a, "label"_a);
     module.def("unite", &unite, "parents"_a, "edges"_a);
     module.def("find_roots", &find_roots, "parents"_a);
 }

