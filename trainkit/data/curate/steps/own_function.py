@@ -39,7 +39,7 @@ class OwnFunction:
                 f"did not return within {self._seconds:g} s",
                 "mend it, or give the step more by timeout_seconds",
             ) from None
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             last = traceback.extract_tb(error.__traceback__)[-1]
             what = f"raised {type(error).__name__}: {error} ({last.filename}:{last.lineno})"
             raise self._error(document, what, "mend it: what is done is kept") from None
@@ -71,7 +71,7 @@ def _imported(name: str) -> Callable[[str, dict[str, object]], Answer]:
     try:
         spec.loader.exec_module(module)
         function: Callable[[str, dict[str, object]], Answer] = getattr(module, attribute)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(
             f"the function {name} cannot be imported: {type(error).__name__}: {error}",
             exit=Exit.STAGE_FAILED,
@@ -87,8 +87,11 @@ def _at_most(seconds: float) -> Iterator[None]:
 
     before = signal.signal(signal.SIGALRM, end)
     signal.setitimer(signal.ITIMER_REAL, seconds)
+    # compiled code that does not return to Python is ended with its process
+    signal.setitimer(signal.ITIMER_PROF, 2 * seconds + 1)
     try:
         yield
     finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
