@@ -213,14 +213,17 @@ class FastTextModel {
   private:
     static constexpr std::int32_t kMagic = 793712314, kVersion = 12;
     static constexpr std::int32_t kHierarchical = 1, kSoftmax = 3, kSupervised = 3;
-    static constexpr std::size_t kMost = std::size_t{1} << 16;  // words that are remembered
+    static constexpr std::size_t kMost = std::size_t{1}
+                                         << 17;  // places for words, of which half are used
     static constexpr const char* kEnd = "</s>";
 
+    // What a word adds: `rows` rows, whose sum is at `sum` in sums_.
     struct Addition {
-        std::vector<float> sum;
+        std::uint64_t key;
+        std::size_t sum;
         std::int64_t rows;
         std::int32_t hash;
-        bool label;
+        bool label, known;
     };
 
     struct Node {
@@ -277,19 +280,18 @@ class FastTextModel {
     }
 
     // The row of a bucket is added; of a pruned model only if it was kept.
-    void add_bucket(std::int64_t bucket, std::vector<float>& sum, std::int64_t& rows) const {
+    void add_bucket(std::int64_t bucket, float* sum, std::int64_t& rows) const {
         if (is_pruned_) {
             const auto kept = kept_.find(static_cast<std::int32_t>(bucket));
             if (kept == kept_.end())
                 return;
             bucket = kept->second;
         }
-        input_.add(words_ + bucket, sum.data());
+        input_.add(words_ + bucket, sum);
         ++rows;
     }
 
-    void add_characters(const std::string& word, std::vector<float>& sum,
-                        std::int64_t& rows) const {
+    void add_characters(const std::string& word, float* sum, std::int64_t& rows) const {
         for (std::size_t i = 0; i < word.size(); ++i) {
             if ((word[i] & 0xC0) == 0x80)
                 continue;
@@ -304,30 +306,41 @@ class FastTextModel {
         }
     }
 
-    Addition make(std::string_view text) const {
+    void make(std::string_view text, Addition& made) {
         const std::string word(text);
-        Addition made{std::vector<float>(static_cast<std::size_t>(dim_), 0), 0,
-                      static_cast<std::int32_t>(fnv(text)), word.rfind("__label__", 0) == 0};
+        made.sum = sums_.size();
+        made.rows = 0;
+        made.hash = static_cast<std::int32_t>(fnv(text));
+        made.label = word.rfind("__label__", 0) == 0;
+        made.known = true;
+        sums_.resize(sums_.size() + static_cast<std::size_t>(dim_), 0);
+        float* const sum = sums_.data() + made.sum;
         const auto id = ids_.find(word);
         if (id != ids_.end()) {
-            input_.add(id->second, made.sum.data());
+            input_.add(id->second, sum);
             ++made.rows;
         }
         if (longest_ > 0 && word != kEnd && !made.label)
-            add_characters("<" + word + ">", made.sum, made.rows);
-        return made;
+            add_characters("<" + word + ">", sum, made.rows);
     }
 
     const Addition& addition(std::string_view word) {
         const std::uint64_t key = xxh64(word.data(), word.size());
-        auto found = memory_.find(key);
-        if (found == memory_.end()) {
-            if (memory_.size() >= kMost)
-                memory_.clear();
-            found = memory_.emplace(key, make(word)).first;
+        if (sums_.size() >= kMost / 2 * static_cast<std::size_t>(dim_)) {
+            memory_.assign(kMost, Addition{});
+            sums_.clear();
         }
-        return found->second;
+        std::size_t at = key % kMost;
+        while (memory_[at].known && memory_[at].key != key)
+            at = (at + 1) % kMost;
+        if (!memory_[at].known) {
+            memory_[at].key = key;
+            make(word, memory_[at]);
+        }
+        return memory_[at];
     }
+
+    static bool is_space(char c) { return c == ' ' || (c >= '\t' && c <= '\r') || c == '\0'; }
 
     // Adds the rows of all words and of the end of the line; returns how many.
     std::int64_t add_words(std::string_view text, std::vector<float>& hidden) {
@@ -337,19 +350,24 @@ class FastTextModel {
             const Addition& added = addition(word);
             if (added.label)
                 return;
+            const float* const sum = sums_.data() + added.sum;
             for (std::size_t i = 0; i < hidden.size(); ++i)
-                hidden[i] += added.sum[i];
+                hidden[i] += sum[i];
             rows += added.rows;
             if (word_grams_ > 1)
                 hashes.push_back(added.hash);
         };
-        constexpr std::string_view kSpaces(" \n\r\t\v\f\0", 7);
-        for (std::size_t at = text.find_first_not_of(kSpaces); at != text.npos;) {
-            const std::size_t end = std::min(text.find_first_of(kSpaces, at), text.size());
-            if (text.substr(at, end - at) == kEnd)
+        for (std::size_t at = 0; at < text.size();) {
+            while (at < text.size() && is_space(text[at]))
+                ++at;
+            const std::size_t start = at;
+            while (at < text.size() && !is_space(text[at]))
+                ++at;
+            const std::string_view word = text.substr(start, at - start);
+            if (word == kEnd)
                 break;  // as there: it ends the line wherever it stands
-            take(text.substr(at, end - at));
-            at = text.find_first_not_of(kSpaces, end);
+            if (!word.empty())
+                take(word);
         }
         take(kEnd);
         for (std::size_t i = 0; i < hashes.size(); ++i) {
@@ -358,8 +376,8 @@ class FastTextModel {
                  ++j) {
                 hash = hash * 116049371u + static_cast<std::uint64_t>(std::int64_t{hashes[j]});
                 if (bucket_ > 0)
-                    add_bucket(static_cast<std::int64_t>(hash % std::uint64_t(bucket_)), hidden,
-                               rows);
+                    add_bucket(static_cast<std::int64_t>(hash % std::uint64_t(bucket_)),
+                               hidden.data(), rows);
             }
         }
         return rows;
@@ -407,7 +425,8 @@ class FastTextModel {
     std::vector<std::int64_t> counts_;
     ModelMatrix input_, output_;
     std::vector<Node> nodes_;
-    std::unordered_map<std::uint64_t, Addition> memory_;
+    std::vector<Addition> memory_ = std::vector<Addition>(kMost, Addition{});
+    std::vector<float> sums_;
 };
 
 }  // namespace trainkit
