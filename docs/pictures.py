@@ -7,8 +7,10 @@ both is equal, bit for bit. docs/report.png is the page that `report --html` wri
 docs/phone.png the same on 400 pixels, docs/comparison.png what `compare --html` writes of it and of
 one with another learning rate, docs/board.png the page of `board`, docs/stages.svg what `graph`
 draws (all but that need chromium). Names as arguments make only those. docs/demo.svg is another:
-`./inv report last --picture docs/demo.svg`, after `./inv train demo`. So is docs/widths.svg:
-`python docs/pictures.py widths.svg`, after `./inv sweep mup` and `./inv sweep mup-standard`.
+`./inv report last --picture docs/demo.svg`, after `./inv train demo`. docs/curation.svg is of the
+pages of docs/from-web-text.md: `./inv data-stats pages --curation --picture docs/curation.svg`.
+docs/widths.svg: `python docs/pictures.py widths.svg`, after `./inv sweep mup` and `./inv sweep
+mup-standard`.
 """
 
 from __future__ import annotations

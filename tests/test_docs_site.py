@@ -50,7 +50,7 @@ def test_the_navigation_has_every_page_once() -> None:
 
 def test_pictures_have_a_text_and_say_what_the_files_hold() -> None:
     """A picture's file is of the tools that docs/pictures.py names, without another server's."""
-    for name in ("plan", "resume", "demo", "stages"):
+    for name in ("plan", "resume", "demo", "stages", "curation"):
         picture = (ROOT / f"docs/{name}.svg").read_text()
         assert "<svg" in picture and "url(http" not in picture and "@import" not in picture
     shown = html.unescape((ROOT / "docs/plan.svg").read_text()).replace("\xa0", " ")

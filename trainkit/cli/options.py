@@ -32,12 +32,20 @@ class StatsOptions:
     count_only: bool = flag(
         "only count documents, sequences and tokens; reads the index alone", default=False
     )
-    samples: int = flag("number of documents to show the beginning of", default=3, minimum=0)
+    samples: int = flag(
+        "number of documents to show the beginning of; with --curation: for each reason",
+        default=3,
+        minimum=0,
+    )
     seed: int = flag("random seed for the choice of these documents", default=1234, minimum=0)
     curation: bool = flag(
-        "of a curated dataset: what each step let through, and why not the rest", default=False
+        "show what each step of curation let through, and why it left out the rest",
+        default=False,
     )
-    picture: str = flag(PICTURE.format("lengths and token frequencies"), default="")
+    picture: str = flag(
+        PICTURE.format("lengths and token frequencies, or what steps of curation let through,"),
+        default="",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

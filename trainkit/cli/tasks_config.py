@@ -152,7 +152,7 @@ def data_stats(task: TaskContext, dataset: str, options: StatsOptions) -> TaskRe
 
 
 @make_task(
-    help={**DATASET, "document": "what its field trainkit_id says, or its published id"},
+    help={**DATASET, "document": "its trainkit_id, or the `id` that it was published with"},
     takes_json=True,
 )
 def data_why(task: TaskContext, dataset: str, document: str, job: str = "") -> TaskResult:

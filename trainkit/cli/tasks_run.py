@@ -65,7 +65,7 @@ def prep_data(
     workers: int = 0,
     force: bool = False,
 ) -> TaskResult:
-    """Tokenize a dataset (default: that of [defaults].job)."""
+    """Curate and tokenize a dataset (default: that of [defaults].job)."""
     from trainkit.cli.run import stages as prepare
     from trainkit.experiment.prepare import PrepareOptions
 

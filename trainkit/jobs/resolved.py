@@ -49,11 +49,11 @@ def provenance_of(
         inner = node if isinstance(node, SourcedTable) else SourcedTable(section.place)
         if isinstance(value, Table):
             yield from provenance_of(value, inner, f"{path}.")
-        elif tables := _tables_in(value):
+        elif (tables := _tables_in(value)) and isinstance(node, SourcedTable):
             for name, item in tables.items():
-                node = inner.entries[name]
-                assert isinstance(node, SourcedTable)
-                yield from provenance_of(item, node, f"{path}.{name}.")
+                below = node.entries[name]
+                assert isinstance(below, SourcedTable)
+                yield from provenance_of(item, below, f"{path}.{name}.")
         elif isinstance(value, dict):
             yield from _written(inner, path)
         else:
@@ -61,6 +61,8 @@ def provenance_of(
                 default = None
             else:
                 default = SourcedValue(field.get_default(call_default_factory=True), BUILT_IN)
+            if tables:  # an array that was read as one value, such as curate.steps
+                value = [item.model_dump(mode="json") for item in tables.values()]
             yield path, _origin(value, node if isinstance(node, SourcedValue) else None, default)
 
 

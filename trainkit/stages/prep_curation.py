@@ -28,10 +28,11 @@ from trainkit.data.curate.specs import (
 )
 from trainkit.data.curate.steps.files import step_files
 from trainkit.data.curate.steps.models import language_model
-from trainkit.data.curate.words import lacking_spacy, words_identity
+from trainkit.data.curate.words import words_identity
 from trainkit.data.fetch.recipe import FetchRecipe
 from trainkit.data.fetch.retry import FetchRetryPolicy
 from trainkit.data.sources import Shard, download_notice
+from trainkit.data.text.web_archives import lacking_for
 from trainkit.data.unit_specs import ReadingSettings
 from trainkit.jobs.curation import Curation, ExactStep, LanguageStep, MinHashStep, Step
 from trainkit.jobs.schema import Dataset
@@ -50,7 +51,7 @@ def needs_of_curated(
     dataset: Dataset, root: Path, stamps: Path, *, force: bool, patience: FetchRetryPolicy
 ) -> list[Need]:
     """What it takes to have the tokens of a dataset that is curated; arguments as
-    `needs_of_dataset`."""
+    `needs_of_dataset`. Raises MissingExtra (exit 6) without spaCy: its version is in the specs."""
     tokenizer = dataset.tokenizer
     assert tokenizer is not None, "the schema wants one for what is curated"
     curating = CurationUnits(dataset, tokenizer, root, stamps, patience)
@@ -143,8 +144,6 @@ class CurationUnits(TextUnits):
     def need(self, *, force: bool) -> Need:
         curation = self.dataset.curate
         assert curation is not None
-        if (missing := _lacking(curation)) is not None:
-            return dataclasses.replace(self._need((), (), ()), lacking=missing)
         stamp = {} if force else read_stamp(self.stamps / f"{self.name}.json") or {}
         earlier, before = self._find_shards(stamp)
         passes = passes_of(curation)
@@ -162,13 +161,16 @@ class CurationUnits(TextUnits):
                 units += comparison.units
         last = self._summary(units, len(passes), keys)
         written = [self._written(shard, passes, len(passes) - 1) for shard in self.shards]
-        return self._need(
+        need = self._need(
             self._inputs(curation),
             [*written, *last.outputs],
             (*earlier, *units, last),
             announcement=download_notice(self.dataset, self.folder.corpus, self.shards),
             memory={"names": {str(shard.path): shard.name for shard in self.shards}},
         )
+        lacking = need.lacking or _lacking(curation)
+        lacking = lacking or lacking_for(shard.path.name for shard in self.shards)
+        return dataclasses.replace(need, lacking=lacking)
 
     def _inputs(self, curation: Curation) -> list[Path]:
         """Files from outside: the shards that are here, and what steps read beside them."""
@@ -395,9 +397,7 @@ def _duplicates_unit(
 
 
 def _lacking(curation: Curation) -> MissingExtra | None:
-    """What the steps need and this Python does not have."""
-    if (missing := lacking_spacy()) is not None:
-        return missing
+    """What the steps need beside spaCy and this Python does not have."""
     try:
         for step in curation.all_steps():
             if isinstance(step, LanguageStep) and step.model is None:

@@ -24,9 +24,8 @@ from tests.data.curate.test_rules import golden
 from trainkit import _index
 from trainkit.base.errors import ConfigError
 from trainkit.data.curate.duplicates_worker import work
-from trainkit.data.curate.filter_worker import document_key
 from trainkit.data.curate.key_files import DUPLICATES, KeyNumbers, open_keys, read_words
-from trainkit.data.curate.read_back import ID, ORIGIN
+from trainkit.data.curate.read_back import ID, ORIGIN, document_key
 from trainkit.data.curate.signatures import MinHashKeys
 from trainkit.data.curate.specs import ClusterSpec, JoinSpec, KeysSpec, NumberSpec
 from trainkit.data.text.write_shards import DocumentWriter

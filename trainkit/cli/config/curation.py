@@ -15,8 +15,9 @@ from trainkit.cli.options import StatsOptions
 from trainkit.cli.tables import Listing, Page
 from trainkit.cli.wrapper import TaskContext, TaskResult
 from trainkit.data.curate.funnel import draw_funnel, read_curation
-from trainkit.data.curate.look_up import CuratedFolder, DocumentFate, similarity, text_at
+from trainkit.data.curate.look_up import CuratedFolder, DocumentFate, published_text, similarity
 from trainkit.data.indexed.paths import DataFolder
+from trainkit.data.unit_specs import ReadingSettings
 from trainkit.jobs.schema import Dataset
 
 BAR = 30  # columns of the longest bar
@@ -64,24 +65,31 @@ def curation_stats(
 
 def _curation_page(found: Sequence[CuratedFolder], samples: Sequence[DocumentFate]) -> Page:
     for folder in found:
-        yield (
-            f"{folder.curation['name']}: {folder.curation['documents']:,} of"
-            f" {folder.curation['lines']:,} documents are left"
-        )
-        yield funnel_table(folder.curation)
+        yield from funnel_page(folder.curation)
     if samples:
         yield "examples of what was left out; data-why DATASET ID shows one:"
-        table = Listing("id", "step", "reason", "value", "beginning", right=("value",))
+        table = Listing(
+            *("id", "step", "reason", "value", "beginning"),
+            right=("value",),
+            drop=("step", "value"),
+        )
         for fate in samples:
             beginning = " ".join((fate.text or "").split())[:BEGINNING]
             table.add_row(fate.id, fate.step, fate.reason, f"{fate.value:.4g}", escape(beginning))
         yield table
 
 
-def funnel_table(curation: Mapping[str, Any]) -> Listing:
+def funnel_page(curation: Mapping[str, Any]) -> Page:
     """What each step let through, and its three most frequent reasons."""
+    yield (
+        f"{curation['name']}: {curation['documents']:,} of {curation['lines']:,} documents are left"
+    )
     right = ("in", "out", "kept", "text MB")
-    table = Listing("step", *right, "", "left out, by reason", right=right, drop=("text MB", ""))
+    table = Listing(
+        *("step", *right, "funnel", "left out, by reason"),
+        right=right,
+        drop=("text MB", "funnel"),
+    )
     most = max((step["documents_in"] for step in curation["steps"]), default=1)
     for step in curation["steps"]:
         into, out = step["documents_in"], step["documents_out"]
@@ -98,7 +106,7 @@ def funnel_table(curation: Mapping[str, Any]) -> Listing:
             "#" * round(BAR * out / max(1, most)),
             escape(", ".join(words)),
         )
-    return table
+    yield table
 
 
 def why(task: TaskContext, name: str, identity: str, job: str) -> TaskResult:
@@ -113,7 +121,7 @@ def why(task: TaskContext, name: str, identity: str, job: str) -> TaskResult:
         except ConfigError as found:
             error = found
             continue
-        original = text_at(fate.origin, dataset.text_key, dataset.text_separator)
+        original = published_text(fate, _reading(dataset))
         kept = _kept_instead(curated, fate, original, dataset)
         values = document(
             "data-why/1", dataset=dataset.name, **fate.to_json(), original=original, kept=kept
@@ -122,6 +130,10 @@ def why(task: TaskContext, name: str, identity: str, job: str) -> TaskResult:
     raise error or ConfigError(
         f"no text of {name} is curated", hint="give it a table [datasets.X.curate]"
     )
+
+
+def _reading(dataset: Dataset) -> ReadingSettings:
+    return ReadingSettings.from_json(dataset.model_dump(mode="json"))
 
 
 def _kept_instead(
@@ -134,7 +146,7 @@ def _kept_instead(
         other = curated.find(fate.detail.rpartition(" ")[2])
     except ConfigError:  # it is another dataset's
         return None
-    text = text_at(other.origin, dataset.text_key, dataset.text_separator)
+    text = published_text(other, _reading(dataset))
     table = curated.curation["steps"][fate.number]["table"]
     alike = None
     if original and text and fate.step == "minhash" and dataset.curate is not None:
@@ -147,10 +159,11 @@ def _why_page(
 ) -> Iterator[str]:
     yield f"{fate.id}, read at {fate.origin}"
     if fate.step:
-        yield (
-            f"left out by step {fate.number}, {fate.step}: {fate.reason}, value {fate.value:.6g},"
-            f" limit {fate.limit:.6g}{f' ({fate.detail})' if fate.detail else ''}"
-        )
+        found = f"value {fate.value:.6g}, limit {fate.limit:.6g}"
+        if fate.reason == "duplicate":
+            found = f"{fate.value:.0f} documents are alike"
+        detail = f" ({fate.detail})" if fate.detail else ""
+        yield f"left out by step {fate.number + 1}, {fate.step}: {fate.reason}{detail}, {found}"
     else:
         yield f"kept, in {fate.written}"
     if kept:
@@ -158,7 +171,7 @@ def _why_page(
         words = f", about {alike:.2f} alike" if isinstance(alike, float) else ""
         yield f"kept instead: {kept['id']}, read at {kept['origin']}{words}"
     if original is None:
-        yield f"the file it was read from is not here any more: {fate.origin}"
+        yield "the file it was read from is not here any more, or was changed"
         original = fate.text
     if original is not None:
         yield "---"

@@ -15,7 +15,7 @@ from trainkit.base.documents import document
 from trainkit.base.errors import TrainkitError
 from trainkit.base.extras import MissingExtra
 from trainkit.base.install import extension_path
-from trainkit.cli.config.curation import funnel_table
+from trainkit.cli.config.curation import funnel_page
 from trainkit.cli.config.jobs import load_jobs
 from trainkit.cli.run.progress import TerminalStageReporter, dataset_table
 from trainkit.cli.tables import Listing, Page
@@ -212,8 +212,7 @@ def prep_data(task: TaskContext, options: PrepareOptions) -> TaskResult:
 
 def _datasets_page(rows: Sequence[Mapping[str, Any]], curated: Sequence[Mapping[str, Any]]) -> Page:
     for curation in curated:
-        yield f"{curation['name']}: {curation['documents']:,} of {curation['lines']:,} documents"
-        yield funnel_table(curation)
+        yield from funnel_page(curation)
     if rows:
         yield dataset_table(rows)
     for row in rows:

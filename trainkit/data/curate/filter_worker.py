@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import IO, Any
 
 import orjson
-import xxhash
 import zstandard
 from pydantic import TypeAdapter
 
@@ -25,14 +24,14 @@ from trainkit.base.worker import ProgressCallback, run_unit
 from trainkit.data.curate.contract import CrawledDocument, CurationStep, Dropped
 from trainkit.data.curate.funnel import summarize
 from trainkit.data.curate.key_files import KeyNumbers, duplicates_of, open_keys
-from trainkit.data.curate.read_back import ID, ORIGIN, read_shard
+from trainkit.data.curate.read_back import ID, ORIGIN, as_crawled, read_shard
 from trainkit.data.curate.signatures import pieces_of, text_key
 from trainkit.data.curate.specs import FilterResult, FilterSpec, StepCounts, SummarySpec
 from trainkit.data.curate.steps import STEPS
 from trainkit.data.curate.steps.files import step_files
 from trainkit.data.sums import file_sum, identity_of
 from trainkit.data.text.corpus import CountedStream, file_size, open_shard
-from trainkit.data.text.documents import BadLine, SkippedMember, TextDocument
+from trainkit.data.text.documents import BadLine, SkippedMember
 from trainkit.data.text.filters import DocumentFilter
 from trainkit.data.text.formats import open_documents
 from trainkit.data.text.rejects import CHECK_EVERY, Rejects
@@ -42,14 +41,6 @@ from trainkit.jobs.curation import Step
 
 SAMPLES = 3  # documents of each reason whose text is kept, of each shard
 SHOWN = 4000  # characters of those
-
-
-def document_key(text: str, fields: Mapping[str, object]) -> int:
-    """64 bits of a document as it was read, XXH3 of text and fields."""
-    rest = json.dumps(fields, sort_keys=True, ensure_ascii=False, default=str)
-    digest = xxhash.xxh3_64(text.encode())
-    digest.update(b"\0" + rest.encode("utf-8", "surrogatepass"))
-    return digest.intdigest()
 
 
 class DroppedList:
@@ -133,7 +124,7 @@ class FirstReading:
                 if isinstance(item, BadLine):
                     self._rejects.add(item, items)
                 elif (parts := self.filter(item)) is not None:
-                    yield self._document(item, b"\n".join(parts).decode())
+                    yield as_crawled(item, b"\n".join(parts).decode(), spec.reading.text_key)
                 if self.lines % CHECK_EVERY == 0:
                     self._rejects.check(self.lines, items)
             self._rejects.check(self.lines)
@@ -141,17 +132,6 @@ class FirstReading:
                 whole = stream.position == identity[1] and stream.in_order
                 digest = stream.digest.hexdigest() if whole else file_sum(spec.shard)
                 self.read.append((*identity[:3], digest))
-
-    def _document(self, item: TextDocument, text: str) -> CrawledDocument:
-        fields = {
-            name: value
-            for name, value in item.fields.items()
-            if name != self._spec.reading.text_key
-        }
-        key = document_key(text, fields)
-        fields[ID] = f"{key:016x}"
-        fields[ORIGIN] = f"{item.where}:{item.line}"
-        return CrawledDocument(text, fields, key)
 
 
 class DuplicateFilter:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,13 @@ import zstandard
 
 from trainkit.base.errors import ConfigError
 from trainkit.base.records import Record
-from trainkit.data.curate.read_back import ID, ORIGIN, read_shard
+from trainkit.data.curate.read_back import ID, ORIGIN, as_crawled, read_shard
 from trainkit.data.curate.signatures import MinHashKeys
 from trainkit.data.text.corpus import open_shard
-from trainkit.data.text.documents import ReadOptions, TextDocument
+from trainkit.data.text.documents import TextDocument
+from trainkit.data.text.filters import DocumentFilter
 from trainkit.data.text.formats import open_documents
+from trainkit.data.unit_specs import ReadingSettings
 from trainkit.jobs.curation import MinHashStep
 
 
@@ -112,17 +114,20 @@ class CuratedFolder:
                     yield path, document
 
 
-def text_at(origin: str, text_key: str, separator: str | None) -> str | None:
-    """The text that stands at FILE:LINE, FILE!MEMBER:LINE; None: it is not here any more."""
-    where, _, line = origin.rpartition(":")
+def published_text(fate: DocumentFate, reading: ReadingSettings) -> str | None:
+    """The text of a document as it was read; None: its file is not here any more, or has another
+    document there."""
+    where, _, line = fate.origin.rpartition(":")
     path = Path(where.partition("!")[0])
     if not path.is_file():
         return None
-    options = ReadOptions(text_key, separator)
+    options = replace(reading.options, fields=None)
     with open_shard(path) as stream:
         for item in open_documents(path.name, stream, options, str(path)):
             if isinstance(item, TextDocument) and (item.where, item.line) == (where, int(line)):
-                return item.text if isinstance(item.text, str) else "\n".join(item.text)
+                text = b"\n".join(DocumentFilter(reading.filters)(item) or ()).decode()
+                same = as_crawled(item, text, reading.text_key).fields[ID] == fate.id
+                return text if same else None
     return None
 
 

@@ -1,9 +1,12 @@
-"""Documents as an earlier pass wrote them."""
+"""Documents as they were published, and as an earlier pass wrote them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+
+import xxhash
 
 from trainkit.base.errors import ConfigError, Exit
 from trainkit.data.curate.contract import CrawledDocument
@@ -12,6 +15,24 @@ from trainkit.data.text.formats import open_documents
 
 ID = "trainkit_id"  # 16 hexadecimal digits: CrawledDocument.key
 ORIGIN = "trainkit_origin"  # FILE:LINE as it was read
+
+
+def document_key(text: str, fields: Mapping[str, object]) -> int:
+    """64 bits of a document as it was read, XXH3 of text and fields."""
+    rest = json.dumps(fields, sort_keys=True, ensure_ascii=False, default=str)
+    digest = xxhash.xxh3_64(text.encode())
+    digest.update(b"\0" + rest.encode("utf-8", "surrogatepass"))
+    return digest.intdigest()
+
+
+def as_crawled(item: TextDocument, text: str, text_key: str) -> CrawledDocument:
+    """A published document at the beginning of its way; `text`: as the dataset's filters left
+    it."""
+    fields = {name: value for name, value in item.fields.items() if name != text_key}
+    key = document_key(text, fields)
+    fields[ID] = f"{key:016x}"
+    fields[ORIGIN] = f"{item.where}:{item.line}"
+    return CrawledDocument(text, fields, key)
 
 
 def read_shard(path: Path, text_key: str) -> Iterator[CrawledDocument]:

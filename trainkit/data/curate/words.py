@@ -14,15 +14,13 @@ from trainkit.base.extras import MissingExtra
 from trainkit.data.curate.characters import character_classes
 
 
-def lacking_spacy() -> MissingExtra | None:
-    """The error where spaCy is not installed."""
+def _need_spacy() -> None:
     if importlib.util.find_spec("spacy") is None:
-        return MissingExtra(
+        raise MissingExtra(
             "datasets.X.curate counts words with spaCy, which is not installed",
             "curate",
             exit=Exit.STAGE_FAILED,
         )
-    return None
 
 
 @lru_cache(maxsize=2)
@@ -32,8 +30,7 @@ def load_words(language: str) -> _index.TextWords:
     Raises MissingExtra (exit 6) without spaCy; ConfigError (exit 6) for a language whose rules
     need more than spaCy itself.
     """
-    if (missing := lacking_spacy()) is not None:
-        raise missing
+    _need_spacy()
     import spacy
     from spacy.pipeline import Sentencizer
 
@@ -57,7 +54,8 @@ def load_words(language: str) -> _index.TextWords:
 
 
 def words_identity() -> str:
-    """What words depend on beside the language: spaCy's version."""
+    """What words depend on beside the language: spaCy's version. Raises MissingExtra (exit 6)."""
+    _need_spacy()
     from importlib.metadata import version
 
     return f"spacy {version('spacy')}"
