@@ -5,6 +5,7 @@ Names of rules, thresholds and recipes are those of datatrove 0.10, which made F
 
 from __future__ import annotations
 
+import typing
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -17,8 +18,10 @@ GramLimits = Annotated[
     tuple[Annotated[tuple[Annotated[int, Field(ge=1)], Share], Field(strict=False)], ...],
     Field(strict=False),
 ]
+MOST_COPIES = 1000
+Rate = Annotated[float, Field(ge=0, le=MOST_COPIES)]
 ScoreRates = Annotated[
-    tuple[Annotated[tuple[float, Annotated[float, Field(ge=0)]], Field(strict=False)], ...],
+    tuple[Annotated[tuple[float, Rate], Field(strict=False)], ...],
     Field(strict=False),
 ]
 
@@ -162,9 +165,9 @@ class SampleStep(Table):
     """Each document so many times: 0.25 keeps a quarter, 2 writes all twice."""
 
     step: Literal["sample"]
-    rate: float = Field(1.0, ge=0, description="of documents that nothing below names")
+    rate: Rate = Field(1.0, description="of documents that nothing below names")
     field: str = Field("", description="the field that rates and scores look at")
-    rates: dict[str, Annotated[float, Field(ge=0)]] = Field(
+    rates: dict[str, Rate] = Field(
         default_factory=dict, description="by the field's value: { wiki = 3, web = 0.5 }"
     )
     scores: ScoreRates = Field(
@@ -231,6 +234,9 @@ LocalStep = (
 )
 GlobalStep = ExactStep | MinHashStep
 Step = LocalStep | GlobalStep
+STEPS: dict[str, type[Table]] = {
+    typing.get_args(kind.model_fields["step"].annotation)[0]: kind for kind in typing.get_args(Step)
+}
 # keys of steps that hold paths, and patterns of them, relative to the folder of jobs.toml
 STEP_PATHS = ("domains", "urls", "model", "function")
 STEP_PATTERNS = ("benchmarks",)

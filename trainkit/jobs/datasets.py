@@ -289,6 +289,9 @@ class Dataset(Table):
                 raise wrong(key, f"{key} is for source = {words}, not '{self.source}'")
         if self.curate is not None and self.source not in ("files", "web"):
             raise wrong("curate", f"curate is for source = 'files' or 'web', not '{self.source}'")
+        for step in self.curate.steps if self.curate else ():
+            if self.name in getattr(step, "against", ()):
+                raise wrong("curate", f"{step.step} against {self.name!r}, the dataset itself")
         if self.source not in ("mock", "blend") and self.tokenizer is None:
             raise needs("source", f"source = '{self.source}' needs tokenizer")
 

@@ -14,6 +14,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from trainkit.base.errors import Problem, SourceLocation
+from trainkit.jobs.curation import STEPS
 from trainkit.jobs.provenance import SET, SourcedTable, SourcedValue
 from trainkit.jobs.schema import REFERENCES, TABLES, Table
 
@@ -163,7 +164,7 @@ def schema_problems(
     explained: set[tuple[str | int, ...]] = set()
     found_problems = []
     for found in errors:
-        spot = _Spot(model, section, found["loc"])
+        spot = _Spot(*_in_step(model, section, found["loc"]))
         if found["type"] == "extra_forbidden":
             close = closest_name(spot.key, spot.model.model_fields)
             explained |= {(*spot.above, close)} if close else set()
@@ -171,6 +172,26 @@ def schema_problems(
                 explained |= {loc for loc in missing if loc[:-1] == spot.above}
         found_problems.append((found["loc"], found["type"], _problem(found, spot)))
     return (each for each in found_problems if not (each[1] == "missing" and each[0] in explained))
+
+
+def _in_step(
+    model: type[Table], section: SourcedTable, loc: tuple[str | int, ...]
+) -> tuple[type[Table], SourcedTable, tuple[str | int, ...]]:
+    """The arguments of `_Spot`; inside a step of curation those of its table, whose model its name
+    tells (loc: curate, steps, NUMBER, NAME, ..)."""
+    if loc[:2] != ("curate", "steps") or len(loc) < 4:
+        return model, section, loc
+    curate = section.entries["curate"]
+    assert isinstance(curate, SourcedTable)
+    steps = curate.entries["steps"]
+    assert isinstance(steps, SourcedValue)
+    number, name = loc[2:4]
+    path = (*steps.path, str(number))
+    table = {
+        key: SourcedValue(value, steps.place, (*path, key))
+        for key, value in steps.value[int(number)].items()
+    }
+    return STEPS[str(name)], SourcedTable(steps.place, path, {**table}), loc[4:]
 
 
 class _Spot:
@@ -266,6 +287,12 @@ def _problem(found: ErrorDetails, spot: _Spot) -> Problem:
     key = dotted_key(spot.node) if spot.node else ".".join(str(part) for part in found["loc"])
     allowed = _allowed(spot.field)
     hint = spot.field.description or "" if spot.field else ""
+    if kind in ("union_tag_invalid", "union_tag_not_found"):
+        about = f"{key}.{found['loc'][-1]}"
+        if kind == "union_tag_not_found":
+            return Problem(f"missing key 'step' in [{about}]", spot.place, suggest("", STEPS))
+        name = context["tag"]
+        return Problem(f"{about}: there is no step '{name}'", spot.place, suggest(name, STEPS))
     if kind in _EXPECTED:
         return _wrong_type(key, kind, value, spot, hint)
     if kind == "literal_error":
@@ -362,11 +389,13 @@ def _wrong_type(key: str, kind: str, value: Any, spot: _Spot, hint: str) -> Prob
 
 def _allowed(field: FieldInfo | None) -> str:
     """The values of a key, where they can be listed."""
-    if field is None or typing.get_origin(field.annotation) is not typing.Literal:
-        if field:
-            return _toml(field.default)
+    if field is None:
         return ""
-    values = [_toml(value) for value in typing.get_args(field.annotation)]
+    kinds = (field.annotation, *typing.get_args(field.annotation))
+    literal = next((kind for kind in kinds if typing.get_origin(kind) is typing.Literal), None)
+    if literal is None:
+        return _toml(field.default)
+    values = [_toml(value) for value in typing.get_args(literal)]
     if len(values) > 1:
         return " or ".join([", ".join(values[:-1]), values[-1]])
     return values[0]
