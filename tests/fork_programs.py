@@ -52,6 +52,9 @@ PRELOADED = (
     "trainkit.data.tokenize.shard_worker",
     "trainkit.data.tokenize.merge_worker",
     "trainkit.data.tokenize.check_worker",
+    "trainkit.data.curate.duplicates_worker",
+    "trainkit.data.curate.filter_worker",
+    "spacy.lang.en",  # what curation counts words with: a second
     "torch.utils.tensorboard",  # what rank 0 imports for its metrics: 0.3 s
     "torch.profiler._cupti_monitor",  # these four when ranks first need them; of torch >= 2.12
     "torch.nn.attention.varlen",

@@ -21,7 +21,7 @@ from trainkit.data.sources import DownloadNotice
 from trainkit.stages.contract import Need, Unit
 from trainkit.stages.execute import StageWork, stamps_folder, update_stage
 from trainkit.stages.stamps import Freshness, unit_folder
-from trainkit.stages.unit_process import SMALL, UnitQueue, execute_locally
+from trainkit.stages.unit_process import SMALL, TINY, UnitQueue, execute_locally
 
 
 class Silent:
@@ -164,7 +164,7 @@ def test_every_unit_begins_once_and_after_those_before_it(
 def test_small_units_share_processes(tmp_path: Path) -> None:
     """Many small ones: few processes, each unit once with a stamp and a log of its own; large
     ones, and the last, have a process each."""
-    units = [unit(tmp_path, f"u{i:02d}", 40 - i, several=True) for i in range(40)]
+    units = [unit(tmp_path, f"u{i:02d}", (40 - i) * TINY + 1, several=True) for i in range(40)]
     large = [unit(tmp_path, f"large-{i}", SMALL + 1, several=True) for i in range(3)]
     lines = run(tmp_path, [*units, *large], workers=1)
     assert [line.split()[0] for line in lines if "begins" in line] == [
@@ -189,6 +189,14 @@ def test_small_units_share_processes(tmp_path: Path) -> None:
         if not p.name.endswith(".spec.json")
     }
     assert stamped == {f"{u.name}.json" for u in (*units, *large)}
+
+
+def test_tiny_units_need_no_turns(tmp_path: Path) -> None:
+    """They take less time than the start of a process."""
+    units = [unit(tmp_path, f"u{i:02d}", several=True) for i in range(30)]
+    run(tmp_path, units, workers=2)
+    pids = {line.split()[2] for line in (tmp_path / "log").read_text().splitlines()}
+    assert 2 <= len(pids) < 8
 
 
 def test_one_that_fails_among_others_of_its_process(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from trainkit.stages.stamps import unit_folder, write_unit_stamp
 SMALL = 2**26
 BATCH = 16
 TURNS = 4
+TINY = 2**20  # bytes that take less time than the start of a process: no turns are left for them
 POLL_SECONDS = 0.05
 GRACE_SECONDS = 8.0  # pip takes its time to undo what it has done; other units end at once
 FETCHES = 4  # units at once, at least, that wait for the network
@@ -66,7 +67,8 @@ class UnitQueue:
                 # as many as leave all processes several turns: nobody is to wait for one long list
                 # at the end
                 if batch[0].several and batch[0].size <= SMALL:
-                    length = min(BATCH, len(ready) // (TURNS * most[network]))
+                    turns = 1 if batch[0].size <= TINY and not network else TURNS
+                    length = min(BATCH, len(ready) // (turns * most[network]))
                 else:
                     length = 0
                 while (
