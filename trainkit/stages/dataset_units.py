@@ -49,9 +49,11 @@ def module_argv(name: str) -> tuple[str, ...]:
 
 def flat_settings(prefix: str, value: Mapping[str, object]) -> dict[str, object]:
     """{"tokenizer": {"type": ..}} as {"datasets.X.tokenizer.type": ..}: as jobs.toml names them
-    when one changed."""
+    when one changed; of an array of tables by their numbers."""
     flat: dict[str, object] = {}
     for key, item in value.items():
+        if isinstance(item, list) and any(isinstance(each, dict) for each in item):
+            item = {str(number): each for number, each in enumerate(item)}
         if isinstance(item, dict):
             flat |= flat_settings(f"{prefix}.{key}", item)
         else:

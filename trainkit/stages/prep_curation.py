@@ -8,6 +8,7 @@ documents; what that finds is left out at the beginning of the next pass.
 from __future__ import annotations
 
 import dataclasses
+import glob
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,7 +35,14 @@ from trainkit.data.fetch.retry import FetchRetryPolicy
 from trainkit.data.sources import Shard, download_notice
 from trainkit.data.text.web_archives import lacking_for
 from trainkit.data.unit_specs import ReadingSettings
-from trainkit.jobs.curation import Curation, ExactStep, LanguageStep, MinHashStep, Step
+from trainkit.jobs.curation import (
+    Curation,
+    DecontaminateStep,
+    ExactStep,
+    LanguageStep,
+    MinHashStep,
+    Step,
+)
 from trainkit.jobs.schema import Dataset
 from trainkit.stages.contract import Need, Unit
 from trainkit.stages.dataset_units import module_argv
@@ -44,6 +52,9 @@ from trainkit.stages.stamps import read_stamp, unit_stamp_path
 FILTER_WORKER = "trainkit.data.curate.filter_worker"
 DUPLICATES_WORKER = "trainkit.data.curate.duplicates_worker"
 PARTS = 16  # units that join the keys of an exact comparison
+KEYS_SIZE = 100  # bytes of text for one of the keys that are joined, about
+# what curation writes below its folder, beside curation.json
+WRITTEN = ("*.jsonl.zst*", "*.parquet*", "pass-*/*", "compared-*/*", "dropped/*/*", "rejects/*")
 NAME = "{}.curated"  # of the need; no tokenizer has a dot
 
 
@@ -87,6 +98,13 @@ def passes_of(curation: Curation) -> list[CurationPass]:
 
 def _table(step: Step) -> dict[str, object]:
     return step.model_dump(mode="json")
+
+
+def _with_files(step: Step) -> Step:
+    """With the files that its patterns match now: one more is another step."""
+    if not isinstance(step, DecontaminateStep):
+        return step
+    return step.model_copy(update={"benchmarks": tuple(map(glob.escape, step_files(step)))})
 
 
 def _output(curation: Curation) -> str:
@@ -165,12 +183,21 @@ class CurationUnits(TextUnits):
             self._inputs(curation),
             [*written, *last.outputs],
             (*earlier, *units, last),
+            self._left_over(units),
             announcement=download_notice(self.dataset, self.folder.corpus, self.shards),
             memory={"names": {str(shard.path): shard.name for shard in self.shards}},
         )
         lacking = need.lacking or _lacking(curation)
         lacking = lacking or lacking_for(shard.path.name for shard in self.shards)
         return dataclasses.replace(need, lacking=lacking)
+
+    def _left_over(self, units: Sequence[Unit]) -> list[Path]:
+        """Files of former steps, shards and writers that were killed."""
+        folder = self.folder.curated
+        kept = {path for unit in units for path in unit.outputs}
+        kept |= {folder / "rejects" / f"{shard.name}.jsonl" for shard in self.shards}
+        found = (path for pattern in WRITTEN for path in folder.glob(pattern) if path.is_file())
+        return sorted(set(found) - kept)
 
     def _inputs(self, curation: Curation) -> list[Path]:
         """Files from outside: the shards that are here, and what steps read beside them."""
@@ -214,7 +241,7 @@ class CurationUnits(TextUnits):
             None if before else recipe,
             shard.size,
             self.reading,
-            tuple(_table(step) for _, step in passes[number].steps),
+            tuple(_table(_with_files(step)) for _, step in passes[number].steps),
             tuple(place for place, _ in passes[number].steps),
             self.dataset.curate.words,
             words_identity(),
@@ -295,13 +322,15 @@ class CurationUnits(TextUnits):
             parts = [(band, 0, 1) for band in range(step.bands)]
         else:
             parts = [(0, part, PARTS) for part in range(PARTS)]
+        size = sum(shard.size for shard in self.shards) // KEYS_SIZE // len(parts)
         units = []
         for band, part, of in parts:
             name = f"{band if minhash else part:03d}"
             path = folder / (f"band-{name}.pairs" if minhash else f"part-{name}.duplicates")
             spec = JoinSpec(numbers, band, part, of, minhash, path)
+            after = (f"number{number}",)
             units.append(
-                _duplicates_unit(f"join{number}-{name}", spec.to_json(), path, (f"number{number}",))
+                _duplicates_unit(f"join{number}-{name}", spec.to_json(), path, after, size)
             )
         return units
 

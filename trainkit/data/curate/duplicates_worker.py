@@ -12,6 +12,7 @@ document with the least key.
 from __future__ import annotations
 
 import itertools
+import os
 from array import array
 from collections.abc import Mapping, Sequence
 from tempfile import TemporaryFile
@@ -154,7 +155,8 @@ def cluster(spec: ClusterSpec, progress: ProgressCallback) -> dict[str, object]:
 
 
 def _scratch(file: Any, count: int) -> NDArray[np.uint32]:
-    file.truncate(max(4, 4 * count))
+    # a full disk is an error here, not a signal when a page is first written
+    os.posix_fallocate(file.fileno(), 0, max(4, 4 * count))
     whole: NDArray[np.uint32] = np.memmap(file, np.uint32, "r+", shape=(max(1, count),))
     return whole[:count]
 
@@ -191,7 +193,8 @@ def work(value: Mapping[str, Any], progress: ProgressCallback) -> dict[str, obje
         spec = NumberSpec.from_json(value)
         numbers = KeyNumbers.count(spec.against, spec.keys)
         write_json(spec.output, numbers.to_json())
-        return {"documents": numbers.firsts[-1], "read": []}
+        read = [identity_of(path)[:3] for path in spec.against]  # they may be large: no sums
+        return {"documents": numbers.firsts[-1], "read": [(*each, None) for each in read]}
     if value["do"] == "join":
         return join(JoinSpec.from_json(value), progress)
     return cluster(ClusterSpec.from_json(value), progress)
