@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+from trainkit.base.errors import ConfigError, Exit
+
 
 class Dropped(NamedTuple):
     """Why a document is left out.
@@ -48,6 +50,17 @@ class CurationStep(Protocol):
 
 
 def read_lists(paths: tuple[str, ...]) -> frozenset[str]:
-    """The lines of some files, in lower case; what follows "#" at the start of a line is none."""
-    lines = (line.strip().lower() for path in paths for line in Path(path).read_text().split("\n"))
-    return frozenset(line for line in lines if line and not line.startswith("#"))
+    """The lines of some files, in lower case; what follows "#" at the start of a line is none.
+    Raises ConfigError (exit 6): one is not UTF-8."""
+    lines: list[str] = []
+    for path in paths:
+        try:
+            lines += Path(path).read_text(encoding="utf-8").lower().split("\n")
+        except UnicodeDecodeError as error:
+            raise ConfigError(
+                f"{path} is not UTF-8, at byte {error.start}: {error.object[error.start]:#x}",
+                exit=Exit.STAGE_FAILED,
+                hint="a list is a text file, an entry a line",
+            ) from None
+    entries = (line.strip() for line in lines)
+    return frozenset(line for line in entries if line and not line.startswith("#"))

@@ -14,7 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
-import orjson
 import zstandard
 from pydantic import TypeAdapter
 
@@ -84,7 +83,7 @@ class DroppedList:
         )
         if seen <= SAMPLES:
             entry["text"] = document.text[:SHOWN]
-        self._file.write(orjson.dumps(entry) + b"\n")
+        self._file.write(json.dumps(entry).encode() + b"\n")  # an id may be half a character
 
 
 class FirstReading:
@@ -179,8 +178,10 @@ class DuplicateFilter:
                 continue
             seen.add(key)
             left += pieces[at : at + 2]
+        if len(left) == len(pieces):
+            return None
         text = "".join(left).strip("\n")
-        if text != document.text and not text.strip():
+        if not text.strip():  # the first of each line stays, so others hold the rest
             kept, size = next(iter(rows.values()))
             return Dropped(
                 "duplicate", size, 1, f"all of it in others, first {self._numbers.id_of(kept)}"
@@ -208,7 +209,7 @@ class FilterWorker:
         reading = spec.reading
         with (
             Rejects(
-                spec.rejects,
+                spec.rejects if spec.keys is None else None,  # a later pass meets none
                 skip=reading.on_error == "skip",
                 max_fraction=reading.max_reject_fraction,
             ) as rejects,

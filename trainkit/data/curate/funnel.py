@@ -19,7 +19,7 @@ CURATION = "curation.json"
 
 def summarize(spec: SummarySpec) -> dict[str, object]:
     """Write curation.json from the stamps of all passes. Raises ConfigError (exit 6) where other
-    documents were read than were published."""
+    documents were read than were published, or no text is left."""
     passes = [
         [FilterResult.from_json(read_json(path)["result"]) for path in stamps]
         for stamps in spec.stamps
@@ -43,7 +43,28 @@ def summarize(spec: SummarySpec) -> dict[str, object]:
         shards=[shard.to_json() for shard in spec.shards],
     )
     write_json(spec.output, value)
+    if not totals["text_bytes"]:
+        raise _nothing_left(spec, totals, counts)
     return {"documents": totals["documents"], "text_bytes": totals["text_bytes"], "read": []}
+
+
+def _nothing_left(
+    spec: SummarySpec, totals: Mapping[str, object], counts: Sequence[StepCounts]
+) -> ConfigError:
+    most = max(counts, key=lambda each: sum(each.reasons.values()), default=None)
+    if most is None or not most.reasons:
+        what = f"no text in the {totals['lines']:,} documents that were read"
+        hint = "look at the files, at text_key, and at what is left out (drop, min_document_bytes)"
+    else:
+        reason, count = max(most.reasons.items(), key=lambda each: each[1])
+        what = (
+            f"curation leaves no text of {totals['lines']:,} documents: step {most.number}"
+            f" ({most.step}) left out most, {count:,} of {most.documents_in:,} for {reason}"
+        )
+        hint = (
+            f"`data-stats {spec.name} --curation` shows all steps, and examples of what they take"
+        )
+    return ConfigError(f"datasets.{spec.name}: {what}", exit=Exit.STAGE_FAILED, hint=hint)
 
 
 def _totals(first: Sequence[FilterResult], last: Sequence[FilterResult]) -> dict[str, object]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -118,8 +119,13 @@ class KeyNumbers(Record):
     def id_of(self, number: int) -> str:
         """What `trainkit_id` says of a document."""
         shard = bisect.bisect_right(self.firsts, number) - 1
-        facts = open_keys(self.paths[shard]).documents
+        facts = _documents(self.paths[shard])
         return f"{int(facts[number - self.firsts[shard], 0]):016x}"
+
+
+@lru_cache(maxsize=64)
+def _documents(path: Path) -> Words64:
+    return open_keys(path).documents
 
 
 def key_range(records: Words64, low: int, high: int) -> Words64:

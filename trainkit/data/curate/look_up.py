@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import orjson
 import zstandard
 
 from trainkit.base.errors import ConfigError
@@ -77,7 +77,7 @@ class CuratedFolder:
                     zstandard.ZstdDecompressor().stream_reader(raw) as data,
                 ):
                     for line in io.BufferedReader(data):
-                        yield DocumentFate.from_json(orjson.loads(line))
+                        yield DocumentFate.from_json(json.loads(line))
 
     def samples(self, of_each: int) -> list[DocumentFate]:
         """The first documents of each reason whose text was kept, so many of each, by step."""

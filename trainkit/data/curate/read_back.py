@@ -10,7 +10,7 @@ import xxhash
 
 from trainkit.base.errors import ConfigError, Exit
 from trainkit.data.curate.contract import CrawledDocument
-from trainkit.data.text.documents import ReadOptions, TextDocument
+from trainkit.data.text.documents import ReadOptions, TextDocument, without_field
 from trainkit.data.text.formats import open_documents
 
 ID = "trainkit_id"  # 16 hexadecimal digits: CrawledDocument.key
@@ -28,7 +28,7 @@ def document_key(text: str, fields: Mapping[str, object]) -> int:
 def as_crawled(item: TextDocument, text: str, text_key: str) -> CrawledDocument:
     """A published document at the beginning of its way; `text`: as the dataset's filters left
     it."""
-    fields = {name: value for name, value in item.fields.items() if name != text_key}
+    fields = without_field(item.fields, text_key)
     key = document_key(text, fields)
     fields[ID] = f"{key:016x}"
     fields[ORIGIN] = f"{item.where}:{item.line}"

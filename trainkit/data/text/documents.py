@@ -77,3 +77,14 @@ def get_field(value: Any, path: str) -> Any:
         if value is _MISSING:
             return None
     return value
+
+
+def without_field(value: Mapping[str, object], path: str) -> dict[str, object]:
+    """`value` without what `get_field` finds in it at `path`."""
+    if path in value:
+        return {key: inner for key, inner in value.items() if key != path}
+    key, _, rest = path.partition(".")
+    inside = value.get(key)
+    if rest and isinstance(inside, Mapping):
+        return {**value, key: without_field(inside, rest)}
+    return dict(value)

@@ -99,9 +99,12 @@ def _entries(path: Path, keys: tuple[str, ...]) -> Iterator[tuple[int, list[str]
 def _rows(path: Path) -> Iterator[object]:
     name = path.name.lower()
     if name.endswith(".parquet"):
-        from pyarrow import parquet
+        from pyarrow import ArrowException, parquet
 
-        yield from parquet.read_table(path).to_pylist()
+        try:
+            yield from parquet.read_table(path).to_pylist()
+        except ArrowException as error:
+            raise _damaged(path, f"Parquet: {error}") from None
         return
     with open(path, "rb") as stream:
         data = b"".join(decompressed_blocks(name, stream, str(path)))
@@ -115,11 +118,15 @@ def _rows(path: Path) -> Iterator[object]:
         else:
             yield from (orjson.loads(line) if line.strip() else None for line in lines)
     except ValueError as error:
-        raise ConfigError(
-            f"{path} is not JSON, an object a line or one array: {error}",
-            exit=Exit.STAGE_FAILED,
-            hint="benchmarks are .jsonl, .json, .txt (a line each) or .parquet",
-        ) from None
+        raise _damaged(path, f"JSON, an object a line or one array: {error}") from None
+
+
+def _damaged(path: Path, what: str) -> ConfigError:
+    return ConfigError(
+        f"{path} is not {what}",
+        exit=Exit.STAGE_FAILED,
+        hint="benchmarks are .jsonl, .json, .txt (a line each) or .parquet",
+    )
 
 
 def _texts(value: object) -> Iterator[str]:

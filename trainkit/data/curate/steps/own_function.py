@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import signal
+import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from types import FrameType
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
+from types import FrameType, ModuleType
 
 from trainkit.base.errors import ConfigError, Exit
 from trainkit.data.curate.contract import CrawledDocument, Dropped
+from trainkit.data.curate.read_back import ID, ORIGIN
 from trainkit.jobs.curation import FunctionStep
 
 Answer = bool | str | None
@@ -30,8 +32,9 @@ class OwnFunction:
         self._function = _imported(table.function)
 
     def __call__(self, document: CrawledDocument) -> Dropped | None:
+        own = {name: document.fields[name] for name in (ID, ORIGIN) if name in document.fields}
         try:
-            with _at_most(self._seconds):
+            with _at_most(self._seconds), redirect_stdout(sys.stderr):  # stdout is the unit's
                 answer = self._function(document.text, document.fields)
         except _TooLong:
             raise self._error(
@@ -43,20 +46,29 @@ class OwnFunction:
             last = traceback.extract_tb(error.__traceback__)[-1]
             what = f"raised {type(error).__name__}: {error} ({last.filename}:{last.lineno})"
             raise self._error(document, what, "mend it: what is done is kept") from None
+        document.fields |= own
         if isinstance(answer, str):
-            document.text = answer
+            document.text = self._checked(document, answer)
         elif not isinstance(answer, bool) and answer is not None:
             raise self._error(
                 document,
-                f"returned {type(answer).__name__}",
+                f"returned {answer!r:.60}",
                 "return True, False or the text that is to stand there",
             )
         elif not answer:
             return Dropped("function", detail=self._name.rpartition("/")[2])
         return None
 
+    def _checked(self, document: CrawledDocument, text: str) -> str:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            what = f"returned half of a character (at {error.start})"
+            raise self._error(document, what, "return text that UTF-8 can hold") from None
+        return text
+
     def _error(self, document: CrawledDocument, what: str, hint: str) -> ConfigError:
-        origin = document.fields.get("trainkit_origin", "")
+        origin = document.fields.get(ORIGIN, "")
         return ConfigError(
             f"the function {self._name} {what}, at {origin}", exit=Exit.STAGE_FAILED, hint=hint
         )
@@ -65,12 +77,15 @@ class OwnFunction:
 def _imported(name: str) -> Callable[[str, dict[str, object]], Answer]:
     """The function. Raises ConfigError (exit 6): no file, no such name, an import that fails."""
     path, _, attribute = name.rpartition(":")
-    spec = importlib.util.spec_from_file_location("trainkit_own_function", path)
-    assert spec is not None and spec.loader is not None, "the schema wants .py"
-    module = importlib.util.module_from_spec(spec)
+    module = ModuleType(f"trainkit_own_{Path(path).stem}")
+    module.__file__ = path
+    sys.modules[module.__name__] = module  # where dataclasses look for it
     try:
-        spec.loader.exec_module(module)
+        with redirect_stdout(sys.stderr):
+            exec(compile(Path(path).read_bytes(), path, "exec"), module.__dict__)
         function: Callable[[str, dict[str, object]], Answer] = getattr(module, attribute)
+        if not callable(function):
+            raise TypeError(f"{attribute} is not a function")
     except (Exception, SystemExit) as error:
         raise ConfigError(
             f"the function {name} cannot be imported: {type(error).__name__}: {error}",
