@@ -13,8 +13,9 @@ import pytest
 
 from tests.cluster.machines import HEAD
 from tests.cluster.slurm_project import SlurmProject
-from tests.cluster.test_stages import TEXT, made, write_corpus
+from tests.cluster.test_stages import TEXT, made, write_corpus, write_crawl
 from tests.conftest import HANGS, wait_for
+from tests.stages.curation_project import below
 
 STAGES = """
 [clusters.queue.stages.prep-data]
@@ -90,6 +91,18 @@ def test_arrays_prepare_the_same_bytes_and_one_that_fails_is_named(slurm: SlurmP
     slurm.edit_jobs('cluster = "queue"\nmodel = "text"', 'cluster = "here"\nmodel = "text"')
     slurm.invoke("prep-data", "--job", "text", "--force")
     assert by_slurm == made(slurm) and len(by_slurm) >= 3
+
+
+def test_arrays_curate_the_same_bytes(slurm: SlurmProject) -> None:
+    """Passes, keys, what compares them: each an array that waits for the one before."""
+    write_crawl(slurm, 3)
+    slurm.edit_jobs('cluster = "pair"\nmodel = "text"', 'cluster = "queue"\nmodel = "text"')
+    slurm.edit_jobs(TEXT.partition("[tokenizers")[0], STAGES)
+    slurm.invoke("prep-data", "--job", "text")
+    by_slurm = below(slurm, "lines")
+    slurm.edit_jobs('cluster = "queue"\nmodel = "text"', 'cluster = "here"\nmodel = "text"')
+    slurm.invoke("prep-data", "--job", "text", "--force")
+    assert below(slurm, "lines") == by_slurm
 
 
 def quick(project: SlurmProject) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from tests.cluster.machines import Cluster
 from tests.cluster.on_head import ClusterProject
 from tests.conftest import wait_for
+from tests.stages.curation_project import below, crawled, funnel, write_rows
 
 TEXT = """
 [clusters.here]
@@ -60,6 +61,20 @@ def write_corpus(project: ClusterProject, shards: int, lines: int) -> None:
         )
 
 
+CURATE = """
+[datasets.lines.curate]
+steps = [{ step = "exact" }, { step = "minhash" }]
+"""
+
+
+def write_crawl(project: ClusterProject, shards: int) -> None:
+    """The same dataset, of text that is curated."""
+    write_corpus(project, 0, 0)
+    project.add_to_jobs(CURATE)
+    for number in range(shards):
+        write_rows(project.path / f"corpus/{number}.jsonl", crawled()[number::shards])
+
+
 def made(project: ClusterProject) -> dict[str, str]:
     """{name: SHA-256} of what the dataset is: tokenizer, tokens, index."""
     kinds = (".bin", ".idx", "tokenizer.json")
@@ -107,6 +122,17 @@ def test_two_hosts_prepare_the_same_bytes_even_if_one_dies(
     head.edit_jobs('cluster = "pair"\nmodel = "text"', 'cluster = "here"\nmodel = "text"')
     head.invoke("prep-data", "--job", "text", "--force")
     assert over_ssh == over_pdsh == made(head) and len(over_ssh) >= 3
+
+
+def test_two_hosts_curate_the_same_bytes(head: ClusterProject) -> None:
+    write_crawl(head, 4)
+    head.invoke("prep-data", "--job", "text")
+    over_ssh = below(head, "lines")
+    assert funnel(head, "lines")["documents"] < funnel(head, "lines")["lines"]
+    head.edit_jobs('cluster = "pair"\nmodel = "text"', 'cluster = "here"\nmodel = "text"')
+    assert "nothing changed" in head.invoke("prep-data", "--job", "text", "--dry-run").stdout
+    head.invoke("prep-data", "--job", "text", "--force")
+    assert below(head, "lines") == over_ssh
 
 
 def test_one_that_fails_names_unit_and_host(head: ClusterProject) -> None:

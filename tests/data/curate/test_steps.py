@@ -273,7 +273,7 @@ def test_own_function(tmp_path: Path) -> None:
     ("body", "words"),
     [
         ("raise KeyError(text)", r"raised KeyError: 'abc' \(.*own.py:5\)"),
-        ("return 3", "returned int"),
+        ("return 3", "returned 3"),
         ("while True: pass", "did not return within 0.2 s"),
         ("time.sleep(60)", "did not return within 0.2 s"),
         ("import sys; sys.exit(3)", "raised SystemExit"),
