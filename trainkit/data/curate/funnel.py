@@ -36,7 +36,8 @@ def summarize(spec: SummarySpec) -> dict[str, object]:
     value = document(
         SCHEMA,
         name=spec.name,
-        words=spec.words,
+        language=spec.language,
+        words=sorted({result.words for results in passes for result in results}),
         **totals,
         steps=[{**each.to_json(), **_step_facts(spec, each.number)} for each in counts],
         passes=len(spec.stamps),
