@@ -104,6 +104,7 @@ class CuratedTextUnits(TextUnits):
         ending = _output(self.dataset.curate)
         self.reading = ReadingSettings(self.dataset.text_key, max_document_bytes=2**40)
         self.curation = self.folder.curated / CURATION
+        self._published = {shard.name: shard for shard in self.sources}
         self.shards = [
             dataclasses.replace(
                 shard, path=self.folder.curated / f"{shard.name}{ending}", recipe=None
@@ -113,8 +114,7 @@ class CuratedTextUnits(TextUnits):
         return [], {}
 
     def _origin(self, shard: Shard) -> dict[str, object]:
-        published = next(each for each in self.sources if each.name == shard.name)
-        return origin_of(published, self.folder.root)
+        return origin_of(self._published[shard.name], self.folder.root)
 
     def _declared(self) -> dict[str, int]:
         return {}  # of the text as it was read: see SummarySpec

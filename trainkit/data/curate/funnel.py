@@ -103,6 +103,13 @@ def read_curation(folder: Path) -> Mapping[str, Any]:
     return read_document(path, SCHEMA)
 
 
+def counts_of(path: Path) -> Mapping[str, object]:
+    """What dataset.json says of a curation.json: all but the names of files."""
+    value = read_json(path)
+    steps = [{**step, "keys": len(step["keys"])} for step in value["steps"]]
+    return {**value, "steps": steps, "shards": len(value["shards"])}
+
+
 def draw_funnel(curations: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Draw what each step let through into `path` (.svg, .png or .pdf). Raises ConfigError (exit
     3) for another ending and without matplotlib (the extra `report`)."""
