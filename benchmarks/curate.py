@@ -39,7 +39,7 @@ from trainkit.data.curate.key_files import write_keys
 from trainkit.data.curate.read_back import read_shard
 from trainkit.data.curate.signatures import MinHashKeys
 from trainkit.data.curate.specs import ClusterSpec, FilterSpec, JoinSpec, KeysSpec, NumberSpec
-from trainkit.data.curate.steps.models import language_model
+from trainkit.data.curate.step_files import language_model
 from trainkit.data.unit_specs import ReadingSettings
 from trainkit.jobs.curation import RECIPES, MinHashStep
 
@@ -108,14 +108,13 @@ def ours(shard: Path, folder: Path) -> tuple[float, list[int]]:
         tuple(step.model_dump(mode="json") for step in steps),
         tuple(range(len(steps))),
         "en",
-        "spacy",
         out,
         folder / "dropped.jsonl.zst",
         folder / "rejects.jsonl",
     )
     filtered = UnitRun("filter_worker", spec, folder)
     minhash = MinHashStep(step="minhash").model_dump(mode="json")
-    keys = KeysSpec(out, "text", minhash, "en", "spacy", folder / "keys")
+    keys = KeysSpec(out, "text", minhash, "en", folder / "keys")
     signed = UnitRun("duplicates_worker", keys, folder)
     kept = [int(str(document.fields["number"])) for document in read_shard(out, "text")]
     return filtered.cpu + signed.cpu, kept

@@ -23,6 +23,7 @@ from tests.stages.curation_project import (
     write_rows,
     write_shards,
 )
+from trainkit.data.curate.funnel import counts_of
 
 PREPARE = ("prep-data", "--dataset", "crawl")
 FRESHNESS = """
@@ -87,7 +88,8 @@ def ran(project: Project) -> set[str]:
     for name in made:
         kinds[name.partition("-")[0]] = kinds.get(name.partition("-")[0], 0) + 1
     manifest = json.loads((project.path / "data/crawl/words/dataset.json").read_text())
-    assert manifest["curation"] == funnel(project)
+    curation = project.path / "data/crawl/curated/curation.json"
+    assert manifest["curation"] == counts_of(curation)
     return {
         f"{kind} {count}" if kind.startswith(("curate", "keys")) and count < shards else kind
         for kind, count in kinds.items()

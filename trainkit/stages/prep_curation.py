@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.base.errors import ConfigError, Exit
-from trainkit.base.extras import MissingExtra
 from trainkit.base.files import read_json
 from trainkit.data.curate.funnel import CURATION, SCHEMA
 from trainkit.data.curate.specs import (
@@ -27,22 +26,13 @@ from trainkit.data.curate.specs import (
     SummaryShard,
     SummarySpec,
 )
-from trainkit.data.curate.steps.files import step_files
-from trainkit.data.curate.steps.models import language_model
-from trainkit.data.curate.words import words_identity
+from trainkit.data.curate.step_files import lacking_of, step_files
 from trainkit.data.fetch.recipe import FetchRecipe
 from trainkit.data.fetch.retry import FetchRetryPolicy
 from trainkit.data.sources import Shard, download_notice
 from trainkit.data.text.web_archives import lacking_for
 from trainkit.data.unit_specs import ReadingSettings
-from trainkit.jobs.curation import (
-    Curation,
-    DecontaminateStep,
-    ExactStep,
-    LanguageStep,
-    MinHashStep,
-    Step,
-)
+from trainkit.jobs.curation import Curation, DecontaminateStep, ExactStep, MinHashStep, Step
 from trainkit.jobs.schema import Dataset
 from trainkit.stages.contract import Need, Unit
 from trainkit.stages.dataset_units import module_argv
@@ -62,7 +52,7 @@ def needs_of_curated(
     dataset: Dataset, root: Path, stamps: Path, *, force: bool, patience: FetchRetryPolicy
 ) -> list[Need]:
     """What it takes to have the tokens of a dataset that is curated; arguments as
-    `needs_of_dataset`. Raises MissingExtra (exit 6) without spaCy: its version is in the specs."""
+    `needs_of_dataset`."""
     tokenizer = dataset.tokenizer
     assert tokenizer is not None, "the schema wants one for what is curated"
     curating = CurationUnits(dataset, tokenizer, root, stamps, patience)
@@ -125,6 +115,7 @@ class CuratedTextUnits(TextUnits):
         ending = _output(self.dataset.curate)
         self.reading = ReadingSettings(self.dataset.text_key, max_document_bytes=2**40)
         self.curation = self.folder.curated / CURATION
+        self._published = {shard.name: shard for shard in self.sources}
         self.shards = [
             dataclasses.replace(
                 shard, path=self.folder.curated / f"{shard.name}{ending}", recipe=None
@@ -134,8 +125,7 @@ class CuratedTextUnits(TextUnits):
         return [], {}
 
     def _origin(self, shard: Shard) -> dict[str, object]:
-        published = next(each for each in self.sources if each.name == shard.name)
-        return origin_of(published, self.folder.root)
+        return origin_of(self._published[shard.name], self.folder.root)
 
     def _declared(self) -> dict[str, int]:
         return {}  # of the text as it was read: see SummarySpec
@@ -149,12 +139,11 @@ class CurationUnits(TextUnits):
         self.name = NAME.format(self.dataset.name)
 
     def settings(self) -> dict[str, object]:
-        own = {
+        return {
             key: value
             for key, value in super().settings().items()
             if not key.startswith("tokenizers.")
         }
-        return {**own, "words": words_identity()}
 
     def left_of(self, stamp: Mapping[str, Any]) -> list[Path]:
         return []
@@ -187,7 +176,7 @@ class CurationUnits(TextUnits):
             announcement=download_notice(self.dataset, self.folder.corpus, self.shards),
             memory={"names": {str(shard.path): shard.name for shard in self.shards}},
         )
-        lacking = need.lacking or _lacking(curation)
+        lacking = need.lacking or lacking_of(curation)
         lacking = lacking or lacking_for(shard.path.name for shard in self.shards)
         return dataclasses.replace(need, lacking=lacking)
 
@@ -244,7 +233,6 @@ class CurationUnits(TextUnits):
             tuple(_table(_with_files(step)) for _, step in passes[number].steps),
             tuple(place for place, _ in passes[number].steps),
             self.dataset.curate.words,
-            words_identity(),
             self._written(shard, passes, number),
             self.folder.curated / "dropped" / f"pass-{number}" / f"{shard.name}.jsonl.zst",
             self.folder.curated / "rejects" / f"{shard.name}.jsonl",
@@ -278,7 +266,6 @@ class CurationUnits(TextUnits):
                 self.reading.text_key,
                 _table(step),
                 self.dataset.curate.words,
-                words_identity(),
                 path,
             )
             units.append(
@@ -337,6 +324,7 @@ class CurationUnits(TextUnits):
     def _others(self, step: Step) -> list[Path]:
         """Key files of the datasets that a step compares with. Raises ConfigError (exit 6): one
         is not prepared, or by another step."""
+        assert self.dataset.curate is not None
         found = []
         for name in getattr(step, "against", ()):
             path = self.folder.root / "data" / name / "curated" / CURATION
@@ -351,7 +339,7 @@ class CurationUnits(TextUnits):
                 for each in value.get("steps", [])
                 if value.get("schema") == SCHEMA
                 and {**each["table"], "against": []} == mine
-                and value["words"] == words_identity()
+                and value["language"] == self.dataset.curate.words
             ]
             if not same:
                 raise ConfigError(
@@ -380,7 +368,7 @@ class CurationUnits(TextUnits):
             self.dataset.name,
             self.folder.root,
             tuple(_table(step) for step in curation.all_steps()),
-            words_identity(),
+            curation.words,
             stamps,
             tuple(
                 SummaryShard(shard.name, origin_of(shard, self.folder.root))
@@ -423,14 +411,3 @@ def _duplicates_unit(
     return Unit(
         name, module_argv(DUPLICATES_WORKER), spec, (path,), after, max(1, size), several=True
     )
-
-
-def _lacking(curation: Curation) -> MissingExtra | None:
-    """What the steps need beside spaCy and this Python does not have."""
-    try:
-        for step in curation.all_steps():
-            if isinstance(step, LanguageStep) and step.model is None:
-                language_model()
-    except MissingExtra as missing:
-        return missing
-    return None

@@ -49,7 +49,7 @@ def write_keys(folder: Path, name: str, texts: list[str], step: dict[str, Any]) 
             key = document_key(text, {})
             writer.add(text, {ID: f"{key:016x}", ORIGIN: f"{name}:{number}"})
     keys = folder / f"{name}.keys"
-    run(KeysSpec(shard, "text", step, "en", "spacy", keys))
+    run(KeysSpec(shard, "text", step, "en", keys))
     return keys
 
 

@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -124,3 +125,10 @@ def test_thresholds_of_zero_are_not_asked() -> None:
     table = {name: 0 for name in GopherQualityStep.model_fields if name.startswith(("m",))}
     step = GopherQualityStep.model_validate({"step": "gopher-quality", **table})
     assert STEPS["gopher-quality"](step, "en")(document) is None
+
+
+def test_planning_asks_nothing_compiled() -> None:
+    """A fresh checkout plans before it compiles."""
+    for name in ("trainkit.stages.prep_data", "trainkit.cli.run.stages", "trainkit.cli.tasks"):
+        program = f"import sys; sys.modules['trainkit._index'] = None; import {name}"
+        subprocess.run([sys.executable, "-c", program], check=True)

@@ -90,7 +90,7 @@ def test_language() -> None:
 def test_models_say_what_fasttext_says() -> None:
     fasttext = pytest.importorskip("fasttext")
     from trainkit._index import FastTextModel
-    from trainkit.data.curate.steps.models import language_model
+    from trainkit.data.curate.step_files import language_model
 
     theirs, ours = fasttext.load_model(str(language_model())), FastTextModel(str(language_model()))
     for text in (*documents(1500), "words </s> nach dem Ende zählt nichts", "a\0b\x0bc __label__x"):
@@ -103,7 +103,7 @@ def test_models_say_what_fasttext_says() -> None:
 
 @pytest.mark.parametrize("damage", [0, 7, 100, 5000, 400_000, -1])
 def test_a_model_that_is_cut_off(tmp_path: Path, damage: int) -> None:
-    from trainkit.data.curate.steps.models import language_model
+    from trainkit.data.curate.step_files import language_model
 
     data = language_model().read_bytes()
     path = tmp_path / "model.ftz"
@@ -116,7 +116,7 @@ def test_a_model_that_is_cut_off(tmp_path: Path, damage: int) -> None:
 
 
 def test_scores_of_ones_own_model() -> None:
-    from trainkit.data.curate.steps.models import language_model
+    from trainkit.data.curate.step_files import language_model
 
     model = str(language_model())
     step = make(step="score", model=model, label="__label__de", min_score=0.5)

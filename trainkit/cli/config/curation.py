@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.markup import escape
 
 from trainkit.base.documents import document
 from trainkit.base.errors import ConfigError
 from trainkit.cli.config.dataset_folders import dataset_folders
+from trainkit.cli.config.funnel import funnel_page
 from trainkit.cli.options import StatsOptions
 from trainkit.cli.tables import Listing, Page
 from trainkit.cli.wrapper import TaskContext, TaskResult
@@ -20,7 +20,6 @@ from trainkit.data.indexed.paths import DataFolder
 from trainkit.data.unit_specs import ReadingSettings
 from trainkit.jobs.schema import Dataset
 
-BAR = 30  # columns of the longest bar
 BEGINNING = 70  # characters of an example
 SHOWN = 2000  # characters of a text
 
@@ -77,36 +76,6 @@ def _curation_page(found: Sequence[CuratedFolder], samples: Sequence[DocumentFat
             beginning = " ".join((fate.text or "").split())[:BEGINNING]
             table.add_row(fate.id, fate.step, fate.reason, f"{fate.value:.4g}", escape(beginning))
         yield table
-
-
-def funnel_page(curation: Mapping[str, Any]) -> Page:
-    """What each step let through, and its three most frequent reasons."""
-    yield (
-        f"{curation['name']}: {curation['documents']:,} of {curation['lines']:,} documents are left"
-    )
-    right = ("in", "out", "kept", "text MB")
-    table = Listing(
-        *("step", *right, "funnel", "left out, by reason"),
-        right=right,
-        drop=("text MB", "funnel"),
-    )
-    most = max((step["documents_in"] for step in curation["steps"]), default=1)
-    for step in curation["steps"]:
-        into, out = step["documents_in"], step["documents_out"]
-        reasons = sorted(step["reasons"].items(), key=lambda each: (-each[1], each[0]))
-        words = [f"{count:,} {reason}" for reason, count in reasons[:3]]
-        if more := sum(count for _, count in reasons[3:]):
-            words.append(f"{more:,} others")
-        table.add_row(
-            step["step"],
-            f"{into:,}",
-            f"{out:,}",
-            f"{out / max(1, into):.1%}",
-            f"{step['bytes_out'] / 1e6:,.1f}",
-            "#" * round(BAR * out / max(1, most)),
-            escape(", ".join(words)),
-        )
-    yield table
 
 
 def why(task: TaskContext, name: str, identity: str, job: str) -> TaskResult:

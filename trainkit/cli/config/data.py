@@ -9,7 +9,6 @@ from rich.markup import escape
 
 from trainkit.base.documents import document
 from trainkit.base.errors import Exit, Problem, raise_problems
-from trainkit.cli.config.curation import curation_stats
 from trainkit.cli.config.dataset_folders import dataset_folders
 from trainkit.cli.options import StatsOptions
 from trainkit.cli.tables import Listing, Page
@@ -41,6 +40,8 @@ def stats(task: TaskContext, name: str, options: StatsOptions) -> TaskResult:
     """The task `data-stats`."""
     folders = dataset_folders(task, name, options.job)
     if options.curation:
+        from trainkit.cli.config.curation import curation_stats
+
         return curation_stats(task, name, folders, options)
     prefixes = [prefix for dataset, folder in folders for prefix in _prefixes(dataset, folder)]
     if options.count_only:

@@ -15,7 +15,7 @@ from trainkit.base.documents import document
 from trainkit.base.errors import TrainkitError
 from trainkit.base.extras import MissingExtra
 from trainkit.base.install import extension_path
-from trainkit.cli.config.curation import funnel_page
+from trainkit.cli.config.funnel import funnel_page
 from trainkit.cli.config.jobs import load_jobs
 from trainkit.cli.run.progress import TerminalStageReporter, dataset_table
 from trainkit.cli.tables import Listing, Page

@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import os
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from tempfile import TemporaryFile
 from typing import Any
 
@@ -60,26 +60,27 @@ def write_shard_keys(spec: KeysSpec, progress: ProgressCallback) -> dict[str, ob
     return {"documents": len(documents) // 2, "read": [read]}
 
 
-def _ranges(spec: JoinSpec, sections: Sequence[Words64]) -> list[tuple[int, int]]:
-    """The unit's part of all keys as ranges of which each fits into memory: [(low, high)]."""
+def _ranges(spec: JoinSpec, records: int) -> list[tuple[int, int]]:
+    """The unit's part of all keys as ranges of which each fits into memory: [(low, high)]. Keys
+    are hashes, so that ranges of a size hold as many."""
     low = KEYS * spec.part // spec.parts
-    high = KEYS * (spec.part + 1) // spec.parts - 1
-    size = sum(key_range(section, low, high).nbytes for section in sections)
-    count = -(-size // MEMORY) or 1
-    edges = [low + (high + 1 - low) * i // count for i in range(count + 1)]
+    high = KEYS * (spec.part + 1) // spec.parts
+    columns = 2 if spec.edges else 3
+    count = -(-records * columns * 8 // spec.parts // MEMORY) or 1
+    edges = [low + (high - low) * i // count for i in range(count + 1)]
     return [(a, b - 1) for a, b in itertools.pairwise(edges)]
 
 
-def _gather(sections: Sequence[Words64], firsts: Sequence[int], low: int, high: int) -> Words64:
-    """Records of a range of keys from all shards, their documents numbered through."""
-    parts = []
-    for section, first in zip(sections, firsts, strict=False):
-        part = np.array(key_range(section, low, high))
+def _gather(spec: JoinSpec, numbers: KeyNumbers, low: int, high: int) -> Words64:
+    """Records of a range of keys from all shards, their documents numbered through. Files are
+    opened one after another: there may be more than a process may hold."""
+    parts = [np.zeros((0, 2 if spec.edges else 3), np.uint64)]
+    for path, first in zip(numbers.paths, numbers.firsts, strict=False):
+        part = np.array(key_range(open_keys(path).records[spec.band], low, high))
         if len(part):
             part[:, -1] += np.uint64(first)
             parts.append(part)
-    columns = sections[0].shape[1] if sections else 2
-    return np.concatenate(parts) if parts else np.zeros((0, columns), np.uint64)
+    return np.concatenate(parts)
 
 
 def _groups(keys: Words64) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -92,11 +93,10 @@ def _groups(keys: Words64) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
 def join(spec: JoinSpec, progress: ProgressCallback) -> dict[str, object]:
     """Find equal keys in the unit's part."""
     numbers = KeyNumbers.from_file(spec.numbers_file)
-    sections = [open_keys(path).records[spec.band] for path in numbers.paths]
-    ranges = _ranges(spec, sections)
+    ranges = _ranges(spec, numbers.records)
     found = []
     for number, (low, high) in enumerate(ranges):
-        records = _gather(sections, numbers.firsts, low, high)
+        records = _gather(spec, numbers, low, high)
         if len(records):
             found.append(_pairs(records) if spec.edges else _later(records, numbers.first_own))
         progress(number + 1, len(ranges))

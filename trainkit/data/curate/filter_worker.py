@@ -26,8 +26,8 @@ from trainkit.data.curate.key_files import KeyNumbers, duplicates_of, open_keys
 from trainkit.data.curate.read_back import ID, ORIGIN, as_crawled, read_shard
 from trainkit.data.curate.signatures import pieces_of, text_key
 from trainkit.data.curate.specs import FilterResult, FilterSpec, StepCounts, SummarySpec
+from trainkit.data.curate.step_files import step_files, words_identity
 from trainkit.data.curate.steps import STEPS
-from trainkit.data.curate.steps.files import step_files
 from trainkit.data.sums import file_sum, identity_of
 from trainkit.data.text.corpus import CountedStream, file_size, open_shard
 from trainkit.data.text.documents import BadLine, SkippedMember
@@ -277,6 +277,7 @@ class FilterWorker:
             rejects.total,
             rejects.counts,
             reading.passed,
+            words_identity(),
             tuple(reading.read),
         )
 

@@ -36,7 +36,8 @@ def summarize(spec: SummarySpec) -> dict[str, object]:
     value = document(
         SCHEMA,
         name=spec.name,
-        words=spec.words,
+        language=spec.language,
+        words=sorted({result.words for results in passes for result in results}),
         **totals,
         steps=[{**each.to_json(), **_step_facts(spec, each.number)} for each in counts],
         passes=len(spec.stamps),
@@ -121,6 +122,13 @@ def read_curation(folder: Path) -> Mapping[str, Any]:
             hint="invoke prep-data --dataset NAME",
         )
     return read_document(path, SCHEMA)
+
+
+def counts_of(path: Path) -> Mapping[str, object]:
+    """What dataset.json says of a curation.json: all but the names of files."""
+    value = read_json(path)
+    steps = [{**step, "keys": len(step["keys"])} for step in value["steps"]]
+    return {**value, "steps": steps, "shards": len(value["shards"])}
 
 
 def draw_funnel(curations: Sequence[Mapping[str, Any]], path: Path) -> None:

@@ -92,20 +92,25 @@ class KeyNumbers(Record):
         paths: the key files, those of other datasets first.
         firsts: the number of each one's first document, and behind them that of all documents.
         others: how many of the files are other datasets'.
+        records: of a band, in all files.
     """
 
     SCHEMA = "key-numbers/1"
     paths: tuple[Path, ...]
     firsts: tuple[int, ...]
     others: int
+    records: int
 
     @classmethod
     def count(cls, against: Sequence[Path], keys: Sequence[Path]) -> KeyNumbers:
         """Number the documents of key files. Raises ConfigError (exit 6): one is damaged."""
         firsts = [0]
+        records = 0
         for path in (*against, *keys):
-            firsts.append(firsts[-1] + len(open_keys(path).documents))
-        return cls((*against, *keys), tuple(firsts), len(against))
+            found = open_keys(path)
+            firsts.append(firsts[-1] + len(found.documents))
+            records += found.records.shape[1]
+        return cls((*against, *keys), tuple(firsts), len(against), records)
 
     @property
     def first_own(self) -> int:

@@ -25,7 +25,6 @@ class FilterSpec(Record):
         steps: the tables of the steps.
         numbers: their places among all steps of the dataset, from 0.
         language: of words.
-        words: what words are made by.
         output: the file to write, .jsonl.zst or .parquet.
         dropped: where documents that are left out are listed.
         rejects: where bad lines go (on_error = "skip").
@@ -44,7 +43,6 @@ class FilterSpec(Record):
     steps: tuple[Mapping[str, object], ...]
     numbers: tuple[int, ...]
     language: str
-    words: str
     output: Path
     dropped: Path
     rejects: Path
@@ -80,6 +78,7 @@ class FilterResult(Record):
     lines: documents read, left out and rejected ones.
     steps: in order.
     left_out, rejected, passed_over: as in `TokensResult`.
+    words: what words were made by.
     """
 
     documents: int
@@ -90,6 +89,7 @@ class FilterResult(Record):
     rejects: int
     rejected: Mapping[str, int]
     passed_over: Mapping[str, int]
+    words: str
     read: tuple[FileRead, ...] = ()
 
 
@@ -101,7 +101,7 @@ class KeysSpec(Record):
         shard: a file that a `FilterSpec` wrote.
         text_key: of its documents.
         step: the table of the step, exact or minhash.
-        language, words: as in `FilterSpec`.
+        language: of words.
         output: the key file.
     """
 
@@ -110,7 +110,6 @@ class KeysSpec(Record):
     text_key: str
     step: Mapping[str, object]
     language: str
-    words: str
     output: Path
 
 
@@ -183,7 +182,7 @@ class SummarySpec(Record):
         name: of the dataset.
         root: the folder that paths of key files are relative to.
         steps: the tables of all steps.
-        words: what words are made by.
+        language: of words.
         stamps: of the units of each pass, shard by shard.
         shards: in order.
         keys: key files of the steps that compare, by the step's number.
@@ -195,7 +194,7 @@ class SummarySpec(Record):
     name: str
     root: Path
     steps: tuple[Mapping[str, object], ...]
-    words: str
+    language: str
     stamps: tuple[tuple[Path, ...], ...]
     shards: tuple[SummaryShard, ...]
     keys: Mapping[str, tuple[Path, ...]]

@@ -3,24 +3,14 @@ published count these."""
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
 from trainkit import _index
 from trainkit.base.errors import ConfigError, Exit
-from trainkit.base.extras import MissingExtra
 from trainkit.data.curate.characters import character_classes
-
-
-def _need_spacy() -> None:
-    if importlib.util.find_spec("spacy") is None:
-        raise MissingExtra(
-            "datasets.X.curate counts words with spaCy, which is not installed",
-            "curate",
-            exit=Exit.STAGE_FAILED,
-        )
+from trainkit.data.curate.step_files import need_spacy
 
 
 @lru_cache(maxsize=2)
@@ -30,7 +20,7 @@ def load_words(language: str) -> _index.TextWords:
     Raises MissingExtra (exit 6) without spaCy; ConfigError (exit 6) for a language whose rules
     need more than spaCy itself.
     """
-    _need_spacy()
+    need_spacy()
     import spacy
     from spacy.pipeline import Sentencizer
 
@@ -51,11 +41,3 @@ def load_words(language: str) -> _index.TextWords:
 
     flags, folds = character_classes("".join(Sentencizer.default_punct_chars))
     return _index.TextWords(flags, folds, rules, split, language == "en")
-
-
-def words_identity() -> str:
-    """What words depend on beside the language: spaCy's version. Raises MissingExtra (exit 6)."""
-    _need_spacy()
-    from importlib.metadata import version
-
-    return f"spacy {version('spacy')}"

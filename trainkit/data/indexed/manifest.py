@@ -11,6 +11,7 @@ from trainkit.base.documents import document
 from trainkit.base.errors import ConfigError, Exit
 from trainkit.base.files import read_json, sha256_file, write_json
 from trainkit.base.records import Record
+from trainkit.data.curate.funnel import counts_of
 from trainkit.data.indexed.paths import SCHEMA, bin_path, idx_path
 from trainkit.data.indexed.published import check_published
 from trainkit.data.sums import file_sum
@@ -248,7 +249,7 @@ def write_manifest(spec: MergeSpec, shards: Sequence[ShardResult]) -> DatasetTot
         pairs=[str(pair.relative_to(folder)) for pair in pairs],
         shards=[_shard_entry(given, shard) for given, shard in entries],
         **({"shuffled": True} if spec.shuffle else {}),
-        **({"curation": read_json(spec.curation)} if spec.curation else {}),
+        **({"curation": counts_of(spec.curation)} if spec.curation else {}),
         checksums=[asdict(each) for each in _checksums(spec, shards, folder, dtype.itemsize)],
     )
     write_json(spec.manifest, manifest)

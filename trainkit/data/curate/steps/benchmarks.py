@@ -6,7 +6,6 @@ Numbers stay what they are, or problems of arithmetic would all be one.
 
 from __future__ import annotations
 
-import glob
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -16,6 +15,7 @@ import orjson
 from trainkit import _index
 from trainkit.base.errors import ConfigError, Exit
 from trainkit.data.curate.contract import CrawledDocument, Dropped
+from trainkit.data.curate.step_files import benchmark_files
 from trainkit.data.curate.words import load_words
 from trainkit.data.text.decompress import decompressed_blocks
 from trainkit.data.text.documents import get_field
@@ -75,17 +75,6 @@ class BenchmarkFilter:
             self._limit,
             f"{self._entries[entry]} in line {line}: {words}",
         )
-
-
-def benchmark_files(patterns: tuple[str, ...]) -> list[Path]:
-    """The files, in order. Raises ConfigError (exit 6) for a pattern that matches none."""
-    found: dict[Path, None] = {}
-    for pattern in patterns:
-        paths = sorted(map(Path, glob.glob(pattern, recursive=True)))
-        if not paths:
-            raise ConfigError(f"benchmarks: {pattern!r} matches no file", exit=Exit.STAGE_FAILED)
-        found.update(dict.fromkeys(paths))
-    return list(found)
 
 
 def _entries(path: Path, keys: tuple[str, ...]) -> Iterator[tuple[int, list[str]]]:

