@@ -155,6 +155,7 @@ def test_editors_find_the_schema() -> None:
     ("curate", "message", "hint"),
     [
         ('recipe = "finweb"', "recipe: expected 'fineweb', 'gopher' or 'c4', got", ""),
+        ("steps = [{ ngram = 5 }]", "steps: a table without 'step'", "add step = NAME"),
         ('steps = [{ step = "minhsh" }]', "steps: there is no 'minhsh'", "did you mean 'minhash'?"),
         (
             'steps = [{ step = "exact" }, { step = "gopher-quality", min_word = 3 }]',

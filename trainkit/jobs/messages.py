@@ -324,6 +324,9 @@ def _key_of(found: ErrorDetails, spot: _Spot) -> str:
 def _problem_of_entry(found: ErrorDetails, spot: _Spot) -> Problem | None:
     """What is wrong with the keys of a table in an array whose tables are told apart by a tag."""
     array = dotted_key(spot.node or spot.section)
+    if found["type"] == "union_tag_not_found":
+        key = found["ctx"]["discriminator"].strip("'")
+        return Problem(f"{array}: a table without '{key}'", spot.place, f"add {key} = NAME")
     if found["type"] == "union_tag_invalid":
         tag = found["ctx"]["tag"]
         known = re.findall("'([^']+)'", found["ctx"]["expected_tags"])
