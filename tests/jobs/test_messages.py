@@ -149,3 +149,35 @@ def test_editors_find_the_schema() -> None:
         ).resolve() == root / "docs" / "jobs.schema.json"
         # only comments before it
         assert path.read_text().split(line)[0].replace("\n#", "").count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("curate", "message", "hint"),
+    [
+        ('recipe = "finweb"', "recipe: expected 'fineweb', 'gopher' or 'c4', got", ""),
+        ("steps = [{ ngram = 5 }]", "steps: a table without 'step'", "add step = NAME"),
+        ('steps = [{ step = "minhsh" }]', "steps: there is no 'minhsh'", "did you mean 'minhash'?"),
+        (
+            'steps = [{ step = "exact" }, { step = "gopher-quality", min_word = 3 }]',
+            "steps[1]: unknown key 'min_word' of 'gopher-quality'",
+            "did you mean 'min_words'?",
+        ),
+        (
+            'steps = [{ step = "language", min_score = 2.0 }]',
+            "steps[0].min_score = 2.0 must be at most 1",
+            "",
+        ),
+        ('steps = [{ step = "score", model = "a.bin" }]', "steps[0]: 'score' needs 'label'", ""),
+    ],
+)
+def test_a_step_of_curation_is_named(tmp_path: Path, curate: str, message: str, hint: str) -> None:
+    (tmp_path / "jobs.toml").write_text(
+        '[tokenizers.t]\ntype = "bpe"\nvocab_size = 300\n[datasets.d]\nsource = "files"\n'
+        'paths = ["a.jsonl"]\n'
+        f'tokenizer = "t"\n[datasets.d.curate]\n{curate}\n'
+    )
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, {}).dataset("d")
+    (problem,) = caught.value.list
+    assert f"datasets.d.curate.{message}" in problem.message
+    assert hint in problem.hint

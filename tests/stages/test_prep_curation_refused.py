@@ -44,17 +44,17 @@ def row(text: object, **fields: object) -> dict[str, Any]:
 ROWS = [row("hello"), row("h"), row("world")]
 REFUSED_TABLES = [
     ("", "[datasets.crawl.curate]|curate needs a recipe or steps", ""),
-    ('{ step = "exakt" }', "curate.steps.0: there is no step 'exakt'", "did you mean 'exact'?"),
+    ('{ step = "exakt" }', "curate.steps: there is no 'exakt'", "did you mean 'exact'?"),
     (
         '{ step = "pii" }, { step = "exact", uint = "line" }',
-        "unknown key 'uint' in [datasets.crawl.curate.steps.1]",
+        "curate.steps[1]: unknown key 'uint' of 'exact'",
         "did you mean 'unit'?",
     ),
-    ('{ unit = "line" }', "missing key 'step' in [datasets.crawl.curate.steps.0]", "minhash"),
-    ('{ step = "minhash", bands = 300 }', "steps.0.bands = 300 must be at most 256", ""),
+    ('{ unit = "line" }', "datasets.crawl.curate.steps", "step"),
+    ('{ step = "minhash", bands = 300 }', "steps[0].bands = 300 must be at most 256", ""),
     ('{ step = "sample", rate = 1e12 }', "must be at most 1000", ""),
     ('{ step = "sample", rates = { a = 1 } }', "rates and scores need field", ""),
-    ('{ step = "function", function = "own" }', "does not match", "FILE.py:NAME"),
+    ('{ step = "function", function = "own" }', "does not match", "steps[0].function"),
     ('{ step = "exact", against = ["crawl"] }', "against 'crawl', the dataset itself", ""),
 ]
 

@@ -5,7 +5,6 @@ Names of rules, thresholds and recipes are those of datatrove 0.10, which made F
 
 from __future__ import annotations
 
-import typing
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -234,9 +233,6 @@ LocalStep = (
 )
 GlobalStep = ExactStep | MinHashStep
 Step = LocalStep | GlobalStep
-STEPS: dict[str, type[Table]] = {
-    typing.get_args(kind.model_fields["step"].annotation)[0]: kind for kind in typing.get_args(Step)
-}
 # keys of steps that hold paths, and patterns of them, relative to the folder of jobs.toml
 STEP_PATHS = ("domains", "urls", "model", "function")
 STEP_PATTERNS = ("benchmarks",)

@@ -4,6 +4,7 @@ holds, what it may hold."""
 from __future__ import annotations
 
 import difflib
+import re
 import types
 import typing
 from collections.abc import Iterable, Iterator
@@ -14,11 +15,11 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from trainkit.base.errors import Problem, SourceLocation
-from trainkit.jobs.curation import STEPS
 from trainkit.jobs.provenance import SET, SourcedTable, SourcedValue
 from trainkit.jobs.schema import REFERENCES, TABLES, Table
 
 NOT_YET = "is planned, but not in this version of trainkit"
+ENTRY = 3  # number, tag and key: where in an array of tagged tables an error is
 NAME_RULE = "names match [a-z0-9][a-z0-9_-]*"
 _EXPECTED = {
     "int_type": "an integer",
@@ -164,34 +165,15 @@ def schema_problems(
     explained: set[tuple[str | int, ...]] = set()
     found_problems = []
     for found in errors:
-        spot = _Spot(*_in_step(model, section, found["loc"]))
+        spot = _Spot(model, section, found["loc"])
         if found["type"] == "extra_forbidden":
             close = closest_name(spot.key, spot.model.model_fields)
             explained |= {(*spot.above, close)} if close else set()
             if spot.is_dotted_name():
                 explained |= {loc for loc in missing if loc[:-1] == spot.above}
-        found_problems.append((found["loc"], found["type"], _problem(found, spot)))
+        problem = _problem_of_entry(found, spot) or _problem(found, spot)
+        found_problems.append((found["loc"], found["type"], problem))
     return (each for each in found_problems if not (each[1] == "missing" and each[0] in explained))
-
-
-def _in_step(
-    model: type[Table], section: SourcedTable, loc: tuple[str | int, ...]
-) -> tuple[type[Table], SourcedTable, tuple[str | int, ...]]:
-    """The arguments of `_Spot`; inside a step of curation those of its table, whose model its name
-    tells (loc: curate, steps, NUMBER, NAME, ..)."""
-    if loc[:2] != ("curate", "steps") or len(loc) < 4:
-        return model, section, loc
-    curate = section.entries["curate"]
-    assert isinstance(curate, SourcedTable)
-    steps = curate.entries["steps"]
-    assert isinstance(steps, SourcedValue)
-    number, name = loc[2:4]
-    path = (*steps.path, str(number))
-    table = {
-        key: SourcedValue(value, steps.place, (*path, key))
-        for key, value in steps.value[int(number)].items()
-    }
-    return STEPS[str(name)], SourcedTable(steps.place, path, {**table}), loc[4:]
 
 
 class _Spot:
@@ -207,9 +189,11 @@ class _Spot:
         self.node: SourcedTable | SourcedValue | None = section
         self.key = ""
         self.above: tuple[str | int, ...] = ()
+        self.inside: tuple[str | int, ...] = ()  # of an array: number of the entry, tag, key
         for depth, part in enumerate(loc):
             if part == "[key]" or not isinstance(self.node, SourcedTable):
                 # inside an array, or about a key of `env`: the whole value is as near as it gets
+                self.inside = loc[depth:] if len(loc) - depth == ENTRY else ()
                 break
             part = str(part)  # of an array of tables
             inner = _table_of(self.field) if self.field else self.model
@@ -284,18 +268,12 @@ def _problem(found: ErrorDetails, spot: _Spot) -> Problem:
             node = node.entries.get(part) if isinstance(node, SourcedTable) else None
         about = dotted_key(spot.node or spot.section)
         return Problem(f"{about}: {context['message']}", (node or spot.node or spot.section).place)
-    key = dotted_key(spot.node) if spot.node else ".".join(str(part) for part in found["loc"])
-    allowed = _allowed(spot.field)
+    key = _key_of(found, spot)
     hint = spot.field.description or "" if spot.field else ""
-    if kind in ("union_tag_invalid", "union_tag_not_found"):
-        about = f"{key}.{found['loc'][-1]}"
-        if kind == "union_tag_not_found":
-            return Problem(f"missing key 'step' in [{about}]", spot.place, suggest("", STEPS))
-        name = context["tag"]
-        return Problem(f"{about}: there is no step '{name}'", spot.place, suggest(name, STEPS))
     if kind in _EXPECTED:
         return _wrong_type(key, kind, value, spot, hint)
     if kind == "literal_error":
+        allowed = _allowed(spot.field, context["expected"])
         return Problem(f"{key}: expected {allowed}, got {describe_value(value)}", spot.place)
     if kind in _BOUNDS:
         bound, words = _BOUNDS[kind]
@@ -336,6 +314,45 @@ def _unknown_key(spot: _Spot) -> Problem:
             f" [{table}-{spot.key}]",
         )
     return Problem(message, spot.place, suggest(spot.key, known))
+
+
+def _key_of(found: ErrorDetails, spot: _Spot) -> str:
+    key = dotted_key(spot.node) if spot.node else ".".join(map(str, found["loc"]))
+    return f"{key}[{spot.inside[0]}].{spot.inside[-1]}" if spot.inside else key
+
+
+def _problem_of_entry(found: ErrorDetails, spot: _Spot) -> Problem | None:
+    """What is wrong with the keys of a table in an array whose tables are told apart by a tag."""
+    array = dotted_key(spot.node or spot.section)
+    if found["type"] == "union_tag_not_found":
+        key = found["ctx"]["discriminator"].strip("'")
+        return Problem(f"{array}: a table without '{key}'", spot.place, f"add {key} = NAME")
+    if found["type"] == "union_tag_invalid":
+        tag = found["ctx"]["tag"]
+        known = re.findall("'([^']+)'", found["ctx"]["expected_tags"])
+        return Problem(f"{array}: there is no '{tag}'", spot.place, suggest(tag, known))
+    if not spot.inside or found["type"] not in ("missing", "extra_forbidden"):
+        return None
+    number, tag, key = spot.inside
+    if found["type"] == "missing":
+        return Problem(f"{array}[{number}]: '{tag}' needs '{key}'", spot.place)
+    message = f"{array}[{number}]: unknown key '{key}' of '{tag}'"
+    tables = [table for table in _tables_in(spot.field) if _has_tag(table, tag)]
+    return Problem(message, spot.place, suggest(str(key), tables[0].model_fields))
+
+
+def _tables_in(field: FieldInfo | None) -> Iterator[type[Table]]:
+    """The models of the tables in an array."""
+    found: list[object] = [field.annotation if field else None]
+    while found:
+        kind = found.pop()
+        if isinstance(kind, type) and issubclass(kind, Table):
+            yield kind
+        found += typing.get_args(kind)
+
+
+def _has_tag(table: type[Table], tag: str | int) -> bool:
+    return any(typing.get_args(field.annotation) == (tag,) for field in table.model_fields.values())
 
 
 def _inner_table(spot: _Spot) -> tuple[str, str] | None:
@@ -387,15 +404,11 @@ def _wrong_type(key: str, kind: str, value: Any, spot: _Spot, hint: str) -> Prob
     )
 
 
-def _allowed(field: FieldInfo | None) -> str:
-    """The values of a key, where they can be listed."""
-    if field is None:
-        return ""
-    kinds = (field.annotation, *typing.get_args(field.annotation))
-    literal = next((kind for kind in kinds if typing.get_origin(kind) is typing.Literal), None)
-    if literal is None:
-        return _toml(field.default)
-    values = [_toml(value) for value in typing.get_args(literal)]
+def _allowed(field: FieldInfo | None, expected: str) -> str:
+    """The values of a key; where it has others too, those that pydantic expected."""
+    if field is None or typing.get_origin(field.annotation) is not typing.Literal:
+        return expected
+    values = [_toml(value) for value in typing.get_args(field.annotation)]
     if len(values) > 1:
         return " or ".join([", ".join(values[:-1]), values[-1]])
     return values[0]
