@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 from tests.data.curate.curation_cases import documents
 from trainkit.base.errors import ConfigError
 from trainkit.data.curate.contract import CrawledDocument, Dropped
-from trainkit.data.curate.steps import STEPS
+from trainkit.data.curate.steps import STEPS, pii
 from trainkit.jobs.curation import Step
 
 SENTENCE = (
     "A farmer has seventeen sheep and all but nine of them run away before the sun goes down over"
     " the northern hills, so how many are left?"
+)
+
+# of PIIFormatter, whole
+DATATROVE_EMAIL = re.compile(
+    r"\b[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]+(?:\.[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]+)*@(?:(?:[A-Za-z0-9](?:["
+    r"A-Za-z0-9-]*[A-Za-z0-9])?\.)+[A-Za-z0-9](?:[A-Za-z0-9-]*[A-Za-z0-9])?|\[(?:(?:25[0-5]|2[0-4][0"
+    r"-9]|[01]?[0-9][0-9]?)\.){3}(?:25[0-5]|2[0-4][0-9]|[01]?[0-9][0-9]?|[A-Za-z0-9-]*[A-Za-z0-9]:)"
+    r"])"
 )
 
 
@@ -144,6 +156,22 @@ def test_pii_hangs_on_the_document_alone() -> None:
         )
     )
     assert judge(make(step="pii", emails=False, ips=False), text)[1].text == text
+
+
+@given(st.lists(st.sampled_from([*"ab1é_-+. \n@[]:", "1.2.3.4", "@b.org", "x@y.de"])))
+def test_pii_finds_what_the_regex_of_datatrove_finds(pieces: list[str]) -> None:
+    text = "".join(pieces)
+    turns = itertools.cycle(pii.EMAILS)
+    expected = DATATROVE_EMAIL.sub(lambda found: next(turns), text)
+    assert judge(make(step="pii", ips=False), text)[1].text == expected
+
+
+@pytest.mark.timeout(60)
+def test_pii_reads_a_long_text_once() -> None:
+    """The regex as a whole would try at every letter, to the end of the word: for days."""
+    text = "Mail a@b.org. " + "a-" * 2_000_000 + "@" + "b-" * 100_000
+    changed = judge(make(step="pii"), text)[1].text
+    assert changed == text.replace("a@b.org", "email@example.com")
 
 
 def test_length() -> None:
