@@ -24,11 +24,13 @@ from tests.data.curate.test_rules import golden
 from trainkit import _index
 from trainkit.base.errors import ConfigError
 from trainkit.data.curate.duplicates_worker import work
+from trainkit.data.curate.filter_worker import FilterWorker
 from trainkit.data.curate.key_files import DUPLICATES, KeyNumbers, open_keys, read_words
-from trainkit.data.curate.read_back import ID, ORIGIN, document_key
+from trainkit.data.curate.read_back import ID, ORIGIN, document_key, read_shard
 from trainkit.data.curate.signatures import MinHashKeys
-from trainkit.data.curate.specs import ClusterSpec, JoinSpec, KeysSpec, NumberSpec
+from trainkit.data.curate.specs import ClusterSpec, FilterSpec, JoinSpec, KeysSpec, NumberSpec
 from trainkit.data.text.write_shards import DocumentWriter
+from trainkit.data.unit_specs import ReadingSettings
 from trainkit.jobs.curation import ExactStep, MinHashStep
 
 PEER = os.environ.get("TRAINKIT_DATATROVE_PYTHON", "")
@@ -212,3 +214,21 @@ def test_empty_shards_are_shards(tmp_path: Path) -> None:
         rows = compare(tmp_path / str(number), [[], texts, [], texts[:1], []], step)
         assert any(row[0] == len(texts) or row[2] == len(texts) for row in rows)
     assert list(itertools.chain(compare(tmp_path / "none", [[], []], MINHASH))) == []
+
+
+@pytest.mark.parametrize("unit", ["line", "paragraph"])
+def test_a_blank_document_is_no_duplicate(tmp_path: Path, unit: str) -> None:
+    step = ExactStep(step="exact", unit=unit).model_dump(mode="json")
+    texts = ["\n\n", "", "some words", "some words"]
+    folder = tmp_path / "blank"
+    compare(folder, [texts], step)
+    spec = FilterSpec(
+        *("own0", folder / "own0.jsonl.zst", None, 1, ReadingSettings("text"), (), (), "en"),
+        *(folder / name for name in ("out.jsonl.zst", "dropped.jsonl.zst", "rejects")),
+        *(folder / "own0.keys", folder / "numbers.json"),
+        tuple(folder / f"{part}.duplicates" for part in range(3)),
+        step,
+    )
+    result = FilterWorker()(json.loads(json.dumps(spec.to_json())), lambda *at, **counts: None)
+    assert result["steps"][0]["reasons"] == {"duplicate": 1}
+    assert [each.text for each in read_shard(spec.output, "text")] == ["", "", "some words"]

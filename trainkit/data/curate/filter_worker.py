@@ -180,7 +180,7 @@ class DuplicateFilter:
             seen.add(key)
             left += pieces[at : at + 2]
         text = "".join(left).strip("\n")
-        if text != document.text and not text.strip():
+        if rows and not text.strip():
             kept, size = next(iter(rows.values()))
             return Dropped(
                 "duplicate", size, 1, f"all of it in others, first {self._numbers.id_of(kept)}"
