@@ -295,6 +295,20 @@ def test_own_function(tmp_path: Path) -> None:
     assert dropped and (dropped.reason, dropped.detail) == ("function", "own.py:rule")
     _, document = judge(own(tmp_path, "fields['n'] = len(text); return text.upper()"), "abc")
     assert (document.text, document.fields["n"]) == ("ABC", 3)
+    fields = {"trainkit_id": "00", "trainkit_origin": "crawl.jsonl:7", "url": "a.org"}
+    _, document = judge(own(tmp_path, "fields.clear(); return True"), "abc", **fields)
+    assert document.fields == {"trainkit_id": "00", "trainkit_origin": "crawl.jsonl:7"}
+
+
+def test_own_file_with_a_dataclass(tmp_path: Path) -> None:
+    """It asks for its module by name."""
+    path = tmp_path / "own.py"
+    path.write_text(
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n"
+        "@dataclass\nclass Rule:\n    least: int\n"
+        "def rule(text, fields):\n    return len(text) >= Rule(3).least\n"
+    )
+    assert judge(make(step="function", function=f"{path}:rule"), "abc")[0] is None
 
 
 @pytest.mark.parametrize(
@@ -302,6 +316,7 @@ def test_own_function(tmp_path: Path) -> None:
     [
         ("raise KeyError(text)", r"raised KeyError: 'abc' \(.*own.py:5\)"),
         ("return 3", "returned int"),
+        ("return chr(0xD800)", "returned a text that is no Unicode: surrogates not allowed at 0"),
         ("while True: pass", "did not return within 0.2 s"),
         ("time.sleep(60)", "did not return within 0.2 s"),
         ("import sys; sys.exit(3)", "raised SystemExit"),

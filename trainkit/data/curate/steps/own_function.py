@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import signal
+import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from types import FrameType
 
 from trainkit.base.errors import ConfigError, Exit
 from trainkit.data.curate.contract import CrawledDocument, Dropped
+from trainkit.data.curate.read_back import ID, ORIGIN
 from trainkit.jobs.curation import FunctionStep
 
 Answer = bool | str | None
@@ -22,7 +24,7 @@ class _TooLong(BaseException):
 
 class OwnFunction:
     """Calls function(text, fields): True keeps the document, False or None leaves it out, a text
-    replaces its own; `fields` is its to change."""
+    replaces its own; `fields` is its to change, but for the id and the place."""
 
     def __init__(self, table: FunctionStep, language: str) -> None:
         self._name = table.function
@@ -30,6 +32,7 @@ class OwnFunction:
         self._function = _imported(table.function)
 
     def __call__(self, document: CrawledDocument) -> Dropped | None:
+        named = {name: document.fields[name] for name in (ID, ORIGIN) if name in document.fields}
         try:
             with _at_most(self._seconds):
                 answer = self._function(document.text, document.fields)
@@ -43,8 +46,10 @@ class OwnFunction:
             last = traceback.extract_tb(error.__traceback__)[-1]
             what = f"raised {type(error).__name__}: {error} ({last.filename}:{last.lineno})"
             raise self._error(document, what, "mend it: what is done is kept") from None
+        finally:
+            document.fields.update(named)
         if isinstance(answer, str):
-            document.text = answer
+            document.text = self._valid(document, answer)
         elif not isinstance(answer, bool) and answer is not None:
             raise self._error(
                 document,
@@ -54,6 +59,15 @@ class OwnFunction:
         elif not answer:
             return Dropped("function", detail=self._name.rpartition("/")[2])
         return None
+
+    def _valid(self, document: CrawledDocument, text: str) -> str:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            what = f"returned a text that is no Unicode: {error.reason} at {error.start}"
+            hint = 'leave lone surrogates out: text.encode(errors="ignore").decode()'
+            raise self._error(document, what, hint) from None
+        return text
 
     def _error(self, document: CrawledDocument, what: str, hint: str) -> ConfigError:
         origin = document.fields.get("trainkit_origin", "")
@@ -65,9 +79,9 @@ class OwnFunction:
 def _imported(name: str) -> Callable[[str, dict[str, object]], Answer]:
     """The function. Raises ConfigError (exit 6): no file, no such name, an import that fails."""
     path, _, attribute = name.rpartition(":")
-    spec = importlib.util.spec_from_file_location("trainkit_own_function", path)
+    spec = importlib.util.spec_from_file_location(f"trainkit_own_function:{path}", path)
     assert spec is not None and spec.loader is not None, "the schema wants .py"
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses ask
     try:
         spec.loader.exec_module(module)
         function: Callable[[str, dict[str, object]], Answer] = getattr(module, attribute)
