@@ -123,6 +123,12 @@ class TextWords {
     std::vector<trainkit::Word> words_;
 };
 
+std::size_t checked_gram(std::size_t n) {
+    if (n == 0)
+        throw py::value_error("an n-gram has a word at least");
+    return n;
+}
+
 py::object as_tuple(const trainkit::Verdict& verdict) {
     if (!verdict)
         return py::none();
@@ -246,8 +252,14 @@ void bind_rules(py::module_& module) {
              "max_ellipsis_lines"_a, "min_alphabetic_words"_a, "min_stop_words"_a, "stop_words"_a)
         .def("__call__", &judge<GopherQuality>, "words"_a, "text"_a);
     py::class_<GopherRepetition>(module, "GopherRepetition")
-        .def(py::init<double, double, double, double, GopherRepetition::Limits,
-                      GopherRepetition::Limits>(),
+        .def(py::init([](double a, double b, double c, double d, GopherRepetition::Limits top,
+                         GopherRepetition::Limits repeated) {
+                 for (const auto* limits : {&top, &repeated}) {
+                     for (const auto& [n, limit] : *limits)
+                         checked_gram(n);
+                 }
+                 return GopherRepetition{a, b, c, d, std::move(top), std::move(repeated)};
+             }),
              py::kw_only(), "max_lines"_a, "max_paragraphs"_a, "max_line_characters"_a,
              "max_paragraph_characters"_a, "top_grams"_a, "repeated_grams"_a)
         .def("__call__", &judge<GopherRepetition>, "words"_a, "text"_a);
@@ -299,12 +311,18 @@ inline void bind_curation(py::module_& module) {
             "lower"_a, "numbers"_a);
     bind_rules(module);
     py::class_<trainkit::MinHash>(module, "MinHash")
-        .def(py::init<std::size_t, std::vector<std::uint64_t>, std::vector<std::uint64_t>>(), "n"_a,
-             "a"_a, "b"_a)
+        .def(
+            py::init([](std::size_t n, std::vector<std::uint64_t> a, std::vector<std::uint64_t> b) {
+                if (a.size() != b.size())
+                    throw py::value_error("a and b must have one entry a hash");
+                return trainkit::MinHash(checked_gram(n), std::move(a), std::move(b));
+            }),
+            "n"_a, "a"_a, "b"_a)
         .def("__call__", &sign, "words"_a, "lower"_a)
         .def("band_keys", &band_keys, "words"_a, "lower"_a, "rows"_a);
     py::class_<trainkit::BenchmarkIndex>(module, "BenchmarkIndex")
-        .def(py::init<std::size_t>(), "n"_a)
+        .def(py::init([](std::size_t n) { return trainkit::BenchmarkIndex(checked_gram(n)); }),
+             "n"_a)
         .def("add", &add_entry, "words"_a, "lower"_a, "entry"_a, "least"_a)
         .def("forget_common", &trainkit::BenchmarkIndex::forget_common, "most"_a)
         .def("find", &find_entries, "words"_a, "lower"_a);
@@ -329,6 +347,6 @@ inline void bind_curation(py::module_& module) {
                 return found.empty() ? 0.0f : found.at(label);
             },
             "text"_a, "label"_a);
-    module.def("unite", &unite, "parents"_a, "edges"_a);
-    module.def("find_roots", &find_roots, "parents"_a);
+    module.def("unite", &unite, "parents"_a.noconvert(), "edges"_a);
+    module.def("find_roots", &find_roots, "parents"_a.noconvert());
 }

@@ -46,6 +46,8 @@ class ModelFile {
         return values;
     }
 
+    bool flag() { return get<std::uint8_t>() != 0; }
+
     std::string text() {
         std::string value;
         while (const char c = get<char>())
@@ -108,7 +110,7 @@ class ModelMatrix {
   public:
     void load(ModelFile& file, bool quantized) {
         quantized_ = quantized;
-        norms_ = quantized && file.get<bool>();
+        norms_ = quantized && file.flag();
         rows = file.get<std::int64_t>();
         dim = file.get<std::int64_t>();
         if (rows < 0 || dim < 1 || dim > (1 << 20) || rows > (std::int64_t{1} << 40) / dim)
@@ -168,9 +170,9 @@ class FastTextModel {
             throw std::runtime_error("it is no fastText model of version 12");
         load_arguments(file);
         load_dictionary(file);
-        const bool quantized = file.get<bool>();
+        const bool quantized = file.flag();
         input_.load(file, quantized);
-        const bool quantized_output = file.get<bool>();
+        const bool quantized_output = file.flag();
         output_.load(file, quantized && quantized_output);
         if (input_.dim != dim_ || output_.dim != dim_ ||
             output_.rows != static_cast<std::int64_t>(labels.size()) || labels.empty())
@@ -190,7 +192,7 @@ class FastTextModel {
             value /= static_cast<float>(count);
         std::vector<float> found(labels.size());
         if (loss_ == kHierarchical) {
-            walk(nodes_.size() - 1, 0, hidden, found);
+            walk(hidden, found);
             return found;
         }
         float most = -INFINITY;
@@ -216,6 +218,7 @@ class FastTextModel {
     static constexpr std::size_t kMost = std::size_t{1}
                                          << 17;  // places for words, of which half are used
     static constexpr const char* kEnd = "</s>";
+    static constexpr std::int64_t kUnmade = 1000000000000000;  // above the count of any label
 
     // What a word adds: `rows` rows, whose sum is at `sum` in sums_.
     struct Addition {
@@ -386,9 +389,12 @@ class FastTextModel {
     // Huffman's tree of the labels, as HierarchicalSoftmaxLoss::buildTree.
     void build_tree() {
         const std::size_t leaves = labels.size();
-        nodes_.assign(2 * leaves - 1, Node{std::int64_t{1000000000000000}, 0, 0});
-        for (std::size_t i = 0; i < leaves; ++i)
+        nodes_.assign(2 * leaves - 1, Node{kUnmade, 0, 0});
+        for (std::size_t i = 0; i < leaves; ++i) {
+            if (counts_[i] < 0 || counts_[i] >= kUnmade / std::int64_t(leaves))
+                throw std::runtime_error("its labels' counts are damaged");
             nodes_[i].count = counts_[i];
+        }
         std::size_t leaf = leaves;  // one more than the next
         std::size_t node = leaves;
         for (std::size_t i = leaves; i < nodes_.size(); ++i) {
@@ -403,16 +409,17 @@ class FastTextModel {
         }
     }
 
-    void walk(std::size_t node, float score, const std::vector<float>& hidden,
-              std::vector<float>& found) const {
-        if (node < labels.size()) {
-            found[node] = std::exp(score);
-            return;
+    // From the root down: a node's children stand before it.
+    void walk(const std::vector<float>& hidden, std::vector<float>& found) const {
+        std::vector<float> scores(nodes_.size(), 0);
+        for (std::size_t node = nodes_.size(); node-- > labels.size();) {
+            const float dot = output_.dot(static_cast<std::int64_t>(node - labels.size()), hidden);
+            const float right = 1 / (1 + std::exp(-dot));
+            scores[nodes_[node].left] = scores[node] + log_of(1 - right);
+            scores[nodes_[node].right] = scores[node] + log_of(right);
         }
-        const float dot = output_.dot(static_cast<std::int64_t>(node - labels.size()), hidden);
-        const float right = 1 / (1 + std::exp(-dot));
-        walk(nodes_[node].left, score + log_of(1 - right), hidden, found);
-        walk(nodes_[node].right, score + log_of(right), hidden, found);
+        for (std::size_t label = 0; label < found.size(); ++label)
+            found[label] = std::exp(scores[label]);
     }
 
     static float log_of(float value) { return std::log(value + 1e-5f); }

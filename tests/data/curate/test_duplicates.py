@@ -11,7 +11,7 @@ import random
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -24,11 +24,20 @@ from tests.data.curate.test_rules import golden
 from trainkit import _index
 from trainkit.base.errors import ConfigError
 from trainkit.data.curate.duplicates_worker import work
+from trainkit.data.curate.filter_worker import FilterWorker
 from trainkit.data.curate.key_files import DUPLICATES, KeyNumbers, open_keys, read_words
-from trainkit.data.curate.read_back import ID, ORIGIN, document_key
+from trainkit.data.curate.read_back import ID, ORIGIN, document_key, read_shard
 from trainkit.data.curate.signatures import MinHashKeys
-from trainkit.data.curate.specs import ClusterSpec, JoinSpec, KeysSpec, NumberSpec
+from trainkit.data.curate.specs import (
+    ClusterSpec,
+    FilterResult,
+    FilterSpec,
+    JoinSpec,
+    KeysSpec,
+    NumberSpec,
+)
 from trainkit.data.text.write_shards import DocumentWriter
+from trainkit.data.unit_specs import ReadingSettings
 from trainkit.jobs.curation import ExactStep, MinHashStep
 
 PEER = os.environ.get("TRAINKIT_DATATROVE_PYTHON", "")
@@ -212,3 +221,33 @@ def test_empty_shards_are_shards(tmp_path: Path) -> None:
         rows = compare(tmp_path / str(number), [[], texts, [], texts[:1], []], step)
         assert any(row[0] == len(texts) or row[2] == len(texts) for row in rows)
     assert list(itertools.chain(compare(tmp_path / "none", [[], []], MINHASH))) == []
+
+
+@pytest.mark.parametrize("unit", ["line", "paragraph"])
+def test_a_blank_document_is_no_duplicate(
+    tmp_path: Path, unit: Literal["line", "paragraph"]
+) -> None:
+    step = ExactStep(step="exact", unit=unit).model_dump(mode="json")
+    folder = tmp_path / "blank"
+    compare(folder, [["\n\n", "", "some words", "some words"]], step)
+    spec = FilterSpec(
+        name="own0",
+        shard=folder / "own0.jsonl.zst",
+        recipe=None,
+        size=1,
+        reading=ReadingSettings("text"),
+        steps=(),
+        numbers=(),
+        language="en",
+        output=folder / "out.jsonl.zst",
+        dropped=folder / "dropped.jsonl.zst",
+        rejects=folder / "rejects.jsonl",
+        keys=folder / "own0.keys",
+        numbers_file=folder / "numbers.json",
+        duplicates=tuple(folder / f"{part}.duplicates" for part in range(3)),
+        duplicates_step=step,
+    )
+    value = json.loads(json.dumps(spec.to_json()))
+    result = FilterResult.from_json(FilterWorker()(value, lambda *at, **counts: None))
+    assert result.steps[0].reasons == {"duplicate": 1}
+    assert [each.text for each in read_shard(spec.output, "text")] == ["\n\n", "", "some words"]

@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 from tests.data.curate.curation_cases import documents
 from trainkit.base.errors import ConfigError
 from trainkit.data.curate.contract import CrawledDocument, Dropped
-from trainkit.data.curate.steps import STEPS
+from trainkit.data.curate.steps import STEPS, pii
 from trainkit.jobs.curation import Step
 
 SENTENCE = (
     "A farmer has seventeen sheep and all but nine of them run away before the sun goes down over"
     " the northern hills, so how many are left?"
+)
+
+# of PIIFormatter, whole
+DATATROVE_EMAIL = re.compile(
+    r"\b[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]+(?:\.[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]+)*@(?:(?:[A-Za-z0-9](?:["
+    r"A-Za-z0-9-]*[A-Za-z0-9])?\.)+[A-Za-z0-9](?:[A-Za-z0-9-]*[A-Za-z0-9])?|\[(?:(?:25[0-5]|2[0-4][0"
+    r"-9]|[01]?[0-9][0-9]?)\.){3}(?:25[0-5]|2[0-4][0-9]|[01]?[0-9][0-9]?|[A-Za-z0-9-]*[A-Za-z0-9]:)"
+    r"])"
 )
 
 
@@ -146,6 +158,22 @@ def test_pii_hangs_on_the_document_alone() -> None:
     assert judge(make(step="pii", emails=False, ips=False), text)[1].text == text
 
 
+@given(st.lists(st.sampled_from([*"ab1é_-+. \n@[]:", "1.2.3.4", "@b.org", "x@y.de"])))
+def test_pii_finds_what_the_regex_of_datatrove_finds(pieces: list[str]) -> None:
+    text = "".join(pieces)
+    turns = itertools.cycle(pii.EMAILS)
+    expected = DATATROVE_EMAIL.sub(lambda found: next(turns), text)
+    assert judge(make(step="pii", ips=False), text)[1].text == expected
+
+
+@pytest.mark.timeout(60)
+def test_pii_reads_a_long_text_once() -> None:
+    """The regex as a whole would try at every letter, to the end of the word: for days."""
+    text = "Mail a@b.org. " + "a-" * 2_000_000 + "@" + "b-" * 100_000
+    changed = judge(make(step="pii"), text)[1].text
+    assert changed == text.replace("a@b.org", "email@example.com")
+
+
 def test_length() -> None:
     step = make(step="length", min_characters=5, max_characters=40, min_words=2, max_words=6)
     reasons = {}
@@ -267,6 +295,20 @@ def test_own_function(tmp_path: Path) -> None:
     assert dropped and (dropped.reason, dropped.detail) == ("function", "own.py:rule")
     _, document = judge(own(tmp_path, "fields['n'] = len(text); return text.upper()"), "abc")
     assert (document.text, document.fields["n"]) == ("ABC", 3)
+    fields = {"trainkit_id": "00", "trainkit_origin": "crawl.jsonl:7", "url": "a.org"}
+    _, document = judge(own(tmp_path, "fields.clear(); return True"), "abc", **fields)
+    assert document.fields == {"trainkit_id": "00", "trainkit_origin": "crawl.jsonl:7"}
+
+
+def test_own_file_with_a_dataclass(tmp_path: Path) -> None:
+    """It asks for its module by name."""
+    path = tmp_path / "own.py"
+    path.write_text(
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n"
+        "@dataclass\nclass Rule:\n    least: int\n"
+        "def rule(text, fields):\n    return len(text) >= Rule(3).least\n"
+    )
+    assert judge(make(step="function", function=f"{path}:rule"), "abc")[0] is None
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,9 @@ PREFIX = "__label__"
 def _load(path: str) -> _index.FastTextModel:
     """The model. Raises ConfigError (exit 6) where it cannot be read."""
     try:
-        return _index.FastTextModel(path)
+        model = _index.FastTextModel(path)
+        len(model.labels)  # they are UTF-8
+        return model
     except (RuntimeError, MemoryError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"{path} cannot be read as a fastText model: {error}",

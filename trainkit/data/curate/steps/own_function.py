@@ -24,7 +24,7 @@ class _TooLong(BaseException):
 
 class OwnFunction:
     """Calls function(text, fields): True keeps the document, False or None leaves it out, a text
-    replaces its own; `fields` is its to change."""
+    replaces its own; `fields` is its to change, but for the id and the place."""
 
     def __init__(self, table: FunctionStep, language: str) -> None:
         self._name = table.function

@@ -13,10 +13,14 @@ from trainkit.jobs.curation import PiiStep
 _ATOM = r"[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]+"
 _LABEL = r"[A-Za-z0-9](?:[A-Za-z0-9-]*[A-Za-z0-9])?"
 _OCTET = r"(?:25[0-5]|2[0-4][0-9]|[01]?[0-9][0-9]?)"
-EMAIL = re.compile(
-    rf"\b{_ATOM}(?:\.{_ATOM})*@(?:(?:{_LABEL}\.)+{_LABEL}"
+# its regex of e-mail addresses in two: asked at every "@", not at every letter, which would take
+# hours for a megabyte of base64
+LOCAL = re.compile(rf"{_ATOM}(?:\.{_ATOM})*")
+DOMAIN = re.compile(
+    rf"@(?:(?:{_LABEL}\.)+{_LABEL}"
     rf"|\[(?:{_OCTET}\.){{3}}(?:{_OCTET}|[A-Za-z0-9-]*[A-Za-z0-9]:)])"
 )
+BEGINS = re.compile(r"\b[^.]")
 IPV4 = re.compile(rf"(?:{_OCTET}\.){{3}}{_OCTET}")
 DOTTED = re.compile("[0-9][.][0-9]")  # a quick look: few texts have one
 EMAILS = ("email@example.com", "firstname.lastname@example.org")
@@ -34,10 +38,26 @@ class PiiMask:
 
     def __call__(self, document: CrawledDocument) -> Dropped | None:
         if self._table.emails and "@" in document.text:
-            document.text = EMAIL.sub(_rotation(EMAILS, lambda found: True), document.text)
+            document.text = _without_emails(document.text)
         if self._table.ips and DOTTED.search(document.text):
             document.text = IPV4.sub(_rotation(IPS, _is_public), document.text)
         return None
+
+
+def _without_emails(text: str) -> str:
+    kept = []
+    done = low = count = 0
+    for domain in DOMAIN.finditer(text):
+        at = domain.start()
+        # dots stand between atoms from behind, too
+        local = LOCAL.match(text[low:at][::-1])
+        low = at + 1
+        begins = local and BEGINS.search(text, at - local.end(), at)
+        if begins:
+            kept += [text[done : begins.start()], EMAILS[count % len(EMAILS)]]
+            done = low = domain.end()
+            count += 1
+    return "".join((*kept, text[done:]))
 
 
 def _rotation(
