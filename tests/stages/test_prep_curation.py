@@ -330,3 +330,25 @@ def test_text_that_is_read_as_it_comes(project: Project) -> None:
         assert 10 < len(texts(curated(project, "many"))) < len(kept)
     assert "fresh" in project.invoke(*prepare).stdout
     assert "is sound" in project.invoke("data-verify", "many").stdout
+
+
+def test_what_steps_read_is_asked_of_fetched_text_too(project: Project) -> None:
+    """It is fresh without its server, but not where a pattern of benchmarks matches more."""
+    prepare = ("prep-data", "--dataset", "many")
+    exam = {"text": "What would a benchmark of nothing but this one question ever be good for?"}
+    write_rows(project.path / "exam-0.jsonl", [exam])
+    write_project(project, "")
+    with serve({}) as site:
+        for number in range(2):
+            rows = "".join(json.dumps(row) + "\n" for row in crawled()[number::2])
+            site.files[f"/many/{number}.jsonl"] = rows.encode()
+        length = '{ step = "length", min_characters = 9 }'
+        reads = '{ step = "decontaminate", benchmarks = ["exam*.jsonl"] }'
+        project.add_to_jobs(WEB.replace("URL", site.url).replace(length, reads))
+        project.invoke(*prepare)
+        assert "is fresh" in project.invoke(*prepare).stdout
+        kept = curated(project, "many")
+        leaked = max(kept, key=lambda row: len(str(row["text"]).split()))
+        write_rows(project.path / "exam-1.jsonl", [{"text": leaked["text"]}])
+        assert "exam-1.jsonl is new" in project.invoke(*prepare).stdout
+        assert str(leaked["text"]) not in texts(curated(project, "many"))

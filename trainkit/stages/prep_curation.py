@@ -169,7 +169,7 @@ class CurationUnits(TextUnits):
         last = self._summary(units, len(passes), keys)
         written = [self._written(shard, passes, len(passes) - 1) for shard in self.shards]
         need = self._need(
-            self._inputs(curation),
+            [*(shard.path for shard in self.shards if not shard.recipe), *self._beside()],
             [*written, *last.outputs],
             (*earlier, *units, last),
             self._left_over(units),
@@ -188,17 +188,18 @@ class CurationUnits(TextUnits):
         found = (path for pattern in WRITTEN for path in folder.glob(pattern) if path.is_file())
         return sorted(set(found) - kept)
 
-    def _inputs(self, curation: Curation) -> list[Path]:
-        """Files from outside: the shards that are here, and what steps read beside them."""
-        beside = [
-            path
-            for step in curation.all_steps()
-            for path in (*map(Path, step_files(step)), *self._others(step))
-        ]
-        return [
-            *(shard.path for shard in self.shards if not shard.recipe),
-            *dict.fromkeys(beside),
-        ]
+    def as_made(self) -> Need | None:
+        made = super().as_made()
+        if made is None or set(made.inputs) != set(self._beside()):  # no shard is an input
+            return None
+        return made
+
+    def _beside(self) -> list[Path]:
+        """Files from outside that steps read beside the shards, each once."""
+        assert self.dataset.curate is not None
+        steps = self.dataset.curate.all_steps()
+        files = (path for s in steps for path in (*map(Path, step_files(s)), *self._others(s)))
+        return list(dict.fromkeys(files))
 
     def _written(self, shard: Shard, passes: Sequence[CurationPass], number: int) -> Path:
         """What a pass makes of a shard."""

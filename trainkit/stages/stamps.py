@@ -101,8 +101,8 @@ def _changed_file(
     if not isinstance(recorded, list):
         return "its stamp cannot be read"
     before = {old[0]: old for old in recorded if old}
-    names = [str(path) for path in paths]
-    gone = [name for name in before if name not in set(names)]
+    names = dict.fromkeys(str(path) for path in paths)
+    gone = [name for name in before if name not in names]
     more = [name for name in names if name not in before]
     changes = []
     if more:
@@ -119,7 +119,7 @@ def _changed_file(
             return f"{kind} {name} is missing"
         if not _same_file(before[name], new, (digests or {}).get(name)):
             return f"{kind} {name} changed"
-    return None if names == list(before) else f"the order of the {kind}s changed"
+    return None if list(names) == list(before) else f"the order of the {kind}s changed"
 
 
 def _changed_setting(old: object, new: Mapping[str, Any]) -> str | None:
