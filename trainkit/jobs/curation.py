@@ -276,6 +276,12 @@ class Curation(Table):
 
     @model_validator(mode="after")
     def _has_steps(self) -> Curation:
+        if self.recipe in ("fineweb", "gopher") and self.words != "en":
+            raise wrong(
+                "words",
+                f"recipe '{self.recipe}' is for English text: its language and stop words are, but"
+                f" words = '{self.words}'; write its steps out",
+            )
         if not self.all_steps():
             raise needs("steps", "curate needs a recipe or steps")
         for step in self.steps:

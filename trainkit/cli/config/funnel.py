@@ -15,7 +15,8 @@ BAR = 30  # columns of the longest bar
 def funnel_page(curation: Mapping[str, Any]) -> Page:
     """What each step let through, and its three most frequent reasons."""
     yield (
-        f"{curation['name']}: {curation['documents']:,} of {curation['lines']:,} documents are left"
+        f"{curation['name']}: {curation['lines']:,} documents were read,"
+        f" {curation['documents']:,} are written"
     )
     right = ("in", "out", "kept", "text MB")
     table = Listing(

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from trainkit import _index
 from trainkit.base.errors import ConfigError, Exit
-from trainkit.base.files import write_json
+from trainkit.base.files import atomic_open, write_json
 from trainkit.base.worker import ProgressCallback, run_unit
 from trainkit.data.curate.key_files import (
     DUPLICATES,
@@ -94,16 +94,21 @@ def join(spec: JoinSpec, progress: ProgressCallback) -> dict[str, object]:
     """Find equal keys in the unit's part."""
     numbers = KeyNumbers.from_file(spec.numbers_file)
     ranges = _ranges(spec, numbers.records)
-    found = []
-    for number, (low, high) in enumerate(ranges):
-        records = _gather(spec, numbers, low, high)
-        if len(records):
-            found.append(_pairs(records) if spec.edges else _later(records, numbers.first_own))
-        progress(number + 1, len(ranges))
-    columns = 2 if spec.edges else DUPLICATES
-    rows = np.concatenate(found) if found else np.zeros((0, columns), np.uint64)
-    write_words(spec.output, rows[np.argsort(rows[:, 0], kind="stable")])
-    return {"pairs": len(rows), "read": []}
+    found = [np.zeros((0, DUPLICATES), np.uint64)]
+    count = 0
+    with atomic_open(spec.output) as file:
+        for number, (low, high) in enumerate(ranges):
+            records = _gather(spec, numbers, low, high)
+            if len(records) and spec.edges:
+                rows = _pairs(records)
+                file.write(rows.astype("<u8", copy=False).tobytes())  # in no order
+                count += len(rows)
+            elif len(records):
+                found.append(_later(records, numbers.first_own))
+            progress(number + 1, len(ranges))
+        rows = np.concatenate(found)
+        file.write(rows[np.argsort(rows[:, 0], kind="stable")].astype("<u8").tobytes())
+    return {"pairs": count + len(rows), "read": []}
 
 
 def _pairs(records: Words64) -> Words64:

@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import IO, Any
 
@@ -133,6 +134,12 @@ class FirstReading:
                 self.read.append((*identity[:3], digest))
 
 
+@lru_cache(maxsize=1)
+def _numbers_of(path: Path, changed: int) -> KeyNumbers:
+    """The same for all shards of a pass."""
+    return KeyNumbers.from_file(path)
+
+
 class DuplicateFilter:
     """Leaves out what an earlier search found in the documents of one shard.
 
@@ -147,7 +154,7 @@ class DuplicateFilter:
         self._facts = open_keys(spec.keys).documents
         self._unit = str(spec.duplicates_step.get("unit", "document"))
         self._least = int(str(spec.duplicates_step.get("min_characters", 1)))
-        self._numbers = KeyNumbers.from_file(spec.numbers_file)
+        self._numbers = _numbers_of(spec.numbers_file, spec.numbers_file.stat().st_mtime_ns)
         first = self._numbers.first_of(spec.keys)
         rows = duplicates_of(spec.duplicates, first, first + len(self._facts))
         self._rows: dict[int, dict[int, tuple[int, int]]] = {}

@@ -16,6 +16,7 @@ from trainkit.base.errors import ConfigError, Exit
 from trainkit.base.extras import install_command
 
 PAGE_SECONDS = 10  # for a page; datatrove gives it 1, in which a busy machine loses good pages
+SEGMENTS = 4096  # texts of a page that are remembered, to leave out what it repeats
 MEMORY = 2**32  # bytes of address space that the process may take
 NO_TEXT = "HTML without text"
 BROKEN = "HTML that cannot be extracted"
@@ -42,7 +43,7 @@ class PageExtractor:
         except (EOFError, OSError):
             self._process = None
             self._pipe.close()
-            return "", SLOW if process.wait() == -signal.SIGALRM else BROKEN
+            return "", SLOW if process.wait() == -signal.SIGPROF else BROKEN
         return text, reason
 
     def _start(self) -> subprocess.Popen[bytes]:
@@ -72,8 +73,10 @@ class PageExtractor:
 
 
 def _serve(pipe: Connection, seconds: int) -> None:
-    """Answer pages until the other side is gone. SIGALRM ends this process, in C code too."""
+    """Answer pages until the other side is gone. SIGPROF ends this process, in C code too, after
+    so many seconds of its own time: a busy machine leaves out no other pages."""
     from trafilatura import extract
+    from trafilatura.deduplication import LRUCache
 
     logging.disable()
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
@@ -82,13 +85,15 @@ def _serve(pipe: Connection, seconds: int) -> None:
     pipe.send(None)
     while True:
         page = pipe.recv_bytes()
-        signal.alarm(seconds)
+        signal.setitimer(signal.ITIMER_PROF, seconds)
         try:
-            text = extract(page, favor_precision=True, include_comments=False, deduplicate=True)
+            # a memory of its own for each page, or the pages before it would decide its text
+            seen = LRUCache(SEGMENTS)
+            text = extract(page, favor_precision=True, include_comments=False, deduplicate=seen)
             answer = (text.encode(errors="replace").decode(), "") if text else ("", NO_TEXT)
         except Exception:  # whatever a page makes of lxml and trafilatura
             answer = ("", BROKEN)
-        signal.alarm(0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
         pipe.send(answer)
 
 
