@@ -63,7 +63,7 @@ def test_killed_and_resumed_equals_uninterrupted(tmp_path: Path) -> None:
     assert finish(start_ranks(whole, 2), HANGS) == [0, 0]
     assert steps(whole) == list(range(1, 13))
     assert [row["step"] for row in read_rows(whole.metrics) if "eval" in row] == [0, 4, 8, 12]
-    keys = set(get_type_hints(MetricsRow)) - {"eval", "pipeline", "experts", "mtp_loss"}
+    keys = set(get_type_hints(MetricsRow)) - {"eval", "pipeline", "experts", "mtp_loss", "phase"}
     assert all(set(row) == keys for row in read_rows(whole.metrics) if "eval" not in row)
     assert [p.name for p in published_folders(whole.checkpoints)] == [
         "step-00000010",
