@@ -28,6 +28,7 @@ def load_words(language: str) -> _index.TextWords:
         pipeline = spacy.blank(language)
         tokenizer: Any = pipeline.tokenizer
         rules = list(tokenizer.rules)
+        pipeline.vocab.lex_attr_getters = {}  # what a word looks like is not asked
     except (ImportError, AttributeError) as error:
         raise ConfigError(
             f"datasets.X.curate.words = {language!r}: {error}",
