@@ -25,8 +25,8 @@ def load_words(language: str) -> _index.TextWords:
     from spacy.pipeline import Sentencizer
 
     try:
-        pipeline = spacy.blank(language)
-        tokenizer: Any = pipeline.tokenizer
+        pipeline: Any = spacy.blank(language)
+        tokenizer = pipeline.tokenizer
         rules = list(tokenizer.rules)
         pipeline.vocab.lex_attr_getters = {}  # what a word looks like is not asked
     except (ImportError, AttributeError) as error:
