@@ -132,3 +132,19 @@ def test_planning_asks_nothing_compiled() -> None:
     for name in ("trainkit.stages.prep_data", "trainkit.cli.run.stages", "trainkit.cli.tasks"):
         program = f"import sys; sys.modules['trainkit._index'] = None; import {name}"
         subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.parametrize(
+    ("language", "text"),
+    [
+        ("de", "Z.B. der Lkw-Fahrer sagte: „Das geht's nicht“, am 3. Mai um 10 km/h."),
+        ("fr", "L'homme n'a-t-il pas dit « aujourd'hui » à l'hôtel, vers 10h30 ?"),
+        ("es", "¿Qué pasó, Sr. Gómez? ¡Nada del otro mundo...!"),
+        ("ru", "Он сказал: «Привет!» — и ушёл в 10 ч."),
+    ],
+)
+def test_words_of_other_languages_are_spacys(language: str, text: str) -> None:
+    import spacy
+
+    theirs = [word.text for word in spacy.blank(language)(text) if word.text.strip()]
+    assert load_words(language).words(text) == theirs
