@@ -8,7 +8,7 @@ read, but for the first of each reason.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import lru_cache
@@ -141,7 +141,8 @@ def _numbers_of(path: Path, changed: int) -> KeyNumbers:
 
 
 class DuplicateFilter:
-    """Leaves out what an earlier search found in the documents of one shard.
+    """Leaves out what an earlier search found in the documents of one shard, all of which it sees
+    in their order.
 
     Args:
         spec: with its key file.
@@ -160,9 +161,11 @@ class DuplicateFilter:
         self._rows: dict[int, dict[int, tuple[int, int]]] = {}
         for number, key, kept, size in rows.tolist():
             self._rows.setdefault(number - first, {})[key] = (kept, size)
+        self._seen = 0
 
-    def __call__(self, document: CrawledDocument, number: int) -> Dropped | None:
-        """Judge the shard's document `number`, from 0."""
+    def __call__(self, document: CrawledDocument) -> Dropped | None:
+        number = self._seen
+        self._seen += 1
         if number >= len(self._facts) or int(self._facts[number, 0]) != document.key:
             raise ConfigError(
                 f"document {number + 1} ({document.fields[ID]}) is not the one that was compared",
@@ -254,9 +257,8 @@ class FilterWorker:
         steps = [self._step(table, spec.language) for table in spec.steps]
         reading = FirstReading(spec, rejects)
         documents = reading.documents()
-        duplicates = None
         if spec.keys is not None and spec.duplicates_step is not None:
-            duplicates = DuplicateFilter(spec)
+            steps.insert(0, DuplicateFilter(spec))
             documents = read_shard(spec.shard, spec.reading.text_key)
             name = str(spec.duplicates_step["step"])
             counts.insert(0, StepCounts(spec.duplicates_number, name))
@@ -264,11 +266,7 @@ class FilterWorker:
         for number, document in enumerate(documents):
             if number % 64 == 0:
                 progress(min(reading.position, total - 1), total)
-            judges: list[Callable[[], Dropped | None]] = []
-            if duplicates is not None:
-                judges.append(lambda d=document, n=number: duplicates(d, n))  # type: ignore[misc]
-            judges += [lambda s=step, d=document: s(d) for step in steps]  # type: ignore[misc]
-            if take_through(document, judges, counts, dropped):
+            if take_through(document, steps, counts, dropped):
                 for _ in range(document.copies):
                     writer.add(document.text, document.fields)
         progress(total, total)
@@ -291,16 +289,16 @@ class FilterWorker:
 
 def take_through(
     document: CrawledDocument,
-    judges: Sequence[Callable[[], Dropped | None]],
+    steps: Sequence[CurationStep],
     counts: Sequence[StepCounts],
     dropped: DroppedList,
 ) -> bool:
     """Whether a document comes through all steps; each counts it."""
-    for judge, count in zip(judges, counts, strict=True):
+    for step, count in zip(steps, counts, strict=True):
         copies = document.copies
         count.documents_in += copies
         count.bytes_in += copies * len(document.text.encode())
-        found = judge()
+        found = step(document)
         if found is not None:
             count.reasons[found.reason] = count.reasons.get(found.reason, 0) + copies
             dropped.add(document, count.number, count.step, found)
