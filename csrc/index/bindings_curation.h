@@ -181,7 +181,7 @@ struct PlainWords {
         text = characters.simplify(utf8(lower), false, &lines);
         characters.walk(
             text,
-            [&](std::size_t start, std::size_t size) {
+            [&](std::size_t start, std::size_t size, std::size_t) {
                 words.push_back(
                     {static_cast<std::uint32_t>(start), static_cast<std::uint32_t>(size), 0});
             },

@@ -2,6 +2,8 @@
 // like), given as flags for each code point, so that C++ and Python never disagree.
 #pragma once
 
+#include <algorithm>
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -60,6 +62,7 @@ class Characters {
   public:
     static constexpr std::size_t kPoints = 0x110000;
     static constexpr std::size_t kLongestFold = 3;  // times the character's bytes
+    static constexpr std::size_t kBlock = 256;      // bytes that are looked through at once
     using Folds = std::vector<std::pair<std::uint32_t, std::string>>;
 
     // `flags`: of kPoints code points. `folds`: those that simplify() writes as something else,
@@ -67,6 +70,12 @@ class Characters {
     Characters(std::vector<std::uint16_t> flags, const Folds& folds) : flags_(std::move(flags)) {
         for (const auto& [point, text] : folds)
             folds_.emplace(point, text);
+        for (int byte = 0; byte < 0x80; ++byte) {
+            if (is(byte, kSpace | kBlank))
+                simple_[byte] = ' ';
+            else if (!is(byte, kDecimal))
+                simple_[byte] = static_cast<char>(byte);
+        }
     }
 
     bool is(std::uint32_t point, int flag) const { return (flags_[point] & flag) != 0; }
@@ -131,29 +140,39 @@ class Characters {
         return lines;
     }
 
-    // What stands between runs of white space, and where each run begins and ends.
+    // What stands between runs of white space, with how many bytes of it are no letters of ASCII,
+    // and where each run begins and ends.
     template <typename OnWord, typename OnSpace>
     void walk(std::string_view text, OnWord on_word, OnSpace on_space) const {
-        std::size_t start = 0;
-        bool in_space = false;
-        const auto flush = [&](std::size_t end) {
-            if (end == start)
-                return;
-            if (in_space)
-                on_space(start, end - start);
-            else
-                on_word(start, end - start);
+        struct End {
+            std::size_t at, others;
         };
-        for (std::size_t at = 0; at < text.size();) {
-            const std::size_t here = at;
-            const bool space = is(next_point(text, at), kSpace);
-            if (space != in_space) {
-                flush(here);
-                start = here;
-                in_space = space;
+        std::array<End, kBlock> ends;
+        End start = {0, 0};
+        bool in_space = false;
+        const auto finish = [&](const End& end) {
+            if (end.at != start.at && in_space)
+                on_space(start.at, end.at - start.at);
+            else if (end.at != start.at)
+                on_word(start.at, end.at - start.at, end.others - start.others);
+            start = end;
+            in_space = !in_space;
+        };
+        End here = {0, 0};
+        while (here.at < text.size()) {
+            const std::size_t stop = std::min(text.size(), here.at + kBlock);
+            std::size_t count = 0;
+            for (bool space = in_space; here.at < stop;) {  // no branch: words are short
+                ends[count] = here;
+                const std::uint32_t point = next_point(text, here.at);
+                const bool now = is(point, kSpace);
+                count += now != space;
+                space = now;
+                here.others += (point | 0x20) - 'a' > 'z' - 'a';
             }
+            std::for_each(ends.begin(), ends.begin() + count, finish);
         }
-        flush(text.size());
+        finish(here);
     }
 
     // datatrove's simplify_text of a text in lower case: numbers become "0" where `numbers`,
@@ -163,32 +182,35 @@ class Characters {
                          std::vector<std::uint32_t>* lines = nullptr) const {
         std::string out(kLongestFold * text.size(), '\0');
         char* end = out.data();
-        bool pending = false;  // white space that is written before the next character
+        bool space = true;  // nothing is written, or a space
         std::uint32_t line = 0;
         const auto write = [&](std::string_view raw) {
-            const bool first = end == out.data();
-            if ((pending || first) && lines)
+            if (space && lines)
                 lines->push_back(line);
-            if (pending && !first)
-                *end++ = ' ';
-            pending = false;
+            space = false;
             std::memcpy(end, raw.data(), raw.size());
             end += raw.size();
         };
         for (std::size_t at = 0; at < text.size();) {
             const std::size_t here = at;
+            if (const char simple = simple_[static_cast<std::uint8_t>(text[at])]; simple != 0) {
+                const bool blank = simple == ' ';  // no branch: words are short
+                if (lines && space && !blank)
+                    lines->push_back(line);
+                line += text[at++] == '\n';
+                *end = simple;
+                end += !(blank && space);
+                space = blank;
+                continue;
+            }
             const std::uint32_t point = next_point(text, at);
             if (numbers && is(point, kDecimal)) {
                 at = number_end(text, at);
                 write("0");
             } else if (is(point, kSpace | kBlank)) {
-                line += point == '\n';
-                pending = true;
-            } else if (point < 0x80) {
-                if (pending || end == out.data())
-                    write(text.substr(here, 1));
-                else
-                    *end++ = text[here];
+                if (!space)
+                    *end++ = ' ';
+                space = true;
             } else {
                 const auto fold = folds_.find(point);
                 if (fold == folds_.end())
@@ -197,6 +219,8 @@ class Characters {
                     write(fold->second);
             }
         }
+        if (space && end != out.data())
+            --end;
         out.resize(static_cast<std::size_t>(end - out.data()));
         return out;
     }
@@ -235,6 +259,7 @@ class Characters {
     }
 
     std::vector<std::uint16_t> flags_;
+    std::array<char, 256> simple_{};  // what simplify() writes for a byte; 0: look at it
     std::unordered_map<std::uint32_t, std::string> folds_;
 };
 

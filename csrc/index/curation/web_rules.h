@@ -75,7 +75,7 @@ struct C4Quality {
             bool long_word = false;
             characters.walk(
                 line,
-                [&](std::size_t start, std::size_t size) {
+                [&](std::size_t start, std::size_t size, std::size_t) {
                     words += 1;
                     long_word |= max_word != 0 && size > max_word &&
                                  count_points(line.substr(start, size)) > max_word;
@@ -169,7 +169,7 @@ inline std::vector<std::string_view> count_sentences(const Characters& character
     bool ended = false;
     return each_word(
         characters, memory, line,
-        [&](std::string_view word, std::size_t) {
+        [&](std::string_view word, std::size_t, bool) {
             std::size_t at = 0;
             const bool end = characters.is(next_point(word, at), kSentenceEnd) && at == word.size();
             if (ended && !end && !characters.all(word, kPunctuation)) {

@@ -34,9 +34,10 @@ class PieceMemory {
         : english_(english), likely_(kFilter) {
         forget();
         for (const std::string& piece : exceptions) {
-            const std::uint64_t key = xxh64(piece.data(), piece.size());
-            exceptions_.insert(key);
-            likely_[key % kFilter] = true;
+            if (piece.empty())
+                continue;
+            exceptions_.insert(xxh64(piece.data(), piece.size()));
+            likely_[looks(piece)] = true;
         }
     }
 
@@ -46,13 +47,14 @@ class PieceMemory {
             forget();
     }
 
-    // Valid until the next call.
-    Sizes find(std::string_view piece) {
-        const std::uint64_t key = xxh64(piece.data(), piece.size());
-        if (letters(piece) && !(likely_[key % kFilter] && exceptions_.count(key) != 0)) {
-            whole_ = static_cast<std::uint32_t>(piece.size());
+    // `letters`: the piece is of letters of ASCII alone. Valid until the next call.
+    Sizes find(std::string_view piece, bool letters) {
+        whole_ = static_cast<std::uint32_t>(piece.size());
+        if (letters && !likely_[looks(piece)])
             return {&whole_, 1};
-        }
+        const std::uint64_t key = xxh64(piece.data(), piece.size());
+        if (letters && exceptions_.count(key) == 0)
+            return {&whole_, 1};
         const Entry& entry = entries_[slot(key)];
         if (entry.count == 0) {
             if (!english_ || !EnglishRules::split(piece, exceptions_, split_))
@@ -107,40 +109,39 @@ class PieceMemory {
         }
     }
 
-    static bool letters(std::string_view piece) {
-        for (const char byte : piece) {
-            const int lower = byte | 0x20;
-            if (lower < 'a' || lower > 'z')
-                return false;
-        }
-        return true;
+    // Of some letters and the size: few words look like an exception.
+    static std::size_t looks(std::string_view piece) {
+        std::size_t looks = piece.size();
+        for (const std::size_t at : {std::size_t{0}, piece.size() / 2, piece.size() - 1})
+            looks = 31 * looks + static_cast<std::uint8_t>(piece[at]);
+        return looks % kFilter;
     }
 
     bool english_;
     std::vector<std::uint32_t> split_;
     std::unordered_set<std::uint64_t> exceptions_;
-    std::vector<bool> likely_;  // a quick look at them
+    std::vector<bool> likely_;  // what looks like them
     std::vector<Entry> entries_;
     std::vector<std::uint32_t> sizes_;
     std::size_t known_ = 0;
     std::uint32_t whole_ = 0;
 };
 
-// Words of a text: `on_word` takes each; `on_space` runs of white space that stand for a word of
-// their own in spaCy: all but a single space behind a word. Pieces that are not known are passed
-// over, and returned, each once.
+// Words of a text: `on_word` takes each, where it starts, and whether it is of letters of ASCII
+// alone; `on_space` runs of white space that stand for a word of their own in spaCy: all but a
+// single space behind a word. Pieces that are not known are passed over, and returned, each once.
 template <typename OnWord, typename OnSpace>
 std::vector<std::string_view> each_word(const Characters& characters, PieceMemory& memory,
                                         std::string_view text, OnWord on_word, OnSpace on_space) {
     std::unordered_set<std::string_view> unknown;
     characters.walk(
         text,
-        [&](std::size_t start, std::size_t size) {
-            const PieceMemory::Sizes parts = memory.find(text.substr(start, size));
+        [&](std::size_t start, std::size_t size, std::size_t others) {
+            const PieceMemory::Sizes parts = memory.find(text.substr(start, size), others == 0);
             if (parts.first == nullptr)
                 unknown.insert(text.substr(start, size));
             for (std::size_t i = 0; i < parts.count; ++i) {
-                on_word(text.substr(start, parts.first[i]), start);
+                on_word(text.substr(start, parts.first[i]), start, others == 0);
                 start += parts.first[i];
             }
         },
@@ -158,10 +159,11 @@ inline std::vector<std::string_view> split_words(const Characters& characters, P
     words.reserve(text.size() / 5);
     return each_word(
         characters, memory, text,
-        [&](std::string_view word, std::size_t start) {
+        [&](std::string_view word, std::size_t start, bool letters) {
+            const std::size_t points = letters ? word.size() : count_points(word);
             words.push_back({static_cast<std::uint32_t>(start),
                              static_cast<std::uint32_t>(word.size()),
-                             static_cast<std::uint32_t>(count_points(word))});
+                             static_cast<std::uint32_t>(points)});
         },
         [] {});
 }
