@@ -41,9 +41,10 @@ class TextWords {
     TextWords(const py::array_t<std::uint16_t, py::array::c_style>& flags,
               const trainkit::Characters::Folds& folds, const std::vector<std::string>& exceptions,
               py::function split, bool english)
-        : characters_(checked(flags), checked(folds)),
-          memory_(exceptions, english),
-          split_(std::move(split)) {}
+        : characters_(checked(flags), checked(folds)), memory_(english), split_(std::move(split)) {
+        ask({exceptions.begin(), exceptions.end()},
+            [&](std::string_view piece, const auto& sizes) { memory_.except(piece, sizes); });
+    }
 
     const trainkit::Characters& characters() const { return characters_; }
 
@@ -96,8 +97,15 @@ class TextWords {
 
     // Whether there was something to learn: the text has to be read again.
     bool learn(const std::vector<std::string_view>& unknown) {
+        ask(unknown,
+            [&](std::string_view piece, const auto& sizes) { memory_.learn(piece, sizes); });
+        return !unknown.empty();
+    }
+
+    template <typename Take>
+    void ask(const std::vector<std::string_view>& unknown, Take take) {
         if (unknown.empty())
-            return false;
+            return;
         py::list pieces;
         for (const std::string_view piece : unknown)
             pieces.append(py::str(piece.data(), piece.size()));
@@ -108,12 +116,11 @@ class TextWords {
             std::size_t sum = 0;
             for (const std::uint32_t size : sizes[i])
                 sum += size;
-            if (sum != unknown[i].size())
+            if (sum == 0 || sum != unknown[i].size())
                 throw py::value_error("the words of a piece must make up all of it: " +
                                       std::string(unknown[i]));
-            memory_.learn(unknown[i], sizes[i]);
+            take(unknown[i], sizes[i]);
         }
-        return true;
     }
 
     trainkit::Characters characters_;

@@ -1,13 +1,13 @@
 // Pieces of ASCII as spaCy's English rules split them (spacy/tokenizer.pyx, lang/punctuation.py,
-// lang/en/punctuation.py of spaCy 3.8), so that it need not be asked. Whatever could be an
-// exception, an address or a smiley is left to spaCy.
+// lang/en/punctuation.py of spaCy 3.8), so that it need not be asked. What may be an IP
+// address is left to spaCy.
 #pragma once
 
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <string_view>
-#include <unordered_set>
+#include <unordered_map>
 #include <vector>
 
 #include "xxh64.h"
@@ -16,49 +16,54 @@ namespace trainkit {
 
 class EnglishRules {
   public:
+    using Sizes = std::vector<std::uint32_t>;                     // of words, in bytes
+    using Exceptions = std::unordered_map<std::uint64_t, Sizes>;  // by the text's XXH64
+
     // Fills `sizes` with those of the piece's words; false: spaCy has to be asked.
-    static bool split(std::string_view piece, const std::unordered_set<std::uint64_t>& exceptions,
-                      std::vector<std::uint32_t>& sizes) {
+    static bool split(std::string_view piece, const Exceptions& exceptions, Sizes& sizes) {
         if (piece.size() > kLongest ||
             !std::all_of(piece.begin(), piece.end(), [](char c) { return c > ' ' && c < 0x7F; }))
             return false;
-        const auto special = [&](std::string_view text) {
-            return exceptions.count(xxh64(text.data(), text.size())) != 0;
-        };
-        std::vector<std::uint32_t> suffixes;
+        Sizes suffixes;
         std::string_view core = piece;
         std::size_t before = 0;
         sizes.clear();
-        while (!core.empty() && core.size() != before) {
+        while (!core.empty() && core.size() != before && !known(exceptions, core)) {
             before = core.size();
             const std::size_t front = prefix(core);
             const std::size_t back = suffix(core.substr(front));
-            if (special(core) || special(core.substr(front)) ||
-                special(core.substr(0, core.size() - back)))
-                return false;
-            if (front != 0)
+            const bool tail = front != 0 && known(exceptions, core.substr(front));
+            const bool head =
+                !tail && back != 0 && known(exceptions, core.substr(0, core.size() - back));
+            if (front != 0 && !head) {
                 sizes.push_back(static_cast<std::uint32_t>(front));
-            core.remove_prefix(front);
-            if (back != 0 && (front == 0 || back <= core.size())) {
+                core.remove_prefix(front);
+            }
+            if (back != 0 && !tail) {
                 suffixes.push_back(static_cast<std::uint32_t>(back));
                 core.remove_suffix(back);
             }
         }
-        if (special(core))
+        if (const Sizes* const found = known(exceptions, core))
+            sizes.insert(sizes.end(), found->begin(), found->end());
+        else if (perhaps_ip(core))
             return false;
-        if (is_host(core))
+        else if (is_address(core))
             sizes.push_back(static_cast<std::uint32_t>(core.size()));
-        else if (perhaps_address(core))
-            return false;
         else
             split_infixes(core, sizes);
         sizes.insert(sizes.end(), suffixes.rbegin(), suffixes.rend());
-        return !holds_special(piece, sizes, special);
+        return exceptions.empty() || join(piece, exceptions, sizes);
     }
 
   private:
     static constexpr std::size_t kLongest = 128;
     static constexpr std::size_t kLongestSpecial = 16;
+
+    static const Sizes* known(const Exceptions& exceptions, std::string_view text) {
+        const auto found = exceptions.find(xxh64(text.data(), text.size()));
+        return found == exceptions.end() ? nullptr : &found->second;
+    }
 
     static bool digit(char c) { return c >= '0' && c <= '9'; }
     static bool lower(char c) { return c >= 'a' && c <= 'z'; }
@@ -159,7 +164,7 @@ class EnglishRules {
         return 0;
     }
 
-    static void split_infixes(std::string_view core, std::vector<std::uint32_t>& sizes) {
+    static void split_infixes(std::string_view core, Sizes& sizes) {
         std::size_t start = 0;
         for (std::size_t at = 0; at < core.size();) {
             const std::size_t size = infix(core, at);
@@ -175,51 +180,85 @@ class EnglishRules {
             sizes.push_back(static_cast<std::uint32_t>(core.size() - start));
     }
 
-    // Names of letters and digits with dots between, a top-level domain last: an address, which is
-    // one word.
-    static bool is_host(std::string_view text) {
-        const std::size_t dot = text.rfind('.');
-        if (dot == text.npos || dot == 0 || text.size() - dot < 3 || text.size() > 63)
-            return false;
-        for (std::size_t at = 0; at < dot; ++at) {
-            const bool name = alpha(text[at]) || digit(text[at]);
-            if (!name && (text[at] != '.' || at == 0 || text[at - 1] == '.'))
-                return false;
-        }
-        const std::string_view last = text.substr(dot + 1);
-        return text[dot - 1] != '.' && std::all_of(last.begin(), last.end(), lower);
+    static bool perhaps_ip(std::string_view text) {
+        std::size_t count = 0;
+        for (std::size_t at = 0; at + 1 < text.size(); ++at)
+            count += text[at] == '.' && digit(text[at + 1]);
+        return count >= 3;
     }
 
-    // A top-level domain is two small letters behind a dot at least; an IP address has three dots.
-    static bool perhaps_address(std::string_view text) {
-        std::size_t count = 0;
-        for (std::size_t at = 0; at < text.size(); ++at) {
-            if (text[at] != '.')
-                continue;
-            if (++count == 3 ||
-                (at + 2 < text.size() && lower(text[at + 1]) && lower(text[at + 2])))
+    // A host, perhaps behind a protocol or a user.
+    static bool is_address(std::string_view text) {
+        const std::size_t name = text.find("://");
+        const auto in_name = [](char c) { return alpha(c) || digit(c) || one_of(c, "_+-."); };
+        if (is_host(text) || (name != text.npos && name >= 2 &&
+                              std::all_of(text.begin(), text.begin() + name, in_name) &&
+                              is_host(text.substr(name + 3))))
+            return true;
+        for (std::size_t at = text.find('@', 1); at != text.npos; at = text.find('@', at + 1)) {
+            if (is_host(text.substr(at + 1)))
                 return true;
         }
         return false;
     }
 
-    // Whether some words make up an exception, which spaCy joins again.
-    template <typename Special>
-    static bool holds_special(std::string_view piece, const std::vector<std::uint32_t>& sizes,
-                              Special special) {
-        std::size_t start = 0;
-        for (std::size_t first = 0; first < sizes.size(); ++first) {
-            std::size_t size = sizes[first];
-            for (std::size_t next = first + 1; next < sizes.size(); ++next) {
-                size += sizes[next];
-                if (size > kLongestSpecial)
-                    break;
-                if (special(piece.substr(start, size)))
-                    return true;
-            }
-            start += sizes[first];
+    // Names with dots behind, a top-level domain, perhaps a port and a path.
+    static bool is_host(std::string_view text) {
+        const auto inner = [](char c) { return alpha(c) || digit(c) || c == '_' || c == '-'; };
+        std::size_t label = 0;  // where it starts
+        std::size_t at = 0;
+        for (; at < text.size() && (inner(text[at]) || text[at] == '.'); ++at) {
+            if (text[at] != '.')
+                continue;
+            if (at == label || at - label > 64 || one_of(text[label], "_-") ||
+                one_of(text[at - 1], "_-"))
+                return false;
+            label = at + 1;
         }
-        return false;
+        const std::string_view top = text.substr(label, at - label);
+        if (label == 0 || top.size() < 2 || top.size() > 63 ||
+            !std::all_of(top.begin(), top.end(), lower))
+            return false;
+        if (at < text.size() && text[at] == ':') {
+            const std::size_t port = at + 1;
+            for (++at; at < text.size() && digit(text[at]); ++at) {
+            }
+            if (at - port < 2 || at - port > 5)
+                return false;
+        }
+        return at == text.size() || one_of(text[at], "/?#");
+    }
+
+    // Joins words again that make up an exception, as they are split without it; false: two of
+    // them overlap.
+    static bool join(std::string_view piece, const Exceptions& exceptions, Sizes& sizes) {
+        Sizes joined;
+        Sizes plain;
+        std::size_t free = 0;  // the first word that is in none
+        std::size_t start = 0;
+        for (std::size_t first = 0; first < sizes.size(); start += sizes[first++]) {
+            std::size_t size = sizes[first];
+            for (std::size_t end = first + 1; end < sizes.size(); ++end) {
+                size += sizes[end];
+                const std::string_view text = piece.substr(start, size);
+                const Sizes* const found =
+                    size > kLongestSpecial ? nullptr : known(exceptions, text);
+                if (found == nullptr)
+                    continue;
+                if (!split(text, {}, plain) ||
+                    !std::equal(plain.begin(), plain.end(), sizes.begin() + first,
+                                sizes.begin() + end + 1))
+                    continue;
+                if (first < free)
+                    return false;
+                joined.insert(joined.end(), found->begin(), found->end());
+                free = end + 1;
+            }
+            if (first >= free)
+                joined.push_back(sizes[first]);
+        }
+        sizes.swap(joined);
+        return true;
     }
 
     static constexpr std::string_view kUnits[] = {

@@ -30,15 +30,12 @@ class PieceMemory {
         std::size_t count;
     };
 
-    PieceMemory(const std::vector<std::string>& exceptions, bool english)
-        : english_(english), likely_(kFilter) {
-        forget();
-        for (const std::string& piece : exceptions) {
-            if (piece.empty())
-                continue;
-            exceptions_.insert(xxh64(piece.data(), piece.size()));
-            likely_[looks(piece)] = true;
-        }
+    explicit PieceMemory(bool english) : english_(english), likely_(kFilter) { forget(); }
+
+    // A piece that is split otherwise than it looks.
+    void except(std::string_view piece, const EnglishRules::Sizes& sizes) {
+        exceptions_.emplace(xxh64(piece.data(), piece.size()), sizes);
+        likely_[looks(piece)] = true;
     }
 
     // Forget all if it is much; not within a text, of which all pieces have to be known.
@@ -49,13 +46,16 @@ class PieceMemory {
 
     // `letters`: the piece is of letters of ASCII alone. Valid until the next call.
     Sizes find(std::string_view piece, bool letters) {
-        whole_ = static_cast<std::uint32_t>(piece.size());
-        if (letters && !likely_[looks(piece)])
+        if (likely_[looks(piece)]) {
+            const auto found = exceptions_.find(xxh64(piece.data(), piece.size()));
+            if (found != exceptions_.end())
+                return {found->second.data(), found->second.size()};
+        }
+        if (letters) {
+            whole_ = static_cast<std::uint32_t>(piece.size());
             return {&whole_, 1};
-        const std::uint64_t key = xxh64(piece.data(), piece.size());
-        if (letters && exceptions_.count(key) == 0)
-            return {&whole_, 1};
-        const Entry& entry = entries_[slot(key)];
+        }
+        const Entry& entry = entries_[slot(xxh64(piece.data(), piece.size()))];
         if (entry.count == 0) {
             if (!english_ || !EnglishRules::split(piece, exceptions_, split_))
                 return {nullptr, 0};
@@ -119,7 +119,7 @@ class PieceMemory {
 
     bool english_;
     std::vector<std::uint32_t> split_;
-    std::unordered_set<std::uint64_t> exceptions_;
+    EnglishRules::Exceptions exceptions_;
     std::vector<bool> likely_;  // what looks like them
     std::vector<Entry> entries_;
     std::vector<std::uint32_t> sizes_;

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -148,3 +149,21 @@ def test_words_of_other_languages_are_spacys(language: str, text: str) -> None:
 
     theirs = [word.text for word in spacy.blank(language)(text) if word.text.strip()]
     assert load_words(language).words(text) == theirs
+
+
+def test_words_of_english_are_spacys_whatever_is_joined() -> None:
+    """Exceptions, smileys, addresses, signs, beside one another without a space."""
+    import spacy
+
+    tokenizer: Any = spacy.blank("en").tokenizer
+    dice = random.Random(7)
+    others = (
+        "... .. . , : ; - -- / ' \" ( ) [ ] @ # :// :80 ?q $ % + * _"
+        " foo Bar a x9 www. com co.uk foo.bar_baz user@ http 10.1.2 5 12 km U.S"
+    )
+    parts = [rule for rule in tokenizer.rules if rule.split() == [rule]]
+    parts += 50 * others.split()
+    words = load_words("en")
+    for _ in range(10_000):
+        piece = "".join(dice.choices(parts, k=dice.randint(1, 4)))
+        assert words.words(piece) == [word.text for word in tokenizer(piece)], piece

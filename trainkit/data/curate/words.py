@@ -27,7 +27,7 @@ def load_words(language: str) -> _index.TextWords:
     try:
         pipeline: Any = spacy.blank(language)
         tokenizer = pipeline.tokenizer
-        rules = list(tokenizer.rules)
+        rules = [rule for rule in tokenizer.rules if rule.split() == [rule]]
         pipeline.vocab.lex_attr_getters = {}  # what a word looks like is not asked
     except (ImportError, AttributeError) as error:
         raise ConfigError(
