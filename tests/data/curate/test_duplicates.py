@@ -23,6 +23,7 @@ from tests.data.curate.curation_cases import near_duplicates
 from tests.data.curate.test_rules import golden
 from trainkit import _index
 from trainkit.base.errors import ConfigError
+from trainkit.data.curate import duplicates_worker
 from trainkit.data.curate.duplicates_worker import work
 from trainkit.data.curate.filter_worker import FilterWorker
 from trainkit.data.curate.key_files import DUPLICATES, KeyNumbers, open_keys, read_words
@@ -183,6 +184,19 @@ def test_one_text_a_hundred_thousand_times(tmp_path: Path) -> None:
     text = " ".join(near_duplicates(1, seed=4)[0].split()[:12])
     rows = compare(tmp_path / "x", [[text] * 60_000, [text] * 40_000], EXACT)
     assert len(rows) == 99_999 and {row[2:] for row in rows} == {(rows[0][2], 100_000)}
+
+
+@pytest.mark.parametrize("step", [MINHASH, EXACT], ids=["minhash", "exact"])
+def test_ranges_of_keys_find_what_all_at_once_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: dict[str, Any]
+) -> None:
+    """One text is in a fifth of the documents: its range is larger than the others."""
+    texts = near_duplicates(40)
+    shards, _ = split([*texts, *texts[:9], *12 * texts[:1]], 9, seed=2)
+    whole = compare(tmp_path / "whole", shards, step)
+    monkeypatch.setattr(duplicates_worker, "MEMORY", 64)
+    monkeypatch.setattr(duplicates_worker, "RECORDS", 3)
+    assert compare(tmp_path / "ranges", shards, step) == whole and len(whole) > 20
 
 
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), max_size=60), st.randoms())

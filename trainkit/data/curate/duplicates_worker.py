@@ -11,12 +11,11 @@ document with the least key.
 
 from __future__ import annotations
 
-import itertools
 import os
 from array import array
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from tempfile import TemporaryFile
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,6 +40,7 @@ from trainkit.data.curate.specs import ClusterSpec, JoinSpec, KeysSpec, NumberSp
 from trainkit.data.sums import file_sum, identity_of
 
 MEMORY = 2**27  # bytes of records that are joined at once
+RECORDS = 2**20  # of a file that are read at once
 KEYS = 2**64
 MOST_DOCUMENTS = 2**32
 
@@ -60,27 +60,56 @@ def write_shard_keys(spec: KeysSpec, progress: ProgressCallback) -> dict[str, ob
     return {"documents": len(documents) // 2, "read": [read]}
 
 
-def _ranges(spec: JoinSpec, records: int) -> list[tuple[int, int]]:
-    """The unit's part of all keys as ranges of which each fits into memory: [(low, high)]. Keys
-    are hashes, so that ranges of a size hold as many."""
+def _lows(spec: JoinSpec, records: int) -> Words64:
+    """Where the ranges begin that the unit's part of all keys is joined in: each fits into memory.
+    Keys are hashes, so that ranges of a size hold as many."""
     low = KEYS * spec.part // spec.parts
     high = KEYS * (spec.part + 1) // spec.parts
     columns = 2 if spec.edges else 3
     count = -(-records * columns * 8 // spec.parts // MEMORY) or 1
-    edges = [low + (high - low) * i // count for i in range(count + 1)]
-    return [(a, b - 1) for a, b in itertools.pairwise(edges)]
+    return np.array([low + (high - low) * i // count for i in range(count)], np.uint64)
 
 
-def _gather(spec: JoinSpec, numbers: KeyNumbers, low: int, high: int) -> Words64:
-    """Records of a range of keys from all shards, their documents numbered through. Files are
-    opened one after another: there may be more than a process may hold."""
-    parts = [np.zeros((0, 2 if spec.edges else 3), np.uint64)]
+def _sections(spec: JoinSpec, numbers: KeyNumbers) -> Iterator[list[Words64]]:
+    """The unit's part of the records of all shards, documents numbered through: sorted sections,
+    in lists of about `MEMORY` bytes. Files are opened one after another: there may be more than a
+    process may hold."""
+    low, high = (KEYS * (spec.part + end) // spec.parts - end for end in (0, 1))
+    sections: list[Words64] = []
+    size = 0
     for path, first in zip(numbers.paths, numbers.firsts, strict=False):
-        part = np.array(key_range(open_keys(path).records[spec.band], low, high))
-        if len(part):
-            part[:, -1] += np.uint64(first)
-            parts.append(part)
-    return np.concatenate(parts)
+        records = key_range(open_keys(path).records[spec.band], low, high)
+        for at in range(0, len(records), RECORDS):
+            section = np.array(records[at : at + RECORDS])
+            section[:, -1] += np.uint64(first)
+            sections.append(section)
+            size += section.nbytes
+            if size >= MEMORY:
+                yield sections
+                sections = []
+                size = 0
+    yield sections
+
+
+def _gather(
+    spec: JoinSpec, numbers: KeyNumbers, lows: Words64, scratch: IO[bytes]
+) -> Iterator[Words64]:
+    """The records of each range. A file is read once, however many ranges there are: what they
+    have of some files is laid down side by side, and read again when all is there."""
+    places: list[list[tuple[int, int]]] = [[] for _ in lows]
+    for sections in _sections(spec, numbers):
+        cuts = [np.append(np.searchsorted(each[:, 0], lows), len(each)) for each in sections]
+        for number, found in enumerate(places):
+            begin = scratch.tell()
+            for section, cut in zip(sections, cuts, strict=True):
+                scratch.write(section[cut[number] : cut[number + 1]].data)
+            found.append((begin, scratch.tell() - begin))
+    for found in places:
+        whole = bytearray()
+        for begin, size in found:
+            scratch.seek(begin)
+            whole += scratch.read(size)
+        yield np.frombuffer(whole, np.uint64).reshape(-1, 2 if spec.edges else 3)
 
 
 def _groups(keys: Words64) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -93,19 +122,18 @@ def _groups(keys: Words64) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
 def join(spec: JoinSpec, progress: ProgressCallback) -> dict[str, object]:
     """Find equal keys in the unit's part."""
     numbers = KeyNumbers.from_file(spec.numbers_file)
-    ranges = _ranges(spec, numbers.records)
+    lows = _lows(spec, numbers.records)
     found = [np.zeros((0, DUPLICATES), np.uint64)]
     count = 0
-    with atomic_open(spec.output) as file:
-        for number, (low, high) in enumerate(ranges):
-            records = _gather(spec, numbers, low, high)
+    with atomic_open(spec.output) as file, TemporaryFile(dir=spec.output.parent) as scratch:
+        for number, records in enumerate(_gather(spec, numbers, lows, scratch)):
             if len(records) and spec.edges:
                 rows = _pairs(records)
                 file.write(rows.astype("<u8", copy=False).tobytes())  # in no order
                 count += len(rows)
             elif len(records):
                 found.append(_later(records, numbers.first_own))
-            progress(number + 1, len(ranges))
+            progress(number + 1, len(lows))
         rows = np.concatenate(found)
         file.write(rows[np.argsort(rows[:, 0], kind="stable")].astype("<u8").tobytes())
     return {"pairs": count + len(rows), "read": []}
