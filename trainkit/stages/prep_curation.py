@@ -11,6 +11,7 @@ import dataclasses
 import glob
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,11 @@ class CurationPass:
 
     steps: list[tuple[int, Step]] = field(default_factory=list)
     comparison: tuple[int, ExactStep | MinHashStep] | None = None
+
+    @cached_property
+    def tables(self) -> tuple[dict[str, object], ...]:
+        """Of the steps, the same for all shards."""
+        return tuple(_table(_with_files(step)) for _, step in self.steps)
 
 
 def passes_of(curation: Curation) -> list[CurationPass]:
@@ -184,7 +190,7 @@ class CurationUnits(TextUnits):
         """Files of former steps, shards and writers that were killed."""
         folder = self.folder.curated
         kept = {path for unit in units for path in unit.outputs}
-        kept |= {folder / "rejects" / f"{shard.name}.jsonl" for shard in self.shards}
+        kept |= {folder / f"rejects/{shard.name}.jsonl" for shard in self.shards}
         found = (path for pattern in WRITTEN for path in folder.glob(pattern) if path.is_file())
         return sorted(set(found) - kept)
 
@@ -206,7 +212,7 @@ class CurationUnits(TextUnits):
         assert self.dataset.curate is not None
         if number == len(passes) - 1:
             return self.folder.curated / f"{shard.name}{_output(self.dataset.curate)}"
-        return self.folder.curated / f"pass-{number}" / f"{shard.name}.jsonl.zst"
+        return self.folder.curated / f"pass-{number}/{shard.name}.jsonl.zst"
 
     def _filter(
         self,
@@ -231,12 +237,12 @@ class CurationUnits(TextUnits):
             None if before else recipe,
             shard.size,
             self.reading,
-            tuple(_table(_with_files(step)) for _, step in passes[number].steps),
+            passes[number].tables,
             tuple(place for place, _ in passes[number].steps),
             self.dataset.curate.words,
             self._written(shard, passes, number),
-            self.folder.curated / "dropped" / f"pass-{number}" / f"{shard.name}.jsonl.zst",
-            self.folder.curated / "rejects" / f"{shard.name}.jsonl",
+            self.folder.curated / f"dropped/pass-{number}/{shard.name}.jsonl.zst",
+            self.folder.curated / f"rejects/{shard.name}.jsonl",
             comparison.keys.get(shard.name),
             comparison.numbers,
             comparison.duplicates,

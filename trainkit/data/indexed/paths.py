@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,17 +50,17 @@ class DataFolder:
     root: Path
     dataset: Dataset
 
-    @property
+    @cached_property
     def corpus(self) -> Path:
         """Downloaded or written text shards, the same for every tokenizer."""
         return Path(self.root) / "data" / self.dataset.name / "corpus"
 
-    @property
+    @cached_property
     def curated(self) -> Path:
         """What curation makes of the corpus, the same for every tokenizer."""
         return Path(self.root) / "data" / self.dataset.name / "curated"
 
-    @property
+    @cached_property
     def path(self) -> Path:
         """Everything that depends on the tokenizer."""
         assert self.dataset.tokenizer is not None, "mock data has no folder"
