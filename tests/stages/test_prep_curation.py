@@ -24,6 +24,7 @@ from tests.stages.curation_project import (
     write_shards,
 )
 from trainkit.data.curate.funnel import counts_of
+from trainkit.data.curate.step_files import language_model
 
 PREPARE = ("prep-data", "--dataset", "crawl")
 FRESHNESS = """
@@ -126,6 +127,36 @@ def test_what_is_made_again(project: Project) -> None:
     (project.path / "crawl/0.jsonl").unlink()
     assert ran(project) == {"number0", "join0", "curate1", *COMPARED}
     assert not [name for name in below(project) if "00000." in name], "its files are gone"
+
+
+LISTS = """
+[datasets.crawl.curate]
+steps = [
+    { step = "url", domains = ["sites.txt"] },
+    { step = "exact" },
+    { step = "language", model = "model.ftz", min_score = 0 },
+    { step = "exact", unit = "line", min_characters = 20 },
+    { step = "length", min_characters = 1 },
+]
+"""
+
+
+def test_a_changed_list_or_model_redoes_its_pass(project: Project) -> None:
+    """And what comes after it; nothing before."""
+    write_project(project, LISTS)
+    rows = [{**row, "url": "http://a.org/"} for row in crawled()]
+    write_shards(project, rows, 2)
+    (project.path / "sites.txt").write_text("b.org\n")
+    model = language_model().read_bytes()
+    (project.path / "model.ftz").write_bytes(model)
+    project.invoke(*PREPARE)
+    for name in ("sites.txt", "model.ftz"):
+        os.utime(project.path / name)
+    assert ran(project) == set(), "the same bytes"
+    (project.path / "model.ftz").write_bytes(model + b" ")
+    assert ran(project) == {"curate1", *COMPARED}
+    (project.path / "sites.txt").write_text("b.org\nc.org\n")
+    assert ran(project) == {"curate0", "keys0", "number0", "join0", "curate1", *COMPARED}
 
 
 def test_steps_that_are_taken_out_leave_no_files(project: Project) -> None:

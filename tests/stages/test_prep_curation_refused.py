@@ -56,6 +56,11 @@ REFUSED_TABLES = [
     ('{ step = "sample", rates = { a = 1 } }', "rates and scores need field", ""),
     ('{ step = "function", function = "own" }', "does not match", "steps[0].function"),
     ('{ step = "exact", against = ["crawl"] }', "against 'crawl', the dataset itself", ""),
+    (
+        '{ step = "sample", field = "a", rates = { b = 2 } }, { step = "pii" }, { step = "exact" }',
+        "'exact' takes out the copies that 'sample' makes before it",
+        "put 'sample' behind it",
+    ),
 ]
 
 
@@ -96,6 +101,11 @@ FUNCTIONS = [
         "def keep(text, fields): return text + '\\ud800'",
         "returned half of a character",
         "0.jsonl:1",
+    ),
+    (
+        "def keep(text, fields):\n    fields['all'] = fields\n    return True",
+        "the fields of",
+        "crawl/0.jsonl:1 cannot be written: Circular reference detected",
     ),
     (None, "own.py, which is not there", "relative to the folder of jobs.toml"),
 ]
@@ -202,11 +212,27 @@ def test_bad_lines(crawl: Project) -> None:
     error = crawl.invoke(*PREPARE, exit=6).stderr
     assert "crawl/0.jsonl:1: holds invalid UTF-8" in error
     make(crawl, EXACT, None, 'on_error = "skip"\nmax_reject_fraction = 0.5')
-    crawl.invoke(*PREPARE)
+    (shown,) = crawl.document(*PREPARE)["datasets"]
+    assert shown["rejects"] == 2 == sum(shown["rejected"].values())
     assert [row["text"] for row in curated(crawl)] == ["good", ""]
     rejects = below(crawl)["curated/rejects/00000.jsonl"].splitlines()
     assert [json.loads(line)["line"] for line in rejects] == [1, 3]
     assert funnel(crawl)["rejects"] == 2
+
+
+def test_a_tokenizer_that_is_not_there_is_missed_first(crawl: Project) -> None:
+    make(crawl, EXACT, ROWS)
+    (crawl.path / "words.json").rename(crawl.path / "former.json")
+    error = crawl.invoke(*PREPARE, exit=6).stderr
+    assert "tokenizers.words: " in error and "words.json is not there" in error
+    assert not (crawl.path / "data/crawl").exists()
+
+
+def test_sample_before_a_comparison_may_leave_out(crawl: Project) -> None:
+    make(crawl, f'{{ step = "sample", rate = 0.5 }}, {EXACT}', 9 * [row("one"), row("two")])
+    crawl.invoke(*PREPARE)
+    steps = funnel(crawl)["steps"]
+    assert steps[0]["documents_in"] == 18 and len(curated(crawl)) == steps[1]["documents_out"] <= 2
 
 
 def test_nothing_is_left(crawl: Project) -> None:

@@ -174,6 +174,10 @@ class SampleStep(Table):
     )
     seed: int = Field(0, ge=0, description="another number, another choice")
 
+    def most(self) -> float:
+        """The highest rate."""
+        return max([self.rate, *self.rates.values(), *(rate for _, rate in self.scores)])
+
     @model_validator(mode="after")
     def _has_field(self) -> SampleStep:
         if (self.rates or self.scores) and not self.field:
@@ -287,6 +291,15 @@ class Curation(Table):
         for step in self.steps:
             if isinstance(step, FunctionStep) and not step.function.partition(":")[0]:
                 raise wrong("steps", f"function {step.function!r} names no file")
+        copied = False
+        for step in self.all_steps():
+            if copied and isinstance(step, (ExactStep, MinHashStep)):
+                raise wrong(
+                    "steps",
+                    f"'{step.step}' takes out the copies that 'sample' makes before it (a rate"
+                    " above 1): put 'sample' behind it",
+                )
+            copied |= isinstance(step, SampleStep) and step.most() > 1
         return self
 
     def all_steps(self) -> tuple[Step, ...]:

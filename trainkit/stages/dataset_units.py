@@ -184,7 +184,7 @@ class DatasetUnits:
             lacking=self.reading.filters.lacking,
         )
 
-    def _given_files(self) -> list[Path]:
+    def given_files(self) -> list[Path]:
         """Files a tokenizer is taken from that nobody fetches."""
         fetched = {path for unit in self.tokenizer_fetches for path in unit.outputs}
         return [path for path in tokenizer_files(self.tokenizer) if path not in fetched]
@@ -195,7 +195,7 @@ class DatasetUnits:
     def _tokenizer_unit(self, shards: Sequence[Shard], after: Sequence[str]) -> Unit:
         """tokenizer.json, trained on `shards` or taken over."""
         settings = self.tokenizer.model_dump(mode="json")
-        given = [*self._given_files(), *(shard.path for shard in shards if not shard.recipe)]
+        given = [*self.given_files(), *(shard.path for shard in shards if not shard.recipe)]
         spec = TokenizerSpec(
             TokenizerSettings.from_json(settings),
             self.tokenizer_json,

@@ -62,6 +62,13 @@ def needs_of_curated(
         made = curating.as_made(), tokens.as_made()
         if made[0] and made[1]:
             return [made[0], made[1]]
+    for given in tokens.given_files():
+        if not given.is_file():  # the unit that reads it comes last
+            raise ConfigError(
+                f"tokenizers.{tokenizer.name}: {given} is not there",
+                exit=Exit.STAGE_FAILED,
+                hint="it is asked for before the text is curated, which may take long",
+            )
     first = curating.need(force=force)
     tokens.sources = curating.shards
     return [first, tokens.need(force=force)]

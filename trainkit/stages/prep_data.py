@@ -59,7 +59,7 @@ class PairsUnits(DatasetUnits):
             (self.folder.manifest,),
             (make.name, *(unit.name for unit in fetched)),
         )
-        inputs = self._given_files() if fetched else [*files, *self._given_files()]
+        inputs = self.given_files() if fetched else [*files, *self.given_files()]
         outputs = [
             self.folder.tokenizer,
             self.folder.manifest,

@@ -152,7 +152,7 @@ class TextUnits(DatasetUnits):
         tokens = [self._tokens(shard, before.get(shard.name)) for shard in self.shards]
         last = self._last(before, tokens)
         pairs = [path for unit in tokens for path in unit.outputs]
-        inputs = [*(shard.path for shard in self.shards if not shard.recipe), *self._given_files()]
+        inputs = [*(shard.path for shard in self.shards if not shard.recipe), *self.given_files()]
         outputs = [self.folder.tokenizer, *last.outputs, *self._fetched_files()]
         scratch = []
         if self.dataset.merge:

@@ -238,6 +238,8 @@ def _row(need: Need, bars: TerminalStageReporter) -> dict[str, Any]:
     """What a dataset holds by its dataset.json and, if it was made just now, in what time."""
     manifest = read_manifest(next(path for path in need.outputs if path.name == MANIFEST))
     row = {key: manifest[key] for key in ("name", *COUNTS, *REASONS) if key in manifest}
+    if "curation" in manifest:  # bad lines were met there
+        row |= {key: manifest["curation"][key] for key in ("rejects", *REASONS)}
     row["encoders"] = manifest.get("encoders", [])
     if need.name in bars.took:
         seconds = bars.took[need.name]

@@ -267,8 +267,7 @@ class FilterWorker:
             if number % 64 == 0:
                 progress(min(reading.position, total - 1), total)
             if take_through(document, steps, counts, dropped):
-                for _ in range(document.copies):
-                    writer.add(document.text, document.fields)
+                _write(document, writer)
         progress(total, total)
         if spec.keys is not None:
             reading.read.append((*identity_of(spec.shard)[:3], file_sum(spec.shard)))
@@ -285,6 +284,20 @@ class FilterWorker:
             words_identity(),
             tuple(reading.read),
         )
+
+
+def _write(document: CrawledDocument, writer: DocumentWriter) -> None:
+    """All its copies. Raises ConfigError (exit 6): its fields are nothing that JSON has, as a
+    function of the user's may leave them."""
+    try:
+        for _ in range(document.copies):
+            writer.add(document.text, document.fields)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ConfigError(
+            f"the fields of {document.fields[ORIGIN]} cannot be written: {error}",
+            exit=Exit.STAGE_FAILED,
+            hint="a step of yours (function) must leave values that JSON has",
+        ) from None
 
 
 def take_through(
