@@ -14,7 +14,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -119,7 +119,11 @@ class KeyNumbers(Record):
 
     def first_of(self, path: Path) -> int:
         """The number of a shard's first document."""
-        return self.firsts[self.paths.index(path)]
+        return self._firsts_by_path[path]
+
+    @cached_property
+    def _firsts_by_path(self) -> dict[Path, int]:
+        return dict(zip(self.paths, self.firsts, strict=False))
 
     def id_of(self, number: int) -> str:
         """What `trainkit_id` says of a document."""
