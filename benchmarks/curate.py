@@ -1,4 +1,4 @@
-"""Claim: FineWeb's steps run 20 times as fast as in datatrove, signatures at 50 MB/s a core.
+"""Claim: FineWeb's steps run 20 times as fast as in datatrove, signatures at 60 MB/s a core.
 
     python benchmarks/curate.py [--quick] [--peer-python PYTHON] [--documents N] [--rounds N]
                                 [--millions 5,10,20]

@@ -91,11 +91,11 @@ def _sections(spec: JoinSpec, numbers: KeyNumbers) -> Iterator[list[Words64]]:
     yield sections
 
 
-def _gather(
+def _lay_down(
     spec: JoinSpec, numbers: KeyNumbers, lows: Words64, scratch: IO[bytes]
-) -> Iterator[Words64]:
-    """The records of each range. A file is read once, however many ranges there are: what they
-    have of some files is laid down side by side, and read again when all is there."""
+) -> list[list[tuple[int, int]]]:
+    """Write the records of each range side by side, as far as `_sections` have them together.
+    Returns where those of each range are: (first byte, bytes) of each part."""
     places: list[list[tuple[int, int]]] = [[] for _ in lows]
     for sections in _sections(spec, numbers):
         cuts = [np.append(np.searchsorted(each[:, 0], lows), len(each)) for each in sections]
@@ -104,11 +104,20 @@ def _gather(
             for section, cut in zip(sections, cuts, strict=True):
                 scratch.write(section[cut[number] : cut[number + 1]].data)
             found.append((begin, scratch.tell() - begin))
-    for found in places:
-        whole = bytearray()
+    return places
+
+
+def _gather(
+    spec: JoinSpec, numbers: KeyNumbers, lows: Words64, scratch: IO[bytes]
+) -> Iterator[Words64]:
+    """The records of each range. A file is read once, however many ranges there are."""
+    for found in _lay_down(spec, numbers, lows, scratch):
+        whole = bytearray(sum(size for _, size in found))
+        done = 0
         for begin, size in found:
             scratch.seek(begin)
-            whole += scratch.read(size)
+            whole[done : done + size] = scratch.read(size)
+            done += size
         yield np.frombuffer(whole, np.uint64).reshape(-1, 2 if spec.edges else 3)
 
 
