@@ -147,6 +147,7 @@ def pytest_configure_node(node: Any) -> None:
 LONG: tuple[str | set[str], ...] = (
     {"slurm_machines", "accounting_machines"},
     {"machines"},
+    {"kubernetes_machines"},
     "tests/images/test_cpu_image",
     "tests/torture/",
     "tests/train/parallel/",

@@ -11,14 +11,18 @@ from typing import get_type_hints
 
 import numpy as np
 import tomli
+import yaml
 
+from tests.kubernetes.kube_project import RIGHTS_IN_POD
 from tests.train.layout_cases import LONG, in_fp32, limit
 from trainkit.cli.tasks import namespace
 from trainkit.data.indexed.dataset import IndexedWriter
 from trainkit.jobs.clusters import WatchLimits
+from trainkit.jobs.kubernetes import KubernetesOptions
 from trainkit.jobs.load import load
 from trainkit.jobs.schema import Job, Model, Parallelism, RetrySettings, Training
 from trainkit.launch.hosts.selection import choose_hosts, load_hosts
+from trainkit.launch.kubernetes.cluster_checks import QUEUE_RIGHTS, RIGHTS
 from trainkit.runs.metrics import MetricsRow
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
@@ -121,6 +125,28 @@ def test_the_guide_to_clusters(tmp_path: Path) -> None:
         "NET/IB : Got completion with error 12, opcode 0, len 0, vendor err 129",
     )
     assert commands_that_exist(text) > 12
+
+
+def test_the_guide_to_kubernetes(tmp_path: Path) -> None:
+    """Its tables are a jobs.toml, its list of keys is whole, and its rights are those that
+    `doctor` asks for."""
+    text = (DOCS / "kubernetes.md").read_text()
+    (block,) = re.findall(r"^```toml\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    small = "num_layers = 1\nhidden_size = 32\nnum_attention_heads = 2\nseq_length = 16\n"
+    (tmp_path / "jobs.toml").write_text(f"[models.gpt3-xl]\n{small}vocab_size = 512\n{block}")
+    assert load(tmp_path, {}).resolve("big").job.nodes == 16
+    keys = re.findall(
+        r"^\| (`[a-z_`, ]+) \|", text.partition("## Keys")[2].partition("## ")[0], re.MULTILINE
+    )
+    named = re.findall(r"`([a-z_]+)`", " ".join(keys))
+    assert sorted(named) == sorted(KubernetesOptions.model_fields)
+    role, of_supervisor = re.findall(r"^```yaml\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    rules = yaml.safe_load(role)["rules"]
+    wanted = {**RIGHTS, **QUEUE_RIGHTS}
+    assert {rule["resources"][0]: tuple(rule["verbs"]) for rule in rules} == wanted
+    rules = yaml.safe_load(of_supervisor)["rules"]
+    given = {name: rule["verbs"] for rule in rules for name in rule["resources"]}
+    assert given == {name: list(rule.verbs) for rule in RIGHTS_IN_POD for name in rule.resources}
 
 
 def test_the_guide_to_recovery() -> None:

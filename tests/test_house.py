@@ -38,8 +38,9 @@ ORDER = {  # of a folder's rooms and its files of their own: each imports only w
     ),
     "trainkit.launch": (
         "programs protocol hosts agent containers session launchers run_inputs supervise"
-        " local_ranks remote_units cluster_care stage_lines preparation scheduler_contract job_plan"
-        " session_preview start direct slurm scheduler_registry main"
+        " local_ranks remote_units array_units cluster_care stage_lines preparation"
+        " scheduler_contract job_plan session_preview start direct slurm kubernetes"
+        " scheduler_registry main"
     ),
     "trainkit.experiment": "options hosts start prepare graph follow cancel sweep diff_engines api",
     "trainkit.rehearse": "scene place_checks data_checks rank_checks rehearse harm drill",

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import pytest
 import tomli
+import yaml
 
 from tests.conftest import Project
 
@@ -101,3 +105,136 @@ def test_a_script_for_neuron(project: Project) -> None:
     (project.path / "x.sh").write_text(SCRIPT)
     assert "takes no KEY=VALUE" in project.invoke("import", "x.sh,A=1", exit=3).stderr
     assert "names no file" in project.invoke("import", "A=1", exit=3).stderr
+
+
+POD = """
+nodeSelector: {pool: h100}
+tolerations: [{key: gpu, operator: Exists, effect: NoSchedule}, {key: n, operator: Gt, value: "3"}]
+volumes:
+- {name: data, persistentVolumeClaim: {claimName: shared}}
+- {name: shm, emptyDir: {medium: Memory, sizeLimit: 8Gi}}
+- {name: tmp, emptyDir: {}}
+"""
+CONTAINER = """
+image: r.io/megatron:1
+env:
+- {name: NCCL_DEBUG, value: WARN}
+- {name: LAYERS, value: "3"}
+- {name: RANK, value: "0"}
+- {name: HF_TOKEN, valueFrom: {secretKeyRef: {name: hub, key: token}}}
+- {name: HOST, valueFrom: {fieldRef: {fieldPath: status.hostIP}}}
+volumeMounts:
+- {name: data, mountPath: /shared}
+- {name: shm, mountPath: /dev/shm}
+- {name: tmp, mountPath: /tmp}
+"""
+RESOURCES = {"limits": {"nvidia.com/gpu": 4, "memory": "64Gi"}}
+COMMAND = ["bash", "-c", SCRIPT.strip().replace("--num-layers 2", "--num-layers $(LAYERS)")]
+
+
+def jobset() -> dict[str, Any]:
+    pod = yaml.safe_load(POD)
+    container = {**yaml.safe_load(CONTAINER), "name": "a", "resources": RESOURCES}
+    pod["containers"] = [{**container, "command": COMMAND[:2], "args": COMMAND[2:]}]
+    workers = {"completions": 4, "parallelism": 4, "template": {"spec": pod}, "backoffLimit": 0}
+    small = {"template": {"spec": {"containers": [{"image": "busybox"}]}}}
+    return {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": {"name": "gpt", "labels": {"kueue.x-k8s.io/queue-name": "team"}},
+        "spec": {
+            "replicatedJobs": [
+                {"name": "driver", "template": {"spec": small}},
+                {"name": "workers", "template": {"spec": workers}},
+            ]
+        },
+    }
+
+
+def train_job() -> dict[str, Any]:
+    container = yaml.safe_load(CONTAINER)
+    mounts = [{"name": "a", "volumeMounts": container.pop("volumeMounts")}]
+    node = {"template": {"spec": {**yaml.safe_load(POD), "containers": mounts}}}
+    jobs = [{"name": "node", "template": {"spec": node}}]
+    runtime = {"template": {"spec": {"replicatedJobs": jobs}}}
+    return {
+        "apiVersion": "trainer.kubeflow.org/v1alpha1",
+        "kind": "TrainJob",
+        "metadata": {"name": "gpt", "namespace": "lab"},
+        "spec": {
+            "runtimeRef": {"name": "torch-distributed"},
+            "trainer": {
+                **container,
+                "numNodes": 4,
+                "numProcPerNode": 2,
+                "resourcesPerNode": RESOURCES,
+                "command": COMMAND,
+            },
+            "runtimePatches": [{"manager": "me", "trainingRuntimeSpec": runtime}],
+        },
+    }
+
+
+@pytest.mark.parametrize("manifest", [jobset, train_job])
+def test_a_manifest_of_kubernetes(
+    manifest: Callable[[], dict[str, object]], project: Project
+) -> None:
+    """Its pods become the cluster, its command the job; all else is named."""
+    found = manifest()
+    (project.path / "pods.yaml").write_text(yaml.safe_dump_all([{"kind": "ConfigMap"}, found]))
+    said = project.document("import", "pods.yaml")
+    tables = tomli.loads(said["toml"])
+    assert (said["job"], said["engine"]) == ("gpt", "megatron-lm")
+    assert tables["jobs"]["gpt"]["nodes"] == 4 and tables["jobs"]["gpt"]["cluster"] == "gpt"
+    assert tables["models"]["gpt"]["num_layers"] == 3
+    cluster = tables["clusters"]["gpt"]
+    pods = cluster.pop("kubernetes")
+    assert cluster.pop("ranks_per_node", 2) == 2
+    assert cluster == {
+        "launcher": "kubernetes",
+        "device": "cuda",
+        "gpus_per_node": 4,
+        "secrets": ["HF_TOKEN"],
+        "env": {"NCCL_DEBUG": "WARN", "LAYERS": "3"},
+    }
+    assert pods.pop("namespace", "lab") == "lab" and pods.pop("queue", "team") == "team"
+    assert pods == {
+        "image": "r.io/megatron:1",
+        "node_selector": {"pool": "h100"},
+        "tolerations": [{"key": "gpu", "effect": "NoSchedule"}],
+        "resources": {"nvidia.com/gpu": 4, "memory": "64Gi"},
+        "shm": "8Gi",
+        "volumes": [{"claim": "shared", "mount": "/shared"}],
+        "secrets": {"HF_TOKEN": "hub/token"},
+    }
+    left = "\n".join(said["not_taken"])
+    for words in (
+        "ConfigMap",
+        "value = 3",
+        "status.hostIP",
+        "mountPath = /tmp",
+        "clusters.gpt.root",
+    ):
+        assert words in left, words
+    assert ("backoffLimit = 0" in left and "busybox" in left) or manifest is train_job
+    text = (project.path / "jobs.toml").read_text()
+    (project.path / "jobs.toml").write_text('include = ["pods.toml"]\n' + text)
+    (project.path / "pods.toml").write_text(
+        said["toml"].replace("[clusters.gpt]", '[clusters.gpt]\nroot = "/shared/me"')
+    )
+    assert project.document("check")["problems"] == []
+
+
+def test_a_manifest_whose_command_is_no_engines(project: Project) -> None:
+    found = train_job()
+    found["spec"]["trainer"] |= {"command": ["python", "own.py"], "env": []}
+    (project.path / "pods.yaml").write_text(yaml.safe_dump(found))
+    said = project.document("import", "pods.yaml", "--cluster", "lab")
+    tables = tomli.loads(said["toml"])
+    assert said["engine"] is None and set(tables) == {"clusters"} and "lab" in tables["clusters"]
+    assert any("command: python own.py: nothing in it runs" in each for each in said["not_taken"])
+    (project.path / "pods.yaml").write_text(yaml.safe_dump_all([found, found]))
+    assert "has 2 of" in project.invoke("import", "pods.yaml", exit=3).stderr
+    (project.path / "pods.yaml").write_text("kind: JobSet\nmetadata: {}\nspec: {}\n")
+    refused = project.invoke("import", "pods.yaml", exit=3).stderr
+    assert "is no JobSet as Kubernetes has it" in refused

@@ -63,6 +63,10 @@ READERS = {
 }
 # tables that one file reads, or more
 OF_FILES = {
+    **{
+        f"Kubernetes{name}": "launch/kubernetes/manifest.py launch/kubernetes/kubectl.py"
+        for name in ("Options", "Volume", "Toleration", "Topology")
+    },
     "Curation": "stages/prep_curation.py jobs/curation.py data/curate/funnel.py",
     "UrlStep": "data/curate/steps/url.py",
     "LanguageStep": "data/curate/steps/models.py",

@@ -14,20 +14,23 @@ import pytest
 import trainkit
 from tests.conftest import Project
 from tests.runs.test_record import begin, end
-from trainkit.base.errors import Exit
+from trainkit.base.errors import ConfigError, Exit
+from trainkit.cli.hosts.doctor import doctor
 from trainkit.cli.inspect.logs import why
 from trainkit.cli.inspect.runs import runs, status
 from trainkit.cli.run.attach import attach, cancel
 from trainkit.cli.run.train import resume, train
 from trainkit.cli.wrapper import TaskContext
-from trainkit.experiment.options import ResumeOptions, TrainOptions
+from trainkit.experiment.options import RehearseOptions, ResumeOptions, TrainOptions
 from trainkit.jobs.clusters import LAUNCHER_TRAITS, Cluster
+from trainkit.jobs.load import load
 from trainkit.launch.direct import DIRECT, Direct
 from trainkit.launch.run_inputs import write_inputs
 from trainkit.launch.scheduler_contract import (
     CancelledJob,
     ClusterNode,
     DryRun,
+    HostsToAsk,
     JobAccount,
     QueueFollower,
     QueueReport,
@@ -36,7 +39,10 @@ from trainkit.launch.scheduler_contract import (
 )
 from trainkit.launch.scheduler_registry import SCHEDULERS, scheduler_for, scheduler_of
 from trainkit.launch.start import fill_run
+from trainkit.launch.supervise.host_consistency import Finding
 from trainkit.launch.supervise.outcome import Outcome
+from trainkit.rehearse.place_checks import check_hosts
+from trainkit.rehearse.scene import RehearsalScene
 from trainkit.runs.events import FailureClass
 from trainkit.runs.folder import RunFolder, new_run_folder
 from trainkit.runs.record import RunRecord
@@ -176,6 +182,23 @@ def test_another_scheduler_shows_what_it_would_do(
     assert shown["tiny"] is True and "would brew" in capsys.readouterr().out and not tiny.jobs
 
 
+def test_another_scheduler_tells_what_is_wrong_with_its_cluster(
+    project: Project,
+    tiny: TinyScheduler,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    cold = Finding("teapot", "cluster", "it is cold", "put the kettle on")
+    monkeypatch.setattr(tiny, "examine", lambda job: [cold], raising=False)
+    monkeypatch.setattr(tiny, "hosts_to_ask", lambda *a, **b: HostsToAsk([]), raising=False)
+    told = doctor(task(project), "", "", all_reduce=False)
+    assert told.exit == Exit.HEALTH and told.document["findings"] == [vars(cold)]
+    assert "teapot (cluster): it is cold" in capsys.readouterr().out
+    jobs = load(project.path)
+    with pytest.raises(ConfigError, match="teapot: it is cold"):
+        check_hosts(RehearsalScene(jobs, jobs.resolve("random"), RehearseOptions()))
+
+
 def test_every_launcher_has_a_scheduler(project: Project) -> None:
     assert set(SCHEDULERS) == set(LAUNCHER_TRAITS)
     assert scheduler_for(Cluster(name="x", launcher="pdsh")) is DIRECT
@@ -183,12 +206,13 @@ def test_every_launcher_has_a_scheduler(project: Project) -> None:
     assert scheduler_of(RunFolder(project.path / "runs" / "a" / "b")) is DIRECT
 
 
-def test_only_the_table_knows_slurm() -> None:
+@pytest.mark.parametrize("launcher", ["slurm", "kubernetes"])
+def test_only_the_table_knows(launcher: str) -> None:
     """Nothing else imports its package, or compares a launcher with its name."""
     found = []
     for path in PACKAGE.rglob("*.py"):
         place = path.relative_to(PACKAGE).as_posix()
-        if place.startswith("launch/slurm/"):
+        if place.startswith(f"launch/{launcher}/"):
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             names = []
@@ -200,12 +224,12 @@ def test_only_the_table_knows_slurm() -> None:
                 found += [
                     f"{place} imports {name}"
                     for name in names
-                    if name.startswith("trainkit.launch.slurm")
+                    if name.startswith(f"trainkit.launch.{launcher}")
                 ]
             if isinstance(node, ast.Compare) and any(
-                isinstance(each, ast.Constant) and each.value == "slurm"
+                isinstance(each, ast.Constant) and each.value == launcher
                 for part in (node.left, *node.comparators)
                 for each in ast.walk(part)
             ):
-                found.append(f"{place}:{node.lineno} asks whether something is slurm")
+                found.append(f"{place}:{node.lineno} asks whether something is {launcher}")
     assert not found, "\n".join(found)

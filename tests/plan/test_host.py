@@ -101,6 +101,9 @@ def test_what_a_node_has_is_the_least_that_is_known() -> None:
     assert there(memory_bytes=10**12) == (10**12, "cluster c (memory_bytes)")
     slurm: dict[str, Any] = {"launcher": "slurm", "memory_bytes": 10**12}
     assert there(**slurm, slurm={"mem": "64G"}) == (64 * GIB, "the Slurm job (mem = 64G)")
+    pods = {"image": "a", "resources": {"memory": "64Gi"}}
+    kube: dict[str, Any] = {"launcher": "kubernetes", "kubernetes": pods}
+    assert there(**kube, slurm={"mem": "1G"}) == (64 * GIB, "the pod (resources.memory = 64Gi)")
     assert there(**slurm, slurm={"mem": 0}) == (10**12, "cluster c (memory_bytes)")
     assert there(10**9, memory_bytes=10**12)[1] == "this machine"
 

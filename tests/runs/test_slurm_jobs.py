@@ -80,7 +80,7 @@ def test_how_a_job_ended(
     run: RunFolder, ended: dict[str, object], exit: int, failure_class: str
 ) -> None:
     add_slurm_job(run, "7", first_attempt=1)
-    record = record_of_end(read_run_record(run), "7", ended)
+    record = record_of_end(read_run_record(run), {"slurm_job": "7"}, ended)
     assert (record.state, record.exit, record.failure_class) == ("failed", exit, failure_class)
     assert record.lost is False
 

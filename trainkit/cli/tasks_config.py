@@ -136,7 +136,8 @@ def import_(
     """Turn the configuration of another engine into a job.
 
     Reads GPT-NeoX's YAML, configurations of NeMo's launcher, and scripts that run Megatron-LM's
-    pretrain_gpt.py or are neuronx-nemo-megatron's; nothing is run. What it cannot take is listed.
+    pretrain_gpt.py or are neuronx-nemo-megatron's; of a TrainJob or a JobSet of Kubernetes the
+    cluster too. Nothing is run. What it cannot take is listed.
     """
     from trainkit.cli.config.import_job import ImportOptions, import_job
 

@@ -191,18 +191,20 @@ def _begun(run: RunFolder, say: Say) -> RunRecord:
 def _ask_supervisor(record: RunRecord, say: Say, *, save: bool, force: bool) -> bool:
     """Ask the supervisor to end the run; whether there was one. Raises TrainkitError (exit 13)
     where it lives and cannot be reached, and neither force nor a scheduler could end the run."""
+    scheduler = scheduler_of(record.run)
+    if scheduler.ask(record.run, save=save):
+        return True
     try:
         return ask_supervisor(record.run, CancelRun(save))
     except TrainkitError as error:
         if force or record.state == "unknown":  # long silent, and not to be reached either
             say(error.message)
             return False
-        scheduler = scheduler_of(record.run)
         if not scheduler.queues:
             raise
         say(
-            f"{error.message}; {scheduler.title} can end its job: ranks save, as far as KillWait"
-            " allows"
+            f"{error.message}; {scheduler.title} can end its job: ranks save, as far as there is"
+            " time"
         )
         return False
 

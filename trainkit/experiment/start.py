@@ -63,7 +63,8 @@ def plan_new_run(jobs: Jobs, resolved: ResolvedJob, options: TrainOptions) -> St
     check_container(job)
     background = in_background(job, options)
     plan = refuse_infeasible(make_plan(job, rules=ENGINES[job.engine].rules))
-    secrets_of(job, os.environ)
+    if not job.cluster.launcher_traits.pods:
+        secrets_of(job, os.environ)
     refuse_without_wandb(job)
     return Start(
         job,

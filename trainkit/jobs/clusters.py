@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from trainkit.jobs import sbatch
 from trainkit.jobs.devices import Device, built_in_device
-from trainkit.jobs.table import NAME, Environment, SecretNames, Strings, Table, wrong
+from trainkit.jobs.kubernetes import KubernetesOptions
+from trainkit.jobs.table import NAME, Environment, SecretNames, Strings, Table, needs, wrong
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,9 @@ class LauncherTraits:
             their time (options of sbatch), ends what a job leaves behind, and its TERM means
             "save".
         pyxis: ranks may start in containers of the scheduler's own plugin.
+        pods: hosts are pods, which clusters.X.kubernetes describes with their image, and which
+            Kubernetes gives the values of secrets.
+        term: what TERM means to an agent, see SessionDocument.
         connect_seconds: by default, until the agents of all hosts must have answered.
     """
 
@@ -32,6 +37,8 @@ class LauncherTraits:
     hostfile: bool = False
     batch: bool = False
     pyxis: bool = False
+    pods: bool = False
+    term: str = "stop"
     connect_seconds: float = 30.0
 
 
@@ -40,7 +47,9 @@ LAUNCHER_TRAITS = {
     "ssh": LauncherTraits(hostfile=True),
     "pdsh": LauncherTraits(hostfile=True),
     # Slurm runs its own prologs, and starts all nodes of a large job before the first can answer
-    "slurm": LauncherTraits(batch=True, pyxis=True, connect_seconds=300.0),
+    "slurm": LauncherTraits(batch=True, pyxis=True, term="save", connect_seconds=300.0),
+    # nodes that have not had the image fetch it first
+    "kubernetes": LauncherTraits(batch=True, pods=True, term="pass", connect_seconds=900.0),
 }
 
 
@@ -186,8 +195,8 @@ class WatchLimits(Table):
         None,
         gt=0,
         description=(
-            "until the agents of all hosts have answered; by default 30, on Slurm 300, and 900"
-            " where each starts a container first"
+            "until the agents of all hosts have answered; by default 30, on Slurm 300, and 900 on"
+            " Kubernetes and where each starts a container first"
         ),
     )
     start: float = Field(
@@ -235,7 +244,7 @@ class Cluster(Table):
     """Where jobs run."""
 
     name: str = Field("", pattern=NAME, description="the table's name, filled in")
-    launcher: Literal["local", "ssh", "pdsh", "slurm"] = Field(
+    launcher: Literal["local", "ssh", "pdsh", "slurm", "kubernetes"] = Field(
         "local", description="how ranks are started"
     )
     device: Device = Field(
@@ -275,9 +284,9 @@ class Cluster(Table):
         None,
         pattern="^/",
         description=(
-            "ssh, pdsh: the Python interpreter on the nodes, 3.11 or newer (3.8 where they run only"
-            " engines other than 'native', and no stages); by default the path of the one on the"
-            " head"
+            "ssh, pdsh, kubernetes: the Python interpreter on the nodes, 3.11 or newer (3.8 where"
+            " they run only engines other than 'native', and no stages); by default the path of the"
+            " one on the head; of an image: python3"
         ),
     )
     node_folder: str = Field(
@@ -309,6 +318,7 @@ class Cluster(Table):
     filesystems: dict[Annotated[str, Field(pattern=NAME)], Filesystem] = Field(
         default_factory=dict, description="shared file systems, by names of your own"
     )
+    kubernetes: KubernetesOptions | None = Field(None, description="its nodes run pods")
     fleet: Fleet | None = Field(None, description="its nodes are an AWS ParallelCluster's")
     gpus_per_node: int = Field(
         0, ge=0, description="GPUs (or cores of another accelerator) of one node"
@@ -358,6 +368,55 @@ class Cluster(Table):
     @classmethod
     def _known_to_sbatch(cls, value: SlurmOptions) -> SlurmOptions:
         return refuse_unknown_options(value)
+
+    @model_validator(mode="after")
+    def _pods_can_be_made(self) -> Cluster:
+        pods = self.kubernetes
+        if not self.launcher_traits.pods:
+            return self
+        if pods is None:
+            raise needs(
+                "launcher",
+                f"launcher = '{self.launcher}' needs a table [clusters.{self.name}.kubernetes] with"
+                " image and volumes",
+            )
+        if self.root is not None and not pods.holds(self.root):
+            raise needs(
+                "kubernetes.volumes",
+                f"kubernetes.volumes: none that can be written to holds root = '{self.root}', the"
+                " folder of runs and data, by the same path as here",
+            )
+        for stage, place in self.stages.items():
+            for key in ("partition", "slurm"):
+                if getattr(place, key):
+                    raise wrong(
+                        f"stages.{stage}.{key}",
+                        f"stages.{stage}.{key} is Slurm's; units in pods get their part of"
+                        " kubernetes.resources",
+                    )
+        asked = [name for name in self.secrets if not name.endswith("?")]
+        self.refuse_in_pods(None, asked, "secrets")
+        return self
+
+    def refuse_in_pods(
+        self, container: str | None, secrets: Sequence[str], key: str = "notify"
+    ) -> None:
+        """Raise an error of the schema where the nodes are pods that cannot have this container, or
+        do not have these secrets, which `key` names."""
+        if not self.launcher_traits.pods or self.kubernetes is None:
+            return
+        if container is not None:
+            raise wrong(
+                "container",
+                f"container '{container}': pods run in clusters.{self.name}.kubernetes.image;"
+                " container = 'none' takes it away",
+            )
+        if missing := [name for name in secrets if name not in self.kubernetes.secrets]:
+            raise needs(
+                key,
+                f"{key}: {', '.join(missing)}: pods do not have your environment; say which secret"
+                f' holds it: clusters.{self.name}.kubernetes.secrets.{missing[0]} = "NAME/KEY"',
+            )
 
     def connect_seconds(self, *, container: bool = False) -> float:
         """watch.connect, or what it is by default."""

@@ -209,6 +209,12 @@ class Job(Table):
         return self
 
     @model_validator(mode="after")
+    def _fits_its_pods(self) -> Job:
+        container = None if self.container is None else self.container.name
+        self.cluster.refuse_in_pods(container, self.notify.secret_names)
+        return self
+
+    @model_validator(mode="after")
     def _further_datasets_share_the_tokenizer(self) -> Job:
         if "valid" in self.validation:
             raise wrong(
@@ -415,7 +421,9 @@ class Job(Table):
 
     @property
     def sbatch_options(self) -> SlurmOptions:
-        """Long options of sbatch: the job's over the cluster's."""
+        """Long options of sbatch: the job's over the cluster's; pods have none."""
+        if self.cluster.launcher_traits.pods:
+            return {}
         return {**self.cluster.slurm, **self.slurm}
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-ProgramName = Literal["supervisor", "agent", "finish_stages", "bandwidth_rank"]
+ProgramName = Literal["supervisor", "agent", "finish_stages", "bandwidth_rank", "pod"]
 # Below the package: today's place, then those of older versions, whose runs go on with their own
 # code.
 PROGRAM_PATHS: dict[ProgramName, tuple[str, ...]] = {
@@ -17,6 +17,7 @@ PROGRAM_PATHS: dict[ProgramName, tuple[str, ...]] = {
         "cli/ready.py",
     ),
     "bandwidth_rank": ("launch/cluster_care/bandwidth_rank.py", "launch/pair_rank.py"),
+    "pod": ("launch/kubernetes/pod.py",),
 }
 
 

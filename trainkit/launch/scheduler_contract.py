@@ -18,6 +18,7 @@ from trainkit.launch.hosts.hostfile import Host
 from trainkit.launch.hosts.selection import HostList
 from trainkit.launch.launchers.contract import Launcher
 from trainkit.launch.preparation import Notice, Preparation, StageUi, UnitRunner
+from trainkit.launch.supervise.host_consistency import Finding
 from trainkit.launch.supervise.observer import RunObserver, silent_observer
 from trainkit.launch.supervise.outcome import Outcome
 from trainkit.plan.planner import Plan
@@ -253,6 +254,11 @@ class Scheduler(Protocol):
         """What the scheduler knows of the cluster's nodes; None: ask each host itself."""
         return None
 
+    def examine(self, job: Job) -> list[Finding]:
+        """What is known of the cluster before anything of a job is made: what would keep it from
+        running, and what is worth knowing. Hosts that can be asked tell the rest."""
+        return []
+
     def unit_runner(self, job: Job, stage: str, notice: Notice) -> UnitRunner:
         """What runs the units of a stage of `job`: this machine, other hosts, or arrays."""
 
@@ -340,6 +346,11 @@ class Scheduler(Protocol):
         """All that its accounting keeps of the run's jobs; None where there is none. Raises
         TrainkitError (exit 8) where that cannot be asked."""
         return None
+
+    def ask(self, run: RunFolder, *, save: bool) -> bool:
+        """Have the run's supervisor stop it, where its port is not for who types; whether it was
+        told. `save`: at the end of the step."""
+        return False
 
     def cancel(self, run: RunFolder, *, queued: bool) -> CancelledJob:
         """End the run's job and wait until it is over; `queued`: it had not begun, which is noted

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from trainkit.jobs.schema import Cluster, Job
 from trainkit.launch.direct import DIRECT
+from trainkit.launch.kubernetes.scheduler import KubernetesScheduler
 from trainkit.launch.preparation import Preparation, StageUi, UnitRunner, direct_units
 from trainkit.launch.scheduler_contract import Scheduler
 from trainkit.launch.slurm.scheduler import SlurmScheduler
@@ -19,6 +20,7 @@ SCHEDULERS: dict[str, Scheduler] = {
     "ssh": DIRECT,
     "pdsh": DIRECT,
     "slurm": SlurmScheduler(),
+    "kubernetes": KubernetesScheduler(),
 }
 
 

@@ -155,7 +155,7 @@ class Session:
             node_folder=cluster.node_folder,
             nonce=self.nonce,
             folder=str(self.folder.parent.parent),
-            term="save" if traits.batch else "stop",
+            term=traits.term,
             # with --input=none a task's is a pipe that slurmstepd soon closes
             stdin="none" if traits.batch else "held",
         )

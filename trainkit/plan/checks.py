@@ -114,7 +114,7 @@ def _nodes(job: Job) -> Iterator[Objection]:
     if job.nodes > 1 and job.cluster.launcher_traits.one_machine:
         message = (
             f"{job.nodes} nodes, but launcher = 'local' of cluster {job.cluster.name} starts ranks"
-            " on one machine only; use launcher = 'ssh', 'pdsh' or 'slurm'"
+            " on one machine only; use launcher = 'ssh', 'pdsh', 'slurm' or 'kubernetes'"
         )
         yield Objection("local-is-one-node", "nodes", message, ({"nodes": 1},))
 

@@ -6,6 +6,7 @@ import re
 from dataclasses import asdict, dataclass
 
 from trainkit.jobs import sbatch
+from trainkit.jobs.kubernetes import quantity
 from trainkit.jobs.schema import Job
 from trainkit.plan.layout import Layout
 from trainkit.plan.memory import Memory, copies_of_state
@@ -70,6 +71,9 @@ def available_bytes(job: Job, here: int | None) -> tuple[int | None, str | None]
     asked = job.sbatch_options.get("mem") if job.cluster.launcher_traits.batch else None
     if asked is not None and not isinstance(asked, bool) and (size := slurm_bytes(asked)):
         known.append((size, f"the Slurm job (mem = {asked})"))
+    pods = job.cluster.kubernetes if job.cluster.launcher_traits.pods else None
+    if pods and (size := int(quantity(pods.resources.get("memory")) or 0)):
+        known.append((size, f"the pod (resources.memory = {pods.resources['memory']})"))
     if here:
         known.append((here, "this machine"))
     return min(known, default=(None, None))

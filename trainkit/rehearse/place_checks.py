@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainkit.base.errors import ConfigError, Exit, Problem, TrainkitError
+from trainkit.base.errors import ConfigError, Exit, Problem, TrainkitError, raise_problems
 from trainkit.engines.contract import Command
 from trainkit.engines.own_parser import CHECKED, PARSED, REFUSED, OwnParser
 from trainkit.engines.registry import ENGINES, foreign_engine, refuse_unlaunchable
@@ -28,7 +28,12 @@ from trainkit.rehearse.scene import NotLookedAt, RehearsalScene
 from trainkit.stages.execute import missing_units, stamps_folder
 
 # what a launcher's commands begin with on the machine where you type
-PROGRAMS = {"slurm": ("sbatch", "srun", "squeue", "scancel"), "ssh": ("ssh",), "pdsh": ("pdsh",)}
+PROGRAMS = {
+    "slurm": ("sbatch", "srun", "squeue", "scancel"),
+    "ssh": ("ssh",),
+    "pdsh": ("pdsh",),
+    "kubernetes": ("kubectl",),
+}
 QUOTA_SECONDS = 10.0
 PARSER_SECONDS = 60.0
 MISNAMED = 0.25  # share by which a name may be wrong about the number of parameters
@@ -70,10 +75,18 @@ def check_launchable(scene: RehearsalScene) -> str:
 def check_hosts(scene: RehearsalScene) -> str:
     """There are as many hosts as nodes."""
     job = scene.job
-    if scheduler_for(job.cluster).queues and not scene.options.existing:
+    scheduler = scheduler_for(job.cluster)
+    if scheduler.queues and not scene.options.existing:
+        found = scheduler.examine(job)
+        raise_problems(
+            Problem(f"{each.host}: {each.message}", hint=each.advice)
+            for each in found
+            if each.wrong
+        )
+        notes = "".join(f"; note: {each.host}: {each.message}" for each in found)
         raise NotLookedAt(
-            f"{scheduler_for(job.cluster).title} chooses the nodes; invoke doctor"
-            f" {job.cluster.name} asks those that are free"
+            f"{scheduler.title} chooses the nodes; invoke doctor {job.cluster.name} asks those that"
+            f" are free{notes}"
         )
     hosts = scene.hosts
     names = ", ".join(host.name for host in hosts.running[:4])
@@ -114,8 +127,10 @@ def check_programs(scene: RehearsalScene) -> str:
 def check_secrets(scene: RehearsalScene) -> str:
     """Secrets that ranks need are in the environment, and so is what reports need."""
     names = scene.job.cluster.secrets
-    values = secret_values(names, os.environ)
     refuse_without_wandb(scene.job)
+    if scene.job.cluster.launcher_traits.pods:
+        return f"pods have {len(names)} of the namespace's secrets" if names else "none asked for"
+    values = secret_values(names, os.environ)
     if not names:
         return "none asked for"
     return f"{len(values)} of {len(names)} are set"

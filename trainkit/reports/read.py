@@ -39,6 +39,7 @@ from trainkit.runs.events import (
 )
 from trainkit.runs.expert_loads import ExpertLoads, read_expert_loads
 from trainkit.runs.folder import AttemptFolder, RunFolder
+from trainkit.runs.kubernetes import read_jobsets
 from trainkit.runs.metrics import ThinnedRows, read_thinned, taken_back_path
 from trainkit.runs.phases import PhaseChange, RankTimes, read_phases, read_rank_times
 from trainkit.runs.record import RunRecord, read_run_record
@@ -76,7 +77,9 @@ def read_run_times(record: RunRecord) -> RunTimes:
             ended=min(before.ended, following.started),
         )
     try:
-        queued = [seconds_of(job.submitted) for job in read_slurm_jobs(run)]
+        submitted = [job.submitted for job in read_slurm_jobs(run)]
+        submitted += [each.submitted for each in read_jobsets(run)]
+        queued = [seconds_of(time) for time in submitted]
     except (TrainkitError, TypeError, KeyError):
         queued = []
     queued_at = sorted(at for at in queued if at is not None)

@@ -131,7 +131,7 @@ def find_failed_attempt(
     if cause and not reports:
         return _as_recorded(AttemptReport(0), record)
     # what the scheduler says came after the last attempt's end
-    if cause and "slurm_job" in cause and number in (0, reports[-1].attempt):
+    if cause and ("slurm_job" in cause or "jobset" in cause) and number in (0, reports[-1].attempt):
         return _as_recorded(reports[-1], record)
     asked = [report for report in reports if number in (0, report.attempt)]
     return next((report for report in reversed(asked) if report.root_cause), None)

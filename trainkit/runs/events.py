@@ -71,10 +71,12 @@ RootCause = TypedDict(
         "silent": list[int],
         "states": dict[str, str],
         "stacks": str,
-        # of a job that Slurm ended; `since`: of a supervisor that is silent
+        # of a job that a scheduler ended; `since`: of a supervisor that is silent
         "unit": str,
         "slurm_job": str,
         "slurm_state": str,
+        "jobset": str,
+        "jobset_state": str,
         "since": str,
     },
     total=False,
@@ -294,8 +296,8 @@ class RetryPlanned(Event):
     Args:
         next_attempt: its number.
         left_out: hosts that it will not have.
-        by: "slurm" where a Slurm job goes on with the run, else left out.
-        failure_class: the key "class": of the failure, or why Slurm ended the job.
+        by: "slurm" or "kubernetes" where a job of theirs goes on with the run, else left out.
+        failure_class: the key "class": of the failure, or why they ended the job.
     """
 
     name = "retry"

@@ -125,6 +125,11 @@ class RunFolder:
         """The run's Slurm jobs (who submits them)."""
         return self.path / "launch" / "slurm.json"
 
+    @property
+    def kubernetes(self) -> Path:
+        """The run's JobSets on Kubernetes (who submits them)."""
+        return self.path / "launch" / "kubernetes.json"
+
     def session(self, attempt: int) -> Path:
         """By what supervisor and agents of an attempt find and prove themselves to each other."""
         return self.path / "launch" / f"attempt-{attempt}"

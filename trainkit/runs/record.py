@@ -1,6 +1,7 @@
-"""The state of a run now, from its newest attempt's events, its supervisor's status and its Slurm
-jobs; and who runs it: its supervisor's sign of life (launch/supervisor.json, schema supervisor/1),
-and until that is there, the process that started it (launch/maker.json, schema maker/1)."""
+"""The state of a run now, from its newest attempt's events, its supervisor's status and its jobs
+of a scheduler; and who runs it: its supervisor's sign of life (launch/supervisor.json, schema
+supervisor/1), and until that is there, the process that started it (launch/maker.json, schema
+maker/1)."""
 
 from __future__ import annotations
 
@@ -30,6 +31,7 @@ from trainkit.runs.events import (
     read_events,
 )
 from trainkit.runs.folder import RunFolder
+from trainkit.runs.kubernetes import newest_jobset
 from trainkit.runs.slurm import read_slurm_jobs
 
 # a supervisor writes its sign of life every 5 s; one that was silent for longer may be alive or not
@@ -145,7 +147,7 @@ def is_starting(run: RunFolder, status: SupervisorStatus | None) -> bool:
 RunState = Literal[
     "queued", "starting", "running", "succeeded", "failed", "cancelled", "preempted", "unknown"
 ]
-# what slurm.json tells of a job that ended before there were ranks
+# what slurm.json and kubernetes.json tell of a job that ended before there were ranks
 CAUSE = ("message", "unit", "host", "log", "advice")
 _STATE_OF_CLASS: dict[str, RunState] = {
     "success": "succeeded",
@@ -339,31 +341,34 @@ def _is_full(folder: Path) -> bool:
 
 
 def _queued(running: RunRecord) -> RunRecord | None:
-    """The record of a run whose newest Slurm job waits, or was over before a supervisor began;
-    None for any other."""
-    newest = next(reversed(read_slurm_jobs(running.run)), None)
+    """The record of a run whose newest job of a scheduler waits, or was over before a supervisor
+    began; None for any other."""
+    job = next(reversed(read_slurm_jobs(running.run)), None)
+    jobset = newest_jobset(running.run)
+    newest = job or jobset
     if newest is None or (newest.began is not None and newest.ended is None):
         return None
     waiting = replace(running, state="queued")
     if newest.ended is None:
         return waiting
-    return record_of_end(waiting, newest.id, newest.ended)
+    which = {"slurm_job": job.id} if job else {"jobset": jobset.name if jobset else ""}
+    return record_of_end(waiting, which, newest.ended)
 
 
-def record_of_end(record: RunRecord, job: str, ended: Mapping[str, Any]) -> RunRecord:
-    """The record of a run whose Slurm job ended without a supervisor's word.
+def record_of_end(record: RunRecord, job: Mapping[str, str], ended: Mapping[str, Any]) -> RunRecord:
+    """The record of a run whose job of a scheduler ended without a supervisor's word.
 
     Args:
         record: what is known besides.
-        job: Slurm's number of it.
-        ended: {"state": Slurm's word, "message", "exit", ...}, as SlurmJob.ended.
+        job: {"slurm_job": Slurm's number of it} or {"jobset": its name}.
+        ended: {"state": the scheduler's word, "message", "exit", ...}, as SlurmJob.ended.
     """
     code = int(ended.get("exit", Exit.START))
     cause: Any = {  # a RootCause; a job's end may hold any of CAUSE
         **(record.root_cause or {}),
         **{key: ended[key] for key in CAUSE if ended.get(key)},
-        "slurm_job": job,
-        "slurm_state": ended["state"],
+        **job,
+        "slurm_state" if "slurm_job" in job else "jobset_state": ended["state"],
     }
     if ended["state"].startswith("CANCELLED"):
         return replace(

@@ -1,10 +1,10 @@
-"""One task of a Slurm array: does its share of the units of a level, one after another, and
-stamps each that succeeds.
+"""One task of an array: does its share of the units of a level, one after another, and stamps each
+that succeeds.
 
 `python -m trainkit.stages.array_task LEVEL.json` on a node; SLURM_ARRAY_TASK_ID and SLURM_PROCID
-say which share is its. The units after these may begin as soon as Slurm sees this one end well,
-so what they read of it has to be there by then: the stamps are written here and not by the one who
-waits on the head.
+say which share is its, in a pod of Kubernetes JOB_COMPLETION_INDEX. The units after these may
+begin as soon as Slurm sees this one end well, so what they read of it has to be there by then: the
+stamps are written here and not by the one who waits on the head.
 """
 
 from __future__ import annotations
@@ -31,14 +31,19 @@ FORM = "level/1"
 # of the runtime's client, where this runs in a container: Slurm kills that one alone
 CLIENT_VARIABLE = "TRAINKIT_CLIENT_PID"
 CLIENT_SECONDS = 0.5  # between two looks at it
+# of a pod's, as launch/kubernetes/manifest.py sets them
+NODE_VARIABLE = "TRAINKIT_NODE_NAME"
+POD_VARIABLE = "TRAINKIT_POD_NAME"
 TRIES = 3  # nodes that a unit may lose, as on hosts of a hostfile
 
 
 def unit_share(level: Mapping[str, Any], environment: Mapping[str, str]) -> list[dict[str, Any]]:
     """The units of this task; none where there are more tasks than shares."""
-    number = int(environment["SLURM_ARRAY_TASK_ID"]) * int(level["tasks"]) + int(
-        environment["SLURM_PROCID"]
-    )
+    if "SLURM_PROCID" in environment:
+        element = int(environment["SLURM_ARRAY_TASK_ID"])
+        number = element * int(level["tasks"]) + int(environment["SLURM_PROCID"])
+    else:
+        number = int(environment["JOB_COMPLETION_INDEX"])
     return list(level["shares"][number]) if number < len(level["shares"]) else []
 
 
@@ -46,14 +51,14 @@ def run_once(unit: Mapping[str, Any]) -> int:
     """Run one unit: its lines of JSON go to NAME.out, at last {"ended": code, "host": name};
     what it says to people to NAME.log. Returns its exit code.
 
-    One that is made is not made again: Slurm starts a task again whose node failed or was taken
+    One that is made is not made again: a task is started again whose node failed or was taken
     back. One under which node after node fails is not begun again.
     """
     if stamp_holds(Path(unit["stamp"]), unit["digest"], tuple(map(Path, unit["outputs"]))):
         return 0
     out = Path(unit["out"])
     begun = Path(f"{unit['out']}.begun")
-    here = os.uname().nodename
+    here = _node()
     nodes = _lost(begun)
     if len(nodes) >= TRIES:
         message = (
@@ -68,22 +73,32 @@ def run_once(unit: Mapping[str, Any]) -> int:
             f"{json.dumps({'error': error})}\n{json.dumps({'ended': 1, 'host': here})}\n"
         )
         return 1
-    write_json(begun, {"job": os.environ.get("SLURM_JOB_ID", ""), "nodes": [*nodes, here]})
+    write_json(begun, {"job": _element(), "nodes": [*nodes, here]})
     try:
         return _run(unit, out)
-    finally:  # at TERM too, by which Slurm takes a node back; a node that fails leaves the file
+    finally:  # at TERM too, by which a node is taken back; a node that fails leaves the file
         begun.unlink(missing_ok=True)
+
+
+def _node() -> str:
+    """The node's name: a pod has a host name of its own."""
+    return os.environ.get(NODE_VARIABLE) or os.uname().nodename
+
+
+def _element() -> str:
+    """What this element of its array is called, however often it is begun: a job of Slurm's, or a
+    pod's name without the letters that each new one has."""
+    return os.environ.get("SLURM_JOB_ID") or os.environ.get(POD_VARIABLE, "").rpartition("-")[0]
 
 
 def _lost(begun: Path) -> list[str]:
     """The nodes on which this very element of an array has begun the unit and never came to an
     end."""
-    if not int(os.environ.get("SLURM_RESTART_COUNT") or 0) or not begun.is_file():
+    again = POD_VARIABLE in os.environ or int(os.environ.get("SLURM_RESTART_COUNT") or 0)
+    if not again or not begun.is_file():
         return []
     value = read_json(begun)
-    if value["job"] == os.environ.get("SLURM_JOB_ID"):
-        return list(map(str, value["nodes"]))
-    return []
+    return list(map(str, value["nodes"])) if value["job"] == _element() else []
 
 
 def _run(unit: Mapping[str, Any], out: Path) -> int:
@@ -104,7 +119,7 @@ def _run(unit: Mapping[str, Any], out: Path) -> int:
             Path(unit["stamp"]), unit["name"], unit["digest"], map(Path, unit["outputs"]), result
         )
     with open(out, "ab") as said:
-        said.write(json.dumps({"ended": code, "host": os.uname().nodename}).encode() + b"\n")
+        said.write(json.dumps({"ended": code, "host": _node()}).encode() + b"\n")
     return code
 
 

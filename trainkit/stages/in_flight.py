@@ -1,4 +1,4 @@
-"""What a run's Slurm jobs are making: a record beside the stamps, for as long as no process is
+"""What a scheduler's jobs are making: a record beside the stamps, for as long as no process is
 there to hold the stage's lock.
 
 Only the holder of the lock reads and writes it.
@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from trainkit.base.documents import canonical_json
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.files import write_json
-from trainkit.base.records import Record
+from trainkit.base.records import OMIT_NONE, Record
 from trainkit.stages.contract import Need
 
 SUFFIX = ".making.json"
@@ -30,13 +30,15 @@ class ArraysInFlight(Record):
         lock: of the need: others with the same lock write into the same folders.
         name: of the need.
         digest: what exactly is made, see `need_digest`.
-        jobs: Slurm's numbers of the arrays, in order.
+        jobs: Slurm's numbers of the arrays, in order; of Kubernetes the name of the Job.
         levels: for each array the file that its tasks read.
         runs: folders of the runs that wait for them, the first has submitted them; none where they
             are not a graph's, or are being taken out.
         owner: the process that has submitted them and waits for them itself, for people; "" where a
             run has.
         scheduler: the launcher's name, whose scheduler knows the jobs.
+        namespace: of Kubernetes, where the Job is.
+        context: of kubectl's configuration, which leads there; "": the current one.
     """
 
     SCHEMA = "making/1"
@@ -48,6 +50,8 @@ class ArraysInFlight(Record):
     runs: tuple[str, ...]
     owner: str = ""
     scheduler: str = SLURM
+    namespace: str | None = field(default=None, metadata=OMIT_NONE)
+    context: str | None = field(default=None, metadata=OMIT_NONE)
 
     def words(self) -> str:
         """Who makes it, for people."""
@@ -57,7 +61,8 @@ class ArraysInFlight(Record):
             whose = f" of {self.owner}"
         else:
             whose = ", which are being taken out,"
-        return f"Slurm's jobs {', '.join(self.jobs)}{whose}"
+        scheduler = "Slurm's" if self.scheduler == SLURM else f"{self.scheduler.capitalize()}'"
+        return f"{scheduler} jobs {', '.join(self.jobs)}{whose}"
 
 
 # Whether the jobs of a record may still write; raises TrainkitError where that cannot be learnt.
@@ -118,7 +123,7 @@ def still_in_flight(stamps: Path, lock: str, going: StillRunning) -> ArraysInFli
 
 
 def refuse_in_flight(making: ArraysInFlight) -> bool:
-    """The `StillRunning` of callers that cannot ask Slurm: raises TrainkitError (exit 17)."""
+    """The `StillRunning` of callers that cannot ask a scheduler: raises TrainkitError (exit 17)."""
     raise TrainkitError(
         f"{making.name} is being made by {making.words()}",
         exit=Exit.HOSTS_BUSY,

@@ -12,14 +12,9 @@ from typing import Any
 import pytest
 
 from trainkit.jobs.clusters import Cluster, StagePlace
-from trainkit.launch.slurm.array_scripts import ArrayLevel, ArrayPlace, array_script
-from trainkit.launch.slurm.arrays import (
-    ArrayUnit,
-    array_argv,
-    array_levels,
-    describe_level,
-    split_units,
-)
+from trainkit.launch.array_units import ArrayLevel, ArrayUnit, array_levels, split_units
+from trainkit.launch.slurm.array_scripts import ArrayPlace, array_script
+from trainkit.launch.slurm.arrays import array_argv, describe_level
 from trainkit.stages.array_task import run_once, unit_share
 from trainkit.stages.contract import Need, Unit
 
@@ -43,7 +38,7 @@ PLACE = ArrayPlace(Cluster(name="queue", launcher="slurm"), StagePlace(), Path("
 
 
 def test_the_graph_is_levels_of_what_waits_for_what() -> None:
-    here, there = split_units(PLACE, ALL)
+    here, there = split_units(ALL, in_image=False)
     assert here == [FETCH] and there == ALL[1:]
     first, second, third = array_levels(need(*ALL), there, StagePlace(nodes=2, tasks_per_node=2))
     assert (names(first), names(third)) == ([["tokenizer"]], [["merge"]])
@@ -72,7 +67,7 @@ def test_more_room_than_units_is_not_asked_for() -> None:
 
 def test_what_is_fetched_after_something_computed_goes_with_it() -> None:
     late = Unit("late", ARGV, {}, after=("tokenizer",), network=True)
-    assert split_units(PLACE, [TOKENIZER, late]) == ([], [TOKENIZER, late])
+    assert split_units([TOKENIZER, late], in_image=False) == ([], [TOKENIZER, late])
 
 
 def test_the_script_and_its_line() -> None:

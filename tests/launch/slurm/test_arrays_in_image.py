@@ -11,15 +11,15 @@ import pytest
 
 from tests.launch.containers.container_jobs import IMAGES, job
 from trainkit.jobs.clusters import StagePlace
+from trainkit.launch.array_units import ArrayLevel, split_units
 from trainkit.launch.containers.stages import stage_box
 from trainkit.launch.slurm.array_scripts import (
-    ArrayLevel,
     ArrayPlace,
     array_script,
     container_scripts,
     level_container,
 )
-from trainkit.launch.slurm.arrays import job_words, split_units
+from trainkit.launch.slurm.arrays import job_words
 from trainkit.stages.contract import Need, Unit
 
 ARGV = (sys.executable, "-I", "-m", "trainkit.data.tokenize.shard_worker")
@@ -125,13 +125,10 @@ def test_pyxis_by_the_options_of_srun(tmp_path: Path) -> None:
     assert list(scripts) == ["inside.sh"]
 
 
-def test_units_of_this_python_stay_here(tmp_path: Path) -> None:
+def test_units_of_this_python_stay_here() -> None:
     here = Unit("text-0", ARGV, {}, here=True)
-    chosen = job(tmp_path, "enroot", launcher="slurm", more="stages_in_container = true")
-    boxed = ArrayPlace(chosen.cluster, StagePlace(), tmp_path, box=stage_box(chosen, "prep-data"))
-    plain = ArrayPlace(chosen.cluster, StagePlace(), tmp_path)
-    assert split_units(boxed, [here, *UNITS]) == ([here], list(UNITS))
-    assert split_units(plain, [here, *UNITS]) == ([], [here, *UNITS])
+    assert split_units([here, *UNITS], in_image=True) == ([here], list(UNITS))
+    assert split_units([here, *UNITS], in_image=False) == ([], [here, *UNITS])
 
 
 WATCHES = """

@@ -30,6 +30,7 @@ from trainkit.cli.run.attach import cancel
 from trainkit.cli.run.stages import stage_ui
 from trainkit.jobs.load import load
 from trainkit.jobs.resolved import write_job
+from trainkit.launch.array_units import ArrayUnit, array_levels
 from trainkit.launch.preparation import term_interrupts
 from trainkit.launch.run_inputs import write_inputs
 from trainkit.launch.scheduler_contract import CancelledJob
@@ -398,7 +399,7 @@ def test_a_slurmctld_that_is_away_is_waited_out_and_told_once(
     (slurm.folder / "asked").unlink()
     said.clear()
     monkeypatch.setattr("trainkit.launch.slurm.squeue.FASTEST", 0.01)
-    batch = arrays.ArrayUnit(Unit("u", (), {}), slurm.folder)
+    batch = ArrayUnit(Unit("u", (), {}), slurm.folder)
     monkeypatch.setattr(arrays, "POLL_SECONDS", 0.05)
     follow_arrays(["1"], [batch], Silent(), said.append)
     assert len(said) == 1 and batch.waiting
@@ -413,7 +414,7 @@ def test_options_of_arrays_are_quoted_as_those_of_the_run(slurm: Slurm) -> None:
     cluster = place.cluster.model_copy(
         update={"slurm": {"comment": "my run # two", "no-requeue": False}}
     )
-    level, *_ = arrays.array_levels(need("a", 1), need("a", 1).units, place.asked)
+    level, *_ = array_levels(need("a", 1), need("a", 1).units, place.asked)
     lines = array_script(
         replace(place, cluster=cluster), level, slurm.folder, slurm.folder
     ).splitlines()

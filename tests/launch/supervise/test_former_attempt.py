@@ -203,7 +203,7 @@ open(os.environ["FOUND"], "w").write(str(marks))
 def test_hosts_that_cannot_be_asked_are_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervisor, "own_stop_seconds", lambda lease: 10_000.0)
+    monkeypatch.setattr(supervisor, "stop_seconds", lambda job: 10_000.0)
 
     class Unreachable(StubAgent):
         async def run(self) -> None:

@@ -5,18 +5,21 @@ from __future__ import annotations
 
 import json
 import re
+import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from trainkit.base.documents import document
 from trainkit.base.errors import ConfigError
 from trainkit.base.files import write_text
+from trainkit.base.toml_text import toml_table
 from trainkit.cli.wrapper import TaskContext, TaskResult
-from trainkit.engines.imported import ImportedJob, ImportRequest
+from trainkit.engines.imported import ImportedJob, ImportRequest, job_name
 from trainkit.engines.options import tables_of
 from trainkit.engines.registry import PLACES, foreign_engine
+from trainkit.jobs.import_pods import PodManifest, read_manifest
 from trainkit.jobs.job_tables import EngineSource
 from trainkit.jobs.json_schema import json_schema
 from trainkit.jobs.layers import JOBS_FILE
@@ -205,27 +208,78 @@ def import_job(task: TaskContext, request: ImportOptions) -> TaskResult:
     words = [word for word in parts if "=" in word]
     if not paths:
         raise ConfigError(f"'{request.file}' names no file", hint="FILE, or FILE,KEY=VALUE")
-    engine = request.engine or engine_of(paths[0])
-    if engine not in IMPORTED:
-        raise ConfigError(f"--engine '{engine}' cannot be imported", hint=suggest(engine, IMPORTED))
-    version = _version(engine, request.version)
-    asked = ImportRequest(tuple(paths), tuple(words), request.name, version)
-    imported = foreign_engine(engine).import_job(asked)
-    name = imported.name
+    manifest = read_manifest(paths[0])
+    if manifest is not None:
+        return _result(task, request, *_import_pods(request, manifest))
+    imported = _import_files(request, tuple(paths), tuple(words), request.name)
     text = imported.to_toml(request.cluster)
+    return _result(task, request, text, imported.name, imported.engine, imported.not_taken)
+
+
+def _result(
+    task: TaskContext,
+    request: ImportOptions,
+    text: str,
+    name: str,
+    engine: str | None,
+    not_taken: Sequence[str],
+) -> TaskResult:
     if request.out:
-        _write(task, task.folder / request.out, text, imported)
+        _write(task, task.folder / request.out, text, not_taken)
     else:
         task.say(text.rstrip("\n"))
     result = document(
         "import/1",
         job=name,
         engine=engine,
-        not_taken=list(imported.not_taken),
+        not_taken=list(not_taken),
         toml=text,
         file=request.out or None,
     )
     return TaskResult(result)
+
+
+def _import_files(
+    request: ImportOptions, paths: tuple[Path, ...], words: tuple[str, ...], name: str
+) -> ImportedJob:
+    engine = request.engine or engine_of(paths[0])
+    if engine not in IMPORTED:
+        raise ConfigError(f"--engine '{engine}' cannot be imported", hint=suggest(engine, IMPORTED))
+    version = _version(engine, request.version)
+    return foreign_engine(engine).import_job(ImportRequest(paths, words, name, version))
+
+
+def _import_pods(
+    request: ImportOptions, manifest: PodManifest
+) -> tuple[str, str, str | None, Sequence[str]]:
+    """The tables of a manifest of Kubernetes, and of the job that its command is, where it is an
+    engine's: (text, name, engine, what was not taken)."""
+    name = request.name or job_name(manifest.name)
+    cluster = request.cluster or name
+    mounts = "no volume of its own: it needs one that many nodes mount"
+    if volumes := manifest.pods.get("volumes"):
+        mounts = f"a folder on one of its volumes, which this machine has too: {volumes}"
+    not_taken = [f"clusters.{cluster}.root: {mounts}", *manifest.not_taken]
+    tables = [
+        *toml_table(("clusters", cluster), manifest.cluster),
+        "",
+        *toml_table(("clusters", cluster, "kubernetes"), manifest.pods),
+    ]
+    below = "\n".join(tables) + "\n"
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder, f"{name}.sh")
+        write_text(script, manifest.script)
+        try:
+            imported = _import_files(request, (script,), (), name)
+        except ConfigError as error:
+            why = error.message.replace(str(script), "it")
+            not_taken.append(f"command: {manifest.script.splitlines()[-1]}: {why}")
+            lines = [f"# not taken: {' '.join(each.split())}" for each in not_taken]
+            return "\n".join([*lines, "", below]), name, None, not_taken
+    job = {"nodes": manifest.nodes, **imported.job}
+    not_taken += imported.not_taken
+    imported = replace(imported, job=job, not_taken=tuple(not_taken))
+    return f"{imported.to_toml(cluster)}\n{below}", name, imported.engine, not_taken
 
 
 def engine_of(path: Path) -> str:
@@ -249,10 +303,10 @@ def _version(engine: str, asked: str) -> str:
     return asked
 
 
-def _write(task: TaskContext, path: Path, text: str, imported: ImportedJob) -> None:
+def _write(task: TaskContext, path: Path, text: str, not_taken: Sequence[str]) -> None:
     if path.exists():
         raise ConfigError(f"{path} is there already", hint="give --out another name")
     write_text(path, text)
     task.say(f"wrote {path}")
-    for each in imported.not_taken:
+    for each in not_taken:
         task.say(f"  not taken: {each}")

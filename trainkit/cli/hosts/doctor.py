@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from rich.markup import escape
 
@@ -20,6 +20,7 @@ from trainkit.launch.cluster_care.container_checks import pages_note
 from trainkit.launch.cluster_care.health_checks import ClusterExamination, examine_hosts
 from trainkit.launch.cluster_care.host_checks import COLUMNS
 from trainkit.launch.hosts.quarantine import read_quarantine
+from trainkit.launch.scheduler_registry import scheduler_for
 from trainkit.launch.supervise.agent_pool import JoinedAgent, MissingAgent
 from trainkit.launch.supervise.host_consistency import COMPARED, Finding
 
@@ -76,7 +77,7 @@ def doctor(task: TaskContext, cluster: str, hostfile: str, *, all_reduce: bool) 
         )
         for host, entry in read_quarantine(root).items()
     ]
-    findings = [*seen.findings, *down, *waits, *out]
+    findings = [*_known(jobs, chosen), *seen.findings, *down, *waits, *out]
     if not task.json:
         _print(task, seen, findings, found.unavailable)
     wrong = sum(finding.wrong for finding in findings)
@@ -94,16 +95,28 @@ def doctor(task: TaskContext, cluster: str, hostfile: str, *, all_reduce: bool) 
     return TaskResult(result, Exit.HEALTH if wrong else Exit.DONE)
 
 
-def boxed_jobs(jobs: Jobs, cluster: Cluster) -> list[Job]:
-    """For each container that jobs of a cluster name, the first such job, the default one before
-    others. What is wrong with a job's own tables, `check` says."""
-    names = sorted(jobs.names(), key=lambda name: name != jobs.default_job)
-    found = dict[str, Job]()
-    for name in names:
+def _known(jobs: Jobs, cluster: Cluster) -> list[Finding]:
+    """What the cluster's scheduler tells of its first job."""
+    first = next(_jobs_of(jobs, cluster), None)
+    return [] if first is None else scheduler_for(cluster).examine(first)
+
+
+def _jobs_of(jobs: Jobs, cluster: Cluster) -> Iterator[Job]:
+    """The jobs of a cluster, the default one before others. What is wrong with a job's own tables,
+    `check` says."""
+    for name in sorted(jobs.names(), key=lambda name: name != jobs.default_job):
         with contextlib.suppress(ConfigError):
             job = jobs.resolve(name).job
-            if job.container is not None and job.cluster.name == cluster.name:
-                found.setdefault(job.container.name, job)
+            if job.cluster.name == cluster.name:
+                yield job
+
+
+def boxed_jobs(jobs: Jobs, cluster: Cluster) -> list[Job]:
+    """For each container that jobs of a cluster name, the first such job."""
+    found = dict[str, Job]()
+    for job in _jobs_of(jobs, cluster):
+        if job.container is not None:
+            found.setdefault(job.container.name, job)
     return list(found.values())
 
 
@@ -134,7 +147,8 @@ def _print(
     findings: Sequence[Finding],
     others: Mapping[str, str],
 ) -> None:
-    task.console.print(_table(seen, findings, others))
+    if seen.answers or others:
+        task.console.print(_table(seen, findings, others))
     if seen.containers:
         task.console.print(_container_table(seen, findings))
         task.say(pages_note(seen.containers))

@@ -156,14 +156,15 @@ def leave_out(task: TaskContext, cluster: str, hostfile: str, names: str) -> Tas
     jobs = load_jobs(task)
     chosen = jobs.cluster(cluster or usual_cluster(task, jobs))
     if not chosen.launcher_traits.hostfile:
+        hint = "ssh and pdsh take hosts of a hostfile"
+        if chosen.launcher_traits.pods:
+            hint = "`kubectl cordon NAME` keeps new pods away from a node"
+        elif chosen.launcher_traits.batch:
+            hint = "Slurm drains a node: scontrol update NodeName=NAME State=DRAIN Reason=WHY"
         raise ConfigError(
             f"hosts of cluster '{chosen.name}' are not trainkit's to leave out: its launcher is"
             f" {chosen.launcher}",
-            hint=(
-                "Slurm drains a node: scontrol update NodeName=NAME State=DRAIN Reason=WHY"
-                if chosen.launcher_traits.batch
-                else "ssh and pdsh take hosts of a hostfile"
-            ),
+            hint=hint,
         )
     known = scheduler_for(chosen).hosts_to_ask(chosen, hostfile, devices=False).hosts
     wanted = [name.lower() for name in names.split(",")]

@@ -107,7 +107,7 @@ def rank_script(
 def srun_problems(job: Job) -> Iterator[Problem]:
     """What stands in the way of one srun."""
     use_ranks = 'launch = "ranks", the default, does it'
-    if not job.cluster.launcher_traits.batch:
+    if not job.cluster.launcher_traits.pyxis:
         yield Problem(
             f"engines launch = 'srun' on cluster '{job.cluster.name}' (launcher ="
             f" '{job.cluster.launcher}'): there is no srun without Slurm",

@@ -29,7 +29,7 @@ from trainkit.launch.agent.oom import OomDetector
 from trainkit.launch.agent.output import LogWriter
 from trainkit.launch.agent.process import ChildProcess
 from trainkit.launch.agent.termination import HostProcesses
-from trainkit.launch.protocol.frames import CommandRefused, Frame, HeartbeatReport
+from trainkit.launch.protocol.frames import CommandRefused, Frame, HeartbeatReport, HostLeaves
 from trainkit.launch.protocol.framing import BadFrame, heartbeat_interval
 from trainkit.launch.protocol.session_document import SessionDocument, read_session
 
@@ -187,6 +187,9 @@ class Agent:
             self.selector.register(0, selectors.EVENT_READ, self._stdin)
 
     def _signalled(self, numbers: bytes) -> None:
+        if self.session.term == "pass" and signal.SIGTERM in numbers and self.children:
+            self.send(HostLeaves())  # ranks of other hosts must save with ours
+            return
         if self.session.term == "save":
             # Slurm signals every process of the job: the ranks save, and the supervisor says what
             # is next

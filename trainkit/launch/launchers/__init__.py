@@ -10,6 +10,7 @@ from trainkit.base.errors import ConfigError, TrainkitError
 from trainkit.jobs.clusters import Cluster
 from trainkit.launch.hosts.hostfile import OVER_SSH, Host
 from trainkit.launch.launchers.contract import Launcher
+from trainkit.launch.launchers.kubernetes import Kubernetes
 from trainkit.launch.launchers.local import Local
 from trainkit.launch.launchers.pdsh import Pdsh
 from trainkit.launch.launchers.slurm import Slurm
@@ -17,7 +18,7 @@ from trainkit.launch.launchers.ssh import Ssh, ssh_host_name
 from trainkit.launch.session import is_this_machine
 
 LAUNCHERS: dict[str, Launcher] = {
-    launcher.name: launcher for launcher in (Local(), Ssh(), Pdsh(), Slurm())
+    launcher.name: launcher for launcher in (Local(), Ssh(), Pdsh(), Slurm(), Kubernetes())
 }
 
 TRIED = 8  # hosts: a name server that does not answer takes seconds for each

@@ -451,6 +451,13 @@ class CommandRefused(Frame):
     error: str
 
 
+@dataclass(frozen=True)
+class HostLeaves(Frame):
+    """This host is about to end: its ranks must save now."""
+
+    TYPE = "leaving"
+
+
 _REPORTS: Mapping[str, type[Frame]] = {
     kind.TYPE: kind
     for kind in (
@@ -469,6 +476,7 @@ _REPORTS: Mapping[str, type[Frame]] = {
         StackReport,
         SweepDone,
         CommandRefused,
+        HostLeaves,
     )
 }
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainkit.jobs.clusters import Cluster, SlurmOptions, StagePlace
+from trainkit.launch.array_units import ArrayLevel, level_file
 from trainkit.launch.containers import NodeContainer
 from trainkit.launch.containers.stages import (
     TASK_VARIABLES,
@@ -20,7 +21,7 @@ from trainkit.launch.containers.stages import (
 )
 from trainkit.launch.remote_units import remote_argv
 from trainkit.launch.slurm.batch_script import EXPORTED, option_lines
-from trainkit.stages.contract import Need, Unit
+from trainkit.stages.contract import Need
 
 # of the cluster's options
 INHERITED = (
@@ -47,25 +48,6 @@ class ArrayPlace:
     root: Path
     notice: Callable[[str], None] = lambda text: None
     box: StageBox | None = None
-
-
-@dataclass(frozen=True)
-class ArrayLevel:
-    """Units that may run at the same time, in shares of one task each.
-
-    Args:
-        name: of the array's job.
-        shares: for each task its units.
-        tasks: of one element of the array, which is one node.
-    """
-
-    name: str
-    shares: tuple[tuple[Unit, ...], ...]
-    tasks: int
-
-    @property
-    def elements(self) -> int:
-        return -(-len(self.shares) // self.tasks)
 
 
 def task_words(level: ArrayLevel, folder: Path, code: Path, python: str) -> list[str]:
@@ -180,8 +162,3 @@ def container_scripts(
     """
     words = task_words(level, folder, code, container.settings.python)[1:]
     return task_scripts(container, place.cluster.prolog, words)
-
-
-def level_file(folder: Path, level: ArrayLevel) -> Path:
-    """What the tasks of an array read."""
-    return folder / f"{level.name}.json"

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from trainkit.base.documents import read_document
 from trainkit.base.errors import TrainkitError
+from trainkit.launch.array_units import name_some
 from trainkit.launch.slurm.squeue import (
     JobStatus,
     account_status,
@@ -15,8 +16,6 @@ from trainkit.launch.slurm.squeue import (
     job_accounts,
 )
 from trainkit.stages.array_task import FORM
-
-MOST_NAMED = 3  # units, and elements, that a message names
 
 
 def element_ends(ids: Sequence[str]) -> list[JobStatus]:
@@ -53,8 +52,8 @@ def describe_failure(
     failed = first_failed(list(levels), ends)
     blamed = {name for each in failed for name in _units_of(levels[each.array], each)}
     names = [name for name in left if name in blamed] or list(left)
-    said = _some([f"job {each.id} {each.ending()}" for each in failed])
-    return _some(names), said or "Slurm knows the jobs no more"
+    said = name_some([f"job {each.id} {each.ending()}" for each in failed])
+    return name_some(names), said or "Slurm knows the jobs no more"
 
 
 def _units_of(level: Path | None, element: JobStatus) -> list[str]:
@@ -68,13 +67,6 @@ def _units_of(level: Path | None, element: JobStatus) -> list[str]:
         first = int(index) * value["tasks"]
         shares = shares[first : first + value["tasks"]]
     return [unit["name"] for share in shares for unit in share]
-
-
-def _some(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:MOST_NAMED])
-    if len(names) > MOST_NAMED:
-        shown += f" and {len(names) - MOST_NAMED} more"
-    return shown
 
 
 def jobs_are_over(ids: Sequence[str]) -> bool:

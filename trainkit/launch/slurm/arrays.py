@@ -18,38 +18,43 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from trainkit.base.documents import document
 from trainkit.base.errors import Exit, TrainkitError
-from trainkit.base.files import write_json, write_text
-from trainkit.jobs.clusters import StagePlace
+from trainkit.base.files import write_text
 from trainkit.jobs.schema import Job
+from trainkit.launch.array_units import (
+    POLL_SECONDS,
+    ArrayLevel,
+    ArrayUnit,
+    array_levels,
+    judge_units,
+    level_file,
+    local_lines,
+    split_units,
+    take_progress,
+    write_level,
+)
 from trainkit.launch.containers.stages import stage_box
 from trainkit.launch.remote_units import ALWAYS_LOCAL, remote_argv
 from trainkit.launch.slurm.allocation import slurm_output
 from trainkit.launch.slurm.array_scripts import (
-    ArrayLevel,
     ArrayPlace,
     array_script,
     container_scripts,
     level_container,
-    level_file,
 )
 from trainkit.launch.slurm.array_states import describe_failure, element_ends, jobs_are_over
 from trainkit.launch.slurm.sbatch import sbatch
 from trainkit.launch.slurm.squeue import PollBackoff, element_statuses
 from trainkit.launch.supervise.code_snapshot import take_snapshot
 from trainkit.launch.supervise.orphan_sweep import PACKAGE
-from trainkit.stages.array_task import FORM
 from trainkit.stages.contract import Need, Unit
 from trainkit.stages.execute import StageReporter, StageWork
 from trainkit.stages.in_flight import ArraysInFlight, clear_in_flight, write_in_flight
-from trainkit.stages.stamps import spec_digest, unit_folder, unit_is_fresh, unit_stamp_path
-from trainkit.stages.unit_process import COUNTS, UnitProcess, execute_locally
+from trainkit.stages.stamps import unit_folder
+from trainkit.stages.unit_process import execute_locally
 
-POLL_SECONDS = 0.5  # between two looks at what units have written
 END_SECONDS = 120.0  # for Slurm to end arrays: KillWait, and epilogs
 SLURMS = re.compile(r"(srun|slurmstepd|slurmd)\b")  # its own words in the output of a job
-VISIBLE_SECONDS = 30.0  # for a shared file system to show here what a job wrote before its end
 
 
 def array_place(job: Job, stage: str, notice: Callable[[str], None]) -> ArrayPlace | None:
@@ -60,41 +65,6 @@ def array_place(job: Job, stage: str, notice: Callable[[str], None]) -> ArrayPla
         return None
     root = cluster.root_folder.absolute()
     return ArrayPlace(cluster, asked, root, notice, stage_box(job, stage))
-
-
-def split_units(place: ArrayPlace, units: Sequence[Unit]) -> tuple[list[Unit], list[Unit]]:
-    """(units for this machine, units for Slurm): here what waits for the network, and what an
-    image could not do, as far as it waits for nothing that Slurm does."""
-    here: dict[str, Unit] = {}
-    names = {unit.name for unit in units}
-    for unit in units:
-        stays = unit.network or (unit.here and place.box is not None)
-        if stays and all(name in here for name in unit.after if name in names):
-            here[unit.name] = unit
-    return list(here.values()), [unit for unit in units if unit.name not in here]
-
-
-def array_levels(need: Need, units: Sequence[Unit], asked: StagePlace) -> list[ArrayLevel]:
-    """The graph: each unit one level behind the last that it waits for; the largest units shared
-    out first, to the share that has least."""
-    depth: dict[str, int] = {}
-    for unit in units:  # in an order that respects `after`
-        depth[unit.name] = 1 + max(
-            (depth[name] for name in unit.after if name in depth), default=-1
-        )
-    found = []
-    for number in range(max(depth.values(), default=-1) + 1):
-        of_level = [unit for unit in units if depth[unit.name] == number]
-        shares: list[list[Unit]] = [
-            [] for _ in range(min(len(of_level), asked.nodes * asked.tasks_per_node))
-        ]
-        for unit in sorted(of_level, key=lambda unit: -unit.size):
-            min(shares, key=lambda each: sum(u.size for u in each) + len(each)).append(unit)
-        tasks = min(asked.tasks_per_node, len(shares))
-        found.append(
-            ArrayLevel(f"{need.stage}-{need.name}-{number}", tuple(map(tuple, shares)), tasks)
-        )
-    return found
 
 
 def array_argv(path: Path, after: str | None) -> list[str]:
@@ -119,11 +89,8 @@ def describe_arrays(
 ) -> tuple[list[str], str | None]:
     """(what would be submitted, name of the last array). `folder`: of the scripts; `before`:
     what the first array waits for."""
-    here, there = split_units(place, units)
-    found = [
-        f"would run here, {'for the network' if unit.network else 'with this Python'}: {unit.name}"
-        for unit in here
-    ]
+    here, there = split_units(units, in_image=place.box is not None)
+    found = local_lines(here)
     code = place.root / "code" / "SHA256"
     for level in array_levels(need, there, place.asked):
         found.append("would submit " + describe_level(level, before))
@@ -149,7 +116,7 @@ def run_arrays(place: ArrayPlace, work: StageWork) -> None:
     """
     need = work.need
     stamps = work.stamps
-    here, there = split_units(place, work.units)
+    here, there = split_units(work.units, in_image=place.box is not None)
     if here:
         execute_locally(replace(work, units=here))
     if not there:
@@ -212,36 +179,6 @@ def submit_level(level: ArrayLevel, folder: Path, after: Sequence[str]) -> str:
     return sbatch(array_argv(path, ":".join(after) or None), folder, hint=f"its script: {path}")
 
 
-class ArrayUnit(UnitProcess):
-    """A unit that a task does; what it says is in a file."""
-
-    def __init__(self, unit: Unit, folder: Path) -> None:
-        super().__init__([unit], folder)
-        self.out = folder / f"{unit.name}.out"
-        self.out.unlink(missing_ok=True)
-        self.log(unit).unlink(missing_ok=True)
-        self.code: int | None = None
-        self._read = 0
-
-    def look(self) -> None:
-        """Take in what is new."""
-        with contextlib.suppress(FileNotFoundError), open(self.out, "rb") as file:
-            # Slurm has put its task back, and it began again
-            if os.fstat(file.fileno()).st_size < self._read:
-                self._read = 0
-                self._rest = b""
-            file.seek(self._read)
-            data = file.read()
-            self._read += len(data)
-            self.feed(data)
-
-    def _feed_line(self, said: dict[str, object]) -> None:
-        if isinstance(said.get("ended"), int):
-            self.code = int(str(said["ended"]))
-            self.host = str(said.get("host"))
-        super()._feed_line(said)
-
-
 def write_levels(
     place: ArrayPlace,
     need: Need,
@@ -251,30 +188,19 @@ def write_levels(
     scripts: Path,
 ) -> list[ArrayUnit]:
     """Write specs, and into the folder `scripts` the scripts and what their tasks read."""
-    folder = unit_folder(stamps, need.name)
     box = place.box
     python = box.python if box else place.cluster.python or sys.executable
     env = box.env if box else place.cluster.env
     batches: list[ArrayUnit] = []
     for level in graph:
-        shares: list[list[dict[str, object]]] = []
-        for units in level.shares:
-            shares.append([])
-            for unit in units:
-                batches.append(batch := ArrayUnit(unit, folder))
-                argv = [*remote_argv(unit.argv, python, code), *map(str, batch.specs)]
-                files = {
-                    "out": str(batch.out),
-                    "log": str(batch.log(unit)),
-                    "stamp": str(unit_stamp_path(stamps, need.name, unit.name)),
-                }
-                rest = {
-                    "digest": spec_digest(need, unit),
-                    "outputs": [str(path) for path in unit.outputs],
-                    "env": dict(env),
-                }
-                shares[-1].append({"name": unit.name, "argv": argv, **files, **rest})
-        write_json(level_file(scripts, level), document(FORM, tasks=level.tasks, shares=shares))
+        batches += write_level(
+            need,
+            level,
+            stamps,
+            level_file(scripts, level),
+            lambda unit: remote_argv(unit.argv, python, code),
+            env,
+        )
         container = level_container(place, need, level, scripts)
         text = array_script(place, level, scripts, code, container)
         write_text(scripts / f"{level.name}.sh", text, 0o755)
@@ -320,16 +246,8 @@ def follow_arrays(
                         " asking again"
                     )
                 said = True
-        for batch in batches:
-            if batch.waiting:
-                batch.look()
-                unit = batch.units[0]
-                result = batch.results[0][1] if batch.results else batch.counts
-                if counts := {name: result[name] for name in COUNTS if name in result}:
-                    reporter.counted(unit, counts)
-                reporter.progress(unit, batch.fraction if batch.waiting else 1.0)
-                if not batch.waiting:
-                    backoff.changed()
+        if take_progress(batches, reporter):
+            backoff.changed()
         if not over:
             time.sleep(POLL_SECONDS)
 
@@ -337,26 +255,9 @@ def follow_arrays(
 def _judge(
     levels: Mapping[str, Path], need: Need, batches: Sequence[ArrayUnit], stamps: Path
 ) -> None:
-    """Raise for the first unit that failed or never ended; the file system may be late to show
-    an end. `levels`: what the tasks of each array read, by its job."""
-    deadline = time.monotonic() + VISIBLE_SECONDS
-    while True:
-        failed = [batch for batch in batches if batch.code]
-        left = [batch for batch in batches if not unit_is_fresh(need, batch.units[0], stamps)]
-        if failed or not left or time.monotonic() > deadline:
-            break
-        time.sleep(POLL_SECONDS)
-        for batch in left:
-            batch.look()
-    for batch in batches:
-        if batch.code == 0:
-            batch.forget_log(batch.units[0])
-            batch.out.unlink(missing_ok=True)
-    if failed:
-        failed[0].host = f"{failed[0].host}" + (
-            f" (and {len(failed) - 1} more units failed)" if len(failed) > 1 else ""
-        )
-        failed[0].end(failed[0].code or 1)
+    """Raise for the first unit that failed or never ended. `levels`: what the tasks of each array
+    read, by its job."""
+    left = judge_units(need, batches, stamps)
     if left:
         ids = list(levels)
         names, said = describe_failure(

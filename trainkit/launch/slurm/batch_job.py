@@ -25,7 +25,7 @@ from trainkit.launch.slurm.allocation import (
     slurm_output,
 )
 from trainkit.launch.slurm.batch_script import seconds_before_limit
-from trainkit.launch.slurm.batch_supervisor import BatchStopRequests, BatchSupervisor, used_budget
+from trainkit.launch.slurm.batch_supervisor import BatchStopRequests, BatchSupervisor
 from trainkit.launch.slurm.job_graph import stages_folder, stages_pending
 from trainkit.launch.slurm.sbatch import (
     forget_secrets,
@@ -36,12 +36,8 @@ from trainkit.launch.slurm.sbatch import (
 )
 from trainkit.launch.supervise.observer import RunObserver
 from trainkit.launch.supervise.outcome import Outcome
+from trainkit.launch.supervise.queued_supervisor import ended_for_good
 from trainkit.launch.supervise.rendezvous import StartError
-from trainkit.runs.events import (
-    AttemptEnded,
-    last_event,
-    read_events,
-)
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.slurm import (
     SlurmJob,
@@ -77,7 +73,7 @@ def supervise_batch(run: RunFolder, environment: Mapping[str, str], *, prolog: i
             )
         write_json(run.hosts, allocation_hosts(job, where).to_json())
         entry = _noted(run, where)
-        if entry.follows and (ended := _ended_for_good(run)) is not None:
+        if entry.follows and (ended := ended_for_good(run)) is not None:
             drop_slurm_job(run, entry.id)
             return ended
         _refuse_other_inputs(run, entry)
@@ -146,16 +142,6 @@ def _remove_containers(run: RunFolder, job: Job, where: SlurmAllocation) -> None
     ):
         with contextlib.suppress(TrainkitError):
             slurm_output(words, timeout=60.0 * REMOVAL_MINUTES + ANSWER_SECONDS)
-
-
-def _ended_for_good(run: RunFolder) -> Outcome | None:
-    """How the run ended where it did: a successor that nobody could take back has nothing to do.
-    None: the newest attempt wants another, or left no word."""
-    events = [event for attempt in run.attempts()[-1:] for event in read_events(attempt)]
-    ended = last_event(events, AttemptEnded)
-    if ended is None or used_budget(events):
-        return None
-    return Outcome(Exit(ended.exit), ended.failure_class, ended.root_cause)
 
 
 def _refuse_other_inputs(run: RunFolder, entry: SlurmJob) -> None:

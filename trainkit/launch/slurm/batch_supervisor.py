@@ -35,23 +35,15 @@ from trainkit.launch.slurm.squeue import (
 from trainkit.launch.supervise.attempt_context import AttemptResult
 from trainkit.launch.supervise.observer import RunObserver
 from trainkit.launch.supervise.outcome import Outcome, StopRequest
-from trainkit.launch.supervise.retry_policy import RetryBudgets
+from trainkit.launch.supervise.queued_supervisor import QueuedSupervisor
 from trainkit.launch.supervise.stop_requests import StopRequests
-from trainkit.launch.supervise.supervisor import Supervisor
 from trainkit.runs.events import (
-    AllRanksStarted,
-    AttemptEnded,
-    Event,
     HostExcluded,
     RequeueFailed,
     RetryPlanned,
     RootCause,
-    first_event,
-    last_event,
-    read_events,
 )
 from trainkit.runs.folder import RunFolder
-from trainkit.runs.record import last_step
 from trainkit.runs.slurm import (
     change_slurm_job,
     read_slurm_jobs,
@@ -114,8 +106,8 @@ class BatchStopRequests(StopRequests):
         self.request_save(StopRequest.SAVE)
 
 
-class BatchSupervisor(Supervisor):
-    """As Supervisor, for the allocation `current_allocation`."""
+class BatchSupervisor(QueuedSupervisor):
+    """As QueuedSupervisor, for the allocation `current_allocation`."""
 
     def __init__(
         self,
@@ -126,12 +118,9 @@ class BatchSupervisor(Supervisor):
         granted: SlurmAllocation,
         launcher: Launcher | None = None,
     ) -> None:
-        # who may be on a node is Slurm's affair
-        super().__init__(run, secrets, stop_requests, observer, share=True, launcher=launcher)
+        super().__init__(run, secrets, stop_requests, observer, launcher)
         self.batch_requests = stop_requests
         self.granted = granted
-        self.continue_kind: Kind = ""
-        self.start_noted = False
         self.failed_nodes: list[str] = []  # nodes
         # nodes that the run shall not be given again, with the reason
         self.bad_nodes: dict[str, str] = {}
@@ -148,81 +137,19 @@ class BatchSupervisor(Supervisor):
                 )
         return address
 
-    def replay(self, first_attempt: int) -> None:
-        """Use up budgets for attempts that ended before this job began, or began again. Raises
-        TrainkitError where nothing is left of them."""
-        for attempt in self.run.attempts():
-            if attempt.number < first_attempt:
-                continue
-            events = read_events(attempt)
-            ended = last_event(events, AttemptEnded)
-            budget = used_budget(events)
-            began = first_event(events, AllRanksStarted) is not None
-            if ended is not None and not budget and ended.failure_class != "preempted":
-                # it was the end; that the job runs again is a person's word: scontrol requeue
-                self.budgets = RetryBudgets(self.job.retries)
-                continue
-            if ended is None:
-                kind: str = "infra"  # its node, or KILL without a word
-                end = AttemptResult(
-                    Outcome(
-                        Exit.RANK_INFRA,
-                        "infra",
-                        {"message": "its supervisor was gone without a word"},
-                    ),
-                    began,
-                    last_step(self.run),
-                )
-            else:
-                outcome = Outcome(Exit(ended.exit), ended.failure_class, ended.root_cause)
-                end = AttemptResult(outcome, began, ended.step or 0)
-                kind = budget or "preemption"
-            if (verdict := self.budgets.decide(end, kind)) != "again":
-                self._give_up(attempt.number, kind, verdict, end)
+    def _note_end(self, ended: dict[str, object]) -> None:
+        note_end(self.run, self.granted.job, ended)
 
-    def _give_up(self, number: int, kind: str, verdict: str, end: AttemptResult) -> None:
-        """Raise TrainkitError, once the record says why there is no further attempt."""
-        message = f"attempt {number} ended ({kind}), and " + (
-            f"{self.budgets.same_step} times in the same way at step {end.step}"
-            if verdict == "no-progress"
-            else f"the budget retry.{kind.replace('-', '_')} is used up"
-        )
-        exit = Exit.NO_PROGRESS if verdict == "no-progress" else end.outcome.exit
-        note_end(
-            self.run, self.granted.job, {"state": "GIVEN UP", "message": message, "exit": int(exit)}
-        )
-        raise TrainkitError(
-            message,
-            exit=exit,
-            hint=f"invoke why {self.run.id}; invoke resume {self.run.id} begins with new budgets",
-        )
+    def _note_began(self, attempt: int) -> None:
+        change_slurm_job(self.run, self.granted.job, began=attempt)
 
-    def _write_sign_of_life(self) -> None:
-        super()._write_sign_of_life()
-        if (
-            not self.start_noted
-        ):  # from here on the sign of life says how the run is, no longer the queue
-            self.start_noted = True
-            change_slurm_job(
-                self.run, self.granted.job, began=self.attempt.folder.number if self.attempt else 0
-            )
-
-    def _choose_hosts(self) -> tuple[Host, ...]:
-        # all that the job was given; a job never shrinks here, Slurm gives it other nodes
-        return self.hosts.hosts
-
-    def _exclude_hosts(self, suspects: Mapping[str, str]) -> None:
-        """No quarantine: which nodes are good is for Slurm to say."""
+    def _left_before(self) -> tuple[list[Host], float]:
+        return [], 0.0  # Slurm ends what its jobs leave
 
     async def _sweep(self, hosts: Sequence[Host]) -> int:
         """Where another job goes on, Slurm has ended this one's processes before; a dead node
         could not be asked anyway."""
         return 0 if self.continue_kind else await super()._sweep(hosts)
-
-    async def _stop_between_attempts(self, end: AttemptResult | None) -> Outcome | None:
-        """None: who ends the job, and whether it goes on, is judged at an attempt's end; one
-        that begins now ends at once."""
-        return None
 
     async def supervise(self) -> Outcome:
         watching = [asyncio.create_task(each) for each in (self._watch_time(), self._watch_kill())]
@@ -307,7 +234,7 @@ class BatchSupervisor(Supervisor):
             end.outcome.failure_class in ("preempted", "infra")
             and (kind := self._slurm_reason()) is not None
         ):
-            return self._judge_for_slurm(end, kind)
+            return self.judge_taken(end, kind, _why(kind, self.failed_nodes))
         end = super()._judge(end)
         if self.hosts.excluded and self.job.resume != "never":
             self._judge_bad_nodes(end)
@@ -332,33 +259,6 @@ class BatchSupervisor(Supervisor):
             end.again = False
             self.continue_kind = "infra"
             self.bad_nodes = dict(self.hosts.excluded)
-
-    def _judge_for_slurm(self, end: AttemptResult, kind: Kind) -> AttemptResult:
-        cause: RootCause = {**(end.outcome.root_cause or {})}
-        if kind != "infra" or end.outcome.failure_class == "preempted":
-            saved = cause.get("saved") is True
-            if saved:
-                done = "saved"
-            elif end.began:
-                done = "not all of its ranks had saved"
-            else:
-                done = "its ranks had not begun"
-            cause |= {"message": f"{_why(kind, self.failed_nodes)}: {done}", "saved": saved}
-            end.outcome = Outcome(
-                Exit.PREEMPTED, "preempted", {"message": cause["message"], "saved": saved}
-            )
-        if not kind or self.job.resume == "never":
-            return end
-        verdict = self.budgets.decide(end, kind)
-        if verdict == "again":
-            self.continue_kind = kind
-        elif verdict == "no-progress":
-            cause["message"] = (
-                f"ended {self.budgets.same_step} times ({kind}) at step {end.step}, without a step"
-                " between them"
-            )
-            end.outcome = Outcome(Exit.NO_PROGRESS, "no-progress", cause)
-        return end
 
     def _slurm_reason(self) -> Kind | None:
         """Why Slurm ends the job, or takes its nodes; "" where the job shall not go on; None: it
@@ -458,13 +358,3 @@ def _why(kind: Kind, failed: Sequence[str]) -> str:
         "preemption": "Slurm takes its nodes back",
         "infra": f"{', '.join(failed)} failed",
     }.get(kind, "Slurm ended the job (scancel, or its time limit)")
-
-
-def used_budget(events: Sequence[Event]) -> str:
-    """What an attempt has used up for another one to follow; "" where none was to follow, or
-    Slurm would not put the job back."""
-    last = next(
-        (event for event in reversed(events) if isinstance(event, AttemptEnded | RequeueFailed)),
-        None,
-    )
-    return (last.budget or "") if isinstance(last, AttemptEnded) else ""

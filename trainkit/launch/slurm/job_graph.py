@@ -21,14 +21,10 @@ from trainkit.base.errors import ConfigError, Exit, TrainkitError
 from trainkit.base.files import write_json, write_text
 from trainkit.jobs.clusters import SlurmOptions
 from trainkit.jobs.schema import Job
+from trainkit.launch.array_units import ArrayLevel, ArrayUnit, array_levels, level_file
 from trainkit.launch.launchers.transports import last_line
 from trainkit.launch.programs import program_path
-from trainkit.launch.slurm.array_scripts import (
-    ArrayLevel,
-    ArrayPlace,
-    level_file,
-    stage_script,
-)
+from trainkit.launch.slurm.array_scripts import ArrayPlace, stage_script
 from trainkit.launch.slurm.array_states import (
     describe_failure,
     element_ends,
@@ -36,9 +32,7 @@ from trainkit.launch.slurm.array_states import (
     jobs_are_over,
 )
 from trainkit.launch.slurm.arrays import (
-    ArrayUnit,
     array_argv,
-    array_levels,
     array_place,
     describe_level,
     submit_level,

@@ -92,7 +92,7 @@ def _over(record: RunRecord, job: SlurmJob, seen: JobStatus | None) -> RunRecord
     if seen.state != UNSURE if seen is not None else record.state == "queued":
         note_end(record.run, job.id, end)
         return read_run_record(record.run)
-    return record_of_end(record, job.id, end)
+    return record_of_end(record, {"slurm_job": job.id}, end)
 
 
 def _ended(run: RunFolder, job: SlurmJob, seen: JobStatus | None) -> dict[str, object]:

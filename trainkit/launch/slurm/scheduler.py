@@ -25,6 +25,7 @@ from trainkit.launch.scheduler_contract import (
     HostsToAsk,
     JobAccount,
     QueueReport,
+    Scheduler,
     Start,
     Submission,
 )
@@ -62,6 +63,7 @@ from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import RunRecord
 from trainkit.runs.slurm import SlurmJob, drop_slurm_job, read_slurm_jobs
 from trainkit.stages.contract import Need
+from trainkit.stages.in_flight import StillRunning
 
 CANCEL_SECONDS = 120.0  # for Slurm to end a job: KillWait, and epilogs
 POLL_SECONDS = 0.5
@@ -211,12 +213,11 @@ RESUME_ADVICE = (
 )
 
 
-class SlurmScheduler:
+class SlurmScheduler(Scheduler):
     """Runs that are batch jobs of Slurm's. launch/slurm.json in the run folder names the jobs."""
 
     title = "Slurm"
     queues = True
-    in_flight = SharedArrayStatus
     dry_run = staticmethod(preview_batch_job)
     submit = staticmethod(submit_run)
     submit_array = staticmethod(submit_array)
@@ -237,6 +238,9 @@ class SlurmScheduler:
         launcher = SrunLauncher(immediate_options(cluster, os.environ, devices=devices))
         busy = frozenset(name for name, why in others.items() if "allocated" in why)
         return HostsToAsk(hosts, others, busy, RESUME_ADVICE, launcher)
+
+    def in_flight(self, notice: Notice) -> StillRunning:
+        return SharedArrayStatus(notice)
 
     def nodes(self, cluster: Cluster) -> list[ClusterNode] | None:
         argv = ["sinfo", "--Node", "--noheader", "--format=%N|%T|%P|%c|%G|%E"]

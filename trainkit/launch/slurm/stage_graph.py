@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 from trainkit.base.locks import locked
 from trainkit.jobs.schema import Job
+from trainkit.launch.array_units import split_units
 from trainkit.launch.preparation import Notice, Preparation, StageUi, term_interrupts
 from trainkit.launch.slurm.array_scripts import ArrayPlace
 from trainkit.launch.slurm.arrays import (
     array_place,
     describe_arrays,
     follow_arrays,
-    split_units,
 )
 from trainkit.launch.slurm.job_graph import (
     GraphPart,
@@ -184,7 +184,7 @@ def _part(job: Job, place: ArrayPlace, need: Need, ui: StageUi) -> GraphPart | N
     if shared is not None:
         return GraphPart(place, need, (), file_identities(need.inputs), shared)
     units, inputs = begin_need(need, stamps, verdict)
-    here, there = split_units(place, units)
+    here, there = split_units(units, in_image=place.box is not None)
     if here:
         reporter.started(need, here)
         try:
@@ -212,7 +212,7 @@ def show_stage_graph(job: Job, preparation: Preparation) -> StageGraph:
         lines, before = describe_arrays(place, need, units, stages_folder(run), before)
         for line in lines:
             ui.say(f"  {line}")
-        if there := split_units(place, units)[1]:
+        if there := split_units(units, in_image=place.box is not None)[1]:
             parts.append(GraphPart(place, need, tuple(there), []))
     graph = StageGraph(tuple(parts), tuple(queued.deferred))
     if parts:

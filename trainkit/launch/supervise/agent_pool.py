@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import TypeVar, cast
 
 from trainkit.base.errors import TrainkitError
+from trainkit.jobs.schema import Job
 from trainkit.launch.containers.runtimes import NOT_STARTED, describe_exit
 from trainkit.launch.hosts.hostfile import Host
 from trainkit.launch.launchers.contract import Launcher, TransportExit, Transports
@@ -49,6 +50,12 @@ Answer = TypeVar("Answer", bound=Frame)
 def own_stop_seconds(lease: float) -> float:
     """Beyond lease and grace, until a host that we lost has surely stopped its ranks itself."""
     return max(LEAST_OWN_STOP, OWN_STOP_BEATS * heartbeat_interval(lease))
+
+
+def stop_seconds(job: Job) -> float:
+    """From the last word of a host that we lost until it has surely stopped its ranks."""
+    lease = job.cluster.watch.lease
+    return lease + job.stop_grace + own_stop_seconds(lease)
 
 
 @dataclass(frozen=True)

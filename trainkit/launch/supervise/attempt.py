@@ -401,6 +401,8 @@ class Attempt:
     async def _obey_stop_requests(self, pool: AgentPool) -> bool:
         """Do what was asked since last time; whether everything was stopped."""
         requests = self.context.stop_requests
+        if self.ranks.leaving:
+            requests.host_leaves()
         if requests.immediate:
             await self._stop_all(pool, "it was asked to stop at once")
             return True

@@ -31,7 +31,7 @@ HostCheck = Literal[
 ]
 # those that are not columns of a table of hosts: a host that is not reached has none, `all-reduce`
 # is of pairs, and `container` has a table of its own
-Check = Literal[HostCheck, "reach", "all-reduce", "container"]
+Check = Literal[HostCheck, "reach", "all-reduce", "container", "cluster"]
 INCOMPATIBLE: tuple[Check, ...] = ("python", "torch")  # where ranks of one run must be alike
 # versions that hosts are compared by, and what to do where one has another than most
 COMPARED: Mapping[Check, str] = {

@@ -14,7 +14,6 @@ from pathlib import Path
 import trainkit
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.jobs.clusters import Cluster
-from trainkit.jobs.schema import Job
 from trainkit.launch.containers import NodeContainer
 from trainkit.launch.hosts.hostfile import Host
 from trainkit.launch.launchers import LAUNCHERS, supervisor_address
@@ -224,20 +223,17 @@ async def sweep_dead_agents(
         return [SweepReport(host.name, str(error) or "no answer in time") for host in hosts]
 
 
-def hosts_left_by_last_attempt(
-    run: RunFolder, job: Job, hosts: Sequence[Host]
-) -> tuple[list[Host], float]:
+def hosts_left_by_last_attempt(run: RunFolder, hosts: Sequence[Host]) -> tuple[list[Host], float]:
     """(Hosts on which something of a run's last attempts may still run, when its supervisor was
     last seen, by time.time()): that supervisor died, or could not learn of every host that nothing
     is left. What an attempt began after is over.
 
     Args:
         run: whose supervisor is another one now.
-        job: as the next attempt runs it.
         hosts: those of the run.
     """
     attempts = run.attempts()
-    if not attempts or job.cluster.launcher_traits.batch:  # it ends what its jobs leave
+    if not attempts:
         return [], 0.0
     names: dict[str, None] = {}
     for attempt in reversed(attempts):

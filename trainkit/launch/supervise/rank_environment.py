@@ -131,7 +131,10 @@ def refuse_without_wandb(job: Job) -> None:
         return
     from trainkit.train.metrics.wandb import wandb_problems
 
-    environment = {**job.environment, **secret_values(job.cluster.secrets, os.environ)}
+    pods = job.cluster.kubernetes if job.cluster.launcher_traits.pods else None
+    # pods have theirs of Kubernetes: what is known here is only where from
+    secrets = pods.secrets if pods else secret_values(job.cluster.secrets, os.environ)
+    environment = {**job.environment, **secrets}
     problems = wandb_problems(job, environment)
     # ./inv can mend that by itself
     if len(problems) == 1 and importlib.util.find_spec("wandb") is None:

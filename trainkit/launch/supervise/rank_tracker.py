@@ -11,6 +11,7 @@ from trainkit.base.redact import Redactor
 from trainkit.launch.protocol.frames import (
     Frame,
     HeartbeatReport,
+    HostLeaves,
     ProcessEnded,
     ProcessesStopped,
     ProcessOutput,
@@ -64,6 +65,7 @@ class RankTracker:
         self.start_failures: list[tuple[str, str]] = []  # (host, why)
         self.ends: list[RankExit] = []
         self.losses: list[LostContact] = []
+        self.leaving = False  # a host is about to end
         # what is left, by the nodes that have said so
         self.stopped: dict[int, list[SurvivingProcess]] = {}
         # when the lease of the last lost host began to run out, by time.monotonic(); of one whose
@@ -107,6 +109,9 @@ class RankTracker:
                 self.stacks.take(node, frame)
             case ProcessOutput():
                 self.note(AgentOutput(node, host, frame.text))
+            case HostLeaves():
+                self.leaving = True
+                self.note(AgentOutput(node, host, "its host is about to end"))
             case AgentLost():
                 self._agent_lost(node, host, frame)
 

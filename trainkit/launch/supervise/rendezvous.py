@@ -140,8 +140,8 @@ def _refuse_missing(missing: Sequence[MissingAgent], hosts: int, session: Sessio
     )
     if cluster.launcher_traits.batch:
         hint = (
-            f"what srun and the nodes said is in {session.logs}; a prolog or a file system that is"
-            f" slow needs a longer clusters.{cluster.name}.watch.connect"
+            f"what the nodes said is in {session.logs}; a prolog, an image that is pulled or a file"
+            f" system that is slow needs a longer clusters.{cluster.name}.watch.connect"
         )
         hint += f" than {session.connect:g} s"
     raise StartError(

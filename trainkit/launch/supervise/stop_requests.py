@@ -30,6 +30,10 @@ class StopRequests:
         self.first = StopRequest.CANCEL
         self.immediate = True
 
+    def host_leaves(self) -> None:
+        """A host is about to end."""
+        self.request_save(StopRequest.SAVE)
+
     def handled_signals(self) -> list[int]:
         """Those to take: not what was ignored before, which is nohup's wish."""
         return [number for number in self.signals if signal.getsignal(number) != signal.SIG_IGN]

@@ -26,7 +26,7 @@ from trainkit.launch.launchers.contract import Launcher
 from trainkit.launch.protocol.frames import Accepted, CancelRun
 from trainkit.launch.protocol.server import Connection, Server
 from trainkit.launch.session import SECRETS
-from trainkit.launch.supervise.agent_pool import own_stop_seconds
+from trainkit.launch.supervise.agent_pool import stop_seconds
 from trainkit.launch.supervise.attempt import Attempt
 from trainkit.launch.supervise.attempt_context import AttemptContext, AttemptResult
 from trainkit.launch.supervise.failure_rules import load_failure_rules
@@ -110,7 +110,7 @@ class Supervisor:
         that can be reached."""
         await self.server.listen(self.address())
         self.server.handlers["control"] = self._control
-        former = hosts_left_by_last_attempt(self.run, self.job, self.hosts.hosts)
+        former = self._left_before()
         self.root.start()
         noting = asyncio.create_task(self._note_stalls())
         self.notifier.open()
@@ -147,6 +147,10 @@ class Supervisor:
             # the record is complete, and nothing of the run is left: only messages wait
             await asyncio.to_thread(self.notifier.close)
 
+    def _left_before(self) -> tuple[list[Host], float]:
+        """What `_fence` has to see ended: see `hosts_left_by_last_attempt`."""
+        return hosts_left_by_last_attempt(self.run, self.hosts.hosts)
+
     def address(self) -> str:
         """Where to listen: an address of this machine that all agents reach."""
         if self.launcher.name == "local":
@@ -167,7 +171,7 @@ class Supervisor:
         self._write_sign_of_life()
         if await self._sweep(hosts) == len(hosts):
             return
-        until = min(seen, time.time()) + SIGN_SECONDS + self._stop_seconds()
+        until = min(seen, time.time()) + SIGN_SECONDS + stop_seconds(self.job)
         if until > time.time():
             line = (
                 "not every host of the attempt before can be asked: waiting"
@@ -252,17 +256,12 @@ class Supervisor:
             uncertain = [host for host in ready if host.name in end.uncertain]
             before = self.fence_until
             if end.lost_at is not None:
-                self.fence_until = max(before, end.lost_at + self._stop_seconds())
+                self.fence_until = max(before, end.lost_at + stop_seconds(self.job))
             self.swept = set(end.uncertain)
             self.sweeping = asyncio.create_task(self._sweep_uncertain(uncertain, before))
             if not end.again:
                 await self._finish_sweep()
         return end
-
-    def _stop_seconds(self) -> float:
-        """From the last word of a host that we lost until it has surely stopped its ranks."""
-        lease = self.job.cluster.watch.lease
-        return lease + self.job.stop_grace + own_stop_seconds(lease)
 
     async def _finish_sweep(self) -> None:
         if self.sweeping is not None:
