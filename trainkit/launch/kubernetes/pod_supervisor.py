@@ -293,7 +293,8 @@ class PodSupervisor(QueuedSupervisor):
         """The end with its verdict: again in these pods, in others, or not at all."""
         if self.pod_requests.by_person:
             return super()._judge(end)
-        if self.pod_requests.terminated:
+        taken = end.outcome.failure_class in ("preempted", "infra")  # what TERM can bring about
+        if self.pod_requests.terminated and taken:
             if (self.folder / CANCELLED).exists():
                 end.outcome = judge_outcome([], 1, StopRequest.CANCEL)
                 return end
