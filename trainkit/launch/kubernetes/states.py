@@ -89,9 +89,10 @@ def reconcile(record: RunRecord, own: OwnJobSets, seen: Document | None) -> RunR
 def _end(kubectl: Kubectl, entry: SubmittedJobSet, seen: Document | None) -> dict[str, object]:
     """How a JobSet ended of which no supervisor tells."""
     if seen is None:
-        message = f"JobSet {entry.name} was deleted (kubectl delete, or its namespace)"
         if not entry.uid:
             message = f"JobSet {entry.name} was never made"
+            return {"state": "FAILED", "message": message, "exit": int(Exit.START)}
+        message = f"JobSet {entry.name} was deleted (kubectl delete, or its namespace)"
         return {"state": "CANCELLED", "message": message, "exit": int(Exit.CANCELLED)}
     said = text_at(condition(seen, "Failed"), "message")
     message = f"JobSet {entry.name} was over before its supervisor could say why: {said}"
