@@ -131,7 +131,7 @@ def test_the_guide_to_kubernetes(tmp_path: Path) -> None:
     """Its tables are a jobs.toml, its list of keys is whole, and its rights are those that
     `doctor` asks for."""
     text = (DOCS / "kubernetes.md").read_text()
-    (block,) = re.findall(r"^```toml\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    block, *_ = re.findall(r"^```toml\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     small = "num_layers = 1\nhidden_size = 32\nnum_attention_heads = 2\nseq_length = 16\n"
     (tmp_path / "jobs.toml").write_text(f"[models.gpt3-xl]\n{small}vocab_size = 512\n{block}")
     assert load(tmp_path, {}).resolve("big").job.nodes == 16

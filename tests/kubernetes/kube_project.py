@@ -28,7 +28,7 @@ watch = {{ connect = 120, start = 600, lease = 4, grace = 1 }}
 namespace = "{namespace}"
 image = "example.org/trainkit:1"
 resources = {{ cpu = 1 }}
-grace = 20
+grace = 120
 shm = "64Mi"
 volumes = [{{ claim = "shared", mount = "{root}" }}]
 
@@ -104,7 +104,7 @@ class KubeProject(Project):
 
     def options(self, text: str) -> None:
         """More keys of [clusters.pods.kubernetes]."""
-        self.edit_jobs("grace = 20\n", f"grace = 20\n{text}\n")
+        self.edit_jobs("grace = 120\n", f"grace = 120\n{text}\n")
 
     def submit(self, *words: str) -> Path:
         """`train random --detach`: the run's folder."""

@@ -75,7 +75,7 @@ def test_a_pod_a_host(tmp_path: Path) -> None:
     assert (small["completions"], small["backoffLimit"]) == (1, 0)
     assert alone["automountServiceAccountToken"] and not pod["automountServiceAccountToken"]
     assert supervisor["resources"] == {"requests": {}, "limits": {}} and "affinity" not in alone
-    assert supervisor["command"] == container["command"]
+    assert supervisor["command"] == [*container["command"][:-1], "--supervise"]
 
 
 def test_a_lost_pod_is_replaced_and_an_ended_run_is_not(tmp_path: Path) -> None:

@@ -137,7 +137,7 @@ def test_a_root_that_would_need_quoting_is_refused_for_ssh_and_fine_here(tmp_pat
 def test_several_hosts_are_not_local(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nodes = 3 need launcher = 'ssh'"):
         Local().commands(session(tmp_path, AWAY, launcher="local"), range(3))
-    assert set(LAUNCHERS) == {"local", "ssh", "pdsh", "slurm"}
+    assert set(LAUNCHERS) == {"local", "ssh", "pdsh", "slurm", "kubernetes"}
 
 
 def test_the_head_is_dialled_where_the_hosts_can_reach_it() -> None:

@@ -254,7 +254,7 @@ def waited(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         waits.append(seconds)
 
     monkeypatch.setattr(Supervisor, "_wait", wait)
-    monkeypatch.setattr(supervisor, "stop_seconds", lambda job: 10_000.0)
+    monkeypatch.setattr(supervisor, "stop_seconds", lambda job: 20_000.0)
     return waits
 
 
