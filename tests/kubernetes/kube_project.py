@@ -90,17 +90,13 @@ class KubeProject(Project):
         (self.path / "may-end").touch()
 
     def count(self) -> int:
-        """The step that rank 0 has counted to."""
-        path = self.path / "count-0"
-        return int(path.read_text() or 0) if path.exists() else 0
+        """The step that all four ranks have counted to."""
+        paths = [self.path / f"count-{rank}" for rank in range(4)]
+        return min(int(path.read_text()) if path.exists() else 0 for path in paths)
 
     def wait_step(self, step: int) -> None:
-        """Until rank 0 has counted so far, and all ranks of some run's first attempt are at it."""
-
-        def reached() -> bool:
-            return self.count() >= step and any("go" in self.events(r, 1) for r in self.runs())
-
-        wait_for(reached, f"step {step}", timeout=HANGS)
+        """Until all ranks have counted so far: they take signals then."""
+        wait_for(lambda: self.count() >= step, f"step {step}", timeout=HANGS)
 
     def options(self, text: str) -> None:
         """More keys of [clusters.pods.kubernetes]."""
