@@ -90,6 +90,7 @@ def test_a_lost_node_is_given_up_by_a_supervisor_with_rights(pods: KubeProject) 
     assert pods.wait_state(run, "succeeded")["attempt"] == 2
 
 
+@pytest.mark.slow
 def test_a_lost_node_that_returns_frees_the_place(pods: KubeProject) -> None:
     pods.ranks_count(30)
     run = pods.submit()

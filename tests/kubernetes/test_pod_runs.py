@@ -76,7 +76,7 @@ def kill_rank(pods: KubeProject, rank: int) -> None:
 
 
 @pytest.mark.parametrize("index", [0, 1])
-@pytest.mark.parametrize("how", ["kill", "evict", "delete"])
+@pytest.mark.parametrize("how", ["kill", "evict", pytest.param("delete", marks=pytest.mark.slow)])
 def test_a_pod_that_is_gone_is_replaced_and_the_run_goes_on(
     pods: KubeProject, index: int, how: str
 ) -> None:
