@@ -12,7 +12,7 @@ from trainkit.jobs.resolved import read_job
 from trainkit.jobs.schema import Cluster, Job
 from trainkit.launch.hosts.hostfile import find_hostfile
 from trainkit.launch.hosts.selection import HostList, load_hosts, this_host
-from trainkit.launch.preparation import Notice, Preparation, direct_units
+from trainkit.launch.preparation import Notice, direct_units
 from trainkit.launch.protocol.client import supervisor_answers
 from trainkit.launch.scheduler_contract import (
     ArrayRequest,
@@ -31,8 +31,6 @@ from trainkit.launch.supervise.rank_environment import secrets_of
 from trainkit.launch.supervise.supervisor import supervise
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import RunRecord
-from trainkit.stages.contract import Need
-from trainkit.stages.execute import needs_in_turn
 from trainkit.stages.in_flight import StillRunning, refuse_in_flight
 
 ASKED_AT_ONCE = 16  # supervisors that are silent: each may take seconds not to answer
@@ -57,17 +55,6 @@ class Direct(Scheduler):
 
     def in_flight(self, notice: Notice) -> StillRunning:
         return refuse_in_flight
-
-    def prepare(self, start: Start, preparation: Preparation) -> Submission | None:
-        # no supervisor makes stages, and theirs is a quarter of its imports
-        from trainkit.stages.registry import STAGES
-
-        preparation.make(needs_in_turn(start.job, STAGES))
-        return None
-
-    def show_stages(self, job: Job, needs: Sequence[Need], preparation: Preparation) -> str:
-        preparation.show(needs)
-        return ""
 
     def dry_run(self, start: Start, after: str = "") -> DryRun:
         job = start.job

@@ -25,6 +25,7 @@ from trainkit.plan.planner import Plan
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import RunRecord
 from trainkit.stages.contract import Need
+from trainkit.stages.execute import needs_in_turn
 from trainkit.stages.in_flight import StillRunning
 
 
@@ -270,6 +271,11 @@ class Scheduler(Protocol):
     def prepare(self, start: Start, preparation: Preparation) -> Submission | None:
         """Make the stages of a new run now, then return None: the caller submits the run. Or submit
         the stages as jobs together with the run, which waits for them."""
+        # no supervisor makes stages, and theirs is a quarter of its imports
+        from trainkit.stages.registry import STAGES
+
+        preparation.make(needs_in_turn(start.job, STAGES))
+        return None
 
     def show_stages(self, job: Job, needs: Sequence[Need], preparation: Preparation) -> str:
         """Say what `prepare` would do: the name of the job that the run would wait for, "" where
@@ -280,6 +286,8 @@ class Scheduler(Protocol):
             needs: what it needs, as far as that is known before anything is made.
             preparation: shows what this machine would do.
         """
+        preparation.show(needs)
+        return ""
 
     def dry_run(self, start: Start, after: str = "") -> DryRun:
         """What `submit` would do. `after`: see `show_stages`."""

@@ -7,10 +7,10 @@ import contextlib
 import json
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
-from trainkit.base.errors import ConfigError, Exit, Problem, raise_problems
+from trainkit.base.errors import ConfigError, Exit, Problem, TrainkitError, raise_problems
 from trainkit.base.files import write_text
 from trainkit.engines.contract import engine_lines
 from trainkit.engines.registry import ENGINES
@@ -28,7 +28,7 @@ from trainkit.launch.kubernetes.states import (
     report,
 )
 from trainkit.launch.kubernetes.units import PodUnitsInFlight, pod_units
-from trainkit.launch.preparation import Notice, Preparation
+from trainkit.launch.preparation import Notice
 from trainkit.launch.protocol.pod_call import STOP, jobset_folder
 from trainkit.launch.scheduler_contract import (
     ArrayRequest,
@@ -48,8 +48,6 @@ from trainkit.launch.supervise.run_lock import locked_run
 from trainkit.runs.folder import RunFolder, new_run_folder
 from trainkit.runs.kubernetes import change_jobset, newest_jobset, read_jobsets
 from trainkit.runs.record import read_supervisor_status
-from trainkit.stages.contract import Need
-from trainkit.stages.execute import needs_in_turn
 from trainkit.stages.in_flight import StillRunning
 
 
@@ -79,16 +77,6 @@ class KubernetesScheduler(Scheduler):
 
     def in_flight(self, notice: Notice) -> StillRunning:
         return PodUnitsInFlight(notice)
-
-    def prepare(self, start: Start, preparation: Preparation) -> Submission | None:
-        from trainkit.stages.registry import STAGES
-
-        preparation.make(needs_in_turn(start.job, STAGES))
-        return None
-
-    def show_stages(self, job: Job, needs: Sequence[Need], preparation: Preparation) -> str:
-        preparation.show(needs)
-        return ""
 
     def dry_run(self, start: Start, after: str = "") -> DryRun:
         job = start.job
@@ -141,7 +129,7 @@ class KubernetesScheduler(Scheduler):
                 done.append(self.submit(start))
         except BaseException:
             for each in done:
-                with contextlib.suppress(Exception):
+                with contextlib.suppress(TrainkitError):
                     self.cancel(each.run, queued=True)
             raise
         return done
