@@ -20,7 +20,9 @@ hostfile = "{path}/hostfile"
 python = "{python}"
 env = {{ OMP_NUM_THREADS = "1" }}
 watch = {{ connect = 120, start = 600, lease = 8, grace = 1 }}
-
+"""
+# a job for two nodes, two ranks each, on random tokens
+RANDOM = """
 [models.tiny]
 num_layers = 2
 hidden_size = 32
@@ -29,7 +31,7 @@ seq_length = 16
 vocab_size = 128
 
 [jobs.random]
-cluster = "pair"
+cluster = "{cluster}"
 model = "tiny"
 dataset = "mock"
 nodes = 2
@@ -131,14 +133,10 @@ class ClusterProject(Project):
             file.write(f'env = {{ RANK_DOES = "{self.path}/does.py" }}\n')
 
 
-def make_project(folder: Path, cluster: Cluster, person: Person | None = None) -> ClusterProject:
-    """A project with a job on random tokens for two of the nodes, two ranks each; a person's
-    lies in the home.
-
-    The nodes' interpreter is a script that starts rank.py in the place of the trainer where the
-    job's environment says RANK_DOES: a rank without torch begins in a tenth of the time.
-    """
-    python = put_program(
+def rank_python(folder: Path) -> Path:
+    """An interpreter that starts rank.py in the place of the trainer where the job's environment
+    says RANK_DOES: a rank without torch begins in a tenth of the time."""
+    return put_program(
         folder,
         "python",
         f"""#!/bin/bash
@@ -148,8 +146,17 @@ fi
 exec {sys.executable} "$@"
 """,
     )
+
+
+def make_project(folder: Path, cluster: Cluster, person: Person | None = None) -> ClusterProject:
+    """A project with a job on random tokens for two of the nodes, two ranks each; a person's
+    lies in the home. The nodes' interpreter is a `rank_python`.
+    """
+    python = rank_python(folder)
     (folder / "tasks.py").write_text("from trainkit.cli.tasks import namespace\n")
-    (folder / "jobs.toml").write_text(JOBS.format(path=folder, python=python))
+    (folder / "jobs.toml").write_text(
+        JOBS.format(path=folder, python=python) + RANDOM.format(cluster="pair")
+    )
     project = ClusterProject(folder, cluster=cluster, person=person)
     project.hosts("node1 slots=2", "node2 slots=2")
     if person is not None:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.cluster.machines import HERE as CLUSTER_TESTS
+from tests.cluster.on_head import RANDOM, rank_python
 from tests.cluster.slurm_project import COUNTING
 from tests.conftest import HANGS, Project, wait_for
 from tests.kubernetes.accounts import Rule
 from tests.kubernetes.cluster import NAMESPACE, KubernetesCluster
-from tests.programs import put_program
 
 JOBS = """
 [clusters.pods]
@@ -35,26 +33,6 @@ volumes = [{{ claim = "shared", mount = "{root}" }}]
 [clusters.here]
 ranks_per_node = 4
 env = {{ OMP_NUM_THREADS = "1" }}
-
-[models.tiny]
-num_layers = 2
-hidden_size = 32
-num_attention_heads = 2
-seq_length = 16
-vocab_size = 128
-
-[jobs.random]
-cluster = "pods"
-model = "tiny"
-dataset = "mock"
-nodes = 2
-training.micro_batch_size = 2
-training.global_batch_size = 8
-training.train_iters = 30
-training.lr = 1e-2
-training.eval_iters = 1
-training.eval_interval = 10
-training.save_interval = 5
 """
 
 # what docs/kubernetes.md gives the pod of a supervisor
@@ -160,18 +138,8 @@ class KubeProject(Project):
 def make_kube_project(folder: Path, cluster: KubernetesCluster) -> KubeProject:
     """A project in a folder below the cluster's root."""
     folder.mkdir(parents=True)
-    rank = CLUSTER_TESTS / "rank.py"
-    python = put_program(
-        folder,
-        "python",
-        f"""#!/bin/bash
-if [ -n "$RANK_DOES" ] && [[ " $* " == *"/trainkit/train/main.py "* ]]; then
-    exec {sys.executable} -I {rank} "$@"
-fi
-exec {sys.executable} "$@"
-""",
-    )
+    python = rank_python(folder)
     (folder / "tasks.py").write_text("from trainkit.cli.tasks import namespace\n")
     text = JOBS.format(path=folder, python=python, namespace=NAMESPACE, root=cluster.root)
-    (folder / "jobs.toml").write_text(text)
+    (folder / "jobs.toml").write_text(text + RANDOM.format(cluster="pods"))
     return KubeProject(folder, cluster=cluster)
