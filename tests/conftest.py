@@ -123,6 +123,12 @@ def pytest_configure(config: pytest.Config) -> None:
         fork_workers()
 
 
+def pytest_sessionstart(session: pytest.Session) -> None:
+    plugins = session.config.pluginmanager
+    if (terminal := plugins.get_plugin("terminalreporter")) is not None:
+        plugins.register(FailuresAtOnce(terminal))
+
+
 def compile_kernels() -> None:
     """Before the first test, which would find the package changed by another: what tests train
     with, where it can be compiled."""
@@ -222,6 +228,19 @@ def pytest_deselected(items: list[pytest.Item]) -> None:
 def pytest_testnodedown(node: Any) -> None:
     """A worker has ended."""
     node.config.stash[DESELECTED] = getattr(node, "workeroutput", {}).get("deselected", 0)
+
+
+class FailuresAtOnce:
+    """Says what fails when it fails: a test run that is ended from outside prints no summary."""
+
+    def __init__(self, terminal: Any) -> None:
+        self.terminal = terminal
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self.terminal.ensure_newline()
+            self.terminal.write_line(f"{report.when} of {report.nodeid} failed:")
+            self.terminal.write_line("\n".join(report.longreprtext.splitlines()[-15:]))
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
