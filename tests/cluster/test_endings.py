@@ -125,6 +125,7 @@ VICTIMS: list[tuple[str, Callable[[Path, Process], bool], int]] = [
 
 
 AT_ONCE = 4  # most of the time until a run has ended is waited
+FEW = [VICTIMS[0], VICTIMS[3], VICTIMS[8], VICTIMS[11]]  # of each kind, and of both signals
 
 
 def end_them(
@@ -153,16 +154,19 @@ def end_them(
         )
 
 
+@pytest.mark.parametrize("victims", [FEW, pytest.param(VICTIMS, marks=pytest.mark.slow)], ids=len)
 def test_whoever_is_killed_nothing_is_left_and_another_run_goes_on(
-    busy: ClusterProject, cluster: Cluster
+    victims: list[tuple[str, Callable[[Path, Process], bool], int]],
+    busy: ClusterProject,
+    cluster: Cluster,
 ) -> None:
     other = begun(busy, busy.start("train", "random", "--detach"))
     before = {(p.host, p.pid) for p in cluster.processes_of(other.name)}
     started = [p for p in cluster.processes_of(other.name) if p.started]
     ranks = [p for p in started if not any("/train/parent.py" in word for word in p.argv)]
     assert {host for host, _ in before} == {HEAD, "node1", "node2"} and len(ranks) == 4
-    for first in range(0, len(VICTIMS), AT_ONCE):
-        end_them(busy, VICTIMS[first : first + AT_ONCE])
+    for first in range(0, len(victims), AT_ONCE):
+        end_them(busy, victims[first : first + AT_ONCE])
     assert before <= {(p.host, p.pid) for p in cluster.processes_of(other.name)}
     step = json.loads((other / "attempts/1/heartbeat/0.json").read_text())["step"]
     wait_for(

@@ -93,6 +93,7 @@ def test_arrays_prepare_the_same_bytes_and_one_that_fails_is_named(slurm: SlurmP
     assert by_slurm == made(slurm) and len(by_slurm) >= 3
 
 
+@pytest.mark.slow
 def test_arrays_curate_the_same_bytes(slurm: SlurmProject) -> None:
     """Passes, keys, what compares them: each an array that waits for the one before."""
     write_crawl(slurm, 3)

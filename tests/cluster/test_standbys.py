@@ -34,7 +34,7 @@ def hosts_of_agents(run: Path, attempt: int = 1) -> set[str]:
     return {event["host"] for event in told if event["event"] == "agent_joined"}
 
 
-@pytest.mark.parametrize("launcher", ["ssh", "pdsh"])
+@pytest.mark.parametrize("launcher", ["ssh", pytest.param("pdsh", marks=pytest.mark.slow)])
 def test_a_spare_takes_the_place_of_a_lost_host(
     head: ClusterProject, cluster: Cluster, launcher: str
 ) -> None:

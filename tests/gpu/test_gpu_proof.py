@@ -252,6 +252,7 @@ def test_all_that_is_packed_is_pinned() -> None:
 PASSES = {"numerics": 33, "attention": 12, "loop": 3, "resume": 2, "kernels": 40}
 
 
+@pytest.mark.slow
 def test_all_parts_run_on_a_cpu(tmp_path: Path) -> None:
     """The command itself and every process that it starts, forked: their imports are shared."""
     argv = [sys.executable, "-m", "benchmarks.gpu.prove", "--device", "cpu"]

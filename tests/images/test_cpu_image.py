@@ -19,6 +19,7 @@ SHORT = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_it_says_what_is_in_it(cpu_image: CpuProject) -> None:
     record = json.loads(cpu_image.image.with_name("cpu.sqsh.json").read_text())
@@ -38,6 +39,7 @@ def test_it_says_what_is_in_it(cpu_image: CpuProject) -> None:
     assert "/opt/venv" in said.splitlines()[-1], said
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_the_demo_trains_in_it(cpu_image: CpuProject) -> None:
     sets = [word for key, value in SHORT.items() for word in ("--set", f"training.{key}={value}")]
@@ -50,6 +52,7 @@ def test_the_demo_trains_in_it(cpu_image: CpuProject) -> None:
     assert record["digest"] in (run / "origin.json").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_the_second_build_is_fresh(cpu_image: CpuProject) -> None:
     before = cpu_image.image.stat().st_ino

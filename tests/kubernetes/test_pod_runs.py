@@ -3,6 +3,7 @@ pods and the real kubectl."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -30,6 +31,7 @@ def test_a_run_ends_and_so_do_its_pods(pods: KubeProject) -> None:
     assert [node["host"] for node in world["nodes"]] == [f"{name}-w-0-0", f"{name}-w-0-1"]
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_ends_the_jobset_with_its_code(pods: KubeProject) -> None:
     pods.ranks_do(
         "import sys, time; beat(1); time.sleep(0.3 if rank == 3 else 86400); print('no such luck');"
@@ -47,6 +49,7 @@ def test_a_rank_that_fails_ends_the_jobset_with_its_code(pods: KubeProject) -> N
     )
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_started_again_in_the_same_pods(pods: KubeProject) -> None:
     pods.ranks_count(30)
     run = pods.submit()
@@ -75,8 +78,13 @@ def kill_rank(pods: KubeProject, rank: int) -> None:
     os.kill(found[0], signal.SIGKILL)
 
 
-@pytest.mark.parametrize("index", [0, 1])
-@pytest.mark.parametrize("how", ["kill", "evict", pytest.param("delete", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("how", "index"),
+    [
+        case if case == ("kill", 0) else pytest.param(*case, marks=pytest.mark.slow)
+        for case in itertools.product(("kill", "evict", "delete"), (0, 1))
+    ],
+)
 def test_a_pod_that_is_gone_is_replaced_and_the_run_goes_on(
     pods: KubeProject, index: int, how: str
 ) -> None:
@@ -104,6 +112,7 @@ def test_a_pod_that_is_gone_is_replaced_and_the_run_goes_on(
         assert first["ended"]["root_cause"]["saved"] is True
 
 
+@pytest.mark.slow
 def test_a_supervisor_that_is_killed_is_started_again(pods: KubeProject) -> None:
     pods.ranks_count(30)
     run = pods.submit()

@@ -7,6 +7,8 @@ import subprocess
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.kubernetes.accounts import Rule
 from tests.kubernetes.cluster import NAMESPACE, KubernetesCluster
 from tests.kubernetes.kinds import Object, condition, is_true
@@ -39,6 +41,7 @@ def test_a_jobset_of_three_hosts_completes(kubernetes: KubernetesCluster) -> Non
     kubernetes.kubectl("delete", "jobset", "run")
 
 
+@pytest.mark.slow
 def test_an_exit_code_fails_the_job_and_the_jobset(kubernetes: KubernetesCluster) -> None:
     """Failed comes only when the slowest pod has ended; FailureTarget at once."""
     go = kubernetes.root / "go"
@@ -90,6 +93,7 @@ def test_a_killed_pod_is_replaced_and_counts(kubernetes: KubernetesCluster) -> N
     kubernetes.kubectl("delete", "jobset", "run")
 
 
+@pytest.mark.slow
 def test_an_evicted_pod_is_replaced_when_it_has_ended_and_costs_nothing(
     kubernetes: KubernetesCluster,
 ) -> None:
@@ -129,6 +133,7 @@ def test_an_evicted_pod_is_replaced_when_it_has_ended_and_costs_nothing(
     kubernetes.kubectl("delete", "jobset", "run")
 
 
+@pytest.mark.slow
 def test_a_pod_that_leaves_with_0_has_completed_its_index(kubernetes: KubernetesCluster) -> None:
     """However it came to leave."""
     command = SAVES.replace("exit 3", "exit 0")
@@ -143,6 +148,7 @@ def test_a_pod_that_leaves_with_0_has_completed_its_index(kubernetes: Kubernetes
     kubernetes.kubectl("delete", "jobset", "run")
 
 
+@pytest.mark.slow
 def test_kueue_admits_preempts_and_admits_again(kubernetes: KubernetesCluster) -> None:
     labels = {"kueue.x-k8s.io/queue-name": "queue"}
     create(kubernetes, jobset(command=["bash", "-c", SAVES], labels=labels))
@@ -188,6 +194,7 @@ def test_kueue_says_why_a_jobset_waits(paper: KubernetesCluster) -> None:
     assert why("first") == "WaitingForQuota"
 
 
+@pytest.mark.slow
 def test_pods_of_a_lost_node_stay_until_somebody_lets_go_of_them(
     kubernetes: KubernetesCluster,
 ) -> None:
@@ -223,6 +230,7 @@ def test_pods_of_a_lost_node_stay_until_somebody_lets_go_of_them(
     kubernetes.kubectl("delete", "jobset", "run")
 
 
+@pytest.mark.slow
 def test_a_node_that_returns_ends_its_terminating_pods(kubernetes: KubernetesCluster) -> None:
     create(kubernetes, jobset(hosts=2))
     pods = wait_running(kubernetes, 2)
@@ -236,6 +244,7 @@ def test_a_node_that_returns_ends_its_terminating_pods(kubernetes: KubernetesClu
     kubernetes.kubectl("delete", "jobset", "run")
 
 
+@pytest.mark.slow
 def test_a_pod_sees_its_volumes_variables_and_the_api(kubernetes: KubernetesCluster) -> None:
     kubernetes.secret("keys", wandb="abc")
     kubernetes.service_account("trainer", [Rule(("get", "list"), ("pods",), NAMESPACE)])
@@ -274,6 +283,7 @@ def test_a_pod_sees_its_volumes_variables_and_the_api(kubernetes: KubernetesClus
     kubernetes.kubectl("delete", "jobset", "run")
 
 
+@pytest.mark.slow
 def test_events_say_why_a_pod_does_not_start(kubernetes: KubernetesCluster) -> None:
     kubernetes.kubelet.missing_images.add("image")
     secret = {"secretKeyRef": {"name": "none", "key": "k"}}
@@ -295,6 +305,7 @@ def test_events_say_why_a_pod_does_not_start(kubernetes: KubernetesCluster) -> N
     kubernetes.kubectl("delete", "jobset", "run")
 
 
+@pytest.mark.slow
 def test_folders_of_nodes_and_secrets_are_mounted(
     kubernetes: KubernetesCluster, tmp_path: Path
 ) -> None:
@@ -325,6 +336,7 @@ def test_folders_of_nodes_and_secrets_are_mounted(
     kubernetes.kubectl("delete", "jobset", "run")
 
 
+@pytest.mark.slow
 def test_a_claim_of_one_node_is_not_for_a_second(
     kubernetes: KubernetesCluster, tmp_path: Path
 ) -> None:

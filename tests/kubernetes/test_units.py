@@ -141,6 +141,7 @@ def test_pods_prepare_the_same_bytes(texts: TextProject) -> None:
     assert texts.same_here()
 
 
+@pytest.mark.slow
 def test_a_run_begins_when_pods_have_made_its_stages(texts: TextProject) -> None:
     texts.ranks_do("beat(4); done()")
     said = texts.invoke("train", "text").stdout
@@ -184,6 +185,7 @@ def test_one_that_fails_is_named(texts: TextProject) -> None:
     assert texts.same_here()
 
 
+@pytest.mark.slow
 def test_the_last_words_of_a_pod(texts: TextProject) -> None:
     """One whose program never begins tells so in no file."""
     texts.edit_jobs(f'python = "{texts.path}', 'python = "/nowhere')
@@ -220,6 +222,7 @@ def test_ctrl_c_leaves_no_job_and_no_pod(texts: TextProject) -> None:
     wait_for(lambda: not texts.cluster.pods(), "no pod")
 
 
+@pytest.mark.slow
 def test_a_caller_that_is_killed(texts: TextProject) -> None:
     """Its Job goes on; the next to come waits for it, and does the rest."""
     texts.hold()
@@ -256,6 +259,7 @@ def test_kueue_takes_pods_back(texts: TextProject) -> None:
     assert not texts.jobs() and not texts.records()
 
 
+@pytest.mark.slow
 def test_a_server_that_stumbles(texts: TextProject) -> None:
     """The answer to the creation is lost, watches have expired, and nobody is served for a while:
     pods go on, and one Job is made of each level."""
@@ -271,6 +275,7 @@ def test_a_server_that_stumbles(texts: TextProject) -> None:
     assert not texts.jobs() and not texts.records()
 
 
+@pytest.mark.slow
 def test_a_job_that_somebody_deletes(texts: TextProject) -> None:
     texts.hold()
     process = texts.prepare()
@@ -281,6 +286,7 @@ def test_a_job_that_somebody_deletes(texts: TextProject) -> None:
     assert process.returncode == 6 and "was deleted before its units had ended" in err, out + err
 
 
+@pytest.mark.slow
 def test_a_right_that_is_missing(texts: TextProject) -> None:
     nobody = texts.cluster.user("intern")
     failed = texts.invoke("prep-data", "--job", "text", exit=8, KUBECONFIG=str(nobody))
@@ -288,6 +294,7 @@ def test_a_right_that_is_missing(texts: TextProject) -> None:
     assert "Traceback" not in failed.stderr
 
 
+@pytest.mark.slow
 def test_why_pods_wait_is_said(texts: TextProject) -> None:
     """Quota that refuses pods may still come."""
     texts.cluster.quota("few", pods="0")

@@ -38,14 +38,19 @@ main.main()
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
-        ("os.kill(os.getpid(), signal.SIGSTOP)", r"stopped\); rank 0 waits in \w+ #\d+ of"),
+        pytest.param(
+            "os.kill(os.getpid(), signal.SIGSTOP)",
+            r"stopped\); rank 0 waits in \w+ #\d+ of",
+            marks=pytest.mark.slow,
+        ),
         (
             "while True: pass",
             r"runs at <string>:15 \(broken\)\); rank 0 waits in \w+ #\d+ of",
         ),
-        (
+        pytest.param(
             "lock(mutex), lock(mutex)",
             r"holds the interpreter's lock, is at <string>:15 \(broken\)\); rank 0 waits in",
+            marks=pytest.mark.slow,
         ),
         (
             "dist.all_reduce(torch.ones(1), group=apart[0])",

@@ -191,6 +191,7 @@ FEW = [
     ("DP2, EP2", "fp32", False, 3),
 ]
 FEW = [few for few in FEW if few[0] in LAYOUTS]
+FEWEST = {"DP2", "TP2 x PP2", "PP2 ZBV, Muon"}  # each kind of layout, saves behind training too
 
 WITH_MUON = [name for name in LAYOUTS if name.endswith("Muon")]
 MANY = [
@@ -199,7 +200,10 @@ MANY = [
 ]
 
 
-@pytest.mark.parametrize(("layout", "precision", "save_async", "kills"), FEW)
+@pytest.mark.parametrize(
+    ("layout", "precision", "save_async", "kills"),
+    [few if few[0] in FEWEST else pytest.param(*few, marks=pytest.mark.slow) for few in FEW],
+)
 def test_kills(
     layout: str, precision: str, save_async: bool, kills: int, ranks: Ranks, tmp_path: Path
 ) -> None:

@@ -76,7 +76,14 @@ def test_copies_by_time(
     assert facts(killed) == facts(left) and end_of(killed) == end_of(left)
 
 
-@pytest.mark.parametrize("layout", ["DP2", "DP2 ZeRO 3, Muon", "TP2", "PP2"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "DP2 ZeRO 3, Muon",
+        "PP2",
+        *(pytest.param(layout, marks=pytest.mark.slow) for layout in ("DP2", "TP2")),
+    ],
+)
 def test_killed_ranks_lose_a_step_at_most(layout: str, ranks: Ranks, tmp_path: Path) -> None:
     left, killed = pair(layout, tmp_path)
     assert ranks.run(left, 2) == [0, 0]
@@ -93,12 +100,12 @@ def test_killed_ranks_lose_a_step_at_most(layout: str, ranks: Ranks, tmp_path: P
     assert end_of(killed) == end_of(left)
 
 
-PARTS: list[tuple[str, str, bool]] = [
+PARTS = [
     ("memory", "before", False),
-    ("memory", "after", True),
     ("seal", "before", True),
-    ("seal", "before", False),
     ("seal", "after", False),
+    pytest.param("memory", "after", True, marks=pytest.mark.slow),
+    pytest.param("seal", "before", False, marks=pytest.mark.slow),
 ]
 
 

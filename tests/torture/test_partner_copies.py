@@ -71,12 +71,12 @@ def kill_everyone(run: RunFolder, ranks: Ranks, count: int, step: int, folder: P
 @pytest.mark.parametrize(
     ("layout", "count", "nodes", "lost"),
     [
-        ("DP2", 2, 2, (1,)),
+        pytest.param("DP2", 2, 2, (1,), marks=pytest.mark.slow),
         ("DP2 ZeRO 3, Muon", 2, 2, (0,)),
-        ("PP2", 2, 2, (1,)),
+        pytest.param("PP2", 2, 2, (1,), marks=pytest.mark.slow),
         # stages of other sizes, of which the first and the last share weights; partners in a ring
         ("PP3", 3, 3, (1,)),
-        ("TP2 x PP2", 4, 2, (2, 3)),
+        pytest.param("TP2 x PP2", 4, 2, (2, 3), marks=pytest.mark.slow),
         ("HSDP 2x2 ZeRO 3, Muon", 4, 4, (1, 2)),
     ],
 )
@@ -111,10 +111,15 @@ def test_of_two_partners_that_are_lost_together_the_disk_has_the_state(
     assert facts(killed) == facts(left) and end_of(killed) == end_of(left)
 
 
-@pytest.mark.parametrize("lost", [(0,), (1,)])
+@pytest.mark.parametrize("lost", [(1,), pytest.param((0,), marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("part", "when", "call"),
-    [("ship", "before", 2), ("ship", "after", 2), *(("send", "before", n) for n in (12, 16, 21))],
+    [
+        ("ship", "before", 2),
+        ("send", "before", 16),
+        pytest.param("ship", "after", 2, marks=pytest.mark.slow),
+        *(pytest.param("send", "before", n, marks=pytest.mark.slow) for n in (12, 21)),
+    ],
 )
 def test_a_host_that_is_lost_in_a_transfer_leaves_the_one_before(
     part: str, when: str, call: int, lost: tuple[int, ...], ranks: Ranks, tmp_path: Path

@@ -25,7 +25,7 @@ def kept(run: RunFolder) -> list[Path]:
     return list((run.root / "node").glob("trainkit-memory-*"))
 
 
-@pytest.mark.parametrize("retries", [2, 0])
+@pytest.mark.parametrize("retries", [2, pytest.param(0, marks=pytest.mark.slow)])
 def test_a_killed_rank_costs_a_step_at_most(retries: int, tmp_path: Path) -> None:
     """In the same supervisor, and in one that `resume` begins. The run's end takes the copies."""
     left = make_run(tmp_path / "left", SETS)
