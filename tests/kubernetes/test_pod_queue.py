@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from tests.conftest import HANGS, wait_for
 from tests.kubernetes.kube_project import RIGHTS_IN_POD, KubeProject
+from trainkit.jobs.resolved import read_job
+from trainkit.launch.kubernetes.caretaker import CARE_SECONDS
+from trainkit.launch.supervise.agent_pool import stop_seconds
 
 
 def nothing_is_left(pods: KubeProject) -> bool:
@@ -30,6 +35,7 @@ def test_a_preempted_run_saves_waits_and_goes_on(pods: KubeProject) -> None:
     assert len(pods.jobsets(run)) == 1
 
 
+@pytest.mark.slow
 def test_a_run_that_its_queue_has_no_room_for_says_so_and_can_be_cancelled(
     pods: KubeProject,
 ) -> None:
@@ -48,7 +54,7 @@ def test_a_run_that_its_queue_has_no_room_for_says_so_and_can_be_cancelled(
     assert nothing_is_left(pods)
 
 
-@pytest.mark.parametrize("save", [False, True])
+@pytest.mark.parametrize("save", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_cancelled_run_leaves_nothing_and_can_be_resumed(pods: KubeProject, save: bool) -> None:
     pods.ranks_count(30)
     run = pods.submit()
@@ -63,6 +69,7 @@ def test_a_cancelled_run_leaves_nothing_and_can_be_resumed(pods: KubeProject, sa
     assert [each["first_attempt"] for each in pods.jobsets(run)] == [1, 2]
 
 
+@pytest.mark.slow
 def test_a_jobset_that_somebody_else_deletes_is_no_end_without_a_word(pods: KubeProject) -> None:
     pods.ranks_count(30)
     run = pods.submit()
@@ -91,6 +98,40 @@ def test_a_lost_node_is_given_up_by_a_supervisor_with_rights(pods: KubeProject) 
 
 
 @pytest.mark.slow
+def test_the_node_of_the_supervisor_is_lost(pods: KubeProject) -> None:
+    """A worker gives its pod up, and the next one has the supervisor."""
+    pods.cluster.service_account("trainer", RIGHTS_IN_POD)
+    pods.options('service_account = "trainer"')
+    pods.ranks_count(30)
+    run = pods.submit()
+    pods.wait_step(3)
+    node = pods.node(pods.pod(run, 0))
+    pods.cluster.lose_node(node)
+    wait_for((run / "attempts" / "2").exists, "the next attempt", timeout=HANGS)
+    assert pods.node(pods.pod(run, 0)) != node
+    pods.may_end()
+    assert pods.wait_state(run, "succeeded")["attempt"] == 2
+
+
+@pytest.mark.slow
+def test_a_pod_that_lives_is_not_given_up_for_its_kubelet(pods: KubeProject) -> None:
+    pods.cluster.service_account("trainer", RIGHTS_IN_POD)
+    pods.options('service_account = "trainer"')
+    pods.ranks_count(30)
+    run = pods.submit()
+    pods.wait_step(3)
+    pod = pods.pod(run, 1)
+    node = pods.node(pod)
+    pods.cluster.nodes[node].silent = True
+    pods.cluster.controllers.nodes.silent(node)
+    time.sleep(stop_seconds(read_job(run / "job.json")) + 3 * CARE_SECONDS)
+    assert pods.cluster.get("pods", pod) and not (run / "attempts" / "2").exists()
+    pods.cluster.return_node(node)
+    pods.may_end()
+    pods.wait_state(run, "succeeded")
+
+
+@pytest.mark.slow
 def test_a_lost_node_that_returns_frees_the_place(pods: KubeProject) -> None:
     pods.ranks_count(30)
     run = pods.submit()
@@ -103,6 +144,7 @@ def test_a_lost_node_that_returns_frees_the_place(pods: KubeProject) -> None:
     assert pods.wait_state(run, "succeeded")["attempt"] == 2
 
 
+@pytest.mark.slow
 def test_an_image_that_is_missing_is_said_while_the_run_waits(pods: KubeProject) -> None:
     pods.ranks_count(5)
     pods.may_end()
@@ -118,6 +160,7 @@ def test_an_image_that_is_missing_is_said_while_the_run_waits(pods: KubeProject)
     pods.wait_state(run, "succeeded")
 
 
+@pytest.mark.slow
 def test_a_node_that_is_to_blame_is_left_out_of_the_next_jobset(pods: KubeProject) -> None:
     pods.cluster.service_account("trainer", RIGHTS_IN_POD)
     pods.options('service_account = "trainer"')

@@ -3,7 +3,8 @@ RUN_FOLDER JOBSET [--agent] [--supervise]; the latter is for the pod of index 0 
 
 It lives as long as its run, over all attempts: it runs the agents that the supervisor calls for,
 one after another, and the supervisor itself where it is told to, which is started again when it is
-killed. TERM is passed on to both; once they have ended, so does the pod.
+killed. TERM is passed on to both; once they have ended, so does the pod. A worker whose agent has
+ended, and who hears of no other, looks after pods of lost nodes meanwhile.
 
 Exit codes: what call.json says; 143 after TERM. Standard library and trainkit.base only.
 """
@@ -36,6 +37,7 @@ AGAIN_SECONDS = 2.0  # before a supervisor is started again
 TERMINATED = 128 + signal.SIGTERM
 KILLED = 128 + signal.SIGKILL
 STARTS = 20  # of supervisors in one pod: one that cannot even begin an attempt has no budget
+ORPHANED_SECONDS = 60.0  # without a call since an agent ended: its supervisor may be gone
 PYTHON_FAILED = (1, 2)  # a traceback; the program cannot be read
 
 
@@ -70,6 +72,8 @@ class Pod:
         self.start_at = 0.0  # the next one, by time.monotonic()
         self.agent: subprocess.Popen[bytes] | None = None
         self.agent_exit = Path()  # where its exit code is to stand
+        self.ended_at = float("inf")  # the last agent, by time.monotonic()
+        self.caretaker: subprocess.Popen[bytes] | None = None
         self.seen: set[tuple[str, int]] = set()  # agents that it was called to be, by session
         self.terminated = False
 
@@ -119,7 +123,10 @@ class Pod:
         for child in (self.supervisor, self.agent):
             if child is not None:
                 child.poll()
-        own = {c.pid for c in (self.supervisor, self.agent) if c and c.returncode is None}
+        if self.caretaker is not None:
+            self.caretaker.poll()
+        children = (self.supervisor, self.agent, self.caretaker)
+        own = {c.pid for c in children if c and c.returncode is None}
         try:
             while True:
                 ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -136,6 +143,8 @@ class Pod:
         if self.supervisor is not None and self.supervisor.returncode is not None:
             self._judge_supervisor(self.supervisor.returncode, call)
             call = calls.read_call(self.folder)
+        if self.terminated or call.exit is not None:
+            self._end_caretaker()
         if self.agent is None and self.supervisor is None:
             if call.exit is not None:
                 return call.exit
@@ -148,6 +157,8 @@ class Pod:
         node = call.nodes.get(str(self.index))
         if self.works and self.agent is None and node is not None:
             self._start_agent(call, node)
+        if not self.supervises and time.monotonic() - self.ended_at > ORPHANED_SECONDS:
+            self._start_caretaker()
         return None
 
     def _start_supervisor(self) -> None:
@@ -181,6 +192,7 @@ class Pod:
         if (call.script, node) in self.seen:
             return
         self.seen.add((call.script, node))
+        self._end_caretaker()
         logs = Path(call.logs)
         claim = calls.claim_path(logs, node)
         try:
@@ -197,7 +209,27 @@ class Pod:
 
     def _note_end(self, code: int) -> None:
         self.agent = None
+        self.ended_at = time.monotonic()
         write_text(self.agent_exit, f"{code}\n")
+
+    def _start_caretaker(self) -> None:
+        """Once, after the end of an agent."""
+        self.ended_at = float("inf")
+        program = Path(__file__).with_name("caretaker.py")
+        say("no supervisor has called for a while: looking after pods of lost nodes")
+        with open(self.folder / f"caretaker-{self.index}.log", "ab") as output:
+            self.caretaker = start(
+                [sys.executable, "-I", str(program), str(self.run), self.jobset],
+                output,
+                dict(os.environ),
+            )
+
+    def _end_caretaker(self) -> None:
+        self.ended_at = float("inf")
+        if self.caretaker is not None:
+            self.caretaker.kill()
+            self.caretaker.wait()
+            self.caretaker = None
 
 
 def start(

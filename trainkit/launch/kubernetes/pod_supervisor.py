@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from trainkit.base.address import local_address_in
@@ -17,6 +18,7 @@ from trainkit.jobs.resolved import read_job
 from trainkit.jobs.schema import Job
 from trainkit.launch.hosts.hostfile import Host
 from trainkit.launch.hosts.selection import HostList
+from trainkit.launch.kubernetes.caretaker import CARE_SECONDS
 from trainkit.launch.kubernetes.manifest import FINAL_CODES
 from trainkit.launch.kubernetes.own_jobsets import OwnJobSets
 from trainkit.launch.kubernetes.pod import KILLED
@@ -59,7 +61,6 @@ LOOK_SECONDS = 0.2  # between two looks at what pods have noted
 LAST_WORD_SECONDS = 15.0  # before KILL, to end ranks that have not saved, and record it
 HEAR_SECONDS = 0.5  # between two looks at whether a person wants something
 EXIT_SECONDS = 3.0  # for pods to note the ends of agents
-CARE_SECONDS = 5.0  # between two looks at pods on nodes that are gone
 
 
 def supervise_in_pod(run: RunFolder, environment: Mapping[str, str]) -> Outcome:
@@ -252,9 +253,10 @@ class PodSupervisor(QueuedSupervisor):
         if self.own is None:
             return
         await asyncio.to_thread(self.own.remove_others, self.entry.name, self.observer.notice)
+        look = partial(self.own.replace_lost, self.entry.name, self.observer.notice)
         while True:
             await asyncio.sleep(CARE_SECONDS)
-            await asyncio.to_thread(self.own.replace_lost, self.entry.name, self.observer.notice)
+            await asyncio.to_thread(look, self._heard())
 
     def _heard(self) -> set[int]:
         """Indexes of pods that surely live: those of agents that are heard, and our own."""
