@@ -414,6 +414,7 @@ class KubernetesCluster:
 
     def begin(self) -> None:
         """What there is now is not left by the test that comes."""
+        assert not self.strangers(), "an earlier test has left processes"
         self._before = set(self._there())
         self._made.clear()
 
@@ -451,7 +452,7 @@ class KubernetesCluster:
             else:
                 grace = 0 if each["kind"] == "Pod" else None
                 self.client.delete(each, grace=grace, policy="Background")
-        self.wait(lambda: not self._left() and not self.strangers(), "empty cluster")
+        self.wait(lambda: not self._left() and not self.strangers(), "empty cluster", 120.0)
 
 
 def _network() -> Network:
