@@ -29,6 +29,7 @@ from trainkit.plan.parameter_shapes import (
     Place,
     Unit,
     gathered_at_once,
+    is_one_unit,
     largest,
     numbers,
     optimizer_state,
@@ -186,6 +187,9 @@ def _native_states(job: Job, layout: Layout, chunks: list[list[Unit]]) -> dict[s
     place = _fullest(layout, units)
     whole = numbers(units, place)
     unit = largest(units, place)
+    chunk = max(numbers(chunk, place) for chunk in chunks)
+    if layout.expert == 1 and is_one_unit(chunk, layout.data * layout.context):
+        unit = chunk  # an expert-parallel rank's experts are reduced over others than the rest
     mine = shard(units, place)
     kept = optimizer_state(units, job.training, lambda weight: weight.shard(place))
     # torch's stages reduce gradients and free gathered weights once a step, whatever zero_stage

@@ -54,6 +54,9 @@ class Place:
 
 WHOLE = Place()
 
+# parameters on a rank up to which what units cost the host counts for more than their buffers
+ONE_UNIT_MOST = 2**27
+
 
 @dataclass(frozen=True)
 class Weight:
@@ -354,6 +357,17 @@ def _each(units: Sequence[Unit], size: Callable[[Weight], int]) -> list[int]:
 def numbers(units: Sequence[Unit], place: Place = WHOLE) -> int:
     """Parameters on one rank."""
     return sum(_each(units, lambda weight: weight.numbers(place)))
+
+
+def is_one_unit(parameters: int, ranks: int) -> bool:
+    """Whether the trainer makes one unit of fully_shard of a model, or of a stage's chunk of it,
+    instead of one of each block: on one data-parallel rank there is nothing to overlap.
+
+    Args:
+        parameters: of the model or chunk, on one rank.
+        ranks: data- and context-parallel ones.
+    """
+    return ranks == 1 and parameters <= ONE_UNIT_MOST
 
 
 def largest(units: Sequence[Unit], place: Place = WHOLE) -> int:

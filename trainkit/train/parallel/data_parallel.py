@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from trainkit.jobs.schema import Job
 from trainkit.plan.batch import batch_sizes
+from trainkit.plan.parameter_shapes import is_one_unit
 from trainkit.train.model.transformer import Transformer
 from trainkit.train.torch_compat import placed_apart
 
@@ -128,7 +129,8 @@ def shard(
     sums: bool = True,
     apart: tuple[frozenset[nn.Parameter], DeviceMesh] | None = None,
 ) -> FSDPModule:
-    """Apply ZeRO in place: each block, and the rest of the model, is one unit of communication.
+    """Apply ZeRO in place: each block, and the rest of the model, is one unit of communication; a
+    small model on one rank is one as a whole.
 
     Parameters are fp32 at rest, the optimizer's master weights; what is gathered for computing
     is in `precision`.
@@ -155,7 +157,10 @@ def shard(
         param_dtype=COMPUTE[precision], reduce_dtype=reduce_dtype, cast_forward_inputs=False
     )
     place = None if apart is None else placed_apart(*apart)
-    for module in (*model.layers.values(), model):
+    blocks = list(model.layers.values())
+    if apart is None and is_one_unit(sum(p.numel() for p in model.parameters()), mesh.size()):
+        blocks = []
+    for module in (*blocks, model):
         fully_shard(
             module,
             mesh=mesh,
