@@ -39,6 +39,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -453,16 +454,16 @@ def growth(folder: Path, real: Sequence[int], stubs: Sequence[int]) -> None:
     raise_open_file_limit()
     print(
         f"{'agents':>7} {'kind':<5} {'agreed':>8} {'started':>8} {'stopped':>8} {'gone':>8}"
-        f" {'ms an agent':>12}"
+        f" {'ms an agent':>12} {'MiB':>5}"
     )
     for kind, counts in (("real", real), ("stub", stubs)):
         for agents in counts:
             launcher: Launcher = Many() if kind == "real" else Stubs()
             marks = asyncio.run(session_of(agents, launcher, folder))
             seconds = " ".join(f"{value:>8.2f}" for value in marks.values())
-            print(
-                f"{agents:>7} {kind:<5} {seconds} {marks['gone'] / agents * 1e3:>12.1f}", flush=True
-            )
+            each = marks["gone"] / agents * 1e3
+            most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10  # so far
+            print(f"{agents:>7} {kind:<5} {seconds} {each:>12.1f} {most:>5.0f}", flush=True)
 
 
 def numbers(text: str) -> list[int]:

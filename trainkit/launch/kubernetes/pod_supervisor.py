@@ -54,6 +54,7 @@ from trainkit.runs.kubernetes import (
     SubmittedJobSet,
     add_jobset,
     change_jobset,
+    drop_jobset,
     read_jobsets,
 )
 
@@ -352,6 +353,9 @@ class PodSupervisor(QueuedSupervisor):
                 self.continue_kind = "infra"
                 end.again = False
         except TrainkitError as error:
+            # If it was made all the same, its supervisor notes it, and waits for the run's lock.
+            if (newest := read_jobsets(self.run)[-1].name) != self.entry.name:
+                drop_jobset(self.run, newest)
             self.observer.notice(f"{error.message}; going on with {', '.join(bad)}")
 
     def _starts_again(self, end: AttemptResult) -> bool:
