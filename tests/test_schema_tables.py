@@ -33,6 +33,7 @@ from trainkit.train.huggingface.positions import STRETCH_KEYS
 from trainkit.train.parallel.data_parallel import COMPUTE
 from trainkit.train.update.optimizer import UPDATES
 
+NATIVE_ALONE = {"fp8"}  # what no other engine trains in by this key, and no export is written in
 FOREIGN = [name for name in PLACES if name != "native"]
 TABLES: list[tuple[type[Table], str, Iterable[object]]] = [
     (Training, "optimizer", KEPT),
@@ -40,10 +41,10 @@ TABLES: list[tuple[type[Table], str, Iterable[object]]] = [
     (Training, "optimizer", RATE_FACTORS),
     (Training, "optimizer", NAMES),
     (Training, "precision", COMPUTE),
-    (Training, "precision", PRECISIONS),
-    (Training, "precision", TORCH_NAMES),
+    (Training, "precision", {*PRECISIONS, *NATIVE_ALONE}),
+    (Training, "precision", {*TORCH_NAMES, *NATIVE_ALONE}),
     *(
-        (Training, "precision", states)
+        (Training, "precision", {*states, *NATIVE_ALONE})
         for name in FOREIGN
         if (states := ENGINES[name].rules.states) is not None  # as the native trainer's
     ),

@@ -31,6 +31,7 @@ class Part:
 PARTS: dict[str, Part] = {
     "device": Part("device", "copy bandwidth and matrix products of the device", 90, 10),
     "numerics": Part("numerics", "families x precisions beside fp64 on the CPU", 300, 60),
+    "fp8": Part("fp8", "float8: products, models beside fp64, speed beside bf16", 120, 100, True),
     "attention": Part("attention", "flash, documents in one kernel, compiled documents", 180, 40),
     "loop": Part(
         "loop", "numbers a step late, no waiting, timers, peak, saves behind training", 120, 15

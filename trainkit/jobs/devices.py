@@ -9,7 +9,7 @@ from pydantic import Field
 
 from trainkit.jobs.table import NAME, Strings, Table
 
-Precision = Literal["fp32", "bf16", "fp16"]
+Precision = Literal["fp32", "bf16", "fp16", "fp8"]
 
 
 class Device(Table):
@@ -39,9 +39,17 @@ GB = 10**9
 
 
 def _gpu(
-    label: str, reported: str, memory: int, half: float, single: float, *, bf16: bool = True
+    label: str,
+    reported: str,
+    memory: int,
+    half: float,
+    single: float,
+    *,
+    bf16: bool = True,
+    fp8: float | None = None,
 ) -> dict[str, object]:
     peaks = {"fp16": half, "fp32": single} | ({"bf16": half} if bf16 else {})
+    peaks |= {"fp8": fp8} if fp8 else {}
     return {
         "label": label,
         "reported_as": [reported],
@@ -59,11 +67,11 @@ BUILT_IN_DEVICES: dict[str, dict[str, object]] = {
     "v100-sxm-32gb": _gpu("V100 SXM2 32 GB", "V100-SXM2-32GB", 32 * GIB, 125.0, 15.7, bf16=False),
     "a100-sxm-40gb": _gpu("A100 SXM4 40 GB", "A100-SXM4-40GB", 40 * GIB, 312.0, 19.5),
     "a100-sxm-80gb": _gpu("A100 SXM4 80 GB", "A100-SXM4-80GB", 80 * GIB, 312.0, 19.5),
-    "h100-sxm-80gb": _gpu("H100 SXM5 80 GB", "H100 80GB HBM3", 80 * GIB, 989.4, 66.9),
-    "h200-sxm-141gb": _gpu("H200 SXM 141 GB", "H200", 141 * GB, 989.4, 66.9),
-    "b200-sxm-192gb": _gpu("B200 SXM 192 GB", "B200", 192 * GB, 2250.0, 80.0),
+    "h100-sxm-80gb": _gpu("H100 SXM5 80 GB", "H100 80GB HBM3", 80 * GIB, 989.4, 66.9, fp8=1978.9),
+    "h200-sxm-141gb": _gpu("H200 SXM 141 GB", "H200", 141 * GB, 989.4, 66.9, fp8=1978.9),
+    "b200-sxm-192gb": _gpu("B200 SXM 192 GB", "B200", 192 * GB, 2250.0, 80.0, fp8=4500.0),
     "a6000-48gb": _gpu("RTX A6000 48 GB", "RTX A6000", 48 * GIB, 154.8, 38.7),
-    "l40s-48gb": _gpu("L40S 48 GB", "L40S", 48 * GIB, 362.05, 91.6),
+    "l40s-48gb": _gpu("L40S 48 GB", "L40S", 48 * GIB, 362.05, 91.6, fp8=733.0),
     "trn1-core": {
         "kind": "neuron",
         "label": "one NeuronCore-v2 of trn1",

@@ -31,7 +31,7 @@ from trainkit.jobs.notify import NotifySettings
 from trainkit.jobs.rope_scaling import RopeScaling
 from trainkit.jobs.sweeps import Sweep
 from trainkit.jobs.table import NAME, EngineValue, Environment, Strings, Table, needs, wrong
-from trainkit.jobs.training import Training
+from trainkit.jobs.training import Training, native_float8
 
 __all__ = [  # the tables that other packages name
     "NAME",
@@ -246,7 +246,9 @@ class Job(Table):
         return self
 
     @model_validator(mode="after")
-    def _phases_fit(self) -> Job:
+    def _engine_fits(self) -> Job:
+        if self.training.precision == "fp8" and not self.is_native:
+            raise native_float8(self.engine)
         if self.phases and not self.is_native:
             raise wrong(
                 "phases",

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from trainkit.jobs.devices import Precision
 from trainkit.jobs.table import Table, needs, wrong
 
 
@@ -17,6 +18,15 @@ def ramp_problem(ramp: tuple[int, int, int], total: int) -> str | None:
     if min(start, increment) < 1 or samples < 0 or start > total or (total - start) % increment:
         return f"{start} does not grow to global_batch_size {total} in steps of {increment}"
     return None
+
+
+def native_float8(engine: str) -> Exception:
+    """Of fp8 for an engine that has words of its own for it."""
+    return wrong(
+        "training.precision",
+        f"training.precision = 'fp8' is engine native's: for engine = '{engine}' set 'bf16', and"
+        " what the engine itself calls it in engine_args",
+    )
 
 
 class Training(Table):
@@ -108,8 +118,19 @@ class Training(Table):
             "weight of the mean square of log(sum(exp(logits))) added to the loss (PaLM: 1e-4)"
         ),
     )
-    precision: Literal["fp32", "bf16", "fp16"] = Field(
-        "fp32", description="arithmetic; weights and optimizer state are fp32 in all of them"
+    precision: Precision = Field(
+        "fp32",
+        description=(
+            "arithmetic; weights and optimizer state are fp32 in all of them. fp8: bf16, and the"
+            " products of the blocks' linear layers in float8, on a CPU emulated and slow"
+        ),
+    )
+    fp8_recipe: Literal["tensorwise", "rowwise"] | None = Field(
+        None,
+        description=(
+            "fp8: what has a scale, as torchao names it. tensorwise, the default: a tensor, with"
+            " gradients in E5M2; rowwise: a row, all in E4M3, closer and slower"
+        ),
     )
     loss_scale: float | None = Field(
         None, gt=0, le=2.0**127, description="fp16: a fixed loss scale instead of a dynamic one"
@@ -225,6 +246,10 @@ class Training(Table):
         if self.loss_scale is not None and self.precision != "fp16":
             raise wrong(
                 "loss_scale", f"loss_scale is for precision = 'fp16', not {self.precision!r}"
+            )
+        if self.fp8_recipe is not None and self.precision != "fp8":
+            raise wrong(
+                "fp8_recipe", f"fp8_recipe is for precision = 'fp8', not {self.precision!r}"
             )
         if self.min_loss_scale > self.initial_loss_scale:
             raise wrong(

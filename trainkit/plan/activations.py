@@ -226,6 +226,20 @@ def _experts(job: Job, layout: Layout, rules: Rules, mode: str) -> float:
     return scores + moe.router_topk * (choice + w * h) + w * inside
 
 
+def float8_bytes(job: Job, layout: Layout) -> int:
+    """What the widest product in float8 has for a moment besides what it reads: both operands in
+    float8; where blocks are not compiled, and where products are emulated, in fp32 twice too."""
+    model = job.model
+    if job.training.precision != "fp8":
+        return 0
+    attention = (model.num_attention_heads + 2 * model.query_groups) * model.head_size
+    mlp = model.mlp.projections * _always_width(job, sparse=bool(model.moe))
+    wide = max(attention, mlp) // layout.tensor
+    read = _micro_batch_tokens(job) * max(model.hidden_size, wide) + wide * model.hidden_size
+    compiled = job.training.compile and job.cluster.device_type != "cpu"
+    return read * (1 if compiled else 9)
+
+
 def passing_bytes(job: Job, layout: Layout) -> int:
     """What a layer with experts has for a moment besides what it keeps: rows that are sent and
     those that come, before they are in the order of experts; or results times their weights, in

@@ -23,7 +23,14 @@ from dataclasses import dataclass, fields
 from trainkit.jobs.optimizers import MUON_ROUND
 from trainkit.jobs.schema import Job
 from trainkit.jobs.table import EngineValue
-from trainkit.plan.activations import live_bytes, logit_bytes, passing_bytes, saved_bytes, width
+from trainkit.plan.activations import (
+    float8_bytes,
+    live_bytes,
+    logit_bytes,
+    passing_bytes,
+    saved_bytes,
+    width,
+)
 from trainkit.plan.layout import Layout
 from trainkit.plan.parameter_shapes import (
     Place,
@@ -296,6 +303,7 @@ def stage_memory(
         saved_bytes(job, layout, rules, stage)
         + live_bytes(job, layout, rules)
         + passing_bytes(job, layout)
+        + float8_bytes(job, layout)
     )
     if last:
         parts["logit_bytes"] = logit_bytes(job, layout, rules, vocab_size, padded)

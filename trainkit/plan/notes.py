@@ -85,6 +85,11 @@ def _settings(job: Job) -> Iterator[Objection]:
             f"a checkpoint every {training.save_interval:,} steps of {training.train_iters:,}:"
             " there is none before the end, so a run that is killed begins again",
         )
+    if training.precision == "fp8" and (device.kind == "cpu" or not training.compile):
+        slow = "on a CPU it is emulated, slower than fp32"
+        if device.kind != "cpu":
+            slow = "without training.compile rounding takes longer than the products save"
+        yield Objection("fp8-slow", "training.precision", f"training.precision = 'fp8': {slow}")
     if device.peak_tflops and job.training.precision not in device.peak_tflops:
         yield Objection(
             "no-peak",

@@ -85,7 +85,7 @@ class Rules:
     logit_bytes: int = 0
     bucket_elements: int = 0
     checkpoint_weights: Mapping[Precision, int] = field(
-        default_factory=lambda: {"fp32": 4, "bf16": 4, "fp16": 4}
+        default_factory=lambda: {"fp32": 4, "bf16": 4, "fp16": 4, "fp8": 4}
     )
     deletes_old: bool = True
     saves_key: str = ""
@@ -127,6 +127,17 @@ def experts_apart_problem(parallelism: Parallelism, torch: str) -> str:
     return (
         f"{above_1[0]} for a model with experts needs torch 2.13 or newer, which shards experts"
         f" over ranks of their own; this is {torch}"
+    )
+
+
+def float8_problem(precision: Precision, capability: tuple[int, int]) -> str:
+    """Why the native trainer refuses a precision on a GPU of a compute capability; "": it does
+    not."""
+    if precision != "fp8" or capability >= (8, 9):
+        return ""
+    return (
+        "training.precision = 'fp8' needs a GPU of compute capability 8.9 or higher (L40S, H100,"
+        f" B200); this one has {'.'.join(map(str, capability))}"
     )
 
 

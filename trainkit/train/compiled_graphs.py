@@ -53,6 +53,7 @@ UNREAD = (
 OF_TRAINING = (
     "micro_batch_size",
     "precision",
+    "fp8_recipe",
     "recompute_granularity",
     "recompute_every",
     "z_loss",

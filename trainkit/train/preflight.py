@@ -11,7 +11,12 @@ import torch.distributed as dist
 from trainkit.base.errors import ConfigError, Problem, raise_problems
 from trainkit.jobs.schema import Job
 from trainkit.plan.checks import layout_objections
-from trainkit.plan.rules import NATIVE, experts_apart_problem, zero_bubble_problem
+from trainkit.plan.rules import (
+    NATIVE,
+    experts_apart_problem,
+    float8_problem,
+    zero_bubble_problem,
+)
 from trainkit.train.batches import vocab_size
 from trainkit.train.huggingface import check_weights, load_weights, weights_folder
 from trainkit.train.metrics.wandb import wandb_problems
@@ -33,6 +38,10 @@ def refuse_what_cannot_run(job: Job, world: World, *, begins: bool) -> None:
     if world.size != job.world_size:
         ranks = f"is for {job.world_size} ranks and was started with {world.size}"
         problems.append(Problem(f"job {job.name!r} {ranks}"))
+    if torch.cuda.is_available() and job.cluster.device_type == "cuda":
+        capability = torch.cuda.get_device_capability(world.local_rank)
+        if why := float8_problem(job.training.precision, capability):
+            problems.append(Problem(why, hint="use 'bf16'"))
     try:
         vocab_size(job)
     except ConfigError as error:

@@ -18,7 +18,7 @@ from trainkit.base.errors import ConfigError
 from trainkit.data.indexed.paths import DataFolder
 from trainkit.engines.pair_weights import pair_weights
 from trainkit.jobs.schema import Job
-from trainkit.jobs.training import Training
+from trainkit.jobs.training import Training, native_float8
 from trainkit.runs.folder import RunFolder
 
 if TYPE_CHECKING:  # they import numpy, which planning does without
@@ -411,6 +411,8 @@ def precision_words(t: Training) -> Config:
                 "min_loss_scale": _whole(t.min_loss_scale),
             }
             return {"precision": "fp16", "fp16": block}
+        case "fp8":
+            raise native_float8("gpt-neox")
         case unknown:
             assert_never(unknown)
 

@@ -65,16 +65,19 @@ class StepEstimate:
 
 def _generic(job: Job, per_node: int, network: float | None) -> Hardware | None:
     """A device of no row that jobs.toml gives a peak, with the proportions of another."""
-    peak = job.cluster.device.peak_tflops.get(job.training.precision)
+    narrow = 8 if job.training.precision == "fp8" else 16
+    peaks = job.cluster.device.peak_tflops
+    peak = peaks.get(job.training.precision)
     like = machine(MODEL_OF_ROWS, per_node=per_node, network=network)
     if peak is None or like is None:
         return None
-    part = peak * 1e12 / like.peak
+    half = peak if narrow == 16 else peaks.get("bf16", peak / 2)
+    part = half * 1e12 / like.peak
     return Hardware(
         generation=like.generation,
         peak=peak * 1e12,
-        peak16=peak * 1e12,
-        narrow=16,
+        peak16=half * 1e12,
+        narrow=narrow,
         memory=like.memory * part,
         link=like.link * part,
         network=like.network if network else like.network * part,
@@ -102,7 +105,7 @@ def machine_of(job: Job) -> tuple[Hardware | None, tuple[str, ...]]:
         assumed.append(f"memory and links of {device.name}")
         return _generic(job, per_node, network), tuple(assumed)
     sockets = job.cluster.env.get("NCCL_IB_DISABLE") == "1"
-    bits = 32 if job.training.precision == "fp32" else 16
+    bits = {"fp32": 32, "fp8": 8}.get(job.training.precision, 16)
     row = ROWS[device.name]
     found = machine(
         row, bits=bits, per_node=per_node, network=network, world=job.world_size, sockets=sockets

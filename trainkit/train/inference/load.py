@@ -33,7 +33,13 @@ from trainkit.train.parallel.shards import model_tensors, sharded_parameters
 from trainkit.train.parallel.tensor_group import TensorGroup
 
 ALONE = TensorGroup()  # one process holds the model
-PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# a model that trained in float8 is read in 16 bits: its weights are nowhere rounded further
+PRECISIONS = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp8": torch.bfloat16,
+}
 
 
 def choose_checkpoint(run: RunFolder, step: int | None = None) -> Checkpoint:

@@ -20,6 +20,7 @@ from trainkit.jobs.schema import Model
 from trainkit.ops.kernels import Kernels
 from trainkit.ops.rotary import rotate
 from trainkit.train.model.attention import Context, KeyValueCache, attend, unchanged
+from trainkit.train.model.projection import Projection
 
 # of both latents' norms, whatever that of the others is: transformers and Megatron-LM alike
 EPSILON = 1e-6
@@ -68,7 +69,7 @@ class LatentAttention(nn.Module):
         heads = model.num_attention_heads
 
         def linear(inputs: int, outputs: int) -> nn.Linear:
-            return nn.Linear(inputs, outputs, bias=False)
+            return Projection(inputs, outputs, bias=False)
 
         self.q: nn.Module | None = None
         self.q_a: nn.Module | None = None

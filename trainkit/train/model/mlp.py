@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from trainkit.jobs.schema import Model
 from trainkit.ops.kernels import Kernels
+from trainkit.train.model.projection import Projection
 
 
 class MLP(nn.Module):
@@ -22,8 +23,8 @@ class MLP(nn.Module):
         self.gelu = kernels.gelu if model.mlp.gelu else None
         self.approximate = approximation(model)
         bias = model.architecture.bias
-        self.up = nn.Linear(model.hidden_size, model.ffn_width, bias=bias)
-        self.down = nn.Linear(model.ffn_width, model.hidden_size, bias=bias)
+        self.up = Projection(model.hidden_size, model.ffn_width, bias=bias)
+        self.down = Projection(model.ffn_width, model.hidden_size, bias=bias)
 
     def forward(self, x_BSH: Tensor) -> Tensor:
         y_BSF = self.up(x_BSH)
@@ -47,8 +48,8 @@ class GatedMLP(nn.Module):
         self.geglu = kernels.geglu if model.mlp.gelu else None
         self.approximate = approximation(model)
         bias = model.architecture.bias
-        self.gate_up = nn.Linear(model.hidden_size, 2 * width, bias=bias)
-        self.down = nn.Linear(width, model.hidden_size, bias=bias)
+        self.gate_up = Projection(model.hidden_size, 2 * width, bias=bias)
+        self.down = Projection(width, model.hidden_size, bias=bias)
 
     def forward(self, x_BSH: Tensor) -> Tensor:
         x_BSF = self.gate_up(x_BSH)

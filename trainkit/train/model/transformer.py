@@ -30,6 +30,7 @@ from trainkit.train.model.head_loss import Labels, Losses, read_out
 from trainkit.train.model.latent_attention import LatentAttention
 from trainkit.train.model.mlp import MLP, GatedMLP
 from trainkit.train.model.multi_token import MultiToken, one_further
+from trainkit.train.model.projection import Projection
 
 
 class HeadNorm(nn.Module):
@@ -113,9 +114,9 @@ class Attention(nn.Module):
         heads = model.num_attention_heads
         groups = model.query_groups
         self.widths = [count * model.head_size for count in (heads, groups, groups)]
-        self.qkv = nn.Linear(model.hidden_size, sum(self.widths), bias=model.qkv_bias)
+        self.qkv = Projection(model.hidden_size, sum(self.widths), bias=model.qkv_bias)
         bias = model.architecture.bias or model.architecture.out_bias
-        self.out = nn.Linear(self.widths[0], model.hidden_size, bias=bias)
+        self.out = Projection(self.widths[0], model.hidden_size, bias=bias)
         self.sinks = Sinks(heads) if model.architecture.sinks else None
         self.norm_heads: Callable[..., Parts] | None = None
         self.q_norm: HeadNorm | QueryKeyNorm | None = None

@@ -9,7 +9,7 @@ import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from trainkit.jobs.devices import Precision
 from trainkit.jobs.schema import Job
 from trainkit.plan.batch import batch_sizes
 from trainkit.plan.parameter_shapes import is_one_unit
@@ -75,7 +76,8 @@ def _wait_for_rank_0(world: World) -> None:
             wait *= 1.05
 
 
-COMPUTE = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+# in "fp8" what is no product of float8 is in 16 bits
+COMPUTE = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 
 
 class OneRank:
@@ -123,7 +125,7 @@ def accumulates_whole(job: Job) -> bool:
 def shard(
     model: Transformer,
     mesh: DeviceMesh,
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32",
+    precision: Precision = "fp32",
     *,
     stage: int = 1,
     sums: bool = True,

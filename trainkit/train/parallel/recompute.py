@@ -40,6 +40,7 @@ def kept_operations() -> list[Any]:
         aten.baddbmm.default,
         aten.linear.default,
         aten._grouped_mm.default,
+        aten._scaled_mm.default,
     ]
     attention = [
         aten._scaled_dot_product_flash_attention.default,

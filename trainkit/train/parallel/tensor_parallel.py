@@ -18,7 +18,7 @@ vocabulary, C tokens of a chunk, P columns of this rank's logits in memory.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -189,9 +189,10 @@ class ColumnParallel(_Split):
 
     def __init__(self, whole: nn.Linear, pieces: Sequence[Piece], group: TensorGroup) -> None:
         super().__init__(whole, pieces, 0, group)
+        self.product: Callable[[Tensor, Tensor, Tensor | None], Tensor] = F.linear
 
     def forward(self, x_BSH: Tensor) -> Tensor:
-        return F.linear(enter(x_BSH, self.group), self.weight, self.bias)
+        return self.product(enter(x_BSH, self.group), self.weight, self.bias)
 
 
 class RowParallel(_Split):
@@ -200,9 +201,10 @@ class RowParallel(_Split):
 
     def __init__(self, whole: nn.Linear, pieces: Sequence[Piece], group: TensorGroup) -> None:
         super().__init__(whole, pieces, 1, group)
+        self.product: Callable[[Tensor, Tensor, Tensor | None], Tensor] = F.linear
 
     def forward(self, x: Tensor) -> Tensor:
-        y_BSH = leave(F.linear(x, self.weight), self.group)
+        y_BSH = leave(self.product(x, self.weight, None), self.group)
         if self.bias is not None:
             y_BSH = y_BSH + self.bias
         return y_BSH

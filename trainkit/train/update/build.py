@@ -17,6 +17,7 @@ from trainkit.train.parallel import (
     context_parallel,
     data_parallel,
     expert_parallel,
+    low_precision,
     tensor_parallel,
 )
 from trainkit.train.parallel.mesh import Mesh
@@ -103,6 +104,7 @@ def build_model_parts(
         if mesh.experts is not None:
             expert_parallel.apply(module, mesh.experts.group, mesh.tensor, kernels)
         context_parallel.apply(module, mesh.context, p.cp_comm_type)
+        low_precision.apply(module, t, mesh.tensor, mesh.context)
         wrap_blocks(module, job.model, t, graphs)
         layouts = {
             name: h.layout for name, h in sharded_parameters(module, mesh.degrees.tensor).items()
