@@ -171,7 +171,7 @@ class Ledger:
     @property
     def wall_seconds(self) -> float:
         """From submission to end."""
-        return 0.0 if not self.spans else self.spans[-1].end - self.spans[0].begin
+        return self.spans[-1].end - self.spans[0].begin if self.spans else 0.0
 
     @property
     def seconds(self) -> dict[Bin, float]:

@@ -109,7 +109,7 @@ def duration(seconds: float) -> str:
 def moment(time: str) -> str:
     """A time of ISO 8601 in UTC for people: 2026-11-23 06:48:23; other words as they are."""
     day, letter, rest = time.partition("T")
-    return time if not letter or not rest.endswith("Z") else f"{day} {rest[:8]}"
+    return f"{day} {rest[:8]}" if letter and rest.endswith("Z") else time
 
 
 def short(value: float | None, unit: str = "") -> str:

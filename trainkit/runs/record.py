@@ -118,7 +118,7 @@ def write_starter(run: RunFolder) -> None:
 def read_starter(run: RunFolder) -> RunStarter | None:
     """Who started the run last; None where no process has said so. Raises ConfigError for a file
     of another schema."""
-    return None if not run.maker.is_file() else RunStarter.from_file(run.maker)
+    return RunStarter.from_file(run.maker) if run.maker.is_file() else None
 
 
 def _signature(status: SupervisorStatus | None) -> list[Any] | None:

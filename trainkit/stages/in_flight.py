@@ -81,7 +81,7 @@ def read_in_flight(stamps: Path, name: str) -> ArraysInFlight | None:
     """The record of a need below `stamps`; None where no arrays are known to be on their way.
     Raises ConfigError for a file of another form."""
     path = stamps / f"{name}{SUFFIX}"
-    return None if not path.is_file() else ArraysInFlight.from_file(path)
+    return ArraysInFlight.from_file(path) if path.is_file() else None
 
 
 def all_in_flight(stamps: Path, lock: str) -> list[ArraysInFlight]:

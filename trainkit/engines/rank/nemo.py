@@ -69,7 +69,7 @@ def read_bar(text: str) -> BarLine | None:
 def read_validation(text: str) -> tuple[int, int] | None:
     """(batches done, all) of a validation's bar; None where there is none."""
     found = list(_VALIDATION.finditer(plain(text)))
-    return None if not found else (int(found[-1].group(1)), int(found[-1].group(2)))
+    return (int(found[-1].group(1)), int(found[-1].group(2))) if found else None
 
 
 def iteration_of(bar: BarLine) -> int | None:
@@ -204,7 +204,7 @@ def _rank_of(name: str) -> tuple[int, ...] | None:
 
 def _step_of(name: str) -> int | None:
     found = list(_STEP.finditer(name))
-    return None if not found else int(found[-1].group(1))
+    return int(found[-1].group(1)) if found else None
 
 
 def tracked_step(folder: Path) -> int | None:
