@@ -14,11 +14,11 @@ from tests.conftest import HANGS, Project, wait_for
 from trainkit.base.errors import ConfigError
 from trainkit.base.slots import reserve_slots
 from trainkit.experiment.sweep import run as turns
+from trainkit.experiment.sweep.opened import opened_sweep
+from trainkit.experiment.sweep.results import results_of
 from trainkit.experiment.sweep.run import (
     SweepOptions,
-    opened_sweep,
     places_of,
-    results_of,
     run_sweep,
 )
 from trainkit.jobs.load import load
@@ -27,7 +27,8 @@ from trainkit.launch.hosts.selection import local_hosts
 from trainkit.launch.preparation import StageUi
 from trainkit.launch.stage_lines import StageLines
 from trainkit.launch.supervise.rank_environment import visible_devices
-from trainkit.reports.sweep import MemberResult, SweepResults, sweep_page
+from trainkit.reports.sweep import MemberResult, SweepResults
+from trainkit.reports.sweep_page import sweep_page
 
 SWEEP = "\n[jobs.random.sweep]\ngrid.training.lr = [1e-2, 1e18, 1e-3]\n"
 SHORT = "training.train_iters = 30\ntraining.lr = 1e-2\ntraining.eval_iters = 1\n"
@@ -152,13 +153,15 @@ def test_the_best_is_a_mean_over_seeds(tmp_path: Path) -> None:
     assert best.values == {"training.lr": 1e-3} and best.members == [3, 4]
     assert best.mean["training_loss"] == 2.5
     assert best.deviation["training_loss"] == pytest.approx(0.7071, rel=1e-3)
+    # Student's t of one degree of freedom, 12.706, times the deviation over the root of two
+    assert best.interval["training_loss"] == pytest.approx(6.353, rel=1e-3)
     with pytest.raises(ConfigError, match="expected one of"):
         results.best("loss")
     with pytest.raises(ConfigError, match="has succeeded with a tokens per second"):
         results.best("tokens_per_second")
     rows = {1: [{"step": 1, "consumed_samples": 8, "lm_loss": 1.0}]}
     page = sweep_page(results, rows)  # type: ignore[arg-type]
-    assert "job&lt;b&gt;" in page and "Over seeds" in page and "2.5 ± 0.7071" in page
+    assert "job&lt;b&gt;" in page and "Over seeds" in page and "2.5 ± 6.353" in page
 
 
 def test_places_do_not_overlap(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,6 +37,8 @@ READERS = {
     ("Job", "env"): ("jobs/schema.py", "self.env"),
     ("WatchLimits", "start"): ("launch/supervise/heartbeats.py", "limits.start"),
     ("ProfileSettings", "start"): ("train/metrics/profiler.py", "self.profile.start"),
+    ("RopeScaling", "factor"): ("engines/megatron_lm/argv.py", "scaling.factor"),
+    ("Halving", "factor"): ("experiment/sweep/opened.py", "halving.factor"),
     ("StagePlace", "nodes"): ("launch/remote_units.py", "asked.nodes"),
     ("Job", "nodes"): ("launch/hosts/selection.py", "job.nodes"),
     ("Filesystem", "path"): ("plan/storage.py", "tier.path"),

@@ -20,7 +20,8 @@ from trainkit.reports.compare import compare_runs, comparison_page
 from trainkit.reports.graph import JobGraph, StageNode
 from trainkit.reports.page import report_page
 from trainkit.reports.read import read_report
-from trainkit.reports.sweep import MemberResult, SweepResults, sweep_page
+from trainkit.reports.sweep import MemberResult, SweepResults
+from trainkit.reports.sweep_page import sweep_page
 
 pytestmark = needs_chromium
 SMALLEST = 11.0  # pixels of a letter that people read

@@ -95,7 +95,8 @@ class SweepTaskOptions:
     new: bool = flag("begin again, whatever there is already", default=False)
     failed: bool = flag("go on with runs that ended by their own fault, too", default=False)
     detach: bool = flag("return as soon as the queue has the runs", default=False)
-    html: str = flag("write table and curves as one .html file", default="")
+    html: str = flag("write table, picture and curves as one .html file", default="")
+    svg: str = flag("draw all runs, a line each over an axis a key, as an .svg file", default="")
     best: str = flag(
         "write the winner by training_loss, validation_loss or tokens_per_second as a job",
         default="",

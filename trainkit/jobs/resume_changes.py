@@ -125,7 +125,7 @@ def _objection(job: Job, override: SourcedValue) -> Problem | None:
     key = ".".join(override.path)
     if key not in CHANGEABLE:
         return Problem(f"{key} cannot change once a run has begun", SET, suggest(key, CHANGEABLE))
-    decides = _fixes_steps(job)
+    decides = fixes_steps(job)
     if key == "training.train_iters" and decides:
         return Problem(
             f"{key} cannot change in a run with {decides}: they follow from it, so other samples"
@@ -146,7 +146,7 @@ def _objection(job: Job, override: SourcedValue) -> Problem | None:
     return None
 
 
-def _fixes_steps(job: Job) -> str:
+def fixes_steps(job: Job) -> str:
     """Keys of a job by which its samples depend on the number of steps; "": none do."""
     if job.phases:
         return "phases"

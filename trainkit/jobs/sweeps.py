@@ -1,4 +1,4 @@
-"""[jobs.X.sweep]: a job with other values, again and again."""
+"""[jobs.X.sweep]: a job with other values, again and again; which of its runs stop early."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue, model_validator
 
@@ -18,6 +18,22 @@ SEED = "training.seed"
 DIGITS = 4  # of a number that is drawn
 DRAWS = ("uniform", "log", "integer", "choice")
 Point = dict[str, JsonValue]  # values of a job by their dotted keys
+
+
+class Halving(Table):
+    """Successive halving (Jamieson and Talwalkar, 2016): all runs train to a rung, the better part
+    of them goes on to the next."""
+
+    first_rung: int = Field(
+        ge=1,
+        description="steps after which runs are compared first; then after factor times as many",
+    )
+    factor: int = Field(3, ge=2, description="of so many settings one goes on")
+
+    def rungs(self, last: int) -> Sequence[int]:
+        """Steps at which runs stop: all rungs before the last step, and that."""
+        steps = (self.first_rung * self.factor**number for number in itertools.count())
+        return [*itertools.takewhile(lambda step: step < last, steps), last]
 
 
 class Sweep(Table):
@@ -42,11 +58,26 @@ class Sweep(Table):
         None, ge=1, le=MOST_MEMBERS, description="how often the keys of random are drawn"
     )
     draw_seed: int = Field(0, ge=0, description="seed of these draws")
+    sampler: Literal["random", "tpe"] = Field(
+        "random",
+        description=(
+            "how the keys of random are drawn: each draw alone, or by what the runs before have"
+            " come to (tree-structured Parzen estimators; needs the extra `sweep`)"
+        ),
+    )
     seeds: Annotated[tuple[Annotated[int, Field(ge=0, lt=2**63)], ...], Field(strict=False)] = (
         Field((), description="training.seed: all of the above once with each of these")
     )
     at_once: int | None = Field(
-        None, ge=1, description="so many runs at the same time; by default as many as there is room"
+        None,
+        ge=1,
+        description=(
+            "so many runs at the same time; by default as many as there is room, with sampler ="
+            " 'tpe' one setting after the other"
+        ),
+    )
+    halving: Halving | None = Field(
+        None, description="stop runs early that are worse than others after as many steps"
     )
 
     @model_validator(mode="after")
@@ -55,10 +86,12 @@ class Sweep(Table):
             raise needs("grid", "a sweep needs grid, list, random or seeds")
         if bool(self.random) != (self.samples is not None):
             raise wrong("samples", "random says what is drawn, samples how often: give both")
+        if self.sampler == "tpe":
+            self._check_proposals()
         for key, values in flat(self.grid):
             if not isinstance(values, Sequence) or isinstance(values, str) or not values:
                 raise wrong(f"grid.{key}", f"grid.{key}: expected an array of values")
-        for key, draw in _draws(self.random):
+        for key, draw in draws(self.random):
             if said := _objection(draw):
                 raise wrong(f"random.{key}", f"random.{key}: {said}")
         if self.seeds and any(SEED in point for point in self._drawn()):
@@ -68,14 +101,24 @@ class Sweep(Table):
             raise wrong("grid", f"{count:,} runs; a sweep has at most {MOST_MEMBERS:,}")
         return self
 
+    def _check_proposals(self) -> None:
+        if self.grid or self.list or not self.random:
+            raise wrong("sampler", "sampler = 'tpe' proposes values of random, and of nothing else")
+        if self.halving is not None:
+            words = "sampler = 'tpe' learns from whole runs, halving stops them: give one of both"
+            raise wrong("halving", words)
+        if any(key == SEED for key, _ in draws(self.random)):
+            raise wrong("sampler", f"{SEED} is noise, nothing to search: seeds gives replicas")
+
     def points(self) -> Sequence[Point]:
-        """The values of each run, in order; the same values twice are one run."""
-        seeded = [
-            {**point, SEED: seed} if seed is not None else point
-            for point in self._drawn()
-            for seed in self.seeds or (None,)
-        ]
+        """The values of each run, in order; the same values twice are one run. With sampler =
+        'tpe' the runs have others, of the same ranges."""
+        seeded = [each for point in self._drawn() for each in self.seeded(point)]
         return [*{json.dumps(point, sort_keys=True): point for point in seeded}.values()]
+
+    def seeded(self, point: Point) -> Sequence[Point]:
+        """The point with each of the seeds."""
+        return [{**point, SEED: seed} for seed in self.seeds] or [point]
 
     def _drawn(self) -> Iterator[Point]:
         """Without seeds."""
@@ -89,7 +132,7 @@ class Sweep(Table):
         yield from (dict(flat(table)) for table in self.list)
         source = random.Random(self.draw_seed)
         for _ in range(self.samples or 0):
-            yield {key: _drawn_value(draw, source) for key, draw in _draws(self.random)}
+            yield {key: _drawn_value(draw, source) for key, draw in draws(self.random)}
 
 
 def overrides_of(point: Point) -> list[str]:
@@ -118,13 +161,13 @@ def flat(table: Mapping[str, JsonValue], above: str = "") -> Iterator[tuple[str,
             yield f"{above}{key}", value
 
 
-def _draws(
+def draws(
     table: Mapping[str, JsonValue], above: str = ""
 ) -> Iterator[tuple[str, Mapping[str, JsonValue]]]:
     """(dotted key, how it is drawn)."""
     for key, value in table.items():
         if isinstance(value, dict) and not set(DRAWS) & set(value):
-            yield from _draws(value, f"{above}{key}.")
+            yield from draws(value, f"{above}{key}.")
         else:
             yield f"{above}{key}", value if isinstance(value, dict) else {}
 
@@ -143,7 +186,7 @@ def _objection(draw: Mapping[str, JsonValue]) -> str:
     numbers = [value for value in values if type(value) in (int, float)]
     if len(numbers) != 2 or len(values) != 2:
         return f"{kind} takes [LOW, HIGH]"
-    low, high = _bounds(values)
+    low, high = bounds(values)
     if not low < high:
         return f"{kind} = [{low:g}, {high:g}]: the lower number first"
     if kind == "log" and low <= 0:
@@ -153,7 +196,8 @@ def _objection(draw: Mapping[str, JsonValue]) -> str:
     return ""
 
 
-def _bounds(values: Sequence[JsonValue]) -> tuple[float, float]:
+def bounds(values: Sequence[JsonValue]) -> tuple[float, float]:
+    """The lowest and the highest of a draw that is no choice."""
     low, high = (float(str(value)) for value in values)
     return low, high
 
@@ -163,14 +207,14 @@ def _drawn_value(draw: Mapping[str, JsonValue], source: random.Random) -> JsonVa
     assert isinstance(values, Sequence), "see _objection"
     if kind == "choice":
         return source.choice(values)
-    low, high = _bounds(values)
+    low, high = bounds(values)
     if kind == "integer":
         return source.randint(int(low), int(high))
     if kind == "log":
-        return _rounded(math.exp(source.uniform(math.log(low), math.log(high))))
-    return _rounded(source.uniform(low, high))
+        return rounded(math.exp(source.uniform(math.log(low), math.log(high))))
+    return rounded(source.uniform(low, high))
 
 
-def _rounded(value: float) -> float:
+def rounded(value: float) -> float:
     """As few digits as a person writes: what is drawn is a job's value, and stands in its name."""
     return float(f"{value:.{DIGITS}g}")

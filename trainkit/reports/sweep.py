@@ -1,29 +1,29 @@
-"""What the runs of a sweep have come to, and which values are the best; and its page: a table, the
-losses of all runs, and what each key does to them."""
+"""What the runs of a sweep have come to, which values are the best, and both as tables."""
 
 from __future__ import annotations
 
 import json
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
 from trainkit.base.errors import ConfigError
 from trainkit.jobs.sweeps import SEED, Point
-from trainkit.reports.chart import Chart, Series, text
-from trainkit.reports.curves import points_of
-from trainkit.reports.documents import as_number
-from trainkit.reports.page import page, table
 from trainkit.reports.words import short
-from trainkit.runs.metrics import MetricsRow
 from trainkit.runs.record import RunState
 
-MemberState = RunState | Literal["waiting", "diverged"]
+MemberState = RunState | Literal["waiting", "diverged", "paused", "promoted", "stopped"]
 Key = Literal["training_loss", "validation_loss", "tokens_per_second"]
 KEYS: tuple[Key, ...] = ("training_loss", "validation_loss", "tokens_per_second")
+# of Student's t: 0.975 quantile by degrees of freedom from 1; beyond, that of 30, which is wider
+T_975 = (
+    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
+    *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
+    *(2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
+)
 HIGHEST: tuple[Key, ...] = ("tokens_per_second",)  # the highest is the best; else the lowest
 
 
@@ -35,7 +35,9 @@ class MemberResult:
         number: the member's.
         values: the member's.
         run: the run's id; "": it has none yet.
-        state: the run's; waiting: it has none yet; diverged: its loss ended it.
+        state: the run's; waiting: it has none yet; diverged: its loss ended it; paused: it waits
+            at a rung until the others are there; promoted: it is to go on from one; stopped: others
+            were better there.
         step: the newest that was logged.
         training_loss: the mean of the last tenth of the rows.
         validation_loss: the last.
@@ -65,12 +67,36 @@ class PointResult:
         members: their numbers.
         mean: by key, where all of them have succeeded; None: they have not.
         deviation: from it (the sample's); None for a single one.
+        interval: half the width of the mean's 95 % interval, by Student's t; as `deviation`.
     """
 
     values: Point
     members: Sequence[int]
     mean: Mapping[Key, float | None]
     deviation: Mapping[Key, float | None]
+    interval: Mapping[Key, float | None]
+
+    def cells(self) -> list[str]:
+        """Its means in the table over seeds: columns of WORDS, and how many there are."""
+        found = []
+        for key in KEYS:
+            half = self.interval[key]
+            words = short(self.mean[key])
+            found.append(words if half is None else f"{words} ± {short(half)}")
+        return [*found, str(len(self.members))]
+
+
+@dataclass(frozen=True)
+class Rung:
+    """Where runs were stopped and compared.
+
+    Args:
+        step: after which.
+        kept: numbers of the members that went on; None: that is not decided, or it is the end.
+    """
+
+    step: int
+    kept: Sequence[int] | None = None
 
 
 @dataclass(frozen=True)
@@ -82,12 +108,14 @@ class SweepResults:
         job: whose values it changes.
         folder: the sweep's own.
         members: its runs, in order.
+        rungs: where they stop; none: only at their end.
     """
 
     id: str
     job: str
     folder: Path
     members: Sequence[MemberResult]
+    rungs: Sequence[Rung] = ()
 
     @property
     def keys(self) -> list[str]:
@@ -129,6 +157,7 @@ class SweepResults:
             "folder": str(self.folder),
             "members": [asdict(each) for each in self.members],
             "points": [asdict(each) for each in self.points()],
+            "rungs": [asdict(each) for each in self.rungs],
         }
 
 
@@ -136,18 +165,18 @@ def _point(values: Point, members: Sequence[MemberResult]) -> PointResult:
     done = all(each.state == "succeeded" for each in members)
     mean: dict[Key, float | None] = {}
     deviation: dict[Key, float | None] = {}
+    interval: dict[Key, float | None] = {}
     for key in KEYS:
         numbers = [float(value) for each in members if (value := getattr(each, key)) is not None]
         whole = done and len(numbers) == len(members)
         mean[key] = statistics.fmean(numbers) if whole else None
-        deviation[key] = None
+        deviation[key] = interval[key] = None
         if whole and len(numbers) > 1:
-            deviation[key] = statistics.stdev(numbers)
-    return PointResult(values, [each.number for each in members], mean, deviation)
-
-
-LOSS = "Training loss (nats per token)"
-MOST_CURVES = 40  # in one chart; of more runs those with the lowest losses
+            spread = statistics.stdev(numbers)
+            quantile = T_975[min(len(numbers) - 1, len(T_975)) - 1]
+            deviation[key] = spread
+            interval[key] = quantile * spread / math.sqrt(len(numbers))
+    return PointResult(values, [each.number for each in members], mean, deviation, interval)
 
 
 def headings(results: SweepResults) -> list[str]:
@@ -155,6 +184,7 @@ def headings(results: SweepResults) -> list[str]:
     return ["", *(key.rpartition(".")[2] for key in results.keys), "run", "state", "step", *WORDS]
 
 
+OVER_SEEDS = "Mean ± half of its 95 % interval (Student's t), of settings whose seeds are all done."
 WORDS = ("training loss", "validation loss", "tokens/s")
 
 
@@ -176,106 +206,26 @@ def _number(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
 
 
-def sweep_page(results: SweepResults, rows: Mapping[int, Sequence[MetricsRow]]) -> str:
-    """The page.
-
-    Args:
-        results: of all members.
-        rows: of the metrics of each member that has some, by its number.
-    """
-    return page(f"Sweep of {results.job}", _sections(results, rows))
+def point_headings(results: SweepResults) -> list[str]:
+    """The columns of the table over seeds."""
+    return [*(key.rpartition(".")[2] for key in shared_keys(results)), *WORDS, "seeds"]
 
 
-def _sections(results: SweepResults, rows: Mapping[int, Sequence[MetricsRow]]) -> Iterator[str]:
-    yield f"<h1>Sweep of {text(results.job)}</h1>"
-    states = [member.state for member in results.members]
-    counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
-    yield f'<p class="soft">sweep {text(results.id)} · {len(states)} runs: {text(counts)}</p>'
-    names = headings(results)
-    cells = [member_row(results, member) for member in results.members]
-    yield table(names, cells, len(results.keys) + 3)
-    if len(results.points()) < len(results.members):
-        yield from _points(results)
-    yield '<h2>Losses</h2><p class="soft hint">Drag to zoom, double-click for all.</p>'
-    yield '<div class="grid">'
-    yield _curves(results, rows).to_html()
-    yield from (chart.to_html() for chart in _by_key(results))
-    yield "</div>"
-    ended = [member for member in results.members if member.why]
-    if ended:
-        yield "<h2>Why runs ended</h2>"
-        yield table(("", "run", "why"), [(m.number, m.run, m.why) for m in ended])
+def point_rows(results: SweepResults) -> list[list[str]]:
+    """The table over seeds: a mean and its interval for each setting."""
+    keys = shared_keys(results)
+    return [
+        [*(str(point.values.get(key, "-")) for key in keys), *point.cells()]
+        for point in results.points()
+    ]
 
 
-def _points(results: SweepResults) -> Iterator[str]:
-    """Means over seeds."""
-    keys = [key for key in results.keys if any(key in p.values for p in results.points())]
-    lines = []
-    for point in results.points():
-        cells = [str(point.values.get(key, "-")) for key in keys]
-        for key in KEYS:
-            mean = short(point.mean[key])
-            spread = point.deviation[key]
-            cells.append(mean if spread is None else f"{mean} ± {short(spread)}")
-        lines.append([*cells, len(point.members)])
-    yield "<h2>Over seeds</h2>"
-    yield table([*(key.rpartition(".")[2] for key in keys), *WORDS, "seeds"], lines, len(keys))
+def shared_keys(results: SweepResults) -> list[str]:
+    """Keys that differ between settings, not only between their seeds."""
+    return [key for key in results.keys if key != SEED]
 
 
-def _curves(results: SweepResults, rows: Mapping[int, Sequence[MetricsRow]]) -> Chart:
-    def loss(member: MemberResult) -> float:
-        return float("inf") if member.training_loss is None else member.training_loss
-
-    shown = sorted((m for m in results.members if m.number in rows), key=loss)[:MOST_CURVES]
-    series = []
-    for colour, member in enumerate(sorted(shown, key=lambda member: member.number)):
-        training = [row for row in rows[member.number] if "eval" not in row]
-        points = points_of(training, "lm_loss", lambda row: float(row["consumed_samples"]))
-        words = " ".join(
-            f"{key.rpartition('.')[2]}={member.values.get(key)}" for key in results.keys
-        )
-        series.append(Series(f"{member.number}: {words}", points, colour))
-    return Chart(LOSS, "samples", series)
-
-
-def _by_key(results: SweepResults) -> Iterator[Chart]:
-    """The last losses over each key that has numbers: a line for each choice of the other keys,
-    means over seeds; dots where no two points share one. Over log2 of what spans a factor of 8."""
-    kind: Key = "training_loss"
-    if any(point.mean["validation_loss"] is not None for point in results.points()):
-        kind = "validation_loss"
-    title = kind.replace("_", " ")
-    for key in results.keys:
-        lines = _lines(results, key, kind)
-        points = [point for line in lines.values() for point in line]
-        if all(y is None for _, y in points):
-            continue
-        xs = [x for x, _ in points]
-        log2 = min(xs) > 0 and max(xs) >= 8 * min(xs)
-        scattered = len(lines) == len(points) > 1
-        if scattered:
-            lines = {title: points}
-        series = [
-            Series(
-                words or title,
-                [(math.log2(x) if log2 else x, y) for x, y in sorted(line, key=lambda p: p[0])],
-                colour,
-                dots=scattered,
-            )
-            for colour, (words, line) in enumerate(lines.items())
-        ]
-        yield Chart(f"Last {title} over {key}", f"log2 of {key}" if log2 else key, series)
-
-
-def _lines(
-    results: SweepResults, key: str, kind: Key
-) -> dict[str, list[tuple[float, float | None]]]:
-    """(number of `key`, loss) of all points, by the words of their other keys."""
-    others = [name for name in results.keys if name not in (key, SEED)]
-    lines: dict[str, list[tuple[float, float | None]]] = {}
-    for point in results.points():
-        x = as_number(point.values.get(key))
-        if x is not None:
-            words = " ".join(f"{n.rpartition('.')[2]}={point.values.get(n)}" for n in others)
-            lines.setdefault(words, []).append((x, point.mean[kind]))
-    return lines
+def loss_key(results: SweepResults) -> Key:
+    """The loss that pictures show: on the validation set, where one was computed."""
+    known = any(each.validation_loss is not None for each in results.members)
+    return "validation_loss" if known else "training_loss"

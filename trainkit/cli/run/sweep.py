@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,21 +17,40 @@ from trainkit.cli.run.stages import stage_ui
 from trainkit.cli.tables import Listing
 from trainkit.cli.wrapper import TaskContext, TaskResult
 from trainkit.experiment.follow import GOING
-from trainkit.experiment.sweep.record import SweepRecord, read_newest, resolve_members
-from trainkit.experiment.sweep.run import (
-    SweepOptions,
-    opened_sweep,
-    results_of,
-    run_sweep,
-    unfinished,
+from trainkit.experiment.sweep.halving import rungs_of, steps_of
+from trainkit.experiment.sweep.opened import opened_sweep
+from trainkit.experiment.sweep.record import (
+    SweepRecord,
+    read_newest,
+    resolve_members,
+    table_of,
 )
+from trainkit.experiment.sweep.results import results_of, unfinished
+from trainkit.experiment.sweep.run import SweepOptions, run_sweep
 from trainkit.jobs.layers import LOCAL_FILE, parse_overrides
 from trainkit.jobs.load import Jobs
 from trainkit.jobs.local_jobs import add_job, refuse_name
-from trainkit.reports.sweep import WORDS, SweepResults, headings, member_row, sweep_page
+from trainkit.jobs.sweeps import draws
+from trainkit.reports.parallel import parallel_svg
+from trainkit.reports.sweep import (
+    OVER_SEEDS,
+    WORDS,
+    SweepResults,
+    headings,
+    member_row,
+    point_headings,
+    point_rows,
+)
+from trainkit.reports.sweep_page import sweep_page
 from trainkit.runs.metrics import read_thinned
 
-COLOURS = {"succeeded": "green", "failed": "red", "diverged": "red", "waiting": "blue"}
+COLOURS = {
+    "succeeded": "green",
+    "failed": "red",
+    "diverged": "red",
+    "waiting": "blue",
+    "stopped": "bright_black",
+}
 
 
 def sweep(task: TaskContext, name: str, options: SweepTaskOptions) -> TaskResult:
@@ -51,18 +71,24 @@ def sweep(task: TaskContext, name: str, options: SweepTaskOptions) -> TaskResult
         refuse_name(jobs, written, "--write")
     if options.html and Path(options.html).suffix not in (".html", ".htm"):
         raise ConfigError(f"{options.html} does not end in .html")
+    if options.svg and Path(options.svg).suffix != ".svg":
+        raise ConfigError(f"--svg {options.svg} does not end in .svg")
     if task.dry_run:
         return _members(jobs, name, options.set)
     if options.show:
         results = results_of(_newest(jobs, name, options))
     else:
         with opened_sweep(jobs, name, options.set, new=options.new) as found:
-            task.say(f"sweep {found.record.id} of {name}: {len(found.record.members)} runs")
+            runs = len(found.record.members) or found.table.samples
+            task.say(f"sweep {found.record.id} of {name}: {runs} runs")
             how = SweepOptions(options.failed, options.detach)
             results = results_of(run_sweep(found, stage_ui(task), how))
     _print(task, results)
     if options.html:
         _draw(task, results, options.html)
+    if options.svg:
+        write_text(Path(options.svg), parallel_svg(results))
+        task.say(f"wrote {options.svg}")
     if options.best:
         _write_best(task, jobs, results, options.best, written)
     return TaskResult(document("sweep/1", **results.to_json()), _exit_of(results))
@@ -77,15 +103,28 @@ def _newest(jobs: Jobs, name: str, options: SweepTaskOptions) -> SweepRecord:
 
 
 def _members(jobs: Jobs, name: str, sets: Sequence[str]) -> TaskResult:
-    """Under a dry run: which runs there would be."""
-    members, _ = resolve_members(jobs, name, sets)
+    """Under a dry run: which runs there would be, and where they stop."""
+    members, resolved = resolve_members(jobs, name, sets)
+    rungs = rungs_of(name, resolved)
+    table = table_of(resolved)
+    lines = [f"{each.number}: {' '.join(each.overrides)}" for each in members]
+    if table.sampler == "tpe":
+        lines = [f"{table.samples} settings that are proposed by what those before have come to:"]
+        lines += [f"{key}: {json.dumps(draw)}" for key, draw in draws(table.random)]
+        members = []
+    if table.halving is not None:
+        settings = len(members) // max(1, len(table.seeds))
+        part = steps_of(rungs, settings, table.halving.factor) / (settings * rungs[-1])
+        lines.append(f"stop and are compared at steps {', '.join(map(str, rungs[:-1]))}:")
+        lines.append(f"{part:.0%} of the steps of all {rungs[-1]}, where none fails")
     return TaskResult(
         document(
             "sweep-members/1",
             job=name,
             members=[{"number": each.number, "values": each.values} for each in members],
+            rungs=rungs,
         ),
-        page=[f"{each.number}: {' '.join(each.overrides)}" for each in members],
+        page=lines,
     )
 
 
@@ -101,6 +140,17 @@ def _print(task: TaskContext, results: SweepResults) -> None:
         cells[numbers - 1] = f"[{colour}]{member.state}[/]"
         listing.add_row(*cells)
     task.console.print(listing)
+    before = len(results.members)
+    for rung in results.rungs[:-1]:
+        said = "not decided yet" if rung.kept is None else f"{len(rung.kept)} of {before}"
+        task.say(f"runs that went on from step {rung.step}: {said}")
+        before = len(rung.kept or ())
+    if len(results.points()) < len(results.members):
+        over_seeds = Listing(*point_headings(results), right=(*WORDS, "seeds"))
+        for row in point_rows(results):
+            over_seeds.add_row(*map(escape, row))
+        task.console.print(over_seeds)
+        task.say(OVER_SEEDS)
     for each in unfinished(results.members, failed=True):
         if each.why:
             task.say(f"{each.number}: {each.why}")
@@ -134,6 +184,6 @@ def _exit_of(results: SweepResults) -> Exit:
     left = unfinished(results.members, failed=False)
     if any(state in GOING for state in states) or ("succeeded" in states and not left):
         return Exit.DONE
-    if left:
+    if left or "paused" in states:
         return Exit.RANK_INFRA
     return Exit.RANK_USER

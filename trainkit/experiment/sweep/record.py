@@ -1,4 +1,5 @@
-"""What a sweep is, in a file: ROOT/sweeps/JOB/ID/sweep.json says which run has which values.
+"""What a sweep is, in a file: ROOT/sweeps/JOB/ID/sweep.json says which run has which values, and
+what was decided at each rung.
 
 A run belongs to its sweep from the moment when its folder is complete: where the process that
 made it died before it could write that down, the run is found by its job, value by value.
@@ -20,7 +21,8 @@ from trainkit.base.files import write_json
 from trainkit.jobs.load import Jobs
 from trainkit.jobs.resolved import ResolvedJob, read_job
 from trainkit.jobs.schema import Job
-from trainkit.jobs.sweeps import Point, overrides_of
+from trainkit.jobs.sweeps import Point, Sweep, overrides_of
+from trainkit.reports.sweep import Rung
 from trainkit.runs.find import all_runs
 from trainkit.runs.folder import RunFolder
 
@@ -69,6 +71,7 @@ class SweepRecord:
         sets: overrides of all its runs.
         digest: of the job and all values: another digest is another sweep.
         members: its runs.
+        rungs: where they stop; none: only at their end.
     """
 
     folder: Path
@@ -76,6 +79,7 @@ class SweepRecord:
     sets: Sequence[str]
     digest: str
     members: Sequence[Member]
+    rungs: Sequence[Rung] = ()
 
     @property
     def id(self) -> str:
@@ -86,6 +90,26 @@ class SweepRecord:
         """The folder that holds runs and sweeps."""
         return self.folder.parents[2]
 
+    @property
+    def rung(self) -> Rung | None:
+        """The next at which runs stop; None: they train to their end."""
+        return next((each for each in self.rungs if each.kept is None), None)
+
+    @property
+    def active(self) -> set[int]:
+        """Numbers of the members that no rung has stopped."""
+        kept = [each.kept for each in self.rungs if each.kept is not None]
+        return set(kept[-1] if kept else (member.number for member in self.members))
+
+    def sets_of(self, member: Member, job: Job) -> list[str]:
+        """The overrides that a run of a member begins with: to the next rung, at the learning
+        rates of the whole training. `job`: the member's."""
+        sets = [*self.sets, *member.overrides]
+        if self.rung is not None:
+            sets.append(f"training.train_iters={self.rung.step}")
+            sets.append(f"training.lr_decay_iters={job.training.decay_iters}")
+        return sets
+
     def folder_of(self, member: Member) -> RunFolder | None:
         """A member's run; None where it has none, or that was removed."""
         run = RunFolder(self.root / "runs" / self.job / member.run)
@@ -94,17 +118,30 @@ class SweepRecord:
     def with_runs(self, runs: Mapping[int, str]) -> SweepRecord:
         """The record, written, with further runs by their member's number."""
         members = [replace(each, run=runs.get(each.number, each.run)) for each in self.members]
-        record = replace(self, members=members)
+        return self._changed(members=members)
+
+    def with_members(self, members: Sequence[Member]) -> SweepRecord:
+        """The record, written, with further members."""
+        return self._changed(members=[*self.members, *members])
+
+    def with_kept(self, kept: Sequence[int]) -> SweepRecord:
+        """The record, written, with what the next rung decides."""
+        rungs = [replace(each, kept=kept) if each == self.rung else each for each in self.rungs]
+        return self._changed(rungs=rungs)
+
+    def _changed(
+        self, members: Sequence[Member] | None = None, rungs: Sequence[Rung] | None = None
+    ) -> SweepRecord:
+        record = replace(self, members=members or self.members, rungs=rungs or self.rungs)
         record.write()
         return record
 
     def write(self) -> None:
         """Write sweep.json, whole or not at all."""
         values = {"job": self.job, "sets": list(self.sets), "digest": self.digest}
-        write_json(
-            self.folder / RECORD,
-            document(FORM, **values, members=[asdict(each) for each in self.members]),
-        )
+        members = [asdict(each) for each in self.members]
+        rungs = [asdict(each) for each in self.rungs]
+        write_json(self.folder / RECORD, document(FORM, **values, members=members, rungs=rungs))
 
 
 def sweeps_folder(root: Path, job: str) -> Path:
@@ -119,13 +156,17 @@ def read_newest(root: Path, job: str) -> SweepRecord | None:
         return None
     value = read_document(found[-1], FORM)
     members = [Member(**each) for each in value["members"]]
-    return SweepRecord(found[-1].parent, value["job"], value["sets"], value["digest"], members)
+    rungs = [Rung(**each) for each in value.get("rungs", ())]  # older ones have none
+    return SweepRecord(
+        found[-1].parent, value["job"], value["sets"], value["digest"], members, rungs
+    )
 
 
 def resolve_members(
     jobs: Jobs, name: str, sets: Sequence[str]
 ) -> tuple[list[Member], dict[int, ResolvedJob]]:
-    """The members that a job's sweep has now, and the job of each by its number.
+    """The members that a job's sweep has now, and the job of each by its number. Where they are
+    proposed one after the other, draws of the same ranges stand for them.
 
     Args:
         jobs: those of a jobs.toml.
@@ -142,6 +183,13 @@ def resolve_members(
             hint=f"add [jobs.{name}.sweep], such as grid.training.lr = [1e-3, 3e-4]",
         )
     members = [Member(number, point) for number, point in enumerate(base.sweep.points(), start=1)]
+    return members, resolve_jobs(jobs, name, sets, members)
+
+
+def resolve_jobs(
+    jobs: Jobs, name: str, sets: Sequence[str], members: Sequence[Member]
+) -> dict[int, ResolvedJob]:
+    """The job of each member by its number; as `resolve_members`."""
     resolved = {}
     for member in members:
         try:
@@ -154,7 +202,14 @@ def resolve_members(
             f"jobs.{name}.sweep: its runs are on several clusters",
             hint="a sweep is on one; give the cluster with --set cluster=NAME",
         )
-    return members, resolved
+    return resolved
+
+
+def table_of(resolved: Mapping[int, ResolvedJob]) -> Sweep:
+    """What jobs.toml says of the sweep that has these members."""
+    table = next(iter(resolved.values())).job.sweep
+    assert table is not None, "resolve_members refuses a job without"
+    return table
 
 
 def digest_of(resolved: Mapping[int, ResolvedJob]) -> str:
@@ -164,7 +219,12 @@ def digest_of(resolved: Mapping[int, ResolvedJob]) -> str:
 
 
 def new_record(
-    root: Path, job: str, sets: Sequence[str], digest: str, members: Sequence[Member]
+    root: Path,
+    job: str,
+    sets: Sequence[str],
+    digest: str,
+    members: Sequence[Member],
+    rungs: Sequence[int],
 ) -> SweepRecord:
     """A sweep that begins now; its file is written.
 
@@ -173,12 +233,13 @@ def new_record(
         job: the job's name.
         sets: overrides of all its runs.
         digest: see `digest_of`.
-        members: without runs.
+        members: without runs; none where they are proposed later.
+        rungs: steps at which runs stop.
     """
     moment = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
     folder = sweeps_folder(root, job) / f"{moment}-{secrets.token_hex(2)}"
     folder.mkdir(parents=True)
-    record = SweepRecord(folder, job, list(sets), digest, list(members))
+    record = SweepRecord(folder, job, list(sets), digest, members, list(map(Rung, rungs)))
     record.write()
     return record
 
@@ -200,13 +261,19 @@ def with_lost_runs(record: SweepRecord, resolved: Mapping[int, ResolvedJob]) -> 
             continue
         for member in record.members:
             made = bool(member.run) or member.number in found
-            if not made and _same(resolved[member.number].job, job):
+            if not made and _same(record, resolved[member.number].job, job):
                 found[member.number] = run.id
                 break
     return record if not found else record.with_runs(found)
 
 
-def _same(one: Job, other: Job) -> bool:
-    """But for the cluster: a hostfile's slots are its ranks a node."""
+def _same(record: SweepRecord, whole: Job, made: Job) -> bool:
+    """Whether a run was made of a member's job. But for the cluster: a hostfile's slots are its
+    ranks a node; and for the length of a run that is to stop at a rung."""
+    same = whole.training.decay_iters == made.training.decay_iters
+    if record.rungs:
+        lengths = ("train_iters", "lr_decay_iters")
+        changed = {name: getattr(made.training, name) for name in lengths}
+        whole = whole.model_copy(update={"training": whole.training.model_copy(update=changed)})
     apart = {"cluster"}
-    return one.model_dump(exclude=apart) == other.model_dump(exclude=apart)
+    return same and whole.model_dump(exclude=apart) == made.model_dump(exclude=apart)

@@ -1,5 +1,5 @@
 """Makes the runs of a sweep: as an array of a scheduler that has a queue, else in turn where there
-is room; and reads what they have come to. Each has a supervisor of its own and ends alone; what
+is room, from rung to rung where it has some. Each has a supervisor of its own and ends alone; what
 was done stays when this process ends.
 """
 
@@ -8,11 +8,10 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from trainkit.base.errors import Exit, TrainkitError
-from trainkit.base.locks import LockBusy, locked
 from trainkit.experiment.cancel import cancel_run
 from trainkit.experiment.follow import GOING
 from trainkit.experiment.hosts import quarantine_reasons
@@ -23,69 +22,18 @@ from trainkit.experiment.start import (
     prepare,
     prepare_and_submit,
 )
-from trainkit.experiment.sweep.record import (
-    Member,
-    SweepRecord,
-    digest_of,
-    new_record,
-    read_newest,
-    resolve_members,
-    sweeps_folder,
-    with_lost_runs,
-)
-from trainkit.jobs.load import Jobs
-from trainkit.jobs.resolved import ResolvedJob
+from trainkit.experiment.sweep.opened import OpenedSweep, Say, advanced
+from trainkit.experiment.sweep.record import Member, SweepRecord, sweeps_folder
+from trainkit.experiment.sweep.results import results_of, work_of
 from trainkit.jobs.schema import Job
 from trainkit.launch.hosts.hostfile import find_hostfile
 from trainkit.launch.hosts.selection import load_hosts
 from trainkit.launch.preparation import StageUi, term_interrupts
 from trainkit.launch.scheduler_contract import ArrayRequest, Start
 from trainkit.launch.scheduler_registry import current, current_all, scheduler_for
-from trainkit.reports.sweep import MemberResult, MemberState, SweepResults
+from trainkit.reports.sweep import MemberResult
 from trainkit.runs.folder import RunFolder
-from trainkit.runs.metrics import read_thinned
 from trainkit.runs.record import RunRecord, read_run_record
-from trainkit.runs.summary import RunSummary
-
-LOSS = ": lm loss "  # of a trainer's last words where a loss ended it (train/update/loss_policy.py)
-
-
-def results_of(record: SweepRecord) -> SweepResults:
-    """Read the runs of a sweep."""
-    runs = {each.number: run for each in record.members if (run := record.folder_of(each))}
-    records = current_all([read_run_record(run) for run in runs.values()])
-    by_number = dict(zip(runs, records, strict=True))
-    members = [_result(each, by_number.get(each.number)) for each in record.members]
-    return SweepResults(record.id, record.job, record.folder, members)
-
-
-def _result(member: Member, record: RunRecord | None) -> MemberResult:
-    if record is None:
-        return MemberResult(member.number, member.values, "", "waiting")
-    rows = read_thinned(record.run.metrics)
-    summary = RunSummary(record.run, rows.rows, rows.regular)
-    training = summary.training_loss()
-    validation = summary.validation_loss()
-    message = str((record.root_cause or {}).get("message") or "")
-    return MemberResult(
-        member.number,
-        member.values,
-        record.run.id,
-        _state(record, message),
-        record.step,
-        training and training[1],
-        validation and validation[1],
-        summary.tokens_per_second,
-        message.partition(";")[0].partition("\n")[0],  # `invoke why` has all of it
-        record.failure_class == "user",
-    )
-
-
-def _state(record: RunRecord, message: str) -> MemberState:
-    if record.state == "failed" and record.failure_class == "user" and LOSS in message:
-        return "diverged"
-    return record.state
-
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"  # which GPUs a run of this machine may have, and takes first
 
@@ -148,35 +96,9 @@ def _places_of_hosts(job: Job, nodes: int) -> list[SweepPlace]:
     return [SweepPlace(include="@".join(group)) for group in groups]
 
 
-Say = Callable[[str], None]
 LOOK_SECONDS = 1.0  # between two looks at runs of this machine
 QUEUE_SECONDS = 5.0  # and at those of a queue, which serves the whole cluster
 BUSY_SECONDS = 60.0  # until a host that other runs hold is asked again
-
-
-@dataclass(frozen=True)
-class OpenedSweep:
-    """A sweep that was begun, and what it needs to go on.
-
-    Args:
-        jobs: those of a jobs.toml.
-        record: which run has which values.
-        resolved: the job of each member, by its number.
-    """
-
-    jobs: Jobs
-    record: SweepRecord
-    resolved: Mapping[int, ResolvedJob]
-
-    @property
-    def member_jobs(self) -> list[Job]:
-        return [each.job for each in self.resolved.values()]
-
-    @property
-    def at_once(self) -> int | None:
-        """So many runs at the same time."""
-        sweep = self.member_jobs[0].sweep
-        return sweep.at_once if sweep is not None else None
 
 
 @dataclass(frozen=True)
@@ -190,46 +112,6 @@ class SweepOptions:
 
     failed: bool = False
     detach: bool = False
-
-
-@contextlib.contextmanager
-def opened_sweep(jobs: Jobs, name: str, sets: Sequence[str], *, new: bool) -> Iterator[OpenedSweep]:
-    """The job's newest sweep if it is the one that jobs.toml has now, else one that begins now. In
-    the block nobody else goes on with it.
-
-    Args:
-        jobs: those of a jobs.toml.
-        name: of the job.
-        sets: overrides of all runs.
-        new: begin again in any case.
-
-    Raises:
-        ConfigError: as `resolve_members`.
-        TrainkitError: 17, another process goes on with it.
-    """
-    members, resolved = resolve_members(jobs, name, sets)
-    root = resolved[1].job.cluster.root_folder.absolute()
-    lock = sweeps_folder(root, name) / "sweep.lock"
-    try:
-        with locked(lock, {"sweep": name}, wait=False):
-            digest = digest_of(resolved)
-            record = read_newest(root, name)
-            if record is None or record.digest != digest or new:
-                record = new_record(root, name, sets, digest, members)
-            yield OpenedSweep(jobs, with_lost_runs(record, resolved), resolved)
-    except LockBusy as busy:
-        raise TrainkitError(
-            f"the sweep of {name} is being run already (pid {busy.holder.get('pid', '?')})",
-            exit=Exit.HOSTS_BUSY,
-            hint=f"invoke sweep {name} --show",
-        ) from None
-
-
-def unfinished(members: Sequence[MemberResult], *, failed: bool) -> list[MemberResult]:
-    """Those that have no run, or one that something else has ended. `failed`: also those that
-    ended by their own fault."""
-    ended = ("waiting", "failed", "diverged", "cancelled", "preempted")
-    return [each for each in members if each.state in ended and (failed or not each.own_fault)]
 
 
 def run_sweep(sweep: OpenedSweep, ui: StageUi, options: SweepOptions) -> SweepRecord:
@@ -248,24 +130,33 @@ def run_sweep(sweep: OpenedSweep, ui: StageUi, options: SweepOptions) -> SweepRe
     # also those of other sweeps of the job: this may be a new one
     for line in scheduler.settle_arrays(sweeps_folder(sweep.record.root, sweep.record.job)):
         ui.say(line)
-    members = results_of(sweep.record).members
-    todo = unfinished(members, failed=options.failed)
-    if scheduler.queues:
-        record = _submit(sweep, todo, ui)
-        if not options.detach:
-            _follow(record, ui.say)
-        return record
-    if options.detach:
+    if options.detach and not scheduler.queues:
         raise TrainkitError(
             "--detach is for clusters with a queue: here somebody has to start one run after the"
             " other",
             exit=Exit.USAGE,
             hint="nohup, tmux or a service keep this command going",
         )
-    turns = _Turns(sweep, ui)
-    turns.adopt([each for each in members if each.state in GOING])
-    with term_interrupts():
-        return turns.run(todo)
+    failed = options.failed
+    while True:
+        sweep = advanced(sweep, ui.say, failed=failed)
+        todo, going = work_of(sweep.record, failed=failed)
+        if not todo and not going:
+            return sweep.record
+        if scheduler.queues:
+            record = _submit(sweep, todo, ui)
+            if options.detach:
+                return record
+            _follow(record, {each.number for each in (*todo, *going)}, ui.say)
+        else:
+            turns = _Turns(sweep, ui)
+            turns.adopt(going)
+            with term_interrupts():
+                record = turns.run(todo)
+        sweep = replace(sweep, record=record)
+        failed = False
+        if any(work_of(record, failed=False)):  # without them nothing is decided
+            return record
 
 
 def _submit(sweep: OpenedSweep, todo: Sequence[MemberResult], ui: StageUi) -> SweepRecord:
@@ -274,13 +165,13 @@ def _submit(sweep: OpenedSweep, todo: Sequence[MemberResult], ui: StageUi) -> Sw
         return sweep.record
     by_number = {member.number: member for member in sweep.record.members}
     starts = [
-        prepare(
-            _start_of(sweep, by_number[each.number], SweepPlace(), new=each.state == "waiting"), ui
-        )
+        prepare(_start_of(sweep, by_number[each.number], SweepPlace(), new=not each.run), ui)
         for each in todo
     ]
     name = f"sweep-{sweep.record.job}-{sweep.record.id}"
-    asked = ArrayRequest(name, sweep.record.folder, starts, sweep.at_once)
+    # of proposals no more are made than run at once
+    at_once = None if sweep.table.sampler == "tpe" else sweep.table.at_once
+    asked = ArrayRequest(name, sweep.record.folder, starts, at_once)
     done = scheduler_for(sweep.member_jobs[0].cluster).submit_array(asked)
     record = sweep.record.with_runs(
         {each.number: got.run.id for each, got in zip(todo, done, strict=True)}
@@ -290,11 +181,12 @@ def _submit(sweep: OpenedSweep, todo: Sequence[MemberResult], ui: StageUi) -> Sw
     return record
 
 
-def _follow(record: SweepRecord, say: Say) -> None:
-    """Until no member waits or runs."""
+def _follow(record: SweepRecord, numbers: Collection[int], say: Say) -> None:
+    """Until none of these members waits or runs."""
     states: dict[int, str] = {}
+    members = [each for each in record.members if each.number in numbers]
     while True:
-        runs = [(each, run) for each in record.members if (run := record.folder_of(each))]
+        runs = [(each, run) for each in members if (run := record.folder_of(each))]
         found = current_all([read_run_record(run) for _, run in runs])
         for (member, _), seen in zip(runs, found, strict=True):
             settled = seen
@@ -315,12 +207,13 @@ def _line(member: Member, record: RunRecord) -> str:
 
 def _start_of(sweep: OpenedSweep, member: Member, place: SweepPlace, *, new: bool) -> Start:
     """How a member is started, or goes on."""
+    record = sweep.record
     if not new:
-        going_on = ResumeOptions(detach=True, include=place.include)
+        sets = [] if record.rung is None else [f"training.train_iters={record.rung.step}"]
+        going_on = ResumeOptions(set=sets, detach=True, include=place.include)
         return plan_resumed_run(sweep.jobs, member.run, going_on)[1]
-    options = TrainOptions(
-        set=(*sweep.record.sets, *member.overrides), detach=True, include=place.include
-    )
+    sets = record.sets_of(member, sweep.resolved[member.number].job)
+    options = TrainOptions(set=sets, detach=True, include=place.include)
     resolved = sweep.jobs.resolve(sweep.record.job, options.overrides())
     return plan_new_run(sweep.jobs, resolved, options)
 
@@ -337,7 +230,7 @@ class _Turns:
         self.sweep = sweep
         self.ui = ui
         self.record = sweep.record
-        self.places = places_of(sweep.member_jobs)[: sweep.at_once]
+        self.places = places_of(sweep.member_jobs)[: sweep.table.at_once]
         self.going: dict[int, tuple[RunFolder, SweepPlace | None]] = {}
         self.waiting: list[MemberResult] = []
         self.resting: list[tuple[float, SweepPlace]] = []  # until when, by the monotonic clock
@@ -371,7 +264,7 @@ class _Turns:
         place = self.places[0]
         member = self._member(each.number)
         with place.entered():
-            start = _start_of(self.sweep, member, place, new=each.state == "waiting")
+            start = _start_of(self.sweep, member, place, new=not each.run)
             run = prepare_and_submit(start, self.ui).run
         self.record = self.record.with_runs({member.number: run.id})
         self.places.remove(place)
