@@ -53,8 +53,10 @@ def objection() -> str:
         os._exit(int(torch.cuda._is_in_bad_fork()))
     if os.waitpid(pid, 0)[1]:
         return "importing has begun to use the GPU, which no fork survives"
-    if others := len(os.listdir("/proc/self/task")) - 1:
-        return f"importing has started {others} threads, which no fork survives"
+    others = [task for task in Path("/proc/self/task").iterdir() if task.name != str(os.getpid())]
+    if others:
+        names = ", ".join(sorted((task / "comm").read_text().strip() for task in others))
+        return f"importing has started threads, which no fork survives: {names}"
     return ""
 
 
