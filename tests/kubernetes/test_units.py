@@ -110,7 +110,7 @@ def texts(kubernetes: KubernetesCluster, tmp_path: Path) -> Iterator[TextProject
     path = kubernetes.root / tmp_path.name
     make_kube_project(path, kubernetes)
     project = TextProject(path, cluster=kubernetes)
-    project.edit_jobs("grace = 20", "grace = 5")
+    project.edit_jobs("grace = 120\n", "grace = 5\n")
     project.add_to_jobs(TEXT)
     (path / "corpus").mkdir()
     for shard in range(5):
