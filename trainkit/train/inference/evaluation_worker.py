@@ -1,7 +1,7 @@
 """The program of one evaluation of one checkpoint: python -I evaluation_worker.py RUN STEP NAME.
 
 It appends a line to the run's evaluations.jsonl, or ends with an error in words on stderr. It is a
-process of its own with the lowest priority and few threads: training must not notice it.
+process of its own with a lower priority and few threads: training must not notice it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from trainkit.runs.evaluations import (
 )
 from trainkit.runs.folder import RunFolder
 
-LOWEST_PRIORITY = 19
+LOWER_PRIORITY = 10  # as nice(1) gives: lower still, it would starve where ranks take all cores
 SHARD_BYTES = 5_000_000_000
 # nothing is fetched: a node has no way out, and a task must not change from one step to the next
 OFFLINE = dict.fromkeys(("HF_DATASETS_OFFLINE", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"), "1")
@@ -168,7 +168,7 @@ def main() -> None:
     """The program."""
     if PARENT_VARIABLE in os.environ:
         die_with_parent(int(os.environ[PARENT_VARIABLE]))
-    os.nice(LOWEST_PRIORITY)
+    os.nice(LOWER_PRIORITY)
     run = RunFolder(Path(sys.argv[1]))
     step = int(sys.argv[2])
     job = read_job(run.job)
