@@ -69,6 +69,9 @@ OF_FILES = {
         f"Kubernetes{name}": "launch/kubernetes/manifest.py launch/kubernetes/kubectl.py"
         for name in ("Options", "Volume", "Toleration", "Topology")
     },
+    "EvaluationSettings": (
+        "jobs/evaluations.py train/inference/evaluation_worker.py launch/supervise/evaluations.py"
+    ),
     "Curation": "stages/prep_curation.py jobs/curation.py data/curate/funnel.py",
     "UrlStep": "data/curate/steps/url.py",
     "LanguageStep": "data/curate/steps/models.py",

@@ -178,6 +178,10 @@ class EvaluateOptions(ModelOptions):
     samples: int = flag(
         "number of samples of seq_length tokens, from the first (0: all)", default=0, minimum=0
     )
+    pending: bool = flag(
+        "instead make the evaluations of the job that are due and have no scores yet",
+        default=False,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

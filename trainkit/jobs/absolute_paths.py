@@ -38,6 +38,12 @@ def absolute_paths(section: SourcedTable, kind: str, root: Path) -> SourcedTable
     folder = _Folder(root)
     for key in _PATHS.get(kind, ()):
         section = folder.with_absolute(section, key)
+    evaluations = section.entries.get("evaluations") if kind == "jobs" else None
+    if isinstance(evaluations, SourcedTable):
+        for number, table in evaluations.sections():
+            absolute = folder.with_absolute(table, "include_path")
+            evaluations = evaluations.with_entry(number, absolute)
+        section = section.with_entry("evaluations", evaluations)
     return folder.with_absolute_steps(section) if kind == "datasets" else section
 
 

@@ -18,14 +18,16 @@ from trainkit.jobs.containers import RUNTIME_TRAITS, Container
 from trainkit.jobs.layers import ProblemList, compose, interpolate, overlay
 from trainkit.jobs.messages import NAME_RULE, describe_value, dotted_key, schema_problems, suggest
 from trainkit.jobs.provenance import BUILT_IN, SET, SourcedTable, SourcedValue
-from trainkit.jobs.schema import (
+from trainkit.jobs.references import (
     ARRAYS_OF_TABLES,
     BLENDS,
     BUILT_IN_TABLES,
-    NAME,
     REFERENCES,
-    TABLES,
     TABLES_OF_REFERENCES,
+)
+from trainkit.jobs.schema import (
+    NAME,
+    TABLES,
     Defaults,
     NotifySettings,
     Table,
@@ -198,9 +200,25 @@ class TableBuilder:
                 return section
             for name, kind in references.items():
                 place = (*at, int(number), name)
-                table = self._refer(table, name, kind, [], findings, place)
+                table = self._refer_names(table, name, kind, findings, place)
             array = array.with_entry(number, table)
         return section.with_entry(key, array)
+
+    def _refer_names(
+        self, section: SourcedTable, key: str, kind: str, findings: ProblemList, at: KeyPath
+    ) -> SourcedTable:
+        """`section` with the name under `key`, or each name of a list there, replaced by the table
+        it names."""
+        node = section.entries.get(key)
+        if not isinstance(node, SourcedValue) or not isinstance(node.value, list):
+            return self._refer(section, key, kind, [], findings, at)
+        named = SourcedTable(node.place, node.path, is_array=True)
+        for number, name in enumerate(node.value):
+            one = replace(node, value=name, path=(*node.path, str(number)))
+            named = self._refer(
+                named.with_entry(str(number), one), str(number), kind, [], findings, (*at, number)
+            )
+        return section.with_entry(key, named) if node.value else section
 
     def _refer_blend(
         self, section: SourcedTable, key: str, findings: ProblemList, at: KeyPath

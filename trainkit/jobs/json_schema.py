@@ -12,13 +12,15 @@ from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
-from trainkit.jobs.schema import (
+from trainkit.jobs.references import (
     ARRAYS_OF_TABLES,
     BLENDS,
-    NAME,
     REFERENCES,
-    TABLES,
     TABLES_OF_REFERENCES,
+)
+from trainkit.jobs.schema import (
+    NAME,
+    TABLES,
     Defaults,
     NotifySettings,
     Table,
@@ -70,7 +72,8 @@ def json_schema() -> dict[str, Any]:
         for key, references in ARRAYS_OF_TABLES.get(kind, {}).items():
             items = definitions[properties[key]["items"]["$ref"].removeprefix(_REF)]["properties"]
             for name in references:
-                items[name] = {"description": items[name]["description"], "type": "string"}
+                named = _STRING_LIST if "items" in items[name] else {"type": "string"}
+                items[name] = {"description": items[name]["description"], **named}
         properties["extends"] = _EXTENDS
     groups: dict[str, object] = {
         kind: {

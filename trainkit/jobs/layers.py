@@ -14,7 +14,7 @@ import tomli
 from trainkit.base.errors import ConfigError, Problem, SourceLocation, raise_problems
 from trainkit.jobs.messages import describe_value, suggest
 from trainkit.jobs.provenance import SET, SourcedTable, SourcedValue
-from trainkit.jobs.schema import ARRAYS_OF_TABLES
+from trainkit.jobs.references import ARRAYS_OF_TABLES
 from trainkit.jobs.toml_positions import KeyPath, TomlPosition, parse
 
 JOBS_FILE = "jobs.toml"

@@ -12,7 +12,7 @@ from trainkit.base.errors import ConfigError
 from trainkit.base.files import write_text
 from trainkit.jobs.layers import LOCAL_FILE
 from trainkit.jobs.load import Jobs
-from trainkit.jobs.schema import REFERENCES
+from trainkit.jobs.references import REFERENCES
 from trainkit.jobs.table import NAME, Table
 
 

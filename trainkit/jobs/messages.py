@@ -16,7 +16,8 @@ from pydantic_core import ErrorDetails
 
 from trainkit.base.errors import Problem, SourceLocation
 from trainkit.jobs.provenance import SET, SourcedTable, SourcedValue
-from trainkit.jobs.schema import REFERENCES, TABLES, Table
+from trainkit.jobs.references import REFERENCES
+from trainkit.jobs.schema import TABLES, Table
 
 NOT_YET = "is planned, but not in this version of trainkit"
 ENTRY = 3  # number, tag and key: where in an array of tagged tables an error is

@@ -16,7 +16,8 @@ from trainkit.jobs.clusters import Cluster, SlurmOptions, refuse_unknown_options
 from trainkit.jobs.containers import Container
 from trainkit.jobs.data_phases import DataPhase, phase_objection, steps_by_phase
 from trainkit.jobs.datasets import Dataset, Tokenizer
-from trainkit.jobs.devices import BUILT_IN_DEVICES, Device
+from trainkit.jobs.devices import Device
+from trainkit.jobs.evaluations import EvaluationSettings, evaluation_objection, held_out_sets
 from trainkit.jobs.job_tables import (
     CheckpointSettings,
     EngineSource,
@@ -42,6 +43,7 @@ __all__ = [  # the tables that other packages name
     "Dataset",
     "Defaults",
     "EngineSource",
+    "EvaluationSettings",
     "GenerateSettings",
     "Job",
     "Model",
@@ -130,6 +132,13 @@ class Job(Table):
         description=(
             "more validation sets: a name for each, and the [datasets.X] table whose valid split"
             " it is"
+        ),
+    )
+    evaluations: Annotated[tuple[EvaluationSettings, ...], Field(strict=False)] = Field(
+        (),
+        description=(
+            "native: what is measured of checkpoints while training goes on, one"
+            " [[jobs.X.evaluations]] each: held-out sets, or tasks of lm-evaluation-harness"
         ),
     )
     recovery: Literal["warm", "cold"] = Field(
@@ -223,6 +232,7 @@ class Job(Table):
             )
         others = {f"validation.{name}": dataset for name, dataset in self.validation.items()}
         others |= {f"phases.{at}.dataset": each.dataset for at, each in enumerate(self.phases)}
+        others |= dict(held_out_sets(self.evaluations))
         for key, dataset in others.items():
             if dataset.tokenizer != self.dataset.tokenizer:
                 ours, theirs = (
@@ -256,6 +266,18 @@ class Job(Table):
                 " first step to its last; leave them out, or train with engine = 'native'",
             )
         said = phase_objection(self.dataset, self.phases, self.training.train_iters)
+        if said is not None:
+            raise said
+        return self
+
+    @model_validator(mode="after")
+    def _can_be_evaluated(self) -> Job:
+        obstacle = "" if self.is_native else f"are engine native's, not '{self.engine}''s"
+        if self.container is not None and not self.cluster.launcher_traits.pods:
+            obstacle = "run outside of the job's container, where its packages are not"
+        elif self.dataset.tokenizer is None:
+            obstacle = f"need text, and dataset '{self.dataset.name}' is random tokens"
+        said = evaluation_objection(self.evaluations, self.training, obstacle)
         if said is not None:
             raise said
         return self
@@ -389,6 +411,12 @@ class Job(Table):
         return list({dataset.name: dataset for dataset in read}.values())
 
     @property
+    def prepared_datasets(self) -> list[Dataset]:
+        """What its ranks read, and what its evaluations do, each once."""
+        read = (*self.datasets, *(dataset for _, dataset in held_out_sets(self.evaluations)))
+        return list({dataset.name: dataset for dataset in read}.values())
+
+    @property
     def ranks_per_node(self) -> int:
         """Processes a node."""
         return self.cluster.ranks_per_node or max(1, self.cluster.gpus_per_node)
@@ -470,25 +498,4 @@ TABLES: dict[str, type[Table]] = {
     "datasets": Dataset,
     "models": Model,
     "jobs": Job,
-}
-REFERENCES = {
-    "jobs": {
-        "cluster": "clusters",
-        "model": "models",
-        "dataset": "datasets",
-        "container": "containers",
-        "engine_source": "engines",
-    },
-    "clusters": {"device": "devices"},
-    "datasets": {"tokenizer": "tokenizers"},
-}
-# keys of a dataset that hold { NAME = weight } or [NAME] of other datasets
-BLENDS = ("blend", "valid_blend", "test_blend")
-# keys that hold arrays of tables, and what their tables refer to
-ARRAYS_OF_TABLES = {"jobs": {"phases": {"dataset": "datasets"}}}
-# keys that hold tables whose values are such names
-TABLES_OF_REFERENCES = {"jobs": {"validation": "datasets"}}
-BUILT_IN_TABLES: dict[str, dict[str, dict[str, object]]] = {
-    "datasets": {"mock": {"source": "mock", "split": "90,10,0"}},
-    "devices": BUILT_IN_DEVICES,
 }

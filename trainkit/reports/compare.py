@@ -16,6 +16,7 @@ from trainkit.reports.ledger import ledger_section
 from trainkit.reports.page import page, table
 from trainkit.reports.read import RunReport
 from trainkit.reports.words import duration, short
+from trainkit.runs.evaluations import newest_scores
 from trainkit.runs.metrics import MetricsRow
 
 ABSENT = "(absent)"
@@ -153,11 +154,20 @@ def numbers_of(reports: Sequence[RunReport]) -> Iterator[tuple[str, list[str]]]:
     yield "step", [str(report.record.step) for report in reports]
     yield "training loss", [f"{both[1]:.4f}" if both else "n/a" for both in trained]
     yield "validation loss", [f"{both[1]:.4f}" if both else "n/a" for both in validated]
+    yield from _scores(reports)
     yield "tokens per second", [short(summary.tokens_per_second) for summary in summaries]
     yield "MFU", [short(summary.median("mfu")) for summary in summaries]
     yield "wall clock", [duration(report.ledger.wall_seconds) for report in reports]
     goodputs = [report.ledger.goodput for report in reports]
     yield "goodput", [f"{100 * part:.1f} %" if part is not None else "n/a" for part in goodputs]
+
+
+def _scores(reports: Sequence[RunReport]) -> Iterator[tuple[str, list[str]]]:
+    """The newest of every evaluation that a run has."""
+    scores = [newest_scores(report.evaluations) for report in reports]
+    for what in dict.fromkeys(name for each in scores for name in each):
+        found = [each.get(what) for each in scores]
+        yield what, [f"{one[1].in_words()} (step {one[0]})" if one else "n/a" for one in found]
 
 
 LOSS = ("Loss (nats per token)", (("lm_loss", "training", 1.0),))

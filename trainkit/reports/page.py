@@ -190,6 +190,7 @@ def _sections(report: RunReport) -> Iterator[str]:
     yield from _plan(report)
     yield from _attempts(report)
     yield from _checkpoints(report)
+    yield from _evaluations(report)
     yield from _samples(report)
     yield from _lists(report)
     if report.notes:
@@ -317,6 +318,21 @@ def _checkpoints(report: RunReport) -> Iterator[str]:
         yield "<p>None.</p>"
         return
     yield table(("step", "size"), [(c.step, short(c.bytes, "B")) for c in report.checkpoints], 1)
+
+
+def _evaluations(report: RunReport) -> Iterator[str]:
+    if not report.evaluations:
+        return
+    yield "<h2>Evaluations</h2>"
+    rows = [
+        (record.step, record.name, score.set, score.metric, score.in_words())
+        for record in report.evaluations
+        for score in record.scores
+    ]
+    yield table(("step", "evaluation", "of", "by", "score"), rows, 4)
+    for each in report.evaluations:
+        if each.error:
+            yield f"<p>{text(f'{each.name} of step {each.step} failed: {clip(each.error)}')}</p>"
 
 
 def _samples(report: RunReport) -> Iterator[str]:

@@ -21,6 +21,7 @@ from trainkit.reports.mixture import TrainedPhase, trained_phases
 from trainkit.reports.words import event_in_words
 from trainkit.runs.attempt_report import AttemptReport, report_attempts
 from trainkit.runs.checkpoints import published_folders, step_of
+from trainkit.runs.evaluations import EvaluationRecord, read_evaluations
 from trainkit.runs.events import (
     AgentJoined,
     AllRanksStarted,
@@ -275,6 +276,7 @@ class RunReport:
         rank_times: of every rank, now and then.
         expert_loads: of every expert, now and then.
         samples: what the models of checkpoints wrote.
+        evaluations: what was measured of checkpoints beside training.
         notes: what could not be read.
     """
 
@@ -293,6 +295,7 @@ class RunReport:
     rank_times: Sequence[RankTimes]
     expert_loads: Sequence[ExpertLoads]
     samples: Sequence[SampleText] = ()
+    evaluations: Sequence[EvaluationRecord] = ()
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -354,6 +357,7 @@ class RunReport:
             "checkpoints": [vars(checkpoint) for checkpoint in self.checkpoints],
             **({"phases": [vars(phase) for phase in self.phases]} if self.phases else {}),
             "samples": [vars(sample) for sample in self.samples],
+            "evaluations": [each.to_json() for each in self.evaluations],
             "settings": [vars(setting) for setting in self.settings],
             "versions": dict(as_table(self.origin.get("packages"))),
             "git_commit": self.origin.get("git_commit"),
@@ -401,6 +405,7 @@ def read_report(run: RunFolder, record: RunRecord | None = None) -> RunReport:
         read_rank_times(run),
         read_expert_loads(run),
         read_samples(run),
+        read_evaluations(run),
         notes,
     )
 

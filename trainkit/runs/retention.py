@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -31,6 +31,7 @@ from trainkit.runs.checkpoints import (
     unfinished_folder,
     verify,
 )
+from trainkit.runs.evaluations import unread_steps
 from trainkit.runs.folder import RunFolder
 
 
@@ -51,9 +52,14 @@ def valid_by_size(checkpoints: Path) -> list[Checkpoint]:
 
 
 def retention_reasons(
-    found: list[Checkpoint], keep: CheckpointSettings, newest: int
+    found: list[Checkpoint],
+    keep: CheckpointSettings,
+    newest: int,
+    unread: Collection[int] = (),
 ) -> dict[int, list[str]]:
     """Why each of these checkpoints stays, by step; an empty list: it goes.
+
+    Those of the steps `unread` stay: an evaluation has still to read them.
 
     Only those up to step `newest`, which was saved last, are judged. Later ones neither count
     nor go: training went on from an earlier one because they were found damaged, perhaps by
@@ -77,6 +83,7 @@ def retention_reasons(
             ),
             f"validation loss {best.get(step, math.nan):.4f}": step in best,
             "pinned": c.pinned,
+            "to be evaluated": step in unread,
             f"after step {newest}": step > newest,
         }
         reasons[step] = [reason for reason, true in messages.items() if true]
@@ -104,7 +111,8 @@ def prune(
     with alone or contextlib.nullcontext():
         found = valid_by_size(checkpoints)
         if any(c.manifest.step == newest for c in found):
-            reasons = retention_reasons(found, keep, newest)
+            unread = unread_steps(RunFolder(checkpoints.parent))
+            reasons = retention_reasons(found, keep, newest, unread)
         else:
             reasons = {}
         for c in found:
@@ -166,7 +174,8 @@ def leftovers(run: RunFolder, keep: int, *, damaged: bool) -> Iterator[Leftover]
     """
     found = valid_by_size(run.checkpoints)
     if found:
-        reasons = retention_reasons(found, _policy(run, keep), found[-1].manifest.step)
+        newest = found[-1].manifest.step
+        reasons = retention_reasons(found, _policy(run, keep), newest, unread_steps(run))
         for checkpoint in found:
             if not reasons[checkpoint.manifest.step]:
                 yield _leftover(run, checkpoint.folder, "an older checkpoint")
@@ -261,7 +270,8 @@ def list_checkpoints(run: RunFolder, *, hashes: bool) -> list[ListedCheckpoint]:
 def _published(run: RunFolder, *, hashes: bool) -> Iterator[ListedCheckpoint]:
     valid = valid_by_size(run.checkpoints)
     newest = valid[-1].manifest.step if valid else 0
-    reasons = retention_reasons(valid, read_job(run.job).checkpoint, newest)
+    keep = read_job(run.job).checkpoint
+    reasons = retention_reasons(valid, keep, newest, unread_steps(run))
     for folder in published_folders(run.checkpoints):
         yield _listed(folder, reasons.get(step_of(folder), []), hashes=hashes)
 

@@ -128,7 +128,7 @@ class PrepDataStage:
     def needs(self, job: Job, stamps: Path, *, force: bool = False) -> list[Need]:
         found = [
             need
-            for dataset in job.datasets
+            for dataset in job.prepared_datasets
             for need in needs_of_dataset(
                 dataset, job.cluster.root_folder, stamps, force=force, patience=self.patience
             )

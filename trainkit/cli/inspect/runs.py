@@ -23,6 +23,7 @@ from trainkit.reports.faults import build_faults, faults_in_words
 from trainkit.reports.read import read_run_times
 from trainkit.reports.scaling import ScalingRow, draw_scaling, scaling_of
 from trainkit.runs.devices import DeviceUsage, Gpu, observe_devices
+from trainkit.runs.evaluations import evaluations_in_words, read_evaluations
 from trainkit.runs.expert_loads import dead_in_words, dropped_in_words, loads_now, read_expert_loads
 from trainkit.runs.find import all_runs, find_run
 from trainkit.runs.folder import RunFolder
@@ -273,7 +274,8 @@ def status(task: TaskContext, run_name: str, *, watch: bool = False) -> TaskResu
             experts = {"experts": loads.to_json()} if loads is not None else {}
             slow = slow_rank(run)
             experts |= {"slow_rank": asdict(slow)} if slow else {}
-            values = seen.values if seen else {}
+            made = [each.to_json() for each in read_evaluations(run)]
+            values = {**(seen.values if seen else {}), "evaluations": made}
             return TaskResult({**record.to_json(), **view.to_json(), **values, **experts})
         time.sleep(WATCH_SECONDS)
 
@@ -343,6 +345,8 @@ def status_page(task: TaskContext, record: RunRecord, view: DeviceUsage) -> Page
             f" {survivor['host']}"
         )
     yield facts_table(run)
+    if evaluations := evaluations_in_words(run, job):
+        yield f"evaluations: {escape(evaluations)}"
     if slow := slow_rank(run):
         way_out = f"nodes --cluster {job.cluster.name} --leave-out {slow.host}"
         by_hand = job.cluster.launcher_traits.hostfile and job.nodes > 1

@@ -4,22 +4,15 @@ format."""
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from trainkit.base.documents import document
-from trainkit.base.errors import ConfigError, Problem, raise_problems
+from trainkit.base.errors import Problem, raise_problems
 from trainkit.cli.config.jobs import load_jobs
 from trainkit.cli.model.evaluate import warn_of_changed_tokenizer
 from trainkit.cli.options import ConvertOptions, ExportOptions
 from trainkit.cli.wrapper import TaskContext, TaskResult
-from trainkit.data.indexed.paths import DataFolder
 from trainkit.jobs.resolved import read_job
-from trainkit.jobs.schema import Job
 from trainkit.runs.find import find_run
-
-if TYPE_CHECKING:
-    from trainkit.train.huggingface.writing import TokenizerFile
-
 
 FORMATS = ("hf",)
 DTYPES = ("fp32", "bf16", "fp16")
@@ -32,6 +25,7 @@ def export(task: TaskContext, run_name: str, options: ExportOptions) -> TaskResu
     job = read_job(run.job)
     from trainkit.train.huggingface.weights import CheckpointWeights
     from trainkit.train.huggingface.writing import export as write
+    from trainkit.train.huggingface.writing import tokenizer_of
     from trainkit.train.inference.load import choose_checkpoint
 
     warn_of_changed_tokenizer(run)
@@ -86,22 +80,6 @@ def _refuse_invalid_export(options: ExportOptions) -> None:
     raise_problems(problems)
 
 
-def tokenizer_of(job: Job) -> TokenizerFile | None:
-    """The tokenizer of the job's dataset; None for random tokens. Raises ConfigError if the file
-    is missing."""
-    from trainkit.train.huggingface.writing import TokenizerFile
-
-    if job.dataset.tokenizer is None:
-        return None
-    path = DataFolder(job.cluster.root_folder, job.dataset).tokenizer
-    if not path.is_file():
-        raise ConfigError(
-            f"the tokenizer of dataset {job.dataset.name!r} is missing: {path}",
-            hint="run prep-data again",
-        )
-    return TokenizerFile(path, job.dataset.tokenizer.eod_token)
-
-
 TARGETS = ("hf", "megatron-lm", "gpt-neox")
 
 
@@ -114,6 +92,7 @@ def convert(task: TaskContext, run_name: str, options: ConvertOptions) -> TaskRe
     from trainkit.engines.convert.files import refuse_occupied
     from trainkit.engines.convert.options import FileLayout
     from trainkit.train.huggingface import weights
+    from trainkit.train.huggingface.writing import tokenizer_of
 
     folder = Path(options.out).absolute()
     refuse_occupied(folder)

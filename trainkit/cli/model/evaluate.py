@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -12,7 +13,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tokenizers import Tokenizer
 
 from trainkit.base.documents import document
-from trainkit.base.errors import ConfigError
+from trainkit.base.errors import ConfigError, Exit, TrainkitError
+from trainkit.base.locks import LockBusy
 from trainkit.cli.config.jobs import load_jobs
 from trainkit.cli.options import EvaluateOptions
 from trainkit.cli.run.stages import bring_up_to_date
@@ -22,6 +24,7 @@ from trainkit.jobs.resolved import read_job
 from trainkit.jobs.schema import Dataset, Job
 from trainkit.launch.local_ranks import run_local_ranks
 from trainkit.runs.checkpoints import Checkpoint
+from trainkit.runs.evaluations import evaluations_in_words, read_evaluations
 from trainkit.runs.find import find_run
 from trainkit.stages.build import BuildStage
 from trainkit.stages.execute import stamps_folder
@@ -157,6 +160,8 @@ def evaluate(task: TaskContext, run_name: str, options: EvaluateOptions) -> Task
     jobs = load_jobs(task)
     run = find_run(jobs.roots(), run_name)
     job = read_job(run.job)
+    if options.pending:
+        return _make_pending(task, run, job)
     dataset = jobs.dataset(options.dataset) if options.dataset else job.dataset
     refuse_unreadable(dataset, options.split)
     tokenizer, end_of_document = load_own_tokenizer(job)
@@ -184,6 +189,23 @@ def evaluate(task: TaskContext, run_name: str, options: EvaluateOptions) -> Task
         found = measurement.run(options, on_progress)
     _print_evaluation(task, header, found)
     return TaskResult(document("evaluate/1", dry_run=False, **asdict(header), **asdict(found)))
+
+
+def _make_pending(task: TaskContext, run: RunFolder, job: Job) -> TaskResult:
+    """Make the job's evaluations that have no scores. Raises TrainkitError (exit 17): the run's
+    supervisor makes them."""
+    from trainkit.launch.supervise.evaluations import evaluate_checkpoints
+
+    if not task.dry_run:
+        try:
+            asyncio.run(evaluate_checkpoints(run, job, lambda: True, task.say))
+        except LockBusy as error:
+            raise TrainkitError(
+                f"evaluations of run {run.id} are being made: {error}", exit=Exit.HOSTS_BUSY
+            ) from None
+    page = evaluations_in_words(run, job) or "no evaluation is due"
+    made = [each.to_json() for each in read_evaluations(run)]
+    return TaskResult(document("evaluations/1", run=run.id, evaluations=made), page=[page])
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from trainkit.launch.local_ranks import run_local_ranks
 from trainkit.reports.faults import HEADINGS, STAGES, FaultCost
 from trainkit.reports.mixture import HEADINGS as PHASE_HEADINGS
 from trainkit.reports.mixture import TrainedPhase
+from trainkit.runs.evaluations import newest_scores, read_evaluations
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import RunRecord
 from trainkit.runs.summary import summarize_run
@@ -61,6 +62,8 @@ def facts_table(run: RunFolder) -> Listing:
             table.add_row(
                 escape(what), f"[bold]{both[0]:.4f}[/] before, [bold]{both[1]:.4f}[/] after"
             )
+    for what, (step, score) in newest_scores(read_evaluations(run)).items():
+        table.add_row(escape(what), f"[bold]{escape(score.in_words())}[/] at step {step}")
     if skipped := summary.skipped_iterations:
         if summary.nan_iterations:
             nan = (

@@ -297,7 +297,7 @@ def _is_mounted(path: str, mounts: Sequence[Mount]) -> bool:
 def outside_paths(job: Job) -> list[str]:
     """Folders outside of the root that the job's own table sends its ranks to: pairs of
     `prefixes`, a model of `init_from`."""
-    datasets = [*job.datasets]
+    datasets = [*job.prepared_datasets]
     for dataset in datasets:  # blends may hold blends
         datasets += [
             part.dataset

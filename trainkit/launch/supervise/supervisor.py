@@ -29,6 +29,7 @@ from trainkit.launch.session import SECRETS
 from trainkit.launch.supervise.agent_pool import stop_seconds
 from trainkit.launch.supervise.attempt import Attempt
 from trainkit.launch.supervise.attempt_context import AttemptContext, AttemptResult
+from trainkit.launch.supervise.evaluations import EvaluationsBeside
 from trainkit.launch.supervise.failure_rules import load_failure_rules
 from trainkit.launch.supervise.notifications import Notifier
 from trainkit.launch.supervise.observer import GuardedObserver, RunObserver
@@ -114,6 +115,7 @@ class Supervisor:
         self.root.start()
         noting = asyncio.create_task(self._note_stalls())
         self.notifier.open()
+        evaluations = EvaluationsBeside(self.run, self.job, self.observer.notice)
         try:
             await self._fence(*former)
             if (outcome := await self._stop_between_attempts(None)) is not None:
@@ -122,6 +124,8 @@ class Supervisor:
             while True:
                 end = await self._one_attempt(hosts)
                 if not self._starts_again(end):
+                    if end.outcome.failure_class == "success":
+                        await evaluations.finish(self._wait, self.stop_requests)
                     return end.outcome
                 hosts = self._choose_hosts()
                 if any(host.name in self.swept for host in hosts):
@@ -132,6 +136,7 @@ class Supervisor:
                 if (outcome := await self._stop_between_attempts(end)) is not None:
                     return outcome
         finally:
+            await evaluations.close()
             noting.cancel()
             ending = [noting] if self.sweeping is None else [noting, self.sweeping]
             await asyncio.gather(*ending, return_exceptions=True)

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from trainkit.base.errors import ConfigError
 from trainkit.base.files import publish_folder, temporary_name, write_json
+from trainkit.data.indexed.paths import DataFolder
 from trainkit.data.tokenizer import end_of_document, load_tokenizer
-from trainkit.jobs.schema import Model
+from trainkit.jobs.schema import Job, Model
 from trainkit.train.huggingface.config import to_hf_config
 from trainkit.train.huggingface.folder import CONFIG, INDEX, WHOLE
 from trainkit.train.huggingface.names import PublishedTensor, published, table
@@ -40,6 +41,20 @@ class TokenizerFile:
 
     path: Path
     eod_token: str
+
+
+def tokenizer_of(job: Job) -> TokenizerFile | None:
+    """The tokenizer of the job's dataset; None for random tokens. Raises ConfigError if the file
+    is missing."""
+    if job.dataset.tokenizer is None:
+        return None
+    path = DataFolder(job.cluster.root_folder, job.dataset).tokenizer
+    if not path.is_file():
+        raise ConfigError(
+            f"the tokenizer of dataset {job.dataset.name!r} is missing: {path}",
+            hint="run prep-data again",
+        )
+    return TokenizerFile(path, job.dataset.tokenizer.eod_token)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,110 @@
+"""Evaluations beside training: what they find, what they keep, and that no failure of theirs
+reaches the run."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+
+from tests.conftest import Project
+from trainkit.reports.compare import numbers_of
+from trainkit.reports.page import report_page
+from trainkit.reports.read import read_report
+from trainkit.runs.evaluations import EvaluationRecord, EvaluationScore, read_evaluations
+from trainkit.runs.folder import RunFolder
+
+# what it is asked, and what it writes, as lm_eval 0.4 does
+HARNESS = """#!{python}
+import json, os, sys
+words = sys.argv[1:]
+assert words[:4] == ["-m", "lm_eval", "--model", "hf"], words
+asked = dict(zip(words[2::2], words[3::2]))
+weights = asked["--model_args"].removeprefix("pretrained=")
+assert {{"config.json", "model.safetensors", "tokenizer.json"}} <= set(os.listdir(weights))
+assert os.environ["HF_DATASETS_OFFLINE"] == "1" and os.environ["OMP_NUM_THREADS"] == "1"
+assert os.nice(0) == 10
+folder = asked["--output_path"] + "/model"
+os.makedirs(folder)
+found = {{
+    "results": {{
+        task: {{"alias": task, "acc,none": 0.5, "acc_stderr,none": 0.25, "x,own": 1,
+            "x_stderr,own": "N/A"}}
+        for task in asked["--tasks"].split(",")
+    }},
+    "versions": {{"one": 2.0}},
+    "lm_eval_version": "0.4.13",
+    "transformers_version": "5",
+}}
+with open(folder + "/results_2026.json", "w") as file:
+    json.dump(found, file)
+"""
+TABLES = """
+[[jobs.text.evaluations]]
+name = "held-out"
+every = 10
+datasets = ["lines"]
+limit = 4
+
+[[jobs.text.evaluations]]
+name = "tasks"
+tasks = ["one", "two"]
+python = "{python}"
+"""
+
+
+def scores(record: EvaluationRecord) -> dict[tuple[str, str], float]:
+    return {(score.set, score.metric): score.value for score in record.scores}
+
+
+def test_beside_training(project: Project) -> None:
+    """Every checkpoint that is due is measured, though only the newest are kept; an evaluation
+    that fails costs the run nothing, and is made again by hand."""
+    python = project.path / "harness"
+    project.add_to_jobs(TABLES.format(python=python))
+    said = project.invoke("train", "text", "--set", "checkpoint.keep_last=1")
+    (path,) = project.runs()
+    run = RunFolder(path)
+    records = read_evaluations(run)
+    assert [(r.step, r.name, bool(r.error)) for r in records] == [
+        (10, "held-out", False),
+        (20, "held-out", False),
+        (20, "tasks", True),
+    ]
+    words = f"ERROR: {python}: No such file or directory"
+    assert records[-1].error == words and words in said.stdout + said.stderr
+    found = project.document("evaluate", "last", "--step", "20", "--samples", "4")
+    at_the_end = {
+        ("lines", "loss"): found["loss"],
+        ("lines", "bits_per_byte"): found["bits_per_byte"],
+    }
+    assert scores(records[1]) == at_the_end, "what the task finds, in another process"
+    assert records[0].scores != records[1].scores
+    python.write_text(HARNESS.format(python=sys.executable))
+    python.chmod(0o755)
+    made = project.document("evaluate", "last", "--pending")["evaluations"]
+    assert [(each["step"], each["name"], each["error"]) for each in made][1:] == [
+        (20, "held-out", ""),
+        (20, "tasks", ""),
+    ]
+    tasks = read_evaluations(run)[-1]
+    assert tasks.scores == tuple(
+        score
+        for task in ("one", "two")
+        for score in (
+            EvaluationScore(task, "acc", 0.5, 0.25),
+            EvaluationScore(task, "x (own)", 1.0),
+        )
+    )
+    assert tasks.versions["lm_eval"] == "0.4.13" and tasks.versions["one"] == "2.0"
+    assert sorted(p.suffix for p in (path / "evaluations").glob("step-*")) == [".log"] * 3
+    shown = project.invoke("status", "last").stdout
+    assert "one acc" in shown and "0.5000 ± 0.2500 at step 20" in shown and "3 made" in shown
+    report = read_report(run)
+    assert len(report.evaluations) == 3 and "lines</td><td>bits_per_byte" in report_page(report)
+    numbers = dict(numbers_of([report, replace(report, evaluations=records[:1])]))
+    bits = [scores(record)["lines", "bits_per_byte"] for record in (records[1], records[0])]
+    assert numbers["lines bits_per_byte"] == [
+        f"{bits[0]:.4f} (step 20)",
+        f"{bits[1]:.4f} (step 10)",
+    ]
+    assert numbers["one acc"] == ["0.5000 ± 0.2500 (step 20)", "n/a"]
