@@ -277,8 +277,7 @@ class Job(Table):
             obstacle = "run outside of the job's container, where its packages are not"
         elif self.dataset.tokenizer is None:
             obstacle = f"need text, and dataset '{self.dataset.name}' is random tokens"
-        said = evaluation_objection(self.evaluations, self.training, obstacle)
-        if said is not None:
+        if said := evaluation_objection(self.evaluations, self.training, obstacle):
             raise said
         return self
 
