@@ -9,8 +9,8 @@ one with another learning rate, docs/board.png the page of `board`, docs/stages.
 draws (all but that need chromium). Names as arguments make only those. docs/demo.svg is another:
 `./inv report last --picture docs/demo.svg`, after `./inv train demo`. docs/curation.svg is of the
 pages of docs/from-web-text.md: `./inv data-stats pages --curation --picture docs/curation.svg`.
-docs/widths.svg: `python docs/pictures.py widths.svg`, after `./inv sweep mup` and `./inv sweep
-mup-standard`.
+docs/halving.svg: `python benchmarks/halving.py --svg docs/halving.svg`. docs/widths.svg: `python
+docs/pictures.py widths.svg`, after `./inv sweep mup` and `./inv sweep mup-standard`.
 """
 
 from __future__ import annotations

@@ -59,6 +59,31 @@ def test_a_sweep_of_six_is_gone_on_with(slurm: SlurmProject) -> None:
     assert not slurm.cluster.processes_of(killed.name)
 
 
+@pytest.mark.slow  # four runs, two of which go on from rung to rung
+def test_a_sweep_that_stops_early(slurm: SlurmProject) -> None:
+    """An array a rung: the one that is gone on with to the end has every step once."""
+    text = (slurm.path / "jobs.toml").read_text().replace("nodes = 2\n", "nodes = 1\n")
+    text = text.replace("ranks_per_node = 2", "ranks_per_node = 1", 1)
+    sweep = "grid.training.lr = [1e-2, 1e18, 1e-1, 1e-3]\n"
+    sweep += "halving = { first_rung = 8, factor = 2 }\n"
+    (slurm.path / "jobs.toml").write_text(text + "\n[jobs.random.sweep]\n" + sweep)
+    slurm.invoke("sweep", "random", "--detach")
+    assert len(slurm.runs()) == 4
+    value = json.loads(slurm.invoke("sweep", "random", "--json", timeout=HANGS).stdout)
+    assert [rung["step"] for rung in value["rungs"]] == [8, 16, 30]
+    assert [len(rung["kept"]) for rung in value["rungs"][:2]] == [2, 1]
+    states = [member["state"] for member in value["members"]]
+    assert states[1] == "diverged" and sorted(states) == [
+        "diverged",
+        "stopped",
+        "stopped",
+        "succeeded",
+    ]
+    run = slurm.path / "runs/random" / value["members"][states.index("succeeded")]["run"]
+    assert len(slurm.losses(run)) == 30 and len(slurm.slurm_jobs(run)) == 3
+    slurm.wait_over()
+
+
 # Each stands for one of Slurm's programs, and kills who called it: before the real one, after it,
 # in its place.
 KILLED = {

@@ -46,6 +46,9 @@ def test_a_list_and_the_same_values_twice() -> None:
     assert len(sweep.points()) == 1
 
 
+TPE = {"random": {"nodes": {"integer": [1, 9]}}, "samples": 3, "sampler": "tpe"}
+
+
 @pytest.mark.parametrize(
     ("table", "words"),
     [
@@ -59,6 +62,9 @@ def test_a_list_and_the_same_values_twice() -> None:
         ({"random": {"a": {"integer": [1, 2.5]}}, "samples": 1}, "two whole numbers"),
         ({"random": {"a": {"uniform": [1]}}, "samples": 1}, "takes [LOW, HIGH]"),
         ({"grid": {"training": {"seed": [1]}}, "seeds": [1]}, "the sweep gives already"),
+        (TPE | {"grid": {"nodes": [1]}}, "of random, and of nothing else"),
+        (TPE | {"halving": {"first_rung": 2}}, "give one of both"),
+        (TPE | {"random": {"training": {"seed": {"integer": [1, 9]}}}}, "nothing to search"),
         ({"grid": {"nodes": list(range(1, MOST_MEMBERS + 2))}}, "a sweep has at most"),
     ],
 )
