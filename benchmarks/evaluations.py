@@ -65,7 +65,7 @@ extends = "without"
 name = "held-out"
 every = {interval}
 datasets = ["docs"]
-limit = 200
+limit = 100
 threads = {threads}
 """
 
