@@ -10,7 +10,7 @@ draws (all but that need chromium). Names as arguments make only those. docs/dem
 `./inv report last --picture docs/demo.svg`, after `./inv train demo`. docs/curation.svg is of the
 pages of docs/from-web-text.md: `./inv data-stats pages --curation --picture docs/curation.svg`.
 docs/widths.svg: `python docs/pictures.py widths.svg`, after `./inv sweep mup` and `./inv sweep
-mup-standard`.
+mup-standard`. docs/scaling.svg: benchmarks/scaling_ladder.py.
 """
 
 from __future__ import annotations

@@ -12,9 +12,11 @@ from trainkit.base.errors import ConfigError
 from trainkit.base.extras import MissingExtra
 from trainkit.base.files import atomic_open
 from trainkit.runs.summary import FORMATS
-from trainkit.scaling.law import interval
+from trainkit.scaling.law import Floats, interval
 from trainkit.scaling.points import ScalingPoint
-from trainkit.scaling.report import Prediction, ScalingLaw
+from trainkit.scaling.report import WIDEST, Prediction, ScalingLaw
+
+MARGIN = 1.04  # of losses, to the edge
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -57,6 +59,7 @@ def draw_law(
         _draw_frontier(axes, fitted, [flops for flops, _ in predicted])
         for number, (flops, each) in enumerate(predicted):
             around = [[each.loss - each.low], [each.high - each.loss]]
+            _draw_predicted(axes, fitted, flops, each)
             label = None if number else f"predicted, {fitted.confidence:.0%} interval"
             axes.errorbar(
                 [flops], [each.loss], around, fmt="D", mfc="white", color="black", label=label
@@ -65,6 +68,9 @@ def draw_law(
             of_later = [[point.flops for point in later], [point.loss for point in later]]
             axes.plot(*of_later, "*", color="#d55e00", markersize=11, label="measured afterwards")
         axes.set_xscale("log")
+        losses = [point.loss for point in (*fitted.points, *later)]
+        losses += [end for _, each in predicted for end in (each.low, each.high)]
+        axes.set_ylim(min(losses) / MARGIN, max(losses) * MARGIN)  # what is unsure leaves it
         axes.set(xlabel="training FLOPs", ylabel=f"{fitted.loss.replace('_', ' ')}, nats a token")
         axes.grid(alpha=0.3)
         axes.legend(frameon=False, fontsize=8)
@@ -98,16 +104,33 @@ def _draw_sizes(axes: Axes, fitted: ScalingLaw) -> None:
 
 
 def _draw_frontier(axes: Axes, fitted: ScalingLaw, asked: Sequence[float]) -> None:
-    """The least loss of each budget: dashed where it is larger than any that was measured."""
+    """The least loss of each budget, as far as the law can say it: dashed where the budget is
+    larger than any that was measured."""
     measured = [point.flops for point in fitted.points]
     budgets = np.geomspace(min(measured), max([*measured, *asked]), 100)
-    best = [fitted.law.best(budget) for budget in budgets]
-    least = np.array([fitted.law.loss(*each) for each in best])
-    spread = [
-        interval([draw.loss(*each) for draw in fitted.draws], fitted.confidence) for each in best
-    ]
-    low, high = np.transpose(spread)
-    inside = budgets <= max(measured)
-    axes.fill_between(budgets, low, high, color="black", alpha=0.12, linewidth=0)
+    best = np.array([fitted.law.best(budget) for budget in budgets])
+    least, low, high = _said(fitted, best)
+    sure = high - low <= WIDEST * least
+    if not sure.any():
+        return
+    inside = sure & (budgets <= max(measured))
+    axes.fill_between(budgets[sure], low[sure], high[sure], color="black", alpha=0.12, linewidth=0)
     axes.plot(budgets[inside], least[inside], color="black", label="least loss of a budget")
-    axes.plot(budgets, least, "--", color="black", linewidth=1, label="extrapolated")
+    axes.plot(budgets[sure], least[sure], "--", color="black", linewidth=1, label="extrapolated")
+
+
+def _draw_predicted(axes: Axes, fitted: ScalingLaw, flops: float, each: Prediction) -> None:
+    """The law of a size that was not measured, from a quarter of its tokens on."""
+    line = np.geomspace(each.tokens / 4, each.tokens, 30)
+    losses, low, high = _said(fitted, np.stack([np.full(len(line), each.parameters), line], 1))
+    costs = line * flops / each.tokens
+    axes.fill_between(costs, low, high, color="#d55e00", alpha=0.12, linewidth=0)
+    axes.plot(costs, losses, "--", color="#d55e00", linewidth=1)
+
+
+def _said(fitted: ScalingLaw, sizes: Floats) -> tuple[Floats, Floats, Floats]:
+    """The losses of (N, D), (n, 2), and the ends of their intervals."""
+    losses = [fitted.law.loss(*size) for size in sizes]
+    ends = [interval([draw.loss(*size) for draw in fitted.draws]) for size in sizes]
+    low, high = np.transpose(ends)
+    return np.array(losses), low, high
