@@ -11,6 +11,7 @@ draws (all but that need chromium). Names as arguments make only those. docs/dem
 pages of docs/from-web-text.md: `./inv data-stats pages --curation --picture docs/curation.svg`.
 docs/halving.svg: `python benchmarks/halving.py --svg docs/halving.svg`. docs/widths.svg: `python
 docs/pictures.py widths.svg`, after `./inv sweep mup` and `./inv sweep mup-standard`.
+docs/scaling.svg: benchmarks/scaling_ladder.py.
 """
 
 from __future__ import annotations

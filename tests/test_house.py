@@ -24,7 +24,7 @@ PACKAGE = Path(trainkit.__file__).parent
 ORDER = {  # of a folder's rooms and its files of their own: each imports only what stands before it
     "trainkit": (
         "base families jobs ops images plan runs reports data train engines stages launch"
-        " experiment rehearse cli"
+        " experiment scaling rehearse cli"
     ),
     "trainkit.images": (
         "contract builders dockerfile context programs leftovers build squashfs stripe importers"
@@ -43,6 +43,7 @@ ORDER = {  # of a folder's rooms and its files of their own: each imports only w
         " scheduler_registry main"
     ),
     "trainkit.experiment": "options hosts start prepare graph follow cancel sweep diff_engines api",
+    "trainkit.scaling": "law points isoflop report picture rates ladder",
     "trainkit.rehearse": "scene place_checks data_checks rank_checks rehearse harm drill",
     "trainkit.cli": (
         "completion parameters options tables wrapper config host_options run hosts"

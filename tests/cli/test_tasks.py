@@ -48,6 +48,8 @@ TASK_NAMES = [
     "report",
     "resume",
     "runs",
+    "scale",
+    "scaling-law",
     "setup-hosts",
     "show",
     "status",

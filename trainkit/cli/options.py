@@ -85,6 +85,30 @@ class CoordCheckOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ScaleOptions:
+    """Those of `scale`."""
+
+    job: str = flag("the job whose shape, data and cluster the sizes have", default="")
+    set: tuple[str, ...] = flag(
+        "KEY=VALUE: override a value of all sizes; may be repeated", default=()
+    )
+    tokens_per_parameter: float = flag(
+        "how many tokens a size is trained on", default=20.0, minimum=0.01
+    )
+    law: str = flag(
+        "a file of scaling-law: size and tokens by the least loss it says for the budget",
+        default="",
+    )
+    rule: str = flag("of batch and learning rate: nanochat, deepseek, step-law", default="nanochat")
+    ladder: str = flag("depths to measure, such as 4,6,8 (default: five, up to half)", default="")
+    price_per_gpu_hour: float = flag(
+        "what a device costs an hour, in the budget's dollars", default=0.0, minimum=0
+    )
+    picture: str = flag("with --law: " + PICTURE.format("loss against cost"), default="")
+    write: str = flag("write the jobs as a .toml file, which `include` can name", default="")
+
+
+@dataclass(frozen=True, kw_only=True)
 class SweepTaskOptions:
     """Those of `sweep`."""
 

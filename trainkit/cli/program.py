@@ -28,7 +28,7 @@ from trainkit.cli.completion import SCRIPTS, TABLES, candidates, names_of
 from trainkit.cli.wrapper import command_in, end_without_reader
 
 GROUPS = {
-    "Start": ("init", "import", "jobs", "show", "check", "plan", "coord-check", "graph"),
+    "Start": ("init", "import", "jobs", "show", "check", "plan", "scale", "coord-check", "graph"),
     "Prepare": (
         "build",
         "build-container",
@@ -50,6 +50,7 @@ GROUPS = {
         "checkpoints",
         "report",
         "compare",
+        "scaling-law",
         "board",
         "tensorboard",
     ),

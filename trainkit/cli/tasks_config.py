@@ -1,9 +1,17 @@
-"""The tasks about jobs.toml and the data of its jobs: init, jobs, show, check, plan, coord-check,
-graph, data-stats, data-verify."""
+"""The tasks about jobs.toml and the data of its jobs: init, jobs, show, check, plan, scale,
+coord-check, graph, data-stats, data-verify."""
 
 from __future__ import annotations
 
-from trainkit.cli.options import DATASET, JOB, SET, CoordCheckOptions, PlanOptions, StatsOptions
+from trainkit.cli.options import (
+    DATASET,
+    JOB,
+    SET,
+    CoordCheckOptions,
+    PlanOptions,
+    ScaleOptions,
+    StatsOptions,
+)
 from trainkit.cli.wrapper import TaskContext, TaskResult, make_task
 
 
@@ -76,6 +84,22 @@ def plan(task: TaskContext, job: str, options: PlanOptions) -> TaskResult:
     from trainkit.cli.config.plan import plan as run
 
     return run(task, job, options)
+
+
+@make_task(
+    options=ScaleOptions,
+    help={"budget": "FLOPs (1e20), dollars ('$500') or '64 gpu-days' ('100 gpu-hours')"},
+    takes_json=True,
+)
+def scale(task: TaskContext, budget: str, options: ScaleOptions) -> TaskResult:
+    """Choose a model for a budget, and smaller ones that tell its loss before.
+
+    Depth alone sets a size. The smaller ones are a sweep: `sweep NAME-ladder` trains them, and
+    `scaling-law NAME-ladder` fits them. Exit 4 if the big run cannot be as it is.
+    """
+    from trainkit.cli.config.scale import scale as run
+
+    return run(task, budget, options)
 
 
 @make_task(options=CoordCheckOptions, help=JOB, takes_json=True)

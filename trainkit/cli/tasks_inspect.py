@@ -1,6 +1,6 @@
 """The tasks about runs that are there: runs, status, why, logs, tensorboard, report, compare,
-board; and about what they leave: checkpoints, generated text, losses, weights for other
-programs."""
+scaling-law, board; and about what they leave: checkpoints, generated text, losses, weights for
+other programs."""
 
 from __future__ import annotations
 
@@ -229,6 +229,33 @@ def compare(
     from trainkit.cli.inspect.report import compare as show
 
     return show(task, [run, other, *also], html)
+
+
+@make_task(
+    help={
+        "runs": "a job whose sweep they are, or runs with a , between",
+        "predict": "N,D: say the loss of so many parameters and tokens; may be repeated",
+        "write": "file of the law, which scale --law reads",
+        "picture": PICTURE.format("loss against cost"),
+    },
+    takes_json=True,
+)
+def scaling_law(
+    task: TaskContext,
+    runs: str,
+    predict: tuple[str, ...] = (),
+    write: str = "scaling-law.json",
+    picture: str = "",
+) -> TaskResult:
+    """Fit the loss of finished runs over parameters and tokens.
+
+    L(N, D) = E + A / N^alpha + B / D^beta with bootstrap intervals, and parabolas where runs have
+    equal budgets (Hoffmann et al. 2022, approaches 3 and 2).
+    """
+    from trainkit.cli.inspect.scaling_law import LawForms
+    from trainkit.cli.inspect.scaling_law import scaling_law as show
+
+    return show(task, runs, LawForms(predict, write, picture))
 
 
 @make_task(help={"port": "port to listen on, for this machine alone (0: any that is free)"})

@@ -13,6 +13,7 @@ from trainkit.base.files import write_text
 from trainkit.jobs.layers import LOCAL_FILE
 from trainkit.jobs.load import Jobs
 from trainkit.jobs.references import REFERENCES
+from trainkit.jobs.schema import Job
 from trainkit.jobs.table import NAME, Table
 
 
@@ -47,10 +48,14 @@ def add_job(
     """
     path = jobs.root / LOCAL_FILE
     before = path.read_text() if path.exists() else ""
-    lines = ["", f"# {comment}"]
-    for table in _tables("jobs", name, jobs.resolve(base).job, values):
-        lines += [*table, ""]
+    lines = ["", f"# {comment}", *job_lines(name, jobs.resolve(base).job, values)]
     write_text(path, before + "\n".join(lines[:-1]) + "\n")
+
+
+def job_lines(name: str, base: Job, values: Mapping[str, JsonValue]) -> list[str]:
+    """A job as `add_job` writes it: its lines, an empty one after each table. Arguments as there,
+    but for the job that it extends, which is resolved."""
+    return [line for table in _tables("jobs", name, base, values) for line in (*table, "")]
 
 
 def _tables(
