@@ -20,6 +20,7 @@ KEYS = {
     "training.on_nan": '"skip"',
     "training.on_spike": '"skip"',
     "training.replay_interval": "5",
+    "training.ema_decay": "0.9",
     "training.z_loss": "0.1",
 }
 

@@ -16,6 +16,7 @@ DATASET = {
 }
 FORCE = {"force": "build again even if it is up to date"}
 STEP = "step of the checkpoint (default: the newest valid one)"
+WEIGHTS = "trained, ema (training.ema_decay) or average (made by `average`)"
 CLUSTER = {"cluster": "a cluster of jobs.toml (default: that of [defaults].job)"}
 HOSTFILE = {"hostfile": "use this hostfile instead of the cluster's"}
 DEVICE = "cpu or cuda (default: that of the job's cluster)"
@@ -166,6 +167,7 @@ class ModelOptions:
     """Which checkpoint is loaded, and onto what."""
 
     step: int | None = flag(STEP, default=None, minimum=0)
+    weights: str = flag(WEIGHTS, default="trained")
     device: str = flag(DEVICE, default="")
     tensor_parallel: int = flag(TENSOR, default=1, minimum=1)
 
@@ -218,6 +220,7 @@ class ExportOptions:
     )
     to: str = flag("folder to write; it must not exist", default="")
     step: int | None = flag(STEP, default=None, minimum=0)
+    weights: str = flag(WEIGHTS, default="trained")
     dtype: str = flag("type of the weights: fp32, bf16 or fp16", default="fp32")
     shard_gb: float = flag("maximum size of a weight file, in GB", default=5.0, minimum=1e-6)
 

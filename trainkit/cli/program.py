@@ -54,7 +54,7 @@ GROUPS = {
         "board",
         "tensorboard",
     ),
-    "After training": ("generate", "evaluate", "export", "convert", "replay", "clean"),
+    "After training": ("generate", "evaluate", "average", "export", "convert", "replay", "clean"),
     "Hosts": ("nodes", "doctor", "setup-hosts", "fleet"),
     "This checkout": ("test", "bench", "docs"),
 }

@@ -53,6 +53,7 @@ namespace = Collection(
     tasks_inspect.board,
     tasks_inspect.generate,
     tasks_inspect.evaluate,
+    tasks_inspect.average,
     tasks_inspect.export,
     tasks_inspect.convert,
     tasks_inspect.clean,

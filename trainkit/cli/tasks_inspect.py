@@ -36,6 +36,21 @@ def evaluate(task: TaskContext, run: str, options: EvaluateOptions) -> TaskResul
     return run_evaluate(task, run, options)
 
 
+@make_task(
+    help={**RUN, "last": "number of newest checkpoints to average"},
+    takes_json=True,
+    minimum={"last": 2},
+)
+def average(task: TaskContext, run: str, last: int = 5) -> TaskResult:
+    """Average the weights of a run's last checkpoints.
+
+    `--weights average` evaluates, generates with and exports the mean.
+    """
+    from trainkit.cli.model.average import average as run_average
+
+    return run_average(task, run, last)
+
+
 @make_task(options=ExportOptions, help=RUN, takes_json=True)
 def export(task: TaskContext, run: str, options: ExportOptions) -> TaskResult:
     """Export a run's weights for other programs."""

@@ -92,6 +92,12 @@ def scalar_rate(training: Training) -> float:
     return training.muon_scalar_lr / training.lr
 
 
+EMA = "ema"  # the moving average of a weight, which is kept as moments are
+
+
 def kept_of(training: Training, role: Role) -> tuple[str, ...]:
     """What the optimizer of a job keeps of a parameter of a role."""
-    return () if role == "rule" else KEPT[training.optimizer](training, role)
+    if role == "rule":
+        return ()
+    averages = () if training.ema_decay is None else (EMA,)
+    return (*KEPT[training.optimizer](training, role), *averages)

@@ -111,6 +111,15 @@ class Training(Table):
         description="with muon: AdamW's highest learning rate, on the same schedule; by default lr",
     )
     clip_grad: float = Field(1.0, ge=0, description="highest global gradient norm; 0: no clipping")
+    ema_decay: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description=(
+            "keep an exponential moving average of all weights, which an update moves by 1 -"
+            " ema_decay; `--weights ema` evaluates and exports it"
+        ),
+    )
     z_loss: float = Field(
         0.0,
         ge=0,

@@ -153,6 +153,11 @@ class RunFolder:
         """step-00000100/manifest.json and its files."""
         return self.path / "checkpoints"
 
+    @property
+    def averages(self) -> Path:
+        """Means of several checkpoints, in the form of checkpoints."""
+        return self.path / "averages"
+
     def attempt(self, number: int) -> AttemptFolder:
         return AttemptFolder(self.path / "attempts" / str(number))
 

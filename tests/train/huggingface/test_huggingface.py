@@ -235,13 +235,13 @@ class TestFiles:
         from trainkit.train.huggingface import weights
 
         read: list[str] = []
-        original = weights._read
+        original = weights.read_tensor
 
         def remembers(folder: Path, name: str, entry: Any) -> Tensor:
             read.append(name)
             return original(folder, name, entry)
 
-        monkeypatch.setattr(weights, "_read", remembers)
+        monkeypatch.setattr(weights, "read_tensor", remembers)
         model = CASES["llama"][0]
         write(save(ours(model), tmp_path / "checkpoints"), model, tmp_path / "exported")
         # each once, though three are made of one

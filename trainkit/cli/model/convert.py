@@ -29,7 +29,7 @@ def export(task: TaskContext, run_name: str, options: ExportOptions) -> TaskResu
     from trainkit.train.inference.load import choose_checkpoint
 
     warn_of_changed_tokenizer(run)
-    checkpoint = choose_checkpoint(run, options.step)
+    checkpoint = choose_checkpoint(run, options.step, options.weights)
     step = checkpoint.manifest.step
     folder = Path(options.to).absolute()
     tokenizer = tokenizer_of(job)

@@ -110,9 +110,9 @@ def generate(task: TaskContext, run_name: str, options: GenerateOptions) -> Task
         sampling,
         max_new_tokens=options.max_new_tokens,
         step=options.step,
+        weights=options.weights,
         device=options.device,
-        ranks=options.tensor_parallel,
-        together=run_local_ranks,
+        split=(options.tensor_parallel, run_local_ranks),
     )
     first = generations[0]
     return TaskResult(
@@ -167,7 +167,7 @@ def evaluate(task: TaskContext, run_name: str, options: EvaluateOptions) -> Task
     tokenizer, end_of_document = load_own_tokenizer(job)
     device = choose_device(job, options.device)
     refuse_unsplittable(job, options.tensor_parallel, device)
-    checkpoint = choose_checkpoint(run, options.step)
+    checkpoint = choose_checkpoint(run, options.step, options.weights)
     warn_of_changed_tokenizer(run)
     _prepare(task, job, dataset, tokenizer)
     header = EvaluationHeader(
@@ -248,7 +248,9 @@ class _Measurement:
                 progress=on_progress,
             )
         request = ranks.EvaluateRequest(self.dataset, options.split, options.samples)
-        spec = ranks.WorkerSpec(job, self.checkpoint.folder, self.device.type, evaluate=request)
+        spec = ranks.WorkerSpec(
+            job, self.checkpoint.folder, self.device.type, options.weights, evaluate=request
+        )
         found = run_local_ranks(
             ranks.WORKER_ARGV,
             spec.to_json(),

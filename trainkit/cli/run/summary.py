@@ -105,8 +105,7 @@ def _print_sample(task: TaskContext, run: RunFolder, job: Job) -> None:
             [job.generate.prompt],
             how,
             max_new_tokens=job.generate.max_new_tokens,
-            ranks=ranks,
-            together=run_local_ranks,
+            split=(ranks, run_local_ranks),
         )
     except TrainkitError as error:
         # a host without the ranks' devices, say: training succeeded all the same

@@ -50,6 +50,8 @@ NO_COUNTERPART: dict[str, str] = {
     "training.compile": "it compiles no blocks",
     "training.deterministic": "it has no such switch",
     "training.replay_interval": "engine native does that",
+    "training.ema_decay": "engine native does that",
+    "training.fp8_recipe": "engine native does that",
     "training.reset_attention_mask": "its tokens see the whole sample",
     "training.reset_position_ids": "its positions go through the whole sample",
     "parallelism.virtual_pipeline_model_parallel_size": "DeepSpeed's stages have one chunk",

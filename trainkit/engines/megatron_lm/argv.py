@@ -35,6 +35,8 @@ NO_COUNTERPART: Mapping[str, str] = {
     "training.on_spike": "engine native does that",
     "training.compile": "engine native does that",
     "training.replay_interval": "engine native does that",
+    "training.ema_decay": "engine native does that",
+    "training.fp8_recipe": "engine native does that",
     "parallelism.pipeline_schedule": "its pipeline is 1F1B",
     "checkpoint.save_first": "engine native does that",
     "checkpoint.memory_interval": "engine native does that",

@@ -54,6 +54,8 @@ NO_COUNTERPART: dict[str, str] = {
     "training.compile": "it compiles no blocks",
     "training.deterministic": "it has no such switch",
     "training.replay_interval": "engine native does that",
+    "training.ema_decay": "engine native does that",
+    "training.fp8_recipe": "engine native does that",
     "parallelism.context_parallel_size": "engine_args 'model.context_parallel_size' says it",
     "parallelism.pipeline_schedule": "its pipeline has one schedule, 1F1B",
     "parallelism.data_parallel_replicate_size": "its optimizer shards over all of them",

@@ -56,6 +56,8 @@ NO_COUNTERPART: Mapping[str, str] = {
     "training.on_spike": "it does not look for spikes",
     "training.max_skipped_in_a_row": "it counts no skipped steps",
     "training.replay_interval": "engine native does that",
+    "training.ema_decay": "engine native does that",
+    "training.fp8_recipe": "engine native does that",
     "training.deterministic": "the compiler decides",
     "training.compile": "all of it is compiled: invoke precompile",
     "checkpoint.memory_interval": "engine native does that",

@@ -29,6 +29,8 @@ NO_COUNTERPART: dict[str, str] = {
     "training.max_skipped_in_a_row": "it skips no step",
     "training.recompute_every": "it recomputes every block or none",
     "training.replay_interval": "engine native does that",
+    "training.ema_decay": "engine native does that",
+    "training.fp8_recipe": "engine native does that",
     "training.eod_mask_loss": "its loss has no mask of its own",
     "parallelism.virtual_pipeline_model_parallel_size": (
         "its schedules have names: engine_args.parallelism.pipeline_parallel_schedule"

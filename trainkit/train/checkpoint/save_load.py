@@ -112,15 +112,21 @@ def on_rank_0(group: dist.ProcessGroup | None, call: Callable[[], str | None], w
         TrainkitError: on all ranks, for any other error that rank 0 has named.
     """
     outcome: list[tuple[str, int | None, str]] = [("", 0, "")]
-    if dist.get_rank() == 0:
+    if _rank() == 0:
         outcome = [_outcome(call, what)]
-    dist.broadcast_object_list(outcome, src=0, group=group)
+    if dist.is_initialized():
+        dist.broadcast_object_list(outcome, src=0, group=group)
     message, code, hint = outcome[0]
     if code == 0:
         return message
     if code is None:
         raise NotSaved(message)
     raise TrainkitError(message, exit=Exit(code), hint=hint)
+
+
+def _rank() -> int:
+    """Of this process; 0 where it is alone."""
+    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def _outcome(call: Callable[[], str | None], what: str) -> tuple[str, int | None, str]:
@@ -275,7 +281,8 @@ def save(
     metadata: CheckpointMetadata,
     options: SaveOptions = DEFAULT_OPTIONS,
 ) -> Checkpoint:
-    """Write and publish a checkpoint; called by all ranks together. Every rank writes, hashes
+    """Write and publish a checkpoint; called by all ranks together, or without a process group
+    by this process alone. Every rank writes, hashes
     and fsyncs its file in step-N.TOKEN.tmp, a name that only this save has; rank 0 writes the
     manifest, renames and fsyncs the parent.
 
@@ -317,7 +324,7 @@ def save(
         temporary = target.with_name(on_rank_0(group, begin, f"cannot begin checkpoint {target}"))
         writer = DcpWriter(
             temporary,
-            dist.get_rank(),
+            _rank(),
             options.on_progress,
             reserve=partial(_refuse_without_room, checkpoints, make_room),
         )

@@ -62,11 +62,12 @@ class CheckpointWeights:
 
     def read(self, name: str) -> Tensor:
         ours = f"model.{name}"
-        found = _read(self.saved.folder, ours, self.saved.manifest.tensors[ours])
+        found = read_tensor(self.saved.folder, ours, self.saved.manifest.tensors[ours])
         return with_output_factor(name, found, self.model, 1 / self.model.width_factor)
 
 
-def _read(folder: Path, name: str, entry: TensorEntry) -> Tensor:
+def read_tensor(folder: Path, name: str, entry: TensorEntry) -> Tensor:
+    """One tensor of a checkpoint, whole, by this process alone."""
     tensor = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
     with warnings.catch_warnings():
         # one process is meant

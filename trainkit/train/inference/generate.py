@@ -22,6 +22,7 @@ from trainkit.train.decoding.sampling import Sampling
 from trainkit.train.inference.load import (
     ALONE,
     PRECISIONS,
+    TRAINED,
     choose_checkpoint,
     choose_device,
     load_model,
@@ -45,9 +46,9 @@ def generate(
     *,
     max_new_tokens: int,
     step: int | None = None,
+    weights: str = TRAINED,
     device: str = "",
-    ranks: int = 1,
-    together: StartRanks = start_no_ranks,
+    split: tuple[int, StartRanks] = (1, start_no_ranks),
 ) -> tuple[int, list[Generation]]:
     """(step of the checkpoint, what the model writes after each prompt).
 
@@ -58,9 +59,10 @@ def generate(
         sampling: how tokens are drawn.
         max_new_tokens: how many tokens at most, of each.
         step: of the checkpoint; None: the newest valid one.
+        weights: of it: one of load.WEIGHTS.
         device: "cpu" or "cuda"; empty: what the job computes on.
-        ranks: tensor-parallel ranks that the model is split over; 1: this process holds it.
-        together: starts them.
+        split: tensor-parallel ranks that the model is split over, and what starts them; 1: this
+            process holds it.
 
     Raises:
         ConfigError: exit 3, a prompt is not Unicode, the run has mock data, its tokenizer is
@@ -73,17 +75,18 @@ def generate(
                 f"prompt {prompt!r} is not Unicode text: it holds half of a surrogate pair, or"
                 " bytes that are not UTF-8"
             )
+    ranks, together = split
     job = read_job(run.job)
     load_own_tokenizer(job)
     on = choose_device(job, device)
     refuse_unsplittable(job, ranks, on)
-    saved = choose_checkpoint(run, step)
+    saved = choose_checkpoint(run, step, weights)
     if ranks == 1:
         return saved.manifest.step, generations(
             job, saved, on, prompts, sampling, max_new_tokens=max_new_tokens
         )
     request = GenerateRequest(tuple(prompts), asdict(sampling), max_new_tokens)
-    spec = WorkerSpec(job, saved.folder, on.type, generate=request)
+    spec = WorkerSpec(job, saved.folder, on.type, weights, generate=request)
     result = together(WORKER_ARGV, spec.to_json(), ranks, on.type)
     return saved.manifest.step, [Generation(**found) for found in result["generations"]]
 

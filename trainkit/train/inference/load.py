@@ -4,6 +4,7 @@ device, in which precision, and the tokenizer it was trained with."""
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer
@@ -11,6 +12,7 @@ from tokenizers import Tokenizer
 from trainkit.base.errors import ConfigError, Exit, Problem, TrainkitError
 from trainkit.data.indexed.paths import DataFolder
 from trainkit.data.tokenizer import end_of_document, load_tokenizer
+from trainkit.jobs.optimizers import EMA
 from trainkit.jobs.resolved import read_job
 from trainkit.jobs.schema import Job
 from trainkit.ops.kernels import choose
@@ -33,6 +35,9 @@ from trainkit.train.parallel.shards import model_tensors, sharded_parameters
 from trainkit.train.parallel.tensor_group import TensorGroup
 
 ALONE = TensorGroup()  # one process holds the model
+# those of training, their moving average, and the mean of several checkpoints
+TRAINED, AVERAGE = "trained", "average"
+WEIGHTS = (TRAINED, EMA, AVERAGE)
 # a model that trained in float8 is read in 16 bits: its weights are nowhere rounded further
 PRECISIONS = {
     "fp32": torch.float32,
@@ -42,15 +47,56 @@ PRECISIONS = {
 }
 
 
-def choose_checkpoint(run: RunFolder, step: int | None = None) -> Checkpoint:
+def choose_checkpoint(
+    run: RunFolder, step: int | None = None, weights: str = TRAINED
+) -> Checkpoint:
     """The run's checkpoint of `step`, whole and with the right hashes; None: the newest valid
     one, and every newer one passed over is named on stderr.
 
+    Args:
+        run: the run.
+        step: of the checkpoint.
+        weights: one of WEIGHTS; with "average" one that `average` made.
+
     Raises:
         TrainkitError: exit 16, there is none, or that of `step` is damaged.
-        ConfigError: another engine wrote them.
+        ConfigError: another engine wrote them, or it has no such weights.
     """
-    steps = [int(folder.name[5:]) for folder in published_folders(run.checkpoints)]
+    if weights not in WEIGHTS:
+        raise ConfigError(f"--weights {weights!r} is not one of: {', '.join(WEIGHTS)}")
+    at = run.averages if weights == AVERAGE else run.checkpoints
+    return with_weights(_chosen(run, at, step), weights)
+
+
+def with_weights(saved: Checkpoint, weights: str) -> Checkpoint:
+    """The checkpoint as it is; for "ema" with its moving averages as the model's weights. Raises
+    ConfigError where it has none."""
+    if weights != EMA:
+        return saved
+    kept = f"optimizer.{EMA}."
+    found = {
+        f"model.{name.removeprefix(kept)}": entry
+        for name, entry in saved.manifest.tensors.items()
+        if name.startswith(kept)
+    }
+    if not found:
+        raise ConfigError(
+            f"{saved.folder} has no moving average of its weights",
+            hint="training.ema_decay keeps one, from the first step on",
+        )
+    tensors = {**saved.manifest.tensors, **found}
+    return Checkpoint(saved.folder, saved.manifest.model_copy(update={"tensors": tensors}))
+
+
+def _chosen(run: RunFolder, checkpoints: Path, step: int | None) -> Checkpoint:
+    """As of `choose_checkpoint`, in a folder of them."""
+    steps = [int(folder.name[5:]) for folder in published_folders(checkpoints)]
+    if not steps and checkpoints == run.averages:
+        raise TrainkitError(
+            f"run {run.id} has no average of checkpoints",
+            exit=Exit.NO_CHECKPOINT,
+            hint=f"`invoke average {run.id}` makes one",
+        )
     if not steps:
         if (engine := read_job(run.job).engine) != "native":
             raise ConfigError(
@@ -73,12 +119,12 @@ def choose_checkpoint(run: RunFolder, step: int | None = None) -> Checkpoint:
         )
     if step is None:
         newest = newest_valid(
-            run.checkpoints,
+            checkpoints,
             lambda message: print(f"WARNING: passed over: {message}", file=sys.stderr),
         )
         assert newest is not None, "there are checkpoints: the newest valid one or an error"
         return newest
-    folder = checkpoint_folder(run.checkpoints, step)
+    folder = checkpoint_folder(checkpoints, step)
     if problems := verify(folder):
         raise DamagedCheckpoint(folder, problems)
     return open_checkpoint(folder)

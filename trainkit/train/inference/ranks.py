@@ -63,6 +63,7 @@ class WorkerSpec(Record):
         job: the run's.
         checkpoint: the folder of one that was found to be whole.
         device_type: "cpu" or "cuda".
+        weights: of the checkpoint, as of `load.with_weights`.
         generate: what is to be done: one of the two.
         evaluate: the other.
     """
@@ -70,5 +71,6 @@ class WorkerSpec(Record):
     job: Job
     checkpoint: Path
     device_type: str
+    weights: str
     generate: GenerateRequest | None = field(default=None, metadata=OMIT_NONE)
     evaluate: EvaluateRequest | None = field(default=None, metadata=OMIT_NONE)

@@ -22,6 +22,7 @@ def work(spec: Mapping[str, Any], on_progress: ProgressCallback) -> dict[str, ob
     """Do the task as this rank; {"generations": [...]} or the fields of an Evaluation."""
     from trainkit.jobs.ranks import ParallelDegrees
     from trainkit.runs.checkpoints import open_checkpoint
+    from trainkit.train.inference.load import with_weights
     from trainkit.train.parallel.data_parallel import World, join
     from trainkit.train.parallel.mesh import Mesh
 
@@ -29,7 +30,7 @@ def work(spec: Mapping[str, Any], on_progress: ProgressCallback) -> dict[str, ob
     world = World.from_environment()
     device = join(world, task.device_type)
     group = Mesh.of(ParallelDegrees(tensor=world.size), world, device).tensor
-    saved = open_checkpoint(task.checkpoint)
+    saved = with_weights(open_checkpoint(task.checkpoint), task.weights)
     if (generate := task.generate) is not None:
         from trainkit.train.decoding.sampling import Sampling
         from trainkit.train.inference.generate import generations

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim.sgd import sgd
 
-from trainkit.jobs.optimizers import Role, kept_of, rate_factor, role_of, scalar_rate
+from trainkit.jobs.optimizers import EMA, Role, kept_of, rate_factor, role_of, scalar_rate
 from trainkit.jobs.schema import Training
 from trainkit.ops.adamw import Rule, Weights
 from trainkit.ops.kernels import REFERENCE, Kernels
@@ -150,7 +150,20 @@ class Optimizer:
         if held:
             now = _Now(self.steps, rate.to(torch.float32), divisor.to(torch.float32), skip)
             self._rule.update(self, held, now)
+        self._average(skip)
         self.steps += (1 - skip).to(torch.int64)
+
+    def _average(self, skip: Tensor) -> None:
+        """Move the averages, if there are some, towards the weights. They begin with those of the
+        first update: what was before, chance decided."""
+        decay = self.training.ema_decay
+        if decay is None:
+            return
+        share = (1 - skip.double()) * (1 - decay * (self.steps > 0))
+        for name, state in self._state.items():
+            if EMA in state:
+                weight = local_part(self._parameters[name])
+                state[EMA].lerp_(weight, share.to(weight.dtype))
 
     def zero_grad(self) -> None:
         """Free the gradients."""
