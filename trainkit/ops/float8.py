@@ -77,7 +77,8 @@ def product(a_MD: Tensor, scale_a: Tensor, b_ND: Tensor, scale_b: Tensor, **word
         a_MD = F.pad(a_MD, (0, odd))
     if odd or rows % WHOLE:
         b_ND = F.pad(b_ND, (0, odd, 0, -rows % WHOLE))
-    factor_a, factor_b = scale_a.reciprocal(), scale_b.reciprocal()
+    factor_a = scale_a.reciprocal()
+    factor_b = scale_b.reciprocal()
     by_rows = scale_a.ndim > 0
     one = factor_a.new_ones(())
     # By rows afterwards, which is exact with powers of two: torch's own kernel for rows is slow

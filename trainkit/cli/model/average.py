@@ -14,7 +14,7 @@ def average(task: TaskContext, run_name: str, last: int) -> TaskResult:
     """The task. Raises ConfigError where there are too few checkpoints, or the same average is
     there; TrainkitError for a damaged checkpoint."""
     run = find_run(load_jobs(task).roots(), run_name)
-    from trainkit.train.checkpoint.averages import write_average
+    from trainkit.train.inference.averages import write_average
     from trainkit.train.inference.load import choose_checkpoint
 
     steps = [step_of(folder) for folder in published_folders(run.checkpoints)][-last:]

@@ -281,10 +281,9 @@ def save(
     metadata: CheckpointMetadata,
     options: SaveOptions = DEFAULT_OPTIONS,
 ) -> Checkpoint:
-    """Write and publish a checkpoint; called by all ranks together, or without a process group
-    by this process alone. Every rank writes, hashes
-    and fsyncs its file in step-N.TOKEN.tmp, a name that only this save has; rank 0 writes the
-    manifest, renames and fsyncs the parent.
+    """Write and publish a checkpoint; called by all ranks together, or by a process alone. Every
+    rank writes, hashes and fsyncs its file in step-N.TOKEN.tmp, a name that only this save has;
+    rank 0 writes the manifest, renames and fsyncs the parent.
 
     Args:
         checkpoints: the run's folder of them.

@@ -36,7 +36,8 @@ from trainkit.train.parallel.tensor_group import TensorGroup
 
 ALONE = TensorGroup()  # one process holds the model
 # those of training, their moving average, and the mean of several checkpoints
-TRAINED, AVERAGE = "trained", "average"
+TRAINED = "trained"
+AVERAGE = "average"
 WEIGHTS = (TRAINED, EMA, AVERAGE)
 # a model that trained in float8 is read in 16 bits: its weights are nowhere rounded further
 PRECISIONS = {

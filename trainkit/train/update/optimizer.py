@@ -159,7 +159,7 @@ class Optimizer:
         decay = self.training.ema_decay
         if decay is None:
             return
-        share = (1 - skip.double()) * (1 - decay * (self.steps > 0))
+        share = (1 - skip.double()) * (1 - decay * (self.steps > 0).double())
         for name, state in self._state.items():
             if EMA in state:
                 weight = local_part(self._parameters[name])

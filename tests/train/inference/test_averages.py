@@ -19,9 +19,9 @@ from trainkit.base.errors import ConfigError, TrainkitError
 from trainkit.jobs.optimizers import EMA
 from trainkit.runs.checkpoints import Checkpoint, verify
 from trainkit.runs.folder import RunFolder
-from trainkit.train.checkpoint.averages import write_average
 from trainkit.train.checkpoint.save_load import CheckpointMetadata, save
 from trainkit.train.huggingface.weights import CheckpointWeights
+from trainkit.train.inference.averages import write_average
 from trainkit.train.inference.load import choose_checkpoint, load_model
 
 DECAY = 0.7
@@ -94,7 +94,7 @@ def test_a_skipped_step_leaves_the_average() -> None:
 
 
 def _here() -> str:
-    return "tests.train.checkpoint.test_averages"
+    return "tests.train.inference.test_averages"
 
 
 def checkpoints_of(run: RunFolder, steps: int) -> list[dict[str, torch.Tensor]]:
