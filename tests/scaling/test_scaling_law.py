@@ -98,7 +98,7 @@ def test_a_sweep_becomes_a_law(project: Project) -> None:
         Member(number, values, run.id)
         for number, (values, run) in enumerate(zip(ladder(), folders, strict=True), 1)
     ]
-    new_record(jobs.root, "random", [], "x", members)
+    new_record(jobs.root, "random", [], "x", members, [])
     picture = ("--picture", "law.svg", "--predict", "40000,100000")
     printed = project.invoke("scaling-law", "random", *picture, "--json")
     value = json.loads(printed.stdout)
@@ -111,7 +111,7 @@ def test_a_sweep_becomes_a_law(project: Project) -> None:
     assert "least loss of a budget" in (project.path / "law.svg").read_text()
     page = project.invoke("scaling-law", ",".join(run.id for run in folders)).stdout
     assert "alpha" in page and "approach 2 needs two budgets" in page
-    new_record(jobs.root, "text", [], "y", [Member(1, {"training.lr": 0.1})])
+    new_record(jobs.root, "text", [], "y", [Member(1, {"training.lr": 0.1})], [])
     said = project.invoke("scaling-law", "text", exit=3).stderr
     assert "text: lr=0.1 has no run yet" in said
     assert (

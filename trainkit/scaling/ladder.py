@@ -48,7 +48,7 @@ class Budget:
 
 
 @dataclass(frozen=True)
-class Rung:
+class LadderRung:
     """One run.
 
     Args:
@@ -172,13 +172,13 @@ class Dial:
             per_hour,
         )
 
-    def rung(self, size: _Size, tokens: float) -> Rung:
+    def rung(self, size: _Size, tokens: float) -> LadderRung:
         """A size, trained on about so many tokens."""
         values = size.values | self._schedule(size, tokens)
         job = self._resolve(values)
         trained = job.training.train_iters * job.global_batch_size * job.model.seq_length
         flops = float(size.flops_per_token) * trained
-        return Rung(size.depth, job, values, plan_of(job), size.parameters, trained, flops)
+        return LadderRung(size.depth, job, values, plan_of(job), size.parameters, trained, flops)
 
     def _schedule(self, size: _Size, tokens: float) -> dict[str, JsonValue]:
         base = self.base
@@ -226,7 +226,7 @@ def _affords(budget: Budget, size: _Size) -> float:
     return budget.device_hours * size.tokens_per_device_hour
 
 
-def best_size(dial: Dial, budget: Budget, ratio: float, law: ScalingLaw | None) -> Rung:
+def best_size(dial: Dial, budget: Budget, ratio: float, law: ScalingLaw | None) -> LadderRung:
     """The largest size with `ratio` tokens to a parameter within the budget; by a law, the one with
     the least loss for all of the budget.
 
@@ -269,7 +269,7 @@ def rungs_below(top: int) -> Sequence[int]:
     return [round(low + (high - low) * step / (RUNGS - 1)) for step in range(RUNGS)]
 
 
-def measured_rungs(dial: Dial, depths: Sequence[int], ratio: float) -> Iterator[Rung]:
+def measured_rungs(dial: Dial, depths: Sequence[int], ratio: float) -> Iterator[LadderRung]:
     """Each depth with PARTS of `ratio` tokens to a parameter, the smallest first."""
     for depth in depths:
         size = dial.size(depth, timed=False)
@@ -278,7 +278,11 @@ def measured_rungs(dial: Dial, depths: Sequence[int], ratio: float) -> Iterator[
 
 
 def ladder_toml(
-    name: str, sets: Mapping[str, JsonValue], dial: Dial, top: Rung, rungs: Sequence[Rung]
+    name: str,
+    sets: Mapping[str, JsonValue],
+    dial: Dial,
+    top: LadderRung,
+    rungs: Sequence[LadderRung],
 ) -> str:
     """Tables that jobs.toml can include: [jobs.NAME], the big run, and [jobs.NAME-ladder], whose
     sweep are the runs to measure.

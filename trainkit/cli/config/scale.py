@@ -21,7 +21,7 @@ from trainkit.scaling.ladder import (
     PARTS,
     Budget,
     Dial,
-    Rung,
+    LadderRung,
     best_size,
     ladder_toml,
     measured_rungs,
@@ -153,11 +153,11 @@ def scale(task: TaskContext, text: str, options: ScaleOptions) -> TaskResult:
     return TaskResult(values, refused, _page(top, rungs, predicted, options.price_per_gpu_hour))
 
 
-def _hours(rung: Rung) -> float | None:
+def _hours(rung: LadderRung) -> float | None:
     return rung.plan.duration.device_hours if rung.plan.duration else None
 
 
-def _to_json(rung: Rung, price: float) -> dict[str, object]:
+def _to_json(rung: LadderRung, price: float) -> dict[str, object]:
     plan = rung.plan
     hours = _hours(rung)
     return {
@@ -173,7 +173,9 @@ def _to_json(rung: Rung, price: float) -> dict[str, object]:
     }
 
 
-def _page(top: Rung, rungs: Sequence[Rung], predicted: Prediction | None, price: float) -> Page:
+def _page(
+    top: LadderRung, rungs: Sequence[LadderRung], predicted: Prediction | None, price: float
+) -> Page:
     numbers = ("depth", "width", "parameters", "tokens", "batch", "lr", "steps", "FLOPs")
     costs = ("GPU-hours", *(("price",) if price else ()), "GiB")
     table = Listing("", *numbers, *costs, right=(*numbers, *costs), drop=("GiB", "steps"))
