@@ -100,7 +100,7 @@ def export_weights(job: Job, checkpoint: Checkpoint, folder: Path) -> None:
         CheckpointWeights(checkpoint, job.model),
         job.model,
         folder,
-        dtype=job.training.precision,
+        dtype="bf16" if job.training.precision == "fp8" else job.training.precision,
         shard_bytes=SHARD_BYTES,
         tokenizer=tokenizer_of(job),
         about={"trainkit_step": str(checkpoint.manifest.step)},
