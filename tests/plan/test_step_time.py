@@ -248,7 +248,7 @@ def test_a_kind_that_was_not_fitted_is_named(engine: str, device: str, said: str
 def test_float8_is_planned_where_the_device_has_it_and_refused_elsewhere() -> None:
     def job(device: str, precision: str) -> Job:
         model = shape("llama", layers=4, hidden=4096, heads=32, length=4096)
-        words = {"compile": True, "precision": precision}
+        words: dict[str, Any] = {"compile": True, "precision": precision}
         return job_of(model, 8, device=built_in_device(device), **words)
 
     wide, narrow = (make_plan(job("h100-sxm-80gb", p)) for p in ("bf16", "fp8"))
