@@ -206,11 +206,11 @@ def test_an_interval_of_copies_in_memory(value: str, checkout: Checkout) -> None
 
 
 def test_allowed_values_are_listed(checkout: Checkout) -> None:
-    (words,) = refused(checkout(GOOD.replace("lr = 1e-3", 'lr = 1e-3\nprecision = "fp8"')))
+    (words,) = refused(checkout(GOOD.replace("lr = 1e-3", 'lr = 1e-3\nprecision = "fp4"')))
     assert (
         words
-        == "jobs.toml:19: jobs.demo.training.precision: expected 'fp32', 'bf16' or 'fp16', got the"
-        " string 'fp8'"
+        == "jobs.toml:19: jobs.demo.training.precision: expected 'fp32', 'bf16', 'fp16' or 'fp8',"
+        " got the string 'fp4'"
     )
     (words,) = refused(checkout(GOOD.replace("ranks_per_node = 2", 'device = "mi300x"')))
     assert words.startswith(

@@ -13,9 +13,10 @@ from tests.plan.example import BIG, gpu, job_of, shape
 from trainkit.engines.registry import ENGINES
 from trainkit.jobs.devices import built_in_device
 from trainkit.jobs.load import load
-from trainkit.jobs.schema import Model, Training
+from trainkit.jobs.schema import Job, Model, Training
 from trainkit.plan.parameter_shapes import newton_schulz_flops
 from trainkit.plan.planner import Plan, make_plan
+from trainkit.plan.rules import float8_problem
 from trainkit.plan.time.constants import devices, fitted, machine
 from trainkit.plan.time.of_job import estimate_step
 from trainkit.plan.time.setup import Hardware, RankSplit, Setup, Shape
@@ -242,3 +243,20 @@ def test_a_kind_that_was_not_fitted_is_named(engine: str, device: str, said: str
     speed = plan.duration.speed
     assert speed.not_fitted.startswith(said) and bool(speed.not_fitted) == bool(said)
     assert ("Not fitted: " in speed.source) == bool(said)
+
+
+def test_float8_is_planned_where_the_device_has_it_and_refused_elsewhere() -> None:
+    def job(device: str, precision: str) -> Job:
+        model = shape("llama", layers=4, hidden=4096, heads=32, length=4096)
+        words: dict[str, Any] = {"compile": True, "precision": precision}
+        return job_of(model, 8, device=built_in_device(device), **words)
+
+    wide, narrow = (make_plan(job("h100-sxm-80gb", p)) for p in ("bf16", "fp8"))
+    assert wide.memory is not None and narrow.memory is not None
+    assert narrow.memory.fullest.total_bytes > wide.memory.fullest.total_bytes
+    assert narrow.duration is not None and wide.duration is not None
+    assert narrow.duration.speed.tokens_per_second > wide.duration.speed.tokens_per_second
+    for device in ("a100-sxm-80gb", "v100-sxm-32gb"):
+        found = [o.message for o in make_plan(job(device, "fp8")).objections]
+        assert any("has no arithmetic in fp8" in words for words in found), found
+    assert not float8_problem("fp8", (8, 9)) and "8.0" in float8_problem("fp8", (8, 0))
