@@ -136,3 +136,11 @@ def test_a_dry_run_says_what_halving_costs(project: Project) -> None:
     # four settings to step 3, two to 6, one to 12: 12 + 6 + 6 of 48
     assert "compared at steps 3, 6" in said and "50% of the steps" in said
     assert project.document("sweep", "random", "--dry-run")["rungs"] == [3, 6, 12]
+
+
+def test_where_all_fail_nothing_is_decided(project: Project) -> None:
+    """Else no run would be left that `--failed` goes on with, once their cause is mended."""
+    of_one_rank(project, "grid.training.lr = [1e18, 1e19]\nhalving.first_rung = 3\n")
+    value = json.loads(project.invoke("sweep", "random", "--json", exit=9, timeout=HANGS).stdout)
+    assert [member["state"] for member in value["members"]] == ["diverged", "diverged"]
+    assert value["rungs"][0]["kept"] is None

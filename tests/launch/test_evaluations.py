@@ -3,10 +3,15 @@ reaches the run."""
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from dataclasses import replace
 
 from tests.conftest import Project
+from trainkit.base.locks import locked
+from trainkit.jobs.load import load
+from trainkit.launch.supervise.evaluations import EvaluationsBeside
+from trainkit.launch.supervise.stop_requests import StopRequests
 from trainkit.reports.compare import numbers_of
 from trainkit.reports.page import report_page
 from trainkit.reports.read import read_report
@@ -49,7 +54,13 @@ limit = 4
 name = "tasks"
 tasks = ["one", "two"]
 python = "{python}"
+
+[[jobs.text.evaluations]]
+name = "greedy"
+tasks = ["one"]
+python = "{python}-greedy"
 """
+KILLED = "#!/bin/sh\nkill -9 $PPID\n"  # as the kernel does where memory is short
 
 
 def scores(record: EvaluationRecord) -> dict[tuple[str, str], float]:
@@ -60,6 +71,9 @@ def test_beside_training(project: Project) -> None:
     """Every checkpoint that is due is measured, though only the newest are kept; an evaluation
     that fails costs the run nothing, and is made again by hand."""
     python = project.path / "harness"
+    greedy = project.path / "harness-greedy"
+    greedy.write_text(KILLED)
+    greedy.chmod(0o755)
     project.add_to_jobs(TABLES.format(python=python))
     said = project.invoke("train", "text", "--set", "checkpoint.keep_last=1")
     (path,) = project.runs()
@@ -69,9 +83,11 @@ def test_beside_training(project: Project) -> None:
         (10, "held-out", False),
         (20, "held-out", False),
         (20, "tasks", True),
+        (20, "greedy", True),
     ]
     words = f"ERROR: {python}: No such file or directory"
-    assert records[-1].error == words and words in said.stdout + said.stderr
+    assert records[2].error == words and words in said.stdout + said.stderr
+    assert "want of memory" in records[3].error
     found = project.document("evaluate", "last", "--step", "20", "--samples", "4")
     at_the_end = {
         ("lines", "loss"): found["loss"],
@@ -81,12 +97,14 @@ def test_beside_training(project: Project) -> None:
     assert records[0].scores != records[1].scores
     python.write_text(HARNESS.format(python=sys.executable))
     python.chmod(0o755)
+    greedy.write_text(HARNESS.format(python=sys.executable))
     made = project.document("evaluate", "last", "--pending")["evaluations"]
     assert [(each["step"], each["name"], each["error"]) for each in made][1:] == [
         (20, "held-out", ""),
         (20, "tasks", ""),
+        (20, "greedy", ""),
     ]
-    tasks = read_evaluations(run)[-1]
+    tasks = read_evaluations(run)[2]
     assert tasks.scores == tuple(
         score
         for task in ("one", "two")
@@ -96,11 +114,11 @@ def test_beside_training(project: Project) -> None:
         )
     )
     assert tasks.versions["lm_eval"] == "0.4.13" and tasks.versions["one"] == "2.0"
-    assert sorted(p.suffix for p in (path / "evaluations").glob("step-*")) == [".log"] * 3
+    assert sorted(p.suffix for p in (path / "evaluations").glob("step-*")) == [".log"] * 4
     shown = project.invoke("status", "last").stdout
-    assert "one acc" in shown and "0.5000 ± 0.2500 at step 20" in shown and "3 made" in shown
+    assert "one acc" in shown and "0.5000 ± 0.2500 at step 20" in shown and "4 made" in shown
     report = read_report(run)
-    assert len(report.evaluations) == 3 and "lines</td><td>bits_per_byte" in report_page(report)
+    assert len(report.evaluations) == 4 and "lines</td><td>bits_per_byte" in report_page(report)
     numbers = dict(numbers_of([report, replace(report, evaluations=records[:1])]))
     bits = [scores(record)["lines", "bits_per_byte"] for record in (records[1], records[0])]
     assert numbers["lines bits_per_byte"] == [
@@ -108,3 +126,21 @@ def test_beside_training(project: Project) -> None:
         f"{bits[1]:.4f} (step 10)",
     ]
     assert numbers["one acc"] == ["0.5000 ± 0.2500 (step 20)", "n/a"]
+
+
+def test_another_process_makes_them_for_a_while(project: Project) -> None:
+    """A run whose evaluations are being made by hand when it goes on makes what comes later."""
+    project.add_to_jobs(TABLES.format(python="none"))
+    run = RunFolder(project.path / "runs/text/one")
+    job = load(project.path).resolve("text").job
+    said: list[str] = []
+
+    async def train() -> None:
+        with locked(run.path / "evaluations/lock", {"task": "evaluate"}):
+            beside = EvaluationsBeside(run, job, said.append)
+            await asyncio.sleep(0.1)
+        await beside.finish(asyncio.sleep, StopRequests())
+        await beside.close()
+
+    asyncio.run(train())
+    assert said == ["training is over; its evaluations go on (Ctrl-C leaves them for later)"]

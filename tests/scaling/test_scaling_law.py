@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,24 @@ def test_a_parabola_whose_least_is_at_its_edge_is_refused() -> None:
 def test_points_that_fix_no_law(points: list[ScalingPoint], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         scaling_law(measured(points))
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda _: 3.0,
+        lambda point: 1.5 + 40 / point.tokens**0.3,
+        lambda point: 1.5 + 40 / point.parameters**0.3,
+    ],
+)
+def test_losses_that_tell_nothing(loss: Callable[[ScalingPoint], float]) -> None:
+    """Exponents at their bound, where intervals would be narrow."""
+    noisy = [
+        replace(each, loss=loss(each) * each.loss / TRUE.loss(each.parameters, each.tokens))
+        for each in of_ladder()
+    ]
+    with pytest.raises(ConfigError, match=r"do not tell what more (parameters|tokens) do"):
+        scaling_law(measured(noisy))
 
 
 def test_a_loss_is_said_as_far_as_the_interval_can_say() -> None:

@@ -10,12 +10,14 @@ import numpy as np
 from trainkit.base.errors import ConfigError
 from trainkit.base.records import Record
 from trainkit.scaling.isoflop import IsoFlops, fit_isoflops
-from trainkit.scaling.law import CONFIDENCE, FREE, Law, fit_law, interval
+from trainkit.scaling.law import CONFIDENCE, FREE, STEEPEST, Law, fit_law, interval
 from trainkit.scaling.points import MeasuredRuns, ScalingPoint
 
 FEWEST = FREE + 2  # runs: two more than what is fitted
 WIDEST = 0.1  # of a predicted loss, that its interval may be wide
 ALONG = 0.99  # R^2 of log D over log N from which their exponents cannot be told apart
+
+FLATTEST = 1e-3  # exponent: a law without one has no best size
 
 
 @dataclass(frozen=True)
@@ -92,8 +94,8 @@ def scaling_law(runs: MeasuredRuns, seed: int = 0) -> ScalingLaw:
         seed: of the bootstrap.
 
     Raises:
-        ConfigError: too few runs, all along one line of N and D, or the least loss of a budget is
-            at its edge (exit 3).
+        ConfigError: too few runs, all along one line of N and D, losses that do not depend on one
+            of them, or the least loss of a budget is at its edge (exit 3).
     """
     points = runs.points
     _refuse(points)
@@ -101,11 +103,13 @@ def scaling_law(runs: MeasuredRuns, seed: int = 0) -> ScalingLaw:
         [getattr(point, key) for point in points] for key in ("parameters", "tokens", "loss")
     )
     fitted = fit_law(sizes, tokens, losses, seed)
+    _refuse_fit(fitted.law)
     intervals = {
         key: interval([getattr(each, key) for each in fitted.draws])
         for key in ("E", "A", "B", "alpha", "beta")
     }
-    a = [each.beta / (each.alpha + each.beta) for each in fitted.draws]
+    sloped = [each for each in fitted.draws if each.alpha + each.beta > 0]
+    a = [each.beta / (each.alpha + each.beta) for each in sloped]
     intervals |= {"a": interval(a), "b": interval([1 - each for each in a])}
     return ScalingLaw(
         runs.loss,
@@ -118,6 +122,19 @@ def scaling_law(runs: MeasuredRuns, seed: int = 0) -> ScalingLaw:
         tuple(fitted.draws),
         fit_isoflops(points, seed),
     )
+
+
+def _refuse_fit(law: Law) -> None:
+    """Raise ConfigError for a fit whose exponent is at its bound: its draws are there too, so
+    intervals would be narrow where nothing is known."""
+    for what, exponent in (("parameters", law.alpha), ("tokens", law.beta)):
+        if not FLATTEST < exponent < STEEPEST - FLATTEST:
+            raise ConfigError(
+                f"the losses do not tell what more {what} do: the exponent is fitted as"
+                f" {exponent:.2g}, the least or the most it can be",
+                hint="train sizes that are further apart, or with less noise: a larger validation"
+                " set, more tokens",
+            )
 
 
 def _refuse(points: Sequence[ScalingPoint]) -> None:

@@ -110,7 +110,9 @@ def advanced(sweep: OpenedSweep, say: Say, *, failed: bool) -> OpenedSweep:
     if sweep.table.sampler == "tpe":
         return _with_proposals(sweep)
     if (rung := record.rung) is not None and rung != record.rungs[-1]:
-        record = record.with_kept(_kept(sweep))
+        if not (kept := _kept(sweep)):  # all have failed: what goes on with them is `failed`
+            return sweep
+        record = record.with_kept(kept)
         before = len(sweep.record.active)
         say(f"go on from step {rung.step}: {len(record.active)} of {before} runs")
     return replace(sweep, record=record)

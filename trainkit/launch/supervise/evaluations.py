@@ -9,10 +9,13 @@ import asyncio
 import contextlib
 import os
 import shlex
+import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Collection, Iterator
 
+from trainkit.base.errors import TrainkitError
 from trainkit.base.locks import LockBusy, locked
 from trainkit.base.process import is_running, reap_child, start_child, stop_children
 from trainkit.base.worker import PARENT_VARIABLE
@@ -78,8 +81,9 @@ def _next_due(
 
 
 async def _make(run: RunFolder, step: int, settings: EvaluationSettings, say: Say) -> None:
-    """Make one; where it fails, its line says why, and its checkpoint may go. One that a signal
-    ended is made again by whoever looks next."""
+    """Make one; where it fails, its line says why, and its checkpoint may go: else those of a host
+    with too little memory would fill the disk. One that a signal that asks ended is made again by
+    whoever looks next."""
     log = evaluation_folder(run, step, settings.name).with_suffix(".log")
     with open(log, "wb") as output:
         child = start_child(
@@ -99,7 +103,10 @@ async def _make(run: RunFolder, step: int, settings: EvaluationSettings, say: Sa
         return
     lines = log.read_text(errors="replace").split("\n")
     last = next((line for line in reversed(lines) if line.strip()), f"exit code {code}")
-    if code > 0:
+    if code == -signal.SIGKILL:
+        shutil.rmtree(log.with_suffix(""), ignore_errors=True)  # its export
+        last = "it was killed, perhaps for want of memory on the host"
+    if code > 0 or code == -signal.SIGKILL:
         add_evaluation(run, EvaluationRecord(step, settings.name, error=last))
     say(f"evaluation {settings.name} of step {step} ended with {code}, see {log}: {last}")
 
@@ -132,8 +139,21 @@ class EvaluationsBeside:
         self._over = False
         self._task: asyncio.Task[None] | None = None
         if job.evaluations:
-            making = evaluate_checkpoints(run, job, lambda: self._over, say)
-            self._task = asyncio.create_task(making)
+            self._task = asyncio.create_task(self._evaluate(run, job))
+
+    async def _evaluate(self, run: RunFolder, job: Job) -> None:
+        """Raises LockBusy: training is over, and another process makes what is left. Until then
+        it is waited for: it makes what is due now, and nobody else what comes."""
+        while True:
+            try:
+                return await evaluate_checkpoints(run, job, lambda: self._over, self._say)
+            except LockBusy:
+                if self._over:
+                    raise
+            except (OSError, TrainkitError) as error:  # checkpoints that are due pile up
+                self._say(f"no evaluations beside training: {error}")
+                return None
+            await asyncio.sleep(LOOK_SECONDS)
 
     async def finish(
         self, wait: Callable[[float], Awaitable[None]], stop_requests: StopRequests
