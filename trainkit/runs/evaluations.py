@@ -8,6 +8,7 @@ one step and name the later counts, so an evaluation may be made again.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -91,6 +92,8 @@ def add_evaluation(run: RunFolder, record: EvaluationRecord) -> None:
         torn = file.tell() and path.read_bytes()[-1:] != b"\n"
         line = json.dumps(asdict(record)).encode() + b"\n"
         file.write(b"\n" + line if torn else line)
+        file.flush()
+        os.fsync(file.fileno())  # its checkpoint may go now
 
 
 def due_evaluations(

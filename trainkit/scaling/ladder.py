@@ -114,6 +114,7 @@ class Dial:
             ("model.mla", model.mla),
             ("training.rampup_batch_size", self.base.training.rampup_batch_size),
             ("sweep", self.base.sweep),
+            ("evaluations.every", any(each.every for each in self.base.evaluations) or None),
         ):
             if given is not None:
                 raise ConfigError(f"job {name} has {what}: a ladder cannot extend it")

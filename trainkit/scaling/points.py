@@ -54,6 +54,8 @@ def setting_of(job: Job) -> dict[str, str]:
         "tokenizer": dataset.tokenizer.name if dataset.tokenizer else "none",
         "vocab_size": str(job.model.vocab_size or (dataset.tokenizer or job.model).vocab_size),
         "seq_length": str(job.model.seq_length),
+        # of the learning rate's decay: one that a sweep has stopped early has not done it
+        "trained_part": f"{job.training.train_iters / job.training.decay_iters:.1f}",
     }
 
 

@@ -123,8 +123,9 @@ class Pod:
         for child in (self.supervisor, self.agent):
             if child is not None:
                 child.poll()
-        if self.caretaker is not None:
-            self.caretaker.poll()
+        if self.caretaker is not None and self.caretaker.poll():  # by a fault: another, later
+            self.caretaker = None
+            self.ended_at = time.monotonic()
         children = (self.supervisor, self.agent, self.caretaker)
         own = {c.pid for c in children if c and c.returncode is None}
         try:
