@@ -388,6 +388,12 @@ class KubernetesCluster:
         annotations = {"test/preempt": str(time.monotonic())}
         self.client.patch(found, {"metadata": {"annotations": annotations}})
 
+    def admit(self, jobset: str) -> None:
+        """Kueue may admit again what it has evicted."""
+        self.controllers.kueue.admit_again()
+        annotations = {"test/admit": str(time.monotonic())}
+        self.client.patch(self.get("jobsets", jobset), {"metadata": {"annotations": annotations}})
+
     # what is left
 
     def _processes(self, node: str) -> list[Left]:

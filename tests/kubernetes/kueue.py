@@ -120,6 +120,10 @@ class Kueue(Loop):
         what it held is free."""
         self._wanted[uid] = (reason, seconds)
 
+    def admit_again(self) -> None:
+        """What was evicted need not wait any longer."""
+        self._held.clear()
+
     def sync(self) -> float | None:
         jobs = {
             job["metadata"]["uid"]: job

@@ -12,6 +12,8 @@ from trainkit.jobs.resolved import read_job
 from trainkit.launch.kubernetes.caretaker import CARE_SECONDS
 from trainkit.launch.supervise.agent_pool import stop_seconds
 
+HOURS = 1e5
+
 
 def nothing_is_left(pods: KubeProject) -> bool:
     """Whether the namespace has no object of any run, and the nodes no process."""
@@ -25,12 +27,13 @@ def test_a_preempted_run_saves_waits_and_goes_on(pods: KubeProject) -> None:
     pods.ranks_count(30)
     run = pods.submit()
     pods.wait_step(3)
-    pods.cluster.preempt(pods.jobset(run), 8.0)
+    pods.cluster.preempt(pods.jobset(run), HOURS)
     seen = pods.wait_state(run, "queued")
     assert seen["kubernetes"]["name"] == pods.jobset(run) and seen["kubernetes"]["reason"]
     first = pods.events(run, 1)["ended"]
     assert first["class"] == "preempted" and first["root_cause"]["saved"] is True
     pods.may_end()
+    pods.cluster.admit(pods.jobset(run))
     assert pods.wait_state(run, "succeeded")["attempt"] == 2
     assert len(pods.jobsets(run)) == 1
 
