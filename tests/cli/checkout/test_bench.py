@@ -85,9 +85,10 @@ def test_an_unknown_benchmark_or_option_is_refused_before_anything_is_installed(
     project: Project,
 ) -> None:
     assert (
-        "there are: checkpoint, context, curate, data_prep, demo, fetching, goodput, kernels,"
-        " launch, layouts, moe, muon, mutations, permutation, plan, plan_search, plan_time,"
-        " precompile, readability, recovery, report_page, sample_order, train_step"
+        "there are: checkpoint, context, curate, data_prep, demo, evaluations, fetching, goodput,"
+        " halving, kernels, launch, layouts, moe, muon, mutations, permutation, plan, plan_search,"
+        " plan_time, precompile, readability, recovery, report_page, sample_order, scaling_ladder,"
+        " train_step, windows"
         in project.invoke("bench", "--name", "nope", exit=3).stderr
     )
     assert (
