@@ -275,7 +275,7 @@ def status(task: TaskContext, run_name: str, *, watch: bool = False) -> TaskResu
             slow = slow_rank(run)
             experts |= {"slow_rank": asdict(slow)} if slow else {}
             made = [each.to_json() for each in read_evaluations(run)]
-            values = {**(seen.values if seen else {}), "evaluations": made}
+            values = {**(seen.values if seen else {}), **({"evaluations": made} if made else {})}
             return TaskResult({**record.to_json(), **view.to_json(), **values, **experts})
         time.sleep(WATCH_SECONDS)
 
