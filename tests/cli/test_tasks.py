@@ -12,6 +12,7 @@ from tests.conftest import TASKS, Project
 
 TASK_NAMES = [
     "attach",
+    "average",
     "bench",
     "board",
     "build",
