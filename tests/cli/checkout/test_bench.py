@@ -88,8 +88,7 @@ def test_an_unknown_benchmark_or_option_is_refused_before_anything_is_installed(
         "there are: checkpoint, context, curate, data_prep, demo, evaluations, fetching, goodput,"
         " halving, kernels, launch, layouts, moe, muon, mutations, permutation, plan, plan_search,"
         " plan_time, precompile, readability, recovery, report_page, sample_order, scaling_ladder,"
-        " train_step, windows"
-        in project.invoke("bench", "--name", "nope", exit=3).stderr
+        " train_step, windows" in project.invoke("bench", "--name", "nope", exit=3).stderr
     )
     assert (
         "benchmarks/demo.py has no --quick"
