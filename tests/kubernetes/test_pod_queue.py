@@ -86,32 +86,18 @@ def test_a_jobset_that_somebody_else_deletes_is_no_end_without_a_word(pods: Kube
     assert pods.wait_state(run, "succeeded")["attempt"] == 2
 
 
-def test_a_lost_node_is_given_up_by_a_supervisor_with_rights(pods: KubeProject) -> None:
+@pytest.mark.parametrize("index", [1, pytest.param(0, marks=pytest.mark.slow)])
+def test_a_lost_node_is_given_up_by_who_has_rights(pods: KubeProject, index: int) -> None:
+    """By the supervisor; that of its own pod by a worker, and the next pod has the supervisor."""
     pods.cluster.service_account("trainer", RIGHTS_IN_POD)
     pods.options('service_account = "trainer"')
     pods.ranks_count(30)
     run = pods.submit()
     pods.wait_step(3)
-    node = pods.node(pods.pod(run, 1))
+    node = pods.node(pods.pod(run, index))
     pods.cluster.lose_node(node)
     wait_for((run / "attempts" / "2").exists, "the next attempt", timeout=HANGS)
-    assert pods.node(pods.pod(run, 1)) != node
-    pods.may_end()
-    assert pods.wait_state(run, "succeeded")["attempt"] == 2
-
-
-@pytest.mark.slow
-def test_the_node_of_the_supervisor_is_lost(pods: KubeProject) -> None:
-    """A worker gives its pod up, and the next one has the supervisor."""
-    pods.cluster.service_account("trainer", RIGHTS_IN_POD)
-    pods.options('service_account = "trainer"')
-    pods.ranks_count(30)
-    run = pods.submit()
-    pods.wait_step(3)
-    node = pods.node(pods.pod(run, 0))
-    pods.cluster.lose_node(node)
-    wait_for((run / "attempts" / "2").exists, "the next attempt", timeout=HANGS)
-    assert pods.node(pods.pod(run, 0)) != node
+    assert pods.node(pods.pod(run, index)) != node
     pods.may_end()
     assert pods.wait_state(run, "succeeded")["attempt"] == 2
 
