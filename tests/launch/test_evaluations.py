@@ -10,12 +10,19 @@ from dataclasses import replace
 from tests.conftest import Project
 from trainkit.base.locks import locked
 from trainkit.jobs.load import load
+from trainkit.jobs.resolved import read_job
 from trainkit.launch.supervise.evaluations import EvaluationsBeside
 from trainkit.launch.supervise.stop_requests import StopRequests
 from trainkit.reports.compare import numbers_of
 from trainkit.reports.page import report_page
 from trainkit.reports.read import read_report
-from trainkit.runs.evaluations import EvaluationRecord, EvaluationScore, read_evaluations
+from trainkit.runs.checkpoints import open_checkpoint, published_folders
+from trainkit.runs.evaluations import (
+    EvaluationRecord,
+    EvaluationScore,
+    due_evaluations,
+    read_evaluations,
+)
 from trainkit.runs.folder import RunFolder
 
 # what it is asked, and what it writes, as lm_eval 0.4 does
@@ -126,6 +133,12 @@ def test_beside_training(project: Project) -> None:
         f"{bits[1]:.4f} (step 10)",
     ]
     assert numbers["one acc"] == ["0.5000 ± 0.2500 (step 20)", "n/a"]
+    job = read_job(run.job)
+    assert [record for *_, record in due_evaluations(run, job)] == read_evaluations(run)[1:]
+    (folder,) = published_folders(run.checkpoints)
+    # as a run that went back behind it writes it
+    open_checkpoint(folder).manifest.model_copy(update={"consumed_samples": 1}).write(folder)
+    assert [record for *_, record in due_evaluations(run, job)] == [None] * 3
 
 
 def test_another_process_makes_them_for_a_while(project: Project) -> None:

@@ -1,7 +1,8 @@
 """evaluations.jsonl: what the job's evaluations have found in checkpoints.
 
 A line is one evaluation of one step, written whole when it has ended: {"step", "name", "scores":
-[{"set", "metric", "value", "stderr"}], "seconds", "versions", "error", "time"}. Of two lines with
+[{"set", "metric", "value", "stderr"}], "seconds", "versions", "error", "time",
+"checkpoint"}. Of two lines with
 one step and name the later counts, so an evaluation may be made again.
 """
 
@@ -19,6 +20,7 @@ from trainkit.jobs.resolved import read_job
 from trainkit.jobs.schema import EvaluationSettings, Job
 from trainkit.runs.checkpoints import published_folders, step_of
 from trainkit.runs.folder import RunFolder
+from trainkit.runs.manifest import seal_of
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,7 @@ class EvaluationRecord(Record):
         versions: of what computed it.
         error: why it failed; "": it did not.
         time: when it ended, ISO 8601, UTC.
+        checkpoint: the seal of its manifest; "": it failed, or was made by an older version.
     """
 
     step: int
@@ -56,6 +59,7 @@ class EvaluationRecord(Record):
     versions: Mapping[str, str] = field(default_factory=dict)
     error: str = ""
     time: str = field(default_factory=utc_now)
+    checkpoint: str = ""
 
 
 def evaluations_path(run: RunFolder) -> Path:
@@ -100,14 +104,19 @@ def due_evaluations(
     run: RunFolder, job: Job
 ) -> Iterator[tuple[int, EvaluationSettings, EvaluationRecord | None]]:
     """(step, evaluation, what it has found so far) for all that is due of checkpoints that are
-    there, the oldest first."""
+    there, the oldest first. What was found in an earlier checkpoint of the same step, before the
+    run went back behind it, does not count."""
     if not job.evaluations:
         return
     known = {(record.step, record.name): record for record in read_evaluations(run)}
-    for step in map(step_of, published_folders(run.checkpoints)):
+    for folder in published_folders(run.checkpoints):
+        step = step_of(folder)
         for each in job.evaluations:
             if each.is_due(step, job.training.train_iters):
-                yield step, each, known.get((step, each.name))
+                record = known.get((step, each.name))
+                if record and record.checkpoint and record.checkpoint != seal_of(folder):
+                    record = None
+                yield step, each, record
 
 
 def unread_steps(run: RunFolder) -> set[int]:

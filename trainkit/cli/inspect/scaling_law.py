@@ -97,7 +97,9 @@ def scaling_law(task: TaskContext, text: str, forms: LawForms) -> TaskResult:
     write_json(Path(forms.write), law.to_json())
     task.say(f"wrote {forms.write}")
     if forms.picture:
-        costs = [(6 * each.parameters * each.tokens, each) for each in predicted]
+        largest = max(law.points, key=lambda point: point.parameters)  # attention counts as there
+        factor = largest.flops / largest.parameters / largest.tokens
+        costs = [(factor * each.parameters * each.tokens, each) for each in predicted]
         draw_law(law, Path(forms.picture), costs)
         task.say(f"wrote {forms.picture}")
     values = law.to_json() | {"predictions": [each.to_json() for each in predicted]}

@@ -184,13 +184,16 @@ def main() -> None:
     shutil.rmtree(folder, ignore_errors=True)  # of one that was killed
     folder.mkdir(parents=True)
     try:
-        scores, versions = measure(job, choose_checkpoint(run, step), settings, folder)
+        checkpoint = choose_checkpoint(run, step)
+        seal = checkpoint.manifest.xxh128
+        scores, versions = measure(job, checkpoint, settings, folder)
     except (TrainkitError, OSError) as error:
         sys.exit(f"ERROR: {error}")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     seconds = round(time.perf_counter() - began, 3)
-    record = EvaluationRecord(step, settings.name, tuple(scores), seconds, versions)
+    found = tuple(scores)
+    record = EvaluationRecord(step, settings.name, found, seconds, versions, checkpoint=seal)
     add_evaluation(run, record)
     _draw(run, record)
 
