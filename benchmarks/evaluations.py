@@ -1,11 +1,13 @@
-"""Claim: with evaluations beside it, on a machine with a core to spare, training's median step
+"""Claim: with an evaluation beside it, on a machine with a core to spare, training's median step
 takes at most 2 % longer than without.
 
-    python benchmarks/evaluations.py [--rounds 3] [--steps 300] [--threads 1]
+    python benchmarks/evaluations.py [--evaluations 10] [--interval 200]
 
-A small model trains on one rank of one thread, by turns without and with an evaluation of every
-checkpoint, so large that one is always under way. The ratio of each round is printed, and their
-median: where other programs take the cores, rounds differ by more than the claim.
+A small model trains on one rank of one thread, and its checkpoints are evaluated by a process of
+one thread. The steps of one run are compared: those after each checkpoint while its evaluation is
+under way, with as many after that has ended, so that a machine whose speed drifts slows both. The
+steps until the evaluation begins, when the checkpoint is being written, count for neither. The
+ratio of each checkpoint is printed, and their median.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 CHECKOUT = Path(__file__).resolve().parent.parent
@@ -24,7 +27,7 @@ sys.path.insert(0, str(CHECKOUT))
 
 from trainkit.runs.evaluations import read_evaluations  # noqa: E402
 from trainkit.runs.folder import RunFolder  # noqa: E402
-from trainkit.runs.metrics import read_rows  # noqa: E402
+from trainkit.runs.metrics import newest_row, read_rows  # noqa: E402
 
 JOBS = """
 [clusters.here]
@@ -48,7 +51,7 @@ hidden_size = 128
 num_attention_heads = 4
 seq_length = 64
 
-[jobs.without]
+[jobs.measured]
 cluster = "here"
 model = "small"
 dataset = "docs"
@@ -58,55 +61,72 @@ training.train_iters = {steps}
 training.lr = 1e-3
 training.eval_iters = 0
 training.save_interval = {interval}
-
-[jobs.with]
-extends = "without"
-[[jobs.with.evaluations]]
+[[jobs.measured.evaluations]]
 name = "held-out"
 every = {interval}
 datasets = ["docs"]
-limit = 100
-threads = {threads}
 """
 
 
-def step_ms(project: Path, job: str, skipped: int) -> tuple[float, float]:
-    """(median of a step in milliseconds, seconds of evaluations) of a run of a job."""
-    argv = [sys.executable, "-m", "invoke", "train", job]
-    subprocess.run(argv, cwd=project, check=True, stdout=subprocess.DEVNULL)
-    run = RunFolder(sorted((project / "runs" / job).iterdir())[-1])
-    rows = [row for row in read_rows(run.metrics) if row["step"] > skipped]
-    seconds = sum(record.seconds for record in read_evaluations(run))
-    return statistics.median(float(row["elapsed_ms"] or 0) for row in rows), seconds
+def states(project: Path, interval: int) -> dict[int, str]:
+    """Train the job; by step whether, when its line was written, the evaluation of the checkpoint
+    before it was still to begin, under way, or over."""
+    argv = [sys.executable, "-m", "invoke", "train", "measured"]
+    training = subprocess.Popen(argv, cwd=project, stdout=subprocess.DEVNULL)
+    found: dict[int, str] = {}
+    while training.poll() is None:
+        time.sleep(0.02)
+        for path in (project / "runs").glob("measured/*/metrics.jsonl"):
+            row = newest_row(path)
+            if row is None or row["step"] in found:
+                continue
+            run, step = RunFolder(path.parent), row["step"]
+            checkpoint = (step - 1) // interval * interval
+            if any(record.step == checkpoint for record in read_evaluations(run)):
+                found[step] = "over"
+            elif any(run.path.glob(f"evaluations/step-{checkpoint:08d}-*")):
+                found[step] = "under way"
+            else:
+                found[step] = "to begin"
+    if training.returncode:
+        raise SystemExit(f"train ended with {training.returncode}")
+    return found
 
 
 def main() -> None:
     """Run and print."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--threads", type=int, default=1, help="of an evaluation")
+    parser.add_argument("--evaluations", type=int, default=10)
+    parser.add_argument("--interval", type=int, default=200, help="steps between them")
     words = parser.parse_args()
-    interval = max(1, words.steps // 6)
+    interval, steps = words.interval, words.interval * (words.evaluations + 1)
     with tempfile.TemporaryDirectory(prefix="trainkit-evaluations-") as name:
         project = Path(name)
         (project / "tasks.py").write_text("from trainkit.cli.tasks import namespace\n")
-        asked = {"steps": words.steps, "interval": interval, "threads": words.threads}
-        tables = JOBS.format(folder=name, **asked)
+        tables = JOBS.format(folder=name, steps=steps, interval=interval)
         (project / "jobs.toml").write_text(tables)
         with open(project / "docs.jsonl", "w") as file:
             for path in sorted((CHECKOUT / "docs").glob("*.md")):
                 file.write(json.dumps({"text": path.read_text()}) + "\n")
         os.environ["PYTHONPATH"] = str(CHECKOUT)
         print(f"load average before: {os.getloadavg()[0]:.1f} of {os.cpu_count()} cores")
-        print("| round | without, ms | with, ms | ratio | evaluations, s |")
-        print("|---|---|---|---|---|")
+        state = states(project, interval)
+        (path,) = (project / "runs").glob("measured/*/metrics.jsonl")
+        times = {row["step"]: float(row["elapsed_ms"] or 0) for row in read_rows(path)}
+        print("| checkpoint | steps beside | ms | steps alone | ms | ratio |")
+        print("|---|---|---|---|---|---|")
         ratios = []
-        for number in range(1, words.rounds + 1):
-            before, _ = step_ms(project, "without", interval)
-            beside, seconds = step_ms(project, "with", interval)
-            ratios.append(beside / before)
-            print(f"| {number} | {before:.1f} | {beside:.1f} | {ratios[-1]:.3f} | {seconds:.0f} |")
+        for checkpoint in range(interval, steps, interval):
+            after = range(checkpoint + 1, checkpoint + interval + 1)
+            beside = [times[step] for step in after if state.get(step) == "under way"]
+            alone = [times[step] for step in after if state.get(step) == "over"]
+            alone = alone[1 : len(beside) + 1]  # the first was beside it in part
+            if min(len(beside), len(alone)) < 10:
+                raise SystemExit(f"checkpoint {checkpoint}: not ten steps of each; --interval")
+            pair = statistics.median(beside), statistics.median(alone)
+            ratios.append(pair[0] / pair[1])
+            counts = f"{len(beside)} | {pair[0]:.1f} | {len(alone)} | {pair[1]:.1f}"
+            print(f"| {checkpoint} | {counts} | {ratios[-1]:.3f} |")
         print(f"median ratio {statistics.median(ratios):.3f}")
 
 

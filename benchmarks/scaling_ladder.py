@@ -32,9 +32,9 @@ from trainkit.scaling.points import read_points
 from trainkit.scaling.report import Prediction, ScalingLaw
 
 GOAL = 0.02
-BUDGET = "5.3e12"  # FLOPs: 8 layers
+BUDGET = "2.65e13"  # FLOPs: 8 layers
 LADDER = "2,3,4,5,6"
-TOKENS_PER_PARAMETER = "4"  # less than people take, to end today
+TOKENS_PER_PARAMETER = "20"
 INCLUDE = 'include = ["big.toml"]\n'
 JOBS = f"""
 {INCLUDE}
@@ -68,7 +68,7 @@ model = "base"
 dataset = "python"
 
 [jobs.base.training]
-micro_batch_size = 4
+micro_batch_size = 8
 global_batch_size = 8
 train_iters = 200
 lr = 1e-2
