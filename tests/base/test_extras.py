@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 from invoke.exceptions import Exit as InvokeExit
 
-from trainkit.base import extras
-from trainkit.base import install as installer
+from trainkit.base import extras, install as installer
 from trainkit.base.extras import DISTRIBUTION, MissingExtra, install_command
 from trainkit.cli import wrapper
 from trainkit.cli.wrapper import TaskContext

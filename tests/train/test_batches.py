@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 import xxhash
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from tests.train.support import MODEL, tiny_job
 from trainkit.base.errors import ConfigError

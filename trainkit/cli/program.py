@@ -16,8 +16,7 @@ import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 
-from invoke.exceptions import CollectionNotFound, ParseError
-from invoke.exceptions import Exit as InvokeExit
+from invoke.exceptions import CollectionNotFound, Exit as InvokeExit, ParseError
 from invoke.parser.context import ParserContext
 from invoke.program import Program
 from invoke.terminals import pty_size

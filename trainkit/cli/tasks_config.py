@@ -130,8 +130,7 @@ def graph(
 
     The run is at the top; below each thing is what it waits for, with what that makes.
     """
-    from trainkit.cli.config.graph import GraphForms
-    from trainkit.cli.config.graph import graph as run
+    from trainkit.cli.config.graph import GraphForms, graph as run
 
     return run(task, job, set, GraphForms(svg, mermaid))
 

@@ -153,8 +153,7 @@ def runs(
     picture: str = "",
 ) -> TaskResult:
     """List runs, oldest first."""
-    from trainkit.cli.inspect.runs import TableForm
-    from trainkit.cli.inspect.runs import runs as run
+    from trainkit.cli.inspect.runs import TableForm, runs as run
 
     return run(task, job, TableForm(table, flops, scaling, picture))
 
@@ -222,8 +221,7 @@ def report(
     samples: bool = False,
 ) -> TaskResult:
     """Summarize a run: losses, speed, attempts, where its time went and its files are."""
-    from trainkit.cli.inspect.report import ReportFiles
-    from trainkit.cli.inspect.report import report as show
+    from trainkit.cli.inspect.report import ReportFiles, report as show
 
     return show(task, run, ReportFiles(picture, html, png, samples), flops)
 
@@ -267,8 +265,7 @@ def scaling_law(
     L(N, D) = E + A / N^alpha + B / D^beta with bootstrap intervals, and parabolas where runs have
     equal budgets (Hoffmann et al. 2022, approaches 3 and 2).
     """
-    from trainkit.cli.inspect.scaling_law import LawForms
-    from trainkit.cli.inspect.scaling_law import scaling_law as show
+    from trainkit.cli.inspect.scaling_law import LawForms, scaling_law as show
 
     return show(task, runs, LawForms(predict, write, picture))
 

@@ -25,8 +25,7 @@ from tests.conftest import Project
 from trainkit.base import install as installer
 from trainkit.base.errors import ConfigError
 from trainkit.base.install import InstallError, ensure
-from trainkit.cli.checkout import bench, machine
-from trainkit.cli.checkout import test as tests_of_checkout
+from trainkit.cli.checkout import bench, machine, test as tests_of_checkout
 from trainkit.cli.wrapper import TaskContext
 
 ROOT = Path(__file__).resolve().parents[3]

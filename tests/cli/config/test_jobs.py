@@ -8,13 +8,18 @@ from pathlib import Path
 
 import pytest
 import tomli
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 from rich.console import Console
 
 from trainkit.base.errors import ConfigError
-from trainkit.cli.config.jobs import explain_value, find_value, job_as_toml, jobs_table, show
-from trainkit.cli.config.jobs import jobs as list_jobs
+from trainkit.cli.config.jobs import (
+    explain_value,
+    find_value,
+    job_as_toml,
+    jobs as list_jobs,
+    jobs_table,
+    show,
+)
 from trainkit.cli.wrapper import TaskContext
 from trainkit.jobs.load import Jobs, load
 from trainkit.jobs.resolved import ResolvedJob

@@ -12,8 +12,7 @@ from tests.conftest import Project
 from tests.runs.test_record import begin, end
 from trainkit.base.errors import ConfigError
 from trainkit.base.files import rotated_log
-from trainkit.cli.inspect import logs
-from trainkit.cli.inspect import runs as follow
+from trainkit.cli.inspect import logs, runs as follow
 from trainkit.cli.inspect.logs import why
 from trainkit.cli.options import LogOptions
 from trainkit.cli.wrapper import TaskContext

@@ -15,8 +15,7 @@ from tests.conftest import Project
 from tests.runs.test_record import begin, end
 from trainkit.base.errors import ConfigError
 from trainkit.base.extras import MissingExtra
-from trainkit.cli.run import stages as prepare
-from trainkit.cli.run import train as runner
+from trainkit.cli.run import stages as prepare, train as runner
 from trainkit.cli.run.summary import facts_table
 from trainkit.cli.wrapper import TaskContext
 from trainkit.experiment.options import ResumeOptions, TrainOptions

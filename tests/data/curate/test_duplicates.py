@@ -15,8 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from tests.data.curate import datatrove_verdicts
 from tests.data.curate.curation_cases import near_duplicates

@@ -13,16 +13,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 from numpy.typing import NDArray
 
 from tests.data.pairs import pair_bytes, write_documents
 from tests.shared import MISSING, golden
 from trainkit.base.errors import ConfigError
 from trainkit.data import IndexedDataset
-from trainkit.data.indexed import dataset as indexed
-from trainkit.data.indexed import format as idx
+from trainkit.data.indexed import dataset as indexed, format as idx
 from trainkit.data.indexed.dataset import IndexedWriter, best_dtype
 from trainkit.data.indexed.format import HEADER, MAGIC
 from trainkit.data.tokenize.merge_worker import merge_pairs

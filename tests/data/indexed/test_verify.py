@@ -10,8 +10,7 @@ import pytest
 
 from tests.data.pairs import write_documents
 from trainkit.base.files import read_json, sha256_file, write_json
-from trainkit.data.indexed import statistics as stats
-from trainkit.data.indexed import verify
+from trainkit.data.indexed import statistics as stats, verify
 from trainkit.data.indexed.paths import bin_path, idx_path
 from trainkit.data.indexed.verify import verify_dataset, verify_pair
 from trainkit.data.sums import file_sum

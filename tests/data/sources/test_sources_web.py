@@ -15,13 +15,11 @@ import pytest
 from tests.data.fetch_server import QUICK, Site, fetched
 from tests.data.sources.web_datasets import WEB, refused, run, web
 from trainkit.base.errors import ConfigError, TrainkitError
-from trainkit.data.fetch.hub import HubPath
-from trainkit.data.fetch.hub import parse_hub_address as parse_hub
+from trainkit.data.fetch.hub import HubPath, parse_hub_address as parse_hub
 from trainkit.data.fetch.recipe import FetchRecipe, ListingSpec, fetch_spec_from_json
 from trainkit.data.fetch.retry import look
 from trainkit.data.fetch.worker import fetch, work
-from trainkit.data.sources import Shard, download_notice, fetch_units
-from trainkit.data.sources import listing as listing_module
+from trainkit.data.sources import Shard, download_notice, fetch_units, listing as listing_module
 from trainkit.data.sources.address import addresses_of, local_names
 from trainkit.data.sources.announce import DownloadNotice
 from trainkit.data.sources.listing import LISTING

@@ -12,8 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 import zstandard
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from tests.data.text.text_files import (
     LINES,

@@ -12,8 +12,7 @@ from typing import Any
 import pyarrow as arrow
 import pytest
 import zstandard
-from hypothesis import example, given
-from hypothesis import strategies as st
+from hypothesis import example, given, strategies as st
 from pyarrow import parquet
 
 from trainkit.base.errors import ConfigError

@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from tests.data import encoder_proof
 from tests.data.encoder_proof import KINDS, NormalForms, tokenizer_json

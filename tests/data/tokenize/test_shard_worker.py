@@ -25,8 +25,7 @@ from tests.shared import golden
 from trainkit.base.errors import ConfigError, Exit
 from trainkit.data.indexed.dataset import IndexedDataset, IndexedWriter
 from trainkit.data.indexed.paths import bin_path, idx_path
-from trainkit.data.tokenize import encoders as encode
-from trainkit.data.tokenize import shard_worker as shard
+from trainkit.data.tokenize import encoders as encode, shard_worker as shard
 from trainkit.data.tokenize.shard_worker import read_ahead, write_behind
 from trainkit.data.tokenizer import gpt2_bpe, load_tokenizer, train_bpe
 

@@ -12,14 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainkit.ops import adamw as adamw_op
-from trainkit.ops import cross_entropy as loss_op
-from trainkit.ops import gelu as gelu_op
-from trainkit.ops import layer_norm as layer_norm_op
-from trainkit.ops import rms_norm as rms_norm_op
-from trainkit.ops import rotary as rotary_op
-from trainkit.ops import scaled_softmax as softmax_op
-from trainkit.ops import swiglu as swiglu_op
+from trainkit.ops import (
+    adamw as adamw_op,
+    cross_entropy as loss_op,
+    gelu as gelu_op,
+    layer_norm as layer_norm_op,
+    rms_norm as rms_norm_op,
+    rotary as rotary_op,
+    scaled_softmax as softmax_op,
+    swiglu as swiglu_op,
+)
 from trainkit.ops.triton_kernels import (
     activations,
     adamw,

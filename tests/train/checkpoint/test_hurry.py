@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.train.checkpoint.test_keeping import save as save_one
-from tests.train.checkpoint.test_keeping import steps_in
+from tests.train.checkpoint.test_keeping import save as save_one, steps_in
 from trainkit.base.files import remove
 from trainkit.base.locks import locked
 from trainkit.jobs.schema import CheckpointSettings

@@ -31,8 +31,7 @@ from trainkit.runs.checkpoints import (
 )
 from trainkit.runs.manifest import MANIFEST, DataFile, Manifest, TensorChunk, TensorEntry
 from trainkit.runs.retention import prune
-from trainkit.train.checkpoint import dcp_storage as storage
-from trainkit.train.checkpoint import save_load as checkpoint
+from trainkit.train.checkpoint import dcp_storage as storage, save_load as checkpoint
 from trainkit.train.checkpoint.dcp_storage import DcpReader, DcpWriter, TensorSavePlanner
 from trainkit.train.model.transformer import Transformer
 

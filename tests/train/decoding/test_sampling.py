@@ -6,8 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
+from hypothesis import assume, given, settings, strategies as st
 
 from trainkit.base.errors import TrainkitError
 from trainkit.train.decoding.sampling import Sampling, choose, probabilities

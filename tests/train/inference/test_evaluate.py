@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from tests.train.peers import random_model
 from tests.trained import EOD, MODEL, TEXTS, prepare, text_job

@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from tests.train.peer_shapes import CASES, ONE_OF_EACH
 from tests.train.peers import beside, random_model, random_tokens

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor, nn
 
 from tests.train.peer_shapes import CASES, ONE_OF_EACH, POSITIONS, VOCAB
@@ -18,8 +17,7 @@ from trainkit.jobs.load import load
 from trainkit.jobs.schema import Model
 from trainkit.ops.causal_attention import CausalAttention
 from trainkit.plan.arithmetic import parameters_of
-from trainkit.train.model import attention
-from trainkit.train.model import head_loss as loss
+from trainkit.train.model import attention, head_loss as loss
 from trainkit.train.model.attention import KeyValueCache
 from trainkit.train.model.head_loss import Labels, Losses
 from trainkit.train.model.transformer import Block, Transformer, build_on_meta

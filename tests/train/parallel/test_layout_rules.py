@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -21,8 +20,7 @@ from torch.utils._pytree import tree_leaves
 from tests.distributed import run_ranks
 from tests.plan.example import job_of, shape
 from tests.train.layout_cases import layout, runs_here
-from tests.train.plain_loop import VOCAB
-from tests.train.plain_loop import job_of as matrix_job
+from tests.train.plain_loop import VOCAB, job_of as matrix_job
 from trainkit.base.errors import ConfigError
 from trainkit.engines.registry import ENGINES
 from trainkit.jobs.ranks import degrees_of

@@ -18,8 +18,7 @@ from trainkit.runs.folder import RunFolder
 from trainkit.scaling.isoflop import NEEDS
 from trainkit.scaling.picture import draw_law, refuse_picture
 from trainkit.scaling.points import read_points
-from trainkit.scaling.report import Prediction, ScalingLaw
-from trainkit.scaling.report import scaling_law as fit
+from trainkit.scaling.report import Prediction, ScalingLaw, scaling_law as fit
 
 
 @dataclass(frozen=True)

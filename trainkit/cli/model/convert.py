@@ -24,8 +24,7 @@ def export(task: TaskContext, run_name: str, options: ExportOptions) -> TaskResu
     run = find_run(load_jobs(task).roots(), run_name)
     job = read_job(run.job)
     from trainkit.train.huggingface.weights import CheckpointWeights
-    from trainkit.train.huggingface.writing import export as write
-    from trainkit.train.huggingface.writing import tokenizer_of
+    from trainkit.train.huggingface.writing import export as write, tokenizer_of
     from trainkit.train.inference.load import choose_checkpoint
 
     warn_of_changed_tokenizer(run)

@@ -227,8 +227,11 @@ class _Measurement:
             on_progress: called with (samples done, samples in all).
         """
         from trainkit.train.inference import ranks
-        from trainkit.train.inference.evaluate import Evaluation, EvaluationFeed
-        from trainkit.train.inference.evaluate import evaluate as measure
+        from trainkit.train.inference.evaluate import (
+            Evaluation,
+            EvaluationFeed,
+            evaluate as measure,
+        )
         from trainkit.train.inference.load import PRECISIONS, load_model, vocabulary
 
         job = self.job

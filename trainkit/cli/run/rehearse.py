@@ -10,8 +10,7 @@ from trainkit.cli.tables import Listing
 from trainkit.cli.wrapper import TaskContext, TaskResult
 from trainkit.experiment.options import RehearseOptions
 from trainkit.jobs.load import Jobs
-from trainkit.rehearse.rehearse import RehearsalReport, State
-from trainkit.rehearse.rehearse import rehearse as rehearse_job
+from trainkit.rehearse.rehearse import RehearsalReport, State, rehearse as rehearse_job
 
 MARKS: dict[State, str] = {
     "held": "[green]held[/]",

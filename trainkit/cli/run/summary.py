@@ -21,8 +21,7 @@ from trainkit.engines.registry import ENGINES
 from trainkit.jobs.schema import Job
 from trainkit.launch.local_ranks import run_local_ranks
 from trainkit.reports.faults import HEADINGS, STAGES, FaultCost
-from trainkit.reports.mixture import HEADINGS as PHASE_HEADINGS
-from trainkit.reports.mixture import TrainedPhase
+from trainkit.reports.mixture import HEADINGS as PHASE_HEADINGS, TrainedPhase
 from trainkit.runs.evaluations import newest_scores, read_evaluations
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import RunRecord

@@ -49,8 +49,7 @@ from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import RunRecord, read_run_record
 from trainkit.runs.retention import ListedCheckpoint
 from trainkit.stages.execute import needs_in_turn
-from trainkit.stages.precompile import PrecompileStage
-from trainkit.stages.precompile import prune as prune_graphs
+from trainkit.stages.precompile import PrecompileStage, prune as prune_graphs
 from trainkit.stages.registry import STAGES
 from trainkit.train.compiled_graphs import SCHEMA, GraphFiles
 

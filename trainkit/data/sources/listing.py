@@ -14,8 +14,7 @@ from trainkit.base.errors import ConfigError, Exit
 from trainkit.base.files import read_json
 from trainkit.base.records import Record
 from trainkit.data.fetch.http import HttpFile, http_client
-from trainkit.data.fetch.hub import Hub
-from trainkit.data.fetch.hub import parse_hub_address as parse_hub
+from trainkit.data.fetch.hub import Hub, parse_hub_address as parse_hub
 from trainkit.data.fetch.object_store import StoredFile, file_system, glob_store
 from trainkit.data.fetch.retry import (
     DEFAULT_RETRY,

@@ -6,8 +6,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from trainkit.base.errors import ConfigError, Exit
-from trainkit.data.fetch.hub import PUBLIC, SCHEME
-from trainkit.data.fetch.hub import parse_hub_address as parse_hub
+from trainkit.data.fetch.hub import PUBLIC, SCHEME, parse_hub_address as parse_hub
 from trainkit.data.fetch.recipe import FetchRecipe, FetchSpec
 from trainkit.data.sources.contract import FetchUnit
 from trainkit.jobs.datasets import Tokenizer

@@ -35,11 +35,11 @@ from trainkit.runs.checkpoints import (
     checkpoint_folder,
     file_problems,
     read_manifest,
+    record_evaluation as write_evaluation,
     set_aside,
     unfinished_folder,
     verify,
 )
-from trainkit.runs.checkpoints import record_evaluation as write_evaluation
 from trainkit.runs.manifest import MANIFEST, DataFile, Manifest, TensorEntry, has_valid_seal
 from trainkit.train.checkpoint.dcp_storage import (
     DTYPE_NAMES,

@@ -33,8 +33,7 @@ from trainkit.train.update import replicas
 from trainkit.train.update.build import LAST, ModelParts, expected
 from trainkit.train.update.expert_loads import hold_loads, move_biases, take_loads
 from trainkit.train.update.loss_guard import LossGuard
-from trainkit.train.update.loss_scale import STATE as SCALE_STATE
-from trainkit.train.update.loss_scale import LossScale
+from trainkit.train.update.loss_scale import STATE as SCALE_STATE, LossScale
 from trainkit.train.update.muon import Matrices
 from trainkit.train.update.optimizer import UPDATES, Optimizer, divisor
 from trainkit.train.update.schedule import learning_rates
