@@ -377,8 +377,7 @@ def activations(folder: Path, name: str, sets: list[str], what: str, rank: int =
     that is computed again) and the head's gradient."""
     from trainkit.jobs.load import load
     from trainkit.jobs.ranks import coordinates_of, degrees_of
-    from trainkit.plan.activations import head_gradient_bytes
-    from trainkit.plan.activations import saved_bytes as predicted_bytes
+    from trainkit.plan.activations import head_gradient_bytes, saved_bytes as predicted_bytes
     from trainkit.plan.layout import layout_of, padded_vocab_size
     from trainkit.plan.rules import Rules
 

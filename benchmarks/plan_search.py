@@ -31,8 +31,7 @@ from trainkit.cli.checkout.machine import describe, machine
 from trainkit.engines.registry import ENGINES
 from trainkit.jobs.load import load
 from trainkit.plan.checks import PP, SCHEDULE, TP, VIRTUAL
-from trainkit.plan.search import Ranked, Searcher
-from trainkit.plan.search import describe as describe_layout
+from trainkit.plan.search import Ranked, Searcher, describe as describe_layout
 
 WARM = 2  # steps that are not counted
 STEPS = 6

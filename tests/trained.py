@@ -18,8 +18,7 @@ from trainkit.base.files import write_json, write_text
 from trainkit.data.indexed.dataset import IndexedWriter, best_dtype
 from trainkit.data.indexed.paths import DataFolder
 from trainkit.data.tokenizer import load_tokenizer, train_bpe
-from trainkit.jobs.schema import Cluster, Dataset, Job, Model, Training
-from trainkit.jobs.schema import Tokenizer as TokenizerTable
+from trainkit.jobs.schema import Cluster, Dataset, Job, Model, Tokenizer as TokenizerTable, Training
 from trainkit.runs.checkpoints import checkpoint_folder
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.manifest import Manifest

@@ -4,8 +4,7 @@ parser."""
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from trainkit.engines.hydra_words import (
     Override,

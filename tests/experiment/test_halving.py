@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from tests.conftest import HANGS, Project, wait_for
 from trainkit.experiment.sweep.halving import steps_of, survivors

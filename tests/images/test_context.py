@@ -8,8 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from tests.images.scratch_store import scratch_store
 from trainkit.base.errors import ConfigError

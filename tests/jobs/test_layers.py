@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import tomli
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from tests.jobs.jobs_toml import GOOD, Checkout, refused
 from trainkit.base.errors import ConfigError, SourceLocation

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import tomli
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from trainkit.base.errors import ConfigError
 from trainkit.jobs.toml_positions import KeyPath, TomlPosition, locate, parse

@@ -10,14 +10,18 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from benchmarks.plan import FAMILIES as FAMILIES_OF_THE_BENCHMARK
-from benchmarks.plan import MODES, activations, layout_activations, project
+from benchmarks.plan import (
+    FAMILIES as FAMILIES_OF_THE_BENCHMARK,
+    MODES,
+    activations,
+    layout_activations,
+    project,
+)
 from tests.ops.op_cases import fused
 from tests.plan.example import BIG, gpu, job_of, shape
 from tests.plan.test_arithmetic import shapes

@@ -20,8 +20,10 @@ import torch.distributed.pipelining  # noqa: F401  with the trainer, all that a 
 from tests.distributed import rank_environments
 from tests.torture import faults
 from trainkit.runs.folder import RunFolder
-from trainkit.train import main
-from trainkit.train import trainer as loop  # noqa: F401
+from trainkit.train import (
+    main,
+    trainer as loop,  # noqa: F401
+)
 
 GRACE = 1.0
 

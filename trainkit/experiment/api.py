@@ -19,8 +19,7 @@ from trainkit.experiment.start import (
     plan_resumed_run,
     prepare_and_submit,
 )
-from trainkit.jobs.load import Jobs, find_root
-from trainkit.jobs.load import load as load_jobs
+from trainkit.jobs.load import Jobs, find_root, load as load_jobs
 from trainkit.jobs.resolved import read_job
 from trainkit.jobs.schema import Job
 from trainkit.launch.job_plan import plan_of
@@ -29,8 +28,7 @@ from trainkit.launch.scheduler_registry import current
 from trainkit.launch.stage_lines import StageLines
 from trainkit.plan.planner import Plan
 from trainkit.runs.events import EventTail
-from trainkit.runs.find import all_runs as all_run_folders
-from trainkit.runs.find import find_run as find_run_folder
+from trainkit.runs.find import all_runs as all_run_folders, find_run as find_run_folder
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.metrics import MetricsRow, MetricsTail, read_rows
 from trainkit.runs.record import RunRecord, read_run_record

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import tomli
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from trainkit.base.errors import ConfigError
 from trainkit.engines.megatron_lm.import_script import import_megatron

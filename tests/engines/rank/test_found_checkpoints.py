@@ -12,8 +12,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 
 from trainkit.engines.rank import gpt_neox, megatron_lm

@@ -8,8 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from trainkit.engines.rank import gpt_neox, megatron_lm
 from trainkit.engines.rank.readings import EvaluationLine, Iteration

@@ -7,8 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import example, given
-from hypothesis import strategies as st
+from hypothesis import example, given, strategies as st
 
 from trainkit.engines.rank import nemo
 from trainkit.engines.rank.nemo_lines import NemoLines

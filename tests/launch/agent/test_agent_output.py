@@ -12,8 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from tests.launch.fake_supervisor import SECRET, Session, process, wait_until
 from tests.programs import put_program

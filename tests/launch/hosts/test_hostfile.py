@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 from ClusterShell.NodeSet import RESOLVER_NOGROUP, NodeSet
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from tests.jobs.jobs_toml import GOOD
 from trainkit.base.errors import ConfigError

@@ -9,8 +9,7 @@ import threading
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from trainkit.launch.agent.connection import SupervisorLost, dial
 from trainkit.launch.protocol import framing

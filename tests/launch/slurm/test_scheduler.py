@@ -14,8 +14,7 @@ from tests.launch.recorded_slurm import Slurm
 from tests.runs.test_record import begin, end
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.cli.inspect.logs import why
-from trainkit.cli.run import stages as prepare
-from trainkit.cli.run import summary as ending
+from trainkit.cli.run import stages as prepare, summary as ending
 from trainkit.cli.run.attach import attach
 from trainkit.jobs.clusters import StagePlace
 from trainkit.jobs.load import load

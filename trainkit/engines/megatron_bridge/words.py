@@ -15,11 +15,14 @@ from pathlib import Path
 
 from trainkit.base.errors import ConfigError, Problem, raise_problems
 from trainkit.engines.hydra_words import Override
-from trainkit.engines.megatron_lm.argv import NO_COUNTERPART as MEGATRON_NO_COUNTERPART
-from trainkit.engines.megatron_lm.argv import RunPlaces, collected, put_places
+from trainkit.engines.megatron_lm.argv import (
+    NO_COUNTERPART as MEGATRON_NO_COUNTERPART,
+    RunPlaces,
+    collected,
+    put_places,
+)
 from trainkit.engines.megatron_lm.data import SPLITS, MegatronData, put_data
-from trainkit.engines.megatron_lm.words import SET_BY as MEGATRON_SET_BY
-from trainkit.engines.megatron_lm.words import MegatronWords
+from trainkit.engines.megatron_lm.words import SET_BY as MEGATRON_SET_BY, MegatronWords
 from trainkit.engines.options import OptionTable, Value, check_engine_args
 from trainkit.jobs.schema import Job
 from trainkit.plan.layout import padded_vocab_size

@@ -30,8 +30,7 @@ from trainkit.launch.slurm.batch_script import (
     script_path,
     seconds_before_limit,
 )
-from trainkit.launch.slurm.sbatch import forget_secrets, write_script
-from trainkit.launch.slurm.sbatch import sbatch as run_sbatch
+from trainkit.launch.slurm.sbatch import forget_secrets, sbatch as run_sbatch, write_script
 from trainkit.launch.slurm.submit_run import fill
 from trainkit.launch.supervise.run_lock import locked_run
 from trainkit.runs.folder import RunFolder, new_run_folder

@@ -15,8 +15,12 @@ from trainkit.engines.registry import ENGINES
 from trainkit.jobs.schema import Cluster, Job
 from trainkit.launch.hosts.hostfile import Host
 from trainkit.launch.hosts.selection import HostList
-from trainkit.launch.launchers.slurm import Slurm as SrunLauncher
-from trainkit.launch.launchers.slurm import mount_check_argv, pyxis_container, srun_argv
+from trainkit.launch.launchers.slurm import (
+    Slurm as SrunLauncher,
+    mount_check_argv,
+    pyxis_container,
+    srun_argv,
+)
 from trainkit.launch.preparation import Notice, Preparation, UnitRunner, direct_units
 from trainkit.launch.scheduler_contract import (
     CancelledJob,
