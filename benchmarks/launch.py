@@ -58,10 +58,7 @@ sys.path.insert(0, str(CHECKOUT))
 from tests.cluster.machines import HEAD, Cluster, NoCluster  # noqa: E402
 from tests.launch.stub_agents import StubAgent  # noqa: E402
 from trainkit.base.process import raise_open_file_limit  # noqa: E402
-from trainkit.jobs.clusters import (
-    Cluster as Description,  # noqa: E402
-    WatchLimits,  # noqa: E402
-)
+from trainkit.jobs.clusters import Cluster as Description, WatchLimits  # noqa: E402
 from trainkit.launch.hosts.hostfile import Host  # noqa: E402
 from trainkit.launch.launchers.contract import Launcher, TransportExit, Transports  # noqa: E402
 from trainkit.launch.launchers.local import local_argv, start_local_agent  # noqa: E402

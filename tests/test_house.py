@@ -31,7 +31,7 @@ ORDER = {  # of a folder's rooms and its files of their own: each imports only w
     ),
     "trainkit.data": "fetch sums text unit_specs tokenizer curate indexed sources order tokenize",
     "trainkit.train": (
-        "metrics torch_compat torch_compiler generators proved_graphs ready_graphs"
+        "metrics torch_compat torch_compiler proved_graphs ready_graphs"
         " compiled_graphs model decoding parallel checkpoint rank_agreement"
         " batches update coordinate_check huggingface preflight step_log validation text_samples"
         " rehearsal trainer main parent inference"
@@ -43,7 +43,7 @@ ORDER = {  # of a folder's rooms and its files of their own: each imports only w
         " scheduler_registry main"
     ),
     "trainkit.experiment": "options hosts start prepare graph follow cancel sweep diff_engines api",
-    "trainkit.scaling": "law points isoflop report picture rates ladder",
+    "trainkit.scaling": "law points isoflop report picture ladder",
     "trainkit.rehearse": "scene place_checks data_checks rank_checks rehearse harm drill",
     "trainkit.cli": (
         "completion parameters options tables wrapper config host_options run hosts"

@@ -14,8 +14,7 @@ from tests.scaling.test_scaling_law import TINY
 from trainkit.base.errors import ConfigError, TrainkitError
 from trainkit.cli.config.scale import budget_of
 from trainkit.jobs.load import load
-from trainkit.scaling.ladder import Budget, Dial, best_size, rungs_below
-from trainkit.scaling.rates import RULES, Rates, RuledSize
+from trainkit.scaling.ladder import RULES, Budget, Dial, Rates, RuledSize, best_size, rungs_below
 
 LADDER = ("--ladder", "1,2,3")
 BUDGET = "6e12"

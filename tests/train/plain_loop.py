@@ -26,8 +26,13 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tests.train.plain_experts import balance, move_biases, routers_watched
-from tests.train.plain_further import further_entropies, last_norm_watched
+from tests.train.plain_experts import (
+    balance,
+    further_entropies,
+    last_norm_watched,
+    move_biases,
+    routers_watched,
+)
 from trainkit.data.indexed.dataset import IndexedWriter
 from trainkit.data.indexed.paths import DataFolder
 from trainkit.jobs.experts import Experts

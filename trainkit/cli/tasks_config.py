@@ -185,7 +185,7 @@ def data_why(task: TaskContext, dataset: str, document: str, job: str = "") -> T
     Names the step, the rule, the value and the limit, and shows the text; of a duplicate also the
     document that was kept. `data-stats DATASET --curation` shows examples of each reason.
     """
-    from trainkit.cli.config.curation import why
+    from trainkit.cli.config.data import why
 
     return why(task, dataset, document, job)
 

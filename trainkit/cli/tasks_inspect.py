@@ -46,7 +46,7 @@ def average(task: TaskContext, run: str, last: int = 5) -> TaskResult:
 
     `--weights average` evaluates, generates with and exports the mean.
     """
-    from trainkit.cli.model.average import average as run_average
+    from trainkit.cli.model.convert import average as run_average
 
     return run_average(task, run, last)
 

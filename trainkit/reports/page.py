@@ -24,9 +24,8 @@ from trainkit.base.files import atomic_open
 from trainkit.base.printable import printable
 from trainkit.reports.chart import Chart, Series, text, thinned
 from trainkit.reports.curves import charts_of
-from trainkit.reports.experts import expert_maps
 from trainkit.reports.faults import HEADINGS, faults_in_words
-from trainkit.reports.heat_map import rank_map
+from trainkit.reports.heat_map import expert_maps, rank_map
 from trainkit.reports.ledger import WORDS, Bin, Ledger, ledger_section
 from trainkit.reports.mixture import HEADINGS as PHASE_HEADINGS
 from trainkit.reports.read import RunReport

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from trainkit.runs.events import (
     AgentJoined,
@@ -23,8 +23,6 @@ from trainkit.runs.events import (
     StrangerRefused,
     ViewLost,
 )
-
-Kind = TypeVar("Kind", bound=Event)
 
 
 def _rank_ended(event: RankEnded) -> str:
@@ -56,43 +54,33 @@ def _joined(event: AgentJoined) -> str:
     return f"the agent of {event.host} joined; its clock is {event.clock_offset:+.3f} s ahead"
 
 
-def _sayer(kind: type[Kind], say: Callable[[Kind], str]) -> Callable[[Event], str | None]:
-    def words(event: Event) -> str | None:
-        return say(event) if isinstance(event, kind) else None
-
-    return words
-
-
-_SAYERS = (
-    _sayer(AttemptStarted, lambda e: f"attempt {e.attempt} began with {e.world_size} ranks"),
-    _sayer(AgentJoined, _joined),
-    _sayer(AllRanksStarted, lambda e: "all ranks run"),
-    _sayer(SaveRequested, lambda e: "ranks were asked to save and stop"),
-    _sayer(HangDetected, lambda e: f"no rank moves any more; missing: {list(e.missing)}"),
-    _sayer(RankEnded, _rank_ended),
-    _sayer(ContactLost, lambda e: f"contact to {e.host} was lost: {e.why}"),
-    _sayer(RootStalled, lambda e: f"{e.root} did not answer for {e.seconds:.0f} s"),
-    _sayer(RanksStopped, lambda e: f"{len(e.ranks)} ranks are stopped: {e.reason}"),
-    _sayer(AttemptEnded, _ended),
-    _sayer(HostExcluded, lambda e: f"{e.host} is left out: {e.why}"),
-    _sayer(RetryPlanned, _retry),
-    _sayer(RequeueFailed, lambda e: f"Slurm did not take job {e.job} back: {e.why}"),
-    _sayer(ViewLost, lambda e: "the terminal that followed the run is gone"),
-    _sayer(StrangerRefused, lambda e: f"a stranger at {e.peer} was refused: {e.why}"),
-)
+_WORDS: Mapping[type[Event], Callable[[Any], str]] = {
+    AttemptStarted: lambda e: f"attempt {e.attempt} began with {e.world_size} ranks",
+    AgentJoined: _joined,
+    AllRanksStarted: lambda e: "all ranks run",
+    SaveRequested: lambda e: "ranks were asked to save and stop",
+    HangDetected: lambda e: f"no rank moves any more; missing: {list(e.missing)}",
+    RankEnded: _rank_ended,
+    ContactLost: lambda e: f"contact to {e.host} was lost: {e.why}",
+    RootStalled: lambda e: f"{e.root} did not answer for {e.seconds:.0f} s",
+    RanksStopped: lambda e: f"{len(e.ranks)} ranks are stopped: {e.reason}",
+    AttemptEnded: _ended,
+    HostExcluded: lambda e: f"{e.host} is left out: {e.why}",
+    RetryPlanned: _retry,
+    RequeueFailed: lambda e: f"Slurm did not take job {e.job} back: {e.why}",
+    ViewLost: lambda e: "the terminal that followed the run is gone",
+    StrangerRefused: lambda e: f"a stranger at {e.peer} was refused: {e.why}",
+}
 
 
 def event_in_words(event: Event) -> str | None:
     """One event; None for those that only matter to machines. An event whose values are not what
     they should be is known by its name."""
-    for say in _SAYERS:
-        try:
-            words = say(event)
-        except (TypeError, ValueError, AttributeError, KeyError):
-            return event.name
-        if words is not None:
-            return words
-    return None
+    say = _WORDS.get(type(event))
+    try:
+        return None if say is None else say(event)
+    except (TypeError, ValueError, AttributeError, KeyError):
+        return event.name
 
 
 def duration(seconds: float) -> str:

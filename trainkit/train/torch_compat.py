@@ -23,6 +23,15 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from trainkit.jobs.models import varlen_fits
 
 
+def seed_generators(seed: int) -> None:
+    """torch.manual_seed for the host and for the GPUs in use. Of accelerators that are not in use
+    torch's own keeps every call for later, with the stack it came from: some milliseconds and
+    kilobytes each."""
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.manual_seed_all(seed)
+
+
 def local_part(tensor: Tensor) -> Tensor:
     """The elements this rank holds, sharing storage: the local shard of a DTensor, else the
     tensor itself."""

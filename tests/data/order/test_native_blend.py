@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from tests.data.order.beside import ticks_beside
 from trainkit import _index
 from trainkit.base.errors import ConfigError
-from trainkit.data.order.weights import MAX_DATASETS, SCALE, integer_weights
+from trainkit.data.order.native import MAX_DATASETS, SCALE, integer_weights
 
 Numbers = NDArray[np.int64]
 MAX = 2**62

@@ -19,10 +19,10 @@ from trainkit.data.order.native import (
     NativeOrder,
     SampleOrder,
     SplitName,
+    integer_weights,
     parse_split,
     split_bounds,
 )
-from trainkit.data.order.weights import integer_weights
 from trainkit.train.batches import micro_batches
 from trainkit.train.parallel.data_parallel import World
 

@@ -1,18 +1,22 @@
-"""The tasks about prepared data: data-stats, data-verify."""
+"""The tasks about prepared data and curated text: data-stats, data-verify, data-why."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rich.markup import escape
 
 from trainkit.base.documents import document
-from trainkit.base.errors import Exit, Problem, raise_problems
-from trainkit.cli.config.dataset_folders import dataset_folders
+from trainkit.base.errors import ConfigError, Exit, Problem, raise_problems
+from trainkit.cli.config.funnel import funnel_page
+from trainkit.cli.config.jobs import load_jobs
 from trainkit.cli.options import StatsOptions
 from trainkit.cli.tables import Listing, Page
 from trainkit.cli.wrapper import TaskContext, TaskResult
+from trainkit.data.curate.funnel import draw_funnel, read_curation
+from trainkit.data.curate.look_up import CuratedFolder, DocumentFate, published_text, similarity
 from trainkit.data.indexed.paths import DataFolder, read_manifest
 from trainkit.data.indexed.statistics import (
     DatasetCounts,
@@ -24,7 +28,154 @@ from trainkit.data.indexed.statistics import (
 from trainkit.data.indexed.verify import verify_dataset
 from trainkit.data.order.resolve_pairs import prefixes_of
 from trainkit.data.tokenizer import load_tokenizer
+from trainkit.data.unit_specs import ReadingSettings
 from trainkit.jobs.schema import Dataset
+
+BEGINNING = 70  # characters of an example
+SHOWN = 2000  # characters of a text
+
+
+def _curated(folders: Sequence[tuple[Dataset, DataFolder]]) -> list[CuratedFolder]:
+    """Raises ConfigError (exit 3): none of them is curated; (exit 6): one is not prepared."""
+    found = [
+        CuratedFolder(folder.curated, read_curation(folder.curated), dataset.text_key)
+        for dataset, folder in folders
+        if dataset.curate is not None
+    ]
+    if not found:
+        names = ", ".join(dataset.name for dataset, _ in folders)
+        raise ConfigError(
+            f"no text of {names} is curated", hint="give it a table [datasets.X.curate]"
+        )
+    return found
+
+
+def curation_stats(
+    task: TaskContext,
+    name: str,
+    folders: Sequence[tuple[Dataset, DataFolder]],
+    options: StatsOptions,
+) -> TaskResult:
+    """The task `data-stats --curation`."""
+    found = _curated(folders)
+    if options.picture:
+        draw_funnel([folder.curation for folder in found], Path(options.picture))
+        task.say(f"wrote {options.picture}")
+    samples = [fate for folder in found for fate in folder.samples(options.samples)]
+    return TaskResult(
+        document(
+            "data-curation/1",
+            dataset=name,
+            datasets=[dict(folder.curation) for folder in found],
+            samples=[fate.to_json() for fate in samples],
+        ),
+        page=_curation_page(found, samples),
+    )
+
+
+def _curation_page(found: Sequence[CuratedFolder], samples: Sequence[DocumentFate]) -> Page:
+    for folder in found:
+        yield from funnel_page(folder.curation)
+    if samples:
+        yield "examples of what was left out; data-why DATASET ID shows one:"
+        table = Listing(
+            *("id", "step", "reason", "value", "beginning"),
+            right=("value",),
+            drop=("step", "value"),
+        )
+        for fate in samples:
+            beginning = " ".join((fate.text or "").split())[:BEGINNING]
+            table.add_row(fate.id, fate.step, fate.reason, f"{fate.value:.4g}", escape(beginning))
+        yield table
+
+
+def why(task: TaskContext, name: str, identity: str, job: str) -> TaskResult:
+    """The task `data-why`."""
+    error: ConfigError | None = None
+    for dataset, folder in dataset_folders(task, name, job):
+        if dataset.curate is None:
+            continue
+        curated = CuratedFolder(folder.curated, read_curation(folder.curated), dataset.text_key)
+        try:
+            fate = curated.find(identity)
+        except ConfigError as found:
+            error = found
+            continue
+        original = published_text(fate, _reading(dataset))
+        kept = _kept_instead(curated, fate, original, dataset)
+        values = document(
+            "data-why/1", dataset=dataset.name, **fate.to_json(), original=original, kept=kept
+        )
+        return TaskResult(values, page=_why_page(fate, original, kept))
+    raise error or ConfigError(
+        f"no text of {name} is curated", hint="give it a table [datasets.X.curate]"
+    )
+
+
+def _reading(dataset: Dataset) -> ReadingSettings:
+    return ReadingSettings.from_json(dataset.model_dump(mode="json"))
+
+
+def _kept_instead(
+    curated: CuratedFolder, fate: DocumentFate, original: str | None, dataset: Dataset
+) -> dict[str, object] | None:
+    """Of a duplicate: the document that was kept, or came further, and how alike they are."""
+    if fate.reason != "duplicate":
+        return None
+    try:
+        other = curated.find(fate.detail.rpartition(" ")[2])
+    except ConfigError:  # it is another dataset's
+        return None
+    text = published_text(other, _reading(dataset))
+    table = curated.curation["steps"][fate.number]["table"]
+    alike = None
+    if original and text and fate.step == "minhash" and dataset.curate is not None:
+        alike = similarity(original, text, table, dataset.curate.words)
+    return {"id": other.id, "origin": other.origin, "text": text, "similarity": alike}
+
+
+def _why_page(
+    fate: DocumentFate, original: str | None, kept: Mapping[str, object] | None
+) -> Iterator[str]:
+    yield f"{fate.id}, read at {fate.origin}"
+    if fate.step:
+        found = f"value {fate.value:.6g}, limit {fate.limit:.6g}"
+        if fate.reason == "duplicate":
+            found = f"{fate.value:.0f} documents are alike"
+        detail = f" ({fate.detail})" if fate.detail else ""
+        yield f"left out by step {fate.number + 1}, {fate.step}: {fate.reason}{detail}, {found}"
+    else:
+        yield f"kept, in {fate.written}"
+    if kept:
+        alike = kept["similarity"]
+        words = f", about {alike:.2f} alike" if isinstance(alike, float) else ""
+        yield f"kept instead: {kept['id']}, read at {kept['origin']}{words}"
+    if original is None:
+        yield "the file it was read from is not here any more, or was changed"
+        original = fate.text
+    if original is not None:
+        yield "---"
+        yield original[:SHOWN] + (" ..." if len(original) > SHOWN else "")
+
+
+def dataset_folders(task: TaskContext, name: str, job: str) -> list[tuple[Dataset, DataFolder]]:
+    """The dataset and its folder; for a blend, those of its parts. Raises ConfigError (exit 3)
+    for random tokens."""
+    jobs = load_jobs(task)
+    dataset = jobs.dataset(name)
+    if dataset.source == "mock":
+        raise ConfigError(f"dataset '{name}' is random tokens: it has no files")
+    root = jobs.resolve(job).job.cluster.root_folder if job else jobs.root
+    parts = {
+        part.dataset.name: part.dataset
+        for blend in (dataset.blend, dataset.valid_blend, dataset.test_blend)
+        for part in blend.values()
+    }
+    return [
+        (found, DataFolder(root, found))
+        for found in (parts.values() if dataset.source == "blend" else [dataset])
+    ]
+
 
 BAR = 40  # columns of the longest bar
 
@@ -40,8 +191,6 @@ def stats(task: TaskContext, name: str, options: StatsOptions) -> TaskResult:
     """The task `data-stats`."""
     folders = dataset_folders(task, name, options.job)
     if options.curation:
-        from trainkit.cli.config.curation import curation_stats
-
         return curation_stats(task, name, folders, options)
     prefixes = [prefix for dataset, folder in folders for prefix in _prefixes(dataset, folder)]
     if options.count_only:

@@ -32,7 +32,6 @@ from trainkit.jobs.ranks import key_value_heads, share_of_rank
 from trainkit.jobs.schema import Model
 from trainkit.ops.cross_entropy import NO_LABEL, SoftmaxLoss
 from trainkit.ops.kernels import REFERENCE, Kernels
-from trainkit.train.generators import seed_generators
 from trainkit.train.model.head_loss import Labels, Losses, head_loss, padded_linear
 from trainkit.train.model.latent_attention import LatentAttention
 from trainkit.train.model.transformer import (
@@ -44,7 +43,7 @@ from trainkit.train.model.transformer import (
 )
 from trainkit.train.parallel.shards import Segment, TensorLayout
 from trainkit.train.parallel.tensor_group import TensorGroup, enter, leave, own_tokens
-from trainkit.train.torch_compat import gathered, summed
+from trainkit.train.torch_compat import gathered, seed_generators, summed
 
 
 def read_out(

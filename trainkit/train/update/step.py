@@ -17,7 +17,6 @@ from torch import Tensor
 
 from trainkit.jobs.optimizers import role_of
 from trainkit.jobs.schema import Job, Model
-from trainkit.train.generators import seed_generators
 from trainkit.train.metrics.readback import to_device
 from trainkit.train.metrics.timers import Timers
 from trainkit.train.model.batch import Batch
@@ -28,7 +27,7 @@ from trainkit.train.parallel.initialize import STACKED
 from trainkit.train.parallel.mesh import Mesh
 from trainkit.train.parallel.pipeline import ModelChunk, Pipeline
 from trainkit.train.parallel.shards import ShardedParameter, Shards, model_tensors, shards_of
-from trainkit.train.torch_compat import local_part
+from trainkit.train.torch_compat import local_part, seed_generators
 from trainkit.train.update import replicas
 from trainkit.train.update.build import LAST, ModelParts, expected
 from trainkit.train.update.expert_loads import hold_loads, move_biases, take_loads

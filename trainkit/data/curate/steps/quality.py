@@ -7,42 +7,23 @@ from trainkit.data.curate.contract import CrawledDocument, Dropped
 from trainkit.data.curate.words import load_words
 from trainkit.jobs.curation import FinewebStep, GopherQualityStep, GopherRepetitionStep
 
-Rule = _index.GopherQuality | _index.GopherRepetition | _index.FinewebQuality
+Rule = type[_index.GopherQuality | _index.GopherRepetition | _index.FinewebQuality]
+Thresholds = GopherQualityStep | GopherRepetitionStep | FinewebStep
 
 
 class RuleFilter:
     """Asks one compiled rule.
 
     Args:
-        rule: of the thresholds.
+        rule: which one.
+        table: its thresholds.
         language: of words.
     """
 
-    def __init__(self, rule: Rule, language: str) -> None:
-        self._rule = rule
+    def __init__(self, rule: Rule, table: Thresholds, language: str) -> None:
+        self._rule = rule(**table.model_dump(exclude={"step"}))
         self._words = load_words(language)
 
     def __call__(self, document: CrawledDocument) -> Dropped | None:
         found = self._rule(self._words, document.text)
         return None if found is None else Dropped(*found)
-
-
-class GopherFilter(RuleFilter):
-    """step = "gopher-quality"."""
-
-    def __init__(self, table: GopherQualityStep, language: str) -> None:
-        super().__init__(_index.GopherQuality(**table.model_dump(exclude={"step"})), language)
-
-
-class RepetitionFilter(RuleFilter):
-    """step = "gopher-repetition"."""
-
-    def __init__(self, table: GopherRepetitionStep, language: str) -> None:
-        super().__init__(_index.GopherRepetition(**table.model_dump(exclude={"step"})), language)
-
-
-class FinewebFilter(RuleFilter):
-    """step = "fineweb"."""
-
-    def __init__(self, table: FinewebStep, language: str) -> None:
-        super().__init__(_index.FinewebQuality(**table.model_dump(exclude={"step"})), language)
