@@ -166,37 +166,42 @@ class Trainer:
 
     def _train(self) -> None:
         """Steps, evaluations and checkpoints, to the last step or until asked to stop."""
-        t = self.job.training
         stopping = self._before_first_step()
-        while self.step < t.train_iters and not stopping:
+        while self.step < self.job.training.train_iters and not stopping:
             self.train_step()
-            last = self.step == t.train_iters
-            evaluating = last or _is_due(self.step, t.eval_interval)
-            saving = last or _is_due(self.step, t.save_interval)
-            copying = not last and self.checkpoints.copy_is_due(self.step)
             try:
-                stopping = self._judge_results(all=evaluating or saving or copying)
+                stopping = self._after_step()
             except RollbackRequest as request:
                 self._roll_back(request)  # a rank that shall stop says so again at the next step
-                continue
-            self.evaluation_due = evaluating
-            # before the save: what resumes from it finds this evaluation made, or still due
-            if evaluating and not stopping:
-                stopping = not self.evaluate()
-            if stopping:
-                self.checkpoints.prepare_to_stop()
-            elif saving and self.texts.active:
-                self.write_texts()
-            if saving or stopping:
-                self.save(last=last or stopping)
-                # a save takes long: do not wait for another step to hear of a stop
-                stopping = stopping or self.any_rank_stopping()
-            if copying and not stopping:
-                with self.timers("checkpoint"):
-                    self.checkpoints.copy(self._metadata())
         if stopping:
             self.checkpoints.prepare_to_stop()
         self.checkpoints.wait_for_save(last=True)
+
+    def _after_step(self) -> bool:
+        """Judge the step, evaluate and save where that is due. Returns whether any rank was asked
+        to stop. Raises RollbackRequest, and what `process_results` raises."""
+        t = self.job.training
+        last = self.step == t.train_iters
+        evaluating = last or _is_due(self.step, t.eval_interval)
+        saving = last or _is_due(self.step, t.save_interval)
+        copying = not last and self.checkpoints.copy_is_due(self.step)
+        stopping = self._judge_results(all=evaluating or saving or copying)
+        self.evaluation_due = evaluating
+        # before the save: what resumes from it finds this evaluation made, or still due
+        if evaluating and not stopping:
+            stopping = not self.evaluate()
+        if stopping:
+            self.checkpoints.prepare_to_stop()
+        elif saving and self.texts.active:
+            self.write_texts()
+        if saving or stopping:
+            self.save(last=last or stopping)
+            # a save takes long: do not wait for another step to hear of a stop
+            stopping = stopping or self.any_rank_stopping()
+        if copying and not stopping:
+            with self.timers("checkpoint"):
+                self.checkpoints.copy(self._metadata())
+        return stopping
 
     def _before_first_step(self) -> bool:
         """What a run begins or goes on with. Returns whether any rank was asked to stop."""

@@ -100,6 +100,21 @@ def test(
         lint: run ruff and mypy first, unless only a part of the tests runs.
     """
     root = checkout("tests")
+    _refuse_missing(root, paths, torch)
+    python = sys.executable
+    if torch:
+        python = str(torch_python(root, torch))
+        paths = paths or OF_TORCH
+    commands = [_pytest(paths, slow=slow, gpu=gpu, k=k, last_failed=last_failed)]
+    if lint and not (paths or gpu or k or last_failed):
+        commands = [["ruff", "check", "."], ["ruff", "format", "--check", "."], ["mypy"], *commands]
+    for command in commands:
+        print(f"$ {' '.join(command)}", flush=True)
+        if code := _run(root, python, command):
+            raise InvokeExit(code=code)
+
+
+def _refuse_missing(root: Path, paths: Sequence[str], torch: str) -> None:
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing and not torch:
         raise ConfigError(
@@ -112,31 +127,25 @@ def test(
             f"no such test in {root}: {', '.join(absent)}",
             hint="give files or folders below it: ./inv test tests/data",
         )
-    python = str(torch_python(root, torch)) if torch else sys.executable
-    if torch:
-        paths = paths or OF_TORCH
-    commands = [_pytest(paths, slow=slow, gpu=gpu, k=k, last_failed=last_failed)]
-    if lint and not (paths or gpu or k or last_failed):
-        commands = [["ruff", "check", "."], ["ruff", "format", "--check", "."], ["mypy"], *commands]
+
+
+def _run(root: Path, python: str, command: Sequence[str]) -> int:
+    """Run a module of this Python; returns its exit code."""
     # Without bytecode on disk each worker and each of a thousand programs compiles the package and
     # the tests again.
-    environment = {
-        name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"
-    }
-    run = partial(subprocess.Popen, cwd=root, env=environment)
-    for command in commands:
-        print(f"$ {' '.join(command)}", flush=True)
-        beside = []
-        if command == ["mypy"]:
-            # mypy uses one processor: beside it, one pytest compiles what each of its workers
-            # would compile again
-            collect = [python, "-m", "pytest", "--collect-only", "--quiet"]
-            beside = [run(collect, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)]
-        code = run([python, "-m", *command]).wait()
-        for process in beside:
-            process.wait()  # errors in the tests' files are reported by the run that follows
-        if code:
-            raise InvokeExit(code=code)
+    environment = {**os.environ}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    start = partial(subprocess.Popen, cwd=root, env=environment)
+    beside = []
+    if command == ["mypy"]:
+        # mypy uses one processor: beside it, one pytest compiles what each of its workers would
+        # compile again
+        collect = [python, "-m", "pytest", "--collect-only", "--quiet"]
+        beside = [start(collect, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)]
+    code = start([python, "-m", *command]).wait()
+    for process in beside:
+        process.wait()  # errors in the tests' files are reported by the run that follows
+    return code
 
 
 def _pytest(paths: Sequence[str], *, slow: bool, gpu: bool, k: str, last_failed: bool) -> list[str]:

@@ -144,25 +144,8 @@ class StackDumps:
         all, are the missing ones. If they share a host and none of them answers although nobody
         stopped it, that is suspected: code of the job's own that waits without end answers, and
         would do so anywhere."""
-        held = [rank for rank, state in self.states.items() if state[:1] in STATES]
-        missing = (
-            sorted(set(held) & set(ranks))
-            or sorted(self.mute & set(ranks))
-            or absent_ranks({rank: self.known[rank] for rank in ranks if rank in self.known})
-            or pulse.behind(ranks)
-            or sorted(self.silent & set(ranks))
-        )
-        hosts = sorted({host_of(rank) for rank in missing})
-        beats = {rank: pulse.beats.get(rank, {}) for rank in missing[:NAMED]}
-        named = [
-            f"rank {r} on {host_of(r)} ({', '.join([_where(beats[r]), *self._reasons(r)])})"
-            for r in beats
-        ]
-        more = f" and {len(missing) - NAMED} more" if len(missing) > NAMED else ""
-        if missing:
-            who = f"missing: {', '.join(named)}{more}{self._others(missing)}"
-        else:
-            who = "all are at the same step and answered"
+        missing = self._missing(pulse, ranks)
+        who = self._described(pulse, missing, host_of)
         cause: RootCause = {
             "message": f"no rank has moved for {seconds:.0f} s (step {pulse.step()}); {who}",
             "class": "hang",
@@ -181,12 +164,32 @@ class StackDumps:
         stuck = all(
             rank in self.silent and self.states.get(rank) not in ("T", "t") for rank in missing
         )
-        return Outcome(
-            Exit.HANG,
-            "hang",
-            cause,
-            tuple(hosts) if stuck and len(hosts) == 1 and len(missing) < len(ranks) else (),
+        hosts = tuple({host_of(rank) for rank in missing})
+        suspected = hosts if stuck and len(hosts) == 1 and len(missing) < len(ranks) else ()
+        return Outcome(Exit.HANG, "hang", cause, suspected)
+
+    def _missing(self, pulse: Heartbeats, ranks: Collection[int]) -> list[int]:
+        """The ranks that the others wait for; none where all are at the same step and answered."""
+        held = {rank for rank, state in self.states.items() if state[:1] in STATES}
+        return (
+            sorted(held & set(ranks))
+            or sorted(self.mute & set(ranks))
+            or absent_ranks({rank: self.known[rank] for rank in ranks if rank in self.known})
+            or pulse.behind(ranks)
+            or sorted(self.silent & set(ranks))
         )
+
+    def _described(
+        self, pulse: Heartbeats, missing: Sequence[int], host_of: Callable[[int], str]
+    ) -> str:
+        """The missing ranks: where they are, and why they do not go on."""
+        if not missing:
+            return "all are at the same step and answered"
+        named = []
+        for rank in missing[:NAMED]:
+            reasons = [_where(pulse.beats.get(rank, {})), *self._reasons(rank)]
+            named.append(f"rank {rank} on {host_of(rank)} ({', '.join(reasons)})")
+        return f"missing: {', '.join(named)}{_more(missing)}{self._others(missing)}"
 
     def _reasons(self, rank: int) -> Iterator[str]:
         """What is known of why a rank does not go on."""
@@ -226,8 +229,11 @@ def hang_event(hang: Outcome) -> HangDetected:
 
 
 def _list(ranks: Sequence[int]) -> str:
-    more = f" and {len(ranks) - NAMED} more" if len(ranks) > NAMED else ""
-    return ", ".join(map(str, ranks[:NAMED])) + more
+    return ", ".join(map(str, ranks[:NAMED])) + _more(ranks)
+
+
+def _more(ranks: Sequence[int]) -> str:
+    return f" and {len(ranks) - NAMED} more" if len(ranks) > NAMED else ""
 
 
 def _main_frame(text: str) -> str:

@@ -248,16 +248,13 @@ def _tensor_problems(
     modules = model.architecture.hugging_face.outside
     head = f"{modules['head']}.weight"
     embedding = f"{modules['embed_tokens']}.weight"
-    missing = [name for name in wanted if name not in tensors]
-    if missing:
+    if missing := [name for name in wanted if name not in tensors]:
         yield Problem(f"lacks {_some(missing)}")
-    further = further_layers(tensors, model)
-    surplus = [name for name in tensors if name not in wanted and name not in further]
+    known = {*wanted, *further_layers(tensors, model)}
     copies = [tensors[name] for name in (embedding, head) if name in tensors]
-    # packed ones are not compared
-    if len(copies) == 2 and head in surplus and not any(copy.scales for copy in copies):
-        surplus.remove(head)
-    if surplus:
+    if len(copies) == 2 and not any(copy.scales for copy in copies):  # packed ones are not compared
+        known.add(head)
+    if surplus := [name for name in tensors if name not in known]:
         yield Problem(f"has, and the job's model has not, {_some(surplus)}")
     fitting = {}
     odd = []
@@ -275,9 +272,7 @@ def _tensor_problems(
             fitting[name] = stored
     if odd:
         yield Problem(f"only {', '.join(DTYPES)} are taken, not {_some(odd)}")
-    if head in wanted:
-        head = ""
-    yield from _copy_problems(fitting, entries, head, embedding)
+    yield from _copy_problems(fitting, entries, "" if head in wanted else head, embedding)
 
 
 def _some(names: list[str]) -> str:
