@@ -22,6 +22,11 @@ def printable(text: str) -> str:
     )
 
 
+def warn(text: str) -> None:
+    """A line on stderr that work goes on after."""
+    print(f"WARNING: {text}", file=sys.stderr, flush=True)
+
+
 class OutputClosed(BrokenPipeError):
     """Nobody reads what is printed any more, as in `invoke runs | head`."""
 

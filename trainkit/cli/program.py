@@ -217,7 +217,10 @@ class TrainkitProgram(Program):
             f"usage: {command} TASK [arguments] [options]\n\ntrainkit: from raw text to a trained"
             " language model, from one jobs.toml.\n"
         )
-        known = {name: _first_line(task) for name, task in self.collection.tasks.items()}
+        known = {
+            name: (inspect.getdoc(task) or "").partition("\n")[0]
+            for name, task in self.collection.tasks.items()
+        }
         shown = {name for names in GROUPS.values() for name in names}
         further = {
             "Of this project": tuple(name for name in sorted(known) if name not in shown),
@@ -257,10 +260,6 @@ class TrainkitProgram(Program):
         if tuples := context.help_tuples():
             print("Options:")
             self.print_columns(tuples)
-
-
-def _first_line(task: object) -> str:
-    return (inspect.getdoc(task) or "").partition("\n")[0]
 
 
 def _nearest(token: str, known: Iterable[object]) -> str:

@@ -22,7 +22,13 @@ READABLE = 30  # columns in which a text may be broken between words
 NO_LIMIT = 10_000  # columns, if the output is not a terminal
 
 
+GIB = 2**30
 Page = Iterable[str | RenderableType]  # lines as they are, and what rich prints
+
+
+def gib(size: int | None, digits: int, absent: str = "-") -> str:
+    """Bytes as GiB with so many digits; `absent` for None."""
+    return absent if size is None else f"{size / GIB:,.{digits}f} GiB"
 
 
 class Printer(Console):

@@ -86,10 +86,6 @@ def _draw_ledger(axes: Axes, ledger: Ledger) -> None:
         axes.legend(frameon=False, ncols=5, fontsize=8, loc="lower left", bbox_to_anchor=(0, 1))
 
 
-def _numbers(values: Iterable[float | None]) -> list[float]:
-    return [math.nan if value is None else value for value in values]
-
-
 def _style(series: Series) -> str:
     if series.dots:
         return "none"
@@ -104,7 +100,7 @@ def _draw_chart(axes: Axes, chart: Chart) -> None:
         if points:
             axes.plot(
                 [x for x, _ in points],
-                _numbers(y for _, y in points),
+                [math.nan if y is None else y for _, y in points],
                 color=SERIES_COLOURS[series.colour % len(SERIES_COLOURS)],
                 linestyle=_style(series),
                 marker="o" if series.dots else None,

@@ -50,13 +50,11 @@ def _retry(event: RetryPlanned) -> str:
     return words
 
 
-def _joined(event: AgentJoined) -> str:
-    return f"the agent of {event.host} joined; its clock is {event.clock_offset:+.3f} s ahead"
-
-
 _WORDS: Mapping[type[Event], Callable[[Any], str]] = {
     AttemptStarted: lambda e: f"attempt {e.attempt} began with {e.world_size} ranks",
-    AgentJoined: _joined,
+    AgentJoined: lambda e: (
+        f"the agent of {e.host} joined; its clock is {e.clock_offset:+.3f} s ahead"
+    ),
     AllRanksStarted: lambda e: "all ranks run",
     SaveRequested: lambda e: "ranks were asked to save and stop",
     HangDetected: lambda e: f"no rank moves any more; missing: {list(e.missing)}",

@@ -17,12 +17,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from trainkit.base.printable import warn
 from trainkit.runs.folder import AttemptFolder, RunFolder
 
 SECONDS = 5.0  # between two lines, at least
@@ -67,7 +67,7 @@ class PictureLines:
             yield
         except OSError as error:
             if not self._failed:
-                print(f"WARNING: no {self.what}: {error}", file=sys.stderr, flush=True)
+                warn(f"no {self.what}: {error}")
             self._failed = True
 
 
@@ -172,7 +172,7 @@ class PhaseLog:
             os.write(self._handle, json.dumps(asdict(change)).encode() + b"\n")
         except OSError as error:
             if self.failed is None:
-                print(f"WARNING: no ledger of this attempt: {error}", file=sys.stderr, flush=True)
+                warn(f"no ledger of this attempt: {error}")
             self.failed = error
 
     def _made_before(self) -> int:

@@ -16,7 +16,6 @@ import os
 import platform
 import shutil
 import subprocess
-import sys
 import tarfile
 import tempfile
 from collections.abc import Mapping
@@ -36,6 +35,7 @@ from trainkit.base.files import (
     write_json,
 )
 from trainkit.base.locks import locked
+from trainkit.base.printable import warn
 from trainkit.base.toolchain import triton_objection
 from trainkit.jobs.schema import Job
 
@@ -289,7 +289,7 @@ def take_graphs(job: Job) -> ReadyGraphs | None:
     from trainkit.train.ready_graphs import ReadyGraphs
 
     if why := take(job):
-        print(f"WARNING: graphs compiled before are not used: {why}", file=sys.stderr)
+        warn(f"graphs compiled before are not used: {why}")
         return None
     return ReadyGraphs(node_folder(graph_fields(job)) / READY)
 
@@ -305,7 +305,7 @@ def keep_cache_private() -> None:
         make_private_folder(folder)
     except OSError as error:
         folder = Path(tempfile.mkdtemp(prefix="trainkit-compiled-"))
-        print(f"WARNING: compiled code is kept in {folder}: {error}", file=sys.stderr)
+        warn(f"compiled code is kept in {folder}: {error}")
     os.environ[VARIABLE] = str(folder / "torch")
 
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from trainkit.base.documents import document, read_document
 from trainkit.base.files import atomic_open, write_json
+from trainkit.base.printable import warn
 from trainkit.train.proved_graphs import difference
 from trainkit.train.torch_compiler import (
     VectorUnit,
@@ -138,7 +139,7 @@ class ReadyGraphs:
 
     @staticmethod
     def _warn(what: str) -> None:
-        print(f"WARNING: a graph compiled before is not used: {what}", file=sys.stderr, flush=True)
+        warn(f"a graph compiled before is not used: {what}")
 
     def _make(self, function: Function, compiled: Function, args: Sequence[Any], key: Key) -> Any:
         """Compile for these arguments, into the folder; torch.compile's own function where torch

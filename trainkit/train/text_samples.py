@@ -6,7 +6,6 @@ likeliest token follows each time, and no loss hangs on it.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterator
 
@@ -15,6 +14,7 @@ from tokenizers import Tokenizer
 from torch.distributed.fsdp import FSDPModule
 
 from trainkit.base.errors import TrainkitError
+from trainkit.base.printable import warn
 from trainkit.data.tokenizer import end_of_document, load_tokenizer
 from trainkit.jobs.schema import Job
 from trainkit.runs.folder import RunFolder
@@ -50,7 +50,7 @@ class TextSampler:
         if not (reports and job.generate.while_training):
             return
         if not self.active or job.dataset.tokenizer is None:
-            _warn(
+            warn(
                 f"no texts while it trains: {why_not}; `invoke report {run.id} --samples` has"
                 " its checkpoints write them"
             )
@@ -84,7 +84,7 @@ class TextSampler:
             try:
                 add_samples(self.run, self._texts(model, self._tokenizer, step, heartbeat))
             except (TrainkitError, OSError, RuntimeError) as error:  # out of memory, say
-                _warn(f"no texts of step {step}: {error}")
+                warn(f"no texts of step {step}: {error}")
         self.parts.release()
         return time.perf_counter() - began
 
@@ -95,10 +95,6 @@ class TextSampler:
             heartbeat.refresh()
             found = continued_text(model, tokenizer, prompt, self._asked)
             yield SampleText(step, prompt, found.text, found.tokens)
-
-
-def _warn(words: str) -> None:
-    print(f"WARNING: {words}", file=sys.stderr, flush=True)
 
 
 def reason_against(job: Job) -> str:

@@ -4,7 +4,6 @@ to stop."""
 from __future__ import annotations
 
 import math
-import sys
 import threading
 import time
 from dataclasses import replace
@@ -14,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from trainkit.base.errors import Exit, TrainkitError
+from trainkit.base.printable import warn
 from trainkit.base.process import FlatHeap
 from trainkit.jobs.ranks import degrees_of
 from trainkit.jobs.schema import Job
@@ -298,7 +298,7 @@ class Trainer:
             self.job.training, self.run, info, values, partial(self._find_cause, info, values)
         )
         if self.reporter:
-            print(f"WARNING: {warning}", file=sys.stderr, flush=True)
+            warn(warning)
 
     def _find_cause(self, info: StepInfo, values: StepValues) -> str:
         """Where a step's numbers went wrong, asked by all ranks together. On CUDA they come one
@@ -337,11 +337,7 @@ class Trainer:
         self.rollbacks = rollbacks + 1
         self.evaluation_due = False
         if self.world.rank == 0:
-            print(
-                f"WARNING: {why}; rolled back to step {self.step}, going on with sample {position}",
-                file=sys.stderr,
-                flush=True,
-            )
+            warn(f"{why}; rolled back to step {self.step}, going on with sample {position}")
             self.reporter = Reporter(self.run, self.job, self.step)
         self.step_log.start_clock()
         self.step_log.count_rolled_back(why.nan)
@@ -388,12 +384,7 @@ class Trainer:
                 self.reporter.sync()
                 checkpoint.note_evaluation(self.run.checkpoints, self.step, self.validation)
             except (OSError, TrainkitError) as error:
-                print(
-                    f"WARNING: the next `resume` from step {self.step} repeats its evaluation:"
-                    f" {error}",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                warn(f"the next `resume` from step {self.step} repeats its evaluation: {error}")
 
     def save(self, *, last: bool = True) -> None:
         """Publish the checkpoint of this step, then delete what is too old. `last`: it must be

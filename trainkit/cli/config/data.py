@@ -240,9 +240,7 @@ def _lengths_table(found: Statistics) -> Listing:
     table = _table("tokens", "documents", "of all tokens", "")
     largest = max((bin.documents for bin in found.lengths), default=1)
     for bin in found.lengths:
-        lengths = f"{bin.low:,}"
-        if bin.high > bin.low:
-            lengths = f"{bin.low:,} to {bin.high:,}"
+        lengths = f"{bin.low:,} to {bin.high:,}" if bin.high > bin.low else f"{bin.low:,}"
         share = bin.tokens / max(1, found.counts.tokens)
         bar = "#" * round(BAR * bin.documents / largest)
         table.add_row(lengths, f"{bin.documents:,}", f"{share:.1%}", bar)

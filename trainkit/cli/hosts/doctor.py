@@ -12,7 +12,7 @@ from trainkit.base.errors import ConfigError, Exit
 from trainkit.cli.config.jobs import load_jobs
 from trainkit.cli.host_options import hosts_to_ask
 from trainkit.cli.hosts.nodes import usual_cluster
-from trainkit.cli.tables import Listing
+from trainkit.cli.tables import GIB, Listing, gib
 from trainkit.cli.wrapper import TaskContext, TaskResult
 from trainkit.jobs.load import Jobs
 from trainkit.jobs.schema import Cluster, Job
@@ -24,7 +24,6 @@ from trainkit.launch.scheduler_registry import scheduler_for
 from trainkit.launch.supervise.agent_pool import JoinedAgent, MissingAgent
 from trainkit.launch.supervise.host_consistency import COMPARED, Finding
 
-GIB = 2**30
 HEADINGS = {
     "disk": "disk free",
     "gpus": "GPUs",
@@ -88,7 +87,14 @@ def doctor(task: TaskContext, cluster: str, hostfile: str, *, all_reduce: bool) 
         cluster=chosen.name,
         hosts=_host_rows(seen),
         findings=[vars(finding) for finding in findings],
-        pairs=_pair_rows(seen),
+        pairs=[
+            {
+                "hosts": [one, other],
+                "gb_per_second": pair.gb_per_second,
+                "error": pair.error or None,
+            }
+            for one, other, pair in seen.pairs
+        ],
         containers=[report.to_json() for report in seen.containers],
         wrong=wrong,
     )
@@ -130,14 +136,6 @@ def _host_rows(seen: ClusterExamination) -> list[dict[str, object]]:
         }
         for answer in seen.answers
         if isinstance(answer, JoinedAgent)
-    ]
-
-
-def _pair_rows(seen: ClusterExamination) -> list[dict[str, object]]:
-    """The bandwidth of each pair of hosts that was measured."""
-    return [
-        {"hosts": [one, other], "gb_per_second": pair.gb_per_second, "error": pair.error or None}
-        for one, other, pair in seen.pairs
     ]
 
 
@@ -247,11 +245,11 @@ def _cells(agent: JoinedAgent) -> dict[str, str]:
     return cells | {
         "clock": f"{agent.clock_offset:+.2f} s",
         "root": "seen" if facts.nonce else "-",
-        "disk": _gib(facts.disk_free),
+        "disk": gib(facts.disk_free, 1),
         "gpus": str(len(facts.gpus) or "-"),
         "address": address,
         "files": _limit(facts.open_files),
-        "shm": _gib(facts.shared_memory),
+        "shm": gib(facts.shared_memory, 1),
         "proof": facts.proof or "-",
     }
 
@@ -265,8 +263,4 @@ def _limit(number: int | None) -> str:
 
 
 def _image_size(size: int | None) -> str:
-    return _gib(size) if size is None or size >= GIB else f"{size / 2**20:,.1f} MiB"
-
-
-def _gib(size: int | None) -> str:
-    return "-" if size is None else f"{size / GIB:,.1f} GiB"
+    return gib(size, 1) if size is None or size >= GIB else f"{size / 2**20:,.1f} MiB"

@@ -18,7 +18,7 @@ from trainkit.base.documents import document
 from trainkit.base.errors import ConfigError, Exit
 from trainkit.cli.config.jobs import load_jobs
 from trainkit.cli.host_options import hosts_to_ask, named
-from trainkit.cli.tables import Listing, Page
+from trainkit.cli.tables import GIB, Listing, Page, gib
 from trainkit.cli.wrapper import TaskContext, TaskResult
 from trainkit.experiment.hosts import refuse_unread_options
 from trainkit.experiment.options import HostOptions
@@ -100,7 +100,6 @@ def _number(value: object) -> float:
     return float(value) if isinstance(value, (int, float)) else 0.0
 
 
-GIB = 2**30
 TOP_SECONDS = 30.0
 # by type of device: a command that shows devices and processes once, and how many lines of its
 # output are shown. neuron-top itself needs a terminal: what it shows comes from neuron-monitor.
@@ -347,15 +346,12 @@ def _table(rows: Sequence[HostRow]) -> Listing:
             str(holder.get("run") or holder.get("user", "?")) for holder in row.busy
         )
         gpus = str(len(row.gpus) or "none") if row.reachable else ""
-        free = ""
-        if row.disk_free is not None:
-            free = f"{row.disk_free / GIB:,.0f} GiB"
         table.add_row(
             escape(row.host),
             row.address or "",
             str(row.cpus or ""),
             gpus,
-            free,
+            gib(row.disk_free, 0, ""),
             ", ".join(runs),
             _state_cell(row),
         )
@@ -363,9 +359,7 @@ def _table(rows: Sequence[HostRow]) -> Listing:
 
 
 def _state_cell(row: HostRow) -> str:
-    state = "[green]reachable[/]"
-    if not row.reachable:
-        state = f"[red]{escape(str(row.error))}[/]"
+    state = "[green]reachable[/]" if row.reachable else f"[red]{escape(str(row.error))}[/]"
     if row.quarantine is None:
         return state
     entry = row.quarantine

@@ -13,7 +13,7 @@ from trainkit.base.documents import document
 from trainkit.base.errors import ConfigError, Exit, TrainkitError
 from trainkit.base.locks import LockBusy
 from trainkit.cli.config.jobs import load_jobs
-from trainkit.cli.tables import Listing
+from trainkit.cli.tables import Listing, gib
 from trainkit.cli.wrapper import TaskContext, TaskResult
 from trainkit.engines.registry import ENGINES
 from trainkit.jobs.resolved import read_job
@@ -23,7 +23,6 @@ from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import read_run_record
 from trainkit.runs.retention import Leftover, ListedCheckpoint, delete_leftovers, leftovers, pin
 
-GIB = 2**30
 ENDED = ("succeeded", "failed", "cancelled", "preempted")
 
 
@@ -54,9 +53,9 @@ def clean(
         found += of_run
     size = sum(each.bytes for each in found)
     if delete:
-        total = f"deleted: {_gib(size)}"
+        total = f"deleted: {gib(size, 3)}"
     else:
-        total = f"would delete {_gib(size)}; to do it: {task.command} clean --perform"
+        total = f"would delete {gib(size, 3)}; to do it: {task.command} clean --perform"
     return TaskResult(
         document("clean/1", deleted=delete, bytes=size, leftovers=[asdict(each) for each in found]),
         page=[_leftovers_table(found), total] if found else ["nothing to delete"],
@@ -90,14 +89,10 @@ def _leftovers_table(found: Sequence[Leftover]) -> Listing:
         right=["size"],
         drop=["folder"],
         rows=(
-            (escape(each.run), _gib(each.bytes), each.what, escape(Path(each.path).name))
+            (escape(each.run), gib(each.bytes, 3), each.what, escape(Path(each.path).name))
             for each in found
         ),
     )
-
-
-def _gib(size: int) -> str:
-    return f"{size / GIB:,.3f} GiB"
 
 
 DEGREES = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -21,7 +21,6 @@ from trainkit.jobs.resolved import read_job
 from trainkit.launch.scheduler_registry import current
 from trainkit.reports.compare import (
     Comparison,
-    Difference,
     compare_runs,
     comparison_page,
     names_of,
@@ -81,7 +80,8 @@ def _page(comparison: Comparison) -> Page:
         ("configuration", comparison.configuration),
         ("code and versions", comparison.software),
     ):
-        yield _differences(title, found, names) if found else f"{title}: the same"
+        rows = ((escape(each.key), *map(escape, map(clip, each.values))) for each in found)
+        yield Listing(title, *names, rows=rows) if found else f"{title}: the same"
     for part in comparison.losses:
         if part.bitwise is None:
             yield f"{part.run}: all {part.common} common losses are equal, bit for bit"
@@ -90,11 +90,6 @@ def _page(comparison: Comparison) -> Page:
             noise = "never" if late is None else f"from step {late}"
             yield f"{part.run}: losses differ from step {part.bitwise}, beyond noise {noise}"
     yield from comparison.notes
-
-
-def _differences(title: str, found: Sequence[Difference], names: list[str]) -> Listing:
-    rows = ((escape(each.key), *(escape(clip(value)) for value in each.values)) for each in found)
-    return Listing(title, *names, rows=rows)
 
 
 @dataclass(frozen=True)

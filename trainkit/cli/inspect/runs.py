@@ -15,7 +15,7 @@ from trainkit.base.documents import document
 from trainkit.base.errors import ConfigError
 from trainkit.cli.config.jobs import load_jobs
 from trainkit.cli.run.summary import facts_table, next_page
-from trainkit.cli.tables import Listing, Page
+from trainkit.cli.tables import Listing, Page, gib
 from trainkit.cli.wrapper import TaskContext, TaskResult
 from trainkit.jobs.resolved import read_job
 from trainkit.launch.scheduler_registry import current, current_all, scheduler_of
@@ -31,7 +31,6 @@ from trainkit.runs.record import RunRecord, read_run_record
 from trainkit.runs.slow_rank import slow_rank
 from trainkit.runs.summary import RunResult, refuse_unknown_convention, results_of_runs
 
-GIB = 2**30
 FIRST = ("run", "job")
 NUMBERS = (
     "nodes",
@@ -79,7 +78,7 @@ def results_table(results: Sequence[RunResult], convention: str) -> Listing:
         cells.append(_number(result.model_tflops, ".4g"))
         if convention:
             cells.append(_number(result.convention_tflops, ".4g"))
-        cells += [_number(result.mfu, ".1%"), _gib(result.peak_bytes)]
+        cells += [_number(result.mfu, ".1%"), gib(result.peak_bytes, 2)]
         table.add_row(escape(result.run), escape(result.job), *cells)
     return table
 
@@ -120,10 +119,6 @@ def _planned(result: RunResult) -> str:
 
 def _number(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
-
-
-def _gib(size: int | None) -> str:
-    return "-" if size is None else f"{size / GIB:,.2f} GiB"
 
 
 COLOURS = {
@@ -280,10 +275,6 @@ def status(task: TaskContext, run_name: str, *, watch: bool = False) -> TaskResu
         time.sleep(WATCH_SECONDS)
 
 
-def _bytes(size: int | None) -> str:
-    return "?" if size is None else f"{size / 2**30:,.2f} GiB"
-
-
 def _figure(value: float | None, unit: str) -> str:
     return "?" if value is None else f"{value:.0f}{unit}"
 
@@ -291,7 +282,9 @@ def _figure(value: float | None, unit: str) -> str:
 def _gpu_cells(gpu: Gpu | None) -> list[str]:
     if gpu is None:
         return ["?"] * 5
-    used = f"{_bytes(gpu.memory_used_bytes)} of {_bytes(gpu.memory_total_bytes)}"
+    used = " of ".join(
+        gib(size, 2, "?") for size in (gpu.memory_used_bytes, gpu.memory_total_bytes)
+    )
     watts = _figure(gpu.power_watts, " W")
     heat = _figure(gpu.temperature_celsius, " C")
     return [
@@ -320,7 +313,7 @@ def devices_table(view: DeviceUsage) -> Listing:
             str(rank.pid),
             f"{rank.cpu_percent:.0f}%",
             str(rank.threads),
-            _bytes(rank.resident_bytes),
+            gib(rank.resident_bytes, 2, "?"),
         ]
         if gpus:
             cells += _gpu_cells(rank.gpu)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,12 +13,14 @@ from typing import TYPE_CHECKING
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from tokenizers import Tokenizer
 
-from trainkit.base.documents import document
+from trainkit.base.documents import document, read_document
 from trainkit.base.errors import ConfigError, Exit, TrainkitError
 from trainkit.base.locks import LockBusy
+from trainkit.base.printable import warn
 from trainkit.cli.config.jobs import load_jobs
-from trainkit.cli.options import EvaluateOptions
+from trainkit.cli.options import EvaluateOptions, GenerateOptions
 from trainkit.cli.run.stages import bring_up_to_date
+from trainkit.cli.tables import Page
 from trainkit.cli.wrapper import TaskContext, TaskResult
 from trainkit.data.indexed.paths import DataFolder
 from trainkit.jobs.resolved import read_job
@@ -26,23 +29,16 @@ from trainkit.launch.local_ranks import run_local_ranks
 from trainkit.runs.checkpoints import Checkpoint
 from trainkit.runs.evaluations import evaluations_in_words, read_evaluations
 from trainkit.runs.find import find_run
+from trainkit.runs.folder import RunFolder
 from trainkit.stages.build import BuildStage
 from trainkit.stages.execute import stamps_folder
 from trainkit.stages.prep_data import PrepDataStage, needs_of_dataset
+from trainkit.stages.stamps import file_identity
 
 if TYPE_CHECKING:
     import torch
 
     from trainkit.train.inference.evaluate import Evaluation
-import json
-import sys
-from collections.abc import Sequence
-
-from trainkit.base.documents import read_document
-from trainkit.cli.options import GenerateOptions
-from trainkit.cli.tables import Page
-from trainkit.runs.folder import RunFolder
-from trainkit.stages.stamps import file_identity
 
 
 def warn_of_changed_tokenizer(run: RunFolder) -> None:
@@ -54,10 +50,9 @@ def warn_of_changed_tokenizer(run: RunFolder) -> None:
     for identity in read_document(inputs, "inputs/1")["files"]:
         path = Path(identity[0])
         if path.name == "tokenizer.json" and path.is_file() and file_identity(path) != identity:
-            print(
-                f"WARNING: {path} has changed since run {run.id} began; if its ids stand for other"
-                " text now, what follows is nonsense",
-                file=sys.stderr,
+            warn(
+                f"{path} has changed since run {run.id} began; if its ids stand for other"
+                " text now, what follows is nonsense"
             )
 
 
@@ -149,12 +144,19 @@ class EvaluationHeader:
 
 def evaluate(task: TaskContext, run_name: str, options: EvaluateOptions) -> TaskResult:
     """The task `evaluate`."""
-    from trainkit.train.inference.evaluate import refuse_unreadable
+    from trainkit.train.inference.evaluate import (
+        EvaluationFeed,
+        evaluate as measure,
+        refuse_unreadable,
+    )
     from trainkit.train.inference.load import (
+        PRECISIONS,
         choose_checkpoint,
         choose_device,
+        load_model,
         load_own_tokenizer,
         refuse_unsplittable,
+        vocabulary,
     )
 
     jobs = load_jobs(task)
@@ -184,9 +186,20 @@ def evaluate(task: TaskContext, run_name: str, options: EvaluateOptions) -> Task
             f" {header.dataset} on {header.device}"
         )
         return TaskResult(document("evaluate/1", dry_run=True, **asdict(header)))
-    measurement = _Measurement(job, checkpoint, dataset, device, tokenizer, end_of_document)
+    # before ranks are started: it may refuse the data
+    windows = EvaluationFeed(job, dataset, options.split, vocabulary(checkpoint), device)
     with _progress_bar(task) as on_progress:
-        found = measurement.run(options, on_progress)
+        if options.tensor_parallel > 1:
+            found = _measure_on_ranks(job, checkpoint, dataset, device, options, on_progress)
+        else:
+            found = measure(
+                load_model(job, checkpoint, device, PRECISIONS[job.training.precision]),
+                windows,
+                tokenizer,
+                end_of_document,
+                samples=options.samples,
+                progress=on_progress,
+            )
     _print_evaluation(task, header, found)
     return TaskResult(document("evaluate/1", dry_run=False, **asdict(header), **asdict(found)))
 
@@ -208,69 +221,39 @@ def _make_pending(task: TaskContext, run: RunFolder, job: Job) -> TaskResult:
     return TaskResult(document("evaluations/1", run=run.id, evaluations=made), page=[page])
 
 
-@dataclass(frozen=True)
-class _Measurement:
-    """One pass over a split: the model, the data, and where it is computed."""
+def _measure_on_ranks(
+    job: Job,
+    checkpoint: Checkpoint,
+    dataset: Dataset,
+    device: torch.device,
+    options: EvaluateOptions,
+    on_progress: Callable[[int, int], None],
+) -> Evaluation:
+    """One pass over a split on several ranks of this machine.
 
-    job: Job
-    checkpoint: Checkpoint
-    dataset: Dataset
-    device: torch.device
-    tokenizer: Tokenizer
-    end_of_document: int
+    Args:
+        job, checkpoint: the model.
+        dataset: whose split.
+        device: where each rank computes.
+        options: which split, how many samples, how many ranks.
+        on_progress: called with (samples done, samples in all).
+    """
+    from trainkit.train.inference import ranks
+    from trainkit.train.inference.evaluate import Evaluation
 
-    def run(self, options: EvaluateOptions, on_progress: Callable[[int, int], None]) -> Evaluation:
-        """Measure in this process, or on several ranks of this machine.
-
-        Args:
-            options: which split, how many samples, how many ranks.
-            on_progress: called with (samples done, samples in all).
-        """
-        from trainkit.train.inference import ranks
-        from trainkit.train.inference.evaluate import (
-            Evaluation,
-            EvaluationFeed,
-            evaluate as measure,
-        )
-        from trainkit.train.inference.load import PRECISIONS, load_model, vocabulary
-
-        job = self.job
-        # before ranks are started: it may refuse the data
-        windows = EvaluationFeed(
-            job, self.dataset, options.split, vocabulary(self.checkpoint), self.device
-        )
-        if options.tensor_parallel == 1:
-            precision = PRECISIONS[job.training.precision]
-            model = load_model(job, self.checkpoint, self.device, precision)
-            return measure(
-                model,
-                windows,
-                self.tokenizer,
-                self.end_of_document,
-                samples=options.samples,
-                progress=on_progress,
-            )
-        request = ranks.EvaluateRequest(self.dataset, options.split, options.samples)
-        spec = ranks.WorkerSpec(
-            job, self.checkpoint.folder, self.device.type, options.weights, evaluate=request
-        )
-        found = run_local_ranks(
-            ranks.WORKER_ARGV,
-            spec.to_json(),
-            options.tensor_parallel,
-            self.device.type,
-            on_progress,
-        )
-        return Evaluation(**found)
+    request = ranks.EvaluateRequest(dataset, options.split, options.samples)
+    spec = ranks.WorkerSpec(job, checkpoint.folder, device.type, options.weights, evaluate=request)
+    found = run_local_ranks(
+        ranks.WORKER_ARGV, spec.to_json(), options.tensor_parallel, device.type, on_progress
+    )
+    return Evaluation(**found)
 
 
 def _print_evaluation(task: TaskContext, header: EvaluationHeader, found: Evaluation) -> None:
     perplexity = "beyond floating point"
     if found.perplexity is not None:
         perplexity = f"{found.perplexity:,.4f}"
-    bits = "n/a"
-    if found.bits_per_byte is not None:
-        bits = f"{found.bits_per_byte:.4f}"
+    bits = "n/a" if found.bits_per_byte is None else f"{found.bits_per_byte:.4f}"
     task.say(
         f"step {header.step} of run {header.run} on {header.dataset} ({header.split}):"
         f" {found.tokens:,} tokens of {found.samples:,} samples in {found.seconds:.1f} s"

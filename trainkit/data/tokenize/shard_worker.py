@@ -60,10 +60,11 @@ class _End:
 
 
 class _Channel(Generic[T]):
-    """A bounded queue that either side can leave."""
+    """A queue of one item that either side can leave."""
 
-    def __init__(self, depth: int) -> None:
-        self._queue: queue.Queue[T | _End] = queue.Queue(depth)
+    def __init__(self) -> None:
+        self._queue: queue.Queue[T | _End] = queue.Queue(1)
+        self.get = self._queue.get
         self.left = threading.Event()
 
     def put(self, item: T | _End) -> bool:
@@ -76,18 +77,15 @@ class _Channel(Generic[T]):
                 continue
         return False
 
-    def get(self) -> T | _End:
-        return self._queue.get()
-
 
 @contextmanager
-def read_ahead(source: Iterator[T], depth: int = 1) -> Iterator[Iterator[T]]:
-    """Run `source` in a thread, at most `depth` items ahead of who iterates over what is given.
-    Its exceptions are raised there.
+def read_ahead(source: Iterator[T]) -> Iterator[Iterator[T]]:
+    """Run `source` in a thread, one item ahead of who iterates over what is given. Its exceptions
+    are raised there.
 
     When the block ends the source has been closed, in its thread.
     """
-    channel: _Channel[T] = _Channel(depth)
+    channel: _Channel[T] = _Channel()
 
     def produce() -> None:
         error: BaseException | None = None
@@ -118,14 +116,14 @@ def read_ahead(source: Iterator[T], depth: int = 1) -> Iterator[Iterator[T]]:
 
 
 @contextmanager
-def write_behind(sink: Callable[[T], None], depth: int = 1) -> Iterator[Callable[[T], None]]:
-    """Run `sink` in a thread, at most `depth` items behind who calls what is given. Its
-    exception is raised by a later call or at the block's end.
+def write_behind(sink: Callable[[T], None]) -> Iterator[Callable[[T], None]]:
+    """Run `sink` in a thread, one item behind who calls what is given. Its exception is raised by a
+    later call or at the block's end.
 
     Without an exception, all items have been taken when the block ends; with one in the block,
     the waiting ones are not.
     """
-    channel: _Channel[T] = _Channel(depth)
+    channel: _Channel[T] = _Channel()
     failed: list[BaseException] = []
 
     def consume() -> None:

@@ -4,7 +4,6 @@ which checkpoints stay, and whether training goes on from one of them or from a 
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from trainkit.base.errors import TrainkitError
 from trainkit.base.locks import LockBusy
+from trainkit.base.printable import warn
 from trainkit.jobs.schema import CheckpointSettings
 from trainkit.runs.checkpoints import Checkpoint, published_folders, step_of
 from trainkit.runs.manifest import Manifest
@@ -187,7 +187,7 @@ class CheckpointManager:
         if dist.get_rank() == 0:
             with contextlib.suppress(OSError):
                 self._known_steps |= set(map(step_of, published_folders(self.folder)))
-        return newest_valid_together(self.folder, self.settings.verify, _warn, self._passed_over)
+        return newest_valid_together(self.folder, self.settings.verify, warn, self._passed_over)
 
     def save(
         self, tensors: Mapping[str, Tensor], metadata: CheckpointMetadata, *, last: bool
@@ -304,7 +304,7 @@ class CheckpointManager:
             if last or self._failures >= MAX_FAILURES:
                 raise
             if dist.get_rank() == 0:
-                _warn(f"{error.message}; training goes on, the next save tries again")
+                warn(f"{error.message}; training goes on, the next save tries again")
         else:
             self._failures = 0
 
@@ -358,9 +358,9 @@ class CheckpointManager:
             try:
                 gone = prune(self.folder, self.settings, newest, self._lock_for_renaming())
             except (OSError, LockBusy, TrainkitError) as error:
-                _warn(f"an old checkpoint could not be deleted: {error}")
+                warn(f"an old checkpoint could not be deleted: {error}")
             except Exception as error:
-                _warn(f"old checkpoints could not be deleted: {error!r}")
+                warn(f"old checkpoints could not be deleted: {error!r}")
             else:
                 if gone:
                     print(f" deleted checkpoint {', '.join(map(str, gone))}", flush=True)
@@ -385,7 +385,3 @@ def _call_and_keep_error(call: Callable[[], None], wanted: bool) -> Callable[[],
     except (OSError, TrainkitError) as error:
         future.set_exception(error)
     return future.result
-
-
-def _warn(message: str) -> None:
-    print(f"WARNING: {message}", file=sys.stderr, flush=True)

@@ -14,7 +14,6 @@ import json
 import math
 import os
 import secrets
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -28,6 +27,7 @@ from torch import Tensor
 
 from trainkit.base.errors import ConfigError, Exit, TrainkitError
 from trainkit.base.files import write_text
+from trainkit.base.printable import warn
 from trainkit.jobs.schema import Job
 from trainkit.runs.folder import RunFolder
 from trainkit.train.checkpoint.memory_slot import Copy, MemorySlot, map_slots, table_of
@@ -187,7 +187,7 @@ class MemoryCopies:
         shipping, self._cut = map(bool, said)
         self._left_out = self._left_out + 1 if shipping else 0
         if self._left_out == LEFT_OUT and self._world.rank == 0:
-            _warn(
+            warn(
                 f"{LEFT_OUT} copies in memory in a row were left out: the last one is still on its"
                 " way to another host; a larger checkpoint.memory_interval leaves more time"
             )
@@ -208,7 +208,7 @@ class MemoryCopies:
                 partner.ship(slot)
             except RuntimeError as error:
                 self._cut = True  # all ranks hear of it at the next copy
-                _warn(
+                warn(
                     f"rank {self._world.rank}: no copies in memory go to another host until the"
                     f" ranks start again: to rank {partner.keeper}, from {partner.ward}: {error}"
                 )
@@ -298,7 +298,7 @@ class MemoryCopies:
             if (found := slot.describe()) and found.which == copy:
                 if slot.is_whole():
                     return slot
-                _warn(f"rank {self._world.rank}: the copy of step {copy[0]} in memory is damaged")
+                warn(f"rank {self._world.rank}: the copy of step {copy[0]} in memory is damaged")
                 slot.forget()
         return None
 
@@ -337,7 +337,7 @@ class MemoryCopies:
             except OSError as error:
                 with contextlib.suppress(OSError):
                     self._timeline_file.unlink(missing_ok=True)
-                _warn(f"{self._timeline_file}: {error}; copies in memory are of no use")
+                warn(f"{self._timeline_file}: {error}; copies in memory are of no use")
 
     def close(self) -> None:
         """Wait for the copy under way, whatever comes of it: the run has ended, perhaps with
@@ -397,10 +397,6 @@ def _seal(slot: MemorySlot, copy: Mapping[str, object], arrived: torch.cuda.Even
         with torch.cuda.device(arrived.device):
             arrived.synchronize()
     slot.seal(copy)
-
-
-def _warn(message: str) -> None:
-    print(f"WARNING: {message}", file=sys.stderr, flush=True)
 
 
 def _timeline_file(run: Path) -> Path:

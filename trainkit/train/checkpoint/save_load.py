@@ -7,7 +7,6 @@ import contextlib
 import os
 import platform
 import shutil
-import sys
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ import trainkit
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.files import publish_folder, remove
 from trainkit.base.locks import LockBusy, locked
+from trainkit.base.printable import warn
 from trainkit.jobs.schema import Job
 from trainkit.runs.checkpoints import (
     UNFINISHED_SUFFIX,
@@ -170,12 +170,7 @@ def _clean(checkpoints: Path, mine: Path) -> None:
         try:
             remove(stale)
         except OSError as error:  # it costs room and nothing else
-            print(
-                f"WARNING: {stale} is left of a save that failed, and could not be deleted:"
-                f" {error}",
-                file=sys.stderr,
-                flush=True,
-            )
+            warn(f"{stale} is left of a save that failed, and could not be deleted: {error}")
 
 
 def _refuse_without_room(checkpoints: Path, make_room: Callable[[], None], needed: int) -> None:
@@ -244,11 +239,7 @@ def _publish(
                 hint="end one of them; what the other has written is whole",
             )
         aside = set_aside(target)
-        print(
-            f"WARNING: {target} was passed over; it is now {aside.name}",
-            file=sys.stderr,
-            flush=True,
-        )
+        warn(f"{target} was passed over; it is now {aside.name}")
     publish_folder(temporary, target)
 
 

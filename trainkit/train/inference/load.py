@@ -10,6 +10,7 @@ import torch
 from tokenizers import Tokenizer
 
 from trainkit.base.errors import ConfigError, Exit, Problem, TrainkitError
+from trainkit.base.printable import warn
 from trainkit.data.indexed.paths import DataFolder
 from trainkit.data.tokenizer import end_of_document, load_tokenizer
 from trainkit.jobs.optimizers import EMA
@@ -121,7 +122,7 @@ def _chosen(run: RunFolder, checkpoints: Path, step: int | None) -> Checkpoint:
     if step is None:
         newest = newest_valid(
             checkpoints,
-            lambda message: print(f"WARNING: passed over: {message}", file=sys.stderr),
+            lambda message: warn(f"passed over: {message}"),
         )
         assert newest is not None, "there are checkpoints: the newest valid one or an error"
         return newest

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Literal
 from trainkit.base.documents import document
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.files import write_beat
+from trainkit.base.printable import warn
 from trainkit.runs.phases import PhaseLog
 
 if TYPE_CHECKING:
@@ -173,7 +173,7 @@ class Heartbeat:
             write_beat(self.path, text, durable=False)
         except OSError as error:  # training matters more than being watched
             if not self._failed:
-                print(f"WARNING: no heartbeat: {error}", file=sys.stderr, flush=True)
+                warn(f"no heartbeat: {error}")
             self._failed = True
 
     def _usual(self, phase: Phase) -> float | None:

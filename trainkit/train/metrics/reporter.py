@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.files import write_text
+from trainkit.base.printable import warn
 from trainkit.jobs.schema import Job
 from trainkit.runs.expert_loads import ExpertLoads, ExpertLoadsLog, expert_loads_path
 from trainkit.runs.folder import RunFolder
@@ -121,7 +122,7 @@ class LineFile:
             self._write()
         except OSError as error:
             if not self._warned:
-                _warn(f"{self.path}: {error.strerror}; its rows wait in memory")
+                warn(f"{self.path}: {error.strerror}; its rows wait in memory")
             self._warned = True
 
     def flush(self) -> None:
@@ -210,12 +211,8 @@ class TensorBoardFiles:
 
     def _warn(self, error: OSError) -> None:
         if not self._warned:
-            _warn(f"TensorBoard's files cannot be written: {error}; metrics.jsonl has all rows")
+            warn(f"TensorBoard's files cannot be written: {error}; metrics.jsonl has all rows")
         self._warned = True
-
-
-def _warn(words: str) -> None:
-    print(f"WARNING: {words}", file=sys.stderr, flush=True)
 
 
 class Reporter:
@@ -250,7 +247,7 @@ class Reporter:
             self.windows.note(window)
         except OSError as error:
             if not self.missed_window:
-                _warn(
+                warn(
                     f"samples of step {window.step} cannot be noted: {error}; `replay` knows those"
                     " of logged steps"
                 )
@@ -347,7 +344,7 @@ class Reporter:
         except (OSError, TrainkitError) as error:
             if not failed:
                 raise
-            _warn(f"{self.metrics.path}: {error}; its last rows may be missing")
+            warn(f"{self.metrics.path}: {error}; its last rows may be missing")
         finally:
             self.metrics.close()
             self.board.close()

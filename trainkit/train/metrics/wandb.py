@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from trainkit.base.errors import Problem, raise_problems
 from trainkit.base.extras import install_command
+from trainkit.base.printable import warn
 from trainkit.base.redact import Redactor
 from trainkit.jobs.schema import Job
 from trainkit.runs.folder import RunFolder
@@ -176,8 +176,4 @@ class WandbLog:
     def _warn(self, words: str) -> None:
         if not self.failed:
             self.failed = True
-            print(
-                f"WARNING: Weights & Biases: {words}; training goes on without it",
-                file=sys.stderr,
-                flush=True,
-            )
+            warn(f"Weights & Biases: {words}; training goes on without it")
