@@ -198,11 +198,12 @@ def _locked(handle: int, path: Path, deadline: float) -> bool:
         except OSError as error:
             if error.errno not in NO_LOCKS:
                 raise
-            what = (
+            raise OSError(
+                error.errno,
                 f"its file system cannot lock files ({error.strerror}); clusters.NAME.node_folder"
-                " has to be on one that can, such as /dev/shm"
-            )
-            raise OSError(error.errno, what, str(path)) from None
+                " has to be on one that can, such as /dev/shm",
+                str(path),
+            ) from None
         if time.monotonic() > deadline:
             return False
         time.sleep(0.02)

@@ -53,11 +53,10 @@ def load_tokenizer(path: Path) -> Tokenizer:
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises plain Exception for every failure
-        hint = "give the tokenizer.json of the `tokenizers` library, whole"
         raise ConfigError(
             f"{path} cannot be read as a tokenizer.json: {plain(error)}",
             exit=Exit.STAGE_FAILED,
-            hint=hint,
+            hint="give the tokenizer.json of the `tokenizers` library, whole",
         ) from None
     tokenizer.encode_special_tokens = True
     return tokenizer
@@ -104,11 +103,10 @@ def gpt2_bpe(vocab_file: Path, merge_file: Path, eod_token: str) -> Tokenizer:
         vocabulary = json.loads(vocab_file.read_text(encoding="utf-8"))
         lines = merge_file.read_text(encoding="utf-8").split("\n")
     except (OSError, ValueError) as error:
-        hint = "give GPT-2's vocab.json and merges.txt"
         raise ConfigError(
             f"{vocab_file} and {merge_file} cannot be read as GPT-2's files: {error}",
             exit=Exit.STAGE_FAILED,
-            hint=hint,
+            hint="give GPT-2's vocab.json and merges.txt",
         ) from None
     if not isinstance(vocabulary, dict) or not all(
         isinstance(number, int) for number in vocabulary.values()
@@ -125,12 +123,9 @@ def gpt2_bpe(vocab_file: Path, merge_file: Path, eod_token: str) -> Tokenizer:
         left, _, right = line.partition(" ")
         # looked up here: the library panics on a merge that the vocabulary does not have
         if not right or " " in right or not {left, right, left + right} <= vocabulary.keys():
-            message = (
-                f"{merge_file}: merge {len(merges) + 1} is {line[:80]!r}, which is not two tokens"
-                f" of {vocab_file} that make a third"
-            )
             raise ConfigError(
-                message,
+                f"{merge_file}: merge {len(merges) + 1} is {line[:80]!r}, which is not two tokens"
+                f" of {vocab_file} that make a third",
                 exit=Exit.STAGE_FAILED,
                 hint="give GPT-2's vocab.json and merges.txt, which belong together",
             )

@@ -141,14 +141,13 @@ class HttpFile:
                 )
             return 0
         if "content-length" not in response.headers and "transfer-encoding" not in response.headers:
-            hint = (
-                "without a length nobody can tell whether all of it came: take it from another"
-                " server"
-            )
             raise TrainkitError(
                 f"{self.shown}: the server does not say how long the file is",
                 exit=Exit.STAGE_FAILED,
-                hint=hint,
+                hint=(
+                    "without a length nobody can tell whether all of it came: take it from another"
+                    " server"
+                ),
             )
         return start
 
@@ -165,11 +164,12 @@ class HttpFile:
                 ours = f"the token in {self.token_name} was not enough"
             else:
                 ours = 'name the variable that holds a token: token = "HF_TOKEN"'
-            hint = f"{ours}; where terms must be accepted first, do so on the page of the dataset"
             raise TrainkitError(
                 f"{self.shown}: the server answered {code}: access is refused",
                 exit=Exit.STAGE_FAILED,
-                hint=hint,
+                hint=(
+                    f"{ours}; where terms must be accepted first, do so on the page of the dataset"
+                ),
             )
         if code not in (200, 206):
             raise TrainkitError(

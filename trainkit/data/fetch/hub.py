@@ -56,10 +56,14 @@ def parse_hub_address(address: str) -> HubPath:
     """Take an address apart. Raises ConfigError where it names no file of a hub."""
     found = _ADDRESS.fullmatch(address)
     if found is None:
-        hint = (
-            "hf://datasets/OWNER/NAME[@REVISION]/PATH/TO/FILE, or hf://OWNER/NAME/FILE of a model"
+        raise ConfigError(
+            f"{address!r} names no file of a hub",
+            exit=Exit.STAGE_FAILED,
+            hint=(
+                "hf://datasets/OWNER/NAME[@REVISION]/PATH/TO/FILE, or hf://OWNER/NAME/FILE"
+                " of a model"
+            ),
         )
-        raise ConfigError(f"{address!r} names no file of a hub", exit=Exit.STAGE_FAILED, hint=hint)
     return HubPath(
         "dataset" if found["datasets"] else "model",
         found["name"],
@@ -176,11 +180,10 @@ class Hub:
         try:
             yield
         except errors.GatedRepoError:
-            hint = f"accept the terms on its page; {secret}"
             raise TrainkitError(
                 f"{at} is gated: it is given only to who accepted its terms",
                 exit=Exit.STAGE_FAILED,
-                hint=hint,
+                hint=f"accept the terms on its page; {secret}",
             ) from None
         except errors.RevisionNotFoundError:
             raise TrainkitError(
@@ -189,11 +192,10 @@ class Hub:
                 hint="it is a branch, a tag or a commit",
             ) from None
         except errors.RepositoryNotFoundError:
-            hint = f"look at its spelling; if it is private, {secret}"
             raise TrainkitError(
                 f"{at}: the hub knows no such {kind}, or does not show it",
                 exit=Exit.STAGE_FAILED,
-                hint=hint,
+                hint=f"look at its spelling; if it is private, {secret}",
             ) from None
         except errors.HfHubHTTPError as error:
             why = self.redactor.text(str(error).strip().partition("\n")[0])

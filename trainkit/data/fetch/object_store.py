@@ -74,8 +74,9 @@ def file_system(scheme: str, endpoint: str | None, anonymous: bool, retry: Fetch
         message = f"{scheme}:// cannot be read here: {error}"
         if scheme in ("s3", "s3a"):
             raise MissingExtra(message, "data", exit=Exit.STAGE_FAILED) from None
-        hint = f"install the package that it names: {sys.executable} -m pip install NAME"
-        raise Unreachable(message, hint) from None
+        raise Unreachable(
+            message, f"install the package that it names: {sys.executable} -m pip install NAME"
+        ) from None
 
 
 def glob_store(files: Any, url: str, shown: str) -> list[str]:
@@ -154,21 +155,26 @@ def store_errors(shown: str) -> Iterator[None]:
     except (FileNotFoundError, IsADirectoryError, TransientError, RemoteFileChanged, TrainkitError):
         raise
     except PermissionError as error:
-        hint = (
-            "public data: anonymous = true; else export the credentials that the store's library"
-            " reads, such as AWS_PROFILE"
-        )
         raise TrainkitError(
-            f"{shown}: access is refused: {_words(error)}", exit=Exit.STAGE_FAILED, hint=hint
+            f"{shown}: access is refused: {_words(error)}",
+            exit=Exit.STAGE_FAILED,
+            hint=(
+                "public data: anonymous = true; else export the credentials that the"
+                " store's library"
+                " reads, such as AWS_PROFILE"
+            ),
         ) from None
     except Exception as error:
         why = f"{type(error).__name__}: {_words(error)}"
         if any(word in why for word in _FINAL):
-            hint = (
-                "public data: anonymous = true; else export the credentials that the store's"
-                " library reads, such as AWS_PROFILE"
-            )
-            raise TrainkitError(f"{shown}: {why}", exit=Exit.STAGE_FAILED, hint=hint) from None
+            raise TrainkitError(
+                f"{shown}: {why}",
+                exit=Exit.STAGE_FAILED,
+                hint=(
+                    "public data: anonymous = true; else export the credentials that the store's"
+                    " library reads, such as AWS_PROFILE"
+                ),
+            ) from None
         raise TransientError(why) from None
 
 

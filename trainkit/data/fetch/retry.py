@@ -105,12 +105,11 @@ class RetryCounter:
                 wants = f", and wants to be asked again in {asked:,.0f} s"
             else:
                 wants = ""
-            message = f"{self.shown}: {error.why}{wants} (attempt {self.failures} in a row)"
-            hint = (
+            raise Unreachable(
+                f"{self.shown}: {error.why}{wants} (attempt {self.failures} in a row)",
                 "is the address right, is the server up, is a proxy needed? What has come is kept:"
-                " the same call goes on from there"
-            )
-            raise Unreachable(message, hint) from None
+                " the same call goes on from there",
+            ) from None
         pause = min(
             self.retry.longest, self.retry.first * 2 ** (self.failures - 1)
         ) * random.uniform(0.75, 1.25)

@@ -246,15 +246,16 @@ def _refuse_contradiction(
     if again is None or known.difference(again) is not None:
         return
     paths.forget_part()
-    message = (
+    raise TrainkitError(
         f"{remote.shown}: the server contradicts itself: asked about the file (HEAD) it still names"
-        f" the listed one, and what it sends has {change}"
+        f" the listed one, and what it sends has {change}",
+        exit=Exit.STAGE_FAILED,
+        hint=(
+            "it is the server's fault: take the file from another, or fetch it by hand"
+            f" to {paths.path}"
+            " and give its path instead of the address"
+        ),
     )
-    hint = (
-        f"it is the server's fault: take the file from another, or fetch it by hand to {paths.path}"
-        " and give its path instead of the address"
-    )
-    raise TrainkitError(message, exit=Exit.STAGE_FAILED, hint=hint)
 
 
 def _missing(remote: RemoteFile) -> TrainkitError:
@@ -312,20 +313,18 @@ def _check_sum(shown: str, found: str, known: RemoteFileInfo, paths: _FetchPaths
         return
     if paths is not None:
         paths.forget_part()
-    hint = "what came was thrown away; run it again, or look at the sum in jobs.toml"
     raise TrainkitError(
         f"{shown}: SHA-256 is {found}, published is {known.sha256}",
         exit=Exit.STAGE_FAILED,
-        hint=hint,
+        hint="what came was thrown away; run it again, or look at the sum in jobs.toml",
     )
 
 
 def _check_space(path: Path, missing: int) -> None:
     free = shutil.disk_usage(path.parent).free
     if missing > free:
-        message = f"{path.parent}: {missing:,} bytes are still to come, {free:,} are free there"
         raise TrainkitError(
-            message,
+            f"{path.parent}: {missing:,} bytes are still to come, {free:,} are free there",
             exit=Exit.STAGE_FAILED,
             hint="make room, set clusters.X.root to a larger disk, or keep_download = false",
         )
@@ -357,9 +356,8 @@ def _disk_errors(path: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno is None:
             raise
-        message = f"{error.filename or path}: {os.strerror(error.errno)}"
         raise TrainkitError(
-            message,
+            f"{error.filename or path}: {os.strerror(error.errno)}",
             exit=Exit.STAGE_FAILED,
             hint=DISK_HINTS.get(error.errno, "it is needed for what is fetched"),
         ) from None

@@ -153,12 +153,9 @@ def check_drop(name: str, shards: Sequence[ShardResult]) -> None:
     present = _sum(shard.tokens.drop_present for shard in shards)
     missing = [path for path, count in present.items() if not count]
     if missing and any(shard.tokens.documents for shard in shards):
-        message = (
-            f"datasets.{name}.drop: no document has the field {', '.join(map(repr, missing))}, so"
-            " nothing was left out by it"
-        )
         raise ConfigError(
-            message,
+            f"datasets.{name}.drop: no document has the field {', '.join(map(repr, missing))}, so"
+            " nothing was left out by it",
             exit=Exit.STAGE_FAILED,
             hint="correct its path (dots go into objects), or take it out; the shards are kept",
         )

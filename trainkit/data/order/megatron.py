@@ -88,10 +88,9 @@ class MegatronOrder:
         and time."""
         if len(values) and not 0 <= values.min() <= values.max() < size:
             wrong = values.min() if values.min() < 0 else values.max()
-            hint = "build it again: invoke prep-data --force --job JOB"
             raise ConfigError(
                 f"{what} of {', '.join(self._prefixes)} holds {wrong} among numbers below {size:,}:"
                 " it is damaged",
                 exit=Exit.STAGE_FAILED,
-                hint=hint,
+                hint="build it again: invoke prep-data --force --job JOB",
             )

@@ -175,12 +175,9 @@ def map_array(path: Path, shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarra
             hint="delete it and build the index stage again: invoke prep-data",
         ) from None
     if array.shape != shape or array.dtype != np.dtype(dtype):
-        message = (
-            f"{path} holds {array.dtype.name} {list(array.shape)}, not {np.dtype(dtype).name}"
-            f" {list(shape)}"
-        )
         raise ConfigError(
-            message,
+            f"{path} holds {array.dtype.name} {list(array.shape)}, not {np.dtype(dtype).name}"
+            f" {list(shape)}",
             exit=Exit.STAGE_FAILED,
             hint="delete it and build the index stage again: invoke prep-data",
         )

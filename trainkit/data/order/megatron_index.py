@@ -114,12 +114,9 @@ class IndexRequest(Record):
                 " split are not a range"
             )
         if self.first == self.last:
-            message = (
-                f"{self.prefix}: the {self.split_name} split has no document: its width is zero at"
-                f" {self.first}"
-            )
             raise ConfigError(
-                message,
+                f"{self.prefix}: the {self.split_name} split has no document: its width is zero at"
+                f" {self.first}",
                 exit=Exit.STAGE_FAILED,
                 hint="give it more weight in datasets.NAME.split, or add data",
             )
@@ -220,22 +217,18 @@ def _tokens(request: IndexRequest) -> int:
     `IndexedDataset`, and `read_index_sizes`."""
     dataset = IndexedDataset(request.prefix)
     if len(dataset) > INT32:
-        message = (
-            f"{request.prefix} has {len(dataset):,} sequences, but Megatron's document ids are"
-            " int32"
-        )
         raise ConfigError(
-            message,
+            f"{request.prefix} has {len(dataset):,} sequences, but Megatron's document ids are"
+            " int32",
             exit=Exit.STAGE_FAILED,
             hint='split the data into several datasets, or use sample_order = "native"',
         )
     if request.last > len(dataset):
-        message = (
-            f"{request.prefix} has {len(dataset):,} sequences, the {request.split_name} split was"
-            f" to end with number {request.last - 1:,}"
-        )
         raise ConfigError(
-            message, exit=Exit.STAGE_FAILED, hint="the data changed: run the stage again"
+            f"{request.prefix} has {len(dataset):,} sequences, the {request.split_name} split was"
+            f" to end with number {request.last - 1:,}",
+            exit=Exit.STAGE_FAILED,
+            hint="the data changed: run the stage again",
         )
     return _position(dataset, request.last) - _position(dataset, request.first)
 
@@ -377,12 +370,9 @@ def _documents(
             raise data_error(path, str(error)) from None
         except MemoryError:
             needed = 8 * counts.epochs * (request.last - request.first) / 2**30
-            message = (
-                f"{request.prefix}: {counts.epochs:,} epochs of its documents take {needed:,.0f}"
-                " GiB of memory, which this machine does not give"
-            )
             raise ConfigError(
-                message,
+                f"{request.prefix}: {counts.epochs:,} epochs of its documents take {needed:,.0f}"
+                " GiB of memory, which this machine does not give",
                 exit=Exit.STAGE_FAILED,
                 hint='use sample_order = "native", which needs no index',
             ) from None

@@ -98,9 +98,8 @@ def _requests(asked: OrderRequest) -> list[IndexRequest]:
             SPLITS.index(asked.split)
         ]
         if bounds is None:
-            message = f"the split {pair.split!r} of {pair.prefix} gives {asked.split} no width"
             raise ConfigError(
-                message,
+                f"the split {pair.split!r} of {pair.prefix} gives {asked.split} no width",
                 hint="give it a weight, or set training.eval_iters = 0 if it is only evaluated",
             )
         shared = None if pair.split == WHOLE_SPLIT[asked.split] else pair.split
@@ -169,12 +168,9 @@ def _refuse_too_few(asked: OrderRequest, there: int) -> None:
         names = ", ".join(pair.name for pair in asked.pairs[:4]) + (
             ", ..." if len(asked.pairs) > 4 else ""
         )
-        message = (
-            f"Megatron's blend by size of {names} has {there:,} {asked.split} samples, one epoch of"
-            f" each; {asked.least:,} will be read"
-        )
         raise ConfigError(
-            message,
+            f"Megatron's blend by size of {names} has {there:,} {asked.split} samples, one epoch of"
+            f" each; {asked.least:,} will be read",
             hint=(
                 "give the datasets weights, lower training.train_iters, or use sample_order ="
                 ' "native"'

@@ -69,13 +69,13 @@ def prefixes_of(dataset: Dataset, root: Path) -> list[Path]:
             for match in sorted(glob.glob(f"{pattern}.idx", recursive=True))
         ]
         if not matches:
-            hint = (
-                "give paths without .bin and .idx; relative ones begin at the folder of jobs.toml"
-            )
             raise ConfigError(
                 f"datasets.{dataset.name}.prefixes: there is no {pattern}.idx",
                 exit=Exit.STAGE_FAILED,
-                hint=hint,
+                hint=(
+                    "give paths without .bin and .idx; relative ones begin at the folder of"
+                    " jobs.toml"
+                ),
             )
         found += matches
     return list(dict.fromkeys(found))

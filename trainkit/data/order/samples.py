@@ -146,12 +146,9 @@ class NativeSamples:
 
     def read(self, numbers: Numbers, rows: Numbers, out: Numbers) -> IdRange:
         if self.num_samples == 0 and len(numbers):
-            message = (
-                f"{self.dataset.prefix} has no {self.name} sample: split {self.split!r} leaves it"
-                f" no window of {self.seq_length} tokens"
-            )
             raise ConfigError(
-                message,
+                f"{self.dataset.prefix} has no {self.name} sample: split {self.split!r} leaves it"
+                f" no window of {self.seq_length} tokens",
                 hint=(
                     "give the split a larger weight, add data, or set training.eval_iters = 0 if it"
                     " is only evaluated"

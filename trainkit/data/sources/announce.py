@@ -63,8 +63,11 @@ class DownloadNotice:
     def check_space(self) -> None:
         """Raise ConfigError (exit 6) where the disk cannot hold it."""
         if self.free is not None and self.bytes > self.free:
-            hint = "make room, set clusters.X.root to a larger disk, or keep_download = false"
-            raise ConfigError(f"{self}\n  it does not fit there", exit=Exit.STAGE_FAILED, hint=hint)
+            raise ConfigError(
+                f"{self}\n  it does not fit there",
+                exit=Exit.STAGE_FAILED,
+                hint="make room, set clusters.X.root to a larger disk, or keep_download = false",
+            )
 
 
 def download_notice(

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from trainkit.data.fetch.recipe import FetchRecipe
 from trainkit.data.fetch.retry import DEFAULT_RETRY, FetchRetryPolicy
@@ -58,11 +57,12 @@ class FetchUnit:
     size: int = 1
 
 
-class Source(Protocol):
+class Source:
     """A kind of `datasets.X.source`."""
 
     def identity(self, dataset: Dataset) -> dict[str, str]:
         """What freshness depends on beyond the dataset's own keys."""
+        return {}
 
     def shards(
         self,
@@ -78,12 +78,14 @@ class Source(Protocol):
         Raises Unreachable (exit 6) where a server gave no answer within `retry`; ConfigError
         or TrainkitError (exit 6): there are none, or not those that were published.
         """
+        raise NotImplementedError
 
     def write(self, recipe: TextRecipe, path: Path, text_key: str) -> TextResult:
-        """Write one shard of text.
+        """Write one shard of text, by sources that make their own.
 
         Args:
             recipe: what it is made of.
             path: the file to write.
             text_key: the key that holds a document's text.
         """
+        raise AssertionError(f"{type(self).__name__} writes no text")

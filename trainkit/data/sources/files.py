@@ -10,20 +10,16 @@ from trainkit.base.errors import ConfigError, Exit
 from trainkit.data.fetch.ranges import expand
 from trainkit.data.fetch.retry import DEFAULT_RETRY, FetchRetryPolicy
 from trainkit.data.indexed.published import check_published
-from trainkit.data.sources.contract import Shard
+from trainkit.data.sources.contract import Shard, Source
 from trainkit.data.sources.folders import folder_files
 from trainkit.data.text.formats import READABLE, READABLE_IN_WORDS
-from trainkit.data.unit_specs import TextRecipe, TextResult
 from trainkit.jobs.schema import Dataset
 
 
-class FilesSource:
+class FilesSource(Source):
     """Every matching file is a shard, in the order of `paths` and sorted within a pattern; of a
     folder those of `folder_files`.
     Nothing is copied."""
-
-    def identity(self, dataset: Dataset) -> dict[str, str]:
-        return {}
 
     def shards(
         self,
@@ -53,21 +49,17 @@ class FilesSource:
             refuse_unreadable(dataset, path)
         sizes = [path.stat().st_size for path in found]
         if dataset.files is not None and len(found) != dataset.files:
-            message = (
-                f"datasets.{dataset.name}: {len(found):,} files are there, files ="
-                f" {dataset.files:,}"
-            )
             raise ConfigError(
-                message, exit=Exit.STAGE_FAILED, hint="some were not copied; or correct `files`"
+                f"datasets.{dataset.name}: {len(found):,} files are there, files ="
+                f" {dataset.files:,}",
+                exit=Exit.STAGE_FAILED,
+                hint="some were not copied; or correct `files`",
             )
         check_published(dataset, {"download_bytes": sum(sizes)})
         return [
             Shard(f"{i:05d}", path, size)
             for i, (path, size) in enumerate(zip(found, sizes, strict=True))
         ]
-
-    def write(self, recipe: TextRecipe, path: Path, text_key: str) -> TextResult:
-        raise AssertionError("files are never written")
 
 
 def refuse_unreadable(dataset: Dataset, path: Path) -> None:

@@ -6,19 +6,15 @@ from pathlib import Path
 
 from trainkit.base.errors import ConfigError, Exit
 from trainkit.data.fetch.retry import DEFAULT_RETRY, FetchRetryPolicy
-from trainkit.data.sources.contract import Shard
+from trainkit.data.sources.contract import Shard, Source
 from trainkit.data.sources.listing import list_files, read_listing
 from trainkit.data.sources.web import as_shards
-from trainkit.data.unit_specs import TextRecipe, TextResult
 from trainkit.jobs.schema import Dataset
 
 
-class IndexedSource:
+class IndexedSource(Source):
     """Every .bin and every .idx is a file of its own; none may lack the other. Without urls
     there is nothing to fetch."""
-
-    def identity(self, dataset: Dataset) -> dict[str, str]:
-        return {}
 
     def shards(
         self,
@@ -31,18 +27,14 @@ class IndexedSource:
         if not dataset.urls:
             return []
         if not dataset.keep_download:
-            hint = "training reads the files themselves: take keep_download away"
             raise ConfigError(
                 f"datasets.{dataset.name}: keep_download = false with source = 'indexed'",
                 exit=Exit.STAGE_FAILED,
-                hint=hint,
+                hint="training reads the files themselves: take keep_download away",
             )
         found = as_shards(dataset, corpus, list_files(dataset, corpus, retry, refresh=refresh))
         _prefixes(dataset, found)
         return found
-
-    def write(self, recipe: TextRecipe, path: Path, text_key: str) -> TextResult:
-        raise AssertionError("pairs are never written")
 
 
 def fetched_prefixes(dataset: Dataset, corpus: Path) -> list[Path]:
@@ -53,11 +45,10 @@ def fetched_prefixes(dataset: Dataset, corpus: Path) -> list[Path]:
     """
     found = read_listing(dataset, corpus)
     if found is None:
-        hint = f"invoke prep-data --dataset {dataset.name}"
         raise ConfigError(
             f"datasets.{dataset.name}: what its urls name was not fetched to {corpus}",
             exit=Exit.STAGE_FAILED,
-            hint=hint,
+            hint=f"invoke prep-data --dataset {dataset.name}",
         )
     return _prefixes(dataset, as_shards(dataset, corpus, found))
 
@@ -72,9 +63,10 @@ def _prefixes(dataset: Dataset, shards: list[Shard]) -> list[Path]:
                 exit=Exit.STAGE_FAILED,
             )
         if path.with_suffix(other) not in paths:
-            message = (
+            raise ConfigError(
                 f"datasets.{dataset.name}.urls: {path.name} comes without"
-                f" {path.with_suffix(other).name}"
+                f" {path.with_suffix(other).name}",
+                exit=Exit.STAGE_FAILED,
+                hint="name both files of every pair",
             )
-            raise ConfigError(message, exit=Exit.STAGE_FAILED, hint="name both files of every pair")
     return [path.with_suffix("") for path in paths if path.suffix == ".idx"]

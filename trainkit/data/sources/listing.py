@@ -118,9 +118,8 @@ def _ask(
         kind: [a for a in addresses if a.kind == kind] for kind in ("http", "hub", "file", "store")
     }
     if (kinds["file"] or kinds["store"]) and dataset.token is not None:
-        message = f"datasets.{dataset.name}.token = {dataset.token!r} is for https:// and hf://"
         raise ConfigError(
-            message,
+            f"datasets.{dataset.name}.token = {dataset.token!r} is for https:// and hf://",
             exit=Exit.STAGE_FAILED,
             hint=(
                 "object stores take credentials where their library looks for them, such as"
@@ -216,12 +215,9 @@ def _with_sum(dataset: Dataset, address: Address, file: ListedFile) -> ListedFil
     if address.wanted is None or address.wanted == file.known.sha256:
         return file
     if file.known.sha256 is not None:
-        message = (
-            f"datasets.{dataset.name}: {file.text} has the SHA-256 {file.known.sha256}, sha256 says"
-            f" {address.wanted}"
-        )
         raise ConfigError(
-            message,
+            f"datasets.{dataset.name}: {file.text} has the SHA-256 {file.known.sha256}, sha256 says"
+            f" {address.wanted}",
             exit=Exit.STAGE_FAILED,
             hint="it is another file than the one that was meant: look at urls and sha256",
         )
@@ -253,12 +249,9 @@ def _check(dataset: Dataset, found: Sequence[ListedFile], missing: Sequence[str]
         raise ConfigError(f"datasets.{dataset.name}: urls name no file", exit=Exit.STAGE_FAILED)
     if dataset.files is not None and len(found) != dataset.files:
         lost = f"; not there: {named}" if missing else ""
-        message = (
-            f"datasets.{dataset.name}: {len(found):,} files are there, files = {dataset.files:,}"
-            f" were published{lost}"
-        )
         raise ConfigError(
-            message,
+            f"datasets.{dataset.name}: {len(found):,} files are there, files = {dataset.files:,}"
+            f" were published{lost}",
             exit=Exit.STAGE_FAILED,
             hint="some were taken away or not uploaded yet; or correct `files`",
         )

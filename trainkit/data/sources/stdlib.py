@@ -10,7 +10,7 @@ from pathlib import Path
 
 from trainkit.base.errors import ConfigError, Exit
 from trainkit.data.fetch.retry import DEFAULT_RETRY, FetchRetryPolicy
-from trainkit.data.sources.contract import Shard
+from trainkit.data.sources.contract import Shard, Source
 from trainkit.data.text.write_shards import DocumentWriter
 from trainkit.data.unit_specs import TextRecipe, TextResult
 from trainkit.jobs.schema import Dataset
@@ -34,7 +34,7 @@ def source_files(stdlib: Path) -> list[str]:
     return sorted(names)
 
 
-class StdlibSource:
+class StdlibSource(Source):
     """Cuts the sorted files into shards of about `shard_bytes` and writes each like a downloaded
     corpus."""
 
@@ -58,9 +58,10 @@ class StdlibSource:
             names, total = groups[-1]
             groups[-1] = ([*names, name], total + size)
         if not groups:
-            hint = "install Python's standard library as source, or use another dataset"
             raise ConfigError(
-                f"{stdlib} holds no Python source file", exit=Exit.STAGE_FAILED, hint=hint
+                f"{stdlib} holds no Python source file",
+                exit=Exit.STAGE_FAILED,
+                hint="install Python's standard library as source, or use another dataset",
             )
         return [
             Shard(

@@ -36,9 +36,8 @@ def tokenizer_fetch_units(
             continue
         address = _https(url, endpoint) if url.startswith(SCHEME) else url
         if not address.startswith(("http://", "https://", "s3://", "gs://")):
-            message = f"tokenizers.{tokenizer.name}.{url_key} = {url!r} is not an address"
             raise ConfigError(
-                message,
+                f"tokenizers.{tokenizer.name}.{url_key} = {url!r} is not an address",
                 exit=Exit.STAGE_FAILED,
                 hint=(
                     f"https://, hf://OWNER/NAME/FILE or s3://; a file that is here goes into {key}"

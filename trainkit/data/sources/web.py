@@ -9,20 +9,16 @@ from trainkit.base.errors import ConfigError, Exit
 from trainkit.data.fetch.recipe import FetchRecipe, FetchSpec, ListingSpec
 from trainkit.data.fetch.retry import DEFAULT_RETRY, FetchRetryPolicy, RemoteFileInfo
 from trainkit.data.sources.address import local_names
-from trainkit.data.sources.contract import FetchUnit, Shard
+from trainkit.data.sources.contract import FetchUnit, Shard, Source
 from trainkit.data.sources.listing import LISTING, ListedFile, list_files, listing_document
 from trainkit.data.text.formats import READABLE, READABLE_IN_WORDS
-from trainkit.data.unit_specs import TextRecipe, TextResult
 from trainkit.jobs.schema import Dataset
 
 WORKER = "trainkit.data.fetch.worker"
 
 
-class WebSource:
+class WebSource(Source):
     """Every file is a shard, in the order of `urls`. Files of file:// are read where they are."""
-
-    def identity(self, dataset: Dataset) -> dict[str, str]:
-        return {}
 
     def shards(
         self,
@@ -41,9 +37,6 @@ class WebSource:
                     hint=f"read are {READABLE_IN_WORDS}; the name says the format",
                 )
         return found
-
-    def write(self, recipe: TextRecipe, path: Path, text_key: str) -> TextResult:
-        raise AssertionError("what is fetched is not written")
 
 
 def as_shards(dataset: Dataset, corpus: Path, found: list[ListedFile]) -> list[Shard]:

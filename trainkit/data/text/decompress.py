@@ -70,12 +70,11 @@ def _plain(stream: ByteStream) -> Iterator[bytes]:
 
 def _bomb(where: str, produced: int, consumed: int) -> None:
     if produced > BOMB_BYTES and produced > BOMB_RATIO * consumed:
-        message = (
-            f"{consumed:,} compressed bytes became {produced:,} so far, over {BOMB_RATIO} times as"
-            " many: it is taken for a decompression bomb"
-        )
         raise damaged_file(
-            where, message, "if it is text all the same, decompress it and name the result"
+            where,
+            f"{consumed:,} compressed bytes became {produced:,} so far, over {BOMB_RATIO} times as"
+            " many: it is taken for a decompression bomb",
+            "if it is text all the same, decompress it and name the result",
         )
 
 

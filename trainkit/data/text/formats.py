@@ -202,11 +202,10 @@ def _tar(name: str, stream: ByteStream, reading: ReadOptions, where: str) -> Ite
     except (tarfile.TarError, EOFError) as error:
         raise damaged_file(where, f"is not a tar file, or a truncated one: {error}") from None
     if joined.content > end:
-        hint = "fetch or write it again; of several tar files joined into one, give each by itself"
         raise damaged_file(
             where,
             f"is a damaged tar file: at byte {end:,} of it stands neither a header nor its end",
-            hint,
+            "fetch or write it again; of several tar files joined into one, give each by itself",
         )
     if not joined.zeros:
         raise damaged_file(

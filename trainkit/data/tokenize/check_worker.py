@@ -82,12 +82,9 @@ def _check_pair(
         digest.update(block.data)
         highest = int(block.max())
         if highest >= vocab_size or int(block.min()) < 0:
-            message = (
-                f"{bin_path(prefix)} holds the id {highest} among tokens {start:,} and after, but"
-                f" {tokenizer} has {vocab_size:,} ids"
-            )
             raise ConfigError(
-                message,
+                f"{bin_path(prefix)} holds the id {highest} among tokens {start:,} and after, but"
+                f" {tokenizer} has {vocab_size:,} ids",
                 exit=Exit.STAGE_FAILED,
                 hint="name the tokenizer that these pairs were written with",
             )

@@ -88,11 +88,10 @@ class GigatokenEncoder:
         try:
             import gigatoken
         except ImportError:
-            hint = f'{install_command()}\n  or set tokenizers.X.encoder = "tokenizers"'
             raise ConfigError(
                 'encoder = "gigatoken" needs gigatoken, which is not installed',
                 exit=Exit.STAGE_FAILED,
-                hint=hint,
+                hint=f'{install_command()}\n  or set tokenizers.X.encoder = "tokenizers"',
             ) from None
         content = path.read_bytes()
         try:
@@ -104,9 +103,10 @@ class GigatokenEncoder:
                 content = orjson.dumps(value)
             self._tokenizer = gigatoken.Tokenizer.from_json(content)
         except Exception as error:  # whatever the library makes of a model it does not have
-            hint = 'set tokenizers.X.encoder = "tokenizers"'
             raise ConfigError(
-                f"gigatoken cannot use {path}: {plain(error)}", exit=Exit.STAGE_FAILED, hint=hint
+                f"gigatoken cannot use {path}: {plain(error)}",
+                exit=Exit.STAGE_FAILED,
+                hint='set tokenizers.X.encoder = "tokenizers"',
             ) from None
 
     @property
@@ -230,11 +230,11 @@ class CheckedEncoder:
             at = int(np.argmax(expected[:most] != given[:most]))
         else:
             at = most
-        words = (
+        raise EncoderMismatch(
+            index,
             f"id {at} is {given[at : at + 4].tolist()}, not {expected[at : at + 4].tolist()}"
-            f" ({len(given):,} ids and {len(expected):,})"
+            f" ({len(given):,} ids and {len(expected):,})",
         )
-        raise EncoderMismatch(index, words)
 
 
 @dataclass(frozen=True)
@@ -263,14 +263,14 @@ def choose_encoder(path: Path, key: EncoderKey, special_tokens: SpecialTokens) -
             "gigatoken", f"it is proved to give the same ids: {versions} were compared"
         )
     if key == "gigatoken" and not why_not.endswith("is not installed"):
-        hint = (
-            'set tokenizers.X.encoder = "auto" (gigatoken where it is proved, else tokenizers) or'
-            ' "tokenizers"'
-        )
         raise ConfigError(
             f"gigatoken is not proved to give the ids of {path}: {why_not}",
             exit=Exit.STAGE_FAILED,
-            hint=hint,
+            hint=(
+                'set tokenizers.X.encoder = "auto" (gigatoken where it is proved, else'
+                " tokenizers) or"
+                ' "tokenizers"'
+            ),
         )
     return EncoderChoice("gigatoken" if key == "gigatoken" else "tokenizers", why_not)
 

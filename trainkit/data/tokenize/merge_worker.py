@@ -103,12 +103,11 @@ class _Layout:
             if dtype is None:
                 dtype = pair.dtype
             if pair.dtype != dtype:
-                message = (
-                    f"{idx_path(prefix)} holds {pair.dtype.name}, but"
-                    f" {idx_path(parts[0].prefix).name} {dtype.name}"
-                )
                 raise ConfigError(
-                    message, exit=Exit.STAGE_FAILED, hint="merge files of one tokenizer only"
+                    f"{idx_path(prefix)} holds {pair.dtype.name}, but"
+                    f" {idx_path(parts[0].prefix).name} {dtype.name}",
+                    exit=Exit.STAGE_FAILED,
+                    hint="merge files of one tokenizer only",
                 )
             if pair.modes is not None:
                 raise ConfigError(
@@ -135,11 +134,12 @@ class _Layout:
             or part.from_document + documents > pair.num_documents
             or pair.document_indices[part.from_document] != part.from_sequence
         ):
-            message = (
+            raise ConfigError(
                 f"{idx_path(part.prefix)} does not hold the sequences {part.from_sequence:,} to"
-                f" {last:,} as its dataset.json says"
+                f" {last:,} as its dataset.json says",
+                exit=Exit.STAGE_FAILED,
+                hint="make it again: --force",
             )
-            raise ConfigError(message, exit=Exit.STAGE_FAILED, hint="make it again: --force")
         lengths = pair.lengths[part.from_sequence : last]
         size = int(lengths.sum(dtype=np.int64)) * pair.dtype.itemsize
         from_byte = int(pair.offsets[part.from_sequence]) if sequences else 0
@@ -359,12 +359,12 @@ def _refuse_no_token(spec: MergeSpec, shards: Sequence[ShardResult]) -> None:
     if any(shard.tokens.tokens for shard in shards):
         return
     left_out = sum(sum(shard.tokens.left_out.values()) for shard in shards)
-    message = (
+    raise ConfigError(
         f"datasets.{spec.name}: {len(shards):,} files hold no token ({left_out:,} documents"
-        " were left out)"
+        " were left out)",
+        exit=Exit.STAGE_FAILED,
+        hint="look at the files, at text_key, and at what is left out (drop, min_document_bytes)",
     )
-    hint = "look at the files, at text_key, and at what is left out (drop, min_document_bytes)"
-    raise ConfigError(message, exit=Exit.STAGE_FAILED, hint=hint)
 
 
 def _merge(
@@ -399,11 +399,12 @@ def _slices(spec: MergeSpec, target: Path) -> list[PairSlice]:
             slices.append(PairSlice(target, *shard.kept))
     reused = any(each.prefix == target for each in slices)
     if reused and _identities(target) != list(spec.former):
-        message = (
+        raise ConfigError(
             f"{bin_path(target)} is not what it was when this was planned: another process wrote it"
-            " meanwhile"
+            " meanwhile",
+            exit=Exit.STAGE_FAILED,
+            hint="run it again",
         )
-        raise ConfigError(message, exit=Exit.STAGE_FAILED, hint="run it again")
     return slices
 
 

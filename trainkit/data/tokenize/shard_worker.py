@@ -331,11 +331,12 @@ def _dtype_for(tokenizer: Tokenizer, encoder: Encoder, path: Path) -> np.dtype[A
     """The dtype that Megatron chooses. Raises ConfigError (exit 6) where an id does not fit it."""
     dtype = best_dtype(tokenizer.get_vocab_size())
     if encoder.highest > np.iinfo(dtype).max:
-        message = (
+        raise ConfigError(
             f"{path} has {tokenizer.get_vocab_size():,} ids, which is why they are written as"
-            f" {dtype.name}, but its highest is {encoder.highest:,}"
+            f" {dtype.name}, but its highest is {encoder.highest:,}",
+            exit=Exit.STAGE_FAILED,
+            hint="use a tokenizer without such gaps",
         )
-        raise ConfigError(message, exit=Exit.STAGE_FAILED, hint="use a tokenizer without such gaps")
     return dtype
 
 

@@ -98,11 +98,11 @@ def _open(prefixes: Sequence[Path], out_prefix: Path) -> list[IndexedDataset]:
         path = idx_path(data.prefix)
         first = pairs[0]
         if data.dtype != first.dtype:
-            message = (
-                f"{path}: holds {data.dtype.name}, but {first.prefix.name} is of {first.dtype.name}"
-            )
             raise ConfigError(
-                message, exit=Exit.STAGE_FAILED, hint="shuffle files of one tokenizer only"
+                f"{path}: holds {data.dtype.name}, but {first.prefix.name} is of"
+                f" {first.dtype.name}",
+                exit=Exit.STAGE_FAILED,
+                hint="shuffle files of one tokenizer only",
             )
         if data.modes is not None:
             raise ConfigError(

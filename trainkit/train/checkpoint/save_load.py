@@ -209,15 +209,15 @@ def _refuse_unreadable(temporary: Path, target: Path, manifest: Manifest) -> Non
     try:
         check_checkpoint(temporary, content, target.name)
     except (DamagedCheckpoint, NewerCheckpoint) as error:
-        words = (
+        raise TrainkitError(
             f"checkpoint {target} was not published, for no resume would take it:"
-            f" {'; '.join(error.problem_list[:3])}"
-        )
-        hint = (
-            "this is a mistake in trainkit, please report it; `resume` goes on from the newest"
-            " checkpoint there is"
-        )
-        raise TrainkitError(words, exit=Exit.BUG, hint=hint) from None
+            f" {'; '.join(error.problem_list[:3])}",
+            exit=Exit.BUG,
+            hint=(
+                "this is a mistake in trainkit, please report it; `resume` goes on from the newest"
+                " checkpoint there is"
+            ),
+        ) from None
 
 
 def _publish(
@@ -229,12 +229,9 @@ def _publish(
     _refuse_unreadable(temporary, target, manifest)
     if os.path.lexists(target):
         if manifest.step not in passed_over and not verify(target):
-            words = (
-                f"{target} was written by another process while this one trained: two of them train"
-                " one run"
-            )
             raise TrainkitError(
-                words,
+                f"{target} was written by another process while this one trained: two of them train"
+                " one run",
                 exit=Exit.HOSTS_BUSY,
                 hint="end one of them; what the other has written is whole",
             )

@@ -131,8 +131,10 @@ def _run_harness(settings: EvaluationSettings, folder: Path) -> None:
     except OSError as error:
         raise TrainkitError(f"{argv[0]}: {error.strerror}", exit=Exit.CONFIG) from None
     if done.returncode:
-        words = f"lm_eval ended with exit code {done.returncode}: {folder.name}.log says why"
-        raise TrainkitError(words, exit=Exit.RANK_USER)
+        raise TrainkitError(
+            f"lm_eval ended with exit code {done.returncode}: {folder.name}.log says why",
+            exit=Exit.RANK_USER,
+        )
 
 
 def harness_scores(results: Mapping[str, Mapping[str, object]]) -> Iterator[EvaluationScore]:

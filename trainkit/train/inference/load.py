@@ -112,12 +112,13 @@ def _chosen(run: RunFolder, checkpoints: Path, step: int | None) -> Checkpoint:
             hint="the first is written after training.save_interval steps",
         )
     if step is not None and step not in steps:
-        hint = (
-            f"it has those of steps {', '.join(map(str, steps))}; older ones go as"
-            " checkpoint.keep_last says"
-        )
         raise TrainkitError(
-            f"run {run.id} has no checkpoint of step {step}", exit=Exit.NO_CHECKPOINT, hint=hint
+            f"run {run.id} has no checkpoint of step {step}",
+            exit=Exit.NO_CHECKPOINT,
+            hint=(
+                f"it has those of steps {', '.join(map(str, steps))}; older ones go as"
+                " checkpoint.keep_last says"
+            ),
         )
     if step is None:
         newest = newest_valid(

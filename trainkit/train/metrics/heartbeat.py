@@ -186,12 +186,9 @@ class Heartbeat:
         try:
             write_beat(path, text, durable=True)
         except OSError as error:
-            words = (
-                f"training is done and its checkpoint saved, but rank {self.rank} could not say so"
-                f" in {path}: {error}"
-            )
             raise TrainkitError(
-                words,
+                f"training is done and its checkpoint saved, but rank {self.rank} could not say so"
+                f" in {path}: {error}",
                 exit=Exit.RANK_INFRA,
                 hint="make room or mend the file system; `resume` then finds nothing left to do",
             ) from error

@@ -145,12 +145,9 @@ class LineFile:
         if os.path.exists(self.path) and not os.path.samestat(
             os.stat(self.path), os.fstat(self._handle)
         ):
-            words = (
-                f"{self.path} was begun again by another process while this one trained: two of"
-                " them train one run, or its file was replaced by hand"
-            )
             raise TrainkitError(
-                words,
+                f"{self.path} was begun again by another process while this one trained: two of"
+                " them train one run, or its file was replaced by hand",
                 exit=Exit.HOSTS_BUSY,
                 hint="end one of them; the other's checkpoints and metrics are whole",
             )

@@ -44,8 +44,11 @@ class OwnFunction:
             ) from None
         except (Exception, SystemExit) as error:
             last = traceback.extract_tb(error.__traceback__)[-1]
-            what = f"raised {type(error).__name__}: {error} ({last.filename}:{last.lineno})"
-            raise self._error(document, what, "mend it: what is done is kept") from None
+            raise self._error(
+                document,
+                f"raised {type(error).__name__}: {error} ({last.filename}:{last.lineno})",
+                "mend it: what is done is kept",
+            ) from None
         document.fields |= own
         if isinstance(answer, str):
             document.text = self._checked(document, answer)
@@ -63,8 +66,11 @@ class OwnFunction:
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            what = f"returned half of a character (at {error.start})"
-            raise self._error(document, what, "return text that UTF-8 can hold") from None
+            raise self._error(
+                document,
+                f"returned half of a character (at {error.start})",
+                "return text that UTF-8 can hold",
+            ) from None
         return text
 
     def _error(self, document: CrawledDocument, what: str, hint: str) -> ConfigError:
