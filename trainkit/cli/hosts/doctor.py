@@ -87,14 +87,7 @@ def doctor(task: TaskContext, cluster: str, hostfile: str, *, all_reduce: bool) 
         cluster=chosen.name,
         hosts=_host_rows(seen),
         findings=[vars(finding) for finding in findings],
-        pairs=[
-            {
-                "hosts": [one, other],
-                "gb_per_second": pair.gb_per_second,
-                "error": pair.error or None,
-            }
-            for one, other, pair in seen.pairs
-        ],
+        pairs=_pair_rows(seen),
         containers=[report.to_json() for report in seen.containers],
         wrong=wrong,
     )
@@ -136,6 +129,14 @@ def _host_rows(seen: ClusterExamination) -> list[dict[str, object]]:
         }
         for answer in seen.answers
         if isinstance(answer, JoinedAgent)
+    ]
+
+
+def _pair_rows(seen: ClusterExamination) -> list[dict[str, object]]:
+    """The bandwidth of each pair of hosts that was measured."""
+    return [
+        {"hosts": [one, other], "gb_per_second": pair.gb_per_second, "error": pair.error or None}
+        for one, other, pair in seen.pairs
     ]
 
 

@@ -144,19 +144,12 @@ class EvaluationHeader:
 
 def evaluate(task: TaskContext, run_name: str, options: EvaluateOptions) -> TaskResult:
     """The task `evaluate`."""
-    from trainkit.train.inference.evaluate import (
-        EvaluationFeed,
-        evaluate as measure,
-        refuse_unreadable,
-    )
+    from trainkit.train.inference.evaluate import refuse_unreadable
     from trainkit.train.inference.load import (
-        PRECISIONS,
         choose_checkpoint,
         choose_device,
-        load_model,
         load_own_tokenizer,
         refuse_unsplittable,
-        vocabulary,
     )
 
     jobs = load_jobs(task)
@@ -166,12 +159,12 @@ def evaluate(task: TaskContext, run_name: str, options: EvaluateOptions) -> Task
         return _make_pending(task, run, job)
     dataset = jobs.dataset(options.dataset) if options.dataset else job.dataset
     refuse_unreadable(dataset, options.split)
-    tokenizer, end_of_document = load_own_tokenizer(job)
+    own = load_own_tokenizer(job)
     device = choose_device(job, options.device)
     refuse_unsplittable(job, options.tensor_parallel, device)
     checkpoint = choose_checkpoint(run, options.step, options.weights)
     warn_of_changed_tokenizer(run)
-    _prepare(task, job, dataset, tokenizer)
+    _prepare(task, job, dataset, own[0])
     header = EvaluationHeader(
         run.id,
         checkpoint.manifest.step,
@@ -186,20 +179,8 @@ def evaluate(task: TaskContext, run_name: str, options: EvaluateOptions) -> Task
             f" {header.dataset} on {header.device}"
         )
         return TaskResult(document("evaluate/1", dry_run=True, **asdict(header)))
-    # before ranks are started: it may refuse the data
-    windows = EvaluationFeed(job, dataset, options.split, vocabulary(checkpoint), device)
     with _progress_bar(task) as on_progress:
-        if options.tensor_parallel > 1:
-            found = _measure_on_ranks(job, checkpoint, dataset, device, options, on_progress)
-        else:
-            found = measure(
-                load_model(job, checkpoint, device, PRECISIONS[job.training.precision]),
-                windows,
-                tokenizer,
-                end_of_document,
-                samples=options.samples,
-                progress=on_progress,
-            )
+        found = _measure(job, checkpoint, dataset, device, own, options, on_progress)
     _print_evaluation(task, header, found)
     return TaskResult(document("evaluate/1", dry_run=False, **asdict(header), **asdict(found)))
 
@@ -221,26 +202,34 @@ def _make_pending(task: TaskContext, run: RunFolder, job: Job) -> TaskResult:
     return TaskResult(document("evaluations/1", run=run.id, evaluations=made), page=[page])
 
 
-def _measure_on_ranks(
+def _measure(
     job: Job,
     checkpoint: Checkpoint,
     dataset: Dataset,
     device: torch.device,
+    own: tuple[Tokenizer, int],
     options: EvaluateOptions,
     on_progress: Callable[[int, int], None],
 ) -> Evaluation:
-    """One pass over a split on several ranks of this machine.
+    """One pass over a split, in this process or on several ranks of this machine.
 
     Args:
         job, checkpoint: the model.
         dataset: whose split.
         device: where each rank computes.
+        own: the model's tokenizer, and its end of a document.
         options: which split, how many samples, how many ranks.
         on_progress: called with (samples done, samples in all).
     """
     from trainkit.train.inference import ranks
-    from trainkit.train.inference.evaluate import Evaluation
+    from trainkit.train.inference.evaluate import Evaluation, EvaluationFeed, evaluate as measure
+    from trainkit.train.inference.load import PRECISIONS, load_model, vocabulary
 
+    # before ranks are started: it may refuse the data
+    windows = EvaluationFeed(job, dataset, options.split, vocabulary(checkpoint), device)
+    if options.tensor_parallel == 1:
+        model = load_model(job, checkpoint, device, PRECISIONS[job.training.precision])
+        return measure(model, windows, *own, samples=options.samples, progress=on_progress)
     request = ranks.EvaluateRequest(dataset, options.split, options.samples)
     spec = ranks.WorkerSpec(job, checkpoint.folder, device.type, options.weights, evaluate=request)
     found = run_local_ranks(
