@@ -153,16 +153,14 @@ class TableBuilder:
         section = absolute_paths(section, kind, self.root)
         if kind == "jobs" and _says_none(section.entries.get("container")):
             section = section.without("container")
-        for key, other in references.items():
-            below = [
-                (path[1:], origin) for path, origin in sets if path[0] == key and len(path) > 1
-            ]
-            section = self._refer(section, key, other, below, findings, (*at, key))
-        for key, other in groups.items():
-            below = [
-                (path[1:], origin) for path, origin in sets if path[0] == key and len(path) > 2
-            ]
-            section = self._refer_all(section, key, other, below, findings, (*at, key))
+        for refer, names, parts in ((self._refer, references, 1), (self._refer_all, groups, 2)):
+            for key, other in names.items():
+                below = [
+                    (path[1:], origin)
+                    for path, origin in sets
+                    if path[0] == key and len(path) > parts
+                ]
+                section = refer(section, key, other, below, findings, (*at, key))
         for key in BLENDS if kind == "datasets" else ():
             section = self._refer_blend(section, key, findings, (*at, key))
         if kind == "jobs":
