@@ -40,6 +40,11 @@ def test_a_failure_has_its_last_lines(run: object) -> None:
         run(python(code))
     assert caught.value.exit == Exit.STAGE_FAILED
     assert "exited with 1: the disk is full: no space left on device" in caught.value.message
+    with pytest.raises(TrainkitError, match="is not installed on this machine"):
+        run(("/nowhere/builder",))
+
+
+def test_what_is_missing_has_its_way_out() -> None:
     with pytest.raises(TrainkitError, match="is not installed on this machine") as caught:
-        run(("/nowhere/builder",), missing="do this")
+        run_program(("/nowhere/builder",), missing="do this")
     assert caught.value.hint == "do this"

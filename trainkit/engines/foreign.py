@@ -3,6 +3,7 @@ ours on every rank, which reads what it prints and judges how it ended."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import re
@@ -97,6 +98,7 @@ def rank_command(job: Job, run: RunFolder, attempt: int, program: EngineProgram)
         program: what each rank runs.
     """
     model_flops, hardware_flops = _flops(job)
+    peak = job.cluster.device.peak_tflops.get(job.training.precision)
     spec = RankSpec(
         engine=program.engine,
         argv=(program.program or program.python, *program.argv),
@@ -110,13 +112,13 @@ def rank_command(job: Job, run: RunFolder, attempt: int, program: EngineProgram)
         world_size=job.world_size,
         model_flops=model_flops,
         hardware_flops=hardware_flops,
-        peak_tflops=job.cluster.device.peak_tflops.get(job.training.precision),
-        peak=_peak_words(job),
+        peak_tflops=peak,
+        peak=None if peak is None else _peak_words(job, peak),
         saves_on_term=program.saves_on_term,
         modules=program.modules,
-        reads=tuple(str(path) for path in program.reads),
+        reads=tuple(map(str, program.reads)),
         seen_seconds=_seen_seconds(job),
-        path=tuple(str(folder) for folder in engine_path(job)),
+        path=tuple(map(str, engine_path(job))),
         versions=program.versions,
         eval_interval=job.training.eval_interval or 0,
         eval_iters=job.training.eval_iters,
@@ -132,9 +134,9 @@ def rank_command(job: Job, run: RunFolder, attempt: int, program: EngineProgram)
         save_interval=job.training.save_interval or 0,
     )
     name = spec_name(attempt)
-    main = run.code / "trainkit" / "engines" / "rank" / "main.py"
+    main = str(run.code / "trainkit/engines/rank/main.py")
     return Command(
-        argv=(program.python, "-I", "-S", str(main), str(run.path / name)),
+        argv=(program.python, "-I", "-S", main, str(run.path / name)),
         env={**program.env, **job.environment},
         secret_names=job.cluster.secrets,
         cwd=run.path,
@@ -158,18 +160,15 @@ def _flops(job: Job) -> tuple[float, float]:
     return model, hardware_flops_per_token_of(job.model, vocab, job.training, native=False)
 
 
+def _peak_words(job: Job, peak: float) -> str:
+    device = job.cluster.device
+    return f"{peak:g} TFLOP/s ({device.label or device.name}, {job.training.precision})"
+
+
 def _seen_seconds(job: Job) -> float:
     """Until a file that one rank has written is seen by all: file systems over a network keep
     what they know of a file for some seconds (nfs(5), "acregmin")."""
     return 1.0 if job.cluster.launcher_traits.one_machine else 10.0
-
-
-def _peak_words(job: Job) -> str | None:
-    device = job.cluster.device
-    peak = device.peak_tflops.get(job.training.precision)
-    if peak is None:
-        return None
-    return f"{peak:g} TFLOP/s ({device.label or device.name}, {job.training.precision})"
 
 
 def run_name(run: RunFolder) -> str:
@@ -350,13 +349,10 @@ class ForeignEngine(ABC):
 
     def notes(self, job: Job) -> list[str]:
         """Nothing where its version is not known yet."""
-        try:
-            table = self.known_table(job)
-        except ConfigError:
-            return []
-        if table is None:
-            return []
-        return [*filter(None, [table.notice]), *self.version_notes(job, table)]
+        with contextlib.suppress(ConfigError):  # `problems` says it
+            if (table := self.known_table(job)) is not None:
+                return [*filter(None, [table.notice]), *self.version_notes(job, table)]
+        return []
 
     def version_notes(self, job: Job, table: OptionTable) -> list[str]:
         """What of a job a version is given otherwise than it stands there, in words."""
@@ -371,9 +367,7 @@ class ForeignEngine(ABC):
         """That the checkpoint has a file of each rank that holds other weights, and the job has
         other degrees."""
         found = self.saved_degrees(run)
-        if found is None:
-            return []
-        place, saved = found
+        place, saved = found or (None, {})
         asked = {key: getattr(job.parallelism, key) for key in saved}
         other = [key for key in saved if saved[key] != asked[key]]
         if not other:

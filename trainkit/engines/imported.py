@@ -3,8 +3,10 @@ taken."""
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Mapping
+import subprocess
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -30,6 +32,47 @@ def refuse_ramp(key: str, ramp: object, batch: object) -> None:
         raise ConfigError(f"{key} {ramp!r}: start, increment and samples are needed here")
     if isinstance(batch, int) and (problem := ramp_problem((ramp[0], ramp[1], ramp[2]), batch)):
         raise ConfigError(f"{key} {ramp!r}: {problem}", hint="the engine would refuse it too")
+
+
+def ask_engine(
+    argv: Sequence[str], paths: Sequence[str], folder: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """What a program of the engine's own Python says of its files.
+
+    Args:
+        argv: the interpreter first.
+        paths: where it finds modules, before those of PYTHONPATH.
+        folder: in which it runs; None: here.
+
+    Raises ConfigError: it cannot be started.
+    """
+    known = [*paths, *filter(None, [os.environ.get("PYTHONPATH")])]
+    try:
+        return subprocess.run(
+            argv,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(known)},
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            check=False,
+        )
+    except OSError as error:
+        raise ConfigError(f"{argv[0]} cannot be started: {error.strerror}") from None
+
+
+def refused_by_engine(message: str, said: str, engine: str) -> ConfigError:
+    """What to raise where it does not take the files.
+
+    Args:
+        message: for people.
+        said: what it printed.
+        engine: as messages name it.
+    """
+    hint = ""
+    if "ModuleNotFoundError" in said or "ImportError" in said:
+        hint = f"python=... names the interpreter that has what {engine} asks for"
+    return ConfigError(message, hint=hint)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ Keys: NeMo 1.12 and 2.1, examples/nlp/language_modeling/conf/megatron_gpt_config
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
@@ -314,10 +315,7 @@ def _weigh(values: NemoValues, weights: Sequence[object], prefixes: Sequence[str
     names = [PurePosixPath(each).name for each in prefixes]
     if len(set(names)) < len(names):
         names = list(prefixes)
-    blend: list[object] = []
-    for weight, name in zip(weights, names, strict=True):
-        blend += [weight, name]
-    values.engine_args[PREFIX] = blend
+    values.engine_args[PREFIX] = [*itertools.chain(*zip(weights, names, strict=True))]
 
 
 def _is_number(value: object) -> bool:

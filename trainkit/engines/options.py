@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib import resources
 from typing import Literal
@@ -28,6 +28,13 @@ _EXPECTED = {
     "bool": "true or false",
     "list": "an array",
     "dict": "a table",
+}
+_TYPES: Mapping[str, tuple[type, ...]] = {
+    "int": (int,),
+    "float": (int, float),
+    "bool": (bool,),
+    "list": (list, tuple),
+    "dict": (Mapping,),
 }
 # a value as TOML and JSON have them
 Value = object
@@ -141,15 +148,15 @@ def _plain(name: str) -> str:
 
 def dump_table(table: OptionTable) -> str:
     """The text of a table's file: one option a line."""
-    lines = ["{"]
-    for key in ("engine", "version", "commit", "not_seen"):
-        lines.append(f" {json.dumps(key)}: {json.dumps(getattr(table, key))},")
-    lines.append(' "options": {')
+    heads = [
+        f" {json.dumps(key)}: {json.dumps(getattr(table, key))},"
+        for key in ("engine", "version", "commit", "not_seen")
+    ]
     options = [
         f"  {json.dumps(name)}: {json.dumps(option.to_json())}"
         for name, option in sorted(table.options.items())
     ]
-    return "\n".join([*lines, ",\n".join(options), " }", "}", ""])
+    return "\n".join(["{", *heads, ' "options": {', ",\n".join(options), " }", "}", ""])
 
 
 def parse_table(text: str) -> OptionTable:
@@ -217,9 +224,7 @@ def load_table(engine: str, version: str) -> OptionTable:
         f"trainkit has no table of the options of {engine} {version}; engine_args are checked"
         f" against {near}"
     )
-    return OptionTable(
-        table.engine, table.version, table.commit, table.options, table.not_seen, notice
-    )
+    return replace(table, notice=notice)
 
 
 def version_at(engine: str, revision: str) -> str | None:
@@ -263,7 +268,8 @@ def _wrong_args(job: Job, table: OptionTable, set_by: Mapping[str, str]) -> Iter
                 f"{key}: trainkit sets {option.name} itself", hint=f"use {set_by[own]} for it"
             )
         elif said := wrong_value(option, value):
-            yield Problem(f"{key}: {said}", hint=_hint(option))
+            choices = ", ".join(str(choice) for choice in option.choices or ())
+            yield Problem(f"{key}: {said}", hint=f"one of {choices}" if choices else "")
 
 
 def _unknown(key: str, name: str, table: OptionTable, set_by: Mapping[str, str]) -> Problem:
@@ -280,12 +286,6 @@ def _unknown(key: str, name: str, table: OptionTable, set_by: Mapping[str, str])
     return Problem(
         message, hint='args = ["--word", ..] passes words of the command line as they are'
     )
-
-
-def _hint(option: Option) -> str:
-    if option.choices:
-        return f"one of {', '.join(str(choice) for choice in option.choices)}"
-    return ""
 
 
 def wrong_value(option: Option, value: Value) -> str:
@@ -319,14 +319,6 @@ def _wrong_one(option: Option, value: Value) -> str:
 
 def _is(value: Value, type_: str) -> bool:
     """Whether a TOML value is of a type; an integer is a number too."""
-    if type_ == "float":
-        return isinstance(value, (int, float)) and not isinstance(value, bool)
-    if type_ == "int":
-        return isinstance(value, int) and not isinstance(value, bool)
-    if type_ == "bool":
-        return isinstance(value, bool)
-    if type_ == "list":
-        return isinstance(value, (list, tuple))
-    if type_ == "dict":
-        return isinstance(value, Mapping)
-    return isinstance(value, str)
+    if isinstance(value, bool):
+        return type_ == "bool"
+    return isinstance(value, _TYPES.get(type_, (str,)))

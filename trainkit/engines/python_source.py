@@ -88,14 +88,10 @@ class Tree:
         for base in reversed(found.bases):
             above = self.find_class(ast.unparse(base).rpartition(".")[2])
             if above:
-                fields |= {_name(node): node for node in self.fields(above)}
+                fields |= {ast.unparse(node.target): node for node in self.fields(above)}
         own = [node for node in found.body if isinstance(node, ast.AnnAssign)]
-        fields |= {_name(node): node for node in own}
+        fields |= {ast.unparse(node.target): node for node in own}
         return iter(fields.values())
-
-
-def _name(field: ast.AnnAssign) -> str:
-    return ast.unparse(field.target)
 
 
 def literal(node: ast.expr | None, tree: Tree) -> object:

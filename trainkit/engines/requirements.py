@@ -6,7 +6,6 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from trainkit.base.errors import ConfigError
@@ -23,31 +22,14 @@ BUILT_WITH = ("torch", "wheel", "setuptools", "build", "pytest-runner", "pybind1
 _FILE_OPTION = re.compile(r"\s*(-r|-c|--requirement|--constraint|-e|--editable)(?:\s+|\s*=\s*)(.+)")
 
 
-@dataclass(frozen=True)
-class KnownLines:
-    """Lines for one engine.
-
-    Args:
-        engine: its name.
-        version: the beginning of the versions that they fit.
-        source: where they come from.
-        pip: as in a requirements file.
-    """
-
-    engine: str
-    version: str
-    source: str
-    pip: tuple[str, ...]
-
-
 def known_lines(engine: str, version: str) -> tuple[str, ...]:
     """Those of requirements.toml for a version of an engine; none where it has none."""
-    fitting = [
-        KnownLines(each["engine"], each["version"], each["source"], tuple(each["pip"]))
+    fitting = {
+        each["version"]: tuple(each["pip"])
         for each in tomllib.loads(KNOWN.read_text(encoding="utf-8"))["lines"]
         if each["engine"] == engine and version.startswith(each["version"])
-    ]
-    return max(fitting, key=lambda each: len(each.version)).pip if fitting else ()
+    }
+    return fitting[max(fitting, key=len)] if fitting else ()
 
 
 def package_of(line: str) -> str | None:

@@ -99,16 +99,12 @@ def arguments_that_say(content: ContentCommit) -> dict[str, str]:
     }
 
 
-def _argv(folder: Path, *words: str) -> list[str]:
-    return ["git", "-c", "core.quotePath=false", "-C", str(folder), *words]
-
-
 def _newest(root: Path, names: set[str]) -> ContentCommit | None:
     """The log is read only as far as the commit that is looked for."""
     words = ("log", "--format=%x01%H %ct", "--name-only", "-z", "-m", "--first-parent")
     newest: ContentCommit | None = None
     with subprocess.Popen(
-        _argv(root, *words),
+        ["git", "-c", "core.quotePath=false", "-C", str(root), *words],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

@@ -110,10 +110,10 @@ def run_program(
         raise explained(argv, child.returncode, list(last), hints)
 
 
-def read_program(argv: Argv, *, missing: str = "") -> str:
+def read_program(argv: Argv) -> str:
     """What a program prints, without what it says beside that, which goes to the log. Raises
     TrainkitError as `run_program`."""
-    child = _start(argv, subprocess.PIPE, missing, None)
+    child = _start(argv, subprocess.PIPE, "", None)
     with _ended(child):
         printed, beside = child.communicate()
     lines = without_passwords(beside.decode(errors="replace")).splitlines()

@@ -61,7 +61,9 @@ class _Folder:
             return section.with_entry(
                 key, replace(node, value=[self._pattern(item) for item in node.value])
             )
-        return section.with_entry(key, replace(node, value=self._path(node.value)))
+        if isinstance(node.value, str) and _is_remote(node.value):
+            return section
+        return section.with_entry(key, replace(node, value=self._file(node.value)))
 
     def with_absolute_steps(self, section: SourcedTable) -> SourcedTable:
         """`section` with the paths of its curation's steps made absolute."""
@@ -92,9 +94,6 @@ class _Folder:
         if not isinstance(value, str) or not value:
             return value
         return os.path.abspath(self.root / os.path.expanduser(value))
-
-    def _path(self, value: object) -> object:
-        return value if isinstance(value, str) and _is_remote(value) else self._file(value)
 
     def _pattern(self, value: object) -> object:
         """A glob pattern made absolute: brackets in the folder's own name are not a pattern."""

@@ -80,16 +80,6 @@ def _with_image(job: SourcedTable) -> SourcedTable:
     return job.with_entry("container", container.with_entry("image", filled))
 
 
-def _over_shared(section: SourcedTable, key: str, shared: SourcedTable) -> SourcedTable:
-    """`section` with its own table under `key` laid over one that the whole file shares."""
-    own = section.entries.get(key)
-    if own is None:
-        return section.with_entry(key, shared)
-    if isinstance(own, SourcedTable):
-        return section.with_entry(key, own.over(shared))
-    return section  # for the schema to refuse
-
-
 @dataclass(frozen=True)
 class TableBuilder:
     """The document and what its values may refer to.
@@ -153,16 +143,14 @@ class TableBuilder:
         section = absolute_paths(section, kind, self.root)
         if kind == "jobs" and _says_none(section.entries.get("container")):
             section = section.without("container")
-        for key, other in references.items():
-            below = [
-                (path[1:], origin) for path, origin in sets if path[0] == key and len(path) > 1
-            ]
-            section = self._refer(section, key, other, below, findings, (*at, key))
-        for key, other in groups.items():
-            below = [
-                (path[1:], origin) for path, origin in sets if path[0] == key and len(path) > 2
-            ]
-            section = self._refer_all(section, key, other, below, findings, (*at, key))
+        for refer, names, parts in ((self._refer, references, 1), (self._refer_all, groups, 2)):
+            for key, other in names.items():
+                below = [
+                    (path[1:], origin)
+                    for path, origin in sets
+                    if path[0] == key and len(path) > parts
+                ]
+                section = refer(section, key, other, below, findings, (*at, key))
         for key in BLENDS if kind == "datasets" else ():
             section = self._refer_blend(section, key, findings, (*at, key))
         if kind == "jobs":
@@ -326,7 +314,11 @@ class TableBuilder:
             return section.over(_built_in(section.path, {"context": str(self.root)}))
         notify = self.document.entries.get("notify")
         if kind == "jobs" and isinstance(notify, SourcedTable):
-            section = _over_shared(section, "notify", notify)
+            own = section.entries.get("notify")
+            if own is None:
+                section = section.with_entry("notify", notify)
+            elif isinstance(own, SourcedTable):  # else it is for the schema to refuse
+                section = section.with_entry("notify", own.over(notify))
         engine = section.value("engine")
         if kind == "jobs" and isinstance(engine, str) and engine in self.tables("engines"):
             return section.over(_built_in(section.path, {"engine_source": engine}))

@@ -169,11 +169,12 @@ def _holds_tables(path: Sequence[str], value: Any) -> bool:
         value: it.
     """
     known = len(path) == 3 and path[2] in ARRAYS_OF_TABLES.get(path[0], {})
-    return known and bool(value) and isinstance(value, list) and all(map(_is_table, value))
-
-
-def _is_table(value: object) -> bool:
-    return isinstance(value, dict)
+    return (
+        known
+        and bool(value)
+        and isinstance(value, list)
+        and all(isinstance(each, dict) for each in value)
+    )
 
 
 def _by_number(values: Sequence[object]) -> Mapping[str, object]:

@@ -193,7 +193,7 @@ def _sequence(model: Model, tensor: int, fitting: list[int]) -> Objection:
     )
 
 
-def _pipeline_change(job: Job, layout: Layout, pipeline: int) -> Change:
+def _pipeline_change(layout: Layout, pipeline: int) -> Change:
     """Another number of stages, with the number of nodes that then keeps the data-parallel size,
     where the present one would not divide."""
     ranks = layout.tensor * layout.context * pipeline
@@ -222,11 +222,11 @@ def _stages(job: Job, layout: Layout, rules: Rules) -> Iterator[Objection]:
             layout.pipeline,
             lambda p: p * v <= layers and (rules.uneven_stages or layers % (p * v) == 0),
         )
-        changes = tuple(_pipeline_change(job, layout, p) for p in fewer)
+        changes = tuple(_pipeline_change(layout, p) for p in fewer)
         yield Objection("more-stages-than-layers", PP, f"{layers} layers for {chunks}", changes)
     elif layers % parts and not rules.uneven_stages:
         whole = [
-            _pipeline_change(job, layout, p)
+            _pipeline_change(layout, p)
             for p in nearest(layout.pipeline, lambda p: layers % (p * v) == 0)
         ]
         deeper: list[Change] = [

@@ -117,7 +117,7 @@ def expert_objections(job: Job, layout: Layout) -> Iterator[Objection]:
         yield from _no_experts(job)
         return
     split = layout.expert_tensor
-    yield from _expert_ranks(job, layout, moe.num_experts)
+    yield from _expert_ranks(layout, moe.num_experts)
     if moe.ffn_hidden_size < split:
         message = (
             f"an expert of width {moe.ffn_hidden_size} (moe.ffn_hidden_size) has no row for some of"
@@ -151,7 +151,7 @@ def _no_experts(job: Job) -> Iterator[Objection]:
             yield Objection("no-experts", key, message, ({key: 1},))
 
 
-def _expert_ranks(job: Job, layout: Layout, count: int) -> Iterator[Objection]:
+def _expert_ranks(layout: Layout, count: int) -> Iterator[Objection]:
     """`count` experts of a layer over the ranks of a stage, and copies of them over the others."""
     expert, split = layout.expert, layout.expert_tensor
     stage = layout.tensor * layout.data_context

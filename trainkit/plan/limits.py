@@ -118,7 +118,8 @@ def memory_objections(
         change = cheapest_change(job, sizes.fits, lambda tried: sizes.codes(tried) <= raised)
         if change is None:
             return "no change of layout, recomputation or number of nodes makes it fit", ()
-        words = " with ".join(f"{path} = {_value(value)}" for path, value in change.items())
+        said = {key: str(v).lower() if isinstance(v, bool) else v for key, v in change.items()}
+        words = " with ".join(f"{path} = {value}" for path, value in said.items())
         return f"the cheapest change that fits: {words}", (change,)
 
     if memory.fits is False and memory.device_bytes is not None:
@@ -145,10 +146,6 @@ def _device_objection(
     message = f"{need}, {device.label or device.name} has {room / GIB:.1f} GiB"
     words, changes = way_out()
     return Objection("memory", "cluster.device", f"{message}; {words}", changes)
-
-
-def _value(value: str | int | bool) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def storage_objections(job: Job, storage: Storage, rules: Rules) -> Iterator[Objection]:

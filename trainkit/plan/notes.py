@@ -243,16 +243,6 @@ def _interleaved(job: Job) -> Iterator[Change]:
         yield {VIRTUAL: virtual, SCHEDULE: "1f1b"} if now > 1 else {VIRTUAL: virtual}
 
 
-def _zero_bubble(job: Job) -> Iterator[Change]:
-    if job.parallelism.virtual_pipeline_model_parallel_size is None:
-        yield {SCHEDULE: "zbv"}
-
-
-def _smaller(job: Job) -> Iterator[Change]:
-    """More micro-batches, the smallest first, of the same global batch."""
-    yield from reversed(list(smaller_micro_batches(job)))
-
-
 def _bubble(job: Job, sizes: Sizes, duration: Duration | None) -> Iterator[Objection]:
     """A note where a large part of each step is bubble and another layout would cut it: that with
     the shortest, of those that fit and raise no other objection."""
@@ -262,8 +252,11 @@ def _bubble(job: Job, sizes: Sizes, duration: Duration | None) -> Iterator[Objec
     raised = sizes.codes(job)
     best = LESS * now
     found = None
-    for kind in (_interleaved, _zero_bubble, _smaller):
-        for change in kind(job):
+    virtual = job.parallelism.virtual_pipeline_model_parallel_size
+    zero_bubble: list[Change] = [] if virtual else [{SCHEDULE: "zbv"}]
+    # of micro-batches of the same global batch the smallest first
+    for kind in (_interleaved(job), zero_bubble, reversed([*smaller_micro_batches(job)])):
+        for change in kind:
             tried = try_change(job, change)
             if tried is None or not sizes.codes(tried) <= raised or not sizes.fits(tried):
                 continue

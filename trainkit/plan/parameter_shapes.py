@@ -329,9 +329,10 @@ def newton_schulz_flops(model: Model, training: Training) -> list[int]:
     m m an iteration."""
     if training.optimizer != "muon":
         return []
-    found = []
-    for weight in further_matrices(model).values():
-        found.append(training.muon_num_ns_steps * _orthogonal_flops(weight.rows, weight.columns))
+    found = [
+        training.muon_num_ns_steps * _orthogonal_flops(weight.rows, weight.columns)
+        for weight in further_matrices(model).values()
+    ]
     for sparse, layers in layers_by_kind(model).items():
         for weight in matrices_of(model, sparse=sparse).values():
             parts = weight.parts if weight.experts else weight.matrix_rows

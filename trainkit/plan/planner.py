@@ -213,6 +213,13 @@ def _with_remedies(job: Job, sizes: Sizes) -> Iterator[Objection]:
         yield replace(objection, message=message, changes=tuple(kept))
 
 
+def _refuse_other_rules(job: Job, rules: Rules) -> None:
+    if rules.engine != job.engine:
+        raise ValueError(
+            f"job {job.name} is for engine {job.engine}, these are the rules of {rules.engine}"
+        )
+
+
 def make_plan(
     job: Job,
     vocab_size: int | None = None,
@@ -241,7 +248,8 @@ def make_plan(
         )
         return _between(*plans)
     tokens = consumed_after(job, job.training.train_iters) * job.model.seq_length
-    epochs = _epochs(job, known)
+    of_dataset = samples_of(job, job.dataset) * job.model.seq_length
+    epochs = epochs_of(job.dataset, of_dataset, known.dataset_tokens, known.text_bytes)
     sizes = _sizes(job, Sizes(rules, vocab, trained, known.host_bytes), measured)
     memory = sizes.memory(job)
     host = sizes.host(job, memory)
@@ -320,12 +328,6 @@ def _between(few: Plan, many: Plan) -> Plan:
     )
 
 
-def _epochs(job: Job, known: PreparedData) -> Epochs | None:
-    """Of the job's own dataset, in all of its steps that read it."""
-    tokens = samples_of(job, job.dataset) * job.model.seq_length
-    return epochs_of(job.dataset, tokens, known.dataset_tokens, known.text_bytes)
-
-
 def _reads(job: Job, known: PreparedData) -> Sequence[PlannedRead]:
     """What is read when; nothing where a blend's `max_epochs` do not allow it."""
     with contextlib.suppress(ConfigError):  # `_epoch_objections` says it
@@ -361,13 +363,6 @@ def _limit_objections(
     if sizes.rules.states is None:
         yield from sample_objections(job, known.dataset_tokens or known.text_bytes)
     yield from _epoch_objections(job, known)
-
-
-def _refuse_other_rules(job: Job, rules: Rules) -> None:
-    if rules.engine != job.engine:
-        raise ValueError(
-            f"job {job.name} is for engine {job.engine}, these are the rules of {rules.engine}"
-        )
 
 
 @dataclass(frozen=True)

@@ -369,9 +369,8 @@ class Searcher:
         """
         self.refused.clear()
         self.possible.clear()
-        candidates: list[Ranked] = []
-        for number in nodes:
-            candidates += self._legal(self.job.model_copy(update={"nodes": number}))
+        on_nodes = (self.job.model_copy(update={"nodes": number}) for number in nodes)
+        candidates = [each for job in on_nodes for each in self._legal(job)]
         candidates.sort(key=lambda found: -found.tokens_per_second)
         self.candidates = candidates
         ranked: list[Ranked] = []

@@ -94,9 +94,9 @@ def _more_nodes(job: Job) -> Iterator[Change]:
     before many."""
     pipeline = job.parallelism.pipeline_model_parallel_size
     most = job.cluster.max_nodes or job.nodes * MOST_NODES
-    found: list[tuple[int, Change]] = []
-    for factor in (2, 4, 8, 16, 32, 64):
-        found.append((job.nodes * factor, {"nodes": job.nodes * factor}))
+    found: list[tuple[int, Change]] = [
+        (job.nodes * factor, {"nodes": job.nodes * factor}) for factor in (2, 4, 8, 16, 32, 64)
+    ]
     for stages in range(pipeline + 1, job.model.num_layers + 1):
         nodes, rest = divmod(job.nodes * stages, pipeline)
         if not rest:

@@ -74,28 +74,17 @@ def print_search(console: Console, found: Search, price: float) -> None:
     for heading in [*headings, *(["price"] if price else []), "why not"]:
         table.add_column(heading, overflow="fold")
     for number, each in enumerate(found.ranked, 1):
-        plan = each.plan
-        assert plan is not None
         speed = f"{each.tokens_per_second:,.0f}" if found.known else "-"
-        memory = "-"
-        if plan.memory:
-            memory = f"{plan.memory.fullest.total_bytes / GIB:.1f} GiB"
-        if plan.memory and plan.memory.band_bytes:
-            memory += " ({:.0f} to {:.0f})".format(*(b / GIB for b in plan.memory.band_bytes))
-        days = f"{plan.days:,.2f}" if plan.days is not None else "-"
-        if plan.duration and plan.duration.days_interval:
-            days += " ({:,.2f} to {:,.2f})".format(*plan.duration.days_interval)
-        cells = [str(number), str(each.job.nodes), describe(each.change), speed, memory, days]
+        cells = [str(number), str(each.job.nodes), describe(each.change), speed]
+        cells += [_memory(each), _days(each)]
         if price:
             cost = price_of(each, price)
             cells.append(f"{cost:,.0f}" if cost is not None else "-")
-        why = why_slower(each, found.ranked[0])
-        if plan.memory and plan.memory.tight:
-            why += "; memory-tight"
-        table.add_row(*cells, why)
+        tight = "; memory-tight" if _is_tight(each) else ""
+        table.add_row(*cells, why_slower(each, found.ranked[0]) + tight)
     if found.ranked:
         console.print(table)
-    if any(each.plan and each.plan.memory and each.plan.memory.tight for each in found.ranked):
+    if any(map(_is_tight, found.ranked)):
         console.print(
             f"memory-tight: over {TIGHT:.0%} of the device, of which the reserve is assumed"
         )
@@ -108,6 +97,30 @@ def print_search(console: Console, found: Search, price: float) -> None:
         if example:
             text += f", {'the fastest' if code == 'memory' else 'such as'}: {example}"
         console.print(text, highlight=False)
+
+
+def _is_tight(each: Ranked) -> bool:
+    return bool(each.plan and each.plan.memory and each.plan.memory.tight)
+
+
+def _memory(each: Ranked) -> str:
+    """Of the fullest rank, with the band of published runs."""
+    memory = each.plan.memory if each.plan else None
+    if memory is None:
+        return "-"
+    band = ""
+    if memory.band_bytes:
+        band = " ({:.0f} to {:.0f})".format(*(size / GIB for size in memory.band_bytes))
+    return f"{memory.fullest.total_bytes / GIB:.1f} GiB{band}"
+
+
+def _days(each: Ranked) -> str:
+    """Of the whole run, with the interval that they are likely in."""
+    plan = each.plan
+    if plan is None or plan.days is None:
+        return "-"
+    interval = plan.duration.days_interval if plan.duration else None
+    return f"{plan.days:,.2f}" + (" ({:,.2f} to {:,.2f})".format(*interval) if interval else "")
 
 
 def _remarks(found: Search) -> Iterator[str]:

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -232,35 +231,25 @@ def convert(
         TrainkitError: exit 10, the disk gave back something else than was written.
     """
     model = source.model
-    opened: Callable[[Path], AbstractContextManager[NamedWeights]]
-    if target == HUGGING_FACE:
-        opened = partial(_opened_hugging_face, source)
-    else:
-        ENGINE_FORMATS[target].refuse_impossible(model, layout)
-        opened = partial(_opened_engine, source, ENGINE_FORMATS[target])
+    vocab = vocabulary(source.weights)
+    format_ = None if target == HUGGING_FACE else ENGINE_FORMATS[target]
+    if format_ is not None:
+        format_.refuse_impossible(model, layout)
     with new_folder(folder) as temporary:
-        if target == HUGGING_FACE:
+        opened: AbstractContextManager[NamedWeights]
+        if format_ is None:
             _write_hugging_face(source, layout.dtype, temporary, extras)
+            opened = open_hugging_face(temporary, model, vocab)
         else:
-            ENGINE_FORMATS[target].write(source.weights, model, layout, temporary)
-        with opened(temporary) as back:
+            format_.write(source.weights, model, layout, temporary)
+            opened = nullcontext(format_.read(temporary / format_.written, model, vocab))
+        with opened as back:
             _refuse_different(source.weights, back, layout.dtype)
         paths = sorted(path for path in temporary.rglob("*") if path.is_file())
         files = tuple(str(path.relative_to(temporary)) for path in paths)
         size = sum(path.stat().st_size for path in paths)
     parameters = sum(torch.Size(shape).numel() for shape in source.weights.shapes.values())
     return Converted(folder, parameters, size, files)
-
-
-def _opened_hugging_face(source: RunWeights, folder: Path) -> AbstractContextManager[NamedWeights]:
-    return open_hugging_face(folder, source.model, vocabulary(source.weights))
-
-
-def _opened_engine(
-    source: RunWeights, format_: EngineFormat, folder: Path
-) -> AbstractContextManager[NamedWeights]:
-    found = format_.read(folder / format_.written, source.model, vocabulary(source.weights))
-    return nullcontext(found)
 
 
 def _write_hugging_face(
@@ -295,8 +284,5 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
     """Whether shape, dtype and every bit agree: nan is equal to itself, 0.0 not to -0.0."""
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
-    return torch.equal(_bytes(one), _bytes(other))
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().flatten().view(torch.uint8)
+    of_one, of_other = (each.contiguous().flatten().view(torch.uint8) for each in (one, other))
+    return torch.equal(of_one, of_other)

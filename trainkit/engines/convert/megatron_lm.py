@@ -272,7 +272,8 @@ def _rank_contents(
             name = "_".join(f"{n:0{2 + (place > 0)}d}" for place, n in enumerate(numbers))
             raise ConfigError(f"{folder} lacks mp_rank_{name}", hint=SPLIT_HINT)
     read = {numbers: read_pickle(path) for numbers, path in files.items()}
-    args = _attributes(read[min(read)].get("args"))
+    said = read[min(read)].get("args")
+    args = said.attributes if isinstance(said, InertValue) else {}
     tensor = 1 + max(numbers[0] for numbers in read)
     split = args.get("expert_tensor_parallel_size")
     if args.get("num_experts") and split not in (None, tensor):
@@ -287,11 +288,6 @@ def _rank_contents(
         expert = others.pop() if by_experts and others else 0
         contents[rank, others[0] if others else 0, expert] = content
     return contents, args
-
-
-def _attributes(args: object) -> Mapping[str, object]:
-    """`args` of a checkpoint by name."""
-    return args.attributes if isinstance(args, InertValue) else {}
 
 
 def _whole_model(stages: list[dict[str, object]], folder: Path) -> dict[str, object]:

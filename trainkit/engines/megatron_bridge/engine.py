@@ -150,7 +150,6 @@ class MegatronBridge(ForeignEngine):
         places = Places(run.path, run_name(run), step is not None, step, weights)
         megatron = self.megatron_table(job)
         tree = source_tree(job)
-        reads = [Path(f"{prefix}{end}") for prefix in data.prefixes() for end in (".idx", ".bin")]
         program = EngineProgram(
             self.name,
             str(engine_python(job)),
@@ -160,7 +159,7 @@ class MegatronBridge(ForeignEngine):
             saves_on_term=True,
             modules=MODULES,
             versions=required_versions(source_of(job), self.name, table.version),
-            reads=(*reads, *([weights / CONFIG] if weights else [])),
+            reads=(*data.pair_files(), *([weights / CONFIG] if weights else [])),
             python_path=(str(tree / "src"), str(tree / CORE)),
         )
         return rank_command(job, run, attempt, program)

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import re
-import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -19,7 +17,13 @@ from pathlib import Path
 
 from trainkit.base.errors import ConfigError
 from trainkit.engines.hydra_config import parse_yaml
-from trainkit.engines.imported import ImportedJob, ImportRequest, job_name
+from trainkit.engines.imported import (
+    ImportedJob,
+    ImportRequest,
+    ask_engine,
+    job_name,
+    refused_by_engine,
+)
 from trainkit.engines.megatron_bridge.words import (
     FIELDS,
     MIXED,
@@ -175,36 +179,20 @@ class RecipeRunner:
         """What its dry run says, by dotted names. Raises ConfigError with its last line."""
         tree = self.tree.absolute()
         paths = [str(tree / "src"), str(tree / "3rdparty" / "Megatron-LM")]
-        paths += filter(None, [os.environ.get("PYTHONPATH")])
         with tempfile.TemporaryDirectory(prefix="recipe-") as folder:
             target = Path(folder) / "config.yaml"
             last = ["--dry-run", f"logger.save_config_filepath={target}"]
             last += [] if _said(words, "--mode") else ["--mode", "pretrain"]
             script = tree / "scripts" / "training" / SCRIPT
-            try:
-                done = subprocess.run(
-                    [self.python, str(script), *words, *last],
-                    env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-                    cwd=folder,
-                    capture_output=True,
-                    text=True,
-                    stdin=subprocess.DEVNULL,
-                    check=False,
-                )
-            except OSError as error:
-                raise ConfigError(f"{self.python} cannot be started: {error.strerror}") from None
+            argv = [self.python, str(script), *words, *last]
+            done = ask_engine(argv, paths, Path(folder))
             if done.returncode or not target.is_file():
                 said = (done.stderr or done.stdout).strip().splitlines()[-1:]
-                hint = ""
-                if "ModuleNotFoundError" in done.stderr or "ImportError" in done.stderr:
-                    hint = "python=... names the interpreter that has what Megatron-Bridge asks for"
                 shown = " ".join(
                     word.partition("=")[0] if _is_secret(word) else word for word in words
                 )
-                raise ConfigError(
-                    f"Megatron-Bridge in {tree} does not take {shown}: {''.join(said)}",
-                    hint=hint,
-                )
+                message = f"Megatron-Bridge in {tree} does not take {shown}: {''.join(said)}"
+                raise refused_by_engine(message, done.stderr, "Megatron-Bridge")
             return dict(_flat(parse_yaml(target.read_text(encoding="utf-8"), SCRIPT)))
 
 

@@ -444,7 +444,8 @@ def _put_device(words: MegatronWords, job: Job) -> None:
         words.put_said("deterministic-mode")
     if words.table.version == "2021":
         # asked for by name in every published command of its time; there is no other on GPUs
-        words.put("distributed-backend", _backend(job), "cluster.device")
+        backend = "gloo" if job.cluster.device_type == "cpu" else "nccl"
+        words.put("distributed-backend", backend, "cluster.device")
     elif job.cluster.device_type == "cpu":
         words.put("distributed-backend", "gloo", "cluster.device")
     if job.cluster.device_type != "cpu":
@@ -462,10 +463,6 @@ def _put_device(words: MegatronWords, job: Job) -> None:
         words.put_where_known(kernel, True)
     # readable by every version of torch; torch_dist of 0.12 fails on 2.13
     words.put_where_known("ckpt-format", "torch")
-
-
-def _backend(job: Job) -> str:
-    return "gloo" if job.cluster.device_type == "cpu" else "nccl"
 
 
 def put_places(words: MegatronWords, job: Job, places: RunPlaces) -> None:

@@ -42,6 +42,10 @@ class MegatronData:
         """Every pair once."""
         return list(dict.fromkeys(pair.prefix for each in self.files.values() for pair in each))
 
+    def pair_files(self) -> list[Path]:
+        """The two files of every pair, which every node must see."""
+        return [Path(f"{prefix}{end}") for prefix in self.prefixes() for end in (".idx", ".bin")]
+
 
 def data_of(job: Job) -> MegatronData:
     """What a job's dataset is to Megatron-LM.

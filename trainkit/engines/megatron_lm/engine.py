@@ -49,9 +49,9 @@ def split_documents(split: str, documents: int) -> list[int]:
     """
     weights = [float(part) for part in split.replace("/", ",").split(",")]
     weights += [0.0] * (len(SPLITS) - len(weights))
-    ends = [0]
-    for number in range(len(SPLITS)):
-        ends.append(round(sum(weights[: number + 1]) / sum(weights) * documents))
+    ends = [
+        round(sum(weights[:number]) / sum(weights) * documents) for number in range(len(SPLITS) + 1)
+    ]
     return [after - before for before, after in itertools.pairwise(ends)]
 
 
@@ -309,8 +309,5 @@ def _modules(table: OptionTable, words: tuple[str, ...]) -> tuple[RequiredModule
 
 def _reads(data: MegatronData, words: tuple[str, ...]) -> tuple[Path, ...]:
     """Files that every node must see."""
-    found = [Path(f"{prefix}{end}") for prefix in data.prefixes() for end in (".idx", ".bin")]
-    for option in ("--vocab-file", "--merge-file"):
-        if option in words:
-            found.append(Path(words[words.index(option) + 1]))
-    return tuple(found)
+    given = (option for option in ("--vocab-file", "--merge-file") if option in words)
+    return (*data.pair_files(), *(Path(words[words.index(option) + 1]) for option in given))

@@ -135,19 +135,27 @@ def nemo_config(
 
     Raises ConfigError: engine_args weigh files that the dataset has not.
     """
-    parts = {
-        "run": _run(job, places),
+    parts: dict[str, Config] = {
+        "run": {
+            "name": job.name,
+            "results_dir": str(places.run),
+            "time_limit": job.sbatch_options.get("time"),
+            "dependency": job.sbatch_options.get("dependency"),
+        },
         "trainer": _trainer(job, generation),
         "exp_manager": _exp_manager(job, generation, places),
         "model": {**_model(job, generation, places), **_tokenizer(job), **_precision(job)},
         "model.optim": _optim(job, generation),
         "model.data": _data(job, data, places),
     }
-    found = {f"{part}.{key}": value for part, keys in parts.items() for key, value in keys.items()}
-    for key, value in job.engine_args.items():
-        if not key.startswith(("+", "numa_mapping.")) and key != PREFIX:
-            found[key] = value
-    return found
+    return {
+        **{f"{part}.{key}": value for part, keys in parts.items() for key, value in keys.items()},
+        **{
+            key: value
+            for key, value in job.engine_args.items()
+            if not key.startswith(("+", "numa_mapping.")) and key != PREFIX
+        },
+    }
 
 
 def with_plain_arguments(job: Job, table: OptionTable) -> Job:
@@ -197,15 +205,6 @@ def _literal(value: object) -> object:
     if isinstance(value, Mapping):
         return {key: _literal(each) for key, each in value.items()}
     return value
-
-
-def _run(job: Job, places: NemoPlaces) -> Config:
-    return {
-        "name": job.name,
-        "results_dir": str(places.run),
-        "time_limit": job.sbatch_options.get("time"),
-        "dependency": job.sbatch_options.get("dependency"),
-    }
 
 
 def _trainer(job: Job, generation: NemoGeneration) -> Config:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -47,11 +48,8 @@ def _blend(job: Job, pairs: Sequence[SplitPair], *, given: bool = True) -> list[
     way to weigh files by itself."""
     if given and PREFIX in job.engine_args:
         return _given(job, pairs)
-    weights = _weights(pairs)
-    found: list[object] = []
-    for weight, pair in zip(weights, pairs, strict=True):
-        found += [weight, str(pair.prefix)]
-    return found
+    prefixes = [str(pair.prefix) for pair in pairs]
+    return [*itertools.chain(*zip(_weights(pairs), prefixes, strict=True))]
 
 
 def _weights(pairs: Sequence[SplitPair]) -> list[float]:

@@ -240,17 +240,17 @@ class Nemo(ForeignEngine):
             env=engine_environment(job, generation),
             files={f"launch/{name}": config_text(config)},
             saves_on_term=generation.saves_on_term and saves(job),
-            modules=_modules(generation),
+            modules=tuple(
+                RequiredModule(name, INSTALL)
+                for name in (MODULES_24 if generation.core else MODULES)
+            ),
             versions=required_versions(source_of(job), self.name, table.version),
             reads=(tree / SCRIPT, *_reads(config, data)),
-        )
-        program = replace(
-            program,
             checkpoints=checkpoint_folder(run),
             saves=saves(job),
             ends_in_time=any(job.engine_args.get(key) for key in TIME_LIMITS),
             python_path=(str(tree),),
-            before=_numa_words(job, generation),
+            before=numa_words(job, generation) if job.cluster.device_type == "cuda" else (),
         )
         if job.starts_by_srun:
             return _over_srun(job, run, attempt, program)
@@ -378,10 +378,6 @@ def numa_words(job: Job, generation: NemoGeneration) -> tuple[str, ...]:
     return ("-u", str(script), *(f"{key}={value}" for key, value in values.items()))
 
 
-def _numa_words(job: Job, generation: NemoGeneration) -> tuple[str, ...]:
-    return () if job.cluster.device_type != "cuda" else numa_words(job, generation)
-
-
 def _places(job: Job, run: RunFolder) -> NemoPlaces:
     given = job.engine_args.get("model.data.index_mapping_dir")
     index = None if given else run.path / "index_mapping_dir"
@@ -449,15 +445,7 @@ def _set_aside(path: Path, folder: Path) -> None:
     path.rename(place)
 
 
-def _modules(generation: NemoGeneration) -> tuple[RequiredModule, ...]:
-    names = MODULES_24 if generation.core else MODULES
-    return tuple(RequiredModule(name, INSTALL) for name in names)
-
-
 def _reads(config: Config, data: MegatronData) -> tuple[Path, ...]:
     """Files that every node must see."""
-    found = [Path(f"{prefix}{end}") for prefix in data.prefixes() for end in (".idx", ".bin")]
-    for key in ("model.tokenizer.vocab_file", "model.tokenizer.merge_file"):
-        if config[key]:
-            found.append(Path(str(config[key])))
-    return tuple(found)
+    keys = ("model.tokenizer.vocab_file", "model.tokenizer.merge_file")
+    return (*data.pair_files(), *(Path(str(config[key])) for key in keys if config[key]))

@@ -19,7 +19,7 @@ from trainkit.engines.nemo.data import PREFIX, data_problems
 from trainkit.engines.nemo.generations import NUMA, NemoGeneration
 from trainkit.engines.options import OptionTable, check_engine_args
 from trainkit.engines.rules import FP32, PUBLISHED, WRITTEN
-from trainkit.jobs.schema import Dataset, Job
+from trainkit.jobs.schema import Job
 from trainkit.plan.rules import StateBytes
 
 RULES = replace(
@@ -303,15 +303,10 @@ def _dataset_problems(job: Job, generation: NemoGeneration) -> Iterator[Problem]
     if generation.core:
         yield from data_problems(job, ())
         return
-    yield from data_problems(job, _split_apart(dataset))
+    apart = ("valid_blend", "test_blend", "valid_files", "test_files")
+    yield from data_problems(job, [key for key in apart if getattr(dataset, key)])
     if dataset.source == "mock":
         yield Problem(
             "dataset = 'mock': NeMo of 22.09 has no random data",
             hint="give a dataset with files",
         )
-
-
-def _split_apart(dataset: Dataset) -> list[str]:
-    """The keys that give each split files of its own."""
-    keys = ("valid_blend", "test_blend", "valid_files", "test_files")
-    return [key for key in keys if getattr(dataset, key)]

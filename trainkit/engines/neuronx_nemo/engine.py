@@ -256,8 +256,6 @@ def _is_compiled(record: Path) -> bool:
 
 def _reads(job: Job, data: MegatronData) -> tuple[Path, ...]:
     """Files that every node must see."""
-    found = [Path(f"{prefix}{end}") for prefix in data.prefixes() for end in (".idx", ".bin")]
     tokenizer = job.dataset.tokenizer
-    if tokenizer is not None:
-        found += [Path(each) for each in (tokenizer.vocab_file, tokenizer.merge_file) if each]
-    return tuple(found)
+    files = (tokenizer.vocab_file, tokenizer.merge_file) if tokenizer is not None else ()
+    return (*data.pair_files(), *(Path(each) for each in files if each))

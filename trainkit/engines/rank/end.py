@@ -11,8 +11,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainkit.engines.rank.contract import EngineReader
-from trainkit.engines.rank.readings import FoundCheckpoint
+from trainkit.engines.rank.readings import EngineReader, FoundCheckpoint
 from trainkit.engines.rank.spec import RankSpec
 
 # torch/distributed/elastic/multiprocessing/errors: how torchrun tells of the rank that failed first

@@ -15,11 +15,12 @@ from trainkit.engines.rank.readings import EvaluationLine, FoundCheckpoint, Iter
 from trainkit.engines.rank.saved_files import (
     archive_problem,
     cut_short,
-    folder_bytes,
     grid_problems,
+    judged,
+    numbered,
     pickled_numbers,
     read_tracker,
-    subfolders,
+    saved_steps,
 )
 
 TRACKER = "latest"
@@ -91,19 +92,12 @@ def found_checkpoints(folder: Path) -> list[FoundCheckpoint]:
     """Every checkpoint in `folder`, the oldest first; that which `latest` names also if it is not
     there."""
     tracked = tracked_step(folder)
-    steps = {}
-    for place in subfolders(folder):
-        named = _FOLDER.fullmatch(place.name)
-        if named is not None:
-            steps[int(named.group(1))] = place
-    if tracked is not None and tracked not in steps:
-        steps[tracked] = folder / f"global_step{tracked}"
-    found = []
-    for step in sorted(steps):
-        place = steps[step]
-        problems = (*cut_short(step, tracked, TRACKER), *_problems(place))
-        found.append(FoundCheckpoint(step, place, folder_bytes(place), problems))
-    return found
+    steps = saved_steps(folder, _FOLDER)
+    if tracked is not None:
+        steps.setdefault(tracked, folder / f"global_step{tracked}")
+    return judged(
+        steps, lambda step, place: [*cut_short(step, tracked, TRACKER), *_problems(place)]
+    )
 
 
 def _problems(place: Path) -> list[str]:
@@ -111,38 +105,25 @@ def _problems(place: Path) -> list[str]:
     if not place.is_dir():
         return [f"{TRACKER} names {place.name}, but there is no such folder"]
     files = sorted(path for path in place.iterdir() if path.name.endswith(".pt"))
-    models = _numbered(files, _MODEL)
+    models = numbered(files, _MODEL)
     if not models:
         return ["there is no mp_rank_00_model_states.pt in it: nothing that can be loaded"]
-    optimizers = _numbered(files, _OPTIMIZER)
-    layers = _numbered(files, _LAYER)
+    optimizers = numbered(files, _OPTIMIZER)
+    layers = numbered(files, _LAYER)
     first = min(models.items())[1]
     sizes = pickled_numbers(first, ("dp_world_size", "mp_world_size"))
     world = sizes.get("mp_world_size", 1)
     if optimizers:  # ZeRO: one file a rank
         world = max(world, 1 + max(rank[1] for rank in optimizers))
-    problems = grid_problems(set(models), (*_zero_3(models, sizes), world), "model states of rank")
+    grid = (sizes.get("dp_world_size", 1), world)
+    # with ZeRO-3 the model's states are a file a rank too, and have one number more
+    of_models = grid if len(min(models)) > 1 else (world,)
+    problems = grid_problems(set(models), of_models, "model states of rank")
     if optimizers:
-        grid = (sizes.get("dp_world_size", 1), world)
         problems += grid_problems(set(optimizers), grid, "optimizer states of rank")
     problems += _layer_problems(set(layers))
     wrong = (archive_problem(path) for path in files)
     return problems + [problem for problem in wrong if problem is not None]
-
-
-def _zero_3(models: dict[tuple[int, ...], Path], sizes: dict[str, int]) -> tuple[int, ...]:
-    """With ZeRO-3 the model's states are a file a rank too, and have one number more."""
-    return () if len(min(models)) == 1 else (sizes.get("dp_world_size", 1),)
-
-
-def _numbered(files: list[Path], pattern: re.Pattern[str]) -> dict[tuple[int, ...], Path]:
-    """The files whose names fit `pattern`, by the numbers in them."""
-    found = {}
-    for path in files:
-        named = pattern.fullmatch(path.name)
-        if named is not None:
-            found[tuple(int(number) for number in named.groups() if number is not None)] = path
-    return found
 
 
 def _layer_problems(layers: set[tuple[int, ...]]) -> list[str]:

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from trainkit.engines.rank.megatron_lm import load_problems, read_line, saved_steps
+from trainkit.engines.rank.megatron_lm import FOLDER, load_problems, read_line
 from trainkit.engines.rank.readings import FoundCheckpoint
-from trainkit.engines.rank.saved_files import archive_problem, folder_bytes
+from trainkit.engines.rank.saved_files import archive_problem, judged, newest_whole, saved_steps
 
 __all__ = ["found_checkpoints", "read_line", "tracked_step"]
 CONFIG = "run_config.yaml"
@@ -21,19 +21,16 @@ STATE = "train_state.pt"
 
 def tracked_step(folder: Path) -> int | None:
     """The newest whole checkpoint."""
-    whole = [found.step for found in found_checkpoints(folder) if not found.problems]
-    return max(whole, default=None)
+    newest = newest_whole(found_checkpoints(folder))
+    return None if newest is None else newest.step
 
 
 def found_checkpoints(folder: Path) -> list[FoundCheckpoint]:
     """Every checkpoint in `folder`, the oldest first."""
-    return [
-        FoundCheckpoint(step, place, folder_bytes(place), tuple(_problems(place)))
-        for step, place in sorted(saved_steps(folder).items())
-    ]
+    return judged(saved_steps(folder, FOLDER), _problems)
 
 
-def _problems(place: Path) -> Iterator[str]:
+def _problems(_step: int, place: Path) -> Iterator[str]:
     yield from load_problems(place)
     try:
         text = (place / CONFIG).read_bytes()

@@ -17,10 +17,12 @@ from trainkit.engines.rank.saved_files import (
     core_problems,
     cut_short,
     distributed_problems,
-    folder_bytes,
     grid_problems,
+    judged,
+    numbered,
     pickled_numbers,
     read_tracker,
+    saved_steps,
     subfolders,
 )
 
@@ -31,7 +33,7 @@ _ITERATION = re.compile(r"\biteration +(\S+)/ *(\S+) \|")
 # "-NAME" behind `validation` with several validation sets (0.15 and later).
 _EVALUATION = re.compile(r"\bvalidation(?:-(\S+))? loss at ([^|]*) \|")
 _AT = re.compile(r"\biteration (\S+)")
-_FOLDER = re.compile(r"iter_([0-9]{7,})")
+FOLDER = re.compile(r"iter_([0-9]{7,})")
 # mp_rank_TENSOR, with pipelines _PIPELINE, with experts one more.
 _RANK = re.compile(r"mp_rank_([0-9]{2,})(?:_([0-9]{3,}))?(?:_([0-9]{3,}))?")
 # One of them is in every rank's folder; the second in releases of early 2023.
@@ -103,36 +105,22 @@ def found_checkpoints(folder: Path) -> list[FoundCheckpoint]:
     """Every checkpoint in `folder`, the oldest first; that which the tracker names also if it is
     not there."""
     tracked = tracked_step(folder)
-    steps = saved_steps(folder)
-    for place in subfolders(folder):
-        if place.name == "release" and read_tracker(folder / TRACKER) == "release":
-            steps[0] = place
-    if tracked is not None and tracked not in steps:
-        steps[tracked] = folder / f"iter_{tracked:07d}"
-    found = []
-    for step in sorted(steps):
-        place = steps[step]
-        problems = (*cut_short(step, tracked, TRACKER), *load_problems(place))
-        found.append(FoundCheckpoint(step, place, folder_bytes(place), problems))
-    return found
-
-
-def saved_steps(folder: Path) -> dict[int, Path]:
-    """The folders of iterations in `folder`, whole or not."""
-    named = {place: _FOLDER.fullmatch(place.name) for place in subfolders(folder)}
-    return {int(found.group(1)): place for place, found in named.items() if found is not None}
+    steps = saved_steps(folder, FOLDER)
+    release = folder / "release"
+    if read_tracker(folder / TRACKER) == "release" and release.is_dir():
+        steps[0] = release
+    if tracked is not None:
+        steps.setdefault(tracked, folder / f"iter_{tracked:07d}")
+    return judged(
+        steps, lambda step, place: [*cut_short(step, tracked, TRACKER), *load_problems(place)]
+    )
 
 
 def load_problems(place: Path) -> list[str]:
     """Why the engine could not load `place`."""
     if not place.is_dir():
         return [f"{TRACKER} names {place.name}, but there is no such folder"]
-    ranks = {}
-    for folder in subfolders(place):
-        named = _RANK.fullmatch(folder.name)
-        if named is not None:
-            ranks[tuple(int(number) for number in named.groups() if number is not None)] = folder
-    if ranks:
+    if ranks := numbered(subfolders(place), _RANK):
         return _torch_problems(ranks)
     names = {path.name for path in place.iterdir()}
     if "metadata.json" in names or "common.pt" in names:
@@ -159,12 +147,7 @@ def saved_degrees(place: Path) -> dict[str, int] | None:
     With pipelines or with experts a name has two numbers, with both three: the arguments in it say
     whether the last is of experts.
     """
-    named = {folder: _RANK.fullmatch(folder.name) for folder in subfolders(place)}
-    ranks = {
-        tuple(int(number) for number in found.groups() if number is not None): folder
-        for folder, found in named.items()
-        if found is not None
-    }
+    ranks = numbered(subfolders(place), _RANK)
     if not ranks:
         return None
     sizes = [1 + max(numbers) for numbers in zip(*ranks)]

@@ -6,7 +6,6 @@ from __future__ import annotations
 import time
 from typing import Callable
 
-from trainkit.engines.rank.contract import Reading
 from trainkit.engines.rank.nemo import (
     BarLine,
     as_tqdm,
@@ -16,7 +15,7 @@ from trainkit.engines.rank.nemo import (
     read_validation,
 )
 from trainkit.engines.rank.printed import to_float
-from trainkit.engines.rank.readings import EvaluationLine
+from trainkit.engines.rank.readings import EvaluationLine, Reading
 from trainkit.engines.rank.spec import RankSpec
 
 

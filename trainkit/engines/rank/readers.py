@@ -10,8 +10,8 @@ from trainkit.engines.rank import (
     neuronx_nemo,
     torchtitan,
 )
-from trainkit.engines.rank.contract import EngineReader, LineReader, Reading
 from trainkit.engines.rank.nemo_lines import NemoLines
+from trainkit.engines.rank.readings import EngineReader, LineReader, Reading
 from trainkit.engines.rank.spec import RankSpec
 
 READERS: dict[str, EngineReader] = {

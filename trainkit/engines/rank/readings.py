@@ -1,9 +1,11 @@
-"""What a foreign engine says: its iterations, its evaluations, the checkpoints it leaves."""
+"""What a foreign engine says: its iterations, its evaluations, the checkpoints it leaves; and what
+reads them, one module an engine."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Callable, List, Protocol, Union
 
 
 @dataclass(frozen=True)
@@ -70,3 +72,21 @@ class FoundCheckpoint:
     folder: Path
     bytes: int
     problems: tuple[str, ...]
+
+
+Reading = Union[Iteration, EvaluationLine]
+# reads one line after the other
+LineReader = Callable[[str], List[Reading]]
+
+
+class EngineReader(Protocol):
+    """How an engine says how far it is, and where its checkpoints lie."""
+
+    def read_line(self, text: str) -> Iteration | EvaluationLine | None:
+        """What one line of the engine's output says."""
+
+    def tracked_step(self, folder: Path) -> int | None:
+        """The iteration that the engine would go on from; None where there is no checkpoint."""
+
+    def found_checkpoints(self, folder: Path) -> list[FoundCheckpoint]:
+        """All checkpoints in the folder, judged by the engine's own rules, oldest first."""

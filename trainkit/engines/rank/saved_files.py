@@ -6,11 +6,15 @@ from __future__ import annotations
 import json
 import os
 import pickletools
+import re
 import zipfile
 import zlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import product
 from pathlib import Path
+from typing import Callable
+
+from trainkit.engines.rank.readings import FoundCheckpoint
 
 # Pickles beyond this are not walked through: a minute's work.
 LIMIT = 64 << 20
@@ -54,6 +58,36 @@ def subfolders(folder: Path) -> list[Path]:
         return sorted(path for path in folder.iterdir() if path.is_dir())
     except OSError:
         return []
+
+
+def numbered(paths: Iterable[Path], pattern: re.Pattern[str]) -> dict[tuple[int, ...], Path]:
+    """The paths whose names fit `pattern`, by the numbers in them."""
+    named = ((pattern.fullmatch(path.name), path) for path in paths)
+    return {
+        tuple(int(number) for number in found.groups() if number is not None): path
+        for found, path in named
+        if found is not None
+    }
+
+
+def saved_steps(folder: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
+    """The folders in `folder` whose names fit `pattern`, by the step in them, whole or not."""
+    return {numbers[0]: place for numbers, place in numbered(subfolders(folder), pattern).items()}
+
+
+def judged(
+    steps: dict[int, Path], problems: Callable[[int, Path], Iterable[str]]
+) -> list[FoundCheckpoint]:
+    """Checkpoints by their steps, the oldest first; `problems`: why one could not be loaded."""
+    return [
+        FoundCheckpoint(step, place, folder_bytes(place), tuple(problems(step, place)))
+        for step, place in sorted(steps.items())
+    ]
+
+
+def newest_whole(found: list[FoundCheckpoint]) -> FoundCheckpoint | None:
+    """Of checkpoints, the oldest first, the last without a problem; None where there is none."""
+    return next((each for each in reversed(found) if not each.problems), None)
 
 
 def folder_bytes(folder: Path) -> int:
@@ -180,7 +214,7 @@ def distributed_problems(folder: Path) -> list[str]:
         return [f".metadata is cut off or damaged ({error})"]
     sizes = {path.name: path.stat().st_size for path in folder.glob("*.distcp")}
     problems = []
-    for name in sorted(set(sizes) | set(needed)):
+    for name in sorted(sizes.keys() | needed):
         if name not in sizes:
             problems.append(f"{name}, which .metadata names, is missing")
         elif sizes[name] == 0:

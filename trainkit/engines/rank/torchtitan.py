@@ -12,7 +12,12 @@ from pathlib import Path
 
 from trainkit.engines.rank.printed import plain
 from trainkit.engines.rank.readings import EvaluationLine, FoundCheckpoint, Iteration
-from trainkit.engines.rank.saved_files import distributed_problems, folder_bytes, subfolders
+from trainkit.engines.rank.saved_files import (
+    distributed_problems,
+    judged,
+    newest_whole,
+    saved_steps,
+)
 
 # "[trainkit] {"step": 3, "loss": 6.7, ...}"
 MARK = "[trainkit] "
@@ -46,17 +51,10 @@ def _number(value: object) -> float | None:
 
 def tracked_step(folder: Path) -> int | None:
     """The newest whole checkpoint: trainkit says which one torchtitan loads."""
-    whole = [found.step for found in found_checkpoints(folder) if not found.problems]
-    return max(whole, default=None)
+    newest = newest_whole(found_checkpoints(folder))
+    return None if newest is None else newest.step
 
 
 def found_checkpoints(folder: Path) -> list[FoundCheckpoint]:
     """Every checkpoint in `folder`, the oldest first."""
-    named = {place: _FOLDER.fullmatch(place.name) for place in subfolders(folder)}
-    steps = {int(found.group(1)): place for place, found in named.items() if found is not None}
-    return [
-        FoundCheckpoint(
-            step, steps[step], folder_bytes(steps[step]), tuple(distributed_problems(steps[step]))
-        )
-        for step in sorted(steps)
-    ]
+    return judged(saved_steps(folder, _FOLDER), lambda _, place: distributed_problems(place))

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import re
-import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from trainkit.base.errors import ConfigError
-from trainkit.engines.imported import ImportedJob, ImportRequest
+from trainkit.engines.imported import (
+    ImportedJob,
+    ImportRequest,
+    ask_engine,
+    refused_by_engine,
+)
 from trainkit.engines.options import OptionTable
 from trainkit.engines.rank.torchtitan import MARK
 from trainkit.engines.shell_words import ShellCommand, command_of, torchrun_nodes
@@ -196,31 +199,15 @@ def _named(words: Sequence[str]) -> str:
 
 def _asked(source: str, python: str, words: Sequence[str]) -> Mapping[str, Any]:
     """What torchtitan itself makes of the words. Raises ConfigError with its last line."""
-    paths = [str(ROOT), source, *filter(None, [os.environ.get("PYTHONPATH")])]
-    argv = [python, "-c", ASK, *words]
-    try:
-        done = subprocess.run(
-            argv,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-            capture_output=True,
-            text=True,
-            stdin=subprocess.DEVNULL,
-            check=False,
-        )
-    except OSError as error:
-        raise ConfigError(f"{python} cannot be started: {error.strerror}") from None
+    done = ask_engine([python, "-c", ASK, *words], [str(ROOT), source])
     _, mark, found = done.stdout.rpartition(MARK)
     if done.returncode or not mark:
         text = done.stderr or done.stdout
         last = [
             line for line in BOXED.findall(text) if "─" not in line
         ] or text.strip().splitlines()[-1:]
-        hint = ""
-        if "ModuleNotFoundError" in text or "ImportError" in text:
-            hint = "python=... names the interpreter that has what torchtitan asks for"
-        raise ConfigError(
-            f"torchtitan in {source} does not take {' '.join(words)}: {' '.join(last)}", hint=hint
-        )
+        message = f"torchtitan in {source} does not take {' '.join(words)}: {' '.join(last)}"
+        raise refused_by_engine(message, text, "torchtitan")
     described: Mapping[str, Any] = json.loads(found.splitlines()[0])
     return described
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,13 @@ from trainkit.base.errors import Problem, SourceLocation
 from trainkit.families.contract import HuggingFace
 from trainkit.jobs.schema import Model
 from trainkit.train.huggingface.config import contradictions
-from trainkit.train.huggingface.names import TensorMapping, canonical, published, table
+from trainkit.train.huggingface.names import (
+    PublishedTensor,
+    TensorMapping,
+    canonical,
+    published,
+    table,
+)
 from trainkit.train.huggingface.quantized import DTYPES, StoredTensor, join_scales, quantization
 
 CONFIG = "config.json"
@@ -256,23 +262,27 @@ def _tensor_problems(
         known.add(head)
     if surplus := [name for name in tensors if name not in known]:
         yield Problem(f"has, and the job's model has not, {_some(surplus)}")
-    fitting = {}
-    odd = []
-    for name, stored in tensors.items():
-        shape = wanted[name].shape if name in wanted else stored.shape
-        if stored.shape != shape:
-            yield Problem(
-                f"{stored.name} is {list(stored.shape)} there, {list(shape)} in the job's model"
-            )
-        if stored.scales is not None:
-            continue
-        if stored.dtype not in DTYPES:
-            odd.append(f"{stored.name} ({stored.dtype})")
-        elif stored.shape == shape:
-            fitting[name] = stored
-    if odd:
-        yield Problem(f"only {', '.join(DTYPES)} are taken, not {_some(odd)}")
+    fitting = yield from _fitting(tensors, wanted)
     yield from _copy_problems(fitting, entries, "" if head in wanted else head, embedding)
+
+
+def _fitting(
+    tensors: Mapping[str, StoredTensor], wanted: Mapping[str, PublishedTensor]
+) -> Generator[Problem, None, dict[str, StoredTensor]]:
+    """Other shapes and dtypes than wanted; returns the tensors that can be compared."""
+    other = [
+        name for name, s in tensors.items() if name in wanted and s.shape != wanted[name].shape
+    ]
+    for name in other:
+        there = tensors[name]
+        yield Problem(
+            f"{there.name} is {list(there.shape)} there, {list(wanted[name].shape)} in the job's"
+            " model"
+        )
+    plain = {name: stored for name, stored in tensors.items() if stored.scales is None}
+    if odd := [f"{s.name} ({s.dtype})" for s in plain.values() if s.dtype not in DTYPES]:
+        yield Problem(f"only {', '.join(DTYPES)} are taken, not {_some(odd)}")
+    return {n: s for n, s in plain.items() if s.dtype in DTYPES and n not in other}
 
 
 def _some(names: list[str]) -> str:
