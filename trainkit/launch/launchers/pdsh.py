@@ -25,6 +25,7 @@ from trainkit.launch.launchers.contract import TransportExit, Transports
 from trainkit.launch.launchers.local import local_argv, start_local_agent
 from trainkit.launch.launchers.ssh import ssh_options
 from trainkit.launch.launchers.transports import (
+    SharedTransport,
     TransportPerHost,
     kill_on_error,
     kill_transports,
@@ -154,7 +155,7 @@ def ssh_variables(session: Session) -> dict[str, str]:
     return {"PDSH_SSH_ARGS_APPEND": " ".join(options)}
 
 
-class PdshTransport:
+class PdshTransport(SharedTransport):
     """One pdsh, whose lines "HOST: text" are taken apart into the hosts' logs."""
 
     def __init__(
@@ -165,12 +166,8 @@ class PdshTransport:
         nodes: Mapping[str, int],
         local: TransportPerHost,
     ) -> None:
-        self.child = child
-        self.output = output
-        self.logs = logs
-        self.nodes = nodes
+        super().__init__(child, output, logs, nodes)
         self.local = local
-        self._read = 0
         self._failed: dict[int, TransportExit] = {}
         self._lock = threading.Lock()  # `poll` may have a thread of its own
 
@@ -189,23 +186,16 @@ class PdshTransport:
     def _share_out(self) -> None:
         """Give each host's log its new whole lines, and note hosts that pdsh says are over: it
         does not return before the slowest."""
-        with open(self.output, "rb") as file:
-            file.seek(self._read)
-            data = file.read()
-        whole = data[: data.rfind(b"\n") + 1]
-        self._read += len(whole)
         lines: dict[int, list[bytes]] = {}
-        for line in whole.splitlines():
+        for line in self.new_lines().splitlines():
             if found := re.match(
                 rb"pdsh@[^:]*: ([^:]+): (?:ssh|rcmd).* exit(?:ed|) (?:with exit )?code (\d+)", line
             ):
-                node = self.nodes.get(found[1].decode(errors="replace"))
-                if node is not None:
+                if (node := self.node_of(found[1])) is not None:
                     self._failed[node] = TransportExit(int(found[2]), "")
                 continue
             name, _, text = line.partition(b": ")
-            node = self.nodes.get(name.decode(errors="replace"))
-            if node is not None:
+            if (node := self.node_of(name)) is not None:
                 lines.setdefault(node, []).append(text)
         for node, texts in lines.items():
             with open(self.logs[node], "ab") as log:

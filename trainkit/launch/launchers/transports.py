@@ -70,6 +70,14 @@ def last_line(path: Path) -> str:
     return next((line for line in reversed(lines) if line and not USAGE.match(line)), "")
 
 
+def read_new_lines(path: Path, at: int) -> bytes:
+    """What a file has from byte `at` on, up to the end of its last whole line."""
+    with open(path, "rb") as file:
+        file.seek(at)
+        data = file.read()
+    return data[: data.rfind(b"\n") + 1]
+
+
 # by node, each with the file its output goes to
 Children = dict[int, tuple[subprocess.Popen[bytes], Path]]
 
@@ -100,6 +108,40 @@ class TransportPerHost:
 
     def close(self) -> None:
         kill_transports([child for child, _ in self.children.values()])
+
+
+class SharedTransport:
+    """One child for several hosts.
+
+    Args:
+        child: the process.
+        output: the file that its own words go to.
+        logs: where each node's go.
+        nodes: numbers by the names that it calls hosts.
+    """
+
+    def __init__(
+        self,
+        child: subprocess.Popen[bytes],
+        output: Path,
+        logs: Mapping[int, Path],
+        nodes: Mapping[str, int],
+    ) -> None:
+        self.child = child
+        self.output = output
+        self.logs = logs
+        self.nodes = nodes
+        self._read = 0
+
+    def new_lines(self) -> bytes:
+        """Whole lines that it has said since the last call."""
+        lines = read_new_lines(self.output, self._read)
+        self._read += len(lines)
+        return lines
+
+    def node_of(self, name: bytes) -> int | None:
+        """The number of the host that it calls so; None: it is none of ours."""
+        return self.nodes.get(name.decode(errors="replace"))
 
 
 def kill_transports(children: Sequence[subprocess.Popen[bytes]]) -> None:
