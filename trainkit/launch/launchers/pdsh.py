@@ -12,7 +12,6 @@ import ipaddress
 import os
 import re
 import shutil
-import signal
 import subprocess
 import threading
 from collections import Counter
@@ -21,6 +20,7 @@ from pathlib import Path
 
 from trainkit.base.errors import ConfigError, Exit, TrainkitError
 from trainkit.base.files import write_text
+from trainkit.base.process_marks import find_descendants, kill_processes
 from trainkit.launch.launchers.contract import TransportExit, Transports
 from trainkit.launch.launchers.local import local_argv, start_local_agent
 from trainkit.launch.launchers.ssh import ssh_options
@@ -206,9 +206,8 @@ class PdshTransport(SharedTransport):
 
     def close(self) -> None:
         """pdsh takes no ssh client of its own with it, so those are ended first."""
-        for pid in _children_of(self.child.pid) if self.child.poll() is None else []:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        if self.child.poll() is None:
+            kill_processes(find_descendants(self.child.pid))
         kill_transports([self.child])
         self.local.close()
         if self._lock.acquire(timeout=END_SECONDS):  # who looks now may wait for the file system
@@ -217,15 +216,3 @@ class PdshTransport(SharedTransport):
                     self._share_out()
             finally:
                 self._lock.release()
-
-
-def _children_of(pid: int) -> list[int]:
-    """Processes whose parent is `pid` (field 4 of /proc/PID/stat, proc(5))."""
-    found = []
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            with contextlib.suppress(OSError):
-                fields = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()
-                if int(fields[1]) == pid:
-                    found.append(int(entry))
-    return found

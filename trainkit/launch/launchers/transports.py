@@ -4,21 +4,19 @@ ended by pid."""
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import re
-import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from trainkit.base.process import die_with_parent_hook
 from trainkit.launch.launchers.contract import TransportExit
 
 TAIL_BYTES = 4096
 END_SECONDS = 1.0  # for a killed transport to be gone
-PR_SET_PDEATHSIG = 1
+
 # what docker says last, after the error
 USAGE = re.compile(r"(See|Run) '(docker|podman) [^']*--help'")
 
@@ -36,16 +34,6 @@ def start_transport(
     Args:
         keep_stdin: its stdin is a pipe that stays open while we live; else /dev/null.
     """
-    # looked up here: between fork and exec nothing may be
-    if sys.platform == "linux":
-        prctl = ctypes.CDLL(None).prctl
-    else:
-        prctl = None
-
-    def die_with_us() -> None:
-        if prctl is not None:
-            prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-
     with open(output, "ab") as file:
         return subprocess.Popen(
             list(argv),
@@ -54,8 +42,8 @@ def start_transport(
             stderr=subprocess.STDOUT,
             env=None if environment is None else dict(environment),
             start_new_session=True,
-            # one system call, nothing that could hold a lock
-            preexec_fn=die_with_us,  # noqa: PLW1509
+            # two calls of the system, nothing that could hold a lock
+            preexec_fn=die_with_parent_hook(os.getpid()),  # noqa: PLW1509
         )
 
 
