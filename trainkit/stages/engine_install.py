@@ -9,6 +9,7 @@ without the marker is never touched.
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -48,6 +49,7 @@ LINES = "trainkit-requirements.txt"  # in the venv: what pip was given
 TOOLS = "trainkit-build-requirements.txt"  # the same of what wheels of the tree are built with
 SECONDS = 60.0  # that an interpreter may take to say its version
 TAIL = 12  # lines of pip's that an error shows
+_COLOR = re.compile(r"\x1b\[[0-9;]*[mK]")  # -fdiagnostics-color of the engines' Makefiles
 # what pip says, and what helps; the first that is found
 _HINTS = (
     (
@@ -326,26 +328,15 @@ class _Install:
     def _call(self, argv: list[str], *, may_fail: bool = False) -> None:
         """Run a program; what it prints goes to the unit's log."""
         try:
-            done = subprocess.run(
-                argv,
-                cwd=self.spec.tree,
-                env=_environment(),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                check=False,
-                preexec_fn=die_with_parent_hook(os.getpid()),
-            )
+            code, said = run_logged(argv, self.spec.tree, _environment())
         except OSError as error:
             raise TrainkitError(
                 f"{argv[0]} cannot be run: {error.strerror}",
                 exit=Exit.STAGE_FAILED,
                 hint="it is the Python of clusters.X.python, or the one that runs trainkit",
             ) from None
-        said = without_passwords(done.stdout.decode(errors="replace"))
-        sys.stderr.write(said)
-        if done.returncode and not may_fail:
-            raise self._failure(argv, done.returncode, said)
+        if code and not may_fail:
+            raise self._failure(argv, code, said)
 
     def _failure(self, argv: list[str], code: int, said: str) -> TrainkitError:
         lines = [line for line in said.splitlines() if line.strip()]
@@ -362,6 +353,26 @@ class _Install:
             exit=Exit.STAGE_FAILED,
             hint="\n  ".join([hint, *lines[-TAIL:]]),
         )
+
+
+def run_logged(
+    argv: Sequence[str], folder: Path, environment: Mapping[str, str]
+) -> tuple[int, str]:
+    """(exit code of a program, what it printed without passwords and colours); that goes to the
+    unit's log, too. Raises OSError where it cannot be run."""
+    done = subprocess.run(
+        argv,
+        cwd=folder,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        check=False,
+        preexec_fn=die_with_parent_hook(os.getpid()),
+    )
+    said = without_passwords(_COLOR.sub("", done.stdout.decode(errors="replace")))
+    sys.stderr.write(said)
+    return done.returncode, said
 
 
 _PIP = ("--disable-pip-version-check", "--no-input")
