@@ -15,15 +15,9 @@ from trainkit.base.errors import Exit, TrainkitError
 from trainkit.launch.hosts.hostfile import Host
 from trainkit.launch.launchers import supervisor_address
 from trainkit.launch.launchers.contract import Launcher
-from trainkit.launch.slurm.allocation import (
-    SlurmAllocation,
-    hostnames,
-    slurm_output,
-)
+from trainkit.launch.slurm.allocation import SlurmAllocation, hostnames, slurm_output
 from trainkit.launch.slurm.batch_script import LIMIT_SHARE, signal_seconds
-from trainkit.launch.slurm.sbatch import (
-    note_end,
-)
+from trainkit.launch.slurm.sbatch import note_end
 from trainkit.launch.slurm.squeue import (
     failed_nodes,
     job_details,
@@ -44,10 +38,7 @@ from trainkit.runs.events import (
     RootCause,
 )
 from trainkit.runs.folder import RunFolder
-from trainkit.runs.slurm import (
-    change_slurm_job,
-    read_slurm_jobs,
-)
+from trainkit.runs.slurm import change_slurm_job, read_slurm_jobs
 
 ASK_AGAIN_SECONDS = 60.0  # a slurmctld that does not answer
 LOOK_SECONDS = 0.2  # between two looks at whether Slurm's TERM has come
@@ -227,7 +218,12 @@ class BatchSupervisor(QueuedSupervisor):
             end.outcome.failure_class in ("preempted", "infra")
             and (kind := self._slurm_reason()) is not None
         ):
-            return self.judge_taken(end, kind, _why(kind, self.failed_nodes))
+            why = {
+                "time-limit": "its time limit comes near",
+                "preemption": "Slurm takes its nodes back",
+                "infra": f"{', '.join(self.failed_nodes)} failed",
+            }.get(kind, "Slurm ended the job (scancel, or its time limit)")
+            return self.judge_taken(end, kind, why)
         end = super()._judge(end)
         if self.hosts.excluded and self.job.resume != "never":
             self._judge_bad_nodes(end)
@@ -326,12 +322,3 @@ class BatchSupervisor(QueuedSupervisor):
             return
         for host, why in bad.items():
             events.write(HostExcluded(host, why))
-
-
-def _why(kind: Kind, failed: Sequence[str]) -> str:
-    """Why Slurm wanted a run to stop."""
-    return {
-        "time-limit": "its time limit comes near",
-        "preemption": "Slurm takes its nodes back",
-        "infra": f"{', '.join(failed)} failed",
-    }.get(kind, "Slurm ended the job (scancel, or its time limit)")
