@@ -92,6 +92,28 @@ def run_unit(work: Callable[[Any, ProgressCallback], Mapping[str, object]]) -> N
         sys.exit(int(Exit.STAGE_FAILED))
 
 
+def said_by_worker(output: bytes) -> list[dict[str, Any]]:
+    """The objects among the lines of a worker's output, in order: what else stands there is some
+    library's print."""
+    found = []
+    for line in output.splitlines():
+        try:
+            value = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(value, dict):
+            found.append(value)
+    return found
+
+
+def how_it_ended(code: int) -> str:
+    """How a worker ended that wrote no error: its exit code, negative for a signal, in words."""
+    how = f"was ended by signal {-code}" if code < 0 else f"exited with {code}"
+    if code == -signal.SIGKILL:
+        how += ", as the kernel does when memory runs out (dmesg tells)"
+    return how
+
+
 def error_from_report(report: Mapping[str, Any], prefix: str = "") -> TrainkitError:
     """The error of a unit's line {"error": report}, to be raised by the process that started the
     unit; every message begins with `prefix`."""

@@ -192,13 +192,16 @@ class Contest:
         """All of it; nothing is left running, also where a person interrupts it. The runs stay.
         Raises TrainkitError where a run does not come to its end, or logs other steps than the
         other."""
+        from trainkit.engines.convert import formats
+
         begin = self._begin(ui, say)
         runs = []
         for word, job in zip(self.words, self.seen, strict=True):
             start = self._start(word, *begin.words(job))
             say(f"{word}: {self.steps} steps")
             runs.append(_run(start, ui, say))
-        means = {step for job in self.seen for step in _mean_losses(job)}
+        # steps whose loss is printed as a mean of several, which nothing is compared with
+        means = {step for job in self.seen for step in formats.MEAN_LOSSES.get(job.engine, ())}
         steps = [
             each
             for each in _step_differences(*(_numbers(run) for run in runs))
@@ -282,13 +285,6 @@ def _sample_order(jobs: Sequence[Job]) -> str:
             hint=f"native beside any of {', '.join(formats.SAMPLE_ORDERS)}",
         )
     return next(iter(orders), "native")
-
-
-def _mean_losses(job: Job) -> Sequence[int]:
-    """Steps whose loss is printed as a mean of several, which nothing is compared with."""
-    from trainkit.engines.convert import formats
-
-    return formats.MEAN_LOSSES.get(job.engine, ())
 
 
 def _run(start: Start, ui: StageUi, say: Say) -> RunFolder:

@@ -66,15 +66,14 @@ def _node(need: Need, name: str, root: Path, stamps: Path, after: Sequence[str])
         state = replace(state, state="stale")
     return replace(
         state,
-        makes=[_below(path, root) for path in need.outputs],
+        makes=[
+            str(path.relative_to(root) if path.is_relative_to(root) else path)
+            for path in need.outputs
+        ],
         after=list(dict.fromkeys(after)),
         units=len(need.units),
         missing=missing,
     )
-
-
-def _below(path: Path, root: Path) -> str:
-    return str(path.relative_to(root)) if path.is_relative_to(root) else str(path)
 
 
 def _judged_after(node: StageNode, before: Sequence[StageNode]) -> StageNode:

@@ -146,18 +146,18 @@ def write_level(
         shares.append([])
         for unit in units:
             batches.append(batch := ArrayUnit(unit, folder))
-            files = {
-                "out": str(batch.out),
-                "log": str(batch.log(unit)),
-                "stamp": str(unit_stamp_path(stamps, need.name, unit.name)),
-            }
-            rest = {
-                "digest": spec_digest(need, unit),
-                "outputs": [str(each) for each in unit.outputs],
-                "env": dict(env),
-            }
-            argv = [*argv_of(unit), *map(str, batch.specs)]
-            shares[-1].append({"name": unit.name, "argv": argv, **files, **rest})
+            shares[-1].append(
+                {
+                    "name": unit.name,
+                    "argv": [*argv_of(unit), *map(str, batch.specs)],
+                    "out": str(batch.out),
+                    "log": str(batch.log(unit)),
+                    "stamp": str(unit_stamp_path(stamps, need.name, unit.name)),
+                    "digest": spec_digest(need, unit),
+                    "outputs": [str(each) for each in unit.outputs],
+                    "env": dict(env),
+                }
+            )
     write_json(path, document(FORM, tasks=level.tasks, shares=shares))
     return batches
 

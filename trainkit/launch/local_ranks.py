@@ -4,9 +4,7 @@ sharded over them. They are not a run and leave no record."""
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import signal
 import socket
 import subprocess
 import tempfile
@@ -25,7 +23,13 @@ from trainkit.base.process import (
     start_child,
     stop_children,
 )
-from trainkit.base.worker import PARENT_VARIABLE, error_from_report
+from trainkit.base.worker import (
+    PARENT_VARIABLE,
+    error_from_report,
+    how_it_ended,
+    said_by_worker,
+)
+from trainkit.launch.launchers.transports import read_new_lines
 from trainkit.launch.supervise.rank_environment import port_candidates
 
 POLL_SECONDS = 0.05
@@ -132,16 +136,9 @@ class _LocalRanks:
 
     def read_new(self, rank: int) -> Sequence[_Line]:
         """Lines that a rank has written since the last call."""
-        with open(self._output(rank), "rb") as file:
-            file.seek(self.read[rank])
-            whole, end, _ = file.read().rpartition(b"\n")
-        self.read[rank] += len(whole + end)
-        new = []
-        for line in whole.split(b"\n"):
-            # some library's print; the rank's own lines are all JSON
-            with contextlib.suppress(ValueError):
-                value = json.loads(line)
-                new += [value] if isinstance(value, dict) else []
+        whole = read_new_lines(self._output(rank), self.read[rank])
+        self.read[rank] += len(whole)
+        new = said_by_worker(whole)
         self.lines[rank] += new
         return new
 
@@ -177,12 +174,9 @@ class _LocalRanks:
         raise self._failure(ended.index(code), code)
 
     def _failure(self, rank: int, code: int) -> TrainkitError:
-        how = f"was ended by signal {-code}" if code < 0 else f"exited with {code}"
-        if code == -signal.SIGKILL:
-            how += ", as the kernel does when memory runs out (see dmesg)"
         last = self._log(rank).read_text(errors="replace").splitlines()[-8:]
         return TrainkitError(
-            f"rank {rank} of {len(self.children)} {how}",
+            f"rank {rank} of {len(self.children)} {how_it_ended(code)}",
             exit=Exit.RANK_INFRA if code < 0 else Exit.RANK_USER,
             hint="\n  ".join(last),
         )

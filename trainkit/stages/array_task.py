@@ -24,7 +24,7 @@ from trainkit.base.documents import read_document
 from trainkit.base.errors import Exit
 from trainkit.base.files import read_json, restrict_umask, write_json
 from trainkit.base.process import start_time
-from trainkit.base.worker import PARENT_VARIABLE
+from trainkit.base.worker import PARENT_VARIABLE, said_by_worker
 from trainkit.stages.stamps import stamp_holds, stamp_unit
 
 FORM = "level/1"
@@ -102,36 +102,30 @@ def _lost(begun: Path) -> list[str]:
 
 
 def _run(unit: Mapping[str, Any], out: Path) -> int:
-    with open(out, "wb") as said, open(unit["log"], "wb") as log:
+    with open(out, "wb") as output, open(unit["log"], "wb") as log:
         environment = {**os.environ, **unit["env"], PARENT_VARIABLE: str(os.getpid())}
         code = subprocess.run(
             unit["argv"],
             cwd=out.parent,
             env=environment,
             stdin=subprocess.DEVNULL,
-            stdout=said,
+            stdout=output,
             stderr=log,
             check=False,
         ).returncode
-    result = _result(out)
-    if code == 0 and result is not None:
+    said = [line.get("result") for line in said_by_worker(out.read_bytes())]
+    results = [result for result in said if isinstance(result, dict)]
+    if code == 0 and results:
         stamp_unit(
-            Path(unit["stamp"]), unit["name"], unit["digest"], map(Path, unit["outputs"]), result
+            Path(unit["stamp"]),
+            unit["name"],
+            unit["digest"],
+            map(Path, unit["outputs"]),
+            results[-1],
         )
-    with open(out, "ab") as said:
-        said.write(json.dumps({"ended": code, "host": _node()}).encode() + b"\n")
+    with open(out, "ab") as output:
+        output.write(json.dumps({"ended": code, "host": _node()}).encode() + b"\n")
     return code
-
-
-def _result(out: Path) -> dict[str, Any] | None:
-    for line in reversed(out.read_bytes().splitlines()):
-        try:
-            value = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(value, dict) and isinstance(value.get("result"), dict):
-            return dict(value["result"])
-    return None
 
 
 def end_with_client(pid: int) -> None:

@@ -63,7 +63,7 @@ class BuildContainerStage:
             inputs = given.files
             bases = given.parsed.bases
             settings |= _settings(plan, given)
-            units = (_build_unit(plan, given),)
+            units = (_build_unit(plan),)
             outputs.append(plan.build_record)
         if container.source is not None:
             settings = {"source": container.source}
@@ -137,7 +137,7 @@ def _packing(plan: ImagePlan) -> dict[str, object]:
     return {"image": container.image, "squashfs": squashfs, "stripe": stripe}
 
 
-def _build_unit(plan: ImagePlan, given: BuildInput) -> Unit:
+def _build_unit(plan: ImagePlan) -> Unit:
     return Unit(
         "build",
         (sys.executable, "-I", "-m", "trainkit.stages.build_container"),

@@ -9,14 +9,15 @@ without the marker is never touched.
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from trainkit.base.documents import document, read_document, utc_now
+from trainkit.base.documents import utc_now
 from trainkit.base.errors import ConfigError, Exit, TrainkitError
 from trainkit.base.files import remove, write_json, write_text
 from trainkit.base.git import head_commit, without_passwords
@@ -46,9 +47,9 @@ VERSION = 1
 MARKER = "trainkit-venv.json"  # in the venv
 LINES = "trainkit-requirements.txt"  # in the venv: what pip was given
 TOOLS = "trainkit-build-requirements.txt"  # the same of what wheels of the tree are built with
-SCHEMA = "engine-venv/1"
 SECONDS = 60.0  # that an interpreter may take to say its version
 TAIL = 12  # lines of pip's that an error shows
+_COLOR = re.compile(r"\x1b\[[0-9;]*[mK]")  # -fdiagnostics-color of the engines' Makefiles
 # what pip says, and what helps; the first that is found
 _HINTS = (
     (
@@ -109,30 +110,28 @@ class InstallSpec(Record):
 
 
 @dataclass(frozen=True)
-class Marker:
+class Marker(Record):
     """What a venv of trainkit's says of itself.
 
     Args:
         state: "making" while it is not whole.
         lines: what pip was given.
         python: the version of its interpreter.
+        at: when it was written.
     """
 
+    SCHEMA = "engine-venv/1"
     state: Literal["making", "made"]
     lines: tuple[str, ...]
     python: str
-
-    def write(self, venv: Path) -> None:
-        words = {"state": self.state, "lines": list(self.lines), "python": self.python}
-        write_json(venv / MARKER, document(SCHEMA, **words, at=utc_now()))
+    at: str = field(default_factory=utc_now)
 
 
 def read_marker(venv: Path) -> Marker | None:
     """The marker; None where there is none that can be read."""
     try:
-        value = read_document(venv / MARKER, SCHEMA)
-        return Marker(value["state"], tuple(value["lines"]), value["python"])
-    except (ConfigError, KeyError):
+        return Marker.from_file(venv / MARKER)
+    except ConfigError:
         return None
 
 
@@ -274,7 +273,7 @@ class _Install:
         _refuse_foreign(self.spec)
         self._clear()
         venv.mkdir(parents=True, exist_ok=True)
-        Marker("making", lines, "").write(venv)
+        write_json(venv / MARKER, Marker("making", lines, "").to_json())
         write_text(venv / LINES, "".join(f"{line}\n" for line in lines))
         python = str(venv / "bin" / "python")
         count = 4 + (len(self.spec.wheels) + 2 if self.spec.wheels else 0)
@@ -286,7 +285,7 @@ class _Install:
             else:
                 self._call(argv)
         marker = Marker("made", lines, python_version(Path(python)))
-        marker.write(venv)
+        write_json(venv / MARKER, marker.to_json())
         return marker
 
     def _steps(self, python: str, lines: Sequence[str]) -> Iterator[list[str]]:
@@ -329,26 +328,15 @@ class _Install:
     def _call(self, argv: list[str], *, may_fail: bool = False) -> None:
         """Run a program; what it prints goes to the unit's log."""
         try:
-            done = subprocess.run(
-                argv,
-                cwd=self.spec.tree,
-                env=_environment(),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                check=False,
-                preexec_fn=die_with_parent_hook(os.getpid()),
-            )
+            code, said = run_logged(argv, self.spec.tree, _environment())
         except OSError as error:
             raise TrainkitError(
                 f"{argv[0]} cannot be run: {error.strerror}",
                 exit=Exit.STAGE_FAILED,
                 hint="it is the Python of clusters.X.python, or the one that runs trainkit",
             ) from None
-        said = without_passwords(done.stdout.decode(errors="replace"))
-        sys.stderr.write(said)
-        if done.returncode and not may_fail:
-            raise self._failure(argv, done.returncode, said)
+        if code and not may_fail:
+            raise self._failure(argv, code, said)
 
     def _failure(self, argv: list[str], code: int, said: str) -> TrainkitError:
         lines = [line for line in said.splitlines() if line.strip()]
@@ -365,6 +353,26 @@ class _Install:
             exit=Exit.STAGE_FAILED,
             hint="\n  ".join([hint, *lines[-TAIL:]]),
         )
+
+
+def run_logged(
+    argv: Sequence[str], folder: Path, environment: Mapping[str, str]
+) -> tuple[int, str]:
+    """(exit code of a program, what it printed without passwords and colours); that goes to the
+    unit's log, too. Raises OSError where it cannot be run."""
+    done = subprocess.run(
+        argv,
+        cwd=folder,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        check=False,
+        preexec_fn=die_with_parent_hook(os.getpid()),
+    )
+    said = without_passwords(_COLOR.sub("", done.stdout.decode(errors="replace")))
+    sys.stderr.write(said)
+    return done.returncode, said
 
 
 _PIP = ("--disable-pip-version-check", "--no-input")

@@ -14,7 +14,6 @@ import re
 import secrets
 import shlex
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -27,7 +26,6 @@ from trainkit.base.documents import utc_now
 from trainkit.base.errors import ConfigError, Exit, TrainkitError
 from trainkit.base.files import TEMPORARY, sha256_file, write_json, write_text
 from trainkit.base.git import head_commit
-from trainkit.base.process import die_with_parent_hook
 from trainkit.base.records import Record
 from trainkit.base.worker import ProgressCallback, run_unit
 from trainkit.engines.compiled import (
@@ -53,11 +51,12 @@ from trainkit.engines.sources import (
 from trainkit.jobs.schema import Job
 from trainkit.stages.build_container import image_of
 from trainkit.stages.contract import Need, Unit
+from trainkit.stages.engine_install import run_logged
 
 VERSION = 1
 TAIL = 15  # lines of a compiler's that an error shows
 KERNELS = Path("megatron/fused_kernels")
-_COLOR = re.compile(r"\x1b\[[0-9;]*[mK]")  # -fdiagnostics-color of the engines' Makefiles
+
 _IMPORT = (
     "import importlib.util as u, sys;"
     " s = u.spec_from_file_location(sys.argv[1], sys.argv[2]);"
@@ -356,25 +355,13 @@ class _Prebuild:
     def _call(self, *argv: str, cwd: Path) -> tuple[int, str]:
         """(exit code, what it printed); that goes to the unit's log, too."""
         try:
-            done = subprocess.run(
-                argv,
-                cwd=cwd,
-                env=self._environment(),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                check=False,
-                preexec_fn=die_with_parent_hook(os.getpid()),
-            )
+            return run_logged(argv, cwd, self._environment())
         except FileNotFoundError:
             raise TrainkitError(
                 f"{argv[0]} is not on PATH, and engines.{self.spec.name} is compiled with it",
                 exit=Exit.STAGE_FAILED,
                 hint="install make and a C++ compiler (Debian: build-essential)",
             ) from None
-        said = _COLOR.sub("", done.stdout.decode(errors="replace"))
-        sys.stderr.write(said)
-        return done.returncode, said
 
     def _failure(self, what: str, code: int, said: str) -> TrainkitError:
         lines = [line for line in said.splitlines() if line.strip()]

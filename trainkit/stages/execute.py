@@ -140,30 +140,19 @@ def update_stage(
     `workers`: see `StageWork`.
     """
     stamps = stamps_folder(root, need.stage)
-
-    def waits(holder: dict[str, object]) -> None:
-        reporter.waiting(need, f"pid {holder.get('pid', '?')}")
-
     inputs = file_identities(need.inputs)
     verdict = check_freshness(need, stamps, force=force)
     if verdict.fresh and not any(
         folder.is_dir() for folder in {path.parent for path in need.scratch}
     ):
         reporter.verdict(verdict)
-        with (
-            contextlib.suppress(LockBusy),
-            locked(
-                stamps / f"{need.lock}.lock", {"stage": need.stage, "name": need.name}, wait=False
-            ),
-        ):
+        with contextlib.suppress(LockBusy), stage_lock(need, stamps, wait=False):
             remove_leftovers(stamp_path(stamps, need))
             write_times(need, stamps, inputs)
         return verdict
     said = False
     while True:
-        with locked(
-            stamps / f"{need.lock}.lock", {"stage": need.stage, "name": need.name}, on_wait=waits
-        ):
+        with stage_lock(need, stamps, reporter):
             making = still_in_flight(stamps, need.lock, going)
             if making is None:
                 verdict = check_freshness(need, stamps, force=force)
@@ -182,6 +171,22 @@ def update_stage(
         wait_for_arrays(
             making, going
         )  # without the lock: those jobs need it to say that they are done
+
+
+@contextlib.contextmanager
+def stage_lock(
+    need: Need, stamps: Path, reporter: StageReporter | None = None, *, wait: bool = True
+) -> Iterator[None]:
+    """Hold the lock of a need's stage; `reporter` is told who has it meanwhile. Raises LockBusy
+    where that is somebody, unless `wait`."""
+
+    def waits(holder: dict[str, object]) -> None:
+        if reporter is not None:
+            reporter.waiting(need, f"pid {holder.get('pid', '?')}")
+
+    path = stamps / f"{need.lock}.lock"
+    with locked(path, {"stage": need.stage, "name": need.name}, wait=wait, on_wait=waits):
+        yield
 
 
 def wait_for_arrays(making: ArraysInFlight, going: StillRunning) -> None:

@@ -110,6 +110,12 @@ def _with_files(step: Step) -> Step:
     return step.model_copy(update={"benchmarks": tuple(map(glob.escape, step_files(step)))})
 
 
+def _curation_of(dataset: Dataset) -> Curation:
+    """The table of a dataset that is curated."""
+    assert dataset.curate is not None
+    return dataset.curate
+
+
 def _output(curation: Curation) -> str:
     return {"jsonl": ".jsonl.zst", "parquet": ".parquet"}[curation.output]
 
@@ -124,8 +130,7 @@ class CuratedTextUnits(TextUnits):
     sources: Sequence[Shard] = ()
 
     def _find_shards(self, stamp: Mapping[str, Any]) -> tuple[list[Unit], dict[str, Unit]]:
-        assert self.dataset.curate is not None
-        ending = _output(self.dataset.curate)
+        ending = _output(_curation_of(self.dataset))
         self.reading = ReadingSettings(self.dataset.text_key, max_document_bytes=2**40)
         self.curation = self.folder.curated / CURATION
         self._published = {shard.name: shard for shard in self.sources}
@@ -162,8 +167,7 @@ class CurationUnits(TextUnits):
         return []
 
     def need(self, *, force: bool) -> Need:
-        curation = self.dataset.curate
-        assert curation is not None
+        curation = _curation_of(self.dataset)
         stamp = {} if force else read_stamp(self.stamps / f"{self.name}.json") or {}
         earlier, before = self._find_shards(stamp)
         passes = passes_of(curation)
@@ -209,16 +213,14 @@ class CurationUnits(TextUnits):
 
     def _beside(self) -> list[Path]:
         """Files from outside that steps read beside the shards, each once."""
-        assert self.dataset.curate is not None
-        steps = self.dataset.curate.all_steps()
+        steps = _curation_of(self.dataset).all_steps()
         files = (path for s in steps for path in (*map(Path, step_files(s)), *self._others(s)))
         return list(dict.fromkeys(files))
 
     def _written(self, shard: Shard, passes: Sequence[CurationPass], number: int) -> Path:
         """What a pass makes of a shard."""
-        assert self.dataset.curate is not None
         if number == len(passes) - 1:
-            return self.folder.curated / f"{shard.name}{_output(self.dataset.curate)}"
+            return self.folder.curated / f"{shard.name}{_output(_curation_of(self.dataset))}"
         return self.folder.curated / f"pass-{number}/{shard.name}.jsonl.zst"
 
     def _filter(
@@ -230,7 +232,6 @@ class CurationUnits(TextUnits):
         comparison: _Comparison,
     ) -> Unit:
         """What takes a shard through one pass; `comparison`: what ended the one before."""
-        assert self.dataset.curate is not None
         recipe = shard.recipe if isinstance(shard.recipe, FetchRecipe) else None
         after: tuple[str, ...] = (before.name,) if before else ()
         reads = shard.path
@@ -246,7 +247,7 @@ class CurationUnits(TextUnits):
             self.reading,
             passes[number].tables,
             tuple(place for place, _ in passes[number].steps),
-            self.dataset.curate.words,
+            _curation_of(self.dataset).words,
             self._written(shard, passes, number),
             self.folder.curated / f"dropped/pass-{number}/{shard.name}.jsonl.zst",
             self.folder.curated / f"rejects/{shard.name}.jsonl",
@@ -268,9 +269,8 @@ class CurationUnits(TextUnits):
 
     def _compare(self, number: int, place: int, step: ExactStep | MinHashStep) -> _Comparison:
         """What finds duplicates among the documents that a pass has left."""
-        assert self.dataset.curate is not None
         folder = self.folder.curated / f"compared-{number}"
-        passes = passes_of(self.dataset.curate)
+        passes = passes_of(_curation_of(self.dataset))
         keys: dict[str, Path] = {}
         units = []
         for shard in self.shards:
@@ -279,7 +279,7 @@ class CurationUnits(TextUnits):
                 self._written(shard, passes, number),
                 self.reading.text_key,
                 _table(step),
-                self.dataset.curate.words,
+                _curation_of(self.dataset).words,
                 path,
             )
             units.append(
@@ -338,7 +338,6 @@ class CurationUnits(TextUnits):
     def _others(self, step: Step) -> list[Path]:
         """Key files of the datasets that a step compares with. Raises ConfigError (exit 6): one
         is not prepared, or by another step."""
-        assert self.dataset.curate is not None
         found = []
         for name in getattr(step, "against", ()):
             path = self.folder.root / "data" / name / "curated" / CURATION
@@ -353,7 +352,7 @@ class CurationUnits(TextUnits):
                 for each in value.get("steps", [])
                 if value.get("schema") == SCHEMA
                 and {**each["table"], "against": []} == mine
-                and value["language"] == self.dataset.curate.words
+                and value["language"] == _curation_of(self.dataset).words
             ]
             if not same:
                 raise ConfigError(
@@ -368,8 +367,7 @@ class CurationUnits(TextUnits):
     def _summary(
         self, units: Sequence[Unit], passes: int, keys: Mapping[str, tuple[Path, ...]]
     ) -> Unit:
-        curation = self.dataset.curate
-        assert curation is not None
+        curation = _curation_of(self.dataset)
         path = self.folder.curated / CURATION
         stamps = tuple(
             tuple(

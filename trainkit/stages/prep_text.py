@@ -177,26 +177,19 @@ class TextUnits(DatasetUnits):
             self.dataset, self.folder.corpus, retry=self.patience
         )
         self.shards = with_former_names(shards, stamp.get("memory", {}).get("names", {}))
-        earlier = self._fetches() or self._texts()
-        return earlier, {
-            unit.name.partition("-")[2]: unit for unit in earlier if unit.name != LISTING
-        }
-
-    def _fetches(self) -> list[Unit]:
-        """The listing and every remote shard's file; nothing where all is here, the listing
-        alone where shards are read as they come."""
-        found = fetch_units(self.dataset, self.folder.corpus, self.shards)
-        return [fetch_unit(fetch) for fetch in found]
-
-    def _texts(self) -> list[Unit]:
-        """What writes the shards' files from their source's recipes."""
-        return [
+        # nothing is fetched where all is here; where shards are read as they come, the listing is
+        fetches = fetch_units(self.dataset, self.folder.corpus, self.shards)
+        earlier = [fetch_unit(fetch) for fetch in fetches] or [
             self._text(shard, shard.recipe)
             for shard in self.shards
             if isinstance(shard.recipe, TextRecipe)
         ]
+        return earlier, {
+            unit.name.partition("-")[2]: unit for unit in earlier if unit.name != LISTING
+        }
 
     def _text(self, shard: Shard, recipe: TextRecipe) -> Unit:
+        """What writes a shard's file from its source's recipe."""
         identity = SOURCES[self.dataset.source].identity(self.dataset)
         spec = TextSpec(self.dataset.source, identity, recipe, shard.path, self.dataset.text_key)
         return Unit(

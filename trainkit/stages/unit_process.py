@@ -6,10 +6,8 @@ from __future__ import annotations
 
 import contextlib
 import heapq
-import json
 import os
 import selectors
-import signal
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +17,12 @@ from typing import Any
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.files import write_json
 from trainkit.base.process import is_running, reap_child, start_child, stop_children
-from trainkit.base.worker import PARENT_VARIABLE, error_from_report
+from trainkit.base.worker import (
+    PARENT_VARIABLE,
+    error_from_report,
+    how_it_ended,
+    said_by_worker,
+)
 from trainkit.stages.contract import Unit
 from trainkit.stages.execute import StageWork
 from trainkit.stages.stamps import unit_folder, write_unit_stamp
@@ -128,14 +131,9 @@ class UnitProcess:
 
     def feed(self, data: bytes) -> None:
         """Take in what the process has printed."""
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        for line in lines:
-            try:
-                said = json.loads(line)
-            except ValueError:
-                continue  # some library's print; the unit's own lines are all JSON
-            if isinstance(said, dict):
-                self._feed_line(said)
+        whole, end, self._rest = (self._rest + data).rpartition(b"\n")
+        for said in said_by_worker(whole + end):
+            self._feed_line(said)
 
     def _feed_line(self, said: dict[str, Any]) -> None:
         self.error = said.get("error", self.error)
@@ -178,12 +176,9 @@ def unit_error(
     where = f" on {host}" if host else ""
     if error is not None:
         return error_from_report(error, f"{unit}{where}: " if where and unit else "")
-    how = f"was ended by signal {-code}" if code < 0 else f"exited with {code}"
-    if code == -signal.SIGKILL:
-        how += ", as the kernel does when memory runs out (dmesg tells)"
     lines = log.read_text(errors="replace").splitlines()[-8:] if log.exists() else []
     return TrainkitError(
-        f"{unit}{where} {how}",
+        f"{unit}{where} {how_it_ended(code)}",
         exit=Exit.STAGE_FAILED,
         hint="\n  ".join([f"its log is {log}", *lines]),
     )

@@ -60,11 +60,11 @@ def test_get_and_delete(stub: ApiStub) -> None:
         f"DELETE {PODS}/a": [{"kind": "Status"}, (409, "the object has been modified: uid")],
     }
     assert HERE.get("pods", "a") == pod("a", "1", 5)
-    assert HERE.delete("pods", "a", uid="1", grace=0)
+    assert HERE.delete("pods", "a", uid="1")
     sent = json.loads(stub.asked[-1].body)
-    assert (sent["preconditions"], sent["gracePeriodSeconds"]) == ({"uid": "1"}, 0)
-    assert HERE.delete("pods", "a", uid="1") is False
-    assert "gracePeriodSeconds" not in json.loads(stub.asked[-1].body)
+    assert sent["preconditions"] == {"uid": "1"} and "gracePeriodSeconds" not in sent
+    assert HERE.delete("pods", "a", uid="1", force=True) is False, "and nothing is patched then"
+    assert json.loads(stub.asked[-1].body)["gracePeriodSeconds"] == 0
 
 
 def test_long_lists_are_read_by_pages(stub: ApiStub) -> None:

@@ -23,7 +23,12 @@ from trainkit.base.worker import PARENT_VARIABLE
 from trainkit.launch.agent import memory_folder
 from trainkit.launch.agent.file_work import FileWork
 from trainkit.launch.agent.output import LogWriter, Output, Pipes
-from trainkit.launch.agent.rank_parent import CannotFork, ForkedProcess, RankParent
+from trainkit.launch.agent.rank_parent import (
+    CannotFork,
+    ForkedProcess,
+    RankParent,
+    refuse_unwanted,
+)
 from trainkit.launch.agent.spawn import (
     Beginning,
     CannotStart,
@@ -158,8 +163,7 @@ class ChildProcess:
                     raise CannotFork(context.cold)
                 return (yield from context.parent.fork(start, pipes, context.secrets, wanted))
             except CannotFork as why:
-                if not wanted():
-                    raise CannotStart("it was stopped before it began") from None
+                refuse_unwanted(wanted)
                 self.output.note(f"rank {self.key} is started as a program of its own: {why}")
         out, err = pipes
         return exec_program(start, stdin=subprocess.DEVNULL, stdout=out, stderr=err)

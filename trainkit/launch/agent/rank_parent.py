@@ -169,7 +169,7 @@ class RankParent:
                         f"the rank parent has not imported everything within {self.frame.seconds:g}"
                         " s"
                     )
-                _go_on(wanted)
+                refuse_unwanted(wanted)
                 yield
         if self.code is not None:
             raise CannotFork(self._how_it_ended())
@@ -214,13 +214,13 @@ class RankParent:
             with contextlib.suppress(BlockingIOError):
                 words = own.recv(2**16).decode(errors="replace")
                 if words.isdigit():
-                    _go_on(wanted)
+                    refuse_unwanted(wanted)
                     return int(words)
                 raise CannotFork(words or "the rank parent ended while it forked")
             if time.monotonic() > deadline:
                 self.kill()
                 raise CannotFork(f"the rank parent forked nothing within {FORK_SECONDS:g} s")
-            _go_on(wanted)
+            refuse_unwanted(wanted)
             yield
 
     @contextlib.contextmanager
@@ -245,6 +245,7 @@ def parent_environment(environment: dict[str, str], mark: str) -> dict[str, str]
     }
 
 
-def _go_on(wanted: Callable[[], bool]) -> None:
+def refuse_unwanted(wanted: Callable[[], bool]) -> None:
+    """Raise CannotStart where nobody wants it to begin any more."""
     if not wanted():
         raise CannotStart("it was stopped before it began")

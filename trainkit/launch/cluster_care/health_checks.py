@@ -32,7 +32,6 @@ from trainkit.launch.cluster_care.pairwise_bandwidth import (
 from trainkit.launch.cluster_care.remote_commands import (
     CommandResult,
     RemoteCommand,
-    bind_to_agents,
     run_on_agents,
 )
 from trainkit.launch.hosts.hostfile import Host
@@ -40,7 +39,7 @@ from trainkit.launch.launchers.contract import Launcher
 from trainkit.launch.session import Session
 from trainkit.launch.supervise.agent_pool import AgentPool, JoinedAgent, MissingAgent
 from trainkit.launch.supervise.host_consistency import Finding
-from trainkit.launch.supervise.orphan_sweep import open_agent_pool
+from trainkit.launch.supervise.orphan_sweep import bind_to_agents, open_agent_pool
 
 LOOK = ("nvidia-smi", "-q", "-x")
 LOOK_SECONDS = 60.0  # where drivers are not kept loaded it takes seconds a GPU

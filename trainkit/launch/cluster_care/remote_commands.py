@@ -19,14 +19,12 @@ from trainkit.launch.protocol.frames import (
     ProcessOutput,
     ProcessReport,
     ProcessSpec,
-    ReserveSlots,
-    SlotsReserved,
     StartFailed,
     StartProcesses,
     StopProcesses,
 )
-from trainkit.launch.supervise.agent_pool import AgentPool, JoinedAgent, MissingAgent
-from trainkit.launch.supervise.orphan_sweep import open_agent_pool
+from trainkit.launch.supervise.agent_pool import AgentPool, MissingAgent
+from trainkit.launch.supervise.orphan_sweep import bind_to_agents, open_agent_pool
 
 STOP_SECONDS = 5.0  # beyond the grace, until an agent has ended what was too slow
 
@@ -69,19 +67,6 @@ class RemoteCommand:
     def process(self, key: str) -> ProcessSpec:
         """What an agent is sent."""
         return ProcessSpec(key, tuple(self.argv), self.env, cwd="/", whole=True)
-
-
-async def bind_to_agents(pool: AgentPool) -> None:
-    """What will be started on the pool's agents is to die with them; they hold no slot."""
-    session = pool.session
-    await pool.ask(
-        {
-            node: ReserveSlots(session.run, 0, (), share=True, mark=session.mark(node))
-            for node in pool.present
-        },
-        (SlotsReserved,),
-        session.connect,
-    )
 
 
 Program = tuple[int, str]  # (node, the command's key)
@@ -189,17 +174,12 @@ def run_on_hosts(
                 {node: [RemoteCommand(argv, dict(cluster.env))] for node in pool.present},
                 seconds,
             )
+        lost = CommandResult(error="its agent was lost")
         return {
-            a.host: (
-                said[a.node, "0"]
-                if isinstance(a, JoinedAgent) and (a.node, "0") in said
-                else CommandResult(error=_why(a))
-            )
+            a.host: CommandResult(error=a.why)
+            if isinstance(a, MissingAgent)
+            else said.get((a.node, "0"), lost)
             for a in answers
         }
 
     return asyncio.run(run())
-
-
-def _why(answer: JoinedAgent | MissingAgent) -> str:
-    return answer.why if isinstance(answer, MissingAgent) else "its agent was lost"

@@ -73,28 +73,20 @@ def find_hostfile(cluster: Cluster, option: str = "", default: Path = DEFAULT) -
     missing.
     """
     if option:
-        given = f"--hostfile {option}"
-    elif cluster.hostfile:
-        given = f"clusters.{cluster.name}.hostfile = '{cluster.hostfile}'"
-    else:
-        given = ""
-    if option:
         path = Path(option).expanduser()
+        message = f"--hostfile {option}: there is no such file"
     elif cluster.hostfile:
         path = Path(cluster.hostfile)
+        message = f"clusters.{cluster.name}.hostfile = '{cluster.hostfile}': there is no such file"
     else:
         path = default
-    if path.is_file():
-        return path
-    if given:
-        raise ConfigError(f"{given}: there is no such file", hint="one line a host: HOST slots=N")
-    message = (
-        f"cluster '{cluster.name}' (launcher {cluster.launcher}) has no hostfile: neither"
-        f" --hostfile nor clusters.{cluster.name}.hostfile is given"
-    )
-    raise ConfigError(
-        f"{message}, and {default} is not there", hint="one line a host: HOST slots=N"
-    )
+        message = (
+            f"cluster '{cluster.name}' (launcher {cluster.launcher}) has no hostfile: neither"
+            f" --hostfile nor clusters.{cluster.name}.hostfile is given, and {default} is not there"
+        )
+    if not path.is_file():
+        raise ConfigError(message, hint="one line a host: HOST slots=N")
+    return path
 
 
 def read_hostfile(path: Path) -> tuple[Host, ...]:

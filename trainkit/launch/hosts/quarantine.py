@@ -4,19 +4,19 @@
 from __future__ import annotations
 
 import datetime
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
-from trainkit.base.documents import document, read_document
+from trainkit.base.documents import read_document
 from trainkit.base.errors import ConfigError
 from trainkit.base.files import write_json
+from trainkit.base.records import Record
 
-SCHEMA = "quarantine/1"
 FOLDER = "quarantine"
 
 
 @dataclass(frozen=True)
-class QuarantineEntry:
+class QuarantineEntry(Record):
     """One host's. Times are ISO 8601, in UTC.
 
     Args:
@@ -27,6 +27,7 @@ class QuarantineEntry:
         run: the run that it failed in; "": a person left it out.
     """
 
+    SCHEMA = "quarantine/1"
     host: str
     since: str
     until: str
@@ -44,7 +45,7 @@ def quarantine_host(root: Path, host: str, why: str, run: str, seconds: float) -
     found = QuarantineEntry(
         host.lower(), _iso(now), _iso(now + datetime.timedelta(seconds=seconds)), why, run
     )
-    write_json(_path(root, host), document(SCHEMA, **asdict(found)))
+    write_json(_path(root, host), found.to_json())
     return found
 
 
@@ -58,13 +59,11 @@ def read_quarantine(root: Path, now: datetime.datetime | None = None) -> dict[st
     now = now or datetime.datetime.now(datetime.UTC)
     found = {}
     for path in sorted((root / FOLDER).glob("*.json")):
-        value = read_document(path, SCHEMA)
+        value = read_document(path, QuarantineEntry.SCHEMA)
         try:
-            entry = QuarantineEntry(
-                *(str(value[key]) for key in ("host", "since", "until", "why", "run"))
-            )
+            entry = QuarantineEntry.from_json(value)
             over = datetime.datetime.fromisoformat(entry.until) <= now
-        except (KeyError, ValueError, TypeError) as error:
+        except (ValueError, TypeError) as error:
             raise ConfigError(
                 f"{path} is not a valid quarantine entry: {error}", hint="delete it"
             ) from None

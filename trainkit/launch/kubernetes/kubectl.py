@@ -172,25 +172,21 @@ class Kubectl:
         """All objects of a kind that labels and fields select."""
         return self._listed(kind, selector, field_selector)[0]
 
-    def delete(
-        self, kind: str, name: str, *, uid: str, grace: int | None = None, force: bool = False
-    ) -> bool:
+    def delete(self, kind: str, name: str, *, uid: str, force: bool = False) -> bool:
         """Delete an object and what it owns; False where that object is gone.
 
         Args:
             kind: its plural.
             name: its name.
             uid: which of that name.
-            grace: seconds that a pod has from TERM to KILL; by default its own.
             force: do not wait for the node of a pod, which is gone. Needs the right to patch it.
         """
-        seconds = 0 if force else grace
         options: Document = {
             "kind": "DeleteOptions",
             "apiVersion": "v1",
             "propagationPolicy": "Background",
             "preconditions": {"uid": uid},
-            **({} if seconds is None else {"gracePeriodSeconds": seconds}),
+            **({"gracePeriodSeconds": 0} if force else {}),
         }
         try:
             self._ask(["delete", "--raw", self.path(kind, name), "-f", "-"], options)

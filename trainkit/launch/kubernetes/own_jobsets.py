@@ -13,13 +13,19 @@ from trainkit.jobs.resolved import read_job
 from trainkit.jobs.schema import Job
 from trainkit.launch.kubernetes.documents import (
     Document,
-    condition,
+    is_true,
     name_of,
     text_at,
     uid_of,
 )
 from trainkit.launch.kubernetes.kubectl import PASSING, Kubectl, KubectlError
-from trainkit.launch.kubernetes.manifest import JOBSET_LABEL, jobset_manifest, jobset_name
+from trainkit.launch.kubernetes.manifest import (
+    JOBSET_LABEL,
+    jobset_manifest,
+    jobset_name,
+    options_of,
+)
+from trainkit.launch.kubernetes.why_waiting import JOB_UID_LABEL
 from trainkit.launch.protocol.pod_call import CANCELLED, WORKERS, jobset_folder
 from trainkit.launch.supervise.agent_pool import stop_seconds
 from trainkit.runs.folder import RunFolder
@@ -33,7 +39,7 @@ from trainkit.runs.kubernetes import (
 
 POLL_SECONDS = 0.5
 ROOM_SECONDS = 60.0  # beyond the pods' grace, for an end
-JOB_UID_LABEL = "kueue.x-k8s.io/job-uid"  # of a Workload
+
 Notice = Callable[[str], None]
 
 
@@ -63,8 +69,7 @@ class OwnJobSets:
     @classmethod
     def in_pod(cls, job: Job, run: RunFolder) -> OwnJobSets | None:
         """In a pod of the run; None where pods have no rights."""
-        options = job.cluster.kubernetes
-        assert options is not None
+        options = options_of(job)
         if options.service_account is None:
             return None
         return cls(job, run, Kubectl(options.namespace, in_pod=True))
@@ -103,9 +108,7 @@ class OwnJobSets:
         # of that name another may have been made by somebody else
         if seen is not None and uid_of(seen) == (entry.uid or uid_of(seen)):
             kubectl.delete("jobsets", entry.name, uid=uid_of(seen))
-        options = self.job.cluster.kubernetes
-        assert options is not None
-        deadline = time.monotonic() + options.grace + ROOM_SECONDS
+        deadline = time.monotonic() + options_of(self.job).grace + ROOM_SECONDS
         while left := self.left_of(entry):
             if force:
                 self.replace_lost(entry.name, lambda _: None)
@@ -124,8 +127,7 @@ class OwnJobSets:
     def left_of(self, entry: SubmittedJobSet) -> list[tuple[str, str]]:
         """(kind, name) of all that is left of a JobSet."""
         asked = dict.fromkeys(("jobs", "pods", "services"), f"{JOBSET_LABEL}={entry.name}")
-        options = self.job.cluster.kubernetes
-        if options is not None and options.queue is not None and entry.uid:
+        if options_of(self.job).queue is not None and entry.uid:
             asked["workloads"] = f"{JOB_UID_LABEL}={entry.uid}"
         found = [
             (kind[:-1], name_of(each))
@@ -175,7 +177,7 @@ class OwnJobSets:
             away = {
                 node
                 for node in {text_at(pod, "spec", "nodeName") for pod in pods} - {""}
-                if not is_ready(self.kubectl.get("nodes", node))
+                if not is_true(self.kubectl.get("nodes", node), "Ready")
             }
             for pod in pods:
                 node = text_at(pod, "spec", "nodeName")
@@ -196,8 +198,3 @@ def _index(jobset: str, pod: Document) -> int | None:
     """The index of a pod that has ranks."""
     number = name_of(pod).removeprefix(f"{jobset}-{WORKERS}-0-").partition("-")[0]
     return int(number) if number.isdigit() else None
-
-
-def is_ready(node: Document | None) -> bool:
-    """Whether a node is there and its kubelet says that it is well."""
-    return node is not None and condition(node, "Ready").get("status") == "True"

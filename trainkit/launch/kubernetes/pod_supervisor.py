@@ -7,7 +7,7 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from trainkit.jobs.schema import Job
 from trainkit.launch.hosts.hostfile import Host
 from trainkit.launch.hosts.selection import HostList
 from trainkit.launch.kubernetes.caretaker import CARE_SECONDS
-from trainkit.launch.kubernetes.manifest import FINAL_CODES
+from trainkit.launch.kubernetes.manifest import FINAL_CODES, options_of
 from trainkit.launch.kubernetes.own_jobsets import OwnJobSets
 from trainkit.launch.kubernetes.pod import KILLED
 from trainkit.launch.launchers.kubernetes import host_index, pod_host
@@ -43,8 +43,8 @@ from trainkit.launch.supervise.rank_environment import secrets_of
 from trainkit.launch.supervise.stop_requests import StopRequests
 from trainkit.runs.events import (
     AllRanksStarted,
+    EventLog,
     HostExcluded,
-    RetryPlanned,
     RootCause,
     first_event,
     read_events,
@@ -210,12 +210,12 @@ class PodSupervisor(QueuedSupervisor):
         self.pod_requests = stop_requests
         self.entry = entry
         self.folder = jobset_folder(run.path, entry.name)
-        self.bad_nodes: dict[str, str] = {}  # that the next JobSet leaves out, and why
+
         # None: pods have no right to ask for anything
         self.own = OwnJobSets.in_pod(self.job, run)
-        assert self.job.cluster.kubernetes is not None
-        self.in_first = self.job.cluster.kubernetes.supervisor == "first"
-        self.grace = float(self.job.cluster.kubernetes.grace)
+        options = options_of(self.job)
+        self.in_first = options.supervisor == "first"
+        self.grace = float(options.grace)
 
     def address(self) -> str:
         if self.job.cluster.interface:
@@ -228,14 +228,8 @@ class PodSupervisor(QueuedSupervisor):
     def _note_began(self, attempt: int) -> None:
         change_jobset(self.run, self.entry.name, began=attempt)
 
-    async def supervise(self) -> Outcome:
-        beside = [asyncio.create_task(w) for w in (self._care_for_pods(), self._hear())]
-        try:
-            return await super().supervise()
-        finally:
-            for task in beside:
-                task.cancel()
-            await asyncio.gather(*beside, return_exceptions=True)
+    def _beside(self) -> Sequence[Coroutine[object, object, None]]:
+        return self._care_for_pods(), self._hear()
 
     async def _hear(self) -> None:
         """Do what `cancel` asks for, by a file: pods have addresses of their own. And end ranks
@@ -358,25 +352,10 @@ class PodSupervisor(QueuedSupervisor):
                 drop_jobset(self.run, newest)
             self.observer.notice(f"{error.message}; going on with {', '.join(bad)}")
 
-    def _starts_again(self, end: AttemptResult) -> bool:
-        if self.continue_kind:
-            self._continue_later()
-        return super()._starts_again(end)
-
-    def _continue_later(self) -> None:
-        """Have pods of this JobSet, some time, or of another one go on with the run, and say so in
-        the record."""
-        assert self.attempt is not None
-        events = self.attempt.events
+    def _continue_later(self, events: EventLog) -> None:
+        """By pods of this JobSet, some time, or of another one."""
         if not self.bad_nodes:
             change_jobset(self.run, self.entry.name, began=None)
         for node, why in self.bad_nodes.items():
             events.write(HostExcluded(node, why))
-        events.write(
-            RetryPlanned(
-                self.attempt.folder.number + 1,
-                left_out=sorted(self.bad_nodes),
-                by="kubernetes",
-                failure_class=self.continue_kind,
-            )
-        )
+        self._note_continuation(events, "kubernetes")

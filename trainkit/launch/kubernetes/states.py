@@ -21,9 +21,9 @@ from trainkit.launch.kubernetes.documents import (
     value_at,
 )
 from trainkit.launch.kubernetes.kubectl import Kubectl
-from trainkit.launch.kubernetes.manifest import JOBSET_LABEL, QUEUE_LABEL, RUN_LABEL
-from trainkit.launch.kubernetes.own_jobsets import JOB_UID_LABEL, OwnJobSets
-from trainkit.launch.kubernetes.why_waiting import waiting_reason
+from trainkit.launch.kubernetes.manifest import JOBSET_LABEL, RUN_LABEL
+from trainkit.launch.kubernetes.own_jobsets import OwnJobSets
+from trainkit.launch.kubernetes.why_waiting import ask_why_waiting
 from trainkit.launch.scheduler_contract import QueueReport
 from trainkit.runs.events import newest_end
 from trainkit.runs.folder import RunFolder
@@ -31,7 +31,7 @@ from trainkit.runs.kubernetes import SubmittedJobSet, change_jobset, newest_jobs
 from trainkit.runs.record import RunRecord, read_run_record
 
 AGAIN_SECONDS = 5.0  # before a watch that was refused begins again
-LOOKED_AT = 3  # pods whose events are read
+
 CREATE_SECONDS = 180.0  # for a JobSet to be made, by an API server that is asked again and again
 BY_KUBERNETES = ("infra", "preempted")
 
@@ -172,16 +172,9 @@ def waiting_words(kubectl: Kubectl, seen: Document) -> str:
     """Why a JobSet waits; "" where it does not. Raises TrainkitError."""
     if not waits(seen):
         return ""
-    name = name_of(seen)
-    workload = None
-    if text_at(seen, "metadata", "labels", QUEUE_LABEL):
-        selector = f"{JOB_UID_LABEL}={uid_of(seen)}"
-        workload = next(iter(kubectl.list("workloads", selector)), None)
-    pods = kubectl.list("pods", f"{JOBSET_LABEL}={name}", "status.phase=Pending")
-    jobs = kubectl.list("jobs", f"{JOBSET_LABEL}={name}")
-    asked = [*pods[:LOOKED_AT], *jobs[:LOOKED_AT]]
-    events = [event for each in asked for event in kubectl.events(uid_of(each))]
-    return waiting_reason(kubectl, seen, workload, pods, events)
+    selector = f"{JOBSET_LABEL}={name_of(seen)}"
+    pods = kubectl.list("pods", selector, "status.phase=Pending")
+    return ask_why_waiting(kubectl, seen, pods, kubectl.list("jobs", selector))
 
 
 class JobSetFollower:

@@ -52,15 +52,13 @@ from trainkit.launch.kubernetes.documents import (
 from trainkit.launch.kubernetes.kubectl import Kubectl, KubectlError
 from trainkit.launch.kubernetes.manifest import (
     LONGEST_NAME,
-    QUEUE_LABEL,
     RUN_LABEL,
     array_manifest,
     dns_label,
     options_of,
     pod_resources,
 )
-from trainkit.launch.kubernetes.own_jobsets import JOB_UID_LABEL
-from trainkit.launch.kubernetes.why_waiting import waiting_reason
+from trainkit.launch.kubernetes.why_waiting import ask_why_waiting
 from trainkit.launch.preparation import Notice, UnitRunner, direct_units
 from trainkit.launch.remote_units import ALWAYS_LOCAL, remote_argv
 from trainkit.launch.supervise.code_snapshot import take_snapshot
@@ -75,7 +73,7 @@ LAUNCHER = "kubernetes"
 LOOK_SECONDS = 5.0  # between two questions why nothing runs, and which pods are stuck
 STUCK_SECONDS = 15.0  # beyond its grace, after which a pod that is deleted is one of a dead node
 END_SECONDS = 60.0  # beyond the grace of pods, until a Job that was deleted is over
-LOOKED_AT = 3  # pods whose events are read
+
 ON_DEVICES = ("precompile",)  # stages whose units need what ranks have
 INDEX_LABEL = "batch.kubernetes.io/job-completion-index"
 
@@ -309,14 +307,8 @@ class _Look:
         self.end_stuck(pods)
         if any(text_at(pod, "status", "phase") == "Running" for pod in pods):
             return
-        workload = None
-        if text_at(seen, "metadata", "labels", QUEUE_LABEL):
-            selector = f"{JOB_UID_LABEL}={uid_of(seen)}"
-            workload = next(iter(self.kubectl.list("workloads", selector)), None)
         pending = [pod for pod in pods if text_at(pod, "status", "phase") == "Pending"]
-        asked = [seen, *pending[:LOOKED_AT]]
-        events = [event for each in asked for event in self.kubectl.events(uid_of(each))]
-        if words := waiting_reason(self.kubectl, seen, workload, pending, events):
+        if words := ask_why_waiting(self.kubectl, seen, pending, [seen]):
             self.say(f"Job {self.name} waits: {words}")
 
     def end_stuck(self, pods: Documents) -> None:

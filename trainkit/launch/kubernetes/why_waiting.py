@@ -19,6 +19,9 @@ from trainkit.launch.kubernetes.documents import (
 from trainkit.launch.kubernetes.kubectl import Kubectl, KubectlError
 from trainkit.launch.kubernetes.manifest import QUEUE_LABEL
 
+JOB_UID_LABEL = "kueue.x-k8s.io/job-uid"  # of a Workload
+LOOKED_AT = 3  # objects of a kind whose events are read
+
 VISIBILITY = "/apis/visibility.kueue.x-k8s.io/v1beta2"  # Kueue's own API server, where it has one
 # reasons of the condition QuotaReserved (Kueue, workload_types.go); older versions say Pending
 QUEUED = {
@@ -56,6 +59,26 @@ NODE_WORDS = (
     (r"node\(s\) were unschedulable", "cordoned"),
     (r"node\(s\) had volume node affinity conflict", "that its volume cannot be mounted on"),
 )
+
+
+def ask_why_waiting(
+    kubectl: Kubectl, seen: Document, pods: Sequence[Document], others: Sequence[Document]
+) -> str:
+    """Why a JobSet, or a Job of a stage, waits; "" where nothing waits. Raises KubectlError.
+
+    Args:
+        kubectl: its namespace.
+        seen: it.
+        pods: of it, that are pending.
+        others: further objects whose events may tell it.
+    """
+    workload = None
+    if text_at(seen, "metadata", "labels", QUEUE_LABEL):
+        selector = f"{JOB_UID_LABEL}={uid_of(seen)}"
+        workload = next(iter(kubectl.list("workloads", selector)), None)
+    asked = (*pods[:LOOKED_AT], *others[:LOOKED_AT])
+    events = [event for each in asked for event in kubectl.events(uid_of(each))]
+    return waiting_reason(kubectl, seen, workload, pods, events)
 
 
 def waiting_reason(

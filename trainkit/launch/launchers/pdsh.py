@@ -12,7 +12,6 @@ import ipaddress
 import os
 import re
 import shutil
-import signal
 import subprocess
 import threading
 from collections import Counter
@@ -21,10 +20,12 @@ from pathlib import Path
 
 from trainkit.base.errors import ConfigError, Exit, TrainkitError
 from trainkit.base.files import write_text
+from trainkit.base.process_marks import find_descendants, kill_processes
 from trainkit.launch.launchers.contract import TransportExit, Transports
 from trainkit.launch.launchers.local import local_argv, start_local_agent
 from trainkit.launch.launchers.ssh import ssh_options
 from trainkit.launch.launchers.transports import (
+    SharedTransport,
     TransportPerHost,
     kill_on_error,
     kill_transports,
@@ -154,7 +155,7 @@ def ssh_variables(session: Session) -> dict[str, str]:
     return {"PDSH_SSH_ARGS_APPEND": " ".join(options)}
 
 
-class PdshTransport:
+class PdshTransport(SharedTransport):
     """One pdsh, whose lines "HOST: text" are taken apart into the hosts' logs."""
 
     def __init__(
@@ -165,12 +166,8 @@ class PdshTransport:
         nodes: Mapping[str, int],
         local: TransportPerHost,
     ) -> None:
-        self.child = child
-        self.output = output
-        self.logs = logs
-        self.nodes = nodes
+        super().__init__(child, output, logs, nodes)
         self.local = local
-        self._read = 0
         self._failed: dict[int, TransportExit] = {}
         self._lock = threading.Lock()  # `poll` may have a thread of its own
 
@@ -189,23 +186,16 @@ class PdshTransport:
     def _share_out(self) -> None:
         """Give each host's log its new whole lines, and note hosts that pdsh says are over: it
         does not return before the slowest."""
-        with open(self.output, "rb") as file:
-            file.seek(self._read)
-            data = file.read()
-        whole = data[: data.rfind(b"\n") + 1]
-        self._read += len(whole)
         lines: dict[int, list[bytes]] = {}
-        for line in whole.splitlines():
+        for line in self.new_lines().splitlines():
             if found := re.match(
                 rb"pdsh@[^:]*: ([^:]+): (?:ssh|rcmd).* exit(?:ed|) (?:with exit )?code (\d+)", line
             ):
-                node = self.nodes.get(found[1].decode(errors="replace"))
-                if node is not None:
+                if (node := self.node_of(found[1])) is not None:
                     self._failed[node] = TransportExit(int(found[2]), "")
                 continue
             name, _, text = line.partition(b": ")
-            node = self.nodes.get(name.decode(errors="replace"))
-            if node is not None:
+            if (node := self.node_of(name)) is not None:
                 lines.setdefault(node, []).append(text)
         for node, texts in lines.items():
             with open(self.logs[node], "ab") as log:
@@ -216,9 +206,8 @@ class PdshTransport:
 
     def close(self) -> None:
         """pdsh takes no ssh client of its own with it, so those are ended first."""
-        for pid in _children_of(self.child.pid) if self.child.poll() is None else []:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        if self.child.poll() is None:
+            kill_processes(find_descendants(self.child.pid))
         kill_transports([self.child])
         self.local.close()
         if self._lock.acquire(timeout=END_SECONDS):  # who looks now may wait for the file system
@@ -227,15 +216,3 @@ class PdshTransport:
                     self._share_out()
             finally:
                 self._lock.release()
-
-
-def _children_of(pid: int) -> list[int]:
-    """Processes whose parent is `pid` (field 4 of /proc/PID/stat, proc(5))."""
-    found = []
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            with contextlib.suppress(OSError):
-                fields = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()
-                if int(fields[1]) == pid:
-                    found.append(int(entry))
-    return found

@@ -29,7 +29,12 @@ from trainkit.launch.containers.pyxis import (
 )
 from trainkit.launch.hosts.hostfile import Host
 from trainkit.launch.launchers.contract import TransportExit, Transports
-from trainkit.launch.launchers.transports import kill_transports, last_line, start_transport
+from trainkit.launch.launchers.transports import (
+    SharedTransport,
+    kill_transports,
+    last_line,
+    start_transport,
+)
 from trainkit.launch.session import Session, transport_log
 
 # Variables that sbatch sets of options for ranks; they would be options of an srun whose tasks are
@@ -209,7 +214,7 @@ def node_text(session: Session, hosts: Mapping[int, Host]) -> str:
     return "\n".join(lines) + "\n"
 
 
-class _Step:
+class _Step(SharedTransport):
     """One srun; what a node's task said last stands in the node's own log, what srun says of it
     in srun's."""
 
@@ -220,11 +225,7 @@ class _Step:
         logs: Mapping[int, Path],
         nodes: Mapping[str, int],
     ) -> None:
-        self.child = child
-        self.output = output
-        self.logs = logs
-        self.nodes = nodes
-        self._read = 0
+        super().__init__(child, output, logs, nodes)
         self._ended: dict[int, TransportExit] = {}
 
     def poll(self) -> Mapping[int, TransportExit]:
@@ -239,14 +240,8 @@ class _Step:
 
     def _look(self) -> None:
         """Note tasks that srun says have failed: it goes on until the last has ended."""
-        with open(self.output, "rb") as file:
-            file.seek(self._read)
-            data = file.read()
-        whole = data[: data.rfind(b"\n") + 1]
-        self._read += len(whole)
-        for host, code, text in TASK_ENDED.findall(whole):
-            node = self.nodes.get(host.decode(errors="replace"))
-            if node is not None:
+        for host, code, text in TASK_ENDED.findall(self.new_lines()):
+            if (node := self.node_of(host)) is not None:
                 self._ended[node] = TransportExit(
                     int(code or -9), last_line(self.logs[node]) or text.decode(errors="replace")
                 )

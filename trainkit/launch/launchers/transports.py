@@ -4,21 +4,19 @@ ended by pid."""
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import re
-import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from trainkit.base.process import die_with_parent_hook
 from trainkit.launch.launchers.contract import TransportExit
 
 TAIL_BYTES = 4096
 END_SECONDS = 1.0  # for a killed transport to be gone
-PR_SET_PDEATHSIG = 1
+
 # what docker says last, after the error
 USAGE = re.compile(r"(See|Run) '(docker|podman) [^']*--help'")
 
@@ -36,16 +34,6 @@ def start_transport(
     Args:
         keep_stdin: its stdin is a pipe that stays open while we live; else /dev/null.
     """
-    # looked up here: between fork and exec nothing may be
-    if sys.platform == "linux":
-        prctl = ctypes.CDLL(None).prctl
-    else:
-        prctl = None
-
-    def die_with_us() -> None:
-        if prctl is not None:
-            prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-
     with open(output, "ab") as file:
         return subprocess.Popen(
             list(argv),
@@ -54,8 +42,8 @@ def start_transport(
             stderr=subprocess.STDOUT,
             env=None if environment is None else dict(environment),
             start_new_session=True,
-            # one system call, nothing that could hold a lock
-            preexec_fn=die_with_us,  # noqa: PLW1509
+            # two calls of the system, nothing that could hold a lock
+            preexec_fn=die_with_parent_hook(os.getpid()),  # noqa: PLW1509
         )
 
 
@@ -68,6 +56,14 @@ def last_line(path: Path) -> str:
     except OSError:
         return ""
     return next((line for line in reversed(lines) if line and not USAGE.match(line)), "")
+
+
+def read_new_lines(path: Path, at: int) -> bytes:
+    """What a file has from byte `at` on, up to the end of its last whole line."""
+    with open(path, "rb") as file:
+        file.seek(at)
+        data = file.read()
+    return data[: data.rfind(b"\n") + 1]
 
 
 # by node, each with the file its output goes to
@@ -100,6 +96,40 @@ class TransportPerHost:
 
     def close(self) -> None:
         kill_transports([child for child, _ in self.children.values()])
+
+
+class SharedTransport:
+    """One child for several hosts.
+
+    Args:
+        child: the process.
+        output: the file that its own words go to.
+        logs: where each node's go.
+        nodes: numbers by the names that it calls hosts.
+    """
+
+    def __init__(
+        self,
+        child: subprocess.Popen[bytes],
+        output: Path,
+        logs: Mapping[int, Path],
+        nodes: Mapping[str, int],
+    ) -> None:
+        self.child = child
+        self.output = output
+        self.logs = logs
+        self.nodes = nodes
+        self._read = 0
+
+    def new_lines(self) -> bytes:
+        """Whole lines that it has said since the last call."""
+        lines = read_new_lines(self.output, self._read)
+        self._read += len(lines)
+        return lines
+
+    def node_of(self, name: bytes) -> int | None:
+        """The number of the host that it calls so; None: it is none of ours."""
+        return self.nodes.get(name.decode(errors="replace"))
 
 
 def kill_transports(children: Sequence[subprocess.Popen[bytes]]) -> None:

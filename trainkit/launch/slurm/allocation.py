@@ -7,6 +7,7 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from trainkit.base.errors import ConfigError, Exit, TrainkitError
 from trainkit.jobs.clusters import Cluster
@@ -79,9 +80,35 @@ def allocation_hosts(job: Job, granted: SlurmAllocation) -> HostList:
 def slurm_output(argv: Sequence[str], timeout: float = ANSWER_SECONDS) -> str:
     """What one of Slurm's commands prints. Raises TrainkitError (exit 8) with its words where it
     fails or is not there."""
+    done = run_slurm(argv, timeout, late="is slurmctld up? `scontrol ping` says")
+    if done.returncode != 0:
+        raise TrainkitError(f"{' '.join(argv[:3])}: {slurms_words(done)}", exit=Exit.START)
+    return done.stdout
+
+
+def run_slurm(
+    argv: Sequence[str],
+    timeout: float,
+    *,
+    late: str,
+    folder: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Run one of Slurm's commands. Raises TrainkitError (exit 8) where it is not there, or does
+    not answer in time.
+
+    Args:
+        argv: the command.
+        timeout: seconds.
+        late: the way out where that is over.
+        folder: that it runs in; None: this one.
+        environment: that it gets; None: ours.
+    """
     try:
-        done = subprocess.run(
+        return subprocess.run(
             argv,
+            cwd=folder,
+            env=environment,
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -93,20 +120,18 @@ def slurm_output(argv: Sequence[str], timeout: float = ANSWER_SECONDS) -> str:
         raise TrainkitError(
             f"there is no {argv[0]} on this machine",
             exit=Exit.START,
-            hint="load Slurm's module, or install its client",
+            hint="load Slurm's module, install its client, or type it where jobs are submitted",
         ) from None
     except subprocess.TimeoutExpired:
         raise TrainkitError(
-            f"{argv[0]} did not answer within {timeout:g} s",
-            exit=Exit.START,
-            hint="is slurmctld up? `scontrol ping` says",
+            f"{argv[0]} did not answer within {timeout:g} s", exit=Exit.START, hint=late
         ) from None
-    if done.returncode != 0:
-        said = " ".join(
-            (done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}").split()
-        )
-        raise TrainkitError(f"{' '.join(argv[:3])}: {said}", exit=Exit.START)
-    return done.stdout
+
+
+def slurms_words(done: subprocess.CompletedProcess[str]) -> str:
+    """What a command that failed has said, in one line."""
+    said = done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}"
+    return " ".join(said.split())
 
 
 def available_nodes(

@@ -8,22 +8,16 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Literal
 
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.launch.hosts.hostfile import Host
 from trainkit.launch.launchers import supervisor_address
 from trainkit.launch.launchers.contract import Launcher
-from trainkit.launch.slurm.allocation import (
-    SlurmAllocation,
-    hostnames,
-    slurm_output,
-)
+from trainkit.launch.slurm.allocation import SlurmAllocation, hostnames, slurm_output
 from trainkit.launch.slurm.batch_script import LIMIT_SHARE, signal_seconds
-from trainkit.launch.slurm.sbatch import (
-    note_end,
-)
+from trainkit.launch.slurm.sbatch import note_end
 from trainkit.launch.slurm.squeue import (
     failed_nodes,
     job_details,
@@ -38,16 +32,13 @@ from trainkit.launch.supervise.outcome import Outcome, StopRequest
 from trainkit.launch.supervise.queued_supervisor import QueuedSupervisor
 from trainkit.launch.supervise.stop_requests import StopRequests
 from trainkit.runs.events import (
+    EventLog,
     HostExcluded,
     RequeueFailed,
-    RetryPlanned,
     RootCause,
 )
 from trainkit.runs.folder import RunFolder
-from trainkit.runs.slurm import (
-    change_slurm_job,
-    read_slurm_jobs,
-)
+from trainkit.runs.slurm import change_slurm_job, read_slurm_jobs
 
 ASK_AGAIN_SECONDS = 60.0  # a slurmctld that does not answer
 LOOK_SECONDS = 0.2  # between two looks at whether Slurm's TERM has come
@@ -122,8 +113,7 @@ class BatchSupervisor(QueuedSupervisor):
         self.batch_requests = stop_requests
         self.granted = granted
         self.failed_nodes: list[str] = []  # nodes
-        # nodes that the run shall not be given again, with the reason
-        self.bad_nodes: dict[str, str] = {}
+
         self.requeued_by_slurm = False  # Slurm has put the job back by itself
 
     def address(self) -> str:
@@ -151,14 +141,8 @@ class BatchSupervisor(QueuedSupervisor):
         could not be asked anyway."""
         return 0 if self.continue_kind else await super()._sweep(hosts)
 
-    async def supervise(self) -> Outcome:
-        watching = [asyncio.create_task(each) for each in (self._watch_time(), self._watch_kill())]
-        try:
-            return await super().supervise()
-        finally:
-            for task in watching:
-                task.cancel()
-            await asyncio.gather(*watching, return_exceptions=True)
+    def _beside(self) -> Sequence[Coroutine[object, object, None]]:
+        return self._watch_time(), self._watch_kill()
 
     async def _watch_time(self) -> None:
         """Save in time before the job's time is over, whatever has become of Slurm's own signal:
@@ -234,7 +218,12 @@ class BatchSupervisor(QueuedSupervisor):
             end.outcome.failure_class in ("preempted", "infra")
             and (kind := self._slurm_reason()) is not None
         ):
-            return self.judge_taken(end, kind, _why(kind, self.failed_nodes))
+            why = {
+                "time-limit": "its time limit comes near",
+                "preemption": "Slurm takes its nodes back",
+                "infra": f"{', '.join(self.failed_nodes)} failed",
+            }.get(kind, "Slurm ended the job (scancel, or its time limit)")
+            return self.judge_taken(end, kind, why)
         end = super()._judge(end)
         if self.hosts.excluded and self.job.resume != "never":
             self._judge_bad_nodes(end)
@@ -288,16 +277,8 @@ class BatchSupervisor(QueuedSupervisor):
             return ""
         return None
 
-    def _starts_again(self, end: AttemptResult) -> bool:
-        if self.continue_kind:
-            self._continue_later()
-        return super()._starts_again(end)
-
-    def _continue_later(self) -> None:
-        """Let Slurm go on with the run later, and say so in the record."""
-        assert self.attempt is not None
+    def _continue_later(self, events: EventLog) -> None:
         id = self.granted.job
-        events = self.attempt.events
         try:
             if self.job.resume == "requeue" and not self.requeued_by_slurm:
                 requeue(id, self.granted.restarts)
@@ -309,23 +290,15 @@ class BatchSupervisor(QueuedSupervisor):
             )
             self.continue_kind = ""
             return
-        events.write(
-            RetryPlanned(
-                self.attempt.folder.number + 1,
-                left_out=sorted(self.bad_nodes),
-                by="slurm",
-                failure_class=self.continue_kind,
-            )
-        )
+        self._note_continuation(events, "slurm")
         if self.job.resume == "requeue":
             change_slurm_job(self.run, id, began=None)
         if self.bad_nodes:  # last: Slurm's KILL comes soon
-            self._exclude(self.bad_nodes)
+            self._exclude(self.bad_nodes, events)
 
-    def _exclude(self, bad: Mapping[str, str]) -> None:
+    def _exclude(self, bad: Mapping[str, str], events: EventLog) -> None:
         """Have Slurm start the run on other nodes, unless it asks for nodes by name, or too few
         others are left."""
-        assert self.attempt is not None
         next_job = next(
             (job.id for job in read_slurm_jobs(self.run) if job.follows == self.granted.job),
             self.granted.job,
@@ -348,13 +321,4 @@ class BatchSupervisor(QueuedSupervisor):
             self.observer.notice(f"Slurm may give the run {', '.join(bad)} again: {error.message}")
             return
         for host, why in bad.items():
-            self.attempt.events.write(HostExcluded(host, why))
-
-
-def _why(kind: Kind, failed: Sequence[str]) -> str:
-    """Why Slurm wanted a run to stop."""
-    return {
-        "time-limit": "its time limit comes near",
-        "preemption": "Slurm takes its nodes back",
-        "infra": f"{', '.join(failed)} failed",
-    }.get(kind, "Slurm ended the job (scancel, or its time limit)")
+            events.write(HostExcluded(host, why))

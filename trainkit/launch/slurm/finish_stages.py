@@ -21,7 +21,6 @@ if __name__ == "__main__":  # by path: the snapshot this file is part of comes f
 
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.files import write_json
-from trainkit.base.locks import locked
 from trainkit.data.order.open import refuse_without_samples
 from trainkit.jobs.resolved import read_job
 from trainkit.launch.job_plan import plan_of
@@ -45,6 +44,7 @@ from trainkit.stages.execute import (
     needs_in_turn,
     needs_of,
     refuse_stale,
+    stage_lock,
     stamps_folder,
     update_stage,
 )
@@ -100,7 +100,7 @@ def _stamp(run: RunFolder, written: Mapping[str, Any]) -> None:
     need = need_from_json(written)
     stamps = stamps_folder(run.root, written["stage"])
     # the submitter's, until all is submitted
-    with locked(stamps / f"{need.lock}.lock", {"stage": need.stage, "name": need.name}):
+    with stage_lock(need, stamps):
         clear_own_in_flight(stamps, need.name, written["levels"])
         if check_freshness(need, stamps).fresh:
             return

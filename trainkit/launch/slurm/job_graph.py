@@ -9,7 +9,6 @@ the run.
 from __future__ import annotations
 
 import contextlib
-import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -19,6 +18,7 @@ from typing import Any
 from trainkit.base.documents import document, read_document
 from trainkit.base.errors import ConfigError, Exit, TrainkitError
 from trainkit.base.files import write_json, write_text
+from trainkit.base.worker import said_by_worker
 from trainkit.jobs.clusters import SlurmOptions
 from trainkit.jobs.schema import Job
 from trainkit.launch.array_units import ArrayLevel, ArrayUnit, array_levels, level_file
@@ -423,15 +423,10 @@ def _end(unit: Mapping[str, Any]) -> dict[str, Any] | None:
     """The last words of a unit's task: {"ended": code, "host": name, "error": what it said};
     None where it has not ended."""
     try:
-        lines = Path(unit["out"]).read_bytes().splitlines()
+        output = Path(unit["out"]).read_bytes()
     except OSError:
         return None
     found: dict[str, Any] = {}
-    for line in lines:
-        try:
-            said = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(said, dict):
-            found |= {key: said[key] for key in ("error", "ended", "host") if key in said}
+    for said in said_by_worker(output):
+        found |= {key: said[key] for key in ("error", "ended", "host") if key in said}
     return found if isinstance(found.get("ended"), int) else None

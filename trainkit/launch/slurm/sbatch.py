@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from trainkit.base.errors import ConfigError, Exit, TrainkitError
 from trainkit.base.files import write_json, write_text
 from trainkit.jobs.clusters import SlurmOptions
 from trainkit.jobs.schema import Job
+from trainkit.launch.slurm.allocation import run_slurm, slurms_words
 from trainkit.launch.slurm.batch_script import batch_script, script_path
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.slurm import add_slurm_job, change_slurm_job
@@ -77,34 +77,12 @@ def sbatch(words: Sequence[str], folder: Path, *, hint: str) -> str:
         for name, value in os.environ.items()
         if name in KEPT or not name.startswith(("SLURM_", "SBATCH_"))
     }
-    try:
-        done = subprocess.run(
-            words,
-            cwd=folder,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=SUBMIT_SECONDS,
-            check=False,
-        )
-    except FileNotFoundError:
-        raise TrainkitError(
-            "there is no sbatch on this machine",
-            exit=Exit.START,
-            hint="type it where jobs are submitted, or load Slurm's module",
-        ) from None
-    except subprocess.TimeoutExpired:
-        message = f"sbatch did not answer within {SUBMIT_SECONDS:g} s"
-        raise TrainkitError(
-            message, exit=Exit.START, hint="squeue --me says whether it has the job all the same"
-        ) from None
+    late = "squeue --me says whether it has the job all the same"
+    done = run_slurm(words, SUBMIT_SECONDS, late=late, folder=folder, environment=environment)
     id = done.stdout.strip().split("\n")[-1].partition(";")[0]
     if done.returncode != 0 or not id.isdigit():
-        said = " ".join(
-            (done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}").split()
-        )
-        raise TrainkitError(f"sbatch refuses the job: {said}", exit=Exit.START, hint=hint)
+        message = f"sbatch refuses the job: {slurms_words(done)}"
+        raise TrainkitError(message, exit=Exit.START, hint=hint)
     return id
 
 

@@ -139,30 +139,17 @@ def element_statuses(ids: Sequence[str]) -> list[JobStatus]:
         if "Invalid job id" not in error.message:
             raise
         text = ""
-    return [look for line in text.splitlines() if (look := _parsed(line)) is not None]
-
-
-def _parsed(line: str) -> JobStatus | None:
-    parts = [part.strip() for part in line.split("|")]
-    return JobStatus(*parts) if len(parts) == FIELDS.count("|") + 1 else None
+    rows = [[part.strip() for part in line.split("|")] for line in text.splitlines()]
+    return [JobStatus(*row) for row in rows if len(row) == FIELDS.count("|") + 1]
 
 
 def account_status(account: JobAccount) -> JobStatus:
     """A row of sacct as squeue would have shown it."""
-    return JobStatus(
-        account.id,
-        account.state_word,
-        _why(account),
-        account.start,
-        account.limit,
-        account.nodes,
-    )
-
-
-def _why(account: JobAccount) -> str:
-    """What is known besides the state."""
     who = account.state.partition(" by ")[2]
-    return f"by {_user(who)}" if who else f"exit code {account.code}"
+    why = f"by {_user(who)}" if who else f"exit code {account.code}"
+    return JobStatus(
+        account.id, account.state_word, why, account.start, account.limit, account.nodes
+    )
 
 
 def job_accounts(ids: Sequence[str]) -> list[JobAccount] | None:
@@ -209,25 +196,18 @@ def _forgotten(ids: Sequence[str]) -> dict[str, JobStatus]:
     try:
         rows = job_accounts(ids) if ids else None
     except TrainkitError as error:
-        return {
-            id: JobStatus(
-                id, UNSURE, f"slurmctld has forgotten it, and {error.message}", "", "", ""
-            )
-            for id in ids
-        }
+        return {id: _unsure(id, f"slurmctld has forgotten it, and {error.message}") for id in ids}
     # the newest start counts
     found = {row.id: account_status(row) for row in rows or () if row.id in ids}
     for id, seen in found.items():
         if not seen.over:  # slurmctld, which alone could run it, does not know it
-            found[id] = JobStatus(
-                id,
-                UNSURE,
-                f"slurmctld does not know it, and slurmdbd still says {seen.state}",
-                "",
-                "",
-                "",
-            )
+            why = f"slurmctld does not know it, and slurmdbd still says {seen.state}"
+            found[id] = _unsure(id, why)
     return found
+
+
+def _unsure(id: str, why: str) -> JobStatus:
+    return JobStatus(id, UNSURE, why, "", "", "")
 
 
 def _user(number: str) -> str:
@@ -323,33 +303,21 @@ def _seconds(text: str) -> float | None:
 def failed_nodes(names: Sequence[str]) -> list[str]:
     """Those of the nodes that Slurm has given up: down, or failing. Raises TrainkitError (exit
     8)."""
-    return sorted(
-        {
-            name
-            for name, state in _nodes(f"--nodes={','.join(names)}")
-            if state.startswith(("down", "fail"))
-        }
-    )
+    nodes = _nodes(f"--nodes={','.join(names)}")
+    return sorted({name for name, state in nodes if state.startswith(("down", "fail"))})
 
 
 def usable_nodes(partition: str) -> list[str]:
     """Nodes of a partition that take jobs, now or later. Raises TrainkitError (exit 8)."""
-    return sorted(
-        {
-            name
-            for name, state in _nodes(f"--partition={partition}")
-            if not state.startswith(("down", "drain", "fail", "unk"))
-        }
-    )
+    bad = ("down", "drain", "fail", "unk")
+    nodes = _nodes(f"--partition={partition}")
+    return sorted({name for name, state in nodes if not state.startswith(bad)})
 
 
 def _nodes(which: str) -> list[tuple[str, str]]:
     text = slurm_output(["sinfo", "--noheader", "--Node", which, "--format=%N|%T"])
-    return [
-        (name, state)
-        for name, bar, state in (line.partition("|") for line in text.splitlines())
-        if bar
-    ]
+    rows = (line.partition("|") for line in text.splitlines())
+    return [(name, state) for name, bar, state in rows if bar]
 
 
 class PollBackoff:

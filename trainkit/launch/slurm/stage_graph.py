@@ -7,7 +7,6 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from trainkit.base.locks import locked
 from trainkit.jobs.schema import Job
 from trainkit.launch.array_units import split_units
 from trainkit.launch.preparation import Notice, Preparation, StageUi, term_interrupts
@@ -36,6 +35,7 @@ from trainkit.stages.execute import (
     complete_need,
     delete_scratch,
     missing_units,
+    stage_lock,
     stamps_folder,
     wait_for_arrays,
 )
@@ -119,20 +119,11 @@ def hold_stage_graph(job: Job, preparation: Preparation) -> Iterator[StageGraph]
 @contextlib.contextmanager
 def _held(job: Job, queued: SlurmNeeds, reporter: StageReporter) -> Iterator[None]:
     """Hold the locks of all queued needs, in an order that is the same for everybody."""
-    locks = {(need.stage, need.lock): need for _, need in queued.needs}
+    needs = {(need.stage, need.lock): need for _, need in queued.needs}
     with contextlib.ExitStack() as stack:
-        for (stage, lock), need in sorted(locks.items(), key=lambda item: item[0]):
-
-            def waits(holder: dict[str, object], need: Need = need) -> None:
-                reporter.waiting(need, f"pid {holder.get('pid', '?')}")
-
-            stack.enter_context(
-                locked(
-                    stamps_folder(job.cluster.root_folder, stage) / f"{lock}.lock",
-                    {"stage": stage, "name": need.name},
-                    on_wait=waits,
-                )
-            )
+        for (stage, _), need in sorted(needs.items(), key=lambda item: item[0]):
+            stamps = stamps_folder(job.cluster.root_folder, stage)
+            stack.enter_context(stage_lock(need, stamps, reporter))
         yield
 
 

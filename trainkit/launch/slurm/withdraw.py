@@ -11,18 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.base.errors import Exit, TrainkitError
-from trainkit.base.locks import LockBusy, locked
 from trainkit.launch.slurm.allocation import slurm_output
 from trainkit.launch.slurm.job_graph import read_graph, read_stage_jobs
 from trainkit.launch.slurm.reconcile import reconciled
 from trainkit.launch.slurm.squeue import element_statuses
+from trainkit.launch.supervise.run_lock import locked_in_time
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import read_run_record
 from trainkit.stages.execute import stamps_folder
 from trainkit.stages.in_flight import ArraysInFlight, read_in_flight, write_in_flight
 
 LOCK_SECONDS = 60.0  # for a run that just joins the arrays
-POLL_SECONDS = 0.2
 
 
 def withdraw_stage_jobs(run: RunFolder, *, held: bool = False) -> list[str]:
@@ -88,22 +87,14 @@ def _soon_locked(path: Path, need: Mapping[str, Any]) -> Iterator[None]:
     """Hold a stage's lock. Raises TrainkitError (exit 17) where another process does not let go
     of it."""
     deadline = time.monotonic() + LOCK_SECONDS
-    while True:
-        with contextlib.ExitStack() as stack:
-            try:
-                stack.enter_context(
-                    locked(path, {"stage": need["stage"], "name": need["name"]}, wait=False)
-                )
-            except LockBusy as busy:
-                if time.monotonic() > deadline:
-                    message = (
-                        f"pid {busy.holder.get('pid', '?')} is at work on {need['stage']}"
-                        f" {need['name']}, which this run's jobs make"
-                    )
-                    raise TrainkitError(
-                        message, exit=Exit.HOSTS_BUSY, hint="try again when it is done, or end it"
-                    ) from None
-            else:
-                yield
-                return
-        time.sleep(POLL_SECONDS)
+    with locked_in_time(
+        path,
+        {"stage": need["stage"], "name": need["name"]},
+        lambda: time.monotonic() <= deadline,
+        lambda pid: TrainkitError(
+            f"pid {pid} is at work on {need['stage']} {need['name']}, which this run's jobs make",
+            exit=Exit.HOSTS_BUSY,
+            hint="try again when it is done, or end it",
+        ),
+    ):
+        yield

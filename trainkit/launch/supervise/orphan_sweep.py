@@ -111,23 +111,24 @@ async def wait_for_consistent_agents(pool: AgentPool) -> list[JoinedAgent]:
         raise TrainkitError(
             str(cause["message"]), exit=error.outcome.exit, hint=str(cause.get("advice", ""))
         ) from None
-    session = pool.session
-    # no slot, but what is marked dies with its agent
-    _, silent = await pool.ask(
-        {
-            node: ReserveSlots(session.run, 0, (), share=True, mark=session.mark(node))
-            for node in pool.present
-        },
-        (SlotsReserved,),
-        session.connect,
-    )
-    if silent:
+    if silent := await bind_to_agents(pool):
         raise TrainkitError(
             "agents do not"
             f" answer:\n{table([(pool.host(node), why) for node, why in silent.items()])}",
             exit=Exit.START,
         )
     return hellos
+
+
+async def bind_to_agents(pool: AgentPool) -> dict[int, str]:
+    """What will be started on the pool's agents is to die with them; they hold no slot. Returns
+    why there is no answer, by the nodes that gave none."""
+    session = pool.session
+    frames = {
+        node: ReserveSlots(session.run, 0, (), share=True, mark=session.mark(node))
+        for node in pool.present
+    }
+    return (await pool.ask(frames, (SlotsReserved,), session.connect))[1]
 
 
 @dataclass(frozen=True)
@@ -152,20 +153,16 @@ class SweepReport:
     proof: str | None = None
 
 
-def survey_hosts(
-    cluster: Cluster, hosts: Sequence[Host], root: Path, *, launcher: Launcher | None = None
-) -> list[HostReport]:
+def survey_hosts(cluster: Cluster, hosts: Sequence[Host], root: Path) -> list[HostReport]:
     """Every host's own word, or why there is none, in order."""
 
     async def look() -> list[HostReport]:
-        async with open_agent_pool(cluster, hosts, root, "nodes", launcher=launcher) as pool:
+        async with open_agent_pool(cluster, hosts, root, "nodes") as pool:
             answers = await pool.gather(pool.session.connect)
         return [
-            (
-                HostReport(a.host, None, a.facts)
-                if isinstance(a, JoinedAgent)
-                else HostReport(a.host, a.why, None)
-            )
+            HostReport(a.host, None, a.facts)
+            if isinstance(a, JoinedAgent)
+            else HostReport(a.host, a.why, None)
             for a in answers
         ]
 

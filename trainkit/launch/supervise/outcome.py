@@ -298,10 +298,6 @@ def _judge_preempted(evidence: _Evidence) -> Outcome | None:
     return Outcome(Exit.PREEMPTED, "preempted", cause)
 
 
-def _judge_unexplained(evidence: _Evidence) -> Outcome | None:
-    return Outcome(Exit.RANK_INFRA, "infra", {"message": "a rank ended without recording success"})
-
-
 # in this order: the first that knows the outcome decides
 JUDGEMENTS: tuple[Callable[[_Evidence], Outcome | None], ...] = (
     _judge_success,
@@ -309,7 +305,6 @@ JUDGEMENTS: tuple[Callable[[_Evidence], Outcome | None], ...] = (
     _judge_failed_rank,
     _judge_cancelled,
     _judge_preempted,
-    _judge_unexplained,
 )
 
 
@@ -330,7 +325,9 @@ def judge_outcome(
         rules: what failures mean.
     """
     evidence = _Evidence(ends, world_size, requested, lost, rules)
-    return next(outcome for judge in JUDGEMENTS if (outcome := judge(evidence)) is not None)
+    known = (outcome for judge in JUDGEMENTS if (outcome := judge(evidence)) is not None)
+    message = "a rank ended without recording success"
+    return next(known, Outcome(Exit.RANK_INFRA, "infra", {"message": message}))
 
 
 def _of_rank(cause: RootCause, rules: FailureRules) -> Outcome:

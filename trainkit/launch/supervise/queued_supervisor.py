@@ -3,7 +3,8 @@ it goes on from what earlier starts of the same submission have left of the retr
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+from collections.abc import Coroutine, Mapping, Sequence
 
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.launch.hosts.hostfile import Host
@@ -18,7 +19,9 @@ from trainkit.runs.events import (
     AllRanksStarted,
     AttemptEnded,
     Event,
+    EventLog,
     RequeueFailed,
+    RetryPlanned,
     RootCause,
     first_event,
     last_event,
@@ -43,7 +46,39 @@ class QueuedSupervisor(Supervisor):
         super().__init__(run, secrets, stop_requests, observer, share=True, launcher=launcher)
         # why another start of the scheduler's goes on with the run, as a budget; "": none does
         self.continue_kind = ""
+        # nodes that the run shall not be given again, with the reason
+        self.bad_nodes: dict[str, str] = {}
         self.start_noted = False
+
+    def _beside(self) -> Sequence[Coroutine[object, object, None]]:
+        """What goes on for as long as the run is supervised."""
+        raise NotImplementedError
+
+    async def supervise(self) -> Outcome:
+        tasks = [asyncio.create_task(each) for each in self._beside()]
+        try:
+            return await super().supervise()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _continue_later(self, events: EventLog) -> None:
+        """Have another start of the scheduler's go on with the run, and say so in the record."""
+        raise NotImplementedError
+
+    def _starts_again(self, end: AttemptResult) -> bool:
+        if self.continue_kind:
+            assert self.attempt is not None
+            self._continue_later(self.attempt.events)
+        return super()._starts_again(end)
+
+    def _note_continuation(self, events: EventLog, by: str) -> None:
+        """Write that another start goes on, without the bad nodes."""
+        assert self.attempt is not None
+        number = self.attempt.folder.number + 1
+        bad = sorted(self.bad_nodes)
+        events.write(RetryPlanned(number, left_out=bad, by=by, failure_class=self.continue_kind))
 
     def _note_end(self, ended: dict[str, object]) -> None:
         """Write into the record of the run's submissions how this one ended."""

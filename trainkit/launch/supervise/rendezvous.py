@@ -32,7 +32,7 @@ from trainkit.launch.supervise.rank_environment import (
     slot_names,
     visible_devices,
 )
-from trainkit.runs.events import FailureClass, RootCause
+from trainkit.runs.events import RootCause
 from trainkit.runs.world import RunWorld, WorldNode
 
 # beyond lease and grace, for agents of an earlier attempt of this run to be gone
@@ -50,7 +50,6 @@ class StartError(Exception):
         rows: Sequence[tuple[str, str]] = (),
         *,
         hint: str = "",
-        failure_class: FailureClass = "infra",
         suspects: Sequence[str] = (),
     ) -> None:
         super().__init__(message)
@@ -60,7 +59,7 @@ class StartError(Exception):
         }
         if hint:
             cause["advice"] = hint
-        self.outcome = Outcome(exit, failure_class, cause, tuple(suspects))
+        self.outcome = Outcome(exit, "infra", cause, tuple(suspects))
 
 
 async def gather(
@@ -96,56 +95,43 @@ async def gather(
 
 def _refuse_missing(missing: Sequence[MissingAgent], hosts: int, session: Session) -> None:
     cluster = session.cluster
-    container = session.container
     root = f"does not see {cluster.root}: it is not shared with this host, or mounted elsewhere"
     rows = [(m.host, root if m.not_shared else m.why) for m in missing]
-    suspects = [m.host for m in missing]
+    exit = Exit.START
+    what = "not reached"
+    connect = f"clusters.{cluster.name}.watch.connect"
     if all(m.not_shared for m in missing):
+        exit = Exit.HEALTH
+        what = "without the shared root"
         hint = f"set clusters.{cluster.name}.root to a folder that all hosts share under one path"
-        raise StartError(
-            Exit.HEALTH,
-            f"{_count(len(rows), hosts)} without the shared root",
-            rows,
-            hint=hint,
-            suspects=suspects,
-        )
-    if container is not None:
+    elif session.container is not None:
+        what = "without an agent in its container"
         hint = (
-            f"each host has to start {container.label} within clusters.{cluster.name}.watch.connect"
-            f" = {session.connect:g} s; what was said: {session.logs}"
+            f"each host has to start {session.container.label} within {connect} ="
+            f" {session.connect:g} s; what was said: {session.logs}"
         )
-        raise StartError(
-            Exit.START,
-            f"{_count(len(rows), hosts)} without an agent in its container",
-            rows,
-            hint=hint,
-            suspects=suspects,
-        )
-    if all(session.local or is_this_machine(session.hosts[m.node]) for m in missing):
-        interpreter = f"clusters.{cluster.name}.python = {session.python}"
+    elif all(session.local or is_this_machine(session.hosts[m.node]) for m in missing):
         hint = (
             "that is this machine, with no ssh in between: what its agent said is in"
-            f" {session.logs}; it needs {interpreter} and to reach its own address"
+            f" {session.logs}; it needs clusters.{cluster.name}.python = {session.python} and to"
+            " reach its own address"
         )
-        raise StartError(
-            Exit.START,
-            f"{_count(len(rows), hosts)} not reached",
-            rows,
-            hint=hint,
-            suspects=suspects,
-        )
-    hint = (
-        "`ssh HOST true` must work without a question; ports, users and keys belong into"
-        " ~/.ssh/config or the hostfile"
-    )
-    if cluster.launcher_traits.batch:
+    elif cluster.launcher_traits.batch:
         hint = (
             f"what the nodes said is in {session.logs}; a prolog, an image that is pulled or a file"
-            f" system that is slow needs a longer clusters.{cluster.name}.watch.connect"
+            f" system that is slow needs a longer {connect} than {session.connect:g} s"
         )
-        hint += f" than {session.connect:g} s"
+    else:
+        hint = (
+            "`ssh HOST true` must work without a question; ports, users and keys belong into"
+            " ~/.ssh/config or the hostfile"
+        )
     raise StartError(
-        Exit.START, f"{_count(len(rows), hosts)} not reached", rows, hint=hint, suspects=suspects
+        exit,
+        f"{_count(len(rows), hosts)} {what}",
+        rows,
+        hint=hint,
+        suspects=[m.host for m in missing],
     )
 
 
@@ -215,9 +201,10 @@ async def reserve(pool: AgentPool, nodes: Sequence[int], job: Job, *, share: boo
         if not all(own) or time.monotonic() > deadline:
             break
         await asyncio.sleep(AGAIN_SECONDS)
-    rows = []
-    for node, holder in busy.items():
-        rows.append((pool.host(node), f"{answers[node].slot} is taken by {_named(holder)}"))
+    rows = [
+        (pool.host(node), f"{answers[node].slot} is taken by {_named(holder)}")
+        for node, holder in busy.items()
+    ]
     raise StartError(
         Exit.HOSTS_BUSY,
         f"{_count(len(rows), hosts)} busy",
@@ -251,19 +238,11 @@ def _refuse_twins(pool: AgentPool, busy: Mapping[int, Mapping[str, object]]) -> 
         return
     folder = f"clusters.{session.cluster.name}.node_folder = {session.cluster.node_folder}"
     rows = []
-    machines = {node: _machine(pool.hellos[node]) for pair in pairs for node in pair}
     for node, other in pairs:
-        same = machines[node] == machines[other]
-        rows.append(
-            (
-                pool.host(node),
-                (
-                    f"is the same machine as {pool.host(other)}"
-                    if same
-                    else f"has its slots' locks where {pool.host(other)} has them: {folder}"
-                ),
-            )
-        )
+        why = f"has its slots' locks where {pool.host(other)} has them: {folder}"
+        if _machine(pool.hellos[node]) == _machine(pool.hellos[other]):
+            why = f"is the same machine as {pool.host(other)}"
+        rows.append((pool.host(node), why))
     hint = (
         "a machine has one line in the hostfile, slots=N says how many ranks it runs; node_folder"
         " is a folder of each node's own, such as /dev/shm"
@@ -290,21 +269,15 @@ async def rendezvous(pool: AgentPool, wanted: int = 0) -> tuple[str, int]:
     if wanted:
         ports = [wanted, *ports]
     first = pool.nodes[0]
-    listening = (
-        await _asked(
-            pool,
-            "listening for the others",
-            {first: Listen(tuple(ports))},
-            (Listening,),
-            timeout,
-        )
-    )[first]
+    listens = {first: Listen(tuple(ports))}
+    listening = await _asked(pool, "listening for the others", listens, (Listening,), timeout)
     address = str(pool.hellos[first].facts.address)
-    port = listening.port
+    port = listening[first].port
     if port is None:
         raise StartError(
             Exit.START,
-            f"none of {len(ports)} ports tried on {pool.host(first)} is free: {listening.error}",
+            f"none of {len(ports)} ports tried on {pool.host(first)} is free:"
+            f" {listening[first].error}",
         )
     if len(pool.nodes) > 1:
         frames = {node: ConnectToPort(address, port) for node in pool.nodes}

@@ -50,10 +50,7 @@ class RetryBudgets:
             cause.get("type") or cause.get("signal") or cause.get("code"),
             cause.get("host") if not end.began else None,
         )
-        if what == self._former:
-            self._times = self._times + 1
-        else:
-            self._times = 1
+        self._times = self._times + 1 if what == self._former else 1
         self._former = what
         budget = self.left.get(kind, 0)
         if budget == 0 or outcome.exit in NEVER_RETRIED:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.locks import LockBusy, locked
@@ -22,18 +23,42 @@ def locked_run(run: RunFolder) -> Iterator[None]:
     """Hold the run's lock. The supervisor of a run that has ended is waited for, CLOSING_SECONDS at
     most. Raises TrainkitError (exit 17) where another holds it."""
     until = time.monotonic() + CLOSING_SECONDS
+    with locked_in_time(
+        run.path / "lock",
+        {"run": run.id},
+        lambda: _has_ended(run) and time.monotonic() <= until,
+        lambda pid: TrainkitError(
+            f"run {run.id} is running already (pid {pid})",
+            exit=Exit.HOSTS_BUSY,
+            hint=f"invoke status {run.id}",
+        ),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def locked_in_time(
+    path: Path,
+    holder: Mapping[str, object],
+    may_wait: Callable[[], bool],
+    refusal: Callable[[object], TrainkitError],
+) -> Iterator[None]:
+    """Hold a lock, tried again and again while another process has it.
+
+    Args:
+        path: the lock file.
+        holder: what others read about us.
+        may_wait: whether to try again.
+        refusal: what to raise where not, by the pid of the holder.
+    """
     with contextlib.ExitStack() as held:
         while True:
             try:
-                held.enter_context(locked(run.path / "lock", {"run": run.id}, wait=False))
+                held.enter_context(locked(path, holder, wait=False))
                 break
             except LockBusy as busy:
-                if not _has_ended(run) or time.monotonic() > until:
-                    raise TrainkitError(
-                        f"run {run.id} is running already (pid {busy.holder.get('pid', '?')})",
-                        exit=Exit.HOSTS_BUSY,
-                        hint=f"invoke status {run.id}",
-                    ) from None
+                if not may_wait():
+                    raise refusal(busy.holder.get("pid", "?")) from None
             time.sleep(POLL_SECONDS)
         yield
 
