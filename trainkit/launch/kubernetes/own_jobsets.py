@@ -38,7 +38,10 @@ from trainkit.runs.kubernetes import (
 )
 
 POLL_SECONDS = 0.5
+PODS_PER_SECOND = 200  # that Kubernetes ends, about: asking costs as much as there are
 ROOM_SECONDS = 60.0  # beyond the pods' grace, for an end
+NAMED = 5  # of what is left
+LOOKED_AT = 20  # nodes at once, each by a call of kubectl, beside those known to be gone
 
 Notice = Callable[[str], None]
 
@@ -113,7 +116,8 @@ class OwnJobSets:
             if force:
                 self.replace_lost(entry.name, lambda _: None)
             if time.monotonic() > deadline:
-                words = ", ".join(f"{kind} {name}" for kind, name in left)
+                words = ", ".join(f"{kind} {name}" for kind, name in left[:NAMED])
+                words += f" and {len(left) - NAMED:,} more" if len(left) > NAMED else ""
                 raise TrainkitError(
                     f"JobSet {entry.name} was deleted, and Kubernetes still has {words}",
                     exit=Exit.CONTACT_LOST,
@@ -122,7 +126,7 @@ class OwnJobSets:
                         " `kubectl delete pod --force --grace-period=0` once it surely is"
                     ),
                 )
-            time.sleep(POLL_SECONDS)
+            time.sleep(POLL_SECONDS + len(left) / PODS_PER_SECOND)
 
     def left_of(self, entry: SubmittedJobSet) -> list[tuple[str, str]]:
         """(kind, name) of all that is left of a JobSet."""
@@ -174,15 +178,14 @@ class OwnJobSets:
                 for pod in self.kubectl.list("pods", f"{JOBSET_LABEL}={name}")
                 if _index(name, pod) not in heard
             ]
-            away = {
-                node
-                for node in {text_at(pod, "spec", "nodeName") for pod in pods} - {""}
-                if not is_true(self.kubectl.get("nodes", node), "Ready")
-            }
-            for pod in pods:
-                node = text_at(pod, "spec", "nodeName")
-                if node not in away:
+            on_nodes = [(pod, node) for pod in pods if (node := text_at(pod, "spec", "nodeName"))]
+            gone = {node for pod, node in on_nodes if uid_of(pod) in self._gone_since}
+            asked = gone.union(sorted({node for _, node in on_nodes} - gone)[:LOOKED_AT])
+            ready = {node for node in asked if is_true(self.kubectl.get("nodes", node), "Ready")}
+            for pod, node in on_nodes:
+                if node in ready:
                     self._gone_since.pop(uid_of(pod), None)
+                if node in ready or node not in asked:
                     continue
                 since = self._gone_since.setdefault(uid_of(pod), time.monotonic())
                 if time.monotonic() - since >= stop_seconds(self.job):
