@@ -90,7 +90,7 @@ def trained(pods: KubeProject) -> dict[int, float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(15))
+@pytest.mark.parametrize("seed", range(20))
 def test_a_run_survives_four_disturbances(
     pods: KubeProject, trained: dict[int, float], seed: int
 ) -> None:
