@@ -76,7 +76,7 @@ def leftovers_line(host: HostLeftovers) -> str:
     )
     if processes:
         return processes
-    unproved = "" if host.proof else " that can be seen (no cgroup there: see `doctor`)"
+    unproved = " that can be seen (no cgroup there: see `doctor`)" if host.proof is None else ""
     killed = f" ({host.killed} ended just now)" if host.killed else ""
     return f"nothing{unproved}{killed}"
 
