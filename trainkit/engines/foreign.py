@@ -3,7 +3,6 @@ ours on every rank, which reads what it prints and judges how it ended."""
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import re
@@ -349,10 +348,13 @@ class ForeignEngine(ABC):
 
     def notes(self, job: Job) -> list[str]:
         """Nothing where its version is not known yet."""
-        with contextlib.suppress(ConfigError):  # `problems` says it
-            if (table := self.known_table(job)) is not None:
-                return [*filter(None, [table.notice]), *self.version_notes(job, table)]
-        return []
+        try:
+            table = self.known_table(job)
+        except ConfigError:  # `problems` says it
+            return []
+        if table is None:
+            return []
+        return [*filter(None, [table.notice]), *self.version_notes(job, table)]
 
     def version_notes(self, job: Job, table: OptionTable) -> list[str]:
         """What of a job a version is given otherwise than it stands there, in words."""
