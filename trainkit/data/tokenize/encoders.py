@@ -196,7 +196,7 @@ class CheckedEncoder:
         return self.fast.highest
 
     def encode(self, texts: Sequence[bytes]) -> tuple[Ids, Lengths]:
-        """As `Encoder`. Raises Difference."""
+        """As `Encoder`. Raises EncoderMismatch."""
         ids, lengths = self.fast.encode(texts)
         for index in self._chosen(len(texts)):
             # later documents are few: each by itself
