@@ -89,6 +89,20 @@ def trained(pods: KubeProject) -> dict[int, float]:
     return found
 
 
+def wait_for_the_same_end(
+    pods: KubeProject, run: Path, losses: dict[int, float], done: object
+) -> None:
+    """Until the run is over: it has succeeded, with the losses of one that nobody disturbed."""
+
+    def over() -> bool:
+        return pods.document("status", run.name)["state"] in ("succeeded", "failed", "cancelled")
+
+    wait_for(over, f"the end after {done}", timeout=300)
+    state = pods.document("status", run.name)
+    assert state["state"] == "succeeded", (done, state["root_cause"])
+    assert pods.losses(run) == losses, done
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(20))
 def test_a_run_survives_four_disturbances(
@@ -107,10 +121,26 @@ def test_a_run_survives_four_disturbances(
         if pods.document("status", run.name)["state"] == "succeeded":
             break
 
-    def over() -> bool:
-        return pods.document("status", run.name)["state"] in ("succeeded", "failed", "cancelled")
+    wait_for_the_same_end(pods, run, trained, done)
 
-    wait_for(over, f"the end after {done}", timeout=300)
-    state = pods.document("status", run.name)
-    assert state["state"] == "succeeded", (done, state["root_cause"])
-    assert pods.losses(run) == trained, done
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["throttled", "cut", "drained"])
+def test_a_run_survives_what_lasts(pods: KubeProject, trained: dict[int, float], what: str) -> None:
+    """30 s without an answer, watches cut all the time, a node that is drained."""
+    run = pods.submit()
+    cluster = pods.cluster
+    if what == "throttled":
+        cluster.server.throttle(30.0)
+    elif what == "drained":
+        wait_for((run / "metrics.jsonl").exists, "a step", timeout=120)
+        node = pods.node(pods.pod(run, 1))
+        cluster.drain(node)
+        wait_for(lambda: pods.node(pods.pod(run, 1)) != node, "another node", timeout=120)
+        cluster.cordon(node, unschedulable=False)
+    else:
+        end = time.monotonic() + 30
+        while time.monotonic() < end:
+            cluster.server.cut_watches()
+            time.sleep(0.1)
+    wait_for_the_same_end(pods, run, trained, what)
