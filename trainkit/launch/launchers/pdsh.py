@@ -12,10 +12,10 @@ import ipaddress
 import os
 import re
 import shutil
-import subprocess
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from trainkit.base.errors import ConfigError, Exit, TrainkitError
@@ -155,21 +155,14 @@ def ssh_variables(session: Session) -> dict[str, str]:
     return {"PDSH_SSH_ARGS_APPEND": " ".join(options)}
 
 
+@dataclass(eq=False)
 class PdshTransport(SharedTransport):
     """One pdsh, whose lines "HOST: text" are taken apart into the hosts' logs."""
 
-    def __init__(
-        self,
-        child: subprocess.Popen[bytes],
-        output: Path,
-        logs: Mapping[int, Path],
-        nodes: Mapping[str, int],
-        local: TransportPerHost,
-    ) -> None:
-        super().__init__(child, output, logs, nodes)
-        self.local = local
-        self._failed: dict[int, TransportExit] = {}
-        self._lock = threading.Lock()  # `poll` may have a thread of its own
+    local: TransportPerHost
+    _failed: dict[int, TransportExit] = field(default_factory=dict, init=False)
+    # `poll` may have a thread of its own
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     def poll(self) -> Mapping[int, TransportExit]:
         with self._lock:

@@ -12,8 +12,8 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from trainkit.base.errors import Exit, TrainkitError
@@ -214,19 +214,12 @@ def node_text(session: Session, hosts: Mapping[int, Host]) -> str:
     return "\n".join(lines) + "\n"
 
 
+@dataclass(eq=False)
 class _Step(SharedTransport):
     """One srun; what a node's task said last stands in the node's own log, what srun says of it
     in srun's."""
 
-    def __init__(
-        self,
-        child: subprocess.Popen[bytes],
-        output: Path,
-        logs: Mapping[int, Path],
-        nodes: Mapping[str, int],
-    ) -> None:
-        super().__init__(child, output, logs, nodes)
-        self._ended: dict[int, TransportExit] = {}
+    _ended: dict[int, TransportExit] = field(default_factory=dict, init=False)
 
     def poll(self) -> Mapping[int, TransportExit]:
         code = self.child.poll()

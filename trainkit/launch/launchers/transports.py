@@ -9,6 +9,7 @@ import re
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from trainkit.base.process import die_with_parent_hook
@@ -98,6 +99,7 @@ class TransportPerHost:
         kill_transports([child for child, _ in self.children.values()])
 
 
+@dataclass(eq=False)
 class SharedTransport:
     """One child for several hosts.
 
@@ -108,18 +110,11 @@ class SharedTransport:
         nodes: numbers by the names that it calls hosts.
     """
 
-    def __init__(
-        self,
-        child: subprocess.Popen[bytes],
-        output: Path,
-        logs: Mapping[int, Path],
-        nodes: Mapping[str, int],
-    ) -> None:
-        self.child = child
-        self.output = output
-        self.logs = logs
-        self.nodes = nodes
-        self._read = 0
+    child: subprocess.Popen[bytes]
+    output: Path
+    logs: Mapping[int, Path]
+    nodes: Mapping[str, int]
+    _read: int = field(default=0, init=False)
 
     def new_lines(self) -> bytes:
         """Whole lines that it has said since the last call."""
