@@ -68,17 +68,17 @@ model = "base"
 dataset = "python"
 
 [jobs.base.training]
-micro_batch_size = 8
-global_batch_size = 8
-train_iters = 200
-lr = 1e-2
-min_lr = 1e-3
-lr_warmup_iters = 20
-weight_decay = 0.1
+micro_batch_size = 4
+global_batch_size = 4
+train_iters = 17000
+lr = 7e-3
+min_lr = 7e-4
+lr_warmup_iters = 1700
+weight_decay = 2.4e-3
 adam_beta2 = 0.98
-eval_interval = 200
-eval_iters = 100
-save_interval = 50
+eval_interval = 17000
+eval_iters = 200
+save_interval = 4250
 """
 
 

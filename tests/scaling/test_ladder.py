@@ -77,14 +77,14 @@ def test_batches_and_rates_follow_the_named_rule(project: Project) -> None:
         dial = Dial(jobs, "random", (), rule)
         rung = best_size(dial, Budget(flops=1e11), 20, None)
         training = rung.job.training
-        base = Rates(8 * 16, 1e-2, 0.01)
+        base = Rates(8, 1e-2, 0.01)
         matrices = rung.parameters - 128 * rung.job.model.hidden_size  # without the vocabulary
         tokens = 20 * rung.parameters
         flops = rung.flops / rung.tokens * tokens
-        given = RuledSize(matrices, tokens, flops, base, 30 * 8 * 16)
+        given = RuledSize(matrices, tokens, flops, base, 30 * 8 * 16, 16, 4)
         expected = by(given)
         assert training.lr == pytest.approx(expected.lr, rel=1e-3), rule
-        assert 0.7 < rung.job.global_batch_size * 16 / expected.batch < 1.5 or expected.batch < 64
+        assert rung.job.global_batch_size == expected.batch, rule
         assert training.save_interval == round(training.train_iters / 6)
     with pytest.raises(ConfigError, match="--rule chance: expected one of nanochat, deepseek"):
         Dial(jobs, "random", (), "chance")
@@ -93,19 +93,22 @@ def test_batches_and_rates_follow_the_named_rule(project: Project) -> None:
 def test_published_rules_at_published_sizes() -> None:
     """nanochat: 2^19 tokens at its depth 12. DeepSeek 7B, 2T tokens at 4096: about 1e23.
     Step Law's own formula at 1e9 and 1e11."""
-    base = Rates(2.0**19, 0.02, 0.28)
-    same = RULES["nanochat"](RuledSize(1, 1e9, 1.0, base, 1e9))
+    base = Rates(2**8, 0.02, 0.28)  # of 2048 tokens
+    same = RULES["nanochat"](RuledSize(1, 1e9, 1.0, base, 1e9, 2048, 32))
     assert same == base
-    more = RULES["nanochat"](RuledSize(1, 8e9, 1.0, base, 1e9))
-    assert more.batch / base.batch == pytest.approx(8**0.383)
-    assert more.lr / base.lr == pytest.approx(8 ** (0.383 / 2))
-    assert more.weight_decay / base.weight_decay == pytest.approx(8 ** (0.383 / 2 - 1))
-    deepseek = RULES["deepseek"](RuledSize(1, 1.0, 1e23, base, 1.0))
+    more = RULES["nanochat"](RuledSize(1, 8e9, 1.0, base, 1e9, 2048, 32))
+    assert more.batch == 2**9  # 8^0.383 is 2.2: rates and decay are those of the batch itself
+    assert more.lr / base.lr == pytest.approx(2**0.5)
+    assert more.weight_decay / base.weight_decay == pytest.approx(2**0.5 / 8)
+    less = RULES["nanochat"](RuledSize(1, 1e6, 1.0, base, 1e9, 2048, 128))
+    assert less.batch == 128  # none is less than a micro-batch
+    assert less.lr == pytest.approx(base.lr / 2**0.5)
+    deepseek = RULES["deepseek"](RuledSize(1, 1.0, 1e23, base, 1.0, 4096, 1))
     assert deepseek.lr == pytest.approx(4.16e-4, rel=0.01)  # DeepSeek 7B took 4.2e-4
-    assert deepseek.batch == pytest.approx(9.7e6, rel=0.02)  # and 2,304 samples of 4,096
-    step = RULES["step-law"](RuledSize(10**9, 1e11, 1.0, base, 1.0))
+    assert deepseek.batch == 2048  # 9.7e6 tokens; it took 2,304 samples
+    step = RULES["step-law"](RuledSize(10**9, 1e11, 1.0, base, 1.0, 2048, 32))
     assert step.lr == pytest.approx(1.63e-3, rel=0.01)
-    assert step.batch == pytest.approx(1.11e6, rel=0.01)
+    assert step.batch == 512  # 1.11e6 tokens, or 542
 
 
 def test_a_law_chooses_the_least_loss(project: Project) -> None:

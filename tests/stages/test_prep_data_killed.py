@@ -108,9 +108,9 @@ def test_term_stops_like_ctrl_c(project: Project, site: Site) -> None:
     )
     others = [pid for pid in processes(project, process.pid) if pid != process.pid]
     process.terminate()
-    _, err = process.communicate()
+    out, err = process.communicate()
     last.set()
-    assert process.returncode == 130 and "what was finished is kept" in err
+    assert process.returncode == 130 and "what was finished is kept" in err, (out, err)
     assert not [pid for pid in others if alive(pid)]
     kept = {
         p.name: p.stat().st_mtime_ns

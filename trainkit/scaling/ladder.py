@@ -28,12 +28,12 @@ class Rates:
     """What a rule gives.
 
     Args:
-        batch: tokens of an optimizer step.
+        batch: sequences of an optimizer step.
         lr: the highest learning rate.
         weight_decay: decoupled, as torch's AdamW has it.
     """
 
-    batch: float
+    batch: int
     lr: float
     weight_decay: float
 
@@ -48,6 +48,8 @@ class RuledSize:
         flops: of all of them.
         base: rates of the job that the ladder extends.
         base_tokens: tokens of that job.
+        seq_length: of a sequence.
+        unit: sequences of one micro-batch on every data-parallel rank.
     """
 
     matrices: int
@@ -55,28 +57,34 @@ class RuledSize:
     flops: float
     base: Rates
     base_tokens: float
+    seq_length: int
+    unit: int
+
+    def batch(self, tokens: float) -> int:
+        """Sequences of a step of about so many tokens: 1, 2, 4, 8, ... micro-batches."""
+        return self.unit * 2 ** max(0, round(math.log2(tokens / self.seq_length / self.unit)))
 
 
 def _nanochat(size: RuledSize) -> Rates:
     """karpathy/nanochat, scripts/base_train.py: from a base that was tuned, B by D^0.383, rates by
-    sqrt(B), decay by sqrt(B) / D."""
+    sqrt(B), decay by sqrt(B) / D, where B is the batch that is trained with."""
     grown = size.tokens / size.base_tokens
-    wider = grown**0.383
     base = size.base
-    decay = base.weight_decay * math.sqrt(wider) / grown
-    return Rates(base.batch * wider, base.lr * math.sqrt(wider), decay)
+    batch = size.batch(base.batch * size.seq_length * grown**0.383)
+    wider = math.sqrt(batch / base.batch)
+    return Rates(batch, base.lr * wider, base.weight_decay * wider / grown)
 
 
 def _deepseek(size: RuledSize) -> Rates:
     """DeepSeek LLM, arXiv:2401.02954, section 3.1."""
     lr = 0.3118 * size.flops**-0.1250
-    return Rates(0.2920 * size.flops**0.3271, lr, size.base.weight_decay)
+    return Rates(size.batch(0.2920 * size.flops**0.3271), lr, size.base.weight_decay)
 
 
 def _step_law(size: RuledSize) -> Rates:
     """Step Law, arXiv:2503.04715: N without the vocabulary."""
     lr = 1.79 * size.matrices**-0.713 * size.tokens**0.307
-    return Rates(0.58 * size.tokens**0.571, lr, size.base.weight_decay)
+    return Rates(size.batch(0.58 * size.tokens**0.571), lr, size.base.weight_decay)
 
 
 RULES: Mapping[str, Callable[[RuledSize], Rates]] = {
@@ -247,20 +255,20 @@ class Dial:
     def _schedule(self, size: _Size, tokens: float) -> dict[str, JsonValue]:
         base = self.base
         training = base.training
-        step = base.global_batch_size * base.model.seq_length
-        of_base = Rates(step, training.lr, training.weight_decay)
+        unit = training.micro_batch_size * base.data_parallel_size
+        seq_length = base.model.seq_length
         rates = self.rule(
             RuledSize(
                 size.matrices,
                 tokens,
                 tokens * size.flops_per_token,
-                of_base,
-                step * training.train_iters,
+                Rates(base.global_batch_size, training.lr, training.weight_decay),
+                base.global_batch_size * seq_length * training.train_iters,
+                seq_length,
+                unit,
             )
         )
-        unit = training.micro_batch_size * base.data_parallel_size
-        micros = 2 ** max(0, round(math.log2(rates.batch / base.model.seq_length / unit)))
-        iters = max(1, round(tokens / base.model.seq_length / unit / micros))
+        iters = max(1, round(tokens / seq_length / rates.batch))
         values: dict[str, JsonValue] = {
             "training.train_iters": iters,
             "training.lr": _short(rates.lr),
@@ -268,9 +276,9 @@ class Dial:
             "training.weight_decay": _short(rates.weight_decay),
         }
         if training.gradient_accumulation_steps:
-            values["training.gradient_accumulation_steps"] = micros
+            values["training.gradient_accumulation_steps"] = rates.batch // unit
         else:
-            values["training.global_batch_size"] = unit * micros
+            values["training.global_batch_size"] = rates.batch
         for key in SCALED:
             if given := getattr(training, key):
                 part = given / training.train_iters
