@@ -62,7 +62,8 @@ class RuledSize:
 
     def batch(self, tokens: float) -> int:
         """Sequences of a step of about so many tokens: 1, 2, 4, 8, ... micro-batches."""
-        return self.unit * 2 ** max(0, round(math.log2(tokens / self.seq_length / self.unit)))
+        doublings = round(math.log2(tokens / self.seq_length / self.unit))
+        return self.unit << max(0, doublings)
 
 
 def _nanochat(size: RuledSize) -> Rates:
