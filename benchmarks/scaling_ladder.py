@@ -59,7 +59,7 @@ num_layers = 4
 hidden_size = 32
 ffn_hidden_size = 88
 num_attention_heads = 4
-seq_length = 128
+seq_length = 32
 init_method_std = 0.05
 
 [jobs.base]
@@ -68,8 +68,8 @@ model = "base"
 dataset = "python"
 
 [jobs.base.training]
-micro_batch_size = 4
-global_batch_size = 4
+micro_batch_size = 16
+global_batch_size = 16
 train_iters = 17000
 lr = 7e-3
 min_lr = 7e-4
