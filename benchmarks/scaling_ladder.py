@@ -61,6 +61,8 @@ ffn_hidden_size = 88
 num_attention_heads = 4
 seq_length = 32
 init_method_std = 0.05
+parametrization = "mup"
+mup_base_hidden_size = 32
 
 [jobs.base]
 cluster = "here"

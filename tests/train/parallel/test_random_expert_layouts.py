@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from functools import cache
 from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.train.layout_cases import (
     COMPILE,
@@ -73,7 +75,7 @@ def _can_be(case: Case) -> bool:
     experts = p["expert_model_parallel_size"] * p.get("expert_tensor_parallel_size", 1)
     if tensor * context * experts == 1 or case.ranks % (tensor * context * pipeline):
         return False
-    return runs_here(p, experts=True) and not list(layout_objections(case.job(Path()), NATIVE))
+    return not list(layout_objections(case.job(Path()), NATIVE))
 
 
 def _all(seed: int, *, context: bool) -> Iterator[tuple[str, Case]]:
@@ -95,8 +97,10 @@ def cells(number: int, seed: int, *, context: bool = False) -> dict[str, Case]:
 
 CELLS, SPLIT, SEED = 300, 60, 20  # SPLIT: with context parallelism
 TOGETHER = 10  # cells of one world
+WORLDS = 40  # that these make: drawn when one is run, not when tests are listed
 
 
+@cache
 def _worlds() -> list[dict[str, Case]]:
     """Cells of one number of ranks, which share processes."""
     found = []
@@ -110,9 +114,14 @@ def _worlds() -> list[dict[str, Case]]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)  # against hanging
-@pytest.mark.parametrize("number", range(len(_worlds())))
+@pytest.mark.parametrize("number", range(WORLDS))
 def test_random_cells_equal_the_plain_loop(number: int, tmp_path: Path) -> None:
-    found = compare(_worlds()[number], tmp_path)
+    assert len(_worlds()) == WORLDS
+    drawn = _worlds()[number].items()
+    cases = {name: case for name, case in drawn if runs_here(case.parallelism, experts=True)}
+    if not cases:
+        pytest.skip(f"torch {torch.__version__} runs none of them")
+    found = compare(cases, tmp_path)
     for name, a in found.items():
         print(name, a)
     off = {n: a for n, a in found.items() if not max(a.loss, a.norm, a.gradient) <= EXACT}
