@@ -77,6 +77,10 @@ def runs_here(parallelism: Mapping[str, Any], *, experts: bool = False) -> bool:
     return not (apart or zero_bubble_problem(p, torch.__version__))
 
 
+# what no rank asks for, and torch gets wrong there when it compiles
+BEFORE_213 = torch.torch_version.TorchVersion(torch.__version__) < (2, 13)
+
+
 def words(case: Case) -> str:
     """A case in a few words: its name in the table."""
     p, t = case.parallelism, case.training

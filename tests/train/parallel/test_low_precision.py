@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.distributed import run_ranks
+from tests.train.layout_cases import BEFORE_213
 from tests.train.parallel.test_recompute import SIZES, VOCAB, gradients
 from tests.train.support import new_run, tiny_job
 from trainkit.jobs.schema import Job, Model, Training
@@ -89,6 +90,7 @@ def test_recomputation_changes_nothing(recipe: str) -> None:
         assert all(map(torch.equal, other, plain))
 
 
+@pytest.mark.skipif(BEFORE_213, reason="compiled, torch 2.11 has no gradients of float8 in fp32")
 def test_compiled_blocks_give_the_same() -> None:
     """By rows, whose scales do not follow fp32's last bit; one graph serves all blocks."""
     torch._dynamo.reset()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.train.layout_cases import BEFORE_213
 from trainkit.jobs.schema import Model, Training
 from trainkit.train.model.head_loss import Labels
 from trainkit.train.model.transformer import Block, Transformer, build_on_meta
@@ -115,6 +116,7 @@ def test_compiled_blocks_give_the_same() -> None:
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
 
 
+@pytest.mark.skipif(BEFORE_213, reason="compiled, torch 2.11 has no attention in double")
 @pytest.mark.parametrize("mode", [{}, MODES[0]], ids=["none", "full"])
 def test_experts_between_compiled_parts_give_the_same(mode: dict[str, Any]) -> None:
     """Losses of balance are in the gradients, and each choice is counted once."""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tests.distributed import run_ranks
 from tests.once import once
+from tests.train.layout_cases import runs_here
 from tests.train.silent_faults import WHERE, Fault
 from tests.train.support import same
 from trainkit.base.errors import Exit
@@ -66,8 +67,10 @@ ON_FOUR: dict[str, dict[str, Any]] = {
     },
     "HSDP": {"parallelism": {"data_parallel_replicate_size": 2, "zero_stage": 3}},
     "CP": {"parallelism": {"context_parallel_size": 2}},
-    "EP": {"parallelism": {"expert_model_parallel_size": 2}, "model": MOE},
 }
+APART = {"expert_model_parallel_size": 2}
+if runs_here(APART, experts=True):
+    ON_FOUR["EP"] = {"parallelism": APART, "model": MOE}
 # a step later or in between: nothing is compared there
 LATER = {"train_iters": 3, **EVERY_SECOND}
 SHORT = {"train_iters": 2, **EVERY_SECOND}
