@@ -45,10 +45,12 @@ WHERE = "layers.1.mlp.down"
 
 
 def flipped(gradient: Tensor, bit: int) -> Tensor:
-    """One bit of the sixth element."""
+    """One bit of the sixth element, of 32 where it is in fp64: torch 2.15 shows hooks a weight's
+    gradient in the type of its sums."""
     wrong = gradient.detach().clone().contiguous()
+    wrong = wrong.float() if wrong.dtype == torch.float64 else wrong
     wrong.view(-1).view({2: torch.int16, 4: torch.int32}[wrong.element_size()])[5] ^= 1 << bit
-    return wrong
+    return wrong.to(gradient.dtype)
 
 
 def be_faulty(made: Trainer, fault: Fault) -> None:
