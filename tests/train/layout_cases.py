@@ -77,7 +77,7 @@ def runs_here(parallelism: Mapping[str, Any], *, experts: bool = False) -> bool:
     return not (apart or zero_bubble_problem(p, torch.__version__))
 
 
-# what no rank asks for, and torch gets wrong there when it compiles
+# compiled, torch gets float8 in fp32 and attention in double wrong there
 BEFORE_213 = torch.torch_version.TorchVersion(torch.__version__) < "2.13"
 
 
