@@ -8,13 +8,14 @@ import os
 import random
 import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import Project, alive, wait_for
+from tests.conftest import HANGS, Project, alive, wait_for
 from tests.data.fetch_server import Site
 from tests.stages.web_project import lines, published, write_jobs
 
@@ -91,6 +92,44 @@ def test_killed_anywhere_ends_in_the_same_bytes(project: Project, site: Site) ->
 @pytest.mark.timeout(1800)
 def test_killed_twenty_times_among_forty_shards(project: Project, site: Site) -> None:
     torture(project, site, shards=40, kills=20, seed=4)
+
+
+LATE_TERM = """
+import os, signal, subprocess
+
+def late(self, *rest):
+    former(self, *rest)
+    if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        try:
+            os.unlink(os.environ["TERM_ONCE"])
+        except FileNotFoundError:
+            return
+        os.kill(os.getpid(), signal.SIGTERM)
+
+former, subprocess.Popen.__del__ = subprocess.Popen.__del__, late
+"""
+
+
+def test_term_within_a_finalizer_is_not_lost(project: Project, site: Site) -> None:
+    """Python ignores what a signal's handler raises within a `__del__`."""
+    site.files |= {f"/many/{i:03d}.jsonl.zst": lines(1000 + i, 5) for i in range(3)}
+    write_jobs(project, site, 3)
+    site.held["/many/002.jsonl.zst"] = last = threading.Event()
+    (project.path / "sitecustomize.py").write_text(LATE_TERM)
+    (once := project.path / "once").touch()
+    done = subprocess.run(
+        [sys.executable, "-m", "invoke", "prep-data", "--dataset", "many", "--workers", "1"],
+        check=False,
+        cwd=project.path,
+        env=project.environment(PYTHONPATH=str(project.path), TERM_ONCE=str(once)),
+        capture_output=True,
+        text=True,
+        timeout=HANGS,
+    )
+    last.set()
+    assert not once.exists()
+    assert done.returncode == 130 and "what was finished is kept" in done.stderr, done
+    project.invoke("prep-data", "--dataset", "many")
 
 
 def test_term_stops_like_ctrl_c(project: Project, site: Site) -> None:

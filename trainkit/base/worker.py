@@ -19,6 +19,7 @@ from typing import Any, Callable, Mapping
 
 from trainkit.base.errors import ConfigError, Exit, Problem, SourceLocation, TrainkitError
 from trainkit.base.files import read_json
+from trainkit.base.interrupts import keep_interrupts, raise_interrupt
 from trainkit.base.old_python import without_suffix
 from trainkit.base.process import die_with_parent, raise_open_file_limit
 
@@ -64,12 +65,13 @@ def run_unit(work: Callable[[Any, ProgressCallback], Mapping[str, object]]) -> N
     if PARENT_VARIABLE in os.environ:
         die_with_parent(int(os.environ[PARENT_VARIABLE]))
     # so that what the work has begun is undone
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, raise_interrupt)
     try:
-        for number, path in enumerate(map(Path, sys.argv[1:])):
-            if number:
-                _log_to(path.with_name(without_suffix(path.name, ".spec.json") + ".log"))
-            _say(result=work(read_json(path), _Throttle()))
+        with keep_interrupts():
+            for number, path in enumerate(map(Path, sys.argv[1:])):
+                if number:
+                    _log_to(path.with_name(without_suffix(path.name, ".spec.json") + ".log"))
+                _say(result=work(read_json(path), _Throttle()))
     except KeyboardInterrupt:
         sys.exit(int(Exit.INTERRUPTED))
     except TrainkitError as error:

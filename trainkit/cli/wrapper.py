@@ -29,6 +29,7 @@ from invoke.tasks import Task
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.extras import MissingExtra
 from trainkit.base.files import blocking_owner, restrict_umask
+from trainkit.base.interrupts import keep_interrupts
 from trainkit.base.printable import OutputClosed, printable, printable_output
 from trainkit.cli.parameters import Signature, signature_of
 
@@ -296,7 +297,7 @@ def _run_task(task: TaskContext, body: Callable[[], TaskResult | None]) -> None:
             # a terminal that is not UTF-8 still gets all that it can show
             stream.reconfigure(errors="backslashreplace")
     try:
-        with printable_output():
+        with printable_output(), keep_interrupts():
             result = body()
             if result is not None and not task.json:
                 task.show(result.page)

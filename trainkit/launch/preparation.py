@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from trainkit.base.interrupts import raise_interrupt
 from trainkit.jobs.schema import Job
 from trainkit.launch.remote_units import (
     stage_hosts,
@@ -119,7 +120,7 @@ def term_interrupts() -> Iterator[None]:
         for number in (signal.SIGTERM, signal.SIGHUP)
         if signal.getsignal(number) is not signal.SIG_IGN
     ]
-    former = {number: signal.signal(number, signal.default_int_handler) for number in handled}
+    former = {number: signal.signal(number, raise_interrupt) for number in handled}
     try:
         yield
     finally:

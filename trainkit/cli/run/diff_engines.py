@@ -10,6 +10,7 @@ from rich.markup import escape
 from trainkit.base.documents import document
 from trainkit.base.errors import ConfigError
 from trainkit.base.files import write_text
+from trainkit.base.interrupts import raise_interrupt
 from trainkit.cli.config.jobs import load_jobs
 from trainkit.cli.run.stages import stage_ui
 from trainkit.cli.tables import Listing, Page
@@ -50,7 +51,7 @@ def diff_engines(
         words = list(contest.words)
         return TaskResult(document("engines-diff-plan/1", engines=words, steps=steps))
     for ending in (signal.SIGHUP, signal.SIGTERM):  # as Ctrl-C: no run is left behind
-        signal.signal(ending, signal.default_int_handler)
+        signal.signal(ending, raise_interrupt)
     found = contest.conduct(stage_ui(task), task.say, tolerance)
     if html:
         write_text(Path(html), comparison_page(compare_runs([read_report(r) for r in found.runs])))
