@@ -156,6 +156,7 @@ def test_hours_need_a_speed(project: Project) -> None:
         ((BUDGET, "--job", "random", "--ladder", "1,x"), 1, "--ladder 1,x: expected depths"),
         ((BUDGET, "--job", "random", "--ladder", "1,99"), 1, "the budget's model itself has"),
         ((BUDGET, "--job", "random", "--write", "x.json"), 3, "does not end in .toml"),
+        ((BUDGET, "--job", "random", "--write", "jobs.toml"), 3, "jobs.toml is there already"),
         (("1e12", "--job", "random"), 3, "there are no 5 smaller ones to measure"),
     ],
 )

@@ -130,6 +130,8 @@ def test_a_sweep_becomes_a_law(project: Project) -> None:
     assert "least loss of a budget" in (project.path / "law.svg").read_text()
     page = project.invoke("scaling-law", ",".join(run.id for run in folders)).stdout
     assert "alpha" in page and "approach 2 needs two budgets" in page
+    said = project.invoke("scaling-law", "random", "--write", "jobs.toml", exit=3).stderr
+    assert "'jobs.toml' does not end in .json" in said
     new_record(jobs.root, "text", [], "y", [Member(1, {"training.lr": 0.1})], [])
     said = project.invoke("scaling-law", "text", exit=3).stderr
     assert "text: lr=0.1 has no run yet" in said

@@ -123,6 +123,8 @@ def scale(task: TaskContext, text: str, options: ScaleOptions) -> TaskResult:
             refuse_name(jobs, job, "--write")
         if written.suffix != ".toml":
             raise ConfigError(f"--write {options.write} does not end in .toml")
+        if written.exists():
+            raise ConfigError(f"--write: {written} is there already", hint="give another name")
     if options.picture:
         refuse_picture(Path(options.picture))
     dial = Dial(jobs, options.job, options.set, options.rule)

@@ -89,8 +89,8 @@ def scaling_law(task: TaskContext, text: str, forms: LawForms) -> TaskResult:
     asked = [_asked(each) for each in forms.predict]
     if forms.picture:
         refuse_picture(Path(forms.picture))
-    if not forms.write:
-        raise ConfigError("--write is empty: the law needs a file")
+    if Path(forms.write).suffix != ".json":
+        raise ConfigError(f"--write '{forms.write}' does not end in .json")
     law = fit(read_points(runs_of(load_jobs(task).roots(), text)))
     predicted = [law.predict(*each) for each in asked]
     write_json(Path(forms.write), law.to_json())
