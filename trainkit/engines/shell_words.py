@@ -38,12 +38,14 @@ _PIECE = re.compile(rf"{_QUOTED}|(?P<comment>(?<![^\s;])\#[^\n]*)|\\.|.", re.DOT
 _NESTED = r"\$\(\([^()]*\)\)|\$\([^()]*\)|\$\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}|`[^`]*`"
 _TOKEN = re.compile(
     r"(?P<join>\\\n)|(?P<redirect>(?<!\S)\d(?=[<>]))"
-    rf"|(?P<word>(?:{_QUOTED}|{_NESTED}|(?<==)\((?:{_QUOTED}|[^()'\"])*+\)|\\[^\n]|[^\s;|&<>()'\"`\\])+)"
+    rf"|(?P<word>(?:{_QUOTED}|{_NESTED}|(?<==)\((?:{_QUOTED}|{_NESTED}|[^()'\"])*+\)"
+    r"|\\[^\n]|[^\s;|&<>()'\"`\\])+)"
     r"|(?P<end>\n|&&|\|\||[;|&<>()])",
     re.DOTALL,
 )
 _SHELL = re.compile(r"(?:\S*/)?(?:ba)?sh -[a-z]*c")
 _PRINTS = ("echo", "printf")
+_DECLARES = ("export", "local", "readonly", "declare", "typeset")
 _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -235,7 +237,9 @@ def _without_comments(text: str) -> str:
 
 def _assigned(words: Sequence[str], variables: dict[str, str]) -> list[str]:
     """Make the assignments that a command begins with; returns its other words."""
-    rest = [word for word in words if word not in ("export", "local", "readonly", "declare")]
+    rest = [word for word in words if word not in _DECLARES]
+    while len(rest) < len(words) and rest and rest[0].startswith("-"):  # declare -a NAME=(...)
+        rest = rest[1:]
     while rest and (match := _ASSIGNMENT.fullmatch(rest[0])):
         name, adds, value = match.groups()
         rest = rest[1:]
@@ -427,9 +431,8 @@ class _Branches:
         """Whether a command gives a variable its value, or is the one that is looked for."""
         if not words or words[0] in _PRINTS:
             return False
-        if words[0] in ("export", "local", "readonly", "declare", ":"):
-            return True
-        return bool(_ASSIGNMENT.fullmatch(words[0])) or any(self.script in each for each in words)
+        gives = words[0] in (*_DECLARES, ":") or _ASSIGNMENT.fullmatch(words[0])
+        return bool(gives) or any(self.script in each for each in words)
 
 
 def _unquoted(word: str) -> str:

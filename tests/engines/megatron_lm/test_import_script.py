@@ -150,7 +150,19 @@ torchrun pretrain_gpt.py --num-layers $LAYERS --hidden-size $HIDDEN \
 """
 
 
-@pytest.mark.parametrize("text", [SCRIPT, DECIDED])
+# arrays that are declared, and that hold what the shell works out
+ARRAYS = r"""
+NODES=2
+declare -a MODEL=(--num-layers 4 --hidden-size $(( 16 * 4 )))
+readonly -a HEADS=(--num-attention-heads "$((2*NODES))" --save ${NAME:-(a)})
+typeset RATE="--lr 1e-4"
+TRAINING=(--micro-batch-size 1 --global-batch-size $((NODES * 4)) --train-iters 5)
+TRAINING+=(--fp16 --eval-iters $((1 + 1)))
+torchrun pretrain_gpt.py "${MODEL[@]}" "${HEADS[@]}" $RATE ${TRAINING[@]}
+"""
+
+
+@pytest.mark.parametrize("text", [SCRIPT, DECIDED, ARRAYS])
 def test_words_are_those_that_bash_passes(tmp_path: Path, text: str) -> None:
     """bash itself runs the script, with programs that write down their arguments."""
     (tmp_path / "bin").mkdir()
