@@ -54,6 +54,16 @@ def test_intervals_grow_with_noise_and_say_something() -> None:
     assert widths == sorted(widths) and 0.001 < widths[0] < 0.1
 
 
+def test_a_least_loss_that_is_fitted_as_nothing_may_be_something() -> None:
+    # real runs of a ladder whose least Huber loss has E = 0
+    sizes = [2892, 2892, 2892, 7720, 7720, 7720, 14868, 14868, 14868, 37024]
+    tokens = [5760, 11520, 23040, 15360, 30976, 61696, 29696, 59392, 118784, 5120]
+    losses = [6.1994, 6.1385, 5.9444, 5.9105, 5.5395, 5.1755, 5.4187, 5.0256, 4.5729, 5.8635]
+    fitted = fit_law(sizes, tokens, losses)
+    low, high = interval([each.E for each in fitted.draws])
+    assert fitted.law.E < 1e-6 and low < 1e-6 and high > 4
+
+
 def huber(theta: torch.Tensor, x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
     e, a, b, alpha, beta = theta
     terms = torch.stack([e.expand_as(x), a - alpha * x, b - beta * y])

@@ -24,6 +24,7 @@ DRAWS = 400
 CONFIDENCE = 0.99  # of intervals: wide, since a bootstrap of few runs is too sure of itself
 STEEPEST = 2.5  # exponent: noise can make a draw look as steep as one likes
 FREE = 5  # numbers that are fitted
+LEAST_START = 0.1  # of the mean loss, that a draw's E begins with: at 0 it has no slope, and stays
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,9 @@ def fit_law(
     source = np.random.default_rng(seed)
     wider = np.sqrt(len(x) / source.chisquare(len(x) - FREE, (DRAWS, 1)))
     again = fitted + wider * source.choice(residuals, (DRAWS, len(x)))
-    drawn, _ = problem.minimise(np.repeat(best[None], DRAWS, 0), again)
+    begin = best.copy()
+    begin[0] = max(best[0], measured.mean() + np.log(LEAST_START))
+    drawn, _ = problem.minimise(np.repeat(begin[None], DRAWS, 0), again)
     return FittedLaw(
         _law(best, middle),
         [_law(each, middle) for each in drawn],
