@@ -98,6 +98,13 @@ def test_a_flag_is_no_job(project: Project) -> None:
     assert project.invoke("prep-data", "--dri-run", exit=1)
 
 
+def test_a_number_out_of_range_is_a_document_too(project: Project) -> None:
+    error = project.document("evaluate", "last", "--samples", "-4", exit=1)
+    said = "--samples -4: it must be at least 0"
+    assert (error["schema"], error["exit"]) == ("error/1", 1)
+    assert error["problems"] == [{"message": said, "hint": "", "file": None, "line": None}]
+
+
 def test_an_unknown_job_names_the_nearest(project: Project) -> None:
     refused = project.invoke("train", "txt", exit=3)
     assert (

@@ -81,8 +81,14 @@ def test_the_layout_may_change_and_the_batch_stays(checkout: Checkout, tmp_path:
 def test_other_keys_stay(checkout: Checkout, tmp_path: Path) -> None:
     path = tmp_path / "job.json"
     written(checkout, path)
-    with pytest.raises(ConfigError, match=r"training\.lr cannot change"):
-        changed_job(path, ["training.lr=1"])
+    for key, hint in (
+        ("training.lr", "train another run with it"),
+        ("training.optimizer", "train another run with it"),  # and not "did you mean compile?"
+        ("training.train_iter", "did you mean 'training.train_iters'?"),
+    ):
+        with pytest.raises(ConfigError, match=f"{key} cannot change") as caught:
+            changed_job(path, [f"{key}=1"])
+        assert [problem.hint for problem in caught.value.list] == [hint]
 
 
 def test_where_a_run_goes_on(checkout: Checkout, tmp_path: Path) -> None:

@@ -10,9 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from invoke.exceptions import Exit as InvokeExit
-
-from trainkit.base.errors import Exit
+from trainkit.base.errors import Exit, TrainkitError
 
 OPTIONAL_INT = "int | None"  # annotations are text
 OPTIONS = "options"  # the parameter for a dataclass of options
@@ -96,8 +94,8 @@ class Parameter(NamedTuple):
         return number
 
 
-def _usage_error(message: str) -> InvokeExit:
-    return InvokeExit(f"error: {message}", code=Exit.USAGE)
+def _usage_error(message: str) -> TrainkitError:
+    return TrainkitError(message, exit=Exit.USAGE)
 
 
 class Signature(NamedTuple):

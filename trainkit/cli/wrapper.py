@@ -155,9 +155,12 @@ def make_task(
             # Invoke keeps the folder of the tasks.py it found only here
             folder = Path(context.config._project_prefix or os.curdir).absolute()
             task = TaskContext(json=bool(values.get("json")), dry_run=dry_run, folder=folder)
-            _refuse_flags_as_arguments(body, signature, values)
-            arguments = signature.arguments(values)
-            _run_task(task, lambda: body(task, **arguments))
+
+            def called() -> TaskResult | None:
+                _refuse_flags_as_arguments(body, signature, values)
+                return body(task, **signature.arguments(values))
+
+            _run_task(task, called)
 
         run.__name__ = name or run.__name__
         run.__doc__ = _unwrapped(inspect.getdoc(body) or "")
@@ -211,10 +214,10 @@ def _refuse_flags_as_arguments(
         given = str(values.get(parameter.name))
         if parameter.required and given.startswith("-"):
             verb = body.__name__.replace("_", "-")
-            raise InvokeExit(
-                f"error: {verb} needs a {parameter.name.upper()} before {given!r}\n  for its help:"
-                f" invoke --help {verb}",
-                code=Exit.USAGE,
+            raise TrainkitError(
+                f"{verb} needs a {parameter.name.upper()} before {given!r}",
+                exit=Exit.USAGE,
+                hint=f"for its help: invoke --help {verb}",
             )
 
 

@@ -124,7 +124,9 @@ def _objection(job: Job, override: SourcedValue) -> Problem | None:
     """Why a value may not change in a run of this job."""
     key = ".".join(override.path)
     if key not in CHANGEABLE:
-        return Problem(f"{key} cannot change once a run has begun", SET, suggest(key, CHANGEABLE))
+        # a key that the job has was meant, and no other is near it
+        hint = "train another run with it" if _is_key(job, key) else suggest(key, CHANGEABLE)
+        return Problem(f"{key} cannot change once a run has begun", SET, hint)
     decides = fixes_steps(job)
     if key == "training.train_iters" and decides:
         return Problem(
@@ -144,6 +146,16 @@ def _objection(job: Job, override: SourcedValue) -> Problem | None:
             "a run with sample_order = 'native' can",
         )
     return None
+
+
+def _is_key(job: Job, key: str) -> bool:
+    """Whether a job has a key of this name."""
+    found: object = job
+    for name in key.split("."):
+        if name not in getattr(type(found), "model_fields", ()):
+            return False
+        found = getattr(found, name)
+    return True
 
 
 def fixes_steps(job: Job) -> str:

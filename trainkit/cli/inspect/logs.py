@@ -14,7 +14,6 @@ from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
 
-from invoke.exceptions import Exit as InvokeExit
 from rich.markup import escape
 from rich.text import Text
 
@@ -417,10 +416,10 @@ def _parse_ranks(text: str) -> set[int]:
     return found
 
 
-def _not_ranks(text: str) -> InvokeExit:
-    return InvokeExit(
-        f"error: --rank takes ranks such as 3 or 0,8-15, or the word {FAILED}, not {text!r}",
-        code=Exit.USAGE,
+def _not_ranks(text: str) -> TrainkitError:
+    return TrainkitError(
+        f"--rank takes ranks such as 3 or 0,8-15, or the word {FAILED}, not {text!r}",
+        exit=Exit.USAGE,
     )
 
 
