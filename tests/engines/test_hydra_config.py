@@ -4,11 +4,14 @@ configuration is one clear error."""
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from trainkit.base.errors import ConfigError
+from trainkit.base.extras import MissingExtra
 from trainkit.engines import hydra_config
 from trainkit.engines.hydra_config import (
     LARGEST,
@@ -41,6 +44,7 @@ model:
   betas: [0.9, "${model.rate}"]
   rate: 1e-5
   said: \${root} of ${training}
+  last: ${model[betas][0]}
 training: ${hydra:runtime.choices.training}
 files: [.5, "${data_dir}/a", "${data_dir}/b_${model.hidden}"]
 nothing: null
@@ -59,6 +63,7 @@ nothing: null
         "model.betas": [0.9, 1e-5],
         "model.rate": 1e-5,
         "model.said": "${root} of gpt3/5b",
+        "model.last": 0.9,
         "training": "gpt3/5b",
         "files": [0.5, "/fs/data/a", "/fs/data/b_4096"],
         "nothing": None,
@@ -86,6 +91,13 @@ def test_what_is_not_said_is_known_as_such() -> None:
         ("a: ${multiply:1}\n", "it is for two numbers"),
         ("a: ${multiply:x,2}\n", "it is for two numbers"),
         ("a: ${divide_ceil:1,0}\n", "division by zero"),
+        ("a: ${divide_ceil:nan,1}\n", "NaN"),
+        ("a: ${multiply:" + "1" * 5000 + ",2}\n", "4300 digits"),
+        ("a0: " + "9" * 300 + "\n" + "".join(
+            f"a{n}: ${{multiply:${{a{n - 1}}},${{a{n - 1}}}}}\n" for n in range(1, 20)
+        ), "too large"),
+        ("a: ${b c}\n", "none of OmegaConf's"),
+        ("a: " + "${multiply:1," * 5000 + "1" + "}" * 5000, "too deep"),
         ("a: 1\nb: {c: 1, c: 2}\n", "has c twice"),
         ("a: [1\n", "is not YAML"),
         ("- a\n", "is not a table of names"),
@@ -105,6 +117,14 @@ def test_what_is_not_said_is_known_as_such() -> None:
 def test_hostile_files(text: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         leaves(text)
+
+
+def test_without_the_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "omegaconf.grammar_parser", None)
+    assert leaves("a: {b: 1}\n") == {"a.b": 1}
+    with pytest.raises(MissingExtra, match="omegaconf") as caught:
+        leaves("a: ${b}\nb: 1\n")
+    assert caught.value.extra == "hydra"
 
 
 def conf(folder: Path) -> Path:
@@ -194,22 +214,20 @@ def test_files_that_are_none(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", ["126m", "5b", "20b", "40b", "175b"])
 def test_the_published_folder(size: str) -> None:
-    """Against OmegaConf's own reading, where it is installed and the launcher's tree is there."""
+    """Against OmegaConf's own reading, where the launcher's tree is there."""
     source = os.environ.get("TRAINKIT_NEMO_CONF")
     if not source:
         pytest.skip("needs TRAINKIT_NEMO_CONF, the launcher's folder conf")
-    omegaconf = pytest.importorskip("omegaconf")
+    for name, function in hydra_config._RESOLVERS.items():
+        OmegaConf.register_new_resolver(name, function, replace=True)
+    OmegaConf.register_new_resolver("hydra", lambda key: None, replace=True)
     words = [f"training=gpt3/{size}", "bignlp_path=/x", "+launcher_scripts_path=/x"]
     found = compose(Path(source), "config", ("cluster", "training"), words_of(words))
-    theirs = omegaconf.OmegaConf
-    for name, function in hydra_config._RESOLVERS.items():
-        theirs.register_new_resolver(name, function, replace=True)
-    theirs.register_new_resolver("hydra", lambda key: None, replace=True)
-    whole = theirs.create(found.root)
+    whole = OmegaConf.create(found.root)
     ours = Resolved(found.root, found.choices).leaves("training")
     assert len(ours) > 100
     for path, value in ours.items():
-        said = theirs.select(whole, f"training.{path}")
-        if theirs.is_config(said):
-            said = theirs.to_container(said, resolve=True)
+        said = OmegaConf.select(whole, f"training.{path}")
+        if OmegaConf.is_config(said):
+            said = OmegaConf.to_container(said, resolve=True)
         assert said == value and type(said) is type(value), path

@@ -3,7 +3,8 @@
 What is understood: YAML with OmegaConf's numbers, a defaults list, KEY=VALUE words over it, and
 interpolations: ${absolute.key}, ${.relative}, ${..above}, and ${multiply:a,b}, divide_floor and
 divide_ceil, which NeMo's launcher adds (hydra 1.1 to 1.3, "The Defaults List"; OmegaConf 2.1 to
-2.3, "Variable interpolation"). The environment is not read.
+2.3, "Variable interpolation"). OmegaConf's own parser reads them; what they come to is worked out
+here, as its resolvers belong to the whole process, read the environment and know no limits.
 """
 
 from __future__ import annotations
@@ -13,15 +14,17 @@ import operator
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from trainkit.base.errors import ConfigError
-from trainkit.engines.hydra_words import Override, read_override
+from trainkit.engines.hydra_words import Override, no_hydra, read_override
 
 MISSING = "???"
 LARGEST = 4 * 2**20  # bytes of a file
 MOST = 20_000  # values of a configuration
-DEEPEST = 40  # interpolations in interpolations, and tables in tables
+DEEPEST = 25  # interpolations in interpolations, and tables in tables
 LONGEST = 10**5  # characters of a value
 # OmegaConf's numbers, omegaconf/_utils.py get_yaml_loader: 1e-5 is one, which YAML 1.1 has not
 _FLOAT = r"""(?:[-+]?(?:[0-9][0-9_]*)\.[0-9_]*(?:[eE][-+]?[0-9]+)?
@@ -281,7 +284,11 @@ _RESOLVERS: Mapping[str, Callable[[float, float], float]] = {
     "divide_ceil": lambda first, second: math.ceil(first / second),
     "divide_floor": lambda first, second: math.floor(first / second),
 }
-_KEY = re.compile(r"(\.*)([\w@$/-]+(?:\.[\w@$/-]+)*)")
+_NOWHERE = object()
+
+
+class _Unsaid(Exception):
+    """An interpolation has no value; with the `Unknown` that says why."""
 
 
 class Resolved:
@@ -296,7 +303,7 @@ class Resolved:
         """Values below a table by their names from there with dots; one that the files do not
         say is an `Unknown`. Raises ConfigError: interpolations in a circle, or too long."""
         found = self._at(path)
-        if found is None:
+        if found is None or found is _NOWHERE:
             return {}
         if not isinstance(found, Mapping):
             raise ConfigError(f"{'.'.join(path)} is {found!r}, no table")
@@ -308,11 +315,11 @@ class Resolved:
         found: object = self.root
         for name in path:
             if isinstance(found, Mapping):
-                found = found.get(name)
+                found = found.get(name, _NOWHERE)
             elif isinstance(found, list) and name.isdecimal() and int(name) < len(found):
                 found = found[int(name)]
             else:
-                return None
+                return _NOWHERE
         return found
 
     def _value(self, path: tuple[str, ...], above: tuple[tuple[str, ...], ...]) -> object:
@@ -339,80 +346,65 @@ class Resolved:
         return self._text(raw, path, above)
 
     def _text(self, text: str, path: tuple[str, ...], above: tuple[tuple[str, ...], ...]) -> object:
-        """A text with interpolations: a single one keeps its kind."""
-        parts: list[object] = []
-        at = 0
-        while (begin := text.find("${", at)) >= 0:
-            if begin and text[begin - 1] == "\\":
-                parts.append(text[at : begin - 1] + "${")
-                at = begin + 2
-                continue
-            end = _closing(text, begin + 2, path)
-            parts.append(text[at:begin])
-            parts.append(self._interpolation(text[begin + 2 : end], path, above))
-            at = end + 1
-        parts.append(text[at:])
-        said = [each for each in parts if each != ""]
-        unknown = next((each for each in said if isinstance(each, Unknown)), None)
-        if unknown is not None:
-            return unknown
-        if len(said) == 1:
-            return said[0]
-        joined = "".join(str(each) for each in said)
-        if len(joined) > LONGEST:
+        """A text with interpolations, by OmegaConf's grammar and none of its resolvers: a single
+        one keeps its kind."""
+        try:
+            from omegaconf.errors import OmegaConfBaseException
+            from omegaconf.grammar_parser import parse
+            from omegaconf.grammar_visitor import GrammarVisitor
+        except ImportError:
+            raise no_hydra() from None
+        visitor = GrammarVisitor(
+            node_interpolation_callback=lambda key, _: self._node(key, path, above),
+            resolver_interpolation_callback=partial(self._function, ".".join(path)),
+            memo=None,
+        )
+        found: object = text
+        try:
+            if len(text) <= LONGEST:
+                found = visitor.visit(parse(text))
+        except _Unsaid as unsaid:
+            return unsaid.args[0]
+        except RecursionError:
+            raise ConfigError(f"{'.'.join(path)}: its interpolations are too deep") from None
+        except (OmegaConfBaseException, ValueError) as error:
+            why = f"an interpolation has no end or is none of OmegaConf's: {error}"
+            raise ConfigError(f"{'.'.join(path)} = {text[:80]!r}: {why}") from None
+        if isinstance(found, str) and len(found) > LONGEST:
             raise ConfigError(f"{'.'.join(path)} has more than {LONGEST:,} characters")
-        return joined
+        return found
 
-    def _interpolation(
-        self, inner: str, path: tuple[str, ...], above: tuple[tuple[str, ...], ...]
-    ) -> object:
-        name, colon, given = inner.partition(":")
-        if colon and not name.startswith((".", "$")):
-            return self._function(name.strip(), given, path, above)
-        if "${" in inner:
-            inner = str(self._text(inner, path, above))
-        match = _KEY.fullmatch(inner.strip())
-        if match is None:
-            return Unknown(f"${{{inner}}} of {'.'.join(path)} is not understood", ".".join(path))
-        target = tuple(match[2].split("."))
-        if match[1]:
-            target = (*path[: len(path) - len(match[1])], *target)
-        if self._at(target[:-1]) is None or not self._there(target):
-            key = ".".join(target)
-            return Unknown(f"{'.'.join(path)} asks for {key}, which is not there", key)
-        return self._value(target, above)
-
-    def _there(self, path: tuple[str, ...]) -> bool:
-        parent = self._at(path[:-1])
-        if isinstance(parent, Mapping):
-            return path[-1] in parent
-        return isinstance(parent, list) and path[-1].isdecimal() and int(path[-1]) < len(parent)
+    def _node(self, key: str, path: tuple[str, ...], above: tuple[tuple[str, ...], ...]) -> Any:
+        """The value that an interpolation in `path` asks for: a.b, a[b], .relative."""
+        up = len(key) - len(key.lstrip("."))
+        target = (*path[: max(0, len(path) - up) if up else 0], *re.findall(r"[^.\[\]]+", key))
+        if self._at(target) is _NOWHERE:
+            asked = ".".join(target)
+            why = f"{'.'.join(path)} asks for {asked}, which is not there"
+            raise _Unsaid(Unknown(why, asked))
+        found = self._value(target, above)
+        if isinstance(found, Unknown):
+            raise _Unsaid(found)
+        return found
 
     def _function(
-        self,
-        name: str,
-        given: str,
-        path: tuple[str, ...],
-        above: tuple[tuple[str, ...], ...],
+        self, place: str, *, name: str, args: Sequence[object], args_str: Sequence[str]
     ) -> object:
-        place = ".".join(path)
+        asked = f"${{{name}:{','.join(args_str)}}}"
         if name == "hydra":
-            _, _, group = given.partition("runtime.choices.")
-            return self.choices.get(group)
+            return self.choices.get(asked[:-1].partition("runtime.choices.")[2])
         if name not in _RESOLVERS:
-            return Unknown(f"{place} asks for ${{{name}:..}}, which nothing here works out", place)
-        values = [self._text(each.strip(), path, above) for each in _arguments(given)]
-        for value in values:
-            if isinstance(value, Unknown):
-                return value
-        numbers = [_number(value) for value in values]
-        if len(numbers) != 2 or any(each is None for each in numbers):
-            raise ConfigError(f"{place} = ${{{name}:{given}}}: it is for two numbers")
-        first, second = (each for each in numbers if each is not None)
+            why = f"{place} asks for ${{{name}:..}}, which nothing here works out"
+            raise _Unsaid(Unknown(why, place))
+        numbers = [each for each in args if isinstance(each, (int, float))]
+        if len(args) != 2 or len(numbers) != 2:
+            raise ConfigError(f"{place} = {asked}: it is for two numbers")
         try:
-            return _RESOLVERS[name](first, second)
-        except (ZeroDivisionError, OverflowError) as error:
-            raise ConfigError(f"{place} = ${{{name}:{given}}}: {error}") from None
+            found = _RESOLVERS[name](*numbers)
+            float(found)  # a product of products can be too long to be shown
+        except (ArithmeticError, ValueError) as error:
+            raise ConfigError(f"{place} = {asked}: {error}") from None
+        return found
 
 
 def _paths(table: Mapping[str, object], path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
@@ -421,41 +413,3 @@ def _paths(table: Mapping[str, object], path: tuple[str, ...]) -> Iterator[tuple
             yield from _paths(value, (*path, key))
         else:
             yield (*path, key)
-
-
-def _closing(text: str, at: int, path: tuple[str, ...]) -> int:
-    depth = 1
-    for place in range(at, len(text)):
-        if text[place] == "{":
-            depth += 1
-        elif text[place] == "}":
-            depth -= 1
-            if not depth:
-                return place
-    raise ConfigError(f"{'.'.join(path)} = {text!r}: an interpolation has no end")
-
-
-def _arguments(text: str) -> list[str]:
-    """What is between the commas that are in no inner interpolation."""
-    found = [""]
-    depth = 0
-    for letter in text:
-        depth += (letter == "{") - (letter == "}")
-        if letter == "," and not depth:
-            found.append("")
-        else:
-            found[-1] += letter
-    return found
-
-
-def _number(value: object) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-        return None
-    try:
-        return int(value) if not isinstance(value, float) else value
-    except ValueError:
-        pass
-    try:
-        return float(value)
-    except ValueError:
-        return None

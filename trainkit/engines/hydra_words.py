@@ -1,8 +1,8 @@
 """Words of hydra's command line: `model.optim.lr=0.0006`, `+model.save_xser=True`, `~model.ub`.
 
 Grammar: hydra 1.1 to 1.3, hydra/grammar/OverrideLexer.g4 and OverrideParser.g4 ("The Override
-Grammar"), and OmegaConf's interpolations. Sweeps (`a,b`) and functions (`choice(..)`) are read by
-no one here: a training has one value for each key.
+Grammar"). To write needs nothing, to read hydra's own parser. Sweeps (`a,b`) and functions
+(`choice(..)`) are read by no one here: a training has one value for each key.
 """
 
 from __future__ import annotations
@@ -12,40 +12,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from trainkit.base.extras import MissingExtra
 from trainkit.engines.options import Value
 
-# Tokens of VALUE_MODE in the lexer's order; the longest wins, the first of equally long ones.
-_UNSIGNED = r"(?:0|[1-9](?:_?[0-9])*)"
-# the alternatives of one number, the longest first: a regular expression takes the first that fits
-_POINTS = rf"(?:(?:{_UNSIGNED})?\.[0-9](?:_?[0-9])*|{_UNSIGNED}\.)"
-_EXPONENT = rf"(?:{_POINTS}|{_UNSIGNED})[eE][+-]?[0-9](?:_?[0-9])*"
-_TOKENS = {
-    name: re.compile(pattern, re.DOTALL)
-    for name, pattern in {
-        "(": r"[ \t]*\([ \t]*",
-        ",": r"[ \t]*,[ \t]*",
-        ")": r"[ \t]*\)",
-        "[": r"\[[ \t]*",
-        "]": r"[ \t]*\]",
-        "{": r"\{[ \t]*",
-        "}": r"[ \t]*\}",
-        ":": r"[ \t]*:[ \t]*",
-        "=": r"[ \t]*=[ \t]*",
-        "float": rf"[+-]?(?:{_EXPONENT}|{_POINTS}|[Ii][Nn][Ff]|[Nn][Aa][Nn])",
-        "int": rf"[+-]?{_UNSIGNED}",
-        "bool": r"[Tt][Rr][Uu][Ee]|[Ff][Aa][Ll][Ss][Ee]",
-        "null": r"[Nn][Uu][Ll][Ll]",
-        "char": r"[/\-\\+.$%*@?|]",
-        "id": r"[a-zA-Z_][a-zA-Z0-9_-]*",
-        "escaped": r"(?:\\\\|\\[()\[\]{}:=, \t])+",
-        "space": r"[ \t]+",
-        "quoted": r"\"(?:(?:\\\\)*|.*?[^\\](?:\\\\)*)\"|'(?:(?:\\\\)*|.*?[^\\](?:\\\\)*)'",
-        "interpolation": r"\$\{[^}]+\}",
-    }.items()
-}
-_PLAIN = ("id", "null", "int", "float", "bool", "interpolation", "char", ":", "escaped", "space")
-_PATH = r"[A-Za-z_$][\w$-]*(?:\.(?:[A-Za-z_$][\w$-]*|[0-9]+))*"
-_OVERRIDE = re.compile(rf"(~|\+\+|\+|)({_PATH})(?:=(.*))?", re.DOTALL)
+# what hydra reads as another kind where it is not quoted: a number, a bool, null
+_DIGITS = r"[0-9](?:_?[0-9])*"
+_WHOLE = r"(?:0|[1-9](?:_?[0-9])*)"
+_NO_TEXT = re.compile(
+    rf"[+-]?(?:(?:{_WHOLE}\.?|{_WHOLE}?\.{_DIGITS})(?:e[+-]?{_DIGITS})?|inf|nan)|true|false|null",
+    re.IGNORECASE,
+)
 Prefix = Literal["", "+", "++", "~"]
 
 
@@ -105,7 +81,7 @@ def _key(key: object) -> str:
 
 def _text(text: str) -> str:
     # of the characters that need no quotation those that hydra 1.1 knows too
-    if re.fullmatch(r"[A-Za-z0-9_/.+@%*-]+", text) and read_value(text) == text:
+    if re.fullmatch(r"[A-Za-z0-9_/.+@%*-]+", text) and not _NO_TEXT.fullmatch(text):
         return text
     text = no_interpolation(text)
     # backslashes count only in front of a quotation mark, as that of the end
@@ -118,128 +94,38 @@ def _escape_quote(found: re.Match[str]) -> str:
 
 
 def read_override(word: str) -> Override:
-    """The inverse of `Override.word`. Raises ValueError for what is not an override."""
-    found = _OVERRIDE.fullmatch(word)
-    if found is None or (found[3] is None and found[1] != "~"):
+    """The inverse of `Override.word`, by hydra's own parser. An interpolation stays as it is, a
+    string.
+
+    Raises ValueError for what its grammar has not, for groups of files, sweeps and functions;
+    MissingExtra without hydra-core.
+    """
+    try:
+        from hydra._internal.grammar.functions import Functions
+        from hydra.core.override_parser.overrides_parser import OverridesParser
+        from hydra.core.override_parser.types import Sweep
+        from hydra.errors import HydraException
+    except ImportError:
+        raise no_hydra() from None
+    try:
+        found = OverridesParser(Functions()).parse_override(word)  # no function is known to it
+    except HydraException as error:
+        why = str(error).partition("\n")[0]
+        raise ValueError(f"{word!r} is not an override of hydra's, KEY=VALUE: {why}") from None
+    except RecursionError:
+        raise ValueError(f"an override of hydra's is too deep: {word[:40]!r}") from None
+    key, value = found.key_or_group, found.value()
+    if not key or "/" in key or found.package is not None:
         raise ValueError(f"{word!r} is not an override of hydra's: KEY=VALUE is one")
-    prefix: Prefix = found[1]  # type: ignore[assignment]
-    if found[3] is None:
-        return Override(found[2], None, prefix)
-    return Override(found[2], read_value(found[3].lstrip(" \t")), prefix)
+    if isinstance(value, Sweep):
+        raise ValueError(f"{word!r} is a sweep of hydra's, no single value")
+    prefix: Prefix = word[: len(word) - len(word.lstrip("+~"))]  # type: ignore[assignment]
+    return Override(key, value, prefix)
 
 
-def read_value(text: str) -> Value:
-    """What hydra reads from the right side of an override. An interpolation stays as it is, a
-    string. Raises ValueError for what its grammar has not, for sweeps and functions."""
-    if not text:
-        return ""
-    reader = _Reader(text, _tokens(text))
-    value = reader.element()
-    if reader.tokens:
-        raise reader.error()
-    return value
-
-
-def _tokens(text: str) -> list[tuple[str, str]]:
-    found = []
-    at = 0
-    while at < len(text):
-        best = ("", "")
-        for name, pattern in _TOKENS.items():
-            match = pattern.match(text, at)
-            if match is not None and len(match[0]) > len(best[1]):
-                best = (name, match[0])
-        if not best[0]:
-            raise ValueError(f"{text!r}: hydra reads no {text[at]!r} there; quote it")
-        found.append(best)
-        at += len(best[1])
-    return found
-
-
-class _Reader:
-    """Reads the tokens of one value from left to right."""
-
-    def __init__(self, text: str, tokens: list[tuple[str, str]]) -> None:
-        self.text = text
-        self.tokens = tokens
-
-    def error(self) -> ValueError:
-        return ValueError(f"{self.text!r} is no single value of hydra's command line")
-
-    def element(self) -> Value:
-        kind = self._next()
-        if kind == "[":
-            return self._list()
-        if kind == "{":
-            return self._table()
-        if kind == "quoted":
-            return _unquoted(self.tokens.pop(0)[1])
-        return self._primitive(_PLAIN)
-
-    def _next(self) -> str:
-        if not self.tokens:
-            raise self.error()
-        return self.tokens[0][0]
-
-    def _take(self, kind: str) -> None:
-        if self._next() != kind:
-            raise self.error()
-        self.tokens.pop(0)
-
-    def _list(self) -> list[Value]:
-        self._take("[")
-        found: list[Value] = []
-        while self._next() != "]":
-            if found:
-                self._take(",")
-            found.append(self.element())
-        self._take("]")
-        return found
-
-    def _table(self) -> dict[Value, Value]:
-        self._take("{")
-        found: dict[Value, Value] = {}
-        while self._next() != "}":
-            if found:
-                self._take(",")
-            key = self._primitive([kind for kind in _PLAIN if kind not in (":", "interpolation")])
-            self._take(":")
-            found[key] = self.element()
-        self._take("}")
-        return found
-
-    def _primitive(self, kinds: Sequence[str]) -> Value:
-        parts = []
-        while self.tokens and self.tokens[0][0] in kinds:
-            parts.append(self.tokens.pop(0))
-        if parts and parts[0][0] == "space":
-            parts.pop(0)
-        if parts and parts[-1][0] == "space":
-            parts.pop()
-        if not parts:
-            raise self.error()
-        if len(parts) == 1:
-            return _single(*parts[0])
-        return "".join(text[1::2] if kind == "escaped" else text for kind, text in parts)
-
-
-def _single(kind: str, text: str) -> Value:
-    if kind == "int":
-        return int(text)
-    if kind == "float":
-        return float(text)
-    if kind == "bool":
-        return text.lower() == "true"
-    if kind == "null":
-        return None
-    if kind == "escaped":
-        return text[1::2]
-    return text
-
-
-def _unquoted(text: str) -> str:
-    """The inverse of the quotation: a backslash counts only in front of a quotation mark."""
-    mark = text[0]
-    # with the mark of the end, whose backslashes count too
-    inner = re.sub(rf"\\+{mark}", lambda found: found[0][1::2], text[1:])
-    return inner if text[1:-1].endswith("\\") else inner[:-1]
+def no_hydra() -> MissingExtra:
+    """The error where configurations of hydra are to be read without its libraries."""
+    return MissingExtra(
+        "configurations of hydra are read by hydra-core and omegaconf, which are not installed",
+        "hydra",
+    )

@@ -13,8 +13,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+import hydra
 import pytest
 import yaml
+from omegaconf import OmegaConf
 
 from tests.engines.nemo.nemo_published import (
     AWS_175B16,
@@ -255,8 +257,6 @@ def test_w_and_b_and_a_text_with_a_dollar() -> None:
 
 def test_hydra_and_omegaconf_read_it(tmp_path: Path) -> None:
     """Real hydra composes the file with the words, to the values that are meant."""
-    hydra = pytest.importorskip("hydra")
-    omegaconf = pytest.importorskip("omegaconf")
     job = nemo_job("nemo-gpt3-175b")
     job = job.model_copy(update={"engine_args": {**job.engine_args, "+model.extra": "a=b"}})
     command, _ = commanded(job)
@@ -265,9 +265,9 @@ def test_hydra_and_omegaconf_read_it(tmp_path: Path) -> None:
     words = [word for word in command.engine_argv if word.startswith("+")]
     with hydra.initialize_config_dir(str(tmp_path), version_base=None):
         composed = hydra.compose("job_hydra.yaml", overrides=words)
-    values = omegaconf.OmegaConf.to_container(composed, resolve=True)
+    values = OmegaConf.to_container(composed, resolve=True)
     assert isinstance(values, dict)
-    found = flat(values)
+    found = flat({str(key): value for key, value in values.items()})
     assert found.pop("cluster_type") == "BCP"
     assert found.pop("model.extra") == "a=b"
     assert found == configuration(replace(command))
