@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,9 @@ import tomli
 import yaml
 
 from tests.conftest import Project
+from trainkit.base.extras import MissingExtra
+from trainkit.cli.config.import_job import ImportOptions, import_job
+from trainkit.cli.wrapper import TaskContext
 
 SCRIPT = (
     "torchrun --nproc_per_node 2 pretrain_gpt.py --num-layers 2 --hidden-size 32"
@@ -223,6 +227,20 @@ def test_a_manifest_of_kubernetes(
         said["toml"].replace("[clusters.gpt]", '[clusters.gpt]\nroot = "/shared/me"')
     )
     assert project.document("check")["problems"] == []
+
+
+def test_the_extra_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a script by itself and in a manifest, which else says what it does not take."""
+    monkeypatch.setitem(sys.modules, "hydra.core.override_parser.overrides_parser", None)
+    command = ["torchrun", "megatron_gpt_pretraining.py", "model.hidden_size=64"]
+    found = train_job()
+    found["spec"]["trainer"] |= {"command": command, "env": []}
+    (tmp_path / "pods.yaml").write_text(yaml.safe_dump(found))
+    (tmp_path / "run.sh").write_text(" ".join(command))
+    for name in ("run.sh", "pods.yaml"):
+        with pytest.raises(MissingExtra) as caught:
+            import_job(TaskContext(False, False, tmp_path), ImportOptions(name, *[""] * 5))
+        assert caught.value.extra == "hydra"
 
 
 def test_a_manifest_whose_command_is_no_engines(project: Project) -> None:

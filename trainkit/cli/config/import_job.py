@@ -13,6 +13,7 @@ from pathlib import Path
 
 from trainkit.base.documents import document
 from trainkit.base.errors import ConfigError
+from trainkit.base.extras import MissingExtra
 from trainkit.base.files import write_text
 from trainkit.base.toml_text import toml_table
 from trainkit.cli.wrapper import TaskContext, TaskResult
@@ -201,7 +202,8 @@ def import_job(task: TaskContext, request: ImportOptions) -> TaskResult:
     """The task `import`.
 
     Raises ConfigError (exit 3): a file cannot be read or is not such a configuration, the version
-    is not known, or the file to write is there already.
+    is not known, or the file to write is there already; MissingExtra: a configuration of hydra
+    without its libraries.
     """
     parts = [part.replace("\0", ",") for part in _WITHIN.sub(_kept, request.file).split(",")]
     paths = [task.folder / name for name in parts if "=" not in name]
@@ -271,6 +273,8 @@ def _import_pods(
         write_text(script, manifest.script)
         try:
             imported = _import_files(request, (script,), (), name)
+        except MissingExtra:
+            raise
         except ConfigError as error:
             why = error.message.replace(str(script), "it")
             not_taken.append(f"command: {manifest.script.splitlines()[-1]}: {why}")
