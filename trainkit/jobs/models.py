@@ -18,10 +18,9 @@ from trainkit.families.contract import (
 )
 from trainkit.jobs.experts import Experts, check_routing, routing_of
 from trainkit.jobs.latent import Latent, check_latent
-from trainkit.jobs.parametrization import check_parametrization
+from trainkit.jobs.model_rules import check_parametrization, check_windows
 from trainkit.jobs.rope_scaling import RopeScaling
 from trainkit.jobs.table import NAME, Table, wrong
-from trainkit.jobs.windows import check_windows
 
 
 def varlen_fits(head_size: int) -> bool:

@@ -1,4 +1,4 @@
-"""Rules of muP between keys of [models.X] (Yang et al. 2022, arXiv:2203.03466)."""
+"""Rules between keys of [models.X]."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from trainkit.jobs.table import needs, wrong
 
 
 def check_parametrization(said: Mapping[str, Any], family: Family, head_size: int) -> None:
-    """Raises an error of a rule between keys, `said` of a model of a family."""
+    """Rules of muP (Yang et al. 2022, arXiv:2203.03466), `said` of a model of a family. Raises an
+    error of a rule."""
     mup = said["parametrization"] == "mup"
     if mup and said["mup_base_hidden_size"] is None:
         raise needs(
@@ -40,4 +41,24 @@ def check_parametrization(said: Mapping[str, Any], family: Family, head_size: in
             "mup_base_kv_channels",
             f"mup_base_kv_channels {base} sets query_pre_attn_scalar to"
             f" {head_size}^2 / {base}: that must be whole, and not be given, too",
+        )
+
+
+def check_windows(said: Mapping[str, Any], family: Family) -> None:
+    """Keys of windows that say nothing, or nothing good, without another; `said` of a model of a
+    family. Raises an error of a rule."""
+    window = said["sliding_window"]
+    if window is None:
+        if family.sliding_window_pattern:
+            raise wrong(
+                "family", f"family {family.name!r} has layers with a window: set sliding_window"
+            )
+        for key in ("sliding_window_pattern", "sliding_rotary_base"):
+            if said[key] is not None:
+                raise wrong(key, f"{key} without sliding_window: no layer has a window")
+    elif window > said["seq_length"]:
+        raise wrong(
+            "sliding_window",
+            f"sliding_window {window} is longer than seq_length {said['seq_length']}: no layer"
+            " would hide anything",
         )
