@@ -37,7 +37,7 @@ from trainkit.launch.scheduler_contract import (
     Start,
     Submission,
 )
-from trainkit.launch.scheduler_registry import SCHEDULERS, scheduler_for, scheduler_of
+from trainkit.launch.scheduler_registry import PLACES, SCHEDULERS, scheduler_for, scheduler_of
 from trainkit.launch.start import fill_run
 from trainkit.launch.supervise.host_consistency import Finding
 from trainkit.launch.supervise.outcome import Outcome
@@ -200,7 +200,7 @@ def test_another_scheduler_tells_what_is_wrong_with_its_cluster(
 
 
 def test_every_launcher_has_a_scheduler(project: Project) -> None:
-    assert set(SCHEDULERS) == set(LAUNCHER_TRAITS)
+    assert set(PLACES) == set(LAUNCHER_TRAITS)
     assert scheduler_for(Cluster(name="x", launcher="pdsh")) is DIRECT
     assert scheduler_for(Cluster(name="x", launcher="slurm")).title == "Slurm"
     assert scheduler_of(RunFolder(project.path / "runs" / "a" / "b")) is DIRECT

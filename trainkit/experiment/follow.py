@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from trainkit.launch.scheduler_registry import SCHEDULERS, current, scheduler_of
+from trainkit.launch.scheduler_registry import PLACES, SCHEDULERS, current, scheduler_of
 from trainkit.runs.events import (
     AllRanksStarted,
     AttemptStarted,
@@ -106,7 +106,7 @@ def describe_event(attempt: int, event: Event) -> str:
             return f"somebody without the token knocked: {event.peer}"
         case RequeueFailed():
             return f"Slurm does not put the job back into the queue: {event.why}"
-        case RetryPlanned(by=str(by)) if by in SCHEDULERS:
+        case RetryPlanned(by=str(by)) if by in PLACES:
             title = SCHEDULERS[by].title
             return (
                 f"attempt {attempt} ended ({event.failure_class}); {title} goes on with the run"

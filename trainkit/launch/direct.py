@@ -6,13 +6,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from trainkit.base.errors import ConfigError
 from trainkit.jobs.resolved import read_job
 from trainkit.jobs.schema import Cluster, Job
 from trainkit.launch.hosts.hostfile import find_hostfile
 from trainkit.launch.hosts.selection import HostList, load_hosts, this_host
-from trainkit.launch.preparation import Notice, direct_units
 from trainkit.launch.protocol.client import supervisor_answers
 from trainkit.launch.scheduler_contract import (
     ArrayRequest,
@@ -23,8 +23,6 @@ from trainkit.launch.scheduler_contract import (
     Start,
     Submission,
 )
-from trainkit.launch.session_preview import preview_start
-from trainkit.launch.start import start_run
 from trainkit.launch.supervise.observer import silent_observer
 from trainkit.launch.supervise.outcome import Outcome
 from trainkit.launch.supervise.rank_environment import secrets_of
@@ -32,6 +30,9 @@ from trainkit.launch.supervise.supervisor import supervise
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import RunRecord
 from trainkit.stages.in_flight import StillRunning, refuse_in_flight
+
+if TYPE_CHECKING:
+    from trainkit.launch.preparation import Notice, UnitRunner
 
 ASKED_AT_ONCE = 16  # supervisors that are silent: each may take seconds not to answer
 
@@ -41,7 +42,6 @@ class Direct(Scheduler):
 
     title = "this machine"
     queues = False
-    unit_runner = staticmethod(direct_units)
 
     def allocated_hosts(self, job: Job) -> HostList:
         raise ConfigError(
@@ -53,10 +53,19 @@ class Direct(Scheduler):
             return HostsToAsk(list(load_hosts(find_hostfile(cluster, hostfile))))
         return HostsToAsk([this_host()])
 
+    # what starts a run and makes its stages is imported where that is done: its supervisor, which
+    # ranks wait for, does not
+    def unit_runner(self, job: Job, stage: str, notice: Notice) -> UnitRunner:
+        from trainkit.launch.preparation import direct_units
+
+        return direct_units(job, stage, notice)
+
     def in_flight(self, notice: Notice) -> StillRunning:
         return refuse_in_flight
 
     def dry_run(self, start: Start, after: str = "") -> DryRun:
+        from trainkit.launch.session_preview import preview_start
+
         job = start.job
         hosts = start.hosts
         run = RunFolder(start.root / "runs" / job.name / "RUN")
@@ -80,6 +89,8 @@ class Direct(Scheduler):
         return DryRun(preview.lines, values)
 
     def submit(self, start: Start) -> Submission:
+        from trainkit.launch.start import start_run
+
         run, outcome = start_run(start)
         return Submission(run, outcome=outcome)
 

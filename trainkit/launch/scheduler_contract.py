@@ -10,23 +10,24 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from trainkit.base.errors import TrainkitError
 from trainkit.jobs.schema import Cluster, Job
 from trainkit.launch.hosts.hostfile import Host
 from trainkit.launch.hosts.selection import HostList
 from trainkit.launch.launchers.contract import Launcher
-from trainkit.launch.preparation import Notice, Preparation, StageUi, UnitRunner
 from trainkit.launch.supervise.host_consistency import Finding
 from trainkit.launch.supervise.observer import RunObserver, silent_observer
 from trainkit.launch.supervise.outcome import Outcome
-from trainkit.plan.planner import Plan
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import RunRecord
 from trainkit.stages.contract import Need
-from trainkit.stages.execute import needs_in_turn
 from trainkit.stages.in_flight import StillRunning
+
+if TYPE_CHECKING:  # what makes stages and plans: no supervisor does
+    from trainkit.launch.preparation import Notice, Preparation, StageUi, UnitRunner
+    from trainkit.plan.planner import Plan
 
 
 @dataclass(frozen=True)
@@ -272,6 +273,7 @@ class Scheduler(Protocol):
         """Make the stages of a new run now, then return None: the caller submits the run. Or submit
         the stages as jobs together with the run, which waits for them."""
         # no supervisor makes stages, and theirs is a quarter of its imports
+        from trainkit.stages.execute import needs_in_turn
         from trainkit.stages.registry import STAGES
 
         preparation.make(needs_in_turn(start.job, STAGES))

@@ -2,26 +2,42 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from trainkit.jobs.schema import Cluster, Job
 from trainkit.launch.direct import DIRECT
-from trainkit.launch.kubernetes.scheduler import KubernetesScheduler
-from trainkit.launch.preparation import Preparation, StageUi, UnitRunner, direct_units
 from trainkit.launch.scheduler_contract import Scheduler
-from trainkit.launch.slurm.scheduler import SlurmScheduler
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import RunRecord
 from trainkit.stages.in_flight import ArraysInFlight, StillRunning
 
-SCHEDULERS: dict[str, Scheduler] = {
-    "local": DIRECT,
-    "ssh": DIRECT,
-    "pdsh": DIRECT,
-    "slurm": SlurmScheduler(),
-    "kubernetes": KubernetesScheduler(),
+if TYPE_CHECKING:
+    from trainkit.launch.preparation import Preparation, StageUi, UnitRunner
+
+# by launcher: its module, and the object there; launch/LAUNCHER.json of a run is a queue's
+PLACES = {
+    "local": ("trainkit.launch.direct", "DIRECT"),
+    "ssh": ("trainkit.launch.direct", "DIRECT"),
+    "pdsh": ("trainkit.launch.direct", "DIRECT"),
+    "slurm": ("trainkit.launch.slurm.scheduler", "SLURM"),
+    "kubernetes": ("trainkit.launch.kubernetes.scheduler", "KUBERNETES"),
 }
+
+
+class SchedulerTable(dict[str, Scheduler]):
+    """The schedulers by launcher, each imported when it is asked for: every start, and every
+    supervisor, is spared those of others."""
+
+    def __missing__(self, launcher: str) -> Scheduler:
+        module, scheduler = PLACES[launcher]
+        self[launcher] = getattr(importlib.import_module(module), scheduler)
+        return self[launcher]
+
+
+SCHEDULERS = SchedulerTable()
 
 
 def scheduler_for(cluster: Cluster) -> Scheduler:
@@ -31,15 +47,17 @@ def scheduler_for(cluster: Cluster) -> Scheduler:
 
 def scheduler_of(run: RunFolder) -> Scheduler:
     """The scheduler that has a run, or had it: its cluster may be another one by now."""
-    for scheduler in SCHEDULERS.values():
-        if scheduler is not DIRECT and scheduler.owns(run):
-            return scheduler
+    for launcher in PLACES:
+        if launcher in SCHEDULERS or (run.path / "launch" / f"{launcher}.json").is_file():
+            scheduler = SCHEDULERS[launcher]
+            if scheduler is not DIRECT and scheduler.owns(run):
+                return scheduler
     return DIRECT
 
 
 def launchers_with_queue() -> list[str]:
     """Launchers whose scheduler gives out allocations."""
-    return [name for name, scheduler in SCHEDULERS.items() if scheduler.queues]
+    return [launcher for launcher in PLACES if SCHEDULERS[launcher].queues]
 
 
 def current(record: RunRecord) -> RunRecord:
@@ -84,6 +102,9 @@ def preparation_for(
         workers: see `Preparation`.
         force: see `Preparation`.
     """
+
+    # no supervisor makes stages
+    from trainkit.launch.preparation import Preparation, direct_units
 
     def runner_of(stage: str) -> UnitRunner:
         if job is None:

@@ -15,7 +15,6 @@ from trainkit.cli.config.render_plan import read_lines
 from trainkit.cli.host_options import say_hosts
 from trainkit.cli.run.attach import follow_run
 from trainkit.cli.run.progress import TrainingView
-from trainkit.cli.run.rehearse import refuse_failed, run_rehearsal
 from trainkit.cli.run.stages import bring_up_to_date, say_unused_stages, stage_ui
 from trainkit.cli.run.summary import print_ending
 from trainkit.cli.wrapper import TaskContext, TaskResult
@@ -122,6 +121,8 @@ def train(task: TaskContext, name: str, options: TrainOptions) -> TaskResult:
     jobs = load_jobs(task)
     resolved = jobs.resolve(name, options.overrides())
     if options.rehearse or resolved.job.rehearse:
+        from trainkit.cli.run.rehearse import refuse_failed, run_rehearsal
+
         refuse_failed(task, run_rehearsal(task, jobs, name, RehearseOptions.of(options)))
     start = plan_new_run(jobs, resolved, options)
     job = start.job

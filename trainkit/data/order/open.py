@@ -13,7 +13,6 @@ import numpy as np
 from trainkit.base.errors import ConfigError
 from trainkit.base.process import raise_open_file_limit
 from trainkit.data.indexed.dataset import IndexedDataset
-from trainkit.data.order.megatron_worker import open_order
 from trainkit.data.order.native import (
     Drawn,
     NativeOrder,
@@ -94,6 +93,8 @@ def open_mixture(job: Job, dataset: Dataset, split: SplitName, vocab: int) -> Mi
     """
     if not _is_megatrons(job, dataset):
         return _open_native(job, dataset, split, vocab)
+    from trainkit.data.order.megatron_worker import open_order  # what no other order needs
+
     pairs = weighed_pairs(job, dataset, split, by_documents=True)
     _refuse_no_files(dataset, split, pairs)
     order, of_index = open_order(job, dataset, split, pairs)

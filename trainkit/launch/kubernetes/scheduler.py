@@ -174,3 +174,6 @@ class KubernetesScheduler(Scheduler):
         own = OwnJobSets.of(run)
         for each in read_jobsets(run):
             own.remove(each)
+
+
+KUBERNETES = KubernetesScheduler()

@@ -299,3 +299,6 @@ class SlurmScheduler(Scheduler):
         if rows is None:
             return None
         return [row for row in rows if row.id in ids or row.state_word not in UNREMARKABLE]
+
+
+SLURM = SlurmScheduler()

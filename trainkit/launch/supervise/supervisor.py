@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 from trainkit.base.errors import ConfigError, Exit
 from trainkit.base.files import write_json
@@ -18,7 +19,6 @@ from trainkit.engines.contract import Command, Engine
 from trainkit.engines.registry import ENGINES
 from trainkit.jobs.resolved import read_job
 from trainkit.jobs.resume_changes import changed_job
-from trainkit.jobs.schema import Job
 from trainkit.launch.hosts.hostfile import Host
 from trainkit.launch.hosts.quarantine import quarantine_host
 from trainkit.launch.launchers import LAUNCHERS, supervisor_address
@@ -42,7 +42,6 @@ from trainkit.launch.supervise.rank_environment import secrets_of_ranks
 from trainkit.launch.supervise.retry_policy import HostChoice, RetryBudgets
 from trainkit.launch.supervise.root_watch import SIGN_SECONDS, RootWatch
 from trainkit.launch.supervise.stop_requests import StopRequests
-from trainkit.plan.planner import make_plan
 from trainkit.runs.events import (
     AttemptEnded,
     HostExcluded,
@@ -54,6 +53,9 @@ from trainkit.runs.events import (
 )
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import SupervisorStatus, write_supervisor_status
+
+if TYPE_CHECKING:
+    from trainkit.plan.planner import Plan
 
 CONTROL_SECONDS = 10.0  # that somebody who has proved itself has to say what it wants
 LOOK_SECONDS = 1.0  # between two looks at whether the root answers
@@ -375,7 +377,7 @@ class Supervisor:
         """Hosts of the next attempt, fewer than it had where the job can do with them."""
         return self.hosts.choose(
             self.job.nodes,
-            lambda nodes: self.job.retries.shrink and self._shrunk_job(nodes) is not None,
+            lambda nodes: self.job.retries.shrink and self._shrunk_plan(nodes) is not None,
             self.attempt.ready_hosts if self.attempt is not None else (),
         )
 
@@ -389,28 +391,26 @@ class Supervisor:
 
     def _shrink(self, hosts: Sequence[Host]) -> None:
         """Change the job where there are fewer hosts than it had."""
-        if len(hosts) < self.job.nodes and (job := self._shrunk_job(len(hosts))) is not None:
-            line = (
-                f"{len(hosts)} of {self.job.nodes} hosts are left: going on with {job.world_size}"
-                " ranks"
-            )
-            self.observer.notice(line)
+        if len(hosts) < self.job.nodes and (plan := self._shrunk_plan(len(hosts))) is not None:
+            left = f"{len(hosts)} of {self.job.nodes} hosts are left"
             written, self.job = changed_job(self.run.job, [f"nodes={len(hosts)}"])
+            self.observer.notice(f"{left}: going on with {self.job.world_size} ranks")
             write_json(self.run.job, written)
-            write_json(self.run.plan, make_plan(self.job, rules=self.engine.rules).to_json())
+            write_json(self.run.plan, plan.to_json())
 
-    def _shrunk_job(self, nodes: int) -> Job | None:
-        """The job on fewer nodes; None where the plan or the engine objects, which may read a
-        checkpoint on as many ranks as wrote it only."""
+    def _shrunk_plan(self, nodes: int) -> Plan | None:
+        """The plan on fewer nodes; None where it or the engine objects, which may read a checkpoint
+        on as many ranks as wrote it only."""
+        from trainkit.plan.planner import make_plan  # few runs do, and all would wait for it
+
         try:
             _, job = changed_job(self.run.job, [f"nodes={nodes}"])
         except ConfigError:
             return None
-        if make_plan(job, rules=ENGINES[job.engine].rules).objections:
+        plan = make_plan(job, rules=self.engine.rules)
+        if plan.objections or self.engine.problems(job):
             return None
-        if self.engine.problems(job) or self.engine.resume_problems(job, self.run):
-            return None
-        return job
+        return None if self.engine.resume_problems(job, self.run) else plan
 
     async def _until_lost_hosts_have_stopped(self) -> None:
         """Ranks of a host that we lost end when its lease does, if it cannot tell that they
