@@ -181,7 +181,8 @@ class RankTracker:
             heard = time.time() - (time.monotonic() - frame.heard)
             self.losses.append(LostContact(host, frame.why, heard, frame.silent))
             run_out = self.heartbeats.limits.lease if frame.closed else 0.0
-            self.lost_at = max(self.lost_at or 0.0, frame.heard - run_out)
+            began = frame.heard - run_out  # below 0 where the machine runs for less than a lease
+            self.lost_at = began if self.lost_at is None else max(self.lost_at, began)
             # a full disk must not keep us from stopping the others
             with contextlib.suppress(OSError):
                 self.events.write(ContactLost(node, host, frame.why))
