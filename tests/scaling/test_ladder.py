@@ -37,7 +37,9 @@ def test_budgets(text: str, price: float, budget: Budget) -> None:
     assert budget_of(text, price) == budget
 
 
-@pytest.mark.parametrize("text", ["", "much", "-1e20", "$500", "5 days", "1e999", "$5 gpu-days"])
+@pytest.mark.parametrize(
+    "text", ["", "much", "-1e20", "$500", "5 days", "1e30", "1e999", "$5 gpu-days"]
+)
 def test_what_is_no_budget(text: str) -> None:
     with pytest.raises(TrainkitError) as caught:
         budget_of(text, 0.0)
@@ -157,6 +159,7 @@ def test_hours_need_a_speed(project: Project) -> None:
         ((BUDGET, "--job", "random", "--ladder", "1,99"), 1, "the budget's model itself has"),
         ((BUDGET, "--job", "random", "--write", "x.json"), 3, "does not end in .toml"),
         ((BUDGET, "--job", "random", "--write", "jobs.toml"), 3, "jobs.toml is there already"),
+        ((BUDGET, "--job", "random", "--write", "tiny.toml"), 3, "there is a model of that name"),
         (("1e12", "--job", "random"), 3, "there are no 5 smaller ones to measure"),
     ],
 )

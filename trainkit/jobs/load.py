@@ -40,9 +40,9 @@ class Jobs:
         self.root = root
         self._builder = builder
 
-    def names(self) -> list[str]:
-        """The jobs, as ordered in the file."""
-        return list(self._builder.tables("jobs"))
+    def names(self, kind: str = "jobs") -> list[str]:
+        """The jobs, or tables of another kind, as ordered in the file."""
+        return list(self._builder.tables(kind))
 
     @property
     def default_job(self) -> str | None:

@@ -27,10 +27,11 @@ def refuse_name(jobs: Jobs, name: str, option: str) -> None:
     """
     if not re.fullmatch(NAME, name):
         raise ConfigError(f"{option} '{name}' is not a name of a job: it has to match {NAME}")
-    if name in jobs.names():
-        raise ConfigError(
-            f"{option} '{name}': there is a job of that name", hint="give another name"
-        )
+    for kind in ("jobs", "models"):  # a model of its own has the job's name
+        if name in jobs.names(kind):
+            raise ConfigError(
+                f"{option} '{name}': there is a {kind[:-1]} of that name", hint="give another name"
+            )
 
 
 def add_job(

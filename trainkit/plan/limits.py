@@ -166,8 +166,8 @@ def storage_objections(job: Job, storage: Storage, rules: Rules) -> Iterator[Obj
         return
     where = f"file system {storage.filesystem}" if storage.filesystem else "the disk here"
     many = f"{storage.on_disk} checkpoints of" if storage.on_disk > 1 else "a checkpoint of"
-    size = f"{storage.checkpoint_bytes / GIB:,.1f} GiB"
-    message = f"{many} {size} on disk at once, {where} has {room / GIB:,.1f} GiB"
+    size = _gib(storage.checkpoint_bytes)
+    message = f"{many} {size} on disk at once, {where} has {_gib(room)}"
     if not rules.deletes_old:
         out = "the engine deletes none: save less often, or delete old ones as it runs"
         yield Objection("disk-too-small", "training.save_interval", f"{message}; {out}")
@@ -178,10 +178,14 @@ def storage_objections(job: Job, storage: Storage, rules: Rules) -> Iterator[Obj
     fewer = next((n for n in range(most, 0, -1) if _kept(job, rules, n) <= at_once), None)
     if fewer is None:
         least = _kept(job, rules, 1)
-        out = f"at least {least * storage.checkpoint_bytes / GIB:,.1f} GiB are needed"
+        out = f"at least {_gib(least * storage.checkpoint_bytes)} are needed"
         yield Objection("disk-too-small", key, f"{message}; {out}")
     else:
         yield Objection("disk-too-small", key, f"{message}; nearest: {fewer}", ({key: fewer},))
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:,.1f} GiB" if size >= GIB else f"{size / GIB:.2g} GiB"
 
 
 def _kept(job: Job, rules: Rules, last: int) -> int:

@@ -32,6 +32,7 @@ from trainkit.scaling.points import setting_of
 from trainkit.scaling.report import Prediction, ScalingLaw
 
 HOURS = {"hours": 1.0, "days": 24.0}
+LARGEST = 1e28  # FLOPs, hours or dollars: for any more the search for a depth takes minutes
 
 
 def budget_of(text: str, price: float) -> Budget:
@@ -49,7 +50,7 @@ def budget_of(text: str, price: float) -> Budget:
         amount = float(found[2]) if found else math.nan
     except ValueError:
         amount = math.nan
-    if found is None or not 0 < amount < math.inf or (found[1] and found[3]):
+    if found is None or not 0 < amount <= LARGEST or (found[1] and found[3]):
         raise TrainkitError(
             f"'{text}' is no budget: expected FLOPs (1e20), dollars ('$500') or '64 gpu-days'",
             exit=Exit.USAGE,
