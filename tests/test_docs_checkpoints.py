@@ -10,10 +10,9 @@ from tests.conftest import Project
 from trainkit.base.errors import Exit
 from trainkit.jobs.load import load
 from trainkit.jobs.schema import CheckpointSettings, Training
-from trainkit.runs.checkpoints import SAMPLED, UNFINISHED_SUFFIX
+from trainkit.runs.checkpoints import LOCK, SAMPLED, UNFINISHED_SUFFIX
 from trainkit.runs.sample_windows import SLOTS
 from trainkit.train.checkpoint.manager import MAX_FAILURES
-from trainkit.train.checkpoint.save_load import LOCK
 from trainkit.train.main import LEAVE_SECONDS
 
 TEXT = (Path(__file__).resolve().parent.parent / "docs/checkpoints.md").read_text()

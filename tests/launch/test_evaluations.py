@@ -86,6 +86,7 @@ def test_beside_training(project: Project) -> None:
     (path,) = project.runs()
     run = RunFolder(path)
     records = read_evaluations(run)
+    assert [folder.name for folder in published_folders(run.checkpoints)] == ["step-00000020"]
     assert [(r.step, r.name, bool(r.error)) for r in records] == [
         (10, "held-out", False),
         (20, "held-out", False),

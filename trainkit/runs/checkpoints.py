@@ -109,6 +109,7 @@ def describe_read_error(error: OSError) -> str:
     )
 
 
+LOCK = "writer.lock"  # held by rank 0 while it publishes
 PINNED = "pinned"  # a file of this name in a checkpoint's folder: it stays
 PUBLISHED_NAME = re.compile(r"step-(\d{8,})")
 UNFINISHED_SUFFIX = ".tmp"

@@ -17,6 +17,7 @@ from trainkit.base.locks import locked
 from trainkit.jobs.resolved import read_job
 from trainkit.jobs.schema import CheckpointSettings
 from trainkit.runs.checkpoints import (
+    LOCK,
     PINNED,
     UNFINISHED_SUFFIX,
     Checkpoint,
@@ -187,7 +188,7 @@ def leftovers(run: RunFolder, keep: int, *, damaged: bool) -> Iterator[Leftover]
 
 
 def delete_leftovers(
-    run: RunFolder, found: Sequence[Leftover], lock: Path, keep: int, *, damaged: bool
+    run: RunFolder, found: Sequence[Leftover], keep: int, *, damaged: bool
 ) -> list[Leftover]:
     """Delete what `leftovers` found, and return what is deleted. The newest checkpoint is read
     first: if it is damaged, older ones may be all there is.
@@ -195,7 +196,6 @@ def delete_leftovers(
     Args:
         run: the run.
         found: what is to be deleted.
-        lock: the file that writers of checkpoints lock.
         keep: as for `leftovers`.
         damaged: as for `leftovers`.
 
@@ -206,7 +206,7 @@ def delete_leftovers(
     checkpoints = valid_by_size(run.checkpoints)
     if checkpoints:
         open_verified(checkpoints[-1].folder)
-    with locked(lock, {"host": os.uname().nodename, "task": "clean"}, wait=False):
+    with locked(run.checkpoints / LOCK, {"host": os.uname().nodename, "task": "clean"}, wait=False):
         if checkpoints:
             prune(run.checkpoints, _policy(run, keep), checkpoints[-1].manifest.step)
         for folder in run.checkpoints.glob(f"step-*{UNFINISHED_SUFFIX}"):

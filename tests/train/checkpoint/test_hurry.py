@@ -21,10 +21,10 @@ from trainkit.base.files import remove
 from trainkit.base.locks import locked
 from trainkit.jobs.schema import CheckpointSettings
 from trainkit.runs import manifest, retention
-from trainkit.runs.checkpoints import checkpoint_folder, set_aside
+from trainkit.runs.checkpoints import LOCK, checkpoint_folder, set_aside
 from trainkit.runs.retention import prune
 from trainkit.train.checkpoint.manager import CheckpointManager, CheckpointObserver
-from trainkit.train.checkpoint.save_load import LOCK, CheckpointMetadata, writer_lock
+from trainkit.train.checkpoint.save_load import CheckpointMetadata, writer_lock
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

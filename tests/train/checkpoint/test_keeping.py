@@ -23,6 +23,7 @@ from trainkit.base.errors import TrainkitError
 from trainkit.base.locks import locked
 from trainkit.jobs.schema import CheckpointSettings
 from trainkit.runs.checkpoints import (
+    LOCK,
     Checkpoint,
     checkpoint_folder,
     files_to_hash,
@@ -37,7 +38,7 @@ from trainkit.runs.retention import pin, prune, retention_reasons, valid_by_size
 from trainkit.train.checkpoint import save_load as checkpoint
 from trainkit.train.checkpoint.dcp_storage import DcpReader, TensorLoadPlanner
 from trainkit.train.checkpoint.newest import newest_valid_together
-from trainkit.train.checkpoint.save_load import LOCK, CheckpointMetadata, NotSaved
+from trainkit.train.checkpoint.save_load import CheckpointMetadata, NotSaved
 from trainkit.train.checkpoint.staging import StagingBuffers
 from trainkit.train.parallel.shards import Shards
 

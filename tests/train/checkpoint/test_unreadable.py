@@ -18,6 +18,7 @@ from trainkit.base.locks import locked
 from trainkit.jobs.schema import CheckpointSettings
 from trainkit.runs import checkpoints, manifest, retention
 from trainkit.runs.checkpoints import (
+    LOCK,
     SET_ASIDE_SUFFIX,
     NewerCheckpoint,
     UnreadableCheckpoint,
@@ -31,7 +32,7 @@ from trainkit.runs.retention import pin
 from trainkit.train.checkpoint import save_load as checkpoint
 from trainkit.train.checkpoint.manager import CheckpointManager
 from trainkit.train.checkpoint.newest import newest_valid_together
-from trainkit.train.checkpoint.save_load import LOCK, CheckpointMetadata
+from trainkit.train.checkpoint.save_load import CheckpointMetadata
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

@@ -18,11 +18,11 @@ from tests.train.checkpoint.test_keeping import save, steps_in
 from trainkit.base.errors import TrainkitError
 from trainkit.base.locks import LockBusy, locked
 from trainkit.jobs.schema import CheckpointSettings
-from trainkit.runs.checkpoints import checkpoint_folder, open_checkpoint, verify
+from trainkit.runs.checkpoints import LOCK, checkpoint_folder, open_checkpoint, verify
 from trainkit.runs.manifest import Manifest
 from trainkit.train.checkpoint import save_load as checkpoint
 from trainkit.train.checkpoint.manager import CheckpointManager
-from trainkit.train.checkpoint.save_load import LOCK, NotSaved
+from trainkit.train.checkpoint.save_load import NotSaved
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

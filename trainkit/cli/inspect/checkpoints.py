@@ -66,10 +66,9 @@ def _delete(
     task: TaskContext, run: RunFolder, found: list[Leftover], keep: int, *, damaged: bool
 ) -> list[Leftover]:
     """Delete; returns what is deleted, and says why not the rest."""
-    from trainkit.train.checkpoint.save_load import LOCK  # imports torch
 
     try:
-        return delete_leftovers(run, found, run.checkpoints / LOCK, keep, damaged=damaged)
+        return delete_leftovers(run, found, keep, damaged=damaged)
     except LockBusy:
         task.say(f"run {run.id} is being written to: nothing is deleted")
     except TrainkitError as error:

@@ -21,6 +21,7 @@ from trainkit.base.process import is_running, reap_child, start_child, stop_chil
 from trainkit.base.worker import PARENT_VARIABLE
 from trainkit.jobs.schema import EvaluationSettings, Job
 from trainkit.launch.supervise.stop_requests import StopRequests
+from trainkit.runs.checkpoints import LOCK, published_folders, step_of
 from trainkit.runs.evaluations import (
     EvaluationRecord,
     add_evaluation,
@@ -28,6 +29,7 @@ from trainkit.runs.evaluations import (
     evaluation_folder,
 )
 from trainkit.runs.folder import RunFolder
+from trainkit.runs.retention import prune
 
 LOOK_SECONDS = 2.0  # between looks for a new checkpoint
 POLL_SECONDS = 0.1
@@ -58,9 +60,23 @@ async def evaluate_checkpoints(
                 tried.add((found[0], found[1].name))
                 await _make(run, *found, say)
             elif over:
+                if tried:
+                    await asyncio.to_thread(_delete_evaluated, run, job, say)
                 return
             else:
                 await asyncio.sleep(LOOK_SECONDS)
+
+
+def _delete_evaluated(run: RunFolder, job: Job, say: Say) -> None:
+    """Delete checkpoints that stayed to be evaluated only: no save that follows does."""
+    newest = max(map(step_of, published_folders(run.checkpoints)), default=0)
+    writers = locked(run.checkpoints / LOCK, {"host": os.uname().nodename}, wait=False)
+    try:
+        prune(run.checkpoints, job.checkpoint, newest, writers)
+    except LockBusy:
+        return  # training goes on
+    except (OSError, TrainkitError) as error:
+        say(f"a checkpoint that was evaluated could not be deleted: {error}")
 
 
 @contextlib.contextmanager

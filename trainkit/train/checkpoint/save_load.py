@@ -27,6 +27,7 @@ from trainkit.base.locks import LockBusy, locked
 from trainkit.base.printable import warn
 from trainkit.jobs.schema import Job
 from trainkit.runs.checkpoints import (
+    LOCK,
     UNFINISHED_SUFFIX,
     Checkpoint,
     DamagedCheckpoint,
@@ -48,8 +49,6 @@ from trainkit.train.checkpoint.dcp_storage import (
     TensorLoadPlanner,
     TensorSavePlanner,
 )
-
-LOCK = "writer.lock"  # held by rank 0 while it publishes
 
 
 class NotSaved(TrainkitError):
