@@ -1,61 +1,64 @@
 """The words of a command in a shell script, read without running anything.
 
 What is understood: comments, quotes, lines that go on after a backslash, NAME=value and
-NAME=(array), $NAME, ${NAME}, ${NAME[@]}, ${NAME:-default}, $((integers)) and `bash -c TEXT`
-(POSIX.1-2024, Shell Command Language, 2.5 to 2.9; arrays as bash has them). `if`, && and || take
-the branch that comparisons of what is known say, and a variable that nobody gave is empty there.
-What only running the script would tell is read as if it ran once. Both are noted where they set
+NAME=(array), $NAME, ${NAME}, ${NAME[@]}, ${NAME:-default}, $((integers)), (( )), `let`,
+`eval TEXT` and `bash -c TEXT` (POSIX.1-2024, Shell Command Language, 2.5 to 2.9; arrays as bash
+has them). `if`, `case`, && and || take the branch that what is known says (shell_branches). A
+function is read where it is called, with the words of the call; one that is not, where it stands.
+What only running the script would tell is read as if it ran once, and noted where it sets
 anything.
 """
 
 from __future__ import annotations
 
-import ast
 import itertools
-import operator
 import re
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from trainkit.base.errors import ConfigError
+from trainkit.engines.shell_branches import (
+    ASSIGNMENT,
+    DECLARES,
+    INNER,
+    LONGEST,
+    OPENS,
+    PRINTS,
+    QUOTED,
+    Branches,
+    calculate,
+    computed,
+    elements,
+    expanded,
+    substituted,
+    unquoted,
+)
 
-_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 _NAME = re.compile(r"[A-Za-z_]\w*(=|$)")
-_VARIABLE = re.compile(
-    r"\$(?:([A-Za-z_]\w*|\d)|\{([A-Za-z_]\w*|\d)(?:\[[@*]\])?(?::?[-=]((?:[^{}]|\{[^{}]*\})*))?\})"
-)
 _DEFAULT = re.compile(r"[\"']?\$\{([A-Za-z_]\w*):?=(.*)\}[\"']?", re.DOTALL)
-_ARITHMETIC = re.compile(r"\$\(\(([^()]*)\)\)")
-_UNKNOWN = re.compile(
-    r"\$\(\([^()]*\)\)|\$\([^()]*\)|`[^`]*`|\$\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}|\$(?:\w+|[@*#?])"
-)
-# a command in double quotes has quotes of its own
-_QUOTED = r"""'[^']*'|"(?:[^"\\`$]|\\.|`[^`]*`|\$\([^()]*\)|\$)*+\""""
-_QUOTE = re.compile(rf"{_QUOTED}|\\.", re.DOTALL)
-_PIECE = re.compile(rf"{_QUOTED}|(?P<comment>(?<![^\s;])\#[^\n]*)|\\.|.", re.DOTALL)
-_NESTED = r"\$\(\([^()]*\)\)|\$\([^()]*\)|\$\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}|`[^`]*`"
+_PIECE = re.compile(rf"{QUOTED}|(?P<comment>(?<![^\s;])\#[^\n]*)|\\.|.", re.DOTALL)
+_NESTED = rf"\$\({INNER}\)|\$\{{[^{{}}]*(?:\{{[^{{}}]*\}}[^{{}}]*)*\}}|`[^`]*`"
 _TOKEN = re.compile(
     r"(?P<join>\\\n)|(?P<redirect>(?<!\S)\d(?=[<>]))"
-    rf"|(?P<word>(?:{_QUOTED}|{_NESTED}|(?<==)\((?:{_QUOTED}|{_NESTED}|[^()'\"])*+\)"
-    r"|\\[^\n]|[^\s;|&<>()'\"`\\])+)"
-    r"|(?P<end>\n|&&|\|\||[;|&<>()])",
+    rf"|(?P<word>\(\({INNER}\)\)|(?:{QUOTED}|{_NESTED}"
+    rf"|(?<==)\((?:{QUOTED}|{_NESTED}|[^()'\"])*+\)|\\[^\n]|[^\s;|&<>()'\"`\\])+)"
+    r"|(?P<end>\n|;;&|;;|;&|&&|\|\||[;|&<>()])",
     re.DOTALL,
 )
+# made one: NAME() {, function NAME {
+_FUNCTION = re.compile(
+    r"(^[ \t]*|;[ \t]*)(?:function[ \t]+([\w-]+)(?:[ \t]*\([ \t]*\))?|([\w-]+)[ \t]*\([ \t]*\))"
+    r"\s*\{(?=\s)",
+    re.MULTILINE,
+)
+_INTEGER = re.compile(r"(?:local|readonly|declare|typeset) -[a-zA-Z]*i[a-zA-Z]*")
 _SHELL = re.compile(r"(?:\S*/)?(?:ba)?sh -[a-z]*c")
-_PRINTS = ("echo", "printf")
-_DECLARES = ("export", "local", "readonly", "declare", "typeset")
-_OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.FloorDiv: operator.floordiv,
-    ast.Div: operator.floordiv,
-    ast.Mod: operator.mod,
-}
-DEEPEST = 20  # variables in variables
-LONGEST = 10**5  # characters of a value; variables that hold each other would grow without end
+_BEFORE_A_COMMAND = ("then", "else", "do", "{")
+_ALL_WORDS = re.compile(r'"\$(?:@|\{@\})"|\$[@*]|\$\{[@*]\}')  # of a call
+_NUMBERED = "123456789"
+_Read = tuple[str, list[str]]  # what stands before a command, such as && or ;, and its words
 
 
 @dataclass
@@ -115,12 +118,14 @@ def find_command(
     Raises ValueError for text that no shell takes: a quote without its end.
     """
     variables = dict(caller or {})
-    branches = _Branches(script)
+    branches = Branches(script)
     exported: dict[str, None] = {}  # names, in the order of the script
     found = None
     times = 0
-    for before, every in _commands(text):
+    rest, functions = _functions(list(_commands(text)))
+    for before, every in _followed(rest, functions, variables):
         words = branches.within(before, every, variables)
+        branches.notes |= dict.fromkeys(calculate(words, variables))
         command = _assigned(words, variables)
         names = _exported_names(words, for_command=bool(command))
         if cut := _cut(command, variables, script):
@@ -131,6 +136,8 @@ def find_command(
             exported |= dict.fromkeys(names)
         elif words[:1] in (["source"], ["."]):
             branches.notes[f"{' '.join(words)}: that file was not read"] = None
+        elif _INTEGER.fullmatch(" ".join(words[:2])):
+            branches.notes[f"{' '.join(words)}: read as text, not worked out"] = None
     if found is None:
         # CMD="pretrain_gpt.py ..." that something else runs
         for name in variables:
@@ -163,7 +170,7 @@ def _exported_names(words: Sequence[str], *, for_command: bool) -> list[str]:
         return [word.partition("=")[0] for word in words[1:] if _NAME.match(word)]
     if not for_command:
         return []
-    in_front = itertools.takewhile(_ASSIGNMENT.fullmatch, words)
+    in_front = itertools.takewhile(ASSIGNMENT.fullmatch, words)
     return [word.partition("=")[0] for word in in_front]
 
 
@@ -171,24 +178,24 @@ def _values(names: Iterable[str], variables: Mapping[str, str]) -> dict[str, str
     """What is known of the values of variables; those that were never given one are left out:
     they are the caller's."""
     known = [name for name in dict.fromkeys(names) if name in variables]
-    return {name: " ".join(_expanded(f'"${name}"', variables, [])) for name in known}
+    return {name: " ".join(expanded(f'"${name}"', variables, [])) for name in known}
 
 
 def _cut(words: list[str], variables: Mapping[str, str], script: str) -> ShellCommand | None:
     """A command whose words are still to be expanded, cut at the script; None where it runs
     another."""
-    if words and words[0] in _PRINTS:
+    if words and words[0] in PRINTS:
         return None
     unknown: list[str] = []
-    expanded = [each for word in words for each in _expanded(word, variables, unknown)]
-    at = next((at for at, word in enumerate(expanded) if word.endswith(script)), None)
+    said = [each for word in words for each in expanded(word, variables, unknown)]
+    at = next((at for at, word in enumerate(said) if word.endswith(script)), None)
     if at is None:
         return None
     # an array may hold several options in one pair of quotes
-    after = [each for word in expanded[at + 1 :] for each in _options(word)]
-    launcher = " ".join(expanded[: at + 1])
+    after = [each for word in said[at + 1 :] for each in _options(word)]
+    launcher = " ".join(said[: at + 1])
     own = [each for each in unknown if each not in launcher or each in " ".join(after)]
-    return ShellCommand(expanded[:at], after, list(dict.fromkeys(own)))
+    return ShellCommand(said[:at], after, list(dict.fromkeys(own)))
 
 
 def _options(word: str) -> list[str]:
@@ -197,30 +204,118 @@ def _options(word: str) -> list[str]:
     return [word]
 
 
-def _commands(text: str) -> Iterator[tuple[str, list[str]]]:
+def _commands(text: str) -> Iterator[_Read]:
     """Of one command after another, what stands before it, such as && or ;, and its raw words:
-    quotes are still there. NAME=(words) is one word. Of `bash -c TEXT` they are those of TEXT."""
+    quotes are still there. NAME=(words) is one word. Of `bash -c TEXT` and `eval TEXT` they are
+    those of TEXT. In front of a function's { stands the command `function NAME`."""
     before = "\n"
     words: list[str] = []
-    for match in _TOKEN.finditer(_without_comments(text)):
+    for match in _TOKEN.finditer(_FUNCTION.sub(r"\1function \2\3\n{", _without_comments(text))):
         kind = match.lastgroup
         if kind == "word":
             words.append(match[0])
-        elif kind == "end":
+        elif kind == "end" and (words or match[0] != "\n" or before not in ("&&", "||", "|")):
             yield from _opened_shell(before, words)
             before = match[0]
             words = []
     yield from _opened_shell(before, words)
 
 
-def _opened_shell(before: str, words: list[str]) -> Iterator[tuple[str, list[str]]]:
+def _opened_shell(before: str, words: list[str]) -> Iterator[_Read]:
     pairs = map(" ".join, itertools.pairwise(words[:-1]))
     at = next((at for at, pair in enumerate(pairs) if _SHELL.fullmatch(pair)), None)
-    if at is None or words[0] in _PRINTS:
+    start = _start(words)
+    if words[start : start + 1] == ["eval"]:
+        text = " ".join(map(unquoted, words[start + 1 :]))
+    elif at is None or words[0] in PRINTS:
         yield before, words
         return
-    for number, (inside, inner) in enumerate(_commands(_unquoted(words[at + 2]))):
-        yield inside if number else before, inner
+    else:
+        text = unquoted(words[at + 2])
+    for number, (inside, inner) in enumerate(_commands(text)):
+        yield (inside, inner) if number else (before, [*words[:start], *inner])
+
+
+def _start(words: Sequence[str]) -> int:
+    """How many words stand in front of a command, such as `then`."""
+    return sum(1 for _ in itertools.takewhile(lambda word: word in _BEFORE_A_COMMAND, words))
+
+
+def _functions(commands: list[_Read]) -> tuple[list[_Read], dict[str, list[_Read]]]:
+    """A script without the functions that it calls by their names, and these."""
+    called = {word for _, words in commands for word in words[_start(words) :][:1]}
+    rest: list[_Read] = []
+    found: dict[str, list[_Read]] = {}
+    body = rest
+    depth = 0
+    for before, words in commands:
+        if words[:1] == ["function"] and not depth:  # its { comes next
+            body = found.setdefault(words[-1], []) if words[-1] in called else rest
+            continue
+        if body is not rest:  # JSON in a text has braces too
+            depth += "{" in (*words[:1], *words[-1:])
+            depth -= words[:1] in (["}"], ["},"])
+        body.append((before, words))
+        if not depth:
+            body = rest
+    return (commands, {}) if depth else (rest, found)
+
+
+def _followed(
+    commands: Iterable[_Read], functions: Mapping[str, list[_Read]], variables: dict[str, str]
+) -> Iterator[_Read]:
+    """The commands, and in the place of a call those of its function. Whoever reads them sets
+    `variables` between two of them."""
+    for before, words in commands:
+        start = _start(words)
+        name = "".join(words[start : start + 1])
+        if name not in functions:
+            yield before, words
+            continue
+        given = [
+            f'"{each}"' if "$" in each or "`" in each else shlex.quote(each)
+            for word in words[start + 1 :]
+            for each in expanded(word, variables, [])
+        ]
+        others = {each: body for each, body in functions.items() if each != name}
+        yield before, [*words[:start], "{"]
+        yield from _followed(_body(functions[name], given, variables), others, variables)
+        yield ";", ["}"]
+
+
+def _body(body: list[_Read], given: list[str], variables: dict[str, str]) -> Iterator[_Read]:
+    """A function's commands; "$@" and $1 are the words that it was given, until it is not known
+    by how many they are shifted."""
+    kept = {number: variables.get(number) for number in _NUMBERED}
+    for _, words in body:
+        inner = words[_start(words) :]
+        if inner[:1] in (["local"], ["declare"], ["typeset"]):
+            names = [word.partition("=")[0] for word in inner[1:]]
+            kept |= {name: variables.get(name) for name in names}
+    known = True
+    asked = False  # whether what follows may not be run
+    for before, words in body:
+        inner = words[_start(words) :]
+        asked = asked or inner[:1] in [[each] for each in OPENS]
+        if inner[:1] == ["shift"]:
+            by = "".join(inner[1:]) or "1"
+            open_end = asked or before in ("&&", "||") or any(map(_ALL_WORDS.search, given))
+            known = known and by.isdigit() and not open_end
+            given = given[int(by) :] if known else []
+        for number in _NUMBERED:
+            variables.pop(number, None)
+        variables.update(zip(_NUMBERED, map(unquoted, given), strict=False))
+        yield before, [each for word in words for each in _given(word, given)] if known else words
+    for name, value in kept.items():
+        variables.pop(name, None)
+        if value is not None:
+            variables[name] = value
+
+
+def _given(word: str, given: list[str]) -> list[str]:
+    if _ALL_WORDS.fullmatch(word):
+        return given
+    return [_ALL_WORDS.sub(lambda match: " ".join(given), word)]
 
 
 def _without_comments(text: str) -> str:
@@ -237,264 +332,26 @@ def _without_comments(text: str) -> str:
 
 def _assigned(words: Sequence[str], variables: dict[str, str]) -> list[str]:
     """Make the assignments that a command begins with; returns its other words."""
-    rest = [word for word in words if word not in _DECLARES]
+    rest = [word for word in words if word not in DECLARES]
     while len(rest) < len(words) and rest and rest[0].startswith("-"):  # declare -a NAME=(...)
         rest = rest[1:]
-    while rest and (match := _ASSIGNMENT.fullmatch(rest[0])):
+    while rest and (match := ASSIGNMENT.fullmatch(rest[0])):
         name, adds, value = match.groups()
         rest = rest[1:]
+        between = ""
         if value.startswith("("):
-            inner = _without_comments(value[1:-1]).replace("\\\n", " ")
+            inner = elements(_without_comments(value[1:-1]).replace("\\\n", " "))
             value = " ".join(inner.split())
+            between = " "
         else:
-            value = _unquoted(value)
+            value = unquoted(value)
         # as the shell does it, now: a variable may be its own beginning. What is not known yet may
         # be another's business, and never its own.
-        value = _substituted(value, {name: "", **variables})[:LONGEST]
-        variables[name] = f"{variables.get(name, '')} {value}".strip() if adds else value
+        value = computed(substituted(value, {name: "", **variables}), variables)[:LONGEST]
+        old = variables.get(name, "") if adds else ""
+        variables[name] = f"{old}{between}{value}" if old else value
     if rest[:1] == [":"]:  # `: ${NAME:=value}` gives a value to what has none
         for given in filter(None, map(_DEFAULT.fullmatch, rest[1:])):
             if not variables.get(given[1]):
-                variables[given[1]] = _substituted(_unquoted(given[2]), variables)[:LONGEST]
+                variables[given[1]] = substituted(unquoted(given[2]), variables)[:LONGEST]
     return rest
-
-
-_BRACKETS = ("[", "[[", "]", "]]", "test")
-_COMPARED: Mapping[str, Callable[[str, str], bool]] = {
-    "=": operator.eq,
-    "==": operator.eq,
-    "!=": operator.ne,
-    "-eq": lambda first, second: int(first) == int(second),
-    "-ne": lambda first, second: int(first) != int(second),
-    "-lt": lambda first, second: int(first) < int(second),
-    "-le": lambda first, second: int(first) <= int(second),
-    "-gt": lambda first, second: int(first) > int(second),
-    "-ge": lambda first, second: int(first) >= int(second),
-}
-
-
-_READ = "only running it tells; all that depends on it was read, one after the other"
-
-
-def _decided(words: Sequence[str], variables: Mapping[str, str]) -> bool | None:
-    """What a condition says; None where only running it would tell."""
-    inner = [word for word in words if word not in _BRACKETS]
-    if len(inner) == len(words):
-        return None
-    if inner[:1] == ["!"]:
-        found = _decided(["test", *inner[1:]], variables)
-        return None if found is None else not found
-    if inner[:1] == ["-v"] and len(inner) == 2:
-        return inner[1] in variables
-    known = {name: value for name, value in variables.items() if "$" not in value}
-    said = [_VARIABLE.sub(lambda match: _given(match, known), _unquoted(word)) for word in inner]
-    if any("$" in word or "`" in word for word in said):
-        return None
-    if len(said) == 1:
-        return said[0] != ""
-    if len(said) == 2 and said[0] in ("-z", "-n"):
-        return (said[1] == "") == (said[0] == "-z")
-    if len(said) != 3 or said[1] not in _COMPARED:
-        return None
-    try:
-        return _COMPARED[said[1]](said[0], said[2])
-    except ValueError:
-        return None
-
-
-def _given(match: re.Match[str], variables: Mapping[str, str]) -> str:
-    """A variable's value; nothing where it has none."""
-    found = _value(match, variables)
-    return "" if found == match[0] else found
-
-
-def _joined(first: bool | None, operator: str, second: bool | None) -> bool | None:
-    """`first && second` or `first || second` of what may be unknown."""
-    stops = operator == "||"
-    if stops in (first, second):
-        return stops
-    return None if None in (first, second) else not stops
-
-
-@dataclass
-class _Branch:
-    """An `if`, a loop or a `case` whose end has not come.
-
-    Args:
-        now: whether the branch that is being read is taken; None: nobody knows, so it is read.
-        done: one of them was.
-        condition: as it is written.
-        why: what of its conditions the script alone does not say; "": nothing.
-    """
-
-    now: bool | None = None
-    done: bool = False
-    condition: str = ""
-    why: str = ""
-
-    def ask(self, operator: str, words: Sequence[str], variables: Mapping[str, str]) -> None:
-        """One more command of the condition, behind `operator`; "": the first."""
-        found = _decided(words, variables)
-        if operator:
-            found = _joined(self.now, operator, found)
-        self.condition = f"{self.condition} {operator} {' '.join(words)}".strip()
-        self.now = False if self.done else found
-        names = [match[1] or match[2] for match in _VARIABLE.finditer(" ".join(words))]
-        names += [name for flag, name in itertools.pairwise(words) if flag == "-v"]
-        unset = [name for name in names if name not in variables]
-        if self.done:
-            return
-        if found is None:
-            self.why = f"`{self.condition}`: {_READ}"
-        elif unset:
-            taken = "true" if found else "false"
-            said = ", ".join(dict.fromkeys(unset))
-            self.why = f"`{self.condition}`: {taken} here, for nothing in the file sets {said}"
-
-
-class _Branches:
-    """Leaves out commands of branches that are not taken, and notes what was assumed.
-
-    Args:
-        script: the program that is looked for.
-    """
-
-    def __init__(self, script: str) -> None:
-        self.script = script
-        self.open: list[_Branch] = []
-        self.asking = False  # between `if` and `then`
-        self.line = _Branch()  # the commands before && or ||
-        self.notes: dict[str, None] = {}
-
-    def within(
-        self, before: str, words: Sequence[str], variables: Mapping[str, str]
-    ) -> Sequence[str]:
-        """What of a command is to be read.
-
-        Args:
-            before: what stands before it, such as && or ;.
-            words: its own.
-            variables: what is known so far.
-        """
-        while words and self._opened(words, variables):
-            words = () if self.asking else words[1:]
-            before = "\n"
-        if self.asking:
-            if words and before in ("&&", "||"):
-                self.open[-1].ask(before, words, variables)
-            return ()
-        skipped = self._skipped(before, words, variables)
-        if self._sets(words):
-            self.notes |= {each.why: None for each in (*self.open, self.line) if each.why}
-        return () if skipped else words
-
-    def _opened(self, words: Sequence[str], variables: Mapping[str, str]) -> bool:
-        """Whether the first word is one of the shell's own, which is done with."""
-        first = words[0]
-        if first in ("if", "elif"):
-            if first == "if" or not self.open:
-                self.open.append(_Branch())
-            branch = self.open[-1]
-            branch.done = branch.done or branch.now is True
-            branch.condition = ""
-            branch.ask("", words[1:], variables)
-            self.asking = True
-        elif first in ("for", "while", "until", "case"):
-            self.open.append(_Branch(why=f"`{' '.join(words)}`: {_READ}"))
-            self.asking = first != "case"
-        elif first == "else" and self.open:
-            branch = self.open[-1]
-            branch.done = branch.done or branch.now is True
-            branch.now = False if branch.done else (True if branch.now is False else None)
-        elif first in ("fi", "done", "esac") and self.open:
-            self.open.pop()
-        elif first in ("then", "do"):
-            self.asking = False
-        else:
-            return first in ("{", "}")
-        return True
-
-    def _skipped(self, before: str, words: Sequence[str], variables: Mapping[str, str]) -> bool:
-        """Whether a command is in a branch that is not taken, or behind && or || that stop."""
-        skipped = any(branch.now is False for branch in self.open)
-        if before not in ("&&", "||"):
-            self.line = _Branch()
-        elif self.line.now is (before == "||"):
-            return True
-        if words and words[0] in _BRACKETS:
-            self.line.ask("", words, variables)
-        elif before not in ("&&", "||"):
-            self.line.now = True  # a command is taken to succeed
-        return skipped
-
-    def _sets(self, words: Sequence[str]) -> bool:
-        """Whether a command gives a variable its value, or is the one that is looked for."""
-        if not words or words[0] in _PRINTS:
-            return False
-        gives = words[0] in (*_DECLARES, ":") or _ASSIGNMENT.fullmatch(words[0])
-        return bool(gives) or any(self.script in each for each in words)
-
-
-def _unquoted(word: str) -> str:
-    """A word without its quotes and backslashes (POSIX.1-2024, Shell Command Language, 2.2)."""
-    return _QUOTE.sub(_bare, word)
-
-
-def _bare(match: re.Match[str]) -> str:
-    piece = match[0]
-    if piece.startswith("\\"):
-        return piece[1:]
-    inner = piece[1:-1].replace("\\\n", " ")
-    return inner if piece.startswith("'") else re.sub(r'\\([$`"\\])', r"\1", inner)
-
-
-def _expanded(word: str, variables: Mapping[str, str], unknown: list[str]) -> list[str]:
-    """One word of a command as the program gets it: none, one or several."""
-    if word.startswith("'") and word.endswith("'"):
-        return [word[1:-1]]
-    whole = _VARIABLE.fullmatch(word.strip('"'))
-    text = word
-    for _ in range(DEEPEST):
-        new = _substituted(text, variables)
-        if new == text or len(new) > LONGEST:
-            break
-        text = new
-    text = _ARITHMETIC.sub(lambda match: _computed(match, variables), text)
-    unknown += [match[0] for match in _UNKNOWN.finditer(text)]
-    if whole or "$" in word:
-        try:
-            return shlex.split(text)
-        except ValueError:
-            return [text]
-    return [_unquoted(text)]
-
-
-def _substituted(text: str, variables: Mapping[str, str]) -> str:
-    """The text with every variable that is known replaced, once."""
-    return _VARIABLE.sub(lambda match: _value(match, variables), text)
-
-
-def _value(match: re.Match[str], variables: Mapping[str, str]) -> str:
-    name = match[1] or match[2]
-    if match[3] is not None and not variables.get(name):
-        return _unquoted(match[3])
-    return variables.get(name, match[0])
-
-
-def _computed(match: re.Match[str], variables: Mapping[str, str]) -> str:
-    """$((...)) of whole numbers; itself where it is something else."""
-    try:
-        return str(_integer(ast.parse(match[1].strip(), mode="eval").body, variables))
-    except (SyntaxError, ValueError, ZeroDivisionError):
-        return match[0]
-
-
-def _integer(node: ast.expr, variables: Mapping[str, str]) -> int:
-    if isinstance(node, ast.Constant) and isinstance(node.value, int):
-        return node.value
-    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-        left = _integer(node.left, variables)
-        return _OPERATORS[type(node.op)](left, _integer(node.right, variables))
-    if isinstance(node, ast.Name):  # a name needs no $ there
-        return int(variables.get(node.id, ""))
-    raise ValueError("not whole numbers")

@@ -162,7 +162,56 @@ torchrun pretrain_gpt.py "${MODEL[@]}" "${HEADS[@]}" $RATE ${TRAINING[@]}
 """
 
 
-@pytest.mark.parametrize("text", [SCRIPT, DECIDED, ARRAYS])
+# a known word of `case`, and groups behind && and ||
+CASES = r"""
+SIZE=7b; NODES=2; EMPTY=; NAME=gpt; NAME+=_$SIZE
+case "$SIZE" in 7b) LAYERS=32;; *) LAYERS=12;; esac
+case $SIZE$NODES in
+    (7b1 | 13b?) HEADS=1 ;;   # neither
+    "7b"[0-9])
+        case $NAME in llama*) HEADS=2 ;; [!l]*_7b) HEADS=8 ;; esac ;;
+    *) HEADS=3 ;;
+esac
+case '*' in \*) HIDDEN=64 ;; *) HIDDEN=1 ;; esac
+if [ $NODES = 1 ]; then case $SIZE in 7b) HIDDEN=2;; esac; fi
+[ -n "$EMPTY" ] && { LENGTH=1; ITERS=1; } || { LENGTH=2048; ITERS=5; }
+[ $NODES = 1 ] &&
+    ITERS=6
+torchrun pretrain_gpt.py --num-layers $LAYERS --hidden-size $HIDDEN --train-iters $ITERS \
+    --num-attention-heads $HEADS --seq-length $LENGTH --save $NAME
+"""
+
+
+# whole numbers that are counted on
+COUNTS = r"""
+LAYERS=3; NODES=4; RANKS=-7
+(( LAYERS++ )); let LAYERS*=2 LAYERS+=1; (( --LAYERS, HEADS = (NODES + 1) * 2 ))
+((LAYERS -= 2)) && HIDDEN=$(( (NODES + NODES) * (HEADS - 2) ))
+if (( NODES > 3 )); then RANKS=$((RANKS / 2)); fi; (( NODES == 3 )) && RANKS=0
+NODES=$((NODES % 3)); MODEL=(--hidden-size $HIDDEN --save "a b")
+torchrun pretrain_gpt.py --num-layers $LAYERS "${MODEL[@]}" --num-attention-heads $HEADS \
+    --seq-length $NODES --seed $RANKS
+"""
+
+
+# functions, with the words of their calls
+CALLS = r"""
+LAYERS=1; SIZE=64
+run() { torchrun pretrain_gpt.py "$@"; }
+function sized
+{
+    local LAYERS=$1 NAME="${2:-x}"; shift
+    shift 2
+    if [ "$1" = --fp16 ]; then SIZE=$((SIZE + $3)); fi
+    run --num-layers $LAYERS --save "$NAME" --hidden-size ${SIZE} "$@"
+}
+never() { SIZE=1; }
+eval "SIZE=\$((SIZE * 2))"
+[ $SIZE = 64 ] && never || sized 4 "a b" --fp16 --seq-length $((LAYERS + 1)) --lr 1
+"""
+
+
+@pytest.mark.parametrize("text", [SCRIPT, DECIDED, ARRAYS, CASES, COUNTS, CALLS])
 def test_words_are_those_that_bash_passes(tmp_path: Path, text: str) -> None:
     """bash itself runs the script, with programs that write down their arguments."""
     (tmp_path / "bin").mkdir()
@@ -197,6 +246,16 @@ def test_words_are_those_that_bash_passes(tmp_path: Path, text: str) -> None:
         ("LR=3; [[ -f config ]] && export LR=3", "`[[ -f config ]]`: only running it tells"),
         ("LR=3; source settings.sh", "source settings.sh: that file was not read"),
         ("LR=3; torchrun pretrain_gpt.py --lr 2", "2 commands run it; this is the last one"),
+        ("S=b\ncase $S in a) LR=2 ;; *) LR=3 ;; esac", ""),
+        ("S=a; case $S in @(b|c)) LR=2;; *) LR=3;; esac", "`case $S in`: only running it tells"),
+        ("case ${S:-a} in b) LR=2;; a) LR=3;; esac", "'a' here, for nothing in the file sets S"),
+        ("S=a; case $S in a) LR=3;& b) LR=2;; esac", "`case $S in`: ;&: the arms that it goes"),
+        ("S=a; case $S in a) LR=3;;& *) LR=2;; esac", "`case $S in`: ;;&: the arms that it goes"),
+        ("LR=3; ((N += M))", "`N += M`: N was not worked out"),
+        ("LR=3; let A[0]=2", "`A[0]=2`: this arithmetic was not worked out"),
+        ("declare -i N=1; LR=3", "declare -i N=1: read as text, not worked out"),
+        ("f() {\n LR=2\n}\nLR=3; srun f", ""),
+        ("f() {\n LR=2; ${X\n}\nLR=3", ""),
         ("LR=3; shift; X=${LR%0}; A=($@)", ""),
     ],
 )
@@ -347,6 +406,14 @@ def test_a_llama_is_one_and_what_differs_is_said() -> None:
     [
         ("echo hello\n", "nothing in it runs pretrain_gpt.py"),
         ("python pretrain_gpt.py --lr 1\n", "no --num-layers"),
+        ('python pretrain_gpt.py "$@"', r"no --num-layers\s.*\$@: its value is not in the file"),
+        (
+            "python pretrain_gpt.py $(cat a.txt)",
+            r"no --num-layers\s.*\$\(cat a.txt\): its value is not",
+        ),
+        ('f() { pretrain_gpt.py "$@"; }\nif f 1; then true; fi', r"\$@: its value is not"),
+        ('f() { shift $N; pretrain_gpt.py "$@"; }\nf 1 2', r"\$@: its value is not"),
+        ('eval "$(cat a.txt)"', r"what \$\(...\) prints .* not read"),
         ("python pretrain_gpt.py 'open\n", "has no end"),
         ("", "nothing in it runs"),
     ],
@@ -354,6 +421,17 @@ def test_a_llama_is_one_and_what_differs_is_said() -> None:
 def test_what_is_no_such_script_is_refused(text: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         imported(text)
+
+
+@given(st.sampled_from(["ab", "a", "b-", "[a]", "^b", "*"]), st.text("ab*?[]!^-", min_size=1))
+def test_patterns_are_those_of_bash(text: str, pattern: str) -> None:
+    script = f"case '{text}' in {pattern}) L=1;; *) L=0;; esac\n"
+    bash = subprocess.run(
+        ["bash"], check=True, input=f"{script}echo $L", text=True, capture_output=True
+    )
+    command = find_command(f"{script}pretrain_gpt.py $L", "pretrain_gpt.py")
+    assert command is not None
+    assert command.words == [bash.stdout.strip()]
 
 
 @given(st.text(max_size=200))

@@ -78,7 +78,8 @@ def import_megatron(text: str, name: str, table: OptionTable) -> ImportedJob:
     if command is None:
         raise ConfigError(
             f"nothing in it runs {SCRIPT}",
-            hint="give the script that does, or a file with the command line itself",
+            hint="give the script that does, or a file with the command line itself; what $(...)"
+            " prints and the files that it sources are not read",
         )
     options = parsed(command.words, table)
     options.not_taken += [f"{each}: its value is not in the file" for each in command.unknown]
@@ -130,7 +131,10 @@ def model_of(options: Options) -> dict[str, object]:
     _taken(options, "model", model)
     for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length"):
         if name not in model:
-            raise ConfigError(f"the command has no --{name.replace('_', '-')}")
+            raise ConfigError(
+                f"the command has no --{name.replace('_', '-')}",
+                hint="; ".join(["give it there", *options.not_taken]),
+            )
     if words := options.take("norm-epsilon"):
         model["layernorm_epsilon"] = real("norm-epsilon", words[0])
     if options.flag("group-query-attention"):
