@@ -21,11 +21,12 @@ from dataclasses import dataclass
 _VARIABLE = re.compile(
     r"\$(?:([A-Za-z_]\w*|\d)|\{([A-Za-z_]\w*|\d)(?:\[[@*]\])?(?::?[-=]((?:[^{}]|\{[^{}]*\})*))?\})"
 )
-# what stands in parentheses, with two more pairs of them inside
-INNER = r"(?:[^()]|\((?:[^()]|\([^()]*\))*+\))*+"
+# what stands in parentheses, with three more pairs of them inside
+_PAIR = r"\((?:[^()]|\([^()]*\))*+\)"
+INNER = rf"(?:[^()]|\((?:[^()]|{_PAIR})*+\))*+"
 _ARITHMETIC = re.compile(rf"\$\(\(({INNER})\)\)")
 _UNKNOWN = re.compile(
-    rf"\$\({INNER}\)|`[^`]*`|\$\{{[^{{}}]*(?:\{{[^{{}}]*\}}[^{{}}]*)*\}}|\$(?:\w+|[@*#?])"
+    rf"\$\({INNER}\)|`[^`]*`|\$\{{[^{{}}]*(?:\{{[^{{}}]*\}}[^{{}}]*)*\}}|\$(?:\w+|[@*#?$!-])?"
 )
 # a command in double quotes has quotes of its own
 QUOTED = rf"""'[^']*'|"(?:[^"\\`$]|\\.|`[^`]*`|\$\({INNER}\)|\$)*+\""""

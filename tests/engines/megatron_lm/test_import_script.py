@@ -186,7 +186,7 @@ torchrun pretrain_gpt.py --num-layers $LAYERS --hidden-size $HIDDEN --train-iter
 COUNTS = r"""
 LAYERS=3; NODES=4; RANKS=-7
 (( LAYERS++ )); let LAYERS*=2 LAYERS+=1; (( --LAYERS, HEADS = (NODES + 1) * 2 ))
-((LAYERS -= 2)) && HIDDEN=$(( (NODES + NODES) * (HEADS - 2) ))
+((LAYERS -= 2)) && HIDDEN=$(( ((NODES + NODES)) * (HEADS - 2) ))
 if (( NODES > 3 )); then RANKS=$((RANKS / 2)); fi; (( NODES == 3 )) && RANKS=0
 NODES=$((NODES % 3)); MODEL=(--hidden-size $HIDDEN --save "a b")
 torchrun pretrain_gpt.py --num-layers $LAYERS "${MODEL[@]}" --num-attention-heads $HEADS \
@@ -413,6 +413,7 @@ def test_a_llama_is_one_and_what_differs_is_said() -> None:
         ),
         ('f() { pretrain_gpt.py "$@"; }\nif f 1; then true; fi', r"\$@: its value is not"),
         ('f() { shift $N; pretrain_gpt.py "$@"; }\nf 1 2', r"\$@: its value is not"),
+        ("pretrain_gpt.py $((((((1 + 1))))))", r"no --num-layers\s.*\$: its value is not"),
         ('eval "$(cat a.txt)"', r"what \$\(...\) prints .* not read"),
         ("python pretrain_gpt.py 'open\n", "has no end"),
         ("", "nothing in it runs"),
