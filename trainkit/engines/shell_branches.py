@@ -91,7 +91,7 @@ def arithmetic(text: str, variables: Mapping[str, str]) -> str | None:
     try:
         inner = substituted(text, variables).strip()
         return str(_integer(ast.parse(inner, mode="eval").body, variables))
-    except (SyntaxError, ValueError, ZeroDivisionError):
+    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError):
         return None
 
 

@@ -253,6 +253,7 @@ def test_words_are_those_that_bash_passes(tmp_path: Path, text: str) -> None:
         ("S=a; case $S in a) LR=3;;& *) LR=2;; esac", "`case $S in`: ;;&: the arms that it goes"),
         ("LR=3; ((N += M))", "`N += M`: N was not worked out"),
         ("LR=3; let A[0]=2", "`A[0]=2`: this arithmetic was not worked out"),
+        (f"LR=3; (( N = {'+'.join('1' * 9999)} ))", "was not worked out"),
         ("declare -i N=1; LR=3", "declare -i N=1: read as text, not worked out"),
         ("f() {\n LR=2\n}\nLR=3; srun f", ""),
         ("f() {\n LR=2; ${X\n}\nLR=3", ""),
