@@ -26,7 +26,7 @@ from trainkit.jobs.schema import Cluster, Container, Dataset, Job, Model, RopeSc
 from trainkit.jobs.table import Table
 from trainkit.launch.containers.runtimes import RUNTIMES
 from trainkit.launch.launchers import LAUNCHERS
-from trainkit.launch.scheduler_registry import PLACES as SCHEDULERS
+from trainkit.launch.scheduler_registry import PLACES as SCHEDULER_PLACES
 from trainkit.plan.memory import LIBRARY_BYTES
 from trainkit.train.huggingface.config import GELU_NAMES, TORCH_NAMES
 from trainkit.train.huggingface.positions import STRETCH_KEYS
@@ -61,7 +61,7 @@ TABLES: list[tuple[type[Table], str, Iterable[object]]] = [
     (Job, "recovery", LIBRARY_BYTES),
     (Cluster, "launcher", LAUNCHER_TRAITS),
     (Cluster, "launcher", LAUNCHERS),
-    (Cluster, "launcher", SCHEDULERS),
+    (Cluster, "launcher", SCHEDULER_PLACES),
     (Job, "engine", PLACES),
     (EngineSource, "engine", FOREIGN),
     (EngineSource, "engine", READERS),

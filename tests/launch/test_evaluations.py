@@ -146,6 +146,37 @@ def test_beside_training(project: Project) -> None:
     assert of_the_last() == [None] * 3
 
 
+DAMAGES = """#!{python}
+import pathlib, shlex, subprocess, sys
+words = shlex.split(sys.argv[1])
+if words[-2] == "20":
+    for path in pathlib.Path(words[-3], "checkpoints/step-00000020").glob("*.bin"):
+        path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:])
+sys.exit(subprocess.run(words).returncode)
+"""
+
+
+def test_the_last_whole_checkpoint_stays(project: Project) -> None:
+    """The newest is damaged when it is evaluated: those before it may be all there is."""
+    script = project.path / "damages"
+    script.write_text(DAMAGES.format(python=sys.executable))
+    script.chmod(0o755)
+    project.add_to_jobs(
+        f"""
+[[jobs.text.evaluations]]
+name = "held-out"
+every = 10
+datasets = ["lines"]
+limit = 4
+through = ["{script}"]
+"""
+    )
+    project.invoke("train", "text", "--set", "checkpoint.keep_last=1")
+    run = RunFolder(project.runs()[0])
+    assert [(r.step, bool(r.error)) for r in read_evaluations(run)] == [(10, False), (20, True)]
+    assert "step-00000010" in [folder.name for folder in published_folders(run.checkpoints)]
+
+
 def test_another_process_makes_them_for_a_while(project: Project) -> None:
     """A run whose evaluations are being made by hand when it goes on makes what comes later."""
     project.add_to_jobs(TABLES.format(python="none"))

@@ -25,9 +25,9 @@ def raise_interrupt(number: int, frame: FrameType | None) -> NoReturn:
 
 @contextlib.contextmanager
 def keep_interrupts() -> Iterator[None]:
-    """Within the block no interrupt is lost: a handler may run within a `__del__` or a callback of
-    the garbage collector, where Python ignores what is raised (sys.unraisablehook). Such a signal
-    is sent again."""
+    """Within the block no interrupt is lost, nor a SystemExit(128 + number) that a handler raises:
+    it may run within a `__del__` or a callback of the garbage collector, where Python ignores what
+    is raised (sys.unraisablehook). Such a signal is sent again."""
     former = sys.unraisablehook
     main = threading.main_thread().ident or 0
 
@@ -36,8 +36,13 @@ def keep_interrupts() -> Iterator[None]:
         signal.pthread_kill(main, number)
 
     def hook(ignored: UnraisableHookArgs) -> None:
-        if isinstance(ignored.exc_value, KeyboardInterrupt):
-            number = (*ignored.exc_value.args, signal.SIGINT)[0]
+        ended = ignored.exc_value
+        number = 0
+        if isinstance(ended, KeyboardInterrupt):
+            number = (*ended.args, signal.SIGINT)[0]
+        elif isinstance(ended, SystemExit) and isinstance(ended.code, int):
+            number = ended.code - 128
+        if number > 0:
             # not a threading.Thread: whoever was interrupted may hold the lock it asks for
             _thread.start_new_thread(send_again, (number,))
         else:

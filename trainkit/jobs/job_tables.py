@@ -196,8 +196,8 @@ class CheckpointSettings(Table):
         2,
         ge=1,
         description=(
-            "newest checkpoints kept; older ones are deleted after a save, but for those that the"
-            " next two keys keep"
+            "newest checkpoints kept; older ones are deleted after a save and after the last"
+            " evaluation, but for those that the next two keys keep"
         ),
     )
     keep_every: int | None = Field(

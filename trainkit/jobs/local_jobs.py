@@ -27,7 +27,7 @@ def refuse_name(jobs: Jobs, name: str, option: str) -> None:
     """
     if not re.fullmatch(NAME, name):
         raise ConfigError(f"{option} '{name}' is not a name of a job: it has to match {NAME}")
-    for kind in ("jobs", "models"):  # a model of its own has the job's name
+    for kind in ("jobs", *REFERENCES["jobs"].values()):  # a model of its own has the job's name
         if name in jobs.names(kind):
             raise ConfigError(
                 f"{option} '{name}': there is a {kind[:-1]} of that name", hint="give another name"

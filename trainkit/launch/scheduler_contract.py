@@ -331,7 +331,8 @@ class Scheduler(Protocol):
     # A run that was submitted.
 
     def owns(self, run: RunFolder) -> bool:
-        """Whether the run was ever submitted to this scheduler."""
+        """Whether the run was ever submitted to this scheduler; asked where the run's folder has
+        launch/LAUNCHER.json, which `submit` writes."""
 
     def state(self, record: RunRecord) -> RunRecord:
         """The record in the light of one question to the scheduler, where one is needed; as it

@@ -17,7 +17,7 @@ from trainkit.stages.in_flight import ArraysInFlight, StillRunning
 if TYPE_CHECKING:
     from trainkit.launch.preparation import Preparation, StageUi, UnitRunner
 
-# by launcher: its module, and the object there; launch/LAUNCHER.json of a run is a queue's
+# by launcher: its module, and the object there
 PLACES = {
     "local": ("trainkit.launch.direct", "DIRECT"),
     "ssh": ("trainkit.launch.direct", "DIRECT"),

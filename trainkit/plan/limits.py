@@ -185,7 +185,7 @@ def storage_objections(job: Job, storage: Storage, rules: Rules) -> Iterator[Obj
 
 
 def _gib(size: int) -> str:
-    return f"{size / GIB:,.1f} GiB" if size >= GIB else f"{size / GIB:.2g} GiB"
+    return f"{size / GIB:,.1f} GiB" if size >= GIB else f"{size / 2**20:,.3g} MiB"
 
 
 def _kept(job: Job, rules: Rules, last: int) -> int:

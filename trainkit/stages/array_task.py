@@ -23,7 +23,7 @@ from typing import Any
 from trainkit.base.documents import read_document
 from trainkit.base.errors import Exit
 from trainkit.base.files import read_json, restrict_umask, write_json
-from trainkit.base.interrupts import keep_interrupts, raise_interrupt
+from trainkit.base.interrupts import keep_interrupts
 from trainkit.base.process import start_time
 from trainkit.base.worker import PARENT_VARIABLE, said_by_worker
 from trainkit.stages.stamps import stamp_holds, stamp_unit
@@ -158,15 +158,12 @@ def main() -> None:
     """One that fails does not keep the others of this share from being done: a second call then
     has little to do."""
     restrict_umask()
-    signal.signal(signal.SIGTERM, raise_interrupt)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     if CLIENT_VARIABLE in os.environ:
         end_with_client(int(os.environ[CLIENT_VARIABLE]))
     level = read_document(Path(sys.argv[1]), FORM)
-    try:
-        with keep_interrupts():
-            codes = [run_once(unit) for unit in unit_share(level, os.environ)]
-    except KeyboardInterrupt as interrupt:
-        sys.exit(128 + (*interrupt.args, signal.SIGINT)[0])
+    with keep_interrupts():
+        codes = [run_once(unit) for unit in unit_share(level, os.environ)]
     sys.exit(next((1 for code in codes if code), 0))
 
 

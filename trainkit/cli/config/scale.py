@@ -52,7 +52,8 @@ def budget_of(text: str, price: float) -> Budget:
         amount = math.nan
     if found is None or not 0 < amount <= LARGEST or (found[1] and found[3]):
         raise TrainkitError(
-            f"'{text}' is no budget: expected FLOPs (1e20), dollars ('$500') or '64 gpu-days'",
+            f"'{text}' is no budget: expected FLOPs (1e20), dollars ('$500') or '64 gpu-days', up"
+            f" to {LARGEST:g}",
             exit=Exit.USAGE,
         )
     if found[3]:

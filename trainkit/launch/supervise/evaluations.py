@@ -21,7 +21,7 @@ from trainkit.base.process import is_running, reap_child, start_child, stop_chil
 from trainkit.base.worker import PARENT_VARIABLE
 from trainkit.jobs.schema import EvaluationSettings, Job
 from trainkit.launch.supervise.stop_requests import StopRequests
-from trainkit.runs.checkpoints import LOCK, published_folders, step_of
+from trainkit.runs.checkpoints import LOCK
 from trainkit.runs.evaluations import (
     EvaluationRecord,
     add_evaluation,
@@ -52,29 +52,29 @@ async def evaluate_checkpoints(
     Raises LockBusy: another process makes them.
     """
     tried = set[tuple[int, str]]()
+    newest = 0  # that was read
     with _alone(run):
         while True:
             over = training_is_over()  # before the look, which then sees the last checkpoint
             found = await asyncio.to_thread(_next_due, run, job, tried)
             if found is not None:
                 tried.add((found[0], found[1].name))
-                await _make(run, *found, say)
+                newest = found[0] if await _make(run, *found, say) else newest
             elif over:
-                if tried:
-                    await asyncio.to_thread(_delete_evaluated, run, job, say)
+                await asyncio.to_thread(_delete_older, run, job, newest, say)
                 return
             else:
                 await asyncio.sleep(LOOK_SECONDS)
 
 
-def _delete_evaluated(run: RunFolder, job: Job, say: Say) -> None:
-    """Delete checkpoints that stayed to be evaluated only: no save that follows does."""
-    newest = max(map(step_of, published_folders(run.checkpoints)), default=0)
+def _delete_older(run: RunFolder, job: Job, newest: int, say: Say) -> None:
+    """Delete checkpoints that stayed to be evaluated only: no save that follows does. Of those up
+    to step `newest`, which an evaluation has just read: a later one may be damaged."""
     writers = locked(run.checkpoints / LOCK, {"host": os.uname().nodename}, wait=False)
     try:
         prune(run.checkpoints, job.checkpoint, newest, writers)
     except LockBusy:
-        return  # training goes on
+        return  # one is saved, and others go after that
     except (OSError, TrainkitError) as error:
         say(f"a checkpoint that was evaluated could not be deleted: {error}")
 
@@ -96,10 +96,10 @@ def _next_due(
     return None
 
 
-async def _make(run: RunFolder, step: int, settings: EvaluationSettings, say: Say) -> None:
-    """Make one; where it fails, its line says why, and its checkpoint may go: else those of a host
-    with too little memory would fill the disk. One that a signal that asks ended is made again by
-    whoever looks next."""
+async def _make(run: RunFolder, step: int, settings: EvaluationSettings, say: Say) -> bool:
+    """Make one; whether it has scores. Where it fails, its line says why, and its checkpoint may
+    go: else those of a host with too little memory would fill the disk. One that a signal that asks
+    ended is made again by whoever looks next."""
     log = evaluation_folder(run, step, settings.name).with_suffix(".log")
     with open(log, "wb") as output:
         child = start_child(
@@ -116,7 +116,7 @@ async def _make(run: RunFolder, step: int, settings: EvaluationSettings, say: Sa
         stop_children([child], GRACE_SECONDS)
         raise
     if not (code := reap_child(child)):
-        return
+        return True
     lines = log.read_text(errors="replace").split("\n")
     last = next((line for line in reversed(lines) if line.strip()), f"exit code {code}")
     if code == -signal.SIGKILL:
@@ -125,6 +125,7 @@ async def _make(run: RunFolder, step: int, settings: EvaluationSettings, say: Sa
     if code > 0 or code == -signal.SIGKILL:
         add_evaluation(run, EvaluationRecord(step, settings.name, error=last))
     say(f"evaluation {settings.name} of step {step} ended with {code}, see {log}: {last}")
+    return False
 
 
 def _command(run: RunFolder, step: int, settings: EvaluationSettings) -> list[str]:
