@@ -90,7 +90,7 @@ def why(task: TaskContext, run_name: str, attempt: int) -> TaskResult:
     if failure.report is not None and failed:
         page.append(_failure_page(record, failure.report, failure, reports))
     else:
-        words = f"[bold]{run.id}[/] ({run.job_name}) is {record.state}: nothing has failed"
+        words = f"[bold]{run.id}[/] ({run.job_name}), {record.state}: nothing has failed"
         page.append([Text.from_markup(words)])
     if faults:
         page.append([faults_table(faults), *faults_in_words(faults)])
