@@ -339,8 +339,11 @@ def _install(environment: Environment, extras: Collection[str], lock: int) -> No
     fails."""
     import time
 
+    from tomllib import loads
+
     root, stamp = environment.root, environment.stamp
     former = b""
+    had = _recorded_extras(environment)
     if stamp.exists():
         former = stamp.read_bytes()
         with contextlib.suppress(ValueError, KeyError, TypeError):
@@ -348,7 +351,11 @@ def _install(environment: Environment, extras: Collection[str], lock: int) -> No
         stamp.unlink()
     made_from = fingerprint(root, extras, environment.pins)
     words = {"schema": "install/1", "fingerprint": made_from, "extras": sorted(set(extras))}
-    steps = [["-e", f".[{','.join(words['extras'])}]" if extras else "."]]
+    if had is None:
+        steps = [["-e", f".[{','.join(words['extras'])}]" if extras else "."]]
+    else:  # the checkout itself is there, and need not be compiled again
+        needs = loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+        steps = [[word for extra in sorted({*extras} - had) for word in needs[extra]]]
     if environment.pins:
         steps.append(["--no-deps", "-r", environment.pins])
     what = " and ".join(step[-1] for step in steps)
