@@ -171,7 +171,7 @@ OWN = {
     ),
     "disk too small": Trap(
         "plan",
-        ("checkpoint.keep_last", "file system slow has 0.0 GiB"),
+        ("checkpoint.keep_last", "file system slow has 0.000954 MiB"),
         sets=["cluster.filesystems.slow.capacity_bytes=1000"],
     ),
     "hostfile too short": Trap(
