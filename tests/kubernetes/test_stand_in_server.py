@@ -102,7 +102,8 @@ def test_a_watch_that_is_too_old_gets_410(paper: KubernetesCluster) -> None:
     while seen < 3:  # it may come to the server later than the pods
         seen += json.loads(watch.stdout.readline())["type"] == "ADDED"
     paper.server.expire()
-    said = [json.loads(line) for line in watch.communicate(timeout=HANGS)[0].splitlines()]
+    said = [json.loads(line) for line in watch.stdout]
+    watch.wait(HANGS)
     assert said[-1]["type"] == "ERROR" and said[-1]["object"]["code"] == 410
     late = paper.try_kubectl("get", "--raw", path + version)
     assert late.returncode != 0 and "too old resource version" in late.stderr
