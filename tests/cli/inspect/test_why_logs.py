@@ -6,11 +6,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from invoke.exceptions import Exit as InvokeExit
 
 from tests.conftest import Project
 from tests.runs.test_record import begin, end
-from trainkit.base.errors import ConfigError
+from trainkit.base.errors import ConfigError, Exit, TrainkitError
 from trainkit.base.files import rotated_log
 from trainkit.cli.inspect import logs, runs as follow
 from trainkit.cli.inspect.logs import why
@@ -188,8 +187,9 @@ def test_logs_of_several_ranks(
     with pytest.raises(ConfigError, match="has no attempt 5"):
         said(project, capsys, "0", "", 5)
     for words in ("x", "1-", "3-1", "0-99999999", "1,,2"):
-        with pytest.raises(InvokeExit):
+        with pytest.raises(TrainkitError, match="--rank takes ranks") as usage:
             said(project, capsys, words, "", 0)
+        assert usage.value.exit == Exit.USAGE
 
 
 def test_logs_of_a_host_that_started_nothing(
