@@ -11,7 +11,7 @@ from invoke.exceptions import Exit as InvokeExit
 from rich.markup import escape
 
 from trainkit.base.errors import ConfigError
-from trainkit.cli.tables import Listing
+from trainkit.cli.tables import Listing, marked
 from trainkit.cli.wrapper import TaskContext, make_task
 
 
@@ -52,11 +52,14 @@ def test_text_of_others_is_shown_and_not_obeyed(capsys: pytest.CaptureFixture[st
         listing.add_row(escape(HOSTILE))
         task.console.print(listing)
         task.console.print(escape(HOSTILE))
+        listing.add_row("train.py:100: an error")
+        task.console.print(listing, marked("train.py:100: an error"), "train.py:100: an error")
         raise ConfigError(HOSTILE, hint=HOSTILE)
 
     with pytest.raises(InvokeExit) as ended:
         make_task()(body)(Context(Config()))
     printed = capsys.readouterr()
     everything = printed.out + printed.err + str(ended.value.message)
-    assert everything.count("\\x1b]0;owned") == 6
+    assert everything.count("\\x1b]0;owned") == 7
+    assert everything.count("train.py:100: an error") == 3, "no picture in its place"
     assert everything.replace("\n", "").isprintable()

@@ -31,6 +31,11 @@ def gib(size: int | None, digits: int, absent: str = "-") -> str:
     return absent if size is None else f"{size / GIB:,.{digits}f} GiB"
 
 
+def marked(text: str) -> Text:
+    """Text of rich's markup. `x.py:100:` of it stays as it is: rich would make a picture of it."""
+    return Text.from_markup(text, emoji=False)
+
+
 class Printer(Console):
     """A console that shows the text of others and does not obey it: see `printable`.
 
@@ -45,6 +50,7 @@ class Printer(Console):
         super().__init__(
             file=stream,
             highlight=False,
+            emoji=False,
             soft_wrap=True,
             width=None if stream.isatty() else NO_LIMIT,
         )
@@ -93,7 +99,7 @@ class Listing:
         """Add a record: one cell per heading."""
         if len(cells) != len(self.headings):
             raise ValueError(f"{len(cells)} cells for {len(self.headings)} columns")
-        self.rows.append([Text.from_markup(cell.replace("\n", " ")) for cell in cells])
+        self.rows.append([marked(cell.replace("\n", " ")) for cell in cells])
 
     def _widths(self) -> list[int]:
         return [

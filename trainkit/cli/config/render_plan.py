@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from trainkit.base.errors import Problem
+from trainkit.cli.tables import marked
 from trainkit.jobs.schema import EngineSource, Job
 from trainkit.plan.duration import Duration
 from trainkit.plan.host import HostMemory
@@ -262,7 +263,7 @@ def _memory(console: Console, memory: Memory) -> RenderableType:
     if device:
         size += f" of {gib(device)}"
     parts: list[RenderableType] = [
-        Text.from_markup(f"{size} on the fullest rank: {verdict}"),
+        marked(f"{size} on the fullest rank: {verdict}"),
         _memory_bars(console, memory),
         _memory_legend(console, fullest),
     ]

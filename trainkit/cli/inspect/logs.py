@@ -15,7 +15,6 @@ from itertools import chain
 from pathlib import Path
 
 from rich.markup import escape
-from rich.text import Text
 
 from trainkit.base.documents import document
 from trainkit.base.errors import ConfigError, Exit, TrainkitError
@@ -24,7 +23,7 @@ from trainkit.base.printable import printable
 from trainkit.cli.config.jobs import load_jobs
 from trainkit.cli.options import LogOptions
 from trainkit.cli.run.summary import faults_table, last_lines, next_page
-from trainkit.cli.tables import Listing, Page
+from trainkit.cli.tables import Listing, Page, marked
 from trainkit.cli.wrapper import TaskContext, TaskResult
 from trainkit.launch.scheduler_contract import JobAccount
 from trainkit.launch.scheduler_registry import current, scheduler_of
@@ -91,7 +90,7 @@ def why(task: TaskContext, run_name: str, attempt: int) -> TaskResult:
         page.append(_failure_page(record, failure.report, failure, reports))
     else:
         words = f"[bold]{run.id}[/] ({run.job_name}), {record.state}: nothing has failed"
-        page.append([Text.from_markup(words)])
+        page.append([marked(words)])
     if faults:
         page.append([faults_table(faults), *faults_in_words(faults)])
     if kept:
@@ -167,11 +166,11 @@ def _failure_page(
     where = str(cause.get("host", "the run"))
     if "rank" in cause:
         where = f"rank {cause['rank']} on {cause.get('host', '?')}"
-    yield Text.from_markup(
+    yield marked(
         f"[bold]{run.id}[/] ({run.job_name}) is {record.state}; attempt {report.attempt} of"
         f" {len(reports)}: exit {report.exit}, class [bold]{report.failure_class or 'unknown'}[/]"
     )
-    yield Text.from_markup(f"[red]{escape(where)}: {escape(_describe(cause))}[/]")
+    yield marked(f"[red]{escape(where)}: {escape(_describe(cause))}[/]")
     for key, text in DETAILS.items():
         value = cause.get(key)
         if value not in (None, ""):

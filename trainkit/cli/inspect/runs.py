@@ -9,13 +9,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rich.markup import escape
-from rich.text import Text
 
 from trainkit.base.documents import document
 from trainkit.base.errors import ConfigError
 from trainkit.cli.config.jobs import load_jobs
 from trainkit.cli.run.summary import facts_table, next_page
-from trainkit.cli.tables import Listing, Page, gib
+from trainkit.cli.tables import Listing, Page, gib, marked
 from trainkit.cli.wrapper import TaskContext, TaskResult
 from trainkit.jobs.resolved import read_job
 from trainkit.launch.scheduler_registry import current, current_all, scheduler_of
@@ -325,7 +324,7 @@ def status_page(task: TaskContext, record: RunRecord, view: DeviceUsage) -> Page
     """A run's state, why it ended, its numbers, what its ranks use, and what to try next."""
     run = record.run
     job = read_job(run.job)
-    yield Text.from_markup(
+    yield marked(
         f"[bold]{run.id}[/] ({run.job_name}): {_state_cell(record)}, step {record.step} of"
         f" {job.training.train_iters}, attempt {record.attempt}"
     )
