@@ -138,6 +138,7 @@ class Agent:
         try:
             self._register_events()
             self.tasks.append(self._introduce(node))
+            self._wake_up()  # it begins in the first turn
             while self.code is None:
                 self._turn()
             return self.code
