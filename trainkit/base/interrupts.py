@@ -43,7 +43,7 @@ def keep_interrupts() -> Iterator[None]:
         elif isinstance(ended, SystemExit) and isinstance(ended.code, int):
             number = ended.code - 128
         if number > 0:
-            # not a threading.Thread: whoever was interrupted may hold the lock it asks for
+            # not a threading.Thread: the code that was interrupted may hold the lock it asks for
             _thread.start_new_thread(send_again, (number,))
         else:
             former(ignored)

@@ -165,7 +165,7 @@ class Contest:
         return self.jobs.resolve(name, self._options(word, *more).overrides())
 
     def _start(self, word: str, *more: str) -> Start:
-        """A run of its own, not of the job's: nobody is told how it goes."""
+        """A run of its own, not of the job's: it sends no notifications."""
         whole = self._resolved(word).job
         t = whole.training
         warmup = "lr_warmup_iters" if t.lr_warmup_fraction is None else "lr_warmup_fraction"

@@ -57,7 +57,7 @@ def read_manifest(path: Path) -> PodManifest | None:
     try:
         documents = list(yaml.safe_load_all(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, yaml.YAMLError):
-        return None  # whoever else reads it says why
+        return None  # the next that reads it says why
     found = [each for each in documents if isinstance(each, dict) and each.get("kind") in KINDS]
     if not found:
         return None

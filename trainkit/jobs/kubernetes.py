@@ -118,7 +118,7 @@ class KubernetesToleration(Table):
         None, description="of the taint; by default all of them"
     )
     seconds: int | None = Field(
-        None, ge=0, description="how long a taint NoExecute is tolerated; by default for ever"
+        None, ge=0, description="how long a taint NoExecute is tolerated; without end by default"
     )
 
     @model_validator(mode="after")

@@ -323,7 +323,7 @@ def _key_of(found: ErrorDetails, spot: _Spot) -> str:
 
 
 def _problem_of_entry(found: ErrorDetails, spot: _Spot) -> Problem | None:
-    """What is wrong with the keys of a table in an array whose tables are told apart by a tag."""
+    """What is wrong with the keys of a table in an array whose tables differ by a tag."""
     array = dotted_key(spot.node or spot.section)
     if found["type"] == "union_tag_not_found":
         key = found["ctx"]["discriminator"].strip("'")

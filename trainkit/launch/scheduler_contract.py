@@ -360,7 +360,7 @@ class Scheduler(Protocol):
 
     def ask(self, run: RunFolder, *, save: bool) -> bool:
         """Have the run's supervisor stop it, where its port is not for who types; whether it was
-        told. `save`: at the end of the step."""
+        asked. `save`: at the end of the step."""
         return False
 
     def cancel(self, run: RunFolder, *, queued: bool) -> CancelledJob:

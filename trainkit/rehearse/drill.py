@@ -123,7 +123,7 @@ def plan_drill(jobs: Jobs, name: str, options: TrainOptions) -> Start:
     if not job.is_native:
         raise ConfigError(
             f"job '{name}' has engine {job.engine}: whether its numbers are the same after a fault"
-            " cannot be told",
+            " is not known",
             hint="a drill is for engine native",
         )
     if not (job.cluster.launcher_traits.hostfile or job.cluster.launcher_traits.one_machine):
@@ -149,7 +149,7 @@ def plan_drill(jobs: Jobs, name: str, options: TrainOptions) -> Start:
 
 
 def _apart(start: Start) -> Start:
-    """The start with a name and a record of its own; nobody is told how it goes."""
+    """The start with a name and a record of its own; it sends no notifications."""
     own = {"name": f"{start.job.name}-drill", "notify": NotifySettings(), "wandb": None}
     job = start.job.model_copy(update=own)
     return replace(start, job=job, document={**start.document, "job": job.model_dump(mode="json")})

@@ -96,7 +96,7 @@ RULES: Mapping[str, Callable[[RuledSize], Rates]] = {
 
 
 RUNGS = 5  # sizes that are measured
-PARTS = (0.5, 1.0, 2.0)  # of a rung's tokens: what N does and what D does can be told apart
+PARTS = (0.5, 1.0, 2.0)  # of a rung's tokens: what N does and what D does can be separated
 SCALED = (  # keys of training that stay the same part of the steps
     "lr_warmup_iters",
     "lr_decay_iters",

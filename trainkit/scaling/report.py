@@ -15,7 +15,7 @@ from trainkit.scaling.points import MeasuredRuns, ScalingPoint
 
 FEWEST = FREE + 2  # runs: two more than what is fitted
 WIDEST = 0.1  # of a predicted loss, that its interval may be wide
-ALONG = 0.99  # R^2 of log D over log N from which their exponents cannot be told apart
+ALONG = 0.99  # R^2 of log D over log N from which their exponents cannot be separated
 
 FLATTEST = 1e-3  # exponent: a law without one has no best size
 
@@ -154,6 +154,6 @@ def _refuse(points: Sequence[ScalingPoint]) -> None:
         ratio = np.exp(np.median(tokens - sizes))
         raise ConfigError(
             f"all runs have about {ratio:.3g} tokens to a parameter: what more parameters do and"
-            " what more tokens do cannot be told apart",
+            " what more tokens do cannot be separated",
             hint="train some with half, some with twice the tokens",
         )

@@ -177,7 +177,7 @@ def update_stage(
 def stage_lock(
     need: Need, stamps: Path, reporter: StageReporter | None = None, *, wait: bool = True
 ) -> Iterator[None]:
-    """Hold the lock of a need's stage; `reporter` is told who has it meanwhile. Raises LockBusy
+    """Hold the lock of a need's stage; `reporter` hears who has it meanwhile. Raises LockBusy
     where that is somebody, unless `wait`."""
 
     def waits(holder: dict[str, object]) -> None:

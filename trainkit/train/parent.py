@@ -4,7 +4,7 @@
 It imports what they need, computes nothing (threads of OpenMP do not survive a fork, and the first
 product of matrices in the child would wait for them), and then says "ready" on its stdin, a socket
 of the agent's. Each message there comes with open files: what the rank is to be (JSON), a socket
-to say on that it is there and to be told "go" on, its stdout and stderr, and where there is one the
+to say on that it is there and to hear "go" on, its stdout and stderr, and where there is one the
 entrance of its cgroup.
 """
 

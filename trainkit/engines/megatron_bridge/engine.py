@@ -131,8 +131,8 @@ class MegatronBridge(ForeignEngine):
         return import_recipe(request, table, megatron)
 
     def ready_folder(self, run: RunFolder) -> None:
-        """Without a tracker it would begin anew (training/utils/checkpoint_utils.py,
-        checkpoint_exists), whatever step it is told."""
+        """Without a tracker it would begin again (training/utils/checkpoint_utils.py,
+        checkpoint_exists), whatever step it is given."""
         self.put_aside(run)
         step = reader.tracked_step(run.checkpoints)
         if step is not None:

@@ -316,7 +316,7 @@ def _initial_problems(job: Job) -> Iterator[Problem]:
 
 
 def _collected(job: Job, megatron: OptionTable) -> MegatronWords:
-    """What Megatron-LM would be told of the job, without what is of Bridge alone."""
+    """What Megatron-LM would be given for the job, without what only Bridge knows."""
     own: dict[str, object] = {"engine_args": {}, "args": (), "init_from": None}
     words = MegatronWords(megatron, job.model_copy(update=own), defaults=False)
     return collected(words, "Megatron-Bridge", NO_COUNTERPART)

@@ -72,7 +72,9 @@ def _kubectl(kubectl: Kubectl, job: Job) -> Iterator[Finding]:
 
 def _jobset(kubectl: Kubectl, job: Job) -> Iterator[Finding]:
     if kubectl.raw(f"/apis/{APIS['jobsets']}") is None:
-        advice = f"whoever runs the cluster installs it: kubectl apply --server-side -f {INSTALL}"
+        advice = (
+            f"the cluster's administrator installs it: kubectl apply --server-side -f {INSTALL}"
+        )
         yield _finding("JobSet", f"the cluster does not serve {APIS['jobsets']}", advice)
 
 
@@ -99,7 +101,7 @@ def _rights(kubectl: Kubectl, job: Job) -> Iterator[Finding]:
         yield _finding(
             kubectl.namespace,
             f"you may not {verbs.replace(',', ', ')} {kind} there",
-            f"whoever runs the cluster can let you: kubectl create role {role} --verb={verbs}"
+            f"the cluster's administrator can let you: kubectl create role {role} --verb={verbs}"
             f" --resource={whole} --namespace={kubectl.namespace}; kubectl create rolebinding"
             f" {role} --role={role} --user=YOU --namespace={kubectl.namespace}",
         )
@@ -184,7 +186,9 @@ def _queue(kubectl: Kubectl, job: Job) -> Iterator[Finding]:
         return
     if condition(queue, "Active").get("status") == "False":
         why = text_at(condition(queue, "Active"), "message")
-        yield _finding(about, f"it takes no jobs: {why}", "whoever runs the cluster can start it")
+        yield _finding(
+            about, f"it takes no jobs: {why}", "the cluster's administrator can start it"
+        )
     name = text_at(queue, "spec", "clusterQueue")
     quotas = kubectl.get("clusterqueues", name)
     for resource, asked in pod_resources(job).items():
@@ -198,7 +202,9 @@ def _queue(kubectl: Kubectl, job: Job) -> Iterator[Finding]:
             message = (
                 f"the job asks for {needed:g} {resource}, and ClusterQueue {name} has {most:g}"
             )
-            yield _finding(about, message, "fewer nodes, or another queue: it would wait for ever")
+            yield _finding(
+                about, message, "fewer nodes, or another queue: it would wait without end"
+            )
 
 
 def _most(queue: Document | None, resource: str) -> float | None:

@@ -421,7 +421,7 @@ class Kubectl:
         who = right["user"] or "USER"
         bind = ["kubectl", "create", f"{kind}binding", name, f"--{kind}={name}", f"--user={who}"]
         return (
-            f"whoever runs the cluster can give it: {shlex.join([*role, *there])};"
+            f"the cluster's administrator can give it: {shlex.join([*role, *there])};"
             f" {shlex.join([*bind, *there])}"
         )
 

@@ -2,7 +2,7 @@
 RUN_FOLDER JOBSET [--agent] [--supervise]; the latter is for the pod of index 0 alone.
 
 It lives as long as its run, over all attempts: it runs the agents that the supervisor calls for,
-one after another, and the supervisor itself where it is told to, which is started again when it is
+one after another, and the supervisor itself where it is asked to, which is started again when it is
 killed. TERM is passed on to both; once they have ended, so does the pod. A worker whose agent has
 ended, and who hears of no other, looks after pods of lost nodes meanwhile.
 

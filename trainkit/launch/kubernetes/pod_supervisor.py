@@ -148,7 +148,7 @@ def _taken(path: Path) -> str | None:
 
 
 class PodStopRequests(StopRequests):
-    """TERM asks to save, whoever ends the pod; a later one asks for no more: KILL comes by
+    """TERM asks to save, whatever ends the pod; a later one asks for no more: KILL comes by
     itself."""
 
     signals = (signal.SIGTERM,)
@@ -316,7 +316,7 @@ class PodSupervisor(QueuedSupervisor):
         return end
 
     def _pod_went(self) -> bool:
-        """Whether an agent of the attempt that just ended was told to end, or its pod has left no
+        """Whether an agent of the attempt that just ended was asked to end, or its pod has left no
         word of its end, which takes a moment: all agents were dismissed."""
         assert self.attempt is not None
         logs = self.attempt.folder.transports

@@ -131,7 +131,7 @@ class ProcessSpec:
         heartbeat: it writes a heartbeat file, whose path is in its environment.
         whole, output: no line of its output may be dropped; the supervisor gets it.
         forked: from the rank parent of its host, where there is one.
-        memory: it keeps copies of its state in the host's memory: in a folder that it is told.
+        memory: it keeps copies of its state in the host's memory: in a folder that it is given.
     """
 
     key: str

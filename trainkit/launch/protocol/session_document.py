@@ -30,7 +30,7 @@ class SessionDocument(Record):
         nonce: what only who sees this folder can know.
         folder: the run's, for messages of other runs.
         term: "save" where TERM is sent to every process of a job and the supervisor says what is
-            next; "pass" where it means that this one host ends: the supervisor is told.
+            next; "pass" where it means that this one host ends: the supervisor hears of it.
         stdin: "none" where its end means nothing.
     """
 

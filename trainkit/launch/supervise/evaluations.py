@@ -99,7 +99,7 @@ def _next_due(
 async def _make(run: RunFolder, step: int, settings: EvaluationSettings, say: Say) -> bool:
     """Make one; whether it has scores. Where it fails, its line says why, and its checkpoint may
     go: else those of a host with too little memory would fill the disk. One that a signal that asks
-    ended is made again by whoever looks next."""
+    ended is made again when somebody looks next."""
     log = evaluation_folder(run, step, settings.name).with_suffix(".log")
     with open(log, "wb") as output:
         child = start_child(

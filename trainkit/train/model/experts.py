@@ -251,7 +251,7 @@ class MixtureOfExperts(nn.Module):
         self.own: Callable[[Tensor], Tensor] = unchanged
         # since the last update: choices of each expert, and how many of all were dropped, (E + 1,)
         self.counts: Tensor | None = None
-        # of the global batch before; whoever trains keeps them. Zeros have no gradient, as even
+        # of the global batch before; the trainer keeps them. Zeros have no gradient, as even
         # loads have none
         self.previous_E = torch.zeros(self.routing.experts)
 

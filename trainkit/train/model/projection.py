@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 
 class Projection(nn.Linear):
-    """A linear layer of a block. `product` computes it of input, weight and bias; whoever trains in
-    float8 puts another there."""
+    """A linear layer of a block. `product` computes it of input, weight and bias; training
+    in float8 puts another there."""
 
     def __init__(self, inputs: int, outputs: int, bias: bool = True) -> None:
         super().__init__(inputs, outputs, bias=bias)
