@@ -55,6 +55,9 @@ def test_pictures_have_a_text_and_say_what_the_files_hold() -> None:
         assert "<svg" in picture and "url(http" not in picture and "@import" not in picture
     shown = html.unescape((ROOT / "docs/plan.svg").read_text()).replace("\xa0", " ")
     assert "gpt-neox-20b-lambda" in shown and "feasible" in shown
+    words = r'<text class="plan-r\d+" x="([\d.]+)" y="[\d.]+" textLength="([\d.]+)"[^>]*>(.*\S)</'
+    columns = [(float(x) + float(length)) / 12.2 for x, length, _ in re.findall(words, shown)]
+    assert 0 < round(max(columns)) <= 76, "wider, it cannot be read on a phone"
     for page in PAGES:
         assert "![](" not in page.read_text(), f"a picture of {page.name} has no text"
 

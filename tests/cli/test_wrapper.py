@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
+from pathlib import Path
 
 import pytest
 from invoke.config import Config
@@ -63,3 +65,20 @@ def test_text_of_others_is_shown_and_not_obeyed(capsys: pytest.CaptureFixture[st
     assert everything.count("\\x1b]0;owned") == 7
     assert everything.count("train.py:100: an error") == 3, "no picture in its place"
     assert everything.replace("\n", "").isprintable()
+
+
+@pytest.mark.parametrize("name", ["checkout", "a checkout"])
+def test_inv_is_named_as_a_shell_finds_it(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the checkout itself and from elsewhere."""
+    folder = tmp_path / name
+    (folder / ".venv").mkdir(parents=True)
+    (folder / "inv").touch()
+    monkeypatch.setattr(sys, "prefix", str(folder / ".venv"))
+    task = TaskContext(json=False, dry_run=False, folder=folder)
+    monkeypatch.chdir(folder)
+    assert task.command == "./inv"
+    for elsewhere in (tmp_path, folder / ".venv"):
+        monkeypatch.chdir(elsewhere)
+        assert shlex.split(task.command) == [str(folder / "inv")]

@@ -10,7 +10,7 @@ import pytest
 from tests.jobs.jobs_toml import GOOD, Checkout, refused
 from trainkit.base.errors import ConfigError
 from trainkit.jobs.load import load
-from trainkit.jobs.messages import SYNONYMS, suggest
+from trainkit.jobs.messages import MOST_LISTED, SYNONYMS, suggest
 
 
 @pytest.mark.parametrize(
@@ -128,6 +128,15 @@ def test_several_keys_that_begin_alike_are_all_named(checkout: Checkout) -> None
     (words,) = [str(problem) for problem in checkout(text).check()]
     assert "did you mean 'vocab_file', 'vocab_size' or 'vocab_url'?" in words
     assert suggest("x", []) == "no such table is defined"
+
+
+def test_of_many_words_three_are_named() -> None:
+    """An engine's options are hundreds: nobody reads them in a hint."""
+    many = [*(f"option-{number}" for number in range(MOST_LISTED)), "speed"]
+    assert suggest("auctioneers", many).startswith(f"the nearest of {len(many)}: option-")
+    assert len(suggest("auctioneers", many).split(", ")) == 3
+    assert suggest("zzz", many) == ""
+    assert suggest("zzz", many[1:]) == f"known: {', '.join(sorted(many[1:]))}"
 
 
 def test_synonyms_mean_keys_that_there_are() -> None:

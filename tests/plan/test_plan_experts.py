@@ -30,8 +30,10 @@ from trainkit.plan.objection import Change, with_change
 from trainkit.plan.parameter_shapes import (
     Place,
     block_matrices,
+    block_units,
     chunk_units,
     numbers,
+    outer_unit,
     shard,
 )
 from trainkit.plan.planner import Plan, make_plan
@@ -541,3 +543,15 @@ def test_a_search_of_a_dense_model_names_no_experts() -> None:
     job = job_of(shape("llama", 2, 64, 4, 64), 2, device=BIG, precision="bf16", global_batch_size=2)
     for each in search(job).ranked:
         assert EP not in each.change and "EP" not in describe(each.change)
+
+
+def test_layers_are_planned_by_kind() -> None:
+    """However many there are; they come to what listing each comes to."""
+    model, vocab = PUBLISHED["DeepSeek-V3"][0], 129280
+    units = chunk_units(model.model_copy(update={"num_layers": 10_000}), vocab)
+    # a block without experts, one with, its experts, and what is around them
+    assert len(units) > 10_000 and len({id(unit) for unit in units}) == 4
+    small = model.model_copy(update={"num_layers": 5})
+    each = [unit for layer in range(5) for unit in block_units(small, sparse=layer >= 3)]
+    around = outer_unit(small, vocab, first=True, last=True)
+    assert numbers(chunk_units(small, vocab)) == numbers([*each, around])

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.base.errors import ConfigError, TrainkitError
+from trainkit.base.errors import ConfigError, Exit, TrainkitError
 from trainkit.base.files import sha256_file
 from trainkit.engines.registry import refuse_unlaunchable
 from trainkit.jobs.load import load
@@ -34,6 +34,7 @@ from trainkit.train.compiled_graphs import (
     machine_fields,
     node_folder,
     pack,
+    prepare_to_compile,
     take,
 )
 from trainkit.train.rehearsal import compile_worker
@@ -189,6 +190,18 @@ def test_what_torch_compiles_lies_where_nobody_else_can_write(
     assert (taken == place) == (there in ("nothing", "ours"))
     assert taken.stat().st_mode & 0o777 == 0o700 and not taken.is_symlink()
     assert ("WARNING: compiled code is kept in" in capsys.readouterr().err) == (taken != place)
+
+
+def test_gpus_without_a_c_compiler_are_refused(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton would miss it at its first launch, after everything has been loaded."""
+    monkeypatch.setenv("CC", "/no/such/cc")
+    prepare_to_compile(job)  # on CPUs Triton compiles nothing
+    device = ("cluster.device=cuda", "cluster.gpus_per_node=1", 'training.precision="bf16"')
+    with pytest.raises(TrainkitError, match=r"compile: .*no C compiler is here") as refused:
+        prepare_to_compile(job_of(tmp_path, *device))
+    assert refused.value.exit is Exit.HEALTH
 
 
 def test_the_number_of_threads_makes_another_unit(job: Job, tmp_path: Path) -> None:

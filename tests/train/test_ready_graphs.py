@@ -11,9 +11,13 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 
-from tests.distributed import call
+from tests.distributed import call, run_ranks
+from trainkit.train import ready_graphs
+from trainkit.train.compiled_graphs import agree_on_graphs
 from trainkit.train.ready_graphs import (
     NoKeyError,
     ReadyGraph,
@@ -170,6 +174,16 @@ def test_what_a_graph_depends_on_is_in_its_key() -> None:
             graphs._key((other,))
 
 
+def test_the_number_of_a_gpu_is_in_the_key() -> None:
+    """It stands in the code: what was made for GPU 0 computes there."""
+    with FakeTensorMode():  # of "cuda:1" it would ask the driver where there is one
+        keys = [
+            ReadyGraphs()._key((nn.LayerNorm(8, device=place),))
+            for place in ("cpu", "xpu:0", "xpu:1")
+        ]
+    assert len(set(keys)) == len(keys)
+
+
 def ready(folder: Path, file: str, code: str, key: str = "(1,)") -> ReadyGraph:
     (folder / file).write_bytes(b"")
     return ReadyGraph("f", key, 2, code, file)
@@ -199,3 +213,36 @@ def test_of_a_function_that_failed_nobody_gets_any(tmp_path: Path) -> None:
     merge(tmp_path, {0: [ready(tmp_path, "a", "x")]}, {"f"})
     assert read_index(tmp_path).graphs == []
     assert not (tmp_path / "a").exists()
+
+
+def doubled(x: Tensor) -> Tensor:
+    return x + x
+
+
+def take_if_all_have(folder: str, lacks: str) -> tuple[int, bool]:
+    """(graphs that this rank used, whether its result is right), where rank 1 lacks `lacks`."""
+    dist.init_process_group("gloo")
+    x = torch.ones(3)
+    place = Path(folder) / str(dist.get_rank())
+    place.mkdir()
+    name = f"{doubled.__module__}.{doubled.__qualname__}"
+    key = repr(ReadyGraphs()._key((x,)))
+    merge(place, {0: [replace(ready(place, "a", "code", key), function=name)]})
+    if dist.get_rank() == 1 and lacks == "the file":
+        (place / "a").unlink()
+    graphs = ReadyGraphs(None if dist.get_rank() == 1 and lacks == "all" else place)
+    with (
+        mock.patch.object(torch, "compile", lambda function, fullgraph: function),
+        mock.patch.object(ready_graphs, "load_ahead", lambda content, scope: doubled),
+    ):
+        run = graphs.compile(doubled)
+    agree_on_graphs(graphs)
+    right = torch.equal(run(x), x + x)
+    return graphs.hits, right
+
+
+@pytest.mark.parametrize(("lacks", "used"), [("nothing", 2), ("the file", 0), ("all", 0)])
+def test_where_one_rank_lacks_a_graph_none_takes_any(lacks: str, used: int, tmp_path: Path) -> None:
+    """At its first use a graph is computed twice: ranks that talk in it would wait for ever."""
+    target = "tests.train.test_ready_graphs:take_if_all_have"
+    assert run_ranks(2, target, str(tmp_path), lacks) == [(used, True)] * 2

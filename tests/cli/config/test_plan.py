@@ -119,6 +119,13 @@ def test_a_search_is_written_and_read_again(
     asked = PlanOptions(search=True, nodes="1..2", write="found", price_per_gpu_hour=2.0)
     answer = plan(context, "large", asked)
     best = answer.document["layouts"][0]
+    for name, interval in (
+        ("days", "days_interval"),
+        ("device_hours", "device_hours_interval"),
+        ("memory_bytes", "memory_band_bytes"),
+    ):
+        low, high = best[interval]
+        assert low < best[name] < high, name
     assert answer.exit is Exit.DONE and best["nodes"] in (1, 2)
     again = plan(context, "found", PlanOptions()).document
     assert again["feasible"] and again["world_size"] % best["nodes"] == 0
@@ -489,8 +496,11 @@ def test_what_is_not_known_is_not_called_feasible(
     # a tokenizer whose files lie there is counted
     found, ended = document(capsys, unprepared, "unprepared", *FITTING, "dataset=counted")
     assert (ended, found["feasible"], found["vocab_size"]) == (Exit.DONE, True, 3)
-    low, high = found["duration"]["days_interval"]
+    duration = found["duration"]
+    low, high = duration["days_interval"]
     assert low < found["days"] < high and len(found["memory"]["band_bytes"]) == 2
+    low, high = duration["device_hours_interval"]
+    assert low < duration["device_hours"] < high
     assert "four times of five" in page(unprepared, "unprepared", *FITTING, "dataset=counted")
 
 

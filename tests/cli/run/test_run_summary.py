@@ -13,8 +13,11 @@ from rich.console import Console
 
 from tests.conftest import Project
 from tests.runs.test_record import begin, end
+from trainkit.base.documents import document
 from trainkit.base.errors import ConfigError
 from trainkit.base.extras import MissingExtra
+from trainkit.base.files import write_json
+from trainkit.cli.inspect.report import ReportFiles, report
 from trainkit.cli.run import stages as prepare, train as runner
 from trainkit.cli.run.summary import facts_table
 from trainkit.cli.wrapper import TaskContext
@@ -90,6 +93,25 @@ def test_nothing_is_said_of_what_was_not(project: Project) -> None:
     assert summarize_run(run).to_json()["further_validation_losses"] == {}
     run.metrics.write_text(json.dumps(step(1, skipped=1)) + "\n")
     assert "skipped steps 1" in [" ".join(line.split()) for line in printed(run).splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("planned", "said"),
+    [
+        (4.5, ["9 tokens/s, 2.00 times the plan's 4"]),
+        (18.0, ["9 tokens/s, 0.50 times the plan's 18"]),
+        (None, []),
+    ],
+)
+def test_the_speed_is_so_many_times_the_plans(
+    planned: float | None, said: list[str], project: Project
+) -> None:
+    run = new_run(project, "random", step(1), step(2))
+    duration = planned and {"speed": {"tokens_per_second": planned}}
+    write_json(run.plan, document("plan/1", duration=duration))
+    task = TaskContext(json=False, dry_run=False, folder=project.path)
+    lines = report(task, run.id, ReportFiles(), "").page
+    assert [line for line in lines if isinstance(line, str) and "plan" in line] == said
 
 
 def test_only_a_model_of_text_is_asked_to_write(project: Project) -> None:

@@ -118,7 +118,7 @@ def test_the_published_form_is_read(tmp_path: Path) -> None:
       "save": "checkpoints", "load": "checkpoints",
       "tensorboard-dir": "tensorboard", "log-dir": "logs",
       "use_wandb": True, "wandb_host": "https://api.wandb.ai", "wandb_project": "neox",
-      "num-workerz": 3,
+      "num-workerz": 3, "momentum-of-loss": 1,
     }
     """)
     job, left = job_of(
@@ -135,6 +135,8 @@ def test_the_published_form_is_read(tmp_path: Path) -> None:
     assert job.engine_args == {"wall_clock_breakdown": True}
     said = "\n".join(left)
     assert "num_workerz = 3: gpt-neox 2.0.0 has no such option" in said and "num_workers" in said
+    (line,) = [line for line in left if line.startswith("momentum_of_loss = 1: ")]
+    assert "the nearest of " in line and line.count(",") == 2, "three of hundreds"
     assert "save = 'checkpoints': a run keeps its checkpoints in its own folder" in said
 
 
