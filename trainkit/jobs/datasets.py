@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from trainkit.jobs.curation import Curation
+from trainkit.jobs.curation import OWN_FIELDS, Curation, ScoreStep
 from trainkit.jobs.table import NAME, Strings, Table, needs, wrong
 
 
@@ -292,6 +292,10 @@ class Dataset(Table):
         for step in self.curate.steps if self.curate else ():
             if self.name in getattr(step, "against", ()):
                 raise wrong("curate", f"{step.step} against {self.name!r}, the dataset itself")
+            if isinstance(step, ScoreStep) and step.field in (self.text_key, *OWN_FIELDS):
+                raise wrong(
+                    "curate", f"the field {step.field!r} is not for a score: name another as field"
+                )
         if self.source not in ("mock", "blend") and self.tokenizer is None:
             raise needs("source", f"source = '{self.source}' needs tokenizer")
 
