@@ -120,7 +120,7 @@ class Dataset(Table):
     )
     temperature: float | None = Field(
         None,
-        gt=0,
+        ge=0.1,  # of lower ones the weights are beyond what a float holds
         description=(
             "source = blend without weights: a dataset weighs size^(1 / temperature), the exponent"
             " alpha of multilingual BERT and XLM (arXiv:1901.07291); 1: by size, above: small ones"
@@ -379,6 +379,7 @@ class BlendPart(Table):
     weight: float | None = Field(
         None,
         ge=0,
+        le=1e100,  # so that their sum, times sizes, is a float too
         allow_inf_nan=False,
         description="its share of the samples, over the sum of all; by default its size",
     )
