@@ -138,8 +138,8 @@ def test_every_mistake_is_told_at_once_with_file_and_line(project: Project) -> N
             and "'lr_warmup_iters'" in refused
         )
     path.write_text(given)
-    refused = project.invoke("show", "text", "--set", "training.lrr=1", "--json", exit=3)
-    (problem,) = json.loads(refused.stdout)["problems"]
+    error = project.document("show", "text", "--set", "training.lrr=1", exit=3)
+    (problem,) = error["problems"]
     assert (problem["file"], problem["line"]) == ("--set", None)
     assert not (project.path / "runs").exists() and not (project.path / "data").exists()
 
