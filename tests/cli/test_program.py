@@ -59,6 +59,28 @@ def test_without_a_tasks_file_the_tasks_are_there(project: Project) -> None:
 
 
 @pytest.mark.parametrize(
+    ("words", "message", "hint"),
+    [
+        (["check", "--nosuch"], "check has no --nosuch", "its options: trainkit --help check"),
+        (["jobs", "txt"], "'txt' is neither an argument of jobs nor a task", ""),
+        (["train"], "train needs a JOB", "usage: trainkit train JOB [options]"),
+        (["logs", "last", "--rank"], "--rank needs a value", ""),
+        (["import", "--nosuch"], "import needs a FILE before", "invoke --help import"),
+    ],
+)
+def test_a_usage_error_is_a_document_too(
+    project: Project, words: list[str], message: str, hint: str
+) -> None:
+    refused = trainkit(project.path, words[0], "--json", *words[1:], exit=1)
+    error = json.loads(refused.stdout)
+    (problem,) = error["problems"]
+    assert (error["schema"], error["exit"]) == ("error/1", 1)
+    assert message in problem["message"] and problem["message"] in refused.stderr
+    assert hint in problem["hint"]
+    assert problem["hint"].replace("invoke ", "trainkit ") in refused.stderr
+
+
+@pytest.mark.parametrize(
     ("words", "said"),
     [
         (["trian", "text"], "error: there is no task 'trian'\n  did you mean train?\n"),

@@ -137,6 +137,10 @@ def test_every_mistake_is_told_at_once_with_file_and_line(project: Project) -> N
             and f"jobs.toml:{warmup}: " in refused
             and "'lr_warmup_iters'" in refused
         )
+    path.write_text(given)
+    error = project.document("show", "text", "--set", "training.lrr=1", exit=3)
+    (problem,) = error["problems"]
+    assert (problem["file"], problem["line"]) == ("--set", None)
     assert not (project.path / "runs").exists() and not (project.path / "data").exists()
 
 

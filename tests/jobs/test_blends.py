@@ -48,6 +48,7 @@ def toml(blend: str) -> str:
     return (
         GOOD.replace('dataset = "mock"', 'dataset = "mix"')
         + FILES
+        + '\n[datasets.two]\nsource = "blend"\nblend = ["web", "code"]\n'
         + f'\n[datasets.mix]\nsource = "blend"\n{blend}\n'
     )
 
@@ -87,7 +88,10 @@ def test_a_weight_can_be_set_and_remembers_where_it_was_written(checkout: Checko
         ("blend = { nobody = 1.0 }", "names no [datasets.X] table"),
         ("blend = { web = 'much' }", "expected a number"),
         ("blend = ['web', 'web']", "names a dataset twice"),
-        ("blend = { mix = 1.0 }", "a blend cannot be a part of a blend"),
+        ("blend = { mix = 1.0 }", "datasets.mix.blend.mix: a blend cannot be a part of a blend"),
+        ("blend = { two = 1.0 }", "datasets.mix.blend.two: a blend cannot be a part of a blend"),
+        ("blend = { web = 1e308 }", "must be at most 1e+100"),
+        ("blend = ['web', 'code']\ntemperature = 1e-3", "must be at least 0.1"),
         ("blend = { web = 1.0, foreign = 1.0 }", "has the tokenizer other, but the blend t"),
         ("blend = { text = 1.0 }", "trained on each dataset separately"),
         ("blend = { mock = 1.0 }", "source = 'mock'"),

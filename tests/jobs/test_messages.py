@@ -190,3 +190,15 @@ def test_a_step_of_curation_is_named(tmp_path: Path, curate: str, message: str, 
     (problem,) = caught.value.list
     assert f"datasets.d.curate.{message}" in problem.message
     assert hint in problem.hint
+
+
+def test_a_value_below_free_keys_is_named_as_it_was_written(tmp_path: Path) -> None:
+    text = GOOD + "[jobs.demo.sweep]\ngrid.training.lr = [nan]\nsamples = 1\n"
+    (tmp_path / "jobs.toml").write_text(text + "random.training.z.uniform = [nan, 1.0]\n")
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, {}).resolve("demo")
+    said = [problem.message for problem in caught.value.list]
+    assert [each.partition(":")[0] for each in said] == [
+        "jobs.demo.sweep.grid.training.lr",
+        "jobs.demo.sweep.random.training.z.uniform",
+    ]

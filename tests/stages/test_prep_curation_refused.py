@@ -61,6 +61,34 @@ REFUSED_TABLES = [
         "'exact' takes out the copies that 'sample' makes before it",
         "put 'sample' behind it",
     ),
+    # what leaves nothing out, or everything, or cannot be what was meant
+    ('{ step = "length", min_words = 9, max_words = 8 }', "min_words = 9 above", ""),
+    ('{ step = "gopher-quality", min_average_length = 11 }', "above the max_ of it, 10", ""),
+    ('{ step = "gopher-quality", stop_words = ["der"] }', "min_stop_words = 2 of 1", ""),
+    ('{ step = "url", words = ["foo-bar"] }', "'foo-bar' is no word of an address", ""),
+    ('{ step = "url", soft_words = [""] }', "'' is no word of an address", ""),
+    ('{ step = "url", subwords = ["-"] }', "subword '-' has no letter", ""),
+    (
+        '{ step = "score", model = "m", label = "hq", field = "trainkit_id" }',
+        "the field 'trainkit_id' is not for a score",
+        "",
+    ),
+    (
+        '{ step = "score", model = "m", label = "hq", field = "text" }',
+        "the field 'text' is not for a score",
+        "",
+    ),
+    ('{ step = "sample", field = "a", scores = [[0.1, 1], [0.9, 2]] }', "scores must fall", ""),
+    (
+        '{ step = "sample", rate = 0.5 }, { step = "sample", rate = 1.5 }',
+        "two steps 'sample' draw with seed 0",
+        "give it seed = 1",
+    ),
+    (
+        '{ step = "function", function = "own.py:keep", timeout_seconds = 1e300 }',
+        "must be at most 86400",
+        "",
+    ),
 ]
 
 
@@ -241,7 +269,7 @@ def test_nothing_is_left(crawl: Project) -> None:
     for _ in range(2):
         error = crawl.invoke(*PREPARE, exit=6).stderr
         assert (
-            "leaves no text of 3 documents: step 0 (length) left out most, 3 of 3 for"
+            "leaves no text of 3 documents: step 1 (length) left out most, 3 of 3 for"
             " too_few_characters" in error
         )
     assert "too_few_characters" in crawl.invoke("data-stats", "crawl", "--curation").stdout

@@ -202,7 +202,13 @@ model = "mup"
     assert "6.25 heads" in project.invoke("coord-check", "mup", "--widths=64,100", exit=3).stderr
     diverged = ("coord-check", "mup", "--widths=32,64", "--set", "training.lr=1e30")
     assert "lower training.lr" in project.invoke(*diverged, exit=3).stderr
-    assert "two or more" in project.invoke("coord-check", "mup", "--widths=64", exit=3).stderr
+    for given in ("64", "0,64", "64,²"):
+        assert (
+            "two or more"
+            in project.invoke("coord-check", "mup", f"--widths={given}", exit=3).stderr
+        )
+    wide = project.invoke("coord-check", "mup", "--widths=64,6400000", exit=3).stderr
+    assert "width 6400000 needs" in wide and "narrower" in wide
 
 
 @pytest.mark.parametrize(

@@ -56,9 +56,9 @@ class Problem:
         return f"{text}\n  {self.hint}" if self.hint else text
 
     def to_json(self) -> dict[str, object]:
-        """For `--json`."""
-        place = {"file": self.place and self.place.file, "line": self.place and self.place.line}
-        return {"message": self.message, "hint": self.hint, **place}
+        """For `--json`; `line` is null where the whole file is meant."""
+        file, line = (self.place.file, self.place.line or None) if self.place else (None, None)
+        return {"message": self.message, "hint": self.hint, "file": file, "line": line}
 
 
 class TrainkitError(Exception):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import os
+import re
 import sys
 import textwrap
 from collections.abc import Iterable
@@ -24,7 +25,7 @@ from invoke.terminals import pty_size
 from trainkit.base.extras import DISTRIBUTION
 from trainkit.base.printable import flush
 from trainkit.cli.completion import SCRIPTS, TABLES, candidates, names_of
-from trainkit.cli.wrapper import command_in, end_without_reader
+from trainkit.cli.wrapper import command_in, end_without_reader, print_document
 
 GROUPS = {
     "Start": ("init", "import", "jobs", "show", "check", "plan", "scale", "coord-check", "graph"),
@@ -59,6 +60,7 @@ GROUPS = {
 }
 MAX_WIDTH = 100  # columns of a help page
 UNKNOWN = "No idea what"  # how Invoke's message about an unknown token begins
+WITHOUT_VALUE = re.compile(r"Flag <Argument: (\w+)")  # and that about a flag at the end
 
 
 class TrainkitProgram(Program):
@@ -105,7 +107,18 @@ class TrainkitProgram(Program):
 
     def parse_tasks(self) -> None:
         """As Invoke does, with hints for what is unknown, and with `train --help` for `--help
-        train`. Raises ParseError."""
+        train`. With `--json` what is wrong is a document too. Raises ParseError."""
+        asked = "--json" in self.core.unparsed
+        try:
+            self._parse_tasks()
+        except ParseError as error:
+            if asked:
+                message, _, hint = str(error).removeprefix("error: ").partition("\n  ")
+                problem = {"message": message, "hint": hint, "file": None, "line": None}
+                print_document({"schema": "error/1", "exit": 1, "problems": [problem]})
+            raise
+
+    def _parse_tasks(self) -> None:
         given = self.core.unparsed
         if len(given) > 1 and given[1] in ("--help", "-h"):
             self.args.help.value = given[0]
@@ -123,6 +136,9 @@ class TrainkitProgram(Program):
                 raise ParseError(
                     f"error: {task} needs a {missing}\n  {self._usage(task)}", error.context
                 ) from None
+            if without := WITHOUT_VALUE.match(str(error)):
+                flag = without[1].replace("_", "-")
+                raise ParseError(f"error: --{flag} needs a value", error.context) from None
             if not str(error).startswith(UNKNOWN):
                 raise
             raise ParseError(f"error: {self._explain(error)}", error.context) from None

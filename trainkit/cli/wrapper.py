@@ -213,7 +213,7 @@ def _refuse_flags_as_arguments(
     for parameter in signature.own:
         given = str(values.get(parameter.name))
         if parameter.required and given.startswith("-"):
-            verb = body.__name__.replace("_", "-")
+            verb = body.__name__.rstrip("_").replace("_", "-")
             raise TrainkitError(
                 f"{verb} needs a {parameter.name.upper()} before {given!r}",
                 exit=Exit.USAGE,
@@ -221,7 +221,7 @@ def _refuse_flags_as_arguments(
             )
 
 
-def _print_document(document: Mapping[str, object]) -> None:
+def print_document(document: Mapping[str, object]) -> None:
     """Print what `--json` promises. Raises OutputClosed."""
     try:
         print(json.dumps(document), flush=True)
@@ -236,7 +236,7 @@ def _ending(
     printed as well."""
     if task.json:
         plain = [{"message": message, "hint": "", "file": None, "line": None}]
-        _print_document({"schema": "error/1", "exit": int(exit), "problems": problems or plain})
+        print_document({"schema": "error/1", "exit": int(exit), "problems": problems or plain})
     return InvokeExit(printable(message), code=int(exit))
 
 
@@ -248,7 +248,7 @@ def end_without_reader() -> InvokeExit:
 
 def _with_command(task: TaskContext, text: str) -> str:
     """Advice such as `invoke why RUN`, with the command that is used here instead of invoke."""
-    return re.sub(r"\binvoke (?=[a-z])", f"{task.command} ", text)
+    return re.sub(r"\binvoke (?=[a-z]|--help)", f"{task.command} ", text)
 
 
 def _install_and_restart(task: TaskContext, error: MissingExtra) -> None:
@@ -305,7 +305,7 @@ def _run_task(task: TaskContext, body: Callable[[], TaskResult | None]) -> None:
             if result is not None and not task.json:
                 task.show(result.page)
         if result is not None and task.json:
-            _print_document(result.document)
+            print_document(result.document)
     except MissingExtra as error:
         _install_and_restart(task, error)
         raise _ending(task, f"error: {error}", error.exit, error.problems()) from None

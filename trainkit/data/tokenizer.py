@@ -27,6 +27,9 @@ if TYPE_CHECKING:  # the schema of jobs.toml costs each unit a third of its star
 
 # bytes of a file whose sum is taken: of a larger one that a BPE is trained on only a start is read
 MOST_SUMMED = 2**32
+# characters of a word that training looks at together: the library takes the square of a word's
+# length, hours for a megabyte of letters without a space
+LONGEST_WORD = 1000
 
 
 def plain(error: Exception) -> str:
@@ -79,7 +82,9 @@ def train_bpe(texts: Iterator[str], vocab_size: int, eod_token: str) -> Tokenize
     """Train a byte-level BPE as GPT-2's (every byte is in the alphabet, so every text can be
     encoded)."""
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    words = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    pieces = pre_tokenizers.FixedLength(length=LONGEST_WORD)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, pieces])
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
@@ -89,6 +94,7 @@ def train_bpe(texts: Iterator[str], vocab_size: int, eod_token: str) -> Tokenize
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.pre_tokenizer = words
     return tokenizer
 
 

@@ -233,14 +233,9 @@ class TableBuilder:
         else:
             return section  # not there, or for the schema to refuse
         if any(step in BLENDS for step in at[:-1]):
-            findings.add(
-                f"{dotted_key(node)}: a blend cannot be a part of a blend",
-                node.place,
-                "name the datasets themselves",
-            )
-            findings.reported.add(at)
+            findings.reported.add(at)  # by the blend that it is a part of, which names it
             findings.partial.add(at[:-1])
-            return section.without(key)
+            return section
         blend = SourcedTable(node.place, node.path)
         for name, weight in entries.items():
             place = weight.place
@@ -251,9 +246,15 @@ class TableBuilder:
             )
             if not isinstance(weight, SourcedValue) or weight.value is not None:
                 part = part.with_entry("weight", weight)
-            blend = blend.with_entry(
-                name, self._refer(part, "dataset", "datasets", [], findings, (*at, name, "dataset"))
-            )
+            part = self._refer(part, "dataset", "datasets", [], findings, (*at, name, "dataset"))
+            inner = part.entries.get("dataset")
+            if isinstance(inner, SourcedTable) and not inner.entries.keys().isdisjoint(BLENDS):
+                findings.add(
+                    f"{dotted_key(part)}: a blend cannot be a part of a blend",
+                    place,
+                    "name the datasets themselves",
+                )
+            blend = blend.with_entry(name, part)
         section = section.with_entry(key, blend)
         first = next((part.entries["dataset"] for _, part in blend.sections()), None)
         if (

@@ -5,7 +5,8 @@ Names of rules, thresholds and recipes are those of datatrove 0.10, which made F
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import re
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -18,11 +19,24 @@ GramLimits = Annotated[
     Field(strict=False),
 ]
 MOST_COPIES = 1000
+OWN_FIELDS = ("trainkit_id", "trainkit_origin")  # that curation adds
 Rate = Annotated[float, Field(ge=0, le=MOST_COPIES)]
 ScoreRates = Annotated[
     tuple[Annotated[tuple[float, Rate], Field(strict=False)], ...],
     Field(strict=False),
 ]
+
+
+class BoundedStep(Table):
+    """A step with thresholds min_X and max_X, of which 0 says that none is asked."""
+
+    @model_validator(mode="after")
+    def _leaves_some(self) -> Self:
+        for name, least in self:
+            most = getattr(self, name.replace("min_", "max_", 1), 0)
+            if name.startswith("min_") and 0 < most < least:
+                raise wrong(name, f"{name} = {least} above the max_ of it, {most}, leaves nothing")
+        return self
 
 
 class UrlStep(Table):
@@ -39,6 +53,20 @@ class UrlStep(Table):
         (), description="letters that may not stand in an address without its punctuation"
     )
 
+    @model_validator(mode="after")
+    def _can_be_found(self) -> Self:
+        for word in (*self.words, *self.soft_words):
+            if not re.fullmatch("[a-z0-9]+", word.lower()):
+                raise wrong(
+                    "words",
+                    f"'{word}' is no word of an address, which are a to z and 0 to 9 alone: name"
+                    " its parts, or all of it among subwords",
+                )
+        for word in self.subwords:
+            if not re.search("[a-z0-9]", word.lower()):
+                raise wrong("subwords", f"subword '{word}' has no letter from a to z and no digit")
+        return self
+
 
 class LanguageStep(Table):
     """Documents in other languages are left out; `language` and `language_score` are set."""
@@ -51,7 +79,7 @@ class LanguageStep(Table):
     )
 
 
-class GopherQualityStep(Table):
+class GopherQualityStep(BoundedStep):
     """Gopher's rules on words and symbols. 0: the rule is not asked."""
 
     step: Literal["gopher-quality"]
@@ -65,6 +93,15 @@ class GopherQualityStep(Table):
     min_alphabetic_words: Share = Field(0.8, description="words with a letter")
     min_stop_words: int = Field(2, ge=0, description="different stop words")
     stop_words: Strings = Field(GOPHER_STOP_WORDS, description="which those are")
+
+    @model_validator(mode="after")
+    def _has_stop_words(self) -> Self:
+        if self.min_stop_words > (some := len(set(self.stop_words))):
+            raise wrong(
+                "min_stop_words",
+                f"min_stop_words = {self.min_stop_words} of {some} stop_words leaves nothing",
+            )
+        return self
 
 
 class GopherRepetitionStep(Table):
@@ -131,7 +168,7 @@ class PiiStep(Table):
     ips: bool = Field(True, description="replace public IPv4 addresses")
 
 
-class LengthStep(Table):
+class LengthStep(BoundedStep):
     """Documents that are too short or too long are left out. 0: not asked."""
 
     step: Literal["length"]
@@ -167,7 +204,8 @@ class SampleStep(Table):
     rate: Rate = Field(1.0, description="of documents that nothing below names")
     field: str = Field("", description="the field that rates and scores look at")
     rates: dict[str, Rate] = Field(
-        default_factory=dict, description="by the field's value: { wiki = 3, web = 0.5 }"
+        default_factory=dict,
+        description="by the field's value, which JSON writes so if it is no text: { wiki = 3 }",
     )
     scores: ScoreRates = Field(
         (), description="by the field's number: [[0.9, 2], [0.5, 1]]: the first that it reaches"
@@ -176,12 +214,22 @@ class SampleStep(Table):
 
     def most(self) -> float:
         """The highest rate."""
-        return max([self.rate, *self.rates.values(), *(rate for _, rate in self.scores)])
+        return max(self._all_rates())
+
+    def draws(self) -> bool:
+        """Whether a rate is none of 0, 1, 2, ..., so that chance says what is kept."""
+        return any(rate % 1 for rate in self._all_rates())
+
+    def _all_rates(self) -> list[float]:
+        return [self.rate, *self.rates.values(), *(rate for _, rate in self.scores)]
 
     @model_validator(mode="after")
     def _has_field(self) -> SampleStep:
         if (self.rates or self.scores) and not self.field:
             raise needs("field", "rates and scores need field, what they look at")
+        floors = [floor for floor, _ in self.scores]
+        if floors != sorted(floors, reverse=True):
+            raise wrong("scores", "scores must fall: the first that a document reaches is taken")
         return self
 
 
@@ -190,7 +238,7 @@ class FunctionStep(Table):
 
     step: Literal["function"]
     function: str = Field(pattern=r"^[^:]+\.py:[A-Za-z_][A-Za-z0-9_]*$", description="FILE.py:NAME")
-    timeout_seconds: float = Field(60, gt=0, description="for one document")
+    timeout_seconds: float = Field(60, gt=0, le=86_400, description="for one document")
 
 
 class ExactStep(Table):
@@ -300,7 +348,21 @@ class Curation(Table):
                     " above 1): put 'sample' behind it",
                 )
             copied |= isinstance(step, SampleStep) and step.most() > 1
+        self._draw_apart()
         return self
+
+    def _draw_apart(self) -> None:
+        """Two draws with one seed would be one: what half is kept of, all is kept of again."""
+        seeds: set[int] = set()
+        for step in self.steps:
+            if isinstance(step, SampleStep) and step.draws():
+                if step.seed in seeds:
+                    raise wrong(
+                        "steps",
+                        f"two steps 'sample' draw with seed {step.seed}, so the second keeps what"
+                        f" the first kept: give it seed = {max(seeds) + 1}",
+                    )
+                seeds.add(step.seed)
 
     def all_steps(self) -> tuple[Step, ...]:
         """The recipe's and one's own."""

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from trainkit.jobs.curation import Curation
+from trainkit.jobs.curation import OWN_FIELDS, Curation, ScoreStep
 from trainkit.jobs.table import NAME, Strings, Table, needs, wrong
 
 
@@ -120,7 +120,7 @@ class Dataset(Table):
     )
     temperature: float | None = Field(
         None,
-        gt=0,
+        ge=0.1,  # of lower ones the weights are beyond what a float holds
         description=(
             "source = blend without weights: a dataset weighs size^(1 / temperature), the exponent"
             " alpha of multilingual BERT and XLM (arXiv:1901.07291); 1: by size, above: small ones"
@@ -292,6 +292,10 @@ class Dataset(Table):
         for step in self.curate.steps if self.curate else ():
             if self.name in getattr(step, "against", ()):
                 raise wrong("curate", f"{step.step} against {self.name!r}, the dataset itself")
+            if isinstance(step, ScoreStep) and step.field in (self.text_key, *OWN_FIELDS):
+                raise wrong(
+                    "curate", f"the field {step.field!r} is not for a score: name another as field"
+                )
         if self.source not in ("mock", "blend") and self.tokenizer is None:
             raise needs("source", f"source = '{self.source}' needs tokenizer")
 
@@ -375,6 +379,7 @@ class BlendPart(Table):
     weight: float | None = Field(
         None,
         ge=0,
+        le=1e100,  # so that their sum, times sizes, is a float too
         allow_inf_nan=False,
         description="its share of the samples, over the sum of all; by default its size",
     )

@@ -194,8 +194,11 @@ class _Spot:
         for depth, part in enumerate(loc):
             if part == "[key]" or not isinstance(self.node, SourcedTable):
                 # inside an array, or about a key of `env`: the whole value is as near as it gets
-                self.inside = loc[depth:] if len(loc) - depth == ENTRY else ()
+                entry = len(loc) - depth == ENTRY and isinstance(part, int)
+                self.inside = loc[depth:] if entry else ()
                 break
+            if part == "dict" and part not in self.node.entries:
+                continue  # which of JSON's types pydantic took the table above for
             part = str(part)  # of an array of tables
             inner = _table_of(self.field) if self.field else self.model
             named = _named_tables(self.field)

@@ -336,7 +336,7 @@ def rungs_below(top: int) -> Sequence[int]:
     if high >= top:
         raise ConfigError(
             f"the budget's model has {top} layers: there are no {RUNGS} smaller ones to measure",
-            hint="give --ladder, such as 1,2,3, a larger budget, or a base job that is narrower",
+            hint="give --ladder with fewer, a larger budget, or a base job that is narrower",
         )
     low = min(max(1, top // 6), high - RUNGS + 1)
     return [round(low + (high - low) * step / (RUNGS - 1)) for step in range(RUNGS)]

@@ -8,12 +8,14 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import psutil
 import torch
 from torch import Tensor, nn
 
 from trainkit.base.errors import ConfigError
 from trainkit.jobs.optimizers import role_of
 from trainkit.jobs.schema import Job, Model
+from trainkit.plan.arithmetic import parameters_of
 from trainkit.train.model.head_loss import Labels, Losses
 from trainkit.train.model.transformer import Block, Transformer
 from trainkit.train.parallel.initialize import initialize
@@ -26,6 +28,7 @@ WIDTHS = (64, 1024, 5)  # the narrowest, the widest and how many, where the head
 SAMPLES = 4
 TOKENS = 128  # of a sample, at most
 VOCABULARY = 1024  # ids, at most: sizes do not depend on it
+BYTES = 16  # of a parameter: fp32, its gradient and two moments
 GROWS = 0.25  # slopes above it: half of what a root of the width, the least mistake, would give
 
 
@@ -113,12 +116,14 @@ def check_coordinates(
 
     Args:
         job: the job.
-        widths: hidden sizes, two or more.
+        widths: hidden sizes, two or more, from narrow to wide.
         progress: called with each before it begins.
 
-    Raises ConfigError as `of_width`, and where training diverges.
+    Raises ConfigError as `of_width`, where the widest needs more memory than is free here, and
+    where training diverges.
     """
     models = [of_width(job.model, width) for width in widths]
+    _need_memory(models[-1], widths[-1])
     sizes: dict[str, dict[int, list[float]]] = {}
     for model in models:
         progress(model.hidden_size)
@@ -131,6 +136,17 @@ def check_coordinates(
                     )
                 sizes.setdefault(name, {}).setdefault(step, []).append(size)
     return Coordinates(widths, sizes)
+
+
+def _need_memory(model: Model, width: int) -> None:
+    needed = BYTES * parameters_of(model, VOCABULARY)
+    free = psutil.virtual_memory().available
+    if needed > free:
+        raise ConfigError(
+            f"width {width} needs {needed / 2**30:,.1f} GiB of memory for weights and optimizer,"
+            f" of which {free / 2**30:,.1f} are free here",
+            hint="give --widths that are narrower",
+        )
 
 
 def _train(model: Model, job: Job) -> dict[int, dict[str, float]]:

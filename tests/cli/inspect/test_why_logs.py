@@ -218,6 +218,10 @@ def test_logs_as_a_document(
         (rank, [run.attempt(2).log(rank).read_text().splitlines()[-1]]) for rank in (0, 1)
     ]
     assert capsys.readouterr().out == ""
+    run.attempt(2).log(1).write_text("")
+    answer = logs.logs(asked, "last", LogOptions(rank="1", attempt=2, lines=1))
+    assert answer.document["logs"][0]["lines"] == []
+    assert said(project, capsys, "1", "", 2) == ["rank 1 has printed nothing in attempt 2"]
     with pytest.raises(ConfigError, match="cannot be combined"):
         logs.logs(asked, "last", LogOptions(follow=True, lines=1))
 

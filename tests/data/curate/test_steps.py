@@ -98,6 +98,12 @@ def test_language() -> None:
     assert judge(step, "")[0] is not None
 
 
+@pytest.mark.parametrize("code", ["EN", "gr", "english"])
+def test_a_language_that_the_model_does_not_know(code: str) -> None:
+    with pytest.raises(ConfigError, match=f"knows no language '{code}'"):
+        make(step="language", languages=["de", code])
+
+
 def test_models_say_what_fasttext_says() -> None:
     fasttext = pytest.importorskip("fasttext")
     from trainkit._index import FastTextModel
@@ -205,6 +211,9 @@ def test_sample_by_source_and_score() -> None:
     assert judge(step, "x", meta={"set": "web"})[1].copies == 1
     dropped, _ = judge(step, "x", meta={"set": "spam"})
     assert dropped and dropped.reason == "not_sampled"
+    step = make(step="sample", rate=1, field="f", rates={"2023": 2, "true": 3, "null": 4})
+    assert [judge(step, "x", f=f)[1].copies for f in (2023, "2023", True, 1)] == [2, 2, 3, 1]
+    assert judge(step, "x", f=None)[1].copies == judge(step, "x")[1].copies == 1
     step = make(step="sample", rate=0, field="score", scores=[[0.9, 2], [0.5, 1]])
     assert [judge(step, "x", score=s)[1].copies for s in (0.95, 0.9, 0.6)] == [2, 2, 1]
     assert judge(step, "x", score=0.4)[0] is not None and judge(step, "x")[0] is not None

@@ -4,7 +4,9 @@ id."""
 from __future__ import annotations
 
 import json
+import random
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -304,3 +306,15 @@ def test_interleave_refuses_what_does_not_fit(stops: list[int], out: Any, words:
             7,
             np.empty(4, np.int64),  # type: ignore[arg-type]
         )
+
+
+@pytest.mark.parametrize("letters", ["x", "acgt", "\n", "#="])
+def test_a_bpe_is_trained_on_a_very_long_word(letters: str) -> None:
+    """The library takes the square of its length: minutes for each of these."""
+    word = "".join(random.Random(1).choices(letters, k=300_000))
+    began = time.process_time()
+    trained = train_bpe(iter(["plain text " * 9, word]), 400, EOD)
+    assert time.process_time() - began < 20
+    assert trained.decode(trained.encode(word).ids) == word
+    kind = json.loads(trained.to_str())["pre_tokenizer"]["type"]
+    assert kind == "ByteLevel"  # as the encoders know it

@@ -353,6 +353,8 @@ def _rank_logs(
         lines = tail.last(options.lines or sys.maxsize, unfinished=not options.follow)
         found.append(RankLog(rank, ranks[rank], lines))
         page += [f"{tail.prefix}{line}" for line in lines]
+        if not lines and not options.follow:
+            page.append(f"rank {rank} has printed nothing in attempt {attempt.number}")
     if options.follow:
         task.show(page)
         _follow(run, list(tails.values()))

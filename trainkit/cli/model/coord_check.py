@@ -60,8 +60,8 @@ def _widths(given: str) -> list[int]:
     if not given:
         return []
     words = given.split(",")
-    widths = sorted({int(word) for word in words if word.strip().isdigit()})
-    if len(widths) < max(2, len(words)):
+    widths = sorted({int(word) for word in words if word.strip().isdecimal()})
+    if len(widths) < max(2, len(words)) or not widths[0]:
         raise ConfigError(f"--widths {given}: expected two or more such as 64,128,256")
     return widths
 

@@ -59,7 +59,7 @@ def _nothing_left(
     else:
         reason, count = max(most.reasons.items(), key=lambda each: each[1])
         what = (
-            f"curation leaves no text of {totals['lines']:,} documents: step {most.number}"
+            f"curation leaves no text of {totals['lines']:,} documents: step {most.number + 1}"
             f" ({most.step}) left out most, {count:,} of {most.documents_in:,} for {reason}"
         )
         hint = (

@@ -35,7 +35,15 @@ class LanguageFilter:
     def __init__(self, table: LanguageStep, language: str) -> None:
         self._languages = frozenset(table.languages)
         self._least = table.min_score
-        self._model = _load(table.model or str(language_model()))
+        path = table.model or str(language_model())
+        self._model = _load(path)
+        known = [label.removeprefix(PREFIX) for label in self._model.labels]
+        if unknown := sorted(self._languages.difference(known)):
+            raise ConfigError(
+                f"{path} knows no language {unknown[0]!r} (it has {', '.join(known[:10])}, ..)",
+                exit=Exit.STAGE_FAILED,
+                hint="set languages of the step to codes as the model writes them, such as en",
+            )
 
     def __call__(self, document: CrawledDocument) -> Dropped | None:
         label, probability = self._model.best(document.text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import xxhash
@@ -29,8 +30,10 @@ class Sampler:
 
     def _rate(self, document: CrawledDocument) -> float:
         value = get_field(document.fields, self._table.field) if self._table.field else None
-        if isinstance(value, str) and value in self._table.rates:
-            return self._table.rates[value]
+        if value is not None and self._table.rates:  # as `drop` compares
+            words = value if isinstance(value, str) else json.dumps(value, default=str)
+            if words in self._table.rates:
+                return self._table.rates[words]
         if isinstance(value, (int, float)):
             for floor, rate in self._table.scores:
                 if value >= floor:
