@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 
 from tests.conftest import JOBS, TASKS, Project
 from tests.runs.test_record import begin
-from trainkit.base.errors import TrainkitError
+from trainkit.base.errors import ConfigError, TrainkitError
 from trainkit.base.locks import locked
 from trainkit.cli.inspect.checkpoints import clean
 from trainkit.cli.run import train as runner
@@ -120,6 +121,22 @@ def test_it_keeps_the_newest_and_what_is_pinned(
         cleaned(project, perform=True)["leftovers"] == []
         and verify(run / "checkpoints" / "step-00000004") == []
     )
+
+
+def test_a_run_of_another_version_holds_up_no_other(
+    kept: tuple[Project, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    project, run = kept
+    other = run.with_name("20200101-000000-0000")
+    shutil.copytree(run, other, symlinks=True)
+    job = json.loads((other / "job.json").read_text())
+    job["job"]["training"]["lr"] = "of another version"
+    (other / "job.json").write_text(json.dumps(job))
+    assert names(cleaned(project, perform=True)) == ["step-00000002", "step-00000003"]
+    assert f"run {other.name}: nothing is deleted: " in capsys.readouterr().out
+    assert (steps(run), steps(other)) == ([1, 4], [1, 2, 3, 4])
+    with pytest.raises(ConfigError, match=r"training\.lr"):
+        cleaned(project, other.name, perform=True)
 
 
 def test_a_run_that_goes_on_is_left_alone(

@@ -13,6 +13,7 @@ from trainkit.base.documents import document
 from trainkit.base.errors import ConfigError, Exit, TrainkitError
 from trainkit.base.locks import LockBusy
 from trainkit.cli.config.jobs import load_jobs
+from trainkit.cli.inspect.runs import readable_records
 from trainkit.cli.tables import Listing, gib
 from trainkit.cli.wrapper import TaskContext, TaskResult
 from trainkit.engines.registry import ENGINES
@@ -40,14 +41,20 @@ def clean(
         perform: delete; else only list.
     """
     roots = load_jobs(task).roots()
-    runs = [find_run(roots, run_name)] if run_name else all_runs(roots)
+    one = [read_run_record(find_run(roots, run_name))] if run_name else []
     delete = perform and not task.dry_run
     found: list[Leftover] = []
-    for record in current_all([read_run_record(run) for run in runs]):
+    for record in current_all(one or list(readable_records(all_runs(roots)))):
         if record.state not in ENDED:
             task.say(f"run {record.run.id} is {record.state}: nothing is deleted")
             continue
-        of_run = list(leftovers(record.run, keep, damaged=damaged))
+        try:
+            of_run = list(leftovers(record.run, keep, damaged=damaged))
+        except ConfigError as error:  # its job is of another version
+            if run_name:
+                raise
+            task.say(f"run {record.run.id}: nothing is deleted: {error}")
+            continue
         if of_run and delete:
             of_run = _delete(task, record.run, of_run, keep, damaged=damaged)
         found += of_run

@@ -173,7 +173,7 @@ def runs(task: TaskContext, job: str, form: TableForm = LIST) -> TaskResult:
         )
     refuse_unknown_convention(flops)
     found = [run for run in all_runs(load_jobs(task).roots()) if not job or run.job_name == job]
-    records = current_all(list(_records(found)))
+    records = current_all(list(readable_records(found)))
     if form.table:
         results = results_of_runs(records, flops, task.say)
         if form.scaling:
@@ -231,7 +231,7 @@ def _state_cell(record: RunRecord) -> str:
     return f"[{COLOURS.get(record.state, 'white')}]{record.state}[/]"
 
 
-def _records(found: Iterable[RunFolder]) -> Iterator[RunRecord]:
+def readable_records(found: Iterable[RunFolder]) -> Iterator[RunRecord]:
     """The records of runs. One that cannot be read (of another version, or damaged) gives a
     warning, and the others are listed."""
     for run in found:
