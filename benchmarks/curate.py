@@ -97,7 +97,7 @@ class UnitRun:
 
 def ours(shard: Path, folder: Path) -> tuple[float, list[int]]:
     """(CPU seconds, numbers of the documents that are kept)."""
-    steps = [step for step in RECIPES["fineweb"] if step.step not in ("minhash", "pii")]
+    steps = [step for step in RECIPES["fineweb"]() if step.step not in ("minhash", "pii")]
     out = folder / "kept.jsonl.zst"
     spec = FilterSpec(
         "00000",

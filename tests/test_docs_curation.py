@@ -52,8 +52,8 @@ def test_the_table_has_every_step_with_its_keys() -> None:
     named = {words_in(step)[0]: set(words_in(keys)) for step, keys, *_ in rows("`step`")}
     assert named == known
     recipes = {words_in(name)[0]: words_in(steps) for name, steps in rows("`recipe`")}
-    for name, steps in RECIPES.items():
-        assert [step for step in recipes.pop(name) if step in known] == [s.step for s in steps]
+    for name, recipe in RECIPES.items():
+        assert [step for step in recipes.pop(name) if step in known] == [s.step for s in recipe()]
     assert not recipes
 
 
@@ -135,7 +135,7 @@ def test_its_tables_are_prepared_as_they_stand(project: Project) -> None:
         text=True,
         check=True,
     )
-    *steps, sampled = done.stdout.splitlines()[: len(RECIPES["fineweb"]) + 2]
+    *steps, sampled = done.stdout.splitlines()[: len(RECIPES["fineweb"]()) + 2]
     assert steps[0] == "language 20 20 {}"
     assert steps[-1] == "decontaminate 20 19 {'contaminated': 1}"
     assert re.fullmatch(r"sample 19 \d\d {'not_sampled': \d+}", sampled)

@@ -161,7 +161,7 @@ def test_an_error_names_the_line_of_its_phase(checkout: Checkout) -> None:
 @pytest.mark.parametrize(
     ("mix", "words"),
     [
-        ("temperature = 0", "mix.temperature = 0 must be above 0"),
+        ("temperature = 0", "mix.temperature = 0 must be at least 0.1"),
         ("max_epochs = -1", "mix.max_epochs = -1 must be above 0"),
         ("[datasets.m]\nsource = 'mock'\ntemperature = 2", "temperature is for source = 'blend'"),
         ("[datasets.m]\nsource = 'mock'\nmax_epochs = 2", "max_epochs is for source = 'blend'"),

@@ -6,6 +6,7 @@ Names of rules, thresholds and recipes are those of datatrove 0.10, which made F
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
@@ -288,14 +289,15 @@ Step = LocalStep | GlobalStep
 # keys of steps that hold paths, and patterns of them, relative to the folder of jobs.toml
 STEP_PATHS = ("domains", "urls", "model", "function")
 STEP_PATTERNS = ("benchmarks",)
-RECIPES: dict[str, tuple[Step, ...]] = {
-    "gopher": (
+# made when they are asked for: the schema of a step is not built before
+RECIPES: dict[str, Callable[[], tuple[Step, ...]]] = {
+    "gopher": lambda: (
         GopherRepetitionStep(step="gopher-repetition"),
         GopherQualityStep(step="gopher-quality"),
     ),
-    "c4": (C4Step(step="c4"),),
+    "c4": lambda: (C4Step(step="c4"),),
     # FineWeb's examples/fineweb.py, without its lists of sites
-    "fineweb": (
+    "fineweb": lambda: (
         LanguageStep(step="language", languages=("en",)),
         GopherRepetitionStep(step="gopher-repetition"),
         GopherQualityStep(step="gopher-quality"),
@@ -366,4 +368,4 @@ class Curation(Table):
 
     def all_steps(self) -> tuple[Step, ...]:
         """The recipe's and one's own."""
-        return (*(RECIPES[self.recipe] if self.recipe else ()), *self.steps)
+        return (*(RECIPES[self.recipe]() if self.recipe else ()), *self.steps)

@@ -55,5 +55,8 @@ Environment = Annotated[
 class Table(BaseModel):
     """A table of jobs.toml: immutable, unknown keys refused."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+    # built when it is first asked for: not for each table again, and then within those that have it
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, defer_build=True
+    )
     planned: ClassVar[tuple[str, ...]] = ()  # keys that a later version will take

@@ -45,7 +45,7 @@ COUNTS = {  # those that are never less than 0
 
 class ManifestPart(BaseModel):
     # what is not known may matter
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", defer_build=True)
 
 
 class DataFile(ManifestPart):
