@@ -387,4 +387,3 @@ class BlendPart(Table):
 
 
 Blend = dict[Annotated[str, Field(pattern=NAME)], BlendPart]
-Dataset.model_rebuild()
