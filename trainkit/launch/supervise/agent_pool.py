@@ -220,7 +220,7 @@ class AgentPool:
         stays."""
         self.parent = frame
         if frame is not None:
-            for node in list(self._connections.keys() - self._leaving):
+            for node in self.present:
                 self.send(node, frame)
 
     def host(self, node: int) -> str:
@@ -346,8 +346,6 @@ class AgentPool:
         self._connections[node] = connection
         if node in self._leaving:
             self.send(node, Goodbye(self.run_ends))
-        elif self.parent is not None:  # it imports while the agent looks at its host
-            self.send(node, self.parent)
         why = "its agent's connection ended"
         closed = True
         try:
@@ -355,6 +353,8 @@ class AgentPool:
                 frame = read_report(received)
                 if isinstance(frame, HostFacts) and node not in self.hellos:
                     self.hellos[node] = self._hello(node, frame)
+                    if self.parent is not None:
+                        self.send(node, self.parent)
                 elif frame is not None:
                     self._compare_clocks(node, frame)
                     while self._given - self._arrived + self.received.qsize() >= HELD_FRAMES:
