@@ -260,7 +260,7 @@ def updates(at: Shapes, dtype: torch.dtype) -> Iterator[Case]:
         "squared_norm",
         (gradient,),
         lambda k, t: k.squared_norm([t]),
-        (adamw.norm_bytes_moved(elements, dtype),),
+        (elements * dtype.itemsize,),
     )
 
 

@@ -64,7 +64,7 @@ def test_without_a_tasks_file_the_tasks_are_there(project: Project) -> None:
         (["check", "--nosuch"], "check has no --nosuch", "its options: trainkit --help check"),
         (["jobs", "txt"], "'txt' is neither an argument of jobs nor a task", ""),
         (["train"], "train needs a JOB", "usage: trainkit train JOB [options]"),
-        (["logs", "last", "--rank"], "--rank needs a value", ""),
+        (["jobs", "--search-root"], "--search-root needs a value", ""),
         (["import", "--nosuch"], "import needs a FILE before", "invoke --help import"),
     ],
 )

@@ -69,6 +69,12 @@ def test_names_become_datasets_with_their_weights(checkout: Checkout) -> None:
     assert job.dataset.blend["web"].dataset.prefixes[0].endswith("/web_{00..02}")
 
 
+def test_a_validation_may_be_called_blend(checkout: Checkout) -> None:
+    found = checkout(toml("blend = ['web']") + '[jobs.demo.validation]\nblend = "two"\n')
+    assert found.check() == []
+    assert [*found.resolve("demo").job.validation["blend"].blend] == ["web", "code"]
+
+
 def test_a_weight_can_be_set_and_remembers_where_it_was_written(checkout: Checkout) -> None:
     resolved = checkout(toml("blend = { web = 0.7, code = 0.3 }")).resolve(
         "demo", ["dataset.blend.web=0.9"]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,35 @@ def test_every_value_has_its_origin(checkout: Checkout) -> None:
         GOOD.replace("ranks_per_node = 2", "env = { A = '1', B = '2' }\nsecrets = ['K?']")
     ).resolve("demo")
     assert {path: origin.value for path, origin in resolved.origins.items()} == leaves(resolved.job)
+
+
+def test_a_rule_that_came_later_makes_no_run_unreadable(checkout: Checkout, tmp_path: Path) -> None:
+    """What curates a dataset of jobs.toml is judged; not what curated that of a run."""
+    steps = """
+        { step = "url", words = ["foo-bar", "#ass"] },
+        { step = "sample", rate = 0.5, field = "n", scores = [[0.1, 1], [0.9, 2]] },
+        { step = "sample", rate = 0.5 },
+        { step = "score", model = "m", label = "hq", field = "text" },
+    """
+    curated = """
+        [tokenizers.t]
+        type = "bpe"
+        vocab_size = 512
+        [datasets.crawl]
+        source = "files"
+        paths = ["*.jsonl"]
+        tokenizer = "t"
+        curate.steps = ["""
+    jobs = GOOD.replace('dataset = "mock"', 'dataset = "crawl"') + curated
+    with pytest.raises(ConfigError, match="'foo-bar' cannot be found") as refused:
+        checkout(f"{jobs}{steps}]").resolve("demo")
+    assert "#ass" not in str(refused.value)
+    write_job(tmp_path / "job.json", checkout(f"{jobs}{{ step = 'exact' }}]").resolve("demo"))
+    document = json.loads((tmp_path / "job.json").read_text())
+    document["job"]["dataset"]["curate"]["steps"] = tomllib.loads(f"a = [{steps}]")["a"]
+    (tmp_path / "job.json").write_text(json.dumps(document))
+    curation = read_job(tmp_path / "job.json").dataset.curate
+    assert curation is not None and len(curation.steps) == 4
 
 
 def test_a_job_written_is_the_job_read(checkout: Checkout, tmp_path: Path) -> None:

@@ -222,7 +222,6 @@ def test_bytes() -> None:
     fp32, bf16 = torch.float32, torch.bfloat16
     assert adamw.bytes_moved(10, fp32, fp32, None) == 280
     assert adamw.bytes_moved(10, fp32, bf16, bf16) == 280
-    assert adamw.norm_bytes_moved(10, bf16) == 20
 
 
 def test_what_a_beta_near_one_leaves_is_not_lost_in_fp32() -> None:

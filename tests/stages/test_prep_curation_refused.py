@@ -63,11 +63,15 @@ REFUSED_TABLES = [
     ),
     # what leaves nothing out, or everything, or cannot be what was meant
     ('{ step = "length", min_words = 9, max_words = 8 }', "min_words = 9 above", ""),
-    ('{ step = "gopher-quality", min_average_length = 11 }', "above the max_ of it, 10", ""),
+    (
+        '{ step = "gopher-quality", min_average_length = 11 }',
+        "above max_average_length = 10 leaves nothing",
+        "",
+    ),
     ('{ step = "gopher-quality", stop_words = ["der"] }', "min_stop_words = 2 of 1", ""),
-    ('{ step = "url", words = ["foo-bar"] }', "'foo-bar' is no word of an address", ""),
-    ('{ step = "url", soft_words = [""] }', "'' is no word of an address", ""),
-    ('{ step = "url", subwords = ["-"] }', "subword '-' has no letter", ""),
+    ('{ step = "url", words = ["foo-bar"] }', "words: 'foo-bar' cannot be found", ""),
+    ('{ step = "url", soft_words = [""] }', "soft_words: '' cannot be found", ""),
+    ('{ step = "url", subwords = ["-"] }', "subwords: '-' cannot be found", ""),
     (
         '{ step = "score", model = "m", label = "hq", field = "trainkit_id" }',
         "the field 'trainkit_id' is not for a score",
@@ -80,9 +84,10 @@ REFUSED_TABLES = [
     ),
     ('{ step = "sample", field = "a", scores = [[0.1, 1], [0.9, 2]] }', "scores must fall", ""),
     (
-        '{ step = "sample", rate = 0.5 }, { step = "sample", rate = 1.5 }',
+        '{ step = "sample", rate = 0.5 }, { step = "sample", rate = 1.5 },'
+        ' { step = "sample", rate = 0.5, seed = 1 }',
         "two steps 'sample' draw with seed 0",
-        "give it seed = 1",
+        "give it seed = 2",
     ),
     (
         '{ step = "function", function = "own.py:keep", timeout_seconds = 1e300 }',

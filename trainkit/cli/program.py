@@ -60,7 +60,7 @@ GROUPS = {
 }
 MAX_WIDTH = 100  # columns of a help page
 UNKNOWN = "No idea what"  # how Invoke's message about an unknown token begins
-WITHOUT_VALUE = re.compile(r"Flag <Argument: (\w+)")  # and that about a flag at the end
+WITHOUT_VALUE = re.compile(r"Flag <Argument: ([\w-]+)")  # and that about a flag at the end
 
 
 class TrainkitProgram(Program):

@@ -32,6 +32,7 @@ from trainkit.jobs.schema import (
     NotifySettings,
     Table,
 )
+from trainkit.jobs.table import AS_WRITTEN
 from trainkit.jobs.toml_positions import KeyPath
 
 SINGLE = ("defaults", "notify")  # tables of which the file has one
@@ -232,7 +233,7 @@ class TableBuilder:
             entries = node.entries
         else:
             return section  # not there, or for the schema to refuse
-        if any(step in BLENDS for step in at[:-1]):
+        if len(at) > 3 and at[-4] in BLENDS:
             findings.reported.add(at)  # by the blend that it is a part of, which names it
             findings.partial.add(at[:-1])
             return section
@@ -442,7 +443,7 @@ class TableBuilder:
 def validate(model: type[T], section: SourcedTable, findings: ProblemList) -> T | None:
     """The schema's model of a table, or None with what is wrong added to `findings`."""
     try:
-        return model.model_validate(section.plain())
+        return model.model_validate(section.plain(), context=AS_WRITTEN)
     except ValidationError as error:
         for loc, kind, problem in schema_problems(error, model, section):
             prefixes = {loc[:depth] for depth in range(len(loc) + 1)}

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, model_validator
 
 from trainkit.jobs.table import Strings, Table, needs, wrong
 
@@ -36,7 +36,8 @@ class BoundedStep(Table):
         for name, least in self:
             most = getattr(self, name.replace("min_", "max_", 1), 0)
             if name.startswith("min_") and 0 < most < least:
-                raise wrong(name, f"{name} = {least} above the max_ of it, {most}, leaves nothing")
+                limit = name.replace("min_", "max_", 1)
+                raise wrong(name, f"{name} = {least} above {limit} = {most} leaves nothing")
         return self
 
 
@@ -55,17 +56,17 @@ class UrlStep(Table):
     )
 
     @model_validator(mode="after")
-    def _can_be_found(self) -> Self:
-        for word in (*self.words, *self.soft_words):
-            if not re.fullmatch("[a-z0-9]+", word.lower()):
+    def _can_be_found(self, info: ValidationInfo) -> Self:
+        """Lists such as datatrove's have words that a # takes out."""
+        forms = {"words": "[a-z0-9]+", "soft_words": "[a-z0-9]+", "subwords": ".*[a-z0-9].*"}
+        for key, form in forms.items() if info.context else ():
+            words = [word for word in getattr(self, key) if not word.startswith("#")]
+            if never := [word for word in words if not re.fullmatch(form, word.lower())]:
                 raise wrong(
-                    "words",
-                    f"'{word}' is no word of an address, which are a to z and 0 to 9 alone: name"
-                    " its parts, or all of it among subwords",
+                    key,
+                    f"{key}: {', '.join(map(repr, never))} cannot be found: words of an address"
+                    " are of a to z and 0 to 9 alone, subwords have one of these",
                 )
-        for word in self.subwords:
-            if not re.search("[a-z0-9]", word.lower()):
-                raise wrong("subwords", f"subword '{word}' has no letter from a to z and no digit")
         return self
 
 
@@ -215,21 +216,14 @@ class SampleStep(Table):
 
     def most(self) -> float:
         """The highest rate."""
-        return max(self._all_rates())
-
-    def draws(self) -> bool:
-        """Whether a rate is none of 0, 1, 2, ..., so that chance says what is kept."""
-        return any(rate % 1 for rate in self._all_rates())
-
-    def _all_rates(self) -> list[float]:
-        return [self.rate, *self.rates.values(), *(rate for _, rate in self.scores)]
+        return max([self.rate, *self.rates.values(), *(rate for _, rate in self.scores)])
 
     @model_validator(mode="after")
-    def _has_field(self) -> SampleStep:
+    def _has_field(self, info: ValidationInfo) -> SampleStep:
         if (self.rates or self.scores) and not self.field:
             raise needs("field", "rates and scores need field, what they look at")
         floors = [floor for floor, _ in self.scores]
-        if floors != sorted(floors, reverse=True):
+        if info.context and floors != sorted(floors, reverse=True):
             raise wrong("scores", "scores must fall: the first that a document reaches is taken")
         return self
 
@@ -329,7 +323,7 @@ class Curation(Table):
     )
 
     @model_validator(mode="after")
-    def _has_steps(self) -> Curation:
+    def _has_steps(self, info: ValidationInfo) -> Curation:
         if self.recipe in ("fineweb", "gopher") and self.words != "en":
             raise wrong(
                 "words",
@@ -350,21 +344,20 @@ class Curation(Table):
                     " above 1): put 'sample' behind it",
                 )
             copied |= isinstance(step, SampleStep) and step.most() > 1
-        self._draw_apart()
+        if info.context:
+            self._draw_apart()
         return self
 
     def _draw_apart(self) -> None:
         """Two draws with one seed would be one: what half is kept of, all is kept of again."""
-        seeds: set[int] = set()
-        for step in self.steps:
-            if isinstance(step, SampleStep) and step.draws():
-                if step.seed in seeds:
-                    raise wrong(
-                        "steps",
-                        f"two steps 'sample' draw with seed {step.seed}, so the second keeps what"
-                        f" the first kept: give it seed = {max(seeds) + 1}",
-                    )
-                seeds.add(step.seed)
+        samples = [step for step in self.steps if isinstance(step, SampleStep)]
+        drawn = [step.seed for step in samples if step.rate % 1]
+        if twice := [seed for seed in drawn if drawn.count(seed) > 1]:
+            raise wrong(
+                "steps",
+                f"two steps 'sample' draw with seed {twice[0]}, so the second keeps what the first"
+                f" kept: give it seed = {max(step.seed for step in samples) + 1}",
+            )
 
     def all_steps(self) -> tuple[Step, ...]:
         """The recipe's and one's own."""

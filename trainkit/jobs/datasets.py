@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, model_validator
 
 from trainkit.jobs.curation import OWN_FIELDS, Curation, ScoreStep
 from trainkit.jobs.table import NAME, Strings, Table, needs, wrong
@@ -266,11 +266,13 @@ class Dataset(Table):
     )
 
     @model_validator(mode="after")
-    def _complete(self) -> Dataset:
+    def _complete(self, info: ValidationInfo) -> Dataset:
         self._check_source()
         self._check_blend()
         self._check_pairs()
         self._check_files()
+        if info.context:
+            self._check_score_fields()
         if float(self.split.split(",")[0]) == 0:
             raise wrong("split", f"split '{self.split}' leaves no tokens to train on")
         return self
@@ -292,12 +294,15 @@ class Dataset(Table):
         for step in self.curate.steps if self.curate else ():
             if self.name in getattr(step, "against", ()):
                 raise wrong("curate", f"{step.step} against {self.name!r}, the dataset itself")
+        if self.source not in ("mock", "blend") and self.tokenizer is None:
+            raise needs("source", f"source = '{self.source}' needs tokenizer")
+
+    def _check_score_fields(self) -> None:
+        for step in self.curate.steps if self.curate else ():
             if isinstance(step, ScoreStep) and step.field in (self.text_key, *OWN_FIELDS):
                 raise wrong(
                     "curate", f"the field {step.field!r} is not for a score: name another as field"
                 )
-        if self.source not in ("mock", "blend") and self.tokenizer is None:
-            raise needs("source", f"source = '{self.source}' needs tokenizer")
 
     def _check_pairs(self) -> None:
         """What needs one .bin/.idx pair, or many."""

@@ -52,6 +52,11 @@ Environment = Annotated[
 ]
 
 
+# the context in which a table of jobs.toml is validated, and nothing that is recorded: a rule that
+# came later does not make a run unreadable
+AS_WRITTEN = {"written": True}
+
+
 class Table(BaseModel):
     """A table of jobs.toml: immutable, unknown keys refused."""
 

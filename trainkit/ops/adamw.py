@@ -160,11 +160,6 @@ def norm_fused(tensors: Sequence[Tensor]) -> Tensor:
     return found
 
 
-def norm_bytes_moved(elements: int, gradient: torch.dtype) -> int:
-    """The least that the norm moves: it reads gradients once."""
-    return elements * gradient.itemsize
-
-
 def bytes_moved(
     elements: int, weight: torch.dtype, gradient: torch.dtype, copy: torch.dtype | None
 ) -> int:

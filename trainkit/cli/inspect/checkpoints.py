@@ -78,12 +78,14 @@ def _delete(
         return delete_leftovers(run, found, keep, damaged=damaged)
     except LockBusy:
         task.say(f"run {run.id} is being written to: nothing is deleted")
+    except OSError as error:
+        task.say(f"run {run.id}: not all is deleted: {error}")
     except TrainkitError as error:
         task.say(
             f"run {run.id}: nothing is deleted, because its newest checkpoint is damaged:"
             f" {error.message}"
         )
-    return []
+    return [each for each in found if not Path(each.path).exists()]
 
 
 def _leftovers_table(found: Sequence[Leftover]) -> Listing:
