@@ -81,7 +81,7 @@ class StageLines:
         if now - self.last_line < LINE_SECONDS:
             return
         self.last_line = now
-        about = ""
+        about = f", {now - self.began:,.0f} s so far"
         if self.completed:
             left = (now - self.began) * (self.total / self.completed - 1)
             about = f", about {left:,.0f} s left"
