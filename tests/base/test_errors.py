@@ -64,5 +64,5 @@ def test_one_problem_reads_as_one_of_several() -> None:
     one = TrainkitError("no room", exit=Exit.START, hint="make some", place=place)
     several = ConfigError([Problem("no room", place, "make some")], exit=Exit.START)
     assert str(one) == str(several) == "jobs.toml: no room\n  make some"
-    written = {"message": "no room", "hint": "make some", "file": "jobs.toml", "line": 0}
+    written = {"message": "no room", "hint": "make some", "file": "jobs.toml", "line": None}
     assert one.problems() == several.problems() == [written]
