@@ -11,12 +11,13 @@ import pytest
 
 from tests.conftest import JOBS, TASKS, Project
 from tests.runs.test_record import begin
-from trainkit.base.errors import ConfigError, TrainkitError
+from trainkit.base.errors import ConfigError, Exit, TrainkitError
 from trainkit.base.locks import locked
 from trainkit.cli.inspect.checkpoints import clean
 from trainkit.cli.run import train as runner
 from trainkit.cli.wrapper import TaskContext
 from trainkit.experiment.options import ResumeOptions
+from trainkit.runs import retention
 from trainkit.runs.checkpoints import verify
 from trainkit.runs.folder import RunFolder
 
@@ -137,6 +138,28 @@ def test_a_run_of_another_version_holds_up_no_other(
     assert (steps(run), steps(other)) == ([1, 4], [1, 2, 3, 4])
     with pytest.raises(ConfigError, match=r"training\.lr"):
         cleaned(project, other.name, perform=True)
+
+
+def test_a_folder_that_cannot_be_deleted_holds_up_no_other(
+    kept: tuple[Project, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others go, and the exit code says that not all went."""
+    project, run = kept
+    other = run.with_name("20200101-000000-0000")
+    shutil.copytree(run, other, symlinks=True)
+    remove = retention.remove
+
+    def refusing(folder: Path) -> None:
+        if folder.is_relative_to(other):
+            raise PermissionError(f"not yours: {folder}")
+        remove(folder)
+
+    monkeypatch.setattr(retention, "remove", refusing)
+    task = TaskContext(json=False, dry_run=False, folder=project.path)
+    answer = clean(task, "", 1, damaged=False, perform=True)
+    assert answer.exit == Exit.STAGE_FAILED
+    assert names(answer.document) == ["step-00000002", "step-00000003"] and steps(run) == [1, 4]
+    assert f"run {other.name}: not all is deleted: not yours" in capsys.readouterr().out
 
 
 def test_a_run_that_goes_on_is_left_alone(

@@ -44,6 +44,7 @@ def clean(
     one = [read_run_record(find_run(roots, run_name))] if run_name else []
     delete = perform and not task.dry_run
     found: list[Leftover] = []
+    ended = Exit.DONE
     for record in current_all(one or list(readable_records(all_runs(roots)))):
         if record.state not in ENDED:
             task.say(f"run {record.run.id} is {record.state}: nothing is deleted")
@@ -56,7 +57,12 @@ def clean(
             task.say(f"run {record.run.id}: nothing is deleted: {error}")
             continue
         if of_run and delete:
-            of_run = _delete(task, record.run, of_run, keep, damaged=damaged)
+            try:
+                of_run = _delete(task, record.run, of_run, keep, damaged=damaged)
+            except OSError as error:
+                task.say(f"run {record.run.id}: not all is deleted: {error}")
+                of_run = []  # some may be gone: they are not counted
+                ended = Exit.STAGE_FAILED
         found += of_run
     size = sum(each.bytes for each in found)
     if delete:
@@ -65,6 +71,7 @@ def clean(
         total = f"would delete {gib(size, 3)}; to do it: {task.command} clean --perform"
     return TaskResult(
         document("clean/1", deleted=delete, bytes=size, leftovers=[asdict(each) for each in found]),
+        ended,
         page=[_leftovers_table(found), total] if found else ["nothing to delete"],
     )
 
@@ -78,14 +85,12 @@ def _delete(
         return delete_leftovers(run, found, keep, damaged=damaged)
     except LockBusy:
         task.say(f"run {run.id} is being written to: nothing is deleted")
-    except OSError as error:
-        task.say(f"run {run.id}: not all is deleted: {error}")
     except TrainkitError as error:
         task.say(
             f"run {run.id}: nothing is deleted, because its newest checkpoint is damaged:"
             f" {error.message}"
         )
-    return [each for each in found if not Path(each.path).exists()]
+    return []
 
 
 def _leftovers_table(found: Sequence[Leftover]) -> Listing:
