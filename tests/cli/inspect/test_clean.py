@@ -12,6 +12,7 @@ import pytest
 from tests.conftest import JOBS, TASKS, Project
 from tests.runs.test_record import begin
 from trainkit.base.errors import ConfigError, Exit, TrainkitError
+from trainkit.base.files import remove
 from trainkit.base.locks import locked
 from trainkit.cli.inspect.checkpoints import clean
 from trainkit.cli.run import train as runner
@@ -147,8 +148,6 @@ def test_a_folder_that_cannot_be_deleted_holds_up_no_other(
     project, run = kept
     other = run.with_name("20200101-000000-0000")
     shutil.copytree(run, other, symlinks=True)
-    remove = retention.remove
-
     def refusing(folder: Path) -> None:
         if folder.is_relative_to(other):
             raise PermissionError(f"not yours: {folder}")
