@@ -148,6 +148,7 @@ def test_a_folder_that_cannot_be_deleted_holds_up_no_other(
     project, run = kept
     other = run.with_name("20200101-000000-0000")
     shutil.copytree(run, other, symlinks=True)
+
     def refusing(folder: Path) -> None:
         if folder.is_relative_to(other):
             raise PermissionError(f"not yours: {folder}")
