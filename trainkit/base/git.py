@@ -6,10 +6,10 @@ import os
 import re
 import subprocess
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from trainkit.base.errors import Exit, TrainkitError
+from trainkit.base.lazy_dataclasses import dataclass
 
 SECONDS = 60.0  # that a question to a tree on this machine may take
 PASSWORD = re.compile(r"(://)[^/@\s]+@")

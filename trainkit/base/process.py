@@ -14,10 +14,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.base.records import Record
 
 CORES = "cores/"

@@ -16,8 +16,8 @@ import resource
 import signal
 import zlib
 from collections.abc import Iterable
-from dataclasses import dataclass
 
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.base.old_python import open_process, signal_process
 from trainkit.base.process import start_time
 

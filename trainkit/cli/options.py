@@ -3,8 +3,7 @@ help of arguments that several tasks share."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.experiment.options import flag
 
 JOB = {"job": "a job of jobs.toml"}

@@ -7,10 +7,10 @@ prepared before stale.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from trainkit.base.lazy_dataclasses import dataclass, field
 from trainkit.base.records import INLINE, OMIT_NONE, Record
 from trainkit.data.fetch.recipe import FetchRecipe
 from trainkit.data.text.documents import ReadOptions

@@ -16,11 +16,11 @@ import shutil
 import subprocess
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from trainkit.base.documents import canonical_json
 from trainkit.base.git import head_commit
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.engines.sources import engine_python, engines_root, source_tree
 from trainkit.jobs.schema import Job
 

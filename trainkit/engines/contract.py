@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
 
 from trainkit.base.errors import Problem
+from trainkit.base.lazy_dataclasses import dataclass, field
 from trainkit.jobs.containers import RUNTIME_TRAITS
 from trainkit.jobs.schema import Job
 from trainkit.plan.rules import Rules

@@ -15,10 +15,10 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
+from trainkit.base.lazy_dataclasses import dataclass, field, replace
 from trainkit.engines.options import Action, Option, OptionTable, dump_table
 from trainkit.engines.python_source import UNKNOWN, Tree, kind_of, literal
 

@@ -8,12 +8,12 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
 from trainkit.base.errors import ConfigError, Problem, raise_problems
 from trainkit.base.files import write_text
+from trainkit.base.lazy_dataclasses import dataclass, field
 from trainkit.engines.compiled import engine_path
 from trainkit.engines.contract import Command, launcher_problems
 from trainkit.engines.imported import ImportedJob, ImportRequest

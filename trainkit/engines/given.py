@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 
 from trainkit.base.errors import ConfigError
+from trainkit.base.lazy_dataclasses import dataclass, field
 
 LARGEST = 2**62  # of a whole number
 

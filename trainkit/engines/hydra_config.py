@@ -13,12 +13,12 @@ import math
 import operator
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from trainkit.base.errors import ConfigError
+from trainkit.base.lazy_dataclasses import dataclass, field
 from trainkit.engines.hydra_words import Override, no_hydra, read_override
 
 MISSING = "???"

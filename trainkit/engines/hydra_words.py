@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 from trainkit.base.extras import MissingExtra
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.engines.options import Value
 
 # what hydra reads as another kind where it is not quoted: a number, a bool, null

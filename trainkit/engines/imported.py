@@ -7,10 +7,10 @@ import os
 import re
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from trainkit.base.errors import ConfigError
+from trainkit.base.lazy_dataclasses import dataclass, field
 from trainkit.base.toml_text import toml_table
 from trainkit.jobs.training import ramp_problem
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
 from trainkit.base.errors import ConfigError
+from trainkit.base.lazy_dataclasses import dataclass, field
 from trainkit.engines.given import Given
 from trainkit.engines.hydra_config import Unknown
 from trainkit.engines.options import OptionTable

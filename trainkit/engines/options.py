@@ -10,12 +10,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib import resources
 from typing import Literal
 
 from trainkit.base.errors import ConfigError, Problem
+from trainkit.base.lazy_dataclasses import dataclass, replace
 from trainkit.jobs.messages import closest_name, describe_value, suggest
 from trainkit.jobs.schema import Job
 

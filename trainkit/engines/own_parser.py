@@ -10,12 +10,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trainkit.base.documents import canonical_json
 from trainkit.base.errors import ConfigError, Exit
 from trainkit.base.git import head_commit
+from trainkit.base.lazy_dataclasses import dataclass, replace
 from trainkit.engines.contract import Command
 from trainkit.engines.options import Option, OptionTable, parse_table
 from trainkit.engines.sources import engine_python, engines_root, in_image, source_of, source_tree

@@ -6,9 +6,10 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+
+from trainkit.base.lazy_dataclasses import dataclass, replace
 
 # what `literal` gives for an expression that only running the code would tell
 UNKNOWN = object()

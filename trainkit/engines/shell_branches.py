@@ -16,7 +16,8 @@ import operator
 import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+
+from trainkit.base.lazy_dataclasses import dataclass
 
 _VARIABLE = re.compile(
     r"\$(?:([A-Za-z_]\w*|\d)|\{([A-Za-z_]\w*|\d)(?:\[[@*]\])?(?::?[-=]((?:[^{}]|\{[^{}]*\})*))?\})"

@@ -15,10 +15,10 @@ import itertools
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from trainkit.base.errors import ConfigError
+from trainkit.base.lazy_dataclasses import dataclass, field
 from trainkit.engines.shell_branches import (
     ASSIGNMENT,
     DECLARES,

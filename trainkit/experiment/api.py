@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trainkit.base.errors import Exit, TrainkitError
+from trainkit.base.lazy_dataclasses import dataclass, replace
 from trainkit.experiment.cancel import Cancellation, cancel_run
 from trainkit.experiment.follow import POLL_SECONDS, RunFollower
 from trainkit.experiment.options import ResumeOptions, TrainOptions

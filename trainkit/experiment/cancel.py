@@ -7,9 +7,9 @@ import os
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 
 from trainkit.base.errors import Exit, TrainkitError
+from trainkit.base.lazy_dataclasses import dataclass, replace
 from trainkit.base.process import is_alive
 from trainkit.base.process_marks import MarkedProcess, send_signal
 from trainkit.jobs.resolved import read_job

@@ -7,11 +7,11 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from trainkit.base.documents import document
 from trainkit.base.errors import ConfigError, Exit, TrainkitError
+from trainkit.base.lazy_dataclasses import dataclass, replace
 from trainkit.engines.registry import PLACES
 from trainkit.experiment.cancel import cancel_run
 from trainkit.experiment.follow import GOING

@@ -6,8 +6,9 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
 from typing import Any
+
+from trainkit.base.lazy_dataclasses import dataclass, field, fields
 
 
 def flag(help: str, *, default: object, minimum: float | None = None) -> Any:

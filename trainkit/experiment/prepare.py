@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from trainkit.base.errors import ConfigError
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.data.fetch.retry import DEFAULT_RETRY
 from trainkit.data.sources.announce import LARGE_DOWNLOAD
 from trainkit.jobs.load import Jobs

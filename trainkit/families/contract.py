@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
 from typing import Literal
+
+from trainkit.base.lazy_dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True)

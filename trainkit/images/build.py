@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 import trainkit
@@ -18,6 +17,7 @@ from trainkit.base.documents import utc_now
 from trainkit.base.errors import ConfigError, Exit, TrainkitError
 from trainkit.base.files import sha256_file
 from trainkit.base.git import git_answer, git_environment, holds_password, without_passwords
+from trainkit.base.lazy_dataclasses import dataclass, replace
 from trainkit.images.builders import choose_builder
 from trainkit.images.builders.options import EPOCH_ARGUMENT, version_numbers
 from trainkit.images.context import ContextFiles, context_files, ignore_file, read_ignore

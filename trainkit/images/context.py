@@ -12,10 +12,10 @@ import posixpath
 import re
 import stat
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from trainkit.base.errors import ConfigError, Exit, Problem, SourceLocation
+from trainkit.base.lazy_dataclasses import dataclass, field
 from trainkit.images.dockerfile import CopiedFiles
 
 IGNORE = ".dockerignore"

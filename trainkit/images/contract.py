@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 from trainkit.base.errors import ConfigError
 from trainkit.base.files import write_json
+from trainkit.base.lazy_dataclasses import dataclass, field
 from trainkit.base.records import Record
 from trainkit.jobs.containers import Container
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from trainkit.base.errors import ConfigError, Exit, Problem, SourceLocation
+from trainkit.base.lazy_dataclasses import dataclass, field
 
 SCRATCH = "scratch"  # FROM scratch: nothing, no image
 # build arguments that builders know without ARG: docs.docker.com/reference/dockerfile,

@@ -15,10 +15,10 @@ import json
 import os
 import signal
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from trainkit.base.errors import TrainkitError
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.base.process import ProcessIdentity, identity, is_alive
 from trainkit.images.builders.options import MARK_ARGUMENT
 from trainkit.images.contract import Builder

@@ -9,8 +9,9 @@ from __future__ import annotations
 import hashlib
 import os
 import struct
-from dataclasses import dataclass
 from pathlib import Path
+
+from trainkit.base.lazy_dataclasses import dataclass
 
 SUFFIXES = (".sqsh", ".squashfs")
 MAGIC = b"hsqs"  # 0x73717368

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import glob
 import os
-from dataclasses import dataclass, replace
 from pathlib import Path
 
+from trainkit.base.lazy_dataclasses import dataclass, replace
 from trainkit.jobs.curation import STEP_PATHS, STEP_PATTERNS
 from trainkit.jobs.provenance import SourcedTable, SourcedValue
 

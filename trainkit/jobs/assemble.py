@@ -6,13 +6,13 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
 from trainkit.base.errors import Problem, SourceLocation
+from trainkit.base.lazy_dataclasses import dataclass, replace
 from trainkit.jobs.absolute_paths import absolute_paths
 from trainkit.jobs.containers import RUNTIME_TRAITS, Container
 from trainkit.jobs.layers import ProblemList, compose, interpolate, overlay

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.jobs import sbatch
 from trainkit.jobs.devices import Device, built_in_device
 from trainkit.jobs.kubernetes import KubernetesOptions

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.jobs.image_reference import objection_to
 from trainkit.jobs.table import NAME, VARIABLE, Environment, Strings, Table, needs, wrong
 

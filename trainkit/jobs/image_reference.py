@@ -8,7 +8,8 @@ localhost (splitDockerDomain there).
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+
+from trainkit.base.lazy_dataclasses import dataclass
 
 _PART = r"[a-z0-9]+(?:(?:\.|_|__|-+)[a-z0-9]+)*"
 _LABEL = r"[a-zA-Z0-9](?:[a-zA-Z0-9-]*[a-zA-Z0-9])?"

@@ -7,11 +7,11 @@ from __future__ import annotations
 import copy
 import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from trainkit.base.errors import ConfigError
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.jobs.table import OF_RANKS
 
 KINDS = ("TrainJob", "JobSet")

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import tomli
 
 from trainkit.base.errors import ConfigError, Problem, SourceLocation, raise_problems
+from trainkit.base.lazy_dataclasses import dataclass, field, replace
 from trainkit.jobs.messages import describe_value, suggest
 from trainkit.jobs.provenance import SET, SourcedTable, SourcedValue
 from trainkit.jobs.references import ARRAYS_OF_TABLES

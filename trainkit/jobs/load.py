@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
 from trainkit.base.errors import ConfigError, Problem
+from trainkit.base.lazy_dataclasses import dataclass, replace
 from trainkit.jobs.assemble import TableBuilder, in_order, validate
 from trainkit.jobs.layers import JOBS_FILE, ProblemList, compose, parse_overrides, read
 from trainkit.jobs.messages import suggest

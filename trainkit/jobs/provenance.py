@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 from trainkit.base.errors import SourceLocation
+from trainkit.base.lazy_dataclasses import dataclass, field, replace
 
 BUILT_IN = SourceLocation("built-in default")
 SET = SourceLocation("--set")

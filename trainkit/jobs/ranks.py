@@ -4,8 +4,8 @@ over tensor-parallel ranks."""
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.jobs.models import Model
 from trainkit.jobs.schema import Job
 

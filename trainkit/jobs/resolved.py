@@ -4,7 +4,6 @@ travels to the ranks."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from pydantic import ValidationError
 from trainkit.base.documents import document, read_document
 from trainkit.base.errors import ConfigError, Problem, SourceLocation
 from trainkit.base.files import write_json
+from trainkit.base.lazy_dataclasses import dataclass, replace
 from trainkit.jobs.provenance import BUILT_IN, SourcedTable, SourcedValue
 from trainkit.jobs.schema import Job, Table
 

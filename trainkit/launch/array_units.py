@@ -7,11 +7,11 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from trainkit.base.documents import document
 from trainkit.base.files import write_json
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.jobs.clusters import StagePlace
 from trainkit.stages.array_task import FORM
 from trainkit.stages.contract import Need, Unit

@@ -26,7 +26,6 @@ from trainkit.launch.scheduler_contract import (
 from trainkit.launch.supervise.observer import silent_observer
 from trainkit.launch.supervise.outcome import Outcome
 from trainkit.launch.supervise.rank_environment import secrets_of
-from trainkit.launch.supervise.supervisor import supervise
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.record import RunRecord
 from trainkit.stages.in_flight import StillRunning, refuse_in_flight
@@ -100,6 +99,8 @@ class Direct(Scheduler):
     def supervise(
         self, run: RunFolder, environment: Mapping[str, str], *, share: bool, prolog_failed: int
     ) -> Outcome:
+        from trainkit.launch.supervise.supervisor import supervise
+
         secrets = secrets_of(read_job(run.job), environment)
         return supervise(run, secrets, silent_observer(), share=share)
 

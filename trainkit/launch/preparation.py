@@ -7,11 +7,11 @@ import shlex
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from trainkit.base.interrupts import raise_interrupt
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.jobs.schema import Job
 from trainkit.launch.remote_units import (
     stage_hosts,

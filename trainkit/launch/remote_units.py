@@ -16,11 +16,11 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
 from trainkit.base.errors import ConfigError, Exit, TrainkitError
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.base.process import stop_children
 from trainkit.jobs.schema import Job
 from trainkit.launch.containers import NodeContainer

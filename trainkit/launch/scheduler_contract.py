@@ -8,11 +8,11 @@ launch/scheduler_registry.py has the table of all, docs/adding.md says how anoth
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from trainkit.base.errors import TrainkitError
+from trainkit.base.lazy_dataclasses import dataclass, field
 from trainkit.jobs.schema import Cluster, Job
 from trainkit.launch.hosts.hostfile import Host
 from trainkit.launch.hosts.selection import HostList

@@ -18,12 +18,12 @@ import shutil
 import socket
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from trainkit.base.address import local_addresses
 from trainkit.base.errors import ConfigError
 from trainkit.base.files import write_json, write_text
+from trainkit.base.lazy_dataclasses import dataclass, field
 from trainkit.base.process_marks import MARK_VARIABLE
 from trainkit.jobs.clusters import Cluster
 from trainkit.launch.containers import NodeContainer

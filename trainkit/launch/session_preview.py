@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass
 
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.engines.contract import Command, engine_lines
 from trainkit.engines.registry import ENGINES
 from trainkit.jobs.schema import Job

@@ -22,7 +22,6 @@ from trainkit.launch.supervise.code_snapshot import link_code, take_snapshot
 from trainkit.launch.supervise.outcome import Outcome, signal_name
 from trainkit.launch.supervise.rank_environment import secrets_of
 from trainkit.launch.supervise.run_lock import locked_run
-from trainkit.launch.supervise.supervisor import supervise
 from trainkit.runs.events import AllRanksStarted, first_event, read_events
 from trainkit.runs.folder import RunFolder, new_run_folder
 from trainkit.runs.origin import write_origin
@@ -54,6 +53,8 @@ def start_run(start: Start) -> tuple[RunFolder, Outcome | None]:
         if start.run is not None:
             write_starter(run)
         if not start.background:
+            from trainkit.launch.supervise.supervisor import supervise
+
             before = len(run.attempts())
             outcome = supervise(run, secrets, start.watch, share=start.share)
             _refuse_taken_slots(run, start, before, outcome)

@@ -18,8 +18,8 @@ experts lie on several ranks, or a capacity's factor that is less.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.jobs.schema import Job, Model
 from trainkit.plan.layout import Layout
 from trainkit.plan.loss_chunks import chunk_tokens

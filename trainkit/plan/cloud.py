@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.jobs.schema import Job
 from trainkit.plan.layout import layout_of, padded_vocab_size
 from trainkit.plan.memory import memory_of

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
 
+from trainkit.base.lazy_dataclasses import dataclass, field, replace
 from trainkit.base.records import Record
 from trainkit.jobs import sbatch
 from trainkit.jobs.schema import Dataset, Job

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, dataclass
 
+from trainkit.base.lazy_dataclasses import asdict, dataclass
 from trainkit.jobs import sbatch
 from trainkit.jobs.kubernetes import quantity
 from trainkit.jobs.schema import Job

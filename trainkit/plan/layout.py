@@ -4,9 +4,9 @@ vocabulary."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import accumulate
 
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.jobs.ranks import degrees_of
 from trainkit.jobs.schema import Job
 from trainkit.plan.split import split_layers, split_of

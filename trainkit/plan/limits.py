@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.jobs.schema import Dataset, Job
 from trainkit.plan.checks import checks
 from trainkit.plan.duration import (

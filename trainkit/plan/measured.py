@@ -3,9 +3,9 @@ takes the place of the assumed one, by name, and memory beyond the plan is added
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import get_args
 
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.jobs.optimizers import Role, kept_of
 from trainkit.jobs.schema import Job
 from trainkit.plan.duration import Speed

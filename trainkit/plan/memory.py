@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
 
+from trainkit.base.lazy_dataclasses import dataclass, fields
 from trainkit.jobs.optimizers import MUON_ROUND
 from trainkit.jobs.schema import Job
 from trainkit.jobs.table import EngineValue

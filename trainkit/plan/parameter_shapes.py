@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Literal
 
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.jobs.optimizers import Role, kept_of
 from trainkit.jobs.ranks import share_of_rank
 from trainkit.jobs.schema import Model, Training

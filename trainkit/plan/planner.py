@@ -6,11 +6,11 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 from trainkit.base.documents import document
 from trainkit.base.errors import ConfigError, Exit, raise_problems
+from trainkit.base.lazy_dataclasses import dataclass, field, replace
 from trainkit.jobs.schema import Job
 from trainkit.plan.arithmetic import (
     active_parameters_of,

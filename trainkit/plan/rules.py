@@ -4,8 +4,8 @@ engines' own values come from `trainkit.engines.rules`."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 
+from trainkit.base.lazy_dataclasses import dataclass, field
 from trainkit.jobs.devices import Precision
 from trainkit.jobs.job_tables import Parallelism
 from trainkit.jobs.schema import Job

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
 
+from trainkit.base.lazy_dataclasses import dataclass, field, replace
 from trainkit.jobs.schema import Job
 from trainkit.plan.checks import BATCH, PP, SCHEDULE, TP, VIRTUAL, ZERO, checks
 from trainkit.plan.grid_checks import EP, ETP, REPLICAS

@@ -12,8 +12,8 @@ every chunk: "Et*3|(tt|)*29L".
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.jobs.schema import Job
 
 EMBEDDING = "account-for-embedding-in-pipeline-split"

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from pathlib import PurePosixPath
 
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.base.records import Record
 from trainkit.jobs.clusters import Filesystem
 from trainkit.jobs.schema import Job, Training

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 
 from trainkit.base.documents import document
 from trainkit.base.errors import ConfigError, Exit
+from trainkit.base.lazy_dataclasses import dataclass, replace
 from trainkit.experiment.cancel import cancel_run
 from trainkit.experiment.follow import GOING
 from trainkit.experiment.options import TrainOptions

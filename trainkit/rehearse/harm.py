@@ -6,9 +6,9 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.jobs.schema import Job
 from trainkit.launch.agent.memory_folder import memory_folder
 from trainkit.launch.cluster_care.remote_commands import run_on_hosts

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 from trainkit.base.documents import document
 from trainkit.base.errors import ConfigError, Exit, TrainkitError
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.experiment.options import RehearseOptions
 from trainkit.jobs.load import Jobs
 from trainkit.rehearse import place_checks

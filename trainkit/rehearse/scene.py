@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 from trainkit.base.errors import ConfigError, TrainkitError
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.engines.contract import Command
 from trainkit.engines.registry import ENGINES
 from trainkit.experiment.hosts import job_on_hosts

@@ -10,10 +10,10 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from html import escape
 from statistics import median
 
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.base.printable import printable
 from trainkit.reports.words import short
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 from trainkit.base.documents import document
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.reports.chart import Chart, Series, text
 from trainkit.reports.curves import CURVES, points_of, tokens_of, x_name
 from trainkit.reports.documents import as_table

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Literal, get_args
 
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.reports.ledger import STEPS, WORK, AttemptTimes, RunTimes
 from trainkit.reports.words import duration
 

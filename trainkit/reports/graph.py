@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
 from typing import Literal
 
+from trainkit.base.lazy_dataclasses import asdict, dataclass
 from trainkit.base.printable import printable
 from trainkit.reports.chart import text
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.reports.chart import text
 from trainkit.runs.expert_loads import (
     NAMED,

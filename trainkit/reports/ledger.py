@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
+from trainkit.base.lazy_dataclasses import dataclass, field, replace
 from trainkit.reports.chart import text
 from trainkit.reports.words import duration
 from trainkit.runs.phases import PhaseChange

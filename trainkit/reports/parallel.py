@@ -6,10 +6,10 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from pydantic import JsonValue
 
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.reports.chart import text
 from trainkit.reports.documents import as_number
 from trainkit.reports.sweep import MemberResult, SweepResults, loss_key, shared_keys

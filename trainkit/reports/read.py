@@ -9,10 +9,10 @@ import json
 import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from trainkit.base.errors import TrainkitError
+from trainkit.base.lazy_dataclasses import dataclass, field, replace
 from trainkit.base.printable import printable
 from trainkit.reports.documents import Table, as_number, as_table, read_table
 from trainkit.reports.faults import FaultCost, build_faults

@@ -8,12 +8,12 @@ fastest run on the fewest devices.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from trainkit.base.errors import ConfigError
 from trainkit.base.extras import MissingExtra
 from trainkit.base.files import atomic_open
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.runs.summary import FORMATS, RunResult
 
 

@@ -4,13 +4,13 @@ scaling over nodes, where a step's time goes."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainkit.base.errors import ConfigError
 from trainkit.base.extras import MissingExtra
 from trainkit.base.files import atomic_open
+from trainkit.base.lazy_dataclasses import dataclass, field
 from trainkit.base.printable import printable
 from trainkit.plan.cloud import Point, best_by_nodes, pareto, thinned
 from trainkit.plan.search import Ranked, describe

@@ -6,11 +6,11 @@ import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
 from trainkit.base.errors import ConfigError
+from trainkit.base.lazy_dataclasses import asdict, dataclass
 from trainkit.jobs.sweeps import SEED, Point
 from trainkit.reports.words import short
 from trainkit.runs.record import RunState

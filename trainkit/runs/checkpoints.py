@@ -16,7 +16,6 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Literal, TypeVar, assert_never
@@ -27,6 +26,7 @@ from pydantic import ValidationError
 import trainkit
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.files import fsync_folder
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.runs.manifest import (
     MANIFEST,
     DataFile,

@@ -9,11 +9,11 @@ import shutil
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 import psutil
 
+from trainkit.base.lazy_dataclasses import asdict, dataclass, replace
 from trainkit.runs.events import (
     AttemptStarted,
     RankEnded,

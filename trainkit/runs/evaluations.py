@@ -11,10 +11,10 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from trainkit.base.documents import utc_now
+from trainkit.base.lazy_dataclasses import asdict, dataclass, field
 from trainkit.base.records import FieldError, Record
 from trainkit.jobs.resolved import read_job
 from trainkit.jobs.schema import EvaluationSettings, Job

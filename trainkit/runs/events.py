@@ -13,10 +13,10 @@ import dataclasses
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NotRequired, TypedDict, TypeVar
 
 from trainkit.base.documents import utc_now
+from trainkit.base.lazy_dataclasses import dataclass, field
 from trainkit.base.locks import FULL
 from trainkit.runs.folder import AttemptFolder, RunFolder
 

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from trainkit.base.files import atomic_open
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.phases import PictureLines
 

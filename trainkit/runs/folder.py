@@ -6,8 +6,9 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from dataclasses import dataclass
 from pathlib import Path
+
+from trainkit.base.lazy_dataclasses import dataclass
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,11 @@ was resumed, or went on without nodes that were bad."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 from trainkit.base.documents import utc_now
 from trainkit.base.files import write_json
+from trainkit.base.lazy_dataclasses import dataclass, replace
 from trainkit.base.records import Record
 from trainkit.runs.folder import RunFolder
 

@@ -13,7 +13,6 @@ import json
 import os
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import IO, Required, TypedDict, cast
@@ -21,6 +20,7 @@ from typing import IO, Required, TypedDict, cast
 import orjson
 
 from trainkit.base.files import atomic_open
+from trainkit.base.lazy_dataclasses import dataclass, field
 
 NEAR_END = 2**16  # bytes
 

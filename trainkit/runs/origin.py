@@ -9,7 +9,6 @@ import platform
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from trainkit.base.documents import document, utc_now
 from trainkit.base.errors import TrainkitError
 from trainkit.base.files import write_json, write_text
 from trainkit.base.git import GitFailed, git_answer, tree_diff, tree_state
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.base.redact import Redactor
 from trainkit.runs.folder import RunFolder
 

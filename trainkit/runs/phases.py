@@ -19,9 +19,9 @@ import json
 import os
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from trainkit.base.lazy_dataclasses import asdict, dataclass
 from trainkit.base.printable import warn
 from trainkit.runs.folder import AttemptFolder, RunFolder
 

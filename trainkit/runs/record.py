@@ -10,13 +10,13 @@ import json
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from trainkit.base.documents import document
 from trainkit.base.errors import Exit
 from trainkit.base.files import read_json, write_json
+from trainkit.base.lazy_dataclasses import dataclass, replace
 from trainkit.base.process import ProcessIdentity, identity, is_alive
 from trainkit.base.records import Record
 from trainkit.runs.events import (

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.base.records import Record
 
 

@@ -7,12 +7,12 @@ import contextlib
 import math
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.files import fsync_folder, remove
+from trainkit.base.lazy_dataclasses import dataclass, field
 from trainkit.base.locks import locked
 from trainkit.jobs.resolved import read_job
 from trainkit.jobs.schema import CheckpointSettings

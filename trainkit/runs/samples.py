@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from trainkit.base.lazy_dataclasses import asdict, dataclass
 from trainkit.runs.folder import RunFolder
 
 

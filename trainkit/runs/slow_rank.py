@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.runs.folder import RunFolder
 from trainkit.runs.metrics import newest_row
 from trainkit.runs.world import read_world

@@ -4,11 +4,11 @@ successor or `resume` goes on with it."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from trainkit.base.documents import document, read_document, utc_now
 from trainkit.base.files import write_json
+from trainkit.base.lazy_dataclasses import asdict, dataclass, replace
 from trainkit.runs.folder import RunFolder
 
 FORM = "slurm/1"

@@ -6,13 +6,13 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from trainkit.base.documents import document, read_document
 from trainkit.base.errors import ConfigError, TrainkitError
 from trainkit.base.extras import MissingExtra
 from trainkit.base.files import atomic_open
+from trainkit.base.lazy_dataclasses import asdict, dataclass
 from trainkit.jobs.resolved import read_job
 from trainkit.plan.flop_conventions import CONVENTIONS, tflops_per_device
 from trainkit.runs.folder import RunFolder

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from trainkit.base.documents import document, read_document
 from trainkit.base.files import write_json
+from trainkit.base.lazy_dataclasses import asdict, dataclass, field
 from trainkit.runs.folder import RunFolder
 
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"

@@ -4,11 +4,11 @@ al., arXiv:2203.15556, approach 2)."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from trainkit.base.errors import ConfigError
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.base.records import Record
 from trainkit.scaling.law import DRAWS, Floats, interval
 from trainkit.scaling.points import ScalingPoint

@@ -6,11 +6,11 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from pydantic import JsonValue
 
 from trainkit.base.errors import ConfigError
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.base.toml_text import toml_value
 from trainkit.jobs.load import Jobs
 from trainkit.jobs.local_jobs import job_lines

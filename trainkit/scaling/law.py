@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.base.records import Record
 
 Floats = NDArray[np.float64]

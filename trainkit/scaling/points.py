@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from trainkit.base.documents import read_document
 from trainkit.base.errors import ConfigError, Problem, raise_problems
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.base.records import Record
 from trainkit.jobs.resolved import read_job
 from trainkit.jobs.schema import Job

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from trainkit.base.errors import ConfigError
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.base.records import Record
 from trainkit.scaling.isoflop import IsoFlops, fit_isoflops
 from trainkit.scaling.law import CONFIDENCE, FREE, STEEPEST, Law, fit_law, interval

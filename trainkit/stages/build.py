@@ -10,13 +10,13 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import trainkit
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.install import InstallError, build_extension, csrc_sha256
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.base.records import Record
 from trainkit.base.worker import ProgressCallback, run_unit
 from trainkit.jobs.schema import Job

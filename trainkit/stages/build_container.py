@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from trainkit.base.lazy_dataclasses import dataclass, replace
 from trainkit.base.worker import ProgressCallback, run_unit
 from trainkit.data.sums import file_sum
 from trainkit.images.build import (

@@ -4,11 +4,11 @@ done again."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from trainkit.base.extras import MissingExtra
+from trainkit.base.lazy_dataclasses import dataclass, field
 
 if TYPE_CHECKING:  # every reader of files and sites comes with it
     from trainkit.data.sources.announce import DownloadNotice

@@ -13,7 +13,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +20,7 @@ from trainkit.base.documents import utc_now
 from trainkit.base.errors import ConfigError, Exit, TrainkitError
 from trainkit.base.files import remove, write_json, write_text
 from trainkit.base.git import head_commit, without_passwords
+from trainkit.base.lazy_dataclasses import dataclass, field
 from trainkit.base.locks import locked
 from trainkit.base.process import die_with_parent_hook
 from trainkit.base.records import Record

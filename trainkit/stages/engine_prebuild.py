@@ -18,7 +18,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from trainkit.base.documents import utc_now
 from trainkit.base.errors import ConfigError, Exit, TrainkitError
 from trainkit.base.files import TEMPORARY, sha256_file, write_json, write_text
 from trainkit.base.git import head_commit
+from trainkit.base.lazy_dataclasses import dataclass, field
 from trainkit.base.records import Record
 from trainkit.base.worker import ProgressCallback, run_unit
 from trainkit.engines.compiled import (

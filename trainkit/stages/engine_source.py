@@ -14,7 +14,6 @@ import re
 import shutil
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from trainkit.base.git import (
     tree_state,
     without_passwords,
 )
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.base.process import die_with_parent_hook
 from trainkit.base.records import Record
 from trainkit.base.worker import ProgressCallback, run_unit

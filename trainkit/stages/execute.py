@@ -7,12 +7,12 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.files import TEMPORARY, remove_leftovers
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.base.locks import LockBusy, locked
 from trainkit.jobs.schema import Job
 from trainkit.stages.contract import Need, Stage, Unit

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from trainkit.base.documents import canonical_json
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.files import write_json
+from trainkit.base.lazy_dataclasses import dataclass, field
 from trainkit.base.records import OMIT_NONE, Record
 from trainkit.stages.contract import Need
 

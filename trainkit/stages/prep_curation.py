@@ -10,13 +10,13 @@ from __future__ import annotations
 import dataclasses
 import glob
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from trainkit.base.errors import ConfigError, Exit
 from trainkit.base.files import read_json
+from trainkit.base.lazy_dataclasses import dataclass, field
 from trainkit.data.curate.funnel import CURATION, SCHEMA
 from trainkit.data.curate.specs import (
     ClusterSpec,

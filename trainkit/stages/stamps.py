@@ -6,12 +6,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from trainkit.base.documents import canonical_json, document, utc_now
 from trainkit.base.files import read_json, write_json
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.data.sums import file_sum
 from trainkit.stages.contract import Need, Unit
 

@@ -15,13 +15,13 @@ import shutil
 import sys
 import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from trainkit.base.documents import document, utc_now
 from trainkit.base.errors import ConfigError, Exit, TrainkitError, raise_problems
 from trainkit.base.files import publish_folder, write_json
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.base.records import Record
 from trainkit.base.redact import Redactor
 from trainkit.base.worker import ProgressCallback, run_unit

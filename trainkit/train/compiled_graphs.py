@@ -19,7 +19,6 @@ import subprocess
 import tarfile
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
@@ -34,6 +33,7 @@ from trainkit.base.files import (
     temporary_name,
     write_json,
 )
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.base.locks import locked
 from trainkit.base.printable import warn
 from trainkit.base.toolchain import triton_objection

@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 import psutil
 import torch
 from torch import Tensor, nn
 
 from trainkit.base.errors import ConfigError
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.jobs.optimizers import role_of
 from trainkit.jobs.schema import Job, Model
 from trainkit.plan.arithmetic import parameters_of

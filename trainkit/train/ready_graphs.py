@@ -12,7 +12,7 @@ import hashlib
 import sys
 from ast import literal_eval
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import is_dataclass
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from trainkit.base.documents import document, read_document
 from trainkit.base.files import atomic_open, write_json
+from trainkit.base.lazy_dataclasses import asdict, dataclass, fields
 from trainkit.base.printable import warn
 from trainkit.train.proved_graphs import difference
 from trainkit.train.torch_compiler import (

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainkit.base.lazy_dataclasses import dataclass, field, replace
 from trainkit.jobs.ranks import coordinates_of
 from trainkit.jobs.schema import Job
 from trainkit.plan.layout import layout_of

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, NoReturn, cast
 from unittest import mock
 
 import torch
+
+from trainkit.base.lazy_dataclasses import dataclass
 
 
 def compile_ahead(

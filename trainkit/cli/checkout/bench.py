@@ -9,11 +9,11 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from trainkit.base.documents import document
 from trainkit.base.errors import ConfigError, Exit
+from trainkit.base.lazy_dataclasses import asdict, dataclass
 from trainkit.cli.checkout.machine import Machine, describe
 from trainkit.cli.checkout.test import checkout, environment_python
 from trainkit.cli.wrapper import TaskContext, TaskResult

@@ -9,8 +9,9 @@ import platform
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from trainkit.base.lazy_dataclasses import asdict, dataclass
 
 # packages whose versions a table of results is read with
 COMPARED = ("torch", "transformers", "litgpt", "lightning", "megatron-core", "numpy")

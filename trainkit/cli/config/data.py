@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rich.markup import escape
 
 from trainkit.base.documents import document
 from trainkit.base.errors import ConfigError, Exit, Problem, raise_problems
+from trainkit.base.lazy_dataclasses import asdict, dataclass
 from trainkit.cli.config.funnel import funnel_page
 from trainkit.cli.config.jobs import load_jobs
 from trainkit.cli.options import StatsOptions

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from rich.markup import escape
@@ -12,6 +11,7 @@ from rich.tree import Tree
 from trainkit.base.documents import document
 from trainkit.base.errors import ConfigError
 from trainkit.base.files import write_text
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.cli.config.jobs import load_jobs
 from trainkit.cli.wrapper import TaskContext, TaskResult
 from trainkit.experiment.graph import graph_of_job

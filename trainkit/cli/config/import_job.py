@@ -8,13 +8,13 @@ import re
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from trainkit.base.documents import document
 from trainkit.base.errors import ConfigError
 from trainkit.base.extras import MissingExtra
 from trainkit.base.files import write_text
+from trainkit.base.lazy_dataclasses import asdict, dataclass, replace
 from trainkit.base.toml_text import toml_table
 from trainkit.cli.wrapper import TaskContext, TaskResult
 from trainkit.engines.imported import ImportedJob, ImportRequest, job_name

@@ -10,12 +10,12 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
 
 from rich.markup import escape
 
 from trainkit.base.documents import document
 from trainkit.base.errors import ConfigError, Exit
+from trainkit.base.lazy_dataclasses import asdict, dataclass, replace
 from trainkit.cli.config.jobs import load_jobs
 from trainkit.cli.host_options import hosts_to_ask, named
 from trainkit.cli.tables import GIB, Listing, Page, gib

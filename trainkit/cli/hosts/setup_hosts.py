@@ -9,13 +9,13 @@ import shlex
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from rich.markup import escape
 
 from trainkit.base.documents import document
 from trainkit.base.errors import ConfigError, Exit, TrainkitError
+from trainkit.base.lazy_dataclasses import asdict, dataclass, replace
 from trainkit.cli.config.jobs import load_jobs
 from trainkit.cli.hosts.nodes import usual_cluster
 from trainkit.cli.options import SetupOptions

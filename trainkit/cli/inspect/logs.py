@@ -10,7 +10,6 @@ import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from rich.markup import escape
 from trainkit.base.documents import document
 from trainkit.base.errors import ConfigError, Exit, TrainkitError
 from trainkit.base.files import rotated_log
+from trainkit.base.lazy_dataclasses import asdict, dataclass
 from trainkit.base.printable import printable
 from trainkit.cli.config.jobs import load_jobs
 from trainkit.cli.options import LogOptions

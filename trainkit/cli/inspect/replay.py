@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from trainkit.base.documents import document
 from trainkit.base.errors import Exit
+from trainkit.base.lazy_dataclasses import asdict, dataclass
 from trainkit.cli.config.jobs import load_jobs
 from trainkit.cli.model.evaluate import warn_of_changed_tokenizer
 from trainkit.cli.tables import Page

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from rich.markup import escape
 from trainkit.base.documents import document
 from trainkit.base.errors import ConfigError
 from trainkit.base.files import write_text
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.cli.config.jobs import load_jobs
 from trainkit.cli.inspect.runs import status_page
 from trainkit.cli.run.summary import faults_table, phases_table

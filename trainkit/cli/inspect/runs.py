@@ -5,13 +5,13 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rich.markup import escape
 
 from trainkit.base.documents import document
 from trainkit.base.errors import ConfigError
+from trainkit.base.lazy_dataclasses import asdict, dataclass
 from trainkit.cli.config.jobs import load_jobs
 from trainkit.cli.run.summary import facts_table, next_page
 from trainkit.cli.tables import Listing, Page, gib, marked

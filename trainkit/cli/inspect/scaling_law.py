@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from trainkit.base.errors import ConfigError, Exit, Problem, TrainkitError, raise_problems
 from trainkit.base.files import write_json
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.cli.config.jobs import load_jobs
 from trainkit.cli.tables import Listing, Page
 from trainkit.cli.wrapper import TaskContext, TaskResult

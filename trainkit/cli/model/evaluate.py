@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +14,7 @@ from tokenizers import Tokenizer
 
 from trainkit.base.documents import document, read_document
 from trainkit.base.errors import ConfigError, Exit, TrainkitError
+from trainkit.base.lazy_dataclasses import asdict, dataclass
 from trainkit.base.locks import LockBusy
 from trainkit.base.printable import warn
 from trainkit.cli.config.jobs import load_jobs

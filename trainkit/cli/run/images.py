@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass
 
 from trainkit.base.documents import document
 from trainkit.base.errors import ConfigError
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.cli.config.jobs import load_jobs
 from trainkit.cli.run.progress import TerminalStageReporter
 from trainkit.cli.wrapper import TaskContext, TaskResult

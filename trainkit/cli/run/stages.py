@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from trainkit.base.documents import document
 from trainkit.base.errors import TrainkitError
 from trainkit.base.extras import MissingExtra
 from trainkit.base.install import extension_path
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.cli.config.funnel import funnel_page
 from trainkit.cli.config.jobs import load_jobs
 from trainkit.cli.run.progress import TerminalStageReporter, dataset_table

@@ -3,11 +3,11 @@ is left out."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from trainkit.base.errors import ConfigError, Exit
+from trainkit.base.lazy_dataclasses import dataclass
 
 
 class Dropped(NamedTuple):

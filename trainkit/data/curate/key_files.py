@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from numpy.typing import NDArray
 
 from trainkit.base.errors import ConfigError, Exit
 from trainkit.base.files import atomic_open
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.base.records import Record
 
 MAGIC = int.from_bytes(b"tkkeys01", "little")

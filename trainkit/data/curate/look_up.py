@@ -5,13 +5,13 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import zstandard
 
 from trainkit.base.errors import ConfigError
+from trainkit.base.lazy_dataclasses import dataclass, field, replace
 from trainkit.base.records import Record
 from trainkit.data.curate.read_back import ID, ORIGIN, as_crawled, read_shard
 from trainkit.data.curate.signatures import MinHashKeys

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from trainkit.base.lazy_dataclasses import dataclass, field
 from trainkit.base.records import INLINE, Record
 from trainkit.data.fetch.recipe import FetchRecipe
 from trainkit.data.unit_specs import FileRead, ReadingSettings

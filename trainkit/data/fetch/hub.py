@@ -11,11 +11,11 @@ import contextlib
 import fnmatch
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
 from trainkit.base.errors import ConfigError, Exit, TrainkitError
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.base.redact import Redactor
 from trainkit.data.fetch.retry import (
     FetchRetryPolicy,

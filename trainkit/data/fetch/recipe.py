@@ -4,10 +4,10 @@ specs of units, and holds no secret: the worker reads the token from the variabl
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from trainkit.base.lazy_dataclasses import dataclass, field
 from trainkit.base.records import Record
 from trainkit.data.fetch.retry import RemoteFileInfo
 

@@ -7,10 +7,10 @@ import sys
 import threading
 import time
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass
 from typing import Protocol
 
 from trainkit.base.errors import Exit, TrainkitError
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.base.records import Record
 
 

@@ -16,13 +16,13 @@ import io
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 from trainkit.base.documents import utc_now
 from trainkit.base.errors import ConfigError, Exit, TrainkitError
 from trainkit.base.files import fsync_folder, names_full_file, read_json, write_json
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.base.locks import locked
 from trainkit.base.records import Record
 from trainkit.base.worker import DISK_HINTS, ProgressCallback, run_unit

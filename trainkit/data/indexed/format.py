@@ -17,7 +17,6 @@ from __future__ import annotations
 import io
 import os
 import struct
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainkit.base.errors import ConfigError, Exit
+from trainkit.base.lazy_dataclasses import dataclass
 
 Integers = NDArray[np.integer[Any]]
 

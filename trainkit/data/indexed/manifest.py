@@ -4,12 +4,12 @@ came from, and the sums of its files."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from trainkit.base.documents import document
 from trainkit.base.errors import ConfigError, Exit
 from trainkit.base.files import read_json, sha256_file, write_json
+from trainkit.base.lazy_dataclasses import asdict, dataclass, field
 from trainkit.base.records import Record
 from trainkit.data.curate.funnel import counts_of
 from trainkit.data.indexed.paths import SCHEMA, bin_path, idx_path

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainkit.base.documents import read_document
 from trainkit.base.errors import ConfigError, Exit
+from trainkit.base.lazy_dataclasses import dataclass
 
 if TYPE_CHECKING:
     from trainkit.jobs.schema import Dataset

@@ -4,7 +4,6 @@ documents to read. Memory does not grow with the data."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +13,7 @@ from tokenizers import Tokenizer
 from trainkit.base.errors import ConfigError
 from trainkit.base.extras import MissingExtra
 from trainkit.base.files import atomic_open
+from trainkit.base.lazy_dataclasses import dataclass, field
 from trainkit.base.records import INLINE, UNWRITTEN, Record
 from trainkit.data.indexed.dataset import IndexedDataset
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import numpy as np
 
 from trainkit.base.errors import ConfigError, Problem, SourceLocation
 from trainkit.base.files import sha256_file
+from trainkit.base.lazy_dataclasses import dataclass, field
 from trainkit.data.indexed.dataset import IndexedDataset
 from trainkit.data.indexed.paths import bin_path
 from trainkit.data.indexed.statistics import document_lengths

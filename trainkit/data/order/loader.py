@@ -12,12 +12,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from threading import Lock
 
 import numpy as np
 from numpy.typing import NDArray
 
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.data.order.native import SampleOrder
 from trainkit.data.order.samples import IdRange, Numbers, Samples
 

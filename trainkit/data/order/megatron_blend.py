@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +18,7 @@ from numpy.typing import NDArray
 
 from trainkit import _index
 from trainkit.base.errors import ConfigError, Exit
+from trainkit.base.lazy_dataclasses import dataclass, replace
 from trainkit.base.worker import ProgressCallback
 from trainkit.data.order.megatron_cache import (
     CacheNames,

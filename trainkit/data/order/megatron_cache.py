@@ -16,7 +16,6 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from numpy.typing import DTypeLike
 from trainkit.base.documents import document, read_document
 from trainkit.base.errors import ConfigError, Exit, TrainkitError
 from trainkit.base.files import atomic_open, remove_leftovers, write_json, write_text
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.data.order.native import parse_split
 
 DESCRIPTION = "description.txt"

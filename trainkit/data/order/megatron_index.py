@@ -16,7 +16,6 @@ the names of Megatron's own cache, `MegatronIndex` maps them.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from numpy.typing import NDArray
 
 from trainkit import _index
 from trainkit.base.errors import ConfigError, Exit
+from trainkit.base.lazy_dataclasses import asdict, dataclass
 from trainkit.base.records import Record
 from trainkit.base.worker import ProgressCallback
 from trainkit.data.indexed.dataset import IndexedDataset

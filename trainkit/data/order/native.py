@@ -14,7 +14,6 @@ import hashlib
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate
 from typing import Literal, Protocol
@@ -24,6 +23,7 @@ from numpy.typing import NDArray
 
 from trainkit import _index
 from trainkit.base.errors import ConfigError
+from trainkit.base.lazy_dataclasses import dataclass
 
 MAX_DATASETS = 32_766  # of a blend: their numbers are int16, as in Megatron
 MAX_SUM = 2**62  # of integer weights, and of positions

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from trainkit.base.errors import ConfigError
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.base.process import raise_open_file_limit
 from trainkit.data.indexed.dataset import IndexedDataset
 from trainkit.data.order.native import (

@@ -6,11 +6,11 @@ from __future__ import annotations
 import glob
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainkit.base.errors import ConfigError, Exit
+from trainkit.base.lazy_dataclasses import dataclass, replace
 from trainkit.data.fetch.ranges import expand
 from trainkit.data.indexed.paths import DataFolder
 from trainkit.jobs.schema import Dataset, Job

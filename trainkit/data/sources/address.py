@@ -4,11 +4,11 @@ corpus/."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal
 from urllib.parse import unquote, urlsplit
 
 from trainkit.base.errors import ConfigError, Exit
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.data.fetch.hub import parse_hub_address as parse_hub
 from trainkit.data.fetch.ranges import expand
 from trainkit.data.fetch.worker import STATE

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from trainkit.base.errors import ConfigError, Exit
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.data.sources.contract import Shard
 from trainkit.jobs.schema import Dataset
 

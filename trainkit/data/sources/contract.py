@@ -4,9 +4,9 @@ unit of its own."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.data.fetch.recipe import FetchRecipe
 from trainkit.data.fetch.retry import DEFAULT_RETRY, FetchRetryPolicy
 from trainkit.data.unit_specs import TextRecipe, TextResult

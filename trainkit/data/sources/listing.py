@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from trainkit.base.documents import document
 from trainkit.base.errors import ConfigError, Exit
 from trainkit.base.files import read_json
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.base.records import Record
 from trainkit.data.fetch.http import HttpFile, http_client
 from trainkit.data.fetch.hub import Hub, parse_hub_address as parse_hub

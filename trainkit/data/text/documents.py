@@ -4,8 +4,9 @@ skipped; and the settings by which they are found."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+from trainkit.base.lazy_dataclasses import dataclass
 
 SKIP_HINT = "see datasets.X.on_error to go on without such lines"
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from trainkit.base.errors import Exit
 from trainkit.base.extras import MissingExtra
+from trainkit.base.lazy_dataclasses import dataclass, field
 from trainkit.base.records import Record
 from trainkit.data.text.documents import TextDocument, get_field
 

@@ -4,7 +4,6 @@ manifest written."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import xxhash
 from trainkit.base.documents import document
 from trainkit.base.errors import ConfigError, Exit
 from trainkit.base.files import write_json
+from trainkit.base.lazy_dataclasses import dataclass, field
 from trainkit.base.worker import ProgressCallback, run_unit
 from trainkit.data.indexed.dataset import IndexedDataset
 from trainkit.data.indexed.paths import bin_path, idx_path

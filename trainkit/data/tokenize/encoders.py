@@ -14,7 +14,6 @@ that are not special, such as GPT-NeoX-20B's runs of spaces, are always tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,6 +25,7 @@ from tokenizers import Tokenizer
 from trainkit import _index
 from trainkit.base.errors import ConfigError, Exit
 from trainkit.base.extras import install_command
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.data.tokenize.proved import differing_code_points, installed, unproved_reason
 from trainkit.data.tokenizer import load_tokenizer, plain
 from trainkit.data.unit_specs import EncoderKey, SpecialTokens

@@ -13,7 +13,6 @@ import errno
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from trainkit.base.files import (
     temporary_name,
     write_json,
 )
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.base.worker import ProgressCallback, run_unit
 from trainkit.data.indexed.dataset import CODES, IndexedDataset
 from trainkit.data.indexed.format import CHUNK, HEADER, MAGIC, VERSION

@@ -14,7 +14,6 @@ import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -24,6 +23,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from trainkit.base.errors import ConfigError, Exit, Problem, SourceLocation
+from trainkit.base.lazy_dataclasses import dataclass, field
 from trainkit.base.locks import locked
 from trainkit.base.worker import ProgressCallback, run_unit
 from trainkit.data.indexed.dataset import IndexedWriter, best_dtype

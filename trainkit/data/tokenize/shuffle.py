@@ -16,7 +16,6 @@ from __future__ import annotations
 import hashlib
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -26,6 +25,7 @@ from numpy.typing import NDArray
 from trainkit import _index
 from trainkit.base.errors import ConfigError, Exit
 from trainkit.base.files import names_full_file
+from trainkit.base.lazy_dataclasses import dataclass, replace
 from trainkit.data.indexed.dataset import IndexedDataset, IndexedWriter
 from trainkit.data.indexed.paths import bin_path, idx_path
 

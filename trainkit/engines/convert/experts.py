@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from trainkit.base.lazy_dataclasses import dataclass, field
 from trainkit.jobs.schema import Model
 from trainkit.train.huggingface.names import Shape, table
 from trainkit.train.huggingface.weights import NamedWeights

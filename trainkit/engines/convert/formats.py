@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from trainkit.base.errors import Exit, TrainkitError, raise_problems
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.engines.convert import gpt_neox, megatron_lm, torchtitan
 from trainkit.engines.convert.files import new_folder
 from trainkit.engines.convert.megatron_dist import DistributedWeights

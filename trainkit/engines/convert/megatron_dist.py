@@ -13,7 +13,6 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from typing import Any
 from torch import Tensor
 
 from trainkit.base.errors import ConfigError
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.engines.convert.experts import read_together
 from trainkit.engines.convert.pickles import HARMLESS, InertValue, read_pickle, read_tensor
 from trainkit.engines.convert.tensors import EngineTensor, as_tensor, whole

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from trainkit.base.errors import ConfigError, Problem
+from trainkit.base.lazy_dataclasses import dataclass
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ group by query group: the queries of a group, its key, its value (Megatron-LM, c
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
 from typing import Literal
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 
 from trainkit.base.errors import ConfigError
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.jobs.schema import Model
 from trainkit.train.huggingface.names import Shape
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 
 from trainkit.base.errors import Exit, TrainkitError
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.engines.convert.files import existing
 from trainkit.engines.convert.megatron_dist import METADATA, Box, read_boxes, read_metadata
 from trainkit.engines.convert.options import refuse

@@ -4,13 +4,13 @@ job's model before any of them is read."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 from torch import Tensor
 
 from trainkit.base.errors import ConfigError, Problem, SourceLocation
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.engines.convert.experts import read_together, shapes_apart
 from trainkit.engines.convert.tensors import EngineTensor, as_tensor, part_shape, whole
 from trainkit.jobs.schema import Model

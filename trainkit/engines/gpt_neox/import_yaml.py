@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from trainkit.base.errors import ConfigError
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.engines.given import Given
 from trainkit.engines.gpt_neox.arguments import ZERO_DEFAULTS, attention_kinds
 from trainkit.engines.gpt_neox.config import (

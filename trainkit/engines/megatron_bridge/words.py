@@ -10,10 +10,10 @@ arguments.py of its 3rdparty/Megatron-LM.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from trainkit.base.errors import ConfigError, Problem, raise_problems
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.engines.hydra_words import Override
 from trainkit.engines.megatron_lm.argv import (
     NO_COUNTERPART as MEGATRON_NO_COUNTERPART,

@@ -9,11 +9,11 @@ validate_args of each; gpt_builders.py; bigscience at 8b25137, experiments/gpt2.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import assert_never
 
 from trainkit.base.errors import Problem, raise_problems
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.engines.job_values import counterpart_problems
 from trainkit.engines.megatron_lm.data import MegatronData, put_data, put_tokenizer
 from trainkit.engines.megatron_lm.experts import put_experts, put_latents

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainkit.base.errors import ConfigError
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.data.indexed.paths import DataFolder
 from trainkit.engines.megatron_lm.words import MegatronWords
 from trainkit.engines.pair_weights import pair_weights

@@ -9,10 +9,10 @@ megatron_gpt_config.yaml and megatron_gpt_model.py. Keys that trainkit sets itse
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.engines.gpt_neox.config import yaml_text
 from trainkit.engines.hydra_words import no_interpolation
 from trainkit.engines.megatron_lm.data import MegatronData

@@ -9,9 +9,9 @@ that both write were looked at.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 
+from trainkit.base.lazy_dataclasses import dataclass, field
 from trainkit.engines.options import release
 
 ENGINE = "nemo"

@@ -9,11 +9,11 @@ language_modeling/megatron_gpt_model.py for keys that the code reads and the con
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainkit.base.errors import ConfigError, Problem, raise_problems
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.engines.hydra_words import hydra_value
 from trainkit.engines.job_values import counterpart_problems
 from trainkit.engines.megatron_lm.data import SPLITS, MegatronData

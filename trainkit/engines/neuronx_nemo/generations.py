@@ -9,8 +9,8 @@ Variables that the scripts export and only they themselves read (TP, OPTIM_NAME,
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 
+from trainkit.base.lazy_dataclasses import dataclass, replace
 from trainkit.engines.options import release
 from trainkit.engines.rules import FP32, PUBLISHED, WRITTEN
 from trainkit.plan.rules import StateBytes

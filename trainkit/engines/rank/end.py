@@ -8,9 +8,9 @@ import os
 import re
 import signal
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.engines.rank.readings import EngineReader, FoundCheckpoint
 from trainkit.engines.rank.spec import RankSpec
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-from dataclasses import dataclass
 from pathlib import Path
 
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.engines.rank.printed import plain, to_float
 from trainkit.engines.rank.readings import EvaluationLine, FoundCheckpoint, Iteration
 from trainkit.engines.rank.saved_files import (

@@ -13,8 +13,9 @@ import re
 import resource
 import shutil
 import subprocess
-from dataclasses import dataclass
 from pathlib import Path
+
+from trainkit.base.lazy_dataclasses import dataclass
 
 SECONDS = 20
 RESERVED = "net.ipv4.ip_local_reserved_ports"

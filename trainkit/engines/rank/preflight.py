@@ -6,8 +6,8 @@ import json
 import os
 import shutil
 import subprocess
-from dataclasses import dataclass, field
 
+from trainkit.base.lazy_dataclasses import dataclass, field
 from trainkit.engines.rank.node_setup import device_problems
 from trainkit.engines.rank.spec import RankSpec
 from trainkit.engines.rank.versions import allows, bounded_package

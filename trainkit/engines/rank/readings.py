@@ -3,9 +3,10 @@ reads them, one module an engine."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Callable, List, Protocol, Union
+
+from trainkit.base.lazy_dataclasses import dataclass
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,11 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from trainkit.base.documents import document, utc_now
 from trainkit.base.files import write_json
+from trainkit.base.lazy_dataclasses import dataclass, field
 from trainkit.base.process import die_with_parent_hook
 from trainkit.engines.rank.end import (
     USER,

@@ -4,9 +4,9 @@ document engine-rank/1. One writer (engines/foreign.py), one reader (engines/ran
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
 from pathlib import Path
 
+from trainkit.base.lazy_dataclasses import dataclass, field
 from trainkit.base.records import Record
 from trainkit.engines.rank.node_setup import NodeSetup
 

@@ -10,11 +10,11 @@ import itertools
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from trainkit.base.errors import ConfigError
+from trainkit.base.lazy_dataclasses import dataclass, field
 from trainkit.engines.imported import (
     ImportedJob,
     ImportRequest,

@@ -6,9 +6,9 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 
 from trainkit.base.errors import Exit, TrainkitError
+from trainkit.base.lazy_dataclasses import dataclass, replace
 from trainkit.base.locks import LockBusy, locked
 from trainkit.experiment.sweep.halving import rungs_of, survivors
 from trainkit.experiment.sweep.proposals import propose

@@ -12,12 +12,12 @@ import json
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from trainkit.base.documents import canonical_json, document, read_document
 from trainkit.base.errors import ConfigError
 from trainkit.base.files import write_json
+from trainkit.base.lazy_dataclasses import asdict, dataclass, replace
 from trainkit.jobs.load import Jobs
 from trainkit.jobs.resolved import ResolvedJob, read_job
 from trainkit.jobs.schema import Job

@@ -9,9 +9,9 @@ import contextlib
 import os
 import time
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
 
 from trainkit.base.errors import Exit, TrainkitError
+from trainkit.base.lazy_dataclasses import dataclass, replace
 from trainkit.experiment.cancel import cancel_run
 from trainkit.experiment.follow import GOING
 from trainkit.experiment.hosts import quarantine_reasons

@@ -14,11 +14,11 @@ import json
 import os
 import stat
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from trainkit.base.errors import Exit, TrainkitError
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.images.contract import Argv, FailureHint, ImagePlan, OnStep
 from trainkit.images.importers.published import published
 from trainkit.images.importers.squash_options import SUFFIX, squash_options

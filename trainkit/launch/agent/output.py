@@ -12,11 +12,11 @@ import os
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
 
 from trainkit.base.files import rotated_log
+from trainkit.base.lazy_dataclasses import dataclass, field
 from trainkit.base.redact import RedactedStream, Redactor
 from trainkit.launch.protocol.frames import ProcessOutput
 

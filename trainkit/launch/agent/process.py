@@ -11,12 +11,12 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from trainkit.base import process_marks
 from trainkit.base.cgroup import Cgroup
 from trainkit.base.files import write_json, write_text
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.base.process_marks import MARK_VARIABLE
 from trainkit.base.redact import Redactor
 from trainkit.base.worker import PARENT_VARIABLE

@@ -6,10 +6,10 @@ import os
 import resource
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 from trainkit.base import process_marks
 from trainkit.base.cgroup import Cgroup
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.base.process import die_with_parent_hook, on_this_node
 
 

@@ -8,10 +8,10 @@ import os
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from trainkit.base.files import write_json, write_text
+from trainkit.base.lazy_dataclasses import asdict, dataclass, field
 from trainkit.base.records import Record
 from trainkit.jobs.schema import Job
 from trainkit.launch.cluster_care.host_checks import GIB

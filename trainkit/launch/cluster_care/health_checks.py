@@ -11,11 +11,11 @@ from __future__ import annotations
 import asyncio
 import errno
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from xml.etree import ElementTree
 
 from trainkit.base.errors import Exit, TrainkitError
+from trainkit.base.lazy_dataclasses import dataclass, field
 from trainkit.jobs.clusters import Cluster
 from trainkit.jobs.schema import Job
 from trainkit.launch.cluster_care.container_checks import (

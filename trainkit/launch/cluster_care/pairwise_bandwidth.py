@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.launch.cluster_care.remote_commands import CommandResult, RemoteCommand, run_on_agents
 from trainkit.launch.programs import program_path
 from trainkit.launch.protocol.frames import Listen, Listening, ListeningStopped, StopListening

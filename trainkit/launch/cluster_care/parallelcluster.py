@@ -8,9 +8,9 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from trainkit.base.errors import ConfigError, Exit, TrainkitError
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.jobs.clusters import Cluster, Fleet
 
 ANSWER_SECONDS = 60.0  # of one call

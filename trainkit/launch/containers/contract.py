@@ -7,10 +7,10 @@ import os
 import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from trainkit.base.errors import ConfigError
+from trainkit.base.lazy_dataclasses import dataclass, field
 from trainkit.data.fetch.ranges import expand
 from trainkit.jobs.containers import MOUNTABLE, Container
 from trainkit.jobs.schema import Job

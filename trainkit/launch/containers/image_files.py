@@ -4,10 +4,10 @@ the node's own disk where containers.X.stage_to asks for that."""
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass
 from pathlib import Path
 
 from trainkit.base.errors import Exit, TrainkitError
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.images.contract import read_record, record_path
 from trainkit.images.importers.published import file_problem, other_image
 from trainkit.images.squashfs import (

@@ -10,10 +10,10 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from trainkit.base.errors import Exit
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.base.old_python import NEEDED_PYTHON
 from trainkit.engines.sources import source_tree
 from trainkit.jobs.schema import Job

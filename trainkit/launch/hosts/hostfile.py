@@ -13,12 +13,12 @@ import ipaddress
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ClusterShell.RangeSet import RangeSet
 
 from trainkit.base.errors import ConfigError, Problem, SourceLocation, raise_problems
+from trainkit.base.lazy_dataclasses import dataclass, replace
 from trainkit.jobs.messages import suggest
 from trainkit.jobs.schema import Cluster
 

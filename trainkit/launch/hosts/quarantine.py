@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 import datetime
-from dataclasses import dataclass
 from pathlib import Path
 
 from trainkit.base.documents import read_document
 from trainkit.base.errors import ConfigError
 from trainkit.base.files import write_json
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.base.records import Record
 
 FOLDER = "quarantine"

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from trainkit.base.errors import ConfigError, Exit, Problem, SourceLocation, raise_problems
+from trainkit.base.lazy_dataclasses import dataclass, field, replace
 from trainkit.base.records import UNWRITTEN, Record
 from trainkit.jobs.schema import Job
 from trainkit.launch.hosts.hostfile import Host, filter_hosts, host_key, read_hostfile

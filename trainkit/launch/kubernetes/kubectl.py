@@ -9,10 +9,10 @@ import shlex
 import subprocess
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from urllib.parse import urlencode
 
 from trainkit.base.errors import Exit, TrainkitError
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.jobs.schema import Cluster
 from trainkit.launch.kubernetes.documents import (
     Document,

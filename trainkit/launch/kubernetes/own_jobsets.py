@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
 
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.files import write_text
+from trainkit.base.lazy_dataclasses import dataclass, field
 from trainkit.jobs.resolved import read_job
 from trainkit.jobs.schema import Job
 from trainkit.launch.kubernetes.documents import (

@@ -16,11 +16,11 @@ import shutil
 import sys
 import time
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar
 
 from trainkit.base.errors import ConfigError, Exit, TrainkitError
+from trainkit.base.lazy_dataclasses import dataclass, field, replace
 from trainkit.jobs.clusters import StagePlace
 from trainkit.jobs.kubernetes import NATIVE, quantity
 from trainkit.jobs.sbatch import limit_seconds

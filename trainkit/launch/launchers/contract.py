@@ -4,9 +4,9 @@ else is said over the agents' own connections."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.launch.session import Session
 
 

@@ -10,9 +10,9 @@ Standard library only: the agent imports this on nodes that may have nothing els
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
+from trainkit.base.lazy_dataclasses import dataclass, field
 from trainkit.base.records import OMIT_NONE, FieldError, read_fields, write_fields
 from trainkit.launch.protocol.framing import BadFrame
 

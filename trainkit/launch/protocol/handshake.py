@@ -14,9 +14,9 @@ import hashlib
 import hmac
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Literal
 
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.launch.protocol.frames import Frame
 from trainkit.launch.protocol.framing import BadFrame
 

@@ -9,11 +9,11 @@ Standard library only: pods import this.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from trainkit.base.errors import ConfigError
 from trainkit.base.files import read_json, write_json
+from trainkit.base.lazy_dataclasses import dataclass, field
 from trainkit.base.records import Record
 
 # in the folder of a JobSet: a person wants the run to end, and not to go on

@@ -5,9 +5,9 @@ Standard library only: the agent imports this on nodes that may have nothing els
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.base.records import Record
 
 FILE_NAME = "session.json"

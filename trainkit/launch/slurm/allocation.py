@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from trainkit.base.errors import ConfigError, Exit, TrainkitError
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.jobs.clusters import Cluster
 from trainkit.jobs.schema import Job
 from trainkit.launch.hosts.hostfile import Host

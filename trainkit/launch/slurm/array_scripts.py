@@ -6,9 +6,9 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.jobs.clusters import Cluster, SlurmOptions, StagePlace
 from trainkit.launch.array_units import ArrayLevel, level_file
 from trainkit.launch.containers import NodeContainer

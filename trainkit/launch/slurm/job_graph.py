@@ -11,13 +11,13 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from trainkit.base.documents import document, read_document
 from trainkit.base.errors import ConfigError, Exit, TrainkitError
 from trainkit.base.files import write_json, write_text
+from trainkit.base.lazy_dataclasses import asdict, dataclass
 from trainkit.base.worker import said_by_worker
 from trainkit.jobs.clusters import SlurmOptions
 from trainkit.jobs.schema import Job

@@ -14,12 +14,12 @@ import contextlib
 import shutil
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from trainkit.base.documents import canonical_json, document, read_document
 from trainkit.base.errors import TrainkitError
 from trainkit.base.files import write_json, write_text
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.jobs.clusters import SlurmOptions
 from trainkit.jobs.resolved import read_job
 from trainkit.launch.scheduler_contract import ArrayRequest, Submission

@@ -8,9 +8,9 @@ import pwd
 import re
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from trainkit.base.errors import Exit, TrainkitError
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.launch.scheduler_contract import JobAccount
 from trainkit.launch.slurm.allocation import slurm_output
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.jobs.schema import Job
 from trainkit.launch.array_units import split_units
 from trainkit.launch.preparation import Notice, Preparation, StageUi, term_interrupts

@@ -9,11 +9,11 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import TypeVar, cast
 
 from trainkit.base.errors import TrainkitError
+from trainkit.base.lazy_dataclasses import dataclass, replace
 from trainkit.jobs.schema import Job
 from trainkit.launch.containers.runtimes import NOT_STARTED, describe_exit
 from trainkit.launch.hosts.hostfile import Host

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 
 from trainkit.base.errors import Exit, TrainkitError
+from trainkit.base.lazy_dataclasses import dataclass, field
 from trainkit.base.locks import FULL
 from trainkit.jobs.schema import Job
 from trainkit.launch.containers import node_container, reusable_since

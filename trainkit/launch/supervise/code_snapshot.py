@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,6 +26,7 @@ from trainkit.base.files import (
     write_text,
 )
 from trainkit.base.git import git_answer
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.base.snapshot_files import COMPLETE_FILE, ORIGIN_FILE, package_files
 
 PROJECT = "project"  # the folder of a snapshot that holds the user's repository

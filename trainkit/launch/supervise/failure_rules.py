@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import tomli
 
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.jobs.clusters import Cluster, FailureRule
 
 BUILT_IN = Path(__file__).with_name("failure_rules.toml")

@@ -6,11 +6,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from trainkit.base.errors import Exit
 from trainkit.base.files import write_text
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.launch.protocol.frames import StackReport
 from trainkit.launch.supervise.heartbeats import Heartbeats
 from trainkit.launch.supervise.outcome import Outcome

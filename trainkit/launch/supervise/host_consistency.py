@@ -6,9 +6,9 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Literal
 
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.base.old_python import NEEDED_PYTHON
 from trainkit.engines.native import torch_problem
 from trainkit.launch.protocol.frames import HostFacts

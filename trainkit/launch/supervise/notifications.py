@@ -16,12 +16,12 @@ import threading
 import time
 import urllib.request
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from http.client import HTTPMessage
 from pathlib import Path
 from typing import IO
 
 from trainkit.base.documents import utc_now
+from trainkit.base.lazy_dataclasses import asdict, dataclass
 from trainkit.base.redact import Redactor
 from trainkit.jobs.notify import NotifySettings, Occasion
 from trainkit.runs.events import (

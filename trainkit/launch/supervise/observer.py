@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.runs.folder import RunFolder
 
 

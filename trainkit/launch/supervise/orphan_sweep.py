@@ -8,11 +8,11 @@ import contextlib
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import trainkit
 from trainkit.base.errors import Exit, TrainkitError
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.jobs.clusters import Cluster
 from trainkit.launch.containers import NodeContainer
 from trainkit.launch.hosts.hostfile import Host

@@ -6,11 +6,11 @@ from __future__ import annotations
 import datetime
 import signal
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
 
 from trainkit.base.errors import Exit
+from trainkit.base.lazy_dataclasses import dataclass, field
 from trainkit.base.printable import printable
 from trainkit.launch.supervise.failure_rules import FailureRules
 from trainkit.runs.events import FailureClass, RootCause

@@ -3,8 +3,7 @@ attention, what is bound by memory, launches."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.plan.time.setup import Hardware, Setup, Shape
 
 HALF = 2  # bytes of an activation

@@ -4,8 +4,8 @@ talk over its links, others over the network, of which each device has its share
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.plan.time.setup import Hardware
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
 
+from trainkit.base.lazy_dataclasses import dataclass, replace
 from trainkit.jobs.optimizers import kept_of
 from trainkit.jobs.schema import Job
 from trainkit.plan.arithmetic import attended_part

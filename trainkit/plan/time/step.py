@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from dataclasses import dataclass
 
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.plan.time.layer import CPU, HALF, OLD, Work, block, head, pace_of, parameters_of_rank
 from trainkit.plan.time.network import Links, links_of
 from trainkit.plan.time.setup import RankSplit, Setup

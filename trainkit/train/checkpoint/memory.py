@@ -17,7 +17,6 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,6 +26,7 @@ from torch import Tensor
 
 from trainkit.base.errors import ConfigError, Exit, TrainkitError
 from trainkit.base.files import write_text
+from trainkit.base.lazy_dataclasses import asdict, dataclass
 from trainkit.base.printable import warn
 from trainkit.jobs.schema import Job
 from trainkit.runs.folder import RunFolder

@@ -12,7 +12,6 @@ import mmap
 import os
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.runs.manifest import ALIGNMENT, DTYPE_BYTES
 from trainkit.train.checkpoint.dcp_storage import DTYPE_NAMES, DTYPES
 from trainkit.train.checkpoint.staging import parts_of

@@ -9,7 +9,6 @@ import platform
 import shutil
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as write_tensors
 import trainkit
 from trainkit.base.errors import Exit, TrainkitError
 from trainkit.base.files import publish_folder, remove
+from trainkit.base.lazy_dataclasses import dataclass, field
 from trainkit.base.locks import LockBusy, locked
 from trainkit.base.printable import warn
 from trainkit.jobs.schema import Job

@@ -10,13 +10,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Generator, Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
 from trainkit.base.errors import Problem, SourceLocation
+from trainkit.base.lazy_dataclasses import dataclass, field
 from trainkit.families.contract import HuggingFace
 from trainkit.jobs.schema import Model
 from trainkit.train.huggingface.config import contradictions

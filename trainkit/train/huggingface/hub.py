@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
 from trainkit.base.documents import read_document
 from trainkit.base.errors import ConfigError
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.jobs.schema import Job
 
 SCHEME = "hf:"

@@ -12,9 +12,9 @@ conversion_mapping.py. Imports no torch: stages look at names before anything is
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from trainkit.base.lazy_dataclasses import dataclass, replace
 from trainkit.families.contract import HuggingFace
 from trainkit.jobs.schema import Model
 

@@ -11,11 +11,11 @@ Imports torch only where values are read: stages look at headers alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainkit.base.errors import ConfigError, Problem, SourceLocation
+from trainkit.base.lazy_dataclasses import dataclass, replace
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Protocol
@@ -15,6 +14,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict_loader import load as read_tensors
 
 from trainkit.base.errors import ConfigError, Problem
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.jobs.schema import Model
 from trainkit.runs.checkpoints import Checkpoint
 from trainkit.runs.manifest import TensorEntry

@@ -9,7 +9,6 @@ import os
 import shutil
 import struct
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from trainkit.base.errors import ConfigError
 from trainkit.base.files import publish_folder, temporary_name, write_json
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.data.indexed.paths import DataFolder
 from trainkit.data.tokenizer import end_of_document, load_tokenizer
 from trainkit.jobs.schema import Job, Model

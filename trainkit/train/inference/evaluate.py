@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
@@ -18,6 +17,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from trainkit.base.errors import ConfigError, Exit, TrainkitError
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.data.order.loader import ReadSchedule
 from trainkit.data.order.native import SPLITS, SplitName
 from trainkit.data.order.samples import Numbers

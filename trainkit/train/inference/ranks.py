@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from trainkit.base.lazy_dataclasses import dataclass, field
 from trainkit.base.records import OMIT_NONE, Record
 from trainkit.jobs.schema import Dataset, Job
 

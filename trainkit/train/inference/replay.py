@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import xxhash
 from tokenizers import Tokenizer
 
 from trainkit.base.errors import ConfigError
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.data.order.open import open_training
 from trainkit.data.order.samples import NO_TOKEN
 from trainkit.data.tokenizer import load_tokenizer

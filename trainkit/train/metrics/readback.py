@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
+
+from trainkit.base.lazy_dataclasses import dataclass
 
 T = TypeVar("T")
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.jobs.ranks import ParallelDegrees, coordinates_of
 
 STEPS = 50  # that are looked at

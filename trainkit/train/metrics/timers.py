@@ -5,11 +5,12 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal, get_args
 
 import torch
+
+from trainkit.base.lazy_dataclasses import dataclass
 
 Phase = Literal[
     "data",

@@ -4,9 +4,9 @@ sizes, in the same order; and for every send a recv."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import zip_longest
 
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.train.rehearsal.recorder import CollectiveCall
 from trainkit.train.rehearsal.trace import RankTrace
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import ProcessGroup, _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.train.rehearsal.fake_world import META
 
 PACKAGE = str(Path(__file__).resolve().parents[2])

@@ -10,12 +10,12 @@ from __future__ import annotations
 import gc
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.jobs.ranks import RankCoordinates, degrees_of, rank_at, share_of_rank
 from trainkit.jobs.schema import Job
 from trainkit.plan.layout import split_layers

@@ -4,11 +4,11 @@ shard, and only then memory."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch.distributed.fsdp import FSDPModule
 
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.jobs.optimizers import kept_of, role_of
 from trainkit.jobs.schema import Job, Training
 from trainkit.ops.kernels import REFERENCE, Kernels

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Literal, assert_never
 
 from trainkit.base.errors import Exit, TrainkitError
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.jobs.schema import Training
 from trainkit.runs.checkpoints import published_folders
 from trainkit.runs.folder import RunFolder

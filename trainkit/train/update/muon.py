@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.jobs.optimizers import MUON_ROUND, rate_factor
 from trainkit.jobs.schema import Model, Training
 from trainkit.plan.parameter_shapes import block_matrices, further_matrices

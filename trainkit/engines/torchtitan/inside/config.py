@@ -5,13 +5,18 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
-from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
+from torchtitan.components.optimizer import (
+    LRSchedulersContainer,
+    OptimizersContainer,
+    ParamGroupConfig,
+)
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.components.validate import Validator
 from torchtitan.config import CompileConfig, DebugConfig, ParallelismConfig, TrainingConfig
@@ -21,8 +26,8 @@ from torchtitan.models.common import ComplexRoPE, CosSinRoPE, Embedding, Linear,
 from torchtitan.trainer import Trainer
 
 from trainkit.engines.torchtitan.inside.metrics import Metrics
+from trainkit.engines.torchtitan.inside.native_rules import rate_factor
 from trainkit.engines.torchtitan.inside.samples import SampleLoader
-from trainkit.engines.torchtitan.inside.schedule import Schedule
 
 RECOMPUTE = {"full": FullAC.Config, "selective": SelectiveAC.Config}
 NORMS = r"norm"  # in the names of all their weights, and of no others
@@ -40,6 +45,18 @@ class NoTokenizer(BaseTokenizer):
         raise NotImplementedError
 
     decode = get_vocab_size = encode
+
+
+class Schedule(LRSchedulersContainer):
+    """The learning rate of engine native at each step."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(LRSchedulersContainer.Config):
+        rates: dict[str, object] = field(default_factory=dict)
+        """as `rate_factor` takes them"""
+
+        def build(self, *, optimizers: Any, training_steps: int) -> Schedule:
+            return Schedule(optimizers, partial(rate_factor, self.rates))
 
 
 class NativeValidator(Validator):
