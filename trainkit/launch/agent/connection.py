@@ -70,6 +70,7 @@ class SupervisorConnection:
     def receive(self) -> Iterator[dict[str, object]]:
         """Frames that are there now. Raises SupervisorLost at the end of the connection, BadFrame
         for what is none."""
+        yield from self._decoder.feed(b"")  # what came with the last frame of the handshake
         try:
             data = self.sock.recv(2**18)
         except BlockingIOError:
@@ -133,10 +134,7 @@ def _proved(
         framing.retransmit_soon(sock)
         decoder = Decoder()
         _send(sock, handshake.request, deadline)
-        challenge, *more = _receive(sock, decoder, deadline)
-        if more:
-            raise BadFrame("it sent a frame out of turn")
-        _send(sock, handshake.answer(challenge), deadline)
+        _send(sock, handshake.answer(_receive(sock, decoder, deadline)), deadline)
         decoder.limit = framing.MAX_FRAME_BYTES
         _receive(sock, decoder, deadline)  # a ping: it has seen our answer, and keeps us
         return SupervisorConnection(sock, decoder)
@@ -156,15 +154,15 @@ def _send(sock: socket.socket, frame: Frame, deadline: float) -> None:
     sock.sendall(framing.encode(frame.to_json()))
 
 
-def _receive(sock: socket.socket, decoder: Decoder, deadline: float) -> list[dict[str, object]]:
-    """What comes next, one frame or more."""
-    received: list[dict[str, object]] = []
-    while not received:
+def _receive(sock: socket.socket, decoder: Decoder, deadline: float) -> dict[str, object]:
+    """The next frame; the decoder keeps what comes with it."""
+    received = None
+    while received is None:
         sock.settimeout(max(0.1, deadline - time.monotonic()))
         data = sock.recv(4096)
         if not data:
             raise ConnectionResetError("it closed the connection")
         if time.monotonic() > deadline:
             raise BadFrame("it took too long")
-        received = list(decoder.feed(data))
+        received = next(decoder.feed(data), None)
     return received
