@@ -41,7 +41,7 @@ def _dataclass(cls: Any = None, *, frozen: bool = False, kw_only: bool = False) 
     methods: dict[str, object] = {"__init__": first_init, "__repr__": _repr, "__eq__": _eq}
     methods["__hash__"] = _hash if frozen else None
     if frozen:
-        methods.update(__setattr__=_refuse_value, __delattr__=_refuse_del)
+        methods.update(__setattr__=_refuse, __delattr__=_refuse)
     if vars(cls).get("__hash__") is None:
         own.discard("__hash__")  # Python itself puts None there where a class has __eq__
     for name in methods.keys() - own:
@@ -98,9 +98,5 @@ def _hash(self: Any) -> int:
     return hash(self._compared(self))
 
 
-def _refuse_value(self: object, name: str, value: object) -> None:
-    raise FrozenInstanceError(f"cannot assign to field {name!r}")
-
-
-def _refuse_del(self: object, name: str) -> None:
-    raise FrozenInstanceError(f"cannot delete field {name!r}")
+def _refuse(self: object, name: str, *value: object) -> None:
+    raise FrozenInstanceError(f"cannot {'assign to' if value else 'delete'} field {name!r}")

@@ -85,12 +85,8 @@ def _text(text: str) -> str:
         return text
     text = no_interpolation(text)
     # backslashes count only in front of a quotation mark, as that of the end
-    inner = re.sub(r"(\\*)('|\Z)", _escape_quote, text)
+    inner = re.sub(r"(\\*)('|\Z)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), text)
     return f"'{inner}'"
-
-
-def _escape_quote(found: re.Match[str]) -> str:
-    return f"{found[1] * 2}\\'" if found[2] else found[1] * 2
 
 
 def read_override(word: str) -> Override:

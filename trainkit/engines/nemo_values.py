@@ -300,7 +300,7 @@ def _pairs(values: NemoValues, said: object) -> dict[str, object]:
         values.left.append(f"{PREFIX} = {said!r}: the job needs a dataset")
         return {}
     if len(words) > 1 and weights:
-        if len(weights) != len(prefixes) or not all(_is_number(each) for each in weights):
+        if len(weights) != len(prefixes) or not all(type(each) in (int, float) for each in weights):
             raise ConfigError(f"{PREFIX} has no weight and file by turns")
         if len(prefixes) > 1:
             _weigh(values, weights, [str(each) for each in prefixes])
@@ -316,10 +316,6 @@ def _weigh(values: NemoValues, weights: Sequence[object], prefixes: Sequence[str
     if len(set(names)) < len(names):
         names = list(prefixes)
     values.engine_args[PREFIX] = [*itertools.chain(*zip(weights, names, strict=True))]
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _same(first: object, second: object) -> bool:

@@ -312,13 +312,10 @@ class TextUnits(DatasetUnits):
         return MergeShard(
             shard.name,
             self._prefix(shard),
-            self._origin(shard),
+            origin_of(shard, self.folder.root),
             stamps,
             self.former.ranges.get(shard.name),
         )
-
-    def _origin(self, shard: Shard) -> dict[str, object]:
-        return origin_of(shard, self.folder.root)
 
     def _declared(self) -> dict[str, int]:
         """Counts that were published, and can be compared: not of text that is left out."""

@@ -234,7 +234,7 @@ def pack(folder: Path, files: GraphFiles, fields: GraphFields, **more: object) -
         atomic_open(files.archive) as file,
         tarfile.open(fileobj=file, mode="w") as archive,
     ):
-        archive.add(folder, arcname=".", filter=_without_locks)
+        archive.add(folder, arcname=".", filter=lambda each: each if _is_kept(each.name) else None)
     digest = sha256_file(files.archive)
     names = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
     sums = {name: sha256_file(folder / name) for name in names if _is_kept(name)}
@@ -244,10 +244,6 @@ def pack(folder: Path, files: GraphFiles, fields: GraphFields, **more: object) -
 
 def _is_kept(name: str) -> bool:
     return not (name.endswith(".lock") or "locks" in Path(name).parts)
-
-
-def _without_locks(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
-    return entry if _is_kept(entry.name) else None
 
 
 def take(job: Job) -> str:

@@ -194,10 +194,6 @@ class ImportOptions:
 _WITHIN = re.compile(r"=(\[[^\]]*\]|\{[^}]*\})")
 
 
-def _kept(found: re.Match[str]) -> str:
-    return found[0].replace(",", "\0")
-
-
 def import_job(task: TaskContext, request: ImportOptions) -> TaskResult:
     """The task `import`.
 
@@ -205,7 +201,10 @@ def import_job(task: TaskContext, request: ImportOptions) -> TaskResult:
     is not known, or the file to write is there already; MissingExtra: a configuration of hydra
     without its libraries.
     """
-    parts = [part.replace("\0", ",") for part in _WITHIN.sub(_kept, request.file).split(",")]
+    parts = [
+        part.replace("\0", ",")
+        for part in _WITHIN.sub(lambda found: found[0].replace(",", "\0"), request.file).split(",")
+    ]
     paths = [task.folder / name for name in parts if "=" not in name]
     words = [word for word in parts if "=" in word]
     if not paths:

@@ -398,7 +398,8 @@ def _slices(spec: MergeSpec, target: Path) -> list[PairSlice]:
         else:
             slices.append(PairSlice(target, *shard.kept))
     reused = any(each.prefix == target for each in slices)
-    if reused and _identities(target) != list(spec.former):
+    files = (bin_path(target), idx_path(target))
+    if reused and [list(identity_of(path)) for path in files] != list(spec.former):
         raise ConfigError(
             f"{bin_path(target)} is not what it was when this was planned: another process wrote it"
             " meanwhile",
@@ -406,10 +407,6 @@ def _slices(spec: MergeSpec, target: Path) -> list[PairSlice]:
             hint="run it again",
         )
     return slices
-
-
-def _identities(prefix: Path) -> list[object]:
-    return [list(identity_of(path)) for path in (bin_path(prefix), idx_path(prefix))]
 
 
 def _shuffle(prefixes: Sequence[Path], target: Path, progress: ProgressCallback) -> None:

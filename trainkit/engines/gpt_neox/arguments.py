@@ -119,7 +119,7 @@ def both_configurations(
 ) -> tuple[Values, Values]:
     """(DeepSpeed's configuration, GPT-NeoX's), each without what equals the default. Arguments
     and errors: as `encoded_words`."""
-    defaults = {_plain(option.name): option.default for option in table.options.values()}
+    defaults = {option.name.replace("-", "_"): option.default for option in table.options.values()}
     values = resolve(config, defaults)
     values |= {**LAUNCHER, "user_script": "train.py", "config_files": dict(config_files)}
     # the defaults of the nearest version may not be those of this one
@@ -160,10 +160,6 @@ def resolve(config: Mapping[str, object], defaults: Mapping[str, object]) -> Val
         else:
             values["text_gen_type"] = "unconditional"
     return values
-
-
-def _plain(name: str) -> str:
-    return name.replace("-", "_")
 
 
 def _table(values: Mapping[str, object], name: str) -> Values:

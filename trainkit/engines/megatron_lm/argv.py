@@ -406,7 +406,8 @@ def _put_stages(words: MegatronWords, job: Job) -> None:
             f"model.num_layers {layers} on parallelism.pipeline_model_parallel_size {stages}:"
             ' "Number of layers should be divisible by the pipeline-model-parallel size"'
             " (Megatron-LM)",
-            f"stages that divide {layers}: {_divisors(layers)}",
+            f"stages that divide {layers}: "
+            + ", ".join(str(each) for each in range(1, layers + 1) if layers % each == 0),
         )
         return
     if chunks is None:
@@ -418,10 +419,6 @@ def _put_stages(words: MegatronWords, job: Job) -> None:
     if words.table.version == "2021" and stages <= 2:
         words.refuse(f"{key} {chunks}: {words.version} interleaves three stages or more")
     words.put("num-layers-per-virtual-pipeline-stage", layers // (stages * chunks), key)
-
-
-def _divisors(number: int) -> str:
-    return ", ".join(str(each) for each in range(1, number + 1) if number % each == 0)
 
 
 def _put_intervals(words: MegatronWords, job: Job) -> None:

@@ -53,12 +53,9 @@ class Member:
     def words(self) -> str:
         """For people: lr=0.001 hidden_size=64."""
         return " ".join(
-            f"{key.rpartition('.')[2]}={_plain(value)}" for key, value in self.values.items()
+            f"{key.rpartition('.')[2]}={value if isinstance(value, str) else json.dumps(value)}"
+            for key, value in self.values.items()
         )
-
-
-def _plain(value: object) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
 
 
 @dataclass(frozen=True)

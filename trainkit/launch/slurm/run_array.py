@@ -159,7 +159,8 @@ def settle_arrays(folder: Path) -> list[str]:
         if not reasons and time.time() - intent.stat().st_mtime < LATE_SECONDS:
             continue  # it may still come
         array = held[0].partition("_")[0] if held else ""
-        noted = [_newest(RunFolder(Path(run))) for run in value["runs"]]
+        jobs = [read_slurm_jobs(RunFolder(Path(run))) for run in value["runs"]]
+        noted = [each[-1].id if each else "" for each in jobs]
         if held and noted != [f"{array}_{index}" for index in range(len(noted))]:
             slurm_output(["scancel", "--quiet", array])
             said.append(f"job {array}, which a killed process has left held, is out of the queue")
@@ -168,11 +169,6 @@ def settle_arrays(folder: Path) -> list[str]:
             said.append(f"job {array}, which a killed process has left held, is released")
         intent.unlink()
     return said
-
-
-def _newest(run: RunFolder) -> str:
-    """The newest job of a run; "" where it has none, or is gone."""
-    return next((job.id for job in reversed(read_slurm_jobs(run))), "")
 
 
 def array_script(
