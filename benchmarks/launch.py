@@ -488,6 +488,7 @@ def main() -> None:
     if words.quick:
         words.repeats, words.hosts, words.agents, words.stubs = 1, [2], [4], [100]
     repeats = words.repeats or (5 if words.slurm else 3)
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # warm is what has been compiled
     with tempfile.TemporaryDirectory(prefix="trainkit-launch-") as folder:
         if words.slurm:
             slurm_steps(Path(folder), words.hosts, repeats)
