@@ -4,7 +4,8 @@ refused.
 Traps of the published set-ups that are tested elsewhere: 2 (sizes) and 20 (whole multiples of 16
 nodes) in tests/plan/test_published.py; 12 and 18 (variables and tasks of Azure's scripts) in
 tests/jobs/test_references.py and tests/launch/slurm/test_batch_script.py; 14, 15 and 16 (its
-downloads) in tests/data/sources; 23 (the address of the first rank) in
+downloads) in tests/data/sources; 19 (the fixed number of positions) in
+tests/cli/config/test_plan.py; 23 (the address of the first rank) in
 tests/launch/slurm/test_batch_script.py.
 """
 
@@ -198,12 +199,6 @@ def test_merges_that_are_a_vocabulary_are_refused() -> None:
     """Trap 11: Azure's MERGE_FILE is a vocab.json."""
     with pytest.raises(ConfigError, match=r"merge_file .* is a vocabulary"):
         job_of("azure-gpt3-check", "dataset.tokenizer.merge_file=/v/bpe/vocab.json")
-
-
-def test_the_published_override_of_the_sequence_is_checked() -> None:
-    """Trap 19: --max-position-embeddings is fixed at 2048."""
-    with pytest.raises(ConfigError, match="max_position_embeddings 2048 is below seq_length 4096"):
-        job_of("azure-gpt3-check", "model.seq_length=4096")
 
 
 # ---- versions
