@@ -87,10 +87,12 @@ def test_a_shared_file_that_is_not(tmp_path: Path) -> None:
 
 
 def test_a_shared_file_of_another_image_than_its_record(tmp_path: Path) -> None:
-    path = recorded(real_squashfs(tmp_path / "box.sqsh"))
-    done = node(image := known(path), "echo on")
-    assert (done.returncode, done.stdout) == (0, "on\n"), done.stderr
-    assert image.started == str(path)
+    whole = known(recorded(real_squashfs(tmp_path / "real.sqsh")))
+    path = recorded(pretend_squashfs(tmp_path / "box.sqsh"))
+    for image in (whole, known(path)):
+        done = node(image, "echo on")
+        assert (done.returncode, done.stdout) == (0, "on\n"), done.stderr
+        assert image.started == str(image.path)
     pretend_squashfs(path, seed=1)
     done = node(known(path), "echo on")
     assert done.returncode == 8 and not done.stdout
