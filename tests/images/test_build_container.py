@@ -68,17 +68,6 @@ def test_built_once_fresh_then_stale_by_a_file(box: ImageProject) -> None:
     assert digest(box) == first, "the same input is the same image"
 
 
-def test_the_same_digest_without_a_cache_of_layers(box: ImageProject) -> None:
-    box.build()
-    first = digest(box)
-    box.lab.call("buildah", "rmi", "--force", box.record()["tag"])
-    for path in (box.path / "files").iterdir():
-        os.utime(path, (0, 0))  # as another checkout has them
-    box.build("--force")
-    assert any(" bud " in call for call in box.calls())
-    assert digest(box) == first
-
-
 def test_two_builds_at_once(box: ImageProject) -> None:
     box.step("sleep 1; echo made > /srv/made")
     both = [box.start("build-container", "random") for _ in range(2)]

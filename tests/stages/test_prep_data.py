@@ -7,7 +7,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import time
 from pathlib import Path
 
@@ -103,24 +102,6 @@ def test_dry_run_writes_nothing(project: Project) -> None:
         assert "would run" in project.invoke(*words).stdout
     after = [p for p in sorted(project.path.rglob("*")) if "__pycache__" not in p.parts]
     assert before == after
-
-
-def test_killed_at_random_moments_ends_in_the_same_bytes(project: Project) -> None:
-    project.invoke("prep-data")
-    expected = output(project)
-    dice, killed, took = random.Random(7), 0, 1.0
-    while killed < 6:
-        process = project.start("prep-data", "--force")
-        try:
-            process.wait(dice.uniform(0.1, 0.9) * took)
-            took *= 0.7  # it was done before: how fast this machine is comes out soon
-        except subprocess.TimeoutExpired:
-            took, killed = took * 1.1, killed + 1
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-    project.invoke("prep-data")
-    assert output(project) == expected
-    assert not list(project.path.rglob("*.tmp-*"))
 
 
 def test_what_a_killed_writer_of_the_stamp_left_goes(project: Project) -> None:

@@ -13,6 +13,7 @@ import tarfile
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -125,26 +126,27 @@ def test_a_difference_is_named(change: str, words: str, job: Job, tmp_path: Path
     assert os.environ[VARIABLE] == "before"
 
 
-def test_another_torch_or_processor_is_named(
-    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("what", "other", "words"),
+    [
+        ("machine_fields", lambda job: {"capability": "9.0"}, ("capability was", "is '9.0'")),
+        ("_version", lambda package: f"99 of {package}", ("torch was", "is '99 of torch'")),
+        ("_processor", lambda: "another", ("processor was", "is 'another'")),
+        ("_code", lambda: "changed", ("code was", "is 'changed'")),
+    ],
+)
+def test_another_machine_torch_or_code_is_named(
+    what: str,
+    other: Any,
+    words: tuple[str, str],
+    job: Job,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     make(job, tmp_path)
-    here = machine_fields(job)
-    monkeypatch.setattr(compiled_graphs, "machine_fields", lambda job: {"capability": "9.0"})
-    assert f"capability was {here['capability']!r} and is '9.0'" in take(job)
-    monkeypatch.setattr(compiled_graphs, "_version", lambda package: f"99 of {package}")
-    assert "torch was" in take(job) and "is '99 of torch'" in take(job)
-
-
-def test_other_code_and_another_processor_are_named(
-    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    make(job, tmp_path)
-    with monkeypatch.context() as patch:
-        patch.setattr(compiled_graphs, "_processor", lambda: "another")
-        assert "processor was" in take(job) and "is 'another'" in take(job)
-    monkeypatch.setattr(compiled_graphs, "_code", lambda: "changed")
-    assert "code was" in take(job) and "is 'changed'" in take(job)
+    monkeypatch.setattr(compiled_graphs, what, other)
+    why = take(job)
+    assert words[0] in why and words[1] in why
 
 
 def test_a_field_that_changes_makes_another_unit(

@@ -211,29 +211,28 @@ model = "mup"
     assert "width 6400000 needs" in wide and "narrower" in wide
 
 
+MUP_16 = {"parametrization": "mup", "mup_base_hidden_size": 16}
+
+
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
         ({"parametrization": "mup"}, "needs mup_base_hidden_size"),
         ({"mup_base_hidden_size": 64}, "is for parametrization = 'mup'"),
         ({"mup_base_kv_channels": 64}, "is for parametrization = 'mup'"),
-    ],
-)
-def test_what_says_nothing_alone(keys: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValidationError, match=said):
-        Model(**SHAPE, **keys)
-
-
-@pytest.mark.parametrize(
-    ("keys", "said"),
-    [
-        ({"init_method": "small_init"}, "'small_init' follows the width by itself"),
-        ({"output_layer_init_method": "wang_init"}, "'wang_init' follows the width by itself"),
-        ({"family": "gemma3", "sliding_window": 8}, "under muP set embedding_scale"),
-        ({"mup_base_kv_channels": 24}, "16\\^2 / 24"),
-        ({"mup_base_kv_channels": 8, "query_pre_attn_scalar": 16}, "not be given, too"),
+        ({**MUP_16, "init_method": "small_init"}, "'small_init' follows the width by itself"),
+        (
+            {**MUP_16, "output_layer_init_method": "wang_init"},
+            "'wang_init' follows the width by itself",
+        ),
+        ({**MUP_16, "family": "gemma3", "sliding_window": 8}, "under muP set embedding_scale"),
+        ({**MUP_16, "mup_base_kv_channels": 24}, "16\\^2 / 24"),
+        (
+            {**MUP_16, "mup_base_kv_channels": 8, "query_pre_attn_scalar": 16},
+            "not be given, too",
+        ),
     ],
 )
 def test_what_contradicts_it(keys: dict[str, Any], said: str) -> None:
     with pytest.raises(ValidationError, match=said):
-        mup(16, **keys)
+        Model(**{**SHAPE, **keys})

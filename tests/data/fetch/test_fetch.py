@@ -280,22 +280,8 @@ class TestRefusals:
         assert (
             fetch(of(site, tmp_path, now), quiet, QUICK).sha256 == hashlib.sha256(other).hexdigest()
         )
+        assert (tmp_path / "corpus/00.jsonl.zst").read_bytes() == other
         assert [a.range for a in site.gets(NAME)] == [None]
-
-    def test_half_of_a_version_that_is_listed_no_more(self, site: Site, tmp_path: Path) -> None:
-        site.cuts[NAME] = [100_000] + [0] * QUICK.attempts
-        refused(of(site, tmp_path, seen(site)))
-        site.cuts.clear()
-        site.asked.clear()
-        site.files[NAME] = other = BODY[::-1]
-        fetch(
-            of(site, tmp_path, RemoteFileInfo(len(other), f'"{hashlib.md5(other).hexdigest()}"')),
-            quiet,
-            QUICK,
-        )
-        assert (tmp_path / "corpus/00.jsonl.zst").read_bytes() == other and [
-            a.range for a in site.gets(NAME)
-        ] == [None]
 
     def test_mirrors_with_their_own_etags_are_one_file_if_the_date_is(
         self, site: Site, tmp_path: Path

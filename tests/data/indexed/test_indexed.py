@@ -23,7 +23,6 @@ from trainkit.data import IndexedDataset
 from trainkit.data.indexed import dataset as indexed, format as idx
 from trainkit.data.indexed.dataset import IndexedWriter, best_dtype
 from trainkit.data.indexed.format import HEADER, MAGIC
-from trainkit.data.tokenize.merge_worker import merge_pairs
 
 GOLDEN = golden()
 
@@ -79,23 +78,6 @@ def test_writes_megatrons_bytes(name: str, tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == [f"{name}.bin", f"{name}.idx"]
 
 
-@needs_golden
-def test_merges_as_megatron(tmp_path: Path) -> None:
-    merge_pairs([_prefix("tok_u16"), _prefix("tok_multi_u16")], tmp_path / "merged")
-    assert pair_bytes(tmp_path / "merged") == pair_bytes(_prefix("tok_merged_u16"))
-
-
-@needs_golden
-def test_empty_documents_are_written_as_megatrons_preprocess_data_does(tmp_path: Path) -> None:
-    source = IndexedDataset(_prefix("pre_eod1_text_document"))
-    per_document = np.diff(source.document_indices)
-    lengths = np.zeros(len(per_document), np.int64)
-    lengths[per_document == 1] = source.lengths
-    with IndexedWriter(tmp_path / "x", source.dtype) as writer:
-        writer.add_documents(source.tokens, lengths)
-    assert pair_bytes(tmp_path / "x") == pair_bytes(_prefix("pre_eod1_text_document"))
-
-
 def test_dtype_rule_is_megatrons() -> None:
     assert [best_dtype(n).name for n in (257, 65499, 65500, 65536, 200000)] == [
         "uint16",
@@ -108,14 +90,13 @@ def test_dtype_rule_is_megatrons() -> None:
 
 @given(
     st.lists(st.lists(st.integers(0, 65535), max_size=6), max_size=8),
-    st.integers(0, 8),
     st.integers(1, 3),
 )
 @settings(
     max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-def test_round_trip(tmp_path: Path, documents: list[list[int]], cut: int, chunk: int) -> None:
-    """One by one, all at once and merged from two halves give the same bytes, and reading gives
+def test_round_trip(tmp_path: Path, documents: list[list[int]], chunk: int) -> None:
+    """One by one and all at once give the same bytes, and reading gives
     the documents back, in small chunks too."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(indexed, "CHUNK", chunk)
@@ -127,10 +108,7 @@ def test_round_trip(tmp_path: Path, documents: list[list[int]], cut: int, chunk:
             writer.add_documents(
                 np.array([t for d in documents for t in d], np.uint16), [len(d) for d in documents]
             )
-        write_documents(tmp_path / "a", documents[:cut])
-        write_documents(tmp_path / "b", documents[cut:])
-        merge_pairs([tmp_path / "a", tmp_path / "b"], tmp_path / "merged")
-        assert pair_bytes(one) == pair_bytes(tmp_path / "flat") == pair_bytes(tmp_path / "merged")
+        assert pair_bytes(one) == pair_bytes(tmp_path / "flat")
         dataset = IndexedDataset(one)
         dataset.verify()
     for opened in (dataset, IndexedDataset(str(one), mmap=False)):
@@ -297,16 +275,6 @@ def test_wrong_documents_are_refused_and_leave_nothing(
 def test_an_unknown_dtype_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="float32"):
         IndexedWriter(tmp_path / "x", "float32")
-
-
-def test_merge_refuses_mixed_dtypes_and_nothing(tmp_path: Path) -> None:
-    write_documents(tmp_path / "a", [[1]])
-    write_documents(tmp_path / "b", [[1]], "int32")
-    with pytest.raises(ConfigError, match=r"b\.idx holds int32, but a\.idx uint16"):
-        merge_pairs([tmp_path / "a", tmp_path / "b"], tmp_path / "m")
-    with pytest.raises(ConfigError, match="nothing to merge"):
-        merge_pairs([], tmp_path / "m")
-    assert not [p for p in tmp_path.iterdir() if p.name.startswith("m")]
 
 
 def test_a_failed_write_leaves_the_former_pair(tmp_path: Path) -> None:

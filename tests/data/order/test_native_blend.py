@@ -141,30 +141,6 @@ def test_within_2_samples_however_far(weights: list[int], position: int) -> None
     )
 
 
-@given(weight_lists, positions, st.integers(1, 500), st.integers(0, 500))
-@settings(max_examples=60, deadline=None)
-def test_any_slice_equals_the_whole(weights: list[int], start: int, n: int, cut: int) -> None:
-    blend, cut = _blend(weights), min(cut, n)
-    whole, first, second = (
-        at(blend, start, n),
-        at(blend, start, cut),
-        at(blend, start + cut, n - cut),
-    )
-    for part in range(2):
-        assert np.array_equal(whole[part], np.concatenate([first[part], second[part]]))
-
-
-@given(st.lists(st.integers(0, 40), min_size=1, max_size=40).filter(any), st.integers(0, 2**40))
-@settings(max_examples=60, deadline=None)
-def test_with_sizes_for_weights_every_sample_comes_once_a_round(
-    sizes: list[int], rounds: int
-) -> None:
-    total = sum(sizes)
-    datasets, counts = at(_blend(sizes), rounds * total, total)
-    expected = [(d, rounds * size + k) for d, size in enumerate(sizes) for k in range(size)]
-    assert sorted(zip(datasets.tolist(), counts.tolist(), strict=True)) == expected
-
-
 def test_the_blend_is_fixed_for_ever() -> None:
     """A run that is resumed by a later version must meet the same samples."""
     assert at(_blend([5, 1, 3]), 0, 12)[0].tolist() == [0, 2, 0, 1, 0, 2, 0, 2, 0, 0, 2, 0]
@@ -262,16 +238,6 @@ def test_float_weights_keep_their_proportion(weights: list[float]) -> None:
     for value, weight in zip(values, weights, strict=True):
         exact = SCALE * Fraction(weight) / total
         assert value == (max(1, int(exact)) if weight else 0)
-
-
-def test_the_scale_of_weights_does_not_matter() -> None:
-    names = ["a", "b", "c"]
-    for scaled in ([1.0, 2.0, 4.0], [0.125, 0.25, 0.5], [2.0**-1000, 2.0**-999, 2.0**-998]):
-        assert integer_weights(scaled, names).tolist() == [
-            SCALE // 7,
-            2 * SCALE // 7,
-            4 * SCALE // 7,
-        ]
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@ weight."""
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections import Counter
 from fractions import Fraction
@@ -23,8 +22,6 @@ from trainkit.data.order.native import (
     parse_split,
     split_bounds,
 )
-from trainkit.train.batches import micro_batches
-from trainkit.train.parallel.data_parallel import World
 
 SPLIT_NAMES: tuple[SplitName, ...] = ("train", "valid", "test")
 FUZZ_SECONDS = 600.0
@@ -212,49 +209,6 @@ def test_another_dataset_beside_it_does_not_change_a_datasets_order() -> None:
     assert not np.array_equal(numbers[datasets == 1], numbers[datasets == 0]), (
         "datasets of a blend share their order"
     )
-
-
-@given(
-    st.one_of(st.none(), st.lists(st.floats(1e-12, 1), min_size=5, max_size=5)),
-    st.lists(st.integers(1, 10**10), min_size=5, max_size=5),
-    st.lists(st.integers(0, 60), max_size=12),
-    st.one_of(st.integers(0, 1000), st.integers(2**40 - 500, 2**40), st.integers(0, 2**61)),
-)
-@settings(max_examples=100, deadline=None)
-def test_the_same_samples_however_they_are_sliced(
-    weights: list[float] | None, sizes: list[int], slices: list[int], consumed: int
-) -> None:
-    """Resume, another global batch and another number of ranks are all slicings of the same
-    positions."""
-    for order in (
-        _order(sizes[0] % 50 + 1),
-        _blend(dict(zip("abcde", sizes, strict=True)), weights),
-    ):
-        parts, position = [], consumed
-        for n in slices:
-            parts += _pairs(order, position, n)
-            position += n
-        assert parts == _pairs(order, consumed, sum(slices))
-
-
-@given(st.sampled_from([8, 24, 64]), st.integers(0, 10**6), st.integers(0, 20))
-@settings(max_examples=30, deadline=None)
-def test_the_same_global_batch_on_any_layout(global_batch: int, consumed: int, salt: int) -> None:
-    """For 1, 2, 4 and 8 data-parallel ranks and every micro-batch that divides: each sample of
-    the window exactly once."""
-    order = _blend({"a": 1000 + salt, "b": 77, "c": 5}, [2, 1, 0.1])
-    expected = Counter(_pairs(order, consumed, global_batch))
-    layouts = 0
-    for ranks, micro_batch in itertools.product((1, 2, 4, 8), range(1, global_batch + 1)):
-        if global_batch % (ranks * micro_batch):
-            continue
-        seen: Counter[tuple[int, int]] = Counter()
-        for rank in range(ranks):
-            for positions in micro_batches(consumed, global_batch, micro_batch, World(rank, ranks)):
-                seen.update(_pairs(order, positions.start, len(positions)))
-        assert seen == expected
-        layouts += 1
-    assert layouts >= 10
 
 
 def test_a_window_asks_once_a_dataset_and_epoch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,20 +96,6 @@ def test_is_a_permutation_for_every_small_size() -> None:
         assert np.array_equal(np.sort(permute(n, n * 7919)), np.arange(n))
 
 
-@given(st.integers(1, 200_000), keys)
-@settings(max_examples=30, deadline=None)
-def test_is_a_permutation(n: int, key: int) -> None:
-    assert (np.bincount(permute(n, key), minlength=n) == 1).all()
-
-
-@given(st.integers(1, 5000), keys, st.data())
-@settings(max_examples=50, deadline=None)
-def test_any_slice_equals_the_whole(n: int, key: int, data: st.DataObject) -> None:
-    start = data.draw(st.integers(0, n))
-    count = data.draw(st.integers(0, n - start))
-    assert np.array_equal(permute(n, key, start, count), permute(n, key)[start : start + count])
-
-
 @pytest.mark.parametrize("n", [3, 4, 5, 6])
 def test_all_orders_of_a_few_come_up_equally_often(n: int) -> None:
     """Chi-square over the n! orders under consecutive keys; below mean + 5 standard deviations."""

@@ -47,7 +47,7 @@ def _dataset(folder: Path, tokens: int | NDArray[Any], dtype: str = "int32") -> 
     return IndexedDataset(folder / "data")
 
 
-def _read(samples: Samples, numbers: list[int], seq_length: int) -> tuple[Numbers, IdRange]:
+def read(samples: Samples, numbers: list[int], seq_length: int) -> tuple[Numbers, IdRange]:
     out = np.full((len(numbers), seq_length + 1), 99, np.int64)
     return out, samples.read(np.array(numbers, np.int64), np.arange(len(numbers)), out)
 
@@ -63,13 +63,13 @@ def test_native_samples_are_windows_that_share_one_token(
         samples = NativeSamples(dataset, "5,3,2", name, seq_length, mmap)
         numbers = list(range(samples.num_samples))
         samples.ahead(np.array(numbers, np.int64))
-        out, ids = _read(samples, numbers, seq_length)
+        out, ids = read(samples, numbers, seq_length)
         assert np.array_equal(out, out[:, :1] + np.arange(seq_length + 1))
         assert ids == IdRange(int(out[0, 0]), int(out[-1, -1]), 0)
         seen += out[:, 0].tolist()
         for wrong in ([samples.num_samples], [-1], [0, samples.num_samples]):
             with pytest.raises(IndexError, match=f"of {samples.num_samples}"):
-                _read(samples, wrong, seq_length)
+                read(samples, wrong, seq_length)
             with pytest.raises(IndexError):
                 samples.ahead(np.array(wrong))
     assert seen == list(range(0, windows * seq_length, seq_length))
@@ -85,12 +85,12 @@ def test_every_dtype_is_widened_exactly(dtype: str, mmap: bool, tmp_path: Path) 
     )
     tokens[5], tokens[2 * length + 7] = limits.max, limits.min
     samples = NativeSamples(_dataset(tmp_path, tokens, dtype), "1", "train", length, mmap)
-    out, ids = _read(samples, [2, 0], length)
+    out, ids = read(samples, [2, 0], length)
     assert np.array_equal(out[0], tokens[2 * length :]) and np.array_equal(
         out[1], tokens[: length + 1]
     )
     assert ids == IdRange(limits.min, limits.max, 0)
-    assert _read(samples, [1], length)[1] == IdRange(
+    assert read(samples, [1], length)[1] == IdRange(
         int(tokens[length : 2 * length + 1].min()), int(tokens[length : 2 * length + 1].max()), 0
     )
 
@@ -143,23 +143,23 @@ def test_data_shorter_than_one_sample_is_refused(tmp_path: Path) -> None:
     assert caught.value.exit == Exit.STAGE_FAILED
 
 
-def test_an_empty_split_is_refused_when_read(tmp_path: Path) -> None:
+def test_an_empty_split_is_refused_whenread(tmp_path: Path) -> None:
     samples = NativeSamples(_dataset(tmp_path, 100), "95,5,0", "test", 8)
     assert samples.num_samples == 0
     with pytest.raises(ConfigError, match=r"has no test sample: split '95,5,0'"):
-        _read(samples, [0], 8)
+        read(samples, [0], 8)
 
 
 def test_mock_samples_depend_on_seed_and_number_only() -> None:
-    def read(seed: int, *numbers: int) -> list[list[int]]:
-        out, ids = _read(MockSamples(50, 32, seed, 1000), list(numbers), 32)
+    def rows(seed: int, *numbers: int) -> list[list[int]]:
+        out, ids = read(MockSamples(50, 32, seed, 1000), list(numbers), 32)
         assert ids.lowest <= out.min() <= out.max() <= ids.highest < 50
         return [[int(token) for token in row] for row in out]
 
-    assert read(2**63 - 1, 3) == read(2**63 - 1, 5, 3)[1:]
-    assert len({tuple(row) for seed in (0, 1) for row in read(seed, *range(100))}) == 200
-    assert {token for row in read(0, *range(100)) for token in row} == set(range(50))
-    assert read(7, 9)[0][:6] == [
+    assert rows(2**63 - 1, 3) == rows(2**63 - 1, 5, 3)[1:]
+    assert len({tuple(row) for seed in (0, 1) for row in rows(seed, *range(100))}) == 200
+    assert {token for row in rows(0, *range(100)) for token in row} == set(range(50))
+    assert rows(7, 9)[0][:6] == [
         16,
         16,
         22,
@@ -168,7 +168,7 @@ def test_mock_samples_depend_on_seed_and_number_only() -> None:
         40,
     ], "the order of mock data changed: runs of earlier versions cannot be continued exactly"
     with pytest.raises(IndexError, match="sample 1000 of 1000"):
-        read(0, 1000)
+        rows(0, 1000)
 
 
 # The file
@@ -181,7 +181,7 @@ def test_a_file_that_becomes_shorter_is_an_error(mmap: bool, tmp_path: Path) -> 
     with pytest.raises(
         ConfigError, match=r"data\.bin had 800000 bytes when it was opened and has 4096 now"
     ) as caught:
-        _read(samples, [0, 198], 1000)
+        read(samples, [0, 198], 1000)
     assert caught.value.exit == Exit.STAGE_FAILED
 
 
@@ -238,7 +238,7 @@ def test_mapped_index_arrays_are_let_go(tmp_path: Path, monkeypatch: pytest.Monk
     samples = MegatronSamples(IndexedDataset(tmp_path / "data"), arrays[0], arrays[1], 4)
     assert len(samples._maps) == 4, "two of .npy, two of .idx"
     for first in range(0, 900, 5):
-        assert _read(samples, list(range(first, first + 5)), 4)[0][:, 0].tolist() == [
+        assert read(samples, list(range(first, first + 5)), 4)[0][:, 0].tolist() == [
             4 * n for n in range(first, first + 5)
         ]
     in_memory = MegatronSamples(
@@ -269,7 +269,7 @@ def test_many_threads_read_the_same(mmap: bool, tmp_path: Path) -> None:
     def work(seed: int) -> None:
         chosen = np.random.default_rng(seed).integers(0, samples.num_samples, (40, 32))
         for numbers in chosen:
-            out, _ = _read(samples, numbers.tolist(), 500)
+            out, _ = read(samples, numbers.tolist(), 500)
             wrong.extend(
                 int(n)
                 for n, row in zip(numbers, out, strict=True)

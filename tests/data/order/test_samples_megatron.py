@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 from numpy.typing import NDArray
 
-from tests.shared import MISSING, golden
+from tests.data.order.test_samples import GOLDEN, both, needs_golden, read
 from trainkit import _index
 from trainkit.base.errors import ConfigError, Exit
 from trainkit.data.indexed.dataset import IndexedDataset, IndexedWriter
@@ -21,25 +21,7 @@ from trainkit.data.order.samples import (
     NO_TOKEN,
     IdRange,
     MegatronSamples,
-    Samples,
 )
-
-GOLDEN = golden()
-
-
-needs_golden = pytest.mark.skipif(GOLDEN is None, reason=MISSING)
-
-
-both = pytest.mark.parametrize("mmap", [True, False])
-
-
-Numbers = NDArray[np.int64]
-
-
-def _read(samples: Samples, numbers: list[int], seq_length: int) -> tuple[Numbers, IdRange]:
-    out = np.full((len(numbers), seq_length + 1), 99, np.int64)
-    return out, samples.read(np.array(numbers, np.int64), np.arange(len(numbers)), out)
-
 
 # Megatron's samples
 
@@ -133,7 +115,7 @@ def test_megatron_samples_cross_documents(
     truth = _expected(dataset, documents, places, seq_length, int(extra))
     numbers = data.draw(st.lists(st.integers(0, len(truth) - 1), max_size=6)) if truth else []
     samples.ahead(np.array(numbers, np.int64))
-    out, ids = _read(samples, numbers, seq_length)
+    out, ids = read(samples, numbers, seq_length)
     assert samples.num_samples == len(truth)
     assert out.tolist() == [truth[n] for n in numbers]
     real = [t for n in numbers for t in truth[n] if t != NO_TOKEN]
@@ -170,12 +152,12 @@ def test_megatron_samples_equal_its_own_rows(mmap: bool) -> None:
         assert samples.num_samples == case["len"] == len(shuffle)
         if case["kind"] == "GPTDataset":
             numbers = shuffle[:: case["row_stride"]]
-            out, ids = _read(samples, numbers.tolist(), seq_length)
+            out, ids = read(samples, numbers.tolist(), seq_length)
             assert ids.missing == (0 if extra else len(numbers))
             rows = np.concatenate([out[:, :-1], out[:, 1:]], 1)
             assert np.array_equal(np.where(rows == NO_TOKEN, 0, rows), arrays[f"{key}_rows"])
         else:
-            out, ids = _read(samples, [int(shuffle[case["last_index"]])], seq_length)
+            out, ids = read(samples, [int(shuffle[case["last_index"]])], seq_length)
             tokens, labels = out[0, :-1], out[0, 1:]
             assert np.array_equal(
                 np.where(tokens == NO_TOKEN, 0, tokens), arrays[f"{key}_lastrow_tokens"]
@@ -280,7 +262,7 @@ def test_an_index_of_other_data_is_named(
         4,
         mmap=mmap,
     )
-    for call in (lambda: _read(samples, [0], 4), lambda: samples.ahead(np.array([0]))):
+    for call in (lambda: read(samples, [0], 4), lambda: samples.ahead(np.array([0]))):
         with pytest.raises(ConfigError, match=words) as caught:
             call()
         assert (

@@ -126,6 +126,9 @@ def test_what_cannot_be_merged(tmp_path: Path) -> None:
     bin_path(a).write_bytes(b"123456")
     with pytest.raises(ConfigError, match=r"a\.bin: has 6 bytes, but a\.idx describes 2"):
         merge_pairs([a], tmp_path / "m", threads=1, progress=silent)
+    if (vectors := golden()) is not None:
+        with pytest.raises(ConfigError, match="is multimodal"):
+            merge_pairs([vectors / "tok_modal_i32"], tmp_path / "m", threads=1, progress=silent)
     assert no_leftovers(tmp_path) and not bin_path(tmp_path / "m").exists()
 
 

@@ -21,13 +21,12 @@ import pytest
 import zstandard
 
 from tests import forkserver
-from tests.shared import golden
 from trainkit.base.errors import ConfigError, Exit
 from trainkit.data.indexed.dataset import IndexedDataset, IndexedWriter
 from trainkit.data.indexed.paths import bin_path, idx_path
 from trainkit.data.tokenize import encoders as encode, shard_worker as shard
 from trainkit.data.tokenize.shard_worker import read_ahead, write_behind
-from trainkit.data.tokenizer import gpt2_bpe, load_tokenizer, train_bpe
+from trainkit.data.tokenizer import load_tokenizer, train_bpe
 
 EOD = "<|endoftext|>"
 Spec = dict[str, Any]
@@ -177,33 +176,6 @@ def test_encoders_batches_and_formats_give_the_same_bytes(
                     )
                 )
     assert len(seen) == 1 and next(iter(seen))[2:] == (500, 13)
-
-
-@pytest.mark.parametrize("encoder", encoders())
-@pytest.mark.parametrize("append_eod", [True, False])
-def test_byte_equal_to_megatrons_preprocess_data(
-    encoder: str, append_eod: bool, tmp_path: Path
-) -> None:
-    vectors = golden()
-    if vectors is None:
-        pytest.skip("the golden files are not on this machine (TRAINKIT_TEST_DATA)")
-    gpt2_bpe(vectors.parent / "gpt2-vocab.json", vectors.parent / "gpt2-merges.txt", EOD).save(
-        str(tmp_path / "gpt2.json")
-    )
-    spec = spec_of(
-        tmp_path,
-        tmp_path / "gpt2.json",
-        [],
-        encoder=encoder,
-        special_tokens="parse",
-        append_eod=append_eod,
-    )
-    run({**spec, "shard": str(vectors / "docs.jsonl")})
-    for path in (bin_path, idx_path):
-        assert (
-            path(Path(spec["prefix"])).read_bytes()
-            == path(vectors / f"pre_eod{int(append_eod)}_text_document").read_bytes()
-        )
 
 
 def test_the_pairs_dtype_is_megatrons(

@@ -4,7 +4,8 @@ refused.
 Traps of the published set-ups that are tested elsewhere: 2 (sizes) and 20 (whole multiples of 16
 nodes) in tests/plan/test_published.py; 12 and 18 (variables and tasks of Azure's scripts) in
 tests/jobs/test_references.py and tests/launch/slurm/test_batch_script.py; 14, 15 and 16 (its
-downloads) in tests/data/sources; 23 (the address of the first rank) in
+downloads) in tests/data/sources; 19 (the fixed number of positions) in
+tests/cli/config/test_plan.py; 23 (the address of the first rank) in
 tests/launch/slurm/test_batch_script.py.
 """
 
@@ -194,35 +195,10 @@ def test_the_76b_of_jean_zay_is_refused_with_the_engines_reason() -> None:
     assert MegatronLm().problems(job_of("jean-zay-76b-pp30")) == []
 
 
-def test_every_run_saves_in_a_folder_of_its_own(tmp_path: Path) -> None:
-    """Trap: one folder for all sizes, to be deleted by hand before each run."""
-    job = job_of("azure-gpt3-check", f"cluster.root={tmp_path}")
-    first, second = (
-        commanded(job, RunFolder(tmp_path / "runs/azure-gpt3-check" / each))[0]
-        for each in ("20261122-120000-abcd", "20261122-120001-abcd")
-    )
-    assert first["--save"] != second["--save"]
-
-
 def test_merges_that_are_a_vocabulary_are_refused() -> None:
     """Trap 11: Azure's MERGE_FILE is a vocab.json."""
     with pytest.raises(ConfigError, match=r"merge_file .* is a vocabulary"):
         job_of("azure-gpt3-check", "dataset.tokenizer.merge_file=/v/bpe/vocab.json")
-
-
-def test_the_published_override_of_the_sequence_is_checked() -> None:
-    """Trap 19: --max-position-embeddings is fixed at 2048."""
-    with pytest.raises(ConfigError, match="max_position_embeddings 2048 is below seq_length 4096"):
-        job_of("azure-gpt3-check", "model.seq_length=4096")
-
-
-def test_intervals_are_those_of_the_job() -> None:
-    """Trap 13: at the published commit both variables were ignored."""
-    words = argv_of(
-        job_of("azure-gpt3-check", "training.save_interval=7", "training.eval_interval=8")
-    )
-    assert words["--save-interval"] == (7.0,)
-    assert words["--eval-interval"] == (8.0,)
 
 
 # ---- versions

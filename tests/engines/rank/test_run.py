@@ -13,16 +13,14 @@ import signal
 import subprocess
 import sys
 import time
-import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.engines.rank.made_engine import MAIN, PYTHON, environment, spec_of
-from trainkit.engines.rank import megatron_lm
 from trainkit.engines.rank.end import last_error
-from trainkit.engines.rank.spec import RankSpec, RequiredModule
+from trainkit.engines.rank.spec import RequiredModule
 
 
 def run(tmp_path: Path, body: str, **changes: Any) -> subprocess.CompletedProcess[str]:
@@ -377,21 +375,3 @@ def test_a_python_that_is_too_old_says_so() -> None:
     assert "Traceback" not in done.stderr
     ast.parse(MAIN.read_text(), feature_version=(3, 6))
     assert "from __future__ import annotations" not in MAIN.read_text().splitlines()
-
-
-def test_a_spec_that_is_not_one_is_refused() -> None:
-    with pytest.raises(ValueError, match="engine-rank/1"):
-        RankSpec.from_json({"schema": "job/1"})
-
-
-def test_the_folder_of_a_damaged_archive_is_what_the_judge_reads(tmp_path: Path) -> None:
-    """The stand-in's checkpoint is one that the real judge takes as whole."""
-    rank = tmp_path / "iter_0000004" / "mp_rank_00"
-    rank.mkdir(parents=True)
-    with zipfile.ZipFile(rank / "model_optim_rng.pt", "w") as file:
-        file.writestr("archive/data.pkl", b"x" * 64)
-        file.writestr("archive/version", b"3\n")
-    (tmp_path / "latest_checkpointed_iteration.txt").write_text("4")
-    (found,) = megatron_lm.found_checkpoints(tmp_path)
-    assert found.step == 4
-    assert not found.problems

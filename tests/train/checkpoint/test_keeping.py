@@ -233,17 +233,6 @@ def test_chances_of_the_loss_scale_go_on_below_nought(tmp_path: Path) -> None:
     assert found is not None and found.manifest.state["hysteresis_tracker"] == -12
 
 
-def test_what_others_left_unfinished_goes(tmp_path: Path) -> None:
-    (tmp_path / "step-00000002.tmp").mkdir(parents=True)
-    (tmp_path / "step-00000002.tmp/rank-00000.bin").write_bytes(b"half")
-    (tmp_path / "step-00000001.tmp").mkdir()
-    save(tmp_path, 2)
-    assert (
-        sorted(p.name for p in tmp_path.glob("step-*")) == ["step-00000002"]
-        and verify(checkpoint_folder(tmp_path, 2)) == []
-    )
-
-
 @pytest.mark.parametrize("step", [1, 2, 3])
 def test_a_checkpoint_that_is_a_link_costs_no_save(step: int, tmp_path: Path) -> None:
     """A run seeded from elsewhere: the link goes, what it leads to stays."""
@@ -252,6 +241,9 @@ def test_a_checkpoint_that_is_a_link_costs_no_save(step: int, tmp_path: Path) ->
     run.mkdir()
     checkpoint_folder(run, 1).symlink_to(seed)
     (run / "step-00000007.tmp").write_text("a file")
+    for stale in (1, 6):  # what others left unfinished
+        (run / f"step-0000000{stale}.tmp").mkdir()
+        (run / f"step-0000000{stale}.tmp/rank-00000.bin").write_bytes(b"half")
     (run / "step-00000008.tmp").symlink_to(seed)
     (run / "step-00000009.tmp").symlink_to(run / "nowhere")
     found = newest_valid(run, pytest.fail)
@@ -489,11 +481,3 @@ def test_a_file_that_cannot_be_read_is_an_error_not_a_crash(tmp_path: Path) -> N
     with pytest.raises(TrainkitError, match=r"rank 0 could not read .*rank-00000.bin") as error:
         checkpoint.load(found, {"model.w": torch.zeros(50, 3), "model.b": torch.zeros(3)})
     assert error.value.exit == 10
-
-
-def test_a_manifest_from_before_has_no_losses_and_no_hash(tmp_path: Path) -> None:
-    folder = save(tmp_path, 1).folder
-    document = json.loads((folder / MANIFEST).read_text())
-    del document["validation"], document["xxh128"]
-    (folder / MANIFEST).write_text(json.dumps(document))
-    assert open_checkpoint(folder).manifest.validation == {}

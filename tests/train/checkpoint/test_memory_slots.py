@@ -109,16 +109,11 @@ def trained(folder: Path, steps: int) -> Path:
 
 
 def test_the_newest_copy_is_loaded_as_it_was(tmp_path: Path) -> None:
+    assert Rank(tmp_path).load() is None
     trained(tmp_path, 4)
     assert Rank(tmp_path).load() == 4
     assert Rank(tmp_path).load(least=4, published=3) == 4
     assert Rank(tmp_path).load(least=5) is None
-
-
-def test_nothing_is_there_at_first(tmp_path: Path) -> None:
-    assert Rank(tmp_path).load() is None
-    trained(tmp_path, 1)
-    assert Rank(tmp_path).load() == 1
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))

@@ -30,7 +30,6 @@ from trainkit.stages.unit_process import execute_locally
 from trainkit.stages.weights import WeightsStage
 from trainkit.train.checkpoint.save_load import load as load_checkpoint
 from trainkit.train.huggingface import check_weights, weights_folder
-from trainkit.train.huggingface.hub import HubModel, parse
 from trainkit.train.huggingface.names import table
 
 
@@ -177,11 +176,12 @@ def test_a_file_that_is_not_what_the_hub_says(
 def test_a_revision_with_a_slash_and_a_commit(
     hub: Hub, model_files: dict[str, bytes], tmp_path: Path
 ) -> None:
-    hub.put("org/tiny", model_files, SECOND, "refs/pr/1")
+    hub.put("org/tiny.20b", model_files, SECOND, "refs/pr/1")
     for revision in ("refs/pr/1", SECOND):
-        asked = job(tmp_path, f"hf:org/tiny@{revision}", hub)
+        asked = job(tmp_path, f"hf:org/tiny.20b@{revision}", hub)
         assert fetch(asked) == {"commit": SECOND} and weights_folder(asked).name == SECOND
     assert len(hub.downloads()) == len(WANTED)  # the second time all is there
+    assert (tmp_path / "hub/org--tiny.20b/refs%2Fpr%2F1.json").is_file()
 
 
 def test_a_folder_is_looked_at_and_needs_nothing(
@@ -246,15 +246,6 @@ training = { train_iters = 1, lr = 0.0, eval_iters = 0 }
     for name, entry in table(MODEL, 53).items():
         value = 2.0 if second[entry.pieces[0].source].startswith("model-00002") else 1.0
         assert torch.equal(tensors[f"model.{name}"], torch.full(entry.shape, value))
-
-
-def test_names() -> None:
-    assert parse("hf:gpt2") == HubModel("gpt2", "main")
-    assert parse("hf:org/gpt-neox.20b@v1.0") == HubModel("org/gpt-neox.20b", "v1.0")
-    assert parse("/some/folder") == Path("/some/folder")
-    assert HubModel("org/x", "refs/pr/1").record(Path("/r")) == Path(
-        "/r/hub/org--x/refs%2Fpr%2F1.json"
-    )
 
 
 def test_relative_folders_are_the_projects(tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -37,14 +36,12 @@ from tests.train.hf_support import (
     write,
 )
 from trainkit.base.errors import ConfigError
-from trainkit.families import FAMILIES
 from trainkit.jobs.schema import Model
 from trainkit.runs.checkpoints import open_checkpoint
 from trainkit.train.checkpoint import save_load as checkpoint
 from trainkit.train.checkpoint.save_load import CheckpointMetadata
 from trainkit.train.huggingface import check_weights, load_weights
 from trainkit.train.huggingface.config import contradictions, to_hf_config
-from trainkit.train.huggingface.folder import open_weights
 from trainkit.train.huggingface.names import table
 from trainkit.train.huggingface.writing import TokenizerFile
 from trainkit.train.model.transformer import build_on_meta
@@ -414,13 +411,3 @@ class TestVariants:
             layernorm_epsilon=1e-6,
         )
         assert contradictions({"model_type": "llama", "vocab_size": 32000}, llama_7b, 32000) == []
-
-
-def test_headers_alone_are_read(folders: Callable[[str], Path]) -> None:
-    """What is looked at before weights are read is small: names, shapes, dtypes."""
-    weights = open_weights(folders("gpt"), FAMILIES["gpt"].hugging_face)
-    with safe_open(folders("gpt") / "model.safetensors", "pt") as file:
-        names = list(file.keys())
-        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in names}
-    assert {s.name: s.shape for s in weights.tensors.values()} == shapes
-    assert to_hf_config(CASES["gpt"][0], VOCAB, "bf16", None)["torch_dtype"] == "bfloat16"

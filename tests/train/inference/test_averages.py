@@ -47,7 +47,7 @@ def states(case: Case, root: Path) -> list[State]:
 
 @pytest.mark.parametrize("case", CASES, ids=["tensor", "pipeline", "zero-3"])
 def test_the_moving_average_is_that_of_a_loop_in_fp64(case: Case, tmp_path: Path) -> None:
-    found = run_ranks(case.ranks, f"{_here()}:states", case, tmp_path)[0]
+    found = run_ranks(case.ranks, "tests.train.inference.test_averages:states", case, tmp_path)[0]
     names = [name.removeprefix(KEPT) for name in found[-1] if name.startswith(KEPT)]
     assert len(names) == sum(name.startswith("model.") for name in found[-1]) > 10
     for name in names:
@@ -91,10 +91,6 @@ def test_a_skipped_step_leaves_the_average() -> None:
     assert torch.equal(seen[2][1], seen[1][1])
     expected = DECAY * seen[1][0].double() + (1 - DECAY) * seen[3][0].double()
     torch.testing.assert_close(seen[3][1].double(), expected, rtol=1e-6, atol=0)
-
-
-def _here() -> str:
-    return "tests.train.inference.test_averages"
 
 
 def checkpoints_of(run: RunFolder, steps: int) -> list[dict[str, torch.Tensor]]:

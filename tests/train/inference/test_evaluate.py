@@ -95,17 +95,6 @@ def test_equals_the_mean_over_every_token_of_the_split(root: Path, split: str) -
     assert found.bits_per_byte == pytest.approx(nats / math.log(2) / found.bytes, rel=1e-12)
 
 
-def test_a_model_that_knows_nothing(root: Path) -> None:
-    model = random_model(MODEL, vocab=301)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.zero_()
-    found = measure(text_job(root), model=model)
-    assert found.loss == pytest.approx(
-        math.log(301), rel=1e-6
-    ) and found.perplexity == pytest.approx(301, rel=1e-5)
-
-
 def test_micro_batches_and_repetition_change_nothing(root: Path) -> None:
     losses = {measure(text_job(root, micro_batch_size=n)).loss for n in (1, 2, 7, 1000)}
     assert max(losses) - min(losses) < 1e-12

@@ -7,16 +7,13 @@ import functools
 import math
 import shutil
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
 from tests.train.peer_shapes import CASES, ONE_OF_EACH
 from tests.train.peers import beside, random_model, random_tokens
-from tests.train.support import tiny_job
 from tests.trained import EOD, MODEL, new_run, prepare, text_job, write_checkpoint
 from trainkit.base.errors import ConfigError, TrainkitError
 from trainkit.jobs.devices import built_in_device
@@ -272,19 +269,6 @@ def test_what_cannot_generate_says_why(run: RunFolder, tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError, match="random tokens"):
         texts(new_run(mock), ["a"])
-
-
-def test_a_checkpoint_that_two_ranks_wrote(
-    saved_folder: Path, saved_by_two: dict[str, Any]
-) -> None:
-    model = load_model(
-        tiny_job(2, saved_folder),
-        open_checkpoint(saved_folder / "step-00000003"),
-        torch.device("cpu"),
-        torch.float32,
-    )
-    for name, p in model.named_parameters():
-        assert np.array_equal(p.numpy(), saved_by_two["saved"][f"model.{name}"])
 
 
 def test_it_says_why_it_computes_without_the_fused_kernels(

@@ -135,10 +135,6 @@ def test_where_nothing_can_be_written_training_goes_on_to_the_last_word(
     assert error.value.exit == 10
 
 
-def test_nobody_watches() -> None:
-    Heartbeat(None, rank=0).beat("done", 1)
-
-
 def test_a_clock_that_is_set_back_silences_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

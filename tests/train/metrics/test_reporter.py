@@ -7,7 +7,6 @@ import errno
 import json
 import math
 import os
-import re
 import shutil
 from pathlib import Path
 from typing import Any, cast
@@ -25,7 +24,7 @@ from trainkit.runs.sample_windows import (
     windows_path,
 )
 from trainkit.runs.summary import summarize_run
-from trainkit.train.metrics.reporter import LineFile, Reporter, finite, log_line
+from trainkit.train.metrics.reporter import LineFile, Reporter, finite
 
 ROW: dict[str, Any] = {
     "step": 3,
@@ -196,18 +195,6 @@ def test_going_on_takes_later_rows_back(run: RunFolder, tmp_path: Path) -> None:
     reporter.step(record({**ROW, "step": 2, "lm_loss": 4.0}))
     reporter.close()
     assert [(row["step"], row["lm_loss"]) for row in read_rows(run.metrics)] == [(1, 5.5), (2, 4.0)]
-
-
-def test_the_beginning_of_the_line_is_megatrons() -> None:
-    """What reads Megatron's logs finds its numbers here."""
-    found = re.search(
-        r"iteration\s+(\d+)/\s+(\d+) \|.* lm loss: (\S+) \| loss scale: (\S+) \|",
-        log_line(record(ROW), 12),
-    )
-    assert found and found.groups() == ("3", "12", "5.500000E+00", "4096.0")
-    assert log_line(record({**ROW, "hardware_tflops": ROW["model_tflops"]}), 12).endswith(
-        "| MFU: 41.1% |"
-    )
 
 
 def test_finite() -> None:

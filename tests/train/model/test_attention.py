@@ -138,56 +138,6 @@ def test_windows_are_compiled_whole() -> None:
     )
 
 
-def test_documents_of_one_token() -> None:
-    """Each sees only itself: its own value comes back."""
-    q_BASD, k_BGSD, v_BGSD = qkv(2, 2, 2, 5)
-    torch.testing.assert_close(
-        attend(q_BASD, k_BGSD, v_BGSD, documents_of(*range(11)), 0.0), v_BGSD, rtol=0, atol=0
-    )
-
-
-@pytest.mark.parametrize("bounds", [None, (0, 3, 8, 13, 16)])
-def test_who_sees_whom(bounds: tuple[int, ...] | None) -> None:
-    """By gradients, without any formula: output s depends on token t where t <= s and both are
-    of one document, and nowhere else."""
-    length = 8
-    documents = documents_of(*bounds) if bounds else None
-    starts = bounds or (0, 8, 16)
-    q_BASD, k_BGSD, v_BGSD = qkv(2, 1, 1, length)
-    out_BSD = attend(q_BASD, k_BGSD, v_BGSD, documents, 0.0)[:, 0]
-    for b in range(2):
-        for s in range(length):
-            for leaf in (k_BGSD, v_BGSD):
-                (gradient,) = torch.autograd.grad(out_BSD[b, s].sum(), leaf, retain_graph=True)
-                start = max(begin for begin in starts if begin <= b * length + s) - b * length
-                touched = gradient[:, 0].abs().sum(-1)
-                alone = leaf is k_BGSD and start == s  # a softmax of one weighs 1 whatever the key
-                expected = {(b, t) for t in range(start, s + 1)} if not alone else set()
-                assert {(int(x), int(t)) for x, t in (touched > 1e-12).nonzero()} == expected
-
-
-@settings(max_examples=30, deadline=None)
-@given(
-    heads=heads, cuts=st.sets(st.integers(1, 9)), spare=st.integers(0, 3), seed=st.integers(0, 99)
-)
-@torch.no_grad()
-def test_a_cache_in_any_split(
-    heads: tuple[int, int], cuts: set[int], spare: int, seed: int
-) -> None:
-    """Ten tokens read in parts, one or many at a time, into a cache with or without room to
-    spare."""
-    q_BASD, k_BGSD, v_BGSD = qkv(2, *heads, 10, seed=seed)
-    cache = KeyValueCache(2, heads[1], 10 + spare, 4, dtype=torch.float64, device=CPU)
-    parts = []
-    for start, end in pairwise([0, *sorted(cuts), 10]):
-        k_BGTD, v_BGTD = cache.extend(k_BGSD[:, :, start:end], v_BGSD[:, :, start:end])
-        assert cache.length == end and k_BGTD.shape[2] == end
-        parts.append(attend(q_BASD[:, :, start:end], k_BGTD, v_BGTD, None, 0.0))
-    torch.testing.assert_close(
-        torch.cat(parts, 2), dense(q_BASD, k_BGSD, v_BGSD), rtol=1e-12, atol=1e-12
-    )
-
-
 def test_a_full_cache_is_an_error() -> None:
     cache = KeyValueCache(1, 1, 4, 4, dtype=torch.float64, device=CPU)
     _, k_BGSD, v_BGSD = (t.detach() for t in qkv(1, 1, 1, 3))

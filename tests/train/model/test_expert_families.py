@@ -3,7 +3,6 @@ that tokens take, the gradient of every weight."""
 
 from __future__ import annotations
 
-import math
 from itertools import pairwise
 from random import Random
 from typing import Any
@@ -16,14 +15,11 @@ from torch import Tensor, nn
 from tests.train.expert_peers import SHAPES, all_in, beside, gpt_oss, in_their_layout
 from tests.train.peers import documents_of, random_model, random_tokens
 from trainkit.jobs.schema import Model
-from trainkit.ops import swiglu
-from trainkit.ops.sink_attention import sink_attention
 from trainkit.train.decoding.continuation import DecodingState
-from trainkit.train.model import attention
 from trainkit.train.model.experts import Router
 from trainkit.train.model.head_loss import Labels
 from trainkit.train.model.router import route
-from trainkit.train.model.transformer import Transformer, build_on_meta
+from trainkit.train.model.transformer import Transformer
 
 # of the largest gradient: in smaller ones, as of a bias of keys, much cancels and rounding is left
 FLOOR = 3e-2
@@ -109,23 +105,6 @@ def test_many_shapes_of_a_family_with_experts_equal_transformers(family: str) ->
     compare(family, f"{family} again", 60)
 
 
-def test_sinks_without_gradient_through_the_log_sum_would_be_seen(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """torchtitan#4796: results are right, gradients of queries and keys are not."""
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, sinks_A: Tensor, *words: Any) -> Tensor:
-        alone = sinks_A.detach() - 1e4
-        constant = sink_attention(q.detach(), k.detach(), v.detach(), sinks_A, *words)
-        plain = sink_attention(q.detach(), k.detach(), v.detach(), alone, *words)
-        factor = (constant * plain).sum(-1, keepdim=True) / plain.square().sum(-1, keepdim=True)
-        return factor * sink_attention(q, k, v, alone, *words)
-
-    monkeypatch.setattr(attention, "sink_attention", attend)
-    with pytest.raises(AssertionError, match=r"^\('model\."):
-        refuse_another(gpt_oss(Random("sinks")), torch.float64, 1e-10)
-
-
 @pytest.mark.parametrize("family", SHAPES)
 @torch.no_grad()
 def test_a_text_in_parts(family: str) -> None:
@@ -158,68 +137,3 @@ def test_documents_do_not_see_each_other(family: str) -> None:
 def test_sinks_drop_nothing() -> None:
     with pytest.raises(ValueError, match="attention_dropout is not for family 'gpt-oss'"):
         gpt_oss(Random(0), attention_dropout=0.1)
-
-
-def test_experts_of_gpt_oss_by_hand() -> None:
-    """Gates at most 7, values within 7 of 0: (value + 1) gate sigmoid(1.702 gate)."""
-    gates, values = [9.0, 7.0, -9.0, 1.0], [-8.0, 8.0, 2.0, -0.5]
-    found = swiglu.clamped(torch.tensor([*gates, *values], dtype=torch.float64))
-    expected = [
-        (min(max(value, -7), 7) + 1) * min(gate, 7) / (1 + math.exp(-1.702 * min(gate, 7)))
-        for gate, value in zip(gates, values, strict=True)
-    ]
-    assert found.tolist() == pytest.approx(expected, rel=1e-14)
-
-
-def _gpt_oss(layers: int, experts: int) -> dict[str, Any]:
-    return {
-        "family": "gpt-oss",
-        "num_layers": layers,
-        "hidden_size": 2880,
-        "num_attention_heads": 64,
-        "num_query_groups": 8,
-        "kv_channels": 64,
-        "sliding_window": 128,
-        "seq_length": 4096,
-        "moe": {"num_experts": experts, "router_topk": 4, "ffn_hidden_size": 2880},
-    }
-
-
-DEEPSEEK_671B = {
-    "family": "deepseek-v3",
-    "num_layers": 61,
-    "hidden_size": 7168,
-    "num_attention_heads": 128,
-    "ffn_hidden_size": 18432,
-    "seq_length": 4096,
-    "mla": {
-        "q_lora_rank": 1536,
-        "kv_lora_rank": 512,
-        "qk_head_dim": 128,
-        "qk_pos_emb_head_dim": 64,
-        "v_head_dim": 128,
-    },
-    "moe": {
-        "num_experts": 256,
-        "router_topk": 8,
-        "ffn_hidden_size": 2048,
-        "shared_expert_intermediate_size": 2048,
-        "first_dense_layers": 3,
-        "router_num_groups": 8,
-        "router_group_topk": 4,
-    },
-}
-
-
-@pytest.mark.parametrize(
-    ("shape", "vocab", "count"),
-    [
-        (DEEPSEEK_671B, 129280, 671_026_419_200),  # biases that choose among them
-        (_gpt_oss(24, 32), 201088, 20_914_757_184),
-        (_gpt_oss(36, 128), 201088, 116_829_156_672),
-    ],
-    ids=["deepseek-v3", "gpt-oss-20b", "gpt-oss-120b"],
-)
-def test_parameters_of_published_models(shape: dict[str, Any], vocab: int, count: int) -> None:
-    module = build_on_meta(Model.model_validate(shape), vocab)
-    assert sum(t.numel() for t in [*module.parameters(), *module.buffers()]) == count

@@ -15,7 +15,7 @@ from trainkit.ops.kernels import REFERENCE
 from trainkit.train.model.experts import MixtureOfExperts
 from trainkit.train.model.head_loss import Labels, Losses
 from trainkit.train.model.mlp import GatedMLP
-from trainkit.train.model.transformer import Block, Transformer
+from trainkit.train.model.transformer import Transformer
 from trainkit.train.parallel.recompute import wrap_blocks
 
 WIDTH, EXPERTS = 12, 5
@@ -239,14 +239,3 @@ def test_evaluation_counts_nothing() -> None:
         step(module)
         step(module.eval())
     assert counted(module) == [None] * 3
-
-
-def test_dense_layers_come_first() -> None:
-    module = Transformer(model_of(first_dense_layers=2), VOCAB)
-    blocks = [block for block in module.layers.values() if isinstance(block, Block)]
-    assert [type(block.mlp).__name__ for block in blocks] == [
-        "GatedMLP",
-        "GatedMLP",
-        "MixtureOfExperts",
-    ]
-    assert blocks[0].get_parameter("mlp.down.weight").shape == (16, model_of().ffn_width)

@@ -72,15 +72,6 @@ def test_stretched_frequencies_equal_transformers(scaling: RopeScaling, theta: f
         assert kept.any() and divided.any() and (~kept & ~divided).any()
 
 
-def test_frequencies_of_a_partial_rotation() -> None:
-    """GPT-NeoX-20B: a quarter of 96 channels; theta ** (-2i / 24)."""
-    model = Model(
-        family="gpt-neox", num_layers=1, hidden_size=6144, num_attention_heads=64, seq_length=2048
-    )
-    expected = [10000 ** (-2 * i / 24) for i in range(12)]
-    assert frequencies(model, CPU).tolist() == pytest.approx(expected, rel=1e-14)
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_tables_far_out(dtype: torch.dtype) -> None:
     """At position 1,000,000 the tables are right to their own rounding: angles are fp64 whatever
@@ -130,13 +121,6 @@ def test_products_depend_on_distances_only(
     there = (turned(x[0], query + shift) * turned(x[1], key + shift)).sum()
     assert here.item() == pytest.approx(there.item(), abs=1e-8)
     assert turned(x[0], query).norm().item() == pytest.approx(x[0].norm().item(), rel=1e-12)
-
-
-def test_distances_matter() -> None:
-    model, x = llama(), random(2, 1, 1, 1, 128)
-    cos_SR, sin_SR = tables(model, torch.arange(50), torch.float64)
-    products = (rotate(x[0].expand(1, 50, 1, 128), cos_SR, sin_SR) * x[1]).sum(-1).flatten()
-    assert len(set(products.tolist())) == 50
 
 
 def test_channels_turn_in_pairs_half_a_head_apart() -> None:

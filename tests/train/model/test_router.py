@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from trainkit.families.contract import Routing
-from trainkit.train.model import router
 from trainkit.train.model.router import balanced, loads, route
 
 TOKENS = 40
@@ -109,20 +108,6 @@ def test_every_rule_against_sorting() -> None:
         for found, by_hand in ((routed.scores_TE, scores), (routed.weights_TK, weights)):
             wanted = torch.tensor(by_hand, dtype=torch.float64)
             torch.testing.assert_close(found.double(), wanted, rtol=close, atol=0.0)
-
-
-def test_groups_masked_with_0_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers#45440, vLLM#13474: where a bias makes all scores of the kept groups negative,
-    experts of the others are taken."""
-    masked = router._of_kept_groups
-
-    def with_0(choice_TE: Tensor, routing: Routing) -> Tensor:
-        kept_TE = masked(choice_TE, routing)
-        return kept_TE.masked_fill(kept_TE == -torch.inf, 0.0)
-
-    monkeypatch.setattr(router, "_of_kept_groups", with_0)
-    with pytest.raises(AssertionError):
-        test_every_rule_against_sorting()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

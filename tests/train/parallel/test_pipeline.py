@@ -27,7 +27,6 @@ from trainkit.train.parallel.pipeline import (
     ModelChunk,
     chunks_on,
     chunks_per_stage,
-    tied_at,
 )
 from trainkit.train.parallel.shards import Shards
 from trainkit.train.trainer import Trainer
@@ -80,29 +79,6 @@ def test_chunks_make_up_the_model(keys: dict[str, Any], untied: bool) -> None:
     assert sorted(names) == sorted(
         [name for name, _ in build_on_meta(model, 301).named_parameters()] + twice
     )
-
-
-def test_the_v_turns_on_the_last_stage() -> None:
-    assert [chunks_on(stage, parallelism(3, pipeline_schedule="zbv")) for stage in range(3)] == [
-        (0, 5),
-        (1, 4),
-        (2, 3),
-    ]
-    assert [
-        chunks_on(stage, parallelism(3, virtual_pipeline_model_parallel_size=2))
-        for stage in range(3)
-    ] == [(0, 3), (1, 4), (2, 5)]
-
-
-def test_where_tied_weights_are(tmp_path: Path) -> None:
-    def at(keys: dict[str, Any], untied: bool = False) -> int | None:
-        job = tiny_job(4, tmp_path)
-        model = GPT.model_copy(update={"untie_embeddings_and_output_weights": untied})
-        return tied_at(job.model_copy(update={"parallelism": Parallelism(**keys), "model": model}))
-
-    assert at({}) is None and at(LAYOUTS["1f1b"]) == 1 and at(LAYOUTS["interleaved"]) == 1
-    assert at(LAYOUTS["1f1b"], untied=True) is None  # nothing is tied
-    assert at(LAYOUTS["zbv"]) is None  # both on stage 0
 
 
 def _job(root: Path, ranks: int, keys: dict[str, Any], dropout: float, **training: Any) -> Job:

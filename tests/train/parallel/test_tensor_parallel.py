@@ -15,7 +15,6 @@ from trainkit.jobs.schema import Model
 from trainkit.train.model.transformer import build_on_meta
 from trainkit.train.parallel import tensor_parallel
 from trainkit.train.parallel.shards import (
-    Segment,
     ShardedParameter,
     Shards,
     replicated_layout,
@@ -69,20 +68,6 @@ def test_parts_make_up_the_whole(name: str, size: int) -> None:
     of_keys = ["qkv", "k_norm"] if model.query_key_norm == "projection" else ["qkv"]
     of_keys = of_keys if model.query_groups < size else []
     assert shared == {k for k in shapes if any(part in k for part in of_keys)}
-
-
-def test_a_fused_projection_keeps_queries_keys_and_values_together() -> None:
-    """4 query heads and 2 of keys on 2 ranks: rank 1 holds queries 2 and 3, key 1, value 1."""
-    module = build_on_meta(MODELS["llama"], VOCAB)
-    tensor_parallel.apply(module, VOCAB, TensorGroup(2, 1))
-    head = 8
-    layout = sharded_parameters(module, 2)["layers.0.attention.qkv.weight"].layout
-    assert layout.segments == (
-        Segment(0, 2 * head, 2 * head),
-        Segment(2 * head, 5 * head, head),
-        Segment(3 * head, 7 * head, head),
-    )
-    assert module.layers["0"].attention.widths == [2 * head, head, head]  # type: ignore[union-attr]
 
 
 def test_one_rank_is_left_alone() -> None:

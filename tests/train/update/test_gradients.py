@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.train.peer_shapes import CASES, ONE_OF_EACH, VOCAB, random_shape
+from tests.train.peer_shapes import CASES, ONE_OF_EACH, random_shape
 from tests.train.peers import THEIRS, beside, in_their_layout, random_model, random_tokens
 from trainkit.jobs.schema import Model
 from trainkit.ops.cross_entropy import NO_LABEL
@@ -143,22 +143,3 @@ def test_micro_batches_add_up(name: str) -> None:
         _, summed = our_gradients(ours, tokens_BS[rows], Labels(labels_BS[rows], Z_LOSS, 0.5))
     for n, gradient in whole.items():
         torch.testing.assert_close(summed[n], gradient, rtol=1e-11, atol=1e-11, msg=n)
-
-
-@pytest.mark.parametrize("name", ONE_OF_EACH)
-def test_gradients_of_the_loss_are_those_of_the_logits(name: str) -> None:
-    """The head with its loss, as training runs it, against autograd through the logits that
-    generation uses."""
-    model = CASES[name]
-    tokens_BS, labels_BS = random_tokens(2, model.positions), labels_for(model, 2)
-    _, gradients = our_gradients(random_model(model, torch.float64), tokens_BS, Labels(labels_BS))
-    ours = random_model(model, torch.float64)
-    logits_BSV = ours(tokens_BS)
-    assert isinstance(logits_BSV, Tensor) and logits_BSV.shape[-1] == VOCAB
-    torch.autograd.backward(
-        F.cross_entropy(
-            logits_BSV.flatten(0, 1), labels_BS.flatten(), reduction="sum", ignore_index=NO_LABEL
-        )
-    )
-    for n, parameter in ours.named_parameters():
-        torch.testing.assert_close(gradients[n], parameter.grad, rtol=1e-11, atol=1e-11, msg=n)

@@ -104,8 +104,3 @@ def test_copies_are_summed_over_those_that_hold_them(monkeypatch: pytest.MonkeyP
     # there, and the same back: of n ranks each sends (n - 1) / n
     parts = -(-WHOLE // SIZE) * (SIZE - 1) + -(-PAIRS // 2)
     assert exchange.travelled == [2 * parts] * SIZE
-
-
-def test_who_holds_the_same() -> None:
-    assert [list(replicas.peers(rank, 2)) for rank in range(4)] == [[0, 1], [0, 1], [2, 3], [2, 3]]
-    assert replicas.sent(3, 4, {2: 10, 4: 1}) == [1, 1, 11, 11]

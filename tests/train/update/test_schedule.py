@@ -148,27 +148,6 @@ MEGATRON: list[tuple[dict[str, Any], list[float]]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("completed", "rate"),
-    [
-        (0, 0.0),
-        (1, 0.25),
-        (2, 0.5),
-        (4, 1.0),
-        (5, 0.9657457896300791),
-        (8, 0.55),
-        (10, 0.23180194846605365),
-        (12, 0.1),
-        (13, 0.1),
-        (100, 0.1),
-    ],
-)
-def test_warmup_cosine_floor(completed: int, rate: float) -> None:
-    """min + (1 + cos(pi * (n - 4) / 8)) / 2 * (max - min) from 4 to 12."""
-    training = Training(train_iters=20, lr=1.0, min_lr=0.1, lr_warmup_iters=4, lr_decay_iters=12)
-    assert learning_rate(training, completed) == pytest.approx(rate, rel=1e-12)
-
-
 def test_without_warmup_the_first_step_has_the_full_rate() -> None:
     training = Training(train_iters=10, lr=3e-4)
     assert learning_rate(training, 0) == 3e-4
@@ -238,22 +217,6 @@ def test_any_schedule_as_megatron_core_has_it(training: Training) -> None:
         assert learning_rate(training, n) == pytest.approx(
             theirs.get_lr({}), rel=1e-12, abs=1e-18
         ), n
-
-
-@settings(max_examples=60, deadline=None)
-@given(schedules())
-def test_a_rate_rises_in_the_warmup_and_never_after_it(training: Training) -> None:
-    rates = np.array([learning_rate(training, n) for n in range(training.train_iters + 1)])
-    steps = np.arange(len(rates))
-    rising, falling = rates[steps <= training.warmup_iters], rates[steps >= training.warmup_iters]
-    tiny = 1e-12 * training.lr
-    assert np.all(np.diff(rising) >= -tiny) and np.all(np.diff(falling) <= tiny)
-    assert (
-        rates.max() <= training.lr + tiny
-        and rates.min() >= min(training.min_lr, training.lr_warmup_init) - tiny
-    )
-    assert training.warmup_iters == 0 or rates[0] == training.lr_warmup_init
-    assert training.lr_decay_style == "constant" or rates[-1] == training.min_lr
 
 
 @settings(max_examples=30, deadline=None)
