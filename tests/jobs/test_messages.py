@@ -177,6 +177,11 @@ def test_editors_find_the_schema() -> None:
             "",
         ),
         ('steps = [{ step = "score", model = "a.bin" }]', "steps[0]: 'score' needs 'label'", ""),
+        (
+            'steps = [{ step = "exact", against = ["dd"] }]',
+            "steps: against 'dd' names no [datasets.X] table",
+            "did you mean 'd'?",
+        ),
     ],
 )
 def test_a_step_of_curation_is_named(tmp_path: Path, curate: str, message: str, hint: str) -> None:
