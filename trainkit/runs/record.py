@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from trainkit.base.documents import document
+from trainkit.base.documents import document, read_document
 from trainkit.base.errors import Exit
-from trainkit.base.files import read_json, write_json
+from trainkit.base.files import write_json
 from trainkit.base.lazy_dataclasses import dataclass, replace
 from trainkit.base.process import ProcessIdentity, identity, is_alive
 from trainkit.base.records import Record
@@ -147,6 +147,8 @@ def is_starting(run: RunFolder, status: SupervisorStatus | None) -> bool:
 RunState = Literal[
     "queued", "starting", "running", "succeeded", "failed", "cancelled", "preempted", "unknown"
 ]
+# engines whose checkpoints `convert` reads
+CONVERTED = ("gpt-neox", "megatron-bridge", "megatron-lm", "torchtitan")
 # what slurm.json and kubernetes.json tell of a job that ended before there were ranks
 CAUSE = ("message", "unit", "host", "log", "advice")
 _STATE_OF_CLASS: dict[str, RunState] = {
@@ -213,17 +215,18 @@ class RunRecord:
 
 
 def _was_not_prepared(run: RunFolder) -> bool:
-    """Whether a run of Slurm's ended before its stages were made: there is nothing to resume."""
-    return (run.path / "launch" / "stages").is_dir() and not run.inputs.is_file()
+    """Whether a run ended before its stages were made: there is nothing to resume."""
+    return not run.inputs.is_file()
 
 
 def _uses_of_weights(run: RunFolder) -> list[str]:
     """What its weights may be tried with: text, where its tokens stand for text (those of mock data
-    do not); those of another engine are converted first."""
-    job = read_json(run.job).get("job", {})
-    if job.get("engine", "native") != "native":
+    do not); those of another engine are converted first, where they can be."""
+    job = read_document(run.job, "job/1")["job"]
+    engine = job.get("engine", "native")
+    if engine in CONVERTED:
         return [f"invoke convert {run.id} --to hf --out FOLDER"]
-    if job.get("dataset", {}).get("tokenizer") is not None:
+    if engine == "native" and job.get("dataset", {}).get("tokenizer") is not None:
         return [f'invoke generate {run.id} --prompt "..."']
     return []
 

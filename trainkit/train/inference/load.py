@@ -29,6 +29,7 @@ from trainkit.runs.checkpoints import (
     verify,
 )
 from trainkit.runs.folder import RunFolder
+from trainkit.runs.record import CONVERTED
 from trainkit.train.checkpoint import save_load as checkpoint
 from trainkit.train.model.transformer import Transformer, build_on_meta
 from trainkit.train.parallel import tensor_parallel
@@ -104,7 +105,9 @@ def _chosen(run: RunFolder, checkpoints: Path, step: int | None) -> Checkpoint:
             raise ConfigError(
                 f"run {run.id} was trained by {engine}, whose checkpoints are not read as they are",
                 hint=f"`invoke convert {run.id} --to hf --out FOLDER` writes what transformers"
-                " loads, and init_from begins with",
+                " loads, and init_from begins with"
+                if engine in CONVERTED
+                else "its own tools read them",
             )
         raise TrainkitError(
             f"run {run.id} has no checkpoint yet",
